@@ -1,0 +1,48 @@
+"""Exact attention over a sequence that is split across GPUs.
+
+Nothing is imported until a name is asked for: ``import ringattn`` is free of torch, triton, cupy, typer and matplotlib.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import bench, comm, kernels, reference, ring
+    from .comm import LocalWorld
+    from .ring import Layout, Ring, positions, ring_attention, shard, unshard
+
+__version__ = "0.1.0"
+__all__ = [
+    "Layout",
+    "LocalWorld",
+    "Ring",
+    "__version__",
+    "bench",
+    "comm",
+    "kernels",
+    "positions",
+    "reference",
+    "ring",
+    "ring_attention",
+    "shard",
+    "unshard",
+]
+
+_FOLDERS = ("bench", "comm", "kernels", "reference", "ring")
+_HOME = dict.fromkeys(("Layout", "Ring", "positions", "ring_attention", "shard", "unshard"), "ring")
+_HOME["LocalWorld"] = "comm"
+
+if not TYPE_CHECKING:  # a type checker sees the imports above, and a misspelt name
+
+    def __getattr__(name: str) -> object:
+        if name in _FOLDERS:
+            return import_module(f".{name}", __name__)
+        if name in _HOME:
+            value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+            globals()[name] = value  # asked for once: the next look-up is an ordinary one
+            return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,69 @@
+"""The command line: names, one-line helps and ``--version``. What a command does lies in the module it names.
+
+A command module exposes ``app``, a :class:`typer.Typer`, and is imported when the command is used, not before: the
+list of commands appears without importing torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Annotated
+
+try:
+    import typer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("the command line needs the extra `cli`: pip install 'ringattn[cli]'") from error
+
+from .. import __version__
+
+app = typer.Typer(
+    help="Exact attention over a sequence that is split across GPUs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure kernels, links, overlap and whole rings.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+# everything after the command's name, --help included, goes to the command as it is
+_PASS_ON = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+    "help_option_names": [],
+}
+
+
+def _register(group: typer.Typer, name: str, module: str, summary: str) -> None:
+    """Let ``name`` in ``group`` stand for the ``app`` of ``bench/<module>.py``."""
+
+    @group.command(name, help=summary, context_settings=_PASS_ON)
+    def command(context: typer.Context) -> None:
+        target: typer.Typer = import_module(f".{module}", __package__).app
+        target(args=list(context.args), prog_name=context.command_path)
+
+
+_register(app, "demo", "demo", "Train a small decoder on one long document, sharded and whole, and compare.")
+_register(app, "show", "show", "Print or draw the schedule and the mask of any call.")
+_register(bench, "suite", "suite", "Everything this machine can measure, within a time budget, in one result folder.")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ringattn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line on ``sys.argv``; does not return."""
+    app(args=sys.argv[1:], prog_name="ringattn")

@@ -1,0 +1,125 @@
+"""Where a transport's copies are enqueued: at once on the host, or on a high-priority CUDA stream of their own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from .transport import DONE, Fence
+
+# Any priority above the compute stream's 0 lets the scheduler place a transfer's few blocks first.
+HIGH_PRIORITY = -1
+
+
+def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """A CUDA stream; the lower the number, the higher the priority."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(device=device, priority=priority)  # type: ignore[no-untyped-call]
+    return stream
+
+
+class StreamOrdered(ABC):
+    """A fence that can hold back any stream, without touching the current one."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """See `Fence.wait`."""
+
+    @abstractmethod
+    def order(self, stream: torch.cuda.Stream) -> None:
+        """Let what is enqueued on `stream` from now on run after this point."""
+
+
+class StreamFence(StreamOrdered):
+    """A recorded CUDA event, and the tensors that must stay allocated until the compute stream has waited for it."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device, keep: Sequence[torch.Tensor] = ()) -> None:
+        self._event = event
+        self._device = device
+        self._keep = tuple(keep)
+
+    def wait(self) -> None:
+        """Order the current stream behind this point."""
+        self.order(torch.cuda.current_stream(self._device))
+        # Memory that is freed from here on is reused in the order of the stream that has just been held back.
+        self._keep = ()
+
+    def order(self, stream: torch.cuda.Stream) -> None:
+        """Order `stream` behind this point; the tensors stay held, for the stream that owns them has not waited."""
+        stream.wait_event(self._event)
+
+    def done(self) -> bool:
+        """Whether the device has passed this point. Never blocks."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+class HostLane:
+    """CPU tensors: compute and copies are over when their call returns, so every point is past when it is made."""
+
+    def mark(self) -> Fence:
+        """The point that compute has reached."""
+        return DONE
+
+    def follow(self, fences: Sequence[Fence]) -> None:
+        """Block until every fence is over."""
+        for fence in fences:
+            fence.wait()
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy at once."""
+        destination.copy_(source)
+
+    def point(self, keep: Sequence[torch.Tensor] = ()) -> Fence:
+        """The point that this lane has reached."""
+        return DONE
+
+
+class StreamLane:
+    """One high-priority CUDA stream: transfers run there in program order, beside compute."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.stream = new_stream(device, HIGH_PRIORITY)
+
+    def mark(self) -> StreamFence:
+        """The point that compute has reached on the current stream."""
+        return self._record(torch.cuda.current_stream(self._device))
+
+    def follow(self, fences: Sequence[Fence]) -> None:
+        """Let transfers enqueued from now on run after every fence; the compute stream goes on."""
+        for fence in fences:
+            if isinstance(fence, StreamOrdered):
+                fence.order(self.stream)
+            else:
+                fence.wait()  # a point of the host: over once this returns
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue a copy on the transfer stream."""
+        with torch.cuda.stream(self.stream):
+            destination.copy_(source, non_blocking=True)
+
+    def point(self, keep: Sequence[torch.Tensor] = ()) -> StreamFence:
+        """The point that the transfers enqueued so far will reach."""
+        return self._record(self.stream, keep)
+
+    def _record(self, stream: torch.cuda.Stream, keep: Sequence[torch.Tensor] = ()) -> StreamFence:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return StreamFence(event, self._device, keep)
+
+
+Lane = HostLane | StreamLane
+
+
+def lane_for(device: torch.device) -> Lane:
+    """The lane that tensors of `device` travel on."""
+    return StreamLane(device) if device.type == "cuda" else HostLane()
+
+
+def indexed(device: torch.device | str) -> torch.device:
+    """The device with its index: "cuda" alone means the current one, and never equals any tensor's device."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,109 @@
+"""Receive buffers cut from one byte arena, and what must be over before each may be overwritten."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .transport import Fence
+
+# Two cache lines of the GPU, and what its widest vector loads and TMA descriptors ask for with room to spare.
+ALIGNMENT = 256
+
+TensorSpec = tuple[tuple[int, ...], torch.dtype]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _spec_nbytes(spec: TensorSpec) -> int:
+    shape, dtype = spec
+    return math.prod(shape) * dtype.itemsize
+
+
+def slot_nbytes(specs: Sequence[TensorSpec]) -> int:
+    """Bytes that one slot needs for tensors of these shapes and dtypes, each on its own alignment."""
+    return sum(_aligned(_spec_nbytes(spec)) for spec in specs)
+
+
+class Slots:
+    """`count` equal buffers, kept at their high-water mark, that are filled and read in turn.
+
+    A slot may be written again once everything that used it is over: `busy` notes a use, `free` hands the notes to
+    whoever writes next.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        if count < 1:
+            raise ValueError(f"count is {count}: a ring needs at least one slot")
+        self._device = device
+        self._nbytes = 0
+        self._arena = torch.empty(0, dtype=torch.uint8, device=device)
+        self._fences: list[list[Fence]] = [[] for _ in range(count)]
+
+    @property
+    def count(self) -> int:
+        """Number of slots."""
+        return len(self._fences)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one slot."""
+        return self._nbytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Make every slot at least `nbytes` long. Growing waits for every noted use and drops what the slots held."""
+        if nbytes <= self._nbytes:
+            return
+        self.drain()
+        self._nbytes = _aligned(nbytes)
+        # The old arena goes back before the new one is made: the peak is one arena, not two.
+        self._arena = torch.empty(0, dtype=torch.uint8, device=self._device)
+        # Zeros, not whatever lay there: a stray read of bytes that never arrived is then a wrong number on every run.
+        arena = torch.zeros(self.count * self._nbytes + ALIGNMENT, dtype=torch.uint8, device=self._device)
+        self._arena = arena[-arena.data_ptr() % ALIGNMENT :]
+        self._settle()
+
+    def tensors(self, slot: int, specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
+        """Views of a slot, one per (shape, dtype), each `ALIGNMENT`-byte aligned, one after the other."""
+        needed = slot_nbytes(specs)
+        if needed > self._nbytes:
+            raise ValueError(f"these tensors take {needed} bytes, a slot holds {self._nbytes}: reserve({needed}) first")
+        views = []
+        offset = self._check(slot) * self._nbytes
+        for spec in specs:
+            shape, dtype = spec
+            nbytes = _spec_nbytes(spec)
+            views.append(self._arena[offset : offset + nbytes].view(dtype).view(shape))
+            offset += _aligned(nbytes)
+        return tuple(views)
+
+    def busy(self, slot: int, fence: Fence) -> None:
+        """Note that a compute or a transfer uses the slot until `fence`."""
+        self._fences[self._check(slot)].append(fence)
+
+    def free(self, slot: int) -> tuple[Fence, ...]:
+        """What must be over before the slot may be overwritten; a new generation begins, so they are forgotten here."""
+        fences = tuple(self._fences[self._check(slot)])
+        self._fences[slot] = []
+        return fences
+
+    def drain(self) -> None:
+        """Wait, on the current stream, for every noted use of every slot."""
+        for slot in range(self.count):
+            for fence in self.free(slot):
+                fence.wait()
+
+    def _check(self, slot: int) -> int:
+        # A negative index would silently be another slot, and overwrite what that one still needs.
+        if not 0 <= slot < self.count:
+            raise IndexError(f"slot is {slot}, the slots are 0 to {self.count - 1}")
+        return slot
+
+    def _settle(self) -> None:
+        # The zeros are written by the compute stream, and transfers run on another one: no transfer may overtake them.
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()

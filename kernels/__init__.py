@@ -1,0 +1,20 @@
+"""Attention of one query shard against one key shard, on one device. Needs torch and triton only; copy it as it is."""
+
+from .attention import attention_backward, attention_delta, attention_dkdv, attention_dq, attention_forward
+from .bounds import FULL, Bounds, TileRange, tile_range
+from .config import KernelConfig, Tile, default_config
+
+__all__ = [
+    "FULL",
+    "Bounds",
+    "KernelConfig",
+    "Tile",
+    "TileRange",
+    "attention_backward",
+    "attention_delta",
+    "attention_dkdv",
+    "attention_dq",
+    "attention_forward",
+    "default_config",
+    "tile_range",
+]

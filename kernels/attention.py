@@ -1,0 +1,232 @@
+"""The host entries: validation, allocation and grid. What a vendor calls."""
+
+from __future__ import annotations
+
+import torch
+
+from .backward import delta_kernel, dkdv_kernel, dq_kernel
+from .bounds import FULL, Bounds
+from .checks import check_backward, check_inputs, check_like
+from .config import KernelConfig, default_config
+from .forward import forward_kernel
+from .launch import head_dims, interval, launch, options, programs, shape_of, strided
+from .tiles import Shape
+
+DELTA_BLOCK = 64  # rows of a memory-bound pass: enough loads in flight, few idle rows at a shard's end
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    bounds: Bounds = FULL,
+    softmax_scale: float | None = None,
+    state: Pair | None = None,
+    final: bool = True,
+    config: KernelConfig | None = None,
+) -> Pair:
+    """``out = softmax(scale * q k^T) v`` over the keys of one shard, continuing ``state``.
+
+    Online softmax of FlashAttention (Dao et al., arXiv:2205.14135, algorithm 1), restarted from the carried
+    ``(out, lse)``. Fold shard after shard: the first call without ``state``, all but the last with ``final=False``.
+
+    Args:
+        q: queries ``[B, Sq, H, D]``; float16, bfloat16 or float32; any strides with a unit last one.
+        k: keys ``[B, Sk, Hkv, D]``; ``H`` is a multiple of ``Hkv``.
+        v: values ``[B, Sk, Hkv, Dv]``.
+        bounds: the keys that each query row sees.
+        softmax_scale: positive factor of ``q k^T`` before the exponential; default ``1 / sqrt(D)``.
+        state: ``(out, lse)`` of the shards before, out fp32 ``[B, Sq, H, Dv]``, lse fp32 ``[B, H, Sq]``; both are
+            continued in place (with ``final`` and 16-bit queries only lse is).
+        final: return ``out`` in q's dtype; otherwise in fp32, to be passed on as ``state``.
+        config: tiles; default by GPU and shape.
+
+    Returns:
+        ``out [B, Sq, H, Dv]`` and ``lse [B, H, Sq]``, the natural logarithm of the sum of exponentials, fp32. A row
+        that has seen no key has ``out = 0`` and ``lse = -inf``.
+
+    A NaN or inf reaches the rows that see it, except that a NaN or inf in ``v`` may also reach rows whose tiles hold
+    it under the mask (0 * NaN).
+
+    Raises:
+        ValueError: an argument does not fit; the message names it, what it got and what it takes.
+    """
+    scale = check_inputs(q, k, v, bounds, softmax_scale)
+    out_shape = (*q.shape[:3], v.shape[3])
+    out, lse = state if state is not None else (None, None)
+    if out is None or lse is None:
+        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device, dtype=torch.float32)
+    else:
+        check_like("state[0]", out, out_shape, torch.float32, q.device)
+        check_like("state[1]", lse, (q.shape[0], q.shape[2], q.shape[1]), torch.float32, q.device, contiguous=True)
+    dtype = q.dtype if final else torch.float32
+    in_place = out is not None and out.dtype == dtype
+    result = out if out is not None and in_place else torch.empty(out_shape, device=q.device, dtype=dtype)
+    tile = (config or default_config(q, v)).forward
+    flags = {"HAS_STATE": state is not None, "IN_PLACE": in_place}
+    launch(
+        forward_kernel, programs(q.shape[1], tile.block_q, q), q.device,
+        strided(q), strided(k), strided(v), strided(result if out is None else out), strided(result), lse,
+        interval(bounds), shape_of(q, k), scale, **head_dims(q, v), **flags, **options(tile),
+    )  # fmt: skip
+    return result, lse
+
+
+def attention_delta(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None = None) -> torch.Tensor:
+    """``delta = rowsum(dout * out) - dlse``, fp32 ``[B, H, S]`` (arXiv:2307.08691, algorithm 2, line 4).
+
+    Args:
+        dout, out: ``[B, S, H, Dv]``, a unit last stride.
+        dlse: gradient of ``lse``, fp32 ``[B, H, S]``, or None.
+
+    Raises:
+        ValueError: shapes or strides do not fit.
+    """
+    check_like("dout", dout, tuple(out.shape), None, out.device)
+    batch, rows, heads, _ = out.shape
+    if dlse is not None:
+        check_like("dlse", dlse, (batch, heads, rows), torch.float32, out.device, contiguous=True)
+    delta = torch.empty(batch, heads, rows, device=out.device, dtype=torch.float32)
+    launch(
+        delta_kernel, programs(rows, DELTA_BLOCK, out), out.device,
+        strided(dout), strided(out), dlse, delta, Shape(rows, rows, heads, 1),
+        HEAD_DIM_V=out.shape[3], BLOCK_Q=DELTA_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return delta
+
+
+def attention_dq(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    *,
+    bounds: Bounds = FULL,
+    softmax_scale: float | None = None,
+    sums: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,
+    config: KernelConfig | None = None,
+) -> torch.Tensor:
+    """``dQ = scale * dS K`` over the keys of one shard, plus ``sums``.
+
+    Args:
+        dout, q, k, v, lse, bounds, softmax_scale, config: as in :func:`attention_backward`.
+        delta: of :func:`attention_delta`.
+        sums: fp32 ``[B, Sq, H, D]``, dQ of the shards before.
+        into: where the result goes, ``[B, Sq, H, D]``; may be ``sums``. Default: a new tensor in q's dtype.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+    scale = check_backward(dout, q, k, v, lse, delta, bounds, softmax_scale)
+    target = result_like("into", into, "sums", sums, q)
+    tile = (config or default_config(q, v)).dq
+    launch(
+        dq_kernel, programs(q.shape[1], tile.block_q, q), q.device,
+        strided(dout), strided(q), strided(k), strided(v), lse, delta, strided(target if sums is None else sums),
+        strided(target), interval(bounds), shape_of(q, k), scale,
+        **head_dims(q, v), **options(tile), HAS_SUM=sums is not None, IN_PLACE=target is sums,
+    )  # fmt: skip
+    return target
+
+
+def attention_dkdv(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    *,
+    bounds: Bounds = FULL,
+    softmax_scale: float | None = None,
+    sums: Pair | None = None,
+    into: Pair | None = None,
+    config: KernelConfig | None = None,
+) -> Pair:
+    """``dK = scale * dS^T Q`` and ``dV = P^T dO`` of one key shard, plus ``sums``.
+
+    Args:
+        dout, q, k, v, lse, bounds, softmax_scale, config: as in :func:`attention_backward`.
+        delta: of :func:`attention_delta`.
+        sums: fp32 ``(dk [B, Sk, Hkv, D], dv [B, Sk, Hkv, Dv])`` from the query shards before.
+        into: where the result goes; may be ``sums``. Default: new tensors in the dtype of k and v.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+    scale = check_backward(dout, q, k, v, lse, delta, bounds, softmax_scale)
+    dk_sum, dv_sum = sums or (None, None)
+    dk_into, dv_into = into or (None, None)
+    dk = result_like("into[0]", dk_into, "sums[0]", dk_sum, k)
+    dv = result_like("into[1]", dv_into, "sums[1]", dv_sum, v)
+    tile = (config or default_config(q, v)).dkdv
+    launch(
+        dkdv_kernel, programs(k.shape[1], tile.block_k, k), q.device,
+        strided(dout), strided(q), strided(k), strided(v), lse, delta,
+        strided(dk if dk_sum is None else dk_sum), strided(dv if dv_sum is None else dv_sum), strided(dk), strided(dv),
+        interval(bounds.transposed(k.shape[1])), shape_of(k, q), scale,
+        **head_dims(q, v), **options(tile), HAS_SUM=sums is not None, IN_PLACE=dk is dk_sum,
+    )  # fmt: skip
+    return dk, dv
+
+
+def attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    dlse: torch.Tensor | None = None,
+    bounds: Bounds = FULL,
+    softmax_scale: float | None = None,
+    dq: torch.Tensor | None = None,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+    config: KernelConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of :func:`attention_forward` for one query shard and one key shard: delta, then dQ, then dK/dV.
+
+    With the global ``out`` and ``lse`` of the whole sequence, the parts of all shards add up to the exact gradient
+    (Dao, arXiv:2307.08691, algorithm 2). Deterministic: no atomics.
+
+    Args:
+        dout: gradient of ``out``, ``[B, Sq, H, Dv]``.
+        q, k, v, bounds, softmax_scale, config: as in the forward.
+        out, lse: of the whole forward, after its last shard.
+        dlse: gradient of ``lse``, fp32 ``[B, H, Sq]``, or None.
+        dq, dk, dv: fp32 sums that are continued in place; new tensors in the inputs' dtype where None. ``dk`` and
+            ``dv`` are passed both or neither.
+
+    Returns:
+        ``(dq, dk, dv)``, shaped like q, k and v.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+    if (dk is None) != (dv is None):
+        raise ValueError("dk and dv: pass both sums, or neither")
+    sums = None if dk is None or dv is None else (dk, dv)
+    delta = attention_delta(dout, out, dlse)
+    call = {"bounds": bounds, "softmax_scale": softmax_scale, "config": config}
+    dq = attention_dq(dout, q, k, v, lse, delta, sums=dq, into=dq, **call)  # type: ignore[arg-type]
+    return dq, *attention_dkdv(dout, q, k, v, lse, delta, sums=sums, into=sums, **call)  # type: ignore[arg-type]
+
+
+def result_like(
+    into_name: str, into: torch.Tensor | None, sums_name: str, sums: torch.Tensor | None, like: torch.Tensor
+) -> torch.Tensor:
+    """The tensor that a gradient is written to, checked together with the sums that are added to it."""
+    if sums is not None:
+        check_like(sums_name, sums, tuple(like.shape), torch.float32, like.device)
+    if into is None:
+        return torch.empty(like.shape, device=like.device, dtype=like.dtype)
+    check_like(into_name, into, tuple(like.shape), None, like.device)
+    return into

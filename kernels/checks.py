@@ -1,0 +1,96 @@
+"""What the host refuses before anything is launched."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .bounds import Bounds
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+
+
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scale: float | None) -> float:
+    """Refuse q, k, v that do not fit each other; returns the softmax scale."""
+    check_qkv(q, k, v)
+    bounds.check(q.shape[1], q.device)
+    return check_scale(scale, q.shape[3])
+
+
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Ranks, dtypes, devices, strides, batches, heads and head dims of q, k and v: ValueError."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {list(x.shape)}: it must be [B, S, H, D]")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} is {x.dtype}: it must be float16, bfloat16 or float32")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} is {x.dtype}, q is {q.dtype}: they must have one dtype")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, q on {q.device}: they must be on one device")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} has batch size {x.shape[0]}, q has {q.shape[0]}: they must be equal")
+        if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} has head dim {x.shape[3]}: it must be 1 to {MAX_HEAD_DIM}")
+        check_unit_stride(name, x)
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k has head dim {k.shape[3]}, q has {q.shape[3]}: they must be equal")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v is {list(v.shape)}, k is {list(k.shape)}: batch, length and heads must be equal")
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads == 0 or kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads, q has {heads}: the heads of q must be a multiple of the heads of k")
+
+
+def check_unit_stride(name: str, x: torch.Tensor) -> None:
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(f"{name} has strides {x.stride()}: the last stride must be 1")
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"softmax_scale is {scale}: it must be a positive finite number, or None for 1/sqrt(D)")
+    return float(scale)
+
+
+def check_like(
+    name: str,
+    x: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    contiguous: bool = False,
+) -> None:
+    """Refuse a tensor of another shape, dtype (None: any of the supported), device or stride."""
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} has shape {list(x.shape)}: it must be {list(shape)}")
+    if x.dtype not in ((dtype,) if dtype else DTYPES):
+        raise ValueError(f"{name} is {x.dtype}: it must be {dtype or 'float16, bfloat16 or float32'}")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}: it must be on {device}")
+    if contiguous and not x.is_contiguous():
+        raise ValueError(f"{name} has strides {x.stride()}: it must be contiguous")
+    check_unit_stride(name, x)
+
+
+def check_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    bounds: Bounds,
+    scale: float | None,
+) -> float:
+    """As :func:`check_inputs`, with what only the backward takes."""
+    scale = check_inputs(q, k, v, bounds, scale)
+    rows = (q.shape[0], q.shape[2], q.shape[1])
+    check_like("dout", dout, (*q.shape[:3], v.shape[3]), q.dtype, q.device)
+    check_like("lse", lse, rows, torch.float32, q.device, contiguous=True)
+    check_like("delta", delta, rows, torch.float32, q.device, contiguous=True)
+    return scale

@@ -1,0 +1,97 @@
+"""Tile sizes and launch options: what a kernel may be tuned by, and the untuned defaults with their reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one kernel is cut and launched.
+
+    ``block_q`` and ``block_k`` are rows of queries and keys per tile (powers of two, at least 16), ``num_warps`` and
+    ``num_stages`` Triton's options: warps per program and depth of the software pipeline.
+    """
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for name in ("block_q", "block_k"):
+            size = getattr(self, name)
+            if size < 16 or size & (size - 1):
+                raise ValueError(f"{name} is {size}: a tile side is a power of two of at least 16")
+        if self.num_warps not in (1, 2, 4, 8, 16):
+            raise ValueError(f"num_warps is {self.num_warps}: it must be 1, 2, 4, 8 or 16")
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages is {self.num_stages}: it must be at least 1")
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """One :class:`Tile` per kernel."""
+
+    forward: Tile
+    dq: Tile
+    dkdv: Tile
+
+
+# Untuned defaults. Each was the first of its kind that compiles, on Triton 3.6 to 3.9, without local memory traffic
+# and without serialised wgmma in the loop that holds the matrix products (16-bit, head dims up to 128; `bench/NOTES.md`
+# has the survey), with 128 query rows per K/V tile (128 keys in dK/dV), the arithmetic intensity of Triton's
+# fused-attention tutorial. None was timed yet: a tuned table replaces them.
+_HOPPER = {  # 227 KB of shared memory; wgmma needs 8 warps to split 128 x 128 accumulators
+    64: KernelConfig(Tile(128, 128, 8, 2), Tile(128, 64, 8, 1), Tile(64, 128, 8, 1)),
+    128: KernelConfig(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+    256: KernelConfig(Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 1)),
+}
+_BLACKWELL = {  # accumulators in tensor memory, softmax in registers: 128 x 128 scores spill there, 64 keys do not
+    64: KernelConfig(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1)),
+    128: KernelConfig(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1)),
+    256: KernelConfig(Tile(64, 64, 8, 2), Tile(64, 64, 8, 1), Tile(32, 32, 4, 1)),
+}
+_AMPERE = {  # 163 KB; mma.sync keeps operands in registers: smaller tiles, deeper pipelines
+    64: KernelConfig(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+    128: KernelConfig(Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(16, 128, 8, 2)),
+    256: KernelConfig(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 1)),
+}
+_SMALL = {  # sm_86, sm_89, sm_120: mma.sync and 99 KB per block
+    64: _AMPERE[64],
+    128: KernelConfig(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(16, 128, 8, 2)),
+    256: KernelConfig(Tile(64, 32, 8, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+}
+_FLOAT32 = {  # tf32x3 holds every operand twice, in 4-byte elements: small tiles on every GPU
+    64: KernelConfig(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
+    128: KernelConfig(Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    256: KernelConfig(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+}
+_INTERPRETER = KernelConfig(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))  # short sequences, many tiles
+
+_BY_ARCH = {80: _AMPERE, 90: _HOPPER, 100: _BLACKWELL, 103: _BLACKWELL}
+
+
+def config_for(arch: int, dtype: torch.dtype, head_dim: int) -> KernelConfig:
+    """The default for a compute capability (90 is 9.0) and the larger of D and Dv.
+
+    Architectures that are not listed get tiles for 99 KB of shared memory, which fit everywhere.
+    """
+    table = _FLOAT32 if dtype == torch.float32 else _BY_ARCH.get(arch, _SMALL)
+    return table[next(size for size in table if head_dim <= size)]
+
+
+@lru_cache(maxsize=None)
+def _arch(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def default_config(q: torch.Tensor, v: torch.Tensor) -> KernelConfig:
+    """The default for the GPU, dtype and head dims of these tensors."""
+    if q.device.type != "cuda":
+        return _INTERPRETER
+    return config_for(_arch(q.device), q.dtype, max(q.shape[3], v.shape[3]))

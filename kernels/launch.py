@@ -1,0 +1,67 @@
+"""From torch tensors to a launch: argument tuples, grids and the lock around an interpreted kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from .bounds import Bounds
+from .config import Tile
+from .tiles import Interval, Shape, Strided
+
+# Triton's interpreter patches its language module while a kernel runs, and a first launch compiles: one at a time.
+_LOCK = threading.Lock()
+
+
+def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
+    """Launch ``kernel`` on ``grid`` programs on the current stream of ``device``; an empty grid is no launch.
+
+    Raises:
+        NotImplementedError: CPU tensors without Triton's interpreter.
+    """
+    if device.type == "cpu" and isinstance(kernel, JITFunction):
+        raise NotImplementedError(
+            "q is on the CPU: Triton kernels run there under Triton's interpreter alone. Set TRITON_INTERPRET=1 before "
+            "triton is imported (slow, for tests), or use the aten backend of ring_attention."
+        )
+    if grid == 0:
+        return
+    with _LOCK, torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[(grid,)](*args, **options)
+
+
+def programs(rows: int, block: int, x: torch.Tensor) -> int:
+    """One program per tile of rows, batch row and head of ``x [B, S, H, D]``."""
+    return int(triton.cdiv(rows, block)) * x.shape[0] * x.shape[2]
+
+
+def strided(x: torch.Tensor) -> Strided:
+    return Strided(x, x.stride(0), x.stride(1), x.stride(2))
+
+
+def interval(bounds: Bounds) -> Interval:
+    return Interval(bounds.lo, bounds.hi)
+
+
+def shape_of(rows: torch.Tensor, columns: torch.Tensor) -> Shape:
+    """Of a launch whose programs are tiles of ``rows`` and walk ``columns``, both ``[B, S, heads, D]``."""
+    heads = (rows.shape[2], columns.shape[2])
+    return Shape(rows.shape[1], columns.shape[1], rows.shape[2], max(heads) // min(heads))
+
+
+def head_dims(q: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
+    return {"HEAD_DIM": q.shape[3], "HEAD_DIM_V": v.shape[3]}
+
+
+def options(tile: Tile) -> dict[str, int]:
+    return {
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_K": tile.block_k,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }

@@ -1,0 +1,59 @@
+"""What the reference files share: the door, grouped heads, and the layout ``[B, H, S, D]`` in float64."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse shapes that are not attention's: ValueError."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {list(x.shape)}: it must be [B, S, H, D]")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k is {list(k.shape)} and v is {list(v.shape)}: all but the head dim must be the same")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q is {list(q.shape)} and k is {list(k.shape)}: batch and head dim must be the same")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"k has {k.shape[2]} heads, q has {q.shape[2]}: the heads of q must be a multiple of the heads of k"
+        )
+
+
+def positions_or_default(
+    q: Tensor, k: Tensor, q_positions: Tensor | None, k_positions: Tensor | None, *, masked: bool
+) -> tuple[Tensor, Tensor]:
+    """The positions given, or 0, 1, 2, … where none are; refuse a masked call whose meaning would be a convention."""
+    if masked and (q_positions is None) != (k_positions is None):
+        raise ValueError("only one of q_positions and k_positions is given: a mask needs both, or neither")
+    if masked and q_positions is None and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"q has {q.shape[1]} tokens, k has {k.shape[1]}: a mask between different lengths needs q_positions and "
+            "k_positions, because conventions differ on what it would mean"
+        )
+    chosen = []
+    for name, x, positions in (("q", q, q_positions), ("k", k, k_positions)):
+        given = torch.arange(x.shape[1], device=x.device) if positions is None else positions.to(x.device)
+        if given.shape != (x.shape[1],):
+            raise ValueError(f"{name}_positions has shape {list(given.shape)}: {name} has {x.shape[1]} tokens")
+        chosen.append(given)
+    return chosen[0], chosen[1]
+
+
+def scale_or_default(q: Tensor, softmax_scale: float | None) -> float:
+    """``softmax_scale``, or 1 / sqrt(D)."""
+    return 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+
+
+def by_head(x: Tensor, heads: int) -> Tensor:
+    """``[B, S, Hx, D]`` to float64 ``[B, H, S, D]``; query head h reads key/value head h // (H / Hx)."""
+    return x.to(torch.float64).transpose(1, 2).repeat_interleave(heads // x.shape[2], dim=1)
+
+
+def by_token(x: Tensor, heads: int) -> Tensor:
+    """Back from ``[B, H, S, D]`` to ``[B, S, heads, D]``; the transpose of :func:`by_head`, so groups are added up."""
+    batch, all_heads, seqlen, dim = x.shape
+    return x.reshape(batch, heads, all_heads // heads, seqlen, dim).sum(2).transpose(1, 2)

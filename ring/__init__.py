@@ -1,0 +1,28 @@
+"""Where kernels and comm meet: layouts, masks, schedules, the ring loop, autograd."""
+
+from .attention import ring_attention
+from .layout import Layout, Span
+from .mask import Mask, bounds, visible_pairs
+from .ring import Ring
+from .schedule import Hop, Schedule, schedule
+from .shards import positions, shard, unshard
+from .trace import Span as TraceSpan
+from .trace import Trace
+
+__all__ = [
+    "Hop",
+    "Layout",
+    "Mask",
+    "Ring",
+    "Schedule",
+    "Span",
+    "Trace",
+    "TraceSpan",
+    "bounds",
+    "positions",
+    "ring_attention",
+    "schedule",
+    "shard",
+    "unshard",
+    "visible_pairs",
+]

@@ -1,0 +1,213 @@
+"""Who holds which tokens: every rank's global positions, as spans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from itertools import accumulate
+from operator import index
+from typing import Any
+
+import torch
+
+from .spans import Span, ascending, refuse_overlap
+
+__all__ = ["Layout", "Span"]
+
+REPR_SPANS = 32  # a layout of more spans than this is shown by its size and a digest
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Layout:
+    """Which global positions each rank holds, ascending within a rank; immutable and hashable.
+
+    Args:
+        spans_per_rank: for every rank its spans ``(start, length[, step])``. Empty spans are dropped and spans that
+            continue each other are joined, so that layouts of the same spans are equal however they were made.
+
+    Raises:
+        ValueError: no rank, a span that is not whole numbers in range, positions of a rank that do not ascend, or a
+            position on two ranks.
+    """
+
+    spans_per_rank: tuple[tuple[Span, ...], ...]
+
+    def __init__(self, spans_per_rank: Iterable[Iterable[tuple[int, ...]]]) -> None:
+        made = tuple(ascending(rank, spans) for rank, spans in enumerate(spans_per_rank))
+        if not made:
+            raise ValueError("spans_per_rank is empty: it must have a list of spans for every rank")
+        refuse_overlap(made)
+        object.__setattr__(self, "spans_per_rank", made)
+
+    @classmethod
+    def contiguous(cls, seqlen: int, world: int) -> Layout:
+        """One run of tokens per rank, in rank order; the first ranks hold one more where ``world`` does not divide."""
+        return cls.uneven(_even(seqlen, world))
+
+    @classmethod
+    def zigzag(cls, seqlen: int, world: int) -> Layout:
+        """Two runs per rank, one from each end of the sequence, so that causal work is even.
+
+        With ``2 * world`` equal chunks, rank r holds chunks r and ``2 * world - 1 - r``.
+        """
+        lengths = _even(seqlen, world)
+        heads = [(length + 1) // 2 for length in lengths]
+        tails = [length - head for length, head in zip(lengths, heads, strict=True)]
+        starts = [0, *accumulate(heads)]
+        ends = [seqlen - past for past in accumulate(tails)]
+        return cls([(starts[rank], heads[rank]), (ends[rank], tails[rank])] for rank in range(len(lengths)))
+
+    @classmethod
+    def striped(cls, seqlen: int, world: int) -> Layout:
+        """Token p on rank ``p % world``."""
+        return cls([(rank, length, world)] for rank, length in enumerate(_even(seqlen, world)))
+
+    @classmethod
+    def uneven(cls, lengths: Iterable[int]) -> Layout:
+        """One run of ``lengths[rank]`` tokens per rank, in rank order."""
+        checked = [_at_least(0, f"lengths[{rank}]", length) for rank, length in enumerate(lengths)]
+        if not checked:
+            raise ValueError("lengths is empty: it must have the number of tokens of every rank")
+        return cls([(start, length)] for start, length in zip([0, *accumulate(checked)], checked, strict=False))
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.spans_per_rank)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return tuple(sum(span.length for span in spans) for spans in self.spans_per_rank)
+
+    @cached_property
+    def seqlen(self) -> int:
+        """Tokens of all ranks together."""
+        return sum(self.lengths)
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The spans of one rank, ascending; empty where it holds no token."""
+        return self.spans_per_rank[self._checked(rank)]
+
+    def positions(self, rank: int) -> torch.Tensor:
+        """The positions of one rank's tokens, ascending, int64 ``[S]`` on the CPU; cached: do not write to it."""
+        cache = self._positions
+        if rank not in cache:
+            cache[rank] = _positions(self.spans(rank))
+        return cache[rank]
+
+    def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
+        """The tokens of ``rank`` out of ``x``, which holds the whole sequence along ``dim``; a copy; differentiable.
+
+        Raises:
+            ValueError: the layout leaves out positions, ``x`` has another length, or there is no such rank or dim.
+        """
+        self._require_whole()
+        if _size(x, "x", dim) != self.seqlen:
+            raise ValueError(f"x has {x.shape[dim]} tokens along dim {dim}, the layout is made for {self.seqlen}")
+        return torch.cat([_slice(x, span, dim) for span in self.spans(rank) or (Span(0, 0),)], dim)
+
+    def unshard(self, shards: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
+        """The whole sequence along ``dim`` from the shards of all ranks, in rank order; a copy; differentiable.
+
+        Raises:
+            ValueError: the layout leaves out positions, or the number of shards, their lengths or ``dim`` do not fit.
+        """
+        self._require_whole()
+        if len(shards) != self.world:
+            raise ValueError(f"shards has {len(shards)} tensors, the layout is made for {self.world} ranks")
+        for rank, (x, length) in enumerate(zip(shards, self.lengths, strict=True)):
+            if _size(x, f"shards[{rank}]", dim) != length:
+                raise ValueError(f"shards[{rank}] has {x.shape[dim]} tokens along dim {dim}, rank {rank} has {length}")
+        if all(span.step == 1 for spans in self.spans_per_rank for span in spans):
+            pieces = [
+                piece for x, spans in zip(shards, self.spans_per_rank, strict=True) for piece in _cut(x, spans, dim)
+            ]
+            return torch.cat([piece for _, piece in sorted(pieces, key=lambda one: one[0])] or [*shards], dim)
+        held = torch.cat([self.positions(rank) for rank in range(self.world)])
+        return torch.cat([*shards], dim).index_select(dim, held.argsort().to(shards[0].device))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return self._repr
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout, (self.spans_per_rank,)  # without the caches: a layout travels between ranks
+
+    @cached_property
+    def _positions(self) -> dict[int, torch.Tensor]:
+        return {}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.spans_per_rank)
+
+    @cached_property
+    def _repr(self) -> str:
+        return _describe(self)
+
+    def _checked(self, rank: int) -> int:
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank is {rank}: the layout has ranks 0 to {self.world - 1}")
+        return rank
+
+    def _require_whole(self) -> None:
+        reach = max((spans[-1].stop for spans in self.spans_per_rank if spans), default=0)
+        if reach != self.seqlen:
+            raise ValueError(
+                f"the layout holds {self.seqlen} of the positions 0 to {reach - 1}: "
+                "shard and unshard need a layout that holds every position once"
+            )
+
+
+def _even(seqlen: int, world: int) -> list[int]:
+    """``seqlen`` cut into ``world`` lengths that differ by at most one, longer ones first."""
+    base, extra = divmod(_at_least(0, "seqlen", seqlen), _at_least(1, "world", world))
+    return [base + (rank < extra) for rank in range(world)]
+
+
+def _at_least(least: int, name: str, value: int) -> int:
+    try:
+        whole = index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}: it must be a whole number") from None
+    if whole < least:
+        raise ValueError(f"{name} is {whole}: it must be at least {least}")
+    return whole
+
+
+def _positions(spans: Sequence[Span]) -> torch.Tensor:
+    runs = [torch.arange(span.start, span.stop, span.step) for span in spans]
+    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+
+
+def _size(x: torch.Tensor, name: str, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim is {dim}: {name} has {x.ndim} dimensions")
+    return x.shape[dim]
+
+
+def _slice(x: torch.Tensor, span: Span, dim: int) -> torch.Tensor:
+    where = [slice(None)] * x.ndim
+    where[dim] = slice(span.start, span.stop, span.step)
+    return x[tuple(where)]
+
+
+def _cut(x: torch.Tensor, spans: Sequence[Span], dim: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """The pieces of a shard, each with the position where it starts."""
+    offset = 0
+    for span in spans:
+        yield span.start, x.narrow(dim, offset, span.length)
+        offset += span.length
+
+
+def _describe(layout: Layout) -> str:
+    if sum(map(len, layout.spans_per_rank)) <= REPR_SPANS:
+        ranks = ", ".join(f"[{', '.join(str(tuple(span)) for span in spans)}]" for spans in layout.spans_per_rank)
+        return f"Layout([{ranks}])"
+    digest = sha256(repr(layout.spans_per_rank).encode()).hexdigest()[:16]
+    return f"<Layout of {layout.seqlen} tokens over {layout.world} ranks, spans {digest}>"

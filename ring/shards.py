@@ -1,0 +1,123 @@
+"""From a whole tensor to this rank's shard and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..comm import Message, group_rank_size
+from .layout import Layout
+from .ring import Ring, ring_of
+
+NAMES = ("contiguous", "zigzag", "striped")
+GRADS = ("slice", "sum")
+
+
+def resolve_layout(layout: Layout | str | None, seqlen: int, world: int) -> Layout:
+    """The ``Layout`` that a layout argument means for ``seqlen`` tokens in all.
+
+    Raises:
+        ValueError: none given with several ranks, an unknown name, a name for shards that are not equal, or a layout of
+            another world or length.
+    """
+    if layout is None:
+        if world > 1:
+            raise ValueError(f"layout is None with {world} ranks: it must be a Layout or one of {', '.join(NAMES)}")
+        return Layout.contiguous(seqlen, 1)
+    if isinstance(layout, str):
+        if layout not in NAMES:
+            raise ValueError(f"layout is {layout!r}: it must be a Layout or one of {', '.join(NAMES)}")
+        if seqlen % world:
+            raise ValueError(
+                f"layout is {layout!r} with {seqlen} tokens over {world} ranks: a name means equal shards; "
+                f"pass Layout.{layout}({seqlen}, {world}) for shards that differ by a token"
+            )
+        made: Layout = getattr(Layout, layout)(seqlen, world)
+        return made
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout is a {type(layout).__name__}: it must be a Layout or one of {', '.join(NAMES)}")
+    if layout.world != world:
+        raise ValueError(f"layout is made for {layout.world} ranks, the group has {world}")
+    if layout.seqlen != seqlen:
+        raise ValueError(f"layout is made for {layout.seqlen} tokens, got {seqlen}")
+    return layout
+
+
+def shard(x: torch.Tensor, *, layout: Layout | str | None, group: object = None, dim: int = 1) -> torch.Tensor:
+    """This rank's tokens of ``x``, which holds the whole sequence along ``dim``; differentiable.
+
+    Raises:
+        ValueError: the layout does not fit the group or the length of ``x``.
+    """
+    rank, world = group_rank_size(group)
+    return resolve_layout(layout, x.shape[dim], world).shard(x, rank, dim)
+
+
+def positions(seqlen: int, *, layout: Layout | str | None, group: object = None) -> torch.Tensor:
+    """Global positions of this rank's tokens, ascending, int64 ``[S]``, of ``seqlen`` tokens in all.
+
+    Raises:
+        ValueError: the layout does not fit the group or ``seqlen``.
+    """
+    rank, world = group_rank_size(group)
+    return resolve_layout(layout, seqlen, world).positions(rank)
+
+
+def unshard(
+    x: torch.Tensor, *, layout: Layout | str | None, group: object = None, dim: int = 1, grad: str
+) -> torch.Tensor:
+    """The whole sequence along ``dim`` from every rank's shard ``x``, on every rank.
+
+    Args:
+        x: this rank's shard; every rank passes its own.
+        layout: who holds which tokens.
+        grad: ``slice`` where every rank computes the same loss from the result: each takes its part of its own
+            gradient; ``sum`` where each rank computes its own: the parts of all ranks are summed.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+    if grad not in GRADS:
+        raise ValueError(f"grad is {grad!r}: it must be one of {', '.join(GRADS)}")
+    ring = ring_of(group)
+    seqlen = layout.seqlen if isinstance(layout, Layout) else x.shape[dim] * ring.size
+    whole = resolve_layout(layout, seqlen, ring.size)
+    if x.shape[dim] != whole.lengths[ring.rank]:
+        raise ValueError(
+            f"x has {x.shape[dim]} tokens along dim {dim}, the layout gives rank {ring.rank} {whole.lengths[ring.rank]}"
+        )
+    result: torch.Tensor = _Unshard.apply(x, whole, ring, dim, grad)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layout: Layout, ring: Ring, dim: int, grad: str) -> torch.Tensor:
+        ctx.layout, ctx.ring, ctx.dim, ctx.grad = layout, ring, dim, grad
+        shapes = [(*x.shape[:dim], length, *x.shape[dim:][1:]) for length in layout.lengths]
+        return layout.unshard(exchange(ring, [x] * ring.size, shapes), dim)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        layout, ring, dim = ctx.layout, ctx.ring, ctx.dim
+        own = layout.shard(dout, ring.rank, dim)
+        if ctx.grad == "sum":
+            ring.check_thread()
+            parts = [layout.shard(dout, rank, dim) for rank in range(ring.size)]
+            own = torch.stack(exchange(ring, parts, [own.shape] * ring.size)).sum(0)
+        return own, None, None, None, None
+
+
+def exchange(ring: Ring, outgoing: list[torch.Tensor], shapes: list[Any]) -> list[torch.Tensor]:
+    """Send ``outgoing[r]`` to every rank r, receive a tensor of ``shapes[r]`` from each; one group of transfers."""
+    own = outgoing[ring.rank]
+    incoming = [torch.empty(shape, dtype=own.dtype, device=own.device) for shape in shapes]
+    others = [rank for rank in range(ring.size) if rank != ring.rank]
+    if others:
+        transport = ring.open(own.device)
+        sends = [Message(rank, outgoing[rank].contiguous()) for rank in others if outgoing[rank].numel()]
+        receives = [Message(rank, incoming[rank]) for rank in others if incoming[rank].numel()]
+        transport.post(sends=sends, receives=receives, after=(transport.mark(),)).wait()
+    incoming[ring.rank] = own
+    return incoming

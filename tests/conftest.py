@@ -1,0 +1,35 @@
+"""What every test relies on: Triton's interpreter, seeds, and properties that are the same on every run."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; workers and child processes inherit it
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# no deadline: the first call of an interpreted kernel is slow; derandomized: a change fails for what it changed
+settings.register_profile("default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("nightly", settings.get_profile("default"), max_examples=2000, derandomize=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("nightly" if config.option.markexpr == "nightly" else "default")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poison() -> Iterator[None]:
+    """Fill what ``torch.empty`` and its kin return with NaN, so that an output nobody wrote cannot pass."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)  # what switches `fill_uninitialized_memory` (on by default) on
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -1,0 +1,200 @@
+"""torch.cuda's streams and events and CuPy's NCCL, played on the host: code that uses them runs, and its order is kept.
+
+Every operation lands in one log. `happens_before` asks whether the streams and events alone force one logged operation
+to run before another, which is all that a GPU guarantees, however lucky the host's timing was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import queue
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from ringattn.comm.lanes import StreamLane
+
+
+class Op(NamedTuple):
+    kind: str
+    stream: Stream | None = None
+    event: Event | None = None
+    detail: Any = None
+
+
+class Device:
+    """One stand-in for everything: its log, and the current stream of every thread."""
+
+    def __init__(self) -> None:
+        self.log: list[Op] = []
+        self.pending: set[Event] = set()  # events that the device never reaches
+        self._current = threading.local()
+        self._numbers = itertools.count(1000)
+
+    def add(self, kind: str, stream: Stream | None = None, event: Event | None = None, detail: Any = None) -> Op:
+        op = Op(kind, stream, event, detail)
+        self.log.append(op)
+        return op
+
+    def stream(self, device: object = None, priority: int = 0) -> Stream:
+        return Stream(self, priority, next(self._numbers))
+
+    def event(self) -> Event:
+        return Event(self)
+
+    def current(self, device: object = None) -> Stream:
+        if not hasattr(self._current, "stream"):
+            self._current.stream = self.stream()
+        return self._current.stream  # type: ignore[no-any-return]
+
+    @contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        before = self.current()
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def happens_before(self, first: Op, second: Op) -> bool:
+        """Whether a path of stream order and of waits on recorded events leads from `first` to `second`."""
+        index = {id(op): place for place, op in enumerate(self.log)}
+        reached = {index[id(first)]}
+        events: set[Event] = set()
+        for place in range(index[id(first)] + 1, len(self.log)):
+            op = self.log[place]
+            after_reached = any(self.log[other].stream is op.stream for other in reached) and op.stream is not None
+            if after_reached or (op.kind == "wait" and op.event in events):
+                reached.add(place)
+                if op.kind == "record" and op.event is not None:
+                    events.add(op.event)
+        return index[id(second)] in reached
+
+
+class Stream:
+    def __init__(self, device: Device, priority: int, number: int) -> None:
+        self._device = device
+        self.priority = priority
+        self.cuda_stream = number
+
+    def wait_event(self, event: Event) -> None:
+        assert event.recorded, "a wait on an event that was never recorded is no wait"
+        self._device.add("wait", self, event)
+
+    def synchronize(self) -> None:
+        self._device.add("synchronize", self)
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.recorded = False
+
+    def record(self, stream: Stream) -> None:
+        self.recorded = True
+        self._device.add("record", stream, self)
+
+    def query(self) -> bool:
+        return self not in self._device.pending
+
+
+class Fabric:
+    """NCCL: what `cupy.cuda.nccl` holds, for any number of ranks that are threads. Bytes really move, at groupEnd."""
+
+    NCCL_UINT8 = 1
+    available = True
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.wires: defaultdict[tuple[int, int], queue.Queue[bytes]] = defaultdict(queue.Queue)
+        self.open_group = threading.local()
+        self.fail_on: str | None = None
+        self.before_end: Callable[[], None] = lambda: None
+        self.on_destroy: Callable[[], None] = lambda: None
+        self.spoil: Callable[[bytes], bytes] = lambda data: data
+        self.abort_called = threading.Event()
+
+    def get_unique_id(self) -> bytes:
+        return bytes(range(128))
+
+    def NcclCommunicator(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+        self.device.add("init", detail=(size, unique_id, rank))
+        return Communicator(self, rank)
+
+    def groupStart(self) -> None:
+        self.device.add("groupStart")
+        self.open_group.receives = []
+
+    def groupEnd(self) -> None:
+        self.device.add("groupEnd")
+        receives, self.open_group.receives = self.open_group.receives, None
+        self.before_end()
+        for pointer, count, wire in receives:
+            data = self.spoil(self.wires[wire].get(timeout=5))
+            assert len(data) == count
+            ctypes.memmove(pointer, data, count)
+
+
+class NcclError(RuntimeError):
+    pass
+
+
+class Communicator:
+    def __init__(self, fabric: Fabric, rank: int) -> None:
+        self._fabric = fabric
+        self._rank = rank
+
+    def send(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        self._note("send", pointer, count, dtype, peer, stream)
+        self._fabric.wires[self._rank, peer].put(ctypes.string_at(pointer, count))
+
+    def recv(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        self._note("recv", pointer, count, dtype, peer, stream)
+        self._fabric.open_group.receives.append((pointer, count, (peer, self._rank)))
+
+    def abort(self) -> None:
+        self._fabric.device.add("abort")
+        self._fabric.abort_called.set()
+
+    def destroy(self) -> None:
+        self._fabric.device.add("destroy")
+        self._fabric.on_destroy()
+
+    def _note(self, kind: str, *arguments: int) -> None:
+        self._fabric.device.add(kind, detail=arguments)
+        assert self._fabric.open_group.receives is not None, "outside of a group"
+        if self._fabric.fail_on == kind:
+            raise NcclError("NCCL_ERROR_INVALID_USAGE")
+
+
+def install_streams(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Put the stand-in beneath torch.cuda's streams and events; copies of a lane are logged too."""
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "Stream", device.stream)
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", device.current)
+    monkeypatch.setattr(torch.cuda, "stream", device.using)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    copy = StreamLane.copy
+
+    def logged(lane: StreamLane, destination: torch.Tensor, source: torch.Tensor) -> None:
+        device.add("copy", lane.stream)  # type: ignore[arg-type]
+        copy(lane, destination, source)
+
+    monkeypatch.setattr(StreamLane, "copy", logged)
+    return device
+
+
+def install_nccl(monkeypatch: pytest.MonkeyPatch, fabric: object) -> None:
+    """Let `import cupy.cuda.nccl` find `fabric`."""
+    cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
+    for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", fabric)):
+        monkeypatch.setitem(sys.modules, name, module)

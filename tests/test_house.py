@@ -1,0 +1,190 @@
+"""The house: which folder may import which, what the package holds, and what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import ringattn
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests")
+
+ARROWS = {
+    "kernels": set[str](),
+    "comm": {"__version__"},
+    "autotune": {"kernels", "__version__"},
+    "ring": {"kernels", "comm", "autotune", "__version__"},
+    "integrations": {"ring", "__version__"},
+    "reference": set[str](),
+}
+"""What each folder may import of ours, beside itself; ``bench`` may import anything but tests."""
+
+
+def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
+    """Dotted names that a module of ``package`` imports, wherever in the file, relative ones made absolute."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else ()
+            stem = [*base, *(node.module.split(".") if node.module else [])]
+            yield from (".".join([*stem, alias.name]) for alias in node.names)
+
+
+def imports_of(folder: str) -> Iterator[tuple[Path, str]]:
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        package = ("ringattn", *path.relative_to(ROOT).parent.parts)
+        yield from ((path, name) for name in imports(path.read_text(), package))
+
+
+def ours(name: str) -> str | None:
+    """``ringattn.kernels.bounds`` -> ``kernels``; the root itself is ''; None for what is not ours."""
+    first, _, rest = name.partition(".")
+    return rest.partition(".")[0] if first == "ringattn" else None
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import ringattn.kernels.bounds as b", {"kernels"}),
+        ("import ringattn", {""}),
+        ("from ringattn import comm", {"comm"}),
+        ("from .. import comm, __version__", {"comm", "__version__"}),
+        ("from ..kernels.bounds import FULL", {"kernels"}),
+        ("from .layout import Layout", {"ring"}),
+        ("from . import layout", {"ring"}),
+        ("def late():\n    from ..bench import cli", {"bench"}),
+        ("import torch, os.path", {None}),
+    ],
+)
+def test_the_reader_of_imports(source: str, expected: set[str | None]) -> None:
+    assert {ours(name) for name in imports(source, ("ringattn", "ring"))} == expected
+
+
+@pytest.mark.parametrize("folder", sorted(ARROWS))
+def test_imports_run_one_way(folder: str) -> None:
+    allowed = {None, folder, *ARROWS[folder]}
+    assert [(str(path), name) for path, name in imports_of(folder) if ours(name) not in allowed] == []
+
+
+def test_nobody_imports_the_tests() -> None:
+    assert [(str(path), name) for folder in FOLDERS for path, name in imports_of(folder) if ours(name) == "tests"] == []
+
+
+@pytest.mark.parametrize(("folder", "allowed"), [("kernels", {"torch", "triton"}), ("reference", {"torch"})])
+def test_folders_that_need_no_more_than(folder: str, allowed: set[str]) -> None:
+    used = {name.partition(".")[0] for _, name in imports_of(folder)} - {"ringattn"} - sys.stdlib_module_names
+    assert used <= allowed
+
+
+def test_every_folder_is_known() -> None:
+    assert {*FOLDERS} <= {*ARROWS, "bench"}
+
+
+def test_package_list_is_the_folders() -> None:
+    inner = {path.parent.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py")}
+    expected = {"ringattn"} | {".".join(("ringattn", *path.parts)) for path in inner}
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == expected
+
+
+def test_no_other_module_at_the_root() -> None:
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py"}
+
+
+def test_every_dependency_is_pinned() -> None:
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    wanted = [*PYPROJECT["project"]["dependencies"], *(name for extra in extras.values() for name in extra)]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0] for line in lines if "==" in line}
+    assert {re.split(r"[<>=]", name)[0] for name in wanted} <= pinned
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    command = (ROOT / ".ci" / "run").read_text().splitlines()[-1]
+    assert command.endswith(".venv/bin/tox")
+    assert command in (ROOT / "README.md").read_text().splitlines()
+
+
+def run(code: str, folder: Path) -> None:
+    """Run ``code`` in a fresh interpreter that starts in ``folder``."""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_import_is_lazy(tmp_path: Path) -> None:
+    heavy = {"torch", "triton", "numpy", "cupy", "typer", "rich", "matplotlib"}
+    run(f"import sys, ringattn; assert not {heavy!r} & set(sys.modules), set(sys.modules)", tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["kernels", "comm", "ring", "reference"])
+def test_folders_import_without_extras(folder: str, tmp_path: Path) -> None:
+    extras = {"cupy", "typer", "rich", "matplotlib", "jinja2", "platformdirs"}
+    run(f"import sys, ringattn.{folder}; assert not {extras!r} & set(sys.modules)", tmp_path)
+
+
+def test_kernels_run_when_copied_alone(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "kernels", tmp_path / "elsewhere", ignore=shutil.ignore_patterns("__pycache__"))
+    code = """
+import sys
+import torch
+from elsewhere import attention_forward
+q, k, v = (torch.randn(1, 8, heads, 16) for heads in (2, 1, 1))
+out, lse = attention_forward(q, k, v)
+scores = torch.einsum("bqhd,bkgd->bhqk", q, k) / 4
+assert torch.allclose(lse, scores.logsumexp(-1), atol=1e-5)
+assert torch.allclose(out, torch.einsum("bhqk,bkgd->bqhd", scores.softmax(-1), v), atol=1e-5)
+assert "ringattn" not in sys.modules
+"""
+    run(code, tmp_path)
+
+
+def test_public_names_resolve() -> None:
+    for name in ringattn.__all__:
+        assert getattr(ringattn, name) is not None
+    for folder in FOLDERS:
+        assert getattr(ringattn, folder).__name__ == f"ringattn.{folder}"
+    assert callable(ringattn.reference.attention)
+    assert callable(ringattn.kernels.attention_forward)
+    assert callable(ringattn.kernels.attention_backward)
+    assert {*FOLDERS} <= {*ringattn.__all__} <= {*dir(ringattn)}
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    misspelt = "ring_atention"
+    with pytest.raises(AttributeError, match=misspelt):
+        getattr(ringattn, misspelt)
+
+
+def test_files_beside_the_modules_are_installed() -> None:
+    assert (files("ringattn") / "py.typed").is_file()
+    assert "MIT License" in (files("ringattn.kernels") / "LICENSE").read_text()
+    assert (files("ringattn.kernels") / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+def test_readmes_example_runs(tmp_path: Path) -> None:
+    """With fewer tokens: the code is the README's."""
+    example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    assert "4096" in example
+    check = """
+from ringattn import reference
+torch.testing.assert_close(out.double(), reference.attention(q, k, v, causal=True)[0], rtol=1e-4, atol=1e-4)
+"""
+    run(example.replace("4096", "512") + check, tmp_path)

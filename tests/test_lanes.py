@@ -1,0 +1,140 @@
+"""The CUDA paths of `local` and `process_group`, on a stand-in for streams and events: what must run before what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, ProcessGroupTransport
+from ringattn.comm.lanes import StreamLane
+from ringattn.comm.transport import DONE
+
+from .stand_in import Device, Op, install_streams
+from .transport_cases import CASES, filled
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return install_streams(monkeypatch)
+
+
+def streamed(group: LocalGroup) -> LocalTransport:
+    return LocalTransport(group, CPU, lane=StreamLane(CPU))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_local_conformance(name: str, world_size: int, device: Device) -> None:
+    with LocalWorld(world_size, device="cpu", timeout=10) as world:
+        world.run(lambda group: CASES[name](streamed(group), CPU))
+
+
+def test_local_orders_compute_and_copies(device: Device) -> None:
+    """Rank 0 writes, sends, writes again; rank 1 reads the slot, receives into it, reads again."""
+
+    def fn(group: LocalGroup) -> list[Op]:
+        transport = streamed(group)
+        tensor = filled(group.rank(), 8, CPU)
+        compute = device.current()
+        before = device.add("compute", compute)
+        messages = [Message(1 - group.rank(), tensor)]
+        sends, receives = (messages, []) if group.rank() == 0 else ([], messages)
+        fence = transport.post(sends=sends, receives=receives, after=[transport.mark()])
+        between = device.add("compute", compute)
+        fence.wait()
+        after = device.add("compute", compute)
+        return [before, between, after]
+
+    with LocalWorld(2, device="cpu", timeout=10) as world:
+        sender, receiver = world.run(fn)
+    (copy,) = (op for op in device.log if op.kind == "copy")
+    assert copy.stream not in (sender[0].stream, receiver[0].stream)  # a transfer stream, not a compute stream
+    assert device.happens_before(sender[0], copy), "the copy may read what the sender has not yet written"
+    assert device.happens_before(receiver[0], copy), "the copy may overwrite what the receiver still reads"
+    assert device.happens_before(copy, receiver[2]), "the receiver may read what has not yet arrived"
+    assert device.happens_before(copy, sender[2]), "the sender may overwrite what has not yet left"
+    assert not device.happens_before(copy, receiver[1]), "compute issued before the wait is held back"
+    assert not device.happens_before(sender[1], copy), "the copy waits for compute issued after the post"
+
+
+def test_local_post_after_a_post_leaves_compute_alone(device: Device) -> None:
+    """A ring that runs ahead: the second post waits for the first on the transfer stream."""
+
+    def fn(group: LocalGroup) -> tuple[Op, Op]:
+        transport = streamed(group)
+        peer = 1 - group.rank()
+        mine, first, second = (filled(group.rank(), 8, CPU) for _ in range(3))
+        came = transport.post(sends=[Message(peer, mine)], receives=[Message(peer, first)], after=[transport.mark()])
+        went = transport.post(sends=[Message(peer, first)], receives=[Message(peer, second)], after=[came])
+        between = device.add("compute", device.current())
+        went.wait()
+        return between, device.add("compute", device.current())
+
+    with LocalWorld(2, device="cpu", timeout=10) as world:
+        results = world.run(fn)
+    copies = [op for op in device.log if op.kind == "copy"]
+    assert len(copies) == 4
+    for between, last in results:
+        assert not any(device.happens_before(copy, between) for copy in copies)
+        assert all(device.happens_before(copy, last) for copy in copies if copy.stream is not None)
+    by_stream = {copy.stream for copy in copies}
+    for stream in by_stream:
+        early, late = (copy for copy in copies if copy.stream is stream)
+        assert device.happens_before(early, late)
+    # what rank 1 forwards must have arrived there first, and the other way round
+    assert all(device.happens_before(early, late) for early in copies[:2] for late in copies[2:])
+
+
+class FakeGroup:
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+def test_process_group_runs_beside_compute(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend must see our stream as the current one, when it starts and when it is waited for."""
+
+    class Work:
+        def wait(self) -> None:
+            device.add("work.wait", device.current())
+
+    def batch(operations: Sequence[Any]) -> list[Work]:
+        device.add("batch", device.current(), detail=operations)
+        return [Work()]
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", batch)
+    monkeypatch.setattr(dist, "P2POp", lambda kind, tensor, group, group_peer: (kind, tensor.numel(), group_peer))
+    monkeypatch.setattr("ringattn.comm.process_group.lane_for", StreamLane)
+    transport = ProcessGroupTransport(FakeGroup(), CPU)  # type: ignore[arg-type]
+    compute = device.current()
+
+    written = device.add("compute", compute)
+    mark = transport.mark()
+    fence = transport.post(
+        sends=[Message(1, filled(1, 3, CPU)), Message(0, filled(1, 5, CPU))],
+        receives=[Message(0, filled(0, 5, CPU)), Message(1, filled(0, 4, CPU))],
+        after=[DONE, mark],
+    )
+    between = device.add("compute", compute)
+    fence.wait()
+    read = device.add("compute", compute)
+
+    ops = {op.kind: op for op in device.log}
+    assert ops["batch"].detail == [(dist.isend, 12, 1), (dist.irecv, 16, 1)]
+    for kind in ("copy", "batch", "work.wait"):
+        assert ops[kind].stream is not compute
+        assert device.happens_before(written, ops[kind])
+        assert device.happens_before(ops[kind], read)
+        assert not device.happens_before(ops[kind], between)
+
+    device.log.clear()
+    transport.post(sends=[], receives=[], after=[])  # torch refuses an empty batch
+    assert [op.kind for op in device.log] == ["record"]

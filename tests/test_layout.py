@@ -1,0 +1,282 @@
+"""Layouts: every token on one rank, in order; there and back."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from itertools import chain, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringattn.ring.layout import Layout, Span
+
+from .layouts import NAMES, layouts, named, of_owners, small_layouts
+
+
+def positions(layout: Layout) -> list[list[int]]:
+    return [layout.positions(rank).tolist() for rank in range(layout.world)]
+
+
+def expand(spans: list[tuple[int, int, int]]) -> list[int]:
+    return [start + i * step for start, length, step in spans for i in range(length)]
+
+
+@pytest.mark.parametrize(
+    ("name", "seqlen", "world", "expected"),
+    [
+        ("contiguous", 8, 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("contiguous", 8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
+        ("contiguous", 2, 3, [[0], [1], []]),
+        ("contiguous", 3, 1, [[0, 1, 2]]),
+        ("zigzag", 8, 2, [[0, 1, 6, 7], [2, 3, 4, 5]]),
+        ("zigzag", 12, 3, [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
+        ("zigzag", 10, 3, [[0, 1, 8, 9], [2, 3, 7], [4, 5, 6]]),
+        ("zigzag", 2, 3, [[0], [1], []]),
+        ("striped", 8, 2, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("striped", 7, 3, [[0, 3, 6], [1, 4], [2, 5]]),
+        ("striped", 2, 3, [[0], [1], []]),
+    ],
+)
+def test_named_layouts(name: str, seqlen: int, world: int, expected: list[list[int]]) -> None:
+    assert positions(named(name, seqlen, world)) == expected
+
+
+def test_every_token_is_on_one_rank_in_order() -> None:
+    for layout in small_layouts(20, 8):
+        held = positions(layout)
+        assert sorted(chain.from_iterable(held)) == list(range(layout.seqlen))
+        assert held == [sorted(one) for one in held]
+        assert layout.lengths == tuple(map(len, held))
+        assert max(layout.lengths) - min(layout.lengths) <= 1
+        assert len(held) == layout.world
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_named_layouts_have_the_length_asked_for(name: str) -> None:
+    assert [named(name, seqlen, 3).seqlen for seqlen in range(20)] == list(range(20))
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+def test_zigzag_gives_every_rank_the_same_causal_work(world: int) -> None:
+    work = {sum(position + 1 for position in held) for held in positions(Layout.zigzag(8 * world, world))}
+    assert len(work) == 1
+
+
+def test_uneven() -> None:
+    layout = Layout.uneven([3, 0, 2])
+    assert positions(layout) == [[0, 1, 2], [], [3, 4]]
+    assert (layout.lengths, layout.seqlen, layout.world) == ((3, 0, 2), 5, 3)
+
+
+@given(layouts())
+def test_any_layout_is_made_of_its_spans(layout: Layout) -> None:
+    for rank in range(layout.world):
+        spans = layout.spans(rank)
+        assert expand([*spans]) == layout.positions(rank).tolist()
+        assert all(span.length >= 1 and span.step >= 1 for span in spans)
+        assert all(before.stop <= after.start for before, after in pairwise(spans))
+        assert [span.stop for span in spans] == [expand([span])[-1] + 1 for span in spans]
+    assert Layout([layout.spans(rank) for rank in range(layout.world)]) == layout
+
+
+def test_positions_are_int64_and_cached() -> None:
+    layout = Layout.striped(6, 4)
+    assert layout.positions(1) is layout.positions(1)
+    assert {layout.positions(rank).dtype for rank in range(4)} == {torch.int64}
+    assert Layout.contiguous(0, 1).positions(0).dtype == torch.int64
+
+
+def test_spans_are_joined_and_empty_ones_dropped() -> None:
+    layout = Layout([[(0, 2), (2, 3), (9, 0), (7, 1)], [(5, 2)]])
+    assert layout.spans(0) == (Span(0, 5), Span(7, 1))
+    assert Layout([[(0, 2, 3), (6, 2, 3)]]).spans(0) == (Span(0, 4, 3),)
+    assert Layout([[(0, 2, 3), (6, 2, 2)]]).spans(0) == (Span(0, 2, 3), Span(6, 2, 2))
+    assert Layout([[(0, 2, 3), (7, 2, 3)]]).spans(0) == (Span(0, 2, 3), Span(7, 2, 3))
+    assert Layout([[(4, 1, 3)]]).spans(0) == (Span(4, 1, 1),)
+    assert Layout([[(3, 0, 1)]]).spans(0) == ()
+    assert Span(3, 0).stop == 3
+
+
+def test_equal_layouts_are_one_key() -> None:
+    same = [Layout.contiguous(8, 1), Layout.zigzag(8, 1), Layout.striped(8, 1), Layout([[(0, 3), (3, 5)]])]
+    assert len(set(same)) == 1
+    assert Layout.contiguous(8, 2) != Layout.zigzag(8, 2)
+    assert hash(Layout.contiguous(8, 2)) != hash(Layout.zigzag(8, 2))
+
+
+def test_pickle_leaves_the_caches_behind() -> None:
+    layout = Layout.contiguous(100_000, 2)
+    before = pickle.dumps(layout)
+    layout.positions(0)
+    hash(layout)
+    assert pickle.dumps(layout) == before
+    assert pickle.loads(before) == layout
+    assert len(before) < 1000
+
+
+def test_repr_makes_the_layout_again_or_tells_layouts_apart() -> None:
+    layout = Layout([[(0, 2), (5, 2, 2)], [(2, 3)]])
+    assert eval(repr(layout)) == layout
+    assert repr(layout) == "Layout([[(0, 2, 1), (5, 2, 2)], [(2, 3, 1)]])"
+    assert eval(repr(Layout.zigzag(64, 16))) == Layout.zigzag(64, 16)  # 31 spans
+    large = [Layout.zigzag(1024, 64), Layout.zigzag(1024, 64), Layout.contiguous(1024, 64), Layout.striped(1024, 64)]
+    assert len({repr(layout) for layout in large}) == 3
+    assert re.fullmatch("<Layout of 1024 tokens over 64 ranks, spans [0-9a-f]{16}>", repr(large[0]))
+    assert repr(Layout.contiguous(32, 32)).startswith("Layout([")
+    assert repr(Layout.contiguous(33, 33)).startswith("<Layout of")
+
+
+@given(layouts(max_seqlen=20), st.sampled_from([0, 1, 2, -1, -2, -3]))
+def test_shard_and_unshard(layout: Layout, dim: int) -> None:
+    shape = [2, 3, 4]
+    shape[dim] = layout.seqlen
+    x = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    shards = [layout.shard(x, rank, dim) for rank in range(layout.world)]
+    for rank, piece in enumerate(shards):
+        torch.testing.assert_close(piece, x.index_select(dim, layout.positions(rank)), rtol=0, atol=0)
+    torch.testing.assert_close(layout.unshard(shards, dim), x, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", [*(named(name, 7, 3) for name in NAMES), Layout.uneven([7]), Layout.uneven([0, 7])])
+def test_shard_and_unshard_are_copies_along_dim_1_with_a_gradient(layout: Layout) -> None:
+    x = torch.randn(2, 7, 3, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(2, 7, 3, dtype=torch.float64)
+    shards = [layout.shard(x, rank) for rank in range(layout.world)]
+    whole = layout.unshard(shards)
+    (whole * weights).sum().backward()
+    torch.testing.assert_close(x.grad, weights, rtol=0, atol=0)
+    pointers = {x.data_ptr(), whole.data_ptr(), *(piece.data_ptr() for piece in shards if piece.numel())}
+    assert len(pointers) == 2 + sum(length > 0 for length in layout.lengths)
+
+
+def test_a_layout_of_one_rank_along_a_single_dimension() -> None:
+    tokens = torch.arange(5)
+    layout = Layout.striped(5, 2)
+    assert layout.shard(tokens, 0, dim=0).tolist() == [0, 2, 4]
+    assert layout.unshard([torch.tensor([0, 2, 4]), torch.tensor([1, 3])], dim=0).tolist() == [0, 1, 2, 3, 4]
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4), st.integers(1, 5)), max_size=3),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_spans_are_refused_exactly_where_they_do_not_ascend_or_overlap(spans: list[list[tuple[int, int, int]]]) -> None:
+    held = [expand(one) for one in spans]
+    taken = [*chain.from_iterable(held)]
+    fine = all(one == sorted(set(one)) for one in held) and len(set(taken)) == len(taken)
+    if fine:
+        assert positions(Layout(spans)) == held
+    else:
+        with pytest.raises(ValueError, match=r"must ascend|lives on one rank"):
+            Layout(spans)
+
+
+def test_overlap_check_costs_what_the_spans_cost() -> None:
+    Layout([[(rank, 2**40, 64)] for rank in range(64)])
+    with pytest.raises(ValueError, match="position 66 on rank 2 and on rank 3"):
+        Layout([[(rank, 2**40, 64)] for rank in (0, 1, 2)] + [[(66, 1)]])
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([], "spans_per_rank is empty: it must have a list of spans for every rank"),
+        ([[(0, 2)], [(-1, 2)]], "spans_per_rank[1][0] is Span(start=-1, length=2, step=1): it must have start >= 0"),
+        ([[(0, -1)]], "spans_per_rank[0][0] is Span(start=0, length=-1, step=1): it must have start >= 0, length >= 0"),
+        ([[(0, 1, 0)]], "step >= 1"),
+        ([[(0, 1.5)]], "spans_per_rank[0][0] is (0, 1.5): it must be a Span(start, length, step=1) of whole numbers"),
+        ([[(0,)]], "spans_per_rank[0][0] is (0,): it must be a Span"),
+        ([[5]], "spans_per_rank[0][0] is 5: it must be a Span"),
+        ([[(4, 2), (5, 2)]], "spans_per_rank[0][1] starts at 5, the span before it ends at 5: the positions of a rank"),
+        ([[(4, 2)], [(0, 1), (5, 2)]], "spans_per_rank holds position 5 on rank 0 and on rank 1: a token lives on one"),
+        ([[(1, 3, 2)], [(0, 2, 3)]], "spans_per_rank holds position 3 on rank 0 and on rank 1"),
+        ([[(9, 1)], [(0, 4, 3)]], "spans_per_rank holds position 9 on rank 0 and on rank 1"),
+    ],
+)
+def test_bad_spans(spans: list[list[tuple[int, ...]]], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Layout(spans)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("seqlen", "world", "message"),
+    [
+        (-1, 2, "seqlen is -1: it must be at least 0"),
+        (8, 0, "world is 0: it must be at least 1"),
+        (8.0, 2, "seqlen is 8.0: it must be a whole number"),
+        (8, "2", "world is '2': it must be a whole number"),
+    ],
+)
+def test_bad_sizes(name: str, seqlen: int, world: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        named(name, seqlen, world)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([], "lengths is empty: it must have the number of tokens of every rank"),
+        ([1, -2], "lengths[1] is -2: it must be at least 0"),
+        ([1.5], "lengths[0] is 1.5: it must be a whole number"),
+    ],
+)
+def test_bad_lengths(lengths: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Layout.uneven(lengths)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_bad_rank(rank: int) -> None:
+    layout = Layout.contiguous(4, 2)
+    message = f"^rank is {rank}: the layout has ranks 0 to 1$"
+    with pytest.raises(ValueError, match=message):
+        layout.positions(rank)
+    with pytest.raises(ValueError, match=message):
+        layout.spans(rank)
+    with pytest.raises(ValueError, match=message):
+        layout.shard(torch.zeros(1, 4), rank)
+
+
+def test_bad_tensors() -> None:
+    layout = Layout.contiguous(5, 2)
+    x, shards = torch.zeros(1, 5, 2), [torch.zeros(1, 3, 2), torch.zeros(1, 2, 2)]
+    with pytest.raises(ValueError, match=r"^x has 4 tokens along dim 1, the layout is made for 5$"):
+        layout.shard(x[:, :4], 0)
+    with pytest.raises(ValueError, match=r"^x has 2 tokens along dim -1, the layout is made for 5$"):
+        layout.shard(x, 0, dim=-1)
+    for dim in (3, -4):
+        with pytest.raises(ValueError, match=rf"^dim is {dim}: x has 3 dimensions$"):
+            layout.shard(x, 0, dim)
+    with pytest.raises(ValueError, match=r"^dim is 3: shards\[0\] has 3 dimensions$"):
+        layout.unshard(shards, 3)
+    with pytest.raises(ValueError, match=r"^shards has 1 tensors, the layout is made for 2 ranks$"):
+        layout.unshard(shards[:1])
+    with pytest.raises(ValueError, match=r"^shards\[0\] has 2 tokens along dim 1, rank 0 has 3$"):
+        layout.unshard(shards[::-1])
+
+
+@pytest.mark.parametrize("spans", [[[(1, 2)]], [[(0, 1)], [(2, 1)]], [[], [(3, 2, 2)]]])
+def test_a_layout_that_leaves_positions_out_has_positions_but_no_shards(spans: list[list[tuple[int, ...]]]) -> None:
+    layout = Layout(spans)
+    reach = max(chain.from_iterable(positions(layout)))
+    message = f"^the layout holds 2 of the positions 0 to {reach}: shard and unshard need a layout that holds every"
+    with pytest.raises(ValueError, match=message):
+        layout.shard(torch.zeros(1, 2), 0)
+    with pytest.raises(ValueError, match=message):
+        layout.unshard([torch.zeros(1, length) for length in layout.lengths])
+
+
+def test_layouts_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        Layout.contiguous(4, 2).spans_per_rank = ()  # type: ignore[misc]
+
+
+def test_any_owner_list_is_a_layout() -> None:
+    assert positions(of_owners([2, 0, 0, 2, 1], 3)) == [[1, 2], [4], [0, 3]]

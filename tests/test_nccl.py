@@ -1,0 +1,228 @@
+"""comm/nccl.py as it is, on a stand-in for CuPy's NCCL and for torch's streams and events."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, NcclTransport, TransportError
+from ringattn.comm.lanes import StreamFence
+
+from .stand_in import Device, Fabric, Op, install_nccl, install_streams
+from .transport_cases import CASES, filled
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fabric(monkeypatch: pytest.MonkeyPatch) -> Fabric:
+    fabric = Fabric(install_streams(monkeypatch))
+    install_nccl(monkeypatch, fabric)
+    return fabric
+
+
+@pytest.fixture
+def device(fabric: Fabric) -> Device:
+    return fabric.device
+
+
+def open_alone(timeout: float = 5.0) -> NcclTransport:
+    return NcclTransport(rank=0, size=1, device=CPU, gather=lambda value: [value], timeout=timeout)
+
+
+def opened(group: LocalGroup) -> NcclTransport:
+    control = LocalTransport(group, CPU)
+    return NcclTransport(rank=group.rank(), size=group.size(), device=CPU, gather=control.gather)
+
+
+def event_of(fence: StreamFence) -> Any:
+    return fence._event
+
+
+def kinds(ops: list[Op]) -> list[str]:
+    return [op.kind for op in ops]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_conformance(name: str, world_size: int, fabric: Fabric) -> None:
+    with LocalWorld(world_size, device="cpu", timeout=10) as world:
+        world.run(lambda group: CASES[name](opened(group), CPU))
+
+
+def test_every_rank_joins_by_the_id_of_rank_0(device: Device) -> None:
+    with LocalWorld(3, device="cpu", timeout=10) as world:
+        world.run(opened)
+    joined = [op.detail for op in device.log if op.kind == "init"]
+    assert sorted(joined, key=lambda detail: detail[2]) == [(3, bytes(range(128)), rank) for rank in range(3)]
+
+
+def test_a_post_is_one_group_between_its_waits_and_its_record(device: Device) -> None:
+    transport = open_alone()
+    compute = device.current()
+    transfer: Any = transport._lane.stream
+    assert transfer is not compute
+    assert transfer.priority < compute.priority  # the lower number goes first
+
+    first, second = torch.zeros(3, 5, dtype=torch.bfloat16), filled(1, 7, CPU)
+    into_first, into_second = torch.zeros_like(first), torch.zeros_like(second)
+    earlier = transport.post(sends=[Message(0, first)], receives=[Message(0, into_first)])
+    mark = transport.mark()
+    assert device.log[-1].stream is compute
+    device.log.clear()
+    fence = transport.post(
+        sends=[Message(0, first), Message(0, second)],
+        receives=[Message(0, into_first), Message(0, into_second)],
+        after=[mark, earlier],
+    )
+
+    ops = device.log
+    assert kinds(ops) == ["wait", "wait", "groupStart", "send", "send", "recv", "recv", "groupEnd", "record"]
+    assert [(op.stream, op.event) for op in ops[:2]] == [(transfer, event_of(mark)), (transfer, event_of(earlier))]
+    number = transfer.cuda_stream
+    assert [op.detail for op in ops[3:7]] == [
+        (first.data_ptr(), 30, Fabric.NCCL_UINT8, 0, number),
+        (second.data_ptr(), 28, Fabric.NCCL_UINT8, 0, number),
+        (into_first.data_ptr(), 30, Fabric.NCCL_UINT8, 0, number),
+        (into_second.data_ptr(), 28, Fabric.NCCL_UINT8, 0, number),
+    ]
+    assert (ops[-1].stream, ops[-1].event) == (transfer, event_of(fence))
+
+    device.log.clear()
+    fence.wait()
+    assert [(op.kind, op.stream, op.event) for op in device.log] == [("wait", compute, event_of(fence))]
+
+
+def test_after_holds_back_the_transfer_stream_and_not_compute(device: Device) -> None:
+    transport = open_alone()
+    tensor, copy = filled(1, 4, CPU), filled(0, 4, CPU)
+    mark = transport.mark()
+    device.log.clear()
+    transport.post(sends=[Message(0, tensor)], receives=[Message(0, copy)], after=[mark])
+    assert all(op.stream is not device.current() for op in device.log)
+
+
+@pytest.mark.parametrize("kind", ["send", "recv"])
+def test_the_group_is_closed_when_an_operation_raises(kind: str, fabric: Fabric, device: Device) -> None:
+    transport = open_alone()
+    device.log.clear()
+    fabric.fail_on = kind
+    tensor = filled(1, 4, CPU)
+    fabric.wires.clear()
+    with pytest.raises(TransportError, match="rank 0: NCCL refused a group of transfers: NCCL_ERROR_INVALID_USAGE"):
+        transport.post(sends=[Message(0, tensor)], receives=[Message(0, filled(0, 4, CPU))])
+    assert kinds(device.log)[-1] == "groupEnd"
+    assert kinds(device.log).count("groupStart") == 1
+
+
+def test_tensors_are_held_until_compute_has_waited(device: Device) -> None:
+    transport = open_alone()
+    tensor, copy = filled(1, 4, CPU), filled(0, 4, CPU)
+    alive = weakref.ref(tensor)
+    fence = transport.post(sends=[Message(0, tensor)], receives=[Message(0, copy)])
+    del tensor
+    gc.collect()
+    transport.post(sends=[], receives=[], after=[fence])  # holds back the transfer stream alone
+    gc.collect()
+    assert alive() is not None
+    fence.wait()
+    gc.collect()
+    assert alive() is None
+
+
+def test_close_gives_the_communicator_back_once(device: Device) -> None:
+    transport = open_alone()
+    device.log.clear()
+    transport.close()
+    transport.close()
+    transport.abort()
+    assert kinds(device.log) == ["destroy"]
+    with pytest.raises(TransportError, match="is closed"):
+        transport.post(sends=[], receives=[])
+
+
+def test_close_aborts_transfers_that_do_not_end(device: Device) -> None:
+    transport = open_alone(timeout=0.05)
+    fence = transport.post(sends=[], receives=[])
+    device.pending.add(event_of(fence))
+    device.log.clear()
+    transport.close()
+    transport.close()
+    assert kinds(device.log) == ["abort"]
+
+
+def test_close_does_not_wait_for_ever(fabric: Fabric, device: Device) -> None:
+    """NCCL's destroy blocks while a dead peer is silent."""
+    transport = open_alone(timeout=0.05)
+    fabric.on_destroy = lambda: time.sleep(1.0)
+    started = time.monotonic()
+    transport.close()
+    assert time.monotonic() - started < 0.9
+
+
+def test_abort_names_its_reason_to_whoever_posts(device: Device) -> None:
+    transport = open_alone()
+    device.log.clear()
+    transport.abort("aborted: hop 3 is 20 s late")
+    transport.abort()
+    transport.close()
+    assert kinds(device.log) == ["abort"]
+    with pytest.raises(TransportError, match="the nccl transport of rank 0 is aborted: hop 3 is 20 s late"):
+        transport.post(sends=[], receives=[])
+
+
+def test_warm_up_touches_both_neighbours(device: Device) -> None:
+    with LocalWorld(3, device="cpu", timeout=10) as world:
+        world.run(opened)
+    assert sorted(op.detail[3] for op in device.log if op.kind == "send") == [0, 0, 1, 1, 2, 2]
+
+
+def test_warm_up_finds_wrong_bytes(fabric: Fabric, device: Device) -> None:
+    fabric.spoil = lambda data: data[::-1]
+    with pytest.raises(TransportError, match=r"rank 0 got \d+ wrong bytes of 4096 from rank 0"):
+        open_alone()
+    assert kinds(device.log).count("abort") == 1
+
+
+def test_warm_up_that_hangs_is_aborted(fabric: Fabric, device: Device) -> None:
+    """A first transfer that cannot connect blocks the host; abort from another thread lets it go with an error."""
+
+    def blocked() -> None:
+        assert fabric.abort_called.wait(5)
+        raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
+
+    fabric.before_end = blocked
+    with pytest.raises(TransportError, match="REMOTE_ERROR"):
+        open_alone(timeout=0.05)
+    assert kinds(device.log).count("abort") == 1
+
+
+def test_warm_up_deadline_on_the_last_bytes(fabric: Fabric, device: Device) -> None:
+    fabric.before_end = lambda: time.sleep(0.3)
+    with pytest.raises(TransportError, match=r"aborted: its warm-up took more than 0\.05 s"):
+        open_alone(timeout=0.05)
+
+
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [(None, "CuPy does not import"), (type("Missing", (), {"available": False}), "this CuPy finds no NCCL library")],
+)
+def test_a_missing_library_says_what_to_install(
+    module: Callable[[], object] | None, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_nccl(monkeypatch, module)
+    with pytest.raises(TransportError, match=rf'{match}.*pip install "ringattn\[cupy-cuda1\d\]"'):
+        open_alone()
+
+
+def test_importing_it_loads_no_cupy() -> None:
+    check = "import sys, ringattn.comm.nccl; sys.exit('cupy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
