@@ -46,6 +46,8 @@ def _register(group: typer.Typer, name: str, module: str, summary: str) -> None:
 
 _register(app, "demo", "demo", "Train a small decoder on one long document, sharded and whole, and compare.")
 _register(app, "show", "show", "Print or draw the schedule and the mask of any call.")
+_register(bench, "ring", "ring_bench", "A whole ring in real processes, beside one process and beside other rings.")
+_register(bench, "memory", "memory_bench", "Peak memory per rank, for growing rings of the same tokens per rank.")
 _register(bench, "suite", "suite", "Everything this machine can measure, within a time budget, in one result folder.")
 
 

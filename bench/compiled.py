@@ -11,17 +11,21 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ..kernels import Tile
 from ..kernels.backward import dkdv_kernel, dq_kernel
+from ..kernels.config import config_for
 from ..kernels.forward import forward_kernel
 from ..kernels.tiles import Interval, Shape, Strided
+from .sass import Loop, matrix_loops
 
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes of shared memory that one block may take: CUDA C++ programming guide, table of compute capabilities."""
@@ -29,7 +33,28 @@ SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448
 TENSOR_MEMORY_LIMIT = 512
 """Columns of tensor memory of an SM of sm_100; ptxas turns a kernel that asks for more into a trap without an error."""
 
+CLEAN_HEAD_DIM = 128
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
+
+
+@dataclass(frozen=True)
+class Role:
+    """Where in a ring a launch stands: what it continues, and in which dtype it leaves its result."""
+
+    carried: bool  # continues a state or sums
+    in_place: bool  # and writes them back
+    final: bool  # leaves the model dtype, not fp32
+
+
+ROLES = {
+    "only": Role(carried=False, in_place=False, final=True),
+    "first": Role(carried=False, in_place=False, final=False),
+    "middle": Role(carried=True, in_place=True, final=False),
+    "last": Role(carried=True, in_place=False, final=True),
+}
 
 
 @dataclass(frozen=True)
@@ -42,25 +67,15 @@ class Variant:
     head_dim: int
     head_dim_v: int
     tile: Tile
-    carried: bool = True  # continues a state or sums
-    in_place: bool = True  # and writes them back
+    role: str = "middle"  # one of ROLES
     full: bool = False  # no bounds
+    grouped: bool = True  # several query heads per key head
 
     def __str__(self) -> str:
-        flags = [name for name in ("carried", "in_place", "full") if getattr(self, name)]
         dims = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         tile = f"{self.tile.block_q}x{self.tile.block_k} {self.tile.num_warps}w {self.tile.num_stages}s"
-        return f"{self.kernel} sm_{self.arch} {self.dtype} {dims} {tile} {' '.join(flags)}"
-
-
-@dataclass(frozen=True)
-class Loop:
-    """One innermost loop that holds matrix instructions."""
-
-    matrix: int
-    local: int  # loads and stores of local memory: spills
-    waits: int  # waits for wgmma (HGMMA) in flight
-    serialised: bool  # every wgmma waits for itself
+        flags = " ".join([self.role, *(["full"] if self.full else []), *(["gqa"] if self.grouped else [])])
+        return f"{self.kernel} sm_{self.arch} {self.dtype} {dims} {tile} {flags}"
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,33 @@ class Compiled:
     shared: int  # bytes
     tensor_memory: int  # columns, on sm_100
     loops: tuple[Loop, ...]
+
+
+def launchable(arch: int, dtype: str, head_dim: int, head_dim_v: int | None = None) -> Iterator[Variant]:
+    """Every variant that a default config can launch: kernels x roles x bounds x GQA."""
+    dim_v = head_dim if head_dim_v is None else head_dim_v
+    config = config_for(arch, DTYPES[dtype], max(head_dim, dim_v))
+    for kernel, role, full, grouped in product(KERNELS, ROLES, (False, True), (False, True)):
+        yield Variant(kernel, arch, dtype, head_dim, dim_v, getattr(config, kernel), role, full, grouped)
+
+
+def problems(variant: Variant, compiled: Compiled) -> list[str]:
+    """What keeps a binary from being launched, or from being fast; empty where it passes the gate.
+
+    Fit is asked of every variant. Clean loops (no spills, no serialised wgmma) are asked of 16-bit variants up to head
+    dim 128, inside the loop that holds the matrix instructions: what spills outside costs nothing that counts.
+    """
+    found = []
+    if compiled.shared > SHARED_LIMIT[variant.arch]:
+        found.append(f"{compiled.shared} bytes of shared memory, the chip has {SHARED_LIMIT[variant.arch]}")
+    if compiled.tensor_memory > TENSOR_MEMORY_LIMIT:
+        found.append(f"{compiled.tensor_memory} columns of tensor memory, the chip has {TENSOR_MEMORY_LIMIT}")
+    if not compiled.loops:
+        found.append("no loop with matrix instructions")
+    if variant.dtype != "fp32" and max(variant.head_dim, variant.head_dim_v) <= CLEAN_HEAD_DIM:
+        found += [f"{loop.local} local-memory instructions in a loop" for loop in compiled.loops if loop.local]
+        found += ["serialised wgmma in a loop" for loop in compiled.loops if loop.serialised]
+    return found
 
 
 def compile_variant(variant: Variant) -> Compiled:
@@ -83,7 +125,13 @@ def compile_variant(variant: Variant) -> Compiled:
     kernel = triton.compile(source, target=GPUTarget("cuda", variant.arch, 32), options=options)
     usage, listing = disassemble(kernel.asm["cubin"])
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
-    return Compiled(registers, stack, kernel.metadata.shared, getattr(kernel.metadata, "tmem_size", None) or 0, tuple(matrix_loops(listing)))
+    return Compiled(
+        registers,
+        stack,
+        kernel.metadata.shared,
+        getattr(kernel.metadata, "tmem_size", None) or 0,
+        tuple(matrix_loops(listing)),
+    )
 
 
 def ast_source(variant: Variant) -> ASTSource:
@@ -114,19 +162,20 @@ def specialise(
 
 def launch_arguments(variant: Variant) -> dict[str, Any]:
     """By argument name: a type for what is passed at run time, a plain value for a constexpr."""
-    model = strided(variant.dtype)
-    carried = strided("fp32") if variant.carried else model
-    result = strided("fp32") if variant.in_place else model
-    bounds = Interval(None, None) if variant.full else Interval("*i32", "*i32")
-    group = "i32" if variant.kernel != "group1" else 1
+    role = ROLES[variant.role]
+    model, sums = strided(variant.dtype), strided("fp32")
+    result = model if role.final else sums
+    carried = sums if role.carried else result
+    in_place = role.in_place or (role.carried and variant.dtype == "fp32" and variant.kernel == "forward")
     common = {
-        "q": model, "k": model, "v": model, "dout": model, "lse": "*fp32", "delta": "*fp32", "bounds": bounds,
-        "shape": Shape("i32", "i32", "i32", group), "softmax_scale": "fp32",
+        "q": model, "k": model, "v": model, "dout": model, "lse": "*fp32", "delta": "*fp32", "softmax_scale": "fp32",
+        "bounds": Interval(None, None) if variant.full else Interval("*i32", "*i32"),
+        "shape": Shape("i32", "i32", "i32", "i32" if variant.grouped else 1),
         "state": carried, "out": result, "dq_in": carried, "dq_out": result,
         "dk_in": carried, "dv_in": carried, "dk_out": result, "dv_out": result,
         "HEAD_DIM": variant.head_dim, "HEAD_DIM_V": variant.head_dim_v,
         "BLOCK_Q": variant.tile.block_q, "BLOCK_K": variant.tile.block_k,
-        "HAS_STATE": variant.carried, "HAS_SUM": variant.carried, "IN_PLACE": variant.in_place,
+        "HAS_STATE": role.carried, "HAS_SUM": role.carried, "IN_PLACE": in_place,
     }  # fmt: skip
     return {name: common[name] for name in KERNELS[variant.kernel].arg_names}
 
@@ -141,106 +190,8 @@ def disassemble(cubin: bytes) -> tuple[str, str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
+        usage = subprocess.run(
+            [tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
         listing = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True)
     return usage.stdout + usage.stderr, listing.stdout
-
-
-MATRIX = re.compile(r"\b([HIQ]G?MMA|UTC\w*MMA)\b")
-LOCAL = re.compile(r"\b(LDL|STL)\b")
-
-
-@dataclass
-class Block:
-    """A basic block: its instructions and the blocks that may follow."""
-
-    lines: list[str]
-    successors: list[int]
-
-
-BRANCH = re.compile(r"\bBRA\b.*?`\((\.L_\w+)\)")
-LEAVES = re.compile(r"\b(EXIT|RET\.\S+)\b")
-
-
-def basic_blocks(listing: str) -> list[Block]:
-    """Control flow of a kernel; the first block is its entry."""
-    labels: dict[str, int] = {}
-    blocks = [Block([], [])]
-    for line in listing.splitlines():
-        if label := re.match(r"\s*(\.L_\w+):", line):
-            blocks.append(Block([], []))
-            labels[label[1]] = len(blocks) - 1
-        elif re.match(r"\s*/\*[0-9a-f]+\*/", line):
-            blocks[-1].lines.append(line)
-            if BRANCH.search(line) or LEAVES.search(line):
-                blocks.append(Block([], []))
-    for i, block in enumerate(blocks):
-        last = block.lines[-1] if block.lines else ""
-        branch = BRANCH.search(last)
-        if branch and branch[1] in labels:
-            block.successors.append(labels[branch[1]])
-        # a guard (@P0, or a uniform predicate as operand) may let the branch or the exit fall through
-        guarded = "@" in last or re.search(r"\bBRA\S*\s+!?U?P\d", last)
-        if i + 1 < len(blocks) and (guarded or not (branch or LEAVES.search(last))):
-            block.successors.append(i + 1)
-    return blocks
-
-
-def natural_loops(blocks: list[Block]) -> list[set[int]]:
-    """Bodies of the loops by header.
-
-    By control flow, not by position: waits spin in blocks behind the end of the kernel, and branch back into the middle
-    of its loop. (Aho, Lam, Sethi, Ullman, Compilers, section 9.6.6.)
-    """
-    dominators = dominators_of(blocks)
-    predecessors: dict[int, list[int]] = {i: [] for i in dominators}
-    for i in dominators:
-        for j in blocks[i].successors:
-            predecessors[j].append(i)
-    bodies: dict[int, set[int]] = {}
-    for i in dominators:
-        for header in set(blocks[i].successors) & dominators[i]:  # a back edge
-            body, work = bodies.setdefault(header, {header}), [i]
-            while work:
-                if (node := work.pop()) not in body:
-                    body.add(node)
-                    work.extend(predecessors[node])
-    return list(bodies.values())
-
-
-def dominators_of(blocks: list[Block]) -> dict[int, set[int]]:
-    """For every reachable block, the blocks that lie on all ways to it."""
-    reachable, work = {0}, [0]
-    while work:
-        new = set(blocks[work.pop()].successors) - reachable
-        reachable |= new
-        work.extend(new)
-    dominators = {i: set(reachable) for i in reachable}
-    dominators[0] = {0}
-    changed = True
-    while changed:
-        changed = False
-        for i in sorted(reachable - {0}):
-            before = [dominators[j] for j in reachable if i in blocks[j].successors]
-            now = {i} | set.intersection(*before)
-            changed |= now != dominators[i]
-            dominators[i] = now
-    return dominators
-
-
-def matrix_loops(listing: str) -> Iterator[Loop]:
-    """The innermost loops of a SASS listing that hold matrix instructions."""
-    blocks = basic_blocks(listing)
-    bodies = [body for body in natural_loops(blocks) if any(MATRIX.search(x) for i in body for x in blocks[i].lines)]
-    for body in bodies:
-        if not any(other < body for other in bodies):
-            yield read_loop([line for i in sorted(body) for line in blocks[i].lines])
-
-
-def read_loop(lines: list[str]) -> Loop:
-    matrix = sum(bool(MATRIX.search(line)) for line in lines)
-    waits = sum("WARPGROUP.DEPBAR" in line for line in lines)
-    hopper = any("HGMMA" in line for line in lines)
-    local = sum(bool(LOCAL.search(line)) for line in lines)
-    # a chain of k-steps needs one wait; nearly as many waits as products means that none overlaps another
-    return Loop(matrix, local, waits, hopper and waits > matrix // 2)

@@ -69,9 +69,7 @@ def open_transport(group: object = None, *, transport: str = "auto", device: tor
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"transport is {transport!r}, it takes one of {', '.join(TRANSPORTS)}")
-    device = indexed(device)
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {device}: transports move tensors of cpu or cuda")
+    device = _usable(torch.device(device))
     members = resolve_group(group)
     if isinstance(members, dist.ProcessGroup):
         opened = _open_between_processes(members, transport, device)
@@ -79,6 +77,14 @@ def open_transport(group: object = None, *, transport: str = "auto", device: tor
         opened = _open_in_process(members, transport, device)
     logger.info("rank %d of %d moves %s tensors by transport %s", opened.rank, opened.size, device, opened.name)
     return opened
+
+
+def _usable(device: torch.device) -> torch.device:
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device}: transports move tensors of cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device}, and torch sees no CUDA device here")
+    return indexed(device)
 
 
 def _default_process_group() -> dist.ProcessGroup | None:

@@ -19,6 +19,12 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     return stream
 
 
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
 class StreamOrdered(ABC):
     """A fence that can hold back any stream, without touching the current one."""
 
@@ -84,7 +90,7 @@ class StreamLane:
 
     def mark(self) -> StreamFence:
         """The point that compute has reached on the current stream."""
-        return self._record(torch.cuda.current_stream(self._device))
+        return StreamFence(_recorded(torch.cuda.current_stream(self._device)), self._device)
 
     def follow(self, fences: Sequence[Fence]) -> None:
         """Let transfers enqueued from now on run after every fence; the compute stream goes on."""
@@ -101,12 +107,7 @@ class StreamLane:
 
     def point(self, keep: Sequence[torch.Tensor] = ()) -> StreamFence:
         """The point that the transfers enqueued so far will reach."""
-        return self._record(self.stream, keep)
-
-    def _record(self, stream: torch.cuda.Stream, keep: Sequence[torch.Tensor] = ()) -> StreamFence:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return StreamFence(event, self._device, keep)
+        return StreamFence(_recorded(self.stream), self._device, keep)
 
 
 Lane = HostLane | StreamLane

@@ -8,14 +8,14 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
 from .lanes import Lane, StreamOrdered, indexed, lane_for, new_stream
 from .mailboxes import DEFAULT_TIMEOUT, Hub, Parcel
-from .transport import DONE, Fence, Message, TransportError, as_bytes, check_messages, check_open
+from .transport import Fence, Message, TransportError, as_bytes, check_messages, check_open
 
 T = TypeVar("T")
 
@@ -222,7 +222,7 @@ class LocalWorld:
         self.close()
 
     def _run(self, fn: Callable[[LocalGroup], T]) -> list[T]:
-        hub, call = self._hub, functools.partial(self._call, fn, torch.is_grad_enabled(), self._caller_point())
+        hub, call = self._hub, functools.partial(self._call, fn, torch.is_grad_enabled(), self._caller_stream())
         hub.begin()
         futures = [worker.submit(call, group) for worker, group in zip(self._workers, self._groups, strict=True)]
         try:
@@ -235,10 +235,12 @@ class LocalWorld:
             raise hub.failure
         return [future.result() for future in futures]
 
-    def _call(self, fn: Callable[[LocalGroup], T], grad: bool, start: Fence, group: LocalGroup) -> T:
+    def _call(
+        self, fn: Callable[[LocalGroup], T], grad: bool, caller: torch.cuda.Stream | None, group: LocalGroup
+    ) -> T:
         hub = group._hub
         try:
-            with group.adopted(), self._stream_of(group.rank(), start), torch.set_grad_enabled(grad):
+            with group.adopted(), self._stream_of(group.rank(), caller), torch.set_grad_enabled(grad):
                 return fn(group)
         except BaseException as error:
             hub.abort(error, f"raised by {group}")
@@ -259,18 +261,19 @@ class LocalWorld:
     def _new_stream(self) -> torch.cuda.Stream | None:
         return new_stream(self.device) if self.device.type == "cuda" else None
 
-    def _caller_point(self) -> Fence:
-        return lane_for(self.device).mark() if self.device.type == "cuda" else DONE
+    def _caller_stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     @contextmanager
-    def _stream_of(self, rank: int, start: Fence) -> Iterator[None]:
+    def _stream_of(self, rank: int, caller: torch.cuda.Stream | None) -> Iterator[None]:
         """A compute stream of the rank's own: after what the caller had enqueued, and over before `run` returns."""
         stream = self._streams[rank]
-        current: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
-        with current:
-            start.wait()
+        if stream is None or caller is None:
+            yield
+            return
+        stream.wait_stream(caller)
+        with torch.cuda.stream(stream):
             try:
                 yield
             finally:
-                if stream is not None:
-                    stream.synchronize()
+                stream.synchronize()

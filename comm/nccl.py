@@ -65,7 +65,7 @@ class NcclTransport:
         self._last: StreamFence | None = None
         self._ending = threading.Lock()
         self._ended = ""  # why nothing can be posted any more
-        unique_id = gather(self._nccl.get_unique_id() if rank == 0 else None)[0]
+        unique_id = self._shared_id()
         with torch.cuda.device(device):
             self._comm: Any = self._nccl.NcclCommunicator(size, unique_id, rank)
         self._warm_up()
@@ -119,6 +119,17 @@ class NcclTransport:
         thread.join(self._timeout)
         if thread.is_alive():
             logger.warning("rank %d: NCCL did not let go of its communicator in %g s", self.rank, self._timeout)
+
+    def _shared_id(self) -> object:
+        """The 128 bytes that the ranks of one communicator know each other by, drawn by rank 0."""
+        try:
+            mine = self._nccl.get_unique_id() if self.rank == 0 else None
+        except RuntimeError as error:
+            mine = f"NCCL of rank 0 draws no unique id: {error}"  # in its place, so that no rank waits for it
+        shared = self._gather(mine)[0]
+        if isinstance(shared, str):
+            raise TransportError(shared)
+        return shared
 
     @contextmanager
     def _group(self) -> Iterator[None]:

@@ -171,7 +171,7 @@ def attention_dkdv(
         strided(dout), strided(q), strided(k), strided(v), lse, delta,
         strided(dk if dk_sum is None else dk_sum), strided(dv if dv_sum is None else dv_sum), strided(dk), strided(dv),
         interval(bounds.transposed(k.shape[1])), shape_of(k, q), scale,
-        **head_dims(q, v), **options(tile), HAS_SUM=sums is not None, IN_PLACE=dk is dk_sum,
+        **head_dims(q, v), **options(tile), HAS_SUM=sums is not None, IN_PLACE=dk is dk_sum and dv is dv_sum,
     )  # fmt: skip
     return dk, dv
 

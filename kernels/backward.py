@@ -87,8 +87,9 @@ def dq_kernel(
 
     acc = tl.zeros([BLOCK_Q, columns(HEAD_DIM).shape[0]], tl.float32)
     qk_scale = softmax_scale * LOG2_E
-    acc = dq_step(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, start, full_start, qk_scale,
-                  shape.columns, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
+    if bounds.lo is not None:  # FULL has no head
+        acc = dq_step(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, start, full_start, qk_scale,
+                      shape.columns, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
     acc = dq_step(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, full_start, full_end, qk_scale,
                   shape.columns, HEAD_DIM, HEAD_DIM_V, BLOCK_K, False)  # fmt: skip
     acc = dq_step(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, full_end, end, qk_scale,

@@ -55,7 +55,7 @@ class Bounds:
                 raise ValueError("bounds has only one of lo and hi: pass both vectors, or FULL")
             if end is not None and (end.dtype != torch.int32 or end.shape != (rows,) or end.device != device):
                 got = f"{end.dtype} {list(end.shape)} on {end.device}"
-                raise ValueError(f"bounds.{name} is {got}: it must be int32 [{rows}] on {device}, one entry per query row")
+                raise ValueError(f"bounds.{name} is {got}: it must be int32 [{rows}] on {device}, one per query row")
             if end is not None and not end.is_contiguous():
                 raise ValueError(f"bounds.{name} has stride {end.stride()}: it must be contiguous")
 
@@ -79,12 +79,12 @@ class TileRange(NamedTuple):
 def tile_range(lo_first: int, lo_last: int, hi_first: int, hi_last: int, block: int) -> TileRange:
     """The range for rows whose bounds begin with (lo_first, hi_first) and end with (lo_last, hi_last).
 
-    The jit mirror is ``tiles.tile_range``. Where no tile is seen whole, all are in the head.
+    The jit mirror is ``tiles.tile_range``. Where no tile is seen whole, all are in the tail.
     """
     start = lo_first // block * block
     end = -(-hi_last // block) * block if hi_last > lo_first else start
     full_start = max(-(-lo_last // block) * block, start)
     full_end = hi_first // block * block
     if full_end <= full_start:
-        full_start = full_end = end
+        full_start = full_end = start
     return TileRange(start, full_start, full_end, end)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -47,11 +47,11 @@ class KernelConfig:
 # fused-attention tutorial. None was timed yet: a tuned table replaces them.
 _HOPPER = {  # 227 KB of shared memory; wgmma needs 8 warps to split 128 x 128 accumulators
     64: KernelConfig(Tile(128, 128, 8, 2), Tile(128, 64, 8, 1), Tile(64, 128, 8, 1)),
-    128: KernelConfig(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+    128: KernelConfig(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 1)),
     256: KernelConfig(Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 1)),
 }
 _BLACKWELL = {  # accumulators in tensor memory, softmax in registers: 128 x 128 scores spill there, 64 keys do not
-    64: KernelConfig(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1)),
+    64: KernelConfig(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1)),
     128: KernelConfig(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 1)),
     256: KernelConfig(Tile(64, 64, 8, 2), Tile(64, 64, 8, 1), Tile(32, 32, 4, 1)),
 }
@@ -84,7 +84,7 @@ def config_for(arch: int, dtype: torch.dtype, head_dim: int) -> KernelConfig:
     return table[next(size for size in table if head_dim <= size)]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _arch(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor

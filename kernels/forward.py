@@ -1,7 +1,9 @@
 """Attention of one query shard against one key shard, continuing the online softmax of the shards before.
 
-The recurrence is FlashAttention's (Dao et al., arXiv:2205.14135, algorithm 1) in base 2, restarted from the carried
-state ``(out, lse)``: ``m = lse - STATE_SHIFT, l = 2^STATE_SHIFT, acc = out * l`` is the same softmax for any shift.
+The recurrence is FlashAttention's (Dao et al., arXiv:2205.14135, algorithm 1) in base 2. The carried ``(out, lse)`` is
+folded in as one more block of that recurrence, the last: during the loop the registers belong to the matrix products,
+and the pivot to this shard's own keys. (With the pivot at ``lse``, p of a new key is about 1 / keys so far, below fp16's
+normal range after 16k keys.)
 """
 
 from __future__ import annotations
@@ -22,12 +24,6 @@ from .tiles import (
     tile_range,
     visible,
 )
-
-# With the pivot at lse itself, p of a new key is about 1/keys-so-far, below fp16's normal range after 16k keys: the
-# carried pivot lies lower, so that the block's own maximum takes over, as it does in a launch without a state.
-STATE_SHIFT = tl.constexpr(32.0)
-STATE_SUM = tl.constexpr(2.0**32)
-
 
 @triton.jit
 def fold(
@@ -56,17 +52,15 @@ def fold(
 
 
 @triton.jit
-def start_state(state, lse_ptrs, offs_q, shape, HEAD_DIM_V: tl.constexpr, HAS_STATE: tl.constexpr):
-    """(acc, l, m) in base 2: empty, or where the hop before left it."""
-    if HAS_STATE:
-        lse = tl.load(lse_ptrs, mask=offs_q < shape.rows, other=float("-inf"))
-        l_i = tl.where(lse == float("-inf"), 0.0, STATE_SUM)
-        acc = load_rows(state, offs_q, shape.rows, HEAD_DIM_V, True) * l_i[:, None]
-        return acc, l_i, lse * LOG2_E - STATE_SHIFT
-    else:
-        l_i = tl.zeros_like(offs_q).to(tl.float32)
-        acc = tl.zeros([offs_q.shape[0], columns(HEAD_DIM_V).shape[0]], tl.float32)
-        return acc, l_i, l_i - float("inf")
+def merge(acc, lse, state, lse_ptrs, offs, limit, HEAD_DIM_V: tl.constexpr):
+    """Average (out, lse) with the carried state, each weighted by the sum of exponentials it stands for."""
+    old_lse = tl.load(lse_ptrs, mask=offs < limit, other=float("-inf"))
+    pivot = tl.maximum(lse, old_lse)
+    pivot = tl.where(pivot == float("-inf"), 0.0, pivot)  # a row that has seen nothing would give inf - inf
+    new, old = tl.exp2((lse - pivot) * LOG2_E), tl.exp2((old_lse - pivot) * LOG2_E)
+    total = tl.where(new + old == 0.0, 1.0, new + old)
+    acc = acc * (new / total)[:, None] + load_rows(state, offs, limit, HEAD_DIM_V, True) * (old / total)[:, None]
+    return acc, tl.where(new + old == 0.0, float("-inf"), pivot + tl.log2(total) * LN_2)
 
 
 @triton.jit
@@ -86,18 +80,24 @@ def forward_kernel(
     lo, hi = row_interval(bounds, offs_q, shape)
     lse_ptrs = lse + (batch * shape.heads + head) * shape.rows + offs_q
 
-    acc, l_i, m_i = start_state(of_head(state, batch, head), lse_ptrs, offs_q, shape, HEAD_DIM_V, HAS_STATE)
+    acc = tl.zeros([BLOCK_Q, columns(HEAD_DIM_V).shape[0]], tl.float32)
+    l_i = tl.zeros([BLOCK_Q], tl.float32)
+    m_i = l_i - float("inf")
     q_tile = load_rows(of_head(q, batch, head), offs_q, shape.rows, HEAD_DIM, True)
     k, v = of_head(k, batch, head // shape.group), of_head(v, batch, head // shape.group)
     qk_scale = softmax_scale * LOG2_E
-    acc, l_i, m_i = fold(acc, l_i, m_i, q_tile, k, v, lo, hi, start, full_start, qk_scale, shape.columns,
-                         HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
+    if bounds.lo is not None:  # FULL has no head
+        acc, l_i, m_i = fold(acc, l_i, m_i, q_tile, k, v, lo, hi, start, full_start, qk_scale, shape.columns,
+                             HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
     acc, l_i, m_i = fold(acc, l_i, m_i, q_tile, k, v, lo, hi, full_start, full_end, qk_scale, shape.columns,
                          HEAD_DIM, HEAD_DIM_V, BLOCK_K, False)  # fmt: skip
     acc, l_i, m_i = fold(acc, l_i, m_i, q_tile, k, v, lo, hi, full_end, end, qk_scale, shape.columns,
                          HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that has seen nothing: out = 0, lse = -inf
+    acc = acc / l_safe[:, None]
     new_lse = tl.where(l_i == 0.0, float("-inf"), (m_i + tl.log2(l_safe)) * LN_2)
+    if HAS_STATE:
+        acc, new_lse = merge(acc, new_lse, of_head(state, batch, head), lse_ptrs, offs_q, shape.rows, HEAD_DIM_V)
     tl.store(lse_ptrs, new_lse, mask=offs_q < shape.rows)
-    store_rows(of_head(out, batch, head), acc / l_safe[:, None], offs_q, shape.rows, HEAD_DIM_V)
+    store_rows(of_head(out, batch, head), acc, offs_q, shape.rows, HEAD_DIM_V)

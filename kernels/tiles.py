@@ -126,8 +126,8 @@ def tile_range(interval, first, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.const
     end = tl.where(hi_last > lo_first, tl.cdiv(hi_last, BLOCK) * BLOCK, start)
     full_start = tl.maximum(tl.cdiv(lo_last, BLOCK) * BLOCK, start)
     full_end = hi_first // BLOCK * BLOCK
-    some_full = full_end > full_start  # where no tile is seen whole, all are the head's
-    return start, tl.where(some_full, full_start, end), tl.where(some_full, full_end, end), end
+    some_full = full_end > full_start  # where no tile is seen whole, all are the tail's
+    return start, tl.where(some_full, full_start, start), tl.where(some_full, full_end, start), end
 
 
 @triton.jit

@@ -52,8 +52,8 @@ class AtenForward:
     def _started(self) -> Tensors:
         if self._state is None:
             batch, rows, heads, _ = self._q.shape
-            lse = torch.full((batch, heads, rows), -torch.inf)
-            self._state = torch.zeros(batch, rows, heads, self._value_dim), lse
+            out = torch.zeros(batch, rows, heads, self._value_dim, dtype=torch.float32)
+            self._state = out, torch.full((batch, heads, rows), -torch.inf, dtype=torch.float32)
         return self._state
 
     def _fold_blockwise(self, k: Tensor, v: Tensor, bounds: Bounds, piece: Piece) -> None:
@@ -119,7 +119,7 @@ class AtenBackward:
     def __init__(
         self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *, softmax_scale: float
     ) -> None:
-        self._dq = torch.zeros(q.shape)
+        self._dq = torch.zeros(q.shape, dtype=torch.float32)
         self._dtype = q.dtype
         self._extra = 0 if dlse is None else DLSE_COLUMNS
         if dlse is not None:
@@ -172,7 +172,7 @@ class AtenBackward:
             (piece,) = todo
             return _Part(heads.keys, piece.key, piece.key_end, *self._operator(k, v, heads.queries, piece))
         key, end = min((piece.key for piece in todo), default=0), max((piece.key_end for piece in todo), default=0)
-        dk, dv = (torch.zeros(x.shape[0], end - key, *x.shape[2:]) for x in (k, v))
+        dk, dv = (torch.zeros(x.shape[0], end - key, *x.shape[2:], dtype=torch.float32) for x in (k, v))
         for piece in todo:
             near = slice(piece.key - key, piece.key_end - key)
             if piece.kind is Kind.BLOCKWISE:

@@ -111,8 +111,16 @@ class _RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        with torch.no_grad():
+            grads = _RingAttention.gradients(ctx, dout, dlse)
+        if torch.is_grad_enabled():  # create_graph: without a node that refuses, the gradients would pass as constants
+            given = [x for x in (*ctx.saved_tensors[:3], dout, dlse) if x is not None]
+            grads = _NoSecondDerivative.apply(*grads, *given)  # type: ignore[no-untyped-call]
+        return *grads, None
+
+    @staticmethod
+    def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         ring, steps, scale, backend, config = ctx.settings
         ring.check_thread()
         q, k, v, out, lse = ctx.saved_tensors
@@ -125,7 +133,17 @@ class _RingAttention(torch.autograd.Function):
             work = TritonBackward(dout, q, out, lse, dlse, softmax_scale=scale, config=config)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         loop.backward(ring.call(steps, "backward", q.device), work, k, v, (dk, dv))
-        return work.result(), dk, dv, None
+        return work.result(), dk, dv
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *given: torch.Tensor) -> Any:
+        return dq.clone(), dk.clone(), dv.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise RuntimeError("ring_attention has no second derivative: its gradients cannot be differentiated again")
 
 
 def resolve_ring(ring: Ring | None, group: object) -> Ring:

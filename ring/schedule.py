@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -159,8 +159,7 @@ def _seen(line: Vector, moved: Vector, starts: Vector, ends: Vector) -> npt.NDAr
     """For each shard on the ``line``: whether it has a key in one of the intervals; ``[world]``."""
     first = np.searchsorted(line, moved[:, None] + starts)
     past = np.searchsorted(line, moved[:, None] + ends)
-    has_key: npt.NDArray[np.bool_] = (first < past).any(axis=1)
-    return has_key
+    return np.asarray((first < past).any(axis=1))
 
 
 def _journey(hops: tuple[bool, ...]) -> tuple[int, int]:
@@ -233,19 +232,19 @@ def _sums_cell(hop: Hop) -> str:
 
 
 def _table(plan: Schedule, cell: Callable[[Hop], str]) -> list[str]:
-    shown = _shown(plan.world)
-    rows = [["", *("…" if index is None else f"hop {index}" for index in shown)]]
-    for rank in shown:
+    numbers = shown(plan.world)
+    rows = [["", *("…" if index is None else f"hop {index}" for index in numbers)]]
+    for rank in numbers:
         if rank is None:
             rows.append(["…"] * len(rows[0]))
             continue
         hops = plan.hops(rank)
-        rows.append([f"rank {rank}", *("…" if index is None else cell(hops[index]) for index in shown)])
+        rows.append([f"rank {rank}", *("…" if index is None else cell(hops[index]) for index in numbers)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["   ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _shown(count: int) -> Iterable[int | None]:
+def shown(count: int) -> Sequence[int | None]:
     """The ranks or hops that are printed; None where some are left out."""
     if count <= PRINTED:
         return range(count)

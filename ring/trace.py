@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,7 +33,8 @@ class Trace:
     @contextmanager
     def span(self, phase: str, kind: str, hop: Hop) -> Iterator[None]:
         if self._device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+            start, end = event(enable_timing=True), event(enable_timing=True)
             start.record()
             yield
             end.record()

@@ -145,5 +145,6 @@ class Sums(Lane):
             after += self.slots.free(one.sums_slot)  # protects the slot: its last compute, and its last send
             tensors[one.index] = self.buffers(one.sums_slot, one)
             receives += messages(one.sums_from, tensors[one.index])
-        fence = self.move(sends, receives, after, [hop.sums_slot if sends else None, *(one.sums_slot for one in coming)])
+        used = [hop.sums_slot if sends else None, *(one.sums_slot for one in coming)]
+        fence = self.move(sends, receives, after, used)
         self._arrivals |= {index: Arrival(fence, pair) for index, pair in tensors.items()}

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ringattn.comm.lanes import StreamLane
-
 
 class Op(NamedTuple):
     kind: str
@@ -88,6 +86,11 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         assert event.recorded, "a wait on an event that was never recorded is no wait"
         self._device.add("wait", self, event)
+
+    def wait_stream(self, other: Stream) -> None:
+        event = self._device.event()
+        event.record(other)
+        self.wait_event(event)
 
     def synchronize(self) -> None:
         self._device.add("synchronize", self)
@@ -176,20 +179,22 @@ class Communicator:
 
 
 def install_streams(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Put the stand-in beneath torch.cuda's streams and events; copies of a lane are logged too."""
+    """Put the stand-in beneath torch.cuda's streams and events; asynchronous copies are logged too."""
     device = Device()
     monkeypatch.setattr(torch.cuda, "Stream", device.stream)
     monkeypatch.setattr(torch.cuda, "Event", device.event)
     monkeypatch.setattr(torch.cuda, "current_stream", device.current)
     monkeypatch.setattr(torch.cuda, "stream", device.using)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    copy = StreamLane.copy
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    copy = torch.Tensor.copy_
 
-    def logged(lane: StreamLane, destination: torch.Tensor, source: torch.Tensor) -> None:
-        device.add("copy", lane.stream)  # type: ignore[arg-type]
-        copy(lane, destination, source)
+    def logged(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if non_blocking:  # what a transfer stream does; tests fill and compare by blocking ones
+            device.add("copy", device.current())
+        return copy(destination, source, non_blocking)
 
-    monkeypatch.setattr(StreamLane, "copy", logged)
+    monkeypatch.setattr(torch.Tensor, "copy_", logged)
     return device
 
 

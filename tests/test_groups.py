@@ -101,9 +101,12 @@ def test_a_process_group_of_one_needs_no_processes(transport: str, gloo: dist.Pr
     assert open_transport(gloo, transport=transport, device="cpu").name == "local"
 
 
-def test_an_explicit_process_group_of_one(gloo: dist.ProcessGroup) -> None:
+def test_an_explicit_process_group_of_one(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed_up: list[object] = []
+    monkeypatch.setattr(groups, "check_edges", lambda transport, device: warmed_up.append(transport))
     transport = open_transport(transport="process_group", device="cpu")
     assert isinstance(transport, ProcessGroupTransport)
+    assert warmed_up == [transport]
     assert transport.gather(1) == [1]
 
 
@@ -119,6 +122,12 @@ def test_an_explicit_process_group_of_one(gloo: dist.ProcessGroup) -> None:
 def test_what_one_device_alone_cannot_open(transport: str, device: torch.device, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         open_transport(transport=transport, device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_missing_gpu_is_said_before_anything_else() -> None:
+    with pytest.raises(ValueError, match="device is cuda, and torch sees no CUDA device here"):
+        open_transport(transport="nccl", device="cuda")
 
 
 @pytest.mark.parametrize("transport", ["nccl", "process_group"])

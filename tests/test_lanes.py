@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch.distributed as dist
 
 from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, ProcessGroupTransport
 from ringattn.comm.lanes import StreamLane
-from ringattn.comm.transport import DONE
+from ringattn.comm.local import solo_group
+from ringattn.comm.transport import DONE, check_edges
 
 from .stand_in import Device, Op, install_streams
 from .transport_cases import CASES, filled
@@ -63,6 +66,17 @@ def test_local_orders_compute_and_copies(device: Device) -> None:
     assert not device.happens_before(sender[1], copy), "the copy waits for compute issued after the post"
 
 
+def test_the_warm_up_waits_both_ways(device: Device) -> None:
+    """The pattern is written before it leaves, and compared after it has arrived."""
+    transport = streamed(solo_group())
+    before = device.add("compute", device.current())
+    check_edges(transport, CPU)
+    after = device.add("compute", device.current())
+    copies = [op for op in device.log if op.kind == "copy"]
+    assert len(copies) == 2
+    assert all(device.happens_before(before, copy) and device.happens_before(copy, after) for copy in copies)
+
+
 def test_local_post_after_a_post_leaves_compute_alone(device: Device) -> None:
     """A ring that runs ahead: the second post waits for the first on the transfer stream."""
 
@@ -89,6 +103,66 @@ def test_local_post_after_a_post_leaves_compute_alone(device: Device) -> None:
         assert device.happens_before(early, late)
     # what rank 1 forwards must have arrived there first, and the other way round
     assert all(device.happens_before(early, late) for early in copies[:2] for late in copies[2:])
+
+
+def test_local_receive_into_what_has_left(device: Device) -> None:
+    """The second post receives into the buffer that the first one sent from: the onward rank's copy comes first."""
+
+    def fn(group: LocalGroup) -> object:
+        transport = streamed(group)
+        onward, back = (group.rank() + 1) % 3, (group.rank() - 1) % 3
+        mine, aside = filled(group.rank(), 8, CPU), filled(-1, 8, CPU)
+        came = transport.post(sends=[Message(onward, mine)], receives=[Message(back, aside)], after=[transport.mark()])
+        transport.post(sends=[Message(onward, aside)], receives=[Message(back, mine)], after=[came])
+        return transport._lane.stream  # type: ignore[union-attr]
+
+    with LocalWorld(3, device="cpu", timeout=10) as world:
+        streams = world.run(fn)
+    copies = [[op for op in device.log if op.kind == "copy" and op.stream is stream] for stream in streams]
+    for rank in range(3):
+        _, into_mine = copies[rank]
+        out_of_mine, _ = copies[(rank + 1) % 3]
+        assert device.happens_before(out_of_mine, into_mine)
+
+
+def test_local_holds_tensors_until_compute_has_waited(device: Device) -> None:
+    transport = streamed(solo_group())
+    tensor, copy = filled(1, 4, CPU), filled(0, 4, CPU)
+    alive = [weakref.ref(tensor), weakref.ref(copy)]
+    fence = transport.post(sends=[Message(0, tensor)], receives=[Message(0, copy)])
+    del tensor, copy
+    transport.post(sends=[], receives=[], after=[fence])  # holds back the transfer stream alone
+    gc.collect()
+    assert all(reference() is not None for reference in alive)
+    fence.wait()
+    gc.collect()
+    assert all(reference() is None for reference in alive)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_virtual_ranks_compute_between_the_caller_s_work_and_its_return(fails: bool, device: Device) -> None:
+    """Each rank on a stream of its own, after what the caller had enqueued; over when `run` returns, or raises."""
+
+    def fn(group: LocalGroup) -> Op:
+        op = device.add("compute", device.current())
+        if fails:
+            raise ValueError(f"rank {group.rank()}")
+        return op
+
+    with LocalWorld(3, device="cuda:0") as world:
+        made = device.add("compute", device.current())
+        if fails:
+            with pytest.raises(ValueError, match="rank"):
+                world.run(fn)
+        else:
+            assert len({op.stream for op in world.run(fn)} | {made.stream}) == 4
+    computed = [op for op in device.log if op.kind == "compute" and op is not made]
+    synchronized = [op for op in device.log if op.kind == "synchronize"]
+    assert len(computed) == 3
+    assert {op.stream for op in computed} == {op.stream for op in synchronized}
+    for op in computed:
+        assert device.happens_before(made, op)
+        assert any(device.happens_before(op, end) for end in synchronized)
 
 
 class FakeGroup:

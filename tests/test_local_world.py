@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 
 import pytest
 import torch
@@ -69,16 +70,19 @@ def test_a_group_and_its_transport_live_across_runs() -> None:
 
 
 def test_two_transports_of_one_group_do_not_mix() -> None:
-    def fn(group: LocalGroup) -> list[list[object]]:
+    def fn(group: LocalGroup) -> list[float]:
         first, second = LocalTransport(group, CPU), LocalTransport(group, CPU)
-        for transport, value in ((second, 2.0), (first, 1.0)) if group.rank() else ((first, 1.0), (second, 2.0)):
-            transport.post(
-                sends=[Message(group.rank(), torch.tensor(value))], receives=[Message(group.rank(), torch.empty(()))]
-            )
-        return [first.gather("first"), second.gather("second")]
+        if group.rank() == 0:
+            for transport, value in ((first, 1.0), (second, 2.0)):
+                transport.post(sends=[Message(1, torch.tensor([value]))], receives=[])
+            return []
+        arrived = torch.zeros(2)
+        for transport, index in ((second, 1), (first, 0)):
+            transport.post(sends=[], receives=[Message(0, arrived[index : index + 1])])
+        return arrived.tolist()
 
     with world_of(2) as world:
-        assert world.run(fn) == [[["first"] * 2, ["second"] * 2]] * 2
+        assert world.run(fn)[1] == [1.0, 2.0]
 
 
 def test_backward_inside_fn() -> None:
@@ -186,6 +190,44 @@ def test_the_next_run_is_not_spoiled_by_a_failed_one() -> None:
                 world.run(fails)
             outs = world.run(lambda group: exchange(group, 0.5))
             assert [out.tolist() for out in outs] == [[1.5] * 3, [0.5] * 3]
+
+
+def test_a_group_of_a_failed_run_is_over() -> None:
+    groups: list[LocalGroup] = []
+
+    def fails(group: LocalGroup) -> None:
+        groups.append(group)
+        raise ValueError("no")
+
+    def uses_an_old_group(group: LocalGroup) -> None:
+        next(old for old in groups if old.rank() == group.rank()).check_thread()
+
+    with world_of(2) as world:
+        with pytest.raises(ValueError, match="no"):
+            world.run(fails)
+        with pytest.raises(RuntimeError, match="outside of the call that LocalWorld"):
+            world.run(uses_an_old_group)
+
+
+def test_an_interrupted_caller_wakes_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C reaches the main thread alone, which waits for the ranks."""
+    waiting = threading.Event()
+
+    def interrupted(futures: object) -> None:
+        monkeypatch.setattr("ringattn.comm.local.wait", wait)
+        assert waiting.wait(5)
+        time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    def fn(group: LocalGroup) -> None:
+        waiting.set()
+        LocalTransport(group, CPU).post(sends=[], receives=[Message(1 - group.rank(), torch.empty(1))])
+
+    monkeypatch.setattr("ringattn.comm.local.wait", interrupted)
+    started = time.monotonic()
+    with world_of(2) as world, pytest.raises(KeyboardInterrupt):
+        world.run(fn)
+    assert time.monotonic() - started < 5
 
 
 def test_a_rank_that_returns_early_is_noticed() -> None:

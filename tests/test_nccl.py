@@ -65,6 +65,20 @@ def test_every_rank_joins_by_the_id_of_rank_0(device: Device) -> None:
     assert sorted(joined, key=lambda detail: detail[2]) == [(3, bytes(range(128)), rank) for rank in range(3)]
 
 
+def test_a_rank_0_without_an_id_is_an_error_everywhere(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> bytes:
+        raise RuntimeError("no interface")
+
+    monkeypatch.setattr(fabric, "get_unique_id", refuse)
+
+    def fn(group: LocalGroup) -> None:
+        with pytest.raises(TransportError, match="NCCL of rank 0 draws no unique id: no interface"):
+            opened(group)
+
+    with LocalWorld(3, device="cpu", timeout=10) as world:
+        world.run(fn)
+
+
 def test_a_post_is_one_group_between_its_waits_and_its_record(device: Device) -> None:
     transport = open_alone()
     compute = device.current()

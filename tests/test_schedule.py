@@ -7,17 +7,24 @@ from dataclasses import FrozenInstanceError
 from time import perf_counter
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.ring.layout import Layout
 from ringattn.ring.mask import Mask
-from ringattn.ring.schedule import Hop, Schedule, schedule
+from ringattn.ring.schedule import Hop, Schedule, _schedule, _union, schedule
 
 from .layouts import NAMES, Window, layouts, masks, named, sees, small_layouts
 from .rendezvous import run_backward, run_forward
 
 CAUSAL = Mask(causal=True)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    """Plans of another test would hide what makes this one's."""
+    _schedule.cache_clear()
 
 
 def needs(layout: Layout, mask: Mask, keys: Layout) -> set[tuple[int, int]]:
@@ -240,11 +247,31 @@ def test_a_million_tokens_over_64_ranks_are_planned_in_no_time(name: str) -> Non
     assert len(computed(plan)) == (64 * 65 // 2 if name == "contiguous" else 64 * 64)
 
 
+def test_what_a_rank_sees_is_one_interval_for_most_masks() -> None:
+    """What keeps the planning cheap: it searches for the ends of these."""
+    contiguous, striped = torch.arange(100, 200), torch.arange(0, 100, 5)
+    for mask in (
+        Mask(),
+        CAUSAL,
+        Window(left=4, right=0),
+        Window(left=5, right=-1),
+        Window(left=300, right=300, document=300),
+    ):
+        for positions in (contiguous, striped):
+            starts, ends = _union(mask, positions, reach=150)
+            assert len(starts) == len(ends) == 1
+    starts, ends = _union(Window(left=2, right=1), torch.tensor([0, 1, 10, 11, 12, 40, 99]), reach=42)
+    assert (starts.tolist(), ends.tolist()) == ([0, 8, 38], [3, 14, 42])
+
+
 def test_a_thousand_ranks_print() -> None:
     plan = schedule(Layout.contiguous(4096, 1024), CAUSAL)
     lines = str(plan).splitlines()
     assert lines[0] == "1024 ranks, K/V move to the next rank, 524800 of 1048576 hops compute"
     assert lines[3].split()[-6:] == ["hop", "1021", "hop", "1022", "hop", "1023"]
+    assert lines[3].split()[24:26] == ["…", "hop"]
+    assert lines[4].split()[:4] == ["rank", "0", "0", ">"]
+    assert lines[4].split()[-4:] == ["…", ".", ".", "."]
     assert lines[16].split() == ["…"] * 17
     assert [line.split()[1] for line in lines[4:20] if "rank" in line] == [*map(str, range(12)), "1021", "1022", "1023"]
     assert max(map(len, lines)) < 170

@@ -6,11 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from ringattn.comm import LocalTransport, LocalWorld, Message, NcclTransport, open_transport
+from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, NcclTransport, open_transport
 from ringattn.comm.nccl import nccl_missing
 from ringattn.comm.transport import TransportError, check_edges
 
@@ -82,18 +83,37 @@ def test_warm_up_tells_the_edges_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """At world 2 both edges join the same two ranks: exchanging their messages must not pass."""
     post = LocalTransport.post
 
-    def crossed(transport: LocalTransport, **messages: object) -> object:
+    def crossed(transport: LocalTransport, **messages: Any) -> object:
         if transport.rank == 1:
-            messages["receives"] = messages["receives"][::-1]  # type: ignore[index]
-        return post(transport, **messages)  # type: ignore[arg-type]
+            messages["receives"] = messages["receives"][::-1]
+        return post(transport, **messages)
 
     monkeypatch.setattr(LocalTransport, "post", crossed)
 
-    def fn(group: object) -> None:
+    def fn(group: LocalGroup) -> None:
         with pytest.raises(TransportError, match="rank 1 got 4096 wrong bytes"):
-            check_edges(LocalTransport(group, CPU), CPU)  # type: ignore[arg-type]
+            check_edges(LocalTransport(group, CPU), CPU)
 
     with LocalWorld(2, device="cpu", timeout=10) as world:
+        world.run(fn)
+
+
+def test_warm_up_finds_a_wrong_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank talks to the one across: as many bytes, in the right order, from the wrong rank."""
+    post = LocalTransport.post
+
+    def misled(transport: LocalTransport, **messages: Any) -> object:
+        for kind in ("sends", "receives"):
+            messages[kind] = [Message((peer + 2) % 4, tensor) for peer, tensor in messages[kind]]
+        return post(transport, **messages)
+
+    monkeypatch.setattr(LocalTransport, "post", misled)
+
+    def fn(group: LocalGroup) -> None:
+        with pytest.raises(TransportError, match="rank 3 got 4096 wrong bytes of 4096 from rank 2"):
+            check_edges(LocalTransport(group, CPU), CPU)
+
+    with LocalWorld(4, device="cpu", timeout=10) as world:
         world.run(fn)
 
 

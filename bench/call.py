@@ -1,0 +1,153 @@
+"""One call of ``ring_attention`` as far as its schedule depends on it: its pairs, its traffic, its mask as a grid."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..ring.layout import Layout
+from ..ring.mask import Mask
+from ..ring.schedule import Schedule, schedule
+from .shapes import DTYPE_BYTES
+
+Grid = npt.NDArray[np.int64]
+
+FP32_BYTES = 4  # dK/dV sums travel as fp32
+BACKWARD_FLOPS = 2.5  # five products of the forward's two
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of ``ring_attention``, as far as its schedule and its traffic depend on it."""
+
+    layout: Layout
+    layout_name: str
+    mask: Mask
+    direction: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @cached_property
+    def plan(self) -> Schedule:
+        return schedule(self.layout, self.mask, direction=self.direction)
+
+    @property
+    def title(self) -> str:
+        kind = "causal" if self.mask.causal else "full"
+        return f"{self.layout_name}, {kind}, {self.layout.seqlen:,} tokens over {self.layout.world} ranks"
+
+    @cached_property
+    def owners(self) -> Grid:
+        """The rank of every position."""
+        owners = np.empty(self.layout.seqlen, dtype=np.int64)
+        for rank in range(self.layout.world):
+            owners[self.layout.positions(rank).numpy()] = rank
+        return owners
+
+    @cached_property
+    def pairs(self) -> Grid:
+        """Visible (query, key) pairs, ``[rank, hop]``."""
+        world = self.layout.world
+        by_shard = np.stack([_pairs_by_shard(self, rank) for rank in range(world)])
+        ranks = np.arange(world)[:, None]
+        return np.take_along_axis(by_shard, (ranks - self.direction * np.arange(world)) % world, axis=1)
+
+    @property
+    def flops_per_pair(self) -> int:
+        return 4 * self.head_dim * self.heads * self.batch
+
+    @property
+    def bytes_per_token(self) -> tuple[int, int]:
+        """Of K and V, and of the sums of dK and dV."""
+        elements = 2 * self.head_dim * self.kv_heads * self.batch
+        return elements * DTYPE_BYTES[self.dtype], elements * FP32_BYTES
+
+    @property
+    def balance(self) -> float:
+        """Share of the ring's time in which ranks compute, if every hop lasts as long as its slowest rank."""
+        slowest = int(self.pairs.max(axis=0).sum())
+        return int(self.pairs.sum()) / (self.layout.world * slowest) if slowest else 1.0
+
+
+def _pairs_by_shard(call: Call, rank: int) -> Grid:
+    """Pairs of one rank's queries with the keys of each shard: how many queries see each key, summed by its owner."""
+    seqlen = call.layout.seqlen
+    lo, hi = (end.clamp(0, seqlen).numpy() for end in call.mask.interval(call.layout.positions(rank)))
+    lo, hi = lo[lo < hi], hi[lo < hi]
+    seers = np.cumsum(np.bincount(lo, minlength=seqlen + 1) - np.bincount(hi, minlength=seqlen + 1))[:seqlen]
+    summed = np.bincount(call.owners, weights=seers, minlength=call.layout.world)
+    return summed.astype(np.int64)  # exact: sums of whole numbers far below 2^53
+
+
+def mask_cells(call: Call, cells: int) -> tuple[Grid, Grid]:
+    """The mask as a grid of at most ``cells`` by ``cells`` in global positions.
+
+    Returns:
+        The rank that a row or column stands for, ``[n]``, and at which hop it computes each cell, ``[n, n]``; -1 where
+        nothing is visible. A cell of several ranks stands for one of them in turn, so that stripes stay visible.
+    """
+    edges = np.linspace(0, call.layout.seqlen, min(cells, call.layout.seqlen) + 1).astype(np.int64)
+    chosen: list[int] = []
+    first: list[int] = []
+    last: list[int] = []
+    for number, (start, stop) in enumerate(pairwise(edges)):
+        inside = call.owners[start:stop]
+        present = np.unique(inside)
+        rank = present[number % len(present)]
+        held = start + np.flatnonzero(inside == rank)
+        chosen.append(rank)
+        first.append(held[0])
+        last.append(held[-1])
+    ranks, first_held, last_held = (np.array(one, dtype=np.int64) for one in (chosen, first, last))
+    lo, hi = (
+        call.mask.interval(torch.from_numpy(held))[end].numpy()[:, None]
+        for end, held in enumerate((first_held, last_held))
+    )
+    visible = (last_held >= lo) & (first_held < hi)
+    hops = call.direction * (ranks[:, None] - ranks) % call.layout.world
+    return ranks, np.where(visible, hops, -1)
+
+
+def table(call: Call) -> list[dict[str, Any]]:
+    """A row per rank and hop."""
+    pairs = call.pairs.tolist()
+    return [
+        {"rank": rank, **asdict(hop), "pairs": pairs[rank][hop.index]}
+        for rank in range(call.layout.world)
+        for hop in call.plan.hops(rank)
+    ]
+
+
+def data(call: Call) -> dict[str, Any]:
+    """Everything, for JSON."""
+    kv, sums = call.bytes_per_token
+    return {
+        "call": {
+            "layout": call.layout_name,
+            "seqlen": call.layout.seqlen,
+            "world": call.layout.world,
+            "spans": call.layout.spans_per_rank,
+            "mask": asdict(call.mask),
+            "direction": call.direction,
+            "batch": call.batch,
+            "heads": call.heads,
+            "kv_heads": call.kv_heads,
+            "head_dim": call.head_dim,
+            "dtype": call.dtype,
+        },
+        "pairs": call.pairs.sum(axis=1).tolist(),
+        "balance": call.balance,
+        "flops_forward": [int(pairs) * call.flops_per_pair for pairs in call.pairs.sum(axis=1)],
+        "bytes_forward": call.plan.bytes(kv),
+        "bytes_backward": call.plan.bytes(kv, sums),
+        "hops": table(call),
+    }

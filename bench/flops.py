@@ -1,0 +1,22 @@
+"""How work is counted: visible pairs, not squares."""
+
+from __future__ import annotations
+
+from ..ring import Layout, Mask, visible_pairs
+from .call import BACKWARD_FLOPS
+
+__all__ = ["BACKWARD_FLOPS", "forward_flops", "pairs_of"]
+
+
+def forward_flops(pairs: int, *, heads: int, head_dim: int, head_dim_v: int | None = None, batch: int = 1) -> int:
+    """``2 * pairs * (D + Dv) * H``: two operations per product and sum, of ``q k^T`` and of ``p v``.
+
+    The backward counts ``BACKWARD_FLOPS`` times as much (five products instead of two).
+    """
+    return 2 * pairs * (head_dim + (head_dim if head_dim_v is None else head_dim_v)) * heads * batch
+
+
+def pairs_of(seqlen: int, *, causal: bool) -> int:
+    """Visible (query, key) pairs of a whole sequence."""
+    positions = Layout.contiguous(seqlen, 1).positions(0)
+    return visible_pairs(Mask(causal=causal), positions, positions)

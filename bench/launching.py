@@ -1,0 +1,159 @@
+"""One process per rank: started here by torch's elastic launcher, or found under torchrun, srun or mpirun."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+LOOPBACK, INTERFACE = "127.0.0.1", "lo"
+TIMEOUT = timedelta(minutes=10)  # of one wait for the other ranks: far more than a step of a demo takes
+# what launchers set: rank, ranks, rank and ranks on this machine. srun's are those of the step: a batch script that
+# calls us without srun has SLURM_PROCID too, and is no rank of anything
+LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """This process among those that a launcher started."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+
+    @property
+    def threads(self) -> int:
+        """This rank's share of the cores."""
+        return max(1, cores() // self.local_world)
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's GPU where the machine has some, else the CPU.
+
+        Raises:
+            ValueError: more ranks than GPUs on this machine.
+        """
+        gpus = torch.cuda.device_count()
+        if gpus == 0:
+            return torch.device("cpu")
+        if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            return torch.device("cuda", 0)  # srun and mpirun may show each rank its own GPU alone
+        if self.local_rank >= gpus:
+            raise ValueError(f"rank {self.rank} finds no GPU: {self.local_world} ranks here, {gpus} GPUs; start fewer")
+        return torch.device("cuda", self.local_rank)
+
+
+def member() -> Member | None:
+    """This process's place under a launcher; None where there is none, or only this one process."""
+    for names in LAUNCHERS:
+        rank, world, local_rank, local_world = (os.environ.get(name) for name in names)
+        if rank is None or world is None:
+            continue
+        if world == "1" and names[0] != "RANK":
+            return None  # `srun ringattn …` with one task: as if it had been called by hand
+        here = re.match(r"\d+", local_world or world)  # srun writes 4(x2): four on each of two machines
+        return Member(int(rank), int(world), int(local_rank or rank), int(here[0]) if here else 1)
+    return None
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """That many threads of PyTorch's for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def process_group(place: Member, store: str | None = None) -> Iterator[None]:
+    """The default group of torch.distributed over all ranks: gloo and, on GPUs, NCCL.
+
+    ``store`` is a file where the ranks meet; without it they meet where the launcher says.
+    """
+    backend = "gloo"
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
+        backend = "cpu:gloo,cuda:nccl"
+    if place.world == place.local_world:
+        os.environ.setdefault("MASTER_ADDR", LOOPBACK)
+        os.environ.setdefault("MASTER_PORT", "29500")
+    where = "env://" if store is None else f"file://{store}"
+    dist.init_process_group(backend, where, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
+    """Call ``entry(store, *arguments)`` in ``world`` new processes of this machine; what it returns on rank 0.
+
+    ``entry`` is a module's function, under torch's ``record`` so that its traceback arrives here. The ranks meet in
+    files and talk over the loopback interface: nothing listens for the world outside.
+
+    Raises:
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a process raised, or died.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    interfaces = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
+    with TemporaryDirectory(prefix="ringattn-") as folder, _environment(**interfaces, **_NO_AGENT_STORE):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world,
+            run_id="ringattn",
+            rdzv_backend="c10d",
+            rdzv_endpoint=str(Path(folder, "rendezvous")),
+            rdzv_configs={"store_type": "file"},
+            local_addr=LOOPBACK,
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        results: dict[int, T] = elastic_launch(config, entry)(str(Path(folder, "store")), *arguments)
+    return results[0]
+
+
+# the agent would open a TCP server on every interface for the ranks to meet at; ours meet in a file
+_NO_AGENT_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Environment variables for a while, for the processes started meanwhile."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

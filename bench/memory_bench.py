@@ -1,0 +1,198 @@
+"""``ringattn bench memory``: peak memory per rank of forward and backward, for growing rings of equal shards."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ..ring import Layout, Ring, ring_attention
+from .candidates import DTYPES, Problem
+from .launching import launch, member, process_group
+from .memory import PeakMemory
+from .output import prints, write_csv, write_json
+from .provenance import provenance
+from .ring_bench import CPU, dtype_name
+from .shapes import size, sizes
+from .show import LayoutName
+from .tables import table
+
+ALLOWED_SPREAD = 0.02  # between worlds: what is rounded to pages and what the network library keeps per peer
+WARM_TOKENS = 64
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+MAPPED_BYTES = 64 << 10
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes of one rank above what it used before its inputs were made."""
+
+    forward: int
+    backward: int
+    named: dict[str, int] = field(default_factory=dict)  # tensors that must be there: what the peak is made of
+
+    @property
+    def highest(self) -> int:
+        return max(self.forward, self.backward)
+
+
+def give_back_freed_memory() -> None:
+    """Let glibc map every large block by itself, so that what is freed leaves the process at once.
+
+    By default it keeps freed blocks of up to 32 MiB for later, and the resident set says what was once used, not what
+    is in use.
+    """
+    try:
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+    except AttributeError:
+        return  # another C library: the figures are upper bounds
+
+
+@record
+def spawned(store: str, problem: Problem) -> list[Peaks] | None:
+    """One rank; rank 0 returns the peaks of all."""
+    place = member()
+    assert place is not None
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    give_back_freed_memory()
+    with process_group(place, store):
+        torch.set_num_threads(problem.threads)
+        warm_up(problem)
+        everyone: list[Any] = [None] * place.world
+        dist.all_gather_object(everyone, peaks(problem))
+    return everyone if place.rank == 0 else None
+
+
+def warm_up(problem: Problem) -> None:
+    """Connections, thread pools and library state: there once, however long the shards are."""
+    with Ring() as ring:
+        layout = getattr(Layout, problem.layout)(WARM_TOKENS * problem.world, problem.world)
+        attend(problem, layout, ring, *shards(problem, WARM_TOKENS)[:3]).sum().backward()
+
+
+def peaks(problem: Problem) -> Peaks:
+    """The peaks of a first call, forward and backward, with everything it allocates: inputs, slots, saved tensors."""
+    measured = PeakMemory(CPU)
+    with Ring() as ring:
+        q, k, v, dout = shards(problem, problem.seqlen // problem.world)
+        out = attend(problem, problem.held, ring, q, k, v)
+        forward = measured.bytes
+        grads = torch.autograd.grad(out, (q, k, v), dout)
+        backward = measured.bytes
+        named = {"q, k, v, dout": (q, k, v, dout), "out": (out,), "dq, dk, dv": grads}
+        return Peaks(forward, backward, {name: sum(x.nbytes for x in tensors) for name, tensors in named.items()})
+
+
+def shards(problem: Problem, tokens: int) -> tuple[Tensor, ...]:
+    """q, k, v and dout of one rank."""
+    heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
+    made = [torch.randn(problem.batch, tokens, count, problem.head_dim) for count in heads]
+    return tuple(x.to(DTYPES[problem.dtype]).requires_grad_(index < 3) for index, x in enumerate(made))
+
+
+def attend(problem: Problem, layout: Layout, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = ring_attention(q, k, v, layout=layout, ring=ring, causal=problem.causal)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def rows_of(results: dict[int, list[Peaks]]) -> list[dict[str, Any]]:
+    """A row per world; the rank that needs most speaks for its world."""
+    first = max(peak.highest for peak in next(iter(results.values())))
+    rows = []
+    for world, everyone in results.items():
+        worst = max(everyone, key=lambda peak: peak.highest)
+        rows.append(
+            {
+                "world": world,
+                "peak MB": round(worst.highest / 1e6, 2),
+                "least rank MB": round(min(peak.highest for peak in everyone) / 1e6, 2),
+                "after forward MB": round(max(peak.forward for peak in everyone) / 1e6, 2),
+                "inputs and results MB": round(sum(worst.named.values()) / 1e6, 2),
+                "relative": round(worst.highest / first, 4),
+            }
+        )
+    return rows
+
+
+@app.command()
+def memory(
+    worlds: Annotated[Any, typer.Option("--world", parser=sizes, metavar="N,…", help="Processes.")] = "2,4,8",
+    tokens: Annotated[Any, typer.Option(parser=size, metavar="SIZE", help="Tokens per rank.")] = "8k",
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V [default: --heads].")] = None,
+    head_dim: Annotated[int, typer.Option(min=1)] = 64,
+    dtype: Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16.")] = "fp32",
+    causal: Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")] = True,
+    layout: Annotated[LayoutName, typer.Option(help="Who holds which tokens.")] = LayoutName.zigzag,
+    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a row per world.")] = None,
+) -> None:
+    """Peak memory per rank for the same tokens per rank: the same for every number of ranks, or exit 1."""
+    kv_heads = kv_heads or heads
+    if heads % kv_heads:
+        raise typer.BadParameter(f"--kv-heads is {kv_heads}: --heads, {heads}, must be a multiple of it")
+    if member() is not None:
+        raise typer.BadParameter("it starts its own processes, one world after the other: call it without a launcher")
+    results: dict[int, list[Peaks]] = {}
+    with Console(stderr=True).status("measuring") as status:
+        for world in worlds:
+            status.update(f"world {world}: forward and backward of {world * tokens:,} tokens")
+            problem = Problem(world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value)
+            found = launch(world, spawned, problem)
+            assert found is not None
+            results[world] = found
+    if prints():
+        finish(problem, results, json, csv)
+
+
+def finish(problem: Problem, results: dict[int, list[Peaks]], json: str | None, csv: Path | None) -> None:
+    """Print and write; exit 1 where memory per rank is not the same for all worlds."""
+    rows = rows_of(results)
+    highest = [max(peak.highest for peak in everyone) for everyone in results.values()]
+    spread = max(highest) / min(highest) - 1
+    if json != "-":
+        kind = "causal" if problem.causal else "full"
+        title = (
+            f"peak memory per rank, {kind} forward and backward, B{problem.batch} H{problem.heads}/{problem.kv_heads} "
+            f"D{problem.head_dim} {problem.dtype}, {problem.seqlen // problem.world:,} tokens per rank, "
+            f"{problem.layout}\n"
+        )
+        typer.echo(table(rows, title=title) + f"\n\nlargest over smallest world: {spread:+.2%}")
+    if json is not None:
+        write_json(json, as_json(problem, results, spread))
+    if csv is not None:
+        write_csv(csv, rows)
+    if spread > ALLOWED_SPREAD:
+        print(f"memory per rank differs by {spread:.1%} between worlds, {ALLOWED_SPREAD:.0%} allowed", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def as_json(problem: Problem, results: dict[int, list[Peaks]], spread: float) -> dict[str, Any]:
+    case = asdict(problem)
+    tokens = problem.seqlen // problem.world
+    for name in ("seqlen", "world", "seed"):
+        del case[name]
+    return {
+        "schema": "ringattn bench memory 1",
+        "provenance": provenance(CPU),
+        "problem": {**case, "tokens_per_rank": tokens},
+        "worlds": [
+            {"world": world, "ranks": [{**asdict(peak), "highest": peak.highest, "unit": "B"} for peak in everyone]}
+            for world, everyone in results.items()
+        ],
+        "spread": spread,
+    }

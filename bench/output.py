@@ -1,0 +1,34 @@
+"""What commands share of their output: who prints, and where JSON and CSV go."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .launching import member
+
+
+def prints() -> bool:
+    """Whether this process is the one that prints and writes: alone, or rank 0 under a launcher."""
+    place = member()
+    return place is None or place.rank == 0
+
+
+def write_json(target: str, data: object) -> None:
+    """Write ``data`` to a file, or to standard output where ``target`` is ``-``."""
+    text = json.dumps(data, indent=2) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+    else:
+        Path(target).write_text(text)
+
+
+def write_csv(target: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write rows of the same keys, with a header."""
+    with target.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [])
+        writer.writeheader()
+        writer.writerows(rows)

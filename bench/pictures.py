@@ -1,0 +1,162 @@
+"""Pictures of a call: the mask over global positions, and the schedule as a grid of ranks and hops."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+
+from ..ring.schedule import Hop
+from .call import Call, Grid, mask_cells
+from .shapes import binary, human
+
+SUFFIXES = (".png", ".svg", ".pdf")
+CELLS = 512  # of the mask, each way
+LABELLED = 12  # ranks: a larger grid has no text in its cells
+TAB10 = 10
+UNSEEN = "#f2f2ef"
+INK = "#222222"
+MOVING = "#c2571a"
+
+
+def picture(text: str) -> Path:
+    """The path of a picture that can be drawn; a parser of typer options.
+
+    Raises:
+        typer.BadParameter: a suffix that is not one of :data:`SUFFIXES`.
+    """
+    if not text.lower().endswith(SUFFIXES):
+        raise typer.BadParameter(f"{text} is no picture: it must end with one of {', '.join(SUFFIXES)}")
+    return Path(text)
+
+
+def draw_call(call: Call, out: Path) -> None:
+    """Draw mask and schedule side by side into ``out``."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    # room at the left: the layout engine does not count the strips beside the axes
+    figure = Figure(figsize=(15, 7.2), layout=ConstrainedLayoutEngine(rect=(0.015, 0.005, 0.98, 0.99)))
+    left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
+    figure.suptitle(_title(call), fontsize=12, color=INK)
+    _draw_mask(call, left)
+    _draw_schedule(call, right)
+    figure.savefig(out, dpi=150)
+
+
+def _title(call: Call) -> str:
+    kv, sums = call.bytes_per_token
+    forward, backward = max(call.plan.bytes(kv)), max(call.plan.bytes(kv, sums))
+    return (
+        f"{call.title}\nranks compute {call.balance:.0%} of the time, if every hop lasts as long as its slowest rank; "
+        f"a rank sends at most {human(forward, 'B')} forward, {human(backward, 'B')} backward"
+    )
+
+
+def _colours(name: str, where: Any) -> Any:
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap(colormaps[name](where))
+
+
+def _draw_mask(call: Call, axes: Any) -> None:
+    world, seqlen = call.layout.world, call.layout.seqlen
+    ranks, grid = mask_cells(call, CELLS)
+    axes.set_facecolor(UNSEEN)
+    image = axes.imshow(
+        np.ma.masked_less(grid, 0),
+        cmap=_colours("viridis_r", np.linspace(0.03, 0.92, world)),
+        vmin=-0.5,
+        vmax=world - 0.5,
+        extent=(0, seqlen, seqlen, 0),
+        interpolation="nearest",
+    )
+    sampled = call.layout.seqlen > CELLS and any(
+        span.step > 1 for rank in range(world) for span in call.layout.spans(rank)
+    )
+    axes.set_title(
+        "mask: the hop that computes it" + (" (stripes drawn wider than they are)" if sampled else ""), pad=20
+    )
+    axes.set_xlabel("key position (above: the shard it is in)")
+    axes.set_ylabel("query position (beside: the rank it is on)")
+    places = [seqlen * part // 8 for part in range(9)]
+    axes.set(xticks=places, yticks=places, xticklabels=map(binary, places), yticklabels=map(binary, places))
+    axes.tick_params(axis="y", pad=16)
+    _draw_owners(axes, ranks, world)
+    bar = axes.figure.colorbar(image, ax=axes, shrink=0.8, label="hop", ticks=_ticks(world))
+    bar.outline.set_visible(False)
+
+
+def _draw_owners(axes: Any, ranks: Grid, world: int) -> None:
+    """Strips along the edges that say whose keys and queries these are."""
+    palette = _colours("tab10", np.arange(world)) if world <= TAB10 else _colours("turbo", np.linspace(0, 1, world))
+    for box, strip in (((0, 1.008, 1, 0.028), ranks[None, :]), ((-0.036, 0, 0.028, 1), ranks[:, None])):
+        edge = axes.inset_axes(box)
+        edge.imshow(strip, cmap=palette, vmin=-0.5, vmax=world - 0.5, aspect="auto", interpolation="nearest")
+        edge.set(xticks=[], yticks=[])
+        edge.spines[:].set_visible(False)
+        if world <= LABELLED:
+            _label_runs(edge, ranks, across=strip.shape[0] == 1)
+
+
+def _label_runs(edge: Any, ranks: Grid, *, across: bool) -> None:
+    """The number of a rank on every run of a strip that is wide enough for it."""
+    cuts = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
+    for start, stop in pairwise(cuts):
+        if (stop - start) * 40 > len(ranks):
+            middle = (start + stop - 1) / 2
+            where = (middle, 0) if across else (0, middle)
+            edge.text(*where, f"{ranks[start]}", ha="center", va="center_baseline", fontsize=8, color="white")
+
+
+def _ticks(world: int) -> list[int]:
+    return list(range(0, world, -(-world // LABELLED)))
+
+
+def _draw_schedule(call: Call, axes: Any) -> None:
+    world = call.layout.world
+    work = np.ma.masked_equal(call.pairs, 0) / max(int(call.pairs.max()), 1)
+    axes.set_facecolor(UNSEEN)
+    image = axes.imshow(work, cmap=_colours("Blues", np.linspace(0.08, 0.55, 64)), vmin=0, vmax=1, aspect="auto")
+    axes.set(xlabel="hop", ylabel="rank", xticks=_ticks(world), yticks=_ticks(world))
+    axes.set_title("schedule: visible pairs per rank and hop", pad=10)
+    if world <= LABELLED:
+        axes.set_title("schedule: shard, visible pairs, and where its K/V go next", pad=10)
+        edges = np.arange(world - 1) + 0.5
+        axes.hlines(edges, -0.5, world - 0.5, color="white", lw=2)
+        axes.vlines(edges, -0.5, world - 0.5, color="white", lw=2)
+        for rank in range(world):
+            for hop in call.plan.hops(rank):
+                _label_hop(axes, call, rank, hop)
+    axes.set(xlim=(-0.5, world - 0.5), ylim=(world - 0.5, -0.5))
+    bar = axes.figure.colorbar(image, ax=axes, shrink=0.8, label="visible pairs / most of any rank and hop")
+    bar.outline.set_visible(False)
+
+
+def _label_hop(axes: Any, call: Call, rank: int, hop: Hop) -> None:
+    if hop.computes:
+        style = {"ha": "center", "color": INK}
+        axes.text(hop.index, rank, f"{hop.shard}", va="bottom", fontsize=13, fontweight="bold", **style)
+        axes.text(hop.index, rank, human(int(call.pairs[rank, hop.index])), va="top", fontsize=8, **style)
+    elif hop.kv_from is not None:
+        axes.text(hop.index, rank, f"({hop.shard})", ha="center", va="center", fontsize=11, color="#888888")
+    if hop.kv_to is not None:
+        _draw_move(axes, call, rank, hop)
+
+
+def _draw_move(axes: Any, call: Call, rank: int, hop: Hop) -> None:
+    """An arrow to where the shard is at the next hop; around the ring it leaves at the edge and comes in again."""
+    step = call.direction
+    near, far = 0.33, 0.67
+    start, end = (hop.index + near, rank + near * step), (hop.index + far, rank + far * step)
+    style = {"arrowstyle": "-|>", "color": MOVING, "lw": 1.3, "shrinkA": 0, "shrinkB": 0}
+    if 0 <= rank + step < call.layout.world:
+        axes.annotate("", xy=end, xytext=start, arrowprops=style)
+        return
+    axes.plot([start[0], hop.index + 0.5], [start[1], rank + 0.5 * step], color=MOVING, lw=1.3)
+    entry = 0 if step == 1 else call.layout.world - 1
+    axes.annotate("", xy=(end[0], entry - near * step), xytext=(hop.index + 0.5, entry - 0.5 * step), arrowprops=style)

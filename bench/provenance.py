@@ -1,0 +1,150 @@
+"""Where a number comes from: what ran, on what, when."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from .launching import cores
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x", "ring-attention-pytorch")
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Everything that a number on ``device`` depends on, apart from its own case; ready for JSON."""
+    return {
+        "command": command(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "ringattn": {"version": __version__, "sources": sources(), **git()},
+        "versions": versions(),
+        "cpu": cpu(),
+        "gpu": gpu(device) if device.type == "cuda" else None,
+    }
+
+
+def command() -> str:
+    """What was typed, without the folder of the executable."""
+    program = Path(sys.argv[0]).name
+    return f"{'python -m ringattn' if program == '__main__.py' else program} {shlex.join(sys.argv[1:])}".strip()
+
+
+def sources() -> str:
+    """A digest of the package's own Python files: says which code ran where there is no git."""
+    digest = hashlib.sha256()
+    folders = ("", "kernels", "comm", "ring", "reference", "bench")
+    for path in sorted(path for folder in folders for path in (ROOT / folder).glob("*.py")):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def git() -> dict[str, Any]:
+    """Commit, and whether files differ from it; None where the package is not in a checkout of its own."""
+
+    def ask(*arguments: str) -> str:
+        asked = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    if not (ROOT / ".git").exists():
+        return {"commit": None, "modified": None}
+    try:
+        return {"commit": ask("rev-parse", "HEAD"), "modified": bool(ask("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "modified": None}
+
+
+def versions() -> dict[str, Any]:
+    """Of Python, of what is installed, and of what torch was built with."""
+    found: dict[str, Any] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        found["nccl"] = _told(lambda: ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+    return found
+
+
+def cpu() -> dict[str, Any]:
+    """Model, cores that this process may use, and what else keeps them busy."""
+    info, memory = (_read(path) for path in ("/proc/cpuinfo", "/proc/meminfo"))
+    model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
+    total = re.search(r"^MemTotal:\s*(\d+) kB", memory, re.MULTILINE)
+    return {
+        "model": model[1] if model else platform.machine(),
+        "cores": cores(),
+        "memory_gib": round(int(total[1]) / 2**20, 1) if total else None,
+        "load": (_read("/proc/loadavg").split() or [None])[0],
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def gpu(device: torch.device) -> dict[str, Any]:
+    """The GPU, its driver, and its clocks at this moment."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "driver": _told(lambda: _nvml("nvmlSystemGetDriverVersion")),
+        "clocks": clocks(device),
+    }
+
+
+def clocks(device: torch.device) -> dict[str, Any]:
+    """SM and memory clock in MHz, now and at most; watts; degrees Celsius; each an error text where it is not told."""
+    queries: dict[str, Callable[[Any, Any], Any]] = {
+        "sm_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+        "sm_mhz_max": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
+        "memory_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
+        "watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+        "watts_limit": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
+        "celsius": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+    }
+    return {name: _told(lambda query=query: _of_gpu(device, query)) for name, query in queries.items()}  # type: ignore[misc]
+
+
+def _of_gpu(device: torch.device, query: Callable[[Any, Any], Any]) -> Any:
+    import pynvml
+
+    pynvml.nvmlInit()
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    return query(pynvml, pynvml.nvmlDeviceGetHandleByUUID(name))
+
+
+def _nvml(function: str) -> str:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return str(getattr(pynvml, function)())
+
+
+def _told(ask: Callable[[], Any]) -> Any:
+    """What was asked for, or why it is not known: a missing clock must not cost the measurement."""
+    try:
+        return ask()
+    except Exception as error:
+        return f"unknown: {type(error).__name__}"
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,117 @@
+"""Read the main loop of a kernel from its disassembly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One innermost loop that holds matrix instructions."""
+
+    matrix: int
+    local: int  # loads and stores of local memory: spills
+    waits: int  # waits for wgmma (HGMMA) in flight
+    serialised: bool  # every wgmma waits for itself
+
+
+MATRIX = re.compile(r"\b([HIQ]G?MMA|UTC\w*MMA)\b")
+LOCAL = re.compile(r"\b(LDL|STL)\b")
+
+
+@dataclass
+class Block:
+    """A basic block: its instructions and the blocks that may follow."""
+
+    lines: list[str]
+    successors: list[int]
+
+
+BRANCH = re.compile(r"\bBRA\b.*?`\((\.L_\w+)\)")
+LEAVES = re.compile(r"\b(EXIT|RET\.\S+)\b")
+
+
+def basic_blocks(listing: str) -> list[Block]:
+    """Control flow of a kernel; the first block is its entry."""
+    labels: dict[str, int] = {}
+    blocks = [Block([], [])]
+    for line in listing.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            blocks.append(Block([], []))
+            labels[label[1]] = len(blocks) - 1
+        elif re.match(r"\s*/\*[0-9a-f]+\*/", line):
+            blocks[-1].lines.append(line)
+            if BRANCH.search(line) or LEAVES.search(line):
+                blocks.append(Block([], []))
+    for i, block in enumerate(blocks):
+        last = block.lines[-1] if block.lines else ""
+        branch = BRANCH.search(last)
+        if branch and branch[1] in labels:
+            block.successors.append(labels[branch[1]])
+        # a guard (@P0, or a uniform predicate as operand) may let the branch or the exit fall through
+        guarded = "@" in last or re.search(r"\bBRA\S*\s+!?U?P\d", last)
+        if i + 1 < len(blocks) and (guarded or not (branch or LEAVES.search(last))):
+            block.successors.append(i + 1)
+    return blocks
+
+
+def natural_loops(blocks: list[Block]) -> list[set[int]]:
+    """Bodies of the loops by header.
+
+    By control flow, not by position: waits spin in blocks behind the end of the kernel, and branch back into the middle
+    of its loop. (Aho, Lam, Sethi, Ullman, Compilers, section 9.6.6.)
+    """
+    dominators = dominators_of(blocks)
+    predecessors: dict[int, list[int]] = {i: [] for i in dominators}
+    for i in dominators:
+        for j in blocks[i].successors:
+            predecessors[j].append(i)
+    bodies: dict[int, set[int]] = {}
+    for i in dominators:
+        for header in set(blocks[i].successors) & dominators[i]:  # a back edge
+            body, work = bodies.setdefault(header, {header}), [i]
+            while work:
+                if (node := work.pop()) not in body:
+                    body.add(node)
+                    work.extend(predecessors[node])
+    return list(bodies.values())
+
+
+def dominators_of(blocks: list[Block]) -> dict[int, set[int]]:
+    """For every reachable block, the blocks that lie on all ways to it."""
+    reachable, work = {0}, [0]
+    while work:
+        new = set(blocks[work.pop()].successors) - reachable
+        reachable |= new
+        work.extend(new)
+    dominators = {i: set(reachable) for i in reachable}
+    dominators[0] = {0}
+    changed = True
+    while changed:
+        changed = False
+        for i in sorted(reachable - {0}):
+            before = [dominators[j] for j in reachable if i in blocks[j].successors]
+            now = {i} | set.intersection(*before)
+            changed |= now != dominators[i]
+            dominators[i] = now
+    return dominators
+
+
+def matrix_loops(listing: str) -> Iterator[Loop]:
+    """The innermost loops of a SASS listing that hold matrix instructions."""
+    blocks = basic_blocks(listing)
+    bodies = [body for body in natural_loops(blocks) if any(MATRIX.search(x) for i in body for x in blocks[i].lines)]
+    for body in bodies:
+        if not any(other < body for other in bodies):
+            yield read_loop([line for i in sorted(body) for line in blocks[i].lines])
+
+
+def read_loop(lines: list[str]) -> Loop:
+    matrix = sum(bool(MATRIX.search(line)) for line in lines)
+    waits = sum("WARPGROUP.DEPBAR" in line for line in lines)
+    hopper = any("HGMMA" in line for line in lines)
+    local = sum(bool(LOCAL.search(line)) for line in lines)
+    # a chain of k-steps needs one wait; nearly as many waits as products means that none overlaps another
+    return Loop(matrix, local, waits, hopper and waits > matrix // 2)

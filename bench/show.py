@@ -1,0 +1,155 @@
+"""``ringattn show``: who computes what at which hop, and what moves, as text, picture, JSON or CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..ring.layout import Layout
+from ..ring.mask import Mask
+from ..ring.schedule import schedule, shown
+from .call import BACKWARD_FLOPS, Call, data, mask_cells, table
+from .output import prints, write_csv, write_json
+from .pictures import draw_call, picture
+from .shapes import human, size, sizes
+
+LEAST_CELLS, MOST_CELLS = 16, 32  # of a mask on the terminal, each way
+HOP_MARKS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class LayoutName(StrEnum):
+    contiguous = "contiguous"
+    zigzag = "zigzag"
+    striped = "striped"
+
+
+class Dtype(StrEnum):
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+def mask_text(call: Call) -> list[str]:
+    """The mask on the terminal: rows are queries, columns keys, a mark is the hop."""
+    ranks, grid = mask_cells(call, min(max(4 * call.layout.world, LEAST_CELLS), MOST_CELLS))
+    owners = " ".join(_mark(rank) for rank in ranks)
+    rows = [f"{f'rank {rank}':<9}" + " ".join(_mark(hop) for hop in row) for rank, row in zip(ranks, grid, strict=True)]
+    return [
+        "mask: rows are queries and their rank, columns keys and their shard; the hop that computes, . unseen",
+        " " * 9 + owners,
+        *(row.rstrip() for row in rows),
+    ]
+
+
+def _mark(number: int) -> str:
+    return "." if number < 0 else HOP_MARKS[number] if number < len(HOP_MARKS) else "+"
+
+
+def ranks_text(call: Call) -> list[str]:
+    """What each rank computes and sends."""
+    kv, sums = call.bytes_per_token
+    forward, backward = call.plan.bytes(kv), call.plan.bytes(kv, sums)
+    pairs = call.pairs.sum(axis=1)
+    total = max(int(pairs.sum()), 1)
+    rows = [["", "tokens", "visible pairs", "share", "forward", "backward", "sends forward", "sends backward"]]
+    for rank in shown(call.layout.world):
+        if rank is None:
+            rows.append(["…"] * len(rows[0]))
+            continue
+        flops = int(pairs[rank]) * call.flops_per_pair
+        work = [human(flops, "FLOP"), human(flops * BACKWARD_FLOPS, "FLOP")]
+        moved = [human(forward[rank], "B"), human(backward[rank], "B")]
+        tokens = call.layout.lengths[rank]
+        rows.append([f"rank {rank}", f"{tokens:,}", f"{pairs[rank]:,}", f"{pairs[rank] / total:.1%}", *work, *moved])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["   ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def summary(call: Call) -> str:
+    """The call and its totals, in a few lines."""
+    kv, sums = call.bytes_per_token
+    full = schedule(call.layout, Mask(), direction=call.direction)
+    moved, most, back = sum(call.plan.bytes(kv)), sum(full.bytes(kv)), sum(call.plan.bytes(kv, sums))
+    share = f" ({moved / most:.0%} of a full ring)" if most else ""
+    return (
+        f"{call.title}; batch {call.batch}, {call.heads} heads ({call.kv_heads} of K/V) of dim {call.head_dim}, "
+        f"{call.dtype}\n"
+        f"moves in all: {human(moved, 'B')} forward{share}, {human(back, 'B')} backward\n"
+        f"{int(call.pairs.sum()):,} visible pairs; ranks compute {call.balance:.0%} of the time, if every hop lasts as "
+        "long as its slowest rank"
+    )
+
+
+def text(call: Call) -> str:
+    """Everything, for the terminal."""
+    parts = [summary(call), str(call.plan), "\n".join(ranks_text(call)), "\n".join(mask_text(call))]
+    return "\n\n".join(parts)
+
+
+def _layout(
+    seqlen: int | None, world: int | None, name: LayoutName | None, lengths: Sequence[int] | None
+) -> tuple[Layout, str]:
+    if lengths is not None:
+        if (seqlen, world, name) != (None, None, None):
+            raise typer.BadParameter("--lengths says everything: leave out --seqlen, --world and --layout")
+        return Layout.uneven(lengths), "uneven"
+    name = name or LayoutName.zigzag
+    made: Layout = getattr(Layout, name)(8192 if seqlen is None else seqlen, 4 if world is None else world)
+    return made, name.value
+
+
+@app.command()
+def show(
+    seqlen: Annotated[
+        int | None, typer.Option(parser=size, metavar="SIZE", help="Tokens in all [default: 8k].")
+    ] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks [default: 4].")] = None,
+    layout: Annotated[LayoutName | None, typer.Option(help="Who holds which tokens [default: zigzag].")] = None,
+    lengths: Annotated[
+        Any,
+        typer.Option(parser=sizes, metavar="SIZE,…", help="Uneven shards in rank order, in place of the three above."),
+    ] = None,
+    causal: Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")] = False,
+    direction: Annotated[int, typer.Option(help="1: K/V move to the next rank, -1: to the one before.")] = 1,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V [default: --heads].")] = None,
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    dtype: Annotated[Dtype, typer.Option(help="What K and V travel as.")] = Dtype.bfloat16,
+    out: Annotated[
+        Path | None, typer.Option(parser=picture, metavar="FILE", help="Draw both into a .png, .svg or .pdf.")
+    ] = None,
+    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a row per rank and hop.")] = None,
+) -> None:
+    """Print or draw the schedule and the mask of any call: who computes what at which hop, and what moves."""
+    try:
+        held, name = _layout(seqlen, world, layout, lengths)
+        call = Call(held, name, Mask(causal=causal), direction, batch, heads, kv_heads or heads, head_dim, dtype.value)
+        if heads % call.kv_heads:
+            raise ValueError(f"--kv-heads is {call.kv_heads}: --heads, {heads}, must be a multiple of it")
+        if not held.seqlen:
+            raise ValueError("there are 0 tokens: a call has at least one")
+        _ = call.plan
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if prints():
+        _write(call, out, json, csv)
+
+
+def _write(call: Call, out: Path | None, json: str | None, csv: Path | None) -> None:
+    if json != "-":
+        typer.echo(text(call))
+    if json is not None:
+        write_json(json, data(call))
+    if csv is not None:
+        write_csv(csv, table(call))
+    if out is not None:
+        draw_call(call, out)
+        typer.echo(f"\npicture: {out}", err=json == "-")

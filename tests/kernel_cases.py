@@ -1,0 +1,170 @@
+"""What the kernels are tested with: inputs, intervals of every kind, and the results they are measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringattn import reference
+from ringattn.kernels import FULL, Bounds, KernelConfig, Tile, attention_backward, attention_forward
+
+from . import baselines
+from .baselines import Results
+from .tolerance import assert_as_exact_as_pytorch
+
+DTYPES = (torch.float16, torch.float32)
+"""What the interpreter computes; it takes bfloat16 for integers."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Lengths that two tiles of the interpreter's default cover, neither whole."""
+
+    queries: int = 40
+    keys: int = 40
+    head_dim: int = 16
+    head_dim_v: int | None = None
+    heads: int = 1
+    kv_heads: int = 1
+    batch: int = 1
+
+
+class Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+
+def inputs(sizes: Sizes, dtype: torch.dtype = torch.float32) -> Inputs:
+    s, head_dim_v = sizes, sizes.head_dim_v or sizes.head_dim
+    return Inputs(
+        torch.randn(s.batch, s.queries, s.heads, s.head_dim).to(dtype),
+        torch.randn(s.batch, s.keys, s.kv_heads, s.head_dim).to(dtype),
+        torch.randn(s.batch, s.keys, s.kv_heads, head_dim_v).to(dtype),
+        torch.randn(s.batch, s.queries, s.heads, head_dim_v).to(dtype),
+        torch.randn(s.batch, s.heads, s.queries),
+    )
+
+
+def of(lo: Tensor, hi: Tensor, keys: int) -> Bounds:
+    return Bounds(lo.clamp(0, keys).to(torch.int32), hi.clamp(0, keys).to(torch.int32))
+
+
+def documents(lengths: list[tuple[int, int]]) -> Bounds:
+    """Documents of (queries, keys): both ends jump; one without keys leaves its rows blind."""
+    queries, keys = (torch.tensor(x) for x in zip(*lengths, strict=True))
+    hi = keys.cumsum(0)
+    return of((hi - keys).repeat_interleave(queries), hi.repeat_interleave(queries), int(hi[-1]))
+
+
+def _intervals(queries: int, keys: int) -> dict[str, Bounds]:
+    row, zero = torch.arange(queries), torch.zeros(queries, dtype=torch.int64)
+    third, rest = (queries // 3, keys // 3), (queries - 2 * (queries // 3), keys - 2 * (keys // 3))
+    return {
+        "full": FULL,
+        "causal": of(zero, row + 1, keys),
+        "window": of(row - 9, row + 4, keys),
+        "forward window": of(row + 2, row + 15, keys),  # the last rows look past the end
+        "prefix": of(zero, (row + 1).clamp(min=keys // 2), keys),
+        "documents": documents([third, rest, third]),
+        "first rows blind": of(zero, row - queries // 2, keys),
+        "middle rows blind": documents([(third[0], keys // 2), (third[0], 0), (rest[0], keys - keys // 2)]),
+        "last rows blind": documents([(queries // 2, keys), (queries - queries // 2, 0)]),
+        "all rows blind": of(zero, zero, keys),
+    }
+
+
+KINDS = tuple(_intervals(6, 6))
+
+
+def interval(kind: str, queries: int, keys: int) -> Bounds:
+    """One of KINDS between ``queries`` rows and ``keys`` keys."""
+    return _intervals(queries, keys)[kind]
+
+
+def part(bounds: Bounds, begin: int, end: int) -> Bounds:
+    """What is left of ``bounds`` on the keys ``[begin, end)``."""
+    if bounds.lo is None or bounds.hi is None:
+        return bounds
+    return of(bounds.lo - begin, bounds.hi - begin, end - begin)
+
+
+def rows_of(bounds: Bounds, begin: int, end: int) -> Bounds:
+    """What is left of ``bounds`` for the queries ``[begin, end)``."""
+    if bounds.lo is None or bounds.hi is None:
+        return bounds
+    return Bounds(bounds.lo[begin:end], bounds.hi[begin:end])
+
+
+def ends(bounds: Bounds, queries: int, keys: int) -> tuple[list[int], list[int]]:
+    if bounds.lo is None or bounds.hi is None:
+        return [0] * queries, [keys] * queries
+    return bounds.lo.tolist(), bounds.hi.tolist()
+
+
+def dense(bounds: Bounds, queries: int, keys: int) -> Tensor:
+    """bool ``[queries, keys]``, pair by pair."""
+    rows = zip(*ends(bounds, queries, keys), strict=True)
+    seen = [[lo <= key < hi for key in range(keys)] for lo, hi in rows]
+    return torch.tensor(seen, dtype=torch.bool).reshape(queries, keys)
+
+
+def exact(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) -> Results:
+    """The reference in float64, row by row: each query against the keys of its own interval and no others."""
+    q, k, v = leaves = [t.detach().to(torch.float64).requires_grad_() for t in (x.q, x.k, x.v)]
+    lo, hi = ends(bounds, q.shape[1], k.shape[1])
+    runs = [i for i in range(len(lo)) if i == 0 or (lo[i], hi[i]) != (lo[i - 1], hi[i - 1])]
+    parts = [
+        reference.attention(q[:, i:j], k[:, lo[i] : hi[i]], v[:, lo[i] : hi[i]], softmax_scale=softmax_scale)
+        for i, j in zip(runs, [*runs[1:], len(lo)], strict=True)
+    ] or [reference.attention(q, k, v, softmax_scale=softmax_scale)]
+    out, lse = torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
+    gradients = torch.autograd.grad((out, lse), leaves, (x.dout.to(torch.float64), x.dlse.to(torch.float64)))
+    return Results(out.detach(), lse.detach(), *gradients)
+
+
+def pytorch(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) -> Results:
+    """PyTorch's own attention; where nobody sees anything it is not asked (its CPU kernel cannot do without keys)."""
+    seen = dense(bounds, x.q.shape[1], x.k.shape[1])
+    if seen.any():
+        return baselines.pytorch(*x, seen=seen, softmax_scale=softmax_scale)
+    lse = torch.full_like(x.dlse, -torch.inf)
+    return Results(torch.zeros_like(x.dout), lse, *(torch.zeros_like(t) for t in (x.q, x.k, x.v)))
+
+
+def ours(
+    x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, config: KernelConfig | None = None
+) -> Results:
+    q, k, v, dout, dlse = x
+    out, lse = attention_forward(q, k, v, bounds=bounds, softmax_scale=softmax_scale, config=config)
+    dq, dk, dv = attention_backward(
+        dout, q, k, v, out, lse, dlse=dlse, bounds=bounds, softmax_scale=softmax_scale, config=config
+    )
+    return Results(out, lse, dq, dk, dv)
+
+
+def compare(made: Results, x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) -> None:
+    """``made`` is as exact as PyTorch's attention of the same inputs in the same dtype."""
+    expected = zip(pytorch(x, bounds, softmax_scale), exact(x, bounds, softmax_scale), strict=True)
+    for name, got, (baseline, truth) in zip(Results._fields, made, expected, strict=True):
+        assert_as_exact_as_pytorch(name, got, baseline, truth)
+
+
+def check(
+    x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, config: KernelConfig | None = None
+) -> None:
+    """One launch of each kernel."""
+    made = ours(x, bounds, softmax_scale, config)
+    assert [made.out.dtype, made.lse.dtype, made.dq.dtype] == [x.q.dtype, torch.float32, x.q.dtype]
+    compare(made, x, bounds, softmax_scale)
+
+
+def tiles(block_q: int, block_k: int) -> KernelConfig:
+    """The same tile for every kernel."""
+    tile = Tile(block_q, block_k, 4, 1)
+    return KernelConfig(tile, tile, tile)

@@ -1,0 +1,61 @@
+"""One call of ``ring_attention`` on every rank of a ``LocalWorld``, put together again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn.comm import LocalGroup
+
+from .baselines import Results, exact, pytorch
+from .tolerance import assert_as_exact_as_pytorch
+
+SPANS = Layout([[(1, 9, 3), (40, 5)], [(0, 9, 3), (27, 13)], [(2, 9, 3), (45, 22)]])  # no name for it: 67 tokens, 3 ranks
+
+LAYOUTS = {
+    "contiguous": Layout.contiguous,
+    "zigzag": Layout.zigzag,
+    "striped": Layout.striped,
+    "uneven": lambda seqlen, world: Layout.uneven([seqlen - 3 * (world - 1), *[3] * (world - 1)]),
+}
+
+
+def inputs(
+    tokens: int, heads: tuple[int, int] = (4, 2), dims: tuple[int, int] = (16, 16), dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """q, k, v, dout and dlse of a whole sequence."""
+    batch = 2
+    shapes = {"q": (heads[0], dims[0]), "k": (heads[1], dims[0]), "v": (heads[1], dims[1]), "dout": (heads[0], dims[1])}
+    whole = {name: torch.randn(batch, tokens, *shape).to(dtype) for name, shape in shapes.items()}
+    return whole | {"dlse": torch.randn(batch, heads[0], tokens)}
+
+
+def run_ring(layout: Layout, whole: dict[str, Tensor], *, direction: int = 1, **call: Any) -> Results:
+    """Out, lse and gradients of the whole sequence, computed by ``layout.world`` virtual ranks."""
+
+    def rank_result(group: LocalGroup) -> list[Tensor]:
+        rank = group.rank()
+        q, k, v = (layout.shard(whole[name], rank).detach().requires_grad_() for name in "qkv")
+        with Ring(group, direction=direction) as ring:
+            out, lse = ring_attention(q, k, v, layout=layout, ring=ring, return_lse=True, **call)
+            grads = (layout.shard(whole["dout"], rank), layout.shard(whole["dlse"], rank, 2))
+            dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), grads)
+        return [out.detach(), lse.detach(), dq, dk, dv]
+
+    with LocalWorld(layout.world) as world:
+        parts = list(zip(*world.run(rank_result), strict=True))
+    return Results(*(layout.unshard(shards, 2 if i == 1 else 1) for i, shards in enumerate(parts)))
+
+
+def check_ring(layout: Layout, whole: dict[str, Tensor], *, causal: bool, **call: Any) -> None:
+    """As exact as PyTorch, whatever the layout and the number of ranks."""
+    ours = run_ring(layout, whole, causal=causal, **call)
+    tensors = [whole[name] for name in ("q", "k", "v", "dout", "dlse")]
+    tokens = whole["q"].shape[1]
+    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril() if causal else None
+    theirs, truth = pytorch(*tensors, seen=seen), exact(*tensors, causal=causal)
+    for name in Results._fields:
+        assert_as_exact_as_pytorch(name, getattr(ours, name), getattr(theirs, name), getattr(truth, name))

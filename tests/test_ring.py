@@ -1,0 +1,188 @@
+"""Ring attention of virtual ranks against the whole: every layout, both backends, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn.comm import LocalGroup
+
+from .baselines import exact, pytorch
+from .ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ring
+from .tolerance import assert_as_exact_as_pytorch
+
+WORLDS = (1, 2, 3, 4, 8)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_aten_is_exact(world: int, name: str, causal: bool) -> None:
+    check_ring(LAYOUTS[name](67, world), inputs(67), causal=causal, backend="aten")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("world", (2, 8))
+def test_aten_is_exact_in_16_bit(world: int, name: str, dtype: torch.dtype) -> None:
+    check_ring(LAYOUTS[name](130, world), inputs(130, dtype=dtype), causal=True, backend="aten")
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", [Layout.zigzag(40, 2), Layout.striped(41, 3), Layout.uneven([3, 30, 0, 5])])
+def test_triton_is_exact(layout: Layout, causal: bool) -> None:
+    check_ring(layout, inputs(layout.seqlen), causal=causal, backend="triton")
+
+
+@pytest.mark.parametrize("layout", [Layout.zigzag(40, 2), Layout.contiguous(40, 3)])
+def test_triton_is_exact_in_half(layout: Layout) -> None:
+    check_ring(layout, inputs(40, dtype=torch.float16), causal=True, backend="triton")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_triton_is_exact_everywhere(world: int, name: str, causal: bool) -> None:
+    check_ring(LAYOUTS[name](67, world), inputs(67), causal=causal, backend="triton")
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+@pytest.mark.parametrize("direction", [1, -1])
+def test_any_spans_in_either_direction(direction: int, backend: str) -> None:
+    check_ring(SPANS, inputs(67), causal=True, direction=direction, backend=backend)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 1)])
+@pytest.mark.parametrize("dims", [(24, 24), (40, 8)])
+def test_heads_and_head_dims(heads: tuple[int, int], dims: tuple[int, int]) -> None:
+    check_ring(Layout.zigzag(50, 2), inputs(50, heads, dims), causal=True, backend="aten")
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+def test_fewer_tokens_than_ranks(backend: str) -> None:
+    check_ring(Layout.contiguous(2, 4), inputs(2), causal=True, backend=backend)
+
+
+def test_softmax_scale() -> None:
+    whole, scale = inputs(30), 0.7
+    ours = run_ring(Layout.zigzag(30, 2), whole, causal=False, softmax_scale=scale)
+    tensors = [whole[name] for name in ("q", "k", "v", "dout", "dlse")]
+    theirs, truth = pytorch(*tensors, softmax_scale=scale), exact(*tensors, softmax_scale=scale)
+    for name, got in ours._asdict().items():
+        assert_as_exact_as_pytorch(name, got, getattr(theirs, name), getattr(truth, name))
+
+
+def test_strided_inputs_are_what_they_look_like() -> None:
+    layout, whole = Layout.zigzag(32, 2), inputs(32)
+    strided = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in whole.items() if x.dim() == 4}
+    ours = run_ring(layout, whole | strided, causal=True)
+    for got, expected in zip(ours, run_ring(layout, whole, causal=True), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_backwards_in_any_order_after_several_forwards() -> None:
+    layout = Layout.zigzag(32, 2)
+    wholes = [inputs(32), inputs(32)]
+
+    def rank_result(group: LocalGroup) -> list[torch.Tensor]:
+        shards = [
+            [layout.shard(whole[name], group.rank()).detach().requires_grad_() for name in "qkv"] for whole in wholes
+        ]
+        outs = [ring_attention(*qkv, layout=layout, group=group, causal=True) for qkv in shards]
+        for qkv, out, whole in list(zip(shards, outs, wholes, strict=True))[::-1]:
+            assert isinstance(out, torch.Tensor)
+            out.backward(layout.shard(whole["dout"], group.rank()))
+        return [x.grad for qkv in shards for x in qkv if x.grad is not None]
+
+    with LocalWorld(2) as world:
+        results = world.run(rank_result)
+    for i, whole in enumerate(wholes):
+        alone = run_ring(layout, whole | {"dlse": torch.zeros(2, 4, 32)}, causal=True)
+        for j, name in enumerate(("dq", "dk", "dv")):
+            got = layout.unshard([result[3 * i + j] for result in results])
+            assert torch.equal(got, getattr(alone, name)), name
+
+
+def test_one_device_alone_needs_no_layout_and_no_group() -> None:
+    whole = inputs(20)
+    out = ring_attention(whole["q"], whole["k"], whole["v"], causal=True)
+    expected = exact(*[whole[name] for name in ("q", "k", "v", "dout")], causal=True).out
+    assert isinstance(out, torch.Tensor)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_names_are_equal_shards() -> None:
+    whole = inputs(32)
+
+    def rank_result(group: LocalGroup) -> torch.Tensor:
+        parts = [Layout.striped(32, 2).shard(whole[name], group.rank()) for name in "qkv"]
+        out = ring_attention(*parts, layout="striped", group=group, causal=True)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    with LocalWorld(2) as world:
+        got = Layout.striped(32, 2).unshard(world.run(rank_result))
+    assert torch.equal(got, run_ring(Layout.striped(32, 2), whole, causal=True).out)
+
+
+def test_autocast_casts_as_sdpa_does() -> None:
+    q, k, v = (inputs(16)[name].requires_grad_() for name in "qkv")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = ring_attention(q, k, v)
+        theirs = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    assert isinstance(out, torch.Tensor)
+    assert out.dtype == theirs.dtype == torch.bfloat16
+    out.sum().backward()
+    assert q.grad is not None and q.grad.dtype == torch.float32
+
+
+def test_a_second_derivative_raises() -> None:
+    q, k, v = (inputs(16)[name].requires_grad_() for name in "qkv")
+    out = ring_attention(q, k, v)
+    assert isinstance(out, torch.Tensor)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        (dq.sum() + q.sum()).backward()
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+def test_a_nan_reaches_the_rows_that_see_it_and_no_others(backend: str) -> None:
+    layout, whole = Layout.zigzag(256, 2), inputs(256)
+    whole["k"][:, 100] = torch.nan
+    out = run_ring(layout, whole, causal=True, backend=backend).out
+    assert out[:, 100:].isnan().all()
+    assert not out[:, :100].isnan().any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, under the interpreter
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+def test_an_inf_in_v_stays_out_of_the_tiles_before_it(backend: str) -> None:
+    layout, whole = Layout.contiguous(1024, 2), inputs(1024, heads=(1, 1))
+    whole["v"][:, 1000] = torch.inf
+    out = run_ring(layout, whole, causal=True, backend=backend).out
+    assert not out[:, 1000:].isfinite().any()
+    assert out[:, :512].isfinite().all()  # another shard, so another tile
+
+
+def test_record_tells_compute_and_wait_per_hop() -> None:
+    layout, whole = Layout.zigzag(64, 2), inputs(64)
+
+    def rank_spans(group: LocalGroup) -> set[tuple[str, str, int]]:
+        parts = [layout.shard(whole[name], group.rank()) for name in "qkv"]
+        with Ring(group) as ring:
+            with pytest.raises(ValueError, match="used once"), ring.record():
+                pass
+            ring_attention(*parts, layout=layout, ring=ring)
+            with ring.record() as trace:
+                ring_attention(*parts, layout=layout, ring=ring)
+            ring_attention(*parts, layout=layout, ring=ring)
+        assert trace.seconds("compute") > trace.seconds("compute", hop=1) > 0
+        return {(span.phase, span.kind, span.hop) for span in trace.spans}
+
+    with LocalWorld(2) as world:
+        for spans in world.run(rank_spans):
+            assert spans == {("forward", kind, hop) for kind in ("compute", "wait") for hop in (0, 1)}

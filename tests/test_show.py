@@ -1,0 +1,240 @@
+"""``ringattn show``: what it prints, writes and draws agrees with the schedule and with every pair."""
+
+from __future__ import annotations
+
+import csv
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from ringattn.bench import cli
+from ringattn.bench.call import Call, mask_cells
+from ringattn.bench.launching import LAUNCHERS
+from ringattn.bench.show import app
+from ringattn.ring.layout import Layout
+from ringattn.ring.mask import Mask, visible_pairs
+from ringattn.ring.schedule import schedule
+
+from .layouts import layouts, masks, sees
+
+SMALL = ["--seqlen", "16", "--world", "2", "--layout", "zigzag", "--causal"]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in chain.from_iterable(LAUNCHERS):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*arguments: str) -> str:
+    result = CliRunner().invoke(app, arguments, env={"TERMINAL_WIDTH": "200", "COLUMNS": "200"})
+    assert result.exit_code == 2, result.output
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def call_of(layout: Layout, mask: Mask, direction: int = 1) -> Call:
+    return Call(layout, "any", mask, direction, batch=1, heads=2, kv_heads=1, head_dim=4, dtype="bfloat16")
+
+
+def test_text_of_a_small_ring() -> None:
+    assert (
+        run(*SMALL, "--heads", "8", "--kv-heads", "2", "--head-dim", "64")
+        == """\
+zigzag, causal, 16 tokens over 2 ranks; batch 1, 8 heads (2 of K/V) of dim 64, bfloat16
+moves in all: 8.19 kB forward (100% of a full ring), 24.6 kB backward
+136 visible pairs; ranks compute 100% of the time, if every hop lasts as long as its slowest rank
+
+2 ranks, K/V move to the next rank, 4 of 4 hops compute
+
+K/V: N shard N is computed with, (N) only passes, > goes on, . nothing comes
+         hop 0   hop 1
+rank 0   0 >     1
+rank 1   1 >     0
+
+dK/dV sums: N of shard N, > go on, ^ go home, . none; hop 0: < come home
+         hop 0   hop 1
+rank 0   0 <     1 ^
+rank 1   1 <     0 ^
+
+         tokens   visible pairs   share     forward    backward   sends forward   sends backward
+rank 0        8              68   50.0%   139 kFLOP   348 kFLOP         4.10 kB          12.3 kB
+rank 1        8              68   50.0%   139 kFLOP   348 kFLOP         4.10 kB          12.3 kB
+
+mask: rows are queries and their rank, columns keys and their shard; the hop that computes, . unseen
+         0 0 0 0 1 1 1 1 1 1 1 1 0 0 0 0
+rank 0   0 . . . . . . . . . . . . . . .
+rank 0   0 0 . . . . . . . . . . . . . .
+rank 0   0 0 0 . . . . . . . . . . . . .
+rank 0   0 0 0 0 . . . . . . . . . . . .
+rank 1   1 1 1 1 0 . . . . . . . . . . .
+rank 1   1 1 1 1 0 0 . . . . . . . . . .
+rank 1   1 1 1 1 0 0 0 . . . . . . . . .
+rank 1   1 1 1 1 0 0 0 0 . . . . . . . .
+rank 1   1 1 1 1 0 0 0 0 0 . . . . . . .
+rank 1   1 1 1 1 0 0 0 0 0 0 . . . . . .
+rank 1   1 1 1 1 0 0 0 0 0 0 0 . . . . .
+rank 1   1 1 1 1 0 0 0 0 0 0 0 0 . . . .
+rank 0   0 0 0 0 1 1 1 1 1 1 1 1 0 . . .
+rank 0   0 0 0 0 1 1 1 1 1 1 1 1 0 0 . .
+rank 0   0 0 0 0 1 1 1 1 1 1 1 1 0 0 0 .
+rank 0   0 0 0 0 1 1 1 1 1 1 1 1 0 0 0 0
+"""
+    )
+
+
+@settings(max_examples=40)
+@given(layouts(max_world=5, max_seqlen=24), masks(), st.sampled_from([1, -1]))
+def test_pairs_are_those_of_every_hop(layout: Layout, mask: Mask, direction: int) -> None:
+    call = call_of(layout, mask, direction)
+    for rank in range(layout.world):
+        for hop in call.plan.hops(rank):
+            expected = visible_pairs(mask, layout.positions(rank), layout.positions(hop.shard))
+            assert call.pairs[rank, hop.index] == expected
+
+
+@settings(max_examples=40)
+@given(layouts(max_world=4, max_seqlen=16), masks(), st.sampled_from([1, -1]))
+def test_cells_of_one_token_are_the_mask(layout: Layout, mask: Mask, direction: int) -> None:
+    ranks, grid = mask_cells(call_of(layout, mask, direction), cells=64)
+    assert ranks.tolist() == [
+        rank for p in range(layout.seqlen) for rank in range(layout.world) if p in layout.positions(rank)
+    ]
+    for query in range(layout.seqlen):
+        for key in range(layout.seqlen):
+            hop = direction * int(ranks[query] - ranks[key]) % layout.world
+            assert grid[query, key] == (hop if sees(mask, query, key) else -1)
+
+
+def test_cells_of_many_tokens() -> None:
+    ranks, grid = mask_cells(call_of(Layout.striped(1024, 4), Mask(causal=True)), cells=8)
+    assert ranks.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]  # stripes stay visible
+    assert np.array_equal(grid >= 0, np.tri(8, dtype=bool))
+    ranks, _ = mask_cells(call_of(Layout.contiguous(1024, 4), Mask()), cells=8)
+    assert ranks.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_balance() -> None:
+    assert call_of(Layout.zigzag(64, 4), Mask(causal=True)).balance == 1
+    assert call_of(Layout.contiguous(2, 2), Mask(causal=True)).balance == 3 / 4
+    assert call_of(Layout.contiguous(0, 2), Mask(causal=True)).balance == 1
+
+
+def test_json_says_what_the_schedule_says(tmp_path: Path) -> None:
+    target = tmp_path / "call.json"
+    flags = ["--lengths", "4,1,3", "--causal", "--direction", "-1", "--dtype", "float32", "--batch", "2"]
+    told = run(*flags, "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--json", str(target))
+    assert "uneven, causal, 8 tokens over 3 ranks" in told
+    told_data: dict[str, Any] = json.loads(target.read_text())
+    layout = Layout.uneven([4, 1, 3])
+    plan = schedule(layout, Mask(causal=True), direction=-1)
+    per_token = 2 * 2 * 2 * 8
+    assert told_data["call"]["spans"] == [[[0, 4, 1]], [[4, 1, 1]], [[5, 3, 1]]]
+    assert told_data["call"]["mask"] == {"causal": True}
+    assert told_data["bytes_forward"] == [*plan.bytes(per_token * 4)]
+    assert told_data["bytes_backward"] == [*plan.bytes(per_token * 4, per_token * 4)]
+    assert told_data["pairs"] == [10, 5, 21]
+    assert told_data["flops_forward"] == [4 * 8 * 4 * 2 * pairs for pairs in told_data["pairs"]]
+    moved = [(hop["rank"], hop["index"], hop["kv_to"]) for hop in told_data["hops"]]
+    assert moved == [(rank, hop.index, hop.kv_to) for rank in range(3) for hop in plan.hops(rank)]
+
+
+def test_json_to_standard_output_is_all_there_is(tmp_path: Path) -> None:
+    told = json.loads(run(*SMALL, "--json", "-", "--out", str(tmp_path / "x.svg")))
+    assert told["call"]["seqlen"] == 16
+
+
+def test_csv(tmp_path: Path) -> None:
+    target = tmp_path / "call.csv"
+    run(*SMALL, "--csv", str(target))
+    with target.open() as file:
+        rows = [*csv.DictReader(file)]
+    assert [(row["rank"], row["index"], row["shard"], row["pairs"]) for row in rows] == [
+        ("0", "0", "0", "36"),
+        ("0", "1", "1", "32"),
+        ("1", "0", "1", "36"),
+        ("1", "1", "0", "32"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        SMALL,
+        ["--world", "1", "--seqlen", "1"],
+        ["--world", "5", "--seqlen", "3", "--causal"],
+        ["--lengths", "2k,0,1k", "--direction", "-1", "--causal"],
+        ["--world", "20", "--seqlen", "4k", "--layout", "striped"],
+    ],
+)
+def test_pictures(flags: list[str], tmp_path: Path) -> None:
+    target = tmp_path / "picture.png"
+    assert f"picture: {target}" in run(*flags, "--out", str(target))
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def test_pictures_as_svg_and_pdf(tmp_path: Path) -> None:
+    for suffix, start in (("svg", b"<?xml"), ("pdf", b"%PDF")):
+        target = tmp_path / f"picture.{suffix}"
+        run(*SMALL, "--out", str(target))
+        assert target.read_bytes().startswith(start)
+
+
+def test_defaults_and_sizes() -> None:
+    assert run().startswith(
+        "zigzag, full, 8,192 tokens over 4 ranks; batch 1, 32 heads (32 of K/V) of dim 128, bfloat16"
+    )
+    assert "striped, full, 2,048 tokens over 3 ranks" in run("--seqlen", "2k", "--world", "3", "--layout", "striped")
+
+
+def test_large_rings_are_abridged() -> None:
+    told = run("--seqlen", "4k", "--world", "100", "--layout", "contiguous", "--causal")
+    assert len(told.splitlines()) < 120
+    assert "rank 99" in told
+    assert "rank 50 " not in told.partition("mask:")[0]
+
+
+def test_only_rank_zero_of_a_launcher_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    target = tmp_path / "call.json"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert run(*SMALL, "--json", str(target)) == ""
+    assert not target.exists()
+    monkeypatch.setenv("RANK", "0")
+    assert run(*SMALL)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seqlen", "8q"], "'8q' is not a size: it must be a whole number, with k or m behind it or not"),
+        (["--lengths", "1k,x"], "'x' is not a size"),
+        (["--lengths", "1k", "--world", "2"], "--lengths says everything: leave out --seqlen, --world and --layout"),
+        (["--layout", "spiral"], "'spiral' is not one of"),
+        (["--direction", "3"], "direction is 3: it must be 1"),
+        (["--heads", "6", "--kv-heads", "4"], "--kv-heads is 4: --heads, 6, must be a multiple of it"),
+        (["--world", "0"], "--world"),
+        (["--seqlen", "0"], "there are 0 tokens: a call has at least one"),
+        (["--out", "x.gif"], "x.gif is no picture: it must end with one of .png, .svg, .pdf"),
+    ],
+)
+def test_bad_flags(flags: list[str], message: str) -> None:
+    assert message in refused(*flags)
+
+
+def test_the_command_line_knows_it() -> None:
+    result = CliRunner().invoke(cli.app, ["show", *SMALL])
+    assert result.exit_code == 0, result.output
+    assert "4 of 4 hops compute" in result.output
