@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -195,3 +196,38 @@ def disassemble(cubin: bytes) -> tuple[str, str]:
         )
         listing = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True)
     return usage.stdout + usage.stderr, listing.stdout
+
+
+def select(name: str) -> Iterator[Variant]:
+    """The variants that ``arch:dtype:head_dim[:role][:kernel]`` names, such as ``90:bf16:128:middle:forward``.
+
+    Raises:
+        ValueError: an arch, dtype, role or kernel that is not there.
+    """
+    arch, dtype, head_dim, *words = name.split(":")
+    for what, got, known in (
+        ("arch", int(arch), list(SHARED_LIMIT)),
+        ("dtype", dtype, list(DTYPES)),
+        *(("role or kernel", word, [*ROLES, *KERNELS]) for word in words),
+    ):
+        if got not in known:
+            raise ValueError(f"{what} is {got!r}: it must be one of {', '.join(map(str, known))}")
+    return (v for v in launchable(int(arch), dtype, int(head_dim)) if {v.role, v.kernel} >= set(words))
+
+
+def main(names: list[str]) -> int:
+    """Compile what the names select and print a line for each; the number of variants that do not pass."""
+    failed = 0
+    for variant in (variant for name in names for variant in select(name)):
+        try:
+            compiled = compile_variant(variant)
+            found = problems(variant, compiled)
+        except Exception as error:  # one that cannot be compiled is a finding, and the others still count
+            compiled, found = None, [f"{type(error).__name__}: {error}"]
+        failed += bool(found)
+        print("FAIL" if found else "ok", variant, compiled, *found, flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..ring import Layout, Ring, ring_attention
+from ..ring import Ring, ring_attention
 from .candidates import DTYPES, Problem
 from .launching import launch, member, process_group
 from .memory import PeakMemory
@@ -28,7 +28,7 @@ from .show import LayoutName
 from .tables import table
 
 ALLOWED_SPREAD = 0.02  # between worlds: what is rounded to pages and what the network library keeps per peer
-WARM_TOKENS = 64
+WARM_TOKENS = 1024
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 MAPPED_BYTES = 64 << 10
 
@@ -69,17 +69,11 @@ def spawned(store: str, problem: Problem) -> list[Peaks] | None:
     give_back_freed_memory()
     with process_group(place, store):
         torch.set_num_threads(problem.threads)
-        warm_up(problem)
+        # connections, thread pools, modules that load on first use: there once, however long the shards are
+        peaks(replace(problem, seqlen=WARM_TOKENS * place.world))
         everyone: list[Any] = [None] * place.world
         dist.all_gather_object(everyone, peaks(problem))
     return everyone if place.rank == 0 else None
-
-
-def warm_up(problem: Problem) -> None:
-    """Connections, thread pools and library state: there once, however long the shards are."""
-    with Ring() as ring:
-        layout = getattr(Layout, problem.layout)(WARM_TOKENS * problem.world, problem.world)
-        attend(problem, layout, ring, *shards(problem, WARM_TOKENS)[:3]).sum().backward()
 
 
 def peaks(problem: Problem) -> Peaks:
@@ -87,7 +81,8 @@ def peaks(problem: Problem) -> Peaks:
     measured = PeakMemory(CPU)
     with Ring() as ring:
         q, k, v, dout = shards(problem, problem.seqlen // problem.world)
-        out = attend(problem, problem.held, ring, q, k, v)
+        out = ring_attention(q, k, v, layout=problem.held, ring=ring, causal=problem.causal)
+        assert isinstance(out, Tensor)
         forward = measured.bytes
         grads = torch.autograd.grad(out, (q, k, v), dout)
         backward = measured.bytes
@@ -100,12 +95,6 @@ def shards(problem: Problem, tokens: int) -> tuple[Tensor, ...]:
     heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
     made = [torch.randn(problem.batch, tokens, count, problem.head_dim) for count in heads]
     return tuple(x.to(DTYPES[problem.dtype]).requires_grad_(index < 3) for index, x in enumerate(made))
-
-
-def attend(problem: Problem, layout: Layout, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out = ring_attention(q, k, v, layout=layout, ring=ring, causal=problem.causal)
-    assert isinstance(out, Tensor)
-    return out
 
 
 def rows_of(results: dict[int, list[Peaks]]) -> list[dict[str, Any]]:

@@ -23,7 +23,10 @@ DLSE_COLUMNS = 2  # a gradient through lse, rounded to the model dtype, and what
 
 
 class AtenForward:
-    """Folds key shards into a running ``out`` (normalised) and ``lse`` (natural log), both fp32."""
+    """Folds key shards into a running ``out``, normalised, fp32, and ``lse``, natural log.
+
+    The running ``lse`` is float64: it is small, and rounding it at every hop would show in all gradients.
+    """
 
     def __init__(self, q: Tensor, *, softmax_scale: float) -> None:
         self._q = _rows(q)
@@ -47,13 +50,13 @@ class AtenForward:
     def result(self) -> tuple[Tensor, Tensor]:
         """``out`` ``[B, S, H, Dv]`` in q's dtype and ``lse`` ``[B, H, S]``, fp32; 0 and -inf where nothing was seen."""
         out, lse = self._started()
-        return out.to(self._q.dtype), lse.contiguous()
+        return out.to(self._q.dtype), lse.to(torch.float32, memory_format=torch.contiguous_format)
 
     def _started(self) -> Tensors:
         if self._state is None:
             batch, rows, heads, _ = self._q.shape
             out = torch.zeros(batch, rows, heads, self._value_dim, dtype=torch.float32)
-            self._state = out, torch.full((batch, heads, rows), -torch.inf, dtype=torch.float32)
+            self._state = out, torch.full((batch, heads, rows), -torch.inf, dtype=torch.float64)
         return self._state
 
     def _fold_blockwise(self, k: Tensor, v: Tensor, bounds: Bounds, piece: Piece) -> None:
@@ -75,14 +78,14 @@ class AtenForward:
         it becomes the state as it is.
         """
         if self._state is None and piece.row_end - piece.row == self._q.shape[1]:
-            self._state = part.float(), part_lse
+            self._state = part.float(), part_lse.double()
             return
         out, lse = self._started()
         out, lse = out[:, piece.rows], lse[..., piece.rows]
         if any(seen.row < piece.row_end and piece.row < seen.row_end for seen in self._seen):
             weight = torch.sigmoid(part_lse - lse)  # 1 for a row at -inf; part_lse never is, each of its rows has keys
-            out.lerp_(part.float(), weight.transpose(1, 2).unsqueeze(-1))
-            torch.logaddexp(lse, part_lse, out=lse)
+            out.lerp_(part.float(), weight.float().transpose(1, 2).unsqueeze(-1))
+            torch.logaddexp(lse, part_lse.double(), out=lse)
         else:
             out.copy_(part)
             lse.copy_(part_lse)

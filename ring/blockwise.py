@@ -143,7 +143,7 @@ def _fold(x: Tensor, group: int) -> Tensor:
 
 def _fold_vector(x: Tensor, group: int) -> Tensor:
     """``[H, S]`` as ``[Hkv, group * S, 1]``."""
-    return x.reshape(len(x) // group, -1, 1)
+    return x.reshape(len(x) // group, -1, 1).float()
 
 
 def _unfold(x: Tensor, group: int) -> Tensor:

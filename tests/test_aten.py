@@ -377,6 +377,13 @@ def test_strided_and_expanded_inputs() -> None:
         compare(run([q_positions], *args, causal=True), args, causal=True)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "scattered"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_many_hops_are_as_exact_as_one(layout: str, causal: bool) -> None:
+    args, dlse = inputs(67), torch.randn(2, 4, 67)
+    compare(run(shards(layout, 67, 16), *args, dlse, causal=causal), args, causal=causal, dlse=dlse)
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "scattered"])
 def test_the_state_is_fp32_whatever_the_default_dtype(layout: str) -> None:
     args = inputs(40)

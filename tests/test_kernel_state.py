@@ -219,7 +219,9 @@ def test_sums_stay_where_nothing_is_seen() -> None:
     assert torch.equal(attention_dq(x.dout, *x[:3], lse, delta, bounds=blind), torch.zeros(1, 40, 1, 16))
     for new in ((False, False), (True, True), (False, True), (True, False)):
         into = [torch.empty_like(t) if fresh else t for fresh, t in zip(new, sums, strict=True)]
-        made = attention_dkdv(x.dout, *x[:3], lse, delta, bounds=blind, sums=(sums[0], sums[1]), into=(into[0], into[1]))
+        made = attention_dkdv(
+            x.dout, *x[:3], lse, delta, bounds=blind, sums=(sums[0], sums[1]), into=(into[0], into[1])
+        )
         dq = attention_dq(x.dout, *x[:3], lse, delta, bounds=blind, sums=sums[0], into=into[0])
         for got, expected in zip((*made, dq), (*before, before[0]), strict=True):
             assert torch.equal(got, expected)

@@ -93,7 +93,7 @@ def test_backwards_in_any_order_after_several_forwards() -> None:
             [layout.shard(whole[name], group.rank()).detach().requires_grad_() for name in "qkv"] for whole in wholes
         ]
         outs = [ring_attention(*qkv, layout=layout, group=group, causal=True) for qkv in shards]
-        for qkv, out, whole in list(zip(shards, outs, wholes, strict=True))[::-1]:
+        for out, whole in list(zip(outs, wholes, strict=True))[::-1]:
             assert isinstance(out, torch.Tensor)
             out.backward(layout.shard(whole["dout"], group.rank()))
         return [x.grad for qkv in shards for x in qkv if x.grad is not None]

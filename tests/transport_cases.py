@@ -29,6 +29,8 @@ CASES: dict[str, Case] = {}
 
 # More than any backend buffers on its own: a send of this size is only over once its receiver takes it.
 LARGE = 1 << 20
+# of one rank with another, where something went wrong
+PATIENCE = timedelta(seconds=5)
 
 
 def case(function: Case) -> Case:
@@ -314,11 +316,11 @@ def run_cases(rank: int, processes: int, folder: Path) -> None:
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=processes,
-        timeout=timedelta(seconds=5),
+        timeout=PATIENCE,
     )
     results: dict[str, str] = {}
     worlds = (2, 3, processes)
-    groups = {world: dist.new_group(group_ranks(world, processes)) for world in worlds}
+    groups = {world: dist.new_group(group_ranks(world, processes), timeout=PATIENCE) for world in worlds}
     mine = [world for world in worlds if rank in group_ranks(world, processes)]
     try:
         for world, name in itertools.product(mine, CASES):

@@ -1,0 +1,150 @@
+"""Every kernel, compiled ahead of time for GPUs that are not here: it fits, and its main loop is clean."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ringattn.bench import compiled
+from ringattn.bench.compiled import Compiled, Tile, Variant, launchable, problems
+from ringattn.bench.sass import Loop, basic_blocks, matrix_loops, natural_loops
+from ringattn.kernels.config import config_for
+
+ARCHS = (80, 86, 89, 90, 100, 120)
+SIXTEEN_BIT = (64, 128)
+
+# python/tutorials/06-fused-attention.py of Triton 3.6: its largest BLOCK_M forward; BLOCK_M2 and BLOCK_N1 backward
+TUTORIAL_ROWS = {"forward": 128, "dq": 128, "dkdv": 128}
+
+
+def gate(variants: list[str]) -> None:
+    """Compile in a process of its own: here kernels are interpreted, so there is nothing to compile."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "ringattn.bench.compiled", *variants]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+# Every kernel on the main GPU in the role that most hops of a ring have, and one kernel on each other family
+SAMPLE = ["90:bf16:128:middle", "80:bf16:128:middle:dkdv", "100:bf16:64:middle:forward", "120:fp16:128:middle:dq"]
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_passes_the_gate(name: str) -> None:
+    gate([name])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_everything_that_can_be_launched_passes_the_gate(arch: int, dtype: str) -> None:
+    gate([f"{arch}:{dtype}:{head_dim}" for head_dim in (64, 128, 256)])
+
+
+def defaults() -> Iterator[tuple[int, int, str, Tile]]:
+    for arch in ARCHS:
+        for head_dim in SIXTEEN_BIT:
+            config = config_for(arch, torch.bfloat16, head_dim)
+            for kernel in TUTORIAL_ROWS:
+                yield arch, head_dim, kernel, getattr(config, kernel)
+
+
+@pytest.mark.parametrize(("arch", "head_dim", "kernel", "tile"), list(defaults()))
+def test_tiles_reuse_what_they_load_as_much_as_the_tutorial(arch: int, head_dim: int, kernel: str, tile: Tile) -> None:
+    # Forward and dQ stream K/V: 4 (6) * rows * keys * D operations on 4 * keys * D bytes, so operations per byte grow
+    # with the query rows of the tile alone. dK/dV streams Q and dO, and the same holds for its keys.
+    kept = tile.block_k if kernel == "dkdv" else tile.block_q
+    assert kept >= TUTORIAL_ROWS[kernel]
+
+
+def test_launchable_covers_every_kernel_role_and_flag_once() -> None:
+    variants = list(launchable(90, "bf16", 128))
+    assert len(variants) == len(set(variants)) == 3 * 4 * 2 * 2
+    assert {variant.tile for variant in variants} == set(vars(config_for(90, torch.bfloat16, 128)).values())
+
+
+CLEAN = Compiled(registers=255, stack=0, shared=160_000, tensor_memory=0, loops=(Loop(16, 0, 1, False),))
+VARIANT = Variant("forward", 90, "bf16", 128, 128, Tile(128, 128, 8, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"shared": 300_000}, "300000 bytes of shared memory"),
+        ({"tensor_memory": 592}, "592 columns of tensor memory"),
+        ({"loops": ()}, "no loop"),
+        ({"loops": (Loop(16, 3, 1, False),)}, "3 local-memory instructions"),
+        ({"loops": (Loop(16, 0, 16, True),)}, "serialised wgmma"),
+    ],
+)
+def test_the_gate_names_what_is_wrong(change: dict[str, object], told: str) -> None:
+    assert problems(VARIANT, CLEAN) == []
+    (problem,) = problems(VARIANT, replace(CLEAN, **change))  # type: ignore[arg-type]
+    assert told in problem
+
+
+def test_spills_are_tolerated_where_the_gate_does_not_ask_for_clean_loops() -> None:
+    spilled = replace(CLEAN, loops=(Loop(16, 3, 1, False),))
+    assert problems(replace(VARIANT, head_dim=256), spilled) == []
+    assert problems(replace(VARIANT, dtype="fp32"), spilled) == []
+
+
+LISTING = """
+.text.kernel:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 BRA `(.L_end) ;
+.L_head:
+        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4] ;
+        /*0030*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8] ;
+        /*0040*/              @!P2 BRA `(.L_spin) ;
+.L_arrived:
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0060*/                   STL [R1], R2 ;
+        /*0070*/               @P1 BRA `(.L_head) ;
+        /*0080*/                   LDL R2, [R1] ;
+        /*0090*/                   LDL R3, [R1] ;
+.L_end:
+        /*00a0*/                   EXIT ;
+.L_spin:
+        /*00b0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR4] ;
+        /*00c0*/              @!P2 BRA `(.L_spin) ;
+        /*00d0*/                   BRA `(.L_arrived) ;
+.L_trap:
+        /*00e0*/                   BRA `(.L_trap);
+"""
+
+
+def test_the_main_loop_is_found_by_control_flow() -> None:
+    # the spin behind EXIT branches back into the loop: the epilogue's two LDL lie between, and are not in the loop
+    (loop,) = matrix_loops(LISTING)
+    assert loop == Loop(matrix=2, local=1, waits=1, serialised=False)
+
+
+def test_a_loop_in_a_loop_is_the_main_loop() -> None:
+    nested = LISTING.replace(".L_head:", ".L_outer:\n        /*0018*/                   NOP ;\n.L_head:").replace(
+        "        /*0080*/", "        /*0078*/               @P3 BRA `(.L_outer) ;\n        /*0080*/"
+    )
+    assert len([body for body in natural_loops(basic_blocks(nested)) if len(body) > 1]) == 2
+    assert len(list(matrix_loops(nested))) == 1
+
+
+def test_one_wait_per_product_is_serialised() -> None:
+    wait = "        /*0034*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
+    (loop,) = matrix_loops(LISTING.replace("        /*0040*/", wait + "        /*0040*/"))
+    assert loop.serialised and loop.waits == 2
+
+
+def test_what_cannot_be_compiled_is_named() -> None:
+    with pytest.raises(ValueError, match="arch is 75: it must be one of 80"):
+        list(compiled.select("75:bf16:64"))
+    with pytest.raises(ValueError, match="dtype is 'fp8'"):
+        list(compiled.select("90:fp8:64"))
+    with pytest.raises(ValueError, match="role or kernel is 'second'"):
+        list(compiled.select("90:bf16:64:second"))

@@ -1,0 +1,89 @@
+"""``shard``, ``unshard`` and ``positions`` as every rank calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ringattn import Layout, LocalWorld, positions, shard, unshard
+from ringattn.comm import LocalGroup
+
+WHOLE = torch.arange(60, dtype=torch.float64).view(3, 10, 2)
+LAYOUTS: list[Layout] = [
+    Layout.zigzag(10, 3),
+    Layout.striped(10, 4),
+    Layout.uneven([7, 0, 3]),
+    Layout.contiguous(10, 1),
+]
+
+
+def on_every_rank(layout: Layout, fn: Callable[[LocalGroup], object]) -> None:
+    with LocalWorld(layout.world) as world:
+        world.run(fn)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unshard_undoes_shard(layout: Layout) -> None:
+    def check(group: LocalGroup) -> None:
+        own = shard(WHOLE, layout=layout, group=group)
+        assert torch.equal(own, WHOLE[:, positions(10, layout=layout, group=group)])
+        assert torch.equal(unshard(own, layout=layout, group=group, grad="slice"), WHOLE)
+
+    on_every_rank(layout, check)
+
+
+@pytest.mark.parametrize("dim", [0, 2, -1])
+def test_any_dim(dim: int) -> None:
+    whole, layout = WHOLE.transpose(1, dim), Layout.zigzag(10, 2)
+
+    def check(group: LocalGroup) -> None:
+        own = shard(whole, layout=layout, group=group, dim=dim)
+        assert own.shape[dim] == 5
+        assert torch.equal(unshard(own, layout=layout, group=group, dim=dim, grad="slice"), whole)
+
+    on_every_rank(layout, check)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("grad", ["slice", "sum"])
+def test_the_gradient_says_whose_loss_it_is_of(layout: Layout, grad: str) -> None:
+    """Rank r's loss weighs the whole with r + 1: "slice" keeps this rank's gradient, "sum" adds everybody's."""
+
+    def check(group: LocalGroup) -> None:
+        own = shard(WHOLE, layout=layout, group=group).requires_grad_()
+        (unshard(own, layout=layout, group=group, grad=grad) * WHOLE * (group.rank() + 1)).sum().backward()
+        weight = sum(range(1, group.size() + 1)) if grad == "sum" else group.rank() + 1
+        assert own.grad is not None
+        assert torch.equal(own.grad, weight * shard(WHOLE, layout=layout, group=group))
+
+    on_every_rank(layout, check)
+
+
+def test_shard_is_differentiable() -> None:
+    def check(group: LocalGroup) -> None:
+        whole = WHOLE.clone().requires_grad_()
+        shard(whole, layout="striped", group=group).sum().backward()
+        assert whole.grad is not None
+        assert whole.grad[0, :, 0].tolist() == [float(i % 2 == group.rank()) for i in range(10)]
+
+    on_every_rank(Layout.striped(10, 2), check)
+
+
+def test_errors() -> None:
+    def check(group: LocalGroup) -> None:
+        with pytest.raises(ValueError, match="layout is None with 2 ranks"):
+            shard(WHOLE, layout=None, group=group)
+        with pytest.raises(
+            ValueError, match=r"layout is 'zigzag' with 3 tokens over 2 ranks: a name means equal shards"
+        ):
+            shard(WHOLE, layout="zigzag", group=group, dim=0)
+        with pytest.raises(ValueError, match="layout is made for 12 tokens, got 10"):
+            shard(WHOLE, layout=Layout.zigzag(12, 2), group=group)
+        with pytest.raises(ValueError, match="x has 10 tokens along dim 1, the layout gives rank"):
+            unshard(WHOLE, layout=Layout.zigzag(10, 2), group=group, grad="slice")
+        with pytest.raises(ValueError, match="grad is 'mean': it must be one of slice, sum"):
+            unshard(WHOLE, layout="zigzag", group=group, grad="mean")
+
+    on_every_rank(Layout.contiguous(2, 2), check)
