@@ -24,6 +24,7 @@ from .tolerance import assert_as_exact_as_pytorch
 LAYOUTS = ("contiguous", "zigzag", "striped", "uneven", "scattered")
 SCALE = 0.3
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+COPIES = "copies of [B, S, H, D]"
 OPERATOR = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 OPERATOR_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
 
@@ -293,12 +294,14 @@ def test_nan_in_a_value_or_a_query_stays_in_its_tile() -> None:
 
 
 def counts(call: Callable[[], object]) -> dict[str, int]:
-    """How often each operator of torch runs inside."""
+    """How often each operator of torch runs inside; one name for those that copy something as large as q."""
     found: dict[str, int] = {}
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found[str(func)] = found.get(str(func), 0) + 1
+            copies = func.name().startswith(("aten::clone", "aten::_to_copy", "aten::copy_")) and args[0].dim() == 4
+            name = COPIES if copies else str(func)
+            found[name] = found.get(name, 0) + 1
             return func(*args, **(kwargs or {}))
 
     with Recorder():
@@ -318,10 +321,7 @@ def test_one_operator_call_per_hop_and_no_merge_that_is_not_needed(
         seen = counts(lambda rank=rank: ring.forward(rank))  # type: ignore[misc]
         assert seen[OPERATOR] == hops[rank]
         assert seen.get("aten.lerp_.Tensor", 0) == merges[rank]
-        copies = {name for name in seen if "clone" in name or "_to_copy" in name or "copy_" in name}
-        assert seen.get("aten.clone.default", 0) <= 1 and copies <= {"aten.clone.default"}, (
-            "only lse is made contiguous"
-        )
+        assert COPIES not in seen
 
 
 @pytest.mark.parametrize(("layout", "calls"), [("zigzag", 6), ("contiguous", 5)])
