@@ -10,7 +10,6 @@ import torch
 import typer
 
 from .launching import Member, member
-from .output import prints
 from .shapes import binary, size
 from .show import LayoutName
 from .side_by_side import Order, run
@@ -69,9 +68,8 @@ def demo(
             check_target(target)
         order = Order(job, read(text, job.seqlen), TOPICS if text is None else text.name, json, csv)
     except ValueError as error:
-        if prints():
-            raise typer.BadParameter(str(error)) from None
-        raise typer.Exit(2) from None
+        # on every rank: the launcher ends the others when one exits, before rank 0 could have printed
+        raise typer.BadParameter(str(error)) from None
     if not run(order, world):
         raise typer.Exit(1)
 

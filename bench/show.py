@@ -107,20 +107,22 @@ def _layout(
 @app.command()
 def show(
     seqlen: Annotated[
-        int | None, typer.Option(parser=size, metavar="SIZE", help="Tokens in all [default: 8k].")
+        int | None, typer.Option(parser=size, metavar="SIZE", help="Tokens in all (8k where left out).")
     ] = None,
-    world: Annotated[int | None, typer.Option(min=1, help="Ranks [default: 4].")] = None,
-    layout: Annotated[LayoutName | None, typer.Option(help="Who holds which tokens [default: zigzag].")] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks (4 where left out).")] = None,
+    layout: Annotated[LayoutName | None, typer.Option(help="Who holds which tokens (zigzag where left out).")] = None,
     lengths: Annotated[
         Any,
         typer.Option(parser=sizes, metavar="SIZE,…", help="Uneven shards in rank order, in place of the three above."),
     ] = None,
     causal: Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")] = False,
     direction: Annotated[int, typer.Option(help="1: K/V move to the next rank, -1: to the one before.")] = 1,
-    batch: Annotated[int, typer.Option(min=1)] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V [default: --heads].")] = None,
-    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="Heads of K and V (as many as --heads where left out).")
+    ] = None,
+    head_dim: Annotated[int, typer.Option(min=1, help="Of q, k and v.")] = 128,
     dtype: Annotated[Dtype, typer.Option(help="What K and V travel as.")] = Dtype.bfloat16,
     out: Annotated[
         Path | None, typer.Option(parser=picture, metavar="FILE", help="Draw both into a .png, .svg or .pdf.")

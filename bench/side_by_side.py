@@ -13,7 +13,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..comm import LocalGroup, LocalWorld
 from .launching import Member, cores, launch, member, process_group, threads
@@ -37,18 +37,17 @@ class Order:
 def run(order: Order, world: int) -> bool:
     """Whether the two runs agree: one rank under a launcher, virtual ranks on a single device, else new processes."""
     if member() is not None:
-        return bool(as_rank(None, order))
+        return as_rank(None, order)
     if world == 1 or torch.cuda.device_count() == 1:
         return as_all_ranks(order, world)
     typer.echo(f"starting {world} processes …", err=True)
     try:
-        return bool(launch(world, as_rank, order))
+        return launch(world, as_rank, order)
     except ChildFailedError as error:
         typer.echo(f"a rank failed: {error}", err=True)
         return False
 
 
-@record
 def as_rank(store: str | None, order: Order) -> bool:
     """One rank of several processes, which meet in the file ``store``; rank 0 goes on alone with the whole sequence.
 

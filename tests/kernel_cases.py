@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -121,8 +122,8 @@ def exact(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) 
     runs = [i for i in range(len(lo)) if i == 0 or (lo[i], hi[i]) != (lo[i - 1], hi[i - 1])]
     parts = [
         reference.attention(q[:, i:j], k[:, lo[i] : hi[i]], v[:, lo[i] : hi[i]], softmax_scale=softmax_scale)
-        for i, j in zip(runs, [*runs[1:], len(lo)], strict=True)
-    ] or [reference.attention(q, k, v, softmax_scale=softmax_scale)]
+        for i, j in pairwise([*runs, len(lo)])
+    ] or [reference.attention(q, k, v, softmax_scale=softmax_scale)]  # no rows
     out, lse = torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
     gradients = torch.autograd.grad((out, lse), leaves, (x.dout.to(torch.float64), x.dlse.to(torch.float64)))
     return Results(out.detach(), lse.detach(), *gradients)
@@ -152,8 +153,8 @@ def magnitudes(x: Inputs, truth: Results, bounds: Bounds, softmax_scale: float |
     """The largest sum of absolute terms behind an entry of ``out`` and of each gradient; what rounding is relative to.
 
     The terms cancel (``dS = P * (dP - delta)`` has either sign), and each is rounded before it does: once in the dtype,
-    and once in fp32 in the exponent of P, where half a unit of ``s - lse`` is a relative error that grows with s. Against
-    what is left alone, the largest error of a small sample is a matter of luck, PyTorch's as much as ours.
+    and once in fp32 in the exponent of P, where an error relative to ``s - lse`` is one relative to 1 in P. Against what
+    is left alone, the largest error of a small sample is a matter of luck, PyTorch's as much as ours.
     """
     q, k, v, dout, out = (t.to(torch.float64).transpose(1, 2) for t in (*x[:4], truth.out))
     group = q.shape[1] // k.shape[1]
@@ -161,7 +162,8 @@ def magnitudes(x: Inputs, truth: Results, bounds: Bounds, softmax_scale: float |
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     scores, lse = q @ k.mT * scale, truth.lse.unsqueeze(-1)
     p = (scores - lse).exp().masked_fill(~dense(bounds, q.shape[2], k.shape[2]), 0.0)
-    p *= 1 + (scores.abs() + lse.abs().nan_to_num(posinf=0.0)) * (torch.finfo(torch.float32).eps / torch.finfo(x.q.dtype).eps)
+    exponent = torch.finfo(torch.float32).eps / torch.finfo(x.q.dtype).eps
+    p *= 1 + exponent * (scores.abs() + lse.abs().nan_to_num(posinf=0.0))
     ds = scale * (p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True) + x.dlse.unsqueeze(-1))).abs()
     terms = {"out": p @ v.abs(), "dq": ds @ k.abs(), "dk": ds.mT @ q.abs(), "dv": p.mT @ dout.abs()}
     terms |= {name: terms[name].unflatten(1, (-1, group)).sum(2) for name in ("dk", "dv")}
