@@ -113,8 +113,8 @@ def process_group(place: Member, store: str | None = None) -> Iterator[None]:
 def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
     """Call ``entry(store, *arguments)`` in ``world`` new processes of this machine; what it returns on rank 0.
 
-    ``entry`` is a module's function, under torch's ``record`` so that its traceback arrives here. The ranks meet in
-    files and talk over the loopback interface: nothing listens for the world outside.
+    ``entry`` is a module's function. The ranks meet in files and talk over the loopback interface: nothing listens for
+    the world outside.
 
     Raises:
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a process raised, or died.
@@ -122,8 +122,13 @@ def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    interfaces = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
-    with TemporaryDirectory(prefix="ringattn-") as folder, _environment(**interfaces, **_NO_AGENT_STORE):
+    inside = {
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "NCCL_SOCKET_IFNAME": INTERFACE,
+        # the agent would open a TCP server on every interface for the ranks to meet at
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    with TemporaryDirectory(prefix="ringattn-") as folder, _environment(**inside):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -138,10 +143,6 @@ def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
         )
         results: dict[int, T] = elastic_launch(config, entry)(str(Path(folder, "store")), *arguments)
     return results[0]
-
-
-# the agent would open a TCP server on every interface for the ranks to meet at; ours meet in a file
-_NO_AGENT_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @contextmanager

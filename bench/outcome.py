@@ -136,7 +136,8 @@ class Outcome:
         job, setting = self.job, self.setting
         count = sum(gradient.numel() for gradient in self.exact.gradients[0].values())
         return (
-            f"{job.seqlen:,} bytes of {setting.document}; a decoder of {human(count)} parameters: {job.layers} layers, "
+            f"{job.seqlen:,} bytes of {setting.document}; a decoder of {human(count)} parameters: {job.layers} "
+            f"layer{'s' * (job.layers > 1)}, "
             f"{job.heads} heads ({job.kv_heads} of K/V) of dim {job.head_dim}, {job.dtype}\n"
             f"sharded: ring_attention, {job.layout}, {setting.world} {setting.ranks}, transport {self.ring.transport}\n"
             f"whole:   scaled_dot_product_attention, {setting.whole}, every step from the sharded run's weights\n"

@@ -117,9 +117,7 @@ def check(
     eps = torch.finfo(DTYPES[problem.dtype]).eps
     for name, one in everyone.items():
         told = gathered(one, one.run(shards[name]), tensors, torch.float64)
-        errors[name] = {
-            what: float((x - y).abs().max()) for what, x, y in zip(RESULTS, told, exact, strict=True)
-        }
+        errors[name] = {what: float((x - y).abs().max()) for what, x, y in zip(RESULTS, told, exact, strict=True)}
         allowed = {what: 2 * next(iter(errors.values()))[what] + eps * sizes[what] for what in RESULTS}
         # a NaN fails too
         disagreements[name] = [what for what in RESULTS if not errors[name][what] <= allowed[what]]

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..comm import LocalGroup, LocalWorld
@@ -46,6 +47,8 @@ def run(order: Order, world: int) -> bool:
     except ChildFailedError as error:
         typer.echo(f"a rank failed: {error}", err=True)
         return False
+    except SignalException as error:  # the ranks have been ended
+        raise typer.Exit(128 + error.sigval) from None
 
 
 def as_rank(store: str | None, order: Order) -> bool:
@@ -111,9 +114,11 @@ class Bars(NamedTuple):
 @contextmanager
 def _progress(job: Job, world: int, *, hidden: bool = False) -> Iterator[Bars]:
     """A bar per run, on standard error and gone at the end."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     runs = {f"sharded over {world}": job.steps, "whole": job.steps, "whole, float64": len(job.compared)}
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as progress:
+    console = Console(stderr=True)
+    # into a file a bar is nothing but an empty line
+    with Progress(*columns, console=console, transient=True, disable=hidden or not console.is_terminal) as progress:
         yield Bars(*(_bar(progress, name, total) for name, total in runs.items()))
 
 

@@ -16,7 +16,10 @@ def table(rows: Sequence[Row], *, title: str = "") -> str:
     right = [all(isinstance(row[key], int | float | None) for row in rows) for key in keys]
     widths = [max(map(len, column)) for column in zip(keys, *cells, strict=True)]
     lines = [
-        "  ".join(text.rjust(width) if push else text.ljust(width) for text, width, push in zip(line, widths, right, strict=True))
+        "  ".join(
+            text.rjust(width) if push else text.ljust(width)
+            for text, width, push in zip(line, widths, right, strict=True)
+        )
         for line in (keys, *cells)
     ]
     return "\n".join(filter(None, [title, *(line.rstrip() for line in lines)]))

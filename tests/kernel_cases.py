@@ -153,8 +153,8 @@ def magnitudes(x: Inputs, truth: Results, bounds: Bounds, softmax_scale: float |
     """The largest sum of absolute terms behind an entry of ``out`` and of each gradient; what rounding is relative to.
 
     The terms cancel (``dS = P * (dP - delta)`` has either sign), and each is rounded before it does: once in the dtype,
-    and once in fp32 in the exponent of P, where an error relative to ``s - lse`` is one relative to 1 in P. Against what
-    is left alone, the largest error of a small sample is a matter of luck, PyTorch's as much as ours.
+    and once in fp32 in the exponent of P, where the error is relative to the exponent itself. Against what is left
+    alone, the largest error of a small sample is a matter of luck, PyTorch's as much as ours.
     """
     q, k, v, dout, out = (t.to(torch.float64).transpose(1, 2) for t in (*x[:4], truth.out))
     group = q.shape[1] // k.shape[1]
