@@ -109,7 +109,7 @@ def one_run(forward: Callable[[], object] | None, copy: Copy, stream: torch.cuda
         copied.record()
     torch.cuda.synchronize()
     spread, active = copy.milliseconds()
-    first = ready.elapsed_time(copied) - active
+    first = float(ready.elapsed_time(copied)) - active
     return Beside(begun.elapsed_time(done) if forward is not None else None, first, first + spread, active)
 
 
@@ -195,7 +195,7 @@ def numbers(runs: dict[str, list[Any]], flops: int, labels: dict[str, Any]) -> I
     """Medians; the start delay beside the forward is told without what a launch takes on an idle device."""
 
     def median(kind: str, what: str) -> float:
-        return statistics.median(getattr(run, what) for run in runs[kind])
+        return float(statistics.median(getattr(run, what) for run in runs[kind]))
 
     alone, together = statistics.median(runs["alone"]), median("beside", "forward")
     idle = median("copy alone", "first")

@@ -1,4 +1,4 @@
-"""Who computes the same attention in ``bench ring``: ours, what people would otherwise do, and what they can install."""
+"""Who computes the same attention in ``bench ring``: ours, what people would do otherwise, what they can install."""
 
 from __future__ import annotations
 
@@ -80,6 +80,13 @@ class Candidate:
         return (out.detach(), *torch.autograd.grad(out, leaves, dout))
 
 
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """PyTorch's attention on ``[B, S, H, D]``."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
+
+
 def ours(problem: Problem, ring: Ring) -> Candidate:
     """``ring_attention``, one shard per rank."""
 
@@ -96,10 +103,8 @@ def whole(problem: Problem, dtype: torch.dtype | None = None) -> Candidate:
     threads = min(cores(), problem.threads * problem.world)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        by_head = (x.transpose(1, 2) if dtype is None else x.transpose(1, 2).to(dtype) for x in (q, k, v))
-        grouped = problem.heads != problem.kv_heads
-        out = F.scaled_dot_product_attention(*by_head, is_causal=problem.causal, enable_gqa=grouped)
-        return out.transpose(1, 2)
+        q, k, v = (x if dtype is None else x.to(dtype) for x in (q, k, v))
+        return sdpa(q, k, v, causal=problem.causal)
 
     return Candidate(
         "SDPA, one process", torch.arange(problem.seqlen) if dist.get_rank() == 0 else None, attend, threads

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Label = str | int | bool
-
 
 class NotHere(Exception):
     """This machine lacks what a case needs; the message says what. Not a failure."""
@@ -24,7 +22,7 @@ class Number:
     name: str
     value: float | None
     unit: str
-    labels: Mapping[str, Label] = field(default_factory=dict)  # of what: mask, head dim, who computed it …
+    labels: Mapping[str, object] = field(default_factory=dict)  # of what: mask, head dim, who computed it …
     limit: float | None = None
     spread: float | None = None  # half the interquartile range over the median
     note: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from .accuracy import draw
 from .candidates import DTYPES
 from .cases import Number, distance
 from .speed import AGREE, causal_bounds
-from .timing import Clock, interleaved
+from .timing import Clock, Step, interleaved
 
 ENQUEUED = 200  # launches in one timed stretch of the host
 
@@ -22,26 +23,23 @@ ENQUEUED = 200  # launches in one timed stretch of the host
 def launches(
     device: torch.device, *, dtype: str = "bfloat16", seqlen: int = 512, head_dim: int = 64
 ) -> Iterator[Number]:
-    """The forward with NamedTuple arguments, without bounds and with them: first launch, result, host time of a launch."""
-    for mask in ("full", "causal"):
+    """The forward with NamedTuple arguments, with bounds and without: first launch, result, the host's time."""
+    for causal in (False, True):
         q, k, v, _, _ = draw(device, DTYPES[dtype], (seqlen, 4, 2, head_dim, head_dim))
-        limits = causal_bounds(q, k) if mask == "causal" else FULL
-        labels = {"mask": mask, "dtype": dtype, "head_dim": head_dim}
+        step = partial(attention_forward, q, k, v, bounds=causal_bounds(q, k) if causal else FULL)
+        labels = {"mask": "causal" if causal else "full", "dtype": dtype, "head_dim": head_dim}
         begun = time.perf_counter()
-        out, _ = attention_forward(q, k, v, bounds=limits)
+        out, _ = step()
         synchronize(device)
         yield Number("first launch, compilation included", time.perf_counter() - begun, "s", labels)
-        exact, _ = reference.attention(q, k, v, causal=mask == "causal")
+        exact, _ = reference.attention(q, k, v, causal=causal)
         yield Number("difference from float64", distance([out], [exact]), "relative", labels, AGREE[dtype])
         if device.type == "cuda":
-            yield Number(
-                "host time of a launch", host_microseconds(device, lambda: attention_forward(q, k, v)), "us", labels
-            )  # noqa: B023
+            yield Number("host time of a launch", host_microseconds(device, step), "us", labels)
 
 
-def host_microseconds(device: torch.device, step: object) -> float:
-    """What the host needs to enqueue one step, while the device is busy with something else."""
-    assert callable(step)
+def host_microseconds(device: torch.device, step: Step) -> float:
+    """What the host needs to enqueue one step, while the device is behind."""
     taken = []
     for _ in range(3):
         synchronize(device)

@@ -74,8 +74,10 @@ def versions() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     if torch.cuda.is_available():
-        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-        found["nccl"] = _told(lambda: ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+        cudnn: Callable[[], int | None] = torch.backends.cudnn.version
+        found |= {"cuda": torch.version.cuda, "cudnn": cudnn()}
+        nccl: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
+        found["nccl"] = _told(lambda: ".".join(map(str, nccl())))
     return found
 
 
@@ -88,7 +90,7 @@ def cpu() -> dict[str, Any]:
         "model": model[1] if model else platform.machine(),
         "cores": cores(),
         "memory_gib": round(int(total[1]) / 2**20, 1) if total else None,
-        "load": (_read("/proc/loadavg").split() or [None])[0],
+        "load": _read("/proc/loadavg").partition(" ")[0] or None,
         "system": f"{platform.system()} {platform.release()}",
     }
 

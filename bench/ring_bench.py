@@ -14,7 +14,6 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..ring import Ring

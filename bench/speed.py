@@ -45,7 +45,7 @@ def speed(
     """Forward, forward with a carried state, and backward with its parts, for growing lengths; ``seconds`` on each."""
     clock = Clock(device)
     for seqlen in seqlens:
-        labels = {
+        labels: dict[str, Any] = {
             "dtype": dtype, "head_dim": head_dim, "mask": "causal" if causal else "full", "seqlen": seqlen,
             "heads": f"{heads[0]}/{heads[1]}",
         }  # fmt: skip
@@ -105,11 +105,11 @@ def sdpa_steps(
     """
     by_head = [x.transpose(1, 2).contiguous() for x in (q, k, v, dout)]
     leaves, given = [x.requires_grad_() for x in by_head[:3]], by_head[3]
-    options: dict[str, Any] = {"is_causal": causal, "enable_gqa": q.shape[2] != k.shape[2]}
+    grouped = q.shape[2] != k.shape[2]
 
     def attend() -> Tensor:
         with sdpa_kernel(SDPA[backend]):
-            return scaled_dot_product_attention(*leaves, **options)
+            return scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=causal, enable_gqa=grouped)
 
     def forward() -> Tensor:
         with torch.no_grad():

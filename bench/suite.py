@@ -45,14 +45,16 @@ def gpu_cases() -> list[Case]:
         ),
         Case(
             "right, ragged", "odd lengths, no groups, Dv other than D", accuracy.accuracy, 100,
-            {"backend": "triton", "dtype": "bfloat16", "head_dim": 192, "head_dim_v": 128, "seqlen": 997, "heads": (3, 3)},
-            alone=False,
+            {
+                "backend": "triton", "dtype": "bfloat16", "head_dim": 192, "head_dim_v": 128, "seqlen": 997,
+                "heads": (3, 3),
+            }, alone=False,
         ),
         Case("ceilings", "a large matrix product and a large copy", device_cases.ceilings, 20),
         *(
             Case(
-                f"speed D{dim} {'causal' if causal else 'full'}", "kernels beside SDPA's flash and cuDNN", speed.speed, 45,
-                {"head_dim": dim, "causal": causal, "seqlens": lengths},
+                f"speed D{dim} {'causal' if causal else 'full'}", "kernels beside SDPA's flash and cuDNN", speed.speed,
+                45, {"head_dim": dim, "causal": causal, "seqlens": lengths},
             )
             for dim, causal in shapes
         ),
@@ -91,7 +93,7 @@ def cpu_cases() -> list[Case]:
         ),
         *(
             Case(
-                f"right triton {dtype} D{dim}", "every kernel against float64, under the interpreter", accuracy.accuracy,
+                f"right triton {dtype} D{dim}", "kernels under the interpreter against float64", accuracy.accuracy,
                 120, {"backend": "triton", "dtype": dtype, "head_dim": dim, **small}, alone=False,
             )
             for dtype, dim in (("float32", 64), ("float16", 40))

@@ -68,8 +68,9 @@ class _UsualRing(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (*_backward(dout, *ctx.saved_tensors, ctx.causal), None)
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return (*_backward(dout, q, k, v, out, lse, ctx.causal), None)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -78,7 +79,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Ten
     for step in range(world):
         coming = Exchange(held) if step + 1 < world else None
         part = Part(step, q.shape[1], causal)
-        block, block_lse = _attention(q[:, part.rows], *(x[:, part.keys] for x in held), part.causal)
+        near_k, near_v = (x[:, part.keys] for x in held)
+        block, block_lse = _attention(q[:, part.rows], near_k, near_v, part.causal)
         if state is None:
             state = block.float(), block_lse
         else:
@@ -105,8 +107,8 @@ def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
     for step in range(world):
         coming = Exchange(held) if step + 1 < world else None
         part = Part(step, q.shape[1], causal)
-        near, here = (x[:, part.rows] for x in (dout, q, out, lse)), [x[:, part.keys] for x in held]
-        block_dq, *block_sums = _attention_backward(*near, *here, part.causal)
+        mine = tuple(x[:, part.rows] for x in (dout, q, out, lse))
+        block_dq, *block_sums = _attention_backward(mine, [x[:, part.keys] for x in held], part.causal)
         dq[:, part.rows] += block_dq
         if coming_sums is None:
             sums = [x.float() for x in block_sums]
@@ -128,11 +130,10 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, T
     return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
 
 
-def _attention_backward(
-    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
-) -> list[Tensor]:
-    dout, q, out, k, v = (x.transpose(1, 2) for x in (dout, q, out, k, v))
+def _attention_backward(mine: Sequence[Tensor], held: Sequence[Tensor], causal: bool) -> list[Tensor]:
+    """dq, dk and dv of one block; ``mine`` is dout, q, out and lse."""
+    dout, q, out, lse, k, v = (x.transpose(1, 2) for x in (*mine, *held))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse.squeeze(-1).transpose(1, 2), NO_DROPOUT, causal
+        dout, q, k, v, out, lse.squeeze(-1), NO_DROPOUT, causal
     )
     return [x.transpose(1, 2) for x in grads]

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..comm import LocalGroup, LocalWorld, Message, open_transport
 from ..comm.nccl import nccl_missing
 from ..kernels import attention_backward, attention_forward
 from ..ring import Layout, ring_attention
-from .candidates import DTYPES
+from .candidates import DTYPES, sdpa
 from .cases import NotHere, Number, distance
 from .device_cases import synchronize
 from .flops import BACKWARD_FLOPS, forward_flops, pairs_of
@@ -46,7 +45,7 @@ def local_world(
     def of_rank(group: LocalGroup) -> tuple[Tensor, ...]:
         *inputs, dout = shards[group.rank()]
         leaves = [x.detach().requires_grad_() for x in inputs]
-        out = ring_attention(*leaves, layout=layout, group=group, causal=True)  # type: ignore[misc]
+        out = ring_attention(*leaves, layout=layout, group=group, causal=True)
         assert isinstance(out, Tensor)
         return (out.detach(), *torch.autograd.grad(out, leaves, dout))
 
@@ -77,9 +76,7 @@ def in_one_piece(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor,
         synchronize(q.device)
         return (out, *grads)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    grouped = q.shape[2] != k.shape[2]
-    out = scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=True, enable_gqa=grouped)
-    out = out.transpose(1, 2)
+    out = sdpa(leaves[0], leaves[1], leaves[2], causal=True)
     return (out.detach(), *torch.autograd.grad(out, leaves, dout))
 
 

@@ -28,6 +28,8 @@ class LocalGroup:
         self._rank = rank
         self._thread: int | None = None
         self._channels = itertools.count()
+        self.kept: dict[object, object] = {}
+        """What others keep for this member, and what goes with it."""
 
     def rank(self) -> int:
         """This virtual rank."""

@@ -6,7 +6,7 @@ import torch
 
 from .backward import delta_kernel, dkdv_kernel, dq_kernel
 from .bounds import FULL, Bounds
-from .checks import check_backward, check_inputs, check_like
+from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank
 from .config import KernelConfig, default_config
 from .forward import forward_kernel
 from .launch import head_dims, interval, launch, options, programs, shape_of, strided
@@ -85,6 +85,8 @@ def attention_delta(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | 
     Raises:
         ValueError: shapes or strides do not fit.
     """
+    check_rank("out", out)
+    check_like("out", out, tuple(out.shape), None, out.device)
     check_like("dout", dout, tuple(out.shape), None, out.device)
     batch, rows, heads, _ = out.shape
     if dlse is not None:
@@ -213,6 +215,11 @@ def attention_backward(
     """
     if (dk is None) != (dv is None):
         raise ValueError("dk and dv: pass both sums, or neither")
+    check_qkv(q, k, v)
+    check_like("out", out, (*q.shape[:3], v.shape[3]), None, q.device)
+    for name, given, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):  # before any of them is written
+        if given is not None:
+            check_like(name, given, tuple(like.shape), torch.float32, like.device)
     sums = None if dk is None or dv is None else (dk, dv)
     delta = attention_delta(dout, out, dlse)
     call = {"bounds": bounds, "softmax_scale": softmax_scale, "config": config}

@@ -22,8 +22,7 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Boun
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Ranks, dtypes, devices, strides, batches, heads and head dims of q, k and v: ValueError."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {list(x.shape)}: it must be [B, S, H, D]")
+        check_rank(name, x)
         if x.dtype not in DTYPES:
             raise ValueError(f"{name} is {x.dtype}: it must be float16, bfloat16 or float32")
         if x.dtype != q.dtype:
@@ -42,6 +41,11 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads == 0 or kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"k has {kv_heads} heads, q has {heads}: the heads of q must be a multiple of the heads of k")
+
+
+def check_rank(name: str, x: torch.Tensor) -> None:
+    if x.dim() != 4:
+        raise ValueError(f"{name} has shape {list(x.shape)}: it must be [B, S, H, D]")
 
 
 def check_unit_stride(name: str, x: torch.Tensor) -> None:

@@ -2,8 +2,8 @@
 
 The recurrence is FlashAttention's (Dao et al., arXiv:2205.14135, algorithm 1) in base 2. The carried ``(out, lse)`` is
 folded in as one more block of that recurrence, the last: during the loop the registers belong to the matrix products,
-and the pivot to this shard's own keys. (With the pivot at ``lse``, p of a new key is about 1 / keys so far, below fp16's
-normal range after 16k keys.)
+and the pivot to this shard's own keys. (With the pivot at ``lse``, p of a new key is about 1 / keys so far: it leaves
+fp16's normal range after 16k keys.)
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .tiles import (
     tile_range,
     visible,
 )
+
 
 @triton.jit
 def fold(

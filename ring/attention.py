@@ -65,7 +65,7 @@ def ring_attention(
             takes. Where the ranks disagree, every rank raises it.
         NotImplementedError: ``backend="triton"`` on the CPU without Triton's interpreter.
     """
-    ring = resolve_ring(ring, group)
+    ring = resolve_ring(ring, group, q.device)
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v)
     scale = check_scale(softmax_scale, q.shape[3])
@@ -146,10 +146,10 @@ class _NoSecondDerivative(torch.autograd.Function):
         raise RuntimeError("ring_attention has no second derivative: its gradients cannot be differentiated again")
 
 
-def resolve_ring(ring: Ring | None, group: object) -> Ring:
+def resolve_ring(ring: Ring | None, group: object, device: torch.device) -> Ring:
     """The ring of a call; ``ring`` and ``group`` name the same thing, so that only one may be given."""
     if ring is None:
-        return ring_of(group)
+        return ring_of(group, device)
     if not isinstance(ring, Ring):
         raise ValueError(f"ring is a {type(ring).__name__}: it must be a Ring")
     if group is not None:

@@ -143,12 +143,16 @@ class Ring:
         self.close()
 
 
-_RINGS: weakref.WeakKeyDictionary[Group, Ring] = weakref.WeakKeyDictionary()
+_KEPT: weakref.WeakKeyDictionary[Group, dict[object, object]] = weakref.WeakKeyDictionary()
 
 
-def ring_of(group: object) -> Ring:
-    """The ring that calls without ``ring=`` share: one per group, made on first use."""
+def ring_of(group: object, device: torch.device) -> Ring:
+    """The ring that calls without ``ring=`` share: one per group and device, made on first use."""
     members = resolve_group(group)
-    if members not in _RINGS:
-        _RINGS[members] = Ring(members)
-    return _RINGS[members]
+    # A ring holds its group: kept by the member of a LocalWorld itself, both go when the world goes
+    kept = members.kept if isinstance(members, LocalGroup) else _KEPT.setdefault(members, {})
+    if device not in kept:
+        kept[device] = Ring(members)
+    ring = kept[device]
+    assert isinstance(ring, Ring)
+    return ring

@@ -80,7 +80,7 @@ def unshard(
     """
     if grad not in GRADS:
         raise ValueError(f"grad is {grad!r}: it must be one of {', '.join(GRADS)}")
-    ring = ring_of(group)
+    ring = ring_of(group, x.device)
     seqlen = layout.seqlen if isinstance(layout, Layout) else x.shape[dim] * ring.size
     whole = resolve_layout(layout, seqlen, ring.size)
     if x.shape[dim] != whole.lengths[ring.rank]:

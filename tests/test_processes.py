@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
 
 from ringattn import Layout, Ring, ring_attention, unshard
 
@@ -33,7 +33,7 @@ def start(rank: int, world: int, store: str, body: Callable[[int, int], None]) -
 
 
 def in_processes(world: int, folder: Path, body: Callable[[int, int], None]) -> None:
-    mp.spawn(start, args=(world, str(folder / "store"), body), nprocs=world)
+    spawn(start, args=(world, str(folder / "store"), body), nprocs=world)
 
 
 def result(layout: Layout, rank: int, whole: dict[str, Tensor], group: object = None) -> list[Tensor]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import LocalGroup
+from ringattn.ring.ring import ring_of
 
 from .baselines import exact, pytorch
 from .ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ring
@@ -166,6 +170,21 @@ def test_an_inf_in_v_stays_out_of_the_tiles_before_it(backend: str) -> None:
     out = run_ring(layout, whole, causal=True, backend=backend).out
     assert not out[:, 1000:].isfinite().any()
     assert out[:, :512].isfinite().all()  # another shard, so another tile
+
+
+def test_what_a_world_used_goes_with_it() -> None:
+    layout, whole, rings = Layout.zigzag(16, 2), inputs(16), []
+
+    def rank_ring(group: LocalGroup) -> None:
+        ring_attention(*(layout.shard(whole[name], group.rank()) for name in "qkv"), layout=layout, group=group)
+        rings.append(weakref.ref(ring_of(group, torch.device("cpu"))))
+
+    with LocalWorld(2) as world:
+        world.run(rank_ring)
+        assert all(ring() is not None for ring in rings)
+    del world
+    gc.collect()
+    assert [ring() for ring in rings] == [None, None]
 
 
 def test_record_tells_compute_and_wait_per_hop() -> None:
