@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,8 +35,7 @@ COPY_BLOCKS = (
 COPY_WARPS = 16
 CHUNK = 8192  # elements of 4 bytes that a block has in flight
 SHARE = 0.25  # of the forward: when the copy is asked for, and how long it takes alone
-LONG_ENOUGH = 12e-3  # seconds of a forward: many times what the host needs to enqueue the copy
-LEAST_KEYS = 4096
+MOST_BYTES = 8 << 30
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -53,15 +52,26 @@ def copy_kernel(destination, source, elements, stamps, CHUNK: tl.constexpr, STAM
         tl.store(stamps + 2 * pid + 1, tl_cuda.globaltimer())
 
 
-class Copy:
-    """One copy of ``nbytes`` on a high-priority stream."""
+class Sizes(NamedTuple):
+    """Where the search for a long enough launch starts, and ends."""
 
-    def __init__(self, device: torch.device, nbytes: int, *, stamp: bool = True) -> None:
+    seconds: float = 12e-3  # of a forward: many times what the host needs to enqueue the copy
+    keys: int = 4096
+    nbytes: int = 1 << 26  # of a copy
+
+
+SIZES = Sizes()
+
+
+class Copy:
+    """Random data, and where a launch copies it."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
         elements = nbytes // 4
         self.source = torch.randint(-(2**31), 2**31 - 1, (elements,), dtype=torch.int32, device=device)
         self.destination = torch.zeros_like(self.source)
         self.stamps = torch.zeros(2 * COPY_BLOCKS, dtype=torch.int64, device=device)
-        self._stamp = stamp
+        self._stamp = device.type == "cuda"  # Triton's interpreter has no clock of the device
 
     def launch(self) -> None:
         """On the current stream."""
@@ -114,20 +124,20 @@ def one_run(forward: Callable[[], object] | None, copy: Copy, stream: torch.cuda
 
 
 def beside(
-    device: torch.device, *, head_dim: int = 128, heads: int = 16, repeats: int = 7, long_enough: float = LONG_ENOUGH
+    device: torch.device, *, head_dim: int = 128, heads: int = 16, repeats: int = 7, sizes: Sizes = SIZES
 ) -> Iterator[Number]:
     """Start delay of a 16-block copy and the slowdown of both, for the three launches above."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     stream = new_stream(device, HIGH_PRIORITY)
-    yield from copies_right(device)
+    yield from copies_right(device, sizes.nbytes)
     for name, blocks in (
         ("many waves", None),
         ("one wave", multiprocessors),
         (f"one wave, {COPY_BLOCKS} left", multiprocessors - COPY_BLOCKS),
     ):
-        forward, seconds, flops = calibrated(device, head_dim, heads, blocks, long_enough)
-        copy = Copy(device, bytes_for(device, SHARE * seconds))
-        runs = {"alone": [], "copy alone": [], "beside": []}  # type: dict[str, list[Any]]
+        forward, seconds, flops = calibrated(device, head_dim, heads, blocks, sizes)
+        copy = Copy(device, bytes_for(device, SHARE * seconds, sizes.nbytes))
+        runs: dict[str, list[Any]] = {"alone": [], "copy alone": [], "beside": []}
         for _ in range(repeats + 1):
             runs["alone"].append(timed(forward))
             runs["copy alone"].append(one_run(None, copy, stream, 0.0))
@@ -137,37 +147,36 @@ def beside(
         yield Number("wrong in the copy", copy.wrong(), "elements", {"launch": name}, limit=0)
 
 
-def copies_right(device: torch.device, nbytes: int = 1 << 20, *, stamp: bool = True) -> Iterator[Number]:
+def copies_right(device: torch.device, nbytes: int) -> Iterator[Number]:
     """The copy kernel by itself: every element arrives, also where the last chunk is not whole."""
-    copy = Copy(device, nbytes + 4 * 13, stamp=stamp)
+    copy = Copy(device, nbytes + 4 * 13)
     copy.launch()
     yield Number("wrong in the copy", copy.wrong(), "elements", limit=0)
 
 
 def calibrated(
-    device: torch.device, head_dim: int, heads: int, blocks: int | None, long_enough: float
+    device: torch.device, head_dim: int, heads: int, blocks: int | None, sizes: Sizes
 ) -> tuple[Callable[[], object], float, int]:
-    """A forward that takes ``long_enough`` seconds: itself, its seconds, its FLOPs.
+    """A forward that takes long enough: itself, its seconds, its FLOPs.
 
     With ``blocks`` it has that many tiles of queries and one head, and as many keys as it takes; else as many tokens.
     """
-    keys = LEAST_KEYS
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    probe = torch.empty(1, 1, 1, head_dim, device=device, dtype=dtype)
+    rows_per_block = default_config(probe, probe).forward.block_q
+    count, keys = heads if blocks is None else 1, sizes.keys
     while True:
-        kind = {"device": device, "dtype": torch.bfloat16 if device.type == "cuda" else torch.float32}
-        count = 1 if blocks is not None else heads
-        probe = torch.empty(1, 1, 1, head_dim, **kind)  # type: ignore[call-overload]
-        rows = keys if blocks is None else blocks * default_config(probe, probe).forward.block_q
-        q = torch.randn(1, rows, count, head_dim, **kind)  # type: ignore[call-overload]
-        k, v = (torch.randn(1, keys, count, head_dim, **kind) for _ in range(2))  # type: ignore[call-overload]
+        rows = keys if blocks is None else blocks * rows_per_block
+        q, k, v = (torch.randn(1, n, count, head_dim, device=device, dtype=dtype) for n in (rows, keys, keys))
 
         def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> object:
             return attention_forward(q, k, v)
 
         forward()  # compiles
         seconds = min(timed(forward) for _ in range(3)) / 1e3
-        if seconds >= long_enough:
+        if seconds >= sizes.seconds:
             return forward, seconds, 4 * rows * keys * head_dim * count
-        keys *= 2 if seconds > long_enough / 4 else 4
+        keys *= 2 if seconds > sizes.seconds / 4 else 4
 
 
 def timed(forward: Callable[[], object]) -> float:
@@ -182,13 +191,12 @@ def timed(forward: Callable[[], object]) -> float:
     return float(begun.elapsed_time(done))
 
 
-def bytes_for(device: torch.device, seconds: float) -> int:
-    """How much the copy kernel moves alone in this time, as far as memory goes."""
-    nbytes = 1 << 26
+def bytes_for(device: torch.device, seconds: float, nbytes: int) -> int:
+    """How much the copy kernel moves alone in this time: what it does with ``nbytes``, scaled."""
     copy = Copy(device, nbytes)
     copy.launch()
     took = min(timed(copy.launch) for _ in range(3)) / 1e3
-    return min(max(int(nbytes * seconds / took), nbytes), 8 << 30) // 4 * 4
+    return min(max(int(nbytes * seconds / took), nbytes), MOST_BYTES) // 4 * 4
 
 
 def numbers(runs: dict[str, list[Any]], flops: int, labels: dict[str, Any]) -> Iterator[Number]:

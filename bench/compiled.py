@@ -194,7 +194,9 @@ def disassemble(cubin: bytes) -> tuple[str, str]:
         usage = subprocess.run(
             [tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
         )
-        listing = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True)
+        listing = subprocess.run(
+            [tools / "nvdisasm", "-c", "-ndf", file.name], capture_output=True, text=True, check=True
+        )
     return usage.stdout + usage.stderr, listing.stdout
 
 

@@ -14,15 +14,14 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..ring import Ring, ring_attention
 from .candidates import DTYPES, Problem
-from .launching import launch, member, process_group
+from .launching import member, process_group
 from .memory import PeakMemory
 from .output import prints, write_csv, write_json
 from .provenance import provenance
-from .ring_bench import CPU, dtype_name
+from .ring_bench import CPU, check_targets, dtype_name, started
 from .shapes import size, sizes
 from .show import LayoutName
 from .tables import table
@@ -60,7 +59,6 @@ def give_back_freed_memory() -> None:
         return  # another C library: the figures are upper bounds
 
 
-@record
 def spawned(store: str, problem: Problem) -> list[Peaks] | None:
     """One rank; rank 0 returns the peaks of all."""
     place = member()
@@ -136,12 +134,13 @@ def memory(
         raise typer.BadParameter(f"--kv-heads is {kv_heads}: --heads, {heads}, must be a multiple of it")
     if member() is not None:
         raise typer.BadParameter("it starts its own processes, one world after the other: call it without a launcher")
+    check_targets(json, csv)
     results: dict[int, list[Peaks]] = {}
     with Console(stderr=True).status("measuring") as status:
         for world in worlds:
             status.update(f"world {world}: forward and backward of {world * tokens:,} tokens")
             problem = Problem(world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value)
-            found = launch(world, spawned, problem)
+            found = started(world, spawned, problem)
             assert found is not None
             results[world] = found
     if prints():

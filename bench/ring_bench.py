@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..ring import Ring
 from .candidates import DTYPES, PEER, Candidate, Problem, Tensors, candidates, whole
+from .demo import check_target
 from .flops import BACKWARD_FLOPS, forward_flops, pairs_of
 from .launching import Member, cores, launch, member, process_group
 from .output import prints, write_csv, write_json
@@ -26,6 +27,8 @@ from .shapes import size
 from .show import LayoutName
 from .tables import table
 from .timing import Clock, Samples, Team, interleaved
+
+T = TypeVar("T")
 
 RESULTS = ("out", "dq", "dk", "dv")
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -68,7 +71,6 @@ def dtype_name(text: str) -> str:
     return name
 
 
-@record
 def spawned(store: str, problem: Problem, repeats: int) -> Report | None:
     """The entry of the processes that the command starts itself."""
     place = member()
@@ -217,11 +219,30 @@ def ring(
         raise typer.BadParameter(f"--kv-heads is {kv_heads}: --heads, {heads}, must be a multiple of it")
     if seqlen < world:
         raise typer.BadParameter(f"--seqlen is {seqlen}: {world} processes need a token each")
+    check_targets(json, csv)
     share = threads or max(1, cores() // (place.local_world if place is not None else world))
     problem = Problem(seqlen, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value, share, seed)
-    report = launch(world, spawned, problem, repeats) if place is None else measure(place, problem, repeats)
+    report = started(world, spawned, problem, repeats) if place is None else measure(place, problem, repeats)
     if report is not None and prints():
         finish(problem, report, json, csv)
+
+
+def check_targets(*targets: str | Path | None) -> None:
+    """Refuse a file that could not be written, before minutes of work."""
+    try:
+        for target in targets:
+            check_target(target)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def started(world: int, entry: Callable[..., T], *arguments: object) -> T:
+    """What rank 0 of new processes returns; where one of them fails, its error and exit code 1."""
+    try:
+        return launch(world, entry, *arguments)
+    except ChildFailedError as error:
+        typer.echo(f"a rank failed: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 def finish(problem: Problem, report: Report, json: str | None, csv: Path | None) -> None:
@@ -242,8 +263,8 @@ def text(problem: Problem, report: Report, rows: list[dict[str, Any]]) -> str:
     kind = "causal" if problem.causal else "full"
     title = (
         f"{kind} forward and backward, B{problem.batch} H{problem.heads}/{problem.kv_heads} D{problem.head_dim} "
-        f"{problem.dtype}, {problem.seqlen:,} tokens, {problem.layout} over {problem.world} processes of "
-        f"{problem.threads} threads; time on the slowest rank, medians of interleaved runs\n"
+        f"{problem.dtype}, {problem.seqlen:,} tokens, {problem.layout}; {problem.world} processes, threads of each: "
+        f"{problem.threads}; time on the slowest rank, medians of interleaved runs\n"
     )
     hops = ", ".join(f"{kind} {seconds:.3f} s" for kind, seconds in report.hops.items())
     return table(rows, title=title) + f"\n\nringattn on its slowest rank, one run: {hops}"

@@ -9,7 +9,7 @@ import torch
 from .candidates import PEER, Problem
 from .cases import Number
 from .launching import cores, launch
-from .ring_bench import problem_flops, spawned
+from .ring_bench import spawned
 
 
 def whole_ring(device: torch.device, *, seqlen: int, world: int = 2, repeats: int = 3) -> Iterator[Number]:
@@ -24,5 +24,4 @@ def whole_ring(device: torch.device, *, seqlen: int, world: int = 2, repeats: in
         limit = None if name == PEER else 0
         yield Number("results that disagree", len(wrong), "tensors", labels, limit, note=", ".join(wrong) or None)
         yield Number("forward and backward", samples.median, "s", labels, spread=samples.spread)
-        yield Number("rate", problem_flops(problem) / samples.median / 1e9, "GFLOP/s", labels)
         yield Number("times SDPA", samples.median / baseline, "times", labels)

@@ -41,6 +41,8 @@ class Outcome:
 def serve(connection: Connection, device_name: str) -> None:
     """A worker: runs one case after the other until told to stop, or until the device can no longer be trusted."""
     device = torch.device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current one
     while (request := connection.recv()) is not None:
         case, seconds = request
         connection.send(("end", *run_case(case, device, seconds, connection)))
@@ -60,16 +62,16 @@ def run_case(case: Case, device: torch.device, seconds: float, connection: Conne
         return "not here", str(missing)
     except Exception:
         return "failed", traceback.format_exc()
-    finally:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
     return "done", ""
 
 
 def healthy(device: torch.device) -> bool:
     """False after an error that stays, such as an illegal address: every later call of this process would fail too."""
+    if device.type != "cuda":
+        return True
     try:
-        return device.type != "cuda" or int(torch.ones(1, device=device).sum()) == 1
+        torch.cuda.empty_cache()  # what one case held is not the next one's
+        return int(torch.ones(1, device=device).sum()) == 1
     except RuntimeError:
         return False
 

@@ -64,7 +64,7 @@ def refused(call: Callable[..., Any], arguments: dict[str, Any], message: str) -
         call(**arguments)
 
 
-INPUTS = {
+INPUTS: dict[str, dict[str, Any]] = {
     r"q has shape \[2, 8, 64\]: it must be \[B, S, H, D\]": {"q": zeros(2, 8, 64)},
     r"k has shape \[6, 2, 16\]: it must be \[B, S, H, D\]": {"k": zeros(6, 2, 16)},
     r"v has shape \[2, 6, 2, 4, 6\]: it must be \[B, S, H, D\]": {"v": zeros(2, 6, 2, 4, 6)},

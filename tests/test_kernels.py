@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 from collections.abc import Callable
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ringattn import kernels
 from ringattn.kernels import (
     FULL,
     attention,
@@ -150,7 +155,7 @@ VIEWS = (heads_first, packed, sliced, row_padded)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Addresses of the tensors that reach a kernel."""
     seen: list[int] = []
-    launch = attention.launch
+    launch = attention.launch  # type: ignore[attr-defined]
 
     def spy(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
         seen.extend(arg[0].data_ptr() for arg in args if hasattr(arg, "stride_b"))
@@ -245,3 +250,16 @@ def test_inputs_are_left_alone() -> None:
     before = [t.clone() for t in x]
     ours(x, FULL)
     assert all(torch.equal(t, same) for t, same in zip(x, before, strict=True))
+
+
+def test_readme_lists_every_argument() -> None:
+    """`importlib` finds it where the package is installed, too."""
+    readme = (files("ringattn.kernels") / "README.md").read_text()
+    entries = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0]
+    calls = [node for node in ast.walk(ast.parse(entries)) if isinstance(node, ast.Call)]
+    listed = {ast.unparse(call.func): [ast.unparse(arg) for arg in call.args] for call in calls}
+    for call in calls:
+        listed[ast.unparse(call.func)] += [str(keyword.arg) for keyword in call.keywords]
+    assert {name for name in kernels.__all__ if name.startswith("attention_")} == set(listed)
+    for name, arguments in listed.items():
+        assert arguments == list(inspect.signature(getattr(kernels, name)).parameters)

@@ -70,8 +70,8 @@ def test_no_tile_is_seen_whole() -> None:
     assert tile_range(3, 9, 12, 20, 8) == TileRange(0, 0, 0, 24)
 
 
-@triton.jit
-def mirror(out, interval, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]
+def mirror(out: Any, interval: Any, shape: Any, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr) -> None:
     program = tl.program_id(0)
     got = jit.tile_range(interval, program * BLOCK_ROWS, shape, BLOCK_ROWS, BLOCK)
     for i in tl.static_range(4):

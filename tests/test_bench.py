@@ -1,0 +1,501 @@
+"""The benches: how they time, count, check and report, and their GPU code on a stand-in for the GPU."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import json
+import math
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ringattn.bench import (
+    accuracy,
+    beside,
+    cli,
+    device_cases,
+    memory_bench,
+    ring_bench,
+    speed,
+    suite,
+    timing,
+    usual_ring,
+    workers,
+    worlds,
+)
+from ringattn.bench.candidates import PEER, Problem
+from ringattn.bench.cases import Case, NotHere, Number, distance
+from ringattn.bench.flops import BACKWARD_FLOPS, forward_flops, pairs_of
+from ringattn.bench.launching import LAUNCHERS, launch
+from ringattn.bench.memory_bench import Peaks
+from ringattn.bench.provenance import command, provenance
+from ringattn.bench.ring_bench import Report
+from ringattn.bench.tables import table
+from ringattn.bench.timing import Clock, Samples, interleaved, repeats_within
+from ringattn.bench.workers import Outcome, Pool
+from ringattn.comm import LocalTransport
+from ringattn.comm.local import solo_group
+
+from . import suite_cases
+from .fake_cuda import FakeCuda
+
+CPU = torch.device("cpu")
+TINY = {"seqlen": 24, "heads": (2, 1)}
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for names in LAUNCHERS:
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+# timing
+
+
+def test_candidates_take_turns() -> None:
+    order: list[str] = []
+    steps = {name: partial(order.append, name) for name in "abc"}
+    taken = interleaved(steps, Clock(CPU), repeats=3, warmup=1, limits={"c": 1})
+    assert "".join(order) == "abc" + "abc" + "ab" + "ab"
+    assert {name: len(samples.seconds) for name, samples in taken.items()} == {"a": 3, "b": 3, "c": 1}
+
+
+def test_time_is_that_of_the_step() -> None:
+    samples = interleaved({"sleep": partial(time.sleep, 0.02)}, Clock(CPU), repeats=3)["sleep"]
+    assert 0.02 <= samples.median < 0.2
+
+
+def test_time_is_that_of_the_slowest_member() -> None:
+    class Slow(timing.Team):
+        def slowest(self, seconds: float) -> float:
+            return seconds + 5
+
+    assert interleaved({"": lambda: None}, Clock(CPU, Slow()), repeats=1)[""].median > 5
+
+
+def test_samples() -> None:
+    samples = Samples((4.0, 1.0, 2.0, 3.0, 5.0))
+    assert samples.median == 3.0
+    assert samples.spread == pytest.approx(1 / 3)
+    assert Samples((1.0,)).spread == 0.0
+    assert samples.as_json()["samples"] == [4.0, 1.0, 2.0, 3.0, 5.0]
+
+
+def test_repeats_follow_the_time_there_is() -> None:
+    assert repeats_within(1.0, 0.1) == 10
+    assert repeats_within(1.0, 10.0) == timing.LEAST
+    assert repeats_within(1.0, 0.0) == timing.MOST
+
+
+def test_gpu_clock_keeps_the_device_busy_and_flushes(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 16)
+    clock = Clock(CPU)
+    clock._flush = torch.ones(16, dtype=torch.uint8)
+    seconds = clock._on_gpu(lambda: cuda.calls.append("step"))
+    assert cuda.calls == ["synchronize", "sleep", "step"]
+    assert not clock._flush.any() and 0 <= seconds < 1
+
+
+# counting
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flops_count_visible_pairs(causal: bool) -> None:
+    seqlen, heads, dim, dim_v = 7, 3, 4, 5
+    pairs = sum(1 for q in range(seqlen) for k in range(seqlen) if k <= q or not causal)
+    assert pairs_of(seqlen, causal=causal) == pairs
+    assert forward_flops(pairs, heads=heads, head_dim=dim, head_dim_v=dim_v, batch=2) == 2 * pairs * (4 + 5) * 3 * 2
+    assert forward_flops(pairs, heads=heads, head_dim=dim) == 4 * pairs * dim * heads
+    assert BACKWARD_FLOPS == 2.5
+
+
+def test_distance() -> None:
+    a = torch.tensor([3.0, 4.0])
+    assert distance([a, a], [a, a * 2]) == pytest.approx(0.5)
+    assert math.isnan(distance([a * torch.nan], [a]))
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "fails"), [(1, 1, False), (2, 1, True), (math.nan, 1, True), (9, None, False)]
+)
+def test_numbers_fail_above_their_limit(value: float, limit: float | None, fails: bool) -> None:
+    assert Number("x", value, "s", limit=limit).fails is fails
+    assert Number("x", None, "s", limit=1).fails
+
+
+# provenance and tables
+
+
+def test_provenance_names_everything_and_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/some/folder/ringattn", "bench", "ring", "--json", "my file"])
+    told = provenance(CPU)
+    assert told["command"] == "ringattn bench ring --json 'my file'"
+    assert told["versions"]["torch"] == torch.__version__
+    assert told["cpu"]["cores"] >= 1 and told["gpu"] is None
+    assert len(told["ringattn"]["sources"]) == 12
+    assert "/some" not in json.dumps(told)
+    monkeypatch.setattr("sys.argv", ["/some/ringattn/__main__.py", "demo"])
+    assert command() == "python -m ringattn demo"
+
+
+def test_table_aligns() -> None:
+    rows = [{"name": "a", "value": 1.23456}, {"name": "long", "value": None}]
+    assert table(rows, title="t") == "t\nname  value\na     1.235\nlong"
+    assert table([]) == ""
+
+
+# bench ring
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_whole_rings_agree(world: int, tmp_path: Path) -> None:
+    """Real processes: ours and the usual ring against PyTorch's attention, through the command and without it."""
+    if world == 2:
+        flags = ["--seqlen", "512", "--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--repeats", "2"]
+        files = ["--json", str(tmp_path / "r.json"), "--csv", str(tmp_path / "r.csv")]
+        result = CliRunner().invoke(cli.app, ["bench", "ring", *flags, *files])
+        assert result.exit_code == 0, result.output
+        told = json.loads((tmp_path / "r.json").read_text())
+        assert told["problem"]["kv_heads"] == 1 and told["provenance"]["versions"]
+        names = [one["name"] for one in told["candidates"]]
+        assert names[:3] == ["SDPA, one process", "ringattn", "usual ring"]
+        assert all(not one["disagrees"] for one in told["candidates"][:3])
+        with (tmp_path / "r.csv").open() as file:
+            assert [row["candidate"] for row in csv.DictReader(file)] == names
+        return
+    problem = Problem(world * 2 * 40, world, heads=2, kv_heads=2, head_dim=16, causal=False, layout="contiguous")
+    report = launch(world, ring_bench.spawned, problem, 1)
+    assert report is not None
+    assert {name: wrong for name, wrong in report.disagreements.items() if name != PEER and wrong} == {}
+    assert set(report.times) >= {"SDPA, one process", "ringattn", "usual ring"}
+
+
+def report_of(wrong: dict[str, list[str]]) -> Report:
+    errors = dict.fromkeys(ring_bench.RESULTS, 1e-6)
+    names = ("SDPA, one process", "ringattn", PEER)
+    return Report(
+        {name: Samples((1.0 + index, 2.0 + index)) for index, name in enumerate(names)},
+        dict.fromkeys(names, errors),
+        {name: wrong.get(name, []) for name in names},
+        {"compute": 1.0, "wait": 0.1},
+    )
+
+
+def test_a_wrong_ring_fails_and_a_wrong_peer_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    problem = Problem(1024, 2)
+    ring_bench.finish(problem, report_of({PEER: ["dk"]}), None, None)
+    told = capsys.readouterr().out
+    assert "not in dk" in told and "1.667" in told
+    with pytest.raises(ring_bench.typer.Exit):
+        ring_bench.finish(problem, report_of({"ringattn": ["dq"]}), None, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--heads", "4", "--kv-heads", "3"], "multiple"),
+        (["--seqlen", "1", "--world", "2"], "a token each"),
+        (["--dtype", "int8"], "no dtype"),
+    ],
+)
+def test_bad_problems_are_refused(flags: list[str], told: str) -> None:
+    result = CliRunner().invoke(ring_bench.app, flags, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    assert result.exit_code == 2 and told in result.output
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_parts_of_the_usual_ring_cover_what_is_visible(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, rows = 3, 4
+    monkeypatch.setattr(usual_ring.dist, "get_rank", lambda: rank)
+    held = Problem(world * rows, world).held
+    for step in range(world):
+        mine, theirs = held.positions(rank), held.positions((rank - step) % world)
+        seen = theirs[None] <= mine[:, None]
+        part = usual_ring.Part(step, rows, causal=True)
+        computed = torch.zeros_like(seen)
+        block = computed[part.rows, part.keys]
+        block[:] = torch.ones(block.shape).tril() if part.causal else 1
+        assert computed.equal(seen)
+
+
+# bench memory
+
+
+def test_memory_of_real_processes(tmp_path: Path) -> None:
+    target = tmp_path / "m.json"
+    flags = ["--world", "2", "--tokens", "1k", "--heads", "4", "--head-dim", "64", "--json", str(target)]
+    result = CliRunner().invoke(cli.app, ["bench", "memory", *flags])
+    assert result.exit_code == 0, result.output
+    told = json.loads(target.read_text())
+    ranks = told["worlds"][0]["ranks"]
+    tensor = 1024 * 4 * 64 * 4
+    assert len(ranks) == 2 and told["problem"]["tokens_per_rank"] == 1024
+    for rank in ranks:
+        # four inputs, out and three gradients; three slots of K/V and two of sums; what the operator returns
+        assert 18 * tensor < rank["highest"] < 24 * tensor
+        assert sum(rank["named"].values()) == 8 * tensor
+
+
+def test_memory_that_grows_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    results = {2: [Peaks(10, 100), Peaks(10, 99)], 4: [Peaks(10, 101)]}
+    memory_bench.finish(Problem(64, 4), results, None, None)
+    assert "+1.00%" in capsys.readouterr().out
+    results[8] = [Peaks(10, 103)]
+    with pytest.raises(memory_bench.typer.Exit):
+        memory_bench.finish(Problem(64, 8), results, None, None)
+
+
+# workers of the suite
+
+
+def case(run: Any, seconds: float = 60, alone: bool = True, **arguments: object) -> Case:
+    return Case(run.__name__, "", run, seconds, arguments, alone)
+
+
+def test_bad_cases_cost_themselves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "ENDING_SECONDS", 0.5)
+    cases = [
+        case(suite_cases.good),
+        case(suite_cases.raises),
+        case(suite_cases.lacks_something),
+        case(suite_cases.dies),
+        case(suite_cases.good, count=9, seconds=0.3),
+        case(suite_cases.above_its_limit),
+        case(suite_cases.hangs, seconds=1),
+        case(suite_cases.good, seconds=1000),
+    ]
+    cases[4] = Case("cut", "", suite_cases.good, 0.5, {"count": 50, "seconds": 0.2})
+    changes: list[str] = []
+    monkeypatch.setattr(workers, "OVERTIME", 30)  # a new process takes seconds to import torch
+    pool = Pool(CPU, time.monotonic() + 70, 2, lambda outcome: changes.append(outcome.case.name))
+    cases[6] = Case("hangs", "", suite_cases.hangs, 0.3)
+    outcomes = pool.run(cases)
+    states = [outcome.state for outcome in outcomes]
+    assert states == ["done", "failed", "not here", "failed", "cut short", "done", "failed", "not run"]
+    assert "it went wrong" in outcomes[1].reason and "exit code 9" in outcomes[3].reason
+    assert outcomes[2].reason == "no such library"
+    assert "killed" in outcomes[6].reason and "1000 s" in outcomes[7].reason
+    assert [len(outcome.numbers) for outcome in outcomes[1:4]] == [1, 0, 1]
+    assert [outcome.good for outcome in outcomes] == [True, False, True, False, True, False, False, True]
+    assert outcomes[0].numbers[0].value == outcomes[0].numbers[1].value  # one process, until it dies
+    assert changes.count("raises") == 2
+    assert not pool.workers
+
+
+class Recorder:
+    """Stands in for a worker: ends a case when told."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.outcome: Outcome | None = None
+
+    def start(self, outcome: Outcome, seconds: float, killed_at: float) -> None:
+        self.outcome = outcome
+
+
+def test_cases_that_time_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "Worker", Recorder)
+    pool = Pool(CPU, time.monotonic() + 600, 2, lambda outcome: None)
+    timed, other = case(suite_cases.good), case(suite_cases.raises, alone=False)
+    assert pool._may_start(timed) and pool._may_start(other)
+    pool._start(Outcome(other))
+    assert pool._may_start(other) and not pool._may_start(timed)
+    pool._start(Outcome(other))
+    assert not pool._may_start(other)
+    for worker in pool.workers:
+        worker.outcome = None
+    pool.workers.pop()
+    pool._start(Outcome(timed))
+    assert len(pool.workers) == 1
+    assert not pool._may_start(other) and not pool._may_start(timed)
+
+
+def test_a_poisoned_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*sizes: object, **options: object) -> torch.Tensor:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    assert workers.healthy(CPU)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch, "ones", fail)
+    assert not workers.healthy(torch.device("cuda", 0))
+
+
+# cases
+
+
+@pytest.mark.parametrize("cases", [suite.gpu_cases(), suite.cpu_cases()], ids=["gpu", "cpu"])
+def test_cases_can_be_called_and_are_named_once(cases: list[Case]) -> None:
+    assert len({one.name for one in cases}) == len(cases)
+    for one in cases:
+        inspect.signature(one.run).bind(CPU, **one.arguments)
+        json.dumps(dict(one.arguments))
+
+
+def test_gpu_cases_fit_the_budget() -> None:
+    """Within eight minutes, where every case takes all of its time; those of correctness run side by side."""
+    cases = suite.gpu_cases()
+    alone = sum(one.seconds for one in cases if one.alone)
+    side_by_side = [one.seconds for one in cases if not one.alone]
+    assert len(side_by_side) <= suite.MOST_WORKERS
+    assert alone + max(side_by_side) <= 480
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "dims"),
+    [("triton", "float32", (16, 24)), ("aten", "bfloat16", (24, 24))],
+)
+def test_accuracy_holds(backend: str, dtype: str, dims: tuple[int, int]) -> None:
+    found = list(accuracy.accuracy(CPU, backend=backend, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], **TINY))
+    assert len(found) == 3 * 6
+    assert [number for number in found if number.fails] == []
+
+
+def test_accuracy_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = accuracy.AtenForward.result
+
+    def off_by_a_little(self: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = right(self)
+        return out * (1 + 1e-4), lse
+
+    monkeypatch.setattr(accuracy.AtenForward, "result", off_by_a_little)
+    found = accuracy.accuracy(CPU, backend="aten", dtype="float32", head_dim=16, **TINY)
+    assert "error of out" in {number.name for number in found if number.fails}
+
+
+def test_speed_tells_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "LEAST", 1)
+    run = speed.speed(CPU, head_dim=16, causal=True, seqlens=(32, 48), heads=(1, 1), dtype="float32", seconds=0.0)
+    found = list(run)
+    ours = {number.name for number in found if number.labels["by"] == speed.OURS}
+    assert {"forward", "forward with state", "backward", "delta time", "dq time", "dkdv time"} <= ours
+    assert {number.note for number in found if number.name == "not there"} != set()  # no efficient backend on the CPU
+    rows = speed.brief(found)
+    assert [(row["TFLOP/s"], row["tokens"]) for row in rows][:2] == [("forward", 32), ("forward with state", 32)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_speed_compares_with_a_backend(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "LEAST", 1)
+    monkeypatch.setattr(speed, "RIVALS", {"float32": ("flash",)})
+    run = speed.speed(CPU, head_dim=16, causal=causal, seqlens=(32,), heads=(2, 2), dtype="float32", seconds=0.0)
+    found = list(run)
+    assert not any(number.fails for number in found)
+    (difference,) = (number.value for number in found if number.limit is not None)
+    assert difference is not None and difference < 1e-5
+    assert {number.name for number in found if number.labels["by"] == "flash" and number.unit == "TFLOP/s"} == {
+        "forward",
+        "backward",
+    }
+
+
+def test_copy_beside_the_forward(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside.Copy, "milliseconds", lambda copy: (0.0, 0.01))  # no stamps without a device's clock
+    sizes = beside.Sizes(seconds=1e-4, keys=32, nbytes=1 << 12)
+    found = list(beside.beside(CPU, head_dim=16, heads=1, repeats=1, sizes=sizes))
+    assert not any(number.fails for number in found)
+    assert sum(number.limit == 0 for number in found) == 4
+    assert [row["copy beside"] for row in beside.brief(found)] == ["many waves", "one wave", "one wave, 16 left"]
+    assert "stream of priority -1" in cuda.calls
+
+
+def test_delays_are_read_from_the_stamps() -> None:
+    copy = beside.Copy(CPU, 64)
+    copy.stamps.view(-1, 2)[:] = torch.tensor([[5_000_000, 9_000_000]])
+    copy.stamps.view(-1, 2)[3] = torch.tensor([7_000_000, 11_000_000])
+    assert copy.milliseconds() == (2.0, 6.0)
+    alone = beside.Beside(None, first=0.01, last=0.02, copy=4.0)
+    together = beside.Beside(12.0, first=1.01, last=3.0, copy=5.0)
+    runs = {"alone": [10.0], "copy alone": [alone], "beside": [together]}
+    told = {(number.name, number.unit): number.value for number in beside.numbers(runs, 10**12, {})}
+    assert told["start delay, first block", "ms"] == pytest.approx(1.0)
+    assert told["start delay, last block", "ms"] == pytest.approx(2.99)
+    assert told["slowdown of the forward", "times"] == pytest.approx(1.2)
+    assert told["forward alone", "TFLOP/s"] == pytest.approx(100)
+
+
+def test_first_cases_of_a_device() -> None:
+    found = list(device_cases.launches(CPU, dtype="float32", seqlen=40, head_dim=16))
+    assert [number.name for number in found if number.limit] == ["difference from float64"] * 2
+    assert not any(number.fails for number in found)
+    assert device_cases.host_microseconds(CPU, lambda: None) < 1000
+    rates = list(device_cases.ceilings(CPU, side=64, dtype="float32", nbytes=4096))
+    assert [number.unit for number in rates] == ["TFLOP/s", "GB/s"]
+
+
+def test_local_world_against_one_piece() -> None:
+    run = worlds.local_world(CPU, world=2, tokens=64, heads=(2, 1), head_dim=16, dtype="float32", repeats=2)
+    found = list(run)
+    assert found[0].name == "difference from one piece" and not found[0].fails
+    assert found[-1].unit == "times"
+
+
+def test_nccl_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worlds, "nccl_missing", lambda: "CuPy does not import")
+    with pytest.raises(NotHere, match="CuPy"):
+        next(worlds.nccl_to_itself(CPU))
+    monkeypatch.setattr(worlds, "nccl_missing", lambda: None)
+    opened: list[LocalTransport] = []
+
+    def local(*, transport: str, device: torch.device) -> LocalTransport:
+        assert transport == "nccl"
+        opened.append(LocalTransport(solo_group(), device))
+        return opened[0]
+
+    monkeypatch.setattr(worlds, "open_transport", local)
+    found = list(worlds.nccl_to_itself(CPU, nbytes=(64, 4096)))
+    assert [(number.unit, number.fails) for number in found] == [("bytes", False), ("GB/s", False)] * 2
+    with pytest.raises(Exception, match="closed"):
+        opened[0].post(sends=[], receives=[])
+
+
+# the command
+
+
+def test_suite_leaves_one_result(tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--only", "launches", "--budget", "90", "--out", str(tmp_path / "results")]
+    result = CliRunner().invoke(cli.app, ["bench", "suite", *flags])
+    assert result.exit_code == 0, result.output
+    told = json.loads((tmp_path / "results" / "results.json").read_text())
+    (one,) = told["cases"]
+    assert one["state"] == "done" and all("unit" in number for number in one["numbers"])
+    assert told["provenance"]["seconds"] < 90
+    assert "2/2" in result.stdout
+
+
+def test_suite_refuses_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for flags in (["--device", "cuda"], ["--only", "nothing"], ["--device", "tpu"]):
+        assert CliRunner().invoke(suite.app, flags).exit_code == 2
+
+
+def test_report_tells_failures_last() -> None:
+    outcomes = [
+        Outcome(case(speed.speed), "done", "", 1.0, list(_speeds())),
+        Outcome(case(suite_cases.raises), "failed", "Traceback\nValueError: it went wrong\n", 2.0, []),
+        Outcome(
+            case(suite_cases.above_its_limit), "done", "", 3.0,
+            [Number("error of dq", 2.0, "absolute", {"D": 64}, limit=1.0), Number("rate", 5.0, "GB/s")],
+        ),
+    ]  # fmt: skip
+    told = suite.report({"provenance": provenance(CPU)}, outcomes)
+    assert "ValueError: it went wrong" in told
+    assert "error of dq (D 64) is 2.0, at most 1 allowed" in told
+    assert "0/1" in told and "200%" in told and "GB/s" in told
+    assert told.index("forward") < told.index("failed")
+
+
+def _speeds() -> Iterator[Number]:
+    labels = {"dtype": "bfloat16", "head_dim": 64, "mask": "full", "seqlen": 4096, "heads": "16/16"}
+    yield from speed.numbers({"forward:ringattn": Samples((1e-3,)), "forward:flash": Samples((2e-3,))}, 10**12, labels)
