@@ -23,7 +23,8 @@ from .workers import Outcome, Pool
 
 WRITING_SECONDS = 3.0  # of the budget, kept for the end
 MOST_WORKERS = 13  # as many as there are cases of correctness
-WORKER_GIB = 4  # of host memory: CUDA's libraries and a compiler
+WORKER_GIB = 2  # of host memory: CUDA's libraries and a compiler
+FEW_WORKERS = 4  # whatever the memory: some machines show little of theirs until it is used
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -133,10 +134,9 @@ def suite(
     cases = [case for case in (gpu_cases() if place.type == "cuda" else cpu_cases()) if (only or "") in case.name]
     if not cases:
         raise typer.BadParameter(f"--only is {only!r}: no case has that in its name")
-    if place.type == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a worker imports triton
+    os.environ["TRITON_INTERPRET"] = "1" if place.type == "cpu" else "0"  # read when a worker imports triton
     out.mkdir(parents=True, exist_ok=True)
-    record = {"schema": "ringattn bench suite 1", "budget": budget, "provenance": provenance(place)}
+    record: dict[str, Any] = {"schema": "ringattn bench suite 1", "budget": budget, "provenance": provenance(place)}
     running: dict[str, Outcome] = {}
     with Console(stderr=True).status("starting") as status:
 
@@ -147,7 +147,7 @@ def suite(
 
         pool = Pool(place, begun + budget - WRITING_SECONDS, width(), changed)
         outcomes = pool.run(cases)
-    record["provenance"]["seconds"] = time.monotonic() - begun  # type: ignore[index]
+    record["provenance"]["seconds"] = time.monotonic() - begun
     write(out, record, outcomes)
     typer.echo(report(record, outcomes))
     typer.echo(f"\n{out / 'results.json'}")
@@ -159,7 +159,7 @@ def suite(
 def width() -> int:
     """Processes that may run side by side where nothing is timed: each compiles, which keeps a core busy."""
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return max(1, min(cores(), MOST_WORKERS, int(gib / WORKER_GIB)))
+    return min(cores(), MOST_WORKERS, max(FEW_WORKERS, int(gib / WORKER_GIB)))
 
 
 def device_of(name: str | None) -> torch.device:

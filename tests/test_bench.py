@@ -6,6 +6,9 @@ import csv
 import inspect
 import json
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import typer
 from typer.testing import CliRunner
 
 from ringattn.bench import (
@@ -42,12 +47,13 @@ from ringattn.bench.timing import Clock, Samples, interleaved, repeats_within
 from ringattn.bench.workers import Outcome, Pool
 from ringattn.comm import LocalTransport
 from ringattn.comm.local import solo_group
+from ringattn.ring.aten import AtenForward
 
 from . import suite_cases
 from .fake_cuda import FakeCuda
 
 CPU = torch.device("cpu")
-TINY = {"seqlen": 24, "heads": (2, 1)}
+TINY: dict[str, Any] = {"seqlen": 24, "heads": (2, 1)}
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +158,7 @@ def test_provenance_names_everything_and_no_folder(monkeypatch: pytest.MonkeyPat
 
 
 def test_table_aligns() -> None:
-    rows = [{"name": "a", "value": 1.23456}, {"name": "long", "value": None}]
+    rows: list[dict[str, object]] = [{"name": "a", "value": 1.23456}, {"name": "long", "value": None}]
     assert table(rows, title="t") == "t\nname  value\na     1.235\nlong"
     assert table([]) == ""
 
@@ -199,7 +205,7 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_told(capsys: pytest.CaptureFixtu
     ring_bench.finish(problem, report_of({PEER: ["dk"]}), None, None)
     told = capsys.readouterr().out
     assert "not in dk" in told and "1.667" in told
-    with pytest.raises(ring_bench.typer.Exit):
+    with pytest.raises(typer.Exit):
         ring_bench.finish(problem, report_of({"ringattn": ["dq"]}), None, None)
 
 
@@ -219,7 +225,7 @@ def test_bad_problems_are_refused(flags: list[str], told: str) -> None:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_parts_of_the_usual_ring_cover_what_is_visible(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world, rows = 3, 4
-    monkeypatch.setattr(usual_ring.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
     held = Problem(world * rows, world).held
     for step in range(world):
         mine, theirs = held.positions(rank), held.positions((rank - step) % world)
@@ -254,7 +260,7 @@ def test_memory_that_grows_fails(capsys: pytest.CaptureFixture[str]) -> None:
     memory_bench.finish(Problem(64, 4), results, None, None)
     assert "+1.00%" in capsys.readouterr().out
     results[8] = [Peaks(10, 103)]
-    with pytest.raises(memory_bench.typer.Exit):
+    with pytest.raises(typer.Exit):
         memory_bench.finish(Problem(64, 8), results, None, None)
 
 
@@ -363,13 +369,13 @@ def test_accuracy_holds(backend: str, dtype: str, dims: tuple[int, int]) -> None
 
 
 def test_accuracy_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = accuracy.AtenForward.result
+    right = AtenForward.result
 
     def off_by_a_little(self: Any) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = right(self)
         return out * (1 + 1e-4), lse
 
-    monkeypatch.setattr(accuracy.AtenForward, "result", off_by_a_little)
+    monkeypatch.setattr(AtenForward, "result", off_by_a_little)
     found = accuracy.accuracy(CPU, backend="aten", dtype="float32", head_dim=16, **TINY)
     assert "error of out" in {number.name for number in found if number.fails}
 
@@ -410,6 +416,27 @@ def test_copy_beside_the_forward(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
     assert "stream of priority -1" in cuda.calls
 
 
+@pytest.mark.nightly
+def test_copy_kernel_compiles_with_its_clock() -> None:
+    """The interpreter has no clock of the device: compiled in a process without it, for one GPU."""
+    code = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from ringattn.bench.beside import CHUNK, COPY_WARPS, copy_kernel
+types = {"destination": "*i32", "source": "*i32", "elements": "i32", "stamps": "*i64"}
+constants = {(4,): CHUNK, (5,): True}
+aligned = {(index,): [["tt.divisibility", 16]] for index in range(4)}
+source = ASTSource(copy_kernel, {**types, "CHUNK": "constexpr", "STAMP": "constexpr"}, constants, aligned)
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": COPY_WARPS})
+assert compiled.asm["ptx"].count("globaltimer") == 2
+assert "ld.global.v4" in compiled.asm["ptx"]
+"""
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 def test_delays_are_read_from_the_stamps() -> None:
     copy = beside.Copy(CPU, 64)
     copy.stamps.view(-1, 2)[:] = torch.tensor([[5_000_000, 9_000_000]])
@@ -417,7 +444,7 @@ def test_delays_are_read_from_the_stamps() -> None:
     assert copy.milliseconds() == (2.0, 6.0)
     alone = beside.Beside(None, first=0.01, last=0.02, copy=4.0)
     together = beside.Beside(12.0, first=1.01, last=3.0, copy=5.0)
-    runs = {"alone": [10.0], "copy alone": [alone], "beside": [together]}
+    runs: dict[str, list[Any]] = {"alone": [10.0], "copy alone": [alone], "beside": [together]}
     told = {(number.name, number.unit): number.value for number in beside.numbers(runs, 10**12, {})}
     assert told["start delay, first block", "ms"] == pytest.approx(1.0)
     assert told["start delay, last block", "ms"] == pytest.approx(2.99)
@@ -463,7 +490,8 @@ def test_nccl_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 # the command
 
 
-def test_suite_leaves_one_result(tmp_path: Path) -> None:
+def test_suite_leaves_one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # put back what the command sets
     flags = ["--device", "cpu", "--only", "launches", "--budget", "90", "--out", str(tmp_path / "results")]
     result = CliRunner().invoke(cli.app, ["bench", "suite", *flags])
     assert result.exit_code == 0, result.output
