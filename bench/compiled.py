@@ -207,11 +207,12 @@ def select(name: str) -> Iterator[Variant]:
         ValueError: an arch, dtype, role or kernel that is not there.
     """
     arch, dtype, head_dim, *words = name.split(":")
-    for what, got, known in (
+    asked: list[tuple[str, int | str, list[int] | list[str]]] = [
         ("arch", int(arch), list(SHARED_LIMIT)),
         ("dtype", dtype, list(DTYPES)),
         *(("role or kernel", word, [*ROLES, *KERNELS]) for word in words),
-    ):
+    ]
+    for what, got, known in asked:
         if got not in known:
             raise ValueError(f"{what} is {got!r}: it must be one of {', '.join(map(str, known))}")
     return (v for v in launchable(int(arch), dtype, int(head_dim)) if {v.role, v.kernel} >= set(words))

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from ringattn.bench import compiled
-from ringattn.bench.compiled import Compiled, Tile, Variant, launchable, problems
+from ringattn.bench.compiled import Compiled, Variant, launchable, problems
 from ringattn.bench.sass import Loop, basic_blocks, matrix_loops, natural_loops
+from ringattn.kernels import Tile
 from ringattn.kernels.config import config_for
 
 ARCHS = (80, 86, 89, 90, 100, 120)
