@@ -10,8 +10,8 @@ import torch
 import typer
 
 from .launching import Member, member
-from .shapes import binary, size
-from .show import LayoutName
+from .output import check_target
+from .shapes import LayoutName, binary, size
 from .side_by_side import Order, run
 from .training import Job
 
@@ -100,12 +100,6 @@ def check_job(job: Job) -> None:
         raise ValueError(f"--kv-heads is {job.kv_heads}: --heads, {job.heads}, must be a multiple of it")
     if job.head_dim % 2:
         raise ValueError(f"--head-dim is {job.head_dim}: it must be even, since rotary embedding turns pairs")
-
-
-def check_target(target: str | Path | None) -> None:
-    """Refuse a file that could not be written, before minutes of work rather than after: ValueError."""
-    if target not in (None, "-") and not Path(target).absolute().parent.is_dir():
-        raise ValueError(f"cannot write {target}: there is no folder {Path(target).parent}")
 
 
 def read(text: Path | None, seqlen: int) -> bytes:

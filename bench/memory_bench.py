@@ -22,8 +22,7 @@ from .memory import PeakMemory
 from .output import prints, write_csv, write_json
 from .provenance import provenance
 from .ring_bench import CPU, check_targets, dtype_name, started
-from .shapes import size, sizes
-from .show import LayoutName
+from .shapes import LayoutName, size, sizes
 from .tables import table
 
 ALLOWED_SPREAD = 0.02  # between worlds: what is rounded to pages and what the network library keeps per peer

@@ -17,6 +17,12 @@ def prints() -> bool:
     return place is None or place.rank == 0
 
 
+def check_target(target: str | Path | None) -> None:
+    """Refuse a file that could not be written, before minutes of work rather than after: ValueError."""
+    if target not in (None, "-") and not Path(target).absolute().parent.is_dir():
+        raise ValueError(f"cannot write {target}: there is no folder {Path(target).parent}")
+
+
 def write_json(target: str, data: object) -> None:
     """Write ``data`` to a file, or to standard output where ``target`` is ``-``."""
     text = json.dumps(data, indent=2) + "\n"

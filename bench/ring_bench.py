@@ -18,13 +18,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..ring import Ring
 from .candidates import DTYPES, PEER, Candidate, Problem, Tensors, candidates, whole
-from .demo import check_target
 from .flops import BACKWARD_FLOPS, forward_flops, pairs_of
 from .launching import Member, cores, launch, member, process_group
-from .output import prints, write_csv, write_json
+from .output import check_target, prints, write_csv, write_json
 from .provenance import provenance
-from .shapes import size
-from .show import LayoutName
+from .shapes import LayoutName, size
 from .tables import table
 from .timing import Clock, Samples, Team, interleaved
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 
 import typer
 
 SUFFIXES = {"": 1, "k": 1024, "m": 1024**2}
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+class LayoutName(StrEnum):
+    """Layouts that have a name: equal shards."""
+
+    contiguous = "contiguous"
+    zigzag = "zigzag"
+    striped = "striped"
 
 
 def size(text: str) -> int:

@@ -15,18 +15,12 @@ from ..ring.schedule import schedule, shown
 from .call import BACKWARD_FLOPS, Call, data, mask_cells, table
 from .output import prints, write_csv, write_json
 from .pictures import draw_call, picture
-from .shapes import human, size, sizes
+from .shapes import LayoutName, human, size, sizes
 
 LEAST_CELLS, MOST_CELLS = 16, 32  # of a mask on the terminal, each way
 HOP_MARKS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-class LayoutName(StrEnum):
-    contiguous = "contiguous"
-    zigzag = "zigzag"
-    striped = "striped"
 
 
 class Dtype(StrEnum):

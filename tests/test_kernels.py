@@ -195,6 +195,10 @@ def test_strided_results_are_written_where_they_lie(view: Callable[[Tensor], Ten
         assert got is target
         assert torch.equal(got, same)
     assert {t.data_ptr() for t in own} <= set(launched)
+    for target in own:  # between their elements and past their end it is NaN, and stays so
+        storage = target._base
+        assert storage is not None
+        assert int(storage.isnan().sum()) == storage.numel() - target.numel()
 
 
 def test_heads_that_share_their_storage() -> None:
