@@ -57,6 +57,8 @@ def attention_forward(
     scale = check_inputs(q, k, v, bounds, softmax_scale)
     out_shape = (*q.shape[:3], v.shape[3])
     out, lse = state if state is not None else (None, None)
+    if (out is None) != (lse is None):
+        raise ValueError("state has only one of out and lse: pass both, or no state")
     if out is None or lse is None:
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device, dtype=torch.float32)
     else:
@@ -66,7 +68,7 @@ def attention_forward(
     in_place = out is not None and out.dtype == dtype
     result = out if out is not None and in_place else torch.empty(out_shape, device=q.device, dtype=dtype)
     tile = (config or default_config(q, v)).forward
-    flags = {"HAS_STATE": state is not None, "IN_PLACE": in_place}
+    flags = {"HAS_STATE": out is not None, "IN_PLACE": in_place}
     launch(
         forward_kernel, programs(q.shape[1], tile.block_q, q), q.device,
         strided(q), strided(k), strided(v), strided(result if out is None else out), strided(result), lse,

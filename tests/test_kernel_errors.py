@@ -265,3 +265,9 @@ for rows in (8, 0):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_half_a_state_is_refused() -> None:
+    q, k, v = (torch.zeros(1, 8, 2, 16) for _ in range(3))
+    with pytest.raises(ValueError, match="state has only one of out and lse"):
+        attention_forward(q, k, v, state=(torch.zeros(1, 8, 2, 16), None))  # type: ignore[arg-type]
