@@ -14,12 +14,12 @@ import torch
 from ..ring.layout import Layout
 from ..ring.mask import Mask
 from ..ring.schedule import Schedule, schedule
+from .flops import forward_flops
 from .shapes import DTYPE_BYTES
 
 Grid = npt.NDArray[np.int64]
 
 FP32_BYTES = 4  # dK/dV sums travel as fp32
-BACKWARD_FLOPS = 2.5  # five products of the forward's two
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Call:
 
     @property
     def flops_per_pair(self) -> int:
-        return 4 * self.head_dim * self.heads * self.batch
+        return forward_flops(1, heads=self.heads, head_dim=self.head_dim, batch=self.batch)
 
     @property
     def bytes_per_token(self) -> tuple[int, int]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from ..ring import Layout, Mask, visible_pairs
-from .call import BACKWARD_FLOPS
 
-__all__ = ["BACKWARD_FLOPS", "forward_flops", "pairs_of"]
+BACKWARD_FLOPS = 2.5  # five products of the forward's two
 
 
 def forward_flops(pairs: int, *, heads: int, head_dim: int, head_dim_v: int | None = None, batch: int = 1) -> int:

@@ -22,7 +22,7 @@ from .memory import PeakMemory
 from .output import prints, write_csv, write_json
 from .provenance import provenance
 from .ring_bench import CPU, check_targets, dtype_name, started
-from .shapes import LayoutName, size, sizes
+from .shapes import LayoutName, grouped, size, sizes
 from .tables import table
 
 ALLOWED_SPREAD = 0.02  # between worlds: what is rounded to pages and what the network library keeps per peer
@@ -128,9 +128,7 @@ def memory(
     csv: Annotated[Path | None, typer.Option(help="Write a row per world.")] = None,
 ) -> None:
     """Peak memory per rank for the same tokens per rank: the same for every number of ranks, or exit 1."""
-    kv_heads = kv_heads or heads
-    if heads % kv_heads:
-        raise typer.BadParameter(f"--kv-heads is {kv_heads}: --heads, {heads}, must be a multiple of it")
+    kv_heads = grouped(heads, kv_heads)
     if member() is not None:
         raise typer.BadParameter("it starts its own processes, one world after the other: call it without a launcher")
     check_targets(json, csv)

@@ -22,7 +22,7 @@ from .flops import BACKWARD_FLOPS, forward_flops, pairs_of
 from .launching import Member, cores, launch, member, process_group
 from .output import check_target, prints, write_csv, write_json
 from .provenance import provenance
-from .shapes import LayoutName, size
+from .shapes import LayoutName, grouped, size
 from .tables import table
 from .timing import Clock, Samples, Team, interleaved
 
@@ -212,9 +212,7 @@ def ring(
     """Forward and backward of one attention, sharded over processes, beside the same attention whole."""
     place = member()
     world = place.world if place is not None else world
-    kv_heads = kv_heads or heads
-    if heads % kv_heads:
-        raise typer.BadParameter(f"--kv-heads is {kv_heads}: --heads, {heads}, must be a multiple of it")
+    kv_heads = grouped(heads, kv_heads)
     if seqlen < world:
         raise typer.BadParameter(f"--seqlen is {seqlen}: {world} processes need a token each")
     check_targets(json, csv)

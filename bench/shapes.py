@@ -56,3 +56,15 @@ def binary(count: int) -> str:
         if count and count % unit == 0:
             return f"{count // unit}{suffix}"
     return str(count)
+
+
+def grouped(heads: int, kv_heads: int | None) -> int:
+    """The number of key/value heads that ``--heads`` and ``--kv-heads`` mean: as many as query heads where left out.
+
+    Raises:
+        typer.BadParameter: the query heads are not a multiple of them.
+    """
+    kv_heads = kv_heads or heads
+    if heads % kv_heads:
+        raise typer.BadParameter(f"--kv-heads is {kv_heads}: --heads, {heads}, must be a multiple of it")
+    return kv_heads

@@ -12,10 +12,11 @@ import typer
 from ..ring.layout import Layout
 from ..ring.mask import Mask
 from ..ring.schedule import schedule, shown
-from .call import BACKWARD_FLOPS, Call, data, mask_cells, table
+from .call import Call, data, mask_cells, table
+from .flops import BACKWARD_FLOPS
 from .output import prints, write_csv, write_json
 from .pictures import draw_call, picture
-from .shapes import LayoutName, human, size, sizes
+from .shapes import LayoutName, grouped, human, size, sizes
 
 LEAST_CELLS, MOST_CELLS = 16, 32  # of a mask on the terminal, each way
 HOP_MARKS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -127,9 +128,9 @@ def show(
     """Print or draw the schedule and the mask of any call: who computes what at which hop, and what moves."""
     try:
         held, name = _layout(seqlen, world, layout, lengths)
-        call = Call(held, name, Mask(causal=causal), direction, batch, heads, kv_heads or heads, head_dim, dtype.value)
-        if heads % call.kv_heads:
-            raise ValueError(f"--kv-heads is {call.kv_heads}: --heads, {heads}, must be a multiple of it")
+        call = Call(
+            held, name, Mask(causal=causal), direction, batch, heads, grouped(heads, kv_heads), head_dim, dtype.value
+        )
         if not held.seqlen:
             raise ValueError("there are 0 tokens: a call has at least one")
         _ = call.plan

@@ -95,8 +95,10 @@ class Ring:
         Raises:
             ValueError: on every rank, naming the first field that differs and who has what.
         """
+        if self.size == 1:
+            return
         key = tuple(sorted((name, repr(value)) for name, value in signature.items()))
-        if self.size == 1 or key in self._agreed:
+        if key in self._agreed:
             return
         everyone = self.open(device).gather(key)
         for name, theirs in ((name, [dict(one).get(name) for one in everyone]) for name, _ in key):  # type: ignore[call-overload]
