@@ -1,4 +1,4 @@
-"""Compile a kernel for any GPU on any machine, and read what the compiler made of its main loop.
+"""Compile a kernel for any GPU on any machine, and read what the compiler made of it.
 
 Needs no GPU and no CUDA: Triton's wheel ships ``ptxas`` and ``nvdisasm``. Not under ``TRITON_INTERPRET=1``, where
 kernels have nothing to compile.
@@ -24,7 +24,9 @@ from triton.compiler import ASTSource
 from ..kernels import Tile
 from ..kernels.backward import dkdv_kernel, dq_kernel
 from ..kernels.config import config_for
+from ..kernels.e4m3 import dequantize_kernel, quantize_kernel
 from ..kernels.forward import forward_kernel
+from ..kernels.quantize import SCALE_TOKENS, num_warps
 from ..kernels.tiles import Interval, Shape, Strided
 from .sass import Loop, matrix_loops
 
@@ -38,7 +40,9 @@ CLEAN_HEAD_DIM = 128
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
+ATTENTION = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
+MEMORY_BOUND = {"quantize": quantize_kernel, "dequantize": dequantize_kernel}
+KERNELS = ATTENTION | MEMORY_BOUND
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ ROLES = {
 class Variant:
     """Everything that selects one binary of a kernel."""
 
-    kernel: str  # forward, dq or dkdv
+    kernel: str  # one of KERNELS
     arch: int  # compute capability without the dot: 90
     dtype: str  # bf16, fp16 or fp32
     head_dim: int
@@ -86,27 +90,35 @@ class Compiled:
     shared: int  # bytes
     tensor_memory: int  # columns, on sm_100
     loops: tuple[Loop, ...]
+    flushes: bool = False  # somewhere, fp32 subnormals to zero
 
 
 def launchable(arch: int, dtype: str, head_dim: int, head_dim_v: int | None = None) -> Iterator[Variant]:
-    """Every variant that a default config can launch: kernels x roles x bounds x GQA."""
+    """Every variant that a default config can launch: kernels x roles x bounds x GQA, and the memory-bound ones."""
     dim_v = head_dim if head_dim_v is None else head_dim_v
     config = config_for(arch, DTYPES[dtype], max(head_dim, dim_v))
-    for kernel, role, full, grouped in product(KERNELS, ROLES, (False, True), (False, True)):
+    for kernel, role, full, grouped in product(ATTENTION, ROLES, (False, True), (False, True)):
         yield Variant(kernel, arch, dtype, head_dim, dim_v, getattr(config, kernel), role, full, grouped)
+    for kernel, dim in product(MEMORY_BOUND, dict.fromkeys((head_dim, dim_v))):
+        tile = Tile(SCALE_TOKENS, SCALE_TOKENS, num_warps(dim), 1)
+        yield Variant(kernel, arch, dtype, dim, dim, tile, "only", full=True, grouped=False)
 
 
 def problems(variant: Variant, compiled: Compiled) -> list[str]:
     """What keeps a binary from being launched, or from being fast; empty where it passes the gate.
 
     Fit is asked of every variant. Clean loops (no spills, no serialised wgmma) are asked of 16-bit variants up to head
-    dim 128, inside the loop that holds the matrix instructions: what spills outside costs nothing that counts.
+    dim 128, inside the loop that holds the matrix instructions: what spills outside costs nothing that counts. A
+    memory-bound kernel has no such loop, spills nowhere, and keeps fp32's subnormals, which stand for those of e4m3.
     """
     found = []
     if compiled.shared > SHARED_LIMIT[variant.arch]:
         found.append(f"{compiled.shared} bytes of shared memory, the chip has {SHARED_LIMIT[variant.arch]}")
     if compiled.tensor_memory > TENSOR_MEMORY_LIMIT:
         found.append(f"{compiled.tensor_memory} columns of tensor memory, the chip has {TENSOR_MEMORY_LIMIT}")
+    if variant.kernel in MEMORY_BOUND:
+        spills = [f"{compiled.stack} bytes of local memory"] if compiled.stack else []
+        return [*found, *spills, *(["subnormal numbers are flushed to zero"] if compiled.flushes else [])]
     if not compiled.loops:
         found.append("no loop with matrix instructions")
     if variant.dtype != "fp32" and max(variant.head_dim, variant.head_dim_v) <= CLEAN_HEAD_DIM:
@@ -132,6 +144,7 @@ def compile_variant(variant: Variant) -> Compiled:
         kernel.metadata.shared,
         getattr(kernel.metadata, "tmem_size", None) or 0,
         tuple(matrix_loops(listing)),
+        ".ftz" in kernel.asm["ptx"],
     )
 
 
@@ -165,7 +178,8 @@ def launch_arguments(variant: Variant) -> dict[str, Any]:
     """By argument name: a type for what is passed at run time, a plain value for a constexpr."""
     role = ROLES[variant.role]
     model, sums = strided(variant.dtype), strided("fp32")
-    result = model if role.final else sums
+    codes = strided("u8")
+    result = codes if variant.kernel == "quantize" else model if role.final else sums
     carried = sums if role.carried else result
     in_place = role.in_place or (role.carried and variant.dtype == "fp32" and variant.kernel == "forward")
     common = {
@@ -176,6 +190,7 @@ def launch_arguments(variant: Variant) -> dict[str, Any]:
         "dk_in": carried, "dv_in": carried, "dk_out": result, "dv_out": result,
         "HEAD_DIM": variant.head_dim, "HEAD_DIM_V": variant.head_dim_v,
         "BLOCK_Q": variant.tile.block_q, "BLOCK_K": variant.tile.block_k,
+        "x": codes if variant.kernel == "dequantize" else model, "scale": "*fp32", "BLOCK": SCALE_TOKENS,
         "HAS_STATE": role.carried, "HAS_SUM": role.carried, "IN_PLACE": in_place,
     }  # fmt: skip
     return {name: common[name] for name in KERNELS[variant.kernel].arg_names}

@@ -3,9 +3,11 @@
 from .attention import attention_backward, attention_delta, attention_dkdv, attention_dq, attention_forward
 from .bounds import FULL, Bounds, TileRange, tile_range
 from .config import KernelConfig, Tile, default_config
+from .quantize import SCALE_TOKENS, dequantize, quantize, scale_shape
 
 __all__ = [
     "FULL",
+    "SCALE_TOKENS",
     "Bounds",
     "KernelConfig",
     "Tile",
@@ -16,5 +18,8 @@ __all__ = [
     "attention_dq",
     "attention_forward",
     "default_config",
+    "dequantize",
+    "quantize",
+    "scale_shape",
     "tile_range",
 ]

@@ -26,8 +26,8 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
     """
     if device.type == "cpu" and isinstance(kernel, JITFunction):
         raise NotImplementedError(
-            "q is on the CPU: Triton kernels run there under Triton's interpreter alone. Set TRITON_INTERPRET=1 before "
-            "triton is imported (slow, for tests), or use the aten backend of ring_attention."
+            "tensors are on the CPU: Triton kernels run there under Triton's interpreter alone. Set TRITON_INTERPRET=1 "
+            "before triton is imported (slow, for tests), or use the aten backend of ring_attention."
         )
     if grid == 0:
         return

@@ -1,10 +1,11 @@
 """Slow and obviously right: attention written from the papers, in float64. Needs torch only and imports none of ours.
 
-:func:`attention` is the dense formula, :mod:`.blockwise` FlashAttention-2's tiles, :mod:`.ring` a ring in one process.
+:func:`attention` is the dense formula, :mod:`.blockwise` FlashAttention-2's tiles, :mod:`.ring` a ring in one process,
+:mod:`.fp8` the format by its table.
 """
 
-from . import blockwise, ring
+from . import blockwise, fp8, ring
 from .dense import attention
 from .masks import visible
 
-__all__ = ["attention", "blockwise", "ring", "visible"]
+__all__ = ["attention", "blockwise", "fp8", "ring", "visible"]

@@ -33,7 +33,16 @@ def gate(variants: list[str]) -> None:
 
 
 # Every kernel on the main GPU in the role that most hops of a ring have, and one kernel on each other family
-SAMPLE = ["90:bf16:128:middle", "80:bf16:128:middle:dkdv", "100:bf16:64:middle:forward", "120:fp16:128:middle:dq"]
+SAMPLE = [
+    "90:bf16:128:middle",
+    "80:bf16:128:middle:dkdv",
+    "100:bf16:64:middle:forward",
+    "120:fp16:128:middle:dq",
+    "90:bf16:128:quantize",
+    "90:bf16:128:dequantize",
+    "80:fp32:256:quantize",
+    "86:bf16:64:dequantize",
+]
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -54,7 +63,15 @@ def test_everything_that_can_be_launched_passes_the_gate(arch: int, dtype: str) 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_fp16_passes_the_gate(arch: int) -> None:
     # the same tiles and the same code as bf16 but for the type in the matrix instruction: one role of each kernel
-    gate([f"{arch}:fp16:{head_dim}:middle" for head_dim in (64, 128, 256)])
+    roles = ("middle", "quantize", "dequantize")
+    gate([f"{arch}:fp16:{head_dim}:{role}" for head_dim in (64, 128, 256) for role in roles])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arch", ARCHS)
+def test_odd_head_dims_are_quantised_without_spills(arch: int) -> None:
+    dims, kernels = (1, 40, 96, 129), ("quantize", "dequantize")
+    gate([f"{arch}:{dtype}:{dim}:{kernel}" for dtype in ("bf16", "fp32") for dim in dims for kernel in kernels])
 
 
 def defaults() -> Iterator[tuple[int, int, str, Tile]]:
@@ -75,8 +92,11 @@ def test_tiles_reuse_what_they_load_as_much_as_the_tutorial(arch: int, head_dim:
 
 def test_launchable_covers_every_kernel_role_and_flag_once() -> None:
     variants = list(launchable(90, "bf16", 128))
-    assert len(variants) == len(set(variants)) == 3 * 4 * 2 * 2
-    assert {variant.tile for variant in variants} == set(vars(config_for(90, torch.bfloat16, 128)).values())
+    assert len(variants) == len(set(variants)) == 3 * 4 * 2 * 2 + 2
+    tiles = {variant.tile for variant in variants if variant.kernel in compiled.ATTENTION}
+    assert tiles == set(vars(config_for(90, torch.bfloat16, 128)).values())
+    pairs = [(v.kernel, v.head_dim) for v in launchable(90, "bf16", 192, 128) if v.kernel in compiled.MEMORY_BOUND]
+    assert pairs == [("quantize", 192), ("quantize", 128), ("dequantize", 192), ("dequantize", 128)]
 
 
 CLEAN = Compiled(registers=255, stack=0, shared=160_000, tensor_memory=0, loops=(Loop(16, 0, 1, False),))
@@ -96,6 +116,16 @@ VARIANT = Variant("forward", 90, "bf16", 128, 128, Tile(128, 128, 8, 2))
 def test_the_gate_names_what_is_wrong(change: dict[str, object], told: str) -> None:
     assert problems(VARIANT, CLEAN) == []
     (problem,) = problems(VARIANT, replace(CLEAN, **change))  # type: ignore[arg-type]
+    assert told in problem
+
+
+@pytest.mark.parametrize(
+    ("change", "told"), [({"stack": 8}, "8 bytes of local memory"), ({"flushes": True}, "flushed")]
+)
+def test_the_gate_names_what_is_wrong_with_a_memory_bound_kernel(change: dict[str, object], told: str) -> None:
+    variant, clean = replace(VARIANT, kernel="quantize", dtype="fp32", head_dim=256), replace(CLEAN, loops=())
+    assert problems(variant, clean) == []
+    (problem,) = problems(variant, replace(clean, **change))  # type: ignore[arg-type]
     assert told in problem
 
 

@@ -1,0 +1,75 @@
+"""e4m3 from its table of values, with one scale per (batch, head, block of tokens), in float64.
+
+P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv:2209.05433, table 1: S.EEEE.MMM, bias 7, no
+infinity, S.1111.111 is NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BIAS = 7
+NAN = 0x7F
+MAX = 448.0
+SMALLEST_SCALE = 2.0**-126  # the smallest normal number of fp32, in which scales are kept
+
+
+def value(code: int) -> float:
+    """What the code 0 to 255 stands for."""
+    sign, exponent, fraction = code >> 7, code >> 3 & 15, code & 7
+    if code & NAN == NAN:
+        return float("nan")
+    size = 2.0 ** (exponent - BIAS) * (1 + fraction / 8) if exponent else 2.0 ** (1 - BIAS) * (fraction / 8)
+    return -size if sign else size
+
+
+def nearest(y: float) -> int:
+    """The code whose value is nearest to ``y``, of two the even one; the largest finite where all are smaller."""
+    if y != y:
+        return NAN
+    sign = 0x80 if torch.tensor(y).signbit() else 0
+    return sign | min(range(NAN), key=lambda code: (abs(value(code) - abs(y)), code % 2))
+
+
+def half_step(y: Tensor) -> Tensor:
+    """How far ``|y| <= 448`` can be from its nearest value.
+
+    Three bits of fraction divide ``[2^e, 2^(e + 1))`` into 8 steps of ``2^(e - 3)``; below ``2^-6`` the step stays
+    ``2^-9``.
+    """
+    exponent = torch.frexp(y.to(torch.float64)).exponent - 1
+    return torch.exp2(exponent.clamp(min=1 - BIAS).to(torch.float64) - 4)
+
+
+def quantize(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """``(codes, scales)``: uint8 ``[B, S, H, D]`` and float64 ``[B, ceil(S / block), H]``.
+
+    ``scale = max |x| / 448`` over the finite ones of a block, at least the smallest normal fp32. NaN and infinity
+    become NaN.
+    """
+    batch, tokens, heads, _ = x.shape
+    starts = range(0, tokens, block)
+    codes = torch.empty(x.shape, dtype=torch.uint8)
+    scales = torch.empty(batch, len(starts), heads, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            for j, start in enumerate(starts):
+                part = x[b, start : start + block, h].to(torch.float64)
+                largest = max((abs(y) for y in part.flatten().tolist() if abs(y) < float("inf")), default=0.0)
+                scales[b, j, h] = max(largest / MAX, SMALLEST_SCALE)
+                scaled = (part / scales[b, j, h]).flatten().tolist()
+                found = [nearest(y if abs(y) < float("inf") else float("nan")) for y in scaled]
+                codes[b, start : start + block, h] = torch.tensor(found, dtype=torch.uint8).view(part.shape)
+    return codes, scales
+
+
+def dequantize(codes: Tensor, scales: Tensor, block: int) -> Tensor:
+    """``value(code) * scale``, float64."""
+    table = torch.tensor([value(code) for code in range(256)], dtype=torch.float64)
+    return table[codes.long()] * per_token(scales, codes.shape[1], block)
+
+
+def per_token(scales: Tensor, tokens: int, block: int) -> Tensor:
+    """Scales ``[B, ceil(S / block), H]`` as they apply to the elements of ``[B, S, H, D]``."""
+    return scales.repeat_interleave(block, dim=1)[:, :tokens, :, None]
