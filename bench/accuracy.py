@@ -70,11 +70,16 @@ def accuracy(
             with poisoned():
                 first, second = (hand_fed(given, causal, world, backend) for _ in range(2))
             for name, ours, theirs, right in zip(Results._fields, first, pytorch, exact, strict=True):
-                error, usual = ((x.double() - right).abs().max().item() for x in (ours, theirs))
-                limit = 2 * usual + torch.finfo(ours.dtype).eps * right.abs().max().item()
+                error, usual, limit = judged(ours, theirs, right)
                 yield Number(f"error of {name}", error, "absolute", labels, limit, note=f"PyTorch's: {usual:.3g}")
             changed = sum(int((a != b).sum()) for a, b in zip(first, second, strict=True))
             yield Number("changed in a second run", changed, "elements", labels, limit=0)
+
+
+def judged(ours: Tensor, pytorch: Tensor, exact: Tensor) -> tuple[float, float, float]:
+    """Largest error of ours and of PyTorch's result of the same dtype, and what ours may be at most."""
+    error, usual = ((x.double() - exact).abs().max().item() for x in (ours, pytorch))
+    return error, usual, 2 * usual + torch.finfo(ours.dtype).eps * exact.abs().max().item()
 
 
 def draw(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int]) -> Inputs:

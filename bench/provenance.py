@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..comm import nvml
 from .launching import cores
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,38 +104,15 @@ def gpu(device: torch.device) -> dict[str, Any]:
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),
-        "driver": _told(lambda: _nvml("nvmlSystemGetDriverVersion")),
-        "clocks": clocks(device),
+        "driver": _told(nvml.driver_version),
+        "clocks": _told(lambda: clocks(device)),
     }
 
 
 def clocks(device: torch.device) -> dict[str, Any]:
-    """SM and memory clock in MHz, now and at most; watts; degrees Celsius; each an error text where it is not told."""
-    queries: dict[str, Callable[[Any, Any], Any]] = {
-        "sm_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
-        "sm_mhz_max": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
-        "memory_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
-        "watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
-        "watts_limit": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
-        "celsius": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-    }
-    return {name: _told(lambda query=query: _of_gpu(device, query)) for name, query in queries.items()}  # type: ignore[misc]
-
-
-def _of_gpu(device: torch.device, query: Callable[[Any, Any], Any]) -> Any:
-    import pynvml
-
-    pynvml.nvmlInit()
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-    return query(pynvml, pynvml.nvmlDeviceGetHandleByUUID(name))
-
-
-def _nvml(function: str) -> str:
-    import pynvml
-
-    pynvml.nvmlInit()
-    return str(getattr(pynvml, function)())
+    """Clocks, power, temperature and throttle reasons at this moment; why not, where nothing is told."""
+    read = nvml.reader(device)
+    return read() if read.reason is None else {"unknown": read.reason}
 
 
 def _told(ask: Callable[[], Any]) -> Any:
