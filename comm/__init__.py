@@ -1,17 +1,22 @@
 """Moves bytes between ranks and says when a buffer may be touched; knows nothing of attention."""
 
-from .groups import Group, group_rank_size, open_transport, resolve_group
-from .local import LocalGroup, LocalTransport, LocalWorld
+from .groups import Group, group_rank_size, open_transport, open_transports, resolve_group
+from .limits import Limits
+from .local import LocalGroup, LocalTransport
+from .local_world import LocalWorld
 from .mailboxes import WorldAborted
 from .nccl import NcclTransport
 from .process_group import ProcessGroupTransport
 from .slots import Slots, slot_nbytes
-from .transport import DONE, Fence, Message, Transport, TransportError
+from .topology import Topology
+from .transport import DONE, Edge, Fence, Message, Transport, TransportError
 
 __all__ = [
     "DONE",
+    "Edge",
     "Fence",
     "Group",
+    "Limits",
     "LocalGroup",
     "LocalTransport",
     "LocalWorld",
@@ -19,11 +24,13 @@ __all__ = [
     "NcclTransport",
     "ProcessGroupTransport",
     "Slots",
+    "Topology",
     "Transport",
     "TransportError",
     "WorldAborted",
     "group_rank_size",
     "open_transport",
+    "open_transports",
     "resolve_group",
     "slot_nbytes",
 ]

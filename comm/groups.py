@@ -1,25 +1,29 @@
-"""From what users call a group to a transport: which ranks, which bytes' carrier, and why that one."""
+"""From what users call a group to its transports: which ranks, which bytes' carrier, and why that one."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .choice import choose, problem_of, wish_of
+from .control import Control, control_of
 from .lanes import indexed
+from .limits import NO_LIMITS, Limits
 from .local import LocalGroup, LocalTransport, solo_group
-from .nccl import NcclTransport, nccl_missing
-from .process_group import ProcessGroupTransport, all_gather_object
-from .transport import Transport, TransportError, check_edges
+from .nccl import NcclTransport
+from .process_group import ProcessGroupTransport
+from .topology import Topology
+from .transport import Edge, Transport, TransportError
+from .warm_up import ring_edges
 
 logger = logging.getLogger(__name__)
 
-TRANSPORTS = ("auto", "local", "nccl", "process_group")
-# Backends of torch.distributed that read memory from the host: they cannot take CUDA tensors in stream order.
-HOST_BACKENDS = ("gloo", "mpi")
+TRANSPORTS = ("auto", "local", "nccl", "copy_engine", "process_group")
 
 Group = LocalGroup | dist.ProcessGroup
 
@@ -56,27 +60,78 @@ def group_rank_size(group: object = None) -> tuple[int, int]:
     return members.rank(), members.size()
 
 
-def open_transport(group: object = None, *, transport: str = "auto", device: torch.device | str) -> Transport:
-    """Open a transport between the ranks of a group for tensors of one device; every rank calls it together.
+def open_transport(
+    group: object = None,
+    *,
+    transport: str = "auto",
+    device: torch.device | str,
+    topology: Topology | None = None,
+    limits: Limits = NO_LIMITS,
+) -> Transport:
+    """The one transport of a flat ring; see `open_transports`, whose `topology` gives the order here."""
+    flat = None if topology is None else Topology((topology.order,))
+    return open_transports(group, transport=transport, device=device, topology=flat, limits=limits)[0]
 
-    "auto" takes `local` for a `LocalWorld` member or one device alone; for CUDA tensors `nccl` where CuPy imports on
-    every rank, else `process_group`; for CPU tensors `process_group`. Both ring edges of every rank are checked with
-    patterned bytes before it returns.
+
+def open_transports(
+    group: object = None,
+    *,
+    transport: str = "auto",
+    device: torch.device | str,
+    topology: Topology | None = None,
+    limits: Limits = NO_LIMITS,
+) -> tuple[Transport, ...]:
+    """Open the transports between the ranks of a group for tensors of one device; every rank calls it together.
+
+    One for a flat ring. Where `topology` makes two levels, one for the rings inside the nodes and one for the rings
+    between them: with NCCL a communicator and a stream for each. `copy_engine` works inside a node; the level between
+    the nodes is then NCCL's, where CuPy has it, else the process group's. Without a topology the ring goes by rank.
+
+    "auto" takes `local` for a `LocalWorld` member or one device alone; for CUDA tensors `nccl`, `copy_engine`,
+    `process_group`, whichever comes first that all ranks have and whose warm-up passed; for CPU tensors
+    `process_group`. It logs what it took and why; `reason` of a transport says the same. Both directions of every ring
+    edge are checked with patterned bytes before it returns.
 
     Raises:
-        ValueError: an unknown name, or one that this group or device cannot use; nothing has been sent.
-        TransportError: the ranks disagree on what to open, or the check failed.
+        ValueError: an unknown name, or one that this group or device cannot use, or limits that the transport cannot
+            keep; nothing has been sent.
+        TransportError: the ranks disagree on what to open, or no warm-up passed.
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"transport is {transport!r}, it takes one of {', '.join(TRANSPORTS)}")
     device = _usable(torch.device(device))
     members = resolve_group(group)
-    if isinstance(members, dist.ProcessGroup):
-        opened = _open_between_processes(members, transport, device)
+    if topology is not None and topology.world != members.size():
+        raise ValueError(f"topology has {topology.world} ranks, the group has {members.size()}")
+    levels = _levels(members.rank(), topology or Topology.flat(members.size()))
+    if isinstance(members, LocalGroup):
+        opened = _open_in_process(members, transport, device, levels, limits)
+    elif members.size() == 1 and transport in ("auto", "local"):
+        opened = _open_in_process(solo_group(), "local", device, levels, limits)
+    elif transport == "local":
+        raise ValueError(
+            f'transport is "local", the group has {members.size()} processes: use "process_group" or "nccl"'
+        )
     else:
-        opened = _open_in_process(members, transport, device)
-    logger.info("rank %d of %d moves %s tensors by transport %s", opened.rank, opened.size, device, opened.name)
+        opened = _open_between_processes(members, transport, device, topology, levels, limits)
+    logger.info("rank %d of %d, tensors on %s: %s", opened[0].rank, opened[0].size, device, opened[0].reason)
     return opened
+
+
+class _Level(NamedTuple):
+    """One level of a ring, as one rank sees it."""
+
+    members: tuple[int, ...]  # of the communicator that this rank is in
+    edges: list[Edge]  # of all ranks
+
+
+def _levels(rank: int, topology: Topology) -> list[_Level]:
+    if not topology.two_level:
+        return [_Level(topology.order, ring_edges(topology.order))]
+    return [
+        _Level(next(ring for ring in rings if rank in ring), [edge for ring in rings for edge in ring_edges(ring)])
+        for rings in (topology.nodes, tuple(zip(*topology.nodes, strict=True)))
+    ]
 
 
 def _usable(device: torch.device) -> torch.device:
@@ -100,101 +155,89 @@ def _mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return group
 
 
-def _open_in_process(group: LocalGroup, transport: str, device: torch.device) -> Transport:
+def _open_in_process(
+    group: LocalGroup, transport: str, device: torch.device, levels: Sequence[_Level], limits: Limits
+) -> tuple[Transport, ...]:
     if transport in ("auto", "local"):
-        opened = LocalTransport(group, device)
-        check_edges(opened, device)
-        return opened
+        problem = limits.refused_by("local")
+        if problem:
+            raise ValueError(problem)
+        opened: list[Transport] = []
+        for level in levels:
+            opened.append(LocalTransport(group, device))
+            opened[-1].warm_up(level.edges)
+            opened[-1].reason = f"{transport} takes local: {'one device alone' if group.size() == 1 else group}"
+        return tuple(opened)
     if group.size() > 1:
         raise ValueError(f'transport is {transport!r}, the ranks of a LocalWorld share one process: use "local"')
-    if transport == "process_group":
-        raise ValueError('transport is "process_group", and torch.distributed is not initialised')
-    problem = _nccl_problem(device)
-    if problem:
-        raise ValueError(f'transport is "nccl", and {problem}')
-    return NcclTransport(rank=0, size=1, device=device, gather=lambda value: [value])
-
-
-def _open_between_processes(group: dist.ProcessGroup, transport: str, device: torch.device) -> Transport:
-    if transport == "local" and group.size() > 1:
-        raise ValueError(f'transport is "local", the group has {group.size()} processes: use "process_group" or "nccl"')
-    if transport == "local" or (transport == "auto" and group.size() == 1):
-        return _open_in_process(solo_group(), "local", device)
-    name = _agree(group, transport, device)
-    if name == "nccl":
-        return NcclTransport(
-            rank=group.rank(),
-            size=group.size(),
-            device=device,
-            gather=lambda value: all_gather_object(group, value),
-        )
-    opened = ProcessGroupTransport(group, device)
-    check_edges(opened, device)
-    return opened
-
-
-def _nccl_problem(device: torch.device) -> str | None:
-    return nccl_missing() if device.type == "cuda" else f"it moves CUDA tensors, device is {device}"
-
-
-def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The group's backend for tensors of this device, "" where it has none."""
-    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
-    return {device_type: backend for device_type, _, backend in pairs}.get(device.type, "")
-
-
-def _backend_problem(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    backend = _backend(group, device)
-    if device.type == "cpu" and not backend:
-        return 'the group has no backend for CPU tensors: init_process_group("cpu:gloo,cuda:nccl") makes one with both'
-    if device.type == "cuda" and (not backend or backend in HOST_BACKENDS):
-        return (
-            f"the group's backend for CUDA tensors is {backend or 'none'}: it takes one that works in stream order, as "
-            'init_process_group("cpu:gloo,cuda:nccl") makes, or transport="nccl" beside any group'
-        )
-    return None
-
-
-class _Wish(NamedTuple):
-    """What one rank brings to the choice of a transport; a problem is why the transport cannot work there."""
-
-    transport: str
-    device: str
-    nccl: str | None
-    process_group: str | None
-
-
-def _agree(group: dist.ProcessGroup, transport: str, device: torch.device) -> str:
-    """One choice for all ranks, out of what every one of them can do; one error for all where there is none."""
-    mine = _Wish(transport, device.type, _nccl_problem(device), _backend_problem(group, device))
-    wishes = [_Wish(*wish) for wish in all_gather_object(group, tuple(mine))]  # type: ignore[misc]
-    for field in ("transport", "device"):
-        values = [getattr(wish, field) for wish in wishes]
-        if len(set(values)) > 1:
-            told = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise TransportError(f"the ranks disagree on {field} ({told})")
-    if transport == "auto":
-        return _best(wishes)
-    problem = _problem_of(transport, wishes)
+    problem = problem_of(transport, device, limits)
     if problem:
         raise ValueError(f'transport is "{transport}", and {problem}')
-    return transport
+    return _open(
+        group, [transport] * len(levels), device, levels, limits, control_of(group), f"{transport} as asked for"
+    )
 
 
-def _best(wishes: list[_Wish]) -> str:
-    passed_over: list[str] = []
-    for name in ("nccl", "process_group"):
-        problem = _problem_of(name, wishes)
-        if problem is None:
-            logger.info('transport "auto" takes %s%s', name, "".join(f"; not {reason}" for reason in passed_over))
-            return name
-        passed_over.append(f"{name}: {problem}")
-    raise ValueError(f'transport "auto" finds none that works: {"; ".join(passed_over)}')
+def _open_between_processes(
+    group: dist.ProcessGroup,
+    transport: str,
+    device: torch.device,
+    topology: Topology | None,
+    levels: Sequence[_Level],
+    limits: Limits,
+) -> tuple[Transport, ...]:
+    control = control_of(group).fresh_scope("open")
+    choices, passed_over = choose(control, wish_of(group, transport, device, topology, limits), len(levels))
+    for names in choices:
+        called = " and ".join(dict.fromkeys(names))
+        chosen = f"auto takes {called}" if transport == "auto" else f"{called} as asked for"
+        try:
+            return _open(group, names, device, levels, limits, control, "; not ".join([chosen, *passed_over]))
+        except TransportError as error:
+            if transport != "auto":
+                raise
+            logger.info('rank %d: transport "auto" passes over %s: %s', group.rank(), called, error)
+            passed_over.append(f"{called}: {error}")
+    raise TransportError(f'transport "auto" finds none that works: {"; ".join(passed_over)}')
 
 
-def _problem_of(name: str, wishes: list[_Wish]) -> str | None:
-    for rank, wish in enumerate(wishes):
-        problem: str | None = getattr(wish, name)
-        if problem:
-            return f"on rank {rank} {problem}"
-    return None
+def _open(
+    group: Group,
+    names: Sequence[str],
+    device: torch.device,
+    levels: Sequence[_Level],
+    limits: Limits,
+    control: Control,
+    reason: str,
+) -> tuple[Transport, ...]:
+    """All levels, warmed up; TransportError on every rank where that failed on any."""
+    # Keys of its own: what ranks that gave up early say must not be heard where the others still are.
+    inner, problem = control.fresh_scope(names[0]), None
+    opened: list[Transport] = []
+    try:
+        for name, level in zip(names, levels, strict=True):
+            opened.append(_make(group, name, device, level, limits, inner))
+            opened[-1].reason = reason
+            opened[-1].warm_up(level.edges)
+    except TransportError as error:
+        problem = str(error)
+    except Exception as error:  # the others must hear of it all the same
+        problem = f"rank {group.rank()}: {type(error).__name__}: {error}"
+    problems = [str(found) for found in control.gather(problem, what=f"whether {names[0]} works") if found]
+    if problems:
+        for transport in opened:
+            transport.close()
+        raise TransportError("; ".join(dict.fromkeys(problems)))
+    return tuple(opened)
+
+
+def _make(group: Group, name: str, device: torch.device, level: _Level, limits: Limits, control: Control) -> Transport:
+    rank, size = group.rank(), group.size()
+    if name == "process_group":
+        assert isinstance(group, dist.ProcessGroup)
+        return ProcessGroupTransport(group, device, control=control, limits=limits)
+    if name == "nccl":
+        return NcclTransport(rank=rank, size=size, device=device, control=control, members=level.members, limits=limits)
+    from .copy_engine import CopyEngineTransport  # on demand: most processes never use it
+
+    return CopyEngineTransport(rank=rank, size=size, device=device, control=control, members=level.members)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -19,10 +20,12 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     return stream
 
 
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
+# Of every record in this process: on one stream, a larger number is a later point.
+_numbers = itertools.count()
+
+# (who waits, for whom) -> the number of the latest point that was waited for. torch's own streams live as long as the
+# process; a foreign one that is destroyed under a running transfer, and its handle given to another, would be mistaken.
+Passed = dict[tuple[torch.cuda.Stream, torch.cuda.Stream], int]
 
 
 class StreamOrdered(ABC):
@@ -33,6 +36,10 @@ class StreamOrdered(ABC):
         """See `Fence.wait`."""
 
     @abstractmethod
+    def done(self) -> bool:
+        """See `Fence.done`."""
+
+    @abstractmethod
     def order(self, stream: torch.cuda.Stream) -> None:
         """Let what is enqueued on `stream` from now on run after this point."""
 
@@ -40,8 +47,14 @@ class StreamOrdered(ABC):
 class StreamFence(StreamOrdered):
     """A recorded CUDA event, and the tensors that must stay allocated until the compute stream has waited for it."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device, keep: Sequence[torch.Tensor] = ()) -> None:
-        self._event = event
+    def __init__(
+        self, stream: torch.cuda.Stream, device: torch.device, passed: Passed, keep: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self._event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+        self._stream = stream
+        self._number = next(_numbers)
+        self._passed = passed
         self._device = device
         self._keep = tuple(keep)
 
@@ -52,12 +65,21 @@ class StreamFence(StreamOrdered):
         self._keep = ()
 
     def order(self, stream: torch.cuda.Stream) -> None:
-        """Order `stream` behind this point; the tensors stay held, for the stream that owns them has not waited."""
-        stream.wait_event(self._event)
+        """Order `stream` behind this point; the tensors stay held, for the stream that owns them has not waited.
+
+        What its own order implies, or an earlier wait of it for the same stream, is not waited for again.
+        """
+        waits = (stream, self._stream)
+        if stream != self._stream and self._passed.get(waits, -1) < self._number:
+            stream.wait_event(self._event)
+            self._passed[waits] = self._number
 
     def done(self) -> bool:
-        """Whether the device has passed this point. Never blocks."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        """Whether the device has passed this point, or will never get there."""
+        try:
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:  # the device itself has failed
+            return True
 
 
 class HostLane:
@@ -87,10 +109,11 @@ class StreamLane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.stream = new_stream(device, HIGH_PRIORITY)
+        self._passed: Passed = {}
 
     def mark(self) -> StreamFence:
         """The point that compute has reached on the current stream."""
-        return StreamFence(_recorded(torch.cuda.current_stream(self._device)), self._device)
+        return StreamFence(torch.cuda.current_stream(self._device), self._device, self._passed)
 
     def follow(self, fences: Sequence[Fence]) -> None:
         """Let transfers enqueued from now on run after every fence; the compute stream goes on."""
@@ -107,7 +130,7 @@ class StreamLane:
 
     def point(self, keep: Sequence[torch.Tensor] = ()) -> StreamFence:
         """The point that the transfers enqueued so far will reach."""
-        return StreamFence(_recorded(self.stream), self._device, keep)
+        return StreamFence(self.stream, self._device, self._passed, keep)
 
 
 Lane = HostLane | StreamLane

@@ -6,18 +6,16 @@ import functools
 import itertools
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from .lanes import Lane, StreamOrdered, indexed, lane_for, new_stream
+from .lanes import Lane, StreamOrdered, lane_for
 from .mailboxes import DEFAULT_TIMEOUT, Hub, Parcel
-from .transport import Fence, Message, TransportError, as_bytes, check_messages, check_open
-
-T = TypeVar("T")
+from .transport import Edge, Fence, Message, TransportError, aborted, as_bytes, check_messages, check_open
+from .warm_up import WarmUp
 
 
 class LocalGroup:
@@ -78,8 +76,9 @@ def solo_group() -> LocalGroup:
 class _LocalFence(StreamOrdered):
     """The receives of a post are over, and every receiver has copied what the post sent."""
 
-    def __init__(self, hub: Hub, arrived: Fence, sent: Sequence[tuple[Parcel, int, str]]) -> None:
+    def __init__(self, hub: Hub, channel: int, arrived: Fence, sent: Sequence[tuple[Parcel, int, str]]) -> None:
         self._hub = hub
+        self._channel = channel
         self._arrived = arrived
         self._sent = sent
 
@@ -94,10 +93,17 @@ class _LocalFence(StreamOrdered):
             if isinstance(fence, StreamOrdered):
                 fence.order(stream)
 
+    def done(self) -> bool:
+        """See `Fence.done`."""
+        if self._hub.failure is not None or self._hub.stopped(self._channel) is not None:
+            return True
+        taken = [parcel.taken for parcel, _, _ in self._sent]
+        return all(fence is not None and fence.done() for fence in taken) and self._arrived.done()
+
     def _parts(self) -> Iterator[Fence]:
         # Receivers first: waiting for `arrived` lets go of the tensors that they read.
         for parcel, peer, what in self._sent:
-            yield self._hub.taken(parcel, peer, what)
+            yield self._hub.taken(parcel, peer, what, self._channel)
         yield self._arrived
 
 
@@ -113,6 +119,8 @@ class LocalTransport:
         self._lane = lane_for(device) if lane is None else lane
         self._channel = group.next_channel()
         self._open = True
+        self._warm_up = WarmUp(device)
+        self.reason = ""
         self.rank = group.rank()
         self.size = group.size()
 
@@ -125,8 +133,7 @@ class LocalTransport:
 
         No deadlock: sends are published before anything is waited for, and all ranks post in one global order.
         """
-        check_open(self, self._open)
-        self._group.check_thread()
+        self._check()
         check_messages(self, self._device, sends, receives)
         self._lane.follow(after)
         ready = self._lane.point()  # what the sends hold is final here: the receivers' copies run after it
@@ -134,20 +141,34 @@ class LocalTransport:
         for message in receives:
             self._receive(message)
         arrived = self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
-        return _LocalFence(self._hub, arrived, sent)
+        return _LocalFence(self._hub, self._channel, arrived, sent)
+
+    def warm_up(self, edges: Sequence[Edge]) -> None:
+        """See `Transport.warm_up`."""
+        self._warm_up(self, edges)
 
     def gather(self, value: object) -> list[object]:
         """See `Transport.gather`. Values are pickled here too: ranks share nothing that processes could not."""
-        check_open(self, self._open)
-        self._group.check_thread()
+        self._check()
         data = pickle.dumps(value)
         for peer in range(self.size):
             self._hub.put(("value", self._channel, self.rank, peer), data)
         return [pickle.loads(self._take("value", peer)) for peer in range(self.size)]
 
+    def abort(self, reason: str) -> None:
+        """See `Transport.abort`. Every rank's end of this transport is aborted, as nothing arrives there any more."""
+        self._hub.stop(self._channel, str(aborted(self.name, self.rank, reason)))
+
     def close(self) -> None:
         """Stop. The world goes on."""
         self._open = False
+
+    def _check(self) -> None:
+        stopped = self._hub.stopped(self._channel)
+        if stopped is not None:
+            raise TransportError(stopped)
+        check_open(self, self._open)
+        self._group.check_thread()
 
     def _publish(self, message: Message, ready: Fence) -> tuple[Parcel, int, str]:
         parcel = Parcel(as_bytes(message.tensor), ready)
@@ -169,113 +190,4 @@ class LocalTransport:
 
     def _take(self, kind: str, peer: int) -> Any:
         what = f"rank {self.rank} waits for {kind} from rank {peer}"
-        return self._hub.take((kind, self._channel, peer, self.rank), peer, what)
-
-
-class LocalWorld:
-    """`world_size` virtual ranks in one process on one device: `with LocalWorld(4) as world: outs = world.run(fn)`.
-
-    `device` is where the ranks compute: by default the current CUDA device, else the CPU. `timeout` bounds, in seconds,
-    every wait of one rank for another.
-    """
-
-    def __init__(
-        self, world_size: int, *, device: torch.device | str | None = None, timeout: float = DEFAULT_TIMEOUT
-    ) -> None:
-        if world_size < 1:
-            raise ValueError(f"world_size is {world_size}: a world has at least one rank")
-        self.device = indexed(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._timeout = timeout
-        self._running = threading.Lock()
-        self._open = True
-        # Threads live as long as the world: CPU kernels keep a team of helper threads per calling thread.
-        self._workers = [
-            ThreadPoolExecutor(1, thread_name_prefix=f"ringattn-rank{rank}", initializer=self._prepare_thread)
-            for rank in range(world_size)
-        ]
-        self._streams = [self._new_stream() for _ in range(world_size)]
-        self._renew()
-
-    def run(self, fn: Callable[[LocalGroup], T]) -> list[T]:
-        """Call `fn(group)` once per virtual rank, all at the same time; their results in rank order.
-
-        Whether gradients are recorded is the caller's setting. A backward pass that waits for other ranks belongs
-        inside `fn`. If a rank raises, the others are woken, and the first error is raised here.
-        """
-        if not self._open:
-            raise RuntimeError("this LocalWorld is closed: call run inside its with block")
-        if not self._running.acquire(blocking=False):
-            raise RuntimeError("this LocalWorld is already running: one run at a time, and none inside of fn")
-        try:
-            return self._run(fn)
-        finally:
-            self._running.release()
-
-    def close(self) -> None:
-        """End the threads. Idempotent."""
-        self._open = False
-        for worker in self._workers:
-            worker.shutdown()
-
-    def __enter__(self) -> LocalWorld:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _run(self, fn: Callable[[LocalGroup], T]) -> list[T]:
-        hub, call = self._hub, functools.partial(self._call, fn, torch.is_grad_enabled(), self._caller_stream())
-        hub.begin()
-        futures = [worker.submit(call, group) for worker, group in zip(self._workers, self._groups, strict=True)]
-        try:
-            wait(futures)
-        except BaseException as error:  # the caller was interrupted: the ranks must not wait on
-            hub.abort(error, "LocalWorld.run was interrupted")
-            wait(futures)
-        if hub.failure is not None:
-            self._renew()
-            raise hub.failure
-        return [future.result() for future in futures]
-
-    def _call(
-        self, fn: Callable[[LocalGroup], T], grad: bool, caller: torch.cuda.Stream | None, group: LocalGroup
-    ) -> T:
-        hub = group._hub
-        try:
-            with group.adopted(), self._stream_of(group.rank(), caller), torch.set_grad_enabled(grad):
-                return fn(group)
-        except BaseException as error:
-            hub.abort(error, f"raised by {group}")
-            raise
-        finally:
-            hub.end(group.rank())
-
-    def _renew(self) -> None:
-        # After a failure messages may lie around that nobody fetched: new groups cannot see them.
-        self._hub = Hub(len(self._workers), self._timeout)
-        self._groups = [LocalGroup(self._hub, rank) for rank in range(len(self._workers))]
-
-    def _prepare_thread(self) -> None:
-        torch.autograd.set_multithreading_enabled(False)  # of this thread: see LocalGroup.check_thread
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-
-    def _new_stream(self) -> torch.cuda.Stream | None:
-        return new_stream(self.device) if self.device.type == "cuda" else None
-
-    def _caller_stream(self) -> torch.cuda.Stream | None:
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-
-    @contextmanager
-    def _stream_of(self, rank: int, caller: torch.cuda.Stream | None) -> Iterator[None]:
-        """A compute stream of the rank's own: after what the caller had enqueued, and over before `run` returns."""
-        stream = self._streams[rank]
-        if stream is None or caller is None:
-            yield
-            return
-        stream.wait_stream(caller)
-        with torch.cuda.stream(stream):
-            try:
-                yield
-            finally:
-                stream.synchronize()
+        return self._hub.take((kind, self._channel, peer, self.rank), peer, what, self._channel)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .transport import Fence, TransportError
 
@@ -40,11 +41,13 @@ class Hub:
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size = size
+        self.store = dist.HashStore()  # type: ignore[attr-defined]  # for `Control`: small values by name
         self.failure: BaseException | None = None
-        self._timeout = timeout
+        self.timeout = timeout
         self._changed = threading.Condition()
         self._boxes: defaultdict[Hashable, deque[Any]] = defaultdict(deque)
         self._returned: set[int] = set()
+        self._stopped: dict[int, str] = {}
 
     def put(self, box: Hashable, item: object) -> None:
         """Add an item to a box."""
@@ -52,10 +55,10 @@ class Hub:
             self._boxes[box].append(item)
             self._changed.notify_all()
 
-    def take(self, box: Hashable, peer: int, what: str) -> Any:
-        """The next item of a box that `peer` fills; blocks until there is one."""
+    def take(self, box: Hashable, peer: int, what: str, channel: int) -> Any:
+        """The next item of a box that `peer` fills on a channel; blocks until there is one."""
         with self._changed:
-            self._wait_until(lambda: bool(self._boxes[box]), peer, what)
+            self._wait_until(lambda: bool(self._boxes[box]), peer, what, channel)
             return self._boxes[box].popleft()
 
     def settle(self, parcel: Parcel, taken: Fence) -> None:
@@ -64,10 +67,10 @@ class Hub:
             parcel.settle(taken)
             self._changed.notify_all()
 
-    def taken(self, parcel: Parcel, peer: int, what: str) -> Fence:
+    def taken(self, parcel: Parcel, peer: int, what: str, channel: int) -> Fence:
         """The point where `peer` has copied the parcel; blocks until it has enqueued that copy."""
         with self._changed:
-            self._wait_until(lambda: parcel.taken is not None, peer, what)
+            self._wait_until(lambda: parcel.taken is not None, peer, what, channel)
         assert parcel.taken is not None
         return parcel.taken
 
@@ -82,6 +85,11 @@ class Hub:
             self._returned.add(rank)
             self._changed.notify_all()
 
+    def returned(self, peers: Iterable[int]) -> list[int]:
+        """Which of these have returned: they will not do anything any more."""
+        with self._changed:
+            return sorted(self._returned.intersection(peers))
+
     def abort(self, error: BaseException, note: str) -> None:
         """Wake every waiting rank; the first error stays."""
         with self._changed:
@@ -90,14 +98,26 @@ class Hub:
                 self.failure = error
             self._changed.notify_all()
 
-    def _wait_until(self, ready: Callable[[], bool], peer: int, what: str) -> None:
-        deadline = time.monotonic() + self._timeout
+    def stop(self, channel: int, reason: str) -> None:
+        """Wake every rank that waits on a channel; the first reason stays."""
+        with self._changed:
+            self._stopped.setdefault(channel, reason)
+            self._changed.notify_all()
+
+    def stopped(self, channel: int) -> str | None:
+        """Why nothing moves on this channel any more."""
+        return self._stopped.get(channel)
+
+    def _wait_until(self, ready: Callable[[], bool], peer: int, what: str, channel: int) -> None:
+        deadline = time.monotonic() + self.timeout
         while not ready():
             if self.failure is not None:
                 raise WorldAborted(f"{what}: given up, another rank raised {type(self.failure).__name__}")
+            if channel in self._stopped:
+                raise TransportError(f"{what}: {self._stopped[channel]}")
             if peer in self._returned:
                 raise TransportError(f"{what}: rank {peer} has returned and will never get there")
             if not self._changed.wait(deadline - time.monotonic()):
                 raise TransportError(
-                    f"{what}: nothing happened for {self._timeout:g} s; do all ranks post in one order?"
+                    f"{what}: nothing happened for {self.timeout:g} s; do all ranks post in one order?"
                 )

@@ -8,17 +8,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from .control import Control
 from .lanes import StreamFence, StreamLane
-from .transport import Fence, Message, TransportError, check_edges, check_messages
+from .limits import NO_LIMITS, Limits
+from .nccl_library import ConfiguredCommunicator, cta_bounds, overridden
+from .transport import Edge, Fence, Message, TransportError, aborted, check_messages, closed
+from .warm_up import DEFAULT_TIMEOUT, WarmUp
 
 logger = logging.getLogger(__name__)
 
-# Connecting an edge takes well under a second inside a node and a few seconds between nodes.
-DEFAULT_TIMEOUT = 60.0
+T = TypeVar("T")
+
 POLL_SECONDS = 0.001
 
 
@@ -34,11 +38,13 @@ def nccl_missing() -> str | None:
 
 
 class NcclTransport:
-    """CuPy's `NcclCommunicator` over the ranks that `gather` joins.
+    """CuPy's `NcclCommunicator` over some or all ranks of a group.
 
-    `gather` is the control plane, whatever carries it: it takes one small object and returns every rank's, in rank
-    order.
-    Opening warms up both ring edges, for the first transfer to a peer connects to it and blocks the host.
+    `members` are the group's ranks that the communicator joins, in its order; by default all. `rank`, `size`, the
+    peers of messages and what `gather` returns are the group's own. Every rank of the group opens its transports in
+    the same order, also where their members differ, as the rings inside the nodes do.
+
+    Nothing is connected yet: the first transfer to a peer connects to it and blocks the host, `warm_up` does that.
     """
 
     name = "nccl"
@@ -49,26 +55,33 @@ class NcclTransport:
         rank: int,
         size: int,
         device: torch.device,
-        gather: Callable[[object], list[object]],
+        control: Control,
+        members: Sequence[int] | None = None,
+        limits: Limits = NO_LIMITS,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
+        self._members = {peer: place for place, peer in enumerate(range(size) if members is None else members)}
+        if rank not in self._members:
+            raise ValueError(f"members is {list(self._members)}: rank {rank} is not one of them")
+        refused = limits.refused_by("nccl", "channels", "ctas") or overridden(limits)
+        if refused:
+            raise ValueError(refused)
         missing = nccl_missing()
         if missing:
             raise TransportError(f'transport "nccl": {missing}')
         self._nccl: Any = importlib.import_module("cupy.cuda.nccl")
         self.rank = rank
         self.size = size
+        self.reason = ""
         self._device = device
-        self._gather = gather
+        self._control = control.fresh_scope("nccl")
         self._timeout = timeout
+        self._warm_up = WarmUp(device, timeout)
         self._lane = StreamLane(device)
         self._last: StreamFence | None = None
         self._ending = threading.Lock()
         self._ended = ""  # why nothing can be posted any more
-        unique_id = self._shared_id()
-        with torch.cuda.device(device):
-            self._comm: Any = self._nccl.NcclCommunicator(size, unique_id, rank)
-        self._warm_up()
+        self._comm: Any = self._join(limits)
 
     def mark(self) -> StreamFence:
         """The point that compute has reached on the current stream."""
@@ -80,33 +93,58 @@ class NcclTransport:
         """See `Transport.post`. Enqueues and returns; the host never waits for the device."""
         comm = self._communicator()
         check_messages(self, self._device, sends, receives)
+        places = [self._place(message) for message in (*sends, *receives)]
         self._lane.follow(after)
         stream = self._lane.stream.cuda_stream
         try:
             with self._group():
-                for peer, tensor in sends:
-                    comm.send(tensor.data_ptr(), tensor.nbytes, self._nccl.NCCL_UINT8, peer, stream)
-                for peer, tensor in receives:
-                    comm.recv(tensor.data_ptr(), tensor.nbytes, self._nccl.NCCL_UINT8, peer, stream)
+                for (_, tensor), place in zip(sends, places, strict=False):
+                    comm.send(tensor.data_ptr(), tensor.nbytes, self._nccl.NCCL_UINT8, place, stream)
+                for (_, tensor), place in zip(receives, places[len(sends) :], strict=True):
+                    comm.recv(tensor.data_ptr(), tensor.nbytes, self._nccl.NCCL_UINT8, place, stream)
         except RuntimeError as error:  # NcclError is one
-            raise TransportError(f"rank {self.rank}: NCCL refused a group of transfers: {error}") from error
+            refused = self._ended or f"rank {self.rank}: NCCL refused a group of transfers: {error}"
+            raise TransportError(refused) from error
         self._last = self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
         return self._last
 
+    def warm_up(self, edges: Sequence[Edge]) -> None:
+        """See `Transport.warm_up`. A transport whose warm-up failed is aborted."""
+        try:
+            self._warm_up(self, edges)
+        except TransportError:
+            self.abort("its warm-up failed")
+            raise
+
     def gather(self, value: object) -> list[object]:
         """See `Transport.gather`."""
-        return self._gather(value)
+        # A peer may still be in its warm-up, until the deadline of that.
+        return self._control.gather(value, what="gather of the nccl transport", timeout=2 * self._timeout)
 
-    def abort(self, reason: str = "aborted") -> None:
-        """End every transfer in flight at once, also from another thread; peers see theirs fail or hang."""
-        comm = self._end(reason)
+    def check(self) -> str | None:
+        """What NCCL has noticed since, None where all is well. Cheap, and from any thread: for a watchdog to poll.
+
+        NCCL notices network errors; a peer of the same node that died is silent.
+        """
+        with self._ending:  # or the communicator could be given back meanwhile
+            if self._ended:
+                return self._ended
+            try:
+                self._comm.check_async_error()
+            except RuntimeError as error:
+                return f"the nccl transport of rank {self.rank}: {error}"
+        return None
+
+    def abort(self, reason: str) -> None:
+        """See `Transport.abort`. Peers see their transfers fail or hang."""
+        comm = self._end(str(aborted(self.name, self.rank, reason)))
         if comm is not None:
             comm.abort()
 
     def close(self) -> None:
         """Give the communicator back once this rank's transfers are over; abort it if they are not, in time."""
         drained = self._drained()
-        comm = self._end("closed")
+        comm = self._end(str(closed(self.name, self.rank)))
         if comm is None:
             return
         if not drained:
@@ -114,22 +152,49 @@ class NcclTransport:
             return
         # destroy() flushes what the network still carries, which abort() would cut off under a slower peer. It blocks
         # for as long as a dead peer of this node stays silent, so it is given a thread and a deadline.
-        thread = threading.Thread(target=comm.destroy, name="ringattn-nccl-destroy", daemon=True)
-        thread.start()
-        thread.join(self._timeout)
-        if thread.is_alive():
+        if not _in_time(comm.destroy, self._timeout):
             logger.warning("rank %d: NCCL did not let go of its communicator in %g s", self.rank, self._timeout)
 
-    def _shared_id(self) -> object:
-        """The 128 bytes that the ranks of one communicator know each other by, drawn by rank 0."""
+    def _join(self, limits: Limits) -> Any:
+        """The communicator of the members; blocks until every one of them is here."""
+        size, place, shared = len(self._members), self._members[self.rank], self._shared_id()
+        joined: list[Any] = []
+
+        def join() -> None:
+            try:
+                with torch.cuda.device(self._device):
+                    if cta_bounds(limits) is None:
+                        joined.append(self._nccl.NcclCommunicator(size, shared, place))
+                    else:
+                        joined.append(ConfiguredCommunicator(size, shared, place, limits))
+            except Exception as error:
+                joined.append(error)
+
+        # A member that failed leaves the others waiting in NCCL, which nothing ends: so from a thread.
+        if not _in_time(join, self._timeout):
+            raise TransportError(f"rank {self.rank}: ranks {list(self._members)} did not join in {self._timeout:g} s")
+        if isinstance(joined[0], Exception):
+            raise TransportError(f"rank {self.rank}: NCCL makes no communicator: {joined[0]}") from joined[0]
+        return joined[0]
+
+    def _shared_id(self) -> Any:
+        """What the members of one communicator know each other by, drawn by the first of them."""
+        first = next(iter(self._members))
         try:
-            mine = self._nccl.get_unique_id() if self.rank == 0 else None
+            mine = self._nccl.get_unique_id() if self.rank == first else None
         except RuntimeError as error:
-            mine = f"NCCL of rank 0 draws no unique id: {error}"  # in its place, so that no rank waits for it
-        shared = self._gather(mine)[0]
-        if isinstance(shared, str):
-            raise TransportError(shared)
-        return shared
+            mine = f"NCCL of rank {first} draws no unique id: {error}"  # in its place, so that no rank waits for it
+        drawn = self._control.gather(mine, what="the unique ids of NCCL", timeout=self._timeout)
+        failed = [found for found in drawn if isinstance(found, str)]
+        if failed:
+            raise TransportError("; ".join(failed))
+        return drawn[first]
+
+    def _place(self, message: Message) -> int:
+        place = self._members.get(message.peer)
+        if place is None:
+            raise ValueError(f"peer is {message.peer}, this communicator joins ranks {list(self._members)}")
+        return place
 
     @contextmanager
     def _group(self) -> Iterator[None]:
@@ -142,15 +207,15 @@ class NcclTransport:
 
     def _communicator(self) -> Any:
         if self._ended:
-            raise TransportError(f"the nccl transport of rank {self.rank} is {self._ended}")
+            raise TransportError(self._ended)
         return self._comm
 
-    def _end(self, reason: str) -> Any:
+    def _end(self, why: str) -> Any:
         """The communicator, to whoever ends it first: it must be given back exactly once."""
         with self._ending:
             if self._ended:
                 return None
-            self._ended = reason
+            self._ended = why
             comm, self._comm = self._comm, None
             return comm
 
@@ -162,16 +227,10 @@ class NcclTransport:
             time.sleep(POLL_SECONDS)
         return True
 
-    def _warm_up(self) -> None:
-        reason = f"aborted: its warm-up took more than {self._timeout:g} s"
-        timer = threading.Timer(self._timeout, self.abort, [reason])
-        timer.daemon = True
-        timer.start()
-        try:
-            check_edges(self, self._device)
-        except TransportError:
-            self.abort("aborted: its warm-up failed")
-            raise
-        finally:
-            timer.cancel()
-        self._communicator()  # the deadline may have passed on the last bytes
+
+def _in_time(function: Callable[[], object], seconds: float) -> bool:
+    """Call what may never return in a thread of its own; whether it has returned in time."""
+    thread = threading.Thread(target=function, name="ringattn-nccl", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()

@@ -7,20 +7,18 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-# One warm-up message: more than a protocol header, little enough to cost nothing.
-PATTERN_BYTES = 4096
-# Coprime to 256, so that a shifted, swapped or repeated block of bytes never looks like the right one.
-PATTERN_STRIDE = 167
+Edge = tuple[int, int]
+"""(source, destination), ranks of the group."""
 
 
 class TransportError(RuntimeError):
-    """A transfer failed, or the ranks of a group could not open a transport together."""
+    """A transfer failed or was aborted, or the ranks of a group could not open a transport together."""
 
 
 class Message(NamedTuple):
     """One contiguous tensor that goes to, or comes from, one peer."""
 
-    peer: int  # rank inside the group
+    peer: int  # rank inside the group, also where a communicator covers only some of its ranks
     tensor: torch.Tensor
 
 
@@ -31,16 +29,25 @@ class Fence(Protocol):
         """Let what is issued afterwards on the current stream run after this point; a host transport blocks.
 
         Idempotent.
+
+        Raises:
+            TransportError: on host transports, where the transfer failed or was aborted; again at every wait.
         """
+
+    def done(self) -> bool:
+        """Whether this point is past, also by failure. Never blocks, never raises."""
 
 
 class Transport(Protocol):
     """Moves tensors between the ranks of one group and says when their memory may be touched again.
 
     A tensor of a post must stay allocated until the fence of that post has been waited for on the stream that owns the
-    tensor; the fence itself holds it until then. Opening a transport, `post` and `gather` are things that every rank
-    does in the same order.
+    tensor; the fence itself holds it until then. Opening a transport, `warm_up`, `post` and `gather` are things that
+    every rank does in the same order.
     """
+
+    reason: str
+    """Why this transport was taken and not another, for people; "" where nobody chose."""
 
     @property
     def name(self) -> str:
@@ -60,17 +67,35 @@ class Transport(Protocol):
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
         """Enqueue one group of transfers, in program order, on the transport's one transfer stream.
 
-        No byte of the group moves before every fence in `after` (from `mark` or `post`) is over. Messages between one
-        (source, destination) pair match in order; a rank may send to itself inside one post. The returned fence covers
-        the sends and the receives.
+        No byte of the group moves before every fence in `after` (from `mark` or `post`, of this transport or of
+        another) is over. Messages between one (source, destination) pair match in order; a rank may send to itself
+        inside one post. The returned fence covers the sends and the receives.
 
         Raises:
             ValueError: a message that this transport cannot take; nothing has been sent.
-            TransportError: the transfer failed.
+            TransportError: the transfer failed, or the transport was closed or aborted.
+        """
+
+    def warm_up(self, edges: Sequence[Edge]) -> None:
+        """Send a checked byte pattern over each edge, under a timeout; every rank passes the same list.
+
+        The first transfer over an edge connects it and may block the host; an edge is warmed up once.
+
+        Raises:
+            ValueError: an edge between ranks that are not there.
+            TransportError: on every rank, naming the edge and the number of wrong bytes, or who failed how.
         """
 
     def gather(self, value: object) -> list[object]:
         """One small picklable object of every rank, in rank order."""
+
+    def abort(self, reason: str) -> None:
+        """End every transfer in flight; from any thread, idempotent, the first reason stays.
+
+        On host transports blocked and later waits and posts raise a `TransportError` with the reason. On CUDA the
+        communicator is aborted and later posts raise; what streams compute from there on is garbage, so that a process
+        should end.
+        """
 
     def close(self) -> None:
         """Give back what the transport holds. Idempotent."""
@@ -82,14 +107,28 @@ class Done:
     def wait(self) -> None:
         """Return at once."""
 
+    def done(self) -> bool:
+        """True."""
+        return True
+
 
 DONE = Done()
+
+
+def closed(name: str, rank: int) -> TransportError:
+    """What whoever uses a closed transport is told."""
+    return TransportError(f"the {name} transport of rank {rank} is closed")
+
+
+def aborted(name: str, rank: int, reason: str) -> TransportError:
+    """What whoever uses an aborted transport, or waits for it, is told."""
+    return TransportError(f"the {name} transport of rank {rank} was aborted: {reason}")
 
 
 def check_open(transport: Transport, is_open: bool) -> None:
     """Raise where a closed transport is used."""
     if not is_open:
-        raise TransportError(f"the {transport.name} transport of rank {transport.rank} is closed")
+        raise closed(transport.name, transport.rank)
 
 
 def check_messages(
@@ -134,38 +173,3 @@ def self_pairs(
     sources = [as_bytes(message.tensor) for message in sends if message.peer == rank]
     destinations = [as_bytes(message.tensor) for message in receives if message.peer == rank]
     return list(zip(destinations, sources, strict=True))
-
-
-def check_edges(transport: Transport, device: torch.device) -> None:
-    """Send patterned bytes over both ring edges of every rank; one verdict, the same on every rank.
-
-    Raises:
-        TransportError: on every rank, if the bytes of any rank did not arrive as they left.
-    """
-    try:
-        problem = _exchange_patterns(transport, device)
-    except TransportError as error:
-        problem = f"rank {transport.rank}: {error}"
-    # Also where this rank failed: the others must hear of it instead of waiting.
-    problems = [str(found) for found in transport.gather(problem) if found]
-    if problems:
-        raise TransportError(f"the warm-up of the {transport.name} transport failed: {'; '.join(problems)}")
-
-
-def _exchange_patterns(transport: Transport, device: torch.device) -> str | None:
-    rank, size = transport.rank, transport.size
-    onward, back = (rank + 1) % size, (rank - 1) % size
-    # Travelling onward first on both lists: at world 2 both neighbours are one peer, and messages match in order.
-    sends = [Message(onward, _pattern(rank, 0, device)), Message(back, _pattern(rank, 1, device))]
-    receives = [Message(peer, torch.zeros(PATTERN_BYTES, dtype=torch.uint8, device=device)) for peer in (back, onward)]
-    transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
-    for way, (peer, arrived) in enumerate(receives):
-        wrong = int((arrived != _pattern(peer, way, device)).sum())
-        if wrong:
-            return f"rank {rank} got {wrong} wrong bytes of {PATTERN_BYTES} from rank {peer}"
-    return None
-
-
-def _pattern(rank: int, way: int, device: torch.device) -> torch.Tensor:
-    values = torch.arange(PATTERN_BYTES, device=device) * PATTERN_STRIDE + 2 * rank + way
-    return (values % 256).to(torch.uint8)

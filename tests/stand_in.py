@@ -14,14 +14,18 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 
-class Op(NamedTuple):
+@dataclass(eq=False)
+class Op:
+    """One thing that was asked of the device; `tests/recorder` adds who asked, and what it reads and writes."""
+
     kind: str
     stream: Stream | None = None
     event: Event | None = None
@@ -42,10 +46,13 @@ class Device:
         self.log.append(op)
         return op
 
+    def check_recorded(self, event: Event) -> None:
+        assert event.last is not None, "a wait on an event that was never recorded is no wait"
+
     def stream(self, device: object = None, priority: int = 0) -> Stream:
         return Stream(self, priority, next(self._numbers))
 
-    def event(self) -> Event:
+    def event(self, enable_timing: bool = False) -> Event:
         return Event(self)
 
     def current(self, device: object = None) -> Stream:
@@ -61,6 +68,9 @@ class Device:
             yield
         finally:
             self._current.stream = before
+
+    def transfer(self, kind: str, wire: tuple[bytes, int, int], pointer: int, count: int, stream: int) -> None:
+        """A send or a receive on (communicator, source, destination); for recorders."""
 
     def happens_before(self, first: Op, second: Op) -> bool:
         """Whether a path of stream order and of waits on recorded events leads from `first` to `second`."""
@@ -84,8 +94,13 @@ class Stream:
         self.cuda_stream = number
 
     def wait_event(self, event: Event) -> None:
-        assert event.recorded, "a wait on an event that was never recorded is no wait"
+        self._device.check_recorded(event)
         self._device.add("wait", self, event)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or self._device.event()
+        event.record(self)
+        return event
 
     def wait_stream(self, other: Stream) -> None:
         event = self._device.event()
@@ -99,14 +114,23 @@ class Stream:
 class Event:
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.recorded = False
+        self.last: Op | None = None  # the newest record: what a wait means, whenever it runs
 
-    def record(self, stream: Stream) -> None:
-        self.recorded = True
-        self._device.add("record", stream, self)
+    def record(self, stream: Stream | None = None) -> None:
+        self.last = self._device.add("record", stream or self._device.current(), self)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._device.current()).wait_event(self)
 
     def query(self) -> bool:
         return self not in self._device.pending
+
+    def elapsed_time(self, end: Event) -> float:
+        return 0.0
+
+    def synchronize(self) -> None:
+        self._device.check_recorded(self)
+        self._device.add("synchronize event", None, self)
 
 
 class Fabric:
@@ -117,20 +141,24 @@ class Fabric:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.wires: defaultdict[tuple[int, int], queue.Queue[bytes]] = defaultdict(queue.Queue)
+        self.wires: defaultdict[tuple[bytes, int, int], queue.Queue[bytes]] = defaultdict(queue.Queue)
+        self.moves = True  # False: nothing moves and nothing blocks, the order is all that is wanted
+        self._drawn = itertools.count()
         self.open_group = threading.local()
         self.fail_on: str | None = None
+        self.async_error = ""
         self.before_end: Callable[[], None] = lambda: None
         self.on_destroy: Callable[[], None] = lambda: None
         self.spoil: Callable[[bytes], bytes] = lambda data: data
         self.abort_called = threading.Event()
 
     def get_unique_id(self) -> bytes:
-        return bytes(range(128))
+        first = next(self._drawn)  # every communicator has its own
+        return bytes(range(first, first + 128))
 
     def NcclCommunicator(self, size: int, unique_id: bytes, rank: int) -> Communicator:
         self.device.add("init", detail=(size, unique_id, rank))
-        return Communicator(self, rank)
+        return Communicator(self, unique_id, rank)
 
     def groupStart(self) -> None:
         self.device.add("groupStart")
@@ -140,7 +168,7 @@ class Fabric:
         self.device.add("groupEnd")
         receives, self.open_group.receives = self.open_group.receives, None
         self.before_end()
-        for pointer, count, wire in receives:
+        for pointer, count, wire in receives if self.moves else ():
             data = self.spoil(self.wires[wire].get(timeout=5))
             assert len(data) == count
             ctypes.memmove(pointer, data, count)
@@ -151,17 +179,25 @@ class NcclError(RuntimeError):
 
 
 class Communicator:
-    def __init__(self, fabric: Fabric, rank: int) -> None:
+    def __init__(self, fabric: Fabric, unique_id: bytes, rank: int) -> None:
         self._fabric = fabric
+        self._id = unique_id
         self._rank = rank
 
     def send(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
         self._note("send", pointer, count, dtype, peer, stream)
-        self._fabric.wires[self._rank, peer].put(ctypes.string_at(pointer, count))
+        self._fabric.device.transfer("send", (self._id, self._rank, peer), pointer, count, stream)
+        if self._fabric.moves:
+            self._fabric.wires[self._id, self._rank, peer].put(ctypes.string_at(pointer, count))
 
     def recv(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
         self._note("recv", pointer, count, dtype, peer, stream)
-        self._fabric.open_group.receives.append((pointer, count, (peer, self._rank)))
+        self._fabric.device.transfer("recv", (self._id, peer, self._rank), pointer, count, stream)
+        self._fabric.open_group.receives.append((pointer, count, (self._id, peer, self._rank)))
+
+    def check_async_error(self) -> None:
+        if self._fabric.async_error:
+            raise NcclError(self._fabric.async_error)
 
     def abort(self) -> None:
         self._fabric.device.add("abort")
@@ -181,12 +217,7 @@ class Communicator:
 def install_streams(monkeypatch: pytest.MonkeyPatch) -> Device:
     """Put the stand-in beneath torch.cuda's streams and events; asynchronous copies are logged too."""
     device = Device()
-    monkeypatch.setattr(torch.cuda, "Stream", device.stream)
-    monkeypatch.setattr(torch.cuda, "Event", device.event)
-    monkeypatch.setattr(torch.cuda, "current_stream", device.current)
-    monkeypatch.setattr(torch.cuda, "stream", device.using)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    replace_streams(monkeypatch, device)
     copy = torch.Tensor.copy_
 
     def logged(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -196,6 +227,16 @@ def install_streams(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     monkeypatch.setattr(torch.Tensor, "copy_", logged)
     return device
+
+
+def replace_streams(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    """Put `device` in the place of torch.cuda's streams and events."""
+    monkeypatch.setattr(torch.cuda, "Stream", device.stream)
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", device.current)
+    monkeypatch.setattr(torch.cuda, "stream", device.using)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
 
 
 def install_nccl(monkeypatch: pytest.MonkeyPatch, fabric: object) -> None:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, ProcessGroupTransport
+from ringattn.comm.control import control_of
 from ringattn.comm.lanes import StreamLane
 from ringattn.comm.local import solo_group
-from ringattn.comm.transport import DONE, check_edges
+from ringattn.comm.transport import DONE, TransportError
 
 from .stand_in import Device, Op, install_streams
 from .transport_cases import CASES, filled
@@ -70,10 +71,10 @@ def test_the_warm_up_waits_both_ways(device: Device) -> None:
     """The pattern is written before it leaves, and compared after it has arrived."""
     transport = streamed(solo_group())
     before = device.add("compute", device.current())
-    check_edges(transport, CPU)
+    transport.warm_up([(0, 0)])
     after = device.add("compute", device.current())
     copies = [op for op in device.log if op.kind == "copy"]
-    assert len(copies) == 2
+    assert len(copies) == 1
     assert all(device.happens_before(before, copy) and device.happens_before(copy, after) for copy in copies)
 
 
@@ -166,11 +167,60 @@ def test_virtual_ranks_compute_between_the_caller_s_work_and_its_return(fails: b
 
 
 class FakeGroup:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def _get_backend(self, device: torch.device) -> FakeGroup:
+        return self
+
+    def abort(self) -> None:
+        self._device.add("abort")
+
     def rank(self) -> int:
         return 0
 
     def size(self) -> int:
         return 2
+
+
+def on_streams(device: Device) -> ProcessGroupTransport:
+    control, group = control_of(solo_group()), FakeGroup(device)
+    return ProcessGroupTransport(group, CPU, control=control, lane=StreamLane(CPU))  # type: ignore[arg-type]
+
+
+def test_process_group_ends_its_backend_once(device: Device) -> None:
+    transport = on_streams(device)
+    transport.abort("hop 3 is 20 s late")
+    transport.abort("for the second time")
+    transport.close()
+    assert [op.kind for op in device.log] == ["abort"]
+    with pytest.raises(TransportError, match="the process_group transport of rank 0 was aborted: hop 3 is 20 s late"):
+        transport.post(sends=[], receives=[])
+
+
+def test_a_fence_of_a_device_that_failed_is_over(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    fence = StreamLane(CPU).mark()
+    assert fence.done()
+    device.pending.add(fence._event)  # type: ignore[arg-type]
+    assert not fence.done()
+
+    def fail(event: object) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(type(fence._event), "query", fail)
+    assert fence.done()
+
+
+def test_a_local_fence_is_over_once_every_copy_is(device: Device) -> None:
+    transport = streamed(solo_group())
+    fence = transport.post(sends=[Message(0, filled(1, 4, CPU))], receives=[Message(0, filled(0, 4, CPU))])
+    events = [op.event for op in device.log if op.kind == "record"]
+    assert fence.done()
+    for event in events[1:]:  # the copy, and the point behind it; the first is what the copy waits for
+        assert event is not None
+        device.pending.add(event)
+        assert not fence.done()
+        device.pending.clear()
 
 
 def test_process_group_runs_beside_compute(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,8 +236,7 @@ def test_process_group_runs_beside_compute(device: Device, monkeypatch: pytest.M
 
     monkeypatch.setattr(dist, "batch_isend_irecv", batch)
     monkeypatch.setattr(dist, "P2POp", lambda kind, tensor, group, group_peer: (kind, tensor.numel(), group_peer))
-    monkeypatch.setattr("ringattn.comm.process_group.lane_for", StreamLane)
-    transport = ProcessGroupTransport(FakeGroup(), CPU)  # type: ignore[arg-type]
+    transport = on_streams(device)
     compute = device.current()
 
     written = device.add("compute", compute)

@@ -7,14 +7,18 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, NcclTransport, TransportError
+from ringattn.comm import Limits, LocalGroup, LocalWorld, Message, NcclTransport, TransportError, nccl
+from ringattn.comm.control import control_of
 from ringattn.comm.lanes import StreamFence
+from ringattn.comm.limits import NO_LIMITS
+from ringattn.comm.local import solo_group
+from ringattn.comm.warm_up import ring_edges
 
 from .stand_in import Device, Fabric, Op, install_nccl, install_streams
 from .transport_cases import CASES, filled
@@ -34,13 +38,15 @@ def device(fabric: Fabric) -> Device:
     return fabric.device
 
 
-def open_alone(timeout: float = 5.0) -> NcclTransport:
-    return NcclTransport(rank=0, size=1, device=CPU, gather=lambda value: [value], timeout=timeout)
+def open_alone(timeout: float = 5.0, limits: Limits = NO_LIMITS) -> NcclTransport:
+    control = control_of(solo_group())
+    return NcclTransport(rank=0, size=1, device=CPU, control=control, timeout=timeout, limits=limits)
 
 
-def opened(group: LocalGroup) -> NcclTransport:
-    control = LocalTransport(group, CPU)
-    return NcclTransport(rank=group.rank(), size=group.size(), device=CPU, gather=control.gather)
+def opened(group: LocalGroup, members: Sequence[int] | None = None) -> NcclTransport:
+    return NcclTransport(
+        rank=group.rank(), size=group.size(), device=CPU, control=control_of(group), members=members, timeout=5
+    )
 
 
 def event_of(fence: StreamFence) -> Any:
@@ -62,7 +68,39 @@ def test_every_rank_joins_by_the_id_of_rank_0(device: Device) -> None:
     with LocalWorld(3, device="cpu", timeout=10) as world:
         world.run(opened)
     joined = [op.detail for op in device.log if op.kind == "init"]
-    assert sorted(joined, key=lambda detail: detail[2]) == [(3, bytes(range(128)), rank) for rank in range(3)]
+    assert sorted(joined, key=lambda detail: detail[2]) == [(3, joined[0][1], rank) for rank in range(3)]
+    assert len(joined[0][1]) == 128
+
+
+def test_a_communicator_for_each_ring_inside_and_between_the_nodes(device: Device) -> None:
+    """Two nodes of three: peers stay ranks of the group, NCCL hears of places in the communicator."""
+    nodes, rails = [(0, 2, 1), (3, 4, 5)], [(0, 3), (2, 4), (1, 5)]
+
+    def fn(group: LocalGroup) -> None:
+        rank = group.rank()
+        inside, between = (opened(group, next(ring for ring in rings if rank in ring)) for rings in (nodes, rails))
+        assert inside._lane.stream is not between._lane.stream
+        inside.warm_up([edge for ring in nodes for edge in ring_edges(ring)])
+        between.warm_up([edge for ring in rails for edge in ring_edges(ring)])
+        assert between.gather(rank) == list(range(6))
+        with pytest.raises(ValueError, match=r"peer is \d, this communicator joins ranks \[\d, \d\]"):
+            between.post(sends=[Message((rank + 1) % 3 + 3 * (rank // 3), torch.zeros(1))], receives=[])
+        with pytest.raises(TransportError, match=r"rank 0: peer is 5, this communicator joins ranks \[0, 3\]"):
+            between.warm_up([(0, 5)])
+
+    with LocalWorld(6, device="cpu", timeout=10) as world:
+        world.run(fn)
+    joined = [op.detail for op in device.log if op.kind == "init"]
+    assert sorted((size, place) for size, _, place in joined) == [(2, 0)] * 3 + [(2, 1)] * 3 + sorted(
+        (3, place) for place in [0, 1, 2] * 2
+    )
+    assert len({unique_id for _, unique_id, _ in joined}) == 5
+    assert {op.detail[3] for op in device.log if op.kind in ("send", "recv")} == {0, 1, 2}
+
+
+def test_members_hold_this_rank(device: Device) -> None:
+    with pytest.raises(ValueError, match=r"members is \[1, 2\]: rank 0 is not one of them"):
+        NcclTransport(rank=0, size=3, device=CPU, control=control_of(solo_group()), members=[1, 2])
 
 
 def test_a_rank_0_without_an_id_is_an_error_everywhere(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +110,7 @@ def test_a_rank_0_without_an_id_is_an_error_everywhere(fabric: Fabric, monkeypat
     monkeypatch.setattr(fabric, "get_unique_id", refuse)
 
     def fn(group: LocalGroup) -> None:
-        with pytest.raises(TransportError, match="NCCL of rank 0 draws no unique id: no interface"):
+        with pytest.raises(TransportError, match=r"^NCCL of rank 0 draws no unique id: no interface$"):
             opened(group)
 
     with LocalWorld(3, device="cpu", timeout=10) as world:
@@ -99,10 +137,11 @@ def test_a_post_is_one_group_between_its_waits_and_its_record(device: Device) ->
     )
 
     ops = device.log
-    assert kinds(ops) == ["wait", "wait", "groupStart", "send", "send", "recv", "recv", "groupEnd", "record"]
-    assert [(op.stream, op.event) for op in ops[:2]] == [(transfer, event_of(mark)), (transfer, event_of(earlier))]
+    # one wait: the earlier post ran on this stream
+    assert kinds(ops) == ["wait", "groupStart", "send", "send", "recv", "recv", "groupEnd", "record"]
+    assert (ops[0].stream, ops[0].event) == (transfer, event_of(mark))
     number = transfer.cuda_stream
-    assert [op.detail for op in ops[3:7]] == [
+    assert [op.detail for op in ops[2:6]] == [
         (first.data_ptr(), 30, Fabric.NCCL_UINT8, 0, number),
         (second.data_ptr(), 28, Fabric.NCCL_UINT8, 0, number),
         (into_first.data_ptr(), 30, Fabric.NCCL_UINT8, 0, number),
@@ -157,7 +196,7 @@ def test_close_gives_the_communicator_back_once(device: Device) -> None:
     device.log.clear()
     transport.close()
     transport.close()
-    transport.abort()
+    transport.abort("too late")
     assert kinds(device.log) == ["destroy"]
     with pytest.raises(TransportError, match="is closed"):
         transport.post(sends=[], receives=[])
@@ -185,25 +224,43 @@ def test_close_does_not_wait_for_ever(fabric: Fabric, device: Device) -> None:
 def test_abort_names_its_reason_to_whoever_posts(device: Device) -> None:
     transport = open_alone()
     device.log.clear()
-    transport.abort("aborted: hop 3 is 20 s late")
-    transport.abort()
+    transport.abort("hop 3 is 20 s late")
+    transport.abort("for the second time")
     transport.close()
     assert kinds(device.log) == ["abort"]
-    with pytest.raises(TransportError, match="the nccl transport of rank 0 is aborted: hop 3 is 20 s late"):
+    with pytest.raises(TransportError, match="the nccl transport of rank 0 was aborted: hop 3 is 20 s late"):
         transport.post(sends=[], receives=[])
 
 
-def test_warm_up_touches_both_neighbours(device: Device) -> None:
-    with LocalWorld(3, device="cpu", timeout=10) as world:
-        world.run(opened)
-    assert sorted(op.detail[3] for op in device.log if op.kind == "send") == [0, 0, 1, 1, 2, 2]
+def test_an_abort_while_nccl_blocks_is_the_reason(fabric: Fabric, device: Device) -> None:
+    transport = open_alone()
+
+    def blocked() -> None:
+        transport.abort("hop 3 is 20 s late")
+        raise RuntimeError("NCCL_ERROR_INVALID_USAGE")
+
+    fabric.before_end = blocked
+    with pytest.raises(TransportError, match="the nccl transport of rank 0 was aborted: hop 3 is 20 s late"):
+        transport.post(sends=[], receives=[])
+
+
+def test_check_says_what_nccl_noticed(fabric: Fabric) -> None:
+    transport = open_alone()
+    assert transport.check() is None
+    fabric.async_error = "NCCL_ERROR_REMOTE_ERROR"
+    assert transport.check() == "the nccl transport of rank 0: NCCL_ERROR_REMOTE_ERROR"
+    transport.abort("it had enough")
+    assert transport.check() == "the nccl transport of rank 0 was aborted: it had enough"
 
 
 def test_warm_up_finds_wrong_bytes(fabric: Fabric, device: Device) -> None:
     fabric.spoil = lambda data: data[::-1]
+    transport = open_alone()
     with pytest.raises(TransportError, match=r"rank 0 got \d+ wrong bytes of 4096 from rank 0"):
-        open_alone()
+        transport.warm_up([(0, 0)])
     assert kinds(device.log).count("abort") == 1
+    with pytest.raises(TransportError, match="was aborted: its warm-up failed"):
+        transport.post(sends=[], receives=[])
 
 
 def test_warm_up_that_hangs_is_aborted(fabric: Fabric, device: Device) -> None:
@@ -214,15 +271,51 @@ def test_warm_up_that_hangs_is_aborted(fabric: Fabric, device: Device) -> None:
         raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
 
     fabric.before_end = blocked
-    with pytest.raises(TransportError, match="REMOTE_ERROR"):
-        open_alone(timeout=0.05)
+    transport = open_alone(timeout=0.05)
+    with pytest.raises(TransportError, match=r"was aborted: its warm-up took more than 0\.05 s"):
+        transport.warm_up([(0, 0)])
     assert kinds(device.log).count("abort") == 1
 
 
 def test_warm_up_deadline_on_the_last_bytes(fabric: Fabric, device: Device) -> None:
     fabric.before_end = lambda: time.sleep(0.3)
-    with pytest.raises(TransportError, match=r"aborted: its warm-up took more than 0\.05 s"):
+    transport = open_alone(timeout=0.05)
+    with pytest.raises(TransportError, match=r"its warm-up took more than 0\.05 s"):
+        transport.warm_up([(0, 0)])
+
+
+def test_peers_that_do_not_join_are_not_waited_for(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fabric, "NcclCommunicator", lambda *arguments: time.sleep(1))
+    with pytest.raises(TransportError, match=r"rank 0: ranks \[0\] did not join in 0\.05 s"):
         open_alone(timeout=0.05)
+
+
+def test_a_communicator_that_nccl_refuses(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> object:
+        raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
+
+    monkeypatch.setattr(fabric, "NcclCommunicator", refuse)
+    with pytest.raises(TransportError, match="rank 0: NCCL makes no communicator: NCCL_ERROR_SYSTEM_ERROR"):
+        open_alone()
+
+
+def test_limits_make_a_communicator_of_their_own(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[object, ...]] = []
+    monkeypatch.setattr(nccl, "ConfiguredCommunicator", lambda *arguments: made.append(arguments))
+    limits = Limits(channels=2, ctas=4)
+    open_alone(limits=limits)
+    ((size, unique_id, place, given),) = made
+    assert (size, len(unique_id), place, given) == (1, 128, 0, limits)  # type: ignore[arg-type]
+    assert "init" not in kinds(fabric.device.log)
+
+
+def test_limits_that_nccl_cannot_keep(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"limits\.bytes_per_second is 1000000000.0, and nccl cannot keep that"):
+        open_alone(limits=Limits(bytes_per_second=1e9))
+    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
+    with pytest.raises(ValueError, match="NCCL_MAX_CTAS=8 in the environment overrides it for the whole process"):
+        open_alone(limits=Limits(ctas=4))
+    open_alone().close()
 
 
 @pytest.mark.parametrize(

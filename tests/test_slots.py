@@ -26,6 +26,9 @@ class Noted:
     def wait(self) -> None:
         self.waits += 1
 
+    def done(self) -> bool:
+        return self.waits > 0
+
 
 def span(tensor: torch.Tensor) -> range:
     return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)

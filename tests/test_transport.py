@@ -12,10 +12,14 @@ import pytest
 import torch
 
 from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, NcclTransport, open_transport
+from ringattn.comm.control import control_of
+from ringattn.comm.local import solo_group
 from ringattn.comm.nccl import nccl_missing
-from ringattn.comm.transport import TransportError, check_edges
+from ringattn.comm.transport import TransportError
+from ringattn.comm.warm_up import ring_edges
 
-from .transport_cases import CASES, filled, group_ranks
+from .group_cases import GROUP_CASES, group_ranks
+from .transport_cases import CASES, HOST_CASES, filled
 
 PROCESSES = 4
 CPU = torch.device("cpu")
@@ -24,18 +28,19 @@ needs_nccl = pytest.mark.skipif(not torch.cuda.is_available() or bool(nccl_missi
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | HOST_CASES)
 def test_local(name: str, world_size: int) -> None:
     with LocalWorld(world_size, device="cpu", timeout=10) as world:
-        world.run(lambda group: CASES[name](open_transport(group, device="cpu"), CPU))
+        world.run(lambda group: (CASES | HOST_CASES)[name](LocalTransport(group, CPU), CPU))
 
 
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Per global rank, what became of the cases that its process ran: "" or a traceback."""
     folder = tmp_path_factory.mktemp("gloo")
-    command = [sys.executable, str(Path(__file__).with_name("transport_cases.py")), str(PROCESSES), str(folder)]
-    done = subprocess.run(command, timeout=90, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.group_cases", str(PROCESSES), str(folder)]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, timeout=90, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(PROCESSES)]
 
@@ -47,55 +52,13 @@ def assert_passed(gloo: list[dict[str, str]], ranks: list[int], case: str) -> No
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *HOST_CASES, *GROUP_CASES])
 def test_process_group(name: str, world_size: int, gloo: list[dict[str, str]]) -> None:
     assert_passed(gloo, group_ranks(world_size, PROCESSES), f"{name}-{world_size}")
 
 
 def test_process_group_with_a_dead_peer(gloo: list[dict[str, str]]) -> None:
     assert_passed(gloo, list(range(PROCESSES)), "a_dead_peer")
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_warm_up_finds_wrong_bytes_on_every_rank(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank's bytes are spoiled on their way in: all ranks hear which edge it was."""
-    receive = LocalTransport._receive
-
-    def spoiled(transport: LocalTransport, message: object) -> None:
-        receive(transport, message)  # type: ignore[arg-type]
-        if transport.rank == 0:
-            message.tensor[17] ^= 1  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(LocalTransport, "_receive", spoiled)
-
-    def fn(group: object) -> str:
-        with pytest.raises(
-            TransportError, match=f"rank 0 got 1 wrong bytes of 4096 from rank {world_size - 1}"
-        ) as caught:
-            open_transport(group, device="cpu")
-        return str(caught.value)
-
-    with LocalWorld(world_size, device="cpu", timeout=10) as world:
-        assert len(set(world.run(fn))) == 1
-
-
-def test_warm_up_tells_the_edges_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At world 2 both edges join the same two ranks: exchanging their messages must not pass."""
-    post = LocalTransport.post
-
-    def crossed(transport: LocalTransport, **messages: Any) -> object:
-        if transport.rank == 1:
-            messages["receives"] = messages["receives"][::-1]
-        return post(transport, **messages)
-
-    monkeypatch.setattr(LocalTransport, "post", crossed)
-
-    def fn(group: LocalGroup) -> None:
-        with pytest.raises(TransportError, match="rank 1 got 4096 wrong bytes"):
-            check_edges(LocalTransport(group, CPU), CPU)
-
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(fn)
 
 
 def test_warm_up_finds_a_wrong_peer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +73,8 @@ def test_warm_up_finds_a_wrong_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalTransport, "post", misled)
 
     def fn(group: LocalGroup) -> None:
-        with pytest.raises(TransportError, match="rank 3 got 4096 wrong bytes of 4096 from rank 2"):
-            check_edges(LocalTransport(group, CPU), CPU)
+        with pytest.raises(TransportError, match="rank 3 got 2048 wrong bytes of 4096 from rank 2"):
+            LocalTransport(group, CPU).warm_up(ring_edges(range(4)))
 
     with LocalWorld(4, device="cpu", timeout=10) as world:
         world.run(fn)
@@ -130,7 +93,7 @@ def test_local_on_a_gpu(name: str, world_size: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_nccl_to_itself(name: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    transport = NcclTransport(rank=0, size=1, device=device, gather=lambda value: [value])
+    transport = NcclTransport(rank=0, size=1, device=device, control=control_of(solo_group()))
     try:
         CASES[name](transport, device)
     finally:
@@ -141,7 +104,7 @@ def test_nccl_to_itself(name: str) -> None:
 def test_nccl_waits_for_compute_both_ways() -> None:
     """Values, not only order: slow compute before the send, and compute on what arrived."""
     device = torch.device("cuda", torch.cuda.current_device())
-    transport = NcclTransport(rank=0, size=1, device=device, gather=lambda value: [value])
+    transport = NcclTransport(rank=0, size=1, device=device, control=control_of(solo_group()))
     source, arrived = filled(0, 1 << 24, device), filled(-1, 1 << 24, device)
     for step in range(1, 20):
         torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]

@@ -1,40 +1,44 @@
-"""What every transport must do, as functions of an open transport.
-
-Imported by the tests for transports of this process; run as a script for those that need real ones:
-`python transport_cases.py PROCESSES FOLDER` runs every case in that many processes over gloo. Each leaves one JSON file
-in the folder: for each case that it ran the traceback of its failure, or "" where there was none.
-"""
+"""What every transport must do, as functions of an open transport."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import multiprocessing
-import os
-import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from ringattn.comm import Fence, Message, Slots, Transport, TransportError, open_transport
+from ringattn.comm import (
+    DONE,
+    Edge,
+    Fence,
+    Message,
+    Slots,
+    Transport,
+    TransportError,
+)
 
 Case = Callable[[Transport, torch.device], None]
 CASES: dict[str, Case] = {}
+# for transports whose transfers the host waits for
+HOST_CASES: dict[str, Case] = {}
 
+CPU = torch.device("cpu")
 # More than any backend buffers on its own: a send of this size is only over once its receiver takes it.
 LARGE = 1 << 20
-# of one rank with another, where something went wrong
-PATIENCE = timedelta(seconds=5)
 
 
 def case(function: Case) -> Case:
     CASES[function.__name__] = function
+    return function
+
+
+def host_case(function: Case) -> Case:
+    HOST_CASES[function.__name__] = function
     return function
 
 
@@ -48,6 +52,17 @@ class Calling:
     def wait(self) -> None:
         self.waits += 1
         self.function()
+
+    def done(self) -> bool:
+        return self.waits > 0
+
+
+def eventually(fence: Fence) -> bool:
+    """Whether a fence is over soon: a point of a device is, some time after the host has gone past it."""
+    deadline = time.monotonic() + 5
+    while not fence.done() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return fence.done()
 
 
 def filled(value: int, count: int, device: torch.device) -> torch.Tensor:
@@ -218,6 +233,34 @@ def a_post_may_follow_another(transport: Transport, device: torch.device) -> Non
 
 
 @case
+def posts_run_ahead(transport: Transport, device: torch.device) -> None:
+    """Twice around the ring, every hop posted before any is waited for."""
+    onward, back = neighbours(transport)
+    held = filled(transport.rank, 1000, device)
+    fence: Fence = transport.mark()
+    for _ in range(2 * transport.size):
+        arriving = filled(-1, 1000, device)
+        fence = transport.post(
+            sends=[Message(onward, held)], receives=[Message(back, arriving)], after=[fence, transport.mark()]
+        )
+        held = arriving
+    fence.wait()
+    assert values(held) == [transport.rank]
+
+
+@case
+def done_says_what_is_over(transport: Transport, device: torch.device) -> None:
+    onward, back = neighbours(transport)
+    assert eventually(transport.mark())
+    tensor, arrived = filled(transport.rank, LARGE // 4, device), filled(-1, LARGE // 4, device)
+    fence = transport.post(sends=[Message(onward, tensor)], receives=[Message(back, arrived)], after=[transport.mark()])
+    assert eventually(fence)  # nobody needs to wait for it
+    fence.wait()
+    assert values(arrived) == [back]
+    assert fence.done()
+
+
+@case
 def a_sent_buffer_is_free_after_the_wait(transport: Transport, device: torch.device) -> None:
     onward, back = neighbours(transport)
     outgoing, arrived = filled(5 + transport.rank, LARGE, device), filled(0, LARGE, device)
@@ -294,6 +337,98 @@ def wrong_messages_are_refused(transport: Transport, device: torch.device) -> No
     transport.gather(None)  # nothing was sent: the transport still works
 
 
+def counting(transport: Transport) -> list[list[Message]]:
+    """The sends of every post from now on."""
+    posted: list[list[Message]] = []
+    post = transport.post
+
+    def counted(*, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
+        posted.append([*sends])
+        return post(sends=sends, receives=receives, after=after)
+
+    transport.post = counted  # type: ignore[method-assign]
+    return posted
+
+
+@case
+def edges_are_warmed_up_once(transport: Transport, device: torch.device) -> None:
+    ranks, posted = range(transport.size), counting(transport)
+    everything: list[Edge] = list(itertools.permutations(ranks, 2)) + [(rank, rank) for rank in ranks]
+    transport.warm_up([(0, transport.size - 1)] * 2)
+    first = len([message for sends in posted for message in sends])
+    assert first == (transport.rank == 0)
+    transport.warm_up(everything)
+    transport.warm_up(everything[::-1])
+    peers = [message.peer for sends in posted for message in sends]
+    assert sorted(peers) == list(ranks)
+    for edge in ((0, transport.size), (-1, 0)):
+        with pytest.raises(ValueError, match=rf"edges has \({edge[0]}, {edge[1]}\): the ranks of this group are 0 to"):
+            transport.warm_up([edge])
+
+
+@case
+def a_warm_up_names_wrong_bytes_everywhere(transport: Transport, device: torch.device) -> None:
+    post, source = transport.post, transport.size - 1
+
+    def spoiled(**messages: Any) -> Fence:
+        fence = post(**messages)
+        fence.wait()
+        for message in messages["receives"]:
+            message.tensor[17:20] ^= 1
+        return DONE if device.type == "cpu" else transport.mark()
+
+    if transport.rank == 0:
+        transport.post = spoiled  # type: ignore[method-assign]
+    with pytest.raises(TransportError, match=rf"rank 0 got 3 wrong bytes of 4096 from rank {source}$"):
+        transport.warm_up([(source, 0)])
+
+
+@case
+def an_aborted_transport_refuses_posts(transport: Transport, device: torch.device) -> None:
+    transport.gather(None)  # nobody aborts under another rank's last transfer
+    transport.abort("somebody said so")
+    transport.abort("for the second time")
+    told = rf"the {transport.name} transport of rank \d was aborted: somebody said so"
+    for _ in range(2):
+        with pytest.raises(TransportError, match=told):
+            transport.post(sends=[], receives=[])
+    transport.close()
+
+
+@host_case
+def abort_ends_a_wait(transport: Transport, device: torch.device) -> None:
+    """Nobody sends. Another thread ends the wait, at once, and what was posted behind it."""
+    onward, back = neighbours(transport)
+    if transport.size == 1:  # a rank alone waits for nobody
+        return
+    transport.gather(None)
+
+    begun: list[float] = []
+
+    def abort() -> None:
+        time.sleep(0.2)
+        begun.append(time.monotonic())
+        transport.abort("it took too long")
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    fences: list[Fence] = []
+    with pytest.raises(TransportError, match="was aborted: it took too long"):
+        for peer in (onward, back):
+            fences.append(transport.post(sends=[], receives=[Message(peer, filled(0, 1000, device))]))
+        for fence in fences:
+            fence.wait()
+    ended = time.monotonic()
+    thread.join()
+    assert ended - begun[0] < 1  # before it, where a peer's abort came first
+    for fence in fences:
+        assert fence.done()
+        with pytest.raises(TransportError, match="was aborted: it took too long"):
+            fence.wait()
+    with pytest.raises(TransportError, match="was aborted: it took too long"):
+        transport.post(sends=[], receives=[])
+
+
 @case
 def closing_twice_is_fine(transport: Transport, device: torch.device) -> None:
     transport.gather(None)  # nobody closes under another rank's last transfer
@@ -303,75 +438,9 @@ def closing_twice_is_fine(transport: Transport, device: torch.device) -> None:
         transport.post(sends=[], receives=[])
 
 
-def group_ranks(world: int, processes: int) -> list[int]:
-    """Global ranks of a group of `world`: the highest, so that group ranks and global ranks differ where they can."""
-    return list(range(processes - world, processes))
-
-
-def run_cases(rank: int, processes: int, folder: Path) -> None:
-    """Run every case on a group of every size, up to the first that fails: its peers are out of step from there on."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=processes,
-        timeout=PATIENCE,
-    )
-    results: dict[str, str] = {}
-    worlds = (2, 3, processes)
-    groups = {world: dist.new_group(group_ranks(world, processes), timeout=PATIENCE) for world in worlds}
-    mine = [world for world in worlds if rank in group_ranks(world, processes)]
-    try:
-        for world, name in itertools.product(mine, CASES):
-            results[f"{name}-{world}"] = traceback_of(run_case, groups[world], name)
-            if results[f"{name}-{world}"]:
-                return
-        results["a_dead_peer"] = traceback_of(a_dead_peer, rank, processes, folder / "posted")
-    finally:
-        (folder / f"rank{rank}.json").write_text(json.dumps(results))
-        os._exit(0)  # at once: the peers of a rank that failed, or that is dead on purpose, are to notice it
-
-
-def run_case(group: dist.ProcessGroup, name: str) -> None:
-    transport = open_transport(group, transport="process_group", device="cpu")
-    assert (transport.rank, transport.size) == (dist.get_rank(group), dist.get_world_size(group))
-    CASES[name](transport, torch.device("cpu"))
-
-
-def a_dead_peer(rank: int, processes: int, posted: Path) -> None:
-    """The other ranks die, rank 0 waits for bytes of one: an error that says so, and the same one at a second wait."""
-    transport = open_transport(device="cpu")
-    if rank != 0:
-        deadline = time.monotonic() + 5
-        while not posted.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return
-    fence = transport.post(sends=[], receives=[Message(processes - 1, torch.zeros(6))])
-    posted.touch()
-    for _ in range(2):
-        with pytest.raises(TransportError, match=f"rank 0: receive of 24 bytes from rank {processes - 1} failed"):
-            fence.wait()
-
-
 def traceback_of(function: Callable[..., None], *arguments: object) -> str:
     try:
         function(*arguments)
     except BaseException:
         return traceback.format_exc()
     return ""
-
-
-def main(processes: int, folder: Path) -> int:
-    # Forked: torch is imported once, and in this fresh process it has not started a thread yet.
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run_cases, args=(rank, processes, folder)) for rank in range(processes)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    return max(abs(process.exitcode or 0) for process in ranks)
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))

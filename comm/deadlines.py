@@ -1,0 +1,136 @@
+"""When a transfer is late: a clock for each, from the moment when what it waits for is over."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+from .transport import DONE, Fence, TransportError
+
+# Without a deadline of the user's, a transfer is late after this many times the median of the last ones ...
+MEDIANS = 100
+# ... but never before this many seconds: a rank may pause for a checkpoint, or the garbage collector, ...
+LEAST_SECONDS = 60.0
+# ... and the first transfers of a call wait for ranks that enter it late: data loading, compilation.
+FIRST_SECONDS = 600.0
+# as many of the last transfers make the median
+RECENT = 128
+
+Sizes = Sequence[tuple[int, int]]  # (peer, bytes) per message
+
+
+class Post:
+    """One group of transfers on its way."""
+
+    __slots__ = ("after", "call", "fence", "label", "posted", "problem", "ready", "received", "sent")
+
+    def __init__(
+        self, label: object, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes, now: float, call: int
+    ) -> None:
+        self.label = label
+        self.fence = fence
+        self.after = after
+        self.sent = sent
+        self.received = received
+        self.posted = now
+        self.call = call
+        self.ready: float | None = None
+        self.problem: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its messages."""
+        return sum(nbytes for _, nbytes in (*self.sent, *self.received))
+
+    def edges(self, rank: int) -> str:
+        """Its messages: `4096 bytes rank 0 -> rank 1, ...`; those of one edge in one."""
+        sizes: dict[tuple[int, int], int] = {}
+        for peer, nbytes in self.received:
+            sizes[peer, rank] = sizes.get((peer, rank), 0) + nbytes
+        for peer, nbytes in self.sent:
+            sizes[rank, peer] = sizes.get((rank, peer), 0) + nbytes
+        told = [f"{nbytes} bytes rank {a} -> rank {b}" for (a, b), nbytes in sizes.items()]
+        return ", ".join(told) or "no bytes on this rank"
+
+
+class Deadlines:
+    """The transfers of one ring that are not over, oldest first.
+
+    Args:
+        seconds: how long each may take; None: many times the median of the last ones; inf: as long as it likes.
+        ask_why: whether a fence that is over may be asked if it failed: on a host, where asking does nothing else.
+    """
+
+    def __init__(self, seconds: float | None, *, ask_why: bool) -> None:
+        self._seconds = seconds
+        self._ask_why = ask_why
+        self._inbox: deque[Post] = deque()
+        self._pending: list[Post] = []
+        self._durations: deque[float] = deque(maxlen=RECENT)
+        self._arrived_in = 0  # the last call of which some transfer is over
+        self.nbytes = 0
+        self.last: object = None
+        """Label of the newest transfer."""
+        self.failed: Post | None = None
+        """The first transfer that failed, with its `problem`."""
+
+    def add(self, post: Post) -> None:
+        """Watch a transfer, from any thread; the hot path."""
+        self._inbox.append(post)
+        self.last = post.label
+
+    @property
+    def first(self) -> Post | None:
+        """The oldest transfer that is not over, as of the last poll."""
+        return self._pending[0] if self._pending else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether some transfer is not known to be over."""
+        return bool(self._pending or self._inbox)
+
+    def poll(self, now: float) -> Post | None:
+        """Look at every transfer; the oldest that is late, if any."""
+        while self._inbox:
+            self._pending.append(self._inbox.popleft())
+        self._pending = [post for post in self._pending if not self._over(post, now)]
+        for post in self._pending:
+            if post.ready is None and all(fence.done() for fence in post.after):
+                # Exact where nothing had to be waited for; else late by one poll at most.
+                post.ready = post.posted if all(fence is DONE for fence in post.after) else now
+            if post.ready is not None and now - post.ready >= self.limit(post):
+                return post
+        return None
+
+    def limit(self, post: Post) -> float:
+        """Seconds that a transfer may take once what it waits for is over."""
+        if self._seconds is not None:
+            return self._seconds
+        if not self._durations or post.call > self._arrived_in:
+            return FIRST_SECONDS
+        return max(LEAST_SECONDS, MEDIANS * statistics.median(self._durations))
+
+    def clear(self) -> None:
+        """Forget all transfers: they were aborted, or the ring is closed."""
+        self._inbox.clear()
+        self._pending = []
+
+    def _over(self, post: Post, now: float) -> bool:
+        if not post.fence.done():
+            return False
+        self.nbytes += post.nbytes
+        if self._ask_why and self.failed is None:
+            try:
+                post.fence.wait()
+            except TransportError as error:
+                post.problem = str(error)
+                self.failed = post
+                return True
+        self._arrived_in = max(self._arrived_in, post.call)
+        self._durations.append(now - (post.ready if post.ready is not None else post.posted))
+        return True
+
+
+NEVER = math.inf

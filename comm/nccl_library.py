@@ -1,0 +1,155 @@
+"""The NCCL library that is loaded, for what CuPy does not wrap: communicators with a configuration of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .limits import Limits
+from .transport import TransportError
+
+# `ncclConfig_t` of NCCL 2.18: every later library reads it as such and takes its own defaults for newer fields.
+CONFIG_VERSION = 21800
+CONFIG_MAGIC = 0xCAFEBEEF
+UNDEFINED_INT = -(2**31)
+UNIQUE_ID_BYTES = 128
+LIBRARY = "libnccl.so.2"
+
+# These hold for every communicator of the process, and NCCL lets them override what a communicator asks for.
+OVERRIDES = ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS")
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * UNIQUE_ID_BYTES),)
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cgaClusterSize", ctypes.c_int),
+        ("minCTAs", ctypes.c_int),
+        ("maxCTAs", ctypes.c_int),
+        ("netName", ctypes.c_char_p),
+        ("splitShare", ctypes.c_int),
+    )
+
+
+def cta_bounds(limits: Limits) -> tuple[int, int] | None:
+    """The fewest and the most thread blocks of a communicator, -2**31 where that is NCCL's choice; None: all is.
+
+    NCCL runs one thread block per channel, and takes both bounds for the channels of point-to-point transfers.
+    """
+    if limits.channels is None and limits.ctas is None:
+        return None
+    most = limits.ctas if limits.channels is None else limits.channels
+    assert most is not None
+    return (UNDEFINED_INT if limits.channels is None else limits.channels), most
+
+
+def overridden(limits: Limits, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Which environment variable keeps these limits from being kept, None where none does."""
+    if cta_bounds(limits) is None:
+        return None
+    found = [f"{name}={environment[name]}" for name in OVERRIDES if environment.get(name)]
+    if not found:
+        return None
+    return f"limits is {limits}, and {', '.join(found)} in the environment overrides it for the whole process: unset it"
+
+
+def loaded_library() -> Path | None:
+    """The libnccl of this process, None where none is loaded yet."""
+    paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    return next((Path(path) for path in sorted(paths) if Path(path).name.startswith("libnccl.so")), None)
+
+
+class ConfiguredCommunicator:
+    """What CuPy's `NcclCommunicator` offers and we use, with a limit on the thread blocks.
+
+    CuPy (14.2) fills the configuration itself and opens none of these fields, so this calls the very library that it
+    uses.
+
+    Raises:
+        TransportError: NCCL refuses.
+    """
+
+    def __init__(self, size: int, unique_id: Sequence[int], rank: int, limits: Limits) -> None:
+        bounds = cta_bounds(limits)
+        assert bounds is not None
+        self._library = _library()
+        self._comm = ctypes.c_void_p()
+        # CuPy 13 gives signed characters, 14 bytes
+        shared = _UniqueId.from_buffer_copy(bytes(character % 256 for character in unique_id))
+        config = _Config(
+            ctypes.sizeof(_Config),
+            CONFIG_MAGIC,
+            CONFIG_VERSION,
+            blocking=1,  # the calls of a communicator that does not block need polling of their own
+            cgaClusterSize=UNDEFINED_INT,
+            minCTAs=bounds[0],
+            maxCTAs=bounds[1],
+            netName=None,
+            splitShare=UNDEFINED_INT,
+        )
+        self._check(
+            self._library.ncclCommInitRankConfig(ctypes.byref(self._comm), size, shared, rank, ctypes.byref(config))
+        )
+
+    @property
+    def comm(self) -> int:
+        """The address of the communicator, 0 once it is given back."""
+        return self._comm.value or 0
+
+    def send(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        """`ncclSend`."""
+        self._check(self._library.ncclSend(pointer, count, dtype, peer, self._comm, stream))
+
+    def recv(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        """`ncclRecv`."""
+        self._check(self._library.ncclRecv(pointer, count, dtype, peer, self._comm, stream))
+
+    def check_async_error(self) -> None:
+        """Raise what has gone wrong since."""
+        error = ctypes.c_int()
+        self._check(self._library.ncclCommGetAsyncError(self._comm, ctypes.byref(error)))
+        self._check(error.value)
+
+    def abort(self) -> None:
+        """`ncclCommAbort`."""
+        comm, self._comm = self._comm, ctypes.c_void_p()
+        if comm:
+            self._library.ncclCommAbort(comm)
+
+    def destroy(self) -> None:
+        """`ncclCommDestroy`."""
+        comm, self._comm = self._comm, ctypes.c_void_p()
+        if comm:
+            self._library.ncclCommDestroy(comm)
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise TransportError(f"NCCL: {self._library.ncclGetErrorString(status).decode()} (status {status})")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    path = loaded_library()
+    if path is None:
+        raise TransportError(f"{LIBRARY} is not loaded in this process")
+    # The same file is the same library: nothing is loaded a second time.
+    library = ctypes.CDLL(str(path))
+    pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+    library.ncclCommInitRankConfig.argtypes = (pointer, integer, _UniqueId, integer, pointer)
+    for name in ("ncclSend", "ncclRecv"):
+        getattr(library, name).argtypes = (pointer, size, integer, integer, pointer, pointer)
+    library.ncclCommGetAsyncError.argtypes = (pointer, pointer)
+    for name in ("ncclCommAbort", "ncclCommDestroy"):
+        getattr(library, name).argtypes = (pointer,)
+    library.ncclGetErrorString.argtypes = (integer,)
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    return library

@@ -1,0 +1,120 @@
+"""One thread that watches all rings of a process."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .control import control_of
+from .deadlines import FIRST_SECONDS, NEVER
+from .gossip import TICK_SECONDS
+from .groups import Group
+from .local import LocalGroup
+from .news import Gauges
+from .transport import Transport
+from .watch import Watch
+
+logger = logging.getLogger(__name__)
+
+# sysexits' EX_TEMPFAIL: what torchrun and schedulers restart
+EXIT_CODE = 75
+
+
+class Watchdog:
+    """The thread. It runs while there is a ring to watch."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self._thread: threading.Thread | None = None
+        self._end = threading.Event()
+
+    def add(self, watch: Watch) -> None:
+        """Watch one more ring, until it is closed or nobody holds it any more."""
+        with self._lock:
+            self._watches.add(watch)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ringattn-watchdog", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """End with the process: a thread that returns from C++ into an interpreter that is gone brings it down."""
+        self._end.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(1.0)
+
+    def _run(self) -> None:
+        while not self._end.wait(TICK_SECONDS):
+            with self._lock:
+                watches = [watch for watch in self._watches if not watch.closed]
+                if not watches:
+                    self._thread = None
+                    return
+            while watches:
+                _tick(watches.pop())
+
+
+def _tick(watch: Watch) -> None:
+    try:
+        watch.tick()
+    except Exception:  # a fault in here must not end the watch over the other rings
+        logger.exception("the watchdog of rank %d failed", watch.rank)
+
+
+_WATCHDOG = Watchdog()
+atexit.register(lambda: _WATCHDOG.stop())
+
+
+def _after_fork() -> None:
+    global _WATCHDOG
+    _WATCHDOG = Watchdog()  # threads stay behind
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def open_watch(
+    group: Group,
+    device: torch.device,
+    *,
+    deadline: float | None,
+    transports: Callable[[], Sequence[Transport]],
+    gauges: Gauges | None = None,
+) -> Watch:
+    """Watch over a ring of this group until it is closed; every rank opens its rings in the same order.
+
+    Args:
+        group: the ring's ranks.
+        device: where they compute.
+        deadline: seconds that a transfer may take; None: many times the median hop, and no limit in a `LocalWorld`,
+            which has one of its own.
+        transports: the transports that are open now; must not hold the ring.
+        gauges: reads clocks and throttle reasons of the device.
+    """
+    local = isinstance(group, LocalGroup)
+    watch = Watch(
+        control_of(group).fresh_scope("ring"),
+        deadline=NEVER if local and deadline is None else deadline,
+        device=device,
+        transports=transports,
+        fatal=None if local or device.type == "cpu" else end_process,
+        patience=None if local and deadline is None else deadline or FIRST_SECONDS,
+        together=local,
+        gauges=gauges,
+    )
+    if watch.size > 1:
+        _WATCHDOG.add(watch)
+    return watch
+
+
+def end_process(reason: str) -> None:
+    """Leave at once, non-zero, so that torchrun restarts: the streams of this process wait for bytes for ever."""
+    logger.critical("this process ends: %s", reason)
+    os._exit(EXIT_CODE)
