@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..comm.topology import Topology
 from ..ring.layout import Layout
 from ..ring.mask import Mask
 from ..ring.schedule import Schedule, schedule
@@ -20,6 +21,7 @@ from .shapes import DTYPE_BYTES
 Grid = npt.NDArray[np.int64]
 
 FP32_BYTES = 4  # dK/dV sums travel as fp32
+LEVELS = ("inside_nodes", "between_nodes")
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,31 @@ class Call:
     kv_heads: int
     head_dim: int
     dtype: str
+    nodes: int = 1
+    """Equal nodes in rank order; several make a two-level ring."""
 
     @cached_property
     def plan(self) -> Schedule:
-        return schedule(self.layout, self.mask, direction=self.direction)
+        """The schedule.
+
+        Raises:
+            ValueError: the ranks do not make equal nodes, or the direction is none.
+        """
+        return self.plan_of(self.mask)
+
+    def plan_of(self, mask: Mask) -> Schedule:
+        """The schedule of the same call with another mask."""
+        world = self.layout.world
+        if world % self.nodes or world == self.nodes > 1:
+            raise ValueError(f"nodes is {self.nodes}: it must cut {world} ranks into equal nodes of at least 2")
+        topology = Topology.grid(self.nodes, world // self.nodes)
+        return schedule(self.layout, mask, direction=self.direction, topology=topology)
 
     @property
     def title(self) -> str:
         kind = "causal" if self.mask.causal else "full"
-        return f"{self.layout_name}, {kind}, {self.layout.seqlen:,} tokens over {self.layout.world} ranks"
+        where = f" on {self.nodes} nodes" if self.nodes > 1 else ""
+        return f"{self.layout_name}, {kind}, {self.layout.seqlen:,} tokens over {self.layout.world} ranks{where}"
 
     @cached_property
     def owners(self) -> Grid:
@@ -56,10 +74,13 @@ class Call:
     @cached_property
     def pairs(self) -> Grid:
         """Visible (query, key) pairs, ``[rank, hop]``."""
-        world = self.layout.world
-        by_shard = np.stack([_pairs_by_shard(self, rank) for rank in range(world)])
-        ranks = np.arange(world)[:, None]
-        return np.take_along_axis(by_shard, (ranks - self.direction * np.arange(world)) % world, axis=1)
+        by_shard = np.stack([_pairs_by_shard(self, rank) for rank in range(self.layout.world)])
+        return np.take_along_axis(by_shard, self.shards, axis=1)
+
+    @cached_property
+    def shards(self) -> Grid:
+        """The shard that is on a rank at a hop, ``[rank, hop]``: at every hop each is on one rank."""
+        return np.argsort(self.plan.ranks, axis=0)
 
     @property
     def flops_per_pair(self) -> int:
@@ -113,8 +134,8 @@ def mask_cells(call: Call, cells: int) -> tuple[Grid, Grid]:
         for end, held in enumerate((first_held, last_held))
     )
     visible = (last_held >= lo) & (first_held < hi)
-    hops = call.direction * (ranks[:, None] - ranks) % call.layout.world
-    return ranks, np.where(visible, hops, -1)
+    hops = np.argsort(call.shards, axis=1)  # [rank, shard]: every rank is with each shard at one hop
+    return ranks, np.where(visible, hops[ranks[:, None], ranks], -1)
 
 
 def table(call: Call) -> list[dict[str, Any]]:
@@ -138,6 +159,8 @@ def data(call: Call) -> dict[str, Any]:
             "spans": call.layout.spans_per_rank,
             "mask": asdict(call.mask),
             "direction": call.direction,
+            "nodes": call.plan.nodes,
+            "rails": [*zip(*call.plan.nodes, strict=True)] if call.nodes > 1 else [],
             "batch": call.batch,
             "heads": call.heads,
             "kv_heads": call.kv_heads,
@@ -149,5 +172,7 @@ def data(call: Call) -> dict[str, Any]:
         "flops_forward": [int(pairs) * call.flops_per_pair for pairs in call.pairs.sum(axis=1)],
         "bytes_forward": call.plan.bytes(kv),
         "bytes_backward": call.plan.bytes(kv, sums),
+        **{f"bytes_forward_{where}": call.plan.bytes(kv, level=level) for level, where in enumerate(LEVELS)},
+        **{f"bytes_backward_{where}": call.plan.bytes(kv, sums, level=level) for level, where in enumerate(LEVELS)},
         "hops": table(call),
     }

@@ -124,17 +124,25 @@ def _draw_schedule(call: Call, axes: Any) -> None:
     image = axes.imshow(work, cmap=_colours("Blues", np.linspace(0.08, 0.55, 64)), vmin=0, vmax=1, aspect="auto")
     axes.set(xlabel="hop", ylabel="rank", xticks=_ticks(world), yticks=_ticks(world))
     axes.set_title("schedule: visible pairs per rank and hop", pad=10)
+    _draw_lines(axes, world, call.plan.inner)
     if world <= LABELLED:
-        axes.set_title("schedule: shard, visible pairs, and where its K/V go next", pad=10)
-        edges = np.arange(world - 1) + 0.5
-        axes.hlines(edges, -0.5, world - 0.5, color="white", lw=2)
-        axes.vlines(edges, -0.5, world - 0.5, color="white", lw=2)
+        rails = ", » N by rail to rank N" if call.nodes > 1 else ""
+        axes.set_title(f"schedule: shard, visible pairs, and where its K/V go next{rails}", pad=10)
         for rank in range(world):
             for hop in call.plan.hops(rank):
                 _label_hop(axes, call, rank, hop)
     axes.set(xlim=(-0.5, world - 0.5), ylim=(world - 0.5, -0.5))
     bar = axes.figure.colorbar(image, ax=axes, shrink=0.8, label="visible pairs / most of any rank and hop")
     bar.outline.set_visible(False)
+
+
+def _draw_lines(axes: Any, world: int, inner: int) -> None:
+    """White between ranks and hops where these have text, dark between nodes and turns."""
+    for each, style in ((1, {"color": "white", "lw": 2}), (inner, {"color": INK, "lw": 1.2})):
+        edges = np.arange(each, world, each) - 0.5
+        if each > 1 or world <= LABELLED:
+            axes.hlines(edges, -0.5, world - 0.5, **style)
+            axes.vlines(edges, -0.5, world - 0.5, **style)
 
 
 def _label_hop(axes: Any, call: Call, rank: int, hop: Hop) -> None:
@@ -146,17 +154,23 @@ def _label_hop(axes: Any, call: Call, rank: int, hop: Hop) -> None:
         axes.text(hop.index, rank, f"({hop.shard})", ha="center", va="center", fontsize=11, color="#888888")
     if hop.kv_to is not None:
         _draw_move(axes, call, rank, hop)
+    if hop.rail_to is not None:
+        # the left corner of a turn's first hop is free: no arrow comes in there
+        where = {"xytext": (4, -3), "textcoords": "offset points", "ha": "left", "va": "top"}
+        corner = (hop.index - 0.5, rank - 0.5)
+        axes.annotate(f"» {hop.rail_to}", xy=corner, fontsize=9, fontweight="bold", color=MOVING, **where)
 
 
 def _draw_move(axes: Any, call: Call, rank: int, hop: Hop) -> None:
-    """An arrow to where the shard is at the next hop; around the ring it leaves at the edge and comes in again."""
+    """An arrow to where the shard is at the next hop; around a node it leaves at the edge and comes in again."""
     step = call.direction
     near, far = 0.33, 0.67
     start, end = (hop.index + near, rank + near * step), (hop.index + far, rank + far * step)
     style = {"arrowstyle": "-|>", "color": MOVING, "lw": 1.3, "shrinkA": 0, "shrinkB": 0}
-    if 0 <= rank + step < call.layout.world:
+    first = rank - rank % call.plan.inner
+    if hop.kv_to == rank + step:
         axes.annotate("", xy=end, xytext=start, arrowprops=style)
         return
     axes.plot([start[0], hop.index + 0.5], [start[1], rank + 0.5 * step], color=MOVING, lw=1.3)
-    entry = 0 if step == 1 else call.layout.world - 1
+    entry = first if step == 1 else first + call.plan.inner - 1
     axes.annotate("", xy=(end[0], entry - near * step), xytext=(hop.index + 0.5, entry - 0.5 * step), arrowprops=style)

@@ -11,7 +11,7 @@ import typer
 
 from ..ring.layout import Layout
 from ..ring.mask import Mask
-from ..ring.schedule import schedule, shown
+from ..ring.schedule_text import shown
 from .call import Call, data, mask_cells, table
 from .flops import BACKWARD_FLOPS
 from .output import prints, write_csv, write_json
@@ -49,19 +49,22 @@ def _mark(number: int) -> str:
 def ranks_text(call: Call) -> list[str]:
     """What each rank computes and sends."""
     kv, sums = call.bytes_per_token
-    forward, backward = call.plan.bytes(kv), call.plan.bytes(kv, sums)
+    moved = {"sends forward": call.plan.bytes(kv), "sends backward": call.plan.bytes(kv, sums)}
+    if call.nodes > 1:
+        forward, backward = call.plan.bytes(kv, level=1), call.plan.bytes(kv, sums, level=1)
+        moved |= {"by rail forward": forward, "by rail backward": backward}
     pairs = call.pairs.sum(axis=1)
     total = max(int(pairs.sum()), 1)
-    rows = [["", "tokens", "visible pairs", "share", "forward", "backward", "sends forward", "sends backward"]]
+    rows = [["", "tokens", "visible pairs", "share", "forward", "backward", *moved]]
     for rank in shown(call.layout.world):
         if rank is None:
             rows.append(["…"] * len(rows[0]))
             continue
         flops = int(pairs[rank]) * call.flops_per_pair
         work = [human(flops, "FLOP"), human(flops * BACKWARD_FLOPS, "FLOP")]
-        moved = [human(forward[rank], "B"), human(backward[rank], "B")]
+        sent = [human(counts[rank], "B") for counts in moved.values()]
         tokens = call.layout.lengths[rank]
-        rows.append([f"rank {rank}", f"{tokens:,}", f"{pairs[rank]:,}", f"{pairs[rank] / total:.1%}", *work, *moved])
+        rows.append([f"rank {rank}", f"{tokens:,}", f"{pairs[rank]:,}", f"{pairs[rank] / total:.1%}", *work, *sent])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["   ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -69,13 +72,16 @@ def ranks_text(call: Call) -> list[str]:
 def summary(call: Call) -> str:
     """The call and its totals, in a few lines."""
     kv, sums = call.bytes_per_token
-    full = schedule(call.layout, Mask(), direction=call.direction)
-    moved, most, back = sum(call.plan.bytes(kv)), sum(full.bytes(kv)), sum(call.plan.bytes(kv, sums))
+    moved, most, back = sum(call.plan.bytes(kv)), sum(call.plan_of(Mask()).bytes(kv)), sum(call.plan.bytes(kv, sums))
     share = f" ({moved / most:.0%} of a full ring)" if most else ""
+    across = ""
+    if call.nodes > 1:
+        there, back_there = sum(call.plan.bytes(kv, level=1)), sum(call.plan.bytes(kv, sums, level=1))
+        across = f"; of it between nodes: {human(there, 'B')} forward, {human(back_there, 'B')} backward"
     return (
         f"{call.title}; batch {call.batch}, {call.heads} heads ({call.kv_heads} of K/V) of dim {call.head_dim}, "
         f"{call.dtype}\n"
-        f"moves in all: {human(moved, 'B')} forward{share}, {human(back, 'B')} backward\n"
+        f"moves in all: {human(moved, 'B')} forward{share}, {human(back, 'B')} backward{across}\n"
         f"{int(call.pairs.sum()):,} visible pairs; ranks compute {call.balance:.0%} of the time, if every hop lasts as "
         "long as its slowest rank"
     )
@@ -111,6 +117,9 @@ def show(
         typer.Option(parser=sizes, metavar="SIZE,…", help="Uneven shards in rank order, in place of the three above."),
     ] = None,
     causal: Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")] = False,
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Equal nodes; several make a ring of rings (1 where left out).")
+    ] = 1,
     direction: Annotated[int, typer.Option(help="1: K/V move to the next rank, -1: to the one before.")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
@@ -128,9 +137,8 @@ def show(
     """Print or draw the schedule and the mask of any call: who computes what at which hop, and what moves."""
     try:
         held, name = _layout(seqlen, world, layout, lengths)
-        call = Call(
-            held, name, Mask(causal=causal), direction, batch, heads, grouped(heads, kv_heads), head_dim, dtype.value
-        )
+        mask, kv_heads = Mask(causal=causal), grouped(heads, kv_heads)
+        call = Call(held, name, mask, direction, batch, heads, kv_heads, head_dim, dtype.value, nodes)
         if not held.seqlen:
             raise ValueError("there are 0 tokens: a call has at least one")
         _ = call.plan

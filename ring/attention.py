@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
+from .. import __version__
 from ..kernels import KernelConfig
 from ..kernels.checks import check_qkv, check_scale
 from . import loop
-from .aten import AtenBackward, AtenForward
-from .backends import TritonBackward, TritonForward, resolve_backend
+from .backends import backward_works, forward_works, joined, resolve_backend
 from .layout import Layout
 from .mask import Mask
 from .plan import Plan, plan
 from .ring import Ring, ring_of
 from .shards import resolve_layout
+from .wire import wire_of
+
+VERSIONS = {"ringattn": __version__, "torch": torch.__version__, "triton": triton.__version__}
 
 
 def ring_attention(
@@ -67,19 +71,41 @@ def ring_attention(
     """
     ring = resolve_ring(ring, group, q.device)
     q, k, v = autocast(q, k, v)
-    check_qkv(q, k, v)
-    scale = check_scale(softmax_scale, q.shape[3])
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal is {causal!r}: it must be True or False")
-    backend = resolve_backend(backend, q.device)
-    if config is not None and backend == "aten":
-        raise ValueError("config sets the tiles of the Triton kernels, and the backend is aten: leave it out")
-    whole = layout_of(layout, ring, q, k)
+    try:
+        scale, backend = check(q, k, v, ring, causal, softmax_scale, backend, config)
+        whole = layout_of(layout, ring, q, k)
+    except (ValueError, NotImplementedError) as error:
+        ring.refuse(error, q.device)  # the other ranks must hear of it instead of waiting
+        raise
     mask = Mask(causal=causal)
     ring.agree(signature(q, k, v, whole, mask, scale, backend, ring), q.device)
-    steps = plan(whole, mask, ring.rank, ring.direction, q.device)
+    ring.open(q.device)
+    steps = plan(whole, mask, ring.rank, ring.direction, q.device, ring.topology, ring.slots)
     out, lse = _RingAttention.apply(q, k, v, Settings(ring, steps, scale, backend, config))  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
+
+
+def check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ring: Ring,
+    causal: object,
+    softmax_scale: float | None,
+    backend: str,
+    config: KernelConfig | None,
+) -> tuple[float, str]:
+    """The scale and the backend of a call, once all that this rank can check alone has been checked."""
+    check_qkv(q, k, v)
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal is {causal!r}: it must be True or False")
+    if ring.chunks > k.shape[2]:
+        raise ValueError(f"chunks of the ring is {ring.chunks}, k has {k.shape[2]} heads: a chunk has at least one")
+    wire_of(ring.wire_dtype, k.dtype)
+    name = resolve_backend(backend, q.device)
+    if config is not None and name == "aten":
+        raise ValueError("config sets the tiles of the Triton kernels, and the backend is aten: leave it out")
+    return check_scale(softmax_scale, q.shape[3]), name
 
 
 class Settings(NamedTuple):
@@ -98,13 +124,11 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: Settings
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ring, steps, scale, backend, config = settings
-        work: AtenForward | TritonForward
-        if backend == "aten":
-            work = AtenForward(q, softmax_scale=scale)
-        else:
-            work = TritonForward(q, softmax_scale=scale, config=config)
-        loop.forward(ring.call(steps, "forward", q.device), work, k, v)
-        out, lse = work.result()
+        with ring.call(steps, "forward", q, k) as call:
+            works = forward_works(backend, call.chunks, q, softmax_scale=scale, config=config)
+            loop.forward(call, works, k, v)
+        outs, lses = zip(*(work.result() for work in works), strict=True)
+        out, lse = joined(outs, 2), joined(lses, 1)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -126,14 +150,12 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
-        work: AtenBackward | TritonBackward
-        if backend == "aten":
-            work = AtenBackward(dout, q, out, lse, dlse, softmax_scale=scale)
-        else:
-            work = TritonBackward(dout, q, out, lse, dlse, softmax_scale=scale, config=config)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        loop.backward(ring.call(steps, "backward", q.device), work, k, v, (dk, dv))
-        return work.result(), dk, dv
+        with ring.call(steps, "backward", q, k) as call:
+            given = (dout, q, out, lse, dlse)
+            works = backward_works(backend, call.chunks, *given, softmax_scale=scale, config=config)
+            loop.backward(call, works, k, v, (dk, dv))
+        return joined([work.result() for work in works], 2), dk, dv
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -198,5 +220,6 @@ def signature(
         "mask": mask,
         "softmax_scale": scale,
         "backend": backend,
-        "direction": ring.direction,
+        **ring.settings,
+        **VERSIONS,
     }

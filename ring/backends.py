@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,7 +14,8 @@ from ..kernels import (
     attention_dq,
     attention_forward,
 )
-from .traffic import Tensors
+from .aten import AtenBackward, AtenForward
+from .traffic import Heads, Tensors
 
 BACKENDS = ("auto", "triton", "aten")
 
@@ -32,6 +33,48 @@ def resolve_backend(name: str, device: torch.device) -> str:
     if name == "aten" and device.type != "cpu":
         raise ValueError(f"backend is 'aten', q is on {device}: aten computes on the CPU, use 'triton' or 'auto'")
     return name
+
+
+def forward_works(
+    backend: str, chunks: Sequence[Heads], q: torch.Tensor, *, softmax_scale: float, config: KernelConfig | None = None
+) -> list[AtenForward] | list[TritonForward]:
+    """What computes the forward of each chunk of heads."""
+    parts = [q[:, :, heads.q] for heads in chunks]
+    if backend == "aten":
+        return [AtenForward(part, softmax_scale=softmax_scale) for part in parts]
+    return [TritonForward(part, softmax_scale=softmax_scale, config=config) for part in parts]
+
+
+def backward_works(
+    backend: str,
+    chunks: Sequence[Heads],
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    *,
+    softmax_scale: float,
+    config: KernelConfig | None = None,
+) -> list[AtenBackward] | list[TritonBackward]:
+    """What computes the backward of each chunk of heads."""
+    parts = [_of_heads(heads, dout, q, out, lse, dlse) for heads in chunks]
+    if backend == "aten":
+        return [AtenBackward(*part, softmax_scale=softmax_scale) for part in parts]
+    return [TritonBackward(*part, softmax_scale=softmax_scale, config=config) for part in parts]
+
+
+def _of_heads(
+    heads: Heads, dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What a chunk's backward reads; lse and its gradient contiguous, as the kernels take them."""
+    part = None if dlse is None else dlse[:, heads.q].contiguous()
+    return dout[:, :, heads.q], q[:, :, heads.q], out[:, :, heads.q], lse[:, heads.q].contiguous(), part
+
+
+def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """The chunks of heads of a result as one tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 class TritonForward:
@@ -92,7 +135,10 @@ class TritonBackward:
         sums: Callable[[], Tensors] | None,
         into: Tensors,
     ) -> None:
-        arrived = None if sums is None else (sums()[0], sums()[1])
+        arrived = None
+        if sums is not None:
+            dk, dv = sums()
+            arrived = (dk, dv)
         attention_dkdv(
             self._dout, self._q, k, v, self._lse, self._delta,
             bounds=bounds, softmax_scale=self._scale, sums=arrived, into=(into[0], into[1]), config=self._config,

@@ -1,29 +1,32 @@
 """The ring loop: post what moves next, compute on what is here, wait, go on.
 
-One loop for every schedule: either direction, skipped hops and journeys cut short are different data.
+One loop for every schedule: either direction, skipped hops, journeys cut short, chunks of heads and a ring of rings are
+different data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from ..kernels import Bounds
-from .traffic import Call, KeyValues, Sums, Tensors
+from .key_values import KeyValues
+from .schedule import Hop
+from .sums import Sums
+from .traffic import Call, Heads, Pair, Tensors
 
 
 class ForwardWork(Protocol):
-    """Folds one key shard after the other into this rank's ``(out, lse)``."""
+    """Folds one key shard after the other into ``(out, lse)`` of one chunk of heads."""
 
     def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, final: bool) -> None:
         """The keys of one shard; ``final`` on this rank's last."""
 
 
 class BackwardWork(Protocol):
-    """This rank's part of the gradients, one key shard after the other: dK/dV first, then dQ."""
+    """This rank's part of the gradients of one chunk of heads, one key shard after the other: dK/dV first, then dQ."""
 
     def dq(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, local: bool, final: bool) -> None:
         """Add one shard's part to dQ; ``local`` on the first, ``final`` on the last."""
@@ -41,57 +44,92 @@ class BackwardWork(Protocol):
         """Write one shard's dK/dV plus ``sums()``, which waits for the network, ``into`` the given pair."""
 
 
-def forward(call: Call, work: ForwardWork, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Fold every shard that this rank sees, while the next one is on its way."""
+def forward(call: Call, works: Sequence[ForwardWork], k: torch.Tensor, v: torch.Tensor) -> None:
+    """Fold every shard that this rank sees, while the next ones are on their way; one work per chunk of heads."""
     moving = KeyValues(call, k, v)
-    held: Tensors = (k, v)
-    for hop, following in pairwise((*call.plan.hops, None)):
-        assert hop is not None
-        arriving = moving.post(hop, following, held)
+    for hop in call.plan.hops:
+        moving.advance(hop)
         limits = call.plan.bounds[hop.index]
-        if limits is not None:
+        if limits is None:
+            continue
+        for heads, work in zip(call.chunks, works, strict=True):
+            near = arrived(call, moving, hop, heads)
             with call.span("compute", hop):
-                work.fold(held[0], held[1], limits, final=hop.index == call.plan.last)
-            moving.computed(hop.kv_slot)
-        with call.span("wait", hop):
-            held = arriving.wait()
-    moving.settle()
+                work.fold(*near, limits, final=hop.index == call.plan.last)
+            moving.computed(hop.kv_slot, heads)
+    call.settle()
 
 
-def backward(call: Call, work: BackwardWork, k: torch.Tensor, v: torch.Tensor, dkdv: Tensors) -> None:
+def backward(call: Call, works: Sequence[BackwardWork], k: torch.Tensor, v: torch.Tensor, dkdv: Tensors) -> None:
     """dQ of every shard that this rank sees and, carried around the ring behind them, dK/dV of its own.
 
-    The local block brackets the rest: its dQ hides the first K/V, its dK/dV continues the sums that came home. At
-    every hop dK/dV comes first, so that the dQ of the same hop hides the sums' way to the next rank.
+    The base of every turn brackets it: its dQ hides the first K/V, its dK/dV continues the sums that came home. The
+    first turn's base is the own shard, whose dK/dV comes last of all. At every hop dK/dV comes first, so that the dQ
+    of the same hop hides the sums' way to the next rank.
     """
     moving, sums = KeyValues(call, k, v), Sums(call, k, v)
-    local, *remote = call.plan.hops
-    own = call.plan.bounds[0]
-    assert own is not None
-    arriving = moving.post(local, remote[0] if remote else None, (k, v))
-    with call.span("compute", local):
-        work.dq(k, v, own, local=True, final=call.plan.last == 0)
-    for hop, following in pairwise((*remote, None)):
-        assert hop is not None
-        with call.span("wait", hop):
-            held = arriving.wait()
-        arriving = moving.post(hop, following, held)
-        limits, arrival = call.plan.bounds[hop.index], sums.arrival(hop)
-        if limits is not None:
-            with call.span("compute", hop):
-                into, arrived = sums.into(hop), arrival.wait if arrival else None
-                work.dkdv(held[0], held[1], limits, local=False, sums=arrived, into=into)
-            sums.computed(hop.sums_slot)
-        elif arrival is not None:
-            arrival.wait()  # protects the sums that only pass through: they must be here before they are sent on
-        sums.post(hop, following)
-        if limits is not None:
-            with call.span("compute", hop):
-                work.dq(held[0], held[1], limits, local=False, final=hop.index == call.plan.last)
-            moving.computed(hop.kv_slot)
-    home = sums.arrival(local)
-    with call.span("compute", local):
-        work.dkdv(k, v, own, local=True, sums=home.wait if home else None, into=dkdv)
-    sums.computed(local.sums_slot)
-    moving.settle()
-    sums.settle()
+    pairs = tuple(zip(call.chunks, works, strict=True))
+    for base, *others in call.plan.turns:
+        moving.advance(base)
+        for heads, work in pairs:
+            query_gradient(call, moving, work, base, heads)
+        for hop in others:
+            moving.advance(hop)
+            for heads, work in pairs:
+                key_gradients(call, moving, sums, work, hop, heads)
+                sums.post(hop, heads)
+                query_gradient(call, moving, work, hop, heads)
+        if call.plan.two_level:
+            for heads, work in pairs:
+                sums.absorb(heads)
+                if base.index:
+                    key_gradients(call, moving, sums, work, base, heads)
+                    sums.send_home(base, heads)
+    for heads, work in pairs:
+        own_gradients(call, moving, sums, work, heads, tuple(x[:, :, heads.kv] for x in dkdv))
+    call.settle()
+
+
+def arrived(call: Call, moving: KeyValues, hop: Hop, heads: Heads) -> Pair:
+    """K and V of a chunk, once they are here."""
+    with call.span("wait", hop):
+        return moving.arrived(hop, heads)
+
+
+def query_gradient(call: Call, moving: KeyValues, work: BackwardWork, hop: Hop, heads: Heads) -> None:
+    """This hop's part of dQ."""
+    limits = call.plan.bounds[hop.index]
+    if limits is None:
+        return
+    near = arrived(call, moving, hop, heads)
+    with call.span("compute", hop):
+        work.dq(*near, limits, local=hop.index == 0, final=hop.index == call.plan.last)
+    if not call.plan.is_base(hop):  # a base's K/V are needed again at the end of its turn
+        moving.computed(hop.kv_slot, heads)
+
+
+def key_gradients(call: Call, moving: KeyValues, sums: Sums, work: BackwardWork, hop: Hop, heads: Heads) -> None:
+    """This rank's part of the dK/dV of a shard that is not its own, added to what came from the ranks before."""
+    limits, came = call.plan.bounds[hop.index], sums.came(hop, heads)
+    if limits is not None:
+        into, near = sums.into(hop, heads), arrived(call, moving, hop, heads)
+        with call.span("compute", hop):
+            work.dkdv(*near, limits, local=False, sums=came, into=into)
+        if call.plan.is_base(hop):
+            moving.computed(hop.kv_slot, heads)
+    elif came is not None and call.plan.is_base(hop):
+        for target, x in zip(sums.into(hop, heads), came(), strict=True):
+            target.copy_(x)
+    else:
+        return  # sums that only pass through are sent on from where they are
+    sums.added(hop, heads)
+
+
+def own_gradients(call: Call, moving: KeyValues, sums: Sums, work: BackwardWork, heads: Heads, dkdv: Tensors) -> None:
+    """dK/dV of the own shard: what all others have summed up, and this rank's own part."""
+    own = call.plan.hops[0]
+    limits, came, into = call.plan.bounds[0], sums.total(heads), sums.own(heads, dkdv)
+    assert limits is not None
+    with call.span("compute", own):
+        work.dkdv(*moving.arrived(own, heads), limits, local=True, sums=came, into=into)
+    sums.finish(heads, dkdv)

@@ -4,82 +4,206 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from ..comm import Group, LocalGroup, Slots, Transport, group_rank_size, open_transport, resolve_group
+from ..comm import (
+    Group,
+    Limits,
+    LocalGroup,
+    Slots,
+    Topology,
+    Transport,
+    group_rank_size,
+    open_transport,
+    open_transports,
+    resolve_group,
+)
+from ..comm.control import control_of
+from ..comm.gossip import Report
 from ..comm.groups import TRANSPORTS
-from .plan import Plan
+from ..comm.nvml import discover, reader
+from ..comm.topology import ring_topology
+from ..comm.watch import Watch
+from ..comm.watchdog import open_watch
+from .plan import PLANS, Plan
 from .schedule import KV_SLOTS, Hop
 from .trace import Trace
-from .traffic import Call
+from .traffic import Call, chunks_of
+from .wire import grad_wire_of, wire_of
 
 
 class Ring:
-    """What the ranks of one group share between calls: a transport, three K/V slots and the slots of dK/dV sums.
+    """What the ranks of one group share between calls: transports, and the slots of K/V and of dK/dV sums.
 
     Args:
         group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a :class:`LocalWorld` member; None is
             the default group where ``torch.distributed`` is initialised, else one device alone.
-        transport: ``auto``, ``nccl`` (CuPy), ``process_group`` or ``local``.
+        transport: ``auto``, ``nccl`` (CuPy), ``copy_engine`` (CUDA IPC copies inside a node), ``process_group`` or
+            ``local``.
+        wire_dtype: how K/V travel: None as they are, ``torch.bfloat16``, or ``torch.float8_e4m3fn`` with one scale per
+            head and 128 tokens. Encoded once, by their owner; the own shard is computed with as it is.
+        grad_wire_dtype: how dK/dV sums travel: None or ``torch.float32`` as they are summed, or ``torch.bfloat16``.
+        slots: buffers that K/V rotate through; memory per rank does not depend on the number of ranks. At least 2
+            where more than two ranks share a ring.
+        prefetch: hops that K/V are asked for ahead of the compute, 0 (blocking) to ``slots - 1``, the default.
+        chunks: a hop is cut into this many runs of key heads, each sent and computed on its own, so that only one
+            run's transfer is exposed at either end. At most the number of key heads.
         direction: 1 sends K/V to the next rank, -1 to the one before.
+        topology: the order of the ranks; several nodes of one size make a two-level ring. None: found out, where the
+            group has GPUs, else flat in rank order.
+        limits: what a transfer may take of the machine, see :class:`comm.Limits`.
+        deadline: seconds that a transfer may take once what it waits for is done, before the ranks give up with an
+            error; None: many times the median hop.
 
-    The transport opens at the first call, on the device of its tensors; every rank calls together. A context manager;
+    The transports open at the first call, on the device of its tensors; every rank calls together. A context manager;
     :meth:`close` gives back communicators and slots.
 
     Raises:
         ValueError: an argument that is not one of the above.
     """
 
-    def __init__(self, group: object = None, *, transport: str = "auto", direction: int = 1) -> None:
+    def __init__(
+        self,
+        group: object = None,
+        *,
+        transport: str = "auto",
+        wire_dtype: torch.dtype | str | None = None,
+        grad_wire_dtype: torch.dtype | str | None = None,
+        slots: int = KV_SLOTS,
+        prefetch: int | None = None,
+        chunks: int = 1,
+        direction: int = 1,
+        topology: Topology | None = None,
+        limits: Limits | None = None,
+        deadline: float | None = None,
+    ) -> None:
         if transport not in TRANSPORTS:
             raise ValueError(f"transport is {transport!r}: it must be one of {', '.join(TRANSPORTS)}")
         if direction not in (1, -1):
             raise ValueError(f"direction is {direction!r}: it must be 1 (to the next rank) or -1 (to the one before)")
+        if chunks < 1:
+            raise ValueError(f"chunks is {chunks}: it must be at least 1 and at most the number of key heads")
+        if deadline is not None and not deadline > 0:
+            raise ValueError(f"deadline is {deadline}: it must be a positive number of seconds, or None")
         self.group: Group = resolve_group(group)
         self.rank, self.size = group_rank_size(self.group)
+        if topology is not None and topology.world != self.size:
+            raise ValueError(f"topology has {topology.world} ranks, the group has {self.size}")
         self.direction = direction
+        self.topology = topology
+        self._prefetch = prefetch
+        self.slots, self.prefetch = _depth(slots, prefetch, _hops(topology, self.size))
+        self.chunks = chunks
+        wire, self._grad_wire = wire_of(wire_dtype, torch.float32), grad_wire_of(grad_wire_dtype)
+        # by name, so that ranks that say the same in different ways agree
+        self.wire_dtype = None if wire is None else wire.name
+        self.grad_wire_dtype = None if self._grad_wire is None else self._grad_wire.name
+        self.limits = limits or Limits()
+        self.deadline = deadline
         self._wish = transport
-        self._transport: Transport | None = None
+        self._transports: tuple[Transport, ...] = ()
+        self._flat: Transport | None = None
+        self._opened: list[Transport] = []  # what the watch aborts; it must not keep the ring alive
+        self._watch: Watch | None = None
         self._device: torch.device | None = None
         self._kv: Slots | None = None
         self._sums: Slots | None = None
-        self._agreed: set[object] = set()
+        self._warm: list[Plan] = []
         self._trace: Trace | None = None
         self._closed = False
 
-    def open(self, device: torch.device) -> Transport:
-        """The transport for tensors on ``device``, opened on first use.
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What all ranks of a ring must have in common, beside what they compute."""
+        return {
+            "direction": self.direction,
+            "topology": None if self.topology is None else self.topology.nodes,
+            "slots": self.slots,
+            "prefetch": self.prefetch,
+            "chunks": self.chunks,
+            "wire_dtype": self.wire_dtype,
+            "grad_wire_dtype": self.grad_wire_dtype,
+        }
+
+    def open(self, device: torch.device) -> tuple[Transport, ...]:
+        """The transports for tensors on ``device``, one per level of the ring, opened on first use.
 
         Raises:
             ValueError: the ring is closed, or open on another device.
+            TransportError: the ranks could not open them together.
         """
-        if self._closed:
-            raise ValueError("ring is closed: make a new one")
-        if self._transport is None:
-            self._transport = open_transport(self.group, transport=self._wish, device=device)
-            self._device = device
-        if self._device != device:
-            raise ValueError(f"q is on {device}, this ring works on {self._device}: use one Ring per device")
-        return self._transport
+        self._use(device)
+        if not self._transports:
+            if self.topology is None and device.type == "cuda" and not isinstance(self.group, LocalGroup):
+                self.topology = ring_topology(discover(control_of(self.group), device))
+                self.slots, self.prefetch = _depth(self.slots, self._prefetch, _hops(self.topology, self.size))
+            self._transports = open_transports(
+                self.group, transport=self._wish, device=device, topology=self.topology, limits=self.limits
+            )
+            self._opened.extend(self._transports)
+        return self._transports
+
+    def open_flat(self, device: torch.device) -> Transport:
+        """A transport that reaches every rank of the group, opened on first use."""
+        transports = self.open(device)
+        if len(transports) == 1:
+            return transports[0]
+        if self._flat is None:
+            self._flat = open_transport(self.group, transport=self._wish, device=device)
+            self._opened.append(self._flat)
+        return self._flat
 
     @property
     def transport(self) -> str:
         """Name of the transport in use, or the one asked for before the first call."""
-        return self._transport.name if self._transport is not None else self._wish
+        return self._transports[0].name if self._transports else self._wish
 
-    def call(self, plan: Plan, phase: str, device: torch.device) -> Call:
-        """What the loops need for one call."""
-        transport = self.open(device)
-        self._kv = self._slots(self._kv, KV_SLOTS, device)
-        self._sums = self._slots(self._sums, plan.sums_slots, device)
+    @contextmanager
+    def call(self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor) -> Iterator[Call]:
+        """What the loops need for one call; an error inside is told to the other ranks."""
+        watch = self._use(q.device)
+        watch.begin(phase)
+        try:
+            yield self._call(plan, phase, q, k, watch)
+        except BaseException as error:
+            told = watch.failed(error)
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            watch.end()
 
-        def span(kind: str, hop: Hop) -> AbstractContextManager[None]:
-            return self._trace.span(phase, kind, hop) if self._trace is not None else nullcontext()
+    def _call(self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor, watch: Watch) -> Call:
+        transports = self.open(q.device)
+        if not any(plan is known for known in self._warm):
+            for transport, edges in zip(transports, plan.edges, strict=False):
+                transport.warm_up(edges)
+            self._warm = [*self._warm[1 - PLANS :], plan]
+        wire = wire_of(self.wire_dtype, k.dtype)
+        self._kv = self._slots(self._kv, (plan.kv_slots + (wire is not None)) * self.chunks, q.device)
+        self._sums = self._slots(self._sums, plan.sums_slots * self.chunks, q.device)
 
-        return Call(plan, transport, self._kv, self._sums, span)
+        @contextmanager
+        def span(kind: str, hop: Hop) -> Iterator[None]:
+            with watch.span(kind), self._trace.span(phase, kind, hop) if self._trace is not None else nullcontext():
+                yield
+
+        return Call(
+            plan=plan,
+            phase=phase,
+            transports=transports,
+            kv_slots=self._kv,
+            sums_slots=self._sums,
+            span=span,
+            chunks=chunks_of(self.chunks, q.shape[2], k.shape[2]),
+            prefetch=self.prefetch,
+            wire=wire,
+            grad_wire=self._grad_wire,
+            posted=watch.posted,
+        )
 
     @staticmethod
     def _slots(slots: Slots | None, count: int, device: torch.device) -> Slots:
@@ -94,18 +218,37 @@ class Ring:
 
         Raises:
             ValueError: on every rank, naming the first field that differs and who has what.
+            TransportError: a rank did not answer in time.
         """
-        if self.size == 1:
-            return
-        key = tuple(sorted((name, repr(value)) for name, value in signature.items()))
-        if key in self._agreed:
-            return
-        everyone = self.open(device).gather(key)
-        for name, theirs in ((name, [dict(one).get(name) for one in everyone]) for name, _ in key):  # type: ignore[call-overload]
-            if len(set(theirs)) > 1:
-                told = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(theirs))
-                raise ValueError(f"{name} differs between ranks ({told}): all ranks of a ring must pass the same")
-        self._agreed.add(key)
+        self._use(device).agree(signature)
+
+    def refuse(self, error: Exception, device: torch.device) -> None:
+        """Tell the other ranks that this one cannot make the call that they are about to make."""
+        if not self._closed:
+            self._use(device).refuse(error)
+
+    def telemetry(self) -> tuple[Report, ...]:
+        """What this rank knows of every rank and how old that is: compute and wait seconds, bytes, last step, clocks.
+
+        Empty before the first call.
+        """
+        return self._watch.telemetry() if self._watch is not None else ()
+
+    def _use(self, device: torch.device) -> Watch:
+        if self._closed:
+            raise ValueError("ring is closed: make a new one")
+        if self._watch is None:
+            self._device = device
+            self._watch = open_watch(
+                self.group,
+                device,
+                deadline=self.deadline,
+                transports=self._opened.copy,
+                gauges=reader(device) if device.type == "cuda" else None,
+            )
+        if self._device != device:
+            raise ValueError(f"q is on {device}, this ring works on {self._device}: use one Ring per device")
+        return self._watch
 
     def check_thread(self) -> None:
         """Refuse a backward from a thread where virtual ranks would wait for each other forever: RuntimeError."""
@@ -130,19 +273,41 @@ class Ring:
     def close(self) -> None:
         """Give back communicators and slots. Idempotent."""
         self._closed = True
+        if self._watch is not None:
+            self._watch.close()
         for slots in (self._kv, self._sums):
             if slots is not None:
                 slots.drain()
         self._kv = self._sums = None
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        for transport in self._opened:
+            transport.close()
+        self._opened.clear()
+        self._transports, self._flat = (), None
 
     def __enter__(self) -> Ring:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None:  # the other ranks may never post what this one's transfers wait for
+            for transport in self._opened:
+                transport.abort(f"aborted: its ring was left by {error!r}")
+            self._kv = self._sums = None
         self.close()
+
+
+def _hops(topology: Topology | None, size: int) -> int:
+    """Hops of a turn."""
+    return len(topology.nodes[0]) if topology is not None and topology.two_level else size
+
+
+def _depth(slots: int, prefetch: int | None, hops: int) -> tuple[int, int]:
+    """``slots`` and ``prefetch``, checked against each other; ``hops`` of a turn."""
+    least = 2 if hops > 2 else 1  # a slot that is sent from cannot be received into
+    if slots < least:
+        raise ValueError(f"slots is {slots}: a ring of {hops} ranks needs at least {least}")
+    if prefetch is not None and not 0 <= prefetch < slots:
+        raise ValueError(f"prefetch is {prefetch}: with {slots} slots it must be 0 to {slots - 1}")
+    return slots, slots - 1 if prefetch is None else prefetch
 
 
 _KEPT: weakref.WeakKeyDictionary[Group, dict[object, object]] = weakref.WeakKeyDictionary()

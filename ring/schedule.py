@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..comm.topology import Topology
 from .layout import Layout
 from .mask import Mask
 
 KV_SLOTS = 3  # one computing, one arriving, one whose send may still be under way
+BASE_SLOTS = 2  # of a two-level ring: one leaving and one arriving over the slow link during a whole inner turn
 SUMS_SLOTS = 2  # one computing, one arriving
-HOME_SLOT = 2  # for sums that come home while the other two slots still serve the journeys of other shards
+RAIL_SLOTS = 2  # of a two-level ring: a node's sum on its way home, and another node's arriving
 KEPT = 16  # schedules: a model alternates between a few (layout, mask) pairs
-PRINTED = 16  # ranks and hops: a larger table is printed with its middle left out
 
 
 Vector = npt.NDArray[np.int64]
+Edge = tuple[int, int]
+
+
+class Moves(NamedTuple):
+    """All transfers of one kind on one level: for each the shard whose K/V or sums it is, its source and destination.
+
+    Vectors of one length, in no particular order.
+    """
+
+    kind: str
+    """``kv`` or ``sums``."""
+    level: int
+    """0: inside a node; 1: between nodes, along a rail."""
+    shards: Vector
+    sources: Vector
+    destinations: Vector
 
 
 @dataclass(frozen=True)
@@ -35,44 +53,104 @@ class Hop:
     kv_from: int | None
     """The rank that K/V arrive from; None: they are local, or do not come."""
     kv_to: int | None
-    """The rank that K/V go on to."""
+    """The rank of this node that K/V go on to."""
     kv_slot: int | None
     """The slot that K/V arrive in."""
     sums_from: int | None
-    """The rank that dK/dV partial sums arrive from; of hop 0: the own shard's, coming home."""
+    """The rank that dK/dV partial sums arrive from; of a turn's first hop: this node's, coming home to its base."""
     sums_to: int | None
     """Where they go with this rank's part: to the next rank, or home at the end of the journey."""
     sums_slot: int | None
     """The slot that holds the sums; None: this rank has none of this shard."""
+    rail_to: int | None = None
+    """The rank of the next node that K/V go on to over the slow link, during the whole turn."""
+    home_to: int | None = None
+    """The owner of the shard, where this node's sum goes over the slow link at the end of the turn."""
+    home_from: int | None = None
+    """The rank whose node's sum of this rank's own shard arrives over the slow link after the turn."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The journey of every shard. At hop t, shard s is on rank ``(s + direction * t) % world``.
+    """The journey of every shard, turn by turn.
 
-    K/V travel up to the last rank that sees something of them. dK/dV sums start at the first rank after home that
-    does, follow one group of transfers behind, and go straight home from the last.
+    A flat ring is one turn. In a two-level ring of N nodes of L ranks, turn ``o`` brings the shards of another node:
+    hop ``t = o * L + i`` brings shard (node, local) to rank ``(node + direction * o, local + direction * i)``, modulo
+    N and L. Within a turn K/V travel up to the last rank that sees something of them; between turns they cross to
+    the next node along their rail, up to the last node that sees something of them, hidden behind a whole turn.
+
+    dK/dV sums of a turn start at the first rank after its base that computes, follow one group of transfers behind, and
+    go straight back to the base from the last. In the first turn the base is the owner. In every other the base adds
+    its own part and sends the node's sum straight home along the rail, during the next turn.
     """
 
-    world: int
+    nodes: tuple[tuple[int, ...], ...]
+    """Ranks in ring order; one node is a flat ring."""
     direction: int
     visits: tuple[tuple[bool, ...], ...]
     """``visits[shard][hop]``: the rank where the shard is at that hop sees something of it."""
     lengths: tuple[int, ...]
     """Keys of each shard."""
+    slots: int = KV_SLOTS
+    """Slots that K/V rotate through inside a turn."""
+
+    @cached_property
+    def world(self) -> int:
+        """Number of ranks."""
+        return sum(map(len, self.nodes))
+
+    @property
+    def inner(self) -> int:
+        """Hops of a turn: ranks of a node."""
+        return len(self.nodes[0])
+
+    @cached_property
+    def _places(self) -> dict[int, Edge]:
+        return {rank: (n, i) for n, node in enumerate(self.nodes) for i, rank in enumerate(node)}
+
+    def _moved(self, rank: int, hop: int, direction: int) -> int:
+        (node, local), (turn, step) = self._places[rank], divmod(hop, self.inner)
+        return self.nodes[(node + direction * turn) % len(self.nodes)][(local + direction * step) % self.inner]
 
     def rank_at(self, shard: int, hop: int) -> int:
         """The rank where ``shard`` is at ``hop``."""
-        return (shard + self.direction * hop) % self.world
+        return self._moved(shard, hop, self.direction)
 
     def shard_at(self, rank: int, hop: int) -> int:
         """The shard that is on ``rank`` at ``hop``."""
-        return (rank - self.direction * hop) % self.world
+        return self._moved(rank, hop, -self.direction)
+
+    @property
+    def ranks(self) -> Vector:
+        """The rank where each shard is at each hop; ``[shard, hop]``, :meth:`rank_at` for all at once."""
+        grid = np.array(self.nodes)
+        node, local = np.divmod(np.argsort(grid.ravel()), self.inner)
+        turn, step = np.divmod(np.arange(self.world), self.inner)
+        nodes = (node[:, None] + self.direction * turn) % len(self.nodes)
+        ranks: Vector = grid[nodes, (local[:, None] + self.direction * step) % self.inner]
+        return ranks
 
     @cached_property
-    def journeys(self) -> tuple[tuple[int, int], ...]:
-        """For every shard the first and the last hop away from home that computes; (1, 0) where it stays."""
-        return tuple(_journey(hops) for hops in self.visits)
+    def journeys(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For every shard and turn the first and the last step away from the base that computes; (1, 0) for none."""
+        turns = range(0, self.world, self.inner)
+        return tuple(tuple(_journey(hops[turn : turn + self.inner]) for turn in turns) for hops in self.visits)
+
+    @cached_property
+    def last_turns(self) -> tuple[int, ...]:
+        """For every shard the last turn in which any rank computes with it."""
+        return tuple(
+            max((hop // self.inner for hop, sees in enumerate(hops) if sees), default=0) for hops in self.visits
+        )
+
+    @property
+    def early_slot(self) -> int:
+        """The slot of sums that come home to their base while the others still serve the journeys of other shards."""
+        return SUMS_SLOTS + (RAIL_SLOTS if len(self.nodes) > 1 else 0)
+
+    def node_sees(self, shard: int, turn: int) -> bool:
+        """Whether any rank of the node where ``shard`` is in ``turn`` computes with it."""
+        return any(self.visits[shard][turn * self.inner : (turn + 1) * self.inner])
 
     def hops(self, rank: int) -> tuple[Hop, ...]:
         """What ``rank`` does, hop by hop: always ``world`` entries.
@@ -82,28 +160,62 @@ class Schedule:
         """
         if not 0 <= rank < self.world:
             raise ValueError(f"rank is {rank}: the schedule has ranks 0 to {self.world - 1}")
-        return (_home(self, rank), *(_away(self, rank, index) for index in range(1, self.world)))
+        return tuple((_away if index % self.inner else _base)(self, rank, index) for index in range(self.world))
 
-    def bytes(self, kv_bytes: int, sums_bytes: int = 0) -> tuple[int, ...]:
+    def bytes(self, kv_bytes: int, sums_bytes: int = 0, *, level: int | None = None) -> tuple[int, ...]:
         """How much each rank sends in one pass.
 
         Args:
             kv_bytes: of the K and V of one token, all heads; they move in the forward and again in the backward.
             sums_bytes: of the dK and dV sums of one token, all heads; they move in the backward alone.
+            level: 0 counts what moves inside nodes, 1 between them; None both.
         """
-        sent = [0] * self.world
-        for shard, (first, last) in enumerate(self.journeys):
-            for hop in range(last):
-                sent[self.rank_at(shard, hop)] += self.lengths[shard] * kv_bytes
-            for hop in range(first, last + 1):
-                sent[self.rank_at(shard, hop)] += self.lengths[shard] * sums_bytes
-        return tuple(sent)
+        per_token = {"kv": kv_bytes, "sums": sums_bytes}
+        sent, lengths = np.zeros(self.world, dtype=np.int64), np.array(self.lengths, dtype=np.int64)
+        for moves in self.moves():
+            if level in (None, moves.level):
+                np.add.at(sent, moves.sources, lengths[moves.shards] * per_token[moves.kind])
+        return tuple(sent.tolist())
+
+    @cached_property
+    def edges(self) -> tuple[tuple[Edge, ...], tuple[Edge, ...]]:
+        """(source, destination) of all that moves in a forward or a backward: inside nodes, and between them."""
+        moves = self.moves()
+        inside, between = ([one for one in moves if one.level == level] for level in (0, 1))
+        return _pairs(inside, self.world), _pairs(between, self.world)
+
+    def moves(self) -> tuple[Moves, ...]:
+        """Everything that any rank sends in a backward; a forward leaves out the sums."""
+        seen = np.array(self.visits).reshape(self.world, -1, self.inner)  # [shard, turn, step]
+        ranks, steps, turns = self.ranks.reshape(seen.shape), np.arange(self.inner), np.arange(seen.shape[1])
+        first, last = np.moveaxis(np.array(self.journeys), 2, 0)[..., None]
+        bases, following = ranks[:, :, 0], np.roll(ranks, -1, axis=2)
+        onward, carries = steps < last, (first <= steps) & (steps <= last)
+        by_rail = turns < np.array(self.last_turns)[:, None]
+        home = (turns > 0) & seen.any(axis=2)
+        owners = np.broadcast_to(np.arange(self.world)[:, None], bases.shape)
+        return (
+            _chosen("kv", 0, onward, ranks, following),
+            _chosen("sums", 0, carries, ranks, np.where(onward, following, bases[:, :, None])),
+            _chosen("kv", 1, by_rail, bases, np.roll(bases, -1, axis=1)),
+            _chosen("sums", 1, home, bases, owners),
+        )
 
     def __str__(self) -> str:
-        return _text(self)
+        from .schedule_text import text  # it needs the schedule's own names
+
+        return text(self)
 
 
-def schedule(layout: Layout, mask: Mask, *, kv_layout: Layout | None = None, direction: int = 1) -> Schedule:
+def schedule(
+    layout: Layout,
+    mask: Mask,
+    *,
+    kv_layout: Layout | None = None,
+    direction: int = 1,
+    topology: Topology | None = None,
+    slots: int = KV_SLOTS,
+) -> Schedule:
     """The ring that computes every pair that ``mask`` lets through exactly once; pure, so that all ranks agree.
 
     Args:
@@ -112,24 +224,34 @@ def schedule(layout: Layout, mask: Mask, *, kv_layout: Layout | None = None, dir
             last rank that needs them.
         kv_layout: who holds which keys; None: the same tokens as the queries.
         direction: 1 sends K/V to the next rank, -1 to the one before.
+        topology: the ring's order; several nodes of one size make a two-level ring. None: flat, in rank order.
+        slots: how many slots K/V rotate through.
 
     Raises:
-        ValueError: the layouts are made for different worlds, or another direction.
+        ValueError: layouts or topology are made for different worlds, another direction, or no slot.
     """
     keys = layout if kv_layout is None else kv_layout
     if keys.world != layout.world:
         raise ValueError(f"kv_layout is made for {keys.world} ranks, layout for {layout.world}: both must be the same")
     if direction not in (1, -1):
         raise ValueError(f"direction is {direction!r}: it must be 1 (to the next rank) or -1 (to the one before)")
-    return _schedule(layout, mask, keys, direction)
+    if topology is not None and topology.world != layout.world:
+        raise ValueError(f"topology has {topology.world} ranks, layout is made for {layout.world}")
+    if slots < 1:
+        raise ValueError(f"slots is {slots}: K/V need at least one")
+    ring = topology or Topology.flat(layout.world)
+    return _schedule(layout, mask, keys, direction, ring.nodes if ring.two_level else (ring.order,), slots)
 
 
 @lru_cache(maxsize=KEPT)
-def _schedule(layout: Layout, mask: Mask, keys: Layout, direction: int) -> Schedule:
-    return Schedule(layout.world, direction, _visits(layout, mask, keys, direction), keys.lengths)
+def _schedule(
+    layout: Layout, mask: Mask, keys: Layout, direction: int, nodes: tuple[tuple[int, ...], ...], slots: int
+) -> Schedule:
+    plan = Schedule(nodes, direction, (), keys.lengths, slots)
+    return replace(plan, visits=_visits(layout, mask, keys, plan))
 
 
-def _visits(layout: Layout, mask: Mask, keys: Layout, direction: int) -> tuple[tuple[bool, ...], ...]:
+def _visits(layout: Layout, mask: Mask, keys: Layout, plan: Schedule) -> tuple[tuple[bool, ...], ...]:
     world = layout.world
     # NumPy: this is many small searches, and torch would start its threads for each
     held = [keys.positions(shard).numpy() for shard in range(world)]
@@ -138,9 +260,7 @@ def _visits(layout: Layout, mask: Mask, keys: Layout, direction: int) -> tuple[t
     moved = np.arange(world) * reach
     line = np.concatenate([positions + start for positions, start in zip(held, moved, strict=True)])
     seen = np.stack([_seen(line, moved, *_union(mask, layout.positions(rank), reach)) for rank in range(world)])
-    shards = np.arange(world)[:, None]
-    visits = seen[(shards + direction * np.arange(world)) % world, shards]
-    return tuple(tuple(hops) for hops in visits.tolist())
+    return tuple(tuple(hops) for hops in seen[plan.ranks, np.arange(world)[:, None]].tolist())
 
 
 def _union(mask: Mask, positions: torch.Tensor, reach: int) -> tuple[Vector, Vector]:
@@ -162,90 +282,61 @@ def _seen(line: Vector, moved: Vector, starts: Vector, ends: Vector) -> npt.NDAr
     return np.asarray((first < past).any(axis=1))
 
 
+def _chosen(kind: str, level: int, where: npt.NDArray[np.bool_], sources: Vector, destinations: Vector) -> Moves:
+    """The transfers ``where`` there is one; the first dimension of all is the shard."""
+    return Moves(kind, level, np.nonzero(where)[0], sources[where], destinations[where])
+
+
+def _pairs(moves: Sequence[Moves], world: int) -> tuple[Edge, ...]:
+    """(source, destination) of every transfer, each once, in ascending order."""
+    codes = np.unique(np.concatenate([one.sources * world + one.destinations for one in moves]))
+    sources, destinations = np.divmod(codes, world)
+    return tuple(zip(sources.tolist(), destinations.tolist(), strict=True))
+
+
 def _journey(hops: tuple[bool, ...]) -> tuple[int, int]:
     away = [index for index, computes in enumerate(hops) if computes and index]
     return (away[0], away[-1]) if away else (1, 0)
 
 
-def _home(plan: Schedule, rank: int) -> Hop:
-    """Hop 0: the rank's own shard, which leaves first and whose sums come home last."""
-    _, last = plan.journeys[rank]
-    # from the far end of the ring they come at the very end, when the slot that is next in turn is free
-    slot = plan.world % SUMS_SLOTS if last == plan.world - 1 else HOME_SLOT
+def _base(plan: Schedule, rank: int, index: int) -> Hop:
+    """A turn's first hop: K/V stay for the whole turn, leave first, and the node's sums come back to them last."""
+    shard, turn, world = plan.shard_at(rank, index), index // plan.inner, plan.world
+    _, last = plan.journeys[shard][turn]
+    comes = 0 < turn <= plan.last_turns[shard]
+    sees = turn > 0 and plan.node_sees(shard, turn)
+    # from the far end of a turn they come at its very end, when the slot that is next in turn is free
+    slot = (index + plan.inner) % SUMS_SLOTS if last == plan.inner - 1 else plan.early_slot
     return Hop(
-        index=0,
-        shard=rank,
-        computes=plan.visits[rank][0],
-        kv_from=None,
+        index=index,
+        shard=shard,
+        computes=plan.visits[shard][index],
+        kv_from=plan.rank_at(rank, world - plan.inner) if comes else None,
         kv_to=plan.rank_at(rank, 1) if last else None,
-        kv_slot=None,
+        kv_slot=plan.slots + turn % BASE_SLOTS if comes else None,
         sums_from=plan.rank_at(rank, last) if last else None,
         sums_to=None,
         sums_slot=slot if last else None,
+        rail_to=plan.rank_at(rank, plan.inner) if turn < plan.last_turns[shard] else None,
+        home_to=shard if sees else None,
+        home_from=plan.rank_at(rank, index) if turn and plan.node_sees(rank, turn) else None,
     )
 
 
 def _away(plan: Schedule, rank: int, index: int) -> Hop:
-    shard = plan.shard_at(rank, index)
-    first, last = plan.journeys[shard]
-    previous, following = plan.rank_at(rank, -1), plan.rank_at(rank, 1)
-    comes, sums = index <= last, first <= index <= last
+    shard, (turn, step) = plan.shard_at(rank, index), divmod(index, plan.inner)
+    first, last = plan.journeys[shard][turn]
+    previous, following = plan.rank_at(rank, plan.inner - 1), plan.rank_at(rank, 1)
+    base = plan.rank_at(shard, turn * plan.inner)
+    comes, sums = step <= last, first <= step <= last
     return Hop(
         index=index,
         shard=shard,
         computes=plan.visits[shard][index],
         kv_from=previous if comes else None,
-        kv_to=following if index < last else None,
-        kv_slot=index % KV_SLOTS if comes else None,
-        sums_from=previous if sums and index > first else None,
-        sums_to=(following if index < last else shard) if sums else None,
+        kv_to=following if step < last else None,
+        kv_slot=index % plan.slots if comes else None,
+        sums_from=previous if sums and step > first else None,
+        sums_to=(following if step < last else base) if sums else None,
         sums_slot=index % SUMS_SLOTS if sums else None,
     )
-
-
-def _text(plan: Schedule) -> str:
-    computing = sum(map(sum, plan.visits))
-    to = "next" if plan.direction == 1 else "previous"
-    return "\n".join(
-        [
-            f"{plan.world} ranks, K/V move to the {to} rank, {computing} of {plan.world**2} hops compute",
-            "",
-            "K/V: N shard N is computed with, (N) only passes, > goes on, . nothing comes",
-            *_table(plan, _kv_cell),
-            "",
-            "dK/dV sums: N of shard N, > go on, ^ go home, . none; hop 0: < come home",
-            *_table(plan, _sums_cell),
-        ]
-    )
-
-
-def _kv_cell(hop: Hop) -> str:
-    if not hop.computes and hop.kv_from is None and hop.kv_to is None:
-        return "."
-    return (f"{hop.shard}" if hop.computes else f"({hop.shard})") + (" >" if hop.kv_to is not None else "")
-
-
-def _sums_cell(hop: Hop) -> str:
-    if hop.sums_slot is None:
-        return "."
-    return f"{hop.shard} " + ("<" if hop.index == 0 else "^" if hop.sums_to == hop.shard else ">")
-
-
-def _table(plan: Schedule, cell: Callable[[Hop], str]) -> list[str]:
-    numbers = shown(plan.world)
-    rows = [["", *("…" if index is None else f"hop {index}" for index in numbers)]]
-    for rank in numbers:
-        if rank is None:
-            rows.append(["…"] * len(rows[0]))
-            continue
-        hops = plan.hops(rank)
-        rows.append([f"rank {rank}", *("…" if index is None else cell(hops[index]) for index in numbers)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["   ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def shown(count: int) -> Sequence[int | None]:
-    """The ranks or hops that are printed; None where some are left out."""
-    if count <= PRINTED:
-        return range(count)
-    return [*range(PRINTED - 4), None, *range(count - 3, count)]

@@ -115,7 +115,7 @@ def exchange(ring: Ring, outgoing: list[torch.Tensor], shapes: list[Any]) -> lis
     incoming = [torch.empty(shape, dtype=own.dtype, device=own.device) for shape in shapes]
     others = [rank for rank in range(ring.size) if rank != ring.rank]
     if others:
-        transport = ring.open(own.device)
+        transport = ring.open_flat(own.device)
         sends = [Message(rank, outgoing[rank].contiguous()) for rank in others if outgoing[rank].numel()]
         receives = [Message(rank, incoming[rank]) for rank in others if incoming[rank].numel()]
         transport.post(sends=sends, receives=receives, after=(transport.mark(),)).wait()

@@ -1,19 +1,79 @@
-"""What a call sends and receives at each hop, through which slot, and what must be over before."""
+"""What a call's transfers have in common: their order, the slots they go through, and what must be over before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
 
 import torch
 
 from ..comm import Fence, Message, Slots, Transport, slot_nbytes
 from .plan import Plan
 from .schedule import Hop
+from .wire import Wire
 
 Tensors = tuple[torch.Tensor, ...]
+Pair = tuple[torch.Tensor, torch.Tensor]
 Span = Callable[[str, Hop], AbstractContextManager[None]]
+INSIDE, BETWEEN = 0, 1  # levels: inside a node or a flat ring, and between nodes
+
+
+class Kind(IntEnum):
+    """What a group of transfers carries, in the order in which the groups of one hop are posted."""
+
+    RAIL = 0
+    KV = 1
+    SUMS = 2
+    HOME = 3
+
+
+class Key(NamedTuple):
+    """The place of a group of transfers in the one order in which every rank posts.
+
+    A group waits only for compute that depends on groups of smaller keys, so that no two ranks can wait for each other.
+    """
+
+    phase: str
+    hop: int  # during which it is posted
+    kind: Kind
+    brings: int  # the hop whose K/V arrive with it; of sums the hop that sends them: the same at both ends
+    chunk: int
+
+    def __str__(self) -> str:
+        coming = f" for hop {self.brings}"
+        what = {
+            Kind.RAIL: f"K/V by rail{coming}",
+            Kind.KV: f"K/V{coming}",
+            Kind.SUMS: "sums",
+            Kind.HOME: "node's sums",
+        }[self.kind]
+        return f"{self.phase} hop {self.hop}: {what}, chunk {self.chunk}"
+
+
+class Heads(NamedTuple):
+    """One chunk of a hop: the key heads and the query heads that belong to them."""
+
+    number: int
+    kv: slice
+    q: slice
+
+
+def chunks_of(count: int, heads: int, kv_heads: int) -> tuple[Heads, ...]:
+    """``kv_heads`` cut into ``count`` runs whose lengths differ by one at most; none is longer than the first."""
+    edges = [-(-kv_heads * i // count) for i in range(count + 1)]
+    group = heads // kv_heads
+    return tuple(
+        Heads(i, slice(start, end), slice(start * group, end * group)) for i, (start, end) in enumerate(pairwise(edges))
+    )
+
+
+def ignore_post(key: Key, fence: Fence, after: Sequence[Fence], sent: object, received: object) -> None:
+    """Nobody watches this call's transfers."""
 
 
 @dataclass(frozen=True)
@@ -21,130 +81,132 @@ class Call:
     """What the loops of one call work with."""
 
     plan: Plan
-    transport: Transport
+    phase: str
+    transports: tuple[Transport, ...]  # one per level
     kv_slots: Slots
     sums_slots: Slots
     span: Span  # names what the host or the stream is at, for a trace
+    chunks: tuple[Heads, ...]
+    prefetch: int
+    wire: Wire | None = None  # how K/V travel; None: as they are
+    grad_wire: Wire | None = None
+    posted: Callable[[Key, Fence, Sequence[Fence], list[tuple[int, int]], list[tuple[int, int]]], None] = ignore_post
+    last: dict[int, Fence] = field(default_factory=dict)  # the newest post of each level
+
+    def mark(self) -> Fence:
+        """The point that compute has reached."""
+        return self.transports[INSIDE].mark()
+
+    def post(
+        self, level: int, key: Key, sends: Sequence[Message], receives: Sequence[Message], after: Iterable[Fence]
+    ) -> Fence | None:
+        """One group of transfers; None where there is nothing to move."""
+        if not sends and not receives:
+            return None
+        after = tuple(after)
+        fence = self.transports[level].post(sends=sends, receives=receives, after=after)
+        self.last[level] = fence
+        self.posted(key, fence, after, _sizes(sends), _sizes(receives))
+        return fence
+
+    def settle(self) -> None:
+        """Wait for everything posted: after the call, the caller may do with its tensors as it likes.
+
+        Posts of one level run in order, so that the last one speaks for all.
+        """
+        for fence in self.last.values():
+            fence.wait()
 
 
-class Arrival:
-    """Tensors that are on their way; :meth:`wait` before anything reads them."""
+def _sizes(messages: Sequence[Message]) -> list[tuple[int, int]]:
+    return [(peer, tensor.nbytes) for peer, tensor in messages]
 
-    def __init__(self, fence: Fence | None = None, tensors: Tensors = ()) -> None:
-        self._fence = fence
-        self._tensors = tensors
+
+class Arrival(NamedTuple):
+    """Tensors that are on their way, and the point where they are here (None: nothing moved)."""
+
+    fence: Fence | None
+    tensors: Tensors
 
     def wait(self) -> Tensors:
-        """Let what is issued from now on run after the arrival; returns the tensors (none where nothing comes)."""
-        if self._fence is not None:
-            self._fence.wait()
-        return self._tensors
+        """Let what is issued from now on run after the arrival; returns the tensors."""
+        if self.fence is not None:
+            self.fence.wait()
+        return self.tensors
 
 
 class Lane:
-    """One pair of tensors, shaped like this rank's ``like``, moving from rank to rank through its own slots."""
+    """One pair of tensors, shaped like this rank's ``like``, moving from rank to rank through its own slots.
 
-    def __init__(self, call: Call, slots: Slots, like: Tensors, dtype: torch.dtype) -> None:
+    Every slot is cut into the chunks of a hop, each filled and freed on its own.
+    """
+
+    def __init__(self, call: Call, slots: Slots, like: Tensors, dtype: torch.dtype, wire: Wire | None) -> None:
         self.call = call
-        self.slots = slots
+        self._slots = slots
         self._like = like
         self._dtype = dtype
-        self._fences: list[Fence] = []
+        self._wire = wire
         if len(call.plan.hops) > 1:
-            slots.reserve(slot_nbytes(self._specs(call.plan.longest)))
+            longest = [self._shape(x, call.plan.longest, call.chunks[0]) for x in like]
+            slots.reserve(slot_nbytes([spec for shape in longest for spec in self._specs(shape)]))
 
-    def _specs(self, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [((x.shape[0], tokens, *x.shape[2:]), self._dtype) for x in self._like]
+    @staticmethod
+    def _shape(like: torch.Tensor, tokens: int, heads: Heads) -> tuple[int, ...]:
+        return (like.shape[0], tokens, heads.kv.stop - heads.kv.start, like.shape[3])
 
-    def buffers(self, slot: int, hop: Hop) -> Tensors:
-        """The slot, seen as the tensors of this hop's shard."""
-        return self.slots.tensors(slot, self._specs(self.call.plan.lengths[hop.index]))
+    def _specs(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [(shape, self._dtype)] if self._wire is None else self._wire.specs(shape)
 
-    def move(
-        self, sends: Iterable[Message], receives: Iterable[Message], after: Iterable[Fence], slots: Iterable[int | None]
-    ) -> Fence | None:
-        """One group of transfers; ``slots`` are in use until it is over."""
-        sends, receives = list(sends), list(receives)
-        if not sends and not receives:
-            return None
-        fence = self.call.transport.post(sends=sends, receives=receives, after=tuple(after))
-        self._fences.append(fence)
-        for slot in slots:
-            if slot is not None:
-                self.slots.busy(slot, fence)
-        return fence
+    def buffers(self, slot: int, hop: Hop, heads: Heads) -> Tensors:
+        """A chunk of a slot, seen as what travels for the shard of a hop."""
+        shapes = [self._shape(x, self.call.plan.lengths[hop.index], heads) for x in self._like]
+        return self._slots.tensors(self._part(slot, heads), [spec for shape in shapes for spec in self._specs(shape)])
 
-    def computed(self, slot: int | None) -> None:
+    def scratch(self) -> Tensors:
+        """Memory for the longest chunk as the kernels take it: written and read by the compute stream alone."""
+        shapes = [self._shape(x, self.call.plan.longest, self.call.chunks[0]) for x in self._like]
+        return tuple(torch.empty(shape, dtype=self._dtype, device=self._like[0].device) for shape in shapes)
+
+    def part(self, scratch: Tensors, hop: Hop, heads: Heads) -> Tensors:
+        """As much of :meth:`scratch` as a chunk of the shard of a hop takes."""
+        shapes = [self._shape(x, self.call.plan.lengths[hop.index], heads) for x in self._like]
+        return tuple(x.view(-1)[: prod(shape)].view(shape) for x, shape in zip(scratch, shapes, strict=True))
+
+    def encode(self, given: Tensors, into: Tensors) -> Tensors:
+        """Write a pair as it travels."""
+        assert self._wire is not None
+        each = len(into) // len(given)
+        for index, x in enumerate(given):
+            self._wire.encode(x, into[index * each : (index + 1) * each])
+        return into
+
+    def decode(self, travelled: Tensors, into: Tensors) -> Tensors:
+        """The pair that ``travelled`` stands for."""
+        assert self._wire is not None
+        each = len(travelled) // len(into)
+        for index, x in enumerate(into):
+            self._wire.decode(travelled[index * each : (index + 1) * each], x)
+        return into
+
+    def free(self, slot: int, heads: Heads) -> tuple[Fence, ...]:
+        """What must be over before the chunk of the slot may be overwritten."""
+        return self._slots.free(self._part(slot, heads))
+
+    def busy(self, slot: int | None, heads: Heads, fence: Fence | None) -> None:
+        """The chunk of the slot is in use until ``fence``."""
+        if slot is not None and fence is not None:
+            self._slots.busy(self._part(slot, heads), fence)
+
+    def computed(self, slot: int | None, heads: Heads) -> None:
         """The compute issued so far reads or writes the slot: nothing may arrive in it before that is over."""
         if slot is not None:
-            self.slots.busy(slot, self.call.transport.mark())
+            self.busy(slot, heads, self.call.mark())
 
-    def settle(self) -> None:
-        """Wait for every send: after the call, the caller may do with its tensors as it likes."""
-        for fence in self._fences:
-            fence.wait()
+    def _part(self, slot: int, heads: Heads) -> int:
+        return slot * len(self.call.chunks) + heads.number
 
 
 def messages(peer: int | None, tensors: Tensors) -> list[Message]:
     """A tensor without elements is not sent, and its receiver knows that too."""
     return [] if peer is None else [Message(peer, x) for x in tensors if x.numel()]
-
-
-class KeyValues(Lane):
-    """K/V of the shards, one hop ahead of the compute."""
-
-    def __init__(self, call: Call, k: torch.Tensor, v: torch.Tensor) -> None:
-        super().__init__(call, call.kv_slots, (k, v), k.dtype)
-
-    def post(self, hop: Hop, following: Hop | None, held: Tensors) -> Arrival:
-        """Send on what is here and receive what the next hop computes with; K/V group ``hop.index`` of the schedule."""
-        after: list[Fence] = []
-        if hop.index == 0 and hop.kv_to is not None:
-            held = tuple(x.contiguous() for x in held)
-            after.append(self.call.transport.mark())  # protects k and v: what produces them may still run
-        sends = messages(hop.kv_to, held)
-        if following is None or following.kv_slot is None:
-            self.move(sends, [], after, [hop.kv_slot])
-            return Arrival()
-        after += self.slots.free(following.kv_slot)  # protects the slot: its last compute, and its last send
-        buffers = self.buffers(following.kv_slot, following)
-        fence = self.move(sends, messages(following.kv_from, buffers), after, [hop.kv_slot, following.kv_slot])
-        return Arrival(fence, buffers)
-
-
-class Sums(Lane):
-    """fp32 partial sums of dK/dV, one hop behind the K/V they belong to, and home at the end."""
-
-    def __init__(self, call: Call, k: torch.Tensor, v: torch.Tensor) -> None:
-        super().__init__(call, call.sums_slots, (k, v), torch.float32)
-        self._arrivals: dict[int, Arrival] = {}
-
-    def into(self, hop: Hop) -> Tensors:
-        """Where this hop's sums are kept; where none arrive there, the compute waits until the slot is free."""
-        assert hop.sums_slot is not None
-        if hop.index not in self._arrivals:
-            for fence in self.slots.free(hop.sums_slot):
-                fence.wait()  # protects the slot: its last send
-        return self.buffers(hop.sums_slot, hop)
-
-    def arrival(self, hop: Hop) -> Arrival | None:
-        """The sums of the ranks before, or None where this rank is the first to add."""
-        return self._arrivals.get(hop.index)
-
-    def post(self, hop: Hop, following: Hop | None) -> None:
-        """Send this hop's sums on, receive the next hop's and, when their journey ends now, this rank's own."""
-        sends = [] if hop.sums_slot is None else messages(hop.sums_to, self.buffers(hop.sums_slot, hop))
-        after = [self.call.transport.mark()] if sends else []  # protects the sums: the dK/dV kernel that adds to them
-        receives: list[Message] = []
-        coming = [following] if following is not None and following.sums_from is not None else []
-        if self.call.plan.home_after == hop.index:
-            coming.append(self.call.plan.hops[0])
-        tensors = {}
-        for one in coming:
-            assert one.sums_slot is not None
-            after += self.slots.free(one.sums_slot)  # protects the slot: its last compute, and its last send
-            tensors[one.index] = self.buffers(one.sums_slot, one)
-            receives += messages(one.sums_from, tensors[one.index])
-        used = [hop.sums_slot if sends else None, *(one.sums_slot for one in coming)]
-        fence = self.move(sends, receives, after, used)
-        self._arrivals |= {index: Arrival(fence, pair) for index, pair in tensors.items()}

@@ -29,6 +29,7 @@ only_mutate = [
     "ringattn/ring/layout.py",
     "ringattn/ring/mask.py",
     "ringattn/ring/schedule.py",
+    "ringattn/ring/schedule_text.py",
     "ringattn/ring/spans.py",
 ]
 pytest_add_cli_args_test_selection = [
@@ -36,6 +37,7 @@ pytest_add_cli_args_test_selection = [
     "tests/test_layout.py",
     "tests/test_mask.py",
     "tests/test_schedule.py",
+    "tests/test_schedule_text.py",
 ]
 use_git_change_detection = false
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,16 +36,22 @@ def inputs(
     return whole | {"dlse": torch.randn(batch, heads[0], tokens)}
 
 
-def run_ring(layout: Layout, whole: dict[str, Tensor], *, direction: int = 1, **call: Any) -> Results:
-    """Out, lse and gradients of the whole sequence, computed by ``layout.world`` virtual ranks."""
+def run_ring(
+    layout: Layout, whole: dict[str, Tensor], *, ring: Mapping[str, Any] | None = None, calls: int = 1, **call: Any
+) -> Results:
+    """Out, lse and gradients of the whole sequence, computed by ``layout.world`` virtual ranks.
+
+    ``ring`` are arguments of :class:`Ring`. Of several ``calls`` on one ring, the last one's results.
+    """
 
     def rank_result(group: LocalGroup) -> list[Tensor]:
         rank = group.rank()
         q, k, v = (layout.shard(whole[name], rank).detach().requires_grad_() for name in "qkv")
-        with Ring(group, direction=direction) as ring:
-            out, lse = ring_attention(q, k, v, layout=layout, ring=ring, return_lse=True, **call)
-            grads = (layout.shard(whole["dout"], rank), layout.shard(whole["dlse"], rank, 2))
-            dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), grads)
+        grads = (layout.shard(whole["dout"], rank), layout.shard(whole["dlse"], rank, 2))
+        with Ring(group, **(ring or {})) as kept:
+            for _ in range(calls):
+                out, lse = ring_attention(q, k, v, layout=layout, ring=kept, return_lse=True, **call)
+                dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), grads)
         return [out.detach(), lse.detach(), dq, dk, dv]
 
     with LocalWorld(layout.world) as world:

@@ -10,6 +10,7 @@ import torch
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import LocalGroup
+from ringattn.comm.topology import Topology
 from ringattn.ring.ring import ring_of
 
 from .baselines import exact, pytorch
@@ -17,6 +18,14 @@ from .ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ring
 from .tolerance import assert_as_exact_as_pytorch
 
 WORLDS = (1, 2, 3, 4, 8)
+GRIDS = {
+    "2x2": Topology.grid(2, 2),
+    "2x4": Topology.grid(2, 4),
+    "4x2": Topology.grid(4, 2),
+    "3x2": Topology.grid(3, 2),
+    "2x3": Topology.grid(2, 3),
+    "any order": Topology(((3, 1), (0, 2))),
+}
 
 
 @pytest.mark.usefixtures("poison")
@@ -57,7 +66,68 @@ def test_triton_is_exact_everywhere(world: int, name: str, causal: bool) -> None
 @pytest.mark.parametrize("backend", ["aten", "triton"])
 @pytest.mark.parametrize("direction", [1, -1])
 def test_any_spans_in_either_direction(direction: int, backend: str) -> None:
-    check_ring(SPANS, inputs(67), causal=True, direction=direction, backend=backend)
+    check_ring(SPANS, inputs(67), causal=True, ring={"direction": direction}, backend=backend)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_rings_of_rings_are_exact(grid: str, name: str) -> None:
+    """Two calls on one ring: the second finds slots, fences and totals as the first left them."""
+    topology, causal = GRIDS[grid], name != "striped"
+    for direction in (1, -1):
+        ring = {"topology": topology, "direction": direction}
+        layout = LAYOUTS[name](67, topology.world)
+        check_ring(layout, inputs(67), causal=causal, backend="aten", ring=ring, calls=2)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("ring", [{"chunks": 2}, {"chunks": 3, "slots": 2}, {"prefetch": 0}, {"chunks": 2, "slots": 4}])
+@pytest.mark.parametrize("topology", [None, GRIDS["2x2"], GRIDS["3x2"]], ids=["flat", "2x2", "3x2"])
+def test_chunks_and_depths_are_exact(topology: Topology | None, ring: dict[str, int]) -> None:
+    """Three key heads, which two chunks share unevenly, for six query heads."""
+    world = 4 if topology is None else topology.world
+    for layout in (LAYOUTS["zigzag"](50, world), LAYOUTS["uneven"](50, world)):
+        whole = inputs(50, heads=(6, 3))
+        check_ring(layout, whole, causal=True, backend="aten", ring=ring | {"topology": topology}, calls=2)
+
+
+@pytest.mark.usefixtures("poison")
+def test_triton_is_exact_on_a_ring_of_rings() -> None:
+    layout, ring = Layout.uneven([3, 30, 0, 5]), {"chunks": 2, "direction": -1, "topology": GRIDS["any order"]}
+    check_ring(layout, inputs(layout.seqlen, heads=(3, 3)), causal=True, backend="triton", ring=ring)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_triton_is_exact_on_every_ring_of_rings(grid: str, name: str, chunks: int) -> None:
+    layout, ring = LAYOUTS[name](67, GRIDS[grid].world), {"chunks": chunks, "topology": GRIDS[grid]}
+    check_ring(layout, inputs(67), causal=True, backend="triton", ring=ring, calls=2)
+
+
+@pytest.mark.parametrize("topology", [None, GRIDS["2x2"]], ids=["flat", "2x2"])
+def test_when_bytes_move_changes_no_bit(topology: Topology | None) -> None:
+    layout, whole = Layout.zigzag(32, 4), inputs(32)
+    changes = [{"prefetch": 0}, {"prefetch": 1}, {"slots": 2}, {"slots": 4}]
+    one, *others = (
+        run_ring(layout, whole, causal=True, backend="aten", ring=ring | {"topology": topology})
+        for ring in ({}, *changes)
+    )
+    for change, other in zip(changes, others, strict=True):
+        assert all(map(torch.equal, one, other)), change
+
+
+@pytest.mark.parametrize("topology", [Topology.flat(2), GRIDS["2x2"]], ids=["flat", "2x2"])
+def test_chunks_of_heads_change_no_bit_of_our_kernels(topology: Topology) -> None:
+    """A program computes one head, whatever is beside it. (The products of the aten backend batch the heads.)"""
+    layout, whole = Layout.contiguous(8, topology.world), inputs(8, heads=(2, 2))
+    one, other = (
+        run_ring(layout, whole, causal=True, backend="triton", ring={"topology": topology, "chunks": chunks})
+        for chunks in (1, 2)
+    )
+    assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 1)])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import LocalGroup
+from ringattn.comm.topology import Topology
 from ringattn.kernels import KernelConfig, Tile
 
 
@@ -114,12 +115,66 @@ def test_shards_of_unequal_length_under_a_name_are_refused_on_every_rank() -> No
     [
         ({"transport": "mpi"}, "transport is 'mpi': it must be one of auto"),
         ({"direction": 2}, "direction is 2: it must be 1"),
+        ({"slots": 0}, "slots is 0: a ring of 1 ranks needs at least 1"),
+        ({"prefetch": 3}, "prefetch is 3: with 3 slots it must be 0 to 2"),
+        ({"prefetch": -1}, "prefetch is -1: with 3 slots"),
+        ({"chunks": 0}, "chunks is 0: it must be at least 1 and at most the number of key heads"),
+        ({"deadline": 0}, "deadline is 0: it must be a positive number of seconds, or None"),
+        ({"deadline": float("nan")}, "deadline is nan: it must be a positive"),
+        ({"topology": Topology.grid(2, 2)}, "topology has 4 ranks, the group has 1"),
         ({"group": 5}, "group is a int"),
     ],
 )
 def test_a_ring_of_nonsense(call: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         Ring(**call)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ({"slots": 1}, "slots is 1: a ring of 4 ranks needs at least 2"),
+        ({"slots": 3, "prefetch": 3}, "prefetch is 3: with 3 slots it must be 0 to 2"),
+        ({"topology": Topology.grid(2, 2), "slots": 5, "prefetch": 5}, "prefetch is 5: with 5 slots it must be 0 to 4"),
+        ({"topology": Topology.grid(2, 3)}, "topology has 6 ranks, the group has 4"),
+    ],
+)
+def test_a_ring_of_four_of_nonsense(call: dict[str, Any], told: str) -> None:
+    def refused(group: LocalGroup) -> None:
+        with pytest.raises(ValueError, match=told):
+            Ring(group, **call)
+
+    with LocalWorld(4) as world:
+        world.run(refused)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "told"),
+    [
+        ({"chunks": 2}, {}, r"chunks differs between ranks \(rank 0: 2, rank 1: 1"),
+        ({"slots": 2, "prefetch": 1}, {"slots": 4, "prefetch": 1}, "slots differs between ranks"),
+        ({"prefetch": 0}, {}, "prefetch differs between ranks"),
+        ({"direction": -1}, {}, "direction differs between ranks"),
+        ({"topology": Topology(((1, 0),))}, {"topology": Topology.flat(2)}, "topology differs between ranks"),
+    ],
+)
+def test_rings_that_disagree_all_learn_it(mine: dict[str, Any], theirs: dict[str, Any], told: str) -> None:
+    def refused(group: LocalGroup) -> None:
+        with Ring(group, **(theirs if group.rank() else mine)) as ring, pytest.raises(ValueError, match=told):
+            ring_attention(*qkv(), layout="zigzag", ring=ring)
+
+    with LocalWorld(2) as world:
+        world.run(refused)
+
+
+def test_more_chunks_than_key_heads() -> None:
+    def refused(group: LocalGroup) -> None:
+        told = "chunks of the ring is 3, k has 2 heads: a chunk has at least one"
+        with Ring(group, chunks=3) as ring, pytest.raises(ValueError, match=told):
+            ring_attention(*qkv(), layout="zigzag", ring=ring)
+
+    with LocalWorld(2) as world:
+        world.run(refused)
 
 
 def test_a_closed_ring() -> None:

@@ -1,30 +1,51 @@
-"""Schedules: every pair once, every send received, every sum home, no slot overwritten, no deadlock."""
+"""Schedules, flat and two-level: every pair once, every send received, every sum home, no slot lost, no deadlock."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
-from time import perf_counter
+from time import process_time
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringattn.comm.topology import Topology
 from ringattn.ring.layout import Layout
 from ringattn.ring.mask import Mask
 from ringattn.ring.schedule import Hop, Schedule, _schedule, _union, schedule
 
 from .layouts import NAMES, Window, layouts, masks, named, sees, small_layouts
-from .rendezvous import run_backward, run_forward
+from .rendezvous import gathered, journey_end, run_ranks
 
 CAUSAL = Mask(causal=True)
+GRIDS = [Topology.grid(*shape) for shape in ((2, 2), (2, 4), (4, 2), (3, 2), (2, 3))] + [Topology(((3, 1), (0, 2)))]
+Settings = tuple[int, int, int]  # slots, prefetch, chunks
+USUAL = (3, 2, 1)
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     """Plans of another test would hide what makes this one's."""
     _schedule.cache_clear()
+
+
+def rings(world: int) -> st.SearchStrategy[Topology]:
+    """Any order of the ranks, in one node or in several of one size."""
+
+    def cut(order: list[int]) -> st.SearchStrategy[Topology]:
+        sizes = st.sampled_from([size for size in range(1, world + 1) if world % size == 0])
+        return sizes.map(lambda size: Topology(tuple(tuple(order[i : i + size]) for i in range(0, world, size))))
+
+    return st.permutations(range(world)).flatmap(cut)
+
+
+@st.composite
+def settings(draw: st.DrawFn) -> Settings:
+    slots = draw(st.integers(2, 4))
+    return slots, draw(st.integers(0, slots - 1)), draw(st.integers(1, 3))
 
 
 def needs(layout: Layout, mask: Mask, keys: Layout) -> set[tuple[int, int]]:
@@ -43,79 +64,150 @@ def computed(plan: Schedule) -> list[tuple[int, int]]:
     return [(rank, hop.shard) for rank in range(plan.world) for hop in plan.hops(rank) if hop.computes]
 
 
-def check(layout: Layout, mask: Mask, direction: int, kv_layout: Layout | None = None) -> None:
-    plan = schedule(layout, mask, kv_layout=kv_layout, direction=direction)
-    wanted = needs(layout, mask, kv_layout or layout)
+def check(
+    layout: Layout,
+    mask: Mask,
+    direction: int,
+    *,
+    kv_layout: Layout | None = None,
+    topology: Topology | None = None,
+    how: Settings = USUAL,
+) -> None:
+    plan = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=how[0])
+    check_plan(plan, needs(layout, mask, kv_layout or layout), how)
+
+
+def check_plan(plan: Schedule, wanted: set[tuple[int, int]], how: Settings = USUAL) -> None:
     check_hops(plan)
     check_messages(plan)
     check_nothing_needless(plan)
-    assert sorted(computed(plan)) == sorted(wanted)  # each once
-    assert sorted(run_forward(plan)) == sorted(wanted)
-    dq, dkdv, home = run_backward(plan)
-    assert sorted(dq) == sorted(dkdv) == sorted(wanted)
-    assert home == [Counter(rank for rank, seen in wanted if seen == shard) for shard in range(plan.world)]
     check_bytes(plan)
+    assert sorted(computed(plan)) == sorted(wanted)  # each once
+    check_runs(plan, wanted, how)
+
+
+def check_runs(plan: Schedule, wanted: set[tuple[int, int]], how: Settings) -> None:
+    _, prefetch, chunks = how
+    each = sorted([*wanted] * chunks)
+    assert sorted(gathered(run_ranks(plan, "forward", prefetch=prefetch, chunks=chunks), "out")) == each
+    ranks = run_ranks(plan, "backward", prefetch=prefetch, chunks=chunks)
+    assert sorted(gathered(ranks, "dq")) == sorted(gathered(ranks, "dkdv")) == each
+    for shard, rank in enumerate(ranks):
+        seers = Counter(rank for rank, seen in wanted if seen == shard)
+        assert rank.home == dict.fromkeys(range(chunks), seers)
+
+
+def place(plan: Schedule, rank: int) -> tuple[int, int]:
+    """Node and rail."""
+    return next((n, node.index(rank)) for n, node in enumerate(plan.nodes) if rank in node)
 
 
 def check_hops(plan: Schedule) -> None:
+    count = len(plan.nodes)
     for rank in range(plan.world):
-        hops = plan.hops(rank)
+        hops, (node, rail) = plan.hops(rank), place(plan, rank)
         assert [hop.index for hop in hops] == list(range(plan.world))
-        assert [hop.shard for hop in hops] == [(rank - plan.direction * t) % plan.world for t in range(plan.world)]
+        assert [hop.shard for hop in hops] == [
+            plan.nodes[(node - plan.direction * turn) % count][(rail - plan.direction * step) % plan.inner]
+            for turn in range(count)
+            for step in range(plan.inner)
+        ]
         assert hops[0].kv_from is None
         assert hops[0].kv_slot is None
         for hop in hops[1:]:
-            assert hop.kv_slot == (None if hop.kv_from is None else hop.index % 3)
-            assert hop.sums_slot in (None, hop.index % 2)
-            assert not hop.computes or (hop.kv_from is not None and hop.sums_to is not None)
+            turn, step = divmod(hop.index, plan.inner)
+            slot = hop.index % plan.slots if step else plan.slots + turn % 2
+            assert hop.kv_slot == (None if hop.kv_from is None else slot)
+            assert not hop.computes or hop.kv_from is not None
+            assert not hop.computes or (hop.sums_to if step else hop.home_to) is not None
+            assert not step or hop.sums_slot in (None, hop.index % 2)
+            assert not step or (hop.rail_to, hop.home_to, hop.home_from) == (None, None, None)
+
+
+Message = tuple[str, int, int, int, int, int]  # kind, level, hop or turn of its key, shard, source, destination
+
+
+def sent(plan: Schedule) -> Iterator[Message]:
+    for rank in range(plan.world):
+        for hop in plan.hops(rank):
+            if hop.kv_to is not None:
+                yield "kv", 0, hop.index + 1, hop.shard, rank, hop.kv_to
+            if hop.rail_to is not None:
+                yield "kv", 1, hop.index + plan.inner, hop.shard, rank, hop.rail_to
+            if hop.sums_to is not None:
+                yield "sums", 0, hop.index, hop.shard, rank, hop.sums_to
+            if hop.home_to is not None:
+                yield "sums", 1, hop.index, hop.shard, rank, hop.home_to
+
+
+def received(plan: Schedule) -> Iterator[Message]:
+    for rank in range(plan.world):
+        for hop in plan.hops(rank):
+            base = hop.index % plan.inner == 0
+            if hop.kv_from is not None:
+                yield "kv", int(base), hop.index, hop.shard, hop.kv_from, rank
+            if hop.sums_from is not None:
+                key = hop.index + journey_end(plan, hop.shard, hop.index) if base else hop.index - 1
+                yield "sums", 0, key, hop.shard, hop.sums_from, rank
+            if hop.home_from is not None:
+                yield "sums", 1, hop.index, rank, hop.home_from, rank
 
 
 def check_messages(plan: Schedule) -> None:
-    """Every send has its receive, in the group of the same key, and the other way round."""
-    hops = [plan.hops(rank) for rank in range(plan.world)]
-    every = [(rank, hop) for rank in range(plan.world) for hop in hops[rank]]
-    sends = {("kv", hop.index, hop.shard, rank, hop.kv_to) for rank, hop in every if hop.kv_to is not None}
-    receives = {("kv", hop.index - 1, hop.shard, hop.kv_from, rank) for rank, hop in every if hop.kv_from is not None}
+    """Every send has its receive, in the group of the same key and level, and the other way round."""
+    sends, receives = sorted(sent(plan)), sorted(received(plan))
     assert sends == receives
-    sends = {("sums", hop.index, hop.shard, rank, hop.sums_to) for rank, hop in every if hop.sums_to is not None}
-    receives = {
-        ("sums", hop.index - 1 if hop.index else journey_end(plan, rank), hop.shard, hop.sums_from, rank)
-        for rank, hop in every
-        if hop.sums_from is not None
-    }
-    assert sends == receives
-
-
-def journey_end(plan: Schedule, shard: int) -> int:
-    return max(hop for hop, computes in enumerate(plan.visits[shard]) if computes or not hop)
+    assert len(set(sends)) == len(sends)
+    moves = [
+        (one.kind, one.level, *move)
+        for one in plan.moves()
+        for move in zip(one.shards.tolist(), one.sources.tolist(), one.destinations.tolist(), strict=True)
+    ]
+    assert sorted(moves) == sorted((kind, level, *move) for kind, level, _, *move in sends)
+    for level in (0, 1):
+        edges = {(source, destination) for _, at, _, _, source, destination in sends if at == level}
+        assert plan.edges[level] == tuple(sorted(edges))
+        ends = [(place(plan, source), place(plan, destination)) for source, destination in edges]
+        # inside a node, or along a rail
+        assert all(a != b and a[level] == b[level] for a, b in ends)
 
 
 def check_nothing_needless(plan: Schedule) -> None:
-    """K/V go no further than the last rank that needs them; sums start at the first that has some."""
+    """K/V go no further than the last rank and the last node that need them; sums start at the first that has some."""
     for rank in range(plan.world):
         for hop in plan.hops(rank):
-            later = any(plan.visits[hop.shard][hop.index + 1 :])
-            earlier = any(plan.visits[hop.shard][1 : hop.index])
+            step = hop.index % plan.inner
+            begin = hop.index - step
+            seen = plan.visits[hop.shard]
+            later = any(seen[hop.index + 1 : begin + plan.inner])
+            earlier = any(seen[begin + 1 : hop.index])
             assert (hop.kv_to is not None) == later
-            if hop.index:
+            if step:
                 assert (hop.sums_from is not None) == (earlier and (hop.computes or later))
                 assert (hop.sums_to is not None) == (hop.computes or (earlier and later))
-                assert hop.sums_to is None or (hop.sums_to == hop.shard) == (not later or hop.index == plan.world - 1)
+                base = plan.rank_at(hop.shard, begin)
+                ends = not later or step == plan.inner - 1
+                assert hop.sums_to is None or (hop.sums_to == base) == ends
             else:
                 assert hop.sums_to is None
                 assert (hop.sums_from is not None) == later
+                assert (hop.rail_to is not None) == any(seen[begin + plan.inner :])
+                assert hop.home_to == (hop.shard if begin and (hop.computes or later) else None)
+    across = Counter(
+        (shard, place(plan, to)[0]) for kind, level, _, shard, _, to in sent(plan) if (kind, level) == ("kv", 1)
+    )
+    assert set(across.values()) <= {1}  # K/V come to a node once
+    assert all(node != place(plan, shard)[0] for shard, node in across)
 
 
 def check_bytes(plan: Schedule) -> None:
     for kv, sums in ((3, 0), (0, 5), (3, 5)):
-        expected = [
-            sum(
-                plan.lengths[hop.shard] * (kv * (hop.kv_to is not None) + sums * (hop.sums_to is not None))
-                for hop in hops
-            )
-            for hops in map(plan.hops, range(plan.world))
-        ]
-        assert plan.bytes(kv, sums) == tuple(expected)
+        expected = {0: [0] * plan.world, 1: [0] * plan.world}
+        for kind, level, _, shard, source, _ in sent(plan):
+            expected[level][source] += plan.lengths[shard] * (kv if kind == "kv" else sums)
+        for level, counts in expected.items():
+            assert plan.bytes(kv, sums, level=level) == tuple(counts)
+        assert plan.bytes(kv, sums) == tuple(map(sum, zip(*expected.values(), strict=True)))
     assert plan.bytes(3) == plan.bytes(3, 0)
 
 
@@ -134,36 +226,88 @@ def test_every_size_up_to_nine_tokens(direction: int) -> None:
         check(layout, CAUSAL, direction)
 
 
-@given(layouts(max_seqlen=20), masks(), st.sampled_from([1, -1]))
-def test_any_ring(layout: Layout, mask: Mask, direction: int) -> None:
-    check(layout, mask, direction)
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("topology", GRIDS, ids=lambda topology: "-".join(map(str, topology.nodes)))
+def test_every_ring_of_rings(topology: Topology, direction: int) -> None:
+    world = topology.world
+    for name in NAMES:
+        for seqlen in (0, world - 1, 2 * world + 1):
+            for mask in (Mask(), CAUSAL, Window(causal=True, left=4)):
+                check(named(name, seqlen, world), mask, direction, topology=topology)
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+@pytest.mark.parametrize("topology", [Topology.flat(5), *GRIDS[:3]], ids=lambda topology: str(topology.nodes))
+def test_every_depth(topology: Topology, slots: int) -> None:
+    world = topology.world
+    for layout in (Layout.contiguous(2 * world, world), Layout.zigzag(2 * world, world)):
+        for prefetch in range(slots):
+            for chunks in (1, 3):
+                check(layout, CAUSAL, 1, topology=topology, how=(slots, prefetch, chunks))
+
+
+@pytest.mark.parametrize(
+    "topology", [Topology.flat(2), *GRIDS[:1], *GRIDS[2:4]], ids=lambda topology: str(topology.nodes)
+)
+def test_turns_of_two_hops_need_one_slot(topology: Topology) -> None:
+    for mask in (Mask(), CAUSAL):
+        check(Layout.contiguous(2 * topology.world, topology.world), mask, 1, topology=topology, how=(1, 0, 2))
+
+
+@given(st.data(), layouts(max_seqlen=20), masks(), st.sampled_from([1, -1]), settings())
+def test_any_ring(data: st.DataObject, layout: Layout, mask: Mask, direction: int, how: Settings) -> None:
+    check(layout, mask, direction, topology=data.draw(rings(layout.world)), how=how)
 
 
 @given(st.data(), masks(), st.sampled_from([1, -1]))
 def test_any_ring_with_other_keys(data: st.DataObject, mask: Mask, direction: int) -> None:
     layout = data.draw(layouts(max_seqlen=16))
-    check(layout, mask, direction, data.draw(layouts(max_seqlen=16, world=layout.world)))
+    keys = data.draw(layouts(max_seqlen=16, world=layout.world))
+    check(layout, mask, direction, kv_layout=keys, topology=data.draw(rings(layout.world)))
 
 
-@given(
-    st.integers(1, 8).flatmap(
-        lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=n, max_size=n)
-    )
-)
-def test_any_pattern_of_visits(visits: list[list[bool]]) -> None:
+@given(st.data(), st.integers(1, 8), st.sampled_from([1, -1]), settings())
+def test_any_pattern_of_visits(data: st.DataObject, world: int, direction: int, how: Settings) -> None:
     """Whatever masks will come: the journeys are right for every pattern."""
-    world = len(visits)
-    for direction in (1, -1):
-        plan = Schedule(world, direction, tuple(map(tuple, visits)), tuple(range(1, world + 1)))
-        wanted = {(plan.rank_at(s, t), s) for s in range(world) for t in range(world) if visits[s][t]}
-        check_hops(plan)
-        check_messages(plan)
-        check_nothing_needless(plan)
-        check_bytes(plan)
-        assert sorted(run_forward(plan)) == sorted(wanted)
-        dq, dkdv, home = run_backward(plan)
-        assert sorted(dq) == sorted(dkdv) == sorted(wanted)
-        assert home == [Counter(rank for rank, seen in wanted if seen == shard) for shard in range(world)]
+    ring = data.draw(rings(world))
+    rows = st.lists(st.booleans(), min_size=world, max_size=world)
+    visits = tuple(map(tuple, data.draw(st.lists(rows, min_size=world, max_size=world))))
+    nodes = ring.nodes if ring.two_level else (ring.order,)
+    plan = Schedule(nodes, direction, visits, tuple(range(1, world + 1)), how[0])
+    check_plan(plan, {(plan.rank_at(s, t), s) for s in range(world) for t in range(world) if visits[s][t]}, how)
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("topology", GRIDS, ids=lambda topology: str(topology.nodes))
+def test_kv_cross_the_slow_links_once_per_turn_and_every_nic_is_used(topology: Topology, direction: int) -> None:
+    world, nodes = topology.world, len(topology.nodes)
+    plan = schedule(Layout.zigzag(2 * world, world), Mask(), direction=direction, topology=topology)
+    hops = [plan.hops(rank) for rank in range(world)]
+    for begin in range(0, world, plan.inner):
+        crossing = {rank: hops[rank][begin].rail_to for rank in range(world)}
+        if begin == world - plan.inner:
+            assert set(crossing.values()) == {None}  # home again
+            continue
+        for rank, to in crossing.items():  # every rank sends one shard and receives one, on its own rail
+            node, rail = place(plan, rank)
+            assert to == topology.nodes[(node + direction) % nodes][rail]
+            assert hops[to][begin + plan.inner].kv_from == rank
+            assert hops[to][begin + plan.inner].shard == hops[rank][begin].shard
+        assert all(hop.rail_to is None for mine in hops for hop in mine[begin + 1 : begin + plan.inner])
+    assert plan.bytes(7, level=1) == ((nodes - 1) * 2 * 7,) * world
+    assert plan.bytes(7, level=0) == (nodes * (plan.inner - 1) * 2 * 7,) * world
+    # a flat ring carries every shard over each of its slow links: as much per pass, but over one NIC per node
+    flat = schedule(Layout.zigzag(2 * world, world), Mask(), direction=direction)
+    assert flat.bytes(7) == ((world - 1) * 2 * 7,) * world
+
+
+def test_a_node_sends_its_sums_home_in_the_next_turn() -> None:
+    plan = schedule(Layout.contiguous(16, 8), Mask(), topology=Topology.grid(4, 2))
+    base = plan.hops(5)[4]  # node 2, turn 2: a shard of node 0 on rail 1
+    assert (base.shard, base.kv_from, base.rail_to, base.home_to, base.home_from) == (1, 3, 7, 1, 1)
+    assert (base.sums_from, base.sums_slot, base.kv_slot) == (4, 0, 3)
+    assert plan.hops(5)[0].home_from is None
+    assert plan.bytes(0, 1, level=1) == (3 * 2,) * 8
 
 
 def test_a_causal_contiguous_ring_sends_half() -> None:
@@ -196,10 +340,10 @@ def test_hops_of_a_full_ring_of_three() -> None:
 
 def test_a_shard_that_passes_a_rank() -> None:
     before_the_first = schedule(Layout.contiguous(6, 3), CAUSAL, direction=-1)
-    assert before_the_first.journeys == ((1, 2), (2, 2), (1, 0))
+    assert before_the_first.journeys == (((1, 2),), ((2, 2),), ((1, 0),))
     assert before_the_first.hops(0)[1] == Hop(1, 1, False, 1, 2, 1, None, None, None)
     seen, unseen = (True, True, False, True), (True, False, False, False)
-    between = Schedule(4, 1, (seen, unseen, unseen, unseen), (1, 1, 1, 1))
+    between = Schedule(((0, 1, 2, 3),), 1, (seen, unseen, unseen, unseen), (1, 1, 1, 1))
     assert between.hops(2)[2] == Hop(2, 0, False, 1, 3, 2, 1, 3, 0)  # the sums pass too, with nothing added
 
 
@@ -216,10 +360,14 @@ def test_schedules_are_pure_values() -> None:
     layout = Layout.zigzag(16, 4)
     plan = schedule(layout, CAUSAL)
     assert schedule(Layout.zigzag(16, 4), Mask(causal=True), kv_layout=layout, direction=1) == plan
-    assert schedule(layout, CAUSAL, direction=-1) != plan
+    assert schedule(layout, CAUSAL, topology=Topology.flat(4), slots=3) == plan
+    assert schedule(layout, CAUSAL, topology=Topology(((0,), (1,), (2,), (3,)))) == plan  # one rank a node is flat
+    assert schedule(layout, CAUSAL, topology=Topology(((0,), (1, 2, 3)))) == plan  # and so are unequal nodes
+    for change in ({"direction": -1}, {"topology": Topology.grid(2, 2)}, {"slots": 4}):
+        assert schedule(layout, CAUSAL, **change) != plan  # type: ignore[arg-type]
     assert plan.lengths == (4, 4, 4, 4)
     with pytest.raises(FrozenInstanceError):
-        plan.world = 3  # type: ignore[misc]
+        plan.nodes = ((0,),)  # type: ignore[misc]
     with pytest.raises(FrozenInstanceError):
         plan.hops(0)[0].shard = 3  # type: ignore[misc]
 
@@ -232,6 +380,10 @@ def test_bad_arguments() -> None:
         message = rf"^direction is {direction}: it must be 1 \(to the next rank\) or -1 \(to the one before\)$"
         with pytest.raises(ValueError, match=message):
             schedule(layout, Mask(), direction=direction)
+    with pytest.raises(ValueError, match=r"^topology has 4 ranks, layout is made for 2$"):
+        schedule(layout, Mask(), topology=Topology.grid(2, 2))
+    with pytest.raises(ValueError, match=r"^slots is 0: K/V need at least one$"):
+        schedule(layout, Mask(), slots=0)
     for rank in (-1, 2):
         with pytest.raises(ValueError, match=rf"^rank is {rank}: the schedule has ranks 0 to 1$"):
             schedule(layout, Mask()).hops(rank)
@@ -240,11 +392,30 @@ def test_bad_arguments() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_million_tokens_over_64_ranks_are_planned_in_no_time(name: str) -> None:
     layout = named(name, 2**20, 64)
-    start = perf_counter()
+    start = process_time()
     plan = schedule(layout, CAUSAL)
     plan.hops(63)
-    assert perf_counter() - start < 2
+    assert process_time() - start < 2
     assert len(computed(plan)) == (64 * 65 // 2 if name == "contiguous" else 64 * 64)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 4), (128, 8)])
+@pytest.mark.parametrize("name", ["contiguous", "zigzag"])
+def test_large_clusters_are_planned_in_no_time(name: str, nodes: int, per_node: int) -> None:
+    world = nodes * per_node
+    layout = named(name, 2 * world, world)
+    start = process_time()
+    plan = schedule(layout, CAUSAL, topology=Topology.grid(nodes, per_node))
+    hops, edges = plan.hops(world - 1), plan.edges
+    moved = plan.bytes(1, level=0), plan.bytes(1, level=1)
+    assert process_time() - start < 3
+    full, turns = name == "zigzag", nodes
+    assert len([hop for hop in hops if hop.rail_to is not None]) == (nodes - 1 if full else 0)
+    if full:
+        assert {(rank, (rank + per_node) % world) for rank in range(world)} <= {*edges[1]}
+        assert len(edges[0]) == world
+        assert moved == ((turns * (per_node - 1) * 2,) * world, ((turns - 1) * 2,) * world)
+        assert len(edges[1]) == world * (nodes - 1)  # sums go straight home, from every node of the rail
 
 
 def test_what_a_rank_sees_is_one_interval_for_most_masks() -> None:
@@ -262,63 +433,3 @@ def test_what_a_rank_sees_is_one_interval_for_most_masks() -> None:
             assert len(starts) == len(ends) == 1
     starts, ends = _union(Window(left=2, right=1), torch.tensor([0, 1, 10, 11, 12, 40, 99]), reach=42)
     assert (starts.tolist(), ends.tolist()) == ([0, 8, 38], [3, 14, 42])
-
-
-def test_a_thousand_ranks_print() -> None:
-    plan = schedule(Layout.contiguous(4096, 1024), CAUSAL)
-    lines = str(plan).splitlines()
-    assert lines[0] == "1024 ranks, K/V move to the next rank, 524800 of 1048576 hops compute"
-    assert lines[3].split()[-6:] == ["hop", "1021", "hop", "1022", "hop", "1023"]
-    assert lines[3].split()[24:26] == ["…", "hop"]
-    assert lines[4].split()[:4] == ["rank", "0", "0", ">"]
-    assert lines[4].split()[-4:] == ["…", ".", ".", "."]
-    assert lines[16].split() == ["…"] * 17
-    assert [line.split()[1] for line in lines[4:20] if "rank" in line] == [*map(str, range(12)), "1021", "1022", "1023"]
-    assert max(map(len, lines)) < 170
-    assert plan.hops(1023)[1023].kv_from == 1022
-
-
-def test_text() -> None:
-    assert (
-        str(schedule(Layout.contiguous(6, 3), CAUSAL))
-        == """\
-3 ranks, K/V move to the next rank, 6 of 9 hops compute
-
-K/V: N shard N is computed with, (N) only passes, > goes on, . nothing comes
-         hop 0   hop 1   hop 2
-rank 0   0 >     .       .
-rank 1   1 >     0 >     .
-rank 2   2       1       0
-
-dK/dV sums: N of shard N, > go on, ^ go home, . none; hop 0: < come home
-         hop 0   hop 1   hop 2
-rank 0   0 <     .       .
-rank 1   1 <     0 >     .
-rank 2   .       1 ^     0 ^"""
-    )
-
-
-def test_text_of_the_other_direction_with_a_shard_that_passes() -> None:
-    assert (
-        str(schedule(Layout.contiguous(6, 3), CAUSAL, direction=-1))
-        == """\
-3 ranks, K/V move to the previous rank, 6 of 9 hops compute
-
-K/V: N shard N is computed with, (N) only passes, > goes on, . nothing comes
-         hop 0   hop 1   hop 2
-rank 0   0 >     (1) >   .
-rank 1   1 >     .       0
-rank 2   2       0 >     1
-
-dK/dV sums: N of shard N, > go on, ^ go home, . none; hop 0: < come home
-         hop 0   hop 1   hop 2
-rank 0   0 <     .       .
-rank 1   1 <     .       0 ^
-rank 2   .       0 >     1 ^"""
-    )
-
-
-@pytest.mark.parametrize("world", [16, 17])
-def test_tables_up_to_sixteen_ranks_are_whole(world: int) -> None:
-    text = str(schedule(Layout.striped(world, world), Mask()))
-    assert ("…" in text) == (world > 16)

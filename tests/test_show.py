@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 from ringattn.bench import cli
 from ringattn.bench.call import Call, mask_cells
 from ringattn.bench.launching import LAUNCHERS
+from ringattn.bench.shapes import human
 from ringattn.bench.show import app
+from ringattn.comm.topology import Topology
 from ringattn.ring.layout import Layout
 from ringattn.ring.mask import Mask, visible_pairs
 from ringattn.ring.schedule import schedule
@@ -45,8 +47,12 @@ def refused(*arguments: str) -> str:
     return " ".join(result.output.replace("│", " ").split())
 
 
-def call_of(layout: Layout, mask: Mask, direction: int = 1) -> Call:
-    return Call(layout, "any", mask, direction, batch=1, heads=2, kv_heads=1, head_dim=4, dtype="bfloat16")
+def call_of(layout: Layout, mask: Mask, direction: int = 1, nodes: int = 1) -> Call:
+    return Call(layout, "any", mask, direction, batch=1, heads=2, kv_heads=1, head_dim=4, dtype="bfloat16", nodes=nodes)
+
+
+def node_counts(world: int) -> st.SearchStrategy[int]:
+    return st.sampled_from([1, *(nodes for nodes in range(2, world) if world % nodes == 0)])
 
 
 def test_text_of_a_small_ring() -> None:
@@ -96,9 +102,9 @@ rank 0   0 0 0 0 1 1 1 1 1 1 1 1 0 0 0 0
 
 
 @settings(max_examples=40)
-@given(layouts(max_world=5, max_seqlen=24), masks(), st.sampled_from([1, -1]))
-def test_pairs_are_those_of_every_hop(layout: Layout, mask: Mask, direction: int) -> None:
-    call = call_of(layout, mask, direction)
+@given(st.data(), layouts(max_world=6, max_seqlen=24), masks(), st.sampled_from([1, -1]))
+def test_pairs_are_those_of_every_hop(data: st.DataObject, layout: Layout, mask: Mask, direction: int) -> None:
+    call = call_of(layout, mask, direction, data.draw(node_counts(layout.world)))
     for rank in range(layout.world):
         for hop in call.plan.hops(rank):
             expected = visible_pairs(mask, layout.positions(rank), layout.positions(hop.shard))
@@ -106,15 +112,17 @@ def test_pairs_are_those_of_every_hop(layout: Layout, mask: Mask, direction: int
 
 
 @settings(max_examples=40)
-@given(layouts(max_world=4, max_seqlen=16), masks(), st.sampled_from([1, -1]))
-def test_cells_of_one_token_are_the_mask(layout: Layout, mask: Mask, direction: int) -> None:
-    ranks, grid = mask_cells(call_of(layout, mask, direction), cells=64)
+@given(st.data(), layouts(max_world=6, max_seqlen=16), masks(), st.sampled_from([1, -1]))
+def test_cells_of_one_token_are_the_mask(data: st.DataObject, layout: Layout, mask: Mask, direction: int) -> None:
+    call = call_of(layout, mask, direction, data.draw(node_counts(layout.world)))
+    ranks, grid = mask_cells(call, cells=64)
+    when = {(rank, hop.shard): hop.index for rank in range(layout.world) for hop in call.plan.hops(rank)}
     assert ranks.tolist() == [
         rank for p in range(layout.seqlen) for rank in range(layout.world) if p in layout.positions(rank)
     ]
     for query in range(layout.seqlen):
         for key in range(layout.seqlen):
-            hop = direction * int(ranks[query] - ranks[key]) % layout.world
+            hop = when[int(ranks[query]), int(ranks[key])]
             assert grid[query, key] == (hop if sees(mask, query, key) else -1)
 
 
@@ -151,6 +159,39 @@ def test_json_says_what_the_schedule_says(tmp_path: Path) -> None:
     assert moved == [(rank, hop.index, hop.kv_to) for rank in range(3) for hop in plan.hops(rank)]
 
 
+def test_two_nodes() -> None:
+    told = run("--seqlen", "64", "--world", "4", "--nodes", "2", "--layout", "contiguous", "--causal", "--heads", "1")
+    assert told.startswith("contiguous, causal, 64 tokens over 4 ranks on 2 nodes; batch 1, 1 heads")
+    kv, sums = 16 * 2 * 128 * 2, 16 * 2 * 128 * 4
+    # shards 0 and 1 go to the second node; their sums come back from there
+    moved = f"of it between nodes: {human(2 * kv, 'B')} forward, {human(2 * kv + 2 * sums, 'B')} backward\n"
+    assert moved in told
+    layout, mask = Layout.contiguous(64, 4), Mask(causal=True)
+    assert f"\n\n{schedule(layout, mask, topology=Topology.grid(2, 2))}\n\n" in told
+    rows = [[cell.strip() for cell in line.split("   ") if cell.strip()] for line in told.splitlines()]
+    assert next(row for row in rows if row[:1] == ["tokens"])[-2:] == ["by rail forward", "by rail backward"]
+    assert [row[-2:] for row in rows if "%" in "".join(row[3:4])] == [["8.19 kB", "8.19 kB"]] * 2 + [
+        ["0 B", "16.4 kB"]
+    ] * 2
+
+
+def test_json_of_two_nodes(tmp_path: Path) -> None:
+    flags = ["--seqlen", "8", "--world", "4", "--nodes", "2", "--heads", "1", "--head-dim", "1", "--dtype", "float16"]
+    told: dict[str, Any] = json.loads(run(*flags, "--json", "-"))
+    plan = schedule(Layout.zigzag(8, 4), Mask(), topology=Topology.grid(2, 2))
+    assert told["call"]["nodes"] == [[0, 1], [2, 3]]
+    assert told["call"]["rails"] == [[0, 2], [1, 3]]
+    for level, where in enumerate(("inside_nodes", "between_nodes")):
+        assert told[f"bytes_forward_{where}"] == [*plan.bytes(4, level=level)]
+        assert told[f"bytes_backward_{where}"] == [*plan.bytes(4, 8, level=level)]
+    assert told["bytes_backward"] == [*plan.bytes(4, 8)]
+    rails = [(hop["rank"], hop["index"], hop["rail_to"]) for hop in told["hops"] if hop["rail_to"] is not None]
+    assert rails == [(0, 0, 2), (1, 0, 3), (2, 0, 0), (3, 0, 1)]
+    flat: dict[str, Any] = json.loads(run(*SMALL, "--json", "-"))
+    assert (flat["call"]["nodes"], flat["call"]["rails"]) == ([[0, 1]], [])
+    assert flat["bytes_forward_between_nodes"] == [0, 0]
+
+
 def test_json_to_standard_output_is_all_there_is(tmp_path: Path) -> None:
     told = json.loads(run(*SMALL, "--json", "-", "--out", str(tmp_path / "x.svg")))
     assert told["call"]["seqlen"] == 16
@@ -177,6 +218,8 @@ def test_csv(tmp_path: Path) -> None:
         ["--world", "5", "--seqlen", "3", "--causal"],
         ["--lengths", "2k,0,1k", "--direction", "-1", "--causal"],
         ["--world", "20", "--seqlen", "4k", "--layout", "striped"],
+        ["--world", "6", "--nodes", "3", "--seqlen", "4k", "--causal", "--layout", "contiguous", "--direction", "-1"],
+        ["--world", "32", "--nodes", "4", "--seqlen", "4k"],
     ],
 )
 def test_pictures(flags: list[str], tmp_path: Path) -> None:
@@ -219,11 +262,14 @@ def test_only_rank_zero_of_a_launcher_prints(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--seqlen", "8q"], "'8q' is not a size: it must be a whole number, with k or m behind it or not"),
+        (["--seqlen", "8q"], "'8q' is not a size: it must be a whole number, with k, m or g behind it or not"),
         (["--lengths", "1k,x"], "'x' is not a size"),
         (["--lengths", "1k", "--world", "2"], "--lengths says everything: leave out --seqlen, --world and --layout"),
         (["--layout", "spiral"], "'spiral' is not one of"),
         (["--direction", "3"], "direction is 3: it must be 1"),
+        (["--world", "8", "--nodes", "3"], "nodes is 3: it must cut 8 ranks into equal nodes of at least 2"),
+        (["--lengths", "4,4", "--nodes", "2"], "nodes is 2: it must cut 2 ranks into equal nodes of at least 2"),
+        (["--nodes", "0"], "--nodes"),
         (["--heads", "6", "--kv-heads", "4"], "--kv-heads is 4: --heads, 6, must be a multiple of it"),
         (["--world", "0"], "--world"),
         (["--seqlen", "0"], "there are 0 tokens: a call has at least one"),

@@ -1,0 +1,151 @@
+"""fp32 partial sums of dK/dV: one hop behind the K/V they belong to, and home at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..comm import Fence
+from .schedule import SUMS_SLOTS, Hop
+from .traffic import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Lane, Tensors, messages
+
+# of a two-level ring, after the slots that rotate
+LEAVING_SLOT, ARRIVING_SLOT = SUMS_SLOTS, SUMS_SLOTS + 1
+
+
+class Sums(Lane):
+    """What arrived from the ranks before, where this rank's part is added to it, and where it goes.
+
+    A turn's base adds its part last and, where it is not the owner, in a slot of its own, from which the node's sum
+    goes home over the slow link while the next turn computes.
+    """
+
+    def __init__(self, call: Call, k: torch.Tensor, v: torch.Tensor) -> None:
+        super().__init__(call, call.sums_slots, (k, v), torch.float32, call.grad_wire)
+        self._arrivals: dict[tuple[int, int], Arrival] = {}
+        self._by_rail: dict[int, Arrival] = {}  # per chunk, another node's sum of the own shard
+        self._totals: dict[int, Tensors] = {}  # per chunk, what all nodes so far have summed up of the own shard
+        self._scratch: Tensors = ()
+
+    def came(self, hop: Hop, heads: Heads) -> Callable[[], Tensors] | None:
+        """Waits for the sums of the ranks before and returns them; None where this rank is the first to add."""
+        arrival = self._arrivals.get((hop.index, heads.number))
+        return None if arrival is None else lambda: self._read(arrival, hop, heads)
+
+    def into(self, hop: Hop, heads: Heads) -> Tensors:
+        """Where this rank's part of a hop's sums is added, in fp32."""
+        slot, arrival = self._slot(hop), self._arrivals.get((hop.index, heads.number))
+        if self.call.plan.is_base(hop) or arrival is None:
+            for fence in self.free(slot, heads):
+                fence.wait()  # protects the slot: its last send
+            return self.buffers(slot, hop, heads) if self._wire is None else self._room(hop, heads)
+        return arrival.tensors if self._wire is None else self._room(hop, heads)
+
+    def added(self, hop: Hop, heads: Heads) -> None:
+        """This rank's part is in: what arrived is read, and what leaves is written."""
+        slot = self._slot(hop)
+        if self._wire is not None:
+            self.encode(self._room(hop, heads), self.buffers(slot, hop, heads))
+        for used in {slot, hop.sums_slot}:
+            self.computed(used, heads)
+
+    def post(self, hop: Hop, heads: Heads) -> None:
+        """Send this hop's sums on; receive the next hop's and, when their journey ends now, the turn's base's."""
+        plan = self.call.plan
+        sends = [] if hop.sums_slot is None else messages(hop.sums_to, self.buffers(hop.sums_slot, hop, heads))
+        # protects the sums: the dK/dV kernel that adds to them; what only passes through is there in posting order
+        after = [self.call.mark()] if sends and hop.computes else []
+        following = plan.hops[hop.index + 1 : hop.index + 2]
+        coming = [one for one in following if not plan.is_base(one) and one.sums_from is not None]
+        if hop.index in plan.homecomings:
+            coming.append(plan.homecomings[hop.index])
+        buffers = {}
+        for one in coming:
+            assert one.sums_slot is not None
+            after += self.free(one.sums_slot, heads)  # protects the slot: its last compute, and its last send
+            buffers[one.index] = self.buffers(one.sums_slot, one, heads)
+        receives = [message for one in coming for message in messages(one.sums_from, buffers[one.index])]
+        key = Key(self.call.phase, hop.index, Kind.SUMS, hop.index, heads.number)
+        fence = self.call.post(INSIDE, key, sends, receives, after)
+        self.busy(hop.sums_slot if sends else None, heads, fence)
+        for one in coming:
+            self.busy(one.sums_slot, heads, fence)
+            self._arrivals[one.index, heads.number] = Arrival(fence, buffers[one.index])
+
+    def send_home(self, base: Hop, heads: Heads) -> None:
+        """At the end of a turn: this node's sum to its owner, and another node's sum of the own shard from its rank."""
+        plan, own = self.call.plan, self.call.plan.hops[0]
+        sends = [] if base.home_to is None else messages(base.home_to, self.buffers(LEAVING_SLOT, base, heads))
+        after: list[Fence] = [self.call.mark()] if sends else []  # protects the sum: the dK/dV kernel that adds to it
+        buffers: Tensors = ()
+        if base.home_from is not None:
+            after += self.free(ARRIVING_SLOT, heads)  # protects the slot: the addition of the sum that came before
+            buffers = self.buffers(ARRIVING_SLOT, own, heads)
+        key = Key(self.call.phase, base.index + plan.inner - 1, Kind.HOME, own.index, heads.number)
+        fence = self.call.post(BETWEEN, key, sends, messages(base.home_from, buffers), after)
+        if base.home_to is not None:
+            self.busy(LEAVING_SLOT, heads, fence)
+        if base.home_from is not None:
+            self.busy(ARRIVING_SLOT, heads, fence)
+            self._by_rail[heads.number] = Arrival(fence, buffers)
+
+    def total(self, heads: Heads) -> Callable[[], Tensors] | None:
+        """The sums of the own shard that are home; None while there are none."""
+        own = self.call.plan.hops[0]
+        if not self.call.plan.two_level:
+            return self.came(own, heads)
+        return (lambda: self._totals[heads.number]) if heads.number in self._totals else None
+
+    def absorb(self, heads: Heads) -> None:
+        """Add what came home since the last turn to the total, in the order of the turns."""
+        own = self.call.plan.hops[0]
+        arrival = self._by_rail.pop(heads.number, None)
+        if arrival is not None:
+            self._add(self._read(arrival, own, heads), heads)
+            self.computed(ARRIVING_SLOT, heads)
+            return
+        came = self._arrivals.pop((own.index, heads.number), None)
+        if came is not None:
+            self._add(self._read(came, own, heads), heads)
+            self.computed(own.sums_slot, heads)
+
+    def own(self, heads: Heads, dkdv: Tensors) -> Tensors:
+        """Where the own block's part is added: the gradients themselves or, where more is to come, the total."""
+        if not self.call.plan.two_level:
+            return dkdv
+        if heads.number not in self._totals:
+            self._totals[heads.number] = self.part(self.scratch(), self.call.plan.hops[0], heads)
+        return self._totals[heads.number]
+
+    def finish(self, heads: Heads, dkdv: Tensors) -> None:
+        """The own block's part is in; what the last turn's nodes send is added under its cover."""
+        own = self.call.plan.hops[0]
+        if not self.call.plan.two_level:
+            self.computed(own.sums_slot, heads)
+            return
+        self.absorb(heads)
+        for target, total in zip(dkdv, self._totals[heads.number], strict=True):
+            target.copy_(total)
+
+    def _add(self, more: Tensors, heads: Heads) -> None:
+        if heads.number in self._totals:
+            for total, x in zip(self._totals[heads.number], more, strict=True):
+                total.add_(x)
+        else:
+            self._totals[heads.number] = tuple(x.clone() for x in more)
+
+    def _read(self, arrival: Arrival, hop: Hop, heads: Heads) -> Tensors:
+        travelled = arrival.wait()
+        return travelled if self._wire is None else self.decode(travelled, self._room(hop, heads))
+
+    def _room(self, hop: Hop, heads: Heads) -> Tensors:
+        """fp32 memory for sums that travel in another form, written and read by the compute stream alone."""
+        if not self._scratch:
+            self._scratch = self.scratch()
+        return self.part(self._scratch, hop, heads)
+
+    def _slot(self, hop: Hop) -> int:
+        slot = LEAVING_SLOT if self.call.plan.is_base(hop) else hop.sums_slot
+        assert slot is not None
+        return slot
