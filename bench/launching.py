@@ -90,14 +90,15 @@ def threads(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def process_group(place: Member, store: str | None = None) -> Iterator[None]:
+def process_group(place: Member, store: str | None = None, *, device: torch.device | None = None) -> Iterator[None]:
     """The default group of torch.distributed over all ranks: gloo and, on GPUs, NCCL.
 
-    ``store`` is a file where the ranks meet; without it they meet where the launcher says.
+    ``store`` is a file where the ranks meet; without it they meet where the launcher says. ``device`` is this rank's,
+    where it is not the one that its place gives it.
     """
-    backend = "gloo"
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
+    backend, device = "gloo", device or place.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     if place.world == place.local_world:
         os.environ.setdefault("MASTER_ADDR", LOOPBACK)

@@ -15,7 +15,9 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
+from ..comm.topology import Topology
 from ..ring import Ring, ring_attention
+from ..ring.schedule import KV_SLOTS
 from .candidates import DTYPES, Problem
 from .launching import member, process_group
 from .memory import PeakMemory
@@ -46,6 +48,27 @@ class Peaks:
         return max(self.forward, self.backward)
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What a ring is built with, apart from its problem."""
+
+    nodes: int = 1
+    slots: int = KV_SLOTS
+    chunks: int = 1
+    wire_dtype: str | None = None
+    grad_wire_dtype: str | None = None
+
+    def ring(self, world: int) -> Ring:
+        """A ring of the default group."""
+        return Ring(
+            topology=Topology.grid(self.nodes, world // self.nodes) if self.nodes > 1 else None,
+            slots=self.slots,
+            chunks=self.chunks,
+            wire_dtype=self.wire_dtype,
+            grad_wire_dtype=self.grad_wire_dtype,
+        )
+
+
 def give_back_freed_memory() -> None:
     """Let glibc map every large block by itself, so that what is freed leaves the process at once.
 
@@ -58,7 +81,7 @@ def give_back_freed_memory() -> None:
         return  # another C library: the figures are upper bounds
 
 
-def spawned(store: str, problem: Problem) -> list[Peaks] | None:
+def spawned(store: str, problem: Problem, setting: Setting) -> list[Peaks] | None:
     """One rank; rank 0 returns the peaks of all."""
     place = member()
     assert place is not None
@@ -67,16 +90,16 @@ def spawned(store: str, problem: Problem) -> list[Peaks] | None:
     with process_group(place, store):
         torch.set_num_threads(problem.threads)
         # connections, thread pools, modules that load on first use: there once, however long the shards are
-        peaks(replace(problem, seqlen=WARM_TOKENS * place.world))
+        peaks(replace(problem, seqlen=WARM_TOKENS * place.world), setting)
         everyone: list[Any] = [None] * place.world
-        dist.all_gather_object(everyone, peaks(problem))
+        dist.all_gather_object(everyone, peaks(problem, setting))
     return everyone if place.rank == 0 else None
 
 
-def peaks(problem: Problem) -> Peaks:
+def peaks(problem: Problem, setting: Setting) -> Peaks:
     """The peaks of a first call, forward and backward, with everything it allocates: inputs, slots, saved tensors."""
     measured = PeakMemory(CPU)
-    with Ring() as ring:
+    with setting.ring(problem.world) as ring:
         q, k, v, dout = shards(problem, problem.seqlen // problem.world)
         out = ring_attention(q, k, v, layout=problem.held, ring=ring, causal=problem.causal)
         assert isinstance(out, Tensor)
@@ -124,6 +147,11 @@ def memory(
     dtype: Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16.")] = "fp32",
     causal: Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")] = True,
     layout: Annotated[LayoutName, typer.Option(help="Who holds which tokens.")] = LayoutName.zigzag,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of a two-level ring; every world is a multiple.")] = 1,
+    slots: Annotated[int, typer.Option(min=1, help="Buffers that K/V rotate through.")] = KV_SLOTS,
+    chunks: Annotated[int, typer.Option(min=1, help="Runs of heads that a hop is cut into.")] = 1,
+    wire_dtype: Annotated[str | None, typer.Option(help="K/V travel as bfloat16 or float8_e4m3fn.")] = None,
+    grad_wire_dtype: Annotated[str | None, typer.Option(help="dK/dV travel as float32 or bfloat16.")] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write a row per world.")] = None,
 ) -> None:
@@ -131,20 +159,26 @@ def memory(
     kv_heads = grouped(heads, kv_heads)
     if member() is not None:
         raise typer.BadParameter("it starts its own processes, one world after the other: call it without a launcher")
+    for world in worlds:
+        if nodes > 1 and (world % nodes or world // nodes < 2):
+            raise typer.BadParameter(f"--nodes is {nodes}: {world} processes are not {nodes} nodes of 2 or more each")
+    setting = Setting(nodes, slots, chunks, wire_dtype, grad_wire_dtype)
     check_targets(json, csv)
     results: dict[int, list[Peaks]] = {}
     with Console(stderr=True).status("measuring") as status:
         for world in worlds:
             status.update(f"world {world}: forward and backward of {world * tokens:,} tokens")
             problem = Problem(world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value)
-            found = started(world, spawned, problem)
+            found = started(world, spawned, problem, setting)
             assert found is not None
             results[world] = found
     if prints():
-        finish(problem, results, json, csv)
+        finish(problem, setting, results, json, csv)
 
 
-def finish(problem: Problem, results: dict[int, list[Peaks]], json: str | None, csv: Path | None) -> None:
+def finish(
+    problem: Problem, setting: Setting, results: dict[int, list[Peaks]], json: str | None, csv: Path | None
+) -> None:
     """Print and write; exit 1 where memory per rank is not the same for all worlds."""
     rows = rows_of(results)
     highest = [max(peak.highest for peak in everyone) for everyone in results.values()]
@@ -154,11 +188,11 @@ def finish(problem: Problem, results: dict[int, list[Peaks]], json: str | None, 
         title = (
             f"peak memory per rank, {kind} forward and backward, B{problem.batch} H{problem.heads}/{problem.kv_heads} "
             f"D{problem.head_dim} {problem.dtype}, {problem.seqlen // problem.world:,} tokens per rank, "
-            f"{problem.layout}\n"
+            f"{problem.layout}{told_of(setting)}\n"
         )
         typer.echo(table(rows, title=title) + f"\n\nlargest over smallest world: {spread:+.2%}")
     if json is not None:
-        write_json(json, as_json(problem, results, spread))
+        write_json(json, as_json(problem, setting, results, spread))
     if csv is not None:
         write_csv(csv, rows)
     if spread > ALLOWED_SPREAD:
@@ -166,7 +200,14 @@ def finish(problem: Problem, results: dict[int, list[Peaks]], json: str | None, 
         raise typer.Exit(1)
 
 
-def as_json(problem: Problem, results: dict[int, list[Peaks]], spread: float) -> dict[str, Any]:
+def told_of(setting: Setting) -> str:
+    """What is not as it is by default."""
+    usual = asdict(Setting())
+    changed = {name: value for name, value in asdict(setting).items() if value != usual[name]}
+    return "".join(f", {name} {value}" for name, value in changed.items())
+
+
+def as_json(problem: Problem, setting: Setting, results: dict[int, list[Peaks]], spread: float) -> dict[str, Any]:
     case = asdict(problem)
     tokens = problem.seqlen // problem.world
     for name in ("seqlen", "world", "seed"):
@@ -175,6 +216,7 @@ def as_json(problem: Problem, results: dict[int, list[Peaks]], spread: float) ->
         "schema": "ringattn bench memory 1",
         "provenance": provenance(CPU),
         "problem": {**case, "tokens_per_rank": tokens},
+        "ring": asdict(setting),
         "worlds": [
             {"world": world, "ranks": [{**asdict(peak), "highest": peak.highest, "unit": "B"} for peak in everyone]}
             for world, everyone in results.items()

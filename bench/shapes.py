@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import typer
 
-SUFFIXES = {"": 1, "k": 1024, "m": 1024**2}
+SUFFIXES = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
@@ -20,14 +20,14 @@ class LayoutName(StrEnum):
 
 
 def size(text: str) -> int:
-    """``8192``, ``8k`` or ``1m`` (k = 1024, m = 1024 * 1024) as a number; a parser of typer options.
+    """``8192``, ``8k``, ``1m`` or ``2g`` (powers of 1024) as a number; a parser of typer options.
 
     Raises:
         typer.BadParameter: anything else.
     """
-    match = re.fullmatch(r"(\d+)([km]?)", text.strip().lower())
+    match = re.fullmatch(r"(\d+)([kmg]?)", text.strip().lower())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size: it must be a whole number, with k or m behind it or not")
+        raise typer.BadParameter(f"{text!r} is not a size: it must be a whole number, with k, m or g behind it or not")
     return int(match[1]) * SUFFIXES[match[2]]
 
 

@@ -39,7 +39,7 @@ from ringattn.bench.candidates import PEER, Problem
 from ringattn.bench.cases import Case, NotHere, Number, distance
 from ringattn.bench.flops import BACKWARD_FLOPS, forward_flops, pairs_of
 from ringattn.bench.launching import LAUNCHERS, launch
-from ringattn.bench.memory_bench import Peaks
+from ringattn.bench.memory_bench import Peaks, Setting
 from ringattn.bench.provenance import command, provenance
 from ringattn.bench.ring_bench import Report
 from ringattn.bench.tables import table
@@ -257,11 +257,11 @@ def test_memory_of_real_processes(tmp_path: Path) -> None:
 
 def test_memory_that_grows_fails(capsys: pytest.CaptureFixture[str]) -> None:
     results = {2: [Peaks(10, 100), Peaks(10, 99)], 4: [Peaks(10, 101)]}
-    memory_bench.finish(Problem(64, 4), results, None, None)
+    memory_bench.finish(Problem(64, 4), Setting(), results, None, None)
     assert "+1.00%" in capsys.readouterr().out
     results[8] = [Peaks(10, 103)]
     with pytest.raises(typer.Exit):
-        memory_bench.finish(Problem(64, 8), results, None, None)
+        memory_bench.finish(Problem(64, 8), Setting(), results, None, None)
 
 
 # workers of the suite

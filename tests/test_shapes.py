@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 from ringattn.bench.shapes import binary, human, size, sizes
 
 
-@pytest.mark.parametrize(("text", "expected"), [("0", 0), ("17", 17), ("8k", 8192), ("1m", 2**20), (" 2K ", 2048)])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("0", 0), ("17", 17), ("8k", 8192), ("1m", 2**20), ("2g", 2**31), (" 2K ", 2048)]
+)
 def test_size(text: str, expected: int) -> None:
     assert size(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "k", "-1", "1.5k", "8g", "8 k", "8k,"])
+@pytest.mark.parametrize("text", ["", "k", "-1", "1.5k", "8t", "8 k", "8k,"])
 def test_not_a_size(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="is not a size: it must be a whole number, with k or m behind it"):
+    with pytest.raises(typer.BadParameter, match="is not a size: it must be a whole number, with k, m or g behind it"):
         size(text)
 
 

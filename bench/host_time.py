@@ -1,0 +1,233 @@
+"""``ringattn bench host``: what the host needs to post one hop, launches included, beside what the hop computes.
+
+The ring here goes from the one rank to itself: every hop sends and receives, waits and launches as in a ring of that
+many ranks, and only the link is missing. Without a GPU every call that reaches a device is replaced by nothing: what
+is left is this package's own Python, a lower bound.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from types import ModuleType, SimpleNamespace
+from typing import Annotated, Any
+from unittest.mock import patch
+
+import torch
+import typer
+
+from ..comm.control import control_of
+from ..comm.lanes import indexed
+from ..comm.local import solo_group
+from ..comm.nccl import NcclTransport
+from ..comm.transport import Edge
+from ..kernels import attention
+from ..ring import Layout, Mask, Ring, loop
+from ..ring import ring as ring_module
+from ..ring.backends import backward_works, forward_works
+from ..ring.plan import Plan, plan
+from .candidates import DTYPES
+from .links import device_name
+from .output import prints, write_csv, write_json
+from .overlap_runs import BACKWARD, FORWARD
+from .provenance import provenance
+from .ring_bench import check_targets, dtype_name
+from .shapes import binary, grouped, size
+from .tables import table
+from .timing import Clock, interleaved
+
+HOPS = 8  # of the ring to itself
+REPEATS = 20
+LOWER_BOUND = "device calls stubbed: a lower bound, not a result"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds per hop."""
+
+    phase: str
+    host: float
+    compute: float | None  # of the device; None where there is none
+    note: str = ""
+
+    @property
+    def hidden(self) -> bool | None:
+        """The host is ahead of the device."""
+        return None if self.compute is None else self.host < self.compute
+
+    def as_row(self) -> dict[str, object]:
+        return {
+            "phase": self.phase,
+            "host us per hop": round(self.host * 1e6, 1),
+            "compute us per hop": None if self.compute is None else round(self.compute * 1e6, 1),
+            "": self.note or ("host is ahead" if self.hidden else "host is behind"),
+        }
+
+
+def to_itself(layout: Layout, device: torch.device, slots: int) -> Plan:
+    """Rank 0's part of a full ring, with every peer this very rank: each group has a send and its receive."""
+    real = plan(layout, Mask(causal=False), 0, 1, device, None, slots)
+
+    def self_only(peer: int | None) -> int | None:
+        return None if peer is None else 0
+
+    hops = tuple(
+        replace(
+            hop,
+            kv_from=self_only(hop.kv_from),
+            kv_to=self_only(hop.kv_to),
+            sums_from=self_only(hop.sums_from),
+            sums_to=self_only(hop.sums_to),
+        )
+        for hop in real.hops
+    )
+    comings = {after: hops[base.index] for after, base in real.homecomings.items()}
+    return replace(real, hops=hops, homecomings=comings, edges=(((0, 0),), ()))
+
+
+class Case:
+    """Forward and backward of a ring to itself, of ``[batch, tokens, heads, head dim]`` per hop."""
+
+    def __init__(
+        self, ring: Ring, shape: tuple[int, int, int, int], kv_heads: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        batch, tokens, heads, dim = shape
+        draw = torch.empty if device.type == "cpu" else torch.randn  # without a device nothing reads them
+        self.q, self.k, self.v, self.dout, self.out = (
+            draw(batch, tokens, count, dim, device=device, dtype=dtype)
+            for count in (heads, kv_heads, kv_heads, heads, heads)
+        )
+        self.lse = draw(batch, heads, tokens, device=device, dtype=torch.float32)
+        self.ring, self.scale = ring, 1 / math.sqrt(dim)
+        self.plan = to_itself(Layout.contiguous(HOPS * tokens, HOPS), device, ring.slots)
+
+    def forward(self) -> None:
+        with self.ring.call(self.plan, FORWARD, self.q, self.k) as call:
+            works = forward_works("triton", call.chunks, self.q, softmax_scale=self.scale)
+            loop.forward(call, works, self.k, self.v)
+
+    def backward(self) -> None:
+        dkdv = torch.empty_like(self.k), torch.empty_like(self.v)
+        with self.ring.call(self.plan, BACKWARD, self.q, self.k) as call:
+            given = (self.dout, self.q, self.out, self.lse)
+            works = backward_works("triton", call.chunks, *given, softmax_scale=self.scale)
+            loop.backward(call, works, self.k, self.v, dkdv)
+
+
+def rows_of(case: Case, device: torch.device) -> list[Row]:
+    """Host time per hop, and on a GPU what the device takes for it."""
+    rows = []
+    for phase, step in ((FORWARD, case.forward), (BACKWARD, case.backward)):
+        host = posting(step, device) / HOPS
+        if device.type == "cuda":
+            taken = interleaved({phase: step}, Clock(device), repeats=REPEATS, warmup=3)[phase].median
+            rows.append(Row(phase, host, taken / HOPS))
+        else:
+            rows.append(Row(phase, host, None, LOWER_BOUND))
+    return rows
+
+
+def posting(step: Callable[[], None], device: torch.device) -> float:
+    """Seconds of the host for one pass, while the device is free to be behind."""
+    taken = []
+    for _ in range(REPEATS + 1):
+        begun = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - begun)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return median(taken[1:])
+
+
+class Unwarmed(NcclTransport):
+    """NCCL without a device: there are no bytes to check."""
+
+    def warm_up(self, edges: Sequence[Edge]) -> None:
+        """Nothing moves."""
+
+
+@contextmanager
+def no_device() -> Iterator[None]:
+    """Replace every call that reaches a device by nothing: streams, events, NCCL through CuPy, Triton launches."""
+
+    def nothing(*arguments: object, **named: object) -> None:
+        pass
+
+    stream = SimpleNamespace(cuda_stream=0, wait_event=nothing, synchronize=nothing)
+    event = SimpleNamespace(record=nothing, query=lambda: True, synchronize=nothing)
+    comm = SimpleNamespace(send=nothing, recv=nothing, abort=nothing, destroy=nothing, check_async_error=nothing)
+    nccl = SimpleNamespace(
+        available=True, NCCL_UINT8=1, groupStart=nothing, groupEnd=nothing, get_unique_id=lambda: bytes(128)
+    )
+    nccl.NcclCommunicator = lambda *arguments: comm
+    cuda: dict[str, Any] = {
+        "Stream": lambda *arguments, **named: stream,
+        "Event": lambda *arguments, **named: event,
+        "current_stream": lambda *arguments: stream,
+        "stream": lambda *arguments: nullcontext(),
+        "device": lambda *arguments: nullcontext(),
+    }
+    with (
+        patch.multiple(torch.cuda, **cuda),
+        patch.dict(sys.modules, {"cupy": ModuleType("cupy"), "cupy.cuda": ModuleType("cuda"), "cupy.cuda.nccl": nccl}),
+        patch.object(attention, "launch", nothing),
+        patch.object(ring_module, "open_transports", lambda *arguments, device, **named: (_unwarmed(device),)),
+    ):
+        yield
+
+
+def _unwarmed(device: torch.device) -> NcclTransport:
+    return Unwarmed(rank=0, size=1, device=device, control=control_of(solo_group()))
+
+
+@app.command()
+def host(
+    tokens: Annotated[Any, typer.Option(parser=size, metavar="SIZE", help="Tokens per rank.")] = "4k",
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V [default: --heads].")] = None,
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    dtype: Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16.")] = "bf16",
+    chunks: Annotated[int, typer.Option(min=1, help="Runs of heads that a hop is cut into.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu (stubbed) or cuda [default: cuda where there is one].")] = "",
+    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a row per phase.")] = None,
+) -> None:
+    """The host's time to post one hop, launches included; on a GPU less than the hop computes, or exit 1."""
+    where = torch.device(device_name(device))
+    kv_heads = grouped(heads, kv_heads)
+    check_targets(json, csv)
+    if not prints():
+        return  # one rank tells what there is to tell
+    shape = (batch, tokens, heads, head_dim)
+    with ExitStack() as stack:
+        if where.type == "cpu":
+            stack.enter_context(no_device())
+        ring = stack.enter_context(Ring(solo_group(), transport="nccl", chunks=chunks))
+        case = Case(ring, shape, kv_heads, DTYPES[dtype], indexed(where))
+        rows = rows_of(case, indexed(where))
+    title = (
+        f"full, B{batch} H{heads}/{kv_heads} D{head_dim} {dtype}, {binary(tokens)} tokens per rank, {chunks} chunks; "
+        f"one rank to itself, {HOPS} hops, median of {REPEATS} passes\n"
+    )
+    if json != "-":
+        typer.echo(table([row.as_row() for row in rows], title=title))
+    if json is not None:
+        told = {"shape": shape, "kv_heads": kv_heads, "dtype": dtype, "chunks": chunks, "hops": HOPS}
+        found = [{**asdict(row), "hidden": row.hidden, "unit": "s"} for row in rows]
+        write_json(
+            json, {"schema": "ringattn bench host 1", "provenance": provenance(where), "asked": told, "rows": found}
+        )
+    if csv is not None:
+        write_csv(csv, [row.as_row() for row in rows])
+    if any(row.hidden is False for row in rows):
+        print("the host needs longer to post a hop than the device to compute it", file=sys.stderr)
+        raise typer.Exit(1)

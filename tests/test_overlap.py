@@ -1,0 +1,372 @@
+"""``bench overlap`` and ``bench host``: what is timed, what follows, and that a ring hides its communication."""
+
+from __future__ import annotations
+
+import csv
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from torch import Tensor
+from typer.testing import CliRunner
+
+from ringattn import LocalWorld, Ring, ring_attention
+from ringattn.bench import cli, host_time, memory_bench, overlap, overlap_runs
+from ringattn.bench.candidates import Problem
+from ringattn.bench.launching import LAUNCHERS, launch
+from ringattn.bench.overlap import Report, Wish
+from ringattn.bench.overlap_rows import Row, step_of, verdict
+from ringattn.bench.overlap_runs import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, STEP, TOGETHER, Step, Stretches
+from ringattn.bench.tables import table
+from ringattn.bench.timing import Samples
+from ringattn.comm import LocalGroup, LocalTransport, NcclTransport
+from ringattn.comm.local import solo_group
+from ringattn.kernels import FULL, attention
+from ringattn.ring.aten import AtenBackward, AtenForward
+
+CPU = torch.device("cpu")
+WIDE = {"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for names in LAUNCHERS:
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+
+
+# formulas
+
+
+def row(seconds: float = 10.0, **changed: Any) -> Row:
+    """Together it takes so many seconds, compute alone 10, communication alone 8."""
+    told: dict[str, Any] = {"phase": STEP, "slots": 3, "prefetch": 2, "chunks": 1, "pieces": 4}
+    times = {"compute": Samples((10.0,)), "communication": Samples((8.0,)), "together": Samples((seconds,))}
+    return Row(**{**told, **times, **changed})
+
+
+def test_what_follows_from_three_times() -> None:
+    found = row(12.0)
+    assert (found.exposed, found.overlap, found.efficiency) == (2.0, 6 / 8, 10 / 12)
+    assert (found.chunk, found.bound) == (2.5, 13.0)
+    assert row(18.0).overlap == 0 and row(10.0).overlap == 1 and row(10.0).efficiency == 1
+    link_bound = row(22.0, communication=Samples((20.0,)))
+    assert (link_bound.exposed, link_bound.overlap, link_bound.bound) == (12.0, 0.8, 23.5)
+
+
+def test_a_ring_is_within_its_bound_or_says_so() -> None:
+    assert row(13.0).within and not row(13.01).within
+    assert row(13.0).as_row()[""] == "" and row(13.01).as_row()[""] == "above the bound"
+
+
+def test_a_step_is_both_passes_run_by_run() -> None:
+    forward = row(phase=FORWARD, together=Samples((1.0, 9.0, 2.0)), compute=Samples((1.0, 1.0, 1.0)), contention=1.5)
+    backward = row(
+        0, phase=BACKWARD, together=Samples((9.0, 2.0, 3.0)), compute=Samples((3.0, 3.0, 3.0)), contention=1.1
+    )
+    step = step_of(forward, backward)
+    assert step.together is not None and step.together.seconds == (10.0, 11.0, 5.0)
+    assert (step.phase, step.slots, step.prefetch, step.chunks, step.pieces) == (STEP, 3, 2, 1, 8)
+    assert step.contention == pytest.approx(0.25 * 1.5 + 0.75 * 1.1)
+
+
+def buffers(two: dict[int, float], three: dict[int, float]) -> list[Row]:
+    """Steps with two and with three slots, by chunks, that spread by 1%."""
+    found = []
+    for slots, times in ((2, two), (3, three)):
+        for chunks, seconds in times.items():
+            spread = Samples((seconds * 0.99, seconds * 0.99, seconds, seconds * 1.01, seconds * 1.01))
+            found.append(row(slots=slots, prefetch=slots - 1, chunks=chunks, together=spread))
+            found.append(row(0.1, slots=slots, prefetch=0, chunks=chunks))  # blocking: not what is compared
+    return found
+
+
+def test_one_sentence_about_the_third_buffer() -> None:
+    assert "pays here: it saves +10.0% of a step with 1 chunk" in verdict(buffers({1: 10.0}, {1: 9.0}), 4)
+    assert "does not pay here: it saves +0.5%" in verdict(buffers({1: 10.0}, {1: 9.95}), 4)
+    both = verdict(buffers({1: 10.0, 2: 10.0}, {1: 9.0, 2: 10.5}), 4)
+    assert "pays here" in both and "does not elsewhere: -5.0% of a step with 2 chunks" in both
+    assert "not measured" in verdict(buffers({1: 10.0}, {}), 4)
+    assert "cannot pay in a world of 2" in verdict(buffers({1: 10.0}, {1: 1.0}), 2)
+    assert "nothing arrives" in verdict([], 1)
+
+
+# what runs
+
+
+def small(world: int, **changed: Any) -> Wish:
+    problem = Problem(world * 24, world, heads=4, kv_heads=2, head_dim=16, causal=True, layout="zigzag")
+    return Wish(problem, **{"slots": (3,), "prefetch": (2,), "repeats": 1, "transport": "local", **changed})
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_together_is_the_ring(chunks: int) -> None:
+    """The steps that are timed compute what ``ring_attention`` computes, to the bit."""
+    wish = small(3)
+
+    def run(group: LocalGroup) -> tuple[list[Tensor], list[Tensor]]:
+        torch.manual_seed(group.rank())
+        with Ring(group, chunks=chunks) as ring:
+            shard = overlap.prepared(wish, ring, CPU)
+            q, k, v = (x.detach().requires_grad_() for x in (shard.q, shard.k, shard.v))
+            out = ring_attention(q, k, v, layout=wish.problem.held, ring=ring, causal=True)
+            assert isinstance(out, Tensor) and shard.out is not None
+            grads = torch.autograd.grad(out, (q, k, v), shard.dout)
+            return [out.detach(), *grads], [shard.out, *Step(ring, shard, BACKWARD, TOGETHER)()]
+
+    with LocalWorld(3, device="cpu") as world:
+        for expected, got in world.run(run):
+            for one, other in zip(expected, got, strict=True):
+                assert torch.equal(one, other)
+
+
+def test_alone_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute alone posts nothing and counts what it would; communication alone posts that and computes nothing."""
+    wish, world = small(3), 3
+    moved: dict[int, int] = dict.fromkeys(range(world), 0)
+    computed: dict[int, int] = dict.fromkeys(range(world), 0)
+    rank_of: dict[int, int] = {}
+    post, fold, dkdv = LocalTransport.post, AtenForward.fold, AtenBackward.dkdv
+
+    def posting(transport: LocalTransport, **messages: Any) -> Any:
+        sizes = [sum(one.tensor.nbytes for one in messages[name]) for name in ("sends", "receives")]
+        moved[transport.rank] += max(sizes)
+        return post(transport, **messages)
+
+    def computing(work: Any, *arguments: Any, **named: Any) -> None:
+        computed[rank_of[threading.get_ident()]] += 1
+        (fold if isinstance(work, AtenForward) else dkdv)(work, *arguments, **named)
+
+    def run(group: LocalGroup) -> dict[tuple[str, str], tuple[int, int, int]]:
+        rank_of[threading.get_ident()] = group.rank()
+        found = {}
+        with Ring(group) as ring:
+            shard = overlap.prepared(wish, ring, CPU)
+            for phase in (FORWARD, BACKWARD):
+                for kind in (TOGETHER, COMPUTE, COMMUNICATION):
+                    before = moved[group.rank()], computed[group.rank()]
+                    step = Step(ring, shard, phase, kind)
+                    step()
+                    now = moved[group.rank()], computed[group.rank()]
+                    found[phase, kind] = now[0] - before[0], now[1] - before[1], step.nbytes
+        return found
+
+    monkeypatch.setattr(LocalTransport, "post", posting)
+    monkeypatch.setattr(AtenForward, "fold", computing)
+    monkeypatch.setattr(AtenBackward, "dkdv", computing)
+    with LocalWorld(world, device="cpu") as ranks:
+        for found in ranks.run(run):
+            for phase in (FORWARD, BACKWARD):
+                nbytes, computes, _ = found[phase, TOGETHER]
+                assert nbytes > 0 and computes == world
+                assert found[phase, COMPUTE] == (0, computes, nbytes)
+                assert found[phase, COMMUNICATION] == (nbytes, 0, 0)
+
+
+def test_what_computes_nothing_still_waits() -> None:
+    waited: list[str] = []
+
+    def sums() -> tuple[Tensor, ...]:
+        waited.append("sums")
+        return ()
+
+    for given in (None, sums):
+        overlap_runs.Nothing().dkdv(Tensor(), Tensor(), FULL, local=False, sums=given, into=())
+    assert waited == ["sums"]
+
+
+def test_waits_are_not_compute() -> None:
+    clock = Stretches(CPU)
+    with clock.stretch():
+        time.sleep(0.01)
+        clock.without(lambda: (time.sleep(0.05),))  # type: ignore[arg-type, func-returns-value, return-value]
+    assert 0.01 <= clock.seconds < 0.05
+
+
+def test_kernels_wait_before_they_are_timed() -> None:
+    """On a GPU the stream waits for the sums outside of the events around the kernel."""
+    order: list[str] = []
+
+    class Work:
+        def dkdv(self, *given: Any, sums: Any, **named: Any) -> None:
+            order.append(f"launch on {sums()}")
+
+    class Clock(Stretches):
+        def stretch(self) -> Any:
+            order.append("event")
+            return super().stretch()
+
+    work = overlap_runs.Clocked(Work(), Clock(CPU), torch.device("cuda", 0))
+
+    def arrives() -> Any:
+        order.append("wait")
+        return "sums"
+
+    work.dkdv(torch.empty(0), torch.empty(0), None, local=False, sums=arrives, into=())  # type: ignore[arg-type]
+    assert order == ["wait", "event", "launch on sums"]
+
+
+# the command
+
+
+def test_overlap_of_real_processes(tmp_path: Path) -> None:
+    target, rows = tmp_path / "o.json", tmp_path / "o.csv"
+    flags = [
+        "--tokens",
+        "64",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+        "--head-dim",
+        "16",
+        "--repeats",
+        "2",
+        "--slots",
+        "1,2",
+    ]
+    files = ["--json", str(target), "--csv", str(rows)]
+    result = CliRunner().invoke(cli.app, ["bench", "overlap", *flags, "--prefetch", "0,1", *files])
+    assert result.exit_code == 0, result.output
+    told = json.loads(target.read_text())
+    assert told["transport"] == "process_group" and told["bytes_per_second"] > 0
+    settings = [(one["slots"], one["prefetch"], one["chunks"]) for one in told["rows"] if one["phase"] == STEP]
+    assert settings == [(s, p, c) for c in (1, 2) for s in (1, 2) for p in (0, 1)]
+    for one in told["rows"]:
+        if (one["slots"], one["prefetch"]) == (1, 1):
+            assert "prefetch is 1" in one["note"] and "together" not in one
+        else:
+            assert len(one["together"]["samples"]) == 2 and one["bound"] > one["compute"]["median"]
+    assert "cannot pay in a world of 2" in result.stdout and "prefetch is 1" in result.stdout
+    with rows.open() as file:
+        assert [row["phase"] for row in csv.DictReader(file)] == [one["phase"] for one in told["rows"]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--heads", "4", "--chunks", "1,5"], "at least one of the 4 key heads"),
+        (["--chunks", "0"], "at least one"),
+        (["--device", "cuda", "--link-share", "0.5"], "sees no CUDA device"),
+        (["--dtype", "int8"], "no dtype"),
+    ],
+)
+def test_bad_flags_are_refused(flags: list[str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(overlap.app, flags, env=WIDE)
+    assert result.exit_code == 2 and told in result.output, result.output
+
+
+def test_only_links_between_cpus_are_throttled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    result = CliRunner().invoke(overlap.app, ["--link-share", "0.5"], env=WIDE)
+    assert result.exit_code == 2 and "the device is cuda" in result.output
+
+
+# what it must reach
+
+
+def measured(wish: Wish, seconds: float) -> list[Row]:
+    """Rows of rings with prefetch 1 and 0; measured anew, for a while, where the machine may have been too busy."""
+    ends = time.monotonic() + seconds
+    while True:
+        report: Report = launch(2, overlap.spawned, wish)
+        print(table([one.as_row() for one in report.rows]))
+        ahead, blocking = (one for one in report.rows if one.phase == STEP)
+        assert (ahead.prefetch, blocking.prefetch) == (1, 0)
+        if (ahead.within and not blocking.within) or time.monotonic() > ends:
+            return [ahead, blocking]
+
+
+def hiding(tokens: int, repeats: int) -> Wish:
+    # four query heads to a key head: the fewer bytes, the less of a core the network of the host itself takes
+    problem = Problem(2 * tokens, 2, heads=16, kv_heads=4, head_dim=64, causal=False, layout="contiguous")
+    return Wish(problem, slots=(2,), prefetch=(1, 0), chunks=(2,), repeats=repeats)
+
+
+def test_a_ring_hides_what_a_blocking_one_shows() -> None:
+    """Communication alone is 0.8 of compute: a step takes the larger, a chunk and 5%; with prefetch 0 it does not."""
+    ahead, blocking = measured(hiding(1024, repeats=5), seconds=60)
+    assert ahead.within, ahead.as_row()
+    assert not blocking.within, blocking.as_row()
+
+
+@pytest.mark.nightly
+def test_a_longer_ring_hides_what_a_blocking_one_shows() -> None:
+    ahead, blocking = measured(hiding(3072, repeats=7), seconds=600)
+    assert ahead.within, ahead.as_row()
+    assert not blocking.within, blocking.as_row()
+
+
+# bench host
+
+
+def test_host_time_is_a_lower_bound_here(tmp_path: Path) -> None:
+    target = tmp_path / "h.json"
+    before = torch.cuda.Event, torch.cuda.Stream
+    flags = ["--tokens", "256", "--heads", "4", "--head-dim", "16", "--chunks", "2", "--device", "cpu"]
+    result = CliRunner().invoke(cli.app, ["bench", "host", *flags, "--json", str(target)])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("a lower bound, not a result") == 2
+    told = json.loads(target.read_text())
+    assert [one["phase"] for one in told["rows"]] == [FORWARD, BACKWARD]
+    assert all(0 < one["host"] < 0.1 and one["compute"] is None for one in told["rows"])
+    assert before == (torch.cuda.Event, torch.cuda.Stream)
+
+
+def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around the ring to itself: a group of transfers per hop and pass, and the launches of a ring of as many."""
+    posts: list[tuple[int, int]] = []
+    launches: list[str] = []
+    post = NcclTransport.post
+
+    def posting(transport: NcclTransport, **messages: Any) -> Any:
+        posts.append((len(messages["sends"]), len(messages["receives"])))
+        return post(transport, **messages)
+
+    monkeypatch.setattr(NcclTransport, "post", posting)
+    with host_time.no_device(), Ring(solo_group(), transport="nccl") as ring:
+        monkeypatch.setattr(attention, "launch", lambda kernel, *given, **named: launches.append(kernel.__name__))
+        case = host_time.Case(ring, (1, 32, 2, 16), 2, torch.bfloat16, CPU)
+        case.forward()
+        assert posts == [(2, 2)] * (host_time.HOPS - 1) and launches == ["forward_kernel"] * host_time.HOPS
+        posts.clear()
+        launches.clear()
+        case.backward()
+    assert len(posts) == 2 * (host_time.HOPS - 1) and set(posts) == {(2, 2)}
+    assert sorted(launches) == ["delta_kernel", *["dkdv_kernel"] * host_time.HOPS, *["dq_kernel"] * host_time.HOPS]
+
+
+def test_a_host_that_is_behind_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_time.Row(FORWARD, 1e-5, None).hidden is None
+    rows = [host_time.Row(FORWARD, 1e-5, 1e-3), host_time.Row(BACKWARD, 2e-3, 1e-3)]
+    assert [one.hidden for one in rows] == [True, False]
+    monkeypatch.setattr(host_time, "rows_of", lambda case, device: rows)
+    flags = ["--tokens", "32", "--heads", "2", "--head-dim", "16", "--device", "cpu"]
+    result = CliRunner().invoke(host_time.app, flags, env=WIDE)
+    assert result.exit_code == 1 and "host is behind" in result.output
+
+
+# bench memory of other rings
+
+
+def test_memory_of_rings_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = CliRunner().invoke(memory_bench.app, ["--nodes", "2", "--world", "4,6,2"], env=WIDE)
+    assert result.exit_code == 2 and "2 processes are not 2 nodes of 2 or more each" in result.output
+    monkeypatch.setattr(memory_bench, "started", lambda *given: pytest.fail("it started"))
+    with pytest.raises(typer.BadParameter):
+        memory_bench.memory(worlds=[6], tokens=64, heads=2, nodes=4)
+
+
+@pytest.mark.nightly
+def test_memory_of_two_level_rings_is_constant(tmp_path: Path) -> None:
+    target = tmp_path / "m.json"
+    flags = ["--nodes", "2", "--world", "4,8", "--tokens", "1k", "--heads", "4", "--json", str(target)]
+    result = CliRunner().invoke(cli.app, ["bench", "memory", *flags])
+    assert result.exit_code == 0, result.output
+    assert json.loads(target.read_text())["ring"]["nodes"] == 2
