@@ -1,0 +1,290 @@
+"""What ranks tell each other through a store: every kind of store, ranks that are late, and stores that die."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+from ringattn.comm import LocalGroup, LocalWorld, TransportError, WorldAborted
+from ringattn.comm import control as module
+from ringattn.comm.control import Control, control_of
+
+T = TypeVar("T")
+SERVERS = multiprocessing.get_context("forkserver")  # torch is imported there once
+SERVERS.set_forkserver_preload(["torch.distributed"])
+HELD: list[Store] = []  # a clone of a TCPStore does not keep the server
+
+
+def opened(store: Store, rank: int, size: int) -> Control:
+    return Control(module._StoreLine(store), rank, size, "test/")
+
+
+def on_all(controls: list[Control], fn: Callable[[Control], T]) -> list[T]:
+    with ThreadPoolExecutor(len(controls)) as pool:
+        return list(pool.map(fn, controls))
+
+
+def serve_store(pipe: Connection) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    time.sleep(60)
+
+
+class StoreHost:
+    """A process that serves a TCPStore and can be stopped or killed."""
+
+    def __init__(self) -> None:
+        here, there = multiprocessing.Pipe()
+        self.process = SERVERS.Process(target=serve_store, args=(there,), daemon=True)
+        self.process.start()
+        self.port = here.recv()
+
+    def client(self) -> Store:
+        store = TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
+        return PrefixStore("group/", store)
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def host() -> Iterator[StoreHost]:
+    served = StoreHost()
+    yield served
+    served.end()
+
+
+def controls_over(kind: str, tmp_path: Path, size: int) -> list[Control]:
+    if kind == "hash":
+        store: Store = HashStore()
+        return [opened(store, rank, size) for rank in range(size)]
+    if kind == "file":
+        return [opened(FileStore(str(tmp_path / "store"), size), rank, size) for rank in range(size)]
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    HELD[:] = [served]
+    return [opened(PrefixStore("group", served), rank, size) for rank in range(size)]
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_gather_publish_and_look_over_every_store(kind: str, tmp_path: Path) -> None:
+    controls = controls_over(kind, tmp_path, 3)
+    for turn in range(3):
+        values = on_all(controls, lambda control, turn=turn: control.gather((turn, control.rank), what="turns"))  # type: ignore[misc]
+        assert values == [[(turn, rank) for rank in range(3)]] * 3
+    first, second, _ = controls
+    assert first.look("news") is None
+    second.publish("news", {"b": b"\x00\xff"})
+    assert first.look("news") == {"b": b"\x00\xff"}
+    second.publish("news", 2)
+    assert first.look("news") == 2
+    assert first.exchange({"x": 1, "y": None}, ["x", "y", "z", "news"]) == {"x": 1, "y": None, "news": 2}
+
+
+def test_scopes_have_keys_of_their_own() -> None:
+    controls = [opened(HashStore(), 0, 1)]
+    (control,) = controls
+    control.scope("a").publish("key", 1)
+    assert control.look("key") is None
+    assert control.scope("b").look("key") is None
+    assert control.scope("a").look("key") == 1
+    first, second = control.fresh_scope("ring"), control.fresh_scope("ring")
+    first.publish("key", 2)
+    assert second.look("key") is None
+    assert first.scope("a").look("key") is None
+    # counted per scope and not per object: a second object of a scope does not read what the first one gathered
+    assert control.scope("a").gather(1, what="x") == [1]
+    assert control.scope("a").gather(2, what="x") == [2]
+
+
+def test_late_ranks_are_named() -> None:
+    store = HashStore()
+    controls = [opened(store, rank, 4) for rank in range(4)]
+    begun = time.monotonic()
+
+    def some(control: Control) -> str:
+        if control.rank in (1, 3):
+            return ""
+        with pytest.raises(TransportError) as caught:
+            control.gather(0, what="rank 0 asks what the others take", timeout=0.3)
+        return str(caught.value)
+
+    told = on_all(controls, some)
+    assert told[0] == told[2] == "rank 0 asks what the others take: no answer from rank 1, 3 within 0.3 s"
+    assert time.monotonic() - begun < 2
+
+
+def test_a_gather_can_be_stopped() -> None:
+    control = opened(HashStore(), 0, 2)
+    reasons = iter([None, None, "the watchdog has had enough"])
+    with pytest.raises(TransportError, match="shapes: the watchdog has had enough"):
+        control.gather(0, what="shapes", stop=lambda: next(reasons))
+
+
+@pytest.mark.parametrize("call", ["exchange", "look", "gather"])
+def test_a_killed_store_is_an_error_at_once(host: StoreHost, call: str, capfd: pytest.CaptureFixture[str]) -> None:
+    control = opened(host.client(), 0, 2)
+    control.publish("x", 1)
+    host.end()
+    begun = time.monotonic()
+    calls: dict[str, Callable[[], Any]] = {
+        "exchange": lambda: control.exchange({"x": 1}, ["x"]),  # a TCPStore confirms only what it is asked
+        "look": lambda: control.look("x"),
+        "gather": lambda: control.gather(1, what="shapes"),
+    }
+    for _ in range(3):
+        with pytest.raises(TransportError, match="the store of the group is gone: "):
+            calls[call]()
+    assert time.monotonic() - begun < 2
+    assert capfd.readouterr().err.count("Exception raised from") <= 1  # torch's: it was asked once
+
+
+def test_a_store_that_dies_while_a_rank_waits(host: StoreHost) -> None:
+    control = opened(host.client(), 0, 2)
+    timer = threading.Timer(0.3, host.process.kill)
+    timer.start()
+    with pytest.raises(TransportError, match="the store of the group is gone"):
+        control.gather(1, what="shapes")
+    timer.join()
+
+
+def test_a_store_that_stops_answering_holds_nobody(host: StoreHost) -> None:
+    control = opened(host.client(), 0, 2)
+    control.publish("x", 1)
+    host.signal(signal.SIGSTOP)
+    begun = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(TransportError, match=r"has not answered for 0\.3 s"):
+            control.exchange(look=["x"], timeout=0.3)
+    assert time.monotonic() - begun < 2
+    host.signal(signal.SIGCONT)
+    assert control.look("x") == 1  # it was only slow: asked again, it answers
+
+
+def test_the_group_has_one_connection_and_leftovers_of_another_group_are_not_read(tmp_path: Path) -> None:
+    store = HashStore()
+    for turn in range(2):
+        dist.init_process_group("gloo", store=PrefixStore(f"gloo{turn}", store), rank=0, world_size=1)
+        group = dist.group.WORLD
+        assert group is not None
+        try:
+            control = control_of(group)
+            assert control.gather(turn, what="turns") == [turn]
+            assert control_of(group).gather(-1, what="turns") == [-1]
+            assert control_of(group)._line is control._line
+        finally:
+            dist.destroy_process_group()
+
+
+def test_a_store_that_serves_a_second_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    monkeypatch.setattr(module, "_store_of", lambda group: store)
+
+    class Group:
+        def rank(self) -> int:
+            return 0
+
+        def size(self) -> int:
+            return 1
+
+    first, second = (control_of(Group()) for _ in range(2))  # type: ignore[arg-type]
+    first.publish("x", 1)
+    assert second.look("x") is None
+
+
+def test_virtual_ranks_share_a_store_in_memory() -> None:
+    def fn(group: LocalGroup) -> list[object]:
+        control = control_of(group)
+        assert control.rank == group.rank() and control.size == 3
+        control.scope("seen").publish(str(group.rank()), group.rank())
+        first = control.gather(group.rank(), what="ranks")
+        assert control.scope("seen").look("2") == 2
+        return first + control_of(group).gather(-group.rank(), what="ranks")
+
+    with LocalWorld(3, device="cpu") as world:
+        assert world.run(fn) == [[0, 1, 2, 0, -1, -2]] * 3
+
+
+def test_virtual_ranks_do_not_wait_for_one_that_raised() -> None:
+    seen: list[BaseException] = []
+
+    def fn(group: LocalGroup) -> None:
+        if group.rank() == 1:
+            time.sleep(0.1)
+            raise KeyError("mine")
+        try:
+            control_of(group).gather(0, what="shapes")
+        except BaseException as error:
+            seen.append(error)
+            raise
+
+    with LocalWorld(3, device="cpu") as world, pytest.raises(KeyError, match="mine"):
+        world.run(fn)
+    assert [type(error) for error in seen] == [WorldAborted] * 2
+
+
+def test_virtual_ranks_do_not_wait_for_one_that_returned() -> None:
+    def fn(group: LocalGroup) -> None:
+        if group.rank() == 0:
+            control_of(group).gather(0, what="shapes")
+
+    with LocalWorld(2, device="cpu") as world, pytest.raises(TransportError, match="rank 1, which has returned"):
+        world.run(fn)
+
+
+def test_virtual_ranks_give_up_after_their_world_s_timeout() -> None:
+    def fn(group: LocalGroup) -> None:
+        if group.rank() == 0:
+            control_of(group).gather(0, what="shapes")
+        else:
+            time.sleep(1)
+
+    with LocalWorld(2, device="cpu", timeout=0.2) as world, pytest.raises(TransportError, match=r"within 0\.2 s"):
+        world.run(fn)
+
+
+def test_a_process_ends_while_its_store_is_silent(host: StoreHost) -> None:
+    """The thread that waits for the store must not keep the process, nor bring it down."""
+    code = f"""
+import os, signal
+from torch.distributed import TCPStore
+from ringattn.comm import control
+store = TCPStore("127.0.0.1", {host.port}, is_master=False, wait_for_workers=False)
+line = control._StoreLine(store)
+asked = control.Control(line, 0, 2, "x/")
+asked.publish("a", 1)
+os.kill({host.process.pid}, signal.SIGSTOP)
+try:
+    asked.exchange(look=["a"], timeout=0.2)
+except control.TransportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "the store of the group has not answered for 0.2 s\n"), done.stderr
+
+
+def test_the_store_s_own_timeout_is_left_alone() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=77))
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=77))
+    opened(served, 0, 1)
+    assert served.timeout == timedelta(seconds=77)  # type: ignore[attr-defined]

@@ -1,0 +1,106 @@
+"""When a transfer is late, which one is named, and why one failed."""
+
+from __future__ import annotations
+
+import torch
+
+from ringattn.comm.deadlines import FIRST_SECONDS, LEAST_SECONDS, MEDIANS, NEVER, Deadlines, Post
+
+from .watch_cases import Transfer
+
+CPU = torch.device("cpu")
+
+
+def post(
+    fence: Transfer, *, after: tuple[Transfer, ...] = (), now: float = 0.0, call: int = 1, label: str = "hop 1"
+) -> Post:
+    return Post(label, fence, after, [(1, 64)], [(2, 32)], now, call)
+
+
+def test_a_clock_starts_when_what_a_transfer_waits_for_is_over() -> None:
+    deadlines, before, fence = Deadlines(3.0, ask_why=True), Transfer(), Transfer()
+    deadlines.add(post(fence, after=(before,), now=0.0))
+    assert deadlines.poll(100.0) is None  # however long that takes
+    before.finish()
+    assert deadlines.poll(101.0) is None
+    assert deadlines.poll(103.9) is None
+    late = deadlines.poll(104.0)
+    assert late is not None and late.fence is fence
+    fence.finish()
+    assert deadlines.poll(105.0) is None
+    assert not deadlines.busy
+
+
+def test_a_clock_starts_at_once_where_there_is_nothing_to_wait_for() -> None:
+    deadlines = Deadlines(3.0, ask_why=True)
+    deadlines.add(post(Transfer(), now=10.0))
+    assert deadlines.poll(12.9) is None  # the first look, long after the post
+    assert deadlines.poll(13.0) is not None
+
+
+def test_the_oldest_that_is_late_is_named() -> None:
+    deadlines = Deadlines(3.0, ask_why=True)
+    for number in range(3):
+        deadlines.add(post(Transfer(), now=float(number), label=f"hop {number}"))
+    late = deadlines.poll(100.0)
+    assert late is not None and late.label == "hop 0"
+    assert deadlines.first is late
+    assert deadlines.last == "hop 2"
+
+
+def test_without_a_deadline_it_is_many_times_the_median() -> None:
+    deadlines = Deadlines(None, ask_why=True)
+    assert deadlines.limit(post(Transfer())) == FIRST_SECONDS
+    for _ in range(9):
+        fence = Transfer()
+        fence.finish()
+        deadlines.add(post(fence, now=10.0))
+    deadlines.poll(12.0)  # 2 s each
+    assert deadlines.limit(post(Transfer())) == MEDIANS * 2.0
+    assert deadlines.limit(post(Transfer(), call=2)) == FIRST_SECONDS  # ranks may enter a call late
+    fence = Transfer()
+    fence.finish()
+    deadlines.add(post(fence, now=12.0, call=2))
+    deadlines.poll(12.1)
+    assert deadlines.limit(post(Transfer(), call=2)) == MEDIANS * 2.0
+
+
+def test_short_hops_leave_room_for_a_pause() -> None:
+    deadlines = Deadlines(None, ask_why=True)
+    fence = Transfer()
+    fence.finish()
+    deadlines.add(post(fence))
+    deadlines.poll(1e-3)
+    assert deadlines.limit(post(Transfer())) == LEAST_SECONDS
+
+
+def test_never_late() -> None:
+    deadlines = Deadlines(NEVER, ask_why=True)
+    deadlines.add(post(Transfer()))
+    assert deadlines.poll(1e9) is None
+
+
+def test_a_transfer_that_failed_is_kept_with_its_reason() -> None:
+    deadlines, good, bad = Deadlines(3.0, ask_why=True), Transfer(), Transfer()
+    deadlines.add(post(good))
+    deadlines.add(post(bad))
+    good.finish()
+    bad.finish("closed by rank 2")
+    deadlines.poll(1.0)
+    assert deadlines.failed is not None and deadlines.failed.fence is bad
+    assert deadlines.failed.problem == "closed by rank 2"
+    assert deadlines.nbytes == 2 * 96
+
+
+def test_a_fence_of_a_stream_is_never_waited_for() -> None:
+    deadlines, fence = Deadlines(3.0, ask_why=False), Transfer()
+    deadlines.add(post(fence))
+    fence.finish("waiting for it would raise")
+    assert deadlines.poll(1.0) is None
+    assert deadlines.failed is None
+
+
+def test_edges_are_told_in_the_direction_in_which_bytes_go() -> None:
+    several = Post("hop", Transfer(), (), [(1, 64), (1, 6)], [(2, 32)], 0.0, 1)
+    assert several.edges(0) == "32 bytes rank 2 -> rank 0, 70 bytes rank 0 -> rank 1"
+    assert Post("hop", Transfer(), (), [], [], 0.0, 1).edges(0) == "no bytes on this rank"
