@@ -122,6 +122,17 @@ class Case:
             loop.backward(call, works, self.k, self.v, dkdv)
 
 
+def measured(
+    device: torch.device, shape: tuple[int, int, int, int], kv_heads: int, dtype: torch.dtype, chunks: int
+) -> list[Row]:
+    """Forward and backward on a GPU, or on the CPU with every call to a device stubbed."""
+    with ExitStack() as stack:
+        if device.type == "cpu":
+            stack.enter_context(no_device())
+        ring = stack.enter_context(Ring(solo_group(), transport="nccl", chunks=chunks))
+        return rows_of(Case(ring, shape, kv_heads, dtype, device), device)
+
+
 def rows_of(case: Case, device: torch.device) -> list[Row]:
     """Host time per hop, and on a GPU what the device takes for it."""
     rows = []
@@ -208,12 +219,7 @@ def host(
     if not prints():
         return  # one rank tells what there is to tell
     shape = (batch, tokens, heads, head_dim)
-    with ExitStack() as stack:
-        if where.type == "cpu":
-            stack.enter_context(no_device())
-        ring = stack.enter_context(Ring(solo_group(), transport="nccl", chunks=chunks))
-        case = Case(ring, shape, kv_heads, DTYPES[dtype], indexed(where))
-        rows = rows_of(case, indexed(where))
+    rows = measured(indexed(where), shape, kv_heads, DTYPES[dtype], chunks)
     title = (
         f"full, B{batch} H{heads}/{kv_heads} D{head_dim} {dtype}, {binary(tokens)} tokens per rank, {chunks} chunks; "
         f"one rank to itself, {HOPS} hops, median of {REPEATS} passes\n"

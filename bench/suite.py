@@ -14,8 +14,9 @@ import torch
 import typer
 from rich.console import Console
 
-from . import accuracy, beside, device_cases, ring_cases, speed, worlds
-from .cases import Case, Number
+from . import beside, speed
+from .case_lists import cpu_cases, gpu_cases
+from .cases import Number
 from .launching import cores, member
 from .provenance import provenance
 from .tables import table
@@ -27,89 +28,6 @@ WORKER_GIB = 2  # of host memory: CUDA's libraries and a compiler
 FEW_WORKERS = 4  # whatever the memory: some machines show little of theirs until it is used
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-def gpu_cases() -> list[Case]:
-    """First what no CPU can tell, then whether the kernels are right, then how fast they are."""
-    kib = 1024
-    lengths = (16 * kib, 8 * kib, 32 * kib, 4 * kib)
-    shapes = [(128, True), (128, False), (64, True), (64, False)]
-    return [
-        Case("launches", "NamedTuple arguments at launch; what a launch costs the host", device_cases.launches, 30),
-        Case("beside", "a 16-block copy on a high-priority stream beside the forward", beside.beside, 40),
-        *(
-            Case(
-                f"right {dtype} D{dim}", "every kernel against float64", accuracy.accuracy, 90,
-                {"backend": "triton", "dtype": dtype, "head_dim": dim, "full_worlds": (1, 3) if dim == 128 else (1,)},
-                alone=False,
-            )
-            for dtype in ("bfloat16", "float16", "float32")
-            for dim in (128, 64, 256, 40)
-        ),
-        Case(
-            "right, ragged", "odd lengths, no groups, Dv other than D", accuracy.accuracy, 90,
-            {
-                "backend": "triton", "dtype": "bfloat16", "head_dim": 192, "head_dim_v": 128, "seqlen": 997,
-                "heads": (3, 3),
-            }, alone=False,
-        ),
-        Case("ceilings", "a large matrix product and a large copy", device_cases.ceilings, 15),
-        *(
-            Case(
-                f"speed D{dim} {'causal' if causal else 'full'}", "kernels beside SDPA's flash and cuDNN", speed.speed,
-                40, {"head_dim": dim, "causal": causal, "seqlens": lengths},
-            )
-            for dim, causal in shapes
-        ),
-        Case("LocalWorld", "four virtual ranks against one launch", worlds.local_world, 30),
-        Case("NCCL to itself", "CuPy's communicator with one rank", worlds.nccl_to_itself, 20),
-        Case(
-            "speed D128 causal, grouped", "32 query heads, 8 of K/V", speed.speed, 25,
-            {"head_dim": 128, "causal": True, "seqlens": (8 * kib, 16 * kib), "heads": (32, 8)},
-        ),
-        Case(
-            "speed D256 causal", "the widest head", speed.speed, 25,
-            {"head_dim": 256, "causal": True, "seqlens": (8 * kib, 16 * kib)},
-        ),
-        Case(
-            "speed D64 causal, float32", "tf32x3", speed.speed, 25,
-            {"head_dim": 64, "causal": True, "seqlens": (8 * kib,), "dtype": "float32"},
-        ),
-    ]  # fmt: skip
-
-
-def cpu_cases() -> list[Case]:
-    """The same list where it makes sense; kernels run under Triton's interpreter, and are not timed."""
-    small = {"seqlen": 80, "heads": (2, 1)}
-    return [
-        Case(
-            "launches", "NamedTuple arguments at launch, under the interpreter", device_cases.launches, 60,
-            {"dtype": "float32", "seqlen": 80},
-        ),
-        Case("whole ring", "two processes over gloo against one process", ring_cases.whole_ring, 90, {"seqlen": 4096}),
-        *(
-            Case(
-                f"right aten {dtype}", "PyTorch's operator in a ring against float64", accuracy.accuracy, 60,
-                {"backend": "aten", "dtype": dtype, "head_dim": 64, "seqlen": 512}, alone=False,
-            )
-            for dtype in ("float32", "bfloat16", "float16")
-        ),
-        *(
-            Case(
-                f"right triton {dtype} D{dim}", "kernels under the interpreter against float64", accuracy.accuracy,
-                120, {"backend": "triton", "dtype": dtype, "head_dim": dim, **small}, alone=False,
-            )
-            for dtype, dim in (("float32", 64), ("float16", 40))
-        ),
-        Case(
-            "LocalWorld", "four virtual ranks against PyTorch's attention in one piece", worlds.local_world, 60,
-            {"tokens": 512, "heads": (8, 8), "head_dim": 64, "dtype": "float32", "repeats": 5},
-        ),
-        Case(
-            "ceilings", "a large matrix product and a large copy", device_cases.ceilings, 30,
-            {"side": 2048, "dtype": "float32", "nbytes": 1 << 28},
-        ),
-    ]  # fmt: skip
 
 
 BRIEF: dict[Callable[..., Any], Callable[[list[Number]], list[dict[str, Any]]]] = {

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from ..comm import LocalGroup, LocalWorld, Message, open_transport
 from ..comm.nccl import nccl_missing
-from ..kernels import attention_backward, attention_forward
+from ..kernels import FULL, attention_backward, attention_forward
 from ..ring import Layout, ring_attention
 from .candidates import DTYPES, sdpa
 from .cases import NotHere, Number, distance
 from .device_cases import synchronize
 from .flops import BACKWARD_FLOPS, forward_flops, pairs_of
 from .speed import AGREE, causal_bounds
-from .timing import Clock, interleaved
+from .timing import Clock, Samples, Step, interleaved
 
 POISON = 0xFF  # a NaN of every float type
-HOST_CLOCK = torch.device("cpu")  # LocalWorld.run returns when its streams are over: the host's clock sees all of it
+VIRTUAL, WHOLE = "LocalWorld", "one piece"
+FORWARD, STEP = "forward", "forward and backward"
+MOST_TIMES = {FORWARD: (1.08, 1.04), STEP: (1.12, 1.06)}
+"""What a ring of virtual ranks on one GPU may take, in times of one piece, and what it is to reach."""
 
 
 def local_world(
@@ -27,12 +30,15 @@ def local_world(
     *,
     world: int = 4,
     tokens: int = 8192,
-    heads: tuple[int, int] = (16, 16),
+    heads: tuple[int, int] = (32, 32),
     head_dim: int = 128,
     dtype: str = "bfloat16",
     repeats: int = 10,
 ) -> Iterator[Number]:
-    """Causal forward and backward, zigzag over virtual ranks of one device, against the same in one piece."""
+    """Causal attention, zigzag over virtual ranks of one device, against one piece: forward, forward and backward.
+
+    On a GPU both are limited (`MOST_TIMES`): what the hops and the carried state cost beside one launch over all.
+    """
     seqlen = world * tokens
     layout = Layout.zigzag(seqlen, world)
     given = tuple(
@@ -41,8 +47,15 @@ def local_world(
     )
     # ranks keep their shards, as they do in a training step: cutting and joining are not timed
     shards = [tuple(layout.shard(x, rank) for x in given) for rank in range(world)]
+    whole = OnePiece(*given)
 
-    def of_rank(group: LocalGroup) -> tuple[Tensor, ...]:
+    def forward(group: LocalGroup) -> Tensor:
+        q, k, v, _ = shards[group.rank()]
+        out = ring_attention(q, k, v, layout=layout, group=group, causal=True)
+        assert isinstance(out, Tensor)
+        return out
+
+    def step(group: LocalGroup) -> tuple[Tensor, ...]:
         *inputs, dout = shards[group.rank()]
         leaves = [x.detach().requires_grad_() for x in inputs]
         out = ring_attention(*leaves, layout=layout, group=group, causal=True)
@@ -51,33 +64,60 @@ def local_world(
 
     labels = {"world": world, "tokens per rank": tokens, "dtype": dtype, "head_dim": head_dim}
     with LocalWorld(world, device=device) as ranks:
-        sharded = [layout.unshard(parts) for parts in zip(*ranks.run(of_rank), strict=True)]
-        yield Number(
-            "difference from one piece", distance(sharded, in_one_piece(*given)), "relative", labels, AGREE[dtype]
-        )
-        steps = {"LocalWorld": lambda: ranks.run(of_rank), "one piece": lambda: in_one_piece(*given)}
-        taken = interleaved(steps, Clock(HOST_CLOCK), repeats=repeats)
+        sharded = [layout.unshard(parts) for parts in zip(*ranks.run(step), strict=True)]
+        yield Number("difference from one piece", distance(sharded, whole.step()), "relative", labels, AGREE[dtype])
+        steps: dict[str, Step] = {
+            f"{FORWARD}:{VIRTUAL}": lambda: ranks.run(forward),
+            f"{FORWARD}:{WHOLE}": whole.forward,
+            f"{STEP}:{VIRTUAL}": lambda: ranks.run(step),
+            f"{STEP}:{WHOLE}": whole.step,
+        }
+        taken = interleaved(steps, Clock(device), repeats=repeats)
     once = forward_flops(pairs_of(seqlen, causal=True), heads=heads[0], head_dim=head_dim)
-    for name, samples in taken.items():
-        told = {**labels, "by": name}
-        yield Number("forward and backward time", samples.median * 1e3, "ms", told, spread=samples.spread)
-        rate = once * (1 + BACKWARD_FLOPS) / samples.median / 1e12
-        yield Number("forward and backward", rate, "TFLOP/s", told, spread=samples.spread)
-    ratio = taken["LocalWorld"].median / taken["one piece"].median
-    yield Number("LocalWorld over one piece", ratio, "times", labels)
+    for what, flops in ((FORWARD, once), (STEP, once * (1 + BACKWARD_FLOPS))):
+        for by in (VIRTUAL, WHOLE):
+            samples, told = taken[f"{what}:{by}"], {**labels, "by": by}
+            yield Number(f"{what} time", samples.median * 1e3, "ms", told, spread=samples.spread)
+            yield Number(what, flops / samples.median / 1e12, "TFLOP/s", told, spread=samples.spread)
+        yield over_one_piece(what, taken, labels, limited=device.type == "cuda")
 
 
-def in_one_piece(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    """Our kernels in one launch each on a GPU, PyTorch's attention on the CPU; over when it returns."""
-    if q.device.type == "cuda":
-        limits = causal_bounds(q, k)
-        out, lse = attention_forward(q, k, v, bounds=limits)
-        grads = attention_backward(dout, q, k, v, out, lse, bounds=limits)
-        synchronize(q.device)
-        return (out, *grads)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = sdpa(leaves[0], leaves[1], leaves[2], causal=True)
-    return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+def over_one_piece(what: str, taken: Mapping[str, Samples], labels: Mapping[str, object], *, limited: bool) -> Number:
+    """The time of virtual ranks in times of one piece."""
+    ratio = taken[f"{what}:{VIRTUAL}"].median / taken[f"{what}:{WHOLE}"].median
+    most, goal = MOST_TIMES[what]
+    limit, note = (most, f"the goal is {goal}") if limited else (None, None)
+    return Number(f"{what}, LocalWorld over one piece", ratio, "times", labels, limit, note=note)
+
+
+class OnePiece:
+    """The same with all tokens at once: our kernels in one launch each on a GPU, PyTorch's attention on the CPU."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+        self._inputs, self._dout = (q, k, v), dout
+        self._on_gpu = q.device.type == "cuda"
+        # once, as a ring keeps its own from call to call
+        self._limits = causal_bounds(q, k) if self._on_gpu else FULL
+
+    def forward(self) -> Tensor:
+        q, k, v = self._inputs
+        if not self._on_gpu:
+            return sdpa(q, k, v, causal=True)
+        out, _ = attention_forward(q, k, v, bounds=self._limits)
+        synchronize(q.device)  # over when it returns, as LocalWorld.run is
+        return out
+
+    def step(self) -> tuple[Tensor, ...]:
+        """Out, dq, dk and dv."""
+        q, k, v = self._inputs
+        if self._on_gpu:
+            out, lse = attention_forward(q, k, v, bounds=self._limits)
+            grads = attention_backward(self._dout, q, k, v, out, lse, bounds=self._limits)
+            synchronize(q.device)
+            return (out, *grads)
+        leaves = [x.detach().requires_grad_() for x in self._inputs]
+        out = sdpa(leaves[0], leaves[1], leaves[2], causal=True)
+        return (out.detach(), *torch.autograd.grad(out, leaves, self._dout))
 
 
 def nccl_to_itself(

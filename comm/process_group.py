@@ -38,6 +38,11 @@ TAGS = 8192
 _OPENED: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
+def _interrupt(group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        interrupt(group)
+
+
 class ProcessGroupTransport:
     """One torch.distributed process group. Peers are ranks of that group, not of the world.
 
@@ -73,7 +78,10 @@ class ProcessGroupTransport:
         self._warm_up = WarmUp(device, timeout)
         self._open = True
         self._aborted = ""
-        self._host = HostStream(f"ringattn-transfers-{self.rank}", lambda: interrupt(group))
+        # Weakly: the thread must not be the last to hold the group, whose destructor would then run there, perhaps while
+        # the interpreter is being taken down, which ends the process with an abort.
+        seen = weakref.ref(group)
+        self._host = HostStream(f"ringattn-transfers-{self.rank}", lambda: _interrupt(seen()))
         weakref.finalize(self, self._host.close).atexit = False
 
     def mark(self) -> Fence:

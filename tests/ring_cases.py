@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention
-from ringattn.comm import LocalGroup
 
 from .baselines import Results, exact, pytorch
 from .tolerance import assert_as_exact_as_pytorch
+
+CPU = torch.device("cpu")
 
 SPANS = Layout(
     [[(1, 9, 3), (40, 5)], [(0, 9, 3), (27, 13)], [(2, 9, 3), (45, 22)]]
@@ -44,19 +45,36 @@ def run_ring(
     ``ring`` are arguments of :class:`Ring`. Of several ``calls`` on one ring, the last one's results.
     """
 
-    def rank_result(group: LocalGroup) -> list[Tensor]:
-        rank = group.rank()
-        q, k, v = (layout.shard(whole[name], rank).detach().requires_grad_() for name in "qkv")
-        grads = (layout.shard(whole["dout"], rank), layout.shard(whole["dlse"], rank, 2))
-        with Ring(group, **(ring or {})) as kept:
-            for _ in range(calls):
-                out, lse = ring_attention(q, k, v, layout=layout, ring=kept, return_lse=True, **call)
-                dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), grads)
-        return [out.detach(), lse.detach(), dq, dk, dv]
-
     with LocalWorld(layout.world) as world:
-        parts = list(zip(*world.run(rank_result), strict=True))
-    return Results(*(layout.unshard(shards, 2 if i == 1 else 1) for i, shards in enumerate(parts)))
+        parts = world.run(lambda group: rank_part(layout, whole, group, group.rank(), ring=ring, calls=calls, **call))
+    return together(layout, parts)
+
+
+def rank_part(
+    layout: Layout,
+    whole: dict[str, Tensor],
+    group: object,
+    rank: int,
+    *,
+    ring: Mapping[str, Any] | None = None,
+    calls: int = 1,
+    device: torch.device = CPU,
+    **call: Any,
+) -> list[Tensor]:
+    """Out, lse, dq, dk and dv of one rank's shard, computed on a device and brought back from it."""
+    q, k, v = (layout.shard(whole[name], rank).detach().to(device).requires_grad_() for name in "qkv")
+    grads = tuple(layout.shard(whole[name], rank, dim).to(device) for name, dim in (("dout", 1), ("dlse", 2)))
+    with Ring(group, **(ring or {})) as kept:
+        for _ in range(calls):
+            out, lse = ring_attention(q, k, v, layout=layout, ring=kept, return_lse=True, **call)
+            found = (out.detach(), lse.detach(), *torch.autograd.grad((out, lse), (q, k, v), grads))
+        return [x.cpu() for x in found]
+
+
+def together(layout: Layout, parts: Sequence[Sequence[Tensor]]) -> Results:
+    """Results of the whole sequence from those of every rank."""
+    joined = enumerate(zip(*parts, strict=True))
+    return Results(*(layout.unshard(shards, 2 if i == 1 else 1) for i, shards in joined))
 
 
 def operator_lse(whole: dict[str, Tensor], causal: bool) -> Tensor:
@@ -68,7 +86,11 @@ def operator_lse(whole: dict[str, Tensor], causal: bool) -> Tensor:
 
 def check_ring(layout: Layout, whole: dict[str, Tensor], *, causal: bool, **call: Any) -> None:
     """As exact as PyTorch, whatever the layout and the number of ranks."""
-    ours = run_ring(layout, whole, causal=causal, **call)
+    check_results(run_ring(layout, whole, causal=causal, **call), whole, causal=causal, **call)
+
+
+def check_results(ours: Results, whole: dict[str, Tensor], *, causal: bool, **call: Any) -> None:
+    """The same of results that are there."""
     tensors = [whole[name] for name in ("q", "k", "v", "dout", "dlse")]
     tokens = whole["q"].shape[1]
     seen = torch.ones(tokens, tokens, dtype=torch.bool).tril() if causal else None

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from ringattn.bench import (
     accuracy,
     beside,
+    case_lists,
     cli,
     device_cases,
     memory_bench,
@@ -341,7 +342,7 @@ def test_a_poisoned_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 # cases
 
 
-@pytest.mark.parametrize("cases", [suite.gpu_cases(), suite.cpu_cases()], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("cases", [case_lists.gpu_cases(), case_lists.cpu_cases()], ids=["gpu", "cpu"])
 def test_cases_can_be_called_and_are_named_once(cases: list[Case]) -> None:
     assert len({one.name for one in cases}) == len(cases)
     for one in cases:
@@ -351,7 +352,7 @@ def test_cases_can_be_called_and_are_named_once(cases: list[Case]) -> None:
 
 def test_gpu_cases_fit_the_budget() -> None:
     """Within eight minutes, where every case takes all of its time; those of correctness run side by side."""
-    cases = suite.gpu_cases()
+    cases = case_lists.gpu_cases()
     alone = sum(one.seconds for one in cases if one.alone)
     side_by_side = [one.seconds for one in cases if not one.alone]
     assert len(side_by_side) <= suite.MOST_WORKERS

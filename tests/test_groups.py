@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from ringattn.comm import (
     LocalGroup,
     LocalTransport,
     LocalWorld,
+    Message,
     ProcessGroupTransport,
     Topology,
     TransportError,
@@ -366,3 +369,19 @@ def test_local_between_processes_is_refused(gloo: dist.ProcessGroup, monkeypatch
     monkeypatch.setattr(type(gloo), "size", lambda group: 2)
     with pytest.raises(ValueError, match='transport is "local", the group has 2 processes'):
         open_transport(gloo, transport="local", device="cpu")
+
+
+def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Path) -> None:
+    """Its destructor would run in that thread, perhaps while the interpreter is taken down: the process then aborts."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        transport = ProcessGroupTransport(dist.group.WORLD, CPU)  # type: ignore[arg-type]
+        message = Message(0, torch.zeros(3))
+        transport.post(sends=[message], receives=[Message(0, torch.ones(3))]).wait()
+        held, seen = transport._host, weakref.ref(dist.group.WORLD)
+        del transport
+    finally:
+        dist.destroy_process_group()
+    gc.collect()
+    assert held is not None
+    assert seen() is None

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -330,8 +331,12 @@ def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> No
         return post(transport, **messages)
 
     monkeypatch.setattr(NcclTransport, "post", posting)
-    with host_time.no_device(), Ring(solo_group(), transport="nccl") as ring:
-        monkeypatch.setattr(attention, "launch", lambda kernel, *given, **named: launches.append(kernel.__name__))
+
+    def launch(kernel: Any, *given: object, **named: object) -> None:
+        launches.append(kernel.__name__)
+
+    # not monkeypatch: undone after the block, it would put the stand-in of no_device back for good
+    with host_time.no_device(), patch.object(attention, "launch", launch), Ring(solo_group(), transport="nccl") as ring:
         case = host_time.Case(ring, (1, 32, 2, 16), 2, torch.bfloat16, CPU)
         case.forward()
         assert posts == [(2, 2)] * (host_time.HOPS - 1) and launches == ["forward_kernel"] * host_time.HOPS

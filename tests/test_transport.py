@@ -1,4 +1,4 @@
-"""One suite for every transport: virtual ranks in threads, real processes over gloo, NCCL where there is a GPU."""
+"""One suite for every transport: virtual ranks in threads, real processes over gloo; on a GPU, see `test_on_a_gpu`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, NcclTransport, open_transport
-from ringattn.comm.control import control_of
-from ringattn.comm.local import solo_group
-from ringattn.comm.nccl import nccl_missing
+from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message
 from ringattn.comm.transport import TransportError
 from ringattn.comm.warm_up import ring_edges
 
 from .group_cases import GROUP_CASES, group_ranks
-from .transport_cases import CASES, HOST_CASES, filled
+from .transport_cases import CASES, HOST_CASES
 
 PROCESSES = 4
 CPU = torch.device("cpu")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-needs_nccl = pytest.mark.skipif(not torch.cuda.is_available() or bool(nccl_missing()), reason="needs CUDA and CuPy")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -78,38 +73,3 @@ def test_warm_up_finds_a_wrong_peer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with LocalWorld(4, device="cpu", timeout=10) as world:
         world.run(fn)
-
-
-@needs_gpu
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", CASES)
-def test_local_on_a_gpu(name: str, world_size: int) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    with LocalWorld(world_size, timeout=20) as world:
-        world.run(lambda group: CASES[name](open_transport(group, device=device), device))
-
-
-@needs_nccl
-@pytest.mark.parametrize("name", CASES)
-def test_nccl_to_itself(name: str) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    transport = NcclTransport(rank=0, size=1, device=device, control=control_of(solo_group()))
-    try:
-        CASES[name](transport, device)
-    finally:
-        transport.close()
-
-
-@needs_nccl
-def test_nccl_waits_for_compute_both_ways() -> None:
-    """Values, not only order: slow compute before the send, and compute on what arrived."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    transport = NcclTransport(rank=0, size=1, device=device, control=control_of(solo_group()))
-    source, arrived = filled(0, 1 << 24, device), filled(-1, 1 << 24, device)
-    for step in range(1, 20):
-        torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
-        source.fill_(step)
-        fence = transport.post(sends=[Message(0, source)], receives=[Message(0, arrived)], after=[transport.mark()])
-        fence.wait()
-        assert torch.equal(arrived, source), step
-    transport.close()

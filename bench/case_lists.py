@@ -1,0 +1,109 @@
+"""What ``ringattn bench suite`` runs, most important first."""
+
+from __future__ import annotations
+
+from . import accuracy, beside, comm_cases, device_cases, fp8_cases, ring_cases, speed, worlds
+from .cases import Case
+
+
+def gpu_cases() -> list[Case]:
+    """First what no CPU can tell, then whether the kernels are right, then how fast they are."""
+    kib = 1024
+    sizes = (1 << 20, 1 << 24, 1 << 28)
+    lengths = (16 * kib, 8 * kib, 32 * kib, 4 * kib)
+    shapes = [(128, True), (128, False), (64, True), (64, False)]
+    return [
+        Case("launches", "NamedTuple arguments at launch; what a launch costs the host", device_cases.launches, 30),
+        Case("beside", "a 16-block copy on a high-priority stream beside the forward", beside.beside, 35),
+        *(
+            Case(
+                f"right {dtype} D{dim}", "every kernel against float64", accuracy.accuracy, 90,
+                {"backend": "triton", "dtype": dtype, "head_dim": dim, "full_worlds": (1, 3) if dim == 128 else (1,)},
+                alone=False,
+            )
+            for dtype in ("bfloat16", "float16", "float32")
+            for dim in (128, 64, 256, 40)
+        ),
+        Case(
+            "right, ragged", "odd lengths, no groups, Dv other than D", accuracy.accuracy, 90,
+            {
+                "backend": "triton", "dtype": "bfloat16", "head_dim": 192, "head_dim_v": 128, "seqlen": 997,
+                "heads": (3, 3),
+            }, alone=False,
+        ),
+        Case("ceilings", "a large matrix product and a large copy", device_cases.ceilings, 15),
+        *(
+            Case(
+                f"speed D{dim} {'causal' if causal else 'full'}", "kernels beside SDPA's flash and cuDNN", speed.speed,
+                30, {"head_dim": dim, "causal": causal, "seqlens": lengths},
+            )
+            for dim, causal in shapes
+        ),
+        Case("LocalWorld", "four virtual ranks against one launch", worlds.local_world, 30),
+        Case("NCCL to itself", "CuPy's communicator with one rank", worlds.nccl_to_itself, 20),
+        Case(
+            "speed D128 causal, grouped", "32 query heads, 8 of K/V", speed.speed, 20,
+            {"head_dim": 128, "causal": True, "seqlens": (8 * kib, 16 * kib), "heads": (32, 8)},
+        ),
+        Case(
+            "speed D256 causal", "the widest head", speed.speed, 20,
+            {"head_dim": 256, "causal": True, "seqlens": (8 * kib, 16 * kib)},
+        ),
+        Case(
+            "speed D64 causal, float32", "tf32x3", speed.speed, 20,
+            {"head_dim": 64, "causal": True, "seqlens": (8 * kib,), "dtype": "float32"},
+        ),
+        Case("host time", "the host's time to post a hop of 4k tokens, beside its compute", comm_cases.host_time, 12),
+        Case("fp8", "K/V as e4m3: the kernels against the CPU, bit by bit, and their speed", fp8_cases.fp8, 8),
+        Case(
+            "copy engine, two processes", "copies between two processes on this GPU, alone and beside the forward",
+            comm_cases.links, 20, {"transport": "copy_engine", "world": 2, "nbytes": sizes, "beside": "forward"},
+        ),
+        Case(
+            "NCCL to itself, replayed", "the same as a CUDA graph: without the host's time", comm_cases.links, 15,
+            {"transport": "nccl", "world": 1, "nbytes": sizes, "graphs": 10},
+        ),
+        Case(
+            "overlap", "a ring of two processes that take turns on this GPU, blocking and not", comm_cases.overlap, 25,
+            {"transport": "copy_engine", "world": 2, "tokens": 8 * kib, "heads": 32},
+        ),
+    ]  # fmt: skip
+
+
+def cpu_cases() -> list[Case]:
+    """The same list where it makes sense; kernels run under Triton's interpreter, and are not timed."""
+    small = {"seqlen": 80, "heads": (2, 1)}
+    return [
+        Case(
+            "launches", "NamedTuple arguments at launch, under the interpreter", device_cases.launches, 60,
+            {"dtype": "float32", "seqlen": 80},
+        ),
+        Case("whole ring", "two processes over gloo against one process", ring_cases.whole_ring, 90, {"seqlen": 4096}),
+        *(
+            Case(
+                f"right aten {dtype}", "PyTorch's operator in a ring against float64", accuracy.accuracy, 60,
+                {"backend": "aten", "dtype": dtype, "head_dim": 64, "seqlen": 512}, alone=False,
+            )
+            for dtype in ("float32", "bfloat16", "float16")
+        ),
+        *(
+            Case(
+                f"right triton {dtype} D{dim}", "kernels under the interpreter against float64", accuracy.accuracy,
+                120, {"backend": "triton", "dtype": dtype, "head_dim": dim, **small}, alone=False,
+            )
+            for dtype, dim in (("float32", 64), ("float16", 40))
+        ),
+        Case(
+            "LocalWorld", "four virtual ranks against PyTorch's attention in one piece", worlds.local_world, 60,
+            {"tokens": 512, "heads": (8, 8), "head_dim": 64, "dtype": "float32", "repeats": 5},
+        ),
+        Case(
+            "ceilings", "a large matrix product and a large copy", device_cases.ceilings, 30,
+            {"side": 2048, "dtype": "float32", "nbytes": 1 << 28},
+        ),
+        Case("host time", "this package's own Python for a hop: a lower bound", comm_cases.host_time, 30),
+        Case(
+            "fp8", "K/V as e4m3: the kernels under the interpreter against the CPU's own code, bit by bit",
+            fp8_cases.fp8, 60, {"dtypes": ("float32", "float16"), "shapes": ((1, 200, 2, 40),)},
+        ),
+    ]  # fmt: skip
