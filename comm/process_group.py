@@ -78,8 +78,8 @@ class ProcessGroupTransport:
         self._warm_up = WarmUp(device, timeout)
         self._open = True
         self._aborted = ""
-        # Weakly: the thread must not be the last to hold the group, whose destructor would then run there, perhaps while
-        # the interpreter is being taken down, which ends the process with an abort.
+        # Weakly: the thread must not be the last to hold the group, whose destructor would then run there, perhaps
+        # while the interpreter is being taken down, which ends the process with an abort.
         seen = weakref.ref(group)
         self._host = HostStream(f"ringattn-transfers-{self.rank}", lambda: _interrupt(seen()))
         weakref.finalize(self, self._host.close).atexit = False

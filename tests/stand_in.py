@@ -92,6 +92,7 @@ class Stream:
         self._device = device
         self.priority = priority
         self.cuda_stream = number
+        self.name = ""
 
     def wait_event(self, event: Event) -> None:
         self._device.check_recorded(event)

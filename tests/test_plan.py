@@ -41,7 +41,7 @@ def test_arrivals_by_rail_are_asked_for_a_turn_ahead() -> None:
     steps = plan_of(Topology.grid(3, 3))
     assert asked(steps, 0) == [[3], [1], [2], [6], [4], [5], [], [7], [8]]
     assert asked(steps, 1) == [[3, 1], [2], [], [6, 4], [5], [], [7], [8], []]
-    # never across the end of a turn, where they would hold up what is posted behind them until the rail has brought them
+    # never across the end of a turn: what is posted behind would be held up until the rail has brought the next base
     assert asked(steps, 2) == [[3, 1, 2], [], [], [6, 4, 5], [], [], [7, 8], [], []]
 
 

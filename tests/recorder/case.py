@@ -1,0 +1,90 @@
+"""What a proof runs: calls of every rank, the values they are given, and what they should read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringattn import Layout
+from ringattn.ring import Mask
+
+from . import kernels
+
+HEADS, KV_HEADS, DIM, DIM_V = 4, 2, 4, 8
+GIVEN = ("q", "k", "v", "dout", "dlse")
+
+
+class Call(NamedTuple):
+    """One forward of every rank, with its backward or without."""
+
+    layout: Layout
+    mask: Mask
+    backward: bool = True
+
+
+@dataclass(frozen=True)
+class Case:
+    """Calls, one after the other on one ring, and the ring that they go through."""
+
+    calls: tuple[Call, ...]
+    transport: str = "nccl"
+    dtype: torch.dtype = torch.float32
+    ring: dict[str, Any] = field(default_factory=dict)  # arguments of Ring
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.calls[0].layout.world
+
+
+def inputs(case: Case, number: int) -> dict[str, Tensor]:
+    """Ones and twos: every sum of them is exact, in every dtype that travels, and none is what an empty slot gives."""
+    draw = torch.Generator().manual_seed(number)
+    shapes = {"q": (HEADS, DIM), "k": (KV_HEADS, DIM), "v": (KV_HEADS, DIM_V), "dout": (HEADS, DIM_V)}
+    tokens = case.calls[number].layout.seqlen
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randint(1, 3, shape, generator=draw).float()
+
+    whole = {name: drawn(1, tokens, *shape).to(case.dtype) for name, shape in shapes.items()}
+    return whole | {"dlse": drawn(1, HEADS, tokens)}
+
+
+def shard(case: Case, number: int, name: str, rank: int) -> Tensor:
+    """What a rank is given in one call."""
+    return case.calls[number].layout.shard(inputs(case, number)[name], rank, 2 if name == "dlse" else 1)
+
+
+def sees(call: Call, rank: int, other: int) -> bool:
+    """Whether any query of a rank sees any key of a shard: position by position."""
+    lo, hi = call.mask.interval(call.layout.positions(rank))
+    keys = call.layout.positions(other)
+    return bool(((keys[None] >= lo[:, None]) & (keys[None] < hi[:, None])).any())
+
+
+def expected(case: Case) -> list[dict[str, Tensor]]:
+    """What every rank should read: from the mask and the stand-in kernels alone, without a schedule."""
+    found = [dict[str, Tensor]() for _ in range(case.world)]
+    for number, call in enumerate(case.calls):
+        for rank in range(case.world):
+            found[rank] |= _expected(case, number, call, rank)
+    return found
+
+
+def _expected(case: Case, number: int, call: Call, rank: int) -> dict[str, Tensor]:
+    ranks = range(case.world)
+    q, k, v, dout, dlse = ([shard(case, number, name, one).float() for one in ranks] for name in GIVEN)
+    shards = [kernels.keys(k[one], v[one]) for one in ranks if sees(call, rank, one)]
+    seen = kernels.per_head(sum(shards, torch.zeros(1, KV_HEADS)), HEADS)
+    out = (seen[:, None, :, None] * kernels.rows(q[rank])).expand(*q[rank].shape[:3], DIM_V)
+    found = {f"out{number}": out.to(case.dtype), f"lse{number}": seen[:, :, None].expand(1, HEADS, q[rank].shape[1])}
+    if call.backward:
+        part = seen[:, None, :, None] * (2 * kernels.rows(dout[rank]) + dlse[rank].transpose(1, 2)[..., None])
+        found[f"dq{number}"] = part.expand(q[rank].shape).to(case.dtype)
+        for name, given, x in (("dk", q, k[rank]), ("dv", dout, v[rank])):
+            parts = [kernels.summed(given[one], KV_HEADS) + 5 * x for one in ranks if sees(call, one, rank)]
+            found[f"{name}{number}"] = sum(parts, torch.zeros(x.shape)).to(case.dtype)
+    return found

@@ -1,0 +1,93 @@
+"""What the proof covers: worlds, masks that skip hops, both directions, wires, chunks, rings of rings, other calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ringattn import Layout
+from ringattn.comm import Topology
+from ringattn.ring import Mask
+
+from ..layouts import Window, named
+from .case import Call, Case
+
+CAUSAL, FULL = Mask(causal=True), Mask()
+WINDOW = Window(causal=True, left=9)  # over contiguous shards most hops are skipped
+DOCUMENTS = Window(left=1, right=0, document=7)  # over a striped layout some shards only pass through
+
+
+def _call(layout: str, world: int, mask: Mask = CAUSAL, tokens: int = 6, backward: bool = True) -> Call:
+    return Call(named(layout, tokens * world, world), mask, backward)
+
+
+def _case(layout: str, world: int, mask: Mask = CAUSAL, **ring: object) -> Case:
+    return Case((_call(layout, world, mask),) * 2, ring=ring)
+
+
+def _two_level(nodes: int, per_node: int, layout: str = "zigzag", mask: Mask = CAUSAL, **ring: object) -> Case:
+    return _case(layout, nodes * per_node, mask, topology=Topology.grid(nodes, per_node), **ring)
+
+
+WORLDS = {f"world {world}": _case("zigzag", world) for world in range(1, 9)}
+
+SKIPPED = {
+    "contiguous": _case("contiguous", 5),
+    "contiguous, other direction": _case("contiguous", 4, direction=-1),
+    "window": Case((Call(Layout.contiguous(40, 5), WINDOW),) * 2),
+    "documents": Case((Call(Layout.striped(40, 5), DOCUMENTS),) * 2),
+    "an uneven layout with an empty rank": Case((Call(Layout.uneven([7, 0, 5, 3]), CAUSAL),) * 2),
+}
+
+CHANGING = {
+    "forward twice": Case((_call("contiguous", 4, backward=False),) * 2),
+    "forward, then backward": Case((_call("zigzag", 3, backward=False), _call("zigzag", 3))),
+    "full, contiguous, full": Case((_call("zigzag", 4, FULL), _call("contiguous", 4), _call("zigzag", 4, FULL))),
+    "full, then a longer window": Case((_call("zigzag", 4, FULL, 3), _call("contiguous", 4, WINDOW, 8))),
+    "2 x 3, full, then documents": Case(
+        (_call("zigzag", 6, FULL), _call("striped", 6, DOCUMENTS, 8)), ring={"topology": Topology.grid(2, 3)}
+    ),
+    "3 x 2, contiguous, then full": Case(
+        (_call("contiguous", 6), _call("zigzag", 6, FULL)), ring={"topology": Topology.grid(3, 2)}
+    ),
+}
+
+SETTINGS = {
+    "full, other direction": _case("striped", 4, FULL, direction=-1),
+    "two chunks": replace(_case("zigzag", 4, chunks=2), dtype=torch.bfloat16),
+    "two slots": _case("zigzag", 5, slots=2),
+    "two slots, no prefetch": _case("zigzag", 5, slots=2, prefetch=0),
+    "three slots, no prefetch": _case("zigzag", 5, slots=3, prefetch=0),
+    "three slots, prefetch of one": _case("zigzag", 5, slots=3, prefetch=1),
+    "four slots": _case("zigzag", 6, slots=4),
+    "one slot": _case("zigzag", 2, slots=1),
+    "bfloat16 by wire": _case("zigzag", 4, wire_dtype="bfloat16", grad_wire_dtype="bfloat16"),
+    "fp8 by wire, two chunks": _case("zigzag", 4, wire_dtype="float8_e4m3fn", chunks=2),
+    "bfloat16 by wire, skipped hops": _case("contiguous", 4, wire_dtype="bfloat16", grad_wire_dtype="bfloat16"),
+}
+
+TWO_LEVEL = {
+    "2 x 4": _two_level(2, 4),
+    "4 x 2": _two_level(4, 2),
+    "2 x 4, full, two chunks": _two_level(2, 4, mask=FULL, chunks=2),
+    "2 x 2, contiguous": _two_level(2, 2, "contiguous"),
+    "2 x 2, other direction": _two_level(2, 2, direction=-1),
+    "2 x 3, window": _two_level(2, 3, "contiguous", WINDOW),
+    "2 x 2, bfloat16 by wire": _two_level(2, 2, wire_dtype="bfloat16", grad_wire_dtype="bfloat16"),
+    "3 x 2, two slots": _two_level(3, 2, slots=2),
+}
+
+NCCL = WORLDS | SKIPPED | CHANGING | SETTINGS | TWO_LEVEL
+FEW = (
+    "world 1", "world 2", "world 4", "contiguous", "contiguous, other direction", "window", "documents",
+    "forward twice", "full, contiguous, full", "full, then a longer window", "two chunks", "two slots, no prefetch",
+    "fp8 by wire, two chunks", "2 x 2, contiguous", "4 x 2",
+)  # fmt: skip
+
+CASES = {
+    "nccl": NCCL,
+    "copy_engine": {name: replace(NCCL[name], transport="copy_engine") for name in FEW},
+    "local": {name: replace(NCCL[name], transport="local") for name in FEW},
+}
+"""By transport and name."""

@@ -1,0 +1,228 @@
+"""The log as a graph: what the device is bound to run before what."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from .operation import Recorded
+
+
+@dataclass(eq=False)
+class Wait:
+    """Edges that one wait of the program makes: without it they are all gone."""
+
+    op: Recorded
+    edges: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Which wait of the program it is, whatever the hop and the rank: who waits, and for what."""
+        source = self.op.source
+        return f"{caller(self.op)} waits for {'the device' if source is None else caller(source)}"
+
+    def __str__(self) -> str:
+        return f"{self.op} on {self.op.source}" if self.op.source is not None else str(self.op)
+
+
+RING = ("traffic.", "key_values.", "sums.", "loop.", "backends.", "attention.", "ring.", "wire.")
+PASSED = (
+    "lanes.",
+    "local._LocalFence.",
+    "traffic.Call.post",
+    "traffic.Call.mark",
+    "traffic.Arrival.wait",
+    "traffic.Lane.computed",
+)
+"""Functions that only pass on what others ask for."""
+
+
+def caller(op: Recorded) -> str:
+    """The function of a transport and the function of the ring that asked for an operation."""
+    names = [name for name in op.site.split(" < ") if name and not name.startswith(PASSED)]
+    ring = [name for name in names if name.startswith(RING)]
+    comm = [name.rpartition(".")[2] for name in names if not name.startswith(RING) and "LocalWorld" not in name]
+    asked = ring[0].partition(".")[2].replace(".<locals>", "").replace(".<lambda>", "") if ring else ""
+    return " of ".join([*comm[:1], *([asked] if asked else [])])
+
+
+class Graph:
+    """Operations by their place in the log, and edges between them.
+
+    Edges are: the order of a stream; the record of an event to a wait for it; a send to its receive; what the host has
+    waited for to what it enqueues later. The operations of one NCCL group run side by side, between what its stream ran
+    before and after. A send may be over before its receive begins; `rendezvous` are the edges of the other extreme.
+    """
+
+    def __init__(self, log: Sequence[Recorded]) -> None:
+        self.log = list(log)
+        for place, op in enumerate(self.log):
+            op.number = place
+        self.before: list[set[int]] = [set() for _ in self.log]
+        self.fixed: list[set[int]] = [set() for _ in self.log]  # the part of `before` that is nobody's wait
+        self.waits: list[Wait] = []
+        self.rendezvous: list[tuple[int, int]] = []
+        self.problems: list[str] = []
+        self._streams()
+        self._transfers()
+        self._values()
+
+    def _fix(self, first: Iterable[int], second: int) -> None:
+        known = list(first)
+        self.fixed[second].update(known)
+        self.before[second].update(known)
+
+    def _waited(self, wait: Wait, first: int, second: int) -> None:
+        wait.edges.append((first, second))
+        self.before[second].add(first)
+
+    def _streams(self) -> None:
+        """Stream order, waits and what the host has waited for."""
+        tails: dict[object, set[int]] = defaultdict(set)
+        groups: dict[object, set[int]] = {}  # what the members of a group come after
+        told: dict[tuple[object, int], Recorded] = {}
+        host: dict[int, Wait] = {}
+        for place, op in enumerate(self.log):
+            self._fix((earlier.number for earlier in op.after), place)
+            if op.kind.startswith("synchronize"):
+                host[place] = Wait(op)
+            if op.kind == "synchronize event":
+                self._wait(place, op, op.event.last if op.event else None)
+            if op.stream is None:
+                if op.kind == "synchronize":  # of the whole device
+                    self._fix((tail for tail_set in tails.values() for tail in tail_set), place)
+                continue
+            if op.group is None:
+                self._fix(tails[op.stream], place)
+                tails[op.stream] = {place}
+            else:
+                members = groups.setdefault(op.group, set(tails[op.stream]))
+                self._fix(members, place)
+                tails[op.stream] = (tails[op.stream] - members) | {place}
+            if op.kind == "wait":
+                self._wait(place, op, op.source)
+            if op.host is not None and told.get((op.stream, op.thread)) is not op.host:
+                if op.group is None:  # the members of a group do not come after each other
+                    told[op.stream, op.thread] = op.host
+                if op.host.number in host:
+                    self._waited(host[op.host.number], op.host.number, place)
+        self.waits += [wait for wait in host.values() if wait.edges]
+
+    def _wait(self, place: int, op: Recorded, source: object) -> None:
+        if not isinstance(source, Recorded):
+            self.problems.append(f"{op} waits for an event that was never recorded: it waits for nothing")
+        elif self.log[source.number : source.number + 1] == [source]:  # else before the recording: it is over
+            self.waits.append(Wait(op))
+            self._waited(self.waits[-1], source.number, place)
+
+    def _transfers(self) -> None:
+        """The n-th send of a pair goes to its n-th receive."""
+        ends: dict[tuple[object, ...], tuple[list[Recorded], list[Recorded]]] = defaultdict(lambda: ([], []))
+        for op in self.log:
+            if op.wire:
+                ends[op.wire][op.kind == "nccl recv"].append(op)
+        for (_, source, destination, *_), (sends, receives) in ends.items():
+            if len(sends) != len(receives):
+                extra = (sends if len(sends) > len(receives) else receives)[min(len(sends), len(receives))]
+                self.problems.append(
+                    f"{source} sends {len(sends)} messages to {destination}, which receives {len(receives)}: "
+                    f"{extra} has no other end"
+                )
+            for send, receive in zip(sends, receives, strict=False):
+                self._fix([send.number], receive.number)
+                receive.source = send
+                if _size(send) != _size(receive):
+                    self.problems.append(f"{send} of {_size(send)} bytes is received by {receive} of {_size(receive)}")
+                # a send is over when its receive has begun: after what that receive's group comes after
+                self.rendezvous += [(earlier, send.number) for earlier in self.before[receive.number] - {send.number}]
+
+    def _values(self) -> None:
+        """A wait for a value of a word of memory is over when somebody has written it, or a larger one."""
+        written: dict[object, list[tuple[int, Recorded]]] = defaultdict(list)
+        for op in self.log:
+            if op.kind == "write value" and op.flag is not None:
+                written[op.flag[0]].append((op.flag[1], op))
+        for op in self.log:
+            if op.kind != "wait value" or op.flag is None:
+                continue
+            word, wanted = op.flag
+            op.source = next((write for value, write in written[word] if value >= wanted), None)
+            if op.source is None:
+                self.problems.append(f"{op} waits for a value that nobody writes")
+                continue
+            self.waits.append(Wait(op))
+            self._waited(self.waits[-1], op.source.number, op.number)
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The operations in an order that every edge agrees with; shorter where there is a cycle."""
+        return linear(self.before)
+
+    @cached_property
+    def place(self) -> dict[int, int]:
+        """Where each operation is in `order`."""
+        return {number: place for place, number in enumerate(self.order)}
+
+    @cached_property
+    def after(self) -> list[list[int]]:
+        """Successors."""
+        return _turned(self.before)
+
+    @cached_property
+    def reach(self) -> list[int]:
+        """For each operation those that are bound to run before it, as bits at their places in `order`."""
+        reach = [0] * len(self.log)
+        for place, number in enumerate(self.order):
+            bits = 0
+            for earlier in self.before[number]:
+                bits |= reach[earlier]
+            reach[number] = bits | 1 << place
+        return reach
+
+    def happens_before(self, first: int, second: int) -> bool:
+        """Whether the first is bound to be over before the second begins."""
+        return first != second and bool(self.reach[second] >> self.place[first] & 1)
+
+    def cycle(self, more: Iterable[tuple[int, int]] = ()) -> list[Recorded]:
+        """Operations that wait for each other for ever, with these edges too; empty where there are none."""
+        before = [set(earlier) for earlier in self.before]
+        for first, second in more:
+            before[second].add(first)
+        done = set(linear(before))
+        stuck = next((number for number in range(len(self.log)) if number not in done), None)
+        seen: list[int] = []
+        while stuck is not None and stuck not in seen:
+            seen.append(stuck)
+            stuck = next(earlier for earlier in before[stuck] if earlier not in done)
+        return [] if stuck is None else [self.log[number] for number in seen[seen.index(stuck) :]]
+
+
+def _size(op: Recorded) -> int:
+    return sum(use.bytes.bit_count() for use in (*op.reads, *op.writes))
+
+
+def _turned(before: Sequence[Iterable[int]]) -> list[list[int]]:
+    after: list[list[int]] = [[] for _ in before]
+    for number, earlier in enumerate(before):
+        for one in earlier:
+            after[one].append(number)
+    return after
+
+
+def linear(before: Sequence[set[int]], draws: Iterator[float] | None = None) -> list[int]:
+    """An order that every edge agrees with: at each step the ready operation that draws least, or that is first."""
+    after, left = _turned(before), [len(earlier) for earlier in before]
+    ready = [(next(draws) if draws else 0.0, number) for number, count in enumerate(left) if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, number = heapq.heappop(ready)
+        order.append(number)
+        for later in after[number]:
+            left[later] -= 1
+            if not left[later]:
+                heapq.heappush(ready, (next(draws) if draws else 0.0, later))
+    return order

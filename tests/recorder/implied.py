@@ -1,0 +1,85 @@
+"""Waits that could go unnoticed where they are, because others imply them; and why each of them stays.
+
+By transport, then by what waits for what: functions of the transport and of the ring. `always`: nowhere in the cases of
+the proof is it the one that counts. Else, where it is implied, the same line is needed elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Implied(NamedTuple):
+    """Why a wait stays."""
+
+    always: bool
+    why: str
+
+
+def _always(why: str) -> Implied:
+    return Implied(True, why)
+
+
+def _sometimes(why: str) -> Implied:
+    return Implied(False, why)
+
+
+SETTLED = (
+    "a call returns with nothing under way: who frees, aborts or times it afterwards need not know what moved last"
+)
+HIDDEN = "where sums posted after these K/V are waited for first, or K/V are waited for again for a second kernel"
+TOLD = "a later chunk, or a slot that is free since longer: the same line is what counts for the first"
+
+COMMON = {
+    "Call.settle waits for post of KeyValues._post": _sometimes(
+        "the caller may write k and v when a forward returns; before a backward it may not, and nobody notices"
+    ),
+    "Call.settle waits for post of Sums.post": _always(SETTLED + "; the slots' own notes protect the sums"),
+    "Call.settle waits for post of Sums.send_home": _always(SETTLED + "; the slots' own notes protect the sums"),
+    "KeyValues.arrived waits for post of KeyValues._post": _sometimes(HIDDEN),
+    "Sums.into waits for post of Sums.post": _sometimes(
+        "the slot's last send: implied where this rank has since waited for sums that were posted behind it"
+    ),
+    "_settle of Lane.__init__ waits for the device": _sometimes(
+        "zeros of a new arena: needed where a rank receives before it has marked anything, once in the life of a ring"
+    ),
+    "post of KeyValues._post waits for mark of KeyValues._held": _sometimes(TOLD),
+    "post of KeyValues._post waits for mark of forward": _sometimes(
+        "the last call's compute on the slot: implied where this call's first post waits for the newer k and v"
+    ),
+    "post of KeyValues._post waits for mark of query_gradient": _sometimes(
+        "the compute on the slot: implied where the sums of the same hop were posted behind it"
+    ),
+    "post of KeyValues._post waits for post of KeyValues._post": _sometimes(
+        "from one level to the other: a shard that is passed on before this rank computes with it has no other wait"
+    ),
+}
+
+COPY_ENGINE = COMMON | {
+    f"wait_for of {post} waits for put_up of {post}": _sometimes(
+        "every message has its two flags, whatever else orders it; K and V of one post share one write of each"
+    )
+    for post in ("KeyValues._post", "Sums.post", "Sums.send_home")
+}
+
+BOTH = "one fence stands for a post, what came and what went: who waits may need only one of the two"
+
+LOCAL = COMMON | {
+    "Call.settle waits for post of KeyValues._post": _always(SETTLED),
+    "Call.settle waits for _receive of KeyValues._post": _sometimes(SETTLED),
+    "Call.settle waits for _receive of Sums.post": _always(SETTLED),
+    "Call.settle waits for _receive of Sums.send_home": _always(SETTLED),
+    "KeyValues.arrived waits for _receive of KeyValues._post": _always(BOTH),
+    "Sums.into waits for post of Sums.post": _always(BOTH),
+    "Sums._read waits for _receive of Sums.post": _sometimes(BOTH),
+    "Sums._read waits for _receive of Sums.send_home": _sometimes(BOTH),
+    "Sums.into waits for _receive of Sums.post": _sometimes(BOTH),
+    "post of Sums.post waits for _receive of Sums.post": _always(BOTH),
+    "post of Sums.send_home waits for _receive of Sums.send_home": _always(BOTH),
+    "post of KeyValues._post waits for _receive of KeyValues._post": _sometimes(BOTH),
+    "_receive of KeyValues._post waits for post of KeyValues._post": _sometimes(
+        "K and V of one post have one point where they are final, and what passes on has waited for it before"
+    ),
+}
+
+IMPLIED = {"nccl": COMMON, "copy_engine": COPY_ENGINE, "local": LOCAL}

@@ -1,0 +1,138 @@
+"""Memory as the recorder sees it: allocations with an identity, and the bytes of them that a tensor covers."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ..stand_in import Stream
+
+
+class Use(NamedTuple):
+    """Bytes of one allocation that an operation touches."""
+
+    storage: int
+    bytes: int  # a bit for each
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor without its memory: replay gives it other memory."""
+
+    storage: int
+    dtype: torch.dtype
+    offset: int  # elements
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def use(self) -> Use:
+        """The bytes that it covers."""
+        return Use(self.storage, footprint(self.dtype.itemsize, self.offset, self.shape, self.strides))
+
+
+@lru_cache(maxsize=100_000)
+def footprint(itemsize: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """The bytes that a strided tensor covers, one bit each."""
+    covered = ((1 << itemsize) - 1) << (offset * itemsize)
+    for count, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: pair[1]):
+        if count == 0:
+            return 0
+        done, step = 1, stride * itemsize
+        while done < count:  # doubles what is there, up to the rest
+            more = min(done, count - done)
+            covered |= covered << (more * step)
+            done += more
+    return covered
+
+
+@dataclass
+class Storage:
+    """One allocation."""
+
+    number: int
+    address: int
+    nbytes: int
+    owner: Stream  # the stream that was current when it was made: it is reused in this one's order
+    on_device: bool
+    name: str = ""
+    used_by: list[Stream] = field(default_factory=list)  # record_stream
+    before: torch.Tensor | None = None  # what it held when the recording began
+
+    @property
+    def all(self) -> Ref:
+        """All of it, as bytes."""
+        return Ref(self.number, torch.uint8, 0, (self.nbytes,), (1,))
+
+
+class Memory:
+    """All allocations that were ever seen, and where the living ones are."""
+
+    def __init__(self, freed: Callable[[Storage], None]) -> None:
+        self.storages: dict[int, Storage] = {}
+        self._freed = freed
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()
+        self._living: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = {}  # by the id of torch's object
+        self._places: dict[int, Storage] = {}  # by address
+        self._addresses: list[int] = []
+
+    def find(self, tensor: torch.Tensor) -> Storage | None:
+        """The allocation of a tensor, where it is known."""
+        known = self._living.get(id(tensor.untyped_storage()))
+        return None if known is None else known[0]
+
+    def add(self, tensor: torch.Tensor, owner: Stream, on_device: bool) -> Storage:
+        """Note a new allocation, and call `freed` when it goes."""
+        data = tensor.untyped_storage()
+        with self._lock:
+            storage = Storage(next(self._numbers), data.data_ptr(), data.nbytes(), owner, on_device)
+            self.storages[storage.number] = storage
+            self._living[id(data)] = storage, weakref.ref(data)
+            if storage.nbytes:
+                if storage.address not in self._places:
+                    bisect.insort(self._addresses, storage.address)
+                self._places[storage.address] = storage
+            weakref.finalize(data, self._gone, storage, id(data)).atexit = False
+        return storage
+
+    def ref(self, tensor: torch.Tensor, storage: Storage) -> Ref:
+        """The tensor without its memory."""
+        return Ref(
+            storage.number, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+        )
+
+    def at(self, pointer: int, nbytes: int) -> Ref:
+        """What an address means. AssertionError where no living allocation holds all these bytes."""
+        with self._lock:
+            place = bisect.bisect_right(self._addresses, pointer) - 1
+            storage = self._places[self._addresses[place]] if place >= 0 else None
+        assert storage is not None and pointer + nbytes <= storage.address + storage.nbytes, (
+            f"{nbytes} bytes at {pointer:#x} are in no allocation that is alive"
+        )
+        return Ref(storage.number, torch.uint8, pointer - storage.address, (nbytes,), (1,))
+
+    def snapshot(self) -> None:
+        """Keep what every living allocation on the device holds now: the start of a replay."""
+        with self._lock:
+            for storage, reference in [*self._living.values()]:
+                data = reference()
+                if data is not None and storage.on_device:
+                    storage.before = torch.empty(0, dtype=torch.uint8).set_(data).clone()  # type: ignore[call-overload]
+
+    def _gone(self, storage: Storage, key: int) -> None:
+        with self._lock:
+            if key in self._living and self._living[key][0] is storage:
+                del self._living[key]
+            if self._places.get(storage.address) is storage:
+                del self._places[storage.address]
+                self._addresses.remove(storage.address)
+        self._freed(storage)

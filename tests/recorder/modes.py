@@ -1,0 +1,174 @@
+"""What torch's functions and operators say and do on the recorder.
+
+A tensor that was made for a GPU says that it is on one, so that our code takes its CUDA paths; every operator on it is
+an operation of the current stream. Tensors of the host are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from .device import GPU, HOST, Recorder
+from .operation import Give
+
+
+@contextmanager
+def acting(recorder: Recorder, rank: int) -> Iterator[None]:
+    """This thread acts for `rank`, and torch's calls in it are recorded."""
+    before, recorder.here.rank = recorder.here.rank, rank
+    try:
+        with _Functions(recorder), _Operators(recorder):
+            yield
+    finally:
+        recorder.here.rank = before
+
+
+class _Functions(TorchFunctionMode):
+    """torch's functions as a GPU's owner sees them: where a tensor is, and what the host waits for."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+        get = {name: getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")}
+        tensor: Any = torch.Tensor
+        self._special: dict[Any, Any] = {
+            get["device"]: lambda x: GPU if recorder.on_device(x) else HOST,
+            get["is_cuda"]: recorder.on_device,
+            get["is_cpu"]: lambda x: not recorder.on_device(x),
+            **{tensor.__dict__.get(name, getattr(tensor, name)): self._moved for name in ("to", "cuda", "cpu")},
+        }
+        self._reads = {
+            getattr(tensor, name) for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__")
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        special = self._special.get(func)
+        if special == self._moved:
+            return self._moved(func, *args, **kwargs)
+        if special is not None:
+            return special(*args, **kwargs)
+        if func in self._reads and self.recorder.on_device(args[0]):
+            self.recorder.operation("read back", func.__name__, reads=args[:1], writes=())
+            self.recorder.synchronized()
+        if kwargs.get("device") is None:
+            return func(*args, **kwargs)
+        kind = torch.device(kwargs["device"])
+        if kind.type not in ("cpu", "cuda"):
+            return func(*args, **kwargs)
+        return self._made(kind, lambda: func(*args, **{**kwargs, "device": HOST}))
+
+    def _made(self, kind: torch.device, make: Callable[[], Any]) -> Any:
+        here = self.recorder.here
+        before, here.makes = here.makes, kind
+        try:
+            return make()
+        finally:
+            here.makes = before
+
+    def _moved(self, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """`to`, `cuda` and `cpu`: a copy of its own where the tensor is on the other side."""
+        to: Any = torch.Tensor.to
+        wanted, rest = self._wanted(func.__name__, args, kwargs)
+        if wanted is not None and wanted.type not in ("cpu", "cuda"):
+            return to(x, wanted, *rest, **kwargs)
+        on_device = self.recorder.on_device(x)
+        if wanted is not None and (wanted.type == "cuda") != on_device:
+            if on_device:
+                self.recorder.operation("read back", func.__name__, reads=[x], writes=())
+                self.recorder.synchronized()
+            x = self._made(wanted, lambda: torch.clone(x))
+        return to(x, *rest, **kwargs) if rest or kwargs else x
+
+    def _wanted(self, name: str, args: Any, kwargs: Any) -> tuple[torch.device | None, list[Any]]:
+        """The device that is asked for, and the other arguments."""
+        wanted = {"cpu": HOST, "cuda": GPU}.get(name)
+        rest = []
+        for value in (*args, *([kwargs.pop("device")] if kwargs.get("device") is not None else [])):
+            if isinstance(value, (torch.device, str)):
+                wanted = torch.device(value)
+            elif isinstance(value, torch.Tensor):
+                wanted = GPU if self.recorder.on_device(value) else HOST
+                rest.append(value.dtype)
+            else:
+                rest.append(value)
+        return wanted, rest
+
+
+EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
+SYNCHRONIZES = ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero", "aten::nonzero")
+
+
+class _Operators(TorchDispatchMode):
+    """Every operator of torch that touches memory of the device, as one operation of the current stream."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, recorder = kwargs or {}, self.recorder
+        given = _tensors((args, kwargs))
+        override = recorder.here.makes
+        on_device = override.type == "cuda" if override is not None else any(map(recorder.on_device, given))
+        held = None
+        written = _written(func, args, kwargs)
+        touches = any(map(recorder.on_device, given)) or on_device
+        if touches and not func.is_view:
+            held = tree_map(recorder.held, (args, kwargs))
+        result = func(*args, **kwargs)
+        made = [x for x in _tensors(result) if recorder.memory.find(x) is None]
+        for x in made:
+            recorder.allocated(x, on_device)
+        name = func._schema.name
+        if held is None or (not made and not written and name not in SYNCHRONIZES) or name in EMPTY:
+            return result
+        wrote = [*written, *made]
+        if name == "aten::copy_" and args[0].dtype == torch.uint8 and recorder.on_device(args[0]):  # a transfer's bytes
+            recorder.given_up("copy", recorder.current(), "copy_", recorder.held(args[0]))
+        op = recorder.add(
+            "copy" if name == "aten::copy_" else "op",
+            recorder.current(),
+            detail=name.removeprefix("aten::"),
+            reads=recorder._uses([x for x in given if not any(x is y for y in written)]),
+            writes=recorder._uses(wrote),
+        )
+        results = tree_map(lambda x: recorder.held(x) if isinstance(x, torch.Tensor) else x, made)
+        op.action = _again(func, held, results)
+        if name in SYNCHRONIZES or (
+            name == "aten::copy_" and recorder.on_device(args[1]) > recorder.on_device(args[0])
+        ):
+            recorder.synchronized()
+        return result
+
+
+def _again(func: Any, held: Any, results: list[Any]) -> Callable[[Give], None]:
+    def act(give: Give) -> None:
+        args, kwargs = tree_map(give, held)
+        made = func(*args, **kwargs)
+        for target, value in zip(results, _tensors(made) if results else (), strict=bool(results)):
+            give(target).copy_(value)
+
+    return act
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    tree_map(lambda x: found.append(x) if isinstance(x, torch.Tensor) else None, value)
+    return found
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name) if argument.kwarg_only or place >= len(args) else args[place]
+            found += _tensors(value)
+    return found

@@ -1,0 +1,218 @@
+"""The ring on the recorder: every rank's calls of ``ring_attention``, from the door to the caller's next use.
+
+All that depends on how the ring and the transports are opened is here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+
+import ringattn.ring.attention as attention
+import ringattn.ring.ring as ring_module
+from ringattn import LocalWorld, Ring, ring_attention
+from ringattn.comm import LocalGroup, LocalTransport, NcclTransport, Slots, Topology
+from ringattn.comm.control import control_of
+from ringattn.comm.copy_engine import CopyEngineTransport
+from ringattn.ring import traffic
+from ringattn.ring.plan import plan
+from ringattn.ring.traffic import Key
+
+from .case import GIVEN, Case, shard
+from .checks import Checked
+from .device import GPU, Recorder
+from .engine import install
+from .graph import Graph
+from .kernels import install_kernels
+from .memory import Ref, Use
+from .modes import acting
+from .recording import Recording
+
+PATIENCE = 10.0  # seconds of one rank with another
+
+
+def record(case: Case) -> Recording:
+    """Run a case on a recorder of its own."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return _Session(case, monkeypatch).run()
+
+
+class _Session:
+    """One case, run by one thread per rank."""
+
+    def __init__(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.case = case
+        self.recorder, self.fabric = install(monkeypatch)
+        install_kernels(monkeypatch, self.recorder)
+        self.slots: list[tuple[str, int, int, int]] = []  # name, storage, where slot 0 begins, bytes of a slot
+        self.rings: dict[int, Ring] = {}
+        self.calls = [0] * case.world  # the number of the call that each rank is in
+        self.results: list[dict[str, Ref]] = [{} for _ in range(case.world)]
+        self.kept: list[Tensor] = []
+        self.keys: list[list[tuple[int, Key]]] = [[] for _ in range(case.world)]
+        self._barrier = threading.Barrier(case.world)
+        monkeypatch.setattr(ring_module, "open_transports", self.open)
+        monkeypatch.setattr(attention, "Mask", lambda causal: case.calls[self.calls[self.recorder.here.rank]].mask)
+        self._label(monkeypatch)
+
+    def run(self) -> Recording:
+        """Record it."""
+        plan.cache_clear()  # what is in there lies in the memory of another recorder
+        with LocalWorld(self.case.world, device=GPU, timeout=PATIENCE) as world:
+            world.run(self.rank)
+        checked = Checked(Graph(self.recorder.log), self.where)  # type: ignore[arg-type]
+        return Recording(self.case, self.recorder, checked, self.results, self.keys)
+
+    # one rank
+
+    def rank(self, group: LocalGroup) -> None:
+        """All calls of a rank."""
+        try:
+            with acting(self.recorder, group.rank()):
+                self._rank(group, group.rank())
+        except BaseException:
+            self._barrier.abort()  # nobody waits for this rank
+            raise
+
+    def _rank(self, group: LocalGroup, rank: int) -> None:
+        ring = self.rings[rank] = Ring(group, transport=self.case.transport, **self.case.ring)
+        ring._trace = _Spans(self.recorder, lambda: self.calls[rank])  # type: ignore[assignment]
+        for call in self.case.calls:
+            steps = plan(call.layout, call.mask, rank, ring.direction, GPU, ring.topology, ring.slots)
+            for transport, edges in zip(ring.open(GPU), steps.edges, strict=False):
+                transport.warm_up(edges)  # here, where bytes still move: they are looked at
+        given = self.given(0, rank)
+        self.together(rank, self.recorder.begin)
+        self.fabric.moves = False
+        for number in range(len(self.case.calls)):
+            self.call(ring, rank, number, given)
+            self.use_again(rank, number, given)
+        self.together(rank, self.recorder.end)
+        ring.close()
+
+    def call(self, ring: Ring, rank: int, number: int, given: dict[str, Tensor]) -> None:
+        """One forward, with its backward or without."""
+        self.calls[rank] = number
+        layout, mask, backward = self.case.calls[number]
+        q, k, v = (given[name].detach().requires_grad_(backward) for name in "qkv")
+        out, lse = ring_attention(q, k, v, layout=layout, ring=ring, causal=mask.causal, return_lse=True)
+        self.read(rank, f"out{number}", out)
+        self.read(rank, f"lse{number}", lse)
+        if backward:
+            grads = (given["dout"], given["dlse"])
+            # below torch.autograd.grad, under which torch's calls would not be seen
+            made = _engine_run_backward((out, lse), grads, False, False, (q, k, v), True, accumulate_grad=False)
+            for name, grad in zip(("dq", "dk", "dv"), made, strict=True):
+                self.read(rank, f"{name}{number}", grad)
+
+    def use_again(self, rank: int, number: int, given: dict[str, Tensor]) -> None:
+        """The caller writes something else where its tensors were, or frees them, as soon as a call has returned."""
+        with self.recorder.labelled("the caller, afterwards"), torch.no_grad():
+            for x in given.values():
+                x.fill_(float("nan"))
+            if number + 1 == len(self.case.calls):
+                return
+            if self.case.calls[number].layout != self.case.calls[number + 1].layout:
+                given.clear()
+                given |= self.given(number + 1, rank)
+            else:
+                for name, x in given.items():
+                    x.copy_(shard(self.case, number + 1, name, rank))
+
+    def read(self, rank: int, name: str, result: Tensor) -> None:
+        """The caller's use of a result."""
+        with self.recorder.labelled(f"the caller reads {name}"), torch.no_grad():
+            kept = result.detach().clone()
+        self.kept.append(kept)
+        self.results[rank][name] = self.recorder.held(kept)
+
+    def given(self, number: int, rank: int) -> dict[str, Tensor]:
+        """A rank's tensors."""
+        made = {name: shard(self.case, number, name, rank).contiguous().to(GPU) for name in GIVEN}
+        for name, tensor in made.items():
+            self.recorder.name(tensor, f"rank {rank}'s {name}")
+        return made
+
+    def together(self, rank: int, action: Callable[[], None]) -> None:
+        """Once, while every rank stands still."""
+        self._barrier.wait(PATIENCE)
+        if rank == 0:
+            action()
+        self._barrier.wait(PATIENCE)
+
+    # transports
+
+    def open(
+        self, group: LocalGroup, *, transport: str, device: torch.device, topology: Topology | None = None, **_: Any
+    ) -> tuple[Any, ...]:
+        """One transport per level of the ring, as `open_transports` makes them between processes."""
+        levels: list[list[int] | None] = [None]
+        if topology is not None and topology.two_level:
+            node = next(node for node in topology.nodes if group.rank() in node)
+            rail = [other[node.index(group.rank())] for other in topology.nodes]
+            levels = [list(node), rail]
+        return tuple(self._open(group, transport, device, members) for members in levels)
+
+    def _open(self, group: LocalGroup, name: str, device: torch.device, members: list[int] | None) -> Any:
+        if name == "local":
+            return LocalTransport(group, device)
+        more: dict[str, Any] = {"device": device, "control": control_of(group), "members": members}
+        kind = {"nccl": NcclTransport, "copy_engine": CopyEngineTransport}[name]
+        return kind(rank=group.rank(), size=group.size(), **more)
+
+    # names
+
+    def where(self, use: Use) -> str:
+        """Which slot, if it is one."""
+        storage = self.recorder.memory.storages[use.storage]
+        first = (use.bytes & -use.bytes).bit_length() - 1
+        for name, number, start, nbytes in self.slots:
+            if number == use.storage and first >= start:
+                return f"{name} {(first - start) // nbytes}"
+        return storage.name or f"an allocation of {storage.nbytes} bytes on {storage.owner.name}"
+
+    def _label(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        post, tensors, session = traffic.Call.post, Slots.tensors, self
+
+        def labelled(call: traffic.Call, level: int, key: Key, sends: Any, receives: Any, after: Any) -> Any:
+            rank = session.recorder.here.rank
+            if sends or receives:
+                session.keys[rank].append((session.calls[rank], key))
+            with session.recorder.labelled(f"call {session.calls[rank]}, {key}"):
+                return post(call, level, key, sends, receives, after)
+
+        def named(slots: Slots, slot: int, specs: Any) -> Any:
+            session.note(slots)
+            return tensors(slots, slot, specs)
+
+        monkeypatch.setattr(traffic.Call, "post", labelled)
+        monkeypatch.setattr(Slots, "tensors", named)
+
+    def note(self, slots: Slots) -> None:
+        """Which memory the slots of a rank are."""
+        storage, rank = self.recorder.memory.find(slots._arena), self.recorder.here.rank
+        assert storage is not None
+        if storage.number not in {number for _, number, _, _ in self.slots}:
+            what = "K/V" if slots is self.rings[rank]._kv else "sums"
+            start = int(slots._arena.storage_offset())
+            self.slots.append((f"rank {rank}'s {what} slot", storage.number, start, slots.nbytes))
+
+
+class _Spans:
+    """In the place of a trace: what the ring computes or waits for is the label of what it does."""
+
+    def __init__(self, recorder: Recorder, call: Callable[[], int]) -> None:
+        self._recorder = recorder
+        self._call = call
+
+    @contextmanager
+    def span(self, phase: str, kind: str, hop: Any) -> Iterator[None]:
+        with self._recorder.labelled(f"call {self._call()}, {phase} hop {hop.index} {kind}"):
+            yield

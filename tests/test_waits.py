@@ -1,0 +1,130 @@
+"""The proof of the waits: the ring and its transports as they are, on a recorder; see tests/recorder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ringattn.comm import Slots
+from ringattn.ring.traffic import Call, Lane
+
+from .recorder.case import Case
+from .recorder.cases import CASES
+from .recorder.implied import IMPLIED
+from .recorder.replay import without
+from .recorder.ring import record
+
+FIVE = CASES["nccl"]["world 5"]
+
+
+def told(problems: list[str]) -> str:
+    return "\n".join([f"{len(problems)} problems", *problems[:10]])
+
+
+@pytest.mark.parametrize("transport", CASES)
+def test_every_wait_is_enough_and_needed(transport: str) -> None:
+    """No race and no deadlock in any case; and without any one of the waits there is a race, or the table says why."""
+    there, implied = Counter[str](), Counter[str]()
+    for name, case in CASES[transport].items():
+        recording = record(case)
+        problems = recording.problems()
+        assert not problems, f"{transport}, {name}: {told(problems)}"
+        there.update(wait.name for wait in recording.graph.waits)
+        implied.update(wait.name for wait in recording.checked.unnoticed())
+    found = {name: implied[name] == there[name] for name in implied}
+    known = {name: reason.always for name, reason in IMPLIED[transport].items()}
+    wrong = [
+        f"{name}: {implied[name]} of {there[name]} could go, the table says {known.get(name, 'nothing')}"
+        for name in sorted(known.keys() | found.keys())
+        if known.get(name) != found.get(name)
+    ]
+    assert not wrong, "remove it, or say in tests/recorder/implied.py why it stays:\n" + "\n".join(wrong)
+
+
+REPLAYED = [
+    ("nccl", "two slots, no prefetch"),
+    ("nccl", "forward twice"),
+    ("nccl", "2 x 3, full, then documents"),
+    ("nccl", "full, then a longer window"),
+    ("nccl", "2 x 2, bfloat16 by wire"),
+    ("copy_engine", "fp8 by wire, two chunks"),
+    ("copy_engine", "2 x 2, contiguous"),
+    ("local", "documents"),
+    ("local", "two chunks"),
+]
+
+
+@pytest.mark.parametrize(("transport", "name"), REPLAYED)
+def test_any_order_that_the_waits_allow_gives_the_result(transport: str, name: str) -> None:
+    """Executed on memory in which what is free is NaN: so the recorder knows what every operation reads and writes."""
+    recording = record(CASES[transport][name])
+    for seed in range(4):
+        assert recording.wrong(seed) == []
+
+
+HIDDEN = "KeyValues"  # a backward receives what the forward received, into the same slots
+
+
+@pytest.mark.parametrize(
+    ("name", "backward"), [("two slots, no prefetch", False), ("world 4", True), ("2 x 2, other direction", True)]
+)
+def test_without_a_wait_some_order_gives_another_result(name: str, backward: bool) -> None:
+    """What the check calls a race is one."""
+    case = CASES["nccl"][name]
+    recording = record(replace(case, calls=tuple(call._replace(backward=backward) for call in case.calls)))
+    seen = Counter[str]()
+    for wait in recording.graph.waits:
+        race = recording.checked.broken_without(wait)
+        if race is None or (backward and HIDDEN in wait.name) or seen[wait.name] >= 5:
+            continue
+        order = without(recording.graph, wait.edges, [(race.first.number, race.second.number)])
+        assert recording.wrong(0, order), recording.checked.told(race)
+        seen[wait.name] += 1
+    assert sum(seen.values()) >= 10
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any, case: Case = FIVE) -> list[str]:
+    monkeypatch.setattr(owner, name, value)
+    return record(case).problems()
+
+
+def test_a_race_names_slot_hop_and_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody notes what computes on a slot."""
+    problems = broken(monkeypatch, Lane, "computed", lambda self, slot, heads: None)
+    kv = next(problem for problem in problems if "K/V slot" in problem)
+    assert "kernel" in kv and "hop" in kv and "nccl recv from" in kv and kv.endswith("and nothing orders the two")
+
+
+def test_an_arrival_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringattn.ring.traffic import Arrival
+
+    problems = broken(monkeypatch, Arrival, "wait", lambda self: self.tensors)
+    assert any("nccl recv" in problem and "kernel forward_kernel" in problem for problem in problems)
+
+
+def test_slots_that_are_taken_for_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert broken(monkeypatch, Slots, "free", lambda self, slot: ())
+
+
+def test_a_call_that_returns_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = broken(monkeypatch, Call, "settle", lambda self: None, CASES["nccl"]["forward twice"])
+    assert any("the caller, afterwards" in problem and "nccl send" in problem for problem in problems)
+
+
+def test_ranks_that_post_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks the wrong way round on every rank: no race and no deadlock, but not the one order."""
+    from ringattn.ring.key_values import KeyValues
+
+    post = KeyValues.advance
+
+    def backwards(self: Any, now: Any) -> None:
+        call = self.call
+        object.__setattr__(call, "chunks", call.chunks[::-1])
+        post(self, now)
+        object.__setattr__(call, "chunks", call.chunks[::-1])
+
+    problems = broken(monkeypatch, KeyValues, "advance", backwards, CASES["nccl"]["two chunks"])
+    assert problems and all("that is not the order of keys" in problem for problem in problems)
