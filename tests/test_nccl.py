@@ -154,6 +154,19 @@ def test_a_post_is_one_group_between_its_waits_and_its_record(device: Device) ->
     assert [(op.kind, op.stream, op.event) for op in device.log] == [("wait", compute, event_of(fence))]
 
 
+def test_a_fence_holds_what_is_sent_and_what_is_received_until_it_is_waited_for(device: Device) -> None:
+    transport = open_alone()
+    sent, received = filled(1, 4, CPU), filled(0, 4, CPU)
+    held = [weakref.ref(sent), weakref.ref(received)]
+    fence = transport.post(sends=[Message(0, sent)], receives=[Message(0, received)])
+    del sent, received
+    gc.collect()
+    assert all(one() is not None for one in held)
+    fence.wait()
+    gc.collect()
+    assert all(one() is None for one in held)
+
+
 def test_after_holds_back_the_transfer_stream_and_not_compute(device: Device) -> None:
     transport = open_alone()
     tensor, copy = filled(1, 4, CPU), filled(0, 4, CPU)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention
-from ringattn.comm import LocalGroup
+from ringattn.comm import LocalGroup, Message
 from ringattn.comm.topology import Topology
 from ringattn.ring.ring import ring_of
+from ringattn.ring.traffic import Call, Key, Kind
 
 from .baselines import exact, pytorch
 from .ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ring
@@ -275,3 +278,30 @@ def test_record_tells_compute_and_wait_per_hop() -> None:
     with LocalWorld(2) as world:
         for spans in world.run(rank_spans):
             assert spans == {("forward", kind, hop) for kind in ("compute", "wait") for hop in (0, 1)}
+
+
+@pytest.mark.parametrize("topology", [None, GRIDS["2x2"]], ids=["flat", "2x2"])
+def test_what_travels_is_as_small_as_it_was_asked_to_be(
+    topology: Topology | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, dim, moved = 512, 16, Counter[str]()
+    posted = Call.post
+
+    def counting(call: Call, level: int, key: Key, sends: list[Message], *rest: Any) -> Any:
+        what = "sums" if key.kind in (Kind.SUMS, Kind.HOME) else "kv"
+        moved[what] += sum(message.tensor.nbytes for message in sends)
+        return posted(call, level, key, sends, *rest)
+
+    monkeypatch.setattr(Call, "post", counting)
+
+    def bytes_of(**wires: torch.dtype) -> tuple[int, int]:
+        moved.clear()
+        ring = {"topology": topology, **wires}
+        run_ring(Layout.contiguous(tokens, 4), inputs(tokens, dims=(dim, dim)), causal=False, ring=ring, backend="aten")
+        return moved["kv"], moved["sums"]
+
+    kv, sums = bytes_of()
+    assert bytes_of(wire_dtype=torch.bfloat16, grad_wire_dtype=torch.bfloat16) == (kv // 2, sums // 2)
+    # an fp32 scale for each head and 128 tokens, which is a rank's whole shard here
+    scales = kv // (4 * dim * 128) * 4
+    assert bytes_of(wire_dtype=torch.float8_e4m3fn) == (kv // 4 + scales, sums)
