@@ -148,6 +148,8 @@ def test_a_rank_that_is_late_to_a_call_answers_when_it_gets_there() -> None:
     def one(rank: Preflight) -> Verdict | None:
         if rank is ranks[0]:
             return agree(rank, {"heads": 4})
+        while rank._control.look("bell") != ("asked", 2):
+            time.sleep(0.001)
         assert tick(rank) is None  # it hears the question before its call
         assert agree(rank, {"heads": 4}) is None
         assert tick(rank) is None
