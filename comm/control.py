@@ -146,9 +146,13 @@ class Control:
         missing = list(range(self.size))
         while not self._all_there(keys, missing):
             # Only the first that is missing is asked for again: cheap, however many ranks wait.
-            while not self._all_there(keys, missing[:1]):
+            while True:
                 reason = stop() if stop is not None else None
-                error = self._line.hopeless(missing) if reason is None else TransportError(f"{what}: {reason}")
+                # Before the look: a rank may leave its value and be gone, and that value is still an answer.
+                hopeless = self._line.hopeless(missing[:1])
+                if self._all_there(keys, missing[:1]):
+                    break
+                error = hopeless if reason is None else TransportError(f"{what}: {reason}")
                 if error is None and time.monotonic() >= deadline:
                     error = self._late(keys, missing, what, timeout)
                 if error is not None:

@@ -11,7 +11,6 @@ import itertools
 import queue
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -142,7 +141,7 @@ class Fabric:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.wires: defaultdict[tuple[bytes, int, int], queue.Queue[bytes]] = defaultdict(queue.Queue)
+        self._wires: dict[tuple[bytes, int, int], queue.Queue[bytes]] = {}
         self.moves = True  # False: nothing moves and nothing blocks, the order is all that is wanted
         self._drawn = itertools.count()
         self.open_group = threading.local()
@@ -152,6 +151,14 @@ class Fabric:
         self.on_destroy: Callable[[], None] = lambda: None
         self.spoil: Callable[[bytes], bytes] = lambda data: data
         self.abort_called = threading.Event()
+
+    def wire(self, edge: tuple[bytes, int, int]) -> queue.Queue[bytes]:
+        """What was sent over an edge of a communicator and not received yet."""
+        return self._wires.setdefault(edge, queue.Queue())  # atomic: both ends may come at once
+
+    def cut(self) -> None:
+        """Lose what is under way."""
+        self._wires.clear()
 
     def get_unique_id(self) -> bytes:
         first = next(self._drawn)  # every communicator has its own
@@ -170,7 +177,7 @@ class Fabric:
         receives, self.open_group.receives = self.open_group.receives, None
         self.before_end()
         for pointer, count, wire in receives if self.moves else ():
-            data = self.spoil(self.wires[wire].get(timeout=5))
+            data = self.spoil(self.wire(wire).get(timeout=5))
             assert len(data) == count
             ctypes.memmove(pointer, data, count)
 
@@ -189,7 +196,7 @@ class Communicator:
         self._note("send", pointer, count, dtype, peer, stream)
         self._fabric.device.transfer("send", (self._id, self._rank, peer), pointer, count, stream)
         if self._fabric.moves:
-            self._fabric.wires[self._id, self._rank, peer].put(ctypes.string_at(pointer, count))
+            self._fabric.wire((self._id, self._rank, peer)).put(ctypes.string_at(pointer, count))
 
     def recv(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
         self._note("recv", pointer, count, dtype, peer, stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 from ringattn.comm import LocalGroup, LocalWorld, TransportError, WorldAborted
 from ringattn.comm import control as module
 from ringattn.comm.control import Control, control_of
+from ringattn.comm.mailboxes import Hub
 
 T = TypeVar("T")
 SERVERS = multiprocessing.get_context("forkserver")  # torch is imported there once
@@ -296,3 +298,24 @@ def test_the_store_s_own_timeout_is_left_alone() -> None:
     served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=77))
     opened(served, 0, 1)
     assert served.timeout == timedelta(seconds=77)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("moments", [{3: 1, 5: 2}, {3: 2, 4: 1}])
+def test_what_a_rank_left_before_it_returned_counts(moments: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that answer and return right after a look that found something missing (the 3rd, ...)."""
+    hub, looks = Hub(3, timeout=5.0), itertools.count(1)
+    line = module._LocalLine(LocalGroup(hub, 0))
+    ask = line.ask
+
+    def asking(do: Callable[[Store], T], timeout: float) -> T:
+        found = ask(do, timeout)
+        rank = moments.get(next(looks)) if found is False else None
+        if rank is not None:
+            Control(line, rank, 3, "test/").publish(str(rank), rank)
+            hub.end(rank)
+        return found
+
+    monkeypatch.setattr(line, "ask", asking)
+    control = Control(line, 0, 3, "test/")
+    control.publish("0", 0)
+    assert control.collect(["0", "1", "2"], what="a test", timeout=5.0) == [0, 1, 2]

@@ -105,6 +105,15 @@ def end_at_post(ring: Ring, number: int) -> None:
 def work(kill: Kill, rank: int, pipe: Connection) -> None:
     """One rank: steps until something ends them."""
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        steps(kill, rank, pipe)
+    except BaseException as error:
+        pipe.send(Told(type(error).__name__, str(error), time.monotonic()))
+        raise
+
+
+def steps(kill: Kill, rank: int, pipe: Connection) -> None:
+    """Steps to warm up, and after the word to go steps without end."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -119,12 +128,8 @@ def work(kill: Kill, rank: int, pipe: Connection) -> None:
     assert pipe.recv() == "go"
     if rank == kill.victim and kill.at_post is not None:
         end_at_post(ring, kill.at_post)
-    try:
-        while True:
-            step(ring)
-    except BaseException as error:
-        pipe.send(Told(type(error).__name__, str(error), time.monotonic()))
-        raise
+    while True:
+        step(ring)
 
 
 def run(kill: Kill) -> None:
@@ -142,6 +147,7 @@ def run(kill: Kill) -> None:
             if rank != kill.host:
                 end.send(port)
         took = [receive(end) for end in ends]
+        assert all(isinstance(seconds, float) for seconds in took), took
         for end in ends:
             end.send("go")
         killed = strike(kill, ranks[kill.victim], took[kill.victim])

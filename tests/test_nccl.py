@@ -182,7 +182,7 @@ def test_the_group_is_closed_when_an_operation_raises(kind: str, fabric: Fabric,
     device.log.clear()
     fabric.fail_on = kind
     tensor = filled(1, 4, CPU)
-    fabric.wires.clear()
+    fabric.cut()
     with pytest.raises(TransportError, match="rank 0: NCCL refused a group of transfers: NCCL_ERROR_INVALID_USAGE"):
         transport.post(sends=[Message(0, tensor)], receives=[Message(0, filled(0, 4, CPU))])
     assert kinds(device.log)[-1] == "groupEnd"
@@ -192,16 +192,16 @@ def test_the_group_is_closed_when_an_operation_raises(kind: str, fabric: Fabric,
 def test_tensors_are_held_until_compute_has_waited(device: Device) -> None:
     transport = open_alone()
     tensor, copy = filled(1, 4, CPU), filled(0, 4, CPU)
-    alive = weakref.ref(tensor)
+    alive = [weakref.ref(tensor), weakref.ref(copy)]
     fence = transport.post(sends=[Message(0, tensor)], receives=[Message(0, copy)])
-    del tensor
+    del tensor, copy
     gc.collect()
     transport.post(sends=[], receives=[], after=[fence])  # holds back the transfer stream alone
     gc.collect()
-    assert alive() is not None
+    assert all(reference() is not None for reference in alive)
     fence.wait()
     gc.collect()
-    assert alive() is None
+    assert all(reference() is None for reference in alive)
 
 
 def test_close_gives_the_communicator_back_once(device: Device) -> None:

@@ -7,11 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ringattn.comm import Slots
-from ringattn.ring.traffic import Call, Lane
+from ringattn.comm import Slots, Topology
+from ringattn.ring import traffic
+from ringattn.ring.key_values import KeyValues
 
-from .recorder.case import Case
+from .layouts import layouts, masks
+from .recorder.case import Call, Case
 from .recorder.cases import CASES
 from .recorder.implied import IMPLIED
 from .recorder.replay import without
@@ -65,6 +69,45 @@ def test_any_order_that_the_waits_allow_gives_the_result(transport: str, name: s
         assert recording.wrong(seed) == []
 
 
+@st.composite
+def any_case(draw: st.DrawFn) -> Case:
+    """Two or three calls that need not have anything in common, through any ring."""
+    nodes, per_node = draw(st.sampled_from([(1, 2), (1, 3), (1, 4), (1, 5), (2, 2), (2, 3), (3, 2)]))
+    ring = draw(st.fixed_dictionaries(RINGS)) | {"topology": Topology.grid(nodes, per_node)}
+    ring["prefetch"] = draw(st.integers(0, ring["slots"] - 1))
+    some = layouts(world=nodes * per_node, max_seqlen=24).filter(lambda layout: layout.seqlen > 0)
+    calls = draw(st.lists(st.builds(Call, some, masks(), st.booleans()), min_size=2, max_size=3))
+    return Case(tuple(calls), draw(st.sampled_from(list(CASES))), ring=ring)
+
+
+RINGS: dict[str, st.SearchStrategy[Any]] = {
+    "slots": st.integers(2, 4),
+    "chunks": st.integers(1, 2),
+    "direction": st.sampled_from([1, -1]),
+    "wire_dtype": st.sampled_from([None, "bfloat16", "float8_e4m3fn"]),
+    "grad_wire_dtype": st.sampled_from([None, "bfloat16"]),
+}
+
+
+def check_any(case: Case) -> None:
+    recording = record(case)
+    assert not recording.problems()
+    assert not recording.wrong(0)
+
+
+@settings(max_examples=10)
+@given(any_case())
+def test_any_calls(case: Case) -> None:
+    check_any(case)
+
+
+@pytest.mark.nightly
+@settings(max_examples=500)
+@given(any_case())
+def test_many_calls(case: Case) -> None:
+    check_any(case)
+
+
 HIDDEN = "KeyValues"  # a backward receives what the forward received, into the same slots
 
 
@@ -93,15 +136,13 @@ def broken(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any, c
 
 def test_a_race_names_slot_hop_and_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody notes what computes on a slot."""
-    problems = broken(monkeypatch, Lane, "computed", lambda self, slot, heads: None)
+    problems = broken(monkeypatch, traffic.Lane, "computed", lambda self, slot, heads: None)
     kv = next(problem for problem in problems if "K/V slot" in problem)
     assert "kernel" in kv and "hop" in kv and "nccl recv from" in kv and kv.endswith("and nothing orders the two")
 
 
 def test_an_arrival_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ringattn.ring.traffic import Arrival
-
-    problems = broken(monkeypatch, Arrival, "wait", lambda self: self.tensors)
+    problems = broken(monkeypatch, traffic.Arrival, "wait", lambda self: self.tensors)
     assert any("nccl recv" in problem and "kernel forward_kernel" in problem for problem in problems)
 
 
@@ -110,14 +151,12 @@ def test_slots_that_are_taken_for_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_call_that_returns_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    problems = broken(monkeypatch, Call, "settle", lambda self: None, CASES["nccl"]["forward twice"])
+    problems = broken(monkeypatch, traffic.Call, "settle", lambda self: None, CASES["nccl"]["forward twice"])
     assert any("the caller, afterwards" in problem and "nccl send" in problem for problem in problems)
 
 
 def test_ranks_that_post_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks the wrong way round on every rank: no race and no deadlock, but not the one order."""
-    from ringattn.ring.key_values import KeyValues
-
     post = KeyValues.advance
 
     def backwards(self: Any, now: Any) -> None:

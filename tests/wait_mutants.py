@@ -47,7 +47,7 @@ SECONDS = 120  # for one mutant; one that hangs is caught
 NCCL = (
     "contiguous, other direction", "two slots, no prefetch", "full, contiguous, full", "2 x 3, full, then documents",
     "two chunks", "2 x 2, bfloat16 by wire", "forward twice", "full, then a longer window",
-    "3 x 2, contiguous, then full", "bfloat16 by wire, skipped hops", "world 5",
+    "3 x 2, contiguous, then full", "bfloat16 by wire, skipped hops", "fp8 by wire, two chunks",
 )  # fmt: skip
 OTHERS = (
     "contiguous, other direction", "two slots, no prefetch", "2 x 2, contiguous", "forward twice", "documents",
@@ -101,7 +101,13 @@ TARGETS = (
     Target("comm.regions", ("Flags.put_up", "Flags.wait_for"), ("copy_engine",), ("test_copy_engine.py",)),
     Target(
         "comm.local",
-        ("_LocalFence", "LocalWorld._stream_of", *(f"LocalTransport.{name}" for name in LOCAL_POST)),
+        (
+            "_LocalFence.wait",
+            "_LocalFence.order",
+            "_LocalFence._parts",
+            "LocalWorld._stream_of",
+            *(f"LocalTransport.{name}" for name in LOCAL_POST),
+        ),
         ("local",),
         ("test_lanes.py", "test_transport.py -k test_local", "test_local_world.py"),
     ),
