@@ -38,6 +38,8 @@ pytest_add_cli_args_test_selection = [
     "tests/test_mask.py",
     "tests/test_schedule.py",
     "tests/test_schedule_text.py",
+    "tests/test_tiles.py::test_every_small_range",
+    "tests/test_tiles.py::test_no_tile_is_seen_whole",
 ]
 use_git_change_detection = false
 """

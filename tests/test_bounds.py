@@ -85,8 +85,8 @@ def test_values_are_frozen_and_compared_by_identity() -> None:
 @pytest.mark.parametrize(
     ("lo", "hi", "message"),
     [
-        (None, torch.zeros(3, dtype=torch.int32), "only one of lo and hi"),
-        (torch.zeros(3, dtype=torch.int32), None, "only one of lo and hi"),
+        (None, torch.zeros(3, dtype=torch.int32), "^bounds has only one of lo and hi: pass both vectors, or FULL$"),
+        (torch.zeros(3, dtype=torch.int32), None, "^bounds has only one of lo and hi: pass both vectors, or FULL$"),
         (
             torch.zeros(3),
             torch.zeros(3, dtype=torch.int32),

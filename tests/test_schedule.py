@@ -209,6 +209,7 @@ def check_bytes(plan: Schedule) -> None:
             assert plan.bytes(kv, sums, level=level) == tuple(counts)
         assert plan.bytes(kv, sums) == tuple(map(sum, zip(*expected.values(), strict=True)))
     assert plan.bytes(3) == plan.bytes(3, 0)
+    assert all(type(count) is int for count in plan.bytes(3))
 
 
 @pytest.mark.parametrize("direction", [1, -1])

@@ -123,3 +123,12 @@ node 2 rank 2   .       .       |   1 »     .       |   3 < »   0 ^"""
 def test_tables_up_to_sixteen_ranks_are_whole(world: int) -> None:
     text = str(schedule(Layout.striped(world, world), Mask()))
     assert ("…" in text) == (world > 16)
+
+
+def test_a_large_table_keeps_the_turns_apart() -> None:
+    """Also in the row that stands for those left out."""
+    rows = str(schedule(Layout.striped(24, 24), Mask(), topology=Topology.grid(3, 8))).split("\n\n")[1].splitlines()
+    (left_out,) = (row for row in rows if row.startswith("…"))
+    turns = [column for column, sign in enumerate(rows[1]) if sign == "|"]
+    assert turns and turns == [column for column, sign in enumerate(left_out) if sign == "|"]
+    assert set(left_out) == set("…| ")
