@@ -68,6 +68,7 @@ def test_no_tile_is_seen_whole() -> None:
     """Then all of them are the tail's: one masked loop, and FULL needs no head."""
     assert tile_range(0, 0, 7, 7, 8) == TileRange(0, 0, 0, 8)
     assert tile_range(3, 9, 12, 20, 8) == TileRange(0, 0, 0, 24)
+    assert tile_range(0, 8, 8, 16, 8) == TileRange(0, 0, 0, 16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
