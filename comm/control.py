@@ -129,6 +129,14 @@ class Control:
 
         return self._ask(go, timeout)
 
+    def forget(self, key: str) -> None:
+        """Take back what this rank has published and nobody will look for any more.
+
+        Raises:
+            TransportError: the store is gone.
+        """
+        self._ask(lambda store: store.delete_key(self._prefix + key), ANSWER_SECONDS)
+
     def scope(self, name: str) -> Control:
         """The same ranks with other keys; the same `name` names the same keys again."""
         return Control(self._line, self.rank, self.size, f"{self._prefix}{name}/")

@@ -39,7 +39,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -176,10 +176,11 @@ class CopyEngineTransport:
         if not over:  # what a stream may still touch stays where it is
             logger.warning("rank %d: transfers by copy engine did not end in %g s", self.rank, self._timeout)
             return
-        with self._context.current():
-            self._imports.close()
-            self._flags.close()
-        self._context.release()
+        with ExitStack() as last:  # from the last line up, each also where CUDA refuses another
+            last.callback(self._context.release)
+            last.enter_context(self._context.current())
+            last.callback(self._flags.close)
+            last.callback(self._imports.close)
 
     def _offers(self, sends: Sequence[Message]) -> dict[int, list[Offer]]:
         """What will be announced to each peer; ValueError, with nothing announced, for memory that cannot be shared."""

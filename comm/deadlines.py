@@ -1,4 +1,4 @@
-"""When a transfer is late: a clock for each, from the moment when what it waits for is over."""
+"""When a transfer is late: a clock for each, from the moment when what it waits for, and the one before it, is over."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from .transport import DONE, Fence, TransportError
 MEDIANS = 100
 # ... but never before this many seconds: a rank may pause for a checkpoint, or the garbage collector, ...
 LEAST_SECONDS = 60.0
-# ... and the first transfers of a call wait for ranks that enter it late: data loading, compilation.
+# ... nor before this many times the longest that came: hops may be long where compute is slow, or work is uneven.
+LONGESTS = 4
+# The first transfers of a call wait for ranks that enter it late (data loading, a checkpoint), and those that this ring
+# has never seen to their end for ranks that compile.
 FIRST_SECONDS = 600.0
 # as many of the last transfers make the median
 RECENT = 128
@@ -69,7 +72,10 @@ class Deadlines:
         self._inbox: deque[Post] = deque()
         self._pending: list[Post] = []
         self._durations: deque[float] = deque(maxlen=RECENT)
+        self._longest: deque[float] = deque(maxlen=RECENT)  # without those that began their call
+        self._known: set[object] = set()  # labels of transfers that were over once
         self._arrived_in = 0  # the last call of which some transfer is over
+        self._moved = -NEVER  # when the last one was over: they run one after the other
         self.nbytes = 0
         self.last: object = None
         """Label of the newest transfer."""
@@ -95,12 +101,13 @@ class Deadlines:
         """Look at every transfer; the oldest that is late, if any."""
         while self._inbox:
             self._pending.append(self._inbox.popleft())
-        self._pending = [post for post in self._pending if not self._over(post, now)]
+        moved = self._moved
+        self._pending = [post for post in self._pending if not self._over(post, now, moved)]
         for post in self._pending:
             if post.ready is None and all(fence.done() for fence in post.after):
                 # Exact where nothing had to be waited for; else late by one poll at most.
                 post.ready = post.posted if all(fence is DONE for fence in post.after) else now
-            if post.ready is not None and now - post.ready >= self.limit(post):
+            if post.ready is not None and now - max(post.ready, self._moved) >= self.limit(post):
                 return post
         return None
 
@@ -108,16 +115,21 @@ class Deadlines:
         """Seconds that a transfer may take once what it waits for is over."""
         if self._seconds is not None:
             return self._seconds
-        if not self._durations or post.call > self._arrived_in:
+        if post.call > self._arrived_in or post.label not in self._known:
             return FIRST_SECONDS
-        return max(LEAST_SECONDS, MEDIANS * statistics.median(self._durations))
+        usual = MEDIANS * statistics.median(self._durations)
+        return max(LEAST_SECONDS, usual, LONGESTS * max(self._longest, default=0.0))
+
+    def resume(self, now: float) -> None:
+        """This process stood still until now, and so may have all others: no clock ran."""
+        self._moved = now
 
     def clear(self) -> None:
         """Forget all transfers: they were aborted, or the ring is closed."""
         self._inbox.clear()
         self._pending = []
 
-    def _over(self, post: Post, now: float) -> bool:
+    def _over(self, post: Post, now: float, moved: float) -> bool:
         if not post.fence.done():
             return False
         self.nbytes += post.nbytes
@@ -128,8 +140,13 @@ class Deadlines:
                 post.problem = str(error)
                 self.failed = post
                 return True
+        self._moved = now
+        duration = now - max(post.ready if post.ready is not None else post.posted, moved)
+        self._durations.append(duration)
+        if post.call <= self._arrived_in:
+            self._longest.append(duration)
         self._arrived_in = max(self._arrived_in, post.call)
-        self._durations.append(now - (post.ready if post.ready is not None else post.posted))
+        self._known.add(post.label)
         return True
 
 

@@ -48,6 +48,7 @@ class Lines:
             line.setblocking(False)
         # Also where nobody closes: a peer must not wait for one that is gone with its transport.
         self._end = weakref.finalize(self, _close, list(sockets.values()))
+        _OPEN.add(self)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -134,6 +135,18 @@ def _close(lines: Sequence[socket.socket]) -> None:
         line.close()
 
 
+_OPEN: weakref.WeakSet[Lines] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # Ends that a child keeps open, a loader's worker say, would hide from the peers that this process has died.
+    for lines in list(_OPEN):
+        lines.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class Listener:
     """Where the processes of a node find this one, before they are connected."""
 
@@ -162,7 +175,11 @@ class Listener:
             if not _is_ours(accepted):
                 accepted.close()
                 continue
-            sockets[_HELLO.unpack(accepted.recv(LONGEST_RECORD))[0]] = accepted
+            hello = accepted.recv(LONGEST_RECORD)
+            if len(hello) != _HELLO.size:  # whoever it was has given up, and says so itself
+                accepted.close()
+                continue
+            sockets[_HELLO.unpack(hello)[0]] = accepted
 
     def __enter__(self) -> Listener:
         return self
@@ -214,11 +231,17 @@ class Board:
         """The board of all these ranks: the lowest makes it."""
         maker = min([rank, *sockets])
         if rank != maker:
-            _, (fd,), _, _ = socket.recv_fds(sockets[maker], LONGEST_RECORD, 1)
-            return cls(fd, count)
+            _, fds, _, _ = socket.recv_fds(sockets[maker], LONGEST_RECORD, 1)
+            if not fds:  # the end of the line, or no descriptor is left for it here
+                raise TransportError(f"rank {maker} hands out no flags: it gave up, or too many files are open here")
+            return cls(fds[0], count)
         board = cls.new(count, first)
-        for line in sockets.values():
-            socket.send_fds(line, [b"board"], [board._fd])
+        try:
+            for line in sockets.values():
+                socket.send_fds(line, [b"board"], [board._fd])
+        except BaseException:
+            board.close()
+            raise
         return board
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import threading
@@ -147,8 +148,8 @@ class NcclTransport:
         comm = self._end(str(closed(self.name, self.rank)))
         if comm is None:
             return
-        if not drained:
-            comm.abort()
+        if not drained:  # abort() may not come back either, where a peer died
+            _in_time(comm.abort, self._timeout)
             return
         # destroy() flushes what the network still carries, which abort() would cut off under a slower peer. It blocks
         # for as long as a dead peer of this node stays silent, so it is given a thread and a deadline.
@@ -159,6 +160,7 @@ class NcclTransport:
         """The communicator of the members; blocks until every one of them is here."""
         size, place, shared = len(self._members), self._members[self.rank], self._shared_id()
         joined: list[Any] = []
+        given_up = threading.Event()
 
         def join() -> None:
             try:
@@ -169,9 +171,13 @@ class NcclTransport:
                         joined.append(ConfiguredCommunicator(size, shared, place, limits))
             except Exception as error:
                 joined.append(error)
+            if given_up.is_set():
+                _abandon(joined)
 
         # A member that failed leaves the others waiting in NCCL, which nothing ends: so from a thread.
         if not _in_time(join, self._timeout):
+            given_up.set()
+            _abandon(joined)
             raise TransportError(f"rank {self.rank}: ranks {list(self._members)} did not join in {self._timeout:g} s")
         if isinstance(joined[0], Exception):
             raise TransportError(f"rank {self.rank}: NCCL makes no communicator: {joined[0]}") from joined[0]
@@ -226,6 +232,14 @@ class NcclTransport:
                 return False
             time.sleep(POLL_SECONDS)
         return True
+
+
+def _abandon(joined: list[Any]) -> None:
+    """Give back a communicator whose last member came after all, when nobody waited for it any more."""
+    with contextlib.suppress(IndexError):  # not there yet, or the other thread was faster
+        late = joined.pop()
+        if not isinstance(late, Exception):
+            late.abort()
 
 
 def _in_time(function: Callable[[], object], seconds: float) -> bool:

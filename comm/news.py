@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -42,6 +43,7 @@ class News:
         self._ask_again = -NEVER
         self._stragglers = Stragglers()
         self._looked = -NEVER
+        self._saying = threading.Lock()  # the watchdog, and whoever asks for telemetry
 
     def spent(self, kind: str, seconds: float) -> None:
         """Count seconds of one kind; others than compute and wait are nobody's news."""
@@ -50,17 +52,20 @@ class News:
 
     def say(self, step: str, calls: int, nbytes: int, digests: tuple[tuple[int, bytes], ...]) -> None:
         """Write this rank's row, if anything in it has changed."""
-        for what, seconds in self.spans.finished():
-            self.spent(str(what[0]), seconds)
-        now = time.monotonic()
-        compute, wait = self._seconds["compute"], self._seconds["wait"]
-        while self._window and now - self._window[0][0] > WINDOW_SECONDS:
-            self._window.popleft()
-        self._window.append((now, compute, wait))
-        since, compute_then, wait_then = self._window[0]
-        old = self.table.rows.get(self._rank)
-        said = (step, calls, nbytes, compute - compute_then, wait - wait_then, now - since, digests)
-        self.table.put(self._rank, Row(old.version + 1 if old is not None else 1, time.time(), *said, self._gauge(now)))
+        with self._saying:
+            for what, seconds in self.spans.finished():
+                self.spent(str(what[0]), seconds)
+            now = time.monotonic()
+            compute, wait = self._seconds["compute"], self._seconds["wait"]
+            while self._window and now - self._window[0][0] > WINDOW_SECONDS:
+                self._window.popleft()
+            self._window.append((now, compute, wait))
+            since, compute_then, wait_then = self._window[0]
+            old = self.table.rows.get(self._rank)
+            said = (step, calls, nbytes, compute - compute_then, wait - wait_then, now - since, digests)
+            self.table.put(
+                self._rank, Row(old.version + 1 if old is not None else 1, time.time(), *said, self._gauge(now))
+            )
 
     def expect(self, size: int, step: str) -> None:
         """Note the first thing that is known of every rank, until it says something itself."""

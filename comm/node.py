@@ -85,8 +85,12 @@ def _join(
     try:
         listener.connect(rank, addresses, sockets, timeout)
         board = Board.shared(rank, sockets, 2 * len(addresses) ** 2, first)
-        with context.current():
-            return Flags(context.driver, board), Lines(sockets)
+        try:
+            with context.current():
+                return Flags(context.driver, board), Lines(sockets)
+        except BaseException:
+            board.close()
+            raise
     except BaseException:
         for line in sockets.values():
             line.close()

@@ -118,9 +118,9 @@ class Link(NamedTuple):
     """Orders links of one bandwidth: fewer common ancestors are farther."""
 
     @property
-    def rank(self) -> tuple[float, int]:
-        """A better link has a smaller one."""
-        return -(self.gigabytes_per_second or 0.0), self.distance
+    def rank(self) -> tuple[bool, float, int]:
+        """A better link has a smaller one: NVLink comes first also where its generation, hence its rate, is unknown."""
+        return self.kind != "nvlink", -(self.gigabytes_per_second or 0.0), self.distance
 
 
 def link_between(a: Place, b: Place) -> Link:

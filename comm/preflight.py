@@ -93,6 +93,7 @@ class Preflight:
         self._told_history = False
         self._looks = 0
         self._settled: set[int] = set()
+        self._compared: int | None = None  # the last call that all have compared
 
     @property
     def number(self) -> int:
@@ -192,6 +193,9 @@ class Preflight:
         keys = [_key(number, rank) for rank in range(control.size)]
         what = f"what the ranks say of call {number}"
         found = control.collect(keys, what=what, timeout=timeout, stop=ring_again)
+        if self._compared is not None:  # who has published this call's word has read that one's
+            control.forget(_key(self._compared, control.rank))
+        self._compared = number
         return verdict_of({rank: _said(one) for rank, one in enumerate(found)})
 
     def _count(self, fields: Fields | None, *, stopped: bool) -> None:

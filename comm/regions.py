@@ -253,5 +253,7 @@ class Flags:
 
     def close(self) -> None:
         """Take the board from the device, and unmap it."""
-        checked(self._driver, self._driver.cuMemHostUnregister(self._host), "cuMemHostUnregister")
-        self.board.close()
+        try:
+            checked(self._driver, self._driver.cuMemHostUnregister(self._host), "cuMemHostUnregister")
+        finally:
+            self.board.close()

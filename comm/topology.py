@@ -69,10 +69,10 @@ class Topology:
             data = json.loads(data)
         if not isinstance(data, Mapping) or not {*data} & {"nodes", "places"}:
             raise ValueError(f'a topology is {data!r}: it takes {{"nodes": [[rank, …], …]}}, {{"places": […]}} or both')
-        places = tuple(Place.from_json(one) for one in data.get("places", ()))
+        places = tuple(Place.from_json(one) for one in _listed("places", data.get("places", ())))
         if "nodes" not in data:
             return ring_topology(places)
-        nodes = data["nodes"]
+        nodes = _listed("nodes", data["nodes"])
         if not all(isinstance(node, list | tuple) and all(type(rank) is int for rank in node) for node in nodes):
             raise ValueError(f"nodes is {nodes!r}: it takes lists of ranks, one per node")
         return cls(tuple(tuple(node) for node in nodes), places)
@@ -153,6 +153,12 @@ class Topology:
         return tuple(counts[one] for one in used)
 
 
+def _listed(name: str, data: object) -> Sequence[Any]:
+    if not isinstance(data, list | tuple):
+        raise ValueError(f"{name} is {data!r}: it takes a list")
+    return data
+
+
 def ring_topology(places: Sequence[Place]) -> Topology:
     """The ring through ranks at ``places`` (by rank): fast links first, as few slow ones as possible.
 
@@ -192,7 +198,7 @@ def _node(
         return (cliques[rank], first[place.host], place.pcie, -1 if place.index is None else place.index, rank)
 
     held = sorted(ranks, key=lambda rank: (wish.get(_name(nics[rank]), len(pattern)), natural(rank)))
-    grades = [[link_between(places[a], places[b]).rank if a != b else (0.0, 0) for b in held] for a in held]
+    grades = [[link_between(places[a], places[b]).rank if a != b else (False, 0.0, 0) for b in held] for a in held]
     order = [held[i] for i in best_cycle(grades)]
     if len(pattern) != len(order):
         return tuple(order)
@@ -248,7 +254,8 @@ def _around(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 def _description(ring: Topology) -> Iterator[str]:
     sizes = sorted({len(node) for node in ring.nodes})
-    ranks = f"{len(ring.nodes)} node{'s' * (len(ring.nodes) > 1)} of {' to '.join(map(str, {sizes[0], sizes[-1]}))}"
+    per_node = " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
+    ranks = f"{len(ring.nodes)} node{'s' * (len(ring.nodes) > 1)} of {per_node}"
     kind = "two-level ring" if ring.two_level else "flat ring"
     yield f"{kind} of {ring.world} rank{'s' * (ring.world > 1)}, {ranks}; -N-> expects N GB/s per direction"
     edges = {(edge.source, edge.destination, edge.level): edge.link for edge in ring.edges}

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 STORE_SECONDS = 1.0
 # A communicator whose peers died may not come back from its abort.
 ABORT_SECONDS = 2.0
+# Two ticks that are so far apart mean that the process was stopped: a signal, a debugger, a machine that swaps.
+STOPPED_SECONDS = 5.0
 # After a call a rank goes on talking for a while, so that its last news get around.
 GRACE_SECONDS = 0.5
 # Where a last report is asked for directly when something failed; in larger worlds, the edge's ends among them.
@@ -81,6 +83,7 @@ class Watch:
         self._phase: str | None = None
         self._waiting = False  # in the preflight
         self._active = -NEVER  # when this ring was last in use
+        self._ticked = NEVER
         self.closed = False
 
     # -- the thread that computes ------------------------------------------------------------------------------------
@@ -156,6 +159,8 @@ class Watch:
             if self._failure is None:
                 self._posts.poll(time.monotonic())
                 problem = str(error) if known else f"{type(error).__name__}: {error}"
+                if self._fatal is not None:  # the process ends in here: nobody else will show where this came from
+                    logger.error("rank %d failed", self.rank, exc_info=error)
                 self._find(self._posts.failed or self._posts.first, f"failed: {problem}", look_first=known)
             assert self._failure is not None
             return self._as_error(self._failure) if known else error
@@ -178,6 +183,9 @@ class Watch:
             return
         now = time.monotonic()
         with self._lock:
+            if now - self._ticked > STOPPED_SECONDS:
+                self._posts.resume(now)
+            self._ticked = now
             late = self._posts.poll(now)
             if self._posts.failed is not None:
                 return self._find(self._posts.failed, f"failed: {self._posts.failed.problem}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,12 +19,14 @@ from .groups import Group
 from .local import LocalGroup
 from .news import Gauges
 from .transport import Transport
-from .watch import Watch
+from .watch import Watch, _within
 
 logger = logging.getLogger(__name__)
 
 # sysexits' EX_TEMPFAIL: what torchrun and schedulers restart
 EXIT_CODE = 75
+# A pipe that nobody reads must not keep the process.
+FLUSH_SECONDS = 1.0
 
 
 class Watchdog:
@@ -117,4 +120,5 @@ def open_watch(
 def end_process(reason: str) -> None:
     """Leave at once, non-zero, so that torchrun restarts: the streams of this process wait for bytes for ever."""
     logger.critical("this process ends: %s", reason)
+    _within(FLUSH_SECONDS, sys.stdout.flush)  # os._exit does not
     os._exit(EXIT_CODE)

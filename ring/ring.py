@@ -31,7 +31,7 @@ from ..comm.watchdog import open_watch
 from .plan import PLANS, Plan
 from .schedule import KV_SLOTS, Hop
 from .trace import Trace
-from .traffic import Call, chunks_of
+from .traffic import Call, Posted, chunks_of
 from .wire import grad_wire_of, wire_of
 
 
@@ -56,7 +56,8 @@ class Ring:
             group has GPUs, else flat in rank order.
         limits: what a transfer may take of the machine, see :class:`comm.Limits`.
         deadline: seconds that a transfer may take once what it waits for is done, before the ranks give up with an
-            error; None: many times the median hop.
+            error; None: 100 times the median of the last ones, at least 60 s and 4 times the longest, and 600 s for
+            the first of a call and for what this ring has never moved before.
 
     The transports open at the first call, on the device of its tensors; every rank calls together. A context manager;
     :meth:`close` gives back communicators and slots.
@@ -152,7 +153,9 @@ class Ring:
         if len(transports) == 1:
             return transports[0]
         if self._flat is None:
-            self._flat = open_transport(self.group, transport=self._wish, device=device)
+            # What reaches other nodes reaches all ranks; copy engines, if they were asked for, would not.
+            wish = transports[-1].name
+            self._flat = open_transport(self.group, transport=wish, device=device, limits=self.limits)
             self._opened.append(self._flat)
         return self._flat
 
@@ -164,10 +167,22 @@ class Ring:
     @contextmanager
     def call(self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor) -> Iterator[Call]:
         """What the loops need for one call; an error inside is told to the other ranks."""
-        watch = self._use(q.device)
+        with self._watched(phase, q.device) as watch:
+            yield self._call(plan, phase, q, k, watch)
+
+    @contextmanager
+    def exchange(self, phase: str, device: torch.device) -> Iterator[tuple[Transport, Posted]]:
+        """A transport to every rank, and whom to tell of posts there; an error inside is told to the others."""
+        transport = self.open_flat(device)
+        with self._watched(phase, device) as watch:
+            yield transport, watch.posted
+
+    @contextmanager
+    def _watched(self, phase: str, device: torch.device) -> Iterator[Watch]:
+        watch = self._use(device)
         watch.begin(phase)
         try:
-            yield self._call(plan, phase, q, k, watch)
+            yield watch
         except BaseException as error:
             told = watch.failed(error)
             if told is error:

@@ -9,6 +9,7 @@ import torch
 from ..comm import Message, group_rank_size
 from .layout import Layout
 from .ring import Ring, ring_of
+from .traffic import sizes
 
 NAMES = ("contiguous", "zigzag", "striped")
 GRADS = ("slice", "sum")
@@ -115,9 +116,12 @@ def exchange(ring: Ring, outgoing: list[torch.Tensor], shapes: list[Any]) -> lis
     incoming = [torch.empty(shape, dtype=own.dtype, device=own.device) for shape in shapes]
     others = [rank for rank in range(ring.size) if rank != ring.rank]
     if others:
-        transport = ring.open_flat(own.device)
         sends = [Message(rank, outgoing[rank].contiguous()) for rank in others if outgoing[rank].numel()]
         receives = [Message(rank, incoming[rank]) for rank in others if incoming[rank].numel()]
-        transport.post(sends=sends, receives=receives, after=(transport.mark(),)).wait()
+        with ring.exchange("unshard", own.device) as (transport, posted):
+            after = (transport.mark(),)
+            fence = transport.post(sends=sends, receives=receives, after=after)
+            posted("unshard", fence, after, sizes(sends), sizes(receives))
+            fence.wait()
     incoming[ring.rank] = own
     return incoming

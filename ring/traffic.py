@@ -72,7 +72,11 @@ def chunks_of(count: int, heads: int, kv_heads: int) -> tuple[Heads, ...]:
     )
 
 
-def ignore_post(key: Key, fence: Fence, after: Sequence[Fence], sent: object, received: object) -> None:
+Posted = Callable[[object, Fence, Sequence[Fence], list[tuple[int, int]], list[tuple[int, int]]], None]
+"""Told of a post: what it is, its fence, what it waits for, and (peer, bytes) of what is sent and received."""
+
+
+def ignore_post(key: object, fence: Fence, after: Sequence[Fence], sent: object, received: object) -> None:
     """Nobody watches this call's transfers."""
 
 
@@ -90,7 +94,7 @@ class Call:
     prefetch: int
     wire: Wire | None = None  # how K/V travel; None: as they are
     grad_wire: Wire | None = None
-    posted: Callable[[Key, Fence, Sequence[Fence], list[tuple[int, int]], list[tuple[int, int]]], None] = ignore_post
+    posted: Posted = ignore_post
     last: dict[int, Fence] = field(default_factory=dict)  # the newest post of each level
 
     def mark(self) -> Fence:
@@ -106,7 +110,7 @@ class Call:
         after = tuple(after)
         fence = self.transports[level].post(sends=sends, receives=receives, after=after)
         self.last[level] = fence
-        self.posted(key, fence, after, _sizes(sends), _sizes(receives))
+        self.posted(key, fence, after, sizes(sends), sizes(receives))
         return fence
 
     def settle(self) -> None:
@@ -118,7 +122,7 @@ class Call:
             fence.wait()
 
 
-def _sizes(messages: Sequence[Message]) -> list[tuple[int, int]]:
+def sizes(messages: Sequence[Message]) -> list[tuple[int, int]]:
     return [(peer, tensor.nbytes) for peer, tensor in messages]
 
 

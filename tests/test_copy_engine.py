@@ -19,7 +19,7 @@ from ringattn.comm.control import control_of
 from ringattn.comm.copy_engine import CopyEngineTransport, copy_engine_missing
 from ringattn.comm.lines import Board
 
-from .stand_in_cuda import Workers, install_driver, running
+from .stand_in_cuda import Result, Workers, install_driver, running
 from .transport_cases import CASES, filled, neighbours
 
 CPU = torch.device("cpu")
@@ -507,3 +507,19 @@ def test_ranks_of_several_nodes_are_named(workers: Workers, monkeypatch: pytest.
     with LocalWorld(2, device="cpu", timeout=10) as world:
         world.run(fn)
     assert not +workers.driver.retained
+
+
+def test_close_gives_the_rest_back_where_cuda_refuses_a_part(workers: Workers) -> None:
+    def fn(group: LocalGroup) -> None:
+        transport = opened(group)
+        fences = keep_fences(transport)
+        exchange(transport)
+        transport.gather(None)
+        workers.driver.cuIpcCloseMemHandle = lambda address: (Result.CUDA_ERROR_INVALID_VALUE,)  # type: ignore[method-assign]
+        with pytest.raises(TransportError, match="cuIpcCloseMemHandle failed"):
+            transport.close()
+        fences.clear()
+
+    with LocalWorld(2, device="cpu", timeout=10) as world:
+        world.run(fn)
+    assert not workers.driver.registered and not +workers.driver.retained

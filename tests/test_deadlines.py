@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ringattn.comm.deadlines import FIRST_SECONDS, LEAST_SECONDS, MEDIANS, NEVER, Deadlines, Post
+from ringattn.comm.deadlines import FIRST_SECONDS, LEAST_SECONDS, LONGESTS, MEDIANS, NEVER, Deadlines, Post
 
 from .watch_cases import Transfer
 
@@ -104,3 +104,54 @@ def test_edges_are_told_in_the_direction_in_which_bytes_go() -> None:
     several = Post("hop", Transfer(), (), [(1, 64), (1, 6)], [(2, 32)], 0.0, 1)
     assert several.edges(0) == "32 bytes rank 2 -> rank 0, 70 bytes rank 0 -> rank 1"
     assert Post("hop", Transfer(), (), [], [], 0.0, 1).edges(0) == "no bytes on this rank"
+
+
+def after_many(durations: float) -> Deadlines:
+    """Deadlines of a ring whose first call is over."""
+    deadlines = Deadlines(None, ask_why=True)
+    for _ in range(20):
+        fence = Transfer()
+        fence.finish()
+        deadlines.add(post(fence, now=0.0))
+        deadlines.add(post(fence, now=0.0, label="hop 2"))
+    deadlines.poll(durations)
+    return deadlines
+
+
+def test_a_transfer_that_never_was_over_waits_for_ranks_that_compile() -> None:
+    deadlines, first, second = Deadlines(None, ask_why=True), Transfer(), Transfer()
+    deadlines.add(post(first))
+    deadlines.add(post(second, label="hop 2"))
+    first.finish()
+    assert deadlines.poll(0.1) is None
+    assert deadlines.poll(0.1 + FIRST_SECONDS - 1) is None
+    assert deadlines.poll(0.1 + FIRST_SECONDS) is not None
+
+
+def test_a_rank_that_comes_late_does_not_make_what_was_posted_ahead_late() -> None:
+    deadlines, first, second = after_many(0.01), Transfer(), Transfer()
+    deadlines.add(post(first, now=10.0, call=2))
+    deadlines.add(post(second, now=10.0, call=2, label="hop 2"))
+    assert deadlines.poll(129.0) is None
+    first.finish()
+    assert deadlines.poll(130.0) is None
+    assert deadlines.poll(130.0 + LEAST_SECONDS) is not None
+
+
+def test_transfers_of_one_queue_have_a_clock_each() -> None:
+    deadlines, fences = Deadlines(30.0, ask_why=True), [Transfer() for _ in range(16)]
+    for fence in fences:
+        deadlines.add(post(fence))
+    for number, fence in enumerate(fences):
+        assert deadlines.poll(3.0 * number + 2.9) is None
+        fence.finish()
+        assert deadlines.poll(3.0 * number + 3.0) is None
+
+
+def test_hops_may_be_long_once_they_were() -> None:
+    deadlines, slow = after_many(0.01), Transfer()
+    deadlines.add(post(slow, now=1.0))
+    assert deadlines.poll(51.0) is None
+    slow.finish()
+    deadlines.poll(51.0)
+    assert deadlines.limit(post(Transfer())) == LONGESTS * 50.0

@@ -169,3 +169,27 @@ sys.exit(max(os.waitpid(child, 0)[1] for child in children) != 0)
 def test_between_processes() -> None:
     done = subprocess.run([sys.executable, "-c", PROCESSES], timeout=60, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_maker_that_gives_up() -> None:
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    first.close()
+    with second, pytest.raises(TransportError, match="rank 0 hands out no flags"):
+        Board.shared(1, {0: second}, 8, 0)
+
+
+def test_a_child_does_not_hide_that_its_parent_died(pair: tuple[Lines, Lines]) -> None:
+    gone, alive = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(alive)
+        os.read(gone, 1)  # until the parent lets it go
+        os._exit(0)
+    try:
+        pair[1].close()
+        with pytest.raises(TransportError, match="has ended its transport, or died"):
+            pair[0].receive(1, "waits", 2.0)
+    finally:
+        os.close(alive)
+        os.close(gone)
+        os.waitpid(child, 0)

@@ -234,6 +234,17 @@ def test_close_does_not_wait_for_ever(fabric: Fabric, device: Device) -> None:
     assert time.monotonic() - started < 0.9
 
 
+def test_close_does_not_wait_for_an_abort_for_ever(
+    fabric: Fabric, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = open_alone(timeout=0.05)
+    monkeypatch.setattr(transport, "_drained", lambda: False)
+    monkeypatch.setattr(transport._comm, "abort", lambda: time.sleep(1.0))
+    started = time.monotonic()
+    transport.close()
+    assert time.monotonic() - started < 0.9
+
+
 def test_abort_names_its_reason_to_whoever_posts(device: Device) -> None:
     transport = open_alone()
     device.log.clear()
@@ -298,9 +309,11 @@ def test_warm_up_deadline_on_the_last_bytes(fabric: Fabric, device: Device) -> N
 
 
 def test_peers_that_do_not_join_are_not_waited_for(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fabric, "NcclCommunicator", lambda *arguments: time.sleep(1))
+    make = fabric.NcclCommunicator
+    monkeypatch.setattr(fabric, "NcclCommunicator", lambda *arguments: (time.sleep(0.3), make(*arguments))[1])
     with pytest.raises(TransportError, match=r"rank 0: ranks \[0\] did not join in 0\.05 s"):
         open_alone(timeout=0.05)
+    assert fabric.abort_called.wait(5), "a communicator that comes too late is given back"
 
 
 def test_a_communicator_that_nccl_refuses(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:

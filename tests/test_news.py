@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import time
 
 import pytest
@@ -134,3 +136,31 @@ def test_a_table_of_a_newer_peer_is_merged_once() -> None:
     assert news.pull(pack(rows)) == [rows[2]]
     assert news.pull(pack(rows)) == []
     assert news.pull(None) == []
+
+
+def test_telemetry_beside_the_watchdog() -> None:
+    (watch, _), errors = Ranks(2).watches, []
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            try:
+                watch.telemetry()
+            except Exception as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(3000):
+            with watch.span("compute"):
+                pass
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    assert not errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -114,9 +115,11 @@ def test_a_board_that_cuda_does_not_take(driver: Driver, monkeypatch: pytest.Mon
         return register(host, nbytes, flags)
 
     monkeypatch.setattr(driver, "cuMemHostRegister", refuse_rank_1)
+    held = len(os.listdir("/proc/self/fd"))
     assert "rank 1 cannot join its node's other ranks (cuMemHostRegister failed: CUDA_ERROR_INVALID_VALUE)" in refused(
         2
     )
+    assert len(os.listdir("/proc/self/fd")) <= held
 
 
 CARDS = [Card((0, 1), None, "a", "host-a", "0"), Card((0, 1), None, "a", "host-a", "1")]

@@ -255,3 +255,10 @@ def test_a_question_is_repeated_when_another_one_took_its_place(monkeypatch: pyt
 def test_a_verdict_names_refusals_first() -> None:
     said = {0: Said({"a": "1"}, None, True), 1: Said(None, "ValueError: no", False), 2: Said({"a": "2"}, None, False)}
     assert verdict_of(said) == Verdict("rank 1 refused this call: ValueError: no", True)
+
+
+def test_words_that_everybody_has_read_leave_the_store() -> None:
+    ranks = preflights(2)
+    for heads in range(20):
+        on_all(ranks, lambda rank, heads=heads: agree(rank, {"heads": heads}))  # type: ignore[misc]
+    assert all(rank._control.look(f"call{call}/{rank._control.rank}") is None for rank in ranks for call in range(19))

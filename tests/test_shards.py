@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from ringattn import Layout, LocalWorld, positions, shard, unshard
 from ringattn.comm import LocalGroup
+from ringattn.ring.ring import ring_of
 
 WHOLE = torch.arange(60, dtype=torch.float64).view(3, 10, 2)
 LAYOUTS: list[Layout] = [
@@ -87,3 +89,15 @@ def test_errors() -> None:
             unshard(WHOLE, layout="zigzag", group=group, grad="mean")
 
     on_every_rank(Layout.contiguous(2, 2), check)
+
+
+def test_unshard_is_watched() -> None:
+    def fn(group: LocalGroup) -> None:
+        unshard(WHOLE[:, :5], layout=Layout.contiguous(10, 2), group=group, grad="slice")
+        watch = ring_of(group, WHOLE.device)._watch
+        assert watch is not None
+        watch._posts.poll(time.monotonic())
+        assert watch._posts.nbytes == 2 * WHOLE[:, :5].nbytes
+        assert watch._posts.last == "unshard"
+
+    on_every_rank(Layout.contiguous(10, 2), fn)

@@ -228,3 +228,19 @@ def test_orders_without_places() -> None:
 def test_json_that_is_no_topology(data: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         Topology.from_json(data)
+
+
+@pytest.mark.parametrize("data", [{"nodes": 5}, {"nodes": None}, {"places": None}, {"places": 3}])
+def test_what_is_no_list_is_named(data: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(data))} is .*: it takes a list"):
+        Topology.from_json(data)
+
+
+def test_nvlinks_of_an_unknown_generation_come_first_too() -> None:
+    places = meshed("a", {(0, 2): 4, (1, 3): 4}, 4)
+    blind = [replace(one, nvlinks=tuple(replace(link, version=None) for link in one.nvlinks)) for one in places]
+    assert [edge.link.kind for edge in ring_topology(blind).edges].count("nvlink") == 2
+
+
+def test_nodes_of_several_sizes_from_the_smallest() -> None:
+    assert "2 nodes of 4 to 8;" in Topology((tuple(range(8)), (8, 9, 10, 11))).describe()

@@ -263,3 +263,27 @@ def test_one_rank_alone_has_nobody_to_compare_with() -> None:
     error = TransportError("x")
     assert watch.failed(error) is error
     assert [report.rank for report in watch.telemetry()] == [0]
+
+
+def test_a_process_that_was_stopped_starts_its_clocks_again(clock: Clock) -> None:
+    ranks, _ = running(2)  # a deadline of 3 s
+    ranks.tick()
+    clock.now += 1000.0  # SIGSTOP and SIGCONT, a debugger
+    ranks.tick()
+    assert not ranks.transports[0].reasons
+    for _ in range(4):
+        clock.now += 1.0
+        ranks.tick()
+    assert ranks.transports[0].reasons
+
+
+def test_where_the_process_ends_the_traceback_is_shown_first(caplog: pytest.LogCaptureFixture) -> None:
+    ranks, _ = running(2, fatal=True)
+    error = MemoryError("no room")
+    with pytest.raises(MemoryError):
+        try:
+            raise error
+        except MemoryError as caught:
+            assert ranks.watches[0].failed(caught) is error
+            raise
+    assert any(record.exc_info and record.exc_info[1] is error for record in caplog.records)
