@@ -310,7 +310,12 @@ def test_warm_up_deadline_on_the_last_bytes(fabric: Fabric, device: Device) -> N
 
 def test_peers_that_do_not_join_are_not_waited_for(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     make = fabric.NcclCommunicator
-    monkeypatch.setattr(fabric, "NcclCommunicator", lambda *arguments: (time.sleep(0.3), make(*arguments))[1])
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return make(*arguments)
+
+    monkeypatch.setattr(fabric, "NcclCommunicator", late)
     with pytest.raises(TransportError, match=r"rank 0: ranks \[0\] did not join in 0\.05 s"):
         open_alone(timeout=0.05)
     assert fabric.abort_called.wait(5), "a communicator that comes too late is given back"

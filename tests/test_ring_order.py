@@ -36,7 +36,8 @@ class Log:
     lines: list[str] = field(default_factory=list)
     posts: list[tuple[Key, list[int], list[int]]] = field(default_factory=list)
 
-    def posted(self, key: Key, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes) -> None:
+    def posted(self, key: object, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes) -> None:
+        assert isinstance(key, Key)
         what = {Kind.RAIL: f"K/V {key.brings} by rail", Kind.KV: f"K/V {key.brings}", Kind.SUMS: "sums"}
         chunk = f" chunk {key.chunk}" if key.chunk else ""
         moves = f"{len(sent)} out, {len(received)} in"
