@@ -230,8 +230,11 @@ def _nvlinks(nvml: Any, gpu: Any) -> Iterator[NvLink]:
     for number in range(MOST_LINKS):
         if not _asked(nvml, lambda number=number: nvml.nvmlDeviceGetNvLinkState(gpu, number)):  # type: ignore[misc]
             continue
+        peer = _asked(nvml, lambda number=number: _peer(nvml, gpu, number))  # type: ignore[misc]
+        if peer is None:
+            continue  # a link to nobody knows where joins nobody
         version = _asked(nvml, lambda number=number: nvml.nvmlDeviceGetNvLinkVersion(gpu, number))  # type: ignore[misc]
-        links[_peer(nvml, gpu, number), None if version is None else GENERATIONS.get(version)] += 1
+        links[peer, None if version is None else GENERATIONS.get(version)] += 1
     for (peer, version), count in links.items():
         yield NvLink(peer, count, version)
 

@@ -85,17 +85,30 @@ class Place:
         """The place that `to_json` wrote, or that somebody wrote by hand.
 
         Raises:
-            ValueError: no host, or a field that no place has.
+            ValueError: no host, a field that no place has, or no list where one belongs.
         """
         _known("place", data, cls, needs="host")
-        nvlinks = tuple(NvLink(**_known("NVLink", one, NvLink, needs="peer")) for one in data.get("nvlinks", ()))
-        nics = tuple(_nic(one) for one in data.get("nics", ()))
-        return cls(**{**data, "nvlinks": nvlinks, "nics": nics, "pcie": tuple(data.get("pcie", ()))})
+        nvlinks = tuple(
+            NvLink(**_known("NVLink", one, NvLink, needs="peer")) for one in listed("nvlinks", data.get("nvlinks", ()))
+        )
+        nics = tuple(_nic(one) for one in listed("nics", data.get("nics", ())))
+        return cls(**{**data, "nvlinks": nvlinks, "nics": nics, "pcie": listed("pcie", data.get("pcie", ()))})
 
 
 def _nic(data: Mapping[str, Any]) -> Nic:
     _known("NIC", data, Nic, needs="name")
-    return Nic(**{**data, "pcie": tuple(data.get("pcie", ()))})
+    return Nic(**{**data, "pcie": listed("pcie", data.get("pcie", ()))})
+
+
+def listed(name: str, data: object) -> tuple[Any, ...]:
+    """``data``, if it is a list.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(data, list | tuple):
+        raise ValueError(f"{name} is {data!r}: it takes a list")
+    return tuple(data)
 
 
 def _known(what: str, data: object, kind: type, *, needs: str) -> Mapping[str, Any]:

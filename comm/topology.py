@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from .cycles import best_cycle
-from .places import Link, Nic, Place, link_between, nearest_nics, network
+from .places import Link, Nic, Place, link_between, listed, nearest_nics, network
 
 PRINTED = 16  # nodes, rails and ranks of a line: what is longer is printed with its middle left out
 
@@ -39,6 +39,7 @@ class Topology:
     """Where each rank sits, by rank; empty where that is not known. Two topologies of the same order are equal."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", tuple(tuple(node) for node in self.nodes))  # lists of ranks are data too
         ranks = sorted(self.order)
         if ranks != list(range(len(ranks))) or not all(self.nodes) or not ranks:
             raise ValueError(f"nodes is {self.nodes}: it takes every rank from 0 on exactly once, and no empty node")
@@ -69,10 +70,10 @@ class Topology:
             data = json.loads(data)
         if not isinstance(data, Mapping) or not {*data} & {"nodes", "places"}:
             raise ValueError(f'a topology is {data!r}: it takes {{"nodes": [[rank, …], …]}}, {{"places": […]}} or both')
-        places = tuple(Place.from_json(one) for one in _listed("places", data.get("places", ())))
+        places = tuple(Place.from_json(one) for one in listed("places", data.get("places", ())))
         if "nodes" not in data:
             return ring_topology(places)
-        nodes = _listed("nodes", data["nodes"])
+        nodes = listed("nodes", data["nodes"])
         if not all(isinstance(node, list | tuple) and all(type(rank) is int for rank in node) for node in nodes):
             raise ValueError(f"nodes is {nodes!r}: it takes lists of ranks, one per node")
         return cls(tuple(tuple(node) for node in nodes), places)
@@ -151,12 +152,6 @@ class Topology:
         for one in used:
             counts[one] = counts.get(one, 0) + 1
         return tuple(counts[one] for one in used)
-
-
-def _listed(name: str, data: object) -> Sequence[Any]:
-    if not isinstance(data, list | tuple):
-        raise ValueError(f"{name} is {data!r}: it takes a list")
-    return data
 
 
 def ring_topology(places: Sequence[Place]) -> Topology:

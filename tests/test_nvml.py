@@ -205,6 +205,19 @@ def test_a_driver_that_tells_less(stand_in: StandIn, tree: Path) -> None:
     assert place.pcie[-1] == BUS
 
 
+def test_a_link_whose_peer_is_not_told(stand_in: StandIn, tree: Path) -> None:
+    """It is left out, and nothing else is lost with it."""
+
+    def refused(gpu: str, link: int) -> Any:
+        raise NVMLError("Not Supported")
+
+    stand_in.nvmlDeviceGetNvLinkRemotePciInfo = refused  # type: ignore[method-assign]
+    place = nvml.place_of(GPU, sys=tree)
+    assert place.nvlinks == (NvLink(SWITCH, 4, 4),)
+    assert place.unknown is None
+    assert place.pcie[-1] == BUS
+
+
 def test_a_fabric_of_many_hosts(stand_in: StandIn, tree: Path) -> None:
     import ctypes
 
