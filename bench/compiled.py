@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from ..kernels.backward import dkdv_kernel, dq_kernel
 from ..kernels.config import config_for
 from ..kernels.e4m3 import dequantize_kernel, quantize_kernel
 from ..kernels.forward import forward_kernel
+from ..kernels.modify import UNMODIFIED, Modifiers
 from ..kernels.quantize import SCALE_TOKENS, num_warps
-from ..kernels.tiles import Interval, Shape, Strided
+from ..kernels.tiles import BlockRuns, Interval, Shape, Strided
 from .sass import Loop, matrix_loops
 
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -62,6 +63,10 @@ ROLES = {
 }
 
 
+FEATURES = ("softcap", "alibi", "dropout", "used", "runs")
+"""What a launch may have beside bounds."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """Everything that selects one binary of a kernel."""
@@ -75,11 +80,14 @@ class Variant:
     role: str = "middle"  # one of ROLES
     full: bool = False  # no bounds
     grouped: bool = True  # several query heads per key head
+    features: tuple[str, ...] = ()  # some of FEATURES that are on
 
     def __str__(self) -> str:
         dims = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         tile = f"{self.tile.block_q}x{self.tile.block_k} {self.tile.num_warps}w {self.tile.num_stages}s"
-        flags = " ".join([self.role, *(["full"] if self.full else []), *(["gqa"] if self.grouped else [])])
+        flags = " ".join(
+            [self.role, *(["full"] if self.full else []), *(["gqa"] if self.grouped else []), *self.features]
+        )
         return f"{self.kernel} sm_{self.arch} {self.dtype} {dims} {tile} {flags}"
 
 
@@ -108,7 +116,8 @@ def problems(variant: Variant, compiled: Compiled) -> list[str]:
     """What keeps a binary from being launched, or from being fast; empty where it passes the gate.
 
     Fit is asked of every variant. Clean loops (no spills, no serialised wgmma) are asked of 16-bit variants up to head
-    dim 128, inside the loop that holds the matrix instructions: what spills outside costs nothing that counts. A
+    dim 128, inside the loop that holds the matrix instructions: what spills outside costs nothing that counts. Where
+    features make the loop several times as long, a few spills are the least of it. A
     memory-bound kernel has no such loop, spills nowhere, and keeps fp32's subnormals, which stand for those of e4m3.
     """
     found = []
@@ -121,7 +130,8 @@ def problems(variant: Variant, compiled: Compiled) -> list[str]:
         return [*found, *spills, *(["subnormal numbers are flushed to zero"] if compiled.flushes else [])]
     if not compiled.loops:
         found.append("no loop with matrix instructions")
-    if variant.dtype != "fp32" and max(variant.head_dim, variant.head_dim_v) <= CLEAN_HEAD_DIM:
+    asked = variant.dtype != "fp32" and max(variant.head_dim, variant.head_dim_v) <= CLEAN_HEAD_DIM
+    if asked and not variant.features:
         found += [f"{loop.local} local-memory instructions in a loop" for loop in compiled.loops if loop.local]
         found += ["serialised wgmma in a loop" for loop in compiled.loops if loop.serialised]
     return found
@@ -184,7 +194,7 @@ def launch_arguments(variant: Variant) -> dict[str, Any]:
     in_place = role.in_place or (role.carried and variant.dtype == "fp32" and variant.kernel == "forward")
     common = {
         "q": model, "k": model, "v": model, "dout": model, "lse": "*fp32", "delta": "*fp32", "softmax_scale": "fp32",
-        "bounds": Interval(None, None) if variant.full else Interval("*i32", "*i32"),
+        "bounds": interval(variant), "modifiers": modifiers(variant.features),
         "shape": Shape("i32", "i32", "i32", "i32" if variant.grouped else 1),
         "state": carried, "out": result, "dq_in": carried, "dq_out": result,
         "dk_in": carried, "dv_in": carried, "dk_out": result, "dv_out": result,
@@ -194,6 +204,25 @@ def launch_arguments(variant: Variant) -> dict[str, Any]:
         "HAS_STATE": role.carried, "HAS_SUM": role.carried, "IN_PLACE": in_place,
     }  # fmt: skip
     return {name: common[name] for name in KERNELS[variant.kernel].arg_names}
+
+
+def interval(variant: Variant) -> Interval:
+    lo, hi = (None, None) if variant.full else ("*i32", "*i32")
+    runs = BlockRuns("*i32", "*i32", "*i32", "i32") if "runs" in variant.features else None
+    return Interval(lo, hi, "*i32" if "used" in variant.features else None, runs)
+
+
+def modifiers(features: tuple[str, ...]) -> Modifiers:
+    made = UNMODIFIED
+    if "softcap" in features:
+        made = made._replace(softcap="fp32")
+    if {"alibi", "dropout"} & set(features):
+        made = made._replace(rows="*i32", columns="*i32")
+    if "alibi" in features:
+        made = made._replace(slopes="*fp32", slopes_stride=0)
+    if "dropout" in features:
+        made = made._replace(counter="*i64", threshold="i32", kept="fp32")
+    return made
 
 
 def strided(dtype: str) -> Strided:
@@ -216,21 +245,24 @@ def disassemble(cubin: bytes) -> tuple[str, str]:
 
 
 def select(name: str) -> Iterator[Variant]:
-    """The variants that ``arch:dtype:head_dim[:role][:kernel]`` names, such as ``90:bf16:128:middle:forward``.
+    """The variants that ``arch:dtype:D[/Dv][:role][:kernel][:feature …]`` names, as ``90:bf16:128:middle:dq:alibi``.
 
     Raises:
-        ValueError: an arch, dtype, role or kernel that is not there.
+        ValueError: an arch, dtype, role, kernel or feature that is not there.
     """
-    arch, dtype, head_dim, *words = name.split(":")
+    arch, dtype, head_dims, *words = name.split(":")
     asked: list[tuple[str, int | str, list[int] | list[str]]] = [
         ("arch", int(arch), list(SHARED_LIMIT)),
         ("dtype", dtype, list(DTYPES)),
-        *(("role or kernel", word, [*ROLES, *KERNELS]) for word in words),
+        *(("role, kernel or feature", word, [*ROLES, *KERNELS, *FEATURES]) for word in words),
     ]
     for what, got, known in asked:
         if got not in known:
             raise ValueError(f"{what} is {got!r}: it must be one of {', '.join(map(str, known))}")
-    return (v for v in launchable(int(arch), dtype, int(head_dim)) if {v.role, v.kernel} >= set(words))
+    features = tuple(word for word in words if word in FEATURES)
+    for variant in launchable(int(arch), dtype, *map(int, head_dims.split("/"))):
+        if {variant.role, variant.kernel} >= {*words} - {*features}:
+            yield replace(variant, features=features) if variant.kernel in ATTENTION else variant
 
 
 def main(names: list[str]) -> int:

@@ -15,6 +15,7 @@ class Loop:
     local: int  # loads and stores of local memory: spills
     waits: int  # waits for wgmma (HGMMA) in flight
     serialised: bool  # every wgmma waits for itself
+    instructions: int = 0  # of all kinds
 
 
 MATRIX = re.compile(r"\b([HIQ]G?MMA|UTC\w*MMA)\b")
@@ -114,4 +115,4 @@ def read_loop(lines: list[str]) -> Loop:
     hopper = any("HGMMA" in line for line in lines)
     local = sum(bool(LOCAL.search(line)) for line in lines)
     # a chain of k-steps needs one wait; nearly as many waits as products means that none overlaps another
-    return Loop(matrix, local, waits, hopper and waits > matrix // 2)
+    return Loop(matrix, local, waits, hopper and waits > matrix // 2, len(lines))

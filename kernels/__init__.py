@@ -1,15 +1,19 @@
 """Attention of one query shard against one key shard, on one device. Needs torch and triton only; copy it as it is."""
 
 from .attention import attention_backward, attention_delta, attention_dkdv, attention_dq, attention_forward
-from .bounds import FULL, Bounds, TileRange, tile_range
+from .bounds import FULL, Bounds, Runs, TileRange, tile_range
 from .config import KernelConfig, Tile, default_config
 from .quantize import SCALE_TOKENS, dequantize, quantize, scale_shape
+from .scores import PLAIN, Scores
 
 __all__ = [
     "FULL",
+    "PLAIN",
     "SCALE_TOKENS",
     "Bounds",
     "KernelConfig",
+    "Runs",
+    "Scores",
     "Tile",
     "TileRange",
     "attention_backward",

@@ -7,9 +7,10 @@ import torch
 from .backward import delta_kernel, dkdv_kernel, dq_kernel
 from .bounds import FULL, Bounds
 from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank
-from .config import KernelConfig, default_config
+from .config import KernelConfig, tile_for
 from .forward import forward_kernel
-from .launch import head_dims, interval, launch, options, programs, shape_of, strided
+from .launch import head_dims, interval, launch, modifiers, options, programs, shape_of, strided
+from .scores import PLAIN, Scores
 from .tiles import Shape
 
 DELTA_BLOCK = 64  # rows of a memory-bound pass: enough loads in flight, few idle rows at a shard's end
@@ -23,6 +24,7 @@ def attention_forward(
     v: torch.Tensor,
     *,
     bounds: Bounds = FULL,
+    scores: Scores = PLAIN,
     softmax_scale: float | None = None,
     state: Pair | None = None,
     final: bool = True,
@@ -38,6 +40,7 @@ def attention_forward(
         k: keys ``[B, Sk, Hkv, D]``; ``H`` is a multiple of ``Hkv``.
         v: values ``[B, Sk, Hkv, Dv]``.
         bounds: the keys that each query row sees.
+        scores: what becomes of ``scale * q k^T``: softcap, ALiBi, dropout.
         softmax_scale: positive factor of ``q k^T`` before the exponential; default ``1 / sqrt(D)``.
         state: ``(out, lse)`` of the shards before, out fp32 ``[B, Sq, H, Dv]``, lse fp32 ``[B, H, Sq]``; both are
             continued in place (with ``final`` and 16-bit queries only lse is).
@@ -54,7 +57,7 @@ def attention_forward(
     Raises:
         ValueError: an argument does not fit; the message names it, what it got and what it takes.
     """
-    scale = check_inputs(q, k, v, bounds, softmax_scale)
+    scale = check_inputs(q, k, v, bounds, scores, softmax_scale)
     out_shape = (*q.shape[:3], v.shape[3])
     out, lse = state if state is not None else (None, None)
     if (out is None) != (lse is None):
@@ -67,12 +70,13 @@ def attention_forward(
     dtype = q.dtype if final else torch.float32
     in_place = out is not None and out.dtype == dtype
     result = out if out is not None and in_place else torch.empty(out_shape, device=q.device, dtype=dtype)
-    tile = (config or default_config(q, v)).forward
+    tile = tile_for("forward", config, q, v, bounds.block)
     flags = {"HAS_STATE": out is not None, "IN_PLACE": in_place}
     launch(
         forward_kernel, programs(q.shape[1], tile.block_q, q), q.device,
         strided(q), strided(k), strided(v), strided(result if out is None else out), strided(result), lse,
-        interval(bounds), shape_of(q, k), scale, **head_dims(q, v), **flags, **options(tile),
+        interval(bounds), shape_of(q, k), scale, modifiers(scores, q.device),
+        **head_dims(q, v), **flags, **options(tile),
     )  # fmt: skip
     return result, lse
 
@@ -111,6 +115,7 @@ def attention_dq(
     delta: torch.Tensor,
     *,
     bounds: Bounds = FULL,
+    scores: Scores = PLAIN,
     softmax_scale: float | None = None,
     sums: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
@@ -119,7 +124,7 @@ def attention_dq(
     """``dQ = scale * dS K`` over the keys of one shard, plus ``sums``.
 
     Args:
-        dout, q, k, v, lse, bounds, softmax_scale, config: as in :func:`attention_backward`.
+        dout, q, k, v, lse, bounds, scores, softmax_scale, config: as in :func:`attention_backward`.
         delta: of :func:`attention_delta`.
         sums: fp32 ``[B, Sq, H, D]``, dQ of the shards before.
         into: where the result goes, ``[B, Sq, H, D]``; may be ``sums``. Default: a new tensor in q's dtype.
@@ -127,13 +132,13 @@ def attention_dq(
     Raises:
         ValueError: an argument does not fit.
     """
-    scale = check_backward(dout, q, k, v, lse, delta, bounds, softmax_scale)
+    scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
     target = result_like("into", into, "sums", sums, q)
-    tile = (config or default_config(q, v)).dq
+    tile = tile_for("dq", config, q, v, bounds.block)
     launch(
         dq_kernel, programs(q.shape[1], tile.block_q, q), q.device,
         strided(dout), strided(q), strided(k), strided(v), lse, delta, strided(target if sums is None else sums),
-        strided(target), interval(bounds), shape_of(q, k), scale,
+        strided(target), interval(bounds), shape_of(q, k), scale, modifiers(scores, q.device),
         **head_dims(q, v), **options(tile), HAS_SUM=sums is not None, IN_PLACE=target is sums,
     )  # fmt: skip
     return target
@@ -148,6 +153,7 @@ def attention_dkdv(
     delta: torch.Tensor,
     *,
     bounds: Bounds = FULL,
+    scores: Scores = PLAIN,
     softmax_scale: float | None = None,
     sums: Pair | None = None,
     into: Pair | None = None,
@@ -156,7 +162,7 @@ def attention_dkdv(
     """``dK = scale * dS^T Q`` and ``dV = P^T dO`` of one key shard, plus ``sums``.
 
     Args:
-        dout, q, k, v, lse, bounds, softmax_scale, config: as in :func:`attention_backward`.
+        dout, q, k, v, lse, bounds, scores, softmax_scale, config: as in :func:`attention_backward`.
         delta: of :func:`attention_delta`.
         sums: fp32 ``(dk [B, Sk, Hkv, D], dv [B, Sk, Hkv, Dv])`` from the query shards before.
         into: where the result goes; may be ``sums``. Default: new tensors in the dtype of k and v.
@@ -164,17 +170,17 @@ def attention_dkdv(
     Raises:
         ValueError: an argument does not fit.
     """
-    scale = check_backward(dout, q, k, v, lse, delta, bounds, softmax_scale)
+    scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
     dk_sum, dv_sum = sums or (None, None)
     dk_into, dv_into = into or (None, None)
     dk = result_like("into[0]", dk_into, "sums[0]", dk_sum, k)
     dv = result_like("into[1]", dv_into, "sums[1]", dv_sum, v)
-    tile = (config or default_config(q, v)).dkdv
+    tile = tile_for("dkdv", config, q, v, bounds.block)
     launch(
         dkdv_kernel, programs(k.shape[1], tile.block_k, k), q.device,
         strided(dout), strided(q), strided(k), strided(v), lse, delta,
         strided(dk if dk_sum is None else dk_sum), strided(dv if dv_sum is None else dv_sum), strided(dk), strided(dv),
-        interval(bounds.transposed(k.shape[1])), shape_of(k, q), scale,
+        interval(bounds.transposed(k.shape[1])), shape_of(k, q), scale, modifiers(scores, q.device, rows_are_keys=True),
         **head_dims(q, v), **options(tile), HAS_SUM=sums is not None, IN_PLACE=dk is dk_sum and dv is dv_sum,
     )  # fmt: skip
     return dk, dv
@@ -190,6 +196,7 @@ def attention_backward(
     *,
     dlse: torch.Tensor | None = None,
     bounds: Bounds = FULL,
+    scores: Scores = PLAIN,
     softmax_scale: float | None = None,
     dq: torch.Tensor | None = None,
     dk: torch.Tensor | None = None,
@@ -203,7 +210,7 @@ def attention_backward(
 
     Args:
         dout: gradient of ``out``, ``[B, Sq, H, Dv]``.
-        q, k, v, bounds, softmax_scale, config: as in the forward.
+        q, k, v, bounds, scores, softmax_scale, config: as in the forward.
         out, lse: of the whole forward, after its last shard.
         dlse: gradient of ``lse``, fp32 ``[B, H, Sq]``, or None.
         dq, dk, dv: fp32 sums that are continued in place; new tensors in the inputs' dtype where None. ``dk`` and
@@ -224,7 +231,7 @@ def attention_backward(
             check_like(name, given, tuple(like.shape), torch.float32, like.device)
     sums = None if dk is None or dv is None else (dk, dv)
     delta = attention_delta(dout, out, dlse)
-    call = {"bounds": bounds, "softmax_scale": softmax_scale, "config": config}
+    call = {"bounds": bounds, "scores": scores, "softmax_scale": softmax_scale, "config": config}
     dq = attention_dq(dout, q, k, v, lse, delta, sums=dq, into=dq, **call)  # type: ignore[arg-type]
     return dq, *attention_dkdv(dout, q, k, v, lse, delta, sums=sums, into=sums, **call)  # type: ignore[arg-type]
 

@@ -10,17 +10,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .modify import column_positions, is_kept, modified, placed, score_unit
 from .tiles import (
     LOG2_E,
-    columns,
-    dot,
+    Shape,
+    accumulate,
+    added,
+    clipped,
     load_rows,
     of_head,
+    products,
     program,
     row_interval,
+    run_range,
+    scaled,
     store_rows,
     tile_range,
     visible,
+    zeros,
 )
 
 
@@ -29,9 +36,11 @@ def delta_kernel(dout, out, dlse, delta, shape, HEAD_DIM_V: tl.constexpr, BLOCK_
     """``delta = rowsum(dout * out) - dlse``; ``dlse`` is a pointer to [B, H, S], or None."""
     tile, batch, head = program(shape, BLOCK_Q)
     offs_q = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    dout_tile = load_rows(of_head(dout, batch, head), offs_q, shape.rows, HEAD_DIM_V, True).to(tl.float32)
-    out_tile = load_rows(of_head(out, batch, head), offs_q, shape.rows, HEAD_DIM_V, True).to(tl.float32)
-    result = tl.sum(dout_tile * out_tile, 1)
+    dout_tile = load_rows(of_head(dout, batch, head), offs_q, shape.rows, HEAD_DIM_V, True)
+    out_tile = load_rows(of_head(out, batch, head), offs_q, shape.rows, HEAD_DIM_V, True)
+    result = tl.sum(dout_tile[0].to(tl.float32) * out_tile[0].to(tl.float32), 1)
+    if len(dout_tile) == 2:
+        result += tl.sum(dout_tile[1].to(tl.float32) * out_tile[1].to(tl.float32), 1)
     offs = (batch * shape.heads + head) * shape.rows + offs_q
     if dlse is not None:
         result -= tl.load(dlse + offs, mask=offs_q < shape.rows, other=0.0)
@@ -47,31 +56,57 @@ def load_lse(lse, offs, limit):
 
 @triton.jit
 def dq_step(
-    acc, q, dout, lse, delta, k, v, lo, hi, begin, end, qk_scale, seqlen_k,
+    acc, q, dout, lse, delta, k, v, lo, hi, begin, end, unit, softmax_scale, seqlen_k, modifiers, place,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add ``dS K`` of the keys ``[begin, end)`` to the accumulator of a block of query rows."""
     for start in range(begin, end, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         k_tile = load_rows(k, offs_k, seqlen_k, HEAD_DIM, MASKED)
-        p = tl.exp2(dot(q, tl.trans(k_tile), None) * qk_scale - lse[:, None])
+        positions = column_positions(modifiers, offs_k, seqlen_k)
+        qk, tanh = modified(products(q, k_tile), modifiers, place, positions, softmax_scale)
+        p = tl.exp2(qk * unit - lse[:, None])
         v_tile = load_rows(v, offs_k, seqlen_k, HEAD_DIM_V, MASKED)
-        ds = p * (dot(dout, tl.trans(v_tile), None) - delta[:, None])
+        dp = products(dout, v_tile)
+        if modifiers.counter is not None:
+            dp = tl.where(is_kept(modifiers, place, positions, False), dp * modifiers.kept, 0.0)
+        ds = p * (dp - delta[:, None])
+        if modifiers.softcap is not None:
+            ds *= 1.0 - tanh * tanh
         if MASKED:
             ds = tl.where(visible(offs_k, lo, hi), ds, 0.0)
-        acc = dot(ds.to(k_tile.dtype), k_tile, acc)
+        acc = accumulate(ds, k_tile, acc)
     return acc
 
 
 @triton.jit
+def dq_range(
+    acc, q, dout, lse, delta, k, v, lo, hi, start, full_start, full_end, end, softmax_scale, seqlen_k, modifiers, place,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, HAS_HEAD: tl.constexpr,
+):  # fmt: skip
+    """Add a tile range, in three phases as in the forward."""
+    unit = score_unit(modifiers, softmax_scale)
+    if HAS_HEAD:
+        acc = dq_step(acc, q, dout, lse, delta, k, v, lo, hi, start, full_start, unit, softmax_scale, seqlen_k,
+                      modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
+    acc = dq_step(acc, q, dout, lse, delta, k, v, lo, hi, full_start, full_end, unit, softmax_scale, seqlen_k,
+                  modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, False)  # fmt: skip
+    return dq_step(acc, q, dout, lse, delta, k, v, lo, hi, full_end, end, unit, softmax_scale, seqlen_k,
+                   modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
+
+
+@triton.jit
 def dq_kernel(
-    dout, q, k, v, lse, delta, dq_in, dq_out, bounds, shape, softmax_scale,
+    dout, q, k, v, lse, delta, dq_in, dq_out, bounds, shape, softmax_scale, modifiers,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of BLOCK_Q query rows of one head, added to ``dq_in`` where HAS_SUM."""
     tile, batch, head = program(shape, BLOCK_Q)
     first = (tl.cdiv(shape.rows, BLOCK_Q) - 1 - tile) * BLOCK_Q  # longest first, as in the forward
+    seqlen_k = shape.columns
+    if bounds.used is not None:
+        shape = Shape(shape.rows, tl.load(bounds.used + batch), shape.heads, shape.group)
     start, full_start, full_end, end = tile_range(bounds, first, shape, BLOCK_Q, BLOCK_K)
     if IN_PLACE:
         if end <= start:  # the sum stays as it is
@@ -83,47 +118,62 @@ def dq_kernel(
     delta_tile = tl.load(delta + row + offs_q, mask=offs_q < shape.rows, other=0.0)
     q_tile = load_rows(of_head(q, batch, head), offs_q, shape.rows, HEAD_DIM, True)
     dout_tile = load_rows(of_head(dout, batch, head), offs_q, shape.rows, HEAD_DIM_V, True)
+    place = placed(modifiers, offs_q, shape.rows, batch, head, shape.heads)
     k, v = of_head(k, batch, head // shape.group), of_head(v, batch, head // shape.group)
 
-    acc = tl.zeros([BLOCK_Q, columns(HEAD_DIM).shape[0]], tl.float32)
-    qk_scale = softmax_scale * LOG2_E
-    if bounds.lo is not None:  # FULL has no head
-        acc = dq_step(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, start, full_start, qk_scale,
-                      shape.columns, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
-    acc = dq_step(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, full_start, full_end, qk_scale,
-                  shape.columns, HEAD_DIM, HEAD_DIM_V, BLOCK_K, False)  # fmt: skip
-    acc = dq_step(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, full_end, end, qk_scale,
-                  shape.columns, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
-    acc *= softmax_scale
+    acc = zeros(BLOCK_Q, HEAD_DIM)
+    if bounds.runs is None:
+        acc = dq_range(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, start, full_start, full_end, end,
+                       softmax_scale, seqlen_k, modifiers, place,
+                       HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
+    else:
+        begin_run, end_run = run_range(bounds.runs, first)
+        for run in range(begin_run, end_run):
+            head_start, middle, tail, stop = clipped(bounds.runs, run, start, full_start, full_end, end)
+            acc = dq_range(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, head_start, middle, tail, stop,
+                           softmax_scale, seqlen_k, modifiers, place,
+                           HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
+    acc = scaled(acc, softmax_scale)
     if HAS_SUM:  # read last: during the loop the registers belong to the matrix products
-        acc += load_rows(of_head(dq_in, batch, head), offs_q, shape.rows, HEAD_DIM, True)
+        acc = added(acc, load_rows(of_head(dq_in, batch, head), offs_q, shape.rows, HEAD_DIM, True))
     store_rows(of_head(dq_out, batch, head), acc, offs_q, shape.rows, HEAD_DIM)
 
 
 @triton.jit
 def dkdv_step(
-    dk, dv, k, v, q, dout, lse, delta, lo, hi, begin, end, qk_scale, seqlen_q,
+    dk, dv, k, v, q, dout, lse, delta, lo, hi, begin, end, softmax_scale, seqlen_q, modifiers, place,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add ``dS^T Q`` and ``P^T dO`` of the queries ``[begin, end)`` of one head to the sums of a block of keys."""
+    unit = score_unit(modifiers, softmax_scale)
     for start in range(begin, end, BLOCK_Q):
         offs_q = start + tl.arange(0, BLOCK_Q)
         q_tile = load_rows(q, offs_q, seqlen_q, HEAD_DIM, True)
         lse_tile = load_lse(lse, offs_q, seqlen_q)  # +inf past the end: those rows add nothing
-        p = tl.exp2(dot(k, tl.trans(q_tile), None) * qk_scale - lse_tile[None, :])
+        positions = column_positions(modifiers, offs_q, seqlen_q)
+        qk, tanh = modified(products(k, q_tile), modifiers, place, positions, softmax_scale)
+        p = tl.exp2(qk * unit - lse_tile[None, :])
         if MASKED:
             p = tl.where(visible(offs_q, lo, hi), p, 0.0)
         dout_tile = load_rows(dout, offs_q, seqlen_q, HEAD_DIM_V, True)
-        dv = dot(p.to(dout_tile.dtype), dout_tile, dv)
+        if modifiers.counter is None:
+            dv = accumulate(p, dout_tile, dv)
+            dp = products(v, dout_tile)
+        else:
+            kept = is_kept(modifiers, place, positions, True)
+            dv = accumulate(tl.where(kept, p, 0.0), dout_tile, dv)
+            dp = tl.where(kept, products(v, dout_tile) * modifiers.kept, 0.0)
         delta_tile = tl.load(delta + offs_q, mask=offs_q < seqlen_q, other=0.0)
-        ds = p * (dot(v, tl.trans(dout_tile), None) - delta_tile[None, :])
-        dk = dot(ds.to(q_tile.dtype), q_tile, dk)
+        ds = p * (dp - delta_tile[None, :])
+        if modifiers.softcap is not None:
+            ds *= 1.0 - tanh * tanh
+        dk = accumulate(ds, q_tile, dk)
     return dk, dv
 
 
 @triton.jit
 def dkdv_kernel(
-    dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, bounds, shape, softmax_scale,
+    dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, bounds, shape, softmax_scale, modifiers,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
@@ -134,26 +184,41 @@ def dkdv_kernel(
     """
     tile, batch, head = program(shape, BLOCK_K)
     first = tile * BLOCK_K  # early keys are seen by most queries: longest first
+    seqlen_k = shape.rows
+    if bounds.used is not None:  # the rows behind are padding: nobody sees them
+        shape = Shape(tl.load(bounds.used + batch), shape.columns, shape.heads, shape.group)
     start, _, _, end = tile_range(bounds, first, shape, BLOCK_K, BLOCK_Q)
     if IN_PLACE:
         if end <= start:  # the sums stay as they are
             return
     offs_k = first + tl.arange(0, BLOCK_K)
     lo, hi = row_interval(bounds, offs_k, shape)
-    k_tile = load_rows(of_head(k, batch, head), offs_k, shape.rows, HEAD_DIM, True)
-    v_tile = load_rows(of_head(v, batch, head), offs_k, shape.rows, HEAD_DIM_V, True)
+    k_tile = load_rows(of_head(k, batch, head), offs_k, seqlen_k, HEAD_DIM, True)
+    v_tile = load_rows(of_head(v, batch, head), offs_k, seqlen_k, HEAD_DIM_V, True)
 
-    dk = tl.zeros([BLOCK_K, columns(HEAD_DIM).shape[0]], tl.float32)
-    dv = tl.zeros([BLOCK_K, columns(HEAD_DIM_V).shape[0]], tl.float32)
+    dk, dv = zeros(BLOCK_K, HEAD_DIM), zeros(BLOCK_K, HEAD_DIM_V)
+    MASKED: tl.constexpr = bounds.lo is not None or bounds.used is not None
     for member in range(shape.group):
         head_q = head * shape.group + member
         row = (batch * shape.heads * shape.group + head_q) * shape.columns
-        dk, dv = dkdv_step(dk, dv, k_tile, v_tile, of_head(q, batch, head_q), of_head(dout, batch, head_q), lse + row,
-                           delta + row, lo, hi, start, end, softmax_scale * LOG2_E, shape.columns,
-                           HEAD_DIM, HEAD_DIM_V, BLOCK_Q, bounds.lo is not None)  # fmt: skip
-    dk *= softmax_scale
+        place = placed(modifiers, offs_k, seqlen_k, batch, head_q, shape.heads * shape.group)
+        q_head, dout_head = of_head(q, batch, head_q), of_head(dout, batch, head_q)
+        if bounds.runs is None:
+            dk, dv = dkdv_step(dk, dv, k_tile, v_tile, q_head, dout_head, lse + row, delta + row, lo, hi, start, end,
+                               softmax_scale, shape.columns, modifiers, place,
+                               HEAD_DIM, HEAD_DIM_V, BLOCK_Q, MASKED)  # fmt: skip
+        else:
+            begin_run, end_run = run_range(bounds.runs, first)
+            for run in range(begin_run, end_run):
+                run_start, _, _, stop = clipped(bounds.runs, run, start, start, start, end)
+                dk, dv = dkdv_step(dk, dv, k_tile, v_tile, q_head, dout_head, lse + row, delta + row, lo, hi,
+                                   run_start, stop, softmax_scale, shape.columns, modifiers, place,
+                                   HEAD_DIM, HEAD_DIM_V, BLOCK_Q, MASKED)  # fmt: skip
+    dk = scaled(dk, softmax_scale)
+    if modifiers.counter is not None:
+        dv = scaled(dv, modifiers.kept)
     if HAS_SUM:  # read last, as in dQ
-        dk += load_rows(of_head(dk_in, batch, head), offs_k, shape.rows, HEAD_DIM, True)
-        dv += load_rows(of_head(dv_in, batch, head), offs_k, shape.rows, HEAD_DIM_V, True)
-    store_rows(of_head(dk_out, batch, head), dk, offs_k, shape.rows, HEAD_DIM)
-    store_rows(of_head(dv_out, batch, head), dv, offs_k, shape.rows, HEAD_DIM_V)
+        dk = added(dk, load_rows(of_head(dk_in, batch, head), offs_k, seqlen_k, HEAD_DIM, True))
+        dv = added(dv, load_rows(of_head(dv_in, batch, head), offs_k, seqlen_k, HEAD_DIM_V, True))
+    store_rows(of_head(dk_out, batch, head), dk, offs_k, seqlen_k, HEAD_DIM)
+    store_rows(of_head(dv_out, batch, head), dv, offs_k, seqlen_k, HEAD_DIM_V)

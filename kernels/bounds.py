@@ -2,10 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """A block-sparse pattern: block i of ``block`` queries sees block j of ``block`` keys where ``visible[i, j]``.
+
+    ``visible`` is bool ``[query blocks, key blocks]`` on the CPU; the last block of either side may be shorter. As the
+    kernels read it: query block i sees the keys ``begins[r] <= j < ends[r]`` for ``offsets[i] <= r < offsets[i + 1]``,
+    ascending and disjoint runs; int32, on ``device``.
+    """
+
+    visible: torch.Tensor
+    block: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        """``[query blocks + 1]``."""
+        counts = (self._steps == 1).sum(1)
+        return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(self.device, torch.int32)
+
+    @cached_property
+    def begins(self) -> torch.Tensor:
+        """Of all runs, one query block after the other."""
+        return self._edges(1)
+
+    @cached_property
+    def ends(self) -> torch.Tensor:
+        """Of all runs; the last one may be past the last key."""
+        return self._edges(-1)
+
+    @cached_property
+    def transposed(self) -> Runs:
+        """By key: which runs of queries each block of keys is seen by."""
+        return Runs(self.visible.T, self.block, self.device)
+
+    @cached_property
+    def _steps(self) -> torch.Tensor:
+        """Along the keys: 1 where a run begins, -1 one past its end."""
+        return torch.nn.functional.pad(self.visible.to(torch.int8), (1, 1)).diff(dim=1)
+
+    def _edges(self, step: int) -> torch.Tensor:
+        return ((self._steps == step).nonzero()[:, 1] * self.block).to(self.device, torch.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,49 +59,81 @@ class Bounds:
     ``lo`` and ``hi`` are int32 tensors ``[Sq]`` on the device of the queries. Neither ever decreases, and
     ``0 <= lo <= hi <= Sk``; a row that sees nothing has ``lo == hi``. Any mask whose ends never decrease along the
     positions of a shard becomes such a pair, for any layout (causal, sliding window, packed documents, prefix-LM).
+    Both None: all keys. Two things narrow that further: ``used``, int32 ``[B]``, how many of the shard's keys each
+    batch row has, and ``runs``, which blocks of queries see which blocks of keys.
 
     Compared by identity: a ``Bounds`` is made once per (layout, mask, hop) and reused.
     """
 
     lo: torch.Tensor | None
     hi: torch.Tensor | None
+    used: torch.Tensor | None = None
+    runs: Runs | None = None
     _transposed: dict[int, Bounds] = field(default_factory=dict, repr=False)
 
     @property
     def is_full(self) -> bool:
-        """Whether every query sees every key; then there are no vectors and the kernels compile the mask away."""
+        """Whether there are no vectors; then the kernels compile the mask away."""
         return self.lo is None
+
+    @property
+    def block(self) -> int | None:
+        """Positions per block, where there are blocks."""
+        return None if self.runs is None else self.runs.block
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no query sees any key; reads the vectors, so that it is for the host's."""
+        intervals = self.lo is not None and self.hi is not None and not bool((self.lo < self.hi).any())
+        used = self.used is not None and not bool((self.used > 0).any())
+        return intervals or used or (self.runs is not None and not bool(self.runs.visible.any()))
 
     def transposed(self, seqlen_k: int) -> Bounds:
         """The same mask by key: the key at row ``j`` is seen by the queries ``lo[j] <= i < hi[j]``, ``[Sk]``; cached.
 
         As neither end decreases, ``i`` sees ``j`` exactly from the first row with ``hi > j`` up to the first row with
-        ``lo > j``.
+        ``lo > j``. ``used`` stays: it is then about rows.
         """
-        if self.lo is None or self.hi is None:
+        if self.lo is None and self.runs is None:
             return self
         if seqlen_k not in self._transposed:
-            keys = torch.arange(seqlen_k, device=self.lo.device, dtype=torch.int32)
-            first, last = (torch.searchsorted(end, keys, right=True, out_int32=True) for end in (self.hi, self.lo))
-            self._transposed[seqlen_k] = Bounds(first, last)
+            first = last = None
+            if self.lo is not None and self.hi is not None:
+                keys = torch.arange(seqlen_k, device=self.lo.device, dtype=torch.int32)
+                first, last = (torch.searchsorted(end, keys, right=True, out_int32=True) for end in (self.hi, self.lo))
+            self._transposed[seqlen_k] = Bounds(first, last, self.used, self.runs and self.runs.transposed)
         return self._transposed[seqlen_k]
 
     def to(self, device: torch.device) -> Bounds:
         """These bounds on another device."""
-        if self.lo is None or self.hi is None:
-            return self
-        return Bounds(self.lo.to(device), self.hi.to(device))
+        lo, hi, used = (None if x is None else x.to(device) for x in (self.lo, self.hi, self.used))
+        runs = self.runs and replace(self.runs, device=device)
+        return self if (lo, hi, used, runs) == (None,) * 4 else Bounds(lo, hi, used, runs)
 
-    def check(self, rows: int, device: torch.device) -> None:
-        """Refuse vectors that do not fit ``rows`` query rows on ``device``: ValueError."""
-        for name, end in (("lo", self.lo), ("hi", self.hi)):
-            if (end is None) != self.is_full:
-                raise ValueError("bounds has only one of lo and hi: pass both vectors, or FULL")
-            if end is not None and (end.dtype != torch.int32 or end.shape != (rows,) or end.device != device):
+    def check(self, batch: int, rows: int, columns: int, device: torch.device) -> None:
+        """Refuse what does not fit ``rows`` queries and ``columns`` keys, ``batch`` rows, on ``device``: ValueError."""
+        if (self.lo is None) != (self.hi is None):
+            raise ValueError("bounds has only one of lo and hi: pass both vectors, or FULL")
+        vectors = {"lo": (rows, "query row"), "hi": (rows, "query row"), "used": (batch, "batch row")}
+        for name, (length, what) in vectors.items():
+            end = getattr(self, name)
+            if end is not None and (end.dtype != torch.int32 or end.shape != (length,) or end.device != device):
                 got = f"{end.dtype} {list(end.shape)} on {end.device}"
-                raise ValueError(f"bounds.{name} is {got}: it must be int32 [{rows}] on {device}, one per query row")
+                raise ValueError(f"bounds.{name} is {got}: it must be int32 [{length}] on {device}, one per {what}")
             if end is not None and not end.is_contiguous():
                 raise ValueError(f"bounds.{name} has stride {end.stride()}: it must be contiguous")
+        if self.runs is not None:
+            self._check_runs(self.runs, rows, columns, device)
+
+    def _check_runs(self, runs: Runs, rows: int, columns: int, device: torch.device) -> None:
+        wanted = tuple(-(-length // runs.block) for length in (rows, columns))
+        if runs.visible.dtype != torch.bool or tuple(runs.visible.shape) != wanted:
+            raise ValueError(
+                f"bounds.runs is {runs.visible.dtype} {list(runs.visible.shape)}: for {rows} queries and {columns} "
+                f"keys in blocks of {runs.block} it must be bool {list(wanted)}"
+            )
+        if runs.device != device:
+            raise ValueError(f"bounds.runs is for {runs.device}: it must be for {device}")
 
 
 FULL = Bounds(None, None)

@@ -7,15 +7,20 @@ import math
 import torch
 
 from .bounds import Bounds
+from .scores import Scores
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 
 
-def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scale: float | None) -> float:
+def check_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores, scale: float | None
+) -> float:
     """Refuse q, k, v that do not fit each other; returns the softmax scale."""
     check_qkv(q, k, v)
-    bounds.check(q.shape[1], q.device)
+    bounds.check(q.shape[0], q.shape[1], k.shape[1], q.device)
+    scores.check(q.shape[0], q.shape[2], q.device)
+    scores.check_positions(q.shape[1], k.shape[1], q.device)
     return check_scale(scale, q.shape[3])
 
 
@@ -89,10 +94,11 @@ def check_backward(
     lse: torch.Tensor,
     delta: torch.Tensor,
     bounds: Bounds,
+    scores: Scores,
     scale: float | None,
 ) -> float:
     """As :func:`check_inputs`, with what only the backward takes."""
-    scale = check_inputs(q, k, v, bounds, scale)
+    scale = check_inputs(q, k, v, bounds, scores, scale)
     rows = (q.shape[0], q.shape[2], q.shape[1])
     check_like("dout", dout, (*q.shape[:3], v.shape[3]), q.dtype, q.device)
     check_like("lse", lse, rows, torch.float32, q.device, contiguous=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from math import gcd
 
 import torch
+
+LEAST_SIDE = 16
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,8 @@ class Tile:
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k"):
             size = getattr(self, name)
-            if size < 16 or size & (size - 1):
-                raise ValueError(f"{name} is {size}: a tile side is a power of two of at least 16")
+            if size < LEAST_SIDE or size & (size - 1):
+                raise ValueError(f"{name} is {size}: a tile side is a power of two of at least {LEAST_SIDE}")
         if self.num_warps not in (1, 2, 4, 8, 16):
             raise ValueError(f"num_warps is {self.num_warps}: it must be 1, 2, 4, 8 or 16")
         if self.num_stages < 1:
@@ -95,3 +98,25 @@ def default_config(q: torch.Tensor, v: torch.Tensor) -> KernelConfig:
     if q.device.type != "cuda":
         return _INTERPRETER
     return config_for(_arch(q.device), q.dtype, max(q.shape[3], v.shape[3]))
+
+
+def tile_for(kernel: str, config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor, block: int | None) -> Tile:
+    """The tile of ``kernel``: the config's, or the default; where a mask has blocks, one that divides ``block``.
+
+    Raises:
+        ValueError: the config's does not, or blocks that no tile divides.
+    """
+    tile: Tile = getattr(config or default_config(q, v), kernel)
+    if block is None:
+        return tile
+    if block % LEAST_SIDE:
+        raise ValueError(
+            f"the block mask has blocks of {block}: they must be a multiple of {LEAST_SIDE}, a tile's least"
+        )
+    fit = replace(tile, block_q=gcd(tile.block_q, block), block_k=gcd(tile.block_k, block))
+    if config is not None and fit != tile:
+        raise ValueError(
+            f"config.{kernel} has tiles of {tile.block_q} x {tile.block_k}: they must divide the blocks of {block} "
+            "positions of the block mask"
+        )
+    return fit

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import columns, load_rows, of_head, program, store_rows
+from .tiles import load_part, of_head, padded, program, store_part
 
 FP32_FRACTION, FP32_BIAS = 23, 127
 E4M3_FRACTION, E4M3_BIAS = 3, 7
@@ -55,20 +55,20 @@ def quantize_kernel(x, out, scale, shape, HEAD_DIM: tl.constexpr, BLOCK: tl.cons
     tile, batch, head = program(shape, BLOCK)
     x, out = of_head(x, batch, head), of_head(out, batch, head)
     HALF: tl.constexpr = BLOCK // 2
-    largest = tl.zeros([HALF, columns(HEAD_DIM).shape[0]], tl.float32)
+    largest = tl.zeros([HALF, padded(HEAD_DIM)], tl.float32)
     for start in range(0, BLOCK, HALF):
         offs = tile * BLOCK + start + tl.arange(0, HALF)
-        size = tl.abs(load_rows(x, offs, shape.rows, HEAD_DIM, True).to(tl.float32))
+        size = tl.abs(load_part(x, offs, shape.rows, 0, padded(HEAD_DIM), HEAD_DIM, True).to(tl.float32))
         largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))  # false for NaN, too
     step = tl.maximum(tl.div_rn(tl.max(tl.max(largest, 1), 0), E4M3_MAX), SMALLEST_SCALE)
     tl.store(scale + (batch * tl.cdiv(shape.rows, BLOCK) + tile) * shape.heads + head, step)
     inverse = tl.div_rn(1.0, step)
     for start in range(0, BLOCK, HALF):
         offs = tile * BLOCK + start + tl.arange(0, HALF)
-        x_rows = load_rows(x, offs, shape.rows, HEAD_DIM, True).to(tl.float32)
+        x_rows = load_part(x, offs, shape.rows, 0, padded(HEAD_DIM), HEAD_DIM, True).to(tl.float32)
         sign = (x_rows.to(tl.int32, bitcast=True) >> 24) & 0x80
         code = tl.where(tl.abs(x_rows) < float("inf"), encode_e4m3(x_rows * inverse) | sign, E4M3_NAN)
-        store_rows(out, code, offs, shape.rows, HEAD_DIM)
+        store_part(out, code, offs, shape.rows, 0, HEAD_DIM)
 
 
 @triton.jit
@@ -76,6 +76,6 @@ def dequantize_kernel(x, scale, out, shape, HEAD_DIM: tl.constexpr, BLOCK: tl.co
     """One program: BLOCK tokens of one head from their codes (bytes) and their scale."""
     tile, batch, head = program(shape, BLOCK)
     offs = tile * BLOCK + tl.arange(0, BLOCK)
-    code = load_rows(of_head(x, batch, head), offs, shape.rows, HEAD_DIM, True).to(tl.int32)
+    code = load_part(of_head(x, batch, head), offs, shape.rows, 0, padded(HEAD_DIM), HEAD_DIM, True).to(tl.int32)
     step = tl.load(scale + (batch * tl.cdiv(shape.rows, BLOCK) + tile) * shape.heads + head)
-    store_rows(of_head(out, batch, head), decode_e4m3(code) * step, offs, shape.rows, HEAD_DIM)
+    store_part(of_head(out, batch, head), decode_e4m3(code) * step, offs, shape.rows, 0, HEAD_DIM)

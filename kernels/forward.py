@@ -11,44 +11,72 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .modify import column_positions, is_kept, modified, placed, score_unit
 from .tiles import (
     LN_2,
     LOG2_E,
-    columns,
-    dot,
+    Shape,
+    accumulate,
+    added,
+    clipped,
+    divided,
     load_rows,
     of_head,
+    products,
     program,
     row_interval,
+    run_range,
+    scaled,
     store_rows,
     tile_range,
     visible,
+    zeros,
 )
 
 
 @triton.jit
 def fold(
-    acc, l_i, m_i, q, k, v, lo, hi, begin, end, qk_scale, seqlen_k,
+    acc, l_i, m_i, q, k, v, lo, hi, begin, end, unit, softmax_scale, seqlen_k, modifiers, place,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys ``[begin, end)`` into the running softmax (acc, l, m) of a block of query rows."""
     for start in range(begin, end, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         k_tile = load_rows(k, offs_k, seqlen_k, HEAD_DIM, MASKED)
-        qk = dot(q, tl.trans(k_tile), None)
+        positions = column_positions(modifiers, offs_k, seqlen_k)
+        qk, _ = modified(products(q, k_tile), modifiers, place, positions, softmax_scale)
         if MASKED:
             qk = tl.where(visible(offs_k, lo, hi), qk, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(qk, 1) * qk_scale)
+        m_new = tl.maximum(m_i, tl.max(qk, 1) * unit)
         if MASKED:  # keep the pivot finite: a row that has seen no key yet would give inf - inf
             pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
         else:
             pivot = m_new
-        p = tl.exp2(qk * qk_scale - pivot[:, None])
+        p = tl.exp2(qk * unit - pivot[:, None])
         alpha = tl.exp2(m_i - pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
+        if modifiers.counter is not None:  # after the sum: lse is that of all weights
+            p = tl.where(is_kept(modifiers, place, positions, False), p, 0.0)
         v_tile = load_rows(v, offs_k, seqlen_k, HEAD_DIM_V, MASKED)
-        acc = dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None])
+        acc = accumulate(p, v_tile, scaled(acc, alpha[:, None]))
         m_i = m_new
+    return acc, l_i, m_i
+
+
+@triton.jit
+def fold_range(
+    acc, l_i, m_i, q, k, v, lo, hi, start, full_start, full_end, end, softmax_scale, seqlen_k, modifiers, place,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, HAS_HEAD: tl.constexpr,
+):  # fmt: skip
+    """Fold a tile range, in three phases: masked head, full middle, masked tail."""
+    unit = score_unit(modifiers, softmax_scale)
+    if HAS_HEAD:
+        acc, l_i, m_i = fold(acc, l_i, m_i, q, k, v, lo, hi, start, full_start, unit, softmax_scale, seqlen_k,
+                             modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
+    acc, l_i, m_i = fold(acc, l_i, m_i, q, k, v, lo, hi, full_start, full_end, unit, softmax_scale, seqlen_k,
+                         modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, False)  # fmt: skip
+    acc, l_i, m_i = fold(acc, l_i, m_i, q, k, v, lo, hi, full_end, end, unit, softmax_scale, seqlen_k,
+                         modifiers, place, HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
     return acc, l_i, m_i
 
 
@@ -60,19 +88,23 @@ def merge(acc, lse, state, lse_ptrs, offs, limit, HEAD_DIM_V: tl.constexpr):
     pivot = tl.where(pivot == float("-inf"), 0.0, pivot)  # a row that has seen nothing would give inf - inf
     new, old = tl.exp2((lse - pivot) * LOG2_E), tl.exp2((old_lse - pivot) * LOG2_E)
     total = tl.where(new + old == 0.0, 1.0, new + old)
-    acc = acc * (new / total)[:, None] + load_rows(state, offs, limit, HEAD_DIM_V, True) * (old / total)[:, None]
+    carried = load_rows(state, offs, limit, HEAD_DIM_V, True)
+    acc = added(scaled(acc, (new / total)[:, None]), scaled(carried, (old / total)[:, None]))
     return acc, tl.where(new + old == 0.0, float("-inf"), pivot + tl.log2(total) * LN_2)
 
 
 @triton.jit
 def forward_kernel(
-    q, k, v, state, out, lse, bounds, shape, softmax_scale,
+    q, k, v, state, out, lse, bounds, shape, softmax_scale, modifiers,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_STATE: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_Q query rows of one head against every key tile that one of them sees."""
     tile, batch, head = program(shape, BLOCK_Q)
     first = (tl.cdiv(shape.rows, BLOCK_Q) - 1 - tile) * BLOCK_Q  # late rows see most keys: longest first
+    seqlen_k = shape.columns
+    if bounds.used is not None:
+        shape = Shape(shape.rows, tl.load(bounds.used + batch), shape.heads, shape.group)
     start, full_start, full_end, end = tile_range(bounds, first, shape, BLOCK_Q, BLOCK_K)
     if IN_PLACE:
         if end <= start:  # the state stays as it is
@@ -81,22 +113,28 @@ def forward_kernel(
     lo, hi = row_interval(bounds, offs_q, shape)
     lse_ptrs = lse + (batch * shape.heads + head) * shape.rows + offs_q
 
-    acc = tl.zeros([BLOCK_Q, columns(HEAD_DIM_V).shape[0]], tl.float32)
+    acc = zeros(BLOCK_Q, HEAD_DIM_V)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     m_i = l_i - float("inf")
     q_tile = load_rows(of_head(q, batch, head), offs_q, shape.rows, HEAD_DIM, True)
+    place = placed(modifiers, offs_q, shape.rows, batch, head, shape.heads)
     k, v = of_head(k, batch, head // shape.group), of_head(v, batch, head // shape.group)
-    qk_scale = softmax_scale * LOG2_E
-    if bounds.lo is not None:  # FULL has no head
-        acc, l_i, m_i = fold(acc, l_i, m_i, q_tile, k, v, lo, hi, start, full_start, qk_scale, shape.columns,
-                             HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
-    acc, l_i, m_i = fold(acc, l_i, m_i, q_tile, k, v, lo, hi, full_start, full_end, qk_scale, shape.columns,
-                         HEAD_DIM, HEAD_DIM_V, BLOCK_K, False)  # fmt: skip
-    acc, l_i, m_i = fold(acc, l_i, m_i, q_tile, k, v, lo, hi, full_end, end, qk_scale, shape.columns,
-                         HEAD_DIM, HEAD_DIM_V, BLOCK_K, True)  # fmt: skip
+    if bounds.runs is None:
+        acc, l_i, m_i = fold_range(acc, l_i, m_i, q_tile, k, v, lo, hi, start, full_start, full_end, end,
+                                   softmax_scale, seqlen_k, modifiers, place,
+                                   HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
+    else:
+        begin_run, end_run = run_range(bounds.runs, first)
+        for run in range(begin_run, end_run):
+            head_start, middle, tail, stop = clipped(bounds.runs, run, start, full_start, full_end, end)
+            acc, l_i, m_i = fold_range(acc, l_i, m_i, q_tile, k, v, lo, hi, head_start, middle, tail, stop,
+                                       softmax_scale, seqlen_k, modifiers, place,
+                                       HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that has seen nothing: out = 0, lse = -inf
-    acc = acc / l_safe[:, None]
+    if modifiers.counter is not None:
+        acc = scaled(acc, modifiers.kept)
+    acc = divided(acc, l_safe[:, None])
     new_lse = tl.where(l_i == 0.0, float("-inf"), (m_i + tl.log2(l_safe)) * LN_2)
     if HAS_STATE:
         acc, new_lse = merge(acc, new_lse, of_head(state, batch, head), lse_ptrs, offs_q, shape.rows, HEAD_DIM_V)

@@ -12,7 +12,9 @@ from triton.runtime.jit import JITFunction
 
 from .bounds import Bounds
 from .config import Tile
-from .tiles import Interval, Shape, Strided
+from .modify import UNMODIFIED, Modifiers
+from .scores import Scores
+from .tiles import BlockRuns, Interval, Shape, Strided
 
 # Triton's interpreter patches its language module while a kernel runs, and a first launch compiles: one at a time.
 _LOCK = threading.Lock()
@@ -45,7 +47,29 @@ def strided(x: torch.Tensor) -> Strided:
 
 
 def interval(bounds: Bounds) -> Interval:
-    return Interval(bounds.lo, bounds.hi)
+    runs = bounds.runs
+    listed = None if runs is None else BlockRuns(runs.offsets, runs.begins, runs.ends, runs.block)
+    return Interval(bounds.lo, bounds.hi, bounds.used, listed)
+
+
+def modifiers(scores: Scores, device: torch.device, *, rows_are_keys: bool = False) -> Modifiers:
+    """Of a launch whose rows are queries, or keys."""
+    if scores.is_plain:
+        return UNMODIFIED
+    slopes, drops = scores.alibi_slopes, scores.dropout_p > 0
+    rows, columns = scores.q_positions, scores.k_positions
+    if rows_are_keys:
+        rows, columns = columns, rows
+    return Modifiers(
+        softcap=scores.softcap or None,
+        slopes=slopes,
+        slopes_stride=None if slopes is None else slopes.shape[-1] * (slopes.dim() - 1),
+        rows=rows if scores.by_position else None,
+        columns=columns if scores.by_position else None,
+        counter=scores.counter(device) if drops else None,
+        threshold=scores.threshold if drops else None,
+        kept=1 / (1 - scores.dropout_p) if drops else None,
+    )
 
 
 def shape_of(rows: torch.Tensor, columns: torch.Tensor) -> Shape:

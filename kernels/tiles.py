@@ -10,6 +10,8 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
+LEAST = 16  # columns of a matrix instruction
+
 
 class Strided(NamedTuple):
     """A tensor ``[B, S, H, D]`` with a unit last stride; the strides count elements."""
@@ -20,11 +22,24 @@ class Strided(NamedTuple):
     stride_h: Any
 
 
+class BlockRuns(NamedTuple):
+    """A ``Runs``: which runs of columns each block of rows sees."""
+
+    offsets: Any
+    begins: Any
+    ends: Any
+    block: Any
+
+
 class Interval(NamedTuple):
-    """The two vectors of a ``Bounds`` that run along the rows of the program, or two None."""
+    """The two vectors of a ``Bounds`` that run along the rows of the program, or two None; and what narrows them."""
 
     lo: Any
     hi: Any
+    used: Any = None
+    """Keys of each batch row, or None."""
+    runs: Any = None
+    """``BlockRuns`` or None."""
 
 
 class Shape(NamedTuple):
@@ -56,39 +71,79 @@ def of_head(tensor, batch, head):
     return Strided(ptr, tensor.stride_b, tensor.stride_s, tensor.stride_h)
 
 
-@triton.jit
-def row_pointers(tensor, offs, HEAD_DIM: tl.constexpr):
-    # 64-bit: row 262,144 with a stride of 8,192 elements already wraps an int32
-    return tensor.ptr + offs[:, None].to(tl.int64) * tensor.stride_s + columns(HEAD_DIM)[None, :]
+@triton.constexpr_function
+def first_part(head_dim):
+    """Columns of the first, or only, part of a tile: a power of two that a matrix instruction takes.
+
+    A head dim that is none is cut in two, 192 into 128 and 64, where that is less than padding it.
+    """
+    whole = triton.next_power_of_2(head_dim)
+    half = whole // 2
+    rest = max(triton.next_power_of_2(head_dim - half), LEAST)
+    return half if half >= LEAST and half + rest < whole else padded(head_dim)
 
 
-@triton.jit
-def columns(HEAD_DIM: tl.constexpr):
-    """The columns of a tile: the head dim padded to a power of two that a matrix instruction takes."""
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
-    return tl.arange(0, BLOCK_D if BLOCK_D > 16 else 16)
+@triton.constexpr_function
+def second_part(head_dim):
+    """Columns of the second part; 0: there is none."""
+    rest = head_dim - first_part(head_dim)
+    return max(triton.next_power_of_2(rest), LEAST) if rest > 0 else 0
+
+
+@triton.constexpr_function
+def padded(head_dim):
+    """Columns of a tile in one part."""
+    return max(triton.next_power_of_2(head_dim), LEAST)
 
 
 @triton.jit
 def load_rows(tensor, offs, limit, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr):
-    """Rows ``offs`` of one head; zeros past the head dim and, where CHECK, past the sequence."""
-    offs_d = columns(HEAD_DIM)
-    PADDED: tl.constexpr = offs_d.shape[0] != HEAD_DIM
-    if CHECK and PADDED:
-        mask = (offs[:, None] < limit) & (offs_d[None, :] < HEAD_DIM)
-        return tl.load(row_pointers(tensor, offs, HEAD_DIM), mask=mask, other=0.0)
-    elif CHECK:
-        return tl.load(row_pointers(tensor, offs, HEAD_DIM), mask=offs[:, None] < limit, other=0.0)
-    elif PADDED:
-        return tl.load(row_pointers(tensor, offs, HEAD_DIM), mask=offs_d[None, :] < HEAD_DIM, other=0.0)
+    """Rows ``offs`` of one head, in parts; zeros past the head dim and, where CHECK, past the sequence."""
+    FIRST: tl.constexpr = first_part(HEAD_DIM)
+    SECOND: tl.constexpr = second_part(HEAD_DIM)
+    first = load_part(tensor, offs, limit, 0, FIRST, HEAD_DIM, CHECK)
+    if SECOND == 0:
+        return (first,)
     else:
-        return tl.load(row_pointers(tensor, offs, HEAD_DIM))
+        return (first, load_part(tensor, offs, limit, FIRST, SECOND, HEAD_DIM, CHECK))
+
+
+@triton.jit
+def load_part(
+    tensor, offs, limit, BEGIN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr
+):
+    offs_d = BEGIN + tl.arange(0, WIDTH)
+    pointers = row_pointers(tensor, offs, offs_d)
+    PADDED: tl.constexpr = BEGIN + WIDTH > HEAD_DIM
+    if CHECK and PADDED:
+        return tl.load(pointers, mask=(offs[:, None] < limit) & (offs_d[None, :] < HEAD_DIM), other=0.0)
+    elif CHECK:
+        return tl.load(pointers, mask=offs[:, None] < limit, other=0.0)
+    elif PADDED:
+        return tl.load(pointers, mask=offs_d[None, :] < HEAD_DIM, other=0.0)
+    else:
+        return tl.load(pointers)
 
 
 @triton.jit
 def store_rows(tensor, value, offs, limit, HEAD_DIM: tl.constexpr):
-    inside = (offs[:, None] < limit) & (columns(HEAD_DIM)[None, :] < HEAD_DIM)
-    tl.store(row_pointers(tensor, offs, HEAD_DIM), value.to(tensor.ptr.dtype.element_ty), mask=inside)
+    """The rows ``offs`` of one head, in parts as `load_rows` has them."""
+    store_part(tensor, value[0], offs, limit, 0, HEAD_DIM)
+    if len(value) == 2:
+        store_part(tensor, value[1], offs, limit, first_part(HEAD_DIM), HEAD_DIM)
+
+
+@triton.jit
+def store_part(tensor, value, offs, limit, BEGIN: tl.constexpr, HEAD_DIM: tl.constexpr):
+    offs_d = BEGIN + tl.arange(0, value.shape[1])
+    inside = (offs[:, None] < limit) & (offs_d[None, :] < HEAD_DIM)
+    tl.store(row_pointers(tensor, offs, offs_d), value.to(tensor.ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def row_pointers(tensor, offs, offs_d):
+    # 64-bit: row 262,144 with a stride of 8,192 elements already wraps an int32
+    return tensor.ptr + offs[:, None].to(tl.int64) * tensor.stride_s + offs_d[None, :]
 
 
 @triton.jit
@@ -98,13 +153,74 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def zeros(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """An accumulator of rows, fp32, in parts."""
+    SECOND: tl.constexpr = second_part(HEAD_DIM)
+    first = tl.zeros([ROWS, first_part(HEAD_DIM)], tl.float32)
+    if SECOND == 0:
+        return (first,)
+    else:
+        return (first, tl.zeros([ROWS, SECOND], tl.float32))
+
+
+@triton.jit
+def products(a, b):
+    """``a b^T`` of two tiles of rows: the sum over their parts."""
+    result = dot(a[0], tl.trans(b[0]), None)
+    if len(a) == 2:
+        result = dot(a[1], tl.trans(b[1]), result)
+    return result
+
+
+@triton.jit
+def accumulate(weights, tile, acc):
+    """``acc + weights tile``, part by part."""
+    first = dot(weights.to(tile[0].dtype), tile[0], acc[0])
+    if len(acc) == 1:
+        return (first,)
+    else:
+        return (first, dot(weights.to(tile[1].dtype), tile[1], acc[1]))
+
+
+@triton.jit
+def scaled(acc, factor):
+    """Every part times ``factor``: a number, or a column of them."""
+    if len(acc) == 1:
+        return (acc[0] * factor,)
+    else:
+        return (acc[0] * factor, acc[1] * factor)
+
+
+@triton.jit
+def divided(acc, divisor):
+    """Every part divided by a column of numbers."""
+    if len(acc) == 1:
+        return (acc[0] / divisor,)
+    else:
+        return (acc[0] / divisor, acc[1] / divisor)
+
+
+@triton.jit
+def added(a, b):
+    """The sum, part by part."""
+    if len(a) == 1:
+        return (a[0] + b[0],)
+    else:
+        return (a[0] + b[0], a[1] + b[1])
+
+
+@triton.jit
 def row_interval(interval, offs, shape):
     """Bounds of the rows of a tile; rows past the end see nothing."""
     inside = offs < shape.rows
     if interval.lo is None:
         return tl.zeros_like(offs), tl.where(inside, shape.columns, 0)
     else:
-        return tl.load(interval.lo + offs, mask=inside, other=0), tl.load(interval.hi + offs, mask=inside, other=0)
+        lo = tl.load(interval.lo + offs, mask=inside, other=0)
+        hi = tl.load(interval.hi + offs, mask=inside, other=0)
+        if interval.used is not None:
+            hi = tl.minimum(hi, shape.columns)
+        return lo, hi
 
 
 @triton.jit
@@ -114,8 +230,13 @@ def row_limits(interval, first, shape, BLOCK_ROWS: tl.constexpr):
         return 0, 0, shape.columns, shape.columns
     else:
         last = tl.minimum(first + BLOCK_ROWS, shape.rows) - 1
+        if interval.used is not None:
+            last = tl.maximum(last, first)  # a tile of padding alone is stopped by its caller
         lo_first, lo_last = tl.load(interval.lo + first), tl.load(interval.lo + last)
-        return lo_first, lo_last, tl.load(interval.hi + first), tl.load(interval.hi + last)
+        hi_first, hi_last = tl.load(interval.hi + first), tl.load(interval.hi + last)
+        if interval.used is not None:
+            hi_first, hi_last = tl.minimum(hi_first, shape.columns), tl.minimum(hi_last, shape.columns)
+        return lo_first, lo_last, hi_first, hi_last
 
 
 @triton.jit
@@ -127,7 +248,27 @@ def tile_range(interval, first, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.const
     full_start = tl.maximum(tl.cdiv(lo_last, BLOCK) * BLOCK, start)
     full_end = hi_first // BLOCK * BLOCK
     some_full = full_end > full_start  # where no tile is seen whole, all are the tail's
+    if interval.used is not None:
+        end = tl.where(first < shape.rows, end, start)
     return start, tl.where(some_full, full_start, start), tl.where(some_full, full_end, start), end
+
+
+@triton.jit
+def run_range(runs, first):
+    """The runs of columns that the block of rows with row ``first`` sees: [begin, end) of ``begins`` and ``ends``."""
+    block = first // runs.block
+    return tl.load(runs.offsets + block), tl.load(runs.offsets + block + 1)
+
+
+@triton.jit
+def clipped(runs, run, start, full_start, full_end, end):
+    """What is left of a tile range inside one run."""
+    begin, past = tl.load(runs.begins + run), tl.load(runs.ends + run)
+    start = tl.maximum(start, begin)
+    end = tl.maximum(tl.minimum(end, past), start)
+    full_start = tl.minimum(tl.maximum(full_start, start), end)
+    full_end = tl.minimum(tl.maximum(full_end, full_start), end)
+    return start, full_start, full_end, end
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -11,12 +12,16 @@ from torch import Tensor
 
 from ringattn import reference
 from ringattn.kernels import FULL, Bounds, KernelConfig, Tile, attention_backward, attention_forward
+from ringattn.reference.masks import by_batch
 
 from . import baselines
-from .baselines import Results
+from .baselines import PLAIN, Modified, Results
 from .tolerance import assert_as_exact_as_pytorch
 
-DTYPES = (torch.float16, torch.float32)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] == "0" else "cpu")
+"""Where the kernels run: ``TRITON_INTERPRET=0 pytest tests/test_kernels.py tests/test_kernel_scores.py`` on a GPU."""
+
+DTYPES = (torch.float16, torch.float32, *((torch.bfloat16,) if DEVICE.type == "cuda" else ()))
 """What the interpreter computes; it takes bfloat16 for integers."""
 
 
@@ -115,6 +120,17 @@ def dense(bounds: Bounds, queries: int, keys: int) -> Tensor:
     return torch.tensor(seen, dtype=torch.bool).reshape(queries, keys)
 
 
+def visible(bounds: Bounds, batch: int, queries: int, keys: int) -> Tensor:
+    """The same for every batch row and whatever narrows the interval, ``[B, 1, queries, keys]``."""
+    seen = dense(bounds, queries, keys).expand(batch, 1, queries, keys).clone()
+    if bounds.used is not None:
+        seen &= torch.arange(keys) < bounds.used[:, None, None, None]
+    if bounds.runs is not None:
+        rows, columns = (torch.arange(count) // bounds.runs.block for count in (queries, keys))
+        seen &= bounds.runs.visible[rows][:, columns]
+    return seen
+
+
 def exact(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) -> Results:
     """The reference in float64, row by row: each query against the keys of its own interval and no others."""
     q, k, v = leaves = [t.detach().to(torch.float64).requires_grad_() for t in (x.q, x.k, x.v)]
@@ -141,39 +157,66 @@ def pytorch(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None
 def ours(
     x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, config: KernelConfig | None = None
 ) -> Results:
-    q, k, v, dout, dlse = x
+    q, k, v, dout, dlse = (t.to(DEVICE) for t in x)
+    bounds = bounds.to(DEVICE)
     out, lse = attention_forward(q, k, v, bounds=bounds, softmax_scale=softmax_scale, config=config)
     dq, dk, dv = attention_backward(
         dout, q, k, v, out, lse, dlse=dlse, bounds=bounds, softmax_scale=softmax_scale, config=config
     )
-    return Results(out, lse, dq, dk, dv)
+    return Results(*(t.cpu() for t in (out, lse, dq, dk, dv)))
 
 
-def magnitudes(x: Inputs, truth: Results, bounds: Bounds, softmax_scale: float | None) -> dict[str, float]:
+def magnitudes(
+    x: Inputs,
+    truth: Results,
+    seen: Tensor,
+    softmax_scale: float | None = None,
+    *,
+    few_keys: bool = False,
+    modified: Modified = PLAIN,
+) -> dict[str, float]:
     """The largest sum of absolute terms behind an entry of ``out`` and of each gradient; what rounding is relative to.
 
     The terms cancel (``dS = P * (dP - delta)`` has either sign), and each is rounded before it does: once in the dtype,
-    and once in fp32 in the exponent of P, where the error is relative to the exponent itself. Against what is left
-    alone, the largest error of a small sample is a matter of luck, PyTorch's as much as ours.
+    and once in fp32 in the exponent of P, where the error is relative to the exponent's own terms: score, bias and
+    ``lse``. So is the derivative of a softcap, ``1 - tanh^2``, to the 1. Against what is left alone, the largest error
+    of a small sample is a matter of luck, PyTorch's as much as ours. Where rows see one key or two (``few_keys``),
+    ``dP`` and ``delta`` are nearly the same number, summed in different orders, and ``lse`` is nearly a score, which is
+    a sum of products itself: then it is their terms that rounding is relative to, and not what is left of them.
     """
     q, k, v, dout, out = (t.to(torch.float64).transpose(1, 2) for t in (*x[:4], truth.out))
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     scores, lse = q @ k.mT * scale, truth.lse.unsqueeze(-1)
-    p = (scores - lse).exp().masked_fill(~dense(bounds, q.shape[2], k.shape[2]), 0.0)
     exponent = torch.finfo(torch.float32).eps / torch.finfo(x.q.dtype).eps
-    p *= 1 + exponent * (scores.abs() + lse.abs().nan_to_num(posinf=0.0))
-    ds = scale * (p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True) + x.dlse.unsqueeze(-1))).abs()
+    derivative = torch.ones(())
+    if modified.softcap:
+        tanh = torch.tanh(scores / modified.softcap)
+        scores, derivative = modified.softcap * tanh, 1 - tanh**2 + exponent
+    bias = torch.zeros(()) if modified.bias is None else modified.bias
+    factors = torch.ones(()) if modified.factors is None else modified.factors
+    p = (scores + bias - lse).exp().masked_fill(~by_batch(seen), 0.0)
+    size = lse.abs().nan_to_num(posinf=0.0)
+    sizes = (q.abs() @ k.abs().mT * scale if few_keys else scores.abs()) + bias.abs() + size
+    p *= 1 + exponent * sizes
+    dp, delta, dlse = dout @ v.mT, (dout * out).sum(-1, keepdim=True), x.dlse.unsqueeze(-1)
+    if few_keys:
+        dp, delta = dout.abs() @ v.abs().mT, -(dout * out).abs().sum(-1, keepdim=True)
+        dlse = dlse.abs()
+    ds = scale * derivative * (p * (dp * factors - delta + dlse)).abs()
+    p = p * factors
     terms = {"out": p @ v.abs(), "dq": ds @ k.abs(), "dk": ds.mT @ q.abs(), "dv": p.mT @ dout.abs()}
     terms |= {name: terms[name].unflatten(1, (-1, group)).sum(2) for name in ("dk", "dv")}
+    if few_keys:
+        terms["lse"] = torch.cat([sizes.masked_fill(~by_batch(seen), 0.0), size], -1)
     return {name: sums.max().item() for name, sums in terms.items() if sums.numel()}
 
 
 def compare(made: Results, x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) -> None:
     """``made`` is as exact as PyTorch's attention of the same inputs in the same dtype."""
     truth, baseline = exact(x, bounds, softmax_scale), pytorch(x, bounds, softmax_scale)
-    sizes = magnitudes(x, truth, bounds, softmax_scale)
+    sizes = magnitudes(x, truth, dense(bounds, x.q.shape[1], x.k.shape[1]), softmax_scale)
     for name, *results in zip(Results._fields, made, baseline, truth, strict=True):
         assert_as_exact_as_pytorch(name, *results, magnitude=sizes.get(name))
 

@@ -19,6 +19,7 @@ from ringattn.kernels import (
     FULL,
     Bounds,
     KernelConfig,
+    Runs,
     TileRange,
     attention_dkdv,
     attention_dq,
@@ -30,7 +31,7 @@ from ringattn.kernels.tiles import Interval, Shape
 from ringattn.ring.layout import Layout
 from ringattn.ring.mask import Mask, bounds
 
-from .kernel_cases import dense, interval, tiles
+from .kernel_cases import interval, tiles, visible
 from .layouts import NAMES, named
 
 Limits = tuple[int, int, int, int]
@@ -202,7 +203,7 @@ def check_launches(
     q, dout = (torch.randn(1, queries, heads, 16) for _ in range(2))
     k, v = (torch.randn(1, keys, kv_heads, 16) for _ in range(2))
     lse, delta = torch.zeros(1, heads, queries), torch.zeros(1, heads, queries)
-    seen = dense(made, queries, keys)
+    seen = visible(made, 1, queries, keys)[0, 0]
 
     def counted(launch: Any, *arguments: Any) -> Loads:
         watch[:] = [loads := Loads(q=q, k=k, v=v, dout=dout)]
@@ -241,6 +242,17 @@ def test_a_tile_that_nobody_sees_is_never_loaded(name: str, world: int, causal: 
 @pytest.mark.parametrize(("block_q", "block_k"), [(16, 32), (32, 16)])
 def test_tiles_of_two_sizes_and_other_masks(kind: str, block_q: int, block_k: int, watch: list[Loads]) -> None:
     check_launches(watch, interval(kind, 70, 75), 70, 75, tiles(block_q, block_k))
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "window"])
+def test_padding_and_blocks_that_are_not_seen_are_not_loaded(kind: str, watch: list[Loads]) -> None:
+    whole = interval(kind, 70, 75)
+    for used in (0, 20, 75):
+        padded = Bounds(whole.lo, whole.hi, torch.tensor([used], dtype=torch.int32))
+        check_launches(watch, padded, 70, 75, tiles(16, 16))
+    for block in (32, 48):
+        shown = torch.rand(-(-70 // block), -(-75 // block)) < 0.5
+        check_launches(watch, Bounds(whole.lo, whole.hi, None, Runs(shown, block)), 70, 75, tiles(16, 16))
 
 
 def test_query_heads_share_the_tiles_of_their_key_head(watch: list[Loads]) -> None:
