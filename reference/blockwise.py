@@ -8,10 +8,13 @@ log-sum-exp; what these add is said where it is added.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
-from .masks import predicates, visible
+from .masks import by_batch, pairs
+from .scores import Options, Scores, by_position, kept, modified
 from .tensors import by_head, by_token, check, positions_or_default, scale_or_default
 
 
@@ -20,12 +23,12 @@ def forward(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
+    learnable_sink: Tensor | None = None,
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
     block_q: int = 16,
     block_k: int = 16,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of :func:`..reference.attention`, same arguments and errors, one tile at a time.
 
@@ -33,9 +36,8 @@ def forward(
     ``l = exp(m - m') l + rowsum(P)``, ``O = exp(m - m') O + P V``; at the end ``O / l`` and ``L = m + log(l)``.
     """
     check(q, k, v)
-    masked = bool(predicates(causal=causal))
-    q_positions, k_positions = positions_or_default(q, k, q_positions, k_positions, masked=masked)
-    heads, scale = q.shape[2], scale_or_default(q, softmax_scale)
+    rows, columns = positions_or_default(q, k, q_positions, k_positions, needed=by_position(options))
+    heads, scale = q.shape[2], scale_or_default(q, options.get("softmax_scale"))
     queries, keys, values = (by_head(x, heads) for x in (q, k, v))
     out = queries.new_empty((*queries.shape[:3], values.shape[3]))
     lse = queries.new_empty(queries.shape[:3])
@@ -43,24 +45,32 @@ def forward(
         o = torch.zeros_like(out[:, :, i])
         total = torch.zeros_like(lse[:, :, i])
         m = torch.full_like(total, -torch.inf)
+        if learnable_sink is not None:  # added: as if a key with this score and the value 0 had been seen
+            m = learnable_sink.to(torch.float64)[None, :, None].expand_as(m)
+            total = (m > -torch.inf).to(torch.float64)
         for j in _blocks(k.shape[1], block_k):
-            seen = visible(q_positions[i], k_positions[j], causal=causal)
-            scores = (scale * queries[:, :, i] @ keys[:, :, j].mT).masked_fill(~seen, -torch.inf)
-            o, total, m = _fold(o, total, m, scores, values[:, :, j])
+            scores = modified(scale * queries[:, :, i] @ keys[:, :, j].mT, rows[i], columns[j], options)
+            scores = scores.masked_fill(~by_batch(pairs(rows[i], columns[j], options)), -torch.inf)
+            factors = kept(tuple(scores.shape), rows[i], columns[j], options)
+            o, total, m = _fold(o, total, m, scores, values[:, :, j], factors)
         # added: a row that saw nothing has l = 0, and stays at O = 0
         out[:, :, i] = o / total.masked_fill(total == 0, 1.0)[..., None]
         lse[:, :, i] = m + total.log()
     return by_token(out, heads), lse
 
 
-def _fold(o: Tensor, total: Tensor, m: Tensor, scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _fold(
+    o: Tensor, total: Tensor, m: Tensor, scores: Tensor, values: Tensor, factors: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """One turn of Algorithm 1's inner loop: fold a block of keys into (O, l, m)."""
     m_new = torch.maximum(m, scores.amax(-1))
     # added: the pivot stays finite, since a row that has seen nothing would give -inf - -inf
     pivot = m_new.masked_fill(m_new == -torch.inf, 0.0)
     weights = torch.exp(scores - pivot[..., None])
     decay = torch.exp(m - pivot)
-    return decay[..., None] * o + weights @ values, decay * total + weights.sum(-1), m_new
+    total = decay * total + weights.sum(-1)
+    # added: dropout takes weights from O and not from l (T. Dao et al. 2022, arXiv:2205.14135, algorithm 2)
+    return decay[..., None] * o + (weights if factors is None else weights * factors) @ values, total, m_new
 
 
 def backward(
@@ -72,12 +82,11 @@ def backward(
     lse: Tensor,
     *,
     dlse: Tensor | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
     block_q: int = 16,
     block_k: int = 16,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in float64 from ``dout`` (shape of ``out``) and ``dlse`` (shape of ``lse``, default zero).
 
@@ -85,17 +94,14 @@ def backward(
     :func:`forward`; ``out`` and ``lse`` are its results.
     """
     check(q, k, v)
-    masked = bool(predicates(causal=causal))
-    q_positions, k_positions = positions_or_default(q, k, q_positions, k_positions, masked=masked)
+    rows, columns = positions_or_default(q, k, q_positions, k_positions, needed=by_position(options))
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (q, k, v))
-    delta = row_delta(dout, out, dlse)
+    delta, scale = row_delta(dout, out, dlse), scale_or_default(q, options.get("softmax_scale"))
     for j in _blocks(k.shape[1], block_k):
         for i in _blocks(q.shape[1], block_q):
-            seen = visible(q_positions[i], k_positions[j], causal=causal)
-            scale = scale_or_default(q, softmax_scale)
-            parts = tile_gradients(
-                dout[:, i], q[:, i], k[:, j], v[:, j], lse[:, :, i], delta[:, :, i], seen=seen, scale=scale
-            )
+            tile = (dout[:, i], q[:, i], k[:, j], v[:, j], lse[:, :, i], delta[:, :, i])
+            seen = pairs(rows[i], columns[j], options)
+            parts = tile_gradients(*tile, seen=seen, scale=scale, positions=(rows[i], columns[j]), options=options)
             dq[:, i] += parts[0]
             dk[:, j] += parts[1]
             dv[:, j] += parts[2]
@@ -109,18 +115,40 @@ def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
 
 
 def tile_gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, seen: Tensor, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    seen: Tensor,
+    scale: float,
+    positions: tuple[Tensor, Tensor] | None = None,
+    options: Scores | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one tile of queries and keys adds to (dq, dk, dv), float64.
 
     Algorithm 2's inner loop: ``P = exp(S - L)``, ``dV = P^T dO``, ``dP = dO V^T``, ``dS = P * (dP - D)``,
-    ``dQ = dS K``, ``dK = dS^T Q``; added: the mask ``seen`` ``[Sq, Sk]`` and the factor ``scale`` of S.
+    ``dQ = dS K``, ``dK = dS^T Q``; added: the mask ``seen`` ``[Sq, Sk]`` or ``[B, Sq, Sk]``, the factor ``scale`` of
+    S, and of ``options``, at the ``positions`` of the queries and of the keys: softcap, whose derivative is ``1 -
+    tanh^2``, ALiBi, and the factors Z of dropout, ``dV = (P * Z)^T dO`` and ``dP = (dO V^T) * Z`` (T. Dao et al.,
+    "FlashAttention", 2022, arXiv:2205.14135, algorithm 4).
     """
-    heads = q.shape[2]
+    heads, options = q.shape[2], options or {}
+    rows, columns = positions or (torch.arange(q.shape[1]), torch.arange(k.shape[1]))
     queries, keys, values, grads = (by_head(x, heads) for x in (q, k, v, dout))
-    weights = torch.exp(scale * queries @ keys.mT - lse[..., None]).masked_fill(~seen, 0.0)
-    dscores = scale * weights * (grads @ values.mT - delta[..., None])
-    dq, dk, dv = dscores @ keys, dscores.mT @ queries, weights.mT @ grads
+    plain = scale * queries @ keys.mT
+    scores = modified(plain, rows, columns, options)
+    weights = torch.exp(scores - lse[..., None]).masked_fill(~by_batch(seen), 0.0)
+    factors = kept(tuple(weights.shape), rows, columns, options)
+    dropped = weights if factors is None else weights * factors
+    dweights = grads @ values.mT if factors is None else grads @ values.mT * factors
+    dscores = scale * weights * (dweights - delta[..., None])
+    softcap = options.get("softcap", 0.0)
+    if softcap:
+        dscores = dscores * (1 - torch.tanh(plain / softcap) ** 2)
+    dq, dk, dv = dscores @ keys, dscores.mT @ queries, dropped.mT @ grads
     return by_token(dq, heads), by_token(dk, k.shape[2]), by_token(dv, k.shape[2])
 
 

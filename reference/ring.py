@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from .blockwise import row_delta, tile_gradients
 from .dense import attention
-from .masks import visible
+from .masks import pairs
+from .scores import Options
 from .tensors import check, scale_or_default
 
 
@@ -37,8 +39,8 @@ def forward(
     *,
     q_positions: Sequence[Tensor],
     k_positions: Sequence[Tensor] | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
+    learnable_sink: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(out, lse) per rank; arguments per rank as :func:`..reference.attention`, the positions in any order.
 
@@ -46,6 +48,8 @@ def forward(
     """
     outs = [x.new_zeros((*x.shape[:3], y.shape[3]), dtype=torch.float64) for x, y in zip(q, v, strict=True)]
     lses = [x.new_full((x.shape[0], x.shape[2], x.shape[1]), -torch.inf, dtype=torch.float64) for x in q]
+    if learnable_sink is not None:  # the state before any key, as in FlashAttention-2's loop
+        lses = [learnable_sink.to(torch.float64)[None, :, None].expand_as(lse) for lse in lses]
     held = _depart(q, k, v, q_positions, k_positions)
     for _hop in range(len(q)):
         for rank, shard in enumerate(held):
@@ -53,10 +57,9 @@ def forward(
                 q[rank],
                 shard.k,
                 shard.v,
-                causal=causal,
-                softmax_scale=softmax_scale,
                 q_positions=q_positions[rank],
                 k_positions=shard.positions,
+                **options,
             )
             outs[rank], lses[rank] = merge((outs[rank], lses[rank]), partial)
         held = _pass_on(held)
@@ -74,8 +77,7 @@ def backward(
     q_positions: Sequence[Tensor],
     k_positions: Sequence[Tensor] | None = None,
     dlse: Sequence[Tensor] | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
+    **options: Unpack[Options],
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """(dq, dk, dv) per rank, float64, from the global ``out`` and ``lse`` of :func:`forward`.
 
@@ -86,11 +88,10 @@ def backward(
     held = _depart(q, k, v, q_positions, k_positions)
     for _hop in range(len(q)):
         for rank, shard in enumerate(held):
-            seen = visible(q_positions[rank], shard.positions, causal=causal)
-            scale = scale_or_default(q[rank], softmax_scale)
-            parts = tile_gradients(
-                dout[rank], q[rank], shard.k, shard.v, lse[rank], delta[rank], seen=seen, scale=scale
-            )
+            where = q_positions[rank], shard.positions
+            seen, scale = pairs(*where, options), scale_or_default(q[rank], options.get("softmax_scale"))
+            tile = (dout[rank], q[rank], shard.k, shard.v, lse[rank], delta[rank])
+            parts = tile_gradients(*tile, seen=seen, scale=scale, positions=where, options=options)
             dq[rank] += parts[0]
             shard.dk += parts[1]
             shard.dv += parts[2]

@@ -24,12 +24,14 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def positions_or_default(
-    q: Tensor, k: Tensor, q_positions: Tensor | None, k_positions: Tensor | None, *, masked: bool
+    q: Tensor, k: Tensor, q_positions: Tensor | None, k_positions: Tensor | None, *, needed: bool
 ) -> tuple[Tensor, Tensor]:
-    """The positions given, or 0, 1, 2, … where none are; refuse a masked call whose meaning would be a convention."""
-    if masked and (q_positions is None) != (k_positions is None):
-        raise ValueError("only one of q_positions and k_positions is given: a mask needs both, or neither")
-    if masked and q_positions is None and q.shape[1] != k.shape[1]:
+    """The positions given, or 0, 1, 2, … where none are; refuse where they are needed and would be a convention."""
+    if needed and (q_positions is None) != (k_positions is None):
+        raise ValueError(
+            "only one of q_positions and k_positions is given: a mask, ALiBi and dropout need both, or neither"
+        )
+    if needed and q_positions is None and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"q has {q.shape[1]} tokens, k has {k.shape[1]}: a mask between different lengths needs q_positions and "
             "k_positions, because conventions differ on what it would mean"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ringattn import reference
+from ringattn.reference.masks import by_batch
+from ringattn.reference.scores import Options, Scores, alibi, kept
 
 
 class Results(NamedTuple):
@@ -21,6 +23,35 @@ class Results(NamedTuple):
     dv: Tensor
 
 
+class Modified(NamedTuple):
+    """What becomes of scores, and of weights, as tensors: what PyTorch has no names for."""
+
+    softcap: float = 0.0
+    bias: Tensor | None = None
+    """``[1 or B, H, Sq, Sk]``, added to the scores after the softcap."""
+    factors: Tensor | None = None
+    """``[B, H, Sq, Sk]``, what dropout multiplies the weights with."""
+    sink: Tensor | None = None
+    """``[H]``, one more logit."""
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, ...],
+        q_positions: Tensor,
+        k_positions: Tensor,
+        scores: Scores,
+        sink: Tensor | None = None,
+    ) -> Modified:
+        """As the reference says for scores of ``shape`` ``[B, H, Sq, Sk]``."""
+        slopes = scores.get("alibi_slopes")
+        bias = None if slopes is None else alibi(slopes, q_positions, k_positions)
+        return cls(scores.get("softcap", 0.0), bias, kept(shape, q_positions, k_positions, scores), sink)
+
+
+PLAIN = Modified()
+
+
 def exact(
     q: Tensor,
     k: Tensor,
@@ -28,17 +59,38 @@ def exact(
     dout: Tensor,
     dlse: Tensor | None = None,
     *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
+    learnable_sink: Tensor | None = None,
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> Results:
     """The reference and its gradients by autograd, all float64."""
     leaves = [x.detach().to(torch.float64).requires_grad_() for x in (q, k, v)]
     out, lse = reference.attention(
-        *leaves, causal=causal, softmax_scale=softmax_scale, q_positions=q_positions, k_positions=k_positions
+        *leaves, learnable_sink=learnable_sink, q_positions=q_positions, k_positions=k_positions, **options
     )
-    return _with_gradients(out, lse, leaves, dout, dlse)
+    return Results(out.detach(), lse.detach(), *_gradients(out, lse, leaves, dout, dlse))
+
+
+def exact_with_sink(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    sink: Tensor,
+    *,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    **options: Unpack[Options],
+) -> tuple[Results, Tensor]:
+    """The same with a sink, and the gradient of that."""
+    leaves = [x.detach().to(torch.float64).requires_grad_() for x in (q, k, v, sink)]
+    out, lse = reference.attention(
+        *leaves[:3], learnable_sink=leaves[3], q_positions=q_positions, k_positions=k_positions, **options
+    )
+    *grads, dsink = _gradients(out, lse, leaves, dout, dlse)
+    return Results(out.detach(), lse.detach(), *grads), dsink
 
 
 def pytorch(
@@ -50,30 +102,110 @@ def pytorch(
     *,
     seen: Tensor | None = None,
     softmax_scale: float | None = None,
+    modified: Modified = PLAIN,
 ) -> Results:
-    """PyTorch's SDPA in the dtype of ``q``, with ``seen`` as its mask (bool ``[Sq, Sk]``, True: visible).
+    """PyTorch's SDPA in the dtype of ``q``, with ``seen`` as its mask (True: visible), the bias added to that.
 
-    SDPA returns no ``lse``: it is PyTorch's ``logsumexp`` in fp32 (float64 for float64), which every attention uses.
-    Rows that see nothing are kept from it, since conventions differ on them: ``out = 0``, ``lse = -inf``.
+    ``seen`` is bool ``[Sq, Sk]`` or ``[B, Sq, Sk]``. SDPA has no softcap, and none of its dropout masks can be asked
+    for: with either it is attention as it is written in torch, each operation in the dtype of ``q``. It has no sink
+    either: that is one more key of each head, whose value is 0, and whose bias is the sink. Nor does it return
+    ``lse``: that is PyTorch's ``logsumexp`` in fp32 (float64 for float64), which every attention uses. Rows that see
+    nothing are kept from it, since conventions differ on them: ``out = 0``, ``lse = -inf``.
     """
+    results, _ = _pytorch(q, k, v, dout, dlse, seen, softmax_scale, modified)
+    return results
+
+
+def pytorch_with_sink(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    sink: Tensor,
+    *,
+    seen: Tensor,
+    softmax_scale: float | None = None,
+    modified: Modified = PLAIN,
+) -> tuple[Results, Tensor]:
+    """The same with a sink, and the gradient of that."""
+    results, dsink = _pytorch(q, k, v, dout, dlse, seen, softmax_scale, modified._replace(sink=sink))
+    assert dsink is not None
+    return results, dsink
+
+
+def _pytorch(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None,
+    seen: Tensor | None, softmax_scale: float | None, modified: Modified,
+) -> tuple[Results, Tensor | None]:  # fmt: skip
+    if modified.sink is not None:
+        modified = modified._replace(sink=modified.sink.detach().clone().requires_grad_())
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool) if seen is None else seen
-    rows = seen.any(-1).nonzero().squeeze(-1)
-    queries, keys, values = (x.transpose(1, 2) for x in (leaves[0][:, rows], *leaves[1:]))
+    seen = by_batch(torch.ones(q.shape[1], k.shape[1], dtype=torch.bool) if seen is None else seen)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    grouped = q.shape[2] != k.shape[2]
-    some = scaled_dot_product_attention(
-        queries, keys, values, attn_mask=seen[rows], scale=scale, enable_gqa=grouped
-    ).transpose(1, 2)
-    out = some.new_zeros(*q.shape[:3], v.shape[3]).index_copy(1, rows, some)
+    queries, keys, values = (x.transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in leaves)
     wide = torch.promote_types(q.dtype, torch.float32)
-    keys = keys.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
-    scores = (queries.to(wide) @ keys.to(wide).mT * scale).masked_fill(~seen[rows], -torch.inf)
-    lse = scores.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf).index_copy(2, rows, scores.logsumexp(-1))
-    return _with_gradients(out, lse, leaves, dout, dlse)
+    bias, blind = _bias(seen, modified, wide)
+    if modified.sink is not None:
+        keys, values = (pad(x, (0, 0, 0, 1)) for x in (keys, values))
+    plain = modified.softcap == 0 and modified.factors is None
+    if keys.shape[2] == 0:  # SDPA's CPU kernel cannot do without keys
+        out = queries.sum() * 0 + values.new_zeros(*queries.shape[:3], v.shape[3])
+    elif plain:
+        out = scaled_dot_product_attention(queries, keys, values, attn_mask=bias.to(q.dtype), scale=scale)
+    else:
+        out = _written_out(queries, keys, values, bias.to(q.dtype), scale, modified)
+    scores = _capped(queries.to(wide) @ keys.to(wide).mT * scale, modified.softcap) + bias
+    lse = scores.logsumexp(-1).masked_fill(blind, -torch.inf)
+    out = out.masked_fill(blind[..., None], 0.0).transpose(1, 2)
+    if modified.sink is not None:
+        leaves.append(modified.sink)
+    grads = _gradients(out, lse, leaves, dout, dlse)
+    return Results(out.detach(), lse.detach(), *grads[:3]), (grads[3] if modified.sink is not None else None)
 
 
-def _with_gradients(out: Tensor, lse: Tensor, leaves: list[Tensor], dout: Tensor, dlse: Tensor | None) -> Results:
+def _written_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, modified: Modified) -> Tensor:
+    weights = (_capped(q @ k.mT * scale, modified.softcap) + bias).softmax(-1)[..., : k.shape[2]]
+    if modified.factors is not None:
+        weights = weights * pad(modified.factors, (0, k.shape[2] - modified.factors.shape[3])).to(q.dtype)
+    return weights @ v
+
+
+def _capped(scores: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def _bias(seen: Tensor, modified: Modified, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What is added to scores, ``[B or 1, H or 1, Sq, Sk]`` and one more key with a sink, and which rows are blind.
+
+    A row that sees nothing is shown everything here; its results are taken away, and with them its gradients.
+    """
+    blind = ~seen.any(-1)
+    if modified.sink is not None:
+        blind = blind & (modified.sink == -torch.inf)[:, None]
+    bias = torch.zeros(()).to(dtype) if modified.bias is None else modified.bias.to(dtype)
+    bias = (bias + torch.zeros(seen.shape, dtype=dtype)).masked_fill(~(seen | blind[..., None]), -torch.inf)
+    if modified.sink is not None:
+        heads = len(modified.sink)
+        column = modified.sink.to(dtype)[:, None, None].expand(bias.shape[0], heads, bias.shape[2], 1)
+        bias = torch.cat([bias.expand(-1, heads, -1, -1), column], -1)
+    return bias, blind
+
+
+def operator_lse(q: Tensor, k: Tensor, seen: Tensor, softmax_scale: float | None, sink: Tensor | None) -> Tensor:
+    """``lse`` as PyTorch's CPU flash attention has it: in 16 bit its own exponential makes it less exact than fp32."""
+    bias, blind = _bias(by_batch(seen), Modified(sink=sink), q.dtype)
+    queries, keys = (x.detach().transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (q, k))
+    keys = keys if sink is None else pad(keys, (0, 0, 0, 1))
+    if keys.shape[2] == 0:  # it cannot do without keys
+        return torch.full(queries.shape[:3], -torch.inf)
+    bias = bias.expand(*queries.shape[:2], -1, -1)
+    lse: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        queries, keys, keys, 0.0, False, attn_mask=bias, scale=softmax_scale
+    )[1]
+    return lse.masked_fill(blind, -torch.inf)
+
+
+def _gradients(out: Tensor, lse: Tensor, leaves: list[Tensor], dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, ...]:
     dlse = torch.zeros_like(lse) if dlse is None else dlse.to(lse.dtype)
-    dq, dk, dv = torch.autograd.grad((out, lse), leaves, (dout.to(out.dtype), dlse))
-    return Results(out.detach(), lse.detach(), dq, dk, dv)
+    return torch.autograd.grad((out, lse), leaves, (dout.to(out.dtype), dlse))

@@ -161,10 +161,10 @@ def test_ring_between_different_lengths() -> None:
     where = [torch.tensor([8, 4, 9]), torch.tensor([0, 2, 7])], [torch.arange(4), torch.arange(4, 9)]
     qs, douts = (list(torch.split(x, 3, 1)) for x in (q, dout))
     ks, vs = (list(torch.split(x, [4, 5], 1)) for x in (k, v))
-    mask = {"q_positions": where[0], "k_positions": where[1]}
+    mask: dict[str, Any] = {"q_positions": where[0], "k_positions": where[1]}
     outs, lses = reference.ring.forward(qs, ks, vs, causal=True, softmax_scale=0.5, **mask)
     grads = reference.ring.backward(douts, qs, ks, vs, outs, lses, causal=True, softmax_scale=0.5, **mask)
-    whole = {name: torch.cat(lists) for name, lists in mask.items()}
+    whole: dict[str, Any] = {name: torch.cat(lists) for name, lists in mask.items()}
     ours = (torch.cat(outs, 1), torch.cat(lses, 2), *(torch.cat(x, 1) for x in grads))
     close(ours, exact(q, k, v, dout, causal=True, softmax_scale=0.5, **whole))
 
