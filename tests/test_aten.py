@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringattn.kernels import FULL, Bounds
-from ringattn.ring import blockwise
 from ringattn.ring import pieces as cutting
+from ringattn.ring import tiling
 from ringattn.ring.aten import AtenBackward, AtenForward
-from ringattn.ring.pieces import Kind, Piece, pieces
 
 from .baselines import Results, exact, pytorch
 from .tolerance import assert_as_exact_as_pytorch
@@ -210,7 +207,7 @@ def test_every_dtype_head_count_and_head_dim(
 @pytest.mark.parametrize("layout", ["contiguous", "striped"])
 def test_windows_go_blockwise_tile_by_tile(layout: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"FOLDED_ROWS": 16, "MIN_BLOCK_ROWS": 4, "TILE_KEYS": 8, "TILE_SCORES": 128}.items():
-        monkeypatch.setattr(blockwise, name, value)
+        monkeypatch.setattr(tiling, name, value)
     args = inputs(90)
     compare(run(shards(layout, 90, world), *args, causal=True, window=20), args, causal=True, window=20)
 
@@ -226,13 +223,6 @@ def test_long_shards_are_cut_and_merged() -> None:
     args = inputs(900, 2, 1, 8, batch=1)
     positions = [torch.cat([torch.arange(0, 150), torch.arange(450, 900)]), torch.arange(150, 450)]
     compare(run(positions, *args, causal=True), args, causal=True)
-    cut = pieces(hop_bounds(positions[0], positions[0], causal=True), 600, 600)
-    assert [piece.kind for piece in cut] == [Kind.CAUSAL]
-    late = hop_bounds(torch.arange(300, 900), torch.arange(900), causal=True)
-    assert pieces(late, 600, 900) == (
-        Piece(Kind.RECTANGLE, 0, 600, 0, 300),
-        Piece(Kind.CAUSAL, 0, 600, 300, 900),
-    )
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0)])
@@ -405,49 +395,3 @@ def test_threads_do_not_idle_when_the_local_block_is_cut(monkeypatch: pytest.Mon
         out, lse = ring.forward(0)
         seen = counts(lambda ring=ring, out=out, lse=lse: ring.backward(dout, [out], [lse], None))  # type: ignore[misc]
         assert seen[OPERATOR_BACKWARD] == expected
-
-
-@st.composite
-def intervals(draw: st.DrawFn) -> tuple[Bounds, int, int]:
-    """Any bounds, made of runs so that regular ones occur."""
-    runs = draw(
-        st.lists(st.tuples(st.integers(1, 6), st.integers(0, 2), st.integers(0, 2), st.integers(0, 4)), max_size=6)
-    )
-    lo, hi = [draw(st.integers(0, 3))], [draw(st.integers(3, 6))]
-    for length, lo_step, hi_step, jump in runs:
-        for i in range(length):
-            hi.append(hi[-1] + hi_step + (jump if i == 0 else 0))
-            lo.append(min(lo[-1] + lo_step, hi[-1]))
-    keys = hi[-1] + draw(st.integers(0, 2))
-    return Bounds(torch.tensor(lo, dtype=torch.int32), torch.tensor(hi, dtype=torch.int32)), len(lo), keys
-
-
-@given(case=intervals(), min_rows=st.integers(1, 6))
-def test_pieces_cover_every_visible_pair_once(case: tuple[Bounds, int, int], min_rows: int) -> None:
-    bounds, rows, keys = case
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "MIN_ROWS", min_rows)
-        cut = pieces(bounds, rows, keys)
-    seen, covered = pairs_of(bounds, rows, keys), torch.zeros(rows, keys, dtype=torch.int32)
-    for piece in cut:
-        assert piece.row < piece.row_end and piece.key < piece.key_end
-        inside = seen[piece.rows, piece.keys]
-        if piece.kind is Kind.RECTANGLE:
-            inside = torch.ones_like(inside)
-        elif piece.kind is Kind.CAUSAL:
-            assert inside.shape[0] == inside.shape[1]
-            inside = torch.ones_like(inside).tril()
-        covered[piece.rows, piece.keys] += inside
-    assert covered.equal(seen.int())
-    assert list(cut) == sorted(cut, key=lambda piece: piece.row)
-    (whole,) = pieces(bounds, rows, keys, operator=False) or (None,)
-    assert (whole is None) == (not seen.any())
-
-
-def test_pieces_are_cut_once_for_each_bounds() -> None:
-    bounds = hop_bounds(torch.arange(8), torch.arange(8), causal=True)
-    first = pieces(bounds, 8, 8)
-    assert pieces(bounds, 8, 8) is first
-    before = len(cutting._cache)
-    del bounds
-    assert len(cutting._cache) == before - 1
