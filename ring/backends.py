@@ -7,15 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..kernels import (
+    PLAIN,
     Bounds,
     KernelConfig,
+    Scores,
     attention_delta,
     attention_dkdv,
     attention_dq,
     attention_forward,
 )
 from .aten import AtenBackward, AtenForward
-from .traffic import Heads, Tensors
+from .traffic import Heads, Pair, Tensors
 
 BACKENDS = ("auto", "triton", "aten")
 
@@ -36,13 +38,23 @@ def resolve_backend(name: str, device: torch.device) -> str:
 
 
 def forward_works(
-    backend: str, chunks: Sequence[Heads], q: torch.Tensor, *, softmax_scale: float, config: KernelConfig | None = None
+    backend: str,
+    chunks: Sequence[Heads],
+    q: torch.Tensor,
+    *,
+    softmax_scale: float,
+    config: KernelConfig | None = None,
+    start: Pair | None = None,
 ) -> list[AtenForward] | list[TritonForward]:
-    """What computes the forward of each chunk of heads."""
-    parts = [q[:, :, heads.q] for heads in chunks]
+    """What computes the forward of each chunk of heads; ``start`` is the ``(out, lse)`` before any key, fp32."""
+    parts = [(q[:, :, heads.q], _of_state(start, heads)) for heads in chunks]
     if backend == "aten":
-        return [AtenForward(part, softmax_scale=softmax_scale) for part in parts]
-    return [TritonForward(part, softmax_scale=softmax_scale, config=config) for part in parts]
+        return [AtenForward(part, softmax_scale=softmax_scale, start=state) for part, state in parts]
+    return [TritonForward(part, softmax_scale=softmax_scale, config=config, start=state) for part, state in parts]
+
+
+def _of_state(start: Pair | None, heads: Heads) -> Pair | None:
+    return None if start is None else (start[0][:, :, heads.q], start[1][:, heads.q].contiguous())
 
 
 def backward_works(
@@ -72,6 +84,14 @@ def _of_heads(
     return dout[:, :, heads.q], q[:, :, heads.q], out[:, :, heads.q], lse[:, heads.q].contiguous(), part
 
 
+def row_delta(backend: str, dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
+    """``rowsum(dout * out) - dlse``, fp32 ``[B, H, S]``."""
+    if backend == "triton":
+        return attention_delta(dout, out, dlse)
+    delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
+    return delta if dlse is None else delta - dlse
+
+
 def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """The chunks of heads of a result as one tensor."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
@@ -80,15 +100,30 @@ def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 class TritonForward:
     """One launch per hop; the state rides in the kernel."""
 
-    def __init__(self, q: torch.Tensor, *, softmax_scale: float, config: KernelConfig | None) -> None:
+    def __init__(
+        self,
+        q: torch.Tensor,
+        *,
+        softmax_scale: float,
+        config: KernelConfig | None,
+        start: Pair | None = None,
+    ) -> None:
         self._q = q
         self._scale = softmax_scale
         self._config = config
-        self._state: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._state = start
 
-    def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, final: bool) -> None:
+    def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, final: bool) -> None:
         self._state = attention_forward(
-            self._q, k, v, bounds=bounds, softmax_scale=self._scale, state=self._state, final=final, config=self._config
+            self._q,
+            k,
+            v,
+            bounds=bounds,
+            scores=scores,
+            softmax_scale=self._scale,
+            state=self._state,
+            final=final,
+            config=self._config,
         )
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,12 +152,14 @@ class TritonBackward:
         self._delta = attention_delta(dout, out, dlse)
         self._dq: torch.Tensor | None = None
 
-    def dq(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, local: bool, final: bool) -> None:
+    def dq(
+        self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool
+    ) -> None:
         q, sums = self._q, self._dq
         into = None if final else sums if sums is not None else torch.empty_like(q, dtype=torch.float32)
         self._dq = attention_dq(
             self._dout, q, k, v, self._lse, self._delta,
-            bounds=bounds, softmax_scale=self._scale, sums=sums, into=into, config=self._config,
+            bounds=bounds, scores=scores, softmax_scale=self._scale, sums=sums, into=into, config=self._config,
         )  # fmt: skip
 
     def dkdv(
@@ -131,6 +168,7 @@ class TritonBackward:
         v: torch.Tensor,
         bounds: Bounds,
         *,
+        scores: Scores = PLAIN,
         local: bool,
         sums: Callable[[], Tensors] | None,
         into: Tensors,
@@ -141,7 +179,8 @@ class TritonBackward:
             arrived = (dk, dv)
         attention_dkdv(
             self._dout, self._q, k, v, self._lse, self._delta,
-            bounds=bounds, softmax_scale=self._scale, sums=arrived, into=(into[0], into[1]), config=self._config,
+            bounds=bounds, scores=scores, softmax_scale=self._scale, sums=arrived,
+            into=(into[0], into[1]), config=self._config,
         )  # fmt: skip
 
     def result(self) -> torch.Tensor:

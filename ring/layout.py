@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate
-from operator import index
 from typing import Any
 
 import torch
 
-from .spans import Span, ascending, refuse_overlap
+from . import balance
+from .documents import Documents
+from .spans import Span, ascending, at_least, refuse_overlap
 
 __all__ = ["Layout", "Span"]
 
@@ -47,17 +48,29 @@ class Layout:
         return cls.uneven(_even(seqlen, world))
 
     @classmethod
-    def zigzag(cls, seqlen: int, world: int) -> Layout:
-        """Two runs per rank, one from each end of the sequence, so that causal work is even.
+    def zigzag(cls, seqlen: int, world: int, cu_seqlens: Iterable[int] | torch.Tensor | None = None) -> Layout:
+        """Two runs per rank, one from each end of the sequence or of every document, so that causal work is even.
 
-        With ``2 * world`` equal chunks, rank r holds chunks r and ``2 * world - 1 - r``.
+        With ``2 * world`` equal chunks, rank r holds chunks r and ``2 * world - 1 - r``: where that many divide every
+        document, TransformerEngine's rule for packed sequences (``thd_get_partitioned_indices``). Elsewhere nothing
+        is padded: of what a document leaves when each rank has equally many, the ranks get one token each, going on in
+        rank order where the document before stopped, so that the tokens of two ranks differ by one at most. And a
+        rank's tokens lie at the head and at the tail of documents by turns, so that these two differ by one at most.
+
+        Args:
+            seqlen: tokens in all.
+            world: ranks.
+            cu_seqlens: boundaries ``[0, ..., seqlen]`` of packed documents, a list or a CPU tensor; None: one document.
+
+        Raises:
+            ValueError: a negative length, no rank, or boundaries that descend, or that do not start at 0 or end at
+                ``seqlen``.
         """
-        lengths = _even(seqlen, world)
-        heads = [(length + 1) // 2 for length in lengths]
-        tails = [length - head for length, head in zip(lengths, heads, strict=True)]
-        starts = [0, *accumulate(heads)]
-        ends = [seqlen - past for past in accumulate(tails)]
-        return cls([(starts[rank], heads[rank]), (ends[rank], tails[rank])] for rank in range(len(lengths)))
+        seqlen, world = at_least(0, "seqlen", seqlen), at_least(1, "world", world)
+        documents = Documents([0, seqlen] if cu_seqlens is None else cu_seqlens)
+        if documents.seqlen != seqlen:
+            raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {seqlen}, the number of tokens")
+        return cls(balance.zigzag(documents.boundaries, world))
 
     @classmethod
     def striped(cls, seqlen: int, world: int) -> Layout:
@@ -67,10 +80,37 @@ class Layout:
     @classmethod
     def uneven(cls, lengths: Iterable[int]) -> Layout:
         """One run of ``lengths[rank]`` tokens per rank, in rank order."""
-        checked = [_at_least(0, f"lengths[{rank}]", length) for rank, length in enumerate(lengths)]
+        checked = [at_least(0, f"lengths[{rank}]", length) for rank, length in enumerate(lengths)]
         if not checked:
             raise ValueError("lengths is empty: it must have the number of tokens of every rank")
         return cls([(start, length)] for start, length in zip([0, *accumulate(checked)], checked, strict=False))
+
+    @classmethod
+    def balanced(cls, seqlen: int, speeds: Iterable[float], *, causal: bool) -> Layout:
+        """Unequal shards for unequal GPUs, so that all finish together: visible pairs in proportion to speed.
+
+        With c_r the speed of the ranks 0 to r over that of all, S tokens and round(x) = floor(x + 1/2):
+
+        - full: one run per rank; the ranks 0 to r hold the first ``round(S c_r)`` tokens. A rank's tokens are within
+          one of ``S speed / sum(speeds)``, its visible pairs within S.
+        - causal: two runs per rank of one length, one from each end, as in a zigzag. A token at p and its mirror image
+          at S - 1 - p together see S + 1 keys, wherever p is; the ranks 0 to r hold the outer ``round(S c_r / 2)`` of
+          these couples (the token in the middle of an odd S is half of one). A rank's tokens are within two of
+          ``S speed / sum(speeds)``, and its visible pairs within one couple, S + 1, of ``S (S + 1) / 2 * speed /
+          sum(speeds)``.
+
+        The backward has the same pairs on the same ranks: dK/dV are computed where the queries are.
+
+        Args:
+            seqlen: S, tokens in all.
+            speeds: of every rank, in any unit, such as its tokens per second on an equal shard; 0: no tokens.
+            causal: whether the mask is causal.
+
+        Raises:
+            ValueError: a negative length, or speeds that are not finite numbers of at least 0 with one above it.
+        """
+        seqlen, exact = at_least(0, "seqlen", seqlen), balance.speeds_of(speeds)
+        return cls(balance.by_causal_pairs(seqlen, exact)) if causal else cls.uneven(balance.by_tokens(seqlen, exact))
 
     @property
     def world(self) -> int:
@@ -86,6 +126,11 @@ class Layout:
     def seqlen(self) -> int:
         """Tokens of all ranks together."""
         return sum(self.lengths)
+
+    @cached_property
+    def reach(self) -> int:
+        """One past the last position of all ranks."""
+        return max((spans[-1].stop for spans in self.spans_per_rank if spans), default=0)
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """The spans of one rank, ascending; empty where it holds no token."""
@@ -156,28 +201,17 @@ class Layout:
         return rank
 
     def _require_whole(self) -> None:
-        reach = max((spans[-1].stop for spans in self.spans_per_rank if spans), default=0)
-        if reach != self.seqlen:
+        if self.reach != self.seqlen:
             raise ValueError(
-                f"the layout holds {self.seqlen} of the positions 0 to {reach - 1}: "
+                f"the layout holds {self.seqlen} of the positions 0 to {self.reach - 1}: "
                 "shard and unshard need a layout that holds every position once"
             )
 
 
 def _even(seqlen: int, world: int) -> list[int]:
     """``seqlen`` cut into ``world`` lengths that differ by at most one, longer ones first."""
-    base, extra = divmod(_at_least(0, "seqlen", seqlen), _at_least(1, "world", world))
+    base, extra = divmod(at_least(0, "seqlen", seqlen), at_least(1, "world", world))
     return [base + (rank < extra) for rank in range(world)]
-
-
-def _at_least(least: int, name: str, value: int) -> int:
-    try:
-        whole = index(value)
-    except TypeError:
-        raise ValueError(f"{name} is {value!r}: it must be a whole number") from None
-    if whole < least:
-        raise ValueError(f"{name} is {whole}: it must be at least {least}")
-    return whole
 
 
 def _positions(spans: Sequence[Span]) -> torch.Tensor:

@@ -7,28 +7,29 @@ different data.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from ..kernels import Bounds
+from ..kernels import Bounds, Scores
 from .key_values import KeyValues
 from .schedule import Hop
 from .sums import Sums
-from .traffic import Call, Heads, Pair, Tensors
+from .traffic import Call, Heads, Pair, Seen, Tensors
 
 
 class ForwardWork(Protocol):
     """Folds one key shard after the other into ``(out, lse)`` of one chunk of heads."""
 
-    def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, final: bool) -> None:
+    def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores, final: bool) -> None:
         """The keys of one shard; ``final`` on this rank's last."""
 
 
 class BackwardWork(Protocol):
     """This rank's part of the gradients of one chunk of heads, one key shard after the other: dK/dV first, then dQ."""
 
-    def dq(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, local: bool, final: bool) -> None:
+    def dq(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores, local: bool, final: bool) -> None:
         """Add one shard's part to dQ; ``local`` on the first, ``final`` on the last."""
 
     def dkdv(
@@ -37,6 +38,7 @@ class BackwardWork(Protocol):
         v: torch.Tensor,
         bounds: Bounds,
         *,
+        scores: Scores,
         local: bool,
         sums: Callable[[], Tensors] | None,
         into: Tensors,
@@ -49,13 +51,15 @@ def forward(call: Call, works: Sequence[ForwardWork], k: torch.Tensor, v: torch.
     moving = KeyValues(call, k, v)
     for hop in call.plan.hops:
         moving.advance(hop)
-        limits = call.plan.bounds[hop.index]
-        if limits is None:
+        sights = call.plan.sights[hop.index]
+        if not sights:
             continue
         for heads, work in zip(call.chunks, works, strict=True):
             near = arrived(call, moving, hop, heads)
             with call.span("compute", hop):
-                work.fold(*near, limits, final=hop.index == call.plan.last)
+                for sight in sights:
+                    final = hop.index == call.plan.last and sight is sights[-1]
+                    work.fold(*near, **call.seen(sight, heads), final=final)
             moving.computed(hop.kv_slot, heads)
     call.settle()
 
@@ -98,23 +102,25 @@ def arrived(call: Call, moving: KeyValues, hop: Hop, heads: Heads) -> Pair:
 
 def query_gradient(call: Call, moving: KeyValues, work: BackwardWork, hop: Hop, heads: Heads) -> None:
     """This hop's part of dQ."""
-    limits = call.plan.bounds[hop.index]
-    if limits is None:
+    sights = call.plan.sights[hop.index]
+    if not sights:
         return
     near = arrived(call, moving, hop, heads)
     with call.span("compute", hop):
-        work.dq(*near, limits, local=hop.index == 0, final=hop.index == call.plan.last)
+        for sight in sights:
+            final = hop.index == call.plan.last and sight is sights[-1]
+            work.dq(*near, **call.seen(sight, heads), local=hop.index == 0, final=final)
     if not call.plan.is_base(hop):  # a base's K/V are needed again at the end of its turn
         moving.computed(hop.kv_slot, heads)
 
 
 def key_gradients(call: Call, moving: KeyValues, sums: Sums, work: BackwardWork, hop: Hop, heads: Heads) -> None:
     """This rank's part of the dK/dV of a shard that is not its own, added to what came from the ranks before."""
-    limits, came = call.plan.bounds[hop.index], sums.came(hop, heads)
-    if limits is not None:
+    sights, came = call.plan.sights[hop.index], sums.came(hop, heads)
+    if sights:
         into, near = sums.into(hop, heads), arrived(call, moving, hop, heads)
         with call.span("compute", hop):
-            work.dkdv(*near, limits, local=False, sums=came, into=into)
+            add(work, near, [call.seen(sight, heads) for sight in sights], local=False, sums=came, into=into)
         if call.plan.is_base(hop):
             moving.computed(hop.kv_slot, heads)
     elif came is not None and call.plan.is_base(hop):
@@ -128,8 +134,26 @@ def key_gradients(call: Call, moving: KeyValues, sums: Sums, work: BackwardWork,
 def own_gradients(call: Call, moving: KeyValues, sums: Sums, work: BackwardWork, heads: Heads, dkdv: Tensors) -> None:
     """dK/dV of the own shard: what all others have summed up, and this rank's own part."""
     own = call.plan.hops[0]
-    limits, came, into = call.plan.bounds[0], sums.total(heads), sums.own(heads, dkdv)
-    assert limits is not None
+    came, into = sums.total(heads), sums.own(heads, dkdv)
+    seen = [call.seen(sight, heads) for sight in call.plan.sights[0]]
     with call.span("compute", own):
-        work.dkdv(*moving.arrived(own, heads), limits, local=True, sums=came, into=into)
+        add(work, moving.arrived(own, heads), seen, local=True, sums=came, into=into)
     sums.finish(heads, dkdv)
+
+
+def add(
+    work: BackwardWork,
+    near: Pair,
+    seen: Sequence[Seen],
+    *,
+    local: bool,
+    sums: Callable[[], Tensors] | None,
+    into: Tensors,
+) -> None:
+    """``into`` = ``sums()`` plus the dK/dV of every part of the mask."""
+    *others, last = seen
+    for one in others:  # in fp32, whatever the dtype of what they go into
+        between = tuple(torch.empty_like(x, dtype=torch.float32) for x in into)
+        work.dkdv(*near, **one, local=local, sums=sums, into=between)
+        sums = partial(tuple, between)
+    work.dkdv(*near, **last, local=local, sums=sums, into=into)

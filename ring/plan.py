@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 
 from ..comm.topology import Topology
-from ..kernels import Bounds
+from ..kernels import Bounds, Runs, Scores
 from .layout import Layout
 from .mask import Mask, bounds
 from .schedule import BASE_SLOTS, KV_SLOTS, RAIL_SLOTS, SUMS_SLOTS, Edge, Hop, schedule
@@ -24,17 +25,14 @@ class Plan:
     rank: int
     hops: tuple[Hop, ...]
     inner: int  # hops of a turn; a flat ring is one turn
-    bounds: tuple[Bounds | None, ...]  # None: the hop launches nothing; the local hop always does, for its start state
+    # of each hop, one per part of the mask; none: it launches nothing. The local hop always does, for its start state
+    sights: tuple[tuple[Sight, ...], ...]
     lengths: tuple[int, ...]  # tokens of the shard of each hop
+    longest: int  # tokens of the longest shard of all: what a slot must hold, whichever hops a mask leaves
     last: int  # the last hop that launches
     slots: int  # that K/V rotate through
     edges: tuple[tuple[Edge, ...], tuple[Edge, ...]]  # of all ranks, per level
     homecomings: dict[int, Hop]  # after which hop the sums of a turn's base come back to it
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest shard that passes: what a slot must hold."""
-        return max(self.lengths)
 
     @property
     def two_level(self) -> bool:
@@ -74,6 +72,57 @@ class Plan:
         yield from self.hops[first : min(hop + prefetch + 1, turn + self.inner)]
 
 
+@dataclass(frozen=True)
+class Positions:
+    """Global positions of the queries and of every shard of keys, int32, on the device; made when asked for."""
+
+    layout: Layout
+    kv_layout: Layout
+    rank: int
+    device: torch.device
+
+    @cached_property
+    def queries(self) -> torch.Tensor:
+        """Of this rank's queries, ``[S]``."""
+        return self.layout.positions(self.rank).to(self.device, torch.int32)
+
+    @cached_property
+    def _keys(self) -> dict[int, torch.Tensor]:
+        return {}
+
+    def keys(self, shard: int) -> torch.Tensor:
+        """Of the keys of a shard, ``[Sk]``."""
+        if shard not in self._keys:
+            self._keys[shard] = self.kv_layout.positions(shard).to(self.device, torch.int32)
+        return self._keys[shard]
+
+
+class Sight(NamedTuple):
+    """What one rank sees of one shard, by one part of the mask."""
+
+    bounds: Bounds
+    positions: Positions
+    shard: int
+
+    def place(self, scores: Scores) -> Scores:
+        """``scores`` with the positions of these queries and keys, where they ask for them."""
+        if not scores.by_position:
+            return scores
+        return replace(scores, q_positions=self.positions.queries, k_positions=self.positions.keys(self.shard))
+
+
+def _sights(mask: Mask, positions: Positions, shard: int) -> tuple[Sight, ...]:
+    """Part by part; at least one, and none more that is empty."""
+    layout, kv_layout, rank, device = positions.layout, positions.kv_layout, positions.rank, positions.device
+    runs = None
+    if mask.blocks is not None:
+        visible = mask.blocks.between(layout, rank, kv_layout, shard)
+        runs = None if bool(visible.all()) else Runs(visible, mask.blocks.block)
+    made = [replace(bounds(part, layout.positions(rank), kv_layout.positions(shard)), runs=runs) for part in mask.parts]
+    found = [one for one in made if not one.is_empty] or made[:1]
+    return tuple(Sight(one.to(device), positions, shard) for one in found)
+
+
 @lru_cache(maxsize=PLANS)
 def plan(
     layout: Layout,
@@ -83,22 +132,20 @@ def plan(
     device: torch.device,
     topology: Topology | None = None,
     slots: int = KV_SLOTS,
+    kv_layout: Layout | None = None,
 ) -> Plan:
     """The plan of ``rank``: a pure function, so that all ranks agree on what moves without talking."""
-    whole = schedule(layout, mask, direction=direction, topology=topology, slots=slots)
+    keys = layout if kv_layout is None else kv_layout
+    whole = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=slots)
     hops = whole.hops(rank)
-    q_positions = layout.positions(rank)
+    positions = Positions(layout, keys, rank, device)
     return Plan(
         rank=rank,
         hops=hops,
         inner=whole.inner,
-        bounds=tuple(
-            bounds(mask, q_positions, layout.positions(hop.shard)).to(device)
-            if hop.computes or hop.index == 0
-            else None
-            for hop in hops
-        ),
-        lengths=tuple(layout.lengths[hop.shard] for hop in hops),
+        sights=tuple(_sights(mask, positions, hop.shard) if hop.computes or hop.index == 0 else () for hop in hops),
+        lengths=tuple(keys.lengths[hop.shard] for hop in hops),
+        longest=max(keys.lengths),
         last=max((hop.index for hop in hops if hop.computes), default=0),
         slots=slots,
         edges=whole.edges,

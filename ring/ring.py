@@ -21,13 +21,14 @@ from ..comm import (
     open_transports,
     resolve_group,
 )
-from ..comm.control import control_of
+from ..comm.control import Control, control_of
 from ..comm.gossip import Report
 from ..comm.groups import TRANSPORTS
 from ..comm.nvml import discover, reader
 from ..comm.topology import ring_topology
 from ..comm.watch import Watch
 from ..comm.watchdog import open_watch
+from ..kernels import PLAIN, Scores
 from .plan import PLANS, Plan
 from .schedule import KV_SLOTS, Hop
 from .trace import Trace
@@ -114,6 +115,7 @@ class Ring:
         self._sums: Slots | None = None
         self._warm: list[Plan] = []
         self._trace: Trace | None = None
+        self._seeds: Control | None = None
         self._closed = False
 
     @property
@@ -165,10 +167,10 @@ class Ring:
         return self._transports[0].name if self._transports else self._wish
 
     @contextmanager
-    def call(self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor) -> Iterator[Call]:
+    def call(self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor, scores: Scores = PLAIN) -> Iterator[Call]:
         """What the loops need for one call; an error inside is told to the other ranks."""
         with self._watched(phase, q.device) as watch:
-            yield self._call(plan, phase, q, k, watch)
+            yield self._call(plan, phase, q, k, scores, watch)
 
     @contextmanager
     def exchange(self, phase: str, device: torch.device) -> Iterator[tuple[Transport, Posted]]:
@@ -191,7 +193,7 @@ class Ring:
         finally:
             watch.end()
 
-    def _call(self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor, watch: Watch) -> Call:
+    def _call(self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor, scores: Scores, watch: Watch) -> Call:
         transports = self.open(q.device)
         if not any(plan is known for known in self._warm):
             for transport, edges in zip(transports, plan.edges, strict=False):
@@ -218,6 +220,7 @@ class Ring:
             wire=wire,
             grad_wire=self._grad_wire,
             posted=watch.posted,
+            scores=scores,
         )
 
     @staticmethod
@@ -228,14 +231,28 @@ class Ring:
             slots.drain()
         return Slots(count, device)
 
-    def agree(self, signature: dict[str, Any], device: torch.device) -> None:
+    def agree(self, signature: dict[str, Any], device: torch.device, changing: dict[str, Any] | None = None) -> None:
         """Compare what this rank is about to compute with every other rank's, once per signature.
+
+        ``changing`` is compared by the watchdog while the call runs.
 
         Raises:
             ValueError: on every rank, naming the first field that differs and who has what.
             TransportError: a rank did not answer in time.
         """
-        self._use(device).agree(signature)
+        self._use(device).agree(signature, changing)
+
+    def draw_seed(self) -> int:
+        """A seed of 63 bits from rank 0's torch generator, the same on every rank; one round trip through the store."""
+        drawn = int(torch.randint(2**63 - 1, (), dtype=torch.int64)) if self.rank == 0 else None
+        if self.size == 1:
+            assert drawn is not None
+            return drawn
+        if self._seeds is None:
+            self._seeds = control_of(self.group).fresh_scope("seeds")
+        found = self._seeds.gather(drawn, what="the seed of dropout")[0]
+        assert isinstance(found, int)
+        return found
 
     def refuse(self, error: Exception, device: torch.device) -> None:
         """Tell the other ranks that this one cannot make the call that they are about to make."""

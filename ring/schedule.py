@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ..comm.topology import Topology
 from .layout import Layout
 from .mask import Mask
+from .visits import visits
 
 KV_SLOTS = 3  # one computing, one arriving, one whose send may still be under way
 BASE_SLOTS = 2  # of a two-level ring: one leaving and one arriving over the slow link during a whole inner turn
@@ -74,10 +74,12 @@ class Hop:
 class Schedule:
     """The journey of every shard, turn by turn.
 
-    A flat ring is one turn. In a two-level ring of N nodes of L ranks, turn ``o`` brings the shards of another node:
-    hop ``t = o * L + i`` brings shard (node, local) to rank ``(node + direction * o, local + direction * i)``, modulo
-    N and L. Within a turn K/V travel up to the last rank that sees something of them; between turns they cross to
-    the next node along their rail, up to the last node that sees something of them, hidden behind a whole turn.
+    A flat ring is one turn. In a two-level ring of N nodes of L ranks, a turn brings the shards of another node: hop
+    ``t = o * len(steps) + i`` brings shard (node, local) to rank ``(node + direction * turns[o], local + direction *
+    steps[i])``, modulo N and L. Within a turn K/V travel up to the last rank that sees something of them; between turns
+    they cross to the next node along their rail, up to the last node that sees something of them, hidden behind a whole
+    turn. Where every rank sees something of every shard, ``turns`` and ``steps`` count up, and K/V move to a neighbour.
+    Where at some distance nobody sees anything, there is no hop.
 
     dK/dV sums of a turn start at the first rank after its base that computes, follow one group of transfers behind, and
     go straight back to the base from the last. In the first turn the base is the owner. In every other the base adds
@@ -93,6 +95,14 @@ class Schedule:
     """Keys of each shard."""
     slots: int = KV_SLOTS
     """Slots that K/V rotate through inside a turn."""
+    turns: tuple[int, ...] = ()
+    """How many nodes from its owner's each turn brings a shard; first 0. Nothing given: all, counting up."""
+    steps: tuple[int, ...] = ()
+    """How many ranks from its base each hop of a turn brings a shard; first 0. Nothing given: all, counting up."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "turns", self.turns or tuple(range(len(self.nodes))))
+        object.__setattr__(self, "steps", self.steps or tuple(range(len(self.nodes[0]))))
 
     @cached_property
     def world(self) -> int:
@@ -101,8 +111,13 @@ class Schedule:
 
     @property
     def inner(self) -> int:
-        """Hops of a turn: ranks of a node."""
-        return len(self.nodes[0])
+        """Hops of a turn: at most as many as a node has ranks."""
+        return len(self.steps)
+
+    @property
+    def count(self) -> int:
+        """Hops of a pass: at most as many as there are ranks."""
+        return len(self.turns) * len(self.steps)
 
     @cached_property
     def _places(self) -> dict[int, Edge]:
@@ -110,7 +125,8 @@ class Schedule:
 
     def _moved(self, rank: int, hop: int, direction: int) -> int:
         (node, local), (turn, step) = self._places[rank], divmod(hop, self.inner)
-        return self.nodes[(node + direction * turn) % len(self.nodes)][(local + direction * step) % self.inner]
+        there = self.nodes[(node + direction * self.turns[turn]) % len(self.nodes)]
+        return there[(local + direction * self.steps[step]) % len(there)]
 
     def rank_at(self, shard: int, hop: int) -> int:
         """The rank where ``shard`` is at ``hop``."""
@@ -124,16 +140,16 @@ class Schedule:
     def ranks(self) -> Vector:
         """The rank where each shard is at each hop; ``[shard, hop]``, :meth:`rank_at` for all at once."""
         grid = np.array(self.nodes)
-        node, local = np.divmod(np.argsort(grid.ravel()), self.inner)
-        turn, step = np.divmod(np.arange(self.world), self.inner)
-        nodes = (node[:, None] + self.direction * turn) % len(self.nodes)
-        ranks: Vector = grid[nodes, (local[:, None] + self.direction * step) % self.inner]
+        node, local = (place[:, None] for place in np.divmod(np.argsort(grid.ravel()), grid.shape[1]))
+        turn, step = np.repeat(self.turns, self.inner), np.tile(self.steps, len(self.turns))
+        nodes, locals_ = node + self.direction * turn, local + self.direction * step
+        ranks: Vector = grid[nodes % grid.shape[0], locals_ % grid.shape[1]]
         return ranks
 
     @cached_property
     def journeys(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For every shard and turn the first and the last step away from the base that computes; (1, 0) for none."""
-        turns = range(0, self.world, self.inner)
+        turns = range(0, self.count, self.inner)
         return tuple(tuple(_journey(hops[turn : turn + self.inner]) for turn in turns) for hops in self.visits)
 
     @cached_property
@@ -153,14 +169,14 @@ class Schedule:
         return any(self.visits[shard][turn * self.inner : (turn + 1) * self.inner])
 
     def hops(self, rank: int) -> tuple[Hop, ...]:
-        """What ``rank`` does, hop by hop: always ``world`` entries.
+        """What ``rank`` does, hop by hop: as many entries on every rank.
 
         Raises:
             ValueError: there is no such rank.
         """
         if not 0 <= rank < self.world:
             raise ValueError(f"rank is {rank}: the schedule has ranks 0 to {self.world - 1}")
-        return tuple((_away if index % self.inner else _base)(self, rank, index) for index in range(self.world))
+        return tuple((_away if index % self.inner else _base)(self, rank, index) for index in range(self.count))
 
     def bytes(self, kv_bytes: int, sums_bytes: int = 0, *, level: int | None = None) -> tuple[int, ...]:
         """How much each rank sends in one pass.
@@ -248,38 +264,30 @@ def _schedule(
     layout: Layout, mask: Mask, keys: Layout, direction: int, nodes: tuple[tuple[int, ...], ...], slots: int
 ) -> Schedule:
     plan = Schedule(nodes, direction, (), keys.lengths, slots)
-    return replace(plan, visits=_visits(layout, mask, keys, plan))
+    seen = visits(layout, mask, keys)[plan.ranks, np.arange(layout.world)[:, None]]
+    seen = seen.reshape(layout.world, len(plan.turns), len(plan.steps))
+    lengths = np.array(keys.lengths, dtype=np.int64)
+    turns, steps = _order(np.asarray(seen.any(axis=2))[:, None], lengths), _order(seen, lengths)
+    left = seen[:, turns][:, :, steps].reshape(layout.world, -1).tolist()
+    return replace(plan, turns=turns, steps=steps, visits=tuple(map(tuple, left)))
 
 
-def _visits(layout: Layout, mask: Mask, keys: Layout, plan: Schedule) -> tuple[tuple[bool, ...], ...]:
-    world = layout.world
-    # NumPy: this is many small searches, and torch would start its threads for each
-    held = [keys.positions(shard).numpy() for shard in range(world)]
-    reach = max(int(positions[-1]) + 1 if len(positions) else 0 for positions in held)
-    # all shards in one ascending vector, shard s moved up by s * reach: one search answers for every shard
-    moved = np.arange(world) * reach
-    line = np.concatenate([positions + start for positions, start in zip(held, moved, strict=True)])
-    seen = np.stack([_seen(line, moved, *_union(mask, layout.positions(rank), reach)) for rank in range(world)])
-    return tuple(tuple(hops) for hops in seen[plan.ranks, np.arange(world)[:, None]].tolist())
+def _order(seen: npt.NDArray[np.bool_], lengths: Vector) -> tuple[int, ...]:
+    """The distances at which somebody sees something, in the order in which K/V move less; ``[shard, turn, distance]``.
 
-
-def _union(mask: Mask, positions: torch.Tensor, reach: int) -> tuple[Vector, Vector]:
-    """Starts and ends of the positions below ``reach`` that any of the queries sees: one interval, for most masks.
-
-    The ends never decrease, so an interval that does not touch the one before starts a new one.
+    Counting up, which moves everything to a neighbour, or the nearest of both sides first: where windows and documents
+    reach to both sides, K/V that went round to come from behind would pass all the others.
     """
-    lo, hi = (end.clamp(max=reach).numpy() for end in mask.interval(positions))
-    lo, hi = lo[lo < hi], hi[lo < hi]
-    new = np.ones(len(lo), dtype=np.bool_)
-    new[1:] = lo[1:] > hi[:-1]
-    return lo[new], hi[np.roll(new, -1)]
+    count = seen.shape[2]
+    upward = (0, *(np.flatnonzero(np.asarray(seen.any(axis=(0, 1)))[1:]) + 1).tolist())
+    nearest = tuple(sorted(upward, key=lambda far: (min(far, count - far), far)))
 
+    def moved(order: tuple[int, ...]) -> int:
+        used = seen[:, :, order]
+        last = np.where(used.any(axis=2), len(order) - 1 - used[:, :, ::-1].argmax(axis=2), 0)
+        return int((last * lengths[:, None]).sum())
 
-def _seen(line: Vector, moved: Vector, starts: Vector, ends: Vector) -> npt.NDArray[np.bool_]:
-    """For each shard on the ``line``: whether it has a key in one of the intervals; ``[world]``."""
-    first = np.searchsorted(line, moved[:, None] + starts)
-    past = np.searchsorted(line, moved[:, None] + ends)
-    return np.asarray((first < past).any(axis=1))
+    return min(upward, nearest, key=moved)
 
 
 def _chosen(kind: str, level: int, where: npt.NDArray[np.bool_], sources: Vector, destinations: Vector) -> Moves:
@@ -301,9 +309,9 @@ def _journey(hops: tuple[bool, ...]) -> tuple[int, int]:
 
 def _base(plan: Schedule, rank: int, index: int) -> Hop:
     """A turn's first hop: K/V stay for the whole turn, leave first, and the node's sums come back to them last."""
-    shard, turn, world = plan.shard_at(rank, index), index // plan.inner, plan.world
+    shard, turn = plan.shard_at(rank, index), index // plan.inner
     _, last = plan.journeys[shard][turn]
-    comes = 0 < turn <= plan.last_turns[shard]
+    comes, goes = 0 < turn <= plan.last_turns[shard], turn < plan.last_turns[shard]
     sees = turn > 0 and plan.node_sees(shard, turn)
     # from the far end of a turn they come at its very end, when the slot that is next in turn is free
     slot = (index + plan.inner) % SUMS_SLOTS if last == plan.inner - 1 else plan.early_slot
@@ -311,13 +319,13 @@ def _base(plan: Schedule, rank: int, index: int) -> Hop:
         index=index,
         shard=shard,
         computes=plan.visits[shard][index],
-        kv_from=plan.rank_at(rank, world - plan.inner) if comes else None,
-        kv_to=plan.rank_at(rank, 1) if last else None,
+        kv_from=plan.rank_at(shard, index - plan.inner) if comes else None,
+        kv_to=plan.rank_at(shard, index + 1) if last else None,
         kv_slot=plan.slots + turn % BASE_SLOTS if comes else None,
-        sums_from=plan.rank_at(rank, last) if last else None,
+        sums_from=plan.rank_at(shard, index + last) if last else None,
         sums_to=None,
         sums_slot=slot if last else None,
-        rail_to=plan.rank_at(rank, plan.inner) if turn < plan.last_turns[shard] else None,
+        rail_to=plan.rank_at(shard, index + plan.inner) if goes else None,
         home_to=shard if sees else None,
         home_from=plan.rank_at(rank, index) if turn and plan.node_sees(rank, turn) else None,
     )
@@ -326,17 +334,18 @@ def _base(plan: Schedule, rank: int, index: int) -> Hop:
 def _away(plan: Schedule, rank: int, index: int) -> Hop:
     shard, (turn, step) = plan.shard_at(rank, index), divmod(index, plan.inner)
     first, last = plan.journeys[shard][turn]
-    previous, following = plan.rank_at(rank, plan.inner - 1), plan.rank_at(rank, 1)
-    base = plan.rank_at(shard, turn * plan.inner)
-    comes, sums = step <= last, first <= step <= last
+    comes, goes, sums = step <= last, step < last, first <= step <= last
+    previous = plan.rank_at(shard, index - 1)
+    # onward, and from the end of the journey back to the base
+    following = plan.rank_at(shard, index + 1 if goes else index - step)
     return Hop(
         index=index,
         shard=shard,
         computes=plan.visits[shard][index],
         kv_from=previous if comes else None,
-        kv_to=following if step < last else None,
+        kv_to=following if goes else None,
         kv_slot=index % plan.slots if comes else None,
         sums_from=previous if sums and step > first else None,
-        sums_to=(following if step < last else base) if sums else None,
+        sums_to=following if sums else None,
         sums_slot=index % SUMS_SLOTS if sums else None,
     )

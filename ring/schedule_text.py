@@ -33,11 +33,20 @@ def text(plan: Schedule) -> str:
 
 def _header(plan: Schedule) -> str:
     to = "next" if plan.direction == 1 else "previous"
-    ranks, moves = f"{plan.world} ranks", f"K/V move to the {to} rank"
+    ranks, moves = f"{plan.world} ranks", f"K/V move to {_goal(plan.steps, len(plan.nodes[0]), to, 'rank')}"
     if len(plan.nodes) > 1:
-        ranks += f" ({len(plan.nodes)} nodes of {plan.inner} ranks)"
-        moves += f", every {plan.inner} hops to the {to} node"
-    return f"{ranks}, {moves}, {sum(map(sum, plan.visits))} of {plan.world**2} hops compute"
+        ranks += f" ({len(plan.nodes)} nodes of {len(plan.nodes[0])} ranks)"
+        moves += f", every {plan.inner} hops to {_goal(plan.turns, len(plan.nodes), to, 'node')}"
+    return f"{ranks}, {moves}, {sum(map(sum, plan.visits))} of {plan.world * plan.count} hops compute"
+
+
+def _goal(distances: Sequence[int], count: int, to: str, what: str) -> str:
+    """Where K/V move; the distances of the hops where these do more than count up, the short way round."""
+    if [*distances] == [*range(len(distances))]:
+        return f"the {to} {what}"
+    away = [far if 2 * far <= count else far - count for far in distances]
+    listed = ", ".join("…" if index is None else f"{away[index]:+}" for index in shown(len(away)) if index != 0)
+    return f"the {what}s {listed} from their owner's"
 
 
 def _kv_cell(plan: Schedule, hop: Hop) -> str:
@@ -60,14 +69,15 @@ def _sums_cell(plan: Schedule, hop: Hop) -> str:
 def _table(plan: Schedule, cell: Cell) -> list[str]:
     """Rows in ring order, so that what leaves a row comes in one row further; turns are set apart."""
     numbers, order = shown(plan.world), [rank for node in plan.nodes for rank in node]
-    rows = [["", *_columns(plan, numbers, lambda hop: f"hop {hop}")]]
+    columns = shown(plan.count)
+    rows = [["", *_columns(plan, columns, lambda hop: f"hop {hop}")]]
     for place in numbers:
         if place is None:
             rows.append([TURN if column == TURN else "…" for column in rows[0]])
             continue
         hops = plan.hops(order[place])
-        node = f"node {place // plan.inner} " if len(plan.nodes) > 1 else ""
-        cells = _columns(plan, numbers, lambda hop, hops=hops: cell(plan, hops[hop]))  # type: ignore[misc]
+        node = f"node {place // len(plan.nodes[0])} " if len(plan.nodes) > 1 else ""
+        cells = _columns(plan, columns, lambda hop, hops=hops: cell(plan, hops[hop]))  # type: ignore[misc]
         rows.append([f"{node}rank {order[place]}", *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["   ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -15,7 +15,7 @@ NAMES = ("contiguous", "zigzag", "striped")
 GRADS = ("slice", "sum")
 
 
-def resolve_layout(layout: Layout | str | None, seqlen: int, world: int) -> Layout:
+def resolve_layout(layout: Layout | str | None, seqlen: int, world: int, name: str = "layout") -> Layout:
     """The ``Layout`` that a layout argument means for ``seqlen`` tokens in all.
 
     Raises:
@@ -24,24 +24,24 @@ def resolve_layout(layout: Layout | str | None, seqlen: int, world: int) -> Layo
     """
     if layout is None:
         if world > 1:
-            raise ValueError(f"layout is None with {world} ranks: it must be a Layout or one of {', '.join(NAMES)}")
+            raise ValueError(f"{name} is None with {world} ranks: it must be a Layout or one of {', '.join(NAMES)}")
         return Layout.contiguous(seqlen, 1)
     if isinstance(layout, str):
         if layout not in NAMES:
-            raise ValueError(f"layout is {layout!r}: it must be a Layout or one of {', '.join(NAMES)}")
+            raise ValueError(f"{name} is {layout!r}: it must be a Layout or one of {', '.join(NAMES)}")
         if seqlen % world:
             raise ValueError(
-                f"layout is {layout!r} with {seqlen} tokens over {world} ranks: a name means equal shards; "
+                f"{name} is {layout!r} with {seqlen} tokens over {world} ranks: a name means equal shards; "
                 f"pass Layout.{layout}({seqlen}, {world}) for shards that differ by a token"
             )
         made: Layout = getattr(Layout, layout)(seqlen, world)
         return made
     if not isinstance(layout, Layout):
-        raise ValueError(f"layout is a {type(layout).__name__}: it must be a Layout or one of {', '.join(NAMES)}")
+        raise ValueError(f"{name} is a {type(layout).__name__}: it must be a Layout or one of {', '.join(NAMES)}")
     if layout.world != world:
-        raise ValueError(f"layout is made for {layout.world} ranks, the group has {world}")
+        raise ValueError(f"{name} is made for {layout.world} ranks, the group has {world}")
     if layout.seqlen != seqlen:
-        raise ValueError(f"layout is made for {layout.seqlen} tokens, got {seqlen}")
+        raise ValueError(f"{name} is made for {layout.seqlen} tokens, got {seqlen}")
     return layout
 
 

@@ -70,6 +70,8 @@ def refuse_overlap(spans_per_rank: Iterable[Iterable[Span]]) -> None:
     """
     spans = [(rank, span) for rank, spans in enumerate(spans_per_rank) for span in spans]
     period = lcm(*(span.step for _, span in spans))
+    if period == 1 and _are_disjoint(sorted(span for _, span in spans)):
+        return  # documents cut into chunks are many spans: nothing is made for each of them
     runs = sorted(run for rank, span in spans for run in _runs(span, period, rank))
     for before, after in pairwise(runs):
         if before.residue == after.residue and after.first <= before.last:
@@ -80,8 +82,23 @@ def refuse_overlap(spans_per_rank: Iterable[Iterable[Span]]) -> None:
             )
 
 
+def _are_disjoint(ascending: list[Span]) -> bool:
+    return all(before[0] + before[1] <= after[0] for before, after in pairwise(ascending))
+
+
 def _runs(span: Span, period: int, rank: int) -> Iterator[_Run]:
     stride = period // span.step
     for offset in range(min(stride, span.length)):
         first, residue = divmod(span.start + offset * span.step, period)
         yield _Run(residue, first, first + (span.length - 1 - offset) // stride, rank)
+
+
+def at_least(least: int, name: str, value: int) -> int:
+    """A number as an integer; ValueError where it is none, or too small."""
+    try:
+        whole = index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}: it must be a whole number") from None
+    if whole < least:
+        raise ValueError(f"{name} is {whole}: it must be at least {least}")
+    return whole

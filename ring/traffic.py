@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 
 from ..comm import Fence, Message, Slots, Transport, slot_nbytes
-from .plan import Plan
+from ..kernels import PLAIN, Bounds, Scores
+from .plan import Plan, Sight
 from .schedule import Hop
 from .wire import Wire
 
@@ -72,6 +74,13 @@ def chunks_of(count: int, heads: int, kv_heads: int) -> tuple[Heads, ...]:
     )
 
 
+class Seen(TypedDict):
+    """What a kernel is told besides tensors: who sees whom, and what becomes of the scores."""
+
+    bounds: Bounds
+    scores: Scores
+
+
 Posted = Callable[[object, Fence, Sequence[Fence], list[tuple[int, int]], list[tuple[int, int]]], None]
 """Told of a post: what it is, its fence, what it waits for, and (peer, bytes) of what is sent and received."""
 
@@ -95,7 +104,16 @@ class Call:
     wire: Wire | None = None  # how K/V travel; None: as they are
     grad_wire: Wire | None = None
     posted: Posted = ignore_post
+    scores: Scores = PLAIN  # what becomes of q k^T, all heads
     last: dict[int, Fence] = field(default_factory=dict)  # the newest post of each level
+
+    @cached_property
+    def _scores(self) -> tuple[Scores, ...]:
+        return tuple(self.scores.of_heads(heads.q) for heads in self.chunks)
+
+    def seen(self, sight: Sight, heads: Heads) -> Seen:
+        """What the kernels take of one part of a hop's mask, for a chunk of heads."""
+        return {"bounds": sight.bounds, "scores": sight.place(self._scores[heads.number])}
 
     def mark(self) -> Fence:
         """The point that compute has reached."""

@@ -14,10 +14,13 @@ from torch import Tensor
 
 from ringattn.bench.wire_errors import ring as wired_ring
 from ringattn.comm import Message, Topology, Transport
+from ringattn.ring import longformer
 from ringattn.ring.wire import grad_wire_of, wire_of
 
 from .baselines import Results, exact, pytorch
-from .ring_cases import check_results, inputs
+from .mask_cases import Case as MaskCase
+from .mask_cases import compare
+from .ring_cases import LAYOUTS, check_results, inputs
 from .tolerance import assert_as_exact_as_pytorch
 from .transport_cases import CASES, LARGE, Case, eventually, filled, neighbours, values
 
@@ -137,6 +140,8 @@ class RingCase(NamedTuple):
     causal: bool = True
     ring: dict[str, Any] = {}  # noqa: RUF012  (nobody changes it)
     two_level: bool = False
+    call: dict[str, Any] = {}  # noqa: RUF012  (nobody changes it)
+    """More arguments of the call; tensors are taken to the device of the ring."""
 
     def fits(self, transport: str, world: int) -> bool:
         """Copy engines join the ranks of one node: the level between nodes would be another transport's."""
@@ -144,6 +149,7 @@ class RingCase(NamedTuple):
 
 
 TOKENS, HEADS, HEAD_DIM = 499, (4, 2), 64
+BOUNDARIES = [0, 17, 130, 131, 400, TOKENS]
 
 RING_CASES = {
     "flat": RingCase(),
@@ -158,6 +164,16 @@ RING_CASES = {
     "K/V as fp8, sums as bf16, chunks": RingCase(
         "contiguous", ring={"wire_dtype": "float8_e4m3fn", "grad_wire_dtype": "bfloat16", "chunks": 2}
     ),
+    "window to both sides": RingCase("contiguous", causal=False, call={"window_size": (60, 20)}),
+    "documents and prefix": RingCase(call={"cu_seqlens": BOUNDARIES, "prefix_length": 150}),
+    "padding, softcap and ALiBi": RingCase(
+        call={"seqused_k": [0, 300], "softcap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])}
+    ),
+    "dropout, chunks": RingCase(ring={"chunks": 2}, call={"dropout_p": 0.3, "dropout_seed": (1 << 63) + 5}),
+    "fp32, dropout and softcap": RingCase(
+        "striped", torch.float32, call={"dropout_p": 0.3, "dropout_seed": 7, "softcap": 5.0}
+    ),
+    "longformer": RingCase("contiguous", causal=False, call={"block_mask": longformer(64, [(0, 5), (200, 210)])}),
 }
 
 
@@ -180,6 +196,9 @@ def wired(case: RingCase) -> bool:
 def check_case(case: RingCase, ours: Results, world: int, backend: str) -> None:
     """As exact as PyTorch; with a wire, as PyTorch would be on what arrives."""
     whole = drawn(case)
+    if case.call:
+        call = case.call | {"causal": case.causal, "backend": backend}
+        return compare(MaskCase(LAYOUTS[case.layout](TOKENS, world), whole, call), ours)
     if not wired(case):
         return check_results(ours, whole, causal=case.causal, backend=backend)
     tensors = [whole[name] for name in ("q", "k", "v", "dout")]

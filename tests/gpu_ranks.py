@@ -87,7 +87,8 @@ def ring_part(
     rank, world = group.rank(), group.size()
     ring = ring_arguments(case, world) | {"transport": transport}
     layout = LAYOUTS[case.layout](TOKENS, world)
-    return rank_part(layout, whole, group, rank, ring=ring, calls=2, device=device, causal=case.causal)
+    call = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in case.call.items()}
+    return rank_part(layout, whole, group, rank, ring=ring, calls=2, device=device, causal=case.causal, **call)
 
 
 def judge(name: str, parts: Sequence[Any], world: int, device: torch.device, folder: Path) -> None:

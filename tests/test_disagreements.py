@@ -106,8 +106,8 @@ def test_known_signatures_are_compared_while_the_call_runs() -> None:
     told = outcomes(known_signatures)
     for kind, words, seconds in told:
         assert kind == "ValueError", words
-        assert words.startswith("call 3: mask differs between ranks (rank "), words
-        assert "rank 1: Mask(causal=True" in words
+        assert words.startswith("call 3: causal differs between ranks (rank "), words
+        assert "rank 1: True" in words
         assert seconds < SOON
 
 

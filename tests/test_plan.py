@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.comm.topology import Topology
+from ringattn.kernels import Bounds
 from ringattn.ring.layout import Layout
 from ringattn.ring.mask import Mask, visible_pairs
 from ringattn.ring.plan import Plan, plan
@@ -56,6 +57,11 @@ def test_every_hop_is_asked_for_once_and_never_late(shape: tuple[int, int], pref
         assert now == (index - steps.inner if base else max(turn, index - prefetch))
 
 
+def count(bounds: Bounds, rows: int, keys: int) -> int:
+    """Pairs that are seen."""
+    return rows * keys if bounds.lo is None or bounds.hi is None else int((bounds.hi - bounds.lo).sum())
+
+
 @given(st.data(), layouts(max_world=6, max_seqlen=24), masks(), st.sampled_from([1, -1]))
 def test_bounds_are_those_of_what_is_seen(data: st.DataObject, layout: Layout, mask: Mask, direction: int) -> None:
     rank = data.draw(st.integers(0, layout.world - 1))
@@ -64,15 +70,13 @@ def test_bounds_are_those_of_what_is_seen(data: st.DataObject, layout: Layout, m
     whole = schedule(layout, mask, direction=direction, topology=topology)
     assert (steps.rank, steps.hops, steps.edges) == (rank, whole.hops(rank), whole.edges)
     mine = layout.positions(rank)
-    for hop, bounds in zip(steps.hops, steps.bounds, strict=True):
+    for hop, parts in zip(steps.hops, steps.sights, strict=True):
         theirs = layout.positions(hop.shard)
         pairs = visible_pairs(mask, mine, theirs)
-        assert (bounds is not None) == (pairs > 0 or hop.index == 0)
-        if bounds is not None:
-            lo, hi = bounds.lo, bounds.hi
-            seen = len(mine) * len(theirs) if lo is None or hi is None else int((hi - lo).clamp(min=0).sum())
-            assert seen == pairs
-    launched = [hop.index for hop, bounds in zip(steps.hops, steps.bounds, strict=True) if bounds is not None]
+        assert bool(parts) == (pairs > 0 or hop.index == 0)
+        if parts:
+            assert sum(count(part.bounds, len(mine), len(theirs)) for part in parts) == pairs
+    launched = [hop.index for hop, parts in zip(steps.hops, steps.sights, strict=True) if parts]
     assert steps.last == launched[-1]
     assert steps.lengths == tuple(layout.lengths[hop.shard] for hop in steps.hops)
     assert steps.longest == max(layout.lengths)
@@ -91,8 +95,9 @@ def test_slots_do_not_grow_with_the_world() -> None:
         assert {(one.kv_slots, one.sums_slots) for one in steps} == {(5, 4)}
     assert plan_of(Topology.grid(2, 2), slots=2).kv_slots == 4
     # sums that come home early wait in one slot more
-    assert plan_of(Topology.flat(4), Window(causal=True, left=1)).sums_slots == 3
-    assert plan_of(Topology.grid(2, 4), Window(causal=True, left=1)).sums_slots == 5
+    early = Window(causal=True, left=20, document=10)
+    assert plan_of(Topology.flat(4), early, rank=1).sums_slots == 3
+    assert plan_of(Topology.grid(2, 4), early, rank=6).sums_slots == 5
 
 
 def test_turns() -> None:

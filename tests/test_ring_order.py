@@ -14,7 +14,7 @@ from ringattn import Layout, LocalWorld
 from ringattn.comm import Fence, LocalGroup, Slots
 from ringattn.comm.groups import open_transports
 from ringattn.comm.topology import Topology
-from ringattn.kernels import Bounds
+from ringattn.kernels import Bounds, Scores
 from ringattn.ring import Hop, Mask, loop
 from ringattn.ring.plan import plan
 from ringattn.ring.schedule import schedule
@@ -51,10 +51,10 @@ class Work:
     def __init__(self, log: Log) -> None:
         self.log = log.lines
 
-    def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, final: bool) -> None:
+    def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores, final: bool) -> None:
         self.log.append("fold final" if final else "fold")
 
-    def dq(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, local: bool, final: bool) -> None:
+    def dq(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores, local: bool, final: bool) -> None:
         self.log.append("dq final" if final else "dq")
 
     def dkdv(
@@ -63,6 +63,7 @@ class Work:
         v: torch.Tensor,
         bounds: Bounds,
         *,
+        scores: Scores,
         local: bool,
         sums: Callable[[], Tensors] | None,
         into: Tensors,

@@ -58,11 +58,13 @@ def shard(case: Case, number: int, name: str, rank: int) -> Tensor:
     return case.calls[number].layout.shard(inputs(case, number)[name], rank, 2 if name == "dlse" else 1)
 
 
-def sees(call: Call, rank: int, other: int) -> bool:
-    """Whether any query of a rank sees any key of a shard: position by position."""
-    lo, hi = call.mask.interval(call.layout.positions(rank))
-    keys = call.layout.positions(other)
-    return bool(((keys[None] >= lo[:, None]) & (keys[None] < hi[:, None])).any())
+def seen(call: Call, rank: int, other: int) -> int:
+    """By how many parts of the mask any query of a rank sees any key of a shard: position by position."""
+    positions, keys = call.layout.positions(rank), call.layout.positions(other)
+    blocks = call.mask.blocks
+    shown = True if blocks is None else blocks.visible[positions // blocks.block][:, keys // blocks.block]
+    limits = [(lo[:, None], hi[:, None]) for lo, hi in (part.interval(positions) for part in call.mask.parts)]
+    return sum(bool(((keys >= lo) & (keys < hi) & shown).any()) for lo, hi in limits)
 
 
 def expected(case: Case) -> list[dict[str, Tensor]]:
@@ -77,14 +79,14 @@ def expected(case: Case) -> list[dict[str, Tensor]]:
 def _expected(case: Case, number: int, call: Call, rank: int) -> dict[str, Tensor]:
     ranks = range(case.world)
     q, k, v, dout, dlse = ([shard(case, number, name, one).float() for one in ranks] for name in GIVEN)
-    shards = [kernels.keys(k[one], v[one]) for one in ranks if sees(call, rank, one)]
-    seen = kernels.per_head(sum(shards, torch.zeros(1, KV_HEADS)), HEADS)
-    out = (seen[:, None, :, None] * kernels.rows(q[rank])).expand(*q[rank].shape[:3], DIM_V)
-    found = {f"out{number}": out.to(case.dtype), f"lse{number}": seen[:, :, None].expand(1, HEADS, q[rank].shape[1])}
+    shards = [kernels.keys(k[one], v[one]) * seen(call, rank, one) for one in ranks]
+    whole = kernels.per_head(sum(shards, torch.zeros(1, KV_HEADS)), HEADS)
+    out = (whole[:, None, :, None] * kernels.rows(q[rank])).expand(*q[rank].shape[:3], DIM_V)
+    found = {f"out{number}": out.to(case.dtype), f"lse{number}": whole[:, :, None].expand(1, HEADS, q[rank].shape[1])}
     if call.backward:
-        part = seen[:, None, :, None] * (2 * kernels.rows(dout[rank]) + dlse[rank].transpose(1, 2)[..., None])
+        part = whole[:, None, :, None] * (2 * kernels.rows(dout[rank]) + dlse[rank].transpose(1, 2)[..., None])
         found[f"dq{number}"] = part.expand(q[rank].shape).to(case.dtype)
         for name, given, x in (("dk", q, k[rank]), ("dv", dout, v[rank])):
-            parts = [kernels.summed(given[one], KV_HEADS) + 5 * x for one in ranks if sees(call, one, rank)]
+            parts = [(kernels.summed(given[one], KV_HEADS) + 5 * x) * seen(call, one, rank) for one in ranks]
             found[f"{name}{number}"] = sum(parts, torch.zeros(x.shape)).to(case.dtype)
     return found

@@ -8,7 +8,7 @@ import torch
 
 from ringattn import Layout
 from ringattn.comm import Topology
-from ringattn.ring import Mask
+from ringattn.ring import BlockMask, Mask
 
 from ..layouts import Window, named
 from .case import Call, Case
@@ -16,6 +16,16 @@ from .case import Call, Case
 CAUSAL, FULL = Mask(causal=True), Mask()
 WINDOW = Window(causal=True, left=9)  # over contiguous shards most hops are skipped
 DOCUMENTS = Window(left=1, right=0, document=7)  # over a striped layout some shards only pass through
+BOTH_SIDES = Mask(window=(9, 9))  # over contiguous shards K/V go to the one neighbour, then straight to the other
+GLOBAL = Mask(window=(4, 4), global_tokens=((0, 2),))  # several launches a hop
+
+
+def _few_that_see_all(world: int, few: tuple[int, ...]) -> Case:
+    """A pattern of blocks: a few ranks see every shard, the others their own. Of each shard's journey the first of the
+    few begins the sums, hop after hop, with none to wait for in between."""
+    visible = torch.eye(world, dtype=torch.bool)
+    visible[list(few)] = True
+    return Case((Call(Layout.contiguous(16 * world, world), Mask(blocks=BlockMask(visible, 16))),) * 2)
 
 
 def _call(layout: str, world: int, mask: Mask = CAUSAL, tokens: int = 6, backward: bool = True) -> Call:
@@ -37,6 +47,15 @@ SKIPPED = {
     "contiguous, other direction": _case("contiguous", 4, direction=-1),
     "window": Case((Call(Layout.contiguous(40, 5), WINDOW),) * 2),
     "documents": Case((Call(Layout.striped(40, 5), DOCUMENTS),) * 2),
+    "window to both sides": Case((Call(Layout.contiguous(48, 6), BOTH_SIDES),) * 2),
+    "window to both sides, other direction": Case(
+        (Call(Layout.contiguous(40, 5), BOTH_SIDES),) * 2, ring={"direction": -1}
+    ),
+    "window to both sides, two chunks, two slots": Case(
+        (Call(Layout.contiguous(48, 6), BOTH_SIDES),) * 2, ring={"chunks": 2, "slots": 2}
+    ),
+    "tokens that all see": Case((Call(Layout.contiguous(32, 4), GLOBAL),) * 2),
+    "blocks, two ranks see all": _few_that_see_all(7, (3, 4)),
     "an uneven layout with an empty rank": Case((Call(Layout.uneven([7, 0, 5, 3]), CAUSAL),) * 2),
 }
 
@@ -44,6 +63,7 @@ CHANGING = {
     "forward twice": Case((_call("contiguous", 4, backward=False),) * 2),
     "forward, then backward": Case((_call("zigzag", 3, backward=False), _call("zigzag", 3))),
     "full, contiguous, full": Case((_call("zigzag", 4, FULL), _call("contiguous", 4), _call("zigzag", 4, FULL))),
+    "full, then a window to both sides": Case((_call("zigzag", 5, FULL, 3), _call("contiguous", 5, BOTH_SIDES, 8))),
     "full, then a longer window": Case((_call("zigzag", 4, FULL, 3), _call("contiguous", 4, WINDOW, 8))),
     "2 x 3, full, then documents": Case(
         (_call("zigzag", 6, FULL), _call("striped", 6, DOCUMENTS, 8)), ring={"topology": Topology.grid(2, 3)}
@@ -74,6 +94,12 @@ TWO_LEVEL = {
     "2 x 2, contiguous": _two_level(2, 2, "contiguous"),
     "2 x 2, other direction": _two_level(2, 2, direction=-1),
     "2 x 3, window": _two_level(2, 3, "contiguous", WINDOW),
+    "2 x 4, window to both sides": Case(
+        (Call(Layout.contiguous(64, 8), BOTH_SIDES),) * 2, ring={"topology": Topology.grid(2, 4)}
+    ),
+    "4 x 2, window to both sides": Case(
+        (Call(Layout.contiguous(64, 8), BOTH_SIDES),) * 2, ring={"topology": Topology.grid(4, 2)}
+    ),
     "2 x 2, bfloat16 by wire": _two_level(2, 2, wire_dtype="bfloat16", grad_wire_dtype="bfloat16"),
     "3 x 2, two slots": _two_level(3, 2, slots=2),
 }
@@ -81,8 +107,9 @@ TWO_LEVEL = {
 NCCL = WORLDS | SKIPPED | CHANGING | SETTINGS | TWO_LEVEL
 FEW = (
     "world 1", "world 2", "world 4", "contiguous", "contiguous, other direction", "window", "documents",
-    "forward twice", "full, contiguous, full", "full, then a longer window", "two chunks", "two slots, no prefetch",
-    "fp8 by wire, two chunks", "2 x 2, contiguous", "4 x 2",
+    "window to both sides", "blocks, two ranks see all", "forward twice", "full, contiguous, full",
+    "full, then a longer window", "two chunks", "two slots, no prefetch", "fp8 by wire, two chunks",
+    "2 x 2, contiguous", "4 x 2",
 )  # fmt: skip
 
 CASES = {

@@ -74,7 +74,7 @@ LOCAL = COMMON | {
     "Sums._read waits for _receive of Sums.post": _sometimes(BOTH),
     "Sums._read waits for _receive of Sums.send_home": _sometimes(BOTH),
     "Sums.into waits for _receive of Sums.post": _sometimes(BOTH),
-    "post of Sums.post waits for _receive of Sums.post": _always(BOTH),
+    "post of Sums.post waits for _receive of Sums.post": _sometimes(BOTH),
     "post of Sums.send_home waits for _receive of Sums.send_home": _always(BOTH),
     "post of KeyValues._post waits for _receive of KeyValues._post": _sometimes(BOTH),
     "_receive of KeyValues._post waits for post of KeyValues._post": _sometimes(

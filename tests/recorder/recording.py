@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringattn.ring.traffic import Key
 
-from .case import Case, expected, sees
+from .case import Case, expected, seen
 from .checks import Checked
 from .device import Recorder
 from .graph import Graph
@@ -70,14 +70,14 @@ class Recording:
         return found
 
     def miscounted(self) -> list[str]:
-        """Where a rank does not launch each kernel once for each shard that it sees, its own always."""
+        """Where a rank does not launch each kernel once per shard and part of the mask that it sees, its own always."""
         launched = Counter(
             (op.rank, op.label.partition(",")[0], op.detail) for op in self.graph.log if op.kind == "kernel"
         )
         found, ranks, chunks = [], range(self.case.world), self.case.ring.get("chunks", 1)
         for number, call in enumerate(self.case.calls):
             for rank in (rank for rank in ranks if call.layout.lengths[rank]):
-                wanted = chunks * sum(other == rank or sees(call, rank, other) for other in ranks)
+                wanted = chunks * sum(max(seen(call, rank, other), other == rank) for other in ranks)
                 for kernel in ("forward_kernel", *(("dq_kernel", "dkdv_kernel") if call.backward else ())):
                     count = launched[rank, f"call {number}", kernel]
                     if count != wanted:

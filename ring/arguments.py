@@ -1,0 +1,262 @@
+"""What the arguments of ``ring_attention`` mean, checked at the door: ValueError before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from operator import index
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from .. import __version__
+from ..kernels import KernelConfig, Scores
+from ..kernels.checks import check_qkv, check_scale
+from ..kernels.config import tile_for
+from .backends import resolve_backend
+from .block_mask import BlockMask, Longformer
+from .documents import Documents, whole_numbers
+from .layout import Layout
+from .mask import UNLIMITED, Mask
+from .ring import Ring
+from .shards import resolve_layout
+from .wire import wire_of
+
+VERSIONS = {"ringattn": __version__, "torch": torch.__version__, "triton": triton.__version__}
+
+
+class Layouts(NamedTuple):
+    """Who holds which queries, and which keys."""
+
+    queries: Layout
+    keys: Layout
+
+    @property
+    def reach(self) -> int:
+        """One past the last position of either."""
+        return max(self.queries.reach, self.keys.reach)
+
+
+def check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ring: Ring,
+    softmax_scale: float | None,
+    backend: str,
+    config: KernelConfig | None,
+) -> tuple[float, str]:
+    """The scale and the backend of a call, once all that this rank can check alone has been checked."""
+    check_qkv(q, k, v)
+    if ring.chunks > k.shape[2]:
+        raise ValueError(f"chunks of the ring is {ring.chunks}, k has {k.shape[2]} heads: a chunk has at least one")
+    wire_of(ring.wire_dtype, k.dtype)
+    name = resolve_backend(backend, q.device)
+    if config is not None and name == "aten":
+        raise ValueError("config sets the tiles of the Triton kernels, and the backend is aten: leave it out")
+    return check_scale(softmax_scale, q.shape[3]), name
+
+
+def layouts_of(
+    layout: Layout | str | None, kv_layout: Layout | str | None, ring: Ring, q: torch.Tensor, k: torch.Tensor
+) -> Layouts:
+    """The layouts of a call, checked against this rank's shards."""
+    queries = _layout_of("q", "layout", layout, ring, q)
+    if kv_layout is not None:
+        return Layouts(queries, _layout_of("k", "kv_layout", kv_layout, ring, k))
+    if k.shape[1] != q.shape[1]:
+        raise ValueError(
+            f"k has {k.shape[1]} tokens, q has {q.shape[1]}: without kv_layout a rank's queries and keys are the same "
+            "tokens; pass kv_layout to say at which positions the keys are"
+        )
+    return Layouts(queries, queries)
+
+
+def _layout_of(tensor: str, name: str, layout: Layout | str | None, ring: Ring, x: torch.Tensor) -> Layout:
+    rows = x.shape[1]
+    seqlen = layout.seqlen if isinstance(layout, Layout) else rows * ring.size
+    whole = resolve_layout(layout, seqlen, ring.size, name)
+    if rows != whole.lengths[ring.rank]:
+        raise ValueError(f"{tensor} has {rows} tokens, {name} gives rank {ring.rank} {whole.lengths[ring.rank]}")
+    return whole
+
+
+def mask_of(
+    layouts: Layouts,
+    batch: int,
+    *,
+    causal: object,
+    window_size: object,
+    cu_seqlens: Iterable[int] | torch.Tensor | None,
+    seqused_k: Iterable[int] | torch.Tensor | None,
+    prefix_length: object,
+    block_mask: object,
+) -> Mask:
+    """The mask of a call."""
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal is {causal!r}: it must be True or False")
+    documents = None if cu_seqlens is None else Documents(cu_seqlens)
+    if documents is not None and documents.seqlen != layouts.reach:
+        raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {layouts.reach}, the number of tokens")
+    window, used = _window(window_size), None if seqused_k is None else _used(seqused_k, batch, layouts.keys.reach)
+    mask = Mask(causal, window, documents, _prefix(prefix_length, causal, layouts.reach), used)
+    if isinstance(block_mask, Longformer):
+        if window != (UNLIMITED, UNLIMITED):
+            raise ValueError(
+                f"window_size is {window} with the Longformer mask, which has its own: {block_mask.window}"
+            )
+        return replace(mask, window=block_mask.window, global_tokens=block_mask.global_tokens)
+    return mask if block_mask is None else replace(mask, blocks=_blocks(block_mask, layouts))
+
+
+def _used(seqused_k: Iterable[int] | torch.Tensor, batch: int, reach: int) -> tuple[int, ...]:
+    used = whole_numbers("seqused_k", seqused_k, "[B]")
+    if len(used) != batch:
+        raise ValueError(f"seqused_k has {len(used)} lengths: it must have {batch}, one per batch row")
+    for row, length in enumerate(used):
+        if not 0 <= length <= reach:
+            raise ValueError(f"seqused_k[{row}] is {length}: it must be 0 to {reach}, the number of keys")
+    return used
+
+
+def _blocks(block_mask: object, layouts: Layouts) -> BlockMask:
+    made = block_mask if isinstance(block_mask, BlockMask) else _equal_blocks(block_mask, layouts.queries.reach)
+    wanted = tuple(-(-layout.reach // made.block) for layout in layouts)
+    if tuple(made.visible.shape) != wanted:
+        raise ValueError(
+            f"block_mask is {list(made.visible.shape)} blocks of {made.block} positions: for {layouts.queries.reach} "
+            f"queries and {layouts.keys.reach} keys it must be {list(wanted)}"
+        )
+    for name, layout in zip(("layout", "kv_layout"), layouts, strict=True):
+        made.check(name, layout)
+    return made
+
+
+def _equal_blocks(block_mask: object, reach: int) -> BlockMask:
+    """A tensor alone says how many blocks there are, and so their size, where they are all of one."""
+    if not isinstance(block_mask, torch.Tensor) or block_mask.dim() != 2 or not len(block_mask):
+        got = list(block_mask.shape) if isinstance(block_mask, torch.Tensor) else type(block_mask).__name__
+        raise ValueError(
+            f"block_mask is {got}: it must be bool [query blocks, key blocks], a BlockMask or a Longformer"
+        )
+    if reach % len(block_mask):
+        raise ValueError(
+            f"block_mask has {len(block_mask)} blocks of queries for {reach}: where the last block is shorter, pass a "
+            "BlockMask(visible, block), which says how long the others are"
+        )
+    return BlockMask(block_mask, reach // len(block_mask))
+
+
+def _window(window_size: object) -> tuple[int, int]:
+    try:
+        left, right = (index(side) for side in window_size)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size is {window_size!r}: it must be (left, right), two whole numbers") from None
+    if min(left, right) < UNLIMITED:
+        raise ValueError(f"window_size is {(left, right)}: a side is at least 0, or -1 for no end")
+    return left, right
+
+
+def _prefix(prefix_length: object, causal: bool, reach: int) -> int:
+    if prefix_length is None:
+        return 0
+    try:
+        length = index(prefix_length)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"prefix_length is {prefix_length!r}: it must be a whole number, or None") from None
+    if not 0 <= length <= reach:
+        raise ValueError(f"prefix_length is {length}: it must be 0 to {reach}, the number of tokens")
+    if not causal:
+        raise ValueError(f"prefix_length is {length} without causal: it says what a causal mask shows all the same")
+    return length
+
+
+def sink_of(learnable_sink: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """The sink logits of a call, one per query head."""
+    if learnable_sink is None:
+        return None
+    if not isinstance(learnable_sink, torch.Tensor) or not learnable_sink.is_floating_point():
+        raise ValueError(f"learnable_sink is {learnable_sink!r}: it must be a floating tensor [{q.shape[2]}], or None")
+    if tuple(learnable_sink.shape) != (q.shape[2],) or learnable_sink.device != q.device:
+        raise ValueError(
+            f"learnable_sink is {list(learnable_sink.shape)} on {learnable_sink.device}: it must be "
+            f"[{q.shape[2]}] on {q.device}, one logit per head of q"
+        )
+    return learnable_sink
+
+
+def check_tiles(mask: Mask, backend: str, config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse blocks that the kernels' tiles do not divide: ValueError."""
+    if mask.blocks is None or backend != "triton":
+        return
+    for kernel in ("forward", "dq", "dkdv"):
+        tile_for(kernel, config, q, v, mask.blocks.block)
+
+
+def scores_of(
+    q: torch.Tensor,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    dropout_p: float,
+    dropout_seed: int | None,
+) -> Scores:
+    """What becomes of the scores of a call; its seed is drawn later, where none is given."""
+    if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
+        raise ValueError("alibi_slopes requires a gradient, and there is none: pass alibi_slopes.detach()")
+    if dropout_seed is not None and not dropout_p:
+        raise ValueError(f"dropout_seed is {dropout_seed} with dropout_p 0: nothing is dropped")
+    made = Scores(softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed or 0)
+    made.check(q.shape[0], q.shape[2], q.device)
+    return made
+
+
+def seeded(scores: Scores, dropout_seed: int | None, ring: Ring) -> Scores:
+    """``scores`` with a seed of rank 0's where dropout needs one and none was given."""
+    if not scores.dropout_p or dropout_seed is not None:
+        return scores
+    return replace(scores, dropout_seed=ring.draw_seed())
+
+
+def signature(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layouts: Layouts,
+    mask: Mask,
+    sink: torch.Tensor | None,
+    scores: Scores,
+    scale: float,
+    backend: str,
+    ring: Ring,
+) -> dict[str, Any]:
+    """What all ranks must have in common, call after call."""
+    return {
+        "batch size": q.shape[0],
+        "heads": (q.shape[2], k.shape[2]),
+        "head dim": (q.shape[3], v.shape[3]),
+        "dtype": q.dtype,
+        "layout": layouts.queries,
+        "kv_layout": layouts.keys,
+        "causal": mask.causal,
+        "softmax_scale": scale,
+        "softcap": scores.softcap,
+        "learnable_sink": None if sink is None else "given",
+        "alibi_slopes": None if scores.alibi_slopes is None else list(scores.alibi_slopes.shape),
+        "dropout_p": scores.dropout_p,
+        "backend": backend,
+        **ring.settings,
+        **VERSIONS,
+    }
+
+
+def changing(mask: Mask, scores: Scores) -> dict[str, Any]:
+    """What may be another in every call: compared while it runs, without stopping anyone."""
+    return {
+        "window_size": mask.window,
+        "cu_seqlens": mask.documents,
+        "seqused_k": mask.used,
+        "prefix_length": mask.prefix,
+        "block_mask": (mask.blocks, mask.global_tokens),
+        "dropout_seed": scores.dropout_seed,
+    }

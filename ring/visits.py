@@ -1,0 +1,121 @@
+"""Which ranks see anything of which shards: what a schedule is made from."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .block_mask import BlockMask
+from .layout import Layout
+from .mask import Mask
+
+# NumPy throughout: this is many small searches, and torch would start its threads for each
+Vector = npt.NDArray[np.int64]
+Marks = npt.NDArray[np.bool_]
+
+
+def visits(layout: Layout, mask: Mask, keys: Layout) -> Marks:
+    """Where a query of a rank sees a key of a shard, ``[rank, shard]``; exact.
+
+    It costs what the queries and the spans of keys cost, not what their product would.
+
+    Raises:
+        ValueError: the mask has blocks, and a span of either layout begins or ends inside one.
+    """
+    held = HeldKeys(keys) if mask.blocks is None else HeldBlocks(keys, mask.blocks)
+    if mask.blocks is not None:
+        mask.blocks.check("layout", layout)
+    seen = np.zeros((layout.world, keys.world), dtype=np.bool_)
+    for part in mask.parts:
+        for rank in range(layout.world):
+            seen[rank] |= held.seen(part, layout.positions(rank))
+    return seen
+
+
+class HeldKeys:
+    """The keys of all shards, sorted so that what lies in an interval is found by two searches."""
+
+    def __init__(self, keys: Layout) -> None:
+        spans = [(*span, shard) for shard, mine in enumerate(keys.spans_per_rank) for span in mine]
+        table = np.array(spans, dtype=np.int64).reshape(-1, 4)
+        runs = table[table[:, 2] == 1]
+        runs = runs[np.argsort(runs[:, 0])]
+        self.world = keys.world
+        self.starts, self.stops, self.owners = runs[:, 0].copy(), runs[:, 0] + runs[:, 1], runs[:, 3].copy()
+        self.stripes = table[table[:, 2] != 1]
+
+    def seen(self, mask: Mask, positions: torch.Tensor) -> Marks:
+        """For each shard whether any of the queries sees one of its keys; ``[world]``."""
+        seen = np.zeros(self.world, dtype=np.bool_)
+        starts, ends = union(mask, positions)
+        if len(starts):
+            widest = int((ends - starts).argmax())
+            self._mark(seen, starts[widest : widest + 1], ends[widest : widest + 1])
+            if not seen.all():  # most often it is: the others are looked at where they may add something
+                self._mark(seen, starts, ends)
+        return seen
+
+    def _mark(self, seen: Marks, starts: Vector, ends: Vector) -> None:
+        first, past = np.searchsorted(self.stops, starts, side="right"), np.searchsorted(self.starts, ends)
+        there = first < past
+        if there.sum() == 1:
+            seen[self.owners[first[there][0] : past[there][0]]] = True
+        elif there.any():
+            begun, ended = (np.bincount(edges[there], minlength=len(self.owners) + 1) for edges in (first, past))
+            seen[self.owners[(begun - ended).cumsum()[:-1] > 0]] = True
+        if len(self.stripes):
+            self._mark_stripes(seen, starts, ends)
+
+    def _mark_stripes(self, seen: Marks, starts: Vector, ends: Vector) -> None:
+        start, length, step, shard = self.stripes.T[..., None]
+        first, past = (-((start - edges) // step) for edges in (starts, ends))  # indices into the span, rounded up
+        seen[shard[:, 0][(np.maximum(first, 0) < np.minimum(past, length)).any(axis=1)]] = True
+
+
+class HeldBlocks:
+    """The keys of all shards where these are whole blocks of a block-sparse pattern."""
+
+    def __init__(self, keys: Layout, blocks: BlockMask) -> None:
+        self.world, self.block, self.visible = keys.world, blocks.block, blocks.visible.numpy()
+        columns = [blocks.columns(keys, shard).numpy() for shard in range(keys.world)]
+        self.held = np.concatenate(columns)
+        self.owners = np.repeat(np.arange(keys.world), [len(mine) for mine in columns])
+        self.starts = self.held * blocks.block
+        self.stops = self.starts + blocks.block
+
+    def seen(self, mask: Mask, positions: torch.Tensor) -> Marks:
+        """For each shard whether any of the queries sees one of its keys; ``[world]``.
+
+        A mask's interval holds the query's own position, but for what is cut off alike for all: what the rows of a
+        block see is one interval too, from the first one's start to the last one's end.
+        """
+        seen = np.zeros(self.world, dtype=np.bool_)
+        queries, lo, hi = _intervals(mask, positions)
+        if not len(queries):
+            return seen
+        rows, first = np.unique(queries // self.block, return_index=True)
+        starts, ends = np.minimum.reduceat(lo, first)[:, None], np.maximum.reduceat(hi, first)[:, None]
+        visible = self.visible[rows][:, self.held] & (self.starts < ends) & (starts < self.stops)
+        seen[self.owners[visible.any(axis=0)]] = True
+        return seen
+
+
+def union(mask: Mask, positions: torch.Tensor) -> tuple[Vector, Vector]:
+    """Starts and ends of the positions that any of the queries sees: one interval, for most masks.
+
+    The ends never decrease, so an interval that does not touch the one before starts a new one.
+    """
+    _, lo, hi = _intervals(mask, positions)
+    new = np.ones(len(lo), dtype=np.bool_)
+    new[1:] = lo[1:] > hi[:-1]
+    return lo[new], hi[np.roll(new, -1)]
+
+
+def _intervals(mask: Mask, positions: torch.Tensor) -> tuple[Vector, Vector, Vector]:
+    """The queries that may see something, and what each of them sees."""
+    first, past = np.searchsorted(positions.numpy(), mask.queries)
+    positions = positions[first:past]
+    lo, hi = (end.numpy() for end in mask.interval(positions))
+    there = lo < hi
+    return positions.numpy()[there], lo[there], hi[there]
