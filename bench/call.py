@@ -13,8 +13,9 @@ import torch
 
 from ..comm.topology import Topology
 from ..ring.layout import Layout
-from ..ring.mask import Mask
+from ..ring.mask import Mask, visible_pairs
 from ..ring.schedule import Schedule, schedule
+from . import masks
 from .flops import forward_flops
 from .shapes import DTYPE_BYTES
 
@@ -59,7 +60,7 @@ class Call:
 
     @property
     def title(self) -> str:
-        kind = "causal" if self.mask.causal else "full"
+        kind = masks.title(self.mask)
         where = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         return f"{self.layout_name}, {kind}, {self.layout.seqlen:,} tokens over {self.layout.world} ranks{where}"
 
@@ -100,9 +101,21 @@ class Call:
 
 
 def _pairs_by_shard(call: Call, rank: int) -> Grid:
-    """Pairs of one rank's queries with the keys of each shard: how many queries see each key, summed by its owner."""
+    """Pairs of one rank's queries with the keys of each shard."""
+    world, mine = call.layout.world, call.layout.positions(rank)
+    if call.mask.blocks is None:
+        return sum((_pairs_of_part(call, part, mine) for part in call.mask.parts), np.zeros(world, dtype=np.int64))
+    seen = {hop.shard for hop in call.plan.hops(rank) if hop.computes}
+    found = [
+        visible_pairs(call.mask, mine, call.layout.positions(shard)) if shard in seen else 0 for shard in range(world)
+    ]
+    return np.array(found, dtype=np.int64)
+
+
+def _pairs_of_part(call: Call, part: Mask, queries: torch.Tensor) -> Grid:
+    """How many queries see each key, summed by its owner."""
     seqlen = call.layout.seqlen
-    lo, hi = (end.clamp(0, seqlen).numpy() for end in call.mask.interval(call.layout.positions(rank)))
+    lo, hi = (end.clamp(0, seqlen).numpy() for end in part.interval(queries))
     lo, hi = lo[lo < hi], hi[lo < hi]
     seers = np.cumsum(np.bincount(lo, minlength=seqlen + 1) - np.bincount(hi, minlength=seqlen + 1))[:seqlen]
     summed = np.bincount(call.owners, weights=seers, minlength=call.layout.world)
@@ -129,13 +142,27 @@ def mask_cells(call: Call, cells: int) -> tuple[Grid, Grid]:
         first.append(held[0])
         last.append(held[-1])
     ranks, first_held, last_held = (np.array(one, dtype=np.int64) for one in (chosen, first, last))
-    lo, hi = (
-        call.mask.interval(torch.from_numpy(held))[end].numpy()[:, None]
-        for end, held in enumerate((first_held, last_held))
-    )
-    visible = (last_held >= lo) & (first_held < hi)
-    hops = np.argsort(call.shards, axis=1)  # [rank, shard]: every rank is with each shard at one hop
+    visible = np.any([_visible(part, first_held, last_held) for part in call.mask.parts], axis=0)
+    hops = np.full((call.layout.world,) * 2, -1)  # [rank, shard]
+    hops[np.arange(call.layout.world)[:, None], call.shards] = np.arange(call.plan.count)
     return ranks, np.where(visible, hops[ranks[:, None], ranks], -1)
+
+
+def _visible(part: Mask, first: Grid, last: Grid) -> npt.NDArray[np.bool_]:
+    """Which cells, of positions from ``first`` to ``last``, hold a pair that a part of a mask lets through; [n, n]."""
+    start, end = part.queries
+    inside = np.maximum(first, start), np.minimum(last, end - 1)
+    begins, ends = (torch.from_numpy(held) for held in inside)
+    lo, hi = part.interval(begins)[0].numpy(), part.interval(ends)[1].numpy()
+    hi = np.where(inside[0] <= inside[1], hi, 0)
+    visible = (last >= lo[:, None]) & (first < hi[:, None]) & (lo < hi)[:, None]
+    if part.blocks is not None:
+        # how many visible blocks there are above and to the left of each
+        table = np.pad(part.blocks.visible.numpy().cumsum(0).cumsum(1), ((1, 0), (1, 0)))
+        top, bottom = first // part.blocks.block, last // part.blocks.block + 1
+        within = table[bottom][:, bottom] - table[top][:, bottom] - table[bottom][:, top] + table[top][:, top]
+        visible &= within > 0
+    return np.asarray(visible)
 
 
 def table(call: Call) -> list[dict[str, Any]]:
@@ -157,7 +184,7 @@ def data(call: Call) -> dict[str, Any]:
             "seqlen": call.layout.seqlen,
             "world": call.layout.world,
             "spans": call.layout.spans_per_rank,
-            "mask": asdict(call.mask),
+            "mask": masks.data(call.mask),
             "direction": call.direction,
             "nodes": call.plan.nodes,
             "rails": [*zip(*call.plan.nodes, strict=True)] if call.nodes > 1 else [],

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..comm import DONE, Fence, Message, Transport
-from ..kernels import Bounds
+from ..kernels import PLAIN, Bounds, Scores
 from ..ring import Mask, Ring, loop
 from ..ring.backends import backward_works, forward_works, joined, resolve_backend
 from ..ring.plan import Plan, plan
@@ -47,14 +47,22 @@ class Still:
 class Nothing:
     """In the work's place: waits for what arrives, and computes nothing."""
 
-    def fold(self, k: Tensor, v: Tensor, bounds: Bounds, *, final: bool) -> None:
+    def fold(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, final: bool) -> None:
         """The shard has arrived."""
 
-    def dq(self, k: Tensor, v: Tensor, bounds: Bounds, *, local: bool, final: bool) -> None:
+    def dq(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool) -> None:
         """The shard has arrived."""
 
     def dkdv(
-        self, k: Tensor, v: Tensor, bounds: Bounds, *, local: bool, sums: Callable[[], Tensors] | None, into: Tensors
+        self,
+        k: Tensor,
+        v: Tensor,
+        bounds: Bounds,
+        *,
+        scores: Scores = PLAIN,
+        local: bool,
+        sums: Callable[[], Tensors] | None,
+        into: Tensors,
     ) -> None:
         """Wait for the sums."""
         if sums is not None:
@@ -106,16 +114,24 @@ class Clocked:
         self._clock = clock
         self._waits_first = device.type == "cuda"
 
-    def fold(self, k: Tensor, v: Tensor, bounds: Bounds, *, final: bool) -> None:
+    def fold(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, final: bool) -> None:
         with self._clock.stretch():
-            self._work.fold(k, v, bounds, final=final)
+            self._work.fold(k, v, bounds, scores=scores, final=final)
 
-    def dq(self, k: Tensor, v: Tensor, bounds: Bounds, *, local: bool, final: bool) -> None:
+    def dq(self, k: Tensor, v: Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool) -> None:
         with self._clock.stretch():
-            self._work.dq(k, v, bounds, local=local, final=final)
+            self._work.dq(k, v, bounds, scores=scores, local=local, final=final)
 
     def dkdv(
-        self, k: Tensor, v: Tensor, bounds: Bounds, *, local: bool, sums: Callable[[], Tensors] | None, into: Tensors
+        self,
+        k: Tensor,
+        v: Tensor,
+        bounds: Bounds,
+        *,
+        scores: Scores = PLAIN,
+        local: bool,
+        sums: Callable[[], Tensors] | None,
+        into: Tensors,
     ) -> None:
         wait = sums
         if sums is not None and self._waits_first:  # the kernel's stream waits before its launch, not within it
@@ -123,7 +139,7 @@ class Clocked:
             wait = lambda: arrived  # noqa: E731
         with self._clock.stretch():
             late = None if wait is None else lambda: self._clock.without(wait)
-            self._work.dkdv(k, v, bounds, local=local, sums=late, into=into)
+            self._work.dkdv(k, v, bounds, scores=scores, local=local, sums=late, into=into)
 
 
 @dataclass

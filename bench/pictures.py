@@ -17,6 +17,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 CELLS = 512  # of the mask, each way
 LABELLED = 12  # ranks: a larger grid has no text in its cells
 TAB10 = 10
+FEW = 130  # documents or blocks: more would hide what is drawn
 UNSEEN = "#f2f2ef"
 INK = "#222222"
 MOVING = "#c2571a"
@@ -64,14 +65,14 @@ def _colours(name: str, where: Any) -> Any:
 
 
 def _draw_mask(call: Call, axes: Any) -> None:
-    world, seqlen = call.layout.world, call.layout.seqlen
+    world, seqlen, hops = call.layout.world, call.layout.seqlen, call.plan.count
     ranks, grid = mask_cells(call, CELLS)
     axes.set_facecolor(UNSEEN)
     image = axes.imshow(
         np.ma.masked_less(grid, 0),
-        cmap=_colours("viridis_r", np.linspace(0.03, 0.92, world)),
+        cmap=_colours("viridis_r", np.linspace(0.03, 0.92, hops)),
         vmin=-0.5,
-        vmax=world - 0.5,
+        vmax=hops - 0.5,
         extent=(0, seqlen, seqlen, 0),
         interpolation="nearest",
     )
@@ -87,8 +88,23 @@ def _draw_mask(call: Call, axes: Any) -> None:
     axes.set(xticks=places, yticks=places, xticklabels=map(binary, places), yticklabels=map(binary, places))
     axes.tick_params(axis="y", pad=16)
     _draw_owners(axes, ranks, world)
-    bar = axes.figure.colorbar(image, ax=axes, shrink=0.8, label="hop", ticks=_ticks(world))
+    bar = axes.figure.colorbar(image, ax=axes, shrink=0.8, label="hop", ticks=_ticks(hops))
     bar.outline.set_visible(False)
+    _draw_structure(call, axes)
+
+
+def _draw_structure(call: Call, axes: Any) -> None:
+    """A box around every document, and lines between blocks: where they are few enough to be told apart."""
+    from matplotlib.collections import LineCollection
+
+    seqlen, mask = call.layout.seqlen, call.mask
+    if mask.documents is not None and len(mask.documents.boundaries) <= FEW:
+        boxes = [[(a, a), (b, a), (b, b), (a, b), (a, a)] for a, b in pairwise(mask.documents.boundaries)]
+        axes.add_collection(LineCollection(boxes, colors=MOVING, linewidths=1.0))
+    if mask.blocks is not None and len(mask.blocks.visible) <= FEW:
+        edges = np.arange(0, seqlen, mask.blocks.block)[1:]
+        axes.hlines(edges, 0, seqlen, color="white", lw=0.5)
+        axes.vlines(edges, 0, seqlen, color="white", lw=0.5)
 
 
 def _draw_owners(axes: Any, ranks: Grid, world: int) -> None:
@@ -118,31 +134,35 @@ def _ticks(world: int) -> list[int]:
 
 
 def _draw_schedule(call: Call, axes: Any) -> None:
-    world = call.layout.world
+    world, hops = call.layout.world, call.plan.count
     work = np.ma.masked_equal(call.pairs, 0) / max(int(call.pairs.max()), 1)
     axes.set_facecolor(UNSEEN)
     image = axes.imshow(work, cmap=_colours("Blues", np.linspace(0.08, 0.55, 64)), vmin=0, vmax=1, aspect="auto")
-    axes.set(xlabel="hop", ylabel="rank", xticks=_ticks(world), yticks=_ticks(world))
+    axes.set(xlabel="hop", ylabel="rank", xticks=_ticks(hops), yticks=_ticks(world))
     axes.set_title("schedule: visible pairs per rank and hop", pad=10)
-    _draw_lines(axes, world, call.plan.inner)
+    _draw_lines(axes, call)
     if world <= LABELLED:
         rails = ", » N by rail to rank N" if call.nodes > 1 else ""
+        rails += ", → N straight to rank N" if call.plan.steps != (*range(call.plan.inner),) else ""
         axes.set_title(f"schedule: shard, visible pairs, and where its K/V go next{rails}", pad=10)
         for rank in range(world):
             for hop in call.plan.hops(rank):
                 _label_hop(axes, call, rank, hop)
-    axes.set(xlim=(-0.5, world - 0.5), ylim=(world - 0.5, -0.5))
+    axes.set(xlim=(-0.5, hops - 0.5), ylim=(world - 0.5, -0.5))
     bar = axes.figure.colorbar(image, ax=axes, shrink=0.8, label="visible pairs / most of any rank and hop")
     bar.outline.set_visible(False)
 
 
-def _draw_lines(axes: Any, world: int, inner: int) -> None:
+def _draw_lines(axes: Any, call: Call) -> None:
     """White between ranks and hops where these have text, dark between nodes and turns."""
-    for each, style in ((1, {"color": "white", "lw": 2}), (inner, {"color": INK, "lw": 1.2})):
-        edges = np.arange(each, world, each) - 0.5
-        if each > 1 or world <= LABELLED:
-            axes.hlines(edges, -0.5, world - 0.5, **style)
-            axes.vlines(edges, -0.5, world - 0.5, **style)
+    world, hops, size = call.layout.world, call.plan.count, len(call.plan.nodes[0])
+    across, down = {"xmin": -0.5, "xmax": hops - 0.5}, {"ymin": -0.5, "ymax": world - 0.5}
+    if world <= LABELLED:
+        axes.hlines(np.arange(1, world) - 0.5, **across, color="white", lw=2)
+        axes.vlines(np.arange(1, hops) - 0.5, **down, color="white", lw=2)
+    if call.nodes > 1:
+        axes.hlines(np.arange(size, world, size) - 0.5, **across, color=INK, lw=1.2)
+        axes.vlines(np.arange(call.plan.inner, hops, call.plan.inner) - 0.5, **down, color=INK, lw=1.2)
 
 
 def _label_hop(axes: Any, call: Call, rank: int, hop: Hop) -> None:
@@ -163,14 +183,19 @@ def _label_hop(axes: Any, call: Call, rank: int, hop: Hop) -> None:
 
 def _draw_move(axes: Any, call: Call, rank: int, hop: Hop) -> None:
     """An arrow to where the shard is at the next hop; around a node it leaves at the edge and comes in again."""
-    step = call.direction
+    step, size, steps = call.direction, len(call.plan.nodes[0]), call.plan.steps
     near, far = 0.33, 0.67
     start, end = (hop.index + near, rank + near * step), (hop.index + far, rank + far * step)
     style = {"arrowstyle": "-|>", "color": MOVING, "lw": 1.3, "shrinkA": 0, "shrinkB": 0}
-    first = rank - rank % call.plan.inner
+    first, inside = rank - rank % size, hop.index % call.plan.inner
+    if steps[inside + 1] != steps[inside] + 1:  # further than to a neighbour
+        where = {"ha": "right", "va": "bottom", "textcoords": "offset points", "xytext": (-4, 3)}
+        corner = (hop.index + 0.5, rank + 0.5)
+        axes.annotate(f"→ {hop.kv_to}", xy=corner, fontsize=9, fontweight="bold", color=MOVING, **where)
+        return
     if hop.kv_to == rank + step:
         axes.annotate("", xy=end, xytext=start, arrowprops=style)
         return
     axes.plot([start[0], hop.index + 0.5], [start[1], rank + 0.5 * step], color=MOVING, lw=1.3)
-    entry = first if step == 1 else first + call.plan.inner - 1
+    entry = first if step == 1 else first + size - 1
     axes.annotate("", xy=(end[0], entry - near * step), xytext=(hop.index + 0.5, entry - 0.5 * step), arrowprops=style)

@@ -1,9 +1,10 @@
-"""The shape flags that commands share: sizes like ``8k``, and lists of them."""
+"""The shape flags that commands share: sizes like ``8k``, lists of them, and what says a mask."""
 
 from __future__ import annotations
 
 import re
 from enum import StrEnum
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -38,6 +39,78 @@ def sizes(text: str) -> list[int]:
         typer.BadParameter: one of them is not a size.
     """
     return [size(part) for part in text.split(",")]
+
+
+def window(text: str) -> tuple[int, int]:
+    """``4k,0`` as (left, right), with -1 for a side without an end; a parser of typer options.
+
+    Raises:
+        typer.BadParameter: not two sizes.
+    """
+    sides = [-1 if part.strip() == "-1" else size(part) for part in text.split(",")]
+    if len(sides) != 2:
+        raise typer.BadParameter(f"{text!r} is no window: it must be left,right, two sizes, or -1 for no end")
+    return sides[0], sides[1]
+
+
+class Pattern(NamedTuple):
+    """A block-sparse pattern by name, with the parameters of its builder."""
+
+    name: str
+    parameters: dict[str, int]
+
+
+PATTERNS = {
+    "strided": ("block", "stride"),
+    "fixed": ("block", "stride", "summary"),
+    "bigbird": ("block", "window", "global", "random"),
+    "longformer": ("window", "global"),
+}
+
+
+def pattern(text: str) -> Pattern:
+    """``strided,block=128,stride=4k`` as a :class:`Pattern`; a parser of typer options.
+
+    Raises:
+        typer.BadParameter: an unknown name, or another list of parameters than :data:`PATTERNS` has for it.
+    """
+    name, *given = [part.strip() for part in text.split(",")]
+    if name not in PATTERNS:
+        raise typer.BadParameter(f"{name!r} is no pattern: it must be one of {', '.join(PATTERNS)}")
+    parameters = {key.strip(): size(value) for key, _, value in (one.partition("=") for one in given)}
+    if {*parameters} - {"seed"} != {*PATTERNS[name]} or ("seed" in parameters and name != "bigbird"):
+        wanted = ",".join(f"{key}=SIZE" for key in PATTERNS[name]) + ("[,seed=SIZE]" if name == "bigbird" else "")
+        raise typer.BadParameter(f"{text!r} does not say all of {name}, or more: it must be {name},{wanted}")
+    return Pattern(name, parameters)
+
+
+Causal = Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")]
+Window = Annotated[
+    Any,
+    typer.Option(parser=window, metavar="LEFT,RIGHT", help="Keys so far before and behind the query; -1: no end."),
+]
+CuSeqlens = Annotated[
+    Any, typer.Option("--cu-seqlens", parser=sizes, metavar="0,SIZE,…", help="Boundaries of packed documents.")
+]
+DocumentsOfMean = Annotated[
+    int | None,
+    typer.Option(
+        "--documents", parser=size, metavar="SIZE", help="Packed documents of exponential lengths with this mean."
+    ),
+]
+DocumentsSeed = Annotated[int, typer.Option("--documents-seed", help="Of the lengths that --documents draws.")]
+PrefixLength = Annotated[
+    int | None, typer.Option(parser=size, metavar="SIZE", help="Positions that --causal hides from nobody.")
+]
+BlockMaskPattern = Annotated[
+    Any,
+    typer.Option(
+        "--block-mask",
+        parser=pattern,
+        metavar="NAME,KEY=SIZE,…",
+        help="; ".join(",".join([name, *(f"{key}=…" for key in keys)]) for name, keys in PATTERNS.items()) + ".",
+    ),
+]
 
 
 def human(count: float, unit: str = "") -> str:

@@ -9,14 +9,29 @@ from typing import Annotated, Any
 
 import typer
 
+from ..ring.arguments import Layouts, mask_of
 from ..ring.layout import Layout
-from ..ring.mask import Mask
+from ..ring.mask import UNLIMITED, Mask
 from ..ring.schedule_text import shown
 from .call import Call, data, mask_cells, table
 from .flops import BACKWARD_FLOPS
+from .masks import boundaries_of, pattern_of
 from .output import prints, write_csv, write_json
 from .pictures import draw_call, picture
-from .shapes import LayoutName, grouped, human, size, sizes
+from .shapes import (
+    BlockMaskPattern,
+    Causal,
+    CuSeqlens,
+    DocumentsOfMean,
+    DocumentsSeed,
+    LayoutName,
+    PrefixLength,
+    Window,
+    grouped,
+    human,
+    size,
+    sizes,
+)
 
 LEAST_CELLS, MOST_CELLS = 16, 32  # of a mask on the terminal, each way
 HOP_MARKS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -72,8 +87,12 @@ def ranks_text(call: Call) -> list[str]:
 def summary(call: Call) -> str:
     """The call and its totals, in a few lines."""
     kv, sums = call.bytes_per_token
-    moved, most, back = sum(call.plan.bytes(kv)), sum(call.plan_of(Mask()).bytes(kv)), sum(call.plan.bytes(kv, sums))
-    share = f" ({moved / most:.0%} of a full ring)" if most else ""
+    full = call.plan_of(Mask())
+    passes = [
+        (name, call.plan.bytes(kv, more), full.bytes(kv, more)) for name, more in (("forward", 0), ("backward", sums))
+    ]
+    moved = ", ".join(f"{_part(sum(sent), sum(most))} {name}" for name, sent, most in passes)
+    by_a_rank = ", ".join(f"{_part(max(sent), max(most))} {name}" for name, sent, most in passes)
     across = ""
     if call.nodes > 1:
         there, back_there = sum(call.plan.bytes(kv, level=1)), sum(call.plan.bytes(kv, sums, level=1))
@@ -81,10 +100,15 @@ def summary(call: Call) -> str:
     return (
         f"{call.title}; batch {call.batch}, {call.heads} heads ({call.kv_heads} of K/V) of dim {call.head_dim}, "
         f"{call.dtype}\n"
-        f"moves in all: {human(moved, 'B')} forward{share}, {human(back, 'B')} backward{across}\n"
+        f"moves in all, of a full ring: {moved}{across}\n"
+        f"a rank sends at most: {by_a_rank}\n"
         f"{int(call.pairs.sum()):,} visible pairs; ranks compute {call.balance:.0%} of the time, if every hop lasts as "
         "long as its slowest rank"
     )
+
+
+def _part(count: int, whole: int) -> str:
+    return human(count, "B") + (f" ({count / whole:.1%})" if whole else "")
 
 
 def text(call: Call) -> str:
@@ -94,14 +118,19 @@ def text(call: Call) -> str:
 
 
 def _layout(
-    seqlen: int | None, world: int | None, name: LayoutName | None, lengths: Sequence[int] | None
+    seqlen: int,
+    world: int | None,
+    name: LayoutName | None,
+    lengths: Sequence[int] | None,
+    documents: Sequence[int] | None,
 ) -> tuple[Layout, str]:
+    """The layout and what it is called; ``documents`` are the boundaries to cut at, where these are asked for."""
     if lengths is not None:
-        if (seqlen, world, name) != (None, None, None):
-            raise typer.BadParameter("--lengths says everything: leave out --seqlen, --world and --layout")
         return Layout.uneven(lengths), "uneven"
-    name = name or LayoutName.zigzag
-    made: Layout = getattr(Layout, name)(8192 if seqlen is None else seqlen, 4 if world is None else world)
+    name, world = name or LayoutName.zigzag, 4 if world is None else world
+    if documents is not None:
+        return Layout.zigzag(seqlen, world, documents), "zigzag per document"
+    made: Layout = getattr(Layout, name)(seqlen, world)
     return made, name.value
 
 
@@ -116,7 +145,16 @@ def show(
         Any,
         typer.Option(parser=sizes, metavar="SIZE,…", help="Uneven shards in rank order, in place of the three above."),
     ] = None,
-    causal: Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")] = False,
+    per_document: Annotated[
+        bool, typer.Option("--per-document", help="A zigzag of every document, in place of one of the whole.")
+    ] = False,
+    causal: Causal = False,
+    window: Window = None,
+    cu_seqlens: CuSeqlens = None,
+    documents: DocumentsOfMean = None,
+    documents_seed: DocumentsSeed = 0,
+    prefix_length: PrefixLength = None,
+    block_mask: BlockMaskPattern = None,
     nodes: Annotated[
         int, typer.Option(min=1, help="Equal nodes; several make a ring of rings (1 where left out).")
     ] = 1,
@@ -135,12 +173,30 @@ def show(
     csv: Annotated[Path | None, typer.Option(help="Write a row per rank and hop.")] = None,
 ) -> None:
     """Print or draw the schedule and the mask of any call: who computes what at which hop, and what moves."""
+    if lengths is not None and (seqlen, world, layout) != (None, None, None):
+        raise typer.BadParameter("--lengths says everything: leave out --seqlen, --world and --layout")
+    tokens = sum(lengths) if lengths is not None else 8192 if seqlen is None else seqlen
     try:
-        held, name = _layout(seqlen, world, layout, lengths)
-        mask, kv_heads = Mask(causal=causal), grouped(heads, kv_heads)
-        call = Call(held, name, mask, direction, batch, heads, kv_heads, head_dim, dtype.value, nodes)
+        boundaries = boundaries_of(tokens, cu_seqlens, documents, documents_seed)
+        if per_document and (boundaries is None or lengths is not None or layout not in (None, LayoutName.zigzag)):
+            raise ValueError(
+                "--per-document is a zigzag of --documents or --cu-seqlens: pass these, and no other layout"
+            )
+        held, name = _layout(tokens, world, layout, lengths, boundaries if per_document else None)
         if not held.seqlen:
             raise ValueError("there are 0 tokens: a call has at least one")
+        mask = mask_of(
+            Layouts(held, held),
+            batch,
+            causal=causal,
+            window_size=window or (UNLIMITED, UNLIMITED),
+            cu_seqlens=boundaries,
+            seqused_k=None,
+            prefix_length=prefix_length,
+            block_mask=pattern_of(tokens, block_mask),
+        )
+        kv_heads = grouped(heads, kv_heads)
+        call = Call(held, name, mask, direction, batch, heads, kv_heads, head_dim, dtype.value, nodes)
         _ = call.plan
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -17,14 +19,17 @@ from typer.testing import CliRunner
 from ringattn.bench import cli
 from ringattn.bench.call import Call, mask_cells
 from ringattn.bench.launching import LAUNCHERS
+from ringattn.bench.masks import packed
 from ringattn.bench.shapes import human
 from ringattn.bench.show import app
 from ringattn.comm.topology import Topology
-from ringattn.ring.layout import Layout
+from ringattn.ring import block_mask
+from ringattn.ring.documents import Documents
+from ringattn.ring.layout import Layout, Span
 from ringattn.ring.mask import Mask, visible_pairs
 from ringattn.ring.schedule import schedule
 
-from .layouts import layouts, masks, sees
+from .layouts import block_layouts, block_masks, layouts, masks, sees
 
 SMALL = ["--seqlen", "16", "--world", "2", "--layout", "zigzag", "--causal"]
 
@@ -60,7 +65,8 @@ def test_text_of_a_small_ring() -> None:
         run(*SMALL, "--heads", "8", "--kv-heads", "2", "--head-dim", "64")
         == """\
 zigzag, causal, 16 tokens over 2 ranks; batch 1, 8 heads (2 of K/V) of dim 64, bfloat16
-moves in all: 8.19 kB forward (100% of a full ring), 24.6 kB backward
+moves in all, of a full ring: 8.19 kB (100.0%) forward, 24.6 kB (100.0%) backward
+a rank sends at most: 4.10 kB (100.0%) forward, 12.3 kB (100.0%) backward
 136 visible pairs; ranks compute 100% of the time, if every hop lasts as long as its slowest rank
 
 2 ranks, K/V move to the next rank, 4 of 4 hops compute
@@ -101,20 +107,36 @@ rank 0   0 0 0 0 1 1 1 1 1 1 1 1 0 0 0 0
     )
 
 
-@settings(max_examples=40)
-@given(st.data(), layouts(max_world=6, max_seqlen=24), masks(), st.sampled_from([1, -1]))
-def test_pairs_are_those_of_every_hop(data: st.DataObject, layout: Layout, mask: Mask, direction: int) -> None:
-    call = call_of(layout, mask, direction, data.draw(node_counts(layout.world)))
+@st.composite
+def calls(draw: st.DrawFn, max_seqlen: int) -> Call:
+    """Any layout with any mask that is made of intervals, or blocks of both."""
+    world, block = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    mask = draw(masks(global_tokens=True))
+    if draw(st.booleans()) and type(mask) is Mask:
+        blocks = max_seqlen // block
+        layout = draw(block_layouts(blocks, block, world, whole=True))
+        mask = replace(mask, blocks=draw(block_masks(blocks, blocks, block)))
+    else:
+        layout = draw(layouts(world=world, max_seqlen=max_seqlen))
+    return call_of(layout, mask, draw(st.sampled_from([1, -1])), draw(node_counts(world)))
+
+
+@settings(max_examples=60)
+@given(calls(max_seqlen=24))
+def test_pairs_are_those_of_every_hop(call: Call) -> None:
+    layout, mask = call.layout, call.mask
     for rank in range(layout.world):
         for hop in call.plan.hops(rank):
             expected = visible_pairs(mask, layout.positions(rank), layout.positions(hop.shard))
             assert call.pairs[rank, hop.index] == expected
+    whole = torch.arange(layout.seqlen)
+    assert call.pairs.sum() == visible_pairs(mask, whole, whole)  # no pair is where there is no hop
 
 
-@settings(max_examples=40)
-@given(st.data(), layouts(max_world=6, max_seqlen=16), masks(), st.sampled_from([1, -1]))
-def test_cells_of_one_token_are_the_mask(data: st.DataObject, layout: Layout, mask: Mask, direction: int) -> None:
-    call = call_of(layout, mask, direction, data.draw(node_counts(layout.world)))
+@settings(max_examples=60)
+@given(calls(max_seqlen=16))
+def test_cells_of_one_token_are_the_mask(call: Call) -> None:
+    layout = call.layout
     ranks, grid = mask_cells(call, cells=64)
     when = {(rank, hop.shard): hop.index for rank in range(layout.world) for hop in call.plan.hops(rank)}
     assert ranks.tolist() == [
@@ -122,8 +144,76 @@ def test_cells_of_one_token_are_the_mask(data: st.DataObject, layout: Layout, ma
     ]
     for query in range(layout.seqlen):
         for key in range(layout.seqlen):
-            hop = when[int(ranks[query]), int(ranks[key])]
-            assert grid[query, key] == (hop if sees(mask, query, key) else -1)
+            hop = when.get((int(ranks[query]), int(ranks[key])))
+            assert grid[query, key] == (hop if sees(call.mask, query, key) else -1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "title", "mask"),
+    [
+        (["--window", "4,-1"], "window (4, -1)", Mask(window=(4, -1))),
+        (["--causal", "--window", "1k,0"], "causal, window (1024, 0)", Mask(causal=True, window=(1024, 0))),
+        (["--cu-seqlens", "0,5,64"], "2 documents", Mask(documents=Documents([0, 5, 64]))),
+        (
+            ["--documents", "8", "--documents-seed", "3", "--causal"],
+            "causal, 11 documents",
+            Mask(causal=True, documents=Documents(packed(64, 8, seed=3))),
+        ),
+        (["--prefix-length", "10", "--causal"], "causal, prefix 10", Mask(causal=True, prefix=10)),
+        (
+            ["--block-mask", "strided,block=4,stride=8", "--causal"],
+            "causal, 34.0% of blocks of 4",
+            Mask(causal=True, blocks=block_mask.strided(64, 4, stride=8)),
+        ),
+        (
+            ["--block-mask", "fixed,block=4,stride=16,summary=4"],
+            "25.0% of blocks of 4",
+            Mask(blocks=block_mask.fixed(64, 4, stride=16, summary=4)),
+        ),
+        (
+            ["--block-mask", "bigbird, block=4, window=3, global=1, random=2, seed=7"],
+            "40.6% of blocks of 4",
+            Mask(blocks=block_mask.bigbird(64, 4, window=3, global_=1, random=2, seed=7)),
+        ),
+        (
+            ["--block-mask", "longformer,window=8,global=2"],
+            "window (4, 4), 2 global tokens",
+            Mask(window=(4, 4), global_tokens=((0, 2),)),
+        ),
+        (["--block-mask", "longformer,window=8,global=0"], "window (4, 4)", Mask(window=(4, 4))),
+    ],
+)
+def test_every_mask_has_its_flags(flags: list[str], title: str, mask: Mask, tmp_path: Path) -> None:
+    where = ["--seqlen", "64", "--world", "4", "--layout", "contiguous"]
+    told = run(*where, *flags, "--out", str(tmp_path / "picture.png"))
+    assert told.startswith(f"contiguous, {title}, 64 tokens over 4 ranks; ")
+    plan = schedule(Layout.contiguous(64, 4), mask)
+    assert f"\n\n{plan}\n\n" in told
+    data: dict[str, Any] = json.loads(run(*where, *flags, "--json", "-"))
+    positions = torch.arange(64)
+    assert sum(data["pairs"]) == visible_pairs(mask, positions, positions)
+    assert data["call"]["mask"]["causal"] == mask.causal
+    named = ("window", "documents", "prefix", "blocks", "global_tokens")
+    changed = [name for name in named if getattr(mask, name) != getattr(Mask(), name)]
+    assert len(data["call"]["mask"]) == len(changed) + 1
+
+
+def test_a_zigzag_per_document() -> None:
+    told = json.loads(run("--seqlen", "24", "--world", "2", "--cu-seqlens", "0,8,24", "--per-document", "--json", "-"))
+    assert told["call"]["layout"] == "zigzag per document"
+    assert told["call"]["mask"] == {"causal": False, "cu_seqlens": [0, 8, 24]}
+    spans = [[Span(*span) for span in spans] for spans in told["call"]["spans"]]
+    assert Layout(spans) == Layout.zigzag(24, 2, [0, 8, 24])
+
+
+def test_documents_that_are_drawn() -> None:
+    boundaries = packed(100_000, 1000, seed=0)
+    assert Documents(boundaries).seqlen == 100_000
+    assert boundaries == packed(100_000, 1000, seed=0) != packed(100_000, 1000, seed=1)
+    lengths = np.diff(boundaries)
+    assert 800 < lengths.mean() < 1250
+    assert 0.8 < lengths.std() / lengths.mean() < 1.25  # of exponential lengths: as large as the mean
+    assert lengths.min() >= 1
 
 
 def test_cells_of_many_tokens() -> None:
@@ -220,6 +310,10 @@ def test_csv(tmp_path: Path) -> None:
         ["--world", "20", "--seqlen", "4k", "--layout", "striped"],
         ["--world", "6", "--nodes", "3", "--seqlen", "4k", "--causal", "--layout", "contiguous", "--direction", "-1"],
         ["--world", "32", "--nodes", "4", "--seqlen", "4k"],
+        ["--world", "8", "--seqlen", "1k", "--layout", "contiguous", "--window", "64,64", "--direction", "-1"],
+        ["--world", "8", "--nodes", "2", "--seqlen", "1k", "--layout", "contiguous", "--window", "64,64"],
+        ["--documents", "512", "--per-document", "--causal"],
+        ["--world", "1", "--seqlen", "4k", "--documents", "2"],
     ],
 )
 def test_pictures(flags: list[str], tmp_path: Path) -> None:
@@ -273,6 +367,31 @@ def test_only_rank_zero_of_a_launcher_prints(monkeypatch: pytest.MonkeyPatch, tm
         (["--heads", "6", "--kv-heads", "4"], "--kv-heads is 4: --heads, 6, must be a multiple of it"),
         (["--world", "0"], "--world"),
         (["--seqlen", "0"], "there are 0 tokens: a call has at least one"),
+        (["--window", "4"], "'4' is no window: it must be left,right, two sizes, or -1 for no end"),
+        (["--window", "4,-2"], "'-2' is not a size"),
+        (["--cu-seqlens", "0,5"], "cu_seqlens ends at 5: it must end at 8192, the number of tokens"),
+        (
+            ["--cu-seqlens", "0,8k", "--documents", "64"],
+            "--cu-seqlens and --documents are both given: pass one of them",
+        ),
+        (["--documents", "0"], "documents is 0: it must be at least 1, their mean length"),
+        (["--prefix-length", "4"], "prefix_length is 4 without causal"),
+        (["--block-mask", "sparse"], "'sparse' is no pattern: it must be one of strided, fixed, bigbird, longformer"),
+        (["--block-mask", "strided,block=4"], "does not say all of strided, or more: it must be strided,block=SIZE,"),
+        (["--block-mask", "strided,block=4,stride=8,seed=1"], "does not say all of strided, or more"),
+        (["--block-mask", "strided,block=4,stride=x"], "'x' is not a size"),
+        (["--block-mask", "strided,block=4,stride=6"], "stride is 6: it must be a positive multiple of block, 4"),
+        (
+            ["--block-mask", "strided,block=3,stride=3", "--layout", "contiguous"],
+            "the spans must be runs of whole blocks",
+        ),
+        (["--block-mask", "longformer,window=4,global=1", "--window", "1,1"], "window_size is (1, 1) with"),
+        (["--per-document"], "--per-document is a zigzag of --documents or --cu-seqlens: pass these, and no other"),
+        (
+            ["--per-document", "--documents", "64", "--layout", "striped"],
+            "--per-document is a zigzag of --documents or",
+        ),
+        (["--per-document", "--cu-seqlens", "0,4", "--lengths", "4"], "--per-document is a zigzag of --documents or"),
         (["--out", "x.gif"], "x.gif is no picture: it must end with one of .png, .svg, .pdf"),
     ],
 )
