@@ -64,6 +64,13 @@ class StoreHost:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
+    def stop(self) -> None:
+        """Stopped in truth: a thread that still runs when the signal is sent may yet answer."""
+        self.signal(signal.SIGSTOP)
+        threads = list(Path(f"/proc/{self.process.pid}/task").iterdir())
+        while any((thread / "stat").read_text().rpartition(")")[2].split()[0] != "T" for thread in threads):
+            time.sleep(0.001)
+
     def end(self) -> None:
         self.process.kill()
         self.process.join()
@@ -180,7 +187,7 @@ def test_a_store_that_dies_while_a_rank_waits(host: StoreHost) -> None:
 def test_a_store_that_stops_answering_holds_nobody(host: StoreHost) -> None:
     control = opened(host.client(), 0, 2)
     control.publish("x", 1)
-    host.signal(signal.SIGSTOP)
+    host.stop()
     begun = time.monotonic()
     for _ in range(2):
         with pytest.raises(TransportError, match=r"has not answered for 0\.3 s"):
@@ -276,6 +283,7 @@ def test_a_process_ends_while_its_store_is_silent(host: StoreHost) -> None:
     """The thread that waits for the store must not keep the process, nor bring it down."""
     code = f"""
 import os, signal
+from pathlib import Path
 from torch.distributed import TCPStore
 from ringattn.comm import control
 store = TCPStore("127.0.0.1", {host.port}, is_master=False, wait_for_workers=False)
@@ -283,6 +291,9 @@ line = control._StoreLine(store)
 asked = control.Control(line, 0, 2, "x/")
 asked.publish("a", 1)
 os.kill({host.process.pid}, signal.SIGSTOP)
+threads = list(Path("/proc/{host.process.pid}/task").iterdir())
+while any((thread / "stat").read_text().rpartition(")")[2].split()[0] != "T" for thread in threads):
+    pass  # one that is still running would answer
 try:
     asked.exchange(look=["a"], timeout=0.2)
 except control.TransportError as error:

@@ -196,10 +196,10 @@ class Slow:
 
 
 def test_compute_runs_as_long_as_the_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_beside, "step_of", lambda kind, device: lambda: time.sleep(0.002))
+    monkeypatch.setattr(link_beside, "step_of", lambda kind, device: lambda: time.sleep(0.02))
     wish = Wish((), sizes=(8,), beside="matmul")
-    found = link_beside.measured_beside(Slow(0.01), Limits(), ways(1)[0], wish, CPU)  # type: ignore[arg-type]
-    assert found.alone == pytest.approx(0.002, rel=0.8)
+    found = link_beside.measured_beside(Slow(0.1), Limits(), ways(1)[0], wish, CPU)  # type: ignore[arg-type]
+    assert found.alone == pytest.approx(0.02, rel=0.8)
     assert found.compute_slowdown is not None and 0.3 < found.compute_slowdown < 3
     assert found.transfer_slowdown is not None and 0.5 < found.transfer_slowdown < 3
 
