@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import re
-from itertools import chain, pairwise
+from fractions import Fraction
+from itertools import accumulate, chain, pairwise
 
 import pytest
 import torch
@@ -63,6 +64,143 @@ def test_named_layouts_have_the_length_asked_for(name: str) -> None:
 def test_zigzag_gives_every_rank_the_same_causal_work(world: int) -> None:
     work = {sum(position + 1 for position in held) for held in positions(Layout.zigzag(8 * world, world))}
     assert len(work) == 1
+
+
+def transformer_engines(cu_seqlens: list[int], world: int, rank: int) -> list[int]:
+    """The token indices of one rank as TransformerEngine cuts packed sequences ("THD") for context parallelism.
+
+    NVIDIA/TransformerEngine, transformer_engine/common/fused_attn/context_parallel.cu, thd_partition_indices_kernel
+    (python: ``transformer_engine_torch.thd_get_partitioned_indices``): a sequence is 2 * world chunks of one size; a
+    rank takes chunk ``rank``, then chunk ``2 * world - 1 - rank``.
+    """
+    indices: list[int] = []
+    for start, end in pairwise(cu_seqlens):
+        chunk, rest = divmod(end - start, 2 * world)
+        assert rest == 0
+        for number in (rank, 2 * world - 1 - rank):
+            indices += range(start + number * chunk, start + (number + 1) * chunk)
+    return indices
+
+
+@given(st.integers(1, 6), st.lists(st.integers(0, 5), min_size=1, max_size=6), st.booleans())
+def test_zigzag_of_documents_that_divide_is_transformer_engines(world: int, chunks: list[int], tensor: bool) -> None:
+    boundaries = [*accumulate((2 * world * chunk for chunk in chunks), initial=0)]
+    given = torch.tensor(boundaries, dtype=torch.int32) if tensor else boundaries
+    layout = Layout.zigzag(boundaries[-1], world, cu_seqlens=given)
+    assert positions(layout) == [transformer_engines(boundaries, world, rank) for rank in range(world)]
+
+
+@given(st.integers(1, 6), st.lists(st.integers(0, 40), min_size=1, max_size=8))
+def test_zigzag_of_any_documents(world: int, lengths: list[int]) -> None:
+    boundaries = [*accumulate(lengths, initial=0)]
+    layout = Layout.zigzag(boundaries[-1], world, boundaries)
+    held = positions(layout)
+    assert sorted(chain.from_iterable(held)) == list(range(layout.seqlen))
+    assert max(layout.lengths) - min(layout.lengths) <= 1
+    at_the_tail = [False] * world  # where a rank's next odd token lies
+    for start, end in pairwise(boundaries):
+        inside = [[p for p in one if start <= p < end] for one in held]
+        assert max(map(len, inside)) - min(map(len, inside)) <= 1
+        for rank, one in enumerate(inside):  # a run from each end of what the ranks before left
+            head = (len(one) + (not at_the_tail[rank])) // 2
+            tail = len(one) - head
+            assert one == [*range(start, start + head), *range(end - tail, end)]
+            start, end = start + head, end - tail
+            at_the_tail[rank] ^= head != tail
+        assert start == end
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "expected"),
+    [
+        ([0, 8], [[0, 1, 6, 7], [2, 3, 4, 5]]),
+        ([0, 4, 4, 8], [[0, 3, 4, 7], [1, 2, 5, 6]]),
+        ([0, 1, 2, 3, 4], [[0, 2], [1, 3]]),  # what is left goes on where the document before stopped
+        ([0, 2, 4], [[0, 3], [1, 2]]),  # and a rank's odd token is at the head and at the tail by turns
+        ([0, 3, 5], [[0, 2, 3], [1, 4]]),
+    ],
+)
+def test_zigzag_of_documents_by_hand(cu_seqlens: list[int], expected: list[list[int]]) -> None:
+    assert positions(Layout.zigzag(cu_seqlens[-1], 2, cu_seqlens)) == expected
+
+
+def test_zigzag_of_documents_is_causal_work_alike() -> None:
+    """Documents of any length: a rank's work is within 1% of another's, and equal where they divide."""
+    drawn = torch.empty(200).exponential_(1 / 500, generator=torch.Generator().manual_seed(0)).long().tolist()
+    for lengths, most in ((drawn, 1.01), ([length // 16 * 16 for length in drawn], 1.0)):
+        boundaries = [*accumulate(lengths, initial=0)]
+        starts = torch.tensor([start for start, end in pairwise(boundaries) for _ in range(start, end)])
+        layout = Layout.zigzag(boundaries[-1], 8, boundaries)
+        held = [layout.positions(rank) for rank in range(8)]
+        work = [int((one + 1 - starts[one]).sum()) for one in held]
+        assert max(work) <= most * min(work)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "message"),
+    [
+        ([0, 5, 7], "cu_seqlens ends at 7: it must end at 8, the number of tokens"),
+        ([1, 8], "cu_seqlens starts at 1: it must start at 0"),
+        ([0, 6, 5, 8], "cu_seqlens[2] is 5, the one before is 6: it must not descend"),
+        ([0], "cu_seqlens is [0]: it must have at least one document"),
+        ([0, 8.0], "cu_seqlens is [0, 8.0]: it must be a list of whole numbers"),
+        (torch.tensor([0.0, 8.0]), "cu_seqlens is torch.float32 [2]: it must be integers [documents + 1]"),
+        (torch.zeros(2, dtype=torch.int32, device="meta"), "cu_seqlens is on meta: it must be a list or a CPU tensor"),
+    ],
+)
+def test_bad_documents_of_a_zigzag(cu_seqlens: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        Layout.zigzag(8, 2, cu_seqlens)
+
+
+SPEEDS = st.lists(st.integers(0, 100) | st.floats(0, 1e6) | st.fractions(0, 50), min_size=1, max_size=8).filter(any)
+
+
+@given(st.integers(0, 300), SPEEDS, st.booleans())
+def test_balanced_shards_finish_together(seqlen: int, speeds: list[float], causal: bool) -> None:
+    layout = Layout.balanced(seqlen, speeds, causal=causal)
+    held, exact = positions(layout), [Fraction(speed) for speed in speeds]
+    assert sorted(chain.from_iterable(held)) == list(range(seqlen))
+    for one, speed in zip(held, exact, strict=True):
+        share = speed / sum(exact)
+        pairs = sum(p + 1 for p in one) if causal else len(one) * seqlen
+        whole = seqlen * (seqlen + 1) // 2 if causal else seqlen * seqlen
+        assert abs(pairs - whole * share) <= seqlen + causal
+        assert abs(len(one) - seqlen * share) <= 1 + causal
+        assert one == [] or speed > 0
+
+
+def test_balanced_by_hand() -> None:
+    assert positions(Layout.balanced(8, [3, 1], causal=False)) == [[0, 1, 2, 3, 4, 5], [6, 7]]
+    assert positions(Layout.balanced(8, [3, 1], causal=True)) == [[0, 1, 2, 5, 6, 7], [3, 4]]
+    assert positions(Layout.balanced(7, [0, 1, 0, 2.0], causal=True)) == [[], [0, 6], [], [1, 2, 3, 4, 5]]
+    assert positions(Layout.balanced(4, [1, 1e-9], causal=True)) == [[0, 1, 2, 3], []]
+    assert Layout.balanced(0, [1, 2], causal=True).lengths == (0, 0)
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+def test_equal_speeds_make_the_usual_layouts(world: int) -> None:
+    speeds = [2.5] * world
+    assert Layout.balanced(6 * world, speeds, causal=True) == Layout.zigzag(6 * world, world)
+    assert Layout.balanced(6 * world, speeds, causal=False) == Layout.contiguous(6 * world, world)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "message"),
+    [
+        ([], "speeds is empty: it must have the relative speed of every rank"),
+        ([0, 0.0], "speeds is [0.0, 0.0]: at least one rank must be faster than 0"),
+        ([1, -1], "speeds[1] is -1: it must be a finite number of at least 0"),
+        ([float("nan")], "speeds[0] is nan: it must be a finite number of at least 0"),
+        ([1, float("inf")], "speeds[1] is inf: it must be a finite number of at least 0"),
+        (["fast"], "speeds[0] is 'fast': it must be a finite number of at least 0"),
+        ([None], "speeds[0] is None: it must be a finite number of at least 0"),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_bad_speeds(speeds: list[float], message: str, causal: bool) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Layout.balanced(8, speeds, causal=causal)
 
 
 def test_uneven() -> None:

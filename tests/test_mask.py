@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.kernels import FULL, Bounds
+from ringattn.ring.documents import Documents
 from ringattn.ring.layout import Layout
 from ringattn.ring.mask import END, Mask, bounds, visible_pairs
 
-from .layouts import Window, layouts, masks, sees, small_layouts
+from .layouts import Window, block_layouts, block_masks, layouts, masks, sees, small_layouts
 
 CAUSAL = Mask(causal=True)
 
@@ -34,9 +35,26 @@ def check(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> None:
     made, expected = bounds(mask, queries, keys), brute(mask, queries, keys)
     assert torch.equal(expand(made, len(queries), len(keys)), expected)
     assert made.is_full == bool(expected.numel() and expected.all())
-    assert visible_pairs(mask, queries, keys) == int(expected.sum())
+    check_used(mask, made, keys)
+    assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
     if made.lo is not None and made.hi is not None:
         check_order(made.lo, made.hi, expected)
+
+
+def check_used(mask: Mask, made: Bounds, keys: torch.Tensor) -> None:
+    """Every batch row has as many keys as lie before its end; None where that is all of them."""
+    counts = [int((keys < used).sum()) for used in mask.used or ()]
+    if all(count == len(keys) for count in counts):
+        assert made.used is None
+    else:
+        assert made.used is not None
+        assert (made.used.tolist(), made.used.dtype) == (counts, torch.int32)
+
+
+def count(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> int:
+    """Pairs, one by one; of all batch rows where they differ."""
+    rows = range(len(mask.used)) if mask.used is not None else [None]
+    return sum(sees(mask, query, key, row) for row in rows for query in queries.tolist() for key in keys.tolist())
 
 
 def check_order(lo: torch.Tensor, hi: torch.Tensor, expected: torch.Tensor) -> None:
@@ -78,11 +96,71 @@ def test_every_small_layout(causal: bool) -> None:
 
 @given(st.data())
 def test_any_layout_and_mask(data: st.DataObject) -> None:
-    layout, mask = data.draw(layouts(max_world=4, max_seqlen=24)), data.draw(masks())
+    layout, mask = data.draw(layouts(max_world=4, max_seqlen=24)), data.draw(masks(used=True))
     keys = data.draw(st.one_of(st.just(layout), layouts(world=layout.world, max_seqlen=24)))
     for rank in range(layout.world):
         for shard in range(layout.world):
             check(mask, layout.positions(rank), keys.positions(shard))
+
+
+@given(st.data())
+def test_global_tokens_make_disjoint_parts(data: st.DataObject) -> None:
+    layout, mask = data.draw(layouts(max_world=3, max_seqlen=24)), data.draw(masks(global_tokens=True, used=True))
+    for rank in range(layout.world):
+        for shard in range(layout.world):
+            queries, keys = layout.positions(rank), layout.positions(shard)
+            made = [bounds(part, queries, keys) for part in mask.parts]
+            for one in made:
+                if one.lo is not None and one.hi is not None:
+                    check_order(one.lo, one.hi, expand(one, len(queries), len(keys)))
+            times_seen = sum(expand(one, len(queries), len(keys)).int() for one in made)
+            assert torch.equal(torch.as_tensor(times_seen), brute(mask, queries, keys).int())
+            assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
+
+
+@given(st.data(), st.integers(1, 4), st.booleans())
+def test_pairs_in_blocks(data: st.DataObject, block: int, other_keys: bool) -> None:
+    """Blocks, inside which the intervals apply; parts and batch rows too."""
+    layout = data.draw(block_layouts(6, block, 2))
+    kv_layout = data.draw(block_layouts(8, block, 2)) if other_keys else layout
+    mask = replace(
+        data.draw(masks(global_tokens=True, used=True).filter(lambda mask: type(mask) is Mask)),
+        blocks=data.draw(block_masks(8, 8, block)),
+    )
+    for rank in range(2):
+        for shard in range(2):
+            queries, keys = layout.positions(rank), kv_layout.positions(shard)
+            assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
+
+
+def test_pairs_of_batch_rows_are_exact() -> None:
+    """An average would have a remainder."""
+    rows = torch.arange(3)
+    assert visible_pairs(Mask(used=(1, 1, 2)), rows, rows) == 3 + 3 + 6
+    assert visible_pairs(Mask(used=()), rows, rows) == 0
+    assert visible_pairs(Mask(causal=True, used=(0, 9)), rows, rows) == 6
+
+
+def test_the_usual_longformer_has_three_parts() -> None:
+    assert len(Mask(window=(4, 4), global_tokens=((0, 2),)).parts) == 3
+    assert Mask(window=(4, 4)).parts == (Mask(window=(4, 4)),)
+
+
+@pytest.mark.parametrize(
+    ("mask", "lo", "hi"),
+    [
+        (Mask(window=(2, 1)), [-2, 1, 5], [2, 5, 9]),
+        (Mask(window=(2, -1)), [-2, 1, 5], [END] * 3),
+        (Mask(causal=True, window=(2, 5)), [-2, 1, 5], [1, 4, 8]),
+        (Mask(causal=True, prefix=5), [0, 0, 0], [5, 5, 8]),
+        (Mask(causal=True, prefix=5, window=(2, -1)), [-2, 1, 5], [5, 5, 8]),
+        (Mask(documents=Documents([0, 3, 3, 7])), [0, 3, 7], [3, 7, 7]),  # position 7 lies past all documents
+        (Mask(causal=True, documents=Documents([0, 7, 9])), [0, 0, 7], [1, 4, 8]),
+    ],
+)
+def test_intervals_by_hand(mask: Mask, lo: list[int], hi: list[int]) -> None:
+    found = mask.interval(torch.tensor([0, 3, 7]))
+    assert [end.tolist() for end in found] == [[max(0, end) for end in lo], hi]
 
 
 @given(layouts(max_seqlen=32), masks())

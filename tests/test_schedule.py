@@ -8,14 +8,14 @@ from dataclasses import FrozenInstanceError
 from time import process_time
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.comm.topology import Topology
+from ringattn.ring.documents import Documents
 from ringattn.ring.layout import Layout
 from ringattn.ring.mask import Mask
-from ringattn.ring.schedule import Hop, Schedule, _schedule, _union, schedule
+from ringattn.ring.schedule import Hop, Schedule, _schedule, schedule
 
 from .layouts import NAMES, Window, layouts, masks, named, sees, small_layouts
 from .rendezvous import gathered, journey_end, run_ranks
@@ -79,6 +79,7 @@ def check(
 
 def check_plan(plan: Schedule, wanted: set[tuple[int, int]], how: Settings = USUAL) -> None:
     check_hops(plan)
+    check_order(plan)
     check_messages(plan)
     check_nothing_needless(plan)
     check_bytes(plan)
@@ -106,11 +107,11 @@ def check_hops(plan: Schedule) -> None:
     count = len(plan.nodes)
     for rank in range(plan.world):
         hops, (node, rail) = plan.hops(rank), place(plan, rank)
-        assert [hop.index for hop in hops] == list(range(plan.world))
+        assert [hop.index for hop in hops] == list(range(plan.count))
         assert [hop.shard for hop in hops] == [
-            plan.nodes[(node - plan.direction * turn) % count][(rail - plan.direction * step) % plan.inner]
-            for turn in range(count)
-            for step in range(plan.inner)
+            plan.nodes[(node - plan.direction * turn) % count][(rail - plan.direction * step) % len(plan.nodes[0])]
+            for turn in plan.turns
+            for step in plan.steps
         ]
         assert hops[0].kv_from is None
         assert hops[0].kv_slot is None
@@ -122,6 +123,21 @@ def check_hops(plan: Schedule) -> None:
             assert not hop.computes or (hop.sums_to if step else hop.home_to) is not None
             assert not step or hop.sums_slot in (None, hop.index % 2)
             assert not step or (hop.rail_to, hop.home_to, hop.home_from) == (None, None, None)
+
+
+def check_order(plan: Schedule) -> None:
+    """No distance twice, the own shard first; all of them where nothing says otherwise."""
+    for distances, ring in ((plan.turns, plan.nodes), (plan.steps, plan.nodes[0])):
+        assert distances[0] == 0
+        assert len(set(distances)) == len(distances)
+        assert set(distances) <= set(range(len(ring)))
+    assert (plan.count, plan.inner) == (len(plan.turns) * len(plan.steps), len(plan.steps))
+    assert plan.ranks.tolist() == [
+        [plan.rank_at(shard, hop) for hop in range(plan.count)] for shard in range(plan.world)
+    ]
+    assert all(
+        plan.shard_at(rank, hop) == shard for shard, row in enumerate(plan.ranks) for hop, rank in enumerate(row)
+    )
 
 
 Message = tuple[str, int, int, int, int, int]  # kind, level, hop or turn of its key, shard, source, destination
@@ -268,14 +284,21 @@ def test_any_ring_with_other_keys(data: st.DataObject, mask: Mask, direction: in
 
 
 @given(st.data(), st.integers(1, 8), st.sampled_from([1, -1]), settings())
-def test_any_pattern_of_visits(data: st.DataObject, world: int, direction: int, how: Settings) -> None:
-    """Whatever masks will come: the journeys are right for every pattern."""
+def test_any_pattern_of_visits_in_any_order(data: st.DataObject, world: int, direction: int, how: Settings) -> None:
+    """Whatever masks will come: the journeys are right for every pattern, however far each hop goes."""
     ring = data.draw(rings(world))
-    rows = st.lists(st.booleans(), min_size=world, max_size=world)
-    visits = tuple(map(tuple, data.draw(st.lists(rows, min_size=world, max_size=world))))
     nodes = ring.nodes if ring.two_level else (ring.order,)
-    plan = Schedule(nodes, direction, visits, tuple(range(1, world + 1)), how[0])
-    check_plan(plan, {(plan.rank_at(s, t), s) for s in range(world) for t in range(world) if visits[s][t]}, how)
+    turns, steps = data.draw(distances(len(nodes))), data.draw(distances(len(nodes[0])))
+    hops = len(turns) * len(steps)
+    rows = st.lists(st.booleans(), min_size=hops, max_size=hops)
+    visits = tuple(map(tuple, data.draw(st.lists(rows, min_size=world, max_size=world))))
+    plan = Schedule(nodes, direction, visits, tuple(range(1, world + 1)), how[0], turns, steps)
+    check_plan(plan, {(plan.rank_at(s, t), s) for s in range(world) for t in range(hops) if visits[s][t]}, how)
+
+
+def distances(count: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Some of those around a ring, in any order."""
+    return st.lists(st.integers(1, count - 1), unique=True).map(lambda far: (0, *far)) if count > 1 else st.just((0,))
 
 
 @pytest.mark.parametrize("direction", [1, -1])
@@ -326,6 +349,47 @@ def test_a_short_window_keeps_to_the_neighbours() -> None:
     assert plan.bytes(0, 1) == (0,) + (8,) * 7
 
 
+def test_distances_at_which_nobody_sees_anything_have_no_hop() -> None:
+    layout = Layout.contiguous(64, 8)
+    assert schedule(layout, CAUSAL).steps == tuple(range(8))
+    assert schedule(layout, Window(causal=True, left=7)).steps == (0, 1)
+    assert schedule(layout, Window(causal=True, left=7), direction=-1).steps == (0, 7)
+    assert schedule(layout, Mask(documents=Documents(range(0, 65, 8)))).steps == (0,)
+    # every second rank: K/V go two ranks further at once
+    even = Layout([[(start, 8)] if rank % 2 == 0 else [] for rank, start in enumerate(range(0, 64, 8))])
+    assert schedule(even, Mask()).steps == (0, 2, 4, 6)
+    assert schedule(even, Mask()).hops(2)[1].kv_from == 0
+    # the topology's order counts, not the ranks' names
+    ring = Topology(((0, 4, 1, 5, 2, 6, 3, 7),))
+    assert schedule(layout, Window(causal=True, left=7), topology=ring).steps == (0, 2, 3)
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+def test_what_comes_from_both_sides_does_not_go_round(direction: int) -> None:
+    """The neighbour on the one side, then straight to the one on the other."""
+    plan = schedule(Layout.contiguous(64, 8), Mask(window=(7, 7)), direction=direction)
+    assert plan.steps == (0, 1, 7)
+    for rank in range(8):
+        first, second, third = plan.hops(rank)
+        assert first.kv_to == (rank + direction) % 8
+        assert second.kv_to in (None, (rank - 2 * direction) % 8)
+        assert third.kv_to is None
+    assert sorted(plan.bytes(1)) == [8] + [16] * 7  # two shards, one where nobody is on the other side
+    nodes = schedule(Layout.contiguous(64, 16), Mask(window=(3, 3)), direction=direction, topology=Topology.grid(4, 4))
+    assert (nodes.turns, nodes.steps) == ((0, 1, 3), (0, 1, 3))
+    assert nodes.count == 9
+
+
+def test_one_long_document_does_not_send_the_others_round() -> None:
+    """Every distance is used, by five ranks; the others see their neighbours alone."""
+    plan = schedule(Layout.contiguous(128, 16), Mask(documents=Documents([0, 12, 28, 32, 68, 84, 100, 128])))
+    assert plan.steps == (0, 1, 15, 2, 14, 3, 13, 4, 12)
+    assert sum(plan.bytes(1)) < 0.3 * 15 * 128
+    small = schedule(Layout.contiguous(64, 8), Mask(documents=Documents([0, 40, 48, 64])))
+    assert small.steps == (0, 1, 7, 2, 6, 3, 5, 4)
+    assert sum(small.bytes(1)) < sum(schedule(Layout.contiguous(64, 8), Mask()).bytes(1))
+
+
 def test_hops_of_a_full_ring_of_three() -> None:
     assert schedule(Layout.contiguous(6, 3), Mask()).hops(1) == (
         Hop(0, 1, True, None, 2, None, 0, None, 1),
@@ -349,9 +413,9 @@ def test_a_shard_that_passes_a_rank() -> None:
 
 
 def test_sums_that_come_home_early_have_a_slot_of_their_own() -> None:
-    short = schedule(Layout.contiguous(8, 4), Window(causal=True, left=1))
-    assert [short.hops(rank)[0].sums_slot for rank in range(4)] == [2, 2, 2, None]
-    assert [short.hops(rank)[0].sums_from for rank in range(4)] == [1, 2, 3, None]
+    short = schedule(Layout.contiguous(8, 4), Mask(causal=True, documents=Documents([0, 6, 8])))
+    assert [short.hops(rank)[0].sums_slot for rank in range(4)] == [1, 2, None, None]
+    assert [short.hops(rank)[0].sums_from for rank in range(4)] == [2, 2, None, None]
     for world in range(2, 9):
         whole = schedule(Layout.contiguous(world, world), Mask())
         assert {whole.hops(rank)[0].sums_slot for rank in range(world)} == {world % 2}
@@ -417,20 +481,3 @@ def test_large_clusters_are_planned_in_no_time(name: str, nodes: int, per_node: 
         assert len(edges[0]) == world
         assert moved == ((turns * (per_node - 1) * 2,) * world, ((turns - 1) * 2,) * world)
         assert len(edges[1]) == world * (nodes - 1)  # sums go straight home, from every node of the rail
-
-
-def test_what_a_rank_sees_is_one_interval_for_most_masks() -> None:
-    """What keeps the planning cheap: it searches for the ends of these."""
-    contiguous, striped = torch.arange(100, 200), torch.arange(0, 100, 5)
-    for mask in (
-        Mask(),
-        CAUSAL,
-        Window(left=4, right=0),
-        Window(left=5, right=-1),
-        Window(left=300, right=300, document=300),
-    ):
-        for positions in (contiguous, striped):
-            starts, ends = _union(mask, positions, reach=150)
-            assert len(starts) == len(ends) == 1
-    starts, ends = _union(Window(left=2, right=1), torch.tensor([0, 1, 10, 11, 12, 40, 99]), reach=42)
-    assert (starts.tolist(), ends.tolist()) == ([0, 8, 38], [3, 14, 42])
