@@ -1,0 +1,97 @@
+"""What a mask costs for what it lets through, on the CPU: ``python -m ringattn.bench.mask_speed``.
+
+Forward and backward under a mask and under the causal one alone, in turns, in two processes of one thread each. The
+ratio is that of the times over that of the visible pairs: 1 where a mask costs its share of the causal area.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from ..ring import Layout, Mask, Ring, ring_attention, visible_pairs
+from ..ring.documents import Documents
+from .launching import Member, launch, member, process_group, threads
+from .masks import packed
+from .ring_bench import CPU, Ranks
+from .timing import Clock, Samples, interleaved
+
+WORLD, HEADS, HEAD_DIM = 2, 4, 64
+SEQLEN, REPEATS = 32_768, 5
+WINDOW, MEAN_DOCUMENT = (1024, 0), 2048
+CAUSAL = "causal"
+
+
+class Row(NamedTuple):
+    """One mask."""
+
+    name: str
+    times: Samples
+    share: float
+    """Of the visible pairs of the causal mask."""
+    ratio: float
+    """Time over that of the causal mask, over the share."""
+
+
+def calls(seqlen: int) -> dict[str, dict[str, Any]]:
+    """What is measured, by name: arguments of ``ring_attention`` beside ``causal``."""
+    documents = packed(seqlen, MEAN_DOCUMENT, seed=0)
+    return {
+        CAUSAL: {},
+        "window": {"window_size": WINDOW},
+        "documents": {"cu_seqlens": documents},
+        "documents, zigzag per document": {
+            "cu_seqlens": documents,
+            "layout": Layout.zigzag(seqlen, WORLD, cu_seqlens=documents),
+        },
+    }
+
+
+def pairs(seqlen: int, call: dict[str, Any]) -> int:
+    """Visible pairs of the whole sequence."""
+    boundaries = call.get("cu_seqlens")
+    documents = None if boundaries is None else Documents(boundaries)
+    positions = torch.arange(seqlen)
+    return visible_pairs(Mask(True, call.get("window_size", (-1, -1)), documents), positions, positions)
+
+
+def measure(place: Member, seqlen: int, repeats: int, store: str | None = None) -> list[Row] | None:
+    """One rank of the measurement; rows on rank 0."""
+    everyone = calls(seqlen)
+    with threads(1), process_group(place, store, device=CPU), Ring() as ring:
+
+        def step(call: dict[str, Any]) -> None:
+            layout = call.get("layout") or Layout.zigzag(seqlen, WORLD)
+            shape = (1, layout.lengths[place.rank], HEADS, HEAD_DIM)
+            q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
+            out = ring_attention(q, k, v, **{"layout": layout, "ring": ring, "causal": True} | call)
+            torch.autograd.backward(out, torch.ones(shape))
+
+        steps = {name: lambda call=call: step(call) for name, call in everyone.items()}  # type: ignore[misc]
+        times = interleaved(steps, Clock(CPU, Ranks()), repeats=repeats)
+    shares = {name: pairs(seqlen, call) / pairs(seqlen, everyone[CAUSAL]) for name, call in everyone.items()}
+    whole = times[CAUSAL].median
+    rows = [Row(name, one, shares[name], one.median / whole / shares[name]) for name, one in times.items()]
+    return rows if place.rank == 0 else None
+
+
+def spawned(store: str, seqlen: int, repeats: int) -> list[Row] | None:
+    """The entry of the processes."""
+    place = member()
+    assert place is not None
+    return measure(place, seqlen, repeats, store)
+
+
+def main(seqlen: int = SEQLEN, repeats: int = REPEATS) -> None:
+    """Print a line for each mask."""
+    for row in launch(WORLD, spawned, seqlen, repeats) or []:
+        print(
+            f"{row.name}: {row.times.median:.3f} s ± {row.times.spread:.1%}, {row.share:.2%} of the causal pairs, "
+            f"{row.ratio:.2f} times their share"
+        )
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
