@@ -7,6 +7,7 @@ ratio is that of the times over that of the visible pairs: 1 where a mask costs 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -66,10 +67,11 @@ def measure(place: Member, seqlen: int, repeats: int, store: str | None = None) 
             layout = call.get("layout") or Layout.zigzag(seqlen, WORLD)
             shape = (1, layout.lengths[place.rank], HEADS, HEAD_DIM)
             q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
-            out = ring_attention(q, k, v, **{"layout": layout, "ring": ring, "causal": True} | call)
+            settings: dict[str, Any] = {"layout": layout, "ring": ring, "causal": True} | call
+            out = ring_attention(q, k, v, **settings)
             torch.autograd.backward(out, torch.ones(shape))
 
-        steps = {name: lambda call=call: step(call) for name, call in everyone.items()}  # type: ignore[misc]
+        steps = {name: partial(step, call) for name, call in everyone.items()}
         times = interleaved(steps, Clock(CPU, Ranks()), repeats=repeats)
     shares = {name: pairs(seqlen, call) / pairs(seqlen, everyone[CAUSAL]) for name, call in everyone.items()}
     whole = times[CAUSAL].median
