@@ -7,7 +7,7 @@ ratio is that of the times over that of the visible pairs: 1 where a mask costs 
 from __future__ import annotations
 
 import sys
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -58,20 +58,25 @@ def pairs(seqlen: int, call: dict[str, Any]) -> int:
     return visible_pairs(Mask(True, call.get("window_size", (-1, -1)), documents), positions, positions)
 
 
+def step(call: dict[str, Any], seqlen: int, rank: int, ring: Ring) -> Callable[[], None]:
+    """A forward and backward of one mask, of inputs made here: drawing them would take as long as a short window."""
+    settings: dict[str, Any] = {"layout": Layout.zigzag(seqlen, WORLD), "ring": ring, "causal": True} | call
+    shape = (1, settings["layout"].lengths[rank], HEADS, HEAD_DIM)
+    q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
+    dout = torch.randn(shape)
+
+    def run() -> None:
+        q.grad = k.grad = v.grad = None
+        torch.autograd.backward(ring_attention(q, k, v, **settings), dout)
+
+    return run
+
+
 def measure(place: Member, seqlen: int, repeats: int, store: str | None = None) -> list[Row] | None:
     """One rank of the measurement; rows on rank 0."""
     everyone = calls(seqlen)
     with threads(1), process_group(place, store, device=CPU), Ring() as ring:
-
-        def step(call: dict[str, Any]) -> None:
-            layout = call.get("layout") or Layout.zigzag(seqlen, WORLD)
-            shape = (1, layout.lengths[place.rank], HEADS, HEAD_DIM)
-            q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
-            settings: dict[str, Any] = {"layout": layout, "ring": ring, "causal": True} | call
-            out = ring_attention(q, k, v, **settings)
-            torch.autograd.backward(out, torch.ones(shape))
-
-        steps = {name: partial(step, call) for name, call in everyone.items()}
+        steps = {name: step(call, seqlen, place.rank, ring) for name, call in everyone.items()}
         times = interleaved(steps, Clock(CPU, Ranks()), repeats=repeats)
     shares = {name: pairs(seqlen, call) / pairs(seqlen, everyone[CAUSAL]) for name, call in everyone.items()}
     whole = times[CAUSAL].median
