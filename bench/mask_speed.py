@@ -42,6 +42,7 @@ def calls(seqlen: int) -> dict[str, dict[str, Any]]:
     return {
         CAUSAL: {},
         "window": {"window_size": WINDOW},
+        "window, contiguous": {"window_size": WINDOW, "layout": Layout.contiguous(seqlen, WORLD)},
         "documents": {"cu_seqlens": documents},
         "documents, zigzag per document": {
             "cu_seqlens": documents,

@@ -15,6 +15,7 @@ from ..kernels import Bounds, Runs
 
 MIN_ROWS = 128  # below it a call of the operator costs more than it computes: such rows share one blockwise piece
 BAND_ROWS = 512  # rows of a window at a time: more are more triangles, of which the operator computes too much
+LONGEST = 4096  # rows of a blockwise piece
 NARROW_KEYS = 2048  # of a window: of one that is no wider the triangles would be too large a part, so it goes blockwise
 
 KeyRuns = tuple[tuple[int, int], ...]
@@ -74,9 +75,8 @@ _cache: WeakKeyDictionary[Bounds, dict[tuple[int, int, bool], tuple[Piece, ...]]
 def pieces(bounds: Bounds, rows: int, keys: int, *, operator: bool = True) -> tuple[Piece, ...]:
     """Disjoint pieces that cover every visible pair once.
 
-    With ``operator=False`` all are blockwise: one for the batch items that have the same keys, or with block-sparse
-    bounds one for each band of rows. Every row of a piece for the operator sees a key: an empty query or key kills
-    the process there, and a row without keys gets ``lse = 0``. Cached for as long as ``bounds`` lives.
+    With ``operator=False`` all are blockwise. Every row of a piece for the operator sees a key: an empty query or key
+    kills the process there, and a row without keys gets ``lse = 0``. Cached for as long as ``bounds`` lives.
     """
     if rows == 0 or keys == 0:
         return ()
@@ -127,7 +127,7 @@ def _pieces(bounds: Bounds, rows: int, keys: int, operator: bool) -> Iterator[Pi
         if bounds.runs is not None:
             found = list(_block_sparse(*near, bounds.runs, operator))
         else:
-            found = list(_cut(*near)) if operator else _whole(*near)
+            found = list(_cut(*near)) if operator else list(_blockwise(*near, 0, rows))
         yield from (piece._replace(batch=first, batch_end=end) for piece in found)
 
 
@@ -175,10 +175,12 @@ def _is_long(piece: Piece) -> bool:
     return min(piece.row_end - piece.row, piece.key_end - piece.key) >= MIN_ROWS
 
 
-def _whole(lo: Tensor, hi: Tensor) -> list[Piece]:
-    """All rows, less those at either end that see nothing, as one blockwise piece."""
-    start, end = _seeing(lo, hi, 0, len(lo))
-    return [Piece(Kind.BLOCKWISE, start, end, int(lo[start]), int(hi[end - 1]))] if start < end else []
+def _blockwise(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Piece]:
+    """A long run of rows in several pieces: each has its keys copied, and less new memory is faster memory."""
+    for row in range(start, end, LONGEST):
+        a, b = _seeing(lo, hi, row, min(row + LONGEST, end))
+        if a < b:
+            yield Piece(Kind.BLOCKWISE, a, b, int(lo[a]), int(hi[b - 1]))
 
 
 def _cut(lo: Tensor, hi: Tensor) -> Iterator[Piece]:
@@ -235,7 +237,7 @@ def _shape(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Piece]:
     elif steps == {SHIFTED} and end - start >= MIN_ROWS and first[1] - first[0] > NARROW_KEYS:
         yield from _shifted(start, end, *first)
     else:
-        yield Piece(Kind.BLOCKWISE, start, end, first[0], last[1])
+        yield from _blockwise(lo, hi, start, end)
 
 
 def _shifted(start: int, end: int, lo: int, hi: int) -> Iterator[Piece]:
