@@ -70,11 +70,15 @@ class KeyValues(Lane):
         if hop.index:
             return self._arrivals[hop.index, heads.number]
         if heads.number not in self._leaving:
-            own = tuple(x[:, :, heads.kv] for x in self._own)
+            own = tuple(self._travelling(x[:, :, heads.kv]) for x in self._own)
             own = tuple(x.contiguous() for x in own) if self._wire is None else self._encoded(own, hop, heads)
             # protects k and v: what produces them, and what encodes them, may still run
             self._leaving[heads.number] = Arrival(self.call.mark(), own)
         return self._leaving[heads.number]
+
+    def _travelling(self, own: torch.Tensor) -> torch.Tensor:
+        rows = self.call.plan.leaving
+        return own if rows is None else own.index_select(1, rows)
 
     def _encoded(self, own: Tensors, hop: Hop, heads: Heads) -> Tensors:
         slot = self.call.plan.kv_slots

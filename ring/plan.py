@@ -14,6 +14,7 @@ from ..kernels import Bounds, Runs, Scores
 from .layout import Layout
 from .mask import Mask, bounds
 from .schedule import BASE_SLOTS, KV_SLOTS, RAIL_SLOTS, SUMS_SLOTS, Edge, Hop, schedule
+from .travel import travelling
 
 PLANS = 64  # a model alternates between a few (layout, mask) pairs
 
@@ -27,8 +28,9 @@ class Plan:
     inner: int  # hops of a turn; a flat ring is one turn
     # of each hop, one per part of the mask; none: it launches nothing. The local hop always does, for its start state
     sights: tuple[tuple[Sight, ...], ...]
-    lengths: tuple[int, ...]  # tokens of the shard of each hop
-    longest: int  # tokens of the longest shard of all: what a slot must hold, whichever hops a mask leaves
+    lengths: tuple[int, ...]  # keys of the shard of each hop that travel
+    longest: int  # those of the longest shard of all: what a slot must hold, whichever hops a mask leaves
+    leaving: torch.Tensor | None  # which keys of the own shard travel, int64 on the device; None: all
     last: int  # the last hop that launches
     slots: int  # that K/V rotate through
     edges: tuple[tuple[Edge, ...], tuple[Edge, ...]]  # of all ranks, per level
@@ -78,6 +80,7 @@ class Positions:
 
     layout: Layout
     kv_layout: Layout
+    travelling: Layout  # the keys that leave their rank
     rank: int
     device: torch.device
 
@@ -91,10 +94,14 @@ class Positions:
         return {}
 
     def keys(self, shard: int) -> torch.Tensor:
-        """Of the keys of a shard, ``[Sk]``."""
+        """Of the keys of a shard as this rank has them, ``[Sk]``."""
         if shard not in self._keys:
-            self._keys[shard] = self.kv_layout.positions(shard).to(self.device, torch.int32)
+            self._keys[shard] = self.held(shard).positions(shard).to(self.device, torch.int32)
         return self._keys[shard]
+
+    def held(self, shard: int) -> Layout:
+        """The layout that says which keys of a shard this rank has: all of its own."""
+        return self.kv_layout if shard == self.rank else self.travelling
 
 
 class Sight(NamedTuple):
@@ -113,7 +120,7 @@ class Sight(NamedTuple):
 
 def _sights(mask: Mask, positions: Positions, shard: int) -> tuple[Sight, ...]:
     """Part by part; at least one, and none more that is empty."""
-    layout, kv_layout, rank, device = positions.layout, positions.kv_layout, positions.rank, positions.device
+    layout, kv_layout, rank, device = positions.layout, positions.held(shard), positions.rank, positions.device
     runs = None
     if mask.blocks is not None:
         visible = mask.blocks.between(layout, rank, kv_layout, shard)
@@ -121,6 +128,12 @@ def _sights(mask: Mask, positions: Positions, shard: int) -> tuple[Sight, ...]:
     made = [replace(bounds(part, layout.positions(rank), kv_layout.positions(shard)), runs=runs) for part in mask.parts]
     found = [one for one in made if not one.is_empty] or made[:1]
     return tuple(Sight(one.to(device), positions, shard) for one in found)
+
+
+def _leaving(keys: Layout, sent: Layout, rank: int, device: torch.device) -> torch.Tensor | None:
+    if keys.lengths[rank] == sent.lengths[rank]:
+        return None
+    return torch.searchsorted(keys.positions(rank), sent.positions(rank)).to(device)
 
 
 @lru_cache(maxsize=PLANS)
@@ -138,14 +151,16 @@ def plan(
     keys = layout if kv_layout is None else kv_layout
     whole = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=slots)
     hops = whole.hops(rank)
-    positions = Positions(layout, keys, rank, device)
+    sent = travelling(layout, mask, keys)
+    positions = Positions(layout, keys, sent, rank, device)
     return Plan(
         rank=rank,
         hops=hops,
         inner=whole.inner,
         sights=tuple(_sights(mask, positions, hop.shard) if hop.computes or hop.index == 0 else () for hop in hops),
-        lengths=tuple(keys.lengths[hop.shard] for hop in hops),
-        longest=max(keys.lengths),
+        lengths=tuple(sent.lengths[hop.shard] for hop in hops),
+        longest=max(sent.lengths),
+        leaving=_leaving(keys, sent, rank, device),
         last=max((hop.index for hop in hops if hop.computes), default=0),
         slots=slots,
         edges=whole.edges,

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ..comm.topology import Topology
 from .layout import Layout
 from .mask import Mask
+from .travel import travelling
 from .visits import visits
 
 KV_SLOTS = 3  # one computing, one arriving, one whose send may still be under way
@@ -92,7 +93,7 @@ class Schedule:
     visits: tuple[tuple[bool, ...], ...]
     """``visits[shard][hop]``: the rank where the shard is at that hop sees something of it."""
     lengths: tuple[int, ...]
-    """Keys of each shard."""
+    """Keys of each shard that travel."""
     slots: int = KV_SLOTS
     """Slots that K/V rotate through inside a turn."""
     turns: tuple[int, ...] = ()
@@ -237,7 +238,7 @@ def schedule(
     Args:
         layout: who holds which queries.
         mask: what a query may see; shards that a rank sees nothing of are not computed there, and not sent past the
-            last rank that needs them.
+            last rank that needs them; keys that no other rank sees may stay at home, as :func:`travelling` says.
         kv_layout: who holds which keys; None: the same tokens as the queries.
         direction: 1 sends K/V to the next rank, -1 to the one before.
         topology: the ring's order; several nodes of one size make a two-level ring. None: flat, in rank order.
@@ -263,10 +264,10 @@ def schedule(
 def _schedule(
     layout: Layout, mask: Mask, keys: Layout, direction: int, nodes: tuple[tuple[int, ...], ...], slots: int
 ) -> Schedule:
-    plan = Schedule(nodes, direction, (), keys.lengths, slots)
+    plan = Schedule(nodes, direction, (), travelling(layout, mask, keys).lengths, slots)
     seen = visits(layout, mask, keys)[plan.ranks, np.arange(layout.world)[:, None]]
     seen = seen.reshape(layout.world, len(plan.turns), len(plan.steps))
-    lengths = np.array(keys.lengths, dtype=np.int64)
+    lengths = np.array(plan.lengths, dtype=np.int64)
     turns, steps = _order(np.asarray(seen.any(axis=2))[:, None], lengths), _order(seen, lengths)
     left = seen[:, turns][:, :, steps].reshape(layout.world, -1).tolist()
     return replace(plan, turns=turns, steps=steps, visits=tuple(map(tuple, left)))

@@ -94,7 +94,8 @@ class Sums(Lane):
         """The sums of the own shard that are home; None while there are none."""
         own = self.call.plan.hops[0]
         if not self.call.plan.two_level:
-            return self.came(own, heads)
+            came = self.came(own, heads)
+            return None if came is None else lambda: self._spread(came(), heads)
         return (lambda: self._totals[heads.number]) if heads.number in self._totals else None
 
     def absorb(self, heads: Heads) -> None:
@@ -115,7 +116,7 @@ class Sums(Lane):
         if not self.call.plan.two_level:
             return dkdv
         if heads.number not in self._totals:
-            self._totals[heads.number] = self.part(self.scratch(), self.call.plan.hops[0], heads)
+            self._totals[heads.number] = self._own_shard(heads)
         return self._totals[heads.number]
 
     def finish(self, heads: Heads, dkdv: Tensors) -> None:
@@ -130,10 +131,25 @@ class Sums(Lane):
 
     def _add(self, more: Tensors, heads: Heads) -> None:
         if heads.number in self._totals:
-            for total, x in zip(self._totals[heads.number], more, strict=True):
+            for total, x in zip(self._totals[heads.number], self._spread(more, heads), strict=True):
                 total.add_(x)
         else:
-            self._totals[heads.number] = tuple(x.clone() for x in more)
+            self._totals[heads.number] = tuple(x.clone() for x in self._spread(more, heads))
+
+    def _spread(self, home: Tensors, heads: Heads) -> Tensors:
+        """Sums of the own keys that travelled, and 0 for those that did not."""
+        rows = self.call.plan.leaving
+        if rows is None:
+            return home
+        whole = self._own_shard(heads)
+        for target, x in zip(whole, home, strict=True):
+            target.zero_().index_copy_(1, rows, x)
+        return whole
+
+    def _own_shard(self, heads: Heads) -> Tensors:
+        """fp32 memory for sums of all own keys."""
+        shapes = [self._shape(x, x.shape[1], heads) for x in self._like]
+        return tuple(torch.empty(shape, dtype=torch.float32, device=self._like[0].device) for shape in shapes)
 
     def _read(self, arrival: Arrival, hop: Hop, heads: Heads) -> Tensors:
         travelled = arrival.wait()

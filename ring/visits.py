@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,6 +15,7 @@ from .mask import Mask
 # NumPy throughout: this is many small searches, and torch would start its threads for each
 Vector = npt.NDArray[np.int64]
 Marks = npt.NDArray[np.bool_]
+KEPT = 8  # a schedule and what travels by it ask for the same
 
 
 def visits(layout: Layout, mask: Mask, keys: Layout) -> Marks:
@@ -23,14 +26,15 @@ def visits(layout: Layout, mask: Mask, keys: Layout) -> Marks:
     Raises:
         ValueError: the mask has blocks, and a span of either layout begins or ends inside one.
     """
-    held = HeldKeys(keys) if mask.blocks is None else HeldBlocks(keys, mask.blocks)
-    if mask.blocks is not None:
-        mask.blocks.check("layout", layout)
-    seen = np.zeros((layout.world, keys.world), dtype=np.bool_)
-    for part in mask.parts:
-        for rank in range(layout.world):
-            seen[rank] |= held.seen(part, layout.positions(rank))
-    return seen
+    if mask.blocks is None:
+        held = HeldKeys(keys)
+        seen = [np.logical_or.reduce([held.seen(*one) for one in parts]) for parts in unions(layout, mask)]
+        return np.array(seen)
+    blocks = HeldBlocks(keys, mask.blocks)
+    found = np.zeros((layout.world, keys.world), dtype=np.bool_)
+    for rank, marks in enumerate(blocks.seen(layout, mask)):
+        found[rank, blocks.owners[marks]] = True
+    return found
 
 
 class HeldKeys:
@@ -45,10 +49,9 @@ class HeldKeys:
         self.starts, self.stops, self.owners = runs[:, 0].copy(), runs[:, 0] + runs[:, 1], runs[:, 3].copy()
         self.stripes = table[table[:, 2] != 1]
 
-    def seen(self, mask: Mask, positions: torch.Tensor) -> Marks:
-        """For each shard whether any of the queries sees one of its keys; ``[world]``."""
+    def seen(self, starts: Vector, ends: Vector) -> Marks:
+        """For each shard whether it has a key at any of the positions; ``[world]``."""
         seen = np.zeros(self.world, dtype=np.bool_)
-        starts, ends = union(mask, positions)
         if len(starts):
             widest = int((ends - starts).argmax())
             self._mark(seen, starts[widest : widest + 1], ends[widest : widest + 1])
@@ -84,21 +87,30 @@ class HeldBlocks:
         self.starts = self.held * blocks.block
         self.stops = self.starts + blocks.block
 
-    def seen(self, mask: Mask, positions: torch.Tensor) -> Marks:
-        """For each shard whether any of the queries sees one of its keys; ``[world]``.
+    def seen(self, layout: Layout, mask: Mask) -> Marks:
+        """For each rank which of the blocks any of its queries sees; ``[rank, block]``.
 
         A mask's interval holds the query's own position, but for what is cut off alike for all: what the rows of a
         block see is one interval too, from the first one's start to the last one's end.
         """
-        seen = np.zeros(self.world, dtype=np.bool_)
-        queries, lo, hi = _intervals(mask, positions)
-        if not len(queries):
-            return seen
-        rows, first = np.unique(queries // self.block, return_index=True)
-        starts, ends = np.minimum.reduceat(lo, first)[:, None], np.maximum.reduceat(hi, first)[:, None]
-        visible = self.visible[rows][:, self.held] & (self.starts < ends) & (starts < self.stops)
-        seen[self.owners[visible.any(axis=0)]] = True
+        assert mask.blocks is not None
+        mask.blocks.check("layout", layout)
+        seen = np.zeros((layout.world, len(self.held)), dtype=np.bool_)
+        for rank in range(layout.world):
+            for part in mask.parts:
+                queries, lo, hi = _intervals(part, layout.positions(rank))
+                if len(queries):
+                    rows, first = np.unique(queries // self.block, return_index=True)
+                    starts, ends = np.minimum.reduceat(lo, first)[:, None], np.maximum.reduceat(hi, first)[:, None]
+                    near = (self.starts < ends) & (starts < self.stops)
+                    seen[rank] |= (self.visible[rows][:, self.held] & near).any(axis=0)
         return seen
+
+
+@lru_cache(maxsize=KEPT)
+def unions(layout: Layout, mask: Mask) -> tuple[tuple[tuple[Vector, Vector], ...], ...]:
+    """For each rank and part of the mask :func:`union` of its queries."""
+    return tuple(tuple(union(part, layout.positions(rank)) for part in mask.parts) for rank in range(layout.world))
 
 
 def union(mask: Mask, positions: torch.Tensor) -> tuple[Vector, Vector]:

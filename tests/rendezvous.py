@@ -285,6 +285,7 @@ def steps(plan: Schedule, rank: int) -> Plan:
         sights=(),
         lengths=(),
         longest=0,
+        leaving=None,
         last=0,
         slots=plan.slots,
         edges=((), ()),

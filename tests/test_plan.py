@@ -13,6 +13,7 @@ from ringattn.ring.layout import Layout
 from ringattn.ring.mask import Mask, visible_pairs
 from ringattn.ring.plan import Plan, plan
 from ringattn.ring.schedule import Hop, schedule
+from ringattn.ring.travel import travelling
 
 from .layouts import Window, layouts, masks
 
@@ -69,17 +70,19 @@ def test_bounds_are_those_of_what_is_seen(data: st.DataObject, layout: Layout, m
     steps = plan(layout, mask, rank, direction, CPU, topology)
     whole = schedule(layout, mask, direction=direction, topology=topology)
     assert (steps.rank, steps.hops, steps.edges) == (rank, whole.hops(rank), whole.edges)
+    sent = travelling(layout, mask, layout)
     mine = layout.positions(rank)
     for hop, parts in zip(steps.hops, steps.sights, strict=True):
-        theirs = layout.positions(hop.shard)
+        theirs = (sent if hop.index else layout).positions(hop.shard)
         pairs = visible_pairs(mask, mine, theirs)
         assert bool(parts) == (pairs > 0 or hop.index == 0)
         if parts:
             assert sum(count(part.bounds, len(mine), len(theirs)) for part in parts) == pairs
     launched = [hop.index for hop, parts in zip(steps.hops, steps.sights, strict=True) if parts]
     assert steps.last == launched[-1]
-    assert steps.lengths == tuple(layout.lengths[hop.shard] for hop in steps.hops)
-    assert steps.longest == max(layout.lengths)
+    assert steps.lengths == tuple(sent.lengths[hop.shard] for hop in steps.hops)
+    assert steps.longest == max(sent.lengths)
+    assert (mine if steps.leaving is None else mine[steps.leaving]).equal(sent.positions(rank))
 
 
 def test_slots_do_not_grow_with_the_world() -> None:

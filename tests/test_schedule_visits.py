@@ -173,11 +173,11 @@ CONTIGUOUS = Layout.contiguous(MILLION, WORLD)
     [
         (Layout.zigzag(MILLION, WORLD), CAUSAL, 1, 1),
         (CONTIGUOUS, CAUSAL, 0.5, 1),
-        (CONTIGUOUS, MASKS["window"], 0.016, 0.016),
-        (CONTIGUOUS, Mask(window=(4096, 4096)), 0.032, 0.032),
-        (CONTIGUOUS, MASKS["causal documents"], 0.03, 0.07),  # most: in the middle of the longest document
-        (CONTIGUOUS, MASKS["documents"], 0.05, 0.08),
-        (Layout.zigzag(MILLION, WORLD), MASKS["causal documents"], 0.06, 0.12),
+        (CONTIGUOUS, MASKS["window"], 0.004, 0.004),
+        (CONTIGUOUS, Mask(window=(4096, 4096)), 0.016, 0.016),
+        (CONTIGUOUS, MASKS["causal documents"], 0.01, 0.05),  # most: in the middle of the longest document
+        (CONTIGUOUS, MASKS["documents"], 0.03, 0.07),
+        (Layout.zigzag(MILLION, WORLD), MASKS["causal documents"], 0.04, 0.08),
         (Layout.zigzag(MILLION, WORLD, PACKED.boundaries), MASKS["causal documents"], 1, 1),
     ],
     ids=[

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ringattn import Layout
 from ringattn.ring import Mask
+from ringattn.ring.travel import travelling
 
 from . import kernels
 
@@ -67,8 +68,14 @@ def seen(call: Call, rank: int, other: int) -> int:
     return sum(bool(((keys >= lo) & (keys < hi) & shown).any()) for lo, hi in limits)
 
 
+def there(call: Call, rank: int, other: int) -> Tensor:
+    """Which keys of a shard a rank ever has, 0 or 1 each."""
+    mine, sent = call.layout.positions(other), travelling(call.layout, call.mask, call.layout).positions(other)
+    return torch.ones(len(mine)) if rank == other else torch.isin(mine, sent).float()
+
+
 def expected(case: Case) -> list[dict[str, Tensor]]:
-    """What every rank should read: from the mask and the stand-in kernels alone, without a schedule."""
+    """What every rank should read: from the mask, the keys that travel and the stand-in kernels; no schedule."""
     found = [dict[str, Tensor]() for _ in range(case.world)]
     for number, call in enumerate(case.calls):
         for rank in range(case.world):
@@ -79,7 +86,8 @@ def expected(case: Case) -> list[dict[str, Tensor]]:
 def _expected(case: Case, number: int, call: Call, rank: int) -> dict[str, Tensor]:
     ranks = range(case.world)
     q, k, v, dout, dlse = ([shard(case, number, name, one).float() for one in ranks] for name in GIVEN)
-    shards = [kernels.keys(k[one], v[one]) * seen(call, rank, one) for one in ranks]
+    held = [there(call, rank, one)[:, None, None] for one in ranks]
+    shards = [kernels.keys(k[one] * held[one], v[one] * held[one]) * seen(call, rank, one) for one in ranks]
     whole = kernels.per_head(sum(shards, torch.zeros(1, KV_HEADS)), HEADS)
     out = (whole[:, None, :, None] * kernels.rows(q[rank])).expand(*q[rank].shape[:3], DIM_V)
     found = {f"out{number}": out.to(case.dtype), f"lse{number}": whole[:, :, None].expand(1, HEADS, q[rank].shape[1])}
@@ -87,6 +95,7 @@ def _expected(case: Case, number: int, call: Call, rank: int) -> dict[str, Tenso
         part = whole[:, None, :, None] * (2 * kernels.rows(dout[rank]) + dlse[rank].transpose(1, 2)[..., None])
         found[f"dq{number}"] = part.expand(q[rank].shape).to(case.dtype)
         for name, given, x in (("dk", q, k[rank]), ("dv", dout, v[rank])):
-            parts = [(kernels.summed(given[one], KV_HEADS) + 5 * x) * seen(call, one, rank) for one in ranks]
+            by_rank = [(seen(call, one, rank) * there(call, one, rank))[:, None, None] for one in ranks]
+            parts = [(kernels.summed(given[one], KV_HEADS) + 5 * x) * by_rank[one] for one in ranks]
             found[f"{name}{number}"] = sum(parts, torch.zeros(x.shape)).to(case.dtype)
     return found
