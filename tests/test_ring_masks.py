@@ -13,6 +13,9 @@ from torch import Tensor
 from ringattn import Layout, LocalWorld, Ring, reference, ring_attention
 from ringattn.comm import LocalGroup, Topology
 from ringattn.ring.block_mask import BlockMask, bigbird, fixed, longformer, strided
+from ringattn.ring.documents import Documents
+from ringattn.ring.mask import Mask
+from ringattn.ring.travel import travelling
 
 from .kernel_cases import tiles
 from .mask_cases import Case, check, held, in_blocks, run, taken
@@ -163,6 +166,27 @@ def test_all_features_at_once(world: int, pattern: str, backend: str) -> None:
 @pytest.mark.parametrize("ring", [{"chunks": 2}, {"topology": Topology.grid(2, 2)}, {"direction": -1, "prefetch": 0}])
 def test_other_rings(ring: dict[str, Any], name: str) -> None:
     check(case_of(4, "zigzag", (MASKS | SCORES)[name], sink=True, ring=ring))
+
+
+@pytest.mark.parametrize(
+    ("backend", "ring"),
+    [
+        ("aten", {}),
+        ("aten", {"chunks": 2, "direction": -1}),
+        ("aten", {"topology": Topology.grid(2, 2)}),
+        ("triton", {"topology": Topology.grid(2, 2), "chunks": 2}),
+    ],
+    ids=["flat", "chunks backwards", "two levels", "two levels in chunks"],
+)
+def test_shards_of_which_a_part_travels(backend: str, ring: dict[str, Any]) -> None:
+    whole = inputs(TOKENS, heads=(2, 2))
+    layout = Layout([[(0, 10), (30, 5)], [(10, 20)], [(35, 8)], [(43, 17)]])
+    for call in ({"causal": True, "window_size": (4, 0)}, {"cu_seqlens": [0, 7, 12, 26, 30, 38, 48, TOKENS]}):
+        case = Case(layout, whole, call | {"backend": backend}, ring=ring)
+        documents = Documents(call["cu_seqlens"]) if "cu_seqlens" in call else None
+        mask = Mask(call.get("causal", False), call.get("window_size", (-1, -1)), documents)
+        assert 0 < travelling(layout, mask, layout).seqlen < TOKENS * 3 / 4
+        check(case)
 
 
 @pytest.mark.parametrize("ring", [{"chunks": 2}, {"topology": Topology.grid(2, 2)}])
