@@ -1,9 +1,18 @@
 """Attention of one query shard against one key shard, on one device. Needs torch and triton only; copy it as it is."""
 
-from .attention import attention_backward, attention_delta, attention_dkdv, attention_dq, attention_forward
 from .bounds import FULL, Bounds, Runs, TileRange, tile_range
 from .config import KernelConfig, Tile, default_config
-from .quantize import SCALE_TOKENS, dequantize, quantize, scale_shape
+from .entries import (
+    attention_backward,
+    attention_delta,
+    attention_dkdv,
+    attention_dq,
+    attention_forward,
+    dequantize,
+    quantize,
+)
+from .ops import attend
+from .quantize import SCALE_TOKENS, scale_shape
 from .scores import PLAIN, Scores
 
 __all__ = [
@@ -16,6 +25,7 @@ __all__ = [
     "Scores",
     "Tile",
     "TileRange",
+    "attend",
     "attention_backward",
     "attention_delta",
     "attention_dkdv",

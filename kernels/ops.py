@@ -1,0 +1,289 @@
+"""The host entries as ``torch.library`` ops, for torch.compile and autograd.
+
+An op takes tensors and numbers, and what it returns is new: bounds and scores travel as their fields, and what
+continues a state or sums in place is an op of its own. The transposed bounds that dK/dV read are made in each backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import attention as host
+from .bounds import FULL, Bounds, Runs
+from .config import KernelConfig, Tile
+from .quantize import dequantize, quantize
+from .scores import PLAIN, SEEDS, Scores
+
+
+def namespace_of(package: str) -> str:
+    """Of the ops of this folder as ``package``: another copy under another name has ops of its own."""
+    parts = package.split(".")
+    return "__".join(parts[:-1] if parts[-2:] == ["ringattn", "kernels"] else parts)
+
+
+NAMESPACE = namespace_of(__package__)
+
+SCHEMA = (
+    "Tensor? lo, Tensor? hi, Tensor? used, Tensor? visible, SymInt block, float softcap, Tensor? alibi_slopes, "
+    "float dropout_p, SymInt dropout_seed, SymInt first_head, Tensor? q_positions, Tensor? k_positions, "
+    "float? softmax_scale, int[]? tiles, str[] choices"
+)
+
+NO_SLOPE = "alibi_slopes requires a gradient, and there is none: pass alibi_slopes.detach()"
+
+TILES = tuple(one.name for one in fields(KernelConfig) if one.type == "Tile")
+CHOICES = tuple(one.name for one in fields(KernelConfig) if one.type != "Tile")
+SIDES = tuple(one.name for one in fields(Tile))
+
+
+class Call(NamedTuple):
+    """What every entry takes beside its tensors, as ``SCHEMA`` has it."""
+
+    lo: Tensor | None
+    hi: Tensor | None
+    used: Tensor | None
+    visible: Tensor | None
+    block: int
+    softcap: float
+    alibi_slopes: Tensor | None
+    dropout_p: float
+    dropout_seed: int  # signed
+    first_head: int
+    q_positions: Tensor | None
+    k_positions: Tensor | None
+    softmax_scale: float | None
+    tiles: list[int] | None
+    choices: list[str]
+
+
+def pack(
+    bounds: Bounds = FULL,
+    scores: Scores = PLAIN,
+    softmax_scale: float | None = None,
+    config: KernelConfig | None = None,
+) -> Call:
+    """The arguments of an entry as those of an op."""
+    runs, seed = bounds.runs, scores.dropout_seed
+    return Call(
+        bounds.lo,
+        bounds.hi,
+        bounds.used,
+        None if runs is None else runs.visible,
+        0 if runs is None else runs.block,
+        scores.softcap,
+        scores.alibi_slopes,
+        scores.dropout_p,
+        seed - SEEDS if seed >= SEEDS // 2 else seed,
+        scores.first_head,
+        scores.q_positions,
+        scores.k_positions,
+        softmax_scale,
+        *pack_config(config),
+    )
+
+
+def pack_config(config: KernelConfig | None) -> tuple[list[int] | None, list[str]]:
+    """The numbers of a config's tiles, and what else it has."""
+    if config is None:
+        return None, []
+    numbers = [getattr(getattr(config, kernel), side) for kernel in TILES for side in SIDES]
+    return numbers, [getattr(config, choice) for choice in CHOICES]
+
+
+def unpack_config(tiles: Sequence[int] | None, choices: Sequence[str]) -> KernelConfig | None:
+    """What :func:`pack_config` was given; the same object each time."""
+    return None if tiles is None else _config(tuple(tiles), tuple(choices))
+
+
+@lru_cache(maxsize=64)
+def _config(tiles: tuple[int, ...], choices: tuple[str, ...]) -> KernelConfig:
+    sizes = len(SIDES)
+    made: dict[str, Any] = {kernel: Tile(*tiles[i * sizes : (i + 1) * sizes]) for i, kernel in enumerate(TILES)}
+    return KernelConfig(**made | dict(zip(CHOICES, choices, strict=True)))
+
+
+def unpack(device: torch.device, *args: Any) -> dict[str, Any]:
+    """The arguments of an op as those of an entry."""
+    call = Call(*args)
+    runs = None if call.visible is None else Runs(call.visible, call.block, device)
+    plain = all(x is None for x in (call.lo, call.hi, call.used, runs))
+    scores = Scores(
+        call.softcap, call.alibi_slopes, call.dropout_p, call.dropout_seed % SEEDS, call.first_head,
+        call.q_positions, call.k_positions,
+    )  # fmt: skip
+    return {
+        "bounds": FULL if plain else Bounds(call.lo, call.hi, call.used, runs),
+        "scores": scores,
+        "softmax_scale": call.softmax_scale,
+        "config": unpack_config(call.tiles, call.choices),
+    }
+
+
+def _defined(name: str, tensors: str, returns: str, body: Any, fake: Any = None, mutates: tuple[str, ...] = ()) -> Any:
+    """Define an op; the function of ``torch.library`` and what to call."""
+    schema = f"({tensors}) -> {returns}"
+    op = torch.library.custom_op(f"{NAMESPACE}::{name}", body, mutates_args=mutates, schema=schema)
+    op.register_fake(fake or (lambda *_: None))
+    if not mutates and name != "attention_forward":
+        op.register_autograd(_refusal(name))
+    return op
+
+
+def _refusal(name: str) -> Callable[..., None]:
+    def refuse(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(f"{name} has no derivative: of attention there is only the first")
+
+    return refuse
+
+
+def _out_like(q: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype)
+
+
+def _rows_like(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, final: bool, *_: Any) -> tuple[Tensor, Tensor]:
+    return _out_like(q, v, q.dtype if final else torch.float32), _rows_like(q)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, final: bool, *call: Any) -> tuple[Tensor, Tensor]:
+    return host.attention_forward(q, k, v, final=final, **unpack(q.device, *call))
+
+
+def _fold(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any) -> None:
+    host.attention_forward(q, k, v, state=(out, lse), final=False, **unpack(q.device, *call))
+
+
+def _finish(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any) -> Tensor:
+    state = (out if out.dtype != q.dtype else out.clone(), lse)  # of fp32 queries it would be continued in place
+    return host.attention_forward(q, k, v, state=state, **unpack(q.device, *call))[0]
+
+
+def _dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, sums: Any, *call: Any) -> Tensor:
+    return host.attention_dq(dout, q, k, v, lse, delta, sums=sums, **unpack(q.device, *call))
+
+
+def _dq_into(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
+    sums: Tensor | None, into: Tensor, add: bool, *call: Any,
+) -> None:  # fmt: skip
+    given = into if add else sums
+    host.attention_dq(dout, q, k, v, lse, delta, sums=given, into=into, **unpack(q.device, *call))
+
+
+def _dkdv(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
+    dk: Tensor | None, dv: Tensor | None, *call: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    sums = None if dk is None or dv is None else (dk, dv)
+    return host.attention_dkdv(dout, q, k, v, lse, delta, sums=sums, **unpack(q.device, *call))
+
+
+def _dkdv_into(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
+    dk: Tensor | None, dv: Tensor | None, dk_into: Tensor, dv_into: Tensor, add: bool, *call: Any,
+) -> None:  # fmt: skip
+    into = (dk_into, dv_into)
+    sums = into if add else None if dk is None or dv is None else (dk, dv)
+    host.attention_dkdv(dout, q, k, v, lse, delta, sums=sums, into=into, **unpack(q.device, *call))
+
+
+_QKV = "Tensor q, Tensor k, Tensor v"
+_BACKWARD = f"Tensor dout, {_QKV}, Tensor lse, Tensor delta"
+
+forward_op = _defined("attention_forward", f"{_QKV}, bool final, {SCHEMA}", "(Tensor, Tensor)", _forward, _fake_forward)
+fold_op = _defined(
+    "attention_fold", f"{_QKV}, Tensor(a!) out, Tensor(b!) lse, {SCHEMA}", "()", _fold, mutates=("out", "lse")
+)
+finish_op = _defined(
+    "attention_finish", f"{_QKV}, Tensor out, Tensor(a!) lse, {SCHEMA}", "Tensor", _finish,
+    lambda q, k, v, *_: _out_like(q, v, q.dtype), ("lse",),
+)  # fmt: skip
+delta_op = _defined(
+    "attention_delta", "Tensor dout, Tensor out, Tensor? dlse", "Tensor", host.attention_delta,
+    lambda dout, out, dlse: _rows_like(out),
+)  # fmt: skip
+dq_op = _defined(
+    "attention_dq", f"{_BACKWARD}, Tensor? sums, {SCHEMA}", "Tensor", _dq,
+    lambda dout, q, *_: q.new_empty(q.shape),
+)  # fmt: skip
+dq_into_op = _defined(
+    "attention_dq_into", f"{_BACKWARD}, Tensor? sums, Tensor(a!) into, bool add, {SCHEMA}", "()", _dq_into,
+    mutates=("into",),
+)  # fmt: skip
+dkdv_op = _defined(
+    "attention_dkdv", f"{_BACKWARD}, Tensor? dk, Tensor? dv, {SCHEMA}", "(Tensor, Tensor)", _dkdv,
+    lambda dout, q, k, v, *_: (k.new_empty(k.shape), v.new_empty(v.shape)),
+)  # fmt: skip
+dkdv_into_op = _defined(
+    "attention_dkdv_into",
+    f"{_BACKWARD}, Tensor? dk, Tensor? dv, Tensor(a!) dk_into, Tensor(b!) dv_into, bool add, {SCHEMA}", "()",
+    _dkdv_into, mutates=("dk_into", "dv_into"),
+)  # fmt: skip
+
+quantize_op = _defined(
+    "quantize", "Tensor x, Tensor(a!) out, Tensor(b!) scale", "()", quantize, mutates=("out", "scale")
+)
+dequantize_op = _defined("dequantize", "Tensor x, Tensor scale, Tensor(a!) out", "()", dequantize, mutates=("out",))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, _, *args = inputs
+    ctx.set_materialize_grads(False)
+    call = Call(*args)
+    tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
+    nothing: dict[str, Any] = dict.fromkeys(tensors)
+    if any(x.requires_grad for x in tensors.values()):
+        raise ValueError(NO_SLOPE)
+    ctx.names, ctx.call = tuple(tensors), call._replace(**nothing)
+    ctx.save_for_backward(q, k, v, *output, *tensors.values())
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    call = ctx.call._replace(**dict(zip(ctx.names, tensors, strict=True)))
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    delta = delta_op(dout, out, None if dlse is None else dlse.contiguous())
+    given = (dout.to(q.dtype), q, k, v, lse, delta)
+    dk, dv = dkdv_op(*given, None, None, *call)
+    return dq_op(*given, None, *call), dk, dv, None, *(None for _ in call)
+
+
+forward_op.register_autograd(_gradients, setup_context=_keep)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bounds: Bounds = FULL,
+    scores: Scores = PLAIN,
+    softmax_scale: float | None = None,
+    config: KernelConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention_forward` of one shard alone, with gradients for q, k and v: of ``out`` and of ``lse``.
+
+    Its gradient is :func:`attention_backward`; there is no second one.
+
+    Args:
+        q, k, v, bounds, scores, softmax_scale, config: as in :func:`attention_forward`.
+
+    Returns:
+        ``out [B, Sq, H, Dv]`` in q's dtype, and ``lse [B, H, Sq]``, fp32, natural logarithm.
+
+    Raises:
+        ValueError: an argument does not fit, or the slopes of ``scores`` require a gradient, which there is not.
+    """
+    if scores.alibi_slopes is not None and scores.alibi_slopes.requires_grad:
+        raise ValueError(NO_SLOPE)
+    out, lse = forward_op(q, k, v, True, *pack(bounds, scores, softmax_scale, config))
+    return out, lse
