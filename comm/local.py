@@ -14,6 +14,7 @@ import torch
 
 from .lanes import Lane, StreamOrdered, lane_for
 from .mailboxes import DEFAULT_TIMEOUT, Hub, Parcel
+from .numbers import numbered
 from .transport import Edge, Fence, Message, TransportError, aborted, as_bytes, check_messages, check_open
 from .warm_up import WarmUp
 
@@ -26,6 +27,7 @@ class LocalGroup:
         self._rank = rank
         self._thread: int | None = None
         self._channels = itertools.count()
+        self.number = numbered(self)  # what names this member in a graph of torch.compile
         self.kept: dict[object, object] = {}
         """What others keep for this member, and what goes with it."""
 

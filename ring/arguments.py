@@ -211,11 +211,11 @@ def scores_of(
     return made
 
 
-def seeded(scores: Scores, dropout_seed: int | None, ring: Ring) -> Scores:
-    """``scores`` with a seed of rank 0's where dropout needs one and none was given."""
-    if not scores.dropout_p or dropout_seed is not None:
+def seeded(scores: Scores, dropout_seed: int | None, ring: Ring, *, drawn: bool = False) -> Scores:
+    """``scores`` with a seed of rank 0's where dropout needs one and none was given; or ``drawn`` by every rank."""
+    if not scores.dropout_p or (dropout_seed is not None and not drawn):
         return scores
-    return replace(scores, dropout_seed=ring.draw_seed())
+    return replace(scores, dropout_seed=ring.draw_seed(dropout_seed))
 
 
 def signature(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate
@@ -34,6 +34,8 @@ class Layout:
     """
 
     spans_per_rank: tuple[tuple[Span, ...], ...]
+    table: torch.Tensor = field(compare=False)
+    """The spans as int64 ``[spans, 4]``, for a graph of torch.compile: rank, start, length, step."""
 
     def __init__(self, spans_per_rank: Iterable[Iterable[tuple[int, ...]]]) -> None:
         made = tuple(ascending(rank, spans) for rank, spans in enumerate(spans_per_rank))
@@ -41,6 +43,7 @@ class Layout:
             raise ValueError("spans_per_rank is empty: it must have a list of spans for every rank")
         refuse_overlap(made)
         object.__setattr__(self, "spans_per_rank", made)
+        object.__setattr__(self, "table", _table(made))
 
     @classmethod
     def contiguous(cls, seqlen: int, world: int) -> Layout:
@@ -206,6 +209,12 @@ class Layout:
                 f"the layout holds {self.seqlen} of the positions 0 to {self.reach - 1}: "
                 "shard and unshard need a layout that holds every position once"
             )
+
+
+def _table(spans_per_rank: tuple[tuple[Span, ...], ...]) -> torch.Tensor:
+    """An empty span for a rank without any, so that it counts."""
+    rows = [(rank, *span) for rank, spans in enumerate(spans_per_rank) for span in spans or (Span(0, 0),)]
+    return torch.tensor(rows)
 
 
 def _even(seqlen: int, world: int) -> list[int]:

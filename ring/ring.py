@@ -24,6 +24,7 @@ from ..comm import (
 from ..comm.control import Control, control_of
 from ..comm.gossip import Report
 from ..comm.groups import TRANSPORTS
+from ..comm.numbers import numbered
 from ..comm.nvml import discover, reader
 from ..comm.topology import ring_topology
 from ..comm.watch import Watch
@@ -105,6 +106,7 @@ class Ring:
         self.grad_wire_dtype = None if self._grad_wire is None else self._grad_wire.name
         self.limits = limits or Limits()
         self.deadline = deadline
+        self.number = numbered(self)  # what names this ring in a graph of torch.compile
         self._wish = transport
         self._transports: tuple[Transport, ...] = ()
         self._flat: Transport | None = None
@@ -242,9 +244,15 @@ class Ring:
         """
         self._use(device).agree(signature, changing)
 
-    def draw_seed(self) -> int:
-        """A seed of 63 bits from rank 0's torch generator, the same on every rank; one round trip through the store."""
-        drawn = int(torch.randint(2**63 - 1, (), dtype=torch.int64)) if self.rank == 0 else None
+    def draw_seed(self, drawn: int | None = None) -> int:
+        """A seed of 63 bits from rank 0's torch generator, the same on every rank; one round trip through the store.
+
+        ``drawn``: already, by every rank for itself.
+        """
+        if self.rank:
+            drawn = None
+        elif drawn is None:
+            drawn = int(torch.randint(2**63 - 1, (), dtype=torch.int64))
         if self.size == 1:
             assert drawn is not None
             return drawn
