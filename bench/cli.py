@@ -47,6 +47,7 @@ def _register(group: typer.Typer, name: str, module: str, summary: str) -> None:
 _register(app, "demo", "demo", "Train a small decoder on one long document, sharded and whole, and compare.")
 _register(app, "show", "show", "Print or draw the schedule and the mask of any call.")
 _register(app, "doctor", "doctor", "Does this machine do what a ring needs? If not, what to do first.")
+_register(app, "export", "export", "Write kernels as a C++ framework links them: cubin, C launcher, manifest.")
 _register(bench, "ring", "ring_bench", "A whole ring in real processes, beside one process and beside other rings.")
 _register(bench, "memory", "memory_bench", "Peak memory per rank, for growing rings of the same tokens per rank.")
 _register(bench, "links", "links", "Every transport over every edge of the ring, with nccl-tests' flags and columns.")
