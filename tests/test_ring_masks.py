@@ -181,7 +181,11 @@ def test_other_rings(ring: dict[str, Any], name: str) -> None:
 def test_shards_of_which_a_part_travels(backend: str, ring: dict[str, Any]) -> None:
     whole = inputs(TOKENS, heads=(2, 2))
     layout = Layout([[(0, 10), (30, 5)], [(10, 20)], [(35, 8)], [(43, 17)]])
-    for call in ({"causal": True, "window_size": (4, 0)}, {"cu_seqlens": [0, 7, 12, 26, 30, 38, 48, TOKENS]}):
+    calls: list[dict[str, Any]] = [
+        {"causal": True, "window_size": (4, 0)},
+        {"cu_seqlens": [0, 7, 12, 26, 30, 38, 48, TOKENS]},
+    ]
+    for call in calls:
         case = Case(layout, whole, call | {"backend": backend}, ring=ring)
         documents = Documents(call["cu_seqlens"]) if "cu_seqlens" in call else None
         mask = Mask(call.get("causal", False), call.get("window_size", (-1, -1)), documents)
