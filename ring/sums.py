@@ -92,10 +92,8 @@ class Sums(Lane):
 
     def total(self, heads: Heads) -> Callable[[], Tensors] | None:
         """The sums of the own shard that are home; None while there are none."""
-        own = self.call.plan.hops[0]
-        if not self.call.plan.two_level:
-            came = self.came(own, heads)
-            return None if came is None else lambda: self._spread(came(), heads)
+        if self._is_plain:
+            return self.came(self.call.plan.hops[0], heads)
         return (lambda: self._totals[heads.number]) if heads.number in self._totals else None
 
     def absorb(self, heads: Heads) -> None:
@@ -113,38 +111,37 @@ class Sums(Lane):
 
     def own(self, heads: Heads, dkdv: Tensors) -> Tensors:
         """Where the own block's part is added: the gradients themselves or, where more is to come, the total."""
-        if not self.call.plan.two_level:
+        if self._is_plain:
             return dkdv
         if heads.number not in self._totals:
-            self._totals[heads.number] = self._own_shard(heads)
+            exact = not self.call.plan.two_level and all(x.dtype == torch.float32 for x in dkdv)
+            self._totals[heads.number] = dkdv if exact else self._own_shard(heads)
         return self._totals[heads.number]
 
     def finish(self, heads: Heads, dkdv: Tensors) -> None:
-        """The own block's part is in; what the last turn's nodes send is added under its cover."""
-        own = self.call.plan.hops[0]
-        if not self.call.plan.two_level:
-            self.computed(own.sums_slot, heads)
+        """The own block's part is in; what is still to come is added under its cover."""
+        if self._is_plain:
+            self.computed(self.call.plan.hops[0].sums_slot, heads)
             return
         self.absorb(heads)
         for target, total in zip(dkdv, self._totals[heads.number], strict=True):
-            target.copy_(total)
+            if target is not total:
+                target.copy_(total)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether sums come home once, and of all own keys."""
+        return not self.call.plan.two_level and self.call.plan.leaving is None
 
     def _add(self, more: Tensors, heads: Heads) -> None:
-        if heads.number in self._totals:
-            for total, x in zip(self._totals[heads.number], self._spread(more, heads), strict=True):
-                total.add_(x)
-        else:
-            self._totals[heads.number] = tuple(x.clone() for x in self._spread(more, heads))
-
-    def _spread(self, home: Tensors, heads: Heads) -> Tensors:
-        """Sums of the own keys that travelled, and 0 for those that did not."""
         rows = self.call.plan.leaving
-        if rows is None:
-            return home
-        whole = self._own_shard(heads)
-        for target, x in zip(whole, home, strict=True):
-            target.zero_().index_copy_(1, rows, x)
-        return whole
+        if heads.number not in self._totals:
+            if rows is None:
+                self._totals[heads.number] = tuple(x.clone() for x in more)
+                return
+            self._totals[heads.number] = tuple(x.zero_() for x in self._own_shard(heads))
+        for total, x in zip(self._totals[heads.number], more, strict=True):
+            total.add_(x) if rows is None else total.index_add_(1, rows, x)
 
     def _own_shard(self, heads: Heads) -> Tensors:
         """fp32 memory for sums of all own keys."""

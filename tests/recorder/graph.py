@@ -28,7 +28,7 @@ class Wait:
         return f"{self.op} on {self.op.source}" if self.op.source is not None else str(self.op)
 
 
-RING = ("traffic.", "key_values.", "sums.", "loop.", "backends.", "attention.", "ring.", "wire.")
+RING = ("traffic.", "key_values.", "sums.", "loop.", "backends.", "node.", "attention.", "ring.", "wire.")
 PASSED = (
     "lanes.",
     "local._LocalFence.",

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-import ringattn.ring.attention as attention
 import ringattn.ring.ring as ring_module
 from ringattn import LocalWorld, Ring, ring_attention
 from ringattn.comm import LocalGroup, LocalTransport, NcclTransport, Slots, Topology
 from ringattn.comm.control import control_of
 from ringattn.comm.copy_engine import CopyEngineTransport
-from ringattn.ring import Mask, traffic
+from ringattn.ring import Mask, node, traffic
 from ringattn.ring.plan import plan
 from ringattn.ring.traffic import Key
 
@@ -59,7 +58,7 @@ class _Session:
         self.keys: list[list[tuple[int, Key]]] = [[] for _ in range(case.world)]
         self._barrier = threading.Barrier(case.world)
         monkeypatch.setattr(ring_module, "open_transports", self.open)
-        monkeypatch.setattr(attention, "mask_of", self.mask_of)
+        monkeypatch.setattr(node, "mask_of", self.mask_of)
         self._label(monkeypatch)
 
     def run(self) -> Recording:
