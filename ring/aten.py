@@ -21,6 +21,7 @@ from .modifiers import Modifiers
 from .pieces import Kind, Piece, halves, limits, pieces
 from .traffic import Pair, Tensors
 
+DOT_ROWS = 1024
 DLSE_COLUMNS = 2  # a gradient through lse, rounded to the model dtype, and what that left of it
 
 
@@ -236,7 +237,7 @@ class AtenBackward:
         self, k: Tensor, v: Tensor, bounds: Bounds, heads: _Heads, piece: Piece, scores: Scores, sums: Tensors
     ) -> None:
         if self._delta is None:
-            self._delta = (self._dout.float() * self._out.float()).sum(-1).transpose(1, 2)
+            self._delta = _row_dot(self._dout, self._out).transpose(1, 2)
         dout, q, dq = (x[piece.items, piece.rows, heads.queries] for x in (self._dout, self._q, self._dq))
         dout, q = dout[..., : v.shape[-1]], q[..., : k.shape[-1]]
         lse, delta = (x[piece.items, heads.queries, piece.rows] for x in (self._lse, self._delta))
@@ -267,6 +268,12 @@ def _zeros(x: Tensor) -> Tensor:
 def _keys(piece: Piece, k: Tensor, v: Tensor) -> Pair:
     """The keys of a piece."""
     return k[piece.items, piece.keys], v[piece.items, piece.keys]
+
+
+def _row_dot(x: Tensor, y: Tensor) -> Tensor:
+    """``sum(x * y)`` of each row, fp32, ``[B, S, H]``; in pieces, since new memory is slow memory."""
+    pieces = zip(x.split(DOT_ROWS, 1), y.split(DOT_ROWS, 1), strict=True)
+    return torch.cat([(a.float() * b.float()).sum(-1) for a, b in pieces], 1)
 
 
 def _heads(q: Tensor, k: Tensor, first: int, end: int) -> _Heads:

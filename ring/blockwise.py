@@ -2,7 +2,8 @@
 
 FlashAttention-2's loops (Dao 2023, arXiv:2307.08691, algorithms 1 and 2), one batch item and a few key/value heads at a
 time. The query heads that share a key/value head are rows of one matrix, so K and V are never expanded. Everything is
-fp32. Exponentials go by ``exp2``: torch's ``exp`` is a hundred times slower where it underflows.
+fp32. Exponentials go by ``exp2``: torch's ``exp`` is a hundred times slower where it underflows. Where no score can be
+large, by the norms of the queries and keys, the forward subtracts no maximum.
 
 A tile that no row sees is skipped, and only tiles on the edge pay for the mask. As with the operator, a NaN or inf may
 reach what shares a tile with something that sees it: the rows by ``v``, the gradients by any input.
@@ -20,6 +21,7 @@ from .pieces import Limits
 from .tiling import Block, Chunk, Edge, Tile, blocks, chunks
 
 LOWEST = torch.finfo(torch.float32).min
+SMALL, LARGEST_VALUE = 60.0, 1e14  # 2^SMALL * LARGEST_VALUE, times a million keys, is still a number
 
 
 @torch.inference_mode()  # what it calls is small: bookkeeping for autograd would be 4% of it
@@ -55,6 +57,15 @@ def _attend(
     queries: Tensor, acc: Tensor, m: Tensor, block: Block, chunk: Chunk, modifiers: Modifiers | None, room: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One block of rows: the new ``out`` and the new ``lse``, here and below in units of the base-2 logarithm."""
+    if modifiers is None and _is_small(queries, m, chunk):
+        total = m.exp2_()
+        acc.mul_(total)
+        for tile in block.tiles:
+            weights = _product(queries, chunk.keys[:, tile.key : tile.end], room).exp2_()
+            _clear(weights, block, tile.edges)
+            total.add_(weights.sum(-1, keepdim=True))
+            acc.baddbmm_(weights, chunk.values[:, tile.key : tile.end])
+        return _divided(acc, torch.zeros_like(total), total)
     total = torch.ones_like(m)
     for tile in block.tiles:
         scores = _product(queries, chunk.keys[:, tile.key : tile.end], room)
@@ -70,8 +81,20 @@ def _attend(
             _by_head(weights, block).mul_(modifiers.kept(_place(chunk, block, tile)))
         acc.mul_(decay).baddbmm_(weights, chunk.values[:, tile.key : tile.end])
         m = peak
+    return _divided(acc, m, total)
+
+
+def _is_small(queries: Tensor, m: Tensor, chunk: Chunk) -> bool:
+    """Whether no score leaves ``[-SMALL, SMALL]``, by the Cauchy-Schwarz inequality, and no state is beyond it."""
+    key, value = chunk.longest
+    score = float(torch.linalg.vector_norm(queries, dim=-1).amax()) * key
+    return score < SMALL and value < LARGEST_VALUE and float(m.amax()) < SMALL
+
+
+def _divided(acc: Tensor, m: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    lse = m.double() + total.double().log2()
     total.masked_fill_(total == 0, 1.0)  # rows that have seen nothing stay at out 0, lse -inf
-    return acc.div_(total), m.double() + total.double().log2()
+    return acc.div_(total), lse
 
 
 @torch.inference_mode()
@@ -165,6 +188,12 @@ def _hide(scores: Tensor, block: Block, edges: tuple[Edge, ...]) -> None:
         near = _by_head(scores, block)[..., columns]
         near.view(torch.int32).bitwise_and_(bits)
         near.add_(ceiling)
+
+
+def _clear(weights: Tensor, block: Block, edges: tuple[Edge, ...]) -> None:
+    """0 in place where the row does not see the key."""
+    for columns, bits, _ in edges:
+        _by_head(weights, block)[..., columns].view(torch.int32).bitwise_and_(bits)
 
 
 def _fold(x: Tensor, group: int) -> Tensor:

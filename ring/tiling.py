@@ -32,6 +32,8 @@ class Chunk(NamedTuple):
     kv_heads: slice
     keys: Tensor
     values: Tensor
+    longest: tuple[float, float]
+    """The greatest norm of a key, and of a value."""
 
 
 class Edge(NamedTuple):
@@ -67,8 +69,10 @@ def chunks(k: Tensor, v: Tensor, group: int, rows: int) -> list[Chunk]:
     for item in range(items):
         for first in range(0, kv_heads, step):
             end = min(first + step, kv_heads)
-            near = (x[item, :, first:end].transpose(0, 1).float().contiguous() for x in (k, v))
-            found.append(Chunk(item, slice(first * group, end * group), slice(first, end), *near))
+            near = [x[item, :, first:end].transpose(0, 1).float().contiguous() for x in (k, v)]
+            longest = [float(torch.linalg.vector_norm(x, dim=-1).amax()) for x in near]
+            heads = slice(first * group, end * group), slice(first, end)
+            found.append(Chunk(item, *heads, near[0], near[1], (longest[0], longest[1])))
     return found
 
 

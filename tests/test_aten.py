@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringattn.kernels import FULL, Bounds
+from ringattn.ring import blockwise, tiling
 from ringattn.ring import pieces as cutting
-from ringattn.ring import tiling
 from ringattn.ring.aten import AtenBackward, AtenForward
 
 from .baselines import Results, exact, pytorch
@@ -205,11 +205,28 @@ def test_every_dtype_head_count_and_head_dim(
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("layout", ["contiguous", "striped"])
-def test_windows_go_blockwise_tile_by_tile(layout: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("small", [True, False])
+def test_windows_go_blockwise_tile_by_tile(
+    layout: str, world: int, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not small:
+        monkeypatch.setattr(blockwise, "SMALL", -1.0)
     for name, value in {"FOLDED_ROWS": 16, "MIN_BLOCK_ROWS": 4, "TILE_KEYS": 8, "TILE_SCORES": 128}.items():
         monkeypatch.setattr(tiling, name, value)
     args = inputs(90)
     compare(run(shards(layout, 90, world), *args, causal=True, window=20), args, causal=True, window=20)
+
+
+@pytest.mark.parametrize("factors", [(300.0, 1.0, 1.0), (1.0, 300.0, 1.0), (8.0, 1.0, 1e33)])
+def test_windows_of_large_scores_and_values(factors: tuple[float, float, float]) -> None:
+    """No maximum is subtracted where scores are small: these are not, by queries, by keys, or the values are large."""
+    args = [x * factor for x, factor in zip(inputs(90), factors, strict=False)]
+    lo = torch.arange(90, dtype=torch.int32).sub(20).clamp(min=0)
+    work = AtenForward(args[0], softmax_scale=SCALE)
+    work.fold(args[1], args[2], Bounds(lo, torch.arange(1, 91, dtype=torch.int32)), final=True)
+    out, lse = work.result()
+    assert out.isfinite().all() and lse.isfinite().all()
+    assert out.abs().max() > args[2].abs().max() / 100
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
