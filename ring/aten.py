@@ -272,8 +272,8 @@ def _keys(piece: Piece, k: Tensor, v: Tensor) -> Pair:
 
 def _row_dot(x: Tensor, y: Tensor) -> Tensor:
     """``sum(x * y)`` of each row, fp32, ``[B, S, H]``; in pieces, since new memory is slow memory."""
-    pieces = zip(x.split(DOT_ROWS, 1), y.split(DOT_ROWS, 1), strict=True)
-    return torch.cat([(a.float() * b.float()).sum(-1) for a, b in pieces], 1)
+    pieces = [slice(row, row + DOT_ROWS) for row in range(0, x.shape[1], DOT_ROWS)]
+    return torch.cat([(x[:, near].float() * y[:, near].float()).sum(-1) for near in pieces], 1)
 
 
 def _heads(q: Tensor, k: Tensor, first: int, end: int) -> _Heads:

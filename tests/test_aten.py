@@ -217,7 +217,7 @@ def test_windows_go_blockwise_tile_by_tile(
     compare(run(shards(layout, 90, world), *args, causal=True, window=20), args, causal=True, window=20)
 
 
-@pytest.mark.parametrize("factors", [(300.0, 1.0, 1.0), (1.0, 300.0, 1.0), (8.0, 1.0, 1e33)])
+@pytest.mark.parametrize("factors", [(300.0, 1.0, 1.0), (1.0, 300.0, 1.0), (5.0, 1.0, 1e36)])
 def test_windows_of_large_scores_and_values(factors: tuple[float, float, float]) -> None:
     """No maximum is subtracted where scores are small: these are not, by queries, by keys, or the values are large."""
     args = [x * factor for x, factor in zip(inputs(90), factors, strict=False)]
