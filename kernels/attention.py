@@ -9,6 +9,7 @@ from .bounds import FULL, Bounds
 from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank
 from .config import KernelConfig, tile_for
 from .forward import forward_kernel
+from .hopper_launch import launch_hopper, takes
 from .launch import head_dims, interval, launch, modifiers, options, programs, shape_of, strided
 from .scores import PLAIN, Scores
 from .tiles import Shape
@@ -45,7 +46,7 @@ def attention_forward(
         state: ``(out, lse)`` of the shards before, out fp32 ``[B, Sq, H, Dv]``, lse fp32 ``[B, H, Sq]``; both are
             continued in place (with ``final`` and 16-bit queries only lse is).
         final: return ``out`` in q's dtype; otherwise in fp32, to be passed on as ``state``.
-        config: tiles; default by GPU and shape.
+        config: tiles, and which kernel; default by GPU and shape, and the portable kernel.
 
     Returns:
         ``out [B, Sq, H, Dv]`` and ``lse [B, H, Sq]``, the natural logarithm of the sum of exponentials, fp32. A row
@@ -72,6 +73,9 @@ def attention_forward(
     result = out if out is not None and in_place else torch.empty(out_shape, device=q.device, dtype=dtype)
     tile = tile_for("forward", config, q, v, bounds.block)
     flags = {"HAS_STATE": out is not None, "IN_PLACE": in_place}
+    if config is not None and config.forward_kernel == "hopper" and takes(q, k, v, bounds, scores, tile):
+        launch_hopper(q, k, v, out, result, lse, bounds, scale, tile)
+        return result, lse
     launch(
         forward_kernel, programs(q.shape[1], tile.block_q, q), q.device,
         strided(q), strided(k), strided(v), strided(result if out is None else out), strided(result), lse,

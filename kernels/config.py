@@ -35,13 +35,29 @@ class Tile:
             raise ValueError(f"num_stages is {self.num_stages}: it must be at least 1")
 
 
+FORWARD_KERNELS = ("portable", "hopper")
+
+
 @dataclass(frozen=True)
 class KernelConfig:
-    """One :class:`Tile` per kernel."""
+    """One :class:`Tile` per kernel, and which forward kernel.
+
+    ``forward_kernel="hopper"`` is written for sm_90: two warpgroups of 64 query rows (``block_q`` 128, 8 warps), 64 or
+    128 keys per tile, ``num_stages`` tiles each of K and V. What it is not written for is refused (see
+    ``hopper_launch.check_hopper``), but for hops whose bounds have ``used`` or ``runs`` and for empty ones: those go to
+    the portable kernel with the same tile. It was never run on a GPU, so that it is nobody's default.
+    """
 
     forward: Tile
     dq: Tile
     dkdv: Tile
+    forward_kernel: str = "portable"
+
+    def __post_init__(self) -> None:
+        if self.forward_kernel not in FORWARD_KERNELS:
+            raise ValueError(
+                f"forward_kernel is {self.forward_kernel!r}: it must be one of {', '.join(FORWARD_KERNELS)}"
+            )
 
 
 # Untuned defaults. Each was the first of its kind that compiles, on Triton 3.6 to 3.9, without local memory traffic

@@ -26,7 +26,7 @@ from .test_processes import in_processes
 ROWS, HEADS = 64, 4
 NO_BACKWARD = ("test_schema", "test_autograd_registration", "test_faketensor")
 ALL = (*NO_BACKWARD, "test_aot_dispatch_dynamic")  # which runs the backward too
-TILES = KernelConfig(*[Tile(16, 16, 4, 1)] * 3)
+TILES = KernelConfig(forward=Tile(16, 16, 4, 1), dq=Tile(16, 16, 4, 1), dkdv=Tile(16, 16, 4, 1))
 
 
 @pytest.fixture(autouse=True)

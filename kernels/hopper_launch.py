@@ -1,0 +1,142 @@
+"""The host side of the Hopper forward: what it takes, its descriptors, its launch."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from .bounds import Bounds
+from .config import Tile
+from .launch import interval, launch, programs, shape_of, strided
+from .scores import Scores
+from .steps import CONSUMERS, ROWS
+
+HEAD_DIMS = (64, 128, 256)
+"""What one wgmma takes as columns of the result, and a TMA box holds without padding."""
+
+SHARED_LIMIT = 232_448
+"""Bytes of shared memory that a block may take on sm_90 (CUDA C++ programming guide, compute capabilities)."""
+
+REGISTERS = 168
+"""Per thread at launch: 65,536 among three warpgroups; the producer's are handed to the consumers."""
+
+MIN_SLOTS = 2  # a consumer waits for the V of the next step before it gives back that of this one
+
+ALIGNMENT = 16  # bytes, of a descriptor's base and strides
+
+
+def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores, tile: Tile) -> bool:
+    """Whether the Hopper kernel runs this hop: not with ``used`` or ``runs``, nor where there are no rows or no keys.
+
+    These come and go from hop to hop, and the portable kernel takes them, with the same tile. What is the same for
+    all hops of a call is the caller's to choose, and refused on every hop alike.
+
+    Raises:
+        ValueError: what :func:`check_hopper` refuses.
+    """
+    check_hopper(q, k, v, scores, tile)
+    return bounds.used is None and bounds.runs is None and q.numel() > 0 and k.numel() > 0
+
+
+def check_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, tile: Tile) -> None:
+    """Refuse what the kernel is not written for.
+
+    Raises:
+        ValueError: a GPU, dtype, head dim, modified scores, an address or stride, or a tile that it does not take.
+    """
+    if not is_hopper(q.device):
+        raise ValueError(f"q is on {q.device}: forward_kernel='hopper' takes GPUs of compute capability 9.0")
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"q is {q.dtype}: forward_kernel='hopper' takes float16 and bfloat16")
+    if q.shape[3] not in HEAD_DIMS or v.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"q has head dim {q.shape[3]} and v {v.shape[3]}: forward_kernel='hopper' takes one of "
+            f"{', '.join(map(str, HEAD_DIMS))}, the same of both"
+        )
+    if not scores.is_plain:
+        raise ValueError(
+            "scores have a softcap, ALiBi slopes or dropout: forward_kernel='hopper' takes plain ones, the portable "
+            "kernel these"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_describable(name, x)
+    check_tile(q.shape[3], tile)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def check_describable(name: str, x: torch.Tensor) -> None:
+    """Refuse a tensor of which no TMA descriptor can be made: ValueError."""
+    unit = ALIGNMENT // x.element_size()
+    strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
+    if x.numel() and (x.data_ptr() % ALIGNMENT or any(stride <= 0 or stride % unit for stride in strides)):
+        raise ValueError(
+            f"{name} has strides {x.stride()} at {x.data_ptr():#x}: forward_kernel='hopper' takes an address and "
+            f"positive strides that are multiples of {ALIGNMENT} bytes, {unit} elements"
+        )
+
+
+def shared_bytes(head_dim: int, tile: Tile) -> int:
+    """Of the tiles of Q, K and V; the barriers take a few hundred more."""
+    return 2 * head_dim * (tile.block_q + 2 * tile.num_stages * tile.block_k)
+
+
+def check_tile(head_dim: int, tile: Tile) -> None:
+    """Refuse a tile that the kernel is not written for: ValueError."""
+    if tile.block_q != CONSUMERS * ROWS or tile.num_warps != 4 * CONSUMERS:
+        raise ValueError(
+            f"config.forward has {tile.block_q} rows and {tile.num_warps} warps: forward_kernel='hopper' takes "
+            f"{CONSUMERS * ROWS} rows and {4 * CONSUMERS} warps, two warpgroups of {ROWS} rows"
+        )
+    if tile.block_k not in (64, 128) or tile.num_stages < MIN_SLOTS:
+        raise ValueError(
+            f"config.forward has {tile.block_k} keys and {tile.num_stages} stages: forward_kernel='hopper' takes 64 or "
+            f"128 keys and at least {MIN_SLOTS} stages"
+        )
+    needed = shared_bytes(head_dim, tile) + 1024
+    if needed > SHARED_LIMIT:
+        raise ValueError(
+            f"config.forward needs {needed} bytes of shared memory at head dim {head_dim}, sm_90 has {SHARED_LIMIT}: "
+            "take fewer keys or stages"
+        )
+
+
+def launch_hopper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    state: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    bounds: Bounds,
+    softmax_scale: float,
+    tile: Tile,
+) -> None:
+    """As the launch of ``forward_kernel`` in ``attention_forward``, for what :func:`takes` lets through."""
+    from .hopper import hopper_kernel  # Gluon takes a while to import, and only this kernel needs it
+
+    launch(
+        hopper_kernel, programs(q.shape[1], tile.block_q, q), q.device,
+        descriptor(q, ROWS), descriptor(k, tile.block_k), descriptor(v, tile.block_k),
+        strided(out if state is None else state), strided(out), lse, interval(bounds), shape_of(q, k), softmax_scale,
+        HEAD_DIM=q.shape[3], BLOCK_K=tile.block_k, SLOTS=tile.num_stages, HAS_STATE=state is not None,
+        num_warps=4, maxnreg=REGISTERS,
+    )  # fmt: skip
+
+
+def descriptor(x: torch.Tensor, rows: int) -> object:
+    """For tiles of ``rows`` rows of one head of ``x [B, S, H, D]``; past the end the copy engine fills with zeros."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    block = [1, rows, 1, x.shape[3]]
+    layout = gl.NVMMASharedLayout.get_default_for(
+        block, {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[x.dtype]
+    )
+    # the stride of a dimension of one element says nothing, and need not be one that the copy engine takes
+    strides = [stride if size > 1 else x.shape[3] for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)

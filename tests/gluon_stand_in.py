@@ -1,0 +1,322 @@
+"""Gluon in plain Python: the Hopper kernel's own source, run on the CPU, its partitions interleaved by a scheduler.
+
+``jit`` leaves functions as they are (`gluon_modules`), tensors are torch's, a partition is a thread, and only one runs
+at a time. Every operation on a barrier, every product started or waited for and the landing of every TMA load is a
+point at which another may go on; ``choose`` decides which.
+
+Checked on the way: a slot is not written while a product may read it, and not read before what was loaded has landed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+Choose = Callable[[list[str]], int]
+"""Which of the partitions and loads that can go on does so."""
+
+
+class Event(NamedTuple):
+    """What a partition did: ``kind`` is wait, arrive, expect, load, start or drain."""
+
+    kind: str
+    what: Any
+    value: Any = None
+
+
+class Tensor(torch.Tensor):
+    """torch's, with a layout that nobody looks at."""
+
+    @property
+    def type(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(layout=None)
+
+
+def tensor(value: Any) -> Any:
+    return torch.as_tensor(value).as_subclass(Tensor)
+
+
+class Pointer:
+    """An address, or a block of them."""
+
+    def __init__(self, memory: torch.Tensor, offsets: Any = 0) -> None:
+        self.memory, self.offsets = memory, offsets
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, offsets: Any) -> Pointer:
+        return Pointer(self.memory, self.offsets + offsets)
+
+
+def pointer(x: torch.Tensor | None) -> Pointer | None:
+    if x is None:
+        return None
+    return Pointer(torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()), x.storage_offset())
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Any:
+    offsets = torch.as_tensor(pointer.offsets)
+    mask = torch.ones_like(offsets, dtype=torch.bool) if mask is None else mask.expand(offsets.shape)
+    found = torch.full(offsets.shape, 0 if other is None else other, dtype=pointer.memory.dtype)
+    found[mask] = pointer.memory[offsets[mask]]
+    return found.as_subclass(Tensor)
+
+
+def store(pointer: Pointer, value: Any, mask: Any) -> None:
+    mask = mask.expand(pointer.offsets.shape)
+    pointer.memory[pointer.offsets[mask]] = value[mask].as_subclass(torch.Tensor).to(pointer.memory.dtype)
+
+
+class Barrier:
+    """An mbarrier: a phase completes when all arrivals and all bytes of it are in."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.count, self.phases, self.arrived, self.owed = name, 0, 0, 0, 0
+
+    def passes(self, parity: int) -> bool:
+        """Whether the phase of this parity has completed; the one before a fresh barrier's has."""
+        return self.phases % 2 != parity
+
+    def settle(self) -> None:
+        if self.arrived == self.count and self.owed == 0:
+            self.phases, self.arrived = self.phases + 1, 0
+
+
+class Slot:
+    """One tile in shared memory."""
+
+    def __init__(self, name: str, shape: list[int], dtype: torch.dtype) -> None:
+        self.name, self.data = name, torch.full(shape, float("nan"), dtype=dtype)
+        self.readers = self.landing = 0
+        self.holds = ""
+        """The load whose tile it is."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A tile as a product takes it."""
+
+    slot: Slot
+    shape: list[int]
+    swapped: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.slot.data.dtype
+
+    def reshape(self, shape: list[int]) -> View:
+        return replace(self, shape=shape)
+
+    def permute(self, order: tuple[int, int]) -> View:
+        assert order == (1, 0)
+        return replace(self, swapped=True)
+
+    def value(self) -> torch.Tensor:
+        made = self.slot.data.reshape(self.shape).float()
+        return made.T if self.swapped else made
+
+
+@dataclass(frozen=True)
+class Array:
+    """An allocation of slots or barriers."""
+
+    parts: list[Any]
+
+    def index(self, i: Any) -> Any:
+        part = self.parts[int(i)]
+        return View(part, list(part.data.shape)) if isinstance(part, Slot) else part
+
+
+class Descriptor:
+    """Of ``[1, rows, 1, D]`` tiles of ``[B, S, H, D]``; zeros past the end."""
+
+    layout = None
+
+    def __init__(self, base: torch.Tensor, rows: int) -> None:
+        self.base, self.dtype = base, base.dtype
+        shape = [1, rows, 1, base.shape[3]]
+        self.block_type = SimpleNamespace(shape=shape, nbytes=rows * base.shape[3] * base.element_size())
+
+    def read(self, where: list[Any]) -> torch.Tensor:
+        batch, row, head, column = (int(x) for x in where)
+        assert column == 0 and row >= 0
+        block = torch.zeros(self.block_type.shape, dtype=self.dtype)
+        rows = self.base[batch, row : row + block.shape[1], head]
+        block[0, : rows.shape[0], 0] = rows
+        return block
+
+
+class Product(NamedTuple):
+    """A wgmma under way."""
+
+    reads: list[Slot]
+    finish: Callable[[], Any]
+    result: list[Any]
+
+
+class Machine:
+    """One program: its shared memory, its partitions, and who goes on."""
+
+    def __init__(self, program: int, choose: Choose) -> None:
+        self.program, self.choose = program, choose
+        self.flying: dict[str, Callable[[], None]] = {}
+        self.names = 0
+        self.barriers: list[Barrier] = []
+        self.traces: dict[str, list[Event]] = {}
+        self.products: dict[str, list[Product]] = {}
+        self.ready: dict[str, Callable[[], bool]] = {}
+        self.turn = threading.Condition()
+        self.running: str | None = None
+        self.error: BaseException | None = None
+
+    # what the partitions call
+
+    def name(self, kind: str) -> str:
+        self.names += 1
+        return f"{kind}{self.names}"
+
+    def here(self) -> str:
+        return threading.current_thread().name
+
+    def note(self, kind: str, what: Any, value: Any = None) -> None:
+        if self.here() in self.traces:
+            self.traces[self.here()].append(Event(kind, what, value))
+
+    def pause(self, until: Callable[[], bool] = lambda: True) -> None:
+        """Let others go on; back once ``until`` holds and this one is chosen."""
+        me = self.here()
+        if me not in self.traces:  # before the partitions: nobody to wait for
+            return
+        with self.turn:
+            self.ready[me] = until
+            self.running = None
+            self.turn.notify_all()
+            self.turn.wait_for(lambda: self.running == me or self.error is not None)
+            if self.error is not None:
+                raise SystemExit
+
+    # who goes on
+
+    def specialise(self, partitions: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+        names = [f"{function.__name__}{i}" for i, (function, _) in enumerate(partitions)]
+        self.traces = {name: [] for name in names}
+        self.products = {name: [] for name in names}
+
+        def run(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+            try:
+                self.pause()
+                function(*arguments)
+            except BaseException as error:
+                self.error = self.error or error
+            with self.turn:
+                self.ready.pop(self.here(), None)
+                self.running = None
+                self.turn.notify_all()
+
+        threads = [
+            threading.Thread(target=run, args=partition, name=name, daemon=True)
+            for name, partition in zip(names, partitions, strict=True)
+        ]
+        with self.turn:
+            for thread in threads:
+                thread.start()
+            self.turn.wait_for(lambda: len(self.ready) == len(names))
+            self.schedule()
+        for thread in threads:
+            thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def schedule(self) -> None:
+        while self.ready and self.error is None:
+            able = [name for name, until in self.ready.items() if until()]
+            options = [*able, *self.flying]
+            if not options:
+                self.error = AssertionError(f"deadlock: {list(self.ready)} wait for each other")
+                break
+            chosen = options[self.choose(options)]
+            if chosen in self.flying:
+                self.flying.pop(chosen)()
+                continue
+            del self.ready[chosen]
+            self.running = chosen
+            self.turn.notify_all()
+            self.turn.wait_for(lambda: self.running is None)
+        self.turn.notify_all()
+
+    # operations
+
+    def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Array:
+        if layout == "barrier":
+            made = [Barrier(self.name("barrier")) for _ in range(shape[0])]
+            self.barriers.extend(made)
+            return Array(made)
+        return Array([Slot(self.name("slot"), list(shape[1:]), dtype) for _ in range(shape[0])])
+
+    def wait(self, barrier: Barrier, phase: Any) -> None:
+        parity = int(phase)
+        self.note("wait", barrier.name, parity)
+        self.pause(lambda: barrier.passes(parity))
+
+    def arrive(self, barrier: Barrier, count: int = 1) -> None:
+        self.note("arrive", barrier.name, count)
+        barrier.arrived += count
+        barrier.settle()
+        self.pause()
+
+    def expect(self, barrier: Barrier, nbytes: int) -> None:
+        self.note("expect", barrier.name, int(nbytes))
+        barrier.arrived, barrier.owed = barrier.arrived + 1, barrier.owed + int(nbytes)
+        barrier.settle()
+        self.pause()
+
+    def copy(self, descriptor: Descriptor, where: list[Any], barrier: Barrier, view: View) -> None:
+        slot, block = view.slot, descriptor.read(where)
+        assert slot.readers == 0, f"{slot.name} is overwritten while a product reads it"
+        slot.landing += 1
+        slot.holds = flight = self.name("load")
+        slot.data.fill_(float("nan"))
+        nbytes = descriptor.block_type.nbytes
+        self.note("load", (slot.name, flight), (barrier.name, nbytes))
+
+        def land() -> None:
+            slot.data.copy_(block)
+            slot.landing -= 1
+            barrier.owed -= nbytes
+            barrier.settle()
+
+        self.flying[flight] = land
+        self.pause()
+
+    def product(self, a: Any, b: View, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
+        assert is_async
+        reads = [view.slot for view in (a, b) if isinstance(view, View)]
+        for slot in reads:
+            assert slot.landing == 0 and not slot.data.isnan().any(), f"{slot.name} is read before its tile is there"
+            slot.readers += 1
+        self.note("start", tuple(slot.name for slot in reads), tuple(slot.holds for slot in reads))
+
+        def finish() -> Any:
+            left = a.value() if isinstance(a, View) else a.float()
+            return tensor(left @ b.value() + (acc if use_acc else 0))
+
+        made = Product(reads, finish, [])
+        self.products[self.here()].append(made)
+        self.pause()
+        return made
+
+    def drain(self, left: int, deps: list[Product]) -> Any:
+        self.note("drain", left)
+        self.pause()
+        under_way = self.products[self.here()]
+        while len(under_way) > left:
+            done = under_way.pop(0)
+            done.result.append(done.finish())
+            for slot in done.reads:
+                slot.readers -= 1
+        (made,) = (dep.result[0] for dep in deps)  # fails where it is still under way
+        return made
