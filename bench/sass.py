@@ -31,6 +31,7 @@ class Block:
 
 
 BRANCH = re.compile(r"\bBRA\b.*?`\((\.L_\w+)\)")
+INDIRECT = re.compile(r"\bBRX\b")  # by a table that the listing does not show: how warps find their partition
 LEAVES = re.compile(r"\b(EXIT|RET\.\S+)\b")
 
 
@@ -44,7 +45,7 @@ def basic_blocks(listing: str) -> list[Block]:
             labels[label[1]] = len(blocks) - 1
         elif re.match(r"\s*/\*[0-9a-f]+\*/", line):
             blocks[-1].lines.append(line)
-            if BRANCH.search(line) or LEAVES.search(line):
+            if BRANCH.search(line) or LEAVES.search(line) or INDIRECT.search(line):
                 blocks.append(Block([], []))
     for i, block in enumerate(blocks):
         last = block.lines[-1] if block.lines else ""
@@ -55,7 +56,21 @@ def basic_blocks(listing: str) -> list[Block]:
         guarded = "@" in last or re.search(r"\bBRA\S*\s+!?U?P\d", last)
         if i + 1 < len(blocks) and (guarded or not (branch or LEAVES.search(last))):
             block.successors.append(i + 1)
+    for block in blocks:
+        if block.lines and INDIRECT.search(block.lines[-1]):  # to what is labelled and reached by no other way
+            while lost := sorted(set(labels.values()) - reachable_from(blocks)):
+                block.successors.append(lost[0])
     return blocks
+
+
+def reachable_from(blocks: list[Block]) -> set[int]:
+    """The blocks that some way from the entry leads to."""
+    reachable, work = {0}, [0]
+    while work:
+        new = set(blocks[work.pop()].successors) - reachable
+        reachable |= new
+        work.extend(new)
+    return reachable
 
 
 def natural_loops(blocks: list[Block]) -> list[set[int]]:
@@ -82,11 +97,7 @@ def natural_loops(blocks: list[Block]) -> list[set[int]]:
 
 def dominators_of(blocks: list[Block]) -> dict[int, set[int]]:
     """For every reachable block, the blocks that lie on all ways to it."""
-    reachable, work = {0}, [0]
-    while work:
-        new = set(blocks[work.pop()].successors) - reachable
-        reachable |= new
-        work.extend(new)
+    reachable = reachable_from(blocks)
     dominators = {i: set(reachable) for i in reachable}
     dominators[0] = {0}
     changed = True
