@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -99,6 +98,8 @@ class Compiled:
     tensor_memory: int  # columns, on sm_100
     loops: tuple[Loop, ...]
     flushes: bool = False  # somewhere, fp32 subnormals to zero
+    arch: int = 0  # compute capability without the dot
+    threads: int = 0  # of a block
 
 
 def launchable(arch: int, dtype: str, head_dim: int, head_dim_v: int | None = None) -> Iterator[Variant]:
@@ -143,11 +144,16 @@ def compile_variant(variant: Variant) -> Compiled:
     Raises:
         RuntimeError: Triton or ptxas refuses it.
     """
-    source = ast_source(variant)
     options = {"num_warps": variant.tile.num_warps, "num_stages": variant.tile.num_stages}
-    kernel = triton.compile(source, target=GPUTarget("cuda", variant.arch, 32), options=options)
+    target = GPUTarget("cuda", variant.arch, 32)
+    return read_compiled(triton.compile(ast_source(variant), target=target, options=options), variant.arch)
+
+
+def read_compiled(kernel: Any, arch: int) -> Compiled:
+    """What the gate and ``inspect`` read of a kernel that Triton compiled for ``arch``."""
     usage, listing = disassemble(kernel.asm["cubin"])
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
+    threads = int(re.search(r"\.(?:reqntid|maxntid) (\d+)", kernel.asm["ptx"])[1])  # type: ignore[index]
     return Compiled(
         registers,
         stack,
@@ -155,6 +161,8 @@ def compile_variant(variant: Variant) -> Compiled:
         getattr(kernel.metadata, "tmem_size", None) or 0,
         tuple(matrix_loops(listing)),
         ".ftz" in kernel.asm["ptx"],
+        arch,
+        threads,
     )
 
 
@@ -263,21 +271,3 @@ def select(name: str) -> Iterator[Variant]:
     for variant in launchable(int(arch), dtype, *map(int, head_dims.split("/"))):
         if {variant.role, variant.kernel} >= {*words} - {*features}:
             yield replace(variant, features=features) if variant.kernel in ATTENTION else variant
-
-
-def main(names: list[str]) -> int:
-    """Compile what the names select and print a line for each; the number of variants that do not pass."""
-    failed = 0
-    for variant in (variant for name in names for variant in select(name)):
-        try:
-            compiled = compile_variant(variant)
-            found = problems(variant, compiled)
-        except Exception as error:  # one that cannot be compiled is a finding, and the others still count
-            compiled, found = None, [f"{type(error).__name__}: {error}"]
-        failed += bool(found)
-        print("FAIL" if found else "ok", variant, compiled, *found, flush=True)
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(min(main(sys.argv[1:]), 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class Loop:
     waits: int  # waits for wgmma (HGMMA) in flight
     serialised: bool  # every wgmma waits for itself
     instructions: int = 0  # of all kinds
+    lines: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
 
 MATRIX = re.compile(r"\b([HIQ]G?MMA|UTC\w*MMA)\b")
@@ -126,4 +127,4 @@ def read_loop(lines: list[str]) -> Loop:
     hopper = any("HGMMA" in line for line in lines)
     local = sum(bool(LOCAL.search(line)) for line in lines)
     # a chain of k-steps needs one wait; nearly as many waits as products means that none overlaps another
-    return Loop(matrix, local, waits, hopper and waits > matrix // 2, len(lines))
+    return Loop(matrix, local, waits, hopper and waits > matrix // 2, len(lines), tuple(lines))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,19 +27,20 @@ SIXTEEN_BIT = (64, 128)
 TUTORIAL_ROWS = {"forward": 128, "dq": 128, "dkdv": 128}
 
 
-def line_of(variant: str) -> str:
-    """What the gate prints of the causal multi-head kernel among those that a name selects."""
-    (told,) = (line for line in gate([variant]).splitlines() if " full" not in line and " gqa" not in line)
+def row_of(variant: str) -> dict[str, Any]:
+    """What the gate says of the causal multi-head kernel among those that a name selects."""
+    (told,) = (row for row in gate([variant]) if not row["full"] and not row["grouped"])
     return told
 
 
-def gate(variants: list[str]) -> str:
-    """Compile in a process of its own: here kernels are interpreted, so there is nothing to compile."""
+def gate(variants: list[str]) -> list[dict[str, Any]]:
+    """The report of ``ringattn inspect``; in a process of its own, since here kernels are interpreted, not compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "ringattn.bench.compiled", *variants]
+    command = [sys.executable, "-m", "ringattn", "inspect", "--gate", "--json", "-", *variants]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
+    return rows
 
 
 # Every kernel on the main GPU in the role that most hops of a ring have, and one kernel on each other family
@@ -69,16 +71,15 @@ BEFORE = {"forward": (254, 523), "dq": (223, 315), "dkdv": (255, 376)}
 @pytest.mark.parametrize("kernel", BEFORE)
 def test_what_is_off_costs_nothing(kernel: str) -> None:
     """No more registers and no more instructions than before there was anything to turn on."""
-    told = line_of(f"90:bf16:128:middle:{kernel}")
-    registers = int(re.findall(r"registers=(\d+)", told)[0])
-    instructions = min(map(int, re.findall(r"instructions=(\d+)", told)))
-    assert registers <= BEFORE[kernel][0]
-    assert instructions <= BEFORE[kernel][1]
+    told = row_of(f"90:bf16:128:middle:{kernel}")
+    assert told["registers"] <= BEFORE[kernel][0]
+    assert told["instructions"] <= BEFORE[kernel][1]
 
 
 def test_head_dims_in_two_parts_multiply_less() -> None:
     """192 as 128 and 64: of keys 64 wide, 12 + 4 steps of 16 where padding to 256 makes 16 + 4."""
-    assert set(re.findall(r"matrix=(\d+)", line_of("90:bf16:192/128:middle:forward"))) == {str(12 + 4)}
+    told = row_of("90:bf16:192/128:middle:forward")
+    assert [loop["matrix"] for loop in told["loops"]] == [12 + 4] * 3
 
 
 @pytest.mark.nightly
