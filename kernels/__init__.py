@@ -1,7 +1,8 @@
 """Attention of one query shard against one key shard, on one device. Needs torch and triton only; copy it as it is."""
 
 from .bounds import FULL, Bounds, Runs, TileRange, tile_range
-from .config import KernelConfig, Tile, default_config
+from .choice import default_config
+from .config import KernelConfig, Tile
 from .entries import (
     attention_backward,
     attention_delta,

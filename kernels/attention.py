@@ -7,7 +7,8 @@ import torch
 from .backward import delta_kernel, dkdv_kernel, dq_kernel
 from .bounds import FULL, Bounds
 from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank
-from .config import KernelConfig, tile_for
+from .choice import situation, tile_for
+from .config import KernelConfig
 from .forward import forward_kernel
 from .hopper_launch import launch_hopper, takes
 from .launch import head_dims, interval, launch, modifiers, options, programs, shape_of, strided
@@ -71,7 +72,7 @@ def attention_forward(
     dtype = q.dtype if final else torch.float32
     in_place = out is not None and out.dtype == dtype
     result = out if out is not None and in_place else torch.empty(out_shape, device=q.device, dtype=dtype)
-    tile = tile_for("forward", config, q, v, bounds.block)
+    tile = tile_for("forward", config, q, v, **situation(bounds, scores))
     flags = {"HAS_STATE": out is not None, "IN_PLACE": in_place}
     if config is not None and config.forward_kernel == "hopper" and takes(q, k, v, bounds, scores, tile):
         launch_hopper(q, k, v, out, result, lse, bounds, scale, tile)
@@ -138,7 +139,7 @@ def attention_dq(
     """
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
     target = result_like("into", into, "sums", sums, q)
-    tile = tile_for("dq", config, q, v, bounds.block)
+    tile = tile_for("dq", config, q, v, **situation(bounds, scores))
     launch(
         dq_kernel, programs(q.shape[1], tile.block_q, q), q.device,
         strided(dout), strided(q), strided(k), strided(v), lse, delta, strided(target if sums is None else sums),
@@ -179,7 +180,7 @@ def attention_dkdv(
     dk_into, dv_into = into or (None, None)
     dk = result_like("into[0]", dk_into, "sums[0]", dk_sum, k)
     dv = result_like("into[1]", dv_into, "sums[1]", dv_sum, v)
-    tile = tile_for("dkdv", config, q, v, bounds.block)
+    tile = tile_for("dkdv", config, q, v, **situation(bounds, scores))
     launch(
         dkdv_kernel, programs(k.shape[1], tile.block_k, k), q.device,
         strided(dout), strided(q), strided(k), strided(v), lse, delta,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache
-from math import gcd
+from dataclasses import dataclass
 
 import torch
 
 LEAST_SIDE = 16
+
+SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes of shared memory that one block may take: CUDA C++ programming guide, table of compute capabilities."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ _FLOAT32 = {  # tf32x3 holds every operand twice, in 4-byte elements: small tile
     128: KernelConfig(Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     256: KernelConfig(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
 }
-_INTERPRETER = KernelConfig(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))  # short sequences, many tiles
+INTERPRETER = KernelConfig(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))  # short sequences, many tiles
 
 _BY_ARCH = {80: _AMPERE, 90: _HOPPER, 100: _BLACKWELL, 103: _BLACKWELL}
 
@@ -101,38 +102,3 @@ def config_for(arch: int, dtype: torch.dtype, head_dim: int) -> KernelConfig:
     """
     table = _FLOAT32 if dtype == torch.float32 else _BY_ARCH.get(arch, _SMALL)
     return table[next(size for size in table if head_dim <= size)]
-
-
-@cache
-def _arch(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
-
-
-def default_config(q: torch.Tensor, v: torch.Tensor) -> KernelConfig:
-    """The default for the GPU, dtype and head dims of these tensors."""
-    if q.device.type != "cuda":
-        return _INTERPRETER
-    return config_for(_arch(q.device), q.dtype, max(q.shape[3], v.shape[3]))
-
-
-def tile_for(kernel: str, config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor, block: int | None) -> Tile:
-    """The tile of ``kernel``: the config's, or the default; where a mask has blocks, one that divides ``block``.
-
-    Raises:
-        ValueError: the config's does not, or blocks that no tile divides.
-    """
-    tile: Tile = getattr(config or default_config(q, v), kernel)
-    if block is None:
-        return tile
-    if block % LEAST_SIDE:
-        raise ValueError(
-            f"the block mask has blocks of {block}: they must be a multiple of {LEAST_SIDE}, a tile's least"
-        )
-    fit = replace(tile, block_q=gcd(tile.block_q, block), block_k=gcd(tile.block_k, block))
-    if config is not None and fit != tile:
-        raise ValueError(
-            f"config.{kernel} has tiles of {tile.block_q} x {tile.block_k}: they must divide the blocks of {block} "
-            "positions of the block mask"
-        )
-    return fit

@@ -13,7 +13,7 @@ import triton
 from .. import __version__
 from ..kernels import KernelConfig, Scores
 from ..kernels.checks import check_qkv, check_scale
-from ..kernels.config import tile_for
+from ..kernels.choice import tile_for
 from .backends import resolve_backend
 from .block_mask import BlockMask, Longformer
 from .documents import Documents, whole_numbers

@@ -1,0 +1,296 @@
+"""Which tile a launch takes: the caller's, else that of a tuned table, else the built-in default.
+
+Tables are looked for in the user's folder (``config_dir``, ``RINGATTN_CONFIG_DIR``, or the cache) and then in the
+package's. A table is read once per process and a look-up is one dictionary access: nothing is timed, ever.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+import warnings
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache, lru_cache
+from itertools import pairwise
+from math import gcd
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from .bounds import Bounds
+from .config import INTERPRETER, LEAST_SIDE, KernelConfig, Tile, config_for
+from .scores import Scores
+from .tables import KERNELS, Entry, RefusedTable, Table, file_name, read
+
+CONFIG_DIR = "RINGATTN_CONFIG_DIR"
+HERE = Path(__file__).parent
+# what ships with the kernels: `tuned/` in this folder, where a vendor puts tables, or the folder beside it
+PACKAGE = (HERE / "tuned", HERE.parent / "autotune" / "tables")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+Version = tuple[int, int]
+Key = tuple[str, torch.dtype, int, int, int, bool]  # kernel, dtype, D, Dv, query heads per key head, without a mask
+Lengths = tuple[tuple[float, ...], tuple[Tile, ...]]  # where one tile gives way to the next, and the tiles
+
+
+class Gpu(NamedTuple):
+    """What a table is for."""
+
+    name: str
+    arch: int  # compute capability without the dot
+
+
+@cache
+def gpu_of(device: torch.device) -> Gpu | None:
+    """The GPU of a device; None for any other device."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return Gpu(torch.cuda.get_device_name(device), major * 10 + minor)
+
+
+def triton_version() -> Version:
+    """(3, 7) of 3.7.1: code generation changes with it, and a tile's worth with that."""
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def user_folder() -> Path | None:
+    """The user's cache by the XDG rules: ``$XDG_CACHE_HOME/ringattn/tiles``; None for a user without a home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):
+        return Path(base, "ringattn", "tiles")
+    home = os.path.expanduser("~")
+    return Path(home, ".cache", "ringattn", "tiles") if os.path.isabs(home) else None
+
+
+class Tuned:
+    """The tiles of some tables, the first table that knows a key deciding it."""
+
+    def __init__(self, tables: Iterable[Table] = (), *, estimated: bool = False) -> None:
+        self._lengths: dict[Key, Lengths] = {}
+        for table in tables:
+            self._lengths = _by_length(table.entries, estimated) | self._lengths
+
+    def tile(self, key: Key, length: int) -> Tile | None:
+        """The tile of the nearest length, by ratio; None where nothing was tuned for the key."""
+        found = self._lengths.get(key)
+        return None if found is None else found[1][bisect_left(found[0], length)]
+
+
+def _by_length(entries: Iterable[Entry], estimated: bool) -> dict[Key, Lengths]:
+    grouped: dict[Key, dict[int, Tile]] = {}
+    for point, tile in ((entry.point, entry.tile) for entry in entries if estimated or not entry.estimated):
+        key = (point.kernel, DTYPES[point.dtype], point.head_dim, point.head_dim_v, point.group, point.mask == "full")
+        grouped.setdefault(key, {})[point.length] = tile
+    made = {}
+    for key, tiles in grouped.items():
+        lengths = sorted(tiles)
+        edges = tuple(math.sqrt(a * b) for a, b in pairwise(lengths))
+        made[key] = edges, tuple(tiles[length] for length in lengths)
+    return made
+
+
+_LOADING = threading.Lock()
+
+
+@lru_cache(maxsize=64)
+def _load(gpu: Gpu, config_dir: str | None, estimated: bool) -> Tuned:
+    folders = [*([Path(config_dir)] if config_dir else [user_folder()]), *PACKAGE]
+    if config_dir and not os.path.isdir(config_dir):  # from the environment: nobody to raise to
+        _warn(f"{CONFIG_DIR} is {config_dir!r}: there is no such folder; `ringattn tune --save-dir` makes it")
+    there = [folder for folder in folders if folder is not None]
+    names = [gpu.name, *([f"sm_{gpu.arch}"] if estimated else [])]  # a table of no GPU holds estimates alone
+    return Tuned([table for name in names for table in _tables(name, gpu, there)], estimated=estimated)
+
+
+def forget() -> None:
+    """Read every table again at the next look-up; for who has just written one."""
+    _load.cache_clear()
+
+
+def tuned(gpu: Gpu, config_dir: str | os.PathLike[str] | None = None, *, estimated: bool = False) -> Tuned:
+    """The tiles that tables have for a GPU and this version of Triton.
+
+    Args:
+        config_dir: looked into before the package's tables; default ``$RINGATTN_CONFIG_DIR``, else the user's cache.
+        estimated: also entries that were never measured. They are never a default: ask for them.
+
+    Raises:
+        ValueError: ``config_dir`` is no folder.
+    """
+    if config_dir is None:
+        folder = os.environ.get(CONFIG_DIR)
+    elif os.path.isdir(folder := os.fspath(config_dir)):
+        pass
+    else:
+        raise ValueError(f"config_dir is {folder!r}: there is no such folder; `ringattn tune --save-dir` makes it")
+    with _LOADING:  # virtual ranks are threads: a warning comes once
+        return _load(gpu, folder, estimated)
+
+
+def _tables(name: str, gpu: Gpu, folders: list[Path]) -> list[Table]:
+    """This version's tables in order of the folders; where there is none, those of the nearest older version."""
+    versions = {folder: _versions(folder, name) for folder in folders}
+    ours = triton_version()
+    serving = max((version for found in versions.values() for version in found if version <= ours), default=None)
+    if serving is None:
+        return []
+    paths = [folder / found[serving] for folder, found in versions.items() if serving in found]
+    tables = [table for path in paths if (table := _read(path, name, gpu, serving)) is not None]
+    if serving != ours and tables:
+        _warn(
+            f"no tuned tiles for Triton {ours[0]}.{ours[1]} at {folders[0] / file_name(name, ours)}: those for "
+            f"{serving[0]}.{serving[1]}, {paths[0]}, serve instead. To make it: {command_for(tables[0], folders[0])}"
+        )
+    return tables
+
+
+def _versions(folder: Path, name: str) -> dict[Version, str]:
+    """The versions that a folder has a table of this GPU for, with its name."""
+    pattern = re.escape(file_name(name, (0, 0)).removesuffix("0.0.json")) + r"(\d{1,3})\.(\d{1,3})\.json"
+    try:
+        names = os.listdir(folder)
+    except OSError:  # no such folder: most users have none
+        return {}
+    found = (re.fullmatch(pattern, one) for one in names)
+    return {(int(match[1]), int(match[2])): match[0] for match in found if match}
+
+
+def _read(path: Path, name: str, gpu: Gpu, version: Version) -> Table | None:
+    """A table that is for this GPU and version; None, with a warning, for what is not or is refused."""
+    try:
+        table = read(path)
+    except RefusedTable as error:
+        _warn(f"{error}; the built-in tiles are used")
+        return None
+    except FileNotFoundError:  # gone since it was listed
+        return None
+    for what, got, wanted in (
+        ("gpu", table.gpu, name),
+        ("arch", table.arch, gpu.arch),
+        ("triton", table.triton, version),
+    ):
+        if got != wanted:
+            _warn(f"{path} is refused: its {what} is {got!r}, this is {wanted!r}; the built-in tiles are used")
+            return None
+    return table
+
+
+def command_for(table: Table, folder: Path) -> str:
+    """What makes such a table again for the shape it has most of; of checked numbers alone, as it may be pasted."""
+    points = [entry.point for entry in table.entries]
+    if not points:
+        return "ringattn tune"
+    shapes = [point[1:5] for point in points]
+    dtype, head_dim, head_dim_v, group = most = max(shapes, key=shapes.count)
+    of_shape = [point for point in points if point[1:5] == most]
+    lengths = ",".join(str(length) for length in sorted({point.length for point in of_shape}))
+    value = f" --value-dim {head_dim_v}" if head_dim_v != head_dim else ""
+    mask = " --causal" if any(point.mask == "bounded" for point in of_shape) else " --full"
+    return (
+        f"ringattn tune --heads {8 * group} --kv-heads 8 --head-dim {head_dim}{value} --dtype {dtype} "
+        f"--seqlen {lengths}{mask} --save-dir {folder}"
+    )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def default_config(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    full: bool = True,
+    config_dir: str | os.PathLike[str] | None = None,
+    estimated: bool = False,
+) -> KernelConfig:
+    """The tiles of launches without ``config``: of tuned tables, and where they have none the built-in default.
+
+    Args:
+        q: queries ``[B, Sq, H, D]``, for their device, dtype and shape.
+        v: values ``[B, Sk, Hkv, Dv]``.
+        full: without a mask, or with bounds.
+        config_dir, estimated: as in :func:`tuned`.
+    """
+    return KernelConfig(
+        **{kernel: _tile(kernel, q, v, full, config_dir=config_dir, estimated=estimated) for kernel in KERNELS}
+    )
+
+
+def _tile(
+    kernel: str,
+    q: torch.Tensor,
+    v: torch.Tensor,
+    full: bool,
+    config_dir: str | os.PathLike[str] | None = None,
+    estimated: bool = False,
+) -> Tile:
+    gpu = gpu_of(q.device)
+    if gpu is None:
+        return _built_in(kernel, q, v)
+    heads, head_dim = q.shape[2:]
+    _, length, kv_heads, head_dim_v = v.shape
+    key = (kernel, q.dtype, head_dim, head_dim_v, heads // max(kv_heads, 1), full)
+    found = tuned(gpu, config_dir, estimated=estimated).tile(key, length)
+    return found or _built_in(kernel, q, v)
+
+
+def _built_in(kernel: str, q: torch.Tensor, v: torch.Tensor) -> Tile:
+    gpu = gpu_of(q.device)
+    config = INTERPRETER if gpu is None else config_for(gpu.arch, q.dtype, max(q.shape[3], v.shape[3]))
+    return _of(config, kernel)
+
+
+def _of(config: KernelConfig, kernel: str) -> Tile:
+    tile: Tile = getattr(config, kernel)
+    return tile
+
+
+def situation(bounds: Bounds, scores: Scores) -> dict[str, Any]:
+    """What of a launch decides its tile, beside its tensors: arguments of :func:`tile_for`."""
+    plain = scores.is_plain and bounds.used is None and bounds.runs is None
+    return {"block": bounds.block, "full": bounds.is_full, "plain": plain}
+
+
+def tile_for(
+    kernel: str,
+    config: KernelConfig | None,
+    q: torch.Tensor,
+    v: torch.Tensor,
+    block: int | None,
+    *,
+    full: bool = True,
+    plain: bool = True,
+) -> Tile:
+    """The tile of ``kernel``: the config's, or the default; where a mask has blocks, one that divides ``block``.
+
+    Tuned tables serve ``plain`` launches (nothing but bounds): with more in the loop a tile that just fits may not.
+
+    Raises:
+        ValueError: the config's does not, or blocks that no tile divides.
+    """
+    if config is not None:
+        tile = _of(config, kernel)
+    else:
+        tile = _tile(kernel, q, v, full) if plain and block is None else _built_in(kernel, q, v)
+    if block is None:
+        return tile
+    if block % LEAST_SIDE:
+        raise ValueError(
+            f"the block mask has blocks of {block}: they must be a multiple of {LEAST_SIDE}, a tile's least"
+        )
+    fit = replace(tile, block_q=gcd(tile.block_q, block), block_k=gcd(tile.block_k, block))
+    if config is not None and fit != tile:
+        raise ValueError(
+            f"config.{kernel} has tiles of {tile.block_q} x {tile.block_k}: they must divide the blocks of {block} "
+            "positions of the block mask"
+        )
+    return fit

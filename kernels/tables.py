@@ -1,0 +1,340 @@
+"""Tuned tiles in JSON: one file per GPU and Triton minor version, checked strictly before a number of it is believed.
+
+A file may come from anywhere: it is read as data, never executed, and anything that is not exactly the schema below is
+refused with the file's path and the reason. ``kernels/README.md`` has the format for people.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .config import SHARED_LIMIT, Tile
+
+SCHEMA = "ringattn tiles"
+VERSION = 1
+MOST_BYTES = 4 << 20
+MOST_ENTRIES = 10_000
+MOST_DEPTH = 8  # the format has 4
+MOST_TOKENS = 1 << 40
+MOST_SIDE = 512
+MOST_STAGES = 8
+MOST_TEXT = 400
+
+KERNELS = ("forward", "dq", "dkdv")
+DTYPES = ("bf16", "fp16", "fp32")
+MASKS = ("full", "bounded")
+"""What a kernel knows of a mask: none, or an interval of keys per row (causal, window, documents, prefix)."""
+
+ARCH = re.compile(r"sm_(\d{2,3})")
+"""The name of a table that was made without a GPU: of a compute capability, not of a product."""
+
+Check = Callable[[object], str | None]
+"""What a value must be, where it is not that."""
+
+
+class RefusedTable(ValueError):
+    """A table that is not used; the message has its path and the reason."""
+
+
+class Point(NamedTuple):
+    """What a tile is chosen for."""
+
+    kernel: str  # one of KERNELS
+    dtype: str  # one of DTYPES
+    head_dim: int
+    head_dim_v: int
+    group: int  # query heads per key head
+    mask: str  # one of MASKS
+    length: int  # tokens on one GPU, of queries and of keys
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tile, and how it was found; ``seconds``, ``spread``, ``beside`` and ``baseline`` are None where estimated."""
+
+    point: Point
+    tile: Tile
+    estimated: bool  # never measured: compiled, and ranked by `bound`
+    date: str  # ISO 8601
+    seconds: float | None = None  # median of one launch
+    spread: float | None = None  # half the interquartile range over the median
+    beside: float | None = None  # median with a communication kernel beside it
+    baseline: float | None = None  # median of the built-in default in the same run
+    bound: float | None = None  # what an estimate was ranked by; smaller is better
+    bound_by: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    driver: str | None = None
+    clocks: Mapping[str, float | str | None] = field(default_factory=dict)
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """All entries of one file."""
+
+    gpu: str  # as the driver names it; sm_90 for a table made without a GPU
+    arch: int  # compute capability without the dot
+    triton: tuple[int, int]
+    entries: tuple[Entry, ...]
+
+
+def file_name(gpu: str, triton: tuple[int, int]) -> str:
+    """``nvidia-h200_triton-3.7.json``: letters, digits and dashes of the GPU's name, so that no name leaves a folder.
+
+    Raises:
+        ValueError: a name without a letter or digit.
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")[:80]
+    if not slug:
+        raise ValueError(f"gpu is {gpu!r}: a name of a table takes at least one letter or digit")
+    return f"{slug}_triton-{triton[0]}.{triton[1]}.json"
+
+
+def read(path: Path) -> Table:
+    """The table of a file.
+
+    Raises:
+        RefusedTable: it is no regular file, too large, not JSON, or not of this schema.
+        FileNotFoundError: there is none.
+    """
+    try:
+        return parse(_text(path))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise RefusedTable(f"{path} is refused: {error}") from error
+
+
+def _text(path: Path) -> str:
+    # not blocking: opening a FIFO for reading would wait for its writer
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is no regular file")
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+    return data.decode()
+
+
+def parse(text: str) -> Table:
+    """The table that JSON text describes.
+
+    Raises:
+        ValueError: the text is not JSON or not of this schema; the message names the field, what it got, what it takes.
+    """
+    data = load_json(text)
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise ValueError(f"schema is {shown(data.get('schema') if isinstance(data, dict) else data)}, not {SCHEMA!r}")
+    version = data.get("version")
+    if type(version) is int and version > VERSION:
+        raise ValueError(f"its schema is version {version}, this code reads up to {VERSION}: update ringattn")
+    _take("", data, _TABLE)
+    arch, (major, minor) = data["arch"], data["triton"].split(".")
+    made_without_gpu = ARCH.fullmatch(data["gpu"])
+    if made_without_gpu and int(made_without_gpu[1]) != arch:
+        raise ValueError(f"gpu is {data['gpu']} and arch {arch}")
+    entries = tuple(_entry(f"entries[{i}]", given) for i, given in enumerate(data["entries"]))
+    if made_without_gpu and not all(entry.estimated for entry in entries):
+        raise ValueError(f"gpu is {data['gpu']}: a table of no GPU has estimated entries alone")
+    for i, entry in enumerate(entries):
+        if (least := least_shared(entry.point, entry.tile)) > (limit := shared_limit(arch)):
+            raise ValueError(
+                f"entries[{i}].tile takes at least {least} bytes of shared memory, a block of sm_{arch} has {limit}"
+            )
+    if len({entry.point for entry in entries}) < len(entries):
+        raise ValueError("two entries are for the same point")
+    return Table(data["gpu"], arch, (int(major), int(minor)), entries)
+
+
+def shared_limit(arch: int) -> int:
+    """Bytes of shared memory that one block may take."""
+    return SHARED_LIMIT.get(arch, max(SHARED_LIMIT.values()))
+
+
+def least_shared(point: Point, tile: Tile) -> int:
+    """Bytes of shared memory that a tile takes in any case: what its pipeline has in flight of the streamed pair.
+
+    Forward and dQ stream K and V, dK/dV streams Q and dO; one of ``num_stages`` may be in registers. What a compiled
+    kernel takes is this or more.
+    """
+    rows = tile.block_q if point.kernel == "dkdv" else tile.block_k
+    size = 4 if point.dtype == "fp32" else 2
+    both = rows * (point.head_dim + point.head_dim_v) * size
+    return both * (tile.num_stages - 1) if tile.num_stages > 1 else 0
+
+
+def load_json(text: str) -> Any:
+    """JSON without what Python adds to it (NaN, infinities), without a name twice, and not deep.
+
+    Raises:
+        ValueError: it is not that.
+    """
+    depth = 0
+    for bracket in re.finditer(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])', text, re.DOTALL):
+        depth += (bracket[1] is not None) - (bracket[2] is not None)
+        if depth > MOST_DEPTH:
+            raise ValueError(f"it nests deeper than {MOST_DEPTH}")
+    return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_name_twice)
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not a number")
+
+
+def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a name is there twice in one object")
+    return made
+
+
+def as_json(table: Table) -> dict[str, Any]:
+    """What :func:`parse` reads."""
+    entries = [{**entry.point._asdict(), **_told(entry)} for entry in sorted(table.entries, key=lambda one: one.point)]
+    version = ".".join(map(str, table.triton))
+    return {
+        "schema": SCHEMA, "version": VERSION, "gpu": table.gpu, "arch": table.arch, "triton": version,
+        "entries": entries,
+    }  # fmt: skip
+
+
+def _told(entry: Entry) -> dict[str, Any]:
+    told = {one.name: getattr(entry, one.name) for one in fields(Entry) if one.name != "point"}
+    return told | {"tile": asdict(entry.tile), "versions": dict(entry.versions), "clocks": dict(entry.clocks)}
+
+
+def _entry(where: str, given: object) -> Entry:
+    taken = _take(where, given, _ENTRY)
+    point = Point(*(taken.pop(name) for name in Point._fields))
+    tile = Tile(**_take(f"{where}.tile", taken.pop("tile"), _TILE))
+    entry = Entry(point, tile, **taken)
+    if entry.estimated != (entry.seconds is None):
+        raise ValueError(f"{where}.estimated is {entry.estimated} and seconds {entry.seconds}: one or the other")
+    return entry
+
+
+def _take(where: str, given: object, wanted: Mapping[str, Check]) -> dict[str, Any]:
+    """``given``, once it has the names in ``wanted``, no other, and each passes its check."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{where or 'it'} is {shown(given)}: it must be an object")
+    if wrong := sorted({*given} ^ {*wanted}):
+        state = "is missing" if wrong[0] in wanted else "is not known"
+        raise ValueError(f"{where + '.' if where else ''}{shown(wrong[0])[1:-1]} {state}")
+    for name, check in wanted.items():
+        if (needs := check(given[name])) is not None:
+            raise ValueError(f"{where + '.' if where else ''}{name} is {shown(given[name])}: it must be {needs}")
+    return dict(given)
+
+
+def shown(value: object) -> str:
+    """A value for a message: short, whatever it is."""
+    if type(value) is int and value.bit_length() > 256:
+        return "a huge number"  # Python refuses to print those
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def whole(least: int, most: int) -> Check:
+    good = range(least, most + 1)
+    return lambda value: None if type(value) is int and value in good else f"a whole number from {least} to {most}"
+
+
+def one_of(*words: object) -> Check:
+    return lambda value: (
+        None if type(value) in (str, int) and value in words else f"one of {', '.join(map(str, words))}"
+    )
+
+
+def text(pattern: str = r"[ -~]*", what: str = "") -> Check:
+    """Printable ASCII: what is printed to a terminal must not be able to steer it."""
+    return lambda value: (
+        None
+        if isinstance(value, str) and len(value) <= MOST_TEXT and re.fullmatch(pattern, value)
+        else what or f"text of at most {MOST_TEXT} printable characters"
+    )
+
+
+def number(*, zero: bool = True) -> Check:
+    """Finite and not negative."""
+
+    def check(value: object) -> str | None:
+        right = type(value) in (int, float) and 0 <= value < 1e300 and math.isfinite(value)  # type: ignore[operator, arg-type]
+        return None if right and (zero or value) else f"a {'' if zero else 'positive '}finite number"
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    def checked(value: object) -> str | None:
+        return None if value is None or (needs := check(value)) is None else f"{needs}, or null"
+
+    return checked
+
+
+def either(*checks: Check) -> Check:
+    return lambda value: None if any(check(value) is None for check in checks) else str(checks[0](value))
+
+
+def named(check: Check) -> Check:
+    """A small flat object whose values pass ``check``."""
+
+    def checked(value: object) -> str | None:
+        if not isinstance(value, dict) or len(value) > 32:
+            return "an object of at most 32 values"
+        wrong: Iterator[str] = (needs for one in value.values() if (needs := check(one)) is not None)
+        return next(wrong, None) if all(text()(name) is None for name in value) else "an object of short names"
+
+    return checked
+
+
+def _power_of_two(value: object) -> str | None:
+    right = type(value) is int and 16 <= value <= MOST_SIDE and value & (value - 1) == 0
+    return None if right else f"a power of two from 16 to {MOST_SIDE}"
+
+
+_TILE: dict[str, Check] = {
+    "block_q": _power_of_two,
+    "block_k": _power_of_two,
+    "num_warps": one_of(1, 2, 4, 8, 16),
+    "num_stages": whole(1, MOST_STAGES),
+}
+_ENTRY: dict[str, Check] = {
+    "kernel": one_of(*KERNELS),
+    "dtype": one_of(*DTYPES),
+    "head_dim": whole(1, 256),
+    "head_dim_v": whole(1, 256),
+    "group": whole(1, 1024),
+    "mask": one_of(*MASKS),
+    "length": whole(1, MOST_TOKENS),
+    "tile": lambda value: None if isinstance(value, dict) else "an object",
+    "estimated": lambda value: None if isinstance(value, bool) else "true or false",
+    "date": text(r"\d{4}-\d\d-\d\d[ -~]{0,30}", "an ISO 8601 date"),
+    "seconds": optional(number(zero=False)),
+    "spread": optional(number()),
+    "beside": optional(number(zero=False)),
+    "baseline": optional(number(zero=False)),
+    "bound": optional(number()),
+    "bound_by": text(),
+    "versions": named(text()),
+    "driver": optional(text()),
+    "clocks": named(optional(either(number(), text()))),
+    "command": text(),
+}
+_TABLE: dict[str, Check] = {
+    "schema": one_of(SCHEMA),
+    "version": whole(1, VERSION),
+    "gpu": text(r"[ -~]{1,100}", "the name of a GPU, at most 100 printable characters"),
+    "arch": whole(70, 999),
+    "triton": text(r"\d{1,3}\.\d{1,3}", "a version such as 3.7"),
+    "entries": lambda value: (
+        None if isinstance(value, list) and len(value) <= MOST_ENTRIES else f"a list of at most {MOST_ENTRIES} entries"
+    ),
+}

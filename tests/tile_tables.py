@@ -1,0 +1,48 @@
+"""Tables of tiles to test with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringattn.kernels import Tile, choice
+from ringattn.kernels.choice import Gpu
+from ringattn.kernels.tables import Entry, Point, Table, as_json, file_name
+
+H200 = Gpu("NVIDIA H200", 90)
+RTX = Gpu("NVIDIA RTX A6000", 86)
+DATE = "2026-11-21T12:00:00+00:00"
+POINT = Point("forward", "bf16", 128, 128, 4, "full", 8192)
+TILE = Tile(64, 64, 4, 2)
+
+
+def entry(point: Point = POINT, tile: Tile = TILE, **changed: Any) -> Entry:
+    told = {"estimated": False, "date": DATE, "seconds": 1e-3, "spread": 0.01, "beside": 1.1e-3, "baseline": 1.2e-3}
+    return Entry(point, tile, **{**told, "versions": {"triton": "3.7.1"}, "clocks": {"sm_mhz": 1980}, **changed})
+
+
+def estimate(point: Point = POINT, tile: Tile = TILE) -> Entry:
+    return Entry(point, tile, estimated=True, date=DATE, bound=3.5, bound_by="instructions")
+
+
+def save(folder: Path, *entries: Entry, gpu: Gpu = H200, triton: tuple[int, int] | None = None) -> Path:
+    """A table in a folder, by its name there."""
+    version = triton or choice.triton_version()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / file_name(gpu.name, version)
+    path.write_text(json.dumps(as_json(Table(gpu.name, gpu.arch, version, entries))))
+    return path
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """The user's folder of tables and the package's, both of the test's own, and no folder by the environment."""
+    user, package = tmp_path / "cache" / "ringattn" / "tiles", tmp_path / "package"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(choice.CONFIG_DIR, raising=False)
+    monkeypatch.setattr(choice, "PACKAGE", (package,))
+    choice.forget()
+    return user, package
