@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import bench, comm, kernels, reference, ring
+    from . import autotune, bench, comm, kernels, reference, ring
     from .comm import LocalWorld
     from .ring import Layout, Ring, positions, ring_attention, shard, unshard
 
@@ -17,6 +17,7 @@ __all__ = [
     "LocalWorld",
     "Ring",
     "__version__",
+    "autotune",
     "bench",
     "comm",
     "kernels",
@@ -28,7 +29,7 @@ __all__ = [
     "unshard",
 ]
 
-_FOLDERS = ("bench", "comm", "kernels", "reference", "ring")
+_FOLDERS = ("autotune", "bench", "comm", "kernels", "reference", "ring")
 _HOME = dict.fromkeys(("Layout", "Ring", "positions", "ring_attention", "shard", "unshard"), "ring")
 _HOME["LocalWorld"] = "comm"
 

@@ -1,0 +1,42 @@
+"""Finds tiles per GPU and keeps them: what may be tried, which of it compiles, which is fastest, where answers live.
+
+The search is handed the functions that compile, check and measure: nothing here needs a GPU.
+"""
+
+from .cards import Shape, gpu_of_arch, points_of
+from .journal import Journal
+from .models import shape_of_config
+from .pool import Failure, run_jobs
+from .ranking import Job, Judge, Rank, Ranked, Verdict, rank_candidates
+from .search import Budget, Measured, Reading, Search, Trials, planned
+from .space import grid, space, why_not
+from .store import known, merged, private_folder, save
+
+__all__ = [
+    "Budget",
+    "Failure",
+    "Job",
+    "Journal",
+    "Judge",
+    "Measured",
+    "Rank",
+    "Ranked",
+    "Reading",
+    "Search",
+    "Shape",
+    "Trials",
+    "Verdict",
+    "gpu_of_arch",
+    "grid",
+    "known",
+    "merged",
+    "planned",
+    "points_of",
+    "private_folder",
+    "rank_candidates",
+    "run_jobs",
+    "save",
+    "shape_of_config",
+    "space",
+    "why_not",
+]

@@ -1,0 +1,141 @@
+"""What may be tried at a point: pure, complete, and nothing that arithmetic already rules out."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from ringattn.autotune import Shape, gpu_of_arch, grid, points_of, shape_of_config, space, why_not
+from ringattn.autotune.space import MOST_VALUES, values_kept
+from ringattn.kernels import Tile
+from ringattn.kernels.config import SHARED_LIMIT
+from ringattn.kernels.tables import KERNELS, Point, least_shared
+
+from .tune_cases import POINT
+
+POINTS = [
+    Point(kernel, dtype, dims[0], dims[1], 4, mask, 8192)
+    for kernel, dtype, dims, mask in product(
+        KERNELS, ("bf16", "fp32"), ((64, 64), (128, 128), (192, 128), (256, 256)), ("full", "bounded")
+    )
+]
+
+
+@pytest.mark.parametrize("arch", SHARED_LIMIT)
+def test_every_combination_is_tried_or_has_a_reason(arch: int) -> None:
+    for point in POINTS:
+        every, tried = grid(point), space(point, arch)
+        assert len({*every}) == len(every)
+        assert tried, f"nothing for {point} on sm_{arch}"
+        assert [tile for tile in every if why_not(tile, point, arch) is None] == tried
+        assert all(least_shared(point, tile) <= SHARED_LIMIT[arch] for tile in tried)
+
+
+def test_registers_hold_what_is_tried_where_they_hold_it() -> None:
+    wide = Tile(128, 128, 4, 2)  # 128 x 128 sums and as many scores, in 4 warps: 256 values per thread
+    assert values_kept(wide, POINT) / 128 == 256 > MOST_VALUES
+    assert "256 fp32 values per thread" in str(why_not(wide, POINT, 90))
+    assert why_not(wide, POINT, 100) is None  # tensor memory holds them
+
+
+@pytest.mark.parametrize(
+    ("tile", "changed", "told"),
+    [
+        (Tile(128, 128, 8, 4), {}, "takes at least 196608 bytes of shared memory, a block of sm_86 has 101376"),
+        (Tile(64, 64, 4, 1), {"length": 32}, "a side is longer than 32 tokens"),
+        (Tile(32, 16, 8, 1), {}, "2 scores per thread, fewer than 8"),
+    ],
+)
+def test_reasons(tile: Tile, changed: dict[str, int], told: str) -> None:
+    assert why_not(tile, POINT._replace(**changed), 86) == told  # type: ignore[arg-type]
+
+
+def test_a_short_shard_still_has_tiles() -> None:
+    assert space(POINT._replace(length=1, dtype="fp32"), 90)
+
+
+def test_points() -> None:
+    shape = Shape(32, 8, 128, 128)
+    causal = points_of(shape, [32768, 8192, 8192], causal=True)
+    assert len(causal) == 3 * 2 * 2 == len({*causal})
+    assert {point.group for point in causal} == {4}
+    assert {point.mask for point in points_of(shape, [1], causal=False)} == {"full"}
+    with pytest.raises(ValueError, match=r"seqlen is \[8192, 0\]: it takes"):
+        points_of(shape, [8192, 0], causal=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ((6, 4, 64, 64), "heads is 6: it must be a multiple of the 4 heads of keys"),
+        ((6, 0, 64, 64), "heads is 6"),
+        ((4, 4, 257, 64), "head_dim is 257: it must be 1 to 256"),
+        ((4, 4, 64, 0), "value_dim is 0"),
+        ((4, 4, 64, 64, "fp8"), "dtype is 'fp8': it must be one of bf16, fp16, fp32"),
+    ],
+)
+def test_no_attention(given: tuple[int, int, int, int], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Shape(*given)
+
+
+def test_an_arch_by_name() -> None:
+    assert gpu_of_arch("sm_120") == ("sm_120", 120)
+    for wrong in ("sm_91", "90", "hopper", ""):
+        with pytest.raises(ValueError, match="it must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"):
+            gpu_of_arch(wrong)
+
+
+# models by their config.json
+
+LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "torch_dtype": "bfloat16"}
+CONFIGS = [
+    (LLAMA, Shape(32, 8, 128, 128)),
+    ({**LLAMA, "head_dim": 64, "torch_dtype": "float16"}, Shape(32, 8, 64, 64, "fp16")),
+    ({**LLAMA, "num_key_value_heads": None, "head_dim": None}, Shape(32, 32, 128, 128)),
+    ({"n_head": 12, "n_embd": 768}, Shape(12, 12, 64, 64)),
+    ({"n_head": 71, "hidden_size": 4544, "multi_query": True}, Shape(71, 1, 64, 64)),
+    ({"text_config": LLAMA, "vision_config": {"num_attention_heads": 16}}, Shape(32, 8, 128, 128)),
+    (
+        {
+            "num_attention_heads": 128, "num_key_value_heads": 128, "hidden_size": 7168, "v_head_dim": 128,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "dtype": "float8_e4m3fn",
+        },
+        Shape(128, 128, 192, 128),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "shape"), CONFIGS)
+def test_a_models_config(data: dict[str, object], shape: Shape, tmp_path: Path) -> None:
+    (path := tmp_path / "config.json").write_text(json.dumps(data))
+    assert shape_of_config(path) == shape
+    assert shape_of_config(path, "fp32").dtype == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{}", "it has none of num_attention_heads, n_head, n_heads"),
+        ("[]", "it is []: it must be an object"),
+        ("{", "Expecting"),
+        (json.dumps({**LLAMA, "num_attention_heads": "32"}), "num_attention_heads is '32'"),
+        (json.dumps({**LLAMA, "num_key_value_heads": 5}), "heads is 32: it must be a multiple of the 5"),
+        (json.dumps({**LLAMA, "head_dim": 512}), "head_dim is 512: it must be 1 to 256"),
+        (json.dumps({"num_attention_heads": 8}), "it has none of hidden_size"),
+    ],
+)
+def test_what_is_no_config_is_refused_with_its_path(text: str, told: str, tmp_path: Path) -> None:
+    (path := tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError) as error:
+        shape_of_config(path)
+    assert str(error.value).startswith(f"{path} does not say an attention: ") and told in str(error.value)
+
+
+def test_no_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No such file"):
+        shape_of_config(tmp_path / "none.json")

@@ -1,0 +1,100 @@
+"""Stand-ins for what tuning is handed: a compiler, and a GPU with a clock of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ringattn.autotune import Failure, Job, Reading, Verdict
+from ringattn.kernels import Tile
+from ringattn.kernels.tables import Point
+
+POINT = Point("forward", "bf16", 128, 128, 4, "full", 8192)
+TILES = [Tile(q, k, warps, 2) for q in (32, 64, 128) for k in (16, 32, 64) for warps in (4, 8)]
+BASELINE = Tile(128, 128, 8, 2)
+
+
+@dataclass
+class StandIn:
+    """A GPU whose tiles take the seconds they are told, on a clock that only its work moves."""
+
+    seconds: Callable[[Tile, int], float]
+    """Of a tile's n-th run."""
+    besides: Callable[[Tile], float | None] = lambda tile: None
+    throttles: Callable[[int], tuple[str, ...]] = lambda call: ()
+    """By the number of the call."""
+    bad: dict[Tile, str] = field(default_factory=dict)
+    dies_at: int | None = None
+    """The call that the user interrupts."""
+    now: float = 0.0
+    calls: list[tuple[str, Tile]] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=list)
+
+    def clock(self) -> float:
+        return self.now
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+    def wrong(self, tile: Tile) -> str | None:
+        self._called("wrong", tile, 0.0)
+        return self.bad.get(tile)
+
+    def alone(self, tile: Tile) -> Reading:
+        return self._read("alone", tile, self.seconds(tile, self.calls.count(("alone", tile))))
+
+    def beside(self, tile: Tile) -> Reading | None:
+        seconds = self.besides(tile)
+        return None if seconds is None else self._read("beside", tile, seconds)
+
+    def _read(self, kind: str, tile: Tile, seconds: float) -> Reading:
+        throttled = self.throttles(len(self.calls))
+        self._called(kind, tile, seconds)
+        return Reading(seconds, throttled, {"sm_mhz": 1980.0 - 400 * len(throttled)})
+
+    def _called(self, kind: str, tile: Tile, seconds: float) -> None:
+        if len(self.calls) == self.dies_at:
+            self.dies_at = None
+            raise KeyboardInterrupt
+        self.calls.append((kind, tile))
+        self.now += seconds
+
+
+def at_once(
+    jobs: Sequence[Job], work: Callable[[Job], Verdict], *, workers: int, done: Callable[[Job, Verdict | Failure], None]
+) -> None:
+    """``run_jobs`` without processes."""
+    for job in jobs:
+        try:
+            result: Verdict | Failure = work(job)
+        except RuntimeError as error:
+            result = Failure(str(error))
+        done(job, result)
+
+
+# what worker processes are given to do
+
+
+def twice(number: int) -> int:
+    return 2 * number
+
+
+def by_number(number: int) -> str:
+    """Fails, dies or hangs where the number says so; else tells whether kernels would be interpreted."""
+    if number == 1:
+        raise ValueError("one is\nnot taken")
+    if number == 2:
+        os._exit(7)
+    if number == 3:
+        time.sleep(600)
+    return os.environ.get("TRITON_INTERPRET", "off")
+
+
+def process_then_sleep(number: int) -> int:
+    """Its process; the others sleep."""
+    if number:
+        time.sleep(600)
+    return os.getpid()
