@@ -138,15 +138,15 @@ def problems(variant: Variant, compiled: Compiled) -> list[str]:
     return found
 
 
-def compile_variant(variant: Variant) -> Compiled:
-    """Compile one variant ahead of time.
+def compile_variant(variant: Variant, source: ASTSource | None = None) -> Compiled:
+    """Compile one variant ahead of time, as :func:`ast_source` specialises it or as ``source`` does.
 
     Raises:
         RuntimeError: Triton or ptxas refuses it.
     """
     options = {"num_warps": variant.tile.num_warps, "num_stages": variant.tile.num_stages}
     target = GPUTarget("cuda", variant.arch, 32)
-    return read_compiled(triton.compile(ast_source(variant), target=target, options=options), variant.arch)
+    return read_compiled(triton.compile(source or ast_source(variant), target=target, options=options), variant.arch)
 
 
 def read_compiled(kernel: Any, arch: int) -> Compiled:

@@ -1,0 +1,350 @@
+"""``ringattn tune``: what it is asked, what it says and writes, and its GPU's part on the CPU and on a stand-in."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ringattn.autotune import Budget, Job, Journal, Reading, Shape, Verdict, gpu_of_arch, ranking, space
+from ringattn.bench import tune as command
+from ringattn.bench import tune_measure, tune_run
+from ringattn.bench.tune_measure import DeviceTrials
+from ringattn.bench.tune_run import Wish, compile_part, default_tile, estimated_entry, journals, measure_part
+from ringattn.kernels import Tile, choice, default_config
+from ringattn.kernels.choice import Gpu
+from ringattn.kernels.tables import KERNELS, Point, read
+
+from .tile_tables import H200, entry, folders, save
+from .tune_cases import StandIn, at_once
+
+__all__ = ["folders"]
+
+Folders = tuple[Path, Path]
+CPU = torch.device("cpu")
+SHAPE = Shape(2, 1, 16, 16, "fp32")
+SMALL = ["--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--dtype", "fp32", "--seqlen", "16", "--full"]
+
+
+class Bars:
+    """Counts what a bar would show."""
+
+    def __init__(self) -> None:
+        self.total, self.done = Counter[str](), Counter[str]()
+
+    def more(self, part: str, count: int) -> None:
+        self.total[part] += count
+
+    def step(self, part: str) -> None:
+        self.done[part] += 1
+
+
+def wish_of(folder: Path, **changed: Any) -> Wish:
+    wish = Wish(SHAPE, (16, 64), True, H200, CPU, folder, 1e9, 1)
+    return replace(wish, **changed)
+
+
+def fine(job: Job) -> Verdict:
+    return Verdict((), float(job.tile.block_q + job.tile.block_k + job.tile.num_warps + job.tile.num_stages), "clocks")
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything compiles, in this process."""
+    monkeypatch.setattr(ranking, "run_jobs", at_once)
+
+
+def asked(*arguments: str) -> Any:
+    return CliRunner().invoke(command.app, [*arguments], env={"COLUMNS": "400", "NO_COLOR": "1"})
+
+
+# the command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--arch", "sm_91"], "arch is 'sm_91': it must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"),
+        (["--arch", "hopper"], "arch is 'hopper'"),
+        (["--heads", "6", "--kv-heads", "4"], "heads is 6: it must be a multiple of the 4"),
+        (["--head-dim", "512"], "head_dim is 512: it must be 1 to 256"),
+        (["--dtype", "fp8"], "'fp8' is no dtype: it takes"),
+        (["--seqlen", "8x"], "'8x' is not a size"),
+        (["--seqlen", "0"], "seqlen is [0]"),
+        (["--from-config", "/nowhere/config.json"], "/nowhere/config.json does not say an attention"),
+        (["--from-config", "x", "--heads", "2"], "--from-config says the shape, and so does --heads"),
+        (["--json", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
+        (["--save-dir", "/dev/null/x"], "/dev/null/x is no folder to save in"),
+    ],
+)
+def test_bad_input_is_an_error_that_says_what_fits(arguments: list[str], told: str) -> None:
+    result = asked(*arguments)
+    assert result.exit_code == 2
+    assert told in re.sub(r"\s+", " ", result.output.replace("│", " "))
+
+
+def test_the_space_is_listed(tmp_path: Path) -> None:
+    result = asked("--list", "--seqlen", "8k,32k", "--arch", "sm_80", "--csv", str(tmp_path / "list.csv"))
+    assert result.exit_code == 0, result.output
+    points = Wish(Shape(32, 32, 128, 128), (8192, 32768), True, gpu_of_arch("sm_80"), None, tmp_path, 1, 1).points
+    count = sum(len(space(point, 80)) for point in points)
+    assert f"{count} candidates for sm_80; not tried: " in result.output
+    assert len((tmp_path / "list.csv").read_text().splitlines()) == count + 1
+    assert len(result.output.splitlines()) == count + 3
+
+
+def test_without_a_gpu_it_compiles_and_says_so(
+    tmp_path: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Really: worker processes, Triton, the gate, a table that a reader takes and a launch may ask for."""
+    monkeypatch.setattr(
+        ranking,
+        "space",
+        lambda point, arch: [tile for tile in space(point, arch) if (tile.num_stages, tile.num_warps) == (1, 4)],
+    )
+    result = asked(*SMALL, "--arch", "sm_80", "--json", str(tmp_path / "told.json"))
+    assert result.exit_code == 0, result.output
+    assert "no GPU here: compiled and ranked, nothing is measured, entries are estimates" in result.output
+    (path,) = folders[0].glob("*.json")
+    assert f"written: {path}" in result.output
+    table = read(path)
+    assert (table.gpu, table.arch, table.triton) == ("sm_80", 80, choice.triton_version())
+    assert {(one.point.kernel, one.point.length, one.estimated) for one in table.entries} == {
+        (kernel, 16, True) for kernel in KERNELS
+    }
+    assert all(one.bound and "SM clocks per 1024 pairs" in one.bound_by and one.versions for one in table.entries)
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["measured"] is False and told["table"] == str(path) and len(told["rows"]) == 3
+    again = asked(*SMALL, "--arch", "sm_80", "--compile-only", "--json", "-")
+    assert json.loads(again.output)["rows"] == told["rows"]
+
+
+def test_a_models_config_says_the_shape(tmp_path: Path) -> None:
+    (path := tmp_path / "config.json").write_text(
+        '{"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "torch_dtype": "float16"}'
+    )
+    result = asked("--from-config", str(path), "--list", "--seqlen", "1k", "--full", "--json", "-")
+    points = [Point(**point) for point in json.loads(result.output)["points"]]
+    assert {point[1:] for point in points} == {("fp16", 64, 64, 4, "full", 1024)}
+
+
+@pytest.mark.parametrize(
+    ("here", "arch", "compile_only", "gpu", "measures"),
+    [
+        (None, None, False, "sm_90", False),
+        (None, "sm_120", True, "sm_120", False),
+        (H200, None, False, "NVIDIA H200", True),
+        (H200, "sm_90", False, "NVIDIA H200", True),
+        (H200, None, True, "NVIDIA H200", False),
+        (H200, "sm_90", True, "sm_90", False),
+        (H200, "sm_80", False, "sm_80", False),
+    ],
+)
+def test_what_is_tuned_for(
+    here: Gpu | None, arch: str | None, compile_only: bool, gpu: str, measures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: here is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(command, "gpu_of", lambda device: here)
+    found, device, why = command.target(arch, compile_only)
+    assert (found.name, device is not None) == (gpu, measures)
+    assert ("nothing is measured" in why) != measures
+
+
+def test_a_gpu_that_no_tile_is_known_to_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(command, "gpu_of", lambda device: Gpu("Tesla V100", 70))
+    with pytest.raises(ValueError, match="arch is 'sm_70': it must be one of sm_80"):
+        command.target(None, False)
+
+
+def test_a_table_from_a_newer_schema_is_told_and_left(folders: Folders, compiler: None) -> None:
+    path = save(folders[0], entry(), gpu=gpu_of_arch("sm_80"))
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    before = path.read_text()
+    result = asked(*SMALL, "--arch", "sm_80", "--compile-only")
+    assert result.exit_code == 2 and "its schema is version 2" in result.output
+    assert path.read_text() == before
+
+
+# the GPU's part
+
+
+def slow(tile: Tile, run: int) -> float:
+    return 1e-3 * (tile.block_q + tile.block_k / 2 + tile.num_warps)
+
+
+def test_a_run_measures_and_is_the_default_from_then_on(
+    folders: Folders, compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish, bars = wish_of(folders[0]), Bars()
+    compiled, measured = journals(wish)
+    found = compile_part(wish, compiled, bars, compile_with=fine)
+    gpu = StandIn(slow, besides=lambda tile: 2.0 * slow(tile, 0))
+    answers = measure_part(
+        wish, found, measured, bars, trials_of=lambda point: gpu, budget=Budget(1e9, gpu.clock)
+    )  # fmt: skip
+    assert bars.done == bars.total
+    table = read(next(folders[0].glob("nvidia-h200*.json")))
+    assert {one.point for one in table.entries} == {*wish.points} == {one.point for one in answers}
+    for one in table.entries:
+        best = min([default_tile(one.point, 90), *(tile for tile in space(one.point, 90))], key=lambda x: slow(x, 0))
+        assert slow(one.tile, 0) == slow(best, 0) == one.seconds
+        assert one.beside == 2 * one.seconds and one.baseline == slow(default_tile(one.point, 90), 0)
+        assert one.clocks == {"sm_mhz": 1980.0, "throttled": ""}
+    assert not measured.path.exists() and compiled.path.exists()
+    monkeypatch.setattr(choice, "gpu_of", lambda device: H200)
+    q, v = torch.empty(1, 64, 2, 16), torch.empty(1, 64, 1, 16)
+    made = default_config(q, v)
+    tiles = {one.point.kernel: one.tile for one in table.entries if one.point.length == 64 and one.point.mask == "full"}
+    assert vars(made) == tiles
+
+
+def test_a_budget_leaves_the_journal_and_the_next_run_goes_on(folders: Folders, compiler: None) -> None:
+    wish = wish_of(folders[0])
+    found = compile_part(wish, journals(wish)[0], Bars(), compile_with=fine)
+    gpu, marks = StandIn(slow), []
+
+    def trials_of(point: Point) -> StandIn:
+        marks.append(len(gpu.calls))
+        return gpu
+
+    budget = Budget(10.0, gpu.clock)
+    answers = measure_part(wish, found, journals(wish)[1], Bars(), trials_of=trials_of, budget=budget)
+    assert all(here < there for here, there in pairwise([*marks, len(gpu.calls)])), "a point had no time"
+    assert any(one.measured is None or not one.measured.complete for one in answers)
+    journal = journals(wish)[1]
+    assert journal.path.exists()
+    measure_part(wish, found, journal, Bars(), trials_of=lambda point: gpu, budget=Budget(1e9, gpu.clock))
+    whole = StandIn(slow)
+    other = wish_of(folders[1])
+    measure_part(
+        other, found, journals(other)[1], Bars(), trials_of=lambda point: whole, budget=Budget(1e9, whole.clock)
+    )  # fmt: skip
+    assert Counter(gpu.calls) == Counter(whole.calls)
+    tiles = [
+        {one.point: (one.tile, one.seconds) for one in read(next(folder.glob("nvidia*.json"))).entries}
+        for folder in folders
+    ]
+    assert tiles[0] == tiles[1]
+
+
+def test_estimates_come_first_and_stay_where_nothing_was_measured(
+    folders: Folders, compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune_run, "compile_job", fine)
+    monkeypatch.setattr(tune_run, "compile_part", lambda *given: compile_part(*given, compile_with=fine))
+    gpu = StandIn(slow)
+    monkeypatch.setattr(tune_run, "DeviceTrials", lambda *given: gpu)
+    monkeypatch.setattr(tune_run, "Budget", lambda seconds: Budget(0.0, gpu.clock))
+    found, path = tune_run.tune(wish_of(folders[0]), Bars())
+    assert path is not None and all(one.estimated for one in read(path).entries)
+    assert len(read(path).entries) == len(found) == 12
+
+
+def test_the_estimate_is_the_best_bound(folders: Folders, compiler: None) -> None:
+    wish = wish_of(folders[0], device=None)
+    for one in compile_part(wish, journals(wish)[0], Bars(), compile_with=fine):
+        made = estimated_entry(one)
+        least = min(fine(ranking.job_of(one.point, tile, 90, 2)).bound for tile in space(one.point, 90))  # type: ignore[type-var]
+        assert made.bound == least and made.estimated and made.seconds is None
+
+
+# on a device: here the CPU under Triton's interpreter
+
+
+@pytest.mark.parametrize("mask", ["full", "bounded"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_right_tile_is_right_and_timed(kernel: str, mask: str) -> None:
+    """In fp16, so that the dtype of what is continued differs from that of the result."""
+    point = Point(kernel, "fp16", 16, 16, 2, mask, 40)
+    trials = DeviceTrials(point, replace(SHAPE, dtype="fp16"), CPU, checked=70)
+    tile = Tile(32, 16, 4, 1)
+    assert trials.wrong(tile) is None
+    reading = trials.alone(tile)
+    assert reading.seconds > 0 and reading.throttled == ()
+    assert trials.beside(tile) is None
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_wrong_result_is_told(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = Point(kernel, "fp32", 16, 16, 2, "full", 40)
+    name = f"attention_{kernel}"
+    real = getattr(tune_measure, name)
+
+    def off(*given: Any, **how: Any) -> Any:
+        made = real(*given, **how)
+        (made if isinstance(made, torch.Tensor) else made[0])[0, 3, 0, 1] += 1e-3
+        return made
+
+    monkeypatch.setattr(tune_measure, name, off)
+    told = DeviceTrials(point, SHAPE, CPU, checked=70).wrong(Tile(16, 16, 4, 1))
+    assert told is not None and re.match(r"(out|dq|dk) errs by 0\.00\d*, PyTorch's by ", told)
+
+
+def test_nan_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torch.full((2, 70, 2, 16), torch.nan), torch.zeros(2, 2, 70)
+    monkeypatch.setattr(tune_measure, "attention_forward", lambda *given, **how: made)
+    told = DeviceTrials(Point("forward", "fp32", 16, 16, 2, "full", 40), SHAPE, CPU, checked=70).wrong(
+        Tile(16, 16, 4, 1)
+    )
+    assert told is not None and told.startswith("out errs by nan")
+
+
+def test_what_does_not_launch_is_wrong_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: Any, **how: Any) -> Any:
+        raise RuntimeError("out of resource: shared memory\nand more")
+
+    monkeypatch.setattr(tune_measure, "attention_forward", full)
+    trials = DeviceTrials(Point("forward", "fp32", 16, 16, 2, "full", 40), SHAPE, CPU, checked=70)
+    assert trials.wrong(Tile(16, 16, 4, 1)) == "RuntimeError: out of resource: shared memory"
+
+
+def test_every_run_has_fresh_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = Point("forward", "fp32", 16, 16, 2, "full", 40)
+    trials, seen = DeviceTrials(point, SHAPE, CPU), []
+    monkeypatch.setattr(
+        tune_measure, "attention_forward", lambda q, k, v, **how: seen.append([float(x.sum()) for x in (q, k, v)])
+    )
+    for _ in range(3):
+        trials.alone(Tile(16, 16, 4, 1))
+    timed = seen[1:]  # the first compiles
+    assert len(timed) == 3
+    assert all(len({*sums}) == 3 for sums in zip(*timed, strict=True))
+
+
+def test_clocks_and_throttling_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = DeviceTrials(Point("forward", "fp32", 16, 16, 2, "full", 16), SHAPE, CPU)
+    monkeypatch.setattr(trials, "_clock", lambda step: 0.25)
+    monkeypatch.setattr(
+        trials, "_reader", lambda: {"sm_mhz": 1200, "throttled": ("idle", "power cap", "clocks set by the user")}
+    )
+    assert trials.alone(Tile(16, 16, 4, 1)) == Reading(0.25, ("power cap",), {"sm_mhz": 1200.0})
+
+
+def test_journals_are_of_one_gpu_driver_and_shape(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    wish = wish_of(folders[0])
+    compiled, measured = journals(wish)
+    compiled.put("a", {"n": 1})
+    measured.put("a", {"n": 1})
+
+    def kept(other: Wish) -> list[bool]:
+        return [journal.last("a") is not None for journal in journals(other)]
+
+    assert kept(wish) == [True, True]
+    assert kept(replace(wish, shape=replace(SHAPE, heads=4))) == [True, False]
+    assert kept(replace(wish, gpu=Gpu("NVIDIA H100 80GB HBM3", 90))) == [True, False]
+    monkeypatch.setattr(tune_run, "driver", lambda: "580.1")
+    assert kept(wish) == [True, False]
+    monkeypatch.setattr(tune_run, "digest", lambda: "other kernels")
+    assert kept(wish) == [False, False]
+    assert isinstance(compiled, Journal)

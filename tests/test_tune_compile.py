@@ -1,0 +1,296 @@
+"""Compiling candidates: workers that may crash and hang, verdicts that are kept, and the order they give."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ringattn.autotune import Failure, Job, Journal, Judge, Verdict, rank_candidates, ranking, run_jobs, space
+from ringattn.autotune.ranking import OTHER_ROLES, job_of
+from ringattn.bench.compiled import Compiled
+from ringattn.bench.sass import Loop
+from ringattn.bench.tune_compile import blocks_per_multiprocessor, clocks, compile_job, loop_bound
+from ringattn.kernels import Tile
+from ringattn.kernels.tables import Point
+
+from .tune_cases import POINT, at_once, by_number, process_then_sleep, twice
+
+HEADS = 32
+
+# worker processes
+
+
+def test_every_job_has_its_result() -> None:
+    found: dict[int, int | Failure] = {}
+    run_jobs(range(9), twice, workers=2, done=found.__setitem__)
+    assert found == {number: 2 * number for number in range(9)}
+
+
+def test_a_crash_and_a_hang_cost_their_jobs_alone() -> None:
+    found: dict[int, str | Failure] = {}
+    run_jobs([0, 1, 2, 3, 4], by_number, workers=2, done=found.__setitem__, seconds=20.0)
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    assert found == {
+        0: "off",  # a compiler has no interpreter
+        1: Failure("ValueError: one is"),
+        2: Failure("its process died with exit code 7"),
+        3: Failure("it did not end in time, and was ended"),
+        4: "off",
+    }
+
+
+def test_an_interruption_ends_the_workers() -> None:
+    started: list[int] = []
+
+    def done(number: int, result: int | Failure) -> None:
+        assert isinstance(result, int)
+        started.append(result)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs([0, 1, 2], process_then_sleep, workers=1, done=done)
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
+
+
+# verdicts
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """What was compiled, in this process."""
+    monkeypatch.setattr(ranking, "run_jobs", at_once)
+    return []
+
+
+def judge_of(
+    seen: list[Job], path: Path, verdict: Callable[[Job], Verdict], told: Callable[[int | None], None] = lambda n: None
+) -> Judge:
+    def compiled(job: Job) -> Verdict:
+        seen.append(job)
+        return verdict(job)
+
+    return Judge(compiled, Journal(path, ""), workers=1, told=told)
+
+
+def fine(job: Job) -> Verdict:
+    """The larger the tile, the better."""
+    return Verdict((), 1e6 / (job.tile.block_q * job.tile.block_k) - job.tile.num_warps - job.tile.num_stages, "clocks")
+
+
+def test_what_was_compiled_once_is_not_compiled_again(compiler: list[Job], tmp_path: Path) -> None:
+    jobs = [job_of(POINT, tile, 90, HEADS) for tile in space(POINT, 90)]
+    told: list[int | None] = []
+    first = judge_of(compiler, tmp_path / "journal", fine, told.append)(jobs * 2)
+    assert compiler == jobs
+    assert told == [len(jobs), *[None] * len(jobs)]
+    second = judge_of(compiler, tmp_path / "journal", fine)([*jobs, job_of(POINT, jobs[0].tile, 80, HEADS)])
+    assert len(compiler) == len(jobs) + 1
+    assert {job: second[job] for job in jobs} == first
+
+
+def test_lengths_and_heads_share_their_binaries(compiler: list[Job], tmp_path: Path) -> None:
+    points = [POINT, POINT._replace(length=32768), POINT._replace(group=8)]
+    assert job_of(POINT, TILE, 90, 8) != JOB != job_of(POINT._replace(group=16), TILE, 90, 16)
+    found = rank_candidates(points, 90, judge_of(compiler, tmp_path / "journal", fine), heads=HEADS, count=1)
+    assert len({found[point].tiles for point in points}) == 1
+    assert len(compiler) == len({*compiler}) == len(space(POINT, 90)) + len(OTHER_ROLES)
+
+
+def test_what_fails_is_dropped_with_its_reason(compiler: list[Job], tmp_path: Path) -> None:
+    def verdict(job: Job) -> Verdict:
+        if job.tile.num_stages == 4:
+            raise RuntimeError("PassManager::run failed")
+        return Verdict(("serialised wgmma in a loop",)) if job.tile.num_warps == 8 else fine(job)
+
+    tiles = space(POINT, 90)
+    found = rank_candidates([POINT], 90, judge_of(compiler, tmp_path / "journal", verdict), heads=HEADS, count=99)[
+        POINT
+    ]
+    assert {*found.tiles} == {tile for tile in tiles if tile.num_stages != 4 and tile.num_warps != 8}
+    assert {*found.dropped} | {*found.tiles} == {*tiles}
+    for tile, reason in found.dropped.items():
+        assert reason == ("PassManager::run failed" if tile.num_stages == 4 else "serialised wgmma in a loop")
+
+
+def test_a_tile_compiles_in_every_role_or_is_dropped(compiler: list[Job], tmp_path: Path) -> None:
+    order = [tile for tile in rank_all(compiler, tmp_path) if tile]
+    bad = {order[0]: "last", order[2]: "only"}
+
+    def verdict(job: Job) -> Verdict:
+        return Verdict((f"spills as {job.role}",)) if bad.get(job.tile) == job.role else fine(job)
+
+    found = rank_candidates([POINT], 90, judge_of(compiler, tmp_path / "b", verdict), heads=HEADS, count=3)[POINT]
+    assert found.tiles == (order[1], order[3], order[4])
+    assert found.dropped == {order[0]: "spills as last", order[2]: "spills as only"}
+
+
+def rank_all(compiler: list[Job], path: Path) -> tuple[Tile, ...]:
+    return rank_candidates([POINT], 90, judge_of(compiler, path / "a", fine), heads=HEADS, count=999)[POINT].tiles
+
+
+def test_the_rank_is_the_bound_or_any_function(compiler: list[Job], tmp_path: Path) -> None:
+    tiles = rank_all(compiler, tmp_path)
+    bounds = [fine(job_of(POINT, tile, 90, HEADS)).bound for tile in tiles]
+    assert bounds == sorted(bounds)  # type: ignore[type-var]
+
+    def small_first(tile: Tile, point: Point) -> float:
+        assert point == POINT
+        return tile.block_q * tile.block_k
+
+    judge = judge_of(compiler, tmp_path / "a", fine)
+    found = rank_candidates([POINT], 90, judge, heads=HEADS, count=2, rank=small_first)[POINT]
+    least = min(tile.block_q * tile.block_k for tile in tiles)
+    assert len(found.tiles) == 2 and all(tile.block_q * tile.block_k == least for tile in found.tiles)
+
+
+def test_nothing_that_passes_is_an_empty_answer(compiler: list[Job], tmp_path: Path) -> None:
+    judge = judge_of(compiler, tmp_path / "journal", lambda job: Verdict(("spills",)))
+    found = rank_candidates([POINT], 90, judge, heads=HEADS, count=4)[POINT]
+    assert found.tiles == () and {*found.dropped.values()} == {"spills"}
+
+
+# the bound of a loop
+
+TILE = Tile(128, 128, 8, 2)
+JOB = job_of(POINT, TILE, 90, HEADS)
+
+
+def compiled(instructions: int = 700, registers: int = 200, shared: int = 100_000) -> Compiled:
+    masked = Loop(matrix=16, local=0, waits=2, serialised=False, instructions=9999)
+    return Compiled(registers, 0, shared, 0, (masked, Loop(16, 0, 2, False, instructions)))
+
+
+def test_what_each_unit_takes() -> None:
+    """By hand: 128 x 128 scores of D 128 and Dv 128."""
+    assert clocks(JOB, compiled()) == {
+        "matrix products": 2 * 128 * 128 * 256 / 4096,  # 2048: H100's 989 TFLOP/s on 132 SMs at 1.83 GHz
+        "issue": 700 * 8 / 4,
+        "exponentials": 128 * 128 / 16,
+        "loads": 128 * 256 * 2 / 64,
+    }
+    assert clocks(JOB._replace(kernel="dq"), compiled())["matrix products"] == 2048 * 1.5
+    assert clocks(JOB._replace(kernel="dkdv"), compiled())["matrix products"] == 2048 * 2
+    assert clocks(JOB._replace(dtype="fp32"), compiled())["matrix products"] == 2048 * 6
+
+
+def test_blocks_that_share_a_multiprocessor() -> None:
+    assert blocks_per_multiprocessor(JOB, compiled()) == 1  # 200 registers in 256 threads: one block
+    assert blocks_per_multiprocessor(JOB, compiled(registers=128)) == 2
+    assert blocks_per_multiprocessor(JOB, compiled(registers=64, shared=120_000)) == 1
+    assert blocks_per_multiprocessor(JOB, compiled(registers=64, shared=115_000)) == 2
+
+
+def test_the_bound_grows_with_what_a_loop_issues_and_falls_with_warps() -> None:
+    usual, unit = loop_bound(JOB, compiled())
+    assert usual == pytest.approx((2048 + (1400 + 1024 + 1024) / 2) / 16, abs=1e-3) and unit == "matrix products"
+    one_stage = JOB._replace(tile=Tile(128, 128, 8, 1))
+    assert loop_bound(one_stage, compiled())[0] == pytest.approx((2048 + (1400 + 1024) / 2 + 1024) / 16, abs=1e-3)
+    assert loop_bound(JOB, compiled(instructions=800))[0] > usual
+    assert loop_bound(JOB, compiled(registers=128))[0] < usual
+    assert loop_bound(JOB, compiled(instructions=5000))[1] == "issue"
+
+
+# the compiler itself, in worker processes
+
+
+def test_candidates_are_compiled_and_judged(tmp_path: Path) -> None:
+    """Real ones: a clean tile has a bound; one that spills is dropped, and one that does not fit."""
+    good, spills, large = Tile(64, 64, 4, 2), Tile(64, 128, 4, 1), Tile(128, 128, 8, 4)
+    point = POINT._replace(head_dim=64, head_dim_v=64)
+    jobs = {
+        "good": job_of(point, good, 90, HEADS),
+        "spills": job_of(point._replace(kernel="dkdv"), spills, 90, HEADS),
+        "large": job_of(POINT, large, 86, HEADS),
+    }
+    journal = Journal(tmp_path / "journal", "")
+    found = Judge(compile_job, journal, workers=2)(jobs.values())
+    assert found[jobs["good"]].problems == ()
+    assert 60 < found[jobs["good"]].bound < 600  # type: ignore[operator]
+    assert any("local-memory" in problem or "shared" in problem for problem in found[jobs["spills"]].problems)
+    assert "bytes of shared memory, the chip has 101376" in found[jobs["large"]].problems[0]
+
+
+def test_the_users_interruption_keeps_what_was_compiled(tmp_path: Path) -> None:
+    """Ctrl-C at the command, as a terminal sends it: to the whole process group."""
+    code = f"""
+    from ringattn.bench.cli import app
+    app(["tune", "--seqlen", "64", "--heads", "1", "--head-dim", "16", "--full", "--compile-only", "--workers", "1",
+         "--save-dir", {str(tmp_path)!r}])
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+    )  # fmt: skip
+    ends = time.monotonic() + 120
+    journal: list[Path] = []
+    while not journal and time.monotonic() < ends and process.poll() is None:
+        journal = [path for path in tmp_path.glob("compiled_*.jsonl") if path.stat().st_size]
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert "what is known is kept" in told
+    assert len(journal[0].read_text().splitlines()) >= 1
+    assert [*tmp_path.glob("*.json")] == []
+
+
+def test_a_launch_finds_in_tritons_cache_what_was_compiled_before(tmp_path: Path) -> None:
+    """By the key: a launch that stops short of the driver, and a candidate's source, in a process that compiles."""
+    code = """
+    import torch, triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from ringattn.autotune.ranking import job_of
+    from ringattn.bench.tune_compile import source_of
+    from ringattn.kernels import Bounds, FULL, KernelConfig, Tile, attention
+    from ringattn.kernels.tables import Point
+
+    class Driver:
+        get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+        get_current_device = get_current_stream = lambda self, *given: 0
+
+    made = []
+    driver.set_active(Driver())
+    attention.launch = lambda kernel, grid, device, *given, **options: made.append(
+        kernel.warmup(*given, grid=(grid,), **options).hash
+    )
+    tile, length = Tile(64, 64, 4, 2), 64
+    config = KernelConfig(tile, tile, tile)
+    for heads, kv_heads in ((8, 2), (16, 1), (4, 4)):
+        counts = heads, kv_heads, kv_heads, heads
+        q, k, v, dout = (torch.empty(1, length, count, 64, dtype=torch.bfloat16) for count in counts)
+        lse = torch.empty(1, heads, length)
+        ends = torch.full((length,), length, dtype=torch.int32)
+        for mask, bounds in (("full", FULL), ("bounded", Bounds(ends * 0, ends))):
+            if mask == "bounded" and heads != 8:
+                continue
+            call = {"bounds": bounds, "config": config}
+            out, dq, dk, dv = (x.float() for x in (dout, q, k, v))
+            back = (dout, q, k, v, lse, lse)
+            attention.attention_forward(q, k, v, state=(out, lse), final=False, **call)
+            attention.attention_dq(*back, sums=dq, into=dq, **call)
+            attention.attention_dkdv(*back, sums=(dk, dv), into=(dk, dv), **call)
+            for kernel, found in zip(("forward", "dq", "dkdv"), made, strict=True):
+                point = Point(kernel, "bf16", 64, 64, heads // kv_heads, mask, length)
+                options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+                source = source_of(job_of(point, tile, 90, heads))
+                ours = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).hash
+                assert ours == found, (kernel, mask, heads, kv_heads)
+            made.clear()
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
