@@ -220,9 +220,8 @@ def default_config(
         full: without a mask, or with bounds.
         config_dir, estimated: as in :func:`tuned`.
     """
-    return KernelConfig(
-        **{kernel: _tile(kernel, q, v, full, config_dir=config_dir, estimated=estimated) for kernel in KERNELS}
-    )
+    forward, dq, dkdv = (_tile(one, q, v, full, config_dir=config_dir, estimated=estimated) for one in KERNELS)
+    return KernelConfig(forward, dq, dkdv)
 
 
 def _tile(

@@ -368,7 +368,8 @@ def test_a_launch_takes_the_tile_of_its_mask(
     tiles = {"full": TILE, "bounded": OTHER, "default": config.config_for(90, q.dtype, 128).forward}
     assert len({*tiles.values()}) == 3
     assert tile_for("forward", None, q, v, **situation(bounds, scores)) == tiles[tile]
-    given = KernelConfig(*[Tile(16, 16, 4, 1)] * 3)
+    small = Tile(16, 16, 4, 1)
+    given = KernelConfig(small, small, small)
     assert tile_for("forward", given, q, v, **situation(bounds, scores)) == given.forward
 
 
