@@ -105,7 +105,7 @@ class Call:
     grad_wire: Wire | None = None
     posted: Posted = ignore_post
     scores: Scores = PLAIN  # what becomes of q k^T, all heads
-    last: dict[int, Fence] = field(default_factory=dict)  # the newest post of each level
+    posts: list[Fence] = field(default_factory=list)
 
     @cached_property
     def _scores(self) -> tuple[Scores, ...]:
@@ -127,16 +127,18 @@ class Call:
             return None
         after = tuple(after)
         fence = self.transports[level].post(sends=sends, receives=receives, after=after)
-        self.last[level] = fence
+        self.posts.append(fence)
         self.posted(key, fence, after, sizes(sends), sizes(receives))
         return fence
 
     def settle(self) -> None:
         """Wait for everything posted: after the call, the caller may do with its tensors as it likes.
 
-        Posts of one level run in order, so that the last one speaks for all.
+        The newest first: where the posts of a level run in order on one stream, it speaks for those before it, and
+        waiting for them is nothing. Between virtual ranks what was sent is read on the receiver's stream: no later
+        post speaks for that.
         """
-        for fence in self.last.values():
+        for fence in reversed(self.posts):
             fence.wait()
 
 
