@@ -1,0 +1,121 @@
+"""When each rank computed, sent, received and waited: one format for what was measured and what is predicted.
+
+It is kept as a Chrome trace (JSON object format of the Trace Event document), which Perfetto opens: a process per rank,
+a thread per lane, a complete event ("X") per span, microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SCHEMA = "ringattn timeline 1"
+LANES = ("compute", "wait", "send", "receive")
+"""Of every rank, from the top; below them come its slots, "slot 0" and on, while they hold or await a shard."""
+SOURCES = ("measured", "predicted")
+MICRO = 1e6
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one rank did on one lane from ``begin`` to ``end``, in seconds from the start of the call."""
+
+    rank: int
+    lane: str  # one of LANES, or "slot N"
+    phase: str  # "forward" or "backward"
+    hop: int
+    begin: float
+    end: float
+    name: str = ""  # what moves or is computed: "K/V of 3", "dQ"
+    nbytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of one call, forward or forward and backward, on all its ranks."""
+
+    title: str
+    source: str  # one of SOURCES
+    world: int
+    events: tuple[Event, ...]
+
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            raise ValueError(f"source is {self.source!r}: it must be one of {', '.join(SOURCES)}")
+        wrong = [event.rank for event in self.events if not 0 <= event.rank < self.world]
+        if wrong:
+            raise ValueError(f"an event is of rank {wrong[0]}: ranks are 0 to {self.world - 1}")
+
+    @property
+    def seconds(self) -> float:
+        """Until the last event of any rank ends."""
+        return max((event.end for event in self.events), default=0.0)
+
+
+def lane_order(lane: str) -> tuple[int, str]:
+    """Sorts lanes as they are drawn."""
+    return (LANES.index(lane), "") if lane in LANES else (len(LANES), lane)
+
+
+def as_chrome(timeline: Timeline) -> dict[str, Any]:
+    """The trace as a JSON object."""
+    lanes = sorted({event.lane for event in timeline.events} | set(LANES), key=lane_order)
+    threads = {lane: number for number, lane in enumerate(lanes)}
+    names = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in range(timeline.world)
+    ]
+    names += [
+        {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
+        for rank in range(timeline.world)
+        for lane, number in threads.items()
+    ]
+    spans = [
+        {
+            "ph": "X",
+            "name": event.name or f"{event.phase} hop {event.hop}",
+            "cat": event.phase,
+            "pid": event.rank,
+            "tid": threads[event.lane],
+            "ts": event.begin * MICRO,
+            "dur": event.seconds * MICRO,
+            "args": {"phase": event.phase, "hop": event.hop, "bytes": event.nbytes, "name": event.name},
+        }
+        for event in timeline.events
+    ]
+    about = {"schema": SCHEMA, "title": timeline.title, "source": timeline.source, "world": timeline.world}
+    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": names + spans}
+
+
+def from_chrome(trace: Mapping[str, Any]) -> Timeline:
+    """What :func:`as_chrome` wrote.
+
+    Raises:
+        ValueError: the trace is not one of ours, or of another version.
+    """
+    about = trace.get("otherData", {}) if isinstance(trace, Mapping) else {}
+    if not isinstance(about, Mapping) or about.get("schema") != SCHEMA:
+        found = about.get("schema") if isinstance(about, Mapping) else None
+        raise ValueError(f"schema is {found!r}: a timeline says otherData.schema = {SCHEMA!r}")
+    records = trace["traceEvents"]
+    lanes = {(one["pid"], one["tid"]): one["args"]["name"] for one in records if one["name"] == "thread_name"}
+    events = tuple(
+        Event(
+            one["pid"],
+            lanes[one["pid"], one["tid"]],
+            one["args"]["phase"],
+            one["args"]["hop"],
+            one["ts"] / MICRO,
+            (one["ts"] + one["dur"]) / MICRO,
+            one["args"]["name"],
+            one["args"]["bytes"],
+        )
+        for one in records
+        if one["ph"] == "X"
+    )
+    return Timeline(about["title"], about["source"], about["world"], events)
