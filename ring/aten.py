@@ -237,7 +237,7 @@ class AtenBackward:
         self, k: Tensor, v: Tensor, bounds: Bounds, heads: _Heads, piece: Piece, scores: Scores, sums: Tensors
     ) -> None:
         if self._delta is None:
-            self._delta = _row_dot(self._dout, self._out).transpose(1, 2)
+            self._delta = row_dot(self._dout, self._out).transpose(1, 2)
         dout, q, dq = (x[piece.items, piece.rows, heads.queries] for x in (self._dout, self._q, self._dq))
         dout, q = dout[..., : v.shape[-1]], q[..., : k.shape[-1]]
         lse, delta = (x[piece.items, heads.queries, piece.rows] for x in (self._lse, self._delta))
@@ -270,9 +270,9 @@ def _keys(piece: Piece, k: Tensor, v: Tensor) -> Pair:
     return k[piece.items, piece.keys], v[piece.items, piece.keys]
 
 
-def _row_dot(x: Tensor, y: Tensor) -> Tensor:
+def row_dot(x: Tensor, y: Tensor) -> Tensor:
     """``sum(x * y)`` of each row, fp32, ``[B, S, H]``; in pieces, since new memory is slow memory."""
-    pieces = [slice(row, row + DOT_ROWS) for row in range(0, x.shape[1], DOT_ROWS)]
+    pieces = [slice(row, row + DOT_ROWS) for row in range(0, max(x.shape[1], 1), DOT_ROWS)]
     return torch.cat([(x[:, near].float() * y[:, near].float()).sum(-1) for near in pieces], 1)
 
 

@@ -16,7 +16,7 @@ from ..kernels import (
     attention_dq,
     attention_forward,
 )
-from .aten import AtenBackward, AtenForward
+from .aten import AtenBackward, AtenForward, row_dot
 from .traffic import Heads, Pair, Tensors
 
 BACKENDS = ("auto", "triton", "aten")
@@ -88,7 +88,7 @@ def row_delta(backend: str, dout: torch.Tensor, out: torch.Tensor, dlse: torch.T
     """``rowsum(dout * out) - dlse``, fp32 ``[B, H, S]``."""
     if backend == "triton":
         return attention_delta(dout, out, dlse)
-    delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
+    delta = row_dot(dout, out).transpose(1, 2)
     return delta if dlse is None else delta - dlse
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,7 +25,8 @@ TILE_SCORES = 1 << 18  # scores per tile and thread: 1 MiB in fp32, half of a us
 EDGES = 64  # masks that are kept: the blocks of a window all have the same
 
 
-class Chunk(NamedTuple):
+@dataclass(frozen=True)
+class Chunk:
     """One batch item and some key/value heads, with the query heads that read them; ``keys`` are ``[Hkv, Sk, D]``."""
 
     item: int
@@ -32,8 +34,12 @@ class Chunk(NamedTuple):
     kv_heads: slice
     keys: Tensor
     values: Tensor
-    longest: tuple[float, float]
-    """The greatest norm of a key, and of a value."""
+
+    @cached_property
+    def longest(self) -> tuple[float, float]:
+        """The greatest norm of a key, and of a value."""
+        key, value = (float(torch.linalg.vector_norm(x, dim=-1).amax()) for x in (self.keys, self.values))
+        return key, value
 
 
 class Edge(NamedTuple):
@@ -70,9 +76,8 @@ def chunks(k: Tensor, v: Tensor, group: int, rows: int) -> list[Chunk]:
         for first in range(0, kv_heads, step):
             end = min(first + step, kv_heads)
             near = [x[item, :, first:end].transpose(0, 1).float().contiguous() for x in (k, v)]
-            longest = [float(torch.linalg.vector_norm(x, dim=-1).amax()) for x in near]
             heads = slice(first * group, end * group), slice(first, end)
-            found.append(Chunk(item, *heads, near[0], near[1], (longest[0], longest[1])))
+            found.append(Chunk(item, *heads, *near))
     return found
 
 

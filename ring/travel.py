@@ -10,7 +10,7 @@ import numpy as np
 from .layout import Layout
 from .mask import Mask
 from .spans import Span
-from .visits import HeldBlocks, Vector, unions
+from .visits import Vector, disjoint, seen_blocks, unions
 
 KEPT = 64
 LESS = 3 / 4  # of a pass's bytes: gathering the keys and spreading their sums among the others costs memory and time
@@ -58,17 +58,12 @@ def _seen_by_others(seen: list[Stretches], edges: Vector) -> Iterator[Stretches]
 def _merged(starts: Vector, ends: Vector) -> Stretches:
     """The union of intervals, ascending and disjoint."""
     order = np.argsort(starts)
-    starts, reach = starts[order], np.maximum.accumulate(ends[order])
-    new = np.ones(len(starts), dtype=np.bool_)
-    new[1:] = starts[1:] > reach[:-1]
-    return starts[new], reach[np.roll(new, -1)]
+    return disjoint(starts[order], np.maximum.accumulate(ends[order]))
 
 
 def _blocks(layout: Layout, mask: Mask, keys: Layout) -> Iterator[Stretches]:
     """For each rank starts and ends of its blocks that a query of another sees."""
-    assert mask.blocks is not None
-    held = HeldBlocks(keys, mask.blocks)
-    seen = held.seen(layout, mask)
+    held, seen = seen_blocks(layout, mask, keys)
     others = seen.sum(axis=0) - seen[held.owners, np.arange(len(held.owners))]
     for rank in range(keys.world):
         near = (held.owners == rank) & (others > 0)

@@ -28,11 +28,10 @@ def visits(layout: Layout, mask: Mask, keys: Layout) -> Marks:
     """
     if mask.blocks is None:
         held = HeldKeys(keys)
-        seen = [np.logical_or.reduce([held.seen(*one) for one in parts]) for parts in unions(layout, mask)]
-        return np.array(seen)
-    blocks = HeldBlocks(keys, mask.blocks)
+        return np.array([np.logical_or.reduce([held.seen(*one) for one in parts]) for parts in unions(layout, mask)])
+    blocks, seen = seen_blocks(layout, mask, keys)
     found = np.zeros((layout.world, keys.world), dtype=np.bool_)
-    for rank, marks in enumerate(blocks.seen(layout, mask)):
+    for rank, marks in enumerate(seen):
         found[rank, blocks.owners[marks]] = True
     return found
 
@@ -108,20 +107,30 @@ class HeldBlocks:
 
 
 @lru_cache(maxsize=KEPT)
+def seen_blocks(layout: Layout, mask: Mask, keys: Layout) -> tuple[HeldBlocks, Marks]:
+    """The blocks that the ranks hold, and for each rank which of them its queries see; of a mask with blocks."""
+    assert mask.blocks is not None
+    held = HeldBlocks(keys, mask.blocks)
+    return held, held.seen(layout, mask)
+
+
+@lru_cache(maxsize=KEPT)
 def unions(layout: Layout, mask: Mask) -> tuple[tuple[tuple[Vector, Vector], ...], ...]:
     """For each rank and part of the mask :func:`union` of its queries."""
     return tuple(tuple(union(part, layout.positions(rank)) for part in mask.parts) for rank in range(layout.world))
 
 
 def union(mask: Mask, positions: torch.Tensor) -> tuple[Vector, Vector]:
-    """Starts and ends of the positions that any of the queries sees: one interval, for most masks.
-
-    The ends never decrease, so an interval that does not touch the one before starts a new one.
-    """
+    """Starts and ends of the positions that any of the queries sees: one interval, for most masks."""
     _, lo, hi = _intervals(mask, positions)
-    new = np.ones(len(lo), dtype=np.bool_)
-    new[1:] = lo[1:] > hi[:-1]
-    return lo[new], hi[np.roll(new, -1)]
+    return disjoint(lo, hi)
+
+
+def disjoint(starts: Vector, ends: Vector) -> tuple[Vector, Vector]:
+    """The union of intervals of which neither end decreases: what does not touch the one before starts anew."""
+    new = np.ones(len(starts), dtype=np.bool_)
+    new[1:] = starts[1:] > ends[:-1]
+    return starts[new], ends[np.roll(new, -1)]
 
 
 def _intervals(mask: Mask, positions: torch.Tensor) -> tuple[Vector, Vector, Vector]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ringattn.kernels import FULL, Bounds
 from ringattn.ring import blockwise, tiling
 from ringattn.ring import pieces as cutting
-from ringattn.ring.aten import AtenBackward, AtenForward
+from ringattn.ring.aten import DOT_ROWS, AtenBackward, AtenForward, row_dot
 
 from .baselines import Results, exact, pytorch
 from .tolerance import assert_as_exact_as_pytorch
@@ -261,6 +261,12 @@ def test_empty_shards(queries: int, keys: int, bounds: Bounds | None) -> None:
     back.dkdv(k, k, bounds, local=True, sums=None, into=into)
     assert back.result().equal(torch.zeros_like(q))
     assert all(x.equal(torch.zeros_like(k)) for x in into)
+
+
+@pytest.mark.parametrize("rows", [0, 1, DOT_ROWS, DOT_ROWS + 3])
+def test_row_dot_of_any_number_of_rows(rows: int) -> None:
+    x, y = (torch.randn(2, rows, 3, 8, dtype=torch.float64) for _ in range(2))
+    torch.testing.assert_close(row_dot(x, y), (x * y).sum(-1).float())
 
 
 @pytest.mark.usefixtures("poison")
