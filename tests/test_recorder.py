@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,6 +120,38 @@ def test_memory_is_freed_while_another_stream_uses_it(recorder: Recorder, how: s
     found = problems(recorder)
     assert len(found) == (how == "nothing")
     assert not found or ("op fill_ writes it, #" in found[0] and ": free frees it" in found[0])
+
+
+def test_what_another_thread_frees_holds_up_no_stream(recorder: Recorder) -> None:
+    """Garbage of one rank that another one's thread collects, after its host has waited for something."""
+    given, transfer, again = [buffer(recorder)], torch.cuda.Stream(), buffer(recorder, "y")
+    freed, waited = torch.cuda.Event(), torch.cuda.Event()
+    waited.record(transfer)
+
+    def collect() -> None:
+        with acting(recorder, 1):
+            waited.synchronize()
+            given.clear()
+
+    collecting = threading.Thread(target=collect)
+    collecting.start()
+    collecting.join()
+    again.fill_(1)
+    freed.record()
+    graph = checked(recorder).graph
+    (wait,), (op,) = ([op.number for op in graph.log if op.kind == kind] for kind in ("synchronize event", "free"))
+    (fill,) = (op.number for op in graph.log if op.detail == "fill_")
+    assert graph.happens_before(wait, op)
+    assert not graph.happens_before(wait, fill)
+
+
+def test_the_host_waits_for_the_record_that_there_was(recorder: Recorder) -> None:
+    event, x = torch.cuda.Event(), buffer(recorder)
+    event.record()
+    event.synchronize()
+    x.fill_(1)
+    event.record()  # it is used again: what waited for it before waits for the first record
+    assert problems(recorder) == []
 
 
 def test_memory_is_used_before_its_stream_had_let_go_of_it(recorder: Recorder) -> None:

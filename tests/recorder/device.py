@@ -50,7 +50,7 @@ class Recorder(Device):
     ) -> Recorded:
         """Log one operation."""
         op = Recorded(kind, stream, event, detail, **more)
-        if kind == "wait" and event is not None:
+        if kind in ("wait", "synchronize event") and event is not None:
             op.source = event.last  # type: ignore[assignment]
         if kind in ("synchronize", "wait", "record", "synchronize event") or not op.site:
             op.site = site()

@@ -90,10 +90,17 @@ class Graph:
             if op.kind.startswith("synchronize"):
                 host[place] = Wait(op)
             if op.kind == "synchronize event":
-                self._wait(place, op, op.event.last if op.event else None)
+                self._wait(place, op, op.source)
             if op.stream is None:
                 if op.kind == "synchronize":  # of the whole device
                     self._fix((tail for tail_set in tails.values() for tail in tail_set), place)
+                continue
+            if (
+                op.kind == "free"
+            ):  # maybe by a thread that drops the last reference: the stream itself waits for nothing
+                self._fix(tails[op.stream], place)
+                if op.host is not None and op.host.number in host:
+                    self._waited(host[op.host.number], op.host.number, place)
                 continue
             if op.group is None:
                 self._fix(tails[op.stream], place)
