@@ -20,7 +20,7 @@ ONE, BY_16, ANY = COUNTS = ("1", "16n", "n")
 """What Triton tells its compiler of a number."""
 
 Rank = Callable[[Tile, Point], float]
-"""How slow a tile is thought to be at a point; smaller is better."""
+"""How good a tile is thought to be at a point; larger is better."""
 
 
 class Job(NamedTuple):
@@ -81,9 +81,9 @@ class Verdict:
     problems: tuple[str, ...]
     """Why it is not launched: it does not compile or fit, spills, or waits for every wgmma; empty where it may be."""
     bound: float | None = None
-    """A lower bound of its loop's time, in any unit that compares tiles of one point; None where it has none."""
+    """How fast its loop can be at best, in any unit that compares candidates of one point: larger is better."""
     bound_by: str = ""
-    """What that bound is, and which unit of the chip sets it."""
+    """In which unit that is, and what of the chip sets it."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -168,7 +168,7 @@ def rank_candidates(
 
 def in_order(tiles: Iterable[Tile], point: Point, rank: Rank) -> list[Tile]:
     """By rank; of equals by what they are called, so that two runs agree."""
-    return sorted(tiles, key=lambda tile: (rank(tile, point), tile_text(tile)))
+    return sorted(tiles, key=lambda tile: (-rank(tile, point), tile_text(tile)))
 
 
 def _clean_in_every_role(
@@ -195,6 +195,6 @@ def _clean_in_every_role(
 def _by_bound(found: Mapping[Tile, Verdict]) -> Rank:
     def rank(tile: Tile, point: Point) -> float:
         bound = found[tile].bound
-        return float("inf") if bound is None else bound
+        return float("-inf") if bound is None else bound
 
     return rank

@@ -181,7 +181,7 @@ def summary(found: list[Found], path: Path | None) -> str:
     reasons = Counter(without_number(reason) for one in found for reason in one.ranked.dropped.values())
     lines = [f"dropped: {count} x {reason}" for reason, count in reasons.most_common(4)]
     units = {one.verdict.bound_by.partition(",")[0] for one in found if one.verdict is not None}
-    lines += [f"bound: {unit}, at least" for unit in sorted(units)]
+    lines += [f"bound: {unit}, at most" for unit in sorted(units)]
     cut = [one for one in found if one.measured is not None and not one.measured.complete]
     if cut:
         lines.append(f"{len(cut)} of {len(found)} were cut short by --budget; the same command goes on")

@@ -68,7 +68,7 @@ class Entry:
     spread: float | None = None  # half the interquartile range over the median
     beside: float | None = None  # median with a communication kernel beside it
     baseline: float | None = None  # median of the built-in default in the same run
-    bound: float | None = None  # what an estimate was ranked by; smaller is better
+    bound: float | None = None  # what an estimate was ranked by; larger is better
     bound_by: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     driver: str | None = None

@@ -53,7 +53,8 @@ def wish_of(folder: Path, **changed: Any) -> Wish:
 
 
 def fine(job: Job) -> Verdict:
-    return Verdict((), float(job.tile.block_q + job.tile.block_k + job.tile.num_warps + job.tile.num_stages), "clocks")
+    """The smaller the tile, the better."""
+    return Verdict((), float(999 - job.tile.block_q - job.tile.block_k - job.tile.num_warps - job.tile.num_stages), "%")
 
 
 @pytest.fixture
@@ -120,7 +121,10 @@ def test_without_a_gpu_it_compiles_and_says_so(
     assert {(one.point.kernel, one.point.length, one.estimated) for one in table.entries} == {
         (kernel, 16, True) for kernel in KERNELS
     }
-    assert all(one.bound and "SM clocks per 1024 pairs" in one.bound_by and one.versions for one in table.entries)
+    assert all(
+        one.bound and one.bound_by.startswith("percent of the tensor cores' peak, limited by ") and one.versions
+        for one in table.entries
+    )
     told = json.loads((tmp_path / "told.json").read_text())
     assert told["measured"] is False and told["table"] == str(path) and len(told["rows"]) == 3
     again = asked(*SMALL, "--arch", "sm_80", "--compile-only", "--json", "-")
@@ -255,8 +259,8 @@ def test_the_estimate_is_the_best_bound(folders: Folders, compiler: None) -> Non
     wish = wish_of(folders[0], device=None)
     for one in compile_part(wish, journals(wish)[0], Bars(), compile_with=fine):
         made = estimated_entry(one)
-        least = min(fine(ranking.job_of(one.point, tile, 90, 2)).bound for tile in space(one.point, 90))  # type: ignore[type-var]
-        assert made.bound == least and made.estimated and made.seconds is None
+        most = max(fine(ranking.job_of(one.point, tile, 90, 2)).bound for tile in space(one.point, 90))  # type: ignore[type-var]
+        assert made.bound == most and made.estimated and made.seconds is None
 
 
 # on a device: here the CPU under Triton's interpreter
