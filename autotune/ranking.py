@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from ..kernels import Tile
-from ..kernels.tables import Point
+from ..kernels.tables import Point, options_of
 from .journal import Journal
 from .pool import Failure, run_jobs
 from .space import space
@@ -52,8 +52,10 @@ class Job(NamedTuple):
 
 
 def tile_text(tile: Tile) -> str:
-    """``128x64 8w 2s``."""
-    return f"{tile.block_q}x{tile.block_k} {tile.num_warps}w {tile.num_stages}s"
+    """``128x64 8w 2s``, and what else is not the default: ``128x128 8w 2s forward_kernel=hopper``."""
+    others = {one.name: getattr(tile, one.name) for one in fields(Tile)[4:] if getattr(tile, one.name) != one.default}
+    more = "".join(f" {name}={value}" for name, value in (others | options_of(tile)).items())
+    return f"{tile.block_q}x{tile.block_k} {tile.num_warps}w {tile.num_stages}s{more}"
 
 
 def point_text(point: Point) -> str:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..autotune import Shape, gpu_of_arch, grid, shape_of_config, space, why_not
+from ..autotune import Shape, gpu_of_arch, grid, shape_of_config, space, tile_text, why_not
 from ..autotune.models import DEFAULT_DTYPE, SHORT
 from ..kernels.choice import Gpu, gpu_of, user_folder
 from .launching import cores
@@ -23,7 +23,7 @@ from .provenance import provenance
 from .ring_bench import check_targets, dtype_name
 from .shapes import Causal, sizes
 from .tables import table
-from .tune_run import Found, Wish, text, tune
+from .tune_run import Found, Wish, tune
 
 BUDGET = 300.0
 DEFAULT_ARCH = "sm_90"
@@ -137,7 +137,7 @@ def listed(wish: Wish) -> list[dict[str, Any]]:
     return [
         {
             "kernel": point.kernel, "dtype": point.dtype, "D": point.head_dim, "Dv": point.head_dim_v,
-            "group": point.group, "mask": point.mask, "tokens": point.length, "tile": text(tile),
+            "group": point.group, "mask": point.mask, "tokens": point.length, "tile": tile_text(tile),
         }
         for point in wish.points
         for tile in space(point, wish.gpu.arch)
@@ -159,7 +159,7 @@ def counted(wish: Wish) -> str:
 
 def kind_of(reason: str) -> str:
     """A reason without its numbers."""
-    for word in ("shared memory", "scores per thread", "fp32 values per thread"):
+    for word in ("the Hopper forward", "shared memory", "scores per thread", "fp32 values per thread"):
         if word in reason:
             return f"by {word}"
     return "by length"

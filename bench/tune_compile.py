@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import triton
-from triton.compiler import ASTSource
 
 from ..autotune import Job, Verdict
 from ..autotune.ranking import ANY, ONE
+from ..kernels.tables import options_of
 from ..kernels.tiles import Shape
-from .compiled import Variant, ast_source, compile_variant, problems
+from .compiled import Variant, ast_source
+from .gate import compile_and_ask
 from .inspect_bound import bounds_of, loop_bound, main_bound
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,11 +24,9 @@ UNIT = "percent of the tensor cores' peak"
 
 def compile_job(job: Job) -> Verdict:
     """Compile a job and read what came out; runs in a worker process, which Triton's interpreter is off in."""
-    variant = variant_of(job)
-    compiled = compile_variant(variant, source_of(job))
-    found = tuple(problems(variant, compiled))
+    compiled, found = compile_and_ask(variant_of(job), source_of(job))
     if found:
-        return Verdict(found)
+        return Verdict(tuple(found))
     best = main_bound(bounds_of(compiled))
     assert best is not None, "the gate asks for a loop with matrix products"
     return Verdict((), round(loop_bound(compiled), 2), f"{UNIT}, limited by {best.limiter}")
@@ -34,14 +34,16 @@ def compile_job(job: Job) -> Verdict:
 
 def variant_of(job: Job) -> Variant:
     """What the gate is asked about."""
+    options = tuple(options_of(job.tile).items())
     return Variant(
-        job.kernel, job.arch, job.dtype, job.head_dim, job.head_dim_v, job.tile, job.role, job.full, job.grouped
-    )
+        job.kernel, job.arch, job.dtype, job.head_dim, job.head_dim_v, job.tile, job.role, job.full, job.grouped,
+        options=options,
+    )  # fmt: skip
 
 
-def source_of(job: Job) -> ASTSource:
+def source_of(job: Job) -> Any:
     """As a launch specialises it, to the letter: what is compiled here lies in Triton's cache under a launch's key."""
-    source = ast_source(variant_of(job))
+    source = plain_source(variant_of(job))
     names = [parameter.name for parameter in source.fn.params]
     shape = names.index("shape")
     for place, count in ((HEADS, job.heads), (GROUP, job.group)):
@@ -56,10 +58,21 @@ def source_of(job: Job) -> ASTSource:
     return source
 
 
+def plain_source(variant: Variant) -> Any:
+    """Of any heads that 16 divides."""
+    if dict(variant.options).get("forward_kernel") == "hopper":
+        from .compiled_hopper import gluon_source  # Gluon takes a while to import, and only this kernel needs it
+
+        return gluon_source(variant)
+    return ast_source(variant)
+
+
 def digest() -> str:
     """Of all that decides a verdict: kernels, what reads them, and Triton."""
     made = hashlib.sha256(triton.__version__.encode())
-    here = [ROOT / "bench" / name for name in ("compiled.py", "sass.py", "tune_compile.py")]
+    here = [
+        ROOT / "bench" / name for name in ("compiled.py", "compiled_hopper.py", "gate.py", "sass.py", "tune_compile.py")
+    ]
     model = sorted((ROOT / "bench").glob("inspect_*.py"))
     for path in [*sorted((ROOT / "kernels").glob("*.py")), *here, *model]:
         made.update(path.read_bytes())

@@ -30,6 +30,7 @@ from ..autotune import (
     rank_candidates,
     save,
     space,
+    tile_text,
 )
 from ..autotune.ranking import job_of
 from ..autotune.search import clocks_of, median, spread
@@ -91,7 +92,7 @@ class Found:
         row: dict[str, Any] = {
             "kernel": self.point.kernel, "mask": self.point.mask, "tokens": self.point.length,
             "tried": self.candidates, "failed": len(self.ranked.dropped),
-            "tile": text(self.tile) if self.tile is not None else "none", "default": text(self.default),
+            "tile": tile_text(self.tile) if self.tile is not None else "none", "default": tile_text(self.default),
             "bound": None if self.verdict is None else self.verdict.bound, "default's": self.default_bound,
         }  # fmt: skip
         if (best := self.measured) is not None:
@@ -108,10 +109,6 @@ class Found:
         if self.measured is not None:
             return self.measured.tile
         return self.ranked.tiles[0] if self.ranked.tiles else None
-
-
-def text(tile: Tile) -> str:
-    return f"{tile.block_q}x{tile.block_k} {tile.num_warps}w {tile.num_stages}s"
 
 
 def default_tile(point: Point, arch: int) -> Tile:

@@ -26,7 +26,7 @@ import triton
 from .bounds import Bounds
 from .config import INTERPRETER, LEAST_SIDE, KernelConfig, Tile, config_for
 from .scores import Scores
-from .tables import KERNELS, Entry, RefusedTable, Table, file_name, read
+from .tables import KERNELS, Entry, RefusedTable, Table, file_name, options_of, read
 
 CONFIG_DIR = "RINGATTN_CONFIG_DIR"
 HERE = Path(__file__).parent
@@ -221,7 +221,8 @@ def default_config(
         config_dir, estimated: as in :func:`tuned`.
     """
     forward, dq, dkdv = (_tile(one, q, v, full, config_dir=config_dir, estimated=estimated) for one in KERNELS)
-    return KernelConfig(forward, dq, dkdv)
+    options: dict[str, Any] = options_of(forward) | options_of(dq) | options_of(dkdv)
+    return KernelConfig(forward, dq, dkdv, **options)
 
 
 def _tile(
@@ -251,6 +252,11 @@ def _built_in(kernel: str, q: torch.Tensor, v: torch.Tensor) -> Tile:
 def _of(config: KernelConfig, kernel: str) -> Tile:
     tile: Tile = getattr(config, kernel)
     return tile
+
+
+def forward_kernel_of(config: KernelConfig | None, tile: Tile) -> str:
+    """The config's; without one what a tuned table measured as the best with ``tile``, of :func:`tile_for`."""
+    return str(options_of(tile).get("forward_kernel", "portable")) if config is None else config.forward_kernel
 
 
 def situation(bounds: Bounds, scores: Scores) -> dict[str, Any]:

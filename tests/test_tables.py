@@ -9,6 +9,7 @@ import os
 import shutil
 import timeit
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.bench import compiled
-from ringattn.kernels import Bounds, KernelConfig, Scores, Tile, attention_forward, choice, config, default_config
-from ringattn.kernels.choice import Gpu, gpu_of, situation, tile_for, tuned
+from ringattn.kernels import (
+    FULL,
+    Bounds,
+    KernelConfig,
+    Scores,
+    Tile,
+    attention,
+    attention_forward,
+    choice,
+    config,
+    default_config,
+    hopper_launch,
+    tables,
+)
+from ringattn.kernels.choice import Gpu, forward_kernel_of, gpu_of, situation, tile_for, tuned
 from ringattn.kernels.tables import (
     KERNELS,
     MOST_BYTES,
@@ -34,12 +48,13 @@ from ringattn.kernels.tables import (
 )
 
 from .test_house import ROOT, run
-from .tile_tables import H200, POINT, RTX, TILE, entry, estimate, folders, save
+from .tile_tables import H200, HOPPER, POINT, RTX, TILE, entry, estimate, folders, save
 
 __all__ = ["folders"]
 
 KEY = ("forward", torch.bfloat16, 128, 128, 4, True)
 OTHER = Tile(128, 32, 8, 3)
+LONG = POINT._replace(length=32768)
 CI_FACTOR = 10  # a loaded machine of two cores against the one that this is meant for
 
 
@@ -64,8 +79,38 @@ def table(**changed: Any) -> dict[str, Any]:
 
 
 def test_a_table_comes_back_as_it_was_written() -> None:
-    made = Table("NVIDIA H200", 90, (3, 7), (entry(), estimate(POINT._replace(length=32768))))
+    made = Table(
+        "NVIDIA H200", 90, (3, 7), (entry(), entry(POINT._replace(length=16384), HOPPER), estimate(LONG))
+    )  # fmt: skip
     assert parse(json.dumps(as_json(made))) == made
+    assert as_json(made)["entries"][1]["options"] == {"forward_kernel": "hopper"}
+
+
+def test_a_table_from_before_there_were_options_is_read() -> None:
+    assert parse(json.dumps(table(entries__0__options=..., entries__1__options=...))) == parse(json.dumps(table()))
+
+
+def test_another_field_of_a_tile_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left out where it has its default; a reader that does not know it refuses the table."""
+
+    @dataclass(frozen=True)
+    class Longer(Tile):
+        order: str = "plain"
+
+    usual = json.dumps(as_json(Table("NVIDIA H200", 90, (3, 7), (entry(tile=TILE), estimate(LONG)))))
+    monkeypatch.setattr(tables, "Tile", Longer)
+    monkeypatch.setitem(tables._DEFAULTS, "order", "plain")
+    monkeypatch.setitem(tables.MORE_OF_TILE, "order", tables.one_of("plain", "longest"))
+    first = Longer(64, 64, 4, 2), Longer(64, 64, 4, 2, "longest")
+    made = Table("NVIDIA H200", 90, (3, 7), (entry(tile=first[0]), estimate(LONG, first[1])))
+    written = json.dumps(as_json(made))
+    assert parse(written) == made and written.count("order") == 1
+    assert parse(usual).entries[0].tile == first[0]
+    with pytest.raises(ValueError, match="order is 'best': it must be one of plain, longest"):
+        parse(written.replace("longest", "best"))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="order is not known"):
+        parse(written)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -102,6 +147,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"entries__0__tile__num_stages": 9}, "num_stages is 9"),
     ({"entries__0__tile__num_stages": "__import__('os')"}, "num_stages is"),
     ({"entries__0__tile__num_stages": ...}, "entries[0].tile.num_stages is missing"),
+    ({"entries__0__options": []}, "options is []: it must be an object"),
+    (
+        {"entries__0__options": {"forward_kernel": "hoper"}},
+        "forward_kernel is 'hoper': it must be one of portable, hop",
+    ),
+    ({"entries__0__options": {"config": "x"}}, "entries[0].options.config is not known"),
+    ({"entries__0__kernel": "dq", "entries__0__options": {"forward_kernel": "hopper"}}, "forward_kernel is not known"),
     ({"entries__0__estimated": 1}, "estimated is 1"),
     ({"entries__0__estimated": True}, "estimated is True and seconds 0.001"),
     ({"entries__1__estimated": False}, "estimated is False and seconds None"),
@@ -390,6 +442,28 @@ def test_the_default_config_is_the_tables(folders: Folders, monkeypatch: pytest.
     assert default_config(q, v) == KernelConfig(TILE, built_in.dq, built_in.dkdv)
     assert default_config(q, v, estimated=True) == KernelConfig(TILE, OTHER, built_in.dkdv)
     assert default_config(q, v, full=False) == built_in
+
+
+def test_a_tables_forward_kernel_runs_where_it_can(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured, so a default of this GPU; what does not suit it takes the portable kernel, and is no error."""
+    save(folders[0], entry(tile=HOPPER))
+    q, v = on_gpu(monkeypatch, H200)
+    k = v.clone()
+    plain = Tile(128, 64, 8, 3)
+    made = default_config(q, v)
+    assert made.forward_kernel == "hopper" and made.forward == HOPPER
+    given = KernelConfig(plain, plain, plain)
+    assert (forward_kernel_of(None, HOPPER), forward_kernel_of(given, HOPPER)) == ("hopper", "portable")
+    launched: list[str] = []
+    monkeypatch.setattr(hopper_launch, "is_hopper", lambda device: True)
+    monkeypatch.setattr(attention, "launch_hopper", lambda *given: launched.append("hopper"))
+    monkeypatch.setattr(attention, "launch", lambda kernel, grid, device, *given, **how: launched.append("portable"))
+    odd = torch.empty(1, 8192, 2, 129, dtype=q.dtype)[..., :128]
+    for keys, bounds in ((k, FULL), (odd, FULL), (k, Bounds(PAIR, PAIR))):  # nothing was measured with bounds
+        attention_forward(q, keys, v, bounds=bounds)
+    assert launched == ["hopper", "portable", "portable"]
+    with pytest.raises(ValueError, match="k has strides"):
+        attention_forward(q, odd, v, config=made)
 
 
 def test_the_default_of_a_gpu_with_99_kb_fits(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:

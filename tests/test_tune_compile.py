@@ -20,7 +20,7 @@ from ringattn.autotune.ranking import OTHER_ROLES, job_of
 from ringattn.bench.inspect_chips import CHIPS
 from ringattn.bench.tune_compile import compile_job
 from ringattn.kernels import Tile
-from ringattn.kernels.tables import Point
+from ringattn.kernels.tables import Point, with_options
 
 from .tune_cases import POINT, at_once, by_number, process_then_sleep, twice
 
@@ -200,10 +200,12 @@ def test_candidates_are_compiled_and_judged(tmp_path: Path) -> None:
         "good": job_of(point, good, 90, HEADS),
         "spills": job_of(point._replace(kernel="dkdv"), spills, 90, HEADS),
         "large": job_of(POINT, large, 86, HEADS),
+        "hopper": job_of(POINT, with_options(TILE, {"forward_kernel": "hopper"}), 90, HEADS),
     }
     journal = Journal(tmp_path / "journal", "")
     found = Judge(compile_job, journal, workers=2)(jobs.values())
-    assert found[jobs["good"]].problems == ()
+    assert found[jobs["good"]].problems == found[jobs["hopper"]].problems == ()
+    assert (found[jobs["hopper"]].bound or 0) > (found[jobs["good"]].bound or 0)
     row = inspected(jobs["good"])
     limited = f"percent of the tensor cores' peak, limited by {row['limiter']}"
     assert (round(row["bound"], 2), limited) == (found[jobs["good"]].bound, found[jobs["good"]].bound_by)
@@ -242,6 +244,42 @@ def test_the_users_interruption_keeps_what_was_compiled(tmp_path: Path) -> None:
     assert [*tmp_path.glob("*.json")] == []
 
 
+HOPPER_KEYS = """
+import sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+sys.path.insert(0, %r)
+from gluon_arguments import CASES, Hopper, launch_case
+from ringattn.autotune.ranking import job_of
+from ringattn.bench.tune_compile import source_of
+from ringattn.kernels import Tile, hopper_launch
+from ringattn.kernels.tables import Point, with_options
+
+made = []
+driver.set_active(Hopper())
+hopper_launch.launch = lambda kernel, grid, device, *given, **how: made.append(
+    kernel.warmup(*given, grid=(grid,), **how).hash
+)
+for heads, kv_heads, bounded in ((16, 4, False), (8, 8, True)):
+    launch_case((2, 256, 384, heads, kv_heads, 128), torch.bfloat16, bounded, True)
+    point = Point("forward", "bf16", 128, 128, heads // kv_heads, "bounded" if bounded else "full", 256)
+    tile = with_options(Tile(128, 128, 8, 2), {"forward_kernel": "hopper"})
+    source = source_of(job_of(point, tile, 90, heads))
+    how = {"num_warps": 4, "maxnreg": hopper_launch.REGISTERS}
+    ours = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=how).hash
+    assert ours == made.pop(), (heads, kv_heads, bounded)
+"""
+
+
+def test_a_launch_of_the_hopper_forward_finds_it_in_tritons_cache(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", HOPPER_KEYS % str(Path(__file__).parent)],
+        env={**compiling(), "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_launch_finds_in_tritons_cache_what_was_compiled_before(tmp_path: Path) -> None:
     """By the key: a launch that stops short of the driver, and a candidate's source, in a process that compiles."""
     code = """
@@ -251,7 +289,7 @@ def test_a_launch_finds_in_tritons_cache_what_was_compiled_before(tmp_path: Path
     from ringattn.autotune.ranking import job_of
     from ringattn.bench.tune_compile import source_of
     from ringattn.kernels import Bounds, FULL, KernelConfig, Tile, attention
-    from ringattn.kernels.tables import Point
+    from ringattn.kernels.tables import Point, with_options
 
     class Driver:
         get_current_target = lambda self: GPUTarget("cuda", 90, 32)
