@@ -102,12 +102,22 @@ _LOADING = threading.Lock()
 
 @lru_cache(maxsize=64)
 def _load(gpu: Gpu, config_dir: str | None, estimated: bool) -> Tuned:
-    folders = [*([Path(config_dir)] if config_dir else [user_folder()]), *PACKAGE]
     if config_dir and not os.path.isdir(config_dir):  # from the environment: nobody to raise to
         _warn(f"{CONFIG_DIR} is {config_dir!r}: there is no such folder; `ringattn tune --save-dir` makes it")
+    return Tuned(tables_of(gpu, config_dir, estimated=estimated), estimated=estimated)
+
+
+def tables_of(gpu: Gpu, config_dir: str | None, *, estimated: bool = False) -> list[Table]:
+    """The tables that serve a GPU under this version of Triton, the one to ask first first.
+
+    Args:
+        config_dir: looked into in place of the user's cache, before what ships with the kernels.
+        estimated: also those made for a compute capability, without a GPU.
+    """
+    folders = [*([Path(config_dir)] if config_dir else [user_folder()]), *PACKAGE]
     there = [folder for folder in folders if folder is not None]
-    names = [gpu.name, *([f"sm_{gpu.arch}"] if estimated else [])]  # a table of no GPU holds estimates alone
-    return Tuned([table for name in names for table in _tables(name, gpu, there)], estimated=estimated)
+    names = dict.fromkeys([gpu.name, *([f"sm_{gpu.arch}"] if estimated else [])])
+    return [table for name in names for table in _tables(name, gpu, there)]
 
 
 def forget() -> None:

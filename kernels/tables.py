@@ -249,7 +249,7 @@ def _entry(where: str, given: object) -> Entry:
 
 
 def _take(where: str, given: object, wanted: Mapping[str, Check], optional: Set[str] = frozenset()) -> dict[str, Any]:
-    """``given``, once it has the names in ``wanted`` (``optional`` ones may miss), no other, and each passes its check."""
+    """``given``, once it has the names in ``wanted``, ``optional`` ones or not, no other, and each passes its check."""
     if not isinstance(given, dict):
         raise ValueError(f"{where or 'it'} is {shown(given)}: it must be an object")
     if wrong := sorted(({*given} ^ {*wanted}) - (optional - {*given})):

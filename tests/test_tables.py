@@ -11,6 +11,7 @@ import timeit
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ringattn.autotune import Budget, Shape, Verdict, ranking
 from ringattn.bench import compiled
+from ringattn.bench.tune_run import Wish, compile_part, journals, measure_part
 from ringattn.kernels import (
     FULL,
     Bounds,
@@ -38,6 +41,7 @@ from ringattn.kernels.choice import Gpu, forward_kernel_of, gpu_of, situation, t
 from ringattn.kernels.tables import (
     KERNELS,
     MOST_BYTES,
+    Point,
     RefusedTable,
     Table,
     as_json,
@@ -49,6 +53,7 @@ from ringattn.kernels.tables import (
 
 from .test_house import ROOT, run
 from .tile_tables import H200, HOPPER, POINT, RTX, TILE, entry, estimate, folders, save
+from .tune_cases import StandIn, at_once
 
 __all__ = ["folders"]
 
@@ -510,6 +515,55 @@ assert torch.allclose(out, torch.einsum("bhqk,bkgd->bqhd", scores.softmax(-1), v
 assert "ringattn" not in sys.modules
 """
     run(code, tmp_path)
+
+
+def test_a_vendors_copy_takes_what_tune_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of a tuning run, moved into `tuned/` of a copy deep in another package: measured there, used here."""
+    monkeypatch.setattr(ranking, "run_jobs", at_once)
+    wish = Wish(Shape(2, 1, 16, 16, "fp32"), (64,), False, H200, torch.device("cpu"), tmp_path / "runs", 1e9, 1)
+    journal, measured = journals(wish)
+    found = compile_part(wish, journal, Quiet(), compile_with=lambda job: Verdict((), 1.0, "percent"))
+
+    def at_random(point: Point) -> StandIn:
+        return StandIn(lambda tile, run: Random(f"{point.kernel} {tile}").random())
+
+    measure_part(wish, found, measured, Quiet(), trials_of=at_random, budget=Budget(1e9))
+    (written,) = (tmp_path / "runs").glob("nvidia-h200_triton-*.json")
+    tiles = {one.point.kernel: one.tile for one in read(written).entries}
+    assert len({*tiles.values()}) > 1 and tiles["forward"] != config.config_for(90, torch.float32, 16).forward
+
+    copied = tmp_path / "vendor" / "ops" / "attention"
+    shutil.copytree(ROOT / "kernels", copied, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (copied.parent, copied.parent.parent):
+        (folder / "__init__.py").touch()
+    (copied / "tuned").mkdir()
+    shutil.copy(written, copied / "tuned")
+    code = f"""
+import sys
+import torch
+from vendor.ops.attention import attend, attention, choice, default_config
+choice.gpu_of = lambda device: choice.Gpu("NVIDIA H200", 90)
+real, seen = attention.options, []
+attention.options = lambda tile: seen.append(tuple(vars(tile).values())) or real(tile)
+q, k, v = (torch.randn(1, 70, heads, 16, requires_grad=True) for heads in (2, 1, 1))
+out, lse = attend(q, k, v)
+scores = torch.einsum("bqhd,bkgd->bhqk", q, k) / 4
+wanted = torch.einsum("bhqk,bkgd->bqhd", scores.softmax(-1), v)
+assert torch.allclose(out, wanted, atol=1e-5)
+ours, theirs = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, wanted))
+assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, theirs))
+assert sorted(seen) == {sorted(tuple(vars(tiles[kernel]).values()) for kernel in KERNELS)}, seen
+assert "ringattn" not in sys.modules
+"""
+    run(code, tmp_path)
+
+
+class Quiet:
+    """Progress that nobody sees."""
+
+    def more(self, part: str, count: int) -> None: ...
+
+    def step(self, part: str) -> None: ...
 
 
 def test_a_tuned_launch_is_right(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
