@@ -141,6 +141,8 @@ class Ranked(NamedTuple):
 
     tiles: tuple[Tile, ...]
     dropped: dict[Tile, str]
+    bounds: Mapping[Tile, float | None] = {}
+    """Of all that passed in the role that candidates are ranked by."""
 
 
 def rank_candidates(
@@ -154,18 +156,19 @@ def rank_candidates(
     """
     jobs = {point: {tile: job_of(point, tile, arch, heads) for tile in space(point, arch)} for point in points}
     found = judge(job for of_point in jobs.values() for job in of_point.values())
-    waiting, dropped = {}, {}
+    waiting, dropped, bounds = {}, {}, {}
     for point, of_point in jobs.items():
         verdicts = {tile: found[job] for tile, job in of_point.items()}
         dropped[point] = {tile: verdict.problems[0] for tile, verdict in verdicts.items() if verdict.problems}
         passed = [tile for tile in verdicts if tile not in dropped[point]]
+        bounds[point] = {tile: verdicts[tile].bound for tile in passed}
         waiting[point] = in_order(passed, point, rank or _by_bound(verdicts))
 
     def job(point: Point, tile: Tile, role: str) -> Job:
         return job_of(point, tile, arch, heads, role)
 
     kept = _clean_in_every_role(waiting, dropped, job, judge, count)
-    return {point: Ranked(tuple(kept[point]), dropped[point]) for point in points}
+    return {point: Ranked(tuple(kept[point]), dropped[point], bounds[point]) for point in points}
 
 
 def in_order(tiles: Iterable[Tile], point: Point, rank: Rank) -> list[Tile]:

@@ -115,7 +115,7 @@ def shown(row: Row) -> Row:
 
 
 def read_rows(path: str) -> list[Row]:
-    """The rows of a report that ``--json`` wrote.
+    """The rows of a report that ``--json`` wrote; of one of ``ringattn tune`` those of the candidates that were timed.
 
     Raises:
         ValueError: no such file, or not such a report.
@@ -124,9 +124,12 @@ def read_rows(path: str) -> list[Row]:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
-    rows = found.get("rows") if isinstance(found, Mapping) else found
+    rows = found.get("timed", found.get("rows")) if isinstance(found, Mapping) else found
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "kernel" in row for row in rows):
-        raise ValueError(f"{path} is no report: it must hold the `rows` that `ringattn inspect --json` writes")
+        raise ValueError(
+            f"{path} is no report: it must hold the `rows` that `ringattn inspect --json` writes, "
+            "or what `ringattn tune --json` writes on a GPU"
+        )
     return rows
 
 

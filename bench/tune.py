@@ -23,7 +23,7 @@ from .provenance import provenance
 from .ring_bench import check_targets, dtype_name
 from .shapes import Causal, sizes
 from .tables import table
-from .tune_run import Found, Wish, tune
+from .tune_run import Found, Wish, timed_rows, tune
 
 BUDGET = 300.0
 DEFAULT_ARCH = "sm_90"
@@ -84,7 +84,8 @@ def run(
         typer.echo("interrupted: what is known is kept, and the same command goes on from there", err=True)
         raise typer.Exit(130) from None
     rows = in_one_shape([one.as_row() for one in found])
-    report = {"table": path and str(path), "measured": device is not None}
+    timed = [row for one in found for row in timed_rows(one, gpu.arch, shape.heads)]
+    report = {"table": path and str(path), "measured": device is not None, "timed": timed}
     finish(summary(found, path), rows, report, json, csv, device)
     if any(one.tile is None for one in found):
         raise typer.Exit(1)

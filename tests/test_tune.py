@@ -15,8 +15,9 @@ import torch
 from typer.testing import CliRunner
 
 from ringattn.autotune import Budget, Job, Journal, Reading, Shape, Verdict, gpu_of_arch, ranking, space
+from ringattn.bench import inspect_kernel, tune_measure, tune_run
 from ringattn.bench import tune as command
-from ringattn.bench import tune_measure, tune_run
+from ringattn.bench.inspect_rank import LEAST_CONFIGS
 from ringattn.bench.tune_measure import DeviceTrials
 from ringattn.bench.tune_run import Wish, compile_part, default_tile, estimated_entry, journals, measure_part
 from ringattn.kernels import Tile, choice, default_config
@@ -211,6 +212,35 @@ def test_a_run_measures_and_is_the_default_from_then_on(
     made = default_config(q, v)
     tiles = {one.point.kernel: one.tile for one in table.entries if one.point.length == 64 and one.point.mask == "full"}
     assert {kernel: getattr(made, kernel) for kernel in tiles} == tiles and len(tiles) == 3
+
+
+def test_a_run_says_what_the_bound_is_worth(
+    folders: Folders, compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The report of one run is what `inspect --correlate` takes: per kernel, mask and length, 20 timed candidates."""
+    monkeypatch.setattr(command, "target", lambda arch, compile_only: (H200, CPU, "measured"))
+    monkeypatch.setattr(tune_run, "compile_job", fine)
+    monkeypatch.setattr(tune_run, "compile_part", lambda *given: compile_part(*given, compile_with=fine))
+    stands = []
+
+    def on_device(point: Point, shape: Shape, device: torch.device) -> StandIn:
+        stands.append(StandIn(slow if point.kernel != "dq" else lambda tile, run: 1 / slow(tile, run)))
+        return stands[-1]
+
+    monkeypatch.setattr(tune_run, "DeviceTrials", on_device)
+    wide = ["--heads", "2", "--kv-heads", "1", "--head-dim", "128", "--seqlen", "1k", "--full"]
+    result = asked(*wide, "--json", str(tmp_path / "told.json"))
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "told.json").read_text())["timed"]
+    per_kernel = Counter(row["kernel"] for row in rows)
+    assert {*per_kernel} == {*KERNELS} and min(per_kernel.values()) >= LEAST_CONFIGS
+    assert {(row["arch"], row["length"], row["group"], row["role"]) for row in rows} == {("sm_90", 1024, 2, "middle")}
+    assert all(row["seconds"] > 0 and row["bound"] > 0 for row in rows)
+    assert len({(row["kernel"], row["tile"], str(row["options"])) for row in rows}) == len(rows)
+    told = CliRunner().invoke(inspect_kernel.app, ["--correlate", str(tmp_path / "told.json"), "--json", "-"])
+    found = {row["kernel"]: row["correlation"] for row in json.loads(told.output)["rows"]}
+    assert found["forward"] > 0.5 and found["dkdv"] > 0.5 and found["dq"] < -0.5
+    assert told.exit_code == 1  # of dq the bound is worth nothing
 
 
 def test_a_budget_leaves_the_journal_and_the_next_run_goes_on(folders: Folders, compiler: None) -> None:
