@@ -7,7 +7,7 @@ from .cards import Shape, gpu_of_arch, points_of
 from .journal import Journal
 from .models import shape_of_config
 from .pool import Failure, run_jobs
-from .ranking import Job, Judge, Rank, Ranked, Verdict, rank_candidates
+from .ranking import Job, Judge, Rank, Ranked, Verdict, rank_candidates, tile_text
 from .search import Budget, Measured, Reading, Search, Trials, planned
 from .space import grid, space, why_not
 from .store import known, merged, private_folder, save
@@ -38,5 +38,6 @@ __all__ = [
     "save",
     "shape_of_config",
     "space",
+    "tile_text",
     "why_not",
 ]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from ..kernels import Tile
-from ..kernels.tables import Point
+from ..kernels.tables import Point, options_of
 from .journal import Journal
 from .pool import Failure, run_jobs
 from .space import space
@@ -20,7 +20,7 @@ ONE, BY_16, ANY = COUNTS = ("1", "16n", "n")
 """What Triton tells its compiler of a number."""
 
 Rank = Callable[[Tile, Point], float]
-"""How slow a tile is thought to be at a point; smaller is better."""
+"""How good a tile is thought to be at a point; larger is better."""
 
 
 class Job(NamedTuple):
@@ -52,8 +52,10 @@ class Job(NamedTuple):
 
 
 def tile_text(tile: Tile) -> str:
-    """``128x64 8w 2s``."""
-    return f"{tile.block_q}x{tile.block_k} {tile.num_warps}w {tile.num_stages}s"
+    """``128x64 8w 2s``, and what else is not the default: ``128x128 8w 2s forward_kernel=hopper``."""
+    others = {one.name: getattr(tile, one.name) for one in fields(Tile)[4:] if getattr(tile, one.name) != one.default}
+    more = "".join(f" {name}={value}" for name, value in (others | options_of(tile)).items())
+    return f"{tile.block_q}x{tile.block_k} {tile.num_warps}w {tile.num_stages}s{more}"
 
 
 def point_text(point: Point) -> str:
@@ -81,9 +83,9 @@ class Verdict:
     problems: tuple[str, ...]
     """Why it is not launched: it does not compile or fit, spills, or waits for every wgmma; empty where it may be."""
     bound: float | None = None
-    """A lower bound of its loop's time, in any unit that compares tiles of one point; None where it has none."""
+    """How fast its loop can be at best, in any unit that compares candidates of one point: larger is better."""
     bound_by: str = ""
-    """What that bound is, and which unit of the chip sets it."""
+    """In which unit that is, and what of the chip sets it."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -139,6 +141,8 @@ class Ranked(NamedTuple):
 
     tiles: tuple[Tile, ...]
     dropped: dict[Tile, str]
+    bounds: Mapping[Tile, float | None] = {}
+    """Of all that passed in the role that candidates are ranked by."""
 
 
 def rank_candidates(
@@ -152,23 +156,24 @@ def rank_candidates(
     """
     jobs = {point: {tile: job_of(point, tile, arch, heads) for tile in space(point, arch)} for point in points}
     found = judge(job for of_point in jobs.values() for job in of_point.values())
-    waiting, dropped = {}, {}
+    waiting, dropped, bounds = {}, {}, {}
     for point, of_point in jobs.items():
         verdicts = {tile: found[job] for tile, job in of_point.items()}
         dropped[point] = {tile: verdict.problems[0] for tile, verdict in verdicts.items() if verdict.problems}
         passed = [tile for tile in verdicts if tile not in dropped[point]]
+        bounds[point] = {tile: verdicts[tile].bound for tile in passed}
         waiting[point] = in_order(passed, point, rank or _by_bound(verdicts))
 
     def job(point: Point, tile: Tile, role: str) -> Job:
         return job_of(point, tile, arch, heads, role)
 
     kept = _clean_in_every_role(waiting, dropped, job, judge, count)
-    return {point: Ranked(tuple(kept[point]), dropped[point]) for point in points}
+    return {point: Ranked(tuple(kept[point]), dropped[point], bounds[point]) for point in points}
 
 
 def in_order(tiles: Iterable[Tile], point: Point, rank: Rank) -> list[Tile]:
     """By rank; of equals by what they are called, so that two runs agree."""
-    return sorted(tiles, key=lambda tile: (rank(tile, point), tile_text(tile)))
+    return sorted(tiles, key=lambda tile: (-rank(tile, point), tile_text(tile)))
 
 
 def _clean_in_every_role(
@@ -195,6 +200,6 @@ def _clean_in_every_role(
 def _by_bound(found: Mapping[Tile, Verdict]) -> Rank:
     def rank(tile: Tile, point: Point) -> float:
         bound = found[tile].bound
-        return float("inf") if bound is None else bound
+        return float("-inf") if bound is None else bound
 
     return rank

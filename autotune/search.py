@@ -87,6 +87,8 @@ class Measured:
     """Candidates whose results were not right, with what was wrong."""
     complete: bool
     """The search ended by itself, not by its budget."""
+    seconds: Mapping[Tile, float] = field(default_factory=dict)
+    """The median, alone, of every candidate that was timed at all."""
 
 
 def median(readings: Sequence[Reading]) -> float:
@@ -240,4 +242,5 @@ class Search:
         alone, beside, baseline = (
             tuple(self._readings(*key)) for key in ((ALONE, tile), (BESIDE, tile), (ALONE, self._baseline))
         )
-        return Measured(tile, alone, beside, baseline, dict(self._wrong), complete)
+        timed = {one: median(found) for (kind, one), found in self._found.items() if kind == ALONE and found}
+        return Measured(tile, alone, beside, baseline, dict(self._wrong), complete, timed)

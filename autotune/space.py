@@ -1,11 +1,19 @@
-"""The tiles that may be tried at a point, and why the others are not: pure, and fast enough to list."""
+"""The candidates that may be tried at a point, and why the others are not: pure, and fast enough to list.
+
+A candidate is a tile, or a tile with fields of ``KernelConfig`` that are chosen with it (``kernels.tables.Chosen``).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from ..kernels import Tile
-from ..kernels.tables import Point, least_shared, shared_limit
+from ..kernels.config import FORWARD_KERNELS
+from ..kernels.hopper_launch import HEAD_DIMS, check_tile
+from ..kernels.tables import Option, Point, least_shared, options_of, shared_limit, with_options
 
 KEPT = (32, 64, 128)
 """Rows that a program keeps: queries of forward and dQ, keys of dK/dV. What it streams is loaded once per so many."""
@@ -15,6 +23,17 @@ WARPS = (4, 8)
 STAGES = (1, 2, 3, 4)
 FLOAT32_SIDES = (16, 32, 64)
 """`tf32x3` holds every operand twice, in 4-byte elements."""
+
+# What is tried beside the four numbers of a tile: values by field and kernel, the default among them. Another field is
+# one line here and one in `kernels/tables.py`; where not every tile or point takes its values, a rule in `RULES`.
+TILE_FIELDS: dict[str, dict[str, Sequence[Option]]] = {"forward": {}, "dq": {}, "dkdv": {}}
+CONFIG_FIELDS: dict[str, dict[str, Sequence[Option]]] = {
+    "forward": {"forward_kernel": FORWARD_KERNELS},
+    "dq": {},
+    "dkdv": {},
+}
+DEFAULTS: dict[str, Option] = {"forward_kernel": "portable"}
+"""Of ``KernelConfig``: what a candidate need not say."""
 
 MOST_VALUES = 224
 """fp32 values of accumulators and scores per thread, of its 255 registers."""
@@ -27,12 +46,28 @@ TENSOR_MEMORY = (100, 103)
 
 
 def space(point: Point, arch: int) -> list[Tile]:
-    """The tiles worth compiling."""
+    """The candidates worth compiling."""
     return [tile for tile in grid(point) if why_not(tile, point, arch) is None]
 
 
 def grid(point: Point) -> list[Tile]:
     """All combinations, whether they fit or not."""
+    return [
+        with_options(replace(tile, **fields), options)
+        for options in _choices(CONFIG_FIELDS[point.kernel])
+        for fields in _choices(TILE_FIELDS[point.kernel])
+        for tile in _sides(point)
+    ]
+
+
+def _choices(fields: Mapping[str, Sequence[Option]]) -> Iterator[dict[str, Any]]:
+    """Every combination of the values; what is the default is left out."""
+    for values in product(*fields.values()):
+        chosen = zip(fields, values, strict=True)
+        yield {name: value for name, value in chosen if name not in DEFAULTS or value != DEFAULTS[name]}
+
+
+def _sides(point: Point) -> list[Tile]:
     small = point.dtype == "fp32"
     kept, streamed = (FLOAT32_SIDES, FLOAT32_SIDES) if small else (KEPT, STREAMED)
     queries, keys = (streamed, kept) if point.kernel == "dkdv" else (kept, streamed)
@@ -40,7 +75,10 @@ def grid(point: Point) -> list[Tile]:
 
 
 def why_not(tile: Tile, point: Point, arch: int) -> str | None:
-    """What is wrong with a tile as far as arithmetic tells; None where it is worth compiling."""
+    """What is wrong with a candidate as far as arithmetic tells; None where it is worth compiling."""
+    for name, value in options_of(tile).items():
+        if (rule := RULES.get((name, value))) is not None:
+            return rule(tile, point, arch)
     if (shared := least_shared(point, tile)) > (limit := shared_limit(arch)):
         return f"takes at least {shared} bytes of shared memory, a block of sm_{arch} has {limit}"
     longest = max(min(KEPT), 1 << (point.length - 1).bit_length())
@@ -53,6 +91,24 @@ def why_not(tile: Tile, point: Point, arch: int) -> str | None:
     if arch not in TENSOR_MEMORY and values > MOST_VALUES:
         return f"{values:g} fp32 values per thread, more than {MOST_VALUES}"
     return None
+
+
+def _not_hopper(tile: Tile, point: Point, arch: int) -> str | None:
+    """Its registers and shared memory are what it was written for: nothing else is to be asked."""
+    if arch != 90 or point.dtype == "fp32" or point.head_dim not in HEAD_DIMS or point.head_dim_v != point.head_dim:
+        dims = "/".join(map(str, HEAD_DIMS))
+        return f"the Hopper forward takes sm_90, 16 bits and head dims {dims}: not this point"
+    try:
+        check_tile(point.head_dim, tile)
+    except ValueError as error:
+        return f"the Hopper forward does not take it: {error}"
+    return None
+
+
+RULES: dict[tuple[str, Option], Callable[[Tile, Point, int], str | None]] = {
+    ("forward_kernel", "hopper"): _not_hopper,
+}
+"""In place of what is asked of the portable kernels, by field and value: what is wrong with a candidate."""
 
 
 def values_kept(tile: Tile, point: Point) -> int:

@@ -80,6 +80,7 @@ class Variant:
     full: bool = False  # no bounds
     grouped: bool = True  # several query heads per key head
     features: tuple[str, ...] = ()  # some of FEATURES that are on
+    options: tuple[tuple[str, str | int], ...] = ()  # fields of KernelConfig beside the tiles that are not the default
 
     def __str__(self) -> str:
         dims = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
@@ -87,6 +88,7 @@ class Variant:
         flags = " ".join(
             [self.role, *(["full"] if self.full else []), *(["gqa"] if self.grouped else []), *self.features]
         )
+        flags += "".join(f" {name}={value}" for name, value in self.options)
         return f"{self.kernel} sm_{self.arch} {self.dtype} {dims} {tile} {flags}"
 
 
@@ -100,6 +102,8 @@ class Compiled:
     flushes: bool = False  # somewhere, fp32 subnormals to zero
     arch: int = 0  # compute capability without the dot
     threads: int = 0  # of a block
+    partitions: int = 1  # of a block that each run a main loop of their own at the same time: warp specialisation
+    loop_threads: int = 0  # of one of them; 0: all of the block
 
 
 def launchable(arch: int, dtype: str, head_dim: int, head_dim_v: int | None = None) -> Iterator[Variant]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -20,11 +20,15 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..kernels.config import KernelConfig, config_for
 from ..kernels.hopper import hopper_kernel
-from ..kernels.hopper_launch import HEAD_DIMS, REGISTERS
+from ..kernels.hopper_launch import HEAD_DIMS, REGISTERS, check_tile
 from ..kernels.steps import CONSUMERS, ROWS
 from ..kernels.tiles import Shape
-from .compiled import DTYPES, ROLES, Compiled, Variant, disassemble, interval, problems, specialise, strided
-from .sass import matrix_loops
+from .compiled import DTYPES, ROLES, Compiled, Variant, interval, problems, read_compiled, specialise, strided
+
+OPTIONS = (("forward_kernel", "hopper"),)
+"""Of a :class:`Variant` that is this kernel: what its ``KernelConfig`` says."""
+
+WARPGROUP = 128  # threads, of a consumer
 
 GLUON_DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
 
@@ -42,7 +46,22 @@ def variants() -> Iterator[Variant]:
     """Every one that the default tiles of sm_90 launch: dtypes x head dims x roles x bounds x GQA."""
     for dtype, head_dim, role, full, grouped in product(GLUON_DTYPES, HEAD_DIMS, ROLES, (True, False), (True, False)):
         config: KernelConfig = config_for(90, DTYPES[dtype], head_dim)
-        yield Variant("forward", 90, dtype, head_dim, head_dim, config.forward, role, full, grouped)
+        yield Variant("forward", 90, dtype, head_dim, head_dim, config.forward, role, full, grouped, options=OPTIONS)
+
+
+def check(variant: Variant) -> None:
+    """Refuse what the kernel is not written for: ValueError."""
+    for what, got, known in (
+        ("kernel", variant.kernel, ["forward"]),
+        ("arch", f"sm_{variant.arch}", ["sm_90"]),
+        ("dtype", variant.dtype, GLUON_DTYPES),
+        ("head_dim", variant.head_dim, HEAD_DIMS),
+        ("head_dim_v", variant.head_dim_v, [variant.head_dim]),
+        ("features", " ".join(variant.features) or "none", ["none"]),
+    ):
+        if got not in known:
+            raise ValueError(f"{what} is {got}: forward_kernel='hopper' takes {', '.join(map(str, known))}")
+    check_tile(variant.head_dim, variant.tile)
 
 
 def gluon_source(variant: Variant) -> GluonASTSource:
@@ -74,18 +93,23 @@ def described(variant: Variant, rows: int) -> str:
     return f"tensordesc<{variant.dtype}{block},{layout!r}>"
 
 
-def compile_hopper(variant: Variant) -> tuple[Compiled, str, str]:
-    """(what the gate reads, PTX, SASS) of one variant.
+def compile_hopper(variant: Variant, source: GluonASTSource | None = None) -> tuple[Compiled, str]:
+    """(what the gate and the bound read, PTX) of one variant, as :func:`gluon_source` specialises it or ``source``.
 
     Raises:
+        ValueError: what :func:`check` refuses.
         RuntimeError: Triton or ptxas refuses it.
     """
+    check(variant)
     options = {"num_warps": 4, "maxnreg": REGISTERS}
-    kernel = triton.compile(gluon_source(variant), target=GPUTarget("cuda", 90, 32), options=options)
-    usage, listing = disassemble(kernel.asm["cubin"])
-    registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
-    compiled = Compiled(registers, stack, kernel.metadata.shared, 0, tuple(matrix_loops(listing)))
-    return compiled, kernel.asm["ptx"], listing
+    kernel = triton.compile(source or gluon_source(variant), target=GPUTarget("cuda", 90, 32), options=options)
+    read = read_compiled(kernel, variant.arch)
+    return replace(read, partitions=CONSUMERS, loop_threads=WARPGROUP), kernel.asm["ptx"]
+
+
+def listing_of(compiled: Compiled) -> str:
+    """The main loops, one after the other."""
+    return "\n".join(line for loop in compiled.loops for line in loop.lines)
 
 
 def overlaps(listing: str) -> list[Overlap]:
@@ -108,7 +132,7 @@ def before_branch_back(text: str) -> str:
     return re.split(r"\bBRA\b", text)[0]
 
 
-def faults(variant: Variant, compiled: Compiled, ptx: str, listing: str) -> list[str]:
+def faults(variant: Variant, compiled: Compiled, ptx: str) -> list[str]:
     """What keeps a variant from the gate; empty where it passes."""
     found = problems(variant, compiled)
     loops = CONSUMERS * (1 if variant.full else 3)  # masked tail, full middle, masked head
@@ -119,13 +143,12 @@ def faults(variant: Variant, compiled: Compiled, ptx: str, listing: str) -> list
     found += ["serialised wgmma in a main loop" for loop in compiled.loops if loop.serialised]
     wanted = (variant.head_dim + variant.tile.block_k) // 16  # wgmma multiplies 16 deep
     found += [f"{loop.matrix} products in a loop, not {wanted}" for loop in compiled.loops if loop.matrix != wanted]
-    return found + order_faults(listing, loops, variant.tile.block_k) + handing_faults(ptx)
+    return found + order_faults(listing_of(compiled), loops, variant.tile.block_k) + handing_faults(ptx)
 
 
 def order_faults(listing: str, loops: int, block_k: int) -> list[str]:
-    """Of the order of a listing with that many main loops: loads by the copy engine, exponentials under a product."""
-    found = [] if "UTMALDG.4D" in listing else ["no TMA loads"]
-    overlapped = overlaps(listing)
+    """Of the order of a listing of that many main loops: exponentials under a product."""
+    found, overlapped = [], overlaps(listing)
     if len(overlapped) != loops:
         found.append(f"{len(overlapped)} of {loops} main loops start a product before the wait for the scores")
     least = ROWS * block_k // 128  # a warpgroup has 128 threads
@@ -134,9 +157,10 @@ def order_faults(listing: str, loops: int, block_k: int) -> list[str]:
 
 
 def handing_faults(ptx: str) -> list[str]:
-    """Of registers, which the producer gives to the consumers, and of slots, which consumers give to the producer."""
+    """Of loads, registers and slots: who loads, who gives registers to whom, and when a slot is given back."""
     handed_on = {int(number) for number in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)}
-    found = [] if {24, 240} <= handed_on else [f"registers are handed on as {sorted(handed_on)}"]
+    found = [] if "cp.async.bulk.tensor.4d" in ptx else ["no TMA loads"]
+    found += [] if {24, 240} <= handed_on else [f"registers are handed on as {sorted(handed_on)}"]
     # every arrival stands behind a barrier of its warpgroup, with neither product nor barrier operation between
     arrivals = re.findall(r"(bar\.sync[^\n]*\n(?:(?!mbarrier|wgmma).*\n)*?)?[^\n]*mbarrier\.arrive\.shared", ptx)
     if not arrivals:
@@ -148,10 +172,11 @@ def main(names: list[str]) -> int:
     """Compile the variants whose text holds all of ``names``, a line each; the number of those that do not pass."""
     failed = 0
     for variant in (one for one in variants() if {*names} <= {*str(one).split()}):
-        compiled, ptx, listing = compile_hopper(variant)
-        found = faults(variant, compiled, ptx, listing)
+        compiled, ptx = compile_hopper(variant)
+        found = faults(variant, compiled, ptx)
         failed += bool(found)
-        print("FAIL" if found else "ok", "hopper", variant, compiled, *overlaps(listing), *found, flush=True)
+        shown = overlaps(listing_of(compiled))
+        print("FAIL" if found else "ok", variant, compiled, *shown, *found, flush=True)
     return failed
 
 

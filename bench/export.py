@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +14,12 @@ import typer
 
 from .. import __version__
 from .compiled import SHARED_LIMIT
-from .export_kernels import ALIGNMENT, KERNELS, Argument, Exported, Wish, export
+from .export_kernels import ALIGNMENT, KERNELS, Argument, Exported, Wish, chosen_tiles, export
 from .export_text import header, launcher
+from .export_tiles import LONGEST, Source
 from .output import prints, write_json
 from .provenance import git, sources
+from .shapes import size
 
 SCHEMA = 1
 LICENCE = "MIT"
@@ -82,7 +85,7 @@ def manifest(wish: Wish, kernels: list[Exported], hashes: dict[str, str]) -> dic
         "bounded": wish.bounded,
         "grouped": wish.grouped,
         "role": wish.role,
-        "tiles": "untuned defaults; not run on a GPU by whoever wrote this file",
+        "run": "not on a GPU by whoever wrote this file",
         "sha256": hashes,
         "kernels": [_entry(wish, kernel) for kernel in kernels],
     }
@@ -96,6 +99,8 @@ def _entry(wish: Wish, kernel: Exported) -> dict[str, Any]:
         "grid": [f"ceil(rows / {kernel.block}) * batch * heads", 1, 1],
         "threads": kernel.threads,
         "shared_memory": kernel.shared,
+        "tile": asdict(chosen_tiles(wish)[kernel.name][0]),
+        "tile_from": chosen_tiles(wish)[kernel.name][1],
         "parameters": [*map(_parameter, kernel.arguments), *[SCRATCH] * kernel.scratch],
     }
 
@@ -120,18 +125,33 @@ def main(
     ] = False,
     grouped: Annotated[bool, typer.Option(help="Any number of query heads per key head, or always one.")] = True,
     role: Annotated[Role, typer.Option(help="What a launch continues and leaves, in a ring of several.")] = Role.only,
+    config_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Tiles of a table that `ringattn tune` wrote there.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Tiles of this GPU's table, 'NVIDIA H200'; else built-in ones.")
+    ] = None,
+    group: Annotated[
+        int | None, typer.Option(min=1, help="Query heads per key head that the tiles were tuned for.")
+    ] = None,
+    seqlen: Annotated[
+        Any, typer.Option(parser=size, metavar="SIZE", help="Tokens that the tiles were tuned for [default: the most].")
+    ] = None,
+    estimated: Annotated[bool, typer.Option("--estimated", help="Also tiles that were never timed.")] = False,
     out_dir: Annotated[Path, typer.Option(file_okay=False, help="Folder for the files.")] = Path("ringattn-export"),
     json_to: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="The manifest as JSON.")] = None,
 ) -> None:
     """Write cubins, a C header and launcher, and a manifest of attention kernels, forward and backward."""
-    wish = Wish(arch, TRITON_NAMES[dtype], head_dim, head_dim_v or head_dim, causal, grouped, role.value)
+    source = Source(gpu, config_dir, group, seqlen or LONGEST, estimated)
+    wish = Wish(arch, TRITON_NAMES[dtype], head_dim, head_dim_v or head_dim, causal, grouped, role.value, source)
     kernels = []
     try:
         for name in KERNELS:
             kernels.append(export(wish, name))
             if prints() and json_to != "-":
                 one = kernels[-1]
-                print(f"{name:<8} {len(one.arguments)} arguments, {one.shared} bytes of shared memory", flush=True)
+                whence = chosen_tiles(wish)[name][1]
+                print(f"{name:<8} {len(one.arguments)} arguments, {one.shared} bytes of shared memory; tile: {whence}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if not prints():

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from ..kernels.attention import DELTA_BLOCK
 from ..kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
-from ..kernels.config import Tile, config_for
+from ..kernels.config import Tile
 from ..kernels.forward import forward_kernel
 from ..kernels.modify import UNMODIFIED
 from ..kernels.tiles import Interval, Shape, Strided
 from .compiled import DTYPES, ROLES, SHARED_LIMIT
+from .export_tiles import BUILT_IN_TILES, Source, Tiles, tiles_of
 
 KERNELS = {"forward": forward_kernel, "delta": delta_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 ALIGNMENT = 16
@@ -42,6 +43,7 @@ class Wish:
     bounded: bool = False  # an interval of keys per query, which every mask is
     grouped: bool = True  # any number of query heads per key head
     role: str = "only"  # one of ROLES
+    source: Source = BUILT_IN_TILES
 
     @property
     def prefix(self) -> str:
@@ -133,11 +135,18 @@ def check(wish: Wish) -> None:
             raise ValueError(f"{what} is {got}: it must be 1 to 256")
 
 
+@lru_cache
+def chosen_tiles(wish: Wish) -> Tiles:
+    """By kernel: the tile, and in words where it comes from.
+
+    Raises:
+        ValueError: see :func:`export_tiles.tiles_of`.
+    """
+    return tiles_of(wish.source, wish.arch, wish.dtype, (wish.head_dim, wish.head_dim_v), bounded=wish.bounded)
+
+
 def _tile(wish: Wish, name: str) -> Tile:
-    if name == "delta":
-        return Tile(DELTA_BLOCK, DELTA_BLOCK, 4, 1)
-    tile: Tile = getattr(config_for(wish.arch, DTYPES[wish.dtype], max(wish.head_dim, wish.head_dim_v)), name)
-    return tile
+    return chosen_tiles(wish)[name][0]
 
 
 def _block(name: str, tile: Tile) -> int:

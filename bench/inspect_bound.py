@@ -9,8 +9,10 @@ one. So the bound is
     products / max(longest unit, (max(products, beside them) + exposed) / blocks per SM)
 
 with ``beside`` and ``exposed`` the longest unit of the softmax over the instructions under products, and over the
-others. Latencies, clocks that drop under load, cache misses and a loop's ends are left out. The ceiling is arithmetic.
-That warps move in step is a model: what it is worth is its rank correlation with measured time (:mod:`inspect_rank`).
+others. A warp-specialised block counts as many as it has partitions with a loop of their own; what its loading warp
+moves is not counted. Latencies, clocks that drop under load, cache misses and a loop's ends are left out. The ceiling
+is arithmetic. That warps move in step is a model: what it is worth is its rank correlation with measured time
+(:mod:`inspect_rank`).
 """
 
 from __future__ import annotations
@@ -94,7 +96,9 @@ def bounds_of(compiled: Compiled) -> list[Bound]:
             f"compiled for arch {compiled.arch} and {compiled.threads} threads: arch must be one of "
             f"{', '.join(map(str, CHIPS))}, threads at least 1"
         )
-    warps, blocks = compiled.threads // LANES, blocks_of(compiled)
+    # partitions that run a loop each move in step within themselves alone, as blocks do
+    warps = (compiled.loop_threads or compiled.threads) // LANES
+    blocks = blocks_of(compiled) * compiled.partitions
     return [bound_of(mix_of(loop, warps), compiled.arch, blocks, loop) for loop in compiled.loops]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,8 @@ from rich.progress import Progress
 
 from ..kernels import Tile
 from ..kernels.config import config_for
-from .compiled import ATTENTION, DTYPES, FEATURES, MEMORY_BOUND, ROLES, Variant, compile_variant, launchable, select
+from .compiled import ATTENTION, DTYPES, FEATURES, MEMORY_BOUND, ROLES, Variant, launchable, select
+from .gate import compile_and_ask
 from .inspect_chips import CHIPS
 from .inspect_rank import LEAST_CORRELATION, correlations
 from .inspect_report import COMPARED, Row, difference, failed_row, identity, pairs, read_rows, row_of, shown, text
@@ -22,6 +24,9 @@ from .output import check_target, prints, write_csv, write_json
 from .tables import table
 
 TILE = "QxKxWARPSxSTAGES"
+HOPPER = "hopper"
+"""The name here of the forward of ``KernelConfig(forward_kernel="hopper")``."""
+
 LONG_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -67,21 +72,35 @@ def variants(
     dim, dim_v = head_dims_of(head_dim)
     asked = tuple(one_of("feature", word, FEATURES) for word in features.split(",")) if features else ()
     for arch, kernel in product(map(arch_of, archs.split(",")), kernels.split(",")):
-        one_of("kernel", kernel, [*ATTENTION, *MEMORY_BOUND])
+        one_of("kernel", kernel, [*ATTENTION, *MEMORY_BOUND, HOPPER])
         if kernel in MEMORY_BOUND:
             yield from (one for one in launchable(arch, short, dim, dim_v) if one.kernel == kernel)
             continue
         config = config_for(arch, DTYPES[short], max(dim, dim_v))
-        chosen = map(tile_of, tiles.split(",")) if tiles else [getattr(config, kernel)]
+        direction, options = ("forward", (("forward_kernel", HOPPER),)) if kernel == HOPPER else (kernel, ())
+        chosen = map(tile_of, tiles.split(",")) if tiles else [getattr(config, direction)]
         for tile, role in product(chosen, roles.split(",")):
             one_of("role", role, list(ROLES))
-            yield Variant(kernel, arch, short, dim, dim_v, tile, role, full, grouped, asked)
+            yield Variant(direction, arch, short, dim, dim_v, tile, role, full, grouped, asked, options)
+
+
+def named(spec: str) -> list[Variant]:
+    """The variants of ``ARCH:DTYPE:D…``; with ``hopper`` among its words, of that forward.
+
+    Raises:
+        ValueError: a word that is not known.
+    """
+    words = spec.split(":")
+    if HOPPER not in words:
+        return [*select(spec)]
+    portable = select(":".join(["forward" if word == HOPPER else word for word in words]))
+    return [replace(one, options=(("forward_kernel", HOPPER),)) for one in portable]
 
 
 def inspect_variant(variant: Variant) -> Row:
     """The row of one variant; where it cannot be compiled or does not fit, its ``problems`` say why and what fits."""
     try:
-        row = row_of(variant, compile_variant(variant))
+        row = row_of(variant, *compile_and_ask(variant))
     except Exception as error:  # one that cannot be compiled is a finding, and the others still count
         return failed_row(variant, error)
     if not row["blocks_per_sm"] and variant.kernel in ATTENTION:
@@ -136,7 +155,9 @@ def inspect(
         list[str] | None,
         typer.Argument(help="All that ARCH:DTYPE:D names, as 90:bf16:192/128:middle:dq:alibi; in place of the flags."),
     ] = None,
-    kernel: Annotated[str, typer.Option(help="Comma list of kernels.")] = "forward,dq,dkdv",
+    kernel: Annotated[str, typer.Option(help="Comma list of forward, dq, dkdv, hopper, quantize, dequantize.")] = (
+        "forward,dq,dkdv"
+    ),
     arch: Annotated[
         str, typer.Option(help="Comma list of GPUs: sm_80, sm_86, sm_89, sm_90, sm_100, sm_120.")
     ] = "sm_90",
@@ -166,8 +187,8 @@ def inspect(
     """
 
     def make(tiles: str | None) -> list[Row]:
-        named = [variant for name in spec or () for variant in select(name)]
-        asked = named or [*variants(kernel, arch, dtype, head_dim, role, tiles, feature, full, grouped)]
+        by_name = [variant for name in spec or () for variant in named(name)]
+        asked = by_name or [*variants(kernel, arch, dtype, head_dim, role, tiles, feature, full, grouped)]
         return inspect_all(asked)
 
     try:

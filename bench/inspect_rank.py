@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 from .inspect_report import IDENTITY, Row, key_of
 
+WORK = ("length", "group")
+"""What rows of `ringattn tune` have beside: seconds of different work are not compared."""
+
 LEAST_CONFIGS = 20
 LEAST_CORRELATION = 0.6
 
@@ -57,7 +60,7 @@ def correlations(rows: Sequence[Row]) -> list[Row]:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if isinstance(row.get("seconds"), int | float) and isinstance(row.get("bound"), int | float):
-            groups.setdefault(key_of(row, IDENTITY), []).append(row)
+            groups.setdefault(key_of(row, (*IDENTITY, *WORK)), []).append(row)
     enough = [group for group in groups.values() if len(group) >= LEAST_CONFIGS]
     if not enough:
         most = max(map(len, groups.values()), default=0)
@@ -66,7 +69,7 @@ def correlations(rows: Sequence[Row]) -> list[Row]:
             f"a correlation takes {LEAST_CONFIGS}"
         )
     return [
-        {key: group[0].get(key) for key in ("kernel", "arch", "dtype", "head_dim", "role", "full")}
+        {key: group[0].get(key) for key in ("kernel", "arch", "dtype", "head_dim", "role", "full", *WORK)}
         | {"configs": len(group), "correlation": spearman(*_speeds(group))}
         for group in enough
     ]

@@ -9,13 +9,13 @@ from typing import Any
 
 import triton
 
-from .compiled import Compiled, Variant, problems
+from .compiled import Compiled, Variant
 from .inspect_bound import Bound, blocks_of, bounds_of, main_bound
 
 Row = dict[str, Any]
 
 IDENTITY = ("kernel", "arch", "dtype", "head_dim", "head_dim_v", "role", "full", "grouped", "features")
-"""What two rows must share to be compared: all of the variant but its tile."""
+"""What two rows must share to be compared: all of the variant but its tile and the options that are chosen with it."""
 
 SHOWN = {
     "registers": "regs", "spills": "spills", "shared": "shared B", "blocks_per_sm": "blocks", "matrix": "mma",
@@ -35,8 +35,11 @@ def tile_text(variant: Variant) -> str:
     return f"{tile.block_q}x{tile.block_k}x{tile.num_warps}x{tile.num_stages}"
 
 
-def row_of(variant: Variant, compiled: Compiled) -> Row:
-    """Everything about one variant, ready for JSON; what is read from loops is of the main one, None without any."""
+def row_of(variant: Variant, compiled: Compiled, problems: Sequence[str]) -> Row:
+    """Everything about one variant, ready for JSON; what is read from loops is of the main one, None without any.
+
+    ``problems`` are those of its gate.
+    """
     bounds, blocks = bounds_of(compiled), blocks_of(compiled)
     found = of_loop(main_bound(bounds))
     if not blocks:
@@ -54,15 +57,14 @@ def row_of(variant: Variant, compiled: Compiled) -> Row:
         "loops": [
             {"instructions": one.loop.instructions, "matrix": one.loop.matrix, "bound": one.percent} for one in bounds
         ],
-        "problems": problems(variant, compiled),
+        "problems": [*problems],
     }
 
 
 def failed_row(variant: Variant, error: Exception) -> Row:
     """The row of a variant that cannot be compiled."""
     empty = Compiled(0, 0, 0, 0, (), arch=variant.arch, threads=32)
-    why = f"{type(error).__name__}: {error}"
-    return row_of(variant, empty) | {"blocks_per_sm": 0, "problems": [why]}
+    return row_of(variant, empty, [f"{type(error).__name__}: {error}"]) | {"blocks_per_sm": 0}
 
 
 def identity(variant: Variant) -> Row:
@@ -76,6 +78,7 @@ def identity(variant: Variant) -> Row:
         "full": variant.full,
         "grouped": variant.grouped,
         "features": list(variant.features),
+        "options": dict(variant.options),
         "tile": tile_text(variant),
         "variant": str(variant),
     }
@@ -112,7 +115,7 @@ def shown(row: Row) -> Row:
 
 
 def read_rows(path: str) -> list[Row]:
-    """The rows of a report that ``--json`` wrote.
+    """The rows of a report that ``--json`` wrote; of one of ``ringattn tune`` those of the candidates that were timed.
 
     Raises:
         ValueError: no such file, or not such a report.
@@ -121,19 +124,26 @@ def read_rows(path: str) -> list[Row]:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
-    rows = found.get("rows") if isinstance(found, Mapping) else found
+    rows = found.get("timed", found.get("rows")) if isinstance(found, Mapping) else found
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "kernel" in row for row in rows):
-        raise ValueError(f"{path} is no report: it must hold the `rows` that `ringattn inspect --json` writes")
+        raise ValueError(
+            f"{path} is no report: it must hold the `rows` that `ringattn inspect --json` writes, "
+            "or what `ringattn tune --json` writes on a GPU"
+        )
     return rows
 
 
 def pairs(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Rows of the same kernel, arch, dtype, head dims and role; of the same tile too where there are several tiles.
+    """Rows of the same kernel, arch, dtype, head dims and role; where there are several of those, of the same tile too.
 
     Raises:
         ValueError: there are none.
     """
-    keys = IDENTITY if not _ambiguous(before, IDENTITY) and not _ambiguous(after, IDENTITY) else (*IDENTITY, "tile")
+    keys = (
+        IDENTITY
+        if not _ambiguous(before, IDENTITY) and not _ambiguous(after, IDENTITY)
+        else (*IDENTITY, "tile", "options")
+    )
     others = {key_of(row, keys): row for row in after}
     found = [(row, others[key_of(row, keys)]) for row in before if key_of(row, keys) in others]
     if not found:
@@ -143,7 +153,7 @@ def pairs(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[Row, Row]]:
 
 
 def key_of(row: Row, keys: Iterable[str]) -> str:
-    return json.dumps([row.get(key) for key in keys])
+    return json.dumps([row.get(key) or None for key in keys])  # what an older report does not have is empty
 
 
 def _ambiguous(rows: Sequence[Row], keys: Iterable[str]) -> bool:

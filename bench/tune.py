@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..autotune import Shape, gpu_of_arch, grid, shape_of_config, space, why_not
+from ..autotune import Shape, gpu_of_arch, grid, shape_of_config, space, tile_text, why_not
 from ..autotune.models import DEFAULT_DTYPE, SHORT
 from ..kernels.choice import Gpu, gpu_of, user_folder
 from .launching import cores
@@ -23,7 +23,7 @@ from .provenance import provenance
 from .ring_bench import check_targets, dtype_name
 from .shapes import Causal, sizes
 from .tables import table
-from .tune_run import Found, Wish, text, tune
+from .tune_run import Found, Wish, timed_rows, tune
 
 BUDGET = 300.0
 DEFAULT_ARCH = "sm_90"
@@ -84,7 +84,8 @@ def run(
         typer.echo("interrupted: what is known is kept, and the same command goes on from there", err=True)
         raise typer.Exit(130) from None
     rows = in_one_shape([one.as_row() for one in found])
-    report = {"table": path and str(path), "measured": device is not None}
+    timed = [row for one in found for row in timed_rows(one, gpu.arch, shape.heads)]
+    report = {"table": path and str(path), "measured": device is not None, "timed": timed}
     finish(summary(found, path), rows, report, json, csv, device)
     if any(one.tile is None for one in found):
         raise typer.Exit(1)
@@ -137,7 +138,7 @@ def listed(wish: Wish) -> list[dict[str, Any]]:
     return [
         {
             "kernel": point.kernel, "dtype": point.dtype, "D": point.head_dim, "Dv": point.head_dim_v,
-            "group": point.group, "mask": point.mask, "tokens": point.length, "tile": text(tile),
+            "group": point.group, "mask": point.mask, "tokens": point.length, "tile": tile_text(tile),
         }
         for point in wish.points
         for tile in space(point, wish.gpu.arch)
@@ -159,7 +160,7 @@ def counted(wish: Wish) -> str:
 
 def kind_of(reason: str) -> str:
     """A reason without its numbers."""
-    for word in ("shared memory", "scores per thread", "fp32 values per thread"):
+    for word in ("the Hopper forward", "shared memory", "scores per thread", "fp32 values per thread"):
         if word in reason:
             return f"by {word}"
     return "by length"
@@ -181,7 +182,7 @@ def summary(found: list[Found], path: Path | None) -> str:
     reasons = Counter(without_number(reason) for one in found for reason in one.ranked.dropped.values())
     lines = [f"dropped: {count} x {reason}" for reason, count in reasons.most_common(4)]
     units = {one.verdict.bound_by.partition(",")[0] for one in found if one.verdict is not None}
-    lines += [f"bound: {unit}, at least" for unit in sorted(units)]
+    lines += [f"bound: {unit}, at most" for unit in sorted(units)]
     cut = [one for one in found if one.measured is not None and not one.measured.complete]
     if cut:
         lines.append(f"{len(cut)} of {len(found)} were cut short by --budget; the same command goes on")

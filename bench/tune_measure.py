@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from ..kernels import (
     attention_forward,
 )
 from ..kernels.choice import DTYPES
-from ..kernels.tables import Point
+from ..kernels.tables import Point, options_of
 from ..ring import Mask, bounds
 from .accuracy import Inputs, Results, by_pytorch, draw, exactly, judged
 from .beside import SIZES, Copy, bytes_for
@@ -38,6 +39,12 @@ SLOWING = {
     "power brake",
 }  # fmt: skip
 """Throttle reasons that make a run slower than the next one; an idle GPU and clocks that the user set do not."""
+
+
+def config_of(tile: Tile) -> KernelConfig:
+    """A candidate as a launch takes it: of the one kernel that it is for."""
+    options: dict[str, Any] = options_of(tile)
+    return KernelConfig(tile, tile, tile, **options)
 
 
 class DeviceTrials:
@@ -143,7 +150,7 @@ class DeviceTrials:
     def _launch(self, tile: Tile) -> None:
         q, k, v, dout, _ = self._inputs
         lse, delta, *sums = self._state
-        config = KernelConfig(tile, tile, tile)
+        config = config_of(tile)
         if self.point.kernel == "forward":
             attention_forward(q, k, v, bounds=self._bounds, state=(sums[0], lse), final=False, config=config)
         elif self.point.kernel == "dq":
@@ -185,7 +192,7 @@ class DeviceTrials:
         return [slice(*edge) for edge in pairwise(edges)]
 
     def _results(self, tile: Tile) -> dict[str, Tensor]:
-        config = KernelConfig(tile, tile, tile)
+        config = config_of(tile)
         exact = self._right[0]
         out, lse = exact.out.to(self._given.q.dtype), exact.lse.float().contiguous()
         if self.point.kernel == "forward":

@@ -30,6 +30,7 @@ from ..autotune import (
     rank_candidates,
     save,
     space,
+    tile_text,
 )
 from ..autotune.ranking import job_of
 from ..autotune.search import clocks_of, median, spread
@@ -38,11 +39,14 @@ from ..kernels import Tile
 from ..kernels.choice import DTYPES, Gpu, triton_version
 from ..kernels.config import config_for
 from ..kernels.tables import Entry, Point, file_name
+from .inspect_rank import LEAST_CONFIGS
+from .inspect_report import Row, identity
 from .provenance import command
-from .tune_compile import compile_job, digest
+from .tune_compile import compile_job, digest, variant_of
 from .tune_measure import DeviceTrials
 
-CANDIDATES = 16  # of a point that get time on a GPU: the best quarter or so of what compiles
+# of a point that get time on a GPU: the best quarter or so of what compiles, and what a rank correlation takes
+CANDIDATES = LEAST_CONFIGS
 MOST_COMMAND = 400  # characters that a table takes
 
 
@@ -91,7 +95,7 @@ class Found:
         row: dict[str, Any] = {
             "kernel": self.point.kernel, "mask": self.point.mask, "tokens": self.point.length,
             "tried": self.candidates, "failed": len(self.ranked.dropped),
-            "tile": text(self.tile) if self.tile is not None else "none", "default": text(self.default),
+            "tile": tile_text(self.tile) if self.tile is not None else "none", "default": tile_text(self.default),
             "bound": None if self.verdict is None else self.verdict.bound, "default's": self.default_bound,
         }  # fmt: skip
         if (best := self.measured) is not None:
@@ -110,8 +114,17 @@ class Found:
         return self.ranked.tiles[0] if self.ranked.tiles else None
 
 
-def text(tile: Tile) -> str:
-    return f"{tile.block_q}x{tile.block_k} {tile.num_warps}w {tile.num_stages}s"
+def timed_rows(found: Found, arch: int, heads: int) -> list[Row]:
+    """A row per candidate that was timed, with bound and seconds, as ``ringattn inspect --correlate`` takes them."""
+    best = found.measured
+    bounds = {found.default: found.default_bound, **found.ranked.bounds}
+    return [
+        {
+            **identity(variant_of(job_of(found.point, tile, arch, heads))),
+            "length": found.point.length, "group": found.point.group, "bound": bounds.get(tile), "seconds": seconds,
+        }
+        for tile, seconds in (best.seconds if best is not None else {}).items()
+    ]  # fmt: skip
 
 
 def default_tile(point: Point, arch: int) -> Tile:

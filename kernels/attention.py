@@ -7,7 +7,7 @@ import torch
 from .backward import delta_kernel, dkdv_kernel, dq_kernel
 from .bounds import FULL, Bounds
 from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank
-from .choice import situation, tile_for
+from .choice import forward_kernel_of, situation, tile_for
 from .config import KernelConfig
 from .forward import forward_kernel
 from .hopper_launch import launch_hopper, takes
@@ -74,7 +74,8 @@ def attention_forward(
     result = out if out is not None and in_place else torch.empty(out_shape, device=q.device, dtype=dtype)
     tile = tile_for("forward", config, q, v, **situation(bounds, scores))
     flags = {"HAS_STATE": out is not None, "IN_PLACE": in_place}
-    if config is not None and config.forward_kernel == "hopper" and takes(q, k, v, bounds, scores, tile):
+    hopper = forward_kernel_of(config, tile) == "hopper"
+    if hopper and takes(q, k, v, bounds, scores, tile, asked=config is not None):
         launch_hopper(q, k, v, out, result, lse, bounds, scale, tile)
         return result, lse
     launch(

@@ -26,7 +26,7 @@ import triton
 from .bounds import Bounds
 from .config import INTERPRETER, LEAST_SIDE, KernelConfig, Tile, config_for
 from .scores import Scores
-from .tables import KERNELS, Entry, RefusedTable, Table, file_name, read
+from .tables import KERNELS, Entry, RefusedTable, Table, file_name, options_of, read
 
 CONFIG_DIR = "RINGATTN_CONFIG_DIR"
 HERE = Path(__file__).parent
@@ -102,12 +102,22 @@ _LOADING = threading.Lock()
 
 @lru_cache(maxsize=64)
 def _load(gpu: Gpu, config_dir: str | None, estimated: bool) -> Tuned:
-    folders = [*([Path(config_dir)] if config_dir else [user_folder()]), *PACKAGE]
     if config_dir and not os.path.isdir(config_dir):  # from the environment: nobody to raise to
         _warn(f"{CONFIG_DIR} is {config_dir!r}: there is no such folder; `ringattn tune --save-dir` makes it")
+    return Tuned(tables_of(gpu, config_dir, estimated=estimated), estimated=estimated)
+
+
+def tables_of(gpu: Gpu, config_dir: str | None, *, estimated: bool = False) -> list[Table]:
+    """The tables that serve a GPU under this version of Triton, the one to ask first first.
+
+    Args:
+        config_dir: looked into in place of the user's cache, before what ships with the kernels.
+        estimated: also those made for a compute capability, without a GPU.
+    """
+    folders = [*([Path(config_dir)] if config_dir else [user_folder()]), *PACKAGE]
     there = [folder for folder in folders if folder is not None]
-    names = [gpu.name, *([f"sm_{gpu.arch}"] if estimated else [])]  # a table of no GPU holds estimates alone
-    return Tuned([table for name in names for table in _tables(name, gpu, there)], estimated=estimated)
+    names = dict.fromkeys([gpu.name, *([f"sm_{gpu.arch}"] if estimated else [])])
+    return [table for name in names for table in _tables(name, gpu, there)]
 
 
 def forget() -> None:
@@ -221,7 +231,8 @@ def default_config(
         config_dir, estimated: as in :func:`tuned`.
     """
     forward, dq, dkdv = (_tile(one, q, v, full, config_dir=config_dir, estimated=estimated) for one in KERNELS)
-    return KernelConfig(forward, dq, dkdv)
+    options: dict[str, Any] = options_of(forward) | options_of(dq) | options_of(dkdv)
+    return KernelConfig(forward, dq, dkdv, **options)
 
 
 def _tile(
@@ -251,6 +262,11 @@ def _built_in(kernel: str, q: torch.Tensor, v: torch.Tensor) -> Tile:
 def _of(config: KernelConfig, kernel: str) -> Tile:
     tile: Tile = getattr(config, kernel)
     return tile
+
+
+def forward_kernel_of(config: KernelConfig | None, tile: Tile) -> str:
+    """The config's; without one what a tuned table measured as the best with ``tile``, of :func:`tile_for`."""
+    return str(options_of(tile).get("forward_kernel", "portable")) if config is None else config.forward_kernel
 
 
 def situation(bounds: Bounds, scores: Scores) -> dict[str, Any]:

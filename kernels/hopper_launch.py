@@ -26,16 +26,31 @@ MIN_SLOTS = 2  # a consumer waits for the V of the next step before it gives bac
 ALIGNMENT = 16  # bytes, of a descriptor's base and strides
 
 
-def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores, tile: Tile) -> bool:
+def takes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: Bounds,
+    scores: Scores,
+    tile: Tile,
+    *,
+    asked: bool = True,
+) -> bool:
     """Whether the Hopper kernel runs this hop: not with ``used`` or ``runs``, nor where there are no rows or no keys.
 
     These come and go from hop to hop, and the portable kernel takes them, with the same tile. What is the same for
-    all hops of a call is the caller's to choose, and refused on every hop alike.
+    all hops of a call is the caller's to choose, and refused on every hop alike: where the caller ``asked`` for this
+    kernel. Where a tuned table did, what does not suit it goes to the portable one.
 
     Raises:
         ValueError: what :func:`check_hopper` refuses.
     """
-    check_hopper(q, k, v, scores, tile)
+    try:
+        check_hopper(q, k, v, scores, tile)
+    except ValueError:
+        if asked:
+            raise
+        return False
     return bounds.used is None and bounds.runs is None and q.numel() > 0 and k.numel() > 0
 
 

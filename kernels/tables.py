@@ -11,12 +11,12 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .config import SHARED_LIMIT, Tile
+from .config import FORWARD_KERNELS, SHARED_LIMIT, Tile
 
 SCHEMA = "ringattn tiles"
 VERSION = 1
@@ -38,6 +38,30 @@ ARCH = re.compile(r"sm_(\d{2,3})")
 
 Check = Callable[[object], str | None]
 """What a value must be, where it is not that."""
+
+Option = str | int  # bool too
+Options = tuple[tuple[str, Option], ...]
+
+
+@dataclass(frozen=True)
+class Chosen(Tile):
+    """A tile together with fields of ``KernelConfig`` that were chosen with it: pairs of :data:`OPTIONS`, sorted."""
+
+    options: Options = ()
+
+
+def options_of(tile: Tile) -> dict[str, Option]:
+    """The fields of ``KernelConfig`` that go with a tile; none where all have their defaults."""
+    return dict(tile.options) if isinstance(tile, Chosen) else {}
+
+
+def with_options(tile: Tile, options: Mapping[str, Option]) -> Tile:
+    """``tile`` with fields of ``KernelConfig``; itself without any."""
+    return Chosen(**_plain(tile), options=tuple(sorted(options.items()))) if options else tile
+
+
+def _plain(tile: Tile) -> dict[str, Any]:
+    return {one.name: getattr(tile, one.name) for one in fields(Tile)}
 
 
 class RefusedTable(ValueError):
@@ -68,7 +92,7 @@ class Entry:
     spread: float | None = None  # half the interquartile range over the median
     beside: float | None = None  # median with a communication kernel beside it
     baseline: float | None = None  # median of the built-in default in the same run
-    bound: float | None = None  # what an estimate was ranked by; smaller is better
+    bound: float | None = None  # what an estimate was ranked by; larger is better
     bound_by: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     driver: str | None = None
@@ -208,27 +232,30 @@ def as_json(table: Table) -> dict[str, Any]:
 
 def _told(entry: Entry) -> dict[str, Any]:
     told = {one.name: getattr(entry, one.name) for one in fields(Entry) if one.name != "point"}
-    return told | {"tile": asdict(entry.tile), "versions": dict(entry.versions), "clocks": dict(entry.clocks)}
+    tile = {name: value for name, value in _plain(entry.tile).items() if name in _TILE or value != _DEFAULTS[name]}
+    more = {"versions": dict(entry.versions), "clocks": dict(entry.clocks)}
+    return told | {"tile": tile, "options": options_of(entry.tile)} | more
 
 
 def _entry(where: str, given: object) -> Entry:
-    taken = _take(where, given, _ENTRY)
+    taken = _take(where, given, _ENTRY, optional={"options"})
     point = Point(*(taken.pop(name) for name in Point._fields))
-    tile = Tile(**_take(f"{where}.tile", taken.pop("tile"), _TILE))
-    entry = Entry(point, tile, **taken)
+    options = _take(f"{where}.options", taken.pop("options", {}), known := OPTIONS[point.kernel], optional={*known})
+    tile = Tile(**_take(f"{where}.tile", taken.pop("tile"), _TILE | MORE_OF_TILE, optional={*MORE_OF_TILE}))
+    entry = Entry(point, with_options(tile, options), **taken)
     if entry.estimated != (entry.seconds is None):
         raise ValueError(f"{where}.estimated is {entry.estimated} and seconds {entry.seconds}: one or the other")
     return entry
 
 
-def _take(where: str, given: object, wanted: Mapping[str, Check]) -> dict[str, Any]:
-    """``given``, once it has the names in ``wanted``, no other, and each passes its check."""
+def _take(where: str, given: object, wanted: Mapping[str, Check], optional: Set[str] = frozenset()) -> dict[str, Any]:
+    """``given``, once it has the names in ``wanted``, ``optional`` ones or not, no other, and each passes its check."""
     if not isinstance(given, dict):
         raise ValueError(f"{where or 'it'} is {shown(given)}: it must be an object")
-    if wrong := sorted({*given} ^ {*wanted}):
+    if wrong := sorted(({*given} ^ {*wanted}) - (optional - {*given})):
         state = "is missing" if wrong[0] in wanted else "is not known"
         raise ValueError(f"{where + '.' if where else ''}{shown(wrong[0])[1:-1]} {state}")
-    for name, check in wanted.items():
+    for name, check in ((name, wanted[name]) for name in given):
         if (needs := check(given[name])) is not None:
             raise ValueError(f"{where + '.' if where else ''}{name} is {shown(given[name])}: it must be {needs}")
     return dict(given)
@@ -306,6 +333,17 @@ _TILE: dict[str, Check] = {
     "num_warps": one_of(1, 2, 4, 8, 16),
     "num_stages": whole(1, MOST_STAGES),
 }
+_DEFAULTS = {one.name: one.default for one in fields(Tile)}
+
+# What may be tuned beside these four, one line each: other fields of `Tile`, and by kernel fields of `KernelConfig`.
+# They are left out of a file where they have their default. `autotune/space.py` says which values are tried.
+MORE_OF_TILE: dict[str, Check] = {}
+OPTIONS: dict[str, dict[str, Check]] = {
+    "forward": {"forward_kernel": one_of(*FORWARD_KERNELS)},
+    "dq": {},
+    "dkdv": {},
+}
+
 _ENTRY: dict[str, Check] = {
     "kernel": one_of(*KERNELS),
     "dtype": one_of(*DTYPES),
@@ -315,6 +353,7 @@ _ENTRY: dict[str, Check] = {
     "mask": one_of(*MASKS),
     "length": whole(1, MOST_TOKENS),
     "tile": lambda value: None if isinstance(value, dict) else "an object",
+    "options": lambda value: None if isinstance(value, dict) else "an object",
     "estimated": lambda value: None if isinstance(value, bool) else "true or false",
     "date": text(r"\d{4}-\d\d-\d\d[ -~]{0,30}", "an ISO 8601 date"),
     "seconds": optional(number(zero=False)),

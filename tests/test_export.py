@@ -13,17 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
 from typer.testing import CliRunner
 
 from ringattn.bench.compiled import ROLES, SHARED_LIMIT
 from ringattn.bench.export import Role, app
 from ringattn.bench.export_kernels import parameter_sizes
+from ringattn.bench.export_tiles import Source, tiles_of
+from ringattn.kernels import Tile
+from ringattn.kernels.choice import Gpu
+from ringattn.kernels.config import config_for
+from ringattn.kernels.tables import Point
+
+from .tile_tables import HOPPER, POINT, entry, estimate, folders, save
+
+__all__ = ["folders"]
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).parent / "export"
 COMPILER = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
 KERNELS = ("forward", "delta", "dq", "dkdv")
+BF16 = torch.bfloat16
 CUDA = Path(triton.__file__).parent / "backends" / "nvidia" / "include"  # NVIDIA's own cuda.h, in every wheel
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-pedantic", "-isystem", str(CUDA)]
 
@@ -41,8 +52,11 @@ def command(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[
 
 WISHES = {
     "causal": "--arch sm_90 --head-dim 128 --causal",
-    "last": "--arch 80 --head-dim 40 --head-dim-v 16 --dtype float16 --no-grouped --role last",
+    "last": "--arch 80 --head-dim 40 --head-dim-v 16 --dtype float16 --no-grouped --role last --config-dir {tables}",
 }
+A100 = Gpu("NVIDIA A100-SXM4-80GB", 80)
+TUNED = Point("forward", "fp16", 40, 16, 1, "full", 8192)
+"""What the table that "last" takes has an entry for."""
 FIELDS: dict[str, dict[str, Any]] = {
     "sm_90": {"arch": 90, "head_dim": 128, "bounded": True},
     "sm_80": {"arch": 80, "head_dim": 40, "head_dim_v": 16, "dtype": "fp16", "grouped": False, "role": "last"},
@@ -54,7 +68,9 @@ class Export:
 
     def __init__(self, wish: str, folder: Path) -> None:
         self.folder = folder
-        told = command("ringattn", "export", *wish.split(), "--out-dir", str(folder), "--json", "-")
+        save(tables := folder.parent / f"{folder.name}-tables", entry(TUNED, Tile(64, 32, 4, 2)), gpu=A100)
+        flags = wish.format(tables=tables).split()
+        told = command("ringattn", "export", *flags, "--out-dir", str(folder), "--json", "-")
         self.manifest: dict[str, Any] = json.loads(told.stdout)
         self.prefix: str = self.manifest["name"]
         self.kernels = {kernel["name"]: kernel for kernel in self.manifest["kernels"]}
@@ -209,6 +225,68 @@ def test_the_manifest_says_what_and_whence(export: Export) -> None:
     assert json.loads((export.folder / f"{export.prefix}.json").read_text()) == export.manifest
     for kernel in export.manifest["kernels"]:  # nothing of the machine that made it
         assert str(ROOT).encode() not in (export.folder / kernel["cubin"]).read_bytes()
+
+
+def test_the_manifest_says_whose_tiles_they_are(export: Export) -> None:
+    told = {name: (kernel["tile"], kernel["tile_from"]) for name, kernel in export.kernels.items()}
+    built_in = config_for(80, torch.float16, 40) if export.manifest["role"] == "last" else config_for(90, BF16, 128)
+    for name in KERNELS[2:]:
+        assert told[name] == (vars(getattr(built_in, name)), "built-in default, never timed")
+    if export.manifest["role"] == "last":
+        version = ".".join(triton.__version__.split(".")[:2])
+        whence = f"table of NVIDIA A100-SXM4-80GB, Triton {version}, at 8192 tokens on 2026-11-21: 0.001 s"
+        assert told["forward"] == (vars(Tile(64, 32, 4, 2)), whence)
+        assert "/ 64)" in export.kernels["forward"]["grid"][0]
+    else:
+        assert told["forward"] == (vars(built_in.forward), "built-in default, never timed")
+
+
+H200_ENTRIES = [
+    entry(POINT, Tile(64, 64, 4, 2)),
+    entry(POINT._replace(length=1024), Tile(32, 64, 4, 2)),
+    entry(POINT._replace(group=1), Tile(64, 32, 4, 2)),
+    entry(POINT._replace(mask="bounded"), HOPPER),
+    estimate(POINT._replace(kernel="dq"), Tile(64, 64, 4, 1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("asked", "bounded", "tiles"),
+    [
+        ({}, False, {"forward": Tile(64, 64, 4, 2)}),
+        ({"length": 1500}, False, {"forward": Tile(32, 64, 4, 2)}),
+        ({"group": 1, "length": 1500}, False, {"forward": Tile(64, 32, 4, 2)}),
+        ({"group": 2}, False, {}),
+        ({"estimated": True}, False, {"forward": Tile(64, 64, 4, 2), "dq": Tile(64, 64, 4, 1)}),
+        ({"gpu": None}, True, {}),  # its best is the Hopper forward
+    ],
+)
+def test_tiles_of_a_table(
+    asked: dict[str, Any], bounded: bool, tiles: dict[str, Tile], folders: tuple[Path, Path]
+) -> None:
+    save(folders[0], *H200_ENTRIES)
+    source = Source(**{"gpu": None, "config_dir": folders[0]} | asked)
+    found = tiles_of(source, 90, "bf16", (128, 128), bounded=bounded)
+    built_in = config_for(90, BF16, 128)
+    for name in ("forward", "dq", "dkdv"):
+        assert found[name][0] == tiles.get(name, getattr(built_in, name))
+        assert found[name][1].startswith("table of NVIDIA H200" if name in tiles else "built-in default")
+    if bounded:
+        assert "forward_kernel='hopper', which is not exported" in found["forward"][1]
+    assert tiles_of(Source(gpu="NVIDIA H200"), 90, "bf16", (128, 128), bounded=False)["forward"][0] == Tile(
+        64, 64, 4, 2
+    )
+
+
+def test_a_table_that_is_not_there_is_an_error(folders: tuple[Path, Path]) -> None:
+    save(folders[0], *H200_ENTRIES)
+    with pytest.raises(ValueError, match="no table of NVIDIA H100, sm_90, for this version of Triton: `ringattn tune"):
+        tiles_of(Source(gpu="NVIDIA H100"), 90, "bf16", (128, 128), bounded=False)
+    with pytest.raises(ValueError, match="it has no table for sm_80"):
+        tiles_of(Source(config_dir=folders[0]), 80, "bf16", (128, 128), bounded=False)
+    save(folders[0], entry(), gpu=Gpu("NVIDIA H100", 90))
+    with pytest.raises(ValueError, match="it has tables of NVIDIA H100, NVIDIA H200: --gpu says which"):
+        tiles_of(Source(config_dir=folders[0]), 90, "bf16", (128, 128), bounded=False)
 
 
 BOUNDS = """

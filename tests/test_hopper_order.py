@@ -149,7 +149,6 @@ def test_the_arguments_of_a_launch_compile() -> None:
 
 
 STEP = """
-UTMALDG.4D [UR8], [UR4] ;
 HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT, gsb0 ;
 HGMMA.64x64x16.F32.BF16 R88, R24, gdesc[UR8].tnspB, R88, gsb0 ;
 WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
@@ -165,7 +164,6 @@ EXP = "MUFU.EX2 R1, R1 ;\n"
     ("listing", "told"),
     [
         (STEP.format(EXP * 32), []),
-        (STEP.format(EXP * 32).replace("UTMALDG", "LDGSTS"), ["no TMA loads"]),
         (STEP.format(EXP * 31), ["31 of 31 exponentials run under the product with V"]),
         (STEP.format("").replace("@P0", EXP * 32 + "@P0"), ["0 of 32 exponentials run under the product with V"]),
         (STEP.format(EXP * 32).replace("0x1", "0x0"), ["0 of 1 main loops start a product before the wait"]),
@@ -197,6 +195,7 @@ def test_loops_behind_an_indirect_branch_are_read() -> None:
 
 
 HANDED = """
+cp.async.bulk.tensor.4d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3, %r4, %r5}], [%r6];
 setmaxnreg.dec.sync.aligned.u32 \t24;
 setmaxnreg.inc.sync.aligned.u32 \t240;
 wgmma.wait_group.sync.aligned 1;
@@ -209,6 +208,7 @@ bar.sync 0, 128;
     ("ptx", "told"),
     [
         (HANDED, []),
+        (HANDED.replace("cp.async.bulk.tensor", "ld.global"), ["no TMA loads"]),
         (HANDED.replace("240", "168"), ["registers are handed on as [24, 168]"]),
         (HANDED.replace("bar.sync 0, 128;", ""), ["a slot is given back before all warps are done with it"]),
         (HANDED.replace("@%p1 mbarrier", "wgmma.x;\n@%p1 mbarrier"), ["a slot is given back before all warps"]),

@@ -15,9 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ringattn.bench.compiled import Compiled, Variant
-from ringattn.bench.inspect_bound import Bound, bound_of, bounds_of, clocks, loop_bound, main_bound
+from ringattn.bench.inspect_bound import Bound, blocks_of, bound_of, bounds_of, clocks, loop_bound, main_bound
 from ringattn.bench.inspect_chips import CHIPS, blocks_per_sm
-from ringattn.bench.inspect_kernel import app, variants
+from ringattn.bench.inspect_kernel import app, inspect_variant, named, variants
 from ringattn.bench.inspect_mix import Mix, mix_of
 from ringattn.bench.inspect_rank import correlations, ranks, spearman
 from ringattn.bench.inspect_report import difference, pairs, row_of
@@ -231,6 +231,14 @@ def test_loop_bound_ranks() -> None:
         loop_bound(replace(COMPILED, arch=75))
 
 
+def test_partitions_of_a_block_fill_each_others_gaps_as_blocks_do() -> None:
+    """Of 384 threads two groups of 128 run the loop: as two blocks of 128, whatever else the block holds."""
+    special = replace(COMPILED, shared=200_000, threads=384, partitions=2, loop_threads=128)
+    assert blocks_of(special) == 1
+    (one,), (as_blocks,) = bounds_of(special), bounds_of(replace(COMPILED, shared=100_000))
+    assert one.mix.warps == 4 and one == as_blocks
+
+
 def test_the_main_loop_is_the_one_that_masks_nothing() -> None:
     masked = read_loop([*COMPILED.loops[0].lines, "        /*2000*/                   FSEL R4, R4, R4, P0 ;"])
     found = bounds_of(replace(COMPILED, loops=(masked, *COMPILED.loops, masked)))
@@ -261,7 +269,7 @@ def test_rank_correlation_of_made_data() -> None:
 
 def measured(count: int, noise: float, sign: float = 1.0) -> list[dict[str, Any]]:
     draw = random.Random(0)
-    base = row_of(VARIANT, COMPILED)
+    base = row_of(VARIANT, COMPILED, [])
     return [base | {"bound": float(i), "seconds": sign / (i + 1) + draw.uniform(0, noise)} for i in range(count)]
 
 
@@ -321,7 +329,7 @@ def test_a_config_per_combination() -> None:
 
 
 def test_two_reports_side_by_side(tmp_path: Path) -> None:
-    row = row_of(VARIANT, COMPILED)
+    row = row_of(VARIANT, COMPILED, [])
     newer = row | {"triton": "9.9.9", "registers": 80, "bound": 20.0}
     for name, one in (("a.json", row), ("b.json", newer)):
         (tmp_path / name).write_text(json.dumps({"rows": [one]}))
@@ -330,17 +338,21 @@ def test_two_reports_side_by_side(tmp_path: Path) -> None:
 
 
 def test_rows_are_paired_by_what_they_are() -> None:
-    row = row_of(VARIANT, COMPILED)
-    other = row_of(replace(VARIANT, tile=Tile(128, 16, 4, 1)), COMPILED)
+    row = row_of(VARIANT, COMPILED, [])
+    other = row_of(replace(VARIANT, tile=Tile(128, 16, 4, 1)), COMPILED, [])
     assert pairs([row], [other]) == [(row, other)]
     assert pairs([row, other], [other, row]) == [(row, row), (other, other)]
+    hopper = row_of(replace(VARIANT, options=(("forward_kernel", "hopper"),)), COMPILED, [])
+    assert pairs([row], [hopper]) == [(row, hopper)]
+    older = {key: value for key, value in row.items() if key != "options"}
+    assert pairs([older, hopper], [hopper, row]) == [(older, row), (hopper, hopper)]
     with pytest.raises(ValueError, match="no variant in common"):
         pairs([row], [row | {"kernel": "dq"}])
     assert all(not line["change"].strip("0") for line in difference(row, row))
 
 
 def test_the_bound_of_what_does_not_fit() -> None:
-    row = row_of(VARIANT, replace(COMPILED, shared=300_000))
+    row = row_of(VARIANT, replace(COMPILED, shared=300_000), [])
     assert (row["bound"], row["limiter"], row["blocks_per_sm"]) == (0.0, "does not fit", 0)
 
 
@@ -385,6 +397,36 @@ LEAST_BOUNDS = {"forward": 65.0, "dq": 87.0, "dkdv": 57.0}
 def test_bounds_do_not_fall(report: list[dict[str, Any]]) -> None:
     for row in report:
         assert row["bound"] >= LEAST_BOUNDS[row["kernel"]], row["variant"]
+
+
+def test_the_hopper_forward_is_one_of_the_kernels() -> None:
+    """Two warpgroups take turns: what one does beside its products the other fills with its own."""
+    done = inspect("--kernel", "forward,hopper", "--full", "--gate", "--json", "-")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    portable, hopper = json.loads(done.stdout)["rows"]
+    assert (portable["options"], hopper["options"]) == ({}, {"forward_kernel": "hopper"})
+    assert len(hopper["loops"]) == 2 and (hopper["matrix"], hopper["threads"]) == (16, 384)
+    # 64 x 128 scores of a consumer: products of 64 x 128 x 128 twice
+    assert hopper["clocks"]["tensor cores"] == 2 * 64 * 128 * 128 / 2048
+    assert hopper["bound"] > 95 > portable["bound"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"kernel": "dq"}, "kernel is dq: forward_kernel='hopper' takes forward"),
+        ({"arch": 80}, "arch is sm_80: forward_kernel='hopper' takes sm_90"),
+        ({"dtype": "fp32"}, "dtype is fp32: forward_kernel='hopper' takes bf16, fp16"),
+        ({"head_dim": 96}, "head_dim is 96: forward_kernel='hopper' takes 64, 128, 256"),
+        ({"head_dim_v": 64}, "head_dim_v is 64: forward_kernel='hopper' takes 128"),
+        ({"features": ("softcap",)}, "features is softcap: forward_kernel='hopper' takes none"),
+        ({"tile": Tile(64, 64, 4, 2)}, "config.forward has 64 rows and 4 warps"),
+    ],
+)
+def test_what_the_hopper_forward_is_not_written_for(changed: dict[str, Any], told: str) -> None:
+    (hopper,) = (one for one in named("90:bf16:128:middle:hopper") if one.full and one.grouped)
+    row = inspect_variant(replace(hopper, **changed))
+    assert told in row["problems"][0] and not row["blocks_per_sm"]
 
 
 def test_a_tile_that_does_not_fit_is_told_what_does() -> None:

@@ -6,14 +6,16 @@ import json
 import re
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ringattn.autotune import Shape, gpu_of_arch, grid, points_of, shape_of_config, space, why_not
-from ringattn.autotune.space import MOST_VALUES, values_kept
+from ringattn.autotune.ranking import tile_text
+from ringattn.autotune.space import CONFIG_FIELDS, DEFAULTS, MOST_VALUES, RULES, TILE_FIELDS, values_kept
 from ringattn.kernels import Tile
 from ringattn.kernels.config import SHARED_LIMIT
-from ringattn.kernels.tables import KERNELS, Point, least_shared
+from ringattn.kernels.tables import KERNELS, MORE_OF_TILE, OPTIONS, Point, least_shared, options_of
 
 from .tune_cases import POINT
 
@@ -52,6 +54,48 @@ def test_registers_hold_what_is_tried_where_they_hold_it() -> None:
 )
 def test_reasons(tile: Tile, changed: dict[str, int], told: str) -> None:
     assert why_not(tile, POINT._replace(**changed), 86) == told  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changed", "arch", "stages"),
+    [
+        ({}, 90, {64: [2, 3, 4], 128: [2, 3]}),  # 232,448 B: 32 KB of queries, and by stage 32 or 64 KB
+        ({"head_dim": 256, "head_dim_v": 256}, 90, {64: [2]}),
+        ({"mask": "bounded", "dtype": "fp16"}, 90, {64: [2, 3, 4], 128: [2, 3]}),
+        ({"dtype": "fp32"}, 90, {}),
+        ({"head_dim_v": 64}, 90, {}),
+        ({"kernel": "dq"}, 90, {}),
+        ({}, 100, {}),
+    ],
+)
+def test_the_hopper_forward_is_tried_where_it_is_written_for(
+    changed: dict[str, Any], arch: int, stages: dict[int, list[int]]
+) -> None:
+    found: dict[int, list[int]] = {}
+    for tile in space(POINT._replace(**changed), arch):
+        if options_of(tile):
+            assert (tile.block_q, tile.num_warps, options_of(tile)) == (128, 8, {"forward_kernel": "hopper"})
+            found.setdefault(tile.block_k, []).append(tile.num_stages)
+    assert found == stages
+
+
+def test_what_is_tried_is_what_a_table_takes() -> None:
+    for kernel in KERNELS:
+        for tried, checks in ((CONFIG_FIELDS[kernel], OPTIONS[kernel]), (TILE_FIELDS[kernel], MORE_OF_TILE)):
+            for name, values in tried.items():
+                assert all(checks[name](value) is None for value in values)
+                assert name in DEFAULTS or tried is TILE_FIELDS[kernel]
+
+
+def test_another_field_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIG_FIELDS, "dkdv", {"splits": (1, 2)})
+    monkeypatch.setitem(DEFAULTS, "splits", 1)
+    usual, point = len(grid(POINT._replace(kernel="dq"))), POINT._replace(kernel="dkdv")
+    every = grid(point)
+    assert len({*every}) == len(every) == 2 * usual
+    assert {tile_text(tile).partition("s ")[2] for tile in every} == {"", "splits=2"}
+    monkeypatch.setitem(RULES, ("splits", 2), lambda tile, point, arch: "one is enough" if arch == 80 else None)
+    assert len(space(point, 90)) > len(space(point, 80)) == sum(not options_of(tile) for tile in space(point, 80))
 
 
 def test_a_short_shard_still_has_tiles() -> None:

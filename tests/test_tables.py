@@ -9,7 +9,9 @@ import os
 import shutil
 import timeit
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,12 +20,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ringattn.autotune import Budget, Shape, Verdict, ranking
 from ringattn.bench import compiled
-from ringattn.kernels import Bounds, KernelConfig, Scores, Tile, attention_forward, choice, config, default_config
-from ringattn.kernels.choice import Gpu, gpu_of, situation, tile_for, tuned
+from ringattn.bench.tune_run import Wish, compile_part, journals, measure_part
+from ringattn.kernels import (
+    FULL,
+    Bounds,
+    KernelConfig,
+    Scores,
+    Tile,
+    attention,
+    attention_forward,
+    choice,
+    config,
+    default_config,
+    hopper_launch,
+    tables,
+)
+from ringattn.kernels.choice import Gpu, forward_kernel_of, gpu_of, situation, tile_for, tuned
 from ringattn.kernels.tables import (
     KERNELS,
     MOST_BYTES,
+    Point,
     RefusedTable,
     Table,
     as_json,
@@ -34,12 +52,14 @@ from ringattn.kernels.tables import (
 )
 
 from .test_house import ROOT, run
-from .tile_tables import H200, POINT, RTX, TILE, entry, estimate, folders, save
+from .tile_tables import H200, HOPPER, POINT, RTX, TILE, entry, estimate, folders, save
+from .tune_cases import StandIn, at_once
 
 __all__ = ["folders"]
 
 KEY = ("forward", torch.bfloat16, 128, 128, 4, True)
 OTHER = Tile(128, 32, 8, 3)
+LONG = POINT._replace(length=32768)
 CI_FACTOR = 10  # a loaded machine of two cores against the one that this is meant for
 
 
@@ -64,8 +84,38 @@ def table(**changed: Any) -> dict[str, Any]:
 
 
 def test_a_table_comes_back_as_it_was_written() -> None:
-    made = Table("NVIDIA H200", 90, (3, 7), (entry(), estimate(POINT._replace(length=32768))))
+    made = Table(
+        "NVIDIA H200", 90, (3, 7), (entry(), entry(POINT._replace(length=16384), HOPPER), estimate(LONG))
+    )  # fmt: skip
     assert parse(json.dumps(as_json(made))) == made
+    assert as_json(made)["entries"][1]["options"] == {"forward_kernel": "hopper"}
+
+
+def test_a_table_from_before_there_were_options_is_read() -> None:
+    assert parse(json.dumps(table(entries__0__options=..., entries__1__options=...))) == parse(json.dumps(table()))
+
+
+def test_another_field_of_a_tile_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left out where it has its default; a reader that does not know it refuses the table."""
+
+    @dataclass(frozen=True)
+    class Longer(Tile):
+        order: str = "plain"
+
+    usual = json.dumps(as_json(Table("NVIDIA H200", 90, (3, 7), (entry(tile=TILE), estimate(LONG)))))
+    monkeypatch.setattr(tables, "Tile", Longer)
+    monkeypatch.setitem(tables._DEFAULTS, "order", "plain")
+    monkeypatch.setitem(tables.MORE_OF_TILE, "order", tables.one_of("plain", "longest"))
+    first = Longer(64, 64, 4, 2), Longer(64, 64, 4, 2, "longest")
+    made = Table("NVIDIA H200", 90, (3, 7), (entry(tile=first[0]), estimate(LONG, first[1])))
+    written = json.dumps(as_json(made))
+    assert parse(written) == made and written.count("order") == 1
+    assert parse(usual).entries[0].tile == first[0]
+    with pytest.raises(ValueError, match="order is 'best': it must be one of plain, longest"):
+        parse(written.replace("longest", "best"))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="order is not known"):
+        parse(written)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -102,6 +152,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"entries__0__tile__num_stages": 9}, "num_stages is 9"),
     ({"entries__0__tile__num_stages": "__import__('os')"}, "num_stages is"),
     ({"entries__0__tile__num_stages": ...}, "entries[0].tile.num_stages is missing"),
+    ({"entries__0__options": []}, "options is []: it must be an object"),
+    (
+        {"entries__0__options": {"forward_kernel": "hoper"}},
+        "forward_kernel is 'hoper': it must be one of portable, hop",
+    ),
+    ({"entries__0__options": {"config": "x"}}, "entries[0].options.config is not known"),
+    ({"entries__0__kernel": "dq", "entries__0__options": {"forward_kernel": "hopper"}}, "forward_kernel is not known"),
     ({"entries__0__estimated": 1}, "estimated is 1"),
     ({"entries__0__estimated": True}, "estimated is True and seconds 0.001"),
     ({"entries__1__estimated": False}, "estimated is False and seconds None"),
@@ -392,6 +449,28 @@ def test_the_default_config_is_the_tables(folders: Folders, monkeypatch: pytest.
     assert default_config(q, v, full=False) == built_in
 
 
+def test_a_tables_forward_kernel_runs_where_it_can(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured, so a default of this GPU; what does not suit it takes the portable kernel, and is no error."""
+    save(folders[0], entry(tile=HOPPER))
+    q, v = on_gpu(monkeypatch, H200)
+    k = v.clone()
+    plain = Tile(128, 64, 8, 3)
+    made = default_config(q, v)
+    assert made.forward_kernel == "hopper" and made.forward == HOPPER
+    given = KernelConfig(plain, plain, plain)
+    assert (forward_kernel_of(None, HOPPER), forward_kernel_of(given, HOPPER)) == ("hopper", "portable")
+    launched: list[str] = []
+    monkeypatch.setattr(hopper_launch, "is_hopper", lambda device: True)
+    monkeypatch.setattr(attention, "launch_hopper", lambda *given: launched.append("hopper"))
+    monkeypatch.setattr(attention, "launch", lambda kernel, grid, device, *given, **how: launched.append("portable"))
+    odd = torch.empty(1, 8192, 2, 129, dtype=q.dtype)[..., :128]
+    for keys, bounds in ((k, FULL), (odd, FULL), (k, Bounds(PAIR, PAIR))):  # nothing was measured with bounds
+        attention_forward(q, keys, v, bounds=bounds)
+    assert launched == ["hopper", "portable", "portable"]
+    with pytest.raises(ValueError, match="k has strides"):
+        attention_forward(q, odd, v, config=made)
+
+
 def test_the_default_of_a_gpu_with_99_kb_fits(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it takes when compiled is the gate's in test_compiled.py; no table is needed, and no GPU need be known."""
     q, v = on_gpu(monkeypatch, RTX)
@@ -436,6 +515,55 @@ assert torch.allclose(out, torch.einsum("bhqk,bkgd->bqhd", scores.softmax(-1), v
 assert "ringattn" not in sys.modules
 """
     run(code, tmp_path)
+
+
+def test_a_vendors_copy_takes_what_tune_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of a tuning run, moved into `tuned/` of a copy deep in another package: measured there, used here."""
+    monkeypatch.setattr(ranking, "run_jobs", at_once)
+    wish = Wish(Shape(2, 1, 16, 16, "fp32"), (64,), False, H200, torch.device("cpu"), tmp_path / "runs", 1e9, 1)
+    journal, measured = journals(wish)
+    found = compile_part(wish, journal, Quiet(), compile_with=lambda job: Verdict((), 1.0, "percent"))
+
+    def at_random(point: Point) -> StandIn:
+        return StandIn(lambda tile, run: Random(f"{point.kernel} {tile}").random())
+
+    measure_part(wish, found, measured, Quiet(), trials_of=at_random, budget=Budget(1e9))
+    (written,) = (tmp_path / "runs").glob("nvidia-h200_triton-*.json")
+    tiles = {one.point.kernel: one.tile for one in read(written).entries}
+    assert len({*tiles.values()}) > 1 and tiles["forward"] != config.config_for(90, torch.float32, 16).forward
+
+    copied = tmp_path / "vendor" / "ops" / "attention"
+    shutil.copytree(ROOT / "kernels", copied, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (copied.parent, copied.parent.parent):
+        (folder / "__init__.py").touch()
+    (copied / "tuned").mkdir()
+    shutil.copy(written, copied / "tuned")
+    code = f"""
+import sys
+import torch
+from vendor.ops.attention import attend, attention, choice, default_config
+choice.gpu_of = lambda device: choice.Gpu("NVIDIA H200", 90)
+real, seen = attention.options, []
+attention.options = lambda tile: seen.append(tuple(vars(tile).values())) or real(tile)
+q, k, v = (torch.randn(1, 70, heads, 16, requires_grad=True) for heads in (2, 1, 1))
+out, lse = attend(q, k, v)
+scores = torch.einsum("bqhd,bkgd->bhqk", q, k) / 4
+wanted = torch.einsum("bhqk,bkgd->bqhd", scores.softmax(-1), v)
+assert torch.allclose(out, wanted, atol=1e-5)
+ours, theirs = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, wanted))
+assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, theirs))
+assert sorted(seen) == {sorted(tuple(vars(tiles[kernel]).values()) for kernel in KERNELS)}, seen
+assert "ringattn" not in sys.modules
+"""
+    run(code, tmp_path)
+
+
+class Quiet:
+    """Progress that nobody sees."""
+
+    def more(self, part: str, count: int) -> None: ...
+
+    def step(self, part: str) -> None: ...
 
 
 def test_a_tuned_launch_is_right(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,9 @@ import torch
 from typer.testing import CliRunner
 
 from ringattn.autotune import Budget, Job, Journal, Reading, Shape, Verdict, gpu_of_arch, ranking, space
+from ringattn.bench import inspect_kernel, tune_measure, tune_run
 from ringattn.bench import tune as command
-from ringattn.bench import tune_measure, tune_run
+from ringattn.bench.inspect_rank import LEAST_CONFIGS
 from ringattn.bench.tune_measure import DeviceTrials
 from ringattn.bench.tune_run import Wish, compile_part, default_tile, estimated_entry, journals, measure_part
 from ringattn.kernels import Tile, choice, default_config
@@ -53,7 +54,8 @@ def wish_of(folder: Path, **changed: Any) -> Wish:
 
 
 def fine(job: Job) -> Verdict:
-    return Verdict((), float(job.tile.block_q + job.tile.block_k + job.tile.num_warps + job.tile.num_stages), "clocks")
+    """The smaller the tile, the better."""
+    return Verdict((), float(999 - job.tile.block_q - job.tile.block_k - job.tile.num_warps - job.tile.num_stages), "%")
 
 
 @pytest.fixture
@@ -120,7 +122,10 @@ def test_without_a_gpu_it_compiles_and_says_so(
     assert {(one.point.kernel, one.point.length, one.estimated) for one in table.entries} == {
         (kernel, 16, True) for kernel in KERNELS
     }
-    assert all(one.bound and "SM clocks per 1024 pairs" in one.bound_by and one.versions for one in table.entries)
+    assert all(
+        one.bound and one.bound_by.startswith("percent of the tensor cores' peak, limited by ") and one.versions
+        for one in table.entries
+    )
     told = json.loads((tmp_path / "told.json").read_text())
     assert told["measured"] is False and told["table"] == str(path) and len(told["rows"]) == 3
     again = asked(*SMALL, "--arch", "sm_80", "--compile-only", "--json", "-")
@@ -209,6 +214,35 @@ def test_a_run_measures_and_is_the_default_from_then_on(
     assert {kernel: getattr(made, kernel) for kernel in tiles} == tiles and len(tiles) == 3
 
 
+def test_a_run_says_what_the_bound_is_worth(
+    folders: Folders, compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The report of one run is what `inspect --correlate` takes: per kernel, mask and length, 20 timed candidates."""
+    monkeypatch.setattr(command, "target", lambda arch, compile_only: (H200, CPU, "measured"))
+    monkeypatch.setattr(tune_run, "compile_job", fine)
+    monkeypatch.setattr(tune_run, "compile_part", lambda *given: compile_part(*given, compile_with=fine))
+    stands = []
+
+    def on_device(point: Point, shape: Shape, device: torch.device) -> StandIn:
+        stands.append(StandIn(slow if point.kernel != "dq" else lambda tile, run: 1 / slow(tile, run)))
+        return stands[-1]
+
+    monkeypatch.setattr(tune_run, "DeviceTrials", on_device)
+    wide = ["--heads", "2", "--kv-heads", "1", "--head-dim", "128", "--seqlen", "1k", "--full"]
+    result = asked(*wide, "--json", str(tmp_path / "told.json"))
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "told.json").read_text())["timed"]
+    per_kernel = Counter(row["kernel"] for row in rows)
+    assert {*per_kernel} == {*KERNELS} and min(per_kernel.values()) >= LEAST_CONFIGS
+    assert {(row["arch"], row["length"], row["group"], row["role"]) for row in rows} == {("sm_90", 1024, 2, "middle")}
+    assert all(row["seconds"] > 0 and row["bound"] > 0 for row in rows)
+    assert len({(row["kernel"], row["tile"], str(row["options"])) for row in rows}) == len(rows)
+    told = CliRunner().invoke(inspect_kernel.app, ["--correlate", str(tmp_path / "told.json"), "--json", "-"])
+    found = {row["kernel"]: row["correlation"] for row in json.loads(told.output)["rows"]}
+    assert found["forward"] > 0.5 and found["dkdv"] > 0.5 and found["dq"] < -0.5
+    assert told.exit_code == 1  # of dq the bound is worth nothing
+
+
 def test_a_budget_leaves_the_journal_and_the_next_run_goes_on(folders: Folders, compiler: None) -> None:
     wish = wish_of(folders[0])
     found = compile_part(wish, journals(wish)[0], Bars(), compile_with=fine)
@@ -255,8 +289,8 @@ def test_the_estimate_is_the_best_bound(folders: Folders, compiler: None) -> Non
     wish = wish_of(folders[0], device=None)
     for one in compile_part(wish, journals(wish)[0], Bars(), compile_with=fine):
         made = estimated_entry(one)
-        least = min(fine(ranking.job_of(one.point, tile, 90, 2)).bound for tile in space(one.point, 90))  # type: ignore[type-var]
-        assert made.bound == least and made.estimated and made.seconds is None
+        most = max(fine(ranking.job_of(one.point, tile, 90, 2)).bound for tile in space(one.point, 90))  # type: ignore[type-var]
+        assert made.bound == most and made.estimated and made.seconds is None
 
 
 # on a device: here the CPU under Triton's interpreter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,16 +11,16 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ringattn.autotune import Failure, Job, Journal, Judge, Verdict, rank_candidates, ranking, run_jobs, space
 from ringattn.autotune.ranking import OTHER_ROLES, job_of
-from ringattn.bench.compiled import Compiled
-from ringattn.bench.sass import Loop
-from ringattn.bench.tune_compile import blocks_per_multiprocessor, clocks, compile_job, loop_bound
+from ringattn.bench.inspect_chips import CHIPS
+from ringattn.bench.tune_compile import compile_job
 from ringattn.kernels import Tile
-from ringattn.kernels.tables import Point
+from ringattn.kernels.tables import Point, with_options
 
 from .tune_cases import POINT, at_once, by_number, process_then_sleep, twice
 
@@ -83,7 +84,8 @@ def judge_of(
 
 def fine(job: Job) -> Verdict:
     """The larger the tile, the better."""
-    return Verdict((), 1e6 / (job.tile.block_q * job.tile.block_k) - job.tile.num_warps - job.tile.num_stages, "clocks")
+    bound = job.tile.block_q * job.tile.block_k / 128 + job.tile.num_warps + job.tile.num_stages
+    return Verdict((), bound, "percent")
 
 
 def test_what_was_compiled_once_is_not_compiled_again(compiler: list[Job], tmp_path: Path) -> None:
@@ -140,11 +142,11 @@ def rank_all(compiler: list[Job], path: Path) -> tuple[Tile, ...]:
 def test_the_rank_is_the_bound_or_any_function(compiler: list[Job], tmp_path: Path) -> None:
     tiles = rank_all(compiler, tmp_path)
     bounds = [fine(job_of(POINT, tile, 90, HEADS)).bound for tile in tiles]
-    assert bounds == sorted(bounds)  # type: ignore[type-var]
+    assert bounds == sorted(bounds, reverse=True)  # type: ignore[type-var]
 
     def small_first(tile: Tile, point: Point) -> float:
         assert point == POINT
-        return tile.block_q * tile.block_k
+        return -tile.block_q * tile.block_k
 
     judge = judge_of(compiler, tmp_path / "a", fine)
     found = rank_candidates([POINT], 90, judge, heads=HEADS, count=2, rank=small_first)[POINT]
@@ -158,48 +160,36 @@ def test_nothing_that_passes_is_an_empty_answer(compiler: list[Job], tmp_path: P
     assert found.tiles == () and {*found.dropped.values()} == {"spills"}
 
 
-# the bound of a loop
+# the compiler itself, in worker processes
 
 TILE = Tile(128, 128, 8, 2)
 JOB = job_of(POINT, TILE, 90, HEADS)
 
 
-def compiled(instructions: int = 700, registers: int = 200, shared: int = 100_000) -> Compiled:
-    masked = Loop(matrix=16, local=0, waits=2, serialised=False, instructions=9999)
-    return Compiled(registers, 0, shared, 0, (masked, Loop(16, 0, 2, False, instructions)))
+INSPECT = """
+import json, sys
+from ringattn.bench.inspect_kernel import inspect_variant, select, tile_of
+from dataclasses import replace
+(variant,) = (one for one in select(sys.argv[1]) if one.grouped and one.full)
+row = inspect_variant(replace(variant, tile=tile_of(sys.argv[2])))
+print(json.dumps(row))
+"""
 
 
-def test_what_each_unit_takes() -> None:
-    """By hand: 128 x 128 scores of D 128 and Dv 128."""
-    assert clocks(JOB, compiled()) == {
-        "matrix products": 2 * 128 * 128 * 256 / 4096,  # 2048: H100's 989 TFLOP/s on 132 SMs at 1.83 GHz
-        "issue": 700 * 8 / 4,
-        "exponentials": 128 * 128 / 16,
-        "loads": 128 * 256 * 2 / 64,
-    }
-    assert clocks(JOB._replace(kernel="dq"), compiled())["matrix products"] == 2048 * 1.5
-    assert clocks(JOB._replace(kernel="dkdv"), compiled())["matrix products"] == 2048 * 2
-    assert clocks(JOB._replace(dtype="fp32"), compiled())["matrix products"] == 2048 * 6
+def inspected(job: Job) -> dict[str, Any]:
+    """What ``ringattn inspect --json`` tells."""
+    tile = "x".join(map(str, vars(job.tile).values()))
+    name = f"{job.arch}:{job.dtype}:{job.head_dim}:{job.role}:{job.kernel}"
+    told = subprocess.run(
+        [sys.executable, "-c", INSPECT, name, tile], capture_output=True, text=True, check=True, env=compiling()
+    )
+    row: dict[str, Any] = json.loads(told.stdout)
+    return row
 
 
-def test_blocks_that_share_a_multiprocessor() -> None:
-    assert blocks_per_multiprocessor(JOB, compiled()) == 1  # 200 registers in 256 threads: one block
-    assert blocks_per_multiprocessor(JOB, compiled(registers=128)) == 2
-    assert blocks_per_multiprocessor(JOB, compiled(registers=64, shared=120_000)) == 1
-    assert blocks_per_multiprocessor(JOB, compiled(registers=64, shared=115_000)) == 2
-
-
-def test_the_bound_grows_with_what_a_loop_issues_and_falls_with_warps() -> None:
-    usual, unit = loop_bound(JOB, compiled())
-    assert usual == pytest.approx((2048 + (1400 + 1024 + 1024) / 2) / 16, abs=1e-3) and unit == "matrix products"
-    one_stage = JOB._replace(tile=Tile(128, 128, 8, 1))
-    assert loop_bound(one_stage, compiled())[0] == pytest.approx((2048 + (1400 + 1024) / 2 + 1024) / 16, abs=1e-3)
-    assert loop_bound(JOB, compiled(instructions=800))[0] > usual
-    assert loop_bound(JOB, compiled(registers=128))[0] < usual
-    assert loop_bound(JOB, compiled(instructions=5000))[1] == "issue"
-
-
-# the compiler itself, in worker processes
+def compiling() -> dict[str, str]:
+    """The environment of a process in which kernels are compiled, not interpreted."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
 def test_candidates_are_compiled_and_judged(tmp_path: Path) -> None:
@@ -210,13 +200,24 @@ def test_candidates_are_compiled_and_judged(tmp_path: Path) -> None:
         "good": job_of(point, good, 90, HEADS),
         "spills": job_of(point._replace(kernel="dkdv"), spills, 90, HEADS),
         "large": job_of(POINT, large, 86, HEADS),
+        "hopper": job_of(POINT, with_options(TILE, {"forward_kernel": "hopper"}), 90, HEADS),
     }
     journal = Journal(tmp_path / "journal", "")
     found = Judge(compile_job, journal, workers=2)(jobs.values())
-    assert found[jobs["good"]].problems == ()
-    assert 60 < found[jobs["good"]].bound < 600  # type: ignore[operator]
+    assert found[jobs["good"]].problems == found[jobs["hopper"]].problems == ()
+    assert (found[jobs["hopper"]].bound or 0) > (found[jobs["good"]].bound or 0)
+    row = inspected(jobs["good"])
+    limited = f"percent of the tensor cores' peak, limited by {row['limiter']}"
+    assert (round(row["bound"], 2), limited) == (found[jobs["good"]].bound, found[jobs["good"]].bound_by)
     assert any("local-memory" in problem or "shared" in problem for problem in found[jobs["spills"]].problems)
     assert "bytes of shared memory, the chip has 101376" in found[jobs["large"]].problems[0]
+
+
+def test_products_of_fp32_are_three_of_half_the_rate() -> None:
+    """`tf32x3`: what the bound of an fp32 kernel counts as time of the tensor cores."""
+    tile = Tile(64, 32, 4, 2)
+    row = inspected(job_of(POINT._replace(dtype="fp32", head_dim=64, head_dim_v=64), tile, 90, HEADS))
+    assert row["clocks"]["tensor cores"] * CHIPS[90].products == 3 * 2 * tile.block_q * tile.block_k * (64 + 64)
 
 
 def test_the_users_interruption_keeps_what_was_compiled(tmp_path: Path) -> None:
@@ -226,10 +227,9 @@ def test_the_users_interruption_keeps_what_was_compiled(tmp_path: Path) -> None:
     app(["tune", "--seqlen", "64", "--heads", "1", "--head-dim", "16", "--full", "--compile-only", "--workers", "1",
          "--save-dir", {str(tmp_path)!r}])
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
-        stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+        stderr=subprocess.PIPE, text=True, env=compiling(), start_new_session=True,
     )  # fmt: skip
     ends = time.monotonic() + 120
     journal: list[Path] = []
@@ -244,6 +244,42 @@ def test_the_users_interruption_keeps_what_was_compiled(tmp_path: Path) -> None:
     assert [*tmp_path.glob("*.json")] == []
 
 
+HOPPER_KEYS = """
+import sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+sys.path.insert(0, %r)
+from gluon_arguments import CASES, Hopper, launch_case
+from ringattn.autotune.ranking import job_of
+from ringattn.bench.tune_compile import source_of
+from ringattn.kernels import Tile, hopper_launch
+from ringattn.kernels.tables import Point, with_options
+
+made = []
+driver.set_active(Hopper())
+hopper_launch.launch = lambda kernel, grid, device, *given, **how: made.append(
+    kernel.warmup(*given, grid=(grid,), **how).hash
+)
+for heads, kv_heads, bounded in ((16, 4, False), (8, 8, True)):
+    launch_case((2, 256, 384, heads, kv_heads, 128), torch.bfloat16, bounded, True)
+    point = Point("forward", "bf16", 128, 128, heads // kv_heads, "bounded" if bounded else "full", 256)
+    tile = with_options(Tile(128, 128, 8, 2), {"forward_kernel": "hopper"})
+    source = source_of(job_of(point, tile, 90, heads))
+    how = {"num_warps": 4, "maxnreg": hopper_launch.REGISTERS}
+    ours = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=how).hash
+    assert ours == made.pop(), (heads, kv_heads, bounded)
+"""
+
+
+def test_a_launch_of_the_hopper_forward_finds_it_in_tritons_cache(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", HOPPER_KEYS % str(Path(__file__).parent)],
+        env={**compiling(), "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_launch_finds_in_tritons_cache_what_was_compiled_before(tmp_path: Path) -> None:
     """By the key: a launch that stops short of the driver, and a candidate's source, in a process that compiles."""
     code = """
@@ -253,7 +289,7 @@ def test_a_launch_finds_in_tritons_cache_what_was_compiled_before(tmp_path: Path
     from ringattn.autotune.ranking import job_of
     from ringattn.bench.tune_compile import source_of
     from ringattn.kernels import Bounds, FULL, KernelConfig, Tile, attention
-    from ringattn.kernels.tables import Point
+    from ringattn.kernels.tables import Point, with_options
 
     class Driver:
         get_current_target = lambda self: GPUTarget("cuda", 90, 32)
@@ -288,9 +324,8 @@ def test_a_launch_finds_in_tritons_cache_what_was_compiled_before(tmp_path: Path
                 assert ours == found, (kernel, mask, heads, kv_heads)
             made.clear()
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
+        env={**compiling(), "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr

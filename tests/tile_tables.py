@@ -10,13 +10,14 @@ import pytest
 
 from ringattn.kernels import Tile, choice
 from ringattn.kernels.choice import Gpu
-from ringattn.kernels.tables import Entry, Point, Table, as_json, file_name
+from ringattn.kernels.tables import Entry, Point, Table, as_json, file_name, with_options
 
 H200 = Gpu("NVIDIA H200", 90)
 RTX = Gpu("NVIDIA RTX A6000", 86)
 DATE = "2026-11-21T12:00:00+00:00"
 POINT = Point("forward", "bf16", 128, 128, 4, "full", 8192)
 TILE = Tile(64, 64, 4, 2)
+HOPPER = with_options(Tile(128, 64, 8, 3), {"forward_kernel": "hopper"})
 
 
 def entry(point: Point = POINT, tile: Tile = TILE, **changed: Any) -> Entry:
