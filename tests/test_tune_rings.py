@@ -103,17 +103,12 @@ def test_what_is_within_the_spread_of_the_default_is_not_chosen() -> None:
 
 
 def test_settings_live_beside_the_tiles(folders: tuple[Path, Path]) -> None:
-    path = save(folders[0], H200, [entry()])
+    path, newer = save(folders[0], H200, [entry()]), replace(CHUNKED, chunks=4)
     assert save(folders[0], H200, rings=[made(), made(POINT._replace(length=32768), DEFAULT)]) == path
-    save(
-        folders[0], H200, [entry(entry().point._replace(length=1024))], rings=[made(setting=replace(CHUNKED, chunks=4))]
-    )
+    save(folders[0], H200, [entry(entry().point._replace(length=1024))], rings=[made(setting=newer)])
     found = read(path)
     assert len(found.entries) == 2
-    assert {one.point.length: one.setting for one in rings_of(found)} == {
-        1024: replace(CHUNKED, chunks=4),
-        32768: DEFAULT,
-    }
+    assert {one.point.length: one.setting for one in rings_of(found)} == {1024: newer, 32768: DEFAULT}
     assert ring_settings(POINT._replace(length=3000), H200) == newer
     assert ring_settings(POINT._replace(length=16384), H200) == DEFAULT
     assert ring_settings(POINT._replace(world=4), H200) is None
