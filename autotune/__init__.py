@@ -8,6 +8,7 @@ from .journal import Journal
 from .models import shape_of_config
 from .pool import Failure, run_jobs
 from .ranking import Job, Judge, Rank, Ranked, Verdict, rank_candidates, tile_text
+from .rings import RingEntry, RingPoint, RingSetting, ring_settings
 from .search import Budget, Measured, Reading, Search, Trials, planned
 from .space import grid, space, why_not
 from .store import known, merged, private_folder, save
@@ -22,6 +23,9 @@ __all__ = [
     "Rank",
     "Ranked",
     "Reading",
+    "RingEntry",
+    "RingPoint",
+    "RingSetting",
     "Search",
     "Shape",
     "Trials",
@@ -34,6 +38,7 @@ __all__ = [
     "points_of",
     "private_folder",
     "rank_candidates",
+    "ring_settings",
     "run_jobs",
     "save",
     "shape_of_config",

@@ -172,8 +172,8 @@ def rank_candidates(
 
 
 def in_order(tiles: Iterable[Tile], point: Point, rank: Rank) -> list[Tile]:
-    """By rank; of equals by what they are called, so that two runs agree."""
-    return sorted(tiles, key=lambda tile: (-rank(tile, point), tile_text(tile)))
+    """By rank; of equals the deeper pipeline, whose loads have longer, then by what they are called: two runs agree."""
+    return sorted(tiles, key=lambda tile: (-rank(tile, point), -tile.num_stages, tile_text(tile)))
 
 
 def _clean_in_every_role(

@@ -11,6 +11,7 @@ from pathlib import Path
 from ..kernels import choice
 from ..kernels.choice import Gpu
 from ..kernels.tables import Entry, Table, as_json, file_name, parse, read
+from .rings import RingEntry, rings_of
 
 PRIVATE = 0o700
 
@@ -30,19 +31,21 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def save(folder: Path, gpu: Gpu, entries: Iterable[Entry]) -> Path:
-    """Add entries to the table of a GPU and this Triton version in ``folder``; its path.
+def save(folder: Path, gpu: Gpu, entries: Iterable[Entry] = (), rings: Iterable[RingEntry] = ()) -> Path:
+    """Add entries, and settings of rings, to the table of a GPU and this Triton version in ``folder``; its path.
 
     Raises:
         RefusedTable: there is one that cannot be read: it is left as it is.
         ValueError: the folder cannot be made, or an entry is not what a reader takes.
     """
     version = choice.triton_version()
-    before = known(folder, gpu)
+    before = _there(folder, gpu)
     path = private_folder(folder) / file_name(gpu.name, version)
-    table = Table(gpu.name, gpu.arch, version, tuple(merged(before, entries)))
+    kept = {one.point: one for one in (*rings_of(before), *rings)}
+    told = tuple(one.as_json() for one in kept.values())
+    table = Table(gpu.name, gpu.arch, version, tuple(merged(before.entries, entries)), told)
     written = json.dumps(as_json(table), indent=1) + "\n"
-    parse(written)  # what is written is what is read
+    rings_of(parse(written))  # what is written is what is read
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{path.name}.", delete=False) as draft:  # 0600
         try:
             draft.write(written)
@@ -62,10 +65,15 @@ def known(folder: Path, gpu: Gpu) -> tuple[Entry, ...]:
     Raises:
         RefusedTable: it cannot be read.
     """
+    return _there(folder, gpu).entries
+
+
+def _there(folder: Path, gpu: Gpu) -> Table:
+    version = choice.triton_version()
     try:
-        return read(folder / file_name(gpu.name, choice.triton_version())).entries
+        return read(folder / file_name(gpu.name, version))
     except (FileNotFoundError, NotADirectoryError):
-        return ()
+        return Table(gpu.name, gpu.arch, version, ())
 
 
 def merged(before: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:

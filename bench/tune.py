@@ -16,13 +16,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..autotune import Shape, gpu_of_arch, grid, shape_of_config, space, tile_text, why_not
 from ..autotune.models import DEFAULT_DTYPE, SHORT
+from ..autotune.rings import WIRES
 from ..kernels.choice import Gpu, gpu_of, user_folder
 from .launching import cores
+from .links import device_name
 from .output import write_csv, write_json
 from .provenance import provenance
 from .ring_bench import check_targets, dtype_name
 from .shapes import Causal, sizes
 from .tables import table
+from .tune_ring import ring_wish, told, tune_ring
 from .tune_run import Found, Wish, timed_rows, tune
 
 BUDGET = 300.0
@@ -54,6 +57,18 @@ def run(
     list_: Annotated[bool, typer.Option("--list", help="Print what would be tried, and do nothing.")] = False,
     budget: Annotated[float, typer.Option(min=1, help="Seconds on the GPU.")] = BUDGET,
     workers: Annotated[int | None, typer.Option(min=1, help="Compiling processes [default: the cores].")] = None,
+    ring: Annotated[
+        bool, typer.Option("--ring", help="Tune what all ranks share (transport, chunks, channels) by whole steps.")
+    ] = False,
+    world: Annotated[
+        int | None, typer.Option(min=2, help="With --ring: processes [default: the GPUs, or 2; or the launcher's].")
+    ] = None,
+    on: Annotated[
+        str, typer.Option("--device", help="With --ring: cpu or cuda [default: cuda where there is one].")
+    ] = "",
+    wire: Annotated[
+        str, typer.Option(metavar="bf16,fp8", help="With --ring: also K/V in these, which changes results.")
+    ] = "",
     save_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where tables go [default: the user's cache].")
     ] = None,
@@ -68,6 +83,9 @@ def run(
         folder = save_dir or user_folder()
         if folder is None:
             raise ValueError("--save-dir is not given, and this user has no home to keep a cache in")
+        if ring:
+            tuned_ring(shape, seqlen, causal, device_name(on), world, wire, budget, folder.absolute(), json, csv)
+            return
         wish = Wish(shape, tuple(seqlen), causal, gpu, device, folder.absolute(), budget, workers or cores())
         points = wish.points
         if list_:
@@ -88,6 +106,35 @@ def run(
     report = {"table": path and str(path), "measured": device is not None, "timed": timed}
     finish(summary(found, path), rows, report, json, csv, device)
     if any(one.tile is None for one in found):
+        raise typer.Exit(1)
+
+
+def tuned_ring(
+    shape: Shape, lengths: list[int], causal: bool, device: str, world: int | None, wire: str, budget: float,
+    folder: Path, json: str | None, csv: Path | None,
+) -> None:  # fmt: skip
+    """``--ring``: a search per length; exit 1 where no setting runs.
+
+    Raises:
+        ValueError: an attention or wire that a ring here is not tuned for.
+    """
+    wires = tuple(wire.split(",")) if wire else ()
+    if unknown := {*wires} - {*WIRES}:
+        raise ValueError(f"--wire is {', '.join(sorted(unknown))}: it takes some of {', '.join(WIRES)}")
+    if shape.value_dim != shape.head_dim:
+        raise ValueError(f"--value-dim is {shape.value_dim}: rings are tuned with values of --head-dim")
+    reports = []
+    for tokens in lengths:
+        sizes_ = (shape.heads, shape.kv_heads, shape.head_dim, shape.dtype)
+        wish = ring_wish(sizes_, tokens, causal, device, world, wires, budget / len(lengths), folder)
+        if (report := tune_ring(wish)) is not None:
+            reports.append((tokens, report))
+    rows = [{"tokens": tokens, **row} for tokens, report in reports for row in report.rows]
+    words = "\n".join(f"{tokens} tokens: {told(report)}" for tokens, report in reports)
+    if reports:
+        chosen = [report.entry.as_json() for _, report in reports if report.entry is not None]
+        finish(words, rows, {"rings": chosen}, json, csv, torch.device(device))
+    if any(report.entry is None for _, report in reports):
         raise typer.Exit(1)
 
 

@@ -10,6 +10,7 @@ import triton
 
 from ..autotune import Job, Verdict
 from ..autotune.ranking import ANY, ONE
+from ..kernels.choice import triton_version
 from ..kernels.tables import options_of
 from ..kernels.tiles import Shape
 from .compiled import Variant, ast_source
@@ -53,8 +54,9 @@ def source_of(job: Job) -> Any:
         del source.attrs[shape, HEADS]
         source.constants[shape, HEADS] = 1
         source.signature["shape"] = source.signature["shape"]._replace(heads="constexpr")
-    # a launch says of every constexpr that it has no attribute, and that is part of the key
-    source.attrs |= {(i,): [] for i, parameter in enumerate(source.fn.params) if parameter.is_constexpr}
+    # from Triton 3.7 on a launch says of every constexpr that it has no attribute, and that is part of the key
+    if triton_version() >= (3, 7):
+        source.attrs |= {(i,): [] for i, parameter in enumerate(source.fn.params) if parameter.is_constexpr}
     return source
 
 

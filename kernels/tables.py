@@ -27,6 +27,8 @@ MOST_TOKENS = 1 << 40
 MOST_SIDE = 512
 MOST_STAGES = 8
 MOST_TEXT = 400
+NO_GPU = 0
+"""The arch of the table of a machine without a GPU."""
 
 KERNELS = ("forward", "dq", "dkdv")
 DTYPES = ("bf16", "fp16", "fp32")
@@ -108,6 +110,8 @@ class Table:
     arch: int  # compute capability without the dot
     triton: tuple[int, int]
     entries: tuple[Entry, ...]
+    rings: tuple[Mapping[str, Any], ...] = ()
+    """Settings of whole rings, as they stand in the file: no kernel reads them, `autotune/rings.py` checks them."""
 
 
 def file_name(gpu: str, triton: tuple[int, int]) -> str:
@@ -160,7 +164,7 @@ def parse(text: str) -> Table:
     version = data.get("version")
     if type(version) is int and version > VERSION:
         raise ValueError(f"its schema is version {version}, this code reads up to {VERSION}: update ringattn")
-    _take("", data, _TABLE)
+    checked_as("", data, _TABLE, optional={"rings"})
     arch, (major, minor) = data["arch"], data["triton"].split(".")
     made_without_gpu = ARCH.fullmatch(data["gpu"])
     if made_without_gpu and int(made_without_gpu[1]) != arch:
@@ -175,7 +179,9 @@ def parse(text: str) -> Table:
             )
     if len({entry.point for entry in entries}) < len(entries):
         raise ValueError("two entries are for the same point")
-    return Table(data["gpu"], arch, (int(major), int(minor)), entries)
+    if arch == NO_GPU and entries:
+        raise ValueError(f"arch is {NO_GPU}, no GPU: such a table has settings of rings alone")
+    return Table(data["gpu"], arch, (int(major), int(minor)), entries, tuple(data.get("rings", ())))
 
 
 def shared_limit(arch: int) -> int:
@@ -226,7 +232,7 @@ def as_json(table: Table) -> dict[str, Any]:
     version = ".".join(map(str, table.triton))
     return {
         "schema": SCHEMA, "version": VERSION, "gpu": table.gpu, "arch": table.arch, "triton": version,
-        "entries": entries,
+        "entries": entries, **({"rings": list(table.rings)} if table.rings else {}),
     }  # fmt: skip
 
 
@@ -238,17 +244,21 @@ def _told(entry: Entry) -> dict[str, Any]:
 
 
 def _entry(where: str, given: object) -> Entry:
-    taken = _take(where, given, _ENTRY, optional={"options"})
+    taken = checked_as(where, given, _ENTRY, optional={"options"})
     point = Point(*(taken.pop(name) for name in Point._fields))
-    options = _take(f"{where}.options", taken.pop("options", {}), known := OPTIONS[point.kernel], optional={*known})
-    tile = Tile(**_take(f"{where}.tile", taken.pop("tile"), _TILE | MORE_OF_TILE, optional={*MORE_OF_TILE}))
+    options = checked_as(
+        f"{where}.options", taken.pop("options", {}), known := OPTIONS[point.kernel], optional={*known}
+    )
+    tile = Tile(**checked_as(f"{where}.tile", taken.pop("tile"), _TILE | MORE_OF_TILE, optional={*MORE_OF_TILE}))
     entry = Entry(point, with_options(tile, options), **taken)
     if entry.estimated != (entry.seconds is None):
         raise ValueError(f"{where}.estimated is {entry.estimated} and seconds {entry.seconds}: one or the other")
     return entry
 
 
-def _take(where: str, given: object, wanted: Mapping[str, Check], optional: Set[str] = frozenset()) -> dict[str, Any]:
+def checked_as(
+    where: str, given: object, wanted: Mapping[str, Check], optional: Set[str] = frozenset()
+) -> dict[str, Any]:
     """``given``, once it has the names in ``wanted``, ``optional`` ones or not, no other, and each passes its check."""
     if not isinstance(given, dict):
         raise ValueError(f"{where or 'it'} is {shown(given)}: it must be an object")
@@ -371,9 +381,14 @@ _TABLE: dict[str, Check] = {
     "schema": one_of(SCHEMA),
     "version": whole(1, VERSION),
     "gpu": text(r"[ -~]{1,100}", "the name of a GPU, at most 100 printable characters"),
-    "arch": whole(70, 999),
+    "arch": either(whole(70, 999), one_of(NO_GPU)),
     "triton": text(r"\d{1,3}\.\d{1,3}", "a version such as 3.7"),
     "entries": lambda value: (
         None if isinstance(value, list) and len(value) <= MOST_ENTRIES else f"a list of at most {MOST_ENTRIES} entries"
+    ),
+    "rings": lambda value: (
+        None
+        if isinstance(value, list) and len(value) <= MOST_ENTRIES and all(isinstance(one, dict) for one in value)
+        else f"a list of at most {MOST_ENTRIES} objects"
     ),
 }

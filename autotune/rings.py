@@ -1,0 +1,234 @@
+"""Settings that all ranks of a ring share, tuned with the kernels that they run beside, and where they are kept.
+
+They stand in the section ``rings`` of a GPU's table, beside the tiles, and are checked here: kernels do not know rings.
+Pure: what runs a ring is handed in.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from ..kernels import choice
+from ..kernels.choice import Gpu
+from ..kernels.tables import (
+    DTYPES,
+    MASKS,
+    MOST_TOKENS,
+    NO_GPU,
+    Check,
+    RefusedTable,
+    Table,
+    checked_as,
+    named,
+    number,
+    one_of,
+    optional,
+    text,
+    whole,
+)
+from .search import FINAL_TURNS, FINALISTS, FIRST_TURNS
+
+TRANSPORTS = {"cuda": ("nccl", "copy_engine"), "cpu": ("auto",)}  # on the CPU there is one
+CHUNKS = (1, 2, 4, 8)
+CHANNELS = (None, 2, 4, 8, 16)
+"""Of NCCL's point-to-point transfers; each takes a multiprocessor from the kernels. None: NCCL's own choice."""
+
+WIRES = ("bf16", "fp8")
+"""In which K/V may travel beside their own dtype. It changes results, so that only who asks is given one."""
+
+CPU = Gpu("CPU", NO_GPU)
+MOST_RANKS = 1 << 20
+
+
+class RingPoint(NamedTuple):
+    """What settings are chosen for."""
+
+    world: int  # ranks
+    heads: int  # of the queries
+    kv_heads: int
+    head_dim: int
+    dtype: str  # one of DTYPES
+    mask: str  # full, or bounded: a causal ring in a balanced layout
+    length: int  # tokens per rank
+
+
+@dataclass(frozen=True)
+class RingSetting:
+    """Arguments of ``ringattn.Ring``; the default is what a ring takes by itself."""
+
+    transport: str = "auto"
+    chunks: int = 1
+    channels: int | None = None
+    wire_dtype: str | None = None  # one of WIRES
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """``Ring(**setting.arguments, limits=Limits(**setting.limits))``."""
+        names = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+        wire = None if self.wire_dtype is None else names[self.wire_dtype]
+        return {"transport": self.transport, "chunks": self.chunks, "wire_dtype": wire}
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Arguments of ``ringattn.comm.Limits``; none where nothing is limited."""
+        return {} if self.channels is None else {"channels": self.channels}
+
+    def __str__(self) -> str:
+        """As it is written in a program."""
+        told = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items() if value is not None)
+        return f"Ring({told}{f', limits=Limits(channels={self.channels})' if self.channels else ''})"
+
+
+DEFAULT = RingSetting()
+
+
+@dataclass(frozen=True)
+class RingEntry:
+    """The best setting of a point, and how it was measured. Seconds are of a forward and backward, slowest rank."""
+
+    point: RingPoint
+    setting: RingSetting
+    date: str  # ISO 8601
+    seconds: float  # median of one step
+    spread: float  # half the interquartile range over the median
+    baseline: float  # median of the default in the same turns
+    versions: Mapping[str, str] = field(default_factory=dict)
+    driver: str | None = None
+    command: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        told = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("point", "setting")}
+        return {**self.point._asdict(), "setting": asdict(self.setting), **told, "versions": dict(self.versions)}
+
+
+_SETTING: dict[str, Check] = {
+    "transport": one_of("auto", "nccl", "copy_engine", "process_group"),
+    "chunks": whole(1, 1024),
+    "channels": optional(one_of(1, 2, 4, 8, 16, 32, 64)),
+    "wire_dtype": optional(one_of(*WIRES)),
+}
+_RING: dict[str, Check] = {
+    "world": whole(2, MOST_RANKS),
+    "heads": whole(1, 4096),
+    "kv_heads": whole(1, 4096),
+    "head_dim": whole(1, 256),
+    "dtype": one_of(*DTYPES),
+    "mask": one_of(*MASKS),
+    "length": whole(1, MOST_TOKENS),
+    "setting": lambda value: None if isinstance(value, dict) else "an object",
+    "date": text(r"\d{4}-\d\d-\d\d[ -~]{0,30}", "an ISO 8601 date"),
+    "seconds": number(zero=False),
+    "spread": number(),
+    "baseline": number(zero=False),
+    "versions": named(text()),
+    "driver": optional(text()),
+    "command": text(),
+}
+
+
+def rings_of(table: Table) -> tuple[RingEntry, ...]:
+    """The settings of a table.
+
+    Raises:
+        RefusedTable: an entry is not of this schema; the message names the field, what it got, what it takes.
+    """
+    found = []
+    for i, given in enumerate(table.rings):
+        try:
+            taken = checked_as(f"rings[{i}]", given, _RING)
+            setting = RingSetting(**checked_as(f"rings[{i}].setting", taken.pop("setting"), _SETTING))
+        except ValueError as error:
+            raise RefusedTable(str(error)) from error
+        point = RingPoint(*(taken.pop(name) for name in RingPoint._fields))
+        if setting.chunks > point.kv_heads:
+            raise RefusedTable(f"rings[{i}].setting.chunks is {setting.chunks}: there are {point.kv_heads} key heads")
+        found.append(RingEntry(point, setting, **taken))
+    return tuple(found)
+
+
+def ring_settings(
+    point: RingPoint, gpu: Gpu | None, config_dir: str | os.PathLike[str] | None = None
+) -> RingSetting | None:
+    """What was measured as the best for a ring like this one, of the nearest length by ratio; None: nothing was.
+
+    All ranks must take the same: look it up on one, and broadcast.
+
+    Args:
+        gpu: of the ranks, ``kernels.choice.gpu_of(device)``; None: they are on the CPU.
+        config_dir: as of ``kernels.default_config``.
+
+    Raises:
+        RefusedTable: a table whose settings are not of this schema.
+    """
+    folder = config_dir if config_dir is not None else os.environ.get(choice.CONFIG_DIR)
+    tables = choice.tables_of(gpu or CPU, None if folder is None else os.fspath(folder))
+    found = [
+        one for table in tables for one in rings_of(table) if one.point._replace(length=point.length) == point
+    ]  # fmt: skip
+    if not found:
+        return None
+    return min(found, key=lambda one: abs(math.log(one.point.length / point.length))).setting
+
+
+def settings(point: RingPoint, device: str, wires: Sequence[str] = ()) -> list[RingSetting]:
+    """All that are tried on a ``cuda`` or ``cpu`` device, the default first."""
+    found = [DEFAULT]
+    chunks = [count for count in CHUNKS if count <= point.kv_heads]
+    narrow = [wire for wire in wires if not (wire == "bf16" and point.dtype != "fp32")]  # which is no other dtype
+    for wire, transport, count in product((None, *narrow), TRANSPORTS[device], chunks):
+        one = RingSetting(transport, count, wire_dtype=wire)
+        if one == DEFAULT:
+            continue
+        found += [replace(one, channels=channels) for channels in (CHANNELS if transport == "nccl" else (None,))]
+    return found
+
+
+def halved(
+    players: Iterable[RingSetting], run: Callable[[RingSetting], float], left: Callable[[], float]
+) -> dict[RingSetting, list[float]]:
+    """Seconds of every run: all a few times in turns, the better half twice as often, and so on; the default always.
+
+    Args:
+        run: one step; the same number on every rank.
+        left: seconds of the budget, the same on every rank; once spent, those that ran are what is known.
+    """
+    known: dict[RingSetting, list[float]] = {one: [] for one in players}
+    going, turns = list(known), FIRST_TURNS
+    while True:
+        for number_ in range(turns):
+            for one in going:
+                if len(known[one]) > number_:
+                    continue
+                if number_ >= 1 and left() <= 0:
+                    return known
+                known[one].append(run(one))
+        if turns >= FINAL_TURNS:
+            return known
+        rest = sorted((one for one in going if one != DEFAULT), key=lambda one: statistics.median(known[one]))
+        going = [DEFAULT, *rest[: max(FINALISTS, len(rest) // 2)]] if DEFAULT in known else rest
+        turns = FINAL_TURNS if len(going) <= FINALISTS + 1 else 2 * turns
+
+
+def best_of(known: Mapping[RingSetting, Sequence[float]]) -> RingSetting:
+    """The least median among those that ran to the end; the default, where none is faster by more than the spread."""
+    most = max(map(len, known.values()))
+    final = {one: statistics.median(seconds) for one, seconds in known.items() if len(seconds) == most}
+    best = min(final, key=final.__getitem__)
+    if DEFAULT not in final:
+        return best
+    noise = max(spread_of(known[one]) for one in (best, DEFAULT))
+    return best if final[best] < (1 - noise) * final[DEFAULT] else DEFAULT
+
+
+def spread_of(seconds: Sequence[float]) -> float:
+    """Half the interquartile range over the median."""
+    if len(seconds) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / 2 / statistics.median(seconds)
