@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from .backward import delta_kernel, dkdv_kernel, dq_kernel
+from .backward import delta_kernel, dkdv_kernel, dq_kernel, reduce_kernel
 from .bounds import FULL, Bounds
 from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank
 from .choice import situation, tile_for
 from .config import KernelConfig
 from .forward import forward_kernel
 from .hopper_launch import launch_hopper, takes
-from .launch import head_dims, interval, launch, modifiers, options, programs, shape_of, strided
+from .launch import (
+    check_config,
+    empty_parts,
+    head_dims,
+    interval,
+    launch,
+    modifiers,
+    options,
+    programs,
+    shape_of,
+    split_shape,
+    splits_of,
+    strided,
+)
 from .scores import PLAIN, Scores
 from .tiles import Shape
 
@@ -60,6 +73,7 @@ def attention_forward(
         ValueError: an argument does not fit; the message names it, what it got and what it takes.
     """
     scale = check_inputs(q, k, v, bounds, scores, softmax_scale)
+    check_config(config, q, k)
     out_shape = (*q.shape[:3], v.shape[3])
     out, lse = state if state is not None else (None, None)
     if (out is None) != (lse is None):
@@ -138,6 +152,7 @@ def attention_dq(
         ValueError: an argument does not fit.
     """
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
+    check_config(config, q, k)
     target = result_like("into", into, "sums", sums, q)
     tile = tile_for("dq", config, q, v, **situation(bounds, scores))
     launch(
@@ -176,18 +191,30 @@ def attention_dkdv(
         ValueError: an argument does not fit.
     """
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
+    check_config(config, q, k)
     dk_sum, dv_sum = sums or (None, None)
     dk_into, dv_into = into or (None, None)
     dk = result_like("into[0]", dk_into, "sums[0]", dk_sum, k)
     dv = result_like("into[1]", dv_into, "sums[1]", dv_sum, v)
     tile = tile_for("dkdv", config, q, v, **situation(bounds, scores))
+    splits = splits_of(config, q, k, tile.block_k)
+    before = strided(dk if dk_sum is None else dk_sum), strided(dv if dv_sum is None else dv_sum)
+    seen, shape = interval(bounds.transposed(k.shape[1])), shape_of(k, q)
+    parts = (dk, dv) if splits == 1 else (empty_parts(k, splits), empty_parts(v, splits))
+    in_place = dk is dk_sum and dv is dv_sum
     launch(
-        dkdv_kernel, programs(k.shape[1], tile.block_k, k), q.device,
+        dkdv_kernel, programs(k.shape[1], tile.block_k, k) * splits, q.device,
         strided(dout), strided(q), strided(k), strided(v), lse, delta,
-        strided(dk if dk_sum is None else dk_sum), strided(dv if dv_sum is None else dv_sum), strided(dk), strided(dv),
-        interval(bounds.transposed(k.shape[1])), shape_of(k, q), scale, modifiers(scores, q.device, rows_are_keys=True),
-        **head_dims(q, v), **options(tile), HAS_SUM=sums is not None, IN_PLACE=dk is dk_sum and dv is dv_sum,
+        *(before if splits == 1 else map(strided, parts)), *map(strided, parts), seen, split_shape(shape, splits), scale,
+        modifiers(scores, q.device, rows_are_keys=True), **head_dims(q, v), **options(tile),
+        HAS_SUM=sums is not None and splits == 1, IN_PLACE=in_place,
     )  # fmt: skip
+    if splits > 1:
+        launch(
+            reduce_kernel, programs(k.shape[1], tile.block_k, k), q.device,
+            *map(strided, parts), *before, strided(dk), strided(dv), seen, shape._replace(splits=splits),
+            **head_dims(q, v), **options(tile), HAS_SUM=sums is not None, IN_PLACE=in_place,
+        )  # fmt: skip
     return dk, dv
 
 
@@ -230,6 +257,7 @@ def attention_backward(
     if (dk is None) != (dv is None):
         raise ValueError("dk and dv: pass both sums, or neither")
     check_qkv(q, k, v)
+    check_config(config, q, k)
     check_like("out", out, (*q.shape[:3], v.shape[3]), None, q.device)
     for name, given, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):  # before any of them is written
         if given is not None:

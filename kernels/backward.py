@@ -106,7 +106,7 @@ def dq_kernel(
     first = (tl.cdiv(shape.rows, BLOCK_Q) - 1 - tile) * BLOCK_Q  # longest first, as in the forward
     seqlen_k = shape.columns
     if bounds.used is not None:
-        shape = Shape(shape.rows, tl.load(bounds.used + batch), shape.heads, shape.group)
+        shape = Shape(shape.rows, tl.load(bounds.used + batch), shape.heads, shape.group, None, shape.packed, None)
     start, full_start, full_end, end = tile_range(bounds, first, shape, BLOCK_Q, BLOCK_K)
     if IN_PLACE:
         if end <= start:  # the sum stays as it is
@@ -127,7 +127,7 @@ def dq_kernel(
                        softmax_scale, seqlen_k, modifiers, place,
                        HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
     else:
-        begin_run, end_run = run_range(bounds.runs, first)
+        begin_run, end_run = run_range(bounds.runs, first, shape)
         for run in range(begin_run, end_run):
             head_start, middle, tail, stop = clipped(bounds.runs, run, start, full_start, full_end, end)
             acc = dq_range(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, head_start, middle, tail, stop,
@@ -180,21 +180,23 @@ def dkdv_kernel(
     """One program: dK and dV of BLOCK_K keys of one key head, over its query heads in order (no atomics).
 
     ``shape.rows`` are keys, ``shape.columns`` queries, ``bounds`` the transposed interval. One loop, masked or (FULL)
-    not: three phases spill here.
+    not: three phases spill here. Where ``shape.splits`` program heads share a key head, each leaves the sum over its
+    own query heads, which `reduce_kernel` adds up.
     """
     tile, batch, head = program(shape, BLOCK_K)
     first = tile * BLOCK_K  # early keys are seen by most queries: longest first
     seqlen_k = shape.rows
     if bounds.used is not None:  # the rows behind are padding: nobody sees them
-        shape = Shape(tl.load(bounds.used + batch), shape.columns, shape.heads, shape.group)
+        shape = Shape(tl.load(bounds.used + batch), shape.columns, shape.heads, shape.group, None, None, shape.splits)
     start, _, _, end = tile_range(bounds, first, shape, BLOCK_K, BLOCK_Q)
     if IN_PLACE:
         if end <= start:  # the sums stay as they are
             return
     offs_k = first + tl.arange(0, BLOCK_K)
     lo, hi = row_interval(bounds, offs_k, shape)
-    k_tile = load_rows(of_head(k, batch, head), offs_k, seqlen_k, HEAD_DIM, True)
-    v_tile = load_rows(of_head(v, batch, head), offs_k, seqlen_k, HEAD_DIM_V, True)
+    head_k = head if shape.splits is None else head // shape.splits
+    k_tile = load_rows(of_head(k, batch, head_k), offs_k, seqlen_k, HEAD_DIM, True)
+    v_tile = load_rows(of_head(v, batch, head_k), offs_k, seqlen_k, HEAD_DIM_V, True)
 
     dk, dv = zeros(BLOCK_K, HEAD_DIM), zeros(BLOCK_K, HEAD_DIM_V)
     MASKED: tl.constexpr = bounds.lo is not None or bounds.used is not None
@@ -208,7 +210,7 @@ def dkdv_kernel(
                                softmax_scale, shape.columns, modifiers, place,
                                HEAD_DIM, HEAD_DIM_V, BLOCK_Q, MASKED)  # fmt: skip
         else:
-            begin_run, end_run = run_range(bounds.runs, first)
+            begin_run, end_run = run_range(bounds.runs, first, shape)
             for run in range(begin_run, end_run):
                 run_start, _, _, stop = clipped(bounds.runs, run, start, start, start, end)
                 dk, dv = dkdv_step(dk, dv, k_tile, v_tile, q_head, dout_head, lse + row, delta + row, lo, hi,
@@ -218,6 +220,38 @@ def dkdv_kernel(
     if modifiers.counter is not None:
         dv = scaled(dv, modifiers.kept)
     if HAS_SUM:  # read last, as in dQ
+        dk = added(dk, load_rows(of_head(dk_in, batch, head), offs_k, seqlen_k, HEAD_DIM, True))
+        dv = added(dv, load_rows(of_head(dv_in, batch, head), offs_k, seqlen_k, HEAD_DIM_V, True))
+    store_rows(of_head(dk_out, batch, head), dk, offs_k, seqlen_k, HEAD_DIM)
+    store_rows(of_head(dv_out, batch, head), dv, offs_k, seqlen_k, HEAD_DIM_V)
+
+
+@triton.jit
+def reduce_kernel(
+    dk_parts, dv_parts, dk_in, dv_in, dk_out, dv_out, bounds, shape,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    """One program: the ``shape.splits`` parts of a tile of `dkdv_kernel`, added in their order and then to the sums.
+
+    Tiles, bounds and IN_PLACE are those of the launch that left the parts: where that one wrote none, none is read.
+    """
+    tile, batch, head = program(shape, BLOCK_K)
+    first = tile * BLOCK_K
+    offs_k = first + tl.arange(0, BLOCK_K)
+    seqlen_k = shape.rows
+    if bounds.used is not None:
+        shape = Shape(tl.load(bounds.used + batch), shape.columns, shape.heads, shape.group, None, None, shape.splits)
+    if IN_PLACE:
+        start, _, _, end = tile_range(bounds, first, shape, BLOCK_K, BLOCK_Q)
+        if end <= start:
+            return
+    dk, dv = zeros(BLOCK_K, HEAD_DIM), zeros(BLOCK_K, HEAD_DIM_V)
+    for part in range(shape.splits):
+        head_of_part = head * shape.splits + part
+        dk = added(dk, load_rows(of_head(dk_parts, batch, head_of_part), offs_k, seqlen_k, HEAD_DIM, True))
+        dv = added(dv, load_rows(of_head(dv_parts, batch, head_of_part), offs_k, seqlen_k, HEAD_DIM_V, True))
+    if HAS_SUM:
         dk = added(dk, load_rows(of_head(dk_in, batch, head), offs_k, seqlen_k, HEAD_DIM, True))
         dv = added(dv, load_rows(of_head(dv_in, batch, head), offs_k, seqlen_k, HEAD_DIM_V, True))
     store_rows(of_head(dk_out, batch, head), dk, offs_k, seqlen_k, HEAD_DIM)

@@ -47,18 +47,33 @@ class KernelConfig:
     128 keys per tile, ``num_stages`` tiles each of K and V. What it is not written for is refused (see
     ``hopper_launch.check_hopper``), but for hops whose bounds have ``used`` or ``runs`` and for empty ones: those go to
     the portable kernel with the same tile. It was never run on a GPU, so that it is nobody's default.
+
+    ``dkdv_splits`` parts of the query heads of each key head make a dK/dV program of their own, and a second kernel adds
+    the parts up in a fixed order: for grouped heads with too few programs to fill a GPU. A divisor of the query heads
+    per key head, 1 for no split; None chooses by programs and multiprocessors (``order.splits_for``), and 1 where there
+    is no GPU. The parts take fp32 memory of ``dkdv_splits`` times dK and dV.
     """
 
     forward: Tile
     dq: Tile
     dkdv: Tile
     forward_kernel: str = "portable"
+    dkdv_splits: int | None = None
 
     def __post_init__(self) -> None:
         if self.forward_kernel not in FORWARD_KERNELS:
             raise ValueError(
                 f"forward_kernel is {self.forward_kernel!r}: it must be one of {', '.join(FORWARD_KERNELS)}"
             )
+        if self.dkdv_splits is not None and not is_whole(self.dkdv_splits, 1):
+            raise ValueError(
+                f"dkdv_splits is {self.dkdv_splits!r}: it must be None or a divisor of the query heads per key head"
+            )
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether a value is an int, not a bool, of at least ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 # Untuned defaults. Each was the first of its kind that compiles, on Triton 3.6 to 3.9, without local memory traffic

@@ -11,8 +11,9 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from .bounds import Bounds
-from .config import Tile
+from .config import KernelConfig, Tile
 from .modify import UNMODIFIED, Modifiers
+from .order import chip_of, splits_for
 from .scores import Scores
 from .tiles import BlockRuns, Interval, Shape, Strided
 
@@ -76,6 +77,37 @@ def shape_of(rows: torch.Tensor, columns: torch.Tensor) -> Shape:
     """Of a launch whose programs are tiles of ``rows`` and walk ``columns``, both ``[B, S, heads, D]``."""
     heads = (rows.shape[2], columns.shape[2])
     return Shape(rows.shape[1], columns.shape[1], rows.shape[2], max(heads) // min(heads))
+
+
+def check_config(config: KernelConfig | None, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Refuse a config that does not fit the heads: ValueError."""
+    asked, group = None if config is None else config.dkdv_splits, q.shape[2] // max(k.shape[2], 1)
+    if asked is not None and group % asked:
+        raise ValueError(f"config.dkdv_splits is {asked}: it must divide the {group} query heads per key head")
+
+
+def splits_of(config: KernelConfig | None, q: torch.Tensor, k: torch.Tensor, block_k: int) -> int:
+    """In how many parts the query heads of a key head are cut for dK/dV; 1 for no split."""
+    if config is not None and config.dkdv_splits is not None:
+        return config.dkdv_splits
+    group = q.shape[2] // max(k.shape[2], 1)
+    if q.device.type != "cuda" or group == 1:
+        return 1
+    return splits_for(programs(k.shape[1], block_k, k), group, chip_of(k.device).multiprocessors)
+
+
+def split_shape(shape: Shape, splits: int) -> Shape:
+    """Of a dK/dV launch whose programs take a part of a key head's query heads each."""
+    if splits == 1:
+        return shape
+    return shape._replace(heads=shape.heads * splits, group=shape.group // splits, splits=splits)
+
+
+def empty_parts(like: torch.Tensor, splits: int) -> torch.Tensor:
+    """Room for ``splits`` fp32 sums per head of ``like [B, S, H, D]``: ``[B, S, H * splits, D]``, rows side by side."""
+    batch, length, heads, head_dim = like.shape
+    room = torch.empty(batch, heads * splits, length, head_dim, device=like.device, dtype=torch.float32)
+    return room.transpose(1, 2)
 
 
 def head_dims(q: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
