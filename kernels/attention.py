@@ -13,12 +13,14 @@ from .forward import forward_kernel
 from .hopper_launch import launch_hopper, takes
 from .launch import (
     check_config,
+    dealt,
     empty_parts,
     head_dims,
     interval,
     launch,
     modifiers,
     options,
+    packed_shape,
     programs,
     shape_of,
     split_shape,
@@ -91,10 +93,11 @@ def attention_forward(
     if config is not None and config.forward_kernel == "hopper" and takes(q, k, v, bounds, scores, tile):
         launch_hopper(q, k, v, out, result, lse, bounds, scale, tile)
         return result, lse
+    grid, shape = dealt(config, packed_shape(config, shape_of(q, k)), tile, (k, v))
     launch(
-        forward_kernel, programs(q.shape[1], tile.block_q, q), q.device,
+        forward_kernel, grid, q.device,
         strided(q), strided(k), strided(v), strided(result if out is None else out), strided(result), lse,
-        interval(bounds), shape_of(q, k), scale, modifiers(scores, q.device),
+        interval(bounds), shape, scale, modifiers(scores, q.device),
         **head_dims(q, v), **flags, **options(tile),
     )  # fmt: skip
     return result, lse
@@ -155,10 +158,11 @@ def attention_dq(
     check_config(config, q, k)
     target = result_like("into", into, "sums", sums, q)
     tile = tile_for("dq", config, q, v, **situation(bounds, scores))
+    grid, shape = dealt(config, packed_shape(config, shape_of(q, k)), tile, (k, v))
     launch(
-        dq_kernel, programs(q.shape[1], tile.block_q, q), q.device,
+        dq_kernel, grid, q.device,
         strided(dout), strided(q), strided(k), strided(v), lse, delta, strided(target if sums is None else sums),
-        strided(target), interval(bounds), shape_of(q, k), scale, modifiers(scores, q.device),
+        strided(target), interval(bounds), shape, scale, modifiers(scores, q.device),
         **head_dims(q, v), **options(tile), HAS_SUM=sums is not None, IN_PLACE=target is sums,
     )  # fmt: skip
     return target
@@ -202,10 +206,11 @@ def attention_dkdv(
     seen, shape = interval(bounds.transposed(k.shape[1])), shape_of(k, q)
     parts = (dk, dv) if splits == 1 else (empty_parts(k, splits), empty_parts(v, splits))
     in_place = dk is dk_sum and dv is dv_sum
+    grid, dealt_shape = dealt(config, split_shape(shape, splits), tile, (q, dout), rows_are_keys=True)
     launch(
-        dkdv_kernel, programs(k.shape[1], tile.block_k, k) * splits, q.device,
+        dkdv_kernel, grid, q.device,
         strided(dout), strided(q), strided(k), strided(v), lse, delta,
-        *(before if splits == 1 else map(strided, parts)), *map(strided, parts), seen, split_shape(shape, splits), scale,
+        *(before if splits == 1 else map(strided, parts)), *map(strided, parts), seen, dealt_shape, scale,
         modifiers(scores, q.device, rows_are_keys=True), **head_dims(q, v), **options(tile),
         HAS_SUM=sums is not None and splits == 1, IN_PLACE=in_place,
     )  # fmt: skip

@@ -29,7 +29,7 @@ from .tiles import (
     scaled,
     store_rows,
     tile_rows,
-    vector_rows,
+    vector_of,
     visible,
     visit,
     zeros,
@@ -134,7 +134,7 @@ def forward_tile(
     offs_q, heads = tile_rows(first, head, shape, BLOCK_Q)
     lo, hi = row_interval(bounds, offs_q, shape)
     column = as_column(heads, shape)
-    lse_ptrs = lse + vector_rows(offs_q, batch, heads, shape)
+    lse_ptrs = lse + vector_of(batch, heads, shape) + offs_q
 
     acc = zeros(BLOCK_Q, HEAD_DIM_V)
     l_i = tl.zeros([BLOCK_Q], tl.float32)

@@ -10,10 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-ORDERS = ("heads", "longest")
-
 MARGIN = 16
-"""Multiprocessors that a persistent kernel leaves free where nobody says: a transfer kernel of 16 blocks."""
+"""Multiprocessors that a persistent kernel leaves free where nobody says: those of a transfer of 16 blocks."""
 
 REGISTERS = 65_536
 """Of a multiprocessor (CUDA C++ programming guide, table of compute capabilities)."""
@@ -32,7 +30,7 @@ L2_BYTES = {80: 40 << 20, 86: 6 << 20, 89: 72 << 20, 90: 50 << 20, 100: 126 << 2
 
 LEAST_L2 = 6 << 20
 
-STAND_IN = (4, LEAST_L2)
+STAND_IN = (20, LEAST_L2)
 """Multiprocessors and bytes of L2 that Triton's interpreter is taken to have."""
 
 
@@ -108,19 +106,27 @@ def efficiency(programs: int, multiprocessors: int) -> float:
     return programs / (-(-programs // multiprocessors) * multiprocessors)
 
 
+def margin_of(sm_margin: int | None, multiprocessors: int) -> int:
+    """How many multiprocessors a persistent kernel leaves free.
+
+    Raises:
+        ValueError: all of them.
+    """
+    if sm_margin is None:
+        return min(MARGIN, multiprocessors // 2)
+    if sm_margin >= multiprocessors:
+        raise ValueError(
+            f"config.sm_margin is {sm_margin}: this GPU has {multiprocessors} multiprocessors, of which the kernel must "
+            "keep at least 1"
+        )
+    return sm_margin
+
+
 def persistent_programs(tiles: int, num_warps: int, multiprocessors: int, margin: int) -> int:
     """How many programs walk over ``tiles``: as many as stay on the multiprocessors that are not left free.
 
     Blocks per multiprocessor by registers, as if every thread took 256: one of 8 warps, two of 4. What a kernel takes
     less of leaves room, which a transfer may use.
-
-    Raises:
-        ValueError: the margin leaves nothing.
     """
-    if not 0 <= margin < multiprocessors:
-        raise ValueError(
-            f"sm_margin is {margin}: this GPU has {multiprocessors} multiprocessors, of which it must leave at least 1 "
-            "to the kernel"
-        )
     blocks = max(REGISTERS // (MOST_REGISTERS * 32 * num_warps), 1)
     return min(tiles, (multiprocessors - margin) * blocks)

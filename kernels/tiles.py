@@ -114,12 +114,12 @@ def as_column(head, shape):
 
 
 @triton.jit
-def vector_rows(tokens, batch, head, shape):
-    """Where the rows of a tile lie in ``lse`` and ``delta``, ``[B, H, S]``."""
+def vector_of(batch, head, shape):
+    """Where the vector of one head begins in ``lse`` and ``delta``, ``[B, H, S]``; packed, of each row's head."""
     if shape.packed is None:
-        return (batch * shape.heads + head) * shape.rows + tokens
+        return (batch * shape.heads + head) * shape.rows
     else:
-        return (batch * shape.heads * shape.packed + head) * shape.rows + tokens
+        return (batch * shape.heads * shape.packed + head) * shape.rows
 
 
 @triton.jit
@@ -325,6 +325,17 @@ def visit(index, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
         keys = tl.load(bounds.used + batch)
         shape = Shape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
     return batch, head, first, shape.columns, tile_range(bounds, first, shape, BLOCK_ROWS, BLOCK)
+
+
+@triton.jit
+def visit_keys(index, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the ``index``-th tile of dK/dV: (batch, head, first key, keys, range of queries)."""
+    tile, batch, head = placement(index, shape, BLOCK_ROWS)
+    first = tile * BLOCK_ROWS  # early keys are seen by most queries: longest first
+    if bounds.used is not None:  # the rows behind are padding: nobody sees them
+        keys = tl.load(bounds.used + batch)
+        shape = Shape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
+    return batch, head, first, shape.rows, tile_range(bounds, first, shape, BLOCK_ROWS, BLOCK)
 
 
 @triton.jit
