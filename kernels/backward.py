@@ -123,7 +123,8 @@ def dq_kernel(
 
 @triton.jit
 def dq_tile(
-    dout, q, k, v, lse, delta, dq_in, dq_out, bounds, shape, softmax_scale, modifiers, batch, head, first, keys, visited,
+    dout, q, k, v, lse, delta, dq_in, dq_out, bounds, shape, softmax_scale, modifiers,
+    batch, head, first, keys, visited,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_SUM: tl.constexpr,
 ):  # fmt: skip
@@ -284,13 +285,19 @@ def reduce_kernel(
             return
     offs_k = first + tl.arange(0, BLOCK_K)
     seqlen_k = shape.rows
-    dk, dv = zeros(BLOCK_K, HEAD_DIM), zeros(BLOCK_K, HEAD_DIM_V)
-    for part in range(shape.splits):
-        head_of_part = head * shape.splits + part
-        dk = added(dk, load_rows(of_head(dk_parts, batch, head_of_part), offs_k, seqlen_k, HEAD_DIM, True))
-        dv = added(dv, load_rows(of_head(dv_parts, batch, head_of_part), offs_k, seqlen_k, HEAD_DIM_V, True))
+    add_parts(dk_parts, dk_in, dk_out, offs_k, seqlen_k, batch, head, shape.splits, HEAD_DIM, BLOCK_K, HAS_SUM)
+    add_parts(dv_parts, dv_in, dv_out, offs_k, seqlen_k, batch, head, shape.splits, HEAD_DIM_V, BLOCK_K, HAS_SUM)
+
+
+@triton.jit
+def add_parts(
+    parts, before, result, offs_k, seqlen_k, batch, head, splits,
+    HEAD_DIM: tl.constexpr, BLOCK_K: tl.constexpr, HAS_SUM: tl.constexpr,
+):  # fmt: skip
+    """The sum of the ``splits`` parts of a key head, in their order, and of what was there ``before``."""
+    total = zeros(BLOCK_K, HEAD_DIM)
+    for part in range(splits):
+        total = added(total, load_rows(of_head(parts, batch, head * splits + part), offs_k, seqlen_k, HEAD_DIM, True))
     if HAS_SUM:
-        dk = added(dk, load_rows(of_head(dk_in, batch, head), offs_k, seqlen_k, HEAD_DIM, True))
-        dv = added(dv, load_rows(of_head(dv_in, batch, head), offs_k, seqlen_k, HEAD_DIM_V, True))
-    store_rows(of_head(dk_out, batch, head), dk, offs_k, seqlen_k, HEAD_DIM)
-    store_rows(of_head(dv_out, batch, head), dv, offs_k, seqlen_k, HEAD_DIM_V)
+        total = added(total, load_rows(of_head(before, batch, head), offs_k, seqlen_k, HEAD_DIM, True))
+    store_rows(of_head(result, batch, head), total, offs_k, seqlen_k, HEAD_DIM)

@@ -124,14 +124,19 @@ def empty_parts(like: torch.Tensor, splits: int) -> torch.Tensor:
 
 
 def dealt(
-    config: KernelConfig | None, shape: Shape, tile: Tile, walked: tuple[torch.Tensor, ...], *, rows_are_keys: bool = False
+    config: KernelConfig | None,
+    shape: Shape,
+    tile: Tile,
+    walked: tuple[torch.Tensor, ...],
+    *,
+    rows_are_keys: bool = False,
 ) -> tuple[int, Shape]:
     """The grid of a launch, and its shape with the order in which tiles are taken.
 
     ``walked`` are the tensors that the programs walk: K and V, or of dK/dV Q and dO.
     """
     block = tile.block_k if rows_are_keys else tile.block_q
-    batch, length, heads = walked[0].shape[0], walked[0].shape[1], walked[0].shape[0] * shape.heads
+    length, heads = walked[0].shape[1], walked[0].shape[0] * shape.heads
     count = int(triton.cdiv(shape.rows * (shape.packed or 1), block)) * heads
     if config is None or count == 0 or (config.order == "heads" and not config.persistent):
         return count, shape

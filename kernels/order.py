@@ -116,8 +116,8 @@ def margin_of(sm_margin: int | None, multiprocessors: int) -> int:
         return min(MARGIN, multiprocessors // 2)
     if sm_margin >= multiprocessors:
         raise ValueError(
-            f"config.sm_margin is {sm_margin}: this GPU has {multiprocessors} multiprocessors, of which the kernel must "
-            "keep at least 1"
+            f"config.sm_margin is {sm_margin}: this GPU has {multiprocessors} multiprocessors, of which the kernel "
+            "must keep at least 1"
         )
     return sm_margin
 
