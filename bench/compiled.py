@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ..kernels import Tile
+from ..kernels.attention import REDUCE_BLOCK
 from ..kernels.backward import dkdv_kernel, dq_kernel, reduce_kernel
 from ..kernels.config import config_for
 from ..kernels.e4m3 import dequantize_kernel, quantize_kernel
@@ -124,7 +125,8 @@ def launchable(arch: int, dtype: str, head_dim: int, head_dim_v: int | None = No
         yield Variant(kernel, arch, dtype, head_dim, dim_v, getattr(config, kernel), role, full, grouped)
     for role, full in product(ROLES, (False, True)):
         yield Variant("dkdv", arch, dtype, head_dim, dim_v, config.dkdv, role, full, True, modes=("split",))
-        yield Variant("reduce", arch, dtype, head_dim, dim_v, config.dkdv, role, full, True)
+        tile = replace(config.dkdv, num_warps=4, num_stages=1)
+        yield Variant("reduce", arch, dtype, head_dim, dim_v, tile, role, full, True)
     for kernel, dim in product(FP8, dict.fromkeys((head_dim, dim_v))):
         tile = Tile(SCALE_TOKENS, SCALE_TOKENS, num_warps(dim), 1)
         yield Variant(kernel, arch, dtype, dim, dim, tile, "only", full=True, grouped=False)
@@ -228,6 +230,7 @@ def launch_arguments(variant: Variant) -> dict[str, Any]:
         "HEAD_DIM": variant.head_dim, "HEAD_DIM_V": variant.head_dim_v,
         "BLOCK_Q": variant.tile.block_q, "BLOCK_K": variant.tile.block_k,
         "x": codes if variant.kernel == "dequantize" else model, "scale": "*fp32", "BLOCK": SCALE_TOKENS,
+        "BLOCK_ROWS": REDUCE_BLOCK,
         "HAS_STATE": role.carried, "HAS_SUM": role.carried, "IN_PLACE": in_place,
     }  # fmt: skip
     return {name: common[name] for name in KERNELS[variant.kernel].arg_names}

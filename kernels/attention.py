@@ -30,6 +30,7 @@ from .launch import (
 from .scores import PLAIN, Scores
 from .tiles import Shape
 
+REDUCE_BLOCK = 16  # rows of another: the parts of few keys are many bytes already, and a tile's least side divides all
 DELTA_BLOCK = 64  # rows of a memory-bound pass: enough loads in flight, few idle rows at a shard's end
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -216,9 +217,10 @@ def attention_dkdv(
     )  # fmt: skip
     if splits > 1:
         launch(
-            reduce_kernel, programs(k.shape[1], tile.block_k, k), q.device,
+            reduce_kernel, programs(k.shape[1], REDUCE_BLOCK, k), q.device,
             *map(strided, parts), *before, strided(dk), strided(dv), seen, shape._replace(splits=splits),
-            **head_dims(q, v), **options(tile), HAS_SUM=sums is not None, IN_PLACE=in_place,
+            **head_dims(q, v), BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, BLOCK_ROWS=REDUCE_BLOCK,
+            HAS_SUM=sums is not None, IN_PLACE=in_place, num_warps=4,
         )  # fmt: skip
     return dk, dv
 

@@ -26,6 +26,7 @@ from .tiles import (
     run_range,
     scaled,
     store_rows,
+    tile_range,
     tile_rows,
     vector_of,
     visible,
@@ -273,29 +274,33 @@ def dkdv_tile(
 def reduce_kernel(
     dk_parts, dv_parts, dk_in, dv_in, dk_out, dv_out, bounds, shape,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """One program: the ``shape.splits`` parts of a tile of `dkdv_kernel`, added in their order and then to the sums.
+    """One program: BLOCK_ROWS keys of the ``shape.splits`` parts that `dkdv_kernel` left of each key head.
 
-    Tiles, bounds and IN_PLACE are those of the launch that left the parts: where that one wrote none, none is read.
+    BLOCK_Q, BLOCK_K, bounds and IN_PLACE are those of that launch: of a tile where it wrote no part, none is read.
     """
-    batch, head, first, _, visited = visit_keys(tl.program_id(0), bounds, shape, BLOCK_K, BLOCK_Q)
-    if IN_PLACE:
-        if visited[3] <= visited[0]:
-            return
-    offs_k = first + tl.arange(0, BLOCK_K)
+    tile, batch, head = program(shape, BLOCK_ROWS)
     seqlen_k = shape.rows
-    add_parts(dk_parts, dk_in, dk_out, offs_k, seqlen_k, batch, head, shape.splits, HEAD_DIM, BLOCK_K, HAS_SUM)
-    add_parts(dv_parts, dv_in, dv_out, offs_k, seqlen_k, batch, head, shape.splits, HEAD_DIM_V, BLOCK_K, HAS_SUM)
+    if IN_PLACE:
+        if bounds.used is not None:
+            keys = tl.load(bounds.used + batch)
+            shape = Shape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
+        start, _, _, end = tile_range(bounds, tile * BLOCK_ROWS // BLOCK_K * BLOCK_K, shape, BLOCK_K, BLOCK_Q)
+        if end <= start:
+            return
+    offs_k = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    add_parts(dk_parts, dk_in, dk_out, offs_k, seqlen_k, batch, head, shape.splits, HEAD_DIM, BLOCK_ROWS, HAS_SUM)
+    add_parts(dv_parts, dv_in, dv_out, offs_k, seqlen_k, batch, head, shape.splits, HEAD_DIM_V, BLOCK_ROWS, HAS_SUM)
 
 
 @triton.jit
 def add_parts(
     parts, before, result, offs_k, seqlen_k, batch, head, splits,
-    HEAD_DIM: tl.constexpr, BLOCK_K: tl.constexpr, HAS_SUM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_SUM: tl.constexpr,
 ):  # fmt: skip
     """The sum of the ``splits`` parts of a key head, in their order, and of what was there ``before``."""
-    total = zeros(BLOCK_K, HEAD_DIM)
+    total = zeros(BLOCK_ROWS, HEAD_DIM)
     for part in range(splits):
         total = added(total, load_rows(of_head(parts, batch, head * splits + part), offs_k, seqlen_k, HEAD_DIM, True))
     if HAS_SUM:

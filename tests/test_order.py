@@ -189,7 +189,7 @@ def test_every_kernel_is_told(launches: Launches) -> None:
     grids = {name: (grid, shape.order.count, shape.packed, shape.splits) for name, (grid, shape) in launches.items()}
     assert grids == {
         "forward_kernel": (4, 4, 3, None), "delta_kernel": (6, None, None, None), "dq_kernel": (4, 4, 3, None),
-        "dkdv_kernel": (4, 6, None, 3), "reduce_kernel": (2, None, None, 3),
+        "dkdv_kernel": (4, 6, None, 3), "reduce_kernel": (4, None, None, 3),
     }  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def test_a_config_says_how_many(launches: Launches) -> None:
         ours(x, config=split(parts))
         assert launches[-1:] == [("dkdv_kernel", 4)]
     ours(x, config=split(3))
-    assert launches[-2:] == [("dkdv_kernel", 12), ("reduce_kernel", 4)]
+    assert launches[-2:] == [("dkdv_kernel", 12), ("reduce_kernel", 6)]
 
 
 def test_a_gpu_is_asked_for_its_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
