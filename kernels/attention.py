@@ -30,7 +30,7 @@ from .launch import (
 from .scores import PLAIN, Scores
 from .tiles import Shape
 
-REDUCE_BLOCK = 16  # rows of another: the parts of few keys are many bytes already, and a tile's least side divides all
+REDUCE_BLOCK = 16  # of another: the parts of few rows are many bytes already, and this divides every tile
 DELTA_BLOCK = 64  # rows of a memory-bound pass: enough loads in flight, few idle rows at a shard's end
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -185,6 +185,9 @@ def attention_dkdv(
     config: KernelConfig | None = None,
 ) -> Pair:
     """``dK = scale * dS^T Q`` and ``dV = P^T dO`` of one key shard, plus ``sums``.
+
+    Query heads that share a key head are summed in their order, or in parts whose sums are added in theirs
+    (``KernelConfig.dkdv_splits``): deterministic either way.
 
     Args:
         dout, q, k, v, lse, bounds, scores, softmax_scale, config: as in :func:`attention_backward`.
