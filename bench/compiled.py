@@ -21,13 +21,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ..kernels import Tile
-from ..kernels.backward import dkdv_kernel, dq_kernel
+from ..kernels.attention import REDUCE_BLOCK
+from ..kernels.backward import dkdv_kernel, dq_kernel, reduce_kernel
 from ..kernels.config import config_for
 from ..kernels.e4m3 import dequantize_kernel, quantize_kernel
 from ..kernels.forward import forward_kernel
 from ..kernels.modify import UNMODIFIED, Modifiers
 from ..kernels.quantize import SCALE_TOKENS, num_warps
-from ..kernels.tiles import BlockRuns, Interval, Shape, Strided
+from ..kernels.tiles import BlockRuns, Interval, Order, Shape, Strided
 from .sass import Loop, matrix_loops
 
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -41,7 +42,8 @@ CLEAN_HEAD_DIM = 128
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 ATTENTION = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
-MEMORY_BOUND = {"quantize": quantize_kernel, "dequantize": dequantize_kernel}
+FP8 = {"quantize": quantize_kernel, "dequantize": dequantize_kernel}
+MEMORY_BOUND = FP8 | {"reduce": reduce_kernel}
 KERNELS = ATTENTION | MEMORY_BOUND
 
 
@@ -65,6 +67,9 @@ ROLES = {
 FEATURES = ("softcap", "alibi", "dropout", "used", "runs")
 """What a launch may have beside bounds."""
 
+MODES = ("longest", "persistent", "packed", "split")
+"""How tiles are dealt to programs where a config says so; the gate asks of them what it asks of none."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -81,12 +86,19 @@ class Variant:
     grouped: bool = True  # several query heads per key head
     features: tuple[str, ...] = ()  # some of FEATURES that are on
     options: tuple[tuple[str, str | int], ...] = ()  # fields of KernelConfig beside the tiles that are not the default
+    modes: tuple[str, ...] = ()  # and of MODES
 
     def __str__(self) -> str:
         dims = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         tile = f"{self.tile.block_q}x{self.tile.block_k} {self.tile.num_warps}w {self.tile.num_stages}s"
         flags = " ".join(
-            [self.role, *(["full"] if self.full else []), *(["gqa"] if self.grouped else []), *self.features]
+            [
+                self.role,
+                *(["full"] if self.full else []),
+                *(["gqa"] if self.grouped else []),
+                *self.features,
+                *self.modes,
+            ]
         )
         flags += "".join(f" {name}={value}" for name, value in self.options)
         return f"{self.kernel} sm_{self.arch} {self.dtype} {dims} {tile} {flags}"
@@ -107,12 +119,19 @@ class Compiled:
 
 
 def launchable(arch: int, dtype: str, head_dim: int, head_dim_v: int | None = None) -> Iterator[Variant]:
-    """Every variant that a default config can launch: kernels x roles x bounds x GQA, and the memory-bound ones."""
+    """Every variant that a default config can launch: kernels x roles x bounds x GQA, and the memory-bound ones.
+
+    dK/dV of grouped heads is cut into parts where programs are few, and the parts are reduced.
+    """
     dim_v = head_dim if head_dim_v is None else head_dim_v
     config = config_for(arch, DTYPES[dtype], max(head_dim, dim_v))
     for kernel, role, full, grouped in product(ATTENTION, ROLES, (False, True), (False, True)):
         yield Variant(kernel, arch, dtype, head_dim, dim_v, getattr(config, kernel), role, full, grouped)
-    for kernel, dim in product(MEMORY_BOUND, dict.fromkeys((head_dim, dim_v))):
+    for role, full in product(ROLES, (False, True)):
+        yield Variant("dkdv", arch, dtype, head_dim, dim_v, config.dkdv, role, full, True, modes=("split",))
+        tile = replace(config.dkdv, num_warps=4, num_stages=1)
+        yield Variant("reduce", arch, dtype, head_dim, dim_v, tile, role, full, True)
+    for kernel, dim in product(FP8, dict.fromkeys((head_dim, dim_v))):
         tile = Tile(SCALE_TOKENS, SCALE_TOKENS, num_warps(dim), 1)
         yield Variant(kernel, arch, dtype, dim, dim, tile, "only", full=True, grouped=False)
 
@@ -204,18 +223,31 @@ def launch_arguments(variant: Variant) -> dict[str, Any]:
     result = codes if variant.kernel == "quantize" else model if role.final else sums
     carried = sums if role.carried else result
     in_place = role.in_place or (role.carried and variant.dtype == "fp32" and variant.kernel == "forward")
+    if "split" in variant.modes:  # leaves its parts, and what they are added to is the reduction's
+        role, result, carried = replace(role, carried=False), sums, sums
     common = {
         "q": model, "k": model, "v": model, "dout": model, "lse": "*fp32", "delta": "*fp32", "softmax_scale": "fp32",
         "bounds": interval(variant), "modifiers": modifiers(variant.features),
-        "shape": Shape("i32", "i32", "i32", "i32" if variant.grouped else 1),
+        "shape": shape(variant), "dk_parts": sums, "dv_parts": sums,
         "state": carried, "out": result, "dq_in": carried, "dq_out": result,
         "dk_in": carried, "dv_in": carried, "dk_out": result, "dv_out": result,
         "HEAD_DIM": variant.head_dim, "HEAD_DIM_V": variant.head_dim_v,
         "BLOCK_Q": variant.tile.block_q, "BLOCK_K": variant.tile.block_k,
         "x": codes if variant.kernel == "dequantize" else model, "scale": "*fp32", "BLOCK": SCALE_TOKENS,
+        "BLOCK_ROWS": REDUCE_BLOCK,
         "HAS_STATE": role.carried, "HAS_SUM": role.carried, "IN_PLACE": in_place,
     }  # fmt: skip
     return {name: common[name] for name in KERNELS[variant.kernel].arg_names}
+
+
+def shape(variant: Variant) -> Shape:
+    """Of the launch, and the order of its tiles."""
+    swath = "i32" if "longest" in variant.modes else None
+    order = Order(swath, swath, "i32" if "persistent" in variant.modes else None)
+    packed = "i32" if "packed" in variant.modes else None
+    group = "i32" if variant.grouped and packed is None else 1
+    splits = "i32" if "split" in variant.modes or variant.kernel == "reduce" else None
+    return Shape("i32", "i32", "i32", group, order, packed, splits)
 
 
 def interval(variant: Variant) -> Interval:
@@ -257,21 +289,37 @@ def disassemble(cubin: bytes) -> tuple[str, str]:
 
 
 def select(name: str) -> Iterator[Variant]:
-    """The variants that ``arch:dtype:D[/Dv][:role][:kernel][:feature …]`` names, as ``90:bf16:128:middle:dq:alibi``.
+    """The variants that ``arch:dtype:D[/Dv][:role][:kernel][:feature …][:mode …]`` names, as ``90:bf16:128:dq:alibi``.
+
+    Heads that are packed or split are grouped ones. A mode is left out of kernels that do not have it: packed is of the
+    forward and dQ, split of dK/dV.
 
     Raises:
-        ValueError: an arch, dtype, role, kernel or feature that is not there.
+        ValueError: an arch, dtype, role, kernel, feature or mode that is not there.
     """
     arch, dtype, head_dims, *words = name.split(":")
     asked: list[tuple[str, int | str, list[int] | list[str]]] = [
         ("arch", int(arch), list(SHARED_LIMIT)),
         ("dtype", dtype, list(DTYPES)),
-        *(("role, kernel or feature", word, [*ROLES, *KERNELS, *FEATURES]) for word in words),
+        *(("role, kernel, feature or mode", word, [*ROLES, *KERNELS, *FEATURES, *MODES]) for word in words),
     ]
     for what, got, known in asked:
         if got not in known:
             raise ValueError(f"{what} is {got!r}: it must be one of {', '.join(map(str, known))}")
-    features = tuple(word for word in words if word in FEATURES)
+    features, modes = (tuple(word for word in words if word in known) for known in (FEATURES, MODES))
     for variant in launchable(int(arch), dtype, *map(int, head_dims.split("/"))):
-        if {variant.role, variant.kernel} >= {*words} - {*features}:
-            yield replace(variant, features=features) if variant.kernel in ATTENTION else variant
+        if not {variant.role, variant.kernel} >= {*words} - {*features, *modes}:
+            continue
+        if variant.kernel not in ATTENTION:
+            if not modes:
+                yield variant
+        elif not modes:
+            yield replace(variant, features=features)
+        elif not variant.modes and has(variant, modes):
+            yield replace(variant, features=features, modes=modes)
+
+
+def has(variant: Variant, modes: tuple[str, ...]) -> bool:
+    """Whether a kernel of such heads has these modes."""
+    kernels = {"packed": ("forward", "dq"), "split": ("dkdv",)}
+    return all(variant.grouped and variant.kernel in kernels[mode] for mode in modes if mode in kernels)

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import torch
 
-from .backward import delta_kernel, dkdv_kernel, dq_kernel
+from .backward import delta_kernel, dkdv_kernel, dq_kernel, reduce_kernel
 from .bounds import FULL, Bounds
 from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank
 from .choice import forward_kernel_of, situation, tile_for
 from .config import KernelConfig
 from .forward import forward_kernel
 from .hopper_launch import launch_hopper, takes
-from .launch import head_dims, interval, launch, modifiers, options, programs, shape_of, strided
+from .launch import (
+    check_config,
+    dealt,
+    empty_parts,
+    head_dims,
+    interval,
+    launch,
+    modifiers,
+    options,
+    packed_shape,
+    programs,
+    shape_of,
+    split_shape,
+    splits_of,
+    strided,
+)
 from .scores import PLAIN, Scores
 from .tiles import Shape
 
+REDUCE_BLOCK = 16  # of another: the parts of few rows are many bytes already, and this divides every tile
 DELTA_BLOCK = 64  # rows of a memory-bound pass: enough loads in flight, few idle rows at a shard's end
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -60,6 +76,7 @@ def attention_forward(
         ValueError: an argument does not fit; the message names it, what it got and what it takes.
     """
     scale = check_inputs(q, k, v, bounds, scores, softmax_scale)
+    check_config(config, q, k)
     out_shape = (*q.shape[:3], v.shape[3])
     out, lse = state if state is not None else (None, None)
     if (out is None) != (lse is None):
@@ -78,10 +95,11 @@ def attention_forward(
     if hopper and takes(q, k, v, bounds, scores, tile, asked=config is not None):
         launch_hopper(q, k, v, out, result, lse, bounds, scale, tile)
         return result, lse
+    grid, shape = dealt(config, packed_shape(config, shape_of(q, k)), tile, (k, v))
     launch(
-        forward_kernel, programs(q.shape[1], tile.block_q, q), q.device,
+        forward_kernel, grid, q.device,
         strided(q), strided(k), strided(v), strided(result if out is None else out), strided(result), lse,
-        interval(bounds), shape_of(q, k), scale, modifiers(scores, q.device),
+        interval(bounds), shape, scale, modifiers(scores, q.device),
         **head_dims(q, v), **flags, **options(tile),
     )  # fmt: skip
     return result, lse
@@ -139,12 +157,14 @@ def attention_dq(
         ValueError: an argument does not fit.
     """
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
+    check_config(config, q, k)
     target = result_like("into", into, "sums", sums, q)
     tile = tile_for("dq", config, q, v, **situation(bounds, scores))
+    grid, shape = dealt(config, packed_shape(config, shape_of(q, k)), tile, (k, v))
     launch(
-        dq_kernel, programs(q.shape[1], tile.block_q, q), q.device,
+        dq_kernel, grid, q.device,
         strided(dout), strided(q), strided(k), strided(v), lse, delta, strided(target if sums is None else sums),
-        strided(target), interval(bounds), shape_of(q, k), scale, modifiers(scores, q.device),
+        strided(target), interval(bounds), shape, scale, modifiers(scores, q.device),
         **head_dims(q, v), **options(tile), HAS_SUM=sums is not None, IN_PLACE=target is sums,
     )  # fmt: skip
     return target
@@ -167,6 +187,9 @@ def attention_dkdv(
 ) -> Pair:
     """``dK = scale * dS^T Q`` and ``dV = P^T dO`` of one key shard, plus ``sums``.
 
+    Query heads that share a key head are summed in their order, or in parts whose sums are added in theirs
+    (``KernelConfig.dkdv_splits``): deterministic either way.
+
     Args:
         dout, q, k, v, lse, bounds, scores, softmax_scale, config: as in :func:`attention_backward`.
         delta: of :func:`attention_delta`.
@@ -177,18 +200,32 @@ def attention_dkdv(
         ValueError: an argument does not fit.
     """
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
+    check_config(config, q, k)
     dk_sum, dv_sum = sums or (None, None)
     dk_into, dv_into = into or (None, None)
     dk = result_like("into[0]", dk_into, "sums[0]", dk_sum, k)
     dv = result_like("into[1]", dv_into, "sums[1]", dv_sum, v)
     tile = tile_for("dkdv", config, q, v, **situation(bounds, scores))
+    splits = splits_of(config, q, k, tile.block_k)
+    before = strided(dk if dk_sum is None else dk_sum), strided(dv if dv_sum is None else dv_sum)
+    seen, shape = interval(bounds.transposed(k.shape[1])), shape_of(k, q)
+    parts = (dk, dv) if splits == 1 else (empty_parts(k, splits), empty_parts(v, splits))
+    in_place = dk is dk_sum and dv is dv_sum
+    grid, dealt_shape = dealt(config, split_shape(shape, splits), tile, (q, dout), rows_are_keys=True)
     launch(
-        dkdv_kernel, programs(k.shape[1], tile.block_k, k), q.device,
+        dkdv_kernel, grid, q.device,
         strided(dout), strided(q), strided(k), strided(v), lse, delta,
-        strided(dk if dk_sum is None else dk_sum), strided(dv if dv_sum is None else dv_sum), strided(dk), strided(dv),
-        interval(bounds.transposed(k.shape[1])), shape_of(k, q), scale, modifiers(scores, q.device, rows_are_keys=True),
-        **head_dims(q, v), **options(tile), HAS_SUM=sums is not None, IN_PLACE=dk is dk_sum and dv is dv_sum,
+        *(before if splits == 1 else map(strided, parts)), *map(strided, parts), seen, dealt_shape, scale,
+        modifiers(scores, q.device, rows_are_keys=True), **head_dims(q, v), **options(tile),
+        HAS_SUM=sums is not None and splits == 1, IN_PLACE=in_place,
     )  # fmt: skip
+    if splits > 1:
+        launch(
+            reduce_kernel, programs(k.shape[1], REDUCE_BLOCK, k), q.device,
+            *map(strided, parts), *before, strided(dk), strided(dv), seen, shape._replace(splits=splits),
+            **head_dims(q, v), BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, BLOCK_ROWS=REDUCE_BLOCK,
+            HAS_SUM=sums is not None, IN_PLACE=in_place, num_warps=4,
+        )  # fmt: skip
     return dk, dv
 
 
@@ -231,6 +268,7 @@ def attention_backward(
     if (dk is None) != (dv is None):
         raise ValueError("dk and dv: pass both sums, or neither")
     check_qkv(q, k, v)
+    check_config(config, q, k)
     check_like("out", out, (*q.shape[:3], v.shape[3]), None, q.device)
     for name, given, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):  # before any of them is written
         if given is not None:

@@ -16,6 +16,7 @@ from .tiles import (
     Shape,
     accumulate,
     added,
+    as_column,
     clipped,
     load_rows,
     of_head,
@@ -26,7 +27,11 @@ from .tiles import (
     scaled,
     store_rows,
     tile_range,
+    tile_rows,
+    vector_of,
     visible,
+    visit,
+    visit_keys,
     zeros,
 )
 
@@ -101,24 +106,42 @@ def dq_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """One program: dQ of BLOCK_Q query rows of one head, added to ``dq_in`` where HAS_SUM."""
-    tile, batch, head = program(shape, BLOCK_Q)
-    first = (tl.cdiv(shape.rows, BLOCK_Q) - 1 - tile) * BLOCK_Q  # longest first, as in the forward
+    """One program: the tile of its place in the order, or, persistent, every so many-th; as in the forward."""
+    if shape.order.count is None:
+        batch, head, first, keys, visited = visit(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
+        if IN_PLACE:
+            if visited[3] <= visited[0]:  # the sum stays as it is
+                return
+        dq_tile(dout, q, k, v, lse, delta, dq_in, dq_out, bounds, shape, softmax_scale, modifiers, batch, head, first,
+                keys, visited, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM)  # fmt: skip
+    else:
+        for index in range(tl.program_id(0), shape.order.count, tl.num_programs(0)):
+            batch, head, first, keys, visited = visit(index, bounds, shape, BLOCK_Q, BLOCK_K)
+            if not IN_PLACE or visited[3] > visited[0]:
+                dq_tile(dout, q, k, v, lse, delta, dq_in, dq_out, bounds, shape, softmax_scale, modifiers, batch, head,
+                        first, keys, visited, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM)  # fmt: skip
+
+
+@triton.jit
+def dq_tile(
+    dout, q, k, v, lse, delta, dq_in, dq_out, bounds, shape, softmax_scale, modifiers,
+    batch, head, first, keys, visited,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_SUM: tl.constexpr,
+):  # fmt: skip
+    """dQ of BLOCK_Q query rows of one head, or of those that share K/V, added to ``dq_in`` where HAS_SUM."""
     seqlen_k = shape.columns
     if bounds.used is not None:
-        shape = Shape(shape.rows, tl.load(bounds.used + batch), shape.heads, shape.group)
-    start, full_start, full_end, end = tile_range(bounds, first, shape, BLOCK_Q, BLOCK_K)
-    if IN_PLACE:
-        if end <= start:  # the sum stays as it is
-            return
-    offs_q = first + tl.arange(0, BLOCK_Q)
+        shape = Shape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
+    start, full_start, full_end, end = visited
+    offs_q, heads = tile_rows(first, head, shape, BLOCK_Q)
     lo, hi = row_interval(bounds, offs_q, shape)
-    row = (batch * shape.heads + head) * shape.rows
+    row, column = vector_of(batch, heads, shape), as_column(heads, shape)
     lse_tile = load_lse(lse + row, offs_q, shape.rows)
     delta_tile = tl.load(delta + row + offs_q, mask=offs_q < shape.rows, other=0.0)
-    q_tile = load_rows(of_head(q, batch, head), offs_q, shape.rows, HEAD_DIM, True)
-    dout_tile = load_rows(of_head(dout, batch, head), offs_q, shape.rows, HEAD_DIM_V, True)
-    place = placed(modifiers, offs_q, shape.rows, batch, head, shape.heads)
+    q_tile = load_rows(of_head(q, batch, column), offs_q, shape.rows, HEAD_DIM, True)
+    dout_tile = load_rows(of_head(dout, batch, column), offs_q, shape.rows, HEAD_DIM_V, True)
+    place = placed(modifiers, offs_q, shape.rows, batch, column, shape.heads)
     k, v = of_head(k, batch, head // shape.group), of_head(v, batch, head // shape.group)
 
     acc = zeros(BLOCK_Q, HEAD_DIM)
@@ -127,7 +150,7 @@ def dq_kernel(
                        softmax_scale, seqlen_k, modifiers, place,
                        HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
     else:
-        begin_run, end_run = run_range(bounds.runs, first)
+        begin_run, end_run = run_range(bounds.runs, first, shape)
         for run in range(begin_run, end_run):
             head_start, middle, tail, stop = clipped(bounds.runs, run, start, full_start, full_end, end)
             acc = dq_range(acc, q_tile, dout_tile, lse_tile, delta_tile, k, v, lo, hi, head_start, middle, tail, stop,
@@ -135,8 +158,8 @@ def dq_kernel(
                            HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
     acc = scaled(acc, softmax_scale)
     if HAS_SUM:  # read last: during the loop the registers belong to the matrix products
-        acc = added(acc, load_rows(of_head(dq_in, batch, head), offs_q, shape.rows, HEAD_DIM, True))
-    store_rows(of_head(dq_out, batch, head), acc, offs_q, shape.rows, HEAD_DIM)
+        acc = added(acc, load_rows(of_head(dq_in, batch, column), offs_q, shape.rows, HEAD_DIM, True))
+    store_rows(of_head(dq_out, batch, column), acc, offs_q, shape.rows, HEAD_DIM)
 
 
 @triton.jit
@@ -177,24 +200,47 @@ def dkdv_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """One program: dK and dV of BLOCK_K keys of one key head, over its query heads in order (no atomics).
+    """One program: the tile of its place in the order, or, persistent, every so many-th; as in the forward.
 
-    ``shape.rows`` are keys, ``shape.columns`` queries, ``bounds`` the transposed interval. One loop, masked or (FULL)
-    not: three phases spill here.
+    ``shape.rows`` are keys, ``shape.columns`` queries, ``bounds`` the transposed interval.
     """
-    tile, batch, head = program(shape, BLOCK_K)
-    first = tile * BLOCK_K  # early keys are seen by most queries: longest first
+    if shape.order.count is None:
+        batch, head, first, keys, visited = visit_keys(tl.program_id(0), bounds, shape, BLOCK_K, BLOCK_Q)
+        if IN_PLACE:
+            if visited[3] <= visited[0]:  # the sums stay as they are
+                return
+        dkdv_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, bounds, shape, softmax_scale, modifiers,
+                  batch, head, first, keys, visited, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM)  # fmt: skip
+    else:
+        for index in range(tl.program_id(0), shape.order.count, tl.num_programs(0)):
+            batch, head, first, keys, visited = visit_keys(index, bounds, shape, BLOCK_K, BLOCK_Q)
+            if not IN_PLACE or visited[3] > visited[0]:
+                dkdv_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, bounds, shape, softmax_scale,
+                          modifiers, batch, head, first, keys, visited,
+                          HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM)  # fmt: skip
+
+
+@triton.jit
+def dkdv_tile(
+    dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, bounds, shape, softmax_scale, modifiers,
+    batch, head, first, keys, visited,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_SUM: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of BLOCK_K keys of one key head, over its query heads in order (no atomics).
+
+    One loop, masked or (FULL) not: three phases spill here. Where ``shape.splits`` program heads share a key head, each
+    leaves the sum over its own query heads, which `reduce_kernel` adds up.
+    """
     seqlen_k = shape.rows
-    if bounds.used is not None:  # the rows behind are padding: nobody sees them
-        shape = Shape(tl.load(bounds.used + batch), shape.columns, shape.heads, shape.group)
-    start, _, _, end = tile_range(bounds, first, shape, BLOCK_K, BLOCK_Q)
-    if IN_PLACE:
-        if end <= start:  # the sums stay as they are
-            return
+    if bounds.used is not None:
+        shape = Shape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
+    start, _, _, end = visited
     offs_k = first + tl.arange(0, BLOCK_K)
     lo, hi = row_interval(bounds, offs_k, shape)
-    k_tile = load_rows(of_head(k, batch, head), offs_k, seqlen_k, HEAD_DIM, True)
-    v_tile = load_rows(of_head(v, batch, head), offs_k, seqlen_k, HEAD_DIM_V, True)
+    head_k = head if shape.splits is None else head // shape.splits
+    k_tile = load_rows(of_head(k, batch, head_k), offs_k, seqlen_k, HEAD_DIM, True)
+    v_tile = load_rows(of_head(v, batch, head_k), offs_k, seqlen_k, HEAD_DIM_V, True)
 
     dk, dv = zeros(BLOCK_K, HEAD_DIM), zeros(BLOCK_K, HEAD_DIM_V)
     MASKED: tl.constexpr = bounds.lo is not None or bounds.used is not None
@@ -208,7 +254,7 @@ def dkdv_kernel(
                                softmax_scale, shape.columns, modifiers, place,
                                HEAD_DIM, HEAD_DIM_V, BLOCK_Q, MASKED)  # fmt: skip
         else:
-            begin_run, end_run = run_range(bounds.runs, first)
+            begin_run, end_run = run_range(bounds.runs, first, shape)
             for run in range(begin_run, end_run):
                 run_start, _, _, stop = clipped(bounds.runs, run, start, start, start, end)
                 dk, dv = dkdv_step(dk, dv, k_tile, v_tile, q_head, dout_head, lse + row, delta + row, lo, hi,
@@ -222,3 +268,41 @@ def dkdv_kernel(
         dv = added(dv, load_rows(of_head(dv_in, batch, head), offs_k, seqlen_k, HEAD_DIM_V, True))
     store_rows(of_head(dk_out, batch, head), dk, offs_k, seqlen_k, HEAD_DIM)
     store_rows(of_head(dv_out, batch, head), dv, offs_k, seqlen_k, HEAD_DIM_V)
+
+
+@triton.jit
+def reduce_kernel(
+    dk_parts, dv_parts, dk_in, dv_in, dk_out, dv_out, bounds, shape,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_ROWS keys of the ``shape.splits`` parts that `dkdv_kernel` left of each key head.
+
+    BLOCK_Q, BLOCK_K, bounds and IN_PLACE are those of that launch: of a tile where it wrote no part, none is read.
+    """
+    tile, batch, head = program(shape, BLOCK_ROWS)
+    seqlen_k = shape.rows
+    if IN_PLACE:
+        if bounds.used is not None:
+            keys = tl.load(bounds.used + batch)
+            shape = Shape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
+        start, _, _, end = tile_range(bounds, tile * BLOCK_ROWS // BLOCK_K * BLOCK_K, shape, BLOCK_K, BLOCK_Q)
+        if end <= start:
+            return
+    offs_k = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    add_parts(dk_parts, dk_in, dk_out, offs_k, seqlen_k, batch, head, shape.splits, HEAD_DIM, BLOCK_ROWS, HAS_SUM)
+    add_parts(dv_parts, dv_in, dv_out, offs_k, seqlen_k, batch, head, shape.splits, HEAD_DIM_V, BLOCK_ROWS, HAS_SUM)
+
+
+@triton.jit
+def add_parts(
+    parts, before, result, offs_k, seqlen_k, batch, head, splits,
+    HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_SUM: tl.constexpr,
+):  # fmt: skip
+    """The sum of the ``splits`` parts of a key head, in their order, and of what was there ``before``."""
+    total = zeros(BLOCK_ROWS, HEAD_DIM)
+    for part in range(splits):
+        total = added(total, load_rows(of_head(parts, batch, head * splits + part), offs_k, seqlen_k, HEAD_DIM, True))
+    if HAS_SUM:
+        total = added(total, load_rows(of_head(before, batch, head), offs_k, seqlen_k, HEAD_DIM, True))
+    store_rows(of_head(result, batch, head), total, offs_k, seqlen_k, HEAD_DIM)

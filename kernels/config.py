@@ -36,6 +36,7 @@ class Tile:
             raise ValueError(f"num_stages is {self.num_stages}: it must be at least 1")
 
 
+ORDERS = ("heads", "longest")
 FORWARD_KERNELS = ("portable", "hopper")
 
 
@@ -47,18 +48,64 @@ class KernelConfig:
     128 keys per tile, ``num_stages`` tiles each of K and V. What it is not written for is refused (see
     ``hopper_launch.check_hopper``), but for hops whose bounds have ``used`` or ``runs`` and for empty ones: those go to
     the portable kernel with the same tile. It was never run on a GPU, so that it is nobody's default.
+
+    ``dkdv_splits`` parts of the query heads of each key head make a dK/dV program of their own, and a second kernel
+    adds the parts up in a fixed order: for grouped heads with too few programs to fill a GPU. A divisor of the query
+    heads per key head, 1 for no split; None chooses by programs and multiprocessors (``order.splits_for``), and 1 where
+    there is no GPU. The parts take fp32 memory of ``dkdv_splits`` times dK and dV.
+
+    ``order`` of the tiles of the forward, dQ and dK/dV: "heads", one head after the other; or "longest", the longest
+    tiles of many heads first, as many as read what fits half of the GPU's L2, heads that share K/V side by side.
+    Longest is by position, as a causal mask has it: the last queries (of dK/dV: the first keys). Nothing is sorted:
+    with bounds of another kind this is an order like any other.
+
+    ``persistent`` programs walk from tile to tile, each the tiles that are as many places apart as there are programs.
+    There are as many as stay on all multiprocessors but ``sm_margin``, which are left to a transfer that runs beside:
+    None leaves ``order.MARGIN`` of them, or half of a GPU that has few; 0, where nothing else runs, leaves none.
+
+    ``pack_gqa``: the rows of a tile of the forward and of dQ are positions times the query heads that share a key head,
+    so that K and V are read once for all of them and short shards fill a tile. Without grouped heads it is nothing.
     """
 
     forward: Tile
     dq: Tile
     dkdv: Tile
     forward_kernel: str = "portable"
+    dkdv_splits: int | None = None
+    order: str = "heads"
+    persistent: bool = False
+    sm_margin: int | None = None
+    pack_gqa: bool = False
 
     def __post_init__(self) -> None:
         if self.forward_kernel not in FORWARD_KERNELS:
             raise ValueError(
                 f"forward_kernel is {self.forward_kernel!r}: it must be one of {', '.join(FORWARD_KERNELS)}"
             )
+        if self.order not in ORDERS:
+            raise ValueError(f"order is {self.order!r}: it must be one of {', '.join(ORDERS)}")
+        for name in ("persistent", "pack_gqa"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: it must be True or False")
+        if self.dkdv_splits is not None and not is_whole(self.dkdv_splits, 1):
+            raise ValueError(
+                f"dkdv_splits is {self.dkdv_splits!r}: it must be None or a divisor of the query heads per key head"
+            )
+        if self.sm_margin is not None and not (self.persistent and is_whole(self.sm_margin, 0)):
+            raise ValueError(
+                f"sm_margin is {self.sm_margin!r} and persistent {self.persistent}: it must be None or, of a "
+                "persistent kernel, the number of multiprocessors that it leaves free"
+            )
+        if self.forward_kernel == "hopper" and (self.order, self.persistent, self.pack_gqa) != ("heads", False, False):
+            raise ValueError(
+                f"order is {self.order!r}, persistent {self.persistent} and pack_gqa {self.pack_gqa}: "
+                "forward_kernel='hopper' takes 'heads', False and False, the portable kernel any"
+            )
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether a value is an int, not a bool, of at least ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 # Untuned defaults. Each was the first of its kind that compiles, on Triton 3.6 to 3.9, without local memory traffic

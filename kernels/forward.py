@@ -18,18 +18,20 @@ from .tiles import (
     Shape,
     accumulate,
     added,
+    as_column,
     clipped,
     divided,
     load_rows,
     of_head,
     products,
-    program,
     row_interval,
     run_range,
     scaled,
     store_rows,
-    tile_range,
+    tile_rows,
+    vector_of,
     visible,
+    visit,
     zeros,
 )
 
@@ -99,32 +101,53 @@ def forward_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_STATE: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_Q query rows of one head against every key tile that one of them sees."""
-    tile, batch, head = program(shape, BLOCK_Q)
-    first = (tl.cdiv(shape.rows, BLOCK_Q) - 1 - tile) * BLOCK_Q  # late rows see most keys: longest first
+    """One program: the tile of its place in the order; or, persistent, that one and every so many-th after it.
+
+    In place, the state of a tile whose rows see nothing stays as it is.
+    """
+    if shape.order.count is None:
+        batch, head, first, keys, visited = visit(tl.program_id(0), bounds, shape, BLOCK_Q, BLOCK_K)
+        if IN_PLACE:
+            if visited[3] <= visited[0]:
+                return
+        forward_tile(q, k, v, state, out, lse, bounds, shape, softmax_scale, modifiers, batch, head, first, keys,
+                     visited, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_STATE)  # fmt: skip
+    else:
+        for index in range(tl.program_id(0), shape.order.count, tl.num_programs(0)):
+            batch, head, first, keys, visited = visit(index, bounds, shape, BLOCK_Q, BLOCK_K)
+            if not IN_PLACE or visited[3] > visited[0]:  # Triton takes no return in a loop
+                forward_tile(q, k, v, state, out, lse, bounds, shape, softmax_scale, modifiers, batch, head, first,
+                             keys, visited, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_STATE)  # fmt: skip
+
+
+@triton.jit
+def forward_tile(
+    q, k, v, state, out, lse, bounds, shape, softmax_scale, modifiers, batch, head, first, keys, visited,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_Q query rows of one head, or of those that share K/V, against every tile of keys that one of them sees."""
     seqlen_k = shape.columns
     if bounds.used is not None:
-        shape = Shape(shape.rows, tl.load(bounds.used + batch), shape.heads, shape.group)
-    start, full_start, full_end, end = tile_range(bounds, first, shape, BLOCK_Q, BLOCK_K)
-    if IN_PLACE:
-        if end <= start:  # the state stays as it is
-            return
-    offs_q = first + tl.arange(0, BLOCK_Q)
+        shape = Shape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
+    start, full_start, full_end, end = visited
+    offs_q, heads = tile_rows(first, head, shape, BLOCK_Q)
     lo, hi = row_interval(bounds, offs_q, shape)
-    lse_ptrs = lse + (batch * shape.heads + head) * shape.rows + offs_q
+    column = as_column(heads, shape)
+    lse_ptrs = lse + vector_of(batch, heads, shape) + offs_q
 
     acc = zeros(BLOCK_Q, HEAD_DIM_V)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     m_i = l_i - float("inf")
-    q_tile = load_rows(of_head(q, batch, head), offs_q, shape.rows, HEAD_DIM, True)
-    place = placed(modifiers, offs_q, shape.rows, batch, head, shape.heads)
+    q_tile = load_rows(of_head(q, batch, column), offs_q, shape.rows, HEAD_DIM, True)
+    place = placed(modifiers, offs_q, shape.rows, batch, column, shape.heads)
     k, v = of_head(k, batch, head // shape.group), of_head(v, batch, head // shape.group)
     if bounds.runs is None:
         acc, l_i, m_i = fold_range(acc, l_i, m_i, q_tile, k, v, lo, hi, start, full_start, full_end, end,
                                    softmax_scale, seqlen_k, modifiers, place,
                                    HEAD_DIM, HEAD_DIM_V, BLOCK_K, bounds.lo is not None)  # fmt: skip
     else:
-        begin_run, end_run = run_range(bounds.runs, first)
+        begin_run, end_run = run_range(bounds.runs, first, shape)
         for run in range(begin_run, end_run):
             head_start, middle, tail, stop = clipped(bounds.runs, run, start, full_start, full_end, end)
             acc, l_i, m_i = fold_range(acc, l_i, m_i, q_tile, k, v, lo, hi, head_start, middle, tail, stop,
@@ -137,6 +160,6 @@ def forward_kernel(
     acc = divided(acc, l_safe[:, None])
     new_lse = tl.where(l_i == 0.0, float("-inf"), (m_i + tl.log2(l_safe)) * LN_2)
     if HAS_STATE:
-        acc, new_lse = merge(acc, new_lse, of_head(state, batch, head), lse_ptrs, offs_q, shape.rows, HEAD_DIM_V)
+        acc, new_lse = merge(acc, new_lse, of_head(state, batch, column), lse_ptrs, offs_q, shape.rows, HEAD_DIM_V)
     tl.store(lse_ptrs, new_lse, mask=offs_q < shape.rows)
-    store_rows(of_head(out, batch, head), acc, offs_q, shape.rows, HEAD_DIM_V)
+    store_rows(of_head(out, batch, column), acc, offs_q, shape.rows, HEAD_DIM_V)

@@ -11,10 +11,11 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from .bounds import Bounds
-from .config import Tile
+from .config import KernelConfig, Tile
 from .modify import UNMODIFIED, Modifiers
+from .order import chip_of, heads_together, margin_of, persistent_programs, splits_for
 from .scores import Scores
-from .tiles import BlockRuns, Interval, Shape, Strided
+from .tiles import BlockRuns, Interval, Order, Shape, Strided
 
 # Triton's interpreter patches its language module while a kernel runs, and a first launch compiles: one at a time.
 _LOCK = threading.Lock()
@@ -76,6 +77,81 @@ def shape_of(rows: torch.Tensor, columns: torch.Tensor) -> Shape:
     """Of a launch whose programs are tiles of ``rows`` and walk ``columns``, both ``[B, S, heads, D]``."""
     heads = (rows.shape[2], columns.shape[2])
     return Shape(rows.shape[1], columns.shape[1], rows.shape[2], max(heads) // min(heads))
+
+
+def packed_shape(config: KernelConfig | None, shape: Shape) -> Shape:
+    """Of a launch of the forward or of dQ whose tiles hold all query heads of a key head, where the config says so."""
+    if config is None or not config.pack_gqa or shape.group == 1:
+        return shape
+    return shape._replace(heads=shape.heads // shape.group, group=1, packed=shape.group)
+
+
+def check_config(config: KernelConfig | None, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Refuse a config that does not fit the heads or the GPU: ValueError."""
+    if config is None:
+        return
+    group = q.shape[2] // max(k.shape[2], 1)
+    if config.dkdv_splits is not None and group % config.dkdv_splits:
+        raise ValueError(
+            f"config.dkdv_splits is {config.dkdv_splits}: it must divide the {group} query heads per key head"
+        )
+    if config.persistent:
+        margin_of(config.sm_margin, chip_of(q.device).multiprocessors)
+
+
+def splits_of(config: KernelConfig | None, q: torch.Tensor, k: torch.Tensor, block_k: int) -> int:
+    """In how many parts the query heads of a key head are cut for dK/dV; 1 for no split."""
+    if config is not None and config.dkdv_splits is not None:
+        return config.dkdv_splits
+    group = q.shape[2] // max(k.shape[2], 1)
+    if q.device.type != "cuda" or group == 1:
+        return 1
+    return splits_for(programs(k.shape[1], block_k, k), group, chip_of(k.device).multiprocessors)
+
+
+def split_shape(shape: Shape, splits: int) -> Shape:
+    """Of a dK/dV launch whose programs take a part of a key head's query heads each."""
+    if splits == 1:
+        return shape
+    return shape._replace(heads=shape.heads * splits, group=shape.group // splits, splits=splits)
+
+
+def empty_parts(like: torch.Tensor, splits: int) -> torch.Tensor:
+    """Room for ``splits`` fp32 sums per head of ``like [B, S, H, D]``: ``[B, S, H * splits, D]``, rows side by side."""
+    batch, length, heads, head_dim = like.shape
+    room = torch.empty(batch, heads * splits, length, head_dim, device=like.device, dtype=torch.float32)
+    return room.transpose(1, 2)
+
+
+def dealt(
+    config: KernelConfig | None,
+    shape: Shape,
+    tile: Tile,
+    walked: tuple[torch.Tensor, ...],
+    *,
+    rows_are_keys: bool = False,
+) -> tuple[int, Shape]:
+    """The grid of a launch, and its shape with the order in which tiles are taken.
+
+    ``walked`` are the tensors that the programs walk: K and V, or of dK/dV Q and dO.
+    """
+    block = tile.block_k if rows_are_keys else tile.block_q
+    length, heads = walked[0].shape[1], walked[0].shape[0] * shape.heads
+    count = int(triton.cdiv(shape.rows * (shape.packed or 1), block)) * heads
+    if config is None or count == 0 or (config.order == "heads" and not config.persistent):
+        return count, shape
+    chip, swath = chip_of(walked[0].device), None
+    if config.order == "longest":
+        # of dK/dV a program walks all query heads of its part of a group, and no other program does
+        readers, shared = (1, shape.group) if rows_are_keys else (shape.group, 1)
+        per_head = shared * length * sum(x.shape[3] * x.element_size() for x in walked)
+        swath = heads_together(per_head, readers, heads, chip.l2_bytes)
+    order = Order(swath, None if swath is None else heads, count if config.persistent else None)
+    if not config.persistent:
+        return count, shape._replace(order=order)
+    margin = margin_of(config.sm_margin, chip.multiprocessors)
+    grid = persistent_programs(count, tile.num_warps, chip.multiprocessors, margin)
+    return grid, shape._replace(order=order)
 
 
 def head_dims(q: torch.Tensor, v: torch.Tensor) -> dict[str, int]:

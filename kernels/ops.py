@@ -93,7 +93,7 @@ def pack_config(config: KernelConfig | None) -> tuple[list[int] | None, list[str
     if config is None:
         return None, []
     numbers = [getattr(getattr(config, kernel), side) for kernel in TILES for side in SIDES]
-    return numbers, [getattr(config, choice) for choice in CHOICES]
+    return numbers, [str(getattr(config, choice)) for choice in CHOICES]
 
 
 def unpack_config(tiles: Sequence[int] | None, choices: Sequence[str]) -> KernelConfig | None:
@@ -105,7 +105,13 @@ def unpack_config(tiles: Sequence[int] | None, choices: Sequence[str]) -> Kernel
 def _config(tiles: tuple[int, ...], choices: tuple[str, ...]) -> KernelConfig:
     sizes = len(SIDES)
     made: dict[str, Any] = {kernel: Tile(*tiles[i * sizes : (i + 1) * sizes]) for i, kernel in enumerate(TILES)}
-    return KernelConfig(**made | dict(zip(CHOICES, choices, strict=True)))
+    return KernelConfig(**made | dict(zip(CHOICES, map(_choice, choices), strict=True)))
+
+
+def _choice(word: str) -> str | int | bool | None:
+    """What has been made text by ``str``; the words of a config are none of these."""
+    names = {"None": None, "True": True, "False": False}
+    return names[word] if word in names else int(word) if word.isdecimal() else word
 
 
 def unpack(device: torch.device, *args: Any) -> dict[str, Any]:

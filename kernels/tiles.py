@@ -42,31 +42,89 @@ class Interval(NamedTuple):
     """``BlockRuns`` or None."""
 
 
+class Order(NamedTuple):
+    """Which tiles a program takes, and when: the jit side of ``order.Order``. All None: one each, head by head."""
+
+    swath: Any
+    """Heads whose tiles come together, longest first; None: the tiles of one head after those of another."""
+    heads: Any
+    """Of all batch rows together, where there are swaths."""
+    count: Any
+    """Tiles of all heads, where a program walks from tile to tile; None: it takes one."""
+
+
+HEAD_BY_HEAD = Order(None, None, None)
+
+
 class Shape(NamedTuple):
     """``rows``: the sequence cut into programs. ``columns``: the sequence that each program walks.
 
-    ``heads`` counts the programs' heads; ``group`` is query heads per key head.
+    ``heads`` counts the programs' heads; ``group`` is query heads per key head. ``packed`` query heads, where it is not
+    None, are the rows of a tile in turn: row r is token ``r // packed`` of head ``r % packed`` of the program's key
+    head. ``splits`` program heads, where it is not None, share a key head of dK/dV.
     """
 
     rows: Any
     columns: Any
     heads: Any
     group: Any
+    order: Any = HEAD_BY_HEAD
+    packed: Any = None
+    splits: Any = None
 
 
 @triton.jit
 def program(shape, BLOCK: tl.constexpr):
-    """(tile, batch, head) of this program; the tiles of one head run together, so that they share its K/V in L2."""
-    tiles = tl.cdiv(shape.rows, BLOCK)
-    pid = tl.program_id(0)
-    head = pid // tiles
+    """(tile, batch, head) of this program, which takes one tile."""
+    return placement(tl.program_id(0), shape, BLOCK)
+
+
+@triton.jit
+def placement(index, shape, BLOCK: tl.constexpr):
+    """(tile, batch, head) of the tile that is ``index``-th in the order; the jit mirror of ``order.placement``."""
+    tiles = tl.cdiv(shape.rows if shape.packed is None else shape.rows * shape.packed, BLOCK)
+    if shape.order.swath is None:  # the tiles of one head run together, so that they share its K/V in L2
+        tile, head = index % tiles, index // tiles
+    else:  # those of as many heads as fit there, the longest of all of them first
+        first = index // (tiles * shape.order.swath) * shape.order.swath
+        heads = tl.minimum(shape.order.swath, shape.order.heads - first)
+        rest = index - first * tiles
+        tile, head = rest // heads, first + rest % heads
     # 64-bit: batch and head strides pass 2^31 elements long before a GPU's memory is full
-    return pid % tiles, (head // shape.heads).to(tl.int64), (head % shape.heads).to(tl.int64)
+    return tile, (head // shape.heads).to(tl.int64), (head % shape.heads).to(tl.int64)
+
+
+@triton.jit
+def tile_rows(first, head, shape, BLOCK: tl.constexpr):
+    """(tokens, query heads) of the rows of a tile: ``[BLOCK]``, and one head or, packed, one per row."""
+    offs = first + tl.arange(0, BLOCK)
+    if shape.packed is None:
+        return offs, head
+    else:
+        return offs // shape.packed, head * shape.packed + offs % shape.packed
+
+
+@triton.jit
+def as_column(head, shape):
+    """The query heads of a tile beside its rows: one head, or ``[BLOCK, 1]``."""
+    if shape.packed is None:
+        return head
+    else:
+        return head[:, None]
+
+
+@triton.jit
+def vector_of(batch, head, shape):
+    """Where the vector of one head begins in ``lse`` and ``delta``, ``[B, H, S]``; packed, of each row's head."""
+    if shape.packed is None:
+        return (batch * shape.heads + head) * shape.rows
+    else:
+        return (batch * shape.heads * shape.packed + head) * shape.rows
 
 
 @triton.jit
 def of_head(tensor, batch, head):
-    """The [S, D] part of one head."""
+    """The [S, D] part of one head; of a column of heads ``[rows, 1]``, one for each row of a tile."""
     ptr = tensor.ptr + batch * tensor.stride_b + head * tensor.stride_h
     return Strided(ptr, tensor.stride_b, tensor.stride_s, tensor.stride_h)
 
@@ -229,7 +287,11 @@ def row_limits(interval, first, shape, BLOCK_ROWS: tl.constexpr):
     if interval.lo is None:
         return 0, 0, shape.columns, shape.columns
     else:
-        last = tl.minimum(first + BLOCK_ROWS, shape.rows) - 1
+        if shape.packed is None:
+            last = tl.minimum(first + BLOCK_ROWS, shape.rows) - 1
+        else:
+            last = tl.minimum((first + BLOCK_ROWS - 1) // shape.packed, shape.rows - 1)
+            first = first // shape.packed
         if interval.used is not None:
             last = tl.maximum(last, first)  # a tile of padding alone is stopped by its caller
         lo_first, lo_last = tl.load(interval.lo + first), tl.load(interval.lo + last)
@@ -254,9 +316,32 @@ def tile_range(interval, first, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def run_range(runs, first):
+def visit(index, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """What the ``index``-th tile of the forward and of dQ is about: (batch, head, first row, keys, range of keys)."""
+    tile, batch, head = placement(index, shape, BLOCK_ROWS)
+    rows = shape.rows if shape.packed is None else shape.rows * shape.packed
+    first = (tl.cdiv(rows, BLOCK_ROWS) - 1 - tile) * BLOCK_ROWS  # late rows see most keys: longest first
+    if bounds.used is not None:
+        keys = tl.load(bounds.used + batch)
+        shape = Shape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
+    return batch, head, first, shape.columns, tile_range(bounds, first, shape, BLOCK_ROWS, BLOCK)
+
+
+@triton.jit
+def visit_keys(index, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the ``index``-th tile of dK/dV: (batch, head, first key, keys, range of queries)."""
+    tile, batch, head = placement(index, shape, BLOCK_ROWS)
+    first = tile * BLOCK_ROWS  # early keys are seen by most queries: longest first
+    if bounds.used is not None:  # the rows behind are padding: nobody sees them
+        keys = tl.load(bounds.used + batch)
+        shape = Shape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
+    return batch, head, first, shape.rows, tile_range(bounds, first, shape, BLOCK_ROWS, BLOCK)
+
+
+@triton.jit
+def run_range(runs, first, shape):
     """The runs of columns that the block of rows with row ``first`` sees: [begin, end) of ``begins`` and ``ends``."""
-    block = first // runs.block
+    block = (first if shape.packed is None else first // shape.packed) // runs.block
     return tl.load(runs.offsets + block), tl.load(runs.offsets + block + 1)
 
 

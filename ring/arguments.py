@@ -14,6 +14,7 @@ from .. import __version__
 from ..kernels import KernelConfig, Scores
 from ..kernels.checks import check_qkv, check_scale
 from ..kernels.choice import tile_for
+from ..kernels.launch import check_config
 from .backends import resolve_backend
 from .block_mask import BlockMask, Longformer
 from .documents import Documents, whole_numbers
@@ -187,8 +188,11 @@ def sink_of(learnable_sink: torch.Tensor | None, q: torch.Tensor) -> torch.Tenso
 
 
 def check_tiles(mask: Mask, backend: str, config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor) -> None:
-    """Refuse blocks that the kernels' tiles do not divide: ValueError."""
-    if mask.blocks is None or backend != "triton":
+    """Refuse a config that does not fit the heads or the GPU, and blocks that its tiles do not divide: ValueError."""
+    if backend != "triton":
+        return
+    check_config(config, q, v)
+    if mask.blocks is None:
         return
     for kernel in ("forward", "dq", "dkdv"):
         tile_for(kernel, config, q, v, mask.blocks.block)

@@ -54,6 +54,7 @@ SAMPLE = [
     "80:fp32:256:quantize",
     "86:bf16:64:dequantize",
     "90:bf16:128:middle:forward:softcap:alibi:dropout:used:runs",
+    "90:bf16:128:middle:forward:longest:packed",
 ]
 
 
@@ -88,6 +89,14 @@ def test_head_dims_in_two_parts_multiply_less() -> None:
 def test_every_feature_fits(arch: int) -> None:
     kernels, features = tuple(compiled.ATTENTION), (*compiled.FEATURES, ":".join(compiled.FEATURES))
     gate([f"{arch}:bf16:128:middle:{kernel}:{feature}" for kernel in kernels for feature in features])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("head_dim", SIXTEEN_BIT)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_order_passes_the_gate(arch: int, head_dim: int) -> None:
+    gate([f"{arch}:bf16:{head_dim}:middle:{modes}" for modes in ("longest", "packed", "longest:packed", "split")])
 
 
 @pytest.mark.nightly
@@ -139,11 +148,11 @@ def test_tiles_reuse_what_they_load_as_much_as_the_tutorial(arch: int, head_dim:
 
 def test_launchable_covers_every_kernel_role_and_flag_once() -> None:
     variants = list(launchable(90, "bf16", 128))
-    assert len(variants) == len(set(variants)) == 3 * 4 * 2 * 2 + 2
+    assert len(variants) == len(set(variants)) == 3 * 4 * 2 * 2 + 2 * 4 * 2 + 2
     tiles = {variant.tile for variant in variants if variant.kernel in compiled.ATTENTION}
     config = config_for(90, torch.bfloat16, 128)
     assert tiles == {config.forward, config.dq, config.dkdv}
-    pairs = [(v.kernel, v.head_dim) for v in launchable(90, "bf16", 192, 128) if v.kernel in compiled.MEMORY_BOUND]
+    pairs = [(v.kernel, v.head_dim) for v in launchable(90, "bf16", 192, 128) if v.kernel in compiled.FP8]
     assert pairs == [("quantize", 192), ("quantize", 128), ("dequantize", 192), ("dequantize", 128)]
 
 
@@ -234,5 +243,5 @@ def test_what_cannot_be_compiled_is_named() -> None:
         list(compiled.select("75:bf16:64"))
     with pytest.raises(ValueError, match="dtype is 'fp8'"):
         list(compiled.select("90:fp8:64"))
-    with pytest.raises(ValueError, match="role, kernel or feature is 'second'"):
+    with pytest.raises(ValueError, match="role, kernel, feature or mode is 'second'"):
         list(compiled.select("90:bf16:64:second"))

@@ -309,7 +309,7 @@ def test_a_bound_that_does_not_rank_fails(sign: float, code: int, tmp_path: Path
         (["--head-dim", "512"], "head_dim is '512': it must be D or D/Dv, each 1 to 256"),
         (["--tile", "128x128"], "tile is '128x128': it must be QxKxWARPSxSTAGES"),
         (["--tile", "100x128x8x2"], "block_q is 100: a tile side is a power of two"),
-        (["90:bf16:128:second"], "role, kernel or feature is 'second'"),
+        (["90:bf16:128:second"], "role, kernel, feature or mode is 'second'"),
         (["--diff", "a.json", "b.json"], "cannot read a.json"),
         (["--correlate", "none.json"], "cannot read none.json"),
         (["--json", "no/such/folder/x.json"], "there is no folder"),

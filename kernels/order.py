@@ -1,0 +1,132 @@
+"""How tiles are dealt to programs: how many heads come together, how many programs there are, how dK/dV is split.
+
+Pure functions of numbers, and what a GPU is known to have; the jit side is ``tiles.placement``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+MARGIN = 16
+"""Multiprocessors that a persistent kernel leaves free where nobody says: those of a transfer of 16 blocks."""
+
+REGISTERS = 65_536
+"""Of a multiprocessor (CUDA C++ programming guide, table of compute capabilities)."""
+
+MOST_REGISTERS = 256
+"""Per thread, as they are given to warps: what these kernels take, or nearly."""
+
+GOOD_ENOUGH = 0.85
+"""Of the best efficiency: a split of fewer parts is taken where it reaches this much (FlashAttention-2's rule)."""
+
+FULL_ENOUGH = 0.8
+"""Programs per multiprocessor from which dK/dV is not split: the parts would cost more than idle multiprocessors."""
+
+L2_BYTES = {80: 40 << 20, 86: 6 << 20, 89: 72 << 20, 90: 50 << 20, 100: 126 << 20, 103: 126 << 20, 120: 96 << 20}
+"""Of A100, A10 and RTX A6000, L40S, H100, B200 and RTX Blackwell (NVIDIA's architecture white papers)."""
+
+LEAST_L2 = 6 << 20
+
+STAND_IN = (20, LEAST_L2)
+"""Multiprocessors and bytes of L2 that Triton's interpreter is taken to have."""
+
+
+class Chip(NamedTuple):
+    """What of a GPU decides an order."""
+
+    multiprocessors: int
+    l2_bytes: int
+
+
+@cache
+def chip_of(device: torch.device) -> Chip:
+    """Of a device; of no GPU, what the interpreter is taken to have."""
+    if device.type != "cuda":
+        return Chip(*STAND_IN)
+    told = torch.cuda.get_device_properties(device)
+    return Chip(told.multi_processor_count, getattr(told, "L2_cache_size", 0) or l2_of(told.major * 10 + told.minor))
+
+
+def l2_of(arch: int) -> int:
+    """Bytes of L2 of a compute capability (90 is 9.0), for where no such GPU is there to be asked."""
+    return L2_BYTES.get(arch, LEAST_L2)
+
+
+def heads_together(bytes_per_head: int, sharing: int, heads: int, l2_bytes: int) -> int:
+    """How many heads' tiles are taken together, longest first: those whose other operand fits half of L2.
+
+    Half, as the rest is for what is kept and written meanwhile. ``sharing`` neighbouring heads read the same
+    ``bytes_per_head`` (query heads of one key head); they always come together, and so does at least one such group.
+
+    Args:
+        bytes_per_head: what all tiles of a head read: its keys and values (of dK/dV: its queries' side).
+        sharing: heads that read the same bytes.
+        heads: of all batch rows together.
+        l2_bytes: of the GPU.
+    """
+    groups = max(l2_bytes // 2 // max(bytes_per_head, 1), 1)
+    return max(min(groups * sharing, heads), 1)
+
+
+def placement(index: int, tiles: int, heads: int, swath: int | None) -> tuple[int, int]:
+    """(tile, head) of the ``index``-th of ``tiles * heads`` tiles; tile 0 is a head's longest.
+
+    ``swath`` heads come together: tile 0 of each, then tile 1 of each; the last swath has what is left. None: all tiles
+    of one head, then of the next. The jit mirror is ``tiles.placement``.
+    """
+    if swath is None:
+        return index % tiles, index // tiles
+    first = index // (tiles * swath) * swath
+    together = min(swath, heads - first)
+    rest = index - first * tiles
+    return rest // together, first + rest % together
+
+
+def splits_for(programs: int, group: int, multiprocessors: int) -> int:
+    """In how many parts the query heads of a key head are cut for dK/dV, where a split is free to choose.
+
+    None where ``programs`` (tiles x batch rows x key heads) nearly fill the GPU; else the smallest divisor of ``group``
+    whose programs come within 15% of the best use of its multiprocessors, a program per multiprocessor at a time.
+
+    Returns:
+        A divisor of ``group``, 1 for no split.
+    """
+    if programs == 0 or programs >= FULL_ENOUGH * multiprocessors:
+        return 1
+    divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
+    used = {parts: efficiency(programs * parts, multiprocessors) for parts in divisors}
+    return next(parts for parts in divisors if used[parts] >= GOOD_ENOUGH * max(used.values()))
+
+
+def efficiency(programs: int, multiprocessors: int) -> float:
+    """The share of the multiprocessors that is busy while ``programs`` equal ones run, wave after wave."""
+    return programs / (-(-programs // multiprocessors) * multiprocessors)
+
+
+def margin_of(sm_margin: int | None, multiprocessors: int) -> int:
+    """How many multiprocessors a persistent kernel leaves free.
+
+    Raises:
+        ValueError: all of them.
+    """
+    if sm_margin is None:
+        return min(MARGIN, multiprocessors // 2)
+    if sm_margin >= multiprocessors:
+        raise ValueError(
+            f"config.sm_margin is {sm_margin}: this GPU has {multiprocessors} multiprocessors, of which the kernel "
+            "must keep at least 1"
+        )
+    return sm_margin
+
+
+def persistent_programs(tiles: int, num_warps: int, multiprocessors: int, margin: int) -> int:
+    """How many programs walk over ``tiles``: as many as stay on the multiprocessors that are not left free.
+
+    Blocks per multiprocessor by registers, as if every thread took 256: one of 8 warps, two of 4. What a kernel takes
+    less of leaves room, which a transfer may use.
+    """
+    blocks = max(REGISTERS // (MOST_REGISTERS * 32 * num_warps), 1)
+    return min(tiles, (multiprocessors - margin) * blocks)
