@@ -39,6 +39,7 @@ from ringattn.bench import (
 from ringattn.bench.candidates import PEER, Problem
 from ringattn.bench.cases import Case, NotHere, Number, distance
 from ringattn.bench.flops import BACKWARD_FLOPS, forward_flops, pairs_of
+from ringattn.bench.kernel_shape import Shape
 from ringattn.bench.launching import LAUNCHERS, launch
 from ringattn.bench.memory_bench import Peaks, Setting
 from ringattn.bench.provenance import command, provenance
@@ -381,32 +382,6 @@ def test_accuracy_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None
     assert "error of out" in {number.name for number in found if number.fails}
 
 
-def test_speed_tells_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "LEAST", 1)
-    run = speed.speed(CPU, head_dim=16, causal=True, seqlens=(32, 48), heads=(1, 1), dtype="float32", seconds=0.0)
-    found = list(run)
-    ours = {number.name for number in found if number.labels["by"] == speed.OURS}
-    assert {"forward", "forward with state", "backward", "delta time", "dq time", "dkdv time"} <= ours
-    assert {number.note for number in found if number.name == "not there"} != set()  # no efficient backend on the CPU
-    rows = speed.brief(found)
-    assert [(row["TFLOP/s"], row["tokens"]) for row in rows][:2] == [("forward", 32), ("forward with state", 32)]
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_speed_compares_with_a_backend(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "LEAST", 1)
-    monkeypatch.setattr(speed, "RIVALS", {"float32": ("flash",)})
-    run = speed.speed(CPU, head_dim=16, causal=causal, seqlens=(32,), heads=(2, 2), dtype="float32", seconds=0.0)
-    found = list(run)
-    assert not any(number.fails for number in found)
-    (difference,) = (number.value for number in found if number.limit is not None)
-    assert difference is not None and difference < 1e-5
-    assert {number.name for number in found if number.labels["by"] == "flash" and number.unit == "TFLOP/s"} == {
-        "forward",
-        "backward",
-    }
-
-
 def test_copy_beside_the_forward(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside.Copy, "milliseconds", lambda copy: (0.0, 0.01))  # no stamps without a device's clock
     sizes = beside.Sizes(seconds=1e-4, keys=32, nbytes=1 << 12)
@@ -526,5 +501,5 @@ def test_report_tells_failures_last() -> None:
 
 
 def _speeds() -> Iterator[Number]:
-    labels = {"dtype": "bfloat16", "head_dim": 64, "mask": "full", "seqlen": 4096, "heads": "16/16"}
-    yield from speed.numbers({"forward:ringattn": Samples((1e-3,)), "forward:flash": Samples((2e-3,))}, 10**12, labels)
+    shape = Shape(4096, 16, 16, 64, causal=False)
+    yield from speed.numbers({"forward:ringattn": Samples((1e-3,)), "forward:flash": Samples((2e-3,))}, shape, 1)
