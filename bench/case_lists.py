@@ -78,7 +78,10 @@ def cpu_cases() -> list[Case]:
             "launches", "NamedTuple arguments at launch, under the interpreter", device_cases.launches, 60,
             {"dtype": "float32", "seqlen": 80},
         ),
-        Case("whole ring", "two processes over gloo against one process", ring_cases.whole_ring, 90, {"seqlen": 4096}),
+        Case(
+            "whole ring", "two processes over gloo against one device and the ways around a ring",
+            ring_cases.whole_ring, 90, {"seqlens": (2048, 4096), "layouts": ("zigzag", "contiguous")},
+        ),
         *(
             Case(
                 f"right aten {dtype}", "PyTorch's operator in a ring against float64", accuracy.accuracy, 60,

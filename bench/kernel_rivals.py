@@ -28,6 +28,7 @@ from ..kernels import (
     default_config,
 )
 from ..ring.aten import AtenBackward, AtenForward
+from .free_memory import free_memory
 from .kernel_shape import Shape
 from .timing import Step
 
@@ -218,15 +219,6 @@ def fits(given: Given, nbytes: int, what: str, heads: int | None = None) -> None
     free = free_memory(given.device)
     if wanted > DENSE_SHARE * free:
         raise Cannot(f"its {what} take {wanted / 1e9:.1f} GB: more than {DENSE_SHARE:.0%} of {free / 1e9:.1f} GB free")
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that nobody uses."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    with open("/proc/meminfo") as file:
-        available = next(line for line in file if line.startswith("MemAvailable"))
-    return int(available.split()[1]) * 1024
 
 
 def flex(given: Given) -> Ready:
