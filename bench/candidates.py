@@ -153,8 +153,8 @@ def all_cores(setting: Setting) -> Candidate:
     threads = min(cores(), problem.threads * problem.world)
     if setting.device.type != "cpu":
         raise Refused("a GPU has no threads to lend")
-    if threads == problem.threads:
-        raise Refused(f"there is no more than what one device has: {threads} threads")
+    if threads <= problem.threads:
+        raise Refused(f"there is no more than what one device has: {problem.threads} threads")
     one = whole(setting)
     return Candidate(ALL_CORES, one.positions, one.attend, threads, sent=0)
 

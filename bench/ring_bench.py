@@ -13,7 +13,7 @@ import torch
 import typer
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from ..ring.ring import TRANSPORTS
+from ..comm.groups import TRANSPORTS
 from . import ring_memory
 from .candidates import ALL_CORES, DTYPES, OURS, WHOLE, Problem, makers
 from .free_memory import free_memory

@@ -1,4 +1,4 @@
-"""A whole ring of real processes as a case of the suite."""
+"""Whole rings of real processes as cases of the suite: time beside other ways, and memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from . import memory_bench
 from .candidates import ALL_CORES, WHOLE, Problem
-from .cases import Number
+from .cases import NotHere, Number
 from .launching import cores, launch
 from .ring_rows import crossovers, problem_flops
 from .ring_runs import Report, Wish, spawned
@@ -65,3 +66,20 @@ def numbers(report: Report) -> Iterator[Number]:
             yield Number("exposed", one.exposed * 1e3, "ms", labels)
         if one.sent is not None:
             yield Number("sent by a rank", one.sent / 1e6, "MB", labels)
+
+
+def memory(
+    device: torch.device, *, worlds: Sequence[int], tokens: int, heads: int = 8, head_dim: int = 64
+) -> Iterator[Number]:
+    """``bench memory``, short: the peak of a rank does not grow with the number of ranks."""
+    if device.type != "cpu":
+        raise NotHere("it measures processes of the CPU; a GPU's peak memory is a column of `ringattn bench ring`")
+    peaks = {}
+    for world in worlds:
+        problem = Problem(world * tokens, world, heads=heads, kv_heads=heads, head_dim=head_dim)
+        everyone = launch(world, memory_bench.spawned, problem, memory_bench.Setting())
+        assert everyone is not None
+        peaks[world] = max(peak.highest for peak in everyone)
+        yield Number("peak memory of a rank", peaks[world] / 1e6, "MB", {"world": world, "tokens per rank": tokens})
+    spread = max(peaks.values()) / min(peaks.values()) - 1
+    yield Number("largest over smallest world", spread, "times less 1", {"tokens per rank": tokens})

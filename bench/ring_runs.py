@@ -76,12 +76,11 @@ class Report:
     transport: str = ""
 
 
-@record
 def spawned(store: str, wish: Wish) -> list[Report]:
-    """The entry of the processes that the command starts itself."""
+    """The entry of the processes that the command starts itself; an error is left where their parent reads it."""
     place = member()
     assert place is not None
-    return measure(place, wish, store)
+    return record(measure)(place, wish, store) or []
 
 
 def measure(place: Member, wish: Wish, store: str | None = None) -> list[Report]:

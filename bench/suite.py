@@ -98,7 +98,8 @@ def earlier(out: Path, record: Mapping[str, Any], *, again: bool) -> dict[str, A
     Raises:
         typer.BadParameter: the file there is of another schema, or damaged.
     """
-    path, nothing = out / NAME, {"cases": []}
+    path = out / NAME
+    nothing: dict[str, Any] = {"cases": []}
     if not path.exists():
         return nothing
     try:
