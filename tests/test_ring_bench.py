@@ -59,16 +59,22 @@ def report(tokens: int = 1024, world: int = 2, **seconds: float) -> Report:
 def test_everyone_agrees_in_real_processes(tmp_path: Path) -> None:
     flags = ["--seqlen", "256,512", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--repeats", "1"]
     files = ["--json", str(tmp_path / "r.json"), "--csv", str(tmp_path / "r.csv")]
-    ran = CliRunner().invoke(cli.app, ["bench", "ring", *flags, "--layout", "all", *files])
+    by = [
+        "--layout",
+        "zigzag,striped",
+        "--by",
+        "ringattn,usual,all-gather,Ulysses,PyTorch",
+    ]  # others take long to import
+    ran = CliRunner().invoke(cli.app, ["bench", "ring", *flags, *by, *files])
     assert ran.exit_code == 0, ran.output
     told = json.loads((tmp_path / "r.json").read_text())
     assert told["schema"] == ring_bench.SCHEMA and told["provenance"]["versions"]
     assert [one["problem"]["seqlen"] for one in told["measurements"]] == [256, 512]
     for one in told["measurements"]:
         found = {this["name"]: this for this in one["candidates"]}
-        ours = [f"{OURS} {layout}" for layout in ("contiguous", "zigzag", "striped")]
+        ours = [f"{OURS} {layout}" for layout in ("zigzag", "striped")]
         assert {WHOLE, *ours, USUAL, ALL_GATHER, ULYSSES} <= set(found)
-        assert not any(this["disagrees"] for name, this in found.items() if name != peers.LUCIDRAINS)
+        assert not any(this["disagrees"] for this in found.values())
         assert all(found[name]["exposed_seconds"] >= 0 for name in (*ours, USUAL, ALL_GATHER, ULYSSES))
         assert all(found[name]["compute_seconds"] > 0 for name in ours)
         assert "torch" in one["absent"][peers.CONTEXT_PARALLEL]
