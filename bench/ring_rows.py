@@ -82,7 +82,9 @@ class Crossover:
         )
 
     def _told(self, *indices: int) -> str:
-        return ", ".join(f"{self.ratios[i]:.2f} times the ring's time at {binary(self.lengths[i])}" for i in dict.fromkeys(indices))
+        return ", ".join(
+            f"{self.ratios[i]:.2f} times the ring's time at {binary(self.lengths[i])}" for i in dict.fromkeys(indices)
+        )
 
     def _points(self) -> zip[tuple[int, float, float]]:
         return zip(self.lengths, self.ratios, self.noise, strict=True)

@@ -14,14 +14,15 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from ringattn.bench import cli, result_file, speed, suite, targets, workers
-from ringattn.bench.cases import Case, Number
+from ringattn.bench import cli, result_file, ring_cases, speed, suite, targets, tune_cases, workers
+from ringattn.bench.cases import Case, NotHere, Number
 from ringattn.bench.kernel_shape import Shape
 from ringattn.bench.launching import LAUNCHERS
 from ringattn.bench.provenance import provenance
 from ringattn.bench.result_file import RefusedResults
 from ringattn.bench.timing import Samples
 from ringattn.bench.workers import Outcome
+from ringattn.kernels import Tile
 
 from . import suite_cases
 
@@ -190,3 +191,23 @@ def test_the_gpus_numbers_pass_the_schema() -> None:
     data = results()
     data["cases"] = [suite.as_json(Outcome(case, "done", "", 1.0, [*judged, *told]))]
     result_file.check(json.loads(json.dumps(data)))
+
+
+def test_cases_that_need_another_machine_say_so() -> None:
+    with pytest.raises(NotHere, match="no GPU"):
+        next(tune_cases.tuned(CPU, seqlens=(8192,)))
+    with pytest.raises(NotHere, match="CPU"):
+        next(ring_cases.memory(torch.device("cuda"), worlds=(2,), tokens=64))
+
+
+def test_a_tuned_tile_is_told_beside_the_default() -> None:
+    point = SimpleNamespace(kernel="dq", mask="full", length=8192)
+    tile = Tile(64, 64, 8, 2)
+    measured = SimpleNamespace(alone=[SimpleNamespace(seconds=2e-3)] * 3, baseline=[SimpleNamespace(seconds=3e-3)] * 3)
+    found: Any = SimpleNamespace(point=point, tile=tile, default=tile, measured=measured)
+    time, ratio = tune_cases.numbers(found)
+    assert time.value == pytest.approx(2.0) and ratio.value == pytest.approx(1.5)
+    assert time.labels["tile"] == "64x64 8w 2s"
+    found.measured = None
+    (absent,) = tune_cases.numbers(found)
+    assert absent.value is None and absent.note == "not measured"
