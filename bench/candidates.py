@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ring import Layout, Ring, ring_attention
+from ..ring import Layout, Mask, Ring, ring_attention
+from ..ring.schedule import schedule
+from .collectives import Exchange, Gather, Waits
 from .launching import cores
 from .usual_ring import usual_ring_attention
 
@@ -21,9 +22,12 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Tensors = tuple[Tensor, ...]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PEER = "ring-attention-pytorch"
-PEER_BUCKET = 1024  # its default; one bucket of scores is what it computes at a time
-PEER_RUNS = 2  # it takes several times as long as the others
+OURS, WHOLE, ALL_CORES = "ringattn", "one device", "one process, all cores"
+USUAL, ALL_GATHER, ULYSSES = "usual ring", "all-gather", "Ulysses"
+
+
+class Refused(Exception):
+    """A candidate does not compute this, or not here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +45,51 @@ class Problem:
     layout: str = "zigzag"
     threads: int = 1  # per process
     seed: int = 0
+    device: str = "cpu"
+    transport: str = "auto"
 
     @cached_property
     def held(self) -> Layout:
-        made: Layout = getattr(Layout, self.layout)(self.seqlen, self.world)
+        """Who holds which tokens."""
+        return self.named(self.layout)
+
+    def named(self, layout: str) -> Layout:
+        """The tokens in another layout."""
+        made: Layout = getattr(Layout, layout)(self.seqlen, self.world)
         return made
 
     def tensors(self) -> Tensors:
-        """q, k, v and dout of the whole sequence, the same on every rank."""
+        """q, k, v and dout of the whole sequence, the same on every rank, on the CPU."""
         draw = torch.Generator().manual_seed(self.seed)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         shapes = [(self.batch, self.seqlen, count, self.head_dim) for count in heads]
         return tuple(torch.randn(shape, generator=draw).to(DTYPES[self.dtype]) for shape in shapes)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What candidates are made of, on one rank."""
+
+    problem: Problem
+    layouts: tuple[str, ...]
+    device: torch.device
+    ring: Callable[[], Ring]  # a new one, of the default group
+    shared: bool = False  # ranks share a GPU
+
+    def positions(self, layout: str) -> Tensor:
+        """Of this rank."""
+        return self.problem.named(layout).positions(dist.get_rank())
+
+    def equal_shards(self, name: str, each: int = 1) -> None:
+        """Refuse what needs shards of one length, made of so many pieces."""
+        seqlen, world = self.problem.seqlen, self.problem.world
+        if seqlen % (each * world):
+            raise Refused(f"{seqlen} tokens are not {each * world} equal pieces, which {name} needs")
+
+    def collectives(self, name: str) -> None:
+        """Refuse what talks over NCCL where ranks share a GPU."""
+        if self.shared:
+            raise Refused(f"ranks share a GPU here, and {name} talks over NCCL, which takes one rank per GPU")
 
 
 @dataclass(frozen=True)
@@ -64,10 +101,18 @@ class Candidate:
     attend: Attend
     threads: int = 1
     runs: int | None = None  # at most; None: as many as asked for
+    kind: str = ""  # what it is, whatever its layout; its name where empty
+    around: Callable[[], AbstractContextManager[object]] = nullcontext  # each forward and backward
+    sent: int | None = None  # bytes that a rank sends in one forward and backward; None: not known
+    waits: Waits | None = None  # what it spends in the network; None: not known
+    ring: Ring | None = None  # ours, which records its waits itself
+    trusted: bool = True  # a wrong result ends the command
 
-    def shards(self, whole: Tensors) -> Tensors:
+    def shards(self, whole: Tensors, device: torch.device) -> Tensors:
         """This rank's part of q, k, v and dout, in memory of its own."""
-        return () if self.positions is None else tuple(x[:, self.positions].contiguous() for x in whole)
+        if self.positions is None:
+            return ()
+        return tuple(x[:, self.positions].contiguous().to(device) for x in whole)
 
     def run(self, shards: Tensors) -> Tensors:
         """Forward and backward: out, dq, dk and dv of this rank's tokens."""
@@ -76,8 +121,12 @@ class Candidate:
         torch.set_num_threads(self.threads)
         *inputs, dout = shards
         leaves = [x.detach().requires_grad_() for x in inputs]
-        out = self.attend(*leaves)
-        return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+        with self.around():
+            out = self.attend(*leaves)
+            return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+
+Maker = Callable[[Setting], Candidate]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -87,71 +136,125 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     return out.transpose(1, 2)
 
 
-def ours(problem: Problem, ring: Ring) -> Candidate:
-    """``ring_attention``, one shard per rank."""
+def whole(setting: Setting) -> Candidate:
+    """PyTorch's SDPA on the whole sequence, by rank 0 with what one rank has, while the others block."""
+    problem = setting.problem
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = ring_attention(q, k, v, layout=problem.held, ring=ring, causal=problem.causal)
+        return sdpa(q, k, v, causal=problem.causal)
+
+    positions = torch.arange(problem.seqlen) if dist.get_rank() == 0 else None
+    return Candidate(WHOLE, positions, attend, problem.threads, sent=0)
+
+
+def all_cores(setting: Setting) -> Candidate:
+    """The same with the threads of all ranks: what one process could do with this machine."""
+    problem = setting.problem
+    threads = min(cores(), problem.threads * problem.world)
+    if setting.device.type != "cpu":
+        raise Refused("a GPU has no threads to lend")
+    if threads <= problem.threads:
+        raise Refused(f"there is no more than what one device has: {problem.threads} threads")
+    one = whole(setting)
+    return Candidate(ALL_CORES, one.positions, one.attend, threads, sent=0)
+
+
+def ours(layout: str, setting: Setting) -> Candidate:
+    """``ring_attention``, one shard per rank."""
+    problem, held, ring = setting.problem, setting.problem.named(layout), setting.ring()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = ring_attention(q, k, v, layout=held, ring=ring, causal=problem.causal)
         assert isinstance(out, Tensor)
         return out
 
-    return Candidate("ringattn", problem.held.positions(dist.get_rank()), attend, problem.threads)
-
-
-def whole(problem: Problem, dtype: torch.dtype | None = None) -> Candidate:
-    """PyTorch's SDPA on the whole sequence: rank 0 with the threads of all ranks, while the others block."""
-    threads = min(cores(), problem.threads * problem.world)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x if dtype is None else x.to(dtype) for x in (q, k, v))
-        return sdpa(q, k, v, causal=problem.causal)
-
+    sent = ring_bytes(problem, held, ring)
     return Candidate(
-        "SDPA, one process", torch.arange(problem.seqlen) if dist.get_rank() == 0 else None, attend, threads
+        f"{OURS} {layout}", setting.positions(layout), attend, problem.threads, kind=OURS, sent=sent, ring=ring
     )
 
 
-def usual(problem: Problem) -> Candidate | None:
-    """The baseline of :mod:`.usual_ring`; None for layouts that it is not made for."""
-    even = problem.seqlen % (2 * problem.world) == 0
-    if not even or (problem.causal and problem.layout != "zigzag"):
-        return None
+def ring_bytes(problem: Problem, held: Layout, ring: Ring) -> int:
+    """What the rank that sends most sends in a forward and a backward, by the schedule."""
+    plan = schedule(held, Mask(causal=problem.causal), direction=ring.direction, topology=ring.topology)
+    kv, sums = kv_bytes(problem)
+    both = zip(plan.bytes(kv), plan.bytes(kv, sums), strict=True)
+    return max(forward + backward for forward, backward in both)
+
+
+def kv_bytes(problem: Problem) -> tuple[int, int]:
+    """Of K and V of a token, and of the fp32 sums of dK and dV."""
+    elements = 2 * problem.batch * problem.kv_heads * problem.head_dim
+    return elements * DTYPES[problem.dtype].itemsize, elements * torch.float32.itemsize
+
+
+def usual(setting: Setting) -> Candidate:
+    """The baseline of :mod:`.usual_ring`, in the layout that it is made for."""
+    problem = setting.problem
+    if setting.device.type != "cpu":
+        raise Refused("it is written on the CPU's operator; on a GPU ring-flash-attn is the usual ring")
+    setting.equal_shards(USUAL, 2)
+    layout, waits = "zigzag" if problem.causal else "contiguous", Waits(setting.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return usual_ring_attention(q, k, v, causal=problem.causal)
+        return usual_ring_attention(q, k, v, causal=problem.causal, waits=waits)
 
-    return Candidate("usual ring", problem.held.positions(dist.get_rank()), attend, problem.threads)
-
-
-def peer(problem: Problem) -> Candidate | None:
-    """``ring-attention-pytorch`` in its own balanced order (striped by buckets); None where it is not installed.
-
-    Its bucket ``j`` of ``n`` holds the positions ``j, j + n, j + 2n, …``, and a rank holds consecutive buckets. It
-    sends to its neighbours, which gloo does not do with oneself: it takes two ranks.
-    """
-    shard = problem.seqlen // problem.world
-    bucket = min(PEER_BUCKET, shard)
-    fits = problem.seqlen % problem.world == 0 and shard % bucket == 0 and problem.world > 1
-    if not fits or importlib.util.find_spec("ring_attention_pytorch") is None:
-        return None
-    with warnings.catch_warnings():  # beartype finds the package's type hints old-fashioned
-        warnings.simplefilter("ignore")
-        from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
-
-    order = torch.arange(problem.seqlen).view(bucket, -1).t().reshape(-1)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = ring_flash_attn(
-            q, k, v, causal=problem.causal, bucket_size=bucket, ring_reduce_col=True,
-            striped_ring_attn=problem.causal, ring_size=problem.world,
-        )  # fmt: skip
-        return out
-
-    positions = order.chunk(problem.world)[dist.get_rank()]
-    return Candidate(PEER, positions, attend, problem.threads, runs=PEER_RUNS)
+    kv, sums = kv_bytes(problem)
+    hops, shard = problem.world - 1, problem.seqlen // problem.world
+    sent = shard * (2 * hops * kv + (problem.world if hops else 0) * sums)
+    return Candidate(USUAL, setting.positions(layout), attend, problem.threads, sent=sent, waits=waits)
 
 
-def candidates(problem: Problem, ring: Ring) -> dict[str, Candidate]:
-    """All that can do this problem here; the first is what the others are compared with."""
-    found = [whole(problem), ours(problem, ring), usual(problem), peer(problem)]
-    return {one.name: one for one in found if one is not None}
+def all_gather(setting: Setting) -> Candidate:
+    """K/V of all ranks on every rank, dK/dV reduced and scattered; balanced by a zigzag where the mask is causal."""
+    problem = setting.problem
+    setting.equal_shards(ALL_GATHER)
+    setting.collectives(ALL_GATHER)
+    layout = "zigzag" if problem.causal else "contiguous"
+    net = Gather(problem.named(layout), problem.causal, setting.device)
+    kv, sums = kv_bytes(problem)
+    sent = (problem.world - 1) * problem.seqlen // problem.world * (kv + sums)
+    return Candidate(ALL_GATHER, setting.positions(layout), net, problem.threads, sent=sent, waits=net.waits)
+
+
+def ulysses(setting: Setting) -> Candidate:
+    """Heads for tokens, all-to-all: every rank computes some heads of the whole sequence."""
+    problem, world = setting.problem, setting.problem.world
+    for name, count in (("heads", problem.heads), ("kv_heads", problem.kv_heads)):
+        if count % world:
+            raise Refused(f"{name} is {count}: {world} ranks need a multiple of {world}")
+    setting.equal_shards(ULYSSES)
+    setting.collectives(ULYSSES)
+    net = Exchange(problem.named("contiguous"), problem.causal, setting.device)
+    kv, _ = kv_bytes(problem)
+    queries = problem.batch * problem.heads * problem.head_dim * DTYPES[problem.dtype].itemsize
+    # q, k, v and out, then dout, dq, dk and dv; a rank keeps its own part of each
+    sent = problem.seqlen // world * (world - 1) * (4 * queries + 2 * kv) // world
+    return Candidate(ULYSSES, setting.positions("contiguous"), net, problem.threads, sent=sent, waits=net.waits)
+
+
+def makers(layouts: Sequence[str]) -> dict[str, Maker]:
+    """All that there are, by name; the first is what the others are compared with."""
+    from .peers import PEERS  # which needs what is above
+
+    rings = {f"{OURS} {layout}": _in_layout(layout) for layout in layouts}
+    baselines = {USUAL: usual, ALL_GATHER: all_gather, ULYSSES: ulysses}
+    return {WHOLE: whole, ALL_CORES: all_cores, **rings, **baselines, **PEERS}
+
+
+def _in_layout(layout: str) -> Maker:
+    return lambda setting: ours(layout, setting)
+
+
+def candidates(setting: Setting, by: Sequence[str] = ()) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """All that can do this problem here, and why the others cannot; ``by``: those that start so, beside the first."""
+    found: dict[str, Candidate] = {}
+    absent: dict[str, str] = {}
+    for name, make in makers(setting.layouts).items():
+        if by and name != WHOLE and not any(name.startswith(one) for one in by):
+            continue
+        try:
+            found[name] = make(setting)
+        except Refused as reason:
+            absent[name] = str(reason)
+    return found, absent

@@ -50,6 +50,7 @@ _register(app, "inspect", "inspect_kernel", "What any kernel takes on any GPU, a
 _register(app, "tune", "tune", "Find the tiles of a model's attention for a GPU; without one, by compiling alone.")
 _register(app, "doctor", "doctor", "Does this machine do what a ring needs? If not, what to do first.")
 _register(app, "export", "export", "Write kernels as a C++ framework links them: cubin, C launcher, manifest.")
+_register(bench, "kernels", "kernel_bench", "Our kernels beside PyTorch's backends on one device: ms, TFLOP/s, errors.")
 _register(bench, "ring", "ring_bench", "A whole ring in real processes, beside one process and beside other rings.")
 _register(bench, "memory", "memory_bench", "Peak memory per rank, for growing rings of the same tokens per rank.")
 _register(bench, "links", "links", "Every transport over every edge of the ring, with nccl-tests' flags and columns.")

@@ -1,60 +1,39 @@
-"""``ringattn bench ring``: a whole ring in real processes beside one process, a usual ring, and a ring from PyPI."""
+"""``ringattn bench ring``: whole rings in real processes, beside one device, ways around a ring, and other rings."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from ..ring import Ring
-from .candidates import DTYPES, PEER, Candidate, Problem, Tensors, candidates, whole
-from .flops import BACKWARD_FLOPS, forward_flops, pairs_of
-from .launching import Member, cores, launch, member, process_group
+from ..comm.groups import TRANSPORTS
+from . import ring_memory
+from .candidates import ALL_CORES, DTYPES, OURS, WHOLE, Problem, makers
+from .free_memory import free_memory
+from .launching import cores, member
 from .output import check_target, prints, write_csv, write_json
 from .provenance import provenance
-from .shapes import LayoutName, grouped, size
-from .tables import table
-from .timing import Clock, Samples, Team, interleaved
+from .ring_memory import Needs
+from .ring_rows import as_json, rows_of, text
+from .ring_runs import Ranks, Report, Wish, measure, spawned
+from .shapes import LayoutName, grouped, sizes
+
+__all__ = ["CPU", "Ranks", "check_targets", "dtype_name", "started"]
 
 T = TypeVar("T")
 
-RESULTS = ("out", "dq", "dk", "dv")
+SCHEMA = "ringattn bench ring 2"
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 CPU = torch.device("cpu")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-class Ranks(Team):
-    """All ranks of the default group; waiting blocks and does not spin."""
-
-    def ready(self) -> None:
-        dist.barrier()
-
-    def slowest(self, seconds: float) -> float:
-        longest = torch.tensor([seconds], dtype=torch.float64)
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
-        return longest.item()
-
-
-@dataclass
-class Report:
-    """What rank 0 knows after a measurement."""
-
-    times: dict[str, Samples]
-    errors: dict[str, dict[str, float]]  # largest error against float64, of each result
-    disagreements: dict[str, list[str]] = field(default_factory=dict)
-    hops: dict[str, float] = field(default_factory=dict)  # seconds of our compute and our waits, slowest rank
 
 
 def dtype_name(text: str) -> str:
@@ -69,158 +48,117 @@ def dtype_name(text: str) -> str:
     return name
 
 
-def spawned(store: str, problem: Problem, repeats: int) -> Report | None:
-    """The entry of the processes that the command starts itself."""
-    place = member()
-    assert place is not None
-    return measure(place, problem, repeats, store)
+def layout_names(text: str) -> list[str]:
+    """A comma list of layouts, or ``all``; a parser of typer options.
 
-
-def measure(place: Member, problem: Problem, repeats: int, store: str | None = None) -> Report | None:
-    """One rank of the measurement: the results first, then the time."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this version measures processes of the CPU, also where there is a GPU
-    with process_group(place, store), Ring() as ring:
-        everyone = candidates(problem, ring)
-        tensors = problem.tensors()
-        shards = {name: one.shards(tensors) for name, one in everyone.items()}
-        total = len(everyone) + sum(min(one.runs or repeats, repeats) for one in everyone.values())
-        with Progress(console=Console(stderr=True), disable=place.rank != 0, transient=True) as bar:
-            task = bar.add_task("checking", total=total)
-            errors, disagreements = check(problem, everyone, tensors, shards, lambda: bar.advance(task))
-            bar.update(task, description="timing")
-            times = interleaved(
-                {name: lambda one=one, name=name: one.run(shards[name]) for name, one in everyone.items()},  # type: ignore[misc]
-                Clock(CPU, Ranks()),
-                repeats=repeats,
-                warmup=0,  # the check was one
-                limits={name: one.runs for name, one in everyone.items() if one.runs is not None},
-                progress=lambda: bar.advance(task),
-            )
-        hops = where_time_goes(everyone["ringattn"], shards["ringattn"], ring)
-        return Report(times, errors, disagreements, hops) if place.rank == 0 else None
-
-
-def check(
-    problem: Problem, everyone: Mapping[str, Candidate], tensors: Tensors, shards: Mapping[str, Tensors], progress: Any
-) -> tuple[dict[str, dict[str, float]], dict[str, list[str]]]:
-    """Every candidate's largest errors against float64; which of them exceed what rounding explains.
-
-    Allowed is twice the error of PyTorch's attention in the same dtype plus the rounding of that dtype, the rule of
-    the tests.
+    Raises:
+        typer.BadParameter: no such layout.
     """
-    judge = whole(problem, torch.float64)
-    exact = gathered(judge, judge.run(judge.shards(tensors)), tensors, torch.float64)
-    sizes = {name: float(x.abs().max()) for name, x in zip(RESULTS, exact, strict=True)}
-    errors: dict[str, dict[str, float]] = {}
-    disagreements: dict[str, list[str]] = {}
-    eps = torch.finfo(DTYPES[problem.dtype]).eps
-    for name, one in everyone.items():
-        told = gathered(one, one.run(shards[name]), tensors, torch.float64)
-        errors[name] = {what: float((x - y).abs().max()) for what, x, y in zip(RESULTS, told, exact, strict=True)}
-        allowed = {what: 2 * next(iter(errors.values()))[what] + eps * sizes[what] for what in RESULTS}
-        # a NaN fails too
-        disagreements[name] = [what for what in RESULTS if not errors[name][what] <= allowed[what]]
-        progress()
-    return errors, disagreements
-
-
-def gathered(one: Candidate, mine: Tensors, tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    """The results of all ranks as whole tensors in the order of positions, on every rank."""
-    q, k, v, dout = tensors
-    full = tuple(torch.zeros(x.shape, dtype=dtype) for x in (dout, q, k, v))
-    for target, part in zip(full, mine, strict=False):
-        target[:, one.positions] = part.to(dtype)
-    for target in full:
-        dist.all_reduce(target)  # every position is one rank's alone, so that the sum is a copy
-    return full
-
-
-def where_time_goes(one: Candidate, shards: Tensors, ring: Ring) -> dict[str, float]:
-    """Seconds of one more run: computing, and waiting for the network, each on its slowest rank."""
-    dist.barrier()
-    with ring.record() as trace:
-        one.run(shards)
-    return {kind: Ranks().slowest(trace.seconds(kind)) for kind in ("compute", "wait")}
-
-
-def rows_of(problem: Problem, report: Report) -> list[dict[str, Any]]:
-    """A row per candidate; ``times SDPA`` is the ratio of the medians of the same interleaved run."""
-    flops = problem_flops(problem)
-    baseline = next(iter(report.times.values())).median
-    rows = []
-    for name, samples in report.times.items():
-        wrong = report.disagreements[name]
-        rows.append(
-            {
-                "": name,
-                "seconds": samples.median,
-                "spread": f"±{samples.spread:.1%}",
-                "times SDPA": round(samples.median / baseline, 3),
-                "GFLOP/s": round(flops / samples.median / 1e9, 1),
-                "tokens/s": round(problem.batch * problem.seqlen / samples.median),
-                "runs": len(samples.seconds),
-                **{f"error {what}": float(f"{error:.2g}") for what, error in report.errors[name].items()},
-                "agrees": "yes" if not wrong else "not in " + ", ".join(wrong),
-            }
-        )
-    return rows
-
-
-def problem_flops(problem: Problem) -> float:
-    """Forward and backward of the whole sequence."""
-    pairs = pairs_of(problem.seqlen, causal=problem.causal)
-    once = forward_flops(pairs, heads=problem.heads, head_dim=problem.head_dim, batch=problem.batch)
-    return once * (1 + BACKWARD_FLOPS)
-
-
-def as_json(problem: Problem, report: Report) -> dict[str, Any]:
-    return {
-        "schema": "ringattn bench ring 1",
-        "provenance": provenance(CPU),
-        "problem": asdict(problem),
-        "flops": problem_flops(problem),
-        "candidates": [
-            {
-                "name": name,
-                "seconds": samples.as_json(),
-                "errors": report.errors[name],
-                "disagrees": report.disagreements[name],
-            }
-            for name, samples in report.times.items()
-        ],
-        "ringattn_seconds": report.hops,
-    }
+    known = [one.value for one in LayoutName]
+    names = known if text == "all" else [part.strip() for part in text.split(",")]
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise typer.BadParameter(f"{wrong[0]!r} is no layout: it takes all, or some of {', '.join(known)}")
+    return names
 
 
 @app.command()
 def ring(
-    world: Annotated[int, typer.Option(min=1, help="Processes; under a launcher, its ranks.")] = 2,
-    seqlen: Annotated[Any, typer.Option(parser=size, metavar="SIZE", help="Tokens in all.")] = "16k",
+    world: Annotated[
+        Any, typer.Option(parser=sizes, metavar="N,…", help="Processes; under a launcher, its ranks.")
+    ] = "2",
+    seqlen: Annotated[Any, typer.Option(parser=sizes, metavar="SIZE,…", help="Tokens in all.")] = "16k",
     batch: Annotated[int, typer.Option(min=1)] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V [default: --heads].")] = None,
     head_dim: Annotated[int, typer.Option(min=1)] = 64,
-    dtype: Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16, fp16 [default: bf16; on the CPU fp32]."),
+    ] = None,
     causal: Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")] = True,
-    layout: Annotated[LayoutName, typer.Option(help="Who holds which tokens.")] = LayoutName.zigzag,
+    layout: Annotated[
+        Any, typer.Option(parser=layout_names, metavar="NAME,…|all", help="Who holds which tokens.")
+    ] = "zigzag",
+    by: Annotated[
+        str | None, typer.Option(metavar="NAME,…", help="Only candidates whose name starts so, beside one device.")
+    ] = None,
+    transport: Annotated[str, typer.Option(metavar="|".join(TRANSPORTS), help="Of our ring.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the median counts.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="Per process [default: a share of the cores].")] = None,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="[default: the GPU where there is one].")] = "",
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write a row per candidate.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a row per world, length and candidate.")] = None,
 ) -> None:
-    """Forward and backward of one attention, sharded over processes, beside the same attention whole."""
+    """Forward and backward of one attention, sharded over processes, beside the same attention done otherwise."""
+    from .links import device_name  # which needs what is above
+
     place = member()
-    world = place.world if place is not None else world
-    kv_heads = grouped(heads, kv_heads)
-    if seqlen < world:
-        raise typer.BadParameter(f"--seqlen is {seqlen}: {world} processes need a token each")
+    worlds = [place.world] if place is not None else world
+    kv_heads, device = grouped(heads, kv_heads), device_name(device)
+    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+    check(worlds, seqlen, layout, by, transport)
     check_targets(json, csv)
-    share = threads or max(1, cores() // (place.local_world if place is not None else world))
-    problem = Problem(seqlen, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value, share, seed)
-    report = started(world, spawned, problem, repeats) if place is None else measure(place, problem, repeats)
-    if report is not None and prints():
-        finish(problem, report, json, csv)
+    reports: list[Report] = []
+    wishes = []
+    for ranks in worlds:
+        share = threads or max(1, cores() // (place.local_world if place is not None else ranks))
+        first = Problem(
+            min(seqlen),
+            ranks,
+            batch,
+            heads,
+            kv_heads,
+            head_dim,
+            dtype,
+            causal,
+            layout[0],
+            share,
+            seed,
+            device,
+            transport,
+        )
+        problems = tuple(replace(first, seqlen=tokens) for tokens in sorted(seqlen))
+        wishes.append(Wish(problems, tuple(layout), repeats, tuple(by.split(",")) if by else ()))
+        for problem in problems:
+            refuse_too_large(problem, layout, wishes[-1].by, place.local_world if place is not None else ranks)
+    for wish in wishes:
+        reports += started(wish.problems[0].world, spawned, wish) if place is None else measure(place, wish)
+    if prints():
+        finish(reports, device, json, csv)
+
+
+def check(
+    worlds: Sequence[int], lengths: Sequence[int], layouts: Sequence[str], by: str | None, transport: str
+) -> None:
+    """Refuse what no measurement could be made of."""
+    if min(worlds) < 1:
+        raise typer.BadParameter(f"--world is {min(worlds)}: it takes at least one process")
+    if min(lengths) < max(worlds):
+        raise typer.BadParameter(f"--seqlen is {min(lengths)}: {max(worlds)} processes need a token each")
+    if transport not in TRANSPORTS:
+        raise typer.BadParameter(f"--transport is {transport!r}: it takes {', '.join(TRANSPORTS)}")
+    known = list(makers(layouts))
+    for name in by.split(",") if by else ():
+        if not any(one.startswith(name) for one in known):
+            raise typer.BadParameter(f"--by has {name!r}: there are {', '.join(known)}")
+
+
+def refuse_too_large(problem: Problem, layouts: Sequence[str], by: Sequence[str], ranks_here: int) -> None:
+    """Stop before anything starts where this machine's memory does not hold it: typer.BadParameter."""
+    names = [one for one in makers(layouts) if not by or one == WHOLE or any(one.startswith(part) for part in by)]
+    kinds = list(dict.fromkeys(OURS if name.partition(" ")[0] == OURS else name for name in names))
+    if problem.device != "cpu":
+        kinds = [kind for kind in kinds if kind != ALL_CORES]
+    gpus = max(1, torch.cuda.device_count()) if problem.device == "cuda" else 1
+    needed: Callable[[Problem], Needs] = partial(
+        ring_memory.needs, layouts=layouts, kinds=kinds, ranks_here=ranks_here, ranks_per_gpu=-(-ranks_here // gpus)
+    )
+    here = torch.device(problem.device)
+    why = ring_memory.refusal(problem, ring_memory.free_here(here, free_memory), needed)
+    if why is not None:
+        raise typer.BadParameter(f"--seqlen: {why}")
 
 
 def check_targets(*targets: str | Path | None) -> None:
@@ -234,6 +172,8 @@ def check_targets(*targets: str | Path | None) -> None:
 
 def started(world: int, entry: Callable[..., T], *arguments: object) -> T:
     """What rank 0 of new processes returns; where one of them fails, its error and exit code 1."""
+    from .launching import launch
+
     try:
         return launch(world, entry, *arguments)
     except ChildFailedError as error:
@@ -241,26 +181,16 @@ def started(world: int, entry: Callable[..., T], *arguments: object) -> T:
         raise typer.Exit(1) from None
 
 
-def finish(problem: Problem, report: Report, json: str | None, csv: Path | None) -> None:
+def finish(reports: Sequence[Report], device: str, json: str | None, csv: Path | None) -> None:
     """Print and write; exit 1 where a result that must agree does not."""
-    rows = rows_of(problem, report)
     if json != "-":
-        typer.echo(text(problem, report, rows))
+        typer.echo(text(reports))
     if json is not None:
-        write_json(json, as_json(problem, report))
+        about = provenance(torch.device(device))
+        write_json(json, {"schema": SCHEMA, "provenance": about, **as_json(reports)})
     if csv is not None:
+        rows = [row for report in reports for row in rows_of(report)]
         write_csv(csv, [{"candidate" if key == "" else key: value for key, value in row.items()} for row in rows])
-    if any(wrong for name, wrong in report.disagreements.items() if name != PEER):
+    if any(one.disagrees and one.trusted for report in reports for one in report.found.values()):
         print("a result differs from PyTorch's by more than rounding: see `agrees`", file=sys.stderr)
         raise typer.Exit(1)
-
-
-def text(problem: Problem, report: Report, rows: list[dict[str, Any]]) -> str:
-    kind = "causal" if problem.causal else "full"
-    title = (
-        f"{kind} forward and backward, B{problem.batch} H{problem.heads}/{problem.kv_heads} D{problem.head_dim} "
-        f"{problem.dtype}, {problem.seqlen:,} tokens, {problem.layout}; {problem.world} processes, threads of each: "
-        f"{problem.threads}; time on the slowest rank, medians of interleaved runs\n"
-    )
-    hops = ", ".join(f"{kind} {seconds:.3f} s" for kind, seconds in report.hops.items())
-    return table(rows, title=title) + f"\n\nringattn on its slowest rank, one run: {hops}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,10 @@ Step = Callable[[], object]
 LEAST, MOST = 5, 50  # samples of a candidate where its own speed decides: a median, and an end
 FLUSH_BYTES = 256 << 20  # more than the L2 of any GPU
 HOST_AHEAD_CYCLES = 2_000_000  # about 1 ms: longer than the host takes to enqueue any step
+TIMERS = ("events", "graph", "clock")
+"""CUDA events around a run; events around the replay of a CUDA graph of it; the host's clock, device idle at both ends.
+
+A graph has no launches by the host in it, the host's clock has all of them."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +57,59 @@ class Team:
 
 @dataclass
 class Clock:
-    """Times one run on a device: by the host's clock on the CPU, by CUDA events on a GPU.
+    """Times one run on a device, by one of ``TIMERS``: on the CPU the host's clock, on a GPU what was asked for.
 
-    On a GPU the cache is flushed first and the device kept busy while the host enqueues the run, so that neither warm
-    inputs nor the host's speed are in the time.
+    On a GPU the cache is flushed first, so that no warm inputs are in the time; by events and graphs the device is kept
+    busy while the host enqueues, so that the host's speed is not in it either.
+
+    Raises:
+        ValueError: no such timer, or not on this device.
     """
 
     device: torch.device
     team: Team = field(default_factory=Team)
+    timer: str = ""  # the device's own where it is empty
     _flush: torch.Tensor | None = None
+    _capturing: torch.cuda.Stream | None = None
+
+    def __post_init__(self) -> None:
+        own = "events" if self.device.type == "cuda" else "clock"
+        self.timer = self.timer or own
+        takes = TIMERS if self.device.type == "cuda" else (own,)
+        if self.timer not in takes:
+            raise ValueError(f"timer is {self.timer!r}: on {self.device.type} it must be one of {', '.join(takes)}")
 
     def __call__(self, step: Step) -> float:
         """Seconds of one run, on the slowest member of the team."""
         self.team.ready()
-        seconds = self._on_gpu(step) if self.device.type == "cuda" else self._on_host(step)
-        return self.team.slowest(seconds)
+        if self.device.type != "cuda":
+            return self.team.slowest(self._on_host(step))
+        return self.team.slowest(self._on_gpu_by_host(step) if self.timer == "clock" else self._on_gpu(step))
+
+    def stage(self) -> AbstractContextManager[object]:
+        """Where steps must be made: a backward runs on the stream of its forward, and a graph is of one stream."""
+        if self.timer != "graph":
+            return nullcontext()
+        if self._capturing is None:
+            make: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
+            self._capturing = make(device=self.device)
+        context: Callable[..., AbstractContextManager[object]] = torch.cuda.stream
+        return context(self._capturing)
+
+    def prepared(self, step: Step) -> Step:
+        """What to time in the place of ``step``: by graph its replay, else itself.
+
+        Raises:
+            RuntimeError: it cannot be captured.
+        """
+        if self.timer != "graph":
+            return step
+        step()  # compiles, and allocates what a capture may not
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._capturing):
+            step()
+        return graph.replay
 
     @staticmethod
     def _on_host(step: Step) -> float:
@@ -74,19 +117,30 @@ class Clock:
         step()
         return time.perf_counter() - begun
 
+    def _on_gpu_by_host(self, step: Step) -> float:
+        self._flushed()
+        torch.cuda.synchronize(self.device)
+        begun = time.perf_counter()
+        step()
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter() - begun
+
     def _on_gpu(self, step: Step) -> float:
-        if self._flush is None:
-            self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
         event: Callable[..., torch.cuda.Event] = torch.cuda.Event
         start, end = event(enable_timing=True), event(enable_timing=True)
         torch.cuda.synchronize(self.device)
         torch.cuda._sleep(HOST_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
-        self._flush.zero_()
+        self._flushed()
         start.record()
         step()
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+    def _flushed(self) -> None:
+        if self._flush is None:
+            self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+        self._flush.zero_()
 
 
 def interleaved(

@@ -16,22 +16,26 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from .collectives import Waits
+
 NO_DROPOUT = 0.0
 
 
-def usual_ring_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+def usual_ring_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, waits: Waits | None = None) -> Tensor:
     """Attention of this rank's queries over the default group; with ``causal`` the shards must be an even zigzag.
 
-    Shapes: q ``[B, S, H, D]``, k and v ``[B, S, Hkv, D]``, S equal on all ranks and, with ``causal``, even.
+    Shapes: q ``[B, S, H, D]``, k and v ``[B, S, Hkv, D]``, S equal on all ranks and, with ``causal``, even. ``waits``
+    counts the time that it waits for the network.
     """
-    out: Tensor = _UsualRing.apply(q, k, v, causal)  # type: ignore[no-untyped-call]
+    out: Tensor = _UsualRing.apply(q, k, v, causal, waits or Waits(q.device))  # type: ignore[no-untyped-call]
     return out
 
 
 class Exchange:
     """Tensors on their way to the next rank while others come from the one before."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], waits: Waits) -> None:
+        self._waits = waits
         rank, world = dist.get_rank(), dist.get_world_size()
         self._sent = [x.contiguous() for x in tensors]
         self._received = [torch.empty_like(x) for x in self._sent]
@@ -41,8 +45,9 @@ class Exchange:
 
     def wait(self) -> list[Tensor]:
         """What has come."""
-        for work in self._works:
-            work.wait()
+        with self._waits.waiting():
+            for work in self._works:
+                work.wait()
         return self._received
 
 
@@ -60,24 +65,24 @@ class Part:
 
 class _UsualRing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        out, lse = _forward(q, k, v, causal)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, waits: Waits) -> Tensor:
+        out, lse = _forward(q, k, v, causal, waits)
         out = out.to(q.dtype)
-        ctx.causal = causal
+        ctx.causal, ctx.waits = causal, waits
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        return (*_backward(dout, q, k, v, out, lse, ctx.causal), None)
+        return (*_backward(dout, q, k, v, out, lse, ctx.causal, ctx.waits), None, None)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, waits: Waits) -> tuple[Tensor, Tensor]:
     world, held = dist.get_world_size(), [k, v]
     state: tuple[Tensor, Tensor] | None = None
     for step in range(world):
-        coming = Exchange(held) if step + 1 < world else None
+        coming = Exchange(held, waits) if step + 1 < world else None
         part = Part(step, q.shape[1], causal)
         near_k, near_v = (x[:, part.keys] for x in held)
         block, block_lse = _attention(q[:, part.rows], near_k, near_v, part.causal)
@@ -98,14 +103,16 @@ def _merge(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> None:
     lse.copy_(merged_lse)
 
 
-def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> list[Tensor]:
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, waits: Waits
+) -> list[Tensor]:
     world, held = dist.get_world_size(), [k, v]
     dq = torch.zeros_like(q, dtype=torch.float32)
     sums: list[Tensor] = []
     coming: Exchange | None = None
     coming_sums: Exchange | None = None
     for step in range(world):
-        coming = Exchange(held) if step + 1 < world else None
+        coming = Exchange(held, waits) if step + 1 < world else None
         part = Part(step, q.shape[1], causal)
         mine = tuple(x[:, part.rows] for x in (dout, q, out, lse))
         block_dq, *block_sums = _attention_backward(mine, [x[:, part.keys] for x in held], part.causal)
@@ -117,7 +124,7 @@ def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
             for total, grad in zip(sums, block_sums, strict=True):
                 total[:, part.keys] += grad
         held = coming.wait() if coming else held
-        coming_sums = Exchange(sums) if world > 1 else None
+        coming_sums = Exchange(sums, waits) if world > 1 else None
     if coming_sums is not None:
         sums = coming_sums.wait()
     return [dq.to(q.dtype), sums[0].to(k.dtype), sums[1].to(v.dtype)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import inspect
 import json
 import math
@@ -28,7 +27,6 @@ from ringattn.bench import (
     cli,
     device_cases,
     memory_bench,
-    ring_bench,
     speed,
     suite,
     timing,
@@ -36,13 +34,13 @@ from ringattn.bench import (
     workers,
     worlds,
 )
-from ringattn.bench.candidates import PEER, Problem
+from ringattn.bench.candidates import Problem
 from ringattn.bench.cases import Case, NotHere, Number, distance
 from ringattn.bench.flops import BACKWARD_FLOPS, forward_flops, pairs_of
-from ringattn.bench.launching import LAUNCHERS, launch
+from ringattn.bench.kernel_shape import Shape
+from ringattn.bench.launching import LAUNCHERS
 from ringattn.bench.memory_bench import Peaks, Setting
 from ringattn.bench.provenance import command, provenance
-from ringattn.bench.ring_bench import Report
 from ringattn.bench.tables import table
 from ringattn.bench.timing import Clock, Samples, interleaved, repeats_within
 from ringattn.bench.workers import Outcome, Pool
@@ -165,62 +163,6 @@ def test_table_aligns() -> None:
 
 
 # bench ring
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
-def test_whole_rings_agree(world: int, tmp_path: Path) -> None:
-    """Real processes: ours and the usual ring against PyTorch's attention, through the command and without it."""
-    if world == 2:
-        flags = ["--seqlen", "512", "--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--repeats", "2"]
-        files = ["--json", str(tmp_path / "r.json"), "--csv", str(tmp_path / "r.csv")]
-        result = CliRunner().invoke(cli.app, ["bench", "ring", *flags, *files])
-        assert result.exit_code == 0, result.output
-        told = json.loads((tmp_path / "r.json").read_text())
-        assert told["problem"]["kv_heads"] == 1 and told["provenance"]["versions"]
-        names = [one["name"] for one in told["candidates"]]
-        assert names[:3] == ["SDPA, one process", "ringattn", "usual ring"]
-        assert all(not one["disagrees"] for one in told["candidates"][:3])
-        with (tmp_path / "r.csv").open() as file:
-            assert [row["candidate"] for row in csv.DictReader(file)] == names
-        return
-    problem = Problem(world * 2 * 40, world, heads=2, kv_heads=2, head_dim=16, causal=False, layout="contiguous")
-    report = launch(world, ring_bench.spawned, problem, 1)
-    assert report is not None
-    assert {name: wrong for name, wrong in report.disagreements.items() if name != PEER and wrong} == {}
-    assert set(report.times) >= {"SDPA, one process", "ringattn", "usual ring"}
-
-
-def report_of(wrong: dict[str, list[str]]) -> Report:
-    errors = dict.fromkeys(ring_bench.RESULTS, 1e-6)
-    names = ("SDPA, one process", "ringattn", PEER)
-    return Report(
-        {name: Samples((1.0 + index, 2.0 + index)) for index, name in enumerate(names)},
-        dict.fromkeys(names, errors),
-        {name: wrong.get(name, []) for name in names},
-        {"compute": 1.0, "wait": 0.1},
-    )
-
-
-def test_a_wrong_ring_fails_and_a_wrong_peer_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    problem = Problem(1024, 2)
-    ring_bench.finish(problem, report_of({PEER: ["dk"]}), None, None)
-    told = capsys.readouterr().out
-    assert "not in dk" in told and "1.667" in told
-    with pytest.raises(typer.Exit):
-        ring_bench.finish(problem, report_of({"ringattn": ["dq"]}), None, None)
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (["--heads", "4", "--kv-heads", "3"], "multiple"),
-        (["--seqlen", "1", "--world", "2"], "a token each"),
-        (["--dtype", "int8"], "no dtype"),
-    ],
-)
-def test_bad_problems_are_refused(flags: list[str], told: str) -> None:
-    result = CliRunner().invoke(ring_bench.app, flags, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
-    assert result.exit_code == 2 and told in result.output
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -381,32 +323,6 @@ def test_accuracy_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None
     assert "error of out" in {number.name for number in found if number.fails}
 
 
-def test_speed_tells_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "LEAST", 1)
-    run = speed.speed(CPU, head_dim=16, causal=True, seqlens=(32, 48), heads=(1, 1), dtype="float32", seconds=0.0)
-    found = list(run)
-    ours = {number.name for number in found if number.labels["by"] == speed.OURS}
-    assert {"forward", "forward with state", "backward", "delta time", "dq time", "dkdv time"} <= ours
-    assert {number.note for number in found if number.name == "not there"} != set()  # no efficient backend on the CPU
-    rows = speed.brief(found)
-    assert [(row["TFLOP/s"], row["tokens"]) for row in rows][:2] == [("forward", 32), ("forward with state", 32)]
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_speed_compares_with_a_backend(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "LEAST", 1)
-    monkeypatch.setattr(speed, "RIVALS", {"float32": ("flash",)})
-    run = speed.speed(CPU, head_dim=16, causal=causal, seqlens=(32,), heads=(2, 2), dtype="float32", seconds=0.0)
-    found = list(run)
-    assert not any(number.fails for number in found)
-    (difference,) = (number.value for number in found if number.limit is not None)
-    assert difference is not None and difference < 1e-5
-    assert {number.name for number in found if number.labels["by"] == "flash" and number.unit == "TFLOP/s"} == {
-        "forward",
-        "backward",
-    }
-
-
 def test_copy_beside_the_forward(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside.Copy, "milliseconds", lambda copy: (0.0, 0.01))  # no stamps without a device's clock
     sizes = beside.Sizes(seconds=1e-4, keys=32, nbytes=1 << 12)
@@ -491,18 +407,6 @@ def test_nccl_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 # the command
 
 
-def test_suite_leaves_one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # put back what the command sets
-    flags = ["--device", "cpu", "--only", "launches", "--budget", "90", "--out", str(tmp_path / "results")]
-    result = CliRunner().invoke(cli.app, ["bench", "suite", *flags])
-    assert result.exit_code == 0, result.output
-    told = json.loads((tmp_path / "results" / "results.json").read_text())
-    (one,) = told["cases"]
-    assert one["state"] == "done" and all("unit" in number for number in one["numbers"])
-    assert told["provenance"]["seconds"] < 90
-    assert "2/2" in result.stdout
-
-
 def test_suite_refuses_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for flags in (["--device", "cuda"], ["--only", "nothing"], ["--device", "tpu"]):
@@ -526,5 +430,5 @@ def test_report_tells_failures_last() -> None:
 
 
 def _speeds() -> Iterator[Number]:
-    labels = {"dtype": "bfloat16", "head_dim": 64, "mask": "full", "seqlen": 4096, "heads": "16/16"}
-    yield from speed.numbers({"forward:ringattn": Samples((1e-3,)), "forward:flash": Samples((2e-3,))}, 10**12, labels)
+    shape = Shape(4096, 16, 16, 64, causal=False)
+    yield from speed.numbers({"forward:ringattn": Samples((1e-3,)), "forward:flash": Samples((2e-3,))}, shape, 1)

@@ -1,0 +1,309 @@
+"""``bench kernels`` and the table of targets: what is computed, how errors are judged, and what is told."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from ringattn import reference
+from ringattn.bench import cli, exact, kernel_bench, kernel_rivals, speed, targets, timing
+from ringattn.bench.cases import Number
+from ringattn.bench.kernel_rivals import CPU_SDPA, OURS, VARIANTS, Cannot, Contender, Given
+from ringattn.bench.kernel_shape import Shape
+from ringattn.bench.launching import LAUNCHERS
+from ringattn.bench.shapes import Pattern
+from ringattn.bench.timing import Clock, Samples
+
+from .fake_cuda import FakeCuda
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for names in LAUNCHERS:
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """The contenders of a GPU, played by the interpreter; quick."""
+    monkeypatch.setattr(timing, "LEAST", 1)
+    monkeypatch.setattr(timing, "MOST", 1)
+    monkeypatch.setattr(speed, "PRODUCT_SIDE", {"cpu": 16})
+    ours = [Contender(one.name, lambda given, one=one: kernel_rivals.triton_kernels(one, given)) for one in VARIANTS]  # type: ignore[misc]
+    theirs = [
+        Contender(name, lambda given, backend=backend: kernel_rivals.sdpa(backend, given))  # type: ignore[misc]
+        for name, backend in kernel_rivals.GPU_SDPA.items()
+    ]
+    everyone = [*ours, *theirs, Contender(kernel_rivals.FLEX, kernel_rivals.flex)]
+    monkeypatch.setattr(speed, "contenders", lambda device: everyone)
+    return FakeCuda(monkeypatch)
+
+
+def values(found: list[Number]) -> dict[tuple[str, object], float | None]:
+    return {(number.name, number.labels.get("by")): number.value for number in found}
+
+
+# the judge
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_size": (5, 0)}, {}])
+def test_the_judge_is_the_reference(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "BLOCK_BYTES", 8 * 24 * 2 * 7)  # 7 rows at a time
+    q, dout = torch.randn(1, 24, 4, 8), torch.randn(1, 24, 4, 8)
+    k, v = torch.randn(1, 24, 2, 8), torch.randn(1, 24, 2, 8)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, _ = reference.attention(*leaves, **options)
+    whole = [out, *torch.autograd.grad(out, leaves, dout.double())]
+    found = exact.judge(q, k, v, dout, (1,), options)
+    assert found.heads == (2, 3)
+    assert max(found.errors(whole).values()) < 1e-12
+    whole[2] = whole[2] + 1e-3
+    assert found.errors(whole)["dk"] == pytest.approx(1e-3)
+    plain = exact.plainly(q, k, v, dout, found, options)
+    limits = exact.allowed(found, plain)
+    assert max(found.differences(plain).values()) < 1e-5 < 1e-3
+    assert all(0 < limit < 1e-4 for limit in limits.values())
+
+
+def test_which_heads_are_looked_at() -> None:
+    assert exact.chosen_heads(1, 8, 4, 64, 64) == (0, 1, 2, 3)
+    assert exact.chosen_heads(1, 8, 4, 1 << 14, 1 << 14) == (0, 3)
+    assert exact.chosen_heads(1, 8, 1, 1 << 14, 1 << 14) == (0,)
+
+
+# shapes
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(64, 4, 2, 16, causal=True),
+        Shape(64, 4, 2, 16, causal=False),
+        Shape(64, 4, 2, 16, causal=True, window=(9, 0)),
+        Shape(64, 4, 2, 16, causal=True, cu_seqlens=(0, 20, 64)),
+        Shape(64, 4, 2, 16, causal=True, prefix_length=11),
+        Shape(64, 4, 2, 16, causal=True, block_mask=Pattern("strided", {"block": 8, "stride": 16})),
+    ],
+    ids=lambda shape: str(shape.labels["mask"]),
+)
+def test_shapes_count_what_is_visible_and_ours_compute_it(shape: Shape) -> None:
+    positions = torch.arange(64)
+    seen = reference.visible(positions, positions, **shape.options(CPU))
+    assert shape.pairs == int(seen.sum())
+    assert shape.square == (shape.labels["mask"] in ("causal", "full"))
+    given = Given(shape, *(x.float() for x in shape.inputs(CPU)))
+    ready = kernel_rivals.aten_backend(given)
+    judge = exact.judge(given.q, given.k, given.v, given.dout, (0, 1), shape.options(CPU))
+    assert max(judge.errors(ready.results).values()) < 1e-4
+    assert ready.carried is None or judge.errors([ready.carried])["out"] < 1e-5
+    assert (ready.carried is None) == (shape.block_mask is not None)
+
+
+def test_flops_by_the_square() -> None:
+    assert Shape(64, 2, 2, 16, causal=False).flash_flops == Shape(64, 2, 2, 16, causal=False).flops
+    assert Shape(64, 2, 2, 16, causal=True).flash_flops == 4 * 64 * 64 // 2 * 16 * 2
+    assert Shape(64, 2, 2, 16, window=(3, 0)).flash_flops is None
+    with pytest.raises(ValueError, match="longformer"):
+        _ = Shape(64, block_mask=Pattern("longformer", {"window": 4, "global": 2})).mask
+
+
+# contenders
+
+
+def test_what_does_not_compute_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(32, 2, 2, 16, dtype="float32", window=(4, 0))
+    given = Given(shape, *shape.inputs(CPU))
+    with pytest.raises(Cannot, match="full and causal"):
+        kernel_rivals.sdpa(CPU_SDPA["ATen operator"], given)
+    monkeypatch.setattr(kernel_rivals, "free_memory", lambda device: 1000)
+    with pytest.raises(Cannot, match="GB free"):
+        kernel_rivals.sdpa(CPU_SDPA["math"], given)
+    with pytest.raises(Cannot, match="GPU"):
+        kernel_rivals.flex(given)
+    with pytest.raises(Cannot, match=r"9\.0"):
+        kernel_rivals.triton_kernels(VARIANTS[1], given)
+
+
+def test_every_pass_is_timed_and_judged(on_gpu: FakeCuda) -> None:
+    run = speed.speed(CPU, head_dim=16, causal=True, seqlens=(32, 48), heads=(1, 1), dtype="float32", seconds=0.0)
+    found = list(run)
+    assert not any(number.fails for number in found)
+    ours = {number.name for number in found if number.labels.get("by") == OURS}
+    assert {"forward", "forward with state", "backward", "delta time", "dq time", "dkdv time"} <= ours
+    assert {f"error of {name}" for name in ("out", "dq", "dk", "dv", "out over two hops")} <= ours
+    assert {"forward of the matrix product", "backward of the matrix product"} <= ours
+    theirs = {number.name for number in found if number.labels.get("by") == "flash"}
+    assert {"forward", "backward", "error of dq"} <= theirs and "dq time" not in theirs
+    absent = {number.labels["by"]: number.note for number in found if number.name == speed.ABSENT}
+    assert {"ringattn hopper", "cudnn", "efficient", "flex_attention"} == set(absent) and all(absent.values())
+    limited = {number.labels["by"] for number in found if number.limit is not None}
+    assert limited == {OURS}  # others are told, not judged
+    told = speed.brief(found)
+    assert [(row["TFLOP/s"], row["tokens"]) for row in told][:2] == [("forward", 32), ("forward with state", 32)]
+    rows = speed.rows(found)
+    assert {row["note"] for row in rows if row["by"] == "cudnn"} == {absent["cudnn"]}
+    (state,) = (row for row in rows if (row["pass"], row["seqlen"]) == ("forward with state", 32))
+    assert state["error against float64"].startswith("out over two hops")
+
+
+def test_a_wrong_result_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "LEAST", 1)
+    right = kernel_rivals.aten_backend
+
+    def wrong(given: Given) -> kernel_rivals.Ready:
+        ready = right(given)
+        ready.results[1] = ready.results[1] * (1 + 1e-3)
+        return ready
+
+    monkeypatch.setattr(speed, "contenders", lambda device: [Contender(OURS, wrong)])
+    found = list(speed.measured(Shape(40, 1, 1, 16, dtype="float32"), Clock(CPU), seconds=0))
+    assert {number.name for number in found if number.fails} == {"error of dq"}
+
+
+def test_rates_are_of_the_visible_area() -> None:
+    shape = Shape(4096, 16, 16, 64, causal=False)
+    taken = {"forward:x": Samples((1e-3,)), "backward:x": Samples((2.5e-3,)), speed.PRODUCT: Samples((1.0,))}
+    found = values(list(speed.numbers(taken, shape, int(1e14))))
+    rate = 4 * 4096**2 * 64 * 16 / 1e-3 / 1e12
+    assert found["forward", "x"] == pytest.approx(rate) and found["backward", "x"] == pytest.approx(rate)
+    assert found["forward of the matrix product", "x"] == pytest.approx(rate / 100 * 100)
+    assert found["forward, S² / 2", "x"] == pytest.approx(rate)
+
+
+# timers
+
+
+def test_timers(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    with pytest.raises(ValueError, match="must be one of clock"):
+        Clock(CPU, timer="events")
+    with pytest.raises(ValueError, match="must be one of events, graph, clock"):
+        Clock(torch.device("cuda"), timer="stopwatch")
+    assert Clock(torch.device("cuda")).timer == "events" and Clock(CPU).timer == "clock"
+    clock = Clock(torch.device("cuda"), timer="graph")
+    clock._flush = torch.ones(4, dtype=torch.uint8)
+    with clock.stage():
+        step = clock.prepared(lambda: cuda.calls.append("step"))
+    assert cuda.calls == ["stream of priority 0", "step", "synchronize", "capture", "step"]
+    cuda.calls.clear()
+    clock(step)
+    assert cuda.calls == ["synchronize", "sleep", "replay"]
+    cuda.calls.clear()
+    host = Clock(torch.device("cuda"), timer="clock", _flush=clock._flush)
+    host(lambda: cuda.calls.append("step"))
+    assert cuda.calls == ["synchronize", "step", "synchronize"]
+
+
+def test_what_no_graph_can_be_made_of_is_told(on_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Clock, step: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    clock = Clock(CPU)
+    clock.timer = "graph"
+    monkeypatch.setattr(Clock, "prepared", refuse)
+    (told,) = speed.Field(Shape(32, 1, 1, 16, dtype="float32"), clock).enter(Contender("x", kernel_rivals.aten_backend))
+    assert (
+        told.name == speed.ABSENT
+        and told.note == "no CUDA graph of it: operation not permitted when stream is capturing"
+    )
+
+
+# the table of targets
+
+
+def test_targets_run_and_are_judged(on_gpu: FakeCuda) -> None:
+    sizes = targets.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)
+    found = list(targets.targets(CPU, seconds=0, sizes=sizes))
+    assert not any(number.fails for number in found)
+    rows = targets.brief(found)
+    assert [row["to reach"] for row in rows] == [target.what for target in targets.TARGETS]
+    verdicts = {(number.name, number.labels["over"]): number for number in found if "verdict" in number.labels}
+    assert verdicts["forward D128, full", "flash"].value is not None
+    assert verdicts["forward D128, full", "cudnn"].labels["verdict"] == "not measured"
+    assert verdicts["carried state, 8k keys per hop", "plain forward"].value is not None
+    assert verdicts["forward beside a 16-block transfer", "alone"].value is not None
+    assert "not measured" in rows[4]["floor"]  # there is no single pass yet
+    assert "stream of priority -1" in on_gpu.calls
+
+
+@pytest.mark.parametrize(
+    ("mine", "words"),
+    [(660.0, ["reached", "reached", "reached"]), (500.0, ["reached", "missed", "missed"]), (300.0, ["missed"] * 3)],
+)
+def test_floors_and_goals(mine: float, words: list[str]) -> None:
+    target = targets.TARGETS[0]
+    rates = {"forward:ringattn": 100.0, "forward:ringattn hopper": mine, "forward:flash": 400.0, "forward:cudnn": 600.0}
+    found = list(targets.judged(target, rates))
+    assert [number.labels["verdict"] for number in found] == words
+    assert all(number.labels["by"] == "ringattn hopper" for number in found)  # the better one of ours
+    assert [number.value for number in found] == pytest.approx([mine / 400, mine / 600, mine])
+
+
+def test_a_ratio_is_of_the_same_variant() -> None:
+    rates = {"forward with state:ringattn": 95.0, "plain forward:ringattn": 100.0, "plain forward:ringattn hopper": 1.0}
+    floor, goal = targets.judged(targets.TARGETS[5], rates)
+    assert (floor.value, goal.value) == (0.95, 0.95)
+    assert (floor.labels["verdict"], goal.labels["verdict"]) == ("reached", "missed")
+
+
+def test_what_was_not_measured_is_not_missed() -> None:
+    found = list(targets.judged(targets.TARGETS[0], {}))
+    assert {number.labels["verdict"] for number in found} == {"not measured"} and not any(n.fails for n in found)
+
+
+# the command
+
+
+def test_the_command(tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "k.json"), "--csv", str(tmp_path / "k.csv")]
+    flags = ["--seqlen", "64,96", "--heads", "2", "--head-dim", "16", "--seconds", "0", "--dtype", "fp32,bf16"]
+    result = CliRunner().invoke(cli.app, ["bench", "kernels", *flags, *files])
+    assert result.exit_code == 0, result.output
+    told = json.loads((tmp_path / "k.json").read_text())
+    assert told["schema"] == kernel_bench.SCHEMA and told["timer"] == "clock"
+    assert {number["labels"]["dtype"] for number in told["numbers"]} == {"float32", "bfloat16"}
+    with (tmp_path / "k.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["by"] for row in rows} == {OURS, "ATen operator", "math"} and len(rows) == 4 * 7
+    assert "ATen operator" in result.stdout and "% of product" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--timer", "graph"], "must be one of clock"),
+        (["--by", "magic"], "there are ringattn"),
+        (["--heads", "4", "--kv-heads", "3"], "multiple"),
+        (["--cu-seqlens", "0,10"], "cu_seqlens ends at 10"),
+        (["--dtype", "int8"], "no dtype"),
+        (["--block-mask", "longformer,window=4,global=2"], "longformer"),
+    ],
+)
+def test_bad_flags_are_refused(flags: list[str], told: str) -> None:
+    result = CliRunner().invoke(kernel_bench.app, flags, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    assert result.exit_code == 2 and told in result.output, result.output
+
+
+def test_a_failure_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    def found(**more: Any) -> Iterator[Number]:
+        yield Number("forward time", 1.0, "ms", {**Shape(64).labels, "by": OURS})
+        yield Number("error of out", math.nan, "absolute", {**Shape(64).labels, "by": OURS}, **more)
+
+    with pytest.raises(typer.Exit):
+        kernel_bench.finish(list(found(limit=1.0)), Clock(CPU), None, None)
+    absent = Number(speed.ABSENT, None, "", {**Shape(64).labels, "by": OURS}, note="no such GPU")
+    with pytest.raises(typer.Exit):
+        kernel_bench.finish([absent], Clock(CPU), None, None)
+    assert "no such GPU" in capsys.readouterr().out

@@ -1,0 +1,213 @@
+"""``bench suite``: one file that is checked on reading, and that a later call goes on from."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from ringattn.bench import cli, result_file, ring_cases, speed, suite, targets, tune_cases, workers
+from ringattn.bench.cases import Case, NotHere, Number
+from ringattn.bench.kernel_shape import Shape
+from ringattn.bench.launching import LAUNCHERS
+from ringattn.bench.provenance import provenance
+from ringattn.bench.result_file import RefusedResults
+from ringattn.bench.timing import Samples
+from ringattn.bench.workers import Outcome
+from ringattn.kernels import Tile
+
+from . import suite_cases
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # put back what the command sets
+    for names in LAUNCHERS:
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+
+
+def results() -> dict[str, Any]:
+    number = Number("rate", 5.0, "GB/s", {"by": "x"}, limit=6, spread=0.1, note="a note")
+    case = Case("good", "", suite_cases.good, 60, {"count": 1})
+    made = suite.as_json(Outcome(case, "done", "", 1.0, [number, Number("gone", None, "s")]))
+    whole = {"schema": result_file.SCHEMA, "budget": 480, "provenance": provenance(CPU), "cases": [made]}
+    return dict(json.loads(json.dumps(whole)))
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(results()))
+    (case,) = result_file.read(path)["cases"]
+    first, second = result_file.numbers_of(case)
+    assert first == Number("rate", 5.0, "GB/s", {"by": "x"}, limit=6, spread=0.1, note="a note")
+    assert second.value is None
+
+
+def broken(change: Any) -> dict[str, Any]:
+    data = copy.deepcopy(results())
+    change(data)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda data: data.update(schema="ringattn bench suite 9"), "schema is 'ringattn bench suite 9'"),
+        (lambda data: data.pop("schema"), "schema is None"),
+        (lambda data: data.pop("provenance"), "has no 'provenance'"),
+        (lambda data: data["provenance"].pop("gpu"), "provenance has no 'gpu'"),
+        (lambda data: data.update(extra=1), "'extra', which is no field"),
+        (lambda data: data.update(budget="long"), "the file.budget is text: it must be a number"),
+        (lambda data: data.update(budget=True), "budget is true or false"),
+        (lambda data: data["cases"].append(data["cases"][0]), "two cases named 'good'"),
+        (lambda data: data["cases"][0].update(state="fine"), "cases[0].state is 'fine'"),
+        (lambda data: data["cases"][0]["numbers"][0].pop("unit"), "cases[0].numbers[0] has no 'unit'"),
+        (lambda data: data["cases"][0]["numbers"][0].update(value="5"), "numbers[0].value is text"),
+        (lambda data: data["cases"][0]["numbers"].append(3), "numbers[2] is a number: it must be an object"),
+    ],
+)
+def test_what_is_not_a_results_file_is_refused(change: Any, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(broken(change)))
+    with pytest.raises(RefusedResults) as refused:
+        result_file.read(path)
+    assert told in str(refused.value) and str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null"])
+def test_damage_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(text)
+    with pytest.raises(RefusedResults, match=r"results\.json"):
+        result_file.read(path)
+    with pytest.raises(typer.BadParameter, match="move it away"):
+        suite.earlier(tmp_path, {"provenance": provenance(CPU)}, again=False)
+
+
+def test_only_what_ended_well_is_kept() -> None:
+    data = results()
+    assert result_file.finished(data, "good", {"count": 1}) is not None
+    assert result_file.finished(data, "good", {"count": 2}) is None  # it is another case now
+    assert result_file.finished(data, "other", {"count": 1}) is None
+    for state in ("failed", "cut short", "not run"):
+        data["cases"][0]["state"] = state
+        assert result_file.finished(data, "good", {"count": 1}) is None
+    data["cases"][0].update(state="done")
+    data["cases"][0]["numbers"][0]["fails"] = True
+    assert result_file.finished(data, "good", {"count": 1}) is None
+
+
+def test_other_code_is_put_aside_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, now = tmp_path / "results.json", {"provenance": provenance(CPU)}
+    path.write_text(json.dumps(results()))
+    assert suite.earlier(tmp_path, now, again=False)["cases"]
+    old = results()
+    old["provenance"]["ringattn"]["sources"] = "another"
+    old["provenance"]["cpu"]["load"] = "9.9"  # which is no reason
+    path.write_text(json.dumps(old))
+    assert suite.earlier(tmp_path, now, again=False)["cases"] == []
+    told = capsys.readouterr().err
+    assert "ringattn.sources" in told and "load" not in told
+    (aside,) = tmp_path.glob("results_*.json")
+    assert json.loads(aside.read_text()) == old and not path.exists()
+    path.write_text(json.dumps(results()))
+    assert suite.earlier(tmp_path, now, again=True)["cases"] == []
+
+
+class InProcess:
+    """In the place of the pool: no processes, one case after the other."""
+
+    def __init__(self, device: torch.device, ends: float, width: int, changed: Any) -> None:
+        self._device, self._changed = device, changed
+
+    def run(self, cases: Iterable[Case]) -> list[Outcome]:
+        outcomes = [Outcome(case) for case in cases]
+        for one in outcomes:
+            self._changed(one)
+            connection = SimpleNamespace(send=lambda sent, one=one: one.numbers.append(sent[1]))
+            one.state, one.reason = workers.run_case(one.case, self._device, 60, connection)  # type: ignore[arg-type]
+            self._changed(one)
+        return outcomes
+
+
+def test_the_suite_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first call does some, a second one the others, a third what did not end well."""
+    cases = [
+        Case("first", "", suite_cases.good, 60, {"count": 1}),
+        Case("fails", "", suite_cases.raises, 60),
+        Case("last", "", suite_cases.lacks_something, 60),
+    ]
+    monkeypatch.setattr(suite, "cases_of", lambda place: cases)
+    monkeypatch.setattr(suite, "Pool", InProcess)
+    pid = iter(range(100, 200))
+    monkeypatch.setattr(suite_cases.os, "getpid", lambda: next(pid))  # type: ignore[attr-defined]
+    flags = ["bench", "suite", "--device", "cpu", "--out", str(tmp_path)]
+
+    def run(*more: str) -> tuple[int, dict[str, Any], str]:
+        ran = CliRunner().invoke(cli.app, [*flags, *more])
+        told = result_file.read(tmp_path / "results.json")
+        return ran.exit_code, {case["name"]: case for case in told["cases"]}, ran.output
+
+    code, found, _ = run("--only", "first")
+    assert code == 0 and list(found) == ["first"] and found["first"]["state"] == "done"
+    measured = found["first"]["numbers"][0]["value"]
+    code, found, text = run()
+    assert code == 1 and list(found) == ["first", "fails", "last"]
+    assert found["first"]["numbers"][0]["value"] == measured and "1 of 3 cases were measured before" in text
+    assert (found["fails"]["state"], found["last"]["state"]) == ("failed", "not here")
+    code, found, text = run("--only", "last")
+    assert code == 0 and list(found) == ["first", "fails", "last"] and "1 of 1" in text
+    code, found, _ = run("--only", "first", "--again")
+    assert list(found) == ["first"] and found["first"]["numbers"][0]["value"] != measured
+
+
+@pytest.mark.parametrize("budget", ["1", pytest.param("480", marks=pytest.mark.nightly)])
+def test_a_real_case_passes_the_schema(budget: str, tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--only", "ceilings", "--budget", budget, "--out", str(tmp_path)]
+    ran = CliRunner().invoke(cli.app, ["bench", "suite", *flags])
+    assert ran.exit_code == 0, ran.output
+    (one,) = result_file.read(tmp_path / "results.json")["cases"]
+    assert one["state"] == ("not run" if budget == "1" else "done")
+
+
+def test_the_gpus_numbers_pass_the_schema() -> None:
+    """Those of the table of targets, whose labels are the richest, and of kernels."""
+    rates = {"forward:ringattn": 100.0, "forward:flash": 80.0, "forward:cudnn": 120.0}
+    judged = [number for target in targets.TARGETS for number in targets.judged(target, rates)]
+    shape = Shape(64, causal=False)
+    told = list(speed.numbers({"forward:ringattn": Samples((1e-3,)), speed.PRODUCT: Samples((1.0,))}, shape, 1))
+    case = Case("targets", "", suite_cases.good, 60)
+    data = results()
+    data["cases"] = [suite.as_json(Outcome(case, "done", "", 1.0, [*judged, *told]))]
+    result_file.check(json.loads(json.dumps(data)))
+
+
+def test_cases_that_need_another_machine_say_so() -> None:
+    with pytest.raises(NotHere, match="no GPU"):
+        next(tune_cases.tuned(CPU, seqlens=(8192,)))
+    with pytest.raises(NotHere, match="CPU"):
+        next(ring_cases.memory(torch.device("cuda"), worlds=(2,), tokens=64))
+
+
+def test_a_tuned_tile_is_told_beside_the_default() -> None:
+    point = SimpleNamespace(kernel="dq", mask="full", length=8192)
+    tile = Tile(64, 64, 8, 2)
+    measured = SimpleNamespace(alone=[SimpleNamespace(seconds=2e-3)] * 3, baseline=[SimpleNamespace(seconds=3e-3)] * 3)
+    found: Any = SimpleNamespace(point=point, tile=tile, default=tile, measured=measured)
+    time, ratio = tune_cases.numbers(found)
+    assert time.value == pytest.approx(2.0) and ratio.value == pytest.approx(1.5)
+    assert time.labels["tile"] == "64x64 8w 2s"
+    found.measured = None
+    (absent,) = tune_cases.numbers(found)
+    assert absent.value is None and absent.note == "not measured"
