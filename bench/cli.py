@@ -54,6 +54,7 @@ _register(bench, "ring", "ring_bench", "A whole ring in real processes, beside o
 _register(bench, "memory", "memory_bench", "Peak memory per rank, for growing rings of the same tokens per rank.")
 _register(bench, "links", "links", "Every transport over every edge of the ring, with nccl-tests' flags and columns.")
 _register(bench, "overlap", "overlap", "Compute alone, communication alone, together: does the third buffer pay?")
+_register(bench, "timeline", "timeline_bench", "When each rank of a ring computed, sent, received and waited: a trace, a picture.")
 _register(bench, "host", "host_time", "The host's time to post one hop, beside what the hop computes.")
 _register(bench, "suite", "suite", "Everything this machine can measure, within a time budget, in one result folder.")
 
