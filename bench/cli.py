@@ -36,7 +36,7 @@ _PASS_ON = {
 
 
 def _register(group: typer.Typer, name: str, module: str, summary: str) -> None:
-    """Let ``name`` in ``group`` stand for the ``app`` of ``bench/<module>.py``."""
+    """Let ``name`` in ``group`` stand for the ``app`` of a module of ``bench/``."""
 
     @group.command(name, help=summary, context_settings=_PASS_ON)
     def command(context: typer.Context) -> None:
@@ -50,6 +50,7 @@ _register(app, "inspect", "inspect_kernel", "What any kernel takes on any GPU, a
 _register(app, "tune", "tune", "Find the tiles of a model's attention for a GPU; without one, by compiling alone.")
 _register(app, "doctor", "doctor", "Does this machine do what a ring needs? If not, what to do first.")
 _register(app, "export", "export", "Write kernels as a C++ framework links them: cubin, C launcher, manifest.")
+_register(app, "report", "report.command", "One page of a folder of results: what failed, timelines, plots, every number.")
 _register(bench, "ring", "ring_bench", "A whole ring in real processes, beside one process and beside other rings.")
 _register(bench, "memory", "memory_bench", "Peak memory per rank, for growing rings of the same tokens per rank.")
 _register(bench, "links", "links", "Every transport over every edge of the ring, with nccl-tests' flags and columns.")
