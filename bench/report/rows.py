@@ -52,16 +52,17 @@ def cell(value: object, *, wrong: bool = False) -> Cell:
         return Cell(f"{value:,}", str(value), flag)
     if isinstance(value, float):
         return Cell(f"{value:,.4g}" if abs(value) < 1e6 else f"{value:.4g}", repr(value), flag)
-    text = value if isinstance(value, str) else _plain(value)
+    text = value if isinstance(value, str) else plain(value)
     text = text if len(text) <= LONGEST else text[:LONGEST] + " …"
     return Cell(text, text, flag)
 
 
-def _plain(value: object) -> str:
+def plain(value: object) -> str:
+    """Anything that JSON holds, in words."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_plain(one)}" for key, one in value.items())
+        return ", ".join(f"{key} {plain(one)}" for key, one in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(_plain(one) for one in value)
+        return ", ".join(plain(one) for one in value)
     return "" if value is None else str(value)
 
 
