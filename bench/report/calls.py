@@ -8,6 +8,7 @@ from typing import Any
 
 from ...ring.layout import Layout
 from ...ring.mask import UNLIMITED, Mask
+from .. import masks
 from ..call import Call
 from ..shapes import DTYPE_BYTES, LayoutName
 from .theme import Theme, themed
@@ -16,8 +17,9 @@ MOST_RANKS = 64
 MOST_TOKENS = 2**18  # a picture of more looks the same and takes longer
 MOST_PICTURES = 16
 DPI = 76
+COLOURS = 96
 
-Kind = tuple[str, bool, tuple[int, int], int]
+Kind = tuple[str, bool, tuple[int, int], int, int]
 
 
 def call_of(words: Mapping[str, Any]) -> Call | None:
@@ -54,6 +56,7 @@ def call_of(words: Mapping[str, Any]) -> Call | None:
         kv_heads if _count(kv_heads, heads) and heads % kv_heads == 0 else heads,
         head_dim if _count(head_dim, 1024) else 128,
         dtype,
+        nodes if _count(nodes := words.get("nodes"), world // 2) and world % nodes == 0 else 1,
     )
 
 
@@ -74,14 +77,23 @@ def calls_of(words: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
 
 def kind(call: Call) -> Kind:
     """What makes the picture of a call: others with the same look alike."""
-    return call.layout_name, call.mask.causal, call.mask.window, call.layout.world
+    return call.layout_name, call.mask.causal, call.mask.window, call.layout.world, call.nodes
+
+
+def title(call: Call) -> str:
+    """``zigzag, causal, 4 ranks on 2 nodes``: what its picture shows, whatever its length."""
+    where = f" on {call.nodes} nodes" if call.nodes > 1 else ""
+    return f"{call.layout_name}, {masks.title(call.mask)}, {call.layout.world} ranks{where}"
 
 
 def png(call: Call, theme: Theme) -> bytes:
-    """The picture of a call."""
+    """The picture of a call; of few colours, which makes it a third as large."""
+    from PIL import Image
+
     from ..pictures import call_figure
 
-    buffer = io.BytesIO()
+    drawn, small = io.BytesIO(), io.BytesIO()
     with themed(theme):
-        call_figure(call, theme).savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
-    return buffer.getvalue()
+        call_figure(call, theme).savefig(drawn, format="png", dpi=DPI)
+    Image.open(drawn).convert("RGB").quantize(COLOURS).save(small, format="png", optimize=True)
+    return small.getvalue()

@@ -151,14 +151,16 @@ def _calls(folder: Folder, cases: Sequence[Mapping[str, Any]]) -> Iterator[CallP
         problem = problem.get("problem", problem) if isinstance(problem, dict) else {}
         worlds = bench.data.get("worlds")
         if isinstance(problem, dict):
-            told = {**problem, **({"tokens": problem.get("tokens_per_rank")} if "tokens_per_rank" in problem else {})}
+            ring = bench.data.get("ring")
+            nodes = ring.get("nodes", 1) if isinstance(ring, dict) else 1
+            told = {"nodes": nodes, "tokens": problem.get("tokens_per_rank"), **problem}
             known = [one.get("world") for one in worlds if isinstance(one, dict)] if isinstance(worlds, list) else []
             words += [(bench.file, {**told, **({"world": one} if one else {})}) for one in known or [None]]
     words += [(name, one.about["call"]) for name, one in folder.timelines if isinstance(one.about.get("call"), dict)]
     for call in calls.calls_of(one for _, one in words):
         named = dict.fromkeys(name for name, one in words if _same(call, calls.call_of(one)))
         uris = [f"data:image/png;base64,{base64.b64encode(calls.png(call, theme)).decode()}" for theme in (LIGHT, DARK)]
-        yield CallPicture(call.title, uris[0], uris[1], ", ".join(named))
+        yield CallPicture(calls.title(call), uris[0], uris[1], ", ".join(named))
 
 
 def _same(call: calls.Call, other: calls.Call | None) -> bool:

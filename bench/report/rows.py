@@ -63,6 +63,8 @@ def plain(value: object) -> str:
         return ", ".join(f"{key} {plain(one)}" for key, one in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(plain(one) for one in value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
     return "" if value is None else str(value)
 
 

@@ -119,4 +119,6 @@ def as_svg(figure: Any) -> str:
     # matplotlib names its version and its home page in a comment and a block of metadata
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
-    return re.sub(r"[ \t]+\n|\n[ \t]+", "\n", text)
+    text = re.sub(r"[ \t]+\n|\n[ \t]+", "\n", text)
+    # a hundredth of a point is finer than any screen
+    return re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", " "), text)
