@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import typer
@@ -61,7 +61,7 @@ def _call_figure(call: Call) -> Any:
     return figure
 
 
-def _now(setting: str) -> Any:
+def _now(setting: Literal["text.color", "figure.facecolor"]) -> Any:
     """A colour of what is being drawn."""
     from matplotlib import rcParams
 

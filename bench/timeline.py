@@ -91,7 +91,8 @@ def as_chrome(timeline: Timeline) -> dict[str, Any]:
         }
         for event in timeline.events
     ]
-    about: dict[str, Any] = {"schema": SCHEMA, "title": timeline.title, "source": timeline.source, "world": timeline.world}
+    about: dict[str, Any] = {name: getattr(timeline, name) for name in ("title", "source", "world")}
+    about["schema"] = SCHEMA
     if timeline.about:
         about["about"] = dict(timeline.about)
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": names + spans}

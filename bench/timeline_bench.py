@@ -60,9 +60,7 @@ def recorded(problem: Problem, group: LocalGroup | None, device: torch.device, r
     return sorted(found, key=lambda run: run.seconds)[len(found) // 2] if found else None
 
 
-def _run(
-    problem: Problem, ring: Ring, shards: Tensors, device: torch.device, about: dict[str, Any]
-) -> Timeline | None:
+def _run(problem: Problem, ring: Ring, shards: Tensors, device: torch.device, about: dict[str, Any]) -> Timeline | None:
     with ring.record() as trace:
         _together(ring)
         _step(problem, ring, shards)

@@ -60,7 +60,8 @@ def _ask(control: Control, now: Callable[[], float]) -> Offset:
     for number in range(ROUNDS):
         asked = now()
         control.publish(f"time?{control.rank}/{number}", True)
-        came, left = control.collect([f"time!{control.rank}/{number}"], what="rank 0's answer with the time")[0]  # type: ignore[misc]
+        answers: list[Any] = control.collect([f"time!{control.rank}/{number}"], what="rank 0's answer with the time")
+        came, left = answers[0]
         told = now()
         found.append(Offset(((came - asked) + (left - told)) / 2, ((told - asked) - (left - came)) / 2))
     return min(found, key=lambda one: one.error)

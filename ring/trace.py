@@ -1,4 +1,4 @@
-"""Where the time of a call went: compute, waits, transfers and slots, by host clock on the CPU, by CUDA events on a GPU.
+"""Where the time of a call went: compute, waits, transfers and slots, by host clock or, on a GPU, by CUDA events.
 
 All of a rank's points in time are on its host clock (``time.perf_counter``). On a GPU every one is an event, timed
 against one start event whose place on the host clock is known to :attr:`Trace.clock_error`. Nothing is waited for while
@@ -180,7 +180,7 @@ class Trace:
             self._posts.append(_Post(number, key, *latest.pop(), *counts))
 
         def note(*noted: Any) -> None:
-            latest[:] = [noted]  # type: ignore[list-item]
+            latest[:] = [noted]
 
         noting: Any = tuple(_Noting(transport, self._clock, note) for transport in call.transports)
         waiting = lambda hop: self.span(call.phase, "wait", hop)  # noqa: E731

@@ -15,6 +15,8 @@ from .theme import Theme, themed
 
 MOST_RANKS = 64
 MOST_TOKENS = 2**18  # a picture of more looks the same and takes longer
+MOST_SAID = 2**40
+MOST_HEADS = 1024
 MOST_PICTURES = 16
 DPI = 76
 COLOURS = 96
@@ -27,41 +29,46 @@ def call_of(words: Mapping[str, Any]) -> Call | None:
 
     They come from a file, so that nothing but known names and numbers of a sensible size is taken.
     """
-    world, layout = words.get("world"), words.get("layout")
-    seqlen = words.get("seqlen")
-    if seqlen is None and _count(words.get("tokens"), MOST_TOKENS) and _count(world, MOST_RANKS):
-        seqlen = words["tokens"] * world
+    world, layout = _whole(words.get("world"), MOST_RANKS), words.get("layout")
+    seqlen, each = _whole(words.get("seqlen"), MOST_SAID), _whole(words.get("tokens"), MOST_SAID)
     causal = words.get("causal", words.get("mask") == "causal")
-    if layout not in [name.value for name in LayoutName] or not isinstance(causal, bool):
+    if world is None or layout not in [name.value for name in LayoutName] or not isinstance(causal, bool):
         return None
-    if not _count(world, MOST_RANKS) or not _count(seqlen, 2**40) or seqlen < world:
+    seqlen = each * world if seqlen is None and each is not None else seqlen
+    if seqlen is None or seqlen < world:
         return None
     # the picture of many tokens is that of fewer, cut the same way
     tokens = seqlen if seqlen <= MOST_TOKENS else MOST_TOKENS // (2 * world) * (2 * world)
-    held: Layout = getattr(Layout, layout)(tokens, world)
-    window = words.get("window", words.get("window_size"))
-    sides = (UNLIMITED, UNLIMITED)
-    if isinstance(window, list | tuple) and len(window) == 2 and all(isinstance(side, int) for side in window):
-        sides = (max(int(window[0]), UNLIMITED), max(int(window[1]), UNLIMITED))
-    heads, kv_heads, head_dim = (words.get(name) for name in ("heads", "kv_heads", "head_dim"))
-    heads = heads if _count(heads, 1024) else 1
-    dtype = words.get("dtype") if words.get("dtype") in DTYPE_BYTES else "bfloat16"
+    held: Layout = getattr(Layout, str(layout))(tokens, world)
+    nodes = _whole(words.get("nodes"), world // 2) or 1
+    heads = _whole(words.get("heads"), MOST_HEADS) or 1
+    kv_heads = _whole(words.get("kv_heads"), heads) or heads
+    dtype = words.get("dtype")
     return Call(
         held,
-        layout,
-        Mask(causal=causal, window=sides),
-        1,
-        1,
-        heads,
-        kv_heads if _count(kv_heads, heads) and heads % kv_heads == 0 else heads,
-        head_dim if _count(head_dim, 1024) else 128,
-        dtype,
-        nodes if _count(nodes := words.get("nodes"), world // 2) and world % nodes == 0 else 1,
+        str(layout),
+        Mask(causal=causal, window=_window(words.get("window", words.get("window_size")))),
+        direction=1,
+        batch=1,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=_whole(words.get("head_dim"), MOST_HEADS) or 128,
+        dtype=dtype if isinstance(dtype, str) and dtype in DTYPE_BYTES else "bfloat16",
+        nodes=nodes if world % nodes == 0 else 1,
     )
 
 
-def _count(value: object, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+def _whole(value: object, most: int) -> int | None:
+    """A whole number from 1 to ``most``; None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most else None
+
+
+def _window(told: object) -> tuple[int, int]:
+    """(left, right), where it is that; else none."""
+    if not isinstance(told, list | tuple) or len(told) != 2 or not all(isinstance(side, int) for side in told):
+        return UNLIMITED, UNLIMITED
+    left, right = (side if 0 <= side <= MOST_SAID else UNLIMITED for side in told)
+    return left, right
 
 
 def calls_of(words: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
@@ -69,10 +76,9 @@ def calls_of(words: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
     seen: set[Kind] = set()
     for one in words:
         call = call_of(one)
-        if call is not None:
-            if kind(call) not in seen and len(seen) < MOST_PICTURES:
-                seen.add(kind(call))
-                yield call
+        if call is not None and kind(call) not in seen and len(seen) < MOST_PICTURES:
+            seen.add(kind(call))
+            yield call
 
 
 def kind(call: Call) -> Kind:

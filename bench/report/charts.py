@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..shapes import binary
 from .reading import Folder
-from .rows import labels_of, median, object, objects
+from .rows import labels_of, mapping_of, mappings_of, median
 from .theme import LIGHT, LINES, Theme, themed
 
 MARKERS = "osD^vP"
 MOST_LINES = 12  # of a chart: more could not be told apart
 MOST_NAME = 60
-GIGA, MEGA = 1e9, 1e6
+MEGA = 1e6
+MOST = 1e150
 Points = dict[float, float]
 
 
@@ -32,18 +32,19 @@ class Chart:
 
     def add(self, name: str, x: object, y: object) -> None:
         """A point; what is no finite number is left out."""
-        if _finite(x) and _finite(y):
-            self.lines.setdefault(name[:MOST_NAME], {})[float(x)] = float(y)  # type: ignore[arg-type]
+        if finite(x) and finite(y):
+            self.lines.setdefault(name[:MOST_NAME], {})[float(x)] = float(y)
 
     def add_worst(self, name: str, x: object, y: object) -> None:
         """A point of the lowest of all that are told for the same x."""
-        known = self.lines.get(name[:MOST_NAME], {}).get(float(x)) if _finite(x) else None  # type: ignore[arg-type]
-        if known is None or (_finite(y) and float(y) < known):  # type: ignore[arg-type]
+        known = self.lines.get(name[:MOST_NAME], {}).get(float(x)) if finite(x) else None
+        if known is None or (finite(y) and y < known):
             self.add(name, x, y)
 
 
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def finite(value: object) -> TypeGuard[float]:
+    """A number that can be drawn: no NaN, no truth value, none so large that its square is infinite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
 
 
 def charts(folder: Folder) -> list[Chart]:
@@ -55,9 +56,11 @@ def charts(folder: Folder) -> list[Chart]:
 def bandwidth(folder: Folder) -> Chart:
     """Of every transport, the slowest edge at each size."""
     chart = Chart("Bandwidth by size: the slowest edge of each transport", "bytes of a message", "GB/s", log_y=True)
-    for row in (row for one in folder.benches if one.kind == "links" for row in objects(one.data.get("links"))):
+    for row in (row for one in folder.benches if one.kind == "links" for row in mappings_of(one.data.get("links"))):
         knobs = [f"{row[name]} {name}" for name in ("channels", "ctas") if row.get(name) is not None]
-        chart.add_worst(", ".join([str(row.get("transport")), str(row.get("way")), *knobs]), row.get("nbytes"), row.get("busbw"))
+        chart.add_worst(
+            ", ".join([str(row.get("transport")), str(row.get("way")), *knobs]), row.get("nbytes"), row.get("busbw")
+        )
     return chart
 
 
@@ -67,10 +70,12 @@ def rates(folder: Folder) -> list[Chart]:
     for number in _numbers(folder):
         labels = labels_of(number)
         length = labels.get("seqlen", labels.get("tokens", labels.get("length")))
-        if number.get("unit") != "TFLOP/s" or not _finite(length):
+        if number.get("unit") != "TFLOP/s" or not finite(length):
             continue
         of = {name: value for name, value in labels.items() if name not in ("seqlen", "tokens", "length", "by")}
-        title = ", ".join([f"TFLOP/s by length: {number.get('name')}", *(f"{name} {value}" for name, value in of.items())])
+        title = ", ".join(
+            [f"TFLOP/s by length: {number.get('name')}", *(f"{name} {value}" for name, value in of.items())]
+        )
         chart = found.setdefault(title, Chart(title, "tokens", "TFLOP/s on what the mask lets through"))
         chart.add(str(labels.get("by", "ringattn")), length, number.get("value"))
     # a single length is a bar, not a course
@@ -81,12 +86,12 @@ def ideal(folder: Folder) -> Chart:
     """One process with the threads of all ranks, over the time of each contender."""
     chart = Chart("Percent of ideal by ranks: one device, divided by their number, is 100", "ranks", "%", log_x=False)
     for one in (one for one in folder.benches if one.kind == "ring"):
-        world = object(one.data.get("problem")).get("world")
-        times = {str(each.get("name")): median(each.get("seconds")) for each in objects(one.data.get("candidates"))}
+        world = mapping_of(one.data.get("problem")).get("world")
+        times = {str(each.get("name")): median(each.get("seconds")) for each in mappings_of(one.data.get("candidates"))}
         whole: Any = next((seconds for name, seconds in times.items() if name.startswith("SDPA")), None)
         for name, seconds in times.items():
-            if _finite(whole) and _finite(seconds) and seconds and not name.startswith("SDPA"):
-                chart.add(name, world, 100 * whole / seconds)  # type: ignore[operator]
+            if finite(whole) and finite(seconds) and seconds and not name.startswith("SDPA"):
+                chart.add(name, world, 100 * whole / seconds)
     for number in _numbers(folder):
         if number.get("unit") == "%" and "ideal" in str(number.get("name")):
             chart.add(str(labels_of(number).get("by", "ringattn")), labels_of(number).get("world"), number.get("value"))
@@ -97,13 +102,13 @@ def memory(folder: Folder) -> Chart:
     """The rank that takes most, above what it had before the call."""
     chart = Chart("Peak memory of a rank by ranks, of the same tokens per rank", "ranks", "MB", log_x=False)
     for one in (one for one in folder.benches if one.kind == "memory"):
-        nodes = object(one.data.get("ring")).get("nodes", 1)
+        nodes = mapping_of(one.data.get("ring")).get("nodes", 1)
         where = "" if nodes == 1 else f", {nodes} nodes"
-        for world in objects(one.data.get("worlds")):
+        for world in mappings_of(one.data.get("worlds")):
             for name, key in (("forward", "forward"), ("forward and backward", "backward")):
-                bytes_of = [told.get(key) for told in objects(world.get("ranks"))]
-                most = max((each for each in bytes_of if _finite(each)), default=None)
-                chart.add(name + where, world.get("world"), None if most is None else most / MEGA)
+                taken = [told.get(key) for told in mappings_of(world.get("ranks"))]
+                counts = [each for each in taken if finite(each)]
+                chart.add(name + where, world.get("world"), max(counts) / MEGA if counts else None)
     return chart
 
 
@@ -113,7 +118,7 @@ def _numbers(folder: Folder) -> Iterable[Mapping[str, Any]]:
         yield from case["numbers"]
     for one in folder.benches:
         if one.kind == "kernels":
-            yield from objects(one.data.get("numbers"))
+            yield from mappings_of(one.data.get("numbers"))
 
 
 def draw(chart: Chart, theme: Theme = LIGHT, *, titled: bool = True) -> Any:

@@ -10,6 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from ... import __version__
+from ..call import Call
 from ..timeline import Timeline
 from . import calls, charts, timelines
 from .reading import Folder
@@ -101,18 +102,10 @@ def page_of(folder: Folder) -> Page:
 
 def _provenance(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What matters first, then whatever else was written."""
-    gpu, cpu, ours = (told.get(name) if isinstance(told.get(name), dict) else {} for name in ("gpu", "cpu", "ringattn"))
-    assert isinstance(gpu, dict) and isinstance(cpu, dict) and isinstance(ours, dict)
-    if gpu:
-        yield "GPU", plain(gpu)
-    for name, value in (("CPU", cpu), ("date", told.get("date")), ("command", told.get("command"))):
-        if value:
-            yield name, plain(value)
-    if ours:
-        yield "ringattn", plain(ours)
-    for name, value in told.items():
-        if name not in ("gpu", "cpu", "ringattn", "date", "command") and value not in (None, {}, []):
-            yield str(name), plain(value)
+    first = {"gpu": "GPU", "cpu": "CPU", "date": "date", "command": "command", "ringattn": "ringattn"}
+    for name in (*first, *(name for name in told if name not in first)):
+        if told.get(name) not in (None, {}, [], ""):
+            yield first.get(name, str(name)), plain(told[name])
 
 
 def _timelines(found: Sequence[tuple[str, Timeline]]) -> Iterator[Drawing]:
@@ -163,7 +156,7 @@ def _calls(folder: Folder, cases: Sequence[Mapping[str, Any]]) -> Iterator[CallP
         yield CallPicture(calls.title(call), uris[0], uris[1], ", ".join(named))
 
 
-def _same(call: calls.Call, other: calls.Call | None) -> bool:
+def _same(call: Call, other: Call | None) -> bool:
     return other is not None and calls.kind(call) == calls.kind(other)
 
 
@@ -179,7 +172,9 @@ def _flat(labels: Mapping[str, Any]) -> bool:
 
 def _numbers(folder: Folder, cases: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     tables = [number_table(case) for case in cases]
-    tables += [table(f"{one.file}: ringattn bench {one.kind}", bench_rows(one.kind, one.data)) for one in folder.benches]
+    tables += [
+        table(f"{one.file}: ringattn bench {one.kind}", bench_rows(one.kind, one.data)) for one in folder.benches
+    ]
     yield from (one for one in tables if one is not None)
 
 

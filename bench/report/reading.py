@@ -69,7 +69,9 @@ def read(folder: Path) -> Folder:
             found.refused.append((path.name, str(error)))
     if found.suite is None and not found.benches and not found.timelines:
         told = "; ".join(why for _, why in found.refused)
-        raise Refused(f"{folder} holds no results: neither {RESULTS} nor what a bench wrote with --json. {told}".strip())
+        raise Refused(
+            f"{folder} holds no results: neither {RESULTS} nor what a bench wrote with --json. {told}".strip()
+        )
     return found
 
 

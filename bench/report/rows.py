@@ -80,7 +80,9 @@ def table(caption: str, rows: Iterable[Mapping[str, object]]) -> Table | None:
 def number_table(case: Mapping[str, Any]) -> Table | None:
     """The numbers of a case; what exceeds its limit is marked."""
     labels = list(dict.fromkeys(key for one in case["numbers"] for key in labels_of(one)))
-    limited = [name for name in ("limit", "spread", "note") if any(one.get(name) is not None for one in case["numbers"])]
+    limited = [
+        name for name in ("limit", "spread", "note") if any(one.get(name) is not None for one in case["numbers"])
+    ]
     rows = []
     for one in case["numbers"]:
         wrong = bool(one.get("fails"))
@@ -105,6 +107,7 @@ def percent(share: object) -> str | None:
 
 
 def labels_of(number: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a number says that it is of."""
     labels = number.get("labels")
     return labels if isinstance(labels, dict) else {}
 
@@ -143,21 +146,28 @@ def bench_rows(kind: str, data: Mapping[str, Any]) -> list[dict[str, object]]:
             {
                 "by": one.get("name"),
                 "seconds": median(one.get("seconds")),
-                **{f"error {name}": error for name, error in object(one.get("errors")).items()},
+                **{f"error {name}": error for name, error in mapping_of(one.get("errors")).items()},
                 "disagrees in": one.get("disagrees"),
             }
-            for one in objects(data.get("candidates"))
+            for one in mappings_of(data.get("candidates"))
         ]
     if kind == "memory":
         return [
-            {"world": one.get("world"), "rank": rank, "forward bytes": told.get("forward"), "bytes": told.get("backward")}
-            for one in objects(data.get("worlds"))
-            for rank, told in enumerate(objects(one.get("ranks")))
+            {
+                "world": one.get("world"),
+                "rank": rank,
+                "forward bytes": told.get("forward"),
+                "bytes": told.get("backward"),
+            }
+            for one in mappings_of(data.get("worlds"))
+            for rank, told in enumerate(mappings_of(one.get("ranks")))
         ]
     if kind == "kernels":
-        numbers = objects(data.get("numbers"))
-        return [{"number": n.get("name"), **labels_of(n), "value": n.get("value"), "unit": n.get("unit")} for n in numbers]
-    listed = objects(data.get("links" if kind == "links" else "rows"))
+        numbers = mappings_of(data.get("numbers"))
+        return [
+            {"number": n.get("name"), **labels_of(n), "value": n.get("value"), "unit": n.get("unit")} for n in numbers
+        ]
+    listed = mappings_of(data.get("links" if kind == "links" else "rows"))
     return [{key: median(value) for key, value in one.items() if key != "ends"} for one in listed]
 
 
@@ -166,9 +176,11 @@ def median(value: object) -> object:
     return value.get("median") if isinstance(value, dict) and "median" in value else value
 
 
-def object(value: object) -> Mapping[str, Any]:
+def mapping_of(value: object) -> Mapping[str, Any]:
+    """An object of JSON; an empty one in the place of anything else."""
     return value if isinstance(value, dict) else {}
 
 
-def objects(value: object) -> list[Mapping[str, Any]]:
+def mappings_of(value: object) -> list[Mapping[str, Any]]:
+    """The objects of a list of JSON; none in the place of anything else."""
     return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []

@@ -64,7 +64,7 @@ def themed(theme: Theme) -> Iterator[None]:
     """Draw with a theme for a while; text of files is never read as mathematics."""
     from matplotlib import rc_context
 
-    settings: dict[str, Any] = {
+    settings: Any = {
         "figure.facecolor": theme.paper,
         "savefig.facecolor": theme.paper,
         "axes.facecolor": theme.paper,
@@ -90,7 +90,7 @@ def themed(theme: Theme) -> Iterator[None]:
 
 
 def inline(figure: Any, name: str) -> str:
-    """An SVG element drawn with :data:`VARIABLES`, for a page with several: its colours are the page's, its ids its own.
+    """An SVG element drawn with :data:`VARIABLES`, for a page with several: the page's colours, ids of its own.
 
     ``name``: letters, digits and dashes, different for every picture of a page.
     """
