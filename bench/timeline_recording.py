@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..comm import TransportError
 from ..comm.control import Control, control_of
 from ..ring import Ring, Trace, TraceSpan
 from .timeline import Event, Timeline
 
 ROUNDS = 16  # of questions to rank 0; the fastest counts
+PATIENCE = 60.0  # seconds for one of them
 
 
 class Offset(NamedTuple):
@@ -50,21 +52,30 @@ def offset(
 
 def _answer(control: Control, rank: int, now: Callable[[], float]) -> None:
     for number in range(ROUNDS):
-        control.collect([f"time?{rank}/{number}"], what=f"rank {rank}'s question for the time")
+        _hear(control, f"question{rank}/{number}")
         came = now()
-        control.publish(f"time!{rank}/{number}", (came, now()))
+        control.publish(f"answer{rank}/{number}", (came, now()))
 
 
 def _ask(control: Control, now: Callable[[], float]) -> Offset:
     found: list[Offset] = []
     for number in range(ROUNDS):
         asked = now()
-        control.publish(f"time?{control.rank}/{number}", True)
-        answers: list[Any] = control.collect([f"time!{control.rank}/{number}"], what="rank 0's answer with the time")
-        came, left = answers[0]
+        control.publish(f"question{control.rank}/{number}", True)
+        came, left = _hear(control, f"answer{control.rank}/{number}")
         told = now()
         found.append(Offset(((came - asked) + (left - told)) / 2, ((told - asked) - (left - came)) / 2))
     return min(found, key=lambda one: one.error)
+
+
+def _hear(control: Control, key: str) -> Any:
+    """What another rank publishes under a key, as soon as it does: looked for again and again, without a pause."""
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        found = control.look(key)
+        if found is not None:
+            return found
+    raise TransportError(f"the clocks of the ranks: nobody published {key} within {PATIENCE:g} s")
 
 
 def timeline_of(ring: Ring, trace: Trace, title: str, about: Mapping[str, Any] | None = None) -> Timeline | None:

@@ -20,30 +20,10 @@ from ..comm.host_stream import HostFence
 from ..comm.lanes import StreamOrdered
 from .plan import Plan
 from .schedule import Hop
-from .traffic import Call, Key, Kind
+from .traffic import Call, Key
+from .uses import Moved, Span, names, uses
 
 Moment = Any  # float: seconds on the host clock; a torch.cuda.Event: where a stream is
-Cell = tuple[int, int]  # (call, hop)
-
-
-@dataclass(frozen=True)
-class Span:
-    """``kind`` from ``begin`` to ``end``, in seconds on the rank's host clock, at a hop of the forward or the backward.
-
-    ``kind`` is "compute" or "wait"; "send" or "receive"; "slot N" (K/V) or "sums N" (dK/dV) while a slot is in use.
-    """
-
-    phase: str
-    kind: str
-    hop: int
-    begin: float
-    end: float
-    name: str = ""  # what moves, or what a slot holds: "K/V of 3"
-    nbytes: int = 0
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.begin
 
 
 class _Clock:
@@ -230,77 +210,26 @@ class Trace:
         """Every use of a slot so far: from when it may be written to until the last that reads it is over."""
         return [span for number in range(len(self._plans)) for span in self._uses(number)]
 
-    def _times(self, post: _Post) -> tuple[float, float]:
+    def _done(self, post: _Post) -> Moved:
+        """A post whose ends are known; waits for it."""
         if post.end is None:
             assert isinstance(post.fence, HostFence)
             post.fence.wait()
             post.end = post.fence.over_at
-        return self._clock.seconds(post.begin.at), self._clock.seconds(post.end)
+        at = self._clock.seconds
+        return Moved(post.key, at(post.begin.at), at(post.end), post.sent, post.received)
 
     def _moved(self, post: _Post) -> Iterator[Span]:
         phase, plan = self._plans[post.call]
-        times, names = self._times(post), _names(plan, post.key)
-        for kind, name, nbytes in zip(("send", "receive"), names, (post.sent, post.received), strict=True):
+        moved = self._done(post)
+        for kind, name, nbytes in zip(("send", "receive"), names(plan, post.key), moved[3:], strict=True):
             if nbytes:
-                yield Span(phase, kind, post.key.hop, *times, name, nbytes)
+                yield Span(phase, kind, post.key.hop, moved.begin, moved.end, name, nbytes)
 
     def _uses(self, number: int) -> Iterator[Span]:
-        phase, plan = self._plans[number]
-        posts = [post for post in self._posts if post.call == number]
         computed: dict[int, list[tuple[float, float]]] = {}
         for one in self._pieces:
             if (one.call, one.kind) == (number, "compute"):
                 computed.setdefault(one.hop, []).append((self._clock.seconds(one.begin), self._clock.seconds(one.end)))
-        for hop in plan.hops:
-            for slot, name, fills, drains in (
-                (hop.kv_slot, f"slot {hop.kv_slot}", _brings_kv, _leaves_kv),
-                (hop.sums_slot, f"sums {hop.sums_slot}", _brings_sums, _leaves_sums),
-            ):
-                if slot is None or (fills is _brings_sums and phase != "backward"):
-                    continue
-                into = [self._times(post) for post in posts if post.received and fills(plan, post.key, hop)]
-                out = [self._times(post) for post in posts if post.sent and drains(plan, post.key, hop)]
-                used = [*into, *out, *computed.get(hop.index, [])]
-                if into or out:
-                    begin = min(start for start, _ in into or used)
-                    what = "K/V" if fills is _brings_kv else "dK/dV"
-                    yield Span(phase, name, hop.index, begin, max(end for _, end in used), f"{what} of {hop.shard}")
-
-
-def _coming_sums(plan: Plan, key: Key) -> list[Hop]:
-    """The hops whose sums arrive with a group of sums."""
-    following = plan.hops[key.hop + 1 : key.hop + 2]
-    home = plan.homecomings.get(key.hop)
-    return [one for one in following if not plan.is_base(one) and one.sums_from is not None] + ([home] if home else [])
-
-
-def _brings_kv(plan: Plan, key: Key, hop: Hop) -> bool:
-    return key.kind in (Kind.KV, Kind.RAIL) and key.brings == hop.index
-
-
-def _leaves_kv(plan: Plan, key: Key, hop: Hop) -> bool:
-    return key.kind in (Kind.KV, Kind.RAIL) and _leaving(plan, key) is hop
-
-
-def _brings_sums(plan: Plan, key: Key, hop: Hop) -> bool:
-    return key.kind is Kind.SUMS and hop in _coming_sums(plan, key)
-
-
-def _leaves_sums(plan: Plan, key: Key, hop: Hop) -> bool:
-    return key.kind is Kind.SUMS and key.hop == hop.index
-
-
-def _leaving(plan: Plan, key: Key) -> Hop:
-    """Whose K/V leave with a group that brings those of another hop."""
-    return plan.hops[key.brings - (plan.inner if key.kind is Kind.RAIL else 1)]
-
-
-def _names(plan: Plan, key: Key) -> tuple[str, str]:
-    """What a group of transfers sends, and what it receives."""
-    if key.kind in (Kind.KV, Kind.RAIL):
-        return f"K/V of {_leaving(plan, key).shard}", f"K/V of {plan.hops[key.brings].shard}"
-    if key.kind is Kind.SUMS:
-        coming = " and ".join(str(one.shard) for one in _coming_sums(plan, key))
-        return f"dK/dV of {plan.hops[key.hop].shard}", f"dK/dV of {coming}"
-    base = plan.hops[key.hop // plan.inner * plan.inner]
-    return f"dK/dV of {base.shard}", f"dK/dV of {plan.rank}"
+        posts = [self._done(post) for post in self._posts if post.call == number]
+        return uses(*self._plans[number], posts, computed)

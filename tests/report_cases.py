@@ -27,7 +27,7 @@ def suite() -> dict[str, Any]:
         for by in ("ringattn", "flash")
     ]
     wrong = number("error of dq", 2.0, "absolute", labels={"dtype": "float16"}, limit=1.0, fails=True, note="too much")
-    cases = [
+    cases: list[dict[str, Any]] = [
         {"name": "speed", "about": "kernels", "arguments": CALL, "state": "done", "reason": "", "numbers": speeds},
         {"name": "right", "about": "errors", "arguments": {}, "state": "done", "reason": "", "numbers": [wrong]},
         {"name": "raised", "about": "", "arguments": {}, "state": "failed", "reason": "Traceback\nKeyError: 'x'"},

@@ -1,4 +1,4 @@
-"""The report: what it reads and refuses, what stands where, that it needs no network, and that files cannot script it."""
+"""The report: what it reads and refuses, what stands where, that it needs no network, that files cannot script it."""
 
 from __future__ import annotations
 
@@ -148,9 +148,12 @@ def test_hostile_values_where_numbers_belong_are_left_out_of_plots(tmp_path: Pat
 
 
 def test_plots_say_what_the_files_say(tmp_path: Path) -> None:
-    found = {chart.title.partition(" by ")[0]: chart.lines for chart in charts.charts(read(write(tmp_path, **everything())))}
+    found = {
+        chart.title.partition(" by ")[0]: chart.lines for chart in charts.charts(read(write(tmp_path, **everything())))
+    }
     assert found["Bandwidth"] == {"nccl, one way": {2.0**16: 1.0, 2.0**20: 8.0}}  # the slower of both edges
-    assert found["TFLOP/s"] == dict.fromkeys(("ringattn", "flash"), {1024.0: 100.0, 2048.0: 200.0, 4096.0: 400.0})
+    rates = {1024.0: 100.0, 2048.0: 200.0, 4096.0: 400.0}
+    assert found["TFLOP/s"] == {"ringattn": rates, "flash": rates}
     assert found["Percent of ideal"] == {"ringattn": {2.0: 75.0}, "usual ring": {2.0: 50.0}}
     peaks = found["Peak memory of a rank"]
     assert peaks == {"forward": {2.0: 2.0, 4.0: 4.0}, "forward and backward": {2.0: 3.0, 4.0: 3.0}}

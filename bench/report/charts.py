@@ -152,13 +152,13 @@ def _scale(axes: Any, chart: Chart) -> None:
         axes.set_xscale("log", base=2)
     axes.set_xticks(xs if len(xs) <= 9 else xs[:: -(-len(xs) // 8)])
     axes.set_xticklabels([short(x) for x in axes.get_xticks()])
-    axes.minorticks_off()
     if chart.log_y and min(ys) > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     else:
         axes.set_ylim(0, max(ys) * 1.1 or 1)
+    axes.minorticks_off()
 
 
 def short(count: float) -> str:
