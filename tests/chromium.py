@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 import time
@@ -58,6 +59,8 @@ class Page:
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
+            if not select.select([self._from], [], [], PATIENCE)[0]:
+                raise TimeoutError(f"the browser said nothing for {PATIENCE:g} s")
             data = os.read(self._from, 1 << 20)
             assert data, "the browser has gone"
             self._rest += data

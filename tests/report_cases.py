@@ -22,7 +22,7 @@ def number(name: str, value: float | None, unit: str, **more: Any) -> dict[str, 
 def suite() -> dict[str, Any]:
     """A case that is right, one that fails by a number, one that raised, one that was not run."""
     speeds = [
-        number("forward", 100.0 * k, "TFLOP/s", labels={"seqlen": 1024 * k, "by": by, "dtype": "bfloat16"})
+        number("forward", 90.0 * k * k, "TFLOP/s", labels={"seqlen": 1024 * k, "by": by, "dtype": "bfloat16"})
         for k in (1, 2, 4)
         for by in ("ringattn", "flash")
     ]
