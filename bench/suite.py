@@ -19,6 +19,7 @@ from .case_lists import cpu_cases, gpu_cases
 from .cases import Number
 from .launching import cores, member
 from .provenance import provenance
+from .report.command import write_beside
 from .tables import table
 from .workers import Outcome, Pool
 
@@ -67,8 +68,9 @@ def suite(
         outcomes = pool.run(cases)
     record["provenance"]["seconds"] = time.monotonic() - begun
     write(out, record, outcomes)
+    page = write_beside(out)
     typer.echo(report(record, outcomes))
-    typer.echo(f"\n{out / 'results.json'}")
+    typer.echo(f"\n{out / 'results.json'}\n{page}")
     if not all(outcome.good for outcome in outcomes):
         print("something failed: see above, and `reason` in results.json", file=sys.stderr)
         raise typer.Exit(1)

@@ -217,3 +217,10 @@ def test_suites_result_has_the_form_that_is_read(tmp_path: Path) -> None:
     told = json.loads(json.dumps(as_json(Outcome(case, "done", "", 1.0, [number]))))
     folder = write(tmp_path, results={**report_cases.suite(), "cases": [told]})
     assert "error (dtype float16) is 2.0, at most 1.0 allowed" in html(read(folder))
+
+
+def test_a_page_that_cannot_be_drawn_costs_no_results(tmp_path: Path) -> None:
+    write(tmp_path, results=report_cases.suite())
+    assert command.write_beside(tmp_path) == str(tmp_path / "report.html")
+    write(tmp_path, results={"schema": "other"})
+    assert command.write_beside(tmp_path).startswith("no report.html: Refused: results.json: schema is 'other'")

@@ -35,6 +35,18 @@ def report(
     typer.echo(str(out or folder / PAGE))
 
 
+def write_beside(folder: Path) -> str:
+    """The page of a folder that was just measured: where it is, or why there is none.
+
+    What was measured must not be lost, nor called a failure, for a picture of it.
+    """
+    try:
+        write(folder)
+    except Exception as error:
+        return f"no {PAGE}: {type(error).__name__}: {error}"
+    return str(folder / PAGE)
+
+
 def write(folder: Path, out: Path | None = None) -> list[tuple[str, str]]:
     """Write the page of a folder; the files that could not be read, and why.
 

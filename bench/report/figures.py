@@ -44,8 +44,8 @@ def ring_figure(world: int = RANKS, theme: Theme = VARIABLES) -> Any:
             _draw_ring(axes, shards[:, hop], colours, theme, last=hop == plan.count - 1)
             axes.set_title(f"hop {hop}" + (": the rank's own shard" if hop == 0 else ""), fontsize=9.5)
         figure.supxlabel(
-            "Queries stay. At every hop each rank computes with the K/V shard it has, while that shard is already on its"
-            " way to the next rank.",
+            "Queries stay. At every hop each rank computes with the K/V shard that it has,"
+            " while the shard is already on its way to the next rank.",
             fontsize=8.5,
         )
     return figure
@@ -56,7 +56,8 @@ def _draw_ring(axes: Any, shards: Any, colours: list[str], theme: Theme, *, last
     angles = np.pi / 2 - 2 * np.pi * np.arange(world) / world
     points = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     for rank, (point, shard) in enumerate(zip(points, shards, strict=True)):
-        axes.scatter(*point, s=900, color=colours[shard % len(colours)], edgecolors=theme.ink, linewidths=0.8, zorder=3)
+        style: dict[str, Any] = {"edgecolors": theme.ink, "linewidths": 0.8, "zorder": 3}
+        axes.scatter(*point, s=900, color=colours[shard % len(colours)], **style)
         label = {"ha": "center", "va": "center", "color": theme.paper, "zorder": 4}
         axes.text(*point, f"K/V {shard}", fontsize=7.5, fontweight="bold", **label)
         beside = "left" if point[0] > 0.5 else "right" if point[0] < -0.5 else "center"
