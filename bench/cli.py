@@ -36,7 +36,7 @@ _PASS_ON = {
 
 
 def _register(group: typer.Typer, name: str, module: str, summary: str) -> None:
-    """Let ``name`` in ``group`` stand for the ``app`` of ``bench/<module>.py``."""
+    """Let ``name`` in ``group`` stand for the ``app`` of a module of ``bench/``."""
 
     @group.command(name, help=summary, context_settings=_PASS_ON)
     def command(context: typer.Context) -> None:
@@ -51,10 +51,19 @@ _register(app, "tune", "tune", "Find the tiles of a model's attention for a GPU;
 _register(app, "doctor", "doctor", "Does this machine do what a ring needs? If not, what to do first.")
 _register(app, "export", "export", "Write kernels as a C++ framework links them: cubin, C launcher, manifest.")
 _register(bench, "kernels", "kernel_bench", "Our kernels beside PyTorch's backends on one device: ms, TFLOP/s, errors.")
+_register(
+    app, "report", "report.command", "One page of a folder of results: what failed, timelines, plots, every number."
+)
 _register(bench, "ring", "ring_bench", "A whole ring in real processes, beside one process and beside other rings.")
 _register(bench, "memory", "memory_bench", "Peak memory per rank, for growing rings of the same tokens per rank.")
 _register(bench, "links", "links", "Every transport over every edge of the ring, with nccl-tests' flags and columns.")
 _register(bench, "overlap", "overlap", "Compute alone, communication alone, together: does the third buffer pay?")
+_register(
+    bench,
+    "timeline",
+    "timeline_bench",
+    "When each rank of a ring computed, sent, received and waited: a trace, a picture.",
+)
 _register(bench, "host", "host_time", "The host's time to post one hop, beside what the hop computes.")
 _register(bench, "suite", "suite", "Everything this machine can measure, within a time budget, in one result folder.")
 

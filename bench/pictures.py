@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import typer
 
 from ..ring.schedule import Hop
 from .call import Call, Grid, mask_cells
+from .report.theme import LIGHT, Theme, themed
 from .shapes import binary, human
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -18,8 +19,7 @@ CELLS = 512  # of the mask, each way
 LABELLED = 12  # ranks: a larger grid has no text in its cells
 TAB10 = 10
 FEW = 130  # documents or blocks: more would hide what is drawn
-UNSEEN = "#f2f2ef"
-INK = "#222222"
+ON_CELL = "#222222"  # cells of work are light on any paper
 MOVING = "#c2571a"
 
 
@@ -36,16 +36,36 @@ def picture(text: str) -> Path:
 
 def draw_call(call: Call, out: Path) -> None:
     """Draw mask and schedule side by side into ``out``."""
+    with themed(LIGHT):
+        call_figure(call).savefig(out, dpi=150)
+
+
+def call_figure(call: Call, theme: Theme = LIGHT) -> Any:
+    """Mask and schedule side by side."""
+    from matplotlib import rc_context
+
+    with themed(theme), rc_context({"axes.facecolor": theme.track}):  # what nobody sees stands out from the paper
+        return _call_figure(call)
+
+
+def _call_figure(call: Call) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     # room at the left: the layout engine does not count the strips beside the axes
     figure = Figure(figsize=(15, 7.2), layout=ConstrainedLayoutEngine(rect=(0.015, 0.005, 0.98, 0.99)))
     left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
-    figure.suptitle(_title(call), fontsize=12, color=INK)
+    figure.suptitle(_title(call), fontsize=12)
     _draw_mask(call, left)
     _draw_schedule(call, right)
-    figure.savefig(out, dpi=150)
+    return figure
+
+
+def _now(setting: Literal["text.color", "figure.facecolor"]) -> Any:
+    """A colour of what is being drawn."""
+    from matplotlib import rcParams
+
+    return rcParams[setting]
 
 
 def _title(call: Call) -> str:
@@ -67,7 +87,6 @@ def _colours(name: str, where: Any) -> Any:
 def _draw_mask(call: Call, axes: Any) -> None:
     world, seqlen, hops = call.layout.world, call.layout.seqlen, call.plan.count
     ranks, grid = mask_cells(call, CELLS)
-    axes.set_facecolor(UNSEEN)
     image = axes.imshow(
         np.ma.masked_less(grid, 0),
         cmap=_colours("viridis_r", np.linspace(0.03, 0.92, hops)),
@@ -136,7 +155,6 @@ def _ticks(world: int) -> list[int]:
 def _draw_schedule(call: Call, axes: Any) -> None:
     world, hops = call.layout.world, call.plan.count
     work = np.ma.masked_equal(call.pairs, 0) / max(int(call.pairs.max()), 1)
-    axes.set_facecolor(UNSEEN)
     image = axes.imshow(work, cmap=_colours("Blues", np.linspace(0.08, 0.55, 64)), vmin=0, vmax=1, aspect="auto")
     axes.set(xlabel="hop", ylabel="rank", xticks=_ticks(hops), yticks=_ticks(world))
     axes.set_title("schedule: visible pairs per rank and hop", pad=10)
@@ -158,16 +176,16 @@ def _draw_lines(axes: Any, call: Call) -> None:
     world, hops, size = call.layout.world, call.plan.count, len(call.plan.nodes[0])
     across, down = {"xmin": -0.5, "xmax": hops - 0.5}, {"ymin": -0.5, "ymax": world - 0.5}
     if world <= LABELLED:
-        axes.hlines(np.arange(1, world) - 0.5, **across, color="white", lw=2)
-        axes.vlines(np.arange(1, hops) - 0.5, **down, color="white", lw=2)
+        axes.hlines(np.arange(1, world) - 0.5, **across, color=_now("figure.facecolor"), lw=2)
+        axes.vlines(np.arange(1, hops) - 0.5, **down, color=_now("figure.facecolor"), lw=2)
     if call.nodes > 1:
-        axes.hlines(np.arange(size, world, size) - 0.5, **across, color=INK, lw=1.2)
-        axes.vlines(np.arange(call.plan.inner, hops, call.plan.inner) - 0.5, **down, color=INK, lw=1.2)
+        axes.hlines(np.arange(size, world, size) - 0.5, **across, color=_now("text.color"), lw=1.2)
+        axes.vlines(np.arange(call.plan.inner, hops, call.plan.inner) - 0.5, **down, color=_now("text.color"), lw=1.2)
 
 
 def _label_hop(axes: Any, call: Call, rank: int, hop: Hop) -> None:
     if hop.computes:
-        style = {"ha": "center", "color": INK}
+        style = {"ha": "center", "color": ON_CELL}
         axes.text(hop.index, rank, f"{hop.shard}", va="bottom", fontsize=13, fontweight="bold", **style)
         axes.text(hop.index, rank, human(int(call.pairs[rank, hop.index])), va="top", fontsize=8, **style)
     elif hop.kv_from is not None:

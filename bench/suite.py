@@ -24,6 +24,7 @@ from .cases import Case, Number
 from .launching import cores, member
 from .provenance import provenance
 from .result_file import NAME, SCHEMA, RefusedResults
+from .report.command import write_beside
 from .tables import table
 from .workers import Outcome, Pool
 
@@ -80,8 +81,9 @@ def suite(
         typer.echo(
             f"{len(kept)} of {len(cases)} cases were measured before, and are kept: --again measures them anew\n"
         )
+    page = write_beside(out)
     typer.echo(report(record, outcomes))
-    typer.echo(f"\n{out / NAME}")
+    typer.echo(f"\n{out / NAME}\n{page}")
     if not all(outcome.good for outcome in outcomes):
         print("something failed: see above, and `reason` in results.json", file=sys.stderr)
         raise typer.Exit(1)

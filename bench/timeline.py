@@ -6,13 +6,14 @@ a thread per lane, a complete event ("X") per span, microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 SCHEMA = "ringattn timeline 1"
 LANES = ("compute", "wait", "send", "receive")
-"""Of every rank, from the top; below them come its slots, "slot 0" and on, while they hold or await a shard."""
+"""Of every rank, from the top; below them come its slots while they hold or await something: "slot 0" and on (K/V),
+"sums 0" and on (dK/dV)."""
 SOURCES = ("measured", "predicted")
 MICRO = 1e6
 
@@ -22,7 +23,7 @@ class Event:
     """What one rank did on one lane from ``begin`` to ``end``, in seconds from the start of the call."""
 
     rank: int
-    lane: str  # one of LANES, or "slot N"
+    lane: str  # one of LANES, "slot N" or "sums N"
     phase: str  # "forward" or "backward"
     hop: int
     begin: float
@@ -43,6 +44,8 @@ class Timeline:
     source: str  # one of SOURCES
     world: int
     events: tuple[Event, ...]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What it is of, and where it comes from: "call" (shape, layout, mask), "provenance"; ready for JSON."""
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
@@ -88,7 +91,10 @@ def as_chrome(timeline: Timeline) -> dict[str, Any]:
         }
         for event in timeline.events
     ]
-    about = {"schema": SCHEMA, "title": timeline.title, "source": timeline.source, "world": timeline.world}
+    about: dict[str, Any] = {name: getattr(timeline, name) for name in ("title", "source", "world")}
+    about["schema"] = SCHEMA
+    if timeline.about:
+        about["about"] = dict(timeline.about)
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": names + spans}
 
 
@@ -102,9 +108,17 @@ def from_chrome(trace: Mapping[str, Any]) -> Timeline:
     if not isinstance(about, Mapping) or about.get("schema") != SCHEMA:
         found = about.get("schema") if isinstance(about, Mapping) else None
         raise ValueError(f"schema is {found!r}: a timeline says otherData.schema = {SCHEMA!r}")
-    records = trace["traceEvents"]
+    try:
+        return Timeline(
+            about["title"], about["source"], about["world"], _events(trace["traceEvents"]), about.get("about", {})
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"this timeline is broken: {type(error).__name__}: {error}") from None
+
+
+def _events(records: Sequence[Mapping[str, Any]]) -> tuple[Event, ...]:
     lanes = {(one["pid"], one["tid"]): one["args"]["name"] for one in records if one["name"] == "thread_name"}
-    events = tuple(
+    return tuple(
         Event(
             one["pid"],
             lanes[one["pid"], one["tid"]],
@@ -118,4 +132,3 @@ def from_chrome(trace: Mapping[str, Any]) -> Timeline:
         for one in records
         if one["ph"] == "X"
     )
-    return Timeline(about["title"], about["source"], about["world"], events)

@@ -6,6 +6,7 @@ import atexit
 import functools
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +28,8 @@ class HostFence:
     def __init__(self) -> None:
         self._over = threading.Event()
         self._problem: str | None = None
+        self.over_at = 0.0
+        """When the transfers were over, by `time.perf_counter`; 0 until then."""
 
     def wait(self) -> None:
         """Block until every transfer is over; `TransportError` where one failed or was aborted."""
@@ -42,6 +45,7 @@ class HostFence:
         """Let go of whoever waits. The first verdict stays; under the stream's lock."""
         if not self._over.is_set():
             self._problem = problem
+            self.over_at = time.perf_counter()
             self._over.set()
 
 

@@ -7,8 +7,8 @@ from .mask import Mask, bounds, visible_pairs
 from .ring import Ring
 from .schedule import Hop, Schedule, schedule
 from .shards import positions, shard, unshard
-from .trace import Span as TraceSpan
 from .trace import Trace
+from .uses import Span as TraceSpan
 
 __all__ = [
     "BlockMask",

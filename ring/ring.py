@@ -210,7 +210,7 @@ class Ring:
             with watch.span(kind), self._trace.span(phase, kind, hop) if self._trace is not None else nullcontext():
                 yield
 
-        return Call(
+        call = Call(
             plan=plan,
             phase=phase,
             transports=transports,
@@ -224,6 +224,7 @@ class Ring:
             posted=watch.posted,
             scores=scores,
         )
+        return call if self._trace is None else self._trace.watching(call)
 
     @staticmethod
     def _slots(slots: Slots | None, count: int, device: torch.device) -> Slots:
@@ -297,7 +298,7 @@ class Ring:
 
     @contextmanager
     def record(self) -> Iterator[Trace]:
-        """Record compute and wait per hop of the calls made inside.
+        """Record compute, waits, transfers and the use of slots of the calls made inside.
 
         Raises:
             ValueError: no call has been made yet, so that the device is not known.

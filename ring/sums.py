@@ -37,8 +37,9 @@ class Sums(Lane):
         """Where this rank's part of a hop's sums is added, in fp32."""
         slot, arrival = self._slot(hop), self._arrivals.get((hop.index, heads.number))
         if self.call.plan.is_base(hop) or arrival is None:
-            for fence in self.free(slot, heads):
-                fence.wait()  # protects the slot: its last send
+            with self.call.waiting(hop):
+                for fence in self.free(slot, heads):
+                    fence.wait()  # protects the slot: its last send
             return self.buffers(slot, hop, heads) if self._wire is None else self._room(hop, heads)
         return arrival.tensors if self._wire is None else self._room(hop, heads)
 
@@ -149,7 +150,8 @@ class Sums(Lane):
         return tuple(torch.empty(shape, dtype=torch.float32, device=self._like[0].device) for shape in shapes)
 
     def _read(self, arrival: Arrival, hop: Hop, heads: Heads) -> Tensors:
-        travelled = arrival.wait()
+        with self.call.waiting(hop):
+            travelled = arrival.wait()
         return travelled if self._wire is None else self.decode(travelled, self._room(hop, heads))
 
     def _room(self, hop: Hop, heads: Heads) -> Tensors:

@@ -1,58 +1,235 @@
-"""Where the time of a call went: compute and wait per hop, by host clock on the CPU, by CUDA events on a GPU."""
+"""Where the time of a call went: compute, waits, transfers and slots, by host clock or, on a GPU, by CUDA events.
+
+All of a rank's points in time are on its host clock (``time.perf_counter``). On a GPU every one is an event, timed
+against one start event whose place on the host clock is known to :attr:`Trace.clock_error`. Nothing is waited for while
+a call runs: a transfer's begin is noted as the last of what it waits for, its end by whoever ends it.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from ..comm import Fence, Message, Transport
+from ..comm.host_stream import HostFence
+from ..comm.lanes import StreamOrdered
+from .plan import Plan
 from .schedule import Hop
+from .traffic import Call, Key
+from .uses import Moved, Span, names, uses
+
+Moment = Any  # float: seconds on the host clock; a torch.cuda.Event: where a stream is
 
 
-@dataclass(frozen=True)
-class Span:
-    """``seconds`` that one rank spent on ``kind`` ("compute" or "wait") at a hop of the forward or the backward."""
+class _Clock:
+    """Points in time of a device, and where they lie on the host's clock."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.error = 0.0
+        if self._cuda:
+            torch.cuda.synchronize(device)
+            before = time.perf_counter()
+            self._start = self.now()
+            self._start.synchronize()
+            after = time.perf_counter()
+            self._host, self.error = (before + after) / 2, (after - before) / 2
+
+    def now(self, stream: torch.cuda.Stream | None = None) -> Moment:
+        """This point: of the host, or of a stream (the current one where none is named)."""
+        if not self._cuda:
+            return time.perf_counter()
+        event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+        made = event(enable_timing=True)
+        made.record(stream)
+        return made
+
+    def seconds(self, moment: Moment) -> float:
+        """On the host clock; waits for a stream's point."""
+        if isinstance(moment, float):
+            return moment
+        moment.synchronize()
+        found: float = self._host + self._start.elapsed_time(moment) / 1e3
+        return found
+
+
+class _Begin(StreamOrdered):
+    """The last of what a post waits for: where it is reached, the transfer begins."""
+
+    def __init__(self, clock: _Clock) -> None:
+        self._clock = clock
+        self.at: Moment = None
+        self.stream: torch.cuda.Stream | None = None
+
+    def wait(self) -> None:
+        if self.at is None:
+            self.at = self._clock.now()
+
+    def done(self) -> bool:
+        return True
+
+    def order(self, stream: torch.cuda.Stream) -> None:
+        if self.at is None:
+            self.stream, self.at = stream, self._clock.now(stream)
+
+
+class _Noting:
+    """In a transport's place: its posts, with a note of where each begins and ends."""
+
+    def __init__(self, transport: Transport, clock: _Clock, note: Callable[[_Begin, Fence, Moment], None]) -> None:
+        self._transport, self._clock, self._note = transport, clock, note
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
+        begin = _Begin(self._clock)
+        fence = self._transport.post(sends=sends, receives=receives, after=(*after, begin))
+        self._note(begin, fence, None if isinstance(fence, HostFence) else self._clock.now(begin.stream))
+        return fence
+
+
+@dataclass
+class _Post:
+    """A group of transfers on its way."""
+
+    call: int
+    key: Key
+    begin: _Begin
+    fence: Fence
+    end: Moment  # None: the fence knows
+    sent: int
+    received: int
+
+
+@dataclass
+class _Open:
     phase: str
     kind: str
     hop: int
-    seconds: float
+    begin: Moment
 
 
+@dataclass
+class _Piece:
+    """A span whose ends may still be points of a stream."""
+
+    call: int
+    phase: str
+    kind: str
+    hop: int
+    begin: Moment
+    end: Moment
+
+
+@dataclass
 class Trace:
-    """Collects spans while :meth:`Ring.record` is open."""
+    """What one rank did while :meth:`Ring.record` was open."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._host: list[Span] = []
-        self._events: list[tuple[str, str, int, torch.cuda.Event, torch.cuda.Event]] = []
+    device: torch.device
+    _pieces: list[_Piece] = field(default_factory=list)
+    _posts: list[_Post] = field(default_factory=list)
+    _plans: list[tuple[str, Plan]] = field(default_factory=list)
+    _open: _Open | None = None
+
+    def __post_init__(self) -> None:
+        self._clock = _Clock(self.device)
+
+    @property
+    def clock_error(self) -> float:
+        """Seconds by which the device's clock may be off the host's; 0 on the CPU."""
+        return self._clock.error
+
+    # while a call runs
+
+    def watching(self, call: Call) -> Call:
+        """The same call, with its transfers and its inner waits noted."""
+        number = len(self._plans)
+        self._plans.append((call.phase, call.plan))
+        latest: list[tuple[_Begin, Fence, Moment]] = []
+
+        def posted(key: object, fence: Fence, after: Sequence[Fence], sent: Any, received: Any) -> None:
+            call.posted(key, fence, after, sent, received)
+            assert isinstance(key, Key)
+            counts = (sum(nbytes for _, nbytes in way) for way in (sent, received))
+            self._posts.append(_Post(number, key, *latest.pop(), *counts))
+
+        def note(*noted: Any) -> None:
+            latest[:] = [noted]
+
+        noting: Any = tuple(_Noting(transport, self._clock, note) for transport in call.transports)
+        waiting = lambda hop: self.span(call.phase, "wait", hop)  # noqa: E731
+        return replace(call, transports=noting, posted=posted, waiting=waiting)
 
     @contextmanager
     def span(self, phase: str, kind: str, hop: Hop) -> Iterator[None]:
-        if self._device.type == "cuda":
-            event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-            start, end = event(enable_timing=True), event(enable_timing=True)
-            start.record()
-            yield
-            end.record()
-            self._events.append((phase, kind, hop.index, start, end))
-            return
-        begun = time.perf_counter()
+        """Note what is done (CPU) or enqueued on the current stream (GPU) inside. A wait inside a compute cuts it."""
+        begin = self._clock.now()
+        outer = self._open
+        if outer is not None:
+            self._close(outer, begin)
+        self._open = mine = _Open(phase, kind, hop.index, begin)
         yield
-        self._host.append(Span(phase, kind, hop.index, time.perf_counter() - begun))
+        end = self._clock.now()
+        self._close(mine, end)
+        if outer is not None:
+            outer.begin = end
+        self._open = outer
+
+    def _close(self, what: _Open, end: Moment) -> None:
+        call = max(len(self._plans) - 1, 0)
+        self._pieces.append(_Piece(call, what.phase, what.kind, what.hop, what.begin, end))
+
+    # afterwards
 
     @property
     def spans(self) -> list[Span]:
-        """All spans so far; on a GPU this waits for them."""
-        for phase, kind, hop, start, end in self._events:
-            end.synchronize()
-            self._host.append(Span(phase, kind, hop, start.elapsed_time(end) / 1e3))
-        self._events.clear()
-        return list(self._host)
+        """Compute and waits so far, in order; on a GPU this waits for them."""
+        at = self._clock.seconds
+        return [Span(one.phase, one.kind, one.hop, at(one.begin), at(one.end)) for one in self._pieces]
 
     def seconds(self, kind: str, hop: int | None = None) -> float:
-        """Sum over the spans of one kind, of one hop or of all."""
+        """Sum over the spans of one kind ("compute" or "wait"), of one hop or of all."""
         return sum(span.seconds for span in self.spans if span.kind == kind and hop in (None, span.hop))
+
+    @property
+    def transfers(self) -> list[Span]:
+        """Sends and receives so far; waits for them. A send ends where the group of transfers it is in does.
+
+        Between virtual ranks on the CPU the receiver copies: a send is over there once it is offered.
+        """
+        return [span for post in self._posts for span in self._moved(post)]
+
+    @property
+    def slots(self) -> list[Span]:
+        """Every use of a slot so far: from when it may be written to until the last that reads it is over."""
+        return [span for number in range(len(self._plans)) for span in self._uses(number)]
+
+    def _done(self, post: _Post) -> Moved:
+        """A post whose ends are known; waits for it."""
+        if post.end is None:
+            assert isinstance(post.fence, HostFence)
+            post.fence.wait()
+            post.end = post.fence.over_at
+        at = self._clock.seconds
+        return Moved(post.key, at(post.begin.at), at(post.end), post.sent, post.received)
+
+    def _moved(self, post: _Post) -> Iterator[Span]:
+        phase, plan = self._plans[post.call]
+        moved = self._done(post)
+        for kind, name, nbytes in zip(("send", "receive"), names(plan, post.key), moved[3:], strict=True):
+            if nbytes:
+                yield Span(phase, kind, post.key.hop, moved.begin, moved.end, name, nbytes)
+
+    def _uses(self, number: int) -> Iterator[Span]:
+        computed: dict[int, list[tuple[float, float]]] = {}
+        for one in self._pieces:
+            if (one.call, one.kind) == (number, "compute"):
+                computed.setdefault(one.hop, []).append((self._clock.seconds(one.begin), self._clock.seconds(one.end)))
+        posts = [self._done(post) for post in self._posts if post.call == number]
+        return uses(*self._plans[number], posts, computed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -89,6 +89,11 @@ def ignore_post(key: object, fence: Fence, after: Sequence[Fence], sent: object,
     """Nobody watches this call's transfers."""
 
 
+def ignore_wait(hop: Hop) -> AbstractContextManager[None]:
+    """Nobody asks how long this call waits within other spans."""
+    return nullcontext()
+
+
 @dataclass(frozen=True)
 class Call:
     """What the loops of one call work with."""
@@ -104,6 +109,7 @@ class Call:
     wire: Wire | None = None  # how K/V travel; None: as they are
     grad_wire: Wire | None = None
     posted: Posted = ignore_post
+    waiting: Callable[[Hop], AbstractContextManager[None]] = ignore_wait  # around waits that no span names
     scores: Scores = PLAIN  # what becomes of q k^T, all heads
     posts: list[Fence] = field(default_factory=list)
 
@@ -138,8 +144,9 @@ class Call:
         waiting for them is nothing. Between virtual ranks what was sent is read on the receiver's stream: no later
         post speaks for that.
         """
-        for fence in reversed(self.posts):
-            fence.wait()
+        with self.waiting(self.plan.hops[-1]):
+            for fence in reversed(self.posts):
+                fence.wait()
 
 
 def sizes(messages: Sequence[Message]) -> list[tuple[int, int]]:

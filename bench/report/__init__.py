@@ -1,0 +1,1 @@
+"""One page of what was measured and predicted, and the pictures on it."""

@@ -1,0 +1,169 @@
+"""Plots of what benches measured: bandwidth by size, TFLOP/s by length, percent of ideal and memory by ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+from ..shapes import binary
+from .reading import Folder
+from .rows import labels_of, mapping_of, mappings_of, median
+from .theme import LIGHT, LINES, Theme, themed
+
+MARKERS = "osD^vP"
+MOST_LINES = 12  # of a chart: more could not be told apart
+MOST_NAME = 60
+MEGA = 1e6
+MOST = 1e150
+Points = dict[float, float]
+
+
+@dataclass
+class Chart:
+    """Lines over one axis; every point is a measurement."""
+
+    title: str
+    x: str
+    y: str
+    log_x: bool = True
+    log_y: bool = False
+    lines: dict[str, Points] = field(default_factory=dict)
+
+    def add(self, name: str, x: object, y: object) -> None:
+        """A point; what is no finite number is left out."""
+        if finite(x) and finite(y):
+            self.lines.setdefault(name[:MOST_NAME], {})[float(x)] = float(y)
+
+    def add_worst(self, name: str, x: object, y: object) -> None:
+        """A point of the lowest of all that are told for the same x."""
+        known = self.lines.get(name[:MOST_NAME], {}).get(float(x)) if finite(x) else None
+        if known is None or (finite(y) and y < known):
+            self.add(name, x, y)
+
+
+def finite(value: object) -> TypeGuard[float]:
+    """A number that can be drawn: no NaN, no truth value, none so large that its square is infinite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
+
+
+def charts(folder: Folder) -> list[Chart]:
+    """Every chart that the results have points for."""
+    found = [bandwidth(folder), *rates(folder), ideal(folder), memory(folder)]
+    return [one for one in found if one.lines]
+
+
+def bandwidth(folder: Folder) -> Chart:
+    """Of every transport, the slowest edge at each size."""
+    chart = Chart("Bandwidth by size: the slowest edge of each transport", "bytes of a message", "GB/s", log_y=True)
+    for row in (row for one in folder.benches if one.kind == "links" for row in mappings_of(one.data.get("links"))):
+        knobs = [f"{row[name]} {name}" for name in ("channels", "ctas") if row.get(name) is not None]
+        chart.add_worst(
+            ", ".join([str(row.get("transport")), str(row.get("way")), *knobs]), row.get("nbytes"), row.get("busbw")
+        )
+    return chart
+
+
+def rates(folder: Folder) -> list[Chart]:
+    """TFLOP/s by length, a chart per direction, dtype, head dim and mask."""
+    found: dict[str, Chart] = {}
+    for number in _numbers(folder):
+        labels = labels_of(number)
+        length = labels.get("seqlen", labels.get("tokens", labels.get("length")))
+        if number.get("unit") != "TFLOP/s" or not finite(length):
+            continue
+        of = {name: value for name, value in labels.items() if name not in ("seqlen", "tokens", "length", "by")}
+        title = ", ".join(
+            [f"TFLOP/s by length: {number.get('name')}", *(f"{name} {value}" for name, value in of.items())]
+        )
+        chart = found.setdefault(title, Chart(title, "tokens", "TFLOP/s on what the mask lets through"))
+        chart.add(str(labels.get("by", "ringattn")), length, number.get("value"))
+    # a single length is a bar, not a course
+    return [chart for chart in found.values() if any(len(points) > 1 for points in chart.lines.values())]
+
+
+def ideal(folder: Folder) -> Chart:
+    """One process with the threads of all ranks, over the time of each contender."""
+    chart = Chart("Percent of ideal by ranks: one device, divided by their number, is 100", "ranks", "%", log_x=False)
+    for one in (one for one in folder.benches if one.kind == "ring"):
+        world = mapping_of(one.data.get("problem")).get("world")
+        times = {str(each.get("name")): median(each.get("seconds")) for each in mappings_of(one.data.get("candidates"))}
+        whole: Any = next((seconds for name, seconds in times.items() if name.startswith("SDPA")), None)
+        for name, seconds in times.items():
+            if finite(whole) and finite(seconds) and seconds and not name.startswith("SDPA"):
+                chart.add(name, world, 100 * whole / seconds)
+    for number in _numbers(folder):
+        if number.get("unit") == "%" and "ideal" in str(number.get("name")):
+            chart.add(str(labels_of(number).get("by", "ringattn")), labels_of(number).get("world"), number.get("value"))
+    return chart
+
+
+def memory(folder: Folder) -> Chart:
+    """The rank that takes most, above what it had before the call."""
+    chart = Chart("Peak memory of a rank by ranks, of the same tokens per rank", "ranks", "MB", log_x=False)
+    for one in (one for one in folder.benches if one.kind == "memory"):
+        nodes = mapping_of(one.data.get("ring")).get("nodes", 1)
+        where = "" if nodes == 1 else f", {nodes} nodes"
+        for world in mappings_of(one.data.get("worlds")):
+            for name, key in (("forward", "forward"), ("forward and backward", "backward")):
+                taken = [told.get(key) for told in mappings_of(world.get("ranks"))]
+                counts = [each for each in taken if finite(each)]
+                chart.add(name + where, world.get("world"), max(counts) / MEGA if counts else None)
+    return chart
+
+
+def _numbers(folder: Folder) -> Iterable[Mapping[str, Any]]:
+    """Of the suite's cases and of `bench kernels`."""
+    for case in folder.suite["cases"] if folder.suite is not None else ():
+        yield from case["numbers"]
+    for one in folder.benches:
+        if one.kind == "kernels":
+            yield from mappings_of(one.data.get("numbers"))
+
+
+def draw(chart: Chart, theme: Theme = LIGHT, *, titled: bool = True) -> Any:
+    """A figure of a chart; a page that says the title beside it draws none."""
+    from matplotlib.figure import Figure
+
+    with themed(theme):
+        figure = Figure(figsize=(6.4, 3.5), layout="constrained")
+        axes = figure.subplots()
+        for number, (name, points) in enumerate(list(chart.lines.items())[:MOST_LINES]):
+            xs = sorted(points)
+            colour = getattr(theme, LINES[number % len(LINES)])
+            style = {"color": colour, "marker": MARKERS[number % len(MARKERS)], "ms": 4.5, "lw": 1.6}
+            axes.plot(xs, [points[x] for x in xs], label=name, ls="-" if number < len(LINES) else "--", **style)
+        _scale(axes, chart)
+        axes.set(xlabel=chart.x, ylabel=chart.y)
+        if titled:
+            axes.set_title(chart.title, loc="left", fontsize=9.5)
+        axes.grid()
+        axes.set_axisbelow(True)
+        axes.legend(fontsize=7.5, loc="best")
+    return figure
+
+
+def _scale(axes: Any, chart: Chart) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    xs = sorted({x for points in chart.lines.values() for x in points})
+    ys = [y for points in chart.lines.values() for y in points.values()]
+    if chart.log_x and xs[0] > 0:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(xs if len(xs) <= 9 else xs[:: -(-len(xs) // 8)])
+    axes.set_xticklabels([short(x) for x in axes.get_xticks()])
+    if chart.log_y and min(ys) > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    else:
+        axes.set_ylim(0, max(ys) * 1.1 or 1)
+    axes.minorticks_off()
+
+
+def short(count: float) -> str:
+    """``8k``, ``64m``: powers of 1024 where they divide, as sizes are typed; else plain digits."""
+    whole = int(count)
+    if whole != count:
+        return f"{count:.3g}"
+    return f"{whole // 2**30}g" if whole and whole % 2**30 == 0 else binary(whole)

@@ -1,0 +1,63 @@
+"""``ringattn report``: one page of a folder of results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..output import prints
+from .reading import Refused, read
+
+PAGE = "report.html"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of `ringattn bench suite --out DIR`, or of any JSON.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help=f"The page [default: DIR/{PAGE}].")] = None,
+) -> None:
+    """Write one self-contained page of a folder: results.json, traces, and what single benches wrote with --json.
+
+    A trace that says it is predicted is drawn below the measured one of the same call.
+    """
+    if not prints():
+        return
+    try:
+        left_out = write(folder, out)
+    except Refused as error:
+        raise typer.BadParameter(str(error)) from None
+    for name, why in left_out:
+        typer.echo(f"left out: {why if why.startswith(name) else f'{name}: {why}'}", err=True)
+    typer.echo(str(out or folder / PAGE))
+
+
+def write_beside(folder: Path) -> str:
+    """The page of a folder that was just measured: where it is, or why there is none.
+
+    What was measured must not be lost, nor called a failure, for a picture of it.
+    """
+    try:
+        write(folder)
+    except Exception as error:
+        return f"no {PAGE}: {type(error).__name__}: {error}"
+    return str(folder / PAGE)
+
+
+def write(folder: Path, out: Path | None = None) -> list[tuple[str, str]]:
+    """Write the page of a folder; the files that could not be read, and why.
+
+    Raises:
+        Refused: nothing can be read there, or results.json is of another schema, or ``out`` cannot be written.
+    """
+    from .page import html
+
+    target = folder / PAGE if out is None else out
+    if not target.absolute().parent.is_dir():
+        raise Refused(f"cannot write {target}: there is no folder {target.parent}")
+    found = read(folder)
+    target.write_text(html(found), encoding="utf-8")
+    return found.refused

@@ -1,0 +1,185 @@
+"""One self-contained page of a folder of results: no network, light and dark, for a phone and for paper."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+from ... import __version__
+from ..call import Call
+from ..timeline import Timeline
+from . import calls, charts, timelines
+from .reading import Folder
+from .rows import Table, bench_rows, case_rows, failing, number_table, plain, table
+from .theme import DARK, LIGHT, VARIABLES, css, inline
+
+NOT_MEASURED = ("not run", "not here", "cut short")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """An SVG element that we drew, and what it is."""
+
+    caption: str
+    svg: Any  # markupsafe.Markup
+
+
+@dataclass(frozen=True)
+class CallPicture:
+    """The picture of one layout and mask as data URIs, and the cases that are of it."""
+
+    caption: str
+    light: str
+    dark: str
+    cases: str
+
+
+@dataclass
+class Page:
+    """What the template shows, part after part."""
+
+    title: str
+    version: str
+    provenance: list[tuple[str, str]]
+    failed: list[tuple[str, str]]
+    missing: list[tuple[str, str]]
+    cases: Table | None = None
+    timelines: list[Drawing] = field(default_factory=list)
+    charts: list[Drawing] = field(default_factory=list)
+    calls: list[CallPicture] = field(default_factory=list)
+    numbers: list[Table] = field(default_factory=list)
+
+    @property
+    def parts(self) -> list[tuple[str, str]]:
+        """Anchors and names of what is there."""
+        named = {"cases": "Cases", "timelines": "Timelines", "plots": "Plots", "calls": "Layouts and masks"}
+        found = {**named, "numbers": "Every number"}
+        there = {"plots": self.charts}
+        return [(anchor, name) for anchor, name in found.items() if there.get(anchor, getattr(self, anchor, None))]
+
+
+def html(folder: Folder) -> str:
+    """The page, with everything that came from files escaped."""
+    import jinja2
+    from markupsafe import Markup
+
+    here = files(__package__)
+    script = here.joinpath("report.js").read_text()
+    style = here.joinpath("report.css").read_text().replace("LIGHT;", css(LIGHT)).replace("DARK", css(DARK))
+    # whatever gets into the page by mistake, a browser runs this script and no other
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    template = environment.from_string(here.joinpath("report.html.j2").read_text())
+    parts = {"style": Markup(style), "script": Markup(script), "script_hash": f"sha256-{digest}"}
+    return template.render(page=page_of(folder), **parts)
+
+
+def page_of(folder: Folder) -> Page:
+    """Everything that the page shows."""
+    cases: Sequence[Mapping[str, Any]] = folder.suite["cases"] if folder.suite is not None else []
+    page = Page(
+        f"ringattn: {folder.name}",
+        __version__,
+        list(_provenance(folder.provenance)),
+        [(case["name"], why) for case in cases for why in failing(case)],
+        [(case["name"], f"{case['state']}: {case['reason']}") for case in cases if case["state"] in NOT_MEASURED],
+        case_rows(cases),
+    )
+    page.failed += [(name, f"not read: {why}") for name, why in folder.refused]
+    page.timelines = list(_timelines(folder.timelines))
+    page.charts = [
+        Drawing(chart.title, _svg(charts.draw(chart, VARIABLES, titled=False), f"chart{number}"))
+        for number, chart in enumerate(charts.charts(folder))
+    ]
+    page.calls = list(_calls(folder, cases))
+    page.numbers = list(_numbers(folder, cases))
+    return page
+
+
+def _provenance(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What matters first, then whatever else was written."""
+    first = {"gpu": "GPU", "cpu": "CPU", "date": "date", "command": "command", "ringattn": "ringattn"}
+    for name in (*first, *(name for name in told if name not in first)):
+        if told.get(name) not in (None, {}, [], ""):
+            yield first.get(name, str(name)), plain(told[name])
+
+
+def _timelines(found: Sequence[tuple[str, Timeline]]) -> Iterator[Drawing]:
+    """Each measured timeline above the predicted one of the same call; what has no other, alone."""
+    predicted = [(name, one) for name, one in found if one.source == "predicted"]
+    groups: list[list[tuple[str, Timeline]]] = []
+    for name, one in found:
+        if one.source == "measured":
+            match = next((each for each in predicted if alike(one, each[1])), None)
+            groups.append([(name, one), *([match] if match else [])])
+            predicted = [each for each in predicted if each is not match]
+    for number, group in enumerate(groups + [[each] for each in predicted]):
+        figure = timelines.draw([one for _, one in group], VARIABLES)
+        caption = " above ".join(f"{one.source} ({name})" for name, one in group)
+        yield Drawing(caption, _svg(figure, f"timeline{number}"))
+
+
+def alike(one: Timeline, other: Timeline) -> bool:
+    """Whether both are of the same call: what both say of it is the same; where one is silent, the world alone."""
+    calls_said = [each.about.get("call") for each in (one, other)]
+    if all(isinstance(each, dict) for each in calls_said):
+        mine, theirs = calls_said
+        assert isinstance(mine, dict) and isinstance(theirs, dict)
+        return all(mine[name] == theirs[name] for name in {*mine} & {*theirs} - {"threads", "seed"})
+    return one.world == other.world
+
+
+def _calls(folder: Folder, cases: Sequence[Mapping[str, Any]]) -> Iterator[CallPicture]:
+    """One picture of each layout, mask and world, with the names of the cases that are of it."""
+    words: list[tuple[str, Mapping[str, Any]]] = []
+    for case in cases:
+        arguments = case["arguments"] if isinstance(case.get("arguments"), dict) else {}
+        words += [(case["name"], {**arguments, **labels}) for labels in _labels(case)]
+    for bench in folder.benches:
+        problem = bench.data.get("problem", bench.data.get("asked", {}))
+        problem = problem.get("problem", problem) if isinstance(problem, dict) else {}
+        worlds = bench.data.get("worlds")
+        if isinstance(problem, dict):
+            ring = bench.data.get("ring")
+            nodes = ring.get("nodes", 1) if isinstance(ring, dict) else 1
+            told = {"nodes": nodes, "tokens": problem.get("tokens_per_rank"), **problem}
+            known = [one.get("world") for one in worlds if isinstance(one, dict)] if isinstance(worlds, list) else []
+            words += [(bench.file, {**told, **({"world": one} if one else {})}) for one in known or [None]]
+    words += [(name, one.about["call"]) for name, one in folder.timelines if isinstance(one.about.get("call"), dict)]
+    for call in calls.calls_of(one for _, one in words):
+        named = dict.fromkeys(name for name, one in words if _same(call, calls.call_of(one)))
+        uris = [f"data:image/png;base64,{base64.b64encode(calls.png(call, theme)).decode()}" for theme in (LIGHT, DARK)]
+        yield CallPicture(calls.title(call), uris[0], uris[1], ", ".join(named))
+
+
+def _same(call: Call, other: Call | None) -> bool:
+    return other is not None and calls.kind(call) == calls.kind(other)
+
+
+def _labels(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What a case's numbers say of themselves, each once; nothing said counts as one."""
+    labels = [one["labels"] for one in case["numbers"] if isinstance(one.get("labels"), dict)]
+    return [dict(items) for items in dict.fromkeys(tuple(each.items()) for each in labels if _flat(each))] or [{}]
+
+
+def _flat(labels: Mapping[str, Any]) -> bool:
+    return all(isinstance(value, str | int | float | bool | None) for value in labels.values())
+
+
+def _numbers(folder: Folder, cases: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    tables = [number_table(case) for case in cases]
+    tables += [
+        table(f"{one.file}: ringattn bench {one.kind}", bench_rows(one.kind, one.data)) for one in folder.benches
+    ]
+    yield from (one for one in tables if one is not None)
+
+
+def _svg(figure: Any, name: str) -> Any:
+    from markupsafe import Markup
+
+    # matplotlib escapes what it writes; what it draws with is ours
+    return Markup(inline(figure, name))

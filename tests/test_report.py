@@ -1,0 +1,226 @@
+"""The report: what it reads and refuses, what stands where, that it needs no network, that files cannot script it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ringattn.bench.report import calls, charts, command
+from ringattn.bench.report.page import html
+from ringattn.bench.report.reading import Refused, read
+from ringattn.bench.report.rows import cell, table
+from ringattn.bench.timeline import as_chrome
+
+from . import report_cases
+from .report_cases import HOSTILE, Outline, everything, tainted, write
+
+DRAWN = ("g", "path", "use", "text", "clippath", "rect", "defs", "style")
+RESULTS = Path(__file__).parents[1] / "bench" / "results"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return html(read(write(tmp_path_factory.mktemp("results"), **everything())))
+
+
+def test_the_command_writes_one_page_into_the_folder(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", results=report_cases.suite(), other={"schema": "ringattn bench links 9"})
+    ran = CliRunner().invoke(command.app, [str(folder)])
+    assert ran.exit_code == 0, ran.output
+    assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert "left out: other.json: schema is 'ringattn bench links 9'" in ran.stderr
+
+
+def test_a_results_file_of_another_schema_is_named_and_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", results={**report_cases.suite(), "schema": "ringattn bench suite 7"})
+    ran = CliRunner().invoke(command.app, [str(folder)], env={"COLUMNS": "300"})
+    assert ran.exit_code == 2
+    told = " ".join(ran.output.split())
+    assert "results.json: schema is 'ringattn bench suite 7': this version reads 'ringattn bench suite 1'" in told
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ({"cases": 3}, "results.json.cases is a number: it must be a list"),
+        ({"cases": ["x"]}, r"results.json: cases\[0\] is a string: it must be an object"),
+        ({"cases": [{"name": 1}]}, r"cases\[0\].name is a number: it must be a string"),
+        ({"provenance": None}, "results.json.provenance is missing: it must be an object"),
+    ],
+)
+def test_a_broken_results_file_is_refused_by_the_place_that_is_wrong(
+    broken: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Refused, match=told):
+        read(write(tmp_path / "run", results={**report_cases.suite(), **broken}))
+
+
+def test_what_is_no_folder_of_results_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="is no folder"):
+        read(tmp_path / "nowhere")
+    with pytest.raises(Refused, match="holds no results"):
+        read(tmp_path)
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(Refused, match=r"holds no results.*a.json is no JSON"):
+        read(tmp_path)
+
+
+def test_provenance_is_first_then_what_failed_then_the_rest(page: str) -> None:
+    places = [page.index(text) for text in ("ringattn bench suite</dd>", "2 failed", 'id="cases"', 'id="timelines"')]
+    assert places == sorted(places)
+    failed = page[places[1] : places[2]]
+    assert "<strong>right</strong>: error of dq (dtype float16) is 2.0, at most 1.0 allowed" in failed
+    assert "<strong>raised</strong>: KeyError: &#39;x&#39;" in failed
+    assert "<strong>late</strong>: not run: 3 s were left" in failed
+
+
+def test_the_predicted_timeline_is_below_the_measured_one_of_the_same_call(page: str) -> None:
+    outline = Outline(page)
+    headings = [text for text in outline.text["text"] if re.match("(measured|predicted):", text)]
+    assert [text.partition(":")[0] for text in headings] == ["measured", "predicted"]
+    assert page.count('class="scroll timeline"') == 1
+
+
+def test_timelines_of_different_calls_are_apart(tmp_path: Path) -> None:
+    other = as_chrome(report_cases.timeline("predicted"))
+    other["otherData"]["about"]["call"] = {**report_cases.CALL, "layout": "striped"}
+    told = html(read(write(tmp_path, a=as_chrome(report_cases.timeline("measured")), b=other)))
+    assert told.count('class="scroll timeline"') == 2
+
+
+def test_every_header_of_a_table_is_a_button_that_sorts(page: str) -> None:
+    outline = Outline(page)
+    headers = outline.tags("th")
+    assert len(headers) >= 30
+    assert {(one["scope"], one["aria-sort"]) for one in headers} == {("col", "none")}
+    assert len([one for one in outline.tags("button") if one["type"] == "button"]) == len(headers)
+    assert all("data-key" in one for one in outline.tags("td"))
+    assert len(outline.tags("caption")) == len(outline.tags("table"))
+
+
+def test_the_page_needs_no_network(page: str) -> None:
+    outline = Outline(page)
+    attributes = [(name, value or "") for _, each in outline.elements for name, value in each.items()]
+    links = [value for name, value in attributes if name in ("src", "href", "srcset", "xlink:href", "action", "data")]
+    assert links
+    assert all(link.startswith(("#", "data:")) for link in links)
+    assert not [value for name, value in attributes if "://" in value and not name.startswith("xmlns")]
+    assert not re.search(r"@import|url\((?!#)", page)
+    (script,) = [text for text in outline.text["script"]]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = [one["content"] for one in outline.tags("meta") if one.get("http-equiv")]
+    assert policy is not None and policy.startswith("default-src 'none'") and f"'sha256-{digest}'" in policy
+
+
+def test_no_string_of_a_file_becomes_markup(page: str, tmp_path: Path) -> None:
+    """Whatever the strings say, the page has the same elements with the same attributes, in the same order."""
+    hostile = html(read(write(tmp_path / "run", **tainted(everything()))))
+    assert hostile.count("&lt;script&gt;alert(1)") > 50
+    harmless, attacked = Outline(page), Outline(hostile)
+
+    def shape(outline: Outline) -> list[tuple[str, list[str]]]:
+        # long text leaves a picture less room, and it has other ticks
+        return [(tag, sorted(each)) for tag, each in outline.elements if tag not in DRAWN]
+
+    assert shape(attacked) == shape(harmless)
+    assert len(attacked.text["script"]) == 1
+    names = {name for _, each in attacked.elements for name in each}
+    assert not [name for name in names if name.startswith("on") or name == HOSTILE]
+    targets = [value or "" for _, each in attacked.elements for key, value in each.items() if key in ("href", "src")]
+    assert not [value for value in targets if "javascript" in value]
+    assert "{{ 7*7 }}" in hostile and ">49<" not in hostile
+
+
+def test_hostile_values_where_numbers_belong_are_left_out_of_plots(tmp_path: Path) -> None:
+    links = report_cases.links()
+    for row, value in zip(links["links"], (HOSTILE, None, True, 10**400), strict=True):
+        row["busbw"] = value
+    ring = {**report_cases.ring(), "problem": HOSTILE, "candidates": {"a": 1}}
+    told = html(read(write(tmp_path, links=links, ring=ring, memory={**report_cases.memory(), "worlds": [1, {}]})))
+    assert "<script>alert" not in told and 'id="plots"' not in told
+
+
+def test_plots_say_what_the_files_say(tmp_path: Path) -> None:
+    found = {
+        chart.title.partition(" by ")[0]: chart.lines for chart in charts.charts(read(write(tmp_path, **everything())))
+    }
+    assert found["Bandwidth"] == {"nccl, one way": {2.0**16: 1.0, 2.0**20: 8.0}}  # the slower of both edges
+    rates = {1024.0: 90.0, 2048.0: 360.0, 4096.0: 1440.0}
+    assert found["TFLOP/s"] == {"ringattn": rates, "flash": rates}
+    assert found["Percent of ideal"] == {"ringattn": {2.0: 75.0}, "usual ring": {2.0: 50.0}}
+    peaks = found["Peak memory of a rank"]
+    assert peaks == {"forward": {2.0: 2.0, 4.0: 4.0}, "forward and backward": {2.0: 3.0, 4.0: 3.0}}
+
+
+def test_the_runs_kept_in_the_repository_make_a_page() -> None:
+    for folder in sorted(path for path in RESULTS.iterdir() if path.is_dir()):
+        found = read(folder)
+        assert not found.refused
+        assert charts.charts(found)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"world": 4},
+        {"world": 4, "seqlen": 64, "layout": HOSTILE, "causal": True},
+        {"world": 4, "seqlen": 64, "layout": "shard", "causal": True},
+        {"world": 10**9, "seqlen": 10**9, "layout": "zigzag", "causal": True},
+        {"world": True, "seqlen": 64, "layout": "zigzag", "causal": True},
+        {"world": 4, "seqlen": 2, "layout": "zigzag", "causal": True},
+        {"world": 4, "seqlen": 64, "layout": "zigzag", "causal": "yes"},
+    ],
+)
+def test_words_that_say_no_call_have_no_picture(words: dict[str, object]) -> None:
+    assert calls.call_of(words) is None
+
+
+def test_words_that_say_a_call() -> None:
+    call = calls.call_of({"world": 4, "tokens": 1 << 20, "layout": "zigzag", "mask": "causal", "nodes": 2, "heads": 3})
+    assert call is not None
+    assert (call.layout.world, call.mask.causal, call.nodes, call.kv_heads) == (4, True, 2, 3)
+    assert call.layout.seqlen <= calls.MOST_TOKENS
+    windowed = calls.call_of({"world": 2, "seqlen": 64, "layout": "contiguous", "causal": False, "window": [8, 0]})
+    assert windowed is not None and windowed.mask.window == (8, 0)
+    assert calls.call_of({**report_cases.CALL, "nodes": 2, "world": 4}) is not None
+
+
+def test_one_picture_of_what_looks_alike(page: str) -> None:
+    outline = Outline(page)
+    assert len(outline.tags("img")) == len(outline.tags("source")) == 1
+    assert "zigzag, causal, 2 ranks; of speed, ring.json, measured.json, predicted.json" in page
+
+
+def test_cells_are_short_and_sort_as_numbers() -> None:
+    assert [cell(value).key for value in (3, 0.5, True, None, "a")] == ["3", "0.5", "1", "", "a"]
+    assert len(cell("x" * 10_000).text) < 500
+    made = table("", [{"a": 1, "b": "x"}, {"a": 2.5}])
+    assert made is not None and made.numeric == [True, False]
+
+
+def test_suites_result_has_the_form_that_is_read(tmp_path: Path) -> None:
+    """What the suite writes and what the report reads are one schema: by the suite's own writer."""
+    from ringattn.bench.cases import Case, Number
+    from ringattn.bench.suite import as_json
+    from ringattn.bench.workers import Outcome
+
+    number = Number("error", 2.0, "absolute", {"dtype": "float16"}, 1.0, 0.1)
+    case = Case("right", "errors", lambda device: iter(()), 1, dict(report_cases.CALL))
+    told = json.loads(json.dumps(as_json(Outcome(case, "done", "", 1.0, [number]))))
+    folder = write(tmp_path, results={**report_cases.suite(), "cases": [told]})
+    assert "error (dtype float16) is 2.0, at most 1.0 allowed" in html(read(folder))
+
+
+def test_a_page_that_cannot_be_drawn_costs_no_results(tmp_path: Path) -> None:
+    write(tmp_path, results=report_cases.suite())
+    assert command.write_beside(tmp_path) == str(tmp_path / "report.html")
+    write(tmp_path, results={"schema": "other"})
+    assert command.write_beside(tmp_path).startswith("no report.html: Refused: results.json: schema is 'other'")

@@ -1,0 +1,107 @@
+"""Timelines of real rings: ranks whose clocks differ are brought to one, and the command records processes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ringattn import LocalWorld
+from ringattn.bench import timeline_bench, timeline_recording
+from ringattn.bench.candidates import Problem
+from ringattn.bench.timeline import LANES, Timeline, from_chrome
+from ringattn.bench.timeline_recording import Offset, offset
+from ringattn.comm import LocalGroup
+from ringattn.comm.control import control_of
+
+PROBLEM = Problem(seqlen=128, world=4, heads=2, kv_heads=2, head_dim=16)
+CPU = torch.device("cpu")
+
+
+def offsets(ahead: tuple[float, ...], machines: tuple[str, ...]) -> list[Offset]:
+    """What every rank finds, whose clock is so many seconds ahead and whose machine is of a name."""
+
+    def rank(group: LocalGroup) -> Offset:
+        mine = group.rank()
+        return offset(control_of(group), now=lambda: time.perf_counter() + ahead[mine], name=lambda: machines[mine])
+
+    with LocalWorld(len(ahead)) as world:
+        return world.run(rank)
+
+
+def test_ranks_of_one_machine_share_its_clock() -> None:
+    assert offsets((0.0, 0.0), ("a", "a")) == [Offset(0, 0), Offset(0, 0)]
+    assert timeline_recording.clock_name() == timeline_recording.clock_name()
+
+
+def test_the_clock_of_another_machine_is_brought_to_rank_0_s_within_the_error_it_tells() -> None:
+    found = offsets((0.0, 1000.0, 0.0, -3.5), ("a", "b", "a", "c"))
+    assert found[0] == found[2] == Offset(0, 0)
+    for told, ahead in ((found[1], 1000.0), (found[3], -3.5)):
+        assert 0 < told.error < 0.5
+        assert abs(told.seconds + ahead) <= told.error + 1e-6
+
+
+def test_a_timeline_of_virtual_ranks() -> None:
+    found = timeline_bench.virtual(PROBLEM, CPU, 2)
+    assert found is not None and found.source == "measured" and found.world == 4
+    assert {event.rank for event in found.events} == {0, 1, 2, 3}
+    lanes = {event.lane for event in found.events}
+    assert {*LANES} < lanes and {"slot 0", "slot 1", "slot 2", "sums 0", "sums 1"} <= lanes
+    assert min(event.begin for event in found.events) == 0
+    assert found.about["call"]["seqlen"] == 128 and found.about["clock_error"] == 0
+    per_rank = [sum(one.seconds for one in found.events if (one.rank, one.lane) == (r, "compute")) for r in range(4)]
+    assert all(0 < seconds < found.seconds for seconds in per_rank)
+    assert "rank 3: compute" in timeline_bench.shares(found)
+
+
+def test_what_one_rank_sends_another_receives() -> None:
+    found = timeline_bench.virtual(PROBLEM, CPU, 1)
+    assert found is not None
+    moved = {
+        lane: sorted((one.phase, one.name, one.nbytes) for one in found.events if one.lane == lane)
+        for lane in ("send", "receive")
+    }
+    assert moved["send"] == moved["receive"] and len(moved["send"]) == 4 * (
+        3 + 3 + 3
+    )  # K/V forward, K/V backward, sums
+
+
+def test_the_command_records_processes(tmp_path: Path) -> None:
+    trace, picture = tmp_path / "trace.json", tmp_path / "timeline.png"
+    asked = ["--world", "2", "--seqlen", "64", "--heads", "2", "--head-dim", "16", "--repeats", "1", "--device", "cpu"]
+    ran = CliRunner().invoke(timeline_bench.app, [*asked, "--trace", str(trace), "--out", str(picture)])
+    assert ran.exit_code == 0, ran.output
+    found = from_chrome(json.loads(trace.read_text()))
+    assert isinstance(found, Timeline) and found.world == 2
+    assert {event.lane for event in found.events} >= {*LANES}
+    assert found.about["provenance"]["command"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "clocks of the ranks agree" in ran.output
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (["--seqlen", "1"], "--seqlen is 1: 2 ranks need a token each"),
+        (["--device", "tpu"], "--device is 'tpu'"),
+        (["--trace", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+        (["--out", "a.gif"], "a.gif is no picture"),
+        (["--predicted", "/nowhere.json"], "/nowhere.json"),
+        (["--kv-heads", "3"], "--kv-heads is 3"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_before_it_starts(
+    asked: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: Any) -> None:
+        raise AssertionError("it started")
+
+    monkeypatch.setattr(timeline_bench, "started", started)
+    ran = CliRunner().invoke(timeline_bench.app, asked, env={"COLUMNS": "300"})
+    assert ran.exit_code == 2 and told in ran.output
