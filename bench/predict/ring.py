@@ -18,6 +18,8 @@ from .links import Links
 from .program import COMPUTE, DKDV, DQ, FOLD, PASSES, Form, Op, Program, record
 
 MOST_RANKS = 128  # of a ring whose ranks are told apart: each takes a program, and there are world x world hops
+SURELY_TOLD_APART = 16  # up to here it takes a moment
+MOST_LANES = 1024  # of ranks that do the same, but not in the same time
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,15 @@ class Pass:
 
 
 def predicted(
-    call: Call, device: Device, links: Links, trouble: Trouble | None = None, *, phases: Sequence[str] = PASSES
+    call: Call,
+    device: Device,
+    links: Links,
+    trouble: Trouble | None = None,
+    *,
+    phases: Sequence[str] = PASSES,
+    told_apart: bool = False,
 ) -> tuple[Pass, ...]:
-    """The passes of a call.
+    """The passes of a call; ``told_apart`` asks for every rank's own program where one could stand for all.
 
     Raises:
         ValueError: more ranks than can be told apart, where a mask or a layout has them do different things.
@@ -62,12 +70,13 @@ def predicted(
     wrong = [rank for rank in trouble.slow if not 0 <= rank < call.world]
     if wrong:
         raise ValueError(f"slow names rank {wrong[0]}: ranks are 0 to {call.world - 1}")
-    if call.world > MOST_RANKS or (call.is_plain and call.world > MOST_RANKS // 4 and not device.on_host):
-        if not call.is_plain:
-            raise ValueError(
-                f"{call.world} GPUs with this layout and mask do different things: at most {MOST_RANKS} are told apart. "
-                "More are predicted for contiguous, zigzag (of even shards) and striped, full or causal"
-            )
+    alike = call.is_plain and call.world > SURELY_TOLD_APART and not told_apart and not device.on_host
+    if call.world > MOST_RANKS and not alike:
+        raise ValueError(
+            f"{call.world} GPUs with this layout and mask do different things: at most {MOST_RANKS} are told apart. "
+            "More are predicted for contiguous, zigzag (of even shards) and striped, full or causal"
+        )
+    if alike:
         return tuple(_alike_pass(call, device, links, trouble, phase) for phase in phases)
     plans = call.plans()
     return tuple(_exact_pass(call, plans, device, links, trouble, phase) for phase in phases)
@@ -147,6 +156,13 @@ def _alike_pass(call: Call, device: Device, links: Links, trouble: Trouble, phas
         found = cases([call], device, links, phase)
         return Pass(phase, float(found.seconds[0]), float(found.waited[0]), tuple(found.by_hop.values()))
     program, costs, groups = _alike_costs(call, device, links, phase)
+    if call.world > MOST_LANES:
+        if trouble.jitter:
+            raise ValueError(f"jitter is told for {MOST_LANES} GPUs at most, and there are {call.world}")
+        # all wait for the slowest at every hop but for what the slots hold: as if everyone were as slow
+        worst = max(trouble.slow.values())
+        found = run_alike(program, [np.array([cost * worst]) for cost in costs], [np.array([one]) for one in groups])
+        return Pass(phase, float(found.seconds[0]), float(found.waited[0]), tuple(found.by_hop.values()))
     factor = np.ones(call.world)
     for rank, times in trouble.slow.items():
         factor[rank] = times
