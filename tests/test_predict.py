@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from ringattn.bench.predict.alike import plan_of, schedule_of
 from ringattn.bench.predict.answers import straggling, tokens_needed
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.clock import run
-from ringattn.bench.predict.host import Body, HostSpeed
+from ringattn.bench.predict.host import Body, HostSpeed, calibrated
 from ringattn.bench.predict.launch import Launch, area_of, whole
 from ringattn.bench.predict.links import PRESETS, Link, Links, link_of, measured
 from ringattn.bench.predict.memory import check, memory, most_tokens
@@ -25,6 +28,7 @@ from ringattn.bench.predict.ring import Trouble, cases, ideal_seconds, predicted
 from ringattn.bench.predict.speed import H100, form_of
 from ringattn.bench.predict.timelines import timeline
 from ringattn.bench.timeline import from_chrome
+from ringattn.bench.timing import Clock
 from ringattn.ring import Layout, Mask, schedule
 from ringattn.ring.documents import Documents
 from ringattn.ring.mask import bounds
@@ -237,14 +241,14 @@ def test_timelines_say_what_happened(mask: Mask) -> None:
     for rank in range(4):
         for lane in ("compute", "slot 0", "slot 1", "slot 2"):
             mine = sorted((one for one in found.events if (one.rank, one.lane) == (rank, lane)), key=lambda e: e.begin)
-            assert all(a.end <= b.begin + 1e-12 for a, b in zip(mine, mine[1:], strict=False)), (rank, lane)
+            assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(mine)), (rank, lane)
     moved = {lane: sorted((e.name, e.nbytes) for e in found.events if e.lane == lane) for lane in ("send", "receive")}
     assert moved["send"] == moved["receive"]
 
 
 def test_a_host_computes_in_pieces() -> None:
     """A second per score of the operator, of which a causal ring of two shards has half a square and a square."""
-    body = Body(pair=1.0, edge=0.0, score=1.0, masked=0.0, row=0.0, call=0.0)
+    body = Body(pair=1.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
     speed = HostSpeed(body, body, key=0.0, head_dim=8, beside=0.0)
     call = Call(256, 2, "contiguous", heads=1, kv_heads=1, head_dim=8, dtype="float32")
     forward, backward = predicted(call, speed, ENDLESS)
@@ -254,7 +258,7 @@ def test_a_host_computes_in_pieces() -> None:
 
 
 def test_a_window_on_a_host_goes_by_tiles() -> None:
-    body = Body(pair=0.0, edge=0.0, score=1.0, masked=0.0, row=0.0, call=0.0)
+    body = Body(pair=0.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
     speed = HostSpeed(body, body, key=0.0, head_dim=8, beside=0.0)
     call = Call(1024, 2, "contiguous", Mask(causal=True, window=(99, 0)), 1, 1, 8, dtype="float32")
     visible = 1024 * 100
@@ -338,3 +342,21 @@ def test_kinds_are_in_the_names_of_transfers() -> None:
     ops = record(replace(SMALL, world=4, nodes=2).plans()[0], SMALL.form, "backward").ops
     assert {op.key.kind for op in ops if op.key} == {*Kind}
     assert all((op.key is None) == (op.stream == COMPUTE) for op in ops)
+
+
+def test_a_calibration_is_of_this_thread() -> None:
+    """Tiny: what it finds are numbers of the right kind, and a ring can be predicted from them alone."""
+    speed = calibrated(
+        256, heads=2, kv_heads=1, head_dim=8, dtype=torch.float32, clock=Clock(torch.device("cpu")), repeats=1
+    )
+    assert speed.forward.pair > 0 and speed.backward.score > 0 and speed.key > 0
+    call = Call(512, 2, "striped", Mask(causal=True), 2, 1, 8, dtype="float32")
+    assert all(one.seconds > 0 for one in predicted(call, speed, ENDLESS))
+
+
+@pytest.mark.nightly
+def test_measured_rings_on_this_cpu() -> None:
+    """It needs a machine on which nothing else runs; exit code 1 where a row is off by more than 10% and its spread."""
+    command = [sys.executable, "-m", "ringattn.bench.predict.check", "--seqlen", "4k,8k"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr

@@ -53,13 +53,13 @@ class EveryoneSees(Schedule):
     """A schedule in which every rank sees something of every shard."""
 
     @property
-    def journeys(self) -> Any:  # type: ignore[override]
+    def journeys(self) -> Any:
         """To the last rank of every turn."""
         one = (1, self.inner - 1) if self.inner > 1 else (1, 0)
         return Same((one,) * len(self.turns), self.world)
 
     @property
-    def last_turns(self) -> Any:  # type: ignore[override]
+    def last_turns(self) -> Any:
         return Same(len(self.turns) - 1, self.world)
 
 
@@ -139,5 +139,3 @@ def crosses(call: Call, op: Op) -> bool:
     if call.nodes == 1:
         return False
     return op.stream == BETWEEN or call.topology is None
-
-

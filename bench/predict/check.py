@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 import typer
 
 from ...ring import Mask, Ring, ring_attention
@@ -29,7 +28,7 @@ from ..shapes import binary, sizes
 from ..tables import table
 from ..timing import Clock, Step, interleaved
 from .call import NAMED, Call
-from .host import HostSpeed, calibrated, typical
+from .host import HostSpeed, calibrated
 from .links import Link, Links, measured
 from .ring import predicted
 
@@ -98,21 +97,22 @@ def spawned(
     assert place is not None
     torch.set_num_threads(1)
     with process_group(place, store), Ring() as ring:
-        mine = calibrated(
+        clock = Clock(CPU, Ranks())
+        speed = calibrated(
             length, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=DTYPES[shape.dtype],
-            repeats=repeats, ready=dist.barrier,
+            clock=clock, repeats=repeats,
         )  # fmt: skip
-        everyone: list[Any] = [None] * place.world
-        dist.all_gather_object(everyone, mine)
-        speed, rows = typical(everyone), []
+        rows = []
         for case in wanted:
             call = shape.call(*case)
             step = _step(place, call, ring)
-            samples = interleaved({"": step}, Clock(CPU, Ranks()), repeats=repeats)[""]
+            samples = interleaved({"": step}, clock, repeats=repeats)[""]
             passes = predicted(call, speed, Links(link, link))
             rows.append(Row(*case, samples.median, samples.spread, sum(one.seconds for one in passes)))
             if place.rank == 0:
-                print(rows[-1], "" if rows[-1].is_right else "WRONG", f"{rows[-1].off:+.1%}", file=sys.stderr, flush=True)
+                print(
+                    rows[-1], "" if rows[-1].is_right else "WRONG", f"{rows[-1].off:+.1%}", file=sys.stderr, flush=True
+                )
         return speed, rows
 
 
@@ -122,7 +122,9 @@ def _step(place: Member, call: Call, ring: Ring) -> Step:
     boundaries = None if mask.documents is None else list(mask.documents.boundaries)
     shape, draw = (1, held.lengths[place.rank]), torch.Generator().manual_seed(place.rank)
     heads = (call.heads, call.kv_heads, call.kv_heads, call.heads)
-    *inputs, dout = (torch.randn(*shape, count, call.head_dim, generator=draw).to(DTYPES[call.dtype]) for count in heads)
+    *inputs, dout = (
+        torch.randn(*shape, count, call.head_dim, generator=draw).to(DTYPES[call.dtype]) for count in heads
+    )
 
     def run() -> None:
         leaves = [x.detach().requires_grad_() for x in inputs]

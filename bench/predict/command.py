@@ -16,7 +16,7 @@ from ...ring.mask import UNLIMITED
 from ..masks import boundaries_of, title
 from ..output import prints, write_csv, write_json
 from ..ring_bench import check_targets, dtype_name
-from ..shapes import Causal, CuSeqlens, DocumentsOfMean, DocumentsSeed, Window, binary, grouped, human, size, sizes
+from ..shapes import Causal, CuSeqlens, DocumentsOfMean, DocumentsSeed, Window, binary, grouped, human, size
 from ..tables import table
 from ..timeline import as_chrome
 from .answers import Needed, Straggling, rows_of_sweep, straggling, tokens_needed
@@ -233,8 +233,11 @@ def predict(
             slots, prefetch, 1, wire_dtype, grad_wire_dtype,
         )  # fmt: skip
         device, links = speed_of(gpu, tflops, backward_tflops, call), Links(link_of(link), link_of(link_between))
-        changed = {"beside": beside, "capacity": None if memory_gb is None else memory_gb * 1e9}
-        device = replace(device, **{name: value for name, value in changed.items() if value is not None})
+        device = replace(
+            device,
+            beside=device.beside if beside is None else beside,
+            capacity=device.capacity if memory_gb is None else memory_gb * 1e9,
+        )
         if sweep is not None:
             _map(call, device, links, axes_of(sweep), picture, json, csv)
             return

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import lru_cache
-from statistics import median
-from time import perf_counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -17,10 +15,10 @@ from ...ring import blockwise, flash_cpu
 from ...ring.aten import AtenBackward, AtenForward
 from ...ring.pieces import Kind, Limits, Piece, limits, pieces
 from ...ring.tiling import blocks, chunks
+from ..timing import Clock, Step, interleaved
 from .launch import Launch
-from .program import ADD, DKDV, DQ, FOLD, Form
+from .program import ADD, DKDV, DQ, FOLD, PASSES, Form
 
-BODIES = ("operator", "blockwise")
 WINDOW = 256  # of the shape that tells what masking costs the blockwise body
 
 
@@ -48,7 +46,6 @@ class Body:
     score: float
     masked: float
     row: float
-    call: float
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ class HostSpeed:
         bounds = FULL if launch.bounds is None else launch.bounds
         work = work_of(bounds, rows, keys, form.heads // form.chunks, form.kv_heads // form.chunks)
         kinds = zip(work, (body.pair, body.edge, body.score, body.masked, body.row), strict=True)
-        return body.call + form.batch * sum(count * seconds for count, seconds in kinds)
+        return form.batch * sum(count * seconds for count, seconds in kinds)
 
 
 @lru_cache(4096)
@@ -107,7 +104,8 @@ def _of_piece(bounds: Bounds, piece: Piece, heads: int, kv_heads: int) -> Work:
         return Work(heads * rows * keys, 0, 0, 0, heads * rows)
     if piece.kind is not Kind.BLOCKWISE:
         return Work(heads * rows * (rows + 1) / 2, heads * rows, 0, 0, heads * rows)
-    return Work(0, 0, *(heads * count for count in _tiles(limits(bounds, piece), rows, keys, heads, kv_heads)), 0)
+    scores, masked = _tiles(limits(bounds, piece), rows, keys, heads, kv_heads)
+    return Work(0, 0, heads * scores, heads * masked, 0)
 
 
 def _tiles(near: Limits, rows: int, keys: int, heads: int, kv_heads: int) -> tuple[float, float]:
@@ -118,63 +116,71 @@ def _tiles(near: Limits, rows: int, keys: int, heads: int, kv_heads: int) -> tup
     for block in blocks(near, group, len(chunks(thin, thin, group, rows)[0].keys)):
         count = block.end - block.row
         scores += count * sum(tile.end - tile.key for tile in block.tiles)
-        masked += count * sum(
-            edge.columns.stop - edge.columns.start for tile in block.tiles for edge in tile.edges
-        )
+        masked += count * sum(edge.columns.stop - edge.columns.start for tile in block.tiles for edge in tile.edges)
     return scores, masked
 
 
 def calibrated(
-    tokens: int, *, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, repeats: int = 5,
-    ready: Callable[[], None] = lambda: None,
-) -> HostSpeed:  # fmt: skip
-    """Measure this thread with pieces of ``tokens`` rows: a dozen launches, each ``repeats`` times.
+    tokens: int, *, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, clock: Clock, repeats: int = 5
+) -> HostSpeed:
+    """Measure this thread with pieces of ``tokens`` rows and keys, in turns; medians of ``repeats``.
 
-    ``ready`` is called before each, so that several processes measure at once and each finds the machine as busy as a
-    ring does.
+    The team of the clock is every process of a ring: all measure at once, each by itself, so that each finds the
+    machine as busy as a ring does, and all know the slowest.
     """
     draw = torch.Generator().manual_seed(0)
     shapes = [(1, tokens, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
-    q, k, v, dout = (torch.randn(shape, generator=draw).to(dtype) for shape in shapes)
-    stage = _Stage(q, k, v, dout, repeats, ready)
-    forward, backward = stage.body("forward"), stage.body("backward")
-    sums = [torch.zeros(1, tokens, kv_heads, head_dim) for _ in range(4)]
-    key = stage.time(lambda: [torch.add(a, b, out=a) for a, b in zip(sums[:2], sums[2:], strict=True)])
-    return HostSpeed(forward, backward, key / (tokens * kv_heads), head_dim)
+    stage = _Stage(*(torch.randn(shape, generator=draw).to(dtype) for shape in shapes))
+    times = interleaved(stage.steps(), clock, repeats=repeats)
+    seconds = {name: samples.median for name, samples in times.items()}
+    forward, backward = (stage.body(phase, seconds) for phase in PASSES)
+    return HostSpeed(forward, backward, seconds["sums"] / (tokens * kv_heads), head_dim)
 
 
 class _Stage:
-    """The tensors that everything is measured with."""
+    """The tensors that everything is measured with, and what is measured."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, repeats: int, ready: Callable[[], None]
-    ) -> None:
-        self.q, self.k, self.v, self.dout, self.repeats, self.ready = q, k, v, dout, repeats, ready
-        self.scale = q.shape[-1] ** -0.5
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+        self.q, self.k, self.v, self.dout, self.scale = q, k, v, dout, q.shape[-1] ** -0.5
         self.tokens, self.heads, self.kv_heads = q.shape[1], q.shape[2], k.shape[2]
         self.out, self.lse = flash_cpu.forward(q, k, v, Kind.RECTANGLE, scale=self.scale)
+        at = torch.arange(self.tokens, dtype=torch.int32)
+        ends = {
+            "wide": (torch.zeros_like(at), torch.full_like(at, self.tokens)),
+            "band": ((at - WINDOW + 1).clamp(min=0), at + 1),
+        }
+        self.limits = {name: Limits(lo, hi, ((0, self.tokens),)) for name, (lo, hi) in ends.items()}
 
-    def time(self, run: Callable[[], object]) -> float:
-        """Median seconds, after one run that is not counted."""
-        taken = []
-        for _ in range(self.repeats + 1):
-            self.ready()
-            begun = perf_counter()
-            run()
-            taken.append(perf_counter() - begun)
-        return median(taken[1:])
+    def steps(self) -> dict[str, Step]:
+        """What to time, by name."""
+        folding = AtenForward(self.q, softmax_scale=self.scale)
+        adding = AtenBackward(self.dout, self.q, self.out, self.lse, None, softmax_scale=self.scale)
+        into = tuple(torch.empty(x.shape) for x in (self.k, self.v))
+        came = tuple(torch.zeros(x.shape) for x in (self.k, self.v))
+        found: dict[str, Step] = {
+            "forward hop": lambda: folding.fold(self.k, self.v, FULL, final=False),
+            "backward hop": lambda: adding.dkdv(self.k, self.v, FULL, local=False, sums=None, into=into),
+            "sums": lambda: [torch.add(a, b, out=a) for a, b in zip(into, came, strict=True)],
+        }
+        for kind in (Kind.RECTANGLE, Kind.CAUSAL):
+            found[f"forward {kind.name}"] = partial(self._operator_forward, kind)
+            found[f"backward {kind.name}"] = partial(self._operator_backward, kind)
+        for name, near in self.limits.items():
+            found[f"forward {name}"] = partial(self._blockwise_forward, near)
+            found[f"backward {name}"] = partial(self._blockwise_backward, near)
+        return found
 
-    def body(self, phase: str) -> Body:
-        """Two shapes for each body tell its two constants; what a hop adds to its operator is the difference."""
-        operator = self._operator_forward if phase == "forward" else self._operator_backward
-        full, half = (self.time(lambda kind=kind: operator(kind)) for kind in (Kind.RECTANGLE, Kind.CAUSAL))  # type: ignore[misc]
-        plane = self.heads * self.tokens**2
-        pair = full / plane
-        edge = max(half - pair * plane / 2, 0.0) / (self.heads * self.tokens)
-        hop = self._fold() if phase == "forward" else self._dkdv()
-        row = max(hop - full, 0.0) / (self.heads * self.tokens)
-        score, masked = self._blockwise(phase)
-        return Body(pair, edge, score, masked, row, 0.0)
+    def body(self, phase: str, seconds: Mapping[str, float]) -> Body:
+        """Two shapes of each body tell its two constants; what a hop adds to its operator is the difference."""
+        full, half = (seconds[f"{phase} {kind.name}"] for kind in (Kind.RECTANGLE, Kind.CAUSAL))
+        rows, plane = self.heads * self.tokens, self.heads * self.tokens**2
+        edge = max(half - full * (1 + 1 / self.tokens) / 2, 0.0) / rows
+        row = max(seconds[f"{phase} hop"] - full, 0.0) / rows
+        sizes = (self.tokens, self.tokens, self.heads, self.kv_heads)
+        (scores, _), (few, masked) = (_tiles(self.limits[name], *sizes) for name in ("wide", "band"))
+        score = seconds[f"{phase} wide"] / (self.heads * scores)
+        thin = max(seconds[f"{phase} band"] / self.heads - score * few, 0.0) / masked
+        return Body(full / plane, edge, score, thin, row)
 
     def _operator_forward(self, kind: Kind) -> None:
         flash_cpu.forward(self.q, self.k, self.v, kind, scale=self.scale)
@@ -182,46 +188,14 @@ class _Stage:
     def _operator_backward(self, kind: Kind) -> None:
         flash_cpu.backward(self.dout, self.q, self.k, self.v, self.out, self.lse, kind, scale=self.scale)
 
-    def _fold(self) -> float:
-        work = AtenForward(self.q, softmax_scale=self.scale)
-        return self.time(lambda: work.fold(self.k, self.v, FULL, final=False))
+    def _blockwise_forward(self, near: Limits) -> None:
+        lse = torch.full((1, self.heads, self.tokens), -torch.inf, dtype=torch.float64)
+        out = torch.zeros(1, self.tokens, self.heads, self.v.shape[-1])
+        blockwise.forward(self.q, self.k.float(), self.v.float(), out, lse, near, scale=self.scale)
 
-    def _dkdv(self) -> float:
-        work = AtenBackward(self.dout, self.q, self.out, self.lse, None, softmax_scale=self.scale)
-        into = tuple(torch.empty(x.shape) for x in (self.k, self.v))
-        return self.time(lambda: work.dkdv(self.k, self.v, FULL, local=False, sums=None, into=into))
-
-    def _blockwise(self, phase: str) -> tuple[float, float]:
-        at = torch.arange(self.tokens, dtype=torch.int32)
-        wide = torch.zeros_like(at), torch.full_like(at, self.tokens)
-        band = (at - WINDOW + 1).clamp(min=0), at + 1
-        found = []
-        for lo, hi in (wide, band):
-            near = Limits(lo, hi, ((0, self.tokens),))
-            counts = _tiles(near, self.tokens, self.tokens, self.heads, self.kv_heads)
-            found.append((self.time(lambda near=near: self._run(phase, near)), *counts))  # type: ignore[misc]
-        (full, scores, _), (thin, few, masked) = found
-        score = full / (self.heads * scores)
-        return score, (thin / self.heads - score * few) / masked
-
-    def _run(self, phase: str, near: Limits) -> None:
-        rows = (1, self.tokens, self.heads, self.v.shape[-1])
-        if phase == "forward":
-            lse = torch.full((1, self.heads, self.tokens), -torch.inf, dtype=torch.float64)
-            blockwise.forward(self.q, self.k.float(), self.v.float(), torch.zeros(rows), lse, near, scale=self.scale)
-            return
+    def _blockwise_backward(self, near: Limits) -> None:
         grads = tuple(torch.zeros(x.shape) for x in (self.q, self.k, self.v))
         delta = torch.zeros(1, self.heads, self.tokens)
         blockwise.backward(
             self.dout, self.q, self.k.float(), self.v.float(), self.lse, delta, near, scale=self.scale, grads=grads
         )
-
-
-def typical(speeds: Sequence[HostSpeed]) -> HostSpeed:
-    """Of processes that measured at once, each constant's median."""
-
-    def merged(bodies: Sequence[Body]) -> Body:
-        return Body(*(median(getattr(one, field.name) for one in bodies) for field in fields(Body)))
-
-    forward, backward = merged([one.forward for one in speeds]), merged([one.backward for one in speeds])
-    return HostSpeed(forward, backward, median(one.key for one in speeds), speeds[0].head_dim)

@@ -25,7 +25,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if not self.rate > 0 or self.latency < 0:
-            raise ValueError(f"a link of {self.rate} bytes/s and {self.latency} s: it takes more than 0, and at least 0")
+            raise ValueError(
+                f"a link of {self.rate} bytes/s and {self.latency} s: it takes more than 0, and at least 0"
+            )
 
     def seconds(self, nbytes: float) -> float:
         """Of one message."""
@@ -79,8 +81,8 @@ def link_of(text: str) -> Link:
 def measured(results: Mapping[str, Any], *, source: str = "bench links", way: str = "ring") -> Link:
     """Rate and latency of the slowest edge, by least squares of seconds over bytes, of what ``bench links`` wrote.
 
-    Of several transports the fastest counts. ``way`` is how the ring uses its links: ``ring``, every edge at once; where no such
-    rows are there, one way alone.
+    Of several transports the fastest counts. ``way`` is how the ring uses its links: ``ring``, every edge at once;
+    where no such rows are there, one way alone.
 
     Raises:
         ValueError: another schema, or no transfers between two ranks.
@@ -92,7 +94,9 @@ def measured(results: Mapping[str, Any], *, source: str = "bench links", way: st
     transports = sorted({row["transport"] for row in rows if row["transport"] != "local"})
     fits = [_fit([row for row in rows if row["transport"] == name], f"{source}, {name}") for name in transports]
     if not fits:
-        raise ValueError(f"{source} has no transfers between two ranks: run `ringattn bench links --world 2 --json FILE`")
+        raise ValueError(
+            f"{source} has no transfers between two ranks: run `ringattn bench links --world 2 --json FILE`"
+        )
     return max(fits, key=lambda link: link.rate)
 
 

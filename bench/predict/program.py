@@ -1,7 +1,7 @@
 """What one rank does in one call, in order: the ring's own loops, run on tensors without memory, and written down.
 
-Nothing here knows what a ring is. :func:`record` hands :mod:`ringattn.ring.loop` a transport that moves nothing and work
-that computes nothing; what they are asked for, and what each waits for, is the program.
+Nothing here knows what a ring is. :func:`record` hands :mod:`ringattn.ring.loop` a transport that moves nothing and
+work that computes nothing; what they are asked for, and what each waits for, is the program.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ...comm import Fence, Message, Slots
-from ...comm.topology import Topology
 from ...kernels import FULL, PLAIN, Bounds, Scores
 from ...ring import loop
 from ...ring.plan import Plan, Sight
 from ...ring.schedule import Hop
-from ...ring.traffic import Call, Key, Kind, Pair, Tensors, chunks_of
+from ...ring.traffic import Call, Key, Kind, Tensors, chunks_of
 from ...ring.wire import Wire
 
 META = torch.device("meta")

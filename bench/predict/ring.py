@@ -82,9 +82,7 @@ def predicted(
     return tuple(_exact_pass(call, plans, device, links, trouble, phase) for phase in phases)
 
 
-def _exact_pass(
-    call: Call, plans: Sequence[Plan], device: Device, links: Links, trouble: Trouble, phase: str
-) -> Pass:
+def _exact_pass(call: Call, plans: Sequence[Plan], device: Device, links: Links, trouble: Trouble, phase: str) -> Pass:
     lengths, programs, costs = call.held().lengths, [], []
     draw = np.random.default_rng(trouble.seed)
     for one in plans:
