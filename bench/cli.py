@@ -49,6 +49,7 @@ _register(app, "show", "show", "Print or draw the schedule and the mask of any c
 _register(app, "inspect", "inspect_kernel", "What any kernel takes on any GPU, and what bounds its main loop.")
 _register(app, "tune", "tune", "Find the tiles of a model's attention for a GPU; without one, by compiling alone.")
 _register(app, "doctor", "doctor", "Does this machine do what a ring needs? If not, what to do first.")
+_register(app, "predict", "predict.command", "How long a ring of any size takes, by the loops that really run.")
 _register(app, "export", "export", "Write kernels as a C++ framework links them: cubin, C launcher, manifest.")
 _register(bench, "kernels", "kernel_bench", "Our kernels beside PyTorch's backends on one device: ms, TFLOP/s, errors.")
 _register(

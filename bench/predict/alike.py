@@ -1,0 +1,141 @@
+"""Rings of thousands of GPUs: one rank's program stands for all, since all do the same.
+
+The schedule of a plain ring is known without looking at every pair of ranks: everyone sees something of every shard. It
+is the same :class:`~ringattn.ring.schedule.Schedule`, with its tables of world x world left unwritten; tests compare
+its hops with those that the ring makes.
+
+Of a causal mask on contiguous shards the last rank sees everything, and it is the last to be ready; every other rank
+does a part of that. All are taken to do as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from ...comm.topology import Topology
+from ...kernels import FULL
+from ...ring.layout import Layout
+from ...ring.plan import Plan, Positions, Sight
+from ...ring.schedule import Schedule
+from .call import CPU, Call
+from .launch import Area
+from .program import BETWEEN, Op, Program, record
+
+T = TypeVar("T")
+UNIT = 256  # tokens that a program is recorded with: bytes are in proportion
+
+
+class Same(Sequence[T]):
+    """A sequence of one value."""
+
+    def __init__(self, value: T, count: int) -> None:
+        self._value, self._count = value, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return Same(self._value, len(range(*index.indices(self._count))))
+        return self._value
+
+
+class EveryoneSees(Schedule):
+    """A schedule in which every rank sees something of every shard."""
+
+    @property
+    def journeys(self) -> Any:
+        """To the last rank of every turn."""
+        one = (1, self.inner - 1) if self.inner > 1 else (1, 0)
+        return Same((one,) * len(self.turns), self.world)
+
+    @property
+    def last_turns(self) -> Any:
+        return Same(len(self.turns) - 1, self.world)
+
+
+def schedule_of(call: Call) -> EveryoneSees:
+    """The schedule of a plain call, whatever its size."""
+    topology = call.topology or Topology.flat(call.world)
+    nodes = topology.nodes if topology.two_level else (topology.order,)
+    visits: Any = Same(Same(True, call.world), call.world)
+    return EveryoneSees(nodes, call.direction, visits, (call.tokens,) * call.world, call.slots)
+
+
+def plan_of(call: Call, rank: int = 0) -> Plan:
+    """The plan of a rank of a plain call, without bounds."""
+    whole = schedule_of(call)
+    hops = whole.hops(rank)
+    nowhere = Positions(Layout.uneven([0]), Layout.uneven([0]), Layout.uneven([0]), 0, CPU)
+    bases = [base for base in hops[:: whole.inner] if base.sums_from is not None]
+    return Plan(
+        rank=rank,
+        hops=hops,
+        inner=whole.inner,
+        sights=tuple((Sight(FULL, nowhere, hop.shard),) for hop in hops),
+        lengths=whole.lengths,
+        longest=call.tokens,
+        leaving=None,
+        last=whole.count - 1,
+        slots=call.slots,
+        edges=((), ()),
+        homecomings={base.index + whole.inner - 1: base for base in bases},
+    )
+
+
+def area_at(call: Call, hop: int) -> Area:
+    """What a rank of a plain call computes at a hop.
+
+    Of a zigzag all rows against half of the keys, or half of the rows against all keys: the area of the one has the
+    rows, whose state it carries, of the other the keys, which its last programs run along.
+    """
+    tokens = call.tokens
+    if not call.mask.causal:
+        return Area(tokens * tokens, tokens, tokens, tokens, 0)
+    if hop == 0 or call.layout == "striped":
+        return Area(tokens * (tokens + 1) / 2, tokens, tokens, tokens, tokens)
+    if call.layout == "zigzag":
+        return Area(tokens * tokens / 2, tokens, tokens, tokens, 0)
+    return Area(tokens * tokens, tokens, tokens, tokens, 0)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The lanes of the ranks that every rank meets in a group of rank 0's program, the ranks in ring order."""
+
+    nodes: int
+    per_node: int
+
+    def __call__(self, op: Op) -> tuple[npt.NDArray[np.int64], ...]:
+        peers = {peer for peer, _ in (*op.sends, *op.receives)}
+        ranks = np.arange(self.nodes * self.per_node).reshape(self.nodes, self.per_node)
+        found = (np.roll(ranks, [-x for x in divmod(peer, self.per_node)], (0, 1)).ravel() for peer in sorted(peers))
+        return tuple(found)
+
+
+def meeting(call: Call) -> Meeting:
+    """For a plain call's program."""
+    return Meeting(call.nodes, call.per_node) if call.topology is not None else Meeting(1, call.world)
+
+
+def recorded(call: Call, phase: str) -> Program:
+    """Rank 0's program, with bytes as of ``UNIT`` tokens per rank."""
+    unit = replace(call, tokens=UNIT)
+    form = replace(unit.form, tokens=UNIT)
+    return record(plan_of(unit), form, phase)
+
+
+def crosses(call: Call, op: Op) -> bool:
+    """Whether any rank's messages of a group leave its node; then all wait for those that do."""
+    if call.nodes == 1:
+        return False
+    return op.stream == BETWEEN or call.topology is None

@@ -1,0 +1,107 @@
+"""What people ask of a prediction: how many tokens hide the links, and what a slow GPU costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+
+from .call import DTYPES, Call
+from .launch import Device
+from .links import Links
+from .program import PASSES
+from .ring import MOST_RANKS, Trouble, cases, predicted
+from .speed import Speed
+
+HIDDEN = 0.01  # of a pass: what may be exposed of links that are called hidden
+LEAST, MOST = 256, 1 << 22  # tokens per GPU between which the answer is looked for
+BACKWARD_SHARE = 2.4  # of the closed form: K/V and fp32 sums, against what a backward computes
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Tokens per GPU from which on links are hidden."""
+
+    forward: int | None
+    """None: more than ``MOST``."""
+    backward: int | None
+    closed_forward: float
+    """g F / B, twice that where the mask is causal; g key heads per head, F FLOP/s, B bytes/s."""
+    closed_backward: float
+
+
+def tokens_needed(call: Call, device: Speed, links: Links) -> Needed:
+    """Solved on the clock by halving, beside the closed form, which knows no latency, no edge and no state."""
+    forward, backward = (_least_hidden(call, device, links, phase) for phase in PASSES)
+    rail = call.topology is not None
+    g, size = call.kv_heads / call.heads, DTYPES[call.dtype].itemsize / 2
+    half = 2 if call.mask.causal else 1
+    rate = links.inside.rate if call.nodes == 1 else links.between.rate * (call.per_node if rail else 1)
+    closed = half * size * g * device.forward / rate
+    return Needed(forward, backward, closed, BACKWARD_SHARE / 2 * half * g * device.backward / rate)
+
+
+def _least_hidden(call: Call, device: Device, links: Links, phase: str) -> int | None:
+    """The lanes of one run are lengths, eight to an octave, so that one run finds the answer within 9%."""
+    lengths = sorted({2 * round(LEAST * 2 ** (step / 8) / 2) for step in range(8 * 14 + 1)})
+    calls = [replace(call, tokens=length) for length in lengths]
+    found = cases(calls, device, links, phase)
+    hidden = found.waited <= HIDDEN * found.seconds
+    if not hidden[-1]:
+        return None
+    return lengths[0] if hidden.all() else lengths[int(np.flatnonzero(~hidden)[-1]) + 1]
+
+
+@dataclass(frozen=True)
+class Straggling:
+    """Seconds of a step, forward and backward, where one GPU is slow."""
+
+    even: float
+    """All are as fast."""
+    slow: float
+    """One is not, and all shards are equal."""
+    balanced: float
+    """Its shard is smaller."""
+
+
+def straggling(call: Call, device: Device, links: Links, slow: dict[int, float]) -> Straggling:
+    """What slow GPUs cost, with equal shards and with ``Layout.balanced``.
+
+    Above ``MOST_RANKS`` the balanced ring is the even one, stretched by what speed is missing: every rank's work is in
+    proportion to its speed by construction.
+    """
+    even, with_slow = (
+        sum(one.seconds for one in predicted(call, device, links, Trouble(given))) for given in ({}, slow)
+    )
+    speeds = tuple(float(Fraction(1) / Fraction(slow.get(rank, 1.0))) for rank in range(call.world))
+    if call.world > MOST_RANKS // 2:
+        return Straggling(even, with_slow, even * call.world / sum(speeds))
+    held = replace(call, layout="balanced", speeds=speeds)
+    balanced = sum(one.seconds for one in predicted(held, device, links, Trouble(slow)))
+    return Straggling(even, with_slow, balanced)
+
+
+def rows_of_sweep(
+    call: Call, device: Speed, links: Links, tokens: Sequence[int], gpus: Sequence[int]
+) -> list[dict[str, float]]:
+    """Percent of ideal for tokens x GPUs; as many per node as the call has."""
+    from .ring import ideal_seconds
+
+    rows = []
+    for world in gpus:
+        nodes = max(1, world // call.per_node)
+        calls = [replace(call, tokens=one, world=world, nodes=nodes) for one in tokens]
+        found = [cases(calls, device, links, phase) for phase in PASSES]
+        for lane, one in enumerate(calls):
+            seconds = sum(float(two.seconds[lane]) for two in found)
+            waited = sum(float(two.waited[lane]) for two in found)
+            ideal = sum(ideal_seconds(one, device, phase) for phase in PASSES)
+            rows.append(
+                {
+                    "gpus": world, "tokens": one.tokens, "seconds": seconds, "exposed": waited,
+                    "percent of ideal": 100 * ideal / seconds,
+                }
+            )  # fmt: skip
+    return rows

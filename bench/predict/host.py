@@ -1,0 +1,201 @@
+"""How long a launch takes on a CPU: the pieces that it really falls into, by the body that really computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels import FULL, Bounds
+from ...ring import blockwise, flash_cpu
+from ...ring.aten import AtenBackward, AtenForward
+from ...ring.pieces import Kind, Limits, Piece, limits, pieces
+from ...ring.tiling import blocks, chunks
+from ..timing import Clock, Step, interleaved
+from .launch import Launch
+from .program import ADD, DKDV, DQ, FOLD, PASSES, Form
+
+WINDOW = 256  # of the shape that tells what masking costs the blockwise body
+
+
+class Work(NamedTuple):
+    """What the pieces of a launch add up to, for all its heads."""
+
+    pairs: float
+    """Scores that the operator computes, edges apart."""
+    edges: float
+    """Rows of its triangles."""
+    scores: float
+    """Scores of the tiles of the blockwise body, seen or not."""
+    masked: float
+    """Of them those of tiles on an edge."""
+    rows: float
+    """Rows of the operator's results, which are merged into the state."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """Seconds of one thing each, in one pass and with one head dim."""
+
+    pair: float
+    edge: float
+    score: float
+    masked: float
+    row: float
+
+
+@dataclass(frozen=True)
+class HostSpeed:
+    """One thread of a CPU. A launch takes the sum over its pieces of what :class:`Body` says."""
+
+    forward: Body
+    backward: Body
+    key: float
+    """Seconds to add up dK and dV of one key and key head."""
+    head_dim: int
+    beside: float = 0.9
+    """The transfers' thread takes the core for as long as it copies."""
+
+    @property
+    def on_host(self) -> bool:
+        """It does everything itself."""
+        return True
+
+    def launch_seconds(self, launch: Launch, form: Form) -> float:
+        """Seconds of one launch.
+
+        Raises:
+            ValueError: it was calibrated for another head dim.
+        """
+        if form.head_dim != self.head_dim:
+            raise ValueError(f"head_dim is {form.head_dim}: this speed was measured at {self.head_dim}")
+        if launch.what == ADD:
+            return self.key * launch.area.keys * form.batch * form.kv_heads / form.chunks
+        if launch.what == FOLD:
+            return self._of(self.forward, launch, form)
+        if launch.what == DKDV:  # the operator computes all three gradients at once, of the own shard in two halves
+            return self._of(self.backward, launch, form) * (0.5 if launch.hop == 0 else 1.0)
+        if launch.what == DQ:
+            return self._of(self.backward, launch, form) / 2 if launch.hop == 0 else 0.0
+        return 0.0
+
+    def _of(self, body: Body, launch: Launch, form: Form) -> float:
+        rows, keys = int(launch.area.rows), int(launch.area.keys)
+        bounds = FULL if launch.bounds is None else launch.bounds
+        work = work_of(bounds, rows, keys, form.heads // form.chunks, form.kv_heads // form.chunks)
+        kinds = zip(work, (body.pair, body.edge, body.score, body.masked, body.row), strict=True)
+        return form.batch * sum(count * seconds for count, seconds in kinds)
+
+
+@lru_cache(4096)
+def work_of(bounds: Bounds, rows: int, keys: int, heads: int, kv_heads: int) -> Work:
+    """Of one launch, one batch item."""
+    found = [_of_piece(bounds, piece, heads, kv_heads) for piece in pieces(bounds, rows, keys)]
+    return Work(*(sum(one) for one in zip(*found, strict=True))) if found else Work(0, 0, 0, 0, 0)
+
+
+def _of_piece(bounds: Bounds, piece: Piece, heads: int, kv_heads: int) -> Work:
+    rows, keys = piece.row_end - piece.row, piece.key_end - piece.key
+    if piece.kind is Kind.RECTANGLE:
+        return Work(heads * rows * keys, 0, 0, 0, heads * rows)
+    if piece.kind is not Kind.BLOCKWISE:
+        return Work(heads * rows * (rows + 1) / 2, heads * rows, 0, 0, heads * rows)
+    scores, masked = _tiles(limits(bounds, piece), rows, keys, heads, kv_heads)
+    return Work(0, 0, heads * scores, heads * masked, 0)
+
+
+def _tiles(near: Limits, rows: int, keys: int, heads: int, kv_heads: int) -> tuple[float, float]:
+    """Scores of the tiles of one head, and of them those of masked columns."""
+    group = heads // kv_heads
+    thin = torch.empty(1, keys, kv_heads, 1)  # its head dim is nothing that cutting looks at
+    scores = masked = 0
+    for block in blocks(near, group, len(chunks(thin, thin, group, rows)[0].keys)):
+        count = block.end - block.row
+        scores += count * sum(tile.end - tile.key for tile in block.tiles)
+        masked += count * sum(edge.columns.stop - edge.columns.start for tile in block.tiles for edge in tile.edges)
+    return scores, masked
+
+
+def calibrated(
+    tokens: int, *, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, clock: Clock, repeats: int = 5
+) -> HostSpeed:
+    """Measure this thread with pieces of ``tokens`` rows and keys, in turns; medians of ``repeats``.
+
+    The team of the clock is every process of a ring: all measure at once, each by itself, so that each finds the
+    machine as busy as a ring does, and all know the slowest.
+    """
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(1, tokens, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
+    stage = _Stage(*(torch.randn(shape, generator=draw).to(dtype) for shape in shapes))
+    times = interleaved(stage.steps(), clock, repeats=repeats)
+    seconds = {name: samples.median for name, samples in times.items()}
+    forward, backward = (stage.body(phase, seconds) for phase in PASSES)
+    return HostSpeed(forward, backward, seconds["sums"] / (tokens * kv_heads), head_dim)
+
+
+class _Stage:
+    """The tensors that everything is measured with, and what is measured."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+        self.q, self.k, self.v, self.dout, self.scale = q, k, v, dout, q.shape[-1] ** -0.5
+        self.tokens, self.heads, self.kv_heads = q.shape[1], q.shape[2], k.shape[2]
+        self.out, self.lse = flash_cpu.forward(q, k, v, Kind.RECTANGLE, scale=self.scale)
+        at = torch.arange(self.tokens, dtype=torch.int32)
+        ends = {
+            "wide": (torch.zeros_like(at), torch.full_like(at, self.tokens)),
+            "band": ((at - WINDOW + 1).clamp(min=0), at + 1),
+        }
+        self.limits = {name: Limits(lo, hi, ((0, self.tokens),)) for name, (lo, hi) in ends.items()}
+
+    def steps(self) -> dict[str, Step]:
+        """What to time, by name."""
+        folding = AtenForward(self.q, softmax_scale=self.scale)
+        adding = AtenBackward(self.dout, self.q, self.out, self.lse, None, softmax_scale=self.scale)
+        into = tuple(torch.empty(x.shape) for x in (self.k, self.v))
+        came = tuple(torch.zeros(x.shape) for x in (self.k, self.v))
+        found: dict[str, Step] = {
+            "forward hop": lambda: folding.fold(self.k, self.v, FULL, final=False),
+            "backward hop": lambda: adding.dkdv(self.k, self.v, FULL, local=False, sums=None, into=into),
+            "sums": lambda: [torch.add(a, b, out=a) for a, b in zip(into, came, strict=True)],
+        }
+        for kind in (Kind.RECTANGLE, Kind.CAUSAL):
+            found[f"forward {kind.name}"] = partial(self._operator_forward, kind)
+            found[f"backward {kind.name}"] = partial(self._operator_backward, kind)
+        for name, near in self.limits.items():
+            found[f"forward {name}"] = partial(self._blockwise_forward, near)
+            found[f"backward {name}"] = partial(self._blockwise_backward, near)
+        return found
+
+    def body(self, phase: str, seconds: Mapping[str, float]) -> Body:
+        """Two shapes of each body tell its two constants; what a hop adds to its operator is the difference."""
+        full, half = (seconds[f"{phase} {kind.name}"] for kind in (Kind.RECTANGLE, Kind.CAUSAL))
+        rows, plane = self.heads * self.tokens, self.heads * self.tokens**2
+        edge = max(half - full * (1 + 1 / self.tokens) / 2, 0.0) / rows
+        row = max(seconds[f"{phase} hop"] - full, 0.0) / rows
+        sizes = (self.tokens, self.tokens, self.heads, self.kv_heads)
+        (scores, _), (few, masked) = (_tiles(self.limits[name], *sizes) for name in ("wide", "band"))
+        score = seconds[f"{phase} wide"] / (self.heads * scores)
+        thin = max(seconds[f"{phase} band"] / self.heads - score * few, 0.0) / masked
+        return Body(full / plane, edge, score, thin, row)
+
+    def _operator_forward(self, kind: Kind) -> None:
+        flash_cpu.forward(self.q, self.k, self.v, kind, scale=self.scale)
+
+    def _operator_backward(self, kind: Kind) -> None:
+        flash_cpu.backward(self.dout, self.q, self.k, self.v, self.out, self.lse, kind, scale=self.scale)
+
+    def _blockwise_forward(self, near: Limits) -> None:
+        lse = torch.full((1, self.heads, self.tokens), -torch.inf, dtype=torch.float64)
+        out = torch.zeros(1, self.tokens, self.heads, self.v.shape[-1])
+        blockwise.forward(self.q, self.k.float(), self.v.float(), out, lse, near, scale=self.scale)
+
+    def _blockwise_backward(self, near: Limits) -> None:
+        grads = tuple(torch.zeros(x.shape) for x in (self.q, self.k, self.v))
+        delta = torch.zeros(1, self.heads, self.tokens)
+        blockwise.backward(
+            self.dout, self.q, self.k.float(), self.v.float(), self.lse, delta, near, scale=self.scale, grads=grads
+        )

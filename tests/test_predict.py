@@ -1,0 +1,362 @@
+"""The predictor: the loops that run, on a counted clock, against sums that can be done by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ringattn.bench.cli import app
+from ringattn.bench.predict.alike import plan_of, schedule_of
+from ringattn.bench.predict.answers import straggling, tokens_needed
+from ringattn.bench.predict.call import Call
+from ringattn.bench.predict.clock import run
+from ringattn.bench.predict.host import Body, HostSpeed, calibrated
+from ringattn.bench.predict.launch import Launch, area_of, whole
+from ringattn.bench.predict.links import PRESETS, Link, Links, link_of, measured
+from ringattn.bench.predict.memory import check, memory, most_tokens
+from ringattn.bench.predict.others import ways
+from ringattn.bench.predict.program import COMPUTE, DKDV, DQ, FOLD, PASSES, Form, record
+from ringattn.bench.predict.ring import Trouble, cases, ideal_seconds, predicted
+from ringattn.bench.predict.speed import H100, form_of
+from ringattn.bench.predict.timelines import timeline
+from ringattn.bench.timeline import from_chrome
+from ringattn.bench.timing import Clock
+from ringattn.ring import Layout, Mask, schedule
+from ringattn.ring.documents import Documents
+from ringattn.ring.mask import bounds
+from ringattn.ring.traffic import Kind
+
+LINKS = Links(PRESETS["nvlink4"], PRESETS["ib400"])
+ENDLESS = Links(Link(1e30, 0.0), Link(1e30, 0.0))
+SMALL = Call(tokens=16, world=4, heads=4, kv_heads=2, head_dim=8)
+runner = CliRunner()
+
+
+class Steady:
+    """A device on which every launch takes a second, half of one for each kernel of a backward."""
+
+    on_host = False
+    beside = 0.0
+
+    def launch_seconds(self, launch: Launch, form: Form) -> float:
+        return {FOLD: 1.0, DQ: 0.5, DKDV: 0.5}.get(launch.what, 0.0)
+
+
+def seconds(call: Call, links: Links, device: object = None) -> tuple[float, ...]:
+    return tuple(one.seconds for one in predicted(call, device or Steady(), links))  # type: ignore[arg-type]
+
+
+MASKS = (
+    Mask(),
+    Mask(causal=True),
+    Mask(causal=True, window=(12, 0)),
+    Mask(causal=True, documents=Documents([0, 8, 40, 64])),
+)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("mask", MASKS, ids=["full", "causal", "window", "documents"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_programs_move_what_the_schedule_says(layout: str, mask: Mask, nodes: int) -> None:
+    call = replace(SMALL, layout=layout, mask=mask, nodes=nodes)
+    made = schedule(call.held(), mask, topology=call.topology)
+    per_token = 2 * call.kv_heads * call.head_dim
+    for phase, sums in zip(PASSES, (0, 4 * per_token), strict=True):
+        for plan in call.plans():
+            ops = record(plan, call.form, phase).ops
+            sent = sum(nbytes for op in ops for _, nbytes in op.sends)
+            assert sent == made.bytes(2 * per_token, sums)[plan.rank]
+            launched = [op.hop for op in ops if op.what in (FOLD, DKDV)]
+            computing = [hop.index for hop in plan.hops if hop.computes]
+            assert sorted(set(launched)) == computing
+        predicted(call, H100, LINKS)  # every message has its other end, and nobody waits forever
+
+
+@pytest.mark.parametrize(("world", "nodes"), [(2, 1), (3, 1), (8, 1), (4, 2), (6, 2), (8, 4), (12, 3)])
+@pytest.mark.parametrize("direction", [1, -1])
+def test_closed_schedules_are_those_of_the_ring(world: int, nodes: int, direction: int) -> None:
+    for layout in ("zigzag", "striped"):
+        call = Call(8, world, layout, nodes=nodes, direction=direction)
+        made = schedule(call.held(), call.mask, direction=direction, topology=call.topology)
+        assert all(made.hops(rank) == schedule_of(call).hops(rank) for rank in range(world))
+        ours, theirs = plan_of(call, 1), call.plans()[1]
+        assert (ours.homecomings, ours.kv_slots, ours.sums_slots) == (
+            theirs.homecomings, theirs.kv_slots, theirs.sums_slots,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "nodes"), [(2, 1), (5, 1), (8, 2), (16, 4)])
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
+def test_one_rank_stands_for_all(world: int, nodes: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call(2048, world, layout, nodes=nodes)
+    each = predicted(call, H100, LINKS)
+    monkeypatch.setattr("ringattn.bench.predict.ring.SURELY_TOLD_APART", 0)
+    for one, alike, lanes in zip(
+        each, predicted(call, H100, LINKS), predicted(call, H100, LINKS, Trouble({1: 1.0 + 1e-12})), strict=True
+    ):
+        # zigzag has two shapes of a hop, of which one stands for both
+        assert alike.seconds == pytest.approx(one.seconds, rel=0.06 if layout == "zigzag" else 1e-3)
+        assert alike.seconds >= one.seconds * (1 - 1e-9)
+        assert lanes.seconds == pytest.approx(alike.seconds)
+
+
+def test_hidden_links_cost_nothing() -> None:
+    assert seconds(SMALL, ENDLESS) == pytest.approx((4, 4))
+    half = Links(Link(1e30, 0.4), Link(1e30, 0.4))
+    assert seconds(SMALL, half)[0] == pytest.approx(4)  # a hop's transfer takes less than a hop
+
+
+def test_a_blocking_ring_adds_its_transfers() -> None:
+    """Without prefetch each of three hops waits for its own, where the host that posts them is what computes.
+
+    A GPU's host is ahead: what it posts late waits for nothing but its slot, and only the first is waited for.
+    """
+    late, host = Links(Link(1e30, 0.25), Link(1e30, 0.25)), Steady()
+    host.on_host = True
+    assert seconds(replace(SMALL, prefetch=0), late, host)[0] == pytest.approx(4 + 3 * 0.25)
+    assert seconds(replace(SMALL, prefetch=1), late, host)[0] == pytest.approx(4)
+    assert seconds(replace(SMALL, prefetch=0), late)[0] == pytest.approx(4 + 0.25)
+
+
+def test_slow_links_are_what_counts() -> None:
+    """One transfer after the other, then the last hop's compute."""
+    late = Links(Link(1e30, 10.0), Link(1e30, 10.0))
+    assert seconds(SMALL, late)[0] == pytest.approx(3 * 10 + 1)
+
+
+def test_backward_hides_the_sums_behind_dq() -> None:
+    """K/V and sums take turns on one stream: 0.2 s each fit beside the second that a hop computes; the last do not.
+
+    After the last hop's dK/dV its sums travel home beside its dQ, half a second.
+    """
+    short, long = (Links(Link(1e30, late), Link(1e30, late)) for late in (0.2, 0.7))
+    assert seconds(SMALL, short)[1] == pytest.approx(4)
+    assert seconds(SMALL, long)[1] > 4.2
+
+
+def test_chunks_expose_less_of_slow_links() -> None:
+    late = Links(Link(1e9, 0.0), Link(1e9, 0.0))
+    call = replace(SMALL, tokens=4096, kv_heads=4)
+    assert seconds(replace(call, chunks=4), late, H100)[0] < seconds(call, late, H100)[0]
+
+
+def test_a_rail_is_hidden_behind_a_whole_turn() -> None:
+    """Eight ranks on two nodes, a link between them that takes three hops."""
+    links = Links(Link(1e30, 0.1), Link(1e30, 3.0))
+    call = replace(SMALL, world=8, nodes=2)
+    assert seconds(call, links)[0] == pytest.approx(8)
+    assert seconds(replace(call, two_level=False), links)[0] > 15
+
+
+def test_programs_that_do_not_fit_together_are_refused() -> None:
+    plans = SMALL.plans()
+    programs = [record(plan, SMALL.form, "forward") for plan in plans]
+    programs[1] = record(replace(plans[1], hops=plans[1].hops[:3], sights=plans[1].sights[:3]), SMALL.form, "forward")
+    with pytest.raises(ValueError, match="wait for each other forever"):
+        run(programs, [[1.0] * 99] * 4, lambda a, b, nbytes: 0.0)
+
+
+def test_slow_gpus_and_balanced_shards() -> None:
+    call = Call(16384, 8)
+    found = straggling(call, H100, LINKS, {3: 1.5})
+    assert found.slow == pytest.approx(1.5 * found.even, rel=0.05)
+    # 7 and two thirds of a GPU do the work of 8
+    assert found.balanced == pytest.approx(found.even * 8 / (7 + 1 / 1.5), rel=0.06)
+
+
+def test_jitter_costs_time_and_is_repeatable() -> None:
+    one, same, none = (
+        predicted(Call(4096, 8), H100, LINKS, Trouble(jitter=spread))[0].seconds for spread in (0.1, 0.1, 0)
+    )
+    assert one == same > none
+
+
+def test_areas_are_the_pairs_of_the_bounds() -> None:
+    for layout in ("contiguous", "zigzag", "striped"):
+        held = getattr(Layout, layout)(512, 2)
+        for shard in (0, 1):
+            made = bounds(Mask(causal=True), held.positions(1), held.positions(shard))
+            queries, keys = held.positions(1), held.positions(shard)
+            assert area_of(made, 256, 256).pairs == int((queries[:, None] >= keys[None]).sum())
+    assert area_of(bounds(Mask(causal=True), torch.arange(256), torch.arange(256)), 256, 256).edges == 256
+
+
+def test_fitted_speed_takes_what_was_told() -> None:
+    form, area = form_of(tokens=8192, heads=32), whole(8192, causal=True)
+    speed = H100.fitted(forward=(300e12, area, form))
+    assert 4 * 128 * 32 * area.pairs / speed.seconds(FOLD, area, form, hop=0) == pytest.approx(300e12)
+    with pytest.raises(ValueError, match="is no speed of this launch"):
+        H100.fitted(forward=(1e20, area, form))
+
+
+def test_tokens_that_hide_the_links() -> None:
+    """MHA, causal: the closed form knows neither the state nor the edges, so that it asks for more tokens."""
+    call = Call(8192, 64, heads=32, kv_heads=32)
+    needed = tokens_needed(call, H100, LINKS)
+    assert needed.forward is not None
+    assert needed.closed_forward / 2 < needed.forward < needed.closed_forward * 1.5
+    slow = replace(call, nodes=8, two_level=False)
+    flat, ringed = (tokens_needed(one, H100, LINKS).forward for one in (slow, replace(slow, two_level=True)))
+    assert flat is not None and ringed is not None and flat > 3 * ringed
+
+
+def test_lanes_are_calls() -> None:
+    calls = [Call(tokens, 32) for tokens in (1024, 4096)]
+    both = cases(calls, H100, LINKS, "forward").seconds
+    assert both.tolist() == pytest.approx([cases([one], H100, LINKS, "forward").seconds[0] for one in calls])
+
+
+def test_memory_does_not_grow_with_the_ring() -> None:
+    assert memory(Call(8192, 8)) == memory(Call(8192, 4096))
+    most = most_tokens(Call(8192, 8), 80e9)
+    check(Call(most, 8), 80e9)
+    with pytest.raises(ValueError, match=rf"at most {most:,} fit"):
+        check(Call(most + 2, 8), 80e9)
+
+
+def test_every_way_is_told_and_the_fastest_first() -> None:
+    found = ways(Call(2048, 16, nodes=2), H100, LINKS)
+    names = [way.name for way in found]
+    assert {"flat ring", "two-level ring", "all-gather of K/V"} < {*names}
+    assert any(name.startswith("Ulysses") for name in names)
+    assert [way.seconds for way in found] == sorted(way.seconds for way in found)
+    assert "Ulysses" in [way.name for way in ways(Call(2048, 8), H100, LINKS)]
+    assert all(way.percent <= 101 for way in found)
+
+
+@pytest.mark.parametrize("mask", MASKS[:3])
+def test_timelines_say_what_happened(mask: Mask) -> None:
+    call = replace(SMALL, tokens=256, mask=mask, nodes=2)
+    passes = predicted(call, H100, LINKS)
+    found = timeline("a ring", passes, call.plans())
+    assert found.seconds == pytest.approx(sum(one.seconds for one in passes))
+    for rank in range(4):
+        for lane in ("compute", "slot 0", "slot 1", "slot 2"):
+            mine = sorted((one for one in found.events if (one.rank, one.lane) == (rank, lane)), key=lambda e: e.begin)
+            assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(mine)), (rank, lane)
+    moved = {lane: sorted((e.name, e.nbytes) for e in found.events if e.lane == lane) for lane in ("send", "receive")}
+    assert moved["send"] == moved["receive"]
+
+
+def test_a_host_computes_in_pieces() -> None:
+    """A second per score of the operator, of which a causal ring of two shards has half a square and a square."""
+    body = Body(pair=1.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
+    speed = HostSpeed(body, body, key=0.0, head_dim=8, beside=0.0)
+    call = Call(256, 2, "contiguous", heads=1, kv_heads=1, head_dim=8, dtype="float32")
+    forward, backward = predicted(call, speed, ENDLESS)
+    assert forward.seconds == backward.seconds == 256 * 257 / 2 + 256**2
+    with pytest.raises(ValueError, match="was measured at 8"):
+        predicted(replace(call, head_dim=16), speed, ENDLESS)
+
+
+def test_a_window_on_a_host_goes_by_tiles() -> None:
+    body = Body(pair=0.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
+    speed = HostSpeed(body, body, key=0.0, head_dim=8, beside=0.0)
+    call = Call(1024, 2, "contiguous", Mask(causal=True, window=(99, 0)), 1, 1, 8, dtype="float32")
+    visible = 1024 * 100
+    assert visible < predicted(call, speed, ENDLESS)[0].seconds < 4 * visible
+
+
+def test_links_from_a_file_of_bench_links(tmp_path: Path) -> None:
+    rows = [
+        {
+            "transport": "process_group", "channels": None, "way": "ring", "edge": "all", "nbytes": nbytes,
+            "seconds": 1e-3 + nbytes / 2e9,
+        }
+        for nbytes in (1 << 16, 1 << 20, 1 << 24)
+    ]  # fmt: skip
+    target = tmp_path / "links.json"
+    target.write_text(json.dumps({"schema": "ringattn bench links 1", "links": rows}))
+    link = link_of(str(target))
+    assert (link.rate, link.latency) == (pytest.approx(2e9), pytest.approx(1e-3))
+    with pytest.raises(ValueError, match="has schema 'other'"):
+        measured({"schema": "other"})
+    with pytest.raises(ValueError, match="has no transfers between two ranks"):
+        measured({"schema": "ringattn bench links 1", "links": []})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--link", "warp"], "it takes one of nvlink4"),
+        (["--gpus", "8", "--nodes", "3"], "it must divide 8 GPUs, as 1, 2, 4, 8 do"),
+        (["--tokens", "4m"], "GB for this attention alone"),
+        (["--gpu", "abacus"], "it must be one of h100"),
+        (["--backward-tflops", "300"], "without tflops"),
+        (["--slow", "3"], "RANK=FACTOR"),
+        (["--slow", "9=2"], "ranks are 0 to 7"),
+        (["--sweep", "tokens=1k"], "tokens=1k..128k,gpus=2..16k"),
+        (["--layout", "spiral"], "it must be one of contiguous"),
+        (["--gpus", "512", "--window", "4k,0"], "at most 128 are told apart"),
+        (["--gpus", "4k", "--jitter", "0.1"], "jitter is told for 1024"),
+        (["--gpus", "256", "--trace", "trace.json"], "of 128 at most"),
+        (["--chunks", "99"], "it must be 1 to kv_heads"),
+        (["--json", "nowhere/at/all.json"], "there is no folder"),
+    ],
+)
+def test_bad_input_is_named(arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = runner.invoke(app, ["predict", *arguments], env={"COLUMNS": "1000", "TERM": "dumb"})
+    assert found.exit_code == 2
+    assert told in " ".join(found.output.replace("│", " ").split())
+
+
+def test_the_command_tells_everything(tmp_path: Path) -> None:
+    target, trace, csv = tmp_path / "p.json", tmp_path / "t.json", tmp_path / "p.csv"
+    arguments = ["--slow", "2=1.25", "--json", str(target), "--trace", str(trace), "--csv", str(csv)]
+    found = runner.invoke(app, ["predict", "--gpus", "8", "--nodes", "2", "--kv-heads", "8", *arguments])
+    assert found.exit_code == 0, found.output
+    told = json.loads(target.read_text())
+    assert {"two-level ring", "flat ring"} <= {way["name"] for way in told["ways"]}
+    assert "Layout.balanced" in found.output and "tokens per GPU that hide the links" in found.output
+    assert from_chrome(json.loads(trace.read_text())).world == 8
+    assert csv.read_text().count("\n") == 3
+    window = runner.invoke(app, ["predict", "--window", "4k,0", "--gpus", "4"])
+    assert window.exit_code == 0, window.output
+
+
+def test_the_map(tmp_path: Path) -> None:
+    target = tmp_path / "map.svg"
+    arguments = ["--sweep", "tokens=1k..4k,gpus=2..32", "--picture", str(target), "--json", "-"]
+    found = runner.invoke(app, ["predict", *arguments])
+    assert found.exit_code == 0, found.output
+    rows = json.loads(found.output)
+    assert len(rows) == 3 * 5 and all(0 < row["percent of ideal"] < 101 for row in rows)
+    assert target.read_text().lstrip().startswith("<?xml")
+
+
+def test_ideal_is_one_device_divided() -> None:
+    call = Call(8192, 4)
+    assert ideal_seconds(call, H100, "forward") == pytest.approx(ideal_seconds(Call(32768, 1), H100, "forward") / 4)
+
+
+def test_kinds_are_in_the_names_of_transfers() -> None:
+    ops = record(replace(SMALL, world=4, nodes=2).plans()[0], SMALL.form, "backward").ops
+    assert {op.key.kind for op in ops if op.key} == {*Kind}
+    assert all((op.key is None) == (op.stream == COMPUTE) for op in ops)
+
+
+def test_a_calibration_is_of_this_thread() -> None:
+    """Tiny: what it finds are numbers of the right kind, and a ring can be predicted from them alone."""
+    speed = calibrated(
+        256, heads=2, kv_heads=1, head_dim=8, dtype=torch.float32, clock=Clock(torch.device("cpu")), repeats=1
+    )
+    assert speed.forward.pair > 0 and speed.backward.score > 0 and speed.key > 0
+    call = Call(512, 2, "striped", Mask(causal=True), 2, 1, 8, dtype="float32")
+    assert all(one.seconds > 0 for one in predicted(call, speed, ENDLESS))
+
+
+@pytest.mark.nightly
+def test_measured_rings_on_this_cpu() -> None:
+    """It needs a machine on which nothing else runs; exit code 1 where a row is off by more than 10% and its spread."""
+    command = [sys.executable, "-m", "ringattn.bench.predict.check", "--seqlen", "4k,8k"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
