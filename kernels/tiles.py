@@ -310,7 +310,7 @@ def tile_range(interval, first, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.const
     full_start = tl.maximum(tl.cdiv(lo_last, BLOCK) * BLOCK, start)
     full_end = hi_first // BLOCK * BLOCK
     some_full = full_end > full_start  # where no tile is seen whole, all are the tail's
-    if interval.used is not None:
+    if interval.used is not None and shape.packed is None:  # of rows that are keys; packed ones never are
         end = tl.where(first < shape.rows, end, start)
     return start, tl.where(some_full, full_start, start), tl.where(some_full, full_end, start), end
 

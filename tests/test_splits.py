@@ -148,7 +148,7 @@ def test_what_else_a_launch_may_have(features: str) -> None:
     elif features == "runs":
         causal = Bounds(causal.lo, causal.hi, None, Runs(torch.rand(2, 3) < 0.5, 16))
     else:
-        positions = {"q_positions": torch.arange(20, dtype=torch.int32), "k_positions": torch.arange(40).int()}
+        positions: Any = {"q_positions": torch.arange(20, dtype=torch.int32), "k_positions": torch.arange(40).int()}
         slopes = torch.rand(4) / 10
         scores = Scores(alibi_slopes=slopes, dropout_p=0.3, dropout_seed=5, **positions)
     scored.compare(scored.ours(x, causal, scores, split(2, tiles(16, 32))), x, causal, scores)
