@@ -23,7 +23,7 @@ from ringattn.bench.predict.launch import Launch, area_of, whole
 from ringattn.bench.predict.links import PRESETS, Link, Links, link_of, measured
 from ringattn.bench.predict.memory import check, memory, most_tokens
 from ringattn.bench.predict.others import ways
-from ringattn.bench.predict.program import COMPUTE, DKDV, DQ, FOLD, PASSES, Form, record
+from ringattn.bench.predict.program import COMPUTE, DKDV, DQ, FOLD, INSIDE, PASSES, Form, Op, Program, record
 from ringattn.bench.predict.ring import Trouble, cases, ideal_seconds, predicted
 from ringattn.bench.predict.speed import H100, form_of
 from ringattn.bench.predict.timelines import timeline
@@ -32,7 +32,7 @@ from ringattn.bench.timing import Clock
 from ringattn.ring import Layout, Mask, schedule
 from ringattn.ring.documents import Documents
 from ringattn.ring.mask import bounds
-from ringattn.ring.traffic import Kind
+from ringattn.ring.traffic import Key, Kind
 
 LINKS = Links(PRESETS["nvlink4"], PRESETS["ib400"])
 ENDLESS = Links(Link(1e30, 0.0), Link(1e30, 0.0))
@@ -154,6 +154,20 @@ def test_a_rail_is_hidden_behind_a_whole_turn() -> None:
     call = replace(SMALL, world=8, nodes=2)
     assert seconds(call, links)[0] == pytest.approx(8)
     assert seconds(replace(call, two_level=False), links)[0] > 15
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_message_waits_for_both_ends(late: int) -> None:
+    """One rank sends after a launch of two seconds, or the other receives after it: one second more, either way."""
+    key = Key("forward", 0, Kind.KV, 1, 0)
+    groups = [{"sends": ((1, 8),)}, {"receives": ((0, 8),)}]
+    programs, costs = [], []
+    for rank, messages in enumerate(groups):
+        launch = Op(COMPUTE, FOLD, 0, 0, ())
+        programs.append(Program(rank, "forward", (launch, Op(INSIDE, "K/V", 0, 0, (0,), key=key, **messages))))
+        costs.append([2.0 if rank == late else 0.0, 0.0])
+    tracks = run(programs, costs, lambda a, b, nbytes: 1.0)
+    assert [track.seconds for track in tracks] == [3.0, 3.0]
 
 
 def test_programs_that_do_not_fit_together_are_refused() -> None:
