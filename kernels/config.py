@@ -37,28 +37,50 @@ class Tile:
 
 
 FORWARD_KERNELS = ("portable", "hopper")
+BACKWARDS = ("two_pass", "single_pass", "single_pass_deterministic")
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """One :class:`Tile` per kernel, and which forward kernel.
+    """One :class:`Tile` per kernel, and which kernels.
 
     ``forward_kernel="hopper"`` is written for sm_90: two warpgroups of 64 query rows (``block_q`` 128, 8 warps), 64 or
     128 keys per tile, ``num_stages`` tiles each of K and V. What it is not written for is refused (see
     ``hopper_launch.check_hopper``), but for hops whose bounds have ``used`` or ``runs`` and for empty ones: those go to
     the portable kernel with the same tile. It was never run on a GPU, so that it is nobody's default.
+
+    ``backward="two_pass"`` computes dQ and dK/dV in a kernel each, seven matrix products per pair of tiles.
+    ``"single_pass"`` computes all three in one, by five, and *adds* dQ in fp32 as it goes: in whatever order the
+    programs come, so that the last bits of dQ change from run to run. ``"single_pass_deterministic"`` lets them add one
+    after the other in a fixed order: the same bits on every run, at the price of waiting. dK and dV are deterministic
+    in all three. ``single_pass`` is the tile of the latter two, None their default by GPU and shape. Neither was ever
+    run on a GPU, so that they are nobody's default.
     """
 
     forward: Tile
     dq: Tile
     dkdv: Tile
     forward_kernel: str = "portable"
+    backward: str = "two_pass"
+    single_pass: Tile | None = None
 
     def __post_init__(self) -> None:
+        if self.backward not in BACKWARDS:
+            raise ValueError(f"backward is {self.backward!r}: it must be one of {', '.join(BACKWARDS)}")
+        if self.single_pass is not None and self.backward == "two_pass":
+            raise ValueError(
+                f"single_pass is {self.single_pass} with backward='two_pass', which has no use for it: pass "
+                "backward='single_pass' or 'single_pass_deterministic', or no tile"
+            )
         if self.forward_kernel not in FORWARD_KERNELS:
             raise ValueError(
                 f"forward_kernel is {self.forward_kernel!r}: it must be one of {', '.join(FORWARD_KERNELS)}"
             )
+
+
+def is_single_pass(config: KernelConfig | None) -> bool:
+    """Whether dQ, dK and dV are made by one kernel."""
+    return config is not None and config.backward != "two_pass"
 
 
 # Untuned defaults. Each was the first of its kind that compiles, on Triton 3.6 to 3.9, without local memory traffic
@@ -102,3 +124,12 @@ def config_for(arch: int, dtype: torch.dtype, head_dim: int) -> KernelConfig:
     """
     table = _FLOAT32 if dtype == torch.float32 else _BY_ARCH.get(arch, _SMALL)
     return table[next(size for size in table if head_dim <= size)]
+
+
+_SINGLE_PASS: dict[int, dict[int, Tile]] = {}
+
+
+def single_pass_tile(arch: int, dtype: torch.dtype, head_dim: int) -> Tile | None:
+    """The default of the single-pass backward for a compute capability and the larger of D and Dv; None: none fits."""
+    table = _SINGLE_PASS_FLOAT32 if dtype == torch.float32 else _SINGLE_PASS.get(arch, _SINGLE_PASS_SMALL)
+    return next((tile for size, tile in table.items() if head_dim <= size), None)

@@ -126,6 +126,30 @@ def load_part(
 
 
 @triton.jit
+def load_tile(tensor, start, limit, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The rows from ``start``, as `load_rows`; one 64-bit base per tile, within the tile 32 bits."""
+    base = tensor.ptr + tl.cast(start, tl.int64) * tensor.stride_s
+    FIRST: tl.constexpr = first_part(HEAD_DIM)
+    SECOND: tl.constexpr = second_part(HEAD_DIM)
+    first = near_part(base, tensor.stride_s, limit - start, ROWS, 0, FIRST, HEAD_DIM)
+    if SECOND == 0:
+        return (first,)
+    else:
+        return (first, near_part(base, tensor.stride_s, limit - start, ROWS, FIRST, SECOND, HEAD_DIM))
+
+
+@triton.jit
+def near_part(
+    base, stride, count, ROWS: tl.constexpr, BEGIN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    rows, offs_d = tl.arange(0, ROWS), BEGIN + tl.arange(0, WIDTH)
+    inside = rows[:, None] < count
+    if BEGIN + WIDTH > HEAD_DIM:
+        inside &= offs_d[None, :] < HEAD_DIM
+    return tl.load(base + (rows[:, None] * stride + offs_d[None, :]), mask=inside, other=0.0)
+
+
+@triton.jit
 def store_rows(tensor, value, offs, limit, HEAD_DIM: tl.constexpr):
     """The rows ``offs`` of one head, in parts as `load_rows` has them."""
     store_part(tensor, value[0], offs, limit, 0, HEAD_DIM)
@@ -164,9 +188,9 @@ def zeros(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def products(a, b):
-    """``a b^T`` of two tiles of rows: the sum over their parts."""
-    result = dot(a[0], tl.trans(b[0]), None)
+def products(a, b, acc=None):
+    """``acc + a b^T`` of two tiles of rows: the sum over their parts."""
+    result = dot(a[0], tl.trans(b[0]), acc)
     if len(a) == 2:
         result = dot(a[1], tl.trans(b[1]), result)
     return result
