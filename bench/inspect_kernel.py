@@ -13,8 +13,18 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..kernels import Tile
-from ..kernels.config import config_for
-from .compiled import ATTENTION, DTYPES, FEATURES, MEMORY_BOUND, ROLES, Variant, compile_variant, launchable, select
+from .compiled import (
+    ATTENTION,
+    DTYPES,
+    FEATURES,
+    MEMORY_BOUND,
+    ROLES,
+    Variant,
+    compile_variant,
+    default_tile,
+    launchable,
+    select,
+)
 from .inspect_chips import CHIPS
 from .inspect_rank import LEAST_CORRELATION, correlations
 from .inspect_report import COMPARED, Row, difference, failed_row, identity, pairs, read_rows, row_of, shown, text
@@ -71,8 +81,10 @@ def variants(
         if kernel in MEMORY_BOUND:
             yield from (one for one in launchable(arch, short, dim, dim_v) if one.kernel == kernel)
             continue
-        config = config_for(arch, DTYPES[short], max(dim, dim_v))
-        chosen = map(tile_of, tiles.split(",")) if tiles else [getattr(config, kernel)]
+        default = default_tile(kernel, arch, short, max(dim, dim_v))
+        if default is None and not tiles:
+            raise ValueError(f"kernel {kernel} has no default tile at head dim {head_dim}: pass --tile {TILE}")
+        chosen = map(tile_of, tiles.split(",")) if tiles else [default] if default else []
         for tile, role in product(chosen, roles.split(",")):
             one_of("role", role, list(ROLES))
             yield Variant(kernel, arch, short, dim, dim_v, tile, role, full, grouped, asked)
@@ -84,9 +96,11 @@ def inspect_variant(variant: Variant) -> Row:
         row = row_of(variant, compile_variant(variant))
     except Exception as error:  # one that cannot be compiled is a finding, and the others still count
         return failed_row(variant, error)
-    if not row["blocks_per_sm"] and variant.kernel in ATTENTION:
-        config = config_for(variant.arch, DTYPES[variant.dtype], max(variant.head_dim, variant.head_dim_v))
-        fits = identity(Variant(**(vars(variant) | {"tile": getattr(config, variant.kernel)})))["tile"]
+    default = None
+    if variant.kernel in ATTENTION:
+        default = default_tile(variant.kernel, variant.arch, variant.dtype, max(variant.head_dim, variant.head_dim_v))
+    if not row["blocks_per_sm"] and default is not None:
+        fits = identity(Variant(**(vars(variant) | {"tile": default})))["tile"]
         row["problems"].append(f"does not fit an SM of {row['arch']}: {fits} does")
     return row
 

@@ -126,7 +126,16 @@ def config_for(arch: int, dtype: torch.dtype, head_dim: int) -> KernelConfig:
     return table[next(size for size in table if head_dim <= size)]
 
 
-_SINGLE_PASS: dict[int, dict[int, Tile]] = {}
+# Of the single pass, by architecture and the larger head dim. 128 keys, as in dK/dV, where the registers of a thread hold
+# dK and dV of them; as many queries as leave room for dQ of a tile beside. The same for both orders of adding.
+_SINGLE_PASS: dict[int, dict[int, Tile]] = {
+    80: {64: Tile(64, 128, 8, 2), 128: Tile(16, 128, 8, 2)},
+    90: {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2)},
+    100: {64: Tile(64, 128, 8, 1), 128: Tile(64, 128, 8, 1)},
+    103: {64: Tile(64, 128, 8, 1), 128: Tile(64, 128, 8, 1)},
+}
+_SINGLE_PASS_SMALL = {64: Tile(32, 128, 8, 2), 128: Tile(16, 64, 4, 2)}
+_SINGLE_PASS_FLOAT32 = {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1)}
 
 
 def single_pass_tile(arch: int, dtype: torch.dtype, head_dim: int) -> Tile | None:

@@ -12,6 +12,7 @@ import triton
 
 from .. import __version__
 from ..kernels import KernelConfig, Scores
+from ..kernels.config import is_single_pass
 from ..kernels.checks import check_qkv, check_scale
 from ..kernels.choice import tile_for
 from .backends import resolve_backend
@@ -190,7 +191,7 @@ def check_tiles(mask: Mask, backend: str, config: KernelConfig | None, q: torch.
     """Refuse blocks that the kernels' tiles do not divide: ValueError."""
     if mask.blocks is None or backend != "triton":
         return
-    for kernel in ("forward", "dq", "dkdv"):
+    for kernel in ("forward", "single_pass") if is_single_pass(config) else ("forward", "dq", "dkdv"):
         tile_for(kernel, config, q, v, mask.blocks.block)
 
 
