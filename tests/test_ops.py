@@ -111,11 +111,11 @@ def test_fp8_in_a_graph_is_what_it_is_outside() -> None:
 
 
 # besides tiles, what a config may choose: another value than its default; a field that is not here must be added
-CHOSEN = {"forward_kernel": "hopper"}
+CHOSEN = {"forward_kernel": "hopper", "backward": "single_pass_deterministic"}
 
 
 def test_all_of_a_config_travels() -> None:
-    tiles: Any = {name: Tile(16 << i, 32 << i, 1 << i, 1 + i) for i, name in enumerate(("forward", "dq", "dkdv"))}
+    tiles: Any = {name: Tile(16 << i, 32 << i, 1 << i, 1 + i) for i, name in enumerate(ops.TILES)}
     choices: Any = {one.name: CHOSEN[one.name] for one in fields(KernelConfig) if one.name not in tiles}
     config = KernelConfig(**tiles, **choices)
     assert unpack_config(*pack_config(config)) == config
