@@ -8,7 +8,9 @@ from .bounds import Bounds
 from .config import Tile
 
 
-def numbers(bounds: Bounds, batch: int, queries: int, keys: int, tile: Tile, device: torch.device) -> torch.Tensor | None:
+def numbers(
+    bounds: Bounds, batch: int, queries: int, keys: int, tile: Tile, device: torch.device
+) -> torch.Tensor | None:
     """How many key tiles add to a query tile before each of them: int32 ``[B or 1, key tiles, query tiles]``; cached.
 
     Those behind it that visit the query tile: late keys add first. Under a causal mask the last key tile to see a query

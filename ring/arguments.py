@@ -12,9 +12,9 @@ import triton
 
 from .. import __version__
 from ..kernels import KernelConfig, Scores
-from ..kernels.config import is_single_pass
 from ..kernels.checks import check_qkv, check_scale
 from ..kernels.choice import tile_for
+from ..kernels.config import is_single_pass
 from .backends import resolve_backend
 from .block_mask import BlockMask, Longformer
 from .documents import Documents, whole_numbers

@@ -30,7 +30,7 @@ from ringattn.kernels.config import single_pass_tile
 from ringattn.kernels.turns import numbers, visits
 
 from . import test_kernel_scores as scored
-from .kernel_cases import DTYPES, KINDS, Inputs, Sizes, check, inputs, interval, of, ours, part
+from .kernel_cases import DTYPES, KINDS, Inputs, Sizes, check, inputs, interval, ours, part
 
 pytestmark = [
     pytest.mark.usefixtures("poison"),
@@ -232,16 +232,21 @@ def test_a_table_is_made_once() -> None:
 
 def test_configs_that_are_refused() -> None:
     tile = Tile(32, 32, 4, 1)
-    with pytest.raises(ValueError, match="backward is 'one': it must be one of two_pass, single_pass, single_pass_det"):
+    with pytest.raises(
+        ValueError, match=r"backward is 'one': it must be one of two_pass, single_pass, single_pass_det"
+    ):
         KernelConfig(tile, tile, tile, backward="one")
-    with pytest.raises(ValueError, match="single_pass is Tile.* with backward='two_pass', which has no use for it"):
+    with pytest.raises(ValueError, match=r"single_pass is Tile.* with backward='two_pass', which has no use for it"):
         KernelConfig(tile, tile, tile, single_pass=tile)
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"config": KernelConfig(*[Tile(32, 32, 4, 1)] * 3)}, "config.backward is 'two_pass': attention_gradients takes"),
+        (
+            {"config": KernelConfig(*[Tile(32, 32, 4, 1)] * 3)},
+            "config.backward is 'two_pass': attention_gradients takes",
+        ),
         ({"dq": torch.zeros(1, 40, 1, 16).half()}, "dq is torch.float16: it must be torch.float32"),
         ({"dq": torch.zeros(1, 39, 1, 16)}, "dq has shape .* it must be"),
         ({"sums": (torch.zeros(1, 40, 1, 16).half(), torch.zeros(1, 40, 1, 16))}, r"sums\[0\] is torch.float16"),
@@ -256,14 +261,14 @@ def test_arguments_that_are_refused(change: dict[str, Any], told: str) -> None:
 def test_strides_beyond_32_bits_are_refused() -> None:
     dq = torch.empty(1, 40, 2**27, 1, device="meta")
     gradients.check_near("dq", dq[:, :1], Tile(16, 32, 4, 1))
-    with pytest.raises(ValueError, match="dq has strides .*: a tile of 16 queries must lie within 2\\^31 elements"):
+    with pytest.raises(ValueError, match=r"dq has strides .*: a tile of 16 queries must lie within 2\^31 elements"):
         gradients.check_near("dq", dq, Tile(16, 32, 4, 1))
 
 
 def test_blocks_that_a_tile_does_not_divide_are_refused() -> None:
     bounds = Bounds(None, None, None, scored.pattern(40, 40, 48))
     x = inputs(Sizes())
-    with pytest.raises(ValueError, match="config.single_pass has tiles of 16 x 32: they must divide the blocks of 48"):
+    with pytest.raises(ValueError, match=r"config.single_pass has tiles of 16 x 32: they must divide the blocks of 48"):
         attention_gradients(*given(x), dq=torch.zeros(x.q.shape), bounds=bounds, config=config("single_pass"))
 
 
@@ -271,7 +276,7 @@ def test_a_head_dim_without_a_tile_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("ringattn.kernels.choice.gpu_of", lambda device: Gpu("NVIDIA H200", 90))
     assert single_pass_tile(90, torch.float32, 256) is None
     x, tile = inputs(Sizes(head_dim=256)), Tile(32, 32, 4, 1)
-    with pytest.raises(ValueError, match="head dim 256 has no default tile for a single-pass backward .* up to 128"):
+    with pytest.raises(ValueError, match=r"head dim 256 has no default tile for a single-pass backward .* up to 128"):
         attention_gradients(
             *given(x), dq=torch.zeros(x.q.shape), config=KernelConfig(tile, tile, tile, backward="single_pass")
         )
