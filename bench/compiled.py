@@ -234,7 +234,9 @@ def turns(variant: Variant) -> Turns:
     if variant.kernel != "single_pass_deterministic":
         return Turns(None, None, None)
     has_numbers = not variant.full or {"used", "runs"} & {*variant.features}
-    return Turns(*("*i32", "i32" if "used" in variant.features else 0) if has_numbers else (None, None), "*i32")
+    if not has_numbers:
+        return Turns(None, None, "*i32")
+    return Turns("*i32", "i32" if "used" in variant.features else 0, "*i32")
 
 
 def box(variant: Variant) -> str | None:

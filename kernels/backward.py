@@ -143,7 +143,8 @@ def dq_kernel(
 
 @triton.jit
 def dkdv_step(
-    dk, dv, k, v, q, dout, lse, delta, lo, hi, begin, end, softmax_scale, seqlen_q, modifiers, place, dq, box, turns, adds,
+    dk, dv, k, v, q, dout, lse, delta, lo, hi, begin, end, softmax_scale, seqlen_q, modifiers, place,
+    dq, box, turns, adds,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add ``dS^T Q`` and ``P^T dO`` of the queries ``[begin, end)`` of one head to the sums of a block of keys.
@@ -201,8 +202,9 @@ def dkdv_kernel(
     not: three phases spill here.
     """
     tile, batch, head = program(shape, BLOCK_K)
-    key_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, None, None, None, bounds, shape, softmax_scale, modifiers,
-             tile, batch, head, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, False)  # fmt: skip
+    key_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, None, None, None, bounds, shape, softmax_scale,
+             modifiers, tile, batch, head,
+             HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, False)  # fmt: skip
 
 
 @triton.jit
@@ -247,8 +249,8 @@ def key_tile(
             for run in range(begin_run, end_run):
                 run_start, _, _, stop = clipped(bounds.runs, run, start, start, start, end)
                 dk, dv = dkdv_step(dk, dv, k_tile, v_tile, q_head, dout_head, lse + row, delta + row, lo, hi,
-                                   run_start, stop, softmax_scale, shape.columns, modifiers, place, dq, box, turns, adds,
-                                   HEAD_DIM, HEAD_DIM_V, BLOCK_Q, MASKED)  # fmt: skip
+                                   run_start, stop, softmax_scale, shape.columns, modifiers, place, dq, box, turns,
+                                   adds, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, MASKED)  # fmt: skip
     dk = scaled(dk, softmax_scale)
     if modifiers.counter is not None:
         dv = scaled(dv, modifiers.kept)

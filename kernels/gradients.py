@@ -68,8 +68,8 @@ def attention_gradients(
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
     if config.backward == "two_pass":
         raise ValueError(
-            "config.backward is 'two_pass': attention_gradients takes 'single_pass' or 'single_pass_deterministic'; the "
-            "two passes are attention_dq and attention_dkdv"
+            "config.backward is 'two_pass': attention_gradients takes 'single_pass' or 'single_pass_deterministic'; "
+            "the two passes are attention_dq and attention_dkdv"
         )
     check_like("dq", dq, tuple(q.shape), torch.float32, q.device)
     dk_sum, dv_sum = sums or (None, None)

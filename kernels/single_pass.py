@@ -25,7 +25,8 @@ def single_pass_kernel(
     else:
         tile, batch, head = late_keys_first(shape, BLOCK_K)
     key_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, dq, box, turns, bounds, shape, softmax_scale,
-             modifiers, tile, batch, head, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, RAGGED)  # fmt: skip
+             modifiers, tile, batch, head,
+             HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, RAGGED)  # fmt: skip
 
 
 @triton.jit

@@ -39,6 +39,7 @@ pytestmark = [
 
 MODES = ("single_pass", "single_pass_deterministic")
 CPU = torch.device("cpu")
+TWO_PASSES = KernelConfig(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
 
 
 def config(mode: str, block_q: int = 16, block_k: int = 32) -> KernelConfig:
@@ -124,7 +125,7 @@ def test_attention_backward_takes_it(sums: bool) -> None:
     x = inputs(Sizes(), torch.float16)
     out, lse = attention_forward(x.q, x.k, x.v)
     kept = [torch.zeros(t.shape) for t in (x.q, x.k, x.v)] if sums else [None] * 3
-    names = dict(zip(("dq", "dk", "dv"), kept, strict=True))
+    names: dict[str, Any] = dict(zip(("dq", "dk", "dv"), kept, strict=True))
     made = attention_backward(x.dout, x.q, x.k, x.v, out, lse, config=config("single_pass"), **names)
     two = attention_backward(x.dout, x.q, x.k, x.v, out, lse)
     for got, like, sum_ in zip(made, two, kept, strict=True):
@@ -157,7 +158,7 @@ TURNS = (*KINDS, "used", "runs")
 
 @pytest.mark.parametrize("kind", TURNS)
 def test_a_query_tile_is_added_to_as_often_as_the_order_says(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the gates have counted when all is over is what the table foresaw, which torch makes and the kernel reads."""
+    """What the gates have counted when all is over is what the table foresaw, which torch makes."""
     seen: list[Any] = []
     launch = gradients.launch  # type: ignore[attr-defined]
 
@@ -213,7 +214,7 @@ def test_no_interleaving_changes_the_order_or_locks_up(kind: str) -> None:
 
 
 def test_causal_turns_make_nobody_wait() -> None:
-    """With a multiprocessor for each: in step, the next query tile of every program has just been left by the others."""
+    """With a multiprocessor for each: in step, the next query tile of a program has just been left by the others."""
     table = numbers(interval("causal", 160, 160), 1, 160, 160, Tile(16, 16, 4, 1), CPU)
     assert table is not None
     for tile in range(10):
@@ -244,7 +245,7 @@ def test_configs_that_are_refused() -> None:
     ("change", "told"),
     [
         (
-            {"config": KernelConfig(*[Tile(32, 32, 4, 1)] * 3)},
+            {"config": TWO_PASSES},
             "config.backward is 'two_pass': attention_gradients takes",
         ),
         ({"dq": torch.zeros(1, 40, 1, 16).half()}, "dq is torch.float16: it must be torch.float32"),
