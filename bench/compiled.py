@@ -23,11 +23,13 @@ from triton.compiler import ASTSource
 from ..kernels import Tile
 from ..kernels.attention import REDUCE_BLOCK
 from ..kernels.backward import dkdv_kernel, dq_kernel, reduce_kernel
-from ..kernels.config import config_for
+from ..kernels.config import config_for, single_pass_tile
+from ..kernels.dq_sum import Turns
 from ..kernels.e4m3 import dequantize_kernel, quantize_kernel
 from ..kernels.forward import forward_kernel
 from ..kernels.modify import UNMODIFIED, Modifiers
 from ..kernels.quantize import SCALE_TOKENS, num_warps
+from ..kernels.single_pass import single_pass_kernel
 from ..kernels.tiles import BlockRuns, Interval, Order, Shape, Strided
 from .sass import Loop, matrix_loops
 
@@ -37,11 +39,15 @@ SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448
 TENSOR_MEMORY_LIMIT = 512
 """Columns of tensor memory of an SM of sm_100; ptxas turns a kernel that asks for more into a trap without an error."""
 
+COPY_ENGINE_ARCH = 90
+"""The first with TMA."""
+
 CLEAN_HEAD_DIM = 128
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-ATTENTION = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
+SINGLE_PASS = {"single_pass": single_pass_kernel, "single_pass_deterministic": single_pass_kernel}
+ATTENTION = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel} | SINGLE_PASS
 FP8 = {"quantize": quantize_kernel, "dequantize": dequantize_kernel}
 MEMORY_BOUND = FP8 | {"reduce": reduce_kernel}
 KERNELS = ATTENTION | MEMORY_BOUND
@@ -124,16 +130,25 @@ def launchable(arch: int, dtype: str, head_dim: int, head_dim_v: int | None = No
     dK/dV of grouped heads is cut into parts where programs are few, and the parts are reduced.
     """
     dim_v = head_dim if head_dim_v is None else head_dim_v
-    config = config_for(arch, DTYPES[dtype], max(head_dim, dim_v))
     for kernel, role, full, grouped in product(ATTENTION, ROLES, (False, True), (False, True)):
-        yield Variant(kernel, arch, dtype, head_dim, dim_v, getattr(config, kernel), role, full, grouped)
+        if (tile := default_tile(kernel, arch, dtype, max(head_dim, dim_v))) is not None:
+            yield Variant(kernel, arch, dtype, head_dim, dim_v, tile, role, full, grouped)
+    dkdv = config_for(arch, DTYPES[dtype], max(head_dim, dim_v)).dkdv
     for role, full in product(ROLES, (False, True)):
-        yield Variant("dkdv", arch, dtype, head_dim, dim_v, config.dkdv, role, full, True, modes=("split",))
-        tile = replace(config.dkdv, num_warps=4, num_stages=1)
+        yield Variant("dkdv", arch, dtype, head_dim, dim_v, dkdv, role, full, True, modes=("split",))
+        tile = replace(dkdv, num_warps=4, num_stages=1)
         yield Variant("reduce", arch, dtype, head_dim, dim_v, tile, role, full, True)
     for kernel, dim in product(FP8, dict.fromkeys((head_dim, dim_v))):
         tile = Tile(SCALE_TOKENS, SCALE_TOKENS, num_warps(dim), 1)
         yield Variant(kernel, arch, dtype, dim, dim, tile, "only", full=True, grouped=False)
+
+
+def default_tile(kernel: str, arch: int, dtype: str, head_dim: int) -> Tile | None:
+    """The built-in tile of a kernel of ``ATTENTION`` at the larger head dim; None where it has none that fits."""
+    if kernel in SINGLE_PASS:
+        return single_pass_tile(arch, DTYPES[dtype], head_dim)
+    tile: Tile = getattr(config_for(arch, DTYPES[dtype], head_dim), kernel)
+    return tile
 
 
 def problems(variant: Variant, compiled: Compiled) -> list[str]:
@@ -210,7 +225,7 @@ def specialise(
     if value is None or isinstance(value, int):
         constexprs[path] = value
         return "constexpr"
-    if value != "fp32":
+    if value != "fp32" and not value.startswith("tensordesc"):
         attributes[path] = [["tt.divisibility", 16]]
     return value
 
@@ -236,6 +251,7 @@ def launch_arguments(variant: Variant) -> dict[str, Any]:
         "x": codes if variant.kernel == "dequantize" else model, "scale": "*fp32", "BLOCK": SCALE_TOKENS,
         "BLOCK_ROWS": REDUCE_BLOCK,
         "HAS_STATE": role.carried, "HAS_SUM": role.carried, "IN_PLACE": in_place,
+        "dq": sums, "turns": turns(variant), "box": box(variant), "RAGGED": False,
     }  # fmt: skip
     return {name: common[name] for name in KERNELS[variant.kernel].arg_names}
 
@@ -248,6 +264,23 @@ def shape(variant: Variant) -> Shape:
     group = "i32" if variant.grouped and packed is None else 1
     splits = "i32" if "split" in variant.modes or variant.kernel == "reduce" else None
     return Shape("i32", "i32", "i32", group, order, packed, splits)
+
+
+def turns(variant: Variant) -> Turns:
+    """Who waits for whom in a single pass."""
+    if variant.kernel != "single_pass_deterministic":
+        return Turns(None, None, None)
+    has_numbers = not variant.full or {"used", "runs"} & {*variant.features}
+    if not has_numbers:
+        return Turns(None, None, "*i32")
+    return Turns("*i32", "i32" if "used" in variant.features else 0, "*i32")
+
+
+def box(variant: Variant) -> str | None:
+    """The type of dQ's descriptor where the copy engine adds to it."""
+    whole = variant.head_dim == triton.next_power_of_2(variant.head_dim)
+    described = variant.arch >= COPY_ENGINE_ARCH and whole
+    return f"tensordesc<fp32[1,{variant.tile.block_q},1,{variant.head_dim}]>" if described else None
 
 
 def interval(variant: Variant) -> Interval:

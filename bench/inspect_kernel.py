@@ -14,8 +14,17 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..kernels import Tile
-from ..kernels.config import config_for
-from .compiled import ATTENTION, DTYPES, FEATURES, MEMORY_BOUND, ROLES, Variant, launchable, select
+from .compiled import (
+    ATTENTION,
+    DTYPES,
+    FEATURES,
+    MEMORY_BOUND,
+    ROLES,
+    Variant,
+    default_tile,
+    launchable,
+    select,
+)
 from .gate import compile_and_ask
 from .inspect_chips import CHIPS
 from .inspect_rank import LEAST_CORRELATION, correlations
@@ -76,9 +85,11 @@ def variants(
         if kernel in MEMORY_BOUND:
             yield from (one for one in launchable(arch, short, dim, dim_v) if one.kernel == kernel)
             continue
-        config = config_for(arch, DTYPES[short], max(dim, dim_v))
         direction, options = ("forward", (("forward_kernel", HOPPER),)) if kernel == HOPPER else (kernel, ())
-        chosen = map(tile_of, tiles.split(",")) if tiles else [getattr(config, direction)]
+        default = default_tile(direction, arch, short, max(dim, dim_v))
+        if default is None and not tiles:
+            raise ValueError(f"kernel {kernel} has no default tile at head dim {head_dim}: pass --tile {TILE}")
+        chosen = map(tile_of, tiles.split(",")) if tiles else [default] if default else []
         for tile, role in product(chosen, roles.split(",")):
             one_of("role", role, list(ROLES))
             yield Variant(direction, arch, short, dim, dim_v, tile, role, full, grouped, asked, options)
@@ -103,9 +114,11 @@ def inspect_variant(variant: Variant) -> Row:
         row = row_of(variant, *compile_and_ask(variant))
     except Exception as error:  # one that cannot be compiled is a finding, and the others still count
         return failed_row(variant, error)
-    if not row["blocks_per_sm"] and variant.kernel in ATTENTION:
-        config = config_for(variant.arch, DTYPES[variant.dtype], max(variant.head_dim, variant.head_dim_v))
-        fits = identity(Variant(**(vars(variant) | {"tile": getattr(config, variant.kernel)})))["tile"]
+    default = None
+    if variant.kernel in ATTENTION:
+        default = default_tile(variant.kernel, variant.arch, variant.dtype, max(variant.head_dim, variant.head_dim_v))
+    if not row["blocks_per_sm"] and default is not None:
+        fits = identity(Variant(**(vars(variant) | {"tile": default})))["tile"]
         row["problems"].append(f"does not fit an SM of {row['arch']}: {fits} does")
     return row
 

@@ -23,8 +23,8 @@ from .case_lists import cpu_cases, gpu_cases
 from .cases import Case, Number
 from .launching import cores, member
 from .provenance import provenance
-from .result_file import NAME, SCHEMA, RefusedResults
 from .report.command import write_beside
+from .result_file import NAME, SCHEMA, RefusedResults
 from .tables import table
 from .workers import Outcome, Pool
 

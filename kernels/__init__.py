@@ -9,6 +9,7 @@ from .entries import (
     attention_dkdv,
     attention_dq,
     attention_forward,
+    attention_gradients,
     dequantize,
     quantize,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "attention_dkdv",
     "attention_dq",
     "attention_forward",
+    "attention_gradients",
     "default_config",
     "dequantize",
     "quantize",

@@ -6,10 +6,11 @@ import torch
 
 from .backward import delta_kernel, dkdv_kernel, dq_kernel, reduce_kernel
 from .bounds import FULL, Bounds
-from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank
+from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank, result_like
 from .choice import forward_kernel_of, situation, tile_for
-from .config import KernelConfig
+from .config import KernelConfig, is_single_pass
 from .forward import forward_kernel
+from .gradients import attention_gradients
 from .hopper_launch import launch_hopper, takes
 from .launch import (
     check_config,
@@ -249,7 +250,8 @@ def attention_backward(
     """The gradients of :func:`attention_forward` for one query shard and one key shard: delta, then dQ, then dK/dV.
 
     With the global ``out`` and ``lse`` of the whole sequence, the parts of all shards add up to the exact gradient
-    (Dao, arXiv:2307.08691, algorithm 2). Deterministic: no atomics.
+    (Dao, arXiv:2307.08691, algorithm 2). Deterministic: no atomics; unless ``config.backward`` is ``"single_pass"``,
+    which computes all three at once and adds to dQ in no fixed order (see :func:`attention_gradients`).
 
     Args:
         dout: gradient of ``out``, ``[B, Sq, H, Dv]``.
@@ -276,17 +278,9 @@ def attention_backward(
     sums = None if dk is None or dv is None else (dk, dv)
     delta = attention_delta(dout, out, dlse)
     call = {"bounds": bounds, "scores": scores, "softmax_scale": softmax_scale, "config": config}
+    if is_single_pass(config):
+        total = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
+        made = attention_gradients(dout, q, k, v, lse, delta, dq=total, sums=sums, into=sums, **call)  # type: ignore[arg-type]
+        return total.to(q.dtype) if dq is None else total, *made
     dq = attention_dq(dout, q, k, v, lse, delta, sums=dq, into=dq, **call)  # type: ignore[arg-type]
     return dq, *attention_dkdv(dout, q, k, v, lse, delta, sums=sums, into=sums, **call)  # type: ignore[arg-type]
-
-
-def result_like(
-    into_name: str, into: torch.Tensor | None, sums_name: str, sums: torch.Tensor | None, like: torch.Tensor
-) -> torch.Tensor:
-    """The tensor that a gradient is written to, checked together with the sums that are added to it."""
-    if sums is not None:
-        check_like(sums_name, sums, tuple(like.shape), torch.float32, like.device)
-    if into is None:
-        return torch.empty(like.shape, device=like.device, dtype=like.dtype)
-    check_like(into_name, into, tuple(like.shape), None, like.device)
-    return into

@@ -86,6 +86,18 @@ def check_like(
     check_unit_stride(name, x)
 
 
+def result_like(
+    into_name: str, into: torch.Tensor | None, sums_name: str, sums: torch.Tensor | None, like: torch.Tensor
+) -> torch.Tensor:
+    """The tensor that a gradient is written to, checked together with the sums that are added to it."""
+    if sums is not None:
+        check_like(sums_name, sums, tuple(like.shape), torch.float32, like.device)
+    if into is None:
+        return torch.empty(like.shape, device=like.device, dtype=like.dtype)
+    check_like(into_name, into, tuple(like.shape), None, like.device)
+    return into
+
+
 def check_backward(
     dout: torch.Tensor,
     q: torch.Tensor,

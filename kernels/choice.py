@@ -24,7 +24,7 @@ import torch
 import triton
 
 from .bounds import Bounds
-from .config import INTERPRETER, LEAST_SIDE, KernelConfig, Tile, config_for
+from .config import INTERPRETER, LEAST_SIDE, KernelConfig, Tile, config_for, single_pass_tile
 from .scores import Scores
 from .tables import KERNELS, Entry, RefusedTable, Table, file_name, options_of, read
 
@@ -255,11 +255,9 @@ def _tile(
 
 def _built_in(kernel: str, q: torch.Tensor, v: torch.Tensor) -> Tile:
     gpu = gpu_of(q.device)
+    if kernel == "single_pass":
+        return _built_in_single_pass(gpu, q, v)
     config = INTERPRETER if gpu is None else config_for(gpu.arch, q.dtype, max(q.shape[3], v.shape[3]))
-    return _of(config, kernel)
-
-
-def _of(config: KernelConfig, kernel: str) -> Tile:
     tile: Tile = getattr(config, kernel)
     return tile
 
@@ -267,6 +265,23 @@ def _of(config: KernelConfig, kernel: str) -> Tile:
 def forward_kernel_of(config: KernelConfig | None, tile: Tile) -> str:
     """The config's; without one what a tuned table measured as the best with ``tile``, of :func:`tile_for`."""
     return str(options_of(tile).get("forward_kernel", "portable")) if config is None else config.forward_kernel
+
+
+def _built_in_single_pass(gpu: Gpu | None, q: torch.Tensor, v: torch.Tensor) -> Tile:
+    head_dim = max(q.shape[3], v.shape[3])
+    tile = INTERPRETER.dkdv if gpu is None else single_pass_tile(gpu.arch, q.dtype, head_dim)
+    if tile is None:
+        most = next(size for size in (128, 64, 32) if single_pass_tile(gpu.arch, q.dtype, size))  # type: ignore[union-attr]
+        raise ValueError(
+            f"head dim {head_dim} has no default tile for a single-pass backward that fits this GPU: it takes up to "
+            f"{most}; pass config.single_pass=Tile(...) to try one, or backward='two_pass'"
+        )
+    return tile
+
+
+def _of(config: KernelConfig, kernel: str) -> Tile | None:
+    tile: Tile | None = getattr(config, kernel)
+    return tile
 
 
 def situation(bounds: Bounds, scores: Scores) -> dict[str, Any]:
@@ -292,10 +307,11 @@ def tile_for(
     Raises:
         ValueError: the config's does not, or blocks that no tile divides.
     """
-    if config is not None:
-        tile = _of(config, kernel)
+    given = None if config is None else _of(config, kernel)
+    if given is not None:
+        tile = given
     else:
-        tile = _tile(kernel, q, v, full) if plain and block is None else _built_in(kernel, q, v)
+        tile = _tile(kernel, q, v, full) if config is None and plain and block is None else _built_in(kernel, q, v)
     if block is None:
         return tile
     if block % LEAST_SIDE:
@@ -303,7 +319,7 @@ def tile_for(
             f"the block mask has blocks of {block}: they must be a multiple of {LEAST_SIDE}, a tile's least"
         )
     fit = replace(tile, block_q=gcd(tile.block_q, block), block_k=gcd(tile.block_k, block))
-    if config is not None and fit != tile:
+    if given is not None and fit != tile:
         raise ValueError(
             f"config.{kernel} has tiles of {tile.block_q} x {tile.block_k}: they must divide the blocks of {block} "
             "positions of the block mask"

@@ -38,11 +38,12 @@ class Tile:
 
 ORDERS = ("heads", "longest")
 FORWARD_KERNELS = ("portable", "hopper")
+BACKWARDS = ("two_pass", "single_pass", "single_pass_deterministic")
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """One :class:`Tile` per kernel, and which forward kernel.
+    """One :class:`Tile` per kernel, and which kernels.
 
     ``forward_kernel="hopper"`` is written for sm_90: two warpgroups of 64 query rows (``block_q`` 128, 8 warps), 64 or
     128 keys per tile, ``num_stages`` tiles each of K and V. What it is not written for is refused (see
@@ -65,6 +66,13 @@ class KernelConfig:
 
     ``pack_gqa``: the rows of a tile of the forward and of dQ are positions times the query heads that share a key head,
     so that K and V are read once for all of them and short shards fill a tile. Without grouped heads it is nothing.
+
+    ``backward="two_pass"`` computes dQ and dK/dV in a kernel each, seven matrix products per pair of tiles.
+    ``"single_pass"`` computes all three in one, by five, and *adds* dQ in fp32 as it goes: in whatever order the
+    programs come, so that the last bits of dQ change from run to run. ``"single_pass_deterministic"`` lets them add one
+    after the other in a fixed order: the same bits on every run, at the price of waiting. dK and dV are deterministic
+    in all three. ``single_pass`` is the tile of the latter two, None their default by GPU and shape; of the fields
+    above they take none: their order is their own. Neither was ever run on a GPU, so that they are nobody's default.
     """
 
     forward: Tile
@@ -76,8 +84,22 @@ class KernelConfig:
     persistent: bool = False
     sm_margin: int | None = None
     pack_gqa: bool = False
+    backward: str = "two_pass"
+    single_pass: Tile | None = None
 
     def __post_init__(self) -> None:
+        if self.backward not in BACKWARDS:
+            raise ValueError(f"backward is {self.backward!r}: it must be one of {', '.join(BACKWARDS)}")
+        if self.single_pass is not None and self.backward == "two_pass":
+            raise ValueError(
+                f"single_pass is {self.single_pass} with backward='two_pass', which has no use for it: pass "
+                "backward='single_pass' or 'single_pass_deterministic', or no tile"
+            )
+        if self.dkdv_splits is not None and self.backward != "two_pass":
+            raise ValueError(
+                f"dkdv_splits is {self.dkdv_splits} with backward={self.backward!r}: it splits the dK/dV kernel of "
+                "'two_pass'; pass None"
+            )
         if self.forward_kernel not in FORWARD_KERNELS:
             raise ValueError(
                 f"forward_kernel is {self.forward_kernel!r}: it must be one of {', '.join(FORWARD_KERNELS)}"
@@ -106,6 +128,11 @@ class KernelConfig:
 def is_whole(value: object, least: int) -> bool:
     """Whether a value is an int, not a bool, of at least ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_single_pass(config: KernelConfig | None) -> bool:
+    """Whether dQ, dK and dV are made by one kernel."""
+    return config is not None and config.backward != "two_pass"
 
 
 # Untuned defaults. Each was the first of its kind that compiles, on Triton 3.6 to 3.9, without local memory traffic
@@ -149,3 +176,22 @@ def config_for(arch: int, dtype: torch.dtype, head_dim: int) -> KernelConfig:
     """
     table = _FLOAT32 if dtype == torch.float32 else _BY_ARCH.get(arch, _SMALL)
     return table[next(size for size in table if head_dim <= size)]
+
+
+# Of the single pass, by architecture and the larger head dim. 128 keys, as in dK/dV, where registers hold dK and dV of
+# them, and as many queries as leave room for a tile of dQ beside: clean in every role, on Triton 3.7, for both orders
+# of adding. Beyond head dim 128 there is none whose loop does not spill.
+_SINGLE_PASS: dict[int, dict[int, Tile]] = {
+    80: {64: Tile(64, 128, 8, 2), 128: Tile(16, 128, 8, 2)},
+    90: {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2)},
+    100: {64: Tile(64, 128, 8, 1), 128: Tile(64, 128, 8, 1)},
+    103: {64: Tile(64, 128, 8, 1), 128: Tile(64, 128, 8, 1)},
+}
+_SINGLE_PASS_SMALL = {64: Tile(32, 128, 8, 2), 128: Tile(16, 64, 4, 2)}
+_SINGLE_PASS_FLOAT32 = {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1)}
+
+
+def single_pass_tile(arch: int, dtype: torch.dtype, head_dim: int) -> Tile | None:
+    """The default of the single-pass backward for a compute capability and the larger of D and Dv; None: none fits."""
+    table = _SINGLE_PASS_FLOAT32 if dtype == torch.float32 else _SINGLE_PASS.get(arch, _SINGLE_PASS_SMALL)
+    return next((tile for size, tile in table.items() if head_dim <= size), None)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from . import attention as host
+from .config import KernelConfig, is_single_pass
+from .gradients import attention_gradients as host_gradients
 from .ops import (
     delta_op,
     dequantize_op,
@@ -20,6 +22,8 @@ from .ops import (
     finish_op,
     fold_op,
     forward_op,
+    gradients_into_op,
+    gradients_op,
     pack,
     quantize_op,
 )
@@ -79,13 +83,29 @@ def _traced_dkdv(*given: Tensor, sums: Pair | None = None, into: Pair | None = N
     return into
 
 
+def _traced_gradients(
+    *given: Tensor, dq: Tensor, sums: Pair | None = None, into: Pair | None = None, **call: Any
+) -> Pair:
+    packed, (dk, dv) = pack(**call), sums or (None, None)
+    if into is None:
+        made: Pair = gradients_op(*given, dq, dk, dv, *packed)
+        return made
+    add = dk is into[0] and dv is into[1]
+    gradients_into_op(*given, dq, *((None, None) if add else (dk, dv)), *into, add, *packed)
+    return into
+
+
 def _traced_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
     dlse: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
-    **call: Any,
+    config: KernelConfig | None = None, **call: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     given = (dout, q, k, v, lse, _traced_delta(dout, out, dlse))
-    sums = None if dk is None or dv is None else (dk, dv)
+    sums, call = None if dk is None or dv is None else (dk, dv), call | {"config": config}
+    if is_single_pass(config):
+        total = q.new_zeros(q.shape, dtype=torch.float32) if dq is None else dq
+        made = _traced_gradients(*given, dq=total, sums=sums, into=sums, **call)
+        return total.to(q.dtype) if dq is None else total, *made
     return _traced_dq(*given, sums=dq, into=dq, **call), *_traced_dkdv(*given, sums=sums, into=sums, **call)
 
 
@@ -101,6 +121,7 @@ attention_forward = _either(host.attention_forward, _traced_forward)
 attention_delta = _either(host.attention_delta, _traced_delta)
 attention_dq = _either(host.attention_dq, _traced_dq)
 attention_dkdv = _either(host.attention_dkdv, _traced_dkdv)
+attention_gradients = _either(host_gradients, _traced_gradients)
 attention_backward = _either(host.attention_backward, _traced_backward)
 quantize = _either(host_quantize, _traced_quantize)
 dequantize = _either(host_dequantize, _traced_dequantize)

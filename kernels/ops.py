@@ -16,7 +16,8 @@ from torch import Tensor
 
 from . import attention as host
 from .bounds import FULL, Bounds, Runs
-from .config import KernelConfig, Tile
+from .config import KernelConfig, Tile, is_single_pass
+from .gradients import attention_gradients
 from .quantize import dequantize, quantize
 from .scores import PLAIN, SEEDS, Scores
 
@@ -37,9 +38,10 @@ SCHEMA = (
 
 NO_SLOPE = "alibi_slopes requires a gradient, and there is none: pass alibi_slopes.detach()"
 
-TILES = tuple(one.name for one in fields(KernelConfig) if one.type == "Tile")
-CHOICES = tuple(one.name for one in fields(KernelConfig) if one.type != "Tile")
+TILES = tuple(one.name for one in fields(KernelConfig) if one.type in ("Tile", "Tile | None"))
+CHOICES = tuple(one.name for one in fields(KernelConfig) if one.name not in TILES)
 SIDES = tuple(one.name for one in fields(Tile))
+NO_TILE = (0,) * len(SIDES)
 
 
 class Call(NamedTuple):
@@ -92,7 +94,8 @@ def pack_config(config: KernelConfig | None) -> tuple[list[int] | None, list[str
     """The numbers of a config's tiles, and what else it has."""
     if config is None:
         return None, []
-    numbers = [getattr(getattr(config, kernel), side) for kernel in TILES for side in SIDES]
+    tiles = (getattr(config, kernel) for kernel in TILES)
+    numbers = [n for tile in tiles for n in (NO_TILE if tile is None else (getattr(tile, side) for side in SIDES))]
     return numbers, [str(getattr(config, choice)) for choice in CHOICES]
 
 
@@ -104,7 +107,10 @@ def unpack_config(tiles: Sequence[int] | None, choices: Sequence[str]) -> Kernel
 @lru_cache(maxsize=64)
 def _config(tiles: tuple[int, ...], choices: tuple[str, ...]) -> KernelConfig:
     sizes = len(SIDES)
-    made: dict[str, Any] = {kernel: Tile(*tiles[i * sizes : (i + 1) * sizes]) for i, kernel in enumerate(TILES)}
+    given = (tiles[i * sizes : (i + 1) * sizes] for i in range(len(TILES)))
+    made: dict[str, Any] = {
+        kernel: None if one == NO_TILE else Tile(*one) for kernel, one in zip(TILES, given, strict=True)
+    }
     return KernelConfig(**made | dict(zip(CHOICES, map(_choice, choices), strict=True)))
 
 
@@ -202,6 +208,23 @@ def _dkdv_into(
     host.attention_dkdv(dout, q, k, v, lse, delta, sums=sums, into=into, **unpack(q.device, *call))
 
 
+def _gradients_op(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
+    dk: Tensor | None, dv: Tensor | None, *call: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    sums = None if dk is None or dv is None else (dk, dv)
+    return attention_gradients(dout, q, k, v, lse, delta, dq=dq, sums=sums, **unpack(q.device, *call))
+
+
+def _gradients_into(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
+    dk: Tensor | None, dv: Tensor | None, dk_into: Tensor, dv_into: Tensor, add: bool, *call: Any,
+) -> None:  # fmt: skip
+    into = (dk_into, dv_into)
+    sums = into if add else None if dk is None or dv is None else (dk, dv)
+    attention_gradients(dout, q, k, v, lse, delta, dq=dq, sums=sums, into=into, **unpack(q.device, *call))
+
+
 _QKV = "Tensor q, Tensor k, Tensor v"
 _BACKWARD = f"Tensor dout, {_QKV}, Tensor lse, Tensor delta"
 
@@ -234,6 +257,15 @@ dkdv_into_op = _defined(
     f"{_BACKWARD}, Tensor? dk, Tensor? dv, Tensor(a!) dk_into, Tensor(b!) dv_into, bool add, {SCHEMA}", "()",
     _dkdv_into, mutates=("dk_into", "dv_into"),
 )  # fmt: skip
+gradients_op = _defined(
+    "attention_gradients", f"{_BACKWARD}, Tensor(a!) dq, Tensor? dk, Tensor? dv, {SCHEMA}", "(Tensor, Tensor)",
+    _gradients_op, lambda dout, q, k, v, *_: (k.new_empty(k.shape), v.new_empty(v.shape)), ("dq",),
+)  # fmt: skip
+gradients_into_op = _defined(
+    "attention_gradients_into",
+    f"{_BACKWARD}, Tensor(a!) dq, Tensor? dk, Tensor? dv, Tensor(b!) dk_into, Tensor(c!) dv_into, bool add, {SCHEMA}",
+    "()", _gradients_into, mutates=("dq", "dk_into", "dv_into"),
+)  # fmt: skip
 
 quantize_op = _defined(
     "quantize", "Tensor x, Tensor(a!) out, Tensor(b!) scale", "()", quantize, mutates=("out", "scale")
@@ -259,6 +291,10 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     delta = delta_op(dout, out, None if dlse is None else dlse.contiguous())
     given = (dout.to(q.dtype), q, k, v, lse, delta)
+    if is_single_pass(unpack_config(call.tiles, call.choices)):
+        dq = torch.zeros(q.shape, device=q.device, dtype=torch.float32)
+        dk, dv = gradients_op(*given, dq, None, None, *call)
+        return dq.to(q.dtype), dk, dv, None, *(None for _ in call)
     dk, dv = dkdv_op(*given, None, None, *call)
     return dq_op(*given, None, *call), dk, dv, None, *(None for _ in call)
 

@@ -184,6 +184,30 @@ def load_part(
 
 
 @triton.jit
+def load_tile(tensor, start, limit, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The rows from ``start``, as `load_rows`; one 64-bit base per tile, within the tile 32 bits."""
+    base = tensor.ptr + tl.cast(start, tl.int64) * tensor.stride_s
+    FIRST: tl.constexpr = first_part(HEAD_DIM)
+    SECOND: tl.constexpr = second_part(HEAD_DIM)
+    first = near_part(base, tensor.stride_s, limit - start, ROWS, 0, FIRST, HEAD_DIM)
+    if SECOND == 0:
+        return (first,)
+    else:
+        return (first, near_part(base, tensor.stride_s, limit - start, ROWS, FIRST, SECOND, HEAD_DIM))
+
+
+@triton.jit
+def near_part(
+    base, stride, count, ROWS: tl.constexpr, BEGIN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    rows, offs_d = tl.arange(0, ROWS), BEGIN + tl.arange(0, WIDTH)
+    inside = rows[:, None] < count
+    if BEGIN + WIDTH > HEAD_DIM:
+        inside &= offs_d[None, :] < HEAD_DIM
+    return tl.load(base + (rows[:, None] * stride + offs_d[None, :]), mask=inside, other=0.0)
+
+
+@triton.jit
 def store_rows(tensor, value, offs, limit, HEAD_DIM: tl.constexpr):
     """The rows ``offs`` of one head, in parts as `load_rows` has them."""
     store_part(tensor, value[0], offs, limit, 0, HEAD_DIM)
@@ -222,9 +246,9 @@ def zeros(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def products(a, b):
-    """``a b^T`` of two tiles of rows: the sum over their parts."""
-    result = dot(a[0], tl.trans(b[0]), None)
+def products(a, b, acc=None):
+    """``acc + a b^T`` of two tiles of rows: the sum over their parts."""
+    result = dot(a[0], tl.trans(b[0]), acc)
     if len(a) == 2:
         result = dot(a[1], tl.trans(b[1]), result)
     return result
@@ -331,11 +355,18 @@ def visit(index, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
 def visit_keys(index, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Of the ``index``-th tile of dK/dV: (batch, head, first key, keys, range of queries)."""
     tile, batch, head = placement(index, shape, BLOCK_ROWS)
+    first, keys, visited = visit_key_tile(tile, batch, bounds, shape, BLOCK_ROWS, BLOCK)
+    return batch, head, first, keys, visited
+
+
+@triton.jit
+def visit_key_tile(tile, batch, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of one tile of keys: (first key, keys, range of queries)."""
     first = tile * BLOCK_ROWS  # early keys are seen by most queries: longest first
     if bounds.used is not None:  # the rows behind are padding: nobody sees them
         keys = tl.load(bounds.used + batch)
         shape = Shape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
-    return batch, head, first, shape.rows, tile_range(bounds, first, shape, BLOCK_ROWS, BLOCK)
+    return first, shape.rows, tile_range(bounds, first, shape, BLOCK_ROWS, BLOCK)
 
 
 @triton.jit

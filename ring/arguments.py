@@ -14,6 +14,7 @@ from .. import __version__
 from ..kernels import KernelConfig, Scores
 from ..kernels.checks import check_qkv, check_scale
 from ..kernels.choice import tile_for
+from ..kernels.config import is_single_pass
 from ..kernels.launch import check_config
 from .backends import resolve_backend
 from .block_mask import BlockMask, Longformer
@@ -194,7 +195,7 @@ def check_tiles(mask: Mask, backend: str, config: KernelConfig | None, q: torch.
     check_config(config, q, v)
     if mask.blocks is None:
         return
-    for kernel in ("forward", "dq", "dkdv"):
+    for kernel in ("forward", "single_pass") if is_single_pass(config) else ("forward", "dq", "dkdv"):
         tile_for(kernel, config, q, v, mask.blocks.block)
 
 

@@ -15,7 +15,9 @@ from ..kernels import (
     attention_dkdv,
     attention_dq,
     attention_forward,
+    attention_gradients,
 )
+from ..kernels.config import is_single_pass
 from .aten import AtenBackward, AtenForward, row_dot
 from .traffic import Heads, Pair, Tensors
 
@@ -68,11 +70,13 @@ def backward_works(
     *,
     softmax_scale: float,
     config: KernelConfig | None = None,
-) -> list[AtenBackward] | list[TritonBackward]:
+) -> list[AtenBackward] | list[TritonBackward] | list[SinglePassBackward]:
     """What computes the backward of each chunk of heads."""
     parts = [_of_heads(heads, dout, q, out, lse, dlse) for heads in chunks]
     if backend == "aten":
         return [AtenBackward(*part, softmax_scale=softmax_scale) for part in parts]
+    if config is not None and is_single_pass(config):
+        return [SinglePassBackward(*part, softmax_scale=softmax_scale, config=config) for part in parts]
     return [TritonBackward(*part, softmax_scale=softmax_scale, config=config) for part in parts]
 
 
@@ -187,3 +191,57 @@ class TritonBackward:
         """dQ in q's dtype, after the final hop."""
         assert self._dq is not None
         return self._dq
+
+
+class SinglePassBackward:
+    """dK, dV and dQ of a hop as one launch, in the place of dK/dV: what the loop asks for dQ is there already.
+
+    So a chunk's sums travel under the next chunk's launch, and with one chunk under none.
+    """
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        *,
+        softmax_scale: float,
+        config: KernelConfig,
+    ) -> None:
+        self._dout, self._q, self._lse = dout, q, lse
+        self._scale = softmax_scale
+        self._config = config
+        self._delta = attention_delta(dout, out, dlse)
+        self._dq = torch.zeros(q.shape, device=q.device, dtype=torch.float32)
+
+    def dq(
+        self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool
+    ) -> None:
+        """Nothing: every shard's part is added with its dK/dV, that of the own shard at the very end."""
+
+    def dkdv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bounds: Bounds,
+        *,
+        scores: Scores = PLAIN,
+        local: bool,
+        sums: Callable[[], Tensors] | None,
+        into: Tensors,
+    ) -> None:
+        arrived = None
+        if sums is not None:
+            dk, dv = sums()
+            arrived = (dk, dv)
+        attention_gradients(
+            self._dout, self._q, k, v, self._lse, self._delta, dq=self._dq,
+            bounds=bounds, scores=scores, softmax_scale=self._scale, sums=arrived,
+            into=(into[0], into[1]), config=self._config,
+        )  # fmt: skip
+
+    def result(self) -> torch.Tensor:
+        """dQ in q's dtype, after the last shard."""
+        return self._dq.to(self._q.dtype)

@@ -18,7 +18,7 @@ from ringattn.bench import compiled
 from ringattn.bench.compiled import Compiled, Variant, launchable, problems
 from ringattn.bench.sass import Loop, basic_blocks, matrix_loops, natural_loops
 from ringattn.kernels import Tile
-from ringattn.kernels.config import config_for
+from ringattn.kernels.config import config_for, single_pass_tile
 
 ARCHS = (80, 86, 89, 90, 100, 120)
 SIXTEEN_BIT = (64, 128)
@@ -47,6 +47,7 @@ def gate(variants: list[str]) -> list[dict[str, Any]]:
 SAMPLE = [
     "90:bf16:128:middle",
     "80:bf16:128:middle:dkdv",
+    "90:bf16:128:last:single_pass",
     "100:bf16:64:middle:forward",
     "120:fp16:128:middle:dq",
     "90:bf16:128:quantize",
@@ -81,6 +82,11 @@ def test_head_dims_in_two_parts_multiply_less() -> None:
     """192 as 128 and 64: of keys 64 wide, 12 + 4 steps of 16 where padding to 256 makes 16 + 4."""
     told = row_of("90:bf16:192/128:middle:forward")
     assert [loop["matrix"] for loop in told["loops"]] == [12 + 4] * 3
+
+
+def test_a_pass_that_waits_for_its_turn_passes_the_gate() -> None:
+    (told,) = gate(["--kernel", "single_pass_deterministic", "--arch", "sm_80"])
+    assert told["loops"][0]["local"] == 0
 
 
 @pytest.mark.nightly
@@ -148,8 +154,11 @@ def test_tiles_reuse_what_they_load_as_much_as_the_tutorial(arch: int, head_dim:
 
 def test_launchable_covers_every_kernel_role_and_flag_once() -> None:
     variants = list(launchable(90, "bf16", 128))
-    assert len(variants) == len(set(variants)) == 3 * 4 * 2 * 2 + 2 * 4 * 2 + 2
-    tiles = {variant.tile for variant in variants if variant.kernel in compiled.ATTENTION}
+    assert len(variants) == len(set(variants)) == 5 * 4 * 2 * 2 + 2 * 4 * 2 + 2
+    passes = {variant.tile for variant in variants if variant.kernel in compiled.SINGLE_PASS}
+    assert passes == {single_pass_tile(90, torch.bfloat16, 128)}
+    assert not any(variant.kernel in compiled.SINGLE_PASS for variant in launchable(90, "bf16", 256))
+    tiles = {variant.tile for variant in variants if variant.kernel in ("forward", "dq", "dkdv")}
     config = config_for(90, torch.bfloat16, 128)
     assert tiles == {config.forward, config.dq, config.dkdv}
     pairs = [(v.kernel, v.head_dim) for v in launchable(90, "bf16", 192, 128) if v.kernel in compiled.FP8]

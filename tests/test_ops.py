@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from .kernel_cases import Inputs, Sizes, compare, inputs, interval
 ROOT = Path(__file__).parents[1]
 SIZES = Sizes(queries=24, keys=40, heads=2, batch=2)
 TILES = KernelConfig(forward=Tile(16, 16, 4, 1), dq=Tile(16, 16, 4, 1), dkdv=Tile(16, 16, 4, 1))
+SINGLE_PASS = replace(TILES, backward="single_pass")
 NO_BACKWARD = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
@@ -81,6 +82,10 @@ def test_opcheck_of_the_parts(name: str) -> None:
     opcheck(ops.dq_into_op, (*given, None, torch.zeros_like(q), True, *call))
     opcheck(ops.dkdv_op, (*given, torch.zeros_like(k), torch.zeros_like(v), *call))
     opcheck(ops.dkdv_into_op, (*given, None, None, torch.zeros_like(k), torch.zeros_like(v), True, *call))
+    single = pack(**CALLS[name]() | {"config": SINGLE_PASS})
+    opcheck(ops.gradients_op, (*given, torch.zeros_like(q), None, None, *single))
+    into = (torch.zeros_like(k), torch.zeros_like(v))
+    opcheck(ops.gradients_into_op, (*given, torch.zeros_like(q), None, None, *into, True, *single))
 
 
 def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,26 +118,29 @@ def test_fp8_in_a_graph_is_what_it_is_outside() -> None:
 # besides tiles, what a config may choose: another value than its default; a field that is not here must be added
 CHOSEN = {
     "forward_kernel": "hopper", "dkdv_splits": 2, "order": "longest", "persistent": True, "sm_margin": 8,
-    "pack_gqa": True,
+    "pack_gqa": True, "backward": "single_pass_deterministic",
 }  # fmt: skip
 
 
 def test_all_of_a_config_travels() -> None:
-    tiles: Any = {name: Tile(16 << i, 32 << i, 1 << i, 1 + i) for i, name in enumerate(("forward", "dq", "dkdv"))}
+    tiles: Any = {name: Tile(16 << i, 32 << i, 1 << i, 1 + i) for i, name in enumerate(ops.TILES)}
     choices: Any = {one.name: CHOSEN[one.name] for one in fields(KernelConfig) if one.name not in tiles}
     kernel = {"forward_kernel": choices.pop("forward_kernel")}  # which takes no other order
-    for chosen in (kernel, choices):
+    backward = {"backward": choices.pop("backward")}  # which takes no splits
+    for chosen in (kernel, backward, choices):
         config = KernelConfig(**tiles, **chosen)
         assert unpack_config(*pack_config(config)) == config
+    assert unpack_config(*pack_config(SINGLE_PASS)) == SINGLE_PASS
     assert unpack_config(*pack_config(None)) is None
 
 
+@pytest.mark.parametrize("config", [None, SINGLE_PASS], ids=["two passes", "one pass"])
 @pytest.mark.parametrize("kind", ["full", "causal"])
-def test_attend_has_the_gradients(kind: str) -> None:
+def test_attend_has_the_gradients(kind: str, config: KernelConfig | None) -> None:
     x = tensors()
     q, k, v = (tensor.requires_grad_() for tensor in x[:3])
     bounds = interval(kind, 24, 40)
-    out, lse = attend(q, k, v, bounds=bounds)
+    out, lse = attend(q, k, v, bounds=bounds, config=config)
     grads = torch.autograd.grad((out, lse), (q, k, v), (x.dout, x.dlse))
     compare(Results(out.detach(), lse.detach(), *grads), Inputs(*(t.detach() for t in x)), bounds)
 

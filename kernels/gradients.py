@@ -1,0 +1,127 @@
+"""The host entry of the single-pass backward: what it takes, who adds when, its launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from .bounds import FULL, Bounds
+from .checks import check_backward, check_like, result_like
+from .choice import gpu_of, situation, tile_for
+from .config import KernelConfig, Tile
+from .dq_sum import Turns
+from .launch import head_dims, interval, launch, modifiers, options, programs, shape_of, strided
+from .scores import PLAIN, Scores
+from .single_pass import single_pass_kernel
+from .turns import numbers
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+COPY_ENGINE_ARCH = 90
+"""The first compute capability whose copy engine adds to global memory."""
+
+ALIGNMENT = 4
+"""Elements of fp32 in 16 bytes: what the copy engine wants addresses and strides to be multiples of."""
+
+
+def attention_gradients(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    *,
+    dq: torch.Tensor,
+    bounds: Bounds = FULL,
+    scores: Scores = PLAIN,
+    softmax_scale: float | None = None,
+    sums: Pair | None = None,
+    into: Pair | None = None,
+    config: KernelConfig,
+) -> Pair:
+    """dQ, dK and dV of one query shard and one key shard in a single pass: ``dq`` is added to, dK and dV returned.
+
+    Five matrix products per pair of tiles where :func:`attention_dq` and :func:`attention_dkdv` have seven. A program
+    keeps dK and dV of a tile of keys in registers and adds each ``scale * dS K`` to ``dq`` in global memory, by the
+    copy engine where the GPU has one that can (sm_90 on; D a power of two), else by atomics.
+
+    With ``config.backward="single_pass"`` the programs add in whatever order they come: the last bits of dQ change from
+    run to run. With ``"single_pass_deterministic"`` each waits for its turn, so that dQ has the same bits on every run
+    with the same tile. dK and dV have them either way.
+
+    Args:
+        dout, q, k, v, lse, delta, bounds, scores, softmax_scale: as in :func:`attention_dq`.
+        dq: fp32 ``[B, Sq, H, D]``, what is added to: zeros, or the dQ of the shards before.
+        sums: fp32 ``(dk [B, Sk, Hkv, D], dv [B, Sk, Hkv, Dv])`` from the query shards before.
+        into: where dK and dV go; may be ``sums``. Default: new tensors in the dtype of k and v.
+        config: one whose ``backward`` is a single pass.
+
+    Returns:
+        ``(dk, dv)``.
+
+    Raises:
+        ValueError: an argument does not fit, or there is no tile for the head dim.
+    """
+    scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
+    if config.backward == "two_pass":
+        raise ValueError(
+            "config.backward is 'two_pass': attention_gradients takes 'single_pass' or 'single_pass_deterministic'; "
+            "the two passes are attention_dq and attention_dkdv"
+        )
+    check_like("dq", dq, tuple(q.shape), torch.float32, q.device)
+    dk_sum, dv_sum = sums or (None, None)
+    dk_into, dv_into = into or (None, None)
+    dk = result_like("into[0]", dk_into, "sums[0]", dk_sum, k)
+    dv = result_like("into[1]", dv_into, "sums[1]", dv_sum, v)
+    tile = tile_for("single_pass", config, q, v, **situation(bounds, scores))
+    for name, x in (("q", q), ("dout", dout), ("dq", dq)):
+        check_near(name, x, tile)
+    whole = bounds.lo is None and bounds.used is None
+    launch(
+        single_pass_kernel, programs(k.shape[1], tile.block_k, k), q.device,
+        strided(dout), strided(q), strided(k), strided(v), lse, delta,
+        strided(dk if dk_sum is None else dk_sum), strided(dv if dv_sum is None else dv_sum), strided(dk), strided(dv),
+        strided(dq), box_of(dq, tile), turns_of(bounds, q, k, tile, config), interval(bounds.transposed(k.shape[1])),
+        shape_of(k, q), scale, modifiers(scores, q.device, rows_are_keys=True),
+        **head_dims(q, v), **options(tile), HAS_SUM=sums is not None, IN_PLACE=dk is dk_sum and dv is dv_sum,
+        RAGGED=whole and k.shape[1] % tile.block_k != 0,
+    )  # fmt: skip
+    return dk, dv
+
+
+def check_near(name: str, x: torch.Tensor, tile: Tile) -> None:
+    """Refuse a stride by which 32 bits do not reach from one end of a tile to the other: ValueError."""
+    if x.shape[1] > 1 and abs(x.stride(1)) * tile.block_q >= 2**31:
+        raise ValueError(
+            f"{name} has strides {x.stride()}: a tile of {tile.block_q} queries must lie within 2^31 elements"
+        )
+
+
+def box_of(dq: torch.Tensor, tile: Tile) -> Any:
+    """A TMA descriptor of ``dq`` in tiles of queries; None where atomics must do."""
+    gpu, head_dim = gpu_of(dq.device), dq.shape[3]
+    if gpu is None or gpu.arch < COPY_ENGINE_ARCH or dq.numel() == 0:
+        return None
+    strides = [stride for stride, size in zip(dq.stride()[:3], dq.shape[:3], strict=True) if size > 1]
+    aligned = dq.data_ptr() % 16 == 0 and all(stride > 0 and stride % ALIGNMENT == 0 for stride in strides)
+    if not aligned or head_dim < 16 or head_dim & (head_dim - 1):
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    # the stride of a dimension of one element says nothing, and need not be one that the copy engine takes
+    made = [stride if size > 1 else head_dim for stride, size in zip(dq.stride()[:3], dq.shape[:3], strict=True)]
+    return TensorDescriptor(dq, list(dq.shape), [*made, 1], [1, tile.block_q, 1, head_dim])
+
+
+def turns_of(bounds: Bounds, q: torch.Tensor, k: torch.Tensor, tile: Tile, config: KernelConfig) -> Turns:
+    """Who waits for whom: nobody, or each program for those that add before it."""
+    if config.backward == "single_pass":
+        return Turns(None, None, None)
+    batch, queries, heads = q.shape[:3]
+    gates = torch.zeros(batch, heads, int(triton.cdiv(queries, tile.block_q)), device=q.device, dtype=torch.int32)
+    table = numbers(bounds, batch, queries, k.shape[1], tile, q.device)
+    stride = None if table is None else table.stride(0) * (table.shape[0] > 1)
+    return Turns(table, stride, gates)
