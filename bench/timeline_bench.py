@@ -112,7 +112,7 @@ def title(problem: Problem, device: torch.device) -> str:
 def check_room(problem: Problem, device: torch.device, ranks_here: int) -> None:
     """Refuse what does not fit this machine's free memory, with the length that does.
 
-    Per token of a rank: q, k, v and dout with out and their gradients, dQ in fp32, three slots of K/V, two of fp32 sums.
+    Per token of a rank: q, k, v and dout, out and the gradients, dQ in fp32, the slots of K/V and of fp32 sums.
 
     Raises:
         typer.BadParameter: too many tokens.

@@ -14,7 +14,8 @@ from .theme import LIGHT, LINES, Theme, themed
 MARKERS = "osD^vP"
 MOST_LINES = 12  # of a chart: more could not be told apart
 MOST_NAME = 60
-WHOLE = "SDPA"  # how the name of the whole in one process begins
+ONE_DEVICE, ALL_THREADS = "one device", "SDPA, one process"  # candidates of `bench ring`, schemas 2 and 1
+WHOLES = (ONE_DEVICE, ALL_THREADS, "one process, all cores")
 MEGA = 1e6
 MOST = 1e150
 Points = dict[float, float]
@@ -84,21 +85,29 @@ def rates(folder: Folder) -> list[Chart]:
 
 
 def ideal(folder: Folder) -> Chart:
-    """One process with the threads of all ranks, over the time of each contender."""
+    """One device divided by the ranks, over the time of each contender."""
     chart = Chart("Percent of ideal by ranks: one device, divided by their number, is 100", "ranks", "%", log_x=False)
     runs = [run for one in folder.benches if one.kind == "ring" for run in ring_runs(one.data)]
     cuts = {run_cut(run) for run in runs}
     for run in runs:
         world = mapping_of(run.get("problem")).get("world")
         times = {str(each.get("name")): median(each.get("seconds")) for each in mappings_of(run.get("candidates"))}
-        whole = next((seconds for name, seconds in times.items() if name.startswith(WHOLE)), None)
+        best = ideal_seconds(times, world)
         for name, seconds in times.items():
-            if finite(whole) and finite(seconds) and seconds and not name.startswith(WHOLE):
-                chart.add(name + (f", {run_cut(run)}" if len(cuts) > 1 else ""), world, 100 * whole / seconds)
+            if best is not None and finite(seconds) and seconds and name not in WHOLES:
+                chart.add(name + (f", {run_cut(run)}" if len(cuts) > 1 else ""), world, 100 * best / seconds)
     for number in _numbers(folder):
         if number.get("unit") == "%" and "ideal" in str(number.get("name")):
             chart.add(str(labels_of(number).get("by", "ringattn")), labels_of(number).get("world"), number.get("value"))
     return chart
+
+
+def ideal_seconds(times: Mapping[str, object], world: object) -> float | None:
+    """One device's time over the ranks; of runs that have none, that of one process with the threads of all ranks."""
+    alone, together = times.get(ONE_DEVICE), times.get(ALL_THREADS)
+    if finite(alone) and finite(world) and world:
+        return alone / world
+    return together if finite(together) else None
 
 
 def run_cut(run: Mapping[str, Any]) -> str:
