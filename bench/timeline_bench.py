@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,15 +16,20 @@ import typer
 from ..comm import LocalGroup, LocalWorld
 from ..comm.control import control_of
 from ..ring import Ring, ring_attention
+from ..ring.schedule import KV_SLOTS, SUMS_SLOTS
 from .candidates import DTYPES, Problem, Tensors
 from .launching import Member, cores, member, process_group
 from .output import check_target, prints, write_json
 from .pictures import picture
 from .provenance import provenance
 from .ring_bench import dtype_name, started
-from .shapes import LayoutName, binary, grouped, size
+from .shapes import LayoutName, binary, grouped, human, size
 from .timeline import Timeline, as_chrome, from_chrome
 from .timeline_recording import timeline_of
+
+FP32 = 4  # bytes
+PROCESS_BYTES = 400 << 20  # Python and torch
+ROOM = 0.9  # of what is free: the rest is for what nobody counts
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -101,6 +107,35 @@ def title(problem: Problem, device: torch.device) -> str:
         f"{kind}, {problem.layout}, {binary(problem.seqlen)} tokens over {problem.world} ranks, "
         f"H{problem.heads}/{problem.kv_heads} D{problem.head_dim} {problem.dtype}, {where}"
     )
+
+
+def check_room(problem: Problem, device: torch.device, ranks_here: int) -> None:
+    """Refuse what does not fit this machine's free memory, with the length that does.
+
+    Per token of a rank: q, k, v and dout, out and the gradients, dQ in fp32, the slots of K/V and of fp32 sums.
+
+    Raises:
+        typer.BadParameter: too many tokens.
+    """
+    item, per_head = DTYPES[problem.dtype].itemsize, problem.batch * problem.head_dim
+    queries, keys = problem.heads * per_head, problem.kv_heads * per_head
+    per_token = item * (4 * queries + 4 * keys) + FP32 * queries + 2 * keys * (KV_SLOTS * item + SUMS_SLOTS * FP32)
+    room = int(ROOM * free_bytes(device)) - ranks_here * PROCESS_BYTES * (device.type == "cpu")
+    shard = -(-problem.seqlen // problem.world)
+    if ranks_here * shard * per_token > room:
+        fits = max(room, 0) // (ranks_here * per_token) * problem.world
+        raise typer.BadParameter(
+            f"--seqlen is {problem.seqlen:,}: {ranks_here} ranks of {shard:,} tokens here take "
+            f"{human(ranks_here * shard * per_token, 'B')}, {human(max(room, 0), 'B')} are free; at most {fits:,} fit"
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU's memory, or of this machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 2**62
 
 
 def read_timeline(path: Path) -> Timeline:
@@ -181,9 +216,12 @@ def measured(place: Member | None, problem: Problem, repeats: int, device: str |
     if name not in ("cuda", "cpu") or (name == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device is {name!r}: it takes cuda, where there is a GPU, or cpu")
     if place is not None:
+        check_room(problem, place.device, 1 if place.device.type == "cuda" else place.local_world)
         return in_a_group(place, problem, repeats)
+    where = torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+    check_room(problem, where, problem.world)
     if name == "cuda":
-        return virtual(problem, torch.device("cuda", torch.cuda.current_device()), repeats)
+        return virtual(problem, where, repeats)
     return started(problem.world, spawned, problem, repeats)
 
 

@@ -224,3 +224,23 @@ def test_a_page_that_cannot_be_drawn_costs_no_results(tmp_path: Path) -> None:
     assert command.write_beside(tmp_path) == str(tmp_path / "report.html")
     write(tmp_path, results={"schema": "other"})
     assert command.write_beside(tmp_path).startswith("no report.html: Refused: results.json: schema is 'other'")
+
+
+def test_a_sweep_of_rings_is_a_line_per_layout_and_length(tmp_path: Path) -> None:
+    one = report_cases.ring()
+    alone = {"name": "one device", "kind": "one device", "seconds": {"median": 6.0}}
+    runs = [
+        {
+            "problem": {**report_cases.CALL, "world": world, "layout": layout},
+            "candidates": [alone, *one["candidates"][1:]],
+        }
+        for world in (2, 4)
+        for layout in ("zigzag", "striped")
+    ]
+    sweep = {"schema": "ringattn bench ring 2", "provenance": {}, "measurements": runs, "crossovers": []}
+    found = read(write(tmp_path, ring=sweep))
+    assert not found.refused
+    (chart,) = charts.charts(found)
+    assert chart.lines["ringattn, zigzag, 64"] == chart.lines["ringattn, striped, 64"] == {2.0: 75.0, 4.0: 37.5}
+    told = html(found)
+    assert told.count("<picture>") == 4 and "(12)</summary>" in told

@@ -94,6 +94,10 @@ def test_the_command_records_processes(tmp_path: Path) -> None:
         (["--out", "a.gif"], "a.gif is no picture"),
         (["--predicted", "/nowhere.json"], "/nowhere.json"),
         (["--kv-heads", "3"], "--kv-heads is 3"),
+        (
+            ["--device", "cpu", "--seqlen", "16g"],
+            "--seqlen is 17,179,869,184: 2 ranks of 8,589,934,592 tokens here take",
+        ),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_before_it_starts(

@@ -8,12 +8,14 @@ from typing import Any, TypeGuard
 
 from ..shapes import binary
 from .reading import Folder
-from .rows import labels_of, mapping_of, mappings_of, median
+from .rows import labels_of, mapping_of, mappings_of, median, ring_runs
 from .theme import LIGHT, LINES, Theme, themed
 
 MARKERS = "osD^vP"
 MOST_LINES = 12  # of a chart: more could not be told apart
 MOST_NAME = 60
+ONE_DEVICE, ALL_THREADS = "one device", "SDPA, one process"  # candidates of `bench ring`, schemas 2 and 1
+WHOLES = (ONE_DEVICE, ALL_THREADS, "one process, all cores")
 MEGA = 1e6
 MOST = 1e150
 Points = dict[float, float]
@@ -83,19 +85,36 @@ def rates(folder: Folder) -> list[Chart]:
 
 
 def ideal(folder: Folder) -> Chart:
-    """One process with the threads of all ranks, over the time of each contender."""
+    """One device divided by the ranks, over the time of each contender."""
     chart = Chart("Percent of ideal by ranks: one device, divided by their number, is 100", "ranks", "%", log_x=False)
-    for one in (one for one in folder.benches if one.kind == "ring"):
-        world = mapping_of(one.data.get("problem")).get("world")
-        times = {str(each.get("name")): median(each.get("seconds")) for each in mappings_of(one.data.get("candidates"))}
-        whole: Any = next((seconds for name, seconds in times.items() if name.startswith("SDPA")), None)
+    runs = [run for one in folder.benches if one.kind == "ring" for run in ring_runs(one.data)]
+    cuts = {run_cut(run) for run in runs}
+    for run in runs:
+        world = mapping_of(run.get("problem")).get("world")
+        times = {str(each.get("name")): median(each.get("seconds")) for each in mappings_of(run.get("candidates"))}
+        best = ideal_seconds(times, world)
         for name, seconds in times.items():
-            if finite(whole) and finite(seconds) and seconds and not name.startswith("SDPA"):
-                chart.add(name, world, 100 * whole / seconds)
+            if best is not None and finite(seconds) and seconds and name not in WHOLES:
+                chart.add(name + (f", {run_cut(run)}" if len(cuts) > 1 else ""), world, 100 * best / seconds)
     for number in _numbers(folder):
         if number.get("unit") == "%" and "ideal" in str(number.get("name")):
             chart.add(str(labels_of(number).get("by", "ringattn")), labels_of(number).get("world"), number.get("value"))
     return chart
+
+
+def ideal_seconds(times: Mapping[str, object], world: object) -> float | None:
+    """One device's time over the ranks; of runs that have none, that of one process with the threads of all ranks."""
+    alone, together = times.get(ONE_DEVICE), times.get(ALL_THREADS)
+    if finite(alone) and finite(world) and world:
+        return alone / world
+    return together if finite(together) else None
+
+
+def run_cut(run: Mapping[str, Any]) -> str:
+    """``zigzag, 16k``: what a ring's runs of one line have in common."""
+    problem = mapping_of(run.get("problem"))
+    length = problem.get("seqlen")
+    return f"{problem.get('layout')}, {short(length) if finite(length) else length}"
 
 
 def memory(folder: Folder) -> Chart:

@@ -38,7 +38,7 @@ def ring_figure(world: int = RANKS, theme: Theme = VARIABLES) -> Any:
         theme.sums,
     ]
     with themed(theme):
-        figure = Figure(figsize=(10, 3.1), layout="constrained")
+        figure = Figure(figsize=(10, 2.7), layout="constrained")
         places = figure.subplots(1, plan.count)
         for hop, axes in enumerate(places):
             _draw_ring(axes, shards[:, hop], colours, theme, last=hop == plan.count - 1)

@@ -13,8 +13,19 @@ from ... import __version__
 from ..call import Call
 from ..timeline import Timeline
 from . import calls, charts, timelines
-from .reading import Folder
-from .rows import Table, bench_rows, case_rows, failing, number_table, plain, table
+from .reading import Bench, Folder
+from .rows import (
+    Table,
+    bench_rows,
+    case_rows,
+    failing,
+    mapping_of,
+    mappings_of,
+    number_table,
+    plain,
+    ring_runs,
+    table,
+)
 from .theme import DARK, LIGHT, VARIABLES, css, inline
 
 NOT_MEASURED = ("not run", "not here", "cut short")
@@ -139,21 +150,25 @@ def _calls(folder: Folder, cases: Sequence[Mapping[str, Any]]) -> Iterator[CallP
     for case in cases:
         arguments = case["arguments"] if isinstance(case.get("arguments"), dict) else {}
         words += [(case["name"], {**arguments, **labels}) for labels in _labels(case)]
-    for bench in folder.benches:
-        problem = bench.data.get("problem", bench.data.get("asked", {}))
-        problem = problem.get("problem", problem) if isinstance(problem, dict) else {}
-        worlds = bench.data.get("worlds")
-        if isinstance(problem, dict):
-            ring = bench.data.get("ring")
-            nodes = ring.get("nodes", 1) if isinstance(ring, dict) else 1
-            told = {"nodes": nodes, "tokens": problem.get("tokens_per_rank"), **problem}
-            known = [one.get("world") for one in worlds if isinstance(one, dict)] if isinstance(worlds, list) else []
-            words += [(bench.file, {**told, **({"world": one} if one else {})}) for one in known or [None]]
+    words += [(bench.file, told) for bench in folder.benches for told in _said(bench)]
     words += [(name, one.about["call"]) for name, one in folder.timelines if isinstance(one.about.get("call"), dict)]
     for call in calls.calls_of(one for _, one in words):
         named = dict.fromkeys(name for name, one in words if _same(call, calls.call_of(one)))
         uris = [f"data:image/png;base64,{base64.b64encode(calls.png(call, theme)).decode()}" for theme in (LIGHT, DARK)]
         yield CallPicture(calls.title(call), uris[0], uris[1], ", ".join(named))
+
+
+def _said(bench: Bench) -> Iterator[Mapping[str, Any]]:
+    """The problems that a bench was asked."""
+    if bench.kind == "ring":
+        yield from (mapping_of(run.get("problem")) for run in ring_runs(bench.data))
+        return
+    asked = mapping_of(bench.data.get("asked"))
+    problem = mapping_of(bench.data.get("problem", asked.get("problem", asked)))
+    nodes = mapping_of(bench.data.get("ring")).get("nodes", 1)
+    told = {"nodes": nodes, "tokens": problem.get("tokens_per_rank"), **problem}
+    worlds = [one.get("world") for one in mappings_of(bench.data.get("worlds"))]
+    yield from ({**told, "world": world} for world in worlds or [told.get("world")])
 
 
 def _same(call: Call, other: Call | None) -> bool:

@@ -14,6 +14,7 @@ from ..timeline import Timeline, from_chrome
 RESULTS = "results.json"
 SUITE = "ringattn bench suite 1"
 BENCHES = {f"ringattn bench {kind} 1": kind for kind in ("links", "overlap", "ring", "memory", "kernels", "host")}
+BENCHES["ringattn bench ring 2"] = "ring"
 """What single benches write, by schema."""
 MOST_BYTES = 64 * 2**20  # of one file: more was not written by a bench
 

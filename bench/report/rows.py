@@ -144,12 +144,14 @@ def bench_rows(kind: str, data: Mapping[str, Any]) -> list[dict[str, object]]:
     if kind == "ring":
         return [
             {
+                **{name: mapping_of(run.get("problem")).get(name) for name in ("world", "seqlen", "layout")},
                 "by": one.get("name"),
                 "seconds": median(one.get("seconds")),
                 **{f"error {name}": error for name, error in mapping_of(one.get("errors")).items()},
                 "disagrees in": one.get("disagrees"),
             }
-            for one in mappings_of(data.get("candidates"))
+            for run in ring_runs(data)
+            for one in mappings_of(run.get("candidates"))
         ]
     if kind == "memory":
         return [
@@ -169,6 +171,11 @@ def bench_rows(kind: str, data: Mapping[str, Any]) -> list[dict[str, object]]:
         ]
     listed = mappings_of(data.get("links" if kind == "links" else "rows"))
     return [{key: median(value) for key, value in one.items() if key != "ends"} for one in listed]
+
+
+def ring_runs(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The measurements of `bench ring`, each a problem and who did it: one in schema 1, several in schema 2."""
+    return mappings_of(data["measurements"]) if "measurements" in data else [data]
 
 
 def median(value: object) -> object:
