@@ -8,12 +8,12 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from ..autotune import Shape
+from ..autotune import Shape, tile_text
 from ..autotune.search import median, spread
 from ..kernels.choice import gpu_of
 from .cases import NotHere, Number
 from .launching import cores
-from .tune_run import Found, Wish, text, tune
+from .tune_run import Found, Wish, tune
 
 
 class Silent:
@@ -53,7 +53,7 @@ def numbers(one: Found) -> Iterator[Number]:
     """Of one kernel at one length; what was not measured has its bound alone."""
     labels = {
         "kernel": one.point.kernel, "mask": one.point.mask, "seqlen": one.point.length,
-        "tile": "none" if one.tile is None else text(one.tile), "default": text(one.default),
+        "tile": "none" if one.tile is None else tile_text(one.tile), "default": tile_text(one.default),
     }  # fmt: skip
     best = one.measured
     if best is None:

@@ -29,13 +29,14 @@ from ..autotune.store import save
 from ..comm import Limits
 from ..kernels.choice import Gpu, gpu_of
 from ..ring import Ring
-from .candidates import Candidate, Problem, Tensors, ours, whole
+from .candidates import Candidate, Problem, Setting, ours
 from .launching import Member, cores, member, process_group
 from .link_group import device_of
 from .output import prints
 from .overlap import Members
 from .provenance import command
-from .ring_bench import RESULTS, gathered, started
+from .ring_bench import started
+from .ring_runs import gathered, judged
 from .timing import Clock, Samples
 from .tune_run import driver
 
@@ -125,38 +126,33 @@ def wrong(problem: Problem, rings: dict[RingSetting, Ring], device: torch.device
     Allowed is twice the error of PyTorch's attention in the same dtype plus rounding, the rule of the tests; with
     narrower K/V on the wire also what their rounding explains.
     """
-    tensors = problem.tensors()
-    exact = by(whole(problem, torch.float64), tensors)
-    usual = by(whole(problem), tensors)
-    eps = torch.finfo(usual[0].dtype if problem.dtype == "float32" else getattr(torch, problem.dtype)).eps
+    tensors, heads = problem.tensors(), range(problem.kv_heads)
+    judge, limits = judged(problem, tensors, heads, torch.device("cpu"))
+    sizes = judge.sizes()
     found: dict[RingSetting, str] = {}
     for one, ring in rings.items():
         try:
-            candidate = ours(problem, ring)
-            shards = tuple(x.to(device) for x in candidate.shards(tensors))
-            mine = tuple(x.cpu() for x in candidate.run(shards))
-            told = gathered(candidate, mine, tensors, torch.float64)
+            candidate = ring_candidate(problem, ring, device)
+            told = gathered(candidate, candidate.run(candidate.shards(tensors, device)), problem, heads)
         except (ValueError, RuntimeError, ImportError) as error:  # on every rank alike: what a transport cannot do here
             found[one] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             continue
-        for name, got, right, pytorch in zip(RESULTS, told, exact, usual, strict=True):
-            largest = float(right.abs().max())
-            error_, allowed = float((got - right).abs().max()), 2 * float((pytorch - right).abs().max())
-            allowed += (eps + WIRE_ERRORS[one.wire_dtype]) * largest
+        for name, error_ in judge.differences(told).items():
+            allowed = limits[name] + WIRE_ERRORS[one.wire_dtype] * sizes[name]
             if not error_ <= allowed:  # also NaN
                 found.setdefault(one, f"{name} errs by {error_:.2g}, allowed are {allowed:.2g}")
     return found
 
 
-def by(one: Candidate, tensors: Tensors) -> Tensors:
-    """What a candidate makes of the whole problem, on every rank, in float64."""
-    return gathered(one, one.run(one.shards(tensors)), tensors, torch.float64)
+def ring_candidate(problem: Problem, ring: Ring, device: torch.device) -> Candidate:
+    """``ring_attention`` through one of the rings."""
+    return ours(problem.layout, Setting(problem, (problem.layout,), device, lambda: ring))
 
 
 def runner(problem: Problem, ring: Ring, device: torch.device) -> Callable[[], object]:
     """One step of this rank, forward and backward, on inputs of its own."""
     draw = torch.Generator().manual_seed(problem.seed + dist.get_rank())
-    one = ours(problem, ring)
+    one = ring_candidate(problem, ring, device)
     assert one.positions is not None
     heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
     made = (torch.randn(1, len(one.positions), count, problem.head_dim, generator=draw) for count in heads)

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,7 +161,7 @@ def test_a_rail_is_hidden_behind_a_whole_turn() -> None:
 def test_a_message_waits_for_both_ends(late: int) -> None:
     """One rank sends after a launch of two seconds, or the other receives after it: one second more, either way."""
     key = Key("forward", 0, Kind.KV, 1, 0)
-    groups = [{"sends": ((1, 8),)}, {"receives": ((0, 8),)}]
+    groups: list[Any] = [{"sends": ((1, 8),)}, {"receives": ((0, 8),)}]
     programs, costs = [], []
     for rank, messages in enumerate(groups):
         launch = Op(COMPUTE, FOLD, 0, 0, ())

@@ -19,6 +19,7 @@ from ringattn.autotune.store import save
 from ringattn.bench import tune as command
 from ringattn.bench import tune_ring
 from ringattn.bench.candidates import Problem
+from ringattn.bench.exact import Judge
 from ringattn.comm import Limits
 from ringattn.kernels import choice, default_config
 from ringattn.kernels.tables import RefusedTable, Table, parse, read
@@ -192,14 +193,14 @@ def test_two_processes_choose_as_one(tmp_path: Path) -> None:
 def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, whose ring is told to err: a setting says why it is left out, and one that cannot run does too."""
     x = torch.randn(4, 1, 8, 2, 16, dtype=torch.float64)
-    monkeypatch.setattr(tune_ring, "whole", lambda problem, dtype=None: "whole")
-    monkeypatch.setattr(tune_ring, "by", lambda one, tensors: tuple(x))
+    exact = Judge((0,), (0,), tuple(x))
+    monkeypatch.setattr(tune_ring, "judged", lambda *args: (exact, dict.fromkeys(exact.sizes(), 1e-6)))
 
     class Erring:
         def __init__(self, factor: float | None) -> None:
             self.factor = factor
 
-        def shards(self, tensors: object) -> tuple[torch.Tensor, ...]:
+        def shards(self, tensors: object, device: object) -> tuple[torch.Tensor, ...]:
             return ()
 
         def run(self, shards: object) -> tuple[torch.Tensor, ...]:
@@ -207,8 +208,8 @@ def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
                 raise RuntimeError("no such link\nand more")
             return tuple(x * self.factor)
 
-    monkeypatch.setattr(tune_ring, "ours", lambda problem, ring: Erring(ring))
-    monkeypatch.setattr(tune_ring, "gathered", lambda one, mine, tensors, dtype: mine)
+    monkeypatch.setattr(tune_ring, "ring_candidate", lambda problem, ring, device: Erring(ring))
+    monkeypatch.setattr(tune_ring, "gathered", lambda one, mine, problem, heads: mine)
     rings: dict[RingSetting, Any] = {
         DEFAULT: 1.0,
         CHUNKED: 1.01,
