@@ -111,6 +111,15 @@ class Variant(NamedTuple):
 VARIANTS = [
     Variant(OURS, lambda config: config, parts=PARTS),
     Variant(f"{OURS} hopper", lambda config: replace(config, forward_kernel="hopper"), (FORWARD, STATE)),
+    Variant(f"{OURS} single pass", lambda config: replace(config, backward="single_pass"), (BACKWARD,)),
+    Variant(
+        f"{OURS} deterministic single pass",
+        lambda config: replace(config, backward="single_pass_deterministic"),
+        (BACKWARD,),
+    ),
+    Variant(f"{OURS} longest first", lambda config: replace(config, order="longest")),
+    Variant(f"{OURS} persistent", lambda config: replace(config, persistent=True, sm_margin=0), (FORWARD, STATE)),
+    Variant(f"{OURS} packed heads", lambda config: replace(config, pack_gqa=True), (FORWARD, STATE)),
 ]
 """Timed on a GPU, the default first. One line adds one; where its kernel does not run, its error is the reason told."""
 

@@ -45,8 +45,9 @@ def command() -> str:
 def sources() -> str:
     """A digest of the package's own Python files: says which code ran where there is no git."""
     digest = hashlib.sha256()
-    folders = ("", "kernels", "comm", "autotune", "ring", "reference", "bench")
-    for path in sorted(path for folder in folders for path in (ROOT / folder).glob("*.py")):
+    folders = ("kernels", "comm", "autotune", "ring", "reference", "bench")
+    inner = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    for path in sorted([*ROOT.glob("*.py"), *inner]):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..result_file import NAME as RESULTS
+from ..result_file import SCHEMA as SUITE
 from ..timeline import SCHEMA as TIMELINE
 from ..timeline import Timeline, from_chrome
 
-RESULTS = "results.json"
-SUITE = "ringattn bench suite 1"
+PUT_ASIDE = "results_"  # of earlier code or of another machine: the suite puts them aside under such a name
 BENCHES = {f"ringattn bench {kind} 1": kind for kind in ("links", "overlap", "ring", "memory", "kernels", "host")}
 BENCHES["ringattn bench ring 2"] = "ring"
 """What single benches write, by schema."""
@@ -63,6 +64,8 @@ def read(folder: Path) -> Folder:
     for path in sorted(folder.glob("*.json")):
         if path.name == RESULTS:
             found.suite = _suite(_load(path))
+            continue
+        if path.name.startswith(PUT_ASIDE):
             continue
         try:
             _take(found, path.name, _load(path))
