@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringattn.kernels.order import Chip
+
 from .device import Recorder
 
 
@@ -127,6 +129,8 @@ def install_kernels(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None
             action=lambda given: stand_in(*given[0], **given[1]),
         )
 
+    # one multiprocessor: always busy, so that dK/dV is one launch
+    monkeypatch.setattr("ringattn.kernels.launch.chip_of", lambda device: Chip(1, 1 << 20))
     for module_name in [name for name in sys.modules if name.startswith("ringattn.kernels.")]:
         if hasattr(sys.modules[module_name], "launch") and not module_name.endswith(".launch"):
             monkeypatch.setattr(sys.modules[module_name], "launch", launch)
