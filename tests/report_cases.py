@@ -104,7 +104,17 @@ def everything() -> dict[str, Any]:
 
 # what readers take from files as it is; every other string may be anything
 KEPT_KEYS = ("schema", "ph", "state", "source", "layout")
-KEPT_VALUES = ("process_name", "thread_name", "TFLOP/s", "compute", "wait", "send", "receive", "slot 1")
+KEPT_VALUES = (
+    "process_name",
+    "thread_name",
+    "TFLOP/s",
+    "compute",
+    "wait",
+    "send",
+    "receive",
+    "slot 1",
+    "SDPA, one process",
+)
 
 
 def tainted(data: Any, key: str = "") -> Any:
