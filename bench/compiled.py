@@ -158,7 +158,8 @@ def problems(variant: Variant, compiled: Compiled) -> list[str]:
     Fit is asked of every variant. Clean loops (no spills, no serialised wgmma) are asked of 16-bit variants up to head
     dim 128, inside the loop that holds the matrix instructions: what spills outside costs nothing that counts. Where
     features make the loop several times as long, a few spills are the least of it; so they are where a loop waits for
-    its turn (the deterministic single pass, up to 6 in one role). A memory-bound kernel has no such loop, spills nowhere, and keeps fp32's subnormals, which stand for those of e4m3.
+    its turn (the deterministic single pass, up to 6 in one role). A memory-bound kernel has no such loop, spills
+    nowhere, and keeps fp32's subnormals, which stand for those of e4m3.
     """
     found = []
     if compiled.shared > SHARED_LIMIT[variant.arch]:
