@@ -286,7 +286,7 @@ def test_a_head_dim_without_a_tile_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_a_launch_with_descriptors_compiles() -> None:
     """By the JIT, from the arguments of real launches, where there is no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "ringattn.tests.single_pass_arguments"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent)
+    command = [sys.executable, "-m", "tests.single_pass_arguments"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("compiled") == 4
