@@ -195,6 +195,7 @@ def check_kill(found: Ended, codes: set[int]) -> None:
 on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks take the GPU where there is one")
 
 
+@pytest.mark.nightly
 @on_the_cpu
 def test_rings_on_the_cpu(tmp_path: Path) -> None:
     found = run_ranks("rings", "process_group", 4, tmp_path)

@@ -116,6 +116,7 @@ def test_error_bound(x: Tensor) -> None:
     assert_within_bound(x, back(codes, scale, x.dtype), scale)
 
 
+@pytest.mark.nightly
 @settings(max_examples=40)
 @given(tensors(DTYPES))
 def test_once_more_changes_nothing(x: Tensor) -> None:

@@ -226,6 +226,7 @@ def test_a_page_that_cannot_be_drawn_costs_no_results(tmp_path: Path) -> None:
     assert command.write_beside(tmp_path).startswith("no report.html: Refused: results.json: schema is 'other'")
 
 
+@pytest.mark.nightly
 def test_a_sweep_of_rings_is_a_line_per_layout_and_length(tmp_path: Path) -> None:
     one = report_cases.ring()
     alone = {"name": "one device", "kind": "one device", "seconds": {"median": 6.0}}

@@ -72,6 +72,7 @@ def test_what_one_rank_sends_another_receives() -> None:
     )  # K/V forward, K/V backward, sums
 
 
+@pytest.mark.nightly
 def test_the_command_records_processes(tmp_path: Path) -> None:
     trace, picture = tmp_path / "trace.json", tmp_path / "timeline.png"
     asked = ["--world", "2", "--seqlen", "64", "--heads", "2", "--head-dim", "16", "--repeats", "1", "--device", "cpu"]

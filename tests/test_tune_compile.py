@@ -35,6 +35,7 @@ def test_every_job_has_its_result() -> None:
     assert found == {number: 2 * number for number in range(9)}
 
 
+@pytest.mark.nightly
 def test_a_crash_and_a_hang_cost_their_jobs_alone() -> None:
     found: dict[int, str | Failure] = {}
     run_jobs([0, 1, 2, 3, 4], by_number, workers=2, done=found.__setitem__, seconds=20.0)
@@ -280,6 +281,7 @@ def test_a_launch_of_the_hopper_forward_finds_it_in_tritons_cache(tmp_path: Path
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.nightly
 def test_a_launch_finds_in_tritons_cache_what_was_compiled_before(tmp_path: Path) -> None:
     """By the key: a launch that stops short of the driver, and a candidate's source, in a process that compiles."""
     code = """
