@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -70,14 +71,13 @@ def backward_works(
     *,
     softmax_scale: float,
     config: KernelConfig | None = None,
-) -> list[AtenBackward] | list[TritonBackward] | list[SinglePassBackward]:
+) -> list[AtenBackward] | list[TritonBackward]:
     """What computes the backward of each chunk of heads."""
     parts = [_of_heads(heads, dout, q, out, lse, dlse) for heads in chunks]
     if backend == "aten":
         return [AtenBackward(*part, softmax_scale=softmax_scale) for part in parts]
-    if config is not None and is_single_pass(config):
-        return [SinglePassBackward(*part, softmax_scale=softmax_scale, config=config) for part in parts]
-    return [TritonBackward(*part, softmax_scale=softmax_scale, config=config) for part in parts]
+    kind = SinglePassBackward if is_single_pass(config) else TritonBackward
+    return [kind(*part, softmax_scale=softmax_scale, config=config) for part in parts]
 
 
 def _of_heads(
@@ -154,7 +154,11 @@ class TritonBackward:
         self._scale = softmax_scale
         self._config = config
         self._delta = attention_delta(dout, out, dlse)
-        self._dq: torch.Tensor | None = None
+        self._dq = self._first_sum()
+
+    def _first_sum(self) -> torch.Tensor | None:
+        """dQ before any shard; None: the first shard's launch writes it."""
+        return None
 
     def dq(
         self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool
@@ -181,10 +185,12 @@ class TritonBackward:
         if sums is not None:
             dk, dv = sums()
             arrived = (dk, dv)
+        self._launch_dkdv(k, v, bounds=bounds, scores=scores, sums=arrived, into=(into[0], into[1]))
+
+    def _launch_dkdv(self, k: torch.Tensor, v: torch.Tensor, **given: Any) -> None:
         attention_dkdv(
-            self._dout, self._q, k, v, self._lse, self._delta,
-            bounds=bounds, scores=scores, softmax_scale=self._scale, sums=arrived,
-            into=(into[0], into[1]), config=self._config,
+            self._dout, self._q, k, v, self._lse, self._delta, **given,
+            softmax_scale=self._scale, config=self._config,
         )  # fmt: skip
 
     def result(self) -> torch.Tensor:
@@ -193,55 +199,27 @@ class TritonBackward:
         return self._dq
 
 
-class SinglePassBackward:
+class SinglePassBackward(TritonBackward):
     """dK, dV and dQ of a hop as one launch, in the place of dK/dV: what the loop asks for dQ is there already.
 
     So a chunk's sums travel under the next chunk's launch, and with one chunk under none.
     """
 
-    def __init__(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: torch.Tensor | None,
-        *,
-        softmax_scale: float,
-        config: KernelConfig,
-    ) -> None:
-        self._dout, self._q, self._lse = dout, q, lse
-        self._scale = softmax_scale
-        self._config = config
-        self._delta = attention_delta(dout, out, dlse)
-        self._dq = torch.zeros(q.shape, device=q.device, dtype=torch.float32)
+    def _first_sum(self) -> torch.Tensor:
+        return torch.zeros(self._q.shape, device=self._q.device, dtype=torch.float32)
 
     def dq(
         self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool
     ) -> None:
         """Nothing: every shard's part is added with its dK/dV, that of the own shard at the very end."""
 
-    def dkdv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bounds: Bounds,
-        *,
-        scores: Scores = PLAIN,
-        local: bool,
-        sums: Callable[[], Tensors] | None,
-        into: Tensors,
-    ) -> None:
-        arrived = None
-        if sums is not None:
-            dk, dv = sums()
-            arrived = (dk, dv)
+    def _launch_dkdv(self, k: torch.Tensor, v: torch.Tensor, **given: Any) -> None:
+        assert self._config is not None and self._dq is not None
         attention_gradients(
-            self._dout, self._q, k, v, self._lse, self._delta, dq=self._dq,
-            bounds=bounds, scores=scores, softmax_scale=self._scale, sums=arrived,
-            into=(into[0], into[1]), config=self._config,
+            self._dout, self._q, k, v, self._lse, self._delta, **given, dq=self._dq,
+            softmax_scale=self._scale, config=self._config,
         )  # fmt: skip
 
     def result(self) -> torch.Tensor:
         """dQ in q's dtype, after the last shard."""
-        return self._dq.to(self._q.dtype)
+        return super().result().to(self._q.dtype)
