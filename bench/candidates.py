@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..ring import Layout, Mask, Ring, ring_attention
 from ..ring.schedule import schedule
-from .collectives import Exchange, Gather, Waits
+from .collectives import Exchange, Gather
 from .launching import cores
+from .timing import Stopwatch
 from .usual_ring import usual_ring_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -104,7 +105,7 @@ class Candidate:
     kind: str = ""  # what it is, whatever its layout; its name where empty
     around: Callable[[], AbstractContextManager[object]] = nullcontext  # each forward and backward
     sent: int | None = None  # bytes that a rank sends in one forward and backward; None: not known
-    waits: Waits | None = None  # what it spends in the network; None: not known
+    waits: Stopwatch | None = None  # what it spends in the network; None: not known
     ring: Ring | None = None  # ours, which records its waits itself
     trusted: bool = True  # a wrong result ends the command
 
@@ -194,7 +195,7 @@ def usual(setting: Setting) -> Candidate:
     if setting.device.type != "cpu":
         raise Refused("it is written on the CPU's operator; on a GPU ring-flash-attn is the usual ring")
     setting.equal_shards(USUAL, 2)
-    layout, waits = "zigzag" if problem.causal else "contiguous", Waits(setting.device)
+    layout, waits = "zigzag" if problem.causal else "contiguous", Stopwatch(setting.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return usual_ring_attention(q, k, v, causal=problem.causal, waits=waits)

@@ -5,9 +5,7 @@ Both compute with the kernels that the ring computes with, in one launch per pas
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,43 +16,11 @@ from ..kernels import Bounds
 from ..ring import Layout, Mask, bounds
 from ..ring.backends import backward_works, forward_works, resolve_backend
 from ..ring.traffic import chunks_of
+from .timing import Stopwatch
 
 # torch 2.13 renamed both, and warns of the old names
 ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER: Callable[..., object] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-class Waits:
-    """Time that one rank spends in the network: by the host's clock on the CPU, by events on a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._host = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count what runs inside."""
-        if self._on_gpu:
-            event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-            begun, ended = event(enable_timing=True), event(enable_timing=True)
-            begun.record()
-            yield
-            ended.record()
-            self._events.append((begun, ended))
-            return
-        at = time.perf_counter()
-        yield
-        self._host += time.perf_counter() - at
-
-    def take(self) -> float:
-        """Seconds since the last call of this."""
-        for begun, ended in self._events:
-            ended.synchronize()
-            self._host += begun.elapsed_time(ended) / 1e3
-        found, self._host = self._host, 0.0
-        self._events.clear()
-        return found
 
 
 # one launch of the kernels per pass
@@ -99,7 +65,7 @@ class Gather:
     """Where the tokens of all ranks belong, and the network between them; equal shards."""
 
     def __init__(self, layout: Layout, causal: bool, device: torch.device) -> None:
-        self.world, self.waits = layout.world, Waits(device)
+        self.world, self.waits = layout.world, Stopwatch(device)
         self.limits = seen_by(layout, dist.get_rank(), causal, device)
         self._order = torch.cat([layout.positions(rank) for rank in range(layout.world)]).to(device)
 
@@ -111,7 +77,7 @@ class Gather:
     def whole(self, shard: Tensor) -> Tensor:
         """``[B, S, H, D]`` in the order of positions."""
         parts = torch.empty((self.world, *shard.shape), device=shard.device, dtype=shard.dtype)
-        with self.waits.waiting():
+        with self.waits.stretch():
             ALL_GATHER(parts.flatten(0, 1), shard.contiguous())
         rows = parts.transpose(0, 1).flatten(1, 2)
         return torch.empty_like(rows).index_copy_(1, self._order, rows)
@@ -122,7 +88,7 @@ class Gather:
         parts = whole[:, self._order].view(batch, self.world, tokens // self.world, heads, dim)
         parts = parts.transpose(0, 1).contiguous()
         mine = torch.empty_like(parts[0])
-        with self.waits.waiting():
+        with self.waits.stretch():
             REDUCE_SCATTER(mine, parts.flatten(0, 1))
         return mine
 
@@ -150,7 +116,7 @@ class Exchange:
     """Heads for tokens and back, between equal shards in rank order."""
 
     def __init__(self, layout: Layout, causal: bool, device: torch.device) -> None:
-        self.world, self.waits = layout.world, Waits(device)
+        self.world, self.waits = layout.world, Stopwatch(device)
         positions = torch.arange(layout.seqlen)
         self.limits = bounds(Mask(causal=causal), positions, positions).to(device)
 
@@ -173,7 +139,7 @@ class Exchange:
 
     def _exchanged(self, parts: Tensor) -> Tensor:
         arrived = torch.empty_like(parts)
-        with self.waits.waiting():
+        with self.waits.stretch():
             dist.all_to_all_single(arrived, parts)
         return arrived
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from ..ring.backends import backward_works, forward_works, joined, resolve_backe
 from ..ring.plan import Plan, plan
 from ..ring.traffic import Call, Tensors, ignore_post
 from .candidates import DTYPES, Problem
+from .timing import Stopwatch
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 TOGETHER, COMPUTE, COMMUNICATION = "together", "compute", "communication"
@@ -69,28 +69,8 @@ class Nothing:
             sums()
 
 
-class Stretches:
-    """Stretches of compute, by the host's clock on the CPU and by events on a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._host = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def stretch(self) -> Iterator[None]:
-        """Count what runs inside."""
-        if self._on_gpu:
-            event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-            begun, ended = event(enable_timing=True), event(enable_timing=True)
-            begun.record()
-            yield
-            ended.record()
-            self._events.append((begun, ended))
-            return
-        at = time.perf_counter()
-        yield
-        self._host += time.perf_counter() - at
+class Stretches(Stopwatch):
+    """Stretches of compute, less what is waited for inside them."""
 
     def without(self, wait: Callable[[], Tensors]) -> Tensors:
         """What ``wait`` returns, its time not counted. On a GPU the host does not wait, and the stream did before."""
@@ -98,12 +78,6 @@ class Stretches:
         tensors = wait()
         self._host -= 0.0 if self._on_gpu else time.perf_counter() - at
         return tensors
-
-    @property
-    def seconds(self) -> float:
-        """So far; on a GPU only once everything is over."""
-        on_gpu: float = sum(begun.elapsed_time(ended) for begun, ended in self._events)
-        return self._host + on_gpu / 1e3
 
 
 class Clocked:

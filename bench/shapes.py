@@ -6,6 +6,7 @@ import re
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
+import torch
 import typer
 
 SUFFIXES = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
@@ -141,3 +142,15 @@ def grouped(heads: int, kv_heads: int | None) -> int:
     if heads % kv_heads:
         raise typer.BadParameter(f"--kv-heads is {kv_heads}: --heads, {heads}, must be a multiple of it")
     return kv_heads
+
+
+def device_here(name: str | None) -> torch.device:
+    """The device to measure.
+
+    Raises:
+        typer.BadParameter: there is none of that name.
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cuda", "cpu") or (name == "cuda" and not torch.cuda.is_available()):
+        raise typer.BadParameter(f"--device is {name!r}: it takes cuda, where there is a GPU, or cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")

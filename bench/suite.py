@@ -25,6 +25,7 @@ from .launching import cores, member
 from .provenance import provenance
 from .report.command import write_beside
 from .result_file import NAME, SCHEMA, RefusedResults
+from .shapes import device_here
 from .tables import table
 from .workers import Outcome, Pool
 
@@ -56,7 +57,7 @@ def suite(
     begun = time.monotonic()
     if member() is not None:
         raise typer.BadParameter("it uses one device, and starts its own processes: call it without a launcher")
-    place = device_of(device)
+    place = device_here(device)
     cases = [case for case in cases_of(place) if (only or "") in case.name]
     if not cases:
         raise typer.BadParameter(f"--only is {only!r}: no case has that in its name")
@@ -158,18 +159,6 @@ def width() -> int:
     """Processes that may run side by side where nothing is timed: each compiles, which keeps a core busy."""
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     return min(cores(), MOST_WORKERS, max(FEW_WORKERS, int(gib / WORKER_GIB)))
-
-
-def device_of(name: str | None) -> torch.device:
-    """The device to measure.
-
-    Raises:
-        typer.BadParameter: there is none of that name.
-    """
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cuda", "cpu") or (name == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device is {name!r}: it takes cuda, where there is a GPU, or cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
 
 
 def write(out: Path, record: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> None:

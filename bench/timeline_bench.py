@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,12 +17,13 @@ from ..comm.control import control_of
 from ..ring import Ring, ring_attention
 from ..ring.schedule import KV_SLOTS, SUMS_SLOTS
 from .candidates import DTYPES, Problem, Tensors
+from .free_memory import free_memory
 from .launching import Member, cores, member, process_group
 from .output import check_target, prints, write_json
 from .pictures import picture
 from .provenance import provenance
 from .ring_bench import dtype_name, started
-from .shapes import LayoutName, binary, grouped, human, size
+from .shapes import LayoutName, binary, device_here, grouped, human, size
 from .timeline import Timeline, as_chrome, from_chrome
 from .timeline_recording import timeline_of
 
@@ -120,7 +120,7 @@ def check_room(problem: Problem, device: torch.device, ranks_here: int) -> None:
     item, per_head = DTYPES[problem.dtype].itemsize, problem.batch * problem.head_dim
     queries, keys = problem.heads * per_head, problem.kv_heads * per_head
     per_token = item * (4 * queries + 4 * keys) + FP32 * queries + 2 * keys * (KV_SLOTS * item + SUMS_SLOTS * FP32)
-    room = int(ROOM * free_bytes(device)) - ranks_here * PROCESS_BYTES * (device.type == "cpu")
+    room = int(ROOM * free_memory(device)) - ranks_here * PROCESS_BYTES * (device.type == "cpu")
     shard = -(-problem.seqlen // problem.world)
     if ranks_here * shard * per_token > room:
         fits = max(room, 0) // (ranks_here * per_token) * problem.world
@@ -128,14 +128,6 @@ def check_room(problem: Problem, device: torch.device, ranks_here: int) -> None:
             f"--seqlen is {problem.seqlen:,}: {ranks_here} ranks of {shard:,} tokens here take "
             f"{human(ranks_here * shard * per_token, 'B')}, {human(max(room, 0), 'B')} are free; at most {fits:,} fit"
         )
-
-
-def free_bytes(device: torch.device) -> int:
-    """Of a GPU's memory, or of this machine's."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 2**62
 
 
 def read_timeline(path: Path) -> Timeline:
@@ -212,15 +204,12 @@ def timeline(
 
 def measured(place: Member | None, problem: Problem, repeats: int, device: str | None) -> Timeline | None:
     """The timeline, on rank 0; with the error of a rank that fails, and exit code 1."""
-    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cuda", "cpu") or (name == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device is {name!r}: it takes cuda, where there is a GPU, or cpu")
+    where = device_here(device)
     if place is not None:
         check_room(problem, place.device, 1 if place.device.type == "cuda" else place.local_world)
         return in_a_group(place, problem, repeats)
-    where = torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
     check_room(problem, where, problem.world)
-    if name == "cuda":
+    if where.type == "cuda":
         return virtual(problem, where, repeats)
     return started(problem.world, spawned, problem, repeats)
 

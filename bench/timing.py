@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,44 @@ class Samples:
 
     def as_json(self, unit: str = "s") -> dict[str, Any]:
         return {"median": self.median, "spread": self.spread, "unit": unit, "samples": list(self.seconds)}
+
+
+class Stopwatch:
+    """What stretches of a run take together: by the host's clock on the CPU, by events on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._host = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def stretch(self) -> Iterator[None]:
+        """Count what runs inside."""
+        if self._on_gpu:
+            event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+            begun, ended = event(enable_timing=True), event(enable_timing=True)
+            begun.record()
+            yield
+            ended.record()
+            self._events.append((begun, ended))
+            return
+        at = time.perf_counter()
+        yield
+        self._host += time.perf_counter() - at
+
+    @property
+    def seconds(self) -> float:
+        """So far; on a GPU only once everything is over."""
+        on_gpu: float = sum(begun.elapsed_time(ended) for begun, ended in self._events)
+        return self._host + on_gpu / 1e3
+
+    def take(self) -> float:
+        """Seconds since the last call of this; waits for what still runs."""
+        for _, ended in self._events:
+            ended.synchronize()
+        found, self._host = self.seconds, 0.0
+        self._events.clear()
+        return found
 
 
 class Team:

@@ -16,25 +16,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .collectives import Waits
+from .timing import Stopwatch
 
 NO_DROPOUT = 0.0
 
 
-def usual_ring_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, waits: Waits | None = None) -> Tensor:
+def usual_ring_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, waits: Stopwatch | None = None) -> Tensor:
     """Attention of this rank's queries over the default group; with ``causal`` the shards must be an even zigzag.
 
     Shapes: q ``[B, S, H, D]``, k and v ``[B, S, Hkv, D]``, S equal on all ranks and, with ``causal``, even. ``waits``
     counts the time that it waits for the network.
     """
-    out: Tensor = _UsualRing.apply(q, k, v, causal, waits or Waits(q.device))  # type: ignore[no-untyped-call]
+    out: Tensor = _UsualRing.apply(q, k, v, causal, waits or Stopwatch(q.device))  # type: ignore[no-untyped-call]
     return out
 
 
 class Exchange:
     """Tensors on their way to the next rank while others come from the one before."""
 
-    def __init__(self, tensors: Sequence[Tensor], waits: Waits) -> None:
+    def __init__(self, tensors: Sequence[Tensor], waits: Stopwatch) -> None:
         self._waits = waits
         rank, world = dist.get_rank(), dist.get_world_size()
         self._sent = [x.contiguous() for x in tensors]
@@ -45,7 +45,7 @@ class Exchange:
 
     def wait(self) -> list[Tensor]:
         """What has come."""
-        with self._waits.waiting():
+        with self._waits.stretch():
             for work in self._works:
                 work.wait()
         return self._received
@@ -65,7 +65,7 @@ class Part:
 
 class _UsualRing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, waits: Waits) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, waits: Stopwatch) -> Tensor:
         out, lse = _forward(q, k, v, causal, waits)
         out = out.to(q.dtype)
         ctx.causal, ctx.waits = causal, waits
@@ -78,7 +78,7 @@ class _UsualRing(torch.autograd.Function):
         return (*_backward(dout, q, k, v, out, lse, ctx.causal, ctx.waits), None, None)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, waits: Waits) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, waits: Stopwatch) -> tuple[Tensor, Tensor]:
     world, held = dist.get_world_size(), [k, v]
     state: tuple[Tensor, Tensor] | None = None
     for step in range(world):
@@ -104,7 +104,7 @@ def _merge(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> None:
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, waits: Waits
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, waits: Stopwatch
 ) -> list[Tensor]:
     world, held = dist.get_world_size(), [k, v]
     dq = torch.zeros_like(q, dtype=torch.float32)
