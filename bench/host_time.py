@@ -32,13 +32,11 @@ from ..ring import Layout, Mask, Ring, loop
 from ..ring import ring as ring_module
 from ..ring.backends import backward_works, forward_works
 from ..ring.plan import Plan, plan
-from .candidates import DTYPES
-from .links import device_name
-from .output import prints, write_csv, write_json
-from .overlap_runs import BACKWARD, FORWARD
+from .output import check_targets, prints, write_csv, write_json
+from .overlap.runs import BACKWARD, FORWARD
 from .provenance import provenance
-from .ring_bench import check_targets, dtype_name
-from .shapes import binary, grouped, size
+from .ring.candidates import DTYPES
+from .shapes import binary, device_name, dtype_name, grouped, size
 from .tables import table
 from .timing import Clock, interleaved
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import typer
 
 T = TypeVar("T")
 
@@ -144,6 +145,17 @@ def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
         )
         results: dict[int, T] = elastic_launch(config, entry)(str(Path(folder, "store")), *arguments)
     return results[0]
+
+
+def started(world: int, entry: Callable[..., T], *arguments: object) -> T:
+    """What rank 0 of new processes returns; where one of them fails, its error and exit code 1."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        return launch(world, entry, *arguments)
+    except ChildFailedError as error:
+        typer.echo(f"a rank failed: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 @contextmanager

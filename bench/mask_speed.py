@@ -16,8 +16,10 @@ from ..ring import Layout, Mask, Ring, ring_attention, visible_pairs
 from ..ring.documents import Documents
 from .launching import Member, launch, member, process_group, threads
 from .masks import packed
-from .ring_bench import CPU, Ranks
+from .ring.runs import Ranks
 from .timing import Clock, Samples, interleaved
+
+CPU = torch.device("cpu")
 
 WORLD, HEADS, HEAD_DIM = 2, 4, 64
 SEQLEN, REPEATS = 32_768, 5

@@ -18,14 +18,15 @@ from torch import Tensor
 from ..comm.topology import Topology
 from ..ring import Ring, ring_attention
 from ..ring.schedule import KV_SLOTS
-from .candidates import DTYPES, Problem
-from .launching import member, process_group
+from .launching import member, process_group, started
 from .memory import PeakMemory
-from .output import prints, write_csv, write_json
+from .output import check_targets, prints, write_csv, write_json
 from .provenance import provenance
-from .ring_bench import CPU, check_targets, dtype_name, started
-from .shapes import LayoutName, grouped, size, sizes
+from .ring.candidates import DTYPES, Problem
+from .shapes import LayoutName, dtype_name, grouped, size, sizes
 from .tables import table
+
+CPU = torch.device("cpu")
 
 ALLOWED_SPREAD = 0.02  # between worlds: what is rounded to pages and what the network library keeps per peer
 WARM_TOKENS = 1024

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import typer
+
 from .launching import member
 
 
@@ -17,10 +19,11 @@ def prints() -> bool:
     return place is None or place.rank == 0
 
 
-def check_target(target: str | Path | None) -> None:
-    """Refuse a file that could not be written, before minutes of work rather than after: ValueError."""
-    if target not in (None, "-") and not Path(target).absolute().parent.is_dir():
-        raise ValueError(f"cannot write {target}: there is no folder {Path(target).parent}")
+def check_targets(*targets: str | Path | None) -> None:
+    """Refuse a file that could not be written, before minutes of work rather than after: typer.BadParameter."""
+    for target in targets:
+        if target not in (None, "-") and not Path(target).absolute().parent.is_dir():
+            raise typer.BadParameter(f"cannot write {target}: there is no folder {Path(target).parent}")
 
 
 def write_json(target: str, data: object) -> None:

@@ -10,6 +10,7 @@ import torch
 import typer
 
 SUFFIXES = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
@@ -144,13 +145,36 @@ def grouped(heads: int, kv_heads: int | None) -> int:
     return kv_heads
 
 
+def dtype_name(text: str) -> str:
+    """A dtype by its long or its short name; a parser of typer options.
+
+    Raises:
+        typer.BadParameter: anything else.
+    """
+    name = SHORT_DTYPES.get(text, text)
+    if name not in DTYPE_BYTES:
+        raise typer.BadParameter(f"{text!r} is no dtype: it takes {', '.join([*SHORT_DTYPES, *DTYPE_BYTES])}")
+    return name
+
+
+def device_name(text: str) -> str:
+    """``cpu`` or ``cuda``.
+
+    Raises:
+        typer.BadParameter: another one, or one that is not here.
+    """
+    if text not in ("", "cpu", "cuda"):
+        raise typer.BadParameter(f"--device is {text!r}: it takes cpu or cuda")
+    if text == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("--device is cuda, and torch sees no CUDA device here")
+    return text or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def device_here(name: str | None) -> torch.device:
     """The device to measure.
 
     Raises:
         typer.BadParameter: there is none of that name.
     """
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cuda", "cpu") or (name == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device is {name!r}: it takes cuda, where there is a GPU, or cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+    kind = device_name(name or "")
+    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from ringattn.bench.timeline import Event, Timeline, as_chrome
+from ringattn.bench.timeline.events import Event, Timeline, as_chrome
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)> javascript:alert(3) $\\frac{ {{ 7*7 }} --> ]]> & é"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from ringattn.bench import candidates
-from ringattn.bench.candidates import Candidate, Setting
-from ringattn.bench.ring_runs import Report, Wish, spawned
+from ringattn.bench.ring import candidates
+from ringattn.bench.ring.candidates import Candidate, Setting
+from ringattn.bench.ring.runs import Report, Wish, spawned
 
 
 def rank_one_raises(store: str, wish: Wish) -> list[Report]:

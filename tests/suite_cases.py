@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ringattn.bench.cases import NotHere, Number
+from ringattn.bench.suite.cases import NotHere, Number
 
 
 def good(device: torch.device, *, count: int = 2, seconds: float = 0.0) -> Iterator[Number]:

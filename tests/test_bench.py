@@ -20,30 +20,21 @@ import torch.distributed as dist
 import typer
 from typer.testing import CliRunner
 
-from ringattn.bench import (
-    accuracy,
-    beside,
-    case_lists,
-    cli,
-    device_cases,
-    memory_bench,
-    speed,
-    suite,
-    timing,
-    usual_ring,
-    workers,
-    worlds,
-)
-from ringattn.bench.candidates import Problem
-from ringattn.bench.cases import Case, NotHere, Number, distance
+from ringattn.bench import cli, memory_bench, timing
 from ringattn.bench.flops import BACKWARD_FLOPS, forward_flops, pairs_of
-from ringattn.bench.kernel_shape import Shape
+from ringattn.bench.kernels import accuracy, beside, speed
+from ringattn.bench.kernels.shape import Shape
 from ringattn.bench.launching import LAUNCHERS
 from ringattn.bench.memory_bench import Peaks, Setting
 from ringattn.bench.provenance import command, provenance
+from ringattn.bench.ring import usual_ring
+from ringattn.bench.ring.candidates import Problem
+from ringattn.bench.suite import case_lists, device_cases, workers, worlds
+from ringattn.bench.suite import command as suite
+from ringattn.bench.suite.cases import Case, NotHere, Number, distance
+from ringattn.bench.suite.workers import Outcome, Pool
 from ringattn.bench.tables import table
 from ringattn.bench.timing import Clock, Samples, interleaved, repeats_within
-from ringattn.bench.workers import Outcome, Pool
 from ringattn.comm import LocalTransport
 from ringattn.comm.local import solo_group
 from ringattn.ring.aten import AtenForward
@@ -340,7 +331,7 @@ def test_copy_kernel_compiles_with_its_clock() -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ringattn.bench.beside import CHUNK, COPY_WARPS, copy_kernel
+from ringattn.bench.kernels.beside import CHUNK, COPY_WARPS, copy_kernel
 types = {"destination": "*i32", "source": "*i32", "elements": "i32", "stamps": "*i64"}
 constants = {(4,): CHUNK, (5,): True}
 aligned = {(index,): [["tt.divisibility", 16]] for index in range(4)}

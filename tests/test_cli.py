@@ -19,7 +19,7 @@ HEAVY = ("torch", "triton", "cupy", "matplotlib")
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A command that keeps what it was given, in place of ``bench/demo.py``."""
+    """A command that keeps what it was given, in place of ``bench/demo/command.py``."""
     seen: list[object] = []
     app = typer.Typer()
 
@@ -29,7 +29,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         seen.extend((text, world))
         raise typer.Exit(7 if fail else 0)
 
-    module = ModuleType("ringattn.bench.demo")
+    module = ModuleType("ringattn.bench.demo.command")
     vars(module)["app"] = app
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return seen

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringattn.bench import comm_cases, host_time, worlds
-from ringattn.bench.cases import NotHere, Number
+from ringattn.bench import host_time
 from ringattn.bench.host_time import LOWER_BOUND, Row
-from ringattn.bench.link_group import Findings
+from ringattn.bench.links.group import Findings
+from ringattn.bench.suite import comm_cases, worlds
+from ringattn.bench.suite.cases import NotHere, Number
 from ringattn.bench.timing import Samples
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

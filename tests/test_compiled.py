@@ -14,9 +14,9 @@ import pytest
 import torch
 import triton
 
-from ringattn.bench import compiled
-from ringattn.bench.compiled import Compiled, Variant, launchable, problems
-from ringattn.bench.sass import Loop, basic_blocks, matrix_loops, natural_loops
+from ringattn.bench.inspect import compiled
+from ringattn.bench.inspect.compiled import Compiled, Variant, launchable, problems
+from ringattn.bench.inspect.sass import Loop, basic_blocks, matrix_loops, natural_loops
 from ringattn.kernels import Tile
 from ringattn.kernels.config import config_for, single_pass_tile
 

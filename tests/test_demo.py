@@ -21,12 +21,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from typer.testing import CliRunner
 
 from ringattn import ring_attention
-from ringattn.bench import demo, launching, side_by_side, training
+from ringattn.bench import launching
+from ringattn.bench.demo import command as demo
+from ringattn.bench.demo import side_by_side, training
+from ringattn.bench.demo.model import Decoder, rotate
+from ringattn.bench.demo.outcome import Check, Outcome, Setting
+from ringattn.bench.demo.side_by_side import Order
+from ringattn.bench.demo.training import Job
 from ringattn.bench.memory import PeakMemory
-from ringattn.bench.model import Decoder, rotate
-from ringattn.bench.outcome import Check, Outcome, Setting
-from ringattn.bench.side_by_side import Order
-from ringattn.bench.training import Job
 
 TINY = Job(seqlen=203, steps=3, layers=1, heads=4, kv_heads=2, head_dim=8, lr=1e-2)  # 203: no world divides it
 FLAGS = [

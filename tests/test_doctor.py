@@ -15,9 +15,14 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from ringattn.bench import cli, doctor, doctor_links, doctor_machine, doctor_ring, findings, launching
-from ringattn.bench.doctor_machine import Facts
-from ringattn.bench.findings import FAIL, OK, SKIPPED, Finding
+from ringattn.bench import cli, launching
+from ringattn.bench.doctor import command as doctor
+from ringattn.bench.doctor import findings
+from ringattn.bench.doctor import links as doctor_links
+from ringattn.bench.doctor import machine as doctor_machine
+from ringattn.bench.doctor import ring as doctor_ring
+from ringattn.bench.doctor.findings import FAIL, OK, SKIPPED, Finding
+from ringattn.bench.doctor.machine import Facts
 from ringattn.comm import LocalTransport, TransportError
 from ringattn.comm.groups import open_transports
 from ringattn.comm.places import Place
@@ -213,7 +218,7 @@ def test_a_transport_that_breaks_under_load(monkeypatch: pytest.MonkeyPatch) -> 
     def breaks(self: object, turn: int) -> int:
         raise TransportError("the cable is out")
 
-    monkeypatch.setattr("ringattn.bench.link_runs.Ends.wrong", breaks)
+    monkeypatch.setattr("ringattn.bench.links.runs.Ends.wrong", breaks)
     result = run()
     assert result.exit_code == 1
     assert lines(result.stdout)["GB/s local"].startswith("FAIL ranks 0 and 1: TransportError: the cable is out")

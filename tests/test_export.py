@@ -17,10 +17,10 @@ import torch
 import triton
 from typer.testing import CliRunner
 
-from ringattn.bench.compiled import ROLES, SHARED_LIMIT
-from ringattn.bench.export import Role, app
-from ringattn.bench.export_kernels import parameter_sizes
-from ringattn.bench.export_tiles import Source, tiles_of
+from ringattn.bench.export.command import Role, app
+from ringattn.bench.export.kernels import parameter_sizes
+from ringattn.bench.export.tiles import Source, tiles_of
+from ringattn.bench.inspect.compiled import ROLES, SHARED_LIMIT
 from ringattn.kernels import Tile
 from ringattn.kernels.choice import Gpu
 from ringattn.kernels.config import config_for

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.bench.export_kernels import parameter_sizes
+from ringattn.bench.export.kernels import parameter_sizes
 
 from .test_export import DATA, KERNELS, Export, Record, arguments_type, asked, needs_compiler
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.bench import fp8_cases
+from ringattn.bench.suite import fp8_cases
 from ringattn.kernels import dequantize, quantize
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringattn.bench import compiled_hopper
-from ringattn.bench.sass import matrix_loops
+from ringattn.bench.inspect import hopper as compiled_hopper
+from ringattn.bench.inspect.sass import matrix_loops
 from ringattn.kernels import hopper_launch
 from ringattn.kernels import steps as order
 from ringattn.kernels.bounds import tile_range
@@ -127,7 +127,7 @@ def test_the_search_sees_a_slot_given_back_too_early() -> None:
 
 
 def gate(*names: str) -> str:
-    return compiling("-m", "ringattn.bench.compiled_hopper", *names)
+    return compiling("-m", "ringattn.bench.inspect.hopper", *names)
 
 
 def compiling(*arguments: str) -> str:

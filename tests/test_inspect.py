@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ringattn.bench.compiled import Compiled, Variant
-from ringattn.bench.inspect_bound import Bound, blocks_of, bound_of, bounds_of, clocks, loop_bound, main_bound
-from ringattn.bench.inspect_chips import CHIPS, blocks_per_sm
-from ringattn.bench.inspect_kernel import app, inspect_variant, named, variants
-from ringattn.bench.inspect_mix import Mix, mix_of
-from ringattn.bench.inspect_rank import correlations, ranks, spearman
-from ringattn.bench.inspect_report import difference, pairs, row_of
-from ringattn.bench.sass import Loop, matrix_loops, read_loop
+from ringattn.bench.inspect.bound import Bound, blocks_of, bound_of, bounds_of, clocks, loop_bound, main_bound
+from ringattn.bench.inspect.chips import CHIPS, blocks_per_sm
+from ringattn.bench.inspect.command import app, inspect_variant, named, variants
+from ringattn.bench.inspect.compiled import Compiled, Variant
+from ringattn.bench.inspect.mix import Mix, mix_of
+from ringattn.bench.inspect.rank import correlations, ranks, spearman
+from ringattn.bench.inspect.report import difference, pairs, row_of
+from ringattn.bench.inspect.sass import Loop, matrix_loops, read_loop
 from ringattn.kernels import Tile
 
 LISTING = (Path(__file__).parent / "listings" / "forward_sm_90.sass").read_text()

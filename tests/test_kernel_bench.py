@@ -15,12 +15,15 @@ import typer
 from typer.testing import CliRunner
 
 from ringattn import reference
-from ringattn.bench import cli, exact, kernel_bench, kernel_rivals, speed, targets, timing
-from ringattn.bench.cases import Number
-from ringattn.bench.kernel_rivals import CPU_SDPA, OURS, VARIANTS, Cannot, Contender, Given
-from ringattn.bench.kernel_shape import Shape
+from ringattn.bench import cli, exact, timing
+from ringattn.bench.kernels import command as kernel_bench
+from ringattn.bench.kernels import rivals as kernel_rivals
+from ringattn.bench.kernels import speed, targets
+from ringattn.bench.kernels.rivals import CPU_SDPA, OURS, VARIANTS, Cannot, Contender, Given
+from ringattn.bench.kernels.shape import Shape
 from ringattn.bench.launching import LAUNCHERS
 from ringattn.bench.shapes import Pattern
+from ringattn.bench.suite.cases import Number
 from ringattn.bench.timing import Clock, Samples
 
 from .fake_cuda import FakeCuda

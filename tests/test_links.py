@@ -17,10 +17,14 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from ringattn.bench import cli, link_beside, link_group, link_text, links
+from ringattn.bench import cli
 from ringattn.bench.launching import LAUNCHERS
-from ringattn.bench.link_group import Findings
-from ringattn.bench.link_runs import BOTH_WAYS, ONE_WAY, RING, Beside, Ends, Row, Way, Wish, measured, pattern, ways
+from ringattn.bench.links import beside as link_beside
+from ringattn.bench.links import command as links
+from ringattn.bench.links import group as link_group
+from ringattn.bench.links import text as link_text
+from ringattn.bench.links.group import Findings
+from ringattn.bench.links.runs import BOTH_WAYS, ONE_WAY, RING, Beside, Ends, Row, Way, Wish, measured, pattern, ways
 from ringattn.comm import DONE, Fence, Limits, LocalGroup, LocalTransport, LocalWorld, Message
 from ringattn.comm.local import solo_group
 

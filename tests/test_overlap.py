@@ -17,12 +17,14 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from ringattn import LocalWorld, Ring, ring_attention
-from ringattn.bench import cli, host_time, memory_bench, overlap, overlap_runs
-from ringattn.bench.candidates import Problem
+from ringattn.bench import cli, host_time, memory_bench
 from ringattn.bench.launching import LAUNCHERS, launch
-from ringattn.bench.overlap import Report, Wish
-from ringattn.bench.overlap_rows import Row, step_of, verdict
-from ringattn.bench.overlap_runs import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, STEP, TOGETHER, Step, Stretches
+from ringattn.bench.overlap import command as overlap
+from ringattn.bench.overlap import runs as overlap_runs
+from ringattn.bench.overlap.command import Report, Wish
+from ringattn.bench.overlap.rows import Row, step_of, verdict
+from ringattn.bench.overlap.runs import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, STEP, TOGETHER, Step, Stretches
+from ringattn.bench.ring.candidates import Problem
 from ringattn.bench.tables import table
 from ringattn.bench.timing import Samples
 from ringattn.comm import LocalGroup, LocalTransport, NcclTransport

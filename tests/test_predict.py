@@ -28,7 +28,7 @@ from ringattn.bench.predict.program import COMPUTE, DKDV, DQ, FOLD, INSIDE, PASS
 from ringattn.bench.predict.ring import Trouble, cases, ideal_seconds, predicted
 from ringattn.bench.predict.speed import H100, form_of
 from ringattn.bench.predict.timelines import timeline
-from ringattn.bench.timeline import from_chrome
+from ringattn.bench.timeline.events import from_chrome
 from ringattn.bench.timing import Clock
 from ringattn.ring import Layout, Mask, schedule
 from ringattn.ring.documents import Documents

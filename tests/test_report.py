@@ -15,7 +15,7 @@ from ringattn.bench.report import calls, charts, command
 from ringattn.bench.report.page import html
 from ringattn.bench.report.reading import Refused, read
 from ringattn.bench.report.rows import cell, table
-from ringattn.bench.timeline import as_chrome
+from ringattn.bench.timeline.events import as_chrome
 
 from . import report_cases
 from .report_cases import HOSTILE, Outline, everything, tainted, write
@@ -208,9 +208,9 @@ def test_cells_are_short_and_sort_as_numbers() -> None:
 
 def test_suites_result_has_the_form_that_is_read(tmp_path: Path) -> None:
     """What the suite writes and what the report reads are one schema: by the suite's own writer."""
-    from ringattn.bench.cases import Case, Number
-    from ringattn.bench.suite import as_json
-    from ringattn.bench.workers import Outcome
+    from ringattn.bench.suite.cases import Case, Number
+    from ringattn.bench.suite.command import as_json
+    from ringattn.bench.suite.workers import Outcome
 
     number = Number("error", 2.0, "absolute", {"dtype": "float16"}, 1.0, 0.1)
     case = Case("right", "errors", lambda device: iter(()), 1, dict(report_cases.CALL))

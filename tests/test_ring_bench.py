@@ -14,11 +14,16 @@ import torch.distributed as dist
 import typer
 from typer.testing import CliRunner
 
-from ringattn.bench import candidates, cli, peers, ring_bench, ring_cases, ring_memory, ring_rows
-from ringattn.bench.candidates import ALL_GATHER, OURS, ULYSSES, USUAL, WHOLE, Candidate, Problem, Refused, Setting
-from ringattn.bench.launching import LAUNCHERS, launch
-from ringattn.bench.ring_memory import Needs
-from ringattn.bench.ring_runs import Report, Result, Wish, spawned
+from ringattn.bench import cli
+from ringattn.bench.launching import LAUNCHERS, launch, started
+from ringattn.bench.ring import candidates, peers
+from ringattn.bench.ring import command as ring_bench
+from ringattn.bench.ring import memory as ring_memory
+from ringattn.bench.ring import rows as ring_rows
+from ringattn.bench.ring.candidates import ALL_GATHER, OURS, ULYSSES, USUAL, WHOLE, Candidate, Problem, Refused, Setting
+from ringattn.bench.ring.memory import Needs
+from ringattn.bench.ring.runs import Report, Result, Wish, spawned
+from ringattn.bench.suite import ring_cases
 from ringattn.bench.timing import Samples
 from ringattn.ring import Ring
 
@@ -115,7 +120,7 @@ def test_memory_is_what_was_counted() -> None:
 )
 def test_a_rank_that_dies_ends_it(entry: Any, told: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
-        ring_bench.started(2, entry, Wish((Problem(64, 2, heads=2, kv_heads=2, head_dim=16),), ("zigzag",), 1))
+        started(2, entry, Wish((Problem(64, 2, heads=2, kv_heads=2, head_dim=16),), ("zigzag",), 1))
     assert ended.value.exit_code == 1
     assert told in capfd.readouterr().err
 

@@ -14,14 +14,17 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from ringattn.bench import cli, result_file, ring_cases, speed, suite, targets, tune_cases, workers
-from ringattn.bench.cases import Case, NotHere, Number
-from ringattn.bench.kernel_shape import Shape
+from ringattn.bench import cli
+from ringattn.bench.kernels import speed, targets
+from ringattn.bench.kernels.shape import Shape
 from ringattn.bench.launching import LAUNCHERS
 from ringattn.bench.provenance import provenance
-from ringattn.bench.result_file import RefusedResults
+from ringattn.bench.suite import command as suite
+from ringattn.bench.suite import result_file, ring_cases, tune_cases, workers
+from ringattn.bench.suite.cases import Case, NotHere, Number
+from ringattn.bench.suite.result_file import RefusedResults
+from ringattn.bench.suite.workers import Outcome
 from ringattn.bench.timing import Samples
-from ringattn.bench.workers import Outcome
 from ringattn.kernels import Tile
 
 from . import suite_cases

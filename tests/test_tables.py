@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ringattn.autotune import Budget, Shape, Verdict, ranking
 from ringattn.autotune.rings import rings_of
-from ringattn.bench import compiled
-from ringattn.bench.tune_run import Wish, compile_part, journals, measure_part
+from ringattn.bench.inspect import compiled
+from ringattn.bench.tune.run import Wish, compile_part, journals, measure_part
 from ringattn.kernels import (
     FULL,
     Bounds,

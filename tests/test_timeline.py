@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ringattn.bench.timeline import LANES, Event, Timeline, as_chrome, from_chrome, lane_order
+from ringattn.bench.timeline.events import LANES, Event, Timeline, as_chrome, from_chrome, lane_order
 
 EVENTS = (
     Event(0, "compute", "forward", 0, 0.0, 0.5, "own keys"),

@@ -11,7 +11,7 @@ import pytest
 
 from ringattn.bench.report.theme import DARK, LIGHT, VARIABLES, css, inline
 from ringattn.bench.report.timelines import MOST_SLOT_RANKS, computing, draw, heading, rows_of, save
-from ringattn.bench.timeline import Event, Timeline
+from ringattn.bench.timeline.events import Event, Timeline
 
 from .report_cases import HOSTILE, timeline
 

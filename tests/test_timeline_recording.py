@@ -12,10 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from ringattn import LocalWorld
-from ringattn.bench import timeline_bench, timeline_recording
-from ringattn.bench.candidates import Problem
-from ringattn.bench.timeline import LANES, Timeline, from_chrome
-from ringattn.bench.timeline_recording import Offset, offset
+from ringattn.bench.ring.candidates import Problem
+from ringattn.bench.timeline import command as timeline_bench
+from ringattn.bench.timeline import recording as timeline_recording
+from ringattn.bench.timeline.events import LANES, Timeline, from_chrome
+from ringattn.bench.timeline.recording import Offset, offset
 from ringattn.comm import LocalGroup
 from ringattn.comm.control import control_of
 

@@ -15,11 +15,13 @@ import torch
 from typer.testing import CliRunner
 
 from ringattn.autotune import Budget, Job, Journal, Reading, Shape, Verdict, gpu_of_arch, ranking, space
-from ringattn.bench import inspect_kernel, tune_measure, tune_run
-from ringattn.bench import tune as command
-from ringattn.bench.inspect_rank import LEAST_CONFIGS
-from ringattn.bench.tune_measure import DeviceTrials
-from ringattn.bench.tune_run import Wish, compile_part, default_tile, estimated_entry, journals, measure_part
+from ringattn.bench.inspect import command as inspect_kernel
+from ringattn.bench.inspect.rank import LEAST_CONFIGS
+from ringattn.bench.tune import command
+from ringattn.bench.tune import measure as tune_measure
+from ringattn.bench.tune import run as tune_run
+from ringattn.bench.tune.measure import DeviceTrials
+from ringattn.bench.tune.run import Wish, compile_part, default_tile, estimated_entry, journals, measure_part
 from ringattn.kernels import Tile, choice, default_config
 from ringattn.kernels.choice import Gpu
 from ringattn.kernels.tables import KERNELS, Point, read

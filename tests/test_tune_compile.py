@@ -17,8 +17,8 @@ import pytest
 
 from ringattn.autotune import Failure, Job, Journal, Judge, Verdict, rank_candidates, ranking, run_jobs, space
 from ringattn.autotune.ranking import OTHER_ROLES, job_of
-from ringattn.bench.inspect_chips import CHIPS
-from ringattn.bench.tune_compile import compile_job
+from ringattn.bench.inspect.chips import CHIPS
+from ringattn.bench.tune.compile import compile_job
 from ringattn.kernels import Tile
 from ringattn.kernels.tables import Point, with_options
 
@@ -169,7 +169,7 @@ JOB = job_of(POINT, TILE, 90, HEADS)
 
 INSPECT = """
 import json, sys
-from ringattn.bench.inspect_kernel import inspect_variant, select, tile_of
+from ringattn.bench.inspect.command import inspect_variant, select, tile_of
 from dataclasses import replace
 (variant,) = (one for one in select(sys.argv[1]) if one.grouped and one.full)
 row = inspect_variant(replace(variant, tile=tile_of(sys.argv[2])))
@@ -253,7 +253,7 @@ from triton.runtime import driver
 sys.path.insert(0, %r)
 from gluon_arguments import CASES, Hopper, launch_case
 from ringattn.autotune.ranking import job_of
-from ringattn.bench.tune_compile import source_of
+from ringattn.bench.tune.compile import source_of
 from ringattn.kernels import Tile, hopper_launch
 from ringattn.kernels.tables import Point, with_options
 
@@ -289,7 +289,7 @@ def test_a_launch_finds_in_tritons_cache_what_was_compiled_before(tmp_path: Path
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from ringattn.autotune.ranking import job_of
-    from ringattn.bench.tune_compile import source_of
+    from ringattn.bench.tune.compile import source_of
     from ringattn.kernels import Bounds, FULL, KernelConfig, Tile, attention
     from ringattn.kernels.tables import Point, with_options
 

@@ -16,10 +16,10 @@ from ringattn import Ring
 from ringattn.autotune import RingEntry, RingPoint, RingSetting, ring_settings
 from ringattn.autotune.rings import CPU, DEFAULT, WIRES, best_of, halved, rings_of, settings
 from ringattn.autotune.store import save
-from ringattn.bench import tune as command
-from ringattn.bench import tune_ring
-from ringattn.bench.candidates import Problem
 from ringattn.bench.exact import Judge
+from ringattn.bench.ring.candidates import Problem
+from ringattn.bench.tune import command
+from ringattn.bench.tune import ring as tune_ring
 from ringattn.comm import Limits
 from ringattn.kernels import choice, default_config
 from ringattn.kernels.tables import RefusedTable, Table, parse, read

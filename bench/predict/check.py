@@ -18,12 +18,12 @@ import typer
 
 from ...ring import Mask, Ring, ring_attention
 from ...ring.documents import Documents
-from ..candidates import DTYPES
 from ..launching import Member, cores, launch, member, process_group
-from ..link_group import between_processes
-from ..link_runs import Wish
+from ..links.group import between_processes
+from ..links.runs import Wish
 from ..output import write_json
-from ..ring_bench import CPU, Ranks
+from ..ring.candidates import DTYPES
+from ..ring.runs import Ranks
 from ..shapes import binary, sizes
 from ..tables import table
 from ..timing import Clock, Step, interleaved
@@ -31,6 +31,8 @@ from .call import NAMED, Call
 from .host import HostSpeed, calibrated
 from .links import Link, Links, measured
 from .ring import predicted
+
+CPU = torch.device("cpu")
 
 ALLOWED = 0.10
 LINK_SIZES = (1 << 20, 1 << 24)

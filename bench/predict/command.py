@@ -14,11 +14,10 @@ from ...ring.arguments import Layouts, mask_of
 from ...ring.layout import Layout
 from ...ring.mask import UNLIMITED
 from ..masks import boundaries_of, title
-from ..output import prints, write_csv, write_json
-from ..ring_bench import check_targets, dtype_name
-from ..shapes import Causal, CuSeqlens, DocumentsOfMean, DocumentsSeed, Window, binary, grouped, human, size
+from ..output import check_targets, prints, write_csv, write_json
+from ..shapes import Causal, CuSeqlens, DocumentsOfMean, DocumentsSeed, Window, binary, dtype_name, grouped, human, size
 from ..tables import table
-from ..timeline import as_chrome
+from ..timeline.events import as_chrome
 from .answers import Needed, Straggling, rows_of_sweep, straggling, tokens_needed
 from .call import NAMED, Call
 from .launch import whole

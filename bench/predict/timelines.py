@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ...ring.plan import Plan
 from ...ring.traffic import Kind
-from ..timeline import Event, Timeline
+from ..timeline.events import Event, Timeline
 from .clock import Track
 from .program import COMPUTE, POINT, Op
 from .ring import Pass

@@ -11,8 +11,8 @@ import numpy as np
 from ...ring.layout import Layout
 from ...ring.mask import Mask
 from ...ring.schedule import schedule
-from ..candidates import Problem
-from ..timeline_bench import measured, read_timeline
+from ..ring.candidates import Problem
+from ..timeline.command import measured, read_timeline
 from .theme import VARIABLES, Theme, adaptive, themed
 from .timelines import draw
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ... import __version__
 from ..call import Call
-from ..timeline import Timeline
+from ..timeline.events import Timeline
 from . import calls, charts, timelines
 from .reading import Bench, Folder
 from .rows import (

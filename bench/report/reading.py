@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..result_file import NAME as RESULTS
-from ..result_file import SCHEMA as SUITE
-from ..timeline import SCHEMA as TIMELINE
-from ..timeline import Timeline, from_chrome
+from ..suite.result_file import NAME as RESULTS
+from ..suite.result_file import SCHEMA as SUITE
+from ..timeline.events import SCHEMA as TIMELINE
+from ..timeline.events import Timeline, from_chrome
 
 PUT_ASIDE = "results_"  # of earlier code or of another machine: the suite puts them aside under such a name
 BENCHES = {f"ringattn bench {kind} 1": kind for kind in ("links", "overlap", "ring", "memory", "kernels", "host")}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..timeline import LANES, Event, Timeline, lane_order
+from ..timeline.events import LANES, Event, Timeline, lane_order
 from .theme import LIGHT, VARIABLES, Theme, adaptive, themed
 
 ROWS = {"compute": 1.0, "send": 0.42, "receive": 0.42}

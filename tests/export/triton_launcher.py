@@ -11,7 +11,7 @@ from typing import Any
 import triton
 from triton.backends.nvidia import driver
 
-from ringattn.bench.export_kernels import KERNELS, Wish, signature_of
+from ringattn.bench.export.kernels import KERNELS, Wish, signature_of
 
 SCRATCH = ["*u8", "*u8"]
 TYPES = {"CUdeviceptr": "*", "uint32_t": "fp32", "int32_t": "i32", "int64_t": "i64"}

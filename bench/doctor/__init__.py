@@ -1,0 +1,1 @@
+"""Checks that a machine, or a job, does what a ring needs."""

@@ -1,0 +1,1 @@
+"""Writes kernels as a C++ framework links them: cubin, C launcher, manifest."""

@@ -1,0 +1,163 @@
+"""``ringattn export``: kernels as a C++ framework links them, compiled on any machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import triton
+import typer
+
+from ... import __version__
+from ..inspect.compiled import SHARED_LIMIT
+from ..output import prints, write_json
+from ..provenance import git, sources
+from ..shapes import size
+from .kernels import ALIGNMENT, KERNELS, Argument, Exported, Wish, chosen_tiles, export
+from .text import header, launcher
+from .tiles import LONGEST, Source
+
+SCHEMA = 1
+LICENCE = "MIT"
+SCRATCH = {"name": "scratch", "size": 8, "value": 0}  # what Triton appends
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class Role(StrEnum):
+    """Those of ``compiled.ROLES``, for typer to list."""
+
+    only = "only"
+    first = "first"
+    middle = "middle"
+    last = "last"
+
+
+class Dtype(StrEnum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+TRITON_NAMES = {Dtype.bfloat16: "bf16", Dtype.float16: "fp16", Dtype.float32: "fp32"}
+
+
+def arch_of(text: str) -> int:
+    """``sm_90`` as 90; a parser of typer options.
+
+    Raises:
+        typer.BadParameter: a GPU that the kernels are not compiled for.
+    """
+    number = text.strip().lower().removeprefix("sm_")
+    if not number.isdigit() or int(number) not in SHARED_LIMIT:
+        raise typer.BadParameter(f"{text!r}: it must be one of {', '.join(f'sm_{arch}' for arch in SHARED_LIMIT)}")
+    return int(number)
+
+
+def written(wish: Wish, kernels: list[Exported], folder: Path) -> dict[str, Any]:
+    """Write cubins, header, launcher, licence and manifest into ``folder``; the manifest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {f"{wish.prefix}_{kernel.name}.cubin": kernel.cubin for kernel in kernels}
+    files[f"{wish.prefix}.h"] = header(wish, kernels, LICENCE).encode()
+    files[f"{wish.prefix}.c"] = launcher(wish, kernels, LICENCE).encode()
+    files["LICENSE"] = (Path(__file__).parents[2] / "kernels" / "LICENSE").read_bytes()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    made = manifest(wish, kernels, {name: hashlib.sha256(content).hexdigest() for name, content in files.items()})
+    (folder / f"{wish.prefix}.json").write_text(json.dumps(made, indent=2) + "\n")
+    return made
+
+
+def manifest(wish: Wish, kernels: list[Exported], hashes: dict[str, str]) -> dict[str, Any]:
+    """What the files are, where they come from, and what a launcher of one's own would need."""
+    return {
+        "schema": SCHEMA,
+        "name": wish.prefix,
+        "licence": LICENCE,
+        "versions": {"ringattn": __version__, "triton": triton.__version__, "sources": sources(), **git()},
+        "arch": f"sm_{wish.arch}",
+        "dtype": wish.dtype,
+        "head_dim": [wish.head_dim, wish.head_dim_v],
+        "bounded": wish.bounded,
+        "grouped": wish.grouped,
+        "role": wish.role,
+        "run": "not on a GPU by whoever wrote this file",
+        "sha256": hashes,
+        "kernels": [_entry(wish, kernel) for kernel in kernels],
+    }
+
+
+def _entry(wish: Wish, kernel: Exported) -> dict[str, Any]:
+    return {
+        "name": kernel.name,
+        "cubin": f"{wish.prefix}_{kernel.name}.cubin",
+        "symbol": kernel.symbol,
+        "grid": [f"ceil(rows / {kernel.block}) * batch * heads", 1, 1],
+        "threads": kernel.threads,
+        "shared_memory": kernel.shared,
+        "tile": asdict(chosen_tiles(wish)[kernel.name][0]),
+        "tile_from": chosen_tiles(wish)[kernel.name][1],
+        "parameters": [*map(_parameter, kernel.arguments), *[SCRATCH] * kernel.scratch],
+    }
+
+
+def _parameter(argument: Argument) -> dict[str, Any]:
+    told: dict[str, Any] = {"name": argument.name, "type": argument.type, "size": argument.size}
+    if argument.same_as:
+        told["same_as"] = argument.same_as
+    if argument.multiple > 1:
+        told["multiple_of"] = argument.multiple
+    return told
+
+
+@app.command()
+def main(
+    arch: Annotated[int, typer.Option(parser=arch_of, metavar="ARCH", help="Of the GPU, as sm_90.")],
+    head_dim: Annotated[int, typer.Option(min=1, max=256, help="Of queries and keys.")] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(min=1, max=256, help="Of values; default: the same.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of q, k, v and out.")] = Dtype.bfloat16,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="With an interval of keys per query: this mask, and every other one.")
+    ] = False,
+    grouped: Annotated[bool, typer.Option(help="Any number of query heads per key head, or always one.")] = True,
+    role: Annotated[Role, typer.Option(help="What a launch continues and leaves, in a ring of several.")] = Role.only,
+    config_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Tiles of a table that `ringattn tune` wrote there.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Tiles of this GPU's table, 'NVIDIA H200'; else built-in ones.")
+    ] = None,
+    group: Annotated[
+        int | None, typer.Option(min=1, help="Query heads per key head that the tiles were tuned for.")
+    ] = None,
+    seqlen: Annotated[
+        Any, typer.Option(parser=size, metavar="SIZE", help="Tokens that the tiles were tuned for [default: the most].")
+    ] = None,
+    estimated: Annotated[bool, typer.Option("--estimated", help="Also tiles that were never timed.")] = False,
+    out_dir: Annotated[Path, typer.Option(file_okay=False, help="Folder for the files.")] = Path("ringattn-export"),
+    json_to: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="The manifest as JSON.")] = None,
+) -> None:
+    """Write cubins, a C header and launcher, and a manifest of attention kernels, forward and backward."""
+    source = Source(gpu, config_dir, group, seqlen or LONGEST, estimated)
+    wish = Wish(arch, TRITON_NAMES[dtype], head_dim, head_dim_v or head_dim, causal, grouped, role.value, source)
+    kernels = []
+    try:
+        for name in KERNELS:
+            kernels.append(export(wish, name))
+            if prints() and json_to != "-":
+                one = kernels[-1]
+                whence = chosen_tiles(wish)[name][1]
+                print(f"{name:<8} {len(one.arguments)} arguments, {one.shared} bytes of shared memory; tile: {whence}")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if not prints():
+        return
+    made = written(wish, kernels, out_dir)
+    if json_to is not None:
+        write_json(json_to, made)
+    if json_to != "-":
+        print(f"wrote {len(made['sha256']) + 1} files to {out_dir}; pointers and strides are multiples of {ALIGNMENT}")

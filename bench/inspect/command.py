@@ -1,0 +1,238 @@
+"""``ringattn inspect``: any kernel, compiled for any GPU on any machine: what it takes, what bounds its loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import triton
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from ...kernels import Tile
+from ..output import check_targets, prints, write_csv, write_json
+from ..tables import table
+from .chips import CHIPS
+from .compiled import (
+    ATTENTION,
+    DTYPES,
+    FEATURES,
+    MEMORY_BOUND,
+    ROLES,
+    Variant,
+    default_tile,
+    launchable,
+    select,
+)
+from .gate import compile_and_ask
+from .rank import LEAST_CORRELATION, correlations
+from .report import COMPARED, Row, difference, failed_row, identity, pairs, read_rows, row_of, shown, text
+
+TILE = "QxKxWARPSxSTAGES"
+HOPPER = "hopper"
+"""The name here of the forward of ``KernelConfig(forward_kernel="hopper")``."""
+
+LONG_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def one_of(what: str, got: str, known: Sequence[str]) -> str:
+    if got not in known:
+        raise ValueError(f"{what} is {got!r}: it must be one of {', '.join(known)}")
+    return got
+
+
+def arch_of(word: str) -> int:
+    """``sm_90`` or ``90``."""
+    return int(one_of("arch", f"sm_{word.removeprefix('sm_')}", [f"sm_{arch}" for arch in CHIPS])[3:])
+
+
+def head_dims_of(word: str) -> tuple[int, int]:
+    """``128`` or ``192/128``: of q and k, and of v."""
+    parts = word.split("/")
+    if len(parts) > 2 or not all(part.isdecimal() and 1 <= int(part) <= 256 for part in parts):
+        raise ValueError(f"head_dim is {word!r}: it must be D or D/Dv, each 1 to 256")
+    return int(parts[0]), int(parts[-1])
+
+
+def tile_of(word: str) -> Tile:
+    """``128x64x8x2``: rows of queries and of keys, warps, pipeline stages."""
+    parts = word.split("x")
+    if len(parts) != 4 or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"tile is {word!r}: it must be {TILE}, as 128x64x8x2")
+    return Tile(*map(int, parts))
+
+
+def variants(
+    kernels: str, archs: str, dtype: str, head_dim: str, roles: str, tiles: str | None, features: str | None,
+    full: bool, grouped: bool,
+) -> Iterator[Variant]:  # fmt: skip
+    """Every combination of the comma lists; the default tile of each where ``tiles`` is None.
+
+    Raises:
+        ValueError: a name that is not known, or a tile of no shape.
+    """
+    short = one_of("dtype", LONG_DTYPES.get(dtype, dtype), list(DTYPES))
+    dim, dim_v = head_dims_of(head_dim)
+    asked = tuple(one_of("feature", word, FEATURES) for word in features.split(",")) if features else ()
+    for arch, kernel in product(map(arch_of, archs.split(",")), kernels.split(",")):
+        one_of("kernel", kernel, [*ATTENTION, *MEMORY_BOUND, HOPPER])
+        if kernel in MEMORY_BOUND:
+            yield from (one for one in launchable(arch, short, dim, dim_v) if one.kernel == kernel)
+            continue
+        direction, options = ("forward", (("forward_kernel", HOPPER),)) if kernel == HOPPER else (kernel, ())
+        default = default_tile(direction, arch, short, max(dim, dim_v))
+        if default is None and not tiles:
+            raise ValueError(f"kernel {kernel} has no default tile at head dim {head_dim}: pass --tile {TILE}")
+        chosen = map(tile_of, tiles.split(",")) if tiles else [default] if default else []
+        for tile, role in product(chosen, roles.split(",")):
+            one_of("role", role, list(ROLES))
+            yield Variant(direction, arch, short, dim, dim_v, tile, role, full, grouped, asked, options)
+
+
+def named(spec: str) -> list[Variant]:
+    """The variants of ``ARCH:DTYPE:D…``; with ``hopper`` among its words, of that forward.
+
+    Raises:
+        ValueError: a word that is not known.
+    """
+    words = spec.split(":")
+    if HOPPER not in words:
+        return [*select(spec)]
+    portable = select(":".join(["forward" if word == HOPPER else word for word in words]))
+    return [replace(one, options=(("forward_kernel", HOPPER),)) for one in portable]
+
+
+def inspect_variant(variant: Variant) -> Row:
+    """The row of one variant; where it cannot be compiled or does not fit, its ``problems`` say why and what fits."""
+    try:
+        row = row_of(variant, *compile_and_ask(variant))
+    except Exception as error:  # one that cannot be compiled is a finding, and the others still count
+        return failed_row(variant, error)
+    default = None
+    if variant.kernel in ATTENTION:
+        default = default_tile(variant.kernel, variant.arch, variant.dtype, max(variant.head_dim, variant.head_dim_v))
+    if not row["blocks_per_sm"] and default is not None:
+        fits = identity(Variant(**(vars(variant) | {"tile": default})))["tile"]
+        row["problems"].append(f"does not fit an SM of {row['arch']}: {fits} does")
+    return row
+
+
+def inspect_all(asked: Sequence[Variant]) -> list[Row]:
+    """Compile one after another, with a bar on a terminal.
+
+    Raises:
+        ValueError: under Triton's interpreter there is nothing to compile.
+    """
+    if not all(isinstance(kernel, triton.runtime.JITFunction) for kernel in ATTENTION.values()):
+        raise ValueError("TRITON_INTERPRET is set: kernels are interpreted and there is nothing to compile; unset it")
+    rows = []
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not (prints() and console.is_terminal)) as bar:
+        task = bar.add_task("compiling", total=len(asked))
+        for variant in asked:
+            bar.update(task, description=str(variant))
+            rows.append(inspect_variant(variant))
+            bar.advance(task)
+    return rows
+
+
+def _rows(word: str, make: Callable[[str], list[Row]]) -> list[Row]:
+    """One side of ``--diff``: a report by its file, or a tile."""
+    return read_rows(word) if word.endswith(".json") else make(word)
+
+
+def report(rows: Sequence[Row]) -> str:
+    """The table, and below it what is wrong."""
+    wrong = [f"{row['variant']}: {'; '.join(row['problems'])}" for row in rows if row["problems"]]
+    return "\n".join([table([shown(row) for row in rows]), *wrong])
+
+
+def differences(before: Sequence[Row], after: Sequence[Row]) -> str:
+    """A table per pair."""
+    found = []
+    for a, b in pairs(before, after):
+        title = f"A: {a['variant']}, Triton {a['triton']}\nB: {b['variant']}, Triton {b['triton']}"
+        found.append(table(difference(a, b), title=title))
+    return "\n\n".join(found)
+
+
+@app.command()
+def inspect(
+    spec: Annotated[
+        list[str] | None,
+        typer.Argument(help="All that ARCH:DTYPE:D names, as 90:bf16:192/128:middle:dq:alibi; in place of the flags."),
+    ] = None,
+    kernel: Annotated[str, typer.Option(help="Comma list of forward, dq, dkdv, hopper, quantize, dequantize.")] = (
+        "forward,dq,dkdv"
+    ),
+    arch: Annotated[
+        str, typer.Option(help="Comma list of GPUs: sm_80, sm_86, sm_89, sm_90, sm_100, sm_120.")
+    ] = "sm_90",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    head_dim: Annotated[str, typer.Option(metavar="D|D/Dv", help="Of q and k, and of v.")] = "128",
+    role: Annotated[
+        str, typer.Option(help="Comma list of places in a ring: only, first, middle (carries a state), last.")
+    ] = "middle",
+    tile: Annotated[str | None, typer.Option(metavar=TILE, help="Comma list; the default's where left out.")] = None,
+    feature: Annotated[str | None, typer.Option(help="Comma list: softcap, alibi, dropout, used, runs.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="No mask: every query sees every key.")] = False,
+    grouped: Annotated[bool, typer.Option("--gqa", help="Several query heads per key head.")] = False,
+    diff: Annotated[
+        tuple[str, str] | None, typer.Option(metavar="A B", help="Two tiles, or two reports by --json, side by side.")
+    ] = None,
+    correlate: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A report whose rows have measured `seconds`: rank correlation.")
+    ] = None,
+    gate: Annotated[bool, typer.Option("--gate", help="Exit 1 where a variant does not pass.")] = False,
+    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a row per variant.")] = None,
+) -> None:
+    """Compile kernels for any GPU, without one, and say what they take and what bounds their main loop.
+
+    Bounds are in percent of the tensor cores' peak. The ceiling assumes that everything overlaps; the bound, that a
+    block's warps move in step and only another block fills their gaps.
+    """
+
+    def make(tiles: str | None) -> list[Row]:
+        by_name = [variant for name in spec or () for variant in named(name)]
+        asked = by_name or [*variants(kernel, arch, dtype, head_dim, role, tiles, feature, full, grouped)]
+        return inspect_all(asked)
+
+    try:
+        check_targets(json, csv)
+        if correlate is not None:
+            found = correlations(read_rows(correlate))
+            _write(found, table(found), json, csv)
+            raise typer.Exit(any(row["correlation"] < LEAST_CORRELATION for row in found))
+        if diff is not None:
+            if spec:
+                raise ValueError("--diff compares tiles of the flags, or reports: leave out the specs")
+            before, after = (_rows(word, make) for word in diff)
+            _write([*before, *after], differences(before, after), json, csv)
+            raise typer.Exit
+        rows = make(tile)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    _write(rows, report(rows), json, csv)
+    unfit = not all(row["blocks_per_sm"] for row in rows)
+    raise typer.Exit(unfit or (gate and any(row["problems"] for row in rows)))
+
+
+def _write(rows: Sequence[Row], told: str, json: str | None, csv: Path | None) -> None:
+    if not prints():
+        return
+    if json != "-":
+        typer.echo(told)
+    if json is not None:
+        write_json(json, {"triton": triton.__version__, "rows": list(rows)})
+    if csv is not None:
+        keys: dict[str, Any] = dict.fromkeys(
+            ["variant", "triton", *COMPARED] if rows and "variant" in rows[0] else rows[0]
+        )
+        write_csv(csv, [{key: text(row[key]) for key in keys} for row in rows])

@@ -1,0 +1,1 @@
+"""Measures one device's attention beside PyTorch's backends."""

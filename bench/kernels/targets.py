@@ -1,0 +1,203 @@
+"""What the kernels must reach beside PyTorch's backends, and whether they do: one table, floors and goals.
+
+Every row is a ratio of medians of one interleaved run, or a rate; more is better. A floor that is missed is told, and
+fails nothing: which chip it is decides (the figures were set for an H200).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm.lanes import HIGH_PRIORITY, new_stream
+from ...kernels import attention_forward, default_config
+from ..flops import forward_flops
+from ..ring.candidates import DTYPES
+from ..suite.cases import Number
+from ..timing import Clock, Step, interleaved, repeats_within
+from . import speed
+from .beside import SIZES, Copy, bytes_for
+from .rivals import BACKWARD, FORWARD, OURS, STATE, VARIANTS
+from .shape import Shape
+
+FLASH, CUDNN, RATE = "flash", "cudnn", "TFLOP/s"
+PLAIN, ALONE = "plain forward", "alone"
+UNITS = {RATE: "TFLOP/s"}
+COPY_LASTS = 2.0  # times the forward alone: the copy is beside it to its end
+SINGLE_PASS = f"{OURS} single pass"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """At least so many times what ``over`` reaches, or so many TFLOP/s."""
+
+    over: str
+    least: float
+
+
+@dataclass(frozen=True)
+class Target:
+    """One row: what is measured, by whom of ours (the best of them counts), the floor and the goals."""
+
+    what: str
+    group: str  # which measurement it is read from
+    passes: str
+    by: tuple[str, ...]
+    floor: Bar
+    goals: tuple[Bar, ...]
+
+
+FORWARDS = (OURS, f"{OURS} hopper", f"{OURS} longest first")
+FULL128, CAUSAL128, FULL64, STATE128, BESIDE128 = "full D128", "causal D128", "full D64", "8k keys", "beside"
+TARGETS = (
+    Target("forward D128, full", FULL128, FORWARD, FORWARDS, Bar(FLASH, 1.25), (Bar(CUDNN, 1.05), Bar(RATE, 650))),
+    Target("forward D128, causal", CAUSAL128, FORWARD, FORWARDS, Bar(FLASH, 1.2), (Bar(CUDNN, 1.05), Bar(RATE, 600))),
+    Target("forward D64, full", FULL64, FORWARD, FORWARDS, Bar(FLASH, 1.2), (Bar(CUDNN, 1.05),)),
+    Target("backward D128, two passes", FULL128, BACKWARD, (OURS,), Bar(FLASH, 0.9), (Bar(FLASH, 1.15),)),
+    Target(
+        "backward D128, single pass", FULL128, BACKWARD, (SINGLE_PASS,), Bar(FLASH, 1.2),
+        (Bar(CUDNN, 1.0), Bar(RATE, 500)),
+    ),
+    Target("carried state, 8k keys per hop", STATE128, STATE, FORWARDS, Bar(PLAIN, 0.93), (Bar(PLAIN, 0.97),)),
+    Target("forward beside a 16-block transfer", BESIDE128, FORWARD, (OURS,), Bar(ALONE, 0.85), (Bar(ALONE, 0.92),)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the table; tests take smaller ones."""
+
+    seqlen: int = 16 * 1024
+    hop: int = 8 * 1024
+    heads: int = 16
+    wide: int = 128
+    narrow: int = 64
+    dtype: str = "bfloat16"
+    nbytes: int = SIZES.nbytes  # of the copy that is scaled to last long enough
+
+
+def targets(device: torch.device, *, seconds: float = 1.5, sizes: Sizes | None = None) -> Iterator[Number]:
+    """The table of ``TARGETS`` on this device; ``seconds`` of timing for each of its measurements."""
+    sizes = sizes or Sizes()
+    measure: dict[str, Callable[[], Iterator[Number]]] = {
+        FULL128: partial(beside_pytorch, device, sizes, sizes.wide, False, seconds),
+        CAUSAL128: partial(beside_pytorch, device, sizes, sizes.wide, True, seconds),
+        FULL64: partial(beside_pytorch, device, sizes, sizes.narrow, False, seconds),
+        STATE128: partial(hop_with_state, device, sizes, seconds),
+        BESIDE128: partial(beside_a_transfer, device, sizes, seconds),
+    }
+    for group, run in measure.items():
+        rates: dict[str, float] = {}  # TFLOP/s, by "<pass>:<who>"
+        for number in run():
+            yield number
+            if number.unit == RATE and number.value is not None and "by" in number.labels:
+                rates[f"{number.name}:{number.labels['by']}"] = number.value
+        for target in TARGETS:
+            if target.group == group:
+                yield from judged(target, rates)
+
+
+def judged(target: Target, rates: Mapping[str, float]) -> Iterator[Number]:
+    """The floor, then the goals: what is reached, and in a word whether that is enough."""
+    ours = {who: rates[f"{target.passes}:{who}"] for who in target.by if f"{target.passes}:{who}" in rates}
+    who = max(ours, key=ours.__getitem__, default=target.by[0])
+    for kind, bar in (("floor", target.floor), *(("goal", goal) for goal in target.goals)):
+        reached = reaches(bar, target.passes, who, rates) if ours else None
+        verdict = "not measured" if reached is None else "reached" if reached >= bar.least else "missed"
+        labels = {"by": who, "over": bar.over, "bar": kind, "at least": bar.least, "verdict": verdict}
+        yield Number(target.what, reached, UNITS.get(bar.over, "times"), labels)
+
+
+def reaches(bar: Bar, what: str, who: str, rates: Mapping[str, float]) -> float | None:
+    """A rate as the bar counts it; None where the other one was not measured."""
+    if bar.over == RATE:
+        return rates[f"{what}:{who}"]
+    other = f"{bar.over}:{who}" if bar.over in (PLAIN, ALONE) else f"{what}:{bar.over}"
+    return rates[f"{what}:{who}"] / rates[other] if rates.get(other) else None
+
+
+def beside_pytorch(device: torch.device, sizes: Sizes, head_dim: int, causal: bool, seconds: float) -> Iterator[Number]:
+    """Our variants beside SDPA's flash and cuDNN backends: ``bench kernels`` of one shape."""
+    shape = Shape(sizes.seqlen, sizes.heads, sizes.heads, head_dim, dtype=sizes.dtype, causal=causal)
+    wanted = {name for target in TARGETS for name in target.by}
+    everyone = (*(variant.name for variant in VARIANTS if variant.name in wanted), FLASH, CUDNN)
+    yield from speed.measured(shape, Clock(device), seconds=seconds, by=everyone)
+
+
+def hop_with_state(device: torch.device, sizes: Sizes, seconds: float) -> Iterator[Number]:
+    """A hop in the middle of a ring, all keys visible, against the same launch without a state."""
+    q, k, v = drawn(device, sizes, sizes.hop)
+    steps: dict[str, Step] = {}
+    for variant in VARIANTS:
+        try:
+            config = variant.change(default_config(q, v))
+            out, lse = attention_forward(q, k, v, final=False, config=config)
+        except (ValueError, NotImplementedError, TypeError) as refused:
+            yield Number(speed.ABSENT, None, "", {"by": variant.name}, note=str(refused))
+            continue
+        steps[f"{PLAIN}:{variant.name}"] = partial(attention_forward, q, k, v, config=config)
+        steps[f"{STATE}:{variant.name}"] = partial(
+            attention_forward, q, k, v, state=(out, lse), final=False, config=config
+        )
+    yield from told(device, sizes, sizes.hop, steps, seconds)
+
+
+def beside_a_transfer(device: torch.device, sizes: Sizes, seconds: float) -> Iterator[Number]:
+    """The forward alone, and with a copy of 16 blocks on a high-priority stream beside it from start to end."""
+    q, k, v = drawn(device, sizes, sizes.seqlen)
+    alone: Step = partial(attention_forward, q, k, v)
+    alone()  # compiles
+    seconds_alone = statistics.median(Clock(device)(alone) for _ in range(3))
+    copy = Copy(device, bytes_for(device, COPY_LASTS * seconds_alone, sizes.nbytes))
+    stream = new_stream(device, HIGH_PRIORITY)
+
+    def together() -> None:
+        begun = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        begun.record()
+        stream.wait_event(begun)  # the copy starts with the forward, not under the flush before it
+        with torch.cuda.stream(stream):
+            copy.launch()
+        alone()
+
+    yield from told(device, sizes, sizes.seqlen, {f"{ALONE}:{OURS}": alone, f"{FORWARD}:{OURS}": together}, seconds)
+    yield Number("wrong in the copy", copy.wrong(), "elements", limit=0)
+
+
+def drawn(device: torch.device, sizes: Sizes, keys: int) -> list[Tensor]:
+    """q of the whole length, and k and v of some keys."""
+    rows = (sizes.seqlen, keys, keys)
+    return [torch.randn(1, n, sizes.heads, sizes.wide, device=device).to(DTYPES[sizes.dtype]) for n in rows]
+
+
+def told(device: torch.device, sizes: Sizes, keys: int, steps: Mapping[str, Step], seconds: float) -> Iterator[Number]:
+    """Time the steps, which compute the same, in turns; ms and TFLOP/s of each."""
+    clock = Clock(device)
+    one_round = sum(clock(step) for step in steps.values())
+    taken = interleaved(steps, clock, repeats=repeats_within(seconds, one_round))
+    flops = forward_flops(sizes.seqlen * keys, heads=sizes.heads, head_dim=sizes.wide)
+    for name, samples in taken.items():
+        what, _, who = name.partition(":")
+        labels = {"by": who, "head_dim": sizes.wide, "queries": sizes.seqlen, "keys": keys}
+        yield Number(f"{what} time", samples.median * 1e3, "ms", labels, spread=samples.spread)
+        yield Number(what, flops / samples.median / 1e12, RATE, labels, spread=samples.spread)
+
+
+def brief(found: Sequence[Number]) -> list[dict[str, Any]]:
+    """A row per target: by whom, the floor, the goals."""
+    rows: dict[str, dict[str, Any]] = {}
+    names = [target.what for target in TARGETS]
+    for number in found:
+        of = number.labels
+        if number.name not in names:
+            continue
+        row = rows.setdefault(number.name, {"to reach": number.name, "by": of["by"], "floor": "", "goal": ""})
+        unit = f"{of['at least']} TFLOP/s" if of["over"] == RATE else f"{of['at least']}x {of['over']}"
+        value = "" if number.value is None else f"{number.value:.3g} "
+        row[str(of["bar"])] += ("; " if row[str(of["bar"])] else "") + f"{unit}: {value}{of['verdict']}"
+    return sorted(rows.values(), key=lambda row: names.index(str(row["to reach"])))

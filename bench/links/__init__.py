@@ -1,0 +1,1 @@
+"""Measures every transport over every edge of the ring."""

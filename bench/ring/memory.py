@@ -1,0 +1,170 @@
+"""What each candidate of ``bench ring`` takes of memory, counted before anything starts: what does not fit is refused.
+
+Counted are the tensors that are there at the peak, a little above what is measured; B, H, D as in the problem, n tokens
+of a rank, S of all, e bytes of an element. ``bench/README.md`` has the formulas as a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..exact import BLOCK_BYTES, chosen_heads
+from ..shapes import binary
+from .candidates import ALL_CORES, ALL_GATHER, DTYPES, OURS, ULYSSES, USUAL, WHOLE, Problem
+from .peers import BUCKET, LUCIDRAINS
+
+FP32, FP64 = 4, 8
+PROCESS_BYTES = 400 << 20  # Python, torch and its libraries
+USED = 0.9  # of what is free: the rest is for what nobody counts
+KV_SLOTS, SUMS_SLOTS = 3, 2
+STEP = 1024  # tokens: sizes that fit are told in multiples of it
+SCORES_AT_ONCE = 6  # tensors of one bucket's scores in ring-attention-pytorch
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Bytes per token: of one element per query head and dim, and per key head and dim."""
+
+    queries: int
+    keys: int
+    item: int
+
+    @property
+    def inputs(self) -> int:
+        """q, k, v and dout."""
+        return 2 * (self.queries + self.keys) * self.item
+
+    @property
+    def in_and_out(self) -> int:
+        """The same with out, dq, dk and dv."""
+        return 2 * self.inputs
+
+
+def rows_of(problem: Problem) -> Rows:
+    per_head = problem.batch * problem.head_dim
+    return Rows(per_head * problem.heads, per_head * problem.kv_heads, DTYPES[problem.dtype].itemsize)
+
+
+def tokens_per_rank(problem: Problem) -> int:
+    """Of the longest shard."""
+    return -(-problem.seqlen // problem.world)
+
+
+def of_ours(problem: Problem) -> int:
+    """Slots of K/V and of fp32 sums, whatever the world; the running dQ in fp32, and one piece's K/V gradients."""
+    rows, n = rows_of(problem), tokens_per_rank(problem)
+    slots = 2 * rows.keys * (KV_SLOTS * rows.item + SUMS_SLOTS * FP32) if problem.world > 1 else 0
+    return n * (rows.in_and_out + slots + rows.queries * FP32 + rows.keys * rows.item)
+
+
+def of_usual_ring(problem: Problem) -> int:
+    """Two buffers of K/V, of sums what leaves, what came and one block's, and dQ in fp32 beside a block's."""
+    rows, n = rows_of(problem), tokens_per_rank(problem)
+    buffers = 2 * rows.keys * (2 * rows.item + 2 * FP32 + rows.item)
+    return n * (rows.in_and_out + buffers + rows.queries * (FP32 + rows.item))
+
+
+def of_all_gather(problem: Problem) -> int:
+    """K/V of all tokens, gradients of all tokens in fp32 and one of them once more in the order of ranks."""
+    rows, n = rows_of(problem), tokens_per_rank(problem)
+    everywhere = 2 * rows.keys * rows.item + 3 * rows.keys * FP32
+    return n * (rows.in_and_out + rows.queries * FP32) + problem.seqlen * everywhere
+
+
+def of_ulysses(problem: Problem) -> int:
+    """Everything once more by heads, gradients in fp32, and two tensors on their way."""
+    rows, n = rows_of(problem), tokens_per_rank(problem)
+    by_head = (3 * rows.queries + 2 * rows.keys) * rows.item + (rows.queries + 2 * rows.keys) * FP32
+    return n * (rows.in_and_out + by_head + 2 * rows.queries * rows.item)
+
+
+def of_whole(problem: Problem) -> int:
+    """Inputs and results of all tokens, and what one operator returns beside them."""
+    rows = rows_of(problem)
+    return problem.seqlen * (rows.in_and_out + rows.queries * rows.item)
+
+
+def of_lucidrains(problem: Problem) -> int:
+    """K/V that travel, fp32 results, and the scores of a bucket several times."""
+    rows, n = rows_of(problem), tokens_per_rank(problem)
+    scores = SCORES_AT_ONCE * problem.batch * problem.heads * min(BUCKET, n) ** 2 * FP32
+    return n * (rows.in_and_out + 2 * (rows.queries + 4 * rows.keys) * FP32) + scores
+
+
+FORMULAS: dict[str, Callable[[Problem], int]] = {
+    WHOLE: of_whole,
+    ALL_CORES: of_whole,
+    OURS: of_ours,
+    USUAL: of_usual_ring,
+    ALL_GATHER: of_all_gather,
+    ULYSSES: of_ulysses,
+    LUCIDRAINS: of_lucidrains,
+}
+"""Bytes of one rank at the peak of a forward and backward, inputs and results with them, by the kind of a candidate."""
+
+
+def peak(kind: str, problem: Problem) -> int:
+    """The formula of a candidate; other people's rings are counted as a usual one."""
+    return FORMULAS.get(kind, of_usual_ring)(problem)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a measurement takes in all, on the host and on each GPU."""
+
+    host: int
+    gpu: int = 0
+
+
+def needs(problem: Problem, layouts: Sequence[str], kinds: Sequence[str], ranks_here: int, ranks_per_gpu: int) -> Needs:
+    """What all ranks of one machine take: the whole inputs, shards by every order, the judge, and the largest peak."""
+    rows = rows_of(problem)
+    inputs = problem.seqlen * rows.inputs
+    drawn = inputs + problem.seqlen * rows.queries * FP32  # one of them in fp32, before it is rounded
+    shards = (len(layouts) + 2) * tokens_per_rank(problem) * rows.inputs
+    ranks = {kind: peak(kind, problem) for kind in kinds}
+    alone = max((size for kind, size in ranks.items() if kind in (WHOLE, ALL_CORES)), default=0)
+    shared = max((size for kind, size in ranks.items() if kind not in (WHOLE, ALL_CORES)), default=0)
+    host = ranks_here * (drawn + PROCESS_BYTES)
+    if problem.device != "cpu":
+        return Needs(host, ranks_per_gpu * (shards + shared) + max(alone + inputs, judged(problem)))
+    return Needs(host + ranks_here * shards + max(ranks_here * shared, alone + inputs, judged(problem)))
+
+
+def judged(problem: Problem) -> int:
+    """What float64 takes on rank 0: the heads that are looked at, and the scores of a block of their queries."""
+    count = len(chosen_heads(problem.batch, problem.heads, problem.kv_heads, problem.seqlen, problem.seqlen))
+    heads = count * (problem.heads // problem.kv_heads + 1)
+    return 4 * problem.batch * problem.seqlen * problem.head_dim * heads * FP64 + 5 * BLOCK_BYTES
+
+
+def refusal(problem: Problem, free: Needs, needed: Callable[[Problem], Needs]) -> str | None:
+    """Why a problem does not fit, with the longest sequence that does; None where it fits."""
+
+    def fits(tokens: int) -> bool:
+        wanted = needed(replace(problem, seqlen=tokens))
+        return wanted.host <= USED * free.host and wanted.gpu <= USED * free.gpu
+
+    if fits(problem.seqlen):
+        return None
+    low, high = 0, problem.seqlen // STEP  # the largest multiple of STEP that fits lies between
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * STEP) else (low, middle - 1)
+    wanted = needed(problem)
+    told = [
+        f"{size / 1e9:.1f} GB of {where}, {there / 1e9:.1f} GB are free"
+        for where, size, there in (("memory", wanted.host, free.host), ("GPU memory", wanted.gpu, free.gpu))
+        if size > USED * there
+    ]
+    longest = f"{binary(low * STEP)} fits" if low else f"not even {STEP} tokens fit"
+    return f"{problem.seqlen:,} tokens over {problem.world} ranks take {' and '.join(told)}: {longest}"
+
+
+def free_here(device: torch.device, free_memory: Callable[[torch.device], int]) -> Needs:
+    """What is free on this machine now."""
+    on_gpu = free_memory(device) if device.type == "cuda" else 0
+    return Needs(free_memory(torch.device("cpu")), on_gpu)

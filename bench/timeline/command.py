@@ -1,0 +1,224 @@
+"""``ringattn bench timeline``: when each rank computed, sent, received and waited in one forward and backward."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+from ...comm import LocalGroup, LocalWorld
+from ...comm.control import control_of
+from ...ring import Ring, ring_attention
+from ...ring.schedule import KV_SLOTS, SUMS_SLOTS
+from ..free_memory import free_memory
+from ..launching import Member, cores, member, process_group, started
+from ..output import check_targets, prints, write_json
+from ..pictures import picture
+from ..provenance import provenance
+from ..ring.candidates import DTYPES, Problem, Tensors
+from ..shapes import LayoutName, binary, device_here, dtype_name, grouped, human, size
+from .events import Timeline, as_chrome, from_chrome
+from .recording import timeline_of
+
+FP32 = 4  # bytes
+PROCESS_BYTES = 400 << 20  # Python and torch
+ROOM = 0.9  # of what is free: the rest is for what nobody counts
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def spawned(store: str, problem: Problem, repeats: int) -> Timeline | None:
+    """The entry of the processes that the command starts itself: on the CPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    place = member()
+    assert place is not None
+    return in_a_group(place, problem, repeats, store)
+
+
+def in_a_group(place: Member, problem: Problem, repeats: int, store: str | None = None) -> Timeline | None:
+    """One rank of a process group."""
+    torch.set_num_threads(problem.threads)
+    with process_group(place, store):
+        return recorded(problem, None, place.device, repeats)
+
+
+def virtual(problem: Problem, device: torch.device, repeats: int) -> Timeline | None:
+    """Virtual ranks that share one device."""
+    with LocalWorld(problem.world, device=device) as world:
+        return world.run(lambda group: recorded(problem, group, device, repeats))[0]
+
+
+def recorded(problem: Problem, group: LocalGroup | None, device: torch.device, repeats: int) -> Timeline | None:
+    """The median of ``repeats`` runs by length, after one that is not recorded; on rank 0."""
+    with Ring(group) as ring:
+        shards = _shards(problem, ring.rank, device)
+        _step(problem, ring, shards)
+        about = {"call": asdict(problem), "provenance": provenance(device) if ring.rank == 0 else None}
+        runs = [_run(problem, ring, shards, device, about) for _ in range(repeats)]
+    found = [run for run in runs if run is not None]
+    return sorted(found, key=lambda run: run.seconds)[len(found) // 2] if found else None
+
+
+def _run(problem: Problem, ring: Ring, shards: Tensors, device: torch.device, about: dict[str, Any]) -> Timeline | None:
+    with ring.record() as trace:
+        _together(ring)
+        _step(problem, ring, shards)
+    return timeline_of(ring, trace, title(problem, device), about)
+
+
+def _together(ring: Ring) -> None:
+    """Let all ranks begin at once, as near as a barrier lets them."""
+    if isinstance(ring.group, LocalGroup):
+        for _ in range(2):  # who waited long looks seldom: the second time all look at once
+            control_of(ring.group).gather(None, what="the ranks to be ready")
+    else:
+        dist.barrier(ring.group)
+
+
+def _shards(problem: Problem, rank: int, device: torch.device) -> Tensors:
+    """q, k, v and dout of a rank, drawn by itself."""
+    draw = torch.Generator().manual_seed(problem.seed + rank)
+    heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
+    shapes = [(problem.batch, problem.held.lengths[rank], count, problem.head_dim) for count in heads]
+    return tuple(torch.randn(shape, generator=draw).to(device, DTYPES[problem.dtype]) for shape in shapes)
+
+
+def _step(problem: Problem, ring: Ring, shards: Tensors) -> None:
+    """Forward and backward, over when it returns."""
+    *inputs, dout = shards
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = ring_attention(*leaves, layout=problem.held, ring=ring, causal=problem.causal)
+    assert isinstance(out, torch.Tensor)
+    torch.autograd.grad(out, leaves, dout)
+
+
+def title(problem: Problem, device: torch.device) -> str:
+    """``causal, zigzag, 8k tokens over 4 ranks, H8/8 D64 float32 (CPU)``."""
+    where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    kind = "causal" if problem.causal else "full"
+    return (
+        f"{kind}, {problem.layout}, {binary(problem.seqlen)} tokens over {problem.world} ranks, "
+        f"H{problem.heads}/{problem.kv_heads} D{problem.head_dim} {problem.dtype}, {where}"
+    )
+
+
+def check_room(problem: Problem, device: torch.device, ranks_here: int) -> None:
+    """Refuse what does not fit this machine's free memory, with the length that does.
+
+    Per token of a rank: q, k, v and dout, out and the gradients, dQ in fp32, the slots of K/V and of fp32 sums.
+
+    Raises:
+        typer.BadParameter: too many tokens.
+    """
+    item, per_head = DTYPES[problem.dtype].itemsize, problem.batch * problem.head_dim
+    queries, keys = problem.heads * per_head, problem.kv_heads * per_head
+    per_token = item * (4 * queries + 4 * keys) + FP32 * queries + 2 * keys * (KV_SLOTS * item + SUMS_SLOTS * FP32)
+    room = int(ROOM * free_memory(device)) - ranks_here * PROCESS_BYTES * (device.type == "cpu")
+    shard = -(-problem.seqlen // problem.world)
+    if ranks_here * shard * per_token > room:
+        fits = max(room, 0) // (ranks_here * per_token) * problem.world
+        raise typer.BadParameter(
+            f"--seqlen is {problem.seqlen:,}: {ranks_here} ranks of {shard:,} tokens here take "
+            f"{human(ranks_here * shard * per_token, 'B')}, {human(max(room, 0), 'B')} are free; at most {fits:,} fit"
+        )
+
+
+def read_timeline(path: Path) -> Timeline:
+    """A timeline's file, as an option of a command.
+
+    Raises:
+        typer.BadParameter: it cannot be read, or is none.
+    """
+    try:
+        return from_chrome(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{path}: {error}") from None
+
+
+def shares(timeline: Timeline) -> str:
+    """What rank after rank did with its time, in a line each."""
+    lines = []
+    for rank in range(timeline.world):
+        spent = {
+            lane: sum(one.seconds for one in timeline.events if (one.rank, one.lane) == (rank, lane))
+            for lane in ("compute", "wait")
+        }
+        told = ", ".join(f"{lane} {1e3 * seconds:.1f} ms" for lane, seconds in spent.items())
+        lines.append(f"rank {rank}: {told} of {1e3 * timeline.seconds:.1f} ms")
+    return "\n".join(lines)
+
+
+@app.command()
+def timeline(
+    world: Annotated[int, typer.Option(min=1, help="Ranks; under a launcher, its own.")] = 2,
+    seqlen: Annotated[Any, typer.Option(parser=size, metavar="SIZE", help="Tokens in all.")] = "8k",
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V [default: --heads].")] = None,
+    head_dim: Annotated[int, typer.Option(min=1)] = 64,
+    dtype: Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16.")] = "fp32",
+    causal: Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")] = True,
+    layout: Annotated[LayoutName, typer.Option(help="Who holds which tokens.")] = LayoutName.zigzag,
+    repeats: Annotated[int, typer.Option(min=1, help="Recorded runs; the one of median length is kept.")] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="Per process [default: a share of the cores].")] = None,
+    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu [default: a GPU where there is one].")] = None,
+    trace: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write a trace that Perfetto opens.")] = None,
+    out: Annotated[Any, typer.Option(parser=picture, metavar="FILE", help="Draw it: .svg, .png or .pdf.")] = None,
+    predicted: Annotated[Path | None, typer.Option(help="A predicted trace of the same call, drawn below.")] = None,
+) -> None:
+    """Record one forward and backward of a ring: every rank's compute, waits, transfers and slots on one clock.
+
+    Alone it starts processes of the CPU, or virtual ranks on the GPU where there is one.
+    """
+    place = member()
+    world = place.world if place is not None else world
+    problem = _problem(place, seqlen, world, batch, heads, grouped(heads, kv_heads), head_dim, dtype, causal, layout)
+    problem = Problem(**{**asdict(problem), "seed": seed, **({"threads": threads} if threads else {})})
+    below = None if predicted is None else read_timeline(predicted)
+    check_targets(trace, out)
+    found = measured(place, problem, repeats, device)
+    if found is None or not prints():
+        return
+    if trace != "-":
+        typer.echo(f"{found.title}\n{shares(found)}\nclocks of the ranks agree to {found.about['clock_error']:.1e} s")
+    if trace is not None:
+        write_json(trace, as_chrome(found))
+    if out is not None:
+        from ..report.timelines import save
+
+        save([found] if below is None else [found, below], out)
+        typer.echo(f"picture: {out}", err=trace == "-")
+
+
+def measured(place: Member | None, problem: Problem, repeats: int, device: str | None) -> Timeline | None:
+    """The timeline, on rank 0; with the error of a rank that fails, and exit code 1."""
+    where = device_here(device)
+    if place is not None:
+        check_room(problem, place.device, 1 if place.device.type == "cuda" else place.local_world)
+        return in_a_group(place, problem, repeats)
+    check_room(problem, where, problem.world)
+    if where.type == "cuda":
+        return virtual(problem, where, repeats)
+    return started(problem.world, spawned, problem, repeats)
+
+
+def _problem(
+    place: Member | None, seqlen: int, world: int, batch: int, heads: int, kv_heads: int, head_dim: int,
+    dtype: str, causal: bool, layout: LayoutName,
+) -> Problem:  # fmt: skip
+    """What to run; a share of the cores for every rank.
+
+    Raises:
+        typer.BadParameter: fewer tokens than ranks.
+    """
+    if seqlen < world:
+        raise typer.BadParameter(f"--seqlen is {seqlen}: {world} ranks need a token each")
+    share = max(1, cores() // (place.local_world if place is not None else world))
+    return Problem(seqlen, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value, share)

@@ -1,0 +1,81 @@
+"""What ``tune`` compiles: one candidate in a worker process, the gate it has to pass, and a bound of its main loop."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from ...autotune import Job, Verdict
+from ...autotune.ranking import ANY, ONE
+from ...kernels.choice import triton_version
+from ...kernels.tables import options_of
+from ...kernels.tiles import Shape
+from ..inspect.bound import bounds_of, loop_bound, main_bound
+from ..inspect.compiled import Variant, ast_source
+from ..inspect.gate import compile_and_ask
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HEADS, GROUP = map(Shape._fields.index, ("heads", "group"))
+UNIT = "percent of the tensor cores' peak"
+
+
+def compile_job(job: Job) -> Verdict:
+    """Compile a job and read what came out; runs in a worker process, which Triton's interpreter is off in."""
+    compiled, found = compile_and_ask(variant_of(job), source_of(job))
+    if found:
+        return Verdict(tuple(found))
+    best = main_bound(bounds_of(compiled))
+    assert best is not None, "the gate asks for a loop with matrix products"
+    return Verdict((), round(loop_bound(compiled), 2), f"{UNIT}, limited by {best.limiter}")
+
+
+def variant_of(job: Job) -> Variant:
+    """What the gate is asked about."""
+    options = tuple(options_of(job.tile).items())
+    return Variant(
+        job.kernel, job.arch, job.dtype, job.head_dim, job.head_dim_v, job.tile, job.role, job.full, job.grouped,
+        options=options,
+    )  # fmt: skip
+
+
+def source_of(job: Job) -> Any:
+    """As a launch specialises it, to the letter: what is compiled here lies in Triton's cache under a launch's key."""
+    source = plain_source(variant_of(job))
+    names = [parameter.name for parameter in source.fn.params]
+    shape = names.index("shape")
+    for place, count in ((HEADS, job.heads), (GROUP, job.group)):
+        if count == ANY and (shape, place) in source.attrs:
+            source.attrs[shape, place] = []
+    if job.heads == ONE:
+        del source.attrs[shape, HEADS]
+        source.constants[shape, HEADS] = 1
+        source.signature["shape"] = source.signature["shape"]._replace(heads="constexpr")
+    # from Triton 3.7 on a launch says of every constexpr that it has no attribute, and that is part of the key
+    if triton_version() >= (3, 7):
+        source.attrs |= {(i,): [] for i, parameter in enumerate(source.fn.params) if parameter.is_constexpr}
+    return source
+
+
+def plain_source(variant: Variant) -> Any:
+    """Of any heads that 16 divides."""
+    if dict(variant.options).get("forward_kernel") == "hopper":
+        from ..inspect.hopper import gluon_source  # Gluon takes a while to import, and only this kernel needs it
+
+        return gluon_source(variant)
+    return ast_source(variant)
+
+
+def digest() -> str:
+    """Of all that decides a verdict: kernels, what reads them, and Triton."""
+    made = hashlib.sha256(triton.__version__.encode())
+    for path in [
+        *sorted((ROOT / "kernels").glob("*.py")),
+        *sorted((ROOT / "bench" / "inspect").glob("*.py")),
+        Path(__file__),
+    ]:
+        made.update(path.read_bytes())
+    return made.hexdigest()[:16]

@@ -1,0 +1,240 @@
+"""What ``tune`` does on a GPU with one tile: check it against the reference, time it alone and beside a transfer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...autotune import Reading, Shape
+from ...comm import nvml
+from ...comm.lanes import HIGH_PRIORITY, new_stream
+from ...kernels import (
+    FULL,
+    Bounds,
+    KernelConfig,
+    Tile,
+    attention_delta,
+    attention_dkdv,
+    attention_dq,
+    attention_forward,
+)
+from ...kernels.choice import DTYPES
+from ...kernels.tables import Point, options_of
+from ...ring import Mask, bounds
+from ..kernels.accuracy import Inputs, Results, by_pytorch, draw, exactly, judged
+from ..kernels.beside import SIZES, Copy, bytes_for
+from ..timing import Clock
+
+CHECKED = 1000  # tokens: several tiles of any size and a ragged one, and float64 scores that fit
+CHECKED_SHARDS = 3  # a first, a middle and a last hop
+COPY_LASTS = 2.0  # times the kernel alone: it is beside the kernel to its end
+SLOWING = {
+    "power cap", "hardware slowdown", "sync boost", "software thermal slowdown", "hardware thermal slowdown",
+    "power brake",
+}  # fmt: skip
+"""Throttle reasons that make a run slower than the next one; an idle GPU and clocks that the user set do not."""
+
+
+def config_of(tile: Tile) -> KernelConfig:
+    """A candidate as a launch takes it: of the one kernel that it is for."""
+    options: dict[str, Any] = options_of(tile)
+    return KernelConfig(tile, tile, tile, **options)
+
+
+class DeviceTrials:
+    """Checks and times tiles at one point on one device: :class:`~ringattn.autotune.Trials`.
+
+    Args:
+        point: what for.
+        shape: its heads.
+        device: a GPU; the CPU under Triton's interpreter, in tests.
+        checked: tokens of the check.
+    """
+
+    def __init__(self, point: Point, shape: Shape, device: torch.device, *, checked: int = CHECKED) -> None:
+        self.point, self._shape, self._device, self._checked = point, shape, device, checked
+        self._clock = Clock(device)
+        self._reader = nvml.reader(device)
+        self._warm: set[Tile] = set()
+        self._copies: dict[str, Copy] = {}
+
+    def wrong(self, tile: Tile) -> str | None:
+        """The result that errs by more than twice PyTorch's error plus rounding; or why there is none."""
+        try:
+            ours = self._results(tile)
+        except torch.AcceleratorError:
+            raise  # nothing works on this device any more
+        except Exception as failed:
+            return f"{type(failed).__name__}: {failed}".splitlines()[0][:300]
+        exact, pytorch = self._right
+        for name, mine in ours.items():
+            error, usual, limit = judged(mine, getattr(pytorch, name), getattr(exact, name))
+            if not error <= limit:  # also NaN
+                return f"{name} errs by {error:.3g}, PyTorch's by {usual:.3g}"
+        return None
+
+    def alone(self, tile: Tile) -> Reading:
+        return self._reading(tile, lambda: self._launch(tile))
+
+    def beside(self, tile: Tile) -> Reading | None:
+        if self._device.type != "cuda":
+            return None
+        copy, stream = self._copy(tile), self._stream
+
+        def step() -> None:
+            begun = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            begun.record()
+            stream.wait_event(begun)  # the copy starts with the kernel, not under the flush before it
+            with torch.cuda.stream(stream):
+                copy.launch()
+            self._launch(tile)
+
+        return self._reading(tile, step)
+
+    def _reading(self, tile: Tile, step: Callable[[], None]) -> Reading:
+        if tile not in self._warm:  # compiles, or takes what the compile-only part left in Triton's cache
+            self._renew()
+            self._launch(tile)
+            self._warm.add(tile)
+        self._renew()
+        seconds = self._clock(step)
+        told = self._reader()
+        throttled = tuple(reason for reason in told.get("throttled", ()) if reason in SLOWING)
+        return Reading(seconds, throttled, {name: float(told[name]) for name in told if name != "throttled"})
+
+    # what is timed: a hop in the middle of a ring, of the size that the point says
+
+    @cached_property
+    def _inputs(self) -> Inputs:
+        shape, dtype = self._shape, DTYPES[self.point.dtype]
+        sizes = [
+            (shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim),
+            (shape.kv_heads, shape.value_dim), (shape.heads, shape.value_dim),
+        ]  # fmt: skip
+        tensors = [torch.empty(1, self.point.length, *size, device=self._device, dtype=dtype) for size in sizes]
+        q, k, v, dout = tensors
+        return Inputs(q, k, v, dout, torch.empty(1, shape.heads, self.point.length, device=self._device))
+
+    @cached_property
+    def _state(self) -> tuple[Tensor, ...]:
+        """What the kernel continues, fp32; and lse and delta of inputs of this kind, which the backward reads."""
+        given = self._inputs
+        continued = {"forward": [given.dout], "dq": [given.q], "dkdv": [given.k, given.v]}[self.point.kernel]
+        lse, delta = torch.empty_like(given.dlse), torch.empty_like(given.dlse)
+        return lse, delta, *(torch.empty(x.shape, device=x.device, dtype=torch.float32) for x in continued)
+
+    def _renew(self) -> None:
+        """Other values in the same memory: a kernel's power, and with it its clock, depends on what it multiplies."""
+        lse, delta, *sums = self._state
+        for x in (*self._inputs[:4], delta, *sums):
+            x.normal_()
+        # of normal scores: the mean of their exponentials is sqrt(e)
+        lse.fill_(math.log(self.point.length) + 0.5)
+
+    @cached_property
+    def _bounds(self) -> Bounds:
+        return self._limits(slice(0, self.point.length), slice(0, self.point.length))
+
+    def _limits(self, rows: slice, keys: slice) -> Bounds:
+        if self.point.mask == "full":
+            return FULL
+        rows_at, keys_at = (torch.arange(part.start, part.stop) for part in (rows, keys))
+        return bounds(Mask(causal=True), rows_at, keys_at).to(self._device)
+
+    def _launch(self, tile: Tile) -> None:
+        q, k, v, dout, _ = self._inputs
+        lse, delta, *sums = self._state
+        config = config_of(tile)
+        if self.point.kernel == "forward":
+            attention_forward(q, k, v, bounds=self._bounds, state=(sums[0], lse), final=False, config=config)
+        elif self.point.kernel == "dq":
+            attention_dq(
+                dout, q, k, v, lse, delta, bounds=self._bounds, sums=sums[0], into=sums[0], config=config
+            )  # fmt: skip
+        else:
+            pair = (sums[0], sums[1])
+            attention_dkdv(dout, q, k, v, lse, delta, bounds=self._bounds, sums=pair, into=pair, config=config)
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return new_stream(self._device, HIGH_PRIORITY)
+
+    def _copy(self, tile: Tile) -> Copy:
+        """Data whose copy takes longer than the kernel; one size for all tiles, by the first that is asked for."""
+        if "copy" not in self._copies:
+            seconds = COPY_LASTS * self.alone(tile).seconds
+            self._copies["copy"] = Copy(self._device, bytes_for(self._device, seconds, SIZES.nbytes))
+        return self._copies["copy"]
+
+    # what is checked: the same kernel over a few shards, so that it starts, continues and ends
+
+    @cached_property
+    def _given(self) -> Inputs:
+        shape = self._shape
+        kv_heads = min(2, shape.kv_heads)
+        sizes = (self._checked, kv_heads * shape.group, kv_heads, shape.head_dim, shape.value_dim)
+        torch.manual_seed(0)
+        return draw(self._device, DTYPES[self.point.dtype], sizes)
+
+    @cached_property
+    def _right(self) -> tuple[Results, Results]:
+        causal = self.point.mask == "bounded"
+        return exactly(self._given, causal), by_pytorch(self._given, causal)
+
+    def _shards(self) -> list[slice]:
+        edges = [self._checked * i // CHECKED_SHARDS for i in range(CHECKED_SHARDS + 1)]
+        return [slice(*edge) for edge in pairwise(edges)]
+
+    def _results(self, tile: Tile) -> dict[str, Tensor]:
+        config = config_of(tile)
+        exact = self._right[0]
+        out, lse = exact.out.to(self._given.q.dtype), exact.lse.float().contiguous()
+        if self.point.kernel == "forward":
+            return self._forward(config)
+        delta = attention_delta(self._given.dout, out, self._given.dlse)
+        return self._dq(config, lse, delta) if self.point.kernel == "dq" else self._dkdv(config, lse, delta)
+
+    def _forward(self, config: KernelConfig) -> dict[str, Tensor]:
+        q, k, v = self._given[:3]
+        state = None
+        for keys in (shards := self._shards()):
+            state = attention_forward(
+                q, k[:, keys], v[:, keys], bounds=self._limits(slice(0, self._checked), keys), state=state,
+                final=keys == shards[-1], config=config,
+            )  # fmt: skip
+        assert state is not None
+        return {"out": state[0], "lse": state[1]}
+
+    def _dq(self, config: KernelConfig, lse: Tensor, delta: Tensor) -> dict[str, Tensor]:
+        q, k, v, dout, _ = self._given
+        sums = None
+        for keys in (shards := self._shards()):
+            last = keys == shards[-1]
+            into = torch.empty(q.shape, device=q.device, dtype=q.dtype if last else torch.float32)
+            sums = attention_dq(
+                dout, q, k[:, keys], v[:, keys], lse, delta, bounds=self._limits(slice(0, self._checked), keys),
+                sums=sums, into=into if last or sums is None else sums, config=config,
+            )  # fmt: skip
+        assert sums is not None
+        return {"dq": sums}
+
+    def _dkdv(self, config: KernelConfig, lse: Tensor, delta: Tensor) -> dict[str, Tensor]:
+        q, k, v, dout, _ = self._given
+        sums = None
+        for rows in (shards := self._shards()):
+            last = rows == shards[-1]
+            dtype = q.dtype if last else torch.float32
+            into = (torch.empty(x.shape, device=x.device, dtype=dtype) for x in (k, v))
+            sums = attention_dkdv(
+                dout[:, rows], q[:, rows], k, v, lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous(),
+                bounds=self._limits(rows, slice(0, self._checked)), sums=sums,
+                into=(next(into), next(into)) if last or sums is None else sums, config=config,
+            )  # fmt: skip
+        assert sums is not None
+        return {"dk": sums[0], "dv": sums[1]}

@@ -1,0 +1,259 @@
+"""One run of ``tune``: compile, write estimates, and where there is a GPU measure and write what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import triton
+
+from ...autotune import (
+    Budget,
+    Job,
+    Journal,
+    Judge,
+    Measured,
+    Rank,
+    Ranked,
+    Search,
+    Shape,
+    Trials,
+    Verdict,
+    known,
+    planned,
+    points_of,
+    private_folder,
+    rank_candidates,
+    save,
+    space,
+    tile_text,
+)
+from ...autotune.ranking import job_of
+from ...autotune.search import clocks_of, median, spread
+from ...comm import nvml
+from ...kernels import Tile
+from ...kernels.choice import DTYPES, Gpu, triton_version
+from ...kernels.config import config_for
+from ...kernels.tables import Entry, Point, file_name
+from ..inspect.rank import LEAST_CONFIGS
+from ..inspect.report import Row, identity
+from ..provenance import command
+from .compile import compile_job, digest, variant_of
+from .measure import DeviceTrials
+
+# of a point that get time on a GPU: the best quarter or so of what compiles, and what a rank correlation takes
+CANDIDATES = LEAST_CONFIGS
+MOST_COMMAND = 400  # characters that a table takes
+
+
+class Bars(Protocol):
+    """What shows progress: a bar for each part."""
+
+    def more(self, part: str, count: int) -> None:
+        """So many steps more are to be done."""
+
+    def step(self, part: str) -> None:
+        """One is done."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the command was asked for."""
+
+    shape: Shape
+    lengths: tuple[int, ...]
+    causal: bool
+    gpu: Gpu
+    device: torch.device | None  # None: compile only
+    folder: Path
+    budget: float  # seconds on the GPU
+    workers: int
+
+    @property
+    def points(self) -> list[Point]:
+        return points_of(self.shape, list(self.lengths), causal=self.causal)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of one point."""
+
+    point: Point
+    candidates: int
+    ranked: Ranked
+    verdict: Verdict | None
+    """Of the best by its bound."""
+    default: Tile
+    default_bound: float | None
+    measured: Measured | None = None
+
+    def as_row(self) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "kernel": self.point.kernel, "mask": self.point.mask, "tokens": self.point.length,
+            "tried": self.candidates, "failed": len(self.ranked.dropped),
+            "tile": tile_text(self.tile) if self.tile is not None else "none", "default": tile_text(self.default),
+            "bound": None if self.verdict is None else self.verdict.bound, "default's": self.default_bound,
+        }  # fmt: skip
+        if (best := self.measured) is not None:
+            row |= {
+                "ms": median(best.alone) * 1e3, "±": f"{spread(best.alone):.1%}",
+                "beside ms": median(best.beside) * 1e3 if best.beside else None,
+                "default's ms": median(best.baseline) * 1e3 if best.baseline else None, "wrong": len(best.wrong),
+            }  # fmt: skip
+        return row
+
+    @property
+    def tile(self) -> Tile | None:
+        """The answer; None where nothing passes."""
+        if self.measured is not None:
+            return self.measured.tile
+        return self.ranked.tiles[0] if self.ranked.tiles else None
+
+
+def timed_rows(found: Found, arch: int, heads: int) -> list[Row]:
+    """A row per candidate that was timed, with bound and seconds, as ``ringattn inspect --correlate`` takes them."""
+    best = found.measured
+    bounds = {found.default: found.default_bound, **found.ranked.bounds}
+    return [
+        {
+            **identity(variant_of(job_of(found.point, tile, arch, heads))),
+            "length": found.point.length, "group": found.point.group, "bound": bounds.get(tile), "seconds": seconds,
+        }
+        for tile, seconds in (best.seconds if best is not None else {}).items()
+    ]  # fmt: skip
+
+
+def default_tile(point: Point, arch: int) -> Tile:
+    """What a launch takes without a table."""
+    config = config_for(arch, DTYPES[point.dtype], max(point.head_dim, point.head_dim_v))
+    tile: Tile = getattr(config, point.kernel)
+    return tile
+
+
+def journals(wish: Wish) -> tuple[Journal, Journal]:
+    """Of compiling, which any machine may go on from, and of measuring, which only the same GPU may."""
+    version, told = triton_version(), digest()
+    names = [
+        f"{part}_{file_name(name, version).removesuffix('.json')}.jsonl"
+        for part, name in (("compiled", f"sm_{wish.gpu.arch}"), ("measured", wish.gpu.name))
+    ]
+    compiled, measured = (private_folder(wish.folder) / name for name in names)
+    return Journal(compiled, told), Journal(measured, f"{told} {driver()} {wish.shape}")
+
+
+def driver() -> str | None:
+    try:
+        return nvml.driver_version()
+    except nvml.NoNvml:
+        return None
+
+
+def compile_part(
+    wish: Wish,
+    journal: Journal,
+    bars: Bars,
+    *,
+    compile_with: Callable[[Job], Verdict] = compile_job,
+    rank: Rank | None = None,
+) -> list[Found]:
+    """The candidates of every point, compiled, filtered and ranked."""
+
+    def told(batch: int | None) -> None:
+        if batch is None:
+            bars.step("compiling")
+        else:
+            bars.more("compiling", batch)
+
+    judge = Judge(compile_with, journal, workers=wish.workers, told=told)
+    count = 1 if wish.device is None else CANDIDATES
+    arch, heads = wish.gpu.arch, wish.shape.heads
+    ranked = rank_candidates(wish.points, arch, judge, heads=heads, count=count, rank=rank)
+    defaults = {point: job_of(point, default_tile(point, arch), arch, heads) for point in wish.points}
+    best = {point: job_of(point, one.tiles[0], arch, heads) for point, one in ranked.items() if one.tiles}
+    verdicts = judge([*defaults.values(), *best.values()])
+    return [
+        Found(
+            point, len(space(point, arch)), one, verdicts[best[point]] if point in best else None,
+            defaults[point].tile, verdicts[defaults[point]].bound,
+        )
+        for point, one in ranked.items()
+    ]  # fmt: skip
+
+
+def measure_part(
+    wish: Wish,
+    found: list[Found],
+    journal: Journal,
+    bars: Bars,
+    *,
+    trials_of: Callable[[Point], Trials] | None = None,
+    budget: Budget | None = None,
+) -> list[Found]:
+    """Search every point on the GPU; each is in the table as soon as it is known."""
+    device = wish.device or torch.device("cpu")
+    make = trials_of or (lambda point: DeviceTrials(point, wish.shape, device))
+    left = budget or Budget(wish.budget)
+    bars.more("measuring", sum(planned(len({*one.ranked.tiles} - {one.default})) for one in found))
+    answers = []
+    for number, one in enumerate(found):
+        search = Search(
+            one.point, one.default, make(one.point), journal, left.share(len(found) - number),
+            told=lambda: bars.step("measuring"),
+        )  # fmt: skip
+        best = search.run(one.ranked.tiles)
+        answers.append(Found(**{**vars(one), "measured": best}))
+        if best is not None:
+            save(wish.folder, wish.gpu, [measured_entry(one.point, best)])
+    if all(one.measured is not None and one.measured.complete for one in answers):
+        journal.forget()  # the answers are in the table; asked again, they are measured again
+    return answers
+
+
+def estimated_entry(found: Found) -> Entry:
+    """What compiling alone tells: never a default."""
+    assert found.verdict is not None
+    bound, unit = found.verdict.bound, found.verdict.bound_by
+    return Entry(found.point, found.ranked.tiles[0], estimated=True, bound=bound, bound_by=unit, **_provenance())
+
+
+def measured_entry(point: Point, best: Measured) -> Entry:
+    """Medians in seconds."""
+    return Entry(
+        point, best.tile, estimated=False, seconds=median(best.alone), spread=spread(best.alone),
+        beside=median(best.beside) if best.beside else None,
+        baseline=median(best.baseline) if best.baseline else None,
+        clocks=clocks_of(best.alone), driver=driver(), **_provenance(),
+    )  # fmt: skip
+
+
+def _provenance() -> dict[str, Any]:
+    versions = {"triton": triton.__version__, "torch": torch.__version__}
+    printable = "".join(letter if " " <= letter <= "~" else "?" for letter in command())
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions,
+        "command": printable[:MOST_COMMAND],
+    }
+
+
+def tune(wish: Wish, bars: Bars) -> tuple[list[Found], Path | None]:
+    """All of it; the table that was written, None where no candidate of any point passed.
+
+    Raises:
+        RefusedTable: the folder has a table of this GPU that cannot be read.
+        ValueError: the folder cannot be made.
+    """
+    known(private_folder(wish.folder), wish.gpu)  # what could not be added to is refused before minutes of work
+    compiled, measured = journals(wish)
+    found = compile_part(wish, compiled, bars)
+    usable = [one for one in found if one.ranked.tiles]
+    # before the GPU's part, which may be interrupted; a measurement is not replaced by an estimate
+    path = save(wish.folder, wish.gpu, map(estimated_entry, usable)) if usable else None
+    if wish.device is not None and usable:
+        answers = measure_part(wish, usable, measured, bars)
+        found = answers + [one for one in found if not one.ranked.tiles]
+    return found, path
