@@ -19,7 +19,7 @@ from ringattn.bench.predict.alike import plan_of, schedule_of
 from ringattn.bench.predict.answers import straggling, tokens_needed
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.clock import run
-from ringattn.bench.predict.host import Body, HostSpeed, calibrated
+from ringattn.bench.predict.host import Body, HostSpeed, calibrated, mean_of
 from ringattn.bench.predict.launch import Launch, area_of, whole
 from ringattn.bench.predict.links import PRESETS, Link, Links, link_of, measured
 from ringattn.bench.predict.memory import check, memory, most_tokens
@@ -46,6 +46,7 @@ class Steady:
 
     on_host = False
     beside = 0.0
+    alone = 1.0
 
     def launch_seconds(self, launch: Launch, form: Form) -> float:
         return {FOLD: 1.0, DQ: 0.5, DKDV: 0.5}.get(launch.what, 0.0)
@@ -270,6 +271,23 @@ def test_a_host_computes_in_pieces() -> None:
     assert forward.seconds == backward.seconds == 256 * 257 / 2 + 256**2
     with pytest.raises(ValueError, match="was measured at 8"):
         predicted(replace(call, head_dim=16), speed, ENDLESS)
+
+
+def test_an_idle_neighbour_is_worth_something() -> None:
+    """Contiguous causal shards: rank 0 is done when rank 1 begins its square, and has computed beside its triangle."""
+    body = Body(pair=1.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
+    speed = HostSpeed(body, body, key=0.0, head_dim=8, beside=0.0, alone=0.75)
+    call = Call(256, 2, "contiguous", heads=1, kv_heads=1, head_dim=8, dtype="float32")
+    assert predicted(call, speed, ENDLESS)[0].seconds == 256 * 257 / 2 + 0.75 * 256**2
+    even = replace(call, layout="striped")
+    busy, crowded = (predicted(even, replace(speed, alone=alone), ENDLESS)[0].seconds for alone in (0.75, 1.0))
+    assert busy == pytest.approx(crowded, rel=0.01)
+    assert predicted(replace(call, world=1), speed, ENDLESS)[0].seconds == 0.75 * 256 * 257 / 2
+
+
+def test_a_speed_is_the_mean_of_all_ranks() -> None:
+    fast, slow = (HostSpeed(Body(*[x] * 5), Body(*[2 * x] * 5), key=x, head_dim=8, alone=x / 4) for x in (1.0, 3.0))
+    assert mean_of([fast, slow]) == HostSpeed(Body(*[2.0] * 5), Body(*[4.0] * 5), key=2.0, head_dim=8, alone=0.5)
 
 
 def test_a_window_on_a_host_goes_by_tiles() -> None:

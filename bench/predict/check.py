@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 import typer
 
 from ...ring import Mask, Ring, ring_attention
@@ -28,7 +29,7 @@ from ..shapes import binary, sizes
 from ..tables import table
 from ..timing import Clock, Step, interleaved
 from .call import NAMED, Call
-from .host import HostSpeed, calibrated
+from .host import HostSpeed, calibrated, mean_of, operator_seconds
 from .links import Link, Links, measured
 from .ring import predicted
 
@@ -100,10 +101,7 @@ def spawned(
     torch.set_num_threads(1)
     with process_group(place, store), Ring() as ring:
         clock = Clock(CPU, Ranks())
-        speed = calibrated(
-            length, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=DTYPES[shape.dtype],
-            clock=clock, repeats=repeats,
-        )  # fmt: skip
+        speed = speed_here(shape, length, repeats)
         rows = []
         for case in wanted:
             call = shape.call(*case)
@@ -116,6 +114,34 @@ def spawned(
                     rows[-1], "" if rows[-1].is_right else "WRONG", f"{rows[-1].off:+.1%}", file=sys.stderr, flush=True
                 )
         return speed, rows
+
+
+class Each(Ranks):
+    """All ranks begin together, and each keeps its own time."""
+
+    def ready(self) -> None:
+        super().slowest(0.0)
+
+    def slowest(self, seconds: float) -> float:
+        return seconds
+
+
+def speed_here(shape: Shape, length: int, repeats: int) -> HostSpeed:
+    """Measured by all ranks at once, and then by one after the other, which tells what idle neighbours are worth."""
+    how: dict[str, Any] = {
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "dtype": DTYPES[shape.dtype],
+    }
+    mine = calibrated(length, **how, clock=Clock(CPU, Each()), repeats=repeats)
+    for rank in range(dist.get_world_size()):
+        dist.barrier()
+        if rank == dist.get_rank():
+            pair = operator_seconds(length, **how, repeats=repeats) / (shape.heads * length**2)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, replace(mine, alone=min(1.0, pair / (mine.forward.pair + mine.backward.pair))))
+    return mean_of(everyone)
 
 
 def _step(place: Member, call: Call, ring: Ring) -> Step:

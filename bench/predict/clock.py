@@ -31,6 +31,11 @@ class Track:
     def seconds(self) -> float:
         return max(self.ends, default=0.0)
 
+    def busy(self) -> list[tuple[float, float]]:
+        """When it computes: from begin to end of every launch, in order, where it takes time."""
+        every = zip(self.program.ops, self.begins, self.ends, strict=True)
+        return [(begin, end) for op, begin, end in every if op.stream == COMPUTE and end > begin]
+
     def waits(self) -> list[float]:
         """Of each operation how long its stream stood still before it; of launches alone."""
         found, free = [], 0.0

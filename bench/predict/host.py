@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -59,6 +59,8 @@ class HostSpeed:
     head_dim: int
     beside: float = 0.9
     """The transfers' thread takes the core for as long as it copies."""
+    alone: float = 1.0
+    """The part of these seconds, measured by all ranks at once, that a launch takes while no other one computes."""
 
     @property
     def on_host(self) -> bool:
@@ -125,16 +127,38 @@ def calibrated(
 ) -> HostSpeed:
     """Measure this thread with pieces of ``tokens`` rows and keys, in turns; medians of ``repeats``.
 
-    The team of the clock is every process of a ring: all measure at once, each by itself, so that each finds the
-    machine as busy as a ring does, and all know the slowest.
+    The team of the clock is every process of a ring: all measure at once, so that each finds the machine as busy as a
+    ring does.
     """
-    draw = torch.Generator().manual_seed(0)
-    shapes = [(1, tokens, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
-    stage = _Stage(*(torch.randn(shape, generator=draw).to(dtype) for shape in shapes))
+    stage = _Stage.of(tokens, heads, kv_heads, head_dim, dtype)
     times = interleaved(stage.steps(), clock, repeats=repeats)
     seconds = {name: samples.median for name, samples in times.items()}
     forward, backward = (stage.body(phase, seconds) for phase in PASSES)
     return HostSpeed(forward, backward, seconds["sums"] / (tokens * kv_heads), head_dim)
+
+
+def operator_seconds(
+    tokens: int, *, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, repeats: int = 5
+) -> float:
+    """Forward and backward of one piece by the operator, on this thread while nobody else is asked to compute."""
+    stage = _Stage.of(tokens, heads, kv_heads, head_dim, dtype)
+    steps = {phase: step for phase, step in stage.steps().items() if phase.endswith(Kind.RECTANGLE.name)}
+    times = interleaved(steps, Clock(torch.device("cpu")), repeats=repeats)
+    return sum(samples.median for samples in times.values())
+
+
+def mean_of(speeds: Sequence[HostSpeed]) -> HostSpeed:
+    """Of all ranks: in a sum of many launches noise that hits now one and now the other counts by its mean."""
+
+    def mean(*values: float) -> float:
+        return sum(values) / len(values)
+
+    forward, backward = (
+        Body(*(mean(*same) for same in zip(*(astuple(getattr(one, phase)) for one in speeds), strict=True)))
+        for phase in PASSES
+    )
+    key, alone = mean(*(one.key for one in speeds)), mean(*(one.alone for one in speeds))
+    return replace(speeds[0], forward=forward, backward=backward, key=key, alone=alone)
 
 
 class _Stage:
@@ -150,6 +174,12 @@ class _Stage:
             "band": ((at - WINDOW + 1).clamp(min=0), at + 1),
         }
         self.limits = {name: Limits(lo, hi, ((0, self.tokens),)) for name, (lo, hi) in ends.items()}
+
+    @classmethod
+    def of(cls, tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> _Stage:
+        draw = torch.Generator().manual_seed(0)
+        shapes = [(1, tokens, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
+        return cls(*(torch.randn(shape, generator=draw).to(dtype) for shape in shapes))
 
     def steps(self) -> dict[str, Step]:
         """What to time, by name."""

@@ -73,6 +73,10 @@ class Device(Protocol):
     def beside(self) -> float:
         """The part of its speed that a launch loses while a transfer runs beside it."""
 
+    @property
+    def alone(self) -> float:
+        """The part of its time that a launch takes while no other rank computes: of a machine that ranks share."""
+
     def launch_seconds(self, launch: Launch, form: Form) -> float:
         """Seconds of one launch, for one chunk of heads."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -19,6 +19,7 @@ from .program import COMPUTE, DKDV, DQ, FOLD, PASSES, Form, Op, Program, record
 
 MOST_RANKS = 128  # of a ring whose ranks are told apart: each takes a program, and there are world x world hops
 SURELY_TOLD_APART = 16  # up to here it takes a moment
+ROUNDS = 3  # until launches and who computes beside them agree
 MOST_LANES = 1024  # of ranks that do the same, but not in the same time
 
 
@@ -95,12 +96,35 @@ def _exact_pass(call: Call, plans: Sequence[Plan], device: Device, links: Links,
             spent = list(np.array(spent) * np.exp(draw.normal(0.0, trouble.jitter, len(spent))))
         programs.append(program)
         costs.append(slowed(program, spent, _transfer_seconds(program, call, links), device.beside))
-    tracks = run(programs, costs, lambda a, b, nbytes: links.of(call.node_of(a) == call.node_of(b)).seconds(nbytes))
+    tracks = run(programs, costs, message := _message_seconds(call, links))
+    for _ in range(ROUNDS if device.alone < 1 else 0):  # times say who computes beside whom, and that says the times
+        each = zip(tracks, costs, strict=True)
+        tracks = run(programs, [eased(track, tracks, cost, device.alone) for track, cost in each], message)
     last = max(tracks, key=lambda track: track.seconds)
     by_hop = [0.0] * len(plans[0].hops)
     for op, wait in zip(last.program.ops, last.waits(), strict=True):
         by_hop[op.hop] += wait
     return Pass(phase, last.seconds, sum(by_hop), tuple(by_hop), tuple(tracks))
+
+
+def _message_seconds(call: Call, links: Links) -> Callable[[int, int, int], float]:
+    return lambda a, b, nbytes: links.of(call.node_of(a) == call.node_of(b)).seconds(nbytes)
+
+
+def eased(track: Track, tracks: Sequence[Track], costs: Sequence[float], alone: float) -> list[float]:
+    """Launches of one rank, whose ``costs`` are those beside all others, the faster the fewer others compute."""
+    others = [other.busy() for other in tracks if other is not track]
+    found = []
+    for begin, end, cost in zip(track.begins, track.ends, costs, strict=True):
+        beside = sum(overlap(begin, end, busy) for busy in others) / len(others) if others else 0.0
+        share = beside / (end - begin) if end > begin else 0.0
+        found.append(cost * (alone + (1 - alone) * share))
+    return found
+
+
+def overlap(begin: float, end: float, intervals: Sequence[tuple[float, float]]) -> float:
+    """Seconds of ``[begin, end)`` in the intervals, which do not overlap one another."""
+    return sum(max(0.0, min(end, last) - max(begin, first)) for first, last in intervals)
 
 
 def _launch_seconds(op: Op, plan: Plan, form: Form, device: Device) -> float:

@@ -81,6 +81,11 @@ class Speed:
         """A GPU's host only posts."""
         return False
 
+    @property
+    def alone(self) -> float:
+        """Every rank has a GPU of its own."""
+        return 1.0
+
     def launch_seconds(self, launch: Launch, form: Form) -> float:
         """Of one launch of our kernels."""
         return self.seconds(launch.what, launch.area, form, hop=launch.hop)
