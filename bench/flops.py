@@ -5,6 +5,8 @@ from __future__ import annotations
 from ..ring import Layout, Mask, visible_pairs
 
 BACKWARD_FLOPS = 2.5  # five products of the forward's two
+BY_SQUARE = ", S² / 2"
+"""Behind the name of a rate that counts a causal square as FlashAttention's tables do."""
 
 
 def forward_flops(pairs: int, *, heads: int, head_dim: int, head_dim_v: int | None = None, batch: int = 1) -> int:

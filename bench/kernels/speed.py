@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels import Bounds
 from ...ring import Layout, Mask, bounds
 from ..exact import RESULTS, Judge, allowed, chosen_heads, judge, plainly
-from ..flops import BACKWARD_FLOPS
+from ..flops import BACKWARD_FLOPS, BY_SQUARE
 from ..ring.candidates import DTYPES
 from ..suite.cases import Number
 from ..timing import Clock, Samples, Step, interleaved, repeats_within
@@ -162,7 +162,7 @@ def numbers(taken: Mapping[str, Samples], shape: Shape, product: int) -> Iterato
         yield Number(what, rate, "TFLOP/s", told, spread=samples.spread)
         if shape.flash_flops is not None:
             by_square = counted[what] * shape.flash_flops / samples.median / 1e12
-            yield Number(f"{what}, S² / 2", by_square, "TFLOP/s", told)
+            yield Number(what + BY_SQUARE, by_square, "TFLOP/s", told)
         if ceiling is not None:
             yield Number(f"{what} of the matrix product", 100 * rate / ceiling, "%", told)
 
@@ -202,8 +202,8 @@ def _column(number: Number) -> tuple[str, str]:
     """The pass that a number is of, and its column."""
     if number.unit == "%":
         return number.name.removesuffix(" of the matrix product"), "% of product"
-    if number.name.endswith(", S² / 2"):
-        return number.name.removesuffix(", S² / 2"), "TFLOP/s, S²/2"
+    if number.name.endswith(BY_SQUARE):
+        return number.name.removesuffix(BY_SQUARE), "TFLOP/s, S²/2"
     return number.name, "TFLOP/s"
 
 
@@ -223,5 +223,5 @@ def brief(found: Sequence[Number]) -> list[dict[str, Any]]:
         key = (number.name, of["dtype"], of["head_dim"], of["mask"], of["seqlen"], of["heads"])
         shape = {"TFLOP/s": number.name, "D": of["head_dim"], "mask": of["mask"], "tokens": of["seqlen"]}
         row = made.setdefault(key, shape | dict.fromkeys(everyone))
-        row[str(of["by"])] = None if number.value is None else round(number.value, 1)
+        row[str(of["by"])] = number.value
     return list(made.values())

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from ..flops import BY_SQUARE
 from ..shapes import binary
 from .reading import Folder
 from .rows import labels_of, mapping_of, mappings_of, median, ring_runs
@@ -72,8 +73,8 @@ def rates(folder: Folder) -> list[Chart]:
     for number in _numbers(folder):
         labels = labels_of(number)
         length = labels.get("seqlen", labels.get("tokens", labels.get("length")))
-        if number.get("unit") != "TFLOP/s" or not finite(length):
-            continue
+        if number.get("unit") != "TFLOP/s" or not finite(length) or str(number.get("name")).endswith(BY_SQUARE):
+            continue  # the same course counted otherwise is a column of the table, not another plot
         of = {name: value for name, value in labels.items() if name not in ("seqlen", "tokens", "length", "by")}
         title = ", ".join(
             [f"TFLOP/s by length: {number.get('name')}", *(f"{name} {value}" for name, value in of.items())]

@@ -91,7 +91,7 @@ class Worker:
         self._killed_at = 0.0
 
     def start(self, outcome: Outcome, seconds: float, killed_at: float) -> None:
-        """Run a case that may take so many seconds, and kill it at a point in time."""
+        """Run a case that may take so many seconds; at ``killed_at`` its time is up."""
         self.outcome, self._begun, self._killed_at = outcome, time.monotonic(), killed_at
         self.connection.send((outcome.case, seconds))
 
@@ -116,10 +116,10 @@ class Worker:
         """Whether its time is up."""
         return self.outcome is not None and time.monotonic() > self._killed_at
 
-    def stop(self, reason: str = "") -> None:
-        """End the process: at once where it still runs a case, which then has failed."""
+    def stop(self, reason: str = "", state: str = "failed") -> None:
+        """End the process: at once where it still runs a case, which then is in that state."""
         running = self.outcome is not None
-        self._end("failed", reason)
+        self._end(state, reason)
         if running:
             self._process.terminate()
         else:
@@ -203,10 +203,16 @@ class Pool:
             if worker.connection in ready and not worker.receive():
                 self._forget(worker)
             elif worker.late():
-                self._forget(worker, "it did not end in time, and was killed")
+                self._forget(worker, *self._too_late(outcome))
             if outcome is not None and worker.outcome is None:
                 self.changed(outcome)
 
-    def _forget(self, worker: Worker, reason: str = "") -> None:
-        worker.stop(reason)
+    def _too_late(self, outcome: Outcome | None) -> tuple[str, str]:
+        """Why a case is killed, and its state: not its fault where the suite's time was up before its own."""
+        if outcome is not None and time.monotonic() >= self.ends:
+            return f"it takes up to {outcome.case.seconds:.0f} s, and the suite's time was up before", "cut short"
+        return "it did not end in time, and was killed", "failed"
+
+    def _forget(self, worker: Worker, reason: str = "", state: str = "failed") -> None:
+        worker.stop(reason, state)
         self.workers.remove(worker)
