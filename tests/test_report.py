@@ -219,9 +219,33 @@ def test_suites_result_has_the_form_that_is_read(tmp_path: Path) -> None:
     assert "error (dtype float16) is 2.0, at most 1.0 allowed" in html(read(folder))
 
 
+def test_what_a_suite_says_of_links_and_memory_is_drawn(tmp_path: Path) -> None:
+    of = {"by": "gloo", "way": "ring", "bytes": 64}
+    moved = [
+        report_cases.number("moved per direction", value, "GB/s", labels={**of, "edge": edge})
+        for edge, value in (("0->1", 2.0), ("1->0", 1.0))
+    ]
+    taken = [
+        report_cases.number(
+            "peak memory of a rank", 80.0 + world, "MB", labels={"world": world, "tokens per rank": 512}
+        )
+        for world in (2, 4)
+    ]
+    case = {"name": "x", "about": "", "arguments": {}, "state": "done", "reason": "", "seconds": 1.0}
+    cases = [{**case, "numbers": moved}, {**case, "numbers": taken}]
+    found = charts.charts(read(write(tmp_path, results={**report_cases.suite(), "cases": cases})))
+    slowest, same = {64.0: 1.0}, {2.0: 82.0, 4.0: 84.0}
+    assert [one.lines for one in found] == [
+        {"gloo, ring": slowest},
+        {"forward and backward, 512 tokens per rank": same},
+    ]
+
+
 def test_a_page_that_cannot_be_drawn_costs_no_results(tmp_path: Path) -> None:
     write(tmp_path, results=report_cases.suite())
     assert command.write_beside(tmp_path) == str(tmp_path / "report.html")
+    drawn = sorted((tmp_path / "plots").iterdir())
+    assert drawn and all(one.suffix == ".png" and one.read_bytes().startswith(b"\x89PNG") for one in drawn)
     write(tmp_path, results={"schema": "other"})
     assert command.write_beside(tmp_path).startswith("no report.html: Refused: results.json: schema is 'other'")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from ..flops import BY_SQUARE
@@ -15,8 +17,11 @@ from .theme import LIGHT, LINES, Theme, themed
 MARKERS = "osD^vP"
 MOST_LINES = 12  # of a chart: more could not be told apart
 MOST_NAME = 60
+MOST_FILE = 120  # letters of a file's name
+DPI = 150
 ONE_DEVICE, ALL_THREADS = "one device", "SDPA, one process"  # candidates of `bench ring`, schemas 2 and 1
 WHOLES = (ONE_DEVICE, ALL_THREADS, "one process, all cores")
+MOVED, PEAK, SAME = "moved per direction", "peak memory of a rank", "tokens per rank"  # names in the suite's cases
 MEGA = 1e6
 MOST = 1e150
 Points = dict[float, float]
@@ -64,6 +69,9 @@ def bandwidth(folder: Folder) -> Chart:
         chart.add_worst(
             ", ".join([str(row.get("transport")), str(row.get("way")), *knobs]), row.get("nbytes"), row.get("busbw")
         )
+    for number in (one for one in _numbers(folder) if one.get("name") == MOVED):
+        of = labels_of(number)
+        chart.add_worst(f"{of.get('by')}, {of.get('way')}", of.get("bytes"), number.get("value"))
     return chart
 
 
@@ -129,6 +137,10 @@ def memory(folder: Folder) -> Chart:
                 taken = [told.get(key) for told in mappings_of(world.get("ranks"))]
                 counts = [each for each in taken if finite(each)]
                 chart.add(name + where, world.get("world"), max(counts) / MEGA if counts else None)
+    for number in (one for one in _numbers(folder) if one.get("name") == PEAK):
+        of = labels_of(number)
+        if SAME in of:
+            chart.add(f"forward and backward, {of[SAME]} {SAME}", of.get("world"), number.get("value"))
     return chart
 
 
@@ -139,6 +151,18 @@ def _numbers(folder: Folder) -> Iterable[Mapping[str, Any]]:
     for one in folder.benches:
         if one.kind == "kernels":
             yield from mappings_of(one.data.get("numbers"))
+
+
+def save(folder: Folder, to: Path) -> list[Path]:
+    """Every chart as a PNG in the folder ``to``, which is made: the files, named after what they show."""
+    drawn = [
+        (chart, to / f"{re.sub('[^a-z0-9]+', '-', chart.title.lower())[:MOST_FILE].strip('-')}.png")
+        for chart in charts(folder)
+    ]
+    for chart, file in drawn:
+        to.mkdir(exist_ok=True)
+        draw(chart).savefig(file, dpi=DPI)
+    return [file for _, file in drawn]
 
 
 def draw(chart: Chart, theme: Theme = LIGHT, *, titled: bool = True) -> Any:

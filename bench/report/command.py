@@ -10,7 +10,7 @@ import typer
 from ..output import prints
 from .reading import Refused, read
 
-PAGE = "report.html"
+PAGE, PLOTS = "report.html", "plots"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -19,6 +19,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of `ringattn bench suite --out DIR`, or of any JSON.")],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help=f"The page [default: DIR/{PAGE}].")] = None,
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Every plot as a PNG there too.")] = None,
 ) -> None:
     """Write one self-contained page of a folder: results.json, traces, and what single benches wrote with --json.
 
@@ -27,7 +28,7 @@ def report(
     if not prints():
         return
     try:
-        left_out = write(folder, out)
+        left_out = write(folder, out, plots)
     except Refused as error:
         raise typer.BadParameter(str(error)) from None
     for name, why in left_out:
@@ -36,28 +37,32 @@ def report(
 
 
 def write_beside(folder: Path) -> str:
-    """The page of a folder that was just measured: where it is, or why there is none.
+    """The page of a folder that was just measured, with its plots beside it: where it is, or why there is none.
 
     What was measured must not be lost, nor called a failure, for a picture of it.
     """
     try:
-        write(folder)
+        write(folder, plots=folder / PLOTS)
     except Exception as error:
         return f"no {PAGE}: {type(error).__name__}: {error}"
     return str(folder / PAGE)
 
 
-def write(folder: Path, out: Path | None = None) -> list[tuple[str, str]]:
-    """Write the page of a folder; the files that could not be read, and why.
+def write(folder: Path, out: Path | None = None, plots: Path | None = None) -> list[tuple[str, str]]:
+    """Write the page of a folder, and the plots of its results where told; the files that could not be read, and why.
 
     Raises:
-        Refused: nothing can be read there, or results.json is of another schema, or ``out`` cannot be written.
+        Refused: nothing can be read there, or results.json is of another schema, or a target cannot be written.
     """
+    from .charts import save
     from .page import html
 
     target = folder / PAGE if out is None else out
-    if not target.absolute().parent.is_dir():
-        raise Refused(f"cannot write {target}: there is no folder {target.parent}")
+    for path in (target, *([plots] if plots else [])):
+        if not path.absolute().parent.is_dir():
+            raise Refused(f"cannot write {path}: there is no folder {path.parent}")
     found = read(folder)
     target.write_text(html(found), encoding="utf-8")
+    if plots is not None:
+        save(found, plots)
     return found.refused
