@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
+import torch
 
 from ...kernels import Bounds
+from ...ring.mask import Mask, bounds
 from ...ring.plan import Plan
 from .alike import UNIT, area_at, crosses, meeting, recorded
 from .call import Call
@@ -71,6 +73,8 @@ def predicted(
     if wrong:
         raise ValueError(f"slow names rank {wrong[0]}: ranks are 0 to {call.world - 1}")
     alike = call.is_plain and call.world > SURELY_TOLD_APART and not told_apart and not device.on_host
+    if call.world > MOST_RANKS and device.on_host:
+        raise ValueError(f"{call.world} ranks at the speed of a CPU: at most {MOST_RANKS}, each told apart")
     if call.world > MOST_RANKS and not alike:
         raise ValueError(
             f"{call.world} GPUs with this layout and mask do different things: at most {MOST_RANKS} are told apart. "
@@ -83,12 +87,10 @@ def predicted(
 
 
 def _exact_pass(call: Call, plans: Sequence[Plan], device: Device, links: Links, trouble: Trouble, phase: str) -> Pass:
-    lengths, programs, costs = call.held().lengths, [], []
+    programs, costs = [], []
     draw = np.random.default_rng(trouble.seed)
     for one in plans:
-        form = replace(call.form, tokens=lengths[one.rank], on_host=device.on_host)
-        program = record(one, form, phase)
-        spent = [_launch_seconds(op, one, form, device) for op in program.ops]
+        program, spent = launches(call, one, device, phase)
         factor = trouble.slow.get(one.rank, 1.0)
         spent = [seconds * factor for seconds in spent]
         if trouble.jitter:
@@ -101,6 +103,13 @@ def _exact_pass(call: Call, plans: Sequence[Plan], device: Device, links: Links,
     for op, wait in zip(last.program.ops, last.waits(), strict=True):
         by_hop[op.hop] += wait
     return Pass(phase, last.seconds, sum(by_hop), tuple(by_hop), tuple(tracks))
+
+
+def launches(call: Call, plan: Plan, device: Device, phase: str) -> tuple[Program, list[float]]:
+    """The program of one rank, and seconds of each of its launches with nothing beside; of transfers 0."""
+    form = replace(call.form, tokens=call.held().lengths[plan.rank], on_host=device.on_host)
+    program = record(plan, form, phase)
+    return program, [_launch_seconds(op, plan, form, device) for op in program.ops]
 
 
 def _launch_seconds(op: Op, plan: Plan, form: Form, device: Device) -> float:
@@ -204,7 +213,11 @@ def _alike_costs(call: Call, device: Device, links: Links, phase: str) -> tuple[
 
 def ideal_seconds(call: Call, device: Device, phase: str) -> float:
     """Of one device with all the work, divided by the ranks."""
-    area = whole(call.seqlen, causal=call.mask.causal)
+    area, seen = whole(call.seqlen, causal=call.mask.causal), None
+    if device.on_host or call.mask != Mask(causal=call.mask.causal):
+        positions = torch.arange(call.seqlen)
+        seen = bounds(call.mask, positions, positions)
+        area = area_of(seen, call.seqlen, call.seqlen)
     form = replace(call.form, tokens=call.seqlen, chunks=1, on_host=device.on_host)
     what = (FOLD,) if phase == "forward" else (DQ, DKDV)
-    return sum(device.launch_seconds(Launch(one, 0, area), form) for one in what) / call.world
+    return sum(device.launch_seconds(Launch(one, 0, area, seen), form) for one in what) / call.world
