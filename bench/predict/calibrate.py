@@ -26,7 +26,7 @@ from .host import HostSpeed, calibrated
 from .links import BENCH_SCHEMA, LOCAL, Link, Links, measured
 from .measured import base_of, of_numbers, speed_of
 from .speed import Speed
-from .team import HARD, Named, ends_within
+from .team import HARD, Named, consequences_later, ends_within
 
 HOST_TOKENS = 2048  # of the pieces that a CPU is measured with: half a minute at the width below
 HOST_WIDTH = 512  # heads times head dim of these pieces, where there are as many
@@ -71,7 +71,7 @@ def _host_speed(store: str, tokens: int, heads: int, kv_heads: int, head_dim: in
     place = member()
     assert place is not None
     torch.set_num_threads(1)
-    with process_group(place, store, device=CPU):
+    with consequences_later(), process_group(place, store, device=CPU):
         return calibrated(
             tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=DTYPES[dtype],
             clock=Clock(CPU, Named(DEADLINE)), repeats=HOST_REPEATS,

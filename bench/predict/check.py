@@ -32,7 +32,7 @@ from .host import HostSpeed, calibrated
 from .links import Link, Links
 from .ring import predicted
 from .rows import ALLOWED, MASKS, Row, Shape, cases, mask_of, step_of
-from .team import HARD, Named, ends_within
+from .team import HARD, Named, consequences_later, ends_within
 from .turns import rows_of
 
 SCHEMA = "ringattn predict check 1"
@@ -58,7 +58,7 @@ def _of_rank(
     place = member()
     assert place is not None
     torch.set_num_threads(1)
-    with process_group(place, store, device=CPU), Ring(deadline=deadline) as ring:
+    with consequences_later(), process_group(place, store, device=CPU), Ring(deadline=deadline) as ring:
         clock = Clock(CPU, Named(deadline))
         speed = calibrated(
             length, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=DTYPES[shape.dtype],
@@ -113,7 +113,9 @@ def check(
     local_world: Annotated[
         int | None, typer.Option(min=1, help="So many virtual ranks on one device, in place of processes.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Of --local-world: cpu or cuda (a GPU if any, where left out).")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Of --local-world: cpu or cuda (a GPU if any, where left out).")
+    ] = None,
     deadline: Annotated[float, typer.Option(min=1, help="Seconds that processes wait for each other.")] = DEADLINE,
     json: Annotated[Path | None, typer.Option()] = None,
 ) -> None:

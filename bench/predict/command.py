@@ -56,7 +56,9 @@ def predict(
     nodes: Annotated[int, typer.Option(min=1, help="Machines; several make a two-level ring.")] = 1,
     layout: Annotated[str, typer.Option(help=f"One of {', '.join(NAMED)}.")] = "zigzag",
     heads: Annotated[int, typer.Option(min=1)] = 32,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V (as many as --heads where left out).")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="Heads of K and V (as many as --heads where left out).")
+    ] = None,
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
     batch: Annotated[int, typer.Option(min=1)] = 1,
     dtype: Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE")] = "bf16",
@@ -72,12 +74,14 @@ def predict(
         bool, typer.Option("--calibrate", help="Measure speeds, and links where not given, on this machine now.")
     ] = False,
     gpu: Annotated[
-        str | None, typer.Option(help=f"Its constants: {', '.join(GPUS)} (where left out that of --kernels, else h100).")
+        str | None,
+        typer.Option(help=f"Its constants: {', '.join(GPUS)} (where left out that of --kernels, else h100)."),
     ] = None,
     tflops: Annotated[float | None, typer.Option(help="Of the forward kernel at 16k tokens, this mask.")] = None,
     backward_tflops: Annotated[float | None, typer.Option(help="Of both backward kernels, 2.5 forwards.")] = None,
     link: Annotated[
-        str | None, typer.Option(help=f"{', '.join(PRESETS)}; GB/s,10us; JSON of bench links ({NVLINK} where left out).")
+        str | None,
+        typer.Option(help=f"{', '.join(PRESETS)}; GB/s,10us; JSON of bench links ({NVLINK} where left out)."),
     ] = None,
     link_between: Annotated[str | None, typer.Option(help=f"The same, between nodes ({IB} where left out).")] = None,
     chunks: Annotated[int, typer.Option(min=1, help="Runs of heads that a hop is cut into.")] = 1,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import faulthandler
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from ...comm.transport import TransportError
 from ..ring.runs import Ranks
 
 GRACE = 1.25  # of the deadline, for all but rank 0: it knows who is missing, and is to be the first to say so
+LATER = 3.0  # seconds; times of errors are compared in whole ones
 HARD = 2.0  # deadlines after which a process that nothing else has ended shows where it stands, and ends
 
 
@@ -28,6 +31,20 @@ def ends_within(seconds: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
+class Missing(RuntimeError):
+    """A rank did not come, or is gone."""
+
+
+@contextmanager
+def consequences_later() -> Iterator[None]:
+    """Raise a little later what another rank's end may be the cause of: the first error of all is the one told."""
+    try:
+        yield
+    except (Missing, TransportError):
+        time.sleep(LATER)
+        raise
+
+
 class Named(Ranks):
     """All ranks of the default group, which is gloo's: every wait ends, and names the ranks that did not come.
 
@@ -41,8 +58,14 @@ class Named(Ranks):
         """The longest time of any rank.
 
         Raises:
-            RuntimeError: a rank did not come within the deadline, or is gone.
+            Missing: a rank did not come within the deadline, or is gone.
         """
+        try:
+            return self._slowest(seconds)
+        except RuntimeError as error:
+            raise Missing(str(error)) from None
+
+    def _slowest(self, seconds: float) -> float:
         patience = self._deadline if dist.get_rank() == 0 else GRACE * self._deadline
         dist.monitored_barrier(timeout=timedelta(seconds=patience), wait_all_ranks=True)
         faulthandler.dump_traceback_later(HARD * self._deadline, exit=True)
