@@ -18,11 +18,10 @@ from typer.testing import CliRunner
 from ringattn.bench.launching import started
 from ringattn.bench.predict import check, team, turns
 from ringattn.bench.predict.call import NAMED, Call
-from ringattn.bench.predict.check import Row, Shape
 from ringattn.bench.predict.launch import Launch
 from ringattn.bench.predict.links import Link
 from ringattn.bench.predict.program import DKDV, DQ, FOLD, Form
-from ringattn.bench.predict.rows import MASKS, cases
+from ringattn.bench.predict.rows import MASKS, Row, Shape, cases
 from ringattn.bench.predict.turns import one_core, predicted_local_world, predicted_turns
 from ringattn.ring import Mask
 
@@ -92,7 +91,7 @@ def test_a_row_is_right_within_a_tenth_and_its_spread(predicted: float, right: b
 def test_the_command_tells_rows_and_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def measured(shape: Shape, wanted: Any, device: torch.device, calibrate: int, repeats: int) -> Any:
         assert (shape.world, device, calibrate, repeats) == (3, CPU, 2048, 1)
-        return (Row(*case, 1.0, 0.0, 1.0 if case[0] == "zigzag" else 2.0) for case in wanted)
+        return (Row(a, b, c, 1.0, 0.0, 1.0 if a == "zigzag" else 2.0) for a, b, c in wanted)
 
     monkeypatch.setattr(check, "rows_of", measured)
     target = tmp_path / "check.json"
@@ -118,6 +117,7 @@ def test_bad_input_is_named(arguments: list[str], told: str) -> None:
     assert found.exit_code == 2 and told in " ".join(found.output.replace("│", " ").split())
 
 
+@pytest.mark.nightly
 def test_a_process_that_hangs_is_ended_with_its_stack(tmp_path: Path) -> None:
     """In a process of its own, which sleeps for longer than it may."""
     code = (

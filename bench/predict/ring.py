@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...kernels import Bounds
@@ -139,23 +141,62 @@ def _transfer_seconds(program: Program, call: Call, links: Links) -> list[float]
 
 def slowed(program: Program, costs: Sequence[float], transfers: Sequence[float], beside: float) -> list[float]:
     """Launches take longer for what is posted during their hop, and moves while they compute."""
-    if not beside:
-        return list(costs)
-    moving: dict[int, float] = {}
-    computing: dict[int, float] = {}
-    for op, cost, seconds in zip(program.ops, costs, transfers, strict=True):
-        moving[op.hop] = moving.get(op.hop, 0.0) + seconds
-        computing[op.hop] = computing.get(op.hop, 0.0) + cost
-    shares = {
-        hop: 1 + beside * min(moving.get(hop, 0.0), busy / (1 - beside)) / busy
-        for hop, busy in computing.items()
-        if busy
-    }
-    return [cost * shares.get(op.hop, 1.0) for op, cost in zip(program.ops, costs, strict=True)]
+    hops = np.array([op.hop for op in program.ops])
+    return [float(one) for one in _slowed(hops, np.array(costs), np.array(transfers), beside)]
+
+
+def _slowed(hops: npt.NDArray[np.int64], costs: Lanes, transfers: Lanes, beside: float) -> Lanes:
+    """The same, of the hops of its operations."""
+    if not beside or not len(hops):
+        return costs
+    moving, busy = np.bincount(hops, transfers), np.bincount(hops, costs)
+    share = beside * np.minimum(moving, busy / (1 - beside)) / np.where(busy > 0, busy, 1.0)
+    slower: Lanes = costs * (1 + share)[hops]
+    return slower
 
 
 KEPT = 8
-_recorded = lru_cache(KEPT)(recorded)
+
+
+class Kind(NamedTuple):
+    """What launches that cost the same have in common."""
+
+    what: str
+    hop: int
+    """The first of them."""
+    part: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A program of thousands of hops, of which few operations are not alike."""
+
+    program: Program
+    hops: npt.NDArray[np.int64]
+    kinds: tuple[Kind, ...]
+    kind: npt.NDArray[np.int64]
+    """Of each launch its kind; of transfers 0, which is none."""
+    nbytes: Lanes
+    """Of each group of transfers its largest message, for ``UNIT`` tokens."""
+    far: npt.NDArray[np.bool_]
+    """Whether it leaves a node."""
+
+
+@lru_cache(KEPT)
+def _recorded(call: Call, phase: str) -> Recorded:
+    program = recorded(call, phase)
+    known: dict[tuple[str, bool, int], int] = {}
+    kinds, kind = [Kind("", 0, 0)], []
+    for op in program.ops:
+        name = op.what, op.hop == 0, op.part
+        if op.stream == COMPUTE and name not in known:
+            known[name] = len(kinds)
+            kinds.append(Kind(op.what, op.hop, op.part))
+        kind.append(known[name] if op.stream == COMPUTE else 0)
+    moved = [max((nbytes for _, nbytes in (*op.sends, *op.receives)), default=0) for op in program.ops]
+    far = [op.stream != COMPUTE and crosses(call, op) for op in program.ops]
+    hops = np.array([op.hop for op in program.ops])
+    return Recorded(program, hops, tuple(kinds), np.array(kind), np.array(moved, np.float64), np.array(far))
 
 
 def _alike_pass(call: Call, device: Device, links: Links, trouble: Trouble, phase: str) -> Pass:
@@ -179,7 +220,7 @@ def _alike_pass(call: Call, device: Device, links: Links, trouble: Trouble, phas
         noise = np.exp(draw.normal(0.0, trouble.jitter, call.world)) if trouble.jitter else 1.0
         return cost * factor * noise
 
-    found = run_alike(program, [spread(cost) if cost else 0.0 for cost in costs], groups, meeting(call))
+    found = run_alike(program, [spread(cost) if cost else 0.0 for cost in costs], list(groups), meeting(call))
     last = int(found.seconds.argmax())
     return Pass(phase, float(found.seconds[last]), float(found.waited[last]), tuple(found.by_hop.values()))
 
@@ -192,23 +233,19 @@ def cases(calls: Sequence[Call], device: Device, links: Links, phase: str) -> Al
     return run_alike(program, list(costs), list(groups))
 
 
-def _alike_costs(call: Call, device: Device, links: Links, phase: str) -> tuple[Program, list[float], list[float]]:
+def _alike_costs(call: Call, device: Device, links: Links, phase: str) -> tuple[Program, Lanes, Lanes]:
     """Rank 0's program, seconds of its launches, and of its groups."""
-    program = _recorded(replace(call, tokens=UNIT), phase)
-    form, known = replace(call.form, on_host=device.on_host), dict[tuple[str, bool, int], float]()
-    costs, groups = [], []
-    for op in program.ops:
-        if op.stream != COMPUTE:
-            nbytes = max(nbytes for _, nbytes in (*op.sends, *op.receives)) * call.tokens / UNIT
-            groups.append(links.of(not crosses(call, op)).seconds(nbytes))
-            costs.append(0.0)
-            continue
-        name = op.what, op.hop == 0, op.part
-        if name not in known:
-            known[name] = device.launch_seconds(Launch(op.what, op.hop, area_at(call, op.hop)), form)
-        costs.append(known[name])
-        groups.append(0.0)
-    return program, slowed(program, costs, groups, device.beside), groups
+    made = _recorded(replace(call, tokens=UNIT), phase)
+    form = replace(call.form, on_host=device.on_host)
+    each = [
+        device.launch_seconds(Launch(one.what, one.hop, area_at(call, one.hop)), form) if one.what else 0.0
+        for one in made.kinds
+    ]
+    near, far = links.of(True), links.of(False)
+    moved = made.nbytes * (call.tokens / UNIT)
+    seconds = np.where(made.far, far.latency + moved / far.rate, near.latency + moved / near.rate)
+    groups = np.where(made.nbytes > 0, seconds, 0.0)
+    return made.program, _slowed(made.hops, np.array(each)[made.kind], groups, device.beside), groups
 
 
 def ideal_seconds(call: Call, device: Device, phase: str) -> float:
