@@ -23,7 +23,7 @@ from ..launching import cores, member, process_group, started
 from ..output import write_json
 from ..provenance import provenance
 from ..ring.candidates import DTYPES
-from ..shapes import device_here, sizes
+from ..shapes import device_here, size, sizes
 from ..tables import table
 from ..timing import Clock, interleaved
 from .calibrate import DEADLINE, HOST_SIZES, between_processes
@@ -107,7 +107,7 @@ def check(
     layout: Annotated[str, typer.Option(help=f"Some of {','.join(NAMED)}.")] = ",".join(NAMED),
     mask: Annotated[str, typer.Option(help=f"Some of {','.join(MASKS)}.")] = ",".join(MASKS),
     calibrate: Annotated[
-        Any, typer.Option(parser=sizes, metavar="SIZE", help="Rows and keys of what speeds are measured with.")
+        Any, typer.Option(parser=size, metavar="SIZE", help="Rows and keys of what speeds are measured with.")
     ] = "4k",
     repeats: Annotated[int, typer.Option(min=1)] = 5,
     local_world: Annotated[
@@ -126,11 +126,11 @@ def check(
     if local_world is None:
         if device is not None:
             raise typer.BadParameter("--device is of --local-world: processes are measured on the CPU")
-        rows, about = of_processes(Shape(cores()), wanted, calibrate[0], repeats, deadline)
+        rows, about = of_processes(Shape(cores()), wanted, calibrate, repeats, deadline)
     else:
         place = device_here(device)
         shape = Shape(local_world, 16, 16, 128, "bfloat16") if place.type == "cuda" else Shape(local_world)
-        rows, about = of_turns(shape, wanted, place, calibrate[0], repeats)
+        rows, about = of_turns(shape, wanted, place, calibrate, repeats)
     finish(rows, about, json)
 
 

@@ -120,13 +120,13 @@ def _launch_seconds(op: Op, plan: Plan, form: Form, device: Device) -> float:
     sights, keys = plan.sights[op.hop], plan.lengths[op.hop] if op.hop else form.tokens
     if not sights:
         return device.launch_seconds(Launch(op.what, op.hop, Area(0, form.tokens, keys, 0, 0)), form)
-    bounds = sights[min(op.part, len(sights) - 1)].bounds
-    return device.launch_seconds(Launch(op.what, op.hop, _area(bounds, form.tokens, keys), bounds), form)
+    seen = sights[min(op.part, len(sights) - 1)].bounds
+    return device.launch_seconds(Launch(op.what, op.hop, _area(seen, form.tokens, keys), seen), form)
 
 
 @lru_cache(4096)
-def _area(bounds: Bounds, rows: int, keys: int) -> Area:
-    return area_of(bounds, rows, keys)
+def _area(seen: Bounds, rows: int, keys: int) -> Area:
+    return area_of(seen, rows, keys)
 
 
 def _transfer_seconds(program: Program, call: Call, links: Links) -> list[float]:
