@@ -92,7 +92,7 @@ def test_the_nearest_row_of_ours_is_taken(call: Call, rate: float, data: object,
 
 
 def test_the_schema_is_the_one_that_is_written() -> None:
-    assert kernel_bench.SCHEMA == KERNELS == FILE["schema"] and result_file.SCHEMA == SUITE["schema"]
+    assert kernel_bench.SCHEMA == KERNELS == FILE["schema"] and SUITE["schema"] == result_file.SCHEMA
 
 
 def test_a_launch_takes_what_its_row_says(tmp_path: Path) -> None:
