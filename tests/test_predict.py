@@ -310,8 +310,6 @@ def test_links_from_a_file_of_bench_links(tmp_path: Path) -> None:
     target.write_text(json.dumps({"schema": "ringattn bench links 1", "links": rows}))
     link = link_of(str(target))
     assert (link.rate, link.latency) == (pytest.approx(2e9), pytest.approx(1e-3))
-    with pytest.raises(ValueError, match="has schema 'other'"):
-        measured({"schema": "other"})
     with pytest.raises(ValueError, match="has no transfers between two ranks"):
         measured({"schema": "ringattn bench links 1", "links": []})
 

@@ -1,207 +1,156 @@
-"""Is the prediction right? ``python -m ringattn.bench.predict.check``: measured beside predicted, on this CPU.
+"""Is the prediction right? ``python -m ringattn.bench.predict.check``: measured beside predicted, on this machine.
 
 It needs a machine on which nothing else runs. One-thread processes, one per core, first measure their own speed at one
 length, each by itself and all at once, then the link between them as ``ringattn bench links`` does; from that alone
-every row is predicted. Then each row is run. A row is right within 10% plus the measured spread.
+every row is predicted. Then each row is run. A row is right within 10% plus the measured spread. With ``--local-world``
+the ranks are virtual, and take turns on one device: the GPU where there is one.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 import typer
+from torch.distributed.elastic.multiprocessing.errors import record
 
-from ...ring import Mask, Ring, ring_attention
-from ...ring.documents import Documents
-from ..launching import Member, cores, launch, member, process_group
-from ..links.group import between_processes
-from ..links.runs import Wish
+from ...ring import Ring
+from ..launching import cores, member, process_group, started
 from ..output import write_json
-from ..ring.candidates import DTYPES
-from ..ring.runs import Ranks
-from ..shapes import binary, sizes
+from ..provenance import provenance
+from ..shapes import device_here, size, sizes
 from ..tables import table
-from ..timing import Clock, Step, interleaved
-from .call import NAMED, Call
-from .host import HostSpeed, calibrated, mean_of, operator_seconds
-from .links import Link, Links, measured
+from ..timing import Clock, interleaved
+from .calibrate import DEADLINE, HOST_SIZES, between_processes, of_all_ranks
+from .call import CPU, NAMED
+from .host import HostSpeed
+from .links import Link, Links
 from .ring import predicted
+from .rows import ALLOWED, MASKS, Row, Shape, cases, mask_of, step_of
+from .team import HARD, Named, consequences_later, ends_within
+from .turns import rows_of
 
-CPU = torch.device("cpu")
-
-ALLOWED = 0.10
-LINK_SIZES = (1 << 20, 1 << 24)
-MASKS = ("full", "causal", "window", "documents")
+SCHEMA = "ringattn predict check 1"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-
-@dataclass(frozen=True)
-class Row:
-    """One attention, measured and predicted."""
-
-    layout: str
-    mask: str
-    seqlen: int
-    measured: float
-    spread: float
-    predicted: float
-
-    @property
-    def off(self) -> float:
-        return self.predicted / self.measured - 1
-
-    @property
-    def is_right(self) -> bool:
-        return abs(self.off) <= ALLOWED + self.spread
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What all rows have in common."""
-
-    world: int
-    heads: int = 8
-    kv_heads: int = 8
-    head_dim: int = 64
-    dtype: str = "float32"
-
-    def call(self, layout: str, mask: str, seqlen: int) -> Call:
-        return Call(
-            seqlen // self.world, self.world, layout, mask_of(mask, seqlen), self.heads, self.kv_heads, self.head_dim,
-            dtype=self.dtype,
-        )  # fmt: skip
-
-
-def mask_of(name: str, seqlen: int) -> Mask:
-    """A mask of each kind that the CPU computes in its own way."""
-    if name == "window":
-        return Mask(causal=True, window=(1023, 0))
-    if name == "documents":
-        return Mask(causal=True, documents=Documents([0, seqlen // 8, seqlen // 2, seqlen]))
-    return Mask(causal=name == "causal")
-
-
-def cases(lengths: list[int], layouts: list[str], masks: list[str]) -> Iterator[tuple[str, str, int]]:
-    return ((layout, mask, length) for length in lengths for mask in masks for layout in layouts)
+Cases = list[tuple[str, str, int]]
 
 
 def spawned(
-    store: str, shape: Shape, wanted: list[tuple[str, str, int]], link: Link, length: int, repeats: int
+    store: str, shape: Shape, wanted: Cases, link: Link, length: int, repeats: int, deadline: float = DEADLINE
 ) -> tuple[HostSpeed, list[Row]]:
-    """One rank: its speed, and its part of every row; rank 0 prints each as it is done."""
+    """One rank: its speed, and its part of every row; an error is left where the parent reads it."""
+    with ends_within(HARD * deadline):
+        found = record(_of_rank)(store, shape, wanted, link, length, repeats, deadline)
+    assert found is not None
+    return found
+
+
+def _of_rank(
+    store: str, shape: Shape, wanted: Cases, link: Link, length: int, repeats: int, deadline: float
+) -> tuple[HostSpeed, list[Row]]:
     place = member()
     assert place is not None
     torch.set_num_threads(1)
-    with process_group(place, store), Ring() as ring:
-        clock = Clock(CPU, Ranks())
-        speed = speed_here(shape, length, repeats)
+    with consequences_later(), process_group(place, store, device=CPU), Ring(deadline=deadline) as ring:
+        clock = Clock(CPU, Named(deadline))
+        speed = of_all_ranks(length, shape.heads, shape.kv_heads, shape.head_dim, shape.dtype, repeats, deadline)
         rows = []
         for case in wanted:
             call = shape.call(*case)
-            step = _step(place, call, ring)
+            step = step_of(place.rank, call, ring, CPU)
             samples = interleaved({"": step}, clock, repeats=repeats)[""]
             passes = predicted(call, speed, Links(link, link))
             rows.append(Row(*case, samples.median, samples.spread, sum(one.seconds for one in passes)))
             if place.rank == 0:
-                print(
-                    rows[-1], "" if rows[-1].is_right else "WRONG", f"{rows[-1].off:+.1%}", file=sys.stderr, flush=True
-                )
+                progress(rows[-1])
         return speed, rows
 
 
-class Each(Ranks):
-    """All ranks begin together, and each keeps its own time."""
-
-    def ready(self) -> None:
-        super().slowest(0.0)
-
-    def slowest(self, seconds: float) -> float:
-        return seconds
+def progress(row: Row) -> None:
+    """Tell a row as soon as it is done."""
+    print(row, "" if row.is_right else "WRONG", f"{row.off:+.1%}", file=sys.stderr, flush=True)
 
 
-def speed_here(shape: Shape, length: int, repeats: int) -> HostSpeed:
-    """Measured by all ranks at once, and then by one after the other, which tells what idle neighbours are worth."""
-    how: dict[str, Any] = {
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "dtype": DTYPES[shape.dtype],
-    }
-    mine = calibrated(length, **how, clock=Clock(CPU, Each()), repeats=repeats)
-    for rank in range(dist.get_world_size()):
-        dist.barrier()
-        if rank == dist.get_rank():
-            pair = operator_seconds(length, **how, repeats=repeats) / (shape.heads * length**2)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, replace(mine, alone=min(1.0, pair / (mine.forward.pair + mine.backward.pair))))
-    return mean_of(everyone)
+def of_processes(
+    shape: Shape, wanted: Cases, calibrate: int, repeats: int, deadline: float
+) -> tuple[list[Row], dict[str, Any]]:
+    """Rows of one-thread processes, and what they were predicted from."""
+    link = between_processes(shape.world, "cpu", ("process_group",), HOST_SIZES, deadline)
+    speed, rows = started(shape.world, spawned, shape, wanted, link, calibrate, repeats, deadline)
+    return rows, {"link": asdict(link), "speed": asdict(speed)}
 
 
-def _step(place: Member, call: Call, ring: Ring) -> Step:
-    """Forward and backward of this rank's part."""
-    held, mask = call.held(), call.mask
-    boundaries = None if mask.documents is None else list(mask.documents.boundaries)
-    shape, draw = (1, held.lengths[place.rank]), torch.Generator().manual_seed(place.rank)
-    heads = (call.heads, call.kv_heads, call.kv_heads, call.heads)
-    *inputs, dout = (
-        torch.randn(*shape, count, call.head_dim, generator=draw).to(DTYPES[call.dtype]) for count in heads
-    )
-
-    def run() -> None:
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        out = ring_attention(
-            *leaves, layout=held, ring=ring, causal=mask.causal, window_size=mask.window, cu_seqlens=boundaries
-        )
-        assert isinstance(out, torch.Tensor)
-        torch.autograd.grad(out, leaves, dout)
-
-    return run
-
-
-def link_between(world: int) -> Link:
-    """As ``ringattn bench links`` measures it."""
-    wish = Wish(("process_group",), "cpu", LINK_SIZES)
-    found = launch(world, _links, wish)
-    rows = [asdict(row) for row in found.rows]
-    return measured({"schema": "ringattn bench links 1", "links": rows})
-
-
-def _links(store: str, wish: Wish) -> Any:
-    place = member()
-    assert place is not None
-    return between_processes(place, wish, store)
+def of_turns(
+    shape: Shape, wanted: Cases, device: torch.device, calibrate: int, repeats: int
+) -> tuple[list[Row], dict[str, Any]]:
+    """Rows of virtual ranks that take turns."""
+    found: list[Row] = []
+    for row in rows_of(shape, wanted, device, calibrate, repeats):
+        progress(row)
+        found.append(row)
+    return found, {}
 
 
 @app.command()
 def check(
-    seqlen: Annotated[Any, typer.Option(parser=sizes, metavar="SIZE,…")] = "4k,8k,16k,32k",
+    seqlen: Annotated[Any, typer.Option(parser=sizes, metavar="SIZE,…", help="Tokens in all.")] = "4k,8k,16k,32k",
     layout: Annotated[str, typer.Option(help=f"Some of {','.join(NAMED)}.")] = ",".join(NAMED),
     mask: Annotated[str, typer.Option(help=f"Some of {','.join(MASKS)}.")] = ",".join(MASKS),
-    calibrate: Annotated[int, typer.Option(help="Rows and keys of the pieces that speeds are measured with.")] = 4096,
+    calibrate: Annotated[
+        Any, typer.Option(parser=size, metavar="SIZE", help="Rows and keys of what speeds are measured with.")
+    ] = "4k",
     repeats: Annotated[int, typer.Option(min=1)] = 5,
+    local_world: Annotated[
+        int | None, typer.Option(min=1, help="So many virtual ranks on one device, in place of processes.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Of --local-world: cpu or cuda (a GPU if any, where left out).")
+    ] = None,
+    deadline: Annotated[float, typer.Option(min=1, help="Seconds that processes wait for each other.")] = DEADLINE,
     json: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
-    """Measure rings of one-thread processes, predict them, compare."""
-    shape = Shape(cores())
-    wanted = list(cases(seqlen, layout.split(","), mask.split(",")))
-    link = link_between(shape.world)
-    speed, rows = launch(shape.world, spawned, shape, wanted, link, calibrate, repeats)
-    shown = [
-        asdict(row) | {"seqlen": binary(row.seqlen), "off": f"{row.off:+.1%}", "": "" if row.is_right else "WRONG"}
-        for row in rows
-    ]
-    print(table(shown, title=f"{link}\n{speed}\n"))
+    """Measure rings, predict them, compare; exit 1 where a row is off by more than 10% and its spread."""
+    layouts, masks = layout.split(","), mask.split(",")
+    refuse_unknown(layouts, masks)
+    wanted = list(cases(seqlen, layouts, masks))
+    if local_world is None:
+        if device is not None:
+            raise typer.BadParameter("--device is of --local-world: processes are measured on the CPU")
+        rows, about = of_processes(Shape(cores()), wanted, calibrate, repeats, deadline)
+    else:
+        place = device_here(device)
+        shape = Shape(local_world, 16, 16, 128, "bfloat16") if place.type == "cuda" else Shape(local_world)
+        rows, about = of_turns(shape, wanted, place, calibrate, repeats)
+    finish(rows, about, json)
+
+
+def refuse_unknown(layouts: Iterable[str], masks: Iterable[str]) -> None:
+    """Names that there are not: typer.BadParameter."""
+    for one in layouts:
+        if one not in NAMED:
+            raise typer.BadParameter(f"--layout has {one!r}: it takes {', '.join(NAMED)}")
+    for one in masks:
+        try:
+            mask_of(one, 8)
+        except ValueError as error:
+            raise typer.BadParameter(f"--{error}") from None
+
+
+def finish(rows: list[Row], about: dict[str, Any], json: Path | None) -> None:
+    """Print and write."""
+    told = "".join(f"{name}: {value}\n" for name, value in about.items())
+    print(table([row.shown() for row in rows], title=told))
     wrong = sum(not row.is_right for row in rows)
     print(f"{len(rows) - wrong} of {len(rows)} within {ALLOWED:.0%} plus the spread")
     if json is not None:
-        write_json(str(json), {"link": asdict(link), "speed": asdict(speed), "rows": [asdict(row) for row in rows]})
+        data = {"schema": SCHEMA, "provenance": provenance(CPU), **about, "rows": [asdict(row) for row in rows]}
+        write_json(str(json), data)
     sys.exit(wrong > 0)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .files import load, objects, positive, whole_number
+
 GIGA = 1e9
 NCCL_SHARE = 220 / 450  # of NVLink's nominal speed what NCCL's send and receive reach, the middle of 180 to 260 of 450
 BENCH_SCHEMA = "ringattn bench links 1"
+WRITER = "`ringattn bench links --json FILE`"
+LOCAL = "local"  # the transport of virtual ranks that share a device
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def link_of(text: str) -> Link:
     if text in PRESETS:
         return PRESETS[text]
     if Path(text).is_file():
-        return measured(json.loads(Path(text).read_text()), source=text)
+        return measured(load(Path(text), (BENCH_SCHEMA,), WRITER), source=text)
     rate, _, latency = text.partition(",")
     try:
         return Link(float(rate) * GIGA, float(latency.removesuffix("us") or 0) * 1e-6)
@@ -78,33 +81,42 @@ def link_of(text: str) -> Link:
         ) from None
 
 
-def measured(results: Mapping[str, Any], *, source: str = "bench links", way: str = "ring") -> Link:
+def measured(
+    results: Mapping[str, Any], *, source: str = "bench links", way: str = "ring", local: bool = False
+) -> Link:
     """Rate and latency of the slowest edge, by least squares of seconds over bytes, of what ``bench links`` wrote.
 
-    Of several transports the fastest counts. ``way`` is how the ring uses its links: ``ring``, every edge at once;
-    where no such rows are there, one way alone.
+    Of several transports the fastest counts; with ``local`` the one between virtual ranks of one device, else all but
+    that. ``way`` is how the ring uses its links: ``ring``, every edge at once; where no such rows are there, one way
+    alone.
 
     Raises:
-        ValueError: another schema, or no transfers between two ranks.
+        ValueError: no transfers between two ranks, or a damaged row.
     """
-    if results.get("schema") != BENCH_SCHEMA:
-        raise ValueError(f"{source} has schema {results.get('schema')!r}: it takes a JSON file of {BENCH_SCHEMA!r}")
-    rows = [row for row in results["links"] if row["edge"] != "0->0" and row.get("channels") is None]
-    rows = [row for row in rows if row["way"] == way] or [row for row in rows if row["way"] == "one way"]
-    transports = sorted({row["transport"] for row in rows if row["transport"] != "local"})
-    fits = [_fit([row for row in rows if row["transport"] == name], f"{source}, {name}") for name in transports]
-    if not fits:
+    everything = objects(results, "links", source)
+    rows = [(f"{source}: links[{place}]", row) for place, row in enumerate(everything)]
+    rows = [(where, row) for where, row in rows if (row.get("transport") == LOCAL) == local]
+    rows = [(where, row) for where, row in rows if row.get("edge") != "0->0" and row.get("channels") is None]
+    rows = [one for one in rows if one[1].get("way") == way] or [one for one in rows if one[1].get("way") == "one way"]
+    by_transport: dict[str, dict[int, float]] = {}
+    for where, row in rows:
+        name, nbytes = str(row.get("transport")), whole_number(row, "nbytes", where)
+        slowest, seconds = by_transport.setdefault(name, {}), positive(row, "seconds", where)
+        slowest[nbytes] = max(seconds, slowest.get(nbytes, 0.0))
+    if not by_transport:
         raise ValueError(
             f"{source} has no transfers between two ranks: run `ringattn bench links --world 2 --json FILE`"
         )
+    fits = [_fit(slowest, f"{source}, {name}") for name, slowest in sorted(by_transport.items())]
     return max(fits, key=lambda link: link.rate)
 
 
-def _fit(rows: list[Mapping[str, Any]], source: str) -> Link:
-    """The line through the slowest edge's points, relative errors counted."""
-    slowest: dict[int, float] = {}
-    for row in rows:
-        slowest[row["nbytes"]] = max(row["seconds"], slowest.get(row["nbytes"], 0.0))
+def _fit(slowest: Mapping[int, float], source: str) -> Link:
+    """The line through the slowest edge's points, relative errors counted.
+
+    Raises:
+        ValueError: larger messages do not take longer.
+    """
     if len(slowest) == 1:
         ((nbytes, seconds),) = slowest.items()
         return Link(nbytes / seconds, 0.0, source)
@@ -115,4 +127,6 @@ def _fit(rows: list[Mapping[str, Any]], source: str) -> Link:
     mean_seconds = sum(weights[n] * slowest[n] for n in slowest) / total
     slope = sum(weights[n] * (n - mean_bytes) * (slowest[n] - mean_seconds) for n in slowest)
     slope /= sum(weights[n] * (n - mean_bytes) ** 2 for n in slowest)
+    if not slope > 0:
+        raise ValueError(f"{source}: {max(slowest):,} bytes take no longer than {min(slowest):,}: that tells no rate")
     return Link(1 / slope, max(mean_seconds - slope * mean_bytes, 0.0), source)

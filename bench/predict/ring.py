@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from ...kernels import Bounds
+from ...ring.mask import Mask, bounds
 from ...ring.plan import Plan
 from .alike import UNIT, area_at, crosses, meeting, recorded
 from .call import Call
@@ -72,6 +76,8 @@ def predicted(
     if wrong:
         raise ValueError(f"slow names rank {wrong[0]}: ranks are 0 to {call.world - 1}")
     alike = call.is_plain and call.world > SURELY_TOLD_APART and not told_apart and not device.on_host
+    if call.world > MOST_RANKS and device.on_host:
+        raise ValueError(f"{call.world} ranks at the speed of a CPU: at most {MOST_RANKS}, each told apart")
     if call.world > MOST_RANKS and not alike:
         raise ValueError(
             f"{call.world} GPUs with this layout and mask do different things: at most {MOST_RANKS} are told apart. "
@@ -84,12 +90,10 @@ def predicted(
 
 
 def _exact_pass(call: Call, plans: Sequence[Plan], device: Device, links: Links, trouble: Trouble, phase: str) -> Pass:
-    lengths, programs, costs = call.held().lengths, [], []
+    programs, costs = [], []
     draw = np.random.default_rng(trouble.seed)
     for one in plans:
-        form = replace(call.form, tokens=lengths[one.rank], on_host=device.on_host)
-        program = record(one, form, phase)
-        spent = [_launch_seconds(op, one, form, device) for op in program.ops]
+        program, spent = launches(call, one, device, phase)
         factor = trouble.slow.get(one.rank, 1.0)
         spent = [seconds * factor for seconds in spent]
         if trouble.jitter:
@@ -127,19 +131,26 @@ def overlap(begin: float, end: float, intervals: Sequence[tuple[float, float]]) 
     return sum(max(0.0, min(end, last) - max(begin, first)) for first, last in intervals)
 
 
+def launches(call: Call, plan: Plan, device: Device, phase: str) -> tuple[Program, list[float]]:
+    """The program of one rank, and seconds of each of its launches with nothing beside; of transfers 0."""
+    form = replace(call.form, tokens=call.held().lengths[plan.rank], on_host=device.on_host)
+    program = record(plan, form, phase)
+    return program, [_launch_seconds(op, plan, form, device) for op in program.ops]
+
+
 def _launch_seconds(op: Op, plan: Plan, form: Form, device: Device) -> float:
     if op.stream != COMPUTE:
         return 0.0
     sights, keys = plan.sights[op.hop], plan.lengths[op.hop] if op.hop else form.tokens
     if not sights:
         return device.launch_seconds(Launch(op.what, op.hop, Area(0, form.tokens, keys, 0, 0)), form)
-    bounds = sights[min(op.part, len(sights) - 1)].bounds
-    return device.launch_seconds(Launch(op.what, op.hop, _area(bounds, form.tokens, keys), bounds), form)
+    seen = sights[min(op.part, len(sights) - 1)].bounds
+    return device.launch_seconds(Launch(op.what, op.hop, _area(seen, form.tokens, keys), seen), form)
 
 
 @lru_cache(4096)
-def _area(bounds: Bounds, rows: int, keys: int) -> Area:
-    return area_of(bounds, rows, keys)
+def _area(seen: Bounds, rows: int, keys: int) -> Area:
+    return area_of(seen, rows, keys)
 
 
 def _transfer_seconds(program: Program, call: Call, links: Links) -> list[float]:
@@ -154,23 +165,62 @@ def _transfer_seconds(program: Program, call: Call, links: Links) -> list[float]
 
 def slowed(program: Program, costs: Sequence[float], transfers: Sequence[float], beside: float) -> list[float]:
     """Launches take longer for what is posted during their hop, and moves while they compute."""
-    if not beside:
-        return list(costs)
-    moving: dict[int, float] = {}
-    computing: dict[int, float] = {}
-    for op, cost, seconds in zip(program.ops, costs, transfers, strict=True):
-        moving[op.hop] = moving.get(op.hop, 0.0) + seconds
-        computing[op.hop] = computing.get(op.hop, 0.0) + cost
-    shares = {
-        hop: 1 + beside * min(moving.get(hop, 0.0), busy / (1 - beside)) / busy
-        for hop, busy in computing.items()
-        if busy
-    }
-    return [cost * shares.get(op.hop, 1.0) for op, cost in zip(program.ops, costs, strict=True)]
+    hops = np.array([op.hop for op in program.ops])
+    return [float(one) for one in _slowed(hops, np.array(costs), np.array(transfers), beside)]
+
+
+def _slowed(hops: npt.NDArray[np.int64], costs: Lanes, transfers: Lanes, beside: float) -> Lanes:
+    """The same, of the hops of its operations."""
+    if not beside or not len(hops):
+        return costs
+    moving, busy = np.bincount(hops, transfers), np.bincount(hops, costs)
+    share = beside * np.minimum(moving, busy / (1 - beside)) / np.where(busy > 0, busy, 1.0)
+    slower: Lanes = costs * (1 + share)[hops]
+    return slower
 
 
 KEPT = 8
-_recorded = lru_cache(KEPT)(recorded)
+
+
+class Kind(NamedTuple):
+    """What launches that cost the same have in common."""
+
+    what: str
+    hop: int
+    """The first of them."""
+    part: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A program of thousands of hops, of which few operations are not alike."""
+
+    program: Program
+    hops: npt.NDArray[np.int64]
+    kinds: tuple[Kind, ...]
+    kind: npt.NDArray[np.int64]
+    """Of each launch its kind; of transfers 0, which is none."""
+    nbytes: Lanes
+    """Of each group of transfers its largest message, for ``UNIT`` tokens."""
+    far: npt.NDArray[np.bool_]
+    """Whether it leaves a node."""
+
+
+@lru_cache(KEPT)
+def _recorded(call: Call, phase: str) -> Recorded:
+    program = recorded(call, phase)
+    known: dict[tuple[str, bool, int], int] = {}
+    kinds, kind = [Kind("", 0, 0)], []
+    for op in program.ops:
+        name = op.what, op.hop == 0, op.part
+        if op.stream == COMPUTE and name not in known:
+            known[name] = len(kinds)
+            kinds.append(Kind(op.what, op.hop, op.part))
+        kind.append(known[name] if op.stream == COMPUTE else 0)
+    moved = [max((nbytes for _, nbytes in (*op.sends, *op.receives)), default=0) for op in program.ops]
+    far = [op.stream != COMPUTE and crosses(call, op) for op in program.ops]
+    hops = np.array([op.hop for op in program.ops])
+    return Recorded(program, hops, tuple(kinds), np.array(kind), np.array(moved, np.float64), np.array(far))
 
 
 def _alike_pass(call: Call, device: Device, links: Links, trouble: Trouble, phase: str) -> Pass:
@@ -194,7 +244,7 @@ def _alike_pass(call: Call, device: Device, links: Links, trouble: Trouble, phas
         noise = np.exp(draw.normal(0.0, trouble.jitter, call.world)) if trouble.jitter else 1.0
         return cost * factor * noise
 
-    found = run_alike(program, [spread(cost) if cost else 0.0 for cost in costs], groups, meeting(call))
+    found = run_alike(program, [spread(cost) if cost else 0.0 for cost in costs], list(groups), meeting(call))
     last = int(found.seconds.argmax())
     return Pass(phase, float(found.seconds[last]), float(found.waited[last]), tuple(found.by_hop.values()))
 
@@ -207,28 +257,28 @@ def cases(calls: Sequence[Call], device: Device, links: Links, phase: str) -> Al
     return run_alike(program, list(costs), list(groups))
 
 
-def _alike_costs(call: Call, device: Device, links: Links, phase: str) -> tuple[Program, list[float], list[float]]:
+def _alike_costs(call: Call, device: Device, links: Links, phase: str) -> tuple[Program, Lanes, Lanes]:
     """Rank 0's program, seconds of its launches, and of its groups."""
-    program = _recorded(replace(call, tokens=UNIT), phase)
-    form, known = replace(call.form, on_host=device.on_host), dict[tuple[str, bool, int], float]()
-    costs, groups = [], []
-    for op in program.ops:
-        if op.stream != COMPUTE:
-            nbytes = max(nbytes for _, nbytes in (*op.sends, *op.receives)) * call.tokens / UNIT
-            groups.append(links.of(not crosses(call, op)).seconds(nbytes))
-            costs.append(0.0)
-            continue
-        name = op.what, op.hop == 0, op.part
-        if name not in known:
-            known[name] = device.launch_seconds(Launch(op.what, op.hop, area_at(call, op.hop)), form)
-        costs.append(known[name])
-        groups.append(0.0)
-    return program, slowed(program, costs, groups, device.beside), groups
+    made = _recorded(replace(call, tokens=UNIT), phase)
+    form = replace(call.form, on_host=device.on_host)
+    each = [
+        device.launch_seconds(Launch(one.what, one.hop, area_at(call, one.hop)), form) if one.what else 0.0
+        for one in made.kinds
+    ]
+    near, far = links.of(True), links.of(False)
+    moved = made.nbytes * (call.tokens / UNIT)
+    seconds = np.where(made.far, far.latency + moved / far.rate, near.latency + moved / near.rate)
+    groups = np.where(made.nbytes > 0, seconds, 0.0)
+    return made.program, _slowed(made.hops, np.array(each)[made.kind], groups, device.beside), groups
 
 
 def ideal_seconds(call: Call, device: Device, phase: str) -> float:
     """Of one device with all the work, divided by the ranks."""
-    area = whole(call.seqlen, causal=call.mask.causal)
+    area, seen = whole(call.seqlen, causal=call.mask.causal), None
+    if device.on_host or call.mask != Mask(causal=call.mask.causal):
+        positions = torch.arange(call.seqlen)
+        seen = bounds(call.mask, positions, positions)
+        area = area_of(seen, call.seqlen, call.seqlen)
     form = replace(call.form, tokens=call.seqlen, chunks=1, on_host=device.on_host)
     what = (FOLD,) if phase == "forward" else (DQ, DKDV)
-    return sum(device.launch_seconds(Launch(one, 0, area), form) for one in what) / call.world
+    return sum(device.launch_seconds(Launch(one, 0, area, seen), form) for one in what) / call.world

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..kernels import accuracy, beside, speed, targets
 from ..kernels.rivals import VARIANTS
+from ..predict import turns
 from . import comm_cases, device_cases, fp8_cases, ring_cases, tune_cases, worlds
 from .cases import Case
 
@@ -48,7 +49,11 @@ def gpu_cases() -> list[Case]:
             "kernels, every backend", "efficient, math and flex_attention too", speed.speed, 25,
             {"head_dim": 128, "causal": True, "seqlens": (8 * kib,)},
         ),
-        Case("LocalWorld", "four virtual ranks against one launch", worlds.local_world, 25),
+        Case("LocalWorld", "four virtual ranks against one launch", worlds.local_world, 18),
+        Case(
+            "predicted", "virtual ranks against what `ringattn predict` says of them", turns.predicted_local_world, 10,
+            {"seqlens": (32 * kib,)},
+        ),
         Case("NCCL to itself", "CuPy's communicator with one rank", worlds.nccl_to_itself, 12),
         Case(
             "overlap", "a ring of two processes that take turns on this GPU, blocking and not", comm_cases.overlap, 20,

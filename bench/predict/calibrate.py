@@ -1,0 +1,152 @@
+"""The speed of this machine and its links, measured here and now: what ``--calibrate`` and the checks predict from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ..free_memory import free_memory
+from ..kernels import speed as kernel_speed
+from ..kernels.rivals import OURS
+from ..kernels.shape import Shape
+from ..launching import cores, member, process_group, started
+from ..links import group as link_group
+from ..links.runs import Wish
+from ..provenance import cpu, gpu
+from ..ring.candidates import DTYPES
+from ..suite.device_cases import ceilings
+from ..timing import Clock
+from .call import CPU, Call
+from .given import Given
+from .host import HostSpeed, calibrated, mean_of, operator_seconds
+from .links import BENCH_SCHEMA, LOCAL, Link, Links, measured
+from .measured import base_of, of_numbers, speed_of
+from .speed import Speed
+from .team import HARD, Each, Named, consequences_later, ends_within
+
+HOST_TOKENS = 2048  # of the pieces that a CPU is measured with: half a minute at the width below
+HOST_WIDTH = 512  # heads times head dim of these pieces, where there are as many
+HOST_REPEATS = 3
+HOST_SIZES = (1 << 20, 1 << 24)  # of messages between processes of a CPU
+GPU_TOKENS = 16 * 1024
+GPU_SIZES = (1 << 20, 1 << 24, 1 << 27)
+GPU_TRANSPORTS = ("nccl", "copy_engine")
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+SECONDS = 1.5  # of timing our kernels
+DEADLINE = 600.0  # seconds that ranks wait for each other
+
+
+def here(call: Call, device: torch.device, link: Link | None, between: Link | None) -> Given:
+    """What the call takes on this machine: one device at one length, and the link of two ranks where none is given.
+
+    Raises:
+        ValueError: the machine has one GPU, and no link is given.
+    """
+    return _of_gpu(call, device, link, between) if device.type == "cuda" else _of_cpu(call, link, between)
+
+
+def _of_cpu(call: Call, link: Link | None, between: Link | None) -> Given:
+    ranks, tokens = min(call.world, cores()), min(HOST_TOKENS, call.tokens)
+    group = call.heads // call.kv_heads
+    kv_heads = min(call.kv_heads, max(1, HOST_WIDTH // (call.head_dim * group)))
+    speed = started(ranks, host_spawned, tokens, kv_heads * group, kv_heads, call.head_dim, call.dtype)
+    joined = link or between_processes(max(ranks, 2), "cpu", ("process_group",), HOST_SIZES)
+    told = f"{cpu()['model']}: one-thread processes, {ranks} at once, pieces of {tokens:,} tokens"
+    return Given(speed, Links(joined, between or joined), free_memory(CPU) / ranks, (told,))
+
+
+def host_spawned(store: str, tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> HostSpeed:
+    """One of the processes whose speed is measured; an error is left where their parent reads it."""
+    with ends_within(HARD * DEADLINE):
+        found = record(_host_speed)(store, tokens, heads, kv_heads, head_dim, dtype)
+    assert found is not None
+    return found
+
+
+def _host_speed(store: str, tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> HostSpeed:
+    place = member()
+    assert place is not None
+    torch.set_num_threads(1)
+    with consequences_later(), process_group(place, store, device=CPU):
+        return of_all_ranks(tokens, heads, kv_heads, head_dim, dtype, HOST_REPEATS)
+
+
+def of_all_ranks(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: str, repeats: int, deadline: float = DEADLINE
+) -> HostSpeed:
+    """The speed of a rank of the default group: the mean of what all measure at once.
+
+    Then one after the other measures alone, which tells what idle neighbours are worth.
+    """
+    how: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": DTYPES[dtype]}
+    mine, everybody = calibrated(tokens, **how, clock=Clock(CPU, Each(deadline)), repeats=repeats), Named(deadline)
+    for rank in range(dist.get_world_size()):
+        everybody.ready()
+        if rank == dist.get_rank():
+            pair = operator_seconds(tokens, **how, repeats=repeats) / (heads * tokens**2)
+    everybody.ready()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, replace(mine, alone=min(1.0, pair / (mine.forward.pair + mine.backward.pair))))
+    return mean_of(found)
+
+
+def _of_gpu(call: Call, device: torch.device, link: Link | None, between: Link | None) -> Given:
+    gpus = torch.cuda.device_count()
+    if link is None and gpus < 2:
+        raise ValueError("calibrate finds one GPU here, which tells no link: pass --link")
+    speed, told = gpu_speed(call, device, gpu(device))
+    joined = link or between_processes(min(gpus, max(call.world, 2)), "cuda", GPU_TRANSPORTS, GPU_SIZES)
+    return Given(speed, Links(joined, between or joined), speed.capacity, told)
+
+
+def gpu_speed(call: Call, device: torch.device, about: Mapping[str, Any]) -> tuple[Speed, tuple[str, ...]]:
+    """Our kernels at one length and a large copy, as ``bench kernels`` times them; and what was measured, in words.
+
+    Args:
+        call: what is predicted: its heads, dtype and mask, at its length or ``GPU_TOKENS``, what is less.
+        device: what is measured.
+        about: its name, multiprocessors and memory, as :func:`~ringattn.bench.provenance.gpu` tells them.
+    """
+    shape = Shape(
+        min(call.tokens, GPU_TOKENS), call.heads, call.kv_heads, call.head_dim, dtype=call.dtype,
+        causal=call.mask.causal,
+    )  # fmt: skip
+    kind = device.type
+    numbers = [
+        *kernel_speed.measured(shape, Clock(device), seconds=SECONDS, by=(OURS,)),
+        *ceilings(device, side=kernel_speed.PRODUCT_SIDE[kind], dtype=call.dtype, nbytes=COPY_BYTES[kind]),
+    ]
+    found = of_numbers([("measured here", one.as_json()) for one in numbers], about, "this GPU")
+    speed, rows = speed_of(found, call, base_of(found, None), "this GPU")
+    return speed, (f"measured here, {found.gpu}", *map(str, rows))
+
+
+def between_processes(
+    ranks: int, device: str, transports: tuple[str, ...], sizes: tuple[int, ...], deadline: float = DEADLINE
+) -> Link:
+    """The link of new processes of this machine, as ``ringattn bench links`` measures it."""
+    return _fitted(started(ranks, links_spawned, Wish(transports, device, sizes), deadline), local=False)
+
+
+def between_virtual_ranks(ranks: int, device: torch.device, sizes: tuple[int, ...]) -> Link:
+    """The link of a ``LocalWorld``, likewise."""
+    return _fitted(link_group.in_process(ranks, Wish((LOCAL,), device.type, sizes)), local=True)
+
+
+def _fitted(found: link_group.Findings, *, local: bool) -> Link:
+    if not found.rows:
+        raise ValueError(f"no transport opens here: {'; '.join(f'{name}: {why}' for name, why in found.closed)}")
+    return measured({"schema": BENCH_SCHEMA, "links": [asdict(row) for row in found.rows]}, local=local)
+
+
+def links_spawned(store: str, wish: Wish, deadline: float) -> link_group.Findings:
+    """One rank of ``bench links``, which ends by itself where it hangs."""
+    with ends_within(HARD * deadline):
+        found = record(link_group.spawned)(store, wish)
+    assert found is not None
+    return found

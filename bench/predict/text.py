@@ -1,0 +1,116 @@
+"""A prediction as JSON, and as the terminal shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from ..masks import title
+from ..shapes import human
+from ..tables import table
+from .answers import Needed, Straggling, straggling, tokens_needed
+from .call import Call
+from .given import Given
+from .memory import memory
+from .others import Way, ways
+from .ring import Pass, Trouble, ideal_seconds
+from .speed import Speed
+
+SCHEMA = "ringattn predict 1"
+
+
+def report(call: Call, given: Given, passes: Sequence[Pass], trouble: Trouble) -> dict[str, Any]:
+    """Everything, for JSON."""
+    device, links = given.device, given.links
+    ideal = {one.phase: ideal_seconds(call, device, one.phase) for one in passes}
+    found: dict[str, Any] = {
+        "schema": SCHEMA,
+        "call": {name: value for name, value in asdict(replace(call, mask=call.mask)).items() if name != "mask"},
+        "mask": title(call.mask),
+        "speed": asdict(device),
+        "links": asdict(links),
+        "measured": list(given.told),
+        "passes": [
+            {
+                "phase": one.phase, "seconds": one.seconds, "exposed": one.waited, "ideal": ideal[one.phase],
+                "percent_of_ideal": 100 * ideal[one.phase] / one.seconds, "exposed_by_hop": one.by_hop,
+            }
+            for one in passes
+        ],
+        "memory": memory(call),
+    }  # fmt: skip
+    if call.is_plain and isinstance(device, Speed):
+        found["ways"] = [asdict(way) | {"percent_of_ideal": way.percent} for way in ways(call, device, links)]
+        found["tokens_needed"] = asdict(tokens_needed(call, device, links))
+    if trouble.slow:
+        found["slow"] = asdict(straggling(call, device, links, dict(trouble.slow)))
+    return found
+
+
+def text(call: Call, given: Given, found: dict[str, Any]) -> str:
+    """The same, for the terminal."""
+    links = given.links
+    where = f"{call.world:,} GPUs" + (f" on {call.nodes:,} nodes" if call.nodes > 1 else "")
+    lines = [
+        f"{call.layout}, {found['mask']}, {call.tokens:,} tokens on each of {where}, B{call.batch} "
+        f"H{call.heads}/{call.kv_heads} D{call.head_dim} {call.dtype}",
+        f"links: {links.inside.rate / 1e9:.0f} GB/s inside nodes ({links.inside.source})"
+        + (f", {links.between.rate / 1e9:.0f} between ({links.between.source})" if call.nodes > 1 else ""),
+    ]
+    if given.told:
+        lines.append(f"speed: {'; '.join(given.told)}")
+    rows = [
+        {
+            "": one["phase"], "ms": 1e3 * one["seconds"], "ideal ms": 1e3 * one["ideal"],
+            "% of ideal": one["percent_of_ideal"], "exposed ms": 1e3 * one["exposed"],
+            "worst hop": _worst(one["exposed_by_hop"]),
+        }
+        for one in found["passes"]
+    ]  # fmt: skip
+    parts = ["\n".join(lines), table(rows)]
+    if "ways" in found:
+        parts.append(table([_way_row(Way(**without(one, "percent_of_ideal"))) for one in found["ways"]]))
+        parts.append(_needed(Needed(**found["tokens_needed"])))
+    if "slow" in found:
+        parts.append(_slow(Straggling(**found["slow"])))
+    total = sum(found["memory"].values())
+    parts.append(f"memory per GPU: {human(total, 'B')}: " + ", ".join(
+        f"{name} {human(nbytes, 'B')}" for name, nbytes in found["memory"].items()
+    ))  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def without(row: dict[str, Any], name: str) -> dict[str, Any]:
+    """A row less one of its columns."""
+    return {key: value for key, value in row.items() if key != name}
+
+
+def _worst(by_hop: Sequence[float]) -> str:
+    most = max(by_hop, default=0.0)
+    return f"{list(by_hop).index(most)}: {1e3 * most:.3f} ms" if most > 0 else "none"
+
+
+def _way_row(way: Way) -> dict[str, Any]:
+    return {
+        "way": way.name, "forward ms": 1e3 * way.forward, "backward ms": 1e3 * way.backward,
+        "% of ideal": way.percent, "exposed ms": 1e3 * way.exposed, "note": way.note,
+    }  # fmt: skip
+
+
+def _needed(needed: Needed) -> str:
+    def told(tokens: int | None) -> str:
+        return "more than 4m" if tokens is None else f"{tokens:,}"
+
+    return (
+        f"tokens per GPU that hide the links to 1%: forward {told(needed.forward)} (closed form "
+        f"{needed.closed_forward:,.0f}), backward {told(needed.backward)} (closed form {needed.closed_backward:,.0f})"
+    )
+
+
+def _slow(found: Straggling) -> str:
+    return (
+        f"slow GPUs: {1e3 * found.even:.3f} ms without, {1e3 * found.slow:.3f} ms with equal shards "
+        f"(+{found.slow / found.even - 1:.1%}), {1e3 * found.balanced:.3f} ms with Layout.balanced "
+        f"(+{found.balanced / found.even - 1:.1%})"
+    )

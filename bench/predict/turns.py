@@ -1,0 +1,116 @@
+"""Virtual ranks that take turns on one device: how long a ``LocalWorld`` takes, predicted and measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from ...comm import LocalWorld
+from ...ring import Ring
+from ..provenance import gpu
+from ..suite.cases import Number
+from ..timing import Clock, interleaved
+from .calibrate import HOST_SIZES, between_virtual_ranks, gpu_speed
+from .call import DTYPES, NAMED, Call
+from .host import calibrated
+from .launch import Device
+from .links import Link
+from .program import PASSES
+from .ring import launches
+from .rows import ALLOWED, MASKS, Row, Shape, cases, step_of
+
+PATIENCE = 300.0  # seconds of one wait of a virtual rank for another
+
+
+def predicted_turns(call: Call, device: Device, copies: Link) -> float:
+    """Seconds of a forward and a backward whose ranks share one device: the sum of their launches.
+
+    What arrives is copied on the same device: by as much as launches are slower beside a transfer, a copy takes their
+    time.
+    """
+    total, plans = 0.0, call.plans()
+    for phase in PASSES:
+        for plan in plans:
+            program, spent = launches(call, plan, device, phase)
+            received = (nbytes for op in program.ops for _, nbytes in op.receives)
+            total += sum(spent) + device.beside * sum(copies.seconds(nbytes) for nbytes in received)
+    return total
+
+
+def calibrated_here(shape: Shape, device: torch.device, tokens: int, repeats: int) -> tuple[Device, Link]:
+    """The device at one length, and what a copy between its virtual ranks takes."""
+    if device.type == "cuda":
+        call = shape.call("contiguous", "causal", tokens * shape.world)
+        speed, _ = gpu_speed(call, device, gpu(device))
+        return speed, Link(speed.memory * speed.passes / 2, 0.0, "a copy reads and writes")
+    host = calibrated(
+        tokens, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=DTYPES[shape.dtype],
+        clock=Clock(device), repeats=repeats,
+    )  # fmt: skip
+    return host, between_virtual_ranks(shape.world, device, HOST_SIZES)
+
+
+def rows_of(
+    shape: Shape, wanted: Sequence[tuple[str, str, int]], device: torch.device, calibrate: int, repeats: int
+) -> Iterator[Row]:
+    """Every row measured with virtual ranks of one device, beside what is predicted for it.
+
+    On the CPU one core computes for all of them, as one GPU does.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with one_core() if device.type == "cpu" else nullcontext():
+            speed, copies = calibrated_here(shape, device, calibrate, repeats)
+            with LocalWorld(shape.world, device=device, timeout=PATIENCE) as world:
+                for case in wanted:
+                    yield _row(world, shape, case, speed, copies, repeats)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _row(world: LocalWorld, shape: Shape, case: tuple[str, str, int], speed: Device, copies: Link, repeats: int) -> Row:
+    call = shape.call(*case)
+    rings = world.run(Ring)
+    steps = [step_of(rank, call, ring, world.device) for rank, ring in enumerate(rings)]
+    taken = interleaved(
+        {"": lambda: world.run(lambda group: steps[group.rank()]())}, Clock(world.device), repeats=repeats
+    )[""]
+    world.run(lambda group: rings[group.rank()].close())
+    return Row(*case, taken.median, taken.spread, predicted_turns(call, speed, copies))
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """This thread, and those it starts inside, on one core alone."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def predicted_local_world(
+    device: torch.device,
+    *,
+    world: int = 4,
+    seqlens: Sequence[int] = (16 * 1024, 32 * 1024),
+    heads: tuple[int, int] = (16, 16),
+    head_dim: int = 128,
+    dtype: str = "bfloat16",
+    layouts: Sequence[str] = NAMED,
+    masks: Sequence[str] = MASKS,
+    calibrate: int = 8 * 1024,
+    repeats: int = 5,
+) -> Iterator[Number]:
+    """A case of the suite: how far the prediction is off, each row within 10% plus the measured spread."""
+    shape = Shape(world, heads[0], heads[1], head_dim, dtype)
+    for row in rows_of(shape, list(cases(seqlens, layouts, masks)), device, calibrate, repeats):
+        labels = {"layout": row.layout, "mask": row.mask, "seqlen": row.seqlen, "world": world}
+        yield Number("measured", row.measured * 1e3, "ms", labels, spread=row.spread)
+        yield Number("predicted", row.predicted * 1e3, "ms", labels)
+        yield Number("prediction off", 100 * abs(row.off), "%", labels, limit=100 * (ALLOWED + row.spread))

@@ -1,0 +1,153 @@
+"""The checks of the predictor against what is measured: virtual ranks that take turns, and ranks that do not come."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from ringattn.bench.launching import started
+from ringattn.bench.predict import check, team, turns
+from ringattn.bench.predict.call import NAMED, Call
+from ringattn.bench.predict.launch import Launch
+from ringattn.bench.predict.links import Link
+from ringattn.bench.predict.program import DKDV, DQ, FOLD, Form
+from ringattn.bench.predict.rows import MASKS, Row, Shape, cases
+from ringattn.bench.predict.turns import one_core, predicted_local_world, predicted_turns
+from ringattn.ring import Mask
+
+from . import predict_cases
+
+CPU = torch.device("cpu")
+TINY = Shape(2, 2, 2, 16)
+NOWHERE = Link(1e30, 0.0)
+ROWS = list(cases((256,), NAMED, MASKS))
+
+
+class Steady:
+    """A device on which every launch takes a second, half of one for each kernel of a backward."""
+
+    on_host = False
+    beside = 0.0
+    alone = 1.0
+
+    def launch_seconds(self, launch: Launch, form: Form) -> float:
+        return {FOLD: 1.0, DQ: 0.5, DKDV: 0.5}.get(launch.what, 0.0)
+
+
+def test_turns_are_the_sum_of_all_launches() -> None:
+    """Four ranks of four hops, forward and backward; a causal ring of contiguous shards has ten of sixteen."""
+    call = Call(16, 4, "zigzag", Mask(), 4, 4, 8)
+    assert predicted_turns(call, Steady(), NOWHERE) == pytest.approx(4 * 4 * 2)
+    causal = replace(call, layout="contiguous", mask=Mask(causal=True))
+    launched = predicted_turns(causal, Steady(), NOWHERE)
+    assert 10 * 2 <= launched < 16 * 2  # ranks without a key still write their state
+
+
+def test_copies_take_what_launches_lose_beside_them() -> None:
+    """Forward three shards arrive at each of four ranks; backward as many, and three or more of sums."""
+    call, device = Call(16, 4, "striped", Mask(), 4, 4, 8), Steady()
+    alone = predicted_turns(call, device, Link(1e30, 1.0))
+    device.beside = 0.5
+    with_copies = predicted_turns(call, device, Link(1e30, 1.0))
+    groups = 2 * (with_copies - alone)
+    assert groups == round(groups) >= 4 * (3 + 3 + 3)
+
+
+def test_virtual_ranks_are_measured_and_predicted() -> None:
+    """A stand-in for one GPU: threads on one core."""
+    found = list(
+        predicted_local_world(
+            CPU, world=2, seqlens=(256,), heads=(2, 1), head_dim=16, dtype="float32", calibrate=256, repeats=2
+        )
+    )
+    rows = {(number.labels["layout"], number.labels["mask"]) for number in found}
+    assert len(found) == 3 * len(rows) == 3 * (len(NAMED) * len(MASKS) - 1)  # stripes are no runs of blocks
+    assert all(number.value is not None and number.value > 0 for number in found)
+    demanded = [number for number in found if number.limit is not None]
+    assert len(demanded) == len(rows) and all(number.limit >= 10 for number in demanded if number.limit)
+
+
+def test_one_core_is_given_back() -> None:
+    before = os.sched_getaffinity(0)
+    with one_core():
+        assert len(os.sched_getaffinity(0)) == 1
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize(("predicted", "right"), [(1.14, True), (1.16, False), (0.86, True), (0.84, False)])
+def test_a_row_is_right_within_a_tenth_and_its_spread(predicted: float, right: bool) -> None:
+    assert Row("zigzag", "full", 4096, 1.0, 0.05, predicted).is_right is right
+
+
+def test_the_command_tells_rows_and_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measured(shape: Shape, wanted: Any, device: torch.device, calibrate: int, repeats: int) -> Any:
+        assert (shape.world, device, calibrate, repeats) == (3, CPU, 2048, 1)
+        return (Row(a, b, c, 1.0, 0.0, 1.0 if a == "zigzag" else 2.0) for a, b, c in wanted)
+
+    monkeypatch.setattr(check, "rows_of", measured)
+    target = tmp_path / "check.json"
+    arguments = ["--local-world", "3", "--device", "cpu", "--calibrate", "2k", "--repeats", "1", "--json", str(target)]
+    runner = CliRunner()
+    found = runner.invoke(check.app, [*arguments, "--seqlen", "4k,8k"])
+    assert found.exit_code == 1
+    assert "12 of 34 within 10%" in found.output
+    assert len(json.loads(target.read_text())["rows"]) == 34
+    assert runner.invoke(check.app, [*arguments, "--layout", "zigzag"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--layout", "spiral"], "--layout has 'spiral'"),
+        (["--mask", "none"], "--mask is 'none'"),
+        (["--device", "cpu"], "--device is of --local-world"),
+    ],
+)
+def test_bad_input_is_named(arguments: list[str], told: str) -> None:
+    found = CliRunner().invoke(check.app, arguments, env={"COLUMNS": "1000", "TERM": "dumb"})
+    assert found.exit_code == 2 and told in " ".join(found.output.replace("│", " ").split())
+
+
+@pytest.mark.nightly
+def test_a_process_that_hangs_is_ended_with_its_stack(tmp_path: Path) -> None:
+    """In a process of its own, which sleeps for longer than it may."""
+    code = (
+        "import time\nfrom ringattn.bench.predict.team import ends_within\n"
+        "def stuck():\n    time.sleep(600)\nwith ends_within(0.2):\n    stuck()\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 1 and "in stuck" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        (predict_cases.rank_one_raises, ["rank 1 has had enough"]),
+        pytest.param(predict_cases.rank_one_dies, ["exitcode  : 9"], marks=pytest.mark.nightly),
+        pytest.param(
+            predict_cases.rank_one_hangs, ["rank      : 0", "Ranks 1 failed to pass"], marks=pytest.mark.nightly
+        ),
+    ],
+)
+def test_a_rank_that_does_not_come_ends_it(entry: Any, told: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [("zigzag", "causal", 256)]
+    with pytest.raises(typer.Exit) as ended:
+        started(2, entry, TINY, rows, Link(1e9, 0.0), 64, 1, 8.0)
+    assert ended.value.exit_code == 1
+    errors = capfd.readouterr().err
+    assert all(one in errors for one in told)
+
+
+def test_a_deadline_of_one_rank_is_longer_than_that_of_the_one_that_knows() -> None:
+    assert team.GRACE > 1 and team.HARD > team.GRACE
+    assert turns.PATIENCE > 0
