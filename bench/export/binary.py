@@ -24,7 +24,6 @@ class Layout(NamedTuple):
     parameters: list[tuple[int, int]]  # (offset, bytes), in their order
 
 
-
 def parameter_layout(cubin: bytes) -> Layout:
     """What a binary says that it takes."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

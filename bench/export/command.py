@@ -18,6 +18,7 @@ from .manifest import LICENCE, manifest
 from .text import header, launcher
 from .tiles import LONGEST, Source
 from .wish import Wish, chosen_tiles, settled
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -137,4 +138,6 @@ def main(
     if json_to is not None:
         write_json(json_to, made)
     if json_to != "-":
-        print(f"wrote {len(made['sha256']) + 1} files to {out_dir}; the header says how pointers and strides are aligned")
+        print(
+            f"wrote {len(made['sha256']) + 1} files to {out_dir}; the header says how pointers and strides are aligned"
+        )

@@ -113,9 +113,10 @@ def compiled(wish: Wish, name: str) -> tuple[Flat, Any]:
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     source: Any = ASTSource
     if is_hopper:
-        from ...kernels.hopper import hopper_kernel
-        from triton.experimental.gluon._runtime import GluonASTSource  # a while to import, and only this kernel needs it
+        # a while to import, and only this kernel needs it
+        from triton.experimental.gluon._runtime import GluonASTSource
 
+        from ...kernels.hopper import hopper_kernel
         from ...kernels.hopper_launch import REGISTERS
 
         kernel, source, options = hopper_kernel, GluonASTSource, {"num_warps": 4, "maxnreg": REGISTERS}

@@ -194,9 +194,9 @@ than one element."""
 
 SUMS = """Adds to dq, in fp32; batch rows, heads and head dim of dk_out and dv_out are those of the keys."""
 
-TURNS = """/* turns_numbers, int32 [ceil(keys / {block_k}), ceil(queries / {block_q})], on the host: how many later tiles of keys
- * add to a tile of queries before this one does. lo and hi by key, as the launch takes them, on the host. A table that
- * is not of these lo and hi makes the kernel wait forever. */
+TURNS = """/* turns_numbers, int32 [ceil(keys / {block_k}), ceil(queries / {block_q})], on the host: how many later
+ * tiles of keys add to a tile of queries before this one does. lo and hi by key, as the launch takes them, but on the
+ * host. A table that is not of these lo and hi makes the kernel wait forever. */
 static inline void {name}_turns(int32_t *numbers, const int32_t *lo, const int32_t *hi,
     int32_t queries, int32_t keys) {{
   int64_t across = ((int64_t)queries + {block_q} - 1) / {block_q}, down = ((int64_t)keys + {block_k} - 1) / {block_k};

@@ -71,11 +71,12 @@ def settled(wish: Wish) -> Wish:
     """The same, with the forward kernel that a tuned table has where nobody said which; checked.
 
     Raises:
-        ValueError: what :func:`check` refuses.
+        ValueError: what there is not.
     """
     check(wish)
+    tile, _ = chosen_tiles(wish)["forward"]
     if wish.forward_kernel is None:
-        chosen = options_of(chosen_tiles(wish)["forward"][0]).get("forward_kernel", "portable")
+        chosen = options_of(tile).get("forward_kernel", "portable")
         wish = replace(wish, forward_kernel=str(chosen))
     check_hopper(wish)
     return wish
