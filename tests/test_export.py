@@ -21,7 +21,7 @@ from ringattn.bench.export.binary import parameter_layout
 from ringattn.bench.export.command import Backward, ForwardKernel, Role, app
 from ringattn.bench.export.tiles import Source, tiles_of
 from ringattn.bench.export.wish import Wish, settled
-from ringattn.bench.inspect.compiled import ROLES, SHARED_LIMIT
+from ringattn.bench.inspect.compiled import DTYPES, ROLES, SHARED_LIMIT
 from ringattn.kernels import Tile
 from ringattn.kernels.choice import Gpu
 from ringattn.kernels.config import BACKWARDS, FORWARD_KERNELS, config_for, single_pass_tile
@@ -140,21 +140,19 @@ def test_the_manifest_says_what_and_whence(export: Export) -> None:
 
 
 def test_the_manifest_says_whose_tiles_they_are(export: Export) -> None:
-    if export.manifest["head_dim"] not in ([128, 128], [40, 16]):
-        pytest.skip("of the two head dims that the tables here are about")
     told = {name: (kernel["tile"], kernel["tile_from"]) for name, kernel in export.kernels.items()}
-    built_in = config_for(80, torch.float16, 40) if export.manifest["role"] == "last" else config_for(90, BF16, 128)
-    single = single_pass_tile(int(export.manifest["arch"][3:]), BF16, 128)
-    for name in {"dq", "dkdv", "gradients"} & {*told}:
-        tile = single if name == "gradients" else getattr(built_in, name)
-        assert told[name] == (vars(tile), "built-in default, never timed")
-    if export.manifest["role"] == "last":
+    arch, dtype = int(export.manifest["arch"][3:]), DTYPES[export.manifest["dtype"]]
+    most = max(export.manifest["head_dim"])
+    built_in, single = config_for(arch, dtype, most), single_pass_tile(arch, dtype, most)
+    assert told.pop("delta")[1] == "fixed"
+    if export.config_dir:
         version = ".".join(triton.__version__.split(".")[:2])
         whence = f"table of NVIDIA A100-SXM4-80GB, Triton {version}, at 8192 tokens on 2026-11-21: 0.001 s"
-        assert told["forward"] == (vars(Tile(64, 32, 4, 2)), whence)
+        assert told.pop("forward") == (vars(Tile(64, 32, 4, 2)), whence)
         assert "/ 64)" in export.kernels["forward"]["grid"][0]
-    else:
-        assert told["forward"] == (vars(built_in.forward), "built-in default, never timed")
+    for name, found in told.items():
+        tile = single if name == "gradients" else getattr(built_in, name)
+        assert found == (vars(tile), "built-in default, never timed")
 
 
 H200_ENTRIES = [

@@ -25,7 +25,7 @@ from ringattn.bench.export.kernels import KERNELS, compiled
 from ringattn.bench.export.tiles import BUILT_IN_TILES, Source
 from ringattn.bench.export.wish import Wish, chosen_tiles, settled
 from ringattn.bench.inspect.compiled import DTYPES, ROLES
-from ringattn.kernels import Bounds, KernelConfig, Tile, attention, gradients, hopper_launch
+from ringattn.kernels import Bounds, KernelConfig, attention, gradients, hopper_launch
 from ringattn.kernels.choice import Gpu
 
 from .exports import STREAM, Record
@@ -44,14 +44,16 @@ class Call:
         if wish.bounded:
             ends = torch.arange(rows, dtype=torch.int32).clamp(max=columns)
             self.bounds = Bounds(torch.zeros_like(ends), ends)
-        tiles = {name: Tile(*(getattr(tile, one) for one in Tile.__dataclass_fields__))
-                 for name, (tile, _) in chosen_tiles(wish).items()}  # fmt: skip
+        tiles = {name: tile for name, (tile, _) in chosen_tiles(wish).items()}
         self.config = KernelConfig(
-            *(tiles[name] for name in ("forward", "dq", "dkdv")),
+            forward=tiles["forward"],
+            dq=tiles["dq"],
+            dkdv=tiles["dkdv"],
             forward_kernel=wish.forward_kernel or "portable",
             backward=wish.backward,
             single_pass=tiles.get("gradients"),
         )
+        self.common: dict[str, Any] = {"bounds": self.bounds, "softmax_scale": SCALE, "config": self.config}
 
     def tensor(self, of_keys: bool, head_dim: int, dtype: str) -> torch.Tensor:
         """Of queries or keys: no two have the same strides; that of a dimension of one element says nothing."""
@@ -63,36 +65,36 @@ class Call:
         room = torch.zeros(case["batch"] * (length + 1) * row + 64, dtype=DTYPES[dtype])
         return room.as_strided((case["batch"], length, heads, head_dim), strides)
 
+    def triple(self, dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Like q, k and v."""
+        head_dim, head_dim_v = self.wish.head_dim, self.wish.head_dim_v
+        return (
+            self.tensor(False, head_dim, dtype),
+            self.tensor(True, head_dim, dtype),
+            self.tensor(True, head_dim_v, dtype),
+        )
+
     def run(self) -> None:
         """Forward and backward."""
         wish, role = self.wish, ROLES[self.wish.role]
-        dims, dtype = (wish.head_dim, wish.head_dim_v), wish.dtype
-        q, k, v = (
-            self.tensor(False, dims[0], dtype),
-            self.tensor(True, dims[0], dtype),
-            self.tensor(True, dims[1], dtype),
-        )
-        dout, out = self.tensor(False, dims[1], dtype), self.tensor(False, dims[1], dtype)
+        q, k, v = self.triple(wish.dtype)
+        dout, out = (self.tensor(False, wish.head_dim_v, wish.dtype) for _ in range(2))
         lse = torch.zeros(q.shape[0], q.shape[2], q.shape[1])
-        common: dict[str, Any] = {"bounds": self.bounds, "softmax_scale": SCALE, "config": self.config}
-        state = (self.tensor(False, dims[1], "fp32"), lse) if role.carried else None
-        attention.attention_forward(q, k, v, state=state, final=role.final, **common)
-        delta = attention.attention_delta(dout, out)
-        sums = [
-            self.tensor(False, dims[0], "fp32"),
-            self.tensor(True, dims[0], "fp32"),
-            self.tensor(True, dims[1], "fp32"),
-        ]
-        kind = dtype if role.final else "fp32"
-        fresh = [self.tensor(False, dims[0], kind), self.tensor(True, dims[0], kind), self.tensor(True, dims[1], kind)]
-        into, before = sums if role.in_place else fresh, sums if role.carried else [None] * 3
-        given, pairs = (dout, q, k, v, lse, delta), {"into": (into[1], into[2])}
-        pairs |= {"sums": (before[1], before[2])} if role.carried else {}
-        if wish.backward == "two_pass":
-            attention.attention_dq(*given, sums=before[0], into=into[0], **common)
-            attention.attention_dkdv(*given, **pairs, **common)  # type: ignore[arg-type]
+        state = (self.tensor(False, wish.head_dim_v, "fp32"), lse) if role.carried else None
+        attention.attention_forward(q, k, v, state=state, final=role.final, **self.common)
+        self.backward(dout, q, k, v, lse, attention.attention_delta(dout, out))
+
+    def backward(self, *given: torch.Tensor) -> None:
+        """What follows delta."""
+        role, sums = ROLES[self.wish.role], self.triple("fp32")
+        into = sums if role.in_place else self.triple(self.wish.dtype if role.final else "fp32")
+        pairs: dict[str, Any] = self.common | {"into": into[1:], "sums": sums[1:] if role.carried else None}
+        if self.wish.backward == "two_pass":
+            before: Any = sums[0] if role.carried else None
+            attention.attention_dq(*given, sums=before, into=into[0], **self.common)
+            attention.attention_dkdv(*given, **pairs)
         else:
-            attention.attention_gradients(*given, dq=sums[0], **pairs, **common)  # type: ignore[arg-type]
+            gradients.attention_gradients(*given, dq=sums[0], **pairs)
 
 
 def captured(wish: Wish, case: dict[str, int]) -> dict[str, tuple[int, list[Any]]]:
