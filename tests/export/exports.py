@@ -65,7 +65,8 @@ def built(library: Path, *sources: Path, options: tuple[str, ...] = ()) -> Path:
     """A shared library of C sources."""
     assert COMPILER is not None
     library.parent.mkdir(parents=True, exist_ok=True)
-    line = [COMPILER, *map(str, sources), "-std=c99", *WARNINGS, "-shared", "-fPIC", *options, "-o", str(library)]
+    shared = ["-shared", "-fPIC", "-Wl,-Bsymbolic"]  # its own driver, also where the real one is loaded
+    line = [COMPILER, *map(str, sources), "-std=c99", *WARNINGS, *shared, *options, "-o", str(library)]
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return library
