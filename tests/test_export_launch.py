@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.bench.export.kernels import parameter_sizes
+from ringattn.bench.export.binary import parameter_layout
+from ringattn.kernels import Bounds, Tile
+from ringattn.kernels.turns import numbers
 
-from .test_export import DATA, KERNELS, Export, Record, arguments_type, asked, needs_compiler
+from .export.exports import Export, exported, needs_compiler
 
 BATCH, ROWS, HEADS, KEY_HEADS, HEAD_DIM = 2, 200, 4, 2, 64
 SCALE = 0.125
@@ -29,17 +30,27 @@ class Case:
         results = {"out": "q", "dq_out": "q", "dk_out": "k", "dv_out": "v"}
         made |= {name: torch.full_like(made[like], torch.nan) for name, like in results.items()}
         made |= {name: torch.full((BATCH, HEADS, ROWS), torch.nan, device=device) for name in ("lse", "delta")}
+        made["dq"] = torch.zeros(made["q"].shape, device=device)  # fp32, added to
         self.tensors = made
         ends = torch.arange(ROWS, device=device, dtype=torch.int32)
         zero, last = torch.zeros_like(ends), torch.full_like(ends, ROWS)
         self.bounds = {"by query": {"lo": zero, "hi": ends + 1}, "by key": {"lo": ends, "hi": last}}
 
-    def arguments(self, name: str) -> dict[str, Any]:
+    def turns(self, tile: Tile) -> dict[str, Tensor]:
+        """Whose turn it is to add to dq, and room for the gates, which the launch is to clear."""
+        by_query, device = self.bounds["by query"], self.tensors["q"].device
+        table = numbers(Bounds(by_query["lo"], by_query["hi"]), BATCH, ROWS, ROWS, tile, device)
+        assert table is not None
+        gates = torch.full((BATCH, HEADS, -(-ROWS // tile.block_q)), 9, device=device, dtype=torch.int32)
+        return {"turns_numbers": table, "turns_gates": gates}
+
+    def arguments(self, kernel: dict[str, Any]) -> dict[str, Any]:
         """All that a kernel may be asked for."""
-        by_key = name == "dkdv"
-        numbers = {"rows": ROWS, "columns": ROWS, "heads": KEY_HEADS if by_key else HEADS, "softmax_scale": SCALE}
-        values: dict[str, Any] = {**numbers, "group": HEADS // KEY_HEADS}
-        for argument, x in (self.tensors | self.bounds["by key" if by_key else "by query"]).items():
+        by_key = kernel["name"] in ("dkdv", "gradients")
+        shape = {"rows": ROWS, "columns": ROWS, "heads": KEY_HEADS if by_key else HEADS, "softmax_scale": SCALE}
+        values: dict[str, Any] = {**shape, "group": HEADS // KEY_HEADS}
+        self.held = self.turns(Tile(**kernel["tile"])) if kernel["name"] == "gradients" else {}
+        for argument, x in (self.tensors | self.bounds["by key" if by_key else "by query"] | self.held).items():
             values[argument] = x.data_ptr()
             if x.dim() == 4:
                 values |= {f"{argument}_stride_{axis}": x.stride(i) for i, axis in enumerate("bsh")}
@@ -58,41 +69,41 @@ class Case:
         return {"out": out.detach(), "lse": scores.logsumexp(-1).detach(), **grads}
 
 
-def launched(export: Export, library: ctypes.CDLL, name: str, case: Case, stream: int) -> None:
-    """One kernel of it."""
-    kernel, function, values = export.kernels[name], export.loaded(library, name), case.arguments(name)
-    arguments = arguments_type(kernel)(**{one["name"]: values[one["name"]] for one in asked(kernel)})
-    launch = getattr(library, f"{export.prefix}_{name}_launch")
-    assert launch(function, ctypes.byref(arguments), BATCH, ctypes.c_void_p(stream)) == 0
+FLAGS = ["", "--forward-kernel hopper --backward single_pass", "--backward single_pass_deterministic"]
 
 
 @needs_compiler
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_it_launches(tmp_path: Path) -> None:
-    major, minor = torch.cuda.get_device_capability()
-    export = Export(f"--arch sm_{major}{minor} --head-dim {HEAD_DIM} --causal", tmp_path)
-    library, case = ctypes.CDLL(str(export.compiled("-l:libcuda.so.1"))), Case("cuda")
-    for name in KERNELS:
-        launched(export, library, name, case, torch.cuda.current_stream().cuda_stream)
+@pytest.mark.parametrize("flags", FLAGS)
+def test_it_launches(flags: str, tmp_path: Path) -> None:
+    arch = "{}{}".format(*torch.cuda.get_device_capability())
+    if "hopper" in flags and arch != "90":
+        pytest.skip("the Hopper forward is for sm_90")
+    export = Export(f"--arch sm_{arch} --head-dim {HEAD_DIM} --causal {flags}", tmp_path / "export")
+    library, case = export.compiled(options=("-l:libcuda.so.1",)), Case("cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+    for name, kernel in export.kernels.items():
+        assert export.launch(library, name, case.arguments(kernel), BATCH, stream) == 0
+        torch.cuda.synchronize()
     for name, truth in case.expected().items():
         atol = TOLERANCE * max(1.0, truth.abs().max().item())
-        torch.testing.assert_close(case.tensors[name].float(), truth, rtol=TOLERANCE, atol=atol)
+        found = case.tensors["dq" if name == "dq_out" and "gradients" in export.kernels else name]
+        torch.testing.assert_close(found.float(), truth, rtol=TOLERANCE, atol=atol)
 
 
 @needs_compiler
-def test_the_same_calls_without_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["causal", "described"])
+def test_the_same_calls_without_a_gpu(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """That the launches above are complete, where there is nothing to launch on."""
-    export = Export(f"--arch sm_90 --head-dim {HEAD_DIM} --causal", tmp_path)
-    library, case = ctypes.CDLL(str(export.compiled(DATA / "driver.c"))), Case("cpu")
-    record = Record.in_dll(library, "record")
-    for count, name in enumerate(KERNELS, 1):
-        kernel = export.kernels[name]
-        sizes = parameter_sizes((export.folder / kernel["cubin"]).read_bytes())
-        record.sizes[:] = sizes + [0] * (65 - len(sizes))
-        launched(export, library, name, case, 5)
-        assert record.launches == count
-        first = kernel["parameters"][0]["name"]
-        assert int.from_bytes(bytes(record.values[0]), "little") == case.tensors[first].data_ptr()
+    export, case = exported(name, tmp_path_factory), Case("cpu")
+    library, record = export.recording()
+    for kernel in export.kernels.values():
+        layout, before = parameter_layout((export.folder / kernel["cubin"]).read_bytes()), record.launches
+        record.expect([size for _, size in layout.parameters])
+        assert export.launch(library, kernel["name"], case.arguments(kernel), BATCH) == 0
+        assert record.launches == before + 1
+        first = kernel["arguments"][0]["name"]
+        assert record.passed()[0][:8] == case.tensors[first].data_ptr().to_bytes(8, "little")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the launches themselves are compared")

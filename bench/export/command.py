@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import triton
 import typer
 
-from ... import __version__
 from ..inspect.compiled import SHARED_LIMIT
 from ..output import prints, write_json
-from ..provenance import git, sources
 from ..shapes import size
-from .kernels import ALIGNMENT, KERNELS, Argument, Exported, Wish, chosen_tiles, export
+from .kernels import Exported, export
+from .manifest import LICENCE, manifest
 from .text import header, launcher
 from .tiles import LONGEST, Source
-
-SCHEMA = 1
-LICENCE = "MIT"
-SCRATCH = {"name": "scratch", "size": 8, "value": 0}  # what Triton appends
+from .wish import Wish, chosen_tiles, settled
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -35,6 +29,21 @@ class Role(StrEnum):
     first = "first"
     middle = "middle"
     last = "last"
+
+
+class ForwardKernel(StrEnum):
+    """Those of ``KernelConfig.forward_kernel``."""
+
+    portable = "portable"
+    hopper = "hopper"
+
+
+class Backward(StrEnum):
+    """Those of ``KernelConfig.backward``."""
+
+    two_pass = "two_pass"
+    single_pass = "single_pass"
+    single_pass_deterministic = "single_pass_deterministic"
 
 
 class Dtype(StrEnum):
@@ -72,48 +81,6 @@ def written(wish: Wish, kernels: list[Exported], folder: Path) -> dict[str, Any]
     return made
 
 
-def manifest(wish: Wish, kernels: list[Exported], hashes: dict[str, str]) -> dict[str, Any]:
-    """What the files are, where they come from, and what a launcher of one's own would need."""
-    return {
-        "schema": SCHEMA,
-        "name": wish.prefix,
-        "licence": LICENCE,
-        "versions": {"ringattn": __version__, "triton": triton.__version__, "sources": sources(), **git()},
-        "arch": f"sm_{wish.arch}",
-        "dtype": wish.dtype,
-        "head_dim": [wish.head_dim, wish.head_dim_v],
-        "bounded": wish.bounded,
-        "grouped": wish.grouped,
-        "role": wish.role,
-        "run": "not on a GPU by whoever wrote this file",
-        "sha256": hashes,
-        "kernels": [_entry(wish, kernel) for kernel in kernels],
-    }
-
-
-def _entry(wish: Wish, kernel: Exported) -> dict[str, Any]:
-    return {
-        "name": kernel.name,
-        "cubin": f"{wish.prefix}_{kernel.name}.cubin",
-        "symbol": kernel.symbol,
-        "grid": [f"ceil(rows / {kernel.block}) * batch * heads", 1, 1],
-        "threads": kernel.threads,
-        "shared_memory": kernel.shared,
-        "tile": asdict(chosen_tiles(wish)[kernel.name][0]),
-        "tile_from": chosen_tiles(wish)[kernel.name][1],
-        "parameters": [*map(_parameter, kernel.arguments), *[SCRATCH] * kernel.scratch],
-    }
-
-
-def _parameter(argument: Argument) -> dict[str, Any]:
-    told: dict[str, Any] = {"name": argument.name, "type": argument.type, "size": argument.size}
-    if argument.same_as:
-        told["same_as"] = argument.same_as
-    if argument.multiple > 1:
-        told["multiple_of"] = argument.multiple
-    return told
-
-
 @app.command()
 def main(
     arch: Annotated[int, typer.Option(parser=arch_of, metavar="ARCH", help="Of the GPU, as sm_90.")],
@@ -125,6 +92,12 @@ def main(
     ] = False,
     grouped: Annotated[bool, typer.Option(help="Any number of query heads per key head, or always one.")] = True,
     role: Annotated[Role, typer.Option(help="What a launch continues and leaves, in a ring of several.")] = Role.only,
+    forward_kernel: Annotated[
+        ForwardKernel | None, typer.Option(help="Of KernelConfig [default: the tuned table's, else portable].")
+    ] = None,
+    backward: Annotated[Backward, typer.Option(help="Of KernelConfig: dq and dkdv, or both at once.")] = (
+        Backward.two_pass
+    ),
     config_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Tiles of a table that `ringattn tune` wrote there.")
     ] = None,
@@ -143,15 +116,20 @@ def main(
 ) -> None:
     """Write cubins, a C header and launcher, and a manifest of attention kernels, forward and backward."""
     source = Source(gpu, config_dir, group, seqlen or LONGEST, estimated)
-    wish = Wish(arch, TRITON_NAMES[dtype], head_dim, head_dim_v or head_dim, causal, grouped, role.value, source)
+    chosen = forward_kernel and forward_kernel.value
+    wish = Wish(
+        arch, TRITON_NAMES[dtype], head_dim, head_dim_v or head_dim, causal, grouped, role.value, source, chosen,
+        backward.value,
+    )  # fmt: skip
     kernels = []
     try:
-        for name in KERNELS:
+        wish = settled(wish)
+        for name in wish.kernels:
             kernels.append(export(wish, name))
             if prints() and json_to != "-":
                 one = kernels[-1]
                 whence = chosen_tiles(wish)[name][1]
-                print(f"{name:<8} {len(one.arguments)} arguments, {one.shared} bytes of shared memory; tile: {whence}")
+                print(f"{name:<9} {len(one.arguments)} arguments, {one.shared} bytes of shared memory; tile: {whence}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if not prints():
@@ -160,4 +138,6 @@ def main(
     if json_to is not None:
         write_json(json_to, made)
     if json_to != "-":
-        print(f"wrote {len(made['sha256']) + 1} files to {out_dir}; pointers and strides are multiples of {ALIGNMENT}")
+        print(
+            f"wrote {len(made['sha256']) + 1} files to {out_dir}; the header says how pointers and strides are aligned"
+        )

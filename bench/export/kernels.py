@@ -3,70 +3,44 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
 from ...kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from ...kernels.config import Tile
+from ...kernels.dq_sum import Turns
 from ...kernels.forward import forward_kernel
+from ...kernels.gradients import COPY_ENGINE_ARCH
 from ...kernels.modify import UNMODIFIED
-from ...kernels.tiles import Interval, Shape, Strided
-from ..inspect.compiled import DTYPES, ROLES, SHARED_LIMIT
-from .tiles import BUILT_IN_TILES, Source, Tiles, tiles_of
+from ...kernels.single_pass import single_pass_kernel
+from ...kernels.steps import ROWS
+from ...kernels.tiles import LEAST, Interval, Shape
+from ..inspect.compiled import ROLES, SHARED_LIMIT
+from .arguments import Argument, Described, Flat, flattened, offsets, strided
+from .binary import parameter_layout
+from .wish import Wish, check, check_hopper, chosen_tiles
 
-KERNELS = {"forward": forward_kernel, "delta": delta_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
-ALIGNMENT = 16
-"""Bytes of a pointer and elements of a stride: what lets a thread load 16 bytes at once, and TMA at all."""
-
-SIZES = {"fp32": 4, "i32": 4, "i64": 8}
-"""Bytes of what is passed by value; a pointer has 8."""
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What to export."""
-
-    arch: int  # compute capability without the dot
-    dtype: str = "bf16"  # one of DTYPES
-    head_dim: int = 128
-    head_dim_v: int = 128
-    bounded: bool = False  # an interval of keys per query, which every mask is
-    grouped: bool = True  # any number of query heads per key head
-    role: str = "only"  # one of ROLES
-    source: Source = BUILT_IN_TILES
-
-    @property
-    def prefix(self) -> str:
-        """Of every name in C and of every file."""
-        dims = f"d{self.head_dim}" + (f"_{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
-        words = ["bounded" if self.bounded else "full", *([] if self.grouped else ["mha"])]
-        words += [] if self.role == "only" else [self.role]
-        return "_".join(["ringattn", f"sm{self.arch}", self.dtype, dims, *words])
+KERNELS = {
+    "forward": forward_kernel,
+    "delta": delta_kernel,
+    "dq": dq_kernel,
+    "dkdv": dkdv_kernel,
+    "gradients": single_pass_kernel,
+}
+BY_KEYS = ("dkdv", "gradients")
+"""Kernels whose programs are tiles of keys: their rows are keys, their columns queries, their heads key heads."""
 
 
-@dataclass(frozen=True)
-class Argument:
-    """One parameter of a kernel, in the order of its binary."""
+class TensorMap(NamedTuple):
+    """A descriptor as the driver encodes it."""
 
-    name: str
-    type: str  # as Triton spells it: *bf16, i32, fp32
-    same_as: str | None = None  # not asked for: this argument is passed once more
-    multiple: int = 1  # bytes that a pointer, or elements that a stride, must be a multiple of
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return 8 if self.type.startswith("*") else SIZES[self.type]
+    of: Described
+    box: tuple[int, ...]  # elements of a dimension that one load takes, the outermost first
+    swizzle: int  # CUtensorMapSwizzle
 
 
 @dataclass(frozen=True)
@@ -76,93 +50,122 @@ class Exported:
     name: str  # one of KERNELS
     symbol: str
     cubin: bytes
-    arguments: tuple[Argument, ...]
+    arguments: tuple[Argument, ...]  # in the order of the binary
+    asked: tuple[Argument, ...]  # what a caller says
+    maps: tuple[TensorMap, ...]
+    layout: tuple[tuple[int, int], ...]  # (offset, bytes) of every parameter, those of `scratch` last
     threads: int  # per program
-    block: int  # rows per program
+    tile: Tile
     shared: int  # bytes
     scratch: int = 2  # pointers that Triton appends, which these kernels do not use
 
+    @property
+    def block(self) -> int:
+        """Rows per program."""
+        return self.tile.block_k if self.name in BY_KEYS else self.tile.block_q
+
 
 def export(wish: Wish, name: str) -> Exported:
-    """Compile one kernel.
+    """Compile one kernel of a wish that is ``settled``.
 
     Raises:
         ValueError: the wish, or a tile that does not fit the chip.
         RuntimeError: a binary that these launchers would not launch as Triton does.
     """
-    check(wish)
-    kernel, tile = KERNELS[name], _tile(wish, name)
-    values = launch_arguments(wish, name)
-    signature, constants, attributes, flat = _flattened(kernel, values)
-    # without the path of every source line on this machine
-    with triton.knobs.compilation.scope():
-        triton.knobs.compilation.disable_line_info = True
-        made = triton.compile(
-            ASTSource(kernel, signature, constants, attributes),
-            target=GPUTarget("cuda", wish.arch, 32),
-            options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
-        )
+    flat, made = compiled(wish, name)
     metadata, limit = made.metadata, SHARED_LIMIT[wish.arch]
     if metadata.shared > limit:
         raise ValueError(
             f"the {name} kernel takes {metadata.shared} bytes of shared memory, sm_{wish.arch} has {limit}"
         )
+    passed, asked = flat.arguments, flat.asked
     if name == "delta":  # which has no keys
-        flat = [replace(one, same_as="rows") if one.name == "columns" else one for one in flat]
-    threads, block = 32 * metadata.num_warps, _block(name, tile)
-    exported = Exported(name, metadata.name, made.asm["cubin"], tuple(flat), threads, block, metadata.shared)
+        passed = [replace(one, same_as="rows") if one.name == "columns" else one for one in passed]
+        asked = [one for one in asked if one.name != "columns"]
+    tile, threads = chosen_tiles(wish)[name][0], 32 * metadata.num_warps
+    maps = tuple(tensor_maps(flat.described, getattr(metadata, "tensordesc_meta", None) or []))
+    layout = parameter_layout(cubin := made.asm["cubin"])
+    exported = Exported(
+        name, metadata.name, cubin, (*passed,), (*asked,), maps, (*layout.parameters,), threads, tile, metadata.shared
+    )
     if metadata.global_scratch_size or metadata.profile_scratch_size or getattr(metadata, "num_ctas", 1) != 1:
         raise RuntimeError(f"the {name} kernel wants scratch memory or a cluster, which its launcher does not give")
-    expected = [argument.size for argument in flat] + [8] * exported.scratch
-    if (found := parameter_sizes(exported.cubin)) != expected:
-        raise RuntimeError(f"the {name} kernel takes parameters of {found} bytes, its launcher passes {expected}")
+    if (found := threads_of(made.asm["ptx"])) != threads:
+        raise RuntimeError(f"the {name} kernel wants {found} threads, its launcher starts {threads}")
+    expected = offsets(passed, exported.scratch, layout.base)
+    if layout.parameters != expected:
+        raise RuntimeError(
+            f"the {name} kernel takes parameters of (offset, bytes) {layout.parameters}, its launcher passes {expected}"
+        )
     return exported
 
 
-def check(wish: Wish) -> None:
-    """Refuse what is not there: ValueError."""
-    if not isinstance(forward_kernel, JITFunction):
-        raise ValueError("TRITON_INTERPRET is set: kernels are interpreted and there is nothing to compile, unset it")
-    for what, got, known in (
-        ("arch", wish.arch, SHARED_LIMIT),
-        ("dtype", wish.dtype, DTYPES),
-        ("role", wish.role, ROLES),
-    ):
-        if got not in known:
-            raise ValueError(f"{what} is {got}: it must be one of {', '.join(map(str, known))}")
-    for what, got in (("head_dim", wish.head_dim), ("head_dim_v", wish.head_dim_v)):
-        if not 1 <= got <= 256:
-            raise ValueError(f"{what} is {got}: it must be 1 to 256")
-
-
-@lru_cache
-def chosen_tiles(wish: Wish) -> Tiles:
-    """By kernel: the tile, and in words where it comes from.
+def compiled(wish: Wish, name: str) -> tuple[Flat, Any]:
+    """(the arguments of a kernel, what Triton made of it).
 
     Raises:
-        ValueError: see :func:`export_tiles.tiles_of`.
+        ValueError: the wish.
     """
-    return tiles_of(wish.source, wish.arch, wish.dtype, (wish.head_dim, wish.head_dim_v), bounded=wish.bounded)
+    check(wish)
+    check_hopper(wish)
+    is_hopper = name == "forward" and wish.forward_kernel == "hopper"
+    tile, kernel = chosen_tiles(wish)[name][0], KERNELS[name]
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    source: Any = ASTSource
+    if is_hopper:
+        # a while to import, and only this kernel needs it
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        from ...kernels.hopper import hopper_kernel
+        from ...kernels.hopper_launch import REGISTERS
+
+        kernel, source, options = hopper_kernel, GluonASTSource, {"num_warps": 4, "maxnreg": REGISTERS}
+    values = hopper_arguments(wish) if is_hopper else launch_arguments(wish, name)
+    flat = flattened(kernel.arg_names, {parameter: values[parameter] for parameter in kernel.arg_names})
+    # without the path of every source line on this machine
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = True
+        made = triton.compile(
+            source(kernel, flat.signature, flat.constants, flat.attributes),
+            target=GPUTarget("cuda", wish.arch, 32),
+            options=options,
+        )
+    return flat, made
 
 
-def _tile(wish: Wish, name: str) -> Tile:
-    return chosen_tiles(wish)[name][0]
+def threads_of(ptx: str) -> int:
+    """Of a program: what the compiler requires, all partitions of a specialised kernel together."""
+    found = re.search(r"\.(?:reqntid|maxntid) (\d+)", ptx)
+    assert found is not None
+    return int(found[1])
 
 
-def _block(name: str, tile: Tile) -> int:
-    return tile.block_k if name == "dkdv" else tile.block_q
+def tensor_maps(described: list[Described], metadata: list[dict[str, Any]]) -> list[TensorMap]:
+    """What the compiler wants of each descriptor.
+
+    Raises:
+        RuntimeError: what no launcher here encodes.
+    """
+    if len(described) != len(metadata) or any(one.get("fp4_padded") or one.get("is_im2col") for one in metadata):
+        raise RuntimeError(f"{len(described)} descriptors, of which the compiler says {metadata}")
+    found = []
+    for one, told in zip(described, metadata, strict=True):
+        if told["elem_size"] != one.element_size or len(told["block_size"]) != len(one.sizes):
+            raise RuntimeError(f"{one.tensor} is a {one.type}, of which the compiler says {told}")
+        found.append(TensorMap(one, tuple(told["block_size"]), told["swizzle"]))
+    return found
 
 
 def launch_arguments(wish: Wish, name: str) -> dict[str, Any]:
     """By parameter: a type for what is passed at run time, a plain value for a constant, a name for a repetition."""
-    role, tile = ROLES[wish.role], _tile(wish, name)
-    model, sums = _strided(wish.dtype, wish.head_dim), _strided("fp32", wish.head_dim)
-    model_v, sums_v = _strided(wish.dtype, wish.head_dim_v), _strided("fp32", wish.head_dim_v)
+    role, tile = ROLES[wish.role], chosen_tiles(wish)[name][0]
+    model, sums = strided(wish.dtype, wish.head_dim), strided("fp32", wish.head_dim)
+    model_v, sums_v = strided(wish.dtype, wish.head_dim_v), strided("fp32", wish.head_dim_v)
     # only a state or sums that stay where they were, or that do not exist, are the result itself
     in_place = role.in_place or (role.carried and wish.dtype == "fp32" and name == "forward")
     separate = role.carried and not in_place
     result, result_v = (model, model_v) if role.final else (sums, sums_v)
-    common = {
+    return {
         "q": model, "k": model, "v": model_v, "dout": model_v, "lse": "*fp32", "delta": "*fp32",
         "softmax_scale": "fp32", "modifiers": UNMODIFIED,
         "bounds": Interval(*(("*i32", "*i32") if wish.bounded else (None, None))),
@@ -171,84 +174,43 @@ def launch_arguments(wish: Wish, name: str) -> dict[str, Any]:
         "dq_in": sums if separate else "dq_out", "dq_out": result,
         "dk_in": sums if separate else "dk_out", "dk_out": result,
         "dv_in": sums_v if separate else "dv_out", "dv_out": result_v, "dlse": None,
+        "dq": sums, "box": box(wish, tile), "turns": turns(wish), "RAGGED": not wish.bounded,
         "HEAD_DIM": wish.head_dim, "HEAD_DIM_V": wish.head_dim_v, "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k,
         "HAS_STATE": role.carried, "HAS_SUM": role.carried, "IN_PLACE": in_place,
     }  # fmt: skip
-    return {parameter: common[parameter] for parameter in KERNELS[name].arg_names}
 
 
-def _strided(dtype: str, head_dim: int) -> Strided:
-    aligned = "" if head_dim % ALIGNMENT else "!"  # rows of such heads can begin on 16 bytes
-    # a batch row may be 2^31 elements long
-    return Strided(f"*{dtype}", f"i64{aligned}", f"i32{aligned}", f"i32{aligned}")
+def box(wish: Wish, tile: Tile) -> Described | None:
+    """dQ of a single pass where the copy engine adds to it, as ``gradients.box_of`` has it of what is aligned."""
+    head_dim = wish.head_dim
+    if wish.arch < COPY_ENGINE_ARCH or head_dim < LEAST or head_dim & (head_dim - 1):
+        return None
+    heads = "heads * group" if wish.grouped else "heads"
+    return Described("dq", "fp32", ("batch", "columns", heads, head_dim), tile.block_q)
 
 
-def signature_of(wish: Wish, name: str) -> dict[str, Any]:
-    """Triton's signature of a kernel: types, nested as its arguments are."""
-    return _flattened(KERNELS[name], launch_arguments(wish, name)).signature
+def turns(wish: Wish) -> Turns:
+    """Who waits for whom in a single pass."""
+    if wish.backward != "single_pass_deterministic":
+        return Turns(None, None, None)
+    return Turns("*i32", 0, "*i32") if wish.bounded else Turns(None, None, "*i32")
 
 
-class Flat(NamedTuple):
-    """Triton's signature, constants and attributes by path, and the arguments one after the other."""
+def hopper_arguments(wish: Wish) -> dict[str, Any]:
+    """As :func:`launch_arguments`, of the Hopper forward."""
+    from triton.experimental.gluon import language as gl
 
-    signature: dict[str, Any]
-    constants: dict[tuple[int, ...], Any]
-    attributes: dict[tuple[int, ...], Any]
-    arguments: list[Argument]
+    tile, common = chosen_tiles(wish)["forward"][0], launch_arguments(wish, "forward")
 
+    def described(name: str, length: str, heads: str, rows: int) -> Described:
+        dtype = {"bf16": gl.bfloat16, "fp16": gl.float16}[wish.dtype]
+        layout = repr(gl.NVMMASharedLayout.get_default_for([1, rows, 1, wish.head_dim], dtype))
+        return Described(name, wish.dtype, ("batch", length, heads, wish.head_dim), rows, common[name], layout)
 
-def _flattened(kernel: Any, values: dict[str, Any]) -> Flat:
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    flat: list[Argument] = []
-
-    def walk(value: Any, path: tuple[int, ...], name: str, same_as: str | None) -> Any:
-        if isinstance(value, tuple):
-            fields = zip(getattr(type(value), "_fields", ()), value, strict=True)
-            return type(value)(
-                *(
-                    walk(part, (*path, i), _field(name, field), same_as and _field(same_as, field))
-                    for i, (field, part) in enumerate(fields)
-                )
-            )
-        if value is None or isinstance(value, int):
-            constants[path] = value
-            return "constexpr"
-        plain = value.rstrip("!")
-        aligned = value.endswith("!") or value.startswith("*")
-        if aligned:
-            attributes[path] = [["tt.divisibility", ALIGNMENT]]
-        flat.append(Argument(name, plain, same_as, ALIGNMENT if aligned else 1))
-        return plain
-
-    signature = {}
-    for index, name in enumerate(kernel.arg_names):
-        value, same_as = values[name], None
-        if isinstance(value, str) and value in values:
-            value, same_as = values[value], value
-        signature[name] = walk(value, (index,), name, same_as)
-    return Flat(signature, constants, attributes, flat)
-
-
-def _field(name: str, field: str) -> str:
-    """``q`` and ``stride_b``: q_stride_b; a pointer has the tensor's name; what is not a tensor names its fields."""
-    if field == "ptr":
-        return name
-    return field if name in ("shape", "bounds") else f"{name}_{field}"
-
-
-def parameter_sizes(cubin: bytes) -> list[int]:
-    """Bytes of every parameter that a binary says it takes, in its order."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-elf", file.name], capture_output=True, text=True, check=True).stdout
-    found = dict(_parameters(text))
-    return [found[ordinal] for ordinal in sorted(found)]
-
-
-def _parameters(text: str) -> Iterator[tuple[int, int]]:
-    pattern = r"EIATTR_KPARAM_INFO.*?Ordinal\s*:\s*0x([0-9a-f]+).*?Size\s*:\s*0x([0-9a-f]+)"
-    for ordinal, size in re.findall(pattern, text, re.DOTALL):
-        yield int(ordinal, 16), int(size, 16)
+    key_heads = "heads / group" if wish.grouped else "heads"
+    return common | {
+        "q": described("q", "rows", "heads", ROWS),
+        "k": described("k", "columns", key_heads, tile.block_k),
+        "v": described("v", "columns", key_heads, tile.block_k),
+        "SLOTS": tile.num_stages,
+    }

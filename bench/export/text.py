@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from .kernels import ALIGNMENT, Argument, Exported, Wish
+from .arguments import Argument
+from .kernels import BY_KEYS, Exported
+from .maps import HELPERS, declarations, encodings
+from .wish import Wish
 
 C_TYPES = {"i32": "int32_t", "i64": "int64_t", "fp32": "float"}
 
@@ -23,11 +26,14 @@ MEANING = {
     "dq_out": "gradient of q, [B, Sq, H, D]",
     "dk_out": "gradient of k, [B, Sk, Hkv, D]",
     "dv_out": "gradient of v, [B, Sk, Hkv, Dv]",
+    "dq": "what the gradient of q is added to, [B, Sq, H, D]: zeros, or that of the shards before",
+    "turns_gates": "room for B * H * ceil(Sq / BLOCK_Q) int32, which the launch fills",
+    "turns_numbers": "int32 [ceil(Sk / BLOCK_K), ceil(Sq / BLOCK_Q)], as the function above fills it",
     "softmax_scale": "factor of q k^T, usually 1 / sqrt(D)",
     "group": "query heads per key head",
 }
-ROWS = {"dkdv": ("Sk", "Sq", "Hkv", "query of each key")}  # of the other kernels: Sq, Sk, H
-OF_ROWS = ("Sq", "Sk", "H", "key of each query")
+OF_KEYS = ("Sk", "Sq", "Hkv", "query of each key")
+OF_QUERIES = ("Sq", "Sk", "H", "key of each query")
 
 
 def header(wish: Wish, kernels: Sequence[Exported], licence: str) -> str:
@@ -42,7 +48,7 @@ def header(wish: Wish, kernels: Sequence[Exported], licence: str) -> str:
         ),
         f"#ifndef {guard}\n#define {guard}\n\n#include <stddef.h>\n#include <stdint.h>\n#include <cuda.h>",
         '#ifdef __cplusplus\nextern "C" {\n#endif',
-        *(_declarations(wish, kernel) for kernel in kernels),
+        *(part for kernel in kernels for part in _declarations(wish, kernel)),
         *([CAUSAL] if wish.bounded else []),
         f"#ifdef __cplusplus\n}}\n#endif\n\n#endif /* {guard} */\n",
     ]
@@ -53,18 +59,24 @@ def launcher(wish: Wish, kernels: Sequence[Exported], licence: str) -> str:
     """``<prefix>.c``."""
     top = _comment(f"Launchers of the kernels in {wish.prefix}.h. Licence: {licence}.")
     launches = (_launch(wish, kernel) for kernel in kernels)
-    return "\n\n".join([top, f'#include "{wish.prefix}.h"', LOAD, *launches]) + "\n"
+    helpers = [HELPERS] if any(kernel.maps for kernel in kernels) else []
+    return "\n\n".join([top, f'#include "{wish.prefix}.h"', LOAD, *helpers, *launches]) + "\n"
 
 
-def _declarations(wish: Wish, kernel: Exported) -> str:
+def _declarations(wish: Wish, kernel: Exported) -> Iterator[str]:
     name = f"{wish.prefix}_{kernel.name}"
-    fields = [_field(kernel, argument) for argument in asked(kernel)]
-    return "\n".join(
+    fields = [_field(kernel, argument) for argument in kernel.asked]
+    needs = [
+        f"{kernel.name}: one program per {kernel.block} rows, batch row and head; {kernel.threads} "
+        f"threads, {kernel.shared} bytes of shared memory.",
+        *(MAPS.format(", ".join(one.of.tensor for one in kernel.maps)).splitlines() if kernel.maps else []),
+        *(SUMS.splitlines() if kernel.name == "gradients" else []),
+    ]
+    if has_turns(kernel):
+        yield TURNS.format(name=name, block_q=kernel.tile.block_q, block_k=kernel.tile.block_k)
+    yield "\n".join(
         [
-            _comment(
-                f"{kernel.name}: one program per {kernel.block} rows, batch row and head; {kernel.threads} "
-                f"threads, {kernel.shared} bytes of shared memory.",
-            ),
+            _comment(*needs),
             f"typedef struct {name}_args {{",
             *fields,
             f"}} {name}_args;",
@@ -82,16 +94,18 @@ def _declarations(wish: Wish, kernel: Exported) -> str:
     )
 
 
-def asked(kernel: Exported) -> list[Argument]:
-    """What a caller says; what is passed twice is asked for once."""
-    return [argument for argument in kernel.arguments if argument.same_as is None]
+def has_turns(kernel: Exported) -> bool:
+    """Whether the caller says whose turn it is."""
+    return any(one.name == "turns_numbers" for one in kernel.asked)
 
 
 def _field(kernel: Exported, argument: Argument) -> str:
-    rows, columns, heads, of = ROWS.get(kernel.name, OF_ROWS)
+    rows, columns, heads, of = OF_KEYS if kernel.name in BY_KEYS else OF_QUERIES
     own = {"rows": rows, "columns": columns, "heads": heads, "lo": f"first {of}, int32 [{rows}], never decreasing"}
     own["hi"] = own["lo"].replace("first", "one past the last", 1)
     meaning = own.get(argument.name) or MEANING.get(argument.name) or "in elements"
+    for side in ("q", "k"):
+        meaning = meaning.replace(f"BLOCK_{side.upper()}", str(getattr(kernel.tile, f"block_{side}")))
     kind = "CUdeviceptr" if argument.type.startswith("*") else C_TYPES[argument.type]
     dtype = f"{argument.type[1:]}, " if argument.type.startswith("*") and argument.type != "*i32" else ""
     multiple = f"; a multiple of {argument.multiple}" if argument.multiple > 1 else ""
@@ -100,9 +114,7 @@ def _field(kernel: Exported, argument: Argument) -> str:
 
 def _launch(wish: Wish, kernel: Exported) -> str:
     name = f"{wish.prefix}_{kernel.name}"
-    checked = [a.name for a in asked(kernel) if a.multiple > 1]
-    passed = [f"(void *)&args->{a.same_as or a.name}" for a in kernel.arguments] + ["&scratch"] * kernel.scratch
-    all_of = "\n    | ".join(f"(uint64_t)args->{one}" for one in checked)
+    passed = [f"(void *){a.at or f'&args->{a.same_as or a.name}'}" for a in kernel.arguments]
     lines = [
         f"CUresult {name}_load(const void *cubin, CUmodule *module, CUfunction *function) {{",
         f'  return load(cubin, "{kernel.symbol}", {kernel.shared}, module, function);',
@@ -113,18 +125,19 @@ def _launch(wish: Wish, kernel: Exported) -> str:
         "  CUdeviceptr scratch = 0; /* Triton's two last parameters, which this kernel does not read */",
         f"  int64_t tiles = ((int64_t)args->rows + {kernel.block - 1}) / {kernel.block};",
         "  int64_t programs = tiles * args->heads; /* of one batch row */",
-        "  void *parameters[] = {",
-        *(f"    {one}," for one in passed),
-        "  };",
-        f"  uint64_t all = {all_of};",
-        f"  if (all % {ALIGNMENT})",
-        "    return CUDA_ERROR_INVALID_VALUE;",
+        *_alignments(kernel),
         f"  if ({senseless(kernel)})",
         "    return CUDA_ERROR_INVALID_VALUE;",
         "  if (programs > INT32_MAX || (programs *= batch) > INT32_MAX)",
         "    return CUDA_ERROR_INVALID_VALUE;",
         "  if (programs == 0)",
         "    return CUDA_SUCCESS;",
+        *declarations(kernel),
+        "  void *parameters[] = {",
+        *(f"    {one}," for one in [*passed, *["&scratch"] * kernel.scratch]),
+        "  };",
+        *encodings(kernel),
+        *_gates(kernel),
         f"  return cuLaunchKernel(function, (unsigned)programs, 1, 1, {kernel.threads}, 1, 1,",
         f"                        {kernel.shared}, stream, parameters, NULL);",
         "}",
@@ -132,22 +145,71 @@ def _launch(wish: Wish, kernel: Exported) -> str:
     return "\n".join(lines)
 
 
+def _alignments(kernel: Exported) -> Iterator[str]:
+    for multiple in sorted({one.multiple for one in kernel.asked} - {1}):
+        checked = "\n      | ".join(f"(uint64_t)args->{one.name}" for one in kernel.asked if one.multiple == multiple)
+        yield f"  if (({checked}) % {multiple})"
+        yield "    return CUDA_ERROR_INVALID_VALUE;"
+
+
+def _gates(kernel: Exported) -> Iterator[str]:
+    """Nobody has added to dQ yet."""
+    names = {one.name for one in kernel.asked}
+    if "turns_gates" not in names:
+        return
+    heads = "args->heads * args->group" if "group" in names else "args->heads"
+    tiles = f"(((size_t)args->columns + {kernel.tile.block_q - 1}) / {kernel.tile.block_q})"
+    if not kernel.maps:
+        yield "  CUresult result;"
+    yield f"  result = cuMemsetD32Async(args->turns_gates, 0, (size_t)batch * (size_t)({heads}) * {tiles}, stream);"
+    yield "  if (result != CUDA_SUCCESS)"
+    yield "    return result;"
+
+
 def senseless(kernel: Exported) -> str:
     """The condition in C under which a launch is refused for its numbers."""
-    known = {argument.name for argument in asked(kernel)}
+    known = {argument.name for argument in kernel.asked}
     found = ["batch < 0", *(f"args->{name} < 0" for name in ("rows", "columns", "heads") if name in known)]
     if "group" in known:
         found.append("args->group < 1")
-        if kernel.name != "dkdv":  # whose heads are those of the keys
+        if kernel.name not in BY_KEYS:  # whose heads are those of the keys
             found.append("args->heads % args->group")
     if "softmax_scale" in known:
         found.append("!(args->softmax_scale > 0)")  # NaN too
+    if kernel.name == "gradients":  # 32 bits reach from one end of a tile of queries to the other
+        far = (2**31 - 1) // kernel.tile.block_q
+        strides = [f"args->{name}_stride_s" for name in ("q", "dout", "dq")]
+        found += [f"{stride} > {far} || {stride} < -{far}" for stride in strides]
+        found += ["(int64_t)args->heads * args->group > INT32_MAX"] if "group" in known else []
     return "\n      || ".join(found)
 
 
 def _comment(*lines: str) -> str:
     return "/* " + "\n * ".join(lines) + " */"
 
+
+MAPS = """By tensor maps: {}. The launch makes them, anew each time, by cuTensorMapEncodeTiled (CUDA 12.0), and
+returns what that returns: at least one row and one column, strides positive where a dimension has more
+than one element."""
+
+SUMS = """Adds to dq, in fp32; batch rows, heads and head dim of dk_out and dv_out are those of the keys."""
+
+TURNS = """/* turns_numbers, int32 [ceil(keys / {block_k}), ceil(queries / {block_q})], on the host: how many later
+ * tiles of keys add to a tile of queries before this one does. lo and hi by key, as the launch takes them, but on the
+ * host. A table that is not of these lo and hi makes the kernel wait forever. */
+static inline void {name}_turns(int32_t *numbers, const int32_t *lo, const int32_t *hi,
+    int32_t queries, int32_t keys) {{
+  int64_t across = ((int64_t)queries + {block_q} - 1) / {block_q}, down = ((int64_t)keys + {block_k} - 1) / {block_k};
+  for (int64_t column = 0; column < across; ++column) {{
+    int32_t before = 0;
+    for (int64_t tile = down - 1; tile >= 0; --tile) {{
+      int64_t first = tile * {block_k}, end = first + {block_k} < keys ? first + {block_k} : keys;
+      int64_t query = column * {block_q}, low = lo[first], high = hi[end - 1];
+      numbers[tile * across + column] = before;
+      before += high > low && query >= low / {block_q} * {block_q} && query < high;
+    }}
+  }}
+}}"""
 
 LOAD = """static CUresult load(const void *cubin, const char *symbol, int shared, CUmodule *module,
                      CUfunction *function) {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...kernels.attention import DELTA_BLOCK
 from ...kernels.choice import Gpu, tables_of
-from ...kernels.config import Tile, config_for
+from ...kernels.config import Tile, config_for, single_pass_tile
 from ...kernels.tables import KERNELS, Entry, RefusedTable, Table, options_of, read
 from ..inspect.compiled import DTYPES
 
@@ -37,14 +37,25 @@ Tiles = dict[str, tuple[Tile, str]]
 """By kernel: the tile, and where it comes from."""
 
 
-def tiles_of(source: Source, arch: int, dtype: str, head_dims: tuple[int, int], *, bounded: bool) -> Tiles:
-    """The tile of every kernel.
+def tiles_of(
+    source: Source,
+    arch: int,
+    dtype: str,
+    head_dims: tuple[int, int],
+    *,
+    bounded: bool,
+    forward_kernel: str | None = None,
+    backward: str = "two_pass",
+) -> Tiles:
+    """The tile of every kernel; that of a table's Hopper forward says so among its ``options_of``.
 
     Raises:
-        ValueError: no table where one was asked for, or several GPUs to choose from.
+        ValueError: no table where one was asked for, several GPUs to choose from, or a head dim that has no tile.
     """
     config = config_for(arch, DTYPES[dtype], max(head_dims))
     found: Tiles = {"delta": (Tile(DELTA_BLOCK, DELTA_BLOCK, 4, 1), "fixed")}
+    if backward != "two_pass":
+        found["gradients"] = _single_pass(arch, dtype, max(head_dims)), BUILT_IN
     tables = list(_tables(source, arch)) if source.is_asked else []
     for kernel in KERNELS:
         found[kernel] = getattr(config, kernel), BUILT_IN
@@ -58,9 +69,19 @@ def tiles_of(source: Source, arch: int, dtype: str, head_dims: tuple[int, int], 
                 and (source.estimated or not entry.estimated)
             ]
             if fitting:
-                found[kernel] = _told(table, _nearest(fitting, source.length), found[kernel][0])
+                found[kernel] = _told(table, _nearest(fitting, source.length), found[kernel][0], forward_kernel)
                 break
     return found
+
+
+def _single_pass(arch: int, dtype: str, head_dim: int) -> Tile:
+    if (tile := single_pass_tile(arch, DTYPES[dtype], head_dim)) is None:
+        most = max(size for size in (32, 64, 128, 256) if single_pass_tile(arch, DTYPES[dtype], size))
+        raise ValueError(
+            f"head dim {head_dim} has no tile for a single-pass backward that fits sm_{arch}: it takes up to {most}; "
+            "backward='two_pass' takes any"
+        )
+    return tile
 
 
 def _tables(source: Source, arch: int) -> Iterator[Table]:
@@ -103,12 +124,16 @@ def _nearest(entries: list[Entry], length: int) -> Entry:
     )
 
 
-def _told(table: Table, entry: Entry, built_in: Tile) -> tuple[Tile, str]:
-    """An entry's tile; the built-in one where it belongs to a kernel that is not exported."""
+def _told(table: Table, entry: Entry, built_in: Tile, forward_kernel: str | None) -> tuple[Tile, str]:
+    """An entry's tile; the built-in one where it belongs to another kernel, or to one that is not exported."""
     version = ".".join(map(str, table.triton))
     how = "estimated, never timed" if entry.estimated else f"{entry.seconds:.3g} s"
     told = f"table of {table.gpu}, Triton {version}, at {entry.point.length} tokens on {entry.date[:10]}: {how}"
-    if options := options_of(entry.tile):
+    options = options_of(entry.tile)
+    kernel = options.pop("forward_kernel", "portable")
+    if options:
         named = ", ".join(f"{name}={value!r}" for name, value in options.items())
         return built_in, f"{BUILT_IN}; the {told}, is for {named}, which is not exported"
+    if entry.point.kernel == "forward" and forward_kernel not in (None, kernel):
+        return built_in, f"{BUILT_IN}; the {told}, is for forward_kernel={kernel!r}, this is {forward_kernel!r}"
     return entry.tile, told

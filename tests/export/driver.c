@@ -1,8 +1,8 @@
-/* A driver that launches nothing and writes down what it was asked for. */
+/* A driver that launches nothing and writes down what it was asked for. As libcuda.so.1 also Triton's launcher's. */
 #include <cuda.h>
 #include <string.h>
 
-enum { MOST = 64 };
+enum { MOST = 64, LARGEST = 128 };
 
 struct record {
   int launches;
@@ -12,8 +12,18 @@ struct record {
   char symbol[64];
   const void *image;
   int sizes[MOST + 1]; /* set beforehand, as the binary says, up to a 0 */
-  unsigned char values[MOST][8];
+  unsigned char values[MOST][LARGEST];
+  int driver_version; /* set beforehand */
+  unsigned long long set[4]; /* address, value, count and stream of the last memory that was set */
 } record;
+
+/* What stands in a tensor map here: the arguments that it was made of. */
+struct map {
+  cuuint64_t address;
+  unsigned char rank, type, always, interleave, swizzle, promotion, fill, unused; /* always: bit 85 of the map is set */
+  cuuint64_t sizes[4], strides[3];
+  cuuint32_t box[4], steps[4];
+};
 
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   record.image = image;
@@ -36,6 +46,55 @@ CUresult cuFuncSetAttribute(CUfunction hfunc, CUfunction_attribute attrib, int v
   return CUDA_SUCCESS;
 }
 
+CUresult cuDriverGetVersion(int *driverVersion) {
+  *driverVersion = record.driver_version;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemsetD32Async(CUdeviceptr dstDevice, unsigned int ui, size_t N, CUstream hStream) {
+  record.set[0] = dstDevice;
+  record.set[1] = ui;
+  record.set[2] = N;
+  record.set[3] = (size_t)hStream;
+  return CUDA_SUCCESS;
+}
+
+/* The requirements are those that cuda.h lists. */
+CUresult cuTensorMapEncodeTiled(CUtensorMap *tensorMap, CUtensorMapDataType tensorDataType, cuuint32_t tensorRank,
+                                void *globalAddress, const cuuint64_t *globalDim, const cuuint64_t *globalStrides,
+                                const cuuint32_t *boxDim, const cuuint32_t *elementStrides,
+                                CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                CUtensorMapL2promotion l2Promotion, CUtensorMapFloatOOBfill oobFill) {
+  const cuuint64_t bytes = tensorDataType == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
+  struct map map;
+  memset(&map, 0, sizeof map);
+  if ((size_t)tensorMap % 128 || (size_t)globalAddress % 16 || tensorRank != 4 || boxDim[0] * bytes > 128)
+    return CUDA_ERROR_INVALID_VALUE;
+  for (int i = 0; i < 4; ++i) {
+    map.sizes[i] = globalDim[i];
+    map.box[i] = boxDim[i];
+    map.steps[i] = elementStrides[i];
+    if (globalDim[i] < 1 || globalDim[i] >> 32 || boxDim[i] < 1 || boxDim[i] > 256)
+      return CUDA_ERROR_INVALID_VALUE;
+    if (i == 3)
+      continue;
+    map.strides[i] = globalStrides[i];
+    if (globalStrides[i] % 16 || globalStrides[i] >> 40)
+      return CUDA_ERROR_INVALID_VALUE;
+  }
+  map.address = (cuuint64_t)(size_t)globalAddress;
+  map.rank = (unsigned char)tensorRank;
+  map.type = (unsigned char)tensorDataType;
+  map.always = 1 << 5;
+  map.interleave = (unsigned char)interleave;
+  map.swizzle = (unsigned char)swizzle;
+  map.promotion = (unsigned char)l2Promotion;
+  map.fill = (unsigned char)oobFill;
+  memset(tensorMap, 0, sizeof *tensorMap);
+  memcpy(tensorMap, &map, sizeof map);
+  return CUDA_SUCCESS;
+}
+
 CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,
                         unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ,
                         unsigned int sharedMemBytes, CUstream hStream, void **kernelParams, void **extra) {
@@ -47,5 +106,30 @@ CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDi
   for (int i = 0; record.sizes[i]; ++i)
     memcpy(record.values[i], kernelParams[i], (size_t)record.sizes[i]);
   ++record.launches;
+  return CUDA_SUCCESS;
+}
+
+/* What Triton's launcher calls beside. */
+CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra) {
+  if (config->numAttrs)
+    return CUDA_ERROR_NOT_SUPPORTED;
+  return cuLaunchKernel(f, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX, config->blockDimY,
+                        config->blockDimZ, config->sharedMemBytes, config->hStream, kernelParams, extra);
+}
+
+CUresult cuCtxGetCurrent(CUcontext *pctx) {
+  *pctx = (CUcontext)3;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr ptr) {
+  if (attribute != CU_POINTER_ATTRIBUTE_DEVICE_POINTER)
+    return CUDA_ERROR_NOT_SUPPORTED;
+  *(CUdeviceptr *)data = ptr;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuGetErrorString(CUresult error, const char **pStr) {
+  *pStr = error == CUDA_SUCCESS ? "none" : "an error of the driver that records";
   return CUDA_SUCCESS;
 }
