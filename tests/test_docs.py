@@ -42,7 +42,8 @@ def named_files(text: str) -> set[str]:
 
 
 def test_the_reader_of_pages() -> None:
-    page = "# A page, `x`\n[a](b.md#c) ![d](e.svg) <https://f>\n```\n# no heading [x](y)\n```\n[g](https://h) `i/j.py` `DIR/k.json`"
+    page = "# A page, `x`\n[a](b.md#c) ![d](e.svg) <https://f>\n```\n# no heading [x](y)\n```\n[g](https://h)"
+    page += " `i/j.py` `DIR/k.json`"
     assert list(links(page)) == ["b.md#c", "e.svg"]
     assert anchors(page) == {"a-page-x"}
     assert named_files(page) == {"i/j.py"}

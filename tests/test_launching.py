@@ -205,7 +205,7 @@ LAUNCHED = {
     "bench ring --seqlen 512 --heads 1 --repeats 1 --by ringattn": "ringattn zigzag",
     "bench links -b 1k -e 1k -n 1 -w 0": "# process_group, ring",
     "bench overlap --tokens 128 --heads 2 --repeats 1": "together ms",
-    "bench kernels --seqlen 128 --heads 1 --head-dim 32 --seconds 0.01": "ATen operator",
+    "bench kernels --seqlen 128 --heads 1 --head-dim 32 --seconds 0.01": "matrix product in the same runs",
     "bench host --tokens 1k": "host us per hop",
     "bench timeline --seqlen 512 --heads 1 --repeats 1": "clocks of the ranks",
     "bench suite --only ceilings --budget 60 --out {folder}/suite": "ceilings  done",

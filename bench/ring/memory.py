@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...ring.schedule import KV_SLOTS, SUMS_SLOTS
 from ..exact import BLOCK_BYTES, chosen_heads
 from ..shapes import binary
 from .candidates import ALL_CORES, ALL_GATHER, DTYPES, OURS, ULYSSES, USUAL, WHOLE, Problem
@@ -19,7 +20,6 @@ from .peers import BUCKET, LUCIDRAINS
 FP32, FP64 = 4, 8
 PROCESS_BYTES = 400 << 20  # Python, torch and its libraries
 USED = 0.9  # of what is free: the rest is for what nobody counts
-KV_SLOTS, SUMS_SLOTS = 3, 2
 STEP = 1024  # tokens: sizes that fit are told in multiples of it
 SCORES_AT_ONCE = 6  # tensors of one bucket's scores in ring-attention-pytorch
 
