@@ -82,9 +82,10 @@ def of_ulysses(problem: Problem) -> int:
 
 
 def of_whole(problem: Problem) -> int:
-    """Inputs and results of all tokens, and what one operator returns beside them."""
+    """Inputs and results of all tokens, and lse; on a GPU FlashAttention's backward adds dQ up in fp32 beside them."""
     rows = rows_of(problem)
-    return problem.seqlen * (rows.in_and_out + rows.queries * rows.item)
+    sums = rows.queries * FP32 if problem.device != "cpu" else 0
+    return problem.seqlen * (rows.in_and_out + problem.batch * problem.heads * FP32 + sums)
 
 
 def of_lucidrains(problem: Problem) -> int:
