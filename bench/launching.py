@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 import typer
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
@@ -119,9 +120,9 @@ def process_group(place: Member, store: str | None = None, *, device: torch.devi
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    met = dist.FileStore(store, place.world) if store is not None else _launchers_store(place)
+    met = FileStore(store, place.world) if store is not None else _launchers_store(place)
     # names of its own for each group: a rank that opens the next one early would read what the last one left
-    fresh = dist.PrefixStore(str(next(_groups)), met)
+    fresh = PrefixStore(str(next(_groups)), met)
     dist.init_process_group(backend, store=fresh, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
     try:
         yield
@@ -130,14 +131,14 @@ def process_group(place: Member, store: str | None = None, *, device: torch.devi
 
 
 @cache
-def _launchers_store(place: Member) -> dist.Store:
+def _launchers_store(place: Member) -> Store:
     """Where the ranks of a launcher meet, for as long as this process lives.
 
     One for each group would let a rank that is early for the next group meet in the store of the last one.
     """
     os.environ.setdefault("MASTER_ADDR", _address(place))
     os.environ.setdefault("MASTER_PORT", str(_port()))
-    store: dist.Store = next(rendezvous("env://", place.rank, place.world, timeout=TIMEOUT))[0]
+    store: Store = next(rendezvous("env://", place.rank, place.world, timeout=TIMEOUT))[0]
     store.set_timeout(TIMEOUT)
     return store
 

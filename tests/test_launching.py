@@ -208,7 +208,7 @@ LAUNCHED = {
     "bench kernels --seqlen 128 --heads 1 --head-dim 32 --seconds 0.01": "matrix product in the same runs",
     "bench host --tokens 1k": "host us per hop",
     "bench timeline --seqlen 512 --heads 1 --repeats 1": "clocks of the ranks",
-    "bench suite --only ceilings --budget 60 --out {folder}/suite": "ceilings  done",
+    "bench suite --only ceilings --budget 300 --out {folder}/suite": "ceilings  done",
     "demo --seqlen 64 --steps 1 --layers 1": "AGREE",
     "doctor --seqlen 256 --ring-seqlen 256 --bytes 1k": "all well",
     "tune --ring --heads 1 --head-dim 16 --seqlen 128,256 --budget 2 --save-dir {folder}": "256 tokens: best",
