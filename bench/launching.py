@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -15,6 +18,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 import typer
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
 
@@ -28,6 +33,12 @@ LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
+# what tells one job's ranks from another's: OpenMPI's (and Slurm's PMIx's) name of it, or Slurm's two numbers
+JOBS = (("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+USUAL_PORT = 29500  # torchrun's: where a launcher does not name the job
+PORTS = range(10_000, 30_000)  # below those that the system gives to outgoing connections
+
+_groups = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,14 @@ def member() -> Member | None:
     return None
 
 
+def forget_launcher() -> None:
+    """Let this process, and those that it starts, be as if it had been called by hand."""
+    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "MASTER_"))]:
+        del os.environ[name]
+    for name in (name for names in LAUNCHERS for name in names):
+        os.environ.pop(name, None)
+
+
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
@@ -101,15 +120,60 @@ def process_group(place: Member, store: str | None = None, *, device: torch.devi
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    if place.world == place.local_world:
-        os.environ.setdefault("MASTER_ADDR", LOOPBACK)
-        os.environ.setdefault("MASTER_PORT", "29500")
-    where = "env://" if store is None else f"file://{store}"
-    dist.init_process_group(backend, where, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
+    met = FileStore(store, place.world) if store is not None else _launchers_store(place)
+    # names of its own for each group: a rank that opens the next one early would read what the last one left
+    fresh = PrefixStore(str(next(_groups)), met)
+    dist.init_process_group(backend, store=fresh, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@cache
+def _launchers_store(place: Member) -> Store:
+    """Where the ranks of a launcher meet, for as long as this process lives.
+
+    One for each group would let a rank that is early for the next group meet in the store of the last one.
+    """
+    os.environ.setdefault("MASTER_ADDR", _address(place))
+    os.environ.setdefault("MASTER_PORT", str(_port()))
+    store: Store = next(rendezvous("env://", place.rank, place.world, timeout=TIMEOUT))[0]
+    store.set_timeout(TIMEOUT)
+    return store
+
+
+def _address(place: Member) -> str:
+    """Where rank 0 is, as far as the launcher tells: torchrun does in MASTER_ADDR, Slurm by its list of nodes.
+
+    Raises:
+        ValueError: several machines, and nothing says which is rank 0's.
+    """
+    if "MASTER_ADDR" in os.environ:
+        return os.environ["MASTER_ADDR"]
+    if place.world == place.local_world:
+        return LOOPBACK
+    if "SLURM_STEP_NODELIST" in os.environ:
+        return first_host(os.environ["SLURM_STEP_NODELIST"])
+    raise ValueError(
+        f"MASTER_ADDR is not set, and {place.world} ranks, {place.local_world} of them here, are on several machines: "
+        "set it to the host of rank 0 (mpirun -x MASTER_ADDR=host)"
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a list as Slurm writes it: ``gpu[03-05,9],login`` begins with ``gpu03``."""
+    first = re.match(r"(?:[^,\[]|\[[^]]*\])+", nodes)
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0]) if first else nodes
+
+
+def _port() -> int:
+    """One for each job: at one port for all, the ranks of two jobs of a machine would meet each other."""
+    for names in JOBS:
+        if all(name in os.environ for name in names):
+            job = ".".join(os.environ[name] for name in names)
+            return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
+    return USUAL_PORT
 
 
 def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from ..comm.topology import Topology
 from ..ring import Ring, ring_attention
 from ..ring.schedule import KV_SLOTS
-from .launching import member, process_group, started
+from .launching import Member, member, process_group, started
 from .memory import PeakMemory
 from .output import check_targets, prints, write_csv, write_json
 from .provenance import provenance
@@ -28,6 +29,7 @@ from .tables import table
 
 CPU = torch.device("cpu")
 
+WORLDS = (2, 4, 8)
 ALLOWED_SPREAD = 0.02  # between worlds: what is rounded to pages and what the network library keeps per peer
 WARM_TOKENS = 1024
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
@@ -59,9 +61,10 @@ class Setting:
     wire_dtype: str | None = None
     grad_wire_dtype: str | None = None
 
-    def ring(self, world: int) -> Ring:
-        """A ring of the default group."""
+    def ring(self, world: int, group: dist.ProcessGroup | None = None) -> Ring:
+        """A ring of that group; by default of all ranks."""
         return Ring(
+            group,
             topology=Topology.grid(self.nodes, world // self.nodes) if self.nodes > 1 else None,
             slots=self.slots,
             chunks=self.chunks,
@@ -87,20 +90,34 @@ def spawned(store: str, problem: Problem, setting: Setting) -> list[Peaks] | Non
     place = member()
     assert place is not None
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    found = in_groups(place, [problem], setting, store)
+    return found[problem.world] if place.rank == 0 else None
+
+
+def in_groups(
+    place: Member, problems: Sequence[Problem], setting: Setting, store: str | None = None
+) -> dict[int, list[Peaks]]:
+    """One rank: world after world, each a ring of the first ranks; on rank 0 the peaks of all."""
     give_back_freed_memory()
-    with process_group(place, store):
-        torch.set_num_threads(problem.threads)
-        # connections, thread pools, modules that load on first use: there once, however long the shards are
-        peaks(replace(problem, seqlen=WARM_TOKENS * place.world), setting)
-        everyone: list[Any] = [None] * place.world
-        dist.all_gather_object(everyone, peaks(problem, setting))
-    return everyone if place.rank == 0 else None
+    with process_group(place, store, device=CPU):
+        found = {}
+        for problem in problems:
+            group = dist.new_group(range(problem.world))  # all ranks help to make it
+            if place.rank < problem.world:
+                torch.set_num_threads(problem.threads)
+                # connections, thread pools, modules that load on first use: there once, however long the shards are
+                peaks(replace(problem, seqlen=WARM_TOKENS * problem.world), setting, group)
+                everyone: list[Any] = [None] * problem.world
+                dist.all_gather_object(everyone, peaks(problem, setting, group), group)
+                found[problem.world] = everyone
+            dist.barrier()  # who has no part in it does not compute beside it
+    return found
 
 
-def peaks(problem: Problem, setting: Setting) -> Peaks:
+def peaks(problem: Problem, setting: Setting, group: dist.ProcessGroup | None) -> Peaks:
     """The peaks of a first call, forward and backward, with everything it allocates: inputs, slots, saved tensors."""
     measured = PeakMemory(CPU)
-    with setting.ring(problem.world) as ring:
+    with setting.ring(problem.world, group) as ring:
         q, k, v, dout = shards(problem, problem.seqlen // problem.world)
         out = ring_attention(q, k, v, layout=problem.held, ring=ring, causal=problem.causal)
         assert isinstance(out, Tensor)
@@ -139,7 +156,15 @@ def rows_of(results: dict[int, list[Peaks]]) -> list[dict[str, Any]]:
 
 @app.command()
 def memory(
-    worlds: Annotated[Any, typer.Option("--world", parser=sizes, metavar="N,…", help="Processes.")] = "2,4,8",
+    worlds: Annotated[
+        Any,
+        typer.Option(
+            "--world",
+            parser=sizes,
+            metavar="N,…",
+            help="Processes [default: 2,4,8; of a launcher's, the first 2, 4, …].",
+        ),
+    ] = None,
     tokens: Annotated[Any, typer.Option(parser=size, metavar="SIZE", help="Tokens per rank.")] = "8k",
     batch: Annotated[int, typer.Option(min=1)] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
@@ -158,23 +183,45 @@ def memory(
 ) -> None:
     """Peak memory per rank for the same tokens per rank: the same for every number of ranks, or exit 1."""
     kv_heads = grouped(heads, kv_heads)
-    if member() is not None:
-        raise typer.BadParameter("it starts its own processes, one world after the other: call it without a launcher")
+    place = member()
+    worlds = worlds_of(place, worlds)
     for world in worlds:
         if nodes > 1 and (world % nodes or world // nodes < 2):
             raise typer.BadParameter(f"--nodes is {nodes}: {world} processes are not {nodes} nodes of 2 or more each")
     setting = Setting(nodes, slots, chunks, wire_dtype, grad_wire_dtype)
     check_targets(json, csv)
-    results: dict[int, list[Peaks]] = {}
-    with Console(stderr=True).status("measuring") as status:
-        for world in worlds:
-            status.update(f"world {world}: forward and backward of {world * tokens:,} tokens")
-            problem = Problem(world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value)
-            found = started(world, spawned, problem, setting)
-            assert found is not None
-            results[world] = found
+    problems = [
+        Problem(world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value)
+        for world in worlds
+    ]
+    results = in_processes(problems, setting) if place is None else in_groups(place, problems, setting)
     if prints():
-        finish(problem, setting, results, json, csv)
+        finish(problems[-1], setting, results, json, csv)
+
+
+def worlds_of(place: Member | None, given: list[int] | None) -> list[int]:
+    """What ``--world`` says; by default 2, 4 and 8, or as many of a launcher's ranks: 2, 4, … and all of them.
+
+    Raises:
+        typer.BadParameter: more than the launcher started.
+    """
+    if place is None:
+        return given or list(WORLDS)
+    if given and max(given) > place.world:
+        raise typer.BadParameter(f"--world is {max(given)}: the launcher started {place.world} ranks")
+    return given or sorted({*(world for world in WORLDS if world < place.world), place.world})
+
+
+def in_processes(problems: Sequence[Problem], setting: Setting) -> dict[int, list[Peaks]]:
+    """World after world in new processes."""
+    results = {}
+    with Console(stderr=True).status("measuring") as status:
+        for problem in problems:
+            status.update(f"world {problem.world}: forward and backward of {problem.seqlen:,} tokens")
+            found = started(problem.world, spawned, problem, setting)
+            assert found is not None
+            results[problem.world] = found
+    return results
 
 
 def finish(

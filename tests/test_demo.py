@@ -192,25 +192,6 @@ def test_torchrun_and_only_rank_0_prints(tmp_path: Path) -> None:
     assert (data["setting"]["world"], data["setting"]["document"]) == (2, "notes.txt")
 
 
-def listeners(store: str) -> list[str]:
-    """Addresses that this rank listens on while the group is there (hexadecimal, as the kernel writes them)."""
-    place = launching.member()
-    assert place is not None
-    with launching.process_group(place, store):
-        links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-        mine = {link[8:-1] for link in links if link.startswith("socket:[")}
-        tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-        sockets = [line.split() for table in tables for line in table]
-        return [fields[1].partition(":")[0] for fields in sockets if fields[3] == "0A" and fields[9] in mine]
-
-
-def test_nothing_listens_outside_of_loopback() -> None:
-    found = launching.launch(2, listeners)
-    assert found
-    assert set(found) == {"0100007F"}  # 127.0.0.1
-    assert "GLOO_SOCKET_IFNAME" not in os.environ
-
-
 def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(*_: object) -> bool:
         raise ChildFailedError("as_rank", {1: ProcessFailure(local_rank=1, pid=12345, exitcode=-9, error_file="")})
@@ -220,37 +201,6 @@ def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
     assert code == 1
     assert "a rank failed" in output
     assert "Signal 9 (SIGKILL) received by PID 12345" in output
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, None),
-        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (3, 8, 1, 2)),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, (0, 1, 0, 1)),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (1, 2, 1, 2)),
-        (
-            {
-                "SLURM_PROCID": "5",
-                "SLURM_STEP_NUM_TASKS": "8",
-                "SLURM_LOCALID": "1",
-                "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-            },
-            (5, 8, 1, 4),
-        ),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script, without srun
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
-    ],
-)
-def test_place_under_a_launcher(
-    variables: dict[str, str], expected: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in (name for names in launching.LAUNCHERS for name in names):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    place = launching.member()
-    assert (place and (place.rank, place.world, place.local_rank, place.local_world)) == expected
 
 
 # -- what is refused

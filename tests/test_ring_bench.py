@@ -101,14 +101,31 @@ def test_three_ranks_and_a_full_mask() -> None:
     assert wrong == {} and {USUAL, ALL_GATHER, ULYSSES} <= set(found.found)
 
 
+UNCOUNTED = 0.05  # of 90 to 105 MB: an operator's scratch per thread, gloo's buffers, lse; pieces of half a shard
+
+
+def spared(kind: str, problem: Problem) -> int:
+    """What a count has for other worlds and dtypes, and two ranks in fp32 do not take."""
+    rows, n = ring_memory.rows_of(problem), ring_memory.tokens_per_rank(problem)
+    return n * {
+        # the second pair of K/V buffers has no third rank's shard to hold; the running dQ is the result
+        USUAL: 2 * rows.keys * rows.item + rows.queries * 4,
+        # gradients by heads are the fp32 sums themselves, and dout by heads is gone when they travel
+        ULYSSES: 2 * rows.queries * rows.item,
+    }.get(kind, 0)
+
+
 @pytest.mark.nightly
 def test_memory_is_what_was_counted() -> None:
-    """Within a third, where tensors are much larger than what a process takes anyway."""
+    """Where tensors are much larger than what a process takes anyway: neither less nor more than the count."""
     problem = Problem(2 * 4096, 2, heads=8, kv_heads=4, head_dim=64)
-    (found,) = launch(2, spawned, Wish((problem,), ("zigzag",), 1))
+    kinds = (OURS, USUAL, ALL_GATHER, ULYSSES)
+    (found,) = launch(2, spawned, Wish((problem,), ("zigzag",), 1, kinds))
+    assert {one.kind for one in found.found.values()} == {WHOLE, *kinds}
     for name, one in found.found.items():
-        if one.kind in ring_memory.FORMULAS and one.trusted:
-            assert 0.66 < one.peak / ring_memory.peak(one.kind, problem) < 1.15, name
+        counted = ring_memory.peak(one.kind, problem)
+        least, most = (1 - UNCOUNTED) * (counted - spared(one.kind, problem)), (1 + UNCOUNTED) * counted
+        assert least < one.peak < most, f"{name}: {one.peak:,} bytes, {least:,.0f} to {most:,.0f} were to be expected"
 
 
 @pytest.mark.parametrize(
@@ -263,7 +280,8 @@ def test_counted_bytes() -> None:
     both = 4 * 2 * 2 * (32 + 16)  # of 4 tokens: q, k, v, dout, and as much of results
     assert ring_memory.of_ours(problem) == both + 4 * (3 * 2 * 16 + 2 * 2 * 16 + 32 + 16)
     assert ring_memory.of_all_gather(problem) == both + 4 * 32 + 8 * (2 * 16 + 3 * 16)
-    assert ring_memory.of_whole(problem) == 2 * both + 8 * 32
+    assert ring_memory.of_whole(problem) == 2 * both + 8 * 2 * 4  # lse
+    assert ring_memory.of_whole(replace(problem, device="cuda")) == 2 * both + 8 * (2 * 4 + 32)
     grown = replace(problem, seqlen=16, world=4)
     assert ring_memory.of_ours(grown) == ring_memory.of_ours(problem)  # constant in the number of ranks
     assert ring_memory.of_all_gather(grown) > ring_memory.of_all_gather(problem)

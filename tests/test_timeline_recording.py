@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from ringattn import LocalWorld
 from ringattn.bench.ring.candidates import Problem
+from ringattn.bench.ring.memory import PROCESS_BYTES, USED, of_ours
 from ringattn.bench.timeline import command as timeline_bench
 from ringattn.bench.timeline import recording as timeline_recording
 from ringattn.bench.timeline.events import LANES, Timeline, from_chrome
@@ -96,10 +99,7 @@ def test_the_command_records_processes(tmp_path: Path) -> None:
         (["--out", "a.gif"], "a.gif is no picture"),
         (["--predicted", "/nowhere.json"], "/nowhere.json"),
         (["--kv-heads", "3"], "--kv-heads is 3"),
-        (
-            ["--device", "cpu", "--seqlen", "16g"],
-            "--seqlen is 17,179,869,184: 2 ranks of 8,589,934,592 tokens here take",
-        ),
+        (["--device", "cpu", "--seqlen", "16g"], "--seqlen: 17,179,869,184 tokens over 2 ranks take"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_before_it_starts(
@@ -111,3 +111,17 @@ def test_what_cannot_be_recorded_is_refused_before_it_starts(
     monkeypatch.setattr(timeline_bench, "started", started)
     ran = CliRunner().invoke(timeline_bench.app, asked, env={"COLUMNS": "300"})
     assert ran.exit_code == 2 and told in ran.output
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_length_that_is_told_to_fit_does(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks here: on the CPU each is a process besides; the room is what `bench ring` counts for our ring."""
+    where, ranks = torch.device(device), 4
+    problem = Problem(1 << 20, ranks, heads=8, kv_heads=2, head_dim=64)
+    room = ranks * of_ours(replace(problem, seqlen=100 * 1024)) + (ranks * PROCESS_BYTES if device == "cpu" else 0)
+    monkeypatch.setattr(timeline_bench, "free_memory", lambda _: int(room / USED) + 100)
+    with pytest.raises(typer.BadParameter, match=r"--seqlen: 1,048,576 tokens over 4 ranks take .*: 100k fits"):
+        timeline_bench.check_room(problem, where, ranks)
+    timeline_bench.check_room(replace(problem, seqlen=100 * 1024), where, ranks)
+    with pytest.raises(typer.BadParameter):
+        timeline_bench.check_room(replace(problem, seqlen=101 * 1024), where, ranks)

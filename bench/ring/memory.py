@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...ring.schedule import KV_SLOTS, SUMS_SLOTS
 from ..exact import BLOCK_BYTES, chosen_heads
 from ..shapes import binary
 from .candidates import ALL_CORES, ALL_GATHER, DTYPES, OURS, ULYSSES, USUAL, WHOLE, Problem
@@ -19,7 +20,6 @@ from .peers import BUCKET, LUCIDRAINS
 FP32, FP64 = 4, 8
 PROCESS_BYTES = 400 << 20  # Python, torch and its libraries
 USED = 0.9  # of what is free: the rest is for what nobody counts
-KV_SLOTS, SUMS_SLOTS = 3, 2
 STEP = 1024  # tokens: sizes that fit are told in multiples of it
 SCORES_AT_ONCE = 6  # tensors of one bucket's scores in ring-attention-pytorch
 
@@ -82,9 +82,10 @@ def of_ulysses(problem: Problem) -> int:
 
 
 def of_whole(problem: Problem) -> int:
-    """Inputs and results of all tokens, and what one operator returns beside them."""
+    """Inputs and results of all tokens, and lse; on a GPU FlashAttention's backward adds dQ up in fp32 beside them."""
     rows = rows_of(problem)
-    return problem.seqlen * (rows.in_and_out + rows.queries * rows.item)
+    sums = rows.queries * FP32 if problem.device != "cpu" else 0
+    return problem.seqlen * (rows.in_and_out + problem.batch * problem.heads * FP32 + sums)
 
 
 def of_lucidrains(problem: Problem) -> int:

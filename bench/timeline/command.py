@@ -15,20 +15,16 @@ import typer
 from ...comm import LocalGroup, LocalWorld
 from ...comm.control import control_of
 from ...ring import Ring, ring_attention
-from ...ring.schedule import KV_SLOTS, SUMS_SLOTS
 from ..free_memory import free_memory
 from ..launching import Member, cores, member, process_group, started
 from ..output import check_targets, prints, write_json
 from ..pictures import picture
 from ..provenance import provenance
 from ..ring.candidates import DTYPES, Problem, Tensors
-from ..shapes import LayoutName, binary, device_here, dtype_name, grouped, human, size
+from ..ring.memory import PROCESS_BYTES, Needs, free_here, of_ours, refusal
+from ..shapes import LayoutName, binary, device_here, dtype_name, grouped, size
 from .events import Timeline, as_chrome, from_chrome
 from .recording import timeline_of
-
-FP32 = 4  # bytes
-PROCESS_BYTES = 400 << 20  # Python and torch
-ROOM = 0.9  # of what is free: the rest is for what nobody counts
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -111,22 +107,18 @@ def title(problem: Problem, device: torch.device) -> str:
 def check_room(problem: Problem, device: torch.device, ranks_here: int) -> None:
     """Refuse what does not fit this machine's free memory, with the length that does.
 
-    Per token of a rank: q, k, v and dout, out and the gradients, dQ in fp32, the slots of K/V and of fp32 sums.
-
     Raises:
         typer.BadParameter: too many tokens.
     """
-    item, per_head = DTYPES[problem.dtype].itemsize, problem.batch * problem.head_dim
-    queries, keys = problem.heads * per_head, problem.kv_heads * per_head
-    per_token = item * (4 * queries + 4 * keys) + FP32 * queries + 2 * keys * (KV_SLOTS * item + SUMS_SLOTS * FP32)
-    room = int(ROOM * free_memory(device)) - ranks_here * PROCESS_BYTES * (device.type == "cpu")
-    shard = -(-problem.seqlen // problem.world)
-    if ranks_here * shard * per_token > room:
-        fits = max(room, 0) // (ranks_here * per_token) * problem.world
-        raise typer.BadParameter(
-            f"--seqlen is {problem.seqlen:,}: {ranks_here} ranks of {shard:,} tokens here take "
-            f"{human(ranks_here * shard * per_token, 'B')}, {human(max(room, 0), 'B')} are free; at most {fits:,} fit"
-        )
+
+    def needed(wanted: Problem) -> Needs:
+        if device.type == "cuda":
+            return Needs(0, ranks_here * of_ours(wanted))
+        return Needs(ranks_here * (of_ours(wanted) + PROCESS_BYTES))
+
+    why = refusal(problem, free_here(device, free_memory), needed)
+    if why is not None:
+        raise typer.BadParameter(f"--seqlen: {why}")
 
 
 def read_timeline(path: Path) -> Timeline:

@@ -19,7 +19,7 @@ from ...autotune.models import DEFAULT_DTYPE, SHORT
 from ...autotune.rings import WIRES
 from ...kernels.choice import Gpu, gpu_of, user_folder
 from ..launching import cores
-from ..output import check_targets, write_csv, write_json
+from ..output import check_targets, prints, write_csv, write_json
 from ..provenance import provenance
 from ..shapes import Causal, device_name, dtype_name, sizes
 from ..tables import table
@@ -74,6 +74,8 @@ def run(
     csv: Annotated[Path | None, typer.Option(help="Write a row per kernel, mask and length.")] = None,
 ) -> None:
     """Find the tiles of a model's attention: compile every candidate, drop what is not clean, measure the best."""
+    if not ring and not prints():
+        return  # one GPU: under a launcher rank 0 tunes, and the others have nothing to do
     check_targets(json, csv)
     try:
         shape = shape_of(heads, kv_heads, head_dim, value_dim, from_config, SHORT[dtype] if dtype else None)
