@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .config import FORWARD_KERNELS, SHARED_LIMIT, Tile
+from .config import FORWARD_KERNELS, ORDERS, SHARED_LIMIT, Tile
 
 SCHEMA = "ringattn tiles"
 VERSION = 1
@@ -27,6 +27,8 @@ MOST_TOKENS = 1 << 40
 MOST_SIDE = 512
 MOST_STAGES = 8
 MOST_TEXT = 400
+MOST_GROUP = 1024
+MOST_PROCESSORS = 1024
 NO_GPU = 0
 """The arch of the table of a machine without a GPU."""
 
@@ -348,10 +350,16 @@ _DEFAULTS = {one.name: one.default for one in fields(Tile)}
 # What may be tuned beside these four, one line each: other fields of `Tile`, and by kernel fields of `KernelConfig`.
 # They are left out of a file where they have their default. `autotune/space.py` says which values are tried.
 MORE_OF_TILE: dict[str, Check] = {}
+_DEALT: dict[str, Check] = {
+    "order": one_of(*ORDERS),
+    "persistent": lambda value: None if isinstance(value, bool) else "true or false",
+    "sm_margin": whole(0, MOST_PROCESSORS),
+}
+_PACKED = {"pack_gqa": _DEALT["persistent"]}
 OPTIONS: dict[str, dict[str, Check]] = {
-    "forward": {"forward_kernel": one_of(*FORWARD_KERNELS)},
-    "dq": {},
-    "dkdv": {},
+    "forward": {"forward_kernel": one_of(*FORWARD_KERNELS)} | _DEALT | _PACKED,
+    "dq": _DEALT | _PACKED,
+    "dkdv": _DEALT | {"dkdv_splits": whole(1, MOST_GROUP)},
 }
 
 _ENTRY: dict[str, Check] = {
@@ -359,7 +367,7 @@ _ENTRY: dict[str, Check] = {
     "dtype": one_of(*DTYPES),
     "head_dim": whole(1, 256),
     "head_dim_v": whole(1, 256),
-    "group": whole(1, 1024),
+    "group": whole(1, MOST_GROUP),
     "mask": one_of(*MASKS),
     "length": whole(1, MOST_TOKENS),
     "tile": lambda value: None if isinstance(value, dict) else "an object",

@@ -169,7 +169,8 @@ JOB = job_of(POINT, TILE, 90, HEADS)
 
 INSPECT = """
 import json, sys
-from ringattn.bench.inspect.command import inspect_variant, select, tile_of
+from ringattn.bench.inspect.command import inspect_variant, tile_of
+from ringattn.bench.inspect.names import select
 from dataclasses import replace
 (variant,) = (one for one in select(sys.argv[1]) if one.grouped and one.full)
 row = inspect_variant(replace(variant, tile=tile_of(sys.argv[2])))
