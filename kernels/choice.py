@@ -12,7 +12,7 @@ import re
 import threading
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -25,8 +25,22 @@ import triton
 
 from .bounds import Bounds
 from .config import INTERPRETER, LEAST_SIDE, KernelConfig, Tile, config_for, single_pass_tile
+from .order import chip_of
 from .scores import Scores
-from .tables import KERNELS, Entry, RefusedTable, Table, file_name, options_of, read
+from .tables import (
+    KERNELS,
+    OPTIONS,
+    SINGLE_PASS,
+    Chosen,
+    Entry,
+    Option,
+    Point,
+    RefusedTable,
+    Table,
+    file_name,
+    options_of,
+    read,
+)  # fmt: skip
 
 CONFIG_DIR = "RINGATTN_CONFIG_DIR"
 HERE = Path(__file__).parent
@@ -36,7 +50,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 Version = tuple[int, int]
 Key = tuple[str, torch.dtype, int, int, int, bool]  # kernel, dtype, D, Dv, query heads per key head, without a mask
-Lengths = tuple[tuple[float, ...], tuple[Tile, ...]]  # where one tile gives way to the next, and the tiles
+Lengths = tuple[tuple[float, ...], tuple[Tile | None, ...]]  # where one tile gives way to the next, and the tiles
+
+BACKWARD = "backward"
+"""In a key: not a kernel, but whether one pass was measured as faster than two, and its tile."""
+
+TWO_PASSES, ONE_PASS = ("dq", "dkdv"), "single_pass_deterministic"
 
 
 class Gpu(NamedTuple):
@@ -85,8 +104,8 @@ class Tuned:
 
 
 def _by_length(entries: Iterable[Entry], estimated: bool) -> dict[Key, Lengths]:
-    grouped: dict[Key, dict[int, Tile]] = {}
-    for point, tile in ((entry.point, entry.tile) for entry in entries if estimated or not entry.estimated):
+    grouped: dict[Key, dict[int, Tile | None]] = {}
+    for point, tile in [*_serving(entries, estimated), *_backwards(entries)]:
         key = (point.kernel, DTYPES[point.dtype], point.head_dim, point.head_dim_v, point.group, point.mask == "full")
         grouped.setdefault(key, {})[point.length] = tile
     made = {}
@@ -95,6 +114,27 @@ def _by_length(entries: Iterable[Entry], estimated: bool) -> dict[Key, Lengths]:
         edges = tuple(math.sqrt(a * b) for a, b in pairwise(lengths))
         made[key] = edges, tuple(tiles[length] for length in lengths)
     return made
+
+
+def _serving(entries: Iterable[Entry], estimated: bool) -> Iterator[tuple[Point, Tile]]:
+    """What was measured; if ``estimated`` also what was not, but never a kernel or an order that never ran here."""
+    for entry in entries:
+        if not entry.estimated or (estimated and not options_of(entry.tile)):
+            yield entry.point, entry.tile
+
+
+def _backwards(entries: Iterable[Entry]) -> Iterator[tuple[Point, Tile | None]]:
+    """Where all were measured: the tile of the deterministic single pass, or None where two passes took no longer.
+
+    One that adds in no fixed order is the caller's to choose, however fast it is.
+    """
+    measured = {entry.point: entry for entry in entries if entry.seconds is not None}
+    for point, entry in measured.items():
+        passes = [measured.get(point._replace(kernel=kernel)) for kernel in TWO_PASSES]
+        if point.kernel == ONE_PASS and None not in passes:
+            both = sum(one.seconds or 0.0 for one in passes if one is not None)
+            faster = (entry.seconds or 0.0) * (1 + (entry.spread or 0.0)) < both
+            yield point._replace(kernel=BACKWARD), entry.tile if faster else None
 
 
 _LOADING = threading.Lock()
@@ -224,6 +264,9 @@ def default_config(
 ) -> KernelConfig:
     """The tiles of launches without ``config``: of tuned tables, and where they have none the built-in default.
 
+    Such a launch takes all that its kernel was measured with (``order``, ``persistent``, …). A config has one order for
+    all its kernels, so that this one has what they agree on; and two passes.
+
     Args:
         q: queries ``[B, Sq, H, D]``, for their device, dtype and shape.
         v: values ``[B, Sk, Hkv, Dv]``.
@@ -231,8 +274,18 @@ def default_config(
         config_dir, estimated: as in :func:`tuned`.
     """
     forward, dq, dkdv = (_tile(one, q, v, full, config_dir=config_dir, estimated=estimated) for one in KERNELS)
-    options: dict[str, Any] = options_of(forward) | options_of(dq) | options_of(dkdv)
+    options: dict[str, Any] = _agreed({"forward": forward, "dq": dq, "dkdv": dkdv})
     return KernelConfig(forward, dq, dkdv, **options)
+
+
+def _agreed(tiles: dict[str, Tile]) -> dict[str, Option]:
+    """The options of each kernel that no other kernel which has such an option wants otherwise."""
+    wanted = {kernel: options_of(tile) for kernel, tile in tiles.items()}
+    made = {}
+    for name, value in {pair for tile in tiles.values() for pair in options_of(tile).items()}:
+        if all(wanted[kernel].get(name) == value for kernel in tiles if name in OPTIONS[kernel]):
+            made[name] = value
+    return made
 
 
 def _tile(
@@ -244,27 +297,64 @@ def _tile(
     estimated: bool = False,
 ) -> Tile:
     gpu = gpu_of(q.device)
-    if gpu is None:
-        return _built_in(kernel, q, v)
+    found = None if gpu is None else _tuned(tuned(gpu, config_dir, estimated=estimated), kernel, q, v, full)
+    return found or _built_in(kernel, q, v)
+
+
+def _tuned(tiles: Tuned, kernel: str, q: torch.Tensor, v: torch.Tensor, full: bool) -> Tile | None:
     heads, head_dim = q.shape[2:]
     _, length, kv_heads, head_dim_v = v.shape
-    key = (kernel, q.dtype, head_dim, head_dim_v, heads // max(kv_heads, 1), full)
-    found = tuned(gpu, config_dir, estimated=estimated).tile(key, length)
-    return found or _built_in(kernel, q, v)
+    return tiles.tile((kernel, q.dtype, head_dim, head_dim_v, heads // max(kv_heads, 1), full), length)
 
 
 def _built_in(kernel: str, q: torch.Tensor, v: torch.Tensor) -> Tile:
     gpu = gpu_of(q.device)
-    if kernel == "single_pass":
+    if kernel in SINGLE_PASS:
         return _built_in_single_pass(gpu, q, v)
     config = INTERPRETER if gpu is None else config_for(gpu.arch, q.dtype, max(q.shape[3], v.shape[3]))
     tile: Tile = getattr(config, kernel)
     return tile
 
 
-def forward_kernel_of(config: KernelConfig | None, tile: Tile) -> str:
-    """The config's; without one what a tuned table measured as the best with ``tile``, of :func:`tile_for`."""
-    return str(options_of(tile).get("forward_kernel", "portable")) if config is None else config.forward_kernel
+def launched(config: KernelConfig | None, tile: Tile, q: torch.Tensor, k: torch.Tensor) -> KernelConfig | None:
+    """What one kernel is launched by: the config; without one what a tuned table has beside ``tile``, or None.
+
+    Args:
+        tile: of :func:`tile_for`.
+        q, k: of the launch. A table's options that do not suit them are left out, a config's are refused elsewhere.
+    """
+    if config is not None or not isinstance(tile, Chosen):
+        return config
+    return _with_options(tile, q.shape[2] // max(k.shape[2], 1), q.device)
+
+
+@lru_cache(maxsize=256)
+def _with_options(tile: Chosen, group: int, device: torch.device) -> KernelConfig:
+    options: dict[str, Any] = options_of(tile)
+    if group % options.get("dkdv_splits", 1):
+        del options["dkdv_splits"]
+    if options.get("sm_margin", 0) >= chip_of(device).multiprocessors:
+        options = {name: value for name, value in options.items() if name not in ("persistent", "sm_margin")}
+    return KernelConfig(tile, tile, tile, **options)
+
+
+def backward_config(
+    config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor, *, block: int | None, full: bool, plain: bool
+) -> KernelConfig | None:
+    """The config; without one, where a tuned table measured a single pass as faster than two, one that says so.
+
+    It is a deterministic one: two passes are. The last three arguments are those of :func:`situation`.
+    """
+    gpu = gpu_of(q.device)
+    if config is not None or gpu is None or not plain or block is not None:
+        return config
+    tile = _tuned(tuned(gpu), BACKWARD, q, v, full)
+    return None if tile is None else _one_pass(tile)
+
+
+@lru_cache(maxsize=256)
+def _one_pass(tile: Tile) -> KernelConfig:
+    return KernelConfig(tile, tile, tile, backward=ONE_PASS, single_pass=tile)
 
 
 def _built_in_single_pass(gpu: Gpu | None, q: torch.Tensor, v: torch.Tensor) -> Tile:
@@ -308,10 +398,12 @@ def tile_for(
         ValueError: the config's does not, or blocks that no tile divides.
     """
     given = None if config is None else _of(config, kernel)
+    if config is not None and kernel == "single_pass":
+        kernel = config.backward  # its default is a table's, too: the caller chose no more than the way
     if given is not None:
         tile = given
     else:
-        tile = _tile(kernel, q, v, full) if config is None and plain and block is None else _built_in(kernel, q, v)
+        tile = _tile(kernel, q, v, full) if plain and block is None else _built_in(kernel, q, v)
     if block is None:
         return tile
     if block % LEAST_SIDE:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .config import FORWARD_KERNELS, ORDERS, SHARED_LIMIT, Tile
+from .config import FORWARD_KERNELS, ORDERS, SHARED_LIMIT, KernelConfig, Tile
 
 SCHEMA = "ringattn tiles"
 VERSION = 1
@@ -33,6 +33,10 @@ NO_GPU = 0
 """The arch of the table of a machine without a GPU."""
 
 KERNELS = ("forward", "dq", "dkdv")
+SINGLE_PASS = ("single_pass", "single_pass_deterministic")
+"""In place of the last two: `KernelConfig.backward`."""
+
+TUNED = KERNELS + SINGLE_PASS
 DTYPES = ("bf16", "fp16", "fp32")
 MASKS = ("full", "bounded")
 """What a kernel knows of a mask: none, or an interval of keys per row (causal, window, documents, prefix)."""
@@ -75,7 +79,7 @@ class RefusedTable(ValueError):
 class Point(NamedTuple):
     """What a tile is chosen for."""
 
-    kernel: str  # one of KERNELS
+    kernel: str  # one of TUNED
     dtype: str  # one of DTYPES
     head_dim: int
     head_dim_v: int
@@ -194,10 +198,10 @@ def shared_limit(arch: int) -> int:
 def least_shared(point: Point, tile: Tile) -> int:
     """Bytes of shared memory that a tile takes in any case: what its pipeline has in flight of the streamed pair.
 
-    Forward and dQ stream K and V, dK/dV streams Q and dO; one of ``num_stages`` may be in registers. What a compiled
-    kernel takes is this or more.
+    Forward and dQ stream K and V, dK/dV and a single pass Q and dO; one of ``num_stages`` may be in registers. What a
+    compiled kernel takes is this or more.
     """
-    rows = tile.block_q if point.kernel == "dkdv" else tile.block_k
+    rows = tile.block_k if point.kernel in ("forward", "dq") else tile.block_q
     size = 4 if point.dtype == "fp32" else 2
     both = rows * (point.head_dim + point.head_dim_v) * size
     return both * (tile.num_stages - 1) if tile.num_stages > 1 else 0
@@ -252,6 +256,10 @@ def _entry(where: str, given: object) -> Entry:
         f"{where}.options", taken.pop("options", {}), known := OPTIONS[point.kernel], optional={*known}
     )
     tile = Tile(**checked_as(f"{where}.tile", taken.pop("tile"), _TILE | MORE_OF_TILE, optional={*MORE_OF_TILE}))
+    try:
+        KernelConfig(tile, tile, tile, **options)
+    except ValueError as error:
+        raise ValueError(f"{where}.options do not go together: {error}") from None
     entry = Entry(point, with_options(tile, options), **taken)
     if entry.estimated != (entry.seconds is None):
         raise ValueError(f"{where}.estimated is {entry.estimated} and seconds {entry.seconds}: one or the other")
@@ -360,10 +368,11 @@ OPTIONS: dict[str, dict[str, Check]] = {
     "forward": {"forward_kernel": one_of(*FORWARD_KERNELS)} | _DEALT | _PACKED,
     "dq": _DEALT | _PACKED,
     "dkdv": _DEALT | {"dkdv_splits": whole(1, MOST_GROUP)},
+    **{kernel: {} for kernel in SINGLE_PASS},  # their order is their own
 }
 
 _ENTRY: dict[str, Check] = {
-    "kernel": one_of(*KERNELS),
+    "kernel": one_of(*TUNED),
     "dtype": one_of(*DTYPES),
     "head_dim": whole(1, 256),
     "head_dim_v": whole(1, 256),
