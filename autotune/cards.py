@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
-from ..kernels.choice import Gpu
 from ..kernels.config import SHARED_LIMIT
+from ..kernels.lookup import Gpu
 from ..kernels.tables import DTYPES, TUNED, Point
 
 

@@ -22,8 +22,8 @@ from ringattn.bench.export.kernels import parameter_sizes
 from ringattn.bench.export.tiles import Source, tiles_of
 from ringattn.bench.inspect.compiled import ROLES, SHARED_LIMIT
 from ringattn.kernels import Tile
-from ringattn.kernels.choice import Gpu
 from ringattn.kernels.config import config_for
+from ringattn.kernels.lookup import Gpu
 from ringattn.kernels.tables import Point
 
 from .tile_tables import HOPPER, POINT, entry, estimate, folders, save

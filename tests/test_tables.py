@@ -36,9 +36,12 @@ from ringattn.kernels import (
     config,
     default_config,
     hopper_launch,
+    lookup,
+    strict,
     tables,
 )
-from ringattn.kernels.choice import Gpu, gpu_of, launched, situation, tile_for, tuned
+from ringattn.kernels.choice import launched, situation, tile_for
+from ringattn.kernels.lookup import Gpu, gpu_of, tuned
 from ringattn.kernels.tables import (
     KERNELS,
     MOST_BYTES,
@@ -107,7 +110,7 @@ def test_another_field_of_a_tile_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
     usual = json.dumps(as_json(Table("NVIDIA H200", 90, (3, 7), (entry(tile=TILE), estimate(LONG)))))
     monkeypatch.setattr(tables, "Tile", Longer)
     monkeypatch.setitem(tables._DEFAULTS, "order", "plain")
-    monkeypatch.setitem(tables.MORE_OF_TILE, "order", tables.one_of("plain", "longest"))
+    monkeypatch.setitem(tables.MORE_OF_TILE, "order", strict.one_of("plain", "longest"))
     first = Longer(64, 64, 4, 2), Longer(64, 64, 4, 2, "longest")
     made = Table("NVIDIA H200", 90, (3, 7), (entry(tile=first[0]), estimate(LONG, first[1])))
     written = json.dumps(as_json(made))
@@ -326,7 +329,7 @@ def test_the_users_table_comes_first_and_the_packages_fills_in(folders: Folders)
     save(package, entry(tile=OTHER), entry(POINT._replace(kernel="dq"), OTHER))
     assert found() == OTHER
     save(user, entry())
-    choice.forget()
+    lookup.forget()
     assert found() == TILE
     assert tuned(H200).tile(("dq", *KEY[1:]), 8192) == OTHER
 
@@ -336,7 +339,7 @@ def test_a_folder_overrides_the_users(folders: Folders, tmp_path: Path, monkeypa
     save(tmp_path / "given", entry(tile=OTHER))
     assert found(config_dir=tmp_path / "given") == OTHER
     assert found() == TILE
-    monkeypatch.setenv(choice.CONFIG_DIR, str(tmp_path / "given"))
+    monkeypatch.setenv(lookup.CONFIG_DIR, str(tmp_path / "given"))
     assert found() == OTHER
     assert found(config_dir=folders[0]) == TILE
 
@@ -344,7 +347,7 @@ def test_a_folder_overrides_the_users(folders: Folders, tmp_path: Path, monkeypa
 def test_a_folder_that_is_not_there_is_told(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"config_dir is '/nowhere': there is no such folder; `ringattn tune"):
         tuned(H200, "/nowhere")
-    monkeypatch.setenv(choice.CONFIG_DIR, "/nowhere")
+    monkeypatch.setenv(lookup.CONFIG_DIR, "/nowhere")
     with pytest.warns(UserWarning, match="RINGATTN_CONFIG_DIR is '/nowhere'"):
         assert found() is None
 
@@ -356,7 +359,7 @@ def test_estimates_are_never_the_default(folders: Folders) -> None:
     assert found() is None
     assert found(estimated=True) == TILE
     save(folders[1], entry(tile=OTHER))
-    choice.forget()
+    lookup.forget()
     assert found() == OTHER
     assert found(estimated=True) == OTHER  # what was measured on this very GPU comes before
 
@@ -366,7 +369,7 @@ def test_an_older_version_serves_with_one_warning(folders: Folders, monkeypatch:
     save(package, entry(tile=OTHER), triton=(3, 5))
     older = save(user, entry(), triton=(3, 6))
     save(user, entry(tile=OTHER), triton=(3, 8))
-    monkeypatch.setattr(choice, "triton_version", lambda: (3, 7))
+    monkeypatch.setattr(lookup, "triton_version", lambda: (3, 7))
     with pytest.warns(UserWarning) as told:
         assert found() == TILE
         assert found(1024) == TILE
@@ -382,7 +385,7 @@ def test_an_older_version_serves_with_one_warning(folders: Folders, monkeypatch:
 
 def test_newer_versions_do_not_serve(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     save(folders[0], entry(), triton=(3, 8))
-    monkeypatch.setattr(choice, "triton_version", lambda: (3, 7))
+    monkeypatch.setattr(lookup, "triton_version", lambda: (3, 7))
     assert found() is None
 
 

@@ -22,8 +22,8 @@ from ringattn.bench.tune import measure as tune_measure
 from ringattn.bench.tune import run as tune_run
 from ringattn.bench.tune.measure import DeviceTrials
 from ringattn.bench.tune.run import Wish, compile_part, default_tile, estimated_entry, journals, measure_part
-from ringattn.kernels import Tile, choice, default_config
-from ringattn.kernels.choice import Gpu
+from ringattn.kernels import Tile, choice, default_config, lookup
+from ringattn.kernels.lookup import Gpu
 from ringattn.kernels.tables import KERNELS, TUNED, Point, read
 
 from .tile_tables import H200, entry, folders, save
@@ -130,7 +130,7 @@ def test_without_a_gpu_it_compiles_and_says_so(
     (path,) = folders[0].glob("*.json")
     assert f"written: {path}" in result.output
     table = read(path)
-    assert (table.gpu, table.arch, table.triton) == ("sm_80", 80, choice.triton_version())
+    assert (table.gpu, table.arch, table.triton) == ("sm_80", 80, lookup.triton_version())
     assert {(one.point.kernel, one.point.length, one.estimated) for one in table.entries} == {
         (kernel, 16, True) for kernel in TUNED
     }

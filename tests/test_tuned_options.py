@@ -21,6 +21,7 @@ from ringattn.kernels import (
     default_config,
     gradients,
     launch,
+    lookup,
 )
 from ringattn.kernels.choice import backward_config, situation, tile_for
 from ringattn.kernels.config import config_for, single_pass_tile
@@ -142,7 +143,7 @@ def test_a_default_config_has_what_its_kernels_agree_on(gpu: Folders) -> None:
     for forward, dq, agreed in cases:
         entries = [("forward", forward), ("dq", dq), ("dkdv", {"dkdv_splits": 2, **longest})]
         save(gpu[0], *(entry(POINT._replace(kernel=name), with_options(SMALL, one)) for name, one in entries))
-        choice.forget()
+        lookup.forget()
         made = default_config(q, v)
         assert {name: getattr(made, name) for name in agreed} == agreed
         assert made == KernelConfig(made.forward, made.dq, made.dkdv, **agreed)

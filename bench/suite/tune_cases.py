@@ -10,7 +10,7 @@ import torch
 
 from ...autotune import Shape, tile_text
 from ...autotune.search import median, spread
-from ...kernels.choice import gpu_of
+from ...kernels.lookup import gpu_of
 from ..launching import cores
 from ..tune.run import Found, Wish, tune
 from .cases import NotHere, Number

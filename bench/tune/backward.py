@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...autotune.search import median
-from ...kernels.choice import ONE_PASS, TWO_PASSES
+from ...kernels.lookup import ONE_PASS, TWO_PASSES
 from ...kernels.tables import SINGLE_PASS
 from .run import Found
 

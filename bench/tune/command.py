@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ...autotune import Shape, dealt, gpu_of_arch, grid, shape_of_config, space, tile_text, why_not
 from ...autotune.models import DEFAULT_DTYPE, SHORT
 from ...autotune.rings import WIRES
-from ...kernels.choice import Gpu, gpu_of, user_folder
+from ...kernels.lookup import Gpu, gpu_of, user_folder
 from ...kernels.tables import Point, options_of
 from ..launching import cores
 from ..output import check_targets, write_csv, write_json

@@ -10,7 +10,7 @@ import triton
 
 from ...autotune import Job, Verdict
 from ...autotune.ranking import ANY, ONE
-from ...kernels.choice import triton_version
+from ...kernels.lookup import triton_version
 from ...kernels.tables import options_of
 from ...kernels.tiles import Shape
 from ..inspect.bound import bounds_of, loop_bound, main_bound

@@ -25,8 +25,8 @@ from ...kernels import (
     attention_forward,
     attention_gradients,
 )
-from ...kernels.choice import DTYPES
 from ...kernels.config import is_single_pass
+from ...kernels.lookup import DTYPES
 from ...kernels.tables import SINGLE_PASS, Point, options_of
 from ...ring import Mask, bounds
 from ..kernels.accuracy import Inputs, Results, by_pytorch, draw, exactly, judged

@@ -35,7 +35,7 @@ from ...autotune.ranking import job_of, point_text
 from ...autotune.search import clocks_of, median, spread
 from ...comm import nvml
 from ...kernels import Tile
-from ...kernels.choice import Gpu, triton_version
+from ...kernels.lookup import Gpu, triton_version
 from ...kernels.tables import Entry, Point, file_name, options_of
 from ..inspect.compiled import default_tile as built_in_tile
 from ..inspect.rank import LEAST_CONFIGS
