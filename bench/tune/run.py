@@ -36,7 +36,7 @@ from ...autotune.search import clocks_of, median, spread
 from ...comm import nvml
 from ...kernels import Tile
 from ...kernels.lookup import Gpu, triton_version
-from ...kernels.tables import Entry, Point, file_name, options_of
+from ...kernels.tables import TUNED, Entry, Point, file_name, options_of
 from ..inspect.compiled import default_tile as built_in_tile
 from ..inspect.rank import LEAST_CONFIGS
 from ..inspect.report import Row, identity
@@ -72,11 +72,14 @@ class Wish:
     folder: Path
     budget: float  # seconds on the GPU
     workers: int
+    kernels: tuple[str, ...] = TUNED
+    orders_of: int = ORDERS_OF
+    """So many of the best tiles are also tried in every other order of their launch."""
 
     @property
     def points(self) -> list[Point]:
         """Of all kernels that have a default to be compared with."""
-        every = points_of(self.shape, list(self.lengths), causal=self.causal)
+        every = points_of(self.shape, list(self.lengths), causal=self.causal, kernels=self.kernels)
         return [point for point in every if built_in(point, self.gpu.arch) is not None]
 
 
@@ -188,7 +191,7 @@ def compile_part(
     arch, heads = wish.gpu.arch, wish.shape.heads
     ranked = rank_candidates(
         wish.points, arch, judge, heads=heads, count=CANDIDATES if measures else 1,
-        orders_of=ORDERS_OF if measures else 0, plain=not measures, rank=rank,
+        orders_of=wish.orders_of if measures else 0, plain=not measures, rank=rank,
     )  # fmt: skip
     defaults = {point: job_of(point, default_tile(point, arch), arch, heads) for point in wish.points}
     verdicts = judge(defaults.values())
