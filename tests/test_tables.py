@@ -52,6 +52,7 @@ from ringattn.kernels.tables import (
     as_json,
     file_name,
     least_shared,
+    options_of,
     parse,
     read,
 )
@@ -572,6 +573,7 @@ def test_the_tables_that_ship_are_good() -> None:
         shipped = read(path)
         assert path.name == file_name(shipped.gpu, shipped.triton)
         assert rings_of(shipped) == () and all(one.estimated and one.bound for one in shipped.entries)
+        assert not any(options_of(one.tile) for one in shipped.entries), "an estimate that serves nobody"
 
 
 class Quiet:
