@@ -10,7 +10,7 @@ from .pool import Failure, run_jobs
 from .ranking import Job, Judge, Rank, Ranked, Verdict, rank_candidates, tile_text
 from .rings import RingEntry, RingPoint, RingSetting, ring_settings
 from .search import Budget, Measured, Reading, Search, Trials, planned
-from .space import grid, space, why_not
+from .space import dealt, grid, space, why_not
 from .store import known, merged, private_folder, save
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Shape",
     "Trials",
     "Verdict",
+    "dealt",
     "gpu_of_arch",
     "grid",
     "known",

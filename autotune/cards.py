@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
-from ..kernels.choice import Gpu
 from ..kernels.config import SHARED_LIMIT
-from ..kernels.tables import DTYPES, KERNELS, Point
+from ..kernels.lookup import Gpu
+from ..kernels.tables import DTYPES, TUNED, Point
 
 
 def gpu_of_arch(name: str) -> Gpu:
@@ -51,7 +52,7 @@ class Shape:
         return self.heads // self.kv_heads
 
 
-def points_of(shape: Shape, lengths: list[int], *, causal: bool) -> list[Point]:
+def points_of(shape: Shape, lengths: list[int], *, causal: bool, kernels: Iterable[str] = TUNED) -> list[Point]:
     """Every kernel at every length; with ``causal`` also with bounds: most hops of a causal ring have none.
 
     Raises:
@@ -62,5 +63,5 @@ def points_of(shape: Shape, lengths: list[int], *, causal: bool) -> list[Point]:
     masks = ("full", "bounded") if causal else ("full",)
     return [
         Point(kernel, shape.dtype, shape.head_dim, shape.value_dim, shape.group, mask, length)
-        for kernel, mask, length in product(KERNELS, masks, sorted({*lengths}))
+        for kernel, mask, length in product(kernels, masks, sorted({*lengths}))
     ]

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..kernels.tables import load_json
+from ..kernels.strict import load_json
 
 MOST_BYTES = 64 << 20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..kernels.tables import load_json, shown
+from ..kernels.strict import load_json, shown
 from .cards import Shape
 
 MOST_BYTES = 4 << 20

@@ -10,7 +10,7 @@ from ..kernels import Tile
 from ..kernels.tables import Point, options_of
 from .journal import Journal
 from .pool import Failure, run_jobs
-from .space import space
+from .space import dealt, space
 
 RANKING_ROLE = "middle"
 OTHER_ROLES = ("only", "first", "last")
@@ -27,7 +27,8 @@ class Job(NamedTuple):
     """One binary: what of a point, a tile and a launch the compiler is told.
 
     Of numbers it is told whether they are 1 and whether 16 divides them, no more; of lengths the latter is taken for
-    granted. ``heads`` are those that programs are cut by: of the keys in dK/dV.
+    granted. ``heads`` are those that programs are cut by: of the keys in dK/dV, in parts where it is split, and in a
+    single pass; and of the keys where query heads are packed.
     """
 
     kernel: str
@@ -38,6 +39,7 @@ class Job(NamedTuple):
     full: bool
     heads: str  # one of COUNTS
     group: str
+    parts: str  # of a group: its packed or split heads
     tile: Tile
     arch: int
     role: str
@@ -46,7 +48,7 @@ class Job(NamedTuple):
     def key(self) -> str:
         """Its name in a journal."""
         flags = f"{'gqa' if self.grouped else 'mha'} {'full' if self.full else 'bounded'} {self.role}"
-        flags += f" heads {self.heads} group {self.group}"
+        flags += f" heads {self.heads} group {self.group} parts {self.parts}"
         dims = f"D{self.head_dim}/{self.head_dim_v}"
         return f"{self.kernel} sm_{self.arch} {self.dtype} {dims} {flags} {tile_text(self.tile)}"
 
@@ -66,8 +68,13 @@ def point_text(point: Point) -> str:
 
 def job_of(point: Point, tile: Tile, arch: int, heads: int, role: str = RANKING_ROLE) -> Job:
     """What a launch with so many query heads is compiled for."""
-    heads = heads // point.group if point.kernel == "dkdv" else heads
-    counts = kind_of_count(heads), kind_of_count(point.group)
+    options, group, parts = options_of(tile), point.group, 1
+    if options.get("pack_gqa"):
+        heads, group, parts = heads // group, 1, group
+    elif point.kernel not in ("forward", "dq"):
+        parts = int(options.get("dkdv_splits", 1))
+        heads, group = heads // group * parts, group // parts
+    counts = kind_of_count(heads), kind_of_count(group), kind_of_count(parts)
     return Job(*point[:4], point.group > 1, point.mask == "full", *counts, tile, arch, role)
 
 
@@ -141,34 +148,57 @@ class Ranked(NamedTuple):
 
     tiles: tuple[Tile, ...]
     dropped: dict[Tile, str]
-    bounds: Mapping[Tile, float | None] = {}
+    verdicts: Mapping[Tile, Verdict] = {}
     """Of all that passed in the role that candidates are ranked by."""
+
+    def joined(self, other: Ranked) -> Ranked:
+        return Ranked(
+            self.tiles + other.tiles, {**self.dropped, **other.dropped}, {**self.verdicts, **other.verdicts}
+        )  # fmt: skip
 
 
 def rank_candidates(
-    points: Sequence[Point], arch: int, judge: Judge, *, heads: int, count: int, rank: Rank | None = None
+    points: Sequence[Point],
+    arch: int,
+    judge: Judge,
+    *,
+    heads: int,
+    count: int,
+    orders_of: int = 0,
+    plain: bool = False,
+    rank: Rank | None = None,
 ) -> dict[Point, Ranked]:
     """Compile the whole space of every point and keep the ``count`` best, each of which compiles in every role.
 
     Args:
         heads: of the queries.
+        orders_of: so many of the best without options are also kept in every other order of their launch.
+        plain: keep none with options.
         rank: by default the bound of each candidate's verdict.
     """
-    jobs = {point: {tile: job_of(point, tile, arch, heads) for tile in space(point, arch)} for point in points}
-    found = judge(job for of_point in jobs.values() for job in of_point.values())
-    waiting, dropped, bounds = {}, {}, {}
-    for point, of_point in jobs.items():
-        verdicts = {tile: found[job] for tile, job in of_point.items()}
-        dropped[point] = {tile: verdict.problems[0] for tile, verdict in verdicts.items() if verdict.problems}
-        passed = [tile for tile in verdicts if tile not in dropped[point]]
-        bounds[point] = {tile: verdicts[tile].bound for tile in passed}
-        waiting[point] = in_order(passed, point, rank or _by_bound(verdicts))
 
-    def job(point: Point, tile: Tile, role: str) -> Job:
+    def job(point: Point, tile: Tile, role: str = RANKING_ROLE) -> Job:
         return job_of(point, tile, arch, heads, role)
 
-    kept = _clean_in_every_role(waiting, dropped, job, judge, count)
-    return {point: Ranked(tuple(kept[point]), dropped[point], bounds[point]) for point in points}
+    def best_of(tried: Mapping[Point, Sequence[Tile]], count: int) -> dict[Point, Ranked]:
+        found = judge(job(point, tile) for point, tiles in tried.items() for tile in tiles)
+        waiting, dropped, passed = {}, {}, {}
+        for point, tiles in tried.items():
+            verdicts = {tile: found[job(point, tile)] for tile in tiles}
+            dropped[point] = {tile: verdict.problems[0] for tile, verdict in verdicts.items() if verdict.problems}
+            passed[point] = {tile: verdict for tile, verdict in verdicts.items() if not verdict.problems}
+            wanted = [tile for tile in passed[point] if not (plain and options_of(tile))]
+            waiting[point] = in_order(wanted, point, rank or _by_bound(verdicts))
+        kept = _clean_in_every_role(waiting, dropped, job, judge, count)
+        return {point: Ranked(tuple(kept[point]), dropped[point], passed[point]) for point in tried}
+
+    first = best_of({point: space(point, arch) for point in points}, count)
+    if not orders_of:
+        return first
+    bases = {point: [tile for tile in one.tiles if not options_of(tile)][:orders_of] for point, one in first.items()}
+    others = {point: [other for tile in tiles for other in dealt(tile, point, arch)] for point, tiles in bases.items()}
+    more = best_of(others, max(map(len, others.values()), default=0))
+    return {point: one.joined(more[point]) for point, one in first.items()}
 
 
 def in_order(tiles: Iterable[Tile], point: Point, rank: Rank) -> list[Tile]:

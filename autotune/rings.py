@@ -14,24 +14,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..kernels import choice
-from ..kernels.choice import Gpu
-from ..kernels.tables import (
-    DTYPES,
-    MASKS,
-    MOST_TOKENS,
-    NO_GPU,
-    Check,
-    RefusedTable,
-    Table,
-    checked_as,
-    named,
-    number,
-    one_of,
-    optional,
-    text,
-    whole,
-)
+from ..kernels import lookup
+from ..kernels.lookup import Gpu
+from ..kernels.strict import Check, checked_as, named, number, one_of, optional, text, whole
+from ..kernels.tables import DTYPES, MASKS, MOST_TOKENS, NO_GPU, RefusedTable, Table
 from .search import FINAL_TURNS, FINALISTS, FIRST_TURNS
 
 TRANSPORTS = {"cuda": ("nccl", "copy_engine"), "cpu": ("auto",)}  # on the CPU there is one
@@ -160,14 +146,14 @@ def ring_settings(
     All ranks must take the same: look it up on one, and broadcast.
 
     Args:
-        gpu: of the ranks, ``kernels.choice.gpu_of(device)``; None: they are on the CPU.
+        gpu: of the ranks, ``kernels.lookup.gpu_of(device)``; None: they are on the CPU.
         config_dir: as of ``kernels.default_config``.
 
     Raises:
         RefusedTable: a table whose settings are not of this schema.
     """
-    folder = config_dir if config_dir is not None else os.environ.get(choice.CONFIG_DIR)
-    tables = choice.tables_of(gpu or CPU, None if folder is None else os.fspath(folder))
+    folder = config_dir if config_dir is not None else os.environ.get(lookup.CONFIG_DIR)
+    tables = lookup.tables_of(gpu or CPU, None if folder is None else os.fspath(folder))
     found = [
         one for table in tables for one in rings_of(table) if one.point._replace(length=point.length) == point
     ]  # fmt: skip

@@ -1,19 +1,20 @@
 """The candidates that may be tried at a point, and why the others are not: pure, and fast enough to list.
 
 A candidate is a tile, or a tile with fields of ``KernelConfig`` that are chosen with it (``kernels.tables.Chosen``).
+Which kernel, is tried with every tile; in what order its tiles are dealt to programs, with the best few alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
-from ..kernels import Tile
-from ..kernels.config import FORWARD_KERNELS
+from ..kernels import KernelConfig, Tile
+from ..kernels.config import FORWARD_KERNELS, ORDERS
 from ..kernels.hopper_launch import HEAD_DIMS, check_tile
-from ..kernels.tables import Option, Point, least_shared, options_of, shared_limit, with_options
+from ..kernels.tables import SINGLE_PASS, TUNED, Option, Point, least_shared, options_of, shared_limit, with_options
 
 KEPT = (32, 64, 128)
 """Rows that a program keeps: queries of forward and dQ, keys of dK/dV. What it streams is loaded once per so many."""
@@ -24,15 +25,26 @@ STAGES = (1, 2, 3, 4)
 FLOAT32_SIDES = (16, 32, 64)
 """`tf32x3` holds every operand twice, in 4-byte elements."""
 
-# What is tried beside the four numbers of a tile: values by field and kernel, the default among them. Another field is
-# one line here and one in `kernels/tables.py`; where not every tile or point takes its values, a rule in `RULES`.
-TILE_FIELDS: dict[str, dict[str, Sequence[Option]]] = {"forward": {}, "dq": {}, "dkdv": {}}
-CONFIG_FIELDS: dict[str, dict[str, Sequence[Option]]] = {
-    "forward": {"forward_kernel": FORWARD_KERNELS},
-    "dq": {},
-    "dkdv": {},
+Fields = Mapping[str, Sequence[Option | None]]
+"""Values by name, the default among them."""
+
+# What is tried beside the four numbers of a tile, by kernel. Another field is one line here and one in
+# `kernels/tables.py`; where not every tile or point takes its values, a rule in `RULES`.
+TILE_FIELDS: dict[str, Fields] = {kernel: {} for kernel in TUNED}
+CONFIG_FIELDS: dict[str, Fields] = {**TILE_FIELDS, "forward": {"forward_kernel": FORWARD_KERNELS}}
+"""Fields of ``KernelConfig`` that are tried with every tile."""
+
+_DEALT: Fields = {"order": ORDERS, "persistent": (False, True), "sm_margin": (None, 0)}
+_PACKED: Fields = {"pack_gqa": (False, True)}
+DEALT_FIELDS: dict[str, Fields] = {
+    "forward": {**_DEALT, **_PACKED},
+    "dq": {**_DEALT, **_PACKED},
+    "dkdv": {**_DEALT, "dkdv_splits": (1, 2, 4, 8)},
+    **{kernel: {} for kernel in SINGLE_PASS},
 }
-DEFAULTS: dict[str, Option] = {"forward_kernel": "portable"}
+"""Those that are tried with the best tiles alone: they change when a tile is taken, not what its loop does."""
+
+DEFAULTS: dict[str, object] = {one.name: one.default for one in fields(KernelConfig)}
 """Of ``KernelConfig``: what a candidate need not say."""
 
 MOST_VALUES = 224
@@ -53,32 +65,43 @@ def space(point: Point, arch: int) -> list[Tile]:
 def grid(point: Point) -> list[Tile]:
     """All combinations, whether they fit or not."""
     return [
-        with_options(replace(tile, **fields), options)
+        with_options(replace(tile, **more), options)
         for options in _choices(CONFIG_FIELDS[point.kernel])
-        for fields in _choices(TILE_FIELDS[point.kernel])
+        for more in _choices(TILE_FIELDS[point.kernel])
         for tile in _sides(point)
     ]
 
 
-def _choices(fields: Mapping[str, Sequence[Option]]) -> Iterator[dict[str, Any]]:
+def dealt(tile: Tile, point: Point, arch: int) -> list[Tile]:
+    """A tile in every other order of its launch; none where it already has options, whose order is their own."""
+    if options_of(tile):
+        return []
+    others = [with_options(tile, options) for options in _choices(DEALT_FIELDS[point.kernel]) if options]
+    return [other for other in others if why_not(other, point, arch) is None]
+
+
+def _choices(tried: Fields) -> Iterator[dict[str, Any]]:
     """Every combination of the values; what is the default is left out."""
-    for values in product(*fields.values()):
-        chosen = zip(fields, values, strict=True)
+    for values in product(*tried.values()):
+        chosen = zip(tried, values, strict=True)
         yield {name: value for name, value in chosen if name not in DEFAULTS or value != DEFAULTS[name]}
 
 
 def _sides(point: Point) -> list[Tile]:
     small = point.dtype == "fp32"
     kept, streamed = (FLOAT32_SIDES, FLOAT32_SIDES) if small else (KEPT, STREAMED)
-    queries, keys = (streamed, kept) if point.kernel == "dkdv" else (kept, streamed)
+    queries, keys = (kept, streamed) if point.kernel in ("forward", "dq") else (streamed, kept)
     return [Tile(*sizes) for sizes in product(queries, keys, WARPS, STAGES)]
 
 
 def why_not(tile: Tile, point: Point, arch: int) -> str | None:
     """What is wrong with a candidate as far as arithmetic tells; None where it is worth compiling."""
-    for name, value in options_of(tile).items():
-        if (rule := RULES.get((name, value))) is not None:
-            return rule(tile, point, arch)
+    options = options_of(tile)
+    for name in options:
+        if name in RULES and (reason := RULES[name](tile, point, arch)) is not None:
+            return reason
+    if options.get("forward_kernel") == "hopper":
+        return None  # its registers and shared memory are what it was written for: nothing else is to be asked
     if (shared := least_shared(point, tile)) > (limit := shared_limit(arch)):
         return f"takes at least {shared} bytes of shared memory, a block of sm_{arch} has {limit}"
     longest = max(min(KEPT), 1 << (point.length - 1).bit_length())
@@ -94,7 +117,6 @@ def why_not(tile: Tile, point: Point, arch: int) -> str | None:
 
 
 def _not_hopper(tile: Tile, point: Point, arch: int) -> str | None:
-    """Its registers and shared memory are what it was written for: nothing else is to be asked."""
     if arch != 90 or point.dtype == "fp32" or point.head_dim not in HEAD_DIMS or point.head_dim_v != point.head_dim:
         dims = "/".join(map(str, HEAD_DIMS))
         return f"the Hopper forward takes sm_90, 16 bits and head dims {dims}: not this point"
@@ -105,10 +127,26 @@ def _not_hopper(tile: Tile, point: Point, arch: int) -> str | None:
     return None
 
 
-RULES: dict[tuple[str, Option], Callable[[Tile, Point, int], str | None]] = {
-    ("forward_kernel", "hopper"): _not_hopper,
+def _not_packed(tile: Tile, point: Point, arch: int) -> str | None:
+    return None if point.group > 1 else "no query heads share a key head: there is nothing to pack"
+
+
+def _not_split(tile: Tile, point: Point, arch: int) -> str | None:
+    splits = options_of(tile)["dkdv_splits"]
+    return f"{splits} splits do not divide {point.group} query heads" if point.group % int(splits) else None
+
+
+def _no_margin(tile: Tile, point: Point, arch: int) -> str | None:
+    return None if options_of(tile).get("persistent") else "sm_margin is of persistent kernels"
+
+
+RULES: dict[str, Callable[[Tile, Point, int], str | None]] = {
+    "forward_kernel": _not_hopper,
+    "pack_gqa": _not_packed,
+    "dkdv_splits": _not_split,
+    "sm_margin": _no_margin,
 }
-"""In place of what is asked of the portable kernels, by field and value: what is wrong with a candidate."""
+"""By a field that does not have its default: what is wrong with a candidate."""
 
 
 def values_kept(tile: Tile, point: Point) -> int:
@@ -118,4 +156,5 @@ def values_kept(tile: Tile, point: Point) -> int:
         return tile.block_q * point.head_dim_v + scores
     if point.kernel == "dq":
         return tile.block_q * point.head_dim + 2 * scores
+    # of a single pass the tile of dQ that is added counts no more: it is made when one of the two scores is used up
     return tile.block_k * (point.head_dim + point.head_dim_v) + 2 * scores

@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..kernels import choice
-from ..kernels.choice import Gpu
+from ..kernels import lookup
+from ..kernels.lookup import Gpu
 from ..kernels.tables import Entry, Table, as_json, file_name, parse, read
 from .rings import RingEntry, rings_of
 
@@ -38,7 +38,7 @@ def save(folder: Path, gpu: Gpu, entries: Iterable[Entry] = (), rings: Iterable[
         RefusedTable: there is one that cannot be read: it is left as it is.
         ValueError: the folder cannot be made, or an entry is not what a reader takes.
     """
-    version = choice.triton_version()
+    version = lookup.triton_version()
     before = _there(folder, gpu)
     path = private_folder(folder) / file_name(gpu.name, version)
     kept = {one.point: one for one in (*rings_of(before), *rings)}
@@ -55,7 +55,7 @@ def save(folder: Path, gpu: Gpu, entries: Iterable[Entry] = (), rings: Iterable[
         except BaseException:
             os.unlink(draft.name)
             raise
-    choice.forget()
+    lookup.forget()
     return path
 
 
@@ -69,7 +69,7 @@ def known(folder: Path, gpu: Gpu) -> tuple[Entry, ...]:
 
 
 def _there(folder: Path, gpu: Gpu) -> Table:
-    version = choice.triton_version()
+    version = lookup.triton_version()
     try:
         return read(folder / file_name(gpu.name, version))
     except (FileNotFoundError, NotADirectoryError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .backward import delta_kernel, dkdv_kernel, dq_kernel, reduce_kernel
 from .bounds import FULL, Bounds
 from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank, result_like
-from .choice import forward_kernel_of, situation, tile_for
+from .choice import backward_config, launched, situation, tile_for
 from .config import KernelConfig, is_single_pass
 from .forward import forward_kernel
 from .gradients import attention_gradients
@@ -92,11 +94,12 @@ def attention_forward(
     result = out if out is not None and in_place else torch.empty(out_shape, device=q.device, dtype=dtype)
     tile = tile_for("forward", config, q, v, **situation(bounds, scores))
     flags = {"HAS_STATE": out is not None, "IN_PLACE": in_place}
-    hopper = forward_kernel_of(config, tile) == "hopper"
+    how = launched(config, tile, q, k)
+    hopper = how is not None and how.forward_kernel == "hopper"
     if hopper and takes(q, k, v, bounds, scores, tile, asked=config is not None):
         launch_hopper(q, k, v, out, result, lse, bounds, scale, tile)
         return result, lse
-    grid, shape = dealt(config, packed_shape(config, shape_of(q, k)), tile, (k, v))
+    grid, shape = dealt(how, packed_shape(how, shape_of(q, k)), tile, (k, v))
     launch(
         forward_kernel, grid, q.device,
         strided(q), strided(k), strided(v), strided(result if out is None else out), strided(result), lse,
@@ -161,7 +164,8 @@ def attention_dq(
     check_config(config, q, k)
     target = result_like("into", into, "sums", sums, q)
     tile = tile_for("dq", config, q, v, **situation(bounds, scores))
-    grid, shape = dealt(config, packed_shape(config, shape_of(q, k)), tile, (k, v))
+    how = launched(config, tile, q, k)
+    grid, shape = dealt(how, packed_shape(how, shape_of(q, k)), tile, (k, v))
     launch(
         dq_kernel, grid, q.device,
         strided(dout), strided(q), strided(k), strided(v), lse, delta, strided(target if sums is None else sums),
@@ -207,12 +211,13 @@ def attention_dkdv(
     dk = result_like("into[0]", dk_into, "sums[0]", dk_sum, k)
     dv = result_like("into[1]", dv_into, "sums[1]", dv_sum, v)
     tile = tile_for("dkdv", config, q, v, **situation(bounds, scores))
-    splits = splits_of(config, q, k, tile.block_k)
+    how = launched(config, tile, q, k)
+    splits = splits_of(how, q, k, tile.block_k)
     before = strided(dk if dk_sum is None else dk_sum), strided(dv if dv_sum is None else dv_sum)
     seen, shape = interval(bounds.transposed(k.shape[1])), shape_of(k, q)
     parts = (dk, dv) if splits == 1 else (empty_parts(k, splits), empty_parts(v, splits))
     in_place = dk is dk_sum and dv is dv_sum
-    grid, dealt_shape = dealt(config, split_shape(shape, splits), tile, (q, dout), rows_are_keys=True)
+    grid, dealt_shape = dealt(how, split_shape(shape, splits), tile, (q, dout), rows_are_keys=True)
     launch(
         dkdv_kernel, grid, q.device,
         strided(dout), strided(q), strided(k), strided(v), lse, delta,
@@ -251,7 +256,8 @@ def attention_backward(
 
     With the global ``out`` and ``lse`` of the whole sequence, the parts of all shards add up to the exact gradient
     (Dao, arXiv:2307.08691, algorithm 2). Deterministic: no atomics; unless ``config.backward`` is ``"single_pass"``,
-    which computes all three at once and adds to dQ in no fixed order (see :func:`attention_gradients`).
+    which computes all three at once and adds to dQ in no fixed order (see :func:`attention_gradients`). Without a
+    config a tuned table that measured ``"single_pass_deterministic"`` as faster makes it that one.
 
     Args:
         dout: gradient of ``out``, ``[B, Sq, H, Dv]``.
@@ -277,10 +283,19 @@ def attention_backward(
             check_like(name, given, tuple(like.shape), torch.float32, like.device)
     sums = None if dk is None or dv is None else (dk, dv)
     delta = attention_delta(dout, out, dlse)
-    call = {"bounds": bounds, "scores": scores, "softmax_scale": softmax_scale, "config": config}
-    if is_single_pass(config):
+    call: dict[str, Any] = {"bounds": bounds, "scores": scores, "softmax_scale": softmax_scale, "config": config}
+    return backward_of(dout, q, k, v, lse, delta, dq=dq, sums=sums, **call)
+
+
+def backward_of(
+    *given: torch.Tensor, dq: torch.Tensor | None = None, sums: Pair | None = None, **call: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`attention_backward` of what :func:`attention_dq` is given: one pass or two, by the config or a table."""
+    _, q, _, v, *_ = given
+    how = situation(call.get("bounds", FULL), call.get("scores", PLAIN))
+    if is_single_pass(config := backward_config(call.get("config"), q, v, **how)):
         total = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
-        made = attention_gradients(dout, q, k, v, lse, delta, dq=total, sums=sums, into=sums, **call)  # type: ignore[arg-type]
+        made = attention_gradients(*given, dq=total, sums=sums, into=sums, **call | {"config": config})
         return total.to(q.dtype) if dq is None else total, *made
-    dq = attention_dq(dout, q, k, v, lse, delta, sums=dq, into=dq, **call)  # type: ignore[arg-type]
-    return dq, *attention_dkdv(dout, q, k, v, lse, delta, sums=sums, into=sums, **call)  # type: ignore[arg-type]
+    dq = attention_dq(*given, sums=dq, into=dq, **call)
+    return dq, *attention_dkdv(*given, sums=sums, into=sums, **call)

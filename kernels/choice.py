@@ -1,217 +1,21 @@
-"""Which tile a launch takes: the caller's, else that of a tuned table, else the built-in default.
-
-Tables are looked for in the user's folder (``config_dir``, ``RINGATTN_CONFIG_DIR``, or the cache) and then in the
-package's. A table is read once per process and a look-up is one dictionary access: nothing is timed, ever.
-"""
+"""Which tile a launch takes, and how it is launched: the caller's, else a tuned table's, else the built-in default."""
 
 from __future__ import annotations
 
-import math
 import os
-import re
-import threading
-import warnings
-from bisect import bisect_left
-from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache, lru_cache
-from itertools import pairwise
+from functools import lru_cache
 from math import gcd
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton
 
 from .bounds import Bounds
 from .config import INTERPRETER, LEAST_SIDE, KernelConfig, Tile, config_for, single_pass_tile
+from .lookup import BACKWARD, ONE_PASS, Gpu, Tuned, gpu_of, tuned
+from .order import chip_of
 from .scores import Scores
-from .tables import KERNELS, Entry, RefusedTable, Table, file_name, options_of, read
-
-CONFIG_DIR = "RINGATTN_CONFIG_DIR"
-HERE = Path(__file__).parent
-# what ships with the kernels: `tuned/` in this folder, where a vendor puts tables, or the folder beside it
-PACKAGE = (HERE / "tuned", HERE.parent / "autotune" / "tables")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-Version = tuple[int, int]
-Key = tuple[str, torch.dtype, int, int, int, bool]  # kernel, dtype, D, Dv, query heads per key head, without a mask
-Lengths = tuple[tuple[float, ...], tuple[Tile, ...]]  # where one tile gives way to the next, and the tiles
-
-
-class Gpu(NamedTuple):
-    """What a table is for."""
-
-    name: str
-    arch: int  # compute capability without the dot
-
-
-@cache
-def gpu_of(device: torch.device) -> Gpu | None:
-    """The GPU of a device; None for any other device."""
-    if device.type != "cuda":
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return Gpu(torch.cuda.get_device_name(device), major * 10 + minor)
-
-
-def triton_version() -> Version:
-    """(3, 7) of 3.7.1: code generation changes with it, and a tile's worth with that."""
-    major, minor = triton.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
-def user_folder() -> Path | None:
-    """The user's cache by the XDG rules: ``$XDG_CACHE_HOME/ringattn/tiles``; None for a user without a home."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):
-        return Path(base, "ringattn", "tiles")
-    home = os.path.expanduser("~")
-    return Path(home, ".cache", "ringattn", "tiles") if os.path.isabs(home) else None
-
-
-class Tuned:
-    """The tiles of some tables, the first table that knows a key deciding it."""
-
-    def __init__(self, tables: Iterable[Table] = (), *, estimated: bool = False) -> None:
-        self._lengths: dict[Key, Lengths] = {}
-        for table in tables:
-            self._lengths = _by_length(table.entries, estimated) | self._lengths
-
-    def tile(self, key: Key, length: int) -> Tile | None:
-        """The tile of the nearest length, by ratio; None where nothing was tuned for the key."""
-        found = self._lengths.get(key)
-        return None if found is None else found[1][bisect_left(found[0], length)]
-
-
-def _by_length(entries: Iterable[Entry], estimated: bool) -> dict[Key, Lengths]:
-    grouped: dict[Key, dict[int, Tile]] = {}
-    for point, tile in ((entry.point, entry.tile) for entry in entries if estimated or not entry.estimated):
-        key = (point.kernel, DTYPES[point.dtype], point.head_dim, point.head_dim_v, point.group, point.mask == "full")
-        grouped.setdefault(key, {})[point.length] = tile
-    made = {}
-    for key, tiles in grouped.items():
-        lengths = sorted(tiles)
-        edges = tuple(math.sqrt(a * b) for a, b in pairwise(lengths))
-        made[key] = edges, tuple(tiles[length] for length in lengths)
-    return made
-
-
-_LOADING = threading.Lock()
-
-
-@lru_cache(maxsize=64)
-def _load(gpu: Gpu, config_dir: str | None, estimated: bool) -> Tuned:
-    if config_dir and not os.path.isdir(config_dir):  # from the environment: nobody to raise to
-        _warn(f"{CONFIG_DIR} is {config_dir!r}: there is no such folder; `ringattn tune --save-dir` makes it")
-    return Tuned(tables_of(gpu, config_dir, estimated=estimated), estimated=estimated)
-
-
-def tables_of(gpu: Gpu, config_dir: str | None, *, estimated: bool = False) -> list[Table]:
-    """The tables that serve a GPU under this version of Triton, the one to ask first first.
-
-    Args:
-        config_dir: looked into in place of the user's cache, before what ships with the kernels.
-        estimated: also those made for a compute capability, without a GPU.
-    """
-    folders = [*([Path(config_dir)] if config_dir else [user_folder()]), *PACKAGE]
-    there = [folder for folder in folders if folder is not None]
-    names = dict.fromkeys([gpu.name, *([f"sm_{gpu.arch}"] if estimated else [])])
-    return [table for name in names for table in _tables(name, gpu, there)]
-
-
-def forget() -> None:
-    """Read every table again at the next look-up; for who has just written one."""
-    _load.cache_clear()
-
-
-def tuned(gpu: Gpu, config_dir: str | os.PathLike[str] | None = None, *, estimated: bool = False) -> Tuned:
-    """The tiles that tables have for a GPU and this version of Triton.
-
-    Args:
-        config_dir: looked into before the package's tables; default ``$RINGATTN_CONFIG_DIR``, else the user's cache.
-        estimated: also entries that were never measured. They are never a default: ask for them.
-
-    Raises:
-        ValueError: ``config_dir`` is no folder.
-    """
-    if config_dir is None:
-        folder = os.environ.get(CONFIG_DIR)
-    elif os.path.isdir(folder := os.fspath(config_dir)):
-        pass
-    else:
-        raise ValueError(f"config_dir is {folder!r}: there is no such folder; `ringattn tune --save-dir` makes it")
-    with _LOADING:  # virtual ranks are threads: a warning comes once
-        return _load(gpu, folder, estimated)
-
-
-def _tables(name: str, gpu: Gpu, folders: list[Path]) -> list[Table]:
-    """This version's tables in order of the folders; where there is none, those of the nearest older version."""
-    versions = {folder: _versions(folder, name) for folder in folders}
-    ours = triton_version()
-    serving = max((version for found in versions.values() for version in found if version <= ours), default=None)
-    if serving is None:
-        return []
-    paths = [folder / found[serving] for folder, found in versions.items() if serving in found]
-    tables = [table for path in paths if (table := _read(path, name, gpu, serving)) is not None]
-    if serving != ours and tables:
-        _warn(
-            f"no tuned tiles for Triton {ours[0]}.{ours[1]} at {folders[0] / file_name(name, ours)}: those for "
-            f"{serving[0]}.{serving[1]}, {paths[0]}, serve instead. To make it: {command_for(tables[0], folders[0])}"
-        )
-    return tables
-
-
-def _versions(folder: Path, name: str) -> dict[Version, str]:
-    """The versions that a folder has a table of this GPU for, with its name."""
-    pattern = re.escape(file_name(name, (0, 0)).removesuffix("0.0.json")) + r"(\d{1,3})\.(\d{1,3})\.json"
-    try:
-        names = os.listdir(folder)
-    except OSError:  # no such folder: most users have none
-        return {}
-    found = (re.fullmatch(pattern, one) for one in names)
-    return {(int(match[1]), int(match[2])): match[0] for match in found if match}
-
-
-def _read(path: Path, name: str, gpu: Gpu, version: Version) -> Table | None:
-    """A table that is for this GPU and version; None, with a warning, for what is not or is refused."""
-    try:
-        table = read(path)
-    except RefusedTable as error:
-        _warn(f"{error}; the built-in tiles are used")
-        return None
-    except FileNotFoundError:  # gone since it was listed
-        return None
-    for what, got, wanted in (
-        ("gpu", table.gpu, name),
-        ("arch", table.arch, gpu.arch),
-        ("triton", table.triton, version),
-    ):
-        if got != wanted:
-            _warn(f"{path} is refused: its {what} is {got!r}, this is {wanted!r}; the built-in tiles are used")
-            return None
-    return table
-
-
-def command_for(table: Table, folder: Path) -> str:
-    """What makes such a table again for the shape it has most of; of checked numbers alone, as it may be pasted."""
-    points = [entry.point for entry in table.entries]
-    if not points:
-        return "ringattn tune"
-    shapes = [point[1:5] for point in points]
-    dtype, head_dim, head_dim_v, group = most = max(shapes, key=shapes.count)
-    of_shape = [point for point in points if point[1:5] == most]
-    lengths = ",".join(str(length) for length in sorted({point.length for point in of_shape}))
-    value = f" --value-dim {head_dim_v}" if head_dim_v != head_dim else ""
-    mask = " --causal" if any(point.mask == "bounded" for point in of_shape) else " --full"
-    return (
-        f"ringattn tune --heads {8 * group} --kv-heads 8 --head-dim {head_dim}{value} --dtype {dtype} "
-        f"--seqlen {lengths}{mask} --save-dir {folder}"
-    )
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=2)
+from .tables import KERNELS, OPTIONS, SINGLE_PASS, Chosen, Option, options_of
 
 
 def default_config(
@@ -224,6 +28,9 @@ def default_config(
 ) -> KernelConfig:
     """The tiles of launches without ``config``: of tuned tables, and where they have none the built-in default.
 
+    Such a launch takes all that its kernel was measured with (``order``, ``persistent``, …). A config has one order for
+    all its kernels, so that this one has what they agree on; and two passes.
+
     Args:
         q: queries ``[B, Sq, H, D]``, for their device, dtype and shape.
         v: values ``[B, Sk, Hkv, Dv]``.
@@ -231,8 +38,18 @@ def default_config(
         config_dir, estimated: as in :func:`tuned`.
     """
     forward, dq, dkdv = (_tile(one, q, v, full, config_dir=config_dir, estimated=estimated) for one in KERNELS)
-    options: dict[str, Any] = options_of(forward) | options_of(dq) | options_of(dkdv)
+    options: dict[str, Any] = _agreed({"forward": forward, "dq": dq, "dkdv": dkdv})
     return KernelConfig(forward, dq, dkdv, **options)
+
+
+def _agreed(tiles: dict[str, Tile]) -> dict[str, Option]:
+    """The options of each kernel that no other kernel which has such an option wants otherwise."""
+    wanted = {kernel: options_of(tile) for kernel, tile in tiles.items()}
+    made = {}
+    for name, value in {pair for tile in tiles.values() for pair in options_of(tile).items()}:
+        if all(wanted[kernel].get(name) == value for kernel in tiles if name in OPTIONS[kernel]):
+            made[name] = value
+    return made
 
 
 def _tile(
@@ -244,27 +61,64 @@ def _tile(
     estimated: bool = False,
 ) -> Tile:
     gpu = gpu_of(q.device)
-    if gpu is None:
-        return _built_in(kernel, q, v)
+    found = None if gpu is None else _tuned(tuned(gpu, config_dir, estimated=estimated), kernel, q, v, full)
+    return found or _built_in(kernel, q, v)
+
+
+def _tuned(tiles: Tuned, kernel: str, q: torch.Tensor, v: torch.Tensor, full: bool) -> Tile | None:
     heads, head_dim = q.shape[2:]
     _, length, kv_heads, head_dim_v = v.shape
-    key = (kernel, q.dtype, head_dim, head_dim_v, heads // max(kv_heads, 1), full)
-    found = tuned(gpu, config_dir, estimated=estimated).tile(key, length)
-    return found or _built_in(kernel, q, v)
+    return tiles.tile((kernel, q.dtype, head_dim, head_dim_v, heads // max(kv_heads, 1), full), length)
 
 
 def _built_in(kernel: str, q: torch.Tensor, v: torch.Tensor) -> Tile:
     gpu = gpu_of(q.device)
-    if kernel == "single_pass":
+    if kernel in SINGLE_PASS:
         return _built_in_single_pass(gpu, q, v)
     config = INTERPRETER if gpu is None else config_for(gpu.arch, q.dtype, max(q.shape[3], v.shape[3]))
     tile: Tile = getattr(config, kernel)
     return tile
 
 
-def forward_kernel_of(config: KernelConfig | None, tile: Tile) -> str:
-    """The config's; without one what a tuned table measured as the best with ``tile``, of :func:`tile_for`."""
-    return str(options_of(tile).get("forward_kernel", "portable")) if config is None else config.forward_kernel
+def launched(config: KernelConfig | None, tile: Tile, q: torch.Tensor, k: torch.Tensor) -> KernelConfig | None:
+    """What one kernel is launched by: the config; without one what a tuned table has beside ``tile``, or None.
+
+    Args:
+        tile: of :func:`tile_for`.
+        q, k: of the launch. A table's options that do not suit them are left out, a config's are refused elsewhere.
+    """
+    if config is not None or not isinstance(tile, Chosen):
+        return config
+    return _with_options(tile, q.shape[2] // max(k.shape[2], 1), q.device)
+
+
+@lru_cache(maxsize=256)
+def _with_options(tile: Chosen, group: int, device: torch.device) -> KernelConfig:
+    options: dict[str, Any] = options_of(tile)
+    if group % options.get("dkdv_splits", 1):
+        del options["dkdv_splits"]
+    if options.get("sm_margin", 0) >= chip_of(device).multiprocessors:
+        options = {name: value for name, value in options.items() if name not in ("persistent", "sm_margin")}
+    return KernelConfig(tile, tile, tile, **options)
+
+
+def backward_config(
+    config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor, *, block: int | None, full: bool, plain: bool
+) -> KernelConfig | None:
+    """The config; without one, where a tuned table measured a single pass as faster than two, one that says so.
+
+    It is a deterministic one: two passes are. The last three arguments are those of :func:`situation`.
+    """
+    gpu = gpu_of(q.device)
+    if config is not None or gpu is None or not plain or block is not None:
+        return config
+    tile = _tuned(tuned(gpu), BACKWARD, q, v, full)
+    return None if tile is None else _one_pass(tile)
+
+
+@lru_cache(maxsize=256)
+def _one_pass(tile: Tile) -> KernelConfig:
+    return KernelConfig(tile, tile, tile, backward=ONE_PASS, single_pass=tile)
 
 
 def _built_in_single_pass(gpu: Gpu | None, q: torch.Tensor, v: torch.Tensor) -> Tile:
@@ -308,10 +162,12 @@ def tile_for(
         ValueError: the config's does not, or blocks that no tile divides.
     """
     given = None if config is None else _of(config, kernel)
+    if config is not None and kernel == "single_pass":
+        kernel = config.backward  # its default is a table's, too: the caller chose no more than the way
     if given is not None:
         tile = given
     else:
-        tile = _tile(kernel, q, v, full) if config is None and plain and block is None else _built_in(kernel, q, v)
+        tile = _tile(kernel, q, v, full) if plain and block is None else _built_in(kernel, q, v)
     if block is None:
         return tile
     if block % LEAST_SIDE:

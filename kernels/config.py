@@ -38,6 +38,7 @@ class Tile:
 
 ORDERS = ("heads", "longest")
 FORWARD_KERNELS = ("portable", "hopper")
+AUTO = "auto"
 BACKWARDS = ("two_pass", "single_pass", "single_pass_deterministic")
 
 
@@ -52,8 +53,9 @@ class KernelConfig:
 
     ``dkdv_splits`` parts of the query heads of each key head make a dK/dV program of their own, and a second kernel
     adds the parts up in a fixed order: for grouped heads with too few programs to fill a GPU. A divisor of the query
-    heads per key head, 1 for no split; None chooses by programs and multiprocessors (``order.splits_for``), and 1 where
-    there is no GPU. The parts take fp32 memory of ``dkdv_splits`` times dK and dV.
+    heads per key head, 1 for no split; "auto" chooses by programs and multiprocessors (``order.splits_for``), and 1
+    where there is no GPU. The parts take fp32 memory of ``dkdv_splits`` times dK and dV. The second kernel was never
+    run on a GPU, so that a split is nobody's default.
 
     ``order`` of the tiles of the forward, dQ and dK/dV: "heads", one head after the other; or "longest", the longest
     tiles of many heads first, as many as read what fits half of the GPU's L2, heads that share K/V side by side.
@@ -79,7 +81,7 @@ class KernelConfig:
     dq: Tile
     dkdv: Tile
     forward_kernel: str = "portable"
-    dkdv_splits: int | None = None
+    dkdv_splits: int | str = 1
     order: str = "heads"
     persistent: bool = False
     sm_margin: int | None = None
@@ -95,10 +97,10 @@ class KernelConfig:
                 f"single_pass is {self.single_pass} with backward='two_pass', which has no use for it: pass "
                 "backward='single_pass' or 'single_pass_deterministic', or no tile"
             )
-        if self.dkdv_splits is not None and self.backward != "two_pass":
+        if self.dkdv_splits != 1 and self.backward != "two_pass":
             raise ValueError(
-                f"dkdv_splits is {self.dkdv_splits} with backward={self.backward!r}: it splits the dK/dV kernel of "
-                "'two_pass'; pass None"
+                f"dkdv_splits is {self.dkdv_splits!r} with backward={self.backward!r}: it splits the dK/dV kernel of "
+                "'two_pass'; pass 1"
             )
         if self.forward_kernel not in FORWARD_KERNELS:
             raise ValueError(
@@ -109,9 +111,9 @@ class KernelConfig:
         for name in ("persistent", "pack_gqa"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: it must be True or False")
-        if self.dkdv_splits is not None and not is_whole(self.dkdv_splits, 1):
+        if self.dkdv_splits != AUTO and not is_whole(self.dkdv_splits, 1):
             raise ValueError(
-                f"dkdv_splits is {self.dkdv_splits!r}: it must be None or a divisor of the query heads per key head"
+                f"dkdv_splits is {self.dkdv_splits!r}: it must be {AUTO!r} or a divisor of the query heads per key head"
             )
         if self.sm_margin is not None and not (self.persistent and is_whole(self.sm_margin, 0)):
             raise ValueError(

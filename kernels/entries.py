@@ -13,6 +13,7 @@ from . import attention as host
 from .config import KernelConfig, is_single_pass
 from .gradients import attention_gradients as host_gradients
 from .ops import (
+    backward_op,
     delta_op,
     dequantize_op,
     dkdv_into_op,
@@ -101,6 +102,9 @@ def _traced_backward(
     config: KernelConfig | None = None, **call: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     given = (dout, q, k, v, lse, _traced_delta(dout, out, dlse))
+    if dq is None and dk is None and dv is None:
+        whole: tuple[Tensor, Tensor, Tensor] = backward_op(*given, *pack(config=config, **call))
+        return whole
     sums, call = None if dk is None or dv is None else (dk, dv), call | {"config": config}
     if is_single_pass(config):
         total = q.new_zeros(q.shape, dtype=torch.float32) if dq is None else dq

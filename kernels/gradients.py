@@ -9,10 +9,11 @@ import triton
 
 from .bounds import FULL, Bounds
 from .checks import check_backward, check_like, result_like
-from .choice import gpu_of, situation, tile_for
+from .choice import situation, tile_for
 from .config import KernelConfig, Tile
 from .dq_sum import Turns
 from .launch import head_dims, interval, launch, modifiers, options, programs, shape_of, strided
+from .lookup import gpu_of
 from .scores import PLAIN, Scores
 from .single_pass import single_pass_kernel
 from .turns import numbers

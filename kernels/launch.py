@@ -91,7 +91,7 @@ def check_config(config: KernelConfig | None, q: torch.Tensor, k: torch.Tensor) 
     if config is None:
         return
     group = q.shape[2] // max(k.shape[2], 1)
-    if config.dkdv_splits is not None and group % config.dkdv_splits:
+    if isinstance(config.dkdv_splits, int) and group % config.dkdv_splits:
         raise ValueError(
             f"config.dkdv_splits is {config.dkdv_splits}: it must divide the {group} query heads per key head"
         )
@@ -101,8 +101,9 @@ def check_config(config: KernelConfig | None, q: torch.Tensor, k: torch.Tensor) 
 
 def splits_of(config: KernelConfig | None, q: torch.Tensor, k: torch.Tensor, block_k: int) -> int:
     """In how many parts the query heads of a key head are cut for dK/dV; 1 for no split."""
-    if config is not None and config.dkdv_splits is not None:
-        return config.dkdv_splits
+    asked = 1 if config is None else config.dkdv_splits
+    if isinstance(asked, int):
+        return asked
     group = q.shape[2] // max(k.shape[2], 1)
     if q.device.type != "cuda" or group == 1:
         return 1

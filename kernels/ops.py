@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import attention as host
 from .bounds import FULL, Bounds, Runs
-from .config import KernelConfig, Tile, is_single_pass
+from .config import KernelConfig, Tile
 from .gradients import attention_gradients
 from .quantize import dequantize, quantize
 from .scores import PLAIN, SEEDS, Scores
@@ -208,6 +208,12 @@ def _dkdv_into(
     host.attention_dkdv(dout, q, k, v, lse, delta, sums=sums, into=into, **unpack(q.device, *call))
 
 
+def _backward_of(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *call: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return host.backward_of(dout, q, k, v, lse, delta, **unpack(q.device, *call))
+
+
 def _gradients_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
     dk: Tensor | None, dv: Tensor | None, *call: Any,
@@ -257,6 +263,10 @@ dkdv_into_op = _defined(
     f"{_BACKWARD}, Tensor? dk, Tensor? dv, Tensor(a!) dk_into, Tensor(b!) dv_into, bool add, {SCHEMA}", "()",
     _dkdv_into, mutates=("dk_into", "dv_into"),
 )  # fmt: skip
+backward_op = _defined(
+    "attention_backward", f"{_BACKWARD}, {SCHEMA}", "(Tensor, Tensor, Tensor)", _backward_of,
+    lambda dout, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)),
+)  # fmt: skip
 gradients_op = _defined(
     "attention_gradients", f"{_BACKWARD}, Tensor(a!) dq, Tensor? dk, Tensor? dv, {SCHEMA}", "(Tensor, Tensor)",
     _gradients_op, lambda dout, q, k, v, *_: (k.new_empty(k.shape), v.new_empty(v.shape)), ("dq",),
@@ -290,13 +300,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     call = ctx.call._replace(**dict(zip(ctx.names, tensors, strict=True)))
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     delta = delta_op(dout, out, None if dlse is None else dlse.contiguous())
-    given = (dout.to(q.dtype), q, k, v, lse, delta)
-    if is_single_pass(unpack_config(call.tiles, call.choices)):
-        dq = torch.zeros(q.shape, device=q.device, dtype=torch.float32)
-        dk, dv = gradients_op(*given, dq, None, None, *call)
-        return dq.to(q.dtype), dk, dv, None, *(None for _ in call)
-    dk, dv = dkdv_op(*given, None, None, *call)
-    return dq_op(*given, None, *call), dk, dv, None, *(None for _ in call)
+    dq, dk, dv = backward_op(dout.to(q.dtype), q, k, v, lse, delta, *call)
+    return dq, dk, dv, None, *(None for _ in call)
 
 
 forward_op.register_autograd(_gradients, setup_context=_keep)

@@ -6,40 +6,53 @@ refused with the file's path and the reason. ``kernels/README.md`` has the forma
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .config import FORWARD_KERNELS, SHARED_LIMIT, Tile
+from .config import FORWARD_KERNELS, LEAST_SIDE, ORDERS, SHARED_LIMIT, KernelConfig, Tile
+from .strict import (
+    Check,
+    checked_as,
+    either,
+    load_json,
+    named,
+    number,
+    one_of,
+    optional,
+    power_of_two,
+    shown,
+    text,
+    whole,
+)
 
 SCHEMA = "ringattn tiles"
 VERSION = 1
 MOST_BYTES = 4 << 20
 MOST_ENTRIES = 10_000
-MOST_DEPTH = 8  # the format has 4
 MOST_TOKENS = 1 << 40
 MOST_SIDE = 512
 MOST_STAGES = 8
-MOST_TEXT = 400
+MOST_GROUP = 1024
+MOST_PROCESSORS = 1024
 NO_GPU = 0
 """The arch of the table of a machine without a GPU."""
 
 KERNELS = ("forward", "dq", "dkdv")
+SINGLE_PASS = ("single_pass", "single_pass_deterministic")
+"""In place of the last two: `KernelConfig.backward`."""
+
+TUNED = KERNELS + SINGLE_PASS
 DTYPES = ("bf16", "fp16", "fp32")
 MASKS = ("full", "bounded")
 """What a kernel knows of a mask: none, or an interval of keys per row (causal, window, documents, prefix)."""
 
 ARCH = re.compile(r"sm_(\d{2,3})")
 """The name of a table that was made without a GPU: of a compute capability, not of a product."""
-
-Check = Callable[[object], str | None]
-"""What a value must be, where it is not that."""
 
 Option = str | int  # bool too
 Options = tuple[tuple[str, Option], ...]
@@ -73,7 +86,7 @@ class RefusedTable(ValueError):
 class Point(NamedTuple):
     """What a tile is chosen for."""
 
-    kernel: str  # one of KERNELS
+    kernel: str  # one of TUNED
     dtype: str  # one of DTYPES
     head_dim: int
     head_dim_v: int
@@ -192,38 +205,13 @@ def shared_limit(arch: int) -> int:
 def least_shared(point: Point, tile: Tile) -> int:
     """Bytes of shared memory that a tile takes in any case: what its pipeline has in flight of the streamed pair.
 
-    Forward and dQ stream K and V, dK/dV streams Q and dO; one of ``num_stages`` may be in registers. What a compiled
-    kernel takes is this or more.
+    Forward and dQ stream K and V, dK/dV and a single pass Q and dO; one of ``num_stages`` may be in registers. What a
+    compiled kernel takes is this or more.
     """
-    rows = tile.block_q if point.kernel == "dkdv" else tile.block_k
+    rows = tile.block_k if point.kernel in ("forward", "dq") else tile.block_q
     size = 4 if point.dtype == "fp32" else 2
     both = rows * (point.head_dim + point.head_dim_v) * size
     return both * (tile.num_stages - 1) if tile.num_stages > 1 else 0
-
-
-def load_json(text: str) -> Any:
-    """JSON without what Python adds to it (NaN, infinities), without a name twice, and not deep.
-
-    Raises:
-        ValueError: it is not that.
-    """
-    depth = 0
-    for bracket in re.finditer(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])', text, re.DOTALL):
-        depth += (bracket[1] is not None) - (bracket[2] is not None)
-        if depth > MOST_DEPTH:
-            raise ValueError(f"it nests deeper than {MOST_DEPTH}")
-    return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_name_twice)
-
-
-def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is not a number")
-
-
-def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError("a name is there twice in one object")
-    return made
 
 
 def as_json(table: Table) -> dict[str, Any]:
@@ -250,96 +238,19 @@ def _entry(where: str, given: object) -> Entry:
         f"{where}.options", taken.pop("options", {}), known := OPTIONS[point.kernel], optional={*known}
     )
     tile = Tile(**checked_as(f"{where}.tile", taken.pop("tile"), _TILE | MORE_OF_TILE, optional={*MORE_OF_TILE}))
+    try:
+        KernelConfig(tile, tile, tile, **options)
+    except ValueError as error:
+        raise ValueError(f"{where}.options do not go together: {error}") from None
     entry = Entry(point, with_options(tile, options), **taken)
     if entry.estimated != (entry.seconds is None):
         raise ValueError(f"{where}.estimated is {entry.estimated} and seconds {entry.seconds}: one or the other")
     return entry
 
 
-def checked_as(
-    where: str, given: object, wanted: Mapping[str, Check], optional: Set[str] = frozenset()
-) -> dict[str, Any]:
-    """``given``, once it has the names in ``wanted``, ``optional`` ones or not, no other, and each passes its check."""
-    if not isinstance(given, dict):
-        raise ValueError(f"{where or 'it'} is {shown(given)}: it must be an object")
-    if wrong := sorted(({*given} ^ {*wanted}) - (optional - {*given})):
-        state = "is missing" if wrong[0] in wanted else "is not known"
-        raise ValueError(f"{where + '.' if where else ''}{shown(wrong[0])[1:-1]} {state}")
-    for name, check in ((name, wanted[name]) for name in given):
-        if (needs := check(given[name])) is not None:
-            raise ValueError(f"{where + '.' if where else ''}{name} is {shown(given[name])}: it must be {needs}")
-    return dict(given)
-
-
-def shown(value: object) -> str:
-    """A value for a message: short, whatever it is."""
-    if type(value) is int and value.bit_length() > 256:
-        return "a huge number"  # Python refuses to print those
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def whole(least: int, most: int) -> Check:
-    good = range(least, most + 1)
-    return lambda value: None if type(value) is int and value in good else f"a whole number from {least} to {most}"
-
-
-def one_of(*words: object) -> Check:
-    return lambda value: (
-        None if type(value) in (str, int) and value in words else f"one of {', '.join(map(str, words))}"
-    )
-
-
-def text(pattern: str = r"[ -~]*", what: str = "") -> Check:
-    """Printable ASCII: what is printed to a terminal must not be able to steer it."""
-    return lambda value: (
-        None
-        if isinstance(value, str) and len(value) <= MOST_TEXT and re.fullmatch(pattern, value)
-        else what or f"text of at most {MOST_TEXT} printable characters"
-    )
-
-
-def number(*, zero: bool = True) -> Check:
-    """Finite and not negative."""
-
-    def check(value: object) -> str | None:
-        right = type(value) in (int, float) and 0 <= value < 1e300 and math.isfinite(value)  # type: ignore[operator, arg-type]
-        return None if right and (zero or value) else f"a {'' if zero else 'positive '}finite number"
-
-    return check
-
-
-def optional(check: Check) -> Check:
-    def checked(value: object) -> str | None:
-        return None if value is None or (needs := check(value)) is None else f"{needs}, or null"
-
-    return checked
-
-
-def either(*checks: Check) -> Check:
-    return lambda value: None if any(check(value) is None for check in checks) else str(checks[0](value))
-
-
-def named(check: Check) -> Check:
-    """A small flat object whose values pass ``check``."""
-
-    def checked(value: object) -> str | None:
-        if not isinstance(value, dict) or len(value) > 32:
-            return "an object of at most 32 values"
-        wrong: Iterator[str] = (needs for one in value.values() if (needs := check(one)) is not None)
-        return next(wrong, None) if all(text()(name) is None for name in value) else "an object of short names"
-
-    return checked
-
-
-def _power_of_two(value: object) -> str | None:
-    right = type(value) is int and 16 <= value <= MOST_SIDE and value & (value - 1) == 0
-    return None if right else f"a power of two from 16 to {MOST_SIDE}"
-
-
 _TILE: dict[str, Check] = {
-    "block_q": _power_of_two,
-    "block_k": _power_of_two,
+    "block_q": power_of_two(LEAST_SIDE, MOST_SIDE),
+    "block_k": power_of_two(LEAST_SIDE, MOST_SIDE),
     "num_warps": one_of(1, 2, 4, 8, 16),
     "num_stages": whole(1, MOST_STAGES),
 }
@@ -348,18 +259,25 @@ _DEFAULTS = {one.name: one.default for one in fields(Tile)}
 # What may be tuned beside these four, one line each: other fields of `Tile`, and by kernel fields of `KernelConfig`.
 # They are left out of a file where they have their default. `autotune/space.py` says which values are tried.
 MORE_OF_TILE: dict[str, Check] = {}
+_DEALT: dict[str, Check] = {
+    "order": one_of(*ORDERS),
+    "persistent": lambda value: None if isinstance(value, bool) else "true or false",
+    "sm_margin": whole(0, MOST_PROCESSORS),
+}
+_PACKED = {"pack_gqa": _DEALT["persistent"]}
 OPTIONS: dict[str, dict[str, Check]] = {
-    "forward": {"forward_kernel": one_of(*FORWARD_KERNELS)},
-    "dq": {},
-    "dkdv": {},
+    "forward": {"forward_kernel": one_of(*FORWARD_KERNELS)} | _DEALT | _PACKED,
+    "dq": _DEALT | _PACKED,
+    "dkdv": _DEALT | {"dkdv_splits": whole(1, MOST_GROUP)},
+    **{kernel: {} for kernel in SINGLE_PASS},  # their order is their own
 }
 
 _ENTRY: dict[str, Check] = {
-    "kernel": one_of(*KERNELS),
+    "kernel": one_of(*TUNED),
     "dtype": one_of(*DTYPES),
     "head_dim": whole(1, 256),
     "head_dim_v": whole(1, 256),
-    "group": whole(1, 1024),
+    "group": whole(1, MOST_GROUP),
     "mask": one_of(*MASKS),
     "length": whole(1, MOST_TOKENS),
     "tile": lambda value: None if isinstance(value, dict) else "an object",

@@ -8,7 +8,7 @@ import torch
 from triton.runtime import driver
 
 from ringattn.kernels import FULL, Bounds, KernelConfig, Tile, gradients
-from ringattn.kernels.choice import Gpu
+from ringattn.kernels.lookup import Gpu
 
 from .gluon_arguments import Hopper
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -16,8 +17,9 @@ import triton
 
 from ringattn.bench.inspect import compiled
 from ringattn.bench.inspect.compiled import Compiled, Variant, launchable, problems
+from ringattn.bench.inspect.names import select
 from ringattn.bench.inspect.sass import Loop, basic_blocks, matrix_loops, natural_loops
-from ringattn.kernels import Tile
+from ringattn.kernels import KernelConfig, Tile
 from ringattn.kernels.config import config_for, single_pass_tile
 
 ARCHS = (80, 86, 89, 90, 100, 120)
@@ -55,7 +57,7 @@ SAMPLE = [
     "80:fp32:256:quantize",
     "86:bf16:64:dequantize",
     "90:bf16:128:middle:forward:softcap:alibi:dropout:used:runs",
-    "90:bf16:128:middle:forward:longest:packed",
+    "90:bf16:128:middle:forward:order=longest:pack_gqa=True",
 ]
 
 
@@ -103,7 +105,8 @@ def test_every_feature_fits(arch: int) -> None:
 @pytest.mark.parametrize("head_dim", SIXTEEN_BIT)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_order_passes_the_gate(arch: int, head_dim: int) -> None:
-    gate([f"{arch}:bf16:{head_dim}:middle:{modes}" for modes in ("longest", "packed", "longest:packed", "split")])
+    orders = ("order=longest", "pack_gqa=True", "order=longest:pack_gqa=True", "dkdv_splits=2")
+    gate([f"{arch}:bf16:{head_dim}:middle:{options}" for options in orders])
 
 
 @pytest.mark.nightly
@@ -250,8 +253,33 @@ def test_one_wait_per_product_is_serialised() -> None:
 
 def test_what_cannot_be_compiled_is_named() -> None:
     with pytest.raises(ValueError, match="arch is 75: it must be one of 80"):
-        list(compiled.select("75:bf16:64"))
+        list(select("75:bf16:64"))
     with pytest.raises(ValueError, match="dtype is 'fp8'"):
-        list(compiled.select("90:fp8:64"))
-    with pytest.raises(ValueError, match="role, kernel, feature or mode is 'second'"):
-        list(compiled.select("90:bf16:64:second"))
+        list(select("90:fp8:64"))
+    with pytest.raises(ValueError, match="role, kernel, feature or option is 'second'"):
+        list(select("90:bf16:64:second"))
+    with pytest.raises(
+        ValueError, match="option is 'swath=2': it must be NAME=VALUE with one of forward_kernel, order"
+    ):
+        list(select("90:bf16:64:swath=2"))
+    with pytest.raises(ValueError, match="option order is 'best': it must be one of heads, longest"):
+        list(select("90:bf16:64:order=best"))
+
+
+def test_options_are_fields_of_a_config_by_name_and_value() -> None:
+    """Of the kernels, and the heads, that have them; they are part of what a variant is called."""
+    found = [*select("90:bf16:128:middle:persistent=True:order=longest")]
+    assert {one.kernel for one in found} == {"forward", "dq", "dkdv"}
+    assert {one.options for one in found} == {(("order", "longest"), ("persistent", True))}
+    assert all(str(one).endswith(" order=longest persistent=True") for one in found)
+    for variant in found:
+        order = compiled.shape(variant).order
+        assert (order.swath, order.heads, order.count) == ("i32", "i32", "i32")
+    assert {one.kernel for one in select("90:bf16:128:pack_gqa=True")} == {"forward", "dq"}
+    assert all(one.grouped and compiled.shape(one).packed for one in select("90:bf16:128:pack_gqa=True"))
+    (split,) = (one for one in select("90:bf16:128:middle:dkdv_splits=2") if one.full)
+    assert (split.kernel, split.grouped, compiled.shape(split).splits) == ("dkdv", True, "i32")
+    assert {one.options for one in select("90:bf16:128:hopper")} == {(("forward_kernel", "hopper"),)}
+    assert {one.options for one in select("90:bf16:128:dkdv:dkdv_splits=1:order=heads")} == {(), (("dkdv_splits", 2),)}
+    fields = {one.name: one.default for one in dataclasses.fields(KernelConfig)}
+    assert all(fields[name] != value for one in (*found, split) for name, value in one.options)

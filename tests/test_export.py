@@ -23,8 +23,8 @@ from ringattn.bench.export.tiles import Source, tiles_of
 from ringattn.bench.export.wish import Wish, settled
 from ringattn.bench.inspect.compiled import DTYPES, ROLES, SHARED_LIMIT
 from ringattn.kernels import Tile
-from ringattn.kernels.choice import Gpu
 from ringattn.kernels.config import BACKWARDS, FORWARD_KERNELS, config_for, single_pass_tile
+from ringattn.kernels.lookup import Gpu
 
 from .export.exports import (
     C_TYPES,

@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 from ringattn.bench.inspect.bound import Bound, blocks_of, bound_of, bounds_of, clocks, loop_bound, main_bound
 from ringattn.bench.inspect.chips import CHIPS, blocks_per_sm
-from ringattn.bench.inspect.command import app, inspect_variant, named, variants
+from ringattn.bench.inspect.command import app, inspect_variant, variants
 from ringattn.bench.inspect.compiled import Compiled, Variant
 from ringattn.bench.inspect.mix import Mix, mix_of
+from ringattn.bench.inspect.names import select
 from ringattn.bench.inspect.rank import correlations, ranks, spearman
 from ringattn.bench.inspect.report import difference, pairs, row_of
 from ringattn.bench.inspect.sass import Loop, matrix_loops, read_loop
@@ -309,7 +310,11 @@ def test_a_bound_that_does_not_rank_fails(sign: float, code: int, tmp_path: Path
         (["--head-dim", "512"], "head_dim is '512': it must be D or D/Dv, each 1 to 256"),
         (["--tile", "128x128"], "tile is '128x128': it must be QxKxWARPSxSTAGES"),
         (["--tile", "100x128x8x2"], "block_q is 100: a tile side is a power of two"),
-        (["90:bf16:128:second"], "role, kernel, feature or mode is 'second'"),
+        (["90:bf16:128:second"], "role, kernel, feature or option is 'second'"),
+        (["--option", "order"], "option is 'order': it must be NAME=VALUE with one of"),
+        (["--option", "persistent=1"], "option persistent is '1': it must be true or false"),
+        (["--option", "sm_margin=1"], "option is 'sm_margin=1'"),
+        (["--kernel", "dq", "--option", "dkdv_splits=2"], "the dq kernel of heads that are not grouped"),
         (["--diff", "a.json", "b.json"], "cannot read a.json"),
         (["--correlate", "none.json"], "cannot read none.json"),
         (["--json", "no/such/folder/x.json"], "there is no folder"),
@@ -322,7 +327,9 @@ def test_bad_input_is_told_what_fits(arguments: list[str], told: str) -> None:
 
 
 def test_a_config_per_combination() -> None:
-    found = [*variants("forward,quantize", "90,sm_80", "float16", "192/128", "only,last", None, None, True, False)]
+    found = [
+        *variants("forward,quantize", "90,sm_80", "float16", "192/128", "only,last", None, None, None, True, False)
+    ]
     told = [(one.kernel, one.arch, one.role, one.head_dim) for one in found if one.kernel == "forward"]
     assert told == [("forward", arch, role, 192) for arch in (90, 80) for role in ("only", "last")]
     assert [one.head_dim for one in found if one.kernel == "quantize" and one.arch == 90] == [192, 128]
@@ -344,6 +351,8 @@ def test_rows_are_paired_by_what_they_are() -> None:
     assert pairs([row, other], [other, row]) == [(row, row), (other, other)]
     hopper = row_of(replace(VARIANT, options=(("forward_kernel", "hopper"),)), COMPILED, [])
     assert pairs([row], [hopper]) == [(row, hopper)]
+    longest = row_of(replace(VARIANT, options=(("order", "longest"),)), COMPILED, [])
+    assert pairs([row, longest], [longest, row | {"modes": []}]) == [(row, row | {"modes": []}), (longest, longest)]
     older = {key: value for key, value in row.items() if key != "options"}
     assert pairs([older, hopper], [hopper, row]) == [(older, row), (hopper, hopper)]
     with pytest.raises(ValueError, match="no variant in common"):
@@ -424,7 +433,7 @@ def test_the_hopper_forward_is_one_of_the_kernels() -> None:
     ],
 )
 def test_what_the_hopper_forward_is_not_written_for(changed: dict[str, Any], told: str) -> None:
-    (hopper,) = (one for one in named("90:bf16:128:middle:hopper") if one.full and one.grouped)
+    (hopper,) = (one for one in select("90:bf16:128:middle:hopper") if one.full and one.grouped)
     row = inspect_variant(replace(hopper, **changed))
     assert told in row["problems"][0] and not row["blocks_per_sm"]
 

@@ -78,6 +78,7 @@ def test_opcheck_of_the_parts(name: str) -> None:
     opcheck(ops.finish_op, (q, k, v, out, lse, *call))
     opcheck(ops.delta_op, (dout, out, dlse))
     given = (dout, q, k, v, lse, ops.delta_op(dout, out, dlse))
+    opcheck(ops.backward_op, (*given, *call))
     opcheck(ops.dq_op, (*given, None, *call))
     opcheck(ops.dq_into_op, (*given, None, torch.zeros_like(q), True, *call))
     opcheck(ops.dkdv_op, (*given, torch.zeros_like(k), torch.zeros_like(v), *call))
@@ -177,7 +178,7 @@ def test_attend_in_a_graph_is_what_it_is_outside(name: str) -> None:
 def test_there_is_no_second_derivative() -> None:
     q, k, v = (x.requires_grad_() for x in tensors()[:3])
     (dq,) = torch.autograd.grad(attend(q, k, v)[0].square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="attention_dq has no derivative"):
+    with pytest.raises(RuntimeError, match="attention_backward has no derivative"):
         dq.sum().backward()
 
 

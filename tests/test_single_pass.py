@@ -25,8 +25,8 @@ from ringattn.kernels import (
     attention_gradients,
     gradients,
 )
-from ringattn.kernels.choice import Gpu
 from ringattn.kernels.config import single_pass_tile
+from ringattn.kernels.lookup import Gpu
 from ringattn.kernels.turns import numbers, visits
 
 from . import test_kernel_scores as scored

@@ -10,19 +10,27 @@ from typing import Any
 
 import pytest
 
-from ringattn.autotune import Shape, gpu_of_arch, grid, points_of, shape_of_config, space, why_not
+from ringattn.autotune import Shape, dealt, gpu_of_arch, grid, points_of, shape_of_config, space, why_not
 from ringattn.autotune.ranking import tile_text
-from ringattn.autotune.space import CONFIG_FIELDS, DEFAULTS, MOST_VALUES, RULES, TILE_FIELDS, values_kept
-from ringattn.kernels import Tile
+from ringattn.autotune.space import (
+    CONFIG_FIELDS,
+    DEALT_FIELDS,
+    DEFAULTS,
+    MOST_VALUES,
+    RULES,
+    TILE_FIELDS,
+    values_kept,
+)
+from ringattn.kernels import KernelConfig, Tile
 from ringattn.kernels.config import SHARED_LIMIT
-from ringattn.kernels.tables import KERNELS, MORE_OF_TILE, OPTIONS, Point, least_shared, options_of
+from ringattn.kernels.tables import MORE_OF_TILE, OPTIONS, TUNED, Point, least_shared, options_of
 
 from .tune_cases import POINT
 
 POINTS = [
     Point(kernel, dtype, dims[0], dims[1], 4, mask, 8192)
     for kernel, dtype, dims, mask in product(
-        KERNELS, ("bf16", "fp32"), ((64, 64), (128, 128), (192, 128), (256, 256)), ("full", "bounded")
+        TUNED, ("bf16", "fp32"), ((64, 64), (128, 128), (192, 128), (256, 256)), ("full", "bounded")
     )
 ]
 
@@ -80,21 +88,48 @@ def test_the_hopper_forward_is_tried_where_it_is_written_for(
 
 
 def test_what_is_tried_is_what_a_table_takes() -> None:
-    for kernel in KERNELS:
-        for tried, checks in ((CONFIG_FIELDS[kernel], OPTIONS[kernel]), (TILE_FIELDS[kernel], MORE_OF_TILE)):
+    for kernel in TUNED:
+        config = {**CONFIG_FIELDS[kernel], **DEALT_FIELDS[kernel]}
+        assert {*config} == {*OPTIONS[kernel]}, "an option that no table is made with"
+        for tried, checks in ((config, OPTIONS[kernel]), (TILE_FIELDS[kernel], MORE_OF_TILE)):
             for name, values in tried.items():
-                assert all(checks[name](value) is None for value in values)
-                assert name in DEFAULTS or tried is TILE_FIELDS[kernel]
+                assert all(checks[name](value) is None for value in values if value is not None)
+                assert tried is TILE_FIELDS[kernel] or DEFAULTS[name] in values
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group", "count"),
+    [
+        ("forward", 4, 2 * 3 * 2 - 1),  # orders; not, all but a margin, and all multiprocessors; packed or not
+        ("forward", 1, 2 * 3 - 1),
+        ("dq", 4, 2 * 3 * 2 - 1),
+        ("dkdv", 4, 2 * 3 * 3 - 1),  # 1, 2 and 4 splits
+        ("dkdv", 3, 2 * 3 - 1),
+        ("single_pass", 4, 0),
+    ],
+)
+def test_orders_are_tried_with_the_best_tiles(kernel: str, group: int, count: int) -> None:
+    """Not with every tile: what they change is not what the loop does."""
+    point = POINT._replace(kernel=kernel, group=group)
+    tiles = space(point, 90)
+    assert not any({*options_of(tile)} - {"forward_kernel"} for tile in tiles)
+    plain = next(tile for tile in tiles if not options_of(tile))
+    others = dealt(plain, point, 90)
+    assert len({*others}) == len(others) == count
+    for other in others:
+        assert other != plain and tile_text(other).startswith(tile_text(plain)) and options_of(other)
+        KernelConfig(other, other, other, **options_of(other))  # type: ignore[arg-type]
+    assert [dealt(tile, point, 90) for tile in tiles if options_of(tile)] == [[]] * (5 if kernel == "forward" else 0)
 
 
 def test_another_field_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CONFIG_FIELDS, "dkdv", {"splits": (1, 2)})
+    monkeypatch.setitem(CONFIG_FIELDS, "dkdv", {"splits": (1, 2)})  # type: ignore[misc]
     monkeypatch.setitem(DEFAULTS, "splits", 1)
     usual, point = len(grid(POINT._replace(kernel="dq"))), POINT._replace(kernel="dkdv")
     every = grid(point)
     assert len({*every}) == len(every) == 2 * usual
     assert {tile_text(tile).partition("s ")[2] for tile in every} == {"", "splits=2"}
-    monkeypatch.setitem(RULES, ("splits", 2), lambda tile, point, arch: "one is enough" if arch == 80 else None)
+    monkeypatch.setitem(RULES, "splits", lambda tile, point, arch: "one is enough" if arch == 80 else None)
     assert len(space(point, 90)) > len(space(point, 80)) == sum(not options_of(tile) for tile in space(point, 80))
 
 
@@ -105,7 +140,7 @@ def test_a_short_shard_still_has_tiles() -> None:
 def test_points() -> None:
     shape = Shape(32, 8, 128, 128)
     causal = points_of(shape, [32768, 8192, 8192], causal=True)
-    assert len(causal) == 3 * 2 * 2 == len({*causal})
+    assert len(causal) == 5 * 2 * 2 == len({*causal})
     assert {point.group for point in causal} == {4}
     assert {point.mask for point in points_of(shape, [1], causal=False)} == {"full"}
     with pytest.raises(ValueError, match=r"seqlen is \[8192, 0\]: it takes"):

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 H200 = 132  # multiprocessors
 
 
-def split(parts: int | None, config: KernelConfig = INTERPRETER) -> KernelConfig:
+def split(parts: int | str, config: KernelConfig = INTERPRETER) -> KernelConfig:
     return replace(config, dkdv_splits=parts)
 
 
@@ -94,27 +94,36 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 def test_a_config_says_how_many(launches: Launches) -> None:
     x = inputs(Sizes(queries=1, heads=12, kv_heads=2))
-    for parts in (None, 1):
-        ours(x, config=split(parts))
+    for config in (None, split(1), split("auto")):
+        ours(x, config=config)
         assert launches[-1:] == [("dkdv_kernel", 4)]
     ours(x, config=split(3))
     assert launches[-2:] == [("dkdv_kernel", 12), ("reduce_kernel", 6)]
 
 
+class There:
+    """What a launch asks of a tensor on a GPU."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.shape, self.device = x.shape, torch.device("cuda")
+
+
 def test_a_gpu_is_asked_for_its_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "chip_of", lambda device: Chip(H200, 50 << 20))
-    gpu = torch.device("cuda")
     q, k = (torch.empty(1, 8192, heads, 128, device="meta") for heads in (16, 1))
-
-    class There:
-        def __init__(self, x: torch.Tensor) -> None:
-            self.shape, self.device = x.shape, gpu
-
-    assert launch.splits_of(None, There(q), There(k), 128) == 2  # type: ignore[arg-type]
-    assert launch.splits_of(split(None), There(q), There(k), 16) == 1  # type: ignore[arg-type]
+    assert launch.splits_of(split("auto"), There(q), There(k), 128) == 2  # type: ignore[arg-type]
+    assert launch.splits_of(split("auto"), There(q), There(k), 16) == 1  # type: ignore[arg-type]
     assert launch.splits_of(split(4), There(q), There(k), 16) == 4  # type: ignore[arg-type]
-    assert launch.splits_of(None, There(k), There(k), 128) == 1  # type: ignore[arg-type]
-    assert launch.splits_of(None, q, k, 128) == 1, "no GPU"
+    assert launch.splits_of(split("auto"), There(k), There(k), 128) == 1  # type: ignore[arg-type]
+    assert launch.splits_of(split("auto"), q, k, 128) == 1, "no GPU"
+
+
+def test_no_launch_is_split_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reduction was never run on a GPU: it is nobody's default, however few the programs."""
+    monkeypatch.setattr(launch, "chip_of", lambda device: Chip(H200, 50 << 20))
+    q, k = (torch.empty(1, 128, heads, 128, device="meta") for heads in (16, 1))
+    for config in (None, KernelConfig(INTERPRETER.forward, INTERPRETER.dq, INTERPRETER.dkdv)):
+        assert launch.splits_of(config, There(q), There(k), 128) == 1  # type: ignore[arg-type]
 
 
 # --- the sums -----------------------------------------------------------------------------------------------------
@@ -188,9 +197,9 @@ def test_the_same_bits_every_time() -> None:
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parts", [0, -1, True, 1.0, "2"])
+@pytest.mark.parametrize("parts", [0, -1, True, 1.0, "2", None])
 def test_no_number_of_parts(parts: Any) -> None:
-    with pytest.raises(ValueError, match=r"dkdv_splits is .*: it must be None or a divisor"):
+    with pytest.raises(ValueError, match=r"dkdv_splits is .*: it must be 'auto' or a divisor"):
         split(parts)
 
 

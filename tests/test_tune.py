@@ -22,9 +22,9 @@ from ringattn.bench.tune import measure as tune_measure
 from ringattn.bench.tune import run as tune_run
 from ringattn.bench.tune.measure import DeviceTrials
 from ringattn.bench.tune.run import Wish, compile_part, default_tile, estimated_entry, journals, measure_part
-from ringattn.kernels import Tile, choice, default_config
-from ringattn.kernels.choice import Gpu
-from ringattn.kernels.tables import KERNELS, Point, read
+from ringattn.kernels import Tile, choice, default_config, lookup
+from ringattn.kernels.lookup import Gpu
+from ringattn.kernels.tables import KERNELS, TUNED, Point, read
 
 from .tile_tables import H200, entry, folders, save
 from .tune_cases import StandIn, at_once
@@ -99,10 +99,18 @@ def test_the_space_is_listed(tmp_path: Path) -> None:
     result = asked("--list", "--seqlen", "8k,32k", "--arch", "sm_80", "--csv", str(tmp_path / "list.csv"))
     assert result.exit_code == 0, result.output
     points = Wish(Shape(32, 32, 128, 128), (8192, 32768), True, gpu_of_arch("sm_80"), None, tmp_path, 1, 1).points
-    count = sum(len(space(point, 80)) for point in points)
-    assert f"{count} candidates for sm_80; not tried: " in result.output
-    assert len((tmp_path / "list.csv").read_text().splitlines()) == count + 1
-    assert len(result.output.splitlines()) == count + 3
+    count, orders = (
+        sum(len(space(point, 80)) for point in points),
+        sum(len(command.orders_of(point, 80)) for point in points),
+    )
+    told = (
+        f"{count} candidates for sm_80; of the best 2 of each also {orders} orders of a launch, on a GPU; not tried: "
+    )
+    assert told in result.output and orders == 4 * 3 * 5  # order, persistent and its margin; of three kernels
+    lines = (tmp_path / "list.csv").read_text().splitlines()
+    assert len(lines) == count + orders + 1
+    assert sum("best 2: order=longest persistent=True sm_margin=0" in line for line in lines) == 4 * 3
+    assert len(result.output.splitlines()) == count + orders + 3
 
 
 def test_without_a_gpu_it_compiles_and_says_so(
@@ -112,7 +120,9 @@ def test_without_a_gpu_it_compiles_and_says_so(
     monkeypatch.setattr(
         ranking,
         "space",
-        lambda point, arch: [tile for tile in space(point, arch) if (tile.num_stages, tile.num_warps) == (1, 4)],
+        lambda point, arch: [
+            one for one in space(point, arch) if (one.num_stages, one.num_warps, one.block_k) == (1, 4, 32)
+        ],
     )
     result = asked(*SMALL, "--arch", "sm_80", "--json", str(tmp_path / "told.json"))
     assert result.exit_code == 0, result.output
@@ -120,16 +130,16 @@ def test_without_a_gpu_it_compiles_and_says_so(
     (path,) = folders[0].glob("*.json")
     assert f"written: {path}" in result.output
     table = read(path)
-    assert (table.gpu, table.arch, table.triton) == ("sm_80", 80, choice.triton_version())
+    assert (table.gpu, table.arch, table.triton) == ("sm_80", 80, lookup.triton_version())
     assert {(one.point.kernel, one.point.length, one.estimated) for one in table.entries} == {
-        (kernel, 16, True) for kernel in KERNELS
+        (kernel, 16, True) for kernel in TUNED
     }
     assert all(
         one.bound and one.bound_by.startswith("percent of the tensor cores' peak, limited by ") and one.versions
         for one in table.entries
     )
     told = json.loads((tmp_path / "told.json").read_text())
-    assert told["measured"] is False and told["table"] == str(path) and len(told["rows"]) == 3
+    assert told["measured"] is False and told["table"] == str(path) and len(told["rows"]) == 5
     again = asked(*SMALL, "--arch", "sm_80", "--compile-only", "--json", "-")
     assert json.loads(again.output)["rows"] == told["rows"]
 
@@ -213,7 +223,7 @@ def test_a_run_measures_and_is_the_default_from_then_on(
     q, v = torch.empty(1, 64, 2, 16), torch.empty(1, 64, 1, 16)
     made = default_config(q, v)
     tiles = {one.point.kernel: one.tile for one in table.entries if one.point.length == 64 and one.point.mask == "full"}
-    assert {kernel: getattr(made, kernel) for kernel in tiles} == tiles and len(tiles) == 3
+    assert {*tiles} == {*TUNED} and all(getattr(made, kernel) == tiles[kernel] for kernel in KERNELS)
 
 
 def test_a_run_says_what_the_bound_is_worth(
@@ -235,7 +245,7 @@ def test_a_run_says_what_the_bound_is_worth(
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "told.json").read_text())["timed"]
     per_kernel = Counter(row["kernel"] for row in rows)
-    assert {*per_kernel} == {*KERNELS} and min(per_kernel.values()) >= LEAST_CONFIGS
+    assert {*per_kernel} == {*TUNED} and min(per_kernel.values()) >= LEAST_CONFIGS
     assert {(row["arch"], row["length"], row["group"], row["role"]) for row in rows} == {("sm_90", 1024, 2, "middle")}
     assert all(row["seconds"] > 0 and row["bound"] > 0 for row in rows)
     assert len({(row["kernel"], row["tile"], str(row["options"])) for row in rows}) == len(rows)
@@ -284,7 +294,7 @@ def test_estimates_come_first_and_stay_where_nothing_was_measured(
     monkeypatch.setattr(tune_run, "Budget", lambda seconds: Budget(0.0, gpu.clock))
     found, path = tune_run.tune(wish_of(folders[0]), Bars())
     assert path is not None and all(one.estimated for one in read(path).entries)
-    assert len(read(path).entries) == len(found) == 12
+    assert len(read(path).entries) == len(found) == 20
 
 
 def test_the_estimate_is_the_best_bound(folders: Folders, compiler: None) -> None:
@@ -299,7 +309,7 @@ def test_the_estimate_is_the_best_bound(folders: Folders, compiler: None) -> Non
 
 
 @pytest.mark.parametrize("mask", ["full", "bounded"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", TUNED)
 def test_a_right_tile_is_right_and_timed(kernel: str, mask: str) -> None:
     """In fp16, so that the dtype of what is continued differs from that of the result."""
     point = Point(kernel, "fp16", 16, 16, 2, mask, 40)
@@ -311,10 +321,10 @@ def test_a_right_tile_is_right_and_timed(kernel: str, mask: str) -> None:
     assert trials.beside(tile) is None
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", TUNED)
 def test_a_wrong_result_is_told(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     point = Point(kernel, "fp32", 16, 16, 2, "full", 40)
-    name = f"attention_{kernel}"
+    name = f"attention_{kernel}" if kernel in KERNELS else "attention_gradients"
     real = getattr(tune_measure, name)
 
     def off(*given: Any, **how: Any) -> Any:

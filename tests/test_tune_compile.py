@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from ringattn.autotune import Failure, Job, Journal, Judge, Verdict, rank_candidates, ranking, run_jobs, space
+from ringattn.autotune import Failure, Job, Journal, Judge, Verdict, dealt, rank_candidates, ranking, run_jobs, space
 from ringattn.autotune.ranking import OTHER_ROLES, job_of
 from ringattn.bench.inspect.chips import CHIPS
 from ringattn.bench.tune.compile import compile_job
 from ringattn.kernels import Tile
-from ringattn.kernels.tables import Point, with_options
+from ringattn.kernels.tables import Point, options_of, with_options
 
 from .tune_cases import POINT, at_once, by_number, process_then_sleep, twice
 
@@ -155,6 +155,56 @@ def test_the_rank_is_the_bound_or_any_function(compiler: list[Job], tmp_path: Pa
     assert len(found.tiles) == 2 and all(tile.block_q * tile.block_k == least for tile in found.tiles)
 
 
+def test_the_best_are_kept_in_every_order_too(compiler: list[Job], tmp_path: Path) -> None:
+    """The best two without options; in all roles, and whatever does not compile is dropped alone."""
+
+    def verdict(job: Job) -> Verdict:
+        options = options_of(job.tile)
+        if options.get("persistent") and job.role == "last":
+            return Verdict(("spills",))
+        return Verdict((), 1e6 * (options.get("forward_kernel") == "hopper") + (fine(job).bound or 0.0))
+
+    judge = judge_of(compiler, tmp_path / "journal", verdict)
+    first = rank_candidates([POINT], 90, judge, heads=HEADS, count=7)[POINT]
+    found = rank_candidates([POINT], 90, judge, heads=HEADS, count=7, orders_of=2)[POINT]
+    assert [bool(options_of(tile)) for tile in first.tiles] == [True] * 5 + [False] * 2
+    assert found.tiles[:7] == first.tiles
+    every = [other for tile in first.tiles[5:] for other in dealt(tile, POINT, 90)]
+    kept = [tile for tile in every if not options_of(tile).get("persistent")]
+    assert {*found.tiles[7:]} == {*kept} and len(kept) == 2 * 3 and len(every) == 2 * 11
+    assert {*found.dropped} == {*first.dropped, *every} - {*kept}
+    assert all(found.verdicts[tile].bound == fine(job_of(POINT, tile, 90, HEADS)).bound for tile in kept)
+
+
+def test_an_estimate_is_a_tile_and_no_more(compiler: list[Job], tmp_path: Path) -> None:
+    """Whatever its bound, no kernel and no order that never ran."""
+    judge = judge_of(compiler, tmp_path / "journal", lambda job: Verdict((), float(bool(options_of(job.tile)))))
+    (tile,) = rank_candidates([POINT], 90, judge, heads=HEADS, count=1, plain=True)[POINT].tiles
+    assert not options_of(tile)
+    (tile,) = rank_candidates([POINT], 90, judge, heads=HEADS, count=1)[POINT].tiles
+    assert options_of(tile) == {"forward_kernel": "hopper"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group", "options", "counts"),
+    [
+        ("forward", 4, {}, ("16n", "n", "1")),
+        ("forward", 4, {"pack_gqa": True}, ("n", "1", "n")),
+        ("dq", 16, {"pack_gqa": True}, ("n", "1", "16n")),
+        ("dkdv", 4, {}, ("n", "n", "1")),
+        ("dkdv", 4, {"dkdv_splits": 2}, ("16n", "n", "n")),
+        ("dkdv", 4, {"dkdv_splits": 4}, ("16n", "1", "n")),
+        ("single_pass", 32, {}, ("1", "16n", "1")),
+    ],
+)
+def test_a_job_has_the_heads_of_its_launch(
+    kernel: str, group: int, options: dict[str, Any], counts: tuple[str, ...]
+) -> None:
+    point = POINT._replace(kernel=kernel, group=group)
+    job = job_of(point, with_options(TILE, options), 90, HEADS)
+    assert (job.heads, job.group, job.parts) == counts
+
+
 def test_nothing_that_passes_is_an_empty_answer(compiler: list[Job], tmp_path: Path) -> None:
     judge = judge_of(compiler, tmp_path / "journal", lambda job: Verdict(("spills",)))
     found = rank_candidates([POINT], 90, judge, heads=HEADS, count=4)[POINT]
@@ -169,7 +219,8 @@ JOB = job_of(POINT, TILE, 90, HEADS)
 
 INSPECT = """
 import json, sys
-from ringattn.bench.inspect.command import inspect_variant, select, tile_of
+from ringattn.bench.inspect.command import inspect_variant, tile_of
+from ringattn.bench.inspect.names import select
 from dataclasses import replace
 (variant,) = (one for one in select(sys.argv[1]) if one.grouped and one.full)
 row = inspect_variant(replace(variant, tile=tile_of(sys.argv[2])))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...kernels.attention import DELTA_BLOCK
-from ...kernels.choice import Gpu, tables_of
 from ...kernels.config import Tile, config_for, single_pass_tile
+from ...kernels.lookup import Gpu, tables_of
 from ...kernels.tables import KERNELS, Entry, RefusedTable, Table, options_of, read
 from ..inspect.compiled import DTYPES
 

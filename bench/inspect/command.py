@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,16 +25,13 @@ from .compiled import (
     Variant,
     default_tile,
     launchable,
-    select,
 )
 from .gate import compile_and_ask
+from .names import HOPPER, HOPPER_OPTIONS, has, options_of_words, select
 from .rank import LEAST_CORRELATION, correlations
 from .report import COMPARED, Row, difference, failed_row, identity, pairs, read_rows, row_of, shown, text
 
 TILE = "QxKxWARPSxSTAGES"
-HOPPER = "hopper"
-"""The name here of the forward of ``KernelConfig(forward_kernel="hopper")``."""
-
 LONG_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -70,42 +66,38 @@ def tile_of(word: str) -> Tile:
 
 def variants(
     kernels: str, archs: str, dtype: str, head_dim: str, roles: str, tiles: str | None, features: str | None,
-    full: bool, grouped: bool,
+    options: str | None, full: bool, grouped: bool,
 ) -> Iterator[Variant]:  # fmt: skip
     """Every combination of the comma lists; the default tile of each where ``tiles`` is None.
 
     Raises:
-        ValueError: a name that is not known, or a tile of no shape.
+        ValueError: a name that is not known, a tile of no shape, or an option that a kernel does not have.
     """
     short = one_of("dtype", LONG_DTYPES.get(dtype, dtype), list(DTYPES))
     dim, dim_v = head_dims_of(head_dim)
     asked = tuple(one_of("feature", word, FEATURES) for word in features.split(",")) if features else ()
+    chosen = options_of_words(options.split(",")) if options else ()
     for arch, kernel in product(map(arch_of, archs.split(",")), kernels.split(",")):
         one_of("kernel", kernel, [*ATTENTION, *MEMORY_BOUND, HOPPER])
         if kernel in MEMORY_BOUND:
             yield from (one for one in launchable(arch, short, dim, dim_v) if one.kernel == kernel)
             continue
-        direction, options = ("forward", (("forward_kernel", HOPPER),)) if kernel == HOPPER else (kernel, ())
+        direction, hopper = ("forward", HOPPER_OPTIONS) if kernel == HOPPER else (kernel, ())
         default = default_tile(direction, arch, short, max(dim, dim_v))
         if default is None and not tiles:
             raise ValueError(f"kernel {kernel} has no default tile at head dim {head_dim}: pass --tile {TILE}")
-        chosen = map(tile_of, tiles.split(",")) if tiles else [default] if default else []
-        for tile, role in product(chosen, roles.split(",")):
+        given = map(tile_of, tiles.split(",")) if tiles else [default] if default else []
+        for tile, role in product(given, roles.split(",")):
             one_of("role", role, list(ROLES))
-            yield Variant(direction, arch, short, dim, dim_v, tile, role, full, grouped, asked, options)
+            made = Variant(direction, arch, short, dim, dim_v, tile, role, full, grouped, asked, (*hopper, *chosen))
+            if not has(made, made.options):
+                words = ", ".join(f"{name}={value}" for name, value in chosen)
+                raise ValueError(f"option is {words}: the {kernel} kernel of {heads_of(made)} does not have it")
+            yield made
 
 
-def named(spec: str) -> list[Variant]:
-    """The variants of ``ARCH:DTYPE:D…``; with ``hopper`` among its words, of that forward.
-
-    Raises:
-        ValueError: a word that is not known.
-    """
-    words = spec.split(":")
-    if HOPPER not in words:
-        return [*select(spec)]
-    portable = select(":".join(["forward" if word == HOPPER else word for word in words]))
-    return [replace(one, options=(("forward_kernel", HOPPER),)) for one in portable]
+def heads_of(variant: Variant) -> str:
+    return "grouped heads" if variant.grouped else "heads that are not grouped (--gqa)"
 
 
 def inspect_variant(variant: Variant) -> Row:
@@ -166,7 +158,9 @@ def differences(before: Sequence[Row], after: Sequence[Row]) -> str:
 def inspect(
     spec: Annotated[
         list[str] | None,
-        typer.Argument(help="All that ARCH:DTYPE:D names, as 90:bf16:192/128:middle:dq:alibi; in place of the flags."),
+        typer.Argument(
+            help="All that ARCH:DTYPE:D names, as 90:bf16:192/128:dq:alibi:order=longest; in place of the flags."
+        ),
     ] = None,
     kernel: Annotated[str, typer.Option(help="Comma list of forward, dq, dkdv, hopper, quantize, dequantize.")] = (
         "forward,dq,dkdv"
@@ -181,6 +175,9 @@ def inspect(
     ] = "middle",
     tile: Annotated[str | None, typer.Option(metavar=TILE, help="Comma list; the default's where left out.")] = None,
     feature: Annotated[str | None, typer.Option(help="Comma list: softcap, alibi, dropout, used, runs.")] = None,
+    option: Annotated[
+        str | None, typer.Option(metavar="NAME=VALUE,…", help="Fields of KernelConfig: order=longest, pack_gqa=True, …")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="No mask: every query sees every key.")] = False,
     grouped: Annotated[bool, typer.Option("--gqa", help="Several query heads per key head.")] = False,
     diff: Annotated[
@@ -200,8 +197,8 @@ def inspect(
     """
 
     def make(tiles: str | None) -> list[Row]:
-        by_name = [variant for name in spec or () for variant in named(name)]
-        asked = by_name or [*variants(kernel, arch, dtype, head_dim, role, tiles, feature, full, grouped)]
+        by_name = [variant for name in spec or () for variant in select(name)]
+        asked = by_name or [*variants(kernel, arch, dtype, head_dim, role, tiles, feature, option, full, grouped)]
         return inspect_all(asked)
 
     try:

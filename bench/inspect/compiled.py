@@ -30,6 +30,7 @@ from ...kernels.forward import forward_kernel
 from ...kernels.modify import UNMODIFIED, Modifiers
 from ...kernels.quantize import SCALE_TOKENS, num_warps
 from ...kernels.single_pass import single_pass_kernel
+from ...kernels.tables import Options
 from ...kernels.tiles import BlockRuns, Interval, Order, Shape, Strided
 from .sass import Loop, matrix_loops
 
@@ -44,6 +45,8 @@ COPY_ENGINE_ARCH = 90
 
 CLEAN_HEAD_DIM = 128
 WAITS = "single_pass_deterministic"
+MOST_LOCAL = 16
+"""Local-memory instructions in the loop of the one that waits: its default tiles have up to 6."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -74,9 +77,6 @@ ROLES = {
 FEATURES = ("softcap", "alibi", "dropout", "used", "runs")
 """What a launch may have beside bounds."""
 
-MODES = ("longest", "persistent", "packed", "split")
-"""How tiles are dealt to programs where a config says so; the gate asks of them what it asks of none."""
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -92,8 +92,7 @@ class Variant:
     full: bool = False  # no bounds
     grouped: bool = True  # several query heads per key head
     features: tuple[str, ...] = ()  # some of FEATURES that are on
-    options: tuple[tuple[str, str | int], ...] = ()  # fields of KernelConfig beside the tiles that are not the default
-    modes: tuple[str, ...] = ()  # and of MODES
+    options: Options = ()  # fields of KernelConfig beside the tiles that are not the default
 
     def __str__(self) -> str:
         dims = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
@@ -104,7 +103,6 @@ class Variant:
                 *(["full"] if self.full else []),
                 *(["gqa"] if self.grouped else []),
                 *self.features,
-                *self.modes,
             ]
         )
         flags += "".join(f" {name}={value}" for name, value in self.options)
@@ -136,7 +134,7 @@ def launchable(arch: int, dtype: str, head_dim: int, head_dim_v: int | None = No
             yield Variant(kernel, arch, dtype, head_dim, dim_v, tile, role, full, grouped)
     dkdv = config_for(arch, DTYPES[dtype], max(head_dim, dim_v)).dkdv
     for role, full in product(ROLES, (False, True)):
-        yield Variant("dkdv", arch, dtype, head_dim, dim_v, dkdv, role, full, True, modes=("split",))
+        yield Variant("dkdv", arch, dtype, head_dim, dim_v, dkdv, role, full, True, options=(("dkdv_splits", 2),))
         tile = replace(dkdv, num_warps=4, num_stages=1)
         yield Variant("reduce", arch, dtype, head_dim, dim_v, tile, role, full, True)
     for kernel, dim in product(FP8, dict.fromkeys((head_dim, dim_v))):
@@ -157,8 +155,8 @@ def problems(variant: Variant, compiled: Compiled) -> list[str]:
 
     Fit is asked of every variant. Clean loops (no spills, no serialised wgmma) are asked of 16-bit variants up to head
     dim 128, inside the loop that holds the matrix instructions: what spills outside costs nothing that counts. Where
-    features make the loop several times as long, a few spills are the least of it; so they are where a loop waits for
-    its turn (the deterministic single pass, up to 6 in one role). A memory-bound kernel has no such loop, spills
+    features make the loop several times as long, a few spills are the least of it; so they are, if they are few, where
+    a loop waits for its turn (the deterministic single pass). A memory-bound kernel has no such loop, spills
     nowhere, and keeps fp32's subnormals, which stand for those of e4m3.
     """
     found = []
@@ -172,8 +170,9 @@ def problems(variant: Variant, compiled: Compiled) -> list[str]:
     if not compiled.loops:
         found.append("no loop with matrix instructions")
     asked = variant.dtype != "fp32" and max(variant.head_dim, variant.head_dim_v) <= CLEAN_HEAD_DIM
-    if asked and not variant.features and variant.kernel != WAITS:
-        found += [f"{loop.local} local-memory instructions in a loop" for loop in compiled.loops if loop.local]
+    if asked and not variant.features:
+        most = MOST_LOCAL if variant.kernel == WAITS else 0
+        found += [f"{loop.local} local-memory instructions in a loop" for loop in compiled.loops if loop.local > most]
         found += ["serialised wgmma in a loop" for loop in compiled.loops if loop.serialised]
     return found
 
@@ -240,7 +239,7 @@ def launch_arguments(variant: Variant) -> dict[str, Any]:
     result = codes if variant.kernel == "quantize" else model if role.final else sums
     carried = sums if role.carried else result
     in_place = role.in_place or (role.carried and variant.dtype == "fp32" and variant.kernel == "forward")
-    if "split" in variant.modes:  # leaves its parts, and what they are added to is the reduction's
+    if "dkdv_splits" in dict(variant.options):  # leaves its parts, and what they are added to is the reduction's
         role, result, carried = replace(role, carried=False), sums, sums
     common = {
         "q": model, "k": model, "v": model, "dout": model, "lse": "*fp32", "delta": "*fp32", "softmax_scale": "fp32",
@@ -260,11 +259,12 @@ def launch_arguments(variant: Variant) -> dict[str, Any]:
 
 def shape(variant: Variant) -> Shape:
     """Of the launch, and the order of its tiles."""
-    swath = "i32" if "longest" in variant.modes else None
-    order = Order(swath, swath, "i32" if "persistent" in variant.modes else None)
-    packed = "i32" if "packed" in variant.modes else None
+    options = dict(variant.options)
+    swath = "i32" if options.get("order") == "longest" else None
+    order = Order(swath, swath, "i32" if options.get("persistent") else None)
+    packed = "i32" if options.get("pack_gqa") else None
     group = "i32" if variant.grouped and packed is None else 1
-    splits = "i32" if "split" in variant.modes or variant.kernel == "reduce" else None
+    splits = "i32" if "dkdv_splits" in options or variant.kernel == "reduce" else None
     return Shape("i32", "i32", "i32", group, order, packed, splits)
 
 
@@ -321,40 +321,3 @@ def disassemble(cubin: bytes) -> tuple[str, str]:
             [tools / "nvdisasm", "-c", "-ndf", file.name], capture_output=True, text=True, check=True
         )
     return usage.stdout + usage.stderr, listing.stdout
-
-
-def select(name: str) -> Iterator[Variant]:
-    """The variants that ``arch:dtype:D[/Dv][:role][:kernel][:feature …][:mode …]`` names, as ``90:bf16:128:dq:alibi``.
-
-    Heads that are packed or split are grouped ones. A mode is left out of kernels that do not have it: packed is of the
-    forward and dQ, split of dK/dV.
-
-    Raises:
-        ValueError: an arch, dtype, role, kernel, feature or mode that is not there.
-    """
-    arch, dtype, head_dims, *words = name.split(":")
-    asked: list[tuple[str, int | str, list[int] | list[str]]] = [
-        ("arch", int(arch), list(SHARED_LIMIT)),
-        ("dtype", dtype, list(DTYPES)),
-        *(("role, kernel, feature or mode", word, [*ROLES, *KERNELS, *FEATURES, *MODES]) for word in words),
-    ]
-    for what, got, known in asked:
-        if got not in known:
-            raise ValueError(f"{what} is {got!r}: it must be one of {', '.join(map(str, known))}")
-    features, modes = (tuple(word for word in words if word in known) for known in (FEATURES, MODES))
-    for variant in launchable(int(arch), dtype, *map(int, head_dims.split("/"))):
-        if not {variant.role, variant.kernel} >= {*words} - {*features, *modes}:
-            continue
-        if variant.kernel not in ATTENTION:
-            if not modes:
-                yield variant
-        elif not modes:
-            yield replace(variant, features=features)
-        elif not variant.modes and has(variant, modes):
-            yield replace(variant, features=features, modes=modes)
-
-
-def has(variant: Variant, modes: tuple[str, ...]) -> bool:
-    """Whether a kernel of such heads has these modes."""
-    kernels = {"packed": ("forward", "dq"), "split": ("dkdv",)}
-    return all(variant.grouped and variant.kernel in kernels[mode] for mode in modes if mode in kernels)

@@ -14,7 +14,7 @@ from .compiled import Compiled, Variant
 
 Row = dict[str, Any]
 
-IDENTITY = ("kernel", "arch", "dtype", "head_dim", "head_dim_v", "role", "full", "grouped", "features", "modes")
+IDENTITY = ("kernel", "arch", "dtype", "head_dim", "head_dim_v", "role", "full", "grouped", "features")
 """What two rows must share to be compared: all of the variant but its tile and the options that are chosen with it."""
 
 SHOWN = {
@@ -79,7 +79,6 @@ def identity(variant: Variant) -> Row:
         "grouped": variant.grouped,
         "features": list(variant.features),
         "options": dict(variant.options),
-        "modes": list(variant.modes),
         "tile": tile_text(variant),
         "variant": str(variant),
     }

@@ -14,17 +14,19 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ...autotune import Shape, gpu_of_arch, grid, shape_of_config, space, tile_text, why_not
+from ...autotune import Shape, dealt, gpu_of_arch, grid, shape_of_config, space, tile_text, why_not
 from ...autotune.models import DEFAULT_DTYPE, SHORT
 from ...autotune.rings import WIRES
-from ...kernels.choice import Gpu, gpu_of, user_folder
+from ...kernels.lookup import Gpu, gpu_of, user_folder
+from ...kernels.tables import Point, options_of
 from ..launching import cores
 from ..output import check_targets, prints, write_csv, write_json
 from ..provenance import provenance
 from ..shapes import Causal, device_name, dtype_name, sizes
 from ..tables import table
+from .backward import backward_lines
 from .ring import ring_wish, told, tune_ring
-from .run import Found, Wish, timed_rows, tune
+from .run import ORDERS_OF, Found, Wish, timed_rows, tune
 
 BUDGET = 300.0
 DEFAULT_ARCH = "sm_90"
@@ -181,15 +183,24 @@ def target(arch: str | None, compile_only: bool) -> tuple[Gpu, torch.device | No
 
 
 def listed(wish: Wish) -> list[dict[str, Any]]:
-    """A row per candidate."""
+    """A row per candidate, and one per order of the launch that the best are tried in."""
     return [
         {
             "kernel": point.kernel, "dtype": point.dtype, "D": point.head_dim, "Dv": point.head_dim_v,
-            "group": point.group, "mask": point.mask, "tokens": point.length, "tile": tile_text(tile),
+            "group": point.group, "mask": point.mask, "tokens": point.length, "tile": candidate,
         }
         for point in wish.points
-        for tile in space(point, wish.gpu.arch)
+        for candidate in [
+            *map(tile_text, space(point, wish.gpu.arch)),
+            *(f"best {ORDERS_OF}: {order}" for order in orders_of(point, wish.gpu.arch)),
+        ]
     ]  # fmt: skip
+
+
+def orders_of(point: Point, arch: int) -> list[str]:
+    """In words, every other order of a launch: which depends on the point, but hardly on the tile."""
+    tile = next(tile for tile in space(point, arch) if not options_of(tile))
+    return [tile_text(one).removeprefix(tile_text(tile)).strip() for one in dealt(tile, point, arch)]
 
 
 def counted(wish: Wish) -> str:
@@ -202,7 +213,9 @@ def counted(wish: Wish) -> str:
             else:
                 reasons[kind_of(reason)] += 1
     others = "; ".join(f"{count} {kind}" for kind, count in reasons.most_common())
-    return f"{tried} candidates for {wish.gpu.name}" + (f"; not tried: {others}" if others else "")
+    orders = sum(len(orders_of(point, wish.gpu.arch)) for point in wish.points)
+    also = f"; of the best {ORDERS_OF} of each also {orders} orders of a launch, on a GPU" if orders else ""
+    return f"{tried} candidates for {wish.gpu.name}{also}" + (f"; not tried: {others}" if others else "")
 
 
 def kind_of(reason: str) -> str:
@@ -228,8 +241,9 @@ def summary(found: list[Found], path: Path | None) -> str:
     """What failed most, where the answers are, and who takes them."""
     reasons = Counter(without_number(reason) for one in found for reason in one.ranked.dropped.values())
     lines = [f"dropped: {count} x {reason}" for reason, count in reasons.most_common(4)]
-    units = {one.verdict.bound_by.partition(",")[0] for one in found if one.verdict is not None}
+    units = {verdict.bound_by.partition(",")[0] for one in found for verdict in one.ranked.verdicts.values()}
     lines += [f"bound: {unit}, at most" for unit in sorted(units)]
+    lines += backward_lines(found)
     cut = [one for one in found if one.measured is not None and not one.measured.complete]
     if cut:
         lines.append(f"{len(cut)} of {len(found)} were cut short by --budget; the same command goes on")

@@ -10,16 +10,16 @@ import triton
 
 from ...autotune import Job, Verdict
 from ...autotune.ranking import ANY, ONE
-from ...kernels.choice import triton_version
+from ...kernels.lookup import triton_version
 from ...kernels.tables import options_of
 from ...kernels.tiles import Shape
 from ..inspect.bound import bounds_of, loop_bound, main_bound
 from ..inspect.compiled import Variant, ast_source
 from ..inspect.gate import compile_and_ask
+from ..inspect.names import OF_LAUNCHES
 
 ROOT = Path(__file__).resolve().parents[2]
 
-HEADS, GROUP = map(Shape._fields.index, ("heads", "group"))
 UNIT = "percent of the tensor cores' peak"
 
 
@@ -35,7 +35,7 @@ def compile_job(job: Job) -> Verdict:
 
 def variant_of(job: Job) -> Variant:
     """What the gate is asked about."""
-    options = tuple(options_of(job.tile).items())
+    options = tuple((name, value) for name, value in options_of(job.tile).items() if name not in OF_LAUNCHES)
     return Variant(
         job.kernel, job.arch, job.dtype, job.head_dim, job.head_dim_v, job.tile, job.role, job.full, job.grouped,
         options=options,
@@ -47,13 +47,15 @@ def source_of(job: Job) -> Any:
     source = plain_source(variant_of(job))
     names = [parameter.name for parameter in source.fn.params]
     shape = names.index("shape")
-    for place, count in ((HEADS, job.heads), (GROUP, job.group)):
-        if count == ANY and (shape, place) in source.attrs:
-            source.attrs[shape, place] = []
-    if job.heads == ONE:
-        del source.attrs[shape, HEADS]
-        source.constants[shape, HEADS] = 1
-        source.signature["shape"] = source.signature["shape"]._replace(heads="constexpr")
+    parts = "packed" if job.kernel in ("forward", "dq") else "splits"
+    for field, count in (("heads", job.heads), ("group", job.group), (parts, job.parts)):
+        place = shape, Shape._fields.index(field)
+        if count == ANY and place in source.attrs:
+            source.attrs[place] = []
+        elif count == ONE and place in source.attrs:
+            del source.attrs[place]
+            source.constants[place] = 1
+            source.signature["shape"] = source.signature["shape"]._replace(**{field: "constexpr"})
     # from Triton 3.7 on a launch says of every constexpr that it has no attribute, and that is part of the key
     if triton_version() >= (3, 7):
         source.attrs |= {(i,): [] for i, parameter in enumerate(source.fn.params) if parameter.is_constexpr}

@@ -23,9 +23,11 @@ from ...kernels import (
     attention_dkdv,
     attention_dq,
     attention_forward,
+    attention_gradients,
 )
-from ...kernels.choice import DTYPES
-from ...kernels.tables import Point, options_of
+from ...kernels.config import is_single_pass
+from ...kernels.lookup import DTYPES
+from ...kernels.tables import SINGLE_PASS, Point, options_of
 from ...ring import Mask, bounds
 from ..kernels.accuracy import Inputs, Results, by_pytorch, draw, exactly, judged
 from ..kernels.beside import SIZES, Copy, bytes_for
@@ -41,9 +43,11 @@ SLOWING = {
 """Throttle reasons that make a run slower than the next one; an idle GPU and clocks that the user set do not."""
 
 
-def config_of(tile: Tile) -> KernelConfig:
+def config_of(kernel: str, tile: Tile) -> KernelConfig:
     """A candidate as a launch takes it: of the one kernel that it is for."""
     options: dict[str, Any] = options_of(tile)
+    if kernel in SINGLE_PASS:
+        return KernelConfig(tile, tile, tile, backward=kernel, single_pass=tile)
     return KernelConfig(tile, tile, tile, **options)
 
 
@@ -125,7 +129,8 @@ class DeviceTrials:
     def _state(self) -> tuple[Tensor, ...]:
         """What the kernel continues, fp32; and lse and delta of inputs of this kind, which the backward reads."""
         given = self._inputs
-        continued = {"forward": [given.dout], "dq": [given.q], "dkdv": [given.k, given.v]}[self.point.kernel]
+        sums = {"forward": [given.dout], "dq": [given.q], "dkdv": [given.k, given.v]}
+        continued = sums.get(self.point.kernel, [given.k, given.v, given.q])
         lse, delta = torch.empty_like(given.dlse), torch.empty_like(given.dlse)
         return lse, delta, *(torch.empty(x.shape, device=x.device, dtype=torch.float32) for x in continued)
 
@@ -150,7 +155,7 @@ class DeviceTrials:
     def _launch(self, tile: Tile) -> None:
         q, k, v, dout, _ = self._inputs
         lse, delta, *sums = self._state
-        config = config_of(tile)
+        config = config_of(self.point.kernel, tile)
         if self.point.kernel == "forward":
             attention_forward(q, k, v, bounds=self._bounds, state=(sums[0], lse), final=False, config=config)
         elif self.point.kernel == "dq":
@@ -158,8 +163,11 @@ class DeviceTrials:
                 dout, q, k, v, lse, delta, bounds=self._bounds, sums=sums[0], into=sums[0], config=config
             )  # fmt: skip
         else:
-            pair = (sums[0], sums[1])
-            attention_dkdv(dout, q, k, v, lse, delta, bounds=self._bounds, sums=pair, into=pair, config=config)
+            pair, given = (sums[0], sums[1]), (dout, q, k, v, lse, delta)
+            if self.point.kernel == "dkdv":
+                attention_dkdv(*given, bounds=self._bounds, sums=pair, into=pair, config=config)
+            else:
+                attention_gradients(*given, dq=sums[2], bounds=self._bounds, sums=pair, into=pair, config=config)
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
@@ -192,13 +200,13 @@ class DeviceTrials:
         return [slice(*edge) for edge in pairwise(edges)]
 
     def _results(self, tile: Tile) -> dict[str, Tensor]:
-        config = config_of(tile)
+        config = config_of(self.point.kernel, tile)
         exact = self._right[0]
         out, lse = exact.out.to(self._given.q.dtype), exact.lse.float().contiguous()
         if self.point.kernel == "forward":
             return self._forward(config)
         delta = attention_delta(self._given.dout, out, self._given.dlse)
-        return self._dq(config, lse, delta) if self.point.kernel == "dq" else self._dkdv(config, lse, delta)
+        return self._dq(config, lse, delta) if self.point.kernel == "dq" else self._over_queries(config, lse, delta)
 
     def _forward(self, config: KernelConfig) -> dict[str, Tensor]:
         q, k, v = self._given[:3]
@@ -224,17 +232,20 @@ class DeviceTrials:
         assert sums is not None
         return {"dq": sums}
 
-    def _dkdv(self, config: KernelConfig, lse: Tensor, delta: Tensor) -> dict[str, Tensor]:
+    def _over_queries(self, config: KernelConfig, lse: Tensor, delta: Tensor) -> dict[str, Tensor]:
+        """dK and dV; of a single pass dQ too."""
         q, k, v, dout, _ = self._given
         sums = None
+        dq = torch.zeros(q.shape, device=q.device) if is_single_pass(config) else None
         for rows in (shards := self._shards()):
             last = rows == shards[-1]
             dtype = q.dtype if last else torch.float32
             into = (torch.empty(x.shape, device=x.device, dtype=dtype) for x in (k, v))
-            sums = attention_dkdv(
-                dout[:, rows], q[:, rows], k, v, lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous(),
-                bounds=self._limits(rows, slice(0, self._checked)), sums=sums,
-                into=(next(into), next(into)) if last or sums is None else sums, config=config,
-            )  # fmt: skip
+            given = dout[:, rows], q[:, rows], k, v, lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous()
+            call: dict[str, Any] = {
+                "bounds": self._limits(rows, slice(0, self._checked)), "sums": sums,
+                "into": (next(into), next(into)) if last or sums is None else sums, "config": config,
+            }  # fmt: skip
+            sums = attention_dkdv(*given, **call) if dq is None else attention_gradients(*given, dq=dq[:, rows], **call)
         assert sums is not None
-        return {"dk": sums[0], "dv": sums[1]}
+        return {"dk": sums[0], "dv": sums[1]} | ({} if dq is None else {"dq": dq.to(q.dtype)})

@@ -18,7 +18,7 @@ import typer
 from ...autotune.rings import CPU, DEFAULT, RingEntry, RingPoint, RingSetting, best_of, halved, settings
 from ...autotune.store import save
 from ...comm import Limits
-from ...kernels.choice import Gpu, gpu_of
+from ...kernels.lookup import Gpu, gpu_of
 from ...ring import Ring
 from ..launching import Member, cores, member, process_group, started
 from ..links.group import device_of

@@ -29,16 +29,15 @@ from ...autotune import (
     private_folder,
     rank_candidates,
     save,
-    space,
     tile_text,
 )
-from ...autotune.ranking import job_of
+from ...autotune.ranking import job_of, point_text
 from ...autotune.search import clocks_of, median, spread
 from ...comm import nvml
 from ...kernels import Tile
-from ...kernels.choice import DTYPES, Gpu, triton_version
-from ...kernels.config import config_for
-from ...kernels.tables import Entry, Point, file_name
+from ...kernels.lookup import Gpu, triton_version
+from ...kernels.tables import TUNED, Entry, Point, file_name, options_of
+from ..inspect.compiled import default_tile as built_in_tile
 from ..inspect.rank import LEAST_CONFIGS
 from ..inspect.report import Row, identity
 from ..provenance import command
@@ -47,6 +46,7 @@ from .measure import DeviceTrials
 
 # of a point that get time on a GPU: the best quarter or so of what compiles, and what a rank correlation takes
 CANDIDATES = LEAST_CONFIGS
+ORDERS_OF = 2  # the best of them are also tried in every other order of their launch
 MOST_COMMAND = 400  # characters that a table takes
 
 
@@ -72,10 +72,15 @@ class Wish:
     folder: Path
     budget: float  # seconds on the GPU
     workers: int
+    kernels: tuple[str, ...] = TUNED
+    orders_of: int = ORDERS_OF
+    """So many of the best tiles are also tried in every other order of their launch."""
 
     @property
     def points(self) -> list[Point]:
-        return points_of(self.shape, list(self.lengths), causal=self.causal)
+        """Of all kernels that have a default to be compared with."""
+        every = points_of(self.shape, list(self.lengths), causal=self.causal, kernels=self.kernels)
+        return [point for point in every if built_in(point, self.gpu.arch) is not None]
 
 
 @dataclass(frozen=True)
@@ -85,8 +90,6 @@ class Found:
     point: Point
     candidates: int
     ranked: Ranked
-    verdict: Verdict | None
-    """Of the best by its bound."""
     default: Tile
     default_bound: float | None
     measured: Measured | None = None
@@ -96,7 +99,7 @@ class Found:
             "kernel": self.point.kernel, "mask": self.point.mask, "tokens": self.point.length,
             "tried": self.candidates, "failed": len(self.ranked.dropped),
             "tile": tile_text(self.tile) if self.tile is not None else "none", "default": tile_text(self.default),
-            "bound": None if self.verdict is None else self.verdict.bound, "default's": self.default_bound,
+            "bound": None if self.tile is None else self.bound_of(self.tile), "default's": self.default_bound,
         }  # fmt: skip
         if (best := self.measured) is not None:
             row |= {
@@ -111,26 +114,41 @@ class Found:
         """The answer; None where nothing passes."""
         if self.measured is not None:
             return self.measured.tile
-        return self.ranked.tiles[0] if self.ranked.tiles else None
+        return self.estimate
+
+    @property
+    def estimate(self) -> Tile | None:
+        """The best by its bound of those without options: a kernel or an order that never ran is no estimate."""
+        return next((tile for tile in self.ranked.tiles if not options_of(tile)), None)
+
+    def bound_of(self, tile: Tile) -> float | None:
+        """In the unit of the verdicts."""
+        verdict = self.ranked.verdicts.get(tile)
+        return verdict.bound if verdict is not None else self.default_bound if tile == self.default else None
 
 
 def timed_rows(found: Found, arch: int, heads: int) -> list[Row]:
     """A row per candidate that was timed, with bound and seconds, as ``ringattn inspect --correlate`` takes them."""
     best = found.measured
-    bounds = {found.default: found.default_bound, **found.ranked.bounds}
     return [
         {
             **identity(variant_of(job_of(found.point, tile, arch, heads))),
-            "length": found.point.length, "group": found.point.group, "bound": bounds.get(tile), "seconds": seconds,
+            "length": found.point.length, "group": found.point.group, "bound": found.bound_of(tile), "seconds": seconds,
+            "options": options_of(tile),  # also what no compiler is told of
         }
         for tile, seconds in (best.seconds if best is not None else {}).items()
     ]  # fmt: skip
 
 
+def built_in(point: Point, arch: int) -> Tile | None:
+    """The built-in default; None where there is none that fits."""
+    return built_in_tile(point.kernel, arch, point.dtype, max(point.head_dim, point.head_dim_v))
+
+
 def default_tile(point: Point, arch: int) -> Tile:
-    """What a launch takes without a table."""
-    config = config_for(arch, DTYPES[point.dtype], max(point.head_dim, point.head_dim_v))
-    tile: Tile = getattr(config, point.kernel)
+    """What a launch takes without a table, of a point that has such."""
+    tile = built_in(point, arch)
+    assert tile is not None, f"{point_text(point)} has no default on sm_{arch}"
     return tile
 
 
@@ -169,19 +187,18 @@ def compile_part(
             bars.more("compiling", batch)
 
     judge = Judge(compile_with, journal, workers=wish.workers, told=told)
-    count = 1 if wish.device is None else CANDIDATES
+    measures = wish.device is not None
     arch, heads = wish.gpu.arch, wish.shape.heads
-    ranked = rank_candidates(wish.points, arch, judge, heads=heads, count=count, rank=rank)
+    ranked = rank_candidates(
+        wish.points, arch, judge, heads=heads, count=CANDIDATES if measures else 1,
+        orders_of=wish.orders_of if measures else 0, plain=not measures, rank=rank,
+    )  # fmt: skip
     defaults = {point: job_of(point, default_tile(point, arch), arch, heads) for point in wish.points}
-    best = {point: job_of(point, one.tiles[0], arch, heads) for point, one in ranked.items() if one.tiles}
-    verdicts = judge([*defaults.values(), *best.values()])
+    verdicts = judge(defaults.values())
     return [
-        Found(
-            point, len(space(point, arch)), one, verdicts[best[point]] if point in best else None,
-            defaults[point].tile, verdicts[defaults[point]].bound,
-        )
+        Found(point, len({*one.dropped, *one.verdicts}), one, defaults[point].tile, verdicts[defaults[point]].bound)
         for point, one in ranked.items()
-    ]  # fmt: skip
+    ]
 
 
 def measure_part(
@@ -215,9 +232,11 @@ def measure_part(
 
 def estimated_entry(found: Found) -> Entry:
     """What compiling alone tells: never a default."""
-    assert found.verdict is not None
-    bound, unit = found.verdict.bound, found.verdict.bound_by
-    return Entry(found.point, found.ranked.tiles[0], estimated=True, bound=bound, bound_by=unit, **_provenance())
+    assert found.estimate is not None
+    verdict = found.ranked.verdicts[found.estimate]
+    return Entry(
+        found.point, found.estimate, estimated=True, bound=verdict.bound, bound_by=verdict.bound_by, **_provenance()
+    )  # fmt: skip
 
 
 def measured_entry(point: Point, best: Measured) -> Entry:
@@ -252,7 +271,8 @@ def tune(wish: Wish, bars: Bars) -> tuple[list[Found], Path | None]:
     found = compile_part(wish, compiled, bars)
     usable = [one for one in found if one.ranked.tiles]
     # before the GPU's part, which may be interrupted; a measurement is not replaced by an estimate
-    path = save(wish.folder, wish.gpu, map(estimated_entry, usable)) if usable else None
+    guesses = [estimated_entry(one) for one in usable if one.estimate is not None]
+    path = save(wish.folder, wish.gpu, guesses) if usable else None
     if wish.device is not None and usable:
         answers = measure_part(wish, usable, measured, bars)
         found = answers + [one for one in found if not one.ranked.tiles]

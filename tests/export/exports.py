@@ -15,7 +15,7 @@ import pytest
 import triton
 
 from ringattn.kernels import Tile
-from ringattn.kernels.choice import Gpu
+from ringattn.kernels.lookup import Gpu
 from ringattn.kernels.tables import Point
 
 from ..tile_tables import entry, save

@@ -26,7 +26,7 @@ from ringattn.bench.export.tiles import BUILT_IN_TILES, Source
 from ringattn.bench.export.wish import Wish, chosen_tiles, settled
 from ringattn.bench.inspect.compiled import DTYPES, ROLES
 from ringattn.kernels import Bounds, KernelConfig, attention, gradients, hopper_launch
-from ringattn.kernels.choice import Gpu
+from ringattn.kernels.lookup import Gpu
 
 from .exports import STREAM, Record
 

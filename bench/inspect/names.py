@@ -1,0 +1,86 @@
+"""Variants by name: ``90:bf16:128:middle:dq:alibi``, ``90:bf16:128:forward:order=longest``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+
+from ...kernels import KernelConfig
+from ...kernels.tables import OPTIONS, Option, Options
+from .compiled import ATTENTION, DTYPES, FEATURES, KERNELS, ROLES, SHARED_LIMIT, Variant, launchable
+
+HOPPER = "hopper"
+"""In a name and as a kernel: the forward of ``KernelConfig(forward_kernel="hopper")``."""
+
+HOPPER_WORDS = ("forward", f"forward_kernel={HOPPER}")
+HOPPER_OPTIONS: Options = (("forward_kernel", HOPPER),)
+
+OF_GROUPS = ("pack_gqa", "dkdv_splits")
+"""Options that say something where several query heads share a key head."""
+
+OF_LAUNCHES = ("sm_margin",)
+"""Options that no compiler is told of."""
+
+DEFAULTS = {one.name: one.default for one in fields(KernelConfig)}
+WORDS: dict[str, Option] = {"True": True, "False": False}
+
+
+def select(name: str) -> Iterator[Variant]:
+    """The variants that ``arch:dtype:D[/Dv][:role][:kernel][:feature …][:OPTION=VALUE …]`` names.
+
+    Options are fields of ``KernelConfig``: ``order=longest``, ``persistent=True``, ``pack_gqa=True``,
+    ``dkdv_splits=2``, ``forward_kernel=hopper``, which ``hopper`` is short for. Kernels that do not have one are left
+    out, and so are heads that are not grouped where they are packed or split.
+
+    Raises:
+        ValueError: an arch, dtype, role, kernel, feature or option that is not there.
+    """
+    arch, dtype, head_dims, *words = name.split(":")
+    words = [part for word in words for part in (HOPPER_WORDS if word == HOPPER else (word,))]
+    options = options_of_words([word for word in words if "=" in word])
+    words = [word for word in words if "=" not in word]
+    asked: list[tuple[str, int | str, list[int] | list[str]]] = [
+        ("arch", int(arch), list(SHARED_LIMIT)),
+        ("dtype", dtype, list(DTYPES)),
+        *(("role, kernel, feature or option", word, [*ROLES, *KERNELS, *FEATURES]) for word in words),
+    ]
+    for what, got, known in asked:
+        if got not in known:
+            raise ValueError(f"{what} is {got!r}: it must be one of {', '.join(map(str, known))}")
+    features = tuple(word for word in words if word in FEATURES)
+    for variant in launchable(int(arch), dtype, *map(int, head_dims.split("/"))):
+        if not {variant.role, variant.kernel} >= {*words} - {*features}:
+            continue
+        if variant.kernel not in ATTENTION:
+            if not options:
+                yield variant
+        elif not options:
+            yield replace(variant, features=features)
+        elif not variant.options and has(variant, options):
+            yield replace(variant, features=features, options=options)
+
+
+def has(variant: Variant, options: Options) -> bool:
+    """Whether a kernel of such heads has these options."""
+    known = OPTIONS.get(variant.kernel, {})
+    return all(name in known and (variant.grouped or name not in OF_GROUPS) for name, _ in options)
+
+
+def options_of_words(words: Sequence[str]) -> Options:
+    """``order=longest``, ``pack_gqa=True`` as fields of ``KernelConfig``, sorted; what is the default is left out.
+
+    Raises:
+        ValueError: no such field that the compiler is told of, or no value of it.
+    """
+    checks = {name: check for known in OPTIONS.values() for name, check in known.items() if name not in OF_LAUNCHES}
+    made: dict[str, Option] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        if name not in checks or "=" not in word:
+            raise ValueError(f"option is {word!r}: it must be NAME=VALUE with one of {', '.join(checks)}")
+        value = WORDS.get(text, int(text) if text.isdecimal() else text)
+        if (needs := checks[name](value)) is not None:
+            raise ValueError(f"option {name} is {text!r}: it must be {needs}")
+        if value != DEFAULTS[name]:
+            made[name] = value
+    return tuple(sorted(made.items()))
