@@ -242,11 +242,10 @@ def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
     ],
 )
+@pytest.mark.usefixtures("alone")
 def test_place_under_a_launcher(
     variables: dict[str, str], expected: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (name for names in launching.LAUNCHERS for name in names):
-        monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     place = launching.member()

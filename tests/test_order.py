@@ -229,10 +229,11 @@ def test_packed_rows_and_their_masks(kind: str) -> None:
     check(inputs(Sizes(20, 45, heads=3)), interval(kind, 20, 45), config=choose(tiles(16, 32), **CHOICES["all"]))
 
 
+@pytest.mark.parametrize(("chosen", "heads"), [(CHOICES["all"], 3), ({"dkdv_splits": 2}, 4)], ids=["all", "split"])
 @pytest.mark.parametrize("features", ["used", "runs", "alibi and dropout"])
-def test_what_else_a_launch_may_have(features: str) -> None:
+def test_what_else_a_launch_may_have(features: str, chosen: dict[str, Any], heads: int) -> None:
     """Each query head keeps its own slope and its own dropped weights."""
-    x = inputs(Sizes(20, 40, heads=3, batch=1 + (features == "used")))
+    x = inputs(Sizes(20, 40, heads=heads, batch=1 + (features == "used")))
     causal, scores = interval("causal", 20, 40), Scores()
     if features == "used":
         causal = Bounds(causal.lo, causal.hi, torch.tensor([20, 0], dtype=torch.int32))
@@ -240,8 +241,8 @@ def test_what_else_a_launch_may_have(features: str) -> None:
         causal = Bounds(causal.lo, causal.hi, None, Runs(torch.rand(2, 3) < 0.5, 16))
     else:
         positions: Any = {"q_positions": torch.arange(20).int(), "k_positions": torch.arange(40).int()}
-        scores = Scores(alibi_slopes=torch.rand(3) / 10, dropout_p=0.3, dropout_seed=5, **positions)
-    config = choose(tiles(16, 16 if features == "runs" else 32), **CHOICES["all"])
+        scores = Scores(alibi_slopes=torch.rand(heads) / 10, dropout_p=0.3, dropout_seed=5, **positions)
+    config = choose(tiles(16, 16 if features == "runs" else 32), **chosen)  # tiles must divide blocks
     scored.compare(scored.ours(x, causal, scores, config), x, causal, scores)
 
 
