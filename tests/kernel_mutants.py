@@ -39,6 +39,7 @@ SECONDS_PER_TEST = 60  # one that hangs, as whoever waits for a wrong turn does,
 
 SINGLE_PASS = ("test_single_pass.py", "test_ring_single_pass.py")
 DEALT = ("test_order.py", "test_splits.py")
+MEMORY = ("test_guarded.py",)
 
 
 class Target(NamedTuple):
@@ -49,26 +50,26 @@ class Target(NamedTuple):
 
 
 TARGETS = {
-    "single_pass": Target((), SINGLE_PASS),
-    "dq_sum": Target((), SINGLE_PASS),
+    "single_pass": Target((), SINGLE_PASS + MEMORY),
+    "dq_sum": Target((), SINGLE_PASS + MEMORY),
     "turns": Target((), SINGLE_PASS),
     "gradients": Target(("attention_gradients", "turns_of"), SINGLE_PASS),
-    "key_tile": Target((), (*SINGLE_PASS[:1], *DEALT)),
+    "key_tile": Target((), (*SINGLE_PASS[:1], *DEALT, *MEMORY)),
     "order": Target((), DEALT),
     "launch": Target(
         ("shape_of", "packed_shape", "check_config", "splits_of", "split_shape", "empty_parts", "dealt"), DEALT
     ),
-    "backward": Target(("dq_kernel", "dq_tile", "dkdv_kernel", "reduce_kernel", "add_parts"), DEALT),
-    "forward": Target(("forward_kernel", "forward_tile"), (*DEALT, "test_kernel_scores.py")),
+    "backward": Target(("dq_kernel", "dq_tile", "dkdv_kernel", "reduce_kernel", "add_parts"), DEALT + MEMORY),
+    "forward": Target(("forward_kernel", "forward_tile"), (*DEALT, "test_kernel_scores.py", *MEMORY)),
     "tiles": Target(
         (
             "program", "placement", "tile_rows", "as_column", "vector_of", "of_head", "row_limits", "tile_range",
             "visit", "visit_keys", "visit_key_tile", "run_range", "clipped",
         ),
-        (*DEALT, *SINGLE_PASS[:1], "test_tiles.py"),
+        (*DEALT, *SINGLE_PASS[:1], "test_tiles.py", *MEMORY),
     ),
     "parts": Target(
-        ("load_tile", "near_part", "accumulate", "scaled", "added", "load_lse"), (*SINGLE_PASS[:1], *DEALT)
+        ("load_tile", "near_part", "accumulate", "scaled", "added", "load_lse"), (*SINGLE_PASS[:1], *DEALT, *MEMORY)
     ),
 }  # fmt: skip
 
