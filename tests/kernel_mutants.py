@@ -204,7 +204,7 @@ def examined(copy: Path, tests: tuple[str, ...]) -> str:
     try:
         return str(ours.recv()) if ours.poll(SECONDS) else "takes too long"
     except EOFError:
-        return "hangs"
+        return "its process ends"
     finally:
         process.kill()
         process.join()

@@ -49,6 +49,7 @@ def split(parts: int | None, config: KernelConfig = INTERPRETER) -> KernelConfig
         (1, 7, 7),
         (1, 1, 1),
         (106, 8, 1),  # four in five are busy: the parts would cost more
+        (106, 6, 1),  # although six parts would keep 96%
         (105, 8, 1),  # 80% against 97% of eight parts: within 15%
         (70, 8, 8),  # 53%, and two parts 53% too, of two waves; four 71%, eight 85%
         (1024, 8, 1),
