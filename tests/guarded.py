@@ -37,7 +37,7 @@ ALLOCATES = (torch.empty, torch.zeros, torch.empty_like, torch.zeros_like)
 
 TILE = Tile(32, 32, 4, 1)
 TILES = KernelConfig(TILE, TILE, TILE)
-CASES = (
+CASES: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({}, ("full", "causal")),
     ({"order": "longest", "persistent": True, "sm_margin": 18, "pack_gqa": True}, ("causal", "used")),
     ({"dkdv_splits": 2}, ("full",)),
@@ -99,7 +99,7 @@ def run(config: KernelConfig, bounds: Bounds, scores: Scores) -> None:
     state = guarded(torch.zeros(dout.shape)), guarded(torch.zeros(1, 2, 35))
     attention_forward(q, k, v, state=state, **call)
     out, lse = attention_forward(q, k, v, **call)
-    sums = {name: guarded(torch.zeros(x.shape)) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    sums: dict[str, Any] = {name: guarded(torch.zeros(x.shape)) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     attention_backward(dout, q, k, v, out, lse, dlse=guarded(torch.randn(lse.shape)), **sums, **call)
 
 
@@ -109,5 +109,5 @@ if __name__ == "__main__":
         for chosen, names in CASES:
             for name in names:
                 print(chosen, name, flush=True)
-                run(replace(TILES, **chosen), *there[name])  # type: ignore[arg-type]
+                run(replace(TILES, **chosen), *there[name])
     print("inside", flush=True)
