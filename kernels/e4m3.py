@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import load_part, of_head, padded, program, store_part
+from .parts import load_part, padded, store_part
+from .tiles import of_head, program
 
 FP32_FRACTION, FP32_BIAS = 23, 127
 E4M3_FRACTION, E4M3_BIAS = 3, 7

@@ -12,27 +12,20 @@ import triton
 import triton.language as tl
 
 from .modify import column_positions, is_kept, modified, placed, score_unit
+from .parts import accumulate, added, divided, load_rows, products, scaled, store_rows, zeros
 from .tiles import (
     LN_2,
     LOG2_E,
     Shape,
-    accumulate,
-    added,
     as_column,
     clipped,
-    divided,
-    load_rows,
     of_head,
-    products,
     row_interval,
     run_range,
-    scaled,
-    store_rows,
     tile_rows,
     vector_of,
     visible,
     visit,
-    zeros,
 )
 
 

@@ -1,6 +1,6 @@
 """dQ, dK and dV of one shard in a single pass over the pairs of tiles: five matrix products instead of seven.
 
-The loop over query tiles is that of dK/dV (``backward.py``), whose ``dS`` also makes ``dS K``, which is added to dQ in
+The loop over query tiles is that of dK/dV (``key_tile.py``), whose ``dS`` also makes ``dS K``, which is added to dQ in
 global memory (``dq_sum.py``).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .backward import key_tile
+from .key_tile import key_tile
 from .tiles import program, visit_key_tile
 
 

@@ -1,4 +1,4 @@
-"""What the kernels share: where a tile lies, how it is loaded, which tiles a block of rows visits."""
+"""Where a tile lies, and which tiles a block of rows visits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-
-LEAST = 16  # columns of a matrix instruction
 
 
 class Strided(NamedTuple):
@@ -127,168 +125,6 @@ def of_head(tensor, batch, head):
     """The [S, D] part of one head; of a column of heads ``[rows, 1]``, one for each row of a tile."""
     ptr = tensor.ptr + batch * tensor.stride_b + head * tensor.stride_h
     return Strided(ptr, tensor.stride_b, tensor.stride_s, tensor.stride_h)
-
-
-@triton.constexpr_function
-def first_part(head_dim):
-    """Columns of the first, or only, part of a tile: a power of two that a matrix instruction takes.
-
-    A head dim that is none is cut in two, 192 into 128 and 64, where that is less than padding it.
-    """
-    whole = triton.next_power_of_2(head_dim)
-    half = whole // 2
-    rest = max(triton.next_power_of_2(head_dim - half), LEAST)
-    return half if half >= LEAST and half + rest < whole else padded(head_dim)
-
-
-@triton.constexpr_function
-def second_part(head_dim):
-    """Columns of the second part; 0: there is none."""
-    rest = head_dim - first_part(head_dim)
-    return max(triton.next_power_of_2(rest), LEAST) if rest > 0 else 0
-
-
-@triton.constexpr_function
-def padded(head_dim):
-    """Columns of a tile in one part."""
-    return max(triton.next_power_of_2(head_dim), LEAST)
-
-
-@triton.jit
-def load_rows(tensor, offs, limit, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr):
-    """Rows ``offs`` of one head, in parts; zeros past the head dim and, where CHECK, past the sequence."""
-    FIRST: tl.constexpr = first_part(HEAD_DIM)
-    SECOND: tl.constexpr = second_part(HEAD_DIM)
-    first = load_part(tensor, offs, limit, 0, FIRST, HEAD_DIM, CHECK)
-    if SECOND == 0:
-        return (first,)
-    else:
-        return (first, load_part(tensor, offs, limit, FIRST, SECOND, HEAD_DIM, CHECK))
-
-
-@triton.jit
-def load_part(
-    tensor, offs, limit, BEGIN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, CHECK: tl.constexpr
-):
-    offs_d = BEGIN + tl.arange(0, WIDTH)
-    pointers = row_pointers(tensor, offs, offs_d)
-    PADDED: tl.constexpr = BEGIN + WIDTH > HEAD_DIM
-    if CHECK and PADDED:
-        return tl.load(pointers, mask=(offs[:, None] < limit) & (offs_d[None, :] < HEAD_DIM), other=0.0)
-    elif CHECK:
-        return tl.load(pointers, mask=offs[:, None] < limit, other=0.0)
-    elif PADDED:
-        return tl.load(pointers, mask=offs_d[None, :] < HEAD_DIM, other=0.0)
-    else:
-        return tl.load(pointers)
-
-
-@triton.jit
-def load_tile(tensor, start, limit, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The rows from ``start``, as `load_rows`; one 64-bit base per tile, within the tile 32 bits."""
-    base = tensor.ptr + tl.cast(start, tl.int64) * tensor.stride_s
-    FIRST: tl.constexpr = first_part(HEAD_DIM)
-    SECOND: tl.constexpr = second_part(HEAD_DIM)
-    first = near_part(base, tensor.stride_s, limit - start, ROWS, 0, FIRST, HEAD_DIM)
-    if SECOND == 0:
-        return (first,)
-    else:
-        return (first, near_part(base, tensor.stride_s, limit - start, ROWS, FIRST, SECOND, HEAD_DIM))
-
-
-@triton.jit
-def near_part(
-    base, stride, count, ROWS: tl.constexpr, BEGIN: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr
-):
-    rows, offs_d = tl.arange(0, ROWS), BEGIN + tl.arange(0, WIDTH)
-    inside = rows[:, None] < count
-    if BEGIN + WIDTH > HEAD_DIM:
-        inside &= offs_d[None, :] < HEAD_DIM
-    return tl.load(base + (rows[:, None] * stride + offs_d[None, :]), mask=inside, other=0.0)
-
-
-@triton.jit
-def store_rows(tensor, value, offs, limit, HEAD_DIM: tl.constexpr):
-    """The rows ``offs`` of one head, in parts as `load_rows` has them."""
-    store_part(tensor, value[0], offs, limit, 0, HEAD_DIM)
-    if len(value) == 2:
-        store_part(tensor, value[1], offs, limit, first_part(HEAD_DIM), HEAD_DIM)
-
-
-@triton.jit
-def store_part(tensor, value, offs, limit, BEGIN: tl.constexpr, HEAD_DIM: tl.constexpr):
-    offs_d = BEGIN + tl.arange(0, value.shape[1])
-    inside = (offs[:, None] < limit) & (offs_d[None, :] < HEAD_DIM)
-    tl.store(row_pointers(tensor, offs, offs_d), value.to(tensor.ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def row_pointers(tensor, offs, offs_d):
-    # 64-bit: row 262,144 with a stride of 8,192 elements already wraps an int32
-    return tensor.ptr + offs[:, None].to(tl.int64) * tensor.stride_s + offs_d[None, :]
-
-
-@triton.jit
-def dot(a, b, acc):
-    # a plain fp32 dot is TF32 on a GPU, and 'ieee' spills; 16-bit inputs ignore the precision
-    return tl.dot(a, b, acc, input_precision="tf32x3")
-
-
-@triton.jit
-def zeros(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """An accumulator of rows, fp32, in parts."""
-    SECOND: tl.constexpr = second_part(HEAD_DIM)
-    first = tl.zeros([ROWS, first_part(HEAD_DIM)], tl.float32)
-    if SECOND == 0:
-        return (first,)
-    else:
-        return (first, tl.zeros([ROWS, SECOND], tl.float32))
-
-
-@triton.jit
-def products(a, b, acc=None):
-    """``acc + a b^T`` of two tiles of rows: the sum over their parts."""
-    result = dot(a[0], tl.trans(b[0]), acc)
-    if len(a) == 2:
-        result = dot(a[1], tl.trans(b[1]), result)
-    return result
-
-
-@triton.jit
-def accumulate(weights, tile, acc):
-    """``acc + weights tile``, part by part."""
-    first = dot(weights.to(tile[0].dtype), tile[0], acc[0])
-    if len(acc) == 1:
-        return (first,)
-    else:
-        return (first, dot(weights.to(tile[1].dtype), tile[1], acc[1]))
-
-
-@triton.jit
-def scaled(acc, factor):
-    """Every part times ``factor``: a number, or a column of them."""
-    if len(acc) == 1:
-        return (acc[0] * factor,)
-    else:
-        return (acc[0] * factor, acc[1] * factor)
-
-
-@triton.jit
-def divided(acc, divisor):
-    """Every part divided by a column of numbers."""
-    if len(acc) == 1:
-        return (acc[0] / divisor,)
-    else:
-        return (acc[0] / divisor, acc[1] / divisor)
-
-
-@triton.jit
-def added(a, b):
-    """The sum, part by part."""
-    if len(a) == 1:
-        return (a[0] + b[0],)
-    else:
-        return (a[0] + b[0], a[1] + b[1])
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; workers and child processes inherit it
 
 from collections.abc import Iterator
+from itertools import chain
 
 import pytest
 import torch
@@ -33,3 +34,12 @@ def poison() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)  # what switches `fill_uninitialized_memory` (on by default) on
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As started by hand, whatever the tests run under: no variable of a launcher is set."""
+    from ringattn.bench.launching import LAUNCHERS
+
+    for name in chain.from_iterable(LAUNCHERS):
+        monkeypatch.delenv(name, raising=False)

@@ -24,7 +24,6 @@ from ringattn.bench import cli, memory_bench, timing
 from ringattn.bench.flops import BACKWARD_FLOPS, forward_flops, pairs_of
 from ringattn.bench.kernels import accuracy, beside, speed
 from ringattn.bench.kernels.shape import Shape
-from ringattn.bench.launching import LAUNCHERS
 from ringattn.bench.memory_bench import Peaks, Setting
 from ringattn.bench.provenance import command, provenance
 from ringattn.bench.ring import usual_ring
@@ -42,15 +41,10 @@ from ringattn.ring.aten import AtenForward
 from . import suite_cases
 from .fake_cuda import FakeCuda
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 CPU = torch.device("cpu")
 TINY: dict[str, Any] = {"seqlen": 24, "heads": (2, 1)}
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for names in LAUNCHERS:
-        for name in names:
-            monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

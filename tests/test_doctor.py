@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,8 @@ SMALL = (
     "--head-dim",
     "16",
 )
+
+pytestmark = pytest.mark.usefixtures("alone")
 VERSIONS = {"torch": "2.13", "triton": "3.7", "driver": "580", "Python": "3.11"}
 WELL = Facts(VERSIONS, (("/x/libnccl.so.2", "2.29.7"),), None, {})
 
@@ -52,9 +53,7 @@ Receive = Callable[[LocalTransport, Any], None]
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in chain.from_iterable(launching.LAUNCHERS):
-        monkeypatch.delenv(name, raising=False)
+def _threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

@@ -21,21 +21,15 @@ from ringattn.bench.kernels import rivals as kernel_rivals
 from ringattn.bench.kernels import speed, targets
 from ringattn.bench.kernels.rivals import CPU_SDPA, OURS, VARIANTS, Cannot, Contender, Given
 from ringattn.bench.kernels.shape import Shape
-from ringattn.bench.launching import LAUNCHERS
 from ringattn.bench.shapes import Pattern
 from ringattn.bench.suite.cases import Number
 from ringattn.bench.timing import Clock, Samples
 
 from .fake_cuda import FakeCuda
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for names in LAUNCHERS:
-        for name in names:
-            monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ import typer
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
-from ringattn.bench.launching import LAUNCHERS
 from ringattn.bench.links import beside as link_beside
 from ringattn.bench.links import command as links
 from ringattn.bench.links import group as link_group
@@ -30,15 +29,10 @@ from ringattn.comm.local import solo_group
 
 from .fake_cuda import FakeEvent
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 CPU = torch.device("cpu")
 WIDE = {"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for names in LAUNCHERS:
-        for name in names:
-            monkeypatch.delenv(name, raising=False)
 
 
 def row(**changed: Any) -> Row:

@@ -29,7 +29,7 @@ from ringattn.kernels.order import (
 from ringattn.kernels.tiles import HEAD_BY_HEAD, Order, Shape
 
 from . import test_kernel_scores as scored
-from .kernel_cases import DTYPES, Inputs, Sizes, check, inputs, interval, ours, tiles
+from .kernel_cases import DTYPES, Inputs, Sizes, check, inputs, interval, of, ours, tiles
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -229,20 +229,24 @@ def test_packed_rows_and_their_masks(kind: str) -> None:
     check(inputs(Sizes(20, 45, heads=3)), interval(kind, 20, 45), config=choose(tiles(16, 32), **CHOICES["all"]))
 
 
+@pytest.mark.parametrize(("chosen", "heads"), [(CHOICES["all"], 3), ({"dkdv_splits": 2}, 4)], ids=["all", "split"])
 @pytest.mark.parametrize("features", ["used", "runs", "alibi and dropout"])
-def test_what_else_a_launch_may_have(features: str) -> None:
+def test_what_else_a_launch_may_have(features: str, chosen: dict[str, Any], heads: int) -> None:
     """Each query head keeps its own slope and its own dropped weights."""
-    x = inputs(Sizes(20, 40, heads=3, batch=1 + (features == "used")))
-    causal, scores = interval("causal", 20, 40), Scores()
+    x = inputs(Sizes(20, 40, heads=heads, batch=1 + (features == "used")))
+    bounds, scores = interval("causal", 20, 40), Scores()
     if features == "used":
-        causal = Bounds(causal.lo, causal.hi, torch.tensor([20, 0], dtype=torch.int32))
+        bounds = Bounds(bounds.lo, bounds.hi, torch.tensor([13, 0], dtype=torch.int32))  # inside a tile
     elif features == "runs":
-        causal = Bounds(causal.lo, causal.hi, None, Runs(torch.rand(2, 3) < 0.5, 16))
+        late = of(
+            torch.arange(20) - 2, torch.full((20,), 40), 40
+        )  # whose first tiles are masked, and whole ones behind
+        bounds = Bounds(late.lo, late.hi, None, Runs(torch.tensor([[1, 1, 0], [0, 1, 1]]).bool(), 16))
     else:
         positions: Any = {"q_positions": torch.arange(20).int(), "k_positions": torch.arange(40).int()}
-        scores = Scores(alibi_slopes=torch.rand(3) / 10, dropout_p=0.3, dropout_seed=5, **positions)
-    config = choose(tiles(16, 16 if features == "runs" else 32), **CHOICES["all"])
-    scored.compare(scored.ours(x, causal, scores, config), x, causal, scores)
+        scores = Scores(alibi_slopes=torch.rand(heads) / 10, dropout_p=0.3, dropout_seed=5, **positions)
+    config = choose(tiles(16, 16 if features == "runs" else 32), **chosen)  # tiles must divide blocks
+    scored.compare(scored.ours(x, bounds, scores, config), x, bounds, scores)
 
 
 @pytest.mark.usefixtures("small_l2")

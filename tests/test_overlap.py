@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from ringattn import LocalWorld, Ring, ring_attention
 from ringattn.bench import cli, host_time, memory_bench
-from ringattn.bench.launching import LAUNCHERS, launch
+from ringattn.bench.launching import launch
 from ringattn.bench.overlap import command as overlap
 from ringattn.bench.overlap import runs as overlap_runs
 from ringattn.bench.overlap.command import Report, Wish
@@ -32,15 +32,10 @@ from ringattn.comm.local import solo_group
 from ringattn.kernels import FULL, attention
 from ringattn.ring.aten import AtenBackward, AtenForward
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 CPU = torch.device("cpu")
 WIDE = {"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for names in LAUNCHERS:
-        for name in names:
-            monkeypatch.delenv(name, raising=False)
 
 
 # formulas

@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
-from ringattn.bench.launching import LAUNCHERS, launch, started
+from ringattn.bench.launching import launch, started
 from ringattn.bench.ring import candidates, peers
 from ringattn.bench.ring import command as ring_bench
 from ringattn.bench.ring import memory as ring_memory
@@ -29,15 +29,10 @@ from ringattn.ring import Ring
 
 from . import ring_bench_cases
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 CPU = torch.device("cpu")
 WIDE = {"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for names in LAUNCHERS:
-        for name in names:
-            monkeypatch.delenv(name, raising=False)
 
 
 def result(name: str, seconds: float, **more: Any) -> Result:

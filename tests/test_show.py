@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from typer.testing import CliRunner
 
 from ringattn.bench import cli
 from ringattn.bench.call import Call, mask_cells
-from ringattn.bench.launching import LAUNCHERS
 from ringattn.bench.masks import packed
 from ringattn.bench.shapes import human
 from ringattn.bench.show import app
@@ -31,13 +29,9 @@ from ringattn.ring.schedule import schedule
 
 from .layouts import block_layouts, block_masks, layouts, masks, sees
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 SMALL = ["--seqlen", "16", "--world", "2", "--layout", "zigzag", "--causal"]
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in chain.from_iterable(LAUNCHERS):
-        monkeypatch.delenv(name, raising=False)
 
 
 def run(*arguments: str) -> str:

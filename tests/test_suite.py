@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from ringattn.bench import cli
 from ringattn.bench.kernels import speed, targets
 from ringattn.bench.kernels.shape import Shape
-from ringattn.bench.launching import LAUNCHERS
 from ringattn.bench.provenance import provenance
 from ringattn.bench.suite import command as suite
 from ringattn.bench.suite import result_file, ring_cases, tune_cases, workers
@@ -29,15 +28,14 @@ from ringattn.kernels import Tile
 
 from . import suite_cases
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # put back what the command sets
-    for names in LAUNCHERS:
-        for name in names:
-            monkeypatch.delenv(name, raising=False)
 
 
 def results() -> dict[str, Any]:

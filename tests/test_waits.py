@@ -7,16 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.comm import Slots, Topology
+from ringattn.comm.transport import DONE
+from ringattn.kernels import gradients
 from ringattn.ring import traffic
 from ringattn.ring.key_values import KeyValues
 
 from .layouts import layouts, masks
 from .recorder.case import Call, Case
-from .recorder.cases import CASES
+from .recorder.cases import CASES, CONFIGS
 from .recorder.implied import IMPLIED
 from .recorder.replay import without
 from .recorder.ring import record
@@ -58,6 +61,9 @@ REPLAYED = [
     ("copy_engine", "2 x 2, contiguous"),
     ("local", "documents"),
     ("local", "two chunks"),
+    ("nccl", "single pass in turn, 2 x 2, contiguous"),
+    ("copy_engine", "single pass, two chunks"),
+    ("local", "parts of dK/dV"),
 ]
 
 
@@ -77,7 +83,8 @@ def any_case(draw: st.DrawFn) -> Case:
     ring["prefetch"] = draw(st.integers(0, ring["slots"] - 1))
     some = layouts(world=nodes * per_node, max_seqlen=24).filter(lambda layout: layout.seqlen > 0)
     calls = draw(st.lists(st.builds(Call, some, masks(), st.booleans()), min_size=2, max_size=3))
-    return Case(tuple(calls), draw(st.sampled_from(list(CASES))), ring=ring)
+    transport, config = draw(st.sampled_from(list(CASES))), draw(st.sampled_from(CONFIGS))
+    return Case(tuple(calls), transport, ring=ring, config=config)
 
 
 RINGS: dict[str, st.SearchStrategy[Any]] = {
@@ -153,6 +160,27 @@ def test_slots_that_are_taken_for_free(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_call_that_returns_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = broken(monkeypatch, traffic.Call, "settle", lambda self: None, CASES["nccl"]["forward twice"])
     assert any("the caller, afterwards" in problem and "nccl send" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("name", ["single pass, two chunks", "parts of dK/dV"])
+def test_sums_that_leave_before_they_are_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever launch makes them."""
+    problems = broken(monkeypatch, traffic.Call, "mark", lambda self: DONE, CASES["nccl"][name])
+    kernel = "single_pass_kernel" if "single" in name else "reduce_kernel"
+    assert any(kernel in problem and "nccl send" in problem for problem in problems)
+
+
+def test_gates_are_closed_when_a_pass_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the pass before would let in nobody."""
+    made: dict[Any, torch.Tensor] = {}
+    fresh = gradients.turns_of
+
+    def kept(*given: Any) -> Any:
+        turns = fresh(*given)
+        return turns._replace(gates=made.setdefault(turns.gates.shape, turns.gates))
+
+    monkeypatch.setattr(gradients, "turns_of", kept)
+    assert record(CASES["nccl"]["single pass in turn"]).wrong(0)
 
 
 def test_ranks_that_post_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:

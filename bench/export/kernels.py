@@ -16,9 +16,10 @@ from ...kernels.dq_sum import Turns
 from ...kernels.forward import forward_kernel
 from ...kernels.gradients import COPY_ENGINE_ARCH
 from ...kernels.modify import UNMODIFIED
+from ...kernels.parts import LEAST
 from ...kernels.single_pass import single_pass_kernel
 from ...kernels.steps import ROWS
-from ...kernels.tiles import LEAST, Interval, Shape
+from ...kernels.tiles import Interval, Shape
 from ..inspect.compiled import ROLES, SHARED_LIMIT
 from .arguments import Argument, Described, Flat, flattened, offsets, strided
 from .binary import parameter_layout

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ringattn import Layout
+from ringattn.kernels import KernelConfig
+from ringattn.kernels.config import is_single_pass
 from ringattn.ring import Mask
 from ringattn.ring.travel import travelling
 
@@ -34,11 +36,21 @@ class Case:
     transport: str = "nccl"
     dtype: torch.dtype = torch.float32
     ring: dict[str, Any] = field(default_factory=dict)  # arguments of Ring
+    config: KernelConfig | None = None
 
     @property
     def world(self) -> int:
         """Number of ranks."""
         return self.calls[0].layout.world
+
+    def kernels(self, call: Call) -> tuple[str, ...]:
+        """What a call launches once per shard, part of the mask and chunk of heads."""
+        if not call.backward:
+            return ("forward_kernel",)
+        if is_single_pass(self.config):
+            return "forward_kernel", "single_pass_kernel"
+        split = self.config is not None and self.config.dkdv_splits != 1
+        return "forward_kernel", "dq_kernel", "dkdv_kernel", *(("reduce_kernel",) if split else ())
 
 
 def inputs(case: Case, number: int) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import torch
 
 from ringattn import Layout
 from ringattn.comm import Topology
+from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, Mask
 
 from ..layouts import Window, named
@@ -104,12 +105,30 @@ TWO_LEVEL = {
     "3 x 2, two slots": _two_level(3, 2, slots=2),
 }
 
-NCCL = WORLDS | SKIPPED | CHANGING | SETTINGS | TWO_LEVEL
+TILE = Tile(16, 16, 4, 1)  # which divides any block
+SINGLE_PASS, IN_TURN = (
+    KernelConfig(TILE, TILE, TILE, backward=mode) for mode in ("single_pass", "single_pass_deterministic")
+)
+SPLIT = KernelConfig(TILE, TILE, TILE, dkdv_splits=2)
+CONFIGS = (None, SINGLE_PASS, IN_TURN, SPLIT)
+
+KERNELS = {
+    "single pass": replace(_case("zigzag", 4), config=SINGLE_PASS),
+    "single pass, two chunks": replace(_case("zigzag", 4, chunks=2), config=SINGLE_PASS, dtype=torch.bfloat16),
+    "single pass, skipped hops, two slots": replace(_case("contiguous", 4, slots=2, prefetch=0), config=SINGLE_PASS),
+    "single pass, tokens that all see": Case((Call(Layout.contiguous(32, 4), GLOBAL),) * 2, config=SINGLE_PASS),
+    "single pass in turn": replace(_case("zigzag", 4), config=IN_TURN),
+    "single pass in turn, 2 x 2, contiguous": replace(_two_level(2, 2, "contiguous"), config=IN_TURN),
+    "parts of dK/dV": replace(_case("zigzag", 4), config=SPLIT),
+    "parts of dK/dV, 2 x 2, two chunks": replace(_two_level(2, 2, chunks=2), config=SPLIT),
+}
+
+NCCL = WORLDS | SKIPPED | CHANGING | SETTINGS | TWO_LEVEL | KERNELS
 FEW = (
     "world 1", "world 2", "world 4", "contiguous", "contiguous, other direction", "window", "documents",
     "window to both sides", "blocks, two ranks see all", "forward twice", "full, contiguous, full",
     "full, then a longer window", "two chunks", "two slots, no prefetch", "fp8 by wire, two chunks",
-    "2 x 2, contiguous", "4 x 2",
+    "2 x 2, contiguous", "4 x 2", "single pass, two chunks", "single pass in turn", "parts of dK/dV",
 )  # fmt: skip
 
 CASES = {

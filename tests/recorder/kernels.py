@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringattn.kernels.dq_sum import Turns
 from ringattn.kernels.order import Chip
 
 from .device import Recorder
@@ -80,10 +81,33 @@ def dkdv(
     dout: Any, q: Any, k: Any, v: Any, lse: Tensor, delta: Tensor, dk_sum: Any, dv_sum: Any, dk: Any, dv: Any,
     bounds: Any, *_: Any, **flags: Any,
 ) -> None:  # fmt: skip
+    """Where dK/dV is cut over query heads, each part has its own, and as much of the keys as any other."""
     valid = sees(bounds) + 0 * (lse.sum() + delta.sum())
     for given, x, total, into in ((q, k, dk_sum, dk), (dout, v, dv_sum, dv)):
-        part = (summed(given[0], x[0].shape[2]) + 5 * x[0].float()) * valid
+        splits = into[0].shape[2] // x[0].shape[2]
+        own = x[0].float().repeat_interleave(splits, 2) / splits
+        part = (summed(given[0], into[0].shape[2]) + 5 * own) * valid
         into[0].copy_(part + total[0].float() if flags["HAS_SUM"] else part)
+
+
+def reduce(dk_parts: Any, dv_parts: Any, dk_sum: Any, dv_sum: Any, dk: Any, dv: Any, *_: Any, **flags: Any) -> None:
+    for parts, total, into in ((dk_parts, dk_sum, dk), (dv_parts, dv_sum, dv)):
+        whole = parts[0].unflatten(2, (into[0].shape[2], -1)).sum(3)
+        into[0].copy_(whole + total[0].float() if flags["HAS_SUM"] else whole)
+
+
+def single_pass(
+    dout: Any, q: Any, k: Any, v: Any, lse: Tensor, delta: Tensor, dk_sum: Any, dv_sum: Any, dk: Any, dv: Any,
+    total: Any, box: Any, turns: Turns, bounds: Any, *_: Any, **flags: Any,
+) -> None:  # fmt: skip
+    """dQ is added to; gates that are not 0 at first would let nobody in, which here is a wrong dQ."""
+    dkdv(dout, q, k, v, lse, delta, dk_sum, dv_sum, dk, dv, bounds, **flags)
+    dq(dout, q, k, v, lse, delta, total, total, bounds, HAS_SUM=True)
+    if turns.gates is not None:
+        total[0].add_(turns.gates.sum())
+        turns.gates.add_(1)
+    if turns.numbers is not None:
+        total[0].add_(0 * turns.numbers.sum())
 
 
 def quantize(x: Any, out: Any, scale: Tensor, *_: Any, **flags: Any) -> None:
@@ -102,10 +126,12 @@ KERNELS: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {
     "delta_kernel": (delta, (3,)),
     "dq_kernel": (dq, (7,)),
     "dkdv_kernel": (dkdv, (8, 9)),
+    "reduce_kernel": (reduce, (4, 5)),
+    "single_pass_kernel": (single_pass, (8, 9, 10)),
     "quantize_kernel": (quantize, (1, 2)),
     "dequantize_kernel": (dequantize, (2,)),
 }
-"""By the name of the kernel: its stand-in, and the places of the arguments that it writes."""
+"""By the name of the kernel: its stand-in, and the places of the arguments that it writes; and the gates of turns."""
 
 
 def install_kernels(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None:
@@ -119,6 +145,9 @@ def install_kernels(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None
         reads: list[Tensor] = []
         writes: list[Tensor] = []
         for place, argument in enumerate(args):
+            if isinstance(argument, Turns) and argument.gates is not None:
+                writes.append(argument.gates)
+                argument = argument._replace(gates=None)
             torch.utils._pytree.tree_map_only(Tensor, (writes if place in written else reads).append, argument)
         recorder.operation(
             "kernel",
@@ -129,7 +158,7 @@ def install_kernels(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None
             action=lambda given: stand_in(*given[0], **given[1]),
         )
 
-    # one multiprocessor: always busy, so that dK/dV is one launch
+    # one multiprocessor: always busy, so that dK/dV is one launch where a config does not say otherwise
     monkeypatch.setattr("ringattn.kernels.launch.chip_of", lambda device: Chip(1, 1 << 20))
     for module_name in [name for name in sys.modules if name.startswith("ringattn.kernels.")]:
         if hasattr(sys.modules[module_name], "launch") and not module_name.endswith(".launch"):

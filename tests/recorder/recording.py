@@ -78,7 +78,7 @@ class Recording:
         for number, call in enumerate(self.case.calls):
             for rank in (rank for rank in ranks if call.layout.lengths[rank]):
                 wanted = chunks * sum(max(seen(call, rank, other), other == rank) for other in ranks)
-                for kernel in ("forward_kernel", *(("dq_kernel", "dkdv_kernel") if call.backward else ())):
+                for kernel in self.case.kernels(call):
                     count = launched[rank, f"call {number}", kernel]
                     if count != wanted:
                         found.append(f"rank {rank} launches {kernel} {count} times in call {number}, not {wanted}")

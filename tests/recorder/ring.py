@@ -105,7 +105,9 @@ class _Session:
         self.calls[rank] = number
         layout, mask, backward = self.case.calls[number]
         q, k, v = (given[name].detach().requires_grad_(backward) for name in "qkv")
-        out, lse = ring_attention(q, k, v, layout=layout, ring=ring, causal=mask.causal, return_lse=True)
+        out, lse = ring_attention(
+            q, k, v, layout=layout, ring=ring, causal=mask.causal, return_lse=True, config=self.case.config
+        )
         self.read(rank, f"out{number}", out)
         self.read(rank, f"lse{number}", lse)
         if backward:

@@ -1,0 +1,113 @@
+"""Run as a script: every attention kernel on tensors that lie between pages which nobody may touch.
+
+What is read past a tensor's end and then thrown away, or added there as zeros, shows in no result on the interpreter;
+on a GPU it may be somebody else's memory, or none. Here it ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import ctypes
+import mmap
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ringattn.kernels import (
+    FULL,
+    Bounds,
+    KernelConfig,
+    Runs,
+    Scores,
+    Tile,
+    attention_backward,
+    attention_forward,
+)
+
+T = TypeVar("T")
+
+GUARD = 16 * mmap.PAGESIZE  # more than a tile's rows past the end take
+ALLOCATES = (torch.empty, torch.zeros, torch.empty_like, torch.zeros_like)
+
+TILE = Tile(32, 32, 4, 1)
+TILES = KernelConfig(TILE, TILE, TILE)
+CASES: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({}, ("full", "causal")),
+    ({"order": "longest", "persistent": True, "sm_margin": 18, "pack_gqa": True}, ("causal", "used")),
+    ({"dkdv_splits": 2}, ("full",)),
+    ({"backward": "single_pass"}, ("full", "runs")),
+    ({"backward": "single_pass_deterministic"}, ("used",)),
+)
+"""Fields of a config, and the situations in which it runs."""
+
+
+def guarded(x: Tensor) -> Tensor:
+    """A copy that ends where memory ends, and begins where it begins as nearly as its alignment allows."""
+    if not x.numel():
+        return x
+    nbytes = x.numel() * x.element_size()
+    pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, pages + 2 * GUARD)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    for begin in (address, address + GUARD + pages):
+        if libc.mprotect(ctypes.c_void_p(begin), GUARD, 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+    made = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=GUARD + pages - nbytes).view(x.shape)
+    return made.copy_(x)
+
+
+class Guarded(TorchFunctionMode):
+    """What is allocated lies so, too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return guarded(made) if func in ALLOCATES else made
+
+
+def all_guarded(value: T) -> T:
+    """A ``Bounds`` or ``Scores`` of guarded vectors."""
+    tensors = {f.name: getattr(value, f.name) for f in fields(value) if f.init}  # type: ignore[arg-type]
+    held = {name: guarded(x) for name, x in tensors.items() if isinstance(x, Tensor)}
+    return replace(value, **held)  # type: ignore[type-var]
+
+
+def situations(queries: int, keys: int) -> dict[str, tuple[Bounds, Scores]]:
+    rows = torch.arange(queries, dtype=torch.int32)
+    causal = Bounds(torch.zeros_like(rows), rows + 1 + keys - queries)
+    scores = Scores(
+        alibi_slopes=torch.rand(2), dropout_p=0.3, dropout_seed=5, q_positions=rows,
+        k_positions=torch.arange(keys, dtype=torch.int32),
+    )  # fmt: skip
+    used = Bounds(causal.lo, causal.hi, torch.tensor([keys - 3], dtype=torch.int32))
+    runs = Bounds(causal.lo, causal.hi, None, Runs(torch.ones(2, 2, dtype=torch.bool), 32))
+    return {"full": (FULL, Scores()), "causal": (causal, scores), "used": (used, Scores()), "runs": (runs, scores)}
+
+
+def run(config: KernelConfig, bounds: Bounds, scores: Scores) -> None:
+    """Two shards' worth: forward with a state, backward with sums; lengths and head dims that fill no tile."""
+    shapes = ((1, 35, 2, 24), (1, 45, 1, 24), (1, 45, 1, 40), (1, 35, 2, 40))
+    q, k, v, dout = (guarded(torch.randn(shape)) for shape in shapes)
+    bounds, scores = all_guarded(bounds), all_guarded(scores)
+    call: dict[str, Any] = {"bounds": bounds, "scores": scores, "config": config}
+    state = guarded(torch.zeros(dout.shape)), guarded(torch.zeros(1, 2, 35))
+    attention_forward(q, k, v, state=state, **call)
+    out, lse = attention_forward(q, k, v, **call)
+    sums: dict[str, Any] = {name: guarded(torch.zeros(x.shape)) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    attention_backward(dout, q, k, v, out, lse, dlse=guarded(torch.randn(lse.shape)), **sums, **call)
+
+
+if __name__ == "__main__":
+    with Guarded():
+        there = situations(35, 45)
+        for chosen, names in CASES:
+            for name in names:
+                print(chosen, name, flush=True)
+                run(replace(TILES, **chosen), *there[name])
+    print("inside", flush=True)
