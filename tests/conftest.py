@@ -39,7 +39,7 @@ def poison() -> Iterator[None]:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As started by hand, whatever the tests run under: no variable of a launcher is set."""
-    from ringattn.bench.launching import LAUNCHERS
+    from ringattn.bench.launching import JOBS, LAUNCHERS
 
-    for name in chain.from_iterable(LAUNCHERS):
+    for name in {*chain.from_iterable((*LAUNCHERS, *JOBS)), "MASTER_ADDR", "MASTER_PORT"}:
         monkeypatch.delenv(name, raising=False)

@@ -21,13 +21,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 GROUPS = 20
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher's variables, whoever started the tests."""
-    for name in {*(name for names in (*LAUNCHERS, *JOBS) for name in names), "MASTER_ADDR", "MASTER_PORT"}:
-        monkeypatch.delenv(name, raising=False)
-
-
 # -- who is which rank
 
 
