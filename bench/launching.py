@@ -120,7 +120,7 @@ def process_group(place: Member, store: str | None = None, *, device: torch.devi
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    met = FileStore(store, place.world) if store is not None else _launchers_store(place)
+    met = _file_store(store, place.world) if store is not None else _launchers_store(place)
     # names of its own for each group: a rank that opens the next one early would read what the last one left
     fresh = PrefixStore(str(next(_groups)), met)
     dist.init_process_group(backend, store=fresh, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
@@ -128,6 +128,12 @@ def process_group(place: Member, store: str | None = None, *, device: torch.devi
         yield
     finally:
         dist.destroy_process_group()
+
+
+@cache
+def _file_store(path: str, world: int) -> Store:
+    """A file where ranks meet, kept open: the last of them to close it removes it, under whoever has opened it anew."""
+    return FileStore(path, world)
 
 
 @cache

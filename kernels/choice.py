@@ -163,7 +163,8 @@ def tile_for(
     """
     given = None if config is None else _of(config, kernel)
     if config is not None and kernel == "single_pass":
-        kernel = config.backward  # its default is a table's, too: the caller chose no more than the way
+        # its default is a table's, too: the caller chose no more than the way, and what Hopper's leaves is the portable
+        kernel = config.backward if config.backward in SINGLE_PASS else kernel
     if given is not None:
         tile = given
     else:

@@ -39,7 +39,7 @@ class Tile:
 ORDERS = ("heads", "longest")
 FORWARD_KERNELS = ("portable", "hopper")
 AUTO = "auto"
-BACKWARDS = ("two_pass", "single_pass", "single_pass_deterministic")
+BACKWARDS = ("two_pass", "single_pass", "single_pass_deterministic", "hopper")
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,10 @@ class KernelConfig:
     after the other in a fixed order: the same bits on every run, at the price of waiting. dK and dV are deterministic
     in all three. ``single_pass`` is the tile of the latter two, None their default by GPU and shape; of the fields
     above they take none: their order is their own. Neither was ever run on a GPU, so that they are nobody's default.
+
+    ``backward="hopper"`` is ``"single_pass"`` by a kernel written for sm_90: two warpgroups of 64 keys (``block_k``
+    128, 8 warps), head dims 64 and 128. What it is not written for is refused (``hopper_backward_launch``), but for
+    hops whose bounds have ``used`` or ``runs`` and empty ones: they go to the portable single pass. Never run either.
     """
 
     forward: Tile

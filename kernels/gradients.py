@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton
 
+from . import hopper_backward_launch
 from .bounds import FULL, Bounds
 from .checks import check_backward, check_like, result_like
 from .choice import situation, tile_for
@@ -69,14 +70,19 @@ def attention_gradients(
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
     if config.backward == "two_pass":
         raise ValueError(
-            "config.backward is 'two_pass': attention_gradients takes 'single_pass' or 'single_pass_deterministic'; "
-            "the two passes are attention_dq and attention_dkdv"
+            "config.backward is 'two_pass': attention_gradients takes 'single_pass', 'single_pass_deterministic' or "
+            "'hopper'; the two passes are attention_dq and attention_dkdv"
         )
     check_like("dq", dq, tuple(q.shape), torch.float32, q.device)
     dk_sum, dv_sum = sums or (None, None)
     dk_into, dv_into = into or (None, None)
     dk = result_like("into[0]", dk_into, "sums[0]", dk_sum, k)
     dv = result_like("into[1]", dv_into, "sums[1]", dv_sum, v)
+    if config.backward == "hopper" and hopper_backward_launch.takes(q, k, v, dout, dq, bounds, scores, config):
+        hopper_backward_launch.launch_hopper_backward(
+            dout, q, k, v, lse, delta, dq, sums, (dk, dv), bounds, scale, config.single_pass
+        )
+        return dk, dv
     tile = tile_for("single_pass", config, q, v, **situation(bounds, scores))
     for name, x in (("q", q), ("dout", dout), ("dq", dq)):
         check_near(name, x, tile)
@@ -119,7 +125,7 @@ def box_of(dq: torch.Tensor, tile: Tile) -> Any:
 
 def turns_of(bounds: Bounds, q: torch.Tensor, k: torch.Tensor, tile: Tile, config: KernelConfig) -> Turns:
     """Who waits for whom: nobody, or each program for those that add before it."""
-    if config.backward == "single_pass":
+    if config.backward != "single_pass_deterministic":
         return Turns(None, None, None)
     batch, queries, heads = q.shape[:3]
     gates = torch.zeros(batch, heads, int(triton.cdiv(queries, tile.block_q)), device=q.device, dtype=torch.int32)

@@ -84,13 +84,13 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def check_describable(name: str, x: torch.Tensor) -> None:
+def check_describable(name: str, x: torch.Tensor, takes_what: str = "forward_kernel='hopper' takes") -> None:
     """Refuse a tensor of which no TMA descriptor can be made: ValueError."""
     unit = ALIGNMENT // x.element_size()
     strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
     if x.numel() and (x.data_ptr() % ALIGNMENT or any(stride <= 0 or stride % unit for stride in strides)):
         raise ValueError(
-            f"{name} has strides {x.stride()} at {x.data_ptr():#x}: forward_kernel='hopper' takes an address and "
+            f"{name} has strides {x.stride()} at {x.data_ptr():#x}: {takes_what} an address and "
             f"positive strides that are multiples of {ALIGNMENT} bytes, {unit} elements"
         )
 
@@ -143,15 +143,17 @@ def launch_hopper(
     )  # fmt: skip
 
 
-def descriptor(x: torch.Tensor, rows: int) -> object:
-    """For tiles of ``rows`` rows of one head of ``x [B, S, H, D]``; past the end the copy engine fills with zeros."""
+def descriptor(x: torch.Tensor, rows: int, columns: int | None = None) -> object:
+    """For tiles of ``rows`` rows of one head of ``x [B, S, H, D]``, whole or of ``columns`` columns.
+
+    Past the end the copy engine fills with zeros, and leaves what is there where it writes.
+    """
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    block = [1, rows, 1, x.shape[3]]
-    layout = gl.NVMMASharedLayout.get_default_for(
-        block, {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[x.dtype]
-    )
+    block = [1, rows, 1, columns or x.shape[3]]
+    dtypes = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtypes[x.dtype])
     # the stride of a dimension of one element says nothing, and need not be one that the copy engine takes
     strides = [stride if size > 1 else x.shape[3] for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)

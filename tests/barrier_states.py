@@ -23,11 +23,11 @@ class State(NamedTuple):
     at: tuple[int, ...]
     """Events done, by partition."""
     flying: frozenset[tuple[str, str, str, int]]
-    """Loads that have not landed: (slot, load, barrier, bytes)."""
+    """Loads that have not landed: (slot, load, barrier, bytes); and what is sent: (slot, send, partition, 0)."""
     barriers: tuple[tuple[int, int, int], ...]
     """(parity of the phase under way, arrivals in it, bytes it still waits for)."""
     slots: tuple[tuple[str, int], ...]
-    """(the load whose tile it holds, or '' while one lands; products that read it)."""
+    """(the load or store whose tile it holds, or '' while one lands; products and sends that read it)."""
     reading: tuple[tuple[tuple[str, ...], ...], ...]
     """Slots of the products under way, oldest first, by partition."""
 
@@ -43,7 +43,8 @@ class Search:
         self.barriers = {name: i for i, name in enumerate(counts)}
         events = [event for trace in self.traces for event in trace]
         slots = {slot for event in events if event.kind == "start" for slot in event.what}
-        slots |= {event.what[0] for event in events if event.kind == "load"}
+        slots |= {event.what[0] for event in events if event.kind in ("load", "send")}
+        slots |= {event.what for event in events if event.kind in ("put", "get")}
         self.slots = {name: i for i, name in enumerate(sorted(slots))}
 
     def run(self) -> tuple[int, str | None]:
@@ -87,7 +88,31 @@ class Search:
             return self.loaded(state, *event.what, *event.value)
         if event.kind == "start":
             return self.started(state, partition, event.what, event.value)
+        if event.kind == "put":
+            return self.written(state, event.what, event.value)
+        if event.kind == "get":
+            return self.read(state, partition, event.what, event.value)
+        if event.kind == "send":
+            slot, send = event.what
+            return self.sending(state, partition, slot, send, event.value)
+        if event.kind == "sent":
+            return state if sum(one[2] == self.names[partition] for one in state.flying) <= event.what else None
         return self.drained(state, partition, event.what)
+
+    def written(self, state: State, slot: str, value: str) -> State:
+        holds, readers = state.slots[self.slots[slot]]
+        assert readers == 0, f"{value} overwrites {slot} while {holds} is read"
+        return state._replace(slots=put(state.slots, self.slots[slot], (value, 0)))
+
+    def read(self, state: State, partition: int, slot: str, wanted: str) -> State:
+        holds = state.slots[self.slots[slot]][0]
+        assert holds == wanted, f"{self.names[partition]} reads {holds or 'nothing'} in {slot}, not {wanted}"
+        return state
+
+    def sending(self, state: State, partition: int, slot: str, send: str, wanted: str) -> State:
+        holds, readers = self.read(state, partition, slot, wanted).slots[self.slots[slot]]
+        flying = state.flying | {(slot, send, self.names[partition], 0)}
+        return state._replace(flying=flying, slots=put(state.slots, self.slots[slot], (holds, readers + 1)))
 
     def settled(self, state: State, name: str, arrivals: int, nbytes: int) -> State:
         index = self.barriers[name]
@@ -106,6 +131,9 @@ class Search:
     def landed(self, state: State, load: tuple[str, str, str, int]) -> State:
         slot, name, barrier, nbytes = load
         index = self.slots[slot]
+        if barrier in self.names:  # a send
+            holds, readers = state.slots[index]
+            return state._replace(flying=state.flying - {load}, slots=put(state.slots, index, (holds, readers - 1)))
         state = state._replace(
             flying=state.flying - {load}, slots=put(state.slots, index, (name, state.slots[index][1]))
         )

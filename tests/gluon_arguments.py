@@ -1,4 +1,4 @@
-"""Run as a script: the Hopper forward's launch, its real arguments included, up to the binary, where there is no GPU.
+"""Run as a script: the Hopper forward's launch, or the ``backward``'s, up to the binary, where there is no GPU.
 
 The gate compiles from types that it spells itself. Here the JIT derives them from the tensors, the descriptors and the
 integers of a launch, of which it makes constants where they are 1.
@@ -6,13 +6,14 @@ integers of a launch, of which it makes constants where they are 1.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from ringattn.kernels import FULL, Bounds, Tile, hopper_launch
+from ringattn.kernels import FULL, Bounds, Tile, hopper_backward_launch, hopper_launch
 
 
 class Hopper:
@@ -38,6 +39,14 @@ CASES: dict[str, tuple[tuple[int, ...], torch.dtype, bool, bool]] = {
 """(B, Sq, Sk, H, Hkv, D), dtype, bounds, state."""
 
 
+BACKWARD: dict[str, tuple[tuple[int, ...], torch.dtype, bool, bool]] = {
+    "backward, several of all": ((2, 256, 384, 4, 2, 128), torch.bfloat16, False, True),
+    "backward, one of all": ((1, 1, 1, 1, 1, 64), torch.float16, True, False),
+    "backward, keys past the end": ((1, 130, 300, 3, 3, 128), torch.bfloat16, False, False),
+}
+"""The same of the backward, with sums."""
+
+
 def compile_launch(kernel: Any, grid: int, device: torch.device, *arguments: Any, **options: Any) -> None:
     """In the place of ``launch``."""
     made = kernel.warmup(*arguments, grid=(grid,), **options)
@@ -59,9 +68,23 @@ def launch_case(sizes: tuple[int, ...], dtype: torch.dtype, bounded: bool, carri
     )  # fmt: skip
 
 
+def launch_backward(sizes: tuple[int, ...], dtype: torch.dtype, bounded: bool, carried: bool) -> None:
+    batch, rows, keys, heads, kv_heads, head_dim = sizes
+    q = torch.zeros(batch, rows, heads, head_dim, dtype=dtype)
+    k, v = (torch.zeros(batch, keys, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+    vectors = torch.zeros(batch, heads, rows), torch.zeros(batch, heads, rows)
+    into = (k.float(), v.float()) if carried else (k.clone(), v.clone())
+    limits = torch.zeros(rows, dtype=torch.int32)
+    hopper_backward_launch.launch_hopper_backward(
+        q.clone(), q, k, v, *vectors, q.float(), into if carried else None, into,
+        Bounds(limits, limits) if bounded else FULL, 1.0, None,
+    )  # fmt: skip
+
+
 if __name__ == "__main__":
     driver.set_active(Hopper())
-    vars(hopper_launch)["launch"] = compile_launch
-    for name, case in CASES.items():
-        launch_case(*case)
+    vars(hopper_launch)["launch"] = vars(hopper_backward_launch)["launch"] = compile_launch
+    of_backward = "backward" in sys.argv
+    for name, case in (BACKWARD if of_backward else CASES).items():
+        (launch_backward if of_backward else launch_case)(*case)
         print("compiled:", name)

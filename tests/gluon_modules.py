@@ -27,8 +27,9 @@ def language(machine: Machine) -> dict[str, Any]:
         return lambda a, b: function(tensor(a), tensor(b))
 
     dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int32", "int64")}
-    layouts = ("SliceLayout", "DotOperandLayout", "NVMMADistributedLayout")
-    return dtypes | {name: lambda *a, **k: None for name in layouts} | {
+    layouts = ("SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout", "BlockedLayout")
+    shared = SimpleNamespace(get_default_for=lambda block, dtype: None)
+    return dtypes | {"NVMMASharedLayout": shared} | {name: lambda *a, **k: None for name in layouts} | {
         "constexpr": constexpr, "static_range": range, "load": load, "store": store,
         "program_id": lambda axis: tensor(machine.program),
         "cdiv": lambda a, b: (a + b - 1) // b,
@@ -43,8 +44,8 @@ def language(machine: Machine) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def same(function: Any) -> Any:
-    return function
+def same(function: Any = None, **options: Any) -> Any:
+    return same if function is None else function
 
 
 def stand_ins(machine: Machine) -> dict[str, ModuleType]:
@@ -53,7 +54,8 @@ def stand_ins(machine: Machine) -> dict[str, ModuleType]:
     barrier = {"MBarrierLayout": lambda: "barrier", "init": lambda made, count: setattr(made, "count", int(count)),
                "wait": machine.wait, "arrive": machine.arrive, "expect": machine.expect}  # fmt: skip
     hopper = {"fence_async_shared": lambda: None, "mbarrier": SimpleNamespace(**barrier),
-              "tma": SimpleNamespace(async_load=machine.copy), "warpgroup_mma": machine.product,
+              "tma": SimpleNamespace(async_load=machine.copy, async_atomic_add=machine.send, store_wait=machine.sent),
+              "warpgroup_mma": machine.product,
               "warpgroup_mma_wait": machine.drain}  # fmt: skip
     contents: dict[str, dict[str, Any]] = {
         "triton": {"jit": same, "constexpr_function": same},
@@ -87,17 +89,17 @@ def in_their_place(modules: dict[str, ModuleType]) -> Iterator[None]:
         sys.modules.update(hidden)
 
 
-def kernel(machine: Machine) -> ModuleType:
-    """``kernels.hopper`` as this machine runs it."""
+def kernel(machine: Machine, name: str = "hopper") -> ModuleType:
+    """``kernels.hopper``, or the backward's, as this machine runs it."""
     package = "stand_in_kernels"
     parent = ModuleType(package)
     parent.__path__ = []
     modules = {**stand_ins(machine), package: parent}
     with in_their_place(modules):
-        for name in ("steps", "tiles", "hopper_ring", "hopper"):
-            spec = importlib.util.spec_from_file_location(f"{package}.{name}", KERNELS / f"{name}.py")
+        for one in ("steps", "tiles", "hopper_ring", "hopper", "hopper_backward_ring", "hopper_backward"):
+            spec = importlib.util.spec_from_file_location(f"{package}.{one}", KERNELS / f"{one}.py")
             assert spec is not None and spec.loader is not None
-            modules[f"{package}.{name}"] = sys.modules[f"{package}.{name}"] = importlib.util.module_from_spec(spec)
-            setattr(parent, name, modules[f"{package}.{name}"])
-            spec.loader.exec_module(modules[f"{package}.{name}"])
-    return modules[f"{package}.hopper"]
+            modules[f"{package}.{one}"] = sys.modules[f"{package}.{one}"] = importlib.util.module_from_spec(spec)
+            setattr(parent, one, modules[f"{package}.{one}"])
+            spec.loader.exec_module(modules[f"{package}.{one}"])
+    return modules[f"{package}.{name}"]

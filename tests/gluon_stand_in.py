@@ -22,7 +22,7 @@ Choose = Callable[[list[str]], int]
 
 
 class Event(NamedTuple):
-    """What a partition did: ``kind`` is wait, arrive, expect, load, start or drain."""
+    """What a partition did: ``kind`` is wait, arrive, expect, load, start, drain, put, get, send or sent."""
 
     kind: str
     what: Any
@@ -89,11 +89,11 @@ class Barrier:
 class Slot:
     """One tile in shared memory."""
 
-    def __init__(self, name: str, shape: list[int], dtype: torch.dtype) -> None:
-        self.name, self.data = name, torch.full(shape, float("nan"), dtype=dtype)
+    def __init__(self, name: str, shape: list[int], dtype: torch.dtype, machine: Machine) -> None:
+        self.name, self.data, self.machine = name, torch.full(shape, float("nan"), dtype=dtype), machine
         self.readers = self.landing = 0
         self.holds = ""
-        """The load whose tile it is."""
+        """The load or store whose tile it is."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ class View:
     slot: Slot
     shape: list[int]
     swapped: bool = False
+    columns: tuple[int, int] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,8 +116,19 @@ class View:
         assert order == (1, 0)
         return replace(self, swapped=True)
 
+    def slice(self, begin: int, length: int, dim: int) -> View:
+        assert dim == 1 and self.columns is None and not self.swapped
+        return replace(self, columns=(begin, length))
+
+    def store(self, value: torch.Tensor) -> None:
+        self.slot.machine.put(self.slot, value)
+
+    def load(self, layout: Any) -> Any:
+        return self.slot.machine.get(self.slot)
+
     def value(self) -> torch.Tensor:
         made = self.slot.data.reshape(self.shape).float()
+        made = made if self.columns is None else made.narrow(1, *self.columns)
         return made.T if self.swapped else made
 
 
@@ -136,10 +148,10 @@ class Descriptor:
 
     layout = None
 
-    def __init__(self, base: torch.Tensor, rows: int) -> None:
+    def __init__(self, base: torch.Tensor, rows: int, columns: int | None = None) -> None:
         self.base, self.dtype = base, base.dtype
-        shape = [1, rows, 1, base.shape[3]]
-        self.block_type = SimpleNamespace(shape=shape, nbytes=rows * base.shape[3] * base.element_size())
+        shape = [1, rows, 1, columns or base.shape[3]]
+        self.block_type = SimpleNamespace(shape=shape, nbytes=rows * shape[3] * base.element_size())
 
     def read(self, where: list[Any]) -> torch.Tensor:
         batch, row, head, column = (int(x) for x in where)
@@ -148,6 +160,12 @@ class Descriptor:
         rows = self.base[batch, row : row + block.shape[1], head]
         block[0, : rows.shape[0], 0] = rows
         return block
+
+    def add(self, where: list[Any], block: torch.Tensor) -> None:
+        """To ``base``, but for what is past its end."""
+        batch, row, head, column = (int(x) for x in where)
+        rows = self.base[batch, row : row + block.shape[1], head, column : column + block.shape[3]]
+        rows += block[0, : rows.shape[0], 0]
 
 
 class Product(NamedTuple):
@@ -168,6 +186,7 @@ class Machine:
         self.barriers: list[Barrier] = []
         self.traces: dict[str, list[Event]] = {}
         self.products: dict[str, list[Product]] = {}
+        self.sends: dict[str, list[str]] = {}
         self.ready: dict[str, Callable[[], bool]] = {}
         self.turn = threading.Condition()
         self.running: str | None = None
@@ -205,6 +224,7 @@ class Machine:
         names = [f"{function.__name__}{i}" for i, (function, _) in enumerate(partitions)]
         self.traces = {name: [] for name in names}
         self.products = {name: [] for name in names}
+        self.sends = {name: [] for name in names}
 
         def run(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
             try:
@@ -255,7 +275,7 @@ class Machine:
             made = [Barrier(self.name("barrier")) for _ in range(shape[0])]
             self.barriers.extend(made)
             return Array(made)
-        return Array([Slot(self.name("slot"), list(shape[1:]), dtype) for _ in range(shape[0])])
+        return Array([Slot(self.name("slot"), list(shape[1:]), dtype, self) for _ in range(shape[0])])
 
     def wait(self, barrier: Barrier, phase: Any) -> None:
         parity = int(phase)
@@ -302,7 +322,8 @@ class Machine:
 
         def finish() -> Any:
             left = a.value() if isinstance(a, View) else a.float()
-            return tensor(left @ b.value() + (acc if use_acc else 0))
+            before = acc.result[0] if isinstance(acc, Product) else acc
+            return tensor(left @ b.value() + (before if use_acc else 0))
 
         made = Product(reads, finish, [])
         self.products[self.here()].append(made)
@@ -318,5 +339,40 @@ class Machine:
             done.result.append(done.finish())
             for slot in done.reads:
                 slot.readers -= 1
-        (made,) = (dep.result[0] for dep in deps)  # fails where it is still under way
-        return made
+        made = tuple(dep.result[0] for dep in deps)  # fails where it is still under way
+        return made if len(made) > 1 else made[0]
+
+    def put(self, slot: Slot, value: torch.Tensor) -> None:
+        """Write from registers."""
+        assert slot.readers == 0 and slot.landing == 0, f"{slot.name} is overwritten while it is read or loaded"
+        slot.data.copy_(value.reshape(slot.data.shape))
+        slot.holds = self.name("put")
+        self.note("put", slot.name, slot.holds)
+        self.pause()
+
+    def get(self, slot: Slot) -> Any:
+        """Read into registers."""
+        assert slot.landing == 0 and not slot.data.isnan().any(), f"{slot.name} is read before it was written"
+        self.note("get", slot.name, slot.holds)
+        return tensor(slot.data.clone())
+
+    def send(self, descriptor: Descriptor, where: list[Any], view: View) -> None:
+        """Add to global memory, at some time before :meth:`sent` says so."""
+        slot, me, flight = view.slot, self.here(), self.name("send")
+        assert list(slot.data.shape) == descriptor.block_type.shape
+        self.note("send", (slot.name, flight), slot.holds)
+        slot.readers += 1
+        self.sends[me].append(flight)
+
+        def land() -> None:
+            descriptor.add(where, slot.data)
+            slot.readers -= 1
+            self.sends[me].remove(flight)
+
+        self.flying[flight] = land
+        self.pause()
+
+    def sent(self, left: int) -> None:
+        me = self.here()
+        self.note("sent", left)
+        self.pause(lambda: len(self.sends[me]) <= left)

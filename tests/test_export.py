@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 from ringattn.bench.export.binary import parameter_layout
 from ringattn.bench.export.command import Backward, ForwardKernel, Role, app
 from ringattn.bench.export.tiles import Source, tiles_of
-from ringattn.bench.export.wish import Wish, settled
+from ringattn.bench.export.wish import EXPORTED, Wish, settled
 from ringattn.bench.inspect.compiled import DTYPES, ROLES, SHARED_LIMIT
 from ringattn.kernels import Tile
-from ringattn.kernels.config import BACKWARDS, FORWARD_KERNELS, config_for, single_pass_tile
+from ringattn.kernels.config import FORWARD_KERNELS, config_for, single_pass_tile
 from ringattn.kernels.lookup import Gpu
 
 from .export.exports import (
@@ -303,7 +303,7 @@ def test_the_table_says_which_forward(folders: tuple[Path, Path], monkeypatch: p
 def test_the_choices_are_those_of_the_kernels() -> None:
     assert [role.value for role in Role] == [*ROLES]
     assert [one.value for one in ForwardKernel] == [*FORWARD_KERNELS]
-    assert [one.value for one in Backward] == [*BACKWARDS]
+    assert [one.value for one in Backward] == [*EXPORTED]
 
 
 @pytest.mark.skipif(os.environ["TRITON_INTERPRET"] == "0", reason="kernels are compiled")

@@ -45,7 +45,7 @@ class Launches:
         assert [options.pop(name) for name in ("num_warps", "maxnreg")] == [4, hopper_launch.REGISTERS]
         for program in range(grid):
             self.machines.append(Machine(program, self.choose))
-            run = gluon_modules.kernel(self.machines[-1]).hopper_kernel
+            run = getattr(gluon_modules.kernel(self.machines[-1], kernel.__module__.split(".")[-1]), kernel.__name__)
             run(*(self.converted(argument) for argument in arguments), **options)
 
     def converted(self, argument: Any) -> Any:

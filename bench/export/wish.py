@@ -17,6 +17,9 @@ from .tiles import BUILT_IN_TILES, Source, Tiles, tiles_of
 HOPPER_ARCH = 90
 HOPPER_DTYPES = ("bf16", "fp16")
 
+EXPORTED = tuple(one for one in BACKWARDS if one != "hopper")
+"""The Hopper backward is launched through Triton alone."""
+
 
 @dataclass(frozen=True)
 class Wish:
@@ -31,7 +34,7 @@ class Wish:
     role: str = "only"  # one of ROLES
     source: Source = BUILT_IN_TILES
     forward_kernel: str | None = "portable"  # one of FORWARD_KERNELS; None: what the table has, else portable
-    backward: str = "two_pass"  # one of BACKWARDS
+    backward: str = "two_pass"  # one of EXPORTED
 
     @property
     def prefix(self) -> str:
@@ -91,7 +94,7 @@ def check(wish: Wish) -> None:
         ("dtype", wish.dtype, DTYPES),
         ("role", wish.role, ROLES),
         ("forward_kernel", wish.forward_kernel, (None, *FORWARD_KERNELS)),
-        ("backward", wish.backward, BACKWARDS),
+        ("backward", wish.backward, EXPORTED),
     ):
         if got not in known:
             raise ValueError(f"{what} is {got}: it must be one of {', '.join(map(str, known))}")

@@ -22,5 +22,10 @@ def compile_and_ask(variant: Variant, source: Any = None) -> tuple[Compiled, lis
 
         compiled, ptx = compiled_hopper.compile_hopper(variant, source)
         return compiled, compiled_hopper.faults(variant, compiled, ptx)
+    if dict(variant.options).get("backward") == "hopper":
+        from . import hopper_backward
+
+        compiled, ptx = hopper_backward.compile_hopper_backward(variant, source)
+        return compiled, hopper_backward.faults(variant, compiled, ptx)
     compiled = compile_variant(variant, source)
     return compiled, problems(variant, compiled)
