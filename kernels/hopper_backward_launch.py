@@ -20,6 +20,8 @@ from .steps import CONSUMERS, ROWS
 HEAD_DIMS = (64, 128)
 """Of 256 no dK and dV of 128 keys fit the registers of two warpgroups."""
 
+TAKES = "backward='hopper' takes"
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -64,22 +66,24 @@ def check_hopper_backward(
     Raises:
         ValueError: a GPU, dtype, head dim, modified scores, an address or stride, or a tile that it does not take.
     """
-    takes_what = "backward='hopper' takes"
+    check_call(q, v, tile)
+    if not scores.is_plain:
+        raise ValueError(f"scores have a softcap, ALiBi slopes or dropout: {TAKES} plain ones, 'single_pass' these")
+    for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout), ("dq", dq)):
+        check_describable(name, x, TAKES)
+
+
+def check_call(q: torch.Tensor, v: torch.Tensor, tile: Tile | None) -> None:
+    """Of this what is known before there is a forward: GPU, dtype, head dim and tile. ValueError."""
     if not is_hopper(q.device):
-        raise ValueError(f"q is on {q.device}: {takes_what} GPUs of compute capability 9.0")
+        raise ValueError(f"q is on {q.device}: {TAKES} GPUs of compute capability 9.0")
     if q.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"q is {q.dtype}: {takes_what} float16 and bfloat16")
+        raise ValueError(f"q is {q.dtype}: {TAKES} float16 and bfloat16")
     if q.shape[3] not in HEAD_DIMS or v.shape[3] != q.shape[3]:
         raise ValueError(
-            f"q has head dim {q.shape[3]} and v {v.shape[3]}: {takes_what} one of {', '.join(map(str, HEAD_DIMS))}, "
+            f"q has head dim {q.shape[3]} and v {v.shape[3]}: {TAKES} one of {', '.join(map(str, HEAD_DIMS))}, "
             "the same of both"
         )
-    if not scores.is_plain:
-        raise ValueError(
-            f"scores have a softcap, ALiBi slopes or dropout: {takes_what} plain ones, 'single_pass' these"
-        )
-    for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout), ("dq", dq)):
-        check_describable(name, x, takes_what)
     check_tile(q.shape[3], tile or default_tile(q.shape[3]))
 
 

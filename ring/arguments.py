@@ -15,6 +15,7 @@ from ..kernels import KernelConfig, Scores
 from ..kernels.checks import check_qkv, check_scale
 from ..kernels.choice import tile_for
 from ..kernels.config import is_single_pass
+from ..kernels.hopper_backward_launch import check_call
 from ..kernels.launch import check_config
 from .backends import resolve_backend
 from .block_mask import BlockMask, Longformer
@@ -193,6 +194,8 @@ def check_tiles(mask: Mask, backend: str, config: KernelConfig | None, q: torch.
     if backend != "triton":
         return
     check_config(config, q, v)
+    if config is not None and config.backward == "hopper":
+        check_call(q, v, config.single_pass)  # or the first to learn of it were the backward
     if mask.blocks is None:
         return
     for kernel in ("forward", "single_pass") if is_single_pass(config) else ("forward", "dq", "dkdv"):

@@ -36,6 +36,8 @@ from ringattn.bench.tables import table
 from ringattn.bench.timing import Clock, Samples, interleaved, repeats_within
 from ringattn.comm import LocalTransport
 from ringattn.comm.local import solo_group
+from ringattn.kernels import KernelConfig, Tile
+from ringattn.ring import backends
 from ringattn.ring.aten import AtenForward
 
 from . import suite_cases
@@ -302,6 +304,25 @@ def test_accuracy_holds(backend: str, dtype: str, dims: tuple[int, int]) -> None
     found = list(accuracy.accuracy(CPU, backend=backend, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], **TINY))
     assert len(found) == 3 * 6
     assert [number for number in found if number.fails] == []
+
+
+def test_accuracy_of_the_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a portable single pass in their place: carried over hops, and dQ is asked for the same bits of nobody."""
+    case = partial(accuracy.accuracy, CPU, backend=accuracy.HOPPER, dtype="float16", head_dim=16, **TINY)
+    with pytest.raises(NotHere, match=r"compute capability 9\.0"):
+        next(case())
+    monkeypatch.setattr(accuracy, "is_hopper", lambda device: True)
+    with pytest.raises(ValueError, match="forward_kernel='hopper' takes"):
+        next(case())
+    tile = Tile(16, 16, 4, 1)
+    stand_in = KernelConfig(tile, tile, tile, backward="single_pass")
+    monkeypatch.setattr(accuracy, "config_of", lambda backend, q: stand_in)
+    found = list(case(causal_worlds=(2,), full_worlds=()))
+    assert len(found) == 6 and not any(number.fails for number in found)
+    right = backends.SinglePassBackward.result
+    monkeypatch.setattr(backends.SinglePassBackward, "result", lambda self: right(self) + torch.rand(()))
+    failing = {number.name for number in case(causal_worlds=(1,), full_worlds=()) if number.fails}
+    assert failing == {"error of dq"}
 
 
 def test_accuracy_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,6 +280,10 @@ def test_options_are_fields_of_a_config_by_name_and_value() -> None:
     (split,) = (one for one in select("90:bf16:128:middle:dkdv_splits=2") if one.full)
     assert (split.kernel, split.grouped, compiled.shape(split).splits) == ("dkdv", True, "i32")
     assert {one.options for one in select("90:bf16:128:hopper")} == {(("forward_kernel", "hopper"),)}
+    backward = [*select("90:bf16:64:hopper_backward")]
+    assert {(one.kernel, one.options) for one in backward} == {("single_pass", (("backward", "hopper"),))}
+    assert {one.tile for one in backward} == {Tile(128, 128, 8, 2)}, "its own, not that of the portable single pass"
+    assert backward == [*select("90:bf16:64:single_pass:backward=hopper")]
     assert {one.options for one in select("90:bf16:128:dkdv:dkdv_splits=1:order=heads")} == {(), (("dkdv_splits", 2),)}
     fields = {one.name: one.default for one in dataclasses.fields(KernelConfig)}
     assert all(fields[name] != value for one in (*found, split) for name, value in one.options)

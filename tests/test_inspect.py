@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -418,6 +419,51 @@ def test_the_hopper_forward_is_one_of_the_kernels() -> None:
     # 64 x 128 scores of a consumer: products of 64 x 128 x 128 twice
     assert hopper["clocks"]["tensor cores"] == 2 * 64 * 128 * 128 / 2048
     assert hopper["bound"] > 95 > portable["bound"]
+
+
+def test_the_hopper_backward_is_one_of_the_kernels() -> None:
+    done = inspect("--kernel", "hopper_backward", "--full", "--gate", "--json", "-")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    (hopper,) = json.loads(done.stdout)["rows"]
+    assert (hopper["kernel"], hopper["options"]) == ("single_pass", {"backward": "hopper"})
+    assert len(hopper["loops"]) == 2 and hopper["threads"] == 384 and hopper["waits"]
+    # five products of 64 keys, 64 queries and 128 of the head dim for each of two consumers
+    assert hopper["clocks"]["tensor cores"] == 2 * 5 * 64 * 64 * 128 / 4096
+    assert hopper["bound"] > 90
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"kernel": "dq"}, "kernel is dq: backward='hopper' takes single_pass"),
+        ({"arch": 80}, "arch is sm_80: backward='hopper' takes sm_90"),
+        ({"head_dim": 256}, "head_dim is 256: backward='hopper' takes 64, 128"),
+        ({"features": ("softcap",)}, "features is softcap: backward='hopper' takes none"),
+        ({"tile": Tile(64, 64, 4, 2)}, "config.single_pass has 64 queries, 64 keys and 4 warps"),
+        ({"tile": Tile(64, 128, 8, 9)}, "take fewer stages"),
+    ],
+)
+def test_what_the_hopper_backward_is_not_written_for(changed: dict[str, Any], told: str) -> None:
+    (hopper,) = (one for one in select("90:bf16:128:middle:hopper_backward") if one.full and one.grouped)
+    row = inspect_variant(replace(hopper, **changed))
+    assert told in row["problems"][0] and not row["blocks_per_sm"]
+
+
+def test_the_hopper_backward_by_flags() -> None:
+    """Its own tile, also where only it can say that it does not take the head dim; and no other's options."""
+    of_flags = partial(variants, "hopper_backward", "sm_90", "bf16", roles="only", full=True, grouped=True)
+    (wide,) = of_flags(head_dim="256", tiles=None, features=None, options=None)
+    assert "head_dim is 256: backward='hopper' takes 64, 128" in inspect_variant(wide)["problems"][0]
+    with pytest.raises(ValueError, match="the hopper_backward kernel of grouped heads does not have it"):
+        list(of_flags(head_dim="128", tiles=None, features=None, options="order=longest"))
+
+
+def test_a_spec_without_kernels_is_refused() -> None:
+    """And not answered by what the flags say."""
+    result = CliRunner().invoke(app, ["90:bf16:256:hopper_backward"], env={"COLUMNS": "300"})
+    assert (
+        result.exit_code == 2 and "spec is '90:bf16:256:hopper_backward': no kernel with such options" in result.output
+    )
 
 
 @pytest.mark.parametrize(

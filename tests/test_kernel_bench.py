@@ -30,6 +30,7 @@ from .fake_cuda import FakeCuda
 pytestmark = pytest.mark.usefixtures("alone")
 
 CPU = torch.device("cpu")
+HOPPER = {"ringattn hopper", "ringattn hopper single pass"}
 
 
 @pytest.fixture
@@ -131,6 +132,9 @@ def test_what_does_not_compute_says_why(monkeypatch: pytest.MonkeyPatch) -> None
         kernel_rivals.flex(given)
     with pytest.raises(Cannot, match=r"9\.0"):
         kernel_rivals.triton_kernels(VARIANTS[1], given)
+    (single_pass,) = (one for one in VARIANTS if one.name == "ringattn hopper single pass")
+    with pytest.raises(Cannot, match=r"backward='hopper' takes GPUs of compute capability 9\.0"):
+        kernel_rivals.triton_kernels(single_pass, given)
 
 
 def test_every_pass_is_timed_and_judged(on_gpu: FakeCuda) -> None:
@@ -144,9 +148,9 @@ def test_every_pass_is_timed_and_judged(on_gpu: FakeCuda) -> None:
     theirs = {number.name for number in found if number.labels.get("by") == "flash"}
     assert {"forward", "backward", "error of dq"} <= theirs and "dq time" not in theirs
     absent = {number.labels["by"]: number.note for number in found if number.name == speed.ABSENT}
-    assert {"ringattn hopper", "cudnn", "efficient", "flex_attention"} == set(absent) and all(absent.values())
+    assert HOPPER | {"cudnn", "efficient", "flex_attention"} == set(absent) and all(absent.values())
     limited = {number.labels["by"] for number in found if number.limit is not None}
-    assert limited == {one.name for one in VARIANTS} - {"ringattn hopper"}  # others are told, not judged
+    assert limited == {one.name for one in VARIANTS} - HOPPER  # others are told, not judged
     told = speed.brief(found)
     assert [(row["TFLOP/s"], row["tokens"]) for row in told][:2] == [("forward", 32), ("forward with state", 32)]
     rows = speed.rows(found)
@@ -247,6 +251,17 @@ def test_floors_and_goals(mine: float, words: list[str]) -> None:
     assert [number.labels["verdict"] for number in found] == words
     assert all(number.labels["by"] == "ringattn hopper" for number in found)  # the better one of ours
     assert [number.value for number in found] == pytest.approx([mine / 400, mine / 600, mine])
+
+
+def test_the_best_single_pass_counts() -> None:
+    target = targets.TARGETS[4]
+    portable, hopper = ("backward:ringattn single pass", "backward:ringattn hopper single pass")
+    rates = {"backward:ringattn": 700.0, portable: 400.0, "backward:flash": 400.0, "backward:cudnn": 500.0}
+    assert {number.value for number in targets.judged(target, rates)} == {1.0, 0.8, 400.0}
+    assert {number.labels["by"] for number in targets.judged(target, rates | {hopper: 300.0})} == {portable[9:]}
+    found = list(targets.judged(target, rates | {hopper: 600.0}))
+    assert {number.labels["by"] for number in found} == {hopper[9:]}
+    assert [number.value for number in found] == pytest.approx([1.5, 1.2, 600.0])
 
 
 def test_a_ratio_is_of_the_same_variant() -> None:

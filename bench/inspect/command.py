@@ -23,11 +23,10 @@ from .compiled import (
     MEMORY_BOUND,
     ROLES,
     Variant,
-    default_tile,
     launchable,
 )
 from .gate import compile_and_ask
-from .names import HOPPER, HOPPER_OPTIONS, has, options_of_words, select
+from .names import HOPPER, default_tile_of, has, options_of_words, select
 from .rank import LEAST_CORRELATION, correlations
 from .report import COMPARED, Row, difference, failed_row, identity, pairs, read_rows, row_of, shown, text
 
@@ -78,12 +77,12 @@ def variants(
     asked = tuple(one_of("feature", word, FEATURES) for word in features.split(",")) if features else ()
     chosen = options_of_words(options.split(",")) if options else ()
     for arch, kernel in product(map(arch_of, archs.split(",")), kernels.split(",")):
-        one_of("kernel", kernel, [*ATTENTION, *MEMORY_BOUND, HOPPER])
+        one_of("kernel", kernel, [*ATTENTION, *MEMORY_BOUND, *HOPPER])
         if kernel in MEMORY_BOUND:
             yield from (one for one in launchable(arch, short, dim, dim_v) if one.kernel == kernel)
             continue
-        direction, hopper = ("forward", HOPPER_OPTIONS) if kernel == HOPPER else (kernel, ())
-        default = default_tile(direction, arch, short, max(dim, dim_v))
+        direction, hopper = HOPPER.get(kernel, (kernel, ()))
+        default = default_tile_of(direction, (*hopper, *chosen), arch, short, max(dim, dim_v))
         if default is None and not tiles:
             raise ValueError(f"kernel {kernel} has no default tile at head dim {head_dim}: pass --tile {TILE}")
         given = map(tile_of, tiles.split(",")) if tiles else [default] if default else []
@@ -108,7 +107,8 @@ def inspect_variant(variant: Variant) -> Row:
         return failed_row(variant, error)
     default = None
     if variant.kernel in ATTENTION:
-        default = default_tile(variant.kernel, variant.arch, variant.dtype, max(variant.head_dim, variant.head_dim_v))
+        widest = max(variant.head_dim, variant.head_dim_v)
+        default = default_tile_of(variant.kernel, variant.options, variant.arch, variant.dtype, widest)
     if not row["blocks_per_sm"] and default is not None:
         fits = identity(Variant(**(vars(variant) | {"tile": default})))["tile"]
         row["problems"].append(f"does not fit an SM of {row['arch']}: {fits} does")
@@ -162,9 +162,13 @@ def inspect(
             help="All that ARCH:DTYPE:D names, as 90:bf16:192/128:dq:alibi:order=longest; in place of the flags."
         ),
     ] = None,
-    kernel: Annotated[str, typer.Option(help="Comma list of forward, dq, dkdv, hopper, quantize, dequantize.")] = (
-        "forward,dq,dkdv"
-    ),
+    kernel: Annotated[
+        str,
+        typer.Option(
+            help="Comma list of forward, dq, dkdv, single_pass, single_pass_deterministic, hopper (forward of sm_90), "
+            "hopper_backward (its single pass), quantize, dequantize."
+        ),
+    ] = "forward,dq,dkdv",
     arch: Annotated[
         str, typer.Option(help="Comma list of GPUs: sm_80, sm_86, sm_89, sm_90, sm_100, sm_120.")
     ] = "sm_90",
@@ -197,9 +201,12 @@ def inspect(
     """
 
     def make(tiles: str | None) -> list[Row]:
-        by_name = [variant for name in spec or () for variant in select(name)]
-        asked = by_name or [*variants(kernel, arch, dtype, head_dim, role, tiles, feature, option, full, grouped)]
-        return inspect_all(asked)
+        if not spec:
+            return inspect_all([*variants(kernel, arch, dtype, head_dim, role, tiles, feature, option, full, grouped)])
+        by_name = {name: [*select(name)] for name in spec}
+        if nothing := [name for name, found in by_name.items() if not found]:
+            raise ValueError(f"spec is {nothing[0]!r}: no kernel with such options has a default tile at its head dim")
+        return inspect_all([variant for found in by_name.values() for variant in found])
 
     try:
         check_targets(json, csv)

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
-from ...kernels import KernelConfig
+from ...kernels import KernelConfig, Tile, hopper_backward_launch
+from ...kernels.strict import one_of
 from ...kernels.tables import OPTIONS, Option, Options
-from .compiled import ATTENTION, DTYPES, FEATURES, KERNELS, ROLES, SHARED_LIMIT, Variant, launchable
+from .compiled import ATTENTION, DTYPES, FEATURES, KERNELS, ROLES, SHARED_LIMIT, Variant, default_tile, launchable
 
-HOPPER = "hopper"
-"""In a name and as a kernel: the forward of ``KernelConfig(forward_kernel="hopper")``."""
+HOPPER = {
+    "hopper": ("forward", (("forward_kernel", "hopper"),)),
+    "hopper_backward": ("single_pass", (("backward", "hopper"),)),
+}
+"""In a name and as a kernel: the two that ``KernelConfig`` selects so; which kernel each takes the place of."""
 
-HOPPER_WORDS = ("forward", f"forward_kernel={HOPPER}")
-HOPPER_OPTIONS: Options = (("forward_kernel", HOPPER),)
+CHECKS = {**OPTIONS, "single_pass": {**OPTIONS["single_pass"], "backward": one_of("hopper")}}
+"""By kernel, the options that a compiler may be asked for. No table has the last one: it is no tuned kernel."""
 
 OF_GROUPS = ("pack_gqa", "dkdv_splits")
 """Options that say something where several query heads share a key head."""
@@ -29,14 +33,15 @@ def select(name: str) -> Iterator[Variant]:
     """The variants that ``arch:dtype:D[/Dv][:role][:kernel][:feature …][:OPTION=VALUE …]`` names.
 
     Options are fields of ``KernelConfig``: ``order=longest``, ``persistent=True``, ``pack_gqa=True``,
-    ``dkdv_splits=2``, ``forward_kernel=hopper``, which ``hopper`` is short for. Kernels that do not have one are left
-    out, and so are heads that are not grouped where they are packed or split.
+    ``dkdv_splits=2``, ``forward_kernel=hopper``, which ``hopper`` is short for, and ``backward=hopper``, for which
+    it is ``hopper_backward``. Kernels that do not have one are left out, and so are heads that are not grouped where
+    they are packed or split.
 
     Raises:
         ValueError: an arch, dtype, role, kernel, feature or option that is not there.
     """
     arch, dtype, head_dims, *words = name.split(":")
-    words = [part for word in words for part in (HOPPER_WORDS if word == HOPPER else (word,))]
+    words = [part for word in words for part in (spelled_out(word) if word in HOPPER else (word,))]
     options = options_of_words([word for word in words if "=" in word])
     words = [word for word in words if "=" not in word]
     asked: list[tuple[str, int | str, list[int] | list[str]]] = [
@@ -57,12 +62,32 @@ def select(name: str) -> Iterator[Variant]:
         elif not options:
             yield replace(variant, features=features)
         elif not variant.options and has(variant, options):
-            yield replace(variant, features=features, options=options)
+            tile = tile_of_options(options, variant.head_dim) or variant.tile
+            yield replace(variant, tile=tile, features=features, options=options)
+
+
+def spelled_out(word: str) -> tuple[str, ...]:
+    """``hopper`` as ``forward`` and ``forward_kernel=hopper``."""
+    kernel, options = HOPPER[word]
+    return kernel, *(f"{name}={value}" for name, value in options)
+
+
+def default_tile_of(kernel: str, options: Options, arch: int, dtype: str, head_dim: int) -> Tile | None:
+    """As :func:`default_tile`, of the kernel with these options."""
+    return tile_of_options(options, head_dim) or default_tile(kernel, arch, dtype, head_dim)
+
+
+def tile_of_options(options: Options, head_dim: int) -> Tile | None:
+    """The default tile of a kernel that has its own; any at a head dim that it does not take, as it then says so."""
+    if dict(options).get("backward") != "hopper":
+        return None
+    known = hopper_backward_launch.HEAD_DIMS
+    return hopper_backward_launch.default_tile(head_dim if head_dim in known else known[-1])
 
 
 def has(variant: Variant, options: Options) -> bool:
     """Whether a kernel of such heads has these options."""
-    known = OPTIONS.get(variant.kernel, {})
+    known = CHECKS.get(variant.kernel, {})
     return all(name in known and (variant.grouped or name not in OF_GROUPS) for name, _ in options)
 
 
@@ -72,7 +97,7 @@ def options_of_words(words: Sequence[str]) -> Options:
     Raises:
         ValueError: no such field that the compiler is told of, or no value of it.
     """
-    checks = {name: check for known in OPTIONS.values() for name, check in known.items() if name not in OF_LAUNCHES}
+    checks = {name: check for known in CHECKS.values() for name, check in known.items() if name not in OF_LAUNCHES}
     made: dict[str, Option] = {}
     for word in words:
         name, _, text = word.partition("=")

@@ -108,15 +108,17 @@ class Variant(NamedTuple):
     parts: tuple[str, ...] = ()  # of its backward, timed one by one
 
 
+def in_one_pass(backward: str) -> Callable[[KernelConfig], KernelConfig]:
+    """What makes a config's backward a single pass; a tuned one may split dK/dV, which is of two passes."""
+    return lambda config: replace(config, backward=backward, dkdv_splits=1)
+
+
 VARIANTS = [
     Variant(OURS, lambda config: config, parts=PARTS),
     Variant(f"{OURS} hopper", lambda config: replace(config, forward_kernel="hopper"), (FORWARD, STATE)),
-    Variant(f"{OURS} single pass", lambda config: replace(config, backward="single_pass"), (BACKWARD,)),
-    Variant(
-        f"{OURS} deterministic single pass",
-        lambda config: replace(config, backward="single_pass_deterministic"),
-        (BACKWARD,),
-    ),
+    Variant(f"{OURS} single pass", in_one_pass("single_pass"), (BACKWARD,)),
+    Variant(f"{OURS} hopper single pass", in_one_pass("hopper"), (BACKWARD,)),
+    Variant(f"{OURS} deterministic single pass", in_one_pass("single_pass_deterministic"), (BACKWARD,)),
     Variant(f"{OURS} longest first", lambda config: replace(config, order="longest")),
     Variant(f"{OURS} persistent", lambda config: replace(config, persistent=True, sm_margin=0), (FORWARD, STATE)),
     Variant(f"{OURS} packed heads", lambda config: replace(config, pack_gqa=True), (FORWARD, STATE)),

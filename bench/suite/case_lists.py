@@ -36,6 +36,14 @@ def gpu_cases() -> list[Case]:
                 "heads": (3, 3),
             }, alone=False,
         ),
+        *(
+            Case(
+                f"right hopper {dtype} D{dim}", "the kernels of sm_90 against float64, where the GPU is one",
+                accuracy.accuracy, 90,
+                {"backend": accuracy.HOPPER, "dtype": dtype, "head_dim": dim, "full_worlds": (1, 3)}, alone=False,
+            )
+            for dtype, dim in (("bfloat16", 128), ("float16", 64))
+        ),
         Case("ceilings", "a large matrix product and a large copy", device_cases.ceilings, 8),
         Case("targets", "floors and goals beside SDPA's flash and cuDNN", targets.targets, 45),
         *(

@@ -32,7 +32,7 @@ from .result_file import NAME, SCHEMA, RefusedResults
 from .workers import Outcome, Pool
 
 WRITING_SECONDS = 15.0  # of the budget, kept for the end: the page draws its pictures
-MOST_WORKERS = 13  # as many as there are cases of correctness
+MOST_WORKERS = 15  # as many as there are cases of correctness
 WORKER_GIB = 2  # of host memory: CUDA's libraries and a compiler
 FEW_WORKERS = 4  # whatever the memory: some machines show little of theirs until it is used
 

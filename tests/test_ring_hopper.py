@@ -1,0 +1,75 @@
+"""The Hopper backward in a ring of virtual ranks: refused before anything moves, or run on the stand-in for Gluon."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn.kernels import KernelConfig, Tile
+from ringattn.ring import backends
+
+from .kernel_cases import DEVICE
+from .ring_cases import check_ring, inputs
+from .test_hopper import ON_HOPPER, Launches
+from .test_hopper_backward import launches
+
+__all__ = ["launches"]
+
+TILE = Tile(32, 32, 4, 1)
+CONFIG = KernelConfig(TILE, TILE, TILE, backward="hopper")
+HALF = torch.float16
+
+
+def told_by_every_rank(dims: tuple[int, int]) -> list[str]:
+    """By the call itself, as no gradient is asked for."""
+    layout = Layout.zigzag(40, 2)
+    whole = inputs(layout.seqlen, dims=dims, dtype=HALF)
+
+    def refused(group: Any) -> str:
+        q, k, v = (layout.shard(whole[name], group.rank()).to(DEVICE) for name in "qkv")
+        with Ring(group) as ring, pytest.raises(ValueError, match="backward='hopper' takes") as error:
+            ring_attention(q, k, v, layout=layout, ring=ring, causal=True, backend="triton", config=CONFIG)
+        return str(error.value)
+
+    with LocalWorld(layout.world) as world:
+        return world.run(refused)
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="about a GPU of another kind")
+def test_another_gpu_is_refused_on_every_rank() -> None:
+    for told in told_by_every_rank((64, 64)):
+        assert told.startswith("q is on ") and told.endswith("takes GPUs of compute capability 9.0")
+
+
+@pytest.mark.usefixtures("launches")
+def test_a_head_dim_is_refused_on_every_rank() -> None:
+    for told in told_by_every_rank((64, 32)):
+        assert told.startswith("q has head dim 64 and v 32")
+
+
+LENT = threading.Lock()
+
+
+def one_at_a_time(entry: Callable[..., Any]) -> Callable[..., Any]:
+    """The stand-in lends its modules to the kernel under the names of triton's: no other rank may look there then."""
+
+    def locked(*arguments: Any, **options: Any) -> Any:
+        with LENT:
+            return entry(*arguments, **options)
+
+    return locked
+
+
+@pytest.mark.usefixtures("poison")
+def test_exact(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hop within bounds that starts the sums, and one without that continues them; keys past the end of a tile."""
+    for name in ("attention_forward", "attention_delta", "attention_gradients"):
+        monkeypatch.setattr(backends, name, one_at_a_time(getattr(backends, name)))
+    layout, whole = Layout.zigzag(152, 2), inputs(152, (2, 1), (64, 64), HALF)
+    check_ring(layout, whole, causal=True, backend="triton", config=CONFIG, device=DEVICE)
+    assert ON_HOPPER or len(launches.machines) == 2 * 2 * 2  # ranks, hops, batches
