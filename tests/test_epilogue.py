@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,6 +169,16 @@ def test_nothing_is_written_past_the_end(moved: Moved) -> None:
     assert {how for how, _ in moved} == {"store", "add"}
 
 
+@NIGHTLY
+def test_launches_compile() -> None:
+    """By the JIT, from the arguments of real launches, where there is no GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.epilogue_arguments"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("compiled") == 4
+
+
 @pytest.mark.parametrize(("queries", "keys"), [(0, 8), (8, 0), (1, 33)])
 def test_lengths(queries: int, keys: int, moved: Moved) -> None:
     x = inputs(Sizes(queries, keys))
@@ -239,7 +253,7 @@ def test_every_call_refuses_what_does_not_fit(
 def test_sums_that_no_descriptor_takes_are_refused(name: str, how: str, moved: Moved) -> None:
     x = inputs(Sizes())
     out, lse = attention_forward(x.q, x.k, x.v)
-    sums = {one: torch.zeros(1, 40, 1, 16) for one in ("dk", "dv")}
+    sums: dict[str, Any] = {one: torch.zeros(1, 40, 1, 16) for one in ("dk", "dv")}
     room = torch.zeros(1, 40, 1, 18)
     sums[name] = torch.zeros(641)[1:].view(1, 40, 1, 16) if how == "address" else room[..., :16]
     dq = torch.zeros_like(x.q)
