@@ -74,7 +74,7 @@ class KernelConfig:
     to sums that stay where they are, which spares registers; "pointers": each thread loads, adds and stores its part.
     It takes compute capability 9.0 on, head dims that are powers of two of at least 16, and addresses and strides of
     sums and results of whole 16 bytes; all else is refused (``described.check_described``, ``check_results``), but for
-    splits, whose parts it leaves. The same bits either way. It was never run on a GPU, so that it is nobody's default.
+    splits, whose parts it leaves. The same bits on every run. Never run on a GPU: nobody's default.
 
     ``backward="two_pass"`` computes dQ and dK/dV in a kernel each, seven matrix products per pair of tiles.
     ``"single_pass"`` computes all three in one, by five, and *adds* dQ in fp32 as it goes: in whatever order the

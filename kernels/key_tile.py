@@ -123,7 +123,7 @@ def leave(value, before, result, batch, head, first, HAS_SUM: tl.constexpr, IN_P
     """``value [keys, D]`` of the keys from ``first``, by the copy engine; the end of ``result`` clips it.
 
     A sum that stays where it is takes it as one addition, without passing through registers: nobody else adds to it in
-    this launch, so that its bits are those of a load, an addition and a store.
+    this launch, so that its bits are the same on every run.
     """
     place = [batch.to(tl.int32), first, head.to(tl.int32), 0]
     box = value.reshape(1, value.shape[0], 1, value.shape[1])

@@ -86,7 +86,6 @@ def test_head_dims_in_two_parts_multiply_less() -> None:
     assert [loop["matrix"] for loop in told["loops"]] == [12 + 4] * 3
 
 
-@pytest.mark.skipif(not triton.__version__.startswith("3.7."), reason="registers are those of Triton 3.7")
 def test_descriptors_in_the_epilogue_end_the_spills() -> None:
     """Of the default tile in the middle of a ring, which by pointers has 120 bytes of stack outside of its loop."""
     (told,) = gate(["--kernel", "dkdv", "--arch", "sm_90", "--option", "dkdv_epilogue=descriptors"])

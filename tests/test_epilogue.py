@@ -1,4 +1,7 @@
-"""dK and dV left through TMA descriptors: the same values as by pointers, in every role, and nothing past the end."""
+"""dK and dV left through TMA descriptors: the same values as by pointers, in every role, and nothing past the end.
+
+``TRITON_INTERPRET=0 pytest tests/test_epilogue.py`` on a GPU of compute capability 9.0 or higher.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,15 @@ from ringattn.kernels import (
 )
 from ringattn.kernels.lookup import Gpu
 
+from . import kernel_cases
 from .baselines import Results
 from .descriptor_stand_in import Moved, install
-from .kernel_cases import DTYPES, Inputs, Sizes, compare, inputs, interval, rows_of, tiles
+from .kernel_cases import DEVICE, DTYPES, Inputs, Sizes, compare, interval, rows_of, tiles
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 NIGHTLY = pytest.mark.nightly
+INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="of the interpreter, or of no GPU")
 Pair = tuple[Tensor, Tensor]
 POINTERS = tiles(32, 32)
 DESCRIPTORS = replace(POINTERS, dkdv_epilogue="descriptors")
@@ -52,7 +57,16 @@ CUTS = ([0, 20], [0, 9, 20], [0, 8, 8, 9, 20])
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> Moved:
-    return install(monkeypatch)
+    """What went through descriptors; nothing is seen of it on a GPU."""
+    return Moved() if DEVICE.type == "cuda" else install(monkeypatch)
+
+
+def inputs(sizes: Sizes, dtype: torch.dtype = torch.float32) -> Inputs:
+    return Inputs(*(x.to(DEVICE) for x in kernel_cases.inputs(sizes, dtype)))
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape).to(DEVICE)
 
 
 def shards(
@@ -81,15 +95,17 @@ def shards(
 @pytest.mark.parametrize("kind", ["causal", *(pytest.param(one, marks=NIGHTLY) for one in ("full", "last rows blind"))])
 def test_every_role_is_as_exact_as_pytorch(kind: str, cuts: list[int], dtype: torch.dtype, moved: Moved) -> None:
     """Against float64: grouped heads, two batch rows, keys that fill no tile, a value's head dim of its own."""
-    x, bounds = inputs(SIZES, dtype), interval(kind, 20, 45)
+    x, bounds = inputs(SIZES, dtype), interval(kind, 20, 45).to(DEVICE)
     out, lse = attention_forward(x.q, x.k, x.v, bounds=bounds, config=DESCRIPTORS)
     delta = attention_delta(x.dout, out, x.dlse)
     dq = attention_dq(x.dout, x.q, x.k, x.v, lse, delta, bounds=bounds, config=DESCRIPTORS)
     assert moved == []
     made = shards(x, bounds, cuts, lse, delta, DESCRIPTORS)
-    compare(Results(out, lse, dq, *made), x, bounds)
+    results = Results(*(one.cpu() for one in (out, lse, dq, *made)))
+    compare(results, Inputs(*(one.cpu() for one in x)), bounds.to(torch.device("cpu")))
 
 
+@INTERPRETED
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: f"{len(cuts) - 1} hops")
 def test_who_moves_what(cuts: list[int], moved: Moved) -> None:
     """New results by a store, sums that stay by an addition, sums that leave by a load and a store."""
@@ -132,30 +148,33 @@ DAILY = ("used", "split", "all rows blind")
     "name", [*DAILY, *(pytest.param(one, marks=NIGHTLY) for one in SITUATIONS if one not in DAILY)]
 )
 def test_the_bits_of_pointers(name: str, moved: Moved) -> None:
-    """Whatever else a launch has; a sum takes one addition either way."""
+    """Whatever else a launch has. On a GPU within rounding: what scales and what adds may be one instruction there."""
     bounds, scores, options = SITUATIONS[name]
-    x, lse = inputs(SMALL, torch.float16), torch.randn(2, 2, 20)
+    bounds, near = bounds.to(DEVICE), {"rtol": 1e-3, "atol": 1e-3} if DEVICE.type == "cuda" else {"rtol": 0, "atol": 0}
+    on = {f: getattr(scores, f).to(DEVICE) for f in ("q_positions", "k_positions") if getattr(scores, f) is not None}
+    scores = replace(scores, **on)
+    x, lse = inputs(SMALL, torch.float16), numbers(2, 2, 20)
     for carried in (False, True):
         results = []
         for config in (POINTERS, DESCRIPTORS):
-            sums = torch.ones(x.k.shape), torch.ones(x.v.shape)
+            sums = torch.ones(x.k.shape, device=DEVICE), torch.ones(x.v.shape, device=DEVICE)
             made = attention_dkdv(
                 x.dout, x.q, x.k, x.v, lse, lse / 8, bounds=bounds, scores=scores,
                 sums=sums if carried else None, into=sums if carried else None, config=replace(config, **options),
             )  # fmt: skip
             results.append(made)
         for one, other in zip(*results, strict=True):
-            assert torch.equal(one, other)
-    assert moved or name == "all rows blind"
+            torch.testing.assert_close(one, other, **near)
+    assert moved or DEVICE.type == "cuda"
 
 
 def test_nothing_is_written_past_the_end(moved: Moved) -> None:
     """Of rows, heads and batch: results that lie among others, which are as they were; in every role."""
-    x, lse = inputs(SMALL, torch.float16), torch.randn(2, 2, 20)
+    x, lse = inputs(SMALL, torch.float16), numbers(2, 2, 20)
 
     def among(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         batch, keys, heads, head_dim = like.shape
-        whole = torch.full((batch + 1, keys + 32, heads + 1, head_dim), 7.0, dtype=dtype)
+        whole = torch.full((batch + 1, keys + 32, heads + 1, head_dim), 7.0, dtype=dtype, device=DEVICE)
         return whole, whole[:batch, :keys, :heads]
 
     for dtype, carried in ((torch.float16, False), (torch.float32, True)):
@@ -166,7 +185,7 @@ def test_nothing_is_written_past_the_end(moved: Moved) -> None:
             assert not (part == 7.0).all()
             part.fill_(7.0)
             assert (whole == 7.0).all()
-    assert {how for how, _ in moved} == {"store", "add"}
+    assert {how for how, _ in moved} == {"store", "add"} or DEVICE.type == "cuda"
 
 
 @NIGHTLY
@@ -182,7 +201,7 @@ def test_launches_compile() -> None:
 @pytest.mark.parametrize(("queries", "keys"), [(0, 8), (8, 0), (1, 33)])
 def test_lengths(queries: int, keys: int, moved: Moved) -> None:
     x = inputs(Sizes(queries, keys))
-    lse = torch.zeros(1, 1, queries)
+    lse = torch.zeros(1, 1, queries, device=DEVICE)
     made, same = (shards(x, FULL, [0, queries], lse, lse, config) for config in (DESCRIPTORS, POINTERS))
     assert all(torch.equal(one, other) for one, other in zip(made, same, strict=True))
 
@@ -190,6 +209,7 @@ def test_lengths(queries: int, keys: int, moved: Moved) -> None:
 # --- what a table chose -------------------------------------------------------------------------------------------
 
 
+@INTERPRETED
 def test_what_a_table_chose_goes_by_pointers_where_it_does_not_suit(
     moved: Moved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +242,7 @@ def test_configs(fields: dict[str, Any], told: str) -> None:
         KernelConfig(tile, tile, tile, **fields)
 
 
+@INTERPRETED
 @pytest.mark.parametrize(
     ("gpu", "sizes", "told"),
     [
@@ -248,6 +269,7 @@ def test_every_call_refuses_what_does_not_fit(
     assert not dq.any()
 
 
+@INTERPRETED
 @pytest.mark.parametrize("name", ["dk", "dv"])
 @pytest.mark.parametrize("how", ["address", "stride"])
 def test_sums_that_no_descriptor_takes_are_refused(name: str, how: str, moved: Moved) -> None:
