@@ -12,7 +12,8 @@ from itertools import product
 from typing import Any
 
 from ..kernels import KernelConfig, Tile
-from ..kernels.config import FORWARD_KERNELS, ORDERS
+from ..kernels.config import EPILOGUES, FORWARD_KERNELS, ORDERS
+from ..kernels.described import COPY_ENGINE_ARCH, fills_boxes
 from ..kernels.hopper_launch import HEAD_DIMS, check_tile
 from ..kernels.tables import SINGLE_PASS, TUNED, Option, Point, least_shared, options_of, shared_limit, with_options
 
@@ -39,7 +40,7 @@ _PACKED: Fields = {"pack_gqa": (False, True)}
 DEALT_FIELDS: dict[str, Fields] = {
     "forward": {**_DEALT, **_PACKED},
     "dq": {**_DEALT, **_PACKED},
-    "dkdv": {**_DEALT, "dkdv_splits": (1, 2, 4, 8)},
+    "dkdv": {**_DEALT, "dkdv_splits": (1, 2, 4, 8), "dkdv_epilogue": EPILOGUES},
     **{kernel: {} for kernel in SINGLE_PASS},
 }
 """Those that are tried with the best tiles alone: they change when a tile is taken, not what its loop does."""
@@ -136,6 +137,12 @@ def _not_split(tile: Tile, point: Point, arch: int) -> str | None:
     return f"{splits} splits do not divide {point.group} query heads" if point.group % int(splits) else None
 
 
+def _not_described(tile: Tile, point: Point, arch: int) -> str | None:
+    if arch >= COPY_ENGINE_ARCH and fills_boxes(point.head_dim) and fills_boxes(point.head_dim_v):
+        return None
+    return "descriptors take compute capability 9.0 on and head dims that are powers of two: not this point"
+
+
 def _no_margin(tile: Tile, point: Point, arch: int) -> str | None:
     return None if options_of(tile).get("persistent") else "sm_margin is of persistent kernels"
 
@@ -144,6 +151,7 @@ RULES: dict[str, Callable[[Tile, Point, int], str | None]] = {
     "forward_kernel": _not_hopper,
     "pack_gqa": _not_packed,
     "dkdv_splits": _not_split,
+    "dkdv_epilogue": _not_described,
     "sm_margin": _no_margin,
 }
 """By a field that does not have its default: what is wrong with a candidate."""

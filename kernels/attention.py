@@ -11,6 +11,7 @@ from .bounds import FULL, Bounds
 from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank, result_like
 from .choice import backward_config, launched, situation, tile_for
 from .config import KernelConfig, is_single_pass
+from .described import check_results, describes, is_described
 from .forward import forward_kernel
 from .gradients import attention_gradients
 from .hopper_launch import launch_hopper, takes
@@ -21,6 +22,7 @@ from .launch import (
     head_dims,
     interval,
     launch,
+    left,
     modifiers,
     options,
     packed_shape,
@@ -79,7 +81,7 @@ def attention_forward(
         ValueError: an argument does not fit; the message names it, what it got and what it takes.
     """
     scale = check_inputs(q, k, v, bounds, scores, softmax_scale)
-    check_config(config, q, k)
+    check_config(config, q, v)
     out_shape = (*q.shape[:3], v.shape[3])
     out, lse = state if state is not None else (None, None)
     if (out is None) != (lse is None):
@@ -161,7 +163,7 @@ def attention_dq(
         ValueError: an argument does not fit.
     """
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
-    check_config(config, q, k)
+    check_config(config, q, v)
     target = result_like("into", into, "sums", sums, q)
     tile = tile_for("dq", config, q, v, **situation(bounds, scores))
     how = launched(config, tile, q, k)
@@ -205,7 +207,7 @@ def attention_dkdv(
         ValueError: an argument does not fit.
     """
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
-    check_config(config, q, k)
+    check_config(config, q, v)
     dk_sum, dv_sum = sums or (None, None)
     dk_into, dv_into = into or (None, None)
     dk = result_like("into[0]", dk_into, "sums[0]", dk_sum, k)
@@ -213,24 +215,26 @@ def attention_dkdv(
     tile = tile_for("dkdv", config, q, v, **situation(bounds, scores))
     how = launched(config, tile, q, k)
     splits = splits_of(how, q, k, tile.block_k)
-    before = strided(dk if dk_sum is None else dk_sum), strided(dv if dv_sum is None else dv_sum)
+    made = {"into[0]": dk, "into[1]": dv, "sums[0]": dk_sum, "sums[1]": dv_sum}
+    described = describes(how, q, v, asked=config is not None, **made)
+    before = dk if dk_sum is None else dk_sum, dv if dv_sum is None else dv_sum
     seen, shape = interval(bounds.transposed(k.shape[1])), shape_of(k, q)
     parts = (dk, dv) if splits == 1 else (empty_parts(k, splits), empty_parts(v, splits))
     in_place = dk is dk_sum and dv is dv_sum
+    places = (left(x, tile.block_k, described=described) for x in (*(before if splits == 1 else parts), *parts))
     grid, dealt_shape = dealt(how, split_shape(shape, splits), tile, (q, dout), rows_are_keys=True)
     launch(
         dkdv_kernel, grid, q.device,
-        strided(dout), strided(q), strided(k), strided(v), lse, delta,
-        *(before if splits == 1 else map(strided, parts)), *map(strided, parts), seen, dealt_shape, scale,
+        strided(dout), strided(q), strided(k), strided(v), lse, delta, *places, seen, dealt_shape, scale,
         modifiers(scores, q.device, rows_are_keys=True), **head_dims(q, v), **options(tile),
         HAS_SUM=sums is not None and splits == 1, IN_PLACE=in_place,
     )  # fmt: skip
     if splits > 1:
         launch(
             reduce_kernel, programs(k.shape[1], REDUCE_BLOCK, k), q.device,
-            *map(strided, parts), *before, strided(dk), strided(dv), seen, shape._replace(splits=splits),
-            **head_dims(q, v), BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, BLOCK_ROWS=REDUCE_BLOCK,
-            HAS_SUM=sums is not None, IN_PLACE=in_place, num_warps=4,
+            *map(strided, parts), *map(strided, before), strided(dk), strided(dv), seen,
+            shape._replace(splits=splits), **head_dims(q, v), BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k,
+            BLOCK_ROWS=REDUCE_BLOCK, HAS_SUM=sums is not None, IN_PLACE=in_place, num_warps=4,
         )  # fmt: skip
     return dk, dv
 
@@ -276,11 +280,13 @@ def attention_backward(
     if (dk is None) != (dv is None):
         raise ValueError("dk and dv: pass both sums, or neither")
     check_qkv(q, k, v)
-    check_config(config, q, k)
+    check_config(config, q, v)
     check_like("out", out, (*q.shape[:3], v.shape[3]), None, q.device)
     for name, given, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):  # before any of them is written
         if given is not None:
             check_like(name, given, tuple(like.shape), torch.float32, like.device)
+    if is_described(config):
+        check_results(dk=dk, dv=dv)
     sums = None if dk is None or dv is None else (dk, dv)
     delta = attention_delta(dout, out, dlse)
     call: dict[str, Any] = {"bounds": bounds, "scores": scores, "softmax_scale": softmax_scale, "config": config}

@@ -166,14 +166,14 @@ def dkdv_kernel(
                 return
         key_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, None, None, None, bounds, shape,
                  softmax_scale, modifiers, batch, head, first, keys, visited,
-                 HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, False)  # fmt: skip
+                 HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, False)  # fmt: skip
     else:
         for index in range(tl.program_id(0), shape.order.count, tl.num_programs(0)):
             batch, head, first, keys, visited = visit_keys(index, bounds, shape, BLOCK_K, BLOCK_Q)
             if not IN_PLACE or visited[3] > visited[0]:
                 key_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, None, None, None, bounds, shape,
                          softmax_scale, modifiers, batch, head, first, keys, visited,
-                         HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, False)  # fmt: skip
+                         HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, False)  # fmt: skip
 
 
 @triton.jit

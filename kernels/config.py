@@ -39,6 +39,7 @@ class Tile:
 ORDERS = ("heads", "longest")
 FORWARD_KERNELS = ("portable", "hopper")
 AUTO = "auto"
+EPILOGUES = ("pointers", "descriptors")
 BACKWARDS = ("two_pass", "single_pass", "single_pass_deterministic", "hopper")
 
 
@@ -69,6 +70,12 @@ class KernelConfig:
     ``pack_gqa``: the rows of a tile of the forward and of dQ are positions times the query heads that share a key head,
     so that K and V are read once for all of them and short shards fill a tile. Without grouped heads it is nothing.
 
+    ``dkdv_epilogue="descriptors"``: the copy engine leaves dK and dV of two passes by TMA descriptors, and adds them
+    to sums that stay where they are, which spares registers; "pointers": each thread loads, adds and stores its part.
+    It takes compute capability 9.0 on, head dims that are powers of two of at least 16, and addresses and strides of
+    sums and results of whole 16 bytes; all else is refused (``described.check_described``, ``check_results``), but for
+    splits, whose parts it leaves. The same bits on every run. Never run on a GPU: nobody's default.
+
     ``backward="two_pass"`` computes dQ and dK/dV in a kernel each, seven matrix products per pair of tiles.
     ``"single_pass"`` computes all three in one, by five, and *adds* dQ in fp32 as it goes: in whatever order the
     programs come, so that the last bits of dQ change from run to run. ``"single_pass_deterministic"`` lets them add one
@@ -90,6 +97,7 @@ class KernelConfig:
     persistent: bool = False
     sm_margin: int | None = None
     pack_gqa: bool = False
+    dkdv_epilogue: str = "pointers"
     backward: str = "two_pass"
     single_pass: Tile | None = None
 
@@ -105,6 +113,13 @@ class KernelConfig:
             raise ValueError(
                 f"dkdv_splits is {self.dkdv_splits!r} with backward={self.backward!r}: it splits the dK/dV kernel of "
                 "'two_pass'; pass 1"
+            )
+        if self.dkdv_epilogue not in EPILOGUES:
+            raise ValueError(f"dkdv_epilogue is {self.dkdv_epilogue!r}: it must be one of {', '.join(EPILOGUES)}")
+        if self.dkdv_epilogue != "pointers" and self.backward != "two_pass":
+            raise ValueError(
+                f"dkdv_epilogue is {self.dkdv_epilogue!r} with backward={self.backward!r}: it is of the dK/dV kernel "
+                "of 'two_pass'; pass 'pointers'"
             )
         if self.forward_kernel not in FORWARD_KERNELS:
             raise ValueError(

@@ -12,6 +12,7 @@ from .bounds import FULL, Bounds
 from .checks import check_backward, check_like, result_like
 from .choice import situation, tile_for
 from .config import KernelConfig, Tile
+from .described import COPY_ENGINE_ARCH, descriptor, fills_boxes, is_aligned
 from .dq_sum import Turns
 from .launch import head_dims, interval, launch, modifiers, options, programs, shape_of, strided
 from .lookup import gpu_of
@@ -20,12 +21,6 @@ from .single_pass import single_pass_kernel
 from .turns import numbers
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-COPY_ENGINE_ARCH = 90
-"""The first compute capability whose copy engine adds to global memory."""
-
-ALIGNMENT = 4
-"""Elements of fp32 in 16 bytes: what the copy engine wants addresses and strides to be multiples of."""
 
 
 def attention_gradients(
@@ -109,18 +104,10 @@ def check_near(name: str, x: torch.Tensor, tile: Tile) -> None:
 
 def box_of(dq: torch.Tensor, tile: Tile) -> Any:
     """A TMA descriptor of ``dq`` in tiles of queries; None where atomics must do."""
-    gpu, head_dim = gpu_of(dq.device), dq.shape[3]
+    gpu = gpu_of(dq.device)
     if gpu is None or gpu.arch < COPY_ENGINE_ARCH or dq.numel() == 0:
         return None
-    strides = [stride for stride, size in zip(dq.stride()[:3], dq.shape[:3], strict=True) if size > 1]
-    aligned = dq.data_ptr() % 16 == 0 and all(stride > 0 and stride % ALIGNMENT == 0 for stride in strides)
-    if not aligned or head_dim < 16 or head_dim & (head_dim - 1):
-        return None
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    # the stride of a dimension of one element says nothing, and need not be one that the copy engine takes
-    made = [stride if size > 1 else head_dim for stride, size in zip(dq.stride()[:3], dq.shape[:3], strict=True)]
-    return TensorDescriptor(dq, list(dq.shape), [*made, 1], [1, tile.block_q, 1, head_dim])
+    return descriptor(dq, tile.block_q) if fills_boxes(dq.shape[3]) and is_aligned(dq) else None
 
 
 def turns_of(bounds: Bounds, q: torch.Tensor, k: torch.Tensor, tile: Tile, config: KernelConfig) -> Turns:

@@ -65,13 +65,14 @@ def key_tile(
     dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, dq, box, turns, bounds, shape, softmax_scale, modifiers,
     batch, head, first, keys, visited,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_SUM: tl.constexpr, RAGGED: tl.constexpr,
+    HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of BLOCK_K keys of one key head, over its query heads in order, and where there is a ``dq`` their part.
 
     One loop, masked or (FULL) not: three phases spill here. RAGGED: the last tile has keys past the end, whose weights
     are none. Where ``shape.splits`` program heads share a key head, each leaves the sum over its own query heads, which
-    `reduce_kernel` adds up.
+    `reduce_kernel` adds up. Where ``dk_out`` and the like are TMA descriptors, the copy engine leaves the results.
+    IN_PLACE: where the sums are.
     """
     tile, tiles = first // BLOCK_K, tl.cdiv(shape.rows, BLOCK_K)
     seqlen_k = shape.rows
@@ -106,8 +107,29 @@ def key_tile(
     dk = scaled(dk, softmax_scale)
     if modifiers.counter is not None:
         dv = scaled(dv, modifiers.kept)
-    if HAS_SUM:  # read last, as in dQ
-        dk = added(dk, load_rows(of_head(dk_in, batch, head), offs_k, seqlen_k, HEAD_DIM, True))
-        dv = added(dv, load_rows(of_head(dv_in, batch, head), offs_k, seqlen_k, HEAD_DIM_V, True))
-    store_rows(of_head(dk_out, batch, head), dk, offs_k, seqlen_k, HEAD_DIM)
-    store_rows(of_head(dv_out, batch, head), dv, offs_k, seqlen_k, HEAD_DIM_V)
+    if isinstance(dk_out, tl.tensor_descriptor):
+        leave(dk[0], dk_in, dk_out, batch, head, first, HAS_SUM, IN_PLACE)
+        leave(dv[0], dv_in, dv_out, batch, head, first, HAS_SUM, IN_PLACE)
+    else:
+        if HAS_SUM:  # read last, as in dQ
+            dk = added(dk, load_rows(of_head(dk_in, batch, head), offs_k, seqlen_k, HEAD_DIM, True))
+            dv = added(dv, load_rows(of_head(dv_in, batch, head), offs_k, seqlen_k, HEAD_DIM_V, True))
+        store_rows(of_head(dk_out, batch, head), dk, offs_k, seqlen_k, HEAD_DIM)
+        store_rows(of_head(dv_out, batch, head), dv, offs_k, seqlen_k, HEAD_DIM_V)
+
+
+@triton.jit
+def leave(value, before, result, batch, head, first, HAS_SUM: tl.constexpr, IN_PLACE: tl.constexpr):
+    """``value [keys, D]`` of the keys from ``first``, by the copy engine; the end of ``result`` clips it.
+
+    A sum that stays where it is takes it as one addition, without passing through registers: nobody else adds to it in
+    this launch, so that its bits are the same on every run.
+    """
+    place = [batch.to(tl.int32), first, head.to(tl.int32), 0]
+    box = value.reshape(1, value.shape[0], 1, value.shape[1])
+    if HAS_SUM and IN_PLACE:
+        result.atomic_add(place, box)
+    elif HAS_SUM:
+        result.store(place, (before.load(place) + box).to(result.dtype))
+    else:
+        result.store(place, box.to(result.dtype))

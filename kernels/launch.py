@@ -12,6 +12,7 @@ from triton.runtime.jit import JITFunction
 
 from .bounds import Bounds
 from .config import KernelConfig, Tile
+from .described import check_described, descriptor, is_described
 from .modify import UNMODIFIED, Modifiers
 from .order import chip_of, heads_together, margin_of, persistent_programs, splits_for
 from .scores import Scores
@@ -45,6 +46,11 @@ def programs(rows: int, block: int, x: torch.Tensor) -> int:
 
 def strided(x: torch.Tensor) -> Strided:
     return Strided(x, x.stride(0), x.stride(1), x.stride(2))
+
+
+def left(x: torch.Tensor, rows: int, *, described: bool) -> Any:
+    """How a kernel is told of what it leaves in tiles of ``rows`` rows: as a tensor, or a TMA descriptor of it."""
+    return descriptor(x, rows) if described else strided(x)
 
 
 def interval(bounds: Bounds) -> Interval:
@@ -86,17 +92,19 @@ def packed_shape(config: KernelConfig | None, shape: Shape) -> Shape:
     return shape._replace(heads=shape.heads // shape.group, group=1, packed=shape.group)
 
 
-def check_config(config: KernelConfig | None, q: torch.Tensor, k: torch.Tensor) -> None:
+def check_config(config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor) -> None:
     """Refuse a config that does not fit the heads or the GPU: ValueError."""
     if config is None:
         return
-    group = q.shape[2] // max(k.shape[2], 1)
+    group = q.shape[2] // max(v.shape[2], 1)
     if isinstance(config.dkdv_splits, int) and group % config.dkdv_splits:
         raise ValueError(
             f"config.dkdv_splits is {config.dkdv_splits}: it must divide the {group} query heads per key head"
         )
     if config.persistent:
         margin_of(config.sm_margin, chip_of(q.device).multiprocessors)
+    if is_described(config):
+        check_described(q, v)
 
 
 def splits_of(config: KernelConfig | None, q: torch.Tensor, k: torch.Tensor, block_k: int) -> int:

@@ -30,7 +30,7 @@ def single_pass_kernel(
             return
     key_tile(dout, q, k, v, lse, delta, dk_in, dv_in, dk_out, dv_out, dq, box, turns, bounds, shape, softmax_scale,
              modifiers, batch, head, first, keys, visited,
-             HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, RAGGED)  # fmt: skip
+             HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, HAS_SUM, IN_PLACE, RAGGED)  # fmt: skip
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .config import FORWARD_KERNELS, LEAST_SIDE, ORDERS, SHARED_LIMIT, KernelConfig, Tile
+from .config import EPILOGUES, FORWARD_KERNELS, LEAST_SIDE, ORDERS, SHARED_LIMIT, KernelConfig, Tile
 from .strict import (
     Check,
     checked_as,
@@ -268,7 +268,7 @@ _PACKED = {"pack_gqa": _DEALT["persistent"]}
 OPTIONS: dict[str, dict[str, Check]] = {
     "forward": {"forward_kernel": one_of(*FORWARD_KERNELS)} | _DEALT | _PACKED,
     "dq": _DEALT | _PACKED,
-    "dkdv": _DEALT | {"dkdv_splits": whole(1, MOST_GROUP)},
+    "dkdv": _DEALT | {"dkdv_splits": whole(1, MOST_GROUP), "dkdv_epilogue": one_of(*EPILOGUES)},
     **{kernel: {} for kernel in SINGLE_PASS},  # their order is their own
 }
 

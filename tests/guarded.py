@@ -15,6 +15,7 @@ import mmap
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -30,6 +31,8 @@ from ringattn.kernels import (
     attention_forward,
 )
 
+from .descriptor_stand_in import install
+
 T = TypeVar("T")
 
 GUARD = 16 * mmap.PAGESIZE  # more than a tile's rows past the end take
@@ -41,6 +44,7 @@ CASES: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({}, ("full", "causal")),
     ({"order": "longest", "persistent": True, "sm_margin": 18, "pack_gqa": True}, ("causal", "used")),
     ({"dkdv_splits": 2}, ("full",)),
+    ({"dkdv_epilogue": "descriptors"}, ("full",)),
     ({"backward": "single_pass"}, ("full", "runs")),
     ({"backward": "single_pass_deterministic"}, ("used",)),
 )
@@ -92,7 +96,8 @@ def situations(queries: int, keys: int) -> dict[str, tuple[Bounds, Scores]]:
 
 def run(config: KernelConfig, bounds: Bounds, scores: Scores) -> None:
     """Two shards' worth: forward with a state, backward with sums; lengths and head dims that fill no tile."""
-    shapes = ((1, 35, 2, 24), (1, 45, 1, 24), (1, 45, 1, 40), (1, 35, 2, 40))
+    head_dim, head_dim_v = (16, 32) if config.dkdv_epilogue == "descriptors" else (24, 40)
+    shapes = ((1, 35, 2, head_dim), (1, 45, 1, head_dim), (1, 45, 1, head_dim_v), (1, 35, 2, head_dim_v))
     q, k, v, dout = (guarded(torch.randn(shape)) for shape in shapes)
     bounds, scores = all_guarded(bounds), all_guarded(scores)
     call: dict[str, Any] = {"bounds": bounds, "scores": scores, "config": config}
@@ -104,7 +109,8 @@ def run(config: KernelConfig, bounds: Bounds, scores: Scores) -> None:
 
 
 if __name__ == "__main__":
-    with Guarded():
+    with Guarded(), pytest.MonkeyPatch.context() as patch:
+        install(patch)
         there = situations(35, 45)
         for chosen, names in CASES:
             for name in names:

@@ -54,10 +54,12 @@ TARGETS = {
     "dq_sum": Target((), SINGLE_PASS + MEMORY),
     "turns": Target((), SINGLE_PASS),
     "gradients": Target(("attention_gradients", "turns_of"), SINGLE_PASS),
-    "key_tile": Target((), (*SINGLE_PASS[:1], *DEALT, *MEMORY)),
+    "key_tile": Target((), (*SINGLE_PASS[:1], *DEALT, "test_epilogue.py", *MEMORY)),
+    "described": Target((), ("test_epilogue.py",)),
     "order": Target((), DEALT),
     "launch": Target(
-        ("shape_of", "packed_shape", "check_config", "splits_of", "split_shape", "empty_parts", "dealt"), DEALT
+        ("shape_of", "packed_shape", "check_config", "splits_of", "split_shape", "empty_parts", "dealt"),
+        (*DEALT, "test_epilogue.py"),
     ),
     "backward": Target(("dq_kernel", "dq_tile", "dkdv_kernel", "reduce_kernel", "add_parts"), DEALT + MEMORY),
     "forward": Target(("forward_kernel", "forward_tile"), (*DEALT, "test_kernel_scores.py", *MEMORY)),

@@ -86,6 +86,26 @@ def test_head_dims_in_two_parts_multiply_less() -> None:
     assert [loop["matrix"] for loop in told["loops"]] == [12 + 4] * 3
 
 
+def test_descriptors_in_the_epilogue_end_the_spills() -> None:
+    """Of the default tile in the middle of a ring, which by pointers has 120 bytes of stack outside of its loop."""
+    (told,) = gate(["--kernel", "dkdv", "--arch", "sm_90", "--option", "dkdv_epilogue=descriptors"])
+    assert (told["head_dim"], told["role"], told["options"]) == (128, "middle", {"dkdv_epilogue": "descriptors"})
+    assert told["stack"] == 0 and told["registers"] <= 214
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("arch", [90, 100, 120])
+def test_descriptors_in_the_epilogue_pass_the_gate(arch: int) -> None:
+    """With every order, and on sm_90 without a byte of stack, in every role."""
+    described = "dkdv_epilogue=descriptors"
+    orders = ("", ":order=longest:persistent=True", ":dkdv_splits=2")
+    rows = gate([f"{arch}:bf16:{dim}:dkdv:{described}{order}" for dim in (64, 128) for order in orders])
+    assert len(rows) == 2 * (16 + 16 + 8)
+    assert arch != 90 or not any(row["stack"] for row in rows if row["options"].keys() == {"dkdv_epilogue"})
+    gate([f"{arch}:fp32:128:dkdv:{described}"])
+
+
 @pytest.mark.nightly
 def test_a_pass_that_waits_for_its_turn_fits() -> None:
     (told,) = gate(["--kernel", "single_pass_deterministic", "--arch", "sm_80"])
@@ -284,6 +304,9 @@ def test_options_are_fields_of_a_config_by_name_and_value() -> None:
     assert {(one.kernel, one.options) for one in backward} == {("single_pass", (("backward", "hopper"),))}
     assert {one.tile for one in backward} == {Tile(128, 128, 8, 2)}, "its own, not that of the portable single pass"
     assert backward == [*select("90:bf16:64:single_pass:backward=hopper")]
+    assert {one.kernel for one in select("90:bf16:128/64:dkdv_epilogue=descriptors")} == {"dkdv"}
+    for without in ("80:bf16:128", "90:bf16:128/96", "90:bf16:8"):
+        assert not [*select(f"{without}:dkdv_epilogue=descriptors")]
     assert {one.options for one in select("90:bf16:128:dkdv:dkdv_splits=1:order=heads")} == {(), (("dkdv_splits", 2),)}
     fields = {one.name: one.default for one in dataclasses.fields(KernelConfig)}
     assert all(fields[name] != value for one in (*found, split) for name, value in one.options)

@@ -119,7 +119,7 @@ def test_fp8_in_a_graph_is_what_it_is_outside() -> None:
 # besides tiles, what a config may choose: another value than its default; a field that is not here must be added
 CHOSEN = {
     "forward_kernel": "hopper", "dkdv_splits": 2, "order": "longest", "persistent": True, "sm_margin": 8,
-    "pack_gqa": True, "backward": "single_pass_deterministic",
+    "pack_gqa": True, "dkdv_epilogue": "descriptors", "backward": "single_pass_deterministic",
 }  # fmt: skip
 
 

@@ -103,8 +103,8 @@ def test_what_is_tried_is_what_a_table_takes() -> None:
         ("forward", 4, 2 * 3 * 2 - 1),  # orders; not, all but a margin, and all multiprocessors; packed or not
         ("forward", 1, 2 * 3 - 1),
         ("dq", 4, 2 * 3 * 2 - 1),
-        ("dkdv", 4, 2 * 3 * 3 - 1),  # 1, 2 and 4 splits
-        ("dkdv", 3, 2 * 3 - 1),
+        ("dkdv", 4, 2 * 3 * 3 * 2 - 1),  # 1, 2 and 4 splits; by pointers or descriptors
+        ("dkdv", 3, 2 * 3 * 2 - 1),
         ("single_pass", 4, 0),
     ],
 )
@@ -120,6 +120,16 @@ def test_orders_are_tried_with_the_best_tiles(kernel: str, group: int, count: in
         assert other != plain and tile_text(other).startswith(tile_text(plain)) and options_of(other)
         KernelConfig(other, other, other, **options_of(other))  # type: ignore[arg-type]
     assert [dealt(tile, point, 90) for tile in tiles if options_of(tile)] == [[]] * (5 if kernel == "forward" else 0)
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dims", "count"), [(90, (128, 64), 12), (80, (128, 64), 6), (90, (128, 96), 6), (90, (8, 16), 6)]
+)
+def test_descriptors_are_tried_where_there_can_be_any(arch: int, head_dims: tuple[int, int], count: int) -> None:
+    point = POINT._replace(kernel="dkdv", group=3, head_dim=head_dims[0], head_dim_v=head_dims[1])
+    tile = next(tile for tile in space(point, arch) if not options_of(tile))
+    found = [options_of(other).get("dkdv_epilogue", "pointers") for other in dealt(tile, point, arch)]
+    assert found.count("pointers") == 5 and len(found) == count - 1
 
 
 def test_another_field_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,7 @@ def test_a_default_config_has_what_its_kernels_agree_on(gpu: Folders) -> None:
         ("dq", {"dkdv_splits": 2}, "options.dkdv_splits is not known"),
         ("dkdv", {"dkdv_splits": 0}, "options.dkdv_splits is 0: it must be a whole number from 1"),
         ("dkdv", {"dkdv_splits": "auto"}, "options.dkdv_splits is 'auto'"),
+        ("dkdv", {"dkdv_epilogue": "tma"}, "options.dkdv_epilogue is 'tma': it must be one of pointers, descriptors"),
         ("dkdv", {"pack_gqa": True}, "options.pack_gqa is not known"),
         ("single_pass", {"order": "longest"}, "options.order is not known"),
     ],

@@ -12,9 +12,9 @@ from triton.compiler import ASTSource
 
 from ...kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from ...kernels.config import Tile
+from ...kernels.described import COPY_ENGINE_ARCH
 from ...kernels.dq_sum import Turns
 from ...kernels.forward import forward_kernel
-from ...kernels.gradients import COPY_ENGINE_ARCH
 from ...kernels.modify import UNMODIFIED
 from ...kernels.parts import LEAST
 from ...kernels.single_pass import single_pass_kernel

@@ -241,12 +241,13 @@ def launch_arguments(variant: Variant) -> dict[str, Any]:
     in_place = role.in_place or (role.carried and variant.dtype == "fp32" and variant.kernel == "forward")
     if "dkdv_splits" in dict(variant.options):  # leaves its parts, and what they are added to is the reduction's
         role, result, carried = replace(role, carried=False), sums, sums
+    dk, dv = (box_types(variant, dim, result, carried) for dim in (variant.head_dim, variant.head_dim_v))
     common = {
         "q": model, "k": model, "v": model, "dout": model, "lse": "*fp32", "delta": "*fp32", "softmax_scale": "fp32",
         "bounds": interval(variant), "modifiers": modifiers(variant.features),
         "shape": shape(variant), "dk_parts": sums, "dv_parts": sums,
         "state": carried, "out": result, "dq_in": carried, "dq_out": result,
-        "dk_in": carried, "dv_in": carried, "dk_out": result, "dv_out": result,
+        "dk_in": dk[1], "dv_in": dv[1], "dk_out": dk[0], "dv_out": dv[0],
         "HEAD_DIM": variant.head_dim, "HEAD_DIM_V": variant.head_dim_v,
         "BLOCK_Q": variant.tile.block_q, "BLOCK_K": variant.tile.block_k,
         "x": codes if variant.kernel == "dequantize" else model, "scale": "*fp32", "BLOCK": SCALE_TOKENS,
@@ -276,6 +277,13 @@ def turns(variant: Variant) -> Turns:
     if not has_numbers:
         return Turns(None, None, "*i32")
     return Turns("*i32", "i32" if "used" in variant.features else 0, "*i32")
+
+
+def box_types(variant: Variant, head_dim: int, *kept: Strided) -> list[Strided | str]:
+    """Of what dK/dV leave or continue, with such a head dim: tensors, or their descriptors."""
+    if dict(variant.options).get("dkdv_epilogue") != "descriptors":
+        return [*kept]
+    return [f"tensordesc<{one.ptr[1:]}[1,{variant.tile.block_k},1,{head_dim}]>" for one in kept]
 
 
 def box(variant: Variant) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
 from ...kernels import KernelConfig, Tile, hopper_backward_launch
+from ...kernels.described import COPY_ENGINE_ARCH, fills_boxes
 from ...kernels.strict import one_of
 from ...kernels.tables import OPTIONS, Option, Options
 from .compiled import ATTENTION, DTYPES, FEATURES, KERNELS, ROLES, SHARED_LIMIT, Variant, default_tile, launchable
@@ -25,6 +26,9 @@ OF_GROUPS = ("pack_gqa", "dkdv_splits")
 OF_LAUNCHES = ("sm_margin",)
 """Options that no compiler is told of."""
 
+FROM_ARCH = {"dkdv_epilogue": COPY_ENGINE_ARCH}
+"""Options that say something from a compute capability on."""
+
 DEFAULTS = {one.name: one.default for one in fields(KernelConfig)}
 WORDS: dict[str, Option] = {"True": True, "False": False}
 
@@ -33,9 +37,10 @@ def select(name: str) -> Iterator[Variant]:
     """The variants that ``arch:dtype:D[/Dv][:role][:kernel][:feature …][:OPTION=VALUE …]`` names.
 
     Options are fields of ``KernelConfig``: ``order=longest``, ``persistent=True``, ``pack_gqa=True``,
-    ``dkdv_splits=2``, ``forward_kernel=hopper``, which ``hopper`` is short for, and ``backward=hopper``, for which
-    it is ``hopper_backward``. Kernels that do not have one are left out, and so are heads that are not grouped where
-    they are packed or split.
+    ``dkdv_splits=2``, ``dkdv_epilogue=descriptors``, ``forward_kernel=hopper``, which ``hopper`` is short for, and
+    ``backward=hopper``, for which it is ``hopper_backward``. Left out are kernels that do not have one, heads that are
+    not grouped where they are packed or split, and where descriptors are asked for GPUs without a copy engine and head
+    dims that fill no box.
 
     Raises:
         ValueError: an arch, dtype, role, kernel, feature or option that is not there.
@@ -88,7 +93,10 @@ def tile_of_options(options: Options, head_dim: int) -> Tile | None:
 def has(variant: Variant, options: Options) -> bool:
     """Whether a kernel of such heads has these options."""
     known = CHECKS.get(variant.kernel, {})
-    return all(name in known and (variant.grouped or name not in OF_GROUPS) for name, _ in options)
+    return all(
+        name in known and (variant.grouped or name not in OF_GROUPS) and variant.arch >= FROM_ARCH.get(name, 0)
+        for name, _ in options
+    ) and ("dkdv_epilogue" not in dict(options) or all(map(fills_boxes, (variant.head_dim, variant.head_dim_v))))
 
 
 def options_of_words(words: Sequence[str]) -> Options:
