@@ -286,8 +286,8 @@ def test_an_idle_neighbour_is_worth_something() -> None:
 
 
 def test_a_speed_is_the_mean_of_all_ranks() -> None:
-    fast, slow = (HostSpeed(Body(*[x] * 5), Body(*[2 * x] * 5), key=x, head_dim=8, alone=x / 4) for x in (1.0, 3.0))
-    assert mean_of([fast, slow]) == HostSpeed(Body(*[2.0] * 5), Body(*[4.0] * 5), key=2.0, head_dim=8, alone=0.5)
+    fast, slow = (HostSpeed(Body(*[x] * 7), Body(*[2 * x] * 7), key=x, head_dim=8, alone=x / 4) for x in (1.0, 3.0))
+    assert mean_of([fast, slow]) == HostSpeed(Body(*[2.0] * 7), Body(*[4.0] * 7), key=2.0, head_dim=8, alone=0.5)
 
 
 def test_a_window_on_a_host_goes_by_tiles() -> None:

@@ -20,6 +20,8 @@ from .launch import Launch
 from .program import ADD, DKDV, DQ, FOLD, PASSES, Form
 
 WINDOW = 256  # of the shape that tells what masking costs the blockwise body
+THIN = 128  # keys of the shape that tells what a row costs, however few keys it sees
+SMALL = 256  # rows and keys of the piece that tells what a piece costs, however small it is
 
 
 class Work(NamedTuple):
@@ -35,6 +37,10 @@ class Work(NamedTuple):
     """Of them those of tiles on an edge."""
     rows: float
     """Rows of the operator's results, which are merged into the state."""
+    block_rows: float
+    """Rows of the blockwise body's, likewise."""
+    pieces: float
+    """Calls of the operator."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class Body:
     score: float
     masked: float
     row: float
+    block_row: float = 0.0
+    piece: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,9 @@ class HostSpeed:
         rows, keys = int(launch.area.rows), int(launch.area.keys)
         bounds = FULL if launch.bounds is None else launch.bounds
         work = work_of(bounds, rows, keys, form.heads // form.chunks, form.kv_heads // form.chunks)
-        kinds = zip(work, (body.pair, body.edge, body.score, body.masked, body.row), strict=True)
+        kinds = zip(
+            work, (body.pair, body.edge, body.score, body.masked, body.row, body.block_row, body.piece), strict=True
+        )
         return form.batch * sum(count * seconds for count, seconds in kinds)
 
 
@@ -97,17 +107,17 @@ class HostSpeed:
 def work_of(bounds: Bounds, rows: int, keys: int, heads: int, kv_heads: int) -> Work:
     """Of one launch, one batch item."""
     found = [_of_piece(bounds, piece, heads, kv_heads) for piece in pieces(bounds, rows, keys)]
-    return Work(*(sum(one) for one in zip(*found, strict=True))) if found else Work(0, 0, 0, 0, 0)
+    return Work(*(sum(one) for one in zip(*found, strict=True))) if found else Work(*[0] * len(Work._fields))
 
 
 def _of_piece(bounds: Bounds, piece: Piece, heads: int, kv_heads: int) -> Work:
     rows, keys = piece.row_end - piece.row, piece.key_end - piece.key
     if piece.kind is Kind.RECTANGLE:
-        return Work(heads * rows * keys, 0, 0, 0, heads * rows)
+        return Work(heads * rows * keys, 0, 0, 0, heads * rows, 0, 1)
     if piece.kind is not Kind.BLOCKWISE:
-        return Work(heads * rows * (rows + 1) / 2, heads * rows, 0, 0, heads * rows)
+        return Work(heads * rows * (rows + 1) / 2, heads * rows, 0, 0, heads * rows, 0, 1)
     scores, masked = _tiles(limits(bounds, piece), rows, keys, heads, kv_heads)
-    return Work(0, 0, heads * scores, heads * masked, 0)
+    return Work(0, 0, heads * scores, heads * masked, 0, heads * rows, 0)
 
 
 def _tiles(near: Limits, rows: int, keys: int, heads: int, kv_heads: int) -> tuple[float, float]:
@@ -167,13 +177,19 @@ class _Stage:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
         self.q, self.k, self.v, self.dout, self.scale = q, k, v, dout, q.shape[-1] ** -0.5
         self.tokens, self.heads, self.kv_heads = q.shape[1], q.shape[2], k.shape[2]
+        self.thin, self.small = min(THIN, self.tokens // 2), min(SMALL, self.tokens // 2)
         self.out, self.lse = flash_cpu.forward(q, k, v, Kind.RECTANGLE, scale=self.scale)
         at = torch.arange(self.tokens, dtype=torch.int32)
         ends = {
             "wide": (torch.zeros_like(at), torch.full_like(at, self.tokens)),
             "band": ((at - WINDOW + 1).clamp(min=0), at + 1),
+            "thin": (torch.zeros_like(at), torch.full_like(at, self.thin)),
         }
-        self.limits = {name: Limits(lo, hi, ((0, self.tokens),)) for name, (lo, hi) in ends.items()}
+        self.limits = {name: Limits(lo, hi, ((0, self.keys_of(name)),)) for name, (lo, hi) in ends.items()}
+
+    def keys_of(self, name: str) -> int:
+        """Keys of a shape of the blockwise body."""
+        return self.thin if name == "thin" else self.tokens
 
     @classmethod
     def of(cls, tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> _Stage:
@@ -185,47 +201,57 @@ class _Stage:
         """What to time, by name."""
         folding = AtenForward(self.q, softmax_scale=self.scale)
         adding = AtenBackward(self.dout, self.q, self.out, self.lse, None, softmax_scale=self.scale)
-        into = tuple(torch.empty(x.shape) for x in (self.k, self.v))
-        came = tuple(torch.zeros(x.shape) for x in (self.k, self.v))
+        into, came = (tuple(make(x.shape) for x in (self.k, self.v)) for make in (torch.empty, torch.zeros))
+        k, v = (x[:, : self.thin].contiguous() for x in (self.k, self.v))
+        few_into = torch.empty(k.shape), torch.empty(v.shape)
         found: dict[str, Step] = {
-            "forward hop": lambda: folding.fold(self.k, self.v, FULL, final=False),
-            "backward hop": lambda: adding.dkdv(self.k, self.v, FULL, local=False, sums=None, into=into),
+            "forward hop": lambda: folding.fold(k, v, FULL, final=False),
+            "backward hop": lambda: adding.dkdv(k, v, FULL, local=False, sums=None, into=few_into),
+            "forward small": partial(self._operator_forward, Kind.RECTANGLE, self.small),
+            "backward small": partial(self._operator_backward, Kind.RECTANGLE, self.small),
             "sums": lambda: [torch.add(a, b, out=a) for a, b in zip(into, came, strict=True)],
         }
         for kind in (Kind.RECTANGLE, Kind.CAUSAL):
             found[f"forward {kind.name}"] = partial(self._operator_forward, kind)
             found[f"backward {kind.name}"] = partial(self._operator_backward, kind)
         for name, near in self.limits.items():
-            found[f"forward {name}"] = partial(self._blockwise_forward, near)
-            found[f"backward {name}"] = partial(self._blockwise_backward, near)
+            found[f"forward {name}"] = partial(self._blockwise_forward, near, self.keys_of(name))
+            found[f"backward {name}"] = partial(self._blockwise_backward, near, self.keys_of(name))
         return found
 
     def body(self, phase: str, seconds: Mapping[str, float]) -> Body:
-        """Two shapes of each body tell its two constants; what a hop adds to its operator is the difference."""
+        """Two shapes of each body tell its two constants; a hop with few keys what a row costs beside its pairs."""
         full, half = (seconds[f"{phase} {kind.name}"] for kind in (Kind.RECTANGLE, Kind.CAUSAL))
         rows, plane = self.heads * self.tokens, self.heads * self.tokens**2
         edge = max(half - full * (1 + 1 / self.tokens) / 2, 0.0) / rows
-        row = max(seconds[f"{phase} hop"] - full, 0.0) / rows
-        sizes = (self.tokens, self.tokens, self.heads, self.kv_heads)
-        (scores, _), (few, masked) = (_tiles(self.limits[name], *sizes) for name in ("wide", "band"))
-        score = seconds[f"{phase} wide"] / (self.heads * scores)
-        thin = max(seconds[f"{phase} band"] / self.heads - score * few, 0.0) / masked
-        return Body(full / plane, edge, score, thin, row)
+        row = max(seconds[f"{phase} hop"] - full * self.thin / self.tokens, 0.0) / rows
+        piece = max(seconds[f"{phase} small"] - full * (self.small / self.tokens) ** 2, 0.0)
+        (scores, _), (few, masked), (least, _) = (self._scores(name) for name in ("wide", "band", "thin"))
+        wide, band, thin = (seconds[f"{phase} {name}"] / self.heads for name in ("wide", "band", "thin"))
+        score = (wide - thin) / (scores - least)
+        block_row = max(thin - score * least, 0.0) / self.tokens
+        edges = max(band - score * few - block_row * self.tokens, 0.0) / masked
+        return Body(full / plane, edge, score, edges, row, block_row, piece)
 
-    def _operator_forward(self, kind: Kind) -> None:
-        flash_cpu.forward(self.q, self.k, self.v, kind, scale=self.scale)
+    def _scores(self, name: str) -> tuple[float, float]:
+        return _tiles(self.limits[name], self.tokens, self.keys_of(name), self.heads, self.kv_heads)
 
-    def _operator_backward(self, kind: Kind) -> None:
-        flash_cpu.backward(self.dout, self.q, self.k, self.v, self.out, self.lse, kind, scale=self.scale)
+    def _operator_forward(self, kind: Kind, tokens: int | None = None) -> None:
+        q, k, v = (x[:, :tokens] for x in (self.q, self.k, self.v))
+        flash_cpu.forward(q, k, v, kind, scale=self.scale)
 
-    def _blockwise_forward(self, near: Limits) -> None:
+    def _operator_backward(self, kind: Kind, tokens: int | None = None) -> None:
+        dout, q, k, v, out = (x[:, :tokens] for x in (self.dout, self.q, self.k, self.v, self.out))
+        flash_cpu.backward(dout, q, k, v, out, self.lse[:, :, :tokens], kind, scale=self.scale)
+
+    def _blockwise_forward(self, near: Limits, keys: int) -> None:
         lse = torch.full((1, self.heads, self.tokens), -torch.inf, dtype=torch.float64)
         out = torch.zeros(1, self.tokens, self.heads, self.v.shape[-1])
-        blockwise.forward(self.q, self.k.float(), self.v.float(), out, lse, near, scale=self.scale)
+        k, v = (x[:, :keys].float() for x in (self.k, self.v))
+        blockwise.forward(self.q, k, v, out, lse, near, scale=self.scale)
 
-    def _blockwise_backward(self, near: Limits) -> None:
-        grads = tuple(torch.zeros(x.shape) for x in (self.q, self.k, self.v))
+    def _blockwise_backward(self, near: Limits, keys: int) -> None:
+        k, v = (x[:, :keys].float() for x in (self.k, self.v))
+        grads = tuple(torch.zeros(x.shape) for x in (self.q, k, v))
         delta = torch.zeros(1, self.heads, self.tokens)
-        blockwise.backward(
-            self.dout, self.q, self.k.float(), self.v.float(), self.lse, delta, near, scale=self.scale, grads=grads
-        )
+        blockwise.backward(self.dout, self.q, k, v, self.lse, delta, near, scale=self.scale, grads=grads)
