@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ T = TypeVar("T")
 
 LOOPBACK, INTERFACE = "127.0.0.1", "lo"
 TIMEOUT = timedelta(minutes=10)  # of one wait for the other ranks: far more than a step of a demo takes
+LATER = 3.0  # seconds; times of errors are compared in whole ones
 # what launchers set: rank, ranks, rank and ranks on this machine. srun's are those of the step: a batch script that
 # calls us without srun has SLURM_PROCID too, and is no rank of anything
 LAUNCHERS = (
@@ -128,6 +130,19 @@ def process_group(place: Member, store: str | None = None, *, device: torch.devi
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def consequences_later() -> Iterator[None]:
+    """Raise a little later what another rank's end may be the cause of: the first error of all is the one told.
+
+    That is any RuntimeError: gloo's of a closed connection has no class of its own.
+    """
+    try:
+        yield
+    except RuntimeError:
+        time.sleep(LATER)
+        raise
 
 
 @cache

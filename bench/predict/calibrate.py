@@ -14,7 +14,7 @@ from ..free_memory import free_memory
 from ..kernels import speed as kernel_speed
 from ..kernels.rivals import OURS
 from ..kernels.shape import Shape
-from ..launching import cores, member, process_group, started
+from ..launching import consequences_later, cores, member, process_group, started
 from ..links import group as link_group
 from ..links.runs import Wish
 from ..provenance import cpu, gpu
@@ -27,7 +27,7 @@ from .host import HostSpeed, calibrated, mean_of, operator_seconds
 from .links import BENCH_SCHEMA, LOCAL, Link, Links, measured
 from .measured import base_of, of_numbers, speed_of
 from .speed import Speed
-from .team import HARD, Each, Named, consequences_later, ends_within
+from .team import HARD, Each, Named, ends_within
 
 HOST_TOKENS = 2048  # of the pieces that a CPU is measured with: half a minute at the width below
 HOST_WIDTH = 512  # heads times head dim of these pieces, where there are as many

@@ -19,7 +19,7 @@ import typer
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ...ring import Ring
-from ..launching import cores, member, process_group, started
+from ..launching import consequences_later, cores, member, process_group, started
 from ..output import write_json
 from ..provenance import provenance
 from ..shapes import device_here, size, sizes
@@ -31,7 +31,7 @@ from .host import HostSpeed
 from .links import Link, Links
 from .ring import predicted
 from .rows import ALLOWED, MASKS, Row, Shape, cases, mask_of, step_of
-from .team import HARD, Named, consequences_later, ends_within
+from .team import HARD, Named, ends_within
 from .turns import rows_of
 
 SCHEMA = "ringattn predict check 1"

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import faulthandler
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from ...comm.transport import TransportError
 from ..ring.runs import Ranks
 
 GRACE = 1.25  # of the deadline, for all but rank 0: it knows who is missing, and is to be the first to say so
-LATER = 3.0  # seconds; times of errors are compared in whole ones
 HARD = 2.0  # deadlines after which a process that nothing else has ended shows where it stands, and ends
 
 
@@ -33,16 +30,6 @@ def ends_within(seconds: float) -> Iterator[None]:
 
 class Missing(RuntimeError):
     """A rank did not come, or is gone."""
-
-
-@contextmanager
-def consequences_later() -> Iterator[None]:
-    """Raise a little later what another rank's end may be the cause of: the first error of all is the one told."""
-    try:
-        yield
-    except (Missing, TransportError):
-        time.sleep(LATER)
-        raise
 
 
 class Named(Ranks):
