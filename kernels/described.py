@@ -43,11 +43,17 @@ def check_described(q: torch.Tensor, v: torch.Tensor) -> None:
 def check_results(**results: torch.Tensor | None) -> None:
     """Refuse sums or results, by name, of which no descriptor can be made: ValueError."""
     for name, x in results.items():
-        if x is not None and not is_aligned(x):
-            raise ValueError(
-                f"{name} has strides {x.stride()} at {x.data_ptr():#x}: {TAKES} an address and positive strides that "
-                f"are multiples of {ALIGNMENT} bytes, {ALIGNMENT // x.element_size()} elements"
-            )
+        if x is not None:
+            check_describable(name, x, TAKES)
+
+
+def check_describable(name: str, x: torch.Tensor, takes: str) -> None:
+    """Refuse a tensor of which no descriptor can be made, in the words of who ``takes`` it: ValueError."""
+    if not is_aligned(x):
+        raise ValueError(
+            f"{name} has strides {x.stride()} at {x.data_ptr():#x}: {takes} an address and positive strides that "
+            f"are multiples of {ALIGNMENT} bytes, {ALIGNMENT // x.element_size()} elements"
+        )
 
 
 def describes(
@@ -93,6 +99,12 @@ def descriptor(x: torch.Tensor, rows: int) -> Any:
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    # the stride of a dimension of one element says nothing, and need not be one that the copy engine takes
-    made = [stride if size > 1 else x.shape[3] for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*made, 1], [1, rows, 1, x.shape[3]])
+    return TensorDescriptor(x, list(x.shape), strides_of(x), [1, rows, 1, x.shape[3]])
+
+
+def strides_of(x: torch.Tensor) -> list[int]:
+    """Strides of ``x [B, S, H, D]`` as a descriptor takes them.
+
+    That of a dimension of one element says nothing, and need not be one that the copy engine takes.
+    """
+    return [*(stride if size > 1 else x.shape[3] for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)), 1]

@@ -6,13 +6,8 @@ import torch
 
 from .bounds import Bounds
 from .config import KernelConfig, Tile
-from .hopper_launch import (
-    REGISTERS,
-    SHARED_LIMIT,
-    check_describable,
-    descriptor,
-    is_hopper,
-)
+from .described import check_describable
+from .hopper_launch import REGISTERS, SHARED_LIMIT, check_kind, descriptor
 from .launch import interval, launch, programs, shape_of, strided
 from .scores import Scores
 from .steps import CONSUMERS, ROWS
@@ -75,15 +70,7 @@ def check_hopper_backward(
 
 def check_call(q: torch.Tensor, v: torch.Tensor, tile: Tile | None) -> None:
     """Of this what is known before there is a forward: GPU, dtype, head dim and tile. ValueError."""
-    if not is_hopper(q.device):
-        raise ValueError(f"q is on {q.device}: {TAKES} GPUs of compute capability 9.0")
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"q is {q.dtype}: {TAKES} float16 and bfloat16")
-    if q.shape[3] not in HEAD_DIMS or v.shape[3] != q.shape[3]:
-        raise ValueError(
-            f"q has head dim {q.shape[3]} and v {v.shape[3]}: {TAKES} one of {', '.join(map(str, HEAD_DIMS))}, "
-            "the same of both"
-        )
+    check_kind(q, v, HEAD_DIMS, TAKES)
     check_tile(q.shape[3], tile or default_tile(q.shape[3]))
 
 

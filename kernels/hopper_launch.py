@@ -8,6 +8,7 @@ import torch
 
 from .bounds import Bounds
 from .config import Tile
+from .described import check_describable, strides_of
 from .launch import interval, launch, programs, shape_of, strided
 from .scores import Scores
 from .steps import CONSUMERS, ROWS
@@ -23,7 +24,7 @@ REGISTERS = 168
 
 MIN_SLOTS = 2  # a consumer waits for the V of the next step before it gives back that of this one
 
-ALIGNMENT = 16  # bytes, of a descriptor's base and strides
+TAKES = "forward_kernel='hopper' takes"
 
 
 def takes(
@@ -60,39 +61,33 @@ def check_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scor
     Raises:
         ValueError: a GPU, dtype, head dim, modified scores, an address or stride, or a tile that it does not take.
     """
-    if not is_hopper(q.device):
-        raise ValueError(f"q is on {q.device}: forward_kernel='hopper' takes GPUs of compute capability 9.0")
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"q is {q.dtype}: forward_kernel='hopper' takes float16 and bfloat16")
-    if q.shape[3] not in HEAD_DIMS or v.shape[3] != q.shape[3]:
-        raise ValueError(
-            f"q has head dim {q.shape[3]} and v {v.shape[3]}: forward_kernel='hopper' takes one of "
-            f"{', '.join(map(str, HEAD_DIMS))}, the same of both"
-        )
+    check_kind(q, v, HEAD_DIMS, TAKES)
     if not scores.is_plain:
         raise ValueError(
             "scores have a softcap, ALiBi slopes or dropout: forward_kernel='hopper' takes plain ones, the portable "
             "kernel these"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_describable(name, x)
+        check_describable(name, x, TAKES)
     check_tile(q.shape[3], tile)
+
+
+def check_kind(q: torch.Tensor, v: torch.Tensor, head_dims: tuple[int, ...], takes: str) -> None:
+    """Refuse a GPU, dtype or head dim that a Hopper kernel does not take, in its own words: ValueError."""
+    if not is_hopper(q.device):
+        raise ValueError(f"q is on {q.device}: {takes} GPUs of compute capability 9.0")
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"q is {q.dtype}: {takes} float16 and bfloat16")
+    if q.shape[3] not in head_dims or v.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"q has head dim {q.shape[3]} and v {v.shape[3]}: {takes} one of {', '.join(map(str, head_dims))}, "
+            "the same of both"
+        )
 
 
 @cache
 def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def check_describable(name: str, x: torch.Tensor, takes_what: str = "forward_kernel='hopper' takes") -> None:
-    """Refuse a tensor of which no TMA descriptor can be made: ValueError."""
-    unit = ALIGNMENT // x.element_size()
-    strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
-    if x.numel() and (x.data_ptr() % ALIGNMENT or any(stride <= 0 or stride % unit for stride in strides)):
-        raise ValueError(
-            f"{name} has strides {x.stride()} at {x.data_ptr():#x}: {takes_what} an address and "
-            f"positive strides that are multiples of {ALIGNMENT} bytes, {unit} elements"
-        )
 
 
 def shared_bytes(head_dim: int, tile: Tile) -> int:
@@ -154,6 +149,4 @@ def descriptor(x: torch.Tensor, rows: int, columns: int | None = None) -> object
     block = [1, rows, 1, columns or x.shape[3]]
     dtypes = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
     layout = gl.NVMMASharedLayout.get_default_for(block, dtypes[x.dtype])
-    # the stride of a dimension of one element says nothing, and need not be one that the copy engine takes
-    strides = [stride if size > 1 else x.shape[3] for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+    return TensorDescriptor(x, list(x.shape), strides_of(x), block, layout)

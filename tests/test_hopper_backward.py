@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels import FULL, Bounds, KernelConfig, Scores, Tile, attention_gradients, hopper_backward_launch
+from ringattn.kernels import (
+    FULL,
+    Bounds,
+    KernelConfig,
+    Scores,
+    Tile,
+    attention_gradients,
+    hopper_backward_launch,
+    hopper_launch,
+)
 
 from .baselines import Results
 from .gluon_stand_in import Descriptor
@@ -34,7 +43,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     if not ON_HOPPER:
         monkeypatch.setattr(hopper_backward_launch, "launch", made)
         monkeypatch.setattr(hopper_backward_launch, "descriptor", Descriptor)
-        monkeypatch.setattr(hopper_backward_launch, "is_hopper", lambda device: True)
+        monkeypatch.setattr(hopper_launch, "is_hopper", lambda device: True)
     return made
 
 

@@ -24,6 +24,7 @@ from ...kernels import Tile
 from ...kernels.attention import REDUCE_BLOCK
 from ...kernels.backward import dkdv_kernel, dq_kernel, reduce_kernel
 from ...kernels.config import config_for, single_pass_tile
+from ...kernels.described import COPY_ENGINE_ARCH
 from ...kernels.dq_sum import Turns
 from ...kernels.e4m3 import dequantize_kernel, quantize_kernel
 from ...kernels.forward import forward_kernel
@@ -39,9 +40,6 @@ SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448
 
 TENSOR_MEMORY_LIMIT = 512
 """Columns of tensor memory of an SM of sm_100; ptxas turns a kernel that asks for more into a trap without an error."""
-
-COPY_ENGINE_ARCH = 90
-"""The first with TMA."""
 
 CLEAN_HEAD_DIM = 128
 WAITS = "single_pass_deterministic"

@@ -9,28 +9,22 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ...kernels.config import KernelConfig, config_for
 from ...kernels.hopper import hopper_kernel
-from ...kernels.hopper_launch import HEAD_DIMS, REGISTERS, check_tile
+from ...kernels.hopper_launch import HEAD_DIMS, TAKES, check_tile
 from ...kernels.steps import CONSUMERS, ROWS
 from ...kernels.tiles import Shape
-from .compiled import DTYPES, ROLES, Compiled, Variant, interval, problems, read_compiled, specialise, strided
+from .compiled import DTYPES, ROLES, Compiled, Variant, interval, problems, strided
+from .gluon import GLUON_DTYPES, check_kind, compile_source, described, source_of
 
 OPTIONS = (("forward_kernel", "hopper"),)
 """Of a :class:`Variant` that is this kernel: what its ``KernelConfig`` says."""
-
-WARPGROUP = 128  # threads, of a consumer
-
-GLUON_DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
 
 
 @dataclass(frozen=True)
@@ -51,16 +45,7 @@ def variants() -> Iterator[Variant]:
 
 def check(variant: Variant) -> None:
     """Refuse what the kernel is not written for: ValueError."""
-    for what, got, known in (
-        ("kernel", variant.kernel, ["forward"]),
-        ("arch", f"sm_{variant.arch}", ["sm_90"]),
-        ("dtype", variant.dtype, GLUON_DTYPES),
-        ("head_dim", variant.head_dim, HEAD_DIMS),
-        ("head_dim_v", variant.head_dim_v, [variant.head_dim]),
-        ("features", " ".join(variant.features) or "none", ["none"]),
-    ):
-        if got not in known:
-            raise ValueError(f"{what} is {got}: forward_kernel='hopper' takes {', '.join(map(str, known))}")
+    check_kind(variant, "forward", HEAD_DIMS, TAKES)
     check_tile(variant.head_dim, variant.tile)
 
 
@@ -68,29 +53,15 @@ def gluon_source(variant: Variant) -> GluonASTSource:
     """The signature that a launch with 16-aligned pointers, strides and lengths specialises to."""
     role = ROLES[variant.role]
     result = strided(variant.dtype if role.final else "fp32")
+    keys = described(variant.dtype, variant.tile.block_k, variant.head_dim)
     arguments: dict[str, Any] = {
-        "q": described(variant, ROWS), "k": described(variant, variant.tile.block_k),
-        "v": described(variant, variant.tile.block_k),
+        "q": described(variant.dtype, ROWS, variant.head_dim), "k": keys, "v": keys,
         "state": strided("fp32") if role.carried else result, "out": result, "lse": "*fp32",
         "bounds": interval(variant), "shape": Shape("i32", "i32", "i32", "i32" if variant.grouped else 1),
         "softmax_scale": "fp32", "HEAD_DIM": variant.head_dim, "BLOCK_K": variant.tile.block_k,
         "SLOTS": variant.tile.num_stages, "HAS_STATE": role.carried,
     }  # fmt: skip
-    signature: dict[str, Any] = {}
-    constexprs: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for index, name in enumerate(hopper_kernel.arg_names):
-        described_by = arguments[name]
-        is_descriptor = isinstance(described_by, str) and described_by.startswith("tensordesc")
-        signature[name] = described_by if is_descriptor else specialise(described_by, (index,), constexprs, attributes)
-    return GluonASTSource(hopper_kernel, signature, constexprs, attributes)
-
-
-def described(variant: Variant, rows: int) -> str:
-    """The type of a TMA descriptor of tiles of ``rows`` rows."""
-    block = [1, rows, 1, variant.head_dim]
-    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[variant.dtype])
-    return f"tensordesc<{variant.dtype}{block},{layout!r}>"
+    return source_of(hopper_kernel, arguments)
 
 
 def compile_hopper(variant: Variant, source: GluonASTSource | None = None) -> tuple[Compiled, str]:
@@ -101,10 +72,7 @@ def compile_hopper(variant: Variant, source: GluonASTSource | None = None) -> tu
         RuntimeError: Triton or ptxas refuses it.
     """
     check(variant)
-    options = {"num_warps": 4, "maxnreg": REGISTERS}
-    kernel = triton.compile(source or gluon_source(variant), target=GPUTarget("cuda", 90, 32), options=options)
-    read = read_compiled(kernel, variant.arch)
-    return replace(read, partitions=CONSUMERS, loop_threads=WARPGROUP), kernel.asm["ptx"]
+    return compile_source(source or gluon_source(variant), variant.arch)
 
 
 def listing_of(compiled: Compiled) -> str:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ...kernels.hopper_backward import hopper_backward_kernel
-from ...kernels.hopper_backward_launch import HEAD_DIMS, check_tile, default_tile, shared_bytes
-from ...kernels.hopper_launch import REGISTERS
+from ...kernels.hopper_backward_launch import HEAD_DIMS, TAKES, check_tile, default_tile, shared_bytes
 from ...kernels.steps import CONSUMERS, ROWS
 from ...kernels.tiles import Shape
-from .compiled import ROLES, Compiled, Variant, interval, problems, read_compiled, specialise, strided
-from .hopper import GLUON_DTYPES, WARPGROUP, handing_faults
+from .compiled import ROLES, Compiled, Variant, interval, problems, strided
+from .gluon import GLUON_DTYPES, check_kind, compile_source, described, source_of
+from .hopper import handing_faults
 
 OPTIONS = (("backward", "hopper"),)
 """Of a :class:`Variant` that is this kernel: what its ``KernelConfig`` says."""
@@ -34,16 +30,7 @@ def variants() -> Iterator[Variant]:
 
 def check(variant: Variant) -> None:
     """Refuse what the kernel is not written for: ValueError."""
-    for what, got, known in (
-        ("kernel", variant.kernel, ["single_pass"]),
-        ("arch", f"sm_{variant.arch}", ["sm_90"]),
-        ("dtype", variant.dtype, GLUON_DTYPES),
-        ("head_dim", variant.head_dim, HEAD_DIMS),
-        ("head_dim_v", variant.head_dim_v, [variant.head_dim]),
-        ("features", " ".join(variant.features) or "none", ["none"]),
-    ):
-        if got not in known:
-            raise ValueError(f"{what} is {got}: backward='hopper' takes {', '.join(map(str, known))}")
+    check_kind(variant, "single_pass", HEAD_DIMS, TAKES)
     check_tile(variant.head_dim, variant.tile)
 
 
@@ -60,21 +47,7 @@ def gluon_source(variant: Variant, *, ragged: bool = False) -> GluonASTSource:
         "softmax_scale": "fp32", "HEAD_DIM": variant.head_dim, "BLOCK_Q": variant.tile.block_q,
         "SLOTS": variant.tile.num_stages, "HAS_SUM": role.carried, "IN_PLACE": role.in_place, "RAGGED": ragged,
     }  # fmt: skip
-    signature: dict[str, Any] = {}
-    constexprs: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for index, name in enumerate(hopper_backward_kernel.arg_names):
-        given = arguments[name]
-        as_it_is = isinstance(given, str) and (name == "group" or given.startswith("tensordesc"))
-        signature[name] = given if as_it_is else specialise(given, (index,), constexprs, attributes)
-    return GluonASTSource(hopper_backward_kernel, signature, constexprs, attributes)
-
-
-def described(dtype: str, rows: int, columns: int) -> str:
-    """The type of a TMA descriptor of tiles of ``rows`` rows."""
-    block = [1, rows, 1, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, (GLUON_DTYPES | {"fp32": gl.float32})[dtype])
-    return f"tensordesc<{dtype}{block},{layout!r}>"
+    return source_of(hopper_backward_kernel, arguments, general=("group",))
 
 
 def compile_hopper_backward(variant: Variant, source: GluonASTSource | None = None) -> tuple[Compiled, str]:
@@ -85,10 +58,7 @@ def compile_hopper_backward(variant: Variant, source: GluonASTSource | None = No
         RuntimeError: Triton or ptxas refuses it.
     """
     check(variant)
-    options = {"num_warps": 4, "maxnreg": REGISTERS}
-    kernel = triton.compile(source or gluon_source(variant), target=GPUTarget("cuda", 90, 32), options=options)
-    read = read_compiled(kernel, variant.arch)
-    return replace(read, partitions=CONSUMERS, loop_threads=WARPGROUP), kernel.asm["ptx"]
+    return compile_source(source or gluon_source(variant), variant.arch)
 
 
 def faults(variant: Variant, compiled: Compiled, ptx: str) -> list[str]:
