@@ -1,4 +1,4 @@
-"""Ranks that behave badly, for the check of the predictor to end well."""
+"""A device that is easy to predict, and ranks that behave badly, for the check of the predictor to end well."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 from ringattn.bench.predict import check
+from ringattn.bench.predict.launch import Launch
+from ringattn.bench.predict.program import DKDV, DQ, FOLD, Form
+
+
+class Steady:
+    """A device on which every launch takes a second, half of one for each kernel of a backward."""
+
+    on_host = False
+    beside = 0.0
+    alone = 1.0
+
+    def launch_seconds(self, launch: Launch, form: Form) -> float:
+        return {FOLD: 1.0, DQ: 0.5, DKDV: 0.5}.get(launch.what, 0.0)
 
 
 def in_place_of_steps(do: Callable[..., object], *arguments: Any) -> Any:

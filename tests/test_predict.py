@@ -20,11 +20,11 @@ from ringattn.bench.predict.answers import straggling, tokens_needed
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.clock import run
 from ringattn.bench.predict.host import Body, HostSpeed, calibrated, mean_of
-from ringattn.bench.predict.launch import Launch, area_of, whole
+from ringattn.bench.predict.launch import area_of, whole
 from ringattn.bench.predict.links import PRESETS, Link, Links, link_of, measured
 from ringattn.bench.predict.memory import check, memory, most_tokens
 from ringattn.bench.predict.others import ways
-from ringattn.bench.predict.program import COMPUTE, DKDV, DQ, FOLD, INSIDE, PASSES, Form, Op, Program, record
+from ringattn.bench.predict.program import COMPUTE, DKDV, FOLD, INSIDE, PASSES, Op, Program, record
 from ringattn.bench.predict.ring import Trouble, cases, ideal_seconds, predicted
 from ringattn.bench.predict.speed import H100, form_of
 from ringattn.bench.predict.timelines import timeline
@@ -35,21 +35,12 @@ from ringattn.ring.documents import Documents
 from ringattn.ring.mask import bounds
 from ringattn.ring.traffic import Key, Kind
 
+from .predict_cases import Steady
+
 LINKS = Links(PRESETS["nvlink4"], PRESETS["ib400"])
 ENDLESS = Links(Link(1e30, 0.0), Link(1e30, 0.0))
 SMALL = Call(tokens=16, world=4, heads=4, kv_heads=2, head_dim=8)
 runner = CliRunner()
-
-
-class Steady:
-    """A device on which every launch takes a second, half of one for each kernel of a backward."""
-
-    on_host = False
-    beside = 0.0
-    alone = 1.0
-
-    def launch_seconds(self, launch: Launch, form: Form) -> float:
-        return {FOLD: 1.0, DQ: 0.5, DKDV: 0.5}.get(launch.what, 0.0)
 
 
 def seconds(call: Call, links: Links, device: object = None) -> tuple[float, ...]:

@@ -18,30 +18,18 @@ from typer.testing import CliRunner
 from ringattn.bench.launching import started
 from ringattn.bench.predict import check, team, turns
 from ringattn.bench.predict.call import NAMED, Call
-from ringattn.bench.predict.launch import Launch
 from ringattn.bench.predict.links import Link
-from ringattn.bench.predict.program import DKDV, DQ, FOLD, Form
 from ringattn.bench.predict.rows import MASKS, Row, Shape, cases
 from ringattn.bench.predict.turns import one_core, predicted_local_world, predicted_turns
 from ringattn.ring import Mask
 
 from . import predict_cases
+from .predict_cases import Steady
 
 CPU = torch.device("cpu")
 TINY = Shape(2, 2, 2, 16)
 NOWHERE = Link(1e30, 0.0)
 ROWS = list(cases((256,), NAMED, MASKS))
-
-
-class Steady:
-    """A device on which every launch takes a second, half of one for each kernel of a backward."""
-
-    on_host = False
-    beside = 0.0
-    alone = 1.0
-
-    def launch_seconds(self, launch: Launch, form: Form) -> float:
-        return {FOLD: 1.0, DQ: 0.5, DKDV: 0.5}.get(launch.what, 0.0)
 
 
 def test_turns_are_the_sum_of_all_launches() -> None:
