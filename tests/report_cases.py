@@ -63,6 +63,20 @@ def memory() -> dict[str, Any]:
     return {"schema": "ringattn bench memory 1", "provenance": PROVENANCE, "ring": {"nodes": 1}, "worlds": worlds}
 
 
+def predicted() -> dict[str, Any]:
+    """Two layouts at each of two lengths: 10% too low, 5% too high; 20% too low, right."""
+    rows = [
+        {"layout": layout, "mask": "causal", "seqlen": seqlen, "measured": 2.0, "spread": 0.01, "predicted": told}
+        for layout, seqlen, told in (
+            ("zigzag", 64, 1.8),
+            ("striped", 64, 2.1),
+            ("zigzag", 128, 1.6),
+            ("striped", 128, 2),
+        )
+    ]
+    return {"schema": "ringattn predict check 1", "provenance": PROVENANCE, "rows": rows}
+
+
 def timeline(source: str, *, slower: float = 1.0, name: str = "K/V of 1") -> Timeline:
     """Two ranks, a hop each way, with a wait and a slot."""
     told = []
@@ -97,6 +111,7 @@ def everything() -> dict[str, Any]:
         "links": links(),
         "ring": ring(),
         "memory": memory(),
+        "check": predicted(),
         "measured": as_chrome(timeline("measured")),
         "predicted": as_chrome(timeline("predicted", slower=0.9)),
     }

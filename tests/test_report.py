@@ -155,6 +155,7 @@ def test_plots_say_what_the_files_say(tmp_path: Path) -> None:
     rates = {1024.0: 90.0, 2048.0: 360.0, 4096.0: 1440.0}
     assert found["TFLOP/s"] == {"ringattn": rates, "flash": rates}
     assert found["Percent of ideal"] == {"ringattn": {2.0: 75.0}, "usual ring": {2.0: 50.0}}
+    assert found["Predicted"] == {"causal": {64.0: pytest.approx(10.0), 128.0: pytest.approx(20.0)}}
     peaks = found["Peak memory of a rank"]
     assert peaks == {"forward": {2.0: 2.0, 4.0: 4.0}, "forward and backward": {2.0: 3.0, 4.0: 3.0}}
 

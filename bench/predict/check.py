@@ -30,11 +30,9 @@ from .call import CPU, NAMED
 from .host import HostSpeed
 from .links import Link, Links
 from .ring import predicted
-from .rows import ALLOWED, MASKS, Row, Shape, cases, mask_of, step_of
+from .rows import ALLOWED, MASKS, SCHEMA, Row, Shape, cases, mask_of, step_of
 from .team import HARD, Named, ends_within
 from .turns import rows_of
-
-SCHEMA = "ringattn predict check 1"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -16,6 +16,8 @@ from ..shapes import binary
 from ..timing import Step
 from .call import DTYPES, Call
 
+SCHEMA = "ringattn predict check 1"
+"""Of the file in which ``check`` leaves its rows."""
 ALLOWED = 0.10
 """What a prediction may be off by, above the measured spread."""
 MASKS = ("full", "causal", "window", "documents", "prefix", "blocks")

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from ..flops import BY_SQUARE
 from ..shapes import binary
 from .reading import Folder
-from .rows import labels_of, mapping_of, mappings_of, median, ring_runs
+from .rows import finite, labels_of, mapping_of, mappings_of, median, percent_off, ring_runs
 from .theme import LIGHT, LINES, Theme, themed
 
 MARKERS = "osD^vP"
@@ -23,7 +23,6 @@ ONE_DEVICE, ALL_THREADS = "one device", "SDPA, one process"  # candidates of `be
 WHOLES = (ONE_DEVICE, ALL_THREADS, "one process, all cores")
 MOVED, PEAK, SAME = "moved per direction", "peak memory of a rank", "tokens per rank"  # names in the suite's cases
 MEGA = 1e6
-MOST = 1e150
 Points = dict[float, float]
 
 
@@ -43,21 +42,26 @@ class Chart:
         if finite(x) and finite(y):
             self.lines.setdefault(name[:MOST_NAME], {})[float(x)] = float(y)
 
-    def add_worst(self, name: str, x: object, y: object) -> None:
+    def add_least(self, name: str, x: object, y: object) -> None:
         """A point of the lowest of all that are told for the same x."""
-        known = self.lines.get(name[:MOST_NAME], {}).get(float(x)) if finite(x) else None
+        known = self.known(name, x)
         if known is None or (finite(y) and y < known):
             self.add(name, x, y)
 
+    def add_most(self, name: str, x: object, y: object) -> None:
+        """The same of the highest."""
+        known = self.known(name, x)
+        if known is None or (finite(y) and y > known):
+            self.add(name, x, y)
 
-def finite(value: object) -> TypeGuard[float]:
-    """A number that can be drawn: no NaN, no truth value, none so large that its square is infinite."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
+    def known(self, name: str, x: object) -> float | None:
+        """What a line says at a place so far."""
+        return self.lines.get(name[:MOST_NAME], {}).get(float(x)) if finite(x) else None
 
 
 def charts(folder: Folder) -> list[Chart]:
     """Every chart that the results have points for."""
-    found = [bandwidth(folder), *rates(folder), ideal(folder), memory(folder)]
+    found = [bandwidth(folder), *rates(folder), ideal(folder), memory(folder), predictions(folder)]
     return [one for one in found if one.lines]
 
 
@@ -66,12 +70,12 @@ def bandwidth(folder: Folder) -> Chart:
     chart = Chart("Bandwidth by size: the slowest edge of each transport", "bytes of a message", "GB/s", log_y=True)
     for row in (row for one in folder.benches if one.kind == "links" for row in mappings_of(one.data.get("links"))):
         knobs = [f"{row[name]} {name}" for name in ("channels", "ctas") if row.get(name) is not None]
-        chart.add_worst(
+        chart.add_least(
             ", ".join([str(row.get("transport")), str(row.get("way")), *knobs]), row.get("nbytes"), row.get("busbw")
         )
     for number in (one for one in _numbers(folder) if one.get("name") == MOVED):
         of = labels_of(number)
-        chart.add_worst(f"{of.get('by')}, {of.get('way')}", of.get("bytes"), number.get("value"))
+        chart.add_least(f"{of.get('by')}, {of.get('way')}", of.get("bytes"), number.get("value"))
     return chart
 
 
@@ -141,6 +145,15 @@ def memory(folder: Folder) -> Chart:
         of = labels_of(number)
         if SAME in of:
             chart.add(f"forward and backward, {of[SAME]} {SAME}", of.get("world"), number.get("value"))
+    return chart
+
+
+def predictions(folder: Folder) -> Chart:
+    """Of every mask, the layout whose prediction is furthest off."""
+    chart = Chart("Predicted by length: the furthest off of a mask's layouts", "tokens", "% of the measured time")
+    for row in (row for one in folder.benches if one.kind == "predicted" for row in mappings_of(one.data.get("rows"))):
+        off = percent_off(row)
+        chart.add_most(str(row.get("mask")), row.get("seqlen"), None if off is None else abs(off))
     return chart
 
 

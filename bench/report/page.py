@@ -187,9 +187,7 @@ def _flat(labels: Mapping[str, Any]) -> bool:
 
 def _numbers(folder: Folder, cases: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     tables = [number_table(case) for case in cases]
-    tables += [
-        table(f"{one.file}: ringattn bench {one.kind}", bench_rows(one.kind, one.data)) for one in folder.benches
-    ]
+    tables += [table(one.title, bench_rows(one.kind, one.data)) for one in folder.benches]
     yield from (one for one in tables if one is not None)
 
 

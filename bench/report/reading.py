@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..predict.rows import SCHEMA as PREDICTED
 from ..suite.result_file import NAME as RESULTS
 from ..suite.result_file import SCHEMA as SUITE
 from ..timeline.events import SCHEMA as TIMELINE
@@ -15,7 +16,7 @@ from ..timeline.events import Timeline, from_chrome
 
 PUT_ASIDE = "results_"  # of earlier code or of another machine: the suite puts them aside under such a name
 BENCHES = {f"ringattn bench {kind} 1": kind for kind in ("links", "overlap", "ring", "memory", "kernels", "host")}
-BENCHES["ringattn bench ring 2"] = "ring"
+BENCHES |= {"ringattn bench ring 2": "ring", PREDICTED: "predicted"}
 """What single benches write, by schema."""
 MOST_BYTES = 64 * 2**20  # of one file: more was not written by a bench
 
@@ -31,6 +32,11 @@ class Bench:
     file: str
     kind: str
     data: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        """What wrote it: its schema without the version."""
+        return f"{self.file}: {self.data['schema'].rpartition(' ')[0]}"
 
 
 @dataclass

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 LONGEST = 400  # characters of a cell: what a file says may be anything
+MOST = 1e150
 WRONG = "wrong"
 
 
@@ -32,6 +33,11 @@ class Table:
     def numeric(self) -> list[bool]:
         """Of each column whether every cell that says something is a number."""
         return [all(is_number(row[i].key) for row in self.rows if row[i].text) for i in range(len(self.columns))]
+
+
+def finite(value: object) -> TypeGuard[float]:
+    """A number that can be drawn: no NaN, no truth value, none so large that its square is infinite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
 
 
 def is_number(key: str) -> bool:
@@ -169,8 +175,16 @@ def bench_rows(kind: str, data: Mapping[str, Any]) -> list[dict[str, object]]:
         return [
             {"number": n.get("name"), **labels_of(n), "value": n.get("value"), "unit": n.get("unit")} for n in numbers
         ]
+    if kind == "predicted":
+        return [{**row, "off, %": percent_off(row)} for row in mappings_of(data.get("rows"))]
     listed = mappings_of(data.get("links" if kind == "links" else "rows"))
     return [{key: median(value) for key, value in one.items() if key != "ends"} for one in listed]
+
+
+def percent_off(row: Mapping[str, Any]) -> float | None:
+    """How far a prediction lies above what was measured; None where either is no number that says so."""
+    told, seconds = row.get("predicted"), row.get("measured")
+    return 100 * (told / seconds - 1) if finite(told) and finite(seconds) and seconds > 0 else None
 
 
 def ring_runs(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
