@@ -61,16 +61,16 @@ def check_hopper_backward(
     Raises:
         ValueError: a GPU, dtype, head dim, modified scores, an address or stride, or a tile that it does not take.
     """
-    check_call(q, v, tile)
-    if not scores.is_plain:
-        raise ValueError(f"scores have a softcap, ALiBi slopes or dropout: {TAKES} plain ones, 'single_pass' these")
+    check_call(q, v, scores, tile)
     for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout), ("dq", dq)):
         check_describable(name, x, TAKES)
 
 
-def check_call(q: torch.Tensor, v: torch.Tensor, tile: Tile | None) -> None:
-    """Of this what is known before there is a forward: GPU, dtype, head dim and tile. ValueError."""
+def check_call(q: torch.Tensor, v: torch.Tensor, scores: Scores, tile: Tile | None) -> None:
+    """Of this what is known before there is a forward: all but addresses and strides."""
     check_kind(q, v, HEAD_DIMS, TAKES)
+    if not scores.is_plain:
+        raise ValueError(f"scores have a softcap, ALiBi slopes or dropout: {TAKES} plain ones, 'single_pass' these")
     check_tile(q.shape[3], tile or default_tile(q.shape[3]))
 
 

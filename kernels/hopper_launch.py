@@ -61,14 +61,19 @@ def check_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scor
     Raises:
         ValueError: a GPU, dtype, head dim, modified scores, an address or stride, or a tile that it does not take.
     """
+    check_call(q, v, scores, tile)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_describable(name, x, TAKES)
+
+
+def check_call(q: torch.Tensor, v: torch.Tensor, scores: Scores, tile: Tile) -> None:
+    """Of this what is the same for all hops, and so known before the first: all but addresses and strides."""
     check_kind(q, v, HEAD_DIMS, TAKES)
     if not scores.is_plain:
         raise ValueError(
             "scores have a softcap, ALiBi slopes or dropout: forward_kernel='hopper' takes plain ones, the portable "
             "kernel these"
         )
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_describable(name, x, TAKES)
     check_tile(q.shape[3], tile)
 
 

@@ -11,11 +11,10 @@ import torch
 import triton
 
 from .. import __version__
-from ..kernels import KernelConfig, Scores
+from ..kernels import KernelConfig, Scores, hopper_backward_launch, hopper_launch
 from ..kernels.checks import check_qkv, check_scale
 from ..kernels.choice import tile_for
 from ..kernels.config import is_single_pass
-from ..kernels.hopper_backward_launch import check_call
 from ..kernels.launch import check_config
 from .backends import resolve_backend
 from .block_mask import BlockMask, Longformer
@@ -189,13 +188,20 @@ def sink_of(learnable_sink: torch.Tensor | None, q: torch.Tensor) -> torch.Tenso
     return learnable_sink
 
 
-def check_tiles(mask: Mask, backend: str, config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor) -> None:
-    """Refuse a config that does not fit the heads or the GPU, and blocks that its tiles do not divide: ValueError."""
+def check_tiles(
+    mask: Mask, scores: Scores, backend: str, config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Refuse a config that does not fit heads, scores or the GPU, and blocks that its tiles do not divide: ValueError.
+
+    Else the first to learn of it were the first hop, or the backward, with other ranks' shards on their way.
+    """
     if backend != "triton":
         return
     check_config(config, q, v)
+    if config is not None and config.forward_kernel == "hopper":
+        hopper_launch.check_call(q, v, scores, config.forward)
     if config is not None and config.backward == "hopper":
-        check_call(q, v, config.single_pass)  # or the first to learn of it were the backward
+        hopper_backward_launch.check_call(q, v, scores, config.single_pass)
     if mask.blocks is None:
         return
     for kernel in ("forward", "single_pass") if is_single_pass(config) else ("forward", "dq", "dkdv"):

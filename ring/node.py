@@ -76,8 +76,8 @@ def settled(
             prefix_length=prefix_length,
             block_mask=block_mask,
         )
-        check_tiles(mask, backend, config, q, v)
         sink, scores = sink_of(learnable_sink, q), scores_of(q, softcap, alibi_slopes, dropout_p, dropout_seed)
+        check_tiles(mask, scores, backend, config, q, v)
     except (ValueError, NotImplementedError) as error:
         ring.refuse(error, q.device)  # the other ranks must hear of it instead of waiting
         raise

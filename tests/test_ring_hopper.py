@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.kernels import KernelConfig, Tile
-from ringattn.ring import backends
+from ringattn.ring import backends, loop
 
 from .kernel_cases import DEVICE
 from .ring_cases import check_ring, inputs
@@ -22,34 +23,49 @@ __all__ = ["launches"]
 
 TILE = Tile(32, 32, 4, 1)
 CONFIG = KernelConfig(TILE, TILE, TILE, backward="hopper")
+FORWARD = KernelConfig(Tile(128, 64, 8, 2), TILE, TILE, forward_kernel="hopper")
 HALF = torch.float16
 
 
-def told_by_every_rank(dims: tuple[int, int]) -> list[str]:
-    """By the call itself, as no gradient is asked for."""
+def told_by_every_rank(dims: tuple[int, int], config: KernelConfig, **more: Any) -> list[str]:
+    """By the call itself, as no gradient is asked for; before anything is sent."""
     layout = Layout.zigzag(40, 2)
     whole = inputs(layout.seqlen, dims=dims, dtype=HALF)
 
     def refused(group: Any) -> str:
         q, k, v = (layout.shard(whole[name], group.rank()).to(DEVICE) for name in "qkv")
-        with Ring(group) as ring, pytest.raises(ValueError, match="backward='hopper' takes") as error:
-            ring_attention(q, k, v, layout=layout, ring=ring, causal=True, backend="triton", config=CONFIG)
+        with Ring(group) as ring, pytest.raises(ValueError, match=r"='hopper' takes") as error:
+            ring_attention(q, k, v, layout=layout, ring=ring, causal=True, backend="triton", config=config, **more)
         return str(error.value)
 
-    with LocalWorld(layout.world) as world:
+    def begun(*_: object) -> None:
+        raise AssertionError("the first hop has begun")
+
+    with LocalWorld(layout.world) as world, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "forward", begun)
         return world.run(refused)
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="about a GPU of another kind")
-def test_another_gpu_is_refused_on_every_rank() -> None:
-    for told in told_by_every_rank((64, 64)):
+@pytest.mark.parametrize("config", [CONFIG, FORWARD])
+def test_another_gpu_is_refused_on_every_rank(config: KernelConfig) -> None:
+    for told in told_by_every_rank((64, 64), config):
         assert told.startswith("q is on ") and told.endswith("takes GPUs of compute capability 9.0")
 
 
 @pytest.mark.usefixtures("launches")
-def test_a_head_dim_is_refused_on_every_rank() -> None:
-    for told in told_by_every_rank((64, 32)):
+@pytest.mark.parametrize("config", [CONFIG, FORWARD])
+def test_a_head_dim_and_a_softcap_are_refused_on_every_rank(config: KernelConfig) -> None:
+    for told in told_by_every_rank((64, 32), config):
         assert told.startswith("q has head dim 64 and v 32")
+    for told in told_by_every_rank((64, 64), config, softcap=5.0):
+        assert told.startswith("scores have a softcap, ALiBi slopes or dropout")
+
+
+@pytest.mark.usefixtures("launches")
+def test_a_tile_of_the_forward_is_refused_on_every_rank() -> None:
+    for told in told_by_every_rank((64, 64), replace(FORWARD, forward=TILE)):
+        assert told.startswith("config.forward has 32 rows and 4 warps")
 
 
 LENT = threading.Lock()
