@@ -15,10 +15,11 @@ import pytest
 import torch
 import triton
 
-from ringattn.bench.inspect import compiled
-from ringattn.bench.inspect.compiled import Compiled, Variant, launchable, problems
+from ringattn.bench.inspect.arguments import shape
+from ringattn.bench.inspect.compiled import Compiled, problems
 from ringattn.bench.inspect.names import select
 from ringattn.bench.inspect.sass import Loop, basic_blocks, matrix_loops, natural_loops
+from ringattn.bench.inspect.variant import ATTENTION, FEATURES, FP8, SINGLE_PASS, Variant, launchable
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.kernels.config import config_for, single_pass_tile
 
@@ -116,7 +117,7 @@ def test_a_pass_that_waits_for_its_turn_fits() -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_feature_fits(arch: int) -> None:
-    kernels, features = tuple(compiled.ATTENTION), (*compiled.FEATURES, ":".join(compiled.FEATURES))
+    kernels, features = tuple(ATTENTION), (*FEATURES, ":".join(FEATURES))
     gate([f"{arch}:bf16:128:middle:{kernel}:{feature}" for kernel in kernels for feature in features])
 
 
@@ -125,7 +126,10 @@ def test_every_feature_fits(arch: int) -> None:
 @pytest.mark.parametrize("head_dim", SIXTEEN_BIT)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_order_passes_the_gate(arch: int, head_dim: int) -> None:
-    orders = ("order=longest", "pack_gqa=True", "order=longest:pack_gqa=True", "dkdv_splits=2")
+    orders = (
+        "order=longest", "order=longest:persistent=True", "pack_gqa=True", "order=longest:pack_gqa=True",
+        "dkdv_splits=2",
+    )  # fmt: skip
     gate([f"{arch}:bf16:{head_dim}:middle:{options}" for options in orders])
 
 
@@ -179,13 +183,13 @@ def test_tiles_reuse_what_they_load_as_much_as_the_tutorial(arch: int, head_dim:
 def test_launchable_covers_every_kernel_role_and_flag_once() -> None:
     variants = list(launchable(90, "bf16", 128))
     assert len(variants) == len(set(variants)) == 5 * 4 * 2 * 2 + 2 * 4 * 2 + 2
-    passes = {variant.tile for variant in variants if variant.kernel in compiled.SINGLE_PASS}
+    passes = {variant.tile for variant in variants if variant.kernel in SINGLE_PASS}
     assert passes == {single_pass_tile(90, torch.bfloat16, 128)}
-    assert not any(variant.kernel in compiled.SINGLE_PASS for variant in launchable(90, "bf16", 256))
+    assert not any(variant.kernel in SINGLE_PASS for variant in launchable(90, "bf16", 256))
     tiles = {variant.tile for variant in variants if variant.kernel in ("forward", "dq", "dkdv")}
     config = config_for(90, torch.bfloat16, 128)
     assert tiles == {config.forward, config.dq, config.dkdv}
-    pairs = [(v.kernel, v.head_dim) for v in launchable(90, "bf16", 192, 128) if v.kernel in compiled.FP8]
+    pairs = [(v.kernel, v.head_dim) for v in launchable(90, "bf16", 192, 128) if v.kernel in FP8]
     assert pairs == [("quantize", 192), ("quantize", 128), ("dequantize", 192), ("dequantize", 128)]
 
 
@@ -293,12 +297,12 @@ def test_options_are_fields_of_a_config_by_name_and_value() -> None:
     assert {one.options for one in found} == {(("order", "longest"), ("persistent", True))}
     assert all(str(one).endswith(" order=longest persistent=True") for one in found)
     for variant in found:
-        order = compiled.shape(variant).order
+        order = shape(variant).order
         assert (order.swath, order.heads, order.count) == ("i32", "i32", "i32")
     assert {one.kernel for one in select("90:bf16:128:pack_gqa=True")} == {"forward", "dq"}
-    assert all(one.grouped and compiled.shape(one).packed for one in select("90:bf16:128:pack_gqa=True"))
+    assert all(one.grouped and shape(one).packed for one in select("90:bf16:128:pack_gqa=True"))
     (split,) = (one for one in select("90:bf16:128:middle:dkdv_splits=2") if one.full)
-    assert (split.kernel, split.grouped, compiled.shape(split).splits) == ("dkdv", True, "i32")
+    assert (split.kernel, split.grouped, shape(split).splits) == ("dkdv", True, "i32")
     assert {one.options for one in select("90:bf16:128:hopper")} == {(("forward_kernel", "hopper"),)}
     backward = [*select("90:bf16:64:hopper_backward")]
     assert {(one.kernel, one.options) for one in backward} == {("single_pass", (("backward", "hopper"),))}

@@ -20,10 +20,11 @@ from typer.testing import CliRunner
 from ringattn.bench.export.binary import parameter_layout
 from ringattn.bench.export.command import Backward, ForwardKernel, Role, app
 from ringattn.bench.export.tiles import Source, tiles_of
-from ringattn.bench.export.wish import EXPORTED, Wish, settled
-from ringattn.bench.inspect.compiled import DTYPES, ROLES, SHARED_LIMIT
+from ringattn.bench.export.wish import Wish, settled
+from ringattn.bench.inspect.compiled import SHARED_LIMIT
+from ringattn.bench.inspect.variant import DTYPES, ROLES
 from ringattn.kernels import Tile
-from ringattn.kernels.config import FORWARD_KERNELS, config_for, single_pass_tile
+from ringattn.kernels.config import BACKWARDS, FORWARD_KERNELS, config_for, single_pass_tile
 from ringattn.kernels.lookup import Gpu
 
 from .export.exports import (
@@ -257,7 +258,7 @@ def test_the_bounds_of_a_causal_mask(export: Export) -> None:
         (["--arch", "sm_90", "--head-dim", "300"], "256"),
         (["--arch", "sm_90", "--dtype", "int8"], "'bfloat16', 'float16', 'float32'"),
         (["--arch", "sm_90", "--forward-kernel", "fast"], "'portable', 'hopper'"),
-        (["--arch", "sm_90", "--backward", "one"], "'two_pass', 'single_pass', 'single_pass_deterministic'"),
+        (["--arch", "sm_90", "--backward", "one"], "'single_pass_deterministic', 'hopper'"),
     ],
 )
 def test_what_there_is_not(arguments: list[str], expected: str, tmp_path: Path) -> None:
@@ -277,6 +278,15 @@ HOPPER_WISH = Wish(90, forward_kernel="hopper")
         (replace(HOPPER_WISH, dtype="fp32"), "dtype is fp32: forward_kernel='hopper' takes bf16, fp16; 'portable'"),
         (replace(HOPPER_WISH, head_dim=96), "head_dim is 96: forward_kernel='hopper' takes 64, 128, 256; 'portable'"),
         (replace(HOPPER_WISH, head_dim_v=64), "head_dim_v is 64: forward_kernel='hopper' takes 128; 'portable'"),
+        (Wish(100, backward="hopper"), "arch is sm_100: backward='hopper' takes sm_90; 'two_pass' takes any"),
+        (
+            Wish(90, head_dim=96, backward="hopper"),
+            "head_dim is 96: backward='hopper' takes 64, 128; 'two_pass' takes any",
+        ),
+        (
+            Wish(90, grouped=False, backward="hopper"),
+            "grouped is False: backward='hopper' takes any number of query heads",
+        ),
         (
             Wish(90, head_dim=192, backward="single_pass"),
             "head dim 192 has no tile for a single-pass backward that fits sm_90: it takes up to 128; "
@@ -303,7 +313,7 @@ def test_the_table_says_which_forward(folders: tuple[Path, Path], monkeypatch: p
 def test_the_choices_are_those_of_the_kernels() -> None:
     assert [role.value for role in Role] == [*ROLES]
     assert [one.value for one in ForwardKernel] == [*FORWARD_KERNELS]
-    assert [one.value for one in Backward] == [*EXPORTED]
+    assert [one.value for one in Backward] == [*BACKWARDS]
 
 
 @pytest.mark.skipif(os.environ["TRITON_INTERPRET"] == "0", reason="kernels are compiled")

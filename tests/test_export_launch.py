@@ -69,7 +69,12 @@ class Case:
         return {"out": out.detach(), "lse": scores.logsumexp(-1).detach(), **grads}
 
 
-FLAGS = ["", "--forward-kernel hopper --backward single_pass", "--backward single_pass_deterministic"]
+FLAGS = [
+    "",
+    "--forward-kernel hopper --backward single_pass",
+    "--backward single_pass_deterministic",
+    "--backward hopper",
+]
 
 
 @needs_compiler
@@ -78,7 +83,7 @@ FLAGS = ["", "--forward-kernel hopper --backward single_pass", "--backward singl
 def test_it_launches(flags: str, tmp_path: Path) -> None:
     arch = "{}{}".format(*torch.cuda.get_device_capability())
     if "hopper" in flags and arch != "90":
-        pytest.skip("the Hopper forward is for sm_90")
+        pytest.skip("Hopper kernels are for sm_90")
     export = Export(f"--arch sm_{arch} --head-dim {HEAD_DIM} --causal {flags}", tmp_path / "export")
     library, case = export.compiled(options=("-l:libcuda.so.1",)), Case("cuda")
     stream = torch.cuda.current_stream().cuda_stream

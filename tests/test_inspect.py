@@ -18,12 +18,13 @@ from typer.testing import CliRunner
 from ringattn.bench.inspect.bound import Bound, blocks_of, bound_of, bounds_of, clocks, loop_bound, main_bound
 from ringattn.bench.inspect.chips import CHIPS, blocks_per_sm
 from ringattn.bench.inspect.command import app, inspect_variant, variants
-from ringattn.bench.inspect.compiled import Compiled, Variant
+from ringattn.bench.inspect.compiled import Compiled
 from ringattn.bench.inspect.mix import Mix, mix_of
 from ringattn.bench.inspect.names import select
 from ringattn.bench.inspect.rank import correlations, ranks, spearman
 from ringattn.bench.inspect.report import difference, pairs, row_of
 from ringattn.bench.inspect.sass import Loop, matrix_loops, read_loop
+from ringattn.bench.inspect.variant import Variant
 from ringattn.kernels import Tile
 
 LISTING = (Path(__file__).parent / "listings" / "forward_sm_90.sass").read_text()
@@ -315,7 +316,7 @@ def test_a_bound_that_does_not_rank_fails(sign: float, code: int, tmp_path: Path
         (["--option", "order"], "option is 'order': it must be NAME=VALUE with one of"),
         (["--option", "persistent=1"], "option persistent is '1': it must be true or false"),
         (["--option", "sm_margin=1"], "option is 'sm_margin=1'"),
-        (["--kernel", "dq", "--option", "dkdv_splits=2"], "the dq kernel of heads that are not grouped"),
+        (["--kernel", "dq", "--option", "dkdv_splits=2"], "it is of dkdv, not of dq"),
         (["--diff", "a.json", "b.json"], "cannot read a.json"),
         (["--correlate", "none.json"], "cannot read none.json"),
         (["--json", "no/such/folder/x.json"], "there is no folder"),
@@ -455,8 +456,28 @@ def test_the_hopper_backward_by_flags() -> None:
     of_flags = partial(variants, "hopper_backward", "sm_90", "bf16", roles="only", full=True, grouped=True)
     (wide,) = of_flags(head_dim="256", tiles=None, features=None, options=None)
     assert "head_dim is 256: backward='hopper' takes 64, 128" in inspect_variant(wide)["problems"][0]
-    with pytest.raises(ValueError, match="the hopper_backward kernel of grouped heads does not have it"):
+    told = "option is order=longest: it is of forward, dq, dkdv, not of hopper_backward"
+    with pytest.raises(ValueError, match=told):
         list(of_flags(head_dim="128", tiles=None, features=None, options="order=longest"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"archs": "sm_80"}, "sm_80 has no copy engine; it takes sm_90 or higher"),
+        ({"head_dim": "192/128"}, "head dims are 192/128; it takes powers of two of at least 16"),
+        ({"kernels": "forward"}, "it is of dkdv, not of forward"),
+        ({"kernels": "forward", "options": "pack_gqa=True"}, "it is of several query heads per key head; pass --gqa"),
+    ],
+)
+def test_an_option_that_a_kernel_lacks_says_who_has_it(flags: dict[str, Any], told: str) -> None:
+    asked: dict[str, Any] = {
+        "kernels": "dkdv", "archs": "sm_90", "dtype": "bf16", "head_dim": "128", "roles": "only", "tiles": None,
+        "features": None, "options": "dkdv_epilogue=descriptors", "full": True, "grouped": False,
+    }  # fmt: skip
+    assert len(list(variants(**asked))) == 1
+    with pytest.raises(ValueError, match=told):
+        list(variants(**asked | flags))
 
 
 def test_a_spec_without_kernels_is_refused() -> None:

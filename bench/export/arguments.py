@@ -48,19 +48,20 @@ class Argument:
 
 @dataclass(frozen=True)
 class Described:
-    """A tensor ``[B, S, H, D]`` that a kernel takes by a TMA descriptor, in tiles of ``rows`` rows of one head."""
+    """A tensor ``[B, S, H, D]`` that a kernel takes by a TMA descriptor, in tiles of one head."""
 
     tensor: str  # whose address and strides it has
     dtype: str
     sizes: tuple[str, str, str, int]  # of the dimensions: an argument or the quotient or product of two, and D
-    rows: int
+    rows: int  # of a tile
     asked: Strided | None = None  # types of address and strides where the kernel takes them in no other way
     layout: str | None = None  # in shared memory, as Gluon spells it
+    columns: int | None = None  # of a tile that has not all of a row
 
     @property
     def type(self) -> str:
         """As Triton spells it."""
-        block = [1, self.rows, 1, self.sizes[3]]
+        block = [1, self.rows, 1, self.columns or self.sizes[3]]
         return f"tensordesc<{self.dtype}{block}{f',{self.layout}' if self.layout else ''}>"
 
     @property

@@ -23,7 +23,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class Role(StrEnum):
-    """Those of ``compiled.ROLES``, for typer to list."""
+    """Those of ``variant.ROLES``, for typer to list."""
 
     only = "only"
     first = "first"
@@ -44,6 +44,7 @@ class Backward(StrEnum):
     two_pass = "two_pass"
     single_pass = "single_pass"
     single_pass_deterministic = "single_pass_deterministic"
+    hopper = "hopper"
 
 
 class Dtype(StrEnum):

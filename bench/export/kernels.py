@@ -12,15 +12,14 @@ from triton.compiler import ASTSource
 
 from ...kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from ...kernels.config import Tile
-from ...kernels.described import COPY_ENGINE_ARCH
+from ...kernels.described import COPY_ENGINE_ARCH, fills_boxes
 from ...kernels.dq_sum import Turns
 from ...kernels.forward import forward_kernel
 from ...kernels.modify import UNMODIFIED
-from ...kernels.parts import LEAST
 from ...kernels.single_pass import single_pass_kernel
-from ...kernels.steps import ROWS
 from ...kernels.tiles import Interval, Shape
-from ..inspect.compiled import ROLES, SHARED_LIMIT
+from ..inspect.compiled import SHARED_LIMIT
+from ..inspect.variant import ROLES
 from .arguments import Argument, Described, Flat, flattened, offsets, strided
 from .binary import parameter_layout
 from .wish import Wish, check, check_hopper, chosen_tiles
@@ -109,19 +108,18 @@ def compiled(wish: Wish, name: str) -> tuple[Flat, Any]:
     """
     check(wish)
     check_hopper(wish)
-    is_hopper = name == "forward" and wish.forward_kernel == "hopper"
     tile, kernel = chosen_tiles(wish)[name][0], KERNELS[name]
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    source: Any = ASTSource
-    if is_hopper:
-        # a while to import, and only this kernel needs it
+    source, values = ASTSource, launch_arguments(wish, name)
+    if name in wish.of_hopper:
+        # a while to import, and only these kernels need it
         from triton.experimental.gluon._runtime import GluonASTSource
 
-        from ...kernels.hopper import hopper_kernel
         from ...kernels.hopper_launch import REGISTERS
+        from . import hopper
 
-        kernel, source, options = hopper_kernel, GluonASTSource, {"num_warps": 4, "maxnreg": REGISTERS}
-    values = hopper_arguments(wish) if is_hopper else launch_arguments(wish, name)
+        source, options = GluonASTSource, {"num_warps": 4, "maxnreg": REGISTERS}
+        kernel, values = hopper.KERNELS[name], hopper.arguments(wish, name, tile, values)
     flat = flattened(kernel.arg_names, {parameter: values[parameter] for parameter in kernel.arg_names})
     # without the path of every source line on this machine
     with triton.knobs.compilation.scope():
@@ -183,11 +181,10 @@ def launch_arguments(wish: Wish, name: str) -> dict[str, Any]:
 
 def box(wish: Wish, tile: Tile) -> Described | None:
     """dQ of a single pass where the copy engine adds to it, as ``gradients.box_of`` has it of what is aligned."""
-    head_dim = wish.head_dim
-    if wish.arch < COPY_ENGINE_ARCH or head_dim < LEAST or head_dim & (head_dim - 1):
+    if wish.arch < COPY_ENGINE_ARCH or not fills_boxes(wish.head_dim):
         return None
     heads = "heads * group" if wish.grouped else "heads"
-    return Described("dq", "fp32", ("batch", "columns", heads, head_dim), tile.block_q)
+    return Described("dq", "fp32", ("batch", "columns", heads, wish.head_dim), tile.block_q)
 
 
 def turns(wish: Wish) -> Turns:
@@ -195,23 +192,3 @@ def turns(wish: Wish) -> Turns:
     if wish.backward != "single_pass_deterministic":
         return Turns(None, None, None)
     return Turns("*i32", 0, "*i32") if wish.bounded else Turns(None, None, "*i32")
-
-
-def hopper_arguments(wish: Wish) -> dict[str, Any]:
-    """As :func:`launch_arguments`, of the Hopper forward."""
-    from triton.experimental.gluon import language as gl
-
-    tile, common = chosen_tiles(wish)["forward"][0], launch_arguments(wish, "forward")
-
-    def described(name: str, length: str, heads: str, rows: int) -> Described:
-        dtype = {"bf16": gl.bfloat16, "fp16": gl.float16}[wish.dtype]
-        layout = repr(gl.NVMMASharedLayout.get_default_for([1, rows, 1, wish.head_dim], dtype))
-        return Described(name, wish.dtype, ("batch", length, heads, wish.head_dim), rows, common[name], layout)
-
-    key_heads = "heads / group" if wish.grouped else "heads"
-    return common | {
-        "q": described("q", "rows", "heads", ROWS),
-        "k": described("k", "columns", key_heads, tile.block_k),
-        "v": described("v", "columns", key_heads, tile.block_k),
-        "SLOTS": tile.num_stages,
-    }

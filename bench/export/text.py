@@ -178,7 +178,8 @@ def senseless(kernel: Exported) -> str:
         found.append("!(args->softmax_scale > 0)")  # NaN too
     if kernel.name == "gradients":  # 32 bits reach from one end of a tile of queries to the other
         far = (2**31 - 1) // kernel.tile.block_q
-        strides = [f"args->{name}_stride_s" for name in ("q", "dout", "dq")]
+        described = {one.of.tensor for one in kernel.maps if one.of.asked is not None}  # any map reaches
+        strides = [f"args->{name}_stride_s" for name in ("q", "dout", "dq") if name not in described]
         found += [f"{stride} > {far} || {stride} < -{far}" for stride in strides]
         found += ["(int64_t)args->heads * args->group > INT32_MAX"] if "group" in known else []
     return "\n      || ".join(found)

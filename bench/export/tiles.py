@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...kernels import hopper_backward_launch
 from ...kernels.attention import DELTA_BLOCK
 from ...kernels.config import Tile, config_for, single_pass_tile
 from ...kernels.lookup import Gpu, tables_of
 from ...kernels.tables import KERNELS, Entry, RefusedTable, Table, options_of, read
-from ..inspect.compiled import DTYPES
+from ..inspect.variant import DTYPES
 
 BUILT_IN = "built-in default, never timed"
 LONGEST = 1 << 40
@@ -55,7 +56,7 @@ def tiles_of(
     config = config_for(arch, DTYPES[dtype], max(head_dims))
     found: Tiles = {"delta": (Tile(DELTA_BLOCK, DELTA_BLOCK, 4, 1), "fixed")}
     if backward != "two_pass":
-        found["gradients"] = _single_pass(arch, dtype, max(head_dims)), BUILT_IN
+        found["gradients"] = _single_pass(backward, arch, dtype, max(head_dims)), BUILT_IN
     tables = list(_tables(source, arch)) if source.is_asked else []
     for kernel in KERNELS:
         found[kernel] = getattr(config, kernel), BUILT_IN
@@ -74,7 +75,9 @@ def tiles_of(
     return found
 
 
-def _single_pass(arch: int, dtype: str, head_dim: int) -> Tile:
+def _single_pass(backward: str, arch: int, dtype: str, head_dim: int) -> Tile:
+    if backward == "hopper":
+        return hopper_backward_launch.default_tile(head_dim)
     if (tile := single_pass_tile(arch, DTYPES[dtype], head_dim)) is None:
         most = max(size for size in (32, 64, 128, 256) if single_pass_tile(arch, DTYPES[dtype], size))
         raise ValueError(

@@ -7,18 +7,17 @@ from functools import lru_cache
 
 from triton.runtime.jit import JITFunction
 
+from ...kernels import hopper_backward_launch, hopper_launch
 from ...kernels.config import BACKWARDS, FORWARD_KERNELS
 from ...kernels.forward import forward_kernel
-from ...kernels.hopper_launch import HEAD_DIMS, check_tile
 from ...kernels.tables import options_of
-from ..inspect.compiled import DTYPES, ROLES, SHARED_LIMIT
+from ..inspect.compiled import SHARED_LIMIT
+from ..inspect.variant import DTYPES, ROLES
 from .tiles import BUILT_IN_TILES, Source, Tiles, tiles_of
 
 HOPPER_ARCH = 90
 HOPPER_DTYPES = ("bf16", "fp16")
-
-EXPORTED = tuple(one for one in BACKWARDS if one != "hopper")
-"""The Hopper backward is launched through Triton alone."""
+BACKWARD_WORDS = {"hopper": "hopper_backward"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Wish:
     role: str = "only"  # one of ROLES
     source: Source = BUILT_IN_TILES
     forward_kernel: str | None = "portable"  # one of FORWARD_KERNELS; None: what the table has, else portable
-    backward: str = "two_pass"  # one of EXPORTED
+    backward: str = "two_pass"  # one of BACKWARDS
 
     @property
     def prefix(self) -> str:
@@ -43,13 +42,19 @@ class Wish:
         words = ["bounded" if self.bounded else "full", *([] if self.grouped else ["mha"])]
         words += [] if self.role == "only" else [self.role]
         words += ["hopper"] if self.forward_kernel == "hopper" else []
-        words += [] if self.backward == "two_pass" else [self.backward]
+        words += [] if self.backward == "two_pass" else [BACKWARD_WORDS.get(self.backward, self.backward)]
         return "_".join(["ringattn", f"sm{self.arch}", self.dtype, dims, *words])
 
     @property
     def kernels(self) -> tuple[str, ...]:
         """Names of what is exported."""
         return ("forward", "delta", *(("dq", "dkdv") if self.backward == "two_pass" else ("gradients",)))
+
+    @property
+    def of_hopper(self) -> tuple[str, ...]:
+        """Those of them that are written for Hopper alone."""
+        asked = {"forward": self.forward_kernel, "gradients": self.backward}
+        return tuple(name for name, kernel in asked.items() if kernel == "hopper")
 
 
 @lru_cache
@@ -94,27 +99,33 @@ def check(wish: Wish) -> None:
         ("dtype", wish.dtype, DTYPES),
         ("role", wish.role, ROLES),
         ("forward_kernel", wish.forward_kernel, (None, *FORWARD_KERNELS)),
-        ("backward", wish.backward, EXPORTED),
+        ("backward", wish.backward, BACKWARDS),
     ):
         if got not in known:
             raise ValueError(f"{what} is {got}: it must be one of {', '.join(map(str, known))}")
     for what, got in (("head_dim", wish.head_dim), ("head_dim_v", wish.head_dim_v)):
         if not 1 <= got <= 256:
             raise ValueError(f"{what} is {got}: it must be 1 to 256")
+    if wish.backward == "hopper":
+        check_kind(wish, "backward='hopper'", hopper_backward_launch.HEAD_DIMS, "two_pass")
+        if not wish.grouped:
+            raise ValueError("grouped is False: backward='hopper' takes any number of query heads per key head")
 
 
 def check_hopper(wish: Wish) -> None:
     """Refuse what the Hopper forward is not written for, where it is asked for: ValueError."""
-    if wish.forward_kernel != "hopper":
-        return
+    if wish.forward_kernel == "hopper":
+        check_kind(wish, "forward_kernel='hopper'", hopper_launch.HEAD_DIMS, "portable")
+        hopper_launch.check_tile(wish.head_dim, chosen_tiles(wish)["forward"][0])
+
+
+def check_kind(wish: Wish, hopper: str, head_dims: tuple[int, ...], other: str) -> None:
+    """Refuse what a Hopper kernel is not written for, in words that say which kernel is: ValueError."""
     for what, got, known in (
         ("arch", f"sm_{wish.arch}", (f"sm_{HOPPER_ARCH}",)),
         ("dtype", wish.dtype, HOPPER_DTYPES),
-        ("head_dim", wish.head_dim, HEAD_DIMS),
+        ("head_dim", wish.head_dim, head_dims),
         ("head_dim_v", wish.head_dim_v, (wish.head_dim,)),
     ):
         if got not in known:
-            raise ValueError(
-                f"{what} is {got}: forward_kernel='hopper' takes {', '.join(map(str, known))}; 'portable' takes any"
-            )
-    check_tile(wish.head_dim, chosen_tiles(wish)["forward"][0])
+            raise ValueError(f"{what} is {got}: {hopper} takes {', '.join(map(str, known))}; {other!r} takes any")

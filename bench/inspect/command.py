@@ -16,19 +16,11 @@ from ...kernels import Tile
 from ..output import check_targets, prints, write_csv, write_json
 from ..tables import table
 from .chips import CHIPS
-from .compiled import (
-    ATTENTION,
-    DTYPES,
-    FEATURES,
-    MEMORY_BOUND,
-    ROLES,
-    Variant,
-    launchable,
-)
 from .gate import compile_and_ask
-from .names import HOPPER, default_tile_of, has, options_of_words, select
+from .names import HOPPER, default_tile_of, lacking, options_of_words, select
 from .rank import LEAST_CORRELATION, correlations
 from .report import COMPARED, Row, difference, failed_row, identity, pairs, read_rows, row_of, shown, text
+from .variant import ATTENTION, DTYPES, FEATURES, MEMORY_BOUND, ROLES, Variant, launchable
 
 TILE = "QxKxWARPSxSTAGES"
 LONG_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -89,14 +81,9 @@ def variants(
         for tile, role in product(given, roles.split(",")):
             one_of("role", role, list(ROLES))
             made = Variant(direction, arch, short, dim, dim_v, tile, role, full, grouped, asked, (*hopper, *chosen))
-            if not has(made, made.options):
-                words = ", ".join(f"{name}={value}" for name, value in chosen)
-                raise ValueError(f"option is {words}: the {kernel} kernel of {heads_of(made)} does not have it")
+            if (refusal := lacking(made, made.options)) is not None:
+                raise ValueError(refusal)
             yield made
-
-
-def heads_of(variant: Variant) -> str:
-    return "grouped heads" if variant.grouped else "heads that are not grouped (--gqa)"
 
 
 def inspect_variant(variant: Variant) -> Row:

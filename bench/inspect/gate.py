@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from .compiled import Compiled, Variant, compile_variant, problems
+from .compiled import Compiled, compile_variant, problems
+from .variant import Variant
 
 
 def compile_and_ask(variant: Variant, source: Any = None) -> tuple[Compiled, list[str]]:
     """What the compiler made of a variant, and what keeps it from being launched or fast; none where it passes.
 
     Args:
-        source: specialised otherwise than by :func:`compiled.ast_source` (of Gluon: ``compiled_hopper.gluon_source``).
+        source: specialised otherwise than by :func:`arguments.ast_source` (of Gluon: ``gluon_source`` of its module).
 
     Raises:
         ValueError: the kernel is not written for this variant.

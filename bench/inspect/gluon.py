@@ -13,7 +13,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ...kernels.hopper_launch import REGISTERS
 from ...kernels.steps import CONSUMERS
-from .compiled import Compiled, Variant, read_compiled, specialise
+from .arguments import specialise
+from .compiled import Compiled, read_compiled
+from .variant import Variant
 
 WARPGROUP = 128  # threads, of a consumer
 

@@ -20,8 +20,10 @@ from ...kernels.hopper import hopper_kernel
 from ...kernels.hopper_launch import HEAD_DIMS, TAKES, check_tile
 from ...kernels.steps import CONSUMERS, ROWS
 from ...kernels.tiles import Shape
-from .compiled import DTYPES, ROLES, Compiled, Variant, interval, problems, strided
+from .arguments import interval, strided
+from .compiled import Compiled, problems
 from .gluon import GLUON_DTYPES, check_kind, compile_source, described, source_of
+from .variant import DTYPES, ROLES, Variant
 
 OPTIONS = (("forward_kernel", "hopper"),)
 """Of a :class:`Variant` that is this kernel: what its ``KernelConfig`` says."""

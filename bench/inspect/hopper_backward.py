@@ -13,9 +13,11 @@ from ...kernels.hopper_backward import hopper_backward_kernel
 from ...kernels.hopper_backward_launch import HEAD_DIMS, TAKES, check_tile, default_tile, shared_bytes
 from ...kernels.steps import CONSUMERS, ROWS
 from ...kernels.tiles import Shape
-from .compiled import ROLES, Compiled, Variant, interval, problems, strided
+from .arguments import interval, strided
+from .compiled import Compiled, problems
 from .gluon import GLUON_DTYPES, check_kind, compile_source, described, source_of
 from .hopper import handing_faults
+from .variant import ROLES, Variant
 
 OPTIONS = (("backward", "hopper"),)
 """Of a :class:`Variant` that is this kernel: what its ``KernelConfig`` says."""

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
 from ...kernels import KernelConfig, Tile, hopper_backward_launch
+from ...kernels.config import LEAST_SIDE
 from ...kernels.described import COPY_ENGINE_ARCH, fills_boxes
 from ...kernels.strict import one_of
 from ...kernels.tables import OPTIONS, Option, Options
-from .compiled import ATTENTION, DTYPES, FEATURES, KERNELS, ROLES, SHARED_LIMIT, Variant, default_tile, launchable
+from .compiled import SHARED_LIMIT
+from .variant import ATTENTION, DTYPES, FEATURES, KERNELS, ROLES, Variant, default_tile, launchable
 
 HOPPER = {
     "hopper": ("forward", (("forward_kernel", "hopper"),)),
@@ -66,7 +68,7 @@ def select(name: str) -> Iterator[Variant]:
                 yield variant
         elif not options:
             yield replace(variant, features=features)
-        elif not variant.options and has(variant, options):
+        elif not variant.options and lacking(variant, options) is None:
             tile = tile_of_options(options, variant.head_dim) or variant.tile
             yield replace(variant, tile=tile, features=features, options=options)
 
@@ -90,13 +92,28 @@ def tile_of_options(options: Options, head_dim: int) -> Tile | None:
     return hopper_backward_launch.default_tile(head_dim if head_dim in known else known[-1])
 
 
-def has(variant: Variant, options: Options) -> bool:
-    """Whether a kernel of such heads has these options."""
-    known = CHECKS.get(variant.kernel, {})
-    return all(
-        name in known and (variant.grouped or name not in OF_GROUPS) and variant.arch >= FROM_ARCH.get(name, 0)
-        for name, _ in options
-    ) and ("dkdv_epilogue" not in dict(options) or all(map(fills_boxes, (variant.head_dim, variant.head_dim_v))))
+def lacking(variant: Variant, options: Options) -> str | None:
+    """The first of the options that a kernel of such heads does not have on such a GPU, and who has it; or None."""
+    for name, value in options:
+        told, needed = f"option is {name}={value}", FROM_ARCH.get(name, 0)
+        if name not in CHECKS.get(variant.kernel, {}):
+            having = [kernel for kernel, known in CHECKS.items() if name in known]
+            return f"{told}: it is of {', '.join(having)}, not of {word_of(variant)}"
+        if name in OF_GROUPS and not variant.grouped:
+            return f"{told}: it is of several query heads per key head; pass --gqa"
+        if variant.arch < needed:
+            return f"{told}: sm_{variant.arch} has no copy engine; it takes sm_{needed} or higher"
+        if name == "dkdv_epilogue" and not all(map(fills_boxes, (variant.head_dim, variant.head_dim_v))):
+            dims = f"{variant.head_dim}/{variant.head_dim_v}"
+            return f"{told}: head dims are {dims}; it takes powers of two of at least {LEAST_SIDE}"
+    return None
+
+
+def word_of(variant: Variant) -> str:
+    """What the kernel is called: as in :func:`select`, the short name where there is one."""
+    options = {*variant.options}
+    short = (word for word, (kernel, own) in HOPPER.items() if kernel == variant.kernel and {*own} <= options)
+    return next(short, variant.kernel)
 
 
 def options_of_words(words: Sequence[str]) -> Options:

@@ -10,7 +10,8 @@ from typing import Any
 import triton
 
 from .bound import Bound, blocks_of, bounds_of, main_bound
-from .compiled import Compiled, Variant
+from .compiled import Compiled
+from .variant import Variant
 
 Row = dict[str, Any]
 

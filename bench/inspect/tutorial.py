@@ -20,8 +20,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ..tables import table
+from .arguments import specialise
 from .bound import blocks_of, bounds_of
-from .compiled import Compiled, read_compiled, specialise
+from .compiled import Compiled, read_compiled
 from .report import Row
 
 BACKWARD = {"BLOCK_M1": 32, "BLOCK_N1": 128, "BLOCK_M2": 128, "BLOCK_N2": 32, "BLK_SLICE_FACTOR": 2}

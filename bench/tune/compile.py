@@ -13,10 +13,11 @@ from ...autotune.ranking import ANY, ONE
 from ...kernels.lookup import triton_version
 from ...kernels.tables import options_of
 from ...kernels.tiles import Shape
+from ..inspect.arguments import ast_source
 from ..inspect.bound import bounds_of, loop_bound, main_bound
-from ..inspect.compiled import Variant, ast_source
 from ..inspect.gate import compile_and_ask
 from ..inspect.names import OF_LAUNCHES
+from ..inspect.variant import Variant
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -37,9 +37,9 @@ from ...comm import nvml
 from ...kernels import Tile
 from ...kernels.lookup import Gpu, triton_version
 from ...kernels.tables import TUNED, Entry, Point, file_name, options_of
-from ..inspect.compiled import default_tile as built_in_tile
 from ..inspect.rank import LEAST_CONFIGS
 from ..inspect.report import Row, identity
+from ..inspect.variant import default_tile as built_in_tile
 from ..provenance import command
 from .compile import compile_job, digest, variant_of
 from .measure import DeviceTrials

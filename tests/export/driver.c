@@ -2,7 +2,7 @@
 #include <cuda.h>
 #include <string.h>
 
-enum { MOST = 64, LARGEST = 128 };
+enum { MOST = 96, LARGEST = 128 };
 
 struct record {
   int launches;

@@ -34,6 +34,7 @@ TUNED = Point("forward", "fp16", 40, 16, 1, "full", 8192)
 """What the table that "last" takes has an entry for."""
 
 STREAM = 77
+MOST = 96  # parameters, as the driver that records has room for
 
 WISHES = {
     "causal": "--arch sm_90 --head-dim 128 --causal",
@@ -44,6 +45,8 @@ HOPPER_FIRST = "--arch sm_90 --head-dim 64 --dtype float16 --no-grouped --role f
 NIGHTLY_WISHES = {
     "hopper 256": "--arch sm_90 --head-dim 256 --causal --role last --forward-kernel hopper",
     "hopper first": f"{HOPPER_FIRST} --backward single_pass",
+    "hopper backward": "--arch sm_90 --head-dim 128 --causal --role middle --backward hopper",
+    "hopper backward 64": "--arch sm_90 --head-dim 64 --dtype float16 --forward-kernel hopper --backward hopper",
     "hopper middle": "--arch sm_90 --head-dim 128 --role middle --forward-kernel hopper --backward single_pass",
     "blackwell": "--arch sm_100 --head-dim 128 --causal --backward single_pass",
     "turns alone": "--arch sm_120 --head-dim 64 --role middle --backward single_pass_deterministic",
@@ -151,15 +154,15 @@ class Record(ctypes.Structure):
         ("allowed", ctypes.c_int),
         ("symbol", ctypes.c_char * 64),
         ("image", ctypes.c_void_p),
-        ("sizes", ctypes.c_int * 65),
-        ("values", (ctypes.c_ubyte * 128) * 64),
+        ("sizes", ctypes.c_int * (MOST + 1)),
+        ("values", (ctypes.c_ubyte * 128) * MOST),
         ("driver_version", ctypes.c_int),
         ("set", ctypes.c_ulonglong * 4),
     ]
 
     def expect(self, sizes: list[int], driver_version: int = 13020) -> None:
         """Parameters of these many bytes; and be that version."""
-        self.sizes[:] = sizes + [0] * (65 - len(sizes))
+        self.sizes[:] = sizes + [0] * (MOST + 1 - len(sizes))
         self.driver_version = driver_version
 
     def passed(self) -> list[bytes]:

@@ -19,13 +19,14 @@ import torch
 import triton
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 
+from ringattn.bench.export import hopper
 from ringattn.bench.export.arguments import field_name
 from ringattn.bench.export.binary import parameter_layout
 from ringattn.bench.export.kernels import KERNELS, compiled
 from ringattn.bench.export.tiles import BUILT_IN_TILES, Source
 from ringattn.bench.export.wish import Wish, chosen_tiles, settled
-from ringattn.bench.inspect.compiled import DTYPES, ROLES
-from ringattn.kernels import Bounds, KernelConfig, attention, gradients, hopper_launch
+from ringattn.bench.inspect.variant import DTYPES, ROLES
+from ringattn.kernels import Bounds, KernelConfig, attention, gradients, hopper_backward_launch, hopper_launch
 from ringattn.kernels.lookup import Gpu
 
 from .exports import STREAM, Record
@@ -100,16 +101,17 @@ class Call:
 def captured(wish: Wish, case: dict[str, int]) -> dict[str, tuple[int, list[Any]]]:
     """By kernel: (programs, arguments in the order of the kernel) of what the host entries launch."""
     found: dict[str, tuple[int, list[Any]]] = {}
-    names = {kernel: name for name, kernel in KERNELS.items()}
+    names = {kernel: name for kernels in (KERNELS, hopper.KERNELS) for name, kernel in kernels.items()}
 
     def launch(kernel: Any, grid: int, device: object, *args: Any, **options: Any) -> None:
         rest = [options[name] for name in kernel.arg_names[len(args) :]]
-        found[names.get(kernel, "forward")] = grid, [*args, *rest]
+        found[names[kernel]] = grid, [*args, *rest]
 
     with (
         patch.object(attention, "launch", launch),
         patch.object(gradients, "launch", launch),
         patch.object(hopper_launch, "launch", launch),
+        patch.object(hopper_backward_launch, "launch", launch),
         patch.object(hopper_launch, "is_hopper", lambda device: True),
         patch.object(gradients, "gpu_of", lambda device: Gpu("", wish.arch)),
     ):
