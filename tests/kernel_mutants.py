@@ -13,7 +13,6 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import argparse
 import ast
 import multiprocessing
 import random
@@ -30,7 +29,7 @@ import pytest
 import torch
 import triton  # imported here, once: the mutants' processes are forks  # noqa: F401
 
-from .mutations import changes, mutations, replaced
+from .mutations import changes, mutations, options_of, replaced, told
 
 ROOT = Path(__file__).parents[1]
 REASONS = ROOT / "tests" / "kernel_mutants.md"
@@ -236,12 +235,7 @@ def survivors(chosen: list[Mutant], show: bool) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--sample", type=int, help="so many of them, always the same")
-    parser.add_argument("--list", action="store_true", help="print them and leave")
-    parser.add_argument("--only", default="", help="those whose text has this in it")
-    parser.add_argument("--show", action="store_true", help="print what catches each")
-    options = parser.parse_args(arguments)
+    options = options_of(arguments, __doc__)
     torch.set_num_threads(1)
     everyone = [mutant for mutant in every_mutant() if options.only in str(mutant)]
     random.Random(0).shuffle(everyone)  # a smaller sample is the beginning of a larger one
@@ -250,13 +244,7 @@ def main(arguments: list[str]) -> int:
         print(*sorted(map(str, chosen)), sep="\n")
         return 0
     left = survivors(chosen, options.show)
-    print(f"{len(chosen) - len(left)} of {len(chosen)} mutants caught")
-    known = {line.strip() for line in REASONS.read_text().splitlines() if line.startswith("    ")}
-    unknown = [text for text in left if text not in known]
-    gone = [str(mutant) for mutant in chosen if str(mutant) in known and str(mutant) not in left]
-    for title, texts in (("not in", unknown), ("caught, and in", gone)):
-        print(*(f"{title} tests/{REASONS.name}:\n    {text}" for text in texts), sep="\n", end="\n" if texts else "")
-    return int(bool(unknown or gone))
+    return told(chosen, left, REASONS)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import copy
 import importlib
@@ -24,6 +25,30 @@ class Mutant:
 
     def __str__(self) -> str:
         return f"{self.module.removeprefix('ringattn.')}.{self.function}: {self.text}"
+
+
+def options_of(arguments: Sequence[str], document: str | None) -> argparse.Namespace:
+    """Which mutants a command is to make, and whether it prints why each is caught."""
+    parser = argparse.ArgumentParser(description=str(document).splitlines()[0])
+    parser.add_argument("--sample", type=int, help="so many of them, always the same")
+    parser.add_argument("--list", action="store_true", help="print them and leave")
+    parser.add_argument("--only", default="", help="those whose text has this in it")
+    parser.add_argument("--show", action="store_true", help="print what catches each")
+    return parser.parse_args(arguments)
+
+
+def told(chosen: Sequence[object], left: Sequence[str], reasons: Path) -> int:
+    """Print how many were caught and where ``reasons`` says otherwise: 1 where it does, else 0.
+
+    It has a line, indented by four, for every survivor that is known, with its reason around it.
+    """
+    print(f"{len(chosen) - len(left)} of {len(chosen)} mutants caught")
+    known = {line.strip() for line in reasons.read_text().splitlines() if line.startswith("    ")}
+    unknown = [text for text in left if text not in known]
+    gone = [str(mutant) for mutant in chosen if str(mutant) in known and str(mutant) not in left]
+    for title, texts in (("not in", unknown), ("caught, and in", gone)):
+        print(*(f"{title} tests/{reasons.name}:\n    {text}" for text in texts), sep="\n", end="\n" if texts else "")
+    return int(bool(unknown or gone))
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:

@@ -15,7 +15,6 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import argparse
 import multiprocessing
 import random
 import sys
@@ -32,7 +31,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from .mutations import Mutant, apply, mutants
+from .mutations import Mutant, apply, mutants, options_of, told
 from .recorder.cases import CASES
 from .recorder.recording import Recording
 from .recorder.ring import record
@@ -239,12 +238,7 @@ def run(jobs: Iterable[tuple[T, Callable[[], Any]]]) -> Iterator[tuple[T, Any]]:
 
 def main(arguments: list[str]) -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--sample", type=int, help="so many of them, always the same")
-    parser.add_argument("--list", action="store_true", help="print them and leave")
-    parser.add_argument("--only", default="", help="those whose text has this in it")
-    parser.add_argument("--show", action="store_true", help="print why each is caught")
-    options = parser.parse_args(arguments)
+    options = options_of(arguments, __doc__)
     torch.set_num_threads(1)
     everyone = [
         (target, mutant)
@@ -257,13 +251,7 @@ def main(arguments: list[str]) -> int:
         return 0
     chosen = random.Random(0).sample(everyone, options.sample) if options.sample else everyone
     left = survivors(chosen, options.show)
-    print(f"{len(chosen) - len(left)} of {len(chosen)} mutants caught")
-    known = {line.strip() for line in REASONS.read_text().splitlines() if line.startswith("    ")}
-    unknown = [text for text in left if text not in known]
-    gone = [str(mutant) for _, mutant in chosen if str(mutant) in known and str(mutant) not in left]
-    for title, texts in (("not in", unknown), ("caught, and in", gone)):
-        print(*(f"{title} tests/{REASONS.name}:\n    {text}" for text in texts), sep="\n", end="\n" if texts else "")
-    return int(bool(unknown or gone))
+    return told([mutant for _, mutant in chosen], left, REASONS)
 
 
 if __name__ == "__main__":
