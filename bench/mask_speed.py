@@ -95,8 +95,12 @@ def spawned(store: str, seqlen: int, repeats: int) -> list[Row] | None:
 
 
 def main(seqlen: int = SEQLEN, repeats: int = REPEATS) -> None:
-    """Print a line for each mask."""
-    for row in launch(WORLD, spawned, seqlen, repeats) or []:
+    """Print a line for each mask: of processes of its own, or of the ranks of a launcher, where rank 0 prints."""
+    place = member()
+    if place is not None and place.world != WORLD:
+        raise SystemExit(f"there are {place.world} ranks: this takes {WORLD}, or none to start its own")
+    rows = launch(WORLD, spawned, seqlen, repeats) if place is None else measure(place, seqlen, repeats)
+    for row in rows or []:
         print(
             f"{row.name}: {row.times.median:.3f} s ± {row.times.spread:.1%}, {row.share:.2%} of the causal pairs, "
             f"{row.ratio:.2f} times their share"

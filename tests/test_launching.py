@@ -168,11 +168,11 @@ def ranks(launcher: str, count: int) -> list[str]:
     return [launcher, *flags, "-n", str(count)]
 
 
-def start(launcher: str, *arguments: str, count: int = 2) -> subprocess.Popen[str]:
-    """``ringattn ARGUMENTS`` on as many ranks."""
+def start(launcher: str, *arguments: str, count: int = 2, module: str = "ringattn") -> subprocess.Popen[str]:
+    """``python -m MODULE ARGUMENTS`` on as many ranks."""
     names = {name for names in (*LAUNCHERS, *JOBS) for name in names} - {"SLURM_JOB_ID"}  # an allocation is kept
     env = {name: value for name, value in os.environ.items() if name not in names and not name.startswith("MASTER_")}
-    command = [*ranks(launcher, count), sys.executable, "-m", "ringattn", *arguments]
+    command = [*ranks(launcher, count), sys.executable, "-m", module, *arguments]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -217,6 +217,13 @@ LAUNCHED = {
 def test_every_command_under_every_launcher(command: str, launcher: str, tmp_path: Path) -> None:
     out = output(start(launcher, *command.format(folder=tmp_path).split()))
     assert out.count(LAUNCHED[command]) == 1, out
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", ["mpirun", "srun", "torchrun"])
+def test_masks_under_every_launcher(launcher: str) -> None:
+    out = output(start(launcher, "512", "2", module="ringattn.bench.mask_speed"))
+    assert out.count("causal: ") == 1 and out.count("times their share") == 5, out
 
 
 @pytest.mark.nightly

@@ -8,7 +8,7 @@ that means:
 - ``many waves``: as in a ring, many more blocks than multiprocessors; one ends every fraction of a millisecond.
 - ``one wave``: exactly as many blocks as multiprocessors, each as long as the launch: what a persistent kernel does.
 - ``one wave, 16 left``: 16 blocks fewer, so that 16 multiprocessors stay free: what ``sm_margin=16`` would give a
-  persistent kernel. The kernel has no such option (it needs none, being many waves); leaving blocks out is the same.
+  persistent kernel (``KernelConfig(persistent=True, sm_margin=16)``); leaving blocks out keeps the kernel unchanged.
 """
 
 from __future__ import annotations
@@ -79,6 +79,19 @@ class Copy:
             self.destination, self.source, self.source.numel(), self.stamps,
             CHUNK=CHUNK, STAMP=self._stamp, num_warps=COPY_WARPS,
         )  # fmt: skip
+
+    def beside(self, step: Callable[[], object], stream: torch.cuda.Stream) -> Callable[[], None]:
+        """The step with this copy on ``stream``, which starts with it, and not under what was enqueued before."""
+
+        def together() -> None:
+            begun = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            begun.record()
+            stream.wait_event(begun)
+            with torch.cuda.stream(stream):
+                self.launch()
+            step()
+
+        return together
 
     def wrong(self) -> int:
         """Elements that did not arrive."""

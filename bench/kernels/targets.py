@@ -156,16 +156,8 @@ def beside_a_transfer(device: torch.device, sizes: Sizes, seconds: float) -> Ite
     seconds_alone = statistics.median(Clock(device)(alone) for _ in range(3))
     copy = Copy(device, bytes_for(device, COPY_LASTS * seconds_alone, sizes.nbytes))
     stream = new_stream(device, HIGH_PRIORITY)
-
-    def together() -> None:
-        begun = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        begun.record()
-        stream.wait_event(begun)  # the copy starts with the forward, not under the flush before it
-        with torch.cuda.stream(stream):
-            copy.launch()
-        alone()
-
-    yield from told(device, sizes, sizes.seqlen, {f"{ALONE}:{OURS}": alone, f"{FORWARD}:{OURS}": together}, seconds)
+    steps = {f"{ALONE}:{OURS}": alone, f"{FORWARD}:{OURS}": copy.beside(alone, stream)}
+    yield from told(device, sizes, sizes.seqlen, steps, seconds)
     yield Number("wrong in the copy", copy.wrong(), "elements", limit=0)
 
 

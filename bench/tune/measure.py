@@ -89,17 +89,7 @@ class DeviceTrials:
     def beside(self, tile: Tile) -> Reading | None:
         if self._device.type != "cuda":
             return None
-        copy, stream = self._copy(tile), self._stream
-
-        def step() -> None:
-            begun = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            begun.record()
-            stream.wait_event(begun)  # the copy starts with the kernel, not under the flush before it
-            with torch.cuda.stream(stream):
-                copy.launch()
-            self._launch(tile)
-
-        return self._reading(tile, step)
+        return self._reading(tile, self._copy(tile).beside(lambda: self._launch(tile), self._stream))
 
     def _reading(self, tile: Tile, step: Callable[[], None]) -> Reading:
         if tile not in self._warm:  # compiles, or takes what the compile-only part left in Triton's cache
