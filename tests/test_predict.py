@@ -255,7 +255,7 @@ def test_timelines_say_what_happened(mask: Mask) -> None:
 
 def test_a_host_computes_in_pieces() -> None:
     """A second per score of the operator, of which a causal ring of two shards has half a square and a square."""
-    body = Body(pair=1.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
+    body = Body(pair=1.0, narrow=1.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
     speed = HostSpeed(body, body, key=0.0, head_dim=8, beside=0.0)
     call = Call(256, 2, "contiguous", heads=1, kv_heads=1, head_dim=8, dtype="float32")
     forward, backward = predicted(call, speed, ENDLESS)
@@ -264,9 +264,18 @@ def test_a_host_computes_in_pieces() -> None:
         predicted(replace(call, head_dim=16), speed, ENDLESS)
 
 
+@pytest.mark.parametrize(("tokens", "score"), [(767, 3.0), (768, 1.0)])
+def test_calls_of_few_rows_have_a_cost_of_their_own(tokens: int, score: float) -> None:
+    """Of triangles as of rectangles."""
+    body = Body(pair=1.0, narrow=3.0, edge=0.0, score=0.0, masked=0.0, row=0.0)
+    speed = HostSpeed(body, body, key=0.0, head_dim=8, beside=0.0)
+    call = Call(tokens, 2, "contiguous", heads=1, kv_heads=1, head_dim=8, dtype="float32")
+    assert predicted(call, speed, ENDLESS)[0].seconds == score * (tokens * (tokens + 1) / 2 + tokens**2)
+
+
 def test_an_idle_neighbour_is_worth_something() -> None:
     """Contiguous causal shards: rank 0 is done when rank 1 begins its square, and has computed beside its triangle."""
-    body = Body(pair=1.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
+    body = Body(pair=1.0, narrow=1.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
     speed = HostSpeed(body, body, key=0.0, head_dim=8, beside=0.0, alone=0.75)
     call = Call(256, 2, "contiguous", heads=1, kv_heads=1, head_dim=8, dtype="float32")
     assert predicted(call, speed, ENDLESS)[0].seconds == 256 * 257 / 2 + 0.75 * 256**2
@@ -277,12 +286,12 @@ def test_an_idle_neighbour_is_worth_something() -> None:
 
 
 def test_a_speed_is_the_mean_of_all_ranks() -> None:
-    fast, slow = (HostSpeed(Body(*[x] * 7), Body(*[2 * x] * 7), key=x, head_dim=8, alone=x / 4) for x in (1.0, 3.0))
-    assert mean_of([fast, slow]) == HostSpeed(Body(*[2.0] * 7), Body(*[4.0] * 7), key=2.0, head_dim=8, alone=0.5)
+    fast, slow = (HostSpeed(Body(*[x] * 8), Body(*[2 * x] * 8), key=x, head_dim=8, alone=x / 4) for x in (1.0, 3.0))
+    assert mean_of([fast, slow]) == HostSpeed(Body(*[2.0] * 8), Body(*[4.0] * 8), key=2.0, head_dim=8, alone=0.5)
 
 
 def test_a_window_on_a_host_goes_by_tiles() -> None:
-    body = Body(pair=0.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
+    body = Body(pair=0.0, narrow=0.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
     speed = HostSpeed(body, body, key=0.0, head_dim=8, beside=0.0)
     call = Call(1024, 2, "contiguous", Mask(causal=True, window=(99, 0)), 1, 1, 8, dtype="float32")
     visible = 1024 * 100

@@ -22,13 +22,19 @@ from .program import ADD, DKDV, DQ, FOLD, PASSES, Form
 WINDOW = 256  # of the shape that tells what masking costs the blockwise body
 THIN = 128  # keys of the shape that tells what a row costs, however few keys it sees
 SMALL = 256  # rows and keys of the piece that tells what a piece costs, however small it is
+WIDE = (
+    768  # rows from which on the operator takes 256 of them at a time, before 64 (PyTorch's FlashAttentionKernel.cpp)
+)
+NARROW = 512  # rows of the call that tells what a score then costs
 
 
 class Work(NamedTuple):
     """What the pieces of a launch add up to, for all its heads."""
 
     pairs: float
-    """Scores that the operator computes, edges apart."""
+    """Scores that the operator computes, edges apart, in calls of at least ``WIDE`` rows."""
+    narrow: float
+    """Likewise, in calls of fewer."""
     edges: float
     """Rows of its triangles."""
     scores: float
@@ -45,9 +51,10 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Body:
-    """Seconds of one thing each, in one pass and with one head dim."""
+    """Seconds of one thing each, in one pass and with one head dim; in the order of :class:`Work`."""
 
     pair: float
+    narrow: float
     edge: float
     score: float
     masked: float
@@ -97,10 +104,8 @@ class HostSpeed:
         rows, keys = int(launch.area.rows), int(launch.area.keys)
         bounds = FULL if launch.bounds is None else launch.bounds
         work = work_of(bounds, rows, keys, form.heads // form.chunks, form.kv_heads // form.chunks)
-        kinds = zip(
-            work, (body.pair, body.edge, body.score, body.masked, body.row, body.block_row, body.piece), strict=True
-        )
-        return form.batch * sum(count * seconds for count, seconds in kinds)
+        each: tuple[float, ...] = astuple(body)
+        return form.batch * sum(count * seconds for count, seconds in zip(work, each, strict=True))
 
 
 @lru_cache(4096)
@@ -112,12 +117,12 @@ def work_of(bounds: Bounds, rows: int, keys: int, heads: int, kv_heads: int) -> 
 
 def _of_piece(bounds: Bounds, piece: Piece, heads: int, kv_heads: int) -> Work:
     rows, keys = piece.row_end - piece.row, piece.key_end - piece.key
-    if piece.kind is Kind.RECTANGLE:
-        return Work(heads * rows * keys, 0, 0, 0, heads * rows, 0, 1)
-    if piece.kind is not Kind.BLOCKWISE:
-        return Work(heads * rows * (rows + 1) / 2, heads * rows, 0, 0, heads * rows, 0, 1)
-    scores, masked = _tiles(limits(bounds, piece), rows, keys, heads, kv_heads)
-    return Work(0, 0, heads * scores, heads * masked, 0, heads * rows, 0)
+    if piece.kind is Kind.BLOCKWISE:
+        scores, masked = _tiles(limits(bounds, piece), rows, keys, heads, kv_heads)
+        return Work(0, 0, 0, heads * scores, heads * masked, 0, heads * rows, 0)
+    pairs, edges = (rows * keys, 0) if piece.kind is Kind.RECTANGLE else (rows * (rows + 1) / 2, heads * rows)
+    wide, narrow = (heads * pairs, 0) if rows >= WIDE else (0, heads * pairs)
+    return Work(wide, narrow, edges, 0, 0, heads * rows, 0, 1)
 
 
 def _tiles(near: Limits, rows: int, keys: int, heads: int, kv_heads: int) -> tuple[float, float]:
@@ -177,7 +182,7 @@ class _Stage:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
         self.q, self.k, self.v, self.dout, self.scale = q, k, v, dout, q.shape[-1] ** -0.5
         self.tokens, self.heads, self.kv_heads = q.shape[1], q.shape[2], k.shape[2]
-        self.thin, self.small = min(THIN, self.tokens // 2), min(SMALL, self.tokens // 2)
+        self.thin, self.small, self.narrow = (min(count, self.tokens // 2) for count in (THIN, SMALL, NARROW))
         self.out, self.lse = flash_cpu.forward(q, k, v, Kind.RECTANGLE, scale=self.scale)
         at = torch.arange(self.tokens, dtype=torch.int32)
         ends = {
@@ -207,8 +212,10 @@ class _Stage:
         found: dict[str, Step] = {
             "forward hop": lambda: folding.fold(k, v, FULL, final=False),
             "backward hop": lambda: adding.dkdv(k, v, FULL, local=False, sums=None, into=few_into),
-            "forward small": partial(self._operator_forward, Kind.RECTANGLE, self.small),
-            "backward small": partial(self._operator_backward, Kind.RECTANGLE, self.small),
+            "forward small": partial(self._operator_forward, Kind.RECTANGLE, self.small, self.small),
+            "backward small": partial(self._operator_backward, Kind.RECTANGLE, self.small, self.small),
+            "forward narrow": partial(self._operator_forward, Kind.RECTANGLE, self.narrow),
+            "backward narrow": partial(self._operator_backward, Kind.RECTANGLE, self.narrow),
             "sums": lambda: [torch.add(a, b, out=a) for a, b in zip(into, came, strict=True)],
         }
         for kind in (Kind.RECTANGLE, Kind.CAUSAL):
@@ -225,24 +232,27 @@ class _Stage:
         rows, plane = self.heads * self.tokens, self.heads * self.tokens**2
         edge = max(half - full * (1 + 1 / self.tokens) / 2, 0.0) / rows
         row = max(seconds[f"{phase} hop"] - full * self.thin / self.tokens, 0.0) / rows
-        piece = max(seconds[f"{phase} small"] - full * (self.small / self.tokens) ** 2, 0.0)
+        narrow = seconds[f"{phase} narrow"] / (self.heads * self.narrow * self.tokens)
+        piece = max(seconds[f"{phase} small"] - narrow * self.heads * self.small**2, 0.0)
         (scores, _), (few, masked), (least, _) = (self._scores(name) for name in ("wide", "band", "thin"))
         wide, band, thin = (seconds[f"{phase} {name}"] / self.heads for name in ("wide", "band", "thin"))
         score = (wide - thin) / (scores - least)
         block_row = max(thin - score * least, 0.0) / self.tokens
         edges = max(band - score * few - block_row * self.tokens, 0.0) / masked
-        return Body(full / plane, edge, score, edges, row, block_row, piece)
+        return Body(full / plane, narrow, edge, score, edges, row, block_row, piece)
 
     def _scores(self, name: str) -> tuple[float, float]:
         return _tiles(self.limits[name], self.tokens, self.keys_of(name), self.heads, self.kv_heads)
 
-    def _operator_forward(self, kind: Kind, tokens: int | None = None) -> None:
-        q, k, v = (x[:, :tokens] for x in (self.q, self.k, self.v))
-        flash_cpu.forward(q, k, v, kind, scale=self.scale)
+    def _operator_forward(self, kind: Kind, rows: int | None = None, keys: int | None = None) -> None:
+        flash_cpu.forward(self.q[:, :rows], self.k[:, :keys], self.v[:, :keys], kind, scale=self.scale)
 
-    def _operator_backward(self, kind: Kind, tokens: int | None = None) -> None:
-        dout, q, k, v, out = (x[:, :tokens] for x in (self.dout, self.q, self.k, self.v, self.out))
-        flash_cpu.backward(dout, q, k, v, out, self.lse[:, :, :tokens], kind, scale=self.scale)
+    def _operator_backward(self, kind: Kind, rows: int | None = None, keys: int | None = None) -> None:
+        (dout, q, out), (k, v) = (
+            (x[:, :rows] for x in (self.dout, self.q, self.out)),
+            (self.k[:, :keys], self.v[:, :keys]),
+        )
+        flash_cpu.backward(dout, q, k, v, out, self.lse[:, :, :rows], kind, scale=self.scale)
 
     def _blockwise_forward(self, near: Limits, keys: int) -> None:
         lse = torch.full((1, self.heads, self.tokens), -torch.inf, dtype=torch.float64)
