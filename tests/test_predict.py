@@ -19,7 +19,7 @@ from ringattn.bench.predict.alike import plan_of, schedule_of
 from ringattn.bench.predict.answers import straggling, tokens_needed
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.clock import run
-from ringattn.bench.predict.host import Body, HostSpeed, calibrated, mean_of
+from ringattn.bench.predict.host import Body, HostSpeed, calibrated, mean_of, work_of
 from ringattn.bench.predict.launch import area_of, whole
 from ringattn.bench.predict.links import PRESETS, Link, Links, link_of, measured
 from ringattn.bench.predict.memory import check, memory, most_tokens
@@ -30,6 +30,7 @@ from ringattn.bench.predict.speed import H100, form_of
 from ringattn.bench.predict.timelines import timeline
 from ringattn.bench.timeline.events import from_chrome
 from ringattn.bench.timing import Clock
+from ringattn.kernels import FULL, Bounds
 from ringattn.ring import Layout, Mask, schedule
 from ringattn.ring.documents import Documents
 from ringattn.ring.mask import bounds
@@ -255,7 +256,7 @@ def test_timelines_say_what_happened(mask: Mask) -> None:
 
 def test_a_host_computes_in_pieces() -> None:
     """A second per score of the operator, of which a causal ring of two shards has half a square and a square."""
-    body = Body(pair=1.0, narrow=1.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
+    body = Body(1.0, 1.0, 1.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
     speed = HostSpeed(body, body, key=0.0, head_dim=8, beside=0.0)
     call = Call(256, 2, "contiguous", heads=1, kv_heads=1, head_dim=8, dtype="float32")
     forward, backward = predicted(call, speed, ENDLESS)
@@ -264,18 +265,26 @@ def test_a_host_computes_in_pieces() -> None:
         predicted(replace(call, head_dim=16), speed, ENDLESS)
 
 
-@pytest.mark.parametrize(("tokens", "score"), [(767, 3.0), (768, 1.0)])
+@pytest.mark.parametrize(("tokens", "score"), [(191, 4.0), (192, 3.0), (767, 3.0), (768, 1.0)])
 def test_calls_of_few_rows_have_a_cost_of_their_own(tokens: int, score: float) -> None:
     """Of triangles as of rectangles."""
-    body = Body(pair=1.0, narrow=3.0, edge=0.0, score=0.0, masked=0.0, row=0.0)
+    body = Body(1.0, 3.0, 4.0, edge=0.0, score=0.0, masked=0.0, row=0.0)
     speed = HostSpeed(body, body, key=0.0, head_dim=8, beside=0.0)
     call = Call(tokens, 2, "contiguous", heads=1, kv_heads=1, head_dim=8, dtype="float32")
     assert predicted(call, speed, ENDLESS)[0].seconds == score * (tokens * (tokens + 1) / 2 + tokens**2)
 
 
+def test_keys_of_several_pieces_are_added_up() -> None:
+    """Of a rectangle of 256 keys beside a triangle of 512, by key head; of one piece nothing is."""
+    at = torch.arange(512, dtype=torch.int32)
+    found = work_of(Bounds(torch.zeros_like(at), at + 257), 512, 768, 4, 2)
+    assert (found.pieces, found.added, found.by_64) == (2, 2 * (256 + 512), 4 * (512 * 256 + 512 * 513 / 2))
+    assert work_of(FULL, 512, 768, 4, 2).added == 0
+
+
 def test_an_idle_neighbour_is_worth_something() -> None:
     """Contiguous causal shards: rank 0 is done when rank 1 begins its square, and has computed beside its triangle."""
-    body = Body(pair=1.0, narrow=1.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
+    body = Body(1.0, 1.0, 1.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
     speed = HostSpeed(body, body, key=0.0, head_dim=8, beside=0.0, alone=0.75)
     call = Call(256, 2, "contiguous", heads=1, kv_heads=1, head_dim=8, dtype="float32")
     assert predicted(call, speed, ENDLESS)[0].seconds == 256 * 257 / 2 + 0.75 * 256**2
@@ -286,12 +295,12 @@ def test_an_idle_neighbour_is_worth_something() -> None:
 
 
 def test_a_speed_is_the_mean_of_all_ranks() -> None:
-    fast, slow = (HostSpeed(Body(*[x] * 8), Body(*[2 * x] * 8), key=x, head_dim=8, alone=x / 4) for x in (1.0, 3.0))
-    assert mean_of([fast, slow]) == HostSpeed(Body(*[2.0] * 8), Body(*[4.0] * 8), key=2.0, head_dim=8, alone=0.5)
+    fast, slow = (HostSpeed(Body(*[x] * 10), Body(*[2 * x] * 10), key=x, head_dim=8, alone=x / 4) for x in (1.0, 3.0))
+    assert mean_of([fast, slow]) == HostSpeed(Body(*[2.0] * 10), Body(*[4.0] * 10), key=2.0, head_dim=8, alone=0.5)
 
 
 def test_a_window_on_a_host_goes_by_tiles() -> None:
-    body = Body(pair=0.0, narrow=0.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
+    body = Body(0.0, 0.0, 0.0, edge=0.0, score=1.0, masked=0.0, row=0.0)
     speed = HostSpeed(body, body, key=0.0, head_dim=8, beside=0.0)
     call = Call(1024, 2, "contiguous", Mask(causal=True, window=(99, 0)), 1, 1, 8, dtype="float32")
     visible = 1024 * 100
@@ -380,7 +389,7 @@ def test_a_calibration_is_of_this_thread() -> None:
     speed = calibrated(
         256, heads=2, kv_heads=1, head_dim=8, dtype=torch.float32, clock=Clock(torch.device("cpu")), repeats=1
     )
-    assert speed.forward.pair > 0 and speed.backward.score > 0 and speed.key > 0
+    assert speed.forward.by_256 > 0 and speed.backward.score > 0 and speed.key > 0
     call = Call(512, 2, "striped", Mask(causal=True), 2, 1, 8, dtype="float32")
     assert all(one.seconds > 0 for one in predicted(call, speed, ENDLESS))
 

@@ -263,7 +263,7 @@ def test_bad_input_is_named(arguments: list[str], told: str) -> None:
     assert told in flat(found.output)
 
 
-BODY = Body(1e-9, 1e-9, 0.0, 1e-9, 0.0, 0.0)
+BODY = Body(1e-9, 1e-9, 1e-9, 0.0, 1e-9, 0.0, 0.0)
 HOST = HostSpeed(BODY, BODY, 0.0, 64)
 
 

@@ -91,7 +91,7 @@ def of_all_ranks(
             pair = operator_seconds(tokens, **how, repeats=repeats) / (heads * tokens**2)
     everybody.ready()
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, replace(mine, alone=min(1.0, pair / (mine.forward.pair + mine.backward.pair))))
+    dist.all_gather_object(found, replace(mine, alone=min(1.0, pair / (mine.forward.by_256 + mine.backward.by_256))))
     return mean_of(found)
 
 

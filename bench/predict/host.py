@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -13,28 +13,27 @@ from torch import Tensor
 from ...kernels import FULL, Bounds
 from ...ring import blockwise, flash_cpu
 from ...ring.aten import AtenBackward, AtenForward
-from ...ring.pieces import Kind, Limits, Piece, limits, pieces
+from ...ring.pieces import MIN_ROWS, Kind, Limits, Piece, limits, pieces
 from ...ring.tiling import blocks, chunks
 from ..timing import Clock, Step, interleaved
 from .launch import Launch
 from .program import ADD, DKDV, DQ, FOLD, PASSES, Form
 
+EVERY = slice(None)
 WINDOW = 256  # of the shape that tells what masking costs the blockwise body
 THIN = 128  # keys of the shape that tells what a row costs, however few keys it sees
-SMALL = 256  # rows and keys of the piece that tells what a piece costs, however small it is
-WIDE = (
-    768  # rows from which on the operator takes 256 of them at a time, before 64 (PyTorch's FlashAttentionKernel.cpp)
-)
-NARROW = 512  # rows of the call that tells what a score then costs
+BY_256, BY_64 = 768, 192  # rows from which on the operator takes so many at a time, else 32: FlashAttentionKernel.cpp
+ROWS = {"by 64": 512, "by 32": MIN_ROWS}  # of the calls that tell what a score costs where it takes fewer
+SMALL = MIN_ROWS  # rows and keys of the piece that tells what a piece costs, however small it is
 
 
 class Work(NamedTuple):
     """What the pieces of a launch add up to, for all its heads."""
 
-    pairs: float
-    """Scores that the operator computes, edges apart, in calls of at least ``WIDE`` rows."""
-    narrow: float
-    """Likewise, in calls of fewer."""
+    by_256: float
+    """Scores of calls of the operator that take 256 rows at a time, edges apart."""
+    by_64: float
+    by_32: float
     edges: float
     """Rows of its triangles."""
     scores: float
@@ -47,20 +46,24 @@ class Work(NamedTuple):
     """Rows of the blockwise body's, likewise."""
     pieces: float
     """Calls of the operator."""
+    added: float = 0.0
+    """Keys of these calls, by key head, where there are several, whose dK and dV are then added up."""
 
 
 @dataclass(frozen=True)
 class Body:
     """Seconds of one thing each, in one pass and with one head dim; in the order of :class:`Work`."""
 
-    pair: float
-    narrow: float
+    by_256: float
+    by_64: float
+    by_32: float
     edge: float
     score: float
     masked: float
     row: float
     block_row: float = 0.0
     piece: float = 0.0
+    added: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -111,18 +114,21 @@ class HostSpeed:
 @lru_cache(4096)
 def work_of(bounds: Bounds, rows: int, keys: int, heads: int, kv_heads: int) -> Work:
     """Of one launch, one batch item."""
-    found = [_of_piece(bounds, piece, heads, kv_heads) for piece in pieces(bounds, rows, keys)]
-    return Work(*(sum(one) for one in zip(*found, strict=True))) if found else Work(*[0] * len(Work._fields))
+    cut = pieces(bounds, rows, keys)
+    found = [_of_piece(bounds, piece, heads, kv_heads) for piece in cut]
+    work = Work(*(sum(one) for one in zip(*found, strict=True))) if found else Work(*[0] * len(Work._fields))
+    by_operator = [piece.key_end - piece.key for piece in cut if piece.kind is not Kind.BLOCKWISE]
+    return work._replace(added=kv_heads * sum(by_operator) if len(cut) > 1 else 0)
 
 
 def _of_piece(bounds: Bounds, piece: Piece, heads: int, kv_heads: int) -> Work:
     rows, keys = piece.row_end - piece.row, piece.key_end - piece.key
     if piece.kind is Kind.BLOCKWISE:
         scores, masked = _tiles(limits(bounds, piece), rows, keys, heads, kv_heads)
-        return Work(0, 0, 0, heads * scores, heads * masked, 0, heads * rows, 0)
+        return Work(0, 0, 0, 0, heads * scores, heads * masked, 0, heads * rows, 0)
     pairs, edges = (rows * keys, 0) if piece.kind is Kind.RECTANGLE else (rows * (rows + 1) / 2, heads * rows)
-    wide, narrow = (heads * pairs, 0) if rows >= WIDE else (0, heads * pairs)
-    return Work(wide, narrow, edges, 0, 0, heads * rows, 0, 1)
+    by_256, by_64, by_32 = (heads * pairs * one for one in (rows >= BY_256, BY_256 > rows >= BY_64, rows < BY_64))
+    return Work(by_256, by_64, by_32, edges, 0, 0, heads * rows, 0, 1)
 
 
 def _tiles(near: Limits, rows: int, keys: int, heads: int, kv_heads: int) -> tuple[float, float]:
@@ -149,7 +155,7 @@ def calibrated(
     times = interleaved(stage.steps(), clock, repeats=repeats)
     seconds = {name: samples.median for name, samples in times.items()}
     forward, backward = (stage.body(phase, seconds) for phase in PASSES)
-    return HostSpeed(forward, backward, seconds["sums"] / (tokens * kv_heads), head_dim)
+    return HostSpeed(forward, backward, stage.key_seconds(seconds), head_dim)
 
 
 def operator_seconds(
@@ -182,7 +188,8 @@ class _Stage:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
         self.q, self.k, self.v, self.dout, self.scale = q, k, v, dout, q.shape[-1] ** -0.5
         self.tokens, self.heads, self.kv_heads = q.shape[1], q.shape[2], k.shape[2]
-        self.thin, self.small, self.narrow = (min(count, self.tokens // 2) for count in (THIN, SMALL, NARROW))
+        self.thin, self.small = min(THIN, self.tokens // 2), min(SMALL, self.tokens // 2)
+        self.rows = {name: min(count, self.tokens // 2) for name, count in ROWS.items()}
         self.out, self.lse = flash_cpu.forward(q, k, v, Kind.RECTANGLE, scale=self.scale)
         at = torch.arange(self.tokens, dtype=torch.int32)
         ends = {
@@ -212,15 +219,16 @@ class _Stage:
         found: dict[str, Step] = {
             "forward hop": lambda: folding.fold(k, v, FULL, final=False),
             "backward hop": lambda: adding.dkdv(k, v, FULL, local=False, sums=None, into=few_into),
-            "forward small": partial(self._operator_forward, Kind.RECTANGLE, self.small, self.small),
-            "backward small": partial(self._operator_backward, Kind.RECTANGLE, self.small, self.small),
-            "forward narrow": partial(self._operator_forward, Kind.RECTANGLE, self.narrow),
-            "backward narrow": partial(self._operator_backward, Kind.RECTANGLE, self.narrow),
+            "forward small": partial(self._small, self._operator_forward),
+            "backward small": partial(self._small, self._operator_backward),
             "sums": lambda: [torch.add(a, b, out=a) for a, b in zip(into, came, strict=True)],
         }
         for kind in (Kind.RECTANGLE, Kind.CAUSAL):
             found[f"forward {kind.name}"] = partial(self._operator_forward, kind)
             found[f"backward {kind.name}"] = partial(self._operator_backward, kind)
+        for name, count in self.rows.items():
+            found[f"forward {name}"] = partial(self._operator_forward, Kind.RECTANGLE, slice(count))
+            found[f"backward {name}"] = partial(self._operator_backward, Kind.RECTANGLE, slice(count))
         for name, near in self.limits.items():
             found[f"forward {name}"] = partial(self._blockwise_forward, near, self.keys_of(name))
             found[f"backward {name}"] = partial(self._blockwise_backward, near, self.keys_of(name))
@@ -232,27 +240,42 @@ class _Stage:
         rows, plane = self.heads * self.tokens, self.heads * self.tokens**2
         edge = max(half - full * (1 + 1 / self.tokens) / 2, 0.0) / rows
         row = max(seconds[f"{phase} hop"] - full * self.thin / self.tokens, 0.0) / rows
-        narrow = seconds[f"{phase} narrow"] / (self.heads * self.narrow * self.tokens)
-        piece = max(seconds[f"{phase} small"] - narrow * self.heads * self.small**2, 0.0)
-        (scores, _), (few, masked), (least, _) = (self._scores(name) for name in ("wide", "band", "thin"))
+        by_64, by_32 = (
+            seconds[f"{phase} {name}"] / (self.heads * count * self.tokens) for name, count in self.rows.items()
+        )
+        small = seconds[f"{phase} small"] / len(self._diagonal())
+        piece = max(small - by_32 * self.heads * self.small**2, 0.0)
+        (scores, _), (near, masked), (least, _) = (self._scores(name) for name in ("wide", "band", "thin"))
         wide, band, thin = (seconds[f"{phase} {name}"] / self.heads for name in ("wide", "band", "thin"))
         score = (wide - thin) / (scores - least)
         block_row = max(thin - score * least, 0.0) / self.tokens
-        edges = max(band - score * few - block_row * self.tokens, 0.0) / masked
-        return Body(full / plane, narrow, edge, score, edges, row, block_row, piece)
+        edges = max(band - score * near - block_row * self.tokens, 0.0) / masked
+        added = 0.0 if phase == "forward" else self.key_seconds(seconds)
+        return Body(full / plane, by_64, by_32, edge, score, edges, row, block_row, piece, added)
+
+    def key_seconds(self, seconds: Mapping[str, float]) -> float:
+        """To add up dK and dV of one key and key head."""
+        return seconds["sums"] / (self.tokens * self.kv_heads)
 
     def _scores(self, name: str) -> tuple[float, float]:
         return _tiles(self.limits[name], self.tokens, self.keys_of(name), self.heads, self.kv_heads)
 
-    def _operator_forward(self, kind: Kind, rows: int | None = None, keys: int | None = None) -> None:
-        flash_cpu.forward(self.q[:, :rows], self.k[:, :keys], self.v[:, :keys], kind, scale=self.scale)
+    def _diagonal(self) -> list[slice]:
+        """Rows, and keys, of small squares."""
+        return [slice(at, at + self.small) for at in range(0, self.tokens - self.small + 1, self.small)]
 
-    def _operator_backward(self, kind: Kind, rows: int | None = None, keys: int | None = None) -> None:
-        (dout, q, out), (k, v) = (
-            (x[:, :rows] for x in (self.dout, self.q, self.out)),
-            (self.k[:, :keys], self.v[:, :keys]),
-        )
-        flash_cpu.backward(dout, q, k, v, out, self.lse[:, :, :rows], kind, scale=self.scale)
+    def _small(self, operator: Callable[[Kind, slice, slice], None]) -> None:
+        """One after the other, as pieces are: a single one would find nothing in the caches."""
+        for one in self._diagonal():
+            operator(Kind.RECTANGLE, one, one)
+
+    def _operator_forward(self, kind: Kind, rows: slice = EVERY, keys: slice = EVERY) -> None:
+        flash_cpu.forward(self.q[:, rows], self.k[:, keys], self.v[:, keys], kind, scale=self.scale)
+
+    def _operator_backward(self, kind: Kind, rows: slice = EVERY, keys: slice = EVERY) -> None:
+        dout, q, out = (x[:, rows] for x in (self.dout, self.q, self.out))
+        k, v = self.k[:, keys], self.v[:, keys]
+        flash_cpu.backward(dout, q, k, v, out, self.lse[:, :, rows], kind, scale=self.scale)
 
     def _blockwise_forward(self, near: Limits, keys: int) -> None:
         lse = torch.full((1, self.heads, self.tokens), -torch.inf, dtype=torch.float64)
