@@ -1,4 +1,4 @@
-"""The shape flags that commands share: sizes like ``8k``, lists of them, and what says a mask."""
+"""The flags that commands share: sizes like ``8k``, lists of them, what says a mask, devices, timers of rings."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
+
+from .timing import OF_RINGS, timer_on
 
 SUFFIXES = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -113,6 +115,23 @@ BlockMaskPattern = Annotated[
         help="; ".join(",".join([name, *(f"{key}=…" for key in keys)]) for name, keys in PATTERNS.items()) + ".",
     ),
 ]
+
+
+TimerOfRings = Annotated[
+    str, typer.Option("--timer", metavar="|".join(OF_RINGS), help="[default: events; on the CPU clock].")
+]
+
+
+def timer_of_rings(device: str, timer: str) -> str:
+    """What times a ring on a device of this kind.
+
+    Raises:
+        typer.BadParameter: no such timer, or not of rings, or not of this kind.
+    """
+    try:
+        return timer_on(device, timer, OF_RINGS)
+    except ValueError as error:
+        raise typer.BadParameter(f"--{error}") from None
 
 
 def human(count: float, unit: str = "") -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,8 @@ TIMERS = ("events", "graph", "clock")
 """CUDA events around a run; events around the replay of a CUDA graph of it; the host's clock, device idle at both ends.
 
 A graph has no launches by the host in it, the host's clock has all of them."""
+OF_RINGS = ("events", "clock")
+"""Of them those that time a whole ring: its transfers are posted by the host, and no graph holds them."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,19 @@ class Team:
         return seconds
 
 
+def timer_on(kind: str, timer: str, takes: Sequence[str] = TIMERS) -> str:
+    """``timer``, or where it is empty what a device of this kind is timed by.
+
+    Raises:
+        ValueError: it is none of ``takes``, or not of this kind.
+    """
+    own = "events" if kind == "cuda" else "clock"
+    known = takes if kind == "cuda" else (own,)
+    if (timer or own) not in known:
+        raise ValueError(f"timer is {timer!r}: on {kind} it must be one of {', '.join(known)}")
+    return timer or own
+
+
 @dataclass
 class Clock:
     """Times one run on a device, by one of ``TIMERS``: on the CPU the host's clock, on a GPU what was asked for.
@@ -111,11 +126,7 @@ class Clock:
     _capturing: torch.cuda.Stream | None = None
 
     def __post_init__(self) -> None:
-        own = "events" if self.device.type == "cuda" else "clock"
-        self.timer = self.timer or own
-        takes = TIMERS if self.device.type == "cuda" else (own,)
-        if self.timer not in takes:
-            raise ValueError(f"timer is {self.timer!r}: on {self.device.type} it must be one of {', '.join(takes)}")
+        self.timer = timer_on(self.device.type, self.timer)
 
     def __call__(self, step: Step) -> float:
         """Seconds of one run, on the slowest member of the team."""

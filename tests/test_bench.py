@@ -33,7 +33,7 @@ from ringattn.bench.suite import command as suite
 from ringattn.bench.suite.cases import Case, NotHere, Number, distance
 from ringattn.bench.suite.workers import Outcome, Pool
 from ringattn.bench.tables import table
-from ringattn.bench.timing import Clock, Samples, interleaved, repeats_within
+from ringattn.bench.timing import OF_RINGS, Clock, Samples, interleaved, repeats_within, timer_on
 from ringattn.comm import LocalTransport
 from ringattn.comm.local import solo_group
 from ringattn.kernels import KernelConfig, Tile
@@ -76,6 +76,12 @@ def test_time_is_that_of_the_slowest_member() -> None:
             return seconds + 5
 
     assert interleaved({"": lambda: None}, Clock(CPU, Slow()), repeats=1)[""].median > 5
+
+
+def test_no_graph_holds_a_ring() -> None:
+    assert [timer_on("cuda", name, OF_RINGS) for name in ("", "clock")] == ["events", "clock"]
+    with pytest.raises(ValueError, match="timer is 'graph': on cuda it must be one of events, clock"):
+        timer_on("cuda", "graph", OF_RINGS)
 
 
 def test_samples() -> None:

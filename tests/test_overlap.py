@@ -252,6 +252,7 @@ def test_overlap_of_real_processes(tmp_path: Path) -> None:
         (["--chunks", "0"], "at least one"),
         (["--device", "cuda", "--link-share", "0.5"], "sees no CUDA device"),
         (["--dtype", "int8"], "no dtype"),
+        (["--timer", "graph"], "timer is 'graph': on cpu it must be one of clock"),
     ],
 )
 def test_bad_flags_are_refused(flags: list[str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_everyone_agrees_in_real_processes(tmp_path: Path) -> None:
     ran = CliRunner().invoke(cli.app, ["bench", "ring", *flags, *by, *files])
     assert ran.exit_code == 0, ran.output
     told = json.loads((tmp_path / "r.json").read_text())
-    assert told["schema"] == ring_bench.SCHEMA and told["provenance"]["versions"]
+    assert told["schema"] == ring_bench.SCHEMA and told["provenance"]["versions"] and told["timer"] == "clock"
     assert [one["problem"]["seqlen"] for one in told["measurements"]] == [256, 512]
     for one in told["measurements"]:
         found = {this["name"]: this for this in one["candidates"]}
@@ -181,13 +181,13 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_told(capsys: pytest.CaptureFixtu
         peers.LUCIDRAINS, 2.0, trusted=False, disagrees=["dk"], exposed=None, sent=None
     )
     peer.absent["yunchang"] = "it needs a GPU"
-    ring_bench.finish([peer], "cpu", None, None)
+    ring_bench.finish([peer], "cpu", "clock", None, None)
     told = capsys.readouterr().out
     assert "not in dk" in told and "not there: yunchang: it needs a GPU" in told
     wrong = report()
     wrong.found[f"{OURS} zigzag"].disagrees.append("dq")
     with pytest.raises(typer.Exit):
-        ring_bench.finish([wrong], "cpu", None, None)
+        ring_bench.finish([wrong], "cpu", "clock", None, None)
 
 
 def test_the_suites_numbers() -> None:
@@ -304,6 +304,7 @@ def test_needs_grow_with_ranks_and_length() -> None:
         (["--layout", "spiral"], "no layout"),
         (["--by", "magic"], "there are one device"),
         (["--transport", "pigeon"], "it takes auto"),
+        (["--timer", "events"], "timer is 'events': on cpu it must be one of clock"),
         (["--seqlen", "1g"], "fits"),
         (["--json", "/no/such/folder/r.json"], "no folder"),
     ],

@@ -21,7 +21,18 @@ from ..output import check_targets, prints, write_csv, write_json
 from ..provenance import provenance
 from ..ring.candidates import Problem
 from ..ring.runs import Ranks
-from ..shapes import LayoutName, binary, device_name, dtype_name, grouped, human, size, sizes
+from ..shapes import (
+    LayoutName,
+    TimerOfRings,
+    binary,
+    device_name,
+    dtype_name,
+    grouped,
+    human,
+    size,
+    sizes,
+    timer_of_rings,
+)
 from ..tables import table
 from ..timing import Clock, Samples, interleaved
 from .rows import Row, contention, step_of, verdict
@@ -46,6 +57,7 @@ class Wish:
     link_share: float | None = LINK_SHARE  # communication alone over compute alone; None: the link as it is
     transport: str = "process_group"
     device: str = "cpu"
+    timer: str = ""  # one of OF_RINGS; empty: the device's own
 
 
 @dataclass
@@ -112,7 +124,7 @@ def link_speed(wish: Wish, device: torch.device) -> float:
     with Ring(transport=wish.transport, chunks=wish.chunks[0]) as ring:
         shard = prepared(wish, ring, device)
         steps = {phase: Step(ring, shard, phase, COMPUTE) for phase in PHASES}
-        taken = interleaved(steps, Clock(device, Members()), repeats=PROBES)
+        taken = interleaved(steps, Clock(device, Members(), wish.timer), repeats=PROBES)
     moved = Members().slowest(sum(step.nbytes for step in steps.values()))
     assert wish.link_share is not None
     return moved / (wish.link_share * sum(samples.median for samples in taken.values()))
@@ -140,7 +152,8 @@ def rows_of(
                 steps[setting[2], phase, COMMUNICATION] = Step(ring, shard, phase, COMMUNICATION)
     task = bar.add_task("timing", total=len(steps) * (wish.repeats + 1))
     named: dict[str, Callable[[], object]] = {str(key): step for key, step in steps.items()}
-    taken = interleaved(named, Clock(device, Members()), repeats=wish.repeats, progress=lambda: bar.advance(task))
+    clock = Clock(device, Members(), wish.timer)
+    taken = interleaved(named, clock, repeats=wish.repeats, progress=lambda: bar.advance(task))
     found = {key: taken[str(key)] for key in steps}
     inside = {key: [run.seconds for run in step.inside[-wish.repeats :]] for key, step in steps.items()}
     rows = []
@@ -200,6 +213,7 @@ def overlap(
     ] = None,
     transport: Annotated[str, typer.Option(help="As of Ring [default: process_group on the CPU, else auto].")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda [default: cuda where there is one].")] = "",
+    timer: TimerOfRings = "",
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; medians count.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="Per process [default: a share of the cores].")] = None,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
@@ -227,6 +241,7 @@ def overlap(
         link_share=None if device == "cuda" else link_share or LINK_SHARE,
         transport=transport or ("auto" if device == "cuda" else "process_group"),
         device=device,
+        timer=timer_of_rings(device, timer),
     )
     report = started(world, spawned, wish) if place is None else measure(place, wish)
     if prints():

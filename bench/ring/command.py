@@ -17,7 +17,7 @@ from ..free_memory import free_memory
 from ..launching import cores, member, started
 from ..output import check_targets, prints, write_csv, write_json
 from ..provenance import provenance
-from ..shapes import LayoutName, device_name, dtype_name, grouped, sizes
+from ..shapes import LayoutName, TimerOfRings, device_name, dtype_name, grouped, sizes, timer_of_rings
 from . import memory as ring_memory
 from .candidates import ALL_CORES, OURS, WHOLE, Problem, makers
 from .memory import Needs
@@ -68,6 +68,7 @@ def ring(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the median counts.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="Per process [default: a share of the cores].")] = None,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="[default: the GPU where there is one].")] = "",
+    timer: TimerOfRings = "",
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write a row per world, length and candidate.")] = None,
@@ -78,6 +79,7 @@ def ring(
     kv_heads, device = grouped(heads, kv_heads), device_name(device)
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     check(worlds, seqlen, layout, by, transport)
+    timer = timer_of_rings(device, timer)
     check_targets(json, csv)
     reports: list[Report] = []
     wishes = []
@@ -99,13 +101,13 @@ def ring(
             transport,
         )
         problems = tuple(replace(first, seqlen=tokens) for tokens in sorted(seqlen))
-        wishes.append(Wish(problems, tuple(layout), repeats, tuple(by.split(",")) if by else ()))
+        wishes.append(Wish(problems, tuple(layout), repeats, tuple(by.split(",")) if by else (), timer))
         for problem in problems:
             refuse_too_large(problem, layout, wishes[-1].by, place.local_world if place is not None else ranks)
     for wish in wishes:
         reports += started(wish.problems[0].world, spawned, wish) if place is None else measure(place, wish)
     if prints():
-        finish(reports, device, json, csv)
+        finish(reports, device, timer, json, csv)
 
 
 def check(
@@ -140,13 +142,13 @@ def refuse_too_large(problem: Problem, layouts: Sequence[str], by: Sequence[str]
         raise typer.BadParameter(f"--seqlen: {why}")
 
 
-def finish(reports: Sequence[Report], device: str, json: str | None, csv: Path | None) -> None:
+def finish(reports: Sequence[Report], device: str, timer: str, json: str | None, csv: Path | None) -> None:
     """Print and write; exit 1 where a result that must agree does not."""
     if json != "-":
         typer.echo(text(reports))
     if json is not None:
         about = provenance(torch.device(device))
-        write_json(json, {"schema": SCHEMA, "provenance": about, **as_json(reports)})
+        write_json(json, {"schema": SCHEMA, "provenance": about, "timer": timer, **as_json(reports)})
     if csv is not None:
         rows = [row for report in reports for row in rows_of(report)]
         write_csv(csv, [{"candidate" if key == "" else key: value for key, value in row.items()} for row in rows])

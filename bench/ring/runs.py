@@ -49,6 +49,7 @@ class Wish:
     layouts: tuple[str, ...]
     repeats: int = 5
     by: tuple[str, ...] = ()
+    timer: str = ""  # one of OF_RINGS; empty: the device's own
 
 
 @dataclass
@@ -137,7 +138,7 @@ class Measurement:
             bar.update(task, description=f"{problem.seqlen:,} tokens: timing")
             times = interleaved(
                 {name: lambda one=one, name=name: one.run(self.shards[name]) for name, one in everyone.items()},  # type: ignore[misc]
-                Clock(self.setting.device, Ranks()),
+                Clock(self.setting.device, Ranks(), self.wish.timer),
                 repeats=repeats,
                 warmup=0,  # the check was one
                 limits={name: one.runs for name, one in everyone.items() if one.runs is not None},
