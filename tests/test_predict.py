@@ -19,7 +19,7 @@ from ringattn.bench.predict.alike import plan_of, schedule_of
 from ringattn.bench.predict.answers import straggling, tokens_needed
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.clock import run
-from ringattn.bench.predict.host import Body, HostSpeed, calibrated, mean_of, work_of
+from ringattn.bench.predict.host import PATTERNS, Body, HostSpeed, calibrated, mean_of, pattern, work_of
 from ringattn.bench.predict.launch import area_of, whole
 from ringattn.bench.predict.links import PRESETS, Link, Links, link_of, measured
 from ringattn.bench.predict.memory import check, memory, most_tokens
@@ -272,6 +272,14 @@ def test_calls_of_few_rows_have_a_cost_of_their_own(tokens: int, score: float) -
     speed = HostSpeed(body, body, key=0.0, head_dim=8, beside=0.0)
     call = Call(tokens, 2, "contiguous", heads=1, kv_heads=1, head_dim=8, dtype="float32")
     assert predicted(call, speed, ENDLESS)[0].seconds == score * (tokens * (tokens + 1) / 2 + tokens**2)
+
+
+def test_patterns_are_calls_of_one_shape() -> None:
+    """However long: no two blocks of rows that see the same keys are neighbours, and so make a call together."""
+    small, few, some = (work_of(pattern(2048, *one), 2048, 2048, 2, 1) for one in PATTERNS.values())
+    assert (small.pieces, small.by_32, small.by_64) == (16, 2 * 2048 * 128, 0)
+    assert (few.pieces, few.by_32, few.by_64) == (16, 2 * 2048 * 512, 0)
+    assert (some.pieces, some.by_32, some.by_64) == (4, 0, 2 * 2048 * 1024)
 
 
 def test_keys_of_several_pieces_are_added_up() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels import FULL, Bounds
+from ...kernels import FULL, Bounds, Runs
 from ...ring import blockwise, flash_cpu
 from ...ring.aten import AtenBackward, AtenForward
 from ...ring.pieces import MIN_ROWS, Kind, Limits, Piece, limits, pieces
@@ -19,12 +19,14 @@ from ..timing import Clock, Step, interleaved
 from .launch import Launch
 from .program import ADD, DKDV, DQ, FOLD, PASSES, Form
 
-EVERY = slice(None)
 WINDOW = 256  # of the shape that tells what masking costs the blockwise body
 THIN = 128  # keys of the shape that tells what a row costs, however few keys it sees
 BY_256, BY_64 = 768, 192  # rows from which on the operator takes so many at a time, else 32: FlashAttentionKernel.cpp
-ROWS = {"by 64": 512, "by 32": MIN_ROWS}  # of the calls that tell what a score costs where it takes fewer
-SMALL = MIN_ROWS  # rows and keys of the piece that tells what a piece costs, however small it is
+PATTERNS = {"small": (MIN_ROWS, 1), "by 32": (MIN_ROWS, 4), "by 64": (512, 2)}
+"""Positions per block, and blocks of keys that each block of rows sees: launches of many calls of one shape each.
+
+They tell what a call costs, with what the ring does about it, and a score where the operator takes fewer rows.
+"""
 
 
 class Work(NamedTuple):
@@ -182,14 +184,21 @@ def mean_of(speeds: Sequence[HostSpeed]) -> HostSpeed:
     return replace(speeds[0], forward=forward, backward=backward, key=key, alone=alone)
 
 
+def pattern(tokens: int, block: int, seen: int) -> Bounds:
+    """Every block of rows sees so many blocks of keys in a row, and its neighbours others."""
+    blocks = -(-tokens // block)
+    starts = torch.arange(blocks) % max(blocks - seen + 1, 1)
+    at = torch.arange(blocks) - starts[:, None]
+    return replace(FULL, runs=Runs((at >= 0) & (at < seen), block))
+
+
 class _Stage:
     """The tensors that everything is measured with, and what is measured."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
         self.q, self.k, self.v, self.dout, self.scale = q, k, v, dout, q.shape[-1] ** -0.5
         self.tokens, self.heads, self.kv_heads = q.shape[1], q.shape[2], k.shape[2]
-        self.thin, self.small = min(THIN, self.tokens // 2), min(SMALL, self.tokens // 2)
-        self.rows = {name: min(count, self.tokens // 2) for name, count in ROWS.items()}
+        self.thin = min(THIN, self.tokens // 2)
         self.out, self.lse = flash_cpu.forward(q, k, v, Kind.RECTANGLE, scale=self.scale)
         at = torch.arange(self.tokens, dtype=torch.int32)
         ends = {
@@ -198,6 +207,7 @@ class _Stage:
             "thin": (torch.zeros_like(at), torch.full_like(at, self.thin)),
         }
         self.limits = {name: Limits(lo, hi, ((0, self.keys_of(name)),)) for name, (lo, hi) in ends.items()}
+        self.patterns = {name: pattern(self.tokens, *one) for name, one in PATTERNS.items()}
 
     def keys_of(self, name: str) -> int:
         """Keys of a shape of the blockwise body."""
@@ -219,16 +229,14 @@ class _Stage:
         found: dict[str, Step] = {
             "forward hop": lambda: folding.fold(k, v, FULL, final=False),
             "backward hop": lambda: adding.dkdv(k, v, FULL, local=False, sums=None, into=few_into),
-            "forward small": partial(self._small, self._operator_forward),
-            "backward small": partial(self._small, self._operator_backward),
             "sums": lambda: [torch.add(a, b, out=a) for a, b in zip(into, came, strict=True)],
         }
         for kind in (Kind.RECTANGLE, Kind.CAUSAL):
             found[f"forward {kind.name}"] = partial(self._operator_forward, kind)
             found[f"backward {kind.name}"] = partial(self._operator_backward, kind)
-        for name, count in self.rows.items():
-            found[f"forward {name}"] = partial(self._operator_forward, Kind.RECTANGLE, slice(count))
-            found[f"backward {name}"] = partial(self._operator_backward, Kind.RECTANGLE, slice(count))
+        for name, seen in self.patterns.items():
+            found[f"forward {name}"] = partial(folding.fold, self.k, self.v, seen, final=False)
+            found[f"backward {name}"] = partial(adding.dkdv, self.k, self.v, seen, local=False, sums=None, into=into)
         for name, near in self.limits.items():
             found[f"forward {name}"] = partial(self._blockwise_forward, near, self.keys_of(name))
             found[f"backward {name}"] = partial(self._blockwise_backward, near, self.keys_of(name))
@@ -240,18 +248,32 @@ class _Stage:
         rows, plane = self.heads * self.tokens, self.heads * self.tokens**2
         edge = max(half - full * (1 + 1 / self.tokens) / 2, 0.0) / rows
         row = max(seconds[f"{phase} hop"] - full * self.thin / self.tokens, 0.0) / rows
-        by_64, by_32 = (
-            seconds[f"{phase} {name}"] / (self.heads * count * self.tokens) for name, count in self.rows.items()
-        )
-        small = seconds[f"{phase} small"] / len(self._diagonal())
-        piece = max(small - by_32 * self.heads * self.small**2, 0.0)
         (scores, _), (near, masked), (least, _) = (self._scores(name) for name in ("wide", "band", "thin"))
         wide, band, thin = (seconds[f"{phase} {name}"] / self.heads for name in ("wide", "band", "thin"))
-        score = (wide - thin) / (scores - least)
+        score = (wide - thin) / (scores - least) if wide > thin else wide / scores  # of tiny shapes noise is the most
         block_row = max(thin - score * least, 0.0) / self.tokens
         edges = max(band - score * near - block_row * self.tokens, 0.0) / masked
         added = 0.0 if phase == "forward" else self.key_seconds(seconds)
-        return Body(full / plane, by_64, by_32, edge, score, edges, row, block_row, piece, added)
+        known = Body(full / plane, full / plane, full / plane, edge, score, edges, row, block_row, 0.0, added)
+        return self._calls(phase, seconds, known)
+
+    def _calls(self, phase: str, seconds: Mapping[str, float], known: Body) -> Body:
+        """With what a call costs, and a score in calls of few rows, where pieces are long enough to be calls."""
+        works = {
+            name: work_of(seen, self.tokens, self.tokens, self.heads, self.kv_heads)
+            for name, seen in self.patterns.items()
+        }
+        left = {
+            name: seconds[f"{phase} {name}"] - known.row * work.rows - known.added * work.added
+            for name, work in works.items()
+        }
+        small, few, some = (works[name] for name in PATTERNS)
+        if few.by_32 <= small.by_32 or not some.by_64:
+            return known
+        by_32 = (left["by 32"] - left["small"]) / (few.by_32 - small.by_32)
+        piece = max(left["small"] - by_32 * small.by_32, 0.0) / small.pieces
+        by_64 = (left["by 64"] - piece * some.pieces) / some.by_64
+        return replace(known, by_64=by_64, by_32=by_32, piece=piece)
 
     def key_seconds(self, seconds: Mapping[str, float]) -> float:
         """To add up dK and dV of one key and key head."""
@@ -260,22 +282,11 @@ class _Stage:
     def _scores(self, name: str) -> tuple[float, float]:
         return _tiles(self.limits[name], self.tokens, self.keys_of(name), self.heads, self.kv_heads)
 
-    def _diagonal(self) -> list[slice]:
-        """Rows, and keys, of small squares."""
-        return [slice(at, at + self.small) for at in range(0, self.tokens - self.small + 1, self.small)]
+    def _operator_forward(self, kind: Kind) -> None:
+        flash_cpu.forward(self.q, self.k, self.v, kind, scale=self.scale)
 
-    def _small(self, operator: Callable[[Kind, slice, slice], None]) -> None:
-        """One after the other, as pieces are: a single one would find nothing in the caches."""
-        for one in self._diagonal():
-            operator(Kind.RECTANGLE, one, one)
-
-    def _operator_forward(self, kind: Kind, rows: slice = EVERY, keys: slice = EVERY) -> None:
-        flash_cpu.forward(self.q[:, rows], self.k[:, keys], self.v[:, keys], kind, scale=self.scale)
-
-    def _operator_backward(self, kind: Kind, rows: slice = EVERY, keys: slice = EVERY) -> None:
-        dout, q, out = (x[:, rows] for x in (self.dout, self.q, self.out))
-        k, v = self.k[:, keys], self.v[:, keys]
-        flash_cpu.backward(dout, q, k, v, out, self.lse[:, :, rows], kind, scale=self.scale)
+    def _operator_backward(self, kind: Kind) -> None:
+        flash_cpu.backward(self.dout, self.q, self.k, self.v, self.out, self.lse, kind, scale=self.scale)
 
     def _blockwise_forward(self, near: Limits, keys: int) -> None:
         lse = torch.full((1, self.heads, self.tokens), -torch.inf, dtype=torch.float64)
