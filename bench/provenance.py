@@ -18,6 +18,7 @@ import torch
 
 from .. import __version__
 from ..comm import nvml
+from ..comm.places import pairs_by_link
 from .launching import cores
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +34,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "versions": versions(),
         "cpu": cpu(),
         "gpu": gpu(device) if device.type == "cuda" else None,
+        "topology": _told(topology),
     }
 
 
@@ -108,6 +110,13 @@ def gpu(device: torch.device) -> dict[str, Any]:
         "driver": _told(nvml.driver_version),
         "clocks": _told(lambda: clocks(device)),
     }
+
+
+def topology() -> dict[str, Any]:
+    """What joins the GPUs of this machine, as pairs by link, and its network adapters, as far as NVML and /sys tell."""
+    places = [nvml.place_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    nics = {nic.name: None if nic.gigabits is None else f"{nic.gigabits:g} Gbit/s" for nic in nvml.nics_of()}
+    return {"gpus": len(places), "pairs": pairs_by_link(places), "nics": nics}
 
 
 def clocks(device: torch.device) -> dict[str, Any]:

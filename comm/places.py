@@ -6,8 +6,10 @@ nothing else is in the way: an upper figure to hold a measurement against, not a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import combinations
 from typing import Any, NamedTuple
 
 SWITCH = "switch"  # the peer of links into an NVSwitch: they reach every GPU that is linked to it too
@@ -150,6 +152,13 @@ def link_between(a: Place, b: Place) -> Link:
     depth = min(shared(a.pcie, b.pcie), _SWITCH_DEPTH)
     text = "one switch" if depth == _SWITCH_DEPTH else _SHARED[depth]
     return Link("pcie", f"PCIe, {text if a.pcie and b.pcie else 'unknown path'}", _pcie(a, b), _SWITCH_DEPTH - depth)
+
+
+def pairs_by_link(places: Iterable[Place]) -> dict[str, int]:
+    """How many pairs of GPUs are joined by what, by the text of the link; pairs of one host alone."""
+    held = [place for place in dict.fromkeys(places) if place.gpu is not None]
+    pairs = [link_between(a, b).text for a, b in combinations(held, 2) if a.host == b.host]
+    return dict(Counter(pairs))
 
 
 def network(ends: Iterable[tuple[Nic | None, int]]) -> Link:

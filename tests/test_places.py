@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringattn.comm.places import Nic, Place, link_between, nearest_nics, network, shared
+from ringattn.comm.places import Nic, Place, link_between, nearest_nics, network, pairs_by_link, shared
 
 from .clusters import cpus, hgx, meshed
 
@@ -20,6 +20,14 @@ def test_one_end_of_a_link_is_enough() -> None:
     a, b = meshed("a", {(0, 1): 2}, 2)
     assert link_between(a, replace(b, nvlinks=())) == link_between(replace(a, nvlinks=()), b) == link_between(a, b)
     assert link_between(a, b).text == "NVLink 2 x2"
+
+
+def test_pairs_by_link() -> None:
+    """Of two hosts, ranks of one GPU counted once, those of a CPU not at all."""
+    places = [*hgx("a"), *meshed("b", {(0, 1): 2}, 3)]
+    pairs = pairs_by_link([*places, places[0], *cpus("c", 2)])
+    assert pairs.pop("NVLink 4 x18 switch") == 28 and pairs.pop("NVLink 2 x2") == 1
+    assert sum(pairs.values()) == 2 and all(text.startswith("PCIe") for text in pairs)
 
 
 def test_nearest_nics() -> None:

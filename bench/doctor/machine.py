@@ -17,7 +17,7 @@ import triton
 from ... import __version__
 from ...comm import nvml
 from ...comm.nccl import nccl_missing
-from ...comm.places import Place, link_between
+from ...comm.places import Place, pairs_by_link
 from ...comm.topology import Topology
 from .findings import FAIL, OK, SKIPPED, Finding, by_rank, differing, ranks_text
 
@@ -171,13 +171,7 @@ def gpus(places: Sequence[Place], *, on_gpu: bool) -> Finding:
 
 def links(places: Sequence[Place]) -> Finding:
     """NVLink and PCIe inside the hosts, as NVML and /sys tell."""
-    kinds: dict[str, int] = {}
-    for host in dict.fromkeys(place.host for place in places):
-        held = list(dict.fromkeys(place for place in places if place.host == host and place.gpu is not None))
-        for i, a in enumerate(held):
-            for b in held[i + 1 :]:
-                text = link_between(a, b).text
-                kinds[text] = kinds.get(text, 0) + 1
+    kinds = pairs_by_link(places)
     slots = sorted({place.pcie_gigabytes for place in places if place.pcie_gigabytes is not None})
     told = [f"{count} pairs by {text}" for text, count in kinds.items()]
     told += [f"PCIe slots of {', '.join(f'{slot:g}' for slot in slots)} GB/s nominal"] if slots else []

@@ -30,6 +30,7 @@ ABOUT = {
     "versions": (dict,),
     "cpu": (dict,),
     "gpu": (dict, *NOTHING),
+    "topology": (dict, *TEXT),
 }
 SAME = ("ringattn.sources", "versions", "cpu.model", "cpu.cores", "gpu.name", "gpu.driver")
 """What must be equal for two runs to be one: the code, the versions, the machine. Not clocks, loads and dates."""
