@@ -258,7 +258,10 @@ class _Stage:
         return self._calls(phase, seconds, known)
 
     def _calls(self, phase: str, seconds: Mapping[str, float], known: Body) -> Body:
-        """With what a call costs, and a score in calls of few rows, where pieces are long enough to be calls."""
+        """With what a call costs, and a score in calls of few rows, as far as the patterns have such calls.
+
+        Fewer rows at a time are never faster: where noise says so, it is noise.
+        """
         works = {
             name: work_of(seen, self.tokens, self.tokens, self.heads, self.kv_heads)
             for name, seen in self.patterns.items()
@@ -268,12 +271,13 @@ class _Stage:
             for name, work in works.items()
         }
         small, few, some = (works[name] for name in PATTERNS)
-        if few.by_32 <= small.by_32 or not some.by_64:
-            return known
-        by_32 = (left["by 32"] - left["small"]) / (few.by_32 - small.by_32)
-        piece = max(left["small"] - by_32 * small.by_32, 0.0) / small.pieces
-        by_64 = (left["by 64"] - piece * some.pieces) / some.by_64
-        return replace(known, by_64=by_64, by_32=by_32, piece=piece)
+        if few.by_32 > small.by_32:
+            by_32 = max((left["by 32"] - left["small"]) / (few.by_32 - small.by_32), known.by_256)
+            known = replace(known, by_32=by_32, piece=max(left["small"] - by_32 * small.by_32, 0.0) / small.pieces)
+        if some.by_64:
+            by_64 = (left["by 64"] - known.piece * some.pieces) / some.by_64
+            known = replace(known, by_64=max(by_64, known.by_256))
+        return known
 
     def key_seconds(self, seconds: Mapping[str, float]) -> float:
         """To add up dK and dV of one key and key head."""
