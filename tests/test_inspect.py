@@ -434,6 +434,13 @@ def test_the_hopper_backward_is_one_of_the_kernels() -> None:
     assert hopper["bound"] > 90
 
 
+def check_refused(kernel: str, changed: dict[str, Any], told: str) -> None:
+    """A variant of a Hopper kernel that it is not written for says why, and does not fit."""
+    (hopper,) = (one for one in select(f"90:bf16:128:middle:{kernel}") if one.full and one.grouped)
+    row = inspect_variant(replace(hopper, **changed))
+    assert told in row["problems"][0] and not row["blocks_per_sm"]
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
@@ -446,9 +453,7 @@ def test_the_hopper_backward_is_one_of_the_kernels() -> None:
     ],
 )
 def test_what_the_hopper_backward_is_not_written_for(changed: dict[str, Any], told: str) -> None:
-    (hopper,) = (one for one in select("90:bf16:128:middle:hopper_backward") if one.full and one.grouped)
-    row = inspect_variant(replace(hopper, **changed))
-    assert told in row["problems"][0] and not row["blocks_per_sm"]
+    check_refused("hopper_backward", changed, told)
 
 
 def test_the_hopper_backward_by_flags() -> None:
@@ -501,9 +506,7 @@ def test_a_spec_without_kernels_is_refused() -> None:
     ],
 )
 def test_what_the_hopper_forward_is_not_written_for(changed: dict[str, Any], told: str) -> None:
-    (hopper,) = (one for one in select("90:bf16:128:middle:hopper") if one.full and one.grouped)
-    row = inspect_variant(replace(hopper, **changed))
-    assert told in row["problems"][0] and not row["blocks_per_sm"]
+    check_refused("hopper", changed, told)
 
 
 def test_a_tile_that_does_not_fit_is_told_what_does() -> None:

@@ -38,9 +38,14 @@ def check_kind(variant: Variant, kernel: str, head_dims: Collection[int], takes:
 
 def described(dtype: str, rows: int, columns: int) -> str:
     """The type of a TMA descriptor of tiles of ``rows`` rows."""
-    block = [1, rows, 1, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, (GLUON_DTYPES | {"fp32": gl.float32})[dtype])
-    return f"tensordesc<{dtype}{block},{layout!r}>"
+    return f"tensordesc<{dtype}{[1, rows, 1, columns]},{layout_of(dtype, rows, columns)}>"
+
+
+def layout_of(dtype: str, rows: int, columns: int) -> str:
+    """Of such a tile in shared memory, as Gluon spells it."""
+    return repr(
+        gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], (GLUON_DTYPES | {"fp32": gl.float32})[dtype])
+    )
 
 
 def source_of(kernel: Any, arguments: Mapping[str, Any], *, general: Collection[str] = ()) -> GluonASTSource:

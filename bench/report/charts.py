@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,21 +42,10 @@ class Chart:
         if finite(x) and finite(y):
             self.lines.setdefault(name[:MOST_NAME], {})[float(x)] = float(y)
 
-    def add_least(self, name: str, x: object, y: object) -> None:
-        """A point of the lowest of all that are told for the same x."""
-        known = self.known(name, x)
-        if known is None or (finite(y) and y < known):
-            self.add(name, x, y)
-
-    def add_most(self, name: str, x: object, y: object) -> None:
-        """The same of the highest."""
-        known = self.known(name, x)
-        if known is None or (finite(y) and y > known):
-            self.add(name, x, y)
-
-    def known(self, name: str, x: object) -> float | None:
-        """What a line says at a place so far."""
-        return self.lines.get(name[:MOST_NAME], {}).get(float(x)) if finite(x) else None
+    def add_one_of(self, pick: Callable[[float, float], float], name: str, x: object, y: object) -> None:
+        """A point of all that are told for the same x: the lowest, or the highest."""
+        if finite(x) and finite(y):
+            self.add(name, x, pick(y, self.lines.get(name[:MOST_NAME], {}).get(float(x), y)))
 
 
 def charts(folder: Folder) -> list[Chart]:
@@ -70,12 +59,15 @@ def bandwidth(folder: Folder) -> Chart:
     chart = Chart("Bandwidth by size: the slowest edge of each transport", "bytes of a message", "GB/s", log_y=True)
     for row in (row for one in folder.benches if one.kind == "links" for row in mappings_of(one.data.get("links"))):
         knobs = [f"{row[name]} {name}" for name in ("channels", "ctas") if row.get(name) is not None]
-        chart.add_least(
-            ", ".join([str(row.get("transport")), str(row.get("way")), *knobs]), row.get("nbytes"), row.get("busbw")
+        chart.add_one_of(
+            min,
+            ", ".join([str(row.get("transport")), str(row.get("way")), *knobs]),
+            row.get("nbytes"),
+            row.get("busbw"),
         )
     for number in (one for one in _numbers(folder) if one.get("name") == MOVED):
         of = labels_of(number)
-        chart.add_least(f"{of.get('by')}, {of.get('way')}", of.get("bytes"), number.get("value"))
+        chart.add_one_of(min, f"{of.get('by')}, {of.get('way')}", of.get("bytes"), number.get("value"))
     return chart
 
 
@@ -153,7 +145,7 @@ def predictions(folder: Folder) -> Chart:
     chart = Chart("Predicted by length: the furthest off of a mask's layouts", "tokens", "% of the measured time")
     for row in (row for one in folder.benches if one.kind == "predicted" for row in mappings_of(one.data.get("rows"))):
         off = percent_off(row)
-        chart.add_most(str(row.get("mask")), row.get("seqlen"), None if off is None else abs(off))
+        chart.add_one_of(max, str(row.get("mask")), row.get("seqlen"), None if off is None else abs(off))
     return chart
 
 
