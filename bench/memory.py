@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import re
 from pathlib import Path
 
 import torch
+
+from .heap import trim
 
 
 class PeakMemory:
@@ -20,7 +20,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             self._start = torch.cuda.memory_allocated(device)
             return
-        _trim()
+        trim()
         # 5: the high-water mark falls to what is resident now (proc_pid_clear_refs); without it, an earlier peak
         # of this process counts, and the result is an upper bound
         with contextlib.suppress(OSError):
@@ -33,13 +33,6 @@ class PeakMemory:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._start
         return max(_resident("VmHWM") - self._start, 0)
-
-
-def _trim() -> None:
-    """Hand freed memory back to the system: what the allocator kept of earlier work would hide what comes after it."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident(field: str) -> int:

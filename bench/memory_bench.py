@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from torch import Tensor
 from ..comm.topology import Topology
 from ..ring import Ring, ring_attention
 from ..ring.schedule import KV_SLOTS
+from .heap import give_back_freed_memory
 from .launching import Member, member, process_group, started
 from .memory import PeakMemory
 from .output import check_targets, prints, write_csv, write_json
@@ -32,8 +32,6 @@ CPU = torch.device("cpu")
 WORLDS = (2, 4, 8)
 ALLOWED_SPREAD = 0.02  # between worlds: what is rounded to pages and what the network library keeps per peer
 WARM_TOKENS = 1024
-M_MMAP_THRESHOLD = -3  # of glibc's mallopt
-MAPPED_BYTES = 64 << 10
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -71,18 +69,6 @@ class Setting:
             wire_dtype=self.wire_dtype,
             grad_wire_dtype=self.grad_wire_dtype,
         )
-
-
-def give_back_freed_memory() -> None:
-    """Let glibc map every large block by itself, so that what is freed leaves the process at once.
-
-    By default it keeps freed blocks of up to 32 MiB for later, and the resident set says what was once used, not what
-    is in use.
-    """
-    try:
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
-    except AttributeError:
-        return  # another C library: the figures are upper bounds
 
 
 def spawned(store: str, problem: Problem, setting: Setting) -> list[Peaks] | None:

@@ -28,7 +28,6 @@ from ringattn.bench.demo.model import Decoder, rotate
 from ringattn.bench.demo.outcome import Check, Outcome, Setting
 from ringattn.bench.demo.side_by_side import Order
 from ringattn.bench.demo.training import Job
-from ringattn.bench.memory import PeakMemory
 
 TINY = Job(seqlen=203, steps=3, layers=1, heads=4, kv_heads=2, head_dim=8, lr=1e-2)  # 203: no world divides it
 FLAGS = [
@@ -300,10 +299,3 @@ def test_of_each_parameter_the_worst_step_is_shown() -> None:
     outcome = Outcome(TINY, Setting("", 1, "", "", False), training.RingRun(**vars(ring)), whole, exact, {})
     assert [check.agrees for check in outcome.gradients] == [True, False]
     assert [(check.name, check.step, check.agrees) for check in outcome.worst_gradients] == [("w", 2, False)]
-
-
-def test_peak_memory_counts_what_was_given_back() -> None:
-    first = PeakMemory(torch.device("cpu"))
-    torch.ones(50_000_000, dtype=torch.uint8)
-    assert 49e6 < first.bytes < 70e6
-    assert PeakMemory(torch.device("cpu")).bytes < 20e6

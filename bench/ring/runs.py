@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,15 +16,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ...reference.masks import Masks
 from ...ring import Ring
 from ..exact import RESULTS, Judge, allowed, chosen_heads, judge, plainly
+from ..heap import freed_at_once
 from ..launching import Member, consequences_later, member, process_group
 from ..links.group import device_of
 from ..memory import PeakMemory
 from ..timing import Clock, Samples, Team, interleaved
 from .candidates import Candidate, Problem, Setting, Tensors, candidates, ours
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 WARM_TOKENS = 64
-KEPT_BYTES = 32 << 20  # the largest block that glibc keeps once it has seen it freed
 
 
 class Ranks(Team):
@@ -227,27 +224,3 @@ def where_time_goes(one: Candidate, shards: Tensors) -> tuple[float | None, floa
     everyone.ready()
     one.run(shards)
     return everyone.slowest(one.waits.take()), None
-
-
-@contextmanager
-def freed_at_once(device: torch.device) -> Iterator[None]:
-    """On the CPU every large block is mapped by itself inside, so that what is resident is what is in use.
-
-    That makes allocations slow: afterwards glibc keeps freed blocks again, as it does in a process that runs on.
-    """
-    if device.type != "cpu":
-        yield
-        return
-    from ..memory_bench import give_back_freed_memory  # which is made of this
-
-    gc.collect()
-    give_back_freed_memory()
-    try:
-        yield
-    finally:
-        try:
-            library = ctypes.CDLL(None)
-            library.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
-            library.mallopt(M_TRIM_THRESHOLD, 2 * KEPT_BYTES)
-        except AttributeError:
-            pass  # another C library
