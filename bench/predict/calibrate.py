@@ -23,7 +23,8 @@ from ..suite.device_cases import ceilings
 from ..timing import Clock
 from .call import CPU, Call
 from .given import Given
-from .host import HostSpeed, calibrated, mean_of, operator_seconds
+from .host import HostSpeed, mean_of
+from .host_pieces import calibrated, operator_seconds
 from .links import BENCH_SCHEMA, LOCAL, Link, Links, measured
 from .measured import base_of, of_numbers, speed_of
 from .speed import Speed

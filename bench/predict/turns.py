@@ -15,7 +15,7 @@ from ..suite.cases import Number
 from ..timing import Clock, interleaved
 from .calibrate import HOST_SIZES, between_virtual_ranks, gpu_speed
 from .call import DTYPES, NAMED, Call
-from .host import calibrated
+from .host_pieces import calibrated
 from .launch import Device
 from .links import Link
 from .program import PASSES
