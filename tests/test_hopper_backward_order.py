@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ringattn.bench.inspect.hopper_backward import unfenced
 from ringattn.kernels import hopper_backward_launch
 
 from . import gluon_modules
@@ -105,6 +106,34 @@ def gate(*names: str) -> str:
 
 def test_a_sample_passes_the_gate() -> None:
     assert len(gate("bf16", "D128", "middle", "full").splitlines()) == 1
+
+
+FENCED = """
+st.shared.v2.b32 numbers
+mbarrier.arrive.shared::cta.b64
+stmatrix.sync.aligned.m8n8.x4.shared.b16 ds
+fence.proxy.async.shared::cta;
+mbarrier.arrive.shared::cta.b64
+st.shared.v2.b32 dq
+fence.proxy.async.shared::cta;
+cp.reduce.async.bulk.tensor.4d
+"""
+FENCE = "fence.proxy.async.shared::cta;\n"
+
+
+@pytest.mark.parametrize(
+    ("ptx", "told"),
+    [
+        (FENCED, []),
+        (FENCED.replace(FENCE, "", 1), ["1 times stmatrix is"]),
+        (FENCED.replace("dq\n" + FENCE, "dq\n"), ["1 times st.shared is"]),
+        (FENCED.replace(FENCE, ""), ["1 times stmatrix is", "1 times st.shared is"]),
+    ],
+)
+def test_the_gate_reads_what_is_handed_on_without_a_fence(ptx: str, told: list[str]) -> None:
+    """The numbers of rows are read by threads, and need none."""
+    found = unfenced(ptx)
+    assert len(found) == len(told) and all(map(str.startswith, found, told))
 
 
 @pytest.mark.nightly

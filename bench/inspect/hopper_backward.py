@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -75,7 +76,26 @@ def faults(variant: Variant, compiled: Compiled, ptx: str) -> list[str]:
     if not 0 <= compiled.shared - told <= 1024:
         found.append(f"{compiled.shared} bytes of shared memory, the launch counts on {told} and some for barriers")
     found += [] if "cp.reduce.async.bulk.tensor.4d" in ptx else ["dQ is not added by the copy engine"]
-    return found + handing_faults(ptx.replace("bar.warp.sync", "bar.sync"))  # the barrier of a partition of one warp
+    # the barrier of a partition of one warp
+    return found + handing_faults(ptx.replace("bar.warp.sync", "bar.sync")) + unfenced(ptx)
+
+
+def unfenced(ptx: str) -> list[str]:
+    """What threads store for the products or for the copy engine, and hand on without a fence for those to see it.
+
+    That is dS, by stmatrix before an arrival, and a part of dQ, before its reduction; PTX ISA, "Async proxy".
+    """
+    waiting: set[str] = set()
+    found = {"stmatrix": 0, "st.shared": 0}
+    for word in re.findall(r"(stmatrix|st\.shared|fence\.proxy\.async|mbarrier\.arrive|cp\.reduce)\b", ptx):
+        if word in found:
+            waiting.add(word)
+        elif word == "fence.proxy.async":
+            waiting.clear()
+        else:
+            late = "stmatrix" if word == "mbarrier.arrive" else "st.shared"
+            found[late] += late in waiting
+    return [f"{count} times {word} is handed on without a fence" for word, count in found.items() if count]
 
 
 def main(names: list[str]) -> int:
