@@ -12,6 +12,7 @@ from torch import Tensor
 from . import attention as host
 from .config import KernelConfig, is_single_pass
 from .gradients import attention_gradients as host_gradients
+from .op_calls import pack
 from .ops import (
     backward_op,
     delta_op,
@@ -25,7 +26,6 @@ from .ops import (
     forward_op,
     gradients_into_op,
     gradients_op,
-    pack,
     quantize_op,
 )
 from .quantize import dequantize as host_dequantize
