@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -20,11 +21,11 @@ from ..links.runs import Wish
 from ..provenance import cpu, gpu
 from ..ring.candidates import DTYPES
 from ..suite.device_cases import ceilings
-from ..timing import Clock
+from ..timing import Clock, Samples, Step
 from .call import CPU, Call
 from .given import Given
 from .host import HostSpeed, mean_of
-from .host_pieces import calibrated, operator_seconds
+from .host_pieces import Stage
 from .links import BENCH_SCHEMA, LOCAL, Link, Links, measured
 from .measured import base_of, of_numbers, speed_of
 from .speed import Speed
@@ -74,26 +75,54 @@ def _host_speed(store: str, tokens: int, heads: int, kv_heads: int, head_dim: in
     assert place is not None
     torch.set_num_threads(1)
     with consequences_later(), process_group(place, store, device=CPU):
-        return of_all_ranks(tokens, heads, kv_heads, head_dim, dtype, HOST_REPEATS)
+        rounds = Rounds(tokens, heads, kv_heads, head_dim, dtype, DEADLINE)
+        rounds.beside((), HOST_REPEATS)
+        return rounds.speed()
 
 
-def of_all_ranks(
-    tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: str, repeats: int, deadline: float = DEADLINE
-) -> HostSpeed:
-    """The speed of a rank of the default group: the mean of what all measure at once.
+class Rounds:
+    """The speed of the default group's ranks, measured round by round, so that what it is to tell is timed between.
 
-    Then one after the other measures alone, which tells what idle neighbours are worth.
+    In a round every rank does everything once, all at once; then one after the other, alone, what tells what idle
+    neighbours are worth. What counts are medians, and the mean of the ranks.
     """
-    how: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": DTYPES[dtype]}
-    mine, everybody = calibrated(tokens, **how, clock=Clock(CPU, Each(deadline)), repeats=repeats), Named(deadline)
-    for rank in range(dist.get_world_size()):
+
+    def __init__(self, tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: str, deadline: float) -> None:
+        self._stage = Stage.of(tokens, heads, kv_heads, head_dim, DTYPES[dtype])
+        self._steps, self._deadline = self._stage.steps(), deadline
+        self._taken: dict[str, list[float]] = {}
+        self._alone: list[float] = []
+
+    def beside(self, steps: Sequence[Step], repeats: int) -> list[Samples]:
+        """Time ``steps`` of all ranks, once each after each of so many rounds; one more comes first, and is not counted."""
+        clock = Clock(CPU, Named(self._deadline))
+        for number in range(-1, repeats):
+            if number <= 0:
+                self._taken, self._alone = {name: [] for name in self._steps}, []
+                taken: list[list[float]] = [[] for _ in steps]
+            self._round()
+            for seconds, step in zip(taken, steps, strict=True):
+                seconds.append(clock(step))
+        return [Samples(tuple(seconds)) for seconds in taken]
+
+    def _round(self) -> None:
+        together, everybody, alone = Clock(CPU, Each(self._deadline)), Named(self._deadline), Clock(CPU)
+        for name, step in self._steps.items():
+            self._taken[name].append(together(step))
+        for rank in range(dist.get_world_size()):
+            everybody.ready()
+            if rank == dist.get_rank():
+                self._alone.append(sum(alone(self._steps[name]) for name in self._stage.of_operator))
         everybody.ready()
-        if rank == dist.get_rank():
-            pair = operator_seconds(tokens, **how, repeats=repeats) / (heads * tokens**2)
-    everybody.ready()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, replace(mine, alone=min(1.0, pair / (mine.forward.by_256 + mine.backward.by_256))))
-    return mean_of(found)
+
+    def speed(self) -> HostSpeed:
+        """Of all ranks, the same on each."""
+        mine = self._stage.speed({name: statistics.median(seconds) for name, seconds in self._taken.items()})
+        pair = statistics.median(self._alone) / self._stage.scores
+        found: list[Any] = [None] * dist.get_world_size()
+        shared = mine.forward.by_256 + mine.backward.by_256
+        dist.all_gather_object(found, replace(mine, alone=min(1.0, pair / shared)))
+        return mean_of(found)
 
 
 def _of_gpu(call: Call, device: torch.device, link: Link | None, between: Link | None) -> Given:

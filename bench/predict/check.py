@@ -1,9 +1,9 @@
 """Is the prediction right? ``python -m ringattn.bench.predict.check``: measured beside predicted, on this machine.
 
 It needs a machine on which nothing else runs. One-thread processes, one per core, measure the link between them as
-``ringattn bench links`` does, and before the rows of each mask and length their own speed, at one length for all rows,
-each by itself and all at once; from that alone these rows are predicted. Then each is run. A row is right within 10%
-plus the measured spread. With ``--local-world`` the ranks are virtual, and take turns on one device: the GPU where
+``ringattn bench links`` does, and in turns with the rows of each mask and length their own speed, at one length for all
+rows, each by itself and all at once; from that alone these rows are predicted. A row is right within 10% plus the
+measured spread. With ``--local-world`` the ranks are virtual, and take turns on one device: the GPU where
 there is one.
 """
 
@@ -26,14 +26,13 @@ from ..output import write_json
 from ..provenance import provenance
 from ..shapes import device_here, size, sizes
 from ..tables import table
-from ..timing import Clock, interleaved
-from .calibrate import DEADLINE, HOST_SIZES, between_processes, of_all_ranks
+from .calibrate import DEADLINE, HOST_SIZES, Rounds, between_processes
 from .call import CPU, NAMED
 from .host import HostSpeed
 from .links import Link, Links
 from .ring import predicted
 from .rows import ALLOWED, MASKS, SCHEMA, Row, Shape, cases, mask_of, step_of
-from .team import HARD, Named, ends_within
+from .team import HARD, ends_within
 from .turns import rows_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -58,15 +57,14 @@ def _of_rank(
     assert place is not None
     torch.set_num_threads(1)
     with consequences_later(), process_group(place, store, device=CPU), Ring(deadline=deadline) as ring:
-        clock = Clock(CPU, Named(deadline))
         speeds, rows = [], []
-        for _, alike in groupby(wanted, key=lambda case: case[1:]):  # what the machine is worth changes by the hour
-            speed = of_all_ranks(length, shape.heads, shape.kv_heads, shape.head_dim, shape.dtype, repeats, deadline)
-            speeds.append(speed)
-            for case in alike:
-                call = shape.call(*case)
-                step = step_of(place.rank, call, ring, CPU)
-                samples = interleaved({"": step}, clock, repeats=repeats)[""]
+        for _, alike in groupby(wanted, key=lambda case: case[1:]):  # what the machine is worth changes within minutes
+            some = list(alike)
+            calls = [shape.call(*case) for case in some]
+            rounds = Rounds(length, shape.heads, shape.kv_heads, shape.head_dim, shape.dtype, deadline)
+            taken = rounds.beside([step_of(place.rank, call, ring, CPU) for call in calls], repeats)
+            speeds.append(speed := rounds.speed())
+            for case, call, samples in zip(some, calls, taken, strict=True):
                 passes = predicted(call, speed, Links(link, link))
                 rows.append(Row(*case, samples.median, samples.spread, sum(one.seconds for one in passes)))
                 if place.rank == 0:

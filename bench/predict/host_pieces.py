@@ -30,26 +30,10 @@ They tell what a call costs, with what the ring does about it, and a score where
 def calibrated(
     tokens: int, *, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, clock: Clock, repeats: int = 5
 ) -> HostSpeed:
-    """Measure this thread with pieces of ``tokens`` rows and keys, in turns; medians of ``repeats``.
-
-    The team of the clock is every process of a ring: all measure at once, so that each finds the machine as busy as a
-    ring does.
-    """
+    """Measure this thread with pieces of ``tokens`` rows and keys, in turns; medians of ``repeats``."""
     stage = Stage.of(tokens, heads, kv_heads, head_dim, dtype)
     times = interleaved(stage.steps(), clock, repeats=repeats)
-    seconds = {name: samples.median for name, samples in times.items()}
-    forward, backward = (stage.body(phase, seconds) for phase in PASSES)
-    return HostSpeed(forward, backward, stage.key_seconds(seconds), head_dim)
-
-
-def operator_seconds(
-    tokens: int, *, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, repeats: int = 5
-) -> float:
-    """Forward and backward of one piece by the operator, on this thread while nobody else is asked to compute."""
-    stage = Stage.of(tokens, heads, kv_heads, head_dim, dtype)
-    steps = {phase: step for phase, step in stage.steps().items() if phase.endswith(Kind.RECTANGLE.name)}
-    times = interleaved(steps, Clock(torch.device("cpu")), repeats=repeats)
-    return sum(samples.median for samples in times.values())
+    return stage.speed({name: samples.median for name, samples in times.items()})
 
 
 def pattern(tokens: int, block: int, seen: int) -> Bounds:
@@ -61,7 +45,7 @@ def pattern(tokens: int, block: int, seen: int) -> Bounds:
 
 
 class Stage:
-    """The tensors that everything is measured with, and what is measured."""
+    """The tensors that everything is measured with, what is measured, and what the seconds say."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
         self.q, self.k, self.v, self.dout, self.scale = q, k, v, dout, q.shape[-1] ** -0.5
@@ -113,10 +97,25 @@ class Stage:
             found[f"backward {name}"] = partial(self._blockwise_backward, near, self.keys_of(name))
         return found
 
+    @property
+    def of_operator(self) -> tuple[str, ...]:
+        """The steps that are one piece of the operator, forward and backward."""
+        return tuple(f"{phase} {Kind.RECTANGLE.name}" for phase in PASSES)
+
+    @property
+    def scores(self) -> int:
+        """Of such a piece."""
+        return self.heads * self.tokens**2
+
+    def speed(self, seconds: Mapping[str, float]) -> HostSpeed:
+        """From what every step took, by name."""
+        forward, backward = (self.body(phase, seconds) for phase in PASSES)
+        return HostSpeed(forward, backward, self.key_seconds(seconds), self.q.shape[-1])
+
     def body(self, phase: str, seconds: Mapping[str, float]) -> Body:
         """Two shapes of each body tell its two constants; a hop with few keys what a row costs beside its pairs."""
         full, half = (seconds[f"{phase} {kind.name}"] for kind in (Kind.RECTANGLE, Kind.CAUSAL))
-        rows, plane = self.heads * self.tokens, self.heads * self.tokens**2
+        rows, plane = self.heads * self.tokens, self.scores
         edge = max(half - full * (1 + 1 / self.tokens) / 2, 0.0) / rows
         row = max(seconds[f"{phase} hop"] - full * self.thin / self.tokens, 0.0) / rows
         (scores, _), (near, masked), (least, _) = (self._scores(name) for name in ("wide", "band", "thin"))
