@@ -34,6 +34,7 @@ from .team import HARD, Each, Named, ends_within
 HOST_TOKENS = 2048  # of the pieces that a CPU is measured with: half a minute at the width below
 HOST_WIDTH = 512  # heads times head dim of these pieces, where there are as many
 HOST_REPEATS = 3
+MOST_ROUNDS = 4
 HOST_SIZES = (1 << 20, 1 << 24)  # of messages between processes of a CPU
 GPU_TOKENS = 16 * 1024
 GPU_SIZES = (1 << 20, 1 << 24, 1 << 27)
@@ -90,19 +91,24 @@ class Rounds:
     def __init__(self, tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: str, deadline: float) -> None:
         self._stage = Stage.of(tokens, heads, kv_heads, head_dim, DTYPES[dtype])
         self._steps, self._deadline = self._stage.steps(), deadline
-        self._taken: dict[str, list[float]] = {}
+        self._taken: dict[str, list[float]] = {name: [] for name in self._steps}
         self._alone: list[float] = []
 
     def beside(self, steps: Sequence[Step], repeats: int) -> list[Samples]:
-        """Time ``steps`` of all ranks, once each after each of so many rounds; one more comes first, and is not counted."""
-        clock = Clock(CPU, Named(self._deadline))
-        for number in range(-1, repeats):
-            if number <= 0:
-                self._taken, self._alone = {name: [] for name in self._steps}, []
-                taken: list[list[float]] = [[] for _ in steps]
-            self._round()
+        """Time ``steps`` of all ranks, in turns with rounds; each first time does not count.
+
+        Between two turns of long steps there are up to ``MOST_ROUNDS`` rounds: what is short is measured more often.
+        """
+        clock, count = Clock(CPU, Named(self._deadline)), 1
+        self._round()
+        first = [clock(step) for step in steps]
+        self._taken, self._alone = {name: [] for name in self._steps}, []
+        taken: list[list[float]] = [[] for _ in steps]
+        for _ in range(repeats):
+            spent = sum(clock(self._round) for _ in range(count))
             for seconds, step in zip(taken, steps, strict=True):
                 seconds.append(clock(step))
+            count = max(1, min(MOST_ROUNDS, round(count * sum(first) / spent)))  # the same on all ranks
         return [Samples(tuple(seconds)) for seconds in taken]
 
     def _round(self) -> None:
