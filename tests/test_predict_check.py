@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ import typer
 from typer.testing import CliRunner
 
 from ringattn.bench.launching import started
-from ringattn.bench.predict import check, team, turns
+from ringattn.bench.predict import calibrate, check, team, turns
 from ringattn.bench.predict.call import NAMED, Call
 from ringattn.bench.predict.links import Link
 from ringattn.bench.predict.rows import MASKS, Row, Shape, cases
 from ringattn.bench.predict.turns import one_core, predicted_local_world, predicted_turns
+from ringattn.bench.timing import Team
 from ringattn.ring import Mask
 
 from . import predict_cases
@@ -63,6 +65,27 @@ def test_virtual_ranks_are_measured_and_predicted() -> None:
     assert all(number.value is not None and number.value > 0 for number in found)
     demanded = [number for number in found if number.limit is not None]
     assert len(demanded) == len(rows) and all(number.limit >= 10 for number in demanded if number.limit)
+
+
+@pytest.mark.parametrize(("of_round", "of_step", "rounds"), [(0.02, 0.0, 1 + 5), (0.001, 0.05, 1 + 1 + 4 * 4)])
+def test_short_pieces_are_measured_more_often_beside_long_rings(
+    of_round: float, of_step: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "Named", lambda deadline: Team())
+    found, done = calibrate.Rounds(64, 2, 1, 8, "float32", 1.0), []
+
+    def one_round() -> None:
+        done.append("round")
+        time.sleep(of_round)
+
+    def step() -> None:
+        done.append("step")
+        time.sleep(of_step)
+
+    monkeypatch.setattr(found, "_round", one_round)
+    (samples,) = found.beside([step], 5)
+    assert (done.count("round"), done.count("step"), len(samples.seconds)) == (rounds, 6, 5)
+    assert done[:4] == ["round", "step"] * 2 and done[-1] == "step"
 
 
 def test_one_core_is_given_back() -> None:
