@@ -209,7 +209,7 @@ _SINGLE_PASS: dict[int, dict[int, Tile]] = {
     103: {64: Tile(64, 128, 8, 1), 128: Tile(64, 128, 8, 1)},
 }
 _SINGLE_PASS_SMALL = {64: Tile(32, 128, 8, 2), 128: Tile(16, 64, 4, 2)}
-_SINGLE_PASS_FLOAT32 = {64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1)}
+_SINGLE_PASS_FLOAT32 = {64: Tile(32, 32, 4, 1), 128: Tile(16, 16, 4, 1)}
 
 
 def single_pass_tile(arch: int, dtype: torch.dtype, head_dim: int) -> Tile | None:

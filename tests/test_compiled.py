@@ -53,6 +53,7 @@ SAMPLE = [
     "90:bf16:128:last:single_pass",
     "100:bf16:64:middle:forward",
     "120:fp16:128:middle:dq",
+    "120:fp32:128:middle:single_pass",
     "90:bf16:128:quantize",
     "90:bf16:128:dequantize",
     "80:fp32:256:quantize",

@@ -494,6 +494,20 @@ def test_a_spec_without_kernels_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["120:fp32"], "spec is '120:fp32': it must be ARCH:DTYPE:D"),
+        (["sm_90:bf16:64"], "spec is 'sm_90:bf16:64': its ARCH must be a number"),
+        (["90:bf16:64/"], "spec is '90:bf16:64/': its ARCH must be a number, as 90, its D one or two"),
+        (["90:bf16:64:dq", "--tile", "64x64x4x1", "--gqa"], "--tile, --gqa beside '90:bf16:64:dq', which names all"),
+    ],
+)
+def test_a_spec_that_says_too_little_or_is_not_alone_is_refused(arguments: list[str], told: str) -> None:
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
+    assert result.exit_code == 2 and told in result.output
+
+
+@pytest.mark.parametrize(
     ("changed", "told"),
     [
         ({"kernel": "dq"}, "kernel is dq: forward_kernel='hopper' takes forward"),

@@ -141,8 +141,20 @@ def differences(before: Sequence[Row], after: Sequence[Row]) -> str:
     return "\n\n".join(found)
 
 
+OF_FLAGS = ("kernel", "arch", "dtype", "head_dim", "role", "tile", "feature", "option", "full", "grouped")
+"""What says which variants are meant, where no spec does."""
+FLAG = {"grouped": "--gqa"}
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command line has this flag."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 @app.command()
 def inspect(
+    context: typer.Context,
     spec: Annotated[
         list[str] | None,
         typer.Argument(
@@ -197,6 +209,9 @@ def inspect(
 
     try:
         check_targets(json, csv)
+        if spec and (given := [name for name in OF_FLAGS if is_given(context, name)]):
+            flags = ", ".join(FLAG.get(name, f"--{name.replace('_', '-')}") for name in given)
+            raise ValueError(f"{flags} beside {spec[0]!r}, which names all of a variant: leave out one or the other")
         if correlate is not None:
             found = correlations(read_rows(correlate))
             _write(found, table(found), json, csv)

@@ -53,8 +53,9 @@ def problems(variant: Variant, compiled: Compiled) -> list[str]:
     Fit is asked of every variant. Clean loops (no spills, no serialised wgmma) are asked of 16-bit variants up to head
     dim 128, inside the loop that holds the matrix instructions: what spills outside costs nothing that counts. Where
     features make the loop several times as long, a few spills are the least of it; so they are, if they are few, where
-    a loop waits for its turn (the deterministic single pass). A memory-bound kernel has no such loop, spills
-    nowhere, and keeps fp32's subnormals, which stand for those of e4m3.
+    a loop waits for its turn (the deterministic single pass), or a program that walks from tile to tile keeps its place
+    in registers beside (persistent, never a default). A memory-bound kernel has no such loop, spills nowhere, and keeps
+    fp32's subnormals, which stand for those of e4m3.
     """
     found = []
     if compiled.shared > SHARED_LIMIT[variant.arch]:
@@ -68,7 +69,7 @@ def problems(variant: Variant, compiled: Compiled) -> list[str]:
         found.append("no loop with matrix instructions")
     asked = variant.dtype != "fp32" and max(variant.head_dim, variant.head_dim_v) <= CLEAN_HEAD_DIM
     if asked and not variant.features:
-        most = MOST_LOCAL if variant.kernel == WAITS else 0
+        most = MOST_LOCAL if variant.kernel == WAITS or dict(variant.options).get("persistent") else 0
         found += [f"{loop.local} local-memory instructions in a loop" for loop in compiled.loops if loop.local > most]
         found += ["serialised wgmma in a loop" for loop in compiled.loops if loop.serialised]
     return found

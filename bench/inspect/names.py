@@ -45,9 +45,14 @@ def select(name: str) -> Iterator[Variant]:
     dims that fill no box.
 
     Raises:
-        ValueError: an arch, dtype, role, kernel, feature or option that is not there.
+        ValueError: less than three parts, or an arch, dtype, head dim, role, kernel, feature or option that is not
+            there.
     """
+    if name.count(":") < 2:
+        raise ValueError(f"spec is {name!r}: it must be ARCH:DTYPE:D, as 90:bf16:128, and what narrows it")
     arch, dtype, head_dims, *words = name.split(":")
+    if not (arch.isdecimal() and all(dim.isdecimal() for dim in head_dims.split("/", 1))):
+        raise ValueError(f"spec is {name!r}: its ARCH must be a number, as 90, its D one or two, as 128 or 192/128")
     words = [part for word in words for part in (spelled_out(word) if word in HOPPER else (word,))]
     options = options_of_words([word for word in words if "=" in word])
     words = [word for word in words if "=" not in word]
