@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -72,9 +73,10 @@ def _blocks(layout: Layout, mask: Mask, keys: Layout) -> Iterator[Stretches]:
 
 def _inside(spans: tuple[Span, ...], starts: Vector, ends: Vector) -> Iterator[Span]:
     """What of the spans lies in the intervals, both ascending."""
+    begins, stops = starts.tolist(), ends.tolist()
     for start, length, step in spans:
-        first, past = np.searchsorted(ends, start, side="right"), np.searchsorted(starts, start + length * step)
-        for begin, end in zip(starts[first:past].tolist(), ends[first:past].tolist(), strict=True):
+        first, past = bisect_right(stops, start), bisect_left(begins, start + length * step)
+        for begin, end in zip(begins[first:past], stops[first:past], strict=True):
             a, b = max(-((start - begin) // step), 0), min(-((start - end) // step), length)
             if a < b:
                 yield Span(start + a * step, b - a, step)

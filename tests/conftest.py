@@ -18,8 +18,13 @@ settings.register_profile("default", deadline=None, derandomize=True, suppress_h
 settings.register_profile("nightly", settings.get_profile("default"), max_examples=2000, derandomize=False)
 
 
+def profile(markexpr: str) -> str:
+    """Of properties, by ``-m``: thousands of examples where nightly tests alone are asked for."""
+    return "nightly" if markexpr.split(" ")[0] == "nightly" else "default"
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    settings.load_profile("nightly" if config.option.markexpr == "nightly" else "default")
+    settings.load_profile(profile(config.option.markexpr))
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,15 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from configparser import ConfigParser
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
 import ringattn
+
+from .conftest import profile
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -115,6 +118,15 @@ def test_ci_runs_the_readmes_test_command() -> None:
     command = (ROOT / ".ci" / "run").read_text().splitlines()[-1]
     assert command.endswith(".venv/bin/tox")
     assert command in (ROOT / "README.md").read_text().splitlines()
+
+
+def test_properties_are_drawn_anew_in_nightly_runs_alone() -> None:
+    tox = ConfigParser()
+    tox.read(ROOT / "tox.ini")
+    marks = re.findall(r'pytest .*-m "(.*?)"', tox["testenv:nightly"]["commands"])
+    assert [profile(mark) for mark in marks] == ["nightly", "nightly"]
+    options = PYPROJECT["tool"]["pytest"]["ini_options"]["addopts"]
+    assert profile(options[options.index("-m") + 1]) == profile("") == "default"
 
 
 def run(code: str, folder: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from ringattn.bench.predict.call import NAMED, Call
 from ringattn.bench.predict.links import Link
 from ringattn.bench.predict.rows import MASKS, Row, Shape, cases
 from ringattn.bench.predict.turns import one_core, predicted_local_world, predicted_turns
-from ringattn.bench.timing import Team
+from ringattn.bench.timing import Step, Team
 from ringattn.ring import Mask
 
 from . import predict_cases
@@ -67,24 +66,29 @@ def test_virtual_ranks_are_measured_and_predicted() -> None:
     assert len(demanded) == len(rows) and all(number.limit >= 10 for number in demanded if number.limit)
 
 
-@pytest.mark.parametrize(("of_round", "of_step", "rounds"), [(0.02, 0.0, 1 + 5), (0.001, 0.05, 1 + 1 + 4 * 4)])
+@pytest.mark.parametrize(("of_round", "of_step", "rounds"), [(2.0, 1.0, 1 + 5), (0.1, 5.0, 1 + 1 + 4 * 4)])
 def test_short_pieces_are_measured_more_often_beside_long_rings(
     of_round: float, of_step: float, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where a clock goes on by what runs alone."""
+    now, done = [0.0], []
+
+    def runs(name: str, seconds: float) -> None:
+        done.append(name)
+        now[0] += seconds
+
+    def clock(step: Step) -> float:
+        before = now[0]
+        step()
+        return now[0] - before
+
     monkeypatch.setattr(calibrate, "Named", lambda deadline: Team())
-    found, done = calibrate.Rounds(64, 2, 1, 8, "float32", 1.0), []
-
-    def one_round() -> None:
-        done.append("round")
-        time.sleep(of_round)
-
-    def step() -> None:
-        done.append("step")
-        time.sleep(of_step)
-
-    monkeypatch.setattr(found, "_round", one_round)
-    (samples,) = found.beside([step], 5)
-    assert (done.count("round"), done.count("step"), len(samples.seconds)) == (rounds, 6, 5)
+    monkeypatch.setattr(calibrate, "Clock", lambda device, team: clock)
+    found = calibrate.Rounds(64, 2, 1, 8, "float32", 1.0)
+    monkeypatch.setattr(found, "_round", lambda: runs("round", of_round))
+    (samples,) = found.beside([lambda: runs("step", of_step)], 5)
+    assert samples.seconds == pytest.approx((of_step,) * 5)
+    assert (done.count("round"), done.count("step")) == (rounds, 6)
     assert done[:4] == ["round", "step"] * 2 and done[-1] == "step"
 
 

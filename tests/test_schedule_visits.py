@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
-from time import process_time
 
 import numpy as np
 import pytest
@@ -18,10 +16,11 @@ from ringattn.ring import block_mask
 from ringattn.ring.documents import Documents
 from ringattn.ring.layout import Layout
 from ringattn.ring.mask import Mask
-from ringattn.ring.schedule import Schedule, _schedule, schedule
+from ringattn.ring.schedule import Schedule, schedule
 from ringattn.ring.visits import union, visits
 
 from .layouts import NAMES, Window, block_layouts, block_masks, layouts, masks, named, sees
+from .planning import forget, planned
 
 CAUSAL = Mask(causal=True)
 MILLION, WORLD = 2**20, 64
@@ -29,8 +28,7 @@ MILLION, WORLD = 2**20, 64
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
-    """Plans of another test would hide what makes this one's."""
-    _schedule.cache_clear()
+    forget()
 
 
 def brute(layout: Layout, mask: Mask, keys: Layout) -> list[list[bool]]:
@@ -97,13 +95,9 @@ MASKS = {
 }
 
 
-def planned(seconds: float, make: Callable[[], Schedule]) -> Schedule:
-    start = process_time()
-    plan = make()
+def use(plan: Schedule) -> None:
     plan.bytes(1, 1)
     plan.hops(0)
-    assert process_time() - start < seconds
-    return plan
 
 
 @pytest.mark.parametrize("name", [*NAMES, "per document"])
@@ -117,7 +111,7 @@ def test_a_million_tokens_over_64_ranks(name: str, mask: Mask) -> None:
             Layout.zigzag(MILLION, WORLD, PACKED.boundaries) if per_document else named(name, MILLION, WORLD), mask
         )
 
-    planned(1, make)
+    planned(1, make, use)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -127,7 +121,7 @@ def test_a_thousand_ranks_and_documents(name: str) -> None:
     layout = named(name, 4 * MILLION, world)
     longformer = Mask(window=(2048, 2048), global_tokens=((0, 64), (MILLION, MILLION + 64)))
     for mask in (Mask(documents=documents), Mask(causal=True, documents=documents), longformer):
-        planned(5, lambda mask=mask: schedule(layout, mask))  # type: ignore[misc]
+        planned(5, lambda mask=mask: schedule(layout, mask), use)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +133,7 @@ def test_a_thousand_ranks_and_documents(name: str) -> None:
     ids=["bigbird", "fixed"],
 )
 def test_blocks_of_many_tokens(blocks: block_mask.BlockMask) -> None:
-    planned(1, lambda: schedule(Layout.zigzag(MILLION // 4, WORLD), Mask(causal=True, blocks=blocks)))
+    planned(1, lambda: schedule(Layout.zigzag(MILLION // 4, WORLD), Mask(causal=True, blocks=blocks)), use)
 
 
 def test_every_rank_makes_the_same_schedule_alone() -> None:
@@ -154,7 +148,7 @@ def test_every_rank_makes_the_same_schedule_alone() -> None:
         here = schedule(each, mask)
         there = pickle.loads(pickle.dumps((each, mask)))
         assert there == (each, mask)
-        _schedule.cache_clear()
+        forget()
         assert schedule(*there) == here
 
 
