@@ -36,6 +36,7 @@ from .scores import PLAIN, Scores
 from .tiles import Shape
 
 REDUCE_BLOCK = 16  # of another: the parts of few rows are many bytes already, and this divides every tile
+REDUCE_WARPS = 8  # with four, ptxas keeps two addresses in local memory on sm_100
 DELTA_BLOCK = 64  # rows of a memory-bound pass: enough loads in flight, few idle rows at a shard's end
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -234,7 +235,7 @@ def attention_dkdv(
             reduce_kernel, programs(k.shape[1], REDUCE_BLOCK, k), q.device,
             *map(strided, parts), *map(strided, before), strided(dk), strided(dv), seen,
             shape._replace(splits=splits), **head_dims(q, v), BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k,
-            BLOCK_ROWS=REDUCE_BLOCK, HAS_SUM=sums is not None, IN_PLACE=in_place, num_warps=4,
+            BLOCK_ROWS=REDUCE_BLOCK, HAS_SUM=sums is not None, IN_PLACE=in_place, num_warps=REDUCE_WARPS,
         )  # fmt: skip
     return dk, dv
 

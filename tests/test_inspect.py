@@ -24,7 +24,7 @@ from ringattn.bench.inspect.names import select
 from ringattn.bench.inspect.rank import correlations, ranks, spearman
 from ringattn.bench.inspect.report import difference, pairs, row_of
 from ringattn.bench.inspect.sass import Loop, matrix_loops, read_loop
-from ringattn.bench.inspect.variant import Variant
+from ringattn.bench.inspect.variant import MEMORY_BOUND, Variant
 from ringattn.kernels import Tile
 
 LISTING = (Path(__file__).parent / "listings" / "forward_sm_90.sass").read_text()
@@ -337,6 +337,22 @@ def test_a_config_per_combination() -> None:
     assert [one.head_dim for one in found if one.kernel == "quantize" and one.arch == 90] == [192, 128]
 
 
+@pytest.mark.parametrize("kernel", ["reduce", "quantize"])
+def test_what_a_memory_bound_kernel_does_not_take_is_refused(kernel: str) -> None:
+    for flag, value in (("tile", "64x64x4x2"), ("feature", "softcap"), ("option", "order=longest")):
+        code, output = run("--kernel", f"forward,{kernel}", f"--{flag}", value)
+        assert code == 2 and f"{flag} is {value}, and kernel {kernel} takes none" in output
+
+
+def test_parts_are_reduced_in_the_roles_asked_for() -> None:
+    found = [*variants("reduce", "90", "bfloat16", "128", "only,last", None, None, None, True, False)]
+    assert [(one.kernel, one.role, one.full) for one in found] == [("reduce", role, True) for role in ("only", "last")]
+
+
+def test_a_feature_leaves_out_kernels_without_it() -> None:
+    assert not {one.kernel for one in select("90:bf16:128:softcap")} & {*MEMORY_BOUND}
+
+
 def test_two_reports_side_by_side(tmp_path: Path) -> None:
     row = row_of(VARIANT, COMPILED, [])
     newer = row | {"triton": "9.9.9", "registers": 80, "bound": 20.0}
@@ -528,3 +544,12 @@ def test_a_tile_that_does_not_fit_is_told_what_does() -> None:
     assert done.returncode == 1
     assert "the chip has 101376" in done.stdout
     assert "does not fit an SM of sm_86: 128x64x8x2 does" in done.stdout
+
+
+def test_a_default_tile_that_does_not_fit_is_not_told_to() -> None:
+    """Persistent, an epilogue by descriptors takes shared memory of its own beside the loop's."""
+    spec = "120:bf16:128:dkdv:middle:dkdv_epilogue=descriptors:order=longest:persistent=True"
+    done = inspect(spec)
+    assert done.returncode == 1
+    told = {line.partition("; ")[2] for line in done.stdout.splitlines() if "the chip has" in line}
+    assert told == {"does not fit an SM of sm_120"}

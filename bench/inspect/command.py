@@ -19,7 +19,7 @@ from .chips import CHIPS
 from .gate import compile_and_ask
 from .names import HOPPER, default_tile_of, lacking, options_of_words, select
 from .rank import LEAST_CORRELATION, correlations
-from .report import COMPARED, Row, difference, failed_row, identity, pairs, read_rows, row_of, shown, text
+from .report import COMPARED, Row, difference, failed_row, pairs, read_rows, row_of, shown, text
 from .variant import ATTENTION, DTYPES, FEATURES, MEMORY_BOUND, ROLES, Variant, launchable
 
 TILE = "QxKxWARPSxSTAGES"
@@ -66,24 +66,36 @@ def variants(
     """
     short = one_of("dtype", LONG_DTYPES.get(dtype, dtype), list(DTYPES))
     dim, dim_v = head_dims_of(head_dim)
+    places = [one_of("role", word, list(ROLES)) for word in roles.split(",")]
     asked = tuple(one_of("feature", word, FEATURES) for word in features.split(",")) if features else ()
     chosen = options_of_words(options.split(",")) if options else ()
     for arch, kernel in product(map(arch_of, archs.split(",")), kernels.split(",")):
         one_of("kernel", kernel, [*ATTENTION, *MEMORY_BOUND, *HOPPER])
         if kernel in MEMORY_BOUND:
-            yield from (one for one in launchable(arch, short, dim, dim_v) if one.kernel == kernel)
+            for name, words in (("tile", tiles), ("feature", features), ("option", options)):
+                if words:
+                    raise ValueError(f"{name} is {words}, and kernel {kernel} takes none: leave out one or the other")
+            yield from _memory_bound(kernel, arch, short, dim, dim_v, places, full)
             continue
         direction, hopper = HOPPER.get(kernel, (kernel, ()))
         default = default_tile_of(direction, (*hopper, *chosen), arch, short, max(dim, dim_v))
         if default is None and not tiles:
             raise ValueError(f"kernel {kernel} has no default tile at head dim {head_dim}: pass --tile {TILE}")
         given = map(tile_of, tiles.split(",")) if tiles else [default] if default else []
-        for tile, role in product(given, roles.split(",")):
-            one_of("role", role, list(ROLES))
+        for tile, role in product(given, places):
             made = Variant(direction, arch, short, dim, dim_v, tile, role, full, grouped, asked, (*hopper, *chosen))
             if (refusal := lacking(made, made.options)) is not None:
                 raise ValueError(refusal)
             yield made
+
+
+def _memory_bound(
+    kernel: str, arch: int, dtype: str, head_dim: int, head_dim_v: int, roles: Sequence[str], full: bool
+) -> Iterator[Variant]:
+    """Of the parts of dK/dV in these roles; what quantises and what undoes it have one, and no mask."""
+    for variant in launchable(arch, dtype, head_dim, head_dim_v):
+        if variant.kernel == kernel and (kernel != "reduce" or (variant.role in roles and variant.full == full)):
+            yield variant
 
 
 def inspect_variant(variant: Variant) -> Row:
@@ -92,14 +104,21 @@ def inspect_variant(variant: Variant) -> Row:
         row = row_of(variant, *compile_and_ask(variant))
     except Exception as error:  # one that cannot be compiled is a finding, and the others still count
         return failed_row(variant, error)
-    default = None
-    if variant.kernel in ATTENTION:
-        widest = max(variant.head_dim, variant.head_dim_v)
-        default = default_tile_of(variant.kernel, variant.options, variant.arch, variant.dtype, widest)
-    if not row["blocks_per_sm"] and default is not None:
-        fits = identity(Variant(**(vars(variant) | {"tile": default})))["tile"]
-        row["problems"].append(f"does not fit an SM of {row['arch']}: {fits} does")
+    if not row["blocks_per_sm"]:
+        row["problems"].append(f"does not fit an SM of {row['arch']}{what_fits(variant)}")
     return row
+
+
+def what_fits(variant: Variant) -> str:
+    """The default tile of such a launch, where that is another one and, compiled, does fit."""
+    if variant.kernel not in ATTENTION:
+        return ""
+    widest = max(variant.head_dim, variant.head_dim_v)
+    default = default_tile_of(variant.kernel, variant.options, variant.arch, variant.dtype, widest)
+    if default in (None, variant.tile):
+        return ""
+    other = inspect_variant(Variant(**(vars(variant) | {"tile": default})))
+    return f": {other['tile']} does" if other["blocks_per_sm"] else ""
 
 
 def inspect_all(asked: Sequence[Variant]) -> list[Row]:

@@ -69,7 +69,7 @@ def select(name: str) -> Iterator[Variant]:
         if not {variant.role, variant.kernel} >= {*words} - {*features}:
             continue
         if variant.kernel not in ATTENTION:
-            if not options:
+            if not options and not features:
                 yield variant
         elif not options:
             yield replace(variant, features=features)

@@ -9,6 +9,7 @@ from itertools import product
 import torch
 
 from ...kernels import Tile
+from ...kernels.attention import REDUCE_WARPS
 from ...kernels.backward import dkdv_kernel, dq_kernel, reduce_kernel
 from ...kernels.config import config_for, single_pass_tile
 from ...kernels.e4m3 import dequantize_kernel, quantize_kernel
@@ -90,7 +91,7 @@ def launchable(arch: int, dtype: str, head_dim: int, head_dim_v: int | None = No
     dkdv = config_for(arch, DTYPES[dtype], max(head_dim, dim_v)).dkdv
     for role, full in product(ROLES, (False, True)):
         yield Variant("dkdv", arch, dtype, head_dim, dim_v, dkdv, role, full, True, options=(("dkdv_splits", 2),))
-        tile = replace(dkdv, num_warps=4, num_stages=1)
+        tile = replace(dkdv, num_warps=REDUCE_WARPS, num_stages=1)
         yield Variant("reduce", arch, dtype, head_dim, dim_v, tile, role, full, True)
     for kernel, dim in product(FP8, dict.fromkeys((head_dim, dim_v))):
         tile = Tile(SCALE_TOKENS, SCALE_TOKENS, num_warps(dim), 1)
