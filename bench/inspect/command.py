@@ -184,7 +184,7 @@ def inspect(
         str,
         typer.Option(
             help="Comma list of forward, dq, dkdv, single_pass, single_pass_deterministic, hopper (forward of sm_90), "
-            "hopper_backward (its single pass), quantize, dequantize."
+            "hopper_backward (its single pass), reduce (of dK/dV in parts), quantize, dequantize."
         ),
     ] = "forward,dq,dkdv",
     arch: Annotated[
