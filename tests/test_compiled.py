@@ -22,6 +22,7 @@ from ringattn.bench.inspect.sass import Loop, basic_blocks, matrix_loops, natura
 from ringattn.bench.inspect.variant import ATTENTION, FEATURES, FP8, SINGLE_PASS, Variant, launchable
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.kernels.config import config_for, single_pass_tile
+from ringattn.kernels.tables import Options
 
 ARCHS = (80, 86, 89, 90, 100, 120)
 SIXTEEN_BIT = (64, 128)
@@ -54,6 +55,7 @@ SAMPLE = [
     "100:bf16:64:middle:forward",
     "120:fp16:128:middle:dq",
     "120:fp32:128:middle:single_pass",
+    "100:bf16:96:middle:single_pass",
     "90:bf16:128:quantize",
     "90:bf16:128:dequantize",
     "80:fp32:256:quantize",
@@ -229,6 +231,22 @@ def test_spills_are_tolerated_where_the_gate_does_not_ask_for_clean_loops() -> N
     assert problems(replace(VARIANT, features=("dropout",)), spilled) == []
     assert problems(replace(VARIANT, head_dim=256), spilled) == []
     assert problems(replace(VARIANT, dtype="fp32"), spilled) == []
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "passes"),
+    [
+        ("dkdv", (("persistent", True),), True),
+        ("forward", (("persistent", True),), False),
+        ("dkdv", (("order", "longest"),), False),
+        ("single_pass_deterministic", (), True),
+        ("single_pass", (), False),
+    ],
+)
+def test_few_spills_are_tolerated_where_a_program_waits_or_walks(kernel: str, options: Options, passes: bool) -> None:
+    variant = replace(VARIANT, kernel=kernel, options=options)
+    assert (problems(variant, replace(CLEAN, loops=(Loop(16, 16, 1, False),))) == []) is passes
+    assert problems(variant, replace(CLEAN, loops=(Loop(16, 17, 1, False),)))
 
 
 LISTING = """

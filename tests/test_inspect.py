@@ -337,6 +337,31 @@ def test_a_config_per_combination() -> None:
     assert [one.head_dim for one in found if one.kernel == "quantize" and one.arch == 90] == [192, 128]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--correlate", "r.json", "--arch", "sm_80"], "--arch beside --correlate"),
+        (["--correlate", "r.json", "--gate"], "--gate beside --correlate"),
+        (["--correlate", "r.json", "90:bf16:128"], "90:bf16:128 beside --correlate"),
+        (["--correlate", "r.json", "--diff", "a.json", "b.json"], "--diff beside --correlate"),
+        (["--diff", "a.json", "b.json", "--full"], "--full beside --diff of two reports"),
+        (["--diff", "64x64x4x2", "64x64x4x3", "--tile", "64x64x4x1"], "--tile beside --diff 64x64x4x2 64x64x4x3"),
+    ],
+)
+def test_what_has_no_say_is_refused(arguments: list[str], told: str) -> None:
+    code, output = run(*arguments)
+    assert code == 2 and told in output
+
+
+def test_a_difference_passes_the_gate_or_not(tmp_path: Path) -> None:
+    for name, problems in (("good", []), ("bad", ["serialised wgmma in a loop"])):
+        rows = [row_of(VARIANT, COMPILED, problems)]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"triton": "3.7.1", "rows": rows}))
+    good, bad = (str(tmp_path / f"{name}.json") for name in ("good", "bad"))
+    assert run("--diff", good, bad)[0] == run("--diff", good, good, "--gate")[0] == 0
+    assert run("--diff", good, bad, "--gate")[0] == 1
+
+
 @pytest.mark.parametrize("kernel", ["reduce", "quantize"])
 def test_what_a_memory_bound_kernel_does_not_take_is_refused(kernel: str) -> None:
     for flag, value in (("tile", "64x64x4x2"), ("feature", "softcap"), ("option", "order=longest")):
@@ -433,6 +458,10 @@ def test_the_hopper_forward_is_one_of_the_kernels() -> None:
     portable, hopper = json.loads(done.stdout)["rows"]
     assert (portable["options"], hopper["options"]) == ({}, {"forward_kernel": "hopper"})
     assert len(hopper["loops"]) == 2 and (hopper["matrix"], hopper["threads"]) == (16, 384)
+    assert (portable["tma"], hopper["tma"]) == (
+        0,
+        4,
+    )  # 128 rows of K and of V, in boxes of 64 elements, by another warp
     # 64 x 128 scores of a consumer: products of 64 x 128 x 128 twice
     assert hopper["clocks"]["tensor cores"] == 2 * 64 * 128 * 128 / 2048
     assert hopper["bound"] > 95 > portable["bound"]

@@ -54,7 +54,8 @@ def launch_arguments(variant: Variant) -> dict[str, Any]:
         role, result, carried = replace(role, carried=False), sums, sums
     dk, dv = (box_types(variant, dim, result, carried) for dim in (variant.head_dim, variant.head_dim_v))
     common = {
-        "q": model, "k": model, "v": model, "dout": model, "lse": "*fp32", "delta": "*fp32", "softmax_scale": "fp32",
+        "q": model, "k": model, "v": model, "dout": model, "lse": "*fp32", "delta": "*fp32", "dlse": "*fp32",
+        "softmax_scale": "fp32",
         "bounds": interval(variant), "modifiers": modifiers(variant.features),
         "shape": shape(variant), "dk_parts": sums, "dv_parts": sums,
         "state": carried, "out": result, "dq_in": carried, "dq_out": result,

@@ -10,9 +10,9 @@ one. So the bound is
 
 with ``beside`` and ``exposed`` the longest unit of the softmax over the instructions under products, and over the
 others. A warp-specialised block counts as many as it has partitions with a loop of their own; what its loading warp
-moves is not counted. Latencies, clocks that drop under load, cache misses and a loop's ends are left out. The ceiling
-is arithmetic. That warps move in step is a model: what it is worth is its rank correlation with measured time
-(:mod:`.rank`).
+moves is told (``tma``), but takes no time here. Latencies, clocks that drop under load, cache misses and a loop's ends
+are left out. The ceiling is arithmetic. That warps move in step is a model: what it is worth is its rank correlation
+with measured time (:mod:`.rank`).
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def variants(
 def _memory_bound(
     kernel: str, arch: int, dtype: str, head_dim: int, head_dim_v: int, roles: Sequence[str], full: bool
 ) -> Iterator[Variant]:
-    """Of the parts of dK/dV in these roles; what quantises and what undoes it have one, and no mask."""
+    """Of the sum of dK/dV's parts in these roles; the others have one, and no mask."""
     for variant in launchable(arch, dtype, head_dim, head_dim_v):
         if variant.kernel == kernel and (kernel != "reduce" or (variant.role in roles and variant.full == full)):
             yield variant
@@ -142,7 +142,11 @@ def inspect_all(asked: Sequence[Variant]) -> list[Row]:
 
 def _rows(word: str, make: Callable[[str], list[Row]]) -> list[Row]:
     """One side of ``--diff``: a report by its file, or a tile."""
-    return read_rows(word) if word.endswith(".json") else make(word)
+    return read_rows(word) if is_report(word) else make(word)
+
+
+def is_report(word: str) -> bool:
+    return word.endswith(".json")
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -171,6 +175,31 @@ def is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
+def refuse_beside(
+    context: typer.Context, spec: list[str] | None, diff: tuple[str, str] | None, correlate: str | None
+) -> None:
+    """Refuse what has no say in what is asked for: ValueError."""
+    given = [FLAG.get(name, f"--{name.replace('_', '-')}") for name in OF_FLAGS if is_given(context, name)]
+    if correlate is not None:
+        more = [*(["--gate"] if is_given(context, "gate") else []), *(["--diff"] if diff else []), *(spec or [])]
+        if given := [*given, *more]:
+            raise ValueError(
+                f"{', '.join(given)} beside --correlate, which compiles nothing: leave out one or the other"
+            )
+    elif diff is not None:
+        if spec:
+            raise ValueError("--diff compares tiles of the flags, or reports: leave out the specs")
+        if all(map(is_report, diff)) and given:
+            raise ValueError(f"{', '.join(given)} beside --diff of two reports: leave out one or the other")
+        if "--tile" in given:
+            raise ValueError(
+                f"--tile beside --diff {' '.join(diff)}, which says both tiles: leave out one or the other"
+            )
+    elif spec and given:
+        flags = ", ".join(given)
+        raise ValueError(f"{flags} beside {spec[0]!r}, which names all of a variant: leave out one or the other")
+
+
 @app.command()
 def inspect(
     context: typer.Context,
@@ -184,7 +213,7 @@ def inspect(
         str,
         typer.Option(
             help="Comma list of forward, dq, dkdv, single_pass, single_pass_deterministic, hopper (forward of sm_90), "
-            "hopper_backward (its single pass), reduce (of dK/dV in parts), quantize, dequantize."
+            "hopper_backward (its single pass), delta, reduce (of dK/dV in parts), quantize, dequantize."
         ),
     ] = "forward,dq,dkdv",
     arch: Annotated[
@@ -228,19 +257,15 @@ def inspect(
 
     try:
         check_targets(json, csv)
-        if spec and (given := [name for name in OF_FLAGS if is_given(context, name)]):
-            flags = ", ".join(FLAG.get(name, f"--{name.replace('_', '-')}") for name in given)
-            raise ValueError(f"{flags} beside {spec[0]!r}, which names all of a variant: leave out one or the other")
+        refuse_beside(context, spec, diff, correlate)
         if correlate is not None:
             found = correlations(read_rows(correlate))
             _write(found, table(found), json, csv)
             raise typer.Exit(any(row["correlation"] < LEAST_CORRELATION for row in found))
         if diff is not None:
-            if spec:
-                raise ValueError("--diff compares tiles of the flags, or reports: leave out the specs")
             before, after = (_rows(word, make) for word in diff)
             _write([*before, *after], differences(before, after), json, csv)
-            raise typer.Exit
+            raise typer.Exit(gate and any(row["problems"] for row in (*before, *after)))
         rows = make(tile)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

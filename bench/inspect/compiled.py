@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from .arguments import ast_source
-from .sass import Loop, matrix_loops
+from .sass import Loop, matrix_loops, tma_loads
 from .variant import MEMORY_BOUND, Variant
 
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -45,6 +45,7 @@ class Compiled:
     threads: int = 0  # of a block
     partitions: int = 1  # of a block that each run a main loop of their own at the same time: warp specialisation
     loop_threads: int = 0  # of one of them; 0: all of the block
+    tma: int = 0  # loads by TMA, in an iteration of the warps that load for all others
 
 
 def problems(variant: Variant, compiled: Compiled) -> list[str]:
@@ -54,8 +55,8 @@ def problems(variant: Variant, compiled: Compiled) -> list[str]:
     dim 128, inside the loop that holds the matrix instructions: what spills outside costs nothing that counts. Where
     features make the loop several times as long, a few spills are the least of it; so they are, if they are few, where
     a loop waits for its turn (the deterministic single pass), or a program that walks from tile to tile keeps its place
-    in registers beside (persistent, never a default). A memory-bound kernel has no such loop, spills nowhere, and keeps
-    fp32's subnormals, which stand for those of e4m3.
+    in registers beside (persistent dK/dV, never a default). A memory-bound kernel has no such loop, spills nowhere, and
+    keeps fp32's subnormals, which stand for those of e4m3.
     """
     found = []
     if compiled.shared > SHARED_LIMIT[variant.arch]:
@@ -69,7 +70,8 @@ def problems(variant: Variant, compiled: Compiled) -> list[str]:
         found.append("no loop with matrix instructions")
     asked = variant.dtype != "fp32" and max(variant.head_dim, variant.head_dim_v) <= CLEAN_HEAD_DIM
     if asked and not variant.features:
-        most = MOST_LOCAL if variant.kernel == WAITS or dict(variant.options).get("persistent") else 0
+        walks = variant.kernel == "dkdv" and dict(variant.options).get("persistent")
+        most = MOST_LOCAL if variant.kernel == WAITS or walks else 0
         found += [f"{loop.local} local-memory instructions in a loop" for loop in compiled.loops if loop.local > most]
         found += ["serialised wgmma in a loop" for loop in compiled.loops if loop.serialised]
     return found
@@ -100,6 +102,7 @@ def read_compiled(kernel: Any, arch: int) -> Compiled:
         ".ftz" in kernel.asm["ptx"],
         arch,
         threads,
+        tma=tma_loads(listing),
     )
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .sass import MATRIX, Loop
+from .sass import MATRIX, TMA, Loop
 
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@(!?U?P\w+)\s+)?([\w.]+)\s*([^;]*)")
 NEVER = "!PT"  # a guard that always skips
@@ -31,7 +31,7 @@ UNITS = {
     "shuffles": re.compile(r"SHFL"),
     "barriers": re.compile(r"BAR\."),
     "waits": re.compile(r"(WARPGROUP\.DEPBAR|SYNCS\.PHASECHK)"),
-    "tma": re.compile(r"(UTMALDG|UBLKCP)"),
+    "tma": TMA,
 }
 """By the unit that executes them, or by purpose. The uniform datapath (``UIADD3`` and its like) only takes issue."""
 

@@ -43,6 +43,8 @@ def row_of(variant: Variant, compiled: Compiled, problems: Sequence[str]) -> Row
     """
     bounds, blocks = bounds_of(compiled), blocks_of(compiled)
     found = of_loop(main_bound(bounds))
+    if found["tma"] is not None:
+        found["tma"] += compiled.tma  # those of its own iteration, and those that other warps issue for it
     if not blocks:
         found |= {"bound": 0.0, "limiter": "does not fit", "ceiling": 0.0, "ceiling_limiter": "does not fit"}
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 
@@ -20,6 +20,7 @@ class Loop:
 
 
 MATRIX = re.compile(r"\b([HIQ]G?MMA|UTC\w*MMA)\b")
+TMA = re.compile(r"\b(UTMALDG|UBLKCP)\b")
 LOCAL = re.compile(r"\b(LDL|STL)\b")
 
 
@@ -114,11 +115,29 @@ def dominators_of(blocks: list[Block]) -> dict[int, set[int]]:
 
 def matrix_loops(listing: str) -> Iterator[Loop]:
     """The innermost loops of a SASS listing that hold matrix instructions."""
+    yield from map(read_loop, innermost(listing, lambda lines: any(map(MATRIX.search, lines))))
+
+
+def tma_loads(listing: str) -> int:
+    """Loads by TMA in an iteration of the warps that load for others: of the innermost loops without products."""
+
+    def loads(lines: list[str]) -> int:
+        return sum(bool(TMA.search(line)) for line in lines)
+
+    if not TMA.search(listing):
+        return 0
+    alone = innermost(listing, lambda lines: loads(lines) > 0 and not any(map(MATRIX.search, lines)))
+    return max(map(loads, alone), default=0)
+
+
+def innermost(listing: str, wanted: Callable[[list[str]], bool]) -> Iterator[list[str]]:
+    """The lines of every wanted loop that holds no other wanted one."""
     blocks = basic_blocks(listing)
-    bodies = [body for body in natural_loops(blocks) if any(MATRIX.search(x) for i in body for x in blocks[i].lines)]
-    for body in bodies:
-        if not any(other < body for other in bodies):
-            yield read_loop([line for i in sorted(body) for line in blocks[i].lines])
+    lines = {
+        frozenset(body): [line for i in sorted(body) for line in blocks[i].lines] for body in natural_loops(blocks)
+    }
+    bodies = [body for body in lines if wanted(lines[body])]
+    yield from (lines[body] for body in bodies if not any(other < body for other in bodies))
 
 
 def read_loop(lines: list[str]) -> Loop:

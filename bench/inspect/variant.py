@@ -9,8 +9,8 @@ from itertools import product
 import torch
 
 from ...kernels import Tile
-from ...kernels.attention import REDUCE_WARPS
-from ...kernels.backward import dkdv_kernel, dq_kernel, reduce_kernel
+from ...kernels.attention import DELTA_BLOCK, REDUCE_WARPS
+from ...kernels.backward import delta_kernel, dkdv_kernel, dq_kernel, reduce_kernel
 from ...kernels.config import config_for, single_pass_tile
 from ...kernels.e4m3 import dequantize_kernel, quantize_kernel
 from ...kernels.forward import forward_kernel
@@ -23,7 +23,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SINGLE_PASS = {"single_pass": single_pass_kernel, "single_pass_deterministic": single_pass_kernel}
 ATTENTION = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel} | SINGLE_PASS
 FP8 = {"quantize": quantize_kernel, "dequantize": dequantize_kernel}
-MEMORY_BOUND = FP8 | {"reduce": reduce_kernel}
+MEMORY_BOUND = FP8 | {"reduce": reduce_kernel, "delta": delta_kernel}
 KERNELS = ATTENTION | MEMORY_BOUND
 
 
@@ -93,6 +93,8 @@ def launchable(arch: int, dtype: str, head_dim: int, head_dim_v: int | None = No
         yield Variant("dkdv", arch, dtype, head_dim, dim_v, dkdv, role, full, True, options=(("dkdv_splits", 2),))
         tile = replace(dkdv, num_warps=REDUCE_WARPS, num_stages=1)
         yield Variant("reduce", arch, dtype, head_dim, dim_v, tile, role, full, True)
+    tile = Tile(DELTA_BLOCK, DELTA_BLOCK, 4, 1)
+    yield Variant("delta", arch, dtype, head_dim, dim_v, tile, "only", full=True, grouped=False)
     for kernel, dim in product(FP8, dict.fromkeys((head_dim, dim_v))):
         tile = Tile(SCALE_TOKENS, SCALE_TOKENS, num_warps(dim), 1)
         yield Variant(kernel, arch, dtype, dim, dim, tile, "only", full=True, grouped=False)
