@@ -35,7 +35,10 @@ TILE_FIELDS: dict[str, Fields] = {kernel: {} for kernel in TUNED}
 CONFIG_FIELDS: dict[str, Fields] = {**TILE_FIELDS, "forward": {"forward_kernel": FORWARD_KERNELS}}
 """Fields of ``KernelConfig`` that are tried with every tile."""
 
-_DEALT: Fields = {"order": ORDERS, "persistent": (False, True), "sm_margin": (None, 0)}
+FEW = 8
+"""Multiprocessors that a transfer of few channels takes; never none, since a ring launches by the same tables."""
+
+_DEALT: Fields = {"order": ORDERS, "persistent": (False, True), "sm_margin": (None, FEW)}
 _PACKED: Fields = {"pack_gqa": (False, True)}
 DEALT_FIELDS: dict[str, Fields] = {
     "forward": {**_DEALT, **_PACKED},

@@ -262,7 +262,7 @@ MORE_OF_TILE: dict[str, Check] = {}
 _DEALT: dict[str, Check] = {
     "order": one_of(*ORDERS),
     "persistent": lambda value: None if isinstance(value, bool) else "true or false",
-    "sm_margin": whole(0, MOST_PROCESSORS),
+    "sm_margin": whole(1, MOST_PROCESSORS),  # a ring launches by tables, and its transfers need a place
 }
 _PACKED = {"pack_gqa": _DEALT["persistent"]}
 OPTIONS: dict[str, dict[str, Check]] = {

@@ -109,7 +109,7 @@ def test_the_space_is_listed(tmp_path: Path) -> None:
     assert told in result.output and orders == 4 * 3 * 5  # order, persistent and its margin; of three kernels
     lines = (tmp_path / "list.csv").read_text().splitlines()
     assert len(lines) == count + orders + 1
-    assert sum("best 2: order=longest persistent=True sm_margin=0" in line for line in lines) == 4 * 3
+    assert sum("best 2: order=longest persistent=True sm_margin=8" in line for line in lines) == 4 * 3
     assert len(result.output.splitlines()) == count + orders + 3
 
 

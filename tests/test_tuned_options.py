@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ringattn.bench.kernels.rivals import VARIANTS
 from ringattn.kernels import (
     FULL,
     KernelConfig,
@@ -26,7 +27,7 @@ from ringattn.kernels import (
 from ringattn.kernels.choice import backward_config, situation, tile_for
 from ringattn.kernels.config import config_for, single_pass_tile
 from ringattn.kernels.order import Chip
-from ringattn.kernels.tables import Point, Table, as_json, options_of, parse, with_options
+from ringattn.kernels.tables import OPTIONS, Point, Table, as_json, options_of, parse, with_options
 
 from .kernel_cases import Inputs, Sizes, check, inputs, ours
 from .tile_tables import H200, TILE, entry, estimate, folders, save
@@ -42,6 +43,7 @@ EVERY: dict[str, dict[str, Any]] = {
     "dkdv": {"dkdv_splits": 2, "order": "longest"},
 }
 SIZES = Sizes(24, 30, heads=4, kv_heads=1)
+DEFAULTS = {one.name: one.default for one in fields(KernelConfig) if one.name not in ("forward", "dq", "dkdv")}
 
 
 @pytest.fixture
@@ -150,8 +152,30 @@ def test_a_default_config_has_what_its_kernels_agree_on(gpu: Folders) -> None:
 
 
 @pytest.mark.parametrize(
+    "options",
+    [{"dkdv_epilogue": "descriptors"}, {"order": "longest", "persistent": True}, {"pack_gqa": True}],
+)
+def test_variants_of_the_bench_have_their_own_options_alone(gpu: Folders, options: dict[str, Any]) -> None:
+    """Tuned ones would not go with theirs, or change what a row is about."""
+    q, _, v, *_ = inputs(SIZES)
+    entries = [POINT._replace(kernel=name) for name in ("forward", "dq", "dkdv")]
+    known = {
+        point: {name: value for name, value in options.items() if name in OPTIONS[point.kernel]} for point in entries
+    }
+    save(gpu[0], *(entry(point, with_options(SMALL, known[point])) for point in entries))
+    assert VARIANTS[0].config(q, v) == default_config(q, v) != KernelConfig(SMALL, SMALL, SMALL)
+    for variant in VARIANTS[1:]:
+        assert variant.options is not None
+        forward = config_for(90, q.dtype, 16).forward if "forward_kernel" in variant.options else SMALL
+        made = variant.config(q, v)
+        assert {name: getattr(made, name) for name in DEFAULTS} == DEFAULTS | variant.options
+        assert asdict(made.forward).items() >= asdict(forward).items()
+
+
+@pytest.mark.parametrize(
     ("kernel", "options", "told"),
     [
+        ("dq", {"persistent": True, "sm_margin": 0}, "options.sm_margin is 0: it must be a whole number from 1"),
         ("forward", {"forward_kernel": "hopper", "persistent": True}, "options do not go together: order is 'heads'"),
         ("dq", {"sm_margin": 4}, "options do not go together: sm_margin is 4 and persistent False"),
         ("dq", {"persistent": 1}, "options.persistent is 1: it must be true or false"),

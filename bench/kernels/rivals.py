@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from ...kernels import (
     attention_forward,
     default_config,
 )
+from ...kernels.config import config_for
 from ...ring.aten import AtenBackward, AtenForward
 from ..free_memory import free_memory
 from ..timing import Step
@@ -37,6 +38,7 @@ FORWARD, STATE, BACKWARD = "forward", "forward with state", "backward"
 PASSES = (FORWARD, STATE, BACKWARD)
 PARTS = ("delta", "dq", "dkdv")  # of our backward
 DENSE_SHARE = 0.4  # of the free memory: what a backend that keeps every score may take
+HOPPER_ARCH = 90
 SCORES_KEPT = 4  # tensors of scores that the math backend has at once, in its backward
 
 
@@ -100,28 +102,36 @@ def halves(given: Given) -> list[tuple[slice, Bounds]]:
 
 
 class Variant(NamedTuple):
-    """Our Triton kernels with another config than the default."""
+    """Our Triton kernels, as they are launched without a config, or with these fields of one and no others."""
 
     name: str
-    change: Callable[[KernelConfig], KernelConfig]
-    passes: tuple[str, ...] = PASSES  # what the change is about; the others are as they were
+    options: dict[str, Any] | None = None
+    passes: tuple[str, ...] = PASSES  # what the options are about; the others are as they were
     parts: tuple[str, ...] = ()  # of its backward, timed one by one
 
+    def config(self, q: Tensor, v: Tensor) -> KernelConfig:
+        """With tuned tiles where there are some; what was tuned beside them would change what the row is about."""
+        tuned = default_config(q, v)
+        if self.options is None:
+            return tuned
+        forward = tuned.forward
+        if self.options.get("forward_kernel") == "hopper":  # which takes few tiles, the built-in one among them
+            forward = config_for(HOPPER_ARCH, q.dtype, max(q.shape[-1], v.shape[-1])).forward
+        return KernelConfig(forward, tuned.dq, tuned.dkdv, **self.options)
 
-def in_one_pass(backward: str) -> Callable[[KernelConfig], KernelConfig]:
-    """What makes a config's backward a single pass; a tuned one may split dK/dV, which is of two passes."""
-    return lambda config: replace(config, backward=backward, dkdv_splits=1)
+
+# contenders
 
 
 VARIANTS = [
-    Variant(OURS, lambda config: config, parts=PARTS),
-    Variant(f"{OURS} hopper", lambda config: replace(config, forward_kernel="hopper"), (FORWARD, STATE)),
-    Variant(f"{OURS} single pass", in_one_pass("single_pass"), (BACKWARD,)),
-    Variant(f"{OURS} hopper single pass", in_one_pass("hopper"), (BACKWARD,)),
-    Variant(f"{OURS} deterministic single pass", in_one_pass("single_pass_deterministic"), (BACKWARD,)),
-    Variant(f"{OURS} longest first", lambda config: replace(config, order="longest")),
-    Variant(f"{OURS} persistent", lambda config: replace(config, persistent=True, sm_margin=0), (FORWARD, STATE)),
-    Variant(f"{OURS} packed heads", lambda config: replace(config, pack_gqa=True), (FORWARD, STATE)),
+    Variant(OURS, parts=PARTS),
+    Variant(f"{OURS} hopper", {"forward_kernel": "hopper"}, (FORWARD, STATE)),
+    Variant(f"{OURS} single pass", {"backward": "single_pass"}, (BACKWARD,)),
+    Variant(f"{OURS} hopper single pass", {"backward": "hopper"}, (BACKWARD,)),
+    Variant(f"{OURS} deterministic single pass", {"backward": "single_pass_deterministic"}, (BACKWARD,)),
+    Variant(f"{OURS} longest first", {"order": "longest"}),
+    Variant(f"{OURS} persistent", {"persistent": True}, (FORWARD, STATE)),
+    Variant(f"{OURS} packed heads", {"pack_gqa": True}, (FORWARD, STATE)),
 ]
 """Timed on a GPU, the default first. One line adds one; where its kernel does not run, its error is the reason told."""
 
@@ -130,7 +140,7 @@ def triton_kernels(variant: Variant, given: Given) -> Ready:
     """A variant of the Triton kernels."""
     q, k, v, dout, limits = given.q, given.k, given.v, given.dout, given.bounds
     try:
-        config = variant.change(default_config(q, v))
+        config = variant.config(q, v)
         out, lse = attention_forward(q, k, v, bounds=limits, config=config)
         # a state of its own: the step continues it in place, again and again
         state = attention_forward(q, k, v, bounds=limits, final=False, config=config)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...comm.lanes import HIGH_PRIORITY, new_stream
-from ...kernels import attention_forward, default_config
+from ...kernels import attention_forward
 from ..flops import forward_flops
 from ..ring.candidates import DTYPES
 from ..suite.cases import Number
@@ -136,7 +136,7 @@ def hop_with_state(device: torch.device, sizes: Sizes, seconds: float) -> Iterat
     steps: dict[str, Step] = {}
     for variant in (one for one in VARIANTS if STATE in one.passes):
         try:
-            config = variant.change(default_config(q, v))
+            config = variant.config(q, v)
             out, lse = attention_forward(q, k, v, final=False, config=config)
         except (ValueError, NotImplementedError, TypeError) as refused:
             yield Number(speed.ABSENT, None, "", {"by": variant.name}, note=str(refused))

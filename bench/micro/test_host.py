@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from ringattn.comm.topology import Topology
-from ringattn.kernels import default_config
+from ringattn.kernels import Tile, choice, default_config
 from ringattn.kernels.config import config_for
+from ringattn.kernels.lookup import Gpu, triton_version
+from ringattn.kernels.tables import Entry, Point, Table, as_json, file_name
 from ringattn.ring import Layout, Mask, bounds
 from ringattn.ring.plan import plan
 from ringattn.ring.schedule import schedule
@@ -57,3 +62,22 @@ def test_tiles_of_a_launch(benchmark: Any) -> None:
     q = torch.empty(1, 1, 1, 128)
     default_config(q, q)
     benchmark(default_config, q, q)
+
+
+def test_tile_of_a_tuned_launch(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a table of 144 entries holds it; the first look-up reads the file, and is not counted."""
+    gpu = Gpu("NVIDIA H200", 90)
+    points = [
+        Point(kernel, "bf16", 128, 128, group, "full", 2**power)
+        for kernel, group, power in product(("forward", "dq", "dkdv"), (1, 2, 4, 8), range(9, 21))
+    ]
+    entries = tuple(
+        Entry(point, Tile(64, 64, 4, 2), estimated=True, date="2026-01-01T00:00:00+00:00", bound=50.0, bound_by="issue")
+        for point in points
+    )
+    table = Table(gpu.name, gpu.arch, triton_version(), entries)
+    (tmp_path / file_name(gpu.name, table.triton)).write_text(json.dumps(as_json(table)))
+    monkeypatch.setattr(choice, "gpu_of", lambda device: gpu)
+    q, v = torch.empty(1, 8, 8, 128, dtype=torch.bfloat16), torch.empty(1, 8192, 2, 128, dtype=torch.bfloat16)
+    found = benchmark(default_config, q, v, config_dir=tmp_path, estimated=True)
+    assert found.forward == entries[0].tile
