@@ -25,7 +25,7 @@ from ringattn.bench.inspect.compiled import SHARED_LIMIT
 from ringattn.bench.inspect.variant import DTYPES, ROLES
 from ringattn.kernels import Tile, hopper_backward_launch
 from ringattn.kernels.config import BACKWARDS, FORWARD_KERNELS, config_for, single_pass_tile
-from ringattn.kernels.lookup import Gpu
+from ringattn.kernels.lookup import CONFIG_DIR, Gpu
 
 from .export.exports import (
     C_TYPES,
@@ -33,6 +33,7 @@ from .export.exports import (
     NIGHTLY_WISHES,
     ROOT,
     STREAM,
+    TUNED,
     WARNINGS,
     WISHES,
     Export,
@@ -151,8 +152,10 @@ def test_the_manifest_says_whose_tiles_they_are(export: Export) -> None:
     if export.config_dir:
         version = ".".join(triton.__version__.split(".")[:2])
         whence = f"table of NVIDIA A100-SXM4-80GB, Triton {version}, at 8192 tokens on 2026-11-21: 0.001 s"
-        assert told.pop("forward") == (vars(Tile(64, 32, 4, 2)), whence)
-        assert "/ 64)" in export.kernels["forward"]["grid"][0]
+        name = "forward" if "dq" in told else "gradients"
+        tuned = TUNED[name][1]
+        assert told.pop(name) == (vars(tuned), whence)
+        assert f"/ {tuned.block_q})" in export.kernels[name]["grid"][0]  # as long as block_k in a single pass
     for name, found in told.items():
         tile = single if name == "gradients" else getattr(built_in, name)
         assert found == (vars(tile), "built-in default, never timed")
@@ -164,6 +167,12 @@ H200_ENTRIES = [
     entry(POINT._replace(group=1), Tile(64, 32, 4, 2)),
     entry(POINT._replace(mask="bounded"), HOPPER),
     estimate(POINT._replace(kernel="dq"), Tile(64, 64, 4, 1)),
+    estimate(POINT._replace(group=8), HOPPER),
+    entry(POINT._replace(kernel="single_pass"), Tile(32, 128, 4, 1)),
+    entry(POINT._replace(kernel="single_pass", length=1024), Tile(32, 64, 4, 1)),
+    entry(POINT._replace(kernel="single_pass_deterministic"), Tile(64, 128, 8, 1)),
+    estimate(POINT._replace(kernel="single_pass_deterministic", group=8), Tile(16, 64, 4, 1)),
+    entry(POINT._replace(kernel="single_pass", head_dim=192, head_dim_v=192), Tile(16, 32, 8, 1)),
 ]
 
 
@@ -175,6 +184,7 @@ H200_ENTRIES = [
         ({"group": 1, "length": 1500}, False, {"forward": Tile(64, 32, 4, 2)}),
         ({"group": 2}, False, {}),
         ({"estimated": True}, False, {"forward": Tile(64, 64, 4, 2), "dq": Tile(64, 64, 4, 1)}),
+        ({"group": 8, "estimated": True}, False, {}),  # as of a launch: what has options was measured
         ({"gpu": None}, True, {"forward": HOPPER}),  # which that says of itself
     ],
 )
@@ -191,6 +201,102 @@ def test_tiles_of_a_table(
     assert tiles_of(Source(gpu="NVIDIA H200"), 90, "bf16", (128, 128), bounded=False)["forward"][0] == Tile(
         64, 64, 4, 2
     )
+
+
+ONE, FIXED = "single_pass", "single_pass_deterministic"
+AT_8192 = "at 8192 tokens on 2026-11-21: "
+
+
+@pytest.mark.parametrize(
+    ("backward", "asked", "tile", "whence"),
+    [
+        (ONE, {}, Tile(32, 128, 4, 1), f"{AT_8192}0.001 s"),
+        (ONE, {"length": 1500}, Tile(32, 64, 4, 1), "at 1024 tokens on 2026-11-21: 0.001 s"),
+        (ONE, {"group": 8, "estimated": True}, single_pass_tile(90, BF16, 128), "built-in default, never timed"),
+        (FIXED, {}, Tile(64, 128, 8, 1), f"{AT_8192}0.001 s"),
+        (FIXED, {"group": 8}, single_pass_tile(90, BF16, 128), "built-in default, never timed"),
+        (FIXED, {"group": 8, "estimated": True}, Tile(16, 64, 4, 1), f"{AT_8192}estimated, never timed"),
+        ("hopper", {}, hopper_backward_launch.default_tile(128), "built-in default, never timed"),  # no table has it
+    ],
+)
+def test_the_single_pass_of_a_table(
+    backward: str, asked: dict[str, Any], tile: Tile, whence: str, folders: tuple[Path, Path]
+) -> None:
+    save(folders[0], *H200_ENTRIES)
+    source = Source(**{"config_dir": folders[0]} | asked)
+    found, told = tiles_of(source, 90, "bf16", (128, 128), bounded=False, backward=backward)["gradients"]
+    version = ".".join(triton.__version__.split(".")[:2])
+    table = "" if whence.startswith("built-in") else f"table of NVIDIA H200, Triton {version}, "
+    assert (found, told) == (tile, table + whence)
+
+
+def test_a_table_has_a_single_pass_where_nothing_is_built_in(folders: tuple[Path, Path]) -> None:
+    save(folders[0], *H200_ENTRIES)
+    source = Source(config_dir=folders[0])
+    found = tiles_of(source, 90, "bf16", (192, 192), bounded=False, backward=ONE)
+    assert found["gradients"][0] == Tile(16, 32, 8, 1)
+    with pytest.raises(ValueError, match="head dim 192 has no tile for a single-pass backward that fits sm_90"):
+        tiles_of(source, 90, "bf16", (192, 192), bounded=False, backward=FIXED)
+
+
+def forward_tile(source: Source, arch: int = 90) -> Tile:
+    return tiles_of(source, arch, "bf16", (128, 128), bounded=False)["forward"][0]
+
+
+def test_the_folder_of_the_environment(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a launch: before the package's tables, in place of the user's, and no reason to fail where it has none."""
+    named, ours, users, packages = Source("NVIDIA H200"), Tile(32, 32, 4, 2), Tile(16, 32, 4, 2), Tile(32, 16, 4, 2)
+    built_in = config_for(90, BF16, 128).forward
+    save(folders[1], entry(tile=packages))
+    assert forward_tile(named) == packages
+    save(folders[0], entry(tile=users))
+    assert forward_tile(named) == users
+    assert forward_tile(Source()) == built_in  # which GPU's nobody says
+
+    save(given := tmp_path / "given", entry(tile=ours))
+    monkeypatch.setenv(CONFIG_DIR, str(given))
+    assert forward_tile(named) == forward_tile(Source()) == forward_tile(Source(group=4)) == ours
+    assert forward_tile(Source(config_dir=folders[0])) == users  # an argument comes before it
+    assert forward_tile(Source(), 80) == config_for(80, BF16, 128).forward
+    with pytest.raises(ValueError, match=rf"RINGATTN_CONFIG_DIR is '{given}': it has no table for sm_80"):
+        forward_tile(Source(group=4), 80)
+    save(given, entry(), gpu=Gpu("NVIDIA H100", 90))
+    with pytest.raises(ValueError, match=r"RINGATTN_CONFIG_DIR .* NVIDIA H100, NVIDIA H200: --gpu says which"):
+        forward_tile(Source())
+    assert forward_tile(named) == ours
+
+    monkeypatch.setenv(CONFIG_DIR, "")
+    assert (forward_tile(named), forward_tile(Source())) == (users, built_in)
+
+
+def test_a_folder_that_is_not_there_is_an_error(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    save(folders[1], entry())
+    with pytest.raises(ValueError, match="config_dir is '/nowhere': there is no such folder; `ringattn tune"):
+        forward_tile(Source("NVIDIA H200", Path("/nowhere")))
+    monkeypatch.setenv(CONFIG_DIR, "/nowhere")
+    with pytest.raises(ValueError, match="RINGATTN_CONFIG_DIR is '/nowhere': there is no such folder; `ringattn tune"):
+        forward_tile(Source())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--group", "4"], "--group is 4: it chooses among the entries of a tuned table: it takes --gpu NAME, "),
+        (["--seqlen", "8k"], "--seqlen is 8192: it chooses"),
+        (["--estimated"], "--estimated is True: it chooses"),
+        (["--seqlen", "0", "--gpu", "NVIDIA H200"], "--seqlen is 0: it must be 1 or more"),
+    ],
+)
+def test_what_chooses_among_entries_needs_a_table(
+    arguments: list[str], expected: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ringattn.bench.export.wish.JITFunction", object)
+    save(folders[0], *H200_ENTRIES)
+    done = CliRunner().invoke(app, ["--arch", "sm_90", *arguments, "--out-dir", str(folders[0] / "out")])
+    assert done.exit_code != 0
+    assert expected in " ".join(done.output.replace("│", " ").split())
 
 
 def test_the_forward_of_a_table_and_the_one_that_is_asked_for(folders: tuple[Path, Path]) -> None:

@@ -16,7 +16,7 @@ from ..shapes import size
 from .kernels import Exported, export
 from .manifest import LICENCE, manifest
 from .text import header, launcher
-from .tiles import LONGEST, Source
+from .tiles import Source
 from .wish import Wish, chosen_tiles, settled
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -94,37 +94,43 @@ def main(
     grouped: Annotated[bool, typer.Option(help="Any number of query heads per key head, or always one.")] = True,
     role: Annotated[Role, typer.Option(help="What a launch continues and leaves, in a ring of several.")] = Role.only,
     forward_kernel: Annotated[
-        ForwardKernel | None, typer.Option(help="Of KernelConfig [default: the tuned table's, else portable].")
+        ForwardKernel | None, typer.Option(help="Of KernelConfig; default: the tuned table's, else portable.")
     ] = None,
     backward: Annotated[Backward, typer.Option(help="Of KernelConfig: dq and dkdv, or both at once.")] = (
         Backward.two_pass
     ),
     config_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Tiles of a table that `ringattn tune` wrote there.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Tiles of a table that `ringattn tune` wrote there; default: $RINGATTN_CONFIG_DIR."
+        ),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Tiles of this GPU's table, 'NVIDIA H200'; else built-in ones.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Tiles of this GPU's table, 'NVIDIA H200'; default: the only one in DIR, else built-in ones.",
+        ),
     ] = None,
     group: Annotated[
         int | None, typer.Option(min=1, help="Query heads per key head that the tiles were tuned for.")
     ] = None,
     seqlen: Annotated[
-        Any, typer.Option(parser=size, metavar="SIZE", help="Tokens that the tiles were tuned for [default: the most].")
+        Any, typer.Option(parser=size, metavar="SIZE", help="Tokens that the tiles were tuned for; default: the most.")
     ] = None,
     estimated: Annotated[bool, typer.Option("--estimated", help="Also tiles that were never timed.")] = False,
     out_dir: Annotated[Path, typer.Option(file_okay=False, help="Folder for the files.")] = Path("ringattn-export"),
     json_to: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="The manifest as JSON.")] = None,
 ) -> None:
     """Write cubins, a C header and launcher, and a manifest of attention kernels, forward and backward."""
-    source = Source(gpu, config_dir, group, seqlen or LONGEST, estimated)
     chosen = forward_kernel and forward_kernel.value
-    wish = Wish(
-        arch, TRITON_NAMES[dtype], head_dim, head_dim_v or head_dim, causal, grouped, role.value, source, chosen,
-        backward.value,
-    )  # fmt: skip
     kernels = []
     try:
-        wish = settled(wish)
+        source = Source(gpu, config_dir, group, seqlen, estimated)
+        wish = settled(Wish(
+            arch, TRITON_NAMES[dtype], head_dim, head_dim_v or head_dim, causal, grouped, role.value, source, chosen,
+            backward.value,
+        ))  # fmt: skip
         for name in wish.kernels:
             kernels.append(export(wish, name))
             if prints() and json_to != "-":

@@ -13,7 +13,7 @@ from ...kernels.forward import forward_kernel
 from ...kernels.tables import options_of
 from ..inspect.compiled import SHARED_LIMIT
 from ..inspect.variant import DTYPES, ROLES
-from .tiles import BUILT_IN_TILES, Source, Tiles, tiles_of
+from .tiles import UNASKED, Source, Tiles, tiles_of
 
 HOPPER_ARCH = 90
 HOPPER_DTYPES = ("bf16", "fp16")
@@ -31,7 +31,7 @@ class Wish:
     bounded: bool = False  # an interval of keys per query, which every mask is
     grouped: bool = True  # any number of query heads per key head
     role: str = "only"  # one of ROLES
-    source: Source = BUILT_IN_TILES
+    source: Source = UNASKED
     forward_kernel: str | None = "portable"  # one of FORWARD_KERNELS; None: what the table has, else portable
     backward: str = "two_pass"  # one of BACKWARDS
 

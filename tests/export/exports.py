@@ -15,7 +15,7 @@ import pytest
 import triton
 
 from ringattn.kernels import Tile
-from ringattn.kernels.lookup import Gpu
+from ringattn.kernels.lookup import CONFIG_DIR, Gpu
 from ringattn.kernels.tables import Point
 
 from ..tile_tables import entry, save
@@ -30,15 +30,19 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 needs_cpp = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 
 A100 = Gpu("NVIDIA A100-SXM4-80GB", 80)
-TUNED = Point("forward", "fp16", 40, 16, 1, "full", 8192)
-"""What the table that "last" takes has an entry for."""
+TUNED = {
+    "forward": (Point("forward", "fp16", 40, 16, 1, "full", 8192), Tile(64, 32, 4, 2)),
+    "gradients": (Point("single_pass_deterministic", "bf16", 96, 96, 1, "bounded", 8192), Tile(32, 32, 4, 1)),
+}
+"""What the table that "last" and "atomics" take has entries for: of the kernels that they export."""
 
 STREAM = 77
 MOST = 96  # parameters, as the driver that records has room for
 
+OF_TABLE = "--no-grouped --role last --config-dir {tables}"
 WISHES = {
     "causal": "--arch sm_90 --head-dim 128 --causal",
-    "last": "--arch 80 --head-dim 40 --head-dim-v 16 --dtype float16 --no-grouped --role last --config-dir {tables}",
+    "last": f"--arch 80 --head-dim 40 --head-dim-v 16 --dtype float16 {OF_TABLE}",
     "described": "--arch sm_90 --head-dim 128 --causal --forward-kernel hopper --backward single_pass_deterministic",
 }
 HOPPER_FIRST = "--arch sm_90 --head-dim 64 --dtype float16 --no-grouped --role first --forward-kernel hopper"
@@ -50,14 +54,15 @@ NIGHTLY_WISHES = {
     "hopper middle": "--arch sm_90 --head-dim 128 --role middle --forward-kernel hopper --backward single_pass",
     "blackwell": "--arch sm_100 --head-dim 128 --causal --backward single_pass",
     "turns alone": "--arch sm_120 --head-dim 64 --role middle --backward single_pass_deterministic",
-    "atomics": "--arch sm_80 --head-dim 96 --causal --no-grouped --role last --backward single_pass_deterministic",
+    "atomics": f"--arch sm_80 --head-dim 96 --causal --backward single_pass_deterministic {OF_TABLE}",
     "float32": "--arch sm_90 --head-dim 64 --dtype float32 --causal --role last --backward single_pass",
 }
 
 
 def command(*arguments: str, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Of a process where kernels are not interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    """Of a process where kernels are not interpreted, and no folder of tables is named."""
+    left_out = ("TRITON_INTERPRET", CONFIG_DIR)
+    environment = {name: value for name, value in os.environ.items() if name not in left_out} | variables
     line = [sys.executable, "-m", *arguments]
     done = subprocess.run(line, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert not check or done.returncode == 0, done.stderr[-3000:]
@@ -80,7 +85,7 @@ class Export:
 
     def __init__(self, wish: str, folder: Path, name: str = "") -> None:
         self.folder, self.wish_name = folder, name
-        save(tables := folder.parent / f"{folder.name}-tables", entry(TUNED, Tile(64, 32, 4, 2)), gpu=A100)
+        save(tables := folder.parent / f"{folder.name}-tables", *(entry(*one) for one in TUNED.values()), gpu=A100)
         flags = wish.format(tables=tables).split()
         self.config_dir = str(tables) if "--config-dir" in flags else None
         told = command("ringattn", "export", *flags, "--out-dir", str(folder), "--json", "-")

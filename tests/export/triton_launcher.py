@@ -23,7 +23,7 @@ from ringattn.bench.export import hopper
 from ringattn.bench.export.arguments import field_name
 from ringattn.bench.export.binary import parameter_layout
 from ringattn.bench.export.kernels import KERNELS, compiled
-from ringattn.bench.export.tiles import BUILT_IN_TILES, Source
+from ringattn.bench.export.tiles import UNASKED, Source
 from ringattn.bench.export.wish import Wish, chosen_tiles, settled
 from ringattn.bench.inspect.variant import DTYPES, ROLES
 from ringattn.kernels import Bounds, KernelConfig, attention, gradients, hopper_backward_launch, hopper_launch
@@ -169,7 +169,7 @@ def main() -> None:
 
 
 def wish_of(config_dir: str | None, **fields: Any) -> Wish:
-    return settled(Wish(**fields, source=Source(config_dir=Path(config_dir)) if config_dir else BUILT_IN_TILES))
+    return settled(Wish(**fields, source=Source(config_dir=Path(config_dir)) if config_dir else UNASKED))
 
 
 def called(library: ctypes.CDLL, wish: Wish, case: dict[str, int], kernels: dict[str, Any]) -> dict[str, Any]:
