@@ -8,7 +8,7 @@ from .journal import Journal
 from .models import shape_of_config
 from .pool import Failure, run_jobs
 from .ranking import Job, Judge, Rank, Ranked, Verdict, rank_candidates, tile_text
-from .rings import RingEntry, RingPoint, RingSetting, ring_settings
+from .rings import RingEntry, RingPoint, RingSetting, ring_settings, shared_ring_settings
 from .search import Budget, Measured, Reading, Search, Trials, planned
 from .space import dealt, grid, space, why_not
 from .store import known, merged, private_folder, save
@@ -43,6 +43,7 @@ __all__ = [
     "run_jobs",
     "save",
     "shape_of_config",
+    "shared_ring_settings",
     "space",
     "tile_text",
     "why_not",

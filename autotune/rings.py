@@ -1,24 +1,27 @@
 """Settings that all ranks of a ring share, tuned with the kernels that they run beside, and where they are kept.
 
 They stand in the section ``rings`` of a GPU's table, beside the tiles, and are checked here: kernels do not know rings.
-Pure: what runs a ring is handed in.
+Nothing here runs a ring: what does is handed in.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import statistics
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from ..kernels import lookup
 from ..kernels.lookup import Gpu
-from ..kernels.strict import Check, checked_as, named, number, one_of, optional, text, whole
-from ..kernels.tables import DTYPES, MASKS, MOST_TOKENS, NO_GPU, RefusedTable, Table
-from .search import FINAL_TURNS, FINALISTS, FIRST_TURNS
+from ..kernels.strict import Check, checked_as, either, named, number, one_of, optional, text, whole
+from ..kernels.tables import DTYPES, MASKS, MOST_TOKENS, NO_GPU, RefusedTable, Table, file_name, read
+from .search import FINAL_TURNS, FINALISTS, FIRST_TURNS, LEAST_TURNS, Reading, median, spread
 
 TRANSPORTS = {"cuda": ("nccl", "copy_engine"), "cpu": ("auto",)}  # on the CPU there is one
 CHUNKS = (1, 2, 4, 8)
@@ -86,11 +89,14 @@ class RingEntry:
     baseline: float  # median of the default in the same turns
     versions: Mapping[str, str] = field(default_factory=dict)
     driver: str | None = None
+    clocks: Mapping[str, float | str | None] = field(default_factory=dict)
+    """Of rank 0's GPU; ``throttled``: of any rank's."""
     command: str = ""
 
     def as_json(self) -> dict[str, Any]:
         told = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("point", "setting")}
-        return {**self.point._asdict(), "setting": asdict(self.setting), **told, "versions": dict(self.versions)}
+        more = {"versions": dict(self.versions), "clocks": dict(self.clocks)}
+        return {**self.point._asdict(), "setting": asdict(self.setting), **told, **more}
 
 
 _SETTING: dict[str, Check] = {
@@ -114,28 +120,30 @@ _RING: dict[str, Check] = {
     "baseline": number(zero=False),
     "versions": named(text()),
     "driver": optional(text()),
+    "clocks": named(optional(either(number(), text()))),
     "command": text(),
 }
 
 
-def rings_of(table: Table) -> tuple[RingEntry, ...]:
-    """The settings of a table.
+def rings_of(table: Table, path: Path) -> tuple[RingEntry, ...]:
+    """The settings of the table that ``path`` has.
 
     Raises:
-        RefusedTable: an entry is not of this schema; the message names the field, what it got, what it takes.
+        RefusedTable: an entry is not of this schema; the message has the path, the field, what it got, what it takes.
     """
-    found = []
-    for i, given in enumerate(table.rings):
-        try:
-            taken = checked_as(f"rings[{i}]", given, _RING)
-            setting = RingSetting(**checked_as(f"rings[{i}].setting", taken.pop("setting"), _SETTING))
-        except ValueError as error:
-            raise RefusedTable(str(error)) from error
-        point = RingPoint(*(taken.pop(name) for name in RingPoint._fields))
-        if setting.chunks > point.kv_heads:
-            raise RefusedTable(f"rings[{i}].setting.chunks is {setting.chunks}: there are {point.kv_heads} key heads")
-        found.append(RingEntry(point, setting, **taken))
-    return tuple(found)
+    try:
+        return tuple(_entry(f"rings[{i}]", given) for i, given in enumerate(table.rings))
+    except ValueError as error:
+        raise RefusedTable(f"{path} is refused: {error}") from error
+
+
+def _entry(where: str, given: object) -> RingEntry:
+    taken = checked_as(where, given, _RING, optional={"clocks"})
+    setting = RingSetting(**checked_as(f"{where}.setting", taken.pop("setting"), _SETTING))
+    point = RingPoint(*(taken.pop(name) for name in RingPoint._fields))
+    if setting.chunks > point.kv_heads:
+        raise ValueError(f"{where}.setting.chunks is {setting.chunks}: there are {point.kv_heads} key heads")
+    return RingEntry(point, setting, **taken)
 
 
 def ring_settings(
@@ -143,23 +151,83 @@ def ring_settings(
 ) -> RingSetting | None:
     """What was measured as the best for a ring like this one, of the nearest length by ratio; None: nothing was.
 
-    All ranks must take the same: look it up on one, and broadcast.
+    All ranks must take the same: :func:`shared_ring_settings`. A table that is refused is passed over with a warning.
 
     Args:
         gpu: of the ranks, ``kernels.lookup.gpu_of(device)``; None: they are on the CPU.
         config_dir: as of ``kernels.default_config``.
 
     Raises:
-        RefusedTable: a table whose settings are not of this schema.
+        ValueError: ``config_dir`` is no folder.
     """
-    folder = config_dir if config_dir is not None else os.environ.get(lookup.CONFIG_DIR)
-    tables = lookup.tables_of(gpu or CPU, None if folder is None else os.fspath(folder))
+    if config_dir is not None and not os.path.isdir(config_dir):
+        raise ValueError(f"config_dir is {os.fspath(config_dir)!r}: there is no such folder; `ringattn tune` makes it")
+    given = config_dir if config_dir is not None else os.environ.get(lookup.CONFIG_DIR)
+    folder = None if given is None else os.fspath(given)
     found = [
-        one for table in tables for one in rings_of(table) if one.point._replace(length=point.length) == point
-    ]  # fmt: skip
+        one
+        for table in lookup.tables_of(gpu or CPU, folder)
+        for one in _serving(table, folder)
+        if one.point._replace(length=point.length) == point
+    ]
     if not found:
         return None
     return min(found, key=lambda one: abs(math.log(one.point.length / point.length))).setting
+
+
+def shared_ring_settings(
+    point: RingPoint,
+    gpu: Gpu | None,
+    group: dist.ProcessGroup | None = None,
+    config_dir: str | os.PathLike[str] | None = None,
+) -> RingSetting | None:
+    """What :func:`ring_settings` finds on the group's first rank, on all of its ranks, which call this together.
+
+    Ranks whose GPUs, or tables, are not the same would find settings of their own, and both ends of a link need one.
+
+    Args:
+        gpu: of this rank; the first rank's decides, as its ``point`` and its ``config_dir`` do.
+        group: None: the default group of torch.distributed.
+
+    Raises:
+        ValueError: on every rank: ``config_dir`` of the first is no folder.
+    """
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    told: list[RingSetting | str | None] = [None]
+    if dist.get_rank() == first:
+        try:
+            told = [ring_settings(point, gpu, config_dir)]
+        except ValueError as error:  # the others wait to be told, too
+            told = [str(error)]
+    dist.broadcast_object_list(told, first, group)
+    if isinstance(told[0], str):
+        raise ValueError(told[0])
+    return told[0]
+
+
+def _serving(table: Table, config_dir: str | None) -> tuple[RingEntry, ...]:
+    """The settings of a table; with a warning none, where it is refused."""
+    if not table.rings:
+        return ()
+    try:
+        return rings_of(table, _path_of(table, config_dir))
+    except RefusedTable as error:
+        warnings.warn(f"{error}; what a ring takes by itself is used", UserWarning, stacklevel=3)
+        return ()
+
+
+def _path_of(table: Table, config_dir: str | None) -> Path:
+    """Where a table lies that the kernels' look-up found: it hands out tables without their paths."""
+    folders = [Path(config_dir) if config_dir else lookup.user_folder(), *lookup.PACKAGE]
+    paths = [folder / file_name(table.gpu, table.triton) for folder in folders if folder is not None]
+    return next((path for path in paths if _has(path, table)), paths[0])
+
+
+def _has(path: Path, table: Table) -> bool:
+    try:
+        return read(path) == table
+    except (OSError, RefusedTable):
+        return False
 
 
 def settings(point: RingPoint, device: str, wires: Sequence[str] = ()) -> list[RingSetting]:
@@ -175,16 +243,28 @@ def settings(point: RingPoint, device: str, wires: Sequence[str] = ()) -> list[R
     return found
 
 
+Known = dict[RingSetting, list[Reading]]
+
+
 def halved(
-    players: Iterable[RingSetting], run: Callable[[RingSetting], float], left: Callable[[], float]
-) -> dict[RingSetting, list[float]]:
-    """Seconds of every run: all a few times in turns, the better half twice as often, and so on; the default always.
+    players: Iterable[RingSetting],
+    run: Callable[[RingSetting], Reading],
+    left: Callable[[], float],
+    kept: Mapping[RingSetting, Sequence[Reading]] | None = None,
+) -> tuple[Known, bool]:
+    """Every run: all a few times in turns, the better half twice as often, and so on; the default always.
+
+    The same on every rank where ``run``, ``left`` and ``kept`` are.
 
     Args:
-        run: one step; the same number on every rank.
-        left: seconds of the budget, the same on every rank; once spent, those that ran are what is known.
+        run: one step.
+        left: seconds of the budget; once spent, those that ran are what is known.
+        kept: runs of an interrupted search, which are not run again.
+
+    Returns:
+        All runs, and whether the search ended by itself, not by its budget.
     """
-    known: dict[RingSetting, list[float]] = {one: [] for one in players}
+    known: Known = {one: [*(kept or {}).get(one, ())] for one in players}
     going, turns = list(known), FIRST_TURNS
     while True:
         for number_ in range(turns):
@@ -192,29 +272,29 @@ def halved(
                 if len(known[one]) > number_:
                     continue
                 if number_ >= 1 and left() <= 0:
-                    return known
+                    return known, False
                 known[one].append(run(one))
         if turns >= FINAL_TURNS:
-            return known
-        rest = sorted((one for one in going if one != DEFAULT), key=lambda one: statistics.median(known[one]))
-        going = [DEFAULT, *rest[: max(FINALISTS, len(rest) // 2)]] if DEFAULT in known else rest
+            return known, True
+        # of an interrupted search there may be more runs: what was decided then is decided again
+        seconds = {one: median(known[one][:turns]) for one in going}
+        rest = sorted((one for one in going if one != DEFAULT), key=seconds.__getitem__)
+        going = [*([DEFAULT] if DEFAULT in known else []), *rest[: max(FINALISTS, len(rest) // 2)]]
         turns = FINAL_TURNS if len(going) <= FINALISTS + 1 else 2 * turns
 
 
-def best_of(known: Mapping[RingSetting, Sequence[float]]) -> RingSetting:
+def planned_runs(players: Iterable[RingSetting]) -> int:
+    """Of a search over them, unless its budget ends it."""
+    known, _ = halved(players, lambda one: Reading(1.0), lambda: 1.0)
+    return sum(map(len, known.values()))
+
+
+def best_of(known: Mapping[RingSetting, Sequence[Reading]]) -> RingSetting:
     """The least median among those that ran to the end; the default, where none is faster by more than the spread."""
     most = max(map(len, known.values()))
-    final = {one: statistics.median(seconds) for one, seconds in known.items() if len(seconds) == most}
+    final = {one: median(runs) for one, runs in known.items() if len(runs) == most}
     best = min(final, key=final.__getitem__)
     if DEFAULT not in final:
         return best
-    noise = max(spread_of(known[one]) for one in (best, DEFAULT))
-    return best if final[best] < (1 - noise) * final[DEFAULT] else DEFAULT
-
-
-def spread_of(seconds: Sequence[float]) -> float:
-    """Half the interquartile range over the median."""
-    if len(seconds) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return (high - low) / 2 / statistics.median(seconds)
+    noise = max(spread(known[one]) for one in (best, DEFAULT))
+    return best if most >= LEAST_TURNS and final[best] < (1 - noise) * final[DEFAULT] else DEFAULT

@@ -39,13 +39,13 @@ def save(folder: Path, gpu: Gpu, entries: Iterable[Entry] = (), rings: Iterable[
         ValueError: the folder cannot be made, or an entry is not what a reader takes.
     """
     version = lookup.triton_version()
-    before = _there(folder, gpu)
+    before, before_rings = _there(folder, gpu)
     path = private_folder(folder) / file_name(gpu.name, version)
-    kept = {one.point: one for one in (*rings_of(before), *rings)}
+    kept = {one.point: one for one in (*before_rings, *rings)}
     told = tuple(one.as_json() for one in kept.values())
     table = Table(gpu.name, gpu.arch, version, tuple(merged(before.entries, entries)), told)
     written = json.dumps(as_json(table), indent=1) + "\n"
-    rings_of(parse(written))  # what is written is what is read
+    rings_of(parse(written), path)  # what is written is what is read
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{path.name}.", delete=False) as draft:  # 0600
         try:
             draft.write(written)
@@ -65,15 +65,17 @@ def known(folder: Path, gpu: Gpu) -> tuple[Entry, ...]:
     Raises:
         RefusedTable: it cannot be read.
     """
-    return _there(folder, gpu).entries
+    return _there(folder, gpu)[0].entries
 
 
-def _there(folder: Path, gpu: Gpu) -> Table:
+def _there(folder: Path, gpu: Gpu) -> tuple[Table, tuple[RingEntry, ...]]:
     version = lookup.triton_version()
+    path = folder / file_name(gpu.name, version)
     try:
-        return read(folder / file_name(gpu.name, version))
+        table = read(path)
     except (FileNotFoundError, NotADirectoryError):
-        return Table(gpu.name, gpu.arch, version, ())
+        table = Table(gpu.name, gpu.arch, version, ())
+    return table, rings_of(table, path)
 
 
 def merged(before: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...autotune import Shape, dealt, gpu_of_arch, grid, shape_of_config, space, tile_text, why_not
 from ...autotune.models import DEFAULT_DTYPE, SHORT
-from ...autotune.rings import WIRES
 from ...kernels.lookup import Gpu, gpu_of, user_folder
 from ...kernels.tables import Point, options_of
 from ..launching import cores
-from ..output import check_targets, prints, write_csv, write_json
-from ..provenance import provenance
+from ..output import check_targets, prints
 from ..shapes import Causal, device_name, dtype_name, sizes
-from ..tables import table
 from .backward import backward_lines
-from .ring import ring_wish, told, tune_ring
+from .ring_command import list_rings, ring_wishes, tune_rings
 from .run import ORDERS_OF, Found, Wish, timed_rows, tune
+from .shown import bars, finish
 
 BUDGET = 300.0
 DEFAULT_ARCH = "sm_90"
@@ -37,57 +31,61 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def run(
-    heads: Annotated[int | None, typer.Option(min=1, help="Query heads on one GPU [default: 32].")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V [default: --heads].")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Of q and k, at most 256 [default: 128].")] = None,
-    value_dim: Annotated[int | None, typer.Option(min=1, help="Head dim of v [default: --head-dim].")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads on one GPU; default: 32.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Of q and k, at most 256; default: 128.")] = None,
+    value_dim: Annotated[int | None, typer.Option(min=1, help="Head dim of v; default: --head-dim.")] = None,
     from_config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Heads, head dims and dtype of a Hugging Face config.json.")
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(parser=dtype_name, metavar="DTYPE", help="bf16, fp16 or fp32 [default: the config's, or bf16]."),
+        typer.Option(parser=dtype_name, metavar="DTYPE", help="bf16, fp16 or fp32; default: the config's, or bf16."),
     ] = None,
     seqlen: Annotated[Any, typer.Option(parser=sizes, metavar="SIZE,…", help="Tokens on one GPU.")] = "8k,32k",
     causal: Causal = True,
     arch: Annotated[
-        str | None, typer.Option(metavar="sm_NN", help="Compile for this one [default: the GPU's, or sm_90].")
+        str | None, typer.Option(metavar="sm_NN", help="Compile for this one; default: the GPU's, or sm_90.")
     ] = None,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Measure nothing, GPU or not.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="Print what would be tried, and do nothing.")] = False,
     budget: Annotated[float, typer.Option(min=1, help="Seconds on the GPU.")] = BUDGET,
-    workers: Annotated[int | None, typer.Option(min=1, help="Compiling processes [default: the cores].")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Compiling processes; default: the cores.")] = None,
     ring: Annotated[
         bool, typer.Option("--ring", help="Tune what all ranks share (transport, chunks, channels) by whole steps.")
     ] = False,
     world: Annotated[
-        int | None, typer.Option(min=2, help="With --ring: processes [default: the GPUs, or 2; or the launcher's].")
+        int | None, typer.Option(min=2, help="With --ring: processes; default: the GPUs, or 2; or the launcher's.")
     ] = None,
     on: Annotated[
-        str, typer.Option("--device", help="With --ring: cpu or cuda [default: cuda where there is one].")
+        str, typer.Option("--device", help="With --ring: cpu or cuda; default: cuda where there is one.")
     ] = "",
     wire: Annotated[
         str, typer.Option(metavar="bf16,fp8", help="With --ring: also K/V in these, which changes results.")
     ] = "",
     save_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where tables go [default: the user's cache].")
+        Path | None, typer.Option(metavar="DIR", help="Where tables go; default: the user's cache.")
     ] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write a row per kernel, mask and length.")] = None,
 ) -> None:
     """Find the tiles of a model's attention: compile every candidate, drop what is not clean, measure the best."""
-    if not ring and not prints():
-        return  # one GPU: under a launcher rank 0 tunes, and the others have nothing to do
+    if (list_ or not ring) and not prints():
+        return  # one GPU, or none: under a launcher rank 0 does it, and the others have nothing to do
     check_targets(json, csv)
     try:
+        of_rings = {"--world": world, "--device": on, "--wire": wire}
+        of_tiles = {"--arch": arch, "--compile-only": compile_only, "--workers": workers}
+        check_mode(ring, of_rings, of_tiles)
         shape = shape_of(heads, kv_heads, head_dim, value_dim, from_config, SHORT[dtype] if dtype else None)
-        gpu, device, why = target(arch, compile_only)
         folder = save_dir or user_folder()
         if folder is None:
             raise ValueError("--save-dir is not given, and this user has no home to keep a cache in")
         if ring:
-            tuned_ring(shape, seqlen, causal, device_name(on), world, wire, budget, folder.absolute(), json, csv)
+            wishes = ring_wishes(shape, seqlen, causal, device_name(on), world, wire, budget, folder.absolute())
+            (list_rings if list_ else tune_rings)(wishes, json, csv)
             return
+        gpu, device, why = target(arch, compile_only)
         wish = Wish(shape, tuple(seqlen), causal, gpu, device, folder.absolute(), budget, workers or cores())
         points = wish.points
         if list_:
@@ -111,33 +109,17 @@ def run(
         raise typer.Exit(1)
 
 
-def tuned_ring(
-    shape: Shape, lengths: list[int], causal: bool, device: str, world: int | None, wire: str, budget: float,
-    folder: Path, json: str | None, csv: Path | None,
-) -> None:  # fmt: skip
-    """``--ring``: a search per length; exit 1 where no setting runs.
+def check_mode(ring: bool, of_rings: dict[str, Any], of_tiles: dict[str, Any]) -> None:
+    """Refuse flags of the search that is not asked for.
 
     Raises:
-        ValueError: an attention or wire that a ring here is not tuned for.
+        ValueError: one of them is given.
     """
-    wires = tuple(wire.split(",")) if wire else ()
-    if unknown := {*wires} - {*WIRES}:
-        raise ValueError(f"--wire is {', '.join(sorted(unknown))}: it takes some of {', '.join(WIRES)}")
-    if shape.value_dim != shape.head_dim:
-        raise ValueError(f"--value-dim is {shape.value_dim}: rings are tuned with values of --head-dim")
-    reports = []
-    for tokens in lengths:
-        sizes_ = (shape.heads, shape.kv_heads, shape.head_dim, shape.dtype)
-        wish = ring_wish(sizes_, tokens, causal, device, world, wires, budget / len(lengths), folder)
-        if (report := tune_ring(wish)) is not None:
-            reports.append((tokens, report))
-    rows = [{"tokens": tokens, **row} for tokens, report in reports for row in report.rows]
-    words = "\n".join(f"{tokens} tokens: {told(report)}" for tokens, report in reports)
-    if reports:
-        chosen = [report.entry.as_json() for _, report in reports if report.entry is not None]
-        finish(words, rows, {"rings": chosen}, json, csv, torch.device(device))
-    if any(report.entry is None for _, report in reports):
-        raise typer.Exit(1)
+    for name, value in (of_tiles if ring else of_rings).items():
+        if value and ring:
+            raise ValueError(f"{name} is {value}: it is for tiles, which --ring does not search; leave out one of them")
+        if value:
+            raise ValueError(f"{name} is {value}: it is for rings; add --ring, or leave it out")
 
 
 def shape_of(
@@ -252,46 +234,3 @@ def summary(found: list[Found], path: Path | None) -> str:
     if any(one.measured is None for one in found):
         lines.append("estimates serve who asks for them: kernels.default_config(q, v, estimated=True)")
     return "\n".join(lines)
-
-
-def finish(
-    told: str,
-    rows: list[dict[str, Any]],
-    report: dict[str, Any],
-    json: str | None,
-    csv: Path | None,
-    device: torch.device | None = None,
-) -> None:
-    """Print and write."""
-    if json != "-":
-        typer.echo(f"{table(rows)}\n\n{told}")
-    if json is not None:
-        made = {"schema": "ringattn tune 1", "provenance": provenance(device or torch.device("cpu"))}
-        write_json(json, {**made, **report, "rows": rows})
-    if csv is not None:
-        write_csv(csv, rows)
-
-
-class ShownBars:
-    """Progress on the terminal: a bar for each part, from when its length is known."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress, self._tasks, self._totals = progress, {}, Counter[str]()  # type: ignore[var-annotated]
-
-    def more(self, part: str, count: int) -> None:
-        self._totals[part] += count
-        if part not in self._tasks:
-            self._tasks[part] = self._progress.add_task(part)
-        self._progress.update(self._tasks[part], total=self._totals[part])
-
-    def step(self, part: str) -> None:
-        self._progress.advance(self._tasks[part])
-
-
-@contextmanager
-def bars() -> Iterator[ShownBars]:
-    """On standard error and gone at the end; into a file they would be nothing but empty lines."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield ShownBars(progress)

@@ -72,13 +72,10 @@ def plain_source(variant: Variant) -> Any:
     return ast_source(variant)
 
 
-def digest() -> str:
-    """Of all that decides a verdict: kernels, what reads them, and Triton."""
+def digest(*also: str) -> str:
+    """Of all that decides a verdict: kernels, what reads them, Triton; and of the modules of more folders."""
     made = hashlib.sha256(triton.__version__.encode())
-    for path in [
-        *sorted((ROOT / "kernels").glob("*.py")),
-        *sorted((ROOT / "bench" / "inspect").glob("*.py")),
-        Path(__file__),
-    ]:
+    folders = "kernels", "bench/inspect", *also
+    for path in [*(path for folder in folders for path in sorted((ROOT / folder).glob("*.py"))), Path(__file__)]:
         made.update(path.read_bytes())
     return made.hexdigest()[:16]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -49,6 +49,12 @@ def config_of(kernel: str, tile: Tile) -> KernelConfig:
     if kernel in SINGLE_PASS:
         return KernelConfig(tile, tile, tile, backward=kernel, single_pass=tile)
     return KernelConfig(tile, tile, tile, **options)
+
+
+def reading_of(seconds: float, told: Mapping[str, Any]) -> Reading:
+    """A run with what NVML told after it."""
+    throttled = tuple(reason for reason in told.get("throttled", ()) if reason in SLOWING)
+    return Reading(seconds, throttled, {name: float(told[name]) for name in told if name != "throttled"})
 
 
 class DeviceTrials:
@@ -97,10 +103,7 @@ class DeviceTrials:
             self._launch(tile)
             self._warm.add(tile)
         self._renew()
-        seconds = self._clock(step)
-        told = self._reader()
-        throttled = tuple(reason for reason in told.get("throttled", ()) if reason in SLOWING)
-        return Reading(seconds, throttled, {name: float(told[name]) for name in told if name != "throttled"})
+        return reading_of(self._clock(step), self._reader())
 
     # what is timed: a hop in the middle of a ring, of the size that the point says
 

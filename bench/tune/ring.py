@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import triton
-import typer
 
-from ...autotune.rings import CPU, DEFAULT, RingEntry, RingPoint, RingSetting, best_of, halved, settings
-from ...autotune.store import save
-from ...comm import Limits
-from ...kernels.lookup import Gpu, gpu_of
+from ...autotune import Journal, Reading, private_folder, save
+from ...autotune.rings import (
+    CPU,
+    DEFAULT,
+    Known,
+    RingEntry,
+    RingPoint,
+    RingSetting,
+    best_of,
+    halved,
+    planned_runs,
+    settings,
+)
+from ...autotune.search import COOL_DOWN, RETRIES, clocks_of, median, spread
+from ...comm import Limits, nvml
+from ...kernels.lookup import Gpu, gpu_of, triton_version
+from ...kernels.tables import file_name
 from ...ring import Ring
-from ..launching import Member, cores, member, process_group, started
+from ..launching import Member, member, process_group
 from ..links.group import device_of
-from ..output import prints
 from ..overlap.command import Members
 from ..provenance import command
 from ..ring.candidates import Candidate, Problem, Setting, ours
 from ..ring.runs import gathered, judged
-from ..timing import Clock, Samples
-from .run import driver
+from ..timing import Clock
+from .compile import digest
+from .measure import reading_of
+from .run import MOST_COMMAND, driver
+from .shown import bars
+
+T = TypeVar("T")
 
 CHECKED = 192  # tokens per rank of the check: several tiles, and float64 scores that are quick
 WIRE_ERRORS = {None: 0.0, "bf16": 2**-7, "fp8": 2**-3}
@@ -44,7 +61,7 @@ class RingWish:
     point: RingPoint
     device: str  # cpu or cuda
     wires: tuple[str, ...]
-    budget: float  # seconds
+    budget: float  # seconds of timed runs
     folder: Path
     threads: int = 1  # per process
     seed: int = 0
@@ -65,6 +82,63 @@ class RingReport:
     entry: RingEntry | None = None
     gpu: Gpu = CPU
     path: Path | None = None
+    kept: int = 0  # runs of an interrupted search
+    complete: bool = True  # not ended by its budget
+
+
+def journal_of(wish: RingWish, gpu: Gpu) -> Journal:
+    """Of the runs of every length: what another machine, driver, code or number of threads took is passed over."""
+    name = f"rings_{file_name(gpu.name, triton_version()).removesuffix('.json')}.jsonl"
+    told = f"{digest('comm', 'ring')} {torch.__version__} {driver()} {wish.threads} {wish.seed}"
+    return Journal(private_folder(wish.folder) / name, told)
+
+
+@dataclass
+class Runs:
+    """Timed steps of every setting, on all ranks together; rank 0 keeps them."""
+
+    point: RingPoint
+    steps: Mapping[RingSetting, Callable[[], object]]
+    clock: Callable[[Callable[[], object]], float]
+    reader: Callable[[], dict[str, Any]]  # of clocks
+    left: Callable[[], float]  # seconds of the budget
+    journal: Journal | None = None  # on rank 0
+    done: Callable[[], None] = lambda: None
+    pause: Callable[[float], None] = time.sleep
+    _warm: set[RingSetting] = field(default_factory=set)
+
+    def kept(self) -> Known:
+        """What rank 0 has of an interrupted search."""
+        found: Known = {}
+        if self.journal is not None:
+            told = {one: self.journal.all(self._key(one)) for one in self.steps}
+            found = {one: [Reading.of(run) for run in runs] for one, runs in told.items() if runs}
+        return of_rank_0(found)
+
+    def __call__(self, one: RingSetting) -> Reading:
+        """A run with clocks as high as they get on every rank; after some repeats whatever it is."""
+        if one not in self._warm:
+            self.steps[one]()  # compiles
+            self._warm.add(one)
+        reading = self._reading(one)
+        for _ in range(RETRIES):
+            if not reading.throttled or self.left() <= 0:
+                break
+            self.pause(COOL_DOWN)
+            reading = self._reading(one)
+        if self.journal is not None:
+            self.journal.put(self._key(one), reading.as_json())
+        self.done()
+        return reading
+
+    def _reading(self, one: RingSetting) -> Reading:
+        mine = reading_of(self.clock(self.steps[one]), self.reader())
+        told: list[tuple[str, ...]] = [()] * dist.get_world_size()
+        dist.all_gather_object(told, mine.throttled)
+        return replace(mine, throttled=tuple(dict.fromkeys(chain(*told))))
+
+    def _key(self, one: RingSetting) -> str:
+        return f"{' '.join(map(str, self.point))} | {one}"
 
 
 def spawned(store: str, wish: RingWish) -> RingReport:
@@ -78,24 +152,41 @@ def search(place: Member, wish: RingWish, store: str | None = None) -> RingRepor
     """One rank of the search."""
     torch.set_num_threads(wish.threads)
     device = device_of(place, wish.device)
+    report = RingReport(gpu=gpu_of(device) or CPU)
     with process_group(place, store, device=device), ExitStack() as stack:
-        ends = time.monotonic() + wish.budget
         rings, why = opened(wish, stack)
         problem, small = wish.problem(wish.point.length), wish.problem(CHECKED)
         why |= wrong(small, rings, device)
-        players = {one: runner(problem, ring, device) for one, ring in rings.items() if one not in why}
-        clock = Clock(device, Members())
-        for run in players.values():
-            run()  # opens transports and compiles
-        taken = halved(players, lambda one: clock(players[one]), lambda: agreed(ends - time.monotonic()))
-        report = RingReport(gpu=gpu_of(device) or CPU)
+        steps = {one: runner(problem, ring, device) for one, ring in rings.items() if one not in why}
+        # of the runs alone: what is opened and checked first is opened and checked again when the search goes on
+        ends = time.monotonic() + wish.budget
+        runs = Runs(
+            wish.point, steps, Clock(device, Members()), nvml.reader(device),
+            left=lambda: of_rank_0(ends - time.monotonic()),  # ranks whose clocks differ would part
+            journal=journal_of(wish, report.gpu) if place.rank == 0 else None,
+        )  # fmt: skip
+        taken = timed(runs, report, stack)
         report.rows = [row_of(one, taken.get(one, []), why.get(one)) for one in (*taken, *why)]
         if taken:
-            chosen = decided(best_of(taken))
+            chosen = of_rank_0(best_of(taken))
             report.entry = entry_of(wish.point, resolved(chosen, rings[chosen]), taken[chosen], taken.get(DEFAULT))
             if place.rank == 0:
                 report.path = save(wish.folder, report.gpu, rings=[report.entry])
         return report
+
+
+def timed(runs: Runs, report: RingReport, stack: ExitStack) -> Known:
+    """The search itself, with a bar on rank 0."""
+    kept = runs.kept()
+    report.kept = sum(map(len, kept.values()))
+    if runs.journal is not None:
+        bar, part = stack.enter_context(bars()), f"measuring {runs.point.length} tokens"
+        bar.more(part, planned_runs(runs.steps))
+        runs.done = lambda: bar.step(part)
+        for _ in range(report.kept):
+            bar.step(part)
+    taken, report.complete = halved(runs.steps, runs, runs.left, kept)
+    return taken
 
 
 def opened(wish: RingWish, stack: ExitStack) -> tuple[dict[RingSetting, Ring], dict[RingSetting, str]]:
@@ -150,16 +241,9 @@ def runner(problem: Problem, ring: Ring, device: torch.device) -> Callable[[], o
     return lambda: one.run(shards)
 
 
-def agreed(seconds: float) -> float:
-    """What rank 0 says: ranks whose clocks differ would part."""
-    told = torch.tensor([seconds], dtype=torch.float64)
-    dist.broadcast(told, 0)
-    return told.item()
-
-
-def decided(setting: RingSetting) -> RingSetting:
-    """Rank 0's choice, on every rank."""
-    told = [setting]
+def of_rank_0(value: T) -> T:
+    """Rank 0's, on every rank."""
+    told = [value]
     dist.broadcast_object_list(told, 0)
     return told[0]
 
@@ -169,67 +253,23 @@ def resolved(setting: RingSetting, ring: Ring) -> RingSetting:
     return replace(setting, transport=ring.transport) if setting.transport == "auto" else setting
 
 
-def entry_of(point: RingPoint, setting: RingSetting, seconds: list[float], usual: list[float] | None) -> RingEntry:
+def entry_of(
+    point: RingPoint, setting: RingSetting, runs: Sequence[Reading], usual: Sequence[Reading] | None
+) -> RingEntry:
     """Medians in seconds."""
-    samples = Samples(tuple(seconds))
     printable = "".join(letter if " " <= letter <= "~" else "?" for letter in command())
     return RingEntry(
-        point, setting, datetime.now(UTC).isoformat(timespec="seconds"), samples.median, samples.spread,
-        Samples(tuple(usual)).median if usual else samples.median,
-        {"triton": triton.__version__, "torch": torch.__version__}, driver(), printable[:400],
+        point, setting, datetime.now(UTC).isoformat(timespec="seconds"), median(runs), spread(runs),
+        median(usual or runs), {"triton": triton.__version__, "torch": torch.__version__}, driver(),
+        clocks_of(runs), printable[:MOST_COMMAND],
     )  # fmt: skip
 
 
-def row_of(setting: RingSetting, seconds: list[float], why: str | None) -> dict[str, Any]:
-    samples = Samples(tuple(seconds)) if seconds else None
+def row_of(setting: RingSetting, runs: Sequence[Reading], why: str | None) -> dict[str, Any]:
     return {
         **asdict(setting),
-        "runs": len(seconds),
-        "ms": samples and samples.median * 1e3,
-        "±": samples and f"{samples.spread:.1%}",
+        "runs": len(runs),
+        "ms": median(runs) * 1e3 if runs else None,
+        "±": f"{spread(runs):.1%}" if runs else None,
         "note": why or ("what a ring takes by itself" if setting == DEFAULT else ""),
     }
-
-
-def told(report: RingReport) -> str:
-    """The choice in words."""
-    if report.entry is None:
-        return "no setting runs here: see the notes"
-    one = report.entry
-    gain = 1 - one.seconds / one.baseline
-    against = f"{gain:.1%} less than a ring takes by itself" if gain > 0 else "as a ring does by itself"
-    return (
-        f"best: {one.setting}, {one.seconds * 1e3:.4g} ms ± {one.spread:.1%} a step, {against}\n"
-        f"written: {report.path}; autotune.ring_settings looks it up"
-    )
-
-
-def tune_ring(wish: RingWish) -> RingReport | None:
-    """Here or in new processes; None on ranks that print nothing.
-
-    Raises:
-        typer.Exit: a rank failed.
-    """
-    place = member()
-    report = started(wish.point.world, spawned, wish) if place is None else search(place, wish)
-    return report if prints() else None
-
-
-def ring_wish(
-    shape: tuple[int, int, int, str], tokens: int, causal: bool, device: str, world: int | None, wires: tuple[str, ...],
-    budget: float, folder: Path,
-) -> RingWish:  # fmt: skip
-    """The wish of the command's flags.
-
-    Raises:
-        typer.BadParameter: one rank alone, or a wire that is none.
-    """
-    place = member()
-    here = max(2, torch.cuda.device_count() if device == "cuda" else 0)
-    ranks = place.world if place is not None else world or here
-    if ranks < 2:
-        raise typer.BadParameter(f"--world is {ranks}: a ring to tune takes at least 2 ranks")
-    heads, kv_heads, head_dim, dtype = shape
-    point = RingPoint(ranks, heads, kv_heads, head_dim, dtype, "bounded" if causal else "full", tokens)
-    share = max(1, cores() // (place.local_world if place is not None else ranks))
-    return RingWish(point, device, wires, budget, folder, share)
