@@ -26,9 +26,10 @@ from ringattn.bench.predict.links import PRESETS, Link, Links, link_of, measured
 from ringattn.bench.predict.memory import check, memory, most_tokens
 from ringattn.bench.predict.others import ways
 from ringattn.bench.predict.program import COMPUTE, DKDV, FOLD, INSIDE, PASSES, Op, Program, record
-from ringattn.bench.predict.ring import Trouble, cases, ideal_seconds, predicted
+from ringattn.bench.predict.ring import cases, ideal_seconds, predicted
 from ringattn.bench.predict.speed import H100, form_of
 from ringattn.bench.predict.timelines import timeline
+from ringattn.bench.predict.trouble import Trouble
 from ringattn.bench.timeline.events import from_chrome
 from ringattn.bench.timing import Clock
 from ringattn.kernels import FULL, Bounds
@@ -374,7 +375,6 @@ def test_links_from_a_file_of_bench_links(tmp_path: Path) -> None:
         (["--slow", "3"], "RANK=FACTOR"),
         (["--slow", "9=2"], "ranks are 0 to 7"),
         (["--sweep", "tokens=1k"], "tokens=1k..128k,gpus=2..16k"),
-        (["--layout", "spiral"], "it must be one of contiguous"),
         (["--gpus", "512", "--window", "4k,0"], "at most 128 are told apart"),
         (["--gpus", "4k", "--jitter", "0.1"], "jitter is told for 1024"),
         (["--gpus", "256", "--trace", "trace.json"], "of 128 at most"),

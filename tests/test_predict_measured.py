@@ -293,7 +293,9 @@ def test_the_command_calibrates(monkeypatch: pytest.MonkeyPatch) -> None:
     found = invoke(*arguments)
     assert found.exit_code == 0, found.output
     assert "speed: some CPU" in found.output and "Ulysses" not in found.output
+    assert "are told of GPUs alone, and this is a CPU's speed" in found.output
     assert "at most 128" in flat(invoke(*arguments, "--world", "256").output)
+    assert "beside is 1.0: the part of its speed" in flat(invoke(*arguments, "--beside", "1").output)
     assert "sweep is of GPUs" in flat(invoke(*arguments[:1], "--sweep", "tokens=1k..2k,gpus=2..4").output)
 
 

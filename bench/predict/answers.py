@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -12,8 +12,9 @@ from .call import DTYPES, Call
 from .launch import Device
 from .links import Links
 from .program import PASSES
-from .ring import MOST_RANKS, Trouble, cases, predicted
+from .ring import MOST_RANKS, cases, predicted
 from .speed import Speed
+from .trouble import Trouble
 
 HIDDEN = 0.01  # of a pass: what may be exposed of links that are called hidden
 LEAST, MOST = 256, 1 << 22  # tokens per GPU between which the answer is looked for
@@ -66,42 +67,20 @@ class Straggling:
     """Its shard is smaller."""
 
 
-def straggling(call: Call, device: Device, links: Links, slow: dict[int, float]) -> Straggling:
-    """What slow GPUs cost, with equal shards and with ``Layout.balanced``.
+def straggling(
+    call: Call, device: Device, links: Links, slow: Mapping[int, float], *, jitter: float = 0.0
+) -> Straggling:
+    """What slow GPUs cost, with equal shards and with ``Layout.balanced``, their launches varying as all others do.
 
     Above ``MOST_RANKS`` the balanced ring is the even one, stretched by what speed is missing: every rank's work is in
     proportion to its speed by construction.
     """
     even, with_slow = (
-        sum(one.seconds for one in predicted(call, device, links, Trouble(given))) for given in ({}, slow)
+        sum(one.seconds for one in predicted(call, device, links, Trouble(given, jitter))) for given in ({}, slow)
     )
     speeds = tuple(float(Fraction(1) / Fraction(slow.get(rank, 1.0))) for rank in range(call.world))
     if call.world > MOST_RANKS // 2:
         return Straggling(even, with_slow, even * call.world / sum(speeds))
     held = replace(call, layout="balanced", speeds=speeds)
-    balanced = sum(one.seconds for one in predicted(held, device, links, Trouble(slow)))
+    balanced = sum(one.seconds for one in predicted(held, device, links, Trouble(slow, jitter)))
     return Straggling(even, with_slow, balanced)
-
-
-def rows_of_sweep(
-    call: Call, device: Speed, links: Links, tokens: Sequence[int], gpus: Sequence[int]
-) -> list[dict[str, float]]:
-    """Percent of ideal for tokens x GPUs; as many per node as the call has."""
-    from .ring import ideal_seconds
-
-    rows = []
-    for world in gpus:
-        nodes = max(1, world // call.per_node)
-        calls = [replace(call, tokens=one, world=world, nodes=nodes) for one in tokens]
-        found = [cases(calls, device, links, phase) for phase in PASSES]
-        for lane, one in enumerate(calls):
-            seconds = sum(float(two.seconds[lane]) for two in found)
-            waited = sum(float(two.waited[lane]) for two in found)
-            ideal = sum(ideal_seconds(one, device, phase) for phase in PASSES)
-            rows.append(
-                {
-                    "gpus": world, "tokens": one.tokens, "seconds": seconds, "exposed": waited,
-                    "percent of ideal": 100 * ideal / seconds,
-                }
-            )  # fmt: skip
-    return rows

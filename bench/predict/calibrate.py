@@ -15,7 +15,7 @@ from ..free_memory import free_memory
 from ..kernels import speed as kernel_speed
 from ..kernels.rivals import OURS
 from ..kernels.shape import Shape
-from ..launching import consequences_later, cores, member, process_group, started
+from ..launching import cores, member, process_group, started
 from ..links import group as link_group
 from ..links.runs import Wish
 from ..provenance import cpu, gpu
@@ -75,7 +75,7 @@ def _host_speed(store: str, tokens: int, heads: int, kv_heads: int, head_dim: in
     place = member()
     assert place is not None
     torch.set_num_threads(1)
-    with consequences_later(), process_group(place, store, device=CPU):
+    with process_group(place, store, device=CPU):
         rounds = Rounds(tokens, heads, kv_heads, head_dim, dtype, DEADLINE)
         rounds.beside((), HOST_REPEATS)
         return rounds.speed()

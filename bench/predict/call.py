@@ -8,9 +8,11 @@ from functools import cached_property
 import torch
 
 from ...comm.topology import Topology
+from ...kernels.checks import MAX_HEAD_DIM
 from ...ring.layout import Layout
 from ...ring.mask import Mask
 from ...ring.plan import Plan, plan
+from ...ring.ring import _depth as depth_of  # what Ring takes is what is predicted
 from ...ring.schedule import KV_SLOTS
 from ...ring.wire import grad_wire_of, wire_of
 from .program import Form
@@ -26,7 +28,8 @@ class Call:
     """One ``ring_attention``, forward and backward.
 
     Raises:
-        ValueError: ranks that do not make equal nodes, heads that do not divide, an unknown layout or dtype.
+        ValueError: ranks that do not make equal nodes, heads that do not divide, an unknown layout or dtype, a head dim
+            that kernels do not take, or slots and a prefetch that ``Ring`` does not.
     """
 
     tokens: int
@@ -60,6 +63,8 @@ class Call:
             raise ValueError(f"nodes is {self.nodes}: it must divide {self.world} GPUs, as {fits} do")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads is {self.heads}: it must be a multiple of kv_heads, {self.kv_heads}")
+        if not 1 <= self.head_dim <= MAX_HEAD_DIM:
+            raise ValueError(f"head_dim is {self.head_dim}: it must be 1 to {MAX_HEAD_DIM}")
         if not 1 <= self.chunks <= self.kv_heads:
             raise ValueError(f"chunks is {self.chunks}: it must be 1 to kv_heads, {self.kv_heads}")
         if self.layout not in LAYOUTS:
@@ -68,17 +73,27 @@ class Call:
             raise ValueError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
         if (self.layout == "balanced") != (len(self.speeds) == self.world):
             raise ValueError(f"speeds has {len(self.speeds)} entries: balanced takes one for each of {self.world} GPUs")
+        depth_of(self.slots, self.prefetch, self.turn)
 
     @property
     def per_node(self) -> int:
         """Ranks of a node."""
         return self.world // self.nodes
 
+    @property
+    def is_two_level(self) -> bool:
+        """Whether the ring is one of rings."""
+        return self.nodes > 1 and self.per_node > 1 and self.two_level
+
+    @property
+    def turn(self) -> int:
+        """Hops of a turn of the ring, or of the inner ones."""
+        return self.per_node if self.is_two_level else self.world
+
     @cached_property
     def topology(self) -> Topology | None:
         """The order of the ring; None where it is flat."""
-        rings = self.nodes > 1 and self.per_node > 1 and self.two_level
-        return Topology.grid(self.nodes, self.per_node) if rings else None
+        return Topology.grid(self.nodes, self.per_node) if self.is_two_level else None
 
     @property
     def seqlen(self) -> int:
@@ -94,7 +109,7 @@ class Call:
     @cached_property
     def form(self) -> Form:
         """Shapes and settings, as the recorder takes them; the tokens are the mean of the ranks."""
-        dtype, prefetch = DTYPES[self.dtype], self.slots - 1 if self.prefetch is None else self.prefetch
+        dtype, (_, prefetch) = DTYPES[self.dtype], depth_of(self.slots, self.prefetch, self.turn)
         wire, grad_wire = wire_of(self.wire_dtype, dtype), grad_wire_of(self.grad_wire_dtype)
         return Form(
             self.batch, self.tokens, self.heads, self.kv_heads, self.head_dim, dtype, self.chunks, prefetch, wire,

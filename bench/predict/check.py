@@ -21,7 +21,7 @@ import typer
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ...ring import Ring
-from ..launching import consequences_later, cores, member, process_group, started
+from ..launching import cores, member, process_group, started
 from ..output import write_json
 from ..provenance import provenance
 from ..shapes import device_here, size, sizes
@@ -56,7 +56,7 @@ def _of_rank(
     place = member()
     assert place is not None
     torch.set_num_threads(1)
-    with consequences_later(), process_group(place, store, device=CPU), Ring(deadline=deadline) as ring:
+    with process_group(place, store, device=CPU), Ring(deadline=deadline) as ring:
         speeds, rows = [], []
         for _, alike in groupby(wanted, key=lambda case: case[1:]):  # what the machine is worth changes within minutes
             some = list(alike)

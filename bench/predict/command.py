@@ -18,7 +18,7 @@ from ..shapes import (
     Causal,
     CuSeqlens,
     DocumentsOfMean,
-    DocumentsSeed,
+    LayoutName,
     Window,
     binary,
     device_here,
@@ -26,20 +26,34 @@ from ..shapes import (
     grouped,
     size,
 )
-from ..tables import table
 from ..timeline.events import as_chrome
-from .answers import rows_of_sweep
-from .call import NAMED, Call
-from .given import IB, NVLINK, TOKENS, WORLD, Given, axes_of, refuse_beside_calibrate, slow_of, speed_of, tokens_of
-from .links import PRESETS, Links, link_of
+from .call import Call
+from .given import (
+    IB,
+    NVLINK,
+    TOKENS,
+    WORLD,
+    Given,
+    above_zero,
+    axes_of,
+    links_of,
+    refuse_beside,
+    refuse_without,
+    slow_of,
+    speed_of,
+    tokens_of,
+)
+from .links import PRESETS, link_of
 from .memory import check as check_memory
-from .ring import MOST_RANKS, Trouble, predicted
+from .ring import MOST_RANKS, predicted
 from .speed import GPUS, Speed
-from .sweep import draw
+from .sweep import check_ending, draw, rows_of_sweep, shown
 from .text import report, text, without
 from .timelines import timeline
+from .trouble import Trouble
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+PICTURE = "predict.png"
 
 
 @app.command()
@@ -54,7 +68,7 @@ def predict(
         Any, typer.Option("--world", "--gpus", parser=size, metavar="COUNT", help="Ranks of the ring, a GPU each.")
     ] = str(WORLD),
     nodes: Annotated[int, typer.Option(min=1, help="Machines; several make a two-level ring.")] = 1,
-    layout: Annotated[str, typer.Option(help=f"One of {', '.join(NAMED)}.")] = "zigzag",
+    layout: Annotated[LayoutName, typer.Option(help="Who holds which tokens.")] = LayoutName.zigzag,
     heads: Annotated[int, typer.Option(min=1)] = 32,
     kv_heads: Annotated[
         int | None, typer.Option(min=1, help="Heads of K and V (as many as --heads where left out).")
@@ -66,7 +80,9 @@ def predict(
     window: Window = None,
     cu_seqlens: CuSeqlens = None,
     documents: DocumentsOfMean = None,
-    documents_seed: DocumentsSeed = 0,
+    documents_seed: Annotated[
+        int | None, typer.Option(help="Of the lengths that --documents draws (0 where left out).")
+    ] = None,
     kernels: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Speeds: JSON of bench kernels, or results.json of bench suite.")
     ] = None,
@@ -90,54 +106,73 @@ def predict(
     wire_dtype: Annotated[str | None, typer.Option(help="What K/V travel as: bfloat16, float8_e4m3fn.")] = None,
     grad_wire_dtype: Annotated[str | None, typer.Option(help="What sums travel as: bfloat16.")] = None,
     slow: Annotated[list[str] | None, typer.Option(metavar="RANK=FACTOR", help="Takes so many times as long.")] = None,
-    jitter: Annotated[float, typer.Option(min=0.0, help="Spread of a launch's time, 0.05 is 5%.")] = 0.0,
+    jitter: Annotated[float, typer.Option(help="Spread of a launch's time, 0 to 1: 0.05 is 5%.")] = 0.0,
     beside: Annotated[float | None, typer.Option(help="Speed that kernels lose beside transfers, 0 to 1.")] = None,
     memory_gb: Annotated[float | None, typer.Option("--memory", help="GB of a GPU.")] = None,
     sweep: Annotated[str | None, typer.Option(metavar="tokens=1k..128k,gpus=2..16k", help="A map instead.")] = None,
-    picture: Annotated[Path, typer.Option(help="Of the map: PNG or SVG.")] = Path("predict.png"),
+    picture: Annotated[Path | None, typer.Option(help=f"Of the map: PNG or SVG ({PICTURE} where left out).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Every rank's timeline, for Perfetto.")] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the passes, or the points of the map.")] = None,
 ) -> None:
     """Time, exposed communication and memory of a ring of any size, by the loops that really run."""
-    check_targets(json, csv, trace, picture if sweep else None)
+    check_targets(json, csv, trace, picture)
     try:
-        if sweep is not None and (tokens is not None or seqlen is not None):
-            raise ValueError("sweep and tokens or seqlen are both given: the map has lengths of its own")
+        axes = None if sweep is None else axes_of(sweep)
+        if axes is None:
+            refuse_without("sweep", "it is of the map", picture=picture)
+        else:
+            refuse_beside("sweep", "the map has lengths of its own", tokens=tokens, seqlen=seqlen)
+            refuse_beside("sweep", "it draws one ring", trace=trace)
+        if documents is None:
+            refuse_without("documents", "it draws their lengths", documents_seed=documents_seed)
+        above_zero("GB", memory=memory_gb)
+        trouble = Trouble(slow_of(slow or []), jitter)
         tokens = tokens_of(tokens, seqlen, world)
-        boundaries = boundaries_of(tokens * world, cu_seqlens, documents, documents_seed)
+        boundaries = boundaries_of(tokens * world, cu_seqlens, documents, documents_seed or 0)
         held = Layout.uneven([tokens * world])
         mask = mask_of(
             Layouts(held, held), batch, causal=causal, window_size=window or (UNLIMITED, UNLIMITED),
             cu_seqlens=boundaries, seqused_k=None, prefix_length=None, block_mask=None,
         )  # fmt: skip
         call = Call(
-            tokens, world, layout, mask, heads, grouped(heads, kv_heads), head_dim, batch, dtype, nodes, True, chunks,
-            slots, prefetch, 1, wire_dtype, grad_wire_dtype,
+            tokens, world, layout.value, mask, heads, grouped(heads, kv_heads), head_dim, batch, dtype, nodes, True,
+            chunks, slots, prefetch, 1, wire_dtype, grad_wire_dtype,
         )  # fmt: skip
+        _check_links(call, max(axes["gpus"]) if axes else world, link, link_between, calibrate)
         if calibrate:
-            refuse_beside_calibrate(kernels=kernels, gpu=gpu, tflops=tflops, backward_tflops=backward_tflops)
+            refuse_beside(
+                "calibrate", "--calibrate measures it here", kernels=kernels, gpu=gpu, tflops=tflops,
+                backward_tflops=backward_tflops,
+            )  # fmt: skip
             if not prints():
                 return  # it starts its own processes: under a launcher rank 0 does
             given = _calibrated(call, link, link_between)
         else:
             device, told = speed_of(gpu, tflops, backward_tflops, kernels, call)
-            links = Links(link_of(link or NVLINK), link_of(link_between or IB))
-            given = Given(device, links, device.capacity, told)
+            given = Given(device, links_of(link, link_between), device.capacity, told)
         given = given.checked(beside, None if memory_gb is None else memory_gb * 1e9)
-        if sweep is not None:
-            _map(call, given, axes_of(sweep), picture, json, csv)
+        if axes is not None:
+            _map(call, given, axes, trouble, picture or Path(PICTURE), json, csv)
             return
         check_memory(call, given.capacity)
-        _one(call, given, Trouble(slow_of(slow or []), jitter), trace, json, csv)
+        _one(call, given, trouble, trace, json, csv)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _check_links(call: Call, most: int, link: str | None, between: str | None, calibrate: bool) -> None:
+    """Refuse a link that joins no two of ``most`` ranks."""
+    if most <= call.per_node:
+        refuse_without("several nodes", "it joins two of them; --nodes counts them", link_between=between)
+    if call.per_node == 1 and not calibrate:  # which may need it in place of what one device cannot tell
+        refuse_without("several GPUs of a node", "it joins two of them; --world counts all", link=link)
 
 
 def _calibrated(call: Call, link: str | None, between: str | None) -> Given:
     from .calibrate import here  # which imports what measures, and that takes a second
 
-    told = [None if one is None else link_of(one) for one in (link, between)]
+    told = None if link is None else link_of(link), None if between is None else link_of(between, "link-between")
     with Console(stderr=True).status("measuring this machine"):
         return here(call, device_here(None), *told)
 
@@ -150,7 +185,7 @@ def _one(call: Call, given: Given, trouble: Trouble, trace: Path | None, json: s
     if not prints():
         return
     if trace is not None:
-        trace.write_text(jsonlib.dumps(as_chrome(timeline(found["mask"], passes, call.plans()))))
+        trace.write_text(jsonlib.dumps(as_chrome(timeline(found["mask"], passes, call.plans(), call))))
     if json is not None:
         write_json(json, found)
     if csv is not None:
@@ -160,20 +195,22 @@ def _one(call: Call, given: Given, trouble: Trouble, trace: Path | None, json: s
 
 
 def _map(
-    call: Call, given: Given, axes: dict[str, list[int]], picture: Path, json: str | None, csv: Path | None
-) -> None:
+    call: Call, given: Given, axes: dict[str, list[int]], trouble: Trouble, picture: Path, json: str | None,
+    csv: Path | None,
+) -> None:  # fmt: skip
+    check_ending(picture)
     if not call.is_plain:
         raise ValueError("sweep is of thousands of GPUs: it takes contiguous, zigzag and striped, full or causal")
     if not isinstance(given.device, Speed):
         raise ValueError("sweep is of GPUs, and --calibrate finds none here: leave one of them out")
     links = given.links
-    rows = rows_of_sweep(call, given.device, links, axes["tokens"], axes["gpus"])
+    rows = rows_of_sweep(call, given.device, links, axes["tokens"], axes["gpus"], trouble, capacity=given.capacity)
     if not prints():
         return
     heading = (
         f"{call.layout}, {title(call.mask)}, H{call.heads}/{call.kv_heads} D{call.head_dim} {call.dtype}, forward and "
         f"backward\n{links.inside.rate / 1e9:.0f} GB/s inside nodes of {call.per_node}, "
-        f"{links.between.rate / 1e9:.0f} GB/s per GPU between"
+        f"{links.between.rate / 1e9:.0f} GB/s per GPU between" + (f"\n{trouble.words}" if trouble.is_there else "")
     )
     draw(rows, heading, picture)
     if json is not None:
@@ -181,10 +218,4 @@ def _map(
     if csv is not None:
         write_csv(csv, rows)
     if json != "-":
-        by_tokens = {
-            one: {"tokens": binary(one)} | {binary(world): 0.0 for world in axes["gpus"]} for one in axes["tokens"]
-        }
-        for row in rows:
-            by_tokens[int(row["tokens"])][binary(int(row["gpus"]))] = round(row["percent of ideal"], 1)
-        typer.echo(table(list(by_tokens.values()), title=f"percent of ideal, {heading}\n"))
-        typer.echo("\n".join(["", *given.told, str(picture)]))
+        typer.echo("\n".join([shown(rows, heading), "", *given.told, str(picture)]))

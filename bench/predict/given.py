@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +13,15 @@ from ..shapes import size
 from .call import Call
 from .host import HostSpeed
 from .launch import whole
-from .links import Links
+from .links import Links, link_of
 from .measured import base_of, kernels_of
 from .measured import speed_of as speed_of_rows
-from .speed import GPUS, Speed
+from .speed import CONSTANTS_OF, GPUS, Speed
 
 SPEED_TOKENS = 16384  # of the launch whose TFLOP/s are given
 TOKENS, WORLD = 8192, 8  # where nothing is said
 NVLINK, IB = "nvlink4", "ib400"
+MOST_SLOW = 1000  # times as long: slower is broken
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Given:
         Raises:
             ValueError: no part of a speed.
         """
+        if beside is not None and not 0 <= beside < 1:
+            raise ValueError(f"beside is {beside}: the part of its speed that a kernel loses must be 0 to below 1")
         device = self.device if beside is None else replace(self.device, beside=beside)
         return replace(self, device=device, capacity=self.capacity if capacity is None else capacity)
 
@@ -49,10 +53,12 @@ def speed_of(
     """A GPU's constants, with the TFLOP/s given for causal or full attention of 16k tokens, or with measured rows.
 
     Raises:
-        ValueError: an unknown GPU, a speed that is none, a file that is not of measured kernels, or both.
+        ValueError: an unknown GPU, a speed that is none, a file that is not of measured kernels, or both; nothing but
+            the GPU, and a dtype that its constants are not of.
     """
     if gpu is not None and gpu not in GPUS:
         raise ValueError(f"gpu is {gpu!r}: it must be one of {', '.join(GPUS)}; --tflops says how fast it is")
+    above_zero("TFLOP/s", tflops=forward, backward_tflops=backward)
     if kernels is not None:
         if forward is not None or backward is not None:
             raise ValueError("kernels and tflops are both given: they say the same, pass one of them")
@@ -63,6 +69,11 @@ def speed_of(
     if forward is None:
         if backward is not None:
             raise ValueError("backward-tflops is given without tflops: both are of the same kernel")
+        if call.dtype not in CONSTANTS_OF:
+            raise ValueError(
+                f"dtype is {call.dtype}: the constants of a GPU are of {' and '.join(CONSTANTS_OF)}; --tflops or "
+                "--kernels say how fast its kernels are, or --calibrate where it is here"
+            )
         return base, ()
     area = whole(SPEED_TOKENS, causal=call.mask.causal)
     form = replace(call.form, tokens=SPEED_TOKENS, chunks=1)
@@ -70,15 +81,46 @@ def speed_of(
     return base.fitted(forward=(forward * 1e12, area, form), backward=told), ()
 
 
-def refuse_beside_calibrate(**given: object) -> None:
-    """What is measured is not given too.
+def links_of(link: str | None, between: str | None) -> Links:
+    """What the flags say, or what is usual.
+
+    Raises:
+        ValueError: one of them is no link.
+    """
+    return Links(link_of(NVLINK if link is None else link), link_of(IB if between is None else between, "link-between"))
+
+
+def refuse_beside(other: str, why: str, **given: object) -> None:
+    """What another flag takes the place of is not given too.
 
     Raises:
         ValueError: one of them is.
     """
     for name, value in given.items():
         if value is not None:
-            raise ValueError(f"{name.replace('_', '-')} and calibrate are both given: --calibrate measures it here")
+            raise ValueError(f"{name.replace('_', '-')} and {other} are both given: {why}")
+
+
+def refuse_without(other: str, why: str, **given: object) -> None:
+    """What means nothing without another flag is not given without it.
+
+    Raises:
+        ValueError: one of them is.
+    """
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name.replace('_', '-')} is given without {other}: {why}")
+
+
+def above_zero(unit: str, **given: float | None) -> None:
+    """Flags that are numbers.
+
+    Raises:
+        ValueError: one is not above 0, or not finite.
+    """
+    for name, value in given.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name.replace('_', '-')} is {value:g}: it must be above 0 and finite, in {unit}")
 
 
 def tokens_of(tokens: int | None, seqlen: int | None, world: int) -> int:
@@ -101,17 +143,19 @@ def slow_of(texts: Sequence[str]) -> dict[int, float]:
     """``3=1.5``: rank 3 takes 1.5 times as long.
 
     Raises:
-        ValueError: not of this form, or a factor below 1.
+        ValueError: not of this form, a factor below 1 or above ``MOST_SLOW``, or a rank told twice.
     """
-    found = {}
+    found: dict[int, float] = {}
     for text in texts:
-        rank, _, factor = text.partition("=")
         try:
-            found[int(rank)] = float(factor)
+            rank, factor = (of(part) for of, part in zip((int, float), text.split("="), strict=True))
         except ValueError:
             raise ValueError(f"slow is {text!r}: it must be RANK=FACTOR, as in 3=1.5") from None
-        if not found[int(rank)] >= 1:
-            raise ValueError(f"slow is {text!r}: a factor is how many times as long the rank takes, at least 1")
+        if not 1 <= factor <= MOST_SLOW:
+            raise ValueError(f"slow is {text!r}: a factor is how many times as long the rank takes, 1 to {MOST_SLOW:,}")
+        if rank in found:
+            raise ValueError(f"slow is {text!r}, and rank {rank} is told before: a rank has one factor")
+        found[int(rank)] = factor
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,9 @@ class Link:
     source: str = "given"
 
     def __post_init__(self) -> None:
-        if not self.rate > 0 or self.latency < 0:
+        if not 0 < self.rate < math.inf or not 0 <= self.latency < math.inf:
             raise ValueError(
-                f"a link of {self.rate} bytes/s and {self.latency} s: it takes more than 0, and at least 0"
+                f"a link of {self.rate} bytes/s and {self.latency} s: it takes more than 0, and at least 0, both finite"
             )
 
     def seconds(self, nbytes: float) -> float:
@@ -60,8 +61,10 @@ class Links:
         return self.inside if same_node else self.between
 
 
-def link_of(text: str) -> Link:
+def link_of(text: str, flag: str = "link") -> Link:
     """``nvlink4``, the name of a preset; ``200`` or ``200,10us``, GB/s and latency; or a file of ``bench links``.
+
+    ``flag`` is what it is called in errors.
 
     Raises:
         ValueError: none of these.
@@ -70,13 +73,13 @@ def link_of(text: str) -> Link:
         return PRESETS[text]
     if Path(text).is_file():
         return measured(load(Path(text), (BENCH_SCHEMA,), WRITER), source=text)
-    rate, _, latency = text.partition(",")
+    rate, comma, latency = text.partition(",")
     try:
-        return Link(float(rate) * GIGA, float(latency.removesuffix("us") or 0) * 1e-6)
+        return Link(float(rate) * GIGA, float(latency.removesuffix("us")) * 1e-6 if comma else 0.0)
     except ValueError:
         known = ", ".join(PRESETS)
         raise ValueError(
-            f"link is {text!r}: it takes one of {known}, GB/s and microseconds as in 200,10us, or a JSON file of "
+            f"{flag} is {text!r}: it takes one of {known}, GB/s and microseconds as in 200,10us, or a JSON file of "
             "`ringattn bench links`"
         ) from None
 

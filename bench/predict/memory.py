@@ -14,7 +14,7 @@ def memory(call: Call, *, training: bool = True) -> dict[str, float]:
     """Bytes of a rank by what they are for; of the activations of one attention alone."""
     size, tokens = DTYPES[call.dtype].itemsize, call.batch * call.tokens
     row, kv_row = call.heads * call.head_dim, 2 * call.kv_heads * call.head_dim
-    levels = 2 if call.topology is not None else 1
+    levels = 2 if call.is_two_level else 1
     slots = call.slots + (BASE_SLOTS if levels == 2 else 0)
     wire = call.form.wire
     shape = (call.batch, call.tokens, call.kv_heads, call.head_dim)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,26 +20,11 @@ from .clock import Alike, Lanes, Track, run, run_alike
 from .launch import Area, Device, Launch, area_of, whole
 from .links import Links
 from .program import COMPUTE, DKDV, DQ, FOLD, PASSES, Form, Op, Program, record
+from .trouble import MOST_LANES, Trouble
 
 MOST_RANKS = 128  # of a ring whose ranks are told apart: each takes a program, and there are world x world hops
 SURELY_TOLD_APART = 16  # up to here it takes a moment
 ROUNDS = 3  # until launches and who computes beside them agree
-MOST_LANES = 1024  # of ranks that do the same, but not in the same time
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """What is not as it should be: ranks that are slow, and launches that vary."""
-
-    slow: Mapping[int, float] = field(default_factory=dict)
-    """By rank how many times as long its launches take."""
-    jitter: float = 0.0
-    """Standard deviation of the logarithm of a launch's time, drawn for each."""
-    seed: int = 0
-
-    @property
-    def is_there(self) -> bool:
-        return bool(self.slow) or self.jitter > 0
 
 
 @dataclass(frozen=True)
@@ -72,9 +57,7 @@ def predicted(
         ValueError: more ranks than can be told apart, where a mask or a layout has them do different things.
     """
     trouble = trouble or Trouble()
-    wrong = [rank for rank in trouble.slow if not 0 <= rank < call.world]
-    if wrong:
-        raise ValueError(f"slow names rank {wrong[0]}: ranks are 0 to {call.world - 1}")
+    trouble.check(call.world)
     alike = call.is_plain and call.world > SURELY_TOLD_APART and not told_apart and not device.on_host
     if call.world > MOST_RANKS and device.on_host:
         raise ValueError(f"{call.world} ranks at the speed of a CPU: at most {MOST_RANKS}, each told apart")
@@ -84,7 +67,7 @@ def predicted(
             "More are predicted for contiguous, zigzag (of even shards) and striped, full or causal"
         )
     if alike:
-        return tuple(_alike_pass(call, device, links, trouble, phase) for phase in phases)
+        return tuple(alike_pass(call, device, links, trouble, phase) for phase in phases)
     plans = call.plans()
     return tuple(_exact_pass(call, plans, device, links, trouble, phase) for phase in phases)
 
@@ -223,22 +206,18 @@ def _recorded(call: Call, phase: str) -> Recorded:
     return Recorded(program, hops, tuple(kinds), np.array(kind), np.array(moved, np.float64), np.array(far))
 
 
-def _alike_pass(call: Call, device: Device, links: Links, trouble: Trouble, phase: str) -> Pass:
+def alike_pass(call: Call, device: Device, links: Links, trouble: Trouble, phase: str) -> Pass:
+    """A pass of a plain call, one rank's program for all."""
     if not trouble.is_there:
         found = cases([call], device, links, phase)
         return Pass(phase, float(found.seconds[0]), float(found.waited[0]), tuple(found.by_hop.values()))
     program, costs, groups = _alike_costs(call, device, links, phase)
     if call.world > MOST_LANES:
-        if trouble.jitter:
-            raise ValueError(f"jitter is told for {MOST_LANES} GPUs at most, and there are {call.world}")
         # all wait for the slowest at every hop but for what the slots hold: as if everyone were as slow
         worst = max(trouble.slow.values())
         found = run_alike(program, [np.array([cost * worst]) for cost in costs], [np.array([one]) for one in groups])
         return Pass(phase, float(found.seconds[0]), float(found.waited[0]), tuple(found.by_hop.values()))
-    factor = np.ones(call.world)
-    for rank, times in trouble.slow.items():
-        factor[rank] = times
-    draw = np.random.default_rng(trouble.seed)
+    factor, draw = trouble.factors(call.world), np.random.default_rng(trouble.seed)
 
     def spread(cost: float) -> Lanes:
         noise = np.exp(draw.normal(0.0, trouble.jitter, call.world)) if trouble.jitter else 1.0

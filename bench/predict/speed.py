@@ -128,6 +128,8 @@ def form_of(
 
 H100 = Speed(forward=560e12, backward=430e12)
 """Rough until it is fitted: what Triton's and PyTorch's kernels reach there."""
+CONSTANTS_OF = ("float16", "bfloat16")
+"""Dtypes whose kernels the constants are of, both as fast; float32 takes several products for one."""
 GPUS = {
     "h100": H100,
     "h200": replace(H100, memory=4.8e12, capacity=141e9),

@@ -14,8 +14,9 @@ from .call import Call
 from .given import Given
 from .memory import memory
 from .others import Way, ways
-from .ring import Pass, Trouble, ideal_seconds
+from .ring import Pass, ideal_seconds
 from .speed import Speed
+from .trouble import Trouble
 
 SCHEMA = "ringattn predict 1"
 
@@ -40,11 +41,17 @@ def report(call: Call, given: Given, passes: Sequence[Pass], trouble: Trouble) -
         ],
         "memory": memory(call),
     }  # fmt: skip
-    if call.is_plain and isinstance(device, Speed):
-        found["ways"] = [asdict(way) | {"percent_of_ideal": way.percent} for way in ways(call, device, links)]
+    if not isinstance(device, Speed):
+        found["left_out"] = "of GPUs alone, and this is a CPU's speed"
+    elif not call.is_plain:
+        found["left_out"] = "of contiguous, zigzag (of even shards) and striped alone, full or causal"
+    else:
+        found["ways"] = [asdict(way) | {"percent_of_ideal": way.percent} for way in ways(call, device, links, trouble)]
         found["tokens_needed"] = asdict(tokens_needed(call, device, links))
+    if trouble.is_there:
+        found["trouble"] = trouble.words
     if trouble.slow:
-        found["slow"] = asdict(straggling(call, device, links, dict(trouble.slow)))
+        found["slow"] = asdict(straggling(call, device, links, trouble.slow, jitter=trouble.jitter))
     return found
 
 
@@ -60,6 +67,8 @@ def text(call: Call, given: Given, found: dict[str, Any]) -> str:
     ]
     if given.told:
         lines.append(f"speed: {'; '.join(given.told)}")
+    if "trouble" in found:
+        lines.append(f"trouble: {found['trouble']}")
     rows = [
         {
             "": one["phase"], "ms": 1e3 * one["seconds"], "ideal ms": 1e3 * one["ideal"],
@@ -71,7 +80,9 @@ def text(call: Call, given: Given, found: dict[str, Any]) -> str:
     parts = ["\n".join(lines), table(rows)]
     if "ways" in found:
         parts.append(table([_way_row(Way(**without(one, "percent_of_ideal"))) for one in found["ways"]]))
-        parts.append(_needed(Needed(**found["tokens_needed"])))
+        parts.append(_needed(Needed(**found["tokens_needed"]), "slow" in found))
+    else:
+        parts.append(f"left out: other ways, and the tokens per GPU that hide the links, are told {found['left_out']}")
     if "slow" in found:
         parts.append(_slow(Straggling(**found["slow"])))
     total = sum(found["memory"].values())
@@ -98,12 +109,14 @@ def _way_row(way: Way) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _needed(needed: Needed) -> str:
+def _needed(needed: Needed, is_slow: bool) -> str:
+    alike = ", no GPU slow" if is_slow else ""
+
     def told(tokens: int | None) -> str:
         return "more than 4m" if tokens is None else f"{tokens:,}"
 
     return (
-        f"tokens per GPU that hide the links to 1%: forward {told(needed.forward)} (closed form "
+        f"tokens per GPU that hide the links to 1%{alike}: forward {told(needed.forward)} (closed form "
         f"{needed.closed_forward:,.0f}), backward {told(needed.backward)} (closed form {needed.closed_backward:,.0f})"
     )
 

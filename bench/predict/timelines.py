@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ...ring.plan import Plan
 from ...ring.traffic import Kind
+from ...ring.uses import Moved, Stretch, uses
+from .. import masks
 from ..timeline.events import Event, Timeline
+from .call import Call
 from .clock import Track
 from .program import COMPUTE, POINT, Op
 from .ring import Pass
 
-SHARDS = {Kind.RAIL: "K/V of {} by rail", Kind.KV: "K/V of {}", Kind.SUMS: "sums of {}", Kind.HOME: "node's sum of {}"}
+SHARDS = {Kind.RAIL: "K/V of {}", Kind.KV: "K/V of {}", Kind.SUMS: "dK/dV of {}", Kind.HOME: "dK/dV of {}"}
+SAID = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "layout", "nodes")
+"""What a timeline says of its call beside its mask, by the names that a measured one says."""
 
 
-def timeline(title: str, passes: tuple[Pass, ...], plans: list[Plan]) -> Timeline:
-    """The events of all ranks, the passes one after the other.
+def timeline(title: str, passes: tuple[Pass, ...], plans: list[Plan], call: Call | None = None) -> Timeline:
+    """The events of all ranks, the passes one after the other; ``about`` says the ``call``, where it is given.
 
     Raises:
         ValueError: a pass of which one rank stands for all.
@@ -28,7 +34,13 @@ def timeline(title: str, passes: tuple[Pass, ...], plans: list[Plan]) -> Timelin
         for track in one.tracks:
             events += _of_rank(track, plans[track.program.rank], begin)
         begin += one.seconds
-    return Timeline(title, "predicted", len(plans), tuple(events))
+    about = {} if call is None else {"call": said(call)}
+    return Timeline(title, "predicted", len(plans), tuple(events), about)
+
+
+def said(call: Call) -> dict[str, Any]:
+    """What a timeline says of its call: shape, layout and mask, as a measured one does."""
+    return {name: getattr(call, name) for name in SAID} | masks.data(call.mask)
 
 
 def _of_rank(track: Track, plan: Plan, start: float) -> Iterator[Event]:
@@ -44,9 +56,7 @@ def _of_rank(track: Track, plan: Plan, start: float) -> Iterator[Event]:
             name = f"{op.what} of {plan.hops[op.hop].shard}"
             yield Event(rank, "compute", phase, op.hop, start + begin, start + end, name)
         free = end
-    for slot, hop, begin, end in _slots(track, plan):
-        shard = plan.hops[hop].shard
-        yield Event(rank, f"slot {slot}", phase, hop, start + begin, start + end, f"K/V of {shard}")
+    yield from _slots(track, plan, start)
 
 
 def _transfers(op: Op, plan: Plan, phase: str, begin: float, end: float) -> Iterator[Event]:
@@ -71,20 +81,16 @@ def _moved(op: Op, plan: Plan, lane: str) -> int:
     return following
 
 
-def _slots(track: Track, plan: Plan) -> Iterator[tuple[int, int, float, float]]:
-    """(slot, hop, from, to): from when it awaits K/V until the last that uses them is over."""
+def _slots(track: Track, plan: Plan, start: float) -> Iterator[Event]:
+    """Every use of a slot, of K/V and of sums, by the rule that measured ones are told by."""
     program = track.program
-    for hop in plan.hops:
-        if hop.kv_slot is None:
-            continue
-        came = [
-            begin for op, begin in zip(program.ops, track.begins, strict=True)
-            if op.key is not None and op.key.kind in (Kind.KV, Kind.RAIL) and op.key.brings == hop.index and op.receives
-        ]  # fmt: skip
-        used = [
-            end for op, end in zip(program.ops, track.ends, strict=True)
-            if (op.stream == COMPUTE and op.hop == hop.index and op.what != POINT)
-            or (op.key is not None and op.key.kind is Kind.KV and op.key.brings == hop.index + 1 and op.sends)
-        ]  # fmt: skip
-        if came and used:
-            yield hop.kv_slot, hop.index, min(came), max(*used, min(came))
+    computed: dict[int, list[Stretch]] = {}
+    posts = []
+    for op, begin, end in zip(program.ops, track.begins, track.ends, strict=True):
+        if op.key is not None:
+            sent, received = (sum(nbytes for _, nbytes in messages) for messages in (op.sends, op.receives))
+            posts.append(Moved(op.key, begin, end, sent, received))
+        elif op.stream == COMPUTE and op.what != POINT:
+            computed.setdefault(op.hop, []).append((begin, end))
+    for one in uses(program.phase, plan, posts, computed):
+        yield Event(program.rank, one.kind, one.phase, one.hop, start + one.begin, start + one.end, one.name)

@@ -110,7 +110,14 @@ def predicted_local_world(
     """A case of the suite: how far the prediction is off, each row within 10% plus the measured spread."""
     shape = Shape(world, heads[0], heads[1], head_dim, dtype)
     for row in rows_of(shape, list(cases(seqlens, layouts, masks)), device, calibrate, repeats):
-        labels = {"layout": row.layout, "mask": row.mask, "seqlen": row.seqlen, "world": world}
-        yield Number("measured", row.measured * 1e3, "ms", labels, spread=row.spread)
-        yield Number("predicted", row.predicted * 1e3, "ms", labels)
-        yield Number("prediction off", 100 * abs(row.off), "%", labels, limit=100 * (ALLOWED + row.spread))
+        yield from numbers(row, world)
+
+
+def numbers(row: Row, world: int) -> list[Number]:
+    """Of a row: measured, predicted, and how far off that is."""
+    labels = {"layout": row.layout, "mask": row.mask, "seqlen": row.seqlen, "world": world}
+    return [
+        Number("measured", row.measured * 1e3, "ms", labels, spread=row.spread),
+        Number("predicted", row.predicted * 1e3, "ms", labels),
+        Number("prediction off", 100 * abs(row.off), "%", labels, limit=100 * (ALLOWED + row.spread)),
+    ]
