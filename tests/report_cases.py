@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from ringattn.bench.predict.call import Call
+from ringattn.bench.predict.timelines import said
+from ringattn.bench.ring.candidates import OURS, WHOLE, Problem
+from ringattn.bench.ring.rows import as_json
+from ringattn.bench.ring.runs import Report, Result
+from ringattn.bench.suite import ring_cases
 from ringattn.bench.timeline.events import Event, Timeline, as_chrome
+from ringattn.bench.timing import Samples
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)> javascript:alert(3) $\\frac{ {{ 7*7 }} --> ]]> & é"
 
-CALL = {"world": 2, "seqlen": 64, "layout": "zigzag", "causal": True, "heads": 2, "kv_heads": 2, "head_dim": 16}
+PROBLEM = Problem(64, 2, heads=2, kv_heads=2, head_dim=16)
+CALL = asdict(PROBLEM)
+"""What a measured timeline and `bench ring` say of their call."""
+PREDICTED = Call(32, 2, heads=2, kv_heads=2, head_dim=16, dtype="float32")
+"""The same call, as the predictor has it."""
 PROVENANCE = {"command": "ringattn bench suite", "date": "2026-01-02", "cpu": {"model": "a CPU", "cores": 2}}
 
 
@@ -19,19 +32,51 @@ def number(name: str, value: float | None, unit: str, **more: Any) -> dict[str, 
     return {"name": name, "value": value, "unit": unit, "labels": {}, **more}
 
 
+def ring_report(problem: Problem = PROBLEM, layouts: Sequence[str] = ("zigzag",)) -> Report:
+    """What `bench ring` knows of a problem: one device in 6 s, every layout in 4, Ulysses in 3."""
+
+    def result(kind: str, seconds: float) -> Result:
+        return Result(kind, Samples((seconds,)), {"out": 1e-6}, [], True, None, None, 1 << 20)
+
+    ours = {f"{OURS} {layout}": result(OURS, 4.0) for layout in layouts}
+    return Report(problem, {WHOLE: result(WHOLE, 6.0), **ours, "Ulysses": result("Ulysses", 3.0)}, {})
+
+
+def rings(worlds: Sequence[int], layouts: Sequence[str]) -> dict[str, Any]:
+    """What `bench ring --json` writes."""
+    made = [ring_report(replace(PROBLEM, world=world), layouts) for world in worlds]
+    return {"schema": "ringattn bench ring 2", "provenance": PROVENANCE, "timer": "", **as_json(made)}
+
+
 def suite() -> dict[str, Any]:
-    """A case that is right, one that fails by a number, one that raised, one that was not run."""
+    """A case that is right, one that fails by a number, one that raised, one that was not run, and a whole ring."""
     speeds = [
         number("forward", 90.0 * k * k, "TFLOP/s", labels={"seqlen": 1024 * k, "by": by, "dtype": "bfloat16"})
         for k in (1, 2, 4)
         for by in ("ringattn", "flash")
     ]
     wrong = number("error of dq", 2.0, "absolute", labels={"dtype": "float16"}, limit=1.0, fails=True, note="too much")
+    ring = [one.as_json() for one in ring_cases.numbers(ring_report())]
     cases: list[dict[str, Any]] = [
-        {"name": "speed", "about": "kernels", "arguments": CALL, "state": "done", "reason": "", "numbers": speeds},
+        {
+            "name": "speed",
+            "about": "kernels",
+            "arguments": {"head_dim": 128, "causal": True},
+            "state": "done",
+            "reason": "",
+            "numbers": speeds,
+        },
         {"name": "right", "about": "errors", "arguments": {}, "state": "done", "reason": "", "numbers": [wrong]},
         {"name": "raised", "about": "", "arguments": {}, "state": "failed", "reason": "Traceback\nKeyError: 'x'"},
         {"name": "late", "about": "", "arguments": {}, "state": "not run", "reason": "3 s were left", "numbers": []},
+        {
+            "name": "whole ring",
+            "about": "",
+            "arguments": {"seqlens": [64]},
+            "state": "done",
+            "reason": "",
+            "numbers": ring,
+        },
     ]
     whole = [{"seconds": 1.5, "numbers": [], **case} for case in cases]
     return {"schema": "ringattn bench suite 1", "budget": 60.0, "provenance": PROVENANCE, "cases": whole}
@@ -94,7 +139,8 @@ def timeline(source: str, *, slower: float = 1.0, name: str = "K/V of 1") -> Tim
                 Event(rank, lane, phase, hop, (start + begin) * slower, (start + end) * slower, what, 1 << 20)
                 for lane, hop, begin, end, what in bars
             ]
-    return Timeline("causal, zigzag, 64 tokens", source, 2, tuple(told), {"call": CALL, "provenance": PROVENANCE})
+    call = CALL if source == "measured" else said(PREDICTED)
+    return Timeline("causal, zigzag, 64 tokens", source, 2, tuple(told), {"call": call, "provenance": PROVENANCE})
 
 
 def write(folder: Path, **files: object) -> Path:
@@ -129,6 +175,9 @@ KEPT_VALUES = (
     "receive",
     "slot 1",
     "SDPA, one process",
+    "one device",
+    "of ideal",
+    "ringattn",
 )
 
 
@@ -136,7 +185,7 @@ def tainted(data: Any, key: str = "") -> Any:
     """The same with a hostile end on every string, and keys of labels that are hostile too."""
     if isinstance(data, dict):
         rename = key in ("labels", "provenance", "cpu", "errors")
-        keep = ("seqlen", "by")  # by which a plot knows its points
+        keep = ("seqlen", "by", "world")  # by which a plot knows its points
         return {name + HOSTILE * (rename and name not in keep): tainted(value, name) for name, value in data.items()}
     if isinstance(data, list):
         return [tainted(value, key) for value in data]

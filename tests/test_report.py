@@ -6,22 +6,29 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from ringattn.bench.report import calls, charts, command
-from ringattn.bench.report.page import html
+from ringattn.bench.predict.call import Call
+from ringattn.bench.predict.links import PRESETS, Links
+from ringattn.bench.predict.ring import predicted
+from ringattn.bench.predict.speed import H100
+from ringattn.bench.predict.timelines import timeline
+from ringattn.bench.report import command
+from ringattn.bench.report.page import alike, html
 from ringattn.bench.report.reading import Refused, read
 from ringattn.bench.report.rows import cell, table
-from ringattn.bench.timeline.events import as_chrome
+from ringattn.bench.timeline.events import Timeline, as_chrome, from_chrome
+from ringattn.ring import Mask
 
 from . import report_cases
 from .report_cases import HOSTILE, Outline, everything, tainted, write
 
 DRAWN = ("g", "path", "use", "text", "clippath", "rect", "defs", "style")
-RESULTS = Path(__file__).parents[1] / "bench" / "results"
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +102,30 @@ def test_timelines_of_different_calls_are_apart(tmp_path: Path) -> None:
     assert told.count('class="scroll timeline"') == 2
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tokens": 1024},
+        {"heads": 4},
+        {"dtype": "bfloat16"},
+        {"layout": "striped"},
+        {"mask": Mask()},
+        {"mask": Mask(causal=True, window=(8, 0))},
+    ],
+)
+def test_a_prediction_of_another_call_is_not_its_pair(other: dict[str, Any]) -> None:
+    measured, call = report_cases.timeline("measured"), report_cases.PREDICTED
+    links = Links(PRESETS["nvlink4"], PRESETS["ib400"])
+
+    def trace(call: Call, told: Call | None) -> Timeline:
+        made = timeline("causal", predicted(call, H100, links), call.plans(), told)
+        return from_chrome(json.loads(json.dumps(as_chrome(made))))
+
+    assert alike(measured, trace(call, call))
+    assert not alike(measured, trace(replace(call, **other), replace(call, **other)))
+    assert not alike(measured, trace(call, None))  # of what call it is is not known
+
+
 def test_every_header_of_a_table_is_a_button_that_sorts(page: str) -> None:
     outline = Outline(page)
     headers = outline.tags("th")
@@ -138,68 +169,6 @@ def test_no_string_of_a_file_becomes_markup(page: str, tmp_path: Path) -> None:
     assert "{{ 7*7 }}" in hostile and ">49<" not in hostile
 
 
-def test_hostile_values_where_numbers_belong_are_left_out_of_plots(tmp_path: Path) -> None:
-    links = report_cases.links()
-    for row, value in zip(links["links"], (HOSTILE, None, True, 10**400), strict=True):
-        row["busbw"] = value
-    ring = {**report_cases.ring(), "problem": HOSTILE, "candidates": {"a": 1}}
-    told = html(read(write(tmp_path, links=links, ring=ring, memory={**report_cases.memory(), "worlds": [1, {}]})))
-    assert "<script>alert" not in told and 'id="plots"' not in told
-
-
-def test_plots_say_what_the_files_say(tmp_path: Path) -> None:
-    found = {
-        chart.title.partition(" by ")[0]: chart.lines for chart in charts.charts(read(write(tmp_path, **everything())))
-    }
-    assert found["Bandwidth"] == {"nccl, one way": {2.0**16: 1.0, 2.0**20: 8.0}}  # the slower of both edges
-    rates = {1024.0: 90.0, 2048.0: 360.0, 4096.0: 1440.0}
-    assert found["TFLOP/s"] == {"ringattn": rates, "flash": rates}
-    assert found["Percent of ideal"] == {"ringattn": {2.0: 75.0}, "usual ring": {2.0: 50.0}}
-    assert found["Predicted"] == {"causal": {64.0: pytest.approx(10.0), 128.0: pytest.approx(20.0)}}
-    peaks = found["Peak memory of a rank"]
-    assert peaks == {"forward": {2.0: 2.0, 4.0: 4.0}, "forward and backward": {2.0: 3.0, 4.0: 3.0}}
-
-
-def test_the_runs_kept_in_the_repository_make_a_page() -> None:
-    for folder in sorted(path for path in RESULTS.iterdir() if path.is_dir()):
-        found = read(folder)
-        assert not found.refused
-        assert charts.charts(found)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        {},
-        {"world": 4},
-        {"world": 4, "seqlen": 64, "layout": HOSTILE, "causal": True},
-        {"world": 4, "seqlen": 64, "layout": "shard", "causal": True},
-        {"world": 10**9, "seqlen": 10**9, "layout": "zigzag", "causal": True},
-        {"world": True, "seqlen": 64, "layout": "zigzag", "causal": True},
-        {"world": 4, "seqlen": 2, "layout": "zigzag", "causal": True},
-        {"world": 4, "seqlen": 64, "layout": "zigzag", "causal": "yes"},
-    ],
-)
-def test_words_that_say_no_call_have_no_picture(words: dict[str, object]) -> None:
-    assert calls.call_of(words) is None
-
-
-def test_words_that_say_a_call() -> None:
-    call = calls.call_of({"world": 4, "tokens": 1 << 20, "layout": "zigzag", "mask": "causal", "nodes": 2, "heads": 3})
-    assert call is not None
-    assert (call.layout.world, call.mask.causal, call.nodes, call.kv_heads) == (4, True, 2, 3)
-    assert call.layout.seqlen <= calls.MOST_TOKENS
-    windowed = calls.call_of({"world": 2, "seqlen": 64, "layout": "contiguous", "causal": False, "window": [8, 0]})
-    assert windowed is not None and windowed.mask.window == (8, 0)
-    assert calls.call_of({**report_cases.CALL, "nodes": 2, "world": 4}) is not None
-
-
-def test_one_picture_of_what_looks_alike(page: str) -> None:
-    outline = Outline(page)
-    assert len(outline.tags("img")) == len(outline.tags("source")) == 1
-    assert "zigzag, causal, 2 ranks; of speed, ring.json, measured.json, predicted.json" in page
-
-
 def test_cells_are_short_and_sort_as_numbers() -> None:
     assert [cell(value).key for value in (3, 0.5, True, None, "a")] == ["3", "0.5", "1", "", "a"]
     assert len(cell("x" * 10_000).text) < 500
@@ -220,28 +189,6 @@ def test_suites_result_has_the_form_that_is_read(tmp_path: Path) -> None:
     assert "error (dtype float16) is 2.0, at most 1.0 allowed" in html(read(folder))
 
 
-def test_what_a_suite_says_of_links_and_memory_is_drawn(tmp_path: Path) -> None:
-    of = {"by": "gloo", "way": "ring", "bytes": 64}
-    moved = [
-        report_cases.number("moved per direction", value, "GB/s", labels={**of, "edge": edge})
-        for edge, value in (("0->1", 2.0), ("1->0", 1.0))
-    ]
-    taken = [
-        report_cases.number(
-            "peak memory of a rank", 80.0 + world, "MB", labels={"world": world, "tokens per rank": 512}
-        )
-        for world in (2, 4)
-    ]
-    case = {"name": "x", "about": "", "arguments": {}, "state": "done", "reason": "", "seconds": 1.0}
-    cases = [{**case, "numbers": moved}, {**case, "numbers": taken}]
-    found = charts.charts(read(write(tmp_path, results={**report_cases.suite(), "cases": cases})))
-    slowest, same = {64.0: 1.0}, {2.0: 82.0, 4.0: 84.0}
-    assert [one.lines for one in found] == [
-        {"gloo, ring": slowest},
-        {"forward and backward, 512 tokens per rank": same},
-    ]
-
-
 def test_a_page_that_cannot_be_drawn_costs_no_results(tmp_path: Path) -> None:
     write(tmp_path, results=report_cases.suite())
     assert command.write_beside(tmp_path) == str(tmp_path / "report.html")
@@ -249,24 +196,3 @@ def test_a_page_that_cannot_be_drawn_costs_no_results(tmp_path: Path) -> None:
     assert drawn and all(one.suffix == ".png" and one.read_bytes().startswith(b"\x89PNG") for one in drawn)
     write(tmp_path, results={"schema": "other"})
     assert command.write_beside(tmp_path).startswith("no report.html: Refused: results.json: schema is 'other'")
-
-
-@pytest.mark.nightly
-def test_a_sweep_of_rings_is_a_line_per_layout_and_length(tmp_path: Path) -> None:
-    one = report_cases.ring()
-    alone = {"name": "one device", "kind": "one device", "seconds": {"median": 6.0}}
-    runs = [
-        {
-            "problem": {**report_cases.CALL, "world": world, "layout": layout},
-            "candidates": [alone, *one["candidates"][1:]],
-        }
-        for world in (2, 4)
-        for layout in ("zigzag", "striped")
-    ]
-    sweep = {"schema": "ringattn bench ring 2", "provenance": {}, "measurements": runs, "crossovers": []}
-    found = read(write(tmp_path, ring=sweep))
-    assert not found.refused
-    (chart,) = charts.charts(found)
-    assert chart.lines["ringattn, zigzag, 64"] == chart.lines["ringattn, striped, 64"] == {2.0: 75.0, 4.0: 37.5}
-    told = html(found)
-    assert told.count("<picture>") == 4 and "(12)</summary>" in told

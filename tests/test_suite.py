@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,8 @@ from ringattn.bench import cli
 from ringattn.bench.kernels import speed, targets
 from ringattn.bench.kernels.shape import Shape
 from ringattn.bench.provenance import provenance
+from ringattn.bench.suite import brief, case_lists, result_file, ring_cases, tune_cases, workers
 from ringattn.bench.suite import command as suite
-from ringattn.bench.suite import result_file, ring_cases, tune_cases, workers
 from ringattn.bench.suite.cases import Case, NotHere, Number
 from ringattn.bench.suite.result_file import RefusedResults
 from ringattn.bench.suite.workers import Outcome
@@ -31,6 +32,7 @@ from . import suite_cases
 pytestmark = pytest.mark.usefixtures("alone")
 
 CPU = torch.device("cpu")
+KEPT = Path(__file__).parents[1] / "bench" / "results" / "xeon-2-cores_2026-11-21" / "results.json"
 
 
 @pytest.fixture(autouse=True)
@@ -212,3 +214,42 @@ def test_a_tuned_tile_is_told_beside_the_default() -> None:
     found.measured = None
     (absent,) = tune_cases.numbers(found)
     assert absent.value is None and absent.note == "not measured"
+
+
+def test_the_last_table_of_the_kept_results_is_short() -> None:
+    """A line or two per case, with the length up to which all-gather or Ulysses wins; what fails is always there."""
+    data = result_file.read(KEPT)
+    cases = {case.name: case for case in case_lists.cpu_cases()}
+    outcomes = [suite.restored(cases[one["name"]], one) for one in data["cases"]]
+    told = suite.report(data, outcomes).splitlines()
+    assert len(told) <= 3 * len(outcomes) and max(map(len, told)) <= 140
+    everything = " ".join(told)
+    assert "Ulysses is faster at every length measured (2k to 4k)" in everything
+    assert "all-gather and the ring, 2 ranks: the ring is faster" in everything
+    (ring,) = (line for line in told if line.startswith("whole ring "))
+    assert "14/14" in ring and ring.endswith(
+        "of ideal, 4k tokens: 65.3 to 86.2 % (ringattn contiguous; ringattn zigzag)"
+    )
+    (overlap,) = (line for line in told if line.startswith("overlap "))
+    assert overlap.endswith("exposed communication: 40 to 80.3 ms (prefetch 2; prefetch 0)")
+    for one in outcomes:
+        assert any(line.startswith(f"{one.case.name} ") for line in told)
+    outcomes[0].numbers.append(Number("error of dq", None, "absolute", {"D": 64}, limit=1.0))
+    assert "launches: error of dq (D 64) is None, at most 1 allowed" in suite.report(data, outcomes)
+
+
+def test_kernels_are_told_of_their_longest_sequence() -> None:
+    shapes = [Shape(length, causal=False) for length in (64, 128)]
+    numbers = [one for shape in shapes for one in speed.numbers({"forward:ringattn": Samples((1e-3,))}, shape, 1)]
+    case = Case("speed", "", speed.speed, 60)
+    kept = brief.longest([Outcome(case, "done", "", 1.0, numbers)])
+    assert {number.labels["seqlen"] for number in kept if "seqlen" in number.labels} == {128}
+    assert brief.longest([Outcome(replace(case, run=suite_cases.good), "done", "", 1.0, numbers)]) == numbers
+
+
+def test_numbers_that_decide_a_case_have_the_names_that_it_yields() -> None:
+    """Of the kept results; those of a GPU alone are not there."""
+    told = {number["name"] for case in result_file.read(KEPT)["cases"] for number in case["numbers"]}
+    names = {name for decides in brief.DECIDING.values() for name in decides}
+    on_gpus = {"host time of a launch", "sent to itself", "prediction off", "compute slowed", "default over best tile"}
+    assert names - told <= on_gpus

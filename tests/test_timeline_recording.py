@@ -14,14 +14,22 @@ import typer
 from typer.testing import CliRunner
 
 from ringattn import LocalWorld
+from ringattn.bench.memory_room import PROCESS_BYTES, USED
+from ringattn.bench.predict.call import Call
+from ringattn.bench.predict.links import PRESETS, Links
+from ringattn.bench.predict.ring import predicted
+from ringattn.bench.predict.speed import H100
+from ringattn.bench.predict.timelines import timeline
+from ringattn.bench.report.page import alike
 from ringattn.bench.ring.candidates import Problem
-from ringattn.bench.ring.memory import PROCESS_BYTES, USED, of_ours
+from ringattn.bench.ring.memory import of_ours
 from ringattn.bench.timeline import command as timeline_bench
 from ringattn.bench.timeline import recording as timeline_recording
 from ringattn.bench.timeline.events import LANES, Timeline, from_chrome
 from ringattn.bench.timeline.recording import Offset, offset
 from ringattn.comm import LocalGroup
 from ringattn.comm.control import control_of
+from ringattn.ring import Mask
 
 PROBLEM = Problem(seqlen=128, world=4, heads=2, kv_heads=2, head_dim=16)
 CPU = torch.device("cpu")
@@ -49,6 +57,23 @@ def test_the_clock_of_another_machine_is_brought_to_rank_0_s_within_the_error_it
     for told, ahead in ((found[1], 1000.0), (found[3], -3.5)):
         assert 0 < told.error < 0.5
         assert abs(told.seconds + ahead) <= told.error + 1e-6
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_prediction_has_the_slots_of_the_ring_that_runs(layout: str, causal: bool) -> None:
+    """Of K/V and of sums: the same shards in the same slots at the same hops; and it says that it is of that call."""
+    problem = replace(PROBLEM, layout=layout, causal=causal)
+    call = Call(32, 4, layout, Mask(causal=causal), heads=2, kv_heads=2, head_dim=16, dtype="float32")
+    told = timeline("", predicted(call, H100, Links(PRESETS["nvlink4"], PRESETS["ib400"])), call.plans(), call)
+    found = timeline_bench.virtual(problem, CPU, 1)
+    assert found is not None and alike(found, told)
+    uses = [
+        sorted((one.rank, one.lane, one.phase, one.hop, one.name) for one in each.events if one.lane not in LANES)
+        for each in (found, told)
+    ]
+    assert uses[0] == uses[1]
+    assert {"sums 0", "sums 1"} <= {lane for _, lane, *_ in uses[1]}
 
 
 def test_a_timeline_of_virtual_ranks() -> None:

@@ -3,59 +3,62 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
+from ...ring.documents import Documents
 from ...ring.layout import Layout
 from ...ring.mask import UNLIMITED, Mask
 from .. import masks
 from ..call import Call
-from ..shapes import DTYPE_BYTES, LayoutName
+from ..predict.rows import MASKS, mask_of
+from ..shapes import LayoutName, binary
 from .theme import Theme, themed
 
 MOST_RANKS = 64
 MOST_TOKENS = 2**18  # a picture of more looks the same and takes longer
 MOST_SAID = 2**40
-MOST_HEADS = 1024
-MOST_PICTURES = 16
+MOST_PICTURES = 24
 DPI = 76
 COLOURS = 96
+PLAIN = (Mask(), Mask(causal=True))
+"""Masks that look the same at every length."""
+UNDRAWN = ("block_mask", "global_tokens", "seqused_k")
+"""What masks are told of and are not drawn from: a file says too little of them."""
 
-Kind = tuple[str, bool, tuple[int, int], int, int]
+Kind = tuple[str, str, int, int, int]
+
+
+class Wanted(NamedTuple):
+    """A call that a picture is drawn of, and the names of the cases that are of it."""
+
+    call: Call
+    cases: tuple[str, ...]
 
 
 def call_of(words: Mapping[str, Any]) -> Call | None:
     """The call that labels, arguments or a problem say: layout, world, tokens, mask. None where they say none.
 
-    They come from a file, so that nothing but known names and numbers of a sensible size is taken.
+    They come from a file, so that nothing but known names and numbers of a sensible size is taken. Heads and dtype
+    change nothing of what is drawn, and are not read.
     """
-    world, layout = _whole(words.get("world"), MOST_RANKS), words.get("layout")
-    seqlen, each = _whole(words.get("seqlen"), MOST_SAID), _whole(words.get("tokens"), MOST_SAID)
-    causal = words.get("causal", words.get("mask") == "causal")
-    if world is None or layout not in [name.value for name in LayoutName] or not isinstance(causal, bool):
+    world, layout, seqlen = _whole(words.get("world"), MOST_RANKS), words.get("layout"), _seqlen(words)
+    if world is None or seqlen is None or seqlen < world or layout not in [name.value for name in LayoutName]:
         return None
-    seqlen = each * world if seqlen is None and each is not None else seqlen
-    if seqlen is None or seqlen < world:
+    mask = _mask(words, seqlen)
+    if mask is None or (seqlen > MOST_TOKENS and mask not in PLAIN):
         return None
     # the picture of many tokens is that of fewer, cut the same way
     tokens = seqlen if seqlen <= MOST_TOKENS else MOST_TOKENS // (2 * world) * (2 * world)
     held: Layout = getattr(Layout, str(layout))(tokens, world)
     nodes = _whole(words.get("nodes"), world // 2) or 1
-    heads = _whole(words.get("heads"), MOST_HEADS) or 1
-    kv_heads = _whole(words.get("kv_heads"), heads) or heads
-    dtype = words.get("dtype")
-    return Call(
-        held,
-        str(layout),
-        Mask(causal=causal, window=_window(words.get("window", words.get("window_size")))),
-        direction=1,
-        batch=1,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=_whole(words.get("head_dim"), MOST_HEADS) or 128,
-        dtype=dtype if isinstance(dtype, str) and dtype in DTYPE_BYTES else "bfloat16",
-        nodes=nodes if world % nodes == 0 else 1,
-    )
+    nodes = nodes if world % nodes == 0 else 1
+    call = Call(held, str(layout), mask, 1, 1, heads=1, kv_heads=1, head_dim=128, dtype="bfloat16", nodes=nodes)
+    try:
+        _ = call.plan
+    except ValueError:  # blocks that the shards are no runs of, documents of another length
+        return None
+    return call
 
 
 def _whole(value: object, most: int) -> int | None:
@@ -63,33 +66,65 @@ def _whole(value: object, most: int) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most else None
 
 
-def _window(told: object) -> tuple[int, int]:
-    """(left, right), where it is that; else none."""
-    if not isinstance(told, list | tuple) or len(told) != 2 or not all(isinstance(side, int) for side in told):
+def _seqlen(words: Mapping[str, Any]) -> int | None:
+    """Tokens in all, said so or per rank."""
+    each = words.get("tokens", words.get("tokens per rank"))
+    told, per_rank, world = (_whole(one, MOST_SAID) for one in (words.get("seqlen"), each, words.get("world")))
+    return per_rank * world if told is None and per_rank is not None and world is not None else told
+
+
+def _mask(words: Mapping[str, Any], seqlen: int) -> Mask | None:
+    """The mask, by its name or by its parts; None where it is not told whole."""
+    name, causal = words.get("mask"), words.get("causal")
+    if any(words.get(one) is not None for one in UNDRAWN):
+        return None
+    try:
+        if name is not None:
+            return mask_of(name, seqlen) if isinstance(name, str) and name in MASKS else None
+        window, ends, prefix = _window(words), words.get("cu_seqlens"), words.get("prefix_length")
+        documents = None if ends is None else Documents(ends)
+    except (ValueError, TypeError):
+        return None
+    if not isinstance(causal, bool) or window is None or (prefix is not None and _whole(prefix, seqlen) is None):
+        return None
+    if documents is not None and documents.seqlen != seqlen:
+        return None
+    return Mask(causal=causal, window=window, documents=documents, prefix=prefix or 0)
+
+
+def _window(words: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(left, right); without ends where none is told; None where what is told is no window."""
+    told = words.get("window", words.get("window_size"))
+    if told is None:
         return UNLIMITED, UNLIMITED
-    left, right = (side if 0 <= side <= MOST_SAID else UNLIMITED for side in told)
-    return left, right
+    if not isinstance(told, list | tuple) or len(told) != 2:
+        return None
+    left, right = told
+    whole = all(isinstance(side, int) and UNLIMITED <= side <= MOST_SAID for side in (left, right))
+    return (left, right) if whole else None
 
 
-def calls_of(words: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
-    """One call per layout, mask and world: the first that says it."""
-    seen: set[Kind] = set()
-    for one in words:
-        call = call_of(one)
-        if call is not None and kind(call) not in seen and len(seen) < MOST_PICTURES:
-            seen.add(kind(call))
-            yield call
+def wanted(words: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Wanted]:
+    """One call per layout, mask and world, with the cases that are of it; ``words`` are (case, what it says)."""
+    found: dict[Kind, tuple[Call, dict[str, None]]] = {}
+    for case, said in words:
+        call = call_of(said)
+        if call is not None:
+            found.setdefault(kind(call), (call, {}))[1][case] = None
+    return [Wanted(call, tuple(cases)) for call, cases in found.values()]
 
 
 def kind(call: Call) -> Kind:
     """What makes the picture of a call: others with the same look alike."""
-    return call.layout_name, call.mask.causal, call.mask.window, call.layout.world, call.nodes
+    seqlen = 0 if call.mask in PLAIN else call.layout.seqlen
+    return call.layout_name, str(masks.data(call.mask)), seqlen, call.layout.world, call.nodes
 
 
 def title(call: Call) -> str:
-    """``zigzag, causal, 4 ranks on 2 nodes``: what its picture shows, whatever its length."""
+    """``zigzag, causal, 4 ranks on 2 nodes``: what its picture shows, with the length where the mask depends on it."""
+    length = "" if call.mask in PLAIN else f" of {binary(call.layout.seqlen)} tokens"
     where = f" on {call.nodes} nodes" if call.nodes > 1 else ""
-    return f"{call.layout_name}, {masks.title(call.mask)}, {call.layout.world} ranks{where}"
+    return f"{call.layout_name}, {masks.title(call.mask)}{length}, {call.layout.world} ranks{where}"
 
 
 def png(call: Call, theme: Theme) -> bytes:
@@ -100,6 +135,9 @@ def png(call: Call, theme: Theme) -> bytes:
 
     drawn, small = io.BytesIO(), io.BytesIO()
     with themed(theme):
-        call_figure(call, theme).savefig(drawn, format="png", dpi=DPI)
+        figure = call_figure(call, theme)
+        # of all calls that look so, whatever their lengths and heads
+        figure.suptitle(f"ranks compute {call.balance:.0%} of the time, if every hop lasts as long as its slowest rank")
+        figure.savefig(drawn, format="png", dpi=DPI)
     Image.open(drawn).convert("RGB").quantize(COLOURS).save(small, format="png", optimize=True)
     return small.getvalue()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..flops import BY_SQUARE
+from ..ring.candidates import ALL_CORES, WHOLE
 from ..shapes import binary
 from .reading import Folder
 from .rows import finite, labels_of, mapping_of, mappings_of, median, percent_off, ring_runs
@@ -19,9 +20,12 @@ MOST_LINES = 12  # of a chart: more could not be told apart
 MOST_NAME = 60
 MOST_FILE = 120  # letters of a file's name
 DPI = 150
-ONE_DEVICE, ALL_THREADS = "one device", "SDPA, one process"  # candidates of `bench ring`, schemas 2 and 1
-WHOLES = (ONE_DEVICE, ALL_THREADS, "one process, all cores")
-MOVED, PEAK, SAME = "moved per direction", "peak memory of a rank", "tokens per rank"  # names in the suite's cases
+ONE_DEVICE, ALL_THREADS = WHOLE, "SDPA, one process"  # candidates of `bench ring`, schemas 2 and 1
+WHOLES = (ONE_DEVICE, ALL_THREADS, ALL_CORES)  # that are no contenders
+SHARE = "one device, divided by their number,"
+# names in the suite's cases
+MOVED, IDEAL, PEAK, SAME = "moved per direction", "of ideal", "peak memory of a rank", "tokens per rank"
+COURSE = ("seqlen", "tokens", "length", "by", "layout")  # labels of lines and points; the others are a chart's own
 MEGA = 1e6
 Points = dict[float, float]
 
@@ -42,6 +46,18 @@ class Chart:
         if finite(x) and finite(y):
             self.lines.setdefault(name[:MOST_NAME], {})[float(x)] = float(y)
 
+    @property
+    def parts(self) -> list[Chart]:
+        """Itself; cut into several of about as many lines, and numbered, where it has too many."""
+        count = -(-len(self.lines) // MOST_LINES)
+        if count <= 1:
+            return [self]
+        each, lines = -(-len(self.lines) // count), [*self.lines.items()]
+        return [
+            replace(self, title=f"{self.title}, {n + 1} of {count}", lines=dict(lines[n * each : (n + 1) * each]))
+            for n in range(count)
+        ]
+
     def add_one_of(self, pick: Callable[[float, float], float], name: str, x: object, y: object) -> None:
         """A point of all that are told for the same x: the lowest, or the highest."""
         if finite(x) and finite(y):
@@ -49,26 +65,27 @@ class Chart:
 
 
 def charts(folder: Folder) -> list[Chart]:
-    """Every chart that the results have points for."""
-    found = [bandwidth(folder), *rates(folder), ideal(folder), memory(folder), predictions(folder)]
-    return [one for one in found if one.lines]
+    """Every chart that the results have points for, none of more lines than can be told apart."""
+    found = [*bandwidth(folder), *rates(folder), *ideal(folder), memory(folder), predictions(folder)]
+    return [part for one in found if one.lines for part in one.parts]
 
 
-def bandwidth(folder: Folder) -> Chart:
-    """Of every transport, the slowest edge at each size."""
-    chart = Chart("Bandwidth by size: the slowest edge of each transport", "bytes of a message", "GB/s", log_y=True)
+def bandwidth(folder: Folder) -> list[Chart]:
+    """A chart per transport: the slowest edge at each size."""
+    found: dict[str, Chart] = {}
+
+    def add(transport: object, line: str, x: object, y: object) -> None:
+        title = f"Bandwidth by size, {transport}: the slowest edge"
+        chart = found.setdefault(title, Chart(title, "bytes of a message", "GB/s", log_y=True))
+        chart.add_one_of(min, line, x, y)
+
     for row in (row for one in folder.benches if one.kind == "links" for row in mappings_of(one.data.get("links"))):
         knobs = [f"{row[name]} {name}" for name in ("channels", "ctas") if row.get(name) is not None]
-        chart.add_one_of(
-            min,
-            ", ".join([str(row.get("transport")), str(row.get("way")), *knobs]),
-            row.get("nbytes"),
-            row.get("busbw"),
-        )
+        add(row.get("transport"), ", ".join([str(row.get("way")), *knobs]), row.get("nbytes"), row.get("busbw"))
     for number in (one for one in _numbers(folder) if one.get("name") == MOVED):
         of = labels_of(number)
-        chart.add_one_of(min, f"{of.get('by')}, {of.get('way')}", of.get("bytes"), number.get("value"))
-    return chart
+        add(of.get("by"), f"{of.get('way')}, bench suite", of.get("bytes"), number.get("value"))
+    return list(found.values())
 
 
 def rates(folder: Folder) -> list[Chart]:
@@ -79,7 +96,7 @@ def rates(folder: Folder) -> list[Chart]:
         length = labels.get("seqlen", labels.get("tokens", labels.get("length")))
         if number.get("unit") != "TFLOP/s" or not finite(length) or str(number.get("name")).endswith(BY_SQUARE):
             continue  # the same course counted otherwise is a column of the table, not another plot
-        of = {name: value for name, value in labels.items() if name not in ("seqlen", "tokens", "length", "by")}
+        of = {name: value for name, value in labels.items() if name not in COURSE}
         title = ", ".join(
             [f"TFLOP/s by length: {number.get('name')}", *(f"{name} {value}" for name, value in of.items())]
         )
@@ -89,37 +106,38 @@ def rates(folder: Folder) -> list[Chart]:
     return [chart for chart in found.values() if any(len(points) > 1 for points in chart.lines.values())]
 
 
-def ideal(folder: Folder) -> Chart:
-    """One device divided by the ranks, over the time of each contender."""
-    chart = Chart("Percent of ideal by ranks: one device, divided by their number, is 100", "ranks", "%", log_x=False)
-    runs = [run for one in folder.benches if one.kind == "ring" for run in ring_runs(one.data)]
-    cuts = {run_cut(run) for run in runs}
-    for run in runs:
-        world = mapping_of(run.get("problem")).get("world")
-        times = {str(each.get("name")): median(each.get("seconds")) for each in mappings_of(run.get("candidates"))}
-        best = ideal_seconds(times, world)
-        for name, seconds in times.items():
-            if best is not None and finite(seconds) and seconds and name not in WHOLES:
-                chart.add(name + (f", {run_cut(run)}" if len(cuts) > 1 else ""), world, 100 * best / seconds)
-    for number in _numbers(folder):
-        if number.get("unit") == "%" and "ideal" in str(number.get("name")):
-            chart.add(str(labels_of(number).get("by", "ringattn")), labels_of(number).get("world"), number.get("value"))
-    return chart
+def ideal(folder: Folder) -> list[Chart]:
+    """A chart per file or case, length and meaning of ideal: it over the time of each contender."""
+    found: dict[str, Chart] = {}
+
+    def add(where: str, what: str, length: object, name: str, world: object, value: object) -> None:
+        tokens = f"{short(length)} tokens" if finite(length) else "tokens not told"
+        title = f"Percent of ideal by ranks, {where}, {tokens}: {what} is 100"
+        if name not in WHOLES:
+            found.setdefault(title, Chart(title, "ranks", "%", log_x=False)).add(name, world, value)
+
+    for one in (one for one in folder.benches if one.kind == "ring"):
+        for run in ring_runs(one.data):
+            problem = mapping_of(run.get("problem"))
+            world = problem.get("world")
+            times = {str(each.get("name")): median(each.get("seconds")) for each in mappings_of(run.get("candidates"))}
+            what, best = ideal_seconds(times, world)
+            for name, seconds in times.items():
+                if best is not None and finite(seconds) and seconds:
+                    add(one.file, what, problem.get("seqlen"), name, world, 100 * best / seconds)
+    for case in folder.suite["cases"] if folder.suite is not None else ():
+        for number in (one for one in case["numbers"] if one["name"] == IDEAL):
+            of = labels_of(number)
+            add(case["name"], SHARE, of.get("seqlen"), str(of.get("by")), of.get("world"), number.get("value"))
+    return list(found.values())
 
 
-def ideal_seconds(times: Mapping[str, object], world: object) -> float | None:
-    """One device's time over the ranks; of runs that have none, that of one process with the threads of all ranks."""
+def ideal_seconds(times: Mapping[str, object], world: object) -> tuple[str, float | None]:
+    """What is ideal and its seconds: one device's over the ranks, else one process with the threads of all ranks."""
     alone, together = times.get(ONE_DEVICE), times.get(ALL_THREADS)
     if finite(alone) and finite(world) and world:
-        return alone / world
-    return together if finite(together) else None
-
-
-def run_cut(run: Mapping[str, Any]) -> str:
-    """``zigzag, 16k``: what a ring's runs of one line have in common."""
-    problem = mapping_of(run.get("problem"))
-    length = problem.get("seqlen")
-    return f"{problem.get('layout')}, {short(length) if finite(length) else length}"
+        return SHARE, alone / world
+    return "one process with the threads of all ranks", together if finite(together) else None
 
 
 def memory(folder: Folder) -> Chart:
@@ -160,14 +178,15 @@ def _numbers(folder: Folder) -> Iterable[Mapping[str, Any]]:
 
 def save(folder: Folder, to: Path) -> list[Path]:
     """Every chart as a PNG in the folder ``to``, which is made: the files, named after what they show."""
-    drawn = [
-        (chart, to / f"{re.sub('[^a-z0-9]+', '-', chart.title.lower())[:MOST_FILE].strip('-')}.png")
-        for chart in charts(folder)
-    ]
-    for chart, file in drawn:
+    files: list[Path] = []
+    for chart in charts(folder):
+        name = re.sub("[^a-z0-9]+", "-", chart.title.lower())[:MOST_FILE].strip("-")
+        file = to / f"{name}.png"
+        file = file if file not in files else to / f"{name}-{len(files)}.png"
         to.mkdir(exist_ok=True)
         draw(chart).savefig(file, dpi=DPI)
-    return [file for _, file in drawn]
+        files.append(file)
+    return files
 
 
 def draw(chart: Chart, theme: Theme = LIGHT, *, titled: bool = True) -> Any:
@@ -177,7 +196,7 @@ def draw(chart: Chart, theme: Theme = LIGHT, *, titled: bool = True) -> Any:
     with themed(theme):
         figure = Figure(figsize=(6.4, 3.5), layout="constrained")
         axes = figure.subplots()
-        for number, (name, points) in enumerate(list(chart.lines.items())[:MOST_LINES]):
+        for number, (name, points) in enumerate(chart.lines.items()):
             xs = sorted(points)
             colour = getattr(theme, LINES[number % len(LINES)])
             style = {"color": colour, "marker": MARKERS[number % len(MARKERS)], "ms": 4.5, "lw": 1.6}

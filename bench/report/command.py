@@ -18,7 +18,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of `ringattn bench suite --out DIR`, or of any JSON.")],
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help=f"The page [default: DIR/{PAGE}].")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help=f"The page; default: DIR/{PAGE}.")] = None,
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Every plot as a PNG there too.")] = None,
 ) -> None:
     """Write one self-contained page of a folder: results.json, traces, and what single benches wrote with --json.

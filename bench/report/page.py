@@ -10,7 +10,6 @@ from importlib.resources import files
 from typing import Any
 
 from ... import __version__
-from ..call import Call
 from ..timeline.events import Timeline
 from . import calls, charts, timelines
 from .reading import Bench, Folder
@@ -19,9 +18,11 @@ from .rows import (
     bench_rows,
     case_rows,
     failing,
+    layout_of,
     mapping_of,
     mappings_of,
     number_table,
+    ours,
     plain,
     ring_runs,
     table,
@@ -29,6 +30,10 @@ from .rows import (
 from .theme import DARK, LIGHT, VARIABLES, css, inline
 
 NOT_MEASURED = ("not run", "not here", "cut short")
+MACHINE = {"threads", "seed", "device", "transport"}
+"""What a measured call says of where it ran: a prediction has none of it."""
+SOMETIMES = {"nodes"}
+"""What not every timeline says of its call, and counts where both do."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class Page:
     timelines: list[Drawing] = field(default_factory=list)
     charts: list[Drawing] = field(default_factory=list)
     calls: list[CallPicture] = field(default_factory=list)
+    undrawn: list[str] = field(default_factory=list)
     numbers: list[Table] = field(default_factory=list)
 
     @property
@@ -91,7 +97,7 @@ def html(folder: Folder) -> str:
 
 def page_of(folder: Folder) -> Page:
     """Everything that the page shows."""
-    cases: Sequence[Mapping[str, Any]] = folder.suite["cases"] if folder.suite is not None else []
+    cases = cases_of(folder)
     page = Page(
         f"ringattn: {folder.name}",
         __version__,
@@ -106,9 +112,16 @@ def page_of(folder: Folder) -> Page:
         Drawing(chart.title, _svg(charts.draw(chart, VARIABLES, titled=False), f"chart{number}"))
         for number, chart in enumerate(charts.charts(folder))
     ]
-    page.calls = list(_calls(folder, cases))
+    found = pictured(folder)
+    page.calls = list(_drawn(found[: calls.MOST_PICTURES]))
+    page.undrawn = [calls.title(call) for call, _ in found[calls.MOST_PICTURES :]]
     page.numbers = list(_numbers(folder, cases))
     return page
+
+
+def cases_of(folder: Folder) -> Sequence[Mapping[str, Any]]:
+    """Those of the suite, where there is one."""
+    return folder.suite["cases"] if folder.suite is not None else []
 
 
 def _provenance(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -135,33 +148,45 @@ def _timelines(found: Sequence[tuple[str, Timeline]]) -> Iterator[Drawing]:
 
 
 def alike(one: Timeline, other: Timeline) -> bool:
-    """Whether both are of the same call: what both say of it is the same; where one is silent, the world alone."""
-    calls_said = [each.about.get("call") for each in (one, other)]
-    if all(isinstance(each, dict) for each in calls_said):
-        mine, theirs = calls_said
-        assert isinstance(mine, dict) and isinstance(theirs, dict)
-        return all(mine[name] == theirs[name] for name in {*mine} & {*theirs} - {"threads", "seed"})
-    return one.world == other.world
+    """Whether both say of what call they are, and it is the same: its shape, its layout and its mask."""
+    mine, theirs = (mapping_of(each.about.get("call")) for each in (one, other))
+    told = {*mine, *theirs} - MACHINE
+    both = {name for name in SOMETIMES if not (name in mine and name in theirs)}
+    return bool(mine and theirs) and all(mine.get(name) == theirs.get(name) for name in told - both)
 
 
-def _calls(folder: Folder, cases: Sequence[Mapping[str, Any]]) -> Iterator[CallPicture]:
-    """One picture of each layout, mask and world, with the names of the cases that are of it."""
-    words: list[tuple[str, Mapping[str, Any]]] = []
-    for case in cases:
-        arguments = case["arguments"] if isinstance(case.get("arguments"), dict) else {}
-        words += [(case["name"], {**arguments, **labels}) for labels in _labels(case)]
+def pictured(folder: Folder) -> list[calls.Wanted]:
+    """Each layout, mask and world that something in a folder is of, with the names of what is of it."""
+    words = [(case["name"], said) for case in cases_of(folder) for said in _said_by(case)]
     words += [(bench.file, told) for bench in folder.benches for told in _said(bench)]
-    words += [(name, one.about["call"]) for name, one in folder.timelines if isinstance(one.about.get("call"), dict)]
-    for call in calls.calls_of(one for _, one in words):
-        named = dict.fromkeys(name for name, one in words if _same(call, calls.call_of(one)))
+    words += [(name, mapping_of(one.about.get("call"))) for name, one in folder.timelines]
+    return calls.wanted(words)
+
+
+def _drawn(found: Sequence[calls.Wanted]) -> Iterator[CallPicture]:
+    for call, names in found:
         uris = [f"data:image/png;base64,{base64.b64encode(calls.png(call, theme)).decode()}" for theme in (LIGHT, DARK)]
-        yield CallPicture(calls.title(call), uris[0], uris[1], ", ".join(named))
+        yield CallPicture(calls.title(call), uris[0], uris[1], ", ".join(names))
+
+
+def _said_by(case: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What a case of the suite says of itself and of each of its numbers."""
+    arguments = mapping_of(case.get("arguments"))
+    for labels in _labels(case):
+        said = {**arguments, **labels}
+        if "layouts" in arguments and "layout" not in said:
+            # a whole ring of when it did not say these: causal, as all were, in the layout that its name ends with
+            said |= {"layout": ours(said.get("by")), "mask": "causal"}
+        yield said
 
 
 def _said(bench: Bench) -> Iterator[Mapping[str, Any]]:
     """The problems that a bench was asked."""
     if bench.kind == "ring":
-        yield from (mapping_of(run.get("problem")) for run in ring_runs(bench.data))
+        for run in ring_runs(bench.data):
+            problem = mapping_of(run.get("problem"))
+            layouts = (layout_of(run, one) for one in mappings_of(run.get("candidates")))
+            yield from ({**problem, "layout": layout} for layout in layouts if layout is not None)
         return
     asked = mapping_of(bench.data.get("asked"))
     problem = mapping_of(bench.data.get("problem", asked.get("problem", asked)))
@@ -169,10 +194,6 @@ def _said(bench: Bench) -> Iterator[Mapping[str, Any]]:
     told = {"nodes": nodes, "tokens": problem.get("tokens_per_rank"), **problem}
     worlds = [one.get("world") for one in mappings_of(bench.data.get("worlds"))]
     yield from ({**told, "world": world} for world in worlds or [told.get("world")])
-
-
-def _same(call: Call, other: Call | None) -> bool:
-    return other is not None and calls.kind(call) == calls.kind(other)
 
 
 def _labels(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from ..ring.candidates import OURS
+
 LONGEST = 400  # characters of a cell: what a file says may be anything
 MOST = 1e150
 WRONG = "wrong"
@@ -150,7 +152,8 @@ def bench_rows(kind: str, data: Mapping[str, Any]) -> list[dict[str, object]]:
     if kind == "ring":
         return [
             {
-                **{name: mapping_of(run.get("problem")).get(name) for name in ("world", "seqlen", "layout")},
+                **{name: mapping_of(run.get("problem")).get(name) for name in ("world", "seqlen")},
+                "layout": layout_of(run, one),
                 "by": one.get("name"),
                 "seconds": median(one.get("seconds")),
                 **{f"error {name}": error for name, error in mapping_of(one.get("errors")).items()},
@@ -190,6 +193,19 @@ def percent_off(row: Mapping[str, Any]) -> float | None:
 def ring_runs(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The measurements of `bench ring`, each a problem and who did it: one in schema 1, several in schema 2."""
     return mappings_of(data["measurements"]) if "measurements" in data else [data]
+
+
+def ours(name: object) -> str | None:
+    """The layout of a candidate of ours, by its name: "striped" of "ringattn striped"."""
+    first, _, layout = str(name).partition(" ")
+    return layout or None if first == OURS else None
+
+
+def layout_of(run: Mapping[str, Any], candidate: Mapping[str, Any]) -> str | None:
+    """The layout of a candidate of `bench ring`; None of those that are no ring of ours."""
+    name = candidate.get("name")
+    told = candidate.get("layout", mapping_of(run.get("problem")).get("layout") if name == OURS else ours(name))
+    return told if isinstance(told, str) else None
 
 
 def median(value: object) -> object:

@@ -17,6 +17,7 @@ from ..overlap import runs as overlap_runs
 from ..ring.candidates import DTYPES, Problem
 from .cases import NotHere, Number
 
+LAYOUT, MASK = "zigzag", "causal"  # of the ring whose overlap is measured
 MISSING = {"nccl": nccl_missing, "copy_engine": copy_engine_missing}
 
 
@@ -64,13 +65,16 @@ def overlap(
     refuse_missing(transport)
     threads = max(1, cores() // world)
     wish = overlapping.Wish(
-        Problem(world * tokens, world, 1, heads, heads, head_dim, dtype, True, "zigzag", threads, 0),
+        Problem(world * tokens, world, 1, heads, heads, head_dim, dtype, MASK == "causal", LAYOUT, threads, 0),
         slots=(3,), prefetch=(0, 2), repeats=repeats, link_share=link_share, transport=transport, device=device.type,
     )  # fmt: skip
     for row in launch(world, overlapping.spawned, wish).rows:
         if row.phase != overlap_runs.STEP or row.together is None:
             continue
-        labels = {"by": transport, "world": world, "tokens per rank": tokens, "prefetch": row.prefetch}
+        labels = {
+            "by": transport, "world": world, "tokens per rank": tokens, "prefetch": row.prefetch,
+            "layout": LAYOUT, "mask": MASK,
+        }  # fmt: skip
         yield Number("step", row.together.median * 1e3, "ms", labels, spread=row.together.spread)
         yield Number("exposed communication", row.exposed * 1e3, "ms", labels)
         yield Number("overlap", row.overlap * 100, "%", labels)

@@ -26,12 +26,13 @@ from ..report.command import write_beside
 from ..shapes import device_here
 from ..tables import table
 from . import result_file
+from .brief import lines, longest, sentences
 from .case_lists import cpu_cases, gpu_cases
 from .cases import Case, Number
 from .result_file import NAME, SCHEMA, RefusedResults
 from .workers import Outcome, Pool
 
-WRITING_SECONDS = 15.0  # of the budget, kept for the end: the page draws its pictures
+WRITING_SECONDS = 30.0  # of the budget, kept for the end: the page draws two pictures of each layout and mask
 MOST_WORKERS = 15  # as many as there are cases of correctness
 WORKER_GIB = 2  # of host memory: CUDA's libraries and a compiler
 FEW_WORKERS = 4  # whatever the memory: some machines show little of theirs until it is used
@@ -44,14 +45,14 @@ BRIEF: dict[Callable[..., Any], Callable[[list[Number]], list[dict[str, Any]]]] 
     speed.speed: speed.brief,
     beside.beside: beside.brief,
 }
-"""Cases whose numbers make a table of their own; of the others every number without a limit is told."""
+"""Cases whose numbers make a table of their own."""
 
 
 @app.command()
 def suite(
     budget: Annotated[float, typer.Option(min=1, help="Seconds in all.")] = 480,
     out: Annotated[Path, typer.Option(help="Folder of results.json.")] = Path("build/bench"),
-    device: Annotated[str | None, typer.Option(help="cuda or cpu [default: the GPU where there is one].")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU where there is one.")] = None,
     only: Annotated[str | None, typer.Option(help="Cases whose name contains this.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what the folder already holds.")] = False,
 ) -> None:
@@ -186,28 +187,15 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def report(record: Mapping[str, Any], outcomes: list[Outcome]) -> str:
-    """The short table: what was found, then how each case ended."""
+    """The short table: how each case ended, by which numbers, and everything that failed."""
     about = record["provenance"]
     device = about["gpu"]["name"] if about["gpu"] else f"{about['cpu']['model']}, {about['cpu']['cores']} cores"
     parts = [f"{device}, torch {torch.__version__}, {about['date']}"]
     for run, brief in BRIEF.items():
-        rows = brief([number for outcome in outcomes if outcome.case.run is run for number in outcome.numbers])
+        rows = brief(longest([outcome for outcome in outcomes if outcome.case.run is run]))
         parts += [table(rows)] if rows else []
-    told = [
-        {
-            "case": outcome.case.name,
-            "number": number.name,
-            "of": labels(number),
-            "value": number.value,
-            "unit": number.unit,
-        }
-        for outcome in outcomes
-        if outcome.case.run not in BRIEF
-        for number in outcome.numbers
-        if number.limit is None and number.value is not None
-    ]
-    parts += [table(told)] if told else []
-    parts.append(table([ended(outcome) for outcome in outcomes]))
+    parts.append(table([row for outcome in outcomes for row in ended(outcome)]))
+    parts += [sentence for outcome in outcomes for sentence in sentences(outcome)]
     parts += [
         f"{outcome.case.name}: {outcome.reason.strip().splitlines()[-1]}" for outcome in outcomes if outcome.reason
     ]
@@ -220,18 +208,20 @@ def report(record: Mapping[str, Any], outcomes: list[Outcome]) -> str:
     return "\n\n".join(parts)
 
 
-def ended(outcome: Outcome) -> dict[str, object]:
-    """A line: of the numbers with a limit, how many hold and how near the nearest came."""
+def ended(outcome: Outcome) -> list[dict[str, object]]:
+    """A line per deciding number; the first says how many limits hold and how near the nearest came."""
     demanded = [number for number in outcome.numbers if number.limit is not None]
     nearest = max((number.value / number.limit for number in demanded if number.limit and number.value), default=None)
-    return {
+    first: dict[str, object] = {
         "case": outcome.case.name,
         "state": outcome.state if outcome.good or outcome.state == "failed" else "failed",
         "seconds": round(outcome.seconds, 1),
-        "checks": f"{sum(not number.fails for number in demanded)}/{len(demanded)}",
-        "nearest to its limit": None if nearest is None else f"{nearest:.0%}",
-        "about": outcome.case.about,
+        "checks": f"{sum(not number.fails for number in demanded)}/{len(demanded)}" if demanded else "",
+        "of limit": "" if nearest is None else f"{nearest:.0%}",
     }
+    blank: dict[str, object] = {**dict.fromkeys(first, ""), "seconds": None}
+    told = lines(outcome) if outcome.case.run not in BRIEF else []
+    return [(blank if number else first) | {"found": found} for number, found in enumerate(told or [""])]
 
 
 def labels(number: Number) -> str:

@@ -8,10 +8,12 @@ import torch
 
 from .. import memory_bench
 from ..launching import cores, launch
-from ..ring.candidates import ALL_CORES, WHOLE, Problem
+from ..ring.candidates import ALL_CORES, OURS, WHOLE, Problem
 from ..ring.rows import crossovers, problem_flops
 from ..ring.runs import Report, Wish, spawned
 from .cases import NotHere, Number
+
+AROUND, GROWTH = "time over the ring's", "largest over smallest world"
 
 
 def whole_ring(
@@ -41,7 +43,7 @@ def whole_ring(
     for one in crossovers(reports):
         for seqlen, ratio in zip(one.lengths, one.ratios, strict=True):
             labels = {"by": one.by, "world": world, "seqlen": seqlen}
-            yield Number("time over the ring's", ratio, "times", labels, note=str(one))
+            yield Number(AROUND, ratio, "times", labels, note=str(one))
 
 
 def numbers(report: Report) -> Iterator[Number]:
@@ -49,10 +51,10 @@ def numbers(report: Report) -> Iterator[Number]:
     problem, flops = report.problem, problem_flops(report.problem)
     baseline = report.found[WHOLE].times.median
     for name, reason in report.absent.items():
-        labels = {"by": name, "world": problem.world, "seqlen": problem.seqlen}
+        labels = of(problem, name)
         yield Number("not there", None, "", labels, note=reason)
     for name, one in report.found.items():
-        labels = {"by": name, "world": problem.world, "seqlen": problem.seqlen}
+        labels = of(problem, name, one.kind)
         limit = 0 if one.trusted else None
         wrong = ", ".join(one.disagrees) or None
         yield Number("results that disagree", len(one.disagrees), "tensors", labels, limit, note=wrong)
@@ -68,6 +70,17 @@ def numbers(report: Report) -> Iterator[Number]:
             yield Number("sent by a rank", one.sent / 1e6, "MB", labels)
 
 
+def of(problem: Problem, by: str, kind: str = "") -> dict[str, object]:
+    """Labels of what a candidate did; its layout, where it is a ring of ours."""
+    labels = {
+        "by": by,
+        "world": problem.world,
+        "seqlen": problem.seqlen,
+        "mask": "causal" if problem.causal else "full",
+    }
+    return labels | ({"layout": by.removeprefix(f"{OURS} ")} if kind == OURS else {})
+
+
 def memory(
     device: torch.device, *, worlds: Sequence[int], tokens: int, heads: int = 8, head_dim: int = 64
 ) -> Iterator[Number]:
@@ -80,6 +93,8 @@ def memory(
         everyone = launch(world, memory_bench.spawned, problem, memory_bench.Setting())
         assert everyone is not None
         peaks[world] = max(peak.highest for peak in everyone)
-        yield Number("peak memory of a rank", peaks[world] / 1e6, "MB", {"world": world, "tokens per rank": tokens})
+        mask = "causal" if problem.causal else "full"
+        labels = {"world": world, "tokens per rank": tokens, "layout": problem.layout, "mask": mask}
+        yield Number("peak memory of a rank", peaks[world] / 1e6, "MB", labels)
     spread = max(peaks.values()) / min(peaks.values()) - 1
-    yield Number("largest over smallest world", spread, "times less 1", {"tokens per rank": tokens})
+    yield Number(GROWTH, spread, "times less 1", {"tokens per rank": tokens})

@@ -21,6 +21,7 @@ from .device_cases import synchronize
 POISON = 0xFF  # a NaN of every float type
 VIRTUAL, WHOLE = "LocalWorld", "one piece"
 FORWARD, STEP = "forward", "forward and backward"
+OVER = f", {VIRTUAL} over {WHOLE}"
 MOST_TIMES = {FORWARD: (1.08, 1.04), STEP: (1.12, 1.06)}
 """What a ring of virtual ranks on one GPU may take, in times of one piece, and what it is to reach."""
 
@@ -62,7 +63,10 @@ def local_world(
         assert isinstance(out, Tensor)
         return (out.detach(), *torch.autograd.grad(out, leaves, dout))
 
-    labels = {"world": world, "tokens per rank": tokens, "dtype": dtype, "head_dim": head_dim}
+    labels = {
+        "world": world, "tokens per rank": tokens, "dtype": dtype, "head_dim": head_dim,
+        "layout": "zigzag", "mask": "causal",
+    }  # fmt: skip
     with LocalWorld(world, device=device) as ranks:
         sharded = [layout.unshard(parts) for parts in zip(*ranks.run(step), strict=True)]
         yield Number("difference from one piece", distance(sharded, whole.step()), "relative", labels, AGREE[dtype])
@@ -87,7 +91,7 @@ def over_one_piece(what: str, taken: Mapping[str, Samples], labels: Mapping[str,
     ratio = taken[f"{what}:{VIRTUAL}"].median / taken[f"{what}:{WHOLE}"].median
     most, goal = MOST_TIMES[what]
     limit, note = (most, f"the goal is {goal}") if limited else (None, None)
-    return Number(f"{what}, LocalWorld over one piece", ratio, "times", labels, limit, note=note)
+    return Number(f"{what}{OVER}", ratio, "times", labels, limit, note=note)
 
 
 class OnePiece:

@@ -1,0 +1,242 @@
+"""Plots and pictures of a report: what is drawn of which files, by the labels that commands write."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ringattn.bench.predict import turns
+from ringattn.bench.predict.call import NAMED
+from ringattn.bench.predict.rows import MASKS, Row, mask_of
+from ringattn.bench.predict.timelines import said
+from ringattn.bench.report import calls, charts
+from ringattn.bench.report.page import html, pictured
+from ringattn.bench.report.reading import read
+from ringattn.bench.report.rows import bench_rows
+from ringattn.bench.suite import comm_cases, ring_cases, worlds
+from ringattn.bench.timing import Samples
+from ringattn.ring import Layout, Mask
+from ringattn.ring.documents import Documents
+
+from . import report_cases
+from .report_cases import HOSTILE, Outline, everything, write
+
+RESULTS = Path(__file__).parents[1] / "bench" / "results"
+
+
+def test_hostile_values_where_numbers_belong_are_left_out_of_plots(tmp_path: Path) -> None:
+    links = report_cases.links()
+    for row, value in zip(links["links"], (HOSTILE, None, True, 10**400), strict=True):
+        row["busbw"] = value
+    ring = {**report_cases.ring(), "problem": HOSTILE, "candidates": {"a": 1}}
+    told = html(read(write(tmp_path, links=links, ring=ring, memory={**report_cases.memory(), "worlds": [1, {}]})))
+    assert "<script>alert" not in told and 'id="plots"' not in told
+
+
+def test_plots_say_what_the_files_say(tmp_path: Path) -> None:
+    drawn = charts.charts(read(write(tmp_path, **everything())))
+    found = {chart.title.partition(" by ")[0]: chart.lines for chart in drawn}
+    shares = {chart.title: chart.lines for chart in drawn if chart.title.startswith("Percent of ideal")}
+    assert found["Bandwidth"] == {"one way": {2.0**16: 1.0, 2.0**20: 8.0}}  # the slower of both edges
+    rates = {1024.0: 90.0, 2048.0: 360.0, 4096.0: 1440.0}
+    assert found["TFLOP/s"] == {"ringattn": rates, "flash": rates}
+    of = "Percent of ideal by ranks, {}, 64 tokens: {} is 100"
+    assert shares == {
+        of.format("ring.json", "one process with the threads of all ranks"): {
+            "ringattn": {2.0: 75.0}, "usual ring": {2.0: 50.0},
+        },
+        of.format("whole ring", "one device, divided by their number,"): {
+            "ringattn zigzag": {2.0: 75.0}, "Ulysses": {2.0: 100.0},
+        },
+    }  # fmt: skip
+    assert found["Predicted"] == {"causal": {64.0: pytest.approx(10.0), 128.0: pytest.approx(20.0)}}
+    peaks = found["Peak memory of a rank"]
+    assert peaks == {"forward": {2.0: 2.0, 4.0: 4.0}, "forward and backward": {2.0: 3.0, 4.0: 3.0}}
+
+
+def test_the_runs_kept_in_the_repository_make_a_page() -> None:
+    for folder in sorted(path for path in RESULTS.iterdir() if path.is_dir()):
+        found = read(folder)
+        assert not found.refused
+        assert charts.charts(found)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"world": 4},
+        {"world": 4, "seqlen": 64, "layout": HOSTILE, "causal": True},
+        {"world": 4, "seqlen": 64, "layout": "shard", "causal": True},
+        {"world": 10**9, "seqlen": 10**9, "layout": "zigzag", "causal": True},
+        {"world": True, "seqlen": 64, "layout": "zigzag", "causal": True},
+        {"world": 4, "seqlen": 2, "layout": "zigzag", "causal": True},
+        {"world": 4, "seqlen": 64, "layout": "zigzag", "causal": "yes"},
+    ],
+)
+def test_words_that_say_no_call_have_no_picture(words: dict[str, object]) -> None:
+    assert calls.call_of(words) is None
+
+
+def test_words_that_say_a_call() -> None:
+    call = calls.call_of({"world": 4, "tokens": 1 << 20, "layout": "zigzag", "mask": "causal", "nodes": 2})
+    assert call is not None
+    assert (call.layout.world, call.mask.causal, call.nodes) == (4, True, 2)
+    assert call.layout.seqlen <= calls.MOST_TOKENS
+    windowed = calls.call_of({"world": 2, "seqlen": 64, "layout": "contiguous", "causal": False, "window": [8, 0]})
+    assert windowed is not None and windowed.mask.window == (8, 0)
+    assert calls.call_of({**report_cases.CALL, "nodes": 2, "world": 4}) is not None
+
+
+@pytest.mark.parametrize(("layout", "name"), [(one, name) for name in MASKS for one in NAMED])
+def test_every_mask_that_is_predicted_is_drawn_as_it_is(layout: str, name: str) -> None:
+    """Labels of the suite's "predicted": the mask is that of the row, or there is no picture of it."""
+    row = Row(layout, name, 4096, 2.0, 0.01, 2.1)
+    call = calls.call_of(turns.numbers(row, 4)[0].labels)
+    if (layout, name) == ("striped", "blocks"):
+        assert call is None
+        return
+    assert call is not None and call.mask == mask_of(name, 4096) and call.layout == getattr(Layout, layout)(4096, 4)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(causal=True, window=(12, 0)),
+        Mask(causal=True, documents=Documents([0, 8, 40, 128])),
+        Mask(causal=True, prefix=32),
+    ],
+)
+def test_what_a_prediction_says_of_its_mask_is_drawn(mask: Mask) -> None:
+    told = json.loads(json.dumps(said(replace(report_cases.PREDICTED, tokens=64, mask=mask))))
+    call = calls.call_of(told)
+    assert call is not None and call.mask == mask
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mask": "window (8, 0)"},
+        {"mask": "window", "seqlen": calls.MOST_TOKENS * 2},
+        {"window_size": [8]},
+        {"window_size": ["a", 0]},
+        {"cu_seqlens": [0, 8]},
+        {"cu_seqlens": HOSTILE},
+        {"prefix_length": "a"},
+        {"block_mask": {"block": 64}},
+        {"seqused_k": [8]},
+        {"mask": {"causal": True}},
+    ],
+)
+def test_a_mask_that_is_not_told_whole_has_no_picture(wrong: dict[str, object]) -> None:
+    assert calls.call_of({**report_cases.CALL, **wrong}) is None
+
+
+def test_rings_of_the_runs_kept_here_have_their_pictures() -> None:
+    found = {calls.title(call): names for call, names in pictured(read(RESULTS / "xeon-2-cores_2026-11-21"))}
+    assert "whole ring" in found["zigzag, causal, 2 ranks"]
+    assert found["contiguous, causal, 2 ranks"] == ("whole ring",)
+    assert found["contiguous, full, 2 ranks"] == ("overlap-world-2.json",)
+
+
+def test_every_case_of_a_ring_says_its_layout_and_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their own labels, with the arguments of the lists of cases."""
+    ran = {"seconds": 1.0, "spread": 0.0, "exposed": 0.0, "overlap": 1.0, "contention": 1.0}
+    row = SimpleNamespace(phase="step", prefetch=2, together=Samples((1.0,)), **ran)
+    peaks = [SimpleNamespace(highest=1 << 20)]
+    monkeypatch.setattr(comm_cases, "launch", lambda *_: SimpleNamespace(rows=[row]))
+    monkeypatch.setattr(ring_cases, "launch", lambda *_: peaks)
+    cpu = torch.device("cpu")
+    told = [
+        next(comm_cases.overlap(cpu, transport="process_group", world=2, tokens=64, heads=1)),
+        next(ring_cases.memory(cpu, worlds=(2,), tokens=64)),
+        next(worlds.local_world(cpu, world=2, tokens=32, heads=(1, 1), head_dim=16, dtype="float32", repeats=1)),
+    ]
+    for number in told:
+        call = calls.call_of(number.labels)
+        assert call is not None and calls.title(call) == "zigzag, causal, 2 ranks", number
+
+
+def test_one_picture_of_what_looks_alike(tmp_path: Path) -> None:
+    page = html(read(write(tmp_path, **everything())))
+    outline = Outline(page)
+    assert len(outline.tags("img")) == len(outline.tags("source")) == 1
+    assert "zigzag, causal, 2 ranks; of whole ring, ring.json, measured.json, predicted.json" in page
+
+
+def test_a_sweep_of_rings_has_a_picture_of_every_layout(tmp_path: Path) -> None:
+    layouts = ("contiguous", "zigzag", "striped")
+    found = read(write(tmp_path, ring=report_cases.rings((2, 4), layouts)))
+    assert not found.refused
+    assert [calls.title(call) for call, _ in pictured(found)] == [
+        f"{layout}, causal, {world} ranks" for world in (2, 4) for layout in layouts
+    ]
+    (chart,) = charts.charts(found)
+    assert list(chart.lines) == [*(f"ringattn {layout}" for layout in layouts), "Ulysses"]
+    assert chart.lines["ringattn striped"] == {2.0: 75.0, 4.0: 37.5}
+    rows = {(row["by"], row["layout"]) for row in bench_rows("ring", found.benches[0].data)}
+    assert rows == {("one device", None), ("Ulysses", None), *((f"ringattn {one}", one) for one in layouts)}
+
+
+def test_more_pictures_than_are_drawn_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MOST_PICTURES", 1)
+    told = html(read(write(tmp_path, ring=report_cases.rings((2,), ("zigzag", "striped")))))
+    assert "Not drawn, for there are enough: striped, causal, 2 ranks." in told
+
+
+def test_no_line_of_a_large_sweep_is_lost(tmp_path: Path) -> None:
+    """A GPU's default sweep of links has more lines than one chart can show."""
+    rows = [
+        {"transport": transport, "channels": channels, "ctas": None, "way": way, "edge": "0->1", "nbytes": size,
+         "busbw": 1.0}
+        for transport in ("nccl", "copy_engine")
+        for channels in (None, 1, 2, 4, 8, 16)
+        for way in ("one way", "both ways", "ring")
+        for size in (1, 2)
+    ]  # fmt: skip
+    found = charts.charts(read(write(tmp_path, links={**report_cases.links(), "links": rows})))
+    assert [(chart.title, len(chart.lines)) for chart in found] == [
+        (f"Bandwidth by size, {transport}: the slowest edge, {part} of 2", 9)
+        for transport in ("nccl", "copy_engine")
+        for part in (1, 2)
+    ]
+    assert len(charts.save(read(tmp_path), tmp_path / "plots")) == len(list((tmp_path / "plots").iterdir())) == 4
+
+
+def test_percent_of_ideal_keeps_every_length_apart(tmp_path: Path) -> None:
+    found = charts.ideal(read(RESULTS / "xeon-2-cores_2026-11-21"))
+    lengths = [chart for chart in found if "whole ring" in chart.title]
+    assert [chart.title.split(", ")[2] for chart in lengths] == [
+        "2k tokens: one device",
+        "4k tokens: one device",
+    ]
+    for chart in found:
+        assert not {*chart.lines} & {"one device", "one process, all cores", "SDPA, one process"}
+        assert ("ringattn" in chart.lines) == ("threads of all ranks" in chart.title)
+
+
+def test_what_a_suite_says_of_links_and_memory_is_drawn(tmp_path: Path) -> None:
+    of = {"by": "gloo", "way": "ring", "bytes": 64}
+    moved = [
+        report_cases.number("moved per direction", value, "GB/s", labels={**of, "edge": edge})
+        for edge, value in (("0->1", 2.0), ("1->0", 1.0))
+    ]
+    taken = [
+        report_cases.number(
+            "peak memory of a rank", 80.0 + world, "MB", labels={"world": world, "tokens per rank": 512}
+        )
+        for world in (2, 4)
+    ]
+    case = {"name": "x", "about": "", "arguments": {}, "state": "done", "reason": "", "seconds": 1.0}
+    cases = [{**case, "numbers": moved}, {**case, "numbers": taken}]
+    found = charts.charts(read(write(tmp_path, results={**report_cases.suite(), "cases": cases})))
+    slowest, same = {64.0: 1.0}, {2.0: 82.0, 4.0: 84.0}
+    assert [one.lines for one in found] == [
+        {"ring, bench suite": slowest},
+        {"forward and backward, 512 tokens per rank": same},
+    ]
