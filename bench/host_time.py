@@ -32,10 +32,12 @@ from ..ring import Layout, Mask, Ring, loop
 from ..ring import ring as ring_module
 from ..ring.backends import backward_works, forward_works
 from ..ring.plan import Plan, plan
+from .memory_room import Needs, of_ranks, refuse_too_large
 from .output import check_targets, prints, write_csv, write_json
 from .overlap.runs import BACKWARD, FORWARD
 from .provenance import provenance
-from .ring.candidates import DTYPES
+from .ring.candidates import DTYPES, Problem
+from .ring.memory import of_ours
 from .shapes import binary, device_name, dtype_name, grouped, size
 from .tables import table
 from .timing import Clock, interleaved
@@ -156,6 +158,16 @@ def posting(step: Callable[[], None], device: torch.device) -> float:
     return median(taken[1:])
 
 
+def check_room(shape: tuple[int, int, int, int], kv_heads: int, dtype: str, device: torch.device) -> None:
+    """Refuse what does not fit the free memory, with the tokens that do: typer.BadParameter."""
+    batch, tokens, heads, head_dim = shape
+
+    def needed(some: int) -> Needs:
+        return of_ranks(of_ours(Problem(HOPS * some, HOPS, batch, heads, kv_heads, head_dim, dtype)), device, 1)
+
+    refuse_too_large("--tokens", tokens, needed, device, unit="tokens per rank")
+
+
 class Unwarmed(NcclTransport):
     """NCCL without a device: there are no bytes to check."""
 
@@ -202,11 +214,11 @@ def host(
     tokens: Annotated[Any, typer.Option(parser=size, metavar="SIZE", help="Tokens per rank.")] = "4k",
     batch: Annotated[int, typer.Option(min=1)] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V [default: --heads].")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
     dtype: Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16.")] = "bf16",
     chunks: Annotated[int, typer.Option(min=1, help="Runs of heads that a hop is cut into.")] = 1,
-    device: Annotated[str, typer.Option(help="cpu (stubbed) or cuda [default: cuda where there is one].")] = "",
+    device: Annotated[str, typer.Option(help="cpu (stubbed) or cuda; default: cuda where there is one.")] = "",
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write a row per phase.")] = None,
 ) -> None:
@@ -217,6 +229,7 @@ def host(
     if not prints():
         return  # one rank tells what there is to tell
     shape = (batch, tokens, heads, head_dim)
+    check_room(shape, kv_heads, dtype, where)
     rows = measured(indexed(where), shape, kv_heads, DTYPES[dtype], chunks)
     title = (
         f"full, B{batch} H{heads}/{kv_heads} D{head_dim} {dtype}, {binary(tokens)} tokens per rank, {chunks} chunks; "

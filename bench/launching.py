@@ -27,6 +27,7 @@ T = TypeVar("T")
 LOOPBACK, INTERFACE = "127.0.0.1", "lo"
 TIMEOUT = timedelta(minutes=10)  # of one wait for the other ranks: far more than a step of a demo takes
 LATER = 3.0  # seconds; times of errors are compared in whole ones
+NO_CONSEQUENCES = (NotImplementedError, torch.OutOfMemoryError, typer.Exit)  # RuntimeErrors that are a rank's own
 # what launchers set: rank, ranks, rank and ranks on this machine. srun's are those of the step: a batch script that
 # calls us without srun has SLURM_PROCID too, and is no rank of anything
 LAUNCHERS = (
@@ -116,7 +117,8 @@ def process_group(place: Member, store: str | None = None, *, device: torch.devi
     """The default group of torch.distributed over all ranks: gloo and, on GPUs, NCCL.
 
     ``store`` is a file where the ranks meet; without it they meet where the launcher says. ``device`` is this rank's,
-    where it is not the one that its place gives it.
+    where it is not the one that its place gives it. Where a rank fails, it is its error that ends them all, and not
+    another's, whose connection to it closed: see :func:`consequences_later`.
     """
     backend, device = "gloo", device or place.device
     if device.type == "cuda":
@@ -125,9 +127,11 @@ def process_group(place: Member, store: str | None = None, *, device: torch.devi
     met = _file_store(store, place.world) if store is not None else _launchers_store(place)
     # names of its own for each group: a rank that opens the next one early would read what the last one left
     fresh = PrefixStore(str(next(_groups)), met)
-    dist.init_process_group(backend, store=fresh, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
+    with consequences_later():  # another rank may fail before all have met
+        dist.init_process_group(backend, store=fresh, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
     try:
-        yield
+        with consequences_later():  # inside the group: until it closes, nobody else has an error of this one's making
+            yield
     finally:
         dist.destroy_process_group()
 
@@ -136,10 +140,12 @@ def process_group(place: Member, store: str | None = None, *, device: torch.devi
 def consequences_later() -> Iterator[None]:
     """Raise a little later what another rank's end may be the cause of: the first error of all is the one told.
 
-    That is any RuntimeError: gloo's of a closed connection has no class of its own.
+    That is any RuntimeError but :data:`NO_CONSEQUENCES`: gloo's of a closed connection has no class of its own.
     """
     try:
         yield
+    except NO_CONSEQUENCES:
+        raise
     except RuntimeError:
         time.sleep(LATER)
         raise

@@ -17,13 +17,16 @@ from torch import Tensor
 
 from ..comm.topology import Topology
 from ..ring import Ring, ring_attention
-from ..ring.schedule import KV_SLOTS
+from ..ring.schedule import BASE_SLOTS, KV_SLOTS, RAIL_SLOTS
 from .heap import give_back_freed_memory
 from .launching import Member, member, process_group, started
 from .memory import PeakMemory
+from .memory_room import Needs, of_ranks, refuse_too_large
 from .output import check_targets, prints, write_csv, write_json
 from .provenance import provenance
 from .ring.candidates import DTYPES, Problem
+from .ring.memory import FP32, of_ours
+from .ring.memory import rows_of as row_bytes
 from .shapes import LayoutName, dtype_name, grouped, size, sizes
 from .tables import table
 
@@ -148,13 +151,13 @@ def memory(
             "--world",
             parser=sizes,
             metavar="N,…",
-            help="Processes [default: 2,4,8; of a launcher's, the first 2, 4, …].",
+            help="Processes; default: 2,4,8; of a launcher's, the first 2, 4, ….",
         ),
     ] = None,
     tokens: Annotated[Any, typer.Option(parser=size, metavar="SIZE", help="Tokens per rank.")] = "8k",
     batch: Annotated[int, typer.Option(min=1)] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V [default: --heads].")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
     head_dim: Annotated[int, typer.Option(min=1)] = 64,
     dtype: Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16.")] = "fp32",
     causal: Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")] = True,
@@ -180,6 +183,7 @@ def memory(
         Problem(world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value)
         for world in worlds
     ]
+    check_room(problems, setting, place)
     results = in_processes(problems, setting) if place is None else in_groups(place, problems, setting)
     if prints():
         finish(problems[-1], setting, results, json, csv)
@@ -196,6 +200,28 @@ def worlds_of(place: Member | None, given: list[int] | None) -> list[int]:
     if given and max(given) > place.world:
         raise typer.BadParameter(f"--world is {max(given)}: the launcher started {place.world} ranks")
     return given or sorted({*(world for world in WORLDS if world < place.world), place.world})
+
+
+def check_room(problems: Sequence[Problem], setting: Setting, place: Member | None) -> None:
+    """Refuse what does not fit this machine's free memory, with the tokens that do: typer.BadParameter."""
+    largest = max(problems, key=lambda problem: problem.world)
+    ranks_here = largest.world if place is None else min(largest.world, place.local_world)
+
+    def needed(tokens: int) -> Needs:
+        return of_ranks(of_rank(replace(largest, seqlen=tokens * largest.world), setting), CPU, ranks_here)
+
+    unit = f"tokens on each of {largest.world} ranks"
+    refuse_too_large("--tokens", largest.seqlen // largest.world, needed, CPU, unit=unit)
+
+
+def of_rank(problem: Problem, setting: Setting) -> int:
+    """Bytes of one rank: as in ``bench ring``, with the slots of this ring, and one more of what has a wire dtype."""
+    rows, n = row_bytes(problem), problem.seqlen // problem.world
+    two_level = setting.nodes > 1
+    kv_slots = setting.slots - KV_SLOTS + BASE_SLOTS * two_level + (setting.wire_dtype is not None)
+    sums_slots = RAIL_SLOTS * two_level + (setting.grad_wire_dtype is not None)
+    more = 2 * rows.keys * (kv_slots * rows.item + sums_slots * FP32) if problem.world > 1 else 0
+    return of_ours(problem) + n * more
 
 
 def in_processes(problems: Sequence[Problem], setting: Setting) -> dict[int, list[Peaks]]:

@@ -118,7 +118,7 @@ BlockMaskPattern = Annotated[
 
 
 TimerOfRings = Annotated[
-    str, typer.Option("--timer", metavar="|".join(OF_RINGS), help="[default: events; on the CPU clock].")
+    str, typer.Option("--timer", metavar="|".join(OF_RINGS), help="Default: events; on the CPU clock.")
 ]
 
 

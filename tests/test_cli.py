@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -80,3 +82,15 @@ finally:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=plain)
     assert result.returncode == 0, result.stderr
     assert "Usage: ringattn" in result.stdout
+
+
+def test_no_help_has_words_in_brackets() -> None:
+    """Rich takes them for markup, and shows nothing in their place."""
+    folder = Path(cli.__file__).parent
+    hidden = [
+        f"{path.relative_to(folder)}: {text}"
+        for path in folder.rglob("*.py")
+        for text in re.findall(r'help=\s*f?"(.*?)"[,)\n]', path.read_text())
+        if re.search(r"\[[a-z]", text)
+    ]
+    assert not hidden

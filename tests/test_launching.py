@@ -7,15 +7,23 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import typer
 
-from ringattn.bench import launching
+from ringattn.bench import launching, memory_bench
 from ringattn.bench.launching import JOBS, LAUNCHERS, Member
+from ringattn.bench.links import group as link_bench
+from ringattn.bench.links.runs import Wish as Links
 from ringattn.bench.memory_bench import worlds_of
+from ringattn.bench.overlap import command as overlap_bench
+from ringattn.bench.ring.candidates import Problem
+from ringattn.bench.timeline import command as timeline_bench
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 GROUPS = 20
@@ -147,6 +155,64 @@ def test_nothing_listens_outside_of_loopback(met: tuple[list[float], list[str]])
     assert met[1]
     assert set(met[1]) == {"0100007F"}  # 127.0.0.1
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+# -- whose error it is
+
+
+SMALL = Problem(64, 2, heads=2, kv_heads=2, head_dim=16)
+STARTING: dict[str, tuple[Any, str, tuple[Any, ...]]] = {
+    "links": (link_bench, "of_transport", (Links(("process_group",), sizes=(64,)),)),
+    "overlap": (overlap_bench, "rows_of", (overlap_bench.Wish(SMALL, slots=(2,), prefetch=(1,), repeats=1),)),
+    "memory": (memory_bench, "peaks", (SMALL, memory_bench.Setting())),
+    "timeline": (timeline_bench, "_step", (SMALL, 1)),
+}
+"""Benches that start ranks: where they are, what of them one rank cannot do, and arguments of their `spawned`."""
+
+
+def rank_one_raises(store: str, bench: str) -> None:
+    """Rank 0 is in the midst of it, and has its connection closed."""
+    module, name, arguments = STARTING[bench]
+    if os.environ["RANK"] == "1":
+
+        def refuse(*given: object) -> None:
+            raise ValueError("rank 1 has had enough")
+
+        setattr(module, name, refuse)
+    module.spawned(store, *arguments)
+
+
+def rank_one_has_a_runtime_error(store: str) -> None:
+    """What could be another's fault, and is not: it is late with it, and the other one later."""
+    place = launching.member()
+    assert place is not None
+    with launching.process_group(place, store):
+        if place.rank == 1:
+            raise RuntimeError("rank 1 has had enough")
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    "bench",
+    ["links", "timeline", *(pytest.param(bench, marks=pytest.mark.nightly) for bench in ("overlap", "memory"))],
+)
+def test_the_error_of_the_rank_that_dies_is_told(bench: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended:
+        launching.started(2, rank_one_raises, bench)
+    assert ended.value.exit_code == 1 and "rank 1 has had enough" in capfd.readouterr().err
+
+
+def test_a_consequence_is_later_than_any_cause(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit):
+        launching.started(2, rank_one_has_a_runtime_error)
+    assert "rank 1 has had enough" in capfd.readouterr().err
+
+
+def test_what_is_nobody_elses_fault_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
+    for error in (NotImplementedError("no"), torch.OutOfMemoryError("full"), typer.Exit(1), ValueError("wrong")):
+        with pytest.raises(type(error)), launching.consequences_later():
+            raise error
 
 
 # -- commands that launchers start

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,17 +17,18 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from ringattn.bench import cli
+from ringattn.bench import cli, timing
 from ringattn.bench.links import beside as link_beside
 from ringattn.bench.links import command as links
 from ringattn.bench.links import group as link_group
+from ringattn.bench.links import runs as link_runs
 from ringattn.bench.links import text as link_text
 from ringattn.bench.links.group import Findings
 from ringattn.bench.links.runs import BOTH_WAYS, ONE_WAY, RING, Beside, Ends, Row, Way, Wish, measured, pattern, ways
 from ringattn.comm import DONE, Fence, Limits, LocalGroup, LocalTransport, LocalWorld, Message
 from ringattn.comm.local import solo_group
 
-from .fake_cuda import FakeEvent
+from .fake_cuda import FakeCuda, FakeEvent
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -147,6 +148,41 @@ def test_graphs_replay_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> Non
     (one,) = measured(LocalTransport(solo_group(), CPU), Limits(), wish, CPU)
     assert log == ["capture", *["post"] * 3, "captured", "post", *["replay"] * 6]  # one replay warms up
     assert one.seconds < 0.01
+
+
+@pytest.mark.parametrize(("timer", "graphs"), [("events", 0), ("graph", 2), ("clock", 0)])
+def test_a_gpus_transfers_are_timed_by_what_was_asked_for(
+    timer: str, graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a stand-in whose device is 8 ms between two events: the device is busy first, the host waits at the end."""
+    log: list[str] = []
+
+    class Event(FakeEvent):
+        def record(self, stream: object = None) -> None:
+            log.append("event")
+            self.at = 8e-3 * log.count("event")
+
+    cuda = FakeCuda(monkeypatch)
+    cuda.calls = log
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(link_runs, "timer_on", lambda kind, asked: timing.timer_on("cuda", asked))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: log.append("replay")))
+    monkeypatch.setattr(torch.cuda, "graph", lambda captured: nullcontext())
+    post = Ends.post
+
+    def posting(ends: Ends, after: Sequence[Fence] = ()) -> Fence:
+        log.append("post")
+        return post(ends, after)
+
+    monkeypatch.setattr(Ends, "post", posting)
+    wish = Wish(("local",), sizes=(8,), iters=4, warmup=1, checks=0, timer=timer, graphs=graphs)
+    (one,) = measured(LocalTransport(solo_group(), CPU), Limits(), wish, CPU)
+    if timer == "clock":
+        assert log == ["post"] * 5 and one.seconds < 8e-3
+        return
+    assert one.seconds == pytest.approx(8e-3 / (4 * (graphs or 1)))
+    last = ["replay"] * 2 if graphs else ["post"] * 4
+    assert log[-len(last) - 3 :] == ["sleep", "event", *last, "event"]
 
 
 # limits, and what does not open
@@ -315,6 +351,9 @@ def test_sizes_are_those_of_nccl_tests(given: tuple[Any, ...], sizes: tuple[int,
     ("flags", "told"),
     [
         (["-G", "1"], "the device is cpu"),
+        (["--timer", "graph"], "--timer: timer is 'graph': on cpu it must be one of clock"),
+        (["--timer", "events"], "on cpu it must be one of clock"),
+        (["--timer", "sundial"], "on cpu it must be one of clock"),
         (["-f", "2", "-i", "8"], "not by both"),
         (["-f", "1"], "a factor of at least 2"),
         (["-b", "2k", "-e", "1k"], "sizes run from -b"),
@@ -336,14 +375,38 @@ def test_bad_flags_are_refused(flags: list[str], told: str, monkeypatch: pytest.
 
 
 def test_graphs_are_refused_where_they_cannot_be() -> None:
-    names, refused = links.transports_of("all", "cuda", 3)
+    names, refused = links.transports_of("all", 3)
     assert names == ["nccl", "process_group"]
     assert {name for name, _ in refused} == {"copy_engine", "local"} and all(
         "no CUDA graph" in why for _, why in refused
     )
-    with pytest.raises(typer.BadParameter, match="-G cannot be with --transport copy_engine: its ready flags"):
-        links.transports_of("copy_engine", "cuda", 1)
-    assert links.transports_of("copy_engine", "cuda", 0) == (["copy_engine"], [])
+    with pytest.raises(
+        typer.BadParameter, match=r"graph \(-G\) cannot be with --transport copy_engine: its ready flags"
+    ):
+        links.transports_of("copy_engine", 1)
+    assert links.transports_of("copy_engine", 0) == (["copy_engine"], [])
+
+
+@pytest.mark.parametrize(
+    ("timer", "graphs", "taken"),
+    [
+        ("", 0, ("events", 0)),
+        ("clock", 0, ("clock", 0)),
+        ("graph", 0, ("graph", 1)),
+        ("", 3, ("graph", 3)),
+        ("graph", 3, ("graph", 3)),
+    ],
+)
+def test_timers_of_a_gpu(timer: str, graphs: int, taken: tuple[str, int]) -> None:
+    assert links.timer_of("cuda", timer, graphs) == taken
+
+
+def test_a_graph_is_timed_as_a_graph() -> None:
+    with pytest.raises(typer.BadParameter, match="--timer is 'clock', and -G is 3, which is --timer graph: leave one"):
+        links.timer_of("cuda", "clock", 3)
+    with pytest.raises(typer.BadParameter, match="on cuda it must be one of events, graph, clock"):
+        links.timer_of("cuda", "sundial", 0)
+    assert links.timer_of("cpu", "", 0) == ("clock", 0)
 
 
 def test_fewer_gpus_than_ranks_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,6 +429,7 @@ def test_links_of_real_processes(tmp_path: Path) -> None:
     told = json.loads(target.read_text())
     assert {one["transport"] for one in told["links"]} == {"process_group", "local"}
     assert len(told["links"]) == 2 * 4 * 2 and all(one["algbw"] == one["busbw"] > 0 for one in told["links"])
+    assert told["asked"]["timer"] == "clock" and "; by clock; time of the slowest rank" in result.stdout
     assert told["closed"] == [] and len(told["beside"]) == 2 * 4
     beside = [one for one in told["beside"] if one["transport"] == "process_group"]
     assert all(one["compute"] == "matmul" and one["alone"] > 0 for one in beside)

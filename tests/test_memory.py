@@ -1,13 +1,34 @@
-"""The peak memory of a stretch of code, whatever the process did before it."""
+"""The peak memory of a stretch of code, whatever the process did before it; what does not fit is refused, by size."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
+import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
+from ringattn.bench import cli, free_memory, host_time, memory_bench
+from ringattn.bench.heap import freed_at_once
+from ringattn.bench.kernels import memory as kernel_memory
+from ringattn.bench.kernels import speed
+from ringattn.bench.kernels.shape import Shape
+from ringattn.bench.links import command as link_bench
+from ringattn.bench.links import memory as link_memory
+from ringattn.bench.links.runs import Wish, measured
 from ringattn.bench.memory import PeakMemory
+from ringattn.bench.memory_room import PROCESS_BYTES, USED, Needs, of_ranks, refuse_too_large
+from ringattn.bench.overlap import command as overlap_bench
+from ringattn.bench.overlap import memory as overlap_memory
+from ringattn.bench.ring.candidates import Problem
+from ringattn.bench.timing import Clock
+from ringattn.comm import Limits, LocalTransport
+from ringattn.comm.local import solo_group
+
+CPU = torch.device("cpu")
 
 # blocks that the heap gives out and takes back, each between two small ones that keep it apart from its neighbours
 HOLES = """
@@ -51,3 +72,96 @@ def test_what_earlier_work_left_of_the_heap_hides_nothing() -> None:
     inside, outside, again, once_more = map(float, ran.stdout.split())
     assert 31.5 < inside < 33 and 31.5 < again < 33
     assert 55 < outside < 60 and 55 < once_more < 60  # there glibc keeps what is freed, as it did before
+
+
+# what does not fit
+
+
+def leave_free(nbytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if so much were free, of the host's memory and of a GPU's."""
+    monkeypatch.setattr(free_memory, "free_memory", lambda device: int(nbytes))
+
+
+def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_free(100_000_000 / USED + 10, monkeypatch)
+
+    def ask(size: int, needed: Callable[[int], Needs] = lambda size: Needs(1000 * size)) -> None:
+        refuse_too_large("--tokens", size, needed, CPU, unit="tokens per rank")
+
+    ask(100_000)
+    told = r"^--tokens: 204,800 tokens per rank take 0.2 GB of memory, 0.1 GB are free: 97k fits$"
+    with pytest.raises(typer.BadParameter, match=told):
+        ask(200 * 1024)
+    ask(97 * 1024)
+    with pytest.raises(typer.BadParameter, match="not even 1k fits"):
+        ask(2048, lambda size: Needs(PROCESS_BYTES + size))
+
+
+def test_ranks_that_outnumber_the_gpus_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert of_ranks(10, torch.device("cuda"), 5) == Needs(5 * PROCESS_BYTES, 30)
+    assert of_ranks(10, CPU, 5) == Needs(5 * (PROCESS_BYTES + 10))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("overlap --tokens 1g --device cpu", "--tokens: 1,073,741,824 tokens on each of 2 ranks take"),
+        ("links -b 1024g -e 1024g --device cpu", "-e: 1,099,511,627,776 bytes take"),
+        ("memory --tokens 1g", "--tokens: 1,073,741,824 tokens on each of 8 ranks take"),
+        ("host --tokens 1g --device cpu", "--tokens: 1,073,741,824 tokens per rank take"),
+        ("kernels --seqlen 1k,1g", "--seqlen: 1,073,741,824 tokens take"),
+    ],
+)
+def test_benches_refuse_before_they_start(asked: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begun(*given: object, **named: object) -> None:
+        raise AssertionError("it started")
+
+    for module in (overlap_bench, link_bench, memory_bench):
+        monkeypatch.setattr(module, "started", begun)
+    monkeypatch.setattr(link_bench, "in_process", begun)
+    monkeypatch.setattr(host_time, "measured", begun)
+    monkeypatch.setattr(speed, "measured", begun)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ran = CliRunner().invoke(cli.app, ["bench", *asked.split()], env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"})
+    assert ran.exit_code == 2 and told in ran.output and " fits" in ran.output, ran.output
+
+
+def test_messages_are_counted_as_they_are_kept() -> None:
+    nbytes, transport = 16 << 20, LocalTransport(solo_group(), CPU)
+    list(measured(transport, Limits(), Wish(("local",), sizes=(64,), iters=1), CPU))  # loads what loads once
+    for checks, messages in ((0, link_memory.BUFFERS), (1, link_memory.BUFFERS + link_memory.CHECKED["cpu"])):
+        wish = Wish(("local",), sizes=(nbytes,), iters=1, warmup=0, checks=checks)
+        with freed_at_once(CPU):
+            peak = PeakMemory(CPU)
+            assert len(list(measured(transport, Limits(), wish, CPU))) == 1
+            assert 0.9 * messages * nbytes < peak.bytes < 1.1 * messages * nbytes
+
+
+def test_every_ring_of_an_overlap_is_counted() -> None:
+    """What was measured of two processes: 1,183.6 MB in fp32, 775.8 in bf16."""
+    settings = [(slots, ahead, chunks) for chunks in (1, 2) for slots in (1, 2, 3) for ahead in (0, 1)]
+    for dtype, peak in (("float32", 1183.6e6), ("bfloat16", 775.8e6)):
+        problem = Problem(2 * 2048, 2, heads=8, kv_heads=8, head_dim=128, dtype=dtype)
+        assert overlap_memory.of_rank(problem, settings) == pytest.approx(peak, rel=0.03)
+
+
+def test_two_levels_of_a_ring_are_counted() -> None:
+    """What `bench memory` measured, apart from what gloo holds: 338.1 MB, and 498.6 on two nodes."""
+    problem = Problem(8 * 8192, 8)
+    assert memory_bench.of_rank(problem, memory_bench.Setting()) == pytest.approx(338.1e6, rel=0.02)
+    assert memory_bench.of_rank(problem, memory_bench.Setting(nodes=2)) == pytest.approx(498.6e6, rel=0.07)
+
+
+@pytest.mark.parametrize("shape", [Shape(2048, 4, 2, 64, dtype="float32"), Shape(2048, 2, 2, 32, window=(64, 0))])
+def test_kernels_take_no_more_than_was_counted(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    by = ("ringattn", "ATen operator")
+    clock = Clock(CPU)
+    list(speed.measured(Shape(64, 2, 2, 16, dtype=shape.dtype), clock, seconds=0, by=by))  # loads what loads once
+    with freed_at_once(CPU):
+        peak = PeakMemory(CPU)
+        list(speed.measured(shape, clock, seconds=0, by=by))
+        taken = peak.bytes
+    counted = kernel_memory.peak(shape, shape.seqlen, kernel_memory.Field.of(CPU, by))
+    assert 0.5 * counted < taken < counted

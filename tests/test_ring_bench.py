@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from ringattn.bench import cli
 from ringattn.bench.launching import launch, started
+from ringattn.bench.memory_room import Needs
 from ringattn.bench.ring import candidates, peers
 from ringattn.bench.ring import command as ring_bench
 from ringattn.bench.ring import memory as ring_memory
 from ringattn.bench.ring import rows as ring_rows
 from ringattn.bench.ring.candidates import ALL_GATHER, OURS, ULYSSES, USUAL, WHOLE, Candidate, Problem, Refused, Setting
-from ringattn.bench.ring.memory import Needs
 from ringattn.bench.ring.runs import Report, Result, Wish, spawned
 from ringattn.bench.suite import ring_cases
 from ringattn.bench.timing import Samples
@@ -266,7 +266,7 @@ def test_what_does_not_fit_is_refused_with_what_does() -> None:
     why = ring_memory.refusal(problem, Needs(50_000_000, 10**9), needed)
     assert why is not None and "43k fits" in why and "0.1 GB of memory" in why  # nine tenths of 50 MB
     assert "GPU memory" in str(ring_memory.refusal(problem, Needs(10**12, 100_000), needed))
-    assert "not even 1024 tokens fit" in str(ring_memory.refusal(problem, Needs(1000), needed))
+    assert "not even 1k fits" in str(ring_memory.refusal(problem, Needs(1000), needed))
 
 
 def test_counted_bytes() -> None:

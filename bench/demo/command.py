@@ -30,15 +30,15 @@ class Dtype(StrEnum):
 @app.command()
 def demo(
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help=f"What to train on, any file [default: the texts of {TOPICS}].")
+        Path | None, typer.Option(metavar="FILE", help=f"What to train on, any file; default: the texts of {TOPICS}.")
     ] = None,
     world: Annotated[
-        int | None, typer.Option(min=1, help=f"Ranks [default: {DEFAULT_WORLD}; the launcher's under torchrun].")
+        int | None, typer.Option(min=1, help=f"Ranks; default: {DEFAULT_WORLD}; the launcher's under torchrun.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1)] = DEFAULT.steps,
     seqlen: Annotated[
         int | None,
-        typer.Option(parser=size, metavar="SIZE", help=f"Bytes of the text [default: {binary(DEFAULT.seqlen)}]."),
+        typer.Option(parser=size, metavar="SIZE", help=f"Bytes of the text; default: {binary(DEFAULT.seqlen)}."),
     ] = None,
     layout: Annotated[LayoutName, typer.Option(help="Who holds which tokens.")] = LayoutName.zigzag,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = DEFAULT.heads,

@@ -117,13 +117,13 @@ def doctor(
         Any, typer.Option(parser=size, metavar="SIZE", help="Tokens in all, for the wire dtypes.")
     ] = "4k",
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V [default: --heads].")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
     head_dim: Annotated[int, typer.Option(min=1, max=256)] = 128,
     dtype: Annotated[
         str | None,
-        typer.Option(parser=dtype_name, metavar="DTYPE", help="bf16, fp16 or fp32 [default: bf16 on a GPU]."),
+        typer.Option(parser=dtype_name, metavar="DTYPE", help="bf16, fp16 or fp32; default: bf16 on a GPU."),
     ] = None,
-    world: Annotated[int | None, typer.Option(min=1, help=f"Virtual ranks, alone [default: {DEFAULT_WORLD}].")] = None,
+    world: Annotated[int | None, typer.Option(min=1, help=f"Virtual ranks, alone; default: {DEFAULT_WORLD}.")] = None,
     nbytes: Annotated[Any, typer.Option("--bytes", parser=size, metavar="SIZE", help="Of one timed transfer.")] = "64m",
     ring_seqlen: Annotated[
         Any, typer.Option(parser=size, metavar="SIZE", help="Tokens of the ring that is held against the reference.")

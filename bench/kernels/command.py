@@ -29,6 +29,7 @@ from ..suite.cases import Number
 from ..tables import table
 from ..timing import TIMERS, Clock
 from . import speed
+from .memory import Field, check_room
 from .rivals import OURS, contenders
 from .shape import Shape
 
@@ -47,15 +48,15 @@ def dtypes(text: str) -> list[str]:
 @app.command()
 def kernels(
     seqlen: Annotated[
-        Any, typer.Option(parser=sizes, metavar="SIZE,…", help="Tokens [default: 8k,16k; on the CPU 1k,2k].")
+        Any, typer.Option(parser=sizes, metavar="SIZE,…", help="Tokens; default: 8k,16k; on the CPU 1k,2k.")
     ] = None,
     batch: Annotated[int, typer.Option(min=1)] = 1,
-    heads: Annotated[int | None, typer.Option(min=1, help="Query heads [default: 16; on the CPU 4].")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V [default: --heads].")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads; default: 16; on the CPU 4.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
     head_dim: Annotated[Any, typer.Option(parser=sizes, metavar="N,…", help="Of q and k.")] = "64,128",
-    value_dim: Annotated[int | None, typer.Option(min=1, help="Of v [default: --head-dim].")] = None,
+    value_dim: Annotated[int | None, typer.Option(min=1, help="Of v; default: --head-dim.")] = None,
     dtype: Annotated[
-        Any, typer.Option(parser=dtypes, metavar="DTYPE,…", help="fp32, bf16, fp16 [default: bf16; on the CPU fp32].")
+        Any, typer.Option(parser=dtypes, metavar="DTYPE,…", help="fp32, bf16, fp16; default: bf16; on the CPU fp32.")
     ] = None,
     causal: Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")] = True,
     window: Window = None,
@@ -66,7 +67,7 @@ def kernels(
     block_mask: BlockMaskPattern = None,
     by: Annotated[str | None, typer.Option(metavar="NAME,…", help="These contenders alone.")] = None,
     timer: Annotated[
-        str | None, typer.Option(metavar="|".join(TIMERS), help="[default: events; on the CPU clock].")
+        str | None, typer.Option(metavar="|".join(TIMERS), help="Default: events; on the CPU clock.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Of timing per shape.")] = 3.0,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
@@ -95,6 +96,7 @@ def kernels(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     names = chosen(device, by)
+    check_room(shapes, Field.of(device, names))
     found: list[Number] = []
     with Console(stderr=True).status("measuring") as status:
         for shape in shapes:

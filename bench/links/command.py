@@ -14,12 +14,14 @@ from rich.console import Console
 
 from ... import __version__
 from ...comm import Limits
-from ..launching import member, started
+from ..launching import Member, member, started
 from ..output import check_targets, prints, write_csv, write_json
 from ..provenance import cpu, gpu, provenance
 from ..shapes import device_name, size
+from ..timing import TIMERS, timer_on
 from .beside import FORWARD, MATMUL
 from .group import Findings, between_processes, in_process, spawned
+from .memory import check_room
 from .runs import Row, Wish
 from .text import beside_table, block
 
@@ -73,11 +75,28 @@ def limits_list(text: str) -> tuple[int | None, ...]:
     return counts
 
 
-def transports_of(text: str, device: str, graphs: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """The transports to try, and those that ``-G`` rules out, with the reason.
+def timer_of(device: str, timer: str, graphs: int) -> tuple[str, int]:
+    """What transfers are timed by, and how often a graph of them is replayed: ``-G`` is nccl-tests' word for graph.
 
     Raises:
-        typer.BadParameter: an unknown name, or one asked for by name that ``-G`` rules out.
+        typer.BadParameter: no such timer on this device, or ``-G`` with another one.
+    """
+    if graphs and device == "cpu":
+        raise typer.BadParameter("-G replays work of a GPU, and the device is cpu: leave it out")
+    if graphs and timer not in ("", "graph"):
+        raise typer.BadParameter(f"--timer is {timer!r}, and -G is {graphs}, which is --timer graph: leave one out")
+    try:
+        timer = timer_on(device, "graph" if graphs else timer)
+    except ValueError as error:
+        raise typer.BadParameter(f"--timer: {error}") from None
+    return timer, graphs or int(timer == "graph")
+
+
+def transports_of(text: str, graphs: int) -> tuple[list[str], list[tuple[str, str]]]:
+    """The transports to try, and those that no graph can be made of, with the reason, where one is to be.
+
+    Raises:
+        typer.BadParameter: an unknown name, or one asked for by name that no graph can be made of.
     """
     names = list(EVERY) if text == "all" else text.split(",")
     for name in names:
@@ -85,11 +104,10 @@ def transports_of(text: str, device: str, graphs: int) -> tuple[list[str], list[
             raise typer.BadParameter(f"--transport is {text!r}: it takes all, or a comma list of {', '.join(EVERY)}")
     if not graphs:
         return names, []
-    if device == "cpu":
-        raise typer.BadParameter("-G replays work of a GPU, and the device is cpu: leave it out")
     refused = [(name, f"no CUDA graph of it: {GRAPHS[name]}") for name in names if name in GRAPHS]
     if refused and text != "all":
-        raise typer.BadParameter(f"-G cannot be with --transport {refused[0][0]}: {GRAPHS[refused[0][0]]}")
+        name = refused[0][0]
+        raise typer.BadParameter(f"--timer graph (-G) cannot be with --transport {name}: {GRAPHS[name]}")
     return [name for name in names if name not in GRAPHS], refused
 
 
@@ -99,24 +117,27 @@ def links(
     maxbytes: Annotated[Any, typer.Option("-e", "--maxbytes", parser=size, metavar="SIZE")] = "32M",
     stepfactor: Annotated[int | None, typer.Option("-f", "--stepfactor", help="Sizes grow by this factor.")] = None,
     stepbytes: Annotated[
-        Any, typer.Option("-i", "--stepbytes", parser=size, metavar="SIZE", help="… or by this step [default: 1M].")
+        Any, typer.Option("-i", "--stepbytes", parser=size, metavar="SIZE", help="… or by this step; default: 1M.")
     ] = None,
     iters: Annotated[int, typer.Option("-n", "--iters", min=1, help="Timed transfers, back to back.")] = 20,
     warmup: Annotated[int, typer.Option("-w", "--warmup_iters", min=0, help="Transfers before them.")] = 5,
     check: Annotated[int, typer.Option("-c", "--check", min=0, help="Transfers whose bytes are checked.")] = 1,
     cudagraph: Annotated[int, typer.Option("-G", "--cudagraph", min=0, help="Replays of a CUDA graph of them.")] = 0,
+    timer: Annotated[
+        str, typer.Option(metavar="|".join(TIMERS), help="Default: events; on the CPU clock; with -G graph.")
+    ] = "",
     world: Annotated[
-        int | None, typer.Option(min=1, help="Ranks [default: as many as GPUs, or 2]; under a launcher, its ranks.")
+        int | None, typer.Option(min=1, help="Ranks; default: as many as GPUs, or 2; under a launcher, its ranks.")
     ] = None,
     transport: Annotated[str, typer.Option(metavar="NAME,…", help=f"all, or some of {', '.join(EVERY)}.")] = "all",
-    device: Annotated[str, typer.Option(help="cpu or cuda [default: cuda where there is one].")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = "",
     channels: Annotated[
         Any, typer.Option(parser=limits_list, metavar="N,…", help="Of nccl; auto: its own choice.")
     ] = "auto,1,2,4,8,16,32",
     ctas: Annotated[Any, typer.Option(parser=limits_list, metavar="N,…", help="Of nccl, likewise.")] = "auto",
     beside: Annotated[
         str,
-        typer.Option(help="What computes beside: forward, matmul or none [default: forward on a GPU, else matmul]."),
+        typer.Option(help="What computes beside: forward, matmul or none; default: forward on a GPU, else matmul."),
     ] = "",
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write a row per transport, way, edge and size.")] = None,
@@ -126,7 +147,8 @@ def links(
     Flags, columns and closing lines are those of nccl-tests.
     """
     device = device_name(device)
-    names, closed = transports_of(transport, device, cudagraph)
+    timer, cudagraph = timer_of(device, timer, cudagraph)
+    names, closed = transports_of(transport, cudagraph)
     wish = Wish(
         transports=tuple(names),
         device=device,
@@ -135,21 +157,24 @@ def links(
         iters=iters,
         warmup=warmup,
         checks=check,
+        timer=timer,
         graphs=cudagraph,
         channels=channels,
         ctas=ctas,
         beside=beside_name(beside, device),
     )
     check_targets(json, csv)
+    place = member()
+    ranks = place.world if place is not None else world or max(2, torch.cuda.device_count() if device == "cuda" else 0)
+    check_room(wish, ranks if place is None else place.local_world)
     found = Findings(closed=closed)
-    found += everywhere(world or max(2, torch.cuda.device_count() if device == "cuda" else 0), wish)
+    found += everywhere(place, ranks, wish)
     if prints():
         finish(wish, found, [] if transport == "all" else names, json, csv)
 
 
-def everywhere(world: int, wish: Wish) -> Findings:
+def everywhere(place: Member | None, world: int, wish: Wish) -> Findings:
     """In the processes of the launcher; or in new ones and, for ``local``, in this one."""
-    place = member()
     if place is not None:
         return between_processes(place, wish)
     found = Findings()
@@ -202,7 +227,8 @@ def text(wish: Wish, found: Findings) -> str:
         f"# ringattn {__version__} bench links",
         f"# minBytes {wish.sizes[0]} maxBytes {wish.sizes[-1]} step: {wish.step} warmup iters: {wish.warmup} "
         f"iters: {wish.iters} validation: {wish.checks} graph: {wish.graphs}",
-        f"# on {where}; time of the slowest rank that takes part; GB/s per direction",
+        f"# on {where}; by {timer_on(wish.device, wish.timer)}; time of the slowest rank that takes part; GB/s per "
+        "direction",
         "#",
     ]
     for _, rows in groupby(found.rows, _block):

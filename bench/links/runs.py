@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...comm import Fence, Limits, Message, Transport
+from ..timing import HOST_AHEAD_CYCLES, timer_on
 
 PERIOD = 65537  # of the pattern, a prime: no block of any power of two repeats within it
 STRIDE = 167
@@ -30,6 +31,7 @@ class Wish:
     iters: int = 20
     warmup: int = 5
     checks: int = 1
+    timer: str = ""  # one of TIMERS; empty: the device's own
     graphs: int = 0  # replays of a CUDA graph of `iters` transfers; 0: none is captured
     channels: tuple[int | None, ...] = (None,)
     ctas: tuple[int | None, ...] = (None,)
@@ -142,37 +144,54 @@ class Ends:
             torch.bitwise_not(expected, out=message.tensor)  # every byte is wrong until it has arrived
         self.post([self._transport.mark()]).wait()
         arrived = zip(self.receives, right, strict=True)
-        return sum(int((message.tensor != expected).sum()) for message, expected in arrived)
+        return sum(int(torch.count_nonzero(message.tensor != expected)) for message, expected in arrived)
 
-    def run(self, count: int) -> None:
-        """So many transfers, one behind the other; over when it returns."""
+    def enqueue(self, count: int) -> None:
+        """So many transfers, one behind the other, between what the current stream did before and does next."""
         if not self.takes_part:
             return
-        first = self._transport.mark()
+        first = self._transport.mark()  # draws the transport's stream into a capture
         fences = [self.post([first]) for _ in range(count)]
         for fence in fences:
             fence.wait()
+
+    def run(self, count: int) -> None:
+        """The same; over when it returns."""
+        self.enqueue(count)
         settle(self._device)
 
     def graph(self, count: int) -> Callable[[], None]:
-        """So many transfers captured as a CUDA graph; what replays it, and waits."""
+        """So many transfers captured as a CUDA graph; what enqueues a replay."""
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
-            first = self._transport.mark()  # draws the transport's stream into the capture
-            for fence in [self.post([first]) for _ in range(count)]:
-                fence.wait()
-
-        def replay() -> None:
-            captured.replay()
-            settle(self._device)
-
-        return replay
+            self.enqueue(count)
+        return captured.replay
 
 
 def settle(device: torch.device) -> None:
     """Wait until the compute stream is where the host is."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def seconds_by_host(enqueue: Callable[[], None], device: torch.device) -> float:
+    """From before the host posts the first transfer until the device is done with the last."""
+    begun = time.perf_counter()
+    enqueue()
+    settle(device)
+    return time.perf_counter() - begun
+
+
+def seconds_by_events(enqueue: Callable[[], None], device: torch.device) -> float:
+    """On the stream that transfers start from and that waits for the last: busy before, while the host posts them."""
+    event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+    begun, ended = event(enable_timing=True), event(enable_timing=True)
+    torch.cuda._sleep(HOST_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+    begun.record()
+    enqueue()
+    ended.record()
+    ended.synchronize()
+    return float(begun.elapsed_time(ended)) / 1e3
 
 
 def link(transport: Transport, limits: Limits, way: Way, nbytes: int) -> Link:
@@ -197,16 +216,21 @@ def _one(
 ) -> tuple[dict[int, float], int | None]:
     ends = Ends(transport, way, nbytes, device)
     wrong = sum(ends.wrong(turn) for turn in range(wish.checks))
-    replay = ends.graph(wish.iters) if wish.graphs and ends.takes_part else None
+    graph = ends.graph(wish.iters) if wish.graphs and ends.takes_part else None
+
+    def timed() -> None:
+        for _ in range(max(wish.graphs, 1)):
+            ends.enqueue(wish.iters) if graph is None else graph()
+
     transport.gather(None)
     # after the gather, which ranks leave milliseconds apart: a transfer brings its ends together within its own time
     ends.run(max(wish.warmup, 1))
-    if replay is not None:
-        replay()
-    begun = time.perf_counter()
-    for _ in range(wish.graphs if replay is not None else 1):
-        replay() if replay is not None else ends.run(wish.iters)
-    seconds = (time.perf_counter() - begun) / (wish.iters * max(wish.graphs, 1))
+    if graph is not None:
+        graph()
+        settle(device)
+    by_host = timer_on(device.type, wish.timer) == "clock"
+    taken = (seconds_by_host if by_host else seconds_by_events)(timed, device)
+    seconds = taken / (wish.iters * max(wish.graphs, 1))
     everyone: list[Any] = transport.gather((seconds if ends.takes_part else None, wrong))
     times = {rank: taken for rank, (taken, _) in enumerate(everyone) if taken is not None}
     return times, sum(count for _, count in everyone) if wish.checks else None

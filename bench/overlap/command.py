@@ -35,6 +35,7 @@ from ..shapes import (
 )
 from ..tables import table
 from ..timing import Clock, Samples, interleaved
+from .memory import check_room
 from .rows import Row, contention, step_of, verdict
 from .runs import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, STEP, TOGETHER, Shard, Step, shard_of
 
@@ -191,11 +192,11 @@ def row_of(
 
 @app.command()
 def overlap(
-    world: Annotated[int | None, typer.Option(min=1, help="Processes [default: the GPUs, or 2]; or its ranks.")] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Processes; default: the GPUs, or 2; or its ranks.")] = None,
     tokens: Annotated[Any, typer.Option(parser=size, metavar="SIZE", help="Tokens per rank.")] = "2k",
     batch: Annotated[int, typer.Option(min=1)] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V [default: --heads].")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
     head_dim: Annotated[int, typer.Option(min=1)] = 64,
     dtype: Annotated[
         str | None, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16 [CPU: fp32, GPU: bf16].")
@@ -211,11 +212,11 @@ def overlap(
         float | None,
         typer.Option(min=0.01, help="Throttle the link: communication alone over compute alone. [CPU: 0.8]"),
     ] = None,
-    transport: Annotated[str, typer.Option(help="As of Ring [default: process_group on the CPU, else auto].")] = "",
-    device: Annotated[str, typer.Option(help="cpu or cuda [default: cuda where there is one].")] = "",
+    transport: Annotated[str, typer.Option(help="As of Ring; default: process_group on the CPU, else auto.")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = "",
     timer: TimerOfRings = "",
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; medians count.")] = 5,
-    threads: Annotated[int | None, typer.Option(min=1, help="Per process [default: a share of the cores].")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Per process; default: a share of the cores.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write a row per ring and phase.")] = None,
@@ -233,7 +234,9 @@ def overlap(
     share = threads or max(1, cores() // (place.local_world if place is not None else world))
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     wish = Wish(
-        Problem(world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value, share, seed),
+        Problem(
+            world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value, share, seed, device
+        ),
         slots=tuple(slots),
         prefetch=tuple(prefetch),
         chunks=tuple(chunks),
@@ -243,6 +246,7 @@ def overlap(
         device=device,
         timer=timer_of_rings(device, timer),
     )
+    check_room(wish.problem, settings_of(wish), world if place is None else place.local_world)
     report = started(world, spawned, wish) if place is None else measure(place, wish)
     if prints():
         finish(wish, report, json, csv)

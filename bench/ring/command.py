@@ -15,12 +15,12 @@ import typer
 from ...comm.groups import TRANSPORTS
 from ..free_memory import free_memory
 from ..launching import cores, member, started
+from ..memory_room import Needs, free_here
 from ..output import check_targets, prints, write_csv, write_json
 from ..provenance import provenance
 from ..shapes import LayoutName, TimerOfRings, device_name, dtype_name, grouped, sizes, timer_of_rings
 from . import memory as ring_memory
 from .candidates import ALL_CORES, OURS, WHOLE, Problem, makers
-from .memory import Needs
 from .rows import as_json, rows_of, text
 from .runs import Report, Wish, measure, spawned
 
@@ -51,11 +51,11 @@ def ring(
     seqlen: Annotated[Any, typer.Option(parser=sizes, metavar="SIZE,…", help="Tokens in all.")] = "16k",
     batch: Annotated[int, typer.Option(min=1)] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V [default: --heads].")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
     head_dim: Annotated[int, typer.Option(min=1)] = 64,
     dtype: Annotated[
         str | None,
-        typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16, fp16 [default: bf16; on the CPU fp32]."),
+        typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16, fp16; default: bf16; on the CPU fp32."),
     ] = None,
     causal: Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")] = True,
     layout: Annotated[
@@ -66,8 +66,8 @@ def ring(
     ] = None,
     transport: Annotated[str, typer.Option(metavar="|".join(TRANSPORTS), help="Of our ring.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the median counts.")] = 5,
-    threads: Annotated[int | None, typer.Option(min=1, help="Per process [default: a share of the cores].")] = None,
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="[default: the GPU where there is one].")] = "",
+    threads: Annotated[int | None, typer.Option(min=1, help="Per process; default: a share of the cores.")] = None,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Default: the GPU where there is one.")] = "",
     timer: TimerOfRings = "",
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
@@ -137,7 +137,7 @@ def refuse_too_large(problem: Problem, layouts: Sequence[str], by: Sequence[str]
         ring_memory.needs, layouts=layouts, kinds=kinds, ranks_here=ranks_here, ranks_per_gpu=-(-ranks_here // gpus)
     )
     here = torch.device(problem.device)
-    why = ring_memory.refusal(problem, ring_memory.free_here(here, free_memory), needed)
+    why = ring_memory.refusal(problem, free_here(here, free_memory), needed)
     if why is not None:
         raise typer.BadParameter(f"--seqlen: {why}")
 

@@ -9,18 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from ...ring.schedule import KV_SLOTS, SUMS_SLOTS
 from ..exact import BLOCK_BYTES, chosen_heads
-from ..shapes import binary
+from ..memory_room import PROCESS_BYTES, Needs, too_large
 from .candidates import ALL_CORES, ALL_GATHER, DTYPES, OURS, ULYSSES, USUAL, WHOLE, Problem
 from .peers import BUCKET, LUCIDRAINS
 
 FP32, FP64 = 4, 8
-PROCESS_BYTES = 400 << 20  # Python, torch and its libraries
-USED = 0.9  # of what is free: the rest is for what nobody counts
-STEP = 1024  # tokens: sizes that fit are told in multiples of it
 SCORES_AT_ONCE = 6  # tensors of one bucket's scores in ring-attention-pytorch
 
 
@@ -112,14 +107,6 @@ def peak(kind: str, problem: Problem) -> int:
     return FORMULAS.get(kind, of_usual_ring)(problem)
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Bytes that a measurement takes in all, on the host and on each GPU."""
-
-    host: int
-    gpu: int = 0
-
-
 def needs(problem: Problem, layouts: Sequence[str], kinds: Sequence[str], ranks_here: int, ranks_per_gpu: int) -> Needs:
     """What all ranks of one machine take: the whole inputs, shards by every order, the judge, and the largest peak."""
     rows = rows_of(problem)
@@ -144,28 +131,5 @@ def judged(problem: Problem) -> int:
 
 def refusal(problem: Problem, free: Needs, needed: Callable[[Problem], Needs]) -> str | None:
     """Why a problem does not fit, with the longest sequence that does; None where it fits."""
-
-    def fits(tokens: int) -> bool:
-        wanted = needed(replace(problem, seqlen=tokens))
-        return wanted.host <= USED * free.host and wanted.gpu <= USED * free.gpu
-
-    if fits(problem.seqlen):
-        return None
-    low, high = 0, problem.seqlen // STEP  # the largest multiple of STEP that fits lies between
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * STEP) else (low, middle - 1)
-    wanted = needed(problem)
-    told = [
-        f"{size / 1e9:.1f} GB of {where}, {there / 1e9:.1f} GB are free"
-        for where, size, there in (("memory", wanted.host, free.host), ("GPU memory", wanted.gpu, free.gpu))
-        if size > USED * there
-    ]
-    longest = f"{binary(low * STEP)} fits" if low else f"not even {STEP} tokens fit"
-    return f"{problem.seqlen:,} tokens over {problem.world} ranks take {' and '.join(told)}: {longest}"
-
-
-def free_here(device: torch.device, free_memory: Callable[[torch.device], int]) -> Needs:
-    """What is free on this machine now."""
-    on_gpu = free_memory(device) if device.type == "cuda" else 0
-    return Needs(free_memory(torch.device("cpu")), on_gpu)
+    unit = f"tokens over {problem.world} ranks"
+    return too_large(problem.seqlen, lambda tokens: needed(replace(problem, seqlen=tokens)), free, unit=unit)

@@ -163,6 +163,7 @@ def _measurement(report: Report) -> dict[str, Any]:
             {
                 "name": name,
                 "kind": one.kind,
+                "layout": name.removeprefix(f"{OURS} ") if one.kind == OURS else None,
                 "seconds": one.times.as_json(),
                 "errors": one.errors,
                 "disagrees": one.disagrees,

@@ -17,7 +17,7 @@ from ...reference.masks import Masks
 from ...ring import Ring
 from ..exact import RESULTS, Judge, allowed, chosen_heads, judge, plainly
 from ..heap import freed_at_once
-from ..launching import Member, consequences_later, member, process_group
+from ..launching import Member, member, process_group
 from ..links.group import device_of
 from ..memory import PeakMemory
 from ..timing import Clock, Samples, Team, interleaved
@@ -78,12 +78,7 @@ def spawned(store: str, wish: Wish) -> list[Report]:
     """The entry of the processes that the command starts itself; an error is left where their parent reads it."""
     place = member()
     assert place is not None
-    return record(_measured)(place, wish, store) or []
-
-
-def _measured(place: Member, wish: Wish, store: str) -> list[Report]:
-    with consequences_later():
-        return measure(place, wish, store)
+    return record(measure)(place, wish, store) or []
 
 
 def measure(place: Member, wish: Wish, store: str | None = None) -> list[Report]:

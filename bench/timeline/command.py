@@ -17,11 +17,12 @@ from ...comm.control import control_of
 from ...ring import Ring, ring_attention
 from ..free_memory import free_memory
 from ..launching import Member, cores, member, process_group, started
+from ..memory_room import PROCESS_BYTES, Needs, free_here
 from ..output import check_targets, prints, write_json
 from ..pictures import picture
 from ..provenance import provenance
 from ..ring.candidates import DTYPES, Problem, Tensors
-from ..ring.memory import PROCESS_BYTES, Needs, free_here, of_ours, refusal
+from ..ring.memory import of_ours, refusal
 from ..shapes import LayoutName, binary, device_here, dtype_name, grouped, size
 from .events import Timeline, as_chrome, from_chrome
 from .recording import timeline_of
@@ -152,15 +153,15 @@ def timeline(
     seqlen: Annotated[Any, typer.Option(parser=size, metavar="SIZE", help="Tokens in all.")] = "8k",
     batch: Annotated[int, typer.Option(min=1)] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V [default: --heads].")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
     head_dim: Annotated[int, typer.Option(min=1)] = 64,
     dtype: Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16.")] = "fp32",
     causal: Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")] = True,
     layout: Annotated[LayoutName, typer.Option(help="Who holds which tokens.")] = LayoutName.zigzag,
     repeats: Annotated[int, typer.Option(min=1, help="Recorded runs; the one of median length is kept.")] = 5,
-    threads: Annotated[int | None, typer.Option(min=1, help="Per process [default: a share of the cores].")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Per process; default: a share of the cores.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu [default: a GPU where there is one].")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU where there is one.")] = None,
     trace: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write a trace that Perfetto opens.")] = None,
     out: Annotated[Any, typer.Option(parser=picture, metavar="FILE", help="Draw it: .svg, .png or .pdf.")] = None,
     predicted: Annotated[Path | None, typer.Option(help="A predicted trace of the same call, drawn below.")] = None,
