@@ -94,11 +94,13 @@ def plainly(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, of: Judge, options: M
     leaves = [x.requires_grad_() for x in inputs]
     causal = bool(options.get("causal"))
     masked: dict[str, Any] = {"is_causal": causal}
-    if not is_square(options):
+    group = len(heads) // len(kv_heads)
+    keys, values = leaves[1:]
+    if not is_square(options):  # by a mask, for which few backends take grouped heads, and math keeps all scores
+        keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
         positions = torch.arange(q.shape[1], device=q.device)
         masked = {"attn_mask": reference.visible(positions, positions, **options)}
-    grouped = len(heads) != len(kv_heads)
-    out = F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], enable_gqa=grouped, **masked)
+    out = F.scaled_dot_product_attention(leaves[0], keys, values, enable_gqa=keys.shape[1] != len(heads), **masked)
     grads = torch.autograd.grad(out, leaves, given)
     return [x.detach().transpose(1, 2) for x in (out, *grads)]
 

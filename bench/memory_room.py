@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 import typer
 
 from . import free_memory
+from .launching import member
 from .shapes import binary
 
 GB = 1e9
@@ -41,7 +43,11 @@ def refuse_too_large(
     Raises:
         typer.BadParameter: too large, with the size that fits.
     """
-    if refusal := too_large(size, needed, free_here(device, free_memory.free_memory), unit=unit, step=step):
+    place = member()
+    own = device
+    if place is not None and device.type == "cuda":  # each rank looks at its own GPU
+        own = torch.device("cuda", place.local_rank % max(1, torch.cuda.device_count()))
+    if refusal := too_large(size, needed, free_here(own, free_memory.free_memory), unit=unit, step=step):
         raise typer.BadParameter(f"{option}: {refusal}")
 
 
@@ -79,5 +85,11 @@ def of_ranks(each: int, device: torch.device, ranks_here: int) -> Needs:
     processes = ranks_here * PROCESS_BYTES
     if device.type == "cpu":
         return Needs(processes + ranks_here * each)
+    return Needs(processes, -(-ranks_here // gpus_of(ranks_here)) * each)
+
+
+def gpus_of(ranks_here: int) -> int:
+    """Of the ranks on this machine; srun and mpirun may show each its own GPU alone, torchrun shows all of them."""
     gpus = max(1, torch.cuda.device_count())
-    return Needs(processes, -(-ranks_here // gpus) * each)
+    hidden = gpus == 1 and member() is not None and "TORCHELASTIC_RUN_ID" not in os.environ
+    return ranks_here if hidden else gpus

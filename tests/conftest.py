@@ -29,7 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """`tox -e nightly -- FILE` asks for two kinds of tests, and a file may hold one of them alone."""
-    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and profile(session.config.option.markexpr) == "nightly":
+    config = session.config
+    named = config.args_source is pytest.Config.ArgsSource.ARGS and not config.option.keyword
+    if named and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and profile(config.option.markexpr) == "nightly":
         session.exitstatus = pytest.ExitCode.OK
 
 

@@ -185,7 +185,7 @@ def test_tiles_reuse_what_they_load_as_much_as_the_tutorial(arch: int, head_dim:
 
 def test_launchable_covers_every_kernel_role_and_flag_once() -> None:
     variants = list(launchable(90, "bf16", 128))
-    assert len(variants) == len(set(variants)) == 5 * 4 * 2 * 2 + 2 * 4 * 2 + 2
+    assert len(variants) == len(set(variants)) == 5 * 4 * 2 * 2 + 2 * 4 * 2 + 1 + 2
     passes = {variant.tile for variant in variants if variant.kernel in SINGLE_PASS}
     assert passes == {single_pass_tile(90, torch.bfloat16, 128)}
     assert not any(variant.kernel in SINGLE_PASS for variant in launchable(90, "bf16", 256))

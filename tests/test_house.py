@@ -129,9 +129,11 @@ def test_properties_are_drawn_anew_in_nightly_runs_alone() -> None:
     assert profile(options[options.index("-m") + 1]) == profile("") == "default"
 
 
-@pytest.mark.parametrize(("marks", "code"), [("nightly and idle", 0), ("idle", 5)])
-def test_a_file_without_such_tests_fails_no_nightly_run(marks: str, code: int) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:xdist", "-m", marks]
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["nightly and idle"], 0), (["nightly and idle", "-k", "none_such"], 5), (["idle"], 5)]
+)
+def test_a_file_without_such_tests_fails_no_nightly_run(arguments: list[str], code: int) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:xdist", "-m", *arguments]
     assert subprocess.run([*command, ROOT / "tests" / "test_spans.py"], capture_output=True).returncode == code
 
 

@@ -28,7 +28,7 @@ from ringattn.bench.timing import Clock
 from ringattn.comm import Limits, LocalTransport
 from ringattn.comm.local import solo_group
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 # blocks that the heap gives out and takes back, each between two small ones that keep it apart from its neighbours
 HOLES = """
@@ -99,8 +99,46 @@ def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyP
 
 def test_ranks_that_outnumber_the_gpus_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert of_ranks(10, torch.device("cuda"), 5) == Needs(5 * PROCESS_BYTES, 30)
+    assert of_ranks(10, GPU, 5) == Needs(5 * PROCESS_BYTES, 30)
     assert of_ranks(10, CPU, 5) == Needs(5 * (PROCESS_BYTES + 10))
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus", "shared"),
+    [
+        ({}, 1, 4),
+        ({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "2"}, 1, 1),
+        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "TORCHELASTIC_RUN_ID": "x"}, 1, 4),
+        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "TORCHELASTIC_RUN_ID": "x"}, 4, 1),
+    ],
+)
+def test_ranks_that_a_gpu_holds(
+    alone: None, variables: dict[str, str], gpus: int, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun may show each rank its own GPU alone; torchrun shows all; and a rank looks at what is free on its own."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+    def free(device: torch.device) -> int:
+        asked.append(device)
+        return 1 << 40
+
+    monkeypatch.setattr(free_memory, "free_memory", free)
+    assert of_ranks(10, GPU, 4).gpu == 10 * shared
+    refuse_too_large("--size", 1, lambda size: Needs(size, size), GPU, unit="bytes")
+    own = {1: torch.device("cuda", 0), 4: torch.device("cuda", 2)}[gpus] if variables else GPU
+    assert asked == [own, CPU]
+
+
+def test_virtual_ranks_are_counted_where_there_are_some(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(free_memory, "free_memory", lambda device: 100 << 30)
+    wish = Wish(("nccl", "local"), "cuda", (2 << 30,))
+    link_memory.check_room(wish, 8, launched=True)
+    with pytest.raises(typer.BadParameter, match="fits"):
+        link_memory.check_room(wish, 8, launched=False)
 
 
 @pytest.mark.usefixtures("alone")

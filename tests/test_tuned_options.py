@@ -163,11 +163,13 @@ def test_variants_of_the_bench_have_their_own_options_alone(gpu: Folders, option
         point: {name: value for name, value in options.items() if name in OPTIONS[point.kernel]} for point in entries
     }
     save(gpu[0], *(entry(point, with_options(SMALL, known[point])) for point in entries))
-    assert VARIANTS[0].config(q, v) == default_config(q, v) != KernelConfig(SMALL, SMALL, SMALL)
+    assert VARIANTS[0].config(q, v, full=True) is None
+    assert default_config(q, v) != KernelConfig(SMALL, SMALL, SMALL)
     for variant in VARIANTS[1:]:
         assert variant.options is not None
         forward = config_for(90, q.dtype, 16).forward if "forward_kernel" in variant.options else SMALL
-        made = variant.config(q, v)
+        made, bounded = variant.config(q, v, full=True), variant.config(q, v, full=False)
+        assert made is not None and bounded is not None and bounded.dq != made.dq
         assert {name: getattr(made, name) for name in DEFAULTS} == DEFAULTS | variant.options
         assert asdict(made.forward).items() >= asdict(forward).items()
 

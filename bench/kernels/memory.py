@@ -15,7 +15,7 @@ from ..memory_room import Needs, refuse_too_large
 from ..ring.candidates import DTYPES
 from ..ring.memory import FP32, FP64
 from ..timing import FLUSH_BYTES
-from .rivals import SCORES_KEPT, contenders
+from .rivals import contenders
 from .shape import Shape
 from .speed import PRODUCT_SIDE
 
@@ -62,10 +62,10 @@ def peak(shape: Shape, seqlen: int, field: Field) -> int:
     running = inputs + tokens * shape.heads * shape.head_dim * FP32
     product = 3 * PRODUCT_SIDE[field.device.type] ** 2 * FP32
     on_gpu = field.device.type == "cuda"
-    return inputs + kept + running + judged(shape, seqlen, on_gpu) + product + FLUSH_BYTES * on_gpu
+    return inputs + kept + running + judged(shape, seqlen) + product + FLUSH_BYTES * on_gpu
 
 
-def judged(shape: Shape, seqlen: int, on_gpu: bool) -> int:
+def judged(shape: Shape, seqlen: int) -> int:
     """float64 of the heads that are looked at; beside it a block's scores, or PyTorch's own attention in its dtype."""
     chosen = len(chosen_heads(shape.batch, shape.heads, shape.kv_heads, seqlen, seqlen))
     heads, item = chosen * shape.heads // shape.kv_heads, DTYPES[shape.dtype].itemsize
@@ -74,7 +74,5 @@ def judged(shape: Shape, seqlen: int, on_gpu: bool) -> int:
     block = max(min(BLOCK_BYTES, row * seqlen * FP64), row * FP64)
     plain = 2 * once * item
     if not shape.square:
-        plain += seqlen**2 * (item + MASKS)
-        if on_gpu and shape.heads != shape.kv_heads:  # with a mask only the math backend takes grouped heads there
-            plain += SCORES_KEPT * row * seqlen * item
+        plain += seqlen**2 * (item + MASKS) + shape.batch * seqlen * heads * (shape.head_dim + shape.value_dim) * item
     return once * FP64 + max(once * FP64 + BLOCKS * block, plain)

@@ -109,11 +109,11 @@ class Variant(NamedTuple):
     passes: tuple[str, ...] = PASSES  # what the options are about; the others are as they were
     parts: tuple[str, ...] = ()  # of its backward, timed one by one
 
-    def config(self, q: Tensor, v: Tensor) -> KernelConfig:
+    def config(self, q: Tensor, v: Tensor, *, full: bool) -> KernelConfig | None:
         """With tuned tiles where there are some; what was tuned beside them would change what the row is about."""
-        tuned = default_config(q, v)
         if self.options is None:
-            return tuned
+            return None
+        tuned = default_config(q, v, full=full)
         forward = tuned.forward
         if self.options.get("forward_kernel") == "hopper":  # which takes few tiles, the built-in one among them
             forward = config_for(HOPPER_ARCH, q.dtype, max(q.shape[-1], v.shape[-1])).forward
@@ -130,7 +130,7 @@ VARIANTS = [
     Variant(f"{OURS} hopper single pass", {"backward": "hopper"}, (BACKWARD,)),
     Variant(f"{OURS} deterministic single pass", {"backward": "single_pass_deterministic"}, (BACKWARD,)),
     Variant(f"{OURS} longest first", {"order": "longest"}),
-    Variant(f"{OURS} persistent", {"persistent": True}, (FORWARD, STATE)),
+    Variant(f"{OURS} persistent", {"persistent": True, "sm_margin": 0}, (FORWARD, STATE)),  # alone
     Variant(f"{OURS} packed heads", {"pack_gqa": True}, (FORWARD, STATE)),
 ]
 """Timed on a GPU, the default first. One line adds one; where its kernel does not run, its error is the reason told."""
@@ -140,7 +140,7 @@ def triton_kernels(variant: Variant, given: Given) -> Ready:
     """A variant of the Triton kernels."""
     q, k, v, dout, limits = given.q, given.k, given.v, given.dout, given.bounds
     try:
-        config = variant.config(q, v)
+        config = variant.config(q, v, full=limits.is_full)
         out, lse = attention_forward(q, k, v, bounds=limits, config=config)
         # a state of its own: the step continues it in place, again and again
         state = attention_forward(q, k, v, bounds=limits, final=False, config=config)

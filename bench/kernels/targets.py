@@ -136,7 +136,7 @@ def hop_with_state(device: torch.device, sizes: Sizes, seconds: float) -> Iterat
     steps: dict[str, Step] = {}
     for variant in (one for one in VARIANTS if STATE in one.passes):
         try:
-            config = variant.config(q, v)
+            config = variant.config(q, v, full=True)
             out, lse = attention_forward(q, k, v, final=False, config=config)
         except (ValueError, NotImplementedError, TypeError) as refused:
             yield Number(speed.ABSENT, None, "", {"by": variant.name}, note=str(refused))

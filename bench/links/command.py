@@ -166,7 +166,7 @@ def links(
     check_targets(json, csv)
     place = member()
     ranks = place.world if place is not None else world or max(2, torch.cuda.device_count() if device == "cuda" else 0)
-    check_room(wish, ranks if place is None else place.local_world)
+    check_room(wish, ranks if place is None else place.local_world, launched=place is not None)
     found = Findings(closed=closed)
     found += everywhere(place, ranks, wish)
     if prints():

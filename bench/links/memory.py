@@ -13,14 +13,15 @@ CHECKED = {"cpu": 2, "cuda": 10}
 """Messages beside them: what is expected, which bytes differ from it, and on a GPU those as int64, to be counted."""
 
 
-def check_room(wish: Wish, ranks_here: int) -> None:
+def check_room(wish: Wish, ranks_here: int, *, launched: bool) -> None:
     """Refuse a largest message that does not fit this machine's free memory: typer.BadParameter.
 
-    Virtual ranks, which ``local`` is measured between, are counted as processes on the CPU, and lie on one GPU.
+    Virtual ranks, which ``local`` is measured between, are counted as processes on the CPU, and lie on one GPU; under
+    a launcher there are none.
     """
     device = torch.device(wish.device)
     messages = BUFFERS + (CHECKED[wish.device] if wish.checks else 0)
-    virtual = "local" in wish.transports
+    virtual = "local" in wish.transports and not launched
 
     def needed(nbytes: int) -> Needs:
         shared = of_ranks(messages * nbytes, device, ranks_here)

@@ -93,7 +93,7 @@ def _rail(call: Call, links: Links) -> Link:
     far = (call.world - call.per_node) / call.per_node / max(call.world - 1, 1)
     near = 1.0 if call.per_node > 1 else 0.0
     seconds = max(far / links.between.rate, near / links.inside.rate)
-    return Link(1 / seconds, links.inside.latency)
+    return Link(1 / seconds, (links.inside if near else links.between).latency)
 
 
 def exchanged(call: Call, device: Device, links: Links, trouble: Trouble) -> list[Way]:
