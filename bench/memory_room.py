@@ -43,11 +43,8 @@ def refuse_too_large(
     Raises:
         typer.BadParameter: too large, with the size that fits.
     """
-    place = member()
-    own = device
-    if place is not None and device.type == "cuda":  # each rank looks at its own GPU
-        own = torch.device("cuda", place.local_rank % max(1, torch.cuda.device_count()))
-    if refusal := too_large(size, needed, free_here(own, free_memory.free_memory), unit=unit, step=step):
+    free = free_here(own_device(device), free_memory.free_memory)
+    if refusal := too_large(size, needed, free, unit=unit, step=step):
         raise typer.BadParameter(f"{option}: {refusal}")
 
 
@@ -78,6 +75,14 @@ def free_here(device: torch.device, free_memory: Callable[[torch.device], int]) 
     """What is free on this machine now."""
     on_gpu = free_memory(device) if device.type == "cuda" else 0
     return Needs(free_memory(torch.device("cpu")), on_gpu)
+
+
+def own_device(device: torch.device) -> torch.device:
+    """Under a launcher each rank looks at its own GPU."""
+    place = member()
+    if place is None or device.type != "cuda":
+        return device
+    return torch.device("cuda", place.local_rank % max(1, torch.cuda.device_count()))
 
 
 def of_ranks(each: int, device: torch.device, ranks_here: int) -> Needs:

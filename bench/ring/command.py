@@ -15,7 +15,7 @@ import typer
 from ...comm.groups import TRANSPORTS
 from ..free_memory import free_memory
 from ..launching import cores, member, started
-from ..memory_room import Needs, free_here
+from ..memory_room import Needs, free_here, gpus_of, own_device
 from ..output import check_targets, prints, write_csv, write_json
 from ..provenance import provenance
 from ..shapes import LayoutName, TimerOfRings, device_name, dtype_name, grouped, sizes, timer_of_rings
@@ -132,12 +132,12 @@ def refuse_too_large(problem: Problem, layouts: Sequence[str], by: Sequence[str]
     kinds = list(dict.fromkeys(OURS if name.partition(" ")[0] == OURS else name for name in names))
     if problem.device != "cpu":
         kinds = [kind for kind in kinds if kind != ALL_CORES]
-    gpus = max(1, torch.cuda.device_count()) if problem.device == "cuda" else 1
+    gpus = gpus_of(ranks_here) if problem.device == "cuda" else 1
     needed: Callable[[Problem], Needs] = partial(
         ring_memory.needs, layouts=layouts, kinds=kinds, ranks_here=ranks_here, ranks_per_gpu=-(-ranks_here // gpus)
     )
     here = torch.device(problem.device)
-    why = ring_memory.refusal(problem, free_here(here, free_memory), needed)
+    why = ring_memory.refusal(problem, free_here(own_device(here), free_memory), needed)
     if why is not None:
         raise typer.BadParameter(f"--seqlen: {why}")
 
