@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from ..kernels import lookup
 from ..kernels.lookup import Gpu
 from ..kernels.strict import Check, checked_as, either, named, number, one_of, optional, text, whole
-from ..kernels.tables import DTYPES, MASKS, MOST_TOKENS, NO_GPU, RefusedTable, Table, file_name, read
+from ..kernels.tables import DTYPES, MASKS, MOST_TOKENS, NO_GPU, RefusedTable, Table
 from .search import FINAL_TURNS, FINALISTS, FIRST_TURNS, LEAST_TURNS, Reading, median, spread
 
 TRANSPORTS = {"cuda": ("nccl", "copy_engine"), "cpu": ("auto",)}  # on the CPU there is one
@@ -125,8 +124,8 @@ _RING: dict[str, Check] = {
 }
 
 
-def rings_of(table: Table, path: Path) -> tuple[RingEntry, ...]:
-    """The settings of the table that ``path`` has.
+def rings_of(table: Table) -> tuple[RingEntry, ...]:
+    """The settings of a table.
 
     Raises:
         RefusedTable: an entry is not of this schema; the message has the path, the field, what it got, what it takes.
@@ -134,7 +133,7 @@ def rings_of(table: Table, path: Path) -> tuple[RingEntry, ...]:
     try:
         return tuple(_entry(f"rings[{i}]", given) for i, given in enumerate(table.rings))
     except ValueError as error:
-        raise RefusedTable(f"{path} is refused: {error}") from error
+        raise RefusedTable(f"{table.path} is refused: {error}") from error
 
 
 def _entry(where: str, given: object) -> RingEntry:
@@ -160,14 +159,10 @@ def ring_settings(
     Raises:
         ValueError: ``config_dir`` is no folder.
     """
-    if config_dir is not None and not os.path.isdir(config_dir):
-        raise ValueError(f"config_dir is {os.fspath(config_dir)!r}: there is no such folder; `ringattn tune` makes it")
-    given = config_dir if config_dir is not None else os.environ.get(lookup.CONFIG_DIR)
-    folder = None if given is None else os.fspath(given)
     found = [
         one
-        for table in lookup.tables_of(gpu or CPU, folder)
-        for one in _serving(table, folder)
+        for table in lookup.tables_of(gpu or CPU, lookup.folder_of(config_dir))
+        for one in _serving(table)
         if one.point._replace(length=point.length) == point
     ]
     if not found:
@@ -205,29 +200,13 @@ def shared_ring_settings(
     return told[0]
 
 
-def _serving(table: Table, config_dir: str | None) -> tuple[RingEntry, ...]:
+def _serving(table: Table) -> tuple[RingEntry, ...]:
     """The settings of a table; with a warning none, where it is refused."""
-    if not table.rings:
-        return ()
     try:
-        return rings_of(table, _path_of(table, config_dir))
+        return rings_of(table)
     except RefusedTable as error:
         warnings.warn(f"{error}; what a ring takes by itself is used", UserWarning, stacklevel=3)
         return ()
-
-
-def _path_of(table: Table, config_dir: str | None) -> Path:
-    """Where a table lies that the kernels' look-up found: it hands out tables without their paths."""
-    folders = [Path(config_dir) if config_dir else lookup.user_folder(), *lookup.PACKAGE]
-    paths = [folder / file_name(table.gpu, table.triton) for folder in folders if folder is not None]
-    return next((path for path in paths if _has(path, table)), paths[0])
-
-
-def _has(path: Path, table: Table) -> bool:
-    try:
-        return read(path) == table
-    except (OSError, RefusedTable):
-        return False
 
 
 def settings(point: RingPoint, device: str, wires: Sequence[str] = ()) -> list[RingSetting]:

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from ..kernels import lookup
@@ -45,7 +46,7 @@ def save(folder: Path, gpu: Gpu, entries: Iterable[Entry] = (), rings: Iterable[
     told = tuple(one.as_json() for one in kept.values())
     table = Table(gpu.name, gpu.arch, version, tuple(merged(before.entries, entries)), told)
     written = json.dumps(as_json(table), indent=1) + "\n"
-    rings_of(parse(written), path)  # what is written is what is read
+    rings_of(replace(parse(written), path=path))  # what is written is what is read
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{path.name}.", delete=False) as draft:  # 0600
         try:
             draft.write(written)
@@ -75,7 +76,7 @@ def _there(folder: Path, gpu: Gpu) -> tuple[Table, tuple[RingEntry, ...]]:
         table = read(path)
     except (FileNotFoundError, NotADirectoryError):
         table = Table(gpu.name, gpu.arch, version, ())
-    return table, rings_of(table, path)
+    return table, rings_of(table)
 
 
 def merged(before: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:

@@ -87,7 +87,8 @@ class Tuned:
 
 def _by_length(entries: Iterable[Entry], estimated: bool) -> dict[Key, Lengths]:
     grouped: dict[Key, dict[int, Tile | None]] = {}
-    for point, tile in [*_serving(entries, estimated), *_backwards(entries)]:
+    offered = [(entry.point, entry.tile) for entry in entries if is_offered(entry, estimated)]
+    for point, tile in [*offered, *_backwards(entries)]:
         key = (point.kernel, DTYPES[point.dtype], point.head_dim, point.head_dim_v, point.group, point.mask == "full")
         grouped.setdefault(key, {})[point.length] = tile
     made = {}
@@ -98,11 +99,9 @@ def _by_length(entries: Iterable[Entry], estimated: bool) -> dict[Key, Lengths]:
     return made
 
 
-def _serving(entries: Iterable[Entry], estimated: bool) -> Iterator[tuple[Point, Tile]]:
+def is_offered(entry: Entry, estimated: bool) -> bool:
     """What was measured; if ``estimated`` also what was not, but never a kernel or an order that never ran here."""
-    for entry in entries:
-        if not entry.estimated or (estimated and not options_of(entry.tile)):
-            yield entry.point, entry.tile
+    return not entry.estimated or (estimated and not options_of(entry.tile))
 
 
 def _backwards(entries: Iterable[Entry]) -> Iterator[tuple[Point, Tile | None]]:
@@ -157,14 +156,22 @@ def tuned(gpu: Gpu, config_dir: str | os.PathLike[str] | None = None, *, estimat
     Raises:
         ValueError: ``config_dir`` is no folder.
     """
-    if config_dir is None:
-        folder = os.environ.get(CONFIG_DIR)
-    elif os.path.isdir(folder := os.fspath(config_dir)):
-        pass
-    else:
-        raise ValueError(f"config_dir is {folder!r}: there is no such folder; `ringattn tune --save-dir` makes it")
+    folder = folder_of(config_dir)
     with _LOADING:  # virtual ranks are threads: a warning comes once
         return _load(gpu, folder, estimated)
+
+
+def folder_of(config_dir: str | os.PathLike[str] | None) -> str | None:
+    """``config_dir``, which must be there, else ``$RINGATTN_CONFIG_DIR``, which need not; None: the user's cache.
+
+    Raises:
+        ValueError: ``config_dir`` is no folder.
+    """
+    if config_dir is None:
+        return os.environ.get(CONFIG_DIR) or None
+    if not os.path.isdir(folder := os.fspath(config_dir)):
+        raise ValueError(f"config_dir is {folder!r}: there is no such folder; `ringattn tune --save-dir` makes it")
+    return folder
 
 
 def _tables(name: str, gpu: Gpu, folders: list[Path]) -> list[Table]:

@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,6 +125,7 @@ class Table:
     entries: tuple[Entry, ...]
     rings: tuple[Mapping[str, Any], ...] = ()
     """Settings of whole rings, as they stand in the file: no kernel reads them, `autotune/rings.py` checks them."""
+    path: Path | None = field(default=None, compare=False)  # the file it was read from
 
 
 def file_name(gpu: str, triton: tuple[int, int]) -> str:
@@ -147,7 +148,7 @@ def read(path: Path) -> Table:
         FileNotFoundError: there is none.
     """
     try:
-        return parse(_text(path))
+        return replace(parse(_text(path)), path=path)
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:

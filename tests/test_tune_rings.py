@@ -205,7 +205,7 @@ def test_settings_live_beside_the_tiles(folders: tuple[Path, Path]) -> None:
     save(folders[0], H200, [entry(entry().point._replace(length=1024))], rings=[made(setting=newer)])
     found = read(path)
     assert len(found.entries) == 2
-    assert {one.point.length: one.setting for one in rings_of(found, path)} == {1024: newer, 32768: DEFAULT}
+    assert {one.point.length: one.setting for one in rings_of(found)} == {1024: newer, 32768: DEFAULT}
     assert ring_settings(POINT._replace(length=3000), H200) == newer
     assert ring_settings(POINT._replace(length=16384), H200) == DEFAULT
     assert ring_settings(POINT._replace(world=4), H200) is None
@@ -243,17 +243,17 @@ def test_the_cpu_has_rings_and_no_tiles(folders: tuple[Path, Path]) -> None:
 def test_what_is_not_the_schema_is_refused(changed: dict[str, Any], told: str) -> None:
     table = Table("NVIDIA H200", 90, (3, 7), (), ({**made().as_json(), **changed},))
     with pytest.raises(RefusedTable) as error:
-        rings_of(table, Path("/there/x.json"))
+        rings_of(replace(table, path=Path("/there/x.json")))
     assert str(error.value).startswith("/there/x.json is refused: ") and told in str(error.value)
 
 
 def test_clocks_are_kept_and_tables_without_them_are_read() -> None:
     clocked = made(clocks={"sm_mhz": 1980.0, "throttled": ""})
     table = Table("NVIDIA H200", 90, (3, 7), (), (clocked.as_json(),))
-    assert rings_of(table, Path("x")) == (clocked,)
+    assert rings_of(table) == (clocked,)
     older = clocked.as_json()
     del older["clocks"]
-    assert rings_of(replace(table, rings=(older,)), Path("x")) == (made(),)
+    assert rings_of(replace(table, rings=(older,))) == (made(),)
 
 
 def damaged(path: Path) -> None:
@@ -313,6 +313,7 @@ def asked(*arguments: str) -> Any:
         (["--list", "--device", "tpu"], "--device is tpu: it is for rings"),
         (["--wire", "nonsense"], "--wire is nonsense: it is for rings"),
         (["--ring", "--save-dir", "/dev/null/x"], "/dev/null/x is no folder to save in"),
+        (["--ring", "--device", "cpu", "--seqlen", "8k,1g"], "--seqlen: 1,073,741,824 tokens on each of 2 ranks take"),
     ],
 )
 def test_bad_input_is_told_what_fits(
@@ -370,7 +371,7 @@ def test_two_processes_choose_as_one(tmp_path: Path) -> None:
     told = json.loads(report.read_text())
     assert len(told["rows"]) == 4 and all(row["runs"] >= 1 and not row["note"] for row in told["rows"][1:])
     path = next(tmp_path.glob("cpu_triton-*.json"))
-    (kept,) = rings_of(read(path), path)
+    (kept,) = rings_of(read(path))
     assert [kept.as_json()] == told["rings"]
     assert kept.point == RingPoint(2, 2, 2, 16, "fp32", "bounded", 64) and kept.setting.transport == "process_group"
     found = ring_settings(kept.point, None, tmp_path)

@@ -138,5 +138,6 @@ def test_what_a_link_shares_is_one_choice_for_all(tmp_path: Path) -> None:
     assert found.own == [CHOSEN[gpu] for gpu in GPUS] and len({*found.own}) == 2
     assert found.shared == [CHOSEN[GPUS[0]]] * len(GPUS)
     assert found.of_two == [None, CHOSEN[GPUS[1]], CHOSEN[GPUS[1]]]
-    assert found.errors == ["config_dir is '/nowhere': there is no such folder; `ringattn tune` makes it"] * len(GPUS)
+    told = "config_dir is '/nowhere': there is no such folder; `ringattn tune --save-dir` makes it"
+    assert found.errors == [told] * len(GPUS)
     assert all(error < 1e-4 for error in found.wrong.values()), found.wrong

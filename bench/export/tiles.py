@@ -5,14 +5,13 @@ Tables are looked for where a launch looks for them.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...kernels import hopper_backward_launch
 from ...kernels.attention import DELTA_BLOCK
 from ...kernels.config import Tile, config_for, single_pass_tile
-from ...kernels.lookup import CONFIG_DIR, Gpu, tables_of
+from ...kernels.lookup import CONFIG_DIR, Gpu, folder_of, is_offered, tables_of
 from ...kernels.tables import KERNELS, Entry, Point, RefusedTable, Table, options_of, read
 from ..inspect.variant import DTYPES
 
@@ -41,9 +40,13 @@ class Source:
 
     @property
     def folder(self) -> Path | None:
-        """``config_dir``, else ``$RINGATTN_CONFIG_DIR``; None: the user's cache."""
-        named = os.environ.get(CONFIG_DIR)
-        return self.config_dir or (Path(named) if named else None)
+        """``config_dir``, else ``$RINGATTN_CONFIG_DIR``; None: the user's cache.
+
+        Raises:
+            ValueError: ``config_dir`` is no folder.
+        """
+        named = folder_of(self.config_dir)
+        return None if named is None else Path(named)
 
     @property
     def folder_in_words(self) -> str:
@@ -109,15 +112,10 @@ def _tuned(
         return point[:4] == kernel and point.mask == mask and source.group in (None, point.group)
 
     for table in tables:
-        fitting = [one for one in table.entries if serves(one.point) and _is_offered(one, source.estimated)]
+        fitting = [one for one in table.entries if serves(one.point) and is_offered(one, source.estimated)]
         if fitting:
             return table, _nearest(fitting, source.length or LONGEST)
     return None
-
-
-def _is_offered(entry: Entry, estimated: bool) -> bool:
-    """As to a launch: what was measured; if ``estimated`` also a tile that was not, but no kernel or order."""
-    return not entry.estimated or (estimated and not options_of(entry.tile))
 
 
 def _single_pass(backward: str, arch: int, dtype: str, head_dim: int) -> Tile:
