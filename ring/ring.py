@@ -98,7 +98,7 @@ class Ring:
         self.direction = direction
         self.topology = topology
         self._prefetch = prefetch
-        self.slots, self.prefetch = _depth(slots, prefetch, _hops(topology, self.size))
+        self.slots, self.prefetch = depth_of(slots, prefetch, _hops(topology, self.size))
         self.chunks = chunks
         wire, self._grad_wire = wire_of(wire_dtype, torch.float32), grad_wire_of(grad_wire_dtype)
         # by name, so that ranks that say the same in different ways agree
@@ -144,7 +144,7 @@ class Ring:
         if not self._transports:
             if self.topology is None and device.type == "cuda" and not isinstance(self.group, LocalGroup):
                 self.topology = ring_topology(discover(control_of(self.group), device))
-                self.slots, self.prefetch = _depth(self.slots, self._prefetch, _hops(self.topology, self.size))
+                self.slots, self.prefetch = depth_of(self.slots, self._prefetch, _hops(self.topology, self.size))
             self._transports = open_transports(
                 self.group, transport=self._wish, device=device, topology=self.topology, limits=self.limits
             )
@@ -341,7 +341,7 @@ def _hops(topology: Topology | None, size: int) -> int:
     return len(topology.nodes[0]) if topology is not None and topology.two_level else size
 
 
-def _depth(slots: int, prefetch: int | None, hops: int) -> tuple[int, int]:
+def depth_of(slots: int, prefetch: int | None, hops: int) -> tuple[int, int]:
     """``slots`` and ``prefetch``, checked against each other; ``hops`` of a turn."""
     least = 2 if hops > 2 else 1  # a slot that is sent from cannot be received into
     if slots < least:

@@ -246,7 +246,7 @@ def test_every_way_is_told_and_the_fastest_first() -> None:
 def test_timelines_say_what_happened(mask: Mask) -> None:
     call = replace(SMALL, tokens=256, mask=mask, nodes=2)
     passes = predicted(call, H100, LINKS)
-    found = timeline("a ring", passes, call.plans())
+    found = timeline("a ring", passes, call)
     assert found.seconds == pytest.approx(sum(one.seconds for one in passes))
     for rank in range(4):
         for lane in ("compute", "slot 0", "slot 1", "slot 2"):

@@ -117,13 +117,13 @@ def test_a_prediction_of_another_call_is_not_its_pair(other: dict[str, Any]) -> 
     measured, call = report_cases.timeline("measured"), report_cases.PREDICTED
     links = Links(PRESETS["nvlink4"], PRESETS["ib400"])
 
-    def trace(call: Call, told: Call | None) -> Timeline:
-        made = timeline("causal", predicted(call, H100, links), call.plans(), told)
+    def trace(call: Call) -> Timeline:
+        made = timeline("causal", predicted(call, H100, links), call)
         return from_chrome(json.loads(json.dumps(as_chrome(made))))
 
-    assert alike(measured, trace(call, call))
-    assert not alike(measured, trace(replace(call, **other), replace(call, **other)))
-    assert not alike(measured, trace(call, None))  # of what call it is is not known
+    assert alike(measured, trace(call))
+    assert not alike(measured, trace(replace(call, **other)))
+    assert not alike(measured, replace(trace(call), about={}))  # of what call it is is not known
 
 
 def test_every_header_of_a_table_is_a_button_that_sorts(page: str) -> None:

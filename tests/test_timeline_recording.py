@@ -65,7 +65,7 @@ def test_a_prediction_has_the_slots_of_the_ring_that_runs(layout: str, causal: b
     """Of K/V and of sums: the same shards in the same slots at the same hops; and it says that it is of that call."""
     problem = replace(PROBLEM, layout=layout, causal=causal)
     call = Call(32, 4, layout, Mask(causal=causal), heads=2, kv_heads=2, head_dim=16, dtype="float32")
-    told = timeline("", predicted(call, H100, Links(PRESETS["nvlink4"], PRESETS["ib400"])), call.plans(), call)
+    told = timeline("", predicted(call, H100, Links(PRESETS["nvlink4"], PRESETS["ib400"])), call)
     found = timeline_bench.virtual(problem, CPU, 1)
     assert found is not None and alike(found, told)
     uses = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -117,7 +118,7 @@ def what_fits(variant: Variant) -> str:
     default = default_tile_of(variant.kernel, variant.options, variant.arch, variant.dtype, widest)
     if default in (None, variant.tile):
         return ""
-    other = inspect_variant(Variant(**(vars(variant) | {"tile": default})))
+    other = inspect_variant(replace(variant, tile=default))
     return f": {other['tile']} does" if other["blocks_per_sm"] else ""
 
 

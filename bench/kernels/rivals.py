@@ -120,9 +120,6 @@ class Variant(NamedTuple):
         return KernelConfig(forward, tuned.dq, tuned.dkdv, **self.options)
 
 
-# contenders
-
-
 VARIANTS = [
     Variant(OURS, parts=PARTS),
     Variant(f"{OURS} hopper", {"forward_kernel": "hopper"}, (FORWARD, STATE)),
@@ -304,6 +301,9 @@ GPU_SDPA = {
 }
 CPU_SDPA = {"ATen operator": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
 FLEX = "flex_attention"
+
+
+# contenders
 
 
 def contenders(device: torch.device) -> list[Contender]:

@@ -12,7 +12,7 @@ from ...kernels.checks import MAX_HEAD_DIM
 from ...ring.layout import Layout
 from ...ring.mask import Mask
 from ...ring.plan import Plan, plan
-from ...ring.ring import _depth as depth_of  # what Ring takes is what is predicted
+from ...ring.ring import depth_of
 from ...ring.schedule import KV_SLOTS
 from ...ring.wire import grad_wire_of, wire_of
 from .program import Form
@@ -73,7 +73,7 @@ class Call:
             raise ValueError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
         if (self.layout == "balanced") != (len(self.speeds) == self.world):
             raise ValueError(f"speeds has {len(self.speeds)} entries: balanced takes one for each of {self.world} GPUs")
-        depth_of(self.slots, self.prefetch, self.turn)
+        depth_of(self.slots, self.prefetch, self.turn)  # what Ring takes is what is predicted
 
     @property
     def per_node(self) -> int:

@@ -185,7 +185,7 @@ def _one(call: Call, given: Given, trouble: Trouble, trace: Path | None, json: s
     if not prints():
         return
     if trace is not None:
-        trace.write_text(jsonlib.dumps(as_chrome(timeline(found["mask"], passes, call.plans(), call))))
+        trace.write_text(jsonlib.dumps(as_chrome(timeline(found["mask"], passes, call))))
     if json is not None:
         write_json(json, found)
     if csv is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -96,9 +96,8 @@ def refuse_beside(other: str, why: str, **given: object) -> None:
     Raises:
         ValueError: one of them is.
     """
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"{name.replace('_', '-')} and {other} are both given: {why}")
+    if flag := _first(given):
+        raise ValueError(f"{flag} and {other} are both given: {why}")
 
 
 def refuse_without(other: str, why: str, **given: object) -> None:
@@ -107,9 +106,13 @@ def refuse_without(other: str, why: str, **given: object) -> None:
     Raises:
         ValueError: one of them is.
     """
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"{name.replace('_', '-')} is given without {other}: {why}")
+    if flag := _first(given):
+        raise ValueError(f"{flag} is given without {other}: {why}")
+
+
+def _first(given: Mapping[str, object]) -> str | None:
+    """The first flag that was given."""
+    return next((name.replace("_", "-") for name, value in given.items() if value is not None), None)
 
 
 def above_zero(unit: str, **given: float | None) -> None:

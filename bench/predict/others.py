@@ -98,16 +98,13 @@ def _rail(call: Call, links: Links) -> Link:
 
 def exchanged(call: Call, device: Device, links: Links, trouble: Trouble) -> list[Way]:
     """Ulysses over as many ranks as the key heads allow, and a ring of such groups for the rest."""
-    found = []
     degrees = [d for d in range(2, call.kv_heads + 1) if call.kv_heads % d == 0 and call.world % d == 0]
     inside = [d for d in degrees if call.per_node % d == 0] or degrees[-1:]
     if not degrees:
         return []
     most = max(degrees) if max(degrees) == call.world else max(inside)
-    for degree in {most}:
-        link = links.inside if call.nodes == 1 or call.per_node % degree == 0 else links.between
-        found.append(_ulysses(call, degree, device, links, link, trouble))
-    return found
+    link = links.inside if call.nodes == 1 or call.per_node % most == 0 else links.between
+    return [_ulysses(call, most, device, links, link, trouble)]
 
 
 def _ulysses(call: Call, degree: int, device: Device, links: Links, link: Link, trouble: Trouble) -> Way:

@@ -20,22 +20,21 @@ SAID = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "l
 """What a timeline says of its call beside its mask, by the names that a measured one says."""
 
 
-def timeline(title: str, passes: tuple[Pass, ...], plans: list[Plan], call: Call | None = None) -> Timeline:
-    """The events of all ranks, the passes one after the other; ``about`` says the ``call``, where it is given.
+def timeline(title: str, passes: tuple[Pass, ...], call: Call) -> Timeline:
+    """The events of all ranks, the passes one after the other.
 
     Raises:
         ValueError: a pass of which one rank stands for all.
     """
     events: list[Event] = []
-    begin = 0.0
+    plans, begin = call.plans(), 0.0
     for one in passes:
         if not one.tracks:
             raise ValueError("one rank stands for all of this ring: a timeline needs ranks that are told apart")
         for track in one.tracks:
             events += _of_rank(track, plans[track.program.rank], begin)
         begin += one.seconds
-    about = {} if call is None else {"call": said(call)}
-    return Timeline(title, "predicted", len(plans), tuple(events), about)
+    return Timeline(title, "predicted", call.world, tuple(events), {"call": said(call)})
 
 
 def said(call: Call) -> dict[str, Any]:
