@@ -1,8 +1,9 @@
 """Spends time on a GPU where it tells most: successive halving over candidates that take turns.
 
 Karnin, Koren, Somekh: "Almost Optimal Exploration in Multi-Armed Bandits" (ICML 2013), algorithm 3: everybody runs a
-few times, the better half twice as often, and so on. Pure: what checks, what measures and what tells the time is handed
-in, and every reading is in a journal, from which an interrupted search goes on as if it had not been.
+few times, the better half twice as often, and so on. A run is one alone and one beside a transfer, as a hop of a ring
+is now the one, now the other, and the sum of the two decides. Pure: what checks, what measures and what tells the time
+is handed in, and every reading is in a journal, from which an interrupted search goes on as if it had not been.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Protocol
 
 from ..kernels import Tile
@@ -25,7 +27,7 @@ LEAST_TURNS = 5  # with fewer nothing is called measured
 RETRIES = 3  # of a run taken while throttled; what throttles for longer is how this GPU is
 COOL_DOWN = 0.5  # seconds before such a repeat
 
-ALONE, BESIDE = "alone", "beside"
+KINDS = ALONE, BESIDE = "alone", "beside"
 
 
 @dataclass(frozen=True)
@@ -117,12 +119,11 @@ def clocks_of(readings: Sequence[Reading]) -> dict[str, float | str | None]:
 
 def planned(candidates: int) -> int:
     """Readings that a search over so many tiles takes, with the baseline, unless its budget ends it."""
-    total, turns = 0, FIRST_TURNS
-    taken = 0
+    total, taken, turns = 0, 0, FIRST_TURNS
     while candidates > FINALISTS:
         total += (candidates + 1) * (turns - taken)
         taken, turns, candidates = turns, 2 * turns, max(FINALISTS, candidates // 2)
-    return total + (candidates + 1) * (max(0, FINAL_TURNS - taken) + FINAL_TURNS)
+    return len(KINDS) * (total + (candidates + 1) * max(0, FINAL_TURNS - taken))
 
 
 class Search:
@@ -149,6 +150,7 @@ class Search:
         self._journal, self._budget, self._pause, self._told = journal, budget, pause, told
         self._found: dict[tuple[str, Tile], list[Reading]] = {}
         self._wrong: dict[Tile, str] = {}
+        self._kinds: tuple[str, ...] = KINDS
 
     def run(self, tiles: Sequence[Tile]) -> Measured | None:
         """The best of ``tiles`` and the baseline; None where the budget ends before anything is measured."""
@@ -156,12 +158,12 @@ class Search:
         players = [tile for tile in everyone if self._is_right(tile)]
         turns, complete = FIRST_TURNS, self._budget.left > 0 or not players
         while len(players) - (self._baseline in players) > FINALISTS:
-            complete = self._turns(ALONE, players, turns)
+            complete = self._turns(players, turns)
             players = self._better_half(players, turns)
             if not complete:
                 break
             turns *= 2
-        complete = complete and self._turns(ALONE, players, FINAL_TURNS) and self._turns(BESIDE, players, FINAL_TURNS)
+        complete = complete and self._turns(players, FINAL_TURNS)
         return self._best(players, complete)
 
     def _is_right(self, tile: Tile) -> bool:
@@ -180,18 +182,19 @@ class Search:
             self._wrong[tile] = str(known["wrong"])
         return known["wrong"] is None
 
-    def _turns(self, kind: str, players: Sequence[Tile], turns: int) -> bool:
+    def _turns(self, players: Sequence[Tile], turns: int) -> bool:
         """Readings until each player has ``turns``, everybody once before anybody twice; False: the budget is spent."""
-        for number in range(turns):
-            for tile in players:
+        for number, tile in product(range(turns), players):
+            for kind in self._kinds:
                 found = self._readings(kind, tile)
                 if len(found) > number:
                     continue
                 if not self._budget.left:
                     return False
                 reading = self._unthrottled(kind, tile)
-                if reading is None:
-                    return True  # this device has nothing to run beside
+                if reading is None:  # this device has nothing to run beside
+                    self._kinds = (ALONE,)
+                    continue
                 found.append(reading)
                 self._journal.put(f"{self._name} | {tile_text(tile)} | {kind}", reading.as_json())
                 self._told()
@@ -220,25 +223,24 @@ class Search:
     def _better_half(self, players: Sequence[Tile], turns: int) -> list[Tile]:
         """By the turns that all of them had, and the baseline in any case; who had none is out."""
         heard = [tile for tile in players if self._readings(ALONE, tile)]
-        common = min((len(self._readings(ALONE, tile)) for tile in heard), default=0)
-        rest = [tile for tile in heard if tile != self._baseline]
         # of earlier runs there may be more readings: what was decided then is decided again
-        rest.sort(key=lambda tile: median(self._readings(ALONE, tile)[: min(turns, common)]))
+        rest = self._sorted([tile for tile in heard if tile != self._baseline], heard, turns)
         return [tile for tile in heard if tile == self._baseline] + rest[: max(FINALISTS, len(rest) // 2)]
+
+    def _sorted(self, tiles: Sequence[Tile], among: Sequence[Tile], turns: int) -> list[Tile]:
+        """The fastest first, by as many of the first ``turns`` readings of each kind as all ``among`` them have."""
+        common = {kind: min([turns, *(len(self._readings(kind, one)) for one in among)]) for kind in KINDS}
+
+        def seconds(tile: Tile) -> float:
+            return sum(median(self._readings(kind, tile)[:count]) for kind, count in common.items() if count)
+
+        return sorted(tiles, key=seconds)
 
     def _best(self, players: Sequence[Tile], complete: bool) -> Measured | None:
         known = [tile for tile in players if len(self._readings(ALONE, tile)) >= LEAST_TURNS]
         if not known:
             return None
-        common = min(len(self._readings(ALONE, tile)) for tile in known)
-        together = min(len(self._readings(BESIDE, tile)) for tile in known)
-
-        def seconds(tile: Tile) -> float:
-            """Alone, and beside a transfer where that was measured: a hop of a ring is now the one, now the other."""
-            beside = self._readings(BESIDE, tile)[:together]
-            return median(self._readings(ALONE, tile)[:common]) + (median(beside) if together >= LEAST_TURNS else 0.0)
-
-        tile = min(known, key=seconds)
+        tile = self._sorted(known, known, FINAL_TURNS)[0]
         alone, beside, baseline = (
             tuple(self._readings(*key)) for key in ((ALONE, tile), (BESIDE, tile), (ALONE, self._baseline))
         )

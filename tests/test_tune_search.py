@@ -113,10 +113,19 @@ def test_a_tile_whose_check_ends_the_process_is_not_checked_again(tmp_path: Path
 
 
 def test_what_is_slow_beside_a_transfer_loses(tmp_path: Path) -> None:
-    besides = {TILES[0]: 9.0, TILES[1]: 1.2, TILES[2]: 1.3, BASELINE: 2.0}
-    found = search(StandIn(steady, besides=besides.get), tmp_path / "journal")
+    besides = {TILES[0]: 9.0, TILES[1]: 1.2}
+    found = search(StandIn(steady, besides=lambda tile: besides.get(tile, 1.3)), tmp_path / "journal")
     assert found is not None and found.tile == TILES[1]
     assert median(found.beside) == 1.2 and len(found.beside) == FINAL_TURNS
+
+
+def test_everybody_is_timed_beside_a_transfer(tmp_path: Path) -> None:
+    """The slowest alone is the best of all beside one."""
+    gpu = StandIn(steady, besides=lambda tile: 0.5 if tile == TILES[-1] else 1.0)
+    found = search(gpu, tmp_path / "journal")
+    assert found is not None and found.tile == TILES[-1]
+    kinds = Counter(gpu.calls)
+    assert all(kinds["alone", tile] == kinds["beside", tile] >= FIRST_TURNS for tile in (BASELINE, *TILES))
 
 
 def test_without_a_transfer_the_time_alone_decides(tmp_path: Path) -> None:
