@@ -49,10 +49,15 @@ def tokens_per_rank(problem: Problem) -> int:
 
 
 def of_ours(problem: Problem) -> int:
-    """Slots of K/V and of fp32 sums, whatever the world; the running dQ in fp32, and one piece's K/V gradients."""
+    """Beside the slots the running dQ in fp32, and one piece's K/V gradients."""
     rows, n = rows_of(problem), tokens_per_rank(problem)
-    slots = 2 * rows.keys * (KV_SLOTS * rows.item + SUMS_SLOTS * FP32) if problem.world > 1 else 0
-    return n * (rows.in_and_out + slots + rows.queries * FP32 + rows.keys * rows.item)
+    return slots_of(problem) + n * (rows.in_and_out + rows.queries * FP32 + rows.keys * rows.item)
+
+
+def slots_of(problem: Problem) -> int:
+    """Of K/V and of fp32 sums, whatever the world: what one of our rings keeps from call to call."""
+    rows, n = rows_of(problem), tokens_per_rank(problem)
+    return 2 * n * rows.keys * (KV_SLOTS * rows.item + SUMS_SLOTS * FP32) if problem.world > 1 else 0
 
 
 def of_usual_ring(problem: Problem) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -157,7 +158,9 @@ def search(place: Member, wish: RingWish, store: str | None = None) -> RingRepor
         rings, why = opened(wish, stack)
         problem, small = wish.problem(wish.point.length), wish.problem(CHECKED)
         why |= wrong(small, rings, device)
-        steps = {one: runner(problem, ring, device) for one, ring in rings.items() if one not in why}
+        shards = inputs(problem, device)
+        right = {one: ring_candidate(problem, ring, device) for one, ring in rings.items() if one not in why}
+        steps = {one: partial(candidate.run, shards) for one, candidate in right.items()}
         # of the runs alone: what is opened and checked first is opened and checked again when the search goes on
         ends = time.monotonic() + wish.budget
         runs = Runs(
@@ -230,15 +233,16 @@ def ring_candidate(problem: Problem, ring: Ring, device: torch.device) -> Candid
     return ours(problem.layout, Setting(problem, (problem.layout,), device, lambda: ring))
 
 
-def runner(problem: Problem, ring: Ring, device: torch.device) -> Callable[[], object]:
-    """One step of this rank, forward and backward, on inputs of its own."""
-    draw = torch.Generator().manual_seed(problem.seed + dist.get_rank())
-    one = ring_candidate(problem, ring, device)
-    assert one.positions is not None
-    heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-    made = (torch.randn(1, len(one.positions), count, problem.head_dim, generator=draw) for count in heads)
-    shards = tuple(x.to(device, getattr(torch, problem.dtype)) for x in made)
-    return lambda: one.run(shards)
+def inputs(problem: Problem, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """q, k, v and dout of this rank, made where they are used."""
+    draw = torch.Generator(device).manual_seed(problem.seed + dist.get_rank())
+    tokens = problem.held.lengths[dist.get_rank()]
+    return tuple(
+        torch.randn(
+            1, tokens, count, problem.head_dim, generator=draw, device=device, dtype=getattr(torch, problem.dtype)
+        )
+        for count in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
+    )
 
 
 def of_rank_0(value: T) -> T:

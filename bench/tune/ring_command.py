@@ -17,6 +17,7 @@ from ..launching import cores, member, started
 from ..links.group import device_of
 from ..output import prints
 from .ring import RingReport, RingWish, journal_of, search, spawned
+from .ring_memory import check_room
 from .shown import finish
 
 
@@ -78,11 +79,14 @@ def tune_rings(wishes: Sequence[RingWish], json: str | None, csv: Path | None) -
     Raises:
         RefusedTable: the folder has a table of this GPU that cannot be read.
         ValueError: the folder cannot be made.
+        typer.BadParameter: a length that does not fit the free memory, with the one that does.
         typer.Exit: 1 where no setting runs, or a rank failed.
         KeyboardInterrupt: by the user, or who else ends processes.
     """
     if prints():
         check_folder(wishes[0])
+    for wish in wishes:
+        check_room(wish)
     reports = [searched(wish) for wish in wishes]
     if not prints():
         return
