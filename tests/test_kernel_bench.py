@@ -17,9 +17,12 @@ from typer.testing import CliRunner
 from ringattn import reference
 from ringattn.bench import cli, exact, timing
 from ringattn.bench.kernels import command as kernel_bench
+from ringattn.bench.kernels import ours as kernel_ours
 from ringattn.bench.kernels import rivals as kernel_rivals
 from ringattn.bench.kernels import speed, targets
-from ringattn.bench.kernels.rivals import CPU_SDPA, OURS, VARIANTS, Cannot, Contender, Given
+from ringattn.bench.kernels.contender import OURS, Cannot, Contender, Given, Ready
+from ringattn.bench.kernels.ours import VARIANTS
+from ringattn.bench.kernels.rivals import CPU_SDPA
 from ringattn.bench.kernels.shape import Shape
 from ringattn.bench.shapes import Pattern
 from ringattn.bench.suite.cases import Number
@@ -39,7 +42,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(timing, "LEAST", 1)
     monkeypatch.setattr(timing, "MOST", 1)
     monkeypatch.setattr(speed, "PRODUCT_SIDE", {"cpu": 16})
-    ours = [Contender(one.name, lambda given, one=one: kernel_rivals.triton_kernels(one, given)) for one in VARIANTS]  # type: ignore[misc]
+    ours = [Contender(one.name, lambda given, one=one: kernel_ours.triton_kernels(one, given)) for one in VARIANTS]  # type: ignore[misc]
     theirs = [
         Contender(name, lambda given, backend=backend: kernel_rivals.sdpa(backend, given))  # type: ignore[misc]
         for name, backend in kernel_rivals.GPU_SDPA.items()
@@ -102,7 +105,7 @@ def test_shapes_count_what_is_visible_and_ours_compute_it(shape: Shape) -> None:
     assert shape.pairs == int(seen.sum())
     assert shape.square == (shape.labels["mask"] in ("causal", "full"))
     given = Given(shape, *(x.float() for x in shape.inputs(CPU)))
-    ready = kernel_rivals.aten_backend(given)
+    ready = kernel_ours.aten_backend(given)
     judge = exact.judge(given.q, given.k, given.v, given.dout, (0, 1), shape.options(CPU))
     assert max(judge.errors(ready.results).values()) < 1e-4
     assert ready.carried is None or judge.errors([ready.carried])["out"] < 1e-5
@@ -131,10 +134,10 @@ def test_what_does_not_compute_says_why(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(Cannot, match="GPU"):
         kernel_rivals.flex(given)
     with pytest.raises(Cannot, match=r"9\.0"):
-        kernel_rivals.triton_kernels(VARIANTS[1], given)
+        kernel_ours.triton_kernels(VARIANTS[1], given)
     (single_pass,) = (one for one in VARIANTS if one.name == "ringattn hopper single pass")
     with pytest.raises(Cannot, match=r"backward='hopper' takes GPUs of compute capability 9\.0"):
-        kernel_rivals.triton_kernels(single_pass, given)
+        kernel_ours.triton_kernels(single_pass, given)
 
 
 def test_every_pass_is_timed_and_judged(on_gpu: FakeCuda) -> None:
@@ -162,9 +165,9 @@ def test_every_pass_is_timed_and_judged(on_gpu: FakeCuda) -> None:
 
 def test_a_wrong_result_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "LEAST", 1)
-    right = kernel_rivals.aten_backend
+    right = kernel_ours.aten_backend
 
-    def wrong(given: Given) -> kernel_rivals.Ready:
+    def wrong(given: Given) -> Ready:
         ready = right(given)
         ready.results[1] = ready.results[1] * (1 + 1e-3)
         return ready
@@ -215,7 +218,7 @@ def test_what_no_graph_can_be_made_of_is_told(on_gpu: FakeCuda, monkeypatch: pyt
     clock = Clock(CPU)
     clock.timer = "graph"
     monkeypatch.setattr(Clock, "prepared", refuse)
-    (told,) = speed.Field(Shape(32, 1, 1, 16, dtype="float32"), clock).enter(Contender("x", kernel_rivals.aten_backend))
+    (told,) = speed.Field(Shape(32, 1, 1, 16, dtype="float32"), clock).enter(Contender("x", kernel_ours.aten_backend))
     assert (
         told.name == speed.ABSENT
         and told.note == "no CUDA graph of it: operation not permitted when stream is capturing"

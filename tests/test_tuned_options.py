@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.bench.kernels.rivals import VARIANTS
+from ringattn.bench.kernels.ours import VARIANTS
 from ringattn.kernels import (
     FULL,
     KernelConfig,

@@ -29,8 +29,9 @@ from ..suite.cases import Number
 from ..tables import table
 from ..timing import TIMERS, Clock
 from . import speed
+from .contender import OURS
 from .memory import Field, check_room
-from .rivals import OURS, contenders
+from .rivals import contenders
 from .shape import Shape
 
 SCHEMA = "ringattn bench kernels 1"

@@ -19,7 +19,8 @@ from ..flops import BACKWARD_FLOPS, BY_SQUARE
 from ..ring.candidates import DTYPES
 from ..suite.cases import Number
 from ..timing import Clock, Samples, Step, interleaved, repeats_within
-from .rivals import BACKWARD, FORWARD, PASSES, STATE, Cannot, Contender, Given, Ready, contenders
+from .contender import BACKWARD, FORWARD, PASSES, STATE, Cannot, Contender, Given, Ready
+from .rivals import contenders
 from .shape import Shape
 
 # 16-bit results of two sums of the same terms: each is off by a few of its own roundings (2^-8 in bfloat16)

@@ -23,7 +23,8 @@ from ..suite.cases import Number
 from ..timing import Clock, Step, interleaved, repeats_within
 from . import speed
 from .beside import SIZES, Copy, bytes_for
-from .rivals import BACKWARD, FORWARD, OURS, STATE, VARIANTS
+from .contender import BACKWARD, FORWARD, OURS, STATE
+from .ours import VARIANTS
 from .shape import Shape
 
 FLASH, CUDNN, RATE = "flash", "cudnn", "TFLOP/s"

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ringattn import Layout, LocalWorld, ring_attention
-from ringattn.bench.kernels.rivals import OURS, contenders
-from ringattn.bench.kernels.rivals import Given as Inputs
+from ringattn.bench.kernels.contender import OURS
+from ringattn.bench.kernels.contender import Given as Inputs
+from ringattn.bench.kernels.rivals import contenders
 from ringattn.bench.kernels.shape import Shape
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

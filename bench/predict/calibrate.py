@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..free_memory import free_memory
 from ..kernels import speed as kernel_speed
-from ..kernels.rivals import OURS
+from ..kernels.contender import OURS
 from ..kernels.shape import Shape
 from ..launching import cores, member, process_group, started
 from ..links import group as link_group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..kernels import accuracy, beside, speed, targets
-from ..kernels.rivals import VARIANTS
+from ..kernels.ours import VARIANTS
 from ..predict import turns
 from . import comm_cases, device_cases, fp8_cases, ring_cases, tune_cases, worlds
 from .cases import Case
