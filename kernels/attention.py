@@ -9,7 +9,7 @@ import torch
 from .backward import delta_kernel, dkdv_kernel, dq_kernel, reduce_kernel
 from .bounds import FULL, Bounds
 from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank, result_like
-from .choice import backward_config, launched, situation, tile_for
+from .choice import backward_config, check_tiles, launched, situation, tile_for
 from .config import KernelConfig, is_single_pass
 from .described import check_results, describes, is_described
 from .forward import forward_kernel
@@ -288,6 +288,7 @@ def attention_backward(
             check_like(name, given, tuple(like.shape), torch.float32, like.device)
     if is_described(config):
         check_results(dk=dk, dv=dv)
+    check_tiles(config, q, v, bounds.block, backward=True)
     sums = None if dk is None or dv is None else (dk, dv)
     delta = attention_delta(dout, out, dlse)
     call: dict[str, Any] = {"bounds": bounds, "scores": scores, "softmax_scale": softmax_scale, "config": config}

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from .bounds import Bounds
-from .config import INTERPRETER, LEAST_SIDE, KernelConfig, Tile, config_for, single_pass_tile
+from .config import INTERPRETER, LEAST_SIDE, KernelConfig, Tile, config_for, is_single_pass, single_pass_tile
 from .lookup import BACKWARD, ONE_PASS, Gpu, Tuned, gpu_of, tuned
 from .order import chip_of
 from .scores import Scores
-from .tables import KERNELS, OPTIONS, SINGLE_PASS, Chosen, Option, options_of
+from .tables import KERNELS, OPTIONS, SINGLE_PASS, Chosen, Option, Point, least_shared, options_of, shared_limit
 
 
 def default_config(
@@ -159,14 +159,14 @@ def tile_for(
     Tuned tables serve ``plain`` launches (nothing but bounds): with more in the loop a tile that just fits may not.
 
     Raises:
-        ValueError: the config's does not, or blocks that no tile divides.
+        ValueError: the config's does not, or does not fit the GPU; or blocks that no tile divides.
     """
     given = None if config is None else _of(config, kernel)
     if config is not None and kernel == "single_pass":
         # its default is a table's, too: the caller chose no more than the way, and what Hopper's leaves is the portable
         kernel = config.backward if config.backward in SINGLE_PASS else kernel
     if given is not None:
-        tile = given
+        _check_room(kernel, tile := given, q, v)
     else:
         tile = _tile(kernel, q, v, full) if plain and block is None else _built_in(kernel, q, v)
     if block is None:
@@ -182,3 +182,28 @@ def tile_for(
             "positions of the block mask"
         )
     return fit
+
+
+def check_tiles(
+    config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor, block: int | None, *, backward: bool = False
+) -> None:
+    """Refuse what :func:`tile_for` refuses of any kernel of a call, or of its ``backward``, before one is launched."""
+    if config is None and block is None:
+        return
+    passes = ("single_pass",) if is_single_pass(config) else ("dq", "dkdv")
+    for kernel in passes if backward else ("forward", *passes):
+        tile_for(kernel, config, q, v, block)
+
+
+def _check_room(kernel: str, tile: Tile, q: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse a tile of the config that takes more shared memory than a block has, however it is compiled."""
+    gpu = gpu_of(q.device)
+    if gpu is None:
+        return
+    point = Point(kernel, "fp32" if q.dtype == torch.float32 else "bf16", q.shape[3], v.shape[3], 1, "full", 1)
+    if (least := least_shared(point, tile)) > (limit := shared_limit(gpu.arch)):
+        field = "single_pass" if kernel in SINGLE_PASS else kernel
+        raise ValueError(
+            f"config.{field} is {tile}: it takes at least {least:,} bytes of shared memory, a block of sm_{gpu.arch} "
+            f"has {limit:,}; {_built_in(kernel, q, v)} fits"
+        )

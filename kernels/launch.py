@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from .bounds import Bounds
@@ -27,6 +28,7 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
 
     Raises:
         NotImplementedError: CPU tensors without Triton's interpreter.
+        ValueError: what was compiled takes more of the GPU than there is.
     """
     if device.type == "cpu" and isinstance(kernel, JITFunction):
         raise NotImplementedError(
@@ -36,7 +38,14 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
     if grid == 0:
         return
     with _LOCK, torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(grid,)](*args, **options)
+        try:
+            kernel[(grid,)](*args, **options)
+        except OutOfResources as error:
+            told = ", ".join(f"{name}={value}" for name, value in options.items())
+            raise ValueError(
+                f"{kernel.__name__} with {told} takes {error.required:,} of {error.name}, this GPU has "
+                f"{error.limit:,}: smaller BLOCK_Q or BLOCK_K, or fewer num_stages, take less"
+            ) from error
 
 
 def programs(rows: int, block: int, x: torch.Tensor) -> int:

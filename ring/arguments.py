@@ -11,10 +11,8 @@ import torch
 import triton
 
 from .. import __version__
-from ..kernels import KernelConfig, Scores, hopper_backward_launch, hopper_launch
+from ..kernels import KernelConfig, Scores, choice, hopper_backward_launch, hopper_launch
 from ..kernels.checks import check_qkv, check_scale
-from ..kernels.choice import tile_for
-from ..kernels.config import is_single_pass
 from ..kernels.launch import check_config
 from .backends import resolve_backend
 from .block_mask import BlockMask, Longformer
@@ -202,10 +200,7 @@ def check_tiles(
         hopper_launch.check_call(q, v, scores, config.forward)
     if config is not None and config.backward == "hopper":
         hopper_backward_launch.check_call(q, v, scores, config.single_pass)
-    if mask.blocks is None:
-        return
-    for kernel in ("forward", "single_pass") if is_single_pass(config) else ("forward", "dq", "dkdv"):
-        tile_for(kernel, config, q, v, mask.blocks.block)
+    choice.check_tiles(config, q, v, None if mask.blocks is None else mask.blocks.block)
 
 
 def scores_of(
