@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from ringattn.bench.launching import started
-from ringattn.bench.predict import calibrate, check, team, turns
+from ringattn.bench.predict import calibrate, check
 from ringattn.bench.predict.call import NAMED, Call
 from ringattn.bench.predict.links import Link
 from ringattn.bench.predict.rows import MASKS, Row, Shape, cases
@@ -161,8 +161,3 @@ def test_a_rank_that_does_not_come_ends_it(entry: Any, told: list[str], capfd: p
     assert ended.value.exit_code == 1
     errors = capfd.readouterr().err
     assert all(one in errors for one in told)
-
-
-def test_a_deadline_of_one_rank_is_longer_than_that_of_the_one_that_knows() -> None:
-    assert team.GRACE > 1 and team.HARD > team.GRACE
-    assert turns.PATIENCE > 0
