@@ -10,7 +10,7 @@ import torch
 from ..ring import block_mask
 from ..ring.block_mask import BlockMask, Longformer
 from ..ring.mask import UNLIMITED, Mask
-from .shapes import Pattern
+from .shapes import Pattern, refuse_without
 
 
 def packed(seqlen: int, mean: int, seed: int) -> list[int]:
@@ -29,16 +29,18 @@ def packed(seqlen: int, mean: int, seed: int) -> list[int]:
 
 
 def boundaries_of(
-    seqlen: int, cu_seqlens: Sequence[int] | None, documents: int | None, seed: int
+    seqlen: int, cu_seqlens: Sequence[int] | None, documents: int | None, documents_seed: int | None
 ) -> Sequence[int] | None:
     """What ``--cu-seqlens`` or ``--documents`` say.
 
     Raises:
-        ValueError: both of them.
+        ValueError: both of them, or a seed and no documents to draw.
     """
+    if documents is None:
+        refuse_without("documents", "it draws their lengths", documents_seed=documents_seed)
     if cu_seqlens is not None and documents is not None:
         raise ValueError("--cu-seqlens and --documents are both given: pass one of them")
-    return packed(seqlen, documents, seed) if documents is not None else cu_seqlens
+    return packed(seqlen, documents, documents_seed or 0) if documents is not None else cu_seqlens
 
 
 def pattern_of(seqlen: int, pattern: Pattern | None) -> BlockMask | Longformer | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
@@ -102,7 +103,9 @@ DocumentsOfMean = Annotated[
         "--documents", parser=size, metavar="SIZE", help="Packed documents of exponential lengths with this mean."
     ),
 ]
-DocumentsSeed = Annotated[int, typer.Option("--documents-seed", help="Of the lengths that --documents draws.")]
+DocumentsSeed = Annotated[
+    int | None, typer.Option("--documents-seed", help="Of the lengths that --documents draws (0 where left out).")
+]
 PrefixLength = Annotated[
     int | None, typer.Option(parser=size, metavar="SIZE", help="Positions that --causal hides from nobody.")
 ]
@@ -115,6 +118,31 @@ BlockMaskPattern = Annotated[
         help="; ".join(",".join([name, *(f"{key}=…" for key in keys)]) for name, keys in PATTERNS.items()) + ".",
     ),
 ]
+
+
+def refuse_beside(other: str, why: str, **given: object) -> None:
+    """What another flag takes the place of is not given too.
+
+    Raises:
+        ValueError: one of them is.
+    """
+    if flag := _first(given):
+        raise ValueError(f"{flag} and {other} are both given: {why}")
+
+
+def refuse_without(other: str, why: str, **given: object) -> None:
+    """What means nothing without another flag is not given without it.
+
+    Raises:
+        ValueError: one of them is.
+    """
+    if flag := _first(given):
+        raise ValueError(f"{flag} is given without {other}: {why}")
+
+
+def _first(given: Mapping[str, object]) -> str | None:
+    """The first flag that was given."""
+    return next((name.replace("_", "-") for name, value in given.items() if value is not None), None)
 
 
 TimerOfRings = Annotated[

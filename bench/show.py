@@ -152,7 +152,7 @@ def show(
     window: Window = None,
     cu_seqlens: CuSeqlens = None,
     documents: DocumentsOfMean = None,
-    documents_seed: DocumentsSeed = 0,
+    documents_seed: DocumentsSeed = None,
     prefix_length: PrefixLength = None,
     block_mask: BlockMaskPattern = None,
     nodes: Annotated[

@@ -303,6 +303,7 @@ def test_the_command(tmp_path: Path) -> None:
         (["--by", "magic"], "there are ringattn"),
         (["--heads", "4", "--kv-heads", "3"], "multiple"),
         (["--cu-seqlens", "0,10"], "cu_seqlens ends at 10"),
+        (["--documents-seed", "3"], "documents-seed is given without documents: it draws their lengths"),
         (["--dtype", "int8"], "no dtype"),
         (["--block-mask", "longformer,window=4,global=2"], "longformer"),
     ],

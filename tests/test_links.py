@@ -361,6 +361,8 @@ def test_sizes_are_those_of_nccl_tests(given: tuple[Any, ...], sizes: tuple[int,
         (["--transport", "tcp"], "comma list of nccl, copy_engine, process_group, local"),
         (["--channels", "4,x"], "or auto"),
         (["--channels", "3"], "power of two"),
+        (["--channels", "4"], "--channels is of nccl on a GPU, and the device is cpu: leave it out"),
+        (["--ctas", "auto", "--transport", "nccl"], "--ctas is of nccl on a GPU, and the device is cpu"),
         (["--device", "tpu"], "cpu or cuda"),
         (["--device", "cuda"], "sees no CUDA device"),
         (["--beside", "forward"], "kernel of a GPU"),
@@ -372,6 +374,26 @@ def test_bad_flags_are_refused(flags: list[str], told: str, monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(links.app, flags, env=WIDE)
     assert result.exit_code == 2 and told in result.output, result.output
+
+
+def test_limits_are_of_transports_that_take_some() -> None:
+    """On a GPU, of which there is none here."""
+    with pytest.raises(typer.BadParameter, match="--ctas is of nccl on a GPU, and --transport is process_group,local:"):
+        links.check_limits(["process_group", "local"], "cuda", channels=None, ctas=(4,))
+    links.check_limits(["process_group", "nccl"], "cuda", channels=(4,), ctas=(None,))
+    links.check_limits(["process_group"], "cpu", channels=None, ctas=None)
+
+
+def test_limits_that_are_not_given_are_swept_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Wish] = []
+
+    def everywhere(place: None, ranks: int, wish: Wish) -> Findings:
+        asked.append(wish)
+        return Findings()
+
+    monkeypatch.setattr(links, "everywhere", everywhere)
+    CliRunner().invoke(links.app, ["--transport", "local", "--device", "cpu"], env=WIDE)
+    assert (asked[0].channels, asked[0].ctas) == ((None, 1, 2, 4, 8, 16, 32), (None,))
 
 
 def test_graphs_are_refused_where_they_cannot_be() -> None:

@@ -19,10 +19,10 @@ from ringattn.bench.predict.ring import predicted
 from ringattn.bench.predict.speed import H100
 from ringattn.bench.predict.timelines import timeline
 from ringattn.bench.report import command
-from ringattn.bench.report.page import alike, html
+from ringattn.bench.report.page import html
 from ringattn.bench.report.reading import Refused, read
 from ringattn.bench.report.rows import cell, table
-from ringattn.bench.timeline.events import Timeline, as_chrome, from_chrome
+from ringattn.bench.timeline.events import Timeline, alike, as_chrome, from_chrome
 from ringattn.ring import Mask
 
 from . import report_cases

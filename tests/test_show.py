@@ -368,6 +368,7 @@ def test_only_rank_zero_of_a_launcher_prints(monkeypatch: pytest.MonkeyPatch, tm
             ["--cu-seqlens", "0,8k", "--documents", "64"],
             "--cu-seqlens and --documents are both given: pass one of them",
         ),
+        (["--documents-seed", "3"], "documents-seed is given without documents: it draws their lengths"),
         (["--documents", "0"], "documents is 0: it must be at least 1, their mean length"),
         (["--prefix-length", "4"], "prefix_length is 4 without causal"),
         (["--block-mask", "sparse"], "'sparse' is no pattern: it must be one of strided, fixed, bigbird, longformer"),

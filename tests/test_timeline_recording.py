@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,12 @@ from ringattn.bench.predict.links import PRESETS, Links
 from ringattn.bench.predict.ring import predicted
 from ringattn.bench.predict.speed import H100
 from ringattn.bench.predict.timelines import timeline
-from ringattn.bench.report.page import alike
+from ringattn.bench.report import timelines
 from ringattn.bench.ring.candidates import Problem
 from ringattn.bench.ring.memory import of_ours
 from ringattn.bench.timeline import command as timeline_bench
 from ringattn.bench.timeline import recording as timeline_recording
-from ringattn.bench.timeline.events import LANES, Timeline, from_chrome
+from ringattn.bench.timeline.events import LANES, Timeline, alike, as_chrome, from_chrome
 from ringattn.bench.timeline.recording import Offset, offset
 from ringattn.comm import LocalGroup
 from ringattn.comm.control import control_of
@@ -59,13 +61,18 @@ def test_the_clock_of_another_machine_is_brought_to_rank_0_s_within_the_error_it
         assert abs(told.seconds + ahead) <= told.error + 1e-6
 
 
+def prediction(layout: str, causal: bool) -> Timeline:
+    """Of the call of PROBLEM, but for its layout and mask."""
+    call = Call(32, 4, layout, Mask(causal=causal), heads=2, kv_heads=2, head_dim=16, dtype="float32")
+    return timeline("", predicted(call, H100, Links(PRESETS["nvlink4"], PRESETS["ib400"])), call)
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_prediction_has_the_slots_of_the_ring_that_runs(layout: str, causal: bool) -> None:
     """Of K/V and of sums: the same shards in the same slots at the same hops; and it says that it is of that call."""
     problem = replace(PROBLEM, layout=layout, causal=causal)
-    call = Call(32, 4, layout, Mask(causal=causal), heads=2, kv_heads=2, head_dim=16, dtype="float32")
-    told = timeline("", predicted(call, H100, Links(PRESETS["nvlink4"], PRESETS["ib400"])), call)
+    told = prediction(layout, causal)
     found = timeline_bench.virtual(problem, CPU, 1)
     assert found is not None and alike(found, told)
     uses = [
@@ -122,8 +129,9 @@ def test_the_command_records_processes(tmp_path: Path) -> None:
         (["--device", "tpu"], "--device is 'tpu'"),
         (["--trace", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
         (["--out", "a.gif"], "a.gif is no picture"),
-        (["--predicted", "/nowhere.json"], "/nowhere.json"),
+        (["--predicted", "/nowhere.json"], "--predicted is given without --out: it is drawn there"),
         (["--kv-heads", "3"], "--kv-heads is 3"),
+        (["--predicted", "/nowhere.json", "--out", "a.svg"], "/nowhere.json"),
         (["--device", "cpu", "--seqlen", "16g"], "--seqlen: 17,179,869,184 tokens over 2 ranks take"),
     ],
 )
@@ -146,7 +154,64 @@ def test_the_length_that_is_told_to_fit_does(device: str, monkeypatch: pytest.Mo
     room = ranks * of_ours(replace(problem, seqlen=100 * 1024)) + (ranks * PROCESS_BYTES if device == "cpu" else 0)
     monkeypatch.setattr(timeline_bench, "free_memory", lambda _: int(room / USED) + 100)
     with pytest.raises(typer.BadParameter, match=r"--seqlen: 1,048,576 tokens over 4 ranks take .*: 100k fits"):
-        timeline_bench.check_room(problem, where, ranks)
-    timeline_bench.check_room(replace(problem, seqlen=100 * 1024), where, ranks)
+        timeline_bench.check_room(problem, where, None)
+    timeline_bench.check_room(replace(problem, seqlen=100 * 1024), where, None)
     with pytest.raises(typer.BadParameter):
-        timeline_bench.check_room(replace(problem, seqlen=101 * 1024), where, ranks)
+        timeline_bench.check_room(replace(problem, seqlen=101 * 1024), where, None)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("asked", "kind"), [(["--device", "cpu"], "cpu"), ([], "cuda")])
+def test_the_device_that_is_asked_for_is_recorded_under_a_launcher(
+    asked: list[str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine of two GPUs, which is not here: nothing runs."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(timeline_bench, "free_memory", lambda _: 1 << 40)
+    ran: list[tuple[str, torch.device | None, torch.device]] = []
+
+    @contextmanager
+    def process_group(*_: object, device: torch.device | None = None) -> Iterator[None]:
+        opened.append(device)
+        yield
+
+    def recorded(problem: Problem, group: None, device: torch.device, repeats: int) -> None:
+        ran.append((problem.device, opened[-1], device))
+
+    opened: list[torch.device | None] = []
+    monkeypatch.setattr(timeline_bench, "process_group", process_group)
+    monkeypatch.setattr(timeline_bench, "recorded", recorded)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    result = CliRunner().invoke(timeline_bench.app, asked)
+    where = torch.device("cpu") if kind == "cpu" else torch.device("cuda", 1)
+    assert result.exit_code == 0 and ran == [(kind, where, where)], result.output
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_prediction_must_be_of_the_call_that_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "predicted.json"
+    drawn: list[tuple[str, ...]] = []
+    found = timeline_bench.virtual(replace(PROBLEM, layout="zigzag"), CPU, 1)
+    assert found is not None
+    monkeypatch.setattr(timeline_bench, "started", lambda *_: found)
+    monkeypatch.setattr(timelines, "save", lambda shown, out: drawn.append(tuple(one.source for one in shown)))
+    asked = ["--world", "4", "--seqlen", "128", "--heads", "2", "--head-dim", "16", "--device", "cpu"]
+    flags = [*asked, "--predicted", str(file), "--out", str(tmp_path / "a.svg")]
+
+    def told(one: Timeline) -> str:
+        file.write_text(json.dumps(as_chrome(one)))
+        ran = CliRunner().invoke(timeline_bench.app, flags, env={"COLUMNS": "400"})
+        assert ran.exit_code == (0 if drawn else 2), ran.output
+        return ran.output
+
+    assert "is of another call: causal False there, True here; layout striped there, zigzag here" in told(
+        prediction("striped", False)
+    )
+    assert "is measured: it takes what `ringattn predict --trace` left" in told(found)
+    assert "does not say of what call it is" in told(replace(prediction("zigzag", True), about={}))
+    drawn.append(())
+    told(prediction("zigzag", True))
+    assert drawn == [(), ("measured", "predicted")]

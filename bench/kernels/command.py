@@ -63,7 +63,7 @@ def kernels(
     window: Window = None,
     cu_seqlens: CuSeqlens = None,
     documents: DocumentsOfMean = None,
-    documents_seed: DocumentsSeed = 0,
+    documents_seed: DocumentsSeed = None,
     prefix_length: PrefixLength = None,
     block_mask: BlockMaskPattern = None,
     by: Annotated[str | None, typer.Option(metavar="NAME,…", help="These contenders alone.")] = None,
@@ -106,7 +106,7 @@ def kernels(
     finish(found, clock, json, csv)
 
 
-def _boundaries(tokens: int, given: list[int] | None, mean: int | None, seed: int) -> tuple[int, ...] | None:
+def _boundaries(tokens: int, given: list[int] | None, mean: int | None, seed: int | None) -> tuple[int, ...] | None:
     found = boundaries_of(tokens, given, mean, seed)
     return None if found is None else tuple(found)
 

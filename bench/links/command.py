@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..provenance import cpu, gpu, provenance
 from ..shapes import device_name, size
 from ..timing import TIMERS, timer_on
 from .beside import FORWARD, MATMUL
-from .group import Findings, between_processes, in_process, spawned
+from .group import SWEPT, Findings, between_processes, in_process, spawned
 from .memory import check_room
 from .runs import Row, Wish
 from .text import beside_table, block
@@ -28,6 +29,7 @@ from .text import beside_table, block
 IN_PROCESS = "local"
 BETWEEN = ("nccl", "copy_engine", "process_group")
 EVERY = (*BETWEEN, IN_PROCESS)
+CHANNELS = "auto,1,2,4,8,16,32"  # of nccl, where none are given
 STEP_BYTES = 1 << 20  # of nccl-tests, where no step is given
 GRAPHS = {
     "copy_engine": "its ready flags count up from post to post: a replay would wait for counts that are past",
@@ -111,6 +113,19 @@ def transports_of(text: str, graphs: int) -> tuple[list[str], list[tuple[str, st
     return [name for name in names if name not in GRAPHS], refused
 
 
+def check_limits(names: Sequence[str], device: str, **given: object) -> None:
+    """Refuse limits that none of the transports takes.
+
+    Raises:
+        typer.BadParameter: there are some.
+    """
+    flags = [f"--{name}" for name, value in given.items() if value is not None]
+    swept = [name for name in names if name in SWEPT] if device == "cuda" else []
+    if flags and not swept:
+        asked = f"--transport is {','.join(names)}" if device == "cuda" else "the device is cpu"
+        raise typer.BadParameter(f"{flags[0]} is of {', '.join(SWEPT)} on a GPU, and {asked}: leave it out")
+
+
 @app.command()
 def links(
     minbytes: Annotated[Any, typer.Option("-b", "--minbytes", parser=size, metavar="SIZE")] = "32M",
@@ -132,9 +147,12 @@ def links(
     transport: Annotated[str, typer.Option(metavar="NAME,…", help=f"all, or some of {', '.join(EVERY)}.")] = "all",
     device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = "",
     channels: Annotated[
-        Any, typer.Option(parser=limits_list, metavar="N,…", help="Of nccl; auto: its own choice.")
-    ] = "auto,1,2,4,8,16,32",
-    ctas: Annotated[Any, typer.Option(parser=limits_list, metavar="N,…", help="Of nccl, likewise.")] = "auto",
+        Any,
+        typer.Option(parser=limits_list, metavar="N,…", help=f"Of nccl; auto: its own choice; default: {CHANNELS}."),
+    ] = None,
+    ctas: Annotated[
+        Any, typer.Option(parser=limits_list, metavar="N,…", help="Of nccl, likewise; default: auto.")
+    ] = None,
     beside: Annotated[
         str,
         typer.Option(help="What computes beside: forward, matmul or none; default: forward on a GPU, else matmul."),
@@ -149,6 +167,7 @@ def links(
     device = device_name(device)
     timer, cudagraph = timer_of(device, timer, cudagraph)
     names, closed = transports_of(transport, cudagraph)
+    check_limits(names, device, channels=channels, ctas=ctas)
     wish = Wish(
         transports=tuple(names),
         device=device,
@@ -159,8 +178,8 @@ def links(
         checks=check,
         timer=timer,
         graphs=cudagraph,
-        channels=channels,
-        ctas=ctas,
+        channels=channels or limits_list(CHANNELS),
+        ctas=ctas or limits_list("auto"),
         beside=beside_name(beside, device),
     )
     check_targets(json, csv)

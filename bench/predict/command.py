@@ -18,12 +18,15 @@ from ..shapes import (
     Causal,
     CuSeqlens,
     DocumentsOfMean,
+    DocumentsSeed,
     LayoutName,
     Window,
     binary,
     device_here,
     dtype_name,
     grouped,
+    refuse_beside,
+    refuse_without,
     size,
 )
 from ..timeline.events import as_chrome
@@ -37,8 +40,6 @@ from .given import (
     above_zero,
     axes_of,
     links_of,
-    refuse_beside,
-    refuse_without,
     slow_of,
     speed_of,
     tokens_of,
@@ -80,9 +81,7 @@ def predict(
     window: Window = None,
     cu_seqlens: CuSeqlens = None,
     documents: DocumentsOfMean = None,
-    documents_seed: Annotated[
-        int | None, typer.Option(help="Of the lengths that --documents draws (0 where left out).")
-    ] = None,
+    documents_seed: DocumentsSeed = None,
     kernels: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Speeds: JSON of bench kernels, or results.json of bench suite.")
     ] = None,
@@ -124,12 +123,10 @@ def predict(
         else:
             refuse_beside("sweep", "the map has lengths of its own", tokens=tokens, seqlen=seqlen)
             refuse_beside("sweep", "it draws one ring", trace=trace)
-        if documents is None:
-            refuse_without("documents", "it draws their lengths", documents_seed=documents_seed)
         above_zero("GB", memory=memory_gb)
         trouble = Trouble(slow_of(slow or []), jitter)
         tokens = tokens_of(tokens, seqlen, world)
-        boundaries = boundaries_of(tokens * world, cu_seqlens, documents, documents_seed or 0)
+        boundaries = boundaries_of(tokens * world, cu_seqlens, documents, documents_seed)
         held = Layout.uneven([tokens * world])
         mask = mask_of(
             Layouts(held, held), batch, causal=causal, window_size=window or (UNLIMITED, UNLIMITED),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,31 +88,6 @@ def links_of(link: str | None, between: str | None) -> Links:
         ValueError: one of them is no link.
     """
     return Links(link_of(NVLINK if link is None else link), link_of(IB if between is None else between, "link-between"))
-
-
-def refuse_beside(other: str, why: str, **given: object) -> None:
-    """What another flag takes the place of is not given too.
-
-    Raises:
-        ValueError: one of them is.
-    """
-    if flag := _first(given):
-        raise ValueError(f"{flag} and {other} are both given: {why}")
-
-
-def refuse_without(other: str, why: str, **given: object) -> None:
-    """What means nothing without another flag is not given without it.
-
-    Raises:
-        ValueError: one of them is.
-    """
-    if flag := _first(given):
-        raise ValueError(f"{flag} is given without {other}: {why}")
-
-
-def _first(given: Mapping[str, object]) -> str | None:
-    """The first flag that was given."""
-    return next((name.replace("_", "-") for name, value in given.items() if value is not None), None)
 
 
 def above_zero(unit: str, **given: float | None) -> None:

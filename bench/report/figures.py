@@ -80,7 +80,7 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "ring.svg").write_text(adaptive(ring_figure()))
     if given.trace is None:
-        found = [measured(None, Problem(seqlen=8192, world=2, heads=8, kv_heads=8, head_dim=64), 5, "cpu")]
+        found = [measured(None, Problem(seqlen=8192, world=2, heads=8, kv_heads=8, head_dim=64), 5)]
     else:
         found = [read_timeline(given.trace)]
     if given.predicted is not None:

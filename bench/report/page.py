@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from ... import __version__
-from ..timeline.events import Timeline
+from ..timeline.events import Timeline, alike, call_of
 from . import calls, charts, timelines
 from .reading import Bench, Folder
 from .rows import (
@@ -30,10 +30,6 @@ from .rows import (
 from .theme import DARK, LIGHT, VARIABLES, css, inline
 
 NOT_MEASURED = ("not run", "not here", "cut short")
-MACHINE = {"threads", "seed", "device", "transport"}
-"""What a measured call says of where it ran: a prediction has none of it."""
-SOMETIMES = {"nodes"}
-"""What not every timeline says of its call, and counts where both do."""
 
 
 @dataclass(frozen=True)
@@ -147,19 +143,11 @@ def _timelines(found: Sequence[tuple[str, Timeline]]) -> Iterator[Drawing]:
         yield Drawing(caption, _svg(figure, f"timeline{number}"))
 
 
-def alike(one: Timeline, other: Timeline) -> bool:
-    """Whether both say of what call they are, and it is the same: its shape, its layout and its mask."""
-    mine, theirs = (mapping_of(each.about.get("call")) for each in (one, other))
-    told = {*mine, *theirs} - MACHINE
-    both = {name for name in SOMETIMES if not (name in mine and name in theirs)}
-    return bool(mine and theirs) and all(mine.get(name) == theirs.get(name) for name in told - both)
-
-
 def pictured(folder: Folder) -> list[calls.Wanted]:
     """Each layout, mask and world that something in a folder is of, with the names of what is of it."""
     words = [(case["name"], said) for case in cases_of(folder) for said in _said_by(case)]
     words += [(bench.file, told) for bench in folder.benches for told in _said(bench)]
-    words += [(name, mapping_of(one.about.get("call"))) for name, one in folder.timelines]
+    words += [(name, call_of(one)) for name, one in folder.timelines]
     return calls.wanted(words)
 
 

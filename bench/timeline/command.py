@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,14 +17,15 @@ from ...comm.control import control_of
 from ...ring import Ring, ring_attention
 from ..free_memory import free_memory
 from ..launching import Member, cores, member, process_group, started
-from ..memory_room import PROCESS_BYTES, Needs, free_here
+from ..links.group import device_of
+from ..memory_room import Needs, free_here, of_ranks
 from ..output import check_targets, prints, write_json
 from ..pictures import picture
 from ..provenance import provenance
 from ..ring.candidates import DTYPES, Problem, Tensors
 from ..ring.memory import of_ours, refusal
-from ..shapes import LayoutName, binary, device_here, dtype_name, grouped, size
-from .events import Timeline, as_chrome, from_chrome
+from ..shapes import LayoutName, binary, device_here, device_name, dtype_name, grouped, size
+from .events import PREDICTED, Timeline, as_chrome, call_of, differences, from_chrome
 from .recording import timeline_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -32,7 +33,6 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def spawned(store: str, problem: Problem, repeats: int) -> Timeline | None:
     """The entry of the processes that the command starts itself: on the CPU."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     place = member()
     assert place is not None
     return in_a_group(place, problem, repeats, store)
@@ -41,8 +41,9 @@ def spawned(store: str, problem: Problem, repeats: int) -> Timeline | None:
 def in_a_group(place: Member, problem: Problem, repeats: int, store: str | None = None) -> Timeline | None:
     """One rank of a process group."""
     torch.set_num_threads(problem.threads)
-    with process_group(place, store):
-        return recorded(problem, None, place.device, repeats)
+    device = device_of(place, problem.device)
+    with process_group(place, store, device=device):
+        return recorded(problem, None, device, repeats)
 
 
 def virtual(problem: Problem, device: torch.device, repeats: int) -> Timeline | None:
@@ -105,7 +106,7 @@ def title(problem: Problem, device: torch.device) -> str:
     )
 
 
-def check_room(problem: Problem, device: torch.device, ranks_here: int) -> None:
+def check_room(problem: Problem, device: torch.device, place: Member | None) -> None:
     """Refuse what does not fit this machine's free memory, with the length that does.
 
     Raises:
@@ -113,9 +114,9 @@ def check_room(problem: Problem, device: torch.device, ranks_here: int) -> None:
     """
 
     def needed(wanted: Problem) -> Needs:
-        if device.type == "cuda":
-            return Needs(0, ranks_here * of_ours(wanted))
-        return Needs(ranks_here * (of_ours(wanted) + PROCESS_BYTES))
+        if place is None and device.type == "cuda":
+            return Needs(0, problem.world * of_ours(wanted))  # virtual ranks of this process
+        return of_ranks(of_ours(wanted), device, problem.world if place is None else place.local_world)
 
     why = refusal(problem, free_here(device, free_memory), needed)
     if why is not None:
@@ -132,6 +133,23 @@ def read_timeline(path: Path) -> Timeline:
         return from_chrome(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{path}: {error}") from None
+
+
+def prediction_of(path: Path, call: Mapping[str, Any]) -> Timeline:
+    """A predicted timeline's file, which must be of a call.
+
+    Raises:
+        typer.BadParameter: it cannot be read, is measured, or of another call.
+    """
+    found = read_timeline(path)
+    if found.source != PREDICTED:
+        raise typer.BadParameter(f"--predicted {path} is {found.source}: it takes what `ringattn predict --trace` left")
+    theirs = call_of(found)
+    if not theirs:
+        raise typer.BadParameter(f"--predicted {path} does not say of what call it is: it must be of the one recorded")
+    if told := [f"{name} {there} there, {here} here" for name, here, there in differences(call, theirs)]:
+        raise typer.BadParameter(f"--predicted {path} is of another call: {'; '.join(told)}")
+    return found
 
 
 def shares(timeline: Timeline) -> str:
@@ -173,10 +191,12 @@ def timeline(
     place = member()
     world = place.world if place is not None else world
     problem = _problem(place, seqlen, world, batch, heads, grouped(heads, kv_heads), head_dim, dtype, causal, layout)
-    problem = Problem(**{**asdict(problem), "seed": seed, **({"threads": threads} if threads else {})})
-    below = None if predicted is None else read_timeline(predicted)
+    problem = replace(problem, seed=seed, device=device_name(device or ""), threads=threads or problem.threads)
+    if predicted is not None and out is None:
+        raise typer.BadParameter("--predicted is given without --out: it is drawn there, below what is recorded")
+    below = None if predicted is None else prediction_of(predicted, asdict(problem))
     check_targets(trace, out)
-    found = measured(place, problem, repeats, device)
+    found = measured(place, problem, repeats)
     if found is None or not prints():
         return
     if trace != "-":
@@ -190,13 +210,13 @@ def timeline(
         typer.echo(f"picture: {out}", err=trace == "-")
 
 
-def measured(place: Member | None, problem: Problem, repeats: int, device: str | None) -> Timeline | None:
+def measured(place: Member | None, problem: Problem, repeats: int) -> Timeline | None:
     """The timeline, on rank 0; with the error of a rank that fails, and exit code 1."""
-    where = device_here(device)
     if place is not None:
-        check_room(problem, place.device, 1 if place.device.type == "cuda" else place.local_world)
+        check_room(problem, device_of(place, problem.device), place)
         return in_a_group(place, problem, repeats)
-    check_room(problem, where, problem.world)
+    where = device_here(problem.device)
+    check_room(problem, where, None)
     if where.type == "cuda":
         return virtual(problem, where, repeats)
     return started(problem.world, spawned, problem, repeats)

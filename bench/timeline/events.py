@@ -14,7 +14,11 @@ SCHEMA = "ringattn timeline 1"
 LANES = ("compute", "wait", "send", "receive")
 """Of every rank, from the top; below them come its slots while they hold or await something: "slot 0" and on (K/V),
 "sums 0" and on (dK/dV)."""
-SOURCES = ("measured", "predicted")
+MEASURED, PREDICTED = SOURCES = ("measured", "predicted")
+MACHINE = {"threads", "seed", "device", "transport"}
+"""What a measured call says of where it ran: a prediction has none of it."""
+SOMETIMES = {"nodes"}
+"""What not every timeline says of its call, and counts where both do."""
 MICRO = 1e6
 
 
@@ -58,6 +62,24 @@ class Timeline:
     def seconds(self) -> float:
         """Until the last event of any rank ends."""
         return max((event.end for event in self.events), default=0.0)
+
+
+def call_of(timeline: Timeline) -> Mapping[str, Any]:
+    """What a timeline says of its call: shape, layout and mask; nothing where it says none."""
+    call = timeline.about.get("call")
+    return call if isinstance(call, dict) else {}
+
+
+def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """What makes two calls different ones, whatever ran them: its name, and what each says of it."""
+    told = {*mine, *theirs} - MACHINE - {name for name in SOMETIMES if not (name in mine and name in theirs)}
+    return [(name, mine.get(name), theirs.get(name)) for name in sorted(told) if mine.get(name) != theirs.get(name)]
+
+
+def alike(one: Timeline, other: Timeline) -> bool:
+    """Whether both say of what call they are, and it is the same."""
+    mine, theirs = call_of(one), call_of(other)
+    return bool(mine and theirs) and not differences(mine, theirs)
 
 
 def lane_order(lane: str) -> tuple[int, str]:
