@@ -50,25 +50,33 @@ def refuse_too_large(
 
 def too_large(size: int, needed: Callable[[int], Needs], free: Needs, *, unit: str, step: int = STEP) -> str | None:
     """Why a size does not fit, with the largest that does; None where it fits."""
-
-    def fits(some: int) -> bool:
-        wanted = needed(some)
-        return wanted.host <= USED * free.host and wanted.gpu <= USED * free.gpu
-
-    if fits(size):
+    most = largest(size, needed, free, step=step)
+    if most == size:
         return None
-    low, high = 0, size // step  # the largest multiple of the step that fits lies between
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
     wanted = needed(size)
     told = [
         f"{nbytes / GB:.1f} GB of {where}, {there / GB:.1f} GB are free"
         for where, nbytes, there in (("memory", wanted.host, free.host), ("GPU memory", wanted.gpu, free.gpu))
         if nbytes > USED * there
     ]
-    most = f"{binary(low * step)} fits" if low else f"not even {binary(step)} fits"
-    return f"{size:,} {unit} take {' and '.join(told)}: {most}"
+    fits = f"{binary(most)} fits" if most else f"not even {binary(step)} fits"
+    return f"{size:,} {unit} take {' and '.join(told)}: {fits}"
+
+
+def largest(size: int, needed: Callable[[int], Needs], free: Needs, *, step: int) -> int:
+    """A size where it fits, else the largest multiple of the step below it that does; 0: none."""
+
+    def fits(some: int) -> bool:
+        wanted = needed(some)
+        return wanted.host <= USED * free.host and wanted.gpu <= USED * free.gpu
+
+    if fits(size):
+        return size
+    low, high = 0, (size - 1) // step
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
+    return low * step
 
 
 def free_here(device: torch.device, free_memory: Callable[[torch.device], int]) -> Needs:

@@ -20,15 +20,17 @@ import torch.distributed as dist
 import typer
 from typer.testing import CliRunner
 
-from ringattn.bench import cli, memory_bench, timing
+from ringattn.bench import cli, free_memory, memory_bench, timing
 from ringattn.bench.flops import BACKWARD_FLOPS, forward_flops, pairs_of
 from ringattn.bench.kernels import accuracy, beside, speed
 from ringattn.bench.kernels.shape import Shape
 from ringattn.bench.memory_bench import Peaks, Setting
+from ringattn.bench.memory_room import USED
 from ringattn.bench.provenance import command, provenance
+from ringattn.bench.ring import command as ring_command
 from ringattn.bench.ring import usual_ring
 from ringattn.bench.ring.candidates import Problem
-from ringattn.bench.suite import case_lists, device_cases, workers, worlds
+from ringattn.bench.suite import case_lists, device_cases, ring_cases, workers, worlds
 from ringattn.bench.suite import command as suite
 from ringattn.bench.suite.cases import Case, NotHere, Number, distance
 from ringattn.bench.suite.workers import Outcome, Pool
@@ -397,6 +399,45 @@ def test_first_cases_of_a_device() -> None:
     assert device_cases.host_microseconds(CPU, lambda: None) < 1000
     rates = list(device_cases.ceilings(CPU, side=64, dtype="float32", nbytes=4096))
     assert [number.unit for number in rates] == ["TFLOP/s", "GB/s"]
+
+
+def leave_free(nbytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free_memory, "free_memory", lambda device: int(nbytes))
+
+
+def test_ceilings_copy_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two buffers of 16 MiB beside a product that is next to nothing: with room for 25 MiB each is 12."""
+    made: list[int] = []
+    empty = torch.empty_like
+
+    def counting(x: torch.Tensor) -> torch.Tensor:
+        made.append(x.numel())
+        return empty(x)
+
+    monkeypatch.setattr(torch, "empty_like", counting)
+    ask = partial(device_cases.ceilings, CPU, side=64, dtype="float32", nbytes=1 << 24)
+    leave_free((25 << 20) / USED, monkeypatch)
+    _, copy = ask()
+    assert made == [12 << 20] == [copy.labels["bytes"]]
+    leave_free((33 << 20) / USED, monkeypatch)
+    _, copy = ask()
+    assert copy.labels["bytes"] == 1 << 24
+    leave_free((1 << 20) / USED + 10, monkeypatch)
+    with pytest.raises(NotHere, match=r"1,048,576 bytes of a copy take 0.0 GB of memory, .*: 480k fits"):
+        next(ask())
+
+
+def test_cases_that_do_not_fit_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: object) -> None:
+        raise AssertionError("it started")
+
+    leave_free(1 << 30, monkeypatch)
+    monkeypatch.setattr(ring_command, "free_memory", lambda device: 1 << 30)
+    monkeypatch.setattr(ring_cases, "launch", started)
+    with pytest.raises(NotHere, match=r"32,768 tokens take [0-9.]+ GB of memory, 1.1 GB are free: [0-9]k fits"):
+        next(worlds.local_world(CPU))
+    with pytest.raises(NotHere, match=r"--seqlen: 1,048,576 tokens over 2 ranks take .* fits"):
+        next(ring_cases.whole_ring(CPU, seqlens=(1 << 20,)))
 
 
 def test_local_world_against_one_piece() -> None:

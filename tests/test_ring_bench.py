@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ from ringattn.bench.ring.candidates import ALL_GATHER, OURS, ULYSSES, USUAL, WHO
 from ringattn.bench.ring.runs import Report, Result, Wish, spawned
 from ringattn.bench.suite import ring_cases
 from ringattn.bench.timing import Samples
-from ringattn.ring import Ring
+from ringattn.comm import LocalGroup, LocalWorld
+from ringattn.ring import Ring, ring_attention
 
 from . import ring_bench_cases
 
@@ -292,6 +295,39 @@ def test_needs_grow_with_ranks_and_length() -> None:
     )
     on_gpu = ring_memory.needs(replace(problem, device="cuda"), ["zigzag"], [WHOLE, OURS], 2, 1)
     assert on_gpu.gpu > 0 and on_gpu.host < few.host
+
+
+@pytest.mark.parametrize(("device", "sharing"), [("cpu", 1), ("cuda", 2)])
+def test_the_rings_of_all_layouts_keep_their_slots(device: str, sharing: int) -> None:
+    """What rings hold between calls, counted on rings that ran; each layout more than the first adds that much."""
+    layouts = ["zigzag", "contiguous", "striped"]
+    problem = Problem(2 * 512, 2, heads=4, kv_heads=2, head_dim=16, device=device)
+
+    def held(group: LocalGroup) -> int:
+        with ExitStack() as opened:
+            rings = [opened.enter_context(Ring(group)) for _ in layouts]
+            for ring, layout in zip(rings, layouts, strict=True):
+                drawn = [torch.randn(1, 512, heads, 16) for heads in (4, 2, 2)]
+                leaves = [x.requires_grad_() for x in drawn]
+                out = ring_attention(*leaves, layout=problem.named(layout), ring=ring, causal=True)
+                assert isinstance(out, torch.Tensor)
+                out.sum().backward()
+            kept = [slots for ring in rings for slots in (ring._kv, ring._sums) if slots is not None]
+            return sum(slots.count * slots.nbytes for slots in kept)
+
+    with LocalWorld(2) as world:
+        (there, _) = world.run(held)
+    assert there == 3 * ring_memory.slots_of(problem)
+
+    def needed(names: Sequence[str], *kinds: str) -> int:
+        found = ring_memory.needs(problem, names, kinds, 2, sharing)
+        return found.gpu if device == "cuda" else found.host
+
+    shards = 2 * 512 * ring_memory.rows_of(problem).inputs  # a copy of them on both ranks
+    for kinds in ((OURS,), (OURS, ALL_GATHER)):
+        more = needed(layouts, *kinds) - needed(layouts[:1], *kinds)
+        assert more == 2 * shards + 2 * 2 * ring_memory.slots_of(problem)
+    assert needed(layouts, ALL_GATHER) - needed(layouts[:1], ALL_GATHER) == 2 * shards
 
 
 @pytest.mark.parametrize(

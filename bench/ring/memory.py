@@ -113,18 +113,22 @@ def peak(kind: str, problem: Problem) -> int:
 
 
 def needs(problem: Problem, layouts: Sequence[str], kinds: Sequence[str], ranks_here: int, ranks_per_gpu: int) -> Needs:
-    """What all ranks of one machine take: the whole inputs, shards by every order, the judge, and the largest peak."""
+    """What all ranks of one machine take: the whole inputs, shards by every order, the judge, and the largest peak.
+
+    Beside them the slots of every layout's ring of ours, which stay open while all are timed.
+    """
     rows = rows_of(problem)
     inputs = problem.seqlen * rows.inputs
     drawn = inputs + problem.seqlen * rows.queries * FP32  # one of them in fp32, before it is rounded
     shards = (len(layouts) + 2) * tokens_per_rank(problem) * rows.inputs
-    ranks = {kind: peak(kind, problem) for kind in kinds}
+    kept = shards + (len(layouts) * slots_of(problem) if OURS in kinds else 0)
+    ranks = {kind: peak(kind, problem) - (slots_of(problem) if kind == OURS else 0) for kind in kinds}
     alone = max((size for kind, size in ranks.items() if kind in (WHOLE, ALL_CORES)), default=0)
     shared = max((size for kind, size in ranks.items() if kind not in (WHOLE, ALL_CORES)), default=0)
     host = ranks_here * (drawn + PROCESS_BYTES)
     if problem.device != "cpu":
-        return Needs(host, ranks_per_gpu * (shards + shared) + max(alone + inputs, judged(problem)))
-    return Needs(host + ranks_here * shards + max(ranks_here * shared, alone + inputs, judged(problem)))
+        return Needs(host, ranks_per_gpu * (kept + shared) + max(alone + inputs, judged(problem)))
+    return Needs(host + ranks_here * kept + max(ranks_here * shared, alone + inputs, judged(problem)))
 
 
 def judged(problem: Problem) -> int:

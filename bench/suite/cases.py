@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import free_memory
+from ..memory_room import Needs, free_here, too_large
+
 
 class NotHere(Exception):
     """This machine lacks what a case needs; the message says what. Not a failure."""
@@ -63,6 +66,22 @@ def poisoned() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def demand_room(device: torch.device, size: int, needed: Callable[[int], Needs], unit: str) -> None:
+    """Stop where a case of this size does not fit the free memory: NotHere, with the size that does."""
+    if why := too_large(size, needed, free_on(device), unit=unit):
+        raise NotHere(why)
+
+
+def free_on(device: torch.device) -> Needs:
+    """What is free on this machine now."""
+    return free_here(device, free_memory.free_memory)
+
+
+def taken_on(device: torch.device, nbytes: int) -> Needs:
+    """So many bytes of tensors there."""
+    return Needs(0, nbytes) if device.type == "cuda" else Needs(nbytes)
 
 
 def distance(ours: Iterable[Tensor], others: Iterable[Tensor]) -> float:

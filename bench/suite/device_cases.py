@@ -13,9 +13,11 @@ from ... import reference
 from ...kernels import FULL, attention_forward
 from ..kernels.accuracy import draw
 from ..kernels.speed import AGREE, causal_bounds
+from ..memory_room import Needs, largest
 from ..ring.candidates import DTYPES
+from ..ring.memory import FP32
 from ..timing import Clock, Step, interleaved
-from .cases import Number, distance
+from .cases import Number, demand_room, distance, free_on, taken_on
 
 ENQUEUED = 200  # launches in one timed stretch of the host
 
@@ -54,7 +56,17 @@ def host_microseconds(device: torch.device, step: Step) -> float:
 def ceilings(
     device: torch.device, *, side: int = 8192, dtype: str = "bfloat16", nbytes: int = 4 << 30
 ) -> Iterator[Number]:
-    """A large matrix product and a large copy through PyTorch, on random data: what percentages refer to."""
+    """A large matrix product and a large copy through PyTorch, on random data: what percentages refer to.
+
+    Of the copy as much as fits the free memory, in sixteenths.
+    """
+
+    def needed(copied: int) -> Needs:
+        return taken_on(device, side**2 * (FP32 + 3 * DTYPES[dtype].itemsize) + 2 * copied)
+
+    step = max(1, nbytes // 16)
+    demand_room(device, step, needed, "bytes of a copy")
+    nbytes = largest(nbytes, needed, free_on(device), step=step)
     a, b = (torch.randn(side, side, device=device).to(DTYPES[dtype]) for _ in range(2))
     source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

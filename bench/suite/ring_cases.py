@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import typer
 
 from .. import memory_bench
 from ..launching import cores, launch
 from ..ring.candidates import ALL_CORES, OURS, WHOLE, Problem
+from ..ring.command import refuse_too_large
 from ..ring.rows import crossovers, problem_flops
 from ..ring.runs import Report, Wish, spawned
 from .cases import NotHere, Number
@@ -37,6 +39,11 @@ def whole_ring(
         )
         for seqlen in seqlens
     )
+    try:
+        for problem in problems:
+            refuse_too_large(problem, layouts, by, world)
+    except typer.BadParameter as refused:
+        raise NotHere(str(refused)) from None
     reports = launch(world, spawned, Wish(problems, tuple(layouts), repeats, tuple(by)))
     for report in reports:
         yield from numbers(report)

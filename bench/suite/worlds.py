@@ -13,9 +13,10 @@ from ...kernels import FULL, attention_backward, attention_forward
 from ...ring import Layout, ring_attention
 from ..flops import BACKWARD_FLOPS, forward_flops, pairs_of
 from ..kernels.speed import AGREE, causal_bounds
-from ..ring.candidates import DTYPES, sdpa
+from ..ring.candidates import DTYPES, Problem, sdpa
+from ..ring.memory import FP64, of_ours, of_whole, rows_of
 from ..timing import Clock, Samples, Step, interleaved
-from .cases import NotHere, Number, distance
+from .cases import NotHere, Number, demand_room, distance, taken_on
 from .device_cases import synchronize
 
 POISON = 0xFF  # a NaN of every float type
@@ -41,6 +42,9 @@ def local_world(
     On a GPU both are limited (`MOST_TIMES`): what the hops and the carried state cost beside one launch over all.
     """
     seqlen = world * tokens
+    demand_room(
+        device, seqlen, lambda many: taken_on(device, local_world_bytes(world, many, heads, head_dim, dtype)), "tokens"
+    )
     layout = Layout.zigzag(seqlen, world)
     given = tuple(
         torch.randn(1, seqlen, count, head_dim, device=device).to(DTYPES[dtype])
@@ -84,6 +88,14 @@ def local_world(
             yield Number(f"{what} time", samples.median * 1e3, "ms", told, spread=samples.spread)
             yield Number(what, flops / samples.median / 1e12, "TFLOP/s", told, spread=samples.spread)
         yield over_one_piece(what, taken, labels, limited=device.type == "cuda")
+
+
+def local_world_bytes(world: int, seqlen: int, heads: tuple[int, int], head_dim: int, dtype: str) -> int:
+    """Shards and rings of all ranks, one piece, and the results of both in float64, which are compared."""
+    problem = Problem(seqlen, world, heads=heads[0], kv_heads=heads[1], head_dim=head_dim, dtype=dtype, device="cuda")
+    rows = rows_of(problem)
+    compared = 2 * seqlen * rows.inputs // rows.item * FP64
+    return world * of_ours(problem) + of_whole(problem) + compared
 
 
 def over_one_piece(what: str, taken: Mapping[str, Samples], labels: Mapping[str, object], *, limited: bool) -> Number:
@@ -136,6 +148,7 @@ def nccl_to_itself(
         clock = Clock(device)
         for count in nbytes:
             labels = {"bytes": count}
+            demand_room(device, count, lambda many: taken_on(device, 3 * many), "bytes")  # of both, and compared
             source = torch.randint(0, 255, (count,), dtype=torch.uint8, device=device)
             target = torch.full_like(source, POISON)
 
