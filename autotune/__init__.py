@@ -10,7 +10,7 @@ from .pool import Failure, run_jobs
 from .ranking import Job, Judge, Rank, Ranked, Verdict, rank_candidates, tile_text
 from .rings import RingEntry, RingPoint, RingSetting, ring_settings, shared_ring_settings
 from .search import Budget, Measured, Reading, Search, Trials, planned
-from .space import dealt, grid, space, why_not
+from .space import dealt, grid, nearest, space, why_not
 from .store import known, merged, private_folder, save
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "grid",
     "known",
     "merged",
+    "nearest",
     "planned",
     "points_of",
     "private_folder",

@@ -167,6 +167,7 @@ def rank_candidates(
     orders_of: int = 0,
     plain: bool = False,
     rank: Rank | None = None,
+    tiles_of: Callable[[Point, int], Sequence[Tile]] | None = None,
 ) -> dict[Point, Ranked]:
     """Compile the whole space of every point and keep the ``count`` best, each of which compiles in every role.
 
@@ -175,6 +176,7 @@ def rank_candidates(
         orders_of: so many of the best without options are also kept in every other order of their launch.
         plain: keep none with options.
         rank: by default the bound of each candidate's verdict.
+        tiles_of: what is compiled at a point, in place of the whole space.
     """
 
     def job(point: Point, tile: Tile, role: str = RANKING_ROLE) -> Job:
@@ -192,7 +194,7 @@ def rank_candidates(
         kept = _clean_in_every_role(waiting, dropped, job, judge, count)
         return {point: Ranked(tuple(kept[point]), dropped[point], passed[point]) for point in tried}
 
-    first = best_of({point: space(point, arch) for point in points}, count)
+    first = best_of({point: (tiles_of or space)(point, arch) for point in points}, count)
     if not orders_of:
         return first
     bases = {point: [tile for tile in one.tiles if not options_of(tile)][:orders_of] for point, one in first.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import product
+from math import log2
 from typing import Any
 
 from ..kernels import KernelConfig, Tile
@@ -64,6 +65,20 @@ TENSOR_MEMORY = (100, 103)
 def space(point: Point, arch: int) -> list[Tile]:
     """The candidates worth compiling."""
     return [tile for tile in grid(point) if why_not(tile, point, arch) is None]
+
+
+def nearest(tiles: Sequence[Tile], tile: Tile, count: int) -> list[Tile]:
+    """Of candidates the few that are the fewest steps of the grid from a tile, without options; itself is the first.
+
+    A step is half or twice a side or the warps, or a stage more or less.
+    """
+
+    def steps(other: Tile) -> float:
+        doubled = [(other.block_q, tile.block_q), (other.block_k, tile.block_k), (other.num_warps, tile.num_warps)]
+        return sum(abs(log2(one / its)) for one, its in doubled) + abs(other.num_stages - tile.num_stages)
+
+    plain = [other for other in tiles if not options_of(other)]
+    return sorted(plain, key=steps)[:count]
 
 
 def grid(point: Point) -> list[Tile]:

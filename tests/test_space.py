@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import astuple, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ringattn.autotune import Shape, dealt, gpu_of_arch, grid, points_of, shape_of_config, space, why_not
+from ringattn.autotune import Shape, dealt, gpu_of_arch, grid, nearest, points_of, shape_of_config, space, why_not
 from ringattn.autotune.ranking import tile_text
 from ringattn.autotune.space import (
     CONFIG_FIELDS,
@@ -228,3 +229,23 @@ def test_what_is_no_config_is_refused_with_its_path(text: str, told: str, tmp_pa
 def test_no_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         shape_of_config(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("point", POINTS, ids=str)
+def test_the_nearest_are_the_tile_and_its_neighbours(point: Point) -> None:
+    """No other tile without options is nearer than those that are taken; the tile itself, where it may be, is first."""
+    tiles = space(point, 90)
+    middle = next(tile for tile in tiles if (tile.num_warps, tile.num_stages) == (4, 2))
+    found = nearest(tiles, middle, 4)
+    assert found[0] == middle and len(found) == len({*found}) == 4 and not any(options_of(tile) for tile in found)
+
+    def steps(tile: Tile) -> int:
+        sides = [(tile.block_q, middle.block_q), (tile.block_k, middle.block_k), (tile.num_warps, middle.num_warps)]
+        halvings = sum(max(one, its).bit_length() - min(one, its).bit_length() for one, its in sides)
+        return halvings + abs(tile.num_stages - middle.num_stages)
+
+    left = [tile for tile in tiles if tile not in found and not options_of(tile)]
+    assert max(map(steps, found)) <= min(map(steps, left))
+    assert nearest(tiles, replace(middle, num_stages=9), 1)[0].num_stages == max(
+        tile.num_stages for tile in tiles if (tile.block_q, tile.block_k, tile.num_warps) == astuple(middle)[:3]
+    )

@@ -25,9 +25,12 @@ from ringattn.bench.suite.cases import Case, NotHere, Number
 from ringattn.bench.suite.result_file import RefusedResults
 from ringattn.bench.suite.workers import Outcome
 from ringattn.bench.timing import Samples
+from ringattn.bench.tune.run import Wish
 from ringattn.kernels import Tile
+from ringattn.kernels.tables import KERNELS
 
 from . import suite_cases
+from .tile_tables import H200
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -201,6 +204,39 @@ def test_cases_that_need_another_machine_say_so() -> None:
         next(tune_cases.tuned(CPU, seqlens=(8192,)))
     with pytest.raises(NotHere, match="CPU"):
         next(ring_cases.memory(torch.device("cuda"), worlds=(2,), tokens=64))
+
+
+@pytest.mark.parametrize(
+    ("takes", "ran", "state"),
+    [
+        ((5, 10, 30), ("forward", "dq", "dkdv"), ("done", "")),
+        ((20, 25, 30), ("forward", "dq"), ("cut short", "dkdv was not begun: 45 of 55 s were over")),
+        ((40, 1, 1), ("forward",), ("cut short", "dq was not begun: 40 of 55 s were over")),
+    ],
+)
+def test_tuning_tells_kernel_after_kernel_what_it_has_time_for(
+    takes: tuple[float, ...], ran: tuple[str, ...], state: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a stand-in whose kernels take these seconds: numbers of one are there before the next is begun."""
+    now, sent = [0.0], list[Any]()
+    seconds = dict(zip(KERNELS, takes, strict=True))
+
+    def tune(wish: Wish, bars: object) -> tuple[list[Any], None]:
+        (kernel,) = wish.kernels
+        assert wish.near == tune_cases.NEAR and wish.budget == pytest.approx(25 / 3)
+        assert [number.labels["kernel"] for number in sent] == list(KERNELS[: KERNELS.index(kernel)])
+        now[0] += seconds[kernel]
+        tile = Tile(64, 64, 8, 2)
+        point = SimpleNamespace(kernel=kernel, mask="full", length=8192)
+        return [SimpleNamespace(point=point, tile=tile, default=tile, measured=None)], None
+
+    monkeypatch.setattr(tune_cases, "tune", tune)
+    monkeypatch.setattr(tune_cases, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(tune_cases, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    case = next(case for case in case_lists.gpu_cases() if case.name == "tune")
+    connection: Any = SimpleNamespace(send=lambda message: sent.append(message[1]))
+    assert workers.run_case(case, torch.device("cuda"), case.seconds, connection) == state
+    assert tuple(number.labels["kernel"] for number in sent) == ran
 
 
 def test_a_tuned_tile_is_told_beside_the_default() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ringattn.autotune import Budget, Job, Journal, Reading, Shape, Verdict, gpu_of_arch, ranking, space
+from ringattn.autotune import Budget, Job, Journal, Reading, Shape, Verdict, gpu_of_arch, nearest, ranking, space
 from ringattn.bench.inspect import command as inspect_kernel
 from ringattn.bench.inspect.rank import LEAST_CONFIGS
 from ringattn.bench.tune import command
@@ -224,6 +224,22 @@ def test_a_run_measures_and_is_the_default_from_then_on(
     made = default_config(q, v)
     tiles = {one.point.kernel: one.tile for one in table.entries if one.point.length == 64 and one.point.mask == "full"}
     assert {*tiles} == {*TUNED} and all(getattr(made, kernel) == tiles[kernel] for kernel in KERNELS)
+
+
+def test_a_wish_for_few_tiles_compiles_the_default_and_its_neighbours(folders: Folders, compiler: None) -> None:
+    wish, asked = wish_of(folders[0], near=3, orders_of=0, kernels=KERNELS), []
+
+    def compiled(job: Job) -> Verdict:
+        asked.append((job.kernel, job.full, job.tile))
+        return fine(job)
+
+    found = compile_part(wish, journals(wish)[0], Bars(), compile_with=compiled)
+    assert {one.point.kernel for one in found} == {*KERNELS}
+    for one in found:
+        wanted = nearest(space(one.point, 90), one.default, 3)
+        assert {*one.ranked.tiles} == {*wanted}
+        mine = {tile for kernel, full, tile in asked if (kernel, full) == (one.point.kernel, one.point.mask == "full")}
+        assert {*wanted} <= mine and len(mine) <= 2 * 3 + 2  # of both lengths; the default may lie outside the space
 
 
 def test_a_run_says_what_the_bound_is_worth(

@@ -68,7 +68,7 @@ def gpu_cases() -> list[Case]:
             {"transport": "copy_engine", "world": 2, "tokens": 8 * kib, "heads": 32},
         ),
         Case(
-            "tune", "the best tiles of the main shape, beside the default's", tune_cases.tuned, 55,
+            "tune", "tiles next to the default's, main shape, beside it", tune_cases.tuned, tune_cases.SECONDS,
             {"seqlens": (8 * kib,)},
         ),
         Case(

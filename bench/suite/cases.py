@@ -18,6 +18,10 @@ class NotHere(Exception):
     """This machine lacks what a case needs; the message says what. Not a failure."""
 
 
+class CutShort(Exception):
+    """A case that knows its time ends before it does; the message says what was left out. Not a failure."""
+
+
 @dataclass(frozen=True)
 class Number:
     """One measured number. It fails where it exceeds ``limit``, or where it was demanded and is missing or NaN."""

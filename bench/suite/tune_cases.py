@@ -1,7 +1,12 @@
-"""A short run of ``ringattn tune`` as a case of the suite: compile, rank, measure; nothing is kept but the numbers."""
+"""A short run of ``ringattn tune`` as a case of the suite: a few tiles of each kernel; only the numbers are kept.
+
+The whole space is about 780 binaries of 3 core-seconds: what is tried here are the built-in tile and its neighbours,
+kernel after kernel, so that whatever time there is tells something.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +19,11 @@ from ...kernels.lookup import gpu_of
 from ...kernels.tables import KERNELS
 from ..launching import cores
 from ..tune.run import Found, Wish, tune
-from .cases import NotHere, Number
+from .cases import CutShort, NotHere, Number
+
+NEAR = 4
+"""Tiles of each kernel and mask, the built-in one among them: as (16 cores) 100 binaries in all, 20 seconds."""
+SECONDS = 55.0  # of the case
 
 
 class Silent:
@@ -36,20 +45,29 @@ def tuned(
     dtype: str = "bf16",
     causal: bool = True,
     budget: float = 25,
+    seconds: float = SECONDS,
 ) -> Iterator[Number]:
-    """The best tile of each kernel, its time and the default's, in the same interleaved search."""
+    """The best tile of each kernel, its time and the default's, in the same interleaved search.
+
+    Raises:
+        CutShort: a kernel would take longer than is left, were it as slow as the slowest before it.
+    """
     if device.type != "cuda":
         raise NotHere("there is no GPU: `ringattn tune --compile-only` ranks candidates without one")
     gpu = gpu_of(device)
     assert gpu is not None
     shape = Shape(heads[0], heads[1], head_dim, head_dim, dtype)
     with TemporaryDirectory(prefix="ringattn-tune-") as folder:
-        call = shape, tuple(seqlens), causal, gpu, device, Path(folder), budget, cores()
-        # tiles of the kernels that run by default: all the rest takes longer to compile than a suite has
-        wish = Wish(*call, kernels=KERNELS, orders_of=0)
-        found, _ = tune(wish, Silent())
-    for one in found:
-        yield from numbers(one)
+        call = shape, tuple(seqlens), causal, gpu, device, Path(folder), budget / len(KERNELS), cores()
+        begun, longest = time.monotonic(), 0.0
+        for kernel in KERNELS:  # those that run by default
+            since = time.monotonic()
+            if since + longest > begun + seconds:
+                raise CutShort(f"{kernel} was not begun: {since - begun:.0f} of {seconds:.0f} s were over")
+            found, _ = tune(Wish(*call, kernels=(kernel,), orders_of=0, near=NEAR), Silent())
+            for one in found:
+                yield from numbers(one)
+            longest = max(longest, time.monotonic() - since)
 
 
 def numbers(one: Found) -> Iterator[Number]:

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
-from .cases import Case, NotHere, Number
+from .cases import Case, CutShort, NotHere, Number
 
 OVERTIME = (
     2.0  # a case is stopped between two numbers when it has taken its time, and killed after this many times that
@@ -60,6 +60,8 @@ def run_case(case: Case, device: torch.device, seconds: float, connection: Conne
                 return "cut short", f"it had {seconds:.0f} s"
     except NotHere as missing:
         return "not here", str(missing)
+    except CutShort as cut:
+        return "cut short", str(cut)
     except Exception:
         return "failed", traceback.format_exc()
     return "done", ""

@@ -24,11 +24,13 @@ from ...autotune import (
     Trials,
     Verdict,
     known,
+    nearest,
     planned,
     points_of,
     private_folder,
     rank_candidates,
     save,
+    space,
     tile_text,
 )
 from ...autotune.ranking import job_of, point_text
@@ -75,12 +77,19 @@ class Wish:
     kernels: tuple[str, ...] = TUNED
     orders_of: int = ORDERS_OF
     """So many of the best tiles are also tried in every other order of their launch."""
+    near: int | None = None
+    """So many tiles alone, those nearest to the built-in one; None: the whole space."""
 
     @property
     def points(self) -> list[Point]:
         """Of all kernels that have a default to be compared with."""
         every = points_of(self.shape, list(self.lengths), causal=self.causal, kernels=self.kernels)
         return [point for point in every if built_in(point, self.gpu.arch) is not None]
+
+    def tiles_of(self, point: Point, arch: int) -> list[Tile]:
+        """What is compiled at a point."""
+        every = space(point, arch)
+        return every if self.near is None else nearest(every, default_tile(point, arch), self.near)
 
 
 @dataclass(frozen=True)
@@ -192,6 +201,7 @@ def compile_part(
     ranked = rank_candidates(
         wish.points, arch, judge, heads=heads, count=CANDIDATES if measures else 1,
         orders_of=wish.orders_of if measures else 0, plain=not measures, rank=rank,
+        tiles_of=None if wish.near is None else wish.tiles_of,
     )  # fmt: skip
     defaults = {point: job_of(point, default_tile(point, arch), arch, heads) for point in wish.points}
     verdicts = judge(defaults.values())
