@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..comm.topology import Topology
 from ..ring import Ring, ring_attention
-from ..ring.schedule import BASE_SLOTS, KV_SLOTS, RAIL_SLOTS
+from ..ring.schedule import KV_SLOTS
 from .heap import give_back_freed_memory
 from .launching import Member, member, process_group, started
 from .memory import PeakMemory
@@ -25,8 +25,7 @@ from .memory_room import Needs, of_ranks, refuse_too_large
 from .output import check_targets, prints, write_csv, write_json
 from .provenance import provenance
 from .ring.candidates import DTYPES, Problem
-from .ring.memory import FP32, of_ours
-from .ring.memory import rows_of as row_bytes
+from .ring.memory import RingForm, of_ours
 from .shapes import LayoutName, dtype_name, grouped, size, sizes
 from .tables import table
 
@@ -215,13 +214,9 @@ def check_room(problems: Sequence[Problem], setting: Setting, place: Member | No
 
 
 def of_rank(problem: Problem, setting: Setting) -> int:
-    """Bytes of one rank: as in ``bench ring``, with the slots of this ring, and one more of what has a wire dtype."""
-    rows, n = row_bytes(problem), problem.seqlen // problem.world
-    two_level = setting.nodes > 1
-    kv_slots = setting.slots - KV_SLOTS + BASE_SLOTS * two_level + (setting.wire_dtype is not None)
-    sums_slots = RAIL_SLOTS * two_level + (setting.grad_wire_dtype is not None)
-    more = 2 * rows.keys * (kv_slots * rows.item + sums_slots * FP32) if problem.world > 1 else 0
-    return of_ours(problem) + n * more
+    """Bytes of one rank: as in ``bench ring``, of a ring with these slots, levels and dtypes."""
+    form = RingForm(setting.nodes > 1, setting.slots, setting.wire_dtype, setting.grad_wire_dtype)
+    return of_ours(problem, form)
 
 
 def in_processes(problems: Sequence[Problem], setting: Setting) -> dict[int, list[Peaks]]:

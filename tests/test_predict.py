@@ -15,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from ringattn.bench.cli import app
+from ringattn.bench.memory_bench import ALLOWED_SPREAD, Setting, of_rank
 from ringattn.bench.predict.alike import plan_of, schedule_of
 from ringattn.bench.predict.answers import straggling, tokens_needed
 from ringattn.bench.predict.call import Call
@@ -23,7 +24,7 @@ from ringattn.bench.predict.host import NEAR, Body, HostSpeed, mean_of, tiles_of
 from ringattn.bench.predict.host_pieces import PATTERNS, Stage, calibrated, pattern
 from ringattn.bench.predict.launch import area_of, whole
 from ringattn.bench.predict.links import PRESETS, Link, Links, link_of, measured
-from ringattn.bench.predict.memory import check, memory, most_tokens
+from ringattn.bench.predict.memory import check, memory, most_tokens, problem_of
 from ringattn.bench.predict.others import ways
 from ringattn.bench.predict.program import COMPUTE, DKDV, FOLD, INSIDE, PASSES, Op, Program, record
 from ringattn.bench.predict.ring import cases, ideal_seconds, predicted
@@ -40,6 +41,7 @@ from ringattn.ring.traffic import Key, Kind
 
 from .predict_cases import Steady
 
+MEASURED = Path(__file__).parents[1] / "bench" / "results" / "xeon-2-cores_2026-11-21"
 LINKS = Links(PRESETS["nvlink4"], PRESETS["ib400"])
 ENDLESS = Links(Link(1e30, 0.0), Link(1e30, 0.0))
 SMALL = Call(tokens=16, world=4, heads=4, kv_heads=2, head_dim=8)
@@ -222,6 +224,32 @@ def test_lanes_are_calls() -> None:
     calls = [Call(tokens, 32) for tokens in (1024, 4096)]
     both = cases(calls, H100, LINKS, "forward").seconds
     assert both.tolist() == pytest.approx([cases([one], H100, LINKS, "forward").seconds[0] for one in calls])
+
+
+@pytest.mark.parametrize("name", ["memory.json", "memory-two-level.json"])
+def test_memory_is_what_was_measured(name: str) -> None:
+    """Apart from what worlds differ by: what is rounded to pages and what the network library keeps per peer."""
+    told = json.loads((MEASURED / name).read_text())
+    same = ("layout", "batch", "heads", "kv_heads", "head_dim", "dtype")
+    settings = {key: told["ring"][key] for key in ("nodes", "slots", "chunks", "wire_dtype", "grad_wire_dtype")}
+    for one in told["worlds"]:
+        call = Call(
+            told["problem"]["tokens_per_rank"], one["world"], mask=Mask(causal=told["problem"]["causal"]),
+            **{key: told["problem"][key] for key in same}, **settings,
+        )  # fmt: skip
+        peak = max(rank["highest"] for rank in one["ranks"])
+        assert sum(memory(call).values()) == pytest.approx(peak, rel=ALLOWED_SPREAD)
+
+
+def test_memory_is_counted_as_the_bench_counts_it() -> None:
+    """By what it is for, and with every setting of a ring that `bench memory` has."""
+    for setting in (Setting(), Setting(2, 4), Setting(wire_dtype="bfloat16", grad_wire_dtype="bfloat16")):
+        call = Call(
+            2048, 8, nodes=setting.nodes, slots=setting.slots, wire_dtype=setting.wire_dtype,
+            grad_wire_dtype=setting.grad_wire_dtype, dtype="float32",
+        )  # fmt: skip
+        assert sum(memory(call).values()) == of_rank(problem_of(call), setting)
+    assert "slots of sums" not in memory(Call(2048, 1)) and "K/V slots" not in memory(Call(2048, 1))
 
 
 def test_memory_does_not_grow_with_the_ring() -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
-from ...ring.schedule import KV_SLOTS, SUMS_SLOTS
+from ...ring.schedule import BASE_SLOTS, KV_SLOTS, RAIL_SLOTS, SUMS_SLOTS
+from ...ring.wire import Wire, grad_wire_of, wire_of
 from ..exact import BLOCK_BYTES, chosen_heads
 from ..memory_room import PROCESS_BYTES, Needs, too_large
 from .candidates import ALL_CORES, ALL_GATHER, DTYPES, OURS, ULYSSES, USUAL, WHOLE, Problem
@@ -48,10 +50,54 @@ def tokens_per_rank(problem: Problem) -> int:
     return -(-problem.seqlen // problem.world)
 
 
-def of_ours(problem: Problem) -> int:
+@dataclass(frozen=True)
+class RingForm:
+    """What one of our rings takes depends on, apart from its problem."""
+
+    two_level: bool = False
+    slots: int = KV_SLOTS
+    wire_dtype: str | None = None
+    grad_wire_dtype: str | None = None
+
+
+def of_ours(problem: Problem, form: RingForm | None = None) -> int:
     """Beside the slots the running dQ in fp32, and one piece's K/V gradients."""
+    return sum(parts_of_ours(problem, form or RingForm()).values())
+
+
+def parts_of_ours(problem: Problem, form: RingForm) -> dict[str, int]:
+    """The bytes of :func:`of_ours` by what they are for.
+
+    Of two levels there are slots for the rail, and the total of what came home over it. What travels in another dtype
+    is encoded in one more slot by its owner, and decoded into memory of its own.
+    """
     rows, n = rows_of(problem), tokens_per_rank(problem)
-    return slots_of(problem) + n * (rows.in_and_out + rows.queries * FP32 + rows.keys * rows.item)
+    dtype = DTYPES[problem.dtype]
+    wire, grad_wire = wire_of(form.wire_dtype, dtype), grad_wire_of(form.grad_wire_dtype)
+    kv, sums = 2 * n * rows.keys * rows.item, 2 * n * rows.keys * FP32
+    kv_slots = form.slots + BASE_SLOTS * form.two_level + (wire is not None)
+    sums_slots = SUMS_SLOTS + RAIL_SLOTS * form.two_level
+    found = {
+        "q, k, v and out": n * rows.inputs,
+        "their gradients": n * rows.inputs,
+        "dQ, fp32": n * rows.queries * FP32,
+        "one piece's dK/dV": n * rows.keys * rows.item,
+    }
+    if problem.world == 1:
+        return found
+    found |= {
+        "K/V slots": kv_slots * (kv if wire is None else _travelling(problem, wire)),
+        "slots of sums": sums_slots * (sums if grad_wire is None else _travelling(problem, grad_wire)),
+        "sums that are home, fp32": sums * form.two_level,
+        "decoded": kv * (wire is not None) + sums * (grad_wire is not None),
+    }
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def _travelling(problem: Problem, wire: Wire) -> int:
+    """Bytes of a pair of a rank's K/V, or of their sums, in the form in which they travel."""
+    shape = (problem.batch, tokens_per_rank(problem), problem.kv_heads, problem.head_dim)
+    return 2 * sum(prod(size) * dtype.itemsize for size, dtype in wire.specs(shape))
 
 
 def slots_of(problem: Problem) -> int:
