@@ -80,12 +80,15 @@ def test_what_is_no_folder_of_results_is_refused(tmp_path: Path) -> None:
 
 
 def test_provenance_is_first_then_what_failed_then_the_rest(page: str) -> None:
-    places = [page.index(text) for text in ("ringattn bench suite</dd>", "2 failed", 'id="cases"', 'id="timelines"')]
+    places = [page.index(text) for text in ("ringattn bench suite</dd>", "4 failed", 'id="cases"', 'id="timelines"')]
     assert places == sorted(places)
     failed = page[places[1] : places[2]]
     assert "<strong>right</strong>: error of dq (dtype float16) is 2.0, at most 1.0 allowed" in failed
     assert "<strong>raised</strong>: KeyError: &#39;x&#39;" in failed
     assert "<strong>late</strong>: not run: 3 s were left" in failed
+    assert "<strong>memory.json</strong>: memory per rank differs by 33.3% between worlds, 2% allowed" in failed
+    off = "zigzag, causal, 128 tokens: off by -20.0%, at most 11.0% allowed"
+    assert f"<strong>check.json</strong>: {off}" in failed and "64 tokens" not in failed
 
 
 def test_the_predicted_timeline_is_below_the_measured_one_of_the_same_call(page: str) -> None:

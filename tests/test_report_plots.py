@@ -14,10 +14,9 @@ from ringattn.bench.predict import turns
 from ringattn.bench.predict.call import NAMED
 from ringattn.bench.predict.rows import MASKS, Row, mask_of
 from ringattn.bench.predict.timelines import said
-from ringattn.bench.report import calls, charts
+from ringattn.bench.report import calls, charts, views
 from ringattn.bench.report.page import html, pictured
 from ringattn.bench.report.reading import read
-from ringattn.bench.report.rows import bench_rows
 from ringattn.bench.suite import comm_cases, ring_cases, worlds
 from ringattn.bench.timing import Samples
 from ringattn.ring import Layout, Mask
@@ -179,8 +178,10 @@ def test_a_sweep_of_rings_has_a_picture_of_every_layout(tmp_path: Path) -> None:
     (chart,) = charts.charts(found)
     assert list(chart.lines) == [*(f"ringattn {layout}" for layout in layouts), "Ulysses"]
     assert chart.lines["ringattn striped"] == {2.0: 75.0, 4.0: 37.5}
-    rows = {(row["by"], row["layout"]) for row in bench_rows("ring", found.benches[0].data)}
-    assert rows == {("one device", None), ("Ulysses", None), *((f"ringattn {one}", one) for one in layouts)}
+    (shown,) = views.tables(found.benches[0])
+    by, layout = (shown.columns.index(name) for name in ("by", "layout"))
+    rows = {(row[by].text, row[layout].text) for row in shown.rows}
+    assert rows == {("one device", ""), ("Ulysses", ""), *((f"ringattn {one}", one) for one in layouts)}
 
 
 def test_more_pictures_than_are_drawn_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

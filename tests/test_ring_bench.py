@@ -123,7 +123,9 @@ def test_memory_is_what_was_counted() -> None:
     for name, one in found.found.items():
         counted = ring_memory.peak(one.kind, problem)
         least, most = (1 - UNCOUNTED) * (counted - spared(one.kind, problem)), (1 + UNCOUNTED) * counted
-        assert least < one.peak < most, f"{name}: {one.peak:,} bytes, {least:,.0f} to {most:,.0f} were to be expected"
+        assert one.peak is not None and least < one.peak < most, (
+            f"{name}: {one.peak:,} bytes, {least:,.0f} to {most:,.0f} were to be expected"
+        )
 
 
 @pytest.mark.parametrize(

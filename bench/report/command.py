@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..output import prints
-from .reading import Refused, read
+from .reading import Folder, Refused, read
 
 PAGE, PLOTS = "report.html", "plots"
 
@@ -28,11 +28,13 @@ def report(
     if not prints():
         return
     try:
-        left_out = write(folder, out, plots)
+        found = write(folder, out, plots)
     except Refused as error:
         raise typer.BadParameter(str(error)) from None
-    for name, why in left_out:
+    for name, why in found.refused:
         typer.echo(f"left out: {why if why.startswith(name) else f'{name}: {why}'}", err=True)
+    for name, schema in found.unshown:
+        typer.echo(f"not shown: {name}: there is no view for {schema}", err=True)
     typer.echo(str(out or folder / PAGE))
 
 
@@ -48,8 +50,8 @@ def write_beside(folder: Path) -> str:
     return str(folder / PAGE)
 
 
-def write(folder: Path, out: Path | None = None, plots: Path | None = None) -> list[tuple[str, str]]:
-    """Write the page of a folder, and the plots of its results where told; the files that could not be read, and why.
+def write(folder: Path, out: Path | None = None, plots: Path | None = None) -> Folder:
+    """Write the page of a folder, and the plots of its results where told; what was read, and what was not.
 
     Raises:
         Refused: nothing can be read there, or results.json is of another schema, or a target cannot be written.
@@ -65,4 +67,4 @@ def write(folder: Path, out: Path | None = None, plots: Path | None = None) -> l
     target.write_text(html(found), encoding="utf-8")
     if plots is not None:
         save(found, plots)
-    return found.refused
+    return found

@@ -11,11 +11,10 @@ from typing import Any
 
 from ... import __version__
 from ..timeline.events import Timeline, alike, call_of
-from . import calls, charts, timelines
+from . import calls, charts, timelines, views
 from .reading import Bench, Folder
 from .rows import (
     Table,
-    bench_rows,
     case_rows,
     failing,
     layout_of,
@@ -25,7 +24,6 @@ from .rows import (
     ours,
     plain,
     ring_runs,
-    table,
 )
 from .theme import DARK, LIGHT, VARIABLES, css, inline
 
@@ -64,13 +62,14 @@ class Page:
     charts: list[Drawing] = field(default_factory=list)
     calls: list[CallPicture] = field(default_factory=list)
     undrawn: list[str] = field(default_factory=list)
+    unshown: list[tuple[str, str]] = field(default_factory=list)
     numbers: list[Table] = field(default_factory=list)
 
     @property
     def parts(self) -> list[tuple[str, str]]:
         """Anchors and names of what is there."""
         named = {"cases": "Cases", "timelines": "Timelines", "plots": "Plots", "calls": "Layouts and masks"}
-        found = {**named, "numbers": "Every number"}
+        found = {**named, "numbers": "Every number", "unshown": "Not shown"}
         there = {"plots": self.charts}
         return [(anchor, name) for anchor, name in found.items() if there.get(anchor, getattr(self, anchor, None))]
 
@@ -98,11 +97,11 @@ def page_of(folder: Folder) -> Page:
         f"ringattn: {folder.name}",
         __version__,
         list(_provenance(folder.provenance)),
-        [(case["name"], why) for case in cases for why in failing(case)],
+        failures(folder),
         [(case["name"], f"{case['state']}: {case['reason']}") for case in cases if case["state"] in NOT_MEASURED],
         case_rows(cases),
     )
-    page.failed += [(name, f"not read: {why}") for name, why in folder.refused]
+    page.unshown = folder.unshown
     page.timelines = list(_timelines(folder.timelines))
     page.charts = [
         Drawing(chart.title, _svg(charts.draw(chart, VARIABLES, titled=False), f"chart{number}"))
@@ -113,6 +112,13 @@ def page_of(folder: Folder) -> Page:
     page.undrawn = [calls.title(call) for call, _ in found[calls.MOST_PICTURES :]]
     page.numbers = list(_numbers(folder, cases))
     return page
+
+
+def failures(folder: Folder) -> list[tuple[str, str]]:
+    """What failed and why: cases of the suite, what single benches wrote, files that could not be read."""
+    found = [(case["name"], why) for case in cases_of(folder) for why in failing(case)]
+    found += [(bench.file, why) for bench in folder.benches for why in views.failures(bench)]
+    return found + [(name, f"not read: {why}") for name, why in folder.refused]
 
 
 def cases_of(folder: Folder) -> Sequence[Mapping[str, Any]]:
@@ -195,9 +201,12 @@ def _flat(labels: Mapping[str, Any]) -> bool:
 
 
 def _numbers(folder: Folder, cases: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
-    tables = [number_table(case) for case in cases]
-    tables += [table(one.title, bench_rows(one.kind, one.data)) for one in folder.benches]
-    yield from (one for one in tables if one is not None)
+    for case in cases:
+        found = number_table(f"Numbers of {case['name']}", case["numbers"])
+        if found is not None:
+            yield found
+    for bench in folder.benches:
+        yield from views.tables(bench)
 
 
 def _svg(figure: Any, name: str) -> Any:

@@ -8,16 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..doctor.command import SCHEMA as DOCTOR
 from ..predict.rows import SCHEMA as PREDICTED
+from ..predict.text import SCHEMA as PREDICTION
 from ..suite.result_file import NAME as RESULTS
 from ..suite.result_file import SCHEMA as SUITE
 from ..timeline.events import SCHEMA as TIMELINE
 from ..timeline.events import Timeline, from_chrome
+from ..tune.shown import SCHEMA as TUNE
 
 PUT_ASIDE = "results_"  # of earlier code or of another machine: the suite puts them aside under such a name
 BENCHES = {f"ringattn bench {kind} 1": kind for kind in ("links", "overlap", "ring", "memory", "kernels", "host")}
 BENCHES |= {"ringattn bench ring 2": "ring", PREDICTED: "predicted"}
 """What single benches write, by schema."""
+OTHERS = (PREDICTION, TUNE, DOCTOR)
+"""What our other commands write: nothing is wrong with such a file, and there is no view for it."""
 MOST_BYTES = 64 * 2**20  # of one file: more was not written by a bench
 
 
@@ -48,6 +53,7 @@ class Folder:
     benches: list[Bench] = field(default_factory=list)
     timelines: list[tuple[str, Timeline]] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)  # file and why
+    unshown: list[tuple[str, str]] = field(default_factory=list)  # file and schema
 
     @property
     def provenance(self) -> Mapping[str, Any]:
@@ -78,7 +84,7 @@ def read(folder: Path) -> Folder:
         except Refused as error:
             found.refused.append((path.name, str(error)))
     if found.suite is None and not found.benches and not found.timelines:
-        told = "; ".join(why for _, why in found.refused)
+        told = "; ".join([*(why for _, why in found.refused), *(f"{name} is of {of}" for name, of in found.unshown)])
         raise Refused(
             f"{folder} holds no results: neither {RESULTS} nor what a bench wrote with --json. {told}".strip()
         )
@@ -107,6 +113,8 @@ def _take(found: Folder, name: str, data: Mapping[str, Any]) -> None:
             raise Refused(f"{name}: {error}") from None
     elif isinstance(schema, str) and schema in BENCHES:
         found.benches.append(Bench(name, BENCHES[schema], data))
+    elif schema in OTHERS:
+        found.unshown.append((name, schema))
     else:
         taken = ", ".join(repr(one) for one in (*BENCHES, TIMELINE))
         raise Refused(f"{name}: schema is {schema!r}: this version reads {taken}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from ..ring.candidates import OURS
 
@@ -23,13 +23,13 @@ class Cell:
     flag: str = ""  # WRONG: it is marked
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """A caption, the names of columns, and cells; ``numeric`` columns stand to the right."""
 
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
+    above: Sequence[str] = ()  # sentences
 
     @property
     def numeric(self) -> list[bool]:
@@ -77,36 +77,38 @@ def plain(value: object) -> str:
 
 
 def table(caption: str, rows: Iterable[Mapping[str, object]]) -> Table | None:
-    """A table of rows whose keys may differ; None where there are no rows."""
+    """A table of rows whose keys may differ, of values or cells; None where there are no rows."""
     rows = list(rows)
     columns = list(dict.fromkeys(str(key) for row in rows for key in row))
     if not columns:
         return None
-    return Table(caption, columns, [[cell(row.get(name)) for name in columns] for row in rows])
+    return Table(caption, columns, [[_celled(row.get(name)) for name in columns] for row in rows])
 
 
-def number_table(case: Mapping[str, Any]) -> Table | None:
-    """The numbers of a case; what exceeds its limit is marked."""
-    labels = list(dict.fromkeys(key for one in case["numbers"] for key in labels_of(one)))
-    limited = [
-        name for name in ("limit", "spread", "note") if any(one.get(name) is not None for one in case["numbers"])
-    ]
+def _celled(value: object) -> Cell:
+    return value if isinstance(value, Cell) else cell(value)
+
+
+def number_table(caption: str, numbers: Sequence[Mapping[str, Any]]) -> Table | None:
+    """The numbers of a case or of `bench kernels`; what exceeds its limit is marked."""
+    labels = list(dict.fromkeys(key for one in numbers for key in labels_of(one)))
+    limited = [name for name in ("limit", "spread", "note") if any(one.get(name) is not None for one in numbers)]
     rows = []
-    for one in case["numbers"]:
+    for one in numbers:
         wrong = bool(one.get("fails"))
         spread = one.get("spread")
         told = {"limit": one.get("limit"), "spread": percent(spread), "note": one.get("note")}
-        shown = [one["name"], *(labels_of(one).get(name) for name in labels)]
+        shown = [one.get("name"), *(labels_of(one).get(name) for name in labels)]
         rows.append(
             [
                 *(cell(value) for value in shown),
                 cell(one.get("value"), wrong=wrong),
-                cell(one["unit"]),
+                cell(one.get("unit")),
                 *(cell(told[name]) for name in limited),
             ]
         )
     columns = ["number", *labels, "value", "unit", *limited]
-    return Table(f"Numbers of {case['name']}", columns, rows) if rows else None
+    return Table(caption, columns, rows) if rows else None
 
 
 def percent(share: object) -> str | None:
@@ -126,10 +128,16 @@ def failing(case: Mapping[str, Any]) -> list[str]:
     if case["state"] == "failed":
         last = case["reason"].strip().splitlines()
         told.append(last[-1] if last else "it failed and did not say why")
-    for one in case["numbers"]:
+    return told + number_failures(case["numbers"])
+
+
+def number_failures(numbers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The numbers that exceed their limit, or are missing where they were demanded."""
+    told = []
+    for one in numbers:
         if one.get("fails"):
             of = ", ".join(f"{name} {value}" for name, value in labels_of(one).items())
-            told.append(f"{one['name']} ({of}) is {one.get('value')}, at most {one.get('limit')} allowed")
+            told.append(f"{one.get('name')} ({of}) is {one.get('value')}, at most {one.get('limit')} allowed")
     return told
 
 
@@ -145,43 +153,6 @@ def case_rows(cases: Sequence[Mapping[str, Any]]) -> Table | None:
         rows.append([*shown, cell(case.get("about"))])
     columns = ["case", "state", "seconds", "checks", "about"]
     return Table("Every case, in the order in which they ran", columns, rows) if rows else None
-
-
-def bench_rows(kind: str, data: Mapping[str, Any]) -> list[dict[str, object]]:
-    """The rows of what a single bench wrote, nested objects left to the JSON file."""
-    if kind == "ring":
-        return [
-            {
-                **{name: mapping_of(run.get("problem")).get(name) for name in ("world", "seqlen")},
-                "layout": layout_of(run, one),
-                "by": one.get("name"),
-                "seconds": median(one.get("seconds")),
-                **{f"error {name}": error for name, error in mapping_of(one.get("errors")).items()},
-                "disagrees in": one.get("disagrees"),
-            }
-            for run in ring_runs(data)
-            for one in mappings_of(run.get("candidates"))
-        ]
-    if kind == "memory":
-        return [
-            {
-                "world": one.get("world"),
-                "rank": rank,
-                "forward bytes": told.get("forward"),
-                "bytes": told.get("backward"),
-            }
-            for one in mappings_of(data.get("worlds"))
-            for rank, told in enumerate(mappings_of(one.get("ranks")))
-        ]
-    if kind == "kernels":
-        numbers = mappings_of(data.get("numbers"))
-        return [
-            {"number": n.get("name"), **labels_of(n), "value": n.get("value"), "unit": n.get("unit")} for n in numbers
-        ]
-    if kind == "predicted":
-        return [{**row, "off, %": percent_off(row)} for row in mappings_of(data.get("rows"))]
-    listed = mappings_of(data.get("links" if kind == "links" else "rows"))
-    return [{key: median(value) for key, value in one.items() if key != "ends"} for one in listed]
 
 
 def percent_off(row: Mapping[str, Any]) -> float | None:

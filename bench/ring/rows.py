@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
 from ..flops import BACKWARD_FLOPS, forward_flops, pairs_of
 from ..shapes import binary
 from ..tables import table
+from ..timing import Samples
 from .candidates import ALL_CORES, ALL_GATHER, OURS, ULYSSES, WHOLE, Problem
 from .memory import peak
+from .peers import PEERS
 from .runs import Report, Result
 
 AROUND = (ALL_GATHER, ULYSSES)  # whose crossover with the ring is told
+ALL_CORES_ONCE = "SDPA, one process"
+"""What schema 1 called one process with the threads of all ranks; it had no one device."""
 
 
 def problem_flops(problem: Problem) -> float:
@@ -28,7 +32,7 @@ def problem_flops(problem: Problem) -> float:
 def rows_of(report: Report) -> list[dict[str, Any]]:
     """A row per candidate; ``bench/README.md`` has the formula of every column."""
     problem, flops = report.problem, problem_flops(report.problem)
-    ideal = report.found[WHOLE].times.median / problem.world
+    ideal = report.found[WHOLE].times.median / problem.world if WHOLE in report.found else None
     rows = []
     for name, one in report.found.items():
         seconds, ranks = one.times.median, 1 if one.kind in (WHOLE, ALL_CORES) else problem.world
@@ -41,10 +45,10 @@ def rows_of(report: Report) -> list[dict[str, Any]]:
                 "±": f"{one.times.spread:.1%}",
                 "tokens/s": round(problem.batch * problem.seqlen / seconds),
                 "TFLOP/s per rank": _digits(flops / seconds / ranks / 1e12),
-                "% of ideal": _digits(100 * ideal / seconds),
+                "% of ideal": None if ideal is None else _digits(100 * ideal / seconds),
                 "exposed ms": None if one.exposed is None else _digits(one.exposed * 1e3),
                 "MB sent": None if one.sent is None else _digits(one.sent / 1e6),
-                "peak MB": _digits(one.peak / 1e6),
+                "peak MB": None if one.peak is None else _digits(one.peak / 1e6),
                 "error": _digits(max(one.errors.values(), default=math.nan), 2),
                 "agrees": "yes" if not one.disagrees else "not in " + ", ".join(one.disagrees),
             }
@@ -131,19 +135,21 @@ def text(reports: Sequence[Report]) -> str:
         f"on {first.device}{threads}, transport {transports}; time on the slowest rank, medians of interleaved runs\n"
     )
     parts = [table([row for report in reports for row in rows_of(report)], title=title)]
+    for lines in (absences(reports), [str(one) for one in crossovers(reports)]):
+        parts += ["\n".join(lines)] if lines else []
+    return "\n\n".join(parts)
+
+
+def absences(reports: Sequence[Report]) -> list[str]:
+    """Who is not there and why; where, if not everywhere."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for report in reports:
         for name, why in report.absent.items():
             reasons.setdefault((name, why), []).append(f"{report.problem.world} x {binary(report.problem.seqlen)}")
-    everywhere = len(reports)
-    told = [
-        f"not there: {name}: {why}" + ("" if len(where) == everywhere else f" ({', '.join(where)})")
+    return [
+        f"not there: {name}: {why}" + ("" if len(where) == len(reports) else f" ({', '.join(where)})")
         for (name, why), where in reasons.items()
     ]
-    parts += ["\n".join(told)] if told else []
-    lines = [str(one) for one in crossovers(reports)]
-    parts += ["\n".join(lines)] if lines else []
-    return "\n\n".join(parts)
 
 
 def as_json(reports: Sequence[Report]) -> dict[str, Any]:
@@ -167,6 +173,7 @@ def _measurement(report: Report) -> dict[str, Any]:
                 "seconds": one.times.as_json(),
                 "errors": one.errors,
                 "disagrees": one.disagrees,
+                "trusted": one.trusted,
                 "exposed_seconds": one.exposed,
                 "compute_seconds": one.compute,
                 "bytes_sent": one.sent,
@@ -177,3 +184,34 @@ def _measurement(report: Report) -> dict[str, Any]:
         ],
         "absent": report.absent,
     }
+
+
+def from_json(data: Mapping[str, Any]) -> list[Report]:
+    """What :func:`as_json` wrote, of schema 1 too, which had one problem, no memory and no bytes.
+
+    Raises:
+        ValueError: something is missing, or is not what is written there.
+    """
+    try:
+        return [_report(run) for run in data.get("measurements", [data])]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def _report(run: Mapping[str, Any]) -> Report:
+    problem = Problem(**{one.name: run["problem"][one.name] for one in fields(Problem) if one.name in run["problem"]})
+    ours = run.get("ringattn_seconds", {})  # of schema 1: apart from the candidates
+    found = {str(one["name"]): _result(one, ours if one["name"] == OURS else {}) for one in run["candidates"]}
+    return Report(problem, found, dict(run.get("absent", {})), run.get("transport", ""))
+
+
+def _result(told: Mapping[str, Any], apart: Mapping[str, Any]) -> Result:
+    name = told["name"]
+    kind = told.get("kind", ALL_CORES if name == ALL_CORES_ONCE else name)
+    # other people's rings were the ones that were not trusted when files did not say it
+    trusted = told.get("trusted", name not in PEERS)
+    return Result(
+        kind, Samples(tuple(told["seconds"]["samples"])), dict(told["errors"]), list(told["disagrees"]), trusted,
+        told.get("exposed_seconds", apart.get("wait")), told.get("bytes_sent"), told.get("peak_bytes"),
+        told.get("compute_seconds", apart.get("compute")),
+    )  # fmt: skip

@@ -60,7 +60,7 @@ class Result:
     trusted: bool
     exposed: float | None  # seconds in the network on the slowest rank
     sent: int | None  # bytes of the rank that sends most
-    peak: int  # bytes of the rank that takes most
+    peak: int | None  # bytes of the rank that takes most; None: a file of schema 1, which does not say it
     compute: float | None = None  # seconds of compute on the slowest rank
 
 

@@ -70,7 +70,8 @@ def numbers(report: Report) -> Iterator[Number]:
         yield Number("forward and backward", seconds * 1e3, "ms", labels, spread=spread)
         yield Number("forward and backward", flops / seconds / ranks / 1e12, "TFLOP/s", labels, spread=spread)
         yield Number("of ideal", 100 * baseline / problem.world / seconds, "%", labels, spread=spread)
-        yield Number("peak memory of a rank", one.peak / 1e6, "MB", labels)
+        if one.peak is not None:
+            yield Number("peak memory of a rank", one.peak / 1e6, "MB", labels)
         if one.exposed is not None:
             yield Number("exposed", one.exposed * 1e3, "ms", labels)
         if one.sent is not None:

@@ -17,6 +17,8 @@ from ..output import write_csv, write_json
 from ..provenance import provenance
 from ..tables import table
 
+SCHEMA = "ringattn tune 1"
+
 
 def finish(
     told: str,
@@ -30,7 +32,7 @@ def finish(
     if json != "-":
         typer.echo(f"{table(rows)}\n\n{told}")
     if json is not None:
-        made = {"schema": "ringattn tune 1", "provenance": provenance(device or torch.device("cpu"))}
+        made = {"schema": SCHEMA, "provenance": provenance(device or torch.device("cpu"))}
         write_json(json, {**made, **report, "rows": rows})
     if csv is not None:
         write_csv(csv, rows)
