@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import astuple, replace
@@ -29,6 +30,7 @@ from ringattn.bench.predict.others import ways
 from ringattn.bench.predict.program import COMPUTE, DKDV, FOLD, INSIDE, PASSES, Op, Program, record
 from ringattn.bench.predict.ring import cases, ideal_seconds, predicted
 from ringattn.bench.predict.speed import H100, form_of
+from ringattn.bench.predict.sweep import PERCENT, draw
 from ringattn.bench.predict.timelines import timeline
 from ringattn.bench.predict.trouble import Trouble
 from ringattn.bench.timeline.events import from_chrome
@@ -439,6 +441,21 @@ def test_the_map(tmp_path: Path) -> None:
     rows = json.loads(found.output)
     assert len(rows) == 3 * 5 and all(0 < row["percent of ideal"] < 101 for row in rows)
     assert target.read_text().lstrip().startswith("<?xml")
+
+
+def test_the_map_is_light_or_dark_as_its_page_is(tmp_path: Path) -> None:
+    points = [{"tokens": 1024, "gpus": gpus, PERCENT: share} for gpus, share in ((2, 95.0), (4, 50.0), (8, None))]
+    draw(points, "a map", tmp_path / "map.svg")
+    svg = (tmp_path / "map.svg").read_text()
+    assert "prefers-color-scheme: dark" in svg and "fill: var(--paper)" in svg and '#ffffff;"' not in svg
+    # black and white stand on the colours of the map, all else has the theme's
+    inks = {
+        told: re.findall(rf'<text style="[^"]*middle(?:; fill: )?([^";]*)"[^>]*>{told}</text>', svg)
+        for told in ("95", "50", "-", "8")
+    }
+    assert inks == {"95": [""], "50": ["#ffffff"], "-": ["var(--ink)"], "8": ["var(--ink)"]}, inks
+    draw(points, "a map", tmp_path / "map.png")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_ideal_is_one_device_divided() -> None:

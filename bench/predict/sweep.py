@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..report.theme import LIGHT, VARIABLES, Theme, adaptive, themed
 from ..shapes import binary
 from ..tables import table
 from .call import Call
@@ -132,30 +133,40 @@ def check_ending(target: Path) -> None:
 
 
 def draw(rows: Sequence[Point], title: str, target: Path) -> None:
-    """Write the map as PNG or SVG, by the file's ending; gray where a point fits no GPU."""
-    import matplotlib  # no picture, no need for it
+    """Write the map as a PNG, or as an SVG that is light or dark as its page is, by the file's ending."""
+    if target.suffix == ".svg":
+        target.write_text(adaptive(figure(rows, title, VARIABLES)))
+        return
+    with themed(LIGHT):
+        figure(rows, title).savefig(target, dpi=150)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+
+def figure(rows: Sequence[Point], title: str, theme: Theme = LIGHT) -> Any:
+    """The map; empty, with a dash, where a point fits no GPU."""
+    from matplotlib import colormaps  # no picture, no need for it
+    from matplotlib.figure import Figure
 
     tokens, gpus = (sorted({row[axis] for row in rows}) for axis in ("tokens", "gpus"))
     values = {(row["tokens"], row["gpus"]): row[PERCENT] for row in rows}
     grid = [[math.nan if values[one, world] is None else values[one, world] for world in gpus] for one in tokens]
-    figure, axes = pyplot.subplots(figsize=(1.6 + 0.62 * len(gpus), 1.6 + 0.42 * len(tokens)), layout="constrained")
-    colors = matplotlib.colormaps["viridis"].with_extremes(bad="lightgray")
-    image = axes.imshow(grid, origin="lower", aspect="auto", cmap=colors, vmin=0, vmax=100)
-    axes.set_xticks(range(len(gpus)), [binary(world) for world in gpus])
-    axes.set_yticks(range(len(tokens)), [binary(one) for one in tokens])
-    axes.set_xlabel("GPUs")
-    axes.set_ylabel("tokens per GPU")
-    axes.set_title(title, fontsize=9, loc="left")
-    for row, line in enumerate(grid):
-        for column, value in enumerate(line):
-            color = "white" if value <= 60 else "black"
-            told = "-" if math.isnan(value) else f"{value:.0f}"
-            axes.text(column, row, told, ha="center", va="center", color=color, fontsize=8)
-    if min(len(tokens), len(gpus)) > 1:
-        axes.contour(grid, levels=[90], colors="red", linewidths=1.2)
-    figure.colorbar(image, label="percent of ideal: one GPU divided by the GPUs; red: 90")
-    figure.savefig(target, dpi=150)
-    pyplot.close(figure)
+    with themed(theme):
+        made = Figure(figsize=(1.6 + 0.62 * len(gpus), 1.6 + 0.42 * len(tokens)), layout="constrained")
+        axes = made.subplots()
+        axes.set_facecolor(theme.track)  # shows where there is no number
+        image = axes.pcolormesh(grid, cmap=colormaps["viridis"], vmin=0, vmax=100)
+        middles = [[0.5 + place for place in range(len(axis))] for axis in (gpus, tokens)]
+        axes.set_xticks(middles[0], [binary(world) for world in gpus])
+        axes.set_yticks(middles[1], [binary(one) for one in tokens])
+        axes.set_xlabel("GPUs")
+        axes.set_ylabel("tokens per GPU")
+        axes.set_title(title, fontsize=9, loc="left")
+        for row, line in enumerate(grid):
+            for column, value in enumerate(line):
+                # on viridis, the same in both themes; a dash is on the theme's own ground
+                color = theme.ink if math.isnan(value) else "white" if value <= 60 else "black"
+                told = "-" if math.isnan(value) else f"{value:.0f}"
+                axes.text(column + 0.5, row + 0.5, told, ha="center", va="center", color=color, fontsize=8)
+        if min(len(tokens), len(gpus)) > 1:
+            axes.contour(*middles, grid, levels=[90], colors="red", linewidths=1.2)
+        made.colorbar(image, label="percent of ideal: one GPU divided by the GPUs; red: 90")
+    return made
