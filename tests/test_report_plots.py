@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from ringattn.bench.predict import turns
+from ringattn.bench import masks
+from ringattn.bench.predict import check, turns
 from ringattn.bench.predict.call import NAMED
-from ringattn.bench.predict.rows import MASKS, Row, mask_of
+from ringattn.bench.predict.rows import MASKS, SCHEMA, Row, cases, mask_of
 from ringattn.bench.predict.timelines import said
 from ringattn.bench.report import calls, charts, views
 from ringattn.bench.report.page import html, pictured
 from ringattn.bench.report.reading import read
+from ringattn.bench.report.rows import world_of_check
 from ringattn.bench.suite import comm_cases, ring_cases, worlds
 from ringattn.bench.timing import Samples
 from ringattn.ring import Layout, Mask
@@ -139,8 +142,52 @@ def test_a_mask_that_is_not_told_whole_has_no_picture(wrong: dict[str, object]) 
 def test_rings_of_the_runs_kept_here_have_their_pictures() -> None:
     found = {calls.title(call): names for call, names in pictured(read(RESULTS / "xeon-2-cores_2026-11-21"))}
     assert "whole ring" in found["zigzag, causal, 2 ranks"]
-    assert found["contiguous, causal, 2 ranks"] == ("whole ring",)
-    assert found["contiguous, full, 2 ranks"] == ("overlap-world-2.json",)
+    assert found["contiguous, causal, 2 ranks"] == ("whole ring", "predict-check.json")
+    assert found["contiguous, full, 2 ranks"] == ("overlap-world-2.json", "predict-check.json")
+
+
+def checks(*rows: tuple[str, str, int], **more: object) -> dict[str, object]:
+    """What the predictor's check writes, of layouts, masks and lengths."""
+    told = [asdict(Row(*row, 2.0, 0.01, 2.1)) for row in rows]
+    return {"schema": SCHEMA, "provenance": report_cases.PROVENANCE, **more, "rows": told}
+
+
+def test_every_layout_and_mask_of_a_check_is_drawn_once(tmp_path: Path) -> None:
+    """At the shortest of all lengths in the folder."""
+    every = (*cases((8192, 16384), NAMED, MASKS),)
+    short = (*cases((4096,), NAMED, MASKS),)
+    found = pictured(read(write(tmp_path, a=checks(*every, world=4), b=checks(*short, world=4))))
+    assert len(found) == len(short) == 17 <= calls.MOST_PICTURES
+    assert {names for _, names in found} == {("b.json",)}
+    assert {(call.layout_name, call.mask, call.layout.seqlen, call.layout.world) for call, _ in found} == {
+        (layout, mask_of(mask, length), length, 4) for layout, mask, length in short
+    }
+
+
+def test_a_check_that_does_not_say_its_ranks() -> None:
+    """Processes are one per core; of anything else nothing is guessed."""
+    data = checks(("zigzag", "causal", 64))
+    assert world_of_check(data) is None
+    assert world_of_check({**data, "link": {}}) == 2  # cores, by its provenance
+    assert world_of_check({**data, "link": {}, "world": 8}) == 8
+    assert world_of_check({**data, "link": {}, "provenance": "x"}) is None
+    kept = pictured(read(RESULTS / "xeon-2-cores_2026-11-21"))
+    drawn = {(call.layout_name, masks.title(call.mask)) for call, names in kept if "predict-check.json" in names}
+    assert len(drawn) == 17 and len(kept) <= calls.MOST_PICTURES
+
+
+@pytest.mark.parametrize("wrong", [{"world": "2"}, {"world": None}, {"rows": [{"layout": [], "seqlen": "x"}, 3]}])
+def test_a_check_that_says_no_call_has_no_picture(wrong: dict[str, object], tmp_path: Path) -> None:
+    assert pictured(read(write(tmp_path, a={**checks(("zigzag", "causal", 64)), **wrong}))) == []
+
+
+def test_the_check_says_its_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "check.json"
+    sizes = ("--seqlen", "64", "--calibrate", "32", "--repeats", "1", "--layout", "zigzag", "--mask", "causal")
+    CliRunner().invoke(check.app, [*sizes, "--local-world", "2", "--device", "cpu", "--json", str(file)])
+    assert json.loads(file.read_text())["world"] == 2
+    ((call, names),) = pictured(read(tmp_path))
+    assert calls.title(call) == "zigzag, causal, 2 ranks" and names == ("check.json",)
 
 
 def test_every_case_of_a_ring_says_its_layout_and_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +225,7 @@ def test_a_sweep_of_rings_has_a_picture_of_every_layout(tmp_path: Path) -> None:
     (chart,) = charts.charts(found)
     assert list(chart.lines) == [*(f"ringattn {layout}" for layout in layouts), "Ulysses"]
     assert chart.lines["ringattn striped"] == {2.0: 75.0, 4.0: 37.5}
-    (shown,) = views.tables(found.benches[0])
+    shown, _ = views.tables(found.benches[0])
     by, layout = (shown.columns.index(name) for name in ("by", "layout"))
     rows = {(row[by].text, row[layout].text) for row in shown.rows}
     assert rows == {("one device", ""), ("Ulysses", ""), *((f"ringattn {one}", one) for one in layouts)}

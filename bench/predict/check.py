@@ -83,7 +83,7 @@ def of_processes(
     """Rows of one-thread processes, and what they were predicted from."""
     link = between_processes(shape.world, "cpu", ("process_group",), HOST_SIZES, deadline)
     speeds, rows = started(shape.world, spawned, shape, wanted, link, calibrate, repeats, deadline)
-    return rows, {"link": asdict(link), "speeds": [asdict(speed) for speed in speeds]}
+    return rows, {"world": shape.world, "link": asdict(link), "speeds": [asdict(speed) for speed in speeds]}
 
 
 def of_turns(
@@ -94,7 +94,7 @@ def of_turns(
     for row in rows_of(shape, wanted, device, calibrate, repeats):
         progress(row)
         found.append(row)
-    return found, {}
+    return found, {"world": shape.world}
 
 
 @app.command()

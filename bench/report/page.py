@@ -17,6 +17,7 @@ from .rows import (
     Table,
     case_rows,
     failing,
+    finite,
     layout_of,
     mapping_of,
     mappings_of,
@@ -24,6 +25,7 @@ from .rows import (
     ours,
     plain,
     ring_runs,
+    world_of_check,
 )
 from .theme import DARK, LIGHT, VARIABLES, css, inline
 
@@ -154,6 +156,7 @@ def pictured(folder: Folder) -> list[calls.Wanted]:
     words = [(case["name"], said) for case in cases_of(folder) for said in _said_by(case)]
     words += [(bench.file, told) for bench in folder.benches for told in _said(bench)]
     words += [(name, call_of(one)) for name, one in folder.timelines]
+    words += _checked(folder)
     return calls.wanted(words)
 
 
@@ -182,12 +185,26 @@ def _said(bench: Bench) -> Iterator[Mapping[str, Any]]:
             layouts = (layout_of(run, one) for one in mappings_of(run.get("candidates")))
             yield from ({**problem, "layout": layout} for layout in layouts if layout is not None)
         return
+    if bench.kind == "predicted":
+        return  # of which one length in the whole folder is enough
     asked = mapping_of(bench.data.get("asked"))
     problem = mapping_of(bench.data.get("problem", asked.get("problem", asked)))
     nodes = mapping_of(bench.data.get("ring")).get("nodes", 1)
     told = {"nodes": nodes, "tokens": problem.get("tokens_per_rank"), **problem}
     worlds = [one.get("world") for one in mappings_of(bench.data.get("worlds"))]
     yield from ({**told, "world": world} for world in worlds or [told.get("world")])
+
+
+def _checked(folder: Folder) -> list[tuple[str, Mapping[str, Any]]]:
+    """The calls of predictor's checks: each layout and mask once, at its shortest length, where a window is widest."""
+    found: dict[tuple[object, ...], tuple[str, Mapping[str, Any]]] = {}
+    for bench in (one for one in folder.benches if one.kind == "predicted"):
+        world = world_of_check(bench.data)
+        for row in mappings_of(bench.data.get("rows")):
+            of, length = (world, str(row.get("layout")), str(row.get("mask"))), row.get("seqlen")
+            if finite(length) and (of not in found or length < found[of][1]["seqlen"]):
+                found[of] = bench.file, {**row, "world": world}
+    return [*found.values()]
 
 
 def _labels(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:

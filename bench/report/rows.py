@@ -166,6 +166,15 @@ def ring_runs(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return mappings_of(data["measurements"]) if "measurements" in data else [data]
 
 
+def world_of_check(data: Mapping[str, Any]) -> object:
+    """The ranks that a check of the predictor was of; None where the file does not say it.
+
+    Files of before they said it: where a link was measured, the ranks were processes, one per core.
+    """
+    of_processes = mapping_of(mapping_of(data.get("provenance")).get("cpu")).get("cores") if "link" in data else None
+    return data.get("world", of_processes)
+
+
 def ours(name: object) -> str | None:
     """The layout of a candidate of ours, by its name: "striped" of "ringattn striped"."""
     first, _, layout = str(name).partition(" ")

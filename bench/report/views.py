@@ -76,24 +76,26 @@ def _one(rows: Callable[[Data], Rows]) -> Callable[[str, Data], list[Table | Non
     return lambda caption, data: [table(caption, rows(data))]
 
 
-def _ring_rows(data: Data) -> Rows:
-    """The columns of the bench itself, each result's error, and who of them has which layout."""
-    found: Rows = []
+def _ring_tables(caption: str, data: Data) -> list[Table | None]:
+    """The columns of the bench itself; what every result errs by, in a table of its own, for paper is not wider."""
+    times: Rows = []
+    results: Rows = []
     for report, run in zip(_reports(data), ring_runs(data), strict=True):
         told = {str(one.get("name")): one for one in mappings_of(run.get("candidates"))}
         for row, (name, one) in zip(rows_of(report), report.found.items(), strict=True):
+            who = {"layout": layout_of(run, told[name]), "by": row.pop("")}
+            who = {"world": row.pop("world"), "tokens": row.pop("tokens"), **who}
             agrees = cell(row.pop("agrees"), wrong=bool(one.disagrees))
-            of = {key: row.pop(key) for key in ("world", "tokens")}
-            named = {"layout": layout_of(run, told[name]), "by": row.pop("")}
-            del row["error"]  # the largest of these
-            errors = {f"error of {result}": error for result, error in one.errors.items()}
+            del row["error"]  # the largest of the results'
             counted = told[name].get("counted_bytes")
             more = {
                 "compute ms": None if one.compute is None else one.compute * 1e3,
                 "counted MB": counted / 1e6 if finite(counted) else None,
             }
-            found.append({**of, **named, **row, **more, **errors, "agrees": agrees})
-    return found
+            times.append({**who, **row, **more})
+            errors = {f"error of {result}": error for result, error in one.errors.items()}
+            results.append({**who, **errors, "agrees": agrees})
+    return [table(caption, times), table(f"{caption}, errors against float64", results)]
 
 
 def _ring_words(data: Data) -> Iterator[str]:
@@ -259,7 +261,7 @@ def _checked(data: Data) -> list[Row]:
 VIEWS = {
     "links": View("links", _links_tables, _links_failures, _links_words),
     "overlap": View("rows", _one(_overlap_rows), words=_overlap_words),
-    "ring": View("measurements", _one(_ring_rows), _ring_failures, _ring_words),
+    "ring": View("measurements", _ring_tables, _ring_failures, _ring_words),
     "memory": View("worlds", _one(_memory_rows), _memory_failures, _memory_words),
     "kernels": View("numbers", _kernels_tables, _kernels_failures),
     "host": View("rows", _one(_host_rows), _host_failures),
