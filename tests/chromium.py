@@ -96,6 +96,10 @@ class Page:
         """The whole page as a PNG."""
         return base64.b64decode(self.ask("Page.captureScreenshot", captureBeyondViewport=True)["data"])
 
+    def emulate(self, media: str) -> None:
+        """What the page is shown on: ``print``, or ``screen``."""
+        self.ask("Emulation.setEmulatedMedia", media=media)
+
     def pdf(self) -> bytes:
         """The page as it is printed on A4."""
         told = self.ask("Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=True)

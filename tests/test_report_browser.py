@@ -25,6 +25,15 @@ pytestmark = [
 
 WIDTHS, SCHEMES = (1280, 390), ("light", "dark")
 COLUMN = "Array.from(document.querySelectorAll('#cases tbody tr'), row => row.cells[0].textContent).join()"
+LEAST_TEXT = 8.0  # CSS px
+TEXT_SIZES = """Array.from(document.querySelectorAll('.charts svg text'), text => {
+    const {a, b} = text.getScreenCTM();  // from the picture's units to the screen's, turned text too
+    return [text.textContent, parseFloat(getComputedStyle(text).fontSize) * Math.hypot(a, b)];
+})"""
+PAPER = 718  # CSS px between the margins of A4
+TOO_WIDE = """Array.from(document.querySelectorAll('body *'))
+    .filter(one => one.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
+    .map(one => one.tagName + ': ' + one.textContent.slice(0, 40))"""
 FIRST_HEADER = "document.querySelector('#cases th')"
 
 
@@ -97,6 +106,24 @@ def test_numbers_sort_as_numbers(page: chromium.Page, folder: Path) -> None:
     page.run(f"{table}.tHead.rows[0].cells[{column}].firstElementChild.click()")
     told = page.run(f"Array.from({table}.tBodies[0].rows, row => row.cells[{column}].textContent).join()")
     assert told == "90,90,360,360,1,440,1,440"
+
+
+def test_text_of_plots_can_be_read_on_a_phone(page: chromium.Page, folder: Path) -> None:
+    page.open(folder / "harmless.html", min(WIDTHS))
+    sizes = dict(page.run(TEXT_SIZES))
+    assert len(sizes) > 20 and not {text: size for text, size in sizes.items() if size < LEAST_TEXT}
+    # wider than the screen, so that they scroll by themselves
+    assert page.run("document.querySelector('.charts .scroll').scrollWidth") > min(WIDTHS)
+    assert page.run("document.documentElement.scrollWidth") <= min(WIDTHS)
+
+
+def test_on_paper_nothing_is_wider_than_the_page(page: chromium.Page, folder: Path) -> None:
+    page.open(folder / "harmless.html", PAPER)
+    page.emulate("print")
+    page.run("dispatchEvent(new Event('beforeprint'))")
+    assert page.run("Array.from(document.querySelectorAll('details')).every(one => one.open)")
+    assert page.run(TOO_WIDE) == []
+    page.emulate("screen")
 
 
 def test_it_prints(page: chromium.Page, folder: Path) -> None:
