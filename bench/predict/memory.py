@@ -11,8 +11,12 @@ from .call import Call
 
 def memory(call: Call) -> dict[str, int]:
     """Bytes of a rank by what they are for, at the peak of a forward and backward of one attention alone."""
-    form = RingForm(call.is_two_level, call.slots, call.wire_dtype, call.grad_wire_dtype)
-    return parts_of_ours(problem_of(call), form)
+    return parts_of_ours(problem_of(call), form_of(call))
+
+
+def form_of(call: Call) -> RingForm:
+    """What its ring takes depends on."""
+    return RingForm(call.is_two_level, call.slots, call.wire_dtype, call.grad_wire_dtype)
 
 
 def problem_of(call: Call) -> Problem:

@@ -13,12 +13,13 @@ from .answers import Needed, Straggling, straggling, tokens_needed
 from .call import Call
 from .given import Given
 from .memory import memory
-from .others import Way, ways
+from .others import MIXTURE, Way, ways
 from .ring import Pass, ideal_seconds
 from .speed import Speed
 from .trouble import Trouble
 
 SCHEMA = "ringattn predict 1"
+MOST_MIXTURES = 3  # of Ulysses and a ring that the terminal shows
 
 
 def report(call: Call, given: Given, passes: Sequence[Pass], trouble: Trouble) -> dict[str, Any]:
@@ -46,7 +47,8 @@ def report(call: Call, given: Given, passes: Sequence[Pass], trouble: Trouble) -
     elif not call.is_plain:
         found["left_out"] = "of contiguous, zigzag (of even shards) and striped alone, full or causal"
     else:
-        found["ways"] = [asdict(way) | {"percent_of_ideal": way.percent} for way in ways(call, device, links, trouble)]
+        every = ways(call, device, links, trouble, capacity=given.capacity)
+        found["ways"] = [asdict(way) | {"percent_of_ideal": way.percent} for way in every]
         found["tokens_needed"] = asdict(tokens_needed(call, device, links))
     if trouble.is_there:
         found["trouble"] = trouble.words
@@ -79,7 +81,7 @@ def text(call: Call, given: Given, found: dict[str, Any]) -> str:
     ]  # fmt: skip
     parts = ["\n".join(lines), table(rows)]
     if "ways" in found:
-        parts.append(table([_way_row(Way(**without(one, "percent_of_ideal"))) for one in found["ways"]]))
+        parts.append(_ways([Way(**without(one, "percent_of_ideal")) for one in found["ways"]]))
         parts.append(_needed(Needed(**found["tokens_needed"]), "slow" in found))
     else:
         parts.append(f"left out: other ways, and the tokens per GPU that hide the links, are told {found['left_out']}")
@@ -102,10 +104,23 @@ def _worst(by_hop: Sequence[float]) -> str:
     return f"{list(by_hop).index(most)}: {1e3 * most:.3f} ms" if most > 0 else "none"
 
 
+def _ways(every: Sequence[Way]) -> str:
+    """All but the slower ones of many mixtures."""
+    mixed = [way for way in every if MIXTURE in way.name]
+    left_out = mixed[MOST_MIXTURES:]
+    told = table([_way_row(way) for way in every if way not in left_out])
+    return told + (
+        f"\n{len(left_out)} more of Ulysses{MIXTURE}a ring, none faster: --json has them" if left_out else ""
+    )
+
+
 def _way_row(way: Way) -> dict[str, Any]:
+    def ms(seconds: float | None) -> float | None:
+        return None if seconds is None else 1e3 * seconds
+
     return {
-        "way": way.name, "forward ms": 1e3 * way.forward, "backward ms": 1e3 * way.backward,
-        "% of ideal": way.percent, "exposed ms": 1e3 * way.exposed, "note": way.note,
+        "way": way.name, "forward ms": ms(way.forward), "backward ms": ms(way.backward), "% of ideal": way.percent,
+        "exposed ms": ms(way.exposed), "memory": human(way.memory, "B"), "note": way.note,
     }  # fmt: skip
 
 

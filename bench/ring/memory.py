@@ -66,26 +66,35 @@ def of_ours(problem: Problem, form: RingForm | None = None) -> int:
 
 
 def parts_of_ours(problem: Problem, form: RingForm) -> dict[str, int]:
-    """The bytes of :func:`of_ours` by what they are for.
-
-    Of two levels there are slots for the rail, and the total of what came home over it. What travels in another dtype
-    is encoded in one more slot by its owner, and decoded into memory of its own.
-    """
+    """The bytes of :func:`of_ours` by what they are for."""
     rows, n = rows_of(problem), tokens_per_rank(problem)
-    dtype = DTYPES[problem.dtype]
+    return {
+        "q, k, v and out": n * rows.inputs,
+        "their gradients": n * rows.inputs,
+        "dQ, fp32": n * rows.queries * FP32,
+        "one piece's dK/dV": n * rows.keys * rows.item,
+    } | slots_by_use(problem, form)
+
+
+def slots_of(problem: Problem, form: RingForm | None = None) -> int:
+    """What one of our rings keeps from call to call, whatever the world."""
+    return sum(slots_by_use(problem, form or RingForm()).values())
+
+
+def slots_by_use(problem: Problem, form: RingForm) -> dict[str, int]:
+    """Slots of K/V and of fp32 sums.
+
+    Of two levels some more for the rail, and the total of what came home over it. What travels in another dtype is
+    encoded in one more slot by its owner, and decoded into memory of its own.
+    """
+    if problem.world == 1:
+        return {}
+    rows, n, dtype = rows_of(problem), tokens_per_rank(problem), DTYPES[problem.dtype]
     wire, grad_wire = wire_of(form.wire_dtype, dtype), grad_wire_of(form.grad_wire_dtype)
     kv, sums = 2 * n * rows.keys * rows.item, 2 * n * rows.keys * FP32
     kv_slots = form.slots + BASE_SLOTS * form.two_level + (wire is not None)
     sums_slots = SUMS_SLOTS + RAIL_SLOTS * form.two_level
     found = {
-        "q, k, v and out": n * rows.inputs,
-        "their gradients": n * rows.inputs,
-        "dQ, fp32": n * rows.queries * FP32,
-        "one piece's dK/dV": n * rows.keys * rows.item,
-    }
-    if problem.world == 1:
-        return found
-    found |= {
         "K/V slots": kv_slots * (kv if wire is None else _travelling(problem, wire)),
         "slots of sums": sums_slots * (sums if grad_wire is None else _travelling(problem, grad_wire)),
         "sums that are home, fp32": sums * form.two_level,
@@ -98,12 +107,6 @@ def _travelling(problem: Problem, wire: Wire) -> int:
     """Bytes of a pair of a rank's K/V, or of their sums, in the form in which they travel."""
     shape = (problem.batch, tokens_per_rank(problem), problem.kv_heads, problem.head_dim)
     return 2 * sum(prod(size) * dtype.itemsize for size, dtype in wire.specs(shape))
-
-
-def slots_of(problem: Problem) -> int:
-    """Of K/V and of fp32 sums, whatever the world: what one of our rings keeps from call to call."""
-    rows, n = rows_of(problem), tokens_per_rank(problem)
-    return 2 * n * rows.keys * (KV_SLOTS * rows.item + SUMS_SLOTS * FP32) if problem.world > 1 else 0
 
 
 def of_usual_ring(problem: Problem) -> int:
