@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from csv import DictReader
 from dataclasses import astuple, replace
 from itertools import pairwise
 from pathlib import Path
@@ -428,7 +429,22 @@ def test_the_command_tells_everything(tmp_path: Path) -> None:
     assert {"two-level ring", "flat ring"} <= {way["name"] for way in told["ways"]}
     assert "Layout.balanced" in found.output and "tokens per GPU that hide the links" in found.output
     assert from_chrome(json.loads(trace.read_text())).world == 8
-    assert csv.read_text().count("\n") == 3
+    assert told["schema"] == "ringattn predict 1" and {"command", "date", "versions"} <= told["provenance"].keys()
+    both = [[one[key] for one in told["passes"]] for key in ("seconds", "exposed", "ideal")]
+    step = told["step"]
+    assert [step["seconds"], step["exposed"], step["ideal"]] == pytest.approx([sum(one) for one in both])
+    assert step["percent_of_ideal"] == pytest.approx(100 * step["ideal"] / step["seconds"])
+    shown = next(line.split() for line in found.output.splitlines() if line.startswith("step"))
+    assert float(shown[1]) == pytest.approx(1e3 * step["seconds"], rel=1e-3)
+    rows = list(DictReader(csv.read_text().splitlines()))
+    whole = [row for row in rows if not row["hop"]]
+    assert [row["phase"] for row in whole] == ["forward", "backward", "step"]
+    assert [float(row["seconds"]) for row in whole] == [*both[0], step["seconds"]]
+    for one in told["passes"]:
+        hops = [row for row in rows if row["hop"] and row["phase"] == one["phase"]]
+        assert [int(row["hop"]) for row in hops] == list(range(8))
+        assert [float(row["exposed"]) for row in hops] == one["exposed_by_hop"]
+        assert sum(one["exposed_by_hop"]) == pytest.approx(one["exposed"])
     window = runner.invoke(app, ["predict", "--window", "4k,0", "--gpus", "4"])
     assert window.exit_code == 0, window.output
 
@@ -438,7 +454,10 @@ def test_the_map(tmp_path: Path) -> None:
     arguments = ["--sweep", "tokens=1k..4k,gpus=2..32", "--picture", str(target), "--json", "-"]
     found = runner.invoke(app, ["predict", *arguments])
     assert found.exit_code == 0, found.output
-    rows = json.loads(found.output)
+    told = json.loads(found.output)
+    assert told["schema"] == "ringattn predict sweep 1" and {"command", "date", "versions"} <= told["provenance"].keys()
+    assert told["call"]["per_node"] == 8 and told["call"]["layout"] == "zigzag" and told["links"] and told["speed"]
+    rows = told["points"]
     assert len(rows) == 3 * 5 and all(0 < row["percent of ideal"] < 101 for row in rows)
     assert target.read_text().lstrip().startswith("<?xml")
 

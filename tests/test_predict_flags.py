@@ -100,6 +100,8 @@ def test_layouts_are_those_with_a_name(layout: str) -> None:
         (["--picture", "map.png"], "picture is given without sweep: it is of the map"),
         (["--link-between", "ib400"], "link-between is given without several nodes: it joins two of them; --nodes"),
         (["--gpus", "2", "--nodes", "2", "--link", "pcie5"], "link is given without several GPUs of a node"),
+        (["--full", "--prefix-length", "4k"], "prefix_length"),
+        ([*MAP, "--prefix-length", "1k"], "it takes contiguous, zigzag and striped, full or causal"),
         (["--documents-seed", "3"], "documents-seed is given without documents: it draws their lengths"),
     ],
 )
@@ -240,7 +242,7 @@ def test_the_map_leaves_out_what_fits_no_gpu(tmp_path: Path) -> None:
     flags = ("--memory", "0.1", "--picture", str(tmp_path / name), "--json", str(target), "--csv", str(points))
     found = invoke(*MAP, "--kv-heads", "8", *flags)
     assert found.exit_code == 0, found.output
-    rows = json.loads(target.read_text())
+    rows = json.loads(target.read_text())["points"]
     note = f"does not fit 0.1 GB: at most {most:,} tokens do"
     for row in rows:
         assert (row[PERCENT] is None) == (row["seconds"] is None) == (row["note"] == note) == (row["tokens"] == 2048)
@@ -288,3 +290,14 @@ def test_documents_are_drawn_by_their_seed() -> None:
     told = [json.loads(invoke("--documents", "2k", "--gpus", "2", *seed, "--json", "-").output)["passes"]
             for seed in ((), ("--documents-seed", "0"), ("--documents-seed", "1"))]  # fmt: skip
     assert told[0] == told[1] != told[2]
+
+
+def test_a_prefix_is_seen_by_everybody() -> None:
+    """Of 4k tokens over links that are hidden: a prefix of one is a causal mask, and one of all of them none at all."""
+    flags = ("--gpus", "2", "--tokens", "2k", "--layout", "contiguous", "--kv-heads", "1", "--json", "-")
+    told = [json.loads(invoke(*flags, *more).output) for more in (
+        (), ("--prefix-length", "1"), ("--prefix-length", "3k"), ("--prefix-length", "4k"), ("--full",)
+    )]  # fmt: skip
+    causal, one, most, all_of_it, full = ([each["seconds"] for each in found["passes"]] for found in told)
+    assert one == causal and all_of_it == full and causal[0] < most[0] < full[0]
+    assert told[2]["mask"] == "causal, prefix 3,072" and "ways" not in told[2]

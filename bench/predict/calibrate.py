@@ -137,7 +137,7 @@ def _of_gpu(call: Call, device: torch.device, link: Link | None, between: Link |
         raise ValueError("calibrate finds one GPU here, which tells no link: pass --link")
     speed, told = gpu_speed(call, device, gpu(device))
     joined = link or between_processes(min(gpus, max(call.world, 2)), "cuda", GPU_TRANSPORTS, GPU_SIZES)
-    return Given(speed, Links(joined, between or joined), speed.capacity, told)
+    return Given(speed, Links(joined, between or joined), speed.capacity, told, device)
 
 
 def gpu_speed(call: Call, device: torch.device, about: Mapping[str, Any]) -> tuple[Speed, tuple[str, ...]]:

@@ -20,6 +20,7 @@ from ..shapes import (
     DocumentsOfMean,
     DocumentsSeed,
     LayoutName,
+    PrefixLength,
     Window,
     binary,
     device_here,
@@ -49,7 +50,7 @@ from .memory import check as check_memory
 from .ring import MOST_RANKS, predicted
 from .speed import GPUS, Speed
 from .sweep import check_ending, draw, rows_of_sweep, shown
-from .text import report, text, without
+from .text import map_report, report, rows_of, text
 from .timelines import timeline
 from .trouble import Trouble
 
@@ -82,6 +83,7 @@ def predict(
     cu_seqlens: CuSeqlens = None,
     documents: DocumentsOfMean = None,
     documents_seed: DocumentsSeed = None,
+    prefix_length: PrefixLength = None,
     kernels: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Speeds: JSON of bench kernels, or results.json of bench suite.")
     ] = None,
@@ -112,7 +114,7 @@ def predict(
     picture: Annotated[Path | None, typer.Option(help=f"Of the map: PNG or SVG ({PICTURE} where left out).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Every rank's timeline, for Perfetto.")] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the passes, or the points of the map.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the passes and their hops, or the points of the map.")] = None,
 ) -> None:
     """Time, exposed communication and memory of a ring of any size, by the loops that really run."""
     check_targets(json, csv, trace, picture)
@@ -130,7 +132,7 @@ def predict(
         held = Layout.uneven([tokens * world])
         mask = mask_of(
             Layouts(held, held), batch, causal=causal, window_size=window or (UNLIMITED, UNLIMITED),
-            cu_seqlens=boundaries, seqused_k=None, prefix_length=None, block_mask=None,
+            cu_seqlens=boundaries, seqused_k=None, prefix_length=prefix_length, block_mask=None,
         )  # fmt: skip
         call = Call(
             tokens, world, layout.value, mask, heads, grouped(heads, kv_heads), head_dim, batch, dtype, nodes, True,
@@ -186,7 +188,7 @@ def _one(call: Call, given: Given, trouble: Trouble, trace: Path | None, json: s
     if json is not None:
         write_json(json, found)
     if csv is not None:
-        write_csv(csv, [without(one, "exposed_by_hop") for one in found["passes"]])
+        write_csv(csv, rows_of(found))
     if json != "-":
         typer.echo(text(call, given, found))
 
@@ -211,7 +213,7 @@ def _map(
     )
     draw(rows, heading, picture)
     if json is not None:
-        write_json(json, rows)
+        write_json(json, map_report(call, given, trouble, rows))
     if csv is not None:
         write_csv(csv, rows)
     if json != "-":

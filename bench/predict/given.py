@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import typer
 
 from ..shapes import size
-from .call import Call
+from .call import CPU, Call
 from .host import HostSpeed
 from .launch import whole
 from .links import Links, link_of
@@ -34,6 +35,8 @@ class Given:
     """Bytes of memory of a rank."""
     told: tuple[str, ...] = ()
     """What was measured, line by line."""
+    place: torch.device = CPU
+    """Where it was measured, by whoever asked."""
 
     def checked(self, beside: float | None, capacity: float | None) -> Given:
         """With what flags say in place of what is known.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from ..masks import title
+from ..provenance import provenance
 from ..shapes import human
 from ..tables import table
 from .answers import Needed, Straggling, straggling, tokens_needed
@@ -16,30 +17,46 @@ from .memory import memory
 from .others import MIXTURE, Way, ways
 from .ring import Pass, ideal_seconds
 from .speed import Speed
+from .sweep import Point
 from .trouble import Trouble
 
 SCHEMA = "ringattn predict 1"
+SWEEP_SCHEMA = "ringattn predict sweep 1"
+STEP = "step"  # a forward and a backward
 MOST_MIXTURES = 3  # of Ulysses and a ring that the terminal shows
+
+
+def heading(schema: str, call: Call, given: Given) -> dict[str, Any]:
+    """What every file begins with."""
+    return {
+        "schema": schema,
+        "provenance": provenance(given.place),
+        "call": without(asdict(call), "mask"),
+        "mask": title(call.mask),
+        "speed": asdict(given.device),
+        "links": asdict(given.links),
+        "measured": list(given.told),
+    }
+
+
+def map_report(call: Call, given: Given, trouble: Trouble, points: Sequence[Point]) -> dict[str, Any]:
+    """A map, for JSON; the call is what all points have in common."""
+    found = heading(SWEEP_SCHEMA, call, given)
+    shared = {name: value for name, value in found["call"].items() if name not in ("tokens", "world", "nodes")}
+    found["call"] = shared | {"per_node": call.per_node}
+    return found | ({"trouble": trouble.words} if trouble.is_there else {}) | {"points": list(points)}
 
 
 def report(call: Call, given: Given, passes: Sequence[Pass], trouble: Trouble) -> dict[str, Any]:
     """Everything, for JSON."""
     device, links = given.device, given.links
     ideal = {one.phase: ideal_seconds(call, device, one.phase) for one in passes}
-    found: dict[str, Any] = {
-        "schema": SCHEMA,
-        "call": {name: value for name, value in asdict(replace(call, mask=call.mask)).items() if name != "mask"},
-        "mask": title(call.mask),
-        "speed": asdict(device),
-        "links": asdict(links),
-        "measured": list(given.told),
+    found = heading(SCHEMA, call, given) | {
         "passes": [
-            {
-                "phase": one.phase, "seconds": one.seconds, "exposed": one.waited, "ideal": ideal[one.phase],
-                "percent_of_ideal": 100 * ideal[one.phase] / one.seconds, "exposed_by_hop": one.by_hop,
-            }
+            {"phase": one.phase, **_row(one.seconds, one.waited, ideal[one.phase]), "exposed_by_hop": one.by_hop}
             for one in passes
         ],
+        "step": _row(sum(one.seconds for one in passes), sum(one.waited for one in passes), sum(ideal.values())),
         "memory": memory(call),
     }  # fmt: skip
     if not isinstance(device, Speed):
@@ -55,6 +72,23 @@ def report(call: Call, given: Given, passes: Sequence[Pass], trouble: Trouble) -
     if trouble.slow:
         found["slow"] = asdict(straggling(call, device, links, trouble.slow, jitter=trouble.jitter))
     return found
+
+
+def _row(seconds: float, exposed: float, ideal: float) -> dict[str, float]:
+    return {"seconds": seconds, "exposed": exposed, "ideal": ideal, "percent_of_ideal": 100 * ideal / seconds}
+
+
+def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """For CSV: the passes and the step, which is both of them; then, with its number, what is exposed of every hop."""
+    passes, step = found["passes"], {"phase": STEP, "hop": None, **found["step"]}
+    whole = [{"phase": one["phase"], "hop": None, **{key: one[key] for key in found["step"]}} for one in passes]
+    empty = dict.fromkeys(found["step"])
+    hops = [
+        {"phase": one["phase"], "hop": hop, **empty, "exposed": exposed}
+        for one in passes
+        for hop, exposed in enumerate(one["exposed_by_hop"])
+    ]
+    return [*whole, step, *hops]
 
 
 def text(call: Call, given: Given, found: dict[str, Any]) -> str:
@@ -75,9 +109,9 @@ def text(call: Call, given: Given, found: dict[str, Any]) -> str:
         {
             "": one["phase"], "ms": 1e3 * one["seconds"], "ideal ms": 1e3 * one["ideal"],
             "% of ideal": one["percent_of_ideal"], "exposed ms": 1e3 * one["exposed"],
-            "worst hop": _worst(one["exposed_by_hop"]),
+            "worst hop": _worst(one["exposed_by_hop"]) if "exposed_by_hop" in one else "",
         }
-        for one in found["passes"]
+        for one in (*found["passes"], {"phase": STEP, **found["step"]})
     ]  # fmt: skip
     parts = ["\n".join(lines), table(rows)]
     if "ways" in found:
