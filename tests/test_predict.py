@@ -38,8 +38,9 @@ from ringattn.bench.timeline.events import from_chrome
 from ringattn.bench.timing import Clock
 from ringattn.kernels import FULL, Bounds
 from ringattn.ring import Layout, Mask, schedule
+from ringattn.ring.block_mask import bigbird
 from ringattn.ring.documents import Documents
-from ringattn.ring.mask import bounds
+from ringattn.ring.mask import bounds, visible_pairs
 from ringattn.ring.traffic import Key, Kind
 
 from .predict_cases import Steady
@@ -202,6 +203,25 @@ def test_areas_are_the_pairs_of_the_bounds() -> None:
             queries, keys = held.positions(1), held.positions(shard)
             assert area_of(made, 256, 256).pairs == int((queries[:, None] >= keys[None]).sum())
     assert area_of(bounds(Mask(causal=True), torch.arange(256), torch.arange(256)), 256, 256).edges == 256
+
+
+def test_areas_of_blocks_are_their_pairs() -> None:
+    """At every hop of a ring whose other bounds are full; and an ideal device computes no more."""
+    call = Call(512, 2, "contiguous", Mask(blocks=bigbird(1024, 128, window=3, global_=1, random=1)))
+    held = call.held()
+    for plan in call.plans():
+        for hop in plan.hops:
+            seen = visible_pairs(call.mask, held.positions(plan.rank), held.positions(hop.shard))
+            assert sum(area_of(one.bounds, 512, 512).pairs for one in plan.sights[hop.index]) == seen
+    many = Call(1 << 15, 2, "contiguous", Mask(blocks=bigbird(1 << 16, 128, window=3, global_=1, random=2)))
+    assert many.mask.blocks is not None
+    part = float(many.mask.blocks.visible.float().mean())
+    blocks, full = (ideal_seconds(one, H100, "forward") for one in (many, replace(many, mask=Mask())))
+    assert blocks == pytest.approx(part * full, rel=0.1)  # a pass over the state beside it
+    by_mask = [ideal_seconds(replace(many, mask=mask), H100, "forward") for mask in (
+        Mask(window=(64, 64)), Mask(window=(64, 64), global_tokens=((0, 2048),)), Mask()
+    )]  # fmt: skip
+    assert by_mask == sorted(by_mask) and by_mask[1] > 2 * by_mask[0]
 
 
 def test_fitted_speed_takes_what_was_told() -> None:

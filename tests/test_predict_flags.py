@@ -101,6 +101,7 @@ def test_layouts_are_those_with_a_name(layout: str) -> None:
         (["--link-between", "ib400"], "link-between is given without several nodes: it joins two of them; --nodes"),
         (["--gpus", "2", "--nodes", "2", "--link", "pcie5"], "link is given without several GPUs of a node"),
         (["--full", "--prefix-length", "4k"], "prefix_length"),
+        (["--layout", "striped", "--block-mask", "strided,block=128,stride=1k"], "runs of whole blocks of 128"),
         ([*MAP, "--prefix-length", "1k"], "it takes contiguous, zigzag and striped, full or causal"),
         (["--documents-seed", "3"], "documents-seed is given without documents: it draws their lengths"),
     ],
@@ -301,3 +302,10 @@ def test_a_prefix_is_seen_by_everybody() -> None:
     causal, one, most, all_of_it, full = ([each["seconds"] for each in found["passes"]] for found in told)
     assert one == causal and all_of_it == full and causal[0] < most[0] < full[0]
     assert told[2]["mask"] == "causal, prefix 3,072" and "ways" not in told[2]
+
+
+def test_blocks_are_what_show_takes() -> None:
+    flags = ("--gpus", "2", "--tokens", "8k", "--kv-heads", "1", "--full", "--json", "-")
+    told = [json.loads(invoke(*flags, *more).output) for more in ((), ("--block-mask", "strided,block=128,stride=1k"))]
+    full, blocks = (found["step"]["seconds"] for found in told)
+    assert blocks < full / 4 and "of blocks of 128" in told[1]["mask"]  # 11.9% of the blocks, which carry as much state

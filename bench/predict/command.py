@@ -12,9 +12,10 @@ from rich.console import Console
 from ...ring.arguments import Layouts, mask_of
 from ...ring.layout import Layout
 from ...ring.mask import UNLIMITED
-from ..masks import boundaries_of, title
+from ..masks import boundaries_of, pattern_of, title
 from ..output import check_targets, prints, write_csv, write_json
 from ..shapes import (
+    BlockMaskPattern,
     Causal,
     CuSeqlens,
     DocumentsOfMean,
@@ -84,6 +85,7 @@ def predict(
     documents: DocumentsOfMean = None,
     documents_seed: DocumentsSeed = None,
     prefix_length: PrefixLength = None,
+    block_mask: BlockMaskPattern = None,
     kernels: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Speeds: JSON of bench kernels, or results.json of bench suite.")
     ] = None,
@@ -132,7 +134,8 @@ def predict(
         held = Layout.uneven([tokens * world])
         mask = mask_of(
             Layouts(held, held), batch, causal=causal, window_size=window or (UNLIMITED, UNLIMITED),
-            cu_seqlens=boundaries, seqused_k=None, prefix_length=prefix_length, block_mask=None,
+            cu_seqlens=boundaries, seqused_k=None, prefix_length=prefix_length,
+            block_mask=pattern_of(tokens * world, block_mask),
         )  # fmt: skip
         call = Call(
             tokens, world, layout.value, mask, heads, grouped(heads, kv_heads), head_dim, batch, dtype, nodes, True,

@@ -32,16 +32,16 @@ class Area(NamedTuple):
 
 def area_of(bounds: Bounds, rows: int, keys: int) -> Area:
     """The area of one part of a hop."""
+    share = 1.0 if bounds.runs is None else _share(bounds, rows, keys)
     if bounds.lo is None or bounds.hi is None or not rows:
-        return Area(rows * keys, rows, keys, keys, 0)
+        return Area(rows * keys * share, rows, keys, keys * share, 0)
     seen = (bounds.hi - bounds.lo).clamp(min=0).double()
     starts = torch.arange(0, rows, TILE_ROWS)
     ends = (starts + TILE_ROWS - 1).clamp(max=rows - 1)
     # neither end ever decreases: a tile of rows is on an edge where its first and its last row differ
     differ = (bounds.lo[starts] != bounds.lo[ends]) | (bounds.hi[starts] != bounds.hi[ends])
     edges = float(((ends - starts + 1) * (differ & (seen[ends] + seen[starts] > 0))).sum())
-    if bounds.runs is not None:
-        seen *= _share(bounds, rows, keys)
+    seen *= share
     return Area(float(seen.sum()), rows, keys, float(seen.max()), edges)
 
 

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ...kernels import Bounds
-from ...ring.mask import Mask, bounds
+from ...ring.mask import Mask
 from ...ring.plan import Plan
 from .alike import UNIT, area_at, crosses, meeting, recorded
 from .call import Call
@@ -253,11 +252,12 @@ def _alike_costs(call: Call, device: Device, links: Links, phase: str) -> tuple[
 
 def ideal_seconds(call: Call, device: Device, phase: str) -> float:
     """Of one device with all the work, divided by the ranks."""
-    area, seen = whole(call.seqlen, causal=call.mask.causal), None
-    if device.on_host or call.mask != Mask(causal=call.mask.causal):
-        positions = torch.arange(call.seqlen)
-        seen = bounds(call.mask, positions, positions)
-        area = area_of(seen, call.seqlen, call.seqlen)
     form = replace(call.form, tokens=call.seqlen, chunks=1, on_host=device.on_host)
+    parts: list[tuple[Area, Bounds | None]] = [(whole(call.seqlen, causal=call.mask.causal), None)]
+    if device.on_host or call.mask != Mask(causal=call.mask.causal):
+        alone = replace(call, tokens=call.seqlen, world=1, nodes=1, layout="contiguous", speeds=())
+        seen = [sight.bounds for sight in alone.plans()[0].sights[0]]
+        parts = [(area_of(one, call.seqlen, call.seqlen), one) for one in seen]
     what = (FOLD,) if phase == "forward" else (DQ, DKDV)
-    return sum(device.launch_seconds(Launch(one, 0, area, seen), form) for one in what) / call.world
+    each = (Launch(one, 0, area, bounds) for one in what for area, bounds in parts)
+    return sum(device.launch_seconds(one, form) for one in each) / call.world
