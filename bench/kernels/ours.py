@@ -64,6 +64,7 @@ VARIANTS = [
     Variant(f"{OURS} deterministic single pass", {"backward": "single_pass_deterministic"}, (BACKWARD,)),
     Variant(f"{OURS} longest first", {"order": "longest"}),
     Variant(f"{OURS} persistent", {"persistent": True, "sm_margin": 0}, (FORWARD, STATE)),  # alone
+    Variant(f"{OURS} dkdv by descriptors", {"dkdv_epilogue": "descriptors"}, (BACKWARD,)),
     Variant(f"{OURS} packed heads", {"pack_gqa": True}, (FORWARD, STATE)),
 ]
 """Timed on a GPU, the default first. One line adds one; where its kernel does not run, its error is the reason told."""
