@@ -6,15 +6,8 @@ from collections.abc import Callable
 from time import process_time
 from timeit import timeit
 
-from ringattn.ring.schedule import Schedule, _schedule
-from ringattn.ring.travel import travelling
-from ringattn.ring.visits import seen_blocks, unions
-
-
-def forget() -> None:
-    """Plans of another test would hide what makes this one's."""
-    for cached in (_schedule, travelling, seen_blocks, unions):
-        cached.cache_clear()
+from ringattn.bench.micro.fresh import forget
+from ringattn.ring.schedule import Schedule
 
 
 def planned(seconds: float, make: Callable[[], Schedule], use: Callable[[Schedule], object]) -> Schedule:

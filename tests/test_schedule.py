@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringattn.bench.micro.fresh import forget
 from ringattn.comm.topology import Topology
 from ringattn.ring.documents import Documents
 from ringattn.ring.layout import Layout
@@ -17,7 +18,7 @@ from ringattn.ring.mask import Mask
 from ringattn.ring.schedule import Hop, Schedule, schedule
 
 from .layouts import NAMES, Window, layouts, masks, named, sees, small_layouts
-from .planning import forget, planned
+from .planning import planned
 from .rendezvous import gathered, journey_end, run_ranks
 
 CAUSAL = Mask(causal=True)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.bench.masks import packed
+from ringattn.bench.micro.fresh import forget
 from ringattn.ring import block_mask
 from ringattn.ring.documents import Documents
 from ringattn.ring.layout import Layout
@@ -20,7 +21,7 @@ from ringattn.ring.schedule import Schedule, schedule
 from ringattn.ring.visits import union, visits
 
 from .layouts import NAMES, Window, block_layouts, block_masks, layouts, masks, named, sees
-from .planning import forget, planned
+from .planning import planned
 
 CAUSAL = Mask(causal=True)
 MILLION, WORLD = 2**20, 64

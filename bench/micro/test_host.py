@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ringattn.bench.micro.fresh import forget
 from ringattn.comm.topology import Topology
 from ringattn.kernels import Tile, choice, default_config
 from ringattn.kernels.config import config_for
@@ -17,22 +18,34 @@ from ringattn.kernels.lookup import Gpu, triton_version
 from ringattn.kernels.tables import Entry, Point, Table, as_json, file_name
 from ringattn.ring import Layout, Mask, bounds
 from ringattn.ring.plan import plan
-from ringattn.ring.schedule import schedule
+from ringattn.ring.schedule import _schedule, schedule
 
 TOKENS = 1 << 17
+ROUNDS = 30
 CAUSAL = Mask(causal=True)
 CPU = torch.device("cpu")
 
 
+def scheduled(benchmark: Any, world: int, rank: int, topology: Topology | None = None) -> None:
+    """The schedule of a zigzag and a rank's hops, made anew in every round."""
+
+    def fresh() -> tuple[tuple[Layout], dict[str, Any]]:
+        forget()
+        return (Layout.zigzag(1024 * world, world),), {}
+
+    benchmark.pedantic(
+        lambda layout: schedule(layout, CAUSAL, topology=topology).hops(rank), setup=fresh, rounds=ROUNDS
+    )
+    assert _schedule.cache_info()[:2] == (0, 1), "hits and misses of the last round: it was not made, but found"
+
+
 @pytest.mark.parametrize("world", [8, 64, 256])
 def test_schedule(benchmark: Any, world: int) -> None:
-    layout = Layout.zigzag(1024 * world, world)
-    benchmark(lambda: schedule(layout, CAUSAL).hops(world // 2))
+    scheduled(benchmark, world, world // 2)
 
 
 def test_schedule_of_two_levels(benchmark: Any) -> None:
-    layout, topology = Layout.zigzag(1024 * 64, 64), Topology.grid(8, 8)
-    benchmark(lambda: schedule(layout, CAUSAL, topology=topology).hops(20))
+    scheduled(benchmark, 64, 20, Topology.grid(8, 8))
 
 
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
