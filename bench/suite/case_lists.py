@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..kernels import accuracy, beside, speed, targets
 from ..kernels.ours import VARIANTS
 from ..predict import turns
-from . import comm_cases, device_cases, fp8_cases, ring_cases, tune_cases, worlds
+from . import comm_cases, device_cases, fp8_cases, ring_cases, timeline_cases, tune_cases, worlds
 from .cases import Case
 
 
@@ -61,6 +61,10 @@ def gpu_cases() -> list[Case]:
         Case(
             "predicted", "virtual ranks against what `ringattn predict` says of them", turns.predicted_local_world, 10,
             {"seqlens": (32 * kib,)},
+        ),
+        Case(
+            "timeline", "virtual ranks recorded, beside what is predicted of a GPU each: traces for the page",
+            timeline_cases.timelines, 10, leaves=True,
         ),
         Case("NCCL to itself", "CuPy's communicator with one rank", worlds.nccl_to_itself, 12),
         Case(
@@ -159,6 +163,10 @@ def cpu_cases() -> list[Case]:
         Case(
             "memory", "the peak of a rank in rings of 2 and 4", ring_cases.memory, 60,
             {"worlds": (2, 4), "tokens": 2048},
+        ),
+        Case(
+            "timeline", "virtual ranks recorded, beside what is predicted of a core each: traces for the page",
+            timeline_cases.timelines, 30, {"seqlen": 4096, "heads": 8, "head_dim": 64, "dtype": "float32"}, leaves=True,
         ),
         Case("host time", "this package's own Python for a hop: a lower bound", comm_cases.host_time, 30),
         Case(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +61,11 @@ class Case:
     )
     arguments: Mapping[str, Any] = field(default_factory=dict)
     alone: bool = True  # it times the device, so that nothing else may run there
+    leaves: bool = False  # files, beside its numbers: ``run`` also takes ``folder``
+
+    def leaving_in(self, folder: Path) -> Case:
+        """The same, told where its files go."""
+        return replace(self, run=partial(self.run, folder=folder)) if self.leaves else self
 
 
 @contextmanager

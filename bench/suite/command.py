@@ -25,11 +25,13 @@ from ..provenance import provenance
 from ..report.command import write_beside
 from ..shapes import device_here
 from ..tables import table
+from ..timeline.events import SOURCES
 from . import result_file
 from .brief import lines, longest, sentences
 from .case_lists import cpu_cases, gpu_cases
 from .cases import Case, Number
 from .result_file import NAME, SCHEMA, RefusedResults
+from .timeline_cases import FILE
 from .workers import Outcome, Pool
 
 WRITING_SECONDS = 30.0  # of the budget, kept for the end: the page draws two pictures of each layout and mask
@@ -78,7 +80,7 @@ def suite(
             status.update(", ".join(book.running))
 
         pool = Pool(place, begun + budget - WRITING_SECONDS, width(), changed)
-        run = {one.case.name: one for one in pool.run(case for case in cases if case.name not in kept)}
+        run = {one.case.name: one for one in pool.run(case.leaving_in(out) for case in cases if case.name not in kept)}
     outcomes = [run[case.name] if case.name in run else restored(case, kept[case.name]) for case in cases]
     record["provenance"]["seconds"] = time.monotonic() - begun
     book.write()
@@ -119,6 +121,9 @@ def earlier(out: Path, record: Mapping[str, Any], *, again: bool) -> dict[str, A
     date = "".join(letter for letter in found["provenance"]["date"] if letter.isalnum() or letter == "-")
     aside = path.with_name(f"results_{date}.json")
     path.replace(aside)
+    for trace in (out / FILE.format(source) for source in SOURCES):
+        if trace.exists():  # the page of what is measured now has no place for it
+            trace.replace(aside.with_name(f"{aside.stem}_{trace.name}"))
     typer.echo(f"begun anew: {'; '.join(differ) or '--again'}. What was there is {aside}\n", err=True)
     return nothing
 
