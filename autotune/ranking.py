@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from ..kernels import Tile
+from ..kernels.lookup import DTYPES
+from ..kernels.order import heads_together, l2_of
 from ..kernels.tables import Point, options_of
 from .journal import Journal
 from .pool import Failure, run_jobs
@@ -19,6 +21,9 @@ OTHER_ROLES = ("only", "first", "last")
 ONE, BY_16, ANY = COUNTS = ("1", "16n", "n")
 """What Triton tells its compiler of a number."""
 
+Sides = tuple[int, int]
+"""Tokens of the side of a launch that is cut into programs, and of the side that they walk."""
+
 Rank = Callable[[Tile, Point], float]
 """How good a tile is thought to be at a point; larger is better."""
 
@@ -28,7 +33,8 @@ class Job(NamedTuple):
 
     Of numbers it is told whether they are 1 and whether 16 divides them, no more; of lengths the latter is taken for
     granted. ``heads`` are those that programs are cut by: of the keys in dK/dV, in parts where it is split, and in a
-    single pass; and of the keys where query heads are packed.
+    single pass; and of the keys where query heads are packed. ``order`` is of ``kernels.tiles.Order``; what of it a
+    launch does not have says nothing.
     """
 
     kernel: str
@@ -40,6 +46,7 @@ class Job(NamedTuple):
     heads: str  # one of COUNTS
     group: str
     parts: str  # of a group: its packed or split heads
+    order: tuple[str, str, str]
     tile: Tile
     arch: int
     role: str
@@ -48,7 +55,7 @@ class Job(NamedTuple):
     def key(self) -> str:
         """Its name in a journal."""
         flags = f"{'gqa' if self.grouped else 'mha'} {'full' if self.full else 'bounded'} {self.role}"
-        flags += f" heads {self.heads} group {self.group} parts {self.parts}"
+        flags += f" heads {self.heads} group {self.group} parts {self.parts} order {'/'.join(self.order)}"
         dims = f"D{self.head_dim}/{self.head_dim_v}"
         return f"{self.kernel} sm_{self.arch} {self.dtype} {dims} {flags} {tile_text(self.tile)}"
 
@@ -66,8 +73,10 @@ def point_text(point: Point) -> str:
     return f"{point.kernel} {point.dtype} {dims} group {point.group} {point.mask} {point.length}"
 
 
-def job_of(point: Point, tile: Tile, arch: int, heads: int, role: str = RANKING_ROLE) -> Job:
-    """What a launch with so many query heads is compiled for."""
+def job_of(
+    point: Point, tile: Tile, arch: int, heads: int, role: str = RANKING_ROLE, sides: Sides | None = None
+) -> Job:
+    """What a launch of one sequence with so many query heads is compiled for; ``sides``: the point's length twice."""
     options, group, parts = options_of(tile), point.group, 1
     if options.get("pack_gqa"):
         heads, group, parts = heads // group, 1, group
@@ -75,7 +84,23 @@ def job_of(point: Point, tile: Tile, arch: int, heads: int, role: str = RANKING_
         parts = int(options.get("dkdv_splits", 1))
         heads, group = heads // group * parts, group // parts
     counts = kind_of_count(heads), kind_of_count(group), kind_of_count(parts)
-    return Job(*point[:4], point.group > 1, point.mask == "full", *counts, tile, arch, role)
+    order = order_of(point, tile, arch, (heads, group, parts), sides or (point.length, point.length))
+    return Job(*point[:4], point.group > 1, point.mask == "full", *counts, order, tile, arch, role)
+
+
+def order_of(point: Point, tile: Tile, arch: int, counts: tuple[int, int, int], sides: Sides) -> tuple[str, str, str]:
+    """Kinds of an ``Order``'s counts, as ``kernels.launch.dealt`` has them on a GPU with the L2 of its ``arch``."""
+    (heads, group, parts), (rows, walked), options = counts, sides, options_of(tile)
+    by_keys = point.kernel not in ("forward", "dq")
+    swath = total = tiles = 0
+    if options.get("order") == "longest":
+        readers, shared = (1, group) if by_keys else (group, 1)
+        per_head = shared * walked * (point.head_dim + point.head_dim_v) * DTYPES[point.dtype].itemsize
+        swath, total = heads_together(per_head, readers, heads, l2_of(arch)), heads
+    if options.get("persistent"):
+        packed, block = (1, tile.block_k) if by_keys else (parts, tile.block_q)
+        tiles = -(-rows * packed // block) * heads
+    return kind_of_count(swath), kind_of_count(total), kind_of_count(tiles)
 
 
 def kind_of_count(count: int) -> str:
@@ -165,7 +190,6 @@ def rank_candidates(
     heads: int,
     count: int,
     orders_of: int = 0,
-    plain: bool = False,
     rank: Rank | None = None,
     tiles_of: Callable[[Point, int], Sequence[Tile]] | None = None,
 ) -> dict[Point, Ranked]:
@@ -174,7 +198,6 @@ def rank_candidates(
     Args:
         heads: of the queries.
         orders_of: so many of the best without options are also kept in every other order of their launch.
-        plain: keep none with options.
         rank: by default the bound of each candidate's verdict.
         tiles_of: what is compiled at a point, in place of the whole space.
     """
@@ -189,8 +212,7 @@ def rank_candidates(
             verdicts = {tile: found[job(point, tile)] for tile in tiles}
             dropped[point] = {tile: verdict.problems[0] for tile, verdict in verdicts.items() if verdict.problems}
             passed[point] = {tile: verdict for tile, verdict in verdicts.items() if not verdict.problems}
-            wanted = [tile for tile in passed[point] if not (plain and options_of(tile))]
-            waiting[point] = in_order(wanted, point, rank or _by_bound(verdicts))
+            waiting[point] = in_order(passed[point], point, rank or _by_bound(verdicts))
         kept = _clean_in_every_role(waiting, dropped, job, judge, count)
         return {point: Ranked(tuple(kept[point]), dropped[point], passed[point]) for point in tried}
 

@@ -17,14 +17,15 @@ from typer.testing import CliRunner
 from ringattn.autotune import Budget, Job, Journal, Reading, Shape, Verdict, gpu_of_arch, nearest, ranking, space
 from ringattn.bench.inspect import command as inspect_kernel
 from ringattn.bench.inspect.rank import LEAST_CONFIGS
+from ringattn.bench.kernels.accuracy import draw, exactly
 from ringattn.bench.tune import command
 from ringattn.bench.tune import measure as tune_measure
 from ringattn.bench.tune import run as tune_run
-from ringattn.bench.tune.measure import DeviceTrials
+from ringattn.bench.tune.measure import DeviceTrials, in_parts
 from ringattn.bench.tune.run import Wish, compile_part, default_tile, estimated_entry, journals, measure_part
 from ringattn.kernels import Tile, choice, default_config, lookup
 from ringattn.kernels.lookup import Gpu
-from ringattn.kernels.tables import KERNELS, TUNED, Point, read
+from ringattn.kernels.tables import KERNELS, TUNED, Point, options_of, read
 
 from .tile_tables import H200, entry, folders, save
 from .tune_cases import StandIn, at_once
@@ -103,9 +104,7 @@ def test_the_space_is_listed(tmp_path: Path) -> None:
         sum(len(space(point, 80)) for point in points),
         sum(len(command.orders_of(point, 80)) for point in points),
     )
-    told = (
-        f"{count} candidates for sm_80; of the best 2 of each also {orders} orders of a launch, on a GPU; not tried: "
-    )
+    told = f"{count} candidates for sm_80; of the best 2 of each also {orders} orders of a launch; not tried: "
     assert told in result.output and orders == 4 * 3 * 5  # order, persistent and its margin; of three kernels
     lines = (tmp_path / "list.csv").read_text().splitlines()
     assert len(lines) == count + orders + 1
@@ -117,11 +116,14 @@ def test_without_a_gpu_it_compiles_and_says_so(
     tmp_path: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Really: worker processes, Triton, the gate, a table that a reader takes and a launch may ask for."""
+    monkeypatch.setattr(ranking, "dealt", lambda *given: [])
     monkeypatch.setattr(
         ranking,
         "space",
         lambda point, arch: [
-            one for one in space(point, arch) if (one.num_stages, one.num_warps, one.block_k) == (1, 4, 32)
+            one
+            for one in space(point, arch)
+            if (one.num_stages, one.num_warps, one.block_q, one.block_k) == (1, 4, 32, 32)
         ],
     )
     result = asked(*SMALL, "--arch", "sm_80", "--json", str(tmp_path / "told.json"))
@@ -313,9 +315,33 @@ def test_estimates_come_first_and_stay_where_nothing_was_measured(
     assert len(read(path).entries) == len(found) == 20
 
 
-def test_the_estimate_is_the_best_bound(folders: Folders, compiler: None) -> None:
+def compiled_for(wish: Wish) -> list[Job]:
+    """What the compile part asks for, in order."""
+    seen: list[Job] = []
+
+    def verdict(job: Job) -> Verdict:
+        seen.append(job)
+        return fine(job)
+
+    compile_part(wish, journals(wish)[0], Bars(), compile_with=verdict)
+    return seen
+
+
+def test_without_a_gpu_as_much_is_compiled_as_with_one(folders: Folders, compiler: None) -> None:
+    """So that a machine with a GPU and the same cache compiles nothing."""
+    without, there = (compiled_for(wish_of(folder, device=on)) for folder, on in zip(folders, (None, CPU), strict=True))
+    assert without == there and any(options_of(job.tile).get("order") for job in there)
+
+
+def test_the_estimate_is_the_best_bound_of_a_tile_alone(folders: Folders, compiler: None) -> None:
+    """Whatever theirs, no kernel and no order that never ran."""
     wish = wish_of(folders[0], device=None)
-    for one in compile_part(wish, journals(wish)[0], Bars(), compile_with=fine):
+
+    def verdict(job: Job) -> Verdict:
+        return Verdict((), 9e9, "%") if options_of(job.tile) else fine(job)
+
+    for one in compile_part(wish, journals(wish)[0], Bars(), compile_with=verdict):
+        assert any(map(options_of, one.ranked.tiles)) or one.point.kernel not in KERNELS
         made = estimated_entry(one)
         most = max(fine(ranking.job_of(one.point, tile, 90, 2)).bound for tile in space(one.point, 90))  # type: ignore[type-var]
         assert made.bound == most and made.estimated and made.seconds is None
@@ -382,6 +408,27 @@ def test_every_run_has_fresh_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = seen[1:]  # the first compiles
     assert len(timed) == 3
     assert all(len({*sums}) == 3 for sums in zip(*timed, strict=True))
+
+
+@pytest.mark.parametrize("most", [1, 8 * 2 * 70 * 70 * 2, 1 << 30])
+def test_a_reference_in_parts_is_the_whole(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key head at a time, two of three, and all."""
+    given = draw(CPU, torch.float32, (70, 6, 3, 16, 32), batch=1)
+    monkeypatch.setattr(tune_measure, "MOST_SCORES", most)
+    for made, whole in zip(in_parts(exactly, given, True), exactly(given, True), strict=True):
+        assert made.shape == whole.shape and torch.allclose(made, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_a_check_has_the_heads_of_the_point_and_lengths_that_16_divides() -> None:
+    seen: list[tuple[int, ...]] = []
+    for kernel, mask in (("forward", "full"), ("single_pass", "full"), ("single_pass", "bounded")):
+        trials = DeviceTrials(Point(kernel, "bf16", 16, 16, 6, mask, 8192), Shape(12, 2, 16, 16), CPU)
+        q, k = trials._given[:2]
+        lengths = [part.stop - part.start for part in trials._shards()]
+        assert (q.shape[0], q.shape[2], k.shape[2]) == (1, 12, 2) and sum(lengths) == q.shape[1]
+        assert not any(length % 16 for length in lengths) and any(length % 32 for length in lengths)
+        seen.append((q.shape[1], *lengths))
+    assert seen == [(1008, 336, 336, 336), (1024, 336, 336, 352), (1008, 336, 336, 336)]
 
 
 def test_clocks_and_throttling_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,15 +176,6 @@ def test_the_best_are_kept_in_every_order_too(compiler: list[Job], tmp_path: Pat
     assert all(found.verdicts[tile].bound == fine(job_of(POINT, tile, 90, HEADS)).bound for tile in kept)
 
 
-def test_an_estimate_is_a_tile_and_no_more(compiler: list[Job], tmp_path: Path) -> None:
-    """Whatever its bound, no kernel and no order that never ran."""
-    judge = judge_of(compiler, tmp_path / "journal", lambda job: Verdict((), float(bool(options_of(job.tile)))))
-    (tile,) = rank_candidates([POINT], 90, judge, heads=HEADS, count=1, plain=True)[POINT].tiles
-    assert not options_of(tile)
-    (tile,) = rank_candidates([POINT], 90, judge, heads=HEADS, count=1)[POINT].tiles
-    assert options_of(tile) == {"forward_kernel": "hopper"}
-
-
 @pytest.mark.parametrize(
     ("kernel", "group", "options", "counts"),
     [
@@ -203,6 +194,26 @@ def test_a_job_has_the_heads_of_its_launch(
     point = POINT._replace(kernel=kernel, group=group)
     job = job_of(point, with_options(TILE, options), 90, HEADS)
     assert (job.heads, job.group, job.parts) == counts
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "sides", "order"),
+    [
+        ("forward", {}, None, ("16n", "16n", "16n")),  # which says nothing
+        ("forward", {"order": "longest"}, None, ("n", "16n", "16n")),  # K and V of 6 of 8 groups fit half of L2
+        ("forward", {"order": "longest"}, (1008, 336), ("16n", "16n", "16n")),  # and of all of them
+        ("forward", {"order": "longest", "pack_gqa": True}, None, ("n", "n", "16n")),  # 6 of 8 heads
+        ("dkdv", {"order": "longest"}, (1008, 10**6), ("1", "n", "16n")),
+        ("dq", {"persistent": True}, None, ("16n", "16n", "16n")),
+        ("dkdv", {"persistent": True}, (1000, 500), ("16n", "16n", "16n")),  # 8 tiles of 8 heads
+        ("dkdv", {"persistent": True}, (300, 500), ("16n", "16n", "n")),  # 3
+    ],
+)
+def test_a_job_has_the_order_of_its_launch(
+    kernel: str, options: dict[str, Any], sides: tuple[int, int] | None, order: tuple[str, ...]
+) -> None:
+    point = POINT._replace(kernel=kernel)
+    assert job_of(point, with_options(TILE, options), 90, HEADS, "middle", sides).order == order
 
 
 def test_nothing_that_passes_is_an_empty_answer(compiler: list[Job], tmp_path: Path) -> None:
@@ -296,89 +307,19 @@ def test_the_users_interruption_keeps_what_was_compiled(tmp_path: Path) -> None:
     assert [*tmp_path.glob("*.json")] == []
 
 
-HOPPER_KEYS = """
-import sys
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-sys.path.insert(0, %r)
-from gluon_arguments import CASES, Hopper, launch_case
-from ringattn.autotune.ranking import job_of
-from ringattn.bench.tune.compile import source_of
-from ringattn.kernels import Tile, hopper_launch
-from ringattn.kernels.tables import Point, with_options
-
-made = []
-driver.set_active(Hopper())
-hopper_launch.launch = lambda kernel, grid, device, *given, **how: made.append(
-    kernel.warmup(*given, grid=(grid,), **how).hash
-)
-for heads, kv_heads, bounded in ((16, 4, False), (8, 8, True)):
-    launch_case((2, 256, 384, heads, kv_heads, 128), torch.bfloat16, bounded, True)
-    point = Point("forward", "bf16", 128, 128, heads // kv_heads, "bounded" if bounded else "full", 256)
-    tile = with_options(Tile(128, 128, 8, 2), {"forward_kernel": "hopper"})
-    source = source_of(job_of(point, tile, 90, heads))
-    how = {"num_warps": 4, "maxnreg": hopper_launch.REGISTERS}
-    ours = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=how).hash
-    assert ours == made.pop(), (heads, kv_heads, bounded)
-"""
-
-
-def test_a_launch_of_the_hopper_forward_finds_it_in_tritons_cache(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", HOPPER_KEYS % str(Path(__file__).parent)],
-        env={**compiling(), "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.nightly
-def test_a_launch_finds_in_tritons_cache_what_was_compiled_before(tmp_path: Path) -> None:
-    """By the key: a launch that stops short of the driver, and a candidate's source, in a process that compiles."""
-    code = """
-    import torch, triton
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from ringattn.autotune.ranking import job_of
-    from ringattn.bench.tune.compile import source_of
-    from ringattn.kernels import Bounds, FULL, KernelConfig, Tile, attention
-    from ringattn.kernels.tables import Point, with_options
-
-    class Driver:
-        get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-        get_current_device = get_current_stream = lambda self, *given: 0
-
-    made = []
-    driver.set_active(Driver())
-    attention.launch = lambda kernel, grid, device, *given, **options: made.append(
-        kernel.warmup(*given, grid=(grid,), **options).hash
-    )
-    tile, length = Tile(64, 64, 4, 2), 64
-    config = KernelConfig(tile, tile, tile)
-    for heads, kv_heads in ((8, 2), (16, 1), (4, 4)):
-        counts = heads, kv_heads, kv_heads, heads
-        q, k, v, dout = (torch.empty(1, length, count, 64, dtype=torch.bfloat16) for count in counts)
-        lse = torch.empty(1, heads, length)
-        ends = torch.full((length,), length, dtype=torch.int32)
-        for mask, bounds in (("full", FULL), ("bounded", Bounds(ends * 0, ends))):
-            if mask == "bounded" and heads != 8:
-                continue
-            call = {"bounds": bounds, "config": config}
-            out, dq, dk, dv = (x.float() for x in (dout, q, k, v))
-            back = (dout, q, k, v, lse, lse)
-            attention.attention_forward(q, k, v, state=(out, lse), final=False, **call)
-            attention.attention_dq(*back, sums=dq, into=dq, **call)
-            attention.attention_dkdv(*back, sums=(dk, dv), into=(dk, dv), **call)
-            for kernel, found in zip(("forward", "dq", "dkdv"), made, strict=True):
-                point = Point(kernel, "bf16", 64, 64, heads // kv_heads, mask, length)
-                options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-                source = source_of(job_of(point, tile, 90, heads))
-                ours = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).hash
-                assert ours == found, (kernel, mask, heads, kv_heads)
-            made.clear()
-    """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**compiling(), "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+def test_a_launch_finds_in_tritons_cache_what_was_compiled_before() -> None:
+    """By the key: all that is timed and all that is checked, of every kernel in every order."""
+    command = [sys.executable, "-m", "tests.launch_keys"]
+    done = subprocess.run(command, env=compiling(), capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if not line.startswith("found: ")] == []
+    for part, launches in (("timed", 1), ("checked", 3)):  # a first, a middle and a last hop
+        names = [name for line in lines if (name := line.removeprefix(f"found: {part} {launches}, ")) != line]
+        for kernel, options in (
+            ("forward", "forward_kernel=hopper"), ("forward", "order=longest"), ("forward", "pack_gqa=True"),
+            ("dq", "order=longest persistent=True sm_margin=8"), ("dkdv", "dkdv_epilogue=descriptors"),
+            ("dkdv", "dkdv_splits=2"), ("single_pass", ""), ("single_pass_deterministic", ""),
+        ):  # fmt: skip
+            for mask in ("full", "bounded"):
+                assert any(name.startswith(kernel) and mask in name and options in name for name in names)

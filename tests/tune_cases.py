@@ -26,6 +26,8 @@ class StandIn:
     throttles: Callable[[int], tuple[str, ...]] = lambda call: ()
     """By the number of the call."""
     bad: dict[Tile, str] = field(default_factory=dict)
+    check: float = 0.25
+    """Seconds of a check."""
     dies_at: int | None = None
     """The call that the user interrupts."""
     now: float = 0.0
@@ -40,7 +42,7 @@ class StandIn:
         self.now += seconds
 
     def wrong(self, tile: Tile) -> str | None:
-        self._called("wrong", tile, 0.0)
+        self._called("wrong", tile, self.check)
         return self.bad.get(tile)
 
     def alone(self, tile: Tile) -> Reading:
@@ -61,6 +63,16 @@ class StandIn:
             raise KeyboardInterrupt
         self.calls.append((kind, tile))
         self.now += seconds
+
+
+class NoBars:
+    """Shows no progress."""
+
+    def more(self, part: str, count: int) -> None:
+        pass
+
+    def step(self, part: str) -> None:
+        pass
 
 
 def at_once(

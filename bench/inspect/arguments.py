@@ -88,20 +88,25 @@ def turns(variant: Variant) -> Turns:
     has_numbers = not variant.full or {"used", "runs"} & {*variant.features}
     if not has_numbers:
         return Turns(None, None, "*i32")
-    return Turns("*i32", "i32" if "used" in variant.features else 0, "*i32")
+    return Turns("*i32", "i32", "*i32")  # also where all batch rows share them: of integers a launch makes 1 a constant
 
 
 def box_types(variant: Variant, head_dim: int, *kept: Strided) -> list[Strided | str]:
     """Of what dK/dV leave or continue, with such a head dim: tensors, or their descriptors."""
     if dict(variant.options).get("dkdv_epilogue") != "descriptors":
         return [*kept]
-    return [f"tensordesc<{one.ptr[1:]}[1,{variant.tile.block_k},1,{head_dim}]>" for one in kept]
+    return [described(one.ptr[1:], variant.tile.block_k, head_dim) for one in kept]
 
 
 def box(variant: Variant) -> str | None:
     """The type of dQ's descriptor where the copy engine adds to it."""
-    described = variant.arch >= COPY_ENGINE_ARCH and fills_boxes(variant.head_dim)
-    return f"tensordesc<fp32[1,{variant.tile.block_q},1,{variant.head_dim}]>" if described else None
+    adds = variant.arch >= COPY_ENGINE_ARCH and fills_boxes(variant.head_dim)
+    return described("fp32", variant.tile.block_q, variant.head_dim) if adds else None
+
+
+def described(dtype: str, rows: int, columns: int) -> str:
+    """The type of a TMA descriptor of tiles of ``rows`` rows, to the blank as a launch spells it: it is hashed."""
+    return f"tensordesc<{dtype}{[1, rows, 1, columns]}>"
 
 
 def interval(variant: Variant) -> Interval:

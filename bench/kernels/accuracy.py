@@ -96,15 +96,15 @@ def judged(ours: Tensor, pytorch: Tensor, exact: Tensor) -> tuple[float, float, 
     return error, usual, 2 * usual + torch.finfo(ours.dtype).eps * exact.abs().max().item()
 
 
-def draw(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int]) -> Inputs:
+def draw(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], *, batch: int = 2) -> Inputs:
     """Fresh inputs, with q as a strided view, as a fused projection leaves it."""
     seqlen, heads, kv_heads, head_dim, head_dim_v = sizes
-    q = torch.randn(2, seqlen, heads, 2 * head_dim, device=device).to(dtype)[..., :head_dim]
+    q = torch.randn(batch, seqlen, heads, 2 * head_dim, device=device).to(dtype)[..., :head_dim]
     k, v, dout = (
-        torch.randn(2, seqlen, count, dim, device=device).to(dtype)
+        torch.randn(batch, seqlen, count, dim, device=device).to(dtype)
         for count, dim in ((kv_heads, head_dim), (kv_heads, head_dim_v), (heads, head_dim_v))
     )
-    return Inputs(q, k, v, dout, torch.randn(2, heads, seqlen, device=device))
+    return Inputs(q, k, v, dout, torch.randn(batch, heads, seqlen, device=device))
 
 
 def exactly(given: Inputs, causal: bool) -> Results:

@@ -196,7 +196,7 @@ def counted(wish: Wish) -> str:
                 reasons[kind_of(reason)] += 1
     others = "; ".join(f"{count} {kind}" for kind, count in reasons.most_common())
     orders = sum(len(orders_of(point, wish.gpu.arch)) for point in wish.points)
-    also = f"; of the best {ORDERS_OF} of each also {orders} orders of a launch, on a GPU" if orders else ""
+    also = f"; of the best {ORDERS_OF} of each also {orders} orders of a launch" if orders else ""
     return f"{tried} candidates for {wish.gpu.name}{also}" + (f"; not tried: {others}" if others else "")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ...autotune import Job, Verdict
 from ...autotune.ranking import ANY, ONE
 from ...kernels.lookup import triton_version
 from ...kernels.tables import options_of
-from ...kernels.tiles import Shape
+from ...kernels.tiles import Order, Shape
 from ..inspect.arguments import ast_source
 from ..inspect.bound import bounds_of, loop_bound, main_bound
 from ..inspect.gate import compile_and_ask
@@ -49,18 +50,31 @@ def source_of(job: Job) -> Any:
     names = [parameter.name for parameter in source.fn.params]
     shape = names.index("shape")
     parts = "packed" if job.kernel in ("forward", "dq") else "splits"
-    for field, count in (("heads", job.heads), ("group", job.group), (parts, job.parts)):
-        place = shape, Shape._fields.index(field)
+    counts: dict[tuple[str, ...], str] = {("heads",): job.heads, ("group",): job.group, (parts,): job.parts}
+    counts |= {("order", field): count for field, count in zip(Order._fields, job.order, strict=True)}
+    for path, count in counts.items():
+        place = shape, *place_of(path)
         if count == ANY and place in source.attrs:
             source.attrs[place] = []
         elif count == ONE and place in source.attrs:
             del source.attrs[place]
             source.constants[place] = 1
-            source.signature["shape"] = source.signature["shape"]._replace(**{field: "constexpr"})
+            source.signature["shape"] = constant_at(source.signature["shape"], path)
     # from Triton 3.7 on a launch says of every constexpr that it has no attribute, and that is part of the key
     if triton_version() >= (3, 7):
         source.attrs |= {(i,): [] for i, parameter in enumerate(source.fn.params) if parameter.is_constexpr}
     return source
+
+
+def place_of(path: Sequence[str]) -> list[int]:
+    """Where a field of ``Shape``, or one of its ``order``, is among the arguments of a launch."""
+    return [names.index(field) for names, field in zip((Shape._fields, Order._fields), path, strict=False)]
+
+
+def constant_at(types: Any, path: Sequence[str]) -> Any:
+    """The types of a tuple whose field is a constant."""
+    field, *rest = path
+    return types._replace(**{field: constant_at(getattr(types, field), rest) if rest else "constexpr"})
 
 
 def plain_source(variant: Variant) -> Any:

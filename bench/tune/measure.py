@@ -33,8 +33,14 @@ from ..kernels.accuracy import Inputs, Results, by_pytorch, draw, exactly, judge
 from ..kernels.beside import SIZES, Copy, bytes_for
 from ..timing import Clock
 
-CHECKED = 1000  # tokens: several tiles of any size and a ragged one, and float64 scores that fit
 CHECKED_SHARDS = 3  # a first, a middle and a last hop
+# What is checked is launched as what is timed, of one sequence with the same heads, so that its binaries are those that
+# workers compiled, and none is made at the expense of the budget. Compiled here are two small kernels alone, `delta`
+# and, where dK/dV is split, `reduce`: a second each, once for all candidates of a point that share their sides.
+CHECKED = 1008  # tokens: of shards that 16 divides, as launches are compiled for, and no side of 32 or more
+CHECKED_WHOLE = 1024  # of single passes without a mask, which have another binary where a side does not divide the keys
+CHECKED_SIDES = CHECKED, CHECKED // CHECKED_SHARDS  # that programs are cut from, and that they walk
+MOST_SCORES = 128 << 20  # bytes of float64 scores at a time; the reference and its gradients keep about eight such
 COPY_LASTS = 2.0  # times the kernel alone: it is beside the kernel to its end
 SLOWING = {
     "power cap", "hardware slowdown", "sync boost", "software thermal slowdown", "hardware thermal slowdown",
@@ -57,6 +63,26 @@ def reading_of(seconds: float, told: Mapping[str, Any]) -> Reading:
     return Reading(seconds, throttled, {name: float(told[name]) for name in told if name != "throttled"})
 
 
+def in_parts(of: Callable[[Inputs, bool], Results], given: Inputs, causal: bool) -> Results:
+    """``of`` of so many key heads at a time that their float64 scores take no more than they may, or of one."""
+    batch, tokens, heads, _ = given.q.shape
+    kv_heads = given.k.shape[2]
+    group = heads // kv_heads
+    step = max(1, MOST_SCORES // (8 * batch * group * tokens * tokens))
+    parts = [
+        of(heads_of(given, slice(first, first + step), slice(first * group, (first + step) * group)), causal)
+        for first in range(0, kv_heads, step)
+    ]
+    dims = {"out": 2, "lse": 1, "dq": 2, "dk": 2, "dv": 2}
+    return Results(**{name: torch.cat([getattr(part, name) for part in parts], dim) for name, dim in dims.items()})
+
+
+def heads_of(given: Inputs, keys: slice, queries: slice) -> Inputs:
+    """Of the inputs the heads of keys and those of the queries that see them."""
+    q, k, v, dout, dlse = given
+    return Inputs(q[:, :, queries], k[:, :, keys], v[:, :, keys], dout[:, :, queries], dlse[:, queries])
+
+
 class DeviceTrials:
     """Checks and times tiles at one point on one device: :class:`~ringattn.autotune.Trials`.
 
@@ -64,11 +90,13 @@ class DeviceTrials:
         point: what for.
         shape: its heads.
         device: a GPU; the CPU under Triton's interpreter, in tests.
-        checked: tokens of the check.
+        checked: tokens of the check; default: a few tiles of any size.
     """
 
-    def __init__(self, point: Point, shape: Shape, device: torch.device, *, checked: int = CHECKED) -> None:
-        self.point, self._shape, self._device, self._checked = point, shape, device, checked
+    def __init__(self, point: Point, shape: Shape, device: torch.device, *, checked: int | None = None) -> None:
+        whole = point.kernel in SINGLE_PASS and point.mask == "full"
+        self.point, self._shape, self._device = point, shape, device
+        self._checked = checked or (CHECKED_WHOLE if whole else CHECKED)
         self._clock = Clock(device)
         self._reader = nvml.reader(device)
         self._warm: set[Tile] = set()
@@ -178,19 +206,18 @@ class DeviceTrials:
     @cached_property
     def _given(self) -> Inputs:
         shape = self._shape
-        kv_heads = min(2, shape.kv_heads)
-        sizes = (self._checked, kv_heads * shape.group, kv_heads, shape.head_dim, shape.value_dim)
+        sizes = (self._checked, shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim)
         torch.manual_seed(0)
-        return draw(self._device, DTYPES[self.point.dtype], sizes)
+        return draw(self._device, DTYPES[self.point.dtype], sizes, batch=1)
 
     @cached_property
     def _right(self) -> tuple[Results, Results]:
         causal = self.point.mask == "bounded"
-        return exactly(self._given, causal), by_pytorch(self._given, causal)
+        return in_parts(exactly, self._given, causal), in_parts(by_pytorch, self._given, causal)
 
     def _shards(self) -> list[slice]:
-        edges = [self._checked * i // CHECKED_SHARDS for i in range(CHECKED_SHARDS + 1)]
-        return [slice(*edge) for edge in pairwise(edges)]
+        edges = [self._checked * i // CHECKED_SHARDS // 16 * 16 for i in range(CHECKED_SHARDS)]
+        return [slice(*edge) for edge in pairwise([*edges, self._checked])]
 
     def _results(self, tile: Tile) -> dict[str, Tensor]:
         config = config_of(self.point.kernel, tile)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,11 +45,12 @@ from ..inspect.report import Row, identity
 from ..inspect.variant import default_tile as built_in_tile
 from ..provenance import command
 from .compile import compile_job, digest, variant_of
-from .measure import DeviceTrials
+from .measure import CHECKED_SIDES, DeviceTrials
 
 # of a point that get time on a GPU: the best quarter or so of what compiles, and what a rank correlation takes
 CANDIDATES = LEAST_CONFIGS
 ORDERS_OF = 2  # the best of them are also tried in every other order of their launch
+CHECKED_ROLES = "first", "middle", "last"  # of the shards that a result is checked by
 MOST_COMMAND = 400  # characters that a table takes
 
 
@@ -187,7 +189,10 @@ def compile_part(
     compile_with: Callable[[Job], Verdict] = compile_job,
     rank: Rank | None = None,
 ) -> list[Found]:
-    """The candidates of every point, compiled, filtered and ranked."""
+    """The candidates of every point, compiled, filtered and ranked; of those to be measured all that a GPU launches.
+
+    Without a GPU as with one: what lies in Triton's cache then, a machine with one need not compile.
+    """
 
     def told(batch: int | None) -> None:
         if batch is None:
@@ -196,15 +201,18 @@ def compile_part(
             bars.more("compiling", batch)
 
     judge = Judge(compile_with, journal, workers=wish.workers, told=told)
-    measures = wish.device is not None
     arch, heads = wish.gpu.arch, wish.shape.heads
     ranked = rank_candidates(
-        wish.points, arch, judge, heads=heads, count=CANDIDATES if measures else 1,
-        orders_of=wish.orders_of if measures else 0, plain=not measures, rank=rank,
+        wish.points, arch, judge, heads=heads, count=CANDIDATES, orders_of=wish.orders_of, rank=rank,
         tiles_of=None if wish.near is None else wish.tiles_of,
     )  # fmt: skip
     defaults = {point: job_of(point, default_tile(point, arch), arch, heads) for point in wish.points}
     verdicts = judge(defaults.values())
+    judge(
+        job_of(point, tile, arch, heads, role, CHECKED_SIDES)
+        for point, one in ranked.items()
+        for tile, role in product([*one.tiles, defaults[point].tile], CHECKED_ROLES)
+    )
     return [
         Found(point, len({*one.dropped, *one.verdicts}), one, defaults[point].tile, verdicts[defaults[point]].bound)
         for point, one in ranked.items()
