@@ -17,6 +17,7 @@ import torch
 import triton
 from typer.testing import CliRunner
 
+from ringattn.bench.export import command as export_command
 from ringattn.bench.export.binary import parameter_layout
 from ringattn.bench.export.command import Backward, ForwardKernel, Role, app
 from ringattn.bench.export.tiles import Source, tiles_of
@@ -25,7 +26,7 @@ from ringattn.bench.inspect.compiled import SHARED_LIMIT
 from ringattn.bench.inspect.variant import DTYPES, ROLES
 from ringattn.kernels import Tile, hopper_backward_launch
 from ringattn.kernels.config import BACKWARDS, FORWARD_KERNELS, config_for, single_pass_tile
-from ringattn.kernels.lookup import CONFIG_DIR, Gpu
+from ringattn.kernels.lookup import CONFIG_DIR, Gpu, triton_version
 
 from .export.exports import (
     C_TYPES,
@@ -314,8 +315,14 @@ def test_the_forward_of_a_table_and_the_one_that_is_asked_for(folders: tuple[Pat
 
 def test_a_table_that_is_not_there_is_an_error(folders: tuple[Path, Path]) -> None:
     save(folders[0], *H200_ENTRIES)
-    with pytest.raises(ValueError, match="no table of NVIDIA H100, sm_90, for this version of Triton: `ringattn tune"):
+    version = ".".join(map(str, triton_version()))
+    there = re.escape(f"; of sm_90 there are NVIDIA H200 (Triton {version}, {folders[0]}): `ringattn tune")
+    with pytest.raises(ValueError, match=f"no table of NVIDIA H100, sm_90, for this version of Triton{there}"):
         tiles_of(Source(gpu="NVIDIA H100"), 90, "bf16", (128, 128), bounded=False)
+    with pytest.raises(
+        ValueError, match="no table of A100, sm_80, for this version of Triton, and none of any sm_80: "
+    ):
+        tiles_of(Source(gpu="A100"), 80, "bf16", (128, 128), bounded=False)
     with pytest.raises(ValueError, match="it has no table for sm_80"):
         tiles_of(Source(config_dir=folders[0]), 80, "bf16", (128, 128), bounded=False)
     save(folders[0], entry(), gpu=Gpu("NVIDIA H100", 90))
@@ -364,7 +371,7 @@ def test_the_bounds_of_a_causal_mask(export: Export) -> None:
         (["--arch", "sm_90a"], "it must be one of sm_80, "),
         (["--arch", "sm_90", "--role", "lone"], ", ".join(f"'{role}'" for role in ROLES)),
         (["--arch", "sm_90", "--head-dim", "300"], "256"),
-        (["--arch", "sm_90", "--dtype", "int8"], "'bfloat16', 'float16', 'float32'"),
+        (["--arch", "sm_90", "--dtype", "int8"], "'int8' is no dtype: it takes fp32, bf16, fp16, float16, bfloat16"),
         (["--arch", "sm_90", "--forward-kernel", "fast"], "'portable', 'hopper'"),
         (["--arch", "sm_90", "--backward", "one"], "'single_pass_deterministic', 'hopper'"),
     ],
@@ -374,6 +381,20 @@ def test_what_there_is_not(arguments: list[str], expected: str, tmp_path: Path) 
     assert done.exit_code != 0
     assert expected in " ".join(done.output.replace("│", " ").split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flag", ["--value-dim", "--head-dim-v"])
+def test_the_flags_of_a_shape_are_those_of_other_commands(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Wish] = []
+
+    def stop(wish: Wish) -> Wish:
+        asked.append(wish)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(export_command, "settled", stop)
+    CliRunner().invoke(app, ["--arch", "sm_90", "--head-dim", "192", flag, "128", "--dtype", "fp16"])
+    (wish,) = asked
+    assert (wish.dtype, wish.head_dim, wish.head_dim_v) == ("fp16", 192, 128)
 
 
 HOPPER_WISH = Wish(90, forward_kernel="hopper")

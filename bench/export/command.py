@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ...autotune.models import SHORT
 from ..inspect.compiled import SHARED_LIMIT
 from ..output import prints, write_json
-from ..shapes import size
+from ..shapes import dtype_name, size
 from .kernels import Exported, export
 from .manifest import LICENCE, manifest
 from .text import header, launcher
@@ -47,15 +48,6 @@ class Backward(StrEnum):
     hopper = "hopper"
 
 
-class Dtype(StrEnum):
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
-TRITON_NAMES = {Dtype.bfloat16: "bf16", Dtype.float16: "fp16", Dtype.float32: "fp32"}
-
-
 def arch_of(text: str) -> int:
     """``sm_90`` as 90; a parser of typer options.
 
@@ -86,8 +78,12 @@ def written(wish: Wish, kernels: list[Exported], folder: Path) -> dict[str, Any]
 def main(
     arch: Annotated[int, typer.Option(parser=arch_of, metavar="ARCH", help="Of the GPU, as sm_90.")],
     head_dim: Annotated[int, typer.Option(min=1, max=256, help="Of queries and keys.")] = 128,
-    head_dim_v: Annotated[int | None, typer.Option(min=1, max=256, help="Of values; default: the same.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of q, k, v and out.")] = Dtype.bfloat16,
+    value_dim: Annotated[
+        int | None, typer.Option("--value-dim", "--head-dim-v", min=1, max=256, help="Of values; default: the same.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(parser=dtype_name, metavar="DTYPE", help="Of q, k, v and out: bf16, fp16 or fp32.")
+    ] = "bfloat16",
     causal: Annotated[
         bool, typer.Option("--causal", help="With an interval of keys per query: this mask, and every other one.")
     ] = False,
@@ -128,7 +124,7 @@ def main(
     try:
         source = Source(gpu, config_dir, group, seqlen, estimated)
         wish = settled(Wish(
-            arch, TRITON_NAMES[dtype], head_dim, head_dim_v or head_dim, causal, grouped, role.value, source, chosen,
+            arch, SHORT[dtype], head_dim, value_dim or head_dim, causal, grouped, role.value, source, chosen,
             backward.value,
         ))  # fmt: skip
         for name in wish.kernels:

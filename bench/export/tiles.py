@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...kernels import hopper_backward_launch
+from ...kernels import hopper_backward_launch, lookup
 from ...kernels.attention import DELTA_BLOCK
 from ...kernels.config import Tile, config_for, single_pass_tile
 from ...kernels.lookup import CONFIG_DIR, Gpu, folder_of, is_offered, tables_of
@@ -144,10 +144,25 @@ def _tables(source: Source, arch: int) -> list[Table]:
     found = tables_of(Gpu(name, arch), str(folder) if folder else None, estimated=source.estimated)
     if not found and source.is_asked:
         raise ValueError(
-            f"there is no table of {name}, sm_{arch}, for this version of Triton: `ringattn tune --save-dir DIR` makes "
-            "one, and --config-dir DIR says where it is"
+            f"there is no table of {name}, sm_{arch}, for this version of Triton{others_of(folder, arch)}: "
+            "`ringattn tune --save-dir DIR` makes one, and --config-dir DIR says where it is"
         )
     return found
+
+
+def others_of(folder: Path | None, arch: int) -> str:
+    """In words, which tables of such GPUs there are, and where."""
+    found = []
+    for place in dict.fromkeys([folder or lookup.user_folder(), *lookup.PACKAGE]):
+        for path in sorted(place.glob("*_triton-*.json")) if place is not None else ():
+            try:
+                table = read(path)
+            except RefusedTable:  # one that is asked for says why
+                continue
+            if table.arch == arch:
+                guessed = ", never timed" if all(one.estimated for one in table.entries) else ""
+                found.append(f"{table.gpu} (Triton {'.'.join(map(str, table.triton))}{guessed}, {path.parent})")
+    return f"; of sm_{arch} there are {', '.join(found)}" if found else f", and none of any sm_{arch}"
 
 
 def _only_gpu(source: Source, arch: int) -> str | None:
