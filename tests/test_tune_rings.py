@@ -339,9 +339,9 @@ def test_rings_are_listed_and_nothing_else_is_done(
     tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ring_command, "searched", lambda wish: pytest.fail("a search was started"))
-    folder = tmp_path / "tables"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder := tmp_path / "cache"))
     flags = "--ring --list --world 4 --device cpu --heads 8 --kv-heads 4 --wire fp8 --seqlen 1k,2k --json -"
-    listed = asked(*flags.split(), "--save-dir", str(folder))
+    listed = asked(*flags.split())
     assert listed.exit_code == 0, listed.output
     told = json.loads(listed.output)
     assert [RingPoint(**point) for point in told["points"]] == [

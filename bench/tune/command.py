@@ -49,7 +49,7 @@ def run(
     ] = None,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Measure nothing, GPU or not.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="Print what would be tried, and do nothing.")] = False,
-    budget: Annotated[float, typer.Option(min=1, help="Seconds on the GPU.")] = BUDGET,
+    budget: Annotated[float | None, typer.Option(min=1, help="Seconds on the GPU; default: 300.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Compiling processes; default: the cores.")] = None,
     ring: Annotated[
         bool, typer.Option("--ring", help="Tune what all ranks share (transport, chunks, channels) by whole steps.")
@@ -77,16 +77,20 @@ def run(
         of_rings = {"--world": world, "--device": on, "--wire": wire}
         of_tiles = {"--arch": arch, "--compile-only": compile_only, "--workers": workers}
         check_mode(ring, of_rings, of_tiles)
+        of_runs = {"--compile-only": compile_only, "--budget": budget, "--workers": workers, "--save-dir": save_dir}
+        check_say("--list, which does nothing", of_runs if list_ else {})
+        check_say("--compile-only, which measures nothing", {"--budget": budget} if compile_only else {})
+        seconds = budget or BUDGET
         shape = shape_of(heads, kv_heads, head_dim, value_dim, from_config, SHORT[dtype] if dtype else None)
         folder = save_dir or user_folder()
         if folder is None:
             raise ValueError("--save-dir is not given, and this user has no home to keep a cache in")
         if ring:
-            wishes = ring_wishes(shape, seqlen, causal, device_name(on), world, wire, budget, folder.absolute())
+            wishes = ring_wishes(shape, seqlen, causal, device_name(on), world, wire, seconds, folder.absolute())
             (list_rings if list_ else tune_rings)(wishes, json, csv)
             return
         gpu, device, why = target(arch, compile_only)
-        wish = Wish(shape, tuple(seqlen), causal, gpu, device, folder.absolute(), budget, workers or cores())
+        wish = Wish(shape, tuple(seqlen), causal, gpu, device, folder.absolute(), seconds, workers or cores())
         points = wish.points
         if list_:
             rows = listed(wish)
@@ -120,6 +124,17 @@ def check_mode(ring: bool, of_rings: dict[str, Any], of_tiles: dict[str, Any]) -
             raise ValueError(f"{name} is {value}: it is for tiles, which --ring does not search; leave out one of them")
         if value:
             raise ValueError(f"{name} is {value}: it is for rings; add --ring, or leave it out")
+
+
+def check_say(beside: str, flags: dict[str, Any]) -> None:
+    """Refuse what has no say beside another flag.
+
+    Raises:
+        ValueError: one of them is given.
+    """
+    for name, value in flags.items():
+        if value:
+            raise ValueError(f"{name} is {value}: it has no say beside {beside}; leave out one of them")
 
 
 def shape_of(
