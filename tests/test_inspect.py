@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from ringattn.bench.inspect import command as inspect_command
 from ringattn.bench.inspect.bound import Bound, blocks_of, bound_of, bounds_of, clocks, loop_bound, main_bound
 from ringattn.bench.inspect.chips import CHIPS, blocks_per_sm
 from ringattn.bench.inspect.command import app, inspect_variant, variants
@@ -284,6 +285,17 @@ def test_correlations_want_twenty_configs_of_one_kernel() -> None:
         correlations([*measured(19, 0), *measured(1, 0)[:0], *other])
 
 
+def test_orders_of_a_launch_are_no_configs() -> None:
+    """They share the loop and so the bound; another kernel does not."""
+    rows = measured(24, 0)
+    for row, name in zip(rows[20:], ("order", "persistent", "dkdv_epilogue", "forward_kernel"), strict=True):
+        row["options"] = {name: "some"}
+    (found,) = correlations(rows)
+    assert found["configs"] == 21
+    with pytest.raises(ValueError, match="at most 19 configs"):
+        correlations(rows[1:-1])
+
+
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, arguments, env={"TERMINAL_WIDTH": "200", "COLUMNS": "200"})
     return result.exit_code, " ".join(result.output.replace("│", " ").split())
@@ -318,6 +330,9 @@ def test_a_bound_that_does_not_rank_fails(sign: float, code: int, tmp_path: Path
         (["--option", "sm_margin=1"], "option is 'sm_margin=1'"),
         (["--kernel", "dq", "--option", "dkdv_splits=2"], "it is of dkdv, not of dq"),
         (["--diff", "a.json", "b.json"], "cannot read a.json"),
+        (["--diff", "90:bf16:128:dq", "90:bf16:128:dp"], "TRITON_INTERPRET is set"),
+        (["--diff", "90:bf16:128:dp", "90:bf16:128:dq"], "role, kernel, feature or option is 'dp': it must be one of"),
+        (["--diff", "90:bf16", "90:bf16:128"], "spec is '90:bf16': it must be ARCH:DTYPE:D"),
         (["--correlate", "none.json"], "cannot read none.json"),
         (["--json", "no/such/folder/x.json"], "there is no folder"),
         ([], "TRITON_INTERPRET is set"),
@@ -346,6 +361,13 @@ def test_a_config_per_combination() -> None:
         (["--correlate", "r.json", "--diff", "a.json", "b.json"], "--diff beside --correlate"),
         (["--diff", "a.json", "b.json", "--full"], "--full beside --diff of two reports"),
         (["--diff", "64x64x4x2", "64x64x4x3", "--tile", "64x64x4x1"], "--tile beside --diff 64x64x4x2 64x64x4x3"),
+        (["--diff", "90:bf16:128:dq", "r.json", "--full"], "--full beside --diff of what names all of a variant"),
+        (["90:bf16:128", "--diff", "90:bf16:128:dq", "90:bf16:64:dq"], "'90:bf16:128' beside --diff, which takes two"),
+        (["--kernel", "delta", "--role", "last"], "--role beside --kernel delta, to which it says nothing"),
+        (["--kernel", "quantize,dequantize", "--full"], "--full beside --kernel quantize,dequantize"),
+        (["--kernel", "reduce", "--gqa"], "--gqa beside --kernel reduce"),
+        (["--kernel", "reduce", "--full", "--role", "last"], "TRITON_INTERPRET is set"),
+        (["--kernel", "dq,delta", "--full"], "TRITON_INTERPRET is set"),
     ],
 )
 def test_what_has_no_say_is_refused(arguments: list[str], told: str) -> None:
@@ -385,6 +407,25 @@ def test_two_reports_side_by_side(tmp_path: Path) -> None:
         (tmp_path / name).write_text(json.dumps({"rows": [one]}))
     code, told = run("--diff", str(tmp_path / "a.json"), str(tmp_path / "b.json"))
     assert code == 0 and "Triton 9.9.9" in told and "registers 64 80 16" in told and "bound 16 20 4" in told
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("90:bf16:128:dkdv", "90:bf16:128:dkdv:order=longest"),
+        ("90:bf16:128:forward", "90:bf16:128:hopper"),
+        ("90:bf16:128:dq:middle", "90:bf16:128:dq:middle:persistent=True"),
+    ],
+)
+def test_two_configs_side_by_side(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        inspect_command, "inspect_all", lambda asked: [row_of(variant, COMPILED, []) for variant in asked]
+    )
+    code, told = run("--diff", before, after)
+    kernel = before.split(":")[3]
+    count = 4 if "middle" in before else 16  # roles, with and without a mask, grouped or not
+    assert code == 0 and told.count(f"A: {kernel} sm_90") == told.count(f"B: {kernel} sm_90") == count
+    assert told.count("=") == count and "dkdv_splits" not in told
 
 
 def test_rows_are_paired_by_what_they_are() -> None:

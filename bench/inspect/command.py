@@ -142,12 +142,32 @@ def inspect_all(asked: Sequence[Variant]) -> list[Row]:
 
 
 def _rows(word: str, make: Callable[[str], list[Row]]) -> list[Row]:
-    """One side of ``--diff``: a report by its file, or a tile."""
-    return read_rows(word) if is_report(word) else make(word)
+    """One side of ``--diff``: a report by its file, a config by its spec, or a tile."""
+    return read_rows(word) if is_report(word) else inspect_all(configs(word)) if is_spec(word) else make(word)
 
 
 def is_report(word: str) -> bool:
     return word.endswith(".json")
+
+
+def is_spec(word: str) -> bool:
+    return ":" in word and not is_report(word)
+
+
+def named(spec: str) -> list[Variant]:
+    """What a spec names: ValueError where that is nothing."""
+    found = [*select(spec)]
+    if not found:
+        raise ValueError(f"spec is {spec!r}: no kernel with such options has a default tile at its head dim")
+    return found
+
+
+def configs(spec: str) -> list[Variant]:
+    """Of what a spec names one of each kernel, role, mask and grouping: dK/dV in parts where the spec says so."""
+    first: dict[tuple[object, ...], Variant] = {}
+    for one in named(spec):
+        first.setdefault((one.kernel, one.role, one.full, one.grouped, one.head_dim), one)
+    return [*first.values()]
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -169,11 +189,24 @@ OF_FLAGS = ("kernel", "arch", "dtype", "head_dim", "role", "tile", "feature", "o
 """What says which variants are meant, where no spec does."""
 FLAG = {"grouped": "--gqa"}
 
+HEARD_BY = {
+    "role": (*ATTENTION, *HOPPER, "reduce"), "full": (*ATTENTION, *HOPPER, "reduce"), "grouped": (*ATTENTION, *HOPPER),
+}  # fmt: skip
+"""Which kernels a flag says something to."""
+
 
 def is_given(context: typer.Context, name: str) -> bool:
     """Whether the command line has this flag."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def refuse_unheard(context: typer.Context, kernels: str) -> None:
+    """Refuse a flag that says nothing to any of the kernels: ValueError."""
+    for name, hearing in HEARD_BY.items():
+        if is_given(context, name) and {*kernels.split(",")} <= {*MEMORY_BOUND} - {*hearing}:
+            flag = FLAG.get(name, f"--{name}")
+            raise ValueError(f"{flag} beside --kernel {kernels}, to which it says nothing: leave out one or the other")
 
 
 def refuse_beside(
@@ -189,9 +222,10 @@ def refuse_beside(
             )
     elif diff is not None:
         if spec:
-            raise ValueError("--diff compares tiles of the flags, or reports: leave out the specs")
-        if all(map(is_report, diff)) and given:
-            raise ValueError(f"{', '.join(given)} beside --diff of two reports: leave out one or the other")
+            raise ValueError(f"{spec[0]!r} beside --diff, which takes two specs itself: leave out one or the other")
+        if all(is_report(side) or is_spec(side) for side in diff) and given:
+            what = "two reports" if all(map(is_report, diff)) else "what names all of a variant"
+            raise ValueError(f"{', '.join(given)} beside --diff of {what}: leave out one or the other")
         if "--tile" in given:
             raise ValueError(
                 f"--tile beside --diff {' '.join(diff)}, which says both tiles: leave out one or the other"
@@ -233,7 +267,7 @@ def inspect(
     full: Annotated[bool, typer.Option("--full", help="No mask: every query sees every key.")] = False,
     grouped: Annotated[bool, typer.Option("--gqa", help="Several query heads per key head.")] = False,
     diff: Annotated[
-        tuple[str, str] | None, typer.Option(metavar="A B", help="Two tiles, or two reports by --json, side by side.")
+        tuple[str, str] | None, typer.Option(metavar="A B", help="Two tiles, specs or reports by --json, side by side.")
     ] = None,
     correlate: Annotated[
         str | None, typer.Option(metavar="FILE", help="A report whose rows have measured `seconds`: rank correlation.")
@@ -251,14 +285,12 @@ def inspect(
     def make(tiles: str | None) -> list[Row]:
         if not spec:
             return inspect_all([*variants(kernel, arch, dtype, head_dim, role, tiles, feature, option, full, grouped)])
-        by_name = {name: [*select(name)] for name in spec}
-        if nothing := [name for name, found in by_name.items() if not found]:
-            raise ValueError(f"spec is {nothing[0]!r}: no kernel with such options has a default tile at its head dim")
-        return inspect_all([variant for found in by_name.values() for variant in found])
+        return inspect_all([variant for found in [named(name) for name in spec] for variant in found])
 
     try:
         check_targets(json, csv)
         refuse_beside(context, spec, diff, correlate)
+        refuse_unheard(context, kernel)
         if correlate is not None:
             found = correlations(read_rows(correlate))
             _write(found, table(found), json, csv)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ...autotune.space import DEALT_FIELDS
 from .report import IDENTITY, Row, key_of
 
 WORK = ("length", "group")
 """What rows of `ringattn tune` have beside: seconds of different work are not compared."""
+
+ORDERS = frozenset(name for tried in DEALT_FIELDS.values() for name in tried)
+"""Options that change when a tile is taken, not its loop: to the bound a tile in all of its orders is one config."""
 
 LEAST_CONFIGS = 20
 LEAST_CORRELATION = 0.6
@@ -52,14 +56,15 @@ def correlations(rows: Sequence[Row]) -> list[Row]:
     """Per kernel, GPU and shape: how well the bound predicts which config is faster (1: always, 0: not at all).
 
     ``rows`` are those of a report, each with ``seconds`` measured on the same work. What was not measured or has no
-    bound is left out.
+    bound is left out, and so is a tile in another order of its launch.
 
     Raises:
         ValueError: no group has 20 measured configs.
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        if isinstance(row.get("seconds"), int | float) and isinstance(row.get("bound"), int | float):
+        known = isinstance(row.get("seconds"), int | float) and isinstance(row.get("bound"), int | float)
+        if known and not ORDERS & {*(row.get("options") or {})}:
             groups.setdefault(key_of(row, (*IDENTITY, *WORK)), []).append(row)
     enough = [group for group in groups.values() if len(group) >= LEAST_CONFIGS]
     if not enough:
