@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from ringattn.autotune import Budget, Job, Journal, Reading, Shape, Verdict, gpu_of_arch, nearest, ranking, space
 from ringattn.bench.inspect import command as inspect_kernel
 from ringattn.bench.inspect.rank import LEAST_CONFIGS
-from ringattn.bench.kernels.accuracy import draw, exactly
+from ringattn.bench.kernels.accuracy import Inputs, Results, draw, exactly
 from ringattn.bench.tune import command
 from ringattn.bench.tune import measure as tune_measure
 from ringattn.bench.tune import run as tune_run
@@ -415,12 +415,20 @@ def test_every_run_has_fresh_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(len({*sums}) == 3 for sums in zip(*timed, strict=True))
 
 
-@pytest.mark.parametrize("most", [1, 8 * 2 * 70 * 70 * 2, 1 << 30])
-def test_a_reference_in_parts_is_the_whole(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One key head at a time, two of three, and all."""
+@pytest.mark.parametrize(("most", "heads"), [(1, [1, 1, 1]), (8 * 2 * 70 * 70 * 2, [2, 1]), (1 << 30, [3])])
+def test_a_reference_in_parts_is_the_whole(most: int, heads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of so many key heads at a time."""
     given = draw(CPU, torch.float32, (70, 6, 3, 16, 32), batch=1)
     monkeypatch.setattr(tune_measure, "MOST_SCORES", most)
-    for made, whole in zip(in_parts(exactly, given, True), exactly(given, True), strict=True):
+    parts: list[int] = []
+
+    def of(part: Inputs, causal: bool) -> Results:
+        parts.append(part.k.shape[2])
+        return exactly(part, causal)
+
+    found = in_parts(of, given, True)
+    assert parts == heads
+    for made, whole in zip(found, exactly(given, True), strict=True):
         assert made.shape == whole.shape and torch.allclose(made, whole, rtol=1e-12, atol=1e-12)
 
 
