@@ -128,7 +128,8 @@ def reaches(bar: Bar, what: str, who: str, rates: Mapping[str, float]) -> float 
         return rates[f"{what}:{who}"]
     if bar.over == ALONE:
         # of all: one that leaves room to a transfer is slow without it, and would seem to lose nothing beside it
-        return rates[f"{what}:{who}"] / max(rate for name, rate in rates.items() if name.startswith(f"{ALONE}:"))
+        alone = [rate for name, rate in rates.items() if name.startswith(f"{ALONE}:")]
+        return rates[f"{what}:{who}"] / max(alone) if alone else None
     other = f"{PLAIN}:{who}" if bar.over == PLAIN else f"{what}:{bar.over}"
     return rates[f"{what}:{who}"] / rates[other] if rates.get(other) else None
 
