@@ -213,21 +213,28 @@ def magnitudes(
     return {name: sums.max().item() for name, sums in terms.items() if sums.numel()}
 
 
-def compare(made: Results, x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) -> None:
+def compare(
+    made: Results, x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, *, few_keys: bool = False
+) -> None:
     """``made`` is as exact as PyTorch's attention of the same inputs in the same dtype."""
     truth, baseline = exact(x, bounds, softmax_scale), pytorch(x, bounds, softmax_scale)
-    sizes = magnitudes(x, truth, dense(bounds, x.q.shape[1], x.k.shape[1]), softmax_scale)
+    sizes = magnitudes(x, truth, dense(bounds, x.q.shape[1], x.k.shape[1]), softmax_scale, few_keys=few_keys)
     for name, *results in zip(Results._fields, made, baseline, truth, strict=True):
         assert_as_exact_as_pytorch(name, *results, magnitude=sizes.get(name))
 
 
 def check(
-    x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, config: KernelConfig | None = None
+    x: Inputs,
+    bounds: Bounds = FULL,
+    softmax_scale: float | None = None,
+    config: KernelConfig | None = None,
+    *,
+    few_keys: bool = False,
 ) -> None:
-    """One launch of each kernel."""
+    """One launch of each kernel; ``few_keys``: rows may see one key or two."""
     made = ours(x, bounds, softmax_scale, config)
     assert [made.out.dtype, made.lse.dtype, made.dq.dtype] == [x.q.dtype, torch.float32, x.q.dtype]
-    compare(made, x, bounds, softmax_scale)
+    compare(made, x, bounds, softmax_scale, few_keys=few_keys)
 
 
 def tiles(block_q: int, block_k: int) -> KernelConfig:

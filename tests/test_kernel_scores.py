@@ -286,7 +286,7 @@ def test_share_of_what_is_dropped(share: float) -> None:
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(64)))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.data())
 def test_any_of_them_together(data: st.DataObject) -> None:
     queries, keys = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))

@@ -122,6 +122,7 @@ def test_without_a_gpu_it_compiles_and_says_so(
 ) -> None:
     """Really: worker processes, Triton, the gate, a table that a reader takes and a launch may ask for."""
     monkeypatch.setattr(ranking, "dealt", lambda *given: [])
+    monkeypatch.setattr(tune_run, "CHECKED_ROLES", ("middle",))
     monkeypatch.setattr(
         ranking,
         "space",
