@@ -197,7 +197,7 @@ def test_files_of_other_commands_are_listed_and_have_not_failed(schema: str, tmp
 
 
 def test_the_schemas_are_those_that_commands_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert OTHERS == ("ringattn predict 1", "ringattn tune 1", "ringattn doctor 1")
+    assert OTHERS == ("ringattn predict 1", "ringattn predict sweep 1", "ringattn tune 1", "ringattn doctor 1")
     from ringattn.bench.tune import shown
 
     shown.finish("", [{"a": 1}], {}, str(tmp_path / "tune.json"), None)

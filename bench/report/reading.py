@@ -11,6 +11,7 @@ from typing import Any
 from ..doctor.command import SCHEMA as DOCTOR
 from ..predict.rows import SCHEMA as PREDICTED
 from ..predict.text import SCHEMA as PREDICTION
+from ..predict.text import SWEEP_SCHEMA as MAP
 from ..suite.result_file import NAME as RESULTS
 from ..suite.result_file import SCHEMA as SUITE
 from ..timeline.events import SCHEMA as TIMELINE
@@ -21,7 +22,7 @@ PUT_ASIDE = "results_"  # of earlier code or of another machine: the suite puts 
 BENCHES = {f"ringattn bench {kind} 1": kind for kind in ("links", "overlap", "ring", "memory", "kernels", "host")}
 BENCHES |= {"ringattn bench ring 2": "ring", PREDICTED: "predicted"}
 """What single benches write, by schema."""
-OTHERS = (PREDICTION, TUNE, DOCTOR)
+OTHERS = (PREDICTION, MAP, TUNE, DOCTOR)
 """What our other commands write: nothing is wrong with such a file, and there is no view for it."""
 MOST_BYTES = 64 * 2**20  # of one file: more was not written by a bench
 
