@@ -38,13 +38,14 @@ from .overlap.runs import BACKWARD, FORWARD
 from .provenance import provenance
 from .ring.candidates import DTYPES, Problem
 from .ring.memory import of_ours
-from .shapes import binary, device_name, dtype_name, grouped, size
+from .shapes import TimerOfRings, binary, device_name, dtype_name, grouped, size, timer_of_rings
 from .tables import table
 from .timing import Clock, interleaved
 
 HOPS = 8  # of the ring to itself
 REPEATS = 20
 LOWER_BOUND = "device calls stubbed: a lower bound, not a result"
+BY_CLOCK = "by clock: the host's time is in the compute"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -56,12 +57,12 @@ class Row:
     phase: str
     host: float
     compute: float | None  # of the device; None where there is none
-    note: str = ""
+    note: str = ""  # why nothing is said of who is ahead
 
     @property
     def hidden(self) -> bool | None:
         """The host is ahead of the device."""
-        return None if self.compute is None else self.host < self.compute
+        return None if self.compute is None or self.note else self.host < self.compute
 
     def as_row(self) -> dict[str, object]:
         return {
@@ -123,24 +124,29 @@ class Case:
 
 
 def measured(
-    device: torch.device, shape: tuple[int, int, int, int], kv_heads: int, dtype: torch.dtype, chunks: int
+    device: torch.device,
+    shape: tuple[int, int, int, int],
+    kv_heads: int,
+    dtype: torch.dtype,
+    chunks: int,
+    timer: str = "",
 ) -> list[Row]:
     """Forward and backward on a GPU, or on the CPU with every call to a device stubbed."""
     with ExitStack() as stack:
         if device.type == "cpu":
             stack.enter_context(no_device())
         ring = stack.enter_context(Ring(solo_group(), transport="nccl", chunks=chunks))
-        return rows_of(Case(ring, shape, kv_heads, dtype, device), device)
+        return rows_of(Case(ring, shape, kv_heads, dtype, device), Clock(device, timer=timer))
 
 
-def rows_of(case: Case, device: torch.device) -> list[Row]:
+def rows_of(case: Case, clock: Clock) -> list[Row]:
     """Host time per hop, and on a GPU what the device takes for it."""
-    rows = []
+    device, rows = clock.device, []
     for phase, step in ((FORWARD, case.forward), (BACKWARD, case.backward)):
         host = posting(step, device) / HOPS
         if device.type == "cuda":
-            taken = interleaved({phase: step}, Clock(device), repeats=REPEATS, warmup=3)[phase].median
-            rows.append(Row(phase, host, taken / HOPS))
+            taken = interleaved({phase: step}, clock, repeats=REPEATS, warmup=3)[phase].median
+            rows.append(Row(phase, host, taken / HOPS, BY_CLOCK if clock.timer == "clock" else ""))
         else:
             rows.append(Row(phase, host, None, LOWER_BOUND))
     return rows
@@ -219,30 +225,31 @@ def host(
     dtype: Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16.")] = "bf16",
     chunks: Annotated[int, typer.Option(min=1, help="Runs of heads that a hop is cut into.")] = 1,
     device: Annotated[str, typer.Option(help="cpu (stubbed) or cuda; default: cuda where there is one.")] = "",
+    timer: TimerOfRings = "",
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write a row per phase.")] = None,
 ) -> None:
     """The host's time to post one hop, launches included; on a GPU less than the hop computes, or exit 1."""
     where = torch.device(device_name(device))
+    timer = timer_of_rings(where.type, timer)
     kv_heads = grouped(heads, kv_heads)
     check_targets(json, csv)
     if not prints():
         return  # one rank tells what there is to tell
     shape = (batch, tokens, heads, head_dim)
     check_room(shape, kv_heads, dtype, where)
-    rows = measured(indexed(where), shape, kv_heads, DTYPES[dtype], chunks)
+    rows = measured(indexed(where), shape, kv_heads, DTYPES[dtype], chunks, timer)
     title = (
         f"full, B{batch} H{heads}/{kv_heads} D{head_dim} {dtype}, {binary(tokens)} tokens per rank, {chunks} chunks; "
-        f"one rank to itself, {HOPS} hops, median of {REPEATS} passes\n"
+        f"one rank to itself, {HOPS} hops, median of {REPEATS} passes by {timer}\n"
     )
     if json != "-":
         typer.echo(table([row.as_row() for row in rows], title=title))
     if json is not None:
         told = {"shape": shape, "kv_heads": kv_heads, "dtype": dtype, "chunks": chunks, "hops": HOPS}
         found = [{**asdict(row), "hidden": row.hidden, "unit": "s"} for row in rows]
-        write_json(
-            json, {"schema": "ringattn bench host 1", "provenance": provenance(where), "asked": told, "rows": found}
-        )
+        about = {"schema": "ringattn bench host 1", "provenance": provenance(where), "timer": timer}
+        write_json(json, {**about, "asked": told, "rows": found})
     if csv is not None:
         write_csv(csv, [row.as_row() for row in rows])
     if any(row.hidden is False for row in rows):

@@ -108,6 +108,11 @@ def timer_on(kind: str, timer: str, takes: Sequence[str] = TIMERS) -> str:
     return timer or own
 
 
+def nearest(timer: str, takes: Sequence[str]) -> str:
+    """``timer`` where it is one of ``takes`` or the device's own; else, for a graph that cannot be made, events."""
+    return timer if not timer or timer in takes else "events"
+
+
 @dataclass
 class Clock:
     """Times one run on a device, by one of ``TIMERS``: on the CPU the host's clock, on a GPU what was asked for.

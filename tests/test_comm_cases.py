@@ -73,6 +73,20 @@ def test_the_host_must_be_ahead(host: float, fails: bool, monkeypatch: pytest.Mo
     assert [number.fails for number in comm_cases.host_time(GPU)] == [False, False, fails]
 
 
+def test_by_clock_the_host_is_not_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(comm_cases.MISSING, "nccl", lambda: None)
+    asked = list[object]()
+
+    def measured(*given: object) -> list[Row]:
+        asked.append(given[-1])
+        return [Row("forward", 2.0, 1.0, host_time.BY_CLOCK)]
+
+    monkeypatch.setattr(host_time, "measured", measured)
+    found = list(comm_cases.host_time(GPU, timer="clock"))
+    assert asked == ["clock"] and not any(number.fails for number in found)
+    assert found[0].note == host_time.BY_CLOCK
+
+
 @pytest.mark.parametrize(("what", "most"), [("forward", 1.08), ("forward and backward", 1.12)])
 def test_virtual_ranks_may_cost_little(what: str, most: float) -> None:
     def number(times: float, *, limited: bool) -> Number:

@@ -249,6 +249,25 @@ def test_targets_run_and_are_judged(on_gpu: FakeCuda) -> None:
     assert told[-6:] == [(what, by) for by in beside for what in ("alone", "forward")]  # the default first
 
 
+def test_targets_are_captured_but_for_the_transfer(on_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of a forward beside a copy would end with the copy."""
+    monkeypatch.setattr(timing, "timer_on", lambda kind, timer: timer or "events")  # as on a GPU
+    asked = list[str]()
+
+    def measured(shape: Shape, clock: Clock, **named: object) -> Iterator[Number]:
+        asked.append(clock.timer)
+        return iter(())
+
+    monkeypatch.setattr(speed, "measured", measured)
+    sizes = targets.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)
+    found = list(targets.targets(CPU, seconds=0, sizes=sizes, timer="graph"))
+    assert asked == ["graph"] * 3
+    hops = {number.labels["by"] for number in found if number.name == "forward with state time"}
+    captures = [index for index, call in enumerate(on_gpu.calls) if call == "capture"]
+    assert hops and len(captures) == 2 * len(hops) and "replay" in on_gpu.calls
+    assert captures[-1] < on_gpu.calls.index("stream of priority -1")
+
+
 def test_who_is_beside_a_transfer_counts_against_the_fastest_alone() -> None:
     """One that leaves room, and is slow alone, does not seem to lose nothing."""
     target = targets.TARGETS[6]

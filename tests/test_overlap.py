@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,11 +27,13 @@ from ringattn.bench.overlap.rows import Row, step_of, verdict
 from ringattn.bench.overlap.runs import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, STEP, TOGETHER, Step, Stretches
 from ringattn.bench.ring.candidates import Problem
 from ringattn.bench.tables import table
-from ringattn.bench.timing import Samples
+from ringattn.bench.timing import Clock, Samples
 from ringattn.comm import LocalGroup, LocalTransport, NcclTransport
 from ringattn.comm.local import solo_group
 from ringattn.kernels import FULL, attention
 from ringattn.ring.aten import AtenBackward, AtenForward
+
+from .fake_cuda import FakeCuda
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -313,7 +316,7 @@ def test_host_time_is_a_lower_bound_here(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.stdout.count("a lower bound, not a result") == 2
     told = json.loads(target.read_text())
-    assert [one["phase"] for one in told["rows"]] == [FORWARD, BACKWARD]
+    assert [one["phase"] for one in told["rows"]] == [FORWARD, BACKWARD] and told["timer"] == "clock"
     assert all(0 < one["host"] < 0.1 and one["compute"] is None for one in told["rows"])
     assert before == (torch.cuda.Event, torch.cuda.Stream)
 
@@ -345,11 +348,29 @@ def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> No
     assert sorted(launches) == ["delta_kernel", *["dkdv_kernel"] * host_time.HOPS, *["dq_kernel"] * host_time.HOPS]
 
 
+@pytest.mark.parametrize("timer", ["events", "graph", "sundial"])
+def test_timers_of_a_host_without_a_device(timer: str) -> None:
+    ran = CliRunner().invoke(host_time.app, ["--device", "cpu", "--timer", timer], env=WIDE)
+    assert ran.exit_code == 2 and f"timer is {timer!r}: on cpu it must be one of clock" in ran.output
+
+
+@pytest.mark.parametrize("timer", ["", "events", "clock"])
+def test_by_clock_nothing_is_said_of_who_is_ahead(timer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's time is in the device's then, so that it would never be behind."""
+    FakeCuda(monkeypatch)
+    clock = Clock(torch.device("cuda"), timer=timer, _flush=torch.ones(4))
+    steps: Any = SimpleNamespace(forward=lambda: None, backward=lambda: None)
+    found = host_time.rows_of(steps, clock)
+    assert [one.phase for one in found] == [FORWARD, BACKWARD] and all(one.compute is not None for one in found)
+    assert {one.hidden is None for one in found} == {timer == "clock"}
+    assert {one.note for one in found} == {host_time.BY_CLOCK if timer == "clock" else ""}
+
+
 def test_a_host_that_is_behind_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_time.Row(FORWARD, 1e-5, None).hidden is None
     rows = [host_time.Row(FORWARD, 1e-5, 1e-3), host_time.Row(BACKWARD, 2e-3, 1e-3)]
     assert [one.hidden for one in rows] == [True, False]
-    monkeypatch.setattr(host_time, "rows_of", lambda case, device: rows)
+    monkeypatch.setattr(host_time, "rows_of", lambda case, clock: rows)
     flags = ["--tokens", "32", "--heads", "2", "--head-dim", "16", "--device", "cpu"]
     result = CliRunner().invoke(host_time.app, flags, env=WIDE)
     assert result.exit_code == 1 and "host is behind" in result.output

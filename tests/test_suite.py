@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ from .tile_tables import H200
 pytestmark = pytest.mark.usefixtures("alone")
 
 CPU = torch.device("cpu")
+WIDE = {"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
 KEPT = Path(__file__).parents[1] / "bench" / "results" / "xeon-2-cores_2026-11-21" / "results.json"
 
 
@@ -177,6 +179,47 @@ def test_the_suite_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert code == 0 and list(found) == ["first", "fails", "last"] and "1 of 1" in text
     code, found, _ = run("--only", "first", "--again")
     assert list(found) == ["first"] and found["first"]["numbers"][0]["value"] != measured
+
+
+def test_a_timer_is_an_argument_of_the_cases_that_it_times() -> None:
+    """So that what was measured by another one is measured anew; what no graph holds is by events, and stays."""
+    graphed, clocked = (
+        {case.name: case_lists.timed_by(case, timer).arguments.get("timer") for case in case_lists.gpu_cases()}
+        for timer in ("graph", "clock")
+    )
+    by_graph = {name for name, timer in graphed.items() if timer == "graph"}
+    assert {"targets", "ceilings", "fp8", "speed D128 causal", "kernels, every backend"} <= by_graph
+    assert set(graphed.values()) == {"graph", None} and set(clocked.values()) == {"clock", None}
+    by_clock = {name for name, timer in clocked.items() if timer}
+    assert by_clock - by_graph == {
+        "LocalWorld", "NCCL to itself", "overlap", "ring", "host time", "copy engine, two processes",
+    }  # fmt: skip
+    assert clocked["NCCL to itself, replayed"] is None
+    data, case = results(), next(case for case in case_lists.gpu_cases() if case.name == "targets")
+    data["cases"][0] |= {"name": case.name, "arguments": dict(case.arguments)}
+    kept = [
+        result_file.finished(data, case.name, case_lists.timed_by(case, timer).arguments) for timer in ("", "graph")
+    ]
+    assert kept == [data["cases"][0], None]
+
+
+@pytest.mark.parametrize("run", case_lists.TIMED)
+def test_cases_take_their_timer(run: Callable[..., Any]) -> None:
+    assert signature(run).parameters["timer"].default == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "timer", "more"), [("cpu", "clock", ""), ("cuda", "events", ""), ("cuda", "graph", "graph")]
+)
+def test_a_devices_own_timer_is_no_argument(kind: str, timer: str, more: str) -> None:
+    assert suite.checked(timer, torch.device(kind)) == more and suite.checked("", torch.device(kind)) == ""
+
+
+@pytest.mark.parametrize("timer", ["events", "graph", "sundial"])
+def test_timers_of_a_gpu_are_refused_on_the_cpu(timer: str, tmp_path: Path) -> None:
+    flags = ["bench", "suite", "--device", "cpu", "--out", str(tmp_path), "--timer", timer]
+    ran = CliRunner().invoke(cli.app, flags, env=WIDE)
+    assert ran.exit_code == 2 and f"timer is {timer!r}: on cpu it must be one of clock" in ran.output
 
 
 def test_timelines_are_left_for_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,11 +41,12 @@ def speed(
     dtype: str = "bfloat16",
     seconds: float = 1.5,
     by: Sequence[str] = (),
+    timer: str = "",
 ) -> Iterator[Number]:
     """A case of the suite: growing lengths, ``seconds`` on each; ``by`` names the contenders, all where it is empty."""
     for seqlen in seqlens:
         shape = Shape(seqlen, heads[0], heads[1], head_dim, dtype=dtype, causal=causal)
-        yield from measured(shape, Clock(device), seconds=seconds, by=by)
+        yield from measured(shape, Clock(device, timer=timer), seconds=seconds, by=by)
 
 
 def measured(shape: Shape, clock: Clock, *, seconds: float, by: Sequence[str] = ()) -> Iterator[Number]:

@@ -20,7 +20,7 @@ from ...kernels import KernelConfig, attention_forward
 from ..flops import forward_flops
 from ..ring.candidates import DTYPES
 from ..suite.cases import Number
-from ..timing import Clock, Step, interleaved, repeats_within
+from ..timing import OF_RINGS, Clock, Step, interleaved, nearest, repeats_within
 from . import speed
 from .beside import SIZES, Copy, bytes_for
 from .contender import BACKWARD, FORWARD, OURS, STATE
@@ -90,15 +90,21 @@ class Sizes:
     nbytes: int = SIZES.nbytes  # of the copy that is scaled to last long enough
 
 
-def targets(device: torch.device, *, seconds: float = 1.5, sizes: Sizes | None = None) -> Iterator[Number]:
-    """The table of ``TARGETS`` on this device; ``seconds`` of timing for each of its measurements."""
-    sizes = sizes or Sizes()
+def targets(
+    device: torch.device, *, seconds: float = 1.5, sizes: Sizes | None = None, timer: str = ""
+) -> Iterator[Number]:
+    """The table of ``TARGETS`` on this device; ``seconds`` of timing for each of its measurements.
+
+    Beside a transfer there is no graph: it would be over when the transfer is, and not when the forward is.
+    """
+    sizes, clock = sizes or Sizes(), Clock(device, timer=timer)
+    beside = Clock(device, timer=nearest(timer, OF_RINGS))
     measure: dict[str, Callable[[], Iterator[Number]]] = {
-        FULL128: partial(beside_pytorch, device, sizes, sizes.wide, False, seconds),
-        CAUSAL128: partial(beside_pytorch, device, sizes, sizes.wide, True, seconds),
-        FULL64: partial(beside_pytorch, device, sizes, sizes.narrow, False, seconds),
-        STATE128: partial(hop_with_state, device, sizes, seconds),
-        BESIDE128: partial(beside_a_transfer, device, sizes, seconds),
+        FULL128: partial(beside_pytorch, clock, sizes, sizes.wide, False, seconds),
+        CAUSAL128: partial(beside_pytorch, clock, sizes, sizes.wide, True, seconds),
+        FULL64: partial(beside_pytorch, clock, sizes, sizes.narrow, False, seconds),
+        STATE128: partial(hop_with_state, clock, sizes, seconds),
+        BESIDE128: partial(beside_a_transfer, beside, sizes, seconds),
     }
     for group, run in measure.items():
         rates: dict[str, float] = {}  # TFLOP/s, by "<pass>:<who>"
@@ -134,42 +140,45 @@ def reaches(bar: Bar, what: str, who: str, rates: Mapping[str, float]) -> float 
     return rates[f"{what}:{who}"] / rates[other] if rates.get(other) else None
 
 
-def beside_pytorch(device: torch.device, sizes: Sizes, head_dim: int, causal: bool, seconds: float) -> Iterator[Number]:
+def beside_pytorch(clock: Clock, sizes: Sizes, head_dim: int, causal: bool, seconds: float) -> Iterator[Number]:
     """Our variants beside SDPA's flash and cuDNN backends: ``bench kernels`` of one shape."""
     shape = Shape(sizes.seqlen, sizes.heads, sizes.heads, head_dim, dtype=sizes.dtype, causal=causal)
     wanted = {name for target in TARGETS for name in target.by}
     everyone = (*(variant.name for variant in VARIANTS if variant.name in wanted), FLASH, CUDNN)
-    yield from speed.measured(shape, Clock(device), seconds=seconds, by=everyone)
+    yield from speed.measured(shape, clock, seconds=seconds, by=everyone)
 
 
-def hop_with_state(device: torch.device, sizes: Sizes, seconds: float) -> Iterator[Number]:
+def hop_with_state(clock: Clock, sizes: Sizes, seconds: float) -> Iterator[Number]:
     """A hop in the middle of a ring, all keys visible, against the same launch without a state."""
-    q, k, v = drawn(device, sizes, sizes.hop)
-    steps: dict[str, Step] = {}
-    configs, absent = launched(q, k, v, [one for one in VARIANTS if STATE in one.passes])
-    yield from absent
-    for name, config in configs.items():
-        state = attention_forward(q, k, v, final=False, config=config)
-        steps[f"{PLAIN}:{name}"] = partial(attention_forward, q, k, v, config=config)
-        steps[f"{STATE}:{name}"] = partial(attention_forward, q, k, v, state=state, final=False, config=config)
-    yield from told(device, sizes, sizes.hop, steps, seconds)
+    with clock.stage():
+        q, k, v = drawn(clock.device, sizes, sizes.hop)
+        steps: dict[str, Step] = {}
+        configs, absent = launched(q, k, v, [one for one in VARIANTS if STATE in one.passes])
+        yield from absent
+        for name, config in configs.items():
+            state = attention_forward(q, k, v, final=False, config=config)
+            plain = partial(attention_forward, q, k, v, config=config)
+            steps[f"{PLAIN}:{name}"] = clock.prepared(plain)
+            steps[f"{STATE}:{name}"] = clock.prepared(partial(plain, state=state, final=False))
+        yield from told(clock, sizes, sizes.hop, steps, seconds)
 
 
-def beside_a_transfer(device: torch.device, sizes: Sizes, seconds: float) -> Iterator[Number]:
+def beside_a_transfer(clock: Clock, sizes: Sizes, seconds: float) -> Iterator[Number]:
     """The forward alone, and with a copy of 16 blocks on a high-priority stream beside it from start to end."""
+    device = clock.device
     q, k, v = drawn(device, sizes, sizes.seqlen)
     configs, absent = launched(q, k, v, BESIDE)
     yield from absent
     alone: dict[str, Step] = {
         name: partial(attention_forward, q, k, v, config=config) for name, config in configs.items()
     }
-    slowest = max(statistics.median(Clock(device)(step) for _ in range(3)) for step in alone.values())
+    slowest = max(statistics.median(clock(step) for _ in range(3)) for step in alone.values())
     copy = Copy(device, bytes_for(device, COPY_LASTS * slowest, sizes.nbytes))
     stream = new_stream(device, HIGH_PRIORITY)
     steps: dict[str, Step] = {}
     for name, step in alone.items():
         steps |= {f"{ALONE}:{name}": step, f"{FORWARD}:{name}": copy.beside(step, stream)}
-    yield from told(device, sizes, sizes.seqlen, steps, seconds)
+    yield from told(clock, sizes, sizes.seqlen, steps, seconds)
     yield Number("wrong in the copy", copy.wrong(), "elements", limit=0)
 
 
@@ -196,9 +205,8 @@ def drawn(device: torch.device, sizes: Sizes, keys: int) -> list[Tensor]:
     return [torch.randn(1, n, sizes.heads, sizes.wide, device=device).to(DTYPES[sizes.dtype]) for n in rows]
 
 
-def told(device: torch.device, sizes: Sizes, keys: int, steps: Mapping[str, Step], seconds: float) -> Iterator[Number]:
+def told(clock: Clock, sizes: Sizes, keys: int, steps: Mapping[str, Step], seconds: float) -> Iterator[Number]:
     """Time the steps, which compute the same, in turns; ms and TFLOP/s of each."""
-    clock = Clock(device)
     one_round = sum(clock(step) for step in steps.values())
     taken = interleaved(steps, clock, repeats=repeats_within(seconds, one_round))
     flops = forward_flops(sizes.seqlen * keys, heads=sizes.heads, head_dim=sizes.wide)

@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..kernels import accuracy, beside, speed, targets
 from ..kernels.ours import VARIANTS
 from ..predict import turns
+from ..timing import OF_RINGS, TIMERS, nearest
 from . import comm_cases, device_cases, fp8_cases, ring_cases, timeline_cases, tune_cases, worlds
-from .cases import Case
+from .cases import Case, Run
+
+TIMED: dict[Run, tuple[str, ...]] = {
+    speed.speed: TIMERS,
+    targets.targets: TIMERS,
+    device_cases.ceilings: TIMERS,
+    fp8_cases.fp8: TIMERS,
+    worlds.local_world: OF_RINGS,
+    worlds.nccl_to_itself: OF_RINGS,
+    ring_cases.whole_ring: OF_RINGS,
+    comm_cases.overlap: OF_RINGS,
+    comm_cases.links: OF_RINGS,
+    comm_cases.host_time: OF_RINGS,
+}
+"""What can be timed in another way, and how; all others record events themselves, or time nothing of a device."""
+
+
+def timed_by(case: Case, timer: str) -> Case:
+    """The same by this timer, or by events where it asks for a graph that there is none of.
+
+    It is an argument of the case, so that a folder's results of another timer are not taken for these. What is by
+    the device's own timer has no such argument, and a replayed case is of graphs whatever is asked.
+    """
+    takes = TIMED.get(case.run)
+    if takes is None or "graphs" in case.arguments or nearest(timer, takes) in ("", "events"):
+        return case
+    return replace(case, arguments={**case.arguments, "timer": nearest(timer, takes)})
 
 
 def gpu_cases() -> list[Case]:

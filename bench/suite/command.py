@@ -26,9 +26,10 @@ from ..report.command import write_beside
 from ..shapes import device_here
 from ..tables import table
 from ..timeline.events import SOURCES
+from ..timing import TIMERS, timer_on
 from . import result_file
 from .brief import lines, longest, sentences
-from .case_lists import cpu_cases, gpu_cases
+from .case_lists import cpu_cases, gpu_cases, timed_by
 from .cases import Case, Number
 from .result_file import NAME, SCHEMA, RefusedResults
 from .timeline_cases import FILE
@@ -55,6 +56,9 @@ def suite(
     budget: Annotated[float, typer.Option(min=1, help="Seconds in all.")] = 480,
     out: Annotated[Path, typer.Option(help="Folder of results.json.")] = Path("build/bench"),
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU where there is one.")] = None,
+    timer: Annotated[
+        str, typer.Option(metavar="|".join(TIMERS), help="Default: events; on the CPU clock. Rings: no graph, events.")
+    ] = "",
     only: Annotated[str | None, typer.Option(help="Cases whose name contains this.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what the folder already holds.")] = False,
 ) -> None:
@@ -64,7 +68,8 @@ def suite(
         return  # one device: under a launcher rank 0 measures, in processes of its own
     forget_launcher()
     place = device_here(device)
-    cases = [case for case in cases_of(place) if (only or "") in case.name]
+    timer = checked(timer, place)
+    cases = [timed_by(case, timer) for case in cases_of(place) if (only or "") in case.name]
     if not cases:
         raise typer.BadParameter(f"--only is {only!r}: no case has that in its name")
     os.environ["TRITON_INTERPRET"] = "1" if place.type == "cpu" else "0"  # read when a worker imports triton
@@ -94,6 +99,18 @@ def suite(
     if not all(outcome.good for outcome in outcomes):
         print("something failed: see above, and `reason` in results.json", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def checked(timer: str, place: torch.device) -> str:
+    """What ``--timer`` asks for beside what this kind of device is timed by anyhow: that is empty.
+
+    Raises:
+        typer.BadParameter: no such timer, or not of this kind.
+    """
+    try:
+        return "" if timer_on(place.type, timer) == timer_on(place.type, "") else timer
+    except ValueError as error:
+        raise typer.BadParameter(f"--{error}") from None
 
 
 def cases_of(place: torch.device) -> list[Case]:

@@ -54,7 +54,7 @@ def host_microseconds(device: torch.device, step: Step) -> float:
 
 
 def ceilings(
-    device: torch.device, *, side: int = 8192, dtype: str = "bfloat16", nbytes: int = 4 << 30
+    device: torch.device, *, side: int = 8192, dtype: str = "bfloat16", nbytes: int = 4 << 30, timer: str = ""
 ) -> Iterator[Number]:
     """A large matrix product and a large copy through PyTorch, on random data: what percentages refer to.
 
@@ -67,11 +67,14 @@ def ceilings(
     step = max(1, nbytes // 16)
     demand_room(device, step, needed, "bytes of a copy")
     nbytes = largest(nbytes, needed, free_on(device), step=step)
-    a, b = (torch.randn(side, side, device=device).to(DTYPES[dtype]) for _ in range(2))
-    source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    steps = {"product": lambda: a @ b, "copy": lambda: target.copy_(source)}
-    taken = interleaved(steps, Clock(device), repeats=10, warmup=3)
+    clock = Clock(device, timer=timer)
+    with clock.stage():
+        a, b = (torch.randn(side, side, device=device).to(DTYPES[dtype]) for _ in range(2))
+        source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        steps: dict[str, Step] = {"product": lambda: a @ b, "copy": lambda: target.copy_(source)}
+        prepared = {name: clock.prepared(step) for name, step in steps.items()}
+        taken = interleaved(prepared, clock, repeats=10, warmup=3)
     product, copy = taken["product"], taken["copy"]
     yield Number(
         "matrix product",

@@ -25,6 +25,7 @@ def fp8(
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32"),
     shapes: tuple[Shape, ...] = ((2, 1000, 4, 128), (1, 200, 2, 40)),
     timed: Shape = (1, 32768, 32, 128),
+    timer: str = "",
 ) -> Iterator[Number]:
     """``[B, S, H, D]`` to e4m3 and back: bits that are not the CPU's, then GB/s read and written, on a GPU."""
     for name in dtypes:
@@ -35,7 +36,7 @@ def fp8(
             for what, count in wrong.items():
                 yield Number(f"wrong {what}", count, "elements", labels, limit=0)
     if device.type == "cuda":
-        yield from speeds(device, timed)
+        yield from speeds(Clock(device, timer=timer), timed)
 
 
 def drawn(shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -90,13 +91,16 @@ def differing(a: Tensor, b: Tensor) -> int:
     return int((a != b).sum())
 
 
-def speeds(device: torch.device, shape: Shape) -> Iterator[Number]:
+def speeds(clock: Clock, shape: Shape) -> Iterator[Number]:
     """Of bf16; the numbers that the bytes are counted from are those of the inputs and outputs, once each."""
-    x = torch.randn(shape, device=device).to(torch.bfloat16)
-    back = torch.empty_like(x)
-    codes, scales = room(x, device)
-    steps = {"quantize": lambda: quantize(x, codes, scales), "dequantize": lambda: dequantize(codes, scales, back)}
+    with clock.stage():
+        x = torch.randn(shape, device=clock.device).to(torch.bfloat16)
+        back = torch.empty_like(x)
+        codes, scales = room(x, clock.device)
+        steps = {"quantize": lambda: quantize(x, codes, scales), "dequantize": lambda: dequantize(codes, scales, back)}
+        prepared = {name: clock.prepared(step) for name, step in steps.items()}
+        taken = interleaved(prepared, clock, repeats=20, warmup=3)
     nbytes = x.nbytes + codes.nbytes + scales.nbytes
-    for name, samples in interleaved(steps, Clock(device), repeats=20, warmup=3).items():
+    for name, samples in taken.items():
         labels = {"dtype": "bfloat16", "shape": "x".join(map(str, shape))}
         yield Number(name, nbytes / samples.median / 1e9, "GB/s", labels, spread=samples.spread)

@@ -30,6 +30,7 @@ def whole_ring(
     repeats: int = 3,
     by: Sequence[str] = (),
     transport: str = "auto",
+    timer: str = "",
 ) -> Iterator[Number]:
     """``bench ring``, short: errors and times of all candidates, and where a way around the ring wins."""
     threads = max(1, cores() // world)
@@ -44,7 +45,7 @@ def whole_ring(
             refuse_too_large(problem, layouts, by, world)
     except typer.BadParameter as refused:
         raise NotHere(str(refused)) from None
-    reports = launch(world, spawned, Wish(problems, tuple(layouts), repeats, tuple(by)))
+    reports = launch(world, spawned, Wish(problems, tuple(layouts), repeats, tuple(by), timer))
     for report in reports:
         yield from numbers(report)
     for one in crossovers(reports):

@@ -36,6 +36,7 @@ def local_world(
     head_dim: int = 128,
     dtype: str = "bfloat16",
     repeats: int = 10,
+    timer: str = "",
 ) -> Iterator[Number]:
     """Causal attention, zigzag over virtual ranks of one device, against one piece: forward, forward and backward.
 
@@ -80,7 +81,7 @@ def local_world(
             f"{STEP}:{VIRTUAL}": lambda: ranks.run(step),
             f"{STEP}:{WHOLE}": whole.step,
         }
-        taken = interleaved(steps, Clock(device), repeats=repeats)
+        taken = interleaved(steps, Clock(device, timer=timer), repeats=repeats)
     once = forward_flops(pairs_of(seqlen, causal=True), heads=heads[0], head_dim=head_dim)
     for what, flops in ((FORWARD, once), (STEP, once * (1 + BACKWARD_FLOPS))):
         for by in (VIRTUAL, WHOLE):
@@ -137,7 +138,7 @@ class OnePiece:
 
 
 def nccl_to_itself(
-    device: torch.device, *, nbytes: tuple[int, ...] = (1 << 20, 1 << 24, 1 << 28, 1 << 30)
+    device: torch.device, *, nbytes: tuple[int, ...] = (1 << 20, 1 << 24, 1 << 28, 1 << 30), timer: str = ""
 ) -> Iterator[Number]:
     """A one-rank communicator through CuPy: it proves pointers, streams and events, not a link."""
     missing = nccl_missing()
@@ -145,7 +146,7 @@ def nccl_to_itself(
         raise NotHere(missing)
     transport = open_transport(transport="nccl", device=device)
     try:
-        clock = Clock(device)
+        clock = Clock(device, timer=timer)
         for count in nbytes:
             labels = {"bytes": count}
             demand_room(device, count, lambda many: taken_on(device, 3 * many), "bytes")  # of both, and compared
