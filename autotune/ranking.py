@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..kernels import Tile
 from ..kernels.lookup import DTYPES
-from ..kernels.order import heads_together, l2_of
+from ..kernels.order import l2_of, swath_of, tiles_of
 from ..kernels.tables import Point, options_of
 from .journal import Journal
 from .pool import Failure, run_jobs
@@ -94,12 +94,11 @@ def order_of(point: Point, tile: Tile, arch: int, counts: tuple[int, int, int], 
     by_keys = point.kernel not in ("forward", "dq")
     swath = total = tiles = 0
     if options.get("order") == "longest":
-        readers, shared = (1, group) if by_keys else (group, 1)
-        per_head = shared * walked * (point.head_dim + point.head_dim_v) * DTYPES[point.dtype].itemsize
-        swath, total = heads_together(per_head, readers, heads, l2_of(arch)), heads
+        row_bytes = (point.head_dim + point.head_dim_v) * DTYPES[point.dtype].itemsize
+        swath, total = swath_of(heads, group, walked, row_bytes, by_keys, l2_of(arch)), heads
     if options.get("persistent"):
         packed, block = (1, tile.block_k) if by_keys else (parts, tile.block_q)
-        tiles = -(-rows * packed // block) * heads
+        tiles = tiles_of(rows, packed, block, heads)
     return kind_of_count(swath), kind_of_count(total), kind_of_count(tiles)
 
 

@@ -15,7 +15,7 @@ from .bounds import Bounds
 from .config import KernelConfig, Tile
 from .described import check_described, descriptor, is_described
 from .modify import UNMODIFIED, Modifiers
-from .order import chip_of, heads_together, margin_of, persistent_programs, splits_for
+from .order import chip_of, margin_of, persistent_programs, splits_for, swath_of, tiles_of
 from .scores import Scores
 from .tiles import BlockRuns, Interval, Order, Shape, Strided
 
@@ -155,15 +155,13 @@ def dealt(
     """
     block = tile.block_k if rows_are_keys else tile.block_q
     length, heads = walked[0].shape[1], walked[0].shape[0] * shape.heads
-    count = int(triton.cdiv(shape.rows * (shape.packed or 1), block)) * heads
+    count = tiles_of(shape.rows, shape.packed or 1, block, heads)
     if config is None or count == 0 or (config.order == "heads" and not config.persistent):
         return count, shape
     chip, swath = chip_of(walked[0].device), None
     if config.order == "longest":
-        # of dK/dV a program walks all query heads of its part of a group, and no other program does
-        readers, shared = (1, shape.group) if rows_are_keys else (shape.group, 1)
-        per_head = shared * length * sum(x.shape[3] * x.element_size() for x in walked)
-        swath = heads_together(per_head, readers, heads, chip.l2_bytes)
+        row_bytes = sum(x.shape[3] * x.element_size() for x in walked)
+        swath = swath_of(heads, shape.group, length, row_bytes, rows_are_keys, chip.l2_bytes)
     order = Order(swath, None if swath is None else heads, count if config.persistent else None)
     if not config.persistent:
         return count, shape._replace(order=order)

@@ -71,6 +71,27 @@ def heads_together(bytes_per_head: int, sharing: int, heads: int, l2_bytes: int)
     return max(min(groups * sharing, heads), 1)
 
 
+def swath_of(heads: int, group: int, walked: int, row_bytes: int, by_keys: bool, l2_bytes: int) -> int:
+    """How many heads' tiles a launch takes together, longest first.
+
+    Args:
+        heads: that tiles are cut from, of all batch rows together.
+        group: query heads per key head; of dK/dV those of one part.
+        walked: rows that every tile walks.
+        row_bytes: of such a row: of K and V, or of dK/dV of Q and dO.
+        by_keys: tiles are of keys: dK/dV.
+        l2_bytes: of the GPU.
+    """
+    # of dK/dV a program walks all query heads of its part of a group, and no other program does
+    readers, shared = (1, group) if by_keys else (group, 1)
+    return heads_together(shared * walked * row_bytes, readers, heads, l2_bytes)
+
+
+def tiles_of(rows: int, packed: int, block: int, heads: int) -> int:
+    """How many tiles there are of so many heads; ``packed``: query heads that are one head's rows."""
+    return -(-rows * packed // block) * heads
+
+
 def placement(index: int, tiles: int, heads: int, swath: int | None) -> tuple[int, int]:
     """(tile, head) of the ``index``-th of ``tiles * heads`` tiles; tile 0 is a head's longest.
 

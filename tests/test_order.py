@@ -25,6 +25,8 @@ from ringattn.kernels.order import (
     margin_of,
     persistent_programs,
     placement,
+    swath_of,
+    tiles_of,
 )
 from ringattn.kernels.tiles import HEAD_BY_HEAD, Order, Shape
 
@@ -98,6 +100,17 @@ def test_of_every_small_size(heads: int) -> None:
             assert -(-together // sharing) * size <= l2 // 2
         if together < heads:
             assert (together // sharing + 1) * size > l2 // 2
+
+
+def test_a_swath_is_of_what_a_program_reads_again() -> None:
+    """Query heads share their key head's K and V; of dK/dV nobody shares, and a group's queries are all walked."""
+    assert swath_of(64, 4, 10, 10, by_keys=False, l2_bytes=1000) == heads_together(100, 4, 64, 1000) == 20
+    assert swath_of(64, 4, 10, 10, by_keys=True, l2_bytes=1000) == heads_together(400, 1, 64, 1000) == 1
+
+
+def test_tiles_of_ragged_rows() -> None:
+    assert [tiles_of(rows, 1, 8, 3) for rows in (0, 1, 8, 9)] == [0, 3, 3, 6]
+    assert tiles_of(3, 4, 8, 3) == 6, "of packed heads the rows count together"
 
 
 def test_a_gpu_that_is_not_there() -> None:
