@@ -27,6 +27,7 @@ from ringattn.bench.kernels.shape import Shape
 from ringattn.bench.shapes import Pattern
 from ringattn.bench.suite.cases import Number
 from ringattn.bench.timing import Clock, Samples
+from ringattn.kernels import attention_forward
 
 from .fake_cuda import FakeCuda
 
@@ -266,6 +267,38 @@ def test_targets_are_captured_but_for_the_transfer(on_gpu: FakeCuda, monkeypatch
     captures = [index for index, call in enumerate(on_gpu.calls) if call == "capture"]
     assert hops and len(captures) == 2 * len(hops) and "replay" in on_gpu.calls
     assert captures[-1] < on_gpu.calls.index("stream of priority -1")
+
+
+@pytest.mark.parametrize("carrying", [True, False])
+def test_what_refuses_costs_its_own_row_of_the_table(
+    carrying: bool, on_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch with a state refuses, or every launch, the first of them where a state is made."""
+    launch = attention_forward
+
+    def refuse(*given: Any, config: Any = None, state: Any = None, **named: Any) -> Any:
+        if config is not None and config.order == "longest" and (state is not None or not carrying):
+            raise ValueError("takes more shared memory than there is")
+        return launch(*given, config=config, state=state, **named)
+
+    monkeypatch.setattr(targets, "attention_forward", refuse)
+    sizes = targets.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)
+    found = list(targets.hop_with_state(Clock(CPU), sizes, 0))
+    refused = {number.labels["by"]: number.note for number in found if number.name == speed.ABSENT}
+    longest = "ringattn longest first"
+    assert refused[longest] == "takes more shared memory than there is"
+    timed = {number.labels["by"] for number in found if number.name == "forward with state"}
+    assert OURS in timed and longest not in timed
+
+
+def test_nothing_is_copied_where_every_forward_refuses(on_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any, **named: Any) -> Any:
+        raise NotImplementedError("not on this GPU")
+
+    monkeypatch.setattr(targets, "attention_forward", refuse)
+    sizes = targets.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)
+    found = list(targets.beside_a_transfer(Clock(CPU), sizes, 0))
+    assert {number.name for number in found} == {speed.ABSENT} and len(found) == len(targets.BESIDE)
 
 
 def test_who_is_beside_a_transfer_counts_against_the_fastest_alone() -> None:

@@ -19,7 +19,7 @@ from ..flops import BACKWARD_FLOPS, BY_SQUARE
 from ..ring.candidates import DTYPES
 from ..suite.cases import Number
 from ..timing import Clock, Samples, Step, interleaved, repeats_within
-from .contender import BACKWARD, FORWARD, PASSES, STATE, Cannot, Contender, Given, Ready
+from .contender import BACKWARD, FORWARD, PASSES, STATE, Cannot, Contender, Given
 from .rivals import contenders
 from .shape import Shape
 
@@ -65,6 +65,22 @@ def measured(shape: Shape, clock: Clock, *, seconds: float, by: Sequence[str] = 
     yield from numbers(taken, shape, product_flops(clock.device))
 
 
+def captured(clock: Clock, steps: Mapping[str, Step]) -> dict[str, Step]:
+    """What to time in the place of each step: by graph its replay, else itself.
+
+    Raises:
+        Cannot: no graph can be made of one.
+    """
+    if clock.timer != "graph":
+        return dict(steps)
+    try:
+        return {what: clock.prepared(step) for what, step in steps.items()}
+    except torch.AcceleratorError:
+        raise
+    except RuntimeError as refused:
+        raise Cannot(f"no CUDA graph of it: {str(refused).splitlines()[0]}") from None
+
+
 @dataclass
 class Field:
     """The contenders of one shape, as they enter: checked, and prepared to be timed."""
@@ -81,8 +97,7 @@ class Field:
         labels = {**self.shape.labels, "by": one.name}
         try:
             ready = one.make(self.given)
-            if self.clock.timer == "graph":
-                ready = self._captured(ready)
+            ready = replace(ready, steps=captured(self.clock, ready.steps))
         except Cannot as reason:
             yield Number(ABSENT, None, "", labels, note=str(reason))
             return
@@ -93,15 +108,6 @@ class Field:
         if ready.carried is not None:
             error = self.judge.errors([ready.carried])["out"]
             yield Number(f"error of {CARRIED}", error, "absolute", labels, self.limits["out"])
-
-    def _captured(self, ready: Ready) -> Ready:
-        try:
-            steps = {what: self.clock.prepared(step) for what, step in ready.steps.items()}
-            return replace(ready, steps=steps)
-        except torch.AcceleratorError:
-            raise
-        except RuntimeError as refused:
-            raise Cannot(f"no CUDA graph of it: {str(refused).splitlines()[0]}") from None
 
     @property
     def given(self) -> Given:

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 
 from ...comm.lanes import HIGH_PRIORITY, new_stream
-from ...kernels import KernelConfig, attention_forward
+from ...kernels import attention_forward
 from ..flops import forward_flops
 from ..ring.candidates import DTYPES
 from ..suite.cases import Number
 from ..timing import OF_RINGS, Clock, Step, interleaved, nearest, repeats_within
 from . import speed
 from .beside import SIZES, Copy, bytes_for
-from .contender import BACKWARD, FORWARD, OURS, STATE
+from .contender import BACKWARD, FORWARD, OURS, STATE, Cannot
 from .ours import VARIANTS, Variant
 from .shape import Shape
+from .speed import captured
 
 FLASH, CUDNN, RATE = "flash", "cudnn", "TFLOP/s"
 PLAIN, ALONE = "plain forward", "alone"
@@ -152,14 +153,15 @@ def hop_with_state(clock: Clock, sizes: Sizes, seconds: float) -> Iterator[Numbe
     """A hop in the middle of a ring, all keys visible, against the same launch without a state."""
     with clock.stage():
         q, k, v = drawn(clock.device, sizes, sizes.hop)
-        steps: dict[str, Step] = {}
-        configs, absent = launched(q, k, v, [one for one in VARIANTS if STATE in one.passes])
+
+        def steps_of(variant: Variant) -> dict[str, Step]:
+            plain = partial(attention_forward, q, k, v, config=variant.config(q, v, full=True))
+            carrying = partial(plain, state=plain(final=False), final=False)
+            named: dict[str, Step] = {f"{PLAIN}:{variant.name}": plain, f"{STATE}:{variant.name}": carrying}
+            return captured(clock, named)
+
+        steps, absent = launched([one for one in VARIANTS if STATE in one.passes], steps_of)
         yield from absent
-        for name, config in configs.items():
-            state = attention_forward(q, k, v, final=False, config=config)
-            plain = partial(attention_forward, q, k, v, config=config)
-            steps[f"{PLAIN}:{name}"] = clock.prepared(plain)
-            steps[f"{STATE}:{name}"] = clock.prepared(partial(plain, state=state, final=False))
         yield from told(clock, sizes, sizes.hop, steps, seconds)
 
 
@@ -167,11 +169,14 @@ def beside_a_transfer(clock: Clock, sizes: Sizes, seconds: float) -> Iterator[Nu
     """The forward alone, and with a copy of 16 blocks on a high-priority stream beside it from start to end."""
     device = clock.device
     q, k, v = drawn(device, sizes, sizes.seqlen)
-    configs, absent = launched(q, k, v, BESIDE)
+
+    def step_of(variant: Variant) -> dict[str, Step]:
+        return {variant.name: partial(attention_forward, q, k, v, config=variant.config(q, v, full=True))}
+
+    alone, absent = launched(BESIDE, step_of)
     yield from absent
-    alone: dict[str, Step] = {
-        name: partial(attention_forward, q, k, v, config=config) for name, config in configs.items()
-    }
+    if not alone:
+        return
     slowest = max(statistics.median(clock(step) for _ in range(3)) for step in alone.values())
     copy = Copy(device, bytes_for(device, COPY_LASTS * slowest, sizes.nbytes))
     stream = new_stream(device, HIGH_PRIORITY)
@@ -183,20 +188,21 @@ def beside_a_transfer(clock: Clock, sizes: Sizes, seconds: float) -> Iterator[Nu
 
 
 def launched(
-    q: Tensor, k: Tensor, v: Tensor, variants: Sequence[Variant]
-) -> tuple[dict[str, KernelConfig | None], list[Number]]:
-    """The configs of variants whose forward was launched once, compiled with that; why the others are not there."""
-    configs: dict[str, KernelConfig | None] = {}
+    variants: Sequence[Variant], steps_of: Callable[[Variant], dict[str, Step]]
+) -> tuple[dict[str, Step], list[Number]]:
+    """The steps of variants that were launched once, compiled with that; why the others are not there."""
+    steps: dict[str, Step] = {}
     absent = []
     for variant in variants:
         try:
-            config = variant.config(q, v, full=True)
-            attention_forward(q, k, v, config=config)
-        except (ValueError, NotImplementedError, TypeError) as refused:
+            found = steps_of(variant)
+            for step in found.values():
+                step()
+        except (ValueError, NotImplementedError, TypeError, Cannot) as refused:
             absent.append(Number(speed.ABSENT, None, "", {"by": variant.name}, note=str(refused)))
         else:
-            configs[variant.name] = config
-    return configs, absent
+            steps |= found
+    return steps, absent
 
 
 def drawn(device: torch.device, sizes: Sizes, keys: int) -> list[Tensor]:
