@@ -1,5 +1,7 @@
 """Run as a script: by their keys in Triton's cache, what `tune` launches beside what its workers compile; no GPU.
 
+And launches whose scores are modified, beside what `inspect` compiles for them.
+
 Nothing is compiled: a launch and a worker are both stopped where Triton would look into its cache.
 """
 
@@ -19,14 +21,27 @@ from triton.runtime import driver
 
 from ringattn.autotune import Job, Journal, Shape, Verdict, ranking, space
 from ringattn.autotune.ranking import point_text, tile_text
+from ringattn.bench.inspect.arguments import ast_source
 from ringattn.bench.inspect.gate import compile_and_ask
+from ringattn.bench.inspect.variant import Variant
 from ringattn.bench.kernels.accuracy import Inputs, Results
 from ringattn.bench.tune import measure
-from ringattn.bench.tune.compile import source_of, variant_of
+from ringattn.bench.tune.compile import as_a_launch_says_it, source_of, variant_of
 from ringattn.bench.tune.measure import DeviceTrials
 from ringattn.bench.tune.run import Wish, compile_part
-from ringattn.kernels import Tile, attention, described, gradients, hopper_launch
+from ringattn.kernels import (
+    Scores,
+    Tile,
+    attention,
+    attention_dkdv,
+    attention_dq,
+    attention_forward,
+    described,
+    gradients,
+    hopper_launch,
+)
 from ringattn.kernels import launch as launching
+from ringattn.kernels.config import config_for
 from ringattn.kernels.lookup import Gpu
 from ringattn.kernels.order import Chip, l2_of
 from ringattn.kernels.tables import Point, options_of
@@ -38,6 +53,13 @@ H200, CPU, TARGET = Gpu("NVIDIA H200", 90), torch.device("cpu"), GPUTarget("cuda
 MULTIPROCESSORS = 132
 OTHERS = ("delta_kernel", "reduce_kernel")
 """Launched beside the kernels that are tuned: compiled on the GPU's machine, a second each, shared by candidates."""
+
+SCORES: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 30.0},
+    "alibi": {"alibi_slopes": torch.empty(16)},
+    "dropout": {"dropout_p": 0.25},  # a threshold that 16 divides
+}
+"""Of a launch, by what `inspect` calls them."""
 
 Key = tuple[str, str, str]
 
@@ -91,12 +113,7 @@ def nothing(given: Inputs, causal: bool) -> Results:
 
 def compiled_key(job: Job) -> Key:
     """As a worker of ``tune`` asks for it."""
-    try:
-        compile_and_ask(variant_of(job), source_of(job))
-    except Found as found:
-        key: Key = found.args[0]
-        return key
-    raise AssertionError(f"{job.key} was not compiled")
+    return key_in_cache(variant_of(job), source_of(job))
 
 
 def small_space(point: Point, arch: int) -> list[Tile]:
@@ -133,12 +150,46 @@ def compare(shape: Shape, length: int, causal: bool) -> Iterator[str]:
                 yield f"{says}: {part} {len(mine)}, {point_text(one.point)}, {tile_text(tile)}"
 
 
+def modified(feature: str) -> Iterator[str]:
+    """A launch of each kernel in one piece, and of `inspect` the variant of that name."""
+    keys, length, heads, dim = launched(), 64, 16, 64  # of sizes that 16 divides
+    q, k, v, dout = (torch.empty(1, length, heads, dim, dtype=torch.bfloat16) for _ in range(4))
+    lse, at = torch.empty(1, heads, length), torch.arange(length, dtype=torch.int32)
+    scores = Scores(**SCORES[feature], q_positions=at, k_positions=at)
+    given: Any = (dout, q, k, v, lse, lse)
+    config = config_for(90, q.dtype, dim)
+    kernels = {
+        "forward": lambda: attention_forward(q, k, v, scores=scores, config=config),
+        "dq": lambda: attention_dq(*given, scores=scores, config=config),
+        "dkdv": lambda: attention_dkdv(*given, scores=scores, config=config),
+    }
+    for kernel, step in kernels.items():
+        keys.clear()
+        step()
+        tile = getattr(config, kernel)
+        variant = Variant(kernel, 90, "bf16", dim, dim, tile, "only", full=True, grouped=False, features=(feature,))
+        wanted = key_in_cache(variant, as_a_launch_says_it(ast_source(variant)))
+        yield f"{'found' if keys == [wanted] else 'MISSING'}: {kernel} with {feature}"
+
+
+def key_in_cache(variant: Variant, source: Any) -> Key:
+    """Under which Triton would look for what is compiled of this."""
+    try:
+        compile_and_ask(variant, source)
+    except Found as found:
+        key: Key = found.args[0]
+        return key
+    raise AssertionError(f"{variant} was not compiled")
+
+
 def main(cases: Iterable[tuple[Shape, int, bool]]) -> None:
     torch.set_num_threads(1)
     pose_as_hopper()
     vars(ranking)["space"] = small_space
     for case in cases:
         print(*compare(*case), sep="\n")
+    for feature in SCORES:
+        print(*modified(feature), sep="\n")
 
 
 if __name__ == "__main__":

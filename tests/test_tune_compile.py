@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,8 @@ def test_a_launch_finds_in_tritons_cache_what_was_compiled_before() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert [line for line in lines if not line.startswith("found: ")] == []
+    for kernel, feature in product(("forward", "dq", "dkdv"), ("softcap", "alibi", "dropout")):
+        assert f"found: {kernel} with {feature}" in lines, "what `inspect` compiles of modified scores"
     for part, launches in (("timed", 1), ("checked", 3)):  # a first, a middle and a last hop
         names = [name for line in lines if (name := line.removeprefix(f"found: {part} {launches}, ")) != line]
         for kernel, options in (

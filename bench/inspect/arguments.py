@@ -122,7 +122,7 @@ def modifiers(features: tuple[str, ...]) -> Modifiers:
     if {"alibi", "dropout"} & set(features):
         made = made._replace(rows="*i32", columns="*i32")
     if "alibi" in features:
-        made = made._replace(slopes="*fp32", slopes_stride=0)
+        made = made._replace(slopes="*fp32", slopes_stride="i32")
     if "dropout" in features:
         made = made._replace(counter="*i64", threshold="i32", kept="fp32")
     return made

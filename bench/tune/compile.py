@@ -60,7 +60,11 @@ def source_of(job: Job) -> Any:
             del source.attrs[place]
             source.constants[place] = 1
             source.signature["shape"] = constant_at(source.signature["shape"], path)
-    # from Triton 3.7 on a launch says of every constexpr that it has no attribute, and that is part of the key
+    return as_a_launch_says_it(source)
+
+
+def as_a_launch_says_it(source: Any) -> Any:
+    """From Triton 3.7 on a launch says of every constexpr that it has no attribute, and that is part of the key."""
     if triton_version() >= (3, 7):
         source.attrs |= {(i,): [] for i, parameter in enumerate(source.fn.params) if parameter.is_constexpr}
     return source
