@@ -34,7 +34,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "versions": versions(),
         "cpu": cpu(),
         "gpu": gpu(device) if device.type == "cuda" else None,
-        "topology": _told(topology),
+        "topology": _told(lambda: topology(device)),
     }
 
 
@@ -112,10 +112,15 @@ def gpu(device: torch.device) -> dict[str, Any]:
     }
 
 
-def topology() -> dict[str, Any]:
-    """What joins the GPUs of this machine, as pairs by link, and its network adapters, as far as NVML and /sys tell."""
-    places = [nvml.place_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+def topology(device: torch.device) -> dict[str, Any]:
+    """The network adapters of this machine, and what joins its GPUs, as pairs by link, as far as /sys and NVML tell.
+
+    Of a run on the CPU the adapters alone: to ask for GPUs would start CUDA and NVML, and they had no part in it.
+    """
     nics = {nic.name: None if nic.gigabits is None else f"{nic.gigabits:g} Gbit/s" for nic in nvml.nics_of()}
+    if device.type != "cuda":
+        return {"nics": nics}
+    places = [nvml.place_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     return {"gpus": len(places), "pairs": pairs_by_link(places), "nics": nics}
 
 

@@ -145,7 +145,7 @@ def test_provenance_names_everything_and_no_folder(monkeypatch: pytest.MonkeyPat
     assert told["command"] == "ringattn bench ring --json 'my file'"
     assert told["versions"]["torch"] == torch.__version__
     assert told["cpu"]["cores"] >= 1 and told["gpu"] is None
-    assert told["topology"]["gpus"] == torch.cuda.device_count() and isinstance(told["topology"]["nics"], dict)
+    assert [*told["topology"]] == ["nics"] and isinstance(told["topology"]["nics"], dict)
     assert len(told["ringattn"]["sources"]) == 12
     assert "/some" not in json.dumps(told)
     monkeypatch.setattr("sys.argv", ["/some/ringattn/__main__.py", "demo"])

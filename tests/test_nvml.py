@@ -257,6 +257,20 @@ def test_reader(stand_in: StandIn) -> None:
     assert provenance._told(nvml.driver_version) == "580.1"
 
 
+def test_a_run_on_the_cpu_asks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    def place_of(device: torch.device) -> Place:
+        asked.append(device)
+        return Place("host")
+
+    monkeypatch.setattr(nvml, "place_of", place_of)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    told = provenance.provenance(CPU)
+    assert told["gpu"] is None and set(told["topology"]) == {"nics"} and asked == []
+    assert provenance.topology(GPU)["gpus"] == len(asked) == 2
+
+
 def test_reader_where_nothing_can_be_read(stand_in: StandIn) -> None:
     assert (nvml.reader(CPU)(), nvml.reader(CPU).reason) == ({}, "cpu is not a GPU")
     stand_in.driver = False
