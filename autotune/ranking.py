@@ -117,6 +117,8 @@ class Verdict:
     """How fast its loop can be at best, in any unit that compares candidates of one point: larger is better."""
     bound_by: str = ""
     """In which unit that is, and what of the chip sets it."""
+    folder: str = ""
+    """Of Triton's cache, where the binary lies; empty where there is none to launch."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -124,7 +126,7 @@ class Verdict:
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Verdict:
         """Of what :meth:`as_json` gave."""
-        return cls(tuple(map(str, told["problems"])), told["bound"], str(told["bound_by"]))
+        return cls(tuple(map(str, told["problems"])), told["bound"], str(told["bound_by"]), str(told["folder"]))
 
 
 class Judge:
@@ -135,6 +137,7 @@ class Judge:
         journal: of earlier runs.
         workers: processes at a time.
         told: called with the number of jobs of every batch, and with None for each that is known.
+        holds: whether what an earlier run compiled is still there to be launched: else it is compiled again.
     """
 
     def __init__(
@@ -144,21 +147,26 @@ class Judge:
         *,
         workers: int,
         told: Callable[[int | None], None] = lambda batch: None,
+        holds: Callable[[Verdict], bool] = lambda verdict: True,
     ) -> None:
         self._compile, self._journal, self._workers, self._told = compile_job, journal, workers, told
+        self._holds = holds
+        self._new: set[Job] = set()
         self.compiled = 0
-        """Jobs that were not in the journal."""
+        """Jobs that were not in the journal, or whose binaries are gone."""
 
     def __call__(self, jobs: Iterable[Job]) -> dict[Job, Verdict]:
         """The verdict of every job."""
         asked = list(dict.fromkeys(jobs))
-        found = {job: Verdict.of(told) for job in asked if (told := self._journal.last(job.key)) is not None}
+        known = {job: Verdict.of(told) for job in asked if (told := self._journal.last(job.key)) is not None}
+        found = {job: verdict for job, verdict in known.items() if job in self._new or self._holds(verdict)}
         new = [job for job in asked if job not in found]
         self._told(len(new))
 
         def done(job: Job, result: Verdict | Failure) -> None:
             found[job] = Verdict((result.reason,)) if isinstance(result, Failure) else result
             self._journal.put(job.key, found[job].as_json())
+            self._new.add(job)
             self.compiled += 1
             self._told(None)
 

@@ -19,7 +19,7 @@ import pytest
 from ringattn.autotune import Failure, Job, Journal, Judge, Verdict, dealt, rank_candidates, ranking, run_jobs, space
 from ringattn.autotune.ranking import OTHER_ROLES, job_of
 from ringattn.bench.inspect.chips import CHIPS
-from ringattn.bench.tune.compile import compile_job
+from ringattn.bench.tune.compile import compile_job, in_cache
 from ringattn.kernels import Tile
 from ringattn.kernels.tables import Point, options_of, with_options
 
@@ -99,6 +99,35 @@ def test_what_was_compiled_once_is_not_compiled_again(compiler: list[Job], tmp_p
     second = judge_of(compiler, tmp_path / "journal", fine)([*jobs, job_of(POINT, jobs[0].tile, 80, HEADS)])
     assert len(compiler) == len(jobs) + 1
     assert {job: second[job] for job in jobs} == first
+
+
+def test_what_triton_no_longer_has_is_compiled_again(compiler: list[Job], tmp_path: Path) -> None:
+    """Once, whatever the cache does next; what failed had nothing to keep."""
+
+    def verdict(job: Job) -> Verdict:
+        return Verdict(("spills",)) if job.tile.num_stages == 4 else Verdict((), 1.0, "percent", job.key)
+
+    def judge(gone: set[str]) -> Judge:
+        def compiled(job: Job) -> Verdict:
+            compiler.append(job)
+            return verdict(job)
+
+        def holds(verdict: Verdict) -> bool:
+            return verdict.folder not in gone
+
+        return Judge(compiled, Journal(tmp_path / "journal", ""), workers=1, holds=holds)
+
+    jobs = [job_of(POINT, tile, 90, HEADS) for tile in space(POINT, 90)]
+    judge(set())(jobs)
+    compiler.clear()
+    emptied = [job for job in jobs if job.tile.num_stages != 4]
+    again = judge({job.key for job in jobs})
+    assert again(jobs) == {job: verdict(job) for job in jobs}
+    assert compiler == emptied and len(emptied) < len(jobs)
+    again(jobs)
+    assert compiler == emptied
+    judge({jobs[0].key})(jobs)
+    assert compiler == [*emptied, jobs[0]]
 
 
 def test_lengths_and_heads_share_their_binaries(compiler: list[Job], tmp_path: Path) -> None:
@@ -256,7 +285,7 @@ def compiling() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
-def test_candidates_are_compiled_and_judged(tmp_path: Path) -> None:
+def test_candidates_are_compiled_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real ones: a clean tile has a bound; one that spills is dropped, and one that does not fit."""
     good, spills, large = Tile(64, 64, 4, 2), Tile(64, 128, 4, 1), Tile(128, 128, 8, 4)
     point = POINT._replace(head_dim=64, head_dim_v=64)
@@ -275,6 +304,9 @@ def test_candidates_are_compiled_and_judged(tmp_path: Path) -> None:
     assert (round(row["bound"], 2), limited) == (found[jobs["good"]].bound, found[jobs["good"]].bound_by)
     assert any("local-memory" in problem or "shared" in problem for problem in found[jobs["spills"]].problems)
     assert "bytes of shared memory, the chip has 101376" in found[jobs["large"]].problems[0]
+    assert all(found[jobs[name]].folder and in_cache(found[jobs[name]]) for name in ("good", "hopper"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "emptied"))
+    assert [name for name, job in jobs.items() if in_cache(found[job])] == ["spills", "large"]
 
 
 def test_products_of_fp32_are_three_of_half_the_rate() -> None:

@@ -46,6 +46,7 @@ class Compiled:
     partitions: int = 1  # of a block that each run a main loop of their own at the same time: warp specialisation
     loop_threads: int = 0  # of one of them; 0: all of the block
     tma: int = 0  # loads by TMA, in an iteration of the warps that load for all others
+    folder: str = ""  # of Triton's cache, where it lies
 
 
 def problems(variant: Variant, compiled: Compiled) -> list[str]:
@@ -103,6 +104,7 @@ def read_compiled(kernel: Any, arch: int) -> Compiled:
         arch,
         threads,
         tma=tma_loads(listing),
+        folder=Path(next(iter(kernel.metadata_group.values()))).parent.name,
     )
 
 

@@ -32,7 +32,12 @@ def compile_job(job: Job) -> Verdict:
         return Verdict(tuple(found))
     best = main_bound(bounds_of(compiled))
     assert best is not None, "the gate asks for a loop with matrix products"
-    return Verdict((), round(loop_bound(compiled), 2), f"{UNIT}, limited by {best.limiter}")
+    return Verdict((), round(loop_bound(compiled), 2), f"{UNIT}, limited by {best.limiter}", compiled.folder)
+
+
+def in_cache(verdict: Verdict) -> bool:
+    """Whether Triton's cache still has the binary: a launch would compile it again, while the GPU waits."""
+    return not verdict.folder or any((Path(triton.knobs.cache.dir) / verdict.folder).glob("*.cubin"))
 
 
 def variant_of(job: Job) -> Variant:

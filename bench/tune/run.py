@@ -44,7 +44,7 @@ from ..inspect.rank import LEAST_CONFIGS
 from ..inspect.report import Row, identity
 from ..inspect.variant import default_tile as built_in_tile
 from ..provenance import command
-from .compile import compile_job, digest, variant_of
+from .compile import compile_job, digest, in_cache, variant_of
 from .measure import CHECKED_SIDES, DeviceTrials
 
 # of a point that get time on a GPU: the best quarter or so of what compiles, and what a rank correlation takes
@@ -200,7 +200,7 @@ def compile_part(
         else:
             bars.more("compiling", batch)
 
-    judge = Judge(compile_with, journal, workers=wish.workers, told=told)
+    judge = Judge(compile_with, journal, workers=wish.workers, told=told, holds=in_cache)
     arch, heads = wish.gpu.arch, wish.shape.heads
     ranked = rank_candidates(
         wish.points, arch, judge, heads=heads, count=CANDIDATES, orders_of=wish.orders_of, rank=rank,
