@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from ..reference.masks import Masks
+from ..reference.masks import Masks, by_batch
 
 BLOCK_BYTES = 256 << 20  # of the scores of one block of queries
 FEW_SCORES = 1 << 28  # with no more of them every head is looked at
@@ -96,12 +96,17 @@ def plainly(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, of: Judge, options: M
     masked: dict[str, Any] = {"is_causal": causal}
     group = len(heads) // len(kv_heads)
     keys, values = leaves[1:]
+    blind: Tensor | None = None
     if not is_square(options):  # by a mask, for which few backends take grouped heads, and math keeps all scores
         keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
         positions = torch.arange(q.shape[1], device=q.device)
-        masked = {"attn_mask": reference.visible(positions, positions, **options)}
+        seen = by_batch(reference.visible(positions, positions, **options))
+        # rows that see nothing, of which backends make 0 or NaN: they see all, and without dout they add nothing
+        blind = ~seen.any(-1, keepdim=True)
+        masked, given = {"attn_mask": seen | blind}, given.masked_fill(blind, 0)
     out = F.scaled_dot_product_attention(leaves[0], keys, values, enable_gqa=keys.shape[1] != len(heads), **masked)
     grads = torch.autograd.grad(out, leaves, given)
+    out = out if blind is None else out.masked_fill(blind, 0)
     return [x.detach().transpose(1, 2) for x in (out, *grads)]
 
 

@@ -106,6 +106,12 @@ DocumentsOfMean = Annotated[
 DocumentsSeed = Annotated[
     int | None, typer.Option("--documents-seed", help="Of the lengths that --documents draws (0 where left out).")
 ]
+SeqUsedK = Annotated[
+    Any,
+    typer.Option(
+        "--seqused-k", parser=sizes, metavar="SIZE,…", help="Keys of each batch row; those from there on are padding."
+    ),
+]
 PrefixLength = Annotated[
     int | None, typer.Option(parser=size, metavar="SIZE", help="Positions that --causal hides from nobody.")
 ]

@@ -28,6 +28,7 @@ from ringattn.bench.shapes import Pattern
 from ringattn.bench.suite.cases import Number
 from ringattn.bench.timing import Clock, Samples
 from ringattn.kernels import attention_forward
+from ringattn.reference.masks import by_batch
 
 from .fake_cuda import FakeCuda
 
@@ -56,6 +57,36 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 def values(found: list[Number]) -> dict[tuple[str, object], float | None]:
     return {(number.name, number.labels.get("by")): number.value for number in found}
+
+
+def longformer(window: int, tokens: int) -> Pattern:
+    return Pattern("longformer", {"window": window, "global": tokens})
+
+
+PADDED = [
+    Shape(64, 4, 2, 16, causal=False, batch=3, seqused_k=(20, 64, 47)),
+    Shape(64, 4, 2, 16, causal=False, batch=2, seqused_k=(0, 33)),
+    Shape(64, 4, 2, 16, causal=True, batch=2, seqused_k=(64, 31), window=(9, 0)),  # rows behind a window see nothing
+    Shape(
+        64, 4, 2, 16, causal=True, batch=2, seqused_k=(50, 9),
+        block_mask=Pattern("strided", {"block": 8, "stride": 16}),
+    ),
+]  # fmt: skip
+IN_PARTS = [
+    Shape(64, 4, 2, 16, causal=False, block_mask=longformer(8, 5)),
+    Shape(64, 4, 2, 16, causal=True, batch=2, block_mask=longformer(8, 3), seqused_k=(64, 2)),
+    Shape(64, 4, 2, 16, causal=False, batch=2, block_mask=longformer(6, 40), cu_seqlens=(0, 20, 64)),
+]
+
+
+def given_of(shape: Shape) -> Given:
+    return Given(shape, *(x.float() for x in shape.inputs(CPU)))
+
+
+def visible(shape: Shape) -> torch.Tensor:
+    """``[1 or B, 1, S, S]``."""
+    positions = torch.arange(shape.seqlen)
+    return by_batch(reference.visible(positions, positions, **shape.options(CPU)))
 
 
 # the judge
@@ -98,28 +129,106 @@ def test_which_heads_are_looked_at() -> None:
         Shape(64, 4, 2, 16, causal=True, cu_seqlens=(0, 20, 64)),
         Shape(64, 4, 2, 16, causal=True, prefix_length=11),
         Shape(64, 4, 2, 16, causal=True, block_mask=Pattern("strided", {"block": 8, "stride": 16})),
+        *PADDED,
+        *IN_PARTS,
     ],
-    ids=lambda shape: str(shape.labels["mask"]),
+    ids=lambda shape: f"{shape.labels['mask']}, batch {shape.batch}",
 )
 def test_shapes_count_what_is_visible_and_ours_compute_it(shape: Shape) -> None:
-    positions = torch.arange(64)
-    seen = reference.visible(positions, positions, **shape.options(CPU))
+    seen = visible(shape).expand(shape.batch, 1, shape.seqlen, shape.seqlen)
     assert shape.pairs == int(seen.sum())
+    assert shape.flops == 4 * int(seen.sum()) * 16 * 4
     assert shape.square == (shape.labels["mask"] in ("causal", "full"))
-    given = Given(shape, *(x.float() for x in shape.inputs(CPU)))
+    given = given_of(shape)
     ready = kernel_ours.aten_backend(given)
     judge = exact.judge(given.q, given.k, given.v, given.dout, (0, 1), shape.options(CPU))
     assert max(judge.errors(ready.results).values()) < 1e-4
     assert ready.carried is None or judge.errors([ready.carried])["out"] < 1e-5
-    assert (ready.carried is None) == (shape.block_mask is not None)
+    assert (ready.carried is None) == (shape.mask.blocks is not None)
+    before = ready.results[0].clone()
+    for step in ready.steps.values():
+        step()
+    assert torch.equal(ready.results[0], before)  # no step writes into what is judged
+
+
+@pytest.mark.parametrize(
+    ("shape", "pairs"),
+    [
+        (Shape(4, 1, 1, 8, causal=False, batch=3), 3 * 16),
+        (Shape(4, 1, 1, 8, causal=False, batch=3, seqused_k=(1, 0, 4)), 4 + 0 + 16),
+        (Shape(4, 1, 1, 8, causal=True, batch=2, seqused_k=(2, 4)), (1 + 2 + 2 + 2) + (1 + 2 + 3 + 4)),
+        (Shape(4, 1, 1, 8, causal=True, batch=2, seqused_k=(2, 2)), 2 * (1 + 2 + 2 + 2)),
+        # a window of itself, and the first token sees all and is seen by all
+        (Shape(4, 1, 1, 8, causal=False, batch=2, block_mask=longformer(0, 1)), 2 * (4 + 2 + 2 + 2)),
+    ],
+)
+def test_pairs_of_all_batch_rows_by_hand(shape: Shape, pairs: int) -> None:
+    assert shape.pairs == pairs
+    assert shape.flops == 2 * pairs * (8 + 8)
+
+
+@pytest.mark.parametrize("shape", [Shape(64, 4, 2, 16, causal=True), *PADDED, *IN_PARTS])
+def test_flex_attention_is_told_the_mask(shape: Shape) -> None:
+    seen = kernel_rivals.sees(shape, CPU)
+    batch, query, key = (torch.arange(length) for length in (shape.batch, 64, 64))
+    found = seen(batch[:, None, None, None], torch.tensor(0), query[:, None], key)
+    told, whole = (x.expand(shape.batch, 1, 64, 64) for x in (found, visible(shape)))
+    assert torch.equal(told, whole)
+
+
+@pytest.mark.parametrize("shape", [*PADDED, *IN_PARTS])
+def test_a_backend_by_a_dense_mask_computes_the_same(shape: Shape) -> None:
+    given = given_of(shape)
+    ready = kernel_rivals.sdpa(CPU_SDPA["math"], given)
+    judge = exact.judge(given.q, given.k, given.v, given.dout, (0, 1), shape.options(CPU))
+    assert max(judge.errors(ready.results).values()) < 1e-4
+    with pytest.raises(Cannot, match="full and causal"):
+        kernel_rivals.sdpa(CPU_SDPA["ATen operator"], given)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(40, 2, 1, 16, causal=True, batch=2, seqused_k=(40, 17), window=(9, 0)),
+        Shape(40, 2, 1, 16, causal=True, batch=2, block_mask=longformer(8, 3), seqused_k=(40, 2)),
+    ],
+)
+@pytest.mark.parametrize("variant", [one for one in VARIANTS if one.name not in NOT_HERE], ids=lambda one: one.name)
+def test_every_variant_computes_padding_and_parts(variant: kernel_ours.Variant, shape: Shape) -> None:
+    given = given_of(shape)
+    ready = kernel_ours.triton_kernels(variant, given)
+    judge = exact.judge(given.q, given.k, given.v, given.dout, (0,), shape.options(CPU))
+    assert max(judge.errors(ready.results).values()) < 1e-4
+    assert ready.carried is not None and judge.errors([ready.carried])["out"] < 1e-5
+    parts = variant.parts if len(given.bounds) == 1 else ()
+    assert set(ready.steps) == {*variant.passes, *parts}
+
+
+def test_a_variant_that_is_not_here_says_so_of_several_parts() -> None:
+    with pytest.raises(Cannot, match=r"9\.0"):
+        kernel_ours.triton_kernels(VARIANTS[1], given_of(IN_PARTS[0]))
+
+
+def test_limits_hold_where_rows_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where PyTorch's attention makes NaN of such rows."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor, **_: Any) -> Any:
+        return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~attn_mask, -math.inf).softmax(-1) @ v
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    shape = PADDED[1]
+    given = given_of(shape)
+    assert not visible(shape).any(-1).all()
+    judge = exact.judge(given.q, given.k, given.v, given.dout, (0, 1), shape.options(CPU))
+    plain = exact.plainly(given.q, given.k, given.v, given.dout, judge, shape.options(CPU))
+    assert max(judge.differences(plain).values()) < 1e-5
 
 
 def test_flops_by_the_square() -> None:
     assert Shape(64, 2, 2, 16, causal=False).flash_flops == Shape(64, 2, 2, 16, causal=False).flops
     assert Shape(64, 2, 2, 16, causal=True).flash_flops == 4 * 64 * 64 // 2 * 16 * 2
     assert Shape(64, 2, 2, 16, window=(3, 0)).flash_flops is None
-    with pytest.raises(ValueError, match="longformer"):
-        _ = Shape(64, block_mask=Pattern("longformer", {"window": 4, "global": 2})).mask
+    assert PADDED[0].flash_flops is None
 
 
 # contenders
@@ -382,7 +491,10 @@ def test_the_command(tmp_path: Path) -> None:
         (["--cu-seqlens", "0,10"], "cu_seqlens ends at 10"),
         (["--documents-seed", "3"], "documents-seed is given without documents: it draws their lengths"),
         (["--dtype", "int8"], "no dtype"),
-        (["--block-mask", "longformer,window=4,global=2"], "longformer"),
+        (["--block-mask", "longformer,window=5,global=2"], "window is 5: it must be even"),
+        (["--seqused-k", "10,20"], "seqused_k has 2 lengths: it must have 1, one per batch row"),
+        (["--batch", "2", "--seqlen", "64", "--seqused-k", "64,65"], "seqused_k[1] is 65: it must be 0 to 64"),
+        (["--seqused-k", "x"], "not a size"),
     ],
 )
 def test_bad_flags_are_refused(flags: list[str], told: str) -> None:

@@ -24,6 +24,7 @@ from ringattn.bench.memory_room import PROCESS_BYTES, USED, Needs, of_ranks, ref
 from ringattn.bench.overlap import command as overlap_bench
 from ringattn.bench.overlap import memory as overlap_memory
 from ringattn.bench.ring.candidates import Problem
+from ringattn.bench.shapes import Pattern
 from ringattn.bench.timing import Clock
 from ringattn.bench.tune import ring_memory
 from ringattn.comm import Limits, LocalTransport
@@ -206,7 +207,15 @@ def test_every_form_of_a_ring_is_counted(setting: memory_bench.Setting, peak: fl
     assert counted == pytest.approx(peak, rel=memory_bench.ALLOWED_SPREAD)
 
 
-@pytest.mark.parametrize("shape", [Shape(2048, 4, 2, 64, dtype="float32"), Shape(2048, 2, 2, 32, window=(64, 0))])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(2048, 4, 2, 64, dtype="float32"),
+        Shape(2048, 2, 2, 32, window=(64, 0)),
+        Shape(2048, 2, 2, 32, batch=3, seqused_k=(2048, 512, 1024)),
+        Shape(2048, 2, 2, 32, block_mask=Pattern("longformer", {"window": 64, "global": 16})),
+    ],
+)
 def test_kernels_take_no_more_than_was_counted(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     by = ("ringattn", "ATen operator")
     clock = Clock(CPU)

@@ -20,6 +20,7 @@ from ..shapes import (
     DocumentsOfMean,
     DocumentsSeed,
     PrefixLength,
+    SeqUsedK,
     Window,
     dtype_name,
     grouped,
@@ -64,6 +65,7 @@ def kernels(
     cu_seqlens: CuSeqlens = None,
     documents: DocumentsOfMean = None,
     documents_seed: DocumentsSeed = None,
+    seqused_k: SeqUsedK = None,
     prefix_length: PrefixLength = None,
     block_mask: BlockMaskPattern = None,
     by: Annotated[str | None, typer.Option(metavar="NAME,…", help="These contenders alone.")] = None,
@@ -88,7 +90,7 @@ def kernels(
             Shape(
                 tokens, heads or usual[2], grouped(heads or usual[2], kv_heads), dim, value_dim or 0, kind, causal,
                 window or (-1, -1), _boundaries(tokens, cu_seqlens, documents, documents_seed), prefix_length,
-                block_mask, batch,
+                block_mask, batch, None if seqused_k is None else tuple(seqused_k),
             )
             for kind, dim, tokens in product(dtype or dtypes(usual[1]), head_dim, seqlen or sizes(usual[0]))
         ]  # fmt: skip

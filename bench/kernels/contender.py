@@ -41,7 +41,7 @@ class Given:
         return self.q.device
 
     @property
-    def bounds(self) -> Bounds:
+    def bounds(self) -> tuple[Bounds, ...]:
         return self.shape.bounds(self.device)
 
 

@@ -74,5 +74,7 @@ def judged(shape: Shape, seqlen: int) -> int:
     block = max(min(BLOCK_BYTES, row * seqlen * FP64), row * FP64)
     plain = 2 * once * item
     if not shape.square:
-        plain += seqlen**2 * (item + MASKS) + shape.batch * seqlen * heads * (shape.head_dim + shape.value_dim) * item
+        masks = 1 if shape.mask.used is None else shape.batch
+        plain += masks * seqlen**2 * (item + MASKS)
+        plain += shape.batch * seqlen * heads * (shape.head_dim + shape.value_dim) * item
     return once * FP64 + max(once * FP64 + BLOCKS * block, plain)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...kernels import (
+    PLAIN,
     Bounds,
     KernelConfig,
     attention_backward,
@@ -18,23 +20,28 @@ from ...kernels import (
     default_config,
 )
 from ...kernels.config import config_for
-from ...ring.aten import AtenBackward, AtenForward
+from ...ring.backends import backward_works, forward_works
+from ...ring.loop import ForwardWork, add
+from ...ring.traffic import Seen, chunks_of
 from ..timing import Step
 from .contender import BACKWARD, FORWARD, OURS, PARTS, PASSES, STATE, Cannot, Given, Ready
 
 HOPPER_ARCH = 90
 
 
-def halves(given: Given) -> list[tuple[slice, Bounds]]:
+def halves(given: Given) -> list[tuple[slice, tuple[Bounds, ...]]]:
     """Keys and bounds of two hops that are together the whole; none where blocks say what is visible."""
-    whole, middle = given.bounds, given.shape.seqlen // 2
-    if whole.runs is not None or not middle:
+    parts, middle, end = given.bounds, given.shape.seqlen // 2, given.shape.seqlen
+    if not middle or any(part.runs is not None for part in parts):
         return []
-    keys = [slice(0, middle), slice(middle, None)]
-    if whole.lo is None or whole.hi is None:
-        return [(near, whole) for near in keys]
-    ends = [(x.clamp(max=middle), (x - middle).clamp(min=0)) for x in (whole.lo, whole.hi)]
-    return [(near, Bounds(lo, hi)) for near, lo, hi in zip(keys, *ends, strict=True)]
+    first, second = (tuple(_among(part, *keys) for part in parts) for keys in ((0, middle), (middle, end)))
+    return [(slice(0, middle), first), (slice(middle, None), second)]
+
+
+def _among(part: Bounds, start: int, end: int) -> Bounds:
+    """The same of the keys ``[start, end)`` alone, counted from the first of them."""
+    lo, hi, used = (None if x is None else x.clamp(start, end) - start for x in (part.lo, part.hi, part.used))
+    return Bounds(lo, hi, used)
 
 
 class Variant(NamedTuple):
@@ -71,17 +78,23 @@ VARIANTS = [
 
 
 def triton_kernels(variant: Variant, given: Given) -> Ready:
-    """A variant of the Triton kernels."""
-    q, k, v, dout, limits = given.q, given.k, given.v, given.dout, given.bounds
+    """A variant of the Triton kernels; where the mask has several parts, as the ring launches it."""
+    first, *others = given.bounds
     try:
-        config = variant.config(q, v, full=limits.is_full)
-        out, lse = attention_forward(q, k, v, bounds=limits, config=config)
-        # a state of its own: the step continues it in place, again and again
-        state = attention_forward(q, k, v, bounds=limits, final=False, config=config)
+        config = variant.config(given.q, given.v, full=first.is_full and not others)
+        return ring_works("triton", given, config, variant.passes) if others else _entries(variant, given, config)
     except (ValueError, NotImplementedError, TypeError) as refused:
         raise Cannot(str(refused)) from None
+
+
+def _entries(variant: Variant, given: Given, config: KernelConfig | None) -> Ready:
+    """The kernels' own entries: one launch per pass, and each of the backward's by itself."""
+    q, k, v, dout, (limits,) = given.q, given.k, given.v, given.dout, given.bounds
+    out, lse = attention_forward(q, k, v, bounds=limits, config=config)
+    # a state of its own: the step continues it in place, again and again
+    state = attention_forward(q, k, v, bounds=limits, final=False, config=config)
     carried: tuple[Tensor, Tensor] | None = None
-    for keys, seen in halves(given):
+    for keys, (seen,) in halves(given):
         last = keys.stop is None
         carried = attention_forward(q, k[:, keys], v[:, keys], bounds=seen, state=carried, final=last, config=config)
     steps: dict[str, Step] = {
@@ -90,10 +103,7 @@ def triton_kernels(variant: Variant, given: Given) -> Ready:
     }
     if BACKWARD not in variant.passes:
         return Ready(_only(steps, variant.passes), [out], carried[0] if carried else None)
-    try:
-        grads = attention_backward(dout, q, k, v, out, lse, bounds=limits, config=config)
-    except (ValueError, NotImplementedError) as refused:
-        raise Cannot(str(refused)) from None
+    grads = attention_backward(dout, q, k, v, out, lse, bounds=limits, config=config)
     delta = attention_delta(dout, out)
     steps |= {
         BACKWARD: lambda: attention_backward(dout, q, k, v, out, lse, bounds=limits, config=config),
@@ -110,29 +120,46 @@ def _only(steps: dict[str, Step], names: tuple[str, ...]) -> dict[str, Step]:
 
 def aten_backend(given: Given) -> Ready:
     """Our CPU backend on one shard. Interpreted kernels are not timed."""
-    q, k, v, dout, limits = given.q, given.k, given.v, given.dout, given.bounds
-    scale = q.shape[-1] ** -0.5
+    return ring_works("aten", given)
+
+
+def ring_works(
+    backend: str, given: Given, config: KernelConfig | None = None, passes: tuple[str, ...] = PASSES
+) -> Ready:
+    """What the ring computes a hop by, on one shard: as many launches as the mask has parts."""
+    q, k, v, dout, parts = given.q, given.k, given.v, given.dout, given.bounds
+    chunks, how = chunks_of(1, q.shape[2], k.shape[2]), {"softmax_scale": q.shape[-1] ** -0.5, "config": config}
 
     def forward() -> tuple[Tensor, Tensor]:
-        work = AtenForward(q, softmax_scale=scale)
-        work.fold(k, v, limits, final=True)
+        (work,) = forward_works(backend, chunks, q, **how)
+        fold(work, k, v, parts, final=True)
         return work.result()
 
     out, lse = forward()
-    state = out.float(), lse.clone()
+    state = out.to(torch.float32, copy=True), lse.clone()  # of its own: it is continued in place, again and again
 
     def with_state() -> None:
-        AtenForward(q, softmax_scale=scale, start=state).fold(k, v, limits, final=False)
+        (work,) = forward_works(backend, chunks, q, start=state, **how)
+        fold(work, k, v, parts, final=False)
 
     def backward() -> tuple[Tensor, ...]:
-        work, into = AtenBackward(dout, q, out, lse, None, softmax_scale=scale), tuple(map(torch.empty_like, (k, v)))
-        work.dq(k, v, limits, local=True, final=True)
-        work.dkdv(k, v, limits, local=True, sums=None, into=into)
+        (work,) = backward_works(backend, chunks, dout, q, out, lse, **how)
+        into = torch.empty_like(k), torch.empty_like(v)
+        for part in parts:
+            work.dq(k, v, part, scores=PLAIN, local=True, final=part is parts[-1])
+        add(work, (k, v), [Seen(bounds=part, scores=PLAIN) for part in parts], local=True, sums=None, into=into)
         return work.result(), *into
 
-    carried = AtenForward(q, softmax_scale=scale)
+    (carried,) = forward_works(backend, chunks, q, **how)
     hops = halves(given)
     for keys, seen in hops:
-        carried.fold(k[:, keys], v[:, keys], seen, final=keys.stop is None)
+        fold(carried, k[:, keys], v[:, keys], seen, final=keys.stop is None)
     steps: dict[str, Step] = {FORWARD: forward, STATE: with_state, BACKWARD: backward}
-    return Ready(steps, [out, *backward()], carried.result()[0] if hops else None)
+    grads = backward() if BACKWARD in passes else ()
+    return Ready(_only(steps, passes), [out, *grads], carried.result()[0] if hops else None)
+
+
+def fold(work: ForwardWork, k: Tensor, v: Tensor, parts: Sequence[Bounds], *, final: bool) -> None:
+    """The keys of one shard, part by part of the mask."""
+    for part in parts:
+        work.fold(k, v, part, scores=PLAIN, final=final and part is parts[-1])

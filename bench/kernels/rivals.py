@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ... import reference
+from ...reference.masks import by_batch
 from ..free_memory import free_memory
 from .contender import BACKWARD, FORWARD, OURS, Cannot, Contender, Given, Ready
 from .ours import VARIANTS, aten_backend, triton_kernels
+from .shape import Shape
 
 DENSE_SHARE = 0.4  # of the free memory: what a backend that keeps every score may take
 SCORES_KEPT = 4  # tensors of scores that the math backend has at once, in its backward
@@ -44,7 +47,7 @@ def dense_mask(backend: SDPBackend, given: Given) -> Tensor:
         raise Cannot("it takes full and causal masks alone")
     fits(given, 1 + given.q.element_size(), "mask", heads=1)
     positions = torch.arange(given.shape.seqlen, device=given.device)
-    return reference.visible(positions, positions, **given.shape.options(given.device))
+    return by_batch(reference.visible(positions, positions, **given.shape.options(given.device)))
 
 
 def fits(given: Given, nbytes: int, what: str, heads: int | None = None) -> None:
@@ -63,22 +66,33 @@ def flex(given: Given) -> Ready:
     shape, device = given.shape, given.device
     if device.type != "cuda":
         raise Cannot("its backward is compiled for a GPU alone")
-    lo, hi = (end.to(device) for end in shape.mask.interval(shape.layout.positions(0)))
-    pattern = None if shape.pattern is None else shape.pattern.visible.to(device)
-    block = 1 if shape.pattern is None else shape.pattern.block
-
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        if shape.square:
-            return query >= key
-        inside = (lo[query] <= key) & (key < hi[query])
-        return inside if pattern is None else inside & pattern[query // block, key // block]
-
-    whole = shape.square and not shape.causal
-    tiles = None if whole else create_block_mask(seen, None, None, shape.seqlen, shape.seqlen, device=str(device))
+    tiles = None
+    if shape.causal or not shape.square:
+        rows = None if shape.mask.used is None else shape.batch
+        tiles = create_block_mask(sees(shape, device), rows, None, shape.seqlen, shape.seqlen, device=str(device))
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
     leaves, dout = by_head(given)
     grouped = shape.heads != shape.kv_heads
     return differentiated(lambda: compiled(*leaves, block_mask=tiles, enable_gqa=grouped), leaves, dout)
+
+
+def sees(shape: Shape, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The mask as ``flex_attention`` takes it: of indices of batch row, head, query and key."""
+    mask, positions = shape.mask, shape.layout.positions(0)
+    if shape.square:
+        return lambda batch, head, query, key: query >= key
+    parts = [tuple(end.to(device) for end in part.interval(positions)) for part in mask.parts]
+    used = None if mask.used is None else torch.tensor(mask.used, device=device)
+    visible = None if mask.blocks is None else mask.blocks.visible.to(device)
+    block = 1 if mask.blocks is None else mask.blocks.block
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        inside = reduce(or_, ((lo[query] <= key) & (key < hi[query]) for lo, hi in parts))
+        if used is not None:
+            inside = inside & (key < used[batch])
+        return inside if visible is None else inside & visible[query // block, key // block]
+
+    return seen
 
 
 def by_head(given: Given) -> tuple[list[Tensor], Tensor]:

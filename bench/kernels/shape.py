@@ -39,6 +39,7 @@ class Shape:
     prefix_length: int | None = None
     block_mask: Pattern | None = None
     batch: int = 1
+    seqused_k: tuple[int, ...] | None = None
 
     @property
     def value_dim(self) -> int:
@@ -50,16 +51,9 @@ class Shape:
         return Layout.contiguous(self.seqlen, 1)
 
     @cached_property
-    def pattern(self) -> BlockMask | None:
-        """The blocks of ``block_mask``.
-
-        Raises:
-            ValueError: Longformer's pattern, which is several launches per hop.
-        """
-        made = None if self.block_mask is None else pattern_of(self.seqlen, self.block_mask)
-        if isinstance(made, Longformer):
-            raise ValueError("block_mask is longformer: its global tokens take a launch of their own; pass --window")
-        return made
+    def pattern(self) -> BlockMask | Longformer | None:
+        """What ``block_mask`` names."""
+        return pattern_of(self.seqlen, self.block_mask)
 
     @cached_property
     def mask(self) -> Mask:
@@ -70,7 +64,8 @@ class Shape:
         """
         return mask_of(
             Layouts(self.layout, self.layout), self.batch, causal=self.causal, window_size=self.window,
-            cu_seqlens=self.cu_seqlens, seqused_k=None, prefix_length=self.prefix_length, block_mask=self.pattern,
+            cu_seqlens=self.cu_seqlens, seqused_k=self.seqused_k, prefix_length=self.prefix_length,
+            block_mask=self.pattern,
         )  # fmt: skip
 
     @property
@@ -78,32 +73,35 @@ class Shape:
         """Full or causal and no more: what every library computes."""
         return self.mask in (Mask(), Mask(causal=True))
 
-    def bounds(self, device: torch.device) -> Bounds:
-        """As the kernels take the mask."""
-        (sight,) = plan(self.layout, self.mask, 0, 1, device).sights[0]
-        return sight.bounds
+    def bounds(self, device: torch.device) -> tuple[Bounds, ...]:
+        """As the kernels take the mask: one per launch, several where it has global tokens."""
+        return tuple(sight.bounds for sight in plan(self.layout, self.mask, 0, 1, device).sights[0])
 
     def options(self, device: torch.device) -> Masks:
         """As the reference takes the mask."""
-        given = Masks(causal=self.causal, window_size=self.window, cu_seqlens=self.cu_seqlens)
+        mask = self.mask
+        given = Masks(causal=self.causal, window_size=mask.window, cu_seqlens=self.cu_seqlens)
         if self.prefix_length:
             given["prefix_length"] = self.prefix_length
-        if self.pattern is not None:
-            given |= Masks(block_mask=self.pattern.visible.to(device), block_size=self.pattern.block)
+        if mask.used is not None:
+            given["seqused_k"] = mask.used
+        if mask.global_tokens:
+            given["global_tokens"] = mask.global_tokens
+        if mask.blocks is not None:
+            given |= Masks(block_mask=mask.blocks.visible.to(device), block_size=mask.blocks.block)
         return given
 
     @cached_property
     def pairs(self) -> int:
-        """Visible (query, key) pairs of one sequence."""
+        """Visible (query, key) pairs of all batch rows."""
         positions = self.layout.positions(0)
-        return visible_pairs(self.mask, positions, positions)
+        alike = 1 if self.mask.used is not None else self.batch  # where they differ all are counted together
+        return alike * visible_pairs(self.mask, positions, positions)
 
     @property
     def flops(self) -> int:
         """Of a forward, on the visible area."""
-        return forward_flops(
-            self.pairs, heads=self.heads, head_dim=self.head_dim, head_dim_v=self.value_dim, batch=self.batch
-        )
+        return forward_flops(self.pairs, heads=self.heads, head_dim=self.head_dim, head_dim_v=self.value_dim)
 
     @property
     def flash_flops(self) -> int | None:
