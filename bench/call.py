@@ -74,7 +74,7 @@ class Call:
 
     @cached_property
     def pairs(self) -> Grid:
-        """Visible (query, key) pairs, ``[rank, hop]``."""
+        """Visible (query, key) pairs, ``[rank, hop]``: of one batch row, and of all together where they differ."""
         by_shard = np.stack([_pairs_by_shard(self, rank) for rank in range(self.layout.world)])
         return np.take_along_axis(by_shard, self.shards, axis=1)
 
@@ -85,7 +85,8 @@ class Call:
 
     @property
     def flops_per_pair(self) -> int:
-        return forward_flops(1, heads=self.heads, head_dim=self.head_dim, batch=self.batch)
+        alike = self.batch if self.mask.used is None else 1
+        return forward_flops(1, heads=self.heads, head_dim=self.head_dim, batch=alike)
 
     @property
     def bytes_per_token(self) -> tuple[int, int]:
@@ -104,7 +105,8 @@ def _pairs_by_shard(call: Call, rank: int) -> Grid:
     """Pairs of one rank's queries with the keys of each shard."""
     world, mine = call.layout.world, call.layout.positions(rank)
     if call.mask.blocks is None:
-        return sum((_pairs_of_part(call, part, mine) for part in call.mask.parts), np.zeros(world, dtype=np.int64))
+        parts = (part for row in call.mask.rows for part in row.parts)
+        return sum((_pairs_of_part(call, part, mine) for part in parts), np.zeros(world, dtype=np.int64))
     seen = {hop.shard for hop in call.plan.hops(rank) if hop.computes}
     found = [
         visible_pairs(call.mask, mine, call.layout.positions(shard)) if shard in seen else 0 for shard in range(world)
@@ -127,7 +129,8 @@ def mask_cells(call: Call, cells: int) -> tuple[Grid, Grid]:
 
     Returns:
         The rank that a row or column stands for, ``[n]``, and at which hop it computes each cell, ``[n, n]``; -1 where
-        nothing is visible. A cell of several ranks stands for one of them in turn, so that stripes stay visible.
+        nothing is visible. A cell of several ranks stands for one of them in turn, so that stripes stay visible. Of
+        batch rows that differ it is the one with the most keys.
     """
     edges = np.linspace(0, call.layout.seqlen, min(cells, call.layout.seqlen) + 1).astype(np.int64)
     chosen: list[int] = []

@@ -113,7 +113,7 @@ def _draw_mask(call: Call, axes: Any) -> None:
 
 
 def _draw_structure(call: Call, axes: Any) -> None:
-    """A box around every document, and lines between blocks: where they are few enough to be told apart."""
+    """Boxes around documents, lines between blocks and at the ends of rows' keys: where they are few enough to tell."""
     from matplotlib.collections import LineCollection
 
     seqlen, mask = call.layout.seqlen, call.mask
@@ -124,6 +124,8 @@ def _draw_structure(call: Call, axes: Any) -> None:
         edges = np.arange(0, seqlen, mask.blocks.block)[1:]
         axes.hlines(edges, 0, seqlen, color="white", lw=0.5)
         axes.vlines(edges, 0, seqlen, color="white", lw=0.5)
+    if mask.used is not None and len(ends := {*mask.used}) <= FEW:
+        axes.vlines([*ends], 0, seqlen, color=MOVING, lw=1.0, linestyles="dashed")
 
 
 def _draw_owners(axes: Any, ranks: Grid, world: int) -> None:

@@ -26,6 +26,7 @@ from .shapes import (
     DocumentsSeed,
     LayoutName,
     PrefixLength,
+    SeqUsedK,
     Window,
     grouped,
     human,
@@ -93,7 +94,7 @@ def summary(call: Call) -> str:
     ]
     moved = ", ".join(f"{_part(sum(sent), sum(most))} {name}" for name, sent, most in passes)
     by_a_rank = ", ".join(f"{_part(max(sent), max(most))} {name}" for name, sent, most in passes)
-    across = ""
+    across, of = "", "" if call.mask.used is None else " of all batch rows"
     if call.nodes > 1:
         there, back_there = sum(call.plan.bytes(kv, level=1)), sum(call.plan.bytes(kv, sums, level=1))
         across = f"; of it between nodes: {human(there, 'B')} forward, {human(back_there, 'B')} backward"
@@ -102,8 +103,8 @@ def summary(call: Call) -> str:
         f"{call.dtype}\n"
         f"moves in all, of a full ring: {moved}{across}\n"
         f"a rank sends at most: {by_a_rank}\n"
-        f"{int(call.pairs.sum()):,} visible pairs; ranks compute {call.balance:.0%} of the time, if every hop lasts as "
-        "long as its slowest rank"
+        f"{int(call.pairs.sum()):,} visible pairs{of}; ranks compute {call.balance:.0%} of the time, if every hop "
+        "lasts as long as its slowest rank"
     )
 
 
@@ -153,6 +154,7 @@ def show(
     cu_seqlens: CuSeqlens = None,
     documents: DocumentsOfMean = None,
     documents_seed: DocumentsSeed = None,
+    seqused_k: SeqUsedK = None,
     prefix_length: PrefixLength = None,
     block_mask: BlockMaskPattern = None,
     nodes: Annotated[
@@ -191,7 +193,7 @@ def show(
             causal=causal,
             window_size=window or (UNLIMITED, UNLIMITED),
             cu_seqlens=boundaries,
-            seqused_k=None,
+            seqused_k=seqused_k,
             prefix_length=prefix_length,
             block_mask=pattern_of(tokens, block_mask),
         )

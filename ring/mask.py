@@ -65,6 +65,11 @@ class Mask:
             *(replace(plain, queries=queries, keys=keys) for queries in gaps for keys in gaps),
         )
 
+    @property
+    def rows(self) -> tuple[Mask, ...]:
+        """One mask per batch row, where they differ."""
+        return (self,) if self.used is None else tuple(replace(self, used=(used,)) for used in self.used)
+
     def interval(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``(lo, hi)``: the query at ``positions[i]`` sees keys at positions ``lo[i] <= p < hi[i]``; int64.
 
@@ -115,8 +120,7 @@ def visible_pairs(mask: Mask, q_positions: torch.Tensor, k_positions: torch.Tens
 
     Of one batch row, where all are alike; where ``mask.used`` tells them apart, of all those that it lists together.
     """
-    rows = [mask] if mask.used is None else [replace(mask, used=(used,)) for used in mask.used]
-    return sum(_pairs(part, q_positions, k_positions) for row in rows for part in row.parts)
+    return sum(_pairs(part, q_positions, k_positions) for row in mask.rows for part in row.parts)
 
 
 def _pairs(mask: Mask, q_positions: torch.Tensor, k_positions: torch.Tensor) -> int:

@@ -105,7 +105,7 @@ rank 0   0 0 0 0 1 1 1 1 1 1 1 1 0 0 0 0
 def calls(draw: st.DrawFn, max_seqlen: int) -> Call:
     """Any layout with any mask that is made of intervals, or blocks of both."""
     world, block = draw(st.integers(1, 6)), draw(st.integers(1, 3))
-    mask = draw(masks(global_tokens=True))
+    mask = draw(masks(global_tokens=True, used=True))
     if draw(st.booleans()) and type(mask) is Mask:
         blocks = max_seqlen // block
         layout = draw(block_layouts(blocks, block, world, whole=True))
@@ -153,6 +153,11 @@ def test_cells_of_one_token_are_the_mask(call: Call) -> None:
             "causal, 11 documents",
             Mask(causal=True, documents=Documents(packed(64, 8, seed=3))),
         ),
+        (
+            ["--seqused-k", "40,8", "--batch", "2", "--causal"],
+            "causal, keys used (40, 8)",
+            Mask(causal=True, used=(40, 8)),
+        ),
         (["--prefix-length", "10", "--causal"], "causal, prefix 10", Mask(causal=True, prefix=10)),
         (
             ["--block-mask", "strided,block=4,stride=8", "--causal"],
@@ -187,9 +192,19 @@ def test_every_mask_has_its_flags(flags: list[str], title: str, mask: Mask, tmp_
     positions = torch.arange(64)
     assert sum(data["pairs"]) == visible_pairs(mask, positions, positions)
     assert data["call"]["mask"]["causal"] == mask.causal
-    named = ("window", "documents", "prefix", "blocks", "global_tokens")
+    named = ("window", "documents", "prefix", "used", "blocks", "global_tokens")
     changed = [name for name in named if getattr(mask, name) != getattr(Mask(), name)]
     assert len(data["call"]["mask"]) == len(changed) + 1
+
+
+def test_padding_is_counted_row_by_row() -> None:
+    where = ["--seqlen", "4", "--world", "1", "--heads", "1", "--head-dim", "8", "--batch", "3"]
+    assert "\n28 visible pairs of all batch rows; " in run(*where, "--seqused-k", "1,2,4")
+    data = json.loads(run(*where, "--seqused-k", "1,0,4", "--json", "-"))
+    assert data["pairs"] == [4 * 1 + 0 + 4 * 4]
+    assert data["flops_forward"] == [20 * 2 * (8 + 8)]
+    alike = json.loads(run(*where, "--json", "-"))
+    assert (alike["pairs"], alike["flops_forward"]) == ([16], [3 * 16 * 2 * (8 + 8)])
 
 
 def test_a_zigzag_per_document() -> None:
@@ -308,6 +323,7 @@ def test_csv(tmp_path: Path) -> None:
         ["--world", "8", "--nodes", "2", "--seqlen", "1k", "--layout", "contiguous", "--window", "64,64"],
         ["--documents", "512", "--per-document", "--causal"],
         ["--world", "1", "--seqlen", "4k", "--documents", "2"],
+        ["--seqlen", "4k", "--batch", "3", "--seqused-k", "1k,0,3k", "--layout", "contiguous"],
     ],
 )
 def test_pictures(flags: list[str], tmp_path: Path) -> None:
