@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from ...ring.block_mask import longformer
 from ...ring.documents import Documents
 from ...ring.layout import Layout
 from ...ring.mask import UNLIMITED, Mask
@@ -23,8 +24,7 @@ DPI = 76
 COLOURS = 96
 PLAIN = (Mask(), Mask(causal=True))
 """Masks that look the same at every length."""
-UNDRAWN = ("block_mask", "global_tokens", "seqused_k")
-"""What masks are told of and are not drawn from: a file says too little of them."""
+MOST_PARTS = 32  # of a mask, over all batch rows that differ: each takes as long as a mask of one
 
 Kind = tuple[str, str, int, int, int]
 
@@ -76,11 +76,13 @@ def _seqlen(words: Mapping[str, Any]) -> int | None:
 def _mask(words: Mapping[str, Any], seqlen: int) -> Mask | None:
     """The mask, by its name or by its parts; None where it is not told whole."""
     name, causal = words.get("mask"), words.get("causal")
-    if any(words.get(one) is not None for one in UNDRAWN):
+    if words.get("block_mask") is not None:  # a file says how many blocks are seen, and not which
         return None
     try:
+        used, stretches = _used(words, seqlen), _stretches(words, seqlen)
         if name is not None:
-            return mask_of(name, seqlen) if isinstance(name, str) and name in MASKS else None
+            known = isinstance(name, str) and name in MASKS and used is None and not stretches
+            return mask_of(name, seqlen) if known else None
         window, ends, prefix = _window(words), words.get("cu_seqlens"), words.get("prefix_length")
         documents = None if ends is None else Documents(ends)
     except (ValueError, TypeError):
@@ -89,7 +91,40 @@ def _mask(words: Mapping[str, Any], seqlen: int) -> Mask | None:
         return None
     if documents is not None and documents.seqlen != seqlen:
         return None
-    return Mask(causal=causal, window=window, documents=documents, prefix=prefix or 0)
+    mask = Mask(causal, window, documents, prefix or 0, used, global_tokens=stretches)
+    return mask if len(mask.rows) * len(mask.parts) <= MOST_PARTS else None
+
+
+def _used(words: Mapping[str, Any], seqlen: int) -> tuple[int, ...] | None:
+    """Keys of each batch row; None where none are told.
+
+    Raises:
+        ValueError: what is told are no lengths, or many.
+    """
+    told = words.get("seqused_k")
+    if told is None:
+        return None
+    if not _some(told) or not all(type(length) is int and 0 <= length <= seqlen for length in told):
+        raise ValueError(f"seqused_k is {told!r}: it must be 1 to {MOST_PARTS} lengths of 0 to {seqlen}")
+    return tuple(told)
+
+
+def _stretches(words: Mapping[str, Any], seqlen: int) -> tuple[tuple[int, int], ...]:
+    """Of global tokens; none where none are told.
+
+    Raises:
+        ValueError: what is told are no stretches of this length, or many.
+    """
+    told = words.get("global_tokens")
+    if told is None:
+        return ()
+    if not _some(told) or not all(_whole(end, seqlen) for *_, end in told):
+        raise ValueError(f"global_tokens is {told!r}: it must be 1 to {MOST_PARTS} stretches up to {seqlen}")
+    return longformer(0, told).global_tokens
+
+
+def _some(told: object) -> bool:
+    return isinstance(told, list | tuple) and 0 < len(told) <= MOST_PARTS
 
 
 def _window(words: Mapping[str, Any]) -> tuple[int, int] | None:
