@@ -60,6 +60,8 @@ def peak(shape: Shape, seqlen: int, field: Field) -> int:
     out, row = tokens * shape.heads * shape.value_dim, tokens * shape.heads * FP32
     kept = field.ours * (out * (item + FP32) + 3 * row) + field.theirs * (inputs + out * item + row)
     running = inputs + tokens * shape.heads * shape.head_dim * FP32
+    if shape.mask.global_tokens and field.ours:  # dK and dV between the parts: what came and what goes on
+        running += 2 * tokens * shape.kv_heads * dims * FP32
     product = 3 * PRODUCT_SIDE[field.device.type] ** 2 * FP32
     on_gpu = field.device.type == "cuda"
     return inputs + kept + running + judged(shape, seqlen) + product + FLUSH_BYTES * on_gpu
