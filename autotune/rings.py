@@ -19,7 +19,8 @@ import torch.distributed as dist
 from ..kernels import lookup
 from ..kernels.lookup import Gpu
 from ..kernels.strict import Check, checked_as, either, named, number, one_of, optional, text, whole
-from ..kernels.tables import DTYPES, MASKS, MOST_TOKENS, NO_GPU, RefusedTable, Table
+from ..kernels.table_files import MOST_TOKENS
+from ..kernels.tables import DTYPES, MASKS, NO_GPU, RefusedTable, Table
 from .search import FINAL_TURNS, FINALISTS, FIRST_TURNS, LEAST_TURNS, Reading, median, spread
 
 TRANSPORTS = {"cuda": ("nccl", "copy_engine"), "cpu": ("auto",)}  # on the CPU there is one

@@ -31,7 +31,7 @@ Fields = Mapping[str, Sequence[Option | None]]
 """Values by name, the default among them."""
 
 # What is tried beside the four numbers of a tile, by kernel. Another field is one line here and one in
-# `kernels/tables.py`; where not every tile or point takes its values, a rule in `RULES`.
+# `kernels/table_files.py`; where not every tile or point takes its values, a rule in `RULES`.
 TILE_FIELDS: dict[str, Fields] = {kernel: {} for kernel in TUNED}
 CONFIG_FIELDS: dict[str, Fields] = {**TILE_FIELDS, "forward": {"forward_kernel": FORWARD_KERNELS}}
 """Fields of ``KernelConfig`` that are tried with every tile."""

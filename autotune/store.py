@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ..kernels import lookup
 from ..kernels.lookup import Gpu
-from ..kernels.tables import Entry, Table, as_json, file_name, parse, read
+from ..kernels.table_files import as_json, parse, read
+from ..kernels.tables import Entry, Table, file_name
 from .rings import RingEntry, rings_of
 
 PRIVATE = 0o700

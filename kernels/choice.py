@@ -15,7 +15,8 @@ from .config import INTERPRETER, LEAST_SIDE, KernelConfig, Tile, config_for, is_
 from .lookup import BACKWARD, ONE_PASS, Gpu, Tuned, gpu_of, tuned
 from .order import chip_of
 from .scores import Scores
-from .tables import KERNELS, OPTIONS, SINGLE_PASS, Chosen, Option, Point, least_shared, options_of, shared_limit
+from .table_files import OPTIONS
+from .tables import KERNELS, SINGLE_PASS, Chosen, Option, Point, least_shared, options_of, shared_limit
 
 
 def default_config(

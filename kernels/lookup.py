@@ -22,7 +22,8 @@ import torch
 import triton
 
 from .config import Tile
-from .tables import Entry, Point, RefusedTable, Table, file_name, options_of, read
+from .table_files import read
+from .tables import Entry, Point, RefusedTable, Table, file_name, options_of
 
 CONFIG_DIR = "RINGATTN_CONFIG_DIR"
 HERE = Path(__file__).parent

@@ -1,44 +1,15 @@
-"""Tuned tiles in JSON: one file per GPU and Triton minor version, checked strictly before a number of it is believed.
-
-A file may come from anywhere: it is read as data, never executed, and anything that is not exactly the schema below is
-refused with the file's path and the reason. ``kernels/README.md`` has the format for people.
-"""
+"""Tuned tiles: what one is chosen for, how it was found, and the table of all of a GPU; ``table_files`` reads them."""
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .config import EPILOGUES, FORWARD_KERNELS, LEAST_SIDE, ORDERS, SHARED_LIMIT, KernelConfig, Tile
-from .strict import (
-    Check,
-    checked_as,
-    either,
-    load_json,
-    named,
-    number,
-    one_of,
-    optional,
-    power_of_two,
-    shown,
-    text,
-    whole,
-)
+from .config import SHARED_LIMIT, Tile
 
-SCHEMA = "ringattn tiles"
-VERSION = 1
-MOST_BYTES = 4 << 20
-MOST_ENTRIES = 10_000
-MOST_TOKENS = 1 << 40
-MOST_SIDE = 512
-MOST_STAGES = 8
-MOST_GROUP = 1024
-MOST_PROCESSORS = 1024
 NO_GPU = 0
 """The arch of the table of a machine without a GPU."""
 
@@ -60,7 +31,7 @@ Options = tuple[tuple[str, Option], ...]
 
 @dataclass(frozen=True)
 class Chosen(Tile):
-    """A tile together with fields of ``KernelConfig`` that were chosen with it: pairs of :data:`OPTIONS`, sorted."""
+    """A tile together with fields of ``KernelConfig`` that go with it: sorted pairs of ``table_files.OPTIONS``."""
 
     options: Options = ()
 
@@ -72,10 +43,11 @@ def options_of(tile: Tile) -> dict[str, Option]:
 
 def with_options(tile: Tile, options: Mapping[str, Option]) -> Tile:
     """``tile`` with fields of ``KernelConfig``; itself without any."""
-    return Chosen(**_plain(tile), options=tuple(sorted(options.items()))) if options else tile
+    return Chosen(**fields_of(tile), options=tuple(sorted(options.items()))) if options else tile
 
 
-def _plain(tile: Tile) -> dict[str, Any]:
+def fields_of(tile: Tile) -> dict[str, Any]:
+    """Those of ``Tile``, without options."""
     return {one.name: getattr(tile, one.name) for one in fields(Tile)}
 
 
@@ -140,64 +112,6 @@ def file_name(gpu: str, triton: tuple[int, int]) -> str:
     return f"{slug}_triton-{triton[0]}.{triton[1]}.json"
 
 
-def read(path: Path) -> Table:
-    """The table of a file.
-
-    Raises:
-        RefusedTable: it is no regular file, too large, not JSON, or not of this schema.
-        FileNotFoundError: there is none.
-    """
-    try:
-        return replace(parse(_text(path)), path=path)
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise RefusedTable(f"{path} is refused: {error}") from error
-
-
-def _text(path: Path) -> str:
-    # not blocking: opening a FIFO for reading would wait for its writer
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no regular file")
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"it has more than {MOST_BYTES} bytes")
-    return data.decode()
-
-
-def parse(text: str) -> Table:
-    """The table that JSON text describes.
-
-    Raises:
-        ValueError: the text is not JSON or not of this schema; the message names the field, what it got, what it takes.
-    """
-    data = load_json(text)
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise ValueError(f"schema is {shown(data.get('schema') if isinstance(data, dict) else data)}, not {SCHEMA!r}")
-    version = data.get("version")
-    if type(version) is int and version > VERSION:
-        raise ValueError(f"its schema is version {version}, this code reads up to {VERSION}: update ringattn")
-    checked_as("", data, _TABLE, optional={"rings"})
-    arch, (major, minor) = data["arch"], data["triton"].split(".")
-    made_without_gpu = ARCH.fullmatch(data["gpu"])
-    if made_without_gpu and int(made_without_gpu[1]) != arch:
-        raise ValueError(f"gpu is {data['gpu']} and arch {arch}")
-    entries = tuple(_entry(f"entries[{i}]", given) for i, given in enumerate(data["entries"]))
-    if made_without_gpu and not all(entry.estimated for entry in entries):
-        raise ValueError(f"gpu is {data['gpu']}: a table of no GPU has estimated entries alone")
-    for i, entry in enumerate(entries):
-        if (least := least_shared(entry.point, entry.tile)) > (limit := shared_limit(arch)):
-            raise ValueError(
-                f"entries[{i}].tile takes at least {least} bytes of shared memory, a block of sm_{arch} has {limit}"
-            )
-    if len({entry.point for entry in entries}) < len(entries):
-        raise ValueError("two entries are for the same point")
-    if arch == NO_GPU and entries:
-        raise ValueError(f"arch is {NO_GPU}, no GPU: such a table has settings of rings alone")
-    return Table(data["gpu"], arch, (int(major), int(minor)), entries, tuple(data.get("rings", ())))
-
-
 def shared_limit(arch: int) -> int:
     """Bytes of shared memory that one block may take."""
     return SHARED_LIMIT.get(arch, max(SHARED_LIMIT.values()))
@@ -213,101 +127,3 @@ def least_shared(point: Point, tile: Tile) -> int:
     size = 4 if point.dtype == "fp32" else 2
     both = rows * (point.head_dim + point.head_dim_v) * size
     return both * (tile.num_stages - 1) if tile.num_stages > 1 else 0
-
-
-def as_json(table: Table) -> dict[str, Any]:
-    """What :func:`parse` reads."""
-    entries = [{**entry.point._asdict(), **_told(entry)} for entry in sorted(table.entries, key=lambda one: one.point)]
-    version = ".".join(map(str, table.triton))
-    return {
-        "schema": SCHEMA, "version": VERSION, "gpu": table.gpu, "arch": table.arch, "triton": version,
-        "entries": entries, **({"rings": list(table.rings)} if table.rings else {}),
-    }  # fmt: skip
-
-
-def _told(entry: Entry) -> dict[str, Any]:
-    told = {one.name: getattr(entry, one.name) for one in fields(Entry) if one.name != "point"}
-    tile = {name: value for name, value in _plain(entry.tile).items() if name in _TILE or value != _DEFAULTS[name]}
-    more = {"versions": dict(entry.versions), "clocks": dict(entry.clocks)}
-    return told | {"tile": tile, "options": options_of(entry.tile)} | more
-
-
-def _entry(where: str, given: object) -> Entry:
-    taken = checked_as(where, given, _ENTRY, optional={"options"})
-    point = Point(*(taken.pop(name) for name in Point._fields))
-    options = checked_as(
-        f"{where}.options", taken.pop("options", {}), known := OPTIONS[point.kernel], optional={*known}
-    )
-    tile = Tile(**checked_as(f"{where}.tile", taken.pop("tile"), _TILE | MORE_OF_TILE, optional={*MORE_OF_TILE}))
-    try:
-        KernelConfig(tile, tile, tile, **options)
-    except ValueError as error:
-        raise ValueError(f"{where}.options do not go together: {error}") from None
-    entry = Entry(point, with_options(tile, options), **taken)
-    if entry.estimated != (entry.seconds is None):
-        raise ValueError(f"{where}.estimated is {entry.estimated} and seconds {entry.seconds}: one or the other")
-    return entry
-
-
-_TILE: dict[str, Check] = {
-    "block_q": power_of_two(LEAST_SIDE, MOST_SIDE),
-    "block_k": power_of_two(LEAST_SIDE, MOST_SIDE),
-    "num_warps": one_of(1, 2, 4, 8, 16),
-    "num_stages": whole(1, MOST_STAGES),
-}
-_DEFAULTS = {one.name: one.default for one in fields(Tile)}
-
-# What may be tuned beside these four, one line each: other fields of `Tile`, and by kernel fields of `KernelConfig`.
-# They are left out of a file where they have their default. `autotune/space.py` says which values are tried.
-MORE_OF_TILE: dict[str, Check] = {}
-_DEALT: dict[str, Check] = {
-    "order": one_of(*ORDERS),
-    "persistent": lambda value: None if isinstance(value, bool) else "true or false",
-    "sm_margin": whole(1, MOST_PROCESSORS),  # a ring launches by tables, and its transfers need a place
-}
-_PACKED = {"pack_gqa": _DEALT["persistent"]}
-OPTIONS: dict[str, dict[str, Check]] = {
-    "forward": {"forward_kernel": one_of(*FORWARD_KERNELS)} | _DEALT | _PACKED,
-    "dq": _DEALT | _PACKED,
-    "dkdv": _DEALT | {"dkdv_splits": whole(1, MOST_GROUP), "dkdv_epilogue": one_of(*EPILOGUES)},
-    **{kernel: {} for kernel in SINGLE_PASS},  # their order is their own
-}
-
-_ENTRY: dict[str, Check] = {
-    "kernel": one_of(*TUNED),
-    "dtype": one_of(*DTYPES),
-    "head_dim": whole(1, 256),
-    "head_dim_v": whole(1, 256),
-    "group": whole(1, MOST_GROUP),
-    "mask": one_of(*MASKS),
-    "length": whole(1, MOST_TOKENS),
-    "tile": lambda value: None if isinstance(value, dict) else "an object",
-    "options": lambda value: None if isinstance(value, dict) else "an object",
-    "estimated": lambda value: None if isinstance(value, bool) else "true or false",
-    "date": text(r"\d{4}-\d\d-\d\d[ -~]{0,30}", "an ISO 8601 date"),
-    "seconds": optional(number(zero=False)),
-    "spread": optional(number()),
-    "beside": optional(number(zero=False)),
-    "baseline": optional(number(zero=False)),
-    "bound": optional(number()),
-    "bound_by": text(),
-    "versions": named(text()),
-    "driver": optional(text()),
-    "clocks": named(optional(either(number(), text()))),
-    "command": text(),
-}
-_TABLE: dict[str, Check] = {
-    "schema": one_of(SCHEMA),
-    "version": whole(1, VERSION),
-    "gpu": text(r"[ -~]{1,100}", "the name of a GPU, at most 100 printable characters"),
-    "arch": either(whole(70, 999), one_of(NO_GPU)),
-    "triton": text(r"\d{1,3}\.\d{1,3}", "a version such as 3.7"),
-    "entries": lambda value: (
-        None if isinstance(value, list) and len(value) <= MOST_ENTRIES else f"a list of at most {MOST_ENTRIES} entries"
-    ),
-    "rings": lambda value: (
-        None
-        if isinstance(value, list) and len(value) <= MOST_ENTRIES and all(isinstance(one, dict) for one in value)
-        else f"a list of at most {MOST_ENTRIES} objects"
-    ),
-}

@@ -38,23 +38,21 @@ from ringattn.kernels import (
     hopper_launch,
     lookup,
     strict,
+    table_files,
     tables,
 )
 from ringattn.kernels.choice import launched, situation, tile_for
 from ringattn.kernels.lookup import Gpu, gpu_of, tuned
+from ringattn.kernels.table_files import MOST_BYTES, as_json, parse, read
 from ringattn.kernels.tables import (
     KERNELS,
-    MOST_BYTES,
     SINGLE_PASS,
     Point,
     RefusedTable,
     Table,
-    as_json,
     file_name,
     least_shared,
     options_of,
-    parse,
-    read,
 )
 
 from .test_house import ROOT, run
@@ -109,9 +107,10 @@ def test_another_field_of_a_tile_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
         order: str = "plain"
 
     usual = json.dumps(as_json(Table("NVIDIA H200", 90, (3, 7), (entry(tile=TILE), estimate(LONG)))))
-    monkeypatch.setattr(tables, "Tile", Longer)
-    monkeypatch.setitem(tables._DEFAULTS, "order", "plain")
-    monkeypatch.setitem(tables.MORE_OF_TILE, "order", strict.one_of("plain", "longest"))
+    for module in (tables, table_files):
+        monkeypatch.setattr(module, "Tile", Longer)
+    monkeypatch.setitem(table_files._DEFAULTS, "order", "plain")
+    monkeypatch.setitem(table_files.MORE_OF_TILE, "order", strict.one_of("plain", "longest"))
     first = Longer(64, 64, 4, 2), Longer(64, 64, 4, 2, "longest")
     made = Table("NVIDIA H200", 90, (3, 7), (entry(tile=first[0]), estimate(LONG, first[1])))
     written = json.dumps(as_json(made))

@@ -25,7 +25,8 @@ from ringattn.bench.tune.measure import DeviceTrials, in_parts
 from ringattn.bench.tune.run import Wish, compile_part, default_tile, estimated_entry, journals, measure_part
 from ringattn.kernels import Tile, choice, default_config, lookup
 from ringattn.kernels.lookup import Gpu
-from ringattn.kernels.tables import KERNELS, TUNED, Point, options_of, read
+from ringattn.kernels.table_files import read
+from ringattn.kernels.tables import KERNELS, TUNED, Point, options_of
 
 from .tile_tables import H200, entry, folders, save
 from .tune_cases import StandIn, at_once

@@ -33,7 +33,8 @@ from ringattn.bench.tune import command, ring_command
 from ringattn.bench.tune import ring as tune_ring
 from ringattn.comm import Limits
 from ringattn.kernels import choice, default_config
-from ringattn.kernels.tables import RefusedTable, Table, parse, read
+from ringattn.kernels.table_files import parse, read
+from ringattn.kernels.tables import RefusedTable, Table
 
 from .tile_tables import DATE, H200, entry, folders
 

@@ -11,7 +11,8 @@ import pytest
 from ringattn.autotune import Journal, merged, private_folder, save
 from ringattn.kernels import lookup
 from ringattn.kernels.lookup import tuned
-from ringattn.kernels.tables import RefusedTable, read
+from ringattn.kernels.table_files import read
+from ringattn.kernels.tables import RefusedTable
 
 from .tile_tables import H200, POINT, TILE, entry, estimate, folders
 from .tune_cases import BASELINE

@@ -27,7 +27,8 @@ from ringattn.kernels import (
 from ringattn.kernels.choice import backward_config, situation, tile_for
 from ringattn.kernels.config import config_for, single_pass_tile
 from ringattn.kernels.order import Chip
-from ringattn.kernels.tables import OPTIONS, Point, Table, as_json, options_of, parse, with_options
+from ringattn.kernels.table_files import OPTIONS, as_json, parse
+from ringattn.kernels.tables import Point, Table, options_of, with_options
 
 from .kernel_cases import Inputs, Sizes, check, inputs, ours
 from .tile_tables import H200, TILE, entry, estimate, folders, save

@@ -10,7 +10,8 @@ import pytest
 
 from ringattn.kernels import Tile, lookup
 from ringattn.kernels.lookup import Gpu
-from ringattn.kernels.tables import Entry, Point, Table, as_json, file_name, with_options
+from ringattn.kernels.table_files import as_json
+from ringattn.kernels.tables import Entry, Point, Table, file_name, with_options
 
 H200 = Gpu("NVIDIA H200", 90)
 RTX = Gpu("NVIDIA RTX A6000", 86)

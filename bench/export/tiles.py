@@ -12,7 +12,8 @@ from ...kernels import hopper_backward_launch, lookup
 from ...kernels.attention import DELTA_BLOCK
 from ...kernels.config import Tile, config_for, single_pass_tile
 from ...kernels.lookup import CONFIG_DIR, Gpu, folder_of, is_offered, tables_of
-from ...kernels.tables import KERNELS, Entry, Point, RefusedTable, Table, options_of, read
+from ...kernels.table_files import read
+from ...kernels.tables import KERNELS, Entry, Point, RefusedTable, Table, options_of
 from ..inspect.variant import DTYPES
 
 BUILT_IN = "built-in default, never timed"

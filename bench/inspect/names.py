@@ -9,7 +9,8 @@ from ...kernels import KernelConfig, Tile, hopper_backward_launch
 from ...kernels.config import LEAST_SIDE
 from ...kernels.described import COPY_ENGINE_ARCH, fills_boxes
 from ...kernels.strict import one_of
-from ...kernels.tables import OPTIONS, Option, Options
+from ...kernels.table_files import OPTIONS
+from ...kernels.tables import Option, Options
 from .compiled import SHARED_LIMIT
 from .variant import ATTENTION, DTYPES, FEATURES, KERNELS, ROLES, Variant, default_tile, launchable
 

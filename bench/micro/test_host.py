@@ -15,7 +15,8 @@ from ringattn.comm.topology import Topology
 from ringattn.kernels import Tile, choice, default_config
 from ringattn.kernels.config import config_for
 from ringattn.kernels.lookup import Gpu, triton_version
-from ringattn.kernels.tables import Entry, Point, Table, as_json, file_name
+from ringattn.kernels.table_files import as_json
+from ringattn.kernels.tables import Entry, Point, Table, file_name
 from ringattn.ring import Layout, Mask, bounds
 from ringattn.ring.plan import plan
 from ringattn.ring.schedule import _schedule, schedule
