@@ -12,16 +12,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from ringattn.bench.cli import app
 from ringattn.bench.memory_bench import ALLOWED_SPREAD, Setting, of_rank
-from ringattn.bench.predict.alike import plan_of, schedule_of
+from ringattn.bench.predict.alike import plan_of, recorded, schedule_of
 from ringattn.bench.predict.answers import straggling, tokens_needed
 from ringattn.bench.predict.call import Call
-from ringattn.bench.predict.clock import run
+from ringattn.bench.predict.clock import needed, run, run_alike
 from ringattn.bench.predict.host import NEAR, Body, HostSpeed, mean_of, tiles_of, work_of
 from ringattn.bench.predict.host_pieces import PATTERNS, Stage, calibrated, pattern
 from ringattn.bench.predict.launch import area_of, whole
@@ -182,7 +183,7 @@ def test_programs_that_do_not_fit_together_are_refused() -> None:
 
 def test_slow_gpus_and_balanced_shards() -> None:
     call = Call(16384, 8)
-    found = straggling(call, H100, LINKS, {3: 1.5})
+    found = straggling(call, H100, LINKS, Trouble({3: 1.5}))
     assert found.slow == pytest.approx(1.5 * found.even, rel=0.05)
     # 7 and two thirds of a GPU do the work of 8
     assert found.balanced == pytest.approx(found.even * 8 / (7 + 1 / 1.5), rel=0.06)
@@ -193,6 +194,70 @@ def test_jitter_costs_time_and_is_repeatable() -> None:
         predicted(Call(4096, 8), H100, LINKS, Trouble(jitter=spread))[0].seconds for spread in (0.1, 0.1, 0)
     )
     assert one == same > none
+
+
+def test_noise_is_lognormal_and_drawn_for_each() -> None:
+    noise = Trouble(jitter=0.5, seed=1).noise()
+    first, second = np.log(noise(40_001)), np.log(noise(40_001))
+    for drawn in (first, second):
+        assert drawn.mean() == pytest.approx(0, abs=4 * 0.5 / len(drawn) ** 0.5)
+        assert drawn.std() == pytest.approx(0.5, rel=4 / (2 * len(drawn)) ** 0.5)
+        assert (np.abs(drawn) > 0.5 * 3).mean() == pytest.approx(0.0027, abs=4 * (0.0027 / len(drawn)) ** 0.5)
+    for one, other in ((first, second), (first[1:], first[:-1])):
+        assert abs(np.corrcoef(one, other)[0, 1]) < 4 / len(one) ** 0.5
+
+
+@pytest.mark.parametrize("nodes", [1, 256])
+def test_jitter_costs_as_much_per_hop_in_larger_rings(nodes: int) -> None:
+    """The mean of what is drawn is above 1, which all lose; what they lose by waiting is less the more hops there are.
+
+    Beside the ring of 1,024 ranks the one of 2,048 has twice the hops, among which a rank's luck evens out.
+    """
+    spread = 0.1
+    lost = {}
+    for world in (1024, 2048):
+        call = Call(4096, world, nodes=nodes * world // 2048 or 1, kv_heads=8)
+        none, some = (predicted(call, H100, LINKS, Trouble(jitter=jitter)) for jitter in (0, spread))
+        lost[world] = [(b.seconds - a.seconds) / world for a, b in zip(none, some, strict=True)]
+        mean = np.expm1(spread**2 / 2)
+        assert all(a * world > mean * (b.seconds - b.waited) for a, b in zip(lost[world], none, strict=True))
+    assert all(0.8 * few < many < few for many, few in zip(lost[2048], lost[1024], strict=True))
+
+
+@pytest.mark.parametrize("nodes", [1, 256])
+def test_one_slow_rank_of_thousands(nodes: int) -> None:
+    """It needs its own time, and all others can do no worse than to be as slow."""
+    call = Call(4096, 2048, nodes=nodes, kv_heads=8)
+    every = Trouble(dict.fromkeys(range(call.world), 1.5))
+    device = replace(H100, beside=0.0)  # what transfers take of a launch is no more on a slow rank
+    even, one, all_ = (predicted(call, device, LINKS, given) for given in (None, Trouble({1500: 1.5}), every))
+    for none, slow, slowest in zip(even, one, all_, strict=True):
+        assert 1.5 * (none.seconds - none.waited) <= slow.seconds * (1 + 1e-9)
+        assert slow.seconds <= slowest.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("world", "nodes"), [(32, 1), (32, 4)])
+def test_slow_ranks_are_slow_where_they_are(world: int, nodes: int) -> None:
+    """Told apart, or a lane each: of ranks that all differ, who waits for whom says how long all do."""
+    call = Call(4096, world, "contiguous", Mask(), nodes=nodes)
+    each_other = dict(enumerate(1 + np.random.default_rng(0).random(world)))
+    for slow in ({5: 1.5}, {5: 1.5, 6: 1.4, 30: 3.0}, each_other):
+        each, lanes = (predicted(call, H100, LINKS, Trouble(slow), told_apart=apart) for apart in (True, False))
+        for one, told in zip(lanes, each, strict=True):
+            assert one.seconds == pytest.approx(told.seconds, rel=1e-9)
+            assert sum(one.by_hop) == pytest.approx(sum(sum(track.waits()) for track in told.tracks) / world)
+
+
+def test_what_is_left_to_wait_for_says_the_same() -> None:
+    for call in (Call(256, 32, nodes=4, chunks=2), Call(256, 32)):
+        for phase in PASSES:
+            program = recorded(call, phase)
+            draw = np.random.default_rng(0)
+            costs, groups = draw.random((2, len(program.ops), 8))
+            less = needed(program)
+            assert sum(len(op.after) for op in less.ops) < sum(len(op.after) for op in program.ops) / 2
+            whole, short = (run_alike(one, list(costs), list(groups)) for one in (program, less))
+            assert whole.seconds.tolist() == short.seconds.tolist() and whole.by_hop == short.by_hop
 
 
 def test_areas_are_the_pairs_of_the_bounds() -> None:
@@ -427,7 +492,6 @@ def test_links_from_a_file_of_bench_links(tmp_path: Path) -> None:
         (["--slow", "9=2"], "ranks are 0 to 7"),
         (["--sweep", "tokens=1k"], "tokens=1k..128k,gpus=2..16k"),
         (["--gpus", "512", "--window", "4k,0"], "at most 128 are told apart"),
-        (["--gpus", "4k", "--jitter", "0.1"], "jitter is told for 1024"),
         (["--gpus", "256", "--trace", "trace.json"], "of 128 at most"),
         (["--chunks", "99"], "it must be 1 to kv_heads"),
         (["--json", "nowhere/at/all.json"], "there is no folder"),

@@ -96,7 +96,6 @@ def test_layouts_are_those_with_a_name(layout: str) -> None:
         ([*MAP, "--link-between", "ib400"], "link-between is given without several nodes"),
         (["--sweep", "tokens=1k..1k,gpus=2..16", "--world", "6"], "rings of 8 GPUs: they must make whole nodes, of 6"),
         (["--sweep", "tokens=3..9,gpus=2..4"], "zigzags of 3 tokens per GPU: they must be even"),
-        (["--sweep", "tokens=1k..1k,gpus=2..2k", "--jitter", "0.1"], "jitter is told for 1024 GPUs at most"),
         (["--picture", "map.png"], "picture is given without sweep: it is of the map"),
         (["--link-between", "ib400"], "link-between is given without several nodes: it joins two of them; --nodes"),
         (["--gpus", "2", "--nodes", "2", "--link", "pcie5"], "link is given without several GPUs of a node"),

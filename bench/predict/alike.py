@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeVar, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from ...comm.topology import Topology
 from ...kernels import FULL
@@ -23,10 +23,12 @@ from ...ring.layout import Layout
 from ...ring.plan import Plan, Positions, Sight
 from ...ring.schedule import Schedule
 from .call import CPU, Call
+from .clock import Lanes
 from .launch import Area
 from .program import BETWEEN, Op, Program, record
 
 T = TypeVar("T")
+KEPT = 256  # shifts of lanes: those of a ring are few, but homewards
 UNIT = 256  # tokens that a program is recorded with: bytes are in proportion
 
 
@@ -110,16 +112,38 @@ def area_at(call: Call, hop: int) -> Area:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The lanes of the ranks that every rank meets in a group of rank 0's program, the ranks in ring order."""
+    """Whom every rank meets in a group of rank 0's program; a lane per rank, ``[place in the node, node]``."""
 
     nodes: int
     per_node: int
 
-    def __call__(self, op: Op) -> tuple[npt.NDArray[np.int64], ...]:
-        peers = {peer for peer, _ in (*op.sends, *op.receives)}
-        ranks = np.arange(self.nodes * self.per_node).reshape(self.nodes, self.per_node)
-        found = (np.roll(ranks, [-x for x in divmod(peer, self.per_node)], (0, 1)).ravel() for peer in sorted(peers))
-        return tuple(found)
+    def lanes(self, ranks: Lanes) -> Lanes:
+        """What is told in rank order; neighbours inside a node come in long runs, since they meet most."""
+        return np.ascontiguousarray(ranks.reshape(self.nodes, self.per_node).T)
+
+    def __call__(self, op: Op, begin: Lanes) -> Lanes:
+        """When both ends of all messages have begun the group."""
+        found = begin.copy()
+        for peer in {peer for peer, _ in (*op.sends, *op.receives)}:
+            node, place = divmod(peer, self.per_node)
+            for mine, theirs in _runs(self.per_node, place, self.nodes, node):
+                np.maximum(found[mine], begin[theirs], out=found[mine])
+        return found
+
+
+Where = tuple[slice, slice]
+
+
+@lru_cache(KEPT)
+def _runs(places: int, place: int, nodes: int, node: int) -> list[tuple[Where, Where]]:
+    """Lanes, and as many of the ranks so far on round the ring."""
+    inside, between = _turned(places, place), _turned(nodes, node)
+    return [((mine, its), (theirs, whose)) for mine, theirs in inside for its, whose in between]
+
+
+def _turned(size: int, by: int) -> list[tuple[slice, slice]]:
+    """The same along one side of the lanes, which ends and goes on at its begin."""
+    return [(slice(size - by), slice(by, size)), *([(slice(size - by, size), slice(by))] if by else [])]
 
 
 def meeting(call: Call) -> Meeting:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -12,7 +12,7 @@ from .call import DTYPES, Call
 from .launch import Device
 from .links import Links
 from .program import PASSES
-from .ring import MOST_RANKS, cases, predicted
+from .ring import MOST_RANKS, Pass, cases, predicted
 from .speed import Speed
 from .trouble import Trouble
 
@@ -67,20 +67,22 @@ class Straggling:
     """Its shard is smaller."""
 
 
-def straggling(
-    call: Call, device: Device, links: Links, slow: Mapping[int, float], *, jitter: float = 0.0
-) -> Straggling:
+def straggling(call: Call, device: Device, links: Links, trouble: Trouble, passes: Sequence[Pass] = ()) -> Straggling:
     """What slow GPUs cost, with equal shards and with ``Layout.balanced``, their launches varying as all others do.
+
+    ``passes`` are those of the call with this trouble, where they are known.
 
     Above ``MOST_RANKS`` the balanced ring is the even one, stretched by what speed is missing: every rank's work is in
     proportion to its speed by construction.
     """
-    even, with_slow = (
-        sum(one.seconds for one in predicted(call, device, links, Trouble(given, jitter))) for given in ({}, slow)
-    )
-    speeds = tuple(float(Fraction(1) / Fraction(slow.get(rank, 1.0))) for rank in range(call.world))
+
+    def step(found: Sequence[Pass]) -> float:
+        return sum(one.seconds for one in found)
+
+    even = step(predicted(call, device, links, replace(trouble, slow={})))
+    with_slow = step(passes or predicted(call, device, links, trouble))
+    speeds = tuple(float(Fraction(1) / Fraction(trouble.slow.get(rank, 1.0))) for rank in range(call.world))
     if call.world > MOST_RANKS // 2:
         return Straggling(even, with_slow, even * call.world / sum(speeds))
     held = replace(call, layout="balanced", speeds=speeds)
-    balanced = sum(one.seconds for one in predicted(held, device, links, Trouble(slow, jitter)))
-    return Straggling(even, with_slow, balanced)
+    return Straggling(even, with_slow, step(predicted(held, device, links, trouble)))

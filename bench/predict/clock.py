@@ -6,8 +6,9 @@ stream is. A message moves when both ends have begun their groups, and a group i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -132,49 +133,46 @@ class _Machine:
 
 def run_alike(
     program: Program,
-    costs: Sequence[Lanes | float],
-    groups: Sequence[Lanes | float],
-    partners: Callable[[Op], tuple[npt.NDArray[np.int64], ...]] | None = None,
+    costs: Iterable[Lanes | float],
+    groups: Iterable[Lanes | float],
+    meet: Callable[[Op, Lanes], Lanes] | None = None,
 ) -> Alike:
     """One program on many lanes at once: ranks that do the same, or one rank in many cases.
 
     Args:
         program: of rank 0; every other rank does the same with peers as far away.
-        costs: seconds of each launch, per lane.
+        costs: seconds of each launch, per lane; asked for one after the other, and not kept.
         groups: seconds of each group once both its ends have begun, per lane.
-        partners: for a group the lanes of the ranks that it meets, one vector for each peer; None: every lane is a
-            ring of its own, all of whose ranks are alike.
+        meet: for a group, and when each lane has begun it, when all that it meets have too; None: every lane is a ring
+            of its own, all of whose ranks are alike.
     """
     ends: list[Lanes | None] = []
     last_use = _last_uses(program)
-    free: dict[int, Lanes] = {}
-    waited: Lanes = np.zeros(1)
-    by_hop: dict[int, float] = {}
-    finish: Lanes = np.zeros(1)
     zero = np.zeros(1)
-    for number, op in enumerate(program.ops):
-        begin = free.get(op.stream, zero)
+    free: dict[int, Lanes] = {COMPUTE: zero}
+    waited: Lanes = zero
+    by_hop: dict[int, float] = {}
+    for number, (op, cost, group) in enumerate(zip(program.ops, costs, groups, strict=True)):
+        before = free.get(op.stream, zero)
+        begin = before
         for one in op.after:
-            before = ends[one]
-            assert before is not None
-            begin = np.maximum(begin, before)
+            end = ends[one]
+            assert end is not None
+            begin = np.maximum(begin, end)
         if op.stream == COMPUTE:
-            stood = begin - free.get(COMPUTE, zero)
-            waited = waited + stood
-            by_hop[op.hop] = by_hop.get(op.hop, 0.0) + float(stood.mean())
-            end = begin + costs[number]
+            by_hop.setdefault(op.hop, 0.0)
+            if begin is not before:
+                stood = begin - before
+                waited = waited + stood
+                by_hop[op.hop] += float(stood.mean())
+            end = begin + cost
         else:
-            started = begin
-            if partners is not None and begin.size > 1:
-                for lanes in partners(op):
-                    started = np.maximum(started, begin[lanes])
-            end = started + groups[number]
+            end = (begin if meet is None or begin.size == 1 else meet(op, begin)) + group
         free[op.stream] = end
-        finish = np.maximum(finish, end)
         ends.append(end)
         for one in last_use.get(number, ()):
             ends[one] = None  # of thousands of ranks and hops not all can be kept
-    return Alike(finish, waited, by_hop)
+    return Alike(reduce(np.maximum, free.values()), waited, by_hop)
 
 
 @dataclass(frozen=True)
@@ -187,6 +185,24 @@ class Alike:
     """Per lane how long launches stood still."""
     by_hop: dict[int, float]
     """The same per hop, the mean of all lanes."""
+
+
+def needed(program: Program) -> Program:
+    """The same on the clock, with no operation after what another that it comes after, or its stream, waits for."""
+    known: list[dict[int, int]] = []  # of each operation the last one of every stream that is over by its end
+    last: dict[int, dict[int, int]] = {}
+    ops = []
+    for number, op in enumerate(program.ops):
+        over, after = dict(last.get(op.stream, {})), []
+        for one in sorted(op.after, reverse=True):
+            if one > over.get(program.ops[one].stream, -1):
+                after.append(one)
+                over |= {stream: max(end, over.get(stream, -1)) for stream, end in known[one].items()}
+        over[op.stream] = number
+        known.append(over)
+        last[op.stream] = over
+        ops.append(op if len(after) == len(op.after) else replace(op, after=tuple(after)))
+    return replace(program, ops=tuple(ops))
 
 
 def _last_uses(program: Program) -> dict[int, list[int]]:

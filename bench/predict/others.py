@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from .launch import Device, Launch, whole
 from .links import Link, Links
 from .memory import form_of, memory, problem_of
 from .program import DKDV, DQ, FOLD, PASSES
-from .ring import ideal_seconds, predicted
+from .ring import Pass, ideal_seconds, predicted
 from .trouble import Trouble
 
 FP32 = 4
@@ -66,18 +66,28 @@ class Option(NamedTuple):
 
 
 def ways(
-    call: Call, device: Device, links: Links, trouble: Trouble | None = None, *, capacity: float = math.inf
+    call: Call,
+    device: Device,
+    links: Links,
+    trouble: Trouble | None = None,
+    *,
+    capacity: float = math.inf,
+    passes: Sequence[Pass] = (),
 ) -> list[Way]:
     """All that there are, with the same slow ranks and varying launches, the fastest first.
 
-    What needs more than ``capacity``, the bytes of a GPU, comes last, with a note in place of times.
+    What needs more than ``capacity``, the bytes of a GPU, comes last, with a note in place of times. ``passes`` are
+    those of the call's own ring, where they are known.
     """
     trouble = trouble or Trouble()
     trouble.check(call.world)
-    options = [flat(call, device, links, trouble), gathered(call, device, links, trouble)]
+    rings = [flat(call, device, links, trouble)]
     if call.nodes > 1 and call.per_node > 1:
-        options.append(two_level(call, device, links, trouble))
-    options += exchanged(call, device, links, trouble)
+        rings.append(two_level(call, device, links, trouble))
+    if passes and call.slots >= LEAST_SLOTS:
+        own = len(rings) - 1 if call.is_two_level else 0
+        rings[own] = rings[own]._replace(times=partial(_of_passes, passes))
+    options = [*rings, gathered(call, device, links, trouble), *exchanged(call, device, links, trouble)]
     ideal, found = sum(ideal_seconds(call, device, phase) for phase in PASSES), []
     for name, needed, times, note in options:
         if needed <= capacity:
@@ -108,7 +118,11 @@ def two_level(call: Call, device: Device, links: Links, trouble: Trouble) -> Opt
 
 
 def _of_ring(call: Call, device: Device, links: Links, trouble: Trouble) -> Times:
-    forward, backward = predicted(call, device, links, trouble)
+    return _of_passes(predicted(call, device, links, trouble))
+
+
+def _of_passes(passes: Sequence[Pass]) -> Times:
+    forward, backward = passes
     return Times(forward.seconds, backward.seconds, forward.waited + backward.waited)
 
 

@@ -15,11 +15,11 @@ from ...ring.mask import Mask
 from ...ring.plan import Plan
 from .alike import UNIT, area_at, crosses, meeting, recorded
 from .call import Call
-from .clock import Alike, Lanes, Track, run, run_alike
+from .clock import Alike, Lanes, Track, needed, run, run_alike
 from .launch import Area, Device, Launch, area_of, whole
 from .links import Links
 from .program import COMPUTE, DKDV, DQ, FOLD, PASSES, Form, Op, Program, record
-from .trouble import MOST_LANES, Trouble
+from .trouble import Trouble
 
 MOST_RANKS = 128  # of a ring whose ranks are told apart: each takes a program, and there are world x world hops
 SURELY_TOLD_APART = 16  # up to here it takes a moment
@@ -73,13 +73,13 @@ def predicted(
 
 def _exact_pass(call: Call, plans: Sequence[Plan], device: Device, links: Links, trouble: Trouble, phase: str) -> Pass:
     programs, costs = [], []
-    draw = np.random.default_rng(trouble.seed)
+    noise = trouble.noise()
     for one in plans:
         program, spent = launches(call, one, device, phase)
         factor = trouble.slow.get(one.rank, 1.0)
         spent = [seconds * factor for seconds in spent]
         if trouble.jitter:
-            spent = list(np.array(spent) * np.exp(draw.normal(0.0, trouble.jitter, len(spent))))
+            spent = list(np.array(spent) * noise(len(spent)))
         programs.append(program)
         costs.append(slowed(program, spent, _transfer_seconds(program, call, links), device.beside))
     tracks = run(programs, costs, message := _message_seconds(call, links))
@@ -190,7 +190,7 @@ class Recorded:
 
 @lru_cache(KEPT)
 def _recorded(call: Call, phase: str) -> Recorded:
-    program = recorded(call, phase)
+    program = needed(recorded(call, phase))
     known: dict[tuple[str, bool, int], int] = {}
     kinds, kind = [Kind("", 0, 0)], []
     for op in program.ops:
@@ -210,21 +210,22 @@ def alike_pass(call: Call, device: Device, links: Links, trouble: Trouble, phase
     if not trouble.is_there:
         found = cases([call], device, links, phase)
         return Pass(phase, float(found.seconds[0]), float(found.waited[0]), tuple(found.by_hop.values()))
-    program, costs, groups = _alike_costs(call, device, links, phase)
-    if call.world > MOST_LANES:
-        # all wait for the slowest at every hop but for what the slots hold: as if everyone were as slow
-        worst = max(trouble.slow.values())
-        found = run_alike(program, [np.array([cost * worst]) for cost in costs], [np.array([one]) for one in groups])
-        return Pass(phase, float(found.seconds[0]), float(found.waited[0]), tuple(found.by_hop.values()))
-    factor, draw = trouble.factors(call.world), np.random.default_rng(trouble.seed)
+    meet, noise = meeting(call), trouble.noise()
+    factors = meet.lanes(trouble.factors(call.world))
+    speeds, which = np.unique(factors, return_inverse=True)
+    each = [_alike_costs(call, device, links, phase, factor) for factor in speeds]
+    program, _, groups = each[0]
 
-    def spread(cost: float) -> Lanes:
-        noise = np.exp(draw.normal(0.0, trouble.jitter, call.world)) if trouble.jitter else 1.0
-        return cost * factor * noise
+    def spread(costs: Lanes) -> Lanes | float:
+        if not costs.any():
+            return 0.0
+        spent = costs[which.reshape(factors.shape)] if trouble.slow else np.broadcast_to(costs, factors.shape)
+        return spent * noise(call.world).reshape(factors.shape) if trouble.jitter else spent
 
-    found = run_alike(program, [spread(cost) if cost else 0.0 for cost in costs], list(groups), meeting(call))
+    found = run_alike(program, map(spread, np.array([costs for _, costs, _ in each]).T), groups, meet)
     last = int(found.seconds.argmax())
-    return Pass(phase, float(found.seconds[last]), float(found.waited[last]), tuple(found.by_hop.values()))
+    seconds, waited = (float(lanes.flat[last]) for lanes in (found.seconds, found.waited))
+    return Pass(phase, seconds, waited, tuple(found.by_hop.values()))
 
 
 def cases(calls: Sequence[Call], device: Device, links: Links, phase: str) -> Alike:
@@ -235,8 +236,10 @@ def cases(calls: Sequence[Call], device: Device, links: Links, phase: str) -> Al
     return run_alike(program, list(costs), list(groups))
 
 
-def _alike_costs(call: Call, device: Device, links: Links, phase: str) -> tuple[Program, Lanes, Lanes]:
-    """Rank 0's program, seconds of its launches, and of its groups."""
+def _alike_costs(
+    call: Call, device: Device, links: Links, phase: str, factor: float = 1.0
+) -> tuple[Program, Lanes, Lanes]:
+    """Rank 0's program, seconds of its launches on a rank that takes ``factor`` times as long, and of its groups."""
     made = _recorded(replace(call, tokens=UNIT), phase)
     form = replace(call.form, on_host=device.on_host)
     each = [
@@ -247,7 +250,7 @@ def _alike_costs(call: Call, device: Device, links: Links, phase: str) -> tuple[
     moved = made.nbytes * (call.tokens / UNIT)
     seconds = np.where(made.far, far.latency + moved / far.rate, near.latency + moved / near.rate)
     groups = np.where(made.nbytes > 0, seconds, 0.0)
-    return made.program, _slowed(made.hops, np.array(each)[made.kind], groups, device.beside), groups
+    return made.program, _slowed(made.hops, factor * np.array(each)[made.kind], groups, device.beside), groups
 
 
 def ideal_seconds(call: Call, device: Device, phase: str) -> float:

@@ -64,13 +64,14 @@ def report(call: Call, given: Given, passes: Sequence[Pass], trouble: Trouble) -
     elif not call.is_plain:
         found["left_out"] = "of contiguous, zigzag (of even shards) and striped alone, full or causal"
     else:
-        every = ways(call, device, links, trouble, capacity=given.capacity)
-        found["ways"] = [asdict(way) | {"percent_of_ideal": way.percent} for way in every]
         found["tokens_needed"] = asdict(tokens_needed(call, device, links))
     if trouble.is_there:
         found["trouble"] = trouble.words
     if trouble.slow:
-        found["slow"] = asdict(straggling(call, device, links, trouble.slow, jitter=trouble.jitter))
+        found["slow"] = asdict(straggling(call, device, links, trouble, passes))
+    if "left_out" not in found:  # last, since the programs of other rings take the place of those that are kept
+        every = ways(call, device, links, trouble, capacity=given.capacity, passes=passes)
+        found["ways"] = [asdict(way) | {"percent_of_ideal": way.percent} for way in every]
     return found
 
 

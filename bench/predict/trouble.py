@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from statistics import NormalDist
 
 import numpy as np
 
 from .clock import Lanes
 
-MOST_LANES = 1024  # of ranks that do the same, but not in the same time
 MOST_JITTER = 1.0  # who means 5% and writes 5 is told
+QUANTILES = 1 << 16  # of a normal distribution, as likely each: to be drawn by 16 random bits, a tenth of the time
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,11 @@ class Trouble:
         """Refuse what a ring of so many ranks cannot have.
 
         Raises:
-            ValueError: a slow rank that it has not, or more ranks than launches are drawn for.
+            ValueError: a slow rank that it has not.
         """
         wrong = [rank for rank in self.slow if not 0 <= rank < world]
         if wrong:
             raise ValueError(f"slow names rank {wrong[0]}: ranks are 0 to {world - 1}")
-        if self.jitter and world > MOST_LANES:
-            raise ValueError(f"jitter is told for {MOST_LANES} GPUs at most, and there are {world}")
 
     def factors(self, world: int) -> Lanes:
         """Of every rank how many times as long its launches take, jitter apart."""
@@ -56,7 +56,18 @@ class Trouble:
             found[rank] = times
         return found
 
+    def noise(self) -> Callable[[int], Lanes]:
+        """Draws for so many launches how many times as long each takes, from the seed on."""
+        factors, bits = np.exp(self.jitter * _quantiles()), np.random.PCG64(self.seed)
+        words = np.dtype(np.uint64).itemsize // np.dtype(np.uint16).itemsize
+        return lambda count: factors.take(bits.random_raw(-(-count // words)).view(np.uint16)[:count], mode="clip")
+
     def last(self, world: int) -> float:
         """How many times as long one launch takes until all ranks are done with it."""
-        noise = np.exp(np.random.default_rng(self.seed).normal(0.0, self.jitter, world)) if self.jitter else 1.0
-        return float((self.factors(world) * noise).max())
+        return float((self.factors(world) * self.noise()(world)).max())
+
+
+@lru_cache(1)
+def _quantiles() -> Lanes:
+    normal = NormalDist()
+    return np.array([normal.inv_cdf((place + 0.5) / QUANTILES) for place in range(QUANTILES)])
