@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from ringattn.bench.cli import app
 from ringattn.bench.memory_bench import ALLOWED_SPREAD, Setting, of_rank
+from ringattn.bench.predict import apart
 from ringattn.bench.predict.alike import plan_of, recorded, schedule_of
 from ringattn.bench.predict.answers import straggling, tokens_needed
 from ringattn.bench.predict.call import Call
@@ -491,7 +492,9 @@ def test_links_from_a_file_of_bench_links(tmp_path: Path) -> None:
         (["--slow", "3"], "RANK=FACTOR"),
         (["--slow", "9=2"], "ranks are 0 to 7"),
         (["--sweep", "tokens=1k"], "tokens=1k..128k,gpus=2..16k"),
-        (["--gpus", "512", "--window", "4k,0"], "at most 128 are told apart"),
+        (["--gpus", "512", "--prefix-length", "4k"], "of 262144 hops in all: at most 128 are told apart, or 1024 with"),
+        (["--gpus", "2k", "--window", "4k,0", "--jitter", "0.1"], "2048 GPUs with this layout and mask do different"),
+        (["--gpus", "2k", "--tokens", "1k", "--window", "100k,0"], "reaches less than half of 128 ranks"),
         (["--gpus", "256", "--trace", "trace.json"], "of 128 at most"),
         (["--chunks", "99"], "it must be 1 to kv_heads"),
         (["--json", "nowhere/at/all.json"], "there is no folder"),
@@ -589,3 +592,49 @@ def test_measured_rings_on_this_cpu() -> None:
     command = [sys.executable, "-m", "ringattn.bench.predict.check", "--seqlen", "4k,8k"]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize(
+    ("layout", "window", "per_node"),
+    [
+        ("contiguous", (700, 0), 0),
+        ("zigzag", (700, 0), 0),
+        ("zigzag", (300, 500), 0),
+        ("zigzag", (700, 0), 8),
+        ("contiguous", (600, 300), 8),
+    ],
+)
+def test_a_smaller_ring_stands_for_a_window(layout: str, window: tuple[int, int], per_node: int) -> None:
+    """Told apart, rings of 64, 128 and 256 take as long; and one of 128 answers for all above."""
+    mask = Mask(causal=not window[1], window=window)
+
+    def ring(world: int) -> Call:
+        return Call(256, world, layout, mask, nodes=world // per_node if per_node else 1)
+
+    def told(call: Call) -> list[float]:
+        return [one.seconds for one in predicted(call, H100, LINKS)]
+
+    few, some = told(ring(64)), told(ring(128))
+    assert apart.told_apart(ring(256), Trouble({200: 1.0})) == ring(256)  # who may have trouble is told apart
+    many = [one.seconds for one in predicted(ring(256), H100, LINKS, Trouble({200: 1.0}))]
+    assert few == pytest.approx(some, rel=1e-12) and many == pytest.approx(some, rel=1e-12)
+    assert apart.told_apart(ring(16384)) == ring(128) and told(ring(16384)) == some
+
+
+@pytest.mark.parametrize("window", [(700, 0), (300, 500), (4095, 0), (100, 0), (0, 0)])
+@pytest.mark.parametrize("seqlen", [512, 5000, 8192, 33333])
+def test_an_ideal_window_is_the_area_of_all_positions(window: tuple[int, int], seqlen: int) -> None:
+    at, mask = torch.arange(seqlen), Mask(causal=not window[1], window=window)
+    form, area = replace(Call(seqlen, 1).form, tokens=seqlen), area_of(bounds(mask, at, at), seqlen, seqlen)
+    wanted = H100.seconds(FOLD, area, form, hop=0)
+    assert ideal_seconds(Call(seqlen, 1, mask=mask), H100, "forward") == pytest.approx(wanted, rel=1e-12)
+
+
+def test_windows_of_thousands_of_gpus(tmp_path: Path) -> None:
+    target = tmp_path / "p.json"
+    arguments = ["--gpus", "16k", "--nodes", "2048", "--window", "4k,0", "--json", str(target)]
+    found = runner.invoke(app, ["predict", *arguments])
+    assert found.exit_code == 0, found.output
+    told = json.loads(target.read_text())
+    assert told["call"]["world"] == 16384 and "a ring of 128 GPUs on 16 nodes takes as long" in told["stands_in"]
+    assert "a ring of 128 GPUs" in found.output and 0 < told["step"]["percent_of_ideal"] < 101

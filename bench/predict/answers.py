@@ -8,11 +8,12 @@ from fractions import Fraction
 
 import numpy as np
 
+from .apart import MOST_RANKS
 from .call import DTYPES, Call
 from .launch import Device
 from .links import Links
 from .program import PASSES
-from .ring import MOST_RANKS, Pass, cases, predicted
+from .ring import Pass, cases, predicted
 from .speed import Speed
 from .trouble import Trouble
 

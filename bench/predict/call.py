@@ -101,6 +101,10 @@ class Call:
 
     def held(self) -> Layout:
         """Who holds which tokens."""
+        return self._held
+
+    @cached_property
+    def _held(self) -> Layout:
         if self.layout == "balanced":
             return Layout.balanced(self.seqlen, self.speeds, causal=self.mask.causal)
         made: Layout = getattr(Layout, self.layout)(self.seqlen, self.world)

@@ -32,6 +32,7 @@ from ..shapes import (
     size,
 )
 from ..timeline.events import as_chrome
+from .apart import MOST_RANKS
 from .call import Call
 from .given import (
     IB,
@@ -48,7 +49,7 @@ from .given import (
 )
 from .links import PRESETS, link_of
 from .memory import check as check_memory
-from .ring import MOST_RANKS, predicted
+from .ring import predicted
 from .speed import GPUS, Speed
 from .sweep import check_ending, draw, rows_of_sweep, shown
 from .text import map_report, report, rows_of, text

@@ -11,17 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels import Bounds
-from ...ring.mask import Mask
+from ...ring.mask import UNLIMITED, Mask
 from ...ring.plan import Plan
 from .alike import UNIT, area_at, crosses, meeting, recorded
+from .apart import MOST_RANKS, is_local
+from .apart import told_apart as choose_apart
 from .call import Call
 from .clock import Alike, Lanes, Track, needed, run, run_alike
-from .launch import Area, Device, Launch, area_of, whole
+from .launch import TILE_ROWS, Area, Device, Launch, area_of, whole
 from .links import Links
 from .program import COMPUTE, DKDV, DQ, FOLD, PASSES, Form, Op, Program, record
 from .trouble import Trouble
 
-MOST_RANKS = 128  # of a ring whose ranks are told apart: each takes a program, and there are world x world hops
 SURELY_TOLD_APART = 16  # up to here it takes a moment
 ROUNDS = 3  # until launches and who computes beside them agree
 
@@ -60,15 +61,11 @@ def predicted(
     alike = call.is_plain and call.world > SURELY_TOLD_APART and not told_apart and not device.on_host
     if call.world > MOST_RANKS and device.on_host:
         raise ValueError(f"{call.world} ranks at the speed of a CPU: at most {MOST_RANKS}, each told apart")
-    if call.world > MOST_RANKS and not alike:
-        raise ValueError(
-            f"{call.world} GPUs with this layout and mask do different things: at most {MOST_RANKS} are told apart. "
-            "More are predicted for contiguous, zigzag (of even shards) and striped, full or causal"
-        )
     if alike:
         return tuple(alike_pass(call, device, links, trouble, phase) for phase in phases)
-    plans = call.plans()
-    return tuple(_exact_pass(call, plans, device, links, trouble, phase) for phase in phases)
+    apart = choose_apart(call, trouble)
+    plans = apart.plans()
+    return tuple(_exact_pass(apart, plans, device, links, trouble, phase) for phase in phases)
 
 
 def _exact_pass(call: Call, plans: Sequence[Plan], device: Device, links: Links, trouble: Trouble, phase: str) -> Pass:
@@ -258,9 +255,28 @@ def ideal_seconds(call: Call, device: Device, phase: str) -> float:
     form = replace(call.form, tokens=call.seqlen, chunks=1, on_host=device.on_host)
     parts: list[tuple[Area, Bounds | None]] = [(whole(call.seqlen, causal=call.mask.causal), None)]
     if device.on_host or call.mask != Mask(causal=call.mask.causal):
-        alone = replace(call, tokens=call.seqlen, world=1, nodes=1, layout="contiguous", speeds=())
-        seen = [sight.bounds for sight in alone.plans()[0].sights[0]]
-        parts = [(area_of(one, call.seqlen, call.seqlen), one) for one in seen]
+        parts = [(_local(call), None)] if is_local(call.mask) and not device.on_host else _parts(call)
     what = (FOLD,) if phase == "forward" else (DQ, DKDV)
     each = (Launch(one, 0, area, bounds) for one in what for area, bounds in parts)
     return sum(device.launch_seconds(one, form) for one in each) / call.world
+
+
+def _parts(call: Call) -> list[tuple[Area, Bounds | None]]:
+    """What one device with all tokens sees, part by part of the mask."""
+    alone = replace(call, tokens=call.seqlen, world=1, nodes=1, layout="contiguous", speeds=())
+    seen = [sight.bounds for sight in alone.plans()[0].sights[0]]
+    return [(area_of(one, call.seqlen, call.seqlen), one) for one in seen]
+
+
+def _local(call: Call) -> Area:
+    """The same of a window, without all positions: past its reach every tile of rows has the same area."""
+    reach = sum(side for side in call.mask.window if side != UNLIMITED)
+    short = TILE_ROWS * (2 + reach // TILE_ROWS) + call.seqlen % TILE_ROWS
+    if call.seqlen <= short + TILE_ROWS:
+        return _parts(call)[0][0]
+    few, more = (
+        _parts(replace(call, tokens=tokens, world=1, nodes=1, layout="contiguous", speeds=()))[0][0]
+        for tokens in (short, short + TILE_ROWS)
+    )
+    tiles = (call.seqlen - short) / TILE_ROWS
+    return Area(*(one + tiles * (other - one) for one, other in zip(few, more, strict=True)))

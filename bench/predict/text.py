@@ -11,6 +11,7 @@ from ..provenance import provenance
 from ..shapes import human
 from ..tables import table
 from .answers import Needed, Straggling, straggling, tokens_needed
+from .apart import told_apart
 from .call import Call
 from .given import Given
 from .memory import memory
@@ -59,6 +60,10 @@ def report(call: Call, given: Given, passes: Sequence[Pass], trouble: Trouble) -
         "step": _row(sum(one.seconds for one in passes), sum(one.waited for one in passes), sum(ideal.values())),
         "memory": memory(call),
     }  # fmt: skip
+    apart = call if call.is_plain or not isinstance(device, Speed) else told_apart(call, trouble)
+    if apart != call:
+        nodes = f" on {apart.nodes} nodes" if call.nodes > 1 else ""
+        found["stands_in"] = f"a ring of {apart.world} GPUs{nodes} takes as long: its windows meet no more ranks"
     if not isinstance(device, Speed):
         found["left_out"] = "of GPUs alone, and this is a CPU's speed"
     elif not call.is_plain:
@@ -104,6 +109,8 @@ def text(call: Call, given: Given, found: dict[str, Any]) -> str:
     ]
     if given.told:
         lines.append(f"speed: {'; '.join(given.told)}")
+    if "stands_in" in found:
+        lines.append(f"predicted: {found['stands_in']}")
     if "trouble" in found:
         lines.append(f"trouble: {found['trouble']}")
     rows = [
