@@ -43,10 +43,10 @@ def told_apart(call: Call, trouble: Trouble | None = None) -> Call:
             return call
         counted = f", of {hops} hops in all"
     raise ValueError(
-        f"{call.world} GPUs with this layout and mask do different things{counted}: at most {MOST_RANKS} are told apart, "
-        f"or {MOST_WITH_TABLES} with {MOST_HOPS} hops in all. More are predicted for contiguous, zigzag (of even shards) "
-        "and striped, full or causal; and without slow or jitter for contiguous and zigzag with a window that ends on "
-        f"every side and reaches less than half of {MOST_RANKS} ranks"
+        f"{call.world} GPUs with this layout and mask do different things{counted}: at most {MOST_RANKS} are told "
+        f"apart, or {MOST_WITH_TABLES} with {MOST_HOPS} hops in all. More are predicted for contiguous, zigzag (of "
+        "even shards) and striped, full or causal; and without slow or jitter for contiguous and zigzag with a window "
+        f"that ends on every side and reaches less than half of {MOST_RANKS} ranks"
     )
 
 
