@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 
 from ringattn.bench.cli import app
 from ringattn.bench.memory_bench import ALLOWED_SPREAD, Setting, of_rank
-from ringattn.bench.predict import apart
 from ringattn.bench.predict.alike import plan_of, recorded, schedule_of
-from ringattn.bench.predict.answers import straggling, tokens_needed
+from ringattn.bench.predict.answers import tokens_needed
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.clock import needed, run, run_alike
 from ringattn.bench.predict.host import NEAR, Body, HostSpeed, mean_of, tiles_of, work_of
@@ -180,73 +179,6 @@ def test_programs_that_do_not_fit_together_are_refused() -> None:
     programs[1] = record(replace(plans[1], hops=plans[1].hops[:3], sights=plans[1].sights[:3]), SMALL.form, "forward")
     with pytest.raises(ValueError, match="wait for each other forever"):
         run(programs, [[1.0] * 99] * 4, lambda a, b, nbytes: 0.0)
-
-
-def test_slow_gpus_and_balanced_shards() -> None:
-    call = Call(16384, 8)
-    found = straggling(call, H100, LINKS, Trouble({3: 1.5}))
-    assert found.slow == pytest.approx(1.5 * found.even, rel=0.05)
-    # 7 and two thirds of a GPU do the work of 8
-    assert found.balanced == pytest.approx(found.even * 8 / (7 + 1 / 1.5), rel=0.06)
-
-
-def test_jitter_costs_time_and_is_repeatable() -> None:
-    one, same, none = (
-        predicted(Call(4096, 8), H100, LINKS, Trouble(jitter=spread))[0].seconds for spread in (0.1, 0.1, 0)
-    )
-    assert one == same > none
-
-
-def test_noise_is_lognormal_and_drawn_for_each() -> None:
-    noise = Trouble(jitter=0.5, seed=1).noise()
-    first, second = np.log(noise(40_001)), np.log(noise(40_001))
-    for drawn in (first, second):
-        assert drawn.mean() == pytest.approx(0, abs=4 * 0.5 / len(drawn) ** 0.5)
-        assert drawn.std() == pytest.approx(0.5, rel=4 / (2 * len(drawn)) ** 0.5)
-        assert (np.abs(drawn) > 0.5 * 3).mean() == pytest.approx(0.0027, abs=4 * (0.0027 / len(drawn)) ** 0.5)
-    for one, other in ((first, second), (first[1:], first[:-1])):
-        assert abs(np.corrcoef(one, other)[0, 1]) < 4 / len(one) ** 0.5
-
-
-@pytest.mark.parametrize("nodes", [1, 256])
-def test_jitter_costs_as_much_per_hop_in_larger_rings(nodes: int) -> None:
-    """The mean of what is drawn is above 1, which all lose; what they lose by waiting is less the more hops there are.
-
-    Beside the ring of 1,024 ranks the one of 2,048 has twice the hops, among which a rank's luck evens out.
-    """
-    spread = 0.1
-    lost = {}
-    for world in (1024, 2048):
-        call = Call(4096, world, nodes=nodes * world // 2048 or 1, kv_heads=8)
-        none, some = (predicted(call, H100, LINKS, Trouble(jitter=jitter)) for jitter in (0, spread))
-        lost[world] = [(b.seconds - a.seconds) / world for a, b in zip(none, some, strict=True)]
-        mean = np.expm1(spread**2 / 2)
-        assert all(a * world > mean * (b.seconds - b.waited) for a, b in zip(lost[world], none, strict=True))
-    assert all(0.8 * few < many < few for many, few in zip(lost[2048], lost[1024], strict=True))
-
-
-@pytest.mark.parametrize("nodes", [1, 256])
-def test_one_slow_rank_of_thousands(nodes: int) -> None:
-    """It needs its own time, and all others can do no worse than to be as slow."""
-    call = Call(4096, 2048, nodes=nodes, kv_heads=8)
-    every = Trouble(dict.fromkeys(range(call.world), 1.5))
-    device = replace(H100, beside=0.0)  # what transfers take of a launch is no more on a slow rank
-    even, one, all_ = (predicted(call, device, LINKS, given) for given in (None, Trouble({1500: 1.5}), every))
-    for none, slow, slowest in zip(even, one, all_, strict=True):
-        assert 1.5 * (none.seconds - none.waited) <= slow.seconds * (1 + 1e-9)
-        assert slow.seconds <= slowest.seconds * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(("world", "nodes"), [(32, 1), (32, 4)])
-def test_slow_ranks_are_slow_where_they_are(world: int, nodes: int) -> None:
-    """Told apart, or a lane each: of ranks that all differ, who waits for whom says how long all do."""
-    call = Call(4096, world, "contiguous", Mask(), nodes=nodes)
-    each_other = dict(enumerate(1 + np.random.default_rng(0).random(world)))
-    for slow in ({5: 1.5}, {5: 1.5, 6: 1.4, 30: 3.0}, each_other):
-        each, lanes = (predicted(call, H100, LINKS, Trouble(slow), told_apart=apart) for apart in (True, False))
-        for one, told in zip(lanes, each, strict=True):
-            assert one.seconds == pytest.approx(told.seconds, rel=1e-9)
-            assert sum(one.by_hop) == pytest.approx(sum(sum(track.waits()) for track in told.tracks) / world)
 
 
 def test_what_is_left_to_wait_for_says_the_same() -> None:
@@ -592,49 +524,3 @@ def test_measured_rings_on_this_cpu() -> None:
     command = [sys.executable, "-m", "ringattn.bench.predict.check", "--seqlen", "4k,8k"]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
-
-
-@pytest.mark.parametrize(
-    ("layout", "window", "per_node"),
-    [
-        ("contiguous", (700, 0), 0),
-        ("zigzag", (700, 0), 0),
-        ("zigzag", (300, 500), 0),
-        ("zigzag", (700, 0), 8),
-        ("contiguous", (600, 300), 8),
-    ],
-)
-def test_a_smaller_ring_stands_for_a_window(layout: str, window: tuple[int, int], per_node: int) -> None:
-    """Told apart, rings of 64, 128 and 256 take as long; and one of 128 answers for all above."""
-    mask = Mask(causal=not window[1], window=window)
-
-    def ring(world: int) -> Call:
-        return Call(256, world, layout, mask, nodes=world // per_node if per_node else 1)
-
-    def told(call: Call) -> list[float]:
-        return [one.seconds for one in predicted(call, H100, LINKS)]
-
-    few, some = told(ring(64)), told(ring(128))
-    assert apart.told_apart(ring(256), Trouble({200: 1.0})) == ring(256)  # who may have trouble is told apart
-    many = [one.seconds for one in predicted(ring(256), H100, LINKS, Trouble({200: 1.0}))]
-    assert few == pytest.approx(some, rel=1e-12) and many == pytest.approx(some, rel=1e-12)
-    assert apart.told_apart(ring(16384)) == ring(128) and told(ring(16384)) == some
-
-
-@pytest.mark.parametrize("window", [(700, 0), (300, 500), (4095, 0), (100, 0), (0, 0)])
-@pytest.mark.parametrize("seqlen", [512, 5000, 8192, 33333])
-def test_an_ideal_window_is_the_area_of_all_positions(window: tuple[int, int], seqlen: int) -> None:
-    at, mask = torch.arange(seqlen), Mask(causal=not window[1], window=window)
-    form, area = replace(Call(seqlen, 1).form, tokens=seqlen), area_of(bounds(mask, at, at), seqlen, seqlen)
-    wanted = H100.seconds(FOLD, area, form, hop=0)
-    assert ideal_seconds(Call(seqlen, 1, mask=mask), H100, "forward") == pytest.approx(wanted, rel=1e-12)
-
-
-def test_windows_of_thousands_of_gpus(tmp_path: Path) -> None:
-    target = tmp_path / "p.json"
-    arguments = ["--gpus", "16k", "--nodes", "2048", "--window", "4k,0", "--json", str(target)]
-    found = runner.invoke(app, ["predict", *arguments])
-    assert found.exit_code == 0, found.output
-    told = json.loads(target.read_text())
-    assert told["call"]["world"] == 16384 and "a ring of 128 GPUs on 16 nodes takes as long" in told["stands_in"]
-    assert "a ring of 128 GPUs" in found.output and 0 < told["step"]["percent_of_ideal"] < 101

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, TypeVar, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from ...comm.topology import Topology
 from ...kernels import FULL
@@ -28,6 +29,7 @@ from .launch import Area
 from .program import BETWEEN, Op, Program, record
 
 T = TypeVar("T")
+S = TypeVar("S", bound=np.generic)
 KEPT = 256  # shifts of lanes: those of a ring are few, but homewards
 UNIT = 256  # tokens that a program is recorded with: bytes are in proportion
 
@@ -117,7 +119,7 @@ class Meeting:
     nodes: int
     per_node: int
 
-    def lanes(self, ranks: Lanes) -> Lanes:
+    def lanes(self, ranks: npt.NDArray[S]) -> npt.NDArray[S]:
         """What is told in rank order; neighbours inside a node come in long runs, since they meet most."""
         return np.ascontiguousarray(ranks.reshape(self.nodes, self.per_node).T)
 
@@ -158,8 +160,33 @@ def recorded(call: Call, phase: str) -> Program:
     return record(plan_of(unit), form, phase)
 
 
+def seen_at(call: Call, hop: int, meet: Meeting) -> npt.NDArray[np.bool_]:
+    """Per lane whether its rank computes at a hop: of a causal mask on contiguous shards those of earlier ranks."""
+    if call.layout != "contiguous" or not call.mask.causal:
+        return np.ones(1, np.bool_)
+    ranks = meet.lanes(np.arange(call.world))
+    turn, step = divmod(hop, meet.per_node)
+    node, place = divmod(ranks, meet.per_node)
+    shards = (node - call.direction * turn) % meet.nodes * meet.per_node
+    seen: npt.NDArray[np.bool_] = shards + (place - call.direction * step) % meet.per_node <= ranks
+    return seen
+
+
 def crosses(call: Call, op: Op) -> bool:
-    """Whether any rank's messages of a group leave its node; then all wait for those that do."""
+    """Whether any rank's messages of a group leave its node."""
     if call.nodes == 1:
         return False
     return op.stream == BETWEEN or call.topology is None
+
+
+def crosses_inside(call: Call, op: Op) -> bool:
+    """Whether even those of ranks do whose neighbours in the ring are in their node."""
+    peers = {peer for peer, _ in (*op.sends, *op.receives)}
+    return crosses(call, op) and (op.stream == BETWEEN or not peers <= {1, call.world - 1})
+
+
+def at_edges(call: Call) -> npt.NDArray[np.bool_]:
+    """Whether a neighbour in a flat ring is in another node, per rank."""
+    if call.nodes == 1 or call.topology is not None:
+        return np.zeros(call.world, np.bool_)
+    return np.isin(np.arange(call.world) % call.per_node, (0, call.per_node - 1))

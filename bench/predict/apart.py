@@ -46,7 +46,7 @@ def told_apart(call: Call, trouble: Trouble | None = None) -> Call:
         f"{call.world} GPUs with this layout and mask do different things{counted}: at most {MOST_RANKS} are told "
         f"apart, or {MOST_WITH_TABLES} with {MOST_HOPS} hops in all. More are predicted for contiguous, zigzag (of "
         "even shards) and striped, full or causal; and without slow or jitter for contiguous and zigzag with a window "
-        f"that ends on every side and reaches less than half of {MOST_RANKS} ranks"
+        f"that ends on every side and reaches less than half of {MOST_RANKS} ranks, or of the nodes that they make"
     )
 
 
@@ -54,7 +54,7 @@ def _smaller(call: Call) -> Call | None:
     """Fewer ranks, or fewer nodes of as many; None: some would meet round both sides, or do different things."""
     nodes = MOST_RANKS // call.per_node if call.nodes > 1 else 1
     in_runs = call.layout == "contiguous" or (call.layout == "zigzag" and call.tokens % 2 == 0)
-    if not is_local(call.mask) or not in_runs or not nodes:
+    if not is_local(call.mask) or not in_runs or nodes < min(call.nodes, 2):
         return None
     world = nodes * call.per_node if call.nodes > 1 else MOST_RANKS
     small = replace(call, world=world, nodes=nodes)

@@ -183,11 +183,13 @@ def _calibrated(call: Call, link: str | None, between: str | None) -> Given:
 def _one(call: Call, given: Given, trouble: Trouble, trace: Path | None, json: str | None, csv: Path | None) -> None:
     if trace is not None and call.world > MOST_RANKS:
         raise ValueError(f"trace draws every rank, of {MOST_RANKS} at most: there are {call.world}")
-    passes = predicted(call, given.device, given.links, trouble, told_apart=trace is not None)
+    passes = predicted(call, given.device, given.links, trouble)
     found = report(call, given, passes, trouble)
     if not prints():
         return
     if trace is not None:
+        if not all(one.tracks for one in passes):  # one rank stood for all
+            passes = predicted(call, given.device, given.links, trouble, told_apart=True)
         trace.write_text(jsonlib.dumps(as_chrome(timeline(found["mask"], passes, call))))
     if json is not None:
         write_json(json, found)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ...kernels import Bounds
 from ...ring.mask import UNLIMITED, Mask
 from ...ring.plan import Plan
-from .alike import UNIT, area_at, crosses, meeting, recorded
+from .alike import UNIT, area_at, at_edges, crosses, crosses_inside, meeting, recorded, seen_at
 from .apart import MOST_RANKS, is_local
 from .apart import told_apart as choose_apart
 from .call import Call
@@ -72,13 +72,10 @@ def _exact_pass(call: Call, plans: Sequence[Plan], device: Device, links: Links,
     programs, costs = [], []
     noise = trouble.noise()
     for one in plans:
-        program, spent = launches(call, one, device, phase)
-        factor = trouble.slow.get(one.rank, 1.0)
-        spent = [seconds * factor for seconds in spent]
-        if trouble.jitter:
-            spent = list(np.array(spent) * noise(len(spent)))
+        program, alone = launches(call, one, device, phase)
+        spent = trouble.slow.get(one.rank, 1.0) * np.array(alone) * noise(len(alone))
         programs.append(program)
-        costs.append(slowed(program, spent, _transfer_seconds(program, call, links), device.beside))
+        costs.append(slowed(program, spent.tolist(), _transfer_seconds(program, call, links), device.beside))
     tracks = run(programs, costs, message := _message_seconds(call, links))
     for _ in range(ROUNDS if device.alone < 1 else 0):  # times say who computes beside whom, and that says the times
         each = zip(tracks, costs, strict=True)
@@ -182,7 +179,7 @@ class Recorded:
     nbytes: Lanes
     """Of each group of transfers its largest message, for ``UNIT`` tokens."""
     far: npt.NDArray[np.bool_]
-    """Whether it leaves a node."""
+    """Whether it leaves a node, ``[2, op]``: of ranks whose neighbours are in theirs, and of those at a node's edge."""
 
 
 @lru_cache(KEPT)
@@ -197,7 +194,7 @@ def _recorded(call: Call, phase: str) -> Recorded:
             kinds.append(Kind(op.what, op.hop, op.part))
         kind.append(known[name] if op.stream == COMPUTE else 0)
     moved = [max((nbytes for _, nbytes in (*op.sends, *op.receives)), default=0) for op in program.ops]
-    far = [op.stream != COMPUTE and crosses(call, op) for op in program.ops]
+    far = [[op.stream != COMPUTE and of(call, op) for op in program.ops] for of in (crosses_inside, crosses)]
     hops = np.array([op.hop for op in program.ops])
     return Recorded(program, hops, tuple(kinds), np.array(kind), np.array(moved, np.float64), np.array(far))
 
@@ -208,21 +205,24 @@ def alike_pass(call: Call, device: Device, links: Links, trouble: Trouble, phase
         found = cases([call], device, links, phase)
         return Pass(phase, float(found.seconds[0]), float(found.waited[0]), tuple(found.by_hop.values()))
     meet, noise = meeting(call), trouble.noise()
-    factors = meet.lanes(trouble.factors(call.world))
-    speeds, which = np.unique(factors, return_inverse=True)
-    each = [_alike_costs(call, device, links, phase, factor) for factor in speeds]
-    program, _, groups = each[0]
+    told = np.stack([meet.lanes(trouble.factors(call.world)), meet.lanes(at_edges(call))])
+    kinds, kind = np.unique(told.reshape(2, -1), axis=1, return_inverse=True)
+    each = [_alike_costs(call, device, links, phase, factor, at_edge=bool(edge)) for factor, edge in kinds.T]
+    program, shape = each[0][0], told.shape[1:]
+    costs, groups = (np.array([one[index] for one in each]).T for index in (1, 2))
 
-    def spread(costs: Lanes) -> Lanes | float:
-        if not costs.any():
-            return 0.0
-        spent = costs[which.reshape(factors.shape)] if trouble.slow else np.broadcast_to(costs, factors.shape)
-        return spent * noise(call.world).reshape(factors.shape) if trouble.jitter else spent
+    def spread(values: Lanes) -> Lanes:
+        return values[kind].reshape(shape) if len({*values.tolist()}) > 1 else values[:1]
 
-    found = run_alike(program, map(spread, np.array([costs for _, costs, _ in each]).T), groups, meet)
-    last = int(found.seconds.argmax())
-    seconds, waited = (float(lanes.flat[last]) for lanes in (found.seconds, found.waited))
-    return Pass(phase, seconds, waited, tuple(found.by_hop.values()))
+    def spent(op: Op, values: Lanes) -> Lanes:
+        if not values.any():
+            return values[:1]
+        return spread(values) * seen_at(call, op.hop, meet) * noise(call.world).reshape(shape)
+
+    found = run_alike(program, map(spent, program.ops, costs), map(spread, groups), meet)
+    seconds, waited = np.broadcast_arrays(found.seconds, found.waited)
+    last = int(seconds.argmax())
+    return Pass(phase, float(seconds.flat[last]), float(waited.flat[last]), tuple(found.by_hop.values()))
 
 
 def cases(calls: Sequence[Call], device: Device, links: Links, phase: str) -> Alike:
@@ -234,9 +234,12 @@ def cases(calls: Sequence[Call], device: Device, links: Links, phase: str) -> Al
 
 
 def _alike_costs(
-    call: Call, device: Device, links: Links, phase: str, factor: float = 1.0
+    call: Call, device: Device, links: Links, phase: str, factor: float = 1.0, *, at_edge: bool = True
 ) -> tuple[Program, Lanes, Lanes]:
-    """Rank 0's program, seconds of its launches on a rank that takes ``factor`` times as long, and of its groups."""
+    """Rank 0's program, seconds of its launches on a rank that takes ``factor`` times as long, and of its groups.
+
+    Ranks that are all alike wait for those at a node's edge.
+    """
     made = _recorded(replace(call, tokens=UNIT), phase)
     form = replace(call.form, on_host=device.on_host)
     each = [
@@ -245,7 +248,7 @@ def _alike_costs(
     ]
     near, far = links.of(True), links.of(False)
     moved = made.nbytes * (call.tokens / UNIT)
-    seconds = np.where(made.far, far.latency + moved / far.rate, near.latency + moved / near.rate)
+    seconds = np.where(made.far[int(at_edge)], far.latency + moved / far.rate, near.latency + moved / near.rate)
     groups = np.where(made.nbytes > 0, seconds, 0.0)
     return made.program, _slowed(made.hops, factor * np.array(each)[made.kind], groups, device.beside), groups
 

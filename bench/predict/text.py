@@ -181,6 +181,6 @@ def _needed(needed: Needed, is_slow: bool) -> str:
 def _slow(found: Straggling) -> str:
     return (
         f"slow GPUs: {1e3 * found.even:.3f} ms without, {1e3 * found.slow:.3f} ms with equal shards "
-        f"(+{found.slow / found.even - 1:.1%}), {1e3 * found.balanced:.3f} ms with Layout.balanced "
-        f"(+{found.balanced / found.even - 1:.1%})"
+        f"({found.slow / found.even - 1:+.1%}), {1e3 * found.balanced:.3f} ms with Layout.balanced "
+        f"({found.balanced / found.even - 1:+.1%})"
     )
