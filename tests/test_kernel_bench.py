@@ -167,7 +167,9 @@ def test_pairs_of_all_batch_rows_by_hand(shape: Shape, pairs: int) -> None:
     assert shape.flops == 2 * pairs * (8 + 8)
 
 
-@pytest.mark.parametrize("shape", [Shape(64, 4, 2, 16, causal=True), *PADDED, *IN_PARTS])
+@pytest.mark.parametrize(
+    "shape", [*(Shape(64, 4, 2, 16, causal=causal) for causal in (True, False)), *PADDED, *IN_PARTS]
+)
 def test_flex_attention_is_told_the_mask(shape: Shape) -> None:
     seen = kernel_rivals.sees(shape, CPU)
     batch, query, key = (torch.arange(length) for length in (shape.batch, 64, 64))

@@ -79,7 +79,7 @@ def flex(given: Given) -> Ready:
 def sees(shape: Shape, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """The mask as ``flex_attention`` takes it: of indices of batch row, head, query and key."""
     mask, positions = shape.mask, shape.layout.positions(0)
-    if shape.square:
+    if shape.square and shape.causal:
         return lambda batch, head, query, key: query >= key
     parts = [tuple(end.to(device) for end in part.interval(positions)) for part in mask.parts]
     used = None if mask.used is None else torch.tensor(mask.used, device=device)
