@@ -137,7 +137,8 @@ class Judge:
         journal: of earlier runs.
         workers: processes at a time.
         told: called with the number of jobs of every batch, and with None for each that is known.
-        holds: whether what an earlier run compiled is still there to be launched: else it is compiled again.
+        holds: whether what an earlier run compiled is still there: of what is to be launched, which else is compiled
+            again; to rank the others, what is known of them is enough.
     """
 
     def __init__(
@@ -153,13 +154,14 @@ class Judge:
         self._holds = holds
         self._new: set[Job] = set()
         self.compiled = 0
-        """Jobs that were not in the journal, or whose binaries are gone."""
+        """Jobs that were not in the journal, or whose binaries were to be launched and are gone."""
 
-    def __call__(self, jobs: Iterable[Job]) -> dict[Job, Verdict]:
-        """The verdict of every job."""
+    def __call__(self, jobs: Iterable[Job], *, to_launch: bool = False) -> dict[Job, Verdict]:
+        """The verdict of every job, of those ``to_launch`` with the binary that it is about."""
         asked = list(dict.fromkeys(jobs))
         known = {job: Verdict.of(told) for job in asked if (told := self._journal.last(job.key)) is not None}
-        found = {job: verdict for job, verdict in known.items() if job in self._new or self._holds(verdict)}
+        older = known.keys() - self._new if to_launch else set()
+        found = {job: verdict for job, verdict in known.items() if job not in older or self._holds(verdict)}
         new = [job for job in asked if job not in found]
         self._told(len(new))
 

@@ -21,7 +21,7 @@ from ringattn.bench.kernels.accuracy import Inputs, Results, draw, exactly
 from ringattn.bench.tune import command
 from ringattn.bench.tune import measure as tune_measure
 from ringattn.bench.tune import run as tune_run
-from ringattn.bench.tune.measure import DeviceTrials, in_parts
+from ringattn.bench.tune.measure import CHECKED_SIDES, DeviceTrials, in_parts
 from ringattn.bench.tune.run import Wish, compile_part, default_tile, estimated_entry, journals, measure_part
 from ringattn.kernels import Tile, choice, default_config, lookup
 from ringattn.kernels.lookup import Gpu
@@ -123,7 +123,7 @@ def test_without_a_gpu_it_compiles_and_says_so(
 ) -> None:
     """Really: worker processes, Triton, the gate, a table that a reader takes and a launch may ask for."""
     monkeypatch.setattr(ranking, "dealt", lambda *given: [])
-    monkeypatch.setattr(tune_run, "CHECKED_ROLES", ("middle",))
+    monkeypatch.setattr(tune_run, "LAUNCHES", (("middle", CHECKED_SIDES),))
     monkeypatch.setattr(
         ranking,
         "space",
@@ -338,6 +338,26 @@ def test_without_a_gpu_as_much_is_compiled_as_with_one(folders: Folders, compile
     """So that a machine with a GPU and the same cache compiles nothing."""
     without, there = (compiled_for(wish_of(folder, device=on)) for folder, on in zip(folders, (None, CPU), strict=True))
     assert without == there and any(options_of(job.tile).get("order") for job in there)
+
+
+def test_an_emptied_cache_compiles_again_what_is_launched_alone(
+    folders: Folders, compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best and the default, each as it is timed and as it is checked; the others are ranked by the journal."""
+    wish = wish_of(folders[0], lengths=(64,), kernels=("dkdv",))
+    first = compiled_for(wish)
+    found = compile_part(wish, journals(wish)[0], Bars(), compile_with=fine)
+    monkeypatch.setattr(tune_run, "in_cache", lambda verdict: False)
+    again = compiled_for(wish)
+    launches = [("middle", (64, 64)), *((role, CHECKED_SIDES) for role in ("first", "middle", "last"))]
+    assert {*again} == {
+        ranking.job_of(one.point, tile, 90, 2, role, sides)
+        for one in found
+        for tile in (*one.ranked.tiles, one.default)
+        for role, sides in launches
+    }
+    ranked = {job.tile for job in first} - {job.tile for job in again}
+    assert len(again) == len({*again}) and {*again} < {*first} and len(ranked) > 5
 
 
 def test_the_estimate_is_the_best_bound_of_a_tile_alone(folders: Folders, compiler: None) -> None:

@@ -123,10 +123,12 @@ def test_what_triton_no_longer_has_is_compiled_again(compiler: list[Job], tmp_pa
     emptied = [job for job in jobs if job.tile.num_stages != 4]
     again = judge({job.key for job in jobs})
     assert again(jobs) == {job: verdict(job) for job in jobs}
+    assert not compiler  # a rank takes what the journal knows
+    assert again(jobs, to_launch=True) == {job: verdict(job) for job in jobs}
     assert compiler == emptied and len(emptied) < len(jobs)
-    again(jobs)
+    again(jobs, to_launch=True)
     assert compiler == emptied
-    judge({jobs[0].key})(jobs)
+    judge({jobs[0].key})(jobs, to_launch=True)
     assert compiler == [*emptied, jobs[0]]
 
 

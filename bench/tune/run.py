@@ -34,7 +34,7 @@ from ...autotune import (
     space,
     tile_text,
 )
-from ...autotune.ranking import job_of, point_text
+from ...autotune.ranking import RANKING_ROLE, job_of, point_text
 from ...autotune.search import clocks_of, median, spread
 from ...comm import nvml
 from ...kernels import Tile
@@ -50,7 +50,8 @@ from .measure import CHECKED_SIDES, DeviceTrials
 # of a point that get time on a GPU: the best quarter or so of what compiles, and what a rank correlation takes
 CANDIDATES = LEAST_CONFIGS
 ORDERS_OF = 2  # the best of them are also tried in every other order of their launch
-CHECKED_ROLES = "first", "middle", "last"  # of the shards that a result is checked by
+LAUNCHES = ((RANKING_ROLE, None), *((role, CHECKED_SIDES) for role in ("first", "middle", "last")))
+"""Of a tile on a GPU: what is timed, of the point's length, and the shards that a result is checked by."""
 MOST_COMMAND = 400  # characters that a table takes
 
 
@@ -208,11 +209,12 @@ def compile_part(
     )  # fmt: skip
     defaults = {point: job_of(point, default_tile(point, arch), arch, heads) for point in wish.points}
     verdicts = judge(defaults.values())
-    judge(
-        job_of(point, tile, arch, heads, role, CHECKED_SIDES)
+    launched = (
+        job_of(point, tile, arch, heads, *launch)
         for point, one in ranked.items()
-        for tile, role in product([*one.tiles, defaults[point].tile], CHECKED_ROLES)
+        for tile, launch in product([*one.tiles, defaults[point].tile], LAUNCHES)
     )
+    judge(launched, to_launch=True)
     return [
         Found(point, len({*one.dropped, *one.verdicts}), one, defaults[point].tile, verdicts[defaults[point]].bound)
         for point, one in ranked.items()
