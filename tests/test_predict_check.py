@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,12 @@ import typer
 from typer.testing import CliRunner
 
 from ringattn.bench.launching import started
-from ringattn.bench.predict import calibrate, check
+from ringattn.bench.predict import calibrate, check, turns
 from ringattn.bench.predict.call import NAMED, Call
 from ringattn.bench.predict.links import Link
 from ringattn.bench.predict.rows import MASKS, Row, Shape, cases
 from ringattn.bench.predict.turns import one_core, predicted_local_world, predicted_turns
-from ringattn.bench.timing import Step, Team
+from ringattn.bench.timing import Samples, Step, Team
 from ringattn.ring import Mask
 
 from . import predict_cases
@@ -64,6 +65,25 @@ def test_virtual_ranks_are_measured_and_predicted() -> None:
     assert all(number.value is not None and number.value > 0 for number in found)
     demanded = [number for number in found if number.limit is not None]
     assert len(demanded) == len(rows) and all(number.limit >= 10 for number in demanded if number.limit)
+
+
+@pytest.mark.parametrize("timer", ["", "clock"])
+def test_virtual_ranks_are_timed_by_what_was_asked_for(timer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row; what it is predicted by is not."""
+    used: list[str] = []
+
+    def timed(steps: dict[str, Step], clock: SimpleNamespace, repeats: int) -> dict[str, Samples]:
+        used.append(clock.timer)
+        return dict.fromkeys(steps, Samples((1.0,)))
+
+    monkeypatch.setattr(turns, "Clock", lambda device, timer="": SimpleNamespace(timer=timer))
+    monkeypatch.setattr(turns, "interleaved", timed)
+    monkeypatch.setattr(turns, "calibrated_here", lambda *given: (Steady(), NOWHERE))
+    tiny = predicted_local_world(
+        CPU, world=2, seqlens=(64,), heads=(2, 1), head_dim=16, dtype="float32", layouts=("zigzag",), timer=timer
+    )
+    rows = {number.labels["mask"] for number in tiny}
+    assert used == [timer] * len(rows) and len(rows) > 1
 
 
 @pytest.mark.parametrize(("of_round", "of_step", "rounds"), [(2.0, 1.0, 1 + 5), (0.1, 5.0, 1 + 1 + 4 * 4)])

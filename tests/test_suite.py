@@ -192,8 +192,10 @@ def test_a_timer_is_an_argument_of_the_cases_that_it_times() -> None:
     assert set(graphed.values()) == {"graph", None} and set(clocked.values()) == {"clock", None}
     by_clock = {name for name, timer in clocked.items() if timer}
     assert by_clock - by_graph == {
-        "LocalWorld", "NCCL to itself", "overlap", "ring", "host time", "copy engine, two processes",
+        "LocalWorld", "NCCL to itself", "overlap", "ring", "host time", "copy engine, two processes", "predicted",
     }  # fmt: skip
+    others = {case.run.__name__ for case in case_lists.gpu_cases() if case.run not in case_lists.TIMED}
+    assert others == {"launches", "accuracy", "beside", "timelines", "tuned"}
     assert clocked["NCCL to itself, replayed"] is None
     data, case = results(), next(case for case in case_lists.gpu_cases() if case.name == "targets")
     data["cases"][0] |= {"name": case.name, "arguments": dict(case.arguments)}

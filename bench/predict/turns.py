@@ -12,7 +12,7 @@ from ...comm import LocalWorld
 from ...ring import Ring
 from ..provenance import gpu
 from ..suite.cases import Number
-from ..timing import Clock, interleaved
+from ..timing import Clock, Samples, interleaved
 from .calibrate import HOST_SIZES, between_virtual_ranks, gpu_speed
 from .call import DTYPES, NAMED, Call
 from .host_pieces import calibrated
@@ -54,33 +54,39 @@ def calibrated_here(shape: Shape, device: torch.device, tokens: int, repeats: in
 
 
 def rows_of(
-    shape: Shape, wanted: Sequence[tuple[str, str, int]], device: torch.device, calibrate: int, repeats: int
+    shape: Shape,
+    wanted: Sequence[tuple[str, str, int]],
+    device: torch.device,
+    calibrate: int,
+    repeats: int,
+    timer: str = "",
 ) -> Iterator[Row]:
     """Every row measured with virtual ranks of one device, beside what is predicted for it.
 
-    On the CPU one core computes for all of them, as one GPU does.
+    On the CPU one core computes for all of them, as one GPU does. ``timer`` is of what is measured: predictions
+    are made of a GPU's kernels by events, as everywhere.
     """
-    threads = torch.get_num_threads()
+    clock, threads = Clock(device, timer=timer), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with one_core() if device.type == "cpu" else nullcontext():
             speed, copies = calibrated_here(shape, device, calibrate, repeats)
             with LocalWorld(shape.world, device=device, timeout=PATIENCE) as world:
                 for case in wanted:
-                    yield _row(world, shape, case, speed, copies, repeats)
+                    call = shape.call(*case)
+                    taken = _taken(world, call, clock, repeats)
+                    yield Row(*case, taken.median, taken.spread, predicted_turns(call, speed, copies))
     finally:
         torch.set_num_threads(threads)
 
 
-def _row(world: LocalWorld, shape: Shape, case: tuple[str, str, int], speed: Device, copies: Link, repeats: int) -> Row:
-    call = shape.call(*case)
+def _taken(world: LocalWorld, call: Call, clock: Clock, repeats: int) -> Samples:
+    """Of a forward and a backward of all ranks."""
     rings = world.run(Ring)
     steps = [step_of(rank, call, ring, world.device) for rank, ring in enumerate(rings)]
-    taken = interleaved(
-        {"": lambda: world.run(lambda group: steps[group.rank()]())}, Clock(world.device), repeats=repeats
-    )[""]
+    taken = interleaved({"": lambda: world.run(lambda group: steps[group.rank()]())}, clock, repeats=repeats)[""]
     world.run(lambda group: rings[group.rank()].close())
-    return Row(*case, taken.median, taken.spread, predicted_turns(call, speed, copies))
+    return taken
 
 
 @contextmanager
@@ -106,10 +112,11 @@ def predicted_local_world(
     masks: Sequence[str] = MASKS,
     calibrate: int = 8 * 1024,
     repeats: int = 5,
+    timer: str = "",
 ) -> Iterator[Number]:
     """A case of the suite: how far the prediction is off, each row within 10% plus the measured spread."""
     shape = Shape(world, heads[0], heads[1], head_dim, dtype)
-    for row in rows_of(shape, list(cases(seqlens, layouts, masks)), device, calibrate, repeats):
+    for row in rows_of(shape, list(cases(seqlens, layouts, masks)), device, calibrate, repeats, timer):
         yield from numbers(row, world)
 
 

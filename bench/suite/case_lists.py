@@ -22,8 +22,13 @@ TIMED: dict[Run, tuple[str, ...]] = {
     comm_cases.overlap: OF_RINGS,
     comm_cases.links: OF_RINGS,
     comm_cases.host_time: OF_RINGS,
+    turns.predicted_local_world: OF_RINGS,
 }
-"""What can be timed in another way, and how; all others record events themselves, or time nothing of a device."""
+"""What can be timed in another way, and how.
+
+Of the others `tune` searches by events whatever is asked, as ``ringattn tune`` does: no graph holds the half of its
+runs that are beside a transfer. The rest records events itself, or times nothing of a device.
+"""
 
 
 def timed_by(case: Case, timer: str) -> Case:
