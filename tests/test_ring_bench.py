@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from ringattn.bench.ring import command as ring_bench
 from ringattn.bench.ring import memory as ring_memory
 from ringattn.bench.ring import rows as ring_rows
 from ringattn.bench.ring.candidates import ALL_GATHER, OURS, ULYSSES, USUAL, WHOLE, Candidate, Problem, Refused, Setting
-from ringattn.bench.ring.runs import Report, Result, Wish, spawned
+from ringattn.bench.ring.runs import Report, Result, Wish, gathered, spawned
 from ringattn.bench.suite import ring_cases
 from ringattn.bench.timing import Samples
 from ringattn.comm import LocalGroup, LocalWorld
@@ -89,6 +90,37 @@ def test_everyone_agrees_in_real_processes(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert {row["world"] for row in rows} == {"2"} and {row["tokens"] for row in rows} == {"256", "512"}
     assert "not there: PyTorch context_parallel" in ran.stdout and "2 ranks" in ran.stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(importlib.util.find_spec("ring_attention_pytorch") is None, reason="extra `peers`")
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_peer_with_another_order_of_heads_is_right(causal: bool) -> None:
+    """Its out and dq; its dk and dv are wrong on the CPU with one head of queries to each of K/V, too."""
+    problem = Problem(64, 2, heads=6, kv_heads=2, head_dim=16, causal=causal)
+    (found,) = launch(2, spawned, Wish((problem,), ("zigzag",), 1, (peers.LUCIDRAINS,)))
+    one = found.found[peers.LUCIDRAINS]
+    assert not {"out", "dq"} & set(one.disagrees) and one.errors["dq"] < 1e-3, one.errors
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (8, 4), (4, 1)])
+def test_heads_of_who_repeats_all_of_k_and_v(heads: int, kv_heads: int) -> None:
+    order = peers.repeated_heads(heads, kv_heads)
+    assert order is not None and sorted(order) == list(range(heads))
+    assert [head // (heads // kv_heads) for head in order] == [head % kv_heads for head in range(heads)]
+    assert peers.repeated_heads(heads, heads) is None
+
+
+def test_shards_have_the_heads_in_the_candidates_order_and_results_in_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda _: None)
+    problem = Problem(4, 1, heads=6, kv_heads=2, head_dim=8)
+    tensors, positions = problem.tensors(), torch.tensor([2, 0, 3, 1])
+    one = Candidate("", positions, lambda q, k, v: q, query_heads=peers.repeated_heads(6, 2))
+    q, k, v, dout = one.shards(tensors, CPU)
+    assert torch.equal(q, tensors[0][:, positions][:, :, [0, 3, 1, 4, 2, 5]])
+    told = gathered(one, (q, dout, k, v), problem, [1])
+    wanted = (tensors[0][:, :, 3:], tensors[3][:, :, 3:], tensors[1][:, :, 1:], tensors[2][:, :, 1:])
+    assert all(torch.equal(x, y.double()) for x, y in zip(told, wanted, strict=True))
 
 
 @pytest.mark.nightly

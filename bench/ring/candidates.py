@@ -108,15 +108,24 @@ class Candidate:
     waits: Stopwatch | None = None  # what it spends in the network; None: not known
     ring: Ring | None = None  # ours, which records its waits itself
     trusted: bool = True  # a wrong result ends the command
+    query_heads: tuple[int, ...] | None = None  # which of ours its query heads are; None: the same
 
     def shards(self, whole: Tensors, device: torch.device) -> Tensors:
-        """This rank's part of q, k, v and dout, in memory of its own."""
+        """This rank's part of q, k, v and dout, in memory of its own, with query heads in the candidate's order."""
         if self.positions is None:
             return ()
-        return tuple(x[:, self.positions].contiguous().to(device) for x in whole)
+        q, k, v, dout = whole
+        parts = self._queries(q), k[:, self.positions], v[:, self.positions], self._queries(dout)
+        return tuple(x.contiguous().to(device) for x in parts)
+
+    def _queries(self, whole: Tensor) -> Tensor:
+        if self.query_heads is None:
+            return whole[:, self.positions]
+        assert self.positions is not None
+        return whole[:, self.positions[:, None], list(self.query_heads)]
 
     def run(self, shards: Tensors) -> Tensors:
-        """Forward and backward: out, dq, dk and dv of this rank's tokens."""
+        """Forward and backward: out, dq, dk and dv of this rank's tokens; query heads in the candidate's order."""
         if self.positions is None:
             return ()
         torch.set_num_threads(self.threads)

@@ -36,7 +36,7 @@ def on_gpu(setting: Setting, name: str, dtypes: tuple[str, ...] = ("float16", "b
 
 
 def lucidrains(setting: Setting) -> Candidate:
-    """``ring-attention-pytorch`` in its own balanced order (striped by buckets).
+    """``ring-attention-pytorch`` in its own balanced order (striped by buckets) and its own order of query heads.
 
     Its bucket ``j`` of ``n`` holds the positions ``j, j + n, j + 2n, …``, and a rank holds consecutive buckets. It
     sends to its neighbours, which gloo does not do with oneself: it takes two ranks.
@@ -63,7 +63,19 @@ def lucidrains(setting: Setting) -> Candidate:
         return out
 
     positions = order.chunk(problem.world)[dist.get_rank()]
-    return Candidate(LUCIDRAINS, positions, attend, problem.threads, runs=LUCIDRAINS_RUNS, trusted=False)
+    return Candidate(
+        LUCIDRAINS, positions, attend, problem.threads, runs=LUCIDRAINS_RUNS, trusted=False,
+        query_heads=repeated_heads(problem.heads, problem.kv_heads),
+    )  # fmt: skip
+
+
+def repeated_heads(heads: int, kv_heads: int) -> tuple[int, ...] | None:
+    """The order of our query heads for who repeats all heads of K/V, ``(g h)``; None: ours, as nothing is grouped.
+
+    There query head ``i`` reads head ``i % kv_heads`` of K/V, and ours reads ``i // (heads / kv_heads)``.
+    """
+    group = heads // kv_heads
+    return None if group == 1 else tuple(i % kv_heads * group + i // kv_heads for i in range(heads))
 
 
 def context_parallel(setting: Setting) -> Candidate:

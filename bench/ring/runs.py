@@ -163,11 +163,13 @@ class Measurement:
             yield
 
     def _shared(self, name: str, everyone: Mapping[str, Candidate]) -> Tensors:
-        """The shards of an earlier candidate that holds the same tokens, in place of a copy of them."""
-        mine = everyone[name].positions
+        """The shards of an earlier candidate that holds the same tokens and heads, in place of a copy of them."""
+        mine = everyone[name]
         for other, shards in self.shards.items():
-            theirs = everyone[other].positions
-            if mine is not None and theirs is not None and torch.equal(mine, theirs):
+            theirs = everyone[other]
+            if mine.positions is None or theirs.positions is None or mine.query_heads != theirs.query_heads:
+                continue
+            if torch.equal(mine.positions, theirs.positions):
                 return shards
         return self.shards[name]
 
@@ -192,10 +194,11 @@ def judged(
 
 
 def gathered(one: Candidate, mine: Tensors, problem: Problem, kv_heads: Sequence[int]) -> list[Tensor]:
-    """Some heads of the results of all ranks, in the order of positions, float64, on every rank."""
+    """Some heads of the results of all ranks, in the order of positions and of our heads, float64, on every rank."""
     group = problem.heads // problem.kv_heads
     heads = [head * group + member for head in kv_heads for member in range(group)]
-    chosen = (heads, heads, list(kv_heads), list(kv_heads))
+    theirs = heads if one.query_heads is None else [one.query_heads.index(head) for head in heads]
+    chosen = (theirs, theirs, list(kv_heads), list(kv_heads))
     shapes = [(problem.batch, problem.seqlen, len(some), problem.head_dim) for some in chosen]
     full = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     for target, part, some in zip(full, mine, chosen, strict=False):
