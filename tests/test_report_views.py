@@ -17,13 +17,14 @@ from ringattn.bench.overlap.rows import Row as Ring
 from ringattn.bench.overlap.rows import verdict
 from ringattn.bench.predict.rows import Row
 from ringattn.bench.report import command, views
-from ringattn.bench.report.page import failures, html
+from ringattn.bench.report.page import failures, html, pictured
 from ringattn.bench.report.reading import OTHERS, Bench, Refused, read
 from ringattn.bench.ring.candidates import ULYSSES, WHOLE
 from ringattn.bench.ring.peers import ZHUZILIN
 from ringattn.bench.ring.rows import as_json, from_json, rows_of
 from ringattn.bench.ring.runs import Report
 from ringattn.bench.suite.cases import Number
+from ringattn.bench.timeline.spent import as_json as as_json_of_timeline
 from ringattn.bench.timing import Samples
 
 from . import report_cases
@@ -88,6 +89,11 @@ def host(hidden: bool | None) -> dict[str, Any]:
     return {"schema": "ringattn bench host 1", "rows": [row]}
 
 
+def recorded() -> dict[str, Any]:
+    about = {"call": report_cases.CALL, "provenance": PROVENANCE, "clock_error": 2e-6}
+    return written(as_json_of_timeline(replace(report_cases.timeline("measured"), about=about)))
+
+
 def checked(predicted: float, spread: float = 0.02) -> dict[str, Any]:
     row = Row("zigzag", "blocks", 32768, 10.0, spread, predicted)
     return written({"schema": "ringattn predict check 1", "rows": [asdict(row)]})
@@ -104,6 +110,7 @@ WRONG = [
     (links(wrong=3), "nccl: 6 bytes did not arrive as they left"),
     (links(asked=("copy_engine",)), "copy_engine was asked for and does not open: device is cpu"),
     ({**links(), "links": []}, "it holds no links"),
+    ({**recorded(), "ranks": []}, "it holds no ranks"),
     (memory(0.031), "memory per rank differs by 3.1% between worlds, 2% allowed"),
     (
         kernels(Number("error of dk", 2.0, "absolute", {"by": "ringattn"}, limit=1.0)),
@@ -124,7 +131,7 @@ def test_what_failed_in_a_single_bench_is_told_with_its_file(data: dict[str, Any
 SOUND = [
     ring(), wrong_ring(ZHUZILIN, trusted=False), links(), links(wrong=None), links(asked=("local",)),
     links(asked=("nccl", "copy_engine"), graphs=1), overlap(), memory(0.02), kernels(), host(True), host(None),
-    checked(8.9), checked(11.9, 0.1),
+    checked(8.9), checked(11.9, 0.1), recorded(),
 ]  # fmt: skip
 
 
@@ -227,6 +234,15 @@ def test_every_column_of_bench_ring_is_there() -> None:
     assert [(row["error of out"].text, row["agrees"].text) for row in errors] == [("1e-06", "yes")] * 3
     assert shown["compute ms"].text == "2,500"
     assert [row["% of ideal"].text for row in rows if row["by"].text == WHOLE] == ["50"]
+
+
+def test_what_each_rank_of_a_timeline_did_is_there(tmp_path: Path) -> None:
+    rows, words = cells(recorded(), "timeline")
+    assert [row["rank"].text for row in rows] == ["0", "1"]
+    assert [(row["compute_seconds"].text, row["wait_seconds"].text) for row in rows] == [("1.6", "0.2")] * 2
+    assert words == "causal, zigzag, 64 tokens: 1,900 ms\nclocks of the ranks agree to 2.0e-06 s"
+    ((call, names),) = pictured(read(write(tmp_path, rank_times=recorded())))
+    assert call.layout_name == "zigzag" and call.layout.world == 2 and list(names) == ["rank_times.json"]
 
 
 def test_a_wrong_result_is_marked_whoever_made_it() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from ringattn.bench.ring.candidates import Problem
 from ringattn.bench.ring.memory import of_ours
 from ringattn.bench.timeline import command as timeline_bench
 from ringattn.bench.timeline import recording as timeline_recording
-from ringattn.bench.timeline.events import LANES, Timeline, alike, as_chrome, from_chrome
+from ringattn.bench.timeline.events import LANES, Event, Timeline, alike, as_chrome, from_chrome
 from ringattn.bench.timeline.recording import Offset, offset
+from ringattn.bench.timeline.spent import shares
 from ringattn.comm import LocalGroup
 from ringattn.comm.control import control_of
 from ringattn.ring import Mask
@@ -93,7 +95,7 @@ def test_a_timeline_of_virtual_ranks() -> None:
     assert found.about["call"]["seqlen"] == 128 and found.about["clock_error"] == 0
     per_rank = [sum(one.seconds for one in found.events if (one.rank, one.lane) == (r, "compute")) for r in range(4)]
     assert all(0 < seconds < found.seconds for seconds in per_rank)
-    assert "rank 3: compute" in timeline_bench.shares(found)
+    assert "rank 3: compute" in shares(found)
 
 
 def test_what_one_rank_sends_another_receives() -> None:
@@ -106,6 +108,39 @@ def test_what_one_rank_sends_another_receives() -> None:
     assert moved["send"] == moved["receive"] and len(moved["send"]) == 4 * (
         3 + 3 + 3
     )  # K/V forward, K/V backward, sums
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_each_rank_did_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: a rank that computes for 3 ms of 4 and waits for 1, one that computes for all 4."""
+    events = (
+        Event(0, "compute", "forward", 0, 0.0, 1e-3),
+        Event(0, "wait", "forward", 1, 1e-3, 2e-3),
+        Event(0, "compute", "backward", 1, 2e-3, 4e-3),
+        Event(1, "compute", "forward", 0, 0.0, 4e-3),
+        Event(1, "send", "forward", 0, 0.0, 3e-3),
+    )
+    about = {"call": asdict(PROBLEM), "provenance": {"command": "ringattn"}, "clock_error": 2e-6}
+    monkeypatch.setattr(timeline_bench, "started", lambda *_: Timeline("two ranks", "measured", 2, events, about))
+    rows, asked = tmp_path / "rows.csv", ["--device", "cpu", "--seqlen", "64"]
+    ran = CliRunner().invoke(timeline_bench.app, [*asked, "--json", "-", "--csv", str(rows)])
+    assert ran.exit_code == 0, ran.output
+    told = json.loads(ran.stdout)
+    assert told["schema"] == "ringattn bench timeline 1" and told["problem"] == json.loads(json.dumps(asdict(PROBLEM)))
+    assert (told["title"], told["world"], told["seconds"], told["clock_error"]) == ("two ranks", 2, 4e-3, 2e-6)
+    assert told["provenance"] == {"command": "ringattn"}
+    assert [(one["rank"], one["compute_seconds"], one["wait_seconds"]) for one in told["ranks"]] == [
+        (0, pytest.approx(3e-3), pytest.approx(1e-3)), (1, 4e-3, 0)
+    ]  # fmt: skip
+    with rows.open() as file:
+        found = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    assert found == [
+        {"rank": 0, "compute ms": pytest.approx(3), "wait ms": pytest.approx(1), "of ms": 4},
+        {"rank": 1, "compute ms": 4, "wait ms": 0, "of ms": 4},
+    ]
+    ran = CliRunner().invoke(timeline_bench.app, [*asked, "--json", str(tmp_path / "told.json")])
+    assert json.loads((tmp_path / "told.json").read_text()) == told
+    assert "rank 0: compute 3.0 ms, wait 1.0 ms of 4.0 ms\nrank 1: compute 4.0 ms, wait 0.0 ms" in ran.stdout
 
 
 @pytest.mark.nightly
@@ -128,6 +163,9 @@ def test_the_command_records_processes(tmp_path: Path) -> None:
         (["--seqlen", "1"], "--seqlen is 1: 2 ranks need a token each"),
         (["--device", "tpu"], "--device is 'tpu'"),
         (["--trace", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+        (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+        (["--csv", "/nowhere/at/all.csv"], "there is no folder /nowhere/at"),
+        (["--trace", "-", "--json", "-"], "--trace and --json are both -: one of them takes a file"),
         (["--out", "a.gif"], "a.gif is no picture"),
         (["--predicted", "/nowhere.json"], "--predicted is given without --out: it is drawn there"),
         (["--kv-heads", "3"], "--kv-heads is 3"),

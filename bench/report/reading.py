@@ -19,7 +19,9 @@ from ..timeline.events import Timeline, from_chrome
 from ..tune.shown import SCHEMA as TUNE
 
 PUT_ASIDE = "results_"  # of earlier code or of another machine: the suite puts them aside under such a name
-BENCHES = {f"ringattn bench {kind} 1": kind for kind in ("links", "overlap", "ring", "memory", "kernels", "host")}
+BENCHES = {
+    f"ringattn bench {kind} 1": kind for kind in ("links", "overlap", "ring", "memory", "kernels", "host", "timeline")
+}
 BENCHES |= {"ringattn bench ring 2": "ring", PREDICTED: "predicted"}
 """What single benches write, by schema."""
 OTHERS = (PREDICTION, MAP, TUNE, DOCTOR)

@@ -228,6 +228,17 @@ def _host_failures(data: Data) -> Iterator[str]:
             yield f"{one.get('phase')}: the host needs longer to post a hop than the device to compute it"
 
 
+def _timeline_rows(data: Data) -> Rows:
+    return [dict(one) for one in mappings_of(data.get("ranks"))]
+
+
+def _timeline_words(data: Data) -> Iterator[str]:
+    if finite(data.get("seconds")):
+        yield f"{data.get('title')}: {data['seconds'] * 1e3:,.4g} ms"
+    if finite(data.get("clock_error")):
+        yield f"clocks of the ranks agree to {data['clock_error']:.1e} s"
+
+
 def _predicted_rows(data: Data) -> Rows:
     return [
         {**row, "off, %": cell(percent_off(row), wrong=not checked.is_right)}
@@ -265,6 +276,7 @@ VIEWS = {
     "memory": View("worlds", _one(_memory_rows), _memory_failures, _memory_words),
     "kernels": View("numbers", _kernels_tables, _kernels_failures),
     "host": View("rows", _one(_host_rows), _host_failures),
+    "timeline": View("ranks", _one(_timeline_rows), words=_timeline_words),
     "predicted": View("rows", _one(_predicted_rows), _predicted_failures, _predicted_words),
 }
 """By the kind of :data:`.reading.BENCHES`."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from json import loads
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from ..free_memory import free_memory
 from ..launching import Member, cores, member, process_group, started
 from ..links.group import device_of
 from ..memory_room import Needs, free_here, of_ranks
-from ..output import check_targets, prints, write_json
+from ..output import check_targets, prints, write_csv, write_json
 from ..pictures import picture
 from ..provenance import provenance
 from ..ring.candidates import DTYPES, Problem, Tensors
@@ -27,6 +27,7 @@ from ..ring.memory import of_ours, refusal
 from ..shapes import LayoutName, binary, device_here, device_name, dtype_name, grouped, size
 from .events import PREDICTED, Timeline, as_chrome, call_of, differences, from_chrome
 from .recording import timeline_of
+from .spent import as_json, as_rows, shares
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -130,7 +131,7 @@ def read_timeline(path: Path) -> Timeline:
         typer.BadParameter: it cannot be read, or is none.
     """
     try:
-        return from_chrome(json.loads(path.read_text()))
+        return from_chrome(loads(path.read_text()))
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{path}: {error}") from None
 
@@ -152,19 +153,6 @@ def prediction_of(path: Path, call: Mapping[str, Any]) -> Timeline:
     return found
 
 
-def shares(timeline: Timeline) -> str:
-    """What rank after rank did with its time, in a line each."""
-    lines = []
-    for rank in range(timeline.world):
-        spent = {
-            lane: sum(one.seconds for one in timeline.events if (one.rank, one.lane) == (rank, lane))
-            for lane in ("compute", "wait")
-        }
-        told = ", ".join(f"{lane} {1e3 * seconds:.1f} ms" for lane, seconds in spent.items())
-        lines.append(f"rank {rank}: {told} of {1e3 * timeline.seconds:.1f} ms")
-    return "\n".join(lines)
-
-
 @app.command()
 def timeline(
     world: Annotated[int, typer.Option(min=1, help="Ranks; under a launcher, its own.")] = 2,
@@ -183,6 +171,8 @@ def timeline(
     trace: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write a trace that Perfetto opens.")] = None,
     out: Annotated[Any, typer.Option(parser=picture, metavar="FILE", help="Draw it: .svg, .png or .pdf.")] = None,
     predicted: Annotated[Path | None, typer.Option(help="A predicted trace of the same call, drawn below.")] = None,
+    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write what each rank did as JSON.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a row per rank.")] = None,
 ) -> None:
     """Record one forward and backward of a ring: every rank's compute, waits, transfers and slots on one clock.
 
@@ -195,19 +185,26 @@ def timeline(
     if predicted is not None and out is None:
         raise typer.BadParameter("--predicted is given without --out: it is drawn there, below what is recorded")
     below = None if predicted is None else prediction_of(predicted, asdict(problem))
-    check_targets(trace, out)
+    if trace == json == "-":
+        raise typer.BadParameter("--trace and --json are both -: one of them takes a file")
+    check_targets(trace, out, json, csv)
     found = measured(place, problem, repeats)
     if found is None or not prints():
         return
-    if trace != "-":
+    piped = "-" in (trace, json)
+    if not piped:
         typer.echo(f"{found.title}\n{shares(found)}\nclocks of the ranks agree to {found.about['clock_error']:.1e} s")
     if trace is not None:
         write_json(trace, as_chrome(found))
+    if json is not None:
+        write_json(json, as_json(found))
+    if csv is not None:
+        write_csv(csv, as_rows(found))
     if out is not None:
         from ..report.timelines import save
 
         save([found] if below is None else [found, below], out)
-        typer.echo(f"picture: {out}", err=trace == "-")
+        typer.echo(f"picture: {out}", err=piped)
 
 
 def measured(place: Member | None, problem: Problem, repeats: int) -> Timeline | None:
