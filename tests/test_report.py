@@ -54,6 +54,36 @@ def test_a_results_file_of_another_schema_is_named_and_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("nowhere", "nowhere is no folder: it takes what"),
+        ("run/results.json", "results.json is no folder: it takes what"),
+        ("run --plots taken", "taken: it is a file, and --plots takes a folder"),
+        ("run --plots nowhere/plots", "there is no folder nowhere"),
+        ("run --out .", "cannot write .: it is a folder, and the page is a file"),
+        ("run --out nowhere/page.html", "there is no folder nowhere"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_told_before_anything_is(
+    asked: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "run", results=report_cases.suite())
+    (tmp_path / "taken").touch()
+    ran = CliRunner().invoke(command.app, asked.split(), env={"COLUMNS": "300"})
+    assert ran.exit_code == 2 and told in " ".join(ran.output.split()), ran.output
+    assert not (tmp_path / "run/report.html").exists()
+
+
+def test_a_folder_without_plots_says_so(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", results={**report_cases.suite(), "cases": []})
+    ran = CliRunner().invoke(command.app, [str(folder), "--plots", str(folder / "plots")])
+    assert ran.exit_code == 0 and "no plots: " in ran.stderr and not (folder / "plots").exists(), ran.output
+    ran = CliRunner().invoke(command.app, [str(folder)])
+    assert ran.exit_code == 0 and "no plots" not in ran.stderr
+
+
+@pytest.mark.parametrize(
     ("broken", "told"),
     [
         ({"cases": 3}, "results.json.cases is a number: it must be a list"),

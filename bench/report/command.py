@@ -27,6 +27,8 @@ def report(
     """
     if not prints():
         return
+    from .charts import charts
+
     try:
         found = write(folder, out, plots)
     except Refused as error:
@@ -35,6 +37,8 @@ def report(
         typer.echo(f"left out: {why if why.startswith(name) else f'{name}: {why}'}", err=True)
     for name, schema in found.unshown:
         typer.echo(f"not shown: {name}: there is no view for {schema}", err=True)
+    if plots is not None and not charts(found):
+        typer.echo(f"no plots: {folder} holds nothing that one is drawn of", err=True)
     typer.echo(str(out or folder / PAGE))
 
 
@@ -59,11 +63,15 @@ def write(folder: Path, out: Path | None = None, plots: Path | None = None) -> F
     from .charts import save
     from .page import html
 
+    found = read(folder)  # before its page is refused: there is none in what is no folder
     target = folder / PAGE if out is None else out
     for path in (target, *([plots] if plots else [])):
         if not path.absolute().parent.is_dir():
             raise Refused(f"cannot write {path}: there is no folder {path.parent}")
-    found = read(folder)
+    if target.is_dir():
+        raise Refused(f"cannot write {target}: it is a folder, and the page is a file")
+    if plots is not None and plots.exists() and not plots.is_dir():
+        raise Refused(f"cannot write plots to {plots}: it is a file, and --plots takes a folder")
     target.write_text(html(found), encoding="utf-8")
     if plots is not None:
         save(found, plots)
