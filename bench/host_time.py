@@ -38,7 +38,7 @@ from .overlap.runs import BACKWARD, FORWARD
 from .provenance import provenance
 from .ring.candidates import DTYPES, Problem
 from .ring.memory import of_ours
-from .shapes import TimerOfRings, binary, device_name, dtype_name, grouped, size, timer_of_rings
+from .shapes import TimerOfRings, binary, count, device_name, dtype_name, grouped, timer_of_rings
 from .tables import table
 from .timing import Clock, interleaved
 
@@ -217,7 +217,7 @@ def _unwarmed(device: torch.device) -> NcclTransport:
 
 @app.command()
 def host(
-    tokens: Annotated[Any, typer.Option(parser=size, metavar="SIZE", help="Tokens per rank.")] = "4k",
+    tokens: Annotated[Any, typer.Option(parser=count, metavar="SIZE", help="Tokens per rank.")] = "4k",
     batch: Annotated[int, typer.Option(min=1)] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,

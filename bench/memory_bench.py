@@ -26,7 +26,7 @@ from .output import check_targets, prints, write_csv, write_json
 from .provenance import provenance
 from .ring.candidates import DTYPES, Problem
 from .ring.memory import RingForm, of_ours
-from .shapes import LayoutName, dtype_name, grouped, size, sizes
+from .shapes import LayoutName, count, counts, dtype_name, grouped
 from .tables import table
 
 CPU = torch.device("cpu")
@@ -148,12 +148,12 @@ def memory(
         Any,
         typer.Option(
             "--world",
-            parser=sizes,
+            parser=counts,
             metavar="N,…",
             help="Processes; default: 2,4,8; of a launcher's, the first 2, 4, ….",
         ),
     ] = None,
-    tokens: Annotated[Any, typer.Option(parser=size, metavar="SIZE", help="Tokens per rank.")] = "8k",
+    tokens: Annotated[Any, typer.Option(parser=count, metavar="SIZE", help="Tokens per rank.")] = "8k",
     batch: Annotated[int, typer.Option(min=1)] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,

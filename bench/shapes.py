@@ -10,6 +10,9 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 
+from ..comm.choice import PREFERENCE
+from ..comm.groups import TRANSPORTS
+from ..kernels.checks import MAX_HEAD_DIM
 from .timing import OF_RINGS, timer_on
 
 SUFFIXES = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
@@ -44,6 +47,40 @@ def sizes(text: str) -> list[int]:
         typer.BadParameter: one of them is not a size.
     """
     return [size(part) for part in text.split(",")]
+
+
+def count(text: str) -> int:
+    """A size of at least 1: there is nothing to measure of none; a parser of typer options.
+
+    Raises:
+        typer.BadParameter: no size, or 0.
+    """
+    found = size(text)
+    if found < 1:
+        raise typer.BadParameter(f"{text!r} is too small: it must be at least 1")
+    return found
+
+
+def counts(text: str) -> list[int]:
+    """A comma list of sizes of at least 1; a parser of typer options.
+
+    Raises:
+        typer.BadParameter: one of them is no size, or 0.
+    """
+    return [count(part) for part in text.split(",")]
+
+
+def head_dims(text: str) -> list[int]:
+    """A comma list of head dims; a parser of typer options.
+
+    Raises:
+        typer.BadParameter: one of them is none that our kernels take.
+    """
+    found = sizes(text)
+    for dim in found:
+        if not 1 <= dim <= MAX_HEAD_DIM:
+            raise typer.BadParameter(f"{dim} is no head dim: it must be 1 to {MAX_HEAD_DIM}")
+    return found
 
 
 def window(text: str) -> tuple[int, int]:
@@ -221,6 +258,20 @@ def device_name(text: str) -> str:
     if text == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("--device is cuda, and torch sees no CUDA device here")
     return text or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_transport(name: str, device: str, world: int) -> None:
+    """Refuse what carries nothing between so many processes on a device of this kind, as far as flags tell.
+
+    Raises:
+        typer.BadParameter: no such transport, or one of GPUs on the CPU, or ``local`` between processes.
+    """
+    if name not in TRANSPORTS:
+        raise typer.BadParameter(f"--transport is {name!r}: it takes {', '.join(TRANSPORTS)}")
+    if device == "cpu" and name in {*PREFERENCE["cuda"]} - {*PREFERENCE["cpu"]}:
+        raise typer.BadParameter(f"--transport is {name}, of GPUs, and the device is cpu: take process_group")
+    if name == "local" and world > 1:
+        raise typer.BadParameter(f"--transport is local, of one process, and {world} are to run: take auto")
 
 
 def device_here(name: str | None) -> torch.device:

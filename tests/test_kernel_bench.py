@@ -497,6 +497,10 @@ def test_the_command(tmp_path: Path) -> None:
         (["--seqused-k", "10,20"], "seqused_k has 2 lengths: it must have 1, one per batch row"),
         (["--batch", "2", "--seqlen", "64", "--seqused-k", "64,65"], "seqused_k[1] is 65: it must be 0 to 64"),
         (["--seqused-k", "x"], "not a size"),
+        (["--seqlen", "64,0"], "'0' is too small: it must be at least 1"),
+        (["--head-dim", "64,512"], "512 is no head dim: it must be 1 to 256"),
+        (["--head-dim", "0"], "0 is no head dim: it must be 1 to 256"),
+        (["--value-dim", "257"], "'--value-dim'"),
     ],
 )
 def test_bad_flags_are_refused(flags: list[str], told: str) -> None:

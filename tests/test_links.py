@@ -363,6 +363,7 @@ def test_sizes_are_those_of_nccl_tests(given: tuple[Any, ...], sizes: tuple[int,
         (["--channels", "3"], "power of two"),
         (["--channels", "4"], "--channels is of nccl on a GPU, and the device is cpu: leave it out"),
         (["--ctas", "auto", "--transport", "nccl"], "--ctas is of nccl on a GPU, and the device is cpu"),
+        (["--transport", "local,nccl"], "--transport is nccl, of GPUs, and the device is cpu: take process_group"),
         (["--device", "tpu"], "cpu or cuda"),
         (["--device", "cuda"], "sees no CUDA device"),
         (["--beside", "forward"], "kernel of a GPU"),
@@ -460,11 +461,11 @@ def test_links_of_real_processes(tmp_path: Path) -> None:
 
 
 def test_a_transport_asked_for_by_name_must_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here NCCL cannot: the command says why, and fails."""
+    """Outside a process group there is no such transport: the command says why, and fails."""
 
     def nowhere(world: int, entry: object, wish: Wish) -> Findings:
         return link_group.of_group(solo_group(), wish, CPU)
 
     monkeypatch.setattr(links, "started", nowhere)
-    result = CliRunner().invoke(cli.app, ["bench", "links", "--transport", "nccl", "--device", "cpu"])
-    assert result.exit_code == 1 and "nccl does not open here" in result.output
+    result = CliRunner().invoke(cli.app, ["bench", "links", "--transport", "process_group", "--device", "cpu"])
+    assert result.exit_code == 1 and "process_group does not open here" in result.output

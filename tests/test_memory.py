@@ -168,6 +168,18 @@ def test_benches_refuse_before_they_start(asked: str, told: str, monkeypatch: py
     assert ran.exit_code == 2 and told in ran.output and " fits" in ran.output, ran.output
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("asked", ["memory --tokens 0", "memory --world 2,0", "host --tokens 0"])
+def test_nothing_is_not_measured(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begun(*given: object, **named: object) -> None:
+        raise AssertionError("it started")
+
+    monkeypatch.setattr(memory_bench, "started", begun)
+    monkeypatch.setattr(host_time, "measured", begun)
+    ran = CliRunner().invoke(cli.app, ["bench", *asked.split()], env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"})
+    assert ran.exit_code == 2 and "'0' is too small: it must be at least 1" in ran.output, ran.output
+
+
 def test_messages_are_counted_as_they_are_kept() -> None:
     nbytes, transport = 16 << 20, LocalTransport(solo_group(), CPU)
     list(measured(transport, Limits(), Wish(("local",), sizes=(64,), iters=1), CPU))  # loads what loads once

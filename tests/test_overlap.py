@@ -255,6 +255,12 @@ def test_overlap_of_real_processes(tmp_path: Path) -> None:
         (["--chunks", "0"], "at least one"),
         (["--device", "cuda", "--link-share", "0.5"], "sees no CUDA device"),
         (["--dtype", "int8"], "no dtype"),
+        (["--tokens", "0"], "'0' is too small: it must be at least 1"),
+        (["--slots", "0"], "slots is 0: a ring of 2 ranks needs at least 1"),
+        (["--slots", "1,2", "--prefetch", "2,3"], "prefetch is 2: with 1 slots it must be 0 to 0; prefetch is 3"),
+        (["--transport", "nccl"], "--transport is nccl, of GPUs, and the device is cpu: take process_group"),
+        (["--transport", "local"], "--transport is local, of one process, and 2 are to run"),
+        (["--transport", "pigeon"], "it takes auto"),
         (["--timer", "graph"], "timer is 'graph': on cpu it must be one of clock"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 import typer
 from rich.console import Console
 
+from ...kernels.checks import MAX_HEAD_DIM
 from ..launching import member
 from ..masks import boundaries_of
 from ..output import check_targets, prints, write_csv, write_json
@@ -22,9 +23,10 @@ from ..shapes import (
     PrefixLength,
     SeqUsedK,
     Window,
+    counts,
     dtype_name,
     grouped,
-    sizes,
+    head_dims,
 )
 from ..suite.cases import Number
 from ..tables import table
@@ -50,13 +52,13 @@ def dtypes(text: str) -> list[str]:
 @app.command()
 def kernels(
     seqlen: Annotated[
-        Any, typer.Option(parser=sizes, metavar="SIZE,…", help="Tokens; default: 8k,16k; on the CPU 1k,2k.")
+        Any, typer.Option(parser=counts, metavar="SIZE,…", help="Tokens; default: 8k,16k; on the CPU 1k,2k.")
     ] = None,
     batch: Annotated[int, typer.Option(min=1)] = 1,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads; default: 16; on the CPU 4.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
-    head_dim: Annotated[Any, typer.Option(parser=sizes, metavar="N,…", help="Of q and k.")] = "64,128",
-    value_dim: Annotated[int | None, typer.Option(min=1, help="Of v; default: --head-dim.")] = None,
+    head_dim: Annotated[Any, typer.Option(parser=head_dims, metavar="N,…", help="Of q and k.")] = "64,128",
+    value_dim: Annotated[int | None, typer.Option(min=1, max=MAX_HEAD_DIM, help="Of v; default: --head-dim.")] = None,
     dtype: Annotated[
         Any, typer.Option(parser=dtypes, metavar="DTYPE,…", help="fp32, bf16, fp16; default: bf16; on the CPU fp32.")
     ] = None,
@@ -92,7 +94,7 @@ def kernels(
                 window or (-1, -1), _boundaries(tokens, cu_seqlens, documents, documents_seed), prefix_length,
                 block_mask, batch, None if seqused_k is None else tuple(seqused_k),
             )
-            for kind, dim, tokens in product(dtype or dtypes(usual[1]), head_dim, seqlen or sizes(usual[0]))
+            for kind, dim, tokens in product(dtype or dtypes(usual[1]), head_dim, seqlen or counts(usual[0]))
         ]  # fmt: skip
         for shape in shapes:
             _ = shape.mask

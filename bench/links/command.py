@@ -18,7 +18,7 @@ from ...comm import Limits
 from ..launching import Member, member, started
 from ..output import check_targets, prints, write_csv, write_json
 from ..provenance import cpu, gpu, provenance
-from ..shapes import device_name, size
+from ..shapes import check_transport, device_name, size
 from ..timing import TIMERS, timer_on
 from .beside import FORWARD, MATMUL
 from .group import SWEPT, Findings, between_processes, in_process, spawned
@@ -168,6 +168,8 @@ def links(
     timer, cudagraph = timer_of(device, timer, cudagraph)
     names, closed = transports_of(transport, cudagraph)
     check_limits(names, device, channels=channels, ctas=ctas)
+    for name in names if transport != "all" else ():
+        check_transport(name, device, 1)  # local is between virtual ranks here
     wish = Wish(
         transports=tuple(names),
         device=device,

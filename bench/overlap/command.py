@@ -15,6 +15,7 @@ from rich.progress import Progress
 
 from ...comm import Limits
 from ...ring import Ring
+from ...ring.ring import depth_of
 from ..launching import Member, cores, member, process_group, started
 from ..links.group import device_of
 from ..output import check_targets, prints, write_csv, write_json
@@ -25,11 +26,12 @@ from ..shapes import (
     LayoutName,
     TimerOfRings,
     binary,
+    check_transport,
+    count,
     device_name,
     dtype_name,
     grouped,
     human,
-    size,
     sizes,
     timer_of_rings,
 )
@@ -109,6 +111,23 @@ def measure(place: Member, wish: Wish, store: str | None = None) -> Report:
 def settings_of(wish: Wish) -> list[tuple[int, int, int]]:
     """(slots, prefetch, chunks) of every ring."""
     return [(slots, ahead, chunks) for chunks in wish.chunks for slots in wish.slots for ahead in wish.prefetch]
+
+
+def check_settings(wish: Wish) -> None:
+    """Refuse a choice of which no ring can be made: there would be nothing to time.
+
+    Raises:
+        typer.BadParameter: why, of every one.
+    """
+    why = []
+    for slots, prefetch, _ in settings_of(wish):
+        try:
+            depth_of(slots, prefetch, wish.problem.world)
+        except ValueError as error:
+            why.append(str(error))
+        else:
+            return
+    raise typer.BadParameter(f"no ring can be made with these --slots and --prefetch: {'; '.join(dict.fromkeys(why))}")
 
 
 def ring_of(wish: Wish, setting: tuple[int, int, int], limits: Limits) -> Ring | str:
@@ -193,7 +212,7 @@ def row_of(
 @app.command()
 def overlap(
     world: Annotated[int | None, typer.Option(min=1, help="Processes; default: the GPUs, or 2; or its ranks.")] = None,
-    tokens: Annotated[Any, typer.Option(parser=size, metavar="SIZE", help="Tokens per rank.")] = "2k",
+    tokens: Annotated[Any, typer.Option(parser=count, metavar="SIZE", help="Tokens per rank.")] = "2k",
     batch: Annotated[int, typer.Option(min=1)] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
@@ -246,6 +265,8 @@ def overlap(
         device=device,
         timer=timer_of_rings(device, timer),
     )
+    check_transport(wish.transport, device, world)
+    check_settings(wish)
     check_room(wish.problem, settings_of(wish), world if place is None else place.local_world)
     report = started(world, spawned, wish) if place is None else measure(place, wish)
     if prints():

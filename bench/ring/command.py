@@ -18,7 +18,7 @@ from ..launching import cores, member, started
 from ..memory_room import Needs, free_here, gpus_of, own_device
 from ..output import check_targets, prints, write_csv, write_json
 from ..provenance import provenance
-from ..shapes import LayoutName, TimerOfRings, device_name, dtype_name, grouped, sizes, timer_of_rings
+from ..shapes import LayoutName, TimerOfRings, check_transport, device_name, dtype_name, grouped, sizes, timer_of_rings
 from . import memory as ring_memory
 from .candidates import ALL_CORES, OURS, WHOLE, Problem, makers
 from .rows import as_json, rows_of, text
@@ -78,7 +78,8 @@ def ring(
     worlds = [place.world] if place is not None else world
     kv_heads, device = grouped(heads, kv_heads), device_name(device)
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-    check(worlds, seqlen, layout, by, transport)
+    check(worlds, seqlen, layout, by)
+    check_transport(transport, device, max(worlds))
     timer = timer_of_rings(device, timer)
     check_targets(json, csv)
     reports: list[Report] = []
@@ -110,16 +111,12 @@ def ring(
         finish(reports, device, timer, json, csv)
 
 
-def check(
-    worlds: Sequence[int], lengths: Sequence[int], layouts: Sequence[str], by: str | None, transport: str
-) -> None:
+def check(worlds: Sequence[int], lengths: Sequence[int], layouts: Sequence[str], by: str | None) -> None:
     """Refuse what no measurement could be made of."""
     if min(worlds) < 1:
         raise typer.BadParameter(f"--world is {min(worlds)}: it takes at least one process")
     if min(lengths) < max(worlds):
         raise typer.BadParameter(f"--seqlen is {min(lengths)}: {max(worlds)} processes need a token each")
-    if transport not in TRANSPORTS:
-        raise typer.BadParameter(f"--transport is {transport!r}: it takes {', '.join(TRANSPORTS)}")
     known = list(makers(layouts))
     for name in by.split(",") if by else ():
         if not any(one.startswith(name) for one in known):
