@@ -88,6 +88,19 @@ def member() -> Member | None:
     return None
 
 
+def world_of(place: Member | None, given: int | None, usual: int) -> int:
+    """How many ranks: the launcher's, or what ``--world`` says, or as many as usual.
+
+    Raises:
+        typer.BadParameter: another number than the launcher started.
+    """
+    if place is None:
+        return usual if given is None else given
+    if given not in (None, place.world):
+        raise typer.BadParameter(f"--world is {given}: the launcher started {place.world} ranks; leave it out")
+    return place.world
+
+
 def forget_launcher() -> None:
     """Let this process, and those that it starts, be as if it had been called by hand."""
     for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "MASTER_"))]:

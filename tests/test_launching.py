@@ -15,13 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import typer
+from typer.testing import CliRunner
 
-from ringattn.bench import launching, memory_bench
+from ringattn.bench import cli, launching, memory_bench
 from ringattn.bench.launching import JOBS, LAUNCHERS, Member
+from ringattn.bench.links import command as links_command
 from ringattn.bench.links import group as link_bench
 from ringattn.bench.links.runs import Wish as Links
 from ringattn.bench.memory_bench import worlds_of
 from ringattn.bench.overlap import command as overlap_bench
+from ringattn.bench.ring import command as ring_command
 from ringattn.bench.ring.candidates import Problem
 from ringattn.bench.timeline import command as timeline_bench
 
@@ -316,3 +319,29 @@ def test_worlds_within_a_launcher() -> None:
     assert worlds_of(Member(0, 6, 0, 6), None) == [2, 4, 6] and worlds_of(Member(0, 6, 0, 6), [3]) == [3]
     with pytest.raises(Exception, match="--world is 8: the launcher started 6 ranks"):
         worlds_of(Member(0, 6, 0, 6), [2, 8])
+
+
+@pytest.mark.parametrize("bench", ["ring", "overlap", "links", "timeline"])
+@pytest.mark.parametrize("world", [None, 3, 2])
+def test_another_world_than_the_launchers_is_refused(
+    bench: str, world: int | None, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    ran: list[int] = []
+
+    def measured(place: Member, *_: object, **named: object) -> Any:
+        ran.append(place.world)
+        raise typer.Exit(3)
+
+    monkeypatch.setattr(ring_command, "measure", measured)
+    monkeypatch.setattr(overlap_bench, "measure", measured)
+    monkeypatch.setattr(links_command, "between_processes", measured)
+    monkeypatch.setattr(timeline_bench, "in_a_group", measured)
+    flags = ["bench", bench, "--device", "cpu", *([] if world is None else ["--world", str(world)])]
+    done = CliRunner().invoke(cli.app, flags, env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"})
+    if world == 2:
+        assert done.exit_code == 2 and not ran, done.output
+        assert "--world is 2: the launcher started 3 ranks; leave it out" in done.output
+    else:
+        assert (done.exit_code, ran) == (3, [3]), done.output

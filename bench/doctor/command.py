@@ -15,7 +15,7 @@ from rich.status import Status
 from ...comm import Group, LocalGroup, LocalWorld, nvml
 from ...comm.control import control_of
 from ...comm.topology import Topology, ring_topology
-from ..launching import Member, member, process_group
+from ..launching import Member, member, process_group, world_of
 from ..output import check_targets, prints, write_csv, write_json
 from ..provenance import provenance
 from ..shapes import dtype_name, grouped, size
@@ -137,9 +137,7 @@ def doctor(
     The exit code is 1 where a check fails; the last lines name the first that did, and what to do.
     """
     place = member()
-    if place is not None and world not in (None, place.world):
-        raise typer.BadParameter(f"--world is {world}, the launcher started {place.world} ranks: leave it out")
-    count = place.world if place is not None else world or DEFAULT_WORLD
+    count = world_of(place, world, DEFAULT_WORLD)
     for name, tokens in (("--seqlen", seqlen), ("--ring-seqlen", ring_seqlen)):
         if tokens < count:
             raise typer.BadParameter(f"{name} is {tokens}: {count} ranks need a token each")

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ... import __version__
 from ...comm import Limits
-from ..launching import Member, member, started
+from ..launching import Member, member, started, world_of
 from ..output import check_targets, prints, write_csv, write_json
 from ..provenance import cpu, gpu, provenance
 from ..shapes import check_transport, device_name, size
@@ -164,7 +164,7 @@ def links(
 
     Flags, columns and closing lines are those of nccl-tests.
     """
-    device = device_name(device)
+    device, place = device_name(device), member()
     timer, cudagraph = timer_of(device, timer, cudagraph)
     names, closed = transports_of(transport, cudagraph)
     check_limits(names, device, channels=channels, ctas=ctas)
@@ -185,8 +185,7 @@ def links(
         beside=beside_name(beside, device),
     )
     check_targets(json, csv)
-    place = member()
-    ranks = place.world if place is not None else world or max(2, torch.cuda.device_count() if device == "cuda" else 0)
+    ranks = world_of(place, world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
     check_room(wish, ranks if place is None else place.local_world, launched=place is not None)
     found = Findings(closed=closed)
     found += everywhere(place, ranks, wish)

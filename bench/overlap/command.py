@@ -16,7 +16,7 @@ from rich.progress import Progress
 from ...comm import Limits
 from ...ring import Ring
 from ...ring.ring import depth_of
-from ..launching import Member, cores, member, process_group, started
+from ..launching import Member, cores, member, process_group, started, world_of
 from ..links.group import device_of
 from ..output import check_targets, prints, write_csv, write_json
 from ..provenance import provenance
@@ -245,7 +245,7 @@ def overlap(
     if device == "cuda" and link_share is not None:
         raise typer.BadParameter("--link-share throttles transfers between CPUs, and the device is cuda: leave it out")
     place = member()
-    world = place.world if place is not None else world or max(2, torch.cuda.device_count() if device == "cuda" else 0)
+    world = world_of(place, world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
     kv_heads = grouped(heads, kv_heads)
     if max(chunks) > kv_heads or min(chunks) < 1:
         raise typer.BadParameter(f"--chunks is {chunks}: a chunk is at least one of the {kv_heads} key heads")

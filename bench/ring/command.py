@@ -14,7 +14,7 @@ import typer
 
 from ...comm.groups import TRANSPORTS
 from ..free_memory import free_memory
-from ..launching import cores, member, started
+from ..launching import cores, member, started, world_of
 from ..memory_room import Needs, free_here, gpus_of, own_device
 from ..output import check_targets, prints, write_csv, write_json
 from ..provenance import provenance
@@ -25,6 +25,7 @@ from .rows import as_json, rows_of, text
 from .runs import Report, Wish, measure, spawned
 
 SCHEMA = "ringattn bench ring 2"
+DEFAULT_WORLD = 2
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -46,8 +47,8 @@ def layout_names(text: str) -> list[str]:
 @app.command()
 def ring(
     world: Annotated[
-        Any, typer.Option(parser=sizes, metavar="N,…", help="Processes; under a launcher, its ranks.")
-    ] = "2",
+        Any, typer.Option(parser=sizes, metavar="N,…", help="Processes; default: 2; under a launcher, its ranks.")
+    ] = None,
     seqlen: Annotated[Any, typer.Option(parser=sizes, metavar="SIZE,…", help="Tokens in all.")] = "16k",
     batch: Annotated[int, typer.Option(min=1)] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
@@ -75,7 +76,7 @@ def ring(
 ) -> None:
     """Forward and backward of one attention, sharded over processes, beside the same attention done otherwise."""
     place = member()
-    worlds = [place.world] if place is not None else world
+    worlds = list(dict.fromkeys(world_of(place, one, DEFAULT_WORLD) for one in world or [None]))
     kv_heads, device = grouped(heads, kv_heads), device_name(device)
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     check(worlds, seqlen, layout, by)

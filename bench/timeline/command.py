@@ -16,7 +16,7 @@ from ...comm import LocalGroup, LocalWorld
 from ...comm.control import control_of
 from ...ring import Ring, ring_attention
 from ..free_memory import free_memory
-from ..launching import Member, cores, member, process_group, started
+from ..launching import Member, cores, member, process_group, started, world_of
 from ..links.group import device_of
 from ..memory_room import Needs, free_here, of_ranks
 from ..output import check_targets, prints, write_csv, write_json
@@ -28,6 +28,8 @@ from ..shapes import LayoutName, binary, device_here, device_name, dtype_name, g
 from .events import PREDICTED, Timeline, as_chrome, call_of, differences, from_chrome
 from .recording import timeline_of
 from .spent import as_json, as_rows, shares
+
+DEFAULT_WORLD = 2
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -155,7 +157,7 @@ def prediction_of(path: Path, call: Mapping[str, Any]) -> Timeline:
 
 @app.command()
 def timeline(
-    world: Annotated[int, typer.Option(min=1, help="Ranks; under a launcher, its own.")] = 2,
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks; default: 2; under a launcher, its own.")] = None,
     seqlen: Annotated[Any, typer.Option(parser=size, metavar="SIZE", help="Tokens in all.")] = "8k",
     batch: Annotated[int, typer.Option(min=1)] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
@@ -179,8 +181,8 @@ def timeline(
     Alone it starts processes of the CPU, or virtual ranks on the GPU where there is one.
     """
     place = member()
-    world = place.world if place is not None else world
-    problem = _problem(place, seqlen, world, batch, heads, grouped(heads, kv_heads), head_dim, dtype, causal, layout)
+    ranks = world_of(place, world, DEFAULT_WORLD)
+    problem = _problem(place, seqlen, ranks, batch, heads, grouped(heads, kv_heads), head_dim, dtype, causal, layout)
     problem = replace(problem, seed=seed, device=device_name(device or ""), threads=threads or problem.threads)
     if predicted is not None and out is None:
         raise typer.BadParameter("--predicted is given without --out: it is drawn there, below what is recorded")
