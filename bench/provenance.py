@@ -41,7 +41,12 @@ def provenance(device: torch.device) -> dict[str, Any]:
 def command() -> str:
     """What was typed, without the folder of the executable."""
     program = Path(sys.argv[0]).name
-    return f"{'python -m ringattn' if program == '__main__.py' else program} {shlex.join(sys.argv[1:])}".strip()
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if program == "__main__.py":  # of a process that was started by such a one too, which has no spec
+        program = "python -m ringattn"
+    elif spec is not None and spec.origin == sys.argv[0]:
+        program = f"python -m {spec.name}"
+    return f"{program} {shlex.join(sys.argv[1:])}".strip()
 
 
 def sources() -> str:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import typer
 from typer.testing import CliRunner
 
+import ringattn
 from ringattn.bench import cli, free_memory, memory_bench, timing
 from ringattn.bench.flops import BACKWARD_FLOPS, forward_flops, pairs_of
 from ringattn.bench.kernels import accuracy, beside, speed
@@ -150,6 +151,20 @@ def test_provenance_names_everything_and_no_folder(monkeypatch: pytest.MonkeyPat
     assert "/some" not in json.dumps(told)
     monkeypatch.setattr("sys.argv", ["/some/ringattn/__main__.py", "demo"])
     assert command() == "python -m ringattn demo"
+
+
+def test_the_command_of_a_module_can_be_typed_again(tmp_path: Path) -> None:
+    """A module of ours that is no command, as predict.check: not ``check.py``, which nothing finds."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/asks.py").write_text("from ringattn.bench.provenance import command\nprint(command())\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(ringattn.__file__).parent.parent)}
+
+    def said(*asked: str) -> str:
+        ran = [sys.executable, *asked]
+        return subprocess.run(ran, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    assert said("-m", "inner.asks", "--n", "1 k") == "python -m inner.asks --n '1 k'\n"
+    assert said("inner/asks.py", "--n", "2") == "asks.py --n 2\n"
 
 
 def test_table_aligns() -> None:
