@@ -44,6 +44,10 @@ def test_the_command_writes_one_page_into_the_folder(tmp_path: Path) -> None:
     assert "left out: other.json: schema is 'ringattn bench links 9'" in ran.stderr
 
 
+def test_the_page_names_the_file_that_cases_are_of(page: str) -> None:
+    assert page.count("Every case of results.json, in the order in which they ran") == 2  # seen, and read out
+
+
 def test_a_results_file_of_another_schema_is_named_and_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", results={**report_cases.suite(), "schema": "ringattn bench suite 7"})
     ran = CliRunner().invoke(command.app, [str(folder)], env={"COLUMNS": "300"})

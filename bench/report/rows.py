@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 from ..ring.candidates import OURS
+from ..suite.result_file import NAME as RESULTS
 
 LONGEST = 400  # characters of a cell: what a file says may be anything
 MOST = 1e150
@@ -152,7 +153,7 @@ def case_rows(cases: Sequence[Mapping[str, Any]]) -> Table | None:
         shown = [cell(case["name"]), cell(state, wrong=wrong), cell(case.get("seconds")), cell(held)]
         rows.append([*shown, cell(case.get("about"))])
     columns = ["case", "state", "seconds", "checks", "about"]
-    return Table("Every case, in the order in which they ran", columns, rows) if rows else None
+    return Table(f"Every case of {RESULTS}, in the order in which they ran", columns, rows) if rows else None
 
 
 def percent_off(row: Mapping[str, Any]) -> float | None:
