@@ -15,7 +15,6 @@ from rich.progress import Progress
 
 from ...comm import Limits
 from ...ring import Ring
-from ...ring.ring import depth_of
 from ..launching import Member, cores, member, process_group, started, world_of
 from ..links.group import device_of
 from ..output import check_targets, prints, write_csv, write_json
@@ -40,6 +39,7 @@ from ..timing import Clock, Samples, interleaved
 from .memory import check_room
 from .rows import Row, contention, step_of, verdict
 from .runs import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, STEP, TOGETHER, Shard, Step, shard_of
+from .settings import check_settings
 
 LINK_SHARE = 0.8
 PROBES = 3  # runs of compute alone that the link's speed is set by
@@ -111,23 +111,6 @@ def measure(place: Member, wish: Wish, store: str | None = None) -> Report:
 def settings_of(wish: Wish) -> list[tuple[int, int, int]]:
     """(slots, prefetch, chunks) of every ring."""
     return [(slots, ahead, chunks) for chunks in wish.chunks for slots in wish.slots for ahead in wish.prefetch]
-
-
-def check_settings(wish: Wish) -> None:
-    """Refuse a choice of which no ring can be made: there would be nothing to time.
-
-    Raises:
-        typer.BadParameter: why, of every one.
-    """
-    why = []
-    for slots, prefetch, _ in settings_of(wish):
-        try:
-            depth_of(slots, prefetch, wish.problem.world)
-        except ValueError as error:
-            why.append(str(error))
-        else:
-            return
-    raise typer.BadParameter(f"no ring can be made with these --slots and --prefetch: {'; '.join(dict.fromkeys(why))}")
 
 
 def ring_of(wish: Wish, setting: tuple[int, int, int], limits: Limits) -> Ring | str:
@@ -266,7 +249,7 @@ def overlap(
         timer=timer_of_rings(device, timer),
     )
     check_transport(wish.transport, device, world)
-    check_settings(wish)
+    check_settings(settings_of(wish), world)
     check_room(wish.problem, settings_of(wish), world if place is None else place.local_world)
     report = started(world, spawned, wish) if place is None else measure(place, wish)
     if prints():

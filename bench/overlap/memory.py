@@ -12,9 +12,7 @@ from ..memory_room import Needs, of_ranks, refuse_too_large
 from ..ring.candidates import Problem
 from ..ring.memory import FP32, rows_of, tokens_per_rank
 from ..timing import FLUSH_BYTES
-
-Setting = tuple[int, int, int]
-"""Slots, prefetch and chunks of a ring."""
+from .settings import Setting
 
 
 def check_room(problem: Problem, settings: Sequence[Setting], ranks_here: int) -> None:
