@@ -277,6 +277,21 @@ def test_no_line_of_a_large_sweep_is_lost(tmp_path: Path) -> None:
     assert len(charts.save(read(tmp_path), tmp_path / "plots")) == len(list((tmp_path / "plots").iterdir())) == 4
 
 
+def test_rings_have_their_rates_by_length() -> None:
+    """FLOPs over the time of each rank; of one device and of one process over their own."""
+    found = {chart.title: chart for chart in charts.rates(read(RESULTS / "xeon-2-cores_2026-11-22"))}
+    chart = found["TFLOP/s of each rank by length, ring.json, 2 ranks"]
+    assert len(found) == 2 and {len(points) for points in chart.lines.values()} == {4}
+    # as the command printed them: 15.04 GFLOP in 148.7 ms on two ranks, and in 220.7 ms on one device
+    assert chart.lines["ringattn zigzag"][2048] == pytest.approx(0.05059, rel=1e-3)
+    assert chart.lines["one device"][2048] == pytest.approx(0.06814, rel=1e-3)
+
+
+def test_one_rank_is_no_ring_to_draw() -> None:
+    titles = [calls.title(call) for call, _ in pictured(read(RESULTS / "xeon-2-cores_2026-11-22"))]
+    assert titles == [f"{name}, causal, 2 ranks" for name in ("contiguous", "zigzag", "striped")]
+
+
 def test_percent_of_ideal_keeps_every_length_apart(tmp_path: Path) -> None:
     found = charts.ideal(read(RESULTS / "xeon-2-cores_2026-11-21"))
     lengths = [chart for chart in found if "whole ring" in chart.title]

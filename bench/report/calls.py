@@ -37,13 +37,14 @@ class Wanted(NamedTuple):
 
 
 def call_of(words: Mapping[str, Any]) -> Call | None:
-    """The call that labels, arguments or a problem say: layout, world, tokens, mask. None where they say none.
+    """The call that labels, arguments or a problem say: layout, world, tokens, mask. None where they say no ring.
 
     They come from a file, so that nothing but known names and numbers of a sensible size is taken. Heads and dtype
     change nothing of what is drawn, and are not read.
     """
     world, layout, seqlen = _whole(words.get("world"), MOST_RANKS), words.get("layout"), _seqlen(words)
-    if world is None or seqlen is None or seqlen < world or layout not in [name.value for name in LayoutName]:
+    known = layout in [name.value for name in LayoutName]
+    if world is None or world == 1 or seqlen is None or seqlen < world or not known:
         return None
     mask = _mask(words, seqlen)
     if mask is None or (seqlen > MOST_TOKENS and mask not in PLAIN):

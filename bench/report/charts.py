@@ -26,7 +26,7 @@ SHARE = "one device, divided by their number,"
 # names in the suite's cases
 MOVED, IDEAL, PEAK, SAME = "moved per direction", "of ideal", "peak memory of a rank", "tokens per rank"
 COURSE = ("seqlen", "tokens", "length", "by", "layout")  # labels of lines and points; the others are a chart's own
-MEGA = 1e6
+MEGA, TERA = 1e6, 1e12
 Points = dict[float, float]
 
 
@@ -89,19 +89,30 @@ def bandwidth(folder: Folder) -> list[Chart]:
 
 
 def rates(folder: Folder) -> list[Chart]:
-    """TFLOP/s by length, a chart per direction, dtype, head dim and mask."""
+    """TFLOP/s by length, a chart per direction, dtype, head dim and mask; of rings per file and number of ranks."""
     found: dict[str, Chart] = {}
+
+    def add(title: str, name: str, length: object, rate: object) -> None:
+        chart = found.setdefault(title, Chart(title, "tokens", "TFLOP/s on what the mask lets through"))
+        chart.add(name, length, rate)
+
     for number in _numbers(folder):
         labels = labels_of(number)
         length = labels.get("seqlen", labels.get("tokens", labels.get("length")))
         if number.get("unit") != "TFLOP/s" or not finite(length) or str(number.get("name")).endswith(BY_SQUARE):
             continue  # the same course counted otherwise is a column of the table, not another plot
         of = {name: value for name, value in labels.items() if name not in COURSE}
-        title = ", ".join(
-            [f"TFLOP/s by length: {number.get('name')}", *(f"{name} {value}" for name, value in of.items())]
-        )
-        chart = found.setdefault(title, Chart(title, "tokens", "TFLOP/s on what the mask lets through"))
-        chart.add(str(labels.get("by", "ringattn")), length, number.get("value"))
+        title = [f"TFLOP/s by length: {number.get('name')}", *(f"{name} {value}" for name, value in of.items())]
+        add(", ".join(title), str(labels.get("by", "ringattn")), length, number.get("value"))
+    for one in (one for one in folder.benches if one.kind == "ring"):
+        for run in ring_runs(one.data):
+            problem, flops = mapping_of(run.get("problem")), run.get("flops")
+            where = f"TFLOP/s of each rank by length, {one.file}, {problem.get('world')} ranks"
+            for each in mappings_of(run.get("candidates")):
+                name, seconds = str(each.get("name")), median(each.get("seconds"))
+                ranks = 1 if name in WHOLES else problem.get("world")
+                if finite(flops) and finite(ranks) and finite(seconds) and ranks and seconds:
+                    add(where, name, problem.get("seqlen"), flops / ranks / seconds / TERA)
     # a single length is a bar, not a course
     return [chart for chart in found.values() if any(len(points) > 1 for points in chart.lines.values())]
 
