@@ -107,10 +107,11 @@ def rates(folder: Folder) -> list[Chart]:
     for one in (one for one in folder.benches if one.kind == "ring"):
         for run in ring_runs(one.data):
             problem, flops = mapping_of(run.get("problem")), run.get("flops")
-            where = f"TFLOP/s of each rank by length, {one.file}, {problem.get('world')} ranks"
+            world = problem.get("world")
+            where = f"TFLOP/s of each rank by length, {one.file}, {world} rank{'' if world == 1 else 's'}"
             for each in mappings_of(run.get("candidates")):
                 name, seconds = str(each.get("name")), median(each.get("seconds"))
-                ranks = 1 if name in WHOLES else problem.get("world")
+                ranks = 1 if name in WHOLES else world
                 if finite(flops) and finite(ranks) and finite(seconds) and ranks and seconds:
                     add(where, name, problem.get("seqlen"), flops / ranks / seconds / TERA)
     # a single length is a bar, not a course
