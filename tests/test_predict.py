@@ -70,7 +70,7 @@ MASKS = (
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_programs_move_what_the_schedule_says(layout: str, mask: Mask, nodes: int) -> None:
     call = replace(SMALL, layout=layout, mask=mask, nodes=nodes)
-    made = schedule(call.held(), mask, topology=call.topology)
+    made = schedule(call.held, mask, topology=call.topology)
     per_token = 2 * call.kv_heads * call.head_dim
     for phase, sums in zip(PASSES, (0, 4 * per_token), strict=True):
         for plan in call.plans():
@@ -88,7 +88,7 @@ def test_programs_move_what_the_schedule_says(layout: str, mask: Mask, nodes: in
 def test_closed_schedules_are_those_of_the_ring(world: int, nodes: int, direction: int) -> None:
     for layout in ("zigzag", "striped"):
         call = Call(8, world, layout, nodes=nodes, direction=direction)
-        made = schedule(call.held(), call.mask, direction=direction, topology=call.topology)
+        made = schedule(call.held, call.mask, direction=direction, topology=call.topology)
         assert all(made.hops(rank) == schedule_of(call).hops(rank) for rank in range(world))
         ours, theirs = plan_of(call, 1), call.plans()[1]
         assert (ours.homecomings, ours.kv_slots, ours.sums_slots) == (
@@ -206,7 +206,7 @@ def test_areas_are_the_pairs_of_the_bounds() -> None:
 def test_areas_of_blocks_are_their_pairs() -> None:
     """At every hop of a ring whose other bounds are full; and an ideal device computes no more."""
     call = Call(512, 2, "contiguous", Mask(blocks=bigbird(1024, 128, window=3, global_=1, random=1)))
-    held = call.held()
+    held = call.held
     for plan in call.plans():
         for hop in plan.hops:
             seen = visible_pairs(call.mask, held.positions(plan.rank), held.positions(hop.shard))

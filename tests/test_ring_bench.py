@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -93,7 +92,6 @@ def test_everyone_agrees_in_real_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(importlib.util.find_spec("ring_attention_pytorch") is None, reason="extra `peers`")
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_peer_with_another_order_of_heads_is_right(causal: bool) -> None:
     """Its out and dq; its dk and dv are wrong on the CPU with one head of queries to each of K/V, too."""

@@ -64,4 +64,4 @@ def _smaller(call: Call) -> Call | None:
 
 
 def _schedule(call: Call) -> Schedule:
-    return schedule(call.held(), call.mask, direction=call.direction, topology=call.topology, slots=call.slots)
+    return schedule(call.held, call.mask, direction=call.direction, topology=call.topology, slots=call.slots)

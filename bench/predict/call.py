@@ -99,12 +99,9 @@ class Call:
     def seqlen(self) -> int:
         return self.tokens * self.world
 
+    @cached_property
     def held(self) -> Layout:
         """Who holds which tokens."""
-        return self._held
-
-    @cached_property
-    def _held(self) -> Layout:
         if self.layout == "balanced":
             return Layout.balanced(self.seqlen, self.speeds, causal=self.mask.causal)
         made: Layout = getattr(Layout, self.layout)(self.seqlen, self.world)
@@ -122,7 +119,7 @@ class Call:
 
     def plans(self) -> list[Plan]:
         """The plan of every rank, as the ring makes it."""
-        held = self.held()
+        held = self.held
         return [
             plan(held, self.mask, rank, self.direction, CPU, self.topology, self.slots) for rank in range(self.world)
         ]

@@ -129,9 +129,9 @@ def predict(
         else:
             refuse_beside("sweep", "the map has lengths of its own", tokens=tokens, seqlen=seqlen)
             refuse_beside("sweep", "it draws one ring", trace=trace)
-        for name, count in [("world", world)] if axes is None else [("gpus of sweep", max(axes["gpus"]))]:
-            if count > MOST_GPUS:
-                raise ValueError(f"{name} is {count:,}: rings of up to {MOST_GPUS:,} GPUs are predicted")
+        name, count = ("world", world) if axes is None else ("gpus of sweep", max(axes["gpus"]))
+        if count > MOST_GPUS:
+            raise ValueError(f"{name} is {count:,}: rings of up to {MOST_GPUS:,} GPUs are predicted")
         above_zero("GB", memory=memory_gb)
         trouble = Trouble(slow_of(slow or []), jitter)
         tokens = tokens_of(tokens, seqlen, world)

@@ -109,7 +109,7 @@ def overlap(begin: float, end: float, intervals: Sequence[tuple[float, float]]) 
 
 def launches(call: Call, plan: Plan, device: Device, phase: str) -> tuple[Program, list[float]]:
     """The program of one rank, and seconds of each of its launches with nothing beside; of transfers 0."""
-    form = replace(call.form, tokens=call.held().lengths[plan.rank], on_host=device.on_host)
+    form = replace(call.form, tokens=call.held.lengths[plan.rank], on_host=device.on_host)
     program = record(plan, form, phase)
     return program, [_launch_seconds(op, plan, form, device) for op in program.ops]
 
@@ -258,17 +258,17 @@ def ideal_seconds(call: Call, device: Device, phase: str) -> float:
     form = replace(call.form, tokens=call.seqlen, chunks=1, on_host=device.on_host)
     parts: list[tuple[Area, Bounds | None]] = [(whole(call.seqlen, causal=call.mask.causal), None)]
     if device.on_host or call.mask != Mask(causal=call.mask.causal):
-        parts = [(_local(call), None)] if is_local(call.mask) and not device.on_host else _parts(call)
+        parts = [(_local(call), None)] if is_local(call.mask) and not device.on_host else _parts(call, call.seqlen)
     what = (FOLD,) if phase == "forward" else (DQ, DKDV)
     each = (Launch(one, 0, area, bounds) for one in what for area, bounds in parts)
     return sum(device.launch_seconds(one, form) for one in each) / call.world
 
 
-def _parts(call: Call) -> list[tuple[Area, Bounds | None]]:
-    """What one device with all tokens sees, part by part of the mask."""
-    alone = replace(call, tokens=call.seqlen, world=1, nodes=1, layout="contiguous", speeds=())
+def _parts(call: Call, seqlen: int) -> list[tuple[Area, Bounds | None]]:
+    """What one device with so many tokens sees, part by part of the mask."""
+    alone = replace(call, tokens=seqlen, world=1, nodes=1, layout="contiguous", speeds=())
     seen = [sight.bounds for sight in alone.plans()[0].sights[0]]
-    return [(area_of(one, call.seqlen, call.seqlen), one) for one in seen]
+    return [(area_of(one, seqlen, seqlen), one) for one in seen]
 
 
 def _local(call: Call) -> Area:
@@ -276,10 +276,7 @@ def _local(call: Call) -> Area:
     reach = sum(side for side in call.mask.window if side != UNLIMITED)
     short = TILE_ROWS * (2 + reach // TILE_ROWS) + call.seqlen % TILE_ROWS
     if call.seqlen <= short + TILE_ROWS:
-        return _parts(call)[0][0]
-    few, more = (
-        _parts(replace(call, tokens=tokens, world=1, nodes=1, layout="contiguous", speeds=()))[0][0]
-        for tokens in (short, short + TILE_ROWS)
-    )
+        return _parts(call, call.seqlen)[0][0]
+    few, more = (_parts(call, tokens)[0][0] for tokens in (short, short + TILE_ROWS))
     tiles = (call.seqlen - short) / TILE_ROWS
     return Area(*(one + tiles * (other - one) for one, other in zip(few, more, strict=True)))

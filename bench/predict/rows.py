@@ -95,7 +95,7 @@ def cases(lengths: Sequence[int], layouts: Sequence[str], masks: Sequence[str]) 
 
 def step_of(rank: int, call: Call, ring: Ring, device: torch.device) -> Step:
     """Forward and backward of a rank's part."""
-    held, mask = call.held(), call.mask
+    held, mask = call.held, call.mask
     boundaries = None if mask.documents is None else list(mask.documents.boundaries)
     shape, draw = (1, held.lengths[rank]), torch.Generator().manual_seed(rank)
     heads = (call.heads, call.kv_heads, call.kv_heads, call.heads)
