@@ -22,8 +22,12 @@ def prints() -> bool:
 def check_targets(*targets: str | Path | None) -> None:
     """Refuse a file that could not be written, before minutes of work rather than after: typer.BadParameter."""
     for target in targets:
-        if target not in (None, "-") and not Path(target).absolute().parent.is_dir():
+        if target in (None, "-"):
+            continue
+        if not Path(target).absolute().parent.is_dir():
             raise typer.BadParameter(f"cannot write {target}: there is no folder {Path(target).parent}")
+        if Path(target).is_dir():
+            raise typer.BadParameter(f"cannot write {target}: it is a folder; name a file in it")
 
 
 def write_json(target: str, data: object) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner
@@ -220,6 +221,7 @@ def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
         (["--layout", "spiral"], "'spiral' is not one of"),
         (["--json", "nowhere/out.json"], "there is no folder nowhere"),
         (["--csv", "nowhere/out.csv"], "there is no folder nowhere"),
+        (["--json", "{short.parent}"], "it is a folder; name a file in it"),
     ],
 )
 def test_what_cannot_work_is_refused(arguments: list[str], told: str, tmp_path: Path) -> None:
@@ -243,7 +245,7 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_world_is_the_launchers() -> None:
     place = launching.Member(rank=0, world=2, local_rank=0, local_world=2)
     assert demo.resolve_world(None, place) == demo.resolve_world(2, place) == 2
-    with pytest.raises(ValueError, match="--world is 4, the launcher started 2 ranks"):
+    with pytest.raises(typer.BadParameter, match="--world is 4: the launcher started 2 ranks; leave it out"):
         demo.resolve_world(4, place)
 
 

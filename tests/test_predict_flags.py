@@ -268,6 +268,7 @@ def test_a_map_that_fits_has_no_notes() -> None:
     (["--window", "4k,0"], "contiguous, zigzag (of even shards) and striped alone, full or causal"),
     (["--documents", "8k", "--documents-seed", "3"], "contiguous, zigzag (of even shards) and striped alone"),
     (["--tokens", "1001"], "zigzag (of even shards)"),
+    (["--gpus", "1"], "of 2 GPUs or more"),
 ])  # fmt: skip
 def test_what_is_left_out_says_why(arguments: list[str], why: str) -> None:
     found = invoke("--gpus", "4", *arguments)

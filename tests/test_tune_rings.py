@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import typer
 from typer.testing import CliRunner
 
 from ringattn import Ring
@@ -28,6 +29,7 @@ from ringattn.autotune.rings import CPU, DEFAULT, WIRES, best_of, halved, planne
 from ringattn.autotune.search import COOL_DOWN, RETRIES
 from ringattn.autotune.store import save
 from ringattn.bench.exact import Judge
+from ringattn.bench.launching import Member
 from ringattn.bench.ring.candidates import Problem
 from ringattn.bench.tune import command, ring_command
 from ringattn.bench.tune import ring as tune_ring
@@ -325,15 +327,13 @@ def test_bad_input_is_told_what_fits(
     assert result.exit_code == 2 and told in " ".join(result.output.replace("│", " ").split())
 
 
-def test_a_launcher_decides_how_many_ranks(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    assert ring_command.world_of(None, "cpu") == ring_command.world_of(4, "cpu") == 4
-    with pytest.raises(ValueError, match="--world is 8: the launcher started 4 ranks; leave it out"):
-        ring_command.world_of(8, "cpu")
-    monkeypatch.setenv("WORLD_SIZE", "1")
+def test_a_launcher_decides_how_many_ranks() -> None:
+    place = Member(rank=0, world=4, local_rank=0, local_world=4)
+    assert ring_command.ranks_of(place, None, "cpu") == ring_command.ranks_of(place, 4, "cpu") == 4
+    with pytest.raises(typer.BadParameter, match="--world is 8: the launcher started 4 ranks; leave it out"):
+        ring_command.ranks_of(place, 8, "cpu")
     with pytest.raises(ValueError, match="the launcher started 1 rank: a ring to tune takes at least 2"):
-        ring_command.world_of(None, "cpu")
+        ring_command.ranks_of(replace(place, world=1), None, "cpu")
 
 
 def test_rings_are_listed_and_nothing_else_is_done(

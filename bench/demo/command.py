@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
-from ..launching import Member, member
+from ..launching import Member, member, world_of
 from ..output import check_targets
 from ..shapes import LayoutName, binary, size
 from .side_by_side import Order, run
@@ -77,18 +77,15 @@ def resolve_world(world: int | None, place: Member | None) -> int:
     """How many ranks there will be.
 
     Raises:
-        ValueError: another number than the launcher's, or more than GPUs.
+        typer.BadParameter: another number than the launcher's.
+        ValueError: more than GPUs.
     """
+    ranks, gpus = world_of(place, world, DEFAULT_WORLD), torch.cuda.device_count()
     if place is not None:
-        if world not in (None, place.world):
-            raise ValueError(f"--world is {world}, the launcher started {place.world} ranks: leave it out")
         _ = place.device
-        return place.world
-    world = DEFAULT_WORLD if world is None else world
-    gpus = torch.cuda.device_count()
-    if 1 < gpus < world:
-        raise ValueError(f"--world is {world}, this machine has {gpus} GPUs: a rank takes one, so at most {gpus}")
-    return world
+    elif 1 < gpus < ranks:
+        raise ValueError(f"--world is {ranks}, this machine has {gpus} GPUs: a rank takes one, so at most {gpus}")
+    return ranks
 
 
 def check_job(job: Job) -> None:

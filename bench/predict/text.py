@@ -68,6 +68,8 @@ def report(call: Call, given: Given, passes: Sequence[Pass], trouble: Trouble) -
         found["left_out"] = "of GPUs alone, and this is a CPU's speed"
     elif not call.is_plain:
         found["left_out"] = "of contiguous, zigzag (of even shards) and striped alone, full or causal"
+    elif call.world == 1:
+        found["left_out"] = "of 2 GPUs or more"
     else:
         found["tokens_needed"] = asdict(tokens_needed(call, device, links))
     if trouble.is_there:
@@ -100,9 +102,9 @@ def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
 def text(call: Call, given: Given, found: dict[str, Any]) -> str:
     """The same, for the terminal."""
     links = given.links
-    where = f"{call.world:,} GPUs" + (f" on {call.nodes:,} nodes" if call.nodes > 1 else "")
+    where = ("1 GPU" if call.world == 1 else f"each of {call.world:,} GPUs") + (f" on {call.nodes:,} nodes" if call.nodes > 1 else "")
     lines = [
-        f"{call.layout}, {found['mask']}, {call.tokens:,} tokens on each of {where}, B{call.batch} "
+        f"{call.layout}, {found['mask']}, {call.tokens:,} tokens on {where}, B{call.batch} "
         f"H{call.heads}/{call.kv_heads} D{call.head_dim} {call.dtype}",
         f"links: {links.inside.rate / 1e9:.0f} GB/s inside nodes ({links.inside.source})"
         + (f", {links.between.rate / 1e9:.0f} between ({links.between.source})" if call.nodes > 1 else ""),

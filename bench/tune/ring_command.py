@@ -13,7 +13,7 @@ from typer import Exit
 from ...autotune import Shape, known, private_folder
 from ...autotune.rings import CPU, WIRES, RingPoint, settings
 from ...kernels.lookup import gpu_of
-from ..launching import cores, member, started
+from ..launching import Member, cores, member, started, world_of
 from ..links.group import device_of
 from ..output import prints
 from .ring import RingReport, RingWish, journal_of, search, spawned
@@ -28,15 +28,16 @@ def ring_wishes(
     """A wish per length.
 
     Raises:
-        ValueError: an attention or a wire that a ring here is not tuned for, or not so many ranks.
+        typer.BadParameter: not as many ranks as the launcher started.
+        ValueError: an attention or a wire that a ring here is not tuned for, or one rank alone.
     """
     wires = tuple(wire.split(",")) if wire else ()
     if unknown := {*wires} - {*WIRES}:
         raise ValueError(f"--wire is {', '.join(sorted(unknown))}: it takes some of {', '.join(WIRES)}")
     if shape.value_dim != shape.head_dim:
         raise ValueError(f"--value-dim is {shape.value_dim}: rings are tuned with values of --head-dim")
-    ranks = world_of(world, device)
     place = member()
+    ranks = ranks_of(place, world, device)
     share = max(1, cores() // (place.local_world if place is not None else ranks))
     mask = "bounded" if causal else "full"
     points = [
@@ -45,20 +46,16 @@ def ring_wishes(
     return [RingWish(point, device, wires, budget / len(points), folder, share) for point in points]
 
 
-def world_of(world: int | None, device: str) -> int:
+def ranks_of(place: Member | None, world: int | None, device: str) -> int:
     """The launcher's ranks, or as many as asked for, or one per GPU.
 
     Raises:
-        ValueError: one rank alone, or not as many as the launcher started.
+        typer.BadParameter: not as many as the launcher started.
+        ValueError: one rank alone.
     """
-    place = member()
-    if place is None:
-        return world or max(2, torch.cuda.device_count() if device == "cuda" else 0)
-    if place.world < 2:
+    if place is not None and place.world < 2:
         raise ValueError("the launcher started 1 rank: a ring to tune takes at least 2")
-    if world not in (None, place.world):
-        raise ValueError(f"--world is {world}: the launcher started {place.world} ranks; leave it out")
-    return place.world
+    return world_of(place, world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
 
 
 def list_rings(wishes: Sequence[RingWish], json: str | None, csv: Path | None) -> None:
