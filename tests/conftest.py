@@ -13,6 +13,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from .interpreter import patch_once
+
+patch_once()
+
 # no deadline: the first call of an interpreted kernel is slow; derandomized: a change fails for what it changed
 settings.register_profile("default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("nightly", settings.get_profile("default"), max_examples=2000, derandomize=False)

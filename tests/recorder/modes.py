@@ -115,20 +115,20 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, recorder = kwargs or {}, self.recorder
+        if func.is_view:
+            return func(*args, **kwargs)  # no other memory than what is there
         given = _tensors((args, kwargs))
-        override = recorder.here.makes
-        on_device = override.type == "cuda" if override is not None else any(map(recorder.on_device, given))
-        held = None
-        written = _written(func, args, kwargs)
-        touches = any(map(recorder.on_device, given)) or on_device
-        if touches and not func.is_view:
-            held = tree_map(recorder.held, (args, kwargs))
+        override, touches = recorder.here.makes, any(map(recorder.on_device, given))
+        on_device = override.type == "cuda" if override is not None else touches
+        if not touches and not on_device:
+            return func(*args, **kwargs)  # the host's alone
+        held, written = tree_map(recorder.held, (args, kwargs)), _written(func, args, kwargs)
         result = func(*args, **kwargs)
         made = [x for x in _tensors(result) if recorder.memory.find(x) is None]
         for x in made:
             recorder.allocated(x, on_device)
         name = func._schema.name
-        if held is None or (not made and not written and name not in SYNCHRONIZES) or name in EMPTY:
+        if (not made and not written and name not in SYNCHRONIZES) or name in EMPTY:
             return result
         wrote = [*written, *made]
         if name == "aten::copy_" and args[0].dtype == torch.uint8 and recorder.on_device(args[0]):  # a transfer's bytes
