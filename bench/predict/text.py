@@ -102,7 +102,9 @@ def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
 def text(call: Call, given: Given, found: dict[str, Any]) -> str:
     """The same, for the terminal."""
     links = given.links
-    where = ("1 GPU" if call.world == 1 else f"each of {call.world:,} GPUs") + (f" on {call.nodes:,} nodes" if call.nodes > 1 else "")
+    where = "1 GPU" if call.world == 1 else f"each of {call.world:,} GPUs"
+    if call.nodes > 1:
+        where += f" on {call.nodes:,} nodes"
     lines = [
         f"{call.layout}, {found['mask']}, {call.tokens:,} tokens on {where}, B{call.batch} "
         f"H{call.heads}/{call.kv_heads} D{call.head_dim} {call.dtype}",
