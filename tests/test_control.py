@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -26,9 +25,9 @@ from ringattn.comm import control as module
 from ringattn.comm.control import Control, control_of
 from ringattn.comm.mailboxes import Hub
 
+from .forked import FORKED
+
 T = TypeVar("T")
-SERVERS = multiprocessing.get_context("forkserver")  # torch is imported there once
-SERVERS.set_forkserver_preload(["torch.distributed"])
 HELD: list[Store] = []  # a clone of a TCPStore does not keep the server
 
 
@@ -51,8 +50,8 @@ class StoreHost:
     """A process that serves a TCPStore and can be stopped or killed."""
 
     def __init__(self) -> None:
-        here, there = multiprocessing.Pipe()
-        self.process = SERVERS.Process(target=serve_store, args=(there,), daemon=True)
+        here, there = FORKED.Pipe()
+        self.process = FORKED.Process(target=serve_store, args=(there,), daemon=True)
         self.process.start()
         self.port = here.recv()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import time
@@ -18,11 +17,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from ringattn import Ring, ring_attention
 
+from .forked import FORKED
+
 WORLD = 3
 SOON = 10.0  # seconds; the deadline is far beyond it
-
-RANKS = multiprocessing.get_context("forkserver")
-RANKS.set_forkserver_preload(["torch.distributed", "ringattn.ring", "ringattn.comm.watchdog"])
 
 
 def call(ring: Ring, *, heads: int = 2, causal: bool = False, tokens: int = 16) -> None:
@@ -74,9 +72,10 @@ def work(body: Callable[[Ring], None], rank: int, port: int, pipe: Connection) -
 def outcomes(body: Callable[[Ring], None]) -> list[tuple[str, str, float]]:
     """Type, text and time of the error of each rank."""
     served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [RANKS.Pipe() for _ in range(WORLD)]
+    pipes = [FORKED.Pipe() for _ in range(WORLD)]
     ranks: list[Any] = [
-        RANKS.Process(target=work, args=(body, rank, served.port, pipes[rank][1]), daemon=True) for rank in range(WORLD)
+        FORKED.Process(target=work, args=(body, rank, served.port, pipes[rank][1]), daemon=True)
+        for rank in range(WORLD)
     ]
     try:
         for process in ranks:

@@ -42,6 +42,7 @@ from .export.exports import (
     needs_compiler,
     needs_cpp,
 )
+from .nightly import rest_nightly
 from .tile_tables import HOPPER, POINT, entry, estimate, folders, save
 
 __all__ = ["folders"]
@@ -49,10 +50,7 @@ __all__ = ["folders"]
 BF16 = torch.bfloat16
 
 
-NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY_WISHES]
-
-
-@pytest.fixture(scope="module", params=[*WISHES, *NIGHTLY])
+@pytest.fixture(scope="module", params=rest_nightly([*WISHES, *NIGHTLY_WISHES], *WISHES))
 def export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Export:
     return exported(request.param, tmp_path_factory)
 

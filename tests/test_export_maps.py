@@ -17,6 +17,7 @@ from ringattn.kernels import Bounds, Tile
 from ringattn.kernels.turns import numbers
 
 from .export.exports import DATA, NIGHTLY_WISHES, STREAM, WISHES, Export, Map, built, command, exported, needs_compiler
+from .nightly import rest_nightly
 
 pytestmark = needs_compiler
 
@@ -27,7 +28,6 @@ CASES = [
     {"batch": 1, "rows": 40, "columns": 1, "key_heads": 1, "group": 2, "driver": KNOWN},
     {"batch": 3, "rows": 1, "columns": 129, "key_heads": 1, "group": 1, "driver": KNOWN},
 ]
-NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY_WISHES]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dic
     return lambda name: told(name in NIGHTLY_WISHES)[name]
 
 
-@pytest.fixture(scope="module", params=[*WISHES, *NIGHTLY])
+@pytest.fixture(scope="module", params=rest_nightly([*WISHES, *NIGHTLY_WISHES], *WISHES))
 def export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Export:
     return exported(request.param, tmp_path_factory)
 

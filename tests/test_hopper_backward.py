@@ -25,6 +25,7 @@ from ringattn.kernels import (
 from .baselines import Results
 from .gluon_stand_in import Descriptor
 from .kernel_cases import DEVICE, KINDS, Inputs, Sizes, compare, exact, inputs, interval, part
+from .nightly import rest_nightly
 from .test_hopper import HALVES, HOPS, ON_HOPPER, Launches, sliced
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -81,11 +82,7 @@ def test_head_dims(launches: Launches, head_dim: int, dtype: torch.dtype) -> Non
     assert ON_HOPPER or len(launches.machines) == 3
 
 
-def nightly(kinds: tuple[str, ...], kept: tuple[str, ...]) -> list[Any]:
-    return [kind if kind in kept else pytest.param(kind, marks=pytest.mark.nightly) for kind in kinds]
-
-
-@pytest.mark.parametrize("kind", nightly(KINDS, ("causal", "window")))
+@pytest.mark.parametrize("kind", rest_nightly(KINDS, "causal", "window"))
 def test_masks(launches: Launches, kind: str) -> None:
     dtype, head_dim = HALVES[KINDS.index(kind) % 2], (64, 128)[KINDS.index(kind) % 3 % 2]
     x, bounds = inputs(replace(SIZES, head_dim=head_dim), dtype), interval(kind, SIZES.queries, SIZES.keys)
@@ -118,7 +115,7 @@ def test_strides(launches: Launches) -> None:
     check(x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v), dout=sliced(x.dout)))
 
 
-@pytest.mark.parametrize("kind", nightly(("full", "causal", "middle rows blind"), ("causal",)))
+@pytest.mark.parametrize("kind", rest_nightly(("full", "causal", "middle rows blind"), "causal"))
 def test_sums_are_continued(launches: Launches, kind: str) -> None:
     """Key shard after key shard into one dQ; of each two calls, the second adds to what the first left."""
     x, bounds = inputs(replace(SIZES, heads=2), torch.float16), interval(kind, SIZES.queries, SIZES.keys)

@@ -130,7 +130,12 @@ def test_properties_are_drawn_anew_in_nightly_runs_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"), [(["nightly and idle"], 0), (["nightly and idle", "-k", "none_such"], 5), (["idle"], 5)]
+    ("arguments", "code"),
+    [
+        (["nightly and idle"], 0),
+        pytest.param(["nightly and idle", "-k", "none_such"], 5, marks=pytest.mark.nightly),
+        pytest.param(["idle"], 5, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_file_without_such_tests_fails_no_nightly_run(arguments: list[str], code: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:xdist", "-m", *arguments]
@@ -154,10 +159,10 @@ def test_import_is_lazy(tmp_path: Path) -> None:
     run(f"import sys, ringattn; assert not {heavy!r} & set(sys.modules), set(sys.modules)", tmp_path)
 
 
-@pytest.mark.parametrize("folder", ["kernels", "comm", "ring", "reference"])
-def test_folders_import_without_extras(folder: str, tmp_path: Path) -> None:
+def test_folders_import_without_extras(tmp_path: Path) -> None:
     extras = {"cupy", "typer", "rich", "matplotlib", "jinja2", "platformdirs"}
-    run(f"import sys, ringattn.{folder}; assert not {extras!r} & set(sys.modules)", tmp_path)
+    folders = ", ".join(f"ringattn.{folder}" for folder in ("kernels", "comm", "ring", "reference"))
+    run(f"import sys, {folders}; assert not {extras!r} & set(sys.modules)", tmp_path)
 
 
 def test_kernels_run_when_copied_alone(tmp_path: Path) -> None:

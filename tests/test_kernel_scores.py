@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ringattn.kernels import FULL, PLAIN, Bounds, KernelConfig, Runs, Scores, at
 
 from .baselines import Results
 from .kernel_cases import DEVICE, DTYPES, Inputs, Sizes, inputs, interval, of, part, tiles, visible
+from .nightly import rest_nightly
 from .tolerance import assert_as_exact_as_pytorch
 
 pytestmark = [
@@ -178,9 +180,11 @@ def scores_of(name: str, queries: int = QUERIES, keys: int = KEYS) -> Scores:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["full", "causal", "documents", "first rows blind"])
-@pytest.mark.parametrize("name", SCORES)
+EVERY = [*product(SCORES, ["full", "causal", "documents", "first rows blind"], DTYPES)]
+OFTEN = [case for case in EVERY if "all" in case or (case[2] == torch.float32 and case[1] != "full")]
+
+
+@pytest.mark.parametrize(("name", "kind", "dtype"), rest_nightly(EVERY, *OFTEN))
 def test_scores(name: str, kind: str, dtype: torch.dtype) -> None:
     x, bounds = inputs(SIZES, dtype), interval(kind, QUERIES, KEYS)
     compare(ours(x, bounds, scores_of(name)), x, bounds, scores_of(name))

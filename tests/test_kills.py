@@ -6,7 +6,6 @@ posts one of its transfers. The store is the killed rank's own, or another proce
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import re
@@ -25,13 +24,12 @@ from torch._C._distributed_c10d import Store, TCPStore
 from ringattn import Ring, ring_attention
 from ringattn.comm import TransportError
 
+from .forked import FORKED
+
 DEADLINE = 2.0  # seconds, of a transfer
 GRACE = 2.0  # and what every rank may take beyond that
 WARM_STEPS = 3
 TOKENS, HEADS, HEAD_DIM = 64, 2, 16
-
-RANKS = multiprocessing.get_context("forkserver")  # everything is imported once, ranks are forked from there
-RANKS.set_forkserver_preload(["torch.distributed", "ringattn.ring", "ringattn.comm.watchdog"])
 
 
 class Kill(NamedTuple):
@@ -135,8 +133,8 @@ def steps(kill: Kill, rank: int, pipe: Connection) -> None:
 def run(kill: Kill) -> None:
     """Let it happen, and look at how each rank ends."""
     served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if kill.host is None else None
-    pipes = [RANKS.Pipe() for _ in range(kill.world)]
-    ranks = [RANKS.Process(target=work, args=(kill, rank, pipes[rank][1]), daemon=True) for rank in range(kill.world)]
+    pipes = [FORKED.Pipe() for _ in range(kill.world)]
+    ranks = [FORKED.Process(target=work, args=(kill, rank, pipes[rank][1]), daemon=True) for rank in range(kill.world)]
     for process, (_, there) in zip(ranks, pipes, strict=True):
         process.start()
         there.close()

@@ -197,7 +197,7 @@ def rank_one_has_a_runtime_error(store: str) -> None:
 
 @pytest.mark.parametrize(
     "bench",
-    ["links", "timeline", *(pytest.param(bench, marks=pytest.mark.nightly) for bench in ("overlap", "memory"))],
+    ["links", *(pytest.param(bench, marks=pytest.mark.nightly) for bench in ("timeline", "overlap", "memory"))],
 )
 def test_the_error_of_the_rank_that_dies_is_told(bench: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:

@@ -22,6 +22,7 @@ from ringattn.kernels.ops import namespace_of
 
 from .baselines import Results
 from .kernel_cases import Inputs, Sizes, compare, inputs, interval
+from .nightly import rest_nightly
 
 ROOT = Path(__file__).parents[1]
 SIZES = Sizes(queries=24, keys=40, heads=2, batch=2)
@@ -64,13 +65,13 @@ def opcheck(op: Any, args: tuple[Any, ...], *, backward: bool = False) -> None:
     torch.library.opcheck(op, args, test_utils=utils)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", rest_nightly(CALLS, "used", "scores"))
 def test_opcheck_of_the_forward(name: str) -> None:
     q, k, v = (x.requires_grad_() for x in tensors()[:3])
     opcheck(ops.forward_op, (q, k, v, True, *pack(**CALLS[name]())), backward=True)
 
 
-@pytest.mark.parametrize("name", ["plain", "bounds"])
+@pytest.mark.parametrize("name", rest_nightly(["plain", "bounds"], "plain"))
 def test_opcheck_of_the_parts(name: str) -> None:
     q, k, v, dout, dlse = tensors()
     call = pack(**CALLS[name]())

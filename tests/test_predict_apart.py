@@ -22,19 +22,25 @@ from ringattn.bench.predict.trouble import Trouble
 from ringattn.ring import Mask
 from ringattn.ring.mask import bounds
 
+from .nightly import rest_nightly
+
 LINKS = Links(PRESETS["nvlink4"], PRESETS["ib400"])
 runner = CliRunner()
 
 
 @pytest.mark.parametrize(
     ("layout", "window", "per_node"),
-    [
-        ("contiguous", (700, 0), 0),
+    rest_nightly(
+        [
+            ("contiguous", (700, 0), 0),
+            ("zigzag", (700, 0), 0),
+            ("zigzag", (300, 500), 0),
+            ("zigzag", (700, 0), 8),
+            ("contiguous", (600, 300), 8),
+        ],
         ("zigzag", (700, 0), 0),
-        ("zigzag", (300, 500), 0),
-        ("zigzag", (700, 0), 8),
         ("contiguous", (600, 300), 8),
-    ],
+    ),
 )
 def test_a_smaller_ring_stands_for_a_window(layout: str, window: tuple[int, int], per_node: int) -> None:
     """Told apart, rings of 64, 128 and 256 take as long; and one of 128 answers for all above."""

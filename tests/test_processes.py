@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from ringattn import Layout, Ring, ring_attention, unshard
 
 from .baselines import exact
+from .forked import FORKED
+from .nightly import rest_nightly
 from .ring_cases import LAYOUTS, inputs, run_ring
 
 
@@ -33,7 +35,9 @@ def start(rank: int, world: int, store: str, body: Callable[[int, int], None]) -
 
 
 def in_processes(world: int, folder: Path, body: Callable[[int, int], None]) -> None:
-    spawn(start, args=(world, str(folder / "store"), body), nprocs=world)
+    start_processes(
+        start, args=(world, str(folder / "store"), body), nprocs=world, start_method=FORKED.get_start_method()
+    )
 
 
 def result(layout: Layout, rank: int, whole: dict[str, Tensor], group: object = None) -> list[Tensor]:
@@ -83,7 +87,7 @@ def groups_of_every_kind(rank: int, world: int) -> None:
         Ring(pairs)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", rest_nightly([2, 3], 2))
 def test_every_layout(world: int, tmp_path: Path) -> None:
     in_processes(world, tmp_path, every_layout)
 

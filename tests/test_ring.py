@@ -17,6 +17,7 @@ from ringattn.ring.ring import ring_of
 from ringattn.ring.traffic import Call, Key, Kind
 
 from .baselines import exact, pytorch
+from .nightly import rest_nightly
 from .ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ring
 from .tolerance import assert_as_exact_as_pytorch
 
@@ -122,9 +123,10 @@ def test_when_bytes_move_changes_no_bit(topology: Topology | None) -> None:
         assert all(map(torch.equal, one, other)), change
 
 
-@pytest.mark.parametrize("topology", [Topology.flat(2), GRIDS["2x2"]], ids=["flat", "2x2"])
-def test_chunks_of_heads_change_no_bit_of_our_kernels(topology: Topology) -> None:
+@pytest.mark.parametrize("grid", rest_nightly([None, "2x2"], None))
+def test_chunks_of_heads_change_no_bit_of_our_kernels(grid: str | None) -> None:
     """A program computes one head, whatever is beside it. (The products of the aten backend batch the heads.)"""
+    topology = GRIDS[grid] if grid else Topology.flat(2)
     layout, whole = Layout.contiguous(8, topology.world), inputs(8, heads=(2, 2))
     one, other = (
         run_ring(layout, whole, causal=True, backend="triton", ring={"topology": topology, "chunks": chunks})

@@ -21,6 +21,7 @@ from ringattn.ring.schedule import Schedule, schedule
 from ringattn.ring.visits import union, visits
 
 from .layouts import NAMES, Window, block_layouts, block_masks, layouts, masks, named, sees
+from .nightly import rest_nightly
 from .planning import planned
 
 CAUSAL = Mask(causal=True)
@@ -115,7 +116,7 @@ def test_a_million_tokens_over_64_ranks(name: str, mask: Mask) -> None:
     planned(1, make, use)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rest_nightly(NAMES, "zigzag"))
 def test_a_thousand_ranks_and_documents(name: str) -> None:
     world, documents = 1024, Documents(packed(4 * MILLION, 1024, seed=0))
     assert len(documents.boundaries) > 3500
