@@ -44,6 +44,16 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def one_core() -> Iterator[None]:
+    """Ranks that are threads take turns under Python's lock: on one core none waits until another one has woken up."""
+    cores = os.sched_getaffinity(0)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {sorted(cores)[worker % len(cores)]})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
 @pytest.fixture
 def poison() -> Iterator[None]:
     """Fill what ``torch.empty`` and its kin return with NaN, so that an output nobody wrote cannot pass."""

@@ -508,6 +508,7 @@ def test_the_hopper_forward_is_one_of_the_kernels() -> None:
     assert hopper["bound"] > 95 > portable["bound"]
 
 
+@pytest.mark.nightly
 def test_the_hopper_backward_is_one_of_the_kernels() -> None:
     """With bounds, where it is clean on every Triton."""
     done = inspect("--kernel", "hopper_backward", "--gate", "--json", "-")

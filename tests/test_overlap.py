@@ -297,16 +297,12 @@ def hiding(tokens: int, repeats: int) -> Wish:
     return Wish(problem, slots=(2,), prefetch=(1, 0), chunks=(2,), repeats=repeats)
 
 
-def test_a_ring_hides_what_a_blocking_one_shows() -> None:
-    """Communication alone is 0.8 of compute: a step takes the larger, a chunk and 5%; with prefetch 0 it does not."""
-    ahead, blocking = measured(hiding(1024, repeats=3), seconds=60)
-    assert ahead.within, ahead.as_row()
-    assert not blocking.within, blocking.as_row()
-
-
 @pytest.mark.nightly
-def test_a_longer_ring_hides_what_a_blocking_one_shows() -> None:
-    ahead, blocking = measured(hiding(3072, repeats=7), seconds=600)
+@pytest.mark.idle
+@pytest.mark.parametrize(("tokens", "repeats", "seconds"), [(1024, 5, 60), (3072, 7, 600)])
+def test_a_ring_hides_what_a_blocking_one_shows(tokens: int, repeats: int, seconds: int) -> None:
+    """Communication alone is 0.8 of compute: a step takes the larger, a chunk and 5%; with prefetch 0 it does not."""
+    ahead, blocking = measured(hiding(tokens, repeats), seconds)
     assert ahead.within, ahead.as_row()
     assert not blocking.within, blocking.as_row()
 

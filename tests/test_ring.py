@@ -21,6 +21,8 @@ from .nightly import rest_nightly
 from .ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ring
 from .tolerance import assert_as_exact_as_pytorch
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 WORLDS = (1, 2, 3, 4, 8)
 GRIDS = {
     "2x2": Topology.grid(2, 2),

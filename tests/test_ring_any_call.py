@@ -18,6 +18,8 @@ from .layouts import block_masks, layouts
 from .mask_cases import STRIDES, Case, check, in_blocks
 from .ring_cases import inputs
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 BATCH = 2
 SEEDS = (0, 1, 2**32, 2**63 + 5, 2**64 - 1)
 

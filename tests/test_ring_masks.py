@@ -21,6 +21,8 @@ from .kernel_cases import tiles
 from .mask_cases import Case, check, held, in_blocks, run, taken
 from .ring_cases import LAYOUTS, inputs
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 TOKENS = 60
 HEADS = {"aten": (4, 2), "triton": (2, 1)}  # half of them in the kernels, which the interpreter runs one by one
 BLOCK = {"aten": 4, "triton": 16}  # a kernel's tile must divide a block, and has 16 rows at least
@@ -156,7 +158,14 @@ def test_pairs_of_features(number: int, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["blocks", "longformer"])
-@pytest.mark.parametrize(("world", "backend"), [*product([1, 2, 3, 4], ["aten"]), (1, "triton"), (3, "triton")])
+@pytest.mark.parametrize(
+    ("world", "backend"),
+    [
+        *product([1, 2, 3, 4], ["aten"]),
+        (1, "triton"),
+        pytest.param(3, "triton", marks=pytest.mark.nightly),
+    ],
+)
 def test_all_features_at_once(world: int, pattern: str, backend: str) -> None:
     names = tuple(name for name in SINGLE if frozenset({name, pattern}) not in APART)
     check(together(names, backend, world, "zigzag"))
@@ -293,7 +302,8 @@ def test_blocks_between_queries_and_longer_keys() -> None:
     ("world", "layout", "backend"),
     [
         *product([1, 2, 3, 4], LAYOUTS, ["aten"]),
-        *((world, layout, "triton") for world, layout in zip([1, 2, 3, 4], LAYOUTS, strict=True)),
+        *((world, layout, "triton") for world, layout in zip([1, 2, 3], LAYOUTS, strict=False)),
+        pytest.param(4, [*LAYOUTS][3], "triton", marks=pytest.mark.nightly),
     ],
 )
 def test_dropout_keeps_the_same_weights_everywhere(world: int, layout: str, backend: str) -> None:

@@ -14,6 +14,8 @@ from ringattn.kernels import KernelConfig, Tile
 from .ring_cases import LAYOUTS, check_ring, inputs, run_ring
 from .tolerance import assert_as_exact_as_pytorch
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 MODES = ("single_pass", "single_pass_deterministic")
 
 

@@ -379,6 +379,7 @@ def test_two_processes_choose_as_one(tmp_path: Path) -> None:
     assert found == kept.setting
 
 
+@pytest.mark.nightly
 def test_an_interrupted_command_keeps_its_runs_and_goes_on(tmp_path: Path, alone: None) -> None:
     """Really: a process of its own, Ctrl-C in the middle of the search, and the same command again."""
     sizes = "--ring --device cpu --heads 2 --kv-heads 2 --head-dim 32 --dtype fp32 --seqlen 1k --wire fp8"

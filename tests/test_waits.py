@@ -25,6 +25,8 @@ from .recorder.implied import IMPLIED
 from .recorder.replay import without
 from .recorder.ring import record
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 FIVE = CASES["nccl"]["world 5"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +34,7 @@ class StandIn:
     now: float = 0.0
     calls: list[tuple[str, Tile]] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
+    _runs: Counter[tuple[str, Tile]] = field(default_factory=Counter)
 
     def clock(self) -> float:
         return self.now
@@ -46,7 +48,7 @@ class StandIn:
         return self.bad.get(tile)
 
     def alone(self, tile: Tile) -> Reading:
-        return self._read("alone", tile, self.seconds(tile, self.calls.count(("alone", tile))))
+        return self._read("alone", tile, self.seconds(tile, self._runs["alone", tile]))
 
     def beside(self, tile: Tile) -> Reading | None:
         seconds = self.besides(tile)
@@ -62,6 +64,7 @@ class StandIn:
             self.dies_at = None
             raise KeyboardInterrupt
         self.calls.append((kind, tile))
+        self._runs[kind, tile] += 1
         self.now += seconds
 
 

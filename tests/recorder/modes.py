@@ -140,7 +140,7 @@ class _Operators(TorchDispatchMode):
             reads=recorder._uses([x for x in given if not any(x is y for y in written)]),
             writes=recorder._uses(wrote),
         )
-        results = tree_map(lambda x: recorder.held(x) if isinstance(x, torch.Tensor) else x, made)
+        results = [recorder.held(x) for x in made]
         op.action = _again(func, held, results)
         if name in SYNCHRONIZES or (
             name == "aten::copy_" and recorder.on_device(args[1]) > recorder.on_device(args[0])
@@ -160,9 +160,10 @@ def _again(func: Any, held: Any, results: list[Any]) -> Callable[[Give], None]:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    tree_map(lambda x: found.append(x) if isinstance(x, torch.Tensor) else None, value)
-    return found
+    if isinstance(value, torch.Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [x for one in inner for x in _tensors(one)]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ from ringattn.comm.copy_engine import CopyEngineTransport
 from ringattn.ring import Mask, node, traffic
 from ringattn.ring.plan import plan
 from ringattn.ring.traffic import Key
+from ringattn.ring.travel import travelling
 
 from .case import GIVEN, Case, shard
 from .checks import Checked
@@ -64,6 +65,8 @@ class _Session:
     def run(self) -> Recording:
         """Record it."""
         plan.cache_clear()  # what is in there lies in the memory of another recorder
+        for layout, mask, _ in self.case.calls:
+            travelling(layout, mask, layout)  # once, and of the host alone: every rank finds it there
         with LocalWorld(self.case.world, device=GPU, timeout=PATIENCE) as world:
             world.run(self.rank)
         checked = Checked(Graph(self.recorder.log), self.where)  # type: ignore[arg-type]
