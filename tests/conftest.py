@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from .interpreter import patch_once
+from .interpreter import quicken
 
-patch_once()
+quicken()
 
 # no deadline: the first call of an interpreted kernel is slow; derandomized: a change fails for what it changed
 settings.register_profile("default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -32,6 +32,7 @@ from ringattn.kernels import (
 )
 
 from .descriptor_stand_in import install
+from .interpreter import quicken
 
 T = TypeVar("T")
 
@@ -109,6 +110,7 @@ def run(config: KernelConfig, bounds: Bounds, scores: Scores) -> None:
 
 
 if __name__ == "__main__":
+    quicken()
     with Guarded(), pytest.MonkeyPatch.context() as patch:
         install(patch)
         there = situations(35, 45)

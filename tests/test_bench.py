@@ -255,6 +255,7 @@ def test_bad_cases_cost_themselves_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not pool.workers
 
 
+@pytest.mark.nightly
 def test_a_case_is_not_to_blame_for_the_end_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hangs, and would be killed in 60 s; the suite ends long before."""
     monkeypatch.setattr(workers, "LEAST_SHARE", 0.0)

@@ -17,6 +17,8 @@ import torch
 from ringattn.comm.host_stream import HostStream
 from ringattn.comm.transport import TransportError
 
+from .nightly import rest_nightly
+
 
 class Blocking:
     """Work that lasts until it is interrupted."""
@@ -182,7 +184,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("way", ENDS)
+@pytest.mark.parametrize("way", rest_nightly(ENDS, "an abort", "the end of the program"))
 def test_a_process_with_a_stuck_transfer_ends(way: str, tmp_path: Path) -> None:
     program = STUCK.format(path=tmp_path, end=ENDS[way])
     ranks = [

@@ -492,6 +492,7 @@ def test_bounds_do_not_fall(report: list[dict[str, Any]]) -> None:
         assert row["bound"] >= LEAST_BOUNDS[row["kernel"]], row["variant"]
 
 
+@pytest.mark.nightly
 def test_the_hopper_forward_is_one_of_the_kernels() -> None:
     """Two warpgroups take turns: what one does beside its products the other fills with its own."""
     done = inspect("--kernel", "forward,hopper", "--full", "--gate", "--json", "-")

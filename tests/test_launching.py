@@ -205,6 +205,7 @@ def test_the_error_of_the_rank_that_dies_is_told(bench: str, capfd: pytest.Captu
     assert ended.value.exit_code == 1 and "rank 1 has had enough" in capfd.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_consequence_is_later_than_any_cause(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit):
         launching.started(2, rank_one_has_a_runtime_error)

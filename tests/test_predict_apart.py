@@ -38,7 +38,6 @@ runner = CliRunner()
             ("zigzag", (700, 0), 8),
             ("contiguous", (600, 300), 8),
         ],
-        ("zigzag", (700, 0), 0),
         ("contiguous", (600, 300), 8),
     ),
 )

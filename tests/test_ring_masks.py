@@ -267,7 +267,14 @@ def test_a_gradient_that_is_one_number(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dims", [(16, 8), (8, 24), (24, 16), (5, 3)])
-@pytest.mark.parametrize(("backend", "name"), [*product(["aten", "triton"], ["causal window", "all scores"])])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        *product(["aten"], ["causal window", "all scores"]),
+        ("triton", "all scores"),
+        pytest.param("triton", "causal window", marks=pytest.mark.nightly),
+    ],
+)
 def test_values_of_their_own_size(backend: str, name: str, dims: tuple[int, int]) -> None:
     call = (MASKS | SCORES)[name] | {"backend": backend}
     check(case_of(2, "zigzag", call, dims=dims, sink=True))

@@ -118,6 +118,7 @@ def test_the_space_is_listed(tmp_path: Path) -> None:
     assert len(result.output.splitlines()) == count + orders + 3
 
 
+@pytest.mark.nightly
 def test_without_a_gpu_it_compiles_and_says_so(
     tmp_path: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
