@@ -259,7 +259,7 @@ def test_bad_cases_cost_themselves_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_case_is_not_to_blame_for_the_end_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hangs, and would be killed in 60 s; the suite ends long before."""
     monkeypatch.setattr(workers, "LEAST_SHARE", 0.0)
-    [outcome] = Pool(CPU, time.monotonic() + 8, 1, lambda _: None).run([Case("hangs", "", suite_cases.hangs, 60)])
+    [outcome] = Pool(CPU, time.monotonic() + 12, 1, lambda _: None).run([Case("hangs", "", suite_cases.hangs, 60)])
     assert (outcome.state, outcome.good) == ("cut short", True)
     assert outcome.reason == "it takes up to 60 s, and the suite's time was up before"
 

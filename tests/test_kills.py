@@ -27,7 +27,7 @@ from ringattn.comm import TransportError
 from .forked import FORKED
 
 DEADLINE = 2.0  # seconds, of a transfer
-GRACE = 5.0  # and what every rank may take beyond that, four of them on two cores that others may use
+GRACE = 2.0  # and what every rank may take beyond that
 WARM_STEPS = 3
 TOKENS, HEADS, HEAD_DIM = 64, 2, 16
 

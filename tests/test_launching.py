@@ -28,6 +28,8 @@ from ringattn.bench.ring import command as ring_command
 from ringattn.bench.ring.candidates import Problem
 from ringattn.bench.timeline import command as timeline_bench
 
+from .nightly import rest_nightly
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 GROUPS = 20
 
@@ -195,10 +197,7 @@ def rank_one_has_a_runtime_error(store: str) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize(
-    "bench",
-    ["links", *(pytest.param(bench, marks=pytest.mark.nightly) for bench in ("timeline", "overlap", "memory"))],
-)
+@pytest.mark.parametrize("bench", rest_nightly(["links", "timeline", "overlap", "memory"], "links"))
 def test_the_error_of_the_rank_that_dies_is_told(bench: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
         launching.started(2, rank_one_raises, bench)

@@ -109,7 +109,7 @@ def test_as_the_reference_does_it(dtype: torch.dtype) -> None:
 # --- the bound and the properties -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(tensors(DTYPES))
 def test_error_bound(x: Tensor) -> None:
     codes, scale = quantized(x)

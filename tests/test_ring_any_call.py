@@ -164,7 +164,7 @@ APART = {
 """Pairs of features that mean nothing, and why."""
 
 
-@settings(max_examples=50, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_any_call(case: Case) -> None:
     check(case)

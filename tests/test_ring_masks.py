@@ -19,6 +19,7 @@ from ringattn.ring.travel import travelling
 
 from .kernel_cases import tiles
 from .mask_cases import Case, check, held, in_blocks, run, taken
+from .nightly import rest_nightly
 from .ring_cases import LAYOUTS, inputs
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -270,7 +271,8 @@ def test_a_gradient_that_is_one_number(backend: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
-        *product(["aten"], ["causal window", "all scores"]),
+        ("aten", "causal window"),
+        ("aten", "all scores"),
         ("triton", "all scores"),
         pytest.param("triton", "causal window", marks=pytest.mark.nightly),
     ],
@@ -305,13 +307,12 @@ def test_blocks_between_queries_and_longer_keys() -> None:
     assert all(one.equal(other) for one, other in zip(ours, check(case), strict=True))
 
 
+IN_KERNELS = [(world, layout, "triton") for world, layout in zip([1, 2, 3, 4], LAYOUTS, strict=True)]
+
+
 @pytest.mark.parametrize(
     ("world", "layout", "backend"),
-    [
-        *product([1, 2, 3, 4], LAYOUTS, ["aten"]),
-        *((world, layout, "triton") for world, layout in zip([1, 2, 3], LAYOUTS, strict=False)),
-        pytest.param(4, [*LAYOUTS][3], "triton", marks=pytest.mark.nightly),
-    ],
+    [*product([1, 2, 3, 4], LAYOUTS, ["aten"]), *rest_nightly(IN_KERNELS, *IN_KERNELS[:3])],
 )
 def test_dropout_keeps_the_same_weights_everywhere(world: int, layout: str, backend: str) -> None:
     """Bit by bit: with the identity for values ``out`` is the weights, and with it for dout ``dv`` is."""
