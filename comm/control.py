@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
 import threading
@@ -39,6 +40,9 @@ class Line(Protocol):
 
     def ask(self, do: Callable[[Store], T], timeout: float) -> T:
         """What `do` returns; TransportError where the store fails or has not answered after `timeout` seconds."""
+
+    def tell(self, do: Callable[[Store], object]) -> None:
+        """Have it done soon; nobody waits for it, and a store that fails is no error."""
 
     def hopeless(self, missing: Sequence[int]) -> TransportError | None:
         """Why nothing will come from these ranks any more, where that is known."""
@@ -129,13 +133,27 @@ class Control:
 
         return self._ask(go, timeout)
 
-    def forget(self, key: str) -> None:
-        """Take back what this rank has published and nobody will look for any more.
+    @property
+    def patience(self) -> float:
+        """Seconds that a wait for other ranks takes at most, unless told otherwise."""
+        return self._line.patience
+
+    def hopeless(self, missing: Sequence[int]) -> TransportError | None:
+        """Why nothing will come from these ranks any more, where that is known."""
+        return self._line.hopeless(missing)
+
+    def count(self, key: str, more: int) -> int:
+        """Add to a number that all ranks share, at first 0; what it is then. Waits for no other rank.
 
         Raises:
             TransportError: the store is gone.
         """
-        self._ask(lambda store: store.delete_key(self._prefix + key), ANSWER_SECONDS)
+        return self._ask(lambda store: store.add(self._prefix + key, more), ANSWER_SECONDS)
+
+    def forget(self, key: str) -> None:
+        """Take away what nobody will look for any more. Waits for nobody, the store included."""
+        full = self._prefix + key
+        self._line.tell(lambda store: store.delete_key(full))
 
     def scope(self, name: str) -> Control:
         """The same ranks with other keys; the same `name` names the same keys again."""
@@ -222,6 +240,17 @@ class _StoreLine:
             self._gone = f"the store of the group is gone: {str(error).splitlines()[0]}"
             raise TransportError(self._gone) from error
 
+    def tell(self, do: Callable[[Store], object]) -> None:
+        """See `Line.tell`."""
+        store = self._store
+
+        def job() -> None:
+            with contextlib.suppress(dist.DistError):
+                do(store)
+
+        if self._gone is None:
+            self._jobs.put(job)
+
     def hopeless(self, missing: Sequence[int]) -> TransportError | None:
         """Nothing is known about other processes here."""
         return None
@@ -253,6 +282,10 @@ class _LocalLine:
     def ask(self, do: Callable[[Store], T], timeout: float) -> T:
         """See `Line.ask`."""
         return do(self._hub.store)
+
+    def tell(self, do: Callable[[Store], object]) -> None:
+        """See `Line.tell`."""
+        do(self._hub.store)
 
     def hopeless(self, missing: Sequence[int]) -> TransportError | None:
         """Another rank raised, or has returned from what the world runs."""

@@ -36,7 +36,6 @@ class Row(NamedTuple):
     compute: float = 0.0  # seconds of the last `window`
     wait: float = 0.0  # seconds of the last `window`
     window: float = 0.0  # seconds that compute and wait were looked at
-    digests: tuple[tuple[int, bytes], ...] = ()  # (call number, digest of all calls up to it), see preflight.py
     gauges: Mapping[str, object] | None = None  # clocks and throttle reasons of its GPU; None where there is none
 
 
@@ -62,9 +61,10 @@ class Table:
         self.rows[rank] = row
         return True
 
-    def merge(self, rows: Mapping[int, Row]) -> list[int]:
-        """Keep what is newer than what is known; the ranks of which there was news."""
-        return [rank for rank, row in rows.items() if self.put(rank, row)]
+    def merge(self, rows: Mapping[int, Row]) -> None:
+        """Keep what is newer than what is known."""
+        for rank, row in rows.items():
+            self.put(rank, row)
 
     def reports(self, now: float) -> tuple[Report, ...]:
         """All rows in rank order, with their age at `now` (seconds since the epoch)."""

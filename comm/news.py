@@ -50,7 +50,7 @@ class News:
         if kind in self._seconds:
             self._seconds[kind] += seconds
 
-    def say(self, step: str, calls: int, nbytes: int, digests: tuple[tuple[int, bytes], ...]) -> None:
+    def say(self, step: str, calls: int, nbytes: int) -> None:
         """Write this rank's row, if anything in it has changed."""
         with self._saying:
             for what, seconds in self.spans.finished():
@@ -62,7 +62,7 @@ class News:
             self._window.append((now, compute, wait))
             since, compute_then, wait_then = self._window[0]
             old = self.table.rows.get(self._rank)
-            said = (step, calls, nbytes, compute - compute_then, wait - wait_then, now - since, digests)
+            said = (step, calls, nbytes, compute - compute_then, wait - wait_then, now - since)
             self.table.put(
                 self._rank, Row(old.version + 1 if old is not None else 1, time.time(), *said, self._gauge(now))
             )
@@ -80,10 +80,9 @@ class News:
         self._tick = tick
         return peer_at(self._rank, self._size, tick)
 
-    def pull(self, packed: object) -> list[Row]:
-        """Merge a peer's table; the rows that were new."""
-        rows = unpack(packed)
-        return [rows[rank] for rank in self.table.merge(rows)]
+    def pull(self, packed: object) -> None:
+        """Merge a peer's table."""
+        self.table.merge(unpack(packed))
 
     def warn(self, now: float) -> None:
         """Name a straggler, once per episode; rank 0 speaks for all."""

@@ -1,8 +1,10 @@
-"""What the ranks of a ring must have in common, compared before the first hop, or behind it where that would cost.
+"""What the ranks of a ring must have in common, compared before anything moves.
 
-Every call has a number, the same on every rank. A signature that a rank has not seen before stops it until it has
-what all others say of that call. One that it has seen stops nobody: the watchdog compares, by a digest over all calls
-so far that travels with the telemetry, and answers for its rank when another one stops.
+Every call has a number, and all ranks make the same calls in the same order. What the next one will be follows from
+those before: by the same rule on every rank. A rank whose call is the expected one asks nobody. A rank whose call is
+another one stops until all have come to the same call; where they have not, each says what its call is, and the
+watchdog of a rank that went on answers for it. So two ranks cannot make different calls unless at least one of them
+stops first.
 """
 
 from __future__ import annotations
@@ -11,24 +13,25 @@ import contextlib
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from .control import Control
+from .control import FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS, Control
 from .transport import TransportError
 
 Fields = Mapping[str, str]  # name -> repr of the value
 
-# Calls of which a rank can still say what they were: more than ranks can be apart, or news between them can be late.
+# Calls of which a rank can still say what they were: more than ranks can be apart.
 KEPT_CALLS = 256
-# Of these calls every this many-th is in a rank's row besides its last ones, so that two rows have one in common.
-CHECKPOINT = 64
-LAST_CALLS = 3
+# The next call is looked up by this many calls before it, since layers of several kinds alternate, else by the last.
+CONTEXT = 8
+# as many are remembered
+MOST = 4096
 
-# How often a rank that waits for the others' word repeats its question.
-RING_SECONDS = 0.25
-# How often the watchdog looks for the other ranks' calls before it gives up finding the one that differs.
-HISTORY_LOOKS = 20
+# A rank that has waited this long says what its call is, and asks the others ...
+LATE_SECONDS = 0.02
+# ... and repeats the question this often: another rank may have asked about another call in between.
+ASK_SECONDS = 0.25
 
 
 class Said(NamedTuple):
@@ -48,15 +51,14 @@ class Verdict(NamedTuple):
 
 class _Call(NamedTuple):
     number: int
-    chain: bytes  # of this call and all before
+    chain: str  # of this call and all before
     fields: Fields | None  # None: refused, or refused by the others
-    stopped: bool  # this rank stopped there and told the others
+    stopped: bool  # this rank stopped there until all had come
 
 
-def digest_of(fields: Fields, before: bytes = b"") -> bytes:
-    """Eight bytes that tell these fields, after those of `before`, from any others."""
-    told = repr(sorted(fields.items())).encode()
-    return hashlib.blake2b(before + told, digest_size=8).digest()
+def digest_of(*parts: object) -> str:
+    """Text that tells these parts from any others."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
 def difference(said: Mapping[int, Fields]) -> str | None:
@@ -79,21 +81,47 @@ def verdict_of(said: Mapping[int, Said]) -> Verdict | None:
     return None if found is None else Verdict(found, in_flight)
 
 
+class _Expected:
+    """What the next call is, going by those before; the same on every rank that has made the same calls."""
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[str, ...], str] = {}
+        self._values: dict[str, str] = {}
+        self._last: deque[str] = deque(maxlen=CONTEXT)
+
+    def is_next(self, fields: str, values: str) -> bool:
+        """Whether a call has the fields that came after the same calls before, else those of the last call, and the
+        values that came with these fields the last time."""
+        known = (self._next[context] for context in self._contexts() if context in self._next)
+        return fields == next(known, self._last[-1] if self._last else None) and values == self._values.get(fields)
+
+    def add(self, fields: str, values: str) -> None:
+        """The call that was made."""
+        for known in (self._next, self._values):
+            if len(known) >= MOST:  # all ranks forget at the same call
+                known.clear()
+        self._next |= dict.fromkeys(self._contexts(), fields)
+        self._values[fields] = values
+        self._last.append(fields)
+
+    def _contexts(self) -> tuple[tuple[str, ...], ...]:
+        last = tuple(self._last)
+        return last, last[-1:]
+
+
 class Preflight:
     """One rank's calls, and what it has to say of them. `agree` and `refuse` belong to the thread that computes,
     everything else to the watchdog."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        self._seen: set[bytes] = set()
+        self._expected = _Expected()
         self._calls: deque[_Call] = deque(maxlen=KEPT_CALLS)
         self._asked = 0  # the call that another rank asks about
         self._answers: dict[int, dict[int, Said]] = {}  # call -> what the ranks have said of it so far
-        self._disputed: int | None = None  # the call up to which another rank's calls were different
-        self._told_history = False
-        self._looks = 0
-        self._settled: set[int] = set()
-        self._compared: int | None = None  # the last call that all have compared
+        self._settled = 0  # of the calls that were asked about, up to which all ranks have said the same
+        self._arrived: str | None = None  # where the ranks last waited for each other
+        self._told: int | None = None  # the last call of which this rank has said something
 
     @property
     def number(self) -> int:
@@ -104,117 +132,142 @@ class Preflight:
     def agree(
         self,
         fields: Mapping[str, object],
-        changing: Mapping[str, object] | None = None,
+        values: Mapping[str, object] | None = None,
         *,
+        of: int | None = None,
         timeout: float | None,
         stop: Callable[[], str | None],
     ) -> Verdict | None:
-        """Count a call; where its fields are new to this rank, hear what all others say of it.
+        """Count a call; unless it is the expected one, wait until all ranks have come to the same.
 
         Args:
-            fields: what decides whether the ranks stop to compare.
-            changing: what changes too often to stop for; only the watchdog compares it.
+            fields: what a call keeps whenever it comes again, such as a layer's shapes.
+            values: what changes from batch to batch: expected to be what they were with these fields the last time.
+            of: the number of the forward whose backward this is.
             timeout: seconds to wait for the others.
             stop: asked while waiting; a reason that it returns ends the wait.
 
         Raises:
             TransportError: a rank did not answer, `stop` said so, or the store is gone.
         """
-        texts = {name: repr(value) for name, value in fields.items()}
-        key = digest_of(texts)
-        whole = texts | {name: repr(value) for name, value in (changing or {}).items()}
-        if key in self._seen:
-            self._count(whole, stopped=False)
-            return None
         number = self.number + 1
-        verdict = self._compare(number, Said(whole, None, False), timeout, stop)
-        self._count(None if verdict else whole, stopped=True)
-        if verdict is None:
-            self._seen.add(key)
+        texts, changing = ({name: repr(value) for name, value in (given or {}).items()} for given in (fields, values))
+        told = texts | changing | ({} if of is None else {"backward of call": str(of)})
+        keys = (
+            digest_of(sorted(texts.items()), None if of is None else number - of),
+            digest_of(sorted(changing.items())),
+        )
+        stopped = not self._expected.is_next(*keys)
+        patience = self._control.patience if timeout is None else timeout
+        verdict = self._meet(number, told, patience, stop) if stopped else None
+        self._count(None if verdict else told, stopped=stopped)
+        self._expected.add(*(("", "") if verdict else keys))
         return verdict
 
     def refuse(self, error: BaseException) -> None:
         """Count a call that this rank does not make, and tell the others why. Raises nothing."""
         number = self.number + 1
-        said = Said(None, f"{type(error).__name__}: {error}", False)
         with contextlib.suppress(TransportError):  # without a store the others find out by their deadlines
-            self._control.exchange({_key(number, self._control.rank): tuple(said), "bell": ("asked", number)})
+            self._say(number, Said(None, f"{type(error).__name__}: {error}", False))
         self._count(None, stopped=True)
-
-    def digests(self) -> tuple[tuple[int, bytes], ...]:
-        """For this rank's row: the last calls, and one that others have in theirs too."""
-        calls = list(self._calls)
-        chosen = [call for call in calls if call.number % CHECKPOINT == 0][-1:] + calls[-LAST_CALLS:]
-        return tuple(dict.fromkeys((call.number, call.chain) for call in chosen))
+        self._expected.add("", "")
 
     def wanted(self) -> list[str]:
         """The keys that the watchdog should look at."""
         ranks = range(self._control.size)
         keys = [_key(number, rank) for number, said in self._answers.items() for rank in ranks if rank not in said]
-        return ["bell", *keys, *([_history(rank) for rank in ranks] if self._disputed is not None else [])]
+        return ["asked", *keys]
 
     def hear(self, found: Mapping[str, object]) -> tuple[dict[str, object], Verdict | None]:
         """What was found under those keys; returns what to publish, and a verdict where there is one."""
-        publish: dict[str, object] = {}
-        told = found.get("bell")
-        kind, number = told if isinstance(told, tuple) else ("", 0)
-        if kind == "asked":
-            self._asked = max(self._asked, number)
-        if kind == "disputed" or self._disputed is not None:
-            publish |= self._tell_history()
-        if self._disputed is not None:
-            publish["bell"] = ("disputed", self._disputed)  # again: others may have rung it in between
-        publish |= self._answer(self._asked)
-        verdict = self._judge_answers(found) or self._judge_histories(found)
-        return publish, verdict
+        asked = found.get("asked")
+        if isinstance(asked, int):
+            self._asked = max(self._asked, asked)
+        return self._answer(self._asked), self._judge_answers(found)
 
-    def compare_chains(self, rows: Iterable[tuple[tuple[int, bytes], ...]]) -> None:
-        """Note where another rank's calls were not this rank's, as the digests in its row show."""
-        mine = {call.number: call.chain for call in list(self._calls)}
-        for digests in rows:
-            for number, chain in digests:
-                if mine.get(number, chain) != chain and self._disputed is None:
-                    self._disputed = number
+    def _meet(self, number: int, told: Fields, timeout: float, stop: Callable[[], str | None]) -> Verdict | None:
+        """Wait until all ranks have come to this call; where one is at another, hear what each says of its own."""
+        control = self._control
+        here = f"arrived{number}/{self._chain(told)}"
+        if control.count(here, 1) < control.size and not self._all_come(number, told, here, timeout, stop):
+            verdict = self._hear_all(number, timeout, stop)
+            control.forget(here)
+            return verdict
+        if self._arrived is not None:  # whoever has come here has left there
+            control.forget(self._arrived)
+        self._arrived = here
+        return None
 
-    def _compare(
-        self, number: int, said: Said, timeout: float | None, stop: Callable[[], str | None]
-    ) -> Verdict | None:
-        control, bell = self._control, {"bell": ("asked", number)}
-        control.exchange({_key(number, control.rank): tuple(said), **bell})
-        rung = time.monotonic()
+    def _all_come(self, number: int, told: Fields, here: str, timeout: float, stop: Callable[[], str | None]) -> bool:
+        """Whether all ranks came; False as soon as one of them says that it is at another call."""
+        control, what = self._control, what_of(number)
+        begun = time.monotonic()
+        pause, ask_at = FIRST_POLL_SECONDS, begun + LATE_SECONDS
+        silent = [rank for rank in range(control.size) if rank != control.rank]
+        while True:
+            # Before the look: a rank may come here and be gone, and has come all the same.
+            now, reason, hopeless = time.monotonic(), stop(), control.hopeless(silent)
+            if control.count(here, 0) == control.size:
+                return True
+            if reason is not None or hopeless is not None:
+                raise hopeless or TransportError(f"{what}: {reason}")
+            if now >= ask_at:
+                self._say(number, Said(told, None, False))
+                ask_at = now + ASK_SECONDS
+            if self._told == number:
+                words = control.exchange(look=[_key(number, rank) for rank in silent])
+                said = {rank: _said(words[_key(number, rank)]) for rank in silent if _key(number, rank) in words}
+                if any(one.going_on or one.fields != told for one in said.values()):
+                    return False
+                silent = [rank for rank in silent if rank not in said]
+            if now - begun >= timeout:
+                if not silent:
+                    return False
+                late = ", ".join(map(str, silent))
+                raise TransportError(f"{what}: no answer from rank {late} within {timeout:g} s")
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_POLL_SECONDS)
 
-        def ring_again() -> str | None:  # another rank may have asked about another call in between
-            nonlocal rung
-            if time.monotonic() - rung > RING_SECONDS:
-                control.exchange(bell)
-                rung = time.monotonic()
+    def _hear_all(self, number: int, timeout: float, stop: Callable[[], str | None]) -> Verdict:
+        control = self._control
+        ask_at = 0.0
+
+        def ask_again() -> str | None:
+            nonlocal ask_at
+            if time.monotonic() >= ask_at:
+                control.publish("asked", number)
+                ask_at = time.monotonic() + ASK_SECONDS
             return stop()
 
         keys = [_key(number, rank) for rank in range(control.size)]
-        what = f"what the ranks say of call {number}"
-        found = control.collect(keys, what=what, timeout=timeout, stop=ring_again)
-        if self._compared is not None:  # who has published this call's word has read that one's
-            control.forget(_key(self._compared, control.rank))
-        self._compared = number
-        return verdict_of({rank: _said(one) for rank, one in enumerate(found)})
+        found = control.collect(keys, what=what_of(number), timeout=timeout, stop=ask_again)
+        said = {rank: _said(one) for rank, one in enumerate(found)}
+        return verdict_of(said) or Verdict(f"the ranks did not make the same calls before call {number}", True)
+
+    def _say(self, number: int, said: Said) -> None:
+        if self._told not in (None, number):  # a rank at this call has done with that one
+            self._control.forget(_key(self._told, self._control.rank))
+        self._told = number
+        self._control.exchange({_key(number, self._control.rank): list(said), "asked": number})
+
+    def _chain(self, fields: Fields | None) -> str:
+        before = self._calls[-1].chain if self._calls else ""
+        # A call that was not made counts the same on every rank: they may go on together.
+        return digest_of(before, sorted((fields or {}).items()))
 
     def _count(self, fields: Fields | None, *, stopped: bool) -> None:
-        last = self._calls[-1].chain if self._calls else b""
-        # A call that was not made counts the same on every rank: they may go on together.
-        chain = digest_of(fields or {}, last)
-        self._calls.append(_Call(self.number + 1, chain, fields, stopped))
-
-    def _call(self, number: int) -> _Call | None:
-        return next((call for call in reversed(list(self._calls)) if call.number == number), None)
+        self._calls.append(_Call(self.number + 1, self._chain(fields), fields, stopped))
 
     def _answer(self, number: int) -> dict[str, object]:
         """Speak for this rank where it went on past a call that another one stopped at."""
-        call = self._call(number)
-        if call is None or call.stopped or number in self._answers or number in self._settled:
+        if not self._settled < number <= self.number or number in self._answers:
             return {}
-        mine = Said(call.fields, None, True)
+        call = next((call for call in reversed(list(self._calls)) if call.number == number), None)
+        if call is not None and call.stopped:
+            return {}
+        mine = Said({} if call is None else call.fields, None, True)
         self._answers[number] = {self._control.rank: mine}
-        return {_key(number, self._control.rank): tuple(mine)}
+        return {_key(number, self._control.rank): list(mine)}
 
     def _judge_answers(self, found: Mapping[str, object]) -> Verdict | None:
         for number, said in [*self._answers.items()]:
@@ -226,41 +279,19 @@ class Preflight:
                 return verdict
             if len(said) == self._control.size:
                 del self._answers[number]
-                self._settled.add(number)
+                self._settled = max(self._settled, number)
         return None
 
-    def _tell_history(self) -> dict[str, object]:
-        if self._told_history:
-            return {}
-        self._told_history = True
-        calls = [(call.number, call.fields) for call in list(self._calls)[-CHECKPOINT:]]
-        return {_history(self._control.rank): calls}
 
-    def _judge_histories(self, found: Mapping[str, object]) -> Verdict | None:
-        if self._disputed is None:
-            return None
-        self._looks += 1
-        told = {rank: found.get(_history(rank)) for rank in range(self._control.size)}
-        histories = {rank: dict(calls) for rank, calls in told.items() if isinstance(calls, list)}
-        histories[self._control.rank] = {call.number: call.fields for call in list(self._calls)}
-        for number in sorted(histories[self._control.rank]):
-            said = {rank: calls[number] for rank, calls in histories.items() if calls.get(number) is not None}
-            text = difference(said)
-            if text is not None:
-                return Verdict(f"call {number}: {text}", True)
-        if self._looks < HISTORY_LOOKS:
-            return None
-        return Verdict(f"the ranks did not make the same calls, up to call {self._disputed}", True)
+def what_of(number: int) -> str:
+    """What ranks that wait at a call are about to tell each other."""
+    return f"what the ranks say of call {number}"
 
 
-def _key(number: int, rank: int) -> str:
+def _key(number: int | None, rank: int) -> str:
     return f"call{number}/{rank}"
 
 
-def _history(rank: int) -> str:
-    return f"history/{rank}"
-
-
 def _said(told: object) -> Said:
-    assert isinstance(told, tuple)
+    assert isinstance(told, list)
     return Said(*told)

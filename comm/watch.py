@@ -82,30 +82,42 @@ class Watch:
         self._calls = 0
         self._phase: str | None = None
         self._waiting = False  # in the preflight
+        self._number: int | None = 0  # of the call that is agreed on; 0: not yet; None: the ranks could not agree
         self._active = -NEVER  # when this ring was last in use
         self._ticked = NEVER
         self.closed = False
 
     # -- the thread that computes ------------------------------------------------------------------------------------
 
-    def agree(self, fields: Mapping[str, object], changing: Mapping[str, object] | None = None) -> None:
-        """Compare what this rank is about to compute with every other rank's, once per signature.
+    def enter(self) -> None:
+        """A call comes in at the door: until it is agreed on, what ends it is a refusal of this rank's."""
+        self._number = 0
+
+    def agree(
+        self, fields: Mapping[str, object], values: Mapping[str, object] | None = None, *, of: int | None = None
+    ) -> int:
+        """Compare what this rank is about to compute with every other rank's, before anything moves.
 
         Args:
-            fields: compared by `repr` before anything moves; a signature that was seen before costs no traffic.
-            changing: what changes from call to call; compared by the watchdog while the call runs.
+            fields: compared by `repr`; a call that was to be expected, going by those before, costs no traffic.
+            values: compared likewise; what changes from batch to batch.
+            of: the number of the forward whose backward this is.
+
+        Returns:
+            The number of the call, the same on every rank.
 
         Raises:
             ValueError: on every rank, naming the first field that differs and who has what, or who refused the call.
             TransportError: a rank did not answer, or the ring has failed before.
         """
         if self.size == 1:
-            return
+            return 0
         if self._failure is not None:
             raise self._as_error(self._failure)
+        self._number = self._preflight.number + 1
         self._waiting, self._active = True, time.monotonic()
         try:
-            verdict = self._preflight.agree(fields, changing, timeout=self._patience, stop=self._stopped)
+            verdict = self._preflight.agree(fields, values, of=of, timeout=self._patience, stop=self._stopped)
         except TransportError as error:
             raise self.failed(error) from error
         finally:
@@ -113,13 +125,19 @@ class Watch:
         if verdict is not None:
             if verdict.in_flight:
                 self._fail(Failure(self.rank, "ValueError", verdict.text))
+            self._number = None
             raise ValueError(verdict.text)
         self._news.expect(self.size, "agreed on a call")
+        return self._number
 
-    def refuse(self, error: BaseException) -> None:
-        """This rank's own checks failed: the others are told, and raise too. Takes the place of `agree` in a call."""
-        if self.size > 1 and self._failure is None:
+    def left(self, error: BaseException) -> None:
+        """A call ended by an error: the others are told, unless they know. Raises nothing."""
+        if self.size == 1 or self._failure is not None or self._number is None:
+            return
+        if self._number == 0:
             self._preflight.refuse(error)
+        else:
+            self.failed(error)
 
     def begin(self, phase: str) -> None:
         """The loop of a call begins."""
@@ -167,7 +185,7 @@ class Watch:
 
     def telemetry(self) -> tuple[Report, ...]:
         """What this rank knows of every rank, in rank order, with its age."""
-        self._news.say(self._step(), self._calls, self._posts.nbytes, self._preflight.digests())
+        self._news.say(self._step(), self._calls, self._posts.nbytes)
         return self._news.table.reports(time.time())
 
     def close(self) -> None:
@@ -200,7 +218,7 @@ class Watch:
 
     def _talk(self, now: float) -> None:
         """One round with the store: failures of others, questions of others, and the gossip."""
-        self._news.say(self._step(), self._calls, self._posts.nbytes, self._preflight.digests())
+        self._news.say(self._step(), self._calls, self._posts.nbytes)
         peer = self._news.next_peer()
         table = [] if peer is None else [f"table/{peer}"]
         found = self._exchange(look=["failure", *self._preflight.wanted(), *table])
@@ -209,7 +227,7 @@ class Watch:
         if "failure" in found:
             return self._hear(found["failure"])
         if peer is not None:
-            self._preflight.compare_chains(row.digests for row in self._news.pull(found.get(f"table/{peer}")))
+            self._news.pull(found.get(f"table/{peer}"))
         publish, verdict = self._preflight.hear(found)
         if verdict is not None:
             return self._fail(Failure(self.rank, "ValueError", verdict.text), publish)
@@ -320,7 +338,7 @@ def _within(seconds: float, do: Callable[[], object]) -> None:
 
 
 def _failure(told: object) -> Failure | None:
-    return Failure(*told) if isinstance(told, tuple) else None
+    return Failure(*told) if isinstance(told, (list, tuple)) else None
 
 
 def _by(theirs: Failure) -> str:

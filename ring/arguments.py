@@ -8,9 +8,7 @@ from operator import index
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
-from .. import __version__
 from ..kernels import KernelConfig, Scores, choice, hopper_backward_launch, hopper_launch
 from ..kernels.checks import check_qkv, check_scale
 from ..kernels.launch import check_config
@@ -22,8 +20,6 @@ from .mask import UNLIMITED, Mask
 from .ring import Ring
 from .shards import resolve_layout
 from .wire import wire_of
-
-VERSIONS = {"ringattn": __version__, "torch": torch.__version__, "triton": triton.__version__}
 
 
 class Layouts(NamedTuple):
@@ -224,7 +220,7 @@ def seeded(scores: Scores, dropout_seed: int | None, ring: Ring, *, drawn: bool 
     """``scores`` with a seed of rank 0's where dropout needs one and none was given; or ``drawn`` by every rank."""
     if not scores.dropout_p or (dropout_seed is not None and not drawn):
         return scores
-    return replace(scores, dropout_seed=ring.draw_seed(dropout_seed))
+    return replace(scores, dropout_seed=ring._draw_seed(dropout_seed))
 
 
 def signature(
@@ -237,10 +233,10 @@ def signature(
     scores: Scores,
     scale: float,
     backend: str,
-    ring: Ring,
 ) -> dict[str, Any]:
-    """What all ranks must have in common, call after call."""
+    """What all ranks must have in common, and a layer keeps from batch to batch."""
     return {
+        "call": "forward",
         "batch size": q.shape[0],
         "heads": (q.shape[2], k.shape[2]),
         "head dim": (q.shape[3], v.shape[3]),
@@ -248,24 +244,18 @@ def signature(
         "layout": layouts.queries,
         "kv_layout": layouts.keys,
         "causal": mask.causal,
+        "window_size": mask.window,
+        "prefix_length": mask.prefix,
+        "block_mask": (mask.blocks, mask.global_tokens),
         "softmax_scale": scale,
         "softcap": scores.softcap,
         "learnable_sink": None if sink is None else "given",
         "alibi_slopes": None if scores.alibi_slopes is None else list(scores.alibi_slopes.shape),
         "dropout_p": scores.dropout_p,
         "backend": backend,
-        **ring.settings,
-        **VERSIONS,
     }
 
 
 def changing(mask: Mask, scores: Scores) -> dict[str, Any]:
-    """What may be another in every call: compared while it runs, without stopping anyone."""
-    return {
-        "window_size": mask.window,
-        "cu_seqlens": mask.documents,
-        "seqused_k": mask.used,
-        "prefix_length": mask.prefix,
-        "block_mask": (mask.blocks, mask.global_tokens),
-        "dropout_seed": scores.dropout_seed,
-    }
+    """What all ranks must have in common, and what is likely another in the next batch."""
+    return {"cu_seqlens": mask.documents, "seqused_k": mask.used, "dropout_seed": scores.dropout_seed}

@@ -10,7 +10,7 @@ import torch
 from ..kernels import KernelConfig
 from .block_mask import BlockMask, Longformer
 from .layout import Layout
-from .node import RingAttention, autocast, resolve_ring, settled
+from .node import attend, autocast, device_of, resolve_ring
 from .ops import traced
 from .ring import Ring
 
@@ -114,10 +114,8 @@ def ring_attention(
         "backend": backend,
         "config": config,
     }
-    q, k, v = autocast(q, k, v)
     if torch.compiler.is_compiling():
-        out, lse = traced(q, k, v, ring, group, **call)
+        out, lse = traced(*autocast(q, k, v), ring, group, **call)
     else:
-        settings, sink = settled(q, k, v, resolve_ring(ring, group, q.device), **call)
-        out, lse = RingAttention.apply(q, k, v, sink, settings)  # type: ignore[no-untyped-call]
+        out, lse = attend(q, k, v, resolve_ring(ring, group, device_of(q, k, v)), **call)
     return (out, lse) if return_lse else out

@@ -17,6 +17,7 @@ from .layout import Layout
 from .plan import Plan, plan
 from .ring import Ring, ring_of
 
+CPU = torch.device("cpu")
 ONCE = "ring_attention has no second derivative: its gradients cannot be differentiated again"
 
 
@@ -24,6 +25,7 @@ class Settings(NamedTuple):
     """What the autograd node needs besides tensors."""
 
     ring: Ring
+    number: int  # of the forward, among the ring's calls
     plan: Plan
     softmax_scale: float
     scores: Scores
@@ -53,49 +55,46 @@ def settled(
     block_mask: torch.Tensor | BlockMask | Longformer | None,
     backend: str,
     config: KernelConfig | None,
-    agreed: bool = False,
+    number: int | None = None,
     drawn: bool = False,
 ) -> tuple[Settings, torch.Tensor | None]:
-    """The settings and the sink of a call, checked here and, unless they were ``agreed`` on before, between the ranks.
+    """The settings and the sink of a call, checked here and, unless the forward has a ``number``, between the ranks.
 
     ``drawn``: every rank has drawn ``dropout_seed``, and rank 0's counts.
 
     Raises:
         ValueError, NotImplementedError: as ``ring_attention``.
     """
-    try:
-        scale, backend = check(q, k, v, ring, softmax_scale, backend, config)
-        layouts = layouts_of(layout, kv_layout, ring, q, k)
-        mask = mask_of(
-            layouts,
-            q.shape[0],
-            causal=causal,
-            window_size=window_size,
-            cu_seqlens=cu_seqlens,
-            seqused_k=seqused_k,
-            prefix_length=prefix_length,
-            block_mask=block_mask,
-        )
-        sink, scores = sink_of(learnable_sink, q), scores_of(q, softcap, alibi_slopes, dropout_p, dropout_seed)
-        check_tiles(mask, scores, backend, config, q, v)
-    except (ValueError, NotImplementedError) as error:
-        ring.refuse(error, q.device)  # the other ranks must hear of it instead of waiting
-        raise
-    if not agreed:
-        fixed = signature(q, k, v, layouts, mask, sink, scores, scale, backend, ring)
-        ring.agree(fixed, q.device, changing(mask, replace(scores, dropout_seed=0) if drawn else scores))
+    scale, backend = check(q, k, v, ring, softmax_scale, backend, config)
+    layouts = layouts_of(layout, kv_layout, ring, q, k)
+    mask = mask_of(
+        layouts,
+        q.shape[0],
+        causal=causal,
+        window_size=window_size,
+        cu_seqlens=cu_seqlens,
+        seqused_k=seqused_k,
+        prefix_length=prefix_length,
+        block_mask=block_mask,
+    )
+    sink, scores = sink_of(learnable_sink, q), scores_of(q, softcap, alibi_slopes, dropout_p, dropout_seed)
+    check_tiles(mask, scores, backend, config, q, v)
+    if number is None:
+        fields = signature(q, k, v, layouts, mask, sink, scores, scale, backend)
+        values = changing(mask, replace(scores, dropout_seed=0) if drawn else scores)
+        number = ring._agree(fields, q.device, values)
         scores = seeded(scores, dropout_seed, ring, drawn=drawn)
         ring.open(q.device)
     where = (ring.rank, ring.direction, q.device, ring.topology, ring.slots)
     steps = plan(layouts.queries, mask, *where, kv_layout=layouts.keys)
-    return Settings(ring, steps, scale, scores, backend, config), sink
+    return Settings(ring, number, steps, scale, scores, backend, config), sink
 
 
 def forward(
     settings: Settings, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out, lse)`` of this rank's queries."""
-    ring, steps, scale, scores, backend, config = settings
+    ring, _, steps, scale, scores, backend, config = settings
     with ring.call(steps, "forward", q, k, scores) as call:
         start = None if sink is None else sink_state(sink, q, v.shape[3])
         works = forward_works(backend, call.chunks, q, softmax_scale=scale, config=config, start=start)
@@ -115,9 +114,13 @@ def gradients(
     lse: torch.Tensor,
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``(dq, dk, dv, dsink)``: of this rank's queries and keys, and this rank's part of that of the sink."""
-    ring, steps, scale, scores, backend, config = settings
-    ring.check_thread()
+    """``(dq, dk, dv, dsink)``: of this rank's queries and keys, and this rank's part of that of the sink.
+
+    Raises:
+        ValueError: another rank is at the backward of another forward.
+    """
+    ring, number, steps, scale, scores, backend, config = settings
+    ring._agree({"call": "backward"}, q.device, of=number)
     dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     dk, dv = torch.empty_like(k), torch.empty_like(v)
@@ -148,7 +151,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Of q, k, v and the sink; refuses to be differentiated again."""
         *saved, _ = ctx.saved_tensors
-        with torch.no_grad():
+        with ctx.settings.ring._entered(saved[0].device), torch.no_grad():
             grads: tuple[torch.Tensor | None, ...] = gradients(ctx.settings, dout, dlse, *saved)
         if torch.is_grad_enabled():  # create_graph: without a node that refuses, the gradients would pass as constants
             given = [x for x in (*saved[:3], dout, dlse) if x is not None]
@@ -156,6 +159,17 @@ class RingAttention(torch.autograd.Function):
             refusing = iter(_NoSecondDerivative.apply(len(known), *known, *given))  # type: ignore[no-untyped-call]
             grads = tuple(None if x is None else next(refusing) for x in grads)
         return *grads, None
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring, **call: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(out, lse)`` of a call that is not traced."""
+    with ring._entered(device_of(q, k, v)):
+        q, k, v = autocast(q, k, v)
+        settings, sink = settled(q, k, v, ring, **call)
+        out, lse = RingAttention.apply(q, k, v, sink, settings)  # type: ignore[no-untyped-call]
+    return out, lse
 
 
 def sink_state(sink: torch.Tensor, q: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,6 +196,12 @@ class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         raise RuntimeError(ONCE)
+
+
+def device_of(*given: object) -> torch.device:
+    """Where a call computes; where that is wrong too, somewhere to tell the other ranks from."""
+    usable = (x.device for x in given if isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda"))
+    return next(usable, torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU)
 
 
 def resolve_ring(ring: Ring | None, group: object, device: torch.device) -> Ring:

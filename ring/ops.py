@@ -28,16 +28,17 @@ def traced(
 
 
 def _ring_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """``out``, ``lse``, and the seed of dropout, which the backward must have."""
+    """``out``, ``lse``, and what the backward must have: the seed of dropout and the number of the forward."""
     packed = Packed(*args)
     ring = ring_of_call(packed, q.device)
     given = None if packed.dropout_seed is None else int(packed.dropout_seed)
     seed = given if given is None or packed.drawn else given % SEEDS
-    settings, checked = settled(q, k, v, ring, **meaning(packed, sink, seed), drawn=packed.drawn)
-    out, lse = forward(settings, q, k, v, checked)
+    with ring._entered(q.device):
+        settings, checked = settled(q, k, v, ring, **meaning(packed, sink, seed), drawn=packed.drawn)
+        out, lse = forward(settings, q, k, v, checked)
     used = settings.scores.dropout_seed
-    signed = torch.tensor(used - SEEDS if used >= SEEDS // 2 else used)
-    return out.contiguous(), lse.contiguous(), signed
+    signed = used - SEEDS if used >= SEEDS // 2 else used
+    return out.contiguous(), lse.contiguous(), torch.tensor([signed, settings.number])
 
 
 def _gradients(
@@ -55,16 +56,18 @@ def _gradients(
     packed = Packed(*args)
     ring = ring_of_call(packed, q.device)
     assert packed.dropout_seed is not None
-    seed = int(packed.dropout_seed) % SEEDS if packed.dropout_p else None
-    settings, checked = settled(q, k, v, ring, **meaning(packed, sink, seed), agreed=True)
-    dq, dk, dv, dsink = gradients(settings, dout, dlse, q, k, v, out, lse, checked)
+    given, number = packed.dropout_seed.tolist()
+    seed = given % SEEDS if packed.dropout_p else None
+    with ring._entered(q.device):
+        settings, checked = settled(q, k, v, ring, **meaning(packed, sink, seed), number=number)
+        dq, dk, dv, dsink = gradients(settings, dout, dlse, q, k, v, out, lse, checked)
     return dq.contiguous(), dk, dv, lse.new_empty(0) if dsink is None else dsink
 
 
 def _fake_ring_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, rows, heads, _dim = q.shape
     out, lse = q.new_empty(batch, rows, heads, v.shape[3]), q.new_empty(batch, heads, rows, dtype=torch.float32)
-    return out, lse, torch.empty((), dtype=torch.int64)
+    return out, lse, torch.empty(2, dtype=torch.int64)
 
 
 def _fake_gradients(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import triton
 
+from .. import __version__
 from ..comm import (
     Group,
     Limits,
@@ -35,6 +38,8 @@ from .schedule import KV_SLOTS, Hop
 from .trace import Trace
 from .traffic import Call, Posted, chunks_of
 from .wire import grad_wire_of, wire_of
+
+VERSIONS = {"ringattn": __version__, "torch": torch.__version__, "triton": triton.__version__}
 
 
 class Ring:
@@ -119,6 +124,7 @@ class Ring:
         self._trace: Trace | None = None
         self._seeds: Control | None = None
         self._closed = False
+        self._busy = threading.Lock()  # held by the call in progress
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -175,7 +181,7 @@ class Ring:
             yield self._call(plan, phase, q, k, scores, watch)
 
     @contextmanager
-    def exchange(self, phase: str, device: torch.device) -> Iterator[tuple[Transport, Posted]]:
+    def _exchange(self, phase: str, device: torch.device) -> Iterator[tuple[Transport, Posted]]:
         """A transport to every rank, and whom to tell of posts there; an error inside is told to the others."""
         transport = self.open_flat(device)
         with self._watched(phase, device) as watch:
@@ -234,18 +240,48 @@ class Ring:
             slots.drain()
         return Slots(count, device)
 
-    def agree(self, signature: dict[str, Any], device: torch.device, changing: dict[str, Any] | None = None) -> None:
-        """Compare what this rank is about to compute with every other rank's, once per signature.
-
-        ``changing`` is compared by the watchdog while the call runs.
+    @contextmanager
+    def _entered(self, device: torch.device) -> Iterator[None]:
+        """One call, from its checks to its end; the other ranks hear of whatever ends it early.
 
         Raises:
-            ValueError: on every rank, naming the first field that differs and who has what.
-            TransportError: a rank did not answer in time.
+            RuntimeError: a call of another thread is in progress. Ranks whose threads race need not agree on which
+                call came first, so the ring is lost, as after any other failure.
         """
-        self._use(device).agree(signature, changing)
+        if self.size == 1:
+            yield
+            return
+        self._check_thread()
+        watch = self._watch if self._watch is not None and not self._closed else self._use(device)
+        if not self._busy.acquire(blocking=False):
+            error = RuntimeError(
+                "this ring is in use by a call of another thread: one call at a time, in the same order on every rank; "
+                "a Ring for each thread lets them compute side by side"
+            )
+            watch.failed(error)
+            raise error
+        watch.enter()
+        try:
+            self._use(device)
+            yield
+        except BaseException as error:
+            watch.left(error)
+            raise
+        finally:
+            self._busy.release()
 
-    def draw_seed(self, drawn: int | None = None) -> int:
+    def _agree(
+        self,
+        fields: Mapping[str, object],
+        device: torch.device,
+        values: Mapping[str, object] | None = None,
+        *,
+        of: int | None = None,
+    ) -> int:
+        """Compare what this rank is about to do with every other rank's; the number of the call. See `Watch.agree`."""
+        return self._use(device).agree({**fields, **self.settings, **VERSIONS}, values, of=of)
+
+    def _draw_seed(self, drawn: int | None = None) -> int:
         """A seed of 63 bits from rank 0's torch generator, the same on every rank; one round trip through the store.
 
         ``drawn``: already, by every rank for itself.
@@ -262,11 +298,6 @@ class Ring:
         found = self._seeds.gather(drawn, what="the seed of dropout")[0]
         assert isinstance(found, int)
         return found
-
-    def refuse(self, error: Exception, device: torch.device) -> None:
-        """Tell the other ranks that this one cannot make the call that they are about to make."""
-        if not self._closed:
-            self._use(device).refuse(error)
 
     def telemetry(self) -> tuple[Report, ...]:
         """What this rank knows of every rank and how old that is: compute and wait seconds, bytes, last step, clocks.
@@ -291,7 +322,7 @@ class Ring:
             raise ValueError(f"q is on {device}, this ring works on {self._device}: use one Ring per device")
         return self._watch
 
-    def check_thread(self) -> None:
+    def _check_thread(self) -> None:
         """Refuse a backward from a thread where virtual ranks would wait for each other forever: RuntimeError."""
         if isinstance(self.group, LocalGroup):
             self.group.check_thread()

@@ -48,11 +48,24 @@ def resolve_layout(layout: Layout | str | None, seqlen: int, world: int, name: s
 def shard(x: torch.Tensor, *, layout: Layout | str | None, group: object = None, dim: int = 1) -> torch.Tensor:
     """This rank's tokens of ``x``, which holds the whole sequence along ``dim``; differentiable.
 
+    Every rank of the group calls it: they compare what they pass, as in :func:`ring_attention`, though nothing moves.
+    For one rank alone there is ``layout.shard(x, rank)``.
+
     Raises:
-        ValueError: the layout does not fit the group or the length of ``x``.
+        ValueError: the layout does not fit the group or the length of ``x``; or the ranks disagree.
     """
-    rank, world = group_rank_size(group)
-    return resolve_layout(layout, x.shape[dim], world).shard(x, rank, dim)
+    ring = ring_of(group, x.device)
+    with ring._entered(x.device):
+        whole = resolve_layout(layout, x.shape[dim], ring.size)
+        ring._agree(_signature("shard", x, whole, dim), x.device)
+        return whole.shard(x, ring.rank, dim)
+
+
+def _signature(call: str, x: torch.Tensor, layout: Layout, dim: int, **more: object) -> dict[str, object]:
+    """What all ranks must have in common."""
+    dim %= x.dim()
+    sizes = [*x.shape[:dim], "tokens", *x.shape[dim + 1 :]]
+    return {"call": call, "shape": sizes, "dtype": x.dtype, "layout": layout, "dim": dim, **more}
 
 
 def positions(seqlen: int, *, layout: Layout | str | None, group: object = None) -> torch.Tensor:
@@ -77,25 +90,30 @@ def unshard(
             gradient; ``sum`` where each rank computes its own: the parts of all ranks are summed.
 
     Raises:
-        ValueError: an argument does not fit.
+        ValueError: an argument does not fit, or the ranks disagree.
     """
-    if grad not in GRADS:
-        raise ValueError(f"grad is {grad!r}: it must be one of {', '.join(GRADS)}")
     ring = ring_of(group, x.device)
-    seqlen = layout.seqlen if isinstance(layout, Layout) else x.shape[dim] * ring.size
-    whole = resolve_layout(layout, seqlen, ring.size)
-    if x.shape[dim] != whole.lengths[ring.rank]:
-        raise ValueError(
-            f"x has {x.shape[dim]} tokens along dim {dim}, the layout gives rank {ring.rank} {whole.lengths[ring.rank]}"
-        )
-    result: torch.Tensor = _Unshard.apply(x, whole, ring, dim, grad)  # type: ignore[no-untyped-call]
+    with ring._entered(x.device):
+        if grad not in GRADS:
+            raise ValueError(f"grad is {grad!r}: it must be one of {', '.join(GRADS)}")
+        seqlen = layout.seqlen if isinstance(layout, Layout) else x.shape[dim] * ring.size
+        whole = resolve_layout(layout, seqlen, ring.size)
+        if x.shape[dim] != whole.lengths[ring.rank]:
+            raise ValueError(
+                f"x has {x.shape[dim]} tokens along dim {dim}, the layout gives rank {ring.rank} "
+                f"{whole.lengths[ring.rank]}"
+            )
+        number = ring._agree(_signature("unshard", x, whole, dim, grad=grad), x.device)
+        result: torch.Tensor = _Unshard.apply(x, whole, ring, dim, grad, number)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layout: Layout, ring: Ring, dim: int, grad: str) -> torch.Tensor:
-        ctx.layout, ctx.ring, ctx.dim, ctx.grad = layout, ring, dim, grad
+    def forward(
+        ctx: Any, x: torch.Tensor, layout: Layout, ring: Ring, dim: int, grad: str, number: int
+    ) -> torch.Tensor:
+        ctx.layout, ctx.ring, ctx.dim, ctx.grad, ctx.number = layout, ring, dim, grad, number
         shapes = [(*x.shape[:dim], length, *x.shape[dim:][1:]) for length in layout.lengths]
         return layout.unshard(exchange(ring, [x] * ring.size, shapes), dim)
 
@@ -104,10 +122,11 @@ class _Unshard(torch.autograd.Function):
         layout, ring, dim = ctx.layout, ctx.ring, ctx.dim
         own = layout.shard(dout, ring.rank, dim)
         if ctx.grad == "sum":
-            ring.check_thread()
-            parts = [layout.shard(dout, rank, dim) for rank in range(ring.size)]
-            own = torch.stack(exchange(ring, parts, [own.shape] * ring.size)).sum(0)
-        return own, None, None, None, None
+            with ring._entered(dout.device):
+                ring._agree({"call": "backward of unshard"}, dout.device, of=ctx.number)
+                parts = [layout.shard(dout, rank, dim) for rank in range(ring.size)]
+                own = torch.stack(exchange(ring, parts, [own.shape] * ring.size)).sum(0)
+        return own, None, None, None, None, None
 
 
 def exchange(ring: Ring, outgoing: list[torch.Tensor], shapes: list[Any]) -> list[torch.Tensor]:
@@ -118,7 +137,7 @@ def exchange(ring: Ring, outgoing: list[torch.Tensor], shapes: list[Any]) -> lis
     if others:
         sends = [Message(rank, outgoing[rank].contiguous()) for rank in others if outgoing[rank].numel()]
         receives = [Message(rank, incoming[rank]) for rank in others if incoming[rank].numel()]
-        with ring.exchange("unshard", own.device) as (transport, posted):
+        with ring._exchange("unshard", own.device) as (transport, posted):
             after = (transport.mark(),)
             fence = transport.post(sends=sends, receives=receives, after=after)
             posted("unshard", fence, after, sizes(sends), sizes(receives))

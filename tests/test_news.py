@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ringattn.comm import news as news_module
-from ringattn.comm.gossip import Row, pack
+from ringattn.comm.gossip import Row
 
 from .watch_cases import Clock, Ranks, running
 
@@ -58,7 +58,7 @@ def test_compute_and_wait_are_of_the_last_seconds(monkeypatch: pytest.MonkeyPatc
         clock.now += 1
         news.spent("compute", 0.25 if second < 20 else 0.5)
         news.spent("wait", 0.125)
-        news.say("x", 0, 0, ())
+        news.say("x", 0, 0)
     row = news.table.rows[0]
     assert row.window == pytest.approx(news_module.WINDOW_SECONDS)
     assert row.compute / row.window == pytest.approx(0.5)
@@ -76,7 +76,7 @@ def test_gauges_are_read_now_and_then(clock: Clock) -> None:
     news = news_module.News(0, 2, CPU, gauges)
     for _ in range(20):
         clock.now += 0.25
-        news.say("x", 0, 0, ())
+        news.say("x", 0, 0)
     assert 2 <= len(reads) <= 4
     assert news.table.rows[0].gauges == {"sm_clock": 1980, "throttle": ("power cap",)}
 
@@ -128,14 +128,6 @@ def test_a_ring_that_rests_is_silent(clock: Clock) -> None:
     clock.now += 5
     ranks.tick(5)
     assert ranks.line(0).asked == asked
-
-
-def test_a_table_of_a_newer_peer_is_merged_once() -> None:
-    news = news_module.News(0, 3, CPU, None)
-    rows = {2: Row(5, time.time(), "x")}
-    assert news.pull(pack(rows)) == [rows[2]]
-    assert news.pull(pack(rows)) == []
-    assert news.pull(None) == []
 
 
 def test_telemetry_beside_the_watchdog() -> None:

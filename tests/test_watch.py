@@ -166,7 +166,7 @@ def test_agree_raises_the_same_on_every_rank_and_the_ring_stays_usable() -> None
     told = on_all(ranks.watches, lambda watch: watch.agree({"heads": 8 + watch.rank}))
     text = "heads differs between ranks (rank 0: 8, rank 1: 9): all ranks of a ring must pass the same"
     assert [(type(error), str(error)) for error in told] == [(ValueError, text)] * 2
-    assert on_all(ranks.watches, lambda watch: watch.agree({"heads": 8})) == [None] * 2
+    assert on_all(ranks.watches, lambda watch: watch.agree({"heads": 8})) == [2] * 2
     ranks.tick(5)
     assert [transport.reasons for transport in ranks.transports] == [[], []]
 
@@ -192,47 +192,56 @@ def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
     assert ranks.transports[0].reasons == ranks.transports[1].reasons == [text]
 
 
-def test_known_calls_that_differ_are_found_while_they_run() -> None:
-    ranks = Ranks(3)
-    for heads in (8, 4):
-        on_all(ranks.watches, lambda watch, heads=heads: watch.agree({"heads": heads}))  # type: ignore[misc]
-    for watch in ranks.watches:
-        watch.agree({"heads": 4 if watch.rank == 1 else 8})
-        watch.begin("forward")
-        watch.posted("forward hop 1: K/V", Transfer(), [DONE], [], [])
-    for _ in range(8):
-        ranks.tick()
-        time.sleep(0.13)  # the gossip counts its ticks by the clock
-    for watch, transport in zip(ranks.watches, ranks.transports, strict=True):
-        (text,) = transport.reasons
-        assert text.startswith("call 3: heads differs between ranks (rank 0: 8, rank 1: 4")
-        assert isinstance(watch.failed(TransportError("aborted")), ValueError)
-
-
 def test_a_rank_that_refuses_ends_the_wait_of_the_others() -> None:
     ranks = Ranks(3)
 
     def call(watch: Watch) -> None:
         if watch.rank == 2:
-            watch.refuse(NotImplementedError("no such backend"))
+            watch.left(NotImplementedError("no such backend"))
             return
         watch.agree({"heads": 8})
 
     told = on_all(ranks.watches, call)
     assert [str(error) for error in told[:2]] == ["rank 2 refused this call: NotImplementedError: no such backend"] * 2
-    assert on_all(ranks.watches, lambda watch: watch.agree({"heads": 8})) == [None] * 3
+    assert on_all(ranks.watches, lambda watch: watch.agree({"heads": 8})) == [2] * 3
 
 
 def test_a_connection_that_breaks_because_a_rank_refused_and_left() -> None:
     ranks = Ranks(2)
     on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
-    ranks.watches[1].refuse(ValueError("k has 6 heads"))
+    ranks.watches[1].enter()
+    ranks.watches[1].left(ValueError("k has 6 heads"))
     watch = ranks.watches[0]
     watch.agree({"heads": 8})
     watch.begin("forward")
     watch.posted("forward hop 1: K/V", Transfer(), [DONE], [(1, 64)], [(1, 64)])
     raised = watch.failed(TransportError("Connection closed by peer"))
     assert (type(raised), str(raised)) == (ValueError, "rank 1 refused this call: ValueError: k has 6 heads")
+
+
+def test_an_error_while_comparing_ends_the_wait_of_the_others() -> None:
+    ranks = Ranks(2)
+
+    def call(watch: Watch) -> None:
+        watch.enter()
+        if watch.rank == 0:
+            watch._stopped = interrupt  # type: ignore[method-assign]
+        try:
+            while watch.rank == 1:
+                watch.tick()  # the watchdog
+                watch.agree({"heads": 8})
+            watch.agree({"heads": 8})
+        except BaseException as error:
+            watch.left(error)
+            raise
+
+    def interrupt() -> str | None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        call(ranks.watches[0])
+    with pytest.raises(TransportError, match="Rank 0 found: rank 0: between calls failed: KeyboardInterrupt"):
+        call(ranks.watches[1])
 
 
 def test_whoever_waits_in_the_preflight_hears_of_failures() -> None:
@@ -253,7 +262,7 @@ def test_a_rank_that_does_not_come_to_the_preflight_is_named() -> None:
 def test_one_rank_alone_has_nobody_to_compare_with() -> None:
     (watch,) = Ranks(1).watches
     watch.agree({"heads": 8})
-    watch.refuse(ValueError("x"))
+    watch.left(ValueError("x"))
     watch.begin("forward")
     watch.posted("hop", Transfer(), [], [], [])
     with watch.span("compute"):

@@ -37,6 +37,9 @@ class MemoryLine:
             raise TransportError(self.problem)
         return do(self.store)
 
+    def tell(self, do: Callable[[Any], object]) -> None:
+        do(self.store)
+
     def hopeless(self, missing: Sequence[int]) -> TransportError | None:
         return None
 

@@ -138,7 +138,7 @@ def train_ring(task: Task, group: object, weights: Weights | None = None, tick: 
     """
     with Ring(group) as ring:
         transport = ring.open(task.device)[0]
-        ring.agree({"job": task.job, "text": hashlib.sha256(task.document).hexdigest()[:12]}, task.device)
+        ring._agree({"job": task.job, "text": hashlib.sha256(task.document).hexdigest()[:12]}, task.device)
         layout = task.job.held(ring.size)
         traces: list[Trace] = []
         hooks = Hooks(
