@@ -14,7 +14,7 @@ import torch
 
 from .control import Control
 from .deadlines import FIRST_SECONDS, NEVER, Deadlines, Post, Sizes
-from .gossip import Report, pack, period, told
+from .gossip import TICK_RANKS, Report, pack, period, told
 from .news import Gauges, News
 from .preflight import Preflight
 from .transport import Fence, Transport, TransportError
@@ -29,6 +29,8 @@ ABORT_SECONDS = 2.0
 STOPPED_SECONDS = 5.0
 # After a call a rank goes on talking for a while, so that its last news get around.
 GRACE_SECONDS = 0.5
+# Then it only answers ranks that wait for it, and looks for their questions this often (in larger worlds less).
+IDLE_SECONDS = 1.0
 # Where a last report is asked for directly when something failed; in larger worlds, the edge's ends among them.
 ASKED_RANKS = 16
 
@@ -85,6 +87,7 @@ class Watch:
         self._number: int | None = 0  # of the call that is agreed on; 0: not yet; None: the ranks could not agree
         self._active = -NEVER  # when this ring was last in use
         self._ticked = NEVER
+        self._answered = -NEVER
         self.closed = False
 
     # -- the thread that computes ------------------------------------------------------------------------------------
@@ -215,6 +218,8 @@ class Watch:
             self._active = now
         if now - self._active < GRACE_SECONDS + period(self.size):
             self._talk(now)
+        elif now - self._answered > IDLE_SECONDS * max(1.0, self.size / TICK_RANKS):
+            self._answer(self._exchange(look=self._preflight.wanted()), {})
 
     def _talk(self, now: float) -> None:
         """One round with the store: failures of others, questions of others, and the gossip."""
@@ -228,14 +233,19 @@ class Watch:
             return self._hear(found["failure"])
         if peer is not None:
             self._news.pull(found.get(f"table/{peer}"))
+        self._answer(found, {} if peer is None else {f"table/{self.rank}": pack(self._news.table.rows)})
+        self._news.warn(now)
+
+    def _answer(self, found: Mapping[str, object] | None, news: Mapping[str, object]) -> None:
+        """Say what other ranks have asked for, and the news; also in a rank that computes something else for long."""
+        self._answered = time.monotonic()
+        if found is None:
+            return
         publish, verdict = self._preflight.hear(found)
         if verdict is not None:
             return self._fail(Failure(self.rank, "ValueError", verdict.text), publish)
-        if peer is not None:
-            publish[f"table/{self.rank}"] = pack(self._news.table.rows)
-        if publish:
-            self._exchange(publish)
-        self._news.warn(now)
+        if publish or news:
+            self._exchange({**publish, **news})
 
     def _exchange(
         self, publish: Mapping[str, object] | None = None, look: Sequence[str] = ()

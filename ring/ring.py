@@ -39,6 +39,10 @@ from .trace import Trace
 from .traffic import Call, Posted, chunks_of
 from .wire import grad_wire_of, wire_of
 
+IN_USE = (
+    "this ring is in use by a call of another thread: one call at a time, in the same order on every rank; a Ring for "
+    "each thread lets them compute side by side"
+)
 VERSIONS = {"ringattn": __version__, "torch": torch.__version__, "triton": triton.__version__}
 
 
@@ -125,6 +129,7 @@ class Ring:
         self._seeds: Control | None = None
         self._closed = False
         self._busy = threading.Lock()  # held by the call in progress
+        self._misused: RuntimeError | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -252,14 +257,22 @@ class Ring:
             yield
             return
         self._check_thread()
-        watch = self._watch if self._watch is not None and not self._closed else self._use(device)
         if not self._busy.acquire(blocking=False):
-            error = RuntimeError(
-                "this ring is in use by a call of another thread: one call at a time, in the same order on every rank; "
-                "a Ring for each thread lets them compute side by side"
-            )
-            watch.failed(error)
-            raise error
+            self._misused = RuntimeError(IN_USE)
+            if self._watch is not None:
+                self._watch.failed(self._misused)
+            raise self._misused
+        try:
+            with self._told(device):
+                yield
+                if self._misused is not None:
+                    raise self._misused
+        finally:
+            self._busy.release()
+
+    @contextmanager
+    def _told(self, device: torch.device) -> Iterator[None]:
+        watch = self._use(device) if self._watch is None or self._closed else self._watch
         watch.enter()
         try:
             self._use(device)
@@ -267,8 +280,6 @@ class Ring:
         except BaseException as error:
             watch.left(error)
             raise
-        finally:
-            self._busy.release()
 
     def _agree(
         self,
