@@ -205,13 +205,11 @@ class Preflight:
         pause, ask_at = FIRST_POLL_SECONDS, begun + LATE_SECONDS
         silent = [rank for rank in range(control.size) if rank != control.rank]
         while True:
-            # Before the look: a rank may come here and be gone, and has come all the same.
+            # Before the looks: a rank may have come, or have said where it is, and be gone.
             now, reason, hopeless = time.monotonic(), stop(), control.hopeless(silent)
             if control.count(here, 0) == control.size:
                 return True
-            if reason is not None or hopeless is not None:
-                raise hopeless or TransportError(f"{what}: {reason}")
-            if now >= ask_at:
+            if now >= ask_at or hopeless is not None:
                 self._say(number, Said(told, None, False))
                 ask_at = now + ASK_SECONDS
             if self._told == number:
@@ -220,6 +218,8 @@ class Preflight:
                 if any(one.going_on or one.fields != told for one in said.values()):
                     return False
                 silent = [rank for rank in silent if rank not in said]
+            if reason is not None or hopeless is not None:
+                raise hopeless or TransportError(f"{what}: {reason}")
             if now - begun >= timeout:
                 if not silent:
                     return False
