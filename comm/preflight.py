@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from .control import FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS, Control
+from .control import LONGEST_POLL_SECONDS, Control
 from .transport import TransportError
 
 Fields = Mapping[str, str]  # name -> repr of the value
@@ -27,7 +27,11 @@ KEPT_CALLS = 256
 CONTEXT = 8
 # as many are remembered
 MOST = 4096
+# A call that was not made counts the same on every rank: they may go on together.
+NOT_MADE = ("", "")
 
+# A rank that is waited for mostly comes within one answer of the store.
+FIRST_PAUSE_SECONDS = 2e-5
 # A rank that has waited this long says what its call is, and asks the others ...
 LATE_SECONDS = 0.02
 # ... and repeats the question this often: another rank may have asked about another call in between.
@@ -51,7 +55,6 @@ class Verdict(NamedTuple):
 
 class _Call(NamedTuple):
     number: int
-    chain: str  # of this call and all before
     fields: Fields | None  # None: refused, or refused by the others
     stopped: bool  # this rank stopped there until all had come
 
@@ -120,6 +123,7 @@ class Preflight:
         self._asked = 0  # the call that another rank asks about
         self._answers: dict[int, dict[int, Said]] = {}  # call -> what the ranks have said of it so far
         self._settled = 0  # of the calls that were asked about, up to which all ranks have said the same
+        self._chain = ""  # digest of all calls
         self._arrived: str | None = None  # where the ranks last waited for each other
         self._told: int | None = None  # the last call of which this rank has said something
 
@@ -153,15 +157,11 @@ class Preflight:
         number = self.number + 1
         texts, changing = ({name: repr(value) for name, value in (given or {}).items()} for given in (fields, values))
         told = texts | changing | ({} if of is None else {"backward of call": str(of)})
-        keys = (
-            digest_of(sorted(texts.items()), None if of is None else number - of),
-            digest_of(sorted(changing.items())),
-        )
+        keys = digest_of(texts, None if of is None else number - of), digest_of(changing)
         stopped = not self._expected.is_next(*keys)
         patience = self._control.patience if timeout is None else timeout
-        verdict = self._meet(number, told, patience, stop) if stopped else None
-        self._count(None if verdict else told, stopped=stopped)
-        self._expected.add(*(("", "") if verdict else keys))
+        verdict = self._meet(number, told, digest_of(self._chain, keys), patience, stop) if stopped else None
+        self._count(None if verdict else told, NOT_MADE if verdict else keys, stopped=stopped)
         return verdict
 
     def refuse(self, error: BaseException) -> None:
@@ -169,8 +169,7 @@ class Preflight:
         number = self.number + 1
         with contextlib.suppress(TransportError):  # without a store the others find out by their deadlines
             self._say(number, Said(None, f"{type(error).__name__}: {error}", False))
-        self._count(None, stopped=True)
-        self._expected.add("", "")
+        self._count(None, NOT_MADE, stopped=True)
 
     def wanted(self) -> list[str]:
         """The keys that the watchdog should look at."""
@@ -185,10 +184,12 @@ class Preflight:
             self._asked = max(self._asked, asked)
         return self._answer(self._asked), self._judge_answers(found)
 
-    def _meet(self, number: int, told: Fields, timeout: float, stop: Callable[[], str | None]) -> Verdict | None:
+    def _meet(
+        self, number: int, told: Fields, chain: str, timeout: float, stop: Callable[[], str | None]
+    ) -> Verdict | None:
         """Wait until all ranks have come to this call; where one is at another, hear what each says of its own."""
         control = self._control
-        here = f"arrived{number}/{self._chain(told)}"
+        here = f"arrived{number}/{chain}"
         if control.count(here, 1) < control.size and not self._all_come(number, told, here, timeout, stop):
             verdict = self._hear_all(number, timeout, stop)
             control.forget(here)
@@ -202,7 +203,7 @@ class Preflight:
         """Whether all ranks came; False as soon as one of them says that it is at another call."""
         control, what = self._control, what_of(number)
         begun = time.monotonic()
-        pause, ask_at = FIRST_POLL_SECONDS, begun + LATE_SECONDS
+        pause, ask_at = FIRST_PAUSE_SECONDS, begun + LATE_SECONDS
         silent = [rank for rank in range(control.size) if rank != control.rank]
         while True:
             # Before the looks: a rank may have come, or have said where it is, and be gone.
@@ -250,13 +251,10 @@ class Preflight:
         self._told = number
         self._control.exchange({_key(number, self._control.rank): list(said), "asked": number})
 
-    def _chain(self, fields: Fields | None) -> str:
-        before = self._calls[-1].chain if self._calls else ""
-        # A call that was not made counts the same on every rank: they may go on together.
-        return digest_of(before, sorted((fields or {}).items()))
-
-    def _count(self, fields: Fields | None, *, stopped: bool) -> None:
-        self._calls.append(_Call(self.number + 1, self._chain(fields), fields, stopped))
+    def _count(self, fields: Fields | None, keys: tuple[str, str], *, stopped: bool) -> None:
+        self._calls.append(_Call(self.number + 1, fields, stopped))
+        self._chain = digest_of(self._chain, keys)
+        self._expected.add(*keys)
 
     def _answer(self, number: int) -> dict[str, object]:
         """Speak for this rank where it went on past a call that another one stopped at."""

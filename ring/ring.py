@@ -70,8 +70,9 @@ class Ring:
             error; None: 100 times the median of the last ones, at least 60 s and 4 times the longest, and 600 s for
             the first of a call and for what this ring has never moved before.
 
-    The transports open at the first call, on the device of its tensors; every rank calls together. A context manager;
-    :meth:`close` gives back communicators and slots.
+    The transports open at the first call, on the device of its tensors; every rank makes the same calls in the same
+    order, one at a time. A call that another thread makes meanwhile is a RuntimeError, and ends the ring.
+    A context manager; :meth:`close` gives back communicators and slots.
 
     Raises:
         ValueError: an argument that is not one of the above.
@@ -290,7 +291,8 @@ class Ring:
         of: int | None = None,
     ) -> int:
         """Compare what this rank is about to do with every other rank's; the number of the call. See `Watch.agree`."""
-        return self._use(device).agree({**fields, **self.settings, **VERSIONS}, values, of=of)
+        common = {**self.settings, **VERSIONS} if of is None else {}
+        return self._use(device).agree({**fields, **common}, values, of=of)
 
     def _draw_seed(self, drawn: int | None = None) -> int:
         """A seed of 63 bits from rank 0's torch generator, the same on every rank; one round trip through the store.
