@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.comm import LocalGroup, LocalWorld, Message, TransportError, copy_engine, node
+from ringattn.comm import LocalGroup, LocalWorld, Message, Topology, TransportError, copy_engine, groups, node
 from ringattn.comm.control import control_of
 from ringattn.comm.copy_engine import CopyEngineTransport, copy_engine_missing
+from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.lines import Board, flag_of
 
 from .stand_in_cuda import Result, Workers, install_driver, running
@@ -432,9 +433,9 @@ def test_members_of_two_nodes(workers: Workers) -> None:
     def fn(group: LocalGroup) -> None:
         node, place = divmod(group.rank(), 2)
         members = [2 * node, 2 * node + 1]
-        transport = opened(group, members=members)
+        (level, _), control = groups._levels(group.rank(), Topology.grid(2, 2)), control_of(group)
+        (transport,) = groups._open(group, ["copy_engine"], CPU, [level], NO_LIMITS, control, "as asked for")
         other, arrived = members[1 - place], filled(-1, 4, CPU)
-        transport.warm_up([(0, 1), (1, 0), (2, 3), (3, 2)])
         mine = filled(group.rank(), 4, CPU)
         transport.post(sends=[Message(other, mine)], receives=[Message(other, arrived)]).wait()
         assert int(arrived[3]) == other
