@@ -118,6 +118,7 @@ def test_only_streams_of_a_gpu_end_the_process(
     assert ["the connection is gone" in text for text in ended] == [True] * ends
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # Python 3.12: of a process with threads
 def test_a_forked_child_has_a_thread_of_its_own(fast: Watchdog) -> None:
     fast.add(watch := watch_of(controls(2)[0]))
     child = os.fork()
