@@ -89,20 +89,30 @@ def a_post_waits_for_nobody(group: dist.ProcessGroup) -> None:
 
 @group_case
 def a_throttled_link_takes_its_time(group: dist.ProcessGroup) -> None:
-    rate = 10e6
+    """And no more: a link is as fast in both directions at once as in one."""
+    rate, pauses, wait = 10e6, list[float](), threading.Event.wait
+
+    def noted(event: threading.Event, timeout: float | None = None) -> bool:
+        if timeout is not None and threading.current_thread().name.startswith("ringattn-transfers"):
+            pauses.append(timeout)
+        return wait(event, timeout)
+
     transport = ProcessGroupTransport(group, CPU, limits=Limits(bytes_per_second=rate))
     onward, back = neighbours(transport)
     first, second = torch.zeros(100_000), torch.zeros(100_000)  # 40 ms each
     dist.barrier(group)
-    started = time.monotonic()
-    came = transport.post(sends=[Message(onward, torch.ones(100_000))], receives=[Message(back, first)])
-    went = transport.post(sends=[Message(onward, first)], receives=[Message(back, second)], after=[came])
-    assert not came.done()
-    came.wait()
-    assert time.monotonic() - started >= 0.04
-    went.wait()
-    assert time.monotonic() - started >= 0.08
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(threading.Event, "wait", noted)
+        started = time.monotonic()
+        came = transport.post(sends=[Message(onward, torch.ones(100_000))], receives=[Message(back, first)])
+        went = transport.post(sends=[Message(onward, first)], receives=[Message(back, second)], after=[came])
+        assert not came.done()
+        came.wait()
+        assert time.monotonic() - started >= 0.04
+        went.wait()
+        assert time.monotonic() - started >= 0.08
     assert values(second) == [1]
+    assert len(pauses) == 2 and max(pauses) <= 0.04
 
 
 @group_case

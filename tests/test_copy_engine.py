@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.comm import LocalGroup, LocalWorld, Message, TransportError, copy_engine, node
+from ringattn.comm import LocalGroup, LocalWorld, Message, Topology, TransportError, copy_engine, groups, node
 from ringattn.comm.control import control_of
 from ringattn.comm.copy_engine import CopyEngineTransport, copy_engine_missing
-from ringattn.comm.lines import Board
+from ringattn.comm.limits import NO_LIMITS
+from ringattn.comm.lines import Board, flag_of
 
 from .stand_in_cuda import Result, Workers, install_driver, running
 from .transport_cases import CASES, filled, neighbours
@@ -281,29 +282,41 @@ def test_abort_releases_a_stream_that_waits_for_a_dead_peer(workers: Workers) ->
     assert not workers.driver.registered
 
 
-def test_abort_outlasts_what_a_living_peer_still_writes(workers: Workers) -> None:
-    """The peer's stream puts smaller numbers over those that abort wrote, while ours has not got to its waits yet."""
+def test_abort_outlasts_what_a_living_peer_still_writes(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer's stream puts a smaller number over the one that abort wrote, and stops there."""
+    wrote = threading.Event()
+
+    def write(stream: int, address: int, value: int) -> None:
+        Workers.write(workers, stream, address, value)
+        workers.put("wrote", stream, wrote.set, None)
+
+    monkeypatch.setattr(workers, "write", write)
 
     def fn(group: LocalGroup) -> None:
         transport = opened(group)
-        mine = hold(workers, transport)
+        held = [hold(workers, transport)]
         fences = []  # all of them: they hold the memory
         for post in range(4):
+            if post == 1 and group.rank() == 1:
+                held.append(hold(workers, transport))
             messages = [Message(1 - group.rank(), filled(post, 4, CPU))]
             sends, receives = (messages, []) if group.rank() else ([], messages)
             fences.append(transport.post(sends=sends, receives=receives))
         transport.gather(None)
         if group.rank() == 0:
             transport.abort("enough")
-            time.sleep(0.02)  # the flag is at 4
+            ready, _ = flag_of((0, 1), 1, 0)
+            until(lambda: transport._flags.board.load(ready) == 4, "abort wrote nothing")
         transport.gather(None)
         if group.rank() == 1:
-            mine.set()  # ready 1, and its stream waits until that is taken
-            until(lambda: transport._flags.board.load(2 * 2) == 4, "abort wrote once")
+            held[0].set()
+            assert wrote.wait(5), "the peer's 1 comes after abort's 4"
         transport.gather(None)
-        mine.set()
-        until(fences[-1].done, "the stream waits on")
+        if group.rank() == 0:
+            held[0].set()
+            until(fences[-1].done, "the stream waits on")
         transport.gather(None)  # one rank's abort shuts the lines of both
+        held[-1].set()
         transport.close()
 
     with LocalWorld(2, device="cpu", timeout=10) as world:
@@ -420,9 +433,9 @@ def test_members_of_two_nodes(workers: Workers) -> None:
     def fn(group: LocalGroup) -> None:
         node, place = divmod(group.rank(), 2)
         members = [2 * node, 2 * node + 1]
-        transport = opened(group, members=members)
+        (level, _), control = groups._levels(group.rank(), Topology.grid(2, 2)), control_of(group)
+        (transport,) = groups._open(group, ["copy_engine"], CPU, [level], NO_LIMITS, control, "as asked for")
         other, arrived = members[1 - place], filled(-1, 4, CPU)
-        transport.warm_up([(0, 1), (1, 0), (2, 3), (3, 2)])
         mine = filled(group.rank(), 4, CPU)
         transport.post(sends=[Message(other, mine)], receives=[Message(other, arrived)]).wait()
         assert int(arrived[3]) == other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringattn.comm.host_stream import HostStream
+from ringattn.comm import host_stream
+from ringattn.comm.host_stream import HostStream, Work
 from ringattn.comm.transport import TransportError
 
 from .nightly import rest_nightly
@@ -160,6 +162,30 @@ def test_a_transport_that_nobody_holds_ends_its_thread(tmp_path: Path) -> None:
     assert not transfers()
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(check.format(path=tmp_path))], check=True, timeout=60)
+
+
+def test_the_end_of_a_process_waits_for_what_it_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[Work] = []
+    monkeypatch.setattr(atexit, "register", ends.append)
+    host_stream._streams.cache_clear()
+    begun, interrupted, returned = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert interrupted.wait(10)
+        time.sleep(0.1)
+        returned.set()
+
+    try:
+        fence = HostStream("test-end", interrupted.set).submit(work)
+        assert begun.wait(10)
+        (end,) = ends
+        end()
+        assert returned.is_set()
+        with pytest.raises(TransportError, match="the process ends"):
+            fence.wait()
+    finally:
+        host_stream._streams.cache_clear()  # those that are made from here on end with this process again
 
 
 # Rank 0 waits for bytes that never come, rank 1 sleeps.

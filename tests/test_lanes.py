@@ -17,7 +17,7 @@ from ringattn.comm.lanes import StreamLane
 from ringattn.comm.local import solo_group
 from ringattn.comm.transport import DONE, TransportError
 
-from .stand_in import Device, Op, install_streams
+from .stand_in import Device, Event, Op, install_streams
 from .transport_cases import CASES, filled
 
 CPU = torch.device("cpu")
@@ -126,18 +126,31 @@ def test_local_receive_into_what_has_left(device: Device) -> None:
         assert device.happens_before(out_of_mine, into_mine)
 
 
-def test_local_holds_tensors_until_compute_has_waited(device: Device) -> None:
-    transport = streamed(solo_group())
-    tensor, copy = filled(1, 4, CPU), filled(0, 4, CPU)
-    alive = [weakref.ref(tensor), weakref.ref(copy)]
-    fence = transport.post(sends=[Message(0, tensor)], receives=[Message(0, copy)])
-    del tensor, copy
-    transport.post(sends=[], receives=[], after=[fence])  # holds back the transfer stream alone
-    gc.collect()
-    assert all(reference() is not None for reference in alive)
+def check_held(device: Device, transport: LocalTransport | ProcessGroupTransport, peer: int) -> None:
+    """What a post moves is there at each wait of the stream that owns it, and not for longer."""
+    sent, received = filled(1, 4, CPU), filled(0, 4, CPU)
+    alive = [weakref.ref(sent), weakref.ref(received)]
+    fence = transport.post(sends=[Message(peer, sent)], receives=[Message(peer, received)])
+    del sent, received
+    StreamLane(CPU).follow([fence])  # a third stream: that it waits says nothing of the owner
+    owner, held = device.current(), list[list[bool]]()
+    wait_event = owner.wait_event
+
+    def noted(event: Event) -> None:
+        held.append([one() is not None for one in alive])
+        wait_event(event)
+
+    owner.wait_event = noted  # type: ignore[method-assign]
     fence.wait()
+    assert held and all(map(all, held))
     gc.collect()
-    assert all(reference() is None for reference in alive)
+    assert not any(one() is not None for one in alive)
+
+
+def test_local_holds_tensors_until_compute_has_waited(device: Device) -> None:
+    """Also for the copy of the rank that they go to."""
+    with LocalWorld(2, device="cpu", timeout=10) as world:
+        world.run(lambda group: check_held(device, streamed(group), 1 - group.rank()))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -186,6 +199,10 @@ class FakeGroup:
 def on_streams(device: Device) -> ProcessGroupTransport:
     control, group = control_of(solo_group()), FakeGroup(device)
     return ProcessGroupTransport(group, CPU, control=control, lane=StreamLane(CPU))  # type: ignore[arg-type]
+
+
+def test_process_group_holds_tensors_until_compute_has_waited(device: Device) -> None:
+    check_held(device, on_streams(device), 0)
 
 
 def test_process_group_ends_its_backend_once(device: Device) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention
-from ringattn.comm import LocalGroup, Message
+from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message
 from ringattn.comm.topology import Topology
+from ringattn.comm.warm_up import ring_edges
 from ringattn.ring.ring import ring_of
 from ringattn.ring.traffic import Call, Key, Kind
 
@@ -20,6 +22,7 @@ from .baselines import exact, pytorch
 from .nightly import rest_nightly
 from .ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ring
 from .tolerance import assert_as_exact_as_pytorch
+from .transport_cases import Calling
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -262,6 +265,72 @@ def test_what_a_world_used_goes_with_it() -> None:
     del world
     gc.collect()
     assert [ring() for ring in rings] == [None, None]
+
+
+def test_every_edge_is_warmed_up_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that a later mask brings: with a window to both sides, K/V go past a rank."""
+    layout, whole = Layout.contiguous(32, 4), inputs(32)
+    warm, used, late = set[Edge](), set[Edge](), set[Edge]()
+    warm_up, post = LocalTransport.warm_up, LocalTransport.post
+
+    def noting(transport: LocalTransport, edges: Sequence[Edge]) -> None:
+        warm.update(edges)
+        warm_up(transport, edges)
+
+    def checking(transport: LocalTransport, *, sends: Sequence[Message], **rest: Any) -> Fence:
+        edges = {(transport.rank, message.peer) for message in sends}
+        used.update(edges)
+        late.update(edges - warm)
+        return post(transport, sends=sends, **rest)
+
+    monkeypatch.setattr(LocalTransport, "warm_up", noting)
+    monkeypatch.setattr(LocalTransport, "post", checking)
+
+    def calls(group: LocalGroup) -> None:
+        parts = [layout.shard(whole[name], group.rank()) for name in "qkv"]
+        with Ring(group) as ring:
+            for window in ((-1, -1), (9, 9)):
+                ring_attention(*parts, layout=layout, ring=ring, window_size=window)
+
+    with LocalWorld(4) as world:
+        world.run(calls)
+    assert used - set(ring_edges(range(4))) and not late
+
+
+@pytest.mark.parametrize("then", ["a call that takes more slots", "close"])
+def test_slots_of_a_failed_call_go_after_its_transfers(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has waited for what it had posted."""
+    layout, whole = Layout.zigzag(24, 3), inputs(24)
+    posted: dict[int, list[Calling]] = {rank: [] for rank in range(3)}
+    post = Call.post
+
+    def failing(call: Call, level: int, key: Key, *rest: Any) -> Fence | None:
+        if call.wire is not None:
+            return post(call, level, key, *rest)
+        if key.brings == 2:
+            raise RuntimeError("out of memory")
+        fence = post(call, level, key, *rest)
+        assert fence is not None
+        posted[call.plan.rank].append(Calling(fence.wait))
+        return posted[call.plan.rank][-1]
+
+    monkeypatch.setattr(Call, "post", failing)
+
+    def calls(group: LocalGroup) -> None:
+        parts = [layout.shard(whole[name], group.rank()) for name in "qkv"]
+        with Ring(group, wire_dtype=torch.bfloat16) as ring:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                ring_attention(*(x.bfloat16() for x in parts), layout=layout, ring=ring)
+            (fence,) = posted[group.rank()]
+            assert fence.waits == 0
+            if then == "close":
+                ring.close()
+            else:  # one that has something to encode
+                ring_attention(*parts, layout=layout, ring=ring)
+            assert fence.waits
+
+    with LocalWorld(3, timeout=10) as world:
+        world.run(calls)
 
 
 def test_record_tells_compute_and_wait_per_hop() -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention
-from ringattn.comm import LocalGroup
+from ringattn.comm import LocalGroup, Message, TransportError
+from ringattn.comm.control import control_of
 from ringattn.comm.topology import Topology
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, longformer
@@ -244,6 +245,22 @@ def test_a_closed_ring() -> None:
     ring.close()
     with pytest.raises(ValueError, match="ring is closed"):
         ring_attention(*qkv(), ring=ring)
+
+
+def test_a_ring_left_by_an_error_ends_the_transfers_of_the_others() -> None:
+    """The rank that leaves goes on elsewhere: nothing but its ring tells the others."""
+
+    def fn(group: LocalGroup) -> None:
+        raised = TransportError if group.rank() else KeyError
+        with pytest.raises(raised, match="out of data"), Ring(group) as ring:
+            transport = ring.open_flat(torch.device("cpu"))
+            if group.rank() == 0:
+                raise KeyError("out of data")
+            transport.post(sends=[], receives=[Message(0, torch.empty(4))])
+        control_of(group).gather(None, what="the test", timeout=5)
+
+    with LocalWorld(2, timeout=5) as world:
+        world.run(fn)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ REPLAYED = [
     ("nccl", "2 x 3, full, then documents"),
     ("nccl", "full, then a longer window"),
     ("nccl", "2 x 2, bfloat16 by wire"),
+    ("nccl", "unshard"),
     ("copy_engine", "fp8 by wire, two chunks"),
     ("copy_engine", "2 x 2, contiguous"),
     ("local", "documents"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ringattn.comm import DONE, LocalGroup, LocalWorld
+from ringattn.comm import DONE, LocalGroup, LocalWorld, TransportError
 from ringattn.comm import watchdog as module
 from ringattn.comm.control import Control
 from ringattn.comm.deadlines import NEVER
@@ -105,6 +106,32 @@ def test_virtual_ranks_that_disagree_get_one_error(fast: Watchdog) -> None:
         world.run(fn)
 
 
+@pytest.mark.parametrize(("device", "ends"), [("cpu", 0), ("cuda:0", 1)])
+def test_only_streams_of_a_gpu_end_the_process(
+    device: str, ends: int, fast: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(module, "end_process", ended.append)
+    monkeypatch.setattr(module, "control_of", lambda group: controls(2)[0])
+    watch = open_watch(object(), torch.device(device), deadline=5.0, transports=list)  # type: ignore[arg-type]
+    watch.failed(TransportError("the connection is gone"))
+    assert ["the connection is gone" in text for text in ended] == [True] * ends
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # Python 3.12: of a process with threads
+def test_a_forked_child_has_a_thread_of_its_own(fast: Watchdog) -> None:
+    fast.add(watch := watch_of(controls(2)[0]))
+    child = os.fork()
+    if child == 0:
+        ticked = threading.Event()
+        try:
+            watch.tick = ticked.set  # type: ignore[method-assign]
+            module._WATCHDOG.add(watch)
+        finally:
+            os._exit(0 if ticked.wait(5) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_the_process_ends_non_zero() -> None:
     code = """
         import threading
@@ -113,7 +140,7 @@ def test_the_process_ends_non_zero() -> None:
         threading.Event().wait()
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == EXIT_CODE != 0
+    assert done.returncode == EXIT_CODE == os.EX_TEMPFAIL == 75  # what schedulers start again
     assert "this process ends: rank 0: forward hop 1: not over" in done.stderr
 
 

@@ -381,6 +381,8 @@ def a_warm_up_names_wrong_bytes_everywhere(transport: Transport, device: torch.d
         transport.post = spoiled  # type: ignore[method-assign]
     with pytest.raises(TransportError, match=rf"rank 0 got 3 wrong bytes of 4096 from rank {source}$"):
         transport.warm_up([(source, 0)])
+    with pytest.raises(TransportError, match=f"the warm-up of the {transport.name} transport failed"):
+        transport.warm_up([(source, 0)])  # the edge is not warm
 
 
 @case

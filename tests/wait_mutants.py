@@ -46,7 +46,7 @@ SECONDS = 120  # for one mutant; one that hangs is caught
 NCCL = (
     "contiguous, other direction", "two slots, no prefetch", "full, contiguous, full", "2 x 3, full, then documents",
     "two chunks", "2 x 2, bfloat16 by wire", "forward twice", "full, then a longer window",
-    "3 x 2, contiguous, then full", "bfloat16 by wire, skipped hops", "fp8 by wire, two chunks",
+    "3 x 2, contiguous, then full", "bfloat16 by wire, skipped hops", "fp8 by wire, two chunks", "unshard",
 )  # fmt: skip
 OTHERS = (
     "contiguous, other direction", "two slots, no prefetch", "2 x 2, contiguous", "forward twice", "documents",
@@ -78,6 +78,7 @@ TARGETS = (
     Target("ring.traffic", ("Call", "Arrival", "Lane"), ("nccl",), RING),
     Target("ring.key_values", ("",), ("nccl",), RING),
     Target("ring.sums", ("",), ("nccl",), RING),
+    Target("ring.shards", ("exchange",), ("nccl",), ("test_shards.py",)),
     Target("comm.slots", ("Slots",), ("nccl",), ("test_slots.py",)),
     Target(
         "comm.lanes",

@@ -37,6 +37,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     ring: dict[str, Any] = field(default_factory=dict)  # arguments of Ring
     config: KernelConfig | None = None
+    unshards: bool = False  # the calls gather q, and sum up the gradients of all ranks, in place of attention
 
     @property
     def world(self) -> int:
@@ -45,6 +46,8 @@ class Case:
 
     def kernels(self, call: Call) -> tuple[str, ...]:
         """What a call launches once per shard, part of the mask and chunk of heads."""
+        if self.unshards:
+            return ()
         if not call.backward:
             return ("forward_kernel",)
         if is_single_pass(self.config):
@@ -91,8 +94,13 @@ def expected(case: Case) -> list[dict[str, Tensor]]:
     found = [dict[str, Tensor]() for _ in range(case.world)]
     for number, call in enumerate(case.calls):
         for rank in range(case.world):
-            found[rank] |= _expected(case, number, call, rank)
+            found[rank] |= (_unsharded if case.unshards else _expected)(case, number, call, rank)
     return found
+
+
+def _unsharded(case: Case, number: int, call: Call, rank: int) -> dict[str, Tensor]:
+    weights = sum(range(1, case.world + 1))
+    return {f"whole{number}": inputs(case, number)["q"], f"dq{number}": weights * shard(case, number, "q", rank)}
 
 
 def _expected(case: Case, number: int, call: Call, rank: int) -> dict[str, Tensor]:

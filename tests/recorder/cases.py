@@ -105,6 +105,8 @@ TWO_LEVEL = {
     "3 x 2, two slots": _two_level(3, 2, slots=2),
 }
 
+UNSHARD = {"unshard": replace(_case("zigzag", 3), unshards=True)}
+
 TILE = Tile(16, 16, 4, 1)  # which divides any block
 SINGLE_PASS, IN_TURN = (
     KernelConfig(TILE, TILE, TILE, backward=mode) for mode in ("single_pass", "single_pass_deterministic")
@@ -123,7 +125,7 @@ KERNELS = {
     "parts of dK/dV, 2 x 2, two chunks": replace(_two_level(2, 2, chunks=2), config=SPLIT),
 }
 
-NCCL = WORLDS | SKIPPED | CHANGING | SETTINGS | TWO_LEVEL | KERNELS
+NCCL = WORLDS | SKIPPED | CHANGING | SETTINGS | TWO_LEVEL | UNSHARD | KERNELS
 FEW = (
     "world 1", "world 2", "world 4", "contiguous", "contiguous, other direction", "window", "documents",
     "window to both sides", "blocks, two ranks see all", "forward twice", "full, contiguous, full",

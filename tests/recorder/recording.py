@@ -50,7 +50,9 @@ class Recording:
                 if a >= b:
                     found.append(f"rank {rank} posts '{second}' after '{first}': that is not the order of keys")
         for op in self.graph.log:
-            if op.kind == "nccl recv" and op.source is not None and self.key(op.label) != self.key(op.source.label):
+            if op.kind != "nccl recv" or op.source is None or op.label not in self._by_label:
+                continue
+            if self.key(op.label) != self.key(op.source.label):
                 found.append(f"{op.source} is received by {op}: their keys differ")
         return found
 

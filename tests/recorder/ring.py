@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
 import ringattn.ring.ring as ring_module
-from ringattn import LocalWorld, Ring, ring_attention
+from ringattn import LocalWorld, Ring, ring_attention, unshard
 from ringattn.comm import LocalGroup, LocalTransport, NcclTransport, Slots, Topology
 from ringattn.comm.control import control_of
 from ringattn.comm.copy_engine import CopyEngineTransport
-from ringattn.ring import Mask, node, traffic
+from ringattn.ring import Mask, node, shards, traffic
 from ringattn.ring.plan import plan
 from ringattn.ring.traffic import Key
 from ringattn.ring.travel import travelling
@@ -60,6 +60,7 @@ class _Session:
         self._barrier = threading.Barrier(case.world)
         monkeypatch.setattr(ring_module, "open_transports", self.open)
         monkeypatch.setattr(node, "mask_of", self.mask_of)
+        monkeypatch.setattr(shards, "ring_of", lambda group, _: self.rings[group.rank()])
         self._label(monkeypatch)
 
     def run(self) -> Recording:
@@ -107,6 +108,8 @@ class _Session:
         """One forward, with its backward or without."""
         self.calls[rank] = number
         layout, mask, backward = self.case.calls[number]
+        if self.case.unshards:
+            return self.unshard(ring, rank, number, given["q"])
         q, k, v = (given[name].detach().requires_grad_(backward) for name in "qkv")
         out, lse = ring_attention(
             q, k, v, layout=layout, ring=ring, causal=mask.causal, return_lse=True, config=self.case.config
@@ -119,6 +122,16 @@ class _Session:
             made = _engine_run_backward((out, lse), grads, False, False, (q, k, v), True, accumulate_grad=False)
             for name, grad in zip(("dq", "dk", "dv"), made, strict=True):
                 self.read(rank, f"{name}{number}", grad)
+
+    def unshard(self, ring: Ring, rank: int, number: int, given: Tensor) -> None:
+        """The whole of q on every rank; each computes a loss of its own."""
+        q = given.detach().requires_grad_()
+        whole = unshard(q, layout=self.case.calls[number].layout, group=ring.group, grad="sum")
+        self.read(rank, f"whole{number}", whole)
+        made = _engine_run_backward(
+            (whole,), (whole.detach() * (rank + 1),), False, False, (q,), True, accumulate_grad=False
+        )
+        self.read(rank, f"dq{number}", made[0])
 
     def use_again(self, rank: int, number: int, given: dict[str, Tensor]) -> None:
         """The caller writes something else where its tensors were, or frees them, as soon as a call has returned."""
