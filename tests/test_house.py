@@ -19,10 +19,11 @@ import pytest
 import ringattn
 
 from .conftest import profile
+from .nightly import rest_nightly
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests")
+FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 
 ARROWS = {
     "kernels": set[str](),
@@ -140,6 +141,35 @@ def test_properties_are_drawn_anew_in_nightly_runs_alone() -> None:
 def test_a_file_without_such_tests_fails_no_nightly_run(arguments: list[str], code: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:xdist", "-m", *arguments]
     assert subprocess.run([*command, ROOT / "tests" / "test_spans.py"], capture_output=True).returncode == code
+
+
+CLONES = ("ringattn", "main", "my-fork", "kernels")
+ANOTHER = "main" if ROOT.name == "ringattn" else "ringattn"
+NAMES = """
+import sys
+import ringattn
+from .forked import FORKED
+
+def names(_=None):
+    return __name__, ringattn.__file__, {beside!r} in sys.path
+
+def test_names():
+    with FORKED.Pool(1) as pool:
+        assert [names(), *pool.map(names, [0])] == [("tests.test_names", {file!r}, False)] * 2
+"""
+
+
+@pytest.mark.parametrize("name", rest_nightly(CLONES, ANOTHER))
+def test_clones_of_every_name(name: str, tmp_path: Path) -> None:
+    """Tests have one name, and import what is installed here: in their processes, and at night under xdist, too."""
+    clone = tmp_path / name
+    shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns("__pycache__", ".*", "build", "results", "shared"))
+    (clone / "tests" / "test_names.py").write_text(NAMES.format(file=ringattn.__file__, beside=str(tmp_path)))
+    workers = "0" if name == ANOTHER else "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "-k", "names or bits"]
+    files = ["tests/test_names.py", "tests/test_processes.py"]
+    done = subprocess.run([*command, *files], cwd=clone, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def run(code: str, folder: Path) -> None:
