@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn.comm import GroupLike
 
 from .baselines import Results, exact, pytorch
 from .tolerance import assert_as_exact_as_pytorch
@@ -54,7 +55,7 @@ def run_ring(
 def rank_part(
     layout: Layout,
     whole: dict[str, Tensor],
-    group: object,
+    group: GroupLike,
     rank: int,
     *,
     ring: Mapping[str, Any] | None = None,

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 
 from ringattn import Layout, Ring, ring_attention, unshard
+from ringattn.comm import GroupLike
 
 from .baselines import exact
 from .forked import FORKED
@@ -40,7 +41,7 @@ def in_processes(world: int, folder: Path, body: Callable[[int, int], None]) -> 
     )
 
 
-def result(layout: Layout, rank: int, whole: dict[str, Tensor], group: object = None) -> list[Tensor]:
+def result(layout: Layout, rank: int, whole: dict[str, Tensor], group: GroupLike = None) -> list[Tensor]:
     q, k, v = (layout.shard(whole[name], rank).detach().requires_grad_() for name in "qkv")
     out = ring_attention(q, k, v, layout=layout, group=group, causal=True)
     assert isinstance(out, Tensor)

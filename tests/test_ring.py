@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import LocalGroup, Message
 from ringattn.comm.topology import Topology
+from ringattn.ring.attention import Options
 from ringattn.ring.ring import ring_of
 from ringattn.ring.traffic import Call, Key, Kind
 
@@ -195,6 +197,12 @@ def test_one_device_alone_needs_no_layout_and_no_group() -> None:
     expected = exact(*[whole[name] for name in ("q", "k", "v", "dout")], causal=True).out
     assert isinstance(out, torch.Tensor)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_options_are_what_a_call_takes_by_name() -> None:
+    """The overloads for type checkers, and the arguments."""
+    named = {name for name, one in signature(ring_attention).parameters.items() if one.kind is one.KEYWORD_ONLY}
+    assert {*Options.__annotations__} == named - {"return_lse"}
 
 
 def test_names_are_equal_shards() -> None:
