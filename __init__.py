@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import autotune, bench, comm, kernels, reference, ring
+    from . import autotune, bench, comm, examples, kernels, reference, ring
     from .comm import LocalWorld
     from .ring import Layout, Ring, positions, ring_attention, shard, unshard
 
@@ -20,6 +20,7 @@ __all__ = [
     "autotune",
     "bench",
     "comm",
+    "examples",
     "kernels",
     "positions",
     "reference",
@@ -29,7 +30,7 @@ __all__ = [
     "unshard",
 ]
 
-_FOLDERS = ("autotune", "bench", "comm", "kernels", "reference", "ring")
+_FOLDERS = ("autotune", "bench", "comm", "examples", "kernels", "reference", "ring")
 _HOME = dict.fromkeys(("Layout", "Ring", "positions", "ring_attention", "shard", "unshard"), "ring")
 _HOME["LocalWorld"] = "comm"
 

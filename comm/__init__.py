@@ -1,6 +1,6 @@
 """Moves bytes between ranks and says when a buffer may be touched; knows nothing of attention."""
 
-from .groups import Group, group_rank_size, open_transport, open_transports, resolve_group
+from .groups import Group, GroupLike, group_rank_size, open_transport, open_transports, resolve_group
 from .limits import Limits
 from .local import LocalGroup, LocalTransport
 from .local_world import LocalWorld
@@ -16,6 +16,7 @@ __all__ = [
     "Edge",
     "Fence",
     "Group",
+    "GroupLike",
     "Limits",
     "LocalGroup",
     "LocalTransport",

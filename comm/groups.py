@@ -26,9 +26,11 @@ logger = logging.getLogger(__name__)
 TRANSPORTS = ("auto", "local", "nccl", "copy_engine", "process_group")
 
 Group = LocalGroup | dist.ProcessGroup
+GroupLike = Group | DeviceMesh | None
+"""What `group=` takes."""
 
 
-def resolve_group(group: object = None) -> Group:
+def resolve_group(group: GroupLike = None) -> Group:
     """The ranks that `group` names.
 
     Args:
@@ -38,13 +40,14 @@ def resolve_group(group: object = None) -> Group:
     Raises:
         ValueError: anything else, a mesh of more dimensions, or a process group that this rank is not in.
     """
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
     if isinstance(group, LocalGroup):
         return group
     if group is None:
         return _default_process_group() or solo_group()
     if isinstance(group, DeviceMesh):
         return _mesh_group(group)
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if group is outside:
         raise ValueError("group: this rank is not a member of that process group")
     if isinstance(group, dist.ProcessGroup):
         return group
@@ -54,14 +57,14 @@ def resolve_group(group: object = None) -> Group:
     )
 
 
-def group_rank_size(group: object = None) -> tuple[int, int]:
+def group_rank_size(group: GroupLike = None) -> tuple[int, int]:
     """(rank inside the group, number of ranks)."""
     members = resolve_group(group)
     return members.rank(), members.size()
 
 
 def open_transport(
-    group: object = None,
+    group: GroupLike = None,
     *,
     transport: str = "auto",
     device: torch.device | str,
@@ -74,7 +77,7 @@ def open_transport(
 
 
 def open_transports(
-    group: object = None,
+    group: GroupLike = None,
     *,
     transport: str = "auto",
     device: torch.device | str,

@@ -15,7 +15,7 @@ from ..kernels.launch import check_config
 from .backends import resolve_backend
 from .block_mask import BlockMask, Longformer
 from .documents import Documents, whole_numbers
-from .layout import Layout
+from .layout import Layout, LayoutLike
 from .mask import UNLIMITED, Mask
 from .ring import Ring
 from .shards import resolve_layout
@@ -54,9 +54,7 @@ def check(
     return check_scale(softmax_scale, q.shape[3]), name
 
 
-def layouts_of(
-    layout: Layout | str | None, kv_layout: Layout | str | None, ring: Ring, q: torch.Tensor, k: torch.Tensor
-) -> Layouts:
+def layouts_of(layout: LayoutLike, kv_layout: LayoutLike, ring: Ring, q: torch.Tensor, k: torch.Tensor) -> Layouts:
     """The layouts of a call, checked against this rank's shards."""
     queries = _layout_of("q", "layout", layout, ring, q)
     if kv_layout is not None:
@@ -69,7 +67,7 @@ def layouts_of(
     return Layouts(queries, queries)
 
 
-def _layout_of(tensor: str, name: str, layout: Layout | str | None, ring: Ring, x: torch.Tensor) -> Layout:
+def _layout_of(tensor: str, name: str, layout: LayoutLike, ring: Ring, x: torch.Tensor) -> Layout:
     rows = x.shape[1]
     seqlen = layout.seqlen if isinstance(layout, Layout) else rows * ring.size
     whole = resolve_layout(layout, seqlen, ring.size, name)

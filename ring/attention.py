@@ -3,16 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
+from ..comm import GroupLike
 from ..kernels import KernelConfig
 from .block_mask import BlockMask, Longformer
-from .layout import Layout
+from .layout import LayoutLike
 from .node import attend, autocast, device_of, resolve_ring
 from .ops import traced
 from .ring import Ring
+
+
+class Options(TypedDict, total=False):
+    """What :func:`ring_attention` takes by name, whichever it returns."""
+
+    layout: LayoutLike
+    ring: Ring | None
+    group: GroupLike
+    causal: bool
+    window_size: tuple[int, int]
+    softmax_scale: float | None
+    softcap: float
+    learnable_sink: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    dropout_p: float
+    dropout_seed: int | None
+    cu_seqlens: Iterable[int] | torch.Tensor | None
+    seqused_k: Iterable[int] | torch.Tensor | None
+    prefix_length: int | None
+    block_mask: torch.Tensor | BlockMask | Longformer | None
+    kv_layout: LayoutLike
+    backend: str
+    config: KernelConfig | None
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> torch.Tensor: ...
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[Options]
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def ring_attention(
@@ -20,9 +62,9 @@ def ring_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    layout: Layout | str | None = None,
+    layout: LayoutLike = None,
     ring: Ring | None = None,
-    group: object = None,
+    group: GroupLike = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
@@ -35,7 +77,7 @@ def ring_attention(
     seqused_k: Iterable[int] | torch.Tensor | None = None,
     prefix_length: int | None = None,
     block_mask: torch.Tensor | BlockMask | Longformer | None = None,
-    kv_layout: Layout | str | None = None,
+    kv_layout: LayoutLike = None,
     return_lse: bool = False,
     backend: str = "auto",
     config: KernelConfig | None = None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,7 +15,7 @@ from . import balance
 from .documents import Documents
 from .spans import Span, ascending, at_least, refuse_overlap
 
-__all__ = ["Layout", "Span"]
+__all__ = ["Layout", "LayoutLike", "Span"]
 
 REPR_SPANS = 32  # a layout of more spans than this is shown by its size and a digest
 
@@ -209,6 +209,10 @@ class Layout:
                 f"the layout holds {self.seqlen} of the positions 0 to {self.reach - 1}: "
                 "shard and unshard need a layout that holds every position once"
             )
+
+
+LayoutLike = Layout | Literal["contiguous", "zigzag", "striped"] | None
+"""What ``layout=`` takes; a name means equal shards, and None one rank alone."""
 
 
 def _table(spans_per_rank: tuple[tuple[Span, ...], ...]) -> torch.Tensor:

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..comm import GroupLike
 from ..kernels import KernelConfig, Scores
 from . import loop
 from .arguments import changing, check, check_tiles, layouts_of, mask_of, scores_of, seeded, signature, sink_of
 from .backends import backward_works, forward_works, joined, row_delta
 from .block_mask import BlockMask, Longformer
-from .layout import Layout
+from .layout import LayoutLike
 from .plan import Plan, plan
 from .ring import Ring, ring_of
 
@@ -39,8 +40,8 @@ def settled(
     v: torch.Tensor,
     ring: Ring,
     *,
-    layout: Layout | str | None,
-    kv_layout: Layout | str | None,
+    layout: LayoutLike,
+    kv_layout: LayoutLike,
     causal: bool,
     window_size: tuple[int, int],
     softmax_scale: float | None,
@@ -204,7 +205,7 @@ def device_of(*given: object) -> torch.device:
     return next(usable, torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU)
 
 
-def resolve_ring(ring: Ring | None, group: object, device: torch.device) -> Ring:
+def resolve_ring(ring: Ring | None, group: GroupLike, device: torch.device) -> Ring:
     """The ring of a call; ``ring`` and ``group`` name the same thing, so that only one may be given."""
     if ring is None:
         return ring_of(group, device)

@@ -21,7 +21,7 @@ from ..kernels import KernelConfig
 from ..kernels.op_calls import pack_config, unpack_config
 from ..kernels.scores import SEEDS
 from .block_mask import BlockMask, Longformer
-from .layout import Layout
+from .layout import Layout, LayoutLike
 from .node import resolve_ring
 from .plan import PLANS
 from .ring import Ring
@@ -67,8 +67,8 @@ def pack(
     ring: Ring | None,
     group: Any,
     *,
-    layout: Layout | str | None,
-    kv_layout: Layout | str | None,
+    layout: LayoutLike,
+    kv_layout: LayoutLike,
     window_size: tuple[int, int],
     dropout_p: float,
     dropout_seed: int | None,

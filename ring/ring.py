@@ -14,6 +14,7 @@ import triton
 from .. import __version__
 from ..comm import (
     Group,
+    GroupLike,
     Limits,
     LocalGroup,
     Slots,
@@ -80,7 +81,7 @@ class Ring:
 
     def __init__(
         self,
-        group: object = None,
+        group: GroupLike = None,
         *,
         transport: str = "auto",
         wire_dtype: torch.dtype | str | None = None,
@@ -398,7 +399,7 @@ def depth_of(slots: int, prefetch: int | None, hops: int) -> tuple[int, int]:
 _KEPT: weakref.WeakKeyDictionary[Group, dict[object, object]] = weakref.WeakKeyDictionary()
 
 
-def ring_of(group: object, device: torch.device) -> Ring:
+def ring_of(group: GroupLike, device: torch.device) -> Ring:
     """The ring that calls without ``ring=`` share: one per group and device, made on first use."""
     members = resolve_group(group)
     # A ring holds its group: kept by the member of a LocalWorld itself, both go when the world goes

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..comm import Message, group_rank_size
-from .layout import Layout
+from ..comm import GroupLike, Message, group_rank_size
+from .layout import Layout, LayoutLike
 from .ring import Ring, ring_of
 from .traffic import sizes
 
@@ -15,7 +15,7 @@ NAMES = ("contiguous", "zigzag", "striped")
 GRADS = ("slice", "sum")
 
 
-def resolve_layout(layout: Layout | str | None, seqlen: int, world: int, name: str = "layout") -> Layout:
+def resolve_layout(layout: LayoutLike, seqlen: int, world: int, name: str = "layout") -> Layout:
     """The ``Layout`` that a layout argument means for ``seqlen`` tokens in all.
 
     Raises:
@@ -45,7 +45,7 @@ def resolve_layout(layout: Layout | str | None, seqlen: int, world: int, name: s
     return layout
 
 
-def shard(x: torch.Tensor, *, layout: Layout | str | None, group: object = None, dim: int = 1) -> torch.Tensor:
+def shard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim: int = 1) -> torch.Tensor:
     """This rank's tokens of ``x``, which holds the whole sequence along ``dim``; differentiable.
 
     Every rank of the group calls it: they compare what they pass, as in :func:`ring_attention`, though nothing moves.
@@ -68,7 +68,7 @@ def _signature(call: str, x: torch.Tensor, layout: Layout, dim: int, **more: obj
     return {"call": call, "shape": sizes, "dtype": x.dtype, "layout": layout, "dim": dim, **more}
 
 
-def positions(seqlen: int, *, layout: Layout | str | None, group: object = None) -> torch.Tensor:
+def positions(seqlen: int, *, layout: LayoutLike, group: GroupLike = None) -> torch.Tensor:
     """Global positions of this rank's tokens, ascending, int64 ``[S]``, of ``seqlen`` tokens in all.
 
     Raises:
@@ -78,9 +78,7 @@ def positions(seqlen: int, *, layout: Layout | str | None, group: object = None)
     return resolve_layout(layout, seqlen, world).positions(rank)
 
 
-def unshard(
-    x: torch.Tensor, *, layout: Layout | str | None, group: object = None, dim: int = 1, grad: str
-) -> torch.Tensor:
+def unshard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim: int = 1, grad: str) -> torch.Tensor:
     """The whole sequence along ``dim`` from every rank's shard ``x``, on every rank.
 
     Args:

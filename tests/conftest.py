@@ -8,6 +8,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; 
 
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,8 +28,18 @@ def profile(markexpr: str) -> str:
     return "nightly" if markexpr.split(" ")[0] == "nightly" else "default"
 
 
+class PlainRoot:
+    """A plugin of pytest: the root is a folder as any, else its parent comes first in ``sys.path``, and a clone that is
+    called ``ringattn`` before the installed package."""
+
+    @staticmethod
+    def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        return pytest.Dir.from_parent(parent, path=path) if path == parent.config.rootpath else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(profile(config.option.markexpr))
+    config.pluginmanager.register(PlainRoot())
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -163,9 +163,9 @@ def written(mutant: Mutant) -> str:
 
 
 def stage(folder: Path) -> Path:
-    """A copy of the package and its tests."""
+    """A copy of the package and its tests, called as what the tests import, whatever the clone is called."""
     leave = shutil.ignore_patterns("__pycache__", "results", ".*", "build", "shared")
-    copy = folder / ROOT.name
+    copy = folder / "ringattn"
     shutil.copytree(ROOT, copy, ignore=leave)
     return copy
 
@@ -196,6 +196,9 @@ def serve(copy: Path, tests: tuple[str, ...], connection: Connection) -> None:
     first = First()
     options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", str(SECONDS_PER_TEST)]
     code = pytest.main([*(f"tests/{name}" for name in tests), *options], plugins=[first])
+    imported = Path(str(sys.modules["ringattn"].__file__)).parent
+    if imported != copy:  # caught too, and the first run is of no mutant: it ends the command
+        first.failed = f"the tests import {imported}, not {copy}"
     connection.send(first.failed or ("" if code == pytest.ExitCode.OK else f"pytest ends with {code}"))
     connection.close()
     os._exit(0)  # whatever a mutant left behind

@@ -42,6 +42,10 @@ pytest_add_cli_args_test_selection = [
     "tests/test_tiles.py::test_no_tile_is_seen_whole",
 ]
 use_git_change_detection = false
+
+[tool.pytest.ini_options]
+pythonpath = ["."]
+consider_namespace_packages = true
 """
 LEAST = 0.9
 CAUGHT = ("killed", "timeout", "suspicious", "segfault", "caught_by_type_check")
@@ -53,9 +57,9 @@ def stage() -> None:
     package = STAGE / "ringattn"
     package.mkdir(parents=True)
     leave = shutil.ignore_patterns("__pycache__", "results")
+    shutil.copytree(ROOT / "tests", STAGE / "tests", ignore=leave)
     for path in ROOT.glob("*/__init__.py"):
-        folder = path.parent
-        shutil.copytree(folder, (STAGE if folder.name == "tests" else package) / folder.name, ignore=leave)
+        shutil.copytree(path.parent, package / path.parent.name, ignore=leave)
     for path in ROOT.glob("*.py"):
         shutil.copy(path, package)
     (STAGE / "pyproject.toml").write_text(CONFIG)

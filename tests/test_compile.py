@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn.comm import GroupLike
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, bigbird, longformer
 from ringattn.ring.packed import Packed, pack
@@ -39,7 +40,8 @@ def fresh() -> Iterator[None]:
 def block(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
     """A layer around the call, so that the graph holds more than one op."""
     out = ring_attention(q * 2, k, v, **call)
-    return (out[0] * out[1].transpose(1, 2)[..., None] if isinstance(out, tuple) else out).sin()
+    result: Tensor = (out[0] * out[1].transpose(1, 2)[..., None] if isinstance(out, tuple) else out).sin()
+    return result
 
 
 def inputs(rows: int = ROWS) -> list[Tensor]:
@@ -58,7 +60,7 @@ def compiled(function: Callable[..., Tensor] = block, backend: Any = "aot_eager"
     return made
 
 
-def packed_call(*, ring: Ring | None = None, group: object = None, **call: Any) -> Packed:
+def packed_call(*, ring: Ring | None = None, group: GroupLike = None, **call: Any) -> Packed:
     """A call as the arguments of the op."""
     every = {name: one.default for name, one in signature(ring_attention).parameters.items()}
     rest = {

@@ -104,14 +104,15 @@ def test_meshes_of_one_dimension_are_taken(gloo: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("group", [3, "ring", [0, 1], LocalWorld])
-def test_other_groups_are_refused(group: object) -> None:
+def test_other_groups_are_refused(group: Any) -> None:
     with pytest.raises(ValueError, match=r"it takes a torch\.distributed ProcessGroup, a one-dimensional DeviceMesh"):
         resolve_group(group)
 
 
 def test_a_group_without_this_rank_is_refused() -> None:
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER
     with pytest.raises(ValueError, match="this rank is not a member"):
-        resolve_group(dist.GroupMember.NON_GROUP_MEMBER)
+        resolve_group(outside)
 
 
 @pytest.mark.parametrize("transport", ["auto", "local"])

@@ -19,10 +19,11 @@ import pytest
 import ringattn
 
 from .conftest import profile
+from .nightly import rest_nightly
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests")
+FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 
 ARROWS = {
     "kernels": set[str](),
@@ -31,6 +32,7 @@ ARROWS = {
     "ring": {"kernels", "comm", "autotune", "__version__"},
     "integrations": {"ring", "__version__"},
     "reference": set[str](),
+    "examples": {*ringattn.__all__},
 }
 """What each folder may import of ours, beside itself; ``bench`` may import anything but tests."""
 
@@ -142,6 +144,41 @@ def test_a_file_without_such_tests_fails_no_nightly_run(arguments: list[str], co
     assert subprocess.run([*command, ROOT / "tests" / "test_spans.py"], capture_output=True).returncode == code
 
 
+CLONES = ("ringattn", "main", "my-fork", "kernels")
+ANOTHER = "main" if ROOT.name == "ringattn" else "ringattn"
+NAMES = """
+import sys
+import ringattn
+from .forked import FORKED
+
+def names(_=None):
+    return __name__, ringattn.__file__, {beside!r} in sys.path
+
+def test_names():
+    with FORKED.Pool(1) as pool:
+        assert [names(), *pool.map(names, [0])] == [("tests.test_names", {file!r}, False)] * 2
+"""
+
+
+def copied(clone: Path) -> None:
+    """What a clone has, but for the results of measurements."""
+    leave = shutil.ignore_patterns("__pycache__", ".*", "build", "dist", "mutants", "*.egg-info", "results", "shared")
+    shutil.copytree(ROOT, clone, ignore=leave)
+
+
+@pytest.mark.parametrize("name", rest_nightly(CLONES, ANOTHER))
+def test_clones_of_every_name(name: str, tmp_path: Path) -> None:
+    """Tests have one name, and import what is installed here: in their processes, and at night under xdist, too."""
+    clone = tmp_path / name
+    copied(clone)
+    (clone / "tests" / "test_names.py").write_text(NAMES.format(file=ringattn.__file__, beside=str(tmp_path)))
+    workers = "0" if name == ANOTHER else "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "-k", "names or bits"]
+    files = ["tests/test_names.py", "tests/test_processes.py"]
+    done = subprocess.run([*command, *files], cwd=clone, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def run(code: str, folder: Path) -> None:
     """Run ``code`` in a fresh interpreter that starts in ``folder``."""
     result = subprocess.run(
@@ -204,12 +241,28 @@ def test_files_beside_the_modules_are_installed() -> None:
     assert (files("ringattn.kernels") / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
-def test_readmes_example_runs(tmp_path: Path) -> None:
-    """With fewer tokens: the code is the README's."""
-    example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
-    assert "4096" in example
-    check = """
-from ringattn import reference
-torch.testing.assert_close(out.double(), reference.attention(q, k, v, causal=True)[0], rtol=1e-4, atol=1e-4)
-"""
-    run(example.replace("4096", "512") + check, tmp_path)
+@pytest.mark.nightly
+def test_installs_with_an_old_setuptools(tmp_path: Path) -> None:
+    """As a vendor's container has it, by the README's command; git ignores all that stays in the clone."""
+    install = "pip install --no-deps --no-build-isolation ."
+    assert install in (ROOT / "README.md").read_text().splitlines()
+    clone, python = tmp_path / "clone", tmp_path / "venv" / "bin" / "python"
+    copied(clone)
+    shutil.copy(ROOT / ".gitignore", clone)
+
+    def done(*command: str | Path) -> str:
+        return subprocess.run(command, cwd=clone, check=True, capture_output=True, text=True).stdout
+
+    done("git", "init", "--quiet")
+    done("git", "add", "--all")
+    done(sys.executable, "-m", "venv", python.parents[1])
+    # what Python 3.11's venv ships; later Pythons take none that is older than 66.1
+    setuptools = "65.5.0" if sys.version_info < (3, 12) else "66.1.0"
+    done(python, "-m", "pip", "install", "--quiet", f"setuptools=={setuptools}", "wheel")
+    done(python, "-m", *install.split(" "))
+    assert done("git", "ls-files", "--others", "--modified", "--exclude-standard") == ""
+    told = "from importlib.metadata import metadata; print(metadata('ringattn'))"
+    assert "License :: OSI Approved :: MIT License" in done(python, "-c", told)
+    (package,) = python.parents[1].glob("lib/python3*/site-packages/ringattn")
+    assert {path.parent.name for path in package.glob("*/__init__.py")} == {*FOLDERS}
+    assert (package.parent / f"ringattn-{ringattn.__version__}.dist-info" / "LICENSE").is_file()

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message
 from ringattn.comm.topology import Topology
 from ringattn.comm.warm_up import ring_edges
+from ringattn.ring.attention import Options
 from ringattn.ring.ring import ring_of
 from ringattn.ring.traffic import Call, Key, Kind
 
@@ -185,7 +187,8 @@ def test_backwards_in_any_order_after_several_forwards() -> None:
     with LocalWorld(2) as world:
         results = world.run(rank_result)
     for i, whole in enumerate(wholes):
-        alone = run_ring(layout, whole | {"dlse": torch.zeros(2, 4, 32)}, causal=True)
+        del whole["dlse"]  # as above
+        alone = run_ring(layout, whole, causal=True)
         for j, name in enumerate(("dq", "dk", "dv")):
             got = layout.unshard([result[3 * i + j] for result in results])
             assert torch.equal(got, getattr(alone, name)), name
@@ -197,6 +200,12 @@ def test_one_device_alone_needs_no_layout_and_no_group() -> None:
     expected = exact(*[whole[name] for name in ("q", "k", "v", "dout")], causal=True).out
     assert isinstance(out, torch.Tensor)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_options_are_what_a_call_takes_by_name() -> None:
+    """The overloads for type checkers, and the arguments."""
+    named = {name for name, one in signature(ring_attention).parameters.items() if one.kind is one.KEYWORD_ONLY}
+    assert {*Options.__annotations__} == named - {"return_lse"}
 
 
 def test_names_are_equal_shards() -> None:

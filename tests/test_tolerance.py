@@ -1,6 +1,11 @@
-"""The tolerance itself: what it lets pass, and what it must not."""
+"""The tolerance itself: what it lets pass, and what it must not, whatever the machine."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +14,11 @@ from .tolerance import assert_as_exact_as_pytorch
 
 EXACT = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
 EPS = torch.finfo(torch.float32).eps
+CAPABILITY = "ATEN_CPU_CAPABILITY"
+RESULTS = (
+    "ring", "processes", "aten", "shards", "modifiers", "reference", "pieces", "wire", "block_mask", "compile",
+    "kernel", "ops", "splits", "order", "single_pass", "epilogue", "quantize",
+)  # fmt: skip
 
 
 def off_by(error: float) -> torch.Tensor:
@@ -61,3 +71,18 @@ def test_infinities_are_the_same_or_fail() -> None:
 def test_other_shapes_fail() -> None:
     with pytest.raises(AssertionError):
         assert_as_exact_as_pytorch("out", EXACT.float()[:1], EXACT.float(), EXACT)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("threads", ["1", "2"])
+@pytest.mark.parametrize("capability", ["default", "avx2", None])
+def test_results_by_every_instruction_set(capability: str | None, threads: str, tmp_path: Path) -> None:
+    """PyTorch's errors and last bits differ with the width of its vectors and the number of its threads."""
+    environment = {name: value for name, value in os.environ.items() if name != CAPABILITY}
+    # a cache of its own: torch's gives what it compiled for another instruction set
+    environment |= {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment |= {} if capability is None else {CAPABILITY: capability}
+    files = sorted({path for name in RESULTS for path in Path(__file__).parent.glob(f"test_{name}*.py")})
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *files]
+    done = subprocess.run(command, cwd=files[0].parents[1], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

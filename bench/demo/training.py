@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ...comm import GroupLike
 from ...ring import Layout, Ring, ring_attention
 from ...ring.shards import exchange
 from ...ring.trace import Trace
@@ -131,7 +132,7 @@ class Hooks:
     after: Tick = no_tick  # a step
 
 
-def train_ring(task: Task, group: object, weights: Weights | None = None, tick: Tick = no_tick) -> RingRun:
+def train_ring(task: Task, group: GroupLike, weights: Weights | None = None, tick: Tick = no_tick) -> RingRun:
     """Train with the sequence sharded over the ranks of ``group``: every rank calls it.
 
     Where ``weights`` is given, those that each step starts from are saved in it.

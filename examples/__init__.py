@@ -1,0 +1,1 @@
+"""What people copy: each file runs as it is."""
