@@ -6,8 +6,6 @@ refused with the file's path and the reason. ``kernels/README.md`` has the forma
 
 from __future__ import annotations
 
-import os
-import stat
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from .strict import (
     one_of,
     optional,
     power_of_two,
+    read_text,
     shown,
     text,
     whole,
@@ -64,22 +63,11 @@ def read(path: Path) -> Table:
         FileNotFoundError: there is none.
     """
     try:
-        return replace(parse(_text(path)), path=path)
+        return replace(parse(read_text(path, MOST_BYTES)), path=path)
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise RefusedTable(f"{path} is refused: {error}") from error
-
-
-def _text(path: Path) -> str:
-    # not blocking: opening a FIFO for reading would wait for its writer
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no regular file")
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"it has more than {MOST_BYTES} bytes")
-    return data.decode()
 
 
 def parse(text: str) -> Table:

@@ -141,7 +141,7 @@ def of_first(**labels: Any) -> dict[str, Any]:
 BAD_FILES = [
     ("{", "cannot be read"),
     ("[" * 100_000, "cannot be read"),
-    ("[1]", "is a JSON list"),
+    ("[1]", "it is [1]: it must be an object"),
     (b"\xff\xfe", "cannot be read"),
     ({"schema": "ringattn bench links 1"}, "has schema 'ringattn bench links 1'"),
     ({"schema": ["ringattn bench kernels 1"]}, "has schema ['ringattn bench kernels 1']"),
@@ -159,8 +159,8 @@ BAD_FILES = [
     (changed(lambda data: data["numbers"][0].update(value="fast")), "numbers[0]: value is 'fast'"),
     (changed(lambda data: data["numbers"][0].update(value=True)), "numbers[0]: value is True"),
     (changed(lambda data: data["numbers"][0].update(value=-1)), "numbers[0]: value is -1"),
-    (changed(lambda data: data["numbers"][0].update(value=float("nan"))), "numbers[0]: value is nan"),
-    (changed(lambda data: data["numbers"][0].update(value=10**400)), "numbers[0]: value is 1000"),
+    (changed(lambda data: data["numbers"][0].update(value=float("nan"))), "NaN is not a number"),
+    (changed(lambda data: data["numbers"][0].update(value=10**40)), "numbers[0]: value is 1000"),
     (changed(lambda data: data["numbers"][1].update(value=1e12)), "is no speed of this launch"),
     (of_first(seqlen=0), "seqlen is 0"),
     (of_first(seqlen=1 << 60), "at most"),
@@ -180,11 +180,11 @@ def test_files_of_kernels_are_refused_by_name(data: object, told: str, tmp_path:
     found = invoke("--kernels", str(target), "--tokens", "16k")
     assert found.exit_code == 2, found.output
     assert told in flat(found.output)
-    assert "results.json" in flat(found.output) or "is no speed" in told
+    assert "results.json" in flat(found.output)
 
 
 BAD_LINKS = [
-    ("null", "is a JSON NoneType"),
+    ("null", "it is None: it must be an object"),
     ({"schema": "ringattn bench kernels 1"}, "has schema 'ringattn bench kernels 1'"),
     ({"schema": "ringattn bench links 1"}, "links must be a list of objects"),
     ({"schema": "ringattn bench links 1", "links": []}, "has no transfers between two ranks"),

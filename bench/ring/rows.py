@@ -205,13 +205,18 @@ def _report(run: Mapping[str, Any]) -> Report:
     return Report(problem, found, dict(run.get("absent", {})), run.get("transport", ""))
 
 
+def _errors(told: Mapping[str, float | None]) -> dict[str, float]:
+    """Null is what was not finite."""
+    return {name: math.nan if error is None else error for name, error in told.items()}
+
+
 def _result(told: Mapping[str, Any], apart: Mapping[str, Any]) -> Result:
     name = told["name"]
     kind = told.get("kind", ALL_CORES if name == ALL_CORES_ONCE else name)
     # other people's rings were the ones that were not trusted when files did not say it
     trusted = told.get("trusted", name not in PEERS)
     return Result(
-        kind, Samples(tuple(told["seconds"]["samples"])), dict(told["errors"]), list(told["disagrees"]), trusted,
+        kind, Samples(tuple(told["seconds"]["samples"])), _errors(told["errors"]), list(told["disagrees"]), trusted,
         told.get("exposed_seconds", apart.get("wait")), told.get("bytes_sent"), told.get("peak_bytes"),
         told.get("compute_seconds", apart.get("compute")),
     )  # fmt: skip

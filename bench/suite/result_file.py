@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...kernels.strict import shown
+from ..files import read_object
 from .cases import Number
 
 SCHEMA = "ringattn bench suite 1"
@@ -22,7 +24,7 @@ CASE = {
     "numbers": (list,),
 }  # fmt: skip
 NUMBER = {"name": TEXT, "value": COUNT + NOTHING, "unit": TEXT, "labels": (dict,)}
-NUMBER_OPTIONAL = {"limit": COUNT, "spread": COUNT, "note": TEXT, "fails": FLAG}
+NUMBER_OPTIONAL = {"limit": COUNT + NOTHING, "spread": COUNT + NOTHING, "note": TEXT, "fails": FLAG}
 ABOUT = {
     "command": TEXT,
     "date": TEXT,
@@ -47,22 +49,16 @@ def read(path: Path) -> dict[str, Any]:
         RefusedResults: it cannot be read, is of another schema, or a field is missing, unknown or of another type.
     """
     try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RefusedResults(f"{path} cannot be read: {error}") from None
-    try:
-        check(data)
+        check(data := read_object(path))
     except ValueError as error:
         raise RefusedResults(f"{path}: {error}") from None
-    return dict(data)
+    return data
 
 
-def check(data: Any) -> None:
+def check(data: Mapping[str, Any]) -> None:
     """Refuse what is not a results file of this schema: ValueError that says where."""
-    if not isinstance(data, dict):
-        raise ValueError(f"it is {_type(data)}: it must be an object with the schema {SCHEMA!r}")
     if data.get("schema") != SCHEMA:
-        raise ValueError(f"schema is {data.get('schema')!r}: this version reads {SCHEMA!r}")
+        raise ValueError(f"schema is {shown(data.get('schema'))}: this version reads {SCHEMA!r}; run the suite again")
     fields("the file", data, TOP, {"seconds": COUNT})
     about = data["provenance"]
     fields("provenance", about, ABOUT, {"seconds": COUNT})
@@ -71,13 +67,13 @@ def check(data: Any) -> None:
         where = f"cases[{place}]"
         fields(where, case, CASE)
         if case["state"] not in STATES:
-            raise ValueError(f"{where}.state is {case['state']!r}: it must be one of {', '.join(STATES)}")
+            raise ValueError(f"{where}.state is {shown(case['state'])}: it must be one of {', '.join(STATES)}")
         for index, number in enumerate(case["numbers"]):
             fields(f"{where}.numbers[{index}]", number, NUMBER, NUMBER_OPTIONAL)
         names.append(case["name"])
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise ValueError(f"there are two cases named {min(twice)!r}")
+        raise ValueError(f"there are two cases named {shown(min(twice))}")
 
 
 def fields(
@@ -92,7 +88,7 @@ def fields(
     known = {**needed, **(more or {})}
     for name, value in found.items():
         if name not in known:
-            raise ValueError(f"{where} has {name!r}, which is no field of {SCHEMA!r}")
+            raise ValueError(f"{where} has {shown(name)}, which is no field of {SCHEMA!r}")
         # a bool is an int to Python, and no number here
         if not isinstance(value, known[name]) or (isinstance(value, bool) and bool not in known[name]):
             takes = " or ".join(_name(kind) for kind in known[name])

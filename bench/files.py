@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..kernels.strict import load_json, read_text, shown
+
 MOST_BYTES = 64 << 20  # of one file: more was not written by a bench
+MOST_DEPTH = 32
 MOST = 1e30  # of a number: a whole one of hundreds of digits overflows a float
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file.
+
+    Raises:
+        ValueError: it cannot be read, is too large, or is something else; the message leaves the path to the caller.
+    """
+    try:
+        data = load_json(read_text(path, MOST_BYTES), MOST_DEPTH)
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    if not isinstance(data, dict):
+        raise ValueError(f"it is {shown(data)}: it must be an object")
+    return data
 
 
 def load(path: Path, schemas: Sequence[str], writer: str) -> Mapping[str, Any]:
@@ -19,14 +36,9 @@ def load(path: Path, schemas: Sequence[str], writer: str) -> Mapping[str, Any]:
     """
     takes = f"it takes a JSON file of {writer}, schema {' or '.join(map(repr, schemas))}"
     try:
-        nbytes = path.stat().st_size
-        if nbytes > MOST_BYTES:
-            raise ValueError(f"{nbytes:,} bytes, and at most {MOST_BYTES:,} are read")
-        data = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        data = read_object(path)
+    except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}; {takes}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} is a JSON {type(data).__name__}: {takes}")
     schema = data.get("schema")
     if not isinstance(schema, str) or schema not in schemas:
         raise ValueError(f"{path} has schema {schema!r:.80}: {takes}")
