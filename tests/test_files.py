@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,17 +14,20 @@ import pytest
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
-from ringattn.bench.inspect.report import row_of
+from ringattn.bench.files import read_object
+from ringattn.bench.output import write_json
+from ringattn.bench.predict import command as predict_command
+from ringattn.bench.report import command as report_command
 from ringattn.bench.report import timelines
+from ringattn.bench.report.page import failures
+from ringattn.bench.report.reading import read
+from ringattn.bench.ring.rows import as_json
+from ringattn.bench.suite.cases import Number
+from ringattn.bench.suite.command import write
 from ringattn.bench.timeline.events import as_chrome
 
 from . import report_cases
 from .nightly import rest_nightly
-from .test_inspect import COMPILED, VARIANT
-from .test_predict_measured import FILE as KERNELS
-from .test_predict_measured import SUITE as KERNELS_OF_SUITE
-from .test_report_views import host, kernels, links, overlap, recorded
-from .test_space import LLAMA
 
 pytestmark = pytest.mark.timeout(60)  # what waits for a FIFO's other end does not end by itself
 
@@ -161,87 +162,82 @@ def test_what_cannot_be_drawn_costs_the_page_itself_alone(tmp_path: Path, monkey
         assert f"left out: {name}: it cannot be drawn" in told(ended)
 
 
-VALUES: tuple[Any, ...] = (
-    None, True, -1, 0, 3, 1.5, 10**9, 10**299, 1e299, -1e299, 1e-320, "", "x", "1e9", "$\\frac{", "\x00", "\x1b[2J",
-    "x" * 10_000, [], {}, [[]], [None], [0], {"a": 1}, {"median": "x"},
-)  # fmt: skip
+# -- written
 
-
-def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield path
-    for name, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
-        yield from places(value, (*path, name))
-
-
-def mutant(data: Any, draw: random.Random) -> str:
-    """The text of a file with one to three changes: values of other kinds, fields that are gone or twice, bytes."""
-    made = json.loads(json.dumps(data))
-    for _ in range(draw.randint(1, 3)):
-        *path, last = draw.choice([one for one in places(made) if one])
-        held = made
-        for name in path:
-            held = held[name]
-        match draw.randint(0, 9):
-            case 0:
-                del held[last]
-            case 1 if isinstance(held, list):
-                held.append(held[last])
-            case _:
-                held[last] = copy.deepcopy(draw.choice(VALUES))
-        if not made:
-            break
-    text = json.dumps(made)
-    at = draw.randrange(len(text))
-    return draw.choice([text] * 8 + [text[:at], text[:at] + draw.choice('[]{},:"0-e\\') + text[at + 1 :]])
-
-
-ROWS = [
-    row_of(VARIANT, COMPILED, []) | {"seconds": 1.0 + number, "bound": 50.0 - number, "length": 8192, "group": 1}
-    for number in range(20)
-]  # fmt: skip
-FILES = report_cases.everything() | {
-    "one_ring": report_cases.rings((1, 2), ("zigzag",)),
-    "overlap": overlap(), "kernels": kernels(), "host": host(False), "recorded": recorded(), "links_of_bench": links(),
-}  # fmt: skip
-ASKED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "predict --kernels": (KERNELS, ("predict", "--tokens", "16k", "--kernels", "FILE")),
-    "predict --kernels of a suite": (KERNELS_OF_SUITE, ("predict", "--tokens", "16k", "--kernels", "FILE")),
-    "predict --link": (links(), ("predict", "--link", "FILE")),
-    "tune --from-config": (LLAMA, ("tune", "--list", "--from-config", "FILE")),
-    "inspect --correlate": ({"rows": ROWS}, ("inspect", "--correlate", "FILE")),
-    "inspect --diff": ({"rows": ROWS[:1]}, ("inspect", "--gate", "--diff", "FILE", "SOUND")),
+SMALL_CALL = ("show", "--seqlen", "16", "--world", "2")
+SMALL_RING = ("predict", "--tokens", "1k", "--world", "2")
+WRITERS: dict[str, tuple[str, ...]] = {
+    "show --json": (*SMALL_CALL, "--json", "FILE.json"),
+    "show --csv": (*SMALL_CALL, "--csv", "FILE.csv"),
+    "show --out": (*SMALL_CALL, "--out", "FILE.png"),
+    "predict --json": (*SMALL_RING, "--json", "FILE.json"),
+    "predict --trace": (*SMALL_RING, "--trace", "FILE.json"),
+    "predict --picture": (*SMALL_RING[:1], "--sweep", "tokens=1k..4k,gpus=2..8", "--picture", "FILE.svg"),
+    "report --out": ("report", "FOLDER", "--out", "FILE.html"),
+}
+NO_TARGETS: dict[str, Callable[[Path], None]] = {
+    "FIFO": os.mkfifo,
+    "device": links_to("/dev/null"),
+    "folder": Path.mkdir,
+    "link": links_to("precious"),
+    "link to nothing": links_to("new"),
+    "loop of links": lambda path: path.symlink_to(path),
 }
 
 
-def reported(data: Any, draw: random.Random, folder: Path) -> None:
-    """A mutant beside a sound file is on the page, or named there."""
-    report_cases.write(folder, sound=report_cases.memory())
-    (folder / ("results.json" if "cases" in data else "mutant.json")).write_text(mutant(data, draw))
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize(
+    ("writer", "bad"),
+    rest_nightly([*product(WRITERS, NO_TARGETS)], *((one, "link") for one in WRITERS), ("show --json", "FIFO")),
+)
+def test_bad_target_is_named(
+    writer: str, bad: str, checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the work, and where it came there meanwhile."""
+    if not checked:
+        for module in (predict_command, report_command):
+            monkeypatch.setattr(module, "check_targets", lambda *targets: None)
+    report_cases.write(tmp_path / "run", memory=report_cases.memory())
+    (tmp_path / "precious").write_text("kept")
+    name = next(word for word in WRITERS[writer] if word.startswith("FILE."))
+    NO_TARGETS[bad](target := tmp_path / name)
+    places = {name: target, "FOLDER": tmp_path / "run"}
+    ended = run(*(places.get(word, word) for word in WRITERS[writer]))
+    assert ended.exit_code == 2 and isinstance(ended.exception, SystemExit), ended.output
+    assert f"cannot write {target}: " in told(ended), told(ended)
+    assert {one.name for one in tmp_path.iterdir()} == {"precious", "run", name}
+    assert (tmp_path / "precious").read_text() == "kept" and [*(tmp_path / "run").iterdir()] == [
+        tmp_path / "run/memory.json"
+    ]
+
+
+def test_links_among_plots_are_not_followed(tmp_path: Path) -> None:
+    folder = report_cases.write(tmp_path / "run", memory=report_cases.memory())
+    assert run("report", folder, "--plots", folder / "plots").exit_code == 0
+    (plot,) = (folder / "plots").iterdir()
+    plot.unlink()
+    plot.symlink_to(tmp_path / "new")
     ended = run("report", folder, "--plots", folder / "plots")
-    assert ended.exit_code == 0 and ended.exception is None, ended.exception
-    assert "memory per rank differs" in (folder / "report.html").read_text() and "\x1b" not in ended.output
+    assert ended.exit_code == 2 and "it is a symbolic link" in told(ended) and not (tmp_path / "new").exists()
 
 
-def answered(reader: str, draw: random.Random, folder: Path) -> None:
-    """A mutant is taken, or refused in a line."""
-    data, arguments = ASKED[reader]
-    (folder / "mutant.json").write_text(mutant(data, draw))
-    (folder / "sound.json").write_text(json.dumps(data))
-    places = {"FILE": folder / "mutant.json", "SOUND": folder / "sound.json"}
-    ended = run(*(places.get(word, word) for word in arguments))
-    assert isinstance(ended.exception, SystemExit | None) and ended.exit_code in (0, 1, 2), ended.exception
-    named = "mutant.json" in told(ended) or "no variant in common" in told(ended)
-    assert ended.exit_code != 2 or named, told(ended)
-    assert "\x1b" not in ended.output
+def test_shorter_file_in_the_place_of_a_longer_one(tmp_path: Path) -> None:
+    (target := tmp_path / "a.json").write_text("x" * 1000)
+    write_json(target, {"a": (1.5, float("nan"), {"b": -float("inf")})})
+    assert json.loads(target.read_text()) == read_object(target) == {"a": [1.5, None, {"b": None}]}
 
 
-@pytest.mark.parametrize("seed", rest_nightly(range(25)))
-@pytest.mark.parametrize("file", FILES)
-def test_mutants_of_results(file: str, seed: int, tmp_path: Path) -> None:
-    reported(FILES[file], random.Random(f"{file} {seed}"), tmp_path)
-
-
-@pytest.mark.parametrize("seed", rest_nightly(range(25), 0))
-@pytest.mark.parametrize("reader", ASKED)
-def test_mutants_of_given_files(reader: str, seed: int, tmp_path: Path) -> None:
-    answered(reader, random.Random(f"{reader} {seed}"), tmp_path)
+def test_what_is_not_finite_comes_back(tmp_path: Path) -> None:
+    """Of `bench ring` an error, of the suite a value: both have failed, and are shown."""
+    report = report_cases.ring_report()
+    report.found["Ulysses"].errors["out"] = float("nan")
+    report.found["Ulysses"].disagrees.append("out")
+    write_json(tmp_path / "ring.json", {"schema": "ringattn bench ring 2", **as_json([report])})
+    number = Number("error", float("inf"), "", {}, limit=1.0, spread=float("nan")).as_json()
+    case = {**report_cases.suite()["cases"][0], "numbers": [number]}
+    write(tmp_path, {key: report_cases.suite()[key] for key in ("schema", "budget", "provenance")}, [case])
+    found = failures(read(tmp_path))
+    assert found == [
+        ("speed", "error () is None, at most 1.0 allowed"),
+        ("ring.json", "Ulysses, 2 ranks, 64 tokens: out differ from PyTorch's by more than rounding"),
+    ]
