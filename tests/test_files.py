@@ -47,7 +47,10 @@ def links_to(target: str) -> Callable[[Path], None]:
 
 
 def holds(data: str | bytes) -> Callable[[Path], None]:
-    return lambda path: path.write_bytes(data.encode() if isinstance(data, str) else data) and None
+    def make(path: Path) -> None:
+        path.write_bytes(data.encode() if isinstance(data, str) else data)
+
+    return make
 
 
 def sparse(path: Path) -> None:
