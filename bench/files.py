@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..kernels.strict import load_json, read_text, shown
+from ..kernels.strict import Check, checked_as, load_json, read_text, shown, whole
 
 MOST_BYTES = 64 << 20  # of one file: more was not written by a bench
 MOST_DEPTH = 32
-MOST = 1e30  # of a number: a whole one of hundreds of digits overflows a float
+MOST = 10**30  # of a number: a whole one of hundreds of digits overflows a float
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -46,36 +46,31 @@ def load(path: Path, schemas: Sequence[str], writer: str) -> Mapping[str, Any]:
 
 
 def objects(data: Mapping[str, Any], name: str, where: str) -> list[Mapping[str, Any]]:
-    """A field that is a list of objects.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    found = data.get(name)
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise ValueError(f"{where}: {name} must be a list of objects")
+    """A field that is a list of objects; ValueError where it is something else."""
+    found: list[Mapping[str, Any]] = _field(data, name, where, _objects)
     return found
 
 
 def positive(data: Mapping[str, Any], name: str, where: str) -> float:
-    """A field that is a number above 0, and of a size that arithmetic survives.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    found = data.get(name)
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < MOST:
-        raise ValueError(f"{where}: {name} is {found!r:.80}: it must be a number above 0, below {MOST:g}")
+    """A field that is a number above 0, and of a size that arithmetic survives; ValueError where it is not."""
+    found: float = _field(data, name, where, _positive)
     return found
 
 
 def whole_number(data: Mapping[str, Any], name: str, where: str) -> int:
-    """A field that is a whole number, at least 1.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    found = positive(data, name, where)
-    if not isinstance(found, int):
-        raise ValueError(f"{where}: {name} is {found!r}: it must be a whole number")
+    """A field that is a whole number, at least 1; ValueError where it is something else."""
+    found: int = _field(data, name, where, whole(1, MOST))
     return found
+
+
+def _field(data: Mapping[str, Any], name: str, where: str, check: Check) -> Any:
+    return checked_as(where, {name: data.get(name)}, {name: check})[name]
+
+
+def _positive(value: object) -> str | None:
+    right = type(value) in (int, float) and 0 < value < MOST  # type: ignore[operator]
+    return None if right else f"a number above 0, below {MOST:g}"
+
+
+def _objects(value: object) -> str | None:
+    return None if isinstance(value, list) and all(isinstance(one, dict) for one in value) else "a list of objects"

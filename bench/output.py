@@ -38,31 +38,19 @@ def check_targets(*targets: str | Path | None) -> None:
 
 
 def write_file(target: str | Path, data: str | bytes) -> None:
-    """Write a regular file, in the place of what it held; what is none, or a link to one, is left as it is.
+    """Write a regular file, in folders that are made; what is none, or a link to one, is left as it is.
 
     Raises:
         typer.BadParameter: it cannot be written.
     """
     try:
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
         with regular_file(Path(target), "wb", os.O_WRONLY | os.O_CREAT) as file:
             file.truncate()
             file.write(data.encode() if isinstance(data, str) else data)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise typer.BadParameter(f"cannot write {target}: {why}") from None
-
-
-def made_folder(folder: Path) -> Path:
-    """``folder``, which is made where it is missing.
-
-    Raises:
-        typer.BadParameter: it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"{folder} is no folder to write to: {error.strerror}") from None
-    return folder
 
 
 def json_text(data: object, indent: int | None = 2) -> str:

@@ -130,6 +130,11 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def typed(what: str, *kinds: type) -> Check:
+    """Of one of these types, and of no other that inherits from it."""
+    return lambda value: None if type(value) in kinds else what
+
+
 def whole(least: int, most: int) -> Check:
     good = range(least, most + 1)
     return lambda value: None if type(value) is int and value in good else f"a whole number from {least} to {most}"

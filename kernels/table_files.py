@@ -24,6 +24,7 @@ from .strict import (
     read_text,
     shown,
     text,
+    typed,
     whole,
 )
 from .tables import (
@@ -149,7 +150,7 @@ _DEFAULTS = {one.name: one.default for one in fields(Tile)}
 MORE_OF_TILE: dict[str, Check] = {}
 _DEALT: dict[str, Check] = {
     "order": one_of(*ORDERS),
-    "persistent": lambda value: None if isinstance(value, bool) else "true or false",
+    "persistent": typed("true or false", bool),
     "sm_margin": whole(1, MOST_PROCESSORS),  # a ring launches by tables, and its transfers need a place
 }
 _PACKED = {"pack_gqa": _DEALT["persistent"]}
@@ -168,9 +169,9 @@ _ENTRY: dict[str, Check] = {
     "group": whole(1, MOST_GROUP),
     "mask": one_of(*MASKS),
     "length": whole(1, MOST_TOKENS),
-    "tile": lambda value: None if isinstance(value, dict) else "an object",
-    "options": lambda value: None if isinstance(value, dict) else "an object",
-    "estimated": lambda value: None if isinstance(value, bool) else "true or false",
+    "tile": typed("an object", dict),
+    "options": typed("an object", dict),
+    "estimated": typed("true or false", bool),
     "date": text(r"\d{4}-\d\d-\d\d[ -~]{0,30}", "an ISO 8601 date"),
     "seconds": optional(number(zero=False)),
     "spread": optional(number()),

@@ -90,10 +90,10 @@ def test_a_folder_without_plots_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
-        ({"cases": 3}, "results.json: the file.cases is a number: it must be a list"),
-        ({"cases": ["x"]}, r"results.json: cases\[0\] is text: it must be an object"),
-        ({"cases": [{"name": 1}]}, r"cases\[0\] has no 'about'"),
-        ({"provenance": None}, "results.json: the file.provenance is null: it must be an object"),
+        ({"cases": 3}, "results.json: cases is 3: it must be a list"),
+        ({"cases": ["x"]}, r"results.json: cases\[0\] is 'x': it must be an object"),
+        ({"cases": [{"name": 1}]}, r"cases\[0\].about is missing"),
+        ({"provenance": None}, "results.json: provenance is None: it must be an object"),
     ],
 )
 def test_a_broken_results_file_is_refused_by_the_place_that_is_wrong(

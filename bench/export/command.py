@@ -11,7 +11,7 @@ import typer
 
 from ...autotune.models import SHORT
 from ..inspect.compiled import SHARED_LIMIT
-from ..output import check_targets, made_folder, prints, write_file, write_json
+from ..output import check_targets, prints, write_file, write_json
 from ..shapes import dtype_name, size
 from .kernels import Exported, export
 from .manifest import LICENCE, manifest
@@ -61,7 +61,6 @@ def arch_of(text: str) -> int:
 
 def written(wish: Wish, kernels: list[Exported], folder: Path) -> dict[str, Any]:
     """Write cubins, header, launcher, licence and manifest into ``folder``; the manifest."""
-    made_folder(folder)
     files = {f"{wish.prefix}_{kernel.name}.cubin": kernel.cubin for kernel in kernels}
     files[f"{wish.prefix}.h"] = header(wish, kernels, LICENCE).encode()
     files[f"{wish.prefix}.c"] = launcher(wish, kernels, LICENCE).encode()

@@ -9,7 +9,7 @@ from typing import Any
 
 import triton
 
-from ...kernels.strict import Check, checked_as, named, number, optional
+from ...kernels.strict import Check, checked_as, named, number, optional, typed
 from ...kernels.strict import text as plain
 from ..files import read_object
 from .bound import Bound, blocks_of, bounds_of, main_bound
@@ -37,7 +37,7 @@ READ: dict[str, Check] = {
     "kernel": plain(), "variant": plain(), "triton": optional(plain()), "options": optional(named(lambda value: None)),
     "limiter": optional(plain()), "ceiling_limiter": optional(plain()),
     **{name: optional(number()) for name in ("seconds", *COMPARED) if not name.endswith("limiter")},
-    "problems": lambda value: None if value is None or isinstance(value, list) else "a list, or null",
+    "problems": optional(typed("a list", list)),
 }  # fmt: skip
 """What of a row of a file is shown or reckoned with."""
 

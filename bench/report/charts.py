@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ..flops import BY_SQUARE
-from ..output import made_folder
 from ..ring.candidates import ALL_CORES, WHOLE
 from ..shapes import binary
 from .reading import Folder
@@ -197,7 +196,7 @@ def save(folder: Folder, to: Path) -> list[Path]:
         name = re.sub("[^a-z0-9]+", "-", chart.title.lower())[:MOST_FILE].strip("-")
         file = to / f"{name}.png"
         file = file if file not in files else to / f"{name}-{len(files)}.png"
-        write_figure(draw(chart), made_folder(to) / file.name, DPI)
+        write_figure(draw(chart), file, DPI)
         files.append(file)
     return files
 

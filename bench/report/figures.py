@@ -11,7 +11,6 @@ import numpy as np
 from ...ring.layout import Layout
 from ...ring.mask import Mask
 from ...ring.schedule import schedule
-from ..output import made_folder
 from ..ring.candidates import Problem
 from ..timeline.command import measured, read_timeline
 from .theme import VARIABLES, Theme, save, themed
@@ -78,7 +77,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="a measured trace, in place of a new one")
     parser.add_argument("--predicted", type=Path, help="a predicted trace of the same call, drawn below")
     given = parser.parse_args()
-    save(lambda theme: ring_figure(theme=theme), made_folder(given.out) / "ring.svg", 0)
+    save(lambda theme: ring_figure(theme=theme), given.out / "ring.svg", 0)
     if given.trace is None:
         found = [measured(None, Problem(seqlen=8192, world=2, heads=8, kv_heads=8, head_dim=64), 5)]
     else:

@@ -190,12 +190,9 @@ def from_json(data: Mapping[str, Any]) -> list[Report]:
     """What :func:`as_json` wrote, of schema 1 too, which had one problem, no memory and no bytes.
 
     Raises:
-        ValueError: something is missing, or is not what is written there.
+        Exception: of any kind, where something is missing or is not what is written there.
     """
-    try:
-        return [_report(run) for run in data.get("measurements", [data])]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
+    return [_report(run) for run in data.get("measurements", [data])]
 
 
 def _report(run: Mapping[str, Any]) -> Report:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...kernels.strict import Check, checked_as, shown, whole
+from ...kernels.strict import checked_as, shown, typed, whole
 
 SCHEMA = "ringattn timeline 1"
 LANES = ("compute", "wait", "send", "receive")
@@ -134,7 +134,7 @@ def from_chrome(trace: Mapping[str, Any]) -> Timeline:
     if not isinstance(about, Mapping) or about.get("schema") != SCHEMA:
         found = about.get("schema") if isinstance(about, Mapping) else None
         raise ValueError(f"schema is {shown(found)}: a timeline says otherData.schema = {SCHEMA!r}")
-    told = {name: about.get(name) for name in _ABOUT} | {"about": about.get("about", {})}
+    told: dict[str, Any] = {name: about.get(name) for name in _ABOUT} | {"about": about.get("about", {})}
     checked_as("otherData", told, _ABOUT)
     try:
         return Timeline(events=_events(trace["traceEvents"]), **told)
@@ -156,24 +156,16 @@ def _events(records: Sequence[Mapping[str, Any]]) -> tuple[Event, ...]:
     return tuple(found)
 
 
-def _words(value: object) -> str | None:
-    return None if isinstance(value, str) else "text"
-
-
 def _time(value: object) -> str | None:
     return None if type(value) in (int, float) and abs(value) < MOST_TIME else "a number"  # type: ignore[arg-type]
 
 
-_ABOUT: dict[str, Check] = {
-    "title": _words,
-    "source": _words,
-    "world": whole(1, MOST_RANKS),
-    "about": lambda value: None if isinstance(value, dict) else "an object",
-}
-_EVENT: dict[str, Check] = {
+TEXT = typed("text", str)
+_ABOUT = {"title": TEXT, "source": TEXT, "world": whole(1, MOST_RANKS), "about": typed("an object", dict)}
+_EVENT = {
     "rank": whole(0, MOST_RANKS - 1),
     "hop": whole(0, MOST_RANKS**2),
     "nbytes": whole(0, 1 << 60),
     **dict.fromkeys(("begin", "end"), _time),
-    **dict.fromkeys(("lane", "phase", "name"), _words),
+    **dict.fromkeys(("lane", "phase", "name"), TEXT),
 }
