@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..kernels.strict import load_json
+from ..kernels.strict import load_json, read_text, regular_file
 
 MOST_BYTES = 64 << 20
 
@@ -20,6 +20,11 @@ class Journal:
     """
 
     def __init__(self, path: Path, digest: str) -> None:
+        """Read it.
+
+        Raises:
+            ValueError: it is no regular file, or a larger one than was written here.
+        """
         self.path = path
         self._digest = digest
         self._found: dict[str, list[dict[str, Any]]] = {}
@@ -29,7 +34,7 @@ class Journal:
     def _take_in(self, line: str) -> None:
         try:
             told = load_json(line)
-        except (ValueError, RecursionError):
+        except ValueError:
             return
         if isinstance(told, dict) and {*told} == {"digest", "key", "value"} and told["digest"] == self._digest:
             key, value = told["key"], told["value"]
@@ -47,7 +52,7 @@ class Journal:
         """Keep a value, also across the end of this process."""
         line = json.dumps({"digest": self._digest, "key": key, "value": value}, allow_nan=False)
         # a line that an interrupted write has begun ends here
-        with open(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "r+b") as file:
+        with regular_file(self.path, "r+b", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600) as file:
             size = file.seek(0, os.SEEK_END)
             torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"
             file.write((b"\n" if torn else b"") + line.encode() + b"\n")
@@ -61,8 +66,10 @@ class Journal:
 
 def _lines(path: Path) -> list[str]:
     try:
-        if not path.is_file() or path.stat().st_size > MOST_BYTES:
-            return []
-        return path.read_text(errors="replace").splitlines()
-    except OSError:
+        if path.is_symlink():
+            raise ValueError("it is a symbolic link, and what it points to is not written")
+        return read_text(path, MOST_BYTES, errors="replace").splitlines()
+    except FileNotFoundError:
         return []
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no journal: {error}; move it away") from None

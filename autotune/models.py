@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..kernels.strict import load_json, shown
+from ..kernels.strict import load_json, read_text, shown
 from .cards import Shape
 
 MOST_BYTES = 4 << 20
@@ -31,13 +31,11 @@ def shape_of_config(path: Path, dtype: str | None = None) -> Shape:
         ValueError: no such file, not JSON, or a name is missing; the message has the path, and what it takes.
     """
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES} bytes")
-        data = load_json(path.read_text())
+        data = load_json(read_text(path, MOST_BYTES))
         if not isinstance(data, dict):
             raise ValueError(f"it is {shown(data)}: it must be an object")
         return _shape(data | (data["text_config"] if isinstance(data.get("text_config"), dict) else {}), dtype)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} does not say an attention: {error}") from error
 
 

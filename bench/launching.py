@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,12 +20,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 import typer
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
 
 LOOPBACK, INTERFACE = "127.0.0.1", "lo"
+LOCAL = (LOOPBACK, "localhost")
+TORCHRUN = "TORCHELASTIC_RUN_ID"
 TIMEOUT = timedelta(minutes=10)  # of one wait for the other ranks: far more than a step of a demo takes
 LATER = 3.0  # seconds; times of errors are compared in whole ones
 NO_CONSEQUENCES = (NotImplementedError, torch.OutOfMemoryError, typer.Exit)  # RuntimeErrors that are a rank's own
@@ -68,7 +71,7 @@ class Member:
         gpus = torch.cuda.device_count()
         if gpus == 0:
             return torch.device("cpu")
-        if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        if gpus == 1 and TORCHRUN not in os.environ:
             return torch.device("cuda", 0)  # srun and mpirun may show each rank its own GPU alone
         if self.local_rank >= gpus:
             raise ValueError(f"rank {self.rank} finds no GPU: {self.local_world} ranks here, {gpus} GPUs; start fewer")
@@ -140,13 +143,21 @@ def process_group(place: Member, store: str | None = None, *, device: torch.devi
     met = _file_store(store, place.world) if store is not None else _launchers_store(place)
     # names of its own for each group: a rank that opens the next one early would read what the last one left
     fresh = PrefixStore(str(next(_groups)), met)
-    with consequences_later():  # another rank may fail before all have met
-        dist.init_process_group(backend, store=fresh, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
-    try:
-        with consequences_later():  # inside the group: until it closes, nobody else has an error of this one's making
-            yield
-    finally:
-        dist.destroy_process_group()
+    with _environment(**_interfaces(place)):
+        with consequences_later():  # another rank may fail before all have met
+            dist.init_process_group(backend, store=fresh, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
+        try:
+            with consequences_later():  # until the group closes, nobody else has an error of this one's making
+                yield
+        finally:
+            dist.destroy_process_group()
+
+
+def _interfaces(place: Member) -> dict[str, str]:
+    """What gloo and NCCL listen on where all ranks are on this machine, unless somebody has said it."""
+    if place.world > place.local_world or not (TORCHRUN in os.environ or _address(place) in LOCAL):
+        return {}
+    return {name: os.environ.get(name, INTERFACE) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
 
 
 @contextmanager
@@ -176,8 +187,12 @@ def _launchers_store(place: Member) -> Store:
 
     One for each group would let a rank that is early for the next group meet in the store of the last one.
     """
-    os.environ.setdefault("MASTER_ADDR", _address(place))
-    os.environ.setdefault("MASTER_PORT", str(_port()))
+    address = os.environ.setdefault("MASTER_ADDR", _address(place))
+    port = int(os.environ.setdefault("MASTER_PORT", str(_port())))
+    if address in LOCAL and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        # by itself the server would listen on every address of the machine
+        served = socket.create_server((LOOPBACK, port)).detach() if place.rank == 0 else None
+        return TCPStore(LOOPBACK, port, place.world, place.rank == 0, TIMEOUT, master_listen_fd=served)
     store: Store = next(rendezvous("env://", place.rank, place.world, timeout=TIMEOUT))[0]
     store.set_timeout(TIMEOUT)
     return store
@@ -228,13 +243,9 @@ def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    inside = {
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-        "NCCL_SOCKET_IFNAME": INTERFACE,
-        # the agent would open a TCP server on every interface for the ranks to meet at
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    with TemporaryDirectory(prefix="ringattn-") as folder, _environment(**inside):
+    # the agent would open a TCP server on every interface for the ranks to meet at
+    inside = _environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    with TemporaryDirectory(prefix="ringattn-") as folder, inside:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

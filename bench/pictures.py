@@ -11,7 +11,7 @@ import typer
 
 from ..ring.schedule import Hop
 from .call import Call, Grid, mask_cells
-from .report.theme import LIGHT, Theme, themed
+from .report.theme import LIGHT, Theme, themed, write_figure
 from .shapes import binary, human
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -37,7 +37,7 @@ def picture(text: str) -> Path:
 def draw_call(call: Call, out: Path) -> None:
     """Draw mask and schedule side by side into ``out``."""
     with themed(LIGHT):
-        call_figure(call).savefig(out, dpi=150)
+        write_figure(call_figure(call), out, 150)
 
 
 def call_figure(call: Call, theme: Theme = LIGHT) -> Any:

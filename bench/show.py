@@ -16,7 +16,7 @@ from ..ring.schedule_text import shown
 from .call import Call, data, mask_cells, table
 from .flops import BACKWARD_FLOPS
 from .masks import boundaries_of, pattern_of
-from .output import prints, write_csv, write_json
+from .output import check_targets, prints, write_csv, write_json
 from .pictures import draw_call, picture
 from .shapes import (
     BlockMaskPattern,
@@ -175,6 +175,7 @@ def show(
     csv: Annotated[Path | None, typer.Option(help="Write a row per rank and hop.")] = None,
 ) -> None:
     """Print or draw the schedule and the mask of any call: who computes what at which hop, and what moves."""
+    check_targets(out, json, csv)
     if lengths is not None and (seqlen, world, layout) != (None, None, None):
         raise typer.BadParameter("--lengths says everything: leave out --seqlen, --world and --layout")
     tokens = sum(lengths) if lengths is not None else 8192 if seqlen is None else seqlen

@@ -1,36 +1,105 @@
-"""JSON from anywhere, believed no more than it deserves: read without surprises, every value checked by name."""
+"""Files and JSON from anywhere, believed no more than they deserve: read without surprises, values checked by name."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any, BinaryIO
 
 MOST_DEPTH = 8  # the tables' format has 4
+MOST_DIGITS = 300  # a whole number of more is no float
 MOST_TEXT = 400
+NO_FILE = "it is no regular file"
 
 Check = Callable[[object], str | None]
 """What a value must be, where it is not that."""
 
 
-def load_json(text: str) -> Any:
-    """JSON without what Python adds to it (NaN, infinities), without a name twice, and not deep.
+def regular_file(path: Path, mode: str = "rb", flags: int = os.O_RDONLY, permissions: int = 0o666) -> BinaryIO:
+    """``open`` for what a user names, with flags of ``os.open``; what it opens to write is no link to another file.
 
     Raises:
-        ValueError: it is not that.
+        ValueError: it is no regular file: a FIFO waits for its other end, a device may never end.
+        OSError: it cannot be opened.
     """
-    depth = 0
-    for bracket in re.finditer(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])', text, re.DOTALL):
-        depth += (bracket[1] is not None) - (bracket[2] is not None)
-        if depth > MOST_DEPTH:
-            raise ValueError(f"it nests deeper than {MOST_DEPTH}")
-    return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_name_twice)
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        flags |= os.O_NOFOLLOW
+    try:  # not blocking: opening a FIFO would wait for its other end
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, permissions)
+    except OSError as error:
+        if flags & os.O_NOFOLLOW and os.path.islink(path):
+            raise ValueError("it is a symbolic link, and what it points to is not written") from None
+        if error.errno in (errno.ENXIO, errno.EISDIR):  # a FIFO that nobody reads, a folder
+            raise ValueError(NO_FILE) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(NO_FILE)
+    return open(descriptor, mode)  # type: ignore[return-value]
+
+
+def read_text(path: Path, most_bytes: int, errors: str = "strict") -> str:
+    """The text of a regular file of at most ``most_bytes``.
+
+    Raises:
+        ValueError: it is something else, larger, or not in UTF-8.
+        OSError: it cannot be read.
+    """
+    with regular_file(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most_bytes:
+            raise ValueError(f"it has {size:,} bytes: at most {most_bytes:,} are read")
+        data = file.read(most_bytes + 1)  # it may have grown, and some of the system's own say no size
+    if len(data) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes:,} bytes")
+    return data.decode(errors=errors)
+
+
+def load_json(text: str, most_depth: int = MOST_DEPTH) -> Any:
+    """JSON without what Python adds to it (NaN, infinities, lone surrogates), without a name twice, and not deep.
+
+    Raises:
+        ValueError: it is not that, or has a number that no float is near to.
+    """
+    try:
+        made = json.loads(
+            text, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole, object_pairs_hook=_no_name_twice
+        )
+    except RecursionError:
+        raise ValueError(f"it nests deeper than {most_depth}") from None
+    level = [made]
+    for _ in range(most_depth):
+        level = [one for held in level for one in _inside(held)]
+    if any(isinstance(one, dict | list) for one in level):
+        raise ValueError(f"it nests deeper than {most_depth}")
+    if "\\u" in text:
+        json.dumps(made, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    return made
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not a number")
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"{digits[:20]} is not a finite number")
+    return value
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits):,} digits: at most {MOST_DIGITS} are read")
+    return int(digits)
 
 
 def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -57,10 +126,13 @@ def checked_as(
 
 def shown(value: object) -> str:
     """A value for a message: short, whatever it is."""
-    if type(value) is int and value.bit_length() > 256:
-        return "a huge number"  # Python refuses to print those
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def typed(what: str, *kinds: type) -> Check:
+    """Of one of these types, and of no other that inherits from it."""
+    return lambda value: None if type(value) in kinds else what
 
 
 def whole(least: int, most: int) -> Check:

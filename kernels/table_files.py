@@ -6,8 +6,6 @@ refused with the file's path and the reason. ``kernels/README.md`` has the forma
 
 from __future__ import annotations
 
-import os
-import stat
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,10 @@ from .strict import (
     one_of,
     optional,
     power_of_two,
+    read_text,
     shown,
     text,
+    typed,
     whole,
 )
 from .tables import (
@@ -64,22 +64,11 @@ def read(path: Path) -> Table:
         FileNotFoundError: there is none.
     """
     try:
-        return replace(parse(_text(path)), path=path)
+        return replace(parse(read_text(path, MOST_BYTES)), path=path)
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise RefusedTable(f"{path} is refused: {error}") from error
-
-
-def _text(path: Path) -> str:
-    # not blocking: opening a FIFO for reading would wait for its writer
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no regular file")
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"it has more than {MOST_BYTES} bytes")
-    return data.decode()
 
 
 def parse(text: str) -> Table:
@@ -161,7 +150,7 @@ _DEFAULTS = {one.name: one.default for one in fields(Tile)}
 MORE_OF_TILE: dict[str, Check] = {}
 _DEALT: dict[str, Check] = {
     "order": one_of(*ORDERS),
-    "persistent": lambda value: None if isinstance(value, bool) else "true or false",
+    "persistent": typed("true or false", bool),
     "sm_margin": whole(1, MOST_PROCESSORS),  # a ring launches by tables, and its transfers need a place
 }
 _PACKED = {"pack_gqa": _DEALT["persistent"]}
@@ -180,9 +169,9 @@ _ENTRY: dict[str, Check] = {
     "group": whole(1, MOST_GROUP),
     "mask": one_of(*MASKS),
     "length": whole(1, MOST_TOKENS),
-    "tile": lambda value: None if isinstance(value, dict) else "an object",
-    "options": lambda value: None if isinstance(value, dict) else "an object",
-    "estimated": lambda value: None if isinstance(value, bool) else "true or false",
+    "tile": typed("an object", dict),
+    "options": typed("an object", dict),
+    "estimated": typed("true or false", bool),
     "date": text(r"\d{4}-\d\d-\d\d[ -~]{0,30}", "an ISO 8601 date"),
     "seconds": optional(number(zero=False)),
     "spread": optional(number()),

@@ -25,7 +25,10 @@ CALL = asdict(PROBLEM)
 """What a measured timeline and `bench ring` say of their call."""
 PREDICTED = Call(32, 2, heads=2, kv_heads=2, head_dim=16, dtype="float32")
 """The same call, as the predictor has it."""
-PROVENANCE = {"command": "ringattn bench suite", "date": "2026-01-02", "cpu": {"model": "a CPU", "cores": 2}}
+PROVENANCE = {
+    "command": "ringattn bench suite", "date": "2026-01-02", "cpu": {"model": "a CPU", "cores": 2}, "gpu": None,
+    "ringattn": {}, "versions": {"torch": "2"}, "topology": {},
+}  # fmt: skip
 
 
 def number(name: str, value: float | None, unit: str, **more: Any) -> dict[str, Any]:
@@ -190,7 +193,7 @@ KEPT_VALUES = (
 def tainted(data: Any, key: str = "") -> Any:
     """The same with a hostile end on every string, and keys of labels that are hostile too."""
     if isinstance(data, dict):
-        rename = key in ("labels", "provenance", "cpu", "errors")
+        rename = key in ("labels", "versions", "cpu", "errors")
         keep = ("seqlen", "by", "world")  # by which a plot knows its points
         return {name + HOSTILE * (rename and name not in keep): tainted(value, name) for name, value in data.items()}
     if isinstance(data, list):

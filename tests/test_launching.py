@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,41 @@ def test_rank_0_of_several_machines(alone: None, monkeypatch: pytest.MonkeyPatch
     assert launching._address(place) == "n08"
     monkeypatch.setenv("MASTER_ADDR", "head")
     assert launching._address(place) == "head"
+
+
+@pytest.mark.parametrize("names", LAUNCHERS, ids=lambda names: names[0])
+@pytest.mark.parametrize("address", [None, "127.0.0.1", "localhost"])
+def test_one_machine_meets_at_its_loopback_interface(
+    names: tuple[str, ...], address: str | None, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank 0 that waits for nobody, under each launcher's variables."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in zip(names, ("0", "1", "0", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    if address is not None:
+        monkeypatch.setenv("MASTER_ADDR", address)
+    before, place = listening(), Member(0, 1, 0, 1)
+    launching._launchers_store.cache_clear()
+    with launching.process_group(place):
+        used = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+        opened = Counter(listening()) - Counter(before)
+    launching._launchers_store.cache_clear()
+    assert opened and {*opened} == {"0100007F"} and {*used.values()} == {"lo"}
+
+
+def test_interfaces_that_somebody_has_chosen(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    here = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "lo"}
+    assert launching._interfaces(Member(0, 4, 0, 4)) == here
+    monkeypatch.setenv("MASTER_ADDR", "head")
+    assert launching._interfaces(Member(0, 4, 0, 4)) == launching._interfaces(Member(0, 4, 0, 2)) == {}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")  # torchrun names this machine
+    assert launching._interfaces(Member(0, 4, 0, 4)) == here
 
 
 def test_every_job_has_a_port(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def of_first(**labels: Any) -> dict[str, Any]:
 BAD_FILES = [
     ("{", "cannot be read"),
     ("[" * 100_000, "cannot be read"),
-    ("[1]", "is a JSON list"),
+    ("[1]", "it is [1]: it must be an object"),
     (b"\xff\xfe", "cannot be read"),
     ({"schema": "ringattn bench links 1"}, "has schema 'ringattn bench links 1'"),
     ({"schema": ["ringattn bench kernels 1"]}, "has schema ['ringattn bench kernels 1']"),
@@ -152,15 +152,15 @@ BAD_FILES = [
     (FILE | {"provenance": {"gpu": GPU | {"multiprocessors": 1.5}}}, "multiprocessors is 1.5"),
     (FILE | {"provenance": {"gpu": GPU | {"memory_gib": "much"}}}, "memory_gib is 'much'"),
     (FILE | {"provenance": {"gpu": GPU | {"name": 5}}}, "name is 5"),
-    (FILE | {"numbers": "none"}, "numbers must be a list of objects"),
-    (FILE | {"numbers": [3]}, "numbers must be a list of objects"),
+    (FILE | {"numbers": "none"}, "it must be a list of objects"),
+    (FILE | {"numbers": [3]}, "it must be a list of objects"),
     (FILE | {"numbers": []}, "there are none"),
     (FILE | {"numbers": NUMBERS[9:10]}, "there are rows of float32"),
-    (changed(lambda data: data["numbers"][0].update(value="fast")), "numbers[0]: value is 'fast'"),
-    (changed(lambda data: data["numbers"][0].update(value=True)), "numbers[0]: value is True"),
-    (changed(lambda data: data["numbers"][0].update(value=-1)), "numbers[0]: value is -1"),
-    (changed(lambda data: data["numbers"][0].update(value=float("nan"))), "numbers[0]: value is nan"),
-    (changed(lambda data: data["numbers"][0].update(value=10**400)), "numbers[0]: value is 1000"),
+    (changed(lambda data: data["numbers"][0].update(value="fast")), "numbers[0].value is 'fast'"),
+    (changed(lambda data: data["numbers"][0].update(value=True)), "numbers[0].value is True"),
+    (changed(lambda data: data["numbers"][0].update(value=-1)), "numbers[0].value is -1"),
+    (changed(lambda data: data["numbers"][0].update(value=float("nan"))), "NaN is not a number"),
+    (changed(lambda data: data["numbers"][0].update(value=10**40)), "numbers[0].value is 1000"),
     (changed(lambda data: data["numbers"][1].update(value=1e12)), "is no speed of this launch"),
     (of_first(seqlen=0), "seqlen is 0"),
     (of_first(seqlen=1 << 60), "at most"),
@@ -170,7 +170,7 @@ BAD_FILES = [
     (of_first(heads="0/1"), "heads is '0/1'"),
     (of_first(dtype="int4"), "dtype is 'int4'"),
     (of_first(dtype=["bfloat16"]), "dtype is ['bfloat16']"),
-    (SUITE | {"cases": [{"numbers": 1}]}, "cases[0]: numbers must be"),
+    (SUITE | {"cases": [{"numbers": 1}]}, "cases[0].numbers is 1: it must be"),
 ]
 
 
@@ -180,16 +180,16 @@ def test_files_of_kernels_are_refused_by_name(data: object, told: str, tmp_path:
     found = invoke("--kernels", str(target), "--tokens", "16k")
     assert found.exit_code == 2, found.output
     assert told in flat(found.output)
-    assert "results.json" in flat(found.output) or "is no speed" in told
+    assert "results.json" in flat(found.output)
 
 
 BAD_LINKS = [
-    ("null", "is a JSON NoneType"),
+    ("null", "it is None: it must be an object"),
     ({"schema": "ringattn bench kernels 1"}, "has schema 'ringattn bench kernels 1'"),
-    ({"schema": "ringattn bench links 1"}, "links must be a list of objects"),
+    ({"schema": "ringattn bench links 1"}, "it must be a list of objects"),
     ({"schema": "ringattn bench links 1", "links": []}, "has no transfers between two ranks"),
-    ({"schema": "ringattn bench links 1", "links": [{"way": "ring", "nbytes": 0}]}, "links[0]: nbytes is 0"),
-    ({"schema": "ringattn bench links 1", "links": [{"way": "ring", "nbytes": 8}]}, "links[0]: seconds is None"),
+    ({"schema": "ringattn bench links 1", "links": [{"way": "ring", "nbytes": 0}]}, "links[0].nbytes is 0"),
+    ({"schema": "ringattn bench links 1", "links": [{"way": "ring", "nbytes": 8}]}, "links[0].seconds is None"),
     (
         {
             "schema": "ringattn bench links 1",

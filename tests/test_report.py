@@ -64,7 +64,7 @@ def test_a_results_file_of_another_schema_is_named_and_refused(tmp_path: Path) -
         ("run/results.json", "results.json is no folder: it takes what"),
         ("run --plots taken", "taken: it is a file, and --plots takes a folder"),
         ("run --plots nowhere/plots", "there is no folder nowhere"),
-        ("run --out .", "cannot write .: it is a folder, and the page is a file"),
+        ("run --out .", "cannot write .: it is a folder; name a file in it"),
         ("run --out nowhere/page.html", "there is no folder nowhere"),
     ],
 )
@@ -90,10 +90,10 @@ def test_a_folder_without_plots_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
-        ({"cases": 3}, "results.json.cases is a number: it must be a list"),
-        ({"cases": ["x"]}, r"results.json: cases\[0\] is a string: it must be an object"),
-        ({"cases": [{"name": 1}]}, r"cases\[0\].name is a number: it must be a string"),
-        ({"provenance": None}, "results.json.provenance is missing: it must be an object"),
+        ({"cases": 3}, "results.json: cases is 3: it must be a list"),
+        ({"cases": ["x"]}, r"results.json: cases\[0\] is 'x': it must be an object"),
+        ({"cases": [{"name": 1}]}, r"cases\[0\].about is missing"),
+        ({"provenance": None}, "results.json: provenance is None: it must be an object"),
     ],
 )
 def test_a_broken_results_file_is_refused_by_the_place_that_is_wrong(
@@ -109,7 +109,7 @@ def test_what_is_no_folder_of_results_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="holds no results"):
         read(tmp_path)
     (tmp_path / "a.json").write_text("{")
-    with pytest.raises(Refused, match=r"holds no results.*a.json is no JSON"):
+    with pytest.raises(Refused, match=r"holds no results.*a.json: Expecting"):
         read(tmp_path)
 
 
@@ -232,4 +232,4 @@ def test_a_page_that_cannot_be_drawn_costs_no_results(tmp_path: Path) -> None:
     drawn = sorted((tmp_path / "plots").iterdir())
     assert drawn and all(one.suffix == ".png" and one.read_bytes().startswith(b"\x89PNG") for one in drawn)
     write(tmp_path, results={"schema": "other"})
-    assert command.write_beside(tmp_path).startswith("no report.html: Refused: results.json: schema is 'other'")
+    assert command.write_beside(tmp_path).startswith(f"no report.html: Refused: {tmp_path} holds no results")

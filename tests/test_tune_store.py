@@ -70,8 +70,25 @@ def test_what_is_no_line_is_passed_over(line: str, tmp_path: Path) -> None:
     assert Journal(path, "digest").all("a") == [{"n": 1}]
 
 
-def test_what_is_no_file_is_an_empty_journal(tmp_path: Path) -> None:
-    assert Journal(tmp_path, "digest").last("a") is None
+def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
+    """Before a run that could not be kept there."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 30)
+    for name, why in (("fifo", "no reg"), ("folder", "no reg"), ("link", "a symbolic link"), ("large", "at most")):
+        with pytest.raises(ValueError, match=f"{name} is no journal: .*{why}.*; move it away"):
+            Journal(tmp_path / name, "digest")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_link_that_comes_later_is_not_followed(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", "digest")
+    (tmp_path / "journal").symlink_to("elsewhere")
+    with pytest.raises(ValueError, match="a symbolic link"):
+        journal.put("a", {})
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_finished_journal_is_gone(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
+from ...kernels.strict import regular_file
 from ..launching import Member, member, world_of
 from ..output import check_targets
 from ..shapes import LayoutName, binary, size
@@ -107,7 +108,7 @@ def read(text: Path | None, seqlen: int) -> bytes:
     name = TOPICS if text is None else str(text)
     try:
         content = topics() if text is None else _head(text, seqlen + 1)
-    except (OSError, ImportError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"cannot read {name}: {error}; --text takes any file") from None
     if len(content) <= seqlen:
         raise ValueError(
@@ -125,5 +126,5 @@ def topics() -> bytes:
 
 
 def _head(path: Path, count: int) -> bytes:
-    with path.open("rb") as file:
+    with regular_file(path) as file:
         return file.read(count)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ import typer
 
 from ...autotune.models import SHORT
 from ..inspect.compiled import SHARED_LIMIT
-from ..output import prints, write_json
+from ..output import check_targets, prints, write_file, write_json
 from ..shapes import dtype_name, size
 from .kernels import Exported, export
 from .manifest import LICENCE, manifest
@@ -62,15 +61,14 @@ def arch_of(text: str) -> int:
 
 def written(wish: Wish, kernels: list[Exported], folder: Path) -> dict[str, Any]:
     """Write cubins, header, launcher, licence and manifest into ``folder``; the manifest."""
-    folder.mkdir(parents=True, exist_ok=True)
     files = {f"{wish.prefix}_{kernel.name}.cubin": kernel.cubin for kernel in kernels}
     files[f"{wish.prefix}.h"] = header(wish, kernels, LICENCE).encode()
     files[f"{wish.prefix}.c"] = launcher(wish, kernels, LICENCE).encode()
     files["LICENSE"] = (Path(__file__).parents[2] / "kernels" / "LICENSE").read_bytes()
     for name, content in files.items():
-        (folder / name).write_bytes(content)
+        write_file(folder / name, content)
     made = manifest(wish, kernels, {name: hashlib.sha256(content).hexdigest() for name, content in files.items()})
-    (folder / f"{wish.prefix}.json").write_text(json.dumps(made, indent=2) + "\n")
+    write_json(folder / f"{wish.prefix}.json", made)
     return made
 
 
@@ -119,6 +117,7 @@ def main(
     json_to: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="The manifest as JSON.")] = None,
 ) -> None:
     """Write cubins, a C header and launcher, and a manifest of attention kernels, forward and backward."""
+    check_targets(json_to)
     chosen = forward_kernel and forward_kernel.value
     kernels = []
     try:

@@ -173,7 +173,9 @@ def differences(before: Sequence[Row], after: Sequence[Row]) -> str:
     """A table per pair."""
     found = []
     for a, b in pairs(before, after):
-        title = f"A: {a['variant']}, Triton {a['triton']}\nB: {b['variant']}, Triton {b['triton']}"
+        title = "\n".join(
+            f"{name}: {one['variant']}, Triton {one['triton'] or 'not told'}" for name, one in (("A", a), ("B", b))
+        )
         found.append(table(difference(a, b), title=title))
     return "\n\n".join(found)
 
@@ -235,7 +237,7 @@ def inspect(
         refuse_beside(context, spec, diff, correlate)
         refuse_unheard(context, kernel)
         if correlate is not None:
-            found = correlations(read_rows(correlate))
+            found = correlations(read_rows(correlate), correlate)
             _write(found, table(found), json, csv)
             raise typer.Exit(any(row["correlation"] < LEAST_CORRELATION for row in found))
         if diff is not None:

@@ -52,7 +52,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     return across / spread
 
 
-def correlations(rows: Sequence[Row]) -> list[Row]:
+def correlations(rows: Sequence[Row], source: str = "the report") -> list[Row]:
     """Per kernel, GPU and shape: how well the bound predicts which config is faster (1: always, 0: not at all).
 
     ``rows`` are those of a report, each with ``seconds`` measured on the same work. What was not measured or has no
@@ -70,7 +70,7 @@ def correlations(rows: Sequence[Row]) -> list[Row]:
     if not enough:
         most = max(map(len, groups.values()), default=0)
         raise ValueError(
-            f"at most {most} configs of one kernel and shape have a bound and measured `seconds`: "
+            f"{source}: at most {most} configs of one kernel and shape have a bound and measured `seconds`: "
             f"a correlation takes {LEAST_CONFIGS}"
         )
     return [

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import triton
 
+from ...kernels.strict import Check, checked_as, named, number, optional, typed
+from ...kernels.strict import text as plain
+from ..files import read_object
 from .bound import Bound, blocks_of, bounds_of, main_bound
 from .compiled import Compiled
 from .variant import Variant
@@ -29,6 +32,14 @@ COMPARED = (
     "registers", "spills", "stack", "shared", "blocks_per_sm", "instructions", "matrix", "waits", "barriers", "tma",
     "exponentials", "exponentials_per_matrix", "fma_per_matrix", "bound", "limiter", "ceiling", "ceiling_limiter",
 )  # fmt: skip
+
+READ: dict[str, Check] = {
+    "kernel": plain(), "variant": plain(), "triton": optional(plain()), "options": optional(named(lambda value: None)),
+    "limiter": optional(plain()), "ceiling_limiter": optional(plain()),
+    **{name: optional(number()) for name in ("seconds", *COMPARED) if not name.endswith("limiter")},
+    "problems": optional(typed("a list", list)),
+}  # fmt: skip
+"""What of a row of a file is shown or reckoned with."""
 
 
 def tile_text(variant: Variant) -> str:
@@ -124,16 +135,17 @@ def read_rows(path: str) -> list[Row]:
         ValueError: no such file, or not such a report.
     """
     try:
-        found = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+        found = read_object(Path(path))
+    except ValueError as error:
         raise ValueError(f"cannot read {path}: {error}") from None
-    rows = found.get("timed", found.get("rows")) if isinstance(found, Mapping) else found
+    rows = found.get("timed", found.get("rows"))
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "kernel" in row for row in rows):
         raise ValueError(
             f"{path} is no report: it must hold the `rows` that `ringattn inspect --json` writes, "
             "or what `ringattn tune --json` writes on a GPU"
         )
-    return rows
+    places = ((f"{path}: rows[{place}]", row) for place, row in enumerate(rows))
+    return [row | checked_as(where, {name: row.get(name) for name in READ}, READ) for where, row in places]
 
 
 def pairs(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[Row, Row]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -194,7 +193,7 @@ def _one(call: Call, given: Given, trouble: Trouble, trace: Path | None, json: s
     if trace is not None:
         if not all(one.tracks for one in passes):  # one rank stood for all
             passes = predicted(call, given.device, given.links, trouble, told_apart=True)
-        trace.write_text(jsonlib.dumps(as_chrome(timeline(found["mask"], passes, call))))
+        write_json(trace, as_chrome(timeline(found["mask"], passes, call)), indent=None)
     if json is not None:
         write_json(json, found)
     if csv is not None:

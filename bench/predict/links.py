@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import load, objects, positive, whole_number
+from ..files import load, objects, positive, whole_number
 
 GIGA = 1e9
 NCCL_SHARE = 220 / 450  # of NVLink's nominal speed what NCCL's send and receive reach, the middle of 180 to 260 of 450
@@ -71,7 +72,7 @@ def link_of(text: str, flag: str = "link") -> Link:
     """
     if text in PRESETS:
         return PRESETS[text]
-    if Path(text).is_file():
+    if os.path.lexists(text):
         return measured(load(Path(text), (BENCH_SCHEMA,), WRITER), source=text)
     rate, comma, latency = text.partition(",")
     try:

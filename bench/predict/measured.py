@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..files import load, objects, positive, whole_number
 from ..kernels.contender import BACKWARD, FORWARD, OURS
 from ..suite.result_file import SCHEMA as SUITE
 from .call import DTYPES, Call
-from .files import load, objects, positive, whole_number
 from .launch import Area, whole
 from .program import Form
 from .speed import GPUS, H100, Speed, form_of
@@ -183,4 +183,8 @@ def speed_of(found: Kernels, call: Call, base: Speed, source: str) -> tuple[Spee
             f"`ringattn bench kernels --dtype {call.dtype} --json FILE` measures it"
         )
     told = None if backward is None else backward.launch
-    return base.fitted(forward=forward.launch, backward=told), [row for row in (forward, backward) if row is not None]
+    try:
+        fitted = base.fitted(forward=forward.launch, backward=told)
+    except (ValueError, ArithmeticError) as error:
+        raise ValueError(f"{source}: {error}") from None
+    return fitted, [row for row in (forward, backward) if row is not None]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..report.theme import LIGHT, VARIABLES, Theme, adaptive, themed
+from ..report.theme import LIGHT, Theme, save, themed
 from ..shapes import binary
 from ..tables import table
 from .call import Call
@@ -134,11 +134,7 @@ def check_ending(target: Path) -> None:
 
 def draw(rows: Sequence[Point], title: str, target: Path) -> None:
     """Write the map as a PNG, or as an SVG that is light or dark as its page is, by the file's ending."""
-    if target.suffix == ".svg":
-        target.write_text(adaptive(figure(rows, title, VARIABLES)))
-        return
-    with themed(LIGHT):
-        figure(rows, title).savefig(target, dpi=150)
+    save(lambda theme: figure(rows, title, theme), target, dpi=150)
 
 
 def figure(rows: Sequence[Point], title: str, theme: Theme = LIGHT) -> Any:

@@ -13,11 +13,12 @@ from ..ring.candidates import ALL_CORES, WHOLE
 from ..shapes import binary
 from .reading import Folder
 from .rows import finite, labels_of, mapping_of, mappings_of, median, percent_off, ring_runs
-from .theme import LIGHT, LINES, Theme, themed
+from .theme import LIGHT, LINES, Theme, themed, write_figure
 
 MARKERS = "osD^vP"
 MOST_LINES = 12  # of a chart: more could not be told apart
 MOST_NAME = 60
+MOST_TITLE = 160
 MOST_FILE = 120  # letters of a file's name
 DPI = 150
 ONE_DEVICE, ALL_THREADS = WHOLE, "SDPA, one process"  # candidates of `bench ring`, schemas 2 and 1
@@ -195,8 +196,7 @@ def save(folder: Folder, to: Path) -> list[Path]:
         name = re.sub("[^a-z0-9]+", "-", chart.title.lower())[:MOST_FILE].strip("-")
         file = to / f"{name}.png"
         file = file if file not in files else to / f"{name}-{len(files)}.png"
-        to.mkdir(exist_ok=True)
-        draw(chart).savefig(file, dpi=DPI)
+        write_figure(draw(chart), file, DPI)
         files.append(file)
     return files
 
@@ -216,7 +216,7 @@ def draw(chart: Chart, theme: Theme = LIGHT, *, titled: bool = True) -> Any:
         _scale(axes, chart)
         axes.set(xlabel=chart.x, ylabel=chart.y)
         if titled:
-            axes.set_title(chart.title, loc="left", fontsize=9.5)
+            axes.set_title(chart.title[:MOST_TITLE], loc="left", fontsize=9.5)
         axes.grid()
         axes.set_axisbelow(True)
         axes.legend(fontsize=7.5, loc="best")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..output import prints
+from ..output import check_targets, prints, write_file
 from .reading import Folder, Refused, read
 
 PAGE, PLOTS = "report.html", "plots"
@@ -34,7 +34,7 @@ def report(
     except Refused as error:
         raise typer.BadParameter(str(error)) from None
     for name, why in found.refused:
-        typer.echo(f"left out: {why if why.startswith(name) else f'{name}: {why}'}", err=True)
+        typer.echo(f"left out: {name}: {why}", err=True)
     for name, schema in found.unshown:
         typer.echo(f"not shown: {name}: there is no view for {schema}", err=True)
     if plots is not None and not charts(found):
@@ -58,21 +58,18 @@ def write(folder: Path, out: Path | None = None, plots: Path | None = None) -> F
     """Write the page of a folder, and the plots of its results where told; what was read, and what was not.
 
     Raises:
-        Refused: nothing can be read there, or results.json is of another schema, or a target cannot be written.
+        Refused: nothing can be read there, or --plots is no folder.
+        typer.BadParameter: the page cannot be written.
     """
     from .charts import save
     from .page import html
 
     found = read(folder)  # before its page is refused: there is none in what is no folder
     target = folder / PAGE if out is None else out
-    for path in (target, *([plots] if plots else [])):
-        if not path.absolute().parent.is_dir():
-            raise Refused(f"cannot write {path}: there is no folder {path.parent}")
-    if target.is_dir():
-        raise Refused(f"cannot write {target}: it is a folder, and the page is a file")
+    check_targets(target, None if plots is None or plots.is_dir() else plots)
     if plots is not None and plots.exists() and not plots.is_dir():
         raise Refused(f"cannot write plots to {plots}: it is a file, and --plots takes a folder")
-    target.write_text(html(found), encoding="utf-8")
+    write_file(target, html(found))
     if plots is not None:
         save(found, plots)
     return found

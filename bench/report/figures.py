@@ -13,8 +13,8 @@ from ...ring.mask import Mask
 from ...ring.schedule import schedule
 from ..ring.candidates import Problem
 from ..timeline.command import measured, read_timeline
-from .theme import VARIABLES, Theme, adaptive, themed
-from .timelines import draw
+from .theme import VARIABLES, Theme, save, themed
+from .timelines import save as save_timelines
 
 FOLDER = Path(__file__).parents[2] / "docs" / "figures"
 RANKS = 4
@@ -77,8 +77,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="a measured trace, in place of a new one")
     parser.add_argument("--predicted", type=Path, help="a predicted trace of the same call, drawn below")
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "ring.svg").write_text(adaptive(ring_figure()))
+    save(lambda theme: ring_figure(theme=theme), given.out / "ring.svg", 0)
     if given.trace is None:
         found = [measured(None, Problem(seqlen=8192, world=2, heads=8, kv_heads=8, head_dim=64), 5)]
     else:
@@ -86,7 +85,7 @@ def main() -> None:
     if given.predicted is not None:
         found.append(read_timeline(given.predicted))
     shown = [one for one in found if one is not None]
-    (given.out / "timeline.svg").write_text(adaptive(draw(shown, VARIABLES)))
+    save_timelines(shown, given.out / "timeline.svg")
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any
 
 from ... import __version__
 from ..timeline.events import Timeline, alike, call_of
 from . import calls, charts, timelines, views
-from .reading import Bench, Folder
+from .reading import Bench, Folder, printable
 from .rows import (
     Table,
     case_rows,
@@ -93,7 +93,23 @@ def html(folder: Folder) -> str:
 
 
 def page_of(folder: Folder) -> Page:
-    """Everything that the page shows."""
+    """Everything that the page shows; a file that cannot be drawn costs that file alone, which is told as refused."""
+    try:
+        return _whole(folder)
+    except Exception:  # which file it is, nobody says: each is tried beside those that can be drawn
+        shown = replace(folder, suite=None, benches=[], timelines=[])
+        for name, part in folder.parts():
+            try:
+                _whole(more := shown.joined(part))
+            except Exception as error:
+                folder.refused.append((name, printable(f"it cannot be drawn: {type(error).__name__}: {error}"[:300])))
+            else:
+                shown = more
+        folder.suite, folder.benches, folder.timelines = shown.suite, shown.benches, shown.timelines
+        return _whole(folder)
+
+
+def _whole(folder: Folder) -> Page:
     cases = cases_of(folder)
     page = Page(
         f"ringattn: {folder.name}",

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...kernels.strict import shown
 from ..doctor.command import SCHEMA as DOCTOR
+from ..files import read_object
 from ..predict.rows import SCHEMA as PREDICTED
 from ..predict.text import SCHEMA as PREDICTION
 from ..predict.text import SWEEP_SCHEMA as MAP
 from ..suite.result_file import NAME as RESULTS
-from ..suite.result_file import SCHEMA as SUITE
+from ..suite.result_file import check
 from ..timeline.events import SCHEMA as TIMELINE
 from ..timeline.events import Timeline, from_chrome
 from ..tune.shown import SCHEMA as TUNE
@@ -26,7 +27,6 @@ BENCHES |= {"ringattn bench ring 2": "ring", PREDICTED: "predicted"}
 """What single benches write, by schema."""
 OTHERS = (PREDICTION, MAP, TUNE, DOCTOR)
 """What our other commands write: nothing is wrong with such a file, and there is no view for it."""
-MOST_BYTES = 64 * 2**20  # of one file: more was not written by a bench
 
 
 class Refused(ValueError):
@@ -58,6 +58,18 @@ class Folder:
     refused: list[tuple[str, str]] = field(default_factory=list)  # file and why
     unshown: list[tuple[str, str]] = field(default_factory=list)  # file and schema
 
+    def parts(self) -> Iterator[tuple[str, Folder]]:
+        """Every file that is drawn, and a folder of it alone."""
+        if self.suite is not None:
+            yield RESULTS, Folder(self.name, self.suite)
+        yield from ((one.file, Folder(self.name, benches=[one])) for one in self.benches)
+        yield from ((name, Folder(self.name, timelines=[(name, one)])) for name, one in self.timelines)
+
+    def joined(self, other: Folder) -> Folder:
+        """What is drawn of both."""
+        suite = self.suite if other.suite is None else other.suite
+        return Folder(self.name, suite, self.benches + other.benches, self.timelines + other.timelines)
+
     @property
     def provenance(self) -> Mapping[str, Any]:
         """Of the suite, else of the first bench or timeline."""
@@ -71,79 +83,43 @@ def read(folder: Path) -> Folder:
     """Everything of a folder.
 
     Raises:
-        Refused: there is no folder, or nothing in it, or its results.json is of another schema.
+        Refused: there is no folder, or nothing in it.
     """
     if not folder.is_dir():
         raise Refused(f"{folder} is no folder: it takes what `ringattn bench suite --out DIR` writes to")
-    found = Folder(folder.absolute().name)
+    found = Folder(printable(folder.absolute().name))
     for path in sorted(folder.glob("*.json")):
-        if path.name == RESULTS:
-            found.suite = _suite(_load(path))
-            continue
-        if path.name.startswith(PUT_ASIDE):
+        name = printable(path.name)
+        if name.startswith(PUT_ASIDE):
             continue
         try:
-            _take(found, path.name, _load(path))
-        except Refused as error:
-            found.refused.append((path.name, str(error)))
+            _take(found, name, read_object(path))
+        except ValueError as error:
+            found.refused.append((name, printable(str(error))))
     if found.suite is None and not found.benches and not found.timelines:
-        told = "; ".join([*(why for _, why in found.refused), *(f"{name} is of {of}" for name, of in found.unshown)])
-        raise Refused(
-            f"{folder} holds no results: neither {RESULTS} nor what a bench wrote with --json. {told}".strip()
-        )
+        told = [f"{name}: {why}" for name, why in found.refused] + [f"{name} is of {of}" for name, of in found.unshown]
+        why = f"{folder} holds no results: neither {RESULTS} nor what a bench wrote with --json"
+        raise Refused("; ".join([why, *told]))
     return found
 
 
-def _load(path: Path) -> Mapping[str, Any]:
-    if path.stat().st_size > MOST_BYTES:
-        raise Refused(f"{path.name} has {path.stat().st_size:,} bytes: at most {MOST_BYTES:,} are read")
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise Refused(f"{path.name} is no JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise Refused(f"{path.name} is a JSON {type(data).__name__}: a result is an object with a schema")
-    return data
+def printable(text: str) -> str:
+    """What a page and a terminal may show: names of files are any bytes."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _take(found: Folder, name: str, data: Mapping[str, Any]) -> None:
     about = data.get("otherData")
     schema = about.get("schema") if isinstance(about, dict) else data.get("schema")
-    if schema == TIMELINE:
-        try:
-            found.timelines.append((name, from_chrome(data)))
-        except ValueError as error:
-            raise Refused(f"{name}: {error}") from None
+    if name == RESULTS:
+        check(data)
+        found.suite = data
+    elif schema == TIMELINE:
+        found.timelines.append((name, from_chrome(data)))
     elif isinstance(schema, str) and schema in BENCHES:
         found.benches.append(Bench(name, BENCHES[schema], data))
     elif schema in OTHERS:
         found.unshown.append((name, schema))
     else:
         taken = ", ".join(repr(one) for one in (*BENCHES, TIMELINE))
-        raise Refused(f"{name}: schema is {schema!r}: this version reads {taken}")
-
-
-def _suite(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    schema = data.get("schema")
-    if schema != SUITE:
-        raise Refused(f"{RESULTS}: schema is {schema!r}: this version reads {SUITE!r}; run the suite again")
-    _demand(data, RESULTS, {"provenance": dict, "cases": list})
-    for number, case in enumerate(data["cases"]):
-        where = f"{RESULTS}: cases[{number}]"
-        _demand(case, where, {"name": str, "state": str, "reason": str, "numbers": list})
-        for index, one in enumerate(case["numbers"]):
-            _demand(one, f"{where}.numbers[{index}]", {"name": str, "unit": str})
-    return data
-
-
-def _demand(data: object, where: str, fields: Mapping[str, type]) -> None:
-    if not isinstance(data, dict):
-        raise Refused(f"{where} is {_kind(data)}: it must be an object")
-    for name, kind in fields.items():
-        if not isinstance(data.get(name), kind):
-            raise Refused(f"{where}.{name} is {_kind(data.get(name))}: it must be {_kind(kind())}")
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", type(None): "missing", bool: "a truth value"}
-    return names.get(type(value), "a number")
+        raise ValueError(f"schema is {shown(schema)}: this version reads {taken}")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from ..output import write_file
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,22 @@ def adaptive(figure: Any) -> str:
     text = inline(figure, "f")
     start = text.index(">") + 1
     return '<?xml version="1.0" encoding="utf-8"?>\n' + text[:start] + style + text[start:]
+
+
+def save(draw: Callable[[Theme], Any], target: Path, dpi: int) -> None:
+    """Draw into a file; an SVG is light or dark as its reader's page is."""
+    if target.suffix.lower() == ".svg":
+        write_file(target, adaptive(draw(VARIABLES)))
+    else:
+        with themed(LIGHT):
+            write_figure(draw(LIGHT), target, dpi)
+
+
+def write_figure(figure: Any, target: Path, dpi: int) -> None:
+    """A figure in the format that the file's name ends in."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=target.suffix[1:].lower(), dpi=dpi)
+    write_file(target, drawn.getvalue())
 
 
 def as_svg(figure: Any) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..timeline.events import LANES, Event, Timeline, lane_order
-from .theme import LIGHT, VARIABLES, Theme, adaptive, themed
+from . import theme as themes
+from .theme import LIGHT, Theme, themed
 
 ROWS = {"compute": 1.0, "send": 0.42, "receive": 0.42}
 """Rows of a rank and their heights; waits share the row of compute, for a rank does one or the other."""
@@ -70,11 +71,7 @@ def draw(timelines: Sequence[Timeline], theme: Theme = LIGHT, *, slots: bool | N
 
 def save(timelines: Sequence[Timeline], out: Path) -> None:
     """Draw into a file; an SVG is light or dark as the page around it is."""
-    if out.suffix.lower() == ".svg":
-        out.write_text(adaptive(draw(timelines, VARIABLES)))
-        return
-    with themed(LIGHT):
-        draw(timelines).savefig(out, dpi=140)
+    themes.save(lambda theme: draw(timelines, theme), out, dpi=140)
 
 
 def computing(timeline: Timeline) -> float:

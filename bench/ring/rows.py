@@ -190,12 +190,9 @@ def from_json(data: Mapping[str, Any]) -> list[Report]:
     """What :func:`as_json` wrote, of schema 1 too, which had one problem, no memory and no bytes.
 
     Raises:
-        ValueError: something is missing, or is not what is written there.
+        Exception: of any kind, where something is missing or is not what is written there.
     """
-    try:
-        return [_report(run) for run in data.get("measurements", [data])]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
+    return [_report(run) for run in data.get("measurements", [data])]
 
 
 def _report(run: Mapping[str, Any]) -> Report:
@@ -205,13 +202,18 @@ def _report(run: Mapping[str, Any]) -> Report:
     return Report(problem, found, dict(run.get("absent", {})), run.get("transport", ""))
 
 
+def _errors(told: Mapping[str, float | None]) -> dict[str, float]:
+    """Null is what was not finite."""
+    return {name: math.nan if error is None else error for name, error in told.items()}
+
+
 def _result(told: Mapping[str, Any], apart: Mapping[str, Any]) -> Result:
     name = told["name"]
     kind = told.get("kind", ALL_CORES if name == ALL_CORES_ONCE else name)
     # other people's rings were the ones that were not trusted when files did not say it
     trusted = told.get("trusted", name not in PEERS)
     return Result(
-        kind, Samples(tuple(told["seconds"]["samples"])), dict(told["errors"]), list(told["disagrees"]), trusted,
+        kind, Samples(tuple(told["seconds"]["samples"])), _errors(told["errors"]), list(told["disagrees"]), trusted,
         told.get("exposed_seconds", apart.get("wait")), told.get("bytes_sent"), told.get("peak_bytes"),
         told.get("compute_seconds", apart.get("compute")),
     )  # fmt: skip

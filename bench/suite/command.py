@@ -20,7 +20,7 @@ from rich.console import Console
 
 from ..kernels import beside, speed, targets
 from ..launching import cores, forget_launcher
-from ..output import prints
+from ..output import json_text, prints, write_json
 from ..provenance import provenance
 from ..report.command import write_beside
 from ..shapes import device_here
@@ -31,7 +31,7 @@ from . import result_file
 from .brief import lines, longest, sentences
 from .case_lists import cpu_cases, gpu_cases, timed_by
 from .cases import Case, Number
-from .result_file import NAME, SCHEMA, RefusedResults
+from .result_file import NAME, SCHEMA
 from .timeline_cases import FILE
 from .workers import Outcome, Pool
 
@@ -73,7 +73,6 @@ def suite(
     if not cases:
         raise typer.BadParameter(f"--only is {only!r}: no case has that in its name")
     os.environ["TRITON_INTERPRET"] = "1" if place.type == "cpu" else "0"  # read when a worker imports triton
-    out.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"schema": SCHEMA, "budget": budget, "provenance": provenance(place)}
     before = earlier(out, record, again=again)
     kept = {case.name: one for case in cases if (one := result_file.finished(before, case.name, case.arguments))}
@@ -126,11 +125,11 @@ def earlier(out: Path, record: Mapping[str, Any], *, again: bool) -> dict[str, A
     """
     path = out / NAME
     nothing: dict[str, Any] = {"cases": []}
-    if not path.exists():
+    if not os.path.lexists(path):
         return nothing
     try:
         found = result_file.read(path)
-    except RefusedResults as refused:
+    except ValueError as refused:
         raise typer.BadParameter(f"--out: {refused}; move it away, or name another folder") from None
     differ = result_file.differences(record["provenance"], found["provenance"])
     if not differ and not again:
@@ -189,10 +188,10 @@ def width() -> int:
 
 def write(out: Path, record: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> None:
     """Put a whole file in the place of the old one."""
-    data = json.loads(json.dumps({**record, "cases": cases}))  # as it is read
+    data = json.loads(json_text({**record, "cases": cases}))  # as it is read
     result_file.check(data)
     draft = out / f"{NAME}.part"
-    draft.write_text(json.dumps(data, indent=1) + "\n")
+    write_json(draft, data, indent=1)
     draft.replace(out / NAME)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...kernels.strict import checked_as, either, one_of, optional, shown, typed
+from ..files import read_object
 from .cases import Number
 
 SCHEMA = "ringattn bench suite 1"
@@ -14,98 +17,57 @@ NAME = "results.json"
 STATES = ("done", "failed", "cut short", "not here", "not run")
 FINAL = ("done", "not here")  # asked again on the same machine, the answer would be the same
 
-TEXT, COUNT, FLAG = (str,), (int, float), (bool,)
-NOTHING = (type(None),)
-TOP = {"schema": TEXT, "budget": COUNT, "provenance": (dict,), "cases": (list,)}
+TEXT, COUNT, FLAG = typed("text", str), typed("a number", int, float), typed("true or false", bool)
+OBJECT, LIST = typed("an object", dict), typed("a list", list)
+TOP = {"schema": TEXT, "budget": COUNT, "provenance": OBJECT, "cases": LIST, "seconds": COUNT}
 CASE = {
-    "name": TEXT, "about": TEXT, "arguments": (dict,), "state": TEXT, "reason": TEXT, "seconds": COUNT,
-    "numbers": (list,),
+    "name": TEXT, "about": TEXT, "arguments": OBJECT, "state": one_of(*STATES), "reason": TEXT, "seconds": COUNT,
+    "numbers": LIST,
 }  # fmt: skip
-NUMBER = {"name": TEXT, "value": COUNT + NOTHING, "unit": TEXT, "labels": (dict,)}
-NUMBER_OPTIONAL = {"limit": COUNT, "spread": COUNT, "note": TEXT, "fails": FLAG}
+NUMBER = {
+    "name": TEXT, "value": optional(COUNT), "unit": TEXT, "labels": OBJECT, "limit": optional(COUNT),
+    "spread": optional(COUNT), "note": TEXT, "fails": FLAG,
+}  # fmt: skip
 ABOUT = {
     "command": TEXT,
     "date": TEXT,
-    "ringattn": (dict,),
-    "versions": (dict,),
-    "cpu": (dict,),
-    "gpu": (dict, *NOTHING),
-    "topology": (dict, *TEXT),
+    "ringattn": OBJECT,
+    "versions": OBJECT,
+    "cpu": OBJECT,
+    "gpu": optional(OBJECT),
+    "topology": either(OBJECT, TEXT),
+    "seconds": COUNT,
 }
 SAME = ("ringattn.sources", "versions", "cpu.model", "cpu.cores", "gpu.name", "gpu.driver")
 """What must be equal for two runs to be one: the code, the versions, the machine. Not clocks, loads and dates."""
-
-
-class RefusedResults(ValueError):
-    """A results file that is not one of this version's; the message has its path and the reason."""
 
 
 def read(path: Path) -> dict[str, Any]:
     """A results file, every field of which has been looked at.
 
     Raises:
-        RefusedResults: it cannot be read, is of another schema, or a field is missing, unknown or of another type.
+        ValueError: it cannot be read, is of another schema, or a field is missing, unknown or of another type.
     """
     try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RefusedResults(f"{path} cannot be read: {error}") from None
-    try:
-        check(data)
+        check(data := read_object(path))
     except ValueError as error:
-        raise RefusedResults(f"{path}: {error}") from None
-    return dict(data)
+        raise ValueError(f"{path}: {error}") from None
+    return data
 
 
-def check(data: Any) -> None:
+def check(data: Mapping[str, Any]) -> None:
     """Refuse what is not a results file of this schema: ValueError that says where."""
-    if not isinstance(data, dict):
-        raise ValueError(f"it is {_type(data)}: it must be an object with the schema {SCHEMA!r}")
     if data.get("schema") != SCHEMA:
-        raise ValueError(f"schema is {data.get('schema')!r}: this version reads {SCHEMA!r}")
-    fields("the file", data, TOP, {"seconds": COUNT})
-    about = data["provenance"]
-    fields("provenance", about, ABOUT, {"seconds": COUNT})
-    names = []
+        raise ValueError(f"schema is {shown(data.get('schema'))}: this version reads {SCHEMA!r}; run the suite again")
+    checked_as("", data, TOP, {"seconds"})
+    checked_as("provenance", data["provenance"], ABOUT, {"seconds"})
     for place, case in enumerate(data["cases"]):
-        where = f"cases[{place}]"
-        fields(where, case, CASE)
-        if case["state"] not in STATES:
-            raise ValueError(f"{where}.state is {case['state']!r}: it must be one of {', '.join(STATES)}")
+        checked_as(where := f"cases[{place}]", case, CASE)
         for index, number in enumerate(case["numbers"]):
-            fields(f"{where}.numbers[{index}]", number, NUMBER, NUMBER_OPTIONAL)
-        names.append(case["name"])
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ValueError(f"there are two cases named {min(twice)!r}")
-
-
-def fields(
-    where: str, found: Any, needed: Mapping[str, tuple[type, ...]], more: Mapping[str, tuple[type, ...]] | None = None
-) -> None:
-    """Refuse an object that has not all it needs, or something else, or another type: ValueError."""
-    if not isinstance(found, dict):
-        raise ValueError(f"{where} is {_type(found)}: it must be an object")
-    missing = [name for name in needed if name not in found]
-    if missing:
-        raise ValueError(f"{where} has no {missing[0]!r}")
-    known = {**needed, **(more or {})}
-    for name, value in found.items():
-        if name not in known:
-            raise ValueError(f"{where} has {name!r}, which is no field of {SCHEMA!r}")
-        # a bool is an int to Python, and no number here
-        if not isinstance(value, known[name]) or (isinstance(value, bool) and bool not in known[name]):
-            takes = " or ".join(_name(kind) for kind in known[name])
-            raise ValueError(f"{where}.{name} is {_type(value)}: it must be {takes}")
-
-
-def _type(value: object) -> str:
-    return _name(type(value))
-
-
-def _name(kind: type) -> str:
-    names = {str: "text", dict: "an object", list: "a list", int: "a number", float: "a number", bool: "true or false"}
-    return names.get(kind, "null")
+            checked_as(f"{where}.numbers[{index}]", number, NUMBER, {"limit", "spread", "note", "fails"})
+    for name, count in Counter(case["name"] for case in data["cases"]).items():
+        if count > 1:
+            raise ValueError(f"there are {count} cases named {shown(name)}")
 
 
 def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

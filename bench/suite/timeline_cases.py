@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import typer
 
 from ..launching import cores
 from ..launching import threads as threads_of_torch
+from ..output import write_json
 from ..predict.links import Links
 from ..predict.ring import predicted
 from ..predict.rows import Shape
@@ -58,7 +58,7 @@ def timelines(
 
 def kept(found: Timeline, folder: Path) -> Iterator[Number]:
     """Leave a timeline where the page looks for it, and tell its length, and what ranks did on the average."""
-    (folder / FILE.format(found.source)).write_text(json.dumps(as_chrome(found)))
+    write_json(folder / FILE.format(found.source), as_chrome(found), indent=None)
     labels = {"by": found.source, "world": found.world, "layout": LAYOUT, "mask": MASK}
     yield Number("forward and backward", found.seconds * 1e3, "ms", labels)
     for lane in LANES[:2]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from json import loads
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ import typer
 from ...comm import LocalGroup, LocalWorld
 from ...comm.control import control_of
 from ...ring import Ring, ring_attention
+from ..files import read_object
 from ..free_memory import free_memory
 from ..launching import Member, cores, member, process_group, started, world_of
 from ..links.group import device_of
@@ -133,8 +133,8 @@ def read_timeline(path: Path) -> Timeline:
         typer.BadParameter: it cannot be read, or is none.
     """
     try:
-        return from_chrome(loads(path.read_text()))
-    except (OSError, ValueError) as error:
+        return from_chrome(read_object(path))
+    except ValueError as error:
         raise typer.BadParameter(f"{path}: {error}") from None
 
 

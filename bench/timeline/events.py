@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...kernels.strict import checked_as, shown, typed, whole
+
 SCHEMA = "ringattn timeline 1"
 LANES = ("compute", "wait", "send", "receive")
 """Of every rank, from the top; below them come its slots while they hold or await something: "slot 0" and on (K/V),
@@ -20,6 +22,8 @@ MACHINE = {"threads", "seed", "device", "transport"}
 SOMETIMES = {"nodes"}
 """What not every timeline says of its call, and counts where both do."""
 MICRO = 1e6
+MOST_RANKS = 1024  # of a file: a picture of more cannot be read
+MOST_TIME = 1e30
 
 
 @dataclass(frozen=True)
@@ -129,28 +133,39 @@ def from_chrome(trace: Mapping[str, Any]) -> Timeline:
     about = trace.get("otherData", {}) if isinstance(trace, Mapping) else {}
     if not isinstance(about, Mapping) or about.get("schema") != SCHEMA:
         found = about.get("schema") if isinstance(about, Mapping) else None
-        raise ValueError(f"schema is {found!r}: a timeline says otherData.schema = {SCHEMA!r}")
+        raise ValueError(f"schema is {shown(found)}: a timeline says otherData.schema = {SCHEMA!r}")
+    told: dict[str, Any] = {name: about.get(name) for name in _ABOUT} | {"about": about.get("about", {})}
+    checked_as("otherData", told, _ABOUT)
     try:
-        return Timeline(
-            about["title"], about["source"], about["world"], _events(trace["traceEvents"]), about.get("about", {})
-        )
+        return Timeline(events=_events(trace["traceEvents"]), **told)
     except (KeyError, TypeError) as error:
         raise ValueError(f"this timeline is broken: {type(error).__name__}: {error}") from None
 
 
 def _events(records: Sequence[Mapping[str, Any]]) -> tuple[Event, ...]:
     lanes = {(one["pid"], one["tid"]): one["args"]["name"] for one in records if one["name"] == "thread_name"}
-    return tuple(
-        Event(
-            one["pid"],
-            lanes[one["pid"], one["tid"]],
-            one["args"]["phase"],
-            one["args"]["hop"],
-            one["ts"] / MICRO,
-            (one["ts"] + one["dur"]) / MICRO,
-            one["args"]["name"],
-            one["args"]["bytes"],
-        )
-        for one in records
-        if one["ph"] == "X"
-    )
+    found = []
+    for place, one in enumerate(records):
+        if one["ph"] == "X":
+            of, lane = one["args"], lanes[one["pid"], one["tid"]]
+            told = {"rank": one["pid"], "begin": one["ts"], "end": one["dur"], "lane": lane, "nbytes": of["bytes"]}
+            told |= {name: of[name] for name in ("phase", "hop", "name")}
+            checked_as(f"traceEvents[{place}]", told, _EVENT)
+            begin, end = one["ts"] / MICRO, (one["ts"] + one["dur"]) / MICRO
+            found.append(Event(**{**told, "begin": begin, "end": end}))
+    return tuple(found)
+
+
+def _time(value: object) -> str | None:
+    return None if type(value) in (int, float) and abs(value) < MOST_TIME else "a number"  # type: ignore[arg-type]
+
+
+TEXT = typed("text", str)
+_ABOUT = {"title": TEXT, "source": TEXT, "world": whole(1, MOST_RANKS), "about": typed("an object", dict)}
+_EVENT = {
+    "rank": whole(0, MOST_RANKS - 1),
+    "hop": whole(0, MOST_RANKS**2),
+    "nbytes": whole(0, 1 << 60),
+    **dict.fromkeys(("begin", "end"), _time),
+    **dict.fromkeys(("lane", "phase", "name"), TEXT),
+}
