@@ -73,8 +73,12 @@ def check_like(
     dtype: torch.dtype | None,
     device: torch.device,
     contiguous: bool = False,
+    written: bool = False,
 ) -> None:
-    """Refuse a tensor of another shape, dtype (None: any of the supported), device or stride."""
+    """Refuse a tensor of another shape, dtype (None: any of the supported), device or stride.
+
+    ``written``: also one that is expanded, whose elements share memory.
+    """
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} has shape {list(x.shape)}: it must be {list(shape)}")
     if x.dtype not in ((dtype,) if dtype else DTYPES):
@@ -83,6 +87,8 @@ def check_like(
         raise ValueError(f"{name} is on {x.device}: it must be on {device}")
     if contiguous and not x.is_contiguous():
         raise ValueError(f"{name} has strides {x.stride()}: it must be contiguous")
+    if written and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError(f"{name} has strides {x.stride()}: it is written to, each element must have its own memory")
     check_unit_stride(name, x)
 
 
@@ -94,7 +100,7 @@ def result_like(
         check_like(sums_name, sums, tuple(like.shape), torch.float32, like.device)
     if into is None:
         return torch.empty(like.shape, device=like.device, dtype=like.dtype)
-    check_like(into_name, into, tuple(like.shape), None, like.device)
+    check_like(into_name, into, tuple(like.shape), None, like.device, written=True)
     return into
 
 

@@ -161,8 +161,9 @@ class RingAttention(torch.autograd.Function):
 def sink_state(sink: torch.Tensor, q: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The state before any key: as if each row had seen one with the sink for its score and 0 for its value."""
     batch, rows, heads, _ = q.shape
-    out = torch.zeros(batch, rows, heads, value_dim, device=q.device)
-    return out, sink.float()[None, :, None].expand(batch, heads, rows).contiguous()
+    out = torch.zeros(batch, rows, heads, value_dim, device=q.device, dtype=torch.float32)
+    lse = torch.empty(batch, heads, rows, device=q.device, dtype=torch.float32)
+    return out, lse.copy_(sink[:, None])  # memory of the call's own: kernels continue it in place
 
 
 def sink_gradient(sink: torch.Tensor, delta: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
