@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from ..kernels import KernelConfig
+from ..kernels.checks import check_tensor
 from .block_mask import BlockMask, Longformer
+from .checked import checked
 from .layout import Layout
 from .node import RingAttention, autocast, resolve_ring, settled
 from .ops import traced
@@ -86,7 +88,8 @@ def ring_attention(
 
     Returns:
         ``out [B, S, H, Dv]`` in q's dtype; with ``return_lse`` also ``lse [B, H, S]``, fp32, natural logarithm. A row
-        that sees no key has ``out = 0`` and ``lse = -inf`` (with a sink, ``lse`` is the sink).
+        that sees no key has ``out = 0`` and ``lse = -inf`` (with a sink, ``lse`` is the sink). On the CPU ``lse`` of
+        float16 and bfloat16 may be off by 1e-4: the exponential of PyTorch's operator is less than exact there.
 
     What several of the arguments show is what all of them show. Under autocast q, k and v are cast as by
     ``scaled_dot_product_attention``. A second derivative raises.
@@ -94,7 +97,8 @@ def ring_attention(
     Raises:
         ValueError: an argument does not fit, before anything is sent; the message names it, what it got and what it
             takes. Where the ranks disagree, every rank raises it.
-        NotImplementedError: ``backend="triton"`` on the CPU without Triton's interpreter.
+        NotImplementedError: ``backend="triton"`` on the CPU without Triton's interpreter, or with bfloat16, which that
+            takes for integers; a transform of ``torch.func``.
     """
     call: dict[str, Any] = {
         "layout": layout,
@@ -114,6 +118,10 @@ def ring_attention(
         "backend": backend,
         "config": config,
     }
+    if not torch.compiler.is_compiling():
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_tensor(name, x, may_be_meta=x is not q)  # before anything is asked of them
+        (return_lse,) = checked(return_lse=return_lse)
     q, k, v = autocast(q, k, v)
     if torch.compiler.is_compiling():
         out, lse = traced(q, k, v, ring, group, **call)

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from ..comm import Message, group_rank_size
-from .layout import Layout
+from ..kernels.checks import check_tensor
+from .checked import check_autograd, checked
+from .layout import Layout, check_tokens, tokens_of
 from .ring import Ring, ring_of
 from .traffic import sizes
 
 NAMES = ("contiguous", "zigzag", "striped")
-GRADS = ("slice", "sum")
 
 
 def resolve_layout(layout: Layout | str | None, seqlen: int, world: int, name: str = "layout") -> Layout:
@@ -52,7 +53,8 @@ def shard(x: torch.Tensor, *, layout: Layout | str | None, group: object = None,
         ValueError: the layout does not fit the group or the length of ``x``.
     """
     rank, world = group_rank_size(group)
-    return resolve_layout(layout, x.shape[dim], world).shard(x, rank, dim)
+    tokens = tokens_of(x, "x", dim)
+    return resolve_layout(layout, _seqlen(layout, tokens), world).shard(x, rank, dim)
 
 
 def positions(seqlen: int, *, layout: Layout | str | None, group: object = None) -> torch.Tensor:
@@ -61,7 +63,7 @@ def positions(seqlen: int, *, layout: Layout | str | None, group: object = None)
     Raises:
         ValueError: the layout does not fit the group or ``seqlen``.
     """
-    rank, world = group_rank_size(group)
+    (seqlen,), (rank, world) = checked(seqlen=seqlen), group_rank_size(group)
     return resolve_layout(layout, seqlen, world).positions(rank)
 
 
@@ -79,17 +81,19 @@ def unshard(
     Raises:
         ValueError: an argument does not fit.
     """
-    if grad not in GRADS:
-        raise ValueError(f"grad is {grad!r}: it must be one of {', '.join(GRADS)}")
+    check_tensor("x", x)
+    check_autograd("unshard", x)
+    tokens, (dim, grad) = tokens_of(x, "x", dim), checked(dim=dim, grad=grad)
     ring = ring_of(group, x.device)
-    seqlen = layout.seqlen if isinstance(layout, Layout) else x.shape[dim] * ring.size
-    whole = resolve_layout(layout, seqlen, ring.size)
-    if x.shape[dim] != whole.lengths[ring.rank]:
-        raise ValueError(
-            f"x has {x.shape[dim]} tokens along dim {dim}, the layout gives rank {ring.rank} {whole.lengths[ring.rank]}"
-        )
+    whole = resolve_layout(layout, _seqlen(layout, tokens * ring.size), ring.size)
+    length = whole.lengths[ring.rank]
+    check_tokens(x, "x", dim, length, f"the layout gives rank {ring.rank} {length}")
     result: torch.Tensor = _Unshard.apply(x, whole, ring, dim, grad)  # type: ignore[no-untyped-call]
     return result
+
+
+def _seqlen(layout: object, otherwise: int) -> int:
+    return layout.seqlen if isinstance(layout, Layout) else otherwise
 
 
 class _Unshard(torch.autograd.Function):

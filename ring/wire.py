@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..comm.slots import TensorSpec
 from ..kernels import SCALE_TOKENS, dequantize, quantize, scale_shape
+from .checked import checked
 
 E4M3_MAX = 448.0
 SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32
@@ -142,6 +143,7 @@ def grad_wire_of(grad_wire_dtype: torch.dtype | str | None) -> Wire | None:
 
 def dtype_of(argument: str, given: torch.dtype | str | None, known: tuple[torch.dtype, ...]) -> torch.dtype | None:
     """The dtype that an argument names: ValueError where it is not among ``known``."""
+    (given,) = checked(**{argument: given})
     if given is None:
         return None
     for dtype in known:

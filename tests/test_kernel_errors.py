@@ -84,7 +84,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     r"k has 3 heads, q has 4: .* must be a multiple of": {"k": zeros(2, 6, 3, 16), "v": zeros(2, 6, 3, 24)},
     r"k has 0 heads, q has 4: .* must be a multiple of": {"k": zeros(2, 6, 0, 16), "v": zeros(2, 6, 0, 24)},
     r"k has 2 heads, q has 0: .* must be a multiple of": {"q": zeros(2, 8, 0, 16)},
-    r"softmax_scale is 0.0: it must be a positive finite number": {"softmax_scale": 0.0},
+    r"softmax_scale is 0.0: it must be a positive number, 1e30 at most": {"softmax_scale": 0.0},
     r"softmax_scale is -1.0: ": {"softmax_scale": -1.0},
     r"softmax_scale is inf: ": {"softmax_scale": math.inf},
     r"softmax_scale is nan: ": {"softmax_scale": math.nan},
