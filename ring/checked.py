@@ -21,7 +21,6 @@ MOST_DIMS = 64  # that a tensor has
 POSITIONS = whole(0, MOST_POSITIONS)
 INTEGERS = whole(-MOST_POSITIONS, MOST_POSITIONS)
 _SIDE = whole(-1, MOST_POSITIONS)
-_DTYPE = optional(instance("a torch.dtype or its name", torch.dtype, str))
 
 
 def _window(value: Any) -> tuple[int, int]:
@@ -41,10 +40,8 @@ ARGUMENTS = {
     "return_lse": FLAG,
     "backend": one_of("auto", "triton", "aten"),
     "config": optional(instance("a kernels.KernelConfig", KernelConfig)),
-    # Ring
+    # Ring; its dtypes are `wire.dtype_of`'s
     "transport": one_of(*TRANSPORTS),
-    "wire_dtype": _DTYPE,
-    "grad_wire_dtype": _DTYPE,
     "slots": whole(1, MOST_SLOTS),
     "prefetch": optional(whole(0, MOST_SLOTS)),
     "chunks": whole(1, MOST_SLOTS),

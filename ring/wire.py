@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..comm.checked import shown
 from ..comm.slots import TensorSpec
 from ..kernels import SCALE_TOKENS, dequantize, quantize, scale_shape
-from .checked import checked
 
 E4M3_MAX = 448.0
 SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32
@@ -143,11 +143,10 @@ def grad_wire_of(grad_wire_dtype: torch.dtype | str | None) -> Wire | None:
 
 def dtype_of(argument: str, given: torch.dtype | str | None, known: tuple[torch.dtype, ...]) -> torch.dtype | None:
     """The dtype that an argument names: ValueError where it is not among ``known``."""
-    (given,) = checked(**{argument: given})
     if given is None:
         return None
     for dtype in known:
-        if given in (dtype, dtype_name(dtype)):
+        if isinstance(given, torch.dtype | str) and given in (dtype, dtype_name(dtype)):
             return dtype
     takes = ", ".join(["None", *(f'{dtype} ("{dtype_name(dtype)}")' for dtype in known)])
-    raise ValueError(f"{argument} is {given!r}: it must be one of {takes}")
+    raise ValueError(f"{argument} is {shown(given)}: it must be one of {takes}")

@@ -161,7 +161,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Ring", {"topology": 3}, "topology is 3: it must be a comm.Topology, or None"),
     ("Ring", {"topology": Topology.grid(2, 2)}, "topology has 4 ranks, the group has 1"),
     ("Ring", {"limits": 3}, "limits is 3: it must be comm.Limits, or None"),
-    ("Ring", {"wire_dtype": [3]}, r"wire_dtype is \[3\]: it must be a torch.dtype or its name, or None"),
+    ("Ring", {"wire_dtype": [3]}, r"wire_dtype is \[3\]: it must be one of None, torch.bfloat16"),
     ("Ring", {"group": 5}, "group is a int"),
     ("LocalWorld", {"world_size": 0}, r"world_size is 0: it must be a whole number from 1 to 2\^20"),
     ("LocalWorld", {"timeout": "x"}, "timeout is 'x': it must be a positive number of seconds"),
