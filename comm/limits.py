@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# NCCL's MAXCHANNELS: it has never been less, and a transfer that took more would leave no room for attention.
-MOST_CHANNELS = 64
+from .checked import LIMITS
 
 
 @dataclass(frozen=True)
@@ -26,14 +25,10 @@ class Limits:
     bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("channels", "ctas"):
-            value = getattr(self, name)
-            if value is not None and (not 1 <= value <= MOST_CHANNELS or value & (value - 1)):
-                raise ValueError(f"{name} is {value}: it takes a power of two from 1 to {MOST_CHANNELS}, or None")
+        for name, kind in LIMITS.items():
+            object.__setattr__(self, name, kind.of(name, getattr(self, name)))
         if self.channels is not None and self.ctas is not None and self.channels > self.ctas:
             raise ValueError(f"channels is {self.channels} and ctas {self.ctas}: a channel takes a thread block")
-        if self.bytes_per_second is not None and not self.bytes_per_second > 0:
-            raise ValueError(f"bytes_per_second is {self.bytes_per_second}: it takes a positive number, or None")
 
     def refused_by(self, transport: str, *keeps: str) -> str | None:
         """Which limit a transport that keeps only `keeps` cannot keep, None where it can keep all that are set."""

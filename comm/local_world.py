@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import torch
 
-from .lanes import indexed, new_stream
+from .checked import DEVICE, RANKS, SECONDS
+from .lanes import new_stream
 from .local import LocalGroup
 from .mailboxes import DEFAULT_TIMEOUT, Hub
 
@@ -28,10 +29,10 @@ class LocalWorld:
     def __init__(
         self, world_size: int, *, device: torch.device | str | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        if world_size < 1:
-            raise ValueError(f"world_size is {world_size}: a world has at least one rank")
-        self.device = indexed(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._timeout = timeout
+        default = "cuda" if device is None and torch.cuda.is_available() else "cpu"
+        world_size = RANKS.of("world_size", world_size)
+        self.device: torch.device = DEVICE.of("device", default if device is None else device)
+        self._timeout: float = SECONDS.of("timeout", timeout)
         self._running = threading.Lock()
         self._open = True
         # Threads live as long as the world: CPU kernels keep a team of helper threads per calling thread.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from .checked import NODES, RANKS, shown
 from .cycles import best_cycle
 from .places import Link, Nic, Place, link_between, listed, nearest_nics, network
 
@@ -39,21 +40,24 @@ class Topology:
     """Where each rank sits, by rank; empty where that is not known. Two topologies of the same order are equal."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nodes", tuple(tuple(node) for node in self.nodes))  # lists of ranks are data too
-        ranks = sorted(self.order)
-        if ranks != list(range(len(ranks))) or not all(self.nodes) or not ranks:
-            raise ValueError(f"nodes is {self.nodes}: it takes every rank from 0 on exactly once, and no empty node")
+        object.__setattr__(self, "nodes", NODES.of("nodes", self.nodes))
+        if not isinstance(self.places, tuple) or not all(isinstance(place, Place) for place in self.places):
+            raise ValueError(
+                f"places is {shown(self.places)}: it must be a tuple with the Place of every rank, or empty"
+            )
         if self.places and len(self.places) != self.world:
             raise ValueError(f"places has {len(self.places)} entries for {self.world} ranks: it takes one for each")
 
     @classmethod
     def flat(cls, world: int) -> Topology:
         """One node, ring in rank order."""
+        world = RANKS.of("world", world)
         return cls((tuple(range(world)),))
 
     @classmethod
     def grid(cls, nodes: int, per_node: int) -> Topology:
         """``nodes`` of ``per_node`` ranks each, numbered node by node."""
+        nodes, per_node = RANKS.of("nodes", nodes), RANKS.of("per_node", per_node)
         return cls(tuple(tuple(range(node * per_node, (node + 1) * per_node)) for node in range(nodes)))
 
     @classmethod

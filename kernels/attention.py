@@ -90,7 +90,7 @@ def attention_forward(
     if out is None or lse is None:
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device, dtype=torch.float32)
     else:
-        check_like("state[0]", out, out_shape, torch.float32, q.device)
+        check_like("state[0]", out, out_shape, torch.float32, q.device, written=True)
         check_like("state[1]", lse, (q.shape[0], q.shape[2], q.shape[1]), torch.float32, q.device, contiguous=True)
     dtype = q.dtype if final else torch.float32
     in_place = out is not None and out.dtype == dtype
@@ -285,7 +285,7 @@ def attention_backward(
     check_like("out", out, (*q.shape[:3], v.shape[3]), None, q.device)
     for name, given, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):  # before any of them is written
         if given is not None:
-            check_like(name, given, tuple(like.shape), torch.float32, like.device)
+            check_like(name, given, tuple(like.shape), torch.float32, like.device, written=True)
     if is_described(config):
         check_results(dk=dk, dv=dv)
     check_tiles(config, q, v, bounds.block, backward=True)

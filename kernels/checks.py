@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
+from typing import TYPE_CHECKING
 
 import torch
 
-from .bounds import Bounds
-from .scores import Scores
+if TYPE_CHECKING:
+    from .bounds import Bounds
+    from .scores import Scores
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
+LARGEST = 1e30
+"""Of scales and caps: beyond it a score over its cap leaves the range of fp32."""
+TRANSPOSED = "; in [B, H, S, D] they would fit: pass .transpose(1, 2) of q, k and v"
 
 
 def check_inputs(
@@ -27,6 +33,7 @@ def check_inputs(
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Ranks, dtypes, devices, strides, batches, heads and head dims of q, k and v: ValueError."""
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, may_be_meta=x is not q)  # of k and v below: they must be where q is
         check_rank(name, x)
         if x.dtype not in DTYPES:
             raise ValueError(f"{name} is {x.dtype}: it must be float16, bfloat16 or float32")
@@ -45,7 +52,29 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"v is {list(v.shape)}, k is {list(k.shape)}: batch, length and heads must be equal")
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads == 0 or kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"k has {kv_heads} heads, q has {heads}: the heads of q must be a multiple of the heads of k")
+        swapped = k.shape[1] and q.shape[1] % k.shape[1] == 0
+        raise ValueError(
+            f"k has {kv_heads} heads, q has {heads}: the heads of q must be a multiple of the heads of k"
+            f"{TRANSPOSED if swapped else ''}"
+        )
+
+
+def is_real(value: object, kind: type = Real) -> bool:
+    """Whether a value is a number, of Python's or numpy's, and no bool."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def check_tensor(name: str, x: object, *, may_be_meta: bool = False) -> None:
+    """Refuse what is no plain tensor with values of its own: ValueError, which says what to pass."""
+    if not isinstance(x, torch.Tensor):
+        instead = f"; pass torch.from_numpy({name})" if type(x).__module__ == "numpy" else ""
+        raise ValueError(f"{name} is {x if x is None else type(x)}: it must be a torch.Tensor{instead}")
+    if hasattr(x, "to_local"):
+        raise ValueError(f"{name} is a {type(x).__name__}: it must be this rank's own tensor; pass {name}.to_local()")
+    if not may_be_meta and (x.is_meta or hasattr(x, "fake_mode")):
+        raise ValueError(f"{name} is a {type(x).__name__} on {x.device} without values: it must be one with values")
+    if x.is_nested or x.layout != torch.strided:
+        raise ValueError(f"{name} is a {'nested' if x.is_nested else x.layout} tensor: it must be a dense one")
 
 
 def check_rank(name: str, x: torch.Tensor) -> None:
@@ -61,8 +90,8 @@ def check_unit_stride(name: str, x: torch.Tensor) -> None:
 def check_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"softmax_scale is {scale}: it must be a positive finite number, or None for 1/sqrt(D)")
+    if not is_real(scale) or not 0 < scale <= LARGEST:
+        raise ValueError(f"softmax_scale is {scale!r}: it must be a positive number, 1e30 at most, or None: 1/sqrt(D)")
     return float(scale)
 
 
@@ -73,8 +102,12 @@ def check_like(
     dtype: torch.dtype | None,
     device: torch.device,
     contiguous: bool = False,
+    written: bool = False,
 ) -> None:
-    """Refuse a tensor of another shape, dtype (None: any of the supported), device or stride."""
+    """Refuse a tensor of another shape, dtype (None: any of the supported), device or stride.
+
+    ``written``: also one that is expanded, whose elements share memory.
+    """
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} has shape {list(x.shape)}: it must be {list(shape)}")
     if x.dtype not in ((dtype,) if dtype else DTYPES):
@@ -83,6 +116,8 @@ def check_like(
         raise ValueError(f"{name} is on {x.device}: it must be on {device}")
     if contiguous and not x.is_contiguous():
         raise ValueError(f"{name} has strides {x.stride()}: it must be contiguous")
+    if written and any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError(f"{name} has strides {x.stride()}: it is written to, each element must have its own memory")
     check_unit_stride(name, x)
 
 
@@ -94,7 +129,7 @@ def result_like(
         check_like(sums_name, sums, tuple(like.shape), torch.float32, like.device)
     if into is None:
         return torch.empty(like.shape, device=like.device, dtype=like.dtype)
-    check_like(into_name, into, tuple(like.shape), None, like.device)
+    check_like(into_name, into, tuple(like.shape), None, like.device, written=True)
     return into
 
 

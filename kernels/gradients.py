@@ -68,7 +68,7 @@ def attention_gradients(
             "config.backward is 'two_pass': attention_gradients takes 'single_pass', 'single_pass_deterministic' or "
             "'hopper'; the two passes are attention_dq and attention_dkdv"
         )
-    check_like("dq", dq, tuple(q.shape), torch.float32, q.device)
+    check_like("dq", dq, tuple(q.shape), torch.float32, q.device, written=True)
     dk_sum, dv_sum = sums or (None, None)
     dk_into, dv_into = into or (None, None)
     dk = result_like("into[0]", dk_into, "sums[0]", dk_sum, k)

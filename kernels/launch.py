@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .config import KernelConfig, Tile
 from .described import check_described, descriptor, is_described
 from .modify import UNMODIFIED, Modifiers
 from .order import chip_of, margin_of, persistent_programs, splits_for, swath_of, tiles_of
+from .parts import dot
 from .scores import Scores
 from .tiles import BlockRuns, Interval, Order, Shape, Strided
 
@@ -27,14 +29,11 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
     """Launch ``kernel`` on ``grid`` programs on the current stream of ``device``; an empty grid is no launch.
 
     Raises:
-        NotImplementedError: CPU tensors without Triton's interpreter.
+        NotImplementedError: as :func:`check_cpu`.
         ValueError: what was compiled takes more of the GPU than there is.
     """
-    if device.type == "cpu" and isinstance(kernel, JITFunction):
-        raise NotImplementedError(
-            "tensors are on the CPU: Triton kernels run there under Triton's interpreter alone. Set TRITON_INTERPRET=1 "
-            "before triton is imported (slow, for tests), or use the aten backend of ring_attention."
-        )
+    if device.type == "cpu":
+        check_cpu([x.dtype for x in (getattr(x, "ptr", x) for x in args) if isinstance(x, torch.Tensor)], kernel)
     if grid == 0:
         return
     with _LOCK, torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -46,6 +45,20 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
                 f"{kernel.__name__} with {told} takes {error.required:,} of {error.name}, this GPU has "
                 f"{error.limit:,}: smaller BLOCK_Q or BLOCK_K, or fewer num_stages, take less"
             ) from error
+
+
+def check_cpu(dtypes: Sequence[torch.dtype], kernel: Any = dot) -> None:
+    """Refuse CPU tensors without Triton's interpreter, and of dtypes that it does not compute: NotImplementedError."""
+    if isinstance(kernel, JITFunction):
+        raise NotImplementedError(
+            "tensors are on the CPU: Triton kernels run there under Triton's interpreter alone. Set TRITON_INTERPRET=1 "
+            "before triton is imported (slow, for tests), or use the aten backend of ring_attention."
+        )
+    if torch.bfloat16 in dtypes and isinstance(kernel, type(dot)):
+        raise NotImplementedError(
+            "tensors are torch.bfloat16 on the CPU: Triton's interpreter multiplies their bits as integers. It takes "
+            "float16 and float32; the aten backend of ring_attention computes all three."
+        )
 
 
 def programs(rows: int, block: int, x: torch.Tensor) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from numbers import Integral
 
 import torch
+
+from .checks import LARGEST, check_tensor, is_real
 
 WORDS = 1 << 32  # of 32 bits
 SEEDS = 1 << 64
@@ -66,19 +68,16 @@ class Scores:
 
     def check(self, batch: int, heads: int, device: torch.device) -> None:
         """Refuse what does not fit: ValueError."""
-        if not (self.softcap >= 0 and math.isfinite(self.softcap)):
-            raise ValueError(f"softcap is {self.softcap}: it must be a positive finite number, or 0 for none")
-        if not 0 <= self.dropout_p < 1:
-            raise ValueError(f"dropout_p is {self.dropout_p}: it must be at least 0 and below 1")
-        if not 0 <= self.dropout_seed < SEEDS:
-            raise ValueError(f"dropout_seed is {self.dropout_seed}: it must be 0 to 2^64 - 1")
+        if not is_real(self.softcap) or not 0 <= self.softcap <= LARGEST:
+            raise ValueError(f"softcap is {self.softcap!r}: it must be a positive number, 1e30 at most, or 0 for none")
+        if not is_real(self.dropout_p) or not 0 <= self.dropout_p < 1:
+            raise ValueError(f"dropout_p is {self.dropout_p!r}: it must be a number of at least 0 and below 1")
+        if not is_real(self.dropout_seed, Integral) or not 0 <= self.dropout_seed < SEEDS:
+            raise ValueError(f"dropout_seed is {self.dropout_seed!r}: it must be a whole number from 0 to 2^64 - 1")
         slopes = self.alibi_slopes
         if slopes is None:
             return
-        if not isinstance(slopes, torch.Tensor):
-            raise ValueError(
-                f"alibi_slopes is a {type(slopes).__name__}: it must be a tensor [{heads}] or [{batch}, {heads}]"
-            )
+        check_tensor("alibi_slopes", slopes)
         if (
             slopes.dtype != torch.float32
             or tuple(slopes.shape) not in ((heads,), (batch, heads))

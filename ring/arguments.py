@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from operator import index
 from typing import Any, NamedTuple
 
 import torch
 
 from ..kernels import KernelConfig, Scores, choice, hopper_backward_launch, hopper_launch
-from ..kernels.checks import check_qkv, check_scale
-from ..kernels.launch import check_config
+from ..kernels.checks import TRANSPOSED, check_qkv, check_scale, check_tensor
+from ..kernels.launch import check_config, check_cpu
 from .backends import resolve_backend
 from .block_mask import BlockMask, Longformer
+from .checked import check_autograd, checked
 from .documents import Documents, whole_numbers
 from .layout import Layout, LayoutLike
 from .mask import UNLIMITED, Mask
@@ -45,10 +45,14 @@ def check(
 ) -> tuple[float, str]:
     """The scale and the backend of a call, once all that this rank can check alone has been checked."""
     check_qkv(q, k, v)
+    check_autograd("ring_attention", q, k, v)
+    softmax_scale, config = checked(softmax_scale=softmax_scale, config=config)
     if ring.chunks > k.shape[2]:
         raise ValueError(f"chunks of the ring is {ring.chunks}, k has {k.shape[2]} heads: a chunk has at least one")
     wire_of(ring.wire_dtype, k.dtype)
     name = resolve_backend(backend, q.device)
+    if name == "triton" and q.device.type == "cpu":
+        check_cpu((q.dtype,))
     if config is not None and name == "aten":
         raise ValueError("config sets the tiles of the Triton kernels, and the backend is aten: leave it out")
     return check_scale(softmax_scale, q.shape[3]), name
@@ -60,9 +64,11 @@ def layouts_of(layout: LayoutLike, kv_layout: LayoutLike, ring: Ring, q: torch.T
     if kv_layout is not None:
         return Layouts(queries, _layout_of("k", "kv_layout", kv_layout, ring, k))
     if k.shape[1] != q.shape[1]:
+        swapped = k.shape[2] == q.shape[2] and k.shape[1] and q.shape[1] % k.shape[1] == 0
         raise ValueError(
             f"k has {k.shape[1]} tokens, q has {q.shape[1]}: without kv_layout a rank's queries and keys are the same "
             "tokens; pass kv_layout to say at which positions the keys are"
+            f"{TRANSPOSED if swapped else ''}"
         )
     return Layouts(queries, queries)
 
@@ -72,7 +78,10 @@ def _layout_of(tensor: str, name: str, layout: LayoutLike, ring: Ring, x: torch.
     seqlen = layout.seqlen if isinstance(layout, Layout) else rows * ring.size
     whole = resolve_layout(layout, seqlen, ring.size, name)
     if rows != whole.lengths[ring.rank]:
-        raise ValueError(f"{tensor} has {rows} tokens, {name} gives rank {ring.rank} {whole.lengths[ring.rank]}")
+        swapped = TRANSPOSED if x.shape[2] == whole.lengths[ring.rank] else ""
+        raise ValueError(
+            f"{tensor} has {rows} tokens, {name} gives rank {ring.rank} {whole.lengths[ring.rank]}{swapped}"
+        )
     return whole
 
 
@@ -88,13 +97,12 @@ def mask_of(
     block_mask: object,
 ) -> Mask:
     """The mask of a call."""
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal is {causal!r}: it must be True or False")
+    is_causal, window, prefix = checked(causal=causal, window_size=window_size, prefix_length=prefix_length)
     documents = None if cu_seqlens is None else Documents(cu_seqlens)
     if documents is not None and documents.seqlen != layouts.reach:
         raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {layouts.reach}, the number of tokens")
-    window, used = _window(window_size), None if seqused_k is None else _used(seqused_k, batch, layouts.keys.reach)
-    mask = Mask(causal, window, documents, _prefix(prefix_length, causal, layouts.reach), used)
+    used = None if seqused_k is None else _used(seqused_k, batch, layouts.keys.reach)
+    mask = Mask(is_causal, window, documents, _prefix(prefix, is_causal, layouts.reach), used)
     if isinstance(block_mask, Longformer):
         if window != (UNLIMITED, UNLIMITED):
             raise ValueError(
@@ -142,24 +150,10 @@ def _equal_blocks(block_mask: object, reach: int) -> BlockMask:
     return BlockMask(block_mask, reach // len(block_mask))
 
 
-def _window(window_size: object) -> tuple[int, int]:
-    try:
-        left, right = (index(side) for side in window_size)  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        raise ValueError(f"window_size is {window_size!r}: it must be (left, right), two whole numbers") from None
-    if min(left, right) < UNLIMITED:
-        raise ValueError(f"window_size is {(left, right)}: a side is at least 0, or -1 for no end")
-    return left, right
-
-
-def _prefix(prefix_length: object, causal: bool, reach: int) -> int:
-    if prefix_length is None:
+def _prefix(length: int | None, causal: bool, reach: int) -> int:
+    if length is None:
         return 0
-    try:
-        length = index(prefix_length)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"prefix_length is {prefix_length!r}: it must be a whole number, or None") from None
-    if not 0 <= length <= reach:
+    if length > reach:
         raise ValueError(f"prefix_length is {length}: it must be 0 to {reach}, the number of tokens")
     if not causal:
         raise ValueError(f"prefix_length is {length} without causal: it says what a causal mask shows all the same")
@@ -170,8 +164,9 @@ def sink_of(learnable_sink: torch.Tensor | None, q: torch.Tensor) -> torch.Tenso
     """The sink logits of a call, one per query head."""
     if learnable_sink is None:
         return None
-    if not isinstance(learnable_sink, torch.Tensor) or not learnable_sink.is_floating_point():
-        raise ValueError(f"learnable_sink is {learnable_sink!r}: it must be a floating tensor [{q.shape[2]}], or None")
+    check_tensor("learnable_sink", learnable_sink)
+    if not learnable_sink.is_floating_point():
+        raise ValueError(f"learnable_sink is {learnable_sink.dtype}: it must be a floating tensor [{q.shape[2]}]")
     if tuple(learnable_sink.shape) != (q.shape[2],) or learnable_sink.device != q.device:
         raise ValueError(
             f"learnable_sink is {list(learnable_sink.shape)} on {learnable_sink.device}: it must be "
@@ -205,6 +200,8 @@ def scores_of(
     dropout_seed: int | None,
 ) -> Scores:
     """What becomes of the scores of a call; its seed is drawn later, where none is given."""
+    given = {"softcap": softcap, "dropout_p": dropout_p, "dropout_seed": dropout_seed}
+    softcap, dropout_p, dropout_seed = checked(**given)
     if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
         raise ValueError("alibi_slopes requires a gradient, and there is none: pass alibi_slopes.detach()")
     if dropout_seed is not None and not dropout_p:

@@ -9,11 +9,13 @@ import torch
 
 from ..comm import GroupLike
 from ..kernels import KernelConfig
+from ..kernels.checks import check_tensor
 from .block_mask import BlockMask, Longformer
+from .checked import checked
 from .layout import LayoutLike
-from .node import attend, autocast, device_of, resolve_ring
+from .node import RingAttention, autocast, resolve_ring, settled
 from .ops import traced
-from .ring import Ring
+from .ring import Ring, device_of
 
 
 class Options(TypedDict, total=False):
@@ -128,7 +130,8 @@ def ring_attention(
 
     Returns:
         ``out [B, S, H, Dv]`` in q's dtype; with ``return_lse`` also ``lse [B, H, S]``, fp32, natural logarithm. A row
-        that sees no key has ``out = 0`` and ``lse = -inf`` (with a sink, ``lse`` is the sink).
+        that sees no key has ``out = 0`` and ``lse = -inf`` (with a sink, ``lse`` is the sink). On the CPU ``lse`` of
+        float16 and bfloat16 may be off by 1e-4: the exponential of PyTorch's operator is less than exact there.
 
     What several of the arguments show is what all of them show. Under autocast q, k and v are cast as by
     ``scaled_dot_product_attention``. A second derivative raises.
@@ -136,7 +139,8 @@ def ring_attention(
     Raises:
         ValueError: an argument does not fit, before anything is sent; the message names it, what it got and what it
             takes. Where the ranks disagree, every rank raises it.
-        NotImplementedError: ``backend="triton"`` on the CPU without Triton's interpreter.
+        NotImplementedError: ``backend="triton"`` on the CPU without Triton's interpreter, or with bfloat16, which that
+            takes for integers; a transform of ``torch.func``.
     """
     call: dict[str, Any] = {
         "layout": layout,
@@ -158,6 +162,14 @@ def ring_attention(
     }
     if torch.compiler.is_compiling():
         out, lse = traced(*autocast(q, k, v), ring, group, **call)
-    else:
-        out, lse = attend(q, k, v, resolve_ring(ring, group, device_of(q, k, v)), **call)
+        return (out, lse) if return_lse else out
+    device = device_of(q, k, v)
+    used = resolve_ring(ring, group, device)
+    with used._entered(device):
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_tensor(name, x, may_be_meta=x is not q)  # before anything is asked of them
+        (return_lse,) = checked(return_lse=return_lse)
+        q, k, v = autocast(q, k, v)
+        settings, sink = settled(q, k, v, used, **call)
+        out, lse = RingAttention.apply(q, k, v, sink, settings)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out

@@ -20,9 +20,8 @@ from ..kernels import (
 )
 from ..kernels.config import is_single_pass
 from .aten import AtenBackward, AtenForward, row_dot
+from .checked import checked
 from .traffic import Heads, Pair, Tensors
-
-BACKENDS = ("auto", "triton", "aten")
 
 
 def resolve_backend(name: str, device: torch.device) -> str:
@@ -31,8 +30,7 @@ def resolve_backend(name: str, device: torch.device) -> str:
     Raises:
         ValueError: no such backend, or not on this device.
     """
-    if name not in BACKENDS:
-        raise ValueError(f"backend is {name!r}: it must be one of {', '.join(BACKENDS)}")
+    (name,) = checked(backend=name)
     if name == "auto":
         return "aten" if device.type == "cpu" else "triton"
     if name == "aten" and device.type != "cpu":

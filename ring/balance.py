@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from math import floor
+from math import floor, inf
 from numbers import Rational
 
+from ..comm.checked import number
+from .checked import checked
 from .spans import Span
+
+_SPEED = number("a finite number of at least 0", lambda speed: 0 <= speed < inf)
 
 
 def zigzag(boundaries: Sequence[int], world: int) -> list[list[Span]]:
@@ -47,7 +51,8 @@ def speeds_of(given: Iterable[float]) -> list[Fraction]:
     Raises:
         ValueError: none, one that is not a finite number of at least 0, or none above 0.
     """
-    made = [_speed(rank, speed) for rank, speed in enumerate(given)]
+    (speeds,) = checked(speeds=given)
+    made = [_speed(rank, speed) for rank, speed in enumerate(speeds)]
     if not made:
         raise ValueError("speeds is empty: it must have the relative speed of every rank")
     if not any(made):
@@ -56,13 +61,8 @@ def speeds_of(given: Iterable[float]) -> list[Fraction]:
 
 
 def _speed(rank: int, speed: float) -> Fraction:
-    try:
-        exact = Fraction(speed if isinstance(speed, Rational) else float(speed))
-    except (TypeError, ValueError, OverflowError):  # a word, NaN, infinity
-        raise ValueError(f"speeds[{rank}] is {speed!r}: it must be a finite number of at least 0") from None
-    if exact < 0:
-        raise ValueError(f"speeds[{rank}] is {speed!r}: it must be a finite number of at least 0")
-    return exact
+    as_float: float = _SPEED.of(f"speeds[{rank}]", speed)
+    return Fraction(speed if isinstance(speed, Rational) else as_float)
 
 
 def _from_both_ends(start: int, end: int, heads: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[Span, Span]]:

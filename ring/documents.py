@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from functools import cached_property
 from hashlib import sha256
 from itertools import pairwise
-from operator import index
 from typing import Any
 
 import torch
+
+from ..comm.checked import shown
+from .checked import INTEGERS
 
 REPR_BOUNDARIES = 16  # more of them are shown by their number and a digest
 
@@ -85,6 +87,6 @@ def whole_numbers(name: str, given: Iterable[int] | torch.Tensor, shape: str) ->
             raise ValueError(f"{name} is {given.dtype} {list(given.shape)}: it must be integers {shape}")
         return tuple(given.tolist())
     try:
-        return tuple(index(number) for number in given)
-    except TypeError:
-        raise ValueError(f"{name} is {given!r}: it must be a list of whole numbers, or a CPU tensor") from None
+        return tuple(map(INTEGERS.read, given))
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is {shown(given)}: it must be a list of whole numbers, or a CPU tensor") from None

@@ -11,7 +11,10 @@ from typing import Any, Literal
 
 import torch
 
+from ..comm.checked import whole
+from ..kernels.checks import check_tensor
 from . import balance
+from .checked import checked
 from .documents import Documents
 from .spans import Span, ascending, at_least, refuse_overlap
 
@@ -38,7 +41,8 @@ class Layout:
     """The spans as int64 ``[spans, 4]``, for a graph of torch.compile: rank, start, length, step."""
 
     def __init__(self, spans_per_rank: Iterable[Iterable[tuple[int, ...]]]) -> None:
-        made = tuple(ascending(rank, spans) for rank, spans in enumerate(spans_per_rank))
+        (given,) = checked(spans_per_rank=spans_per_rank)
+        made = tuple(ascending(rank, spans) for rank, spans in enumerate(given))
         if not made:
             raise ValueError("spans_per_rank is empty: it must have a list of spans for every rank")
         refuse_overlap(made)
@@ -69,7 +73,7 @@ class Layout:
             ValueError: a negative length, no rank, or boundaries that descend, or that do not start at 0 or end at
                 ``seqlen``.
         """
-        seqlen, world = at_least(0, "seqlen", seqlen), at_least(1, "world", world)
+        seqlen, world = checked(seqlen=seqlen, world=world)
         documents = Documents([0, seqlen] if cu_seqlens is None else cu_seqlens)
         if documents.seqlen != seqlen:
             raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {seqlen}, the number of tokens")
@@ -83,10 +87,11 @@ class Layout:
     @classmethod
     def uneven(cls, lengths: Iterable[int]) -> Layout:
         """One run of ``lengths[rank]`` tokens per rank, in rank order."""
-        checked = [at_least(0, f"lengths[{rank}]", length) for rank, length in enumerate(lengths)]
-        if not checked:
+        (given,) = checked(lengths=lengths)
+        made = [at_least(0, f"lengths[{rank}]", length) for rank, length in enumerate(given)]
+        if not made:
             raise ValueError("lengths is empty: it must have the number of tokens of every rank")
-        return cls([(start, length)] for start, length in zip([0, *accumulate(checked)], checked, strict=False))
+        return cls([(start, length)] for start, length in zip([0, *accumulate(made)], made, strict=False))
 
     @classmethod
     def balanced(cls, seqlen: int, speeds: Iterable[float], *, causal: bool) -> Layout:
@@ -112,7 +117,8 @@ class Layout:
         Raises:
             ValueError: a negative length, or speeds that are not finite numbers of at least 0 with one above it.
         """
-        seqlen, exact = at_least(0, "seqlen", seqlen), balance.speeds_of(speeds)
+        seqlen, causal = checked(seqlen=seqlen, causal=causal)
+        exact = balance.speeds_of(speeds)
         return cls(balance.by_causal_pairs(seqlen, exact)) if causal else cls.uneven(balance.by_tokens(seqlen, exact))
 
     @property
@@ -141,9 +147,9 @@ class Layout:
 
     def positions(self, rank: int) -> torch.Tensor:
         """The positions of one rank's tokens, ascending, int64 ``[S]`` on the CPU; cached: do not write to it."""
-        cache = self._positions
+        cache, rank = self._positions, self._checked(rank)
         if rank not in cache:
-            cache[rank] = _positions(self.spans(rank))
+            cache[rank] = _positions(self.spans_per_rank[rank])
         return cache[rank]
 
     def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
@@ -153,8 +159,7 @@ class Layout:
             ValueError: the layout leaves out positions, ``x`` has another length, or there is no such rank or dim.
         """
         self._require_whole()
-        if _size(x, "x", dim) != self.seqlen:
-            raise ValueError(f"x has {x.shape[dim]} tokens along dim {dim}, the layout is made for {self.seqlen}")
+        check_tokens(x, "x", dim, self.seqlen, f"the layout is made for {self.seqlen}")
         return torch.cat([_slice(x, span, dim) for span in self.spans(rank) or (Span(0, 0),)], dim)
 
     def unshard(self, shards: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
@@ -164,11 +169,16 @@ class Layout:
             ValueError: the layout leaves out positions, or the number of shards, their lengths or ``dim`` do not fit.
         """
         self._require_whole()
+        (shards,) = checked(shards=shards)
         if len(shards) != self.world:
             raise ValueError(f"shards has {len(shards)} tensors, the layout is made for {self.world} ranks")
         for rank, (x, length) in enumerate(zip(shards, self.lengths, strict=True)):
-            if _size(x, f"shards[{rank}]", dim) != length:
-                raise ValueError(f"shards[{rank}] has {x.shape[dim]} tokens along dim {dim}, rank {rank} has {length}")
+            check_tokens(x, f"shards[{rank}]", dim, length, f"rank {rank} has {length}")
+            like, other = ([*one.narrow(dim, 0, 0).shape, one.dtype, one.device] for one in (shards[0], x))
+            if other != like:
+                raise ValueError(
+                    f"shards[{rank}] is {other} but for its tokens, shards[0] is {like}: they must be alike"
+                )
         if all(span.step == 1 for spans in self.spans_per_rank for span in spans):
             pieces = [
                 piece for x, spans in zip(shards, self.spans_per_rank, strict=True) for piece in _cut(x, spans, dim)
@@ -199,9 +209,8 @@ class Layout:
         return _describe(self)
 
     def _checked(self, rank: int) -> int:
-        if not 0 <= rank < self.world:
-            raise ValueError(f"rank is {rank}: the layout has ranks 0 to {self.world - 1}")
-        return rank
+        made: int = whole(0, self.world - 1).of("rank", rank)
+        return made
 
     def _require_whole(self) -> None:
         if self.reach != self.seqlen:
@@ -223,7 +232,8 @@ def _table(spans_per_rank: tuple[tuple[Span, ...], ...]) -> torch.Tensor:
 
 def _even(seqlen: int, world: int) -> list[int]:
     """``seqlen`` cut into ``world`` lengths that differ by at most one, longer ones first."""
-    base, extra = divmod(at_least(0, "seqlen", seqlen), at_least(1, "world", world))
+    seqlen, world = checked(seqlen=seqlen, world=world)
+    base, extra = divmod(seqlen, world)
     return [base + (rank < extra) for rank in range(world)]
 
 
@@ -232,10 +242,21 @@ def _positions(spans: Sequence[Span]) -> torch.Tensor:
     return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
 
 
-def _size(x: torch.Tensor, name: str, dim: int) -> int:
+def tokens_of(x: torch.Tensor, name: str, dim: int) -> int:
+    """The length of a tensor along a dimension that it has: ValueError otherwise."""
+    check_tensor(name, x, may_be_meta=True)
+    (dim,) = checked(dim=dim)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim is {dim}: {name} has {x.ndim} dimensions")
     return x.shape[dim]
+
+
+def check_tokens(x: torch.Tensor, name: str, dim: int, tokens: int, told: str) -> None:
+    """Refuse a tensor that does not have ``tokens`` along ``dim``, and say which dimension has: ValueError."""
+    found = tokens_of(x, name, dim)
+    if found != tokens:
+        fits = f"; dim {x.shape.index(tokens)} has {tokens}" if tokens in x.shape else ""
+        raise ValueError(f"{name} has {found} tokens along dim {dim}, {told}{fits}")
 
 
 def _slice(x: torch.Tensor, span: Span, dim: int) -> torch.Tensor:

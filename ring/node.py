@@ -18,7 +18,6 @@ from .layout import LayoutLike
 from .plan import Plan, plan
 from .ring import Ring, ring_of
 
-CPU = torch.device("cpu")
 ONCE = "ring_attention has no second derivative: its gradients cannot be differentiated again"
 
 
@@ -162,22 +161,12 @@ class RingAttention(torch.autograd.Function):
         return *grads, None
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring, **call: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out, lse)`` of a call that is not traced."""
-    with ring._entered(device_of(q, k, v)):
-        q, k, v = autocast(q, k, v)
-        settings, sink = settled(q, k, v, ring, **call)
-        out, lse = RingAttention.apply(q, k, v, sink, settings)  # type: ignore[no-untyped-call]
-    return out, lse
-
-
 def sink_state(sink: torch.Tensor, q: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The state before any key: as if each row had seen one with the sink for its score and 0 for its value."""
     batch, rows, heads, _ = q.shape
-    out = torch.zeros(batch, rows, heads, value_dim, device=q.device)
-    return out, sink.float()[None, :, None].expand(batch, heads, rows).contiguous()
+    out = torch.zeros(batch, rows, heads, value_dim, device=q.device, dtype=torch.float32)
+    lse = torch.empty(batch, heads, rows, device=q.device, dtype=torch.float32)
+    return out, lse.copy_(sink[:, None])  # memory of the call's own: kernels continue it in place
 
 
 def sink_gradient(sink: torch.Tensor, delta: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -197,12 +186,6 @@ class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         raise RuntimeError(ONCE)
-
-
-def device_of(*given: object) -> torch.device:
-    """Where a call computes; where that is wrong too, somewhere to tell the other ranks from."""
-    usable = (x.device for x in given if isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda"))
-    return next(usable, torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU)
 
 
 def resolve_ring(ring: Ring | None, group: GroupLike, device: torch.device) -> Ring:

@@ -27,13 +27,13 @@ from ..comm import (
 )
 from ..comm.control import Control, control_of
 from ..comm.gossip import Report
-from ..comm.groups import TRANSPORTS
 from ..comm.numbers import numbered
 from ..comm.nvml import discover, reader
 from ..comm.topology import ring_topology
 from ..comm.watch import Watch
 from ..comm.watchdog import open_watch
 from ..kernels import PLAIN, Scores
+from .checked import checked
 from .plan import PLANS, Plan
 from .schedule import KV_SLOTS, Hop
 from .trace import Trace
@@ -94,14 +94,10 @@ class Ring:
         limits: Limits | None = None,
         deadline: float | None = None,
     ) -> None:
-        if transport not in TRANSPORTS:
-            raise ValueError(f"transport is {transport!r}: it must be one of {', '.join(TRANSPORTS)}")
-        if direction not in (1, -1):
-            raise ValueError(f"direction is {direction!r}: it must be 1 (to the next rank) or -1 (to the one before)")
-        if chunks < 1:
-            raise ValueError(f"chunks is {chunks}: it must be at least 1 and at most the number of key heads")
-        if deadline is not None and not deadline > 0:
-            raise ValueError(f"deadline is {deadline}: it must be a positive number of seconds, or None")
+        transport, slots, prefetch, chunks, direction = checked(
+            transport=transport, slots=slots, prefetch=prefetch, chunks=chunks, direction=direction
+        )
+        topology, limits, deadline = checked(topology=topology, limits=limits, deadline=deadline)
         self.group: Group = resolve_group(group)
         self.rank, self.size = group_rank_size(self.group)
         if topology is not None and topology.world != self.size:
@@ -409,3 +405,11 @@ def ring_of(group: GroupLike, device: torch.device) -> Ring:
     ring = kept[device]
     assert isinstance(ring, Ring)
     return ring
+
+
+def device_of(*given: object) -> torch.device:
+    """Where a call computes; where that is wrong too, somewhere to tell the other ranks from."""
+    usable = (x.device for x in given if isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda"))
+    return next(
+        usable, torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    )

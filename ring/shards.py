@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from ..comm import GroupLike, Message, group_rank_size
-from .layout import Layout, LayoutLike
-from .ring import Ring, ring_of
+from ..kernels.checks import check_tensor
+from .checked import check_autograd, checked
+from .layout import Layout, LayoutLike, check_tokens, tokens_of
+from .ring import Ring, device_of, ring_of
 from .traffic import sizes
 
 NAMES = ("contiguous", "zigzag", "striped")
-GRADS = ("slice", "sum")
 
 
 def resolve_layout(layout: LayoutLike, seqlen: int, world: int, name: str = "layout") -> Layout:
@@ -54,10 +55,11 @@ def shard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim: 
     Raises:
         ValueError: the layout does not fit the group or the length of ``x``; or the ranks disagree.
     """
-    ring = ring_of(group, x.device)
-    with ring._entered(x.device):
-        whole = resolve_layout(layout, x.shape[dim], ring.size)
-        ring._agree(_signature("shard", x, whole, dim), x.device)
+    ring = ring_of(group, device_of(x))
+    with ring._entered(device_of(x)):
+        tokens = tokens_of(x, "x", dim)
+        whole = resolve_layout(layout, _seqlen(layout, tokens), ring.size)
+        ring._agree(_signature("shard", x, whole, dim), device_of(x))
         return whole.shard(x, ring.rank, dim)
 
 
@@ -74,7 +76,7 @@ def positions(seqlen: int, *, layout: LayoutLike, group: GroupLike = None) -> to
     Raises:
         ValueError: the layout does not fit the group or ``seqlen``.
     """
-    rank, world = group_rank_size(group)
+    (seqlen,), (rank, world) = checked(seqlen=seqlen), group_rank_size(group)
     return resolve_layout(layout, seqlen, world).positions(rank)
 
 
@@ -90,20 +92,21 @@ def unshard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim
     Raises:
         ValueError: an argument does not fit, or the ranks disagree.
     """
-    ring = ring_of(group, x.device)
-    with ring._entered(x.device):
-        if grad not in GRADS:
-            raise ValueError(f"grad is {grad!r}: it must be one of {', '.join(GRADS)}")
-        seqlen = layout.seqlen if isinstance(layout, Layout) else x.shape[dim] * ring.size
-        whole = resolve_layout(layout, seqlen, ring.size)
-        if x.shape[dim] != whole.lengths[ring.rank]:
-            raise ValueError(
-                f"x has {x.shape[dim]} tokens along dim {dim}, the layout gives rank {ring.rank} "
-                f"{whole.lengths[ring.rank]}"
-            )
+    ring = ring_of(group, device_of(x))
+    with ring._entered(device_of(x)):
+        check_tensor("x", x)
+        check_autograd("unshard", x)
+        tokens, (dim, grad) = tokens_of(x, "x", dim), checked(dim=dim, grad=grad)
+        whole = resolve_layout(layout, _seqlen(layout, tokens * ring.size), ring.size)
+        length = whole.lengths[ring.rank]
+        check_tokens(x, "x", dim, length, f"the layout gives rank {ring.rank} {length}")
         number = ring._agree(_signature("unshard", x, whole, dim, grad=grad), x.device)
         result: torch.Tensor = _Unshard.apply(x, whole, ring, dim, grad, number)  # type: ignore[no-untyped-call]
     return result
+
+
+def _seqlen(layout: object, otherwise: int) -> int:
+    return layout.seqlen if isinstance(layout, Layout) else otherwise
 
 
 class _Unshard(torch.autograd.Function):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from math import lcm
-from operator import index
 from typing import NamedTuple
+
+from ..comm.checked import listed, shown, whole
+from .checked import MOST_POSITIONS, POSITIONS
 
 
 class Span(NamedTuple):
@@ -25,7 +27,7 @@ class Span(NamedTuple):
 def ascending(rank: int, spans: Iterable[tuple[int, ...]]) -> tuple[Span, ...]:
     """The spans of one rank, checked, without empty ones, joined where one continues the other."""
     made: list[Span] = []
-    for number, given in enumerate(spans):
+    for number, given in enumerate(listed("a list of spans").of(f"spans_per_rank[{rank}]", spans)):
         name = f"spans_per_rank[{rank}][{number}]"
         span = _span(name, given)
         if not span.length:
@@ -45,11 +47,14 @@ def ascending(rank: int, spans: Iterable[tuple[int, ...]]) -> tuple[Span, ...]:
 
 def _span(name: str, given: tuple[int, ...]) -> Span:
     try:
-        span = Span(*map(index, given))
-    except TypeError:
-        raise ValueError(f"{name} is {given!r}: it must be a Span(start, length, step=1) of whole numbers") from None
-    if span.start < 0 or span.length < 0 or span.step < 1:
-        raise ValueError(f"{name} is {span}: it must have start >= 0, length >= 0 and step >= 1")
+        span = Span(*map(POSITIONS.read, given))
+    except (TypeError, ValueError):
+        span = Span(0, 0, 0)
+    if span.step < 1 or span.stop > MOST_POSITIONS:
+        raise ValueError(
+            f"{name} is {shown(given)}: it must be a Span(start, length, step=1) of whole numbers, start and length at "
+            "least 0, step at least 1, positions below 2^62"
+        )
     return span if span.length > 1 else span._replace(step=1)
 
 
@@ -95,10 +100,5 @@ def _runs(span: Span, period: int, rank: int) -> Iterator[_Run]:
 
 def at_least(least: int, name: str, value: int) -> int:
     """A number as an integer; ValueError where it is none, or too small."""
-    try:
-        whole = index(value)
-    except TypeError:
-        raise ValueError(f"{name} is {value!r}: it must be a whole number") from None
-    if whole < least:
-        raise ValueError(f"{name} is {whole}: it must be at least {least}")
-    return whole
+    made: int = whole(least, MOST_POSITIONS).of(name, value)
+    return made

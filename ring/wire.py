@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..comm.checked import shown
 from ..comm.slots import TensorSpec
 from ..kernels import SCALE_TOKENS, dequantize, quantize, scale_shape
 
@@ -145,7 +146,7 @@ def dtype_of(argument: str, given: torch.dtype | str | None, known: tuple[torch.
     if given is None:
         return None
     for dtype in known:
-        if given in (dtype, dtype_name(dtype)):
+        if isinstance(given, torch.dtype | str) and given in (dtype, dtype_name(dtype)):
             return dtype
     takes = ", ".join(["None", *(f'{dtype} ("{dtype_name(dtype)}")' for dtype in known)])
-    raise ValueError(f"{argument} is {given!r}: it must be one of {takes}")
+    raise ValueError(f"{argument} is {shown(given)}: it must be one of {takes}")

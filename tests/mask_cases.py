@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -80,6 +81,17 @@ def in_blocks(layout: Layout, block: int, seqlen: int, first: int = 0) -> Layout
     return Layout([[((first + p) * block, min(block, seqlen - p * block)) for p in own] for own in blocks])
 
 
+@contextmanager
+def unchanged(*tensors: object) -> Iterator[None]:
+    """Whatever memory these lie in has the same bytes afterwards, and autograd knows of no change."""
+    given = [x.detach() for x in tensors if isinstance(x, Tensor)]
+    memory = [torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()) for x in given]
+    before, versions = [x.clone() for x in memory], [x._version for x in given]
+    yield
+    assert all(map(torch.equal, memory, before))
+    assert versions == [x._version for x in given]
+
+
 def said(call: dict[str, Any]) -> Options:
     """The same arguments as the reference takes them."""
     options = {name: value for name, value in call.items() if name not in NOT_THE_REFERENCES}
@@ -111,15 +123,15 @@ def of_rank(case: Case, group: LocalGroup) -> list[Tensor]:
     if case.sink is not None:
         leaves.append(case.sink.clone().requires_grad_())
         given["learnable_sink"] = leaves[3]
-    with Ring(group, **case.ring) as ring:
+    dlse = taken(case.layout, case.whole["dlse"], rank, 2)
+    pattern = getattr(case.call.get("block_mask"), "visible", None)
+    with Ring(group, **case.ring) as ring, unchanged(*leaves, dout, dlse, pattern, *case.call.values()):
         out, lse = ring_attention(
             q, k, v, layout=case.layout, kv_layout=case.kv_layout, ring=ring, return_lse=True, **case.call, **given
         )
-        results, grads = [out], [dout]
-        if case.through_lse:
-            results.append(lse)
-            grads.append(taken(case.layout, case.whole["dlse"], rank, 2))
-        return [out.detach(), lse.detach(), *torch.autograd.grad(results, leaves, grads)]
+        results, grads = ([out, lse], [dout, dlse]) if case.through_lse else ([out], [dout])
+        with unchanged(out, lse):
+            return [out.detach(), lse.detach(), *torch.autograd.grad(results, leaves, grads)]
 
 
 def taken(layout: Layout, x: Tensor, rank: int, dim: int = 1) -> Tensor:

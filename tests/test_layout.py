@@ -136,23 +136,6 @@ def test_zigzag_of_documents_is_causal_work_alike() -> None:
         assert max(work) <= most * min(work)
 
 
-@pytest.mark.parametrize(
-    ("cu_seqlens", "message"),
-    [
-        ([0, 5, 7], "cu_seqlens ends at 7: it must end at 8, the number of tokens"),
-        ([1, 8], "cu_seqlens starts at 1: it must start at 0"),
-        ([0, 6, 5, 8], "cu_seqlens[2] is 5, the one before is 6: it must not descend"),
-        ([0], "cu_seqlens is [0]: it must have at least one document"),
-        ([0, 8.0], "cu_seqlens is [0, 8.0]: it must be a list of whole numbers"),
-        (torch.tensor([0.0, 8.0]), "cu_seqlens is torch.float32 [2]: it must be integers [documents + 1]"),
-        (torch.zeros(2, dtype=torch.int32, device="meta"), "cu_seqlens is on meta: it must be a list or a CPU tensor"),
-    ],
-)
-def test_bad_documents_of_a_zigzag(cu_seqlens: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        Layout.zigzag(8, 2, cu_seqlens)
-
-
 SPEEDS = st.lists(st.integers(0, 100) | st.floats(0, 1e6) | st.fractions(0, 50), min_size=1, max_size=8).filter(any)
 
 
@@ -183,24 +166,6 @@ def test_equal_speeds_make_the_usual_layouts(world: int) -> None:
     speeds = [2.5] * world
     assert Layout.balanced(6 * world, speeds, causal=True) == Layout.zigzag(6 * world, world)
     assert Layout.balanced(6 * world, speeds, causal=False) == Layout.contiguous(6 * world, world)
-
-
-@pytest.mark.parametrize(
-    ("speeds", "message"),
-    [
-        ([], "speeds is empty: it must have the relative speed of every rank"),
-        ([0, 0.0], "speeds is [0.0, 0.0]: at least one rank must be faster than 0"),
-        ([1, -1], "speeds[1] is -1: it must be a finite number of at least 0"),
-        ([float("nan")], "speeds[0] is nan: it must be a finite number of at least 0"),
-        ([1, float("inf")], "speeds[1] is inf: it must be a finite number of at least 0"),
-        (["fast"], "speeds[0] is 'fast': it must be a finite number of at least 0"),
-        ([None], "speeds[0] is None: it must be a finite number of at least 0"),
-    ],
-)
-@pytest.mark.parametrize("causal", [False, True])
-def test_bad_speeds(speeds: list[float], message: str, causal: bool) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Layout.balanced(8, speeds, causal=causal)
 
 
 def test_uneven() -> None:
@@ -326,13 +291,6 @@ def test_overlap_check_costs_what_the_spans_cost() -> None:
 @pytest.mark.parametrize(
     ("spans", "message"),
     [
-        ([], "spans_per_rank is empty: it must have a list of spans for every rank"),
-        ([[(0, 2)], [(-1, 2)]], "spans_per_rank[1][0] is Span(start=-1, length=2, step=1): it must have start >= 0"),
-        ([[(0, -1)]], "spans_per_rank[0][0] is Span(start=0, length=-1, step=1): it must have start >= 0, length >= 0"),
-        ([[(0, 1, 0)]], "spans_per_rank[0][0] is Span(start=0, length=1, step=0): it must have start >= 0, length >="),
-        ([[(0, 1.5)]], "spans_per_rank[0][0] is (0, 1.5): it must be a Span(start, length, step=1) of whole numbers"),
-        ([[(0,)]], "spans_per_rank[0][0] is (0,): it must be a Span"),
-        ([[5]], "spans_per_rank[0][0] is 5: it must be a Span"),
         ([[(4, 2), (5, 2)]], "spans_per_rank[0][1] starts at 5, the span before it ends at 5: the positions of a rank"),
         ([[(4, 2)], [(0, 1), (5, 2)]], "spans_per_rank holds position 5 on rank 0 and on rank 1: a token lives on one"),
         ([[(1, 3, 2)], [(0, 2, 3)]], "spans_per_rank holds position 3 on rank 0 and on rank 1"),
@@ -342,64 +300,6 @@ def test_overlap_check_costs_what_the_spans_cost() -> None:
 def test_bad_spans(spans: list[list[tuple[int, ...]]], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         Layout(spans)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("seqlen", "world", "message"),
-    [
-        (-1, 2, "seqlen is -1: it must be at least 0"),
-        (8, 0, "world is 0: it must be at least 1"),
-        (8.0, 2, "seqlen is 8.0: it must be a whole number"),
-        (8, "2", "world is '2': it must be a whole number"),
-    ],
-)
-def test_bad_sizes(name: str, seqlen: int, world: int, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        named(name, seqlen, world)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        ([], "lengths is empty: it must have the number of tokens of every rank"),
-        ([1, -2], "lengths[1] is -2: it must be at least 0"),
-        ([1.5], "lengths[0] is 1.5: it must be a whole number"),
-    ],
-)
-def test_bad_lengths(lengths: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Layout.uneven(lengths)
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_bad_rank(rank: int) -> None:
-    layout = Layout.contiguous(4, 2)
-    message = f"^rank is {rank}: the layout has ranks 0 to 1$"
-    with pytest.raises(ValueError, match=message):
-        layout.positions(rank)
-    with pytest.raises(ValueError, match=message):
-        layout.spans(rank)
-    with pytest.raises(ValueError, match=message):
-        layout.shard(torch.zeros(1, 4), rank)
-
-
-def test_bad_tensors() -> None:
-    layout = Layout.contiguous(5, 2)
-    x, shards = torch.zeros(1, 5, 2), [torch.zeros(1, 3, 2), torch.zeros(1, 2, 2)]
-    with pytest.raises(ValueError, match=r"^x has 4 tokens along dim 1, the layout is made for 5$"):
-        layout.shard(x[:, :4], 0)
-    with pytest.raises(ValueError, match=r"^x has 2 tokens along dim -1, the layout is made for 5$"):
-        layout.shard(x, 0, dim=-1)
-    for dim in (3, -4):
-        with pytest.raises(ValueError, match=rf"^dim is {dim}: x has 3 dimensions$"):
-            layout.shard(x, 0, dim)
-    with pytest.raises(ValueError, match=r"^dim is 3: shards\[0\] has 3 dimensions$"):
-        layout.unshard(shards, 3)
-    with pytest.raises(ValueError, match=r"^shards has 1 tensors, the layout is made for 2 ranks$"):
-        layout.unshard(shards[:1])
-    with pytest.raises(ValueError, match=r"^shards\[0\] has 2 tokens along dim 1, rank 0 has 3$"):
-        layout.unshard(shards[::-1])
 
 
 @pytest.mark.parametrize("spans", [[[(1, 2)]], [[(0, 1)], [(2, 1)]], [[], [(3, 2, 2)]]])

@@ -20,21 +20,21 @@ from .ring_cases import inputs
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-BATCH = 2
 SEEDS = (0, 1, 2**32, 2**63 + 5, 2**64 - 1)
 
 
 @st.composite
-def masks(draw: st.DrawFn, layout: Layout, keys: Layout) -> dict[str, Any]:
+def masks(draw: st.DrawFn, layout: Layout, keys: Layout, batch: int) -> dict[str, Any]:
     """Any arguments about intervals together."""
     reach = max(layout.reach, keys.reach)
     call: dict[str, Any] = {"causal": draw(st.booleans())}
     if call["causal"] and draw(st.booleans()):
         call["prefix_length"] = draw(st.integers(1, reach))
     if draw(st.booleans()):
-        call["cu_seqlens"] = [0, *sorted(draw(st.lists(st.integers(0, reach), max_size=4))), reach]
+        cuts = [0, *sorted(draw(st.lists(st.integers(0, reach), max_size=4))), reach]
+        call["cu_seqlens"] = draw(st.sampled_from([cuts, torch.tensor(cuts)]))
     if draw(st.booleans()):
-        used = draw(st.lists(st.integers(0, keys.reach), min_size=BATCH, max_size=BATCH))
+        used = draw(st.lists(st.integers(0, keys.reach), min_size=batch, max_size=batch))
         call["seqused_k"] = draw(st.sampled_from([used, torch.tensor(used)]))
     return call
 
@@ -56,7 +56,7 @@ def longformers(draw: st.DrawFn, seqlen: int, stretches: int) -> dict[str, Any]:
 
 
 @st.composite
-def scores(draw: st.DrawFn, heads: int) -> dict[str, Any]:
+def scores(draw: st.DrawFn, heads: int, batch: int) -> dict[str, Any]:
     """Any arguments about scores together."""
     call: dict[str, Any] = {}
     if draw(st.booleans()):
@@ -64,7 +64,7 @@ def scores(draw: st.DrawFn, heads: int) -> dict[str, Any]:
     if draw(st.booleans()):
         call["softcap"] = draw(st.sampled_from([0.5, 3.0, 30.0]))
     if draw(st.booleans()):
-        slopes = torch.rand(draw(st.sampled_from([(heads,), (BATCH, heads)])))
+        slopes = torch.rand(draw(st.sampled_from([(heads,), (batch, heads)])))
         call["alibi_slopes"] = slopes
     if draw(st.booleans()):
         call |= {"dropout_p": draw(st.sampled_from([0.1, 0.5, 0.9])), "dropout_seed": draw(st.sampled_from(SEEDS))}
@@ -86,18 +86,19 @@ def worlds(draw: st.DrawFn, world: int, tokens: int, block: int) -> tuple[Layout
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """A call of any shape on any ring."""
+def cases(draw: st.DrawFn, decoding: bool = False) -> Case:
+    """A call of any shape on any ring; or one row and about one token per rank, as in ``decoding``."""
     torch.manual_seed(draw(st.integers(0, 1 << 16)))
-    triton = draw(st.sampled_from([False] * 6 + [True]))
+    triton = draw(st.booleans() if decoding else st.sampled_from([False] * 6 + [True]))
+    batch = 1 if decoding else 2
     block_mask = draw(st.sampled_from(["none", "none", "blocks", "longformer"]))
     world = draw(st.integers(1, 3 if triton else 4))
     block = 1 if block_mask != "blocks" else 16 if triton else draw(st.sampled_from([3, 4]))
-    layout, kv_layout = draw(worlds(world, 24 if triton else 40, block))
+    layout, kv_layout = draw(worlds(world, 1 if decoding else 24 if triton else 40, block))
     keys = kv_layout or layout
     reach = max(layout.reach, keys.reach)
     heads = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (2, 2)] if triton else [(1, 1), (3, 1), (4, 2), (2, 2)]))
-    call = draw(masks(layout, keys)) | draw(scores(heads[0]))
+    call = draw(masks(layout, keys, batch)) | draw(scores(heads[0], batch))
     if block_mask != "longformer" and draw(st.booleans()):
         call |= draw(windows(reach))
     if block_mask == "blocks":
@@ -110,7 +111,7 @@ def cases(draw: st.DrawFn) -> Case:
     dtype = draw(st.sampled_from(dtypes[:2] if triton else dtypes))
     return Case(
         layout,
-        inputs(reach, heads, dims, dtype),
+        inputs(reach, heads, dims, dtype, batch),
         call | {"backend": "triton" if triton else "aten"},
         kv_layout=kv_layout,
         sink=torch.randn(heads[0]) if draw(st.booleans()) else None,
@@ -167,6 +168,12 @@ APART = {
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_any_call(case: Case) -> None:
+    check(case)
+
+
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@given(cases(decoding=True))
+def test_decoding(case: Case) -> None:
     check(case)
 
 

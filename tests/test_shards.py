@@ -81,12 +81,10 @@ def test_errors() -> None:
             ValueError, match=r"layout is 'zigzag' with 3 tokens over 2 ranks: a name means equal shards"
         ):
             shard(WHOLE, layout="zigzag", group=group, dim=0)
-        with pytest.raises(ValueError, match="layout is made for 12 tokens, got 10"):
+        with pytest.raises(ValueError, match="x has 10 tokens along dim 1, the layout is made for 12"):
             shard(WHOLE, layout=Layout.zigzag(12, 2), group=group)
         with pytest.raises(ValueError, match="x has 10 tokens along dim 1, the layout gives rank"):
             unshard(WHOLE, layout=Layout.zigzag(10, 2), group=group, grad="slice")
-        with pytest.raises(ValueError, match="grad is 'mean': it must be one of slice, sum"):
-            unshard(WHOLE, layout="zigzag", group=group, grad="mean")
 
     on_every_rank(Layout.contiguous(2, 2), check)
 

@@ -1,0 +1,81 @@
+"""The arguments of ``ring_attention``, ``Ring`` and layouts: what each may be, wherever it is passed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ..comm import Limits, Topology
+from ..comm.checked import FLAG, RANK, RANKS, SECONDS, Kind, instance, listed, narrowed, number, one_of, optional, whole
+from ..comm.groups import TRANSPORTS
+from ..kernels import KernelConfig
+from ..kernels.checks import LARGEST
+from ..kernels.scores import SEEDS
+
+MOST_POSITIONS = (1 << 62) - 1  # so that a position and a side of a window add up in 64 bits
+MOST_SLOTS = 1 << 16
+MOST_DIMS = 64  # that a tensor has
+
+POSITIONS = whole(0, MOST_POSITIONS)
+INTEGERS = whole(-MOST_POSITIONS, MOST_POSITIONS)
+_SIDE = whole(-1, MOST_POSITIONS)
+
+
+def _window(value: Any) -> tuple[int, int]:
+    left, right = value
+    return _SIDE.read(left), _SIDE.read(right)
+
+
+ARGUMENTS = {
+    # ring_attention
+    "causal": FLAG,
+    "window_size": Kind("(left, right), whole numbers from 0 to 2^62 - 1, or -1 for no end on that side", _window),
+    "softmax_scale": optional(number("a positive number, 1e30 at most", lambda value: 0 < value <= LARGEST)),
+    "softcap": number("a positive number, 1e30 at most, or 0 for none", lambda value: 0 <= value <= LARGEST),
+    "dropout_p": number("a number of at least 0 and below 1", lambda value: 0 <= value < 1),
+    "dropout_seed": optional(whole(0, SEEDS - 1)),
+    "prefix_length": optional(POSITIONS),
+    "return_lse": FLAG,
+    "backend": one_of("auto", "triton", "aten"),
+    "config": optional(instance("a kernels.KernelConfig", KernelConfig)),
+    # Ring; its dtypes are `wire.dtype_of`'s
+    "transport": one_of(*TRANSPORTS),
+    "slots": whole(1, MOST_SLOTS),
+    "prefetch": optional(whole(0, MOST_SLOTS)),
+    "chunks": whole(1, MOST_SLOTS),
+    "direction": narrowed(whole(-1, 1), "1 (to the next rank) or -1 (to the one before)", bool),
+    "topology": optional(instance("a comm.Topology", Topology)),
+    "limits": optional(instance("comm.Limits", Limits)),
+    "deadline": optional(SECONDS),
+    # layouts and shards
+    "spans_per_rank": listed("a list with the spans of every rank"),
+    "seqlen": POSITIONS,
+    "world": RANKS,
+    "rank": RANK,
+    "lengths": listed("a list with the number of tokens of every rank"),
+    "speeds": listed("a list with the relative speed of every rank"),
+    "shards": Kind("the shards of all ranks, in rank order", list),
+    "dim": whole(-MOST_DIMS, MOST_DIMS - 1),
+    "grad": one_of("slice", "sum"),
+}
+
+
+def checked(**given: object) -> tuple[Any, ...]:
+    """What is used of each argument, in order.
+
+    Raises:
+        ValueError: one is not what it may be; the message names it, what it got and what it takes.
+    """
+    return tuple([ARGUMENTS[name].of(name, value) for name, value in given.items()])
+
+
+def check_autograd(what: str, *tensors: torch.Tensor) -> None:
+    """Refuse transforms of functions, which would need rules of their own for what ranks send: NotImplementedError."""
+    unpack: Any = forward_ad.unpack_dual
+    if any(unpack(x).tangent is not None for x in tensors) or torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{what} is called under a transform of torch.func (grad, vjp, jvp, vmap, ...) or with dual tensors of "
+            "forward_ad: it takes tensors as they are, and has a backward: x.backward() or torch.autograd.grad"
+        )

@@ -1,0 +1,266 @@
+"""What every door refuses: the argument, what it got, what it takes; and nothing ends in an error of another kind."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ringattn import Layout, LocalWorld, Ring, positions, ring_attention, shard, unshard
+from ringattn.comm import Limits, Topology
+from ringattn.kernels import KernelConfig, Tile
+from ringattn.ring import BlockMask, longformer
+
+TILE = Tile(32, 32, 4, 1)
+HALVES = Layout.contiguous(8, 2)
+BFLOAT16 = {"k": torch.zeros(2, 8, 2, 16).bfloat16(), "v": torch.zeros(2, 8, 2, 16).bfloat16(), "backend": "triton"}
+
+
+class Distributed(torch.Tensor):
+    """What a DTensor is told by."""
+
+    def to_local(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+Door = tuple[Callable[..., Any], dict[str, Any]]
+WHOLE = torch.zeros(2, 8, 4, 16)
+DOORS: dict[str, Door] = {
+    "ring_attention": (ring_attention, {"q": WHOLE, "k": WHOLE[:, :, :2], "v": WHOLE[:, :, :2]}),
+    "Ring": (Ring, {}),
+    "LocalWorld": (LocalWorld, {"world_size": 2}),
+    "Layout": (Layout, {"spans_per_rank": [[(0, 8)]]}),
+    "contiguous": (Layout.contiguous, {"seqlen": 8, "world": 2}),
+    "zigzag": (Layout.zigzag, {"seqlen": 8, "world": 2}),
+    "striped": (Layout.striped, {"seqlen": 8, "world": 2}),
+    "uneven": (Layout.uneven, {"lengths": [5, 3]}),
+    "balanced": (Layout.balanced, {"seqlen": 8, "speeds": [1, 2], "causal": True}),
+    "spans of a rank": (HALVES.spans, {"rank": 0}),
+    "positions of a rank": (HALVES.positions, {"rank": 0}),
+    "shard of a rank": (HALVES.shard, {"x": WHOLE, "rank": 0}),
+    "whole of shards": (HALVES.unshard, {"shards": [WHOLE[:, :4], WHOLE[:, 4:]]}),
+    "shard": (shard, {"x": WHOLE, "layout": None}),
+    "unshard": (unshard, {"x": WHOLE, "layout": None, "grad": "slice"}),
+    "positions": (positions, {"seqlen": 8, "layout": None}),
+    "Limits": (Limits, {}),
+    "Topology": (Topology, {"nodes": [[0, 1]]}),
+    "flat": (Topology.flat, {"world": 2}),
+    "grid": (Topology.grid, {"nodes": 2, "per_node": 2}),
+}
+"""What is called, and arguments that fit."""
+
+CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"q": torch.zeros(8, 4, 16)}, r"q has shape \[8, 4, 16\]: it must be \[B, S, H, D\]"),
+    ({"k": torch.zeros(2, 8, 2, 16).half()}, "k is torch.float16, q is torch.float32"),
+    ({"q": torch.zeros(2, 8, 4, 16).int()}, "q is torch.int32: it must be float16, bfloat16 or float32"),
+    ({"q": torch.zeros(2, 8, 4, 16).double()}, "q is torch.float64"),
+    ({"k": torch.zeros(2, 8, 2, 16, device="meta")}, "k is on meta, q on cpu"),
+    (
+        {"q": torch.zeros(2, 8, 4, 16, device="meta")},
+        "q is a Tensor on meta without values: it must be one with values",
+    ),
+    ({"k": torch.zeros(2, 8, 3, 16), "v": torch.zeros(2, 8, 3, 16)}, "k has 3 heads, q has 4"),
+    ({"q": torch.zeros(2, 8, 4, 24)}, "k has head dim 16, q has 24"),
+    ({"q": torch.zeros(2, 8, 4, 257)}, "q has head dim 257: it must be 1 to 256"),
+    ({"v": torch.zeros(2, 9, 2, 16)}, r"v is \[2, 9, 2, 16\], k is \[2, 8, 2, 16\]"),
+    ({"k": torch.zeros(3, 8, 2, 16)}, "k has batch size 3, q has 2"),
+    ({"k": torch.zeros(2, 9, 2, 16), "v": torch.zeros(2, 9, 2, 16)}, "k has 9 tokens, q has 8"),
+    ({"q": torch.zeros(2, 8, 16, 4).mT}, "q has strides .*: the last stride must be 1"),
+    ({"softmax_scale": 0.0}, "softmax_scale is 0.0: it must be a positive number, 1e30 at most, or None"),
+    ({"softmax_scale": float("nan")}, "softmax_scale is nan"),
+    ({"causal": 1}, "causal is 1: it must be True or False"),
+    ({"backend": "cuda"}, "backend is 'cuda': it must be one of auto, triton, aten"),
+    ({"config": KernelConfig(TILE, TILE, TILE)}, "config sets the tiles of the Triton kernels"),
+    ({"layout": "ring"}, "layout is 'ring': it must be a Layout or one of contiguous, zigzag, striped"),
+    ({"layout": 3}, "layout is a int: it must be a Layout"),
+    ({"layout": Layout.zigzag(8, 2)}, "layout is made for 2 ranks, the group has 1"),
+    ({"layout": Layout.zigzag(9, 1)}, "q has 8 tokens, layout gives rank 0 9"),
+    ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\): it must be \(left, right\), whole numbers from 0 to"),
+    ({"window_size": (1, 2, 3)}, r"window_size is \(1, 2, 3\): it must be \(left, right\)"),
+    ({"window_size": 4}, "window_size is 4: it must be"),
+    ({"window_size": (0.5, 1)}, r"window_size is \(0.5, 1\): it must be"),
+    ({"cu_seqlens": [0, 5]}, "cu_seqlens ends at 5: it must end at 8, the number of tokens"),
+    ({"causal": True, "prefix_length": 9}, "prefix_length is 9: it must be 0 to 8"),
+    ({"causal": True, "prefix_length": 1.5}, "prefix_length is 1.5: it must be a whole number"),
+    ({"prefix_length": 3}, "prefix_length is 3 without causal"),
+    ({"learnable_sink": torch.zeros(3)}, r"learnable_sink is \[3\] on cpu: it must be \[4\] on cpu"),
+    ({"learnable_sink": torch.zeros(4).int()}, "learnable_sink is .*: it must be a floating tensor"),
+    ({"learnable_sink": 1.0}, "learnable_sink is <class 'float'>: it must be a torch.Tensor"),
+    ({"block_mask": "all"}, r"block_mask is str: it must be bool \[query blocks, key blocks\], a BlockMask or"),
+    ({"block_mask": torch.ones(2, 2)}, r"block_mask is torch.float32 \[2, 2\]: it must be bool"),
+    ({"block_mask": torch.ones(2, 2, device="meta").bool()}, "block_mask is on meta: it must be on the CPU"),
+    ({"block_mask": torch.ones(2, 3).bool()}, r"block_mask is \[2, 3\] blocks of 4 .* must be \[2, 2\]"),
+    ({"block_mask": BlockMask(torch.ones(3, 3).bool(), 4)}, r"block_mask is \[3, 3\] blocks of 4 positions"),
+    ({"block_mask": torch.ones(3, 3).bool()}, "block_mask has 3 blocks of queries for 8: .* BlockMask"),
+    (
+        {"block_mask": BlockMask(torch.ones(1, 1).bool(), 8), "backend": "triton"},
+        "the block mask has blocks of 8: they must be a multiple of 16",
+    ),
+    ({"seqused_k": [8]}, "seqused_k has 1 lengths: it must have 2, one per batch row"),
+    ({"seqused_k": [9, 8]}, r"seqused_k\[0\] is 9: it must be 0 to 8"),
+    ({"seqused_k": [-1, 8]}, r"seqused_k\[0\] is -1: it must be 0 to 8"),
+    ({"softcap": -1.0}, "softcap is -1.0: it must be a positive number, 1e30 at most, or 0 for none"),
+    ({"dropout_p": 1.0}, "dropout_p is 1.0: it must be a number of at least 0 and below 1"),
+    ({"dropout_seed": 3}, "dropout_seed is 3 with dropout_p 0: nothing is dropped"),
+    (
+        {"dropout_p": 0.5, "dropout_seed": 1 << 64},
+        r"dropout_seed is 18446744073709551616: it must be a whole number from 0 to 2\^64 - 1, or None",
+    ),
+    ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes is torch.float32 \[3\] on cpu: .* \[4\] or \[2, 4\]"),
+    ({"alibi_slopes": torch.zeros(4).double()}, r"alibi_slopes is torch.float64"),
+    ({"alibi_slopes": torch.zeros(4).requires_grad_()}, "alibi_slopes requires a gradient, and there is none"),
+    ({"block_mask": longformer(2, []), "window_size": (1, 1)}, r"window_size is \(1, 1\) with the Longformer"),
+    ({"kv_layout": Layout.zigzag(9, 1)}, "k has 8 tokens, kv_layout gives rank 0 9"),
+    ({"kv_layout": "ring"}, "kv_layout is 'ring': it must be a Layout or one of"),
+    ({"ring": "ring"}, "ring is a str: it must be a Ring"),
+    ({"group": "group"}, "group is a str"),
+    ({"q": None}, "q is None: it must be a torch.Tensor"),
+    ({"v": np.zeros((2, 8, 2, 16))}, r"v is <class 'numpy.ndarray'>: .* pass torch.from_numpy\(v\)"),
+    ({"k": Distributed()}, r"k is a Distributed: it must be this rank's own tensor; pass k.to_local\(\)"),
+    ({"q": torch.zeros(2, 8, 4, 16).to_sparse()}, "q is a torch.sparse_coo tensor: it must be a dense one"),
+    (
+        {name: torch.zeros(2, heads, 8, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))},
+        r"k has 2 tokens, q has 4: .* in \[B, H, S, D\] they would fit: pass .transpose\(1, 2\)",
+    ),
+    (
+        {name: torch.zeros(2, 4, tokens, 16) for name, tokens in (("q", 8), ("k", 6), ("v", 6))},
+        r"k has 6 heads, q has 8: .* in \[B, H, S, D\] they would fit",
+    ),
+    ({"layout": Layout.contiguous(4, 1)}, r"q has 8 tokens, layout gives rank 0 4; in \[B, H, S, D\] they would fit"),
+    ({"q": torch.zeros(2, 8, 4, 16).bfloat16(), **BFLOAT16}, "tensors are torch.bfloat16 on the CPU: Triton's inter"),
+    ({"window_size": (True, False)}, r"window_size is \(True, False\): it must be"),
+    ({"window_size": (0, 2**63 - 1)}, r"window_size is \(0, 9223372036854775807\): .* from 0 to 2\^62 - 1"),
+    ({"softcap": None}, "softcap is None: it must be a positive number"),
+    ({"softcap": 1e39}, r"softcap is 1e\+39: it must be"),
+    ({"softmax_scale": torch.tensor(0.5)}, r"softmax_scale is a tensor, torch.float32 \[\]: .* pass .item\(\)"),
+    ({"softmax_scale": 10**5000}, "softmax_scale is a int: it must be"),
+    ({"dropout_p": 0.5, "dropout_seed": 1.5}, "dropout_seed is 1.5: it must be a whole number"),
+    ({"causal": True, "prefix_length": True}, "prefix_length is True: it must be a whole number"),
+    ({"return_lse": 1}, "return_lse is 1: it must be True or False"),
+    ({"config": 3}, "config is 3: it must be a kernels.KernelConfig, or None"),
+]
+"""Of ``ring_attention``."""
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("Ring", {"transport": "mpi"}, "transport is 'mpi': it must be one of auto"),
+    ("Ring", {"direction": 2}, "direction is 2: it must be 1"),
+    ("Ring", {"direction": True}, "direction is True: it must be 1"),
+    ("Ring", {"slots": 1.5}, r"slots is 1.5: it must be a whole number from 1 to 2\^16"),
+    ("Ring", {"prefetch": 3}, "prefetch is 3: with 3 slots it must be 0 to 2"),
+    ("Ring", {"prefetch": -1}, "prefetch is -1: it must be a whole number from 0"),
+    ("Ring", {"chunks": 1.5}, "chunks is 1.5: it must be a whole number from 1"),
+    ("Ring", {"deadline": 0}, "deadline is 0: it must be a positive number of seconds, 1e9 at most, or None"),
+    ("Ring", {"deadline": "30"}, "deadline is '30': it must be a positive"),
+    ("Ring", {"deadline": float("nan")}, "deadline is nan: it must be a positive"),
+    ("Ring", {"deadline": float("inf")}, "deadline is inf: it must be a positive"),
+    ("Ring", {"topology": 3}, "topology is 3: it must be a comm.Topology, or None"),
+    ("Ring", {"topology": Topology.grid(2, 2)}, "topology has 4 ranks, the group has 1"),
+    ("Ring", {"limits": 3}, "limits is 3: it must be comm.Limits, or None"),
+    ("Ring", {"wire_dtype": [3]}, r"wire_dtype is \[3\]: it must be one of None, torch.bfloat16"),
+    ("Ring", {"group": 5}, "group is a int"),
+    ("LocalWorld", {"world_size": 0}, r"world_size is 0: it must be a whole number from 1 to 2\^20"),
+    ("LocalWorld", {"timeout": "x"}, "timeout is 'x': it must be a positive number of seconds"),
+    ("LocalWorld", {"device": "meta"}, "device is 'meta': it must be cpu or a CUDA device that torch sees"),
+    ("Layout", {"spans_per_rank": 5}, "spans_per_rank is 5: it must be a list with the spans of every rank"),
+    ("Layout", {"spans_per_rank": []}, "spans_per_rank is empty: it must have a list of spans for every rank"),
+    ("Layout", {"spans_per_rank": [5]}, r"spans_per_rank\[0\] is 5: it must be a list of spans"),
+    ("Layout", {"spans_per_rank": [[5]]}, r"spans_per_rank\[0\]\[0\] is 5: it must be a Span\(start, length"),
+    ("Layout", {"spans_per_rank": [[(0,)]]}, r"spans_per_rank\[0\]\[0\] is \(0,\): it must be a Span"),
+    ("Layout", {"spans_per_rank": [[(0, 1.5)]]}, r"is \(0, 1.5\): it must be a Span"),
+    ("Layout", {"spans_per_rank": [[(0, 2)], [(-1, 2)]]}, r"spans_per_rank\[1\]\[0\] is \(-1, 2\): it must be a Span"),
+    ("Layout", {"spans_per_rank": [[(0, -1)]]}, r"is \(0, -1\): it must be a Span"),
+    ("Layout", {"spans_per_rank": [[(0, 1, 0)]]}, r"is \(0, 1, 0\): it must be a Span"),
+    ("Layout", {"spans_per_rank": [[(2**61, 2**61)]]}, r"it must be a Span.* positions below 2\^62"),
+    ("contiguous", {"seqlen": -1}, r"seqlen is -1: it must be a whole number from 0 to 2\^62 - 1"),
+    ("striped", {"seqlen": 8.0}, "seqlen is 8.0: it must be a whole number"),
+    ("zigzag", {"world": 0}, r"world is 0: it must be a whole number from 1 to 2\^20"),
+    ("zigzag", {"world": "2"}, "world is '2': it must be a whole number"),
+    ("zigzag", {"cu_seqlens": [0, 5, 7]}, "cu_seqlens ends at 7: it must end at 8, the number of tokens"),
+    ("uneven", {"lengths": []}, "lengths is empty: it must have the number of tokens of every rank"),
+    ("uneven", {"lengths": [1, -2]}, r"lengths\[1\] is -2: it must be a whole number from 0"),
+    ("balanced", {"speeds": []}, "speeds is empty: it must have the relative speed of every rank"),
+    ("balanced", {"speeds": [0, 0.0]}, r"speeds is \[0.0, 0.0\]: at least one rank must be faster than 0"),
+    ("balanced", {"speeds": [1, -1]}, r"speeds\[1\] is -1: it must be a finite number of at least 0"),
+    ("balanced", {"speeds": [float("nan")]}, r"speeds\[0\] is nan: it must be a finite number"),
+    ("balanced", {"speeds": [1, float("inf")]}, r"speeds\[1\] is inf: it must be a finite number"),
+    ("balanced", {"speeds": ["1"]}, r"speeds\[0\] is '1': it must be a finite number"),
+    ("positions of a rank", {"rank": 2}, "rank is 2: it must be a whole number from 0 to 1"),
+    ("spans of a rank", {"rank": -1}, "rank is -1: it must be a whole number from 0 to 1"),
+    ("shard of a rank", {"rank": 1.0}, "rank is 1.0: it must be a whole number from 0 to 1"),
+    ("shard of a rank", {"x": WHOLE[:, :7]}, "^x has 7 tokens along dim 1, the layout is made for 8$"),
+    ("shard of a rank", {"dim": -1}, "x has 16 tokens along dim -1, the layout is made for 8; dim 1 has 8"),
+    ("shard of a rank", {"dim": -5}, "dim is -5: x has 4 dimensions"),
+    ("shard", {"dim": 4}, "dim is 4: x has 4 dimensions"),
+    ("whole of shards", {"dim": 4}, r"dim is 4: shards\[0\] has 4 dimensions"),
+    ("whole of shards", {"shards": [WHOLE]}, "shards has 1 tensors, the layout is made for 2 ranks"),
+    ("whole of shards", {"shards": [WHOLE, WHOLE]}, r"shards\[0\] has 8 tokens along dim 1, rank 0 has 4"),
+    (
+        "whole of shards",
+        {"shards": [WHOLE[:, :4], WHOLE[:, :4].half()]},
+        r"shards\[1\] is .*float16.*: they must be alike",
+    ),
+    ("unshard", {"grad": "mean"}, "grad is 'mean': it must be one of slice, sum"),
+    ("unshard", {"x": WHOLE.numpy()}, r"pass torch.from_numpy\(x\)"),
+    ("Limits", {"channels": 3}, "channels is 3: it must be a power of two from 1 to 64, or None"),
+    ("Limits", {"ctas": 128}, "ctas is 128"),
+    ("Limits", {"channels": 8, "ctas": 4}, "channels is 8 and ctas 4: a channel takes a thread block"),
+    ("Limits", {"bytes_per_second": 0}, "bytes_per_second is 0: it must be a positive finite number"),
+    ("Topology", {"nodes": [[0, True]]}, r"nodes is \[\[0, True\]\]: it must be lists of ranks, one per node"),
+    ("Topology", {"places": 5}, "places is 5: it must be a tuple with the Place of every rank, or empty"),
+    ("flat", {"world": 0}, "world is 0: it must be a whole number from 1"),
+    ("grid", {"per_node": 1.5}, "per_node is 1.5: it must be a whole number from 1"),
+]
+
+NONSENSE = [
+    None, True, 0, -1, 1.5, float("nan"), float("inf"), 10**30, 10**5000, 3 + 4j, "x", b"x", [], [[]], {}, object(),
+    np.int64(3), np.float32(0.5), np.zeros(2), torch.tensor(3), torch.zeros(2, 2), torch.zeros(3, dtype=torch.int64),
+    torch.zeros(2, device="meta"), torch.float64,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("door", "change", "told"), [*(("ring_attention", *row) for row in CALLS), *REFUSED])
+def test_refusals(door: str, change: dict[str, Any], told: str) -> None:
+    call, fit = DOORS[door]
+    with pytest.raises((ValueError, NotImplementedError), match=told):
+        call(**fit | change)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_nonsense(door: str) -> None:
+    """Taken where it means something, else refused by the argument's name: in place of every argument, every value."""
+    call, fit = DOORS[door]
+    for name in inspect.signature(call).parameters:
+        for value in NONSENSE:
+            try:
+                call(**fit | {name: value})
+            except (ValueError, NotImplementedError) as error:
+                assert re.search(rf"\b{name}\b", str(error)), (name, type(value), str(error))
+
+
+def test_numbers_of_numpy() -> None:
+    made = Ring(slots=np.int64(4), chunks=np.int32(2), deadline=np.float32(3))  # type: ignore[arg-type]
+    assert repr([made.slots, made.chunks, made.deadline]) == "[4, 2, 3.0]"  # as other ranks say it
+    assert repr(Limits(channels=np.int64(4))) == repr(Limits(channels=4))  # type: ignore[arg-type]
+    assert Layout.contiguous(np.int64(8), np.int32(2)) == HALVES  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own forward_ad
+@pytest.mark.parametrize("door", ["ring_attention", "unshard"])
+def test_transforms_of_functions(door: str) -> None:
+    call, fit = DOORS[door]
+    name = next(iter(fit))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return torch.sum(call(**fit | {name: x}))
+
+    for transform, x in ((torch.func.grad(loss), WHOLE), (torch.func.vmap(loss), WHOLE[None])):
+        with pytest.raises(NotImplementedError, match=f"{door} is called under a transform of torch.func"):
+            transform(x)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="dual tensors"):
+        make_dual: Any = torch.autograd.forward_ad.make_dual
+        loss(make_dual(WHOLE, WHOLE))
