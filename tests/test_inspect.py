@@ -375,6 +375,15 @@ def test_what_has_no_say_is_refused(arguments: list[str], told: str) -> None:
     assert code == 2 and told in output
 
 
+def test_the_gate_fails_where_a_variant_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fits: nothing but the gate asks for more."""
+    for problems, ended in (([], 0), (["serialised wgmma in a loop"], 1)):
+        rows = [row_of(VARIANT, COMPILED, problems)]
+        monkeypatch.setattr(inspect_command, "inspect_all", lambda asked, rows=rows: rows)
+        assert run("90:bf16:128")[0] == 0
+        assert run("90:bf16:128", "--gate")[0] == ended
+
+
 def test_a_difference_passes_the_gate_or_not(tmp_path: Path) -> None:
     for name, problems in (("good", []), ("bad", ["serialised wgmma in a loop"])):
         rows = [row_of(VARIANT, COMPILED, problems)]
