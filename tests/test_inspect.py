@@ -480,6 +480,7 @@ def report() -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.compiles("90:bf16:128:middle")
 def test_the_report_of_the_defaults(report: list[dict[str, Any]]) -> None:
     assert [row["kernel"] for row in report] == ["forward", "dq", "dkdv"]
     for row in report:
@@ -496,6 +497,7 @@ def test_the_report_of_the_defaults(report: list[dict[str, Any]]) -> None:
 LEAST_BOUNDS = {"forward": 65.0, "dq": 87.0, "dkdv": 57.0}
 
 
+@pytest.mark.compiles("90:bf16:128:middle")
 def test_bounds_do_not_fall(report: list[dict[str, Any]]) -> None:
     for row in report:
         assert row["bound"] >= LEAST_BOUNDS[row["kernel"]], row["variant"]
@@ -620,6 +622,7 @@ def test_what_the_hopper_forward_is_not_written_for(changed: dict[str, Any], tol
     check_refused("hopper", changed, told)
 
 
+@pytest.mark.compiles("86:bf16:128:middle:forward")
 def test_a_tile_that_does_not_fit_is_told_what_does() -> None:
     done = inspect("--kernel", "forward", "--arch", "sm_86", "--tile", "128x128x8x3")
     assert done.returncode == 1
@@ -627,10 +630,13 @@ def test_a_tile_that_does_not_fit_is_told_what_does() -> None:
     assert "does not fit an SM of sm_86: 128x64x8x2 does" in done.stdout
 
 
+LARGE = "120:bf16:128:dkdv:middle:dkdv_epilogue=descriptors:order=longest:persistent=True"
+
+
+@pytest.mark.compiles(LARGE)
 def test_a_default_tile_that_does_not_fit_is_not_told_to() -> None:
     """Persistent, an epilogue by descriptors takes shared memory of its own beside the loop's."""
-    spec = "120:bf16:128:dkdv:middle:dkdv_epilogue=descriptors:order=longest:persistent=True"
-    done = inspect(spec)
+    done = inspect(LARGE)
     assert done.returncode == 1
     told = {line.partition("; ")[2] for line in done.stdout.splitlines() if "the chip has" in line}
     assert told == {"does not fit an SM of sm_120"}
