@@ -1,4 +1,4 @@
-"""Tests that compile kernels for GPUs that are not here: with every change of what they compile, and at night.
+"""Tests that compile: with every change of what they compile, and at night.
 
 Such a test is marked ``compiles(SOURCE, …)``: variants by their names in ``ringattn inspect``, and files or folders by
 their paths from the root. ``tests/compiles.txt`` has the digest of the sources on which it passed; as long as they are
