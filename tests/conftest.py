@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from . import compiles
 from .interpreter import quicken
 
 quicken()
@@ -40,6 +41,11 @@ class PlainRoot:
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(profile(config.option.markexpr))
     config.pluginmanager.register(PlainRoot())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    compiles.settle(items, nightly=profile(config.option.markexpr) == "nightly")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -214,8 +214,17 @@ def test_memory_that_grows_fails(capsys: pytest.CaptureFixture[str]) -> None:
     memory_bench.finish(Problem(64, 4), Setting(), results, None, None)
     assert "+1.00%" in capsys.readouterr().out
     results[8] = [Peaks(10, 103)]
-    with pytest.raises(typer.Exit):
+    with pytest.raises(typer.Exit) as ended:
         memory_bench.finish(Problem(64, 8), Setting(), results, None, None)
+    assert ended.value.exit_code == 1
+
+
+def test_memory_is_told_in_megabytes_of_the_worst_rank() -> None:
+    results = {2: [Peaks(3_000_000, 8_000_000), Peaks(4_000_000, 7_000_000, {"out": 500_000, "q": 1_000_000})]}
+    results[4] = [Peaks(4_000_000, 6_000_000), Peaks(9_000_000, 3_000_000, {"out": 500_000, "q": 1_000_000})]
+    first, second = memory_bench.rows_of(results)
+    assert (first["peak MB"], first["least rank MB"], first["after forward MB"], first["relative"]) == (8, 7, 4, 1)
+    assert (second["peak MB"], second["inputs and results MB"], second["relative"]) == (9, 1.5, 1.125)
 
 
 # workers of the suite

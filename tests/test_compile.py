@@ -118,6 +118,7 @@ def test_drawn_seeds_are_those_of_eager() -> None:
     assert not torch.equal(expected[0][0], expected[1][0])
 
 
+@pytest.mark.compiles("ring/ops.py")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its imports
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
 def test_the_default_compiler_of_torch() -> None:

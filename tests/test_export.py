@@ -31,6 +31,7 @@ from ringattn.kernels.lookup import CONFIG_DIR, Gpu, triton_version
 from .export.exports import (
     C_TYPES,
     COMPILER,
+    EXPORTED,
     NIGHTLY_WISHES,
     ROOT,
     STREAM,
@@ -63,6 +64,7 @@ def filled(kernel: dict[str, Any], rows: int) -> dict[str, int | float]:
     return {name: own.get(name, value) for name, value in others.items()}
 
 
+@EXPORTED
 @needs_compiler
 def test_the_launcher_passes_what_the_binary_takes(export: Export) -> None:
     library, record = export.recording()
@@ -89,6 +91,7 @@ def test_the_launcher_passes_what_the_binary_takes(export: Export) -> None:
                 assert got == bytes(made), one
 
 
+@EXPORTED
 @needs_compiler
 def test_the_launcher_refuses_what_the_binary_cannot_take(export: Export) -> None:
     library, record = export.recording()
@@ -118,6 +121,7 @@ def test_the_launcher_refuses_what_the_binary_cannot_take(export: Export) -> Non
         assert record.launches == before
 
 
+@EXPORTED
 @needs_cpp
 def test_header_and_launcher_are_also_cpp(export: Export) -> None:
     for source in (export.folder / f"{export.prefix}.h", export.folder / f"{export.prefix}.c"):
@@ -126,6 +130,7 @@ def test_header_and_launcher_are_also_cpp(export: Export) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@EXPORTED
 def test_the_manifest_says_what_and_whence(export: Export) -> None:
     for name, digest in export.manifest["sha256"].items():
         assert hashlib.sha256((export.folder / name).read_bytes()).hexdigest() == digest
@@ -140,6 +145,7 @@ def test_the_manifest_says_what_and_whence(export: Export) -> None:
         assert str(ROOT).encode() not in (export.folder / kernel["cubin"]).read_bytes()
 
 
+@EXPORTED
 def test_the_manifest_says_whose_tiles_they_are(export: Export) -> None:
     told = {name: (kernel["tile"], kernel["tile_from"]) for name, kernel in export.kernels.items()}
     arch, dtype = int(export.manifest["arch"][3:]), DTYPES[export.manifest["dtype"]]
@@ -346,10 +352,12 @@ int main(void) {{
 """
 
 
+@EXPORTED
 @needs_compiler
 def test_the_bounds_of_a_causal_mask(export: Export) -> None:
     if not export.manifest["bounded"]:
-        pytest.skip("no bounds")
+        assert "causal_bounds" not in (export.folder / f"{export.prefix}.h").read_text()
+        return
     program, source = export.folder.parent / "bounds", export.folder.parent / "bounds.c"
     source.write_text(BOUNDS.format(header=f"{export.prefix}.h"))
     assert COMPILER is not None

@@ -13,7 +13,7 @@ from ringattn.bench.export.binary import parameter_layout
 from ringattn.kernels import Bounds, Tile
 from ringattn.kernels.turns import numbers
 
-from .export.exports import Export, exported, needs_compiler
+from .export.exports import EXPORTED, Export, exported, needs_compiler
 
 BATCH, ROWS, HEADS, KEY_HEADS, HEAD_DIM = 2, 200, 4, 2, 64
 SCALE = 0.125
@@ -96,6 +96,7 @@ def test_it_launches(flags: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found.float(), truth, rtol=TOLERANCE, atol=atol)
 
 
+@EXPORTED
 @needs_compiler
 @pytest.mark.parametrize("name", ["causal", "described"])
 def test_the_same_calls_without_a_gpu(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:

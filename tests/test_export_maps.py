@@ -16,10 +16,22 @@ from ringattn.bench.export.binary import parameter_layout
 from ringattn.kernels import Bounds, Tile
 from ringattn.kernels.turns import numbers
 
-from .export.exports import DATA, NIGHTLY_WISHES, STREAM, WISHES, Export, Map, built, command, exported, needs_compiler
+from .export.exports import (
+    DATA,
+    EXPORTED,
+    NIGHTLY_WISHES,
+    STREAM,
+    WISHES,
+    Export,
+    Map,
+    built,
+    command,
+    exported,
+    needs_compiler,
+)
 from .nightly import rest_nightly
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, EXPORTED]
 
 OLD, NEW = 13010, 13020  # CUDA's version of a driver that sets a bit wrongly, and of one that does not
 KNOWN = OLD if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7) else NEW  # 3.6 knows of no such driver

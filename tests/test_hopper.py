@@ -235,6 +235,13 @@ def test_it_refuses_another_gpu() -> None:
         forward(inputs(SMALL, torch.float16))
 
 
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
+def test_gpus_it_takes(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper alone: later GPUs have no wgmma."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert hopper_launch.is_hopper.__wrapped__(torch.device("cuda")) == (capability == (9, 0))
+
+
 HOPS: dict[str, Bounds] = {
     "used": Bounds(None, None, torch.tensor([40], dtype=torch.int32)),
     "runs": Bounds(None, None, None, Runs(torch.ones(1, 1, dtype=torch.bool), 128)),

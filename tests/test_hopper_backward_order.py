@@ -104,6 +104,7 @@ def gate(*names: str) -> str:
     return compiling("-m", "ringattn.bench.inspect.hopper_backward", *names)
 
 
+@pytest.mark.compiles("kernels/hopper_backward_launch.py", "bench/inspect")
 def test_a_sample_passes_the_gate() -> None:
     assert len(gate("bf16", "D128", "middle", "full").splitlines()) == 1
 

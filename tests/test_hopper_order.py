@@ -139,11 +139,16 @@ def compiling(*arguments: str) -> str:
     return done.stdout
 
 
+COMPILED = pytest.mark.compiles("kernels/hopper_launch.py", "bench/inspect", "tests/gluon_arguments.py")
+
+
+@COMPILED
 @pytest.mark.parametrize("names", [("bf16", "D128", "middle", "gqa"), ("fp16", "D64", "last", "full", "gqa")])
 def test_a_sample_passes_the_gate(names: tuple[str, ...]) -> None:
     assert len(gate(*names).splitlines()) == (1 if "full" in names else 2)
 
 
+@COMPILED
 def test_the_arguments_of_a_launch_compile() -> None:
     assert compiling(str(Path(__file__).with_name("gluon_arguments.py"))).count("compiled: ") == len(CASES)
 
@@ -224,6 +229,7 @@ PORTABLE = 523
 """Instructions of the portable kernel's unmasked loop at the same tile, ``test_compiled.BEFORE``; 16 products too."""
 
 
+@COMPILED
 def test_its_loop_is_shorter_than_the_portable_one() -> None:
     told = gate("bf16", "D128", "middle", "full", "gqa")
     assert max(map(int, re.findall(r"instructions=(\d+)", told))) < PORTABLE

@@ -375,6 +375,15 @@ def test_what_has_no_say_is_refused(arguments: list[str], told: str) -> None:
     assert code == 2 and told in output
 
 
+def test_the_gate_fails_where_a_variant_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fits: nothing but the gate asks for more."""
+    for problems, ended in (([], 0), (["serialised wgmma in a loop"], 1)):
+        rows = [row_of(VARIANT, COMPILED, problems)]
+        monkeypatch.setattr(inspect_command, "inspect_all", lambda asked, rows=rows: rows)
+        assert run("90:bf16:128")[0] == 0
+        assert run("90:bf16:128", "--gate")[0] == ended
+
+
 def test_a_difference_passes_the_gate_or_not(tmp_path: Path) -> None:
     for name, problems in (("good", []), ("bad", ["serialised wgmma in a loop"])):
         rows = [row_of(VARIANT, COMPILED, problems)]
@@ -471,6 +480,7 @@ def report() -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.compiles("90:bf16:128:middle")
 def test_the_report_of_the_defaults(report: list[dict[str, Any]]) -> None:
     assert [row["kernel"] for row in report] == ["forward", "dq", "dkdv"]
     for row in report:
@@ -487,6 +497,7 @@ def test_the_report_of_the_defaults(report: list[dict[str, Any]]) -> None:
 LEAST_BOUNDS = {"forward": 65.0, "dq": 87.0, "dkdv": 57.0}
 
 
+@pytest.mark.compiles("90:bf16:128:middle")
 def test_bounds_do_not_fall(report: list[dict[str, Any]]) -> None:
     for row in report:
         assert row["bound"] >= LEAST_BOUNDS[row["kernel"]], row["variant"]
@@ -611,6 +622,7 @@ def test_what_the_hopper_forward_is_not_written_for(changed: dict[str, Any], tol
     check_refused("hopper", changed, told)
 
 
+@pytest.mark.compiles("86:bf16:128:middle:forward")
 def test_a_tile_that_does_not_fit_is_told_what_does() -> None:
     done = inspect("--kernel", "forward", "--arch", "sm_86", "--tile", "128x128x8x3")
     assert done.returncode == 1
@@ -618,10 +630,13 @@ def test_a_tile_that_does_not_fit_is_told_what_does() -> None:
     assert "does not fit an SM of sm_86: 128x64x8x2 does" in done.stdout
 
 
+LARGE = "120:bf16:128:dkdv:middle:dkdv_epilogue=descriptors:order=longest:persistent=True"
+
+
+@pytest.mark.compiles(LARGE)
 def test_a_default_tile_that_does_not_fit_is_not_told_to() -> None:
     """Persistent, an epilogue by descriptors takes shared memory of its own beside the loop's."""
-    spec = "120:bf16:128:dkdv:middle:dkdv_epilogue=descriptors:order=longest:persistent=True"
-    done = inspect(spec)
+    done = inspect(LARGE)
     assert done.returncode == 1
     told = {line.partition("; ")[2] for line in done.stdout.splitlines() if "the chip has" in line}
     assert told == {"does not fit an SM of sm_120"}

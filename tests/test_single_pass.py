@@ -283,6 +283,7 @@ def test_a_head_dim_without_a_tile_is_refused(monkeypatch: pytest.MonkeyPatch) -
         )
 
 
+@pytest.mark.compiles("kernels/gradients.py", "tests/single_pass_arguments.py")
 def test_a_launch_with_descriptors_compiles() -> None:
     """By the JIT, from the arguments of real launches, where there is no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -498,10 +498,11 @@ def test_the_cpu_has_no_tables(folders: Folders) -> None:
     assert default_config(x, x).forward == Tile(32, 32, 4, 1)
 
 
-def test_a_gpu_is_named_by_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+@pytest.mark.parametrize("arch", [86, 89, 90, 103, 120])
+def test_a_gpu_is_named_by_its_driver(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(arch, 10))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert gpu_of.__wrapped__(torch.device("cuda", 0)) == H200
+    assert gpu_of.__wrapped__(torch.device("cuda", 0)) == H200._replace(arch=arch)
 
 
 def test_kernels_copied_alone_take_a_table(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -73,18 +74,40 @@ def test_no_tile_of_another_kernel_is_looked_at(launched: list[str]) -> None:
     assert launched == ["forward_kernel"]
 
 
+class Kernel:
+    """Takes the place of a compiled kernel: a launch is a call."""
+
+    __name__ = "forward_kernel"
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self.run = run
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return self.run
+
+
 def test_what_triton_finds_too_large_is_told_with_its_options() -> None:
     """Registers, or what a pipeline takes beyond the least: known once it is compiled."""
 
-    class Compiled:
-        __name__ = "forward_kernel"
-
-        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-            def run(*arguments: object, **options: object) -> None:
-                raise OutOfResources(300_000, 232_448, "shared memory")
-
-            return run
+    def run(*arguments: object, **options: object) -> None:
+        raise OutOfResources(300_000, 232_448, "shared memory")
 
     told = "forward_kernel with BLOCK_Q=64, BLOCK_K=32, num_warps=4, num_stages=2 takes 300,000 of shared memory"
     with pytest.raises(ValueError, match=f"{told}, this GPU has 232,448"):
-        launch.launch(Compiled(), 1, torch.device("cpu"), **launch.options(Tile(64, 32, 4, 2)))
+        launch.launch(Kernel(run), 1, torch.device("cpu"), **launch.options(Tile(64, 32, 4, 2)))
+
+
+def test_a_launch_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current one, which need not be theirs."""
+    current = [torch.device("cuda", 0)]
+
+    @contextmanager
+    def device(asked: torch.device) -> Iterator[None]:
+        current.append(asked)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    launched: list[torch.device] = []
+    launch.launch(Kernel(lambda: launched.append(current[-1])), 1, torch.device("cuda", 1))
+    assert launched == [torch.device("cuda", 1)] and len(current) == 1

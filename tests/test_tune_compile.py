@@ -287,6 +287,12 @@ def compiling() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
+COMPILED = pytest.mark.compiles(
+    "kernels/attention.py", "bench/inspect", "bench/tune", "autotune", "tests/launch_keys.py"
+)
+
+
+@COMPILED
 def test_candidates_are_compiled_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real ones: a clean tile has a bound; one that spills is dropped, and one that does not fit."""
     good, spills, large = Tile(64, 64, 4, 2), Tile(64, 128, 4, 1), Tile(128, 128, 8, 4)
@@ -311,6 +317,7 @@ def test_candidates_are_compiled_and_judged(tmp_path: Path, monkeypatch: pytest.
     assert [name for name, job in jobs.items() if in_cache(found[job])] == ["spills", "large"]
 
 
+@pytest.mark.compiles("90:fp32:64:middle:forward")
 def test_products_of_fp32_are_three_of_half_the_rate() -> None:
     """`tf32x3`: what the bound of an fp32 kernel counts as time of the tensor cores."""
     tile = Tile(64, 32, 4, 2)
@@ -342,6 +349,7 @@ def test_the_users_interruption_keeps_what_was_compiled(tmp_path: Path) -> None:
     assert [*tmp_path.glob("*.json")] == []
 
 
+@COMPILED
 def test_a_launch_finds_in_tritons_cache_what_was_compiled_before() -> None:
     """By the key: all that is timed and all that is checked, of every kernel in every order."""
     command = [sys.executable, "-m", "tests.launch_keys"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from .recorder.cases import CASES, CONFIGS
 from .recorder.implied import IMPLIED
 from .recorder.replay import without
 from .recorder.ring import record
+from .wait_mutants import TARGETS, Counts, counted, verdicts
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -34,33 +36,36 @@ def told(problems: list[str]) -> str:
     return "\n".join([f"{len(problems)} problems", *problems[:10]])
 
 
-LONG = {
-    "world 6", "world 7", "world 8", "2 x 4", "2 x 4, full, two chunks", "2 x 4, window to both sides",
-    "4 x 2, window to both sides",
-}  # fmt: skip
+EVERY = [(transport, name) for transport in CASES for name in CASES[transport]]
+OFTEN = [case for target in TARGETS for case in target.cases]
+"""Those that catch the mutants of the waits."""
 
 
-@pytest.mark.parametrize("left_out", rest_nightly([LONG, set()], LONG), ids=["short", "all"])
-@pytest.mark.parametrize("transport", CASES)
-def test_every_wait_is_enough_and_needed(transport: str, left_out: set[str]) -> None:
-    """No race and no deadlock in any case; and without any one of the waits there is a race, or the table says why."""
-    there, implied = Counter[str](), Counter[str]()
-    for name, case in CASES[transport].items():
-        if name in left_out:
-            continue
-        recording = record(case)
-        problems = recording.problems()
-        assert not problems, f"{transport}, {name}: {told(problems)}"
-        there.update(wait.name for wait in recording.graph.waits)
-        implied.update(wait.name for wait in recording.checked.unnoticed())
-    found = {name: implied[name] == there[name] for name in implied}
-    known = {name: reason.always for name, reason in IMPLIED[transport].items()}
-    wrong = [
-        f"{name}: {implied[name]} of {there[name]} could go, the table says {known.get(name, 'nothing')}"
-        for name in sorted(known.keys() | found.keys())
-        if known.get(name) != found.get(name)
-    ]
+@cache
+def waits_of(transport: str, name: str) -> Counts:
+    """The waits of one case, in which there is no race and no deadlock."""
+    recording = record(CASES[transport][name])
+    problems = recording.problems()
+    assert not problems, told(problems)
+    return counted(recording)
+
+
+@pytest.mark.parametrize(("transport", "name"), rest_nightly(EVERY, *OFTEN))
+def test_every_wait_is_enough_and_needed(transport: str, name: str) -> None:
+    """No race and no deadlock; and without any one of the waits there is a race, or the table says why."""
+    table, (there, implied) = IMPLIED[transport], waits_of(transport, name)
+    needless = {wait for wait in implied if wait not in table}
+    needed = {wait for wait in there if wait in table and table[wait].always and implied[wait] < there[wait]}
+    wrong = [f"{one}: {implied[one]} of {there[one]} could go, the table says otherwise" for one in needless | needed]
     assert not wrong, "remove it, or say in tests/recorder/implied.py why it stays:\n" + "\n".join(wrong)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("transport", CASES)
+def test_the_table_says_no_more_than_all_cases_together(transport: str) -> None:
+    """What is implied in some case, and whether it is in all of them."""
+    found = verdicts(waits_of(transport, name) for name in CASES[transport])
+    assert found == {name: reason.always for name, reason in IMPLIED[transport].items()}
 
 
 REPLAYED = [
@@ -80,7 +85,7 @@ REPLAYED = [
 ]
 
 
-@pytest.mark.parametrize(("transport", "name"), REPLAYED)
+@pytest.mark.parametrize(("transport", "name"), rest_nightly(REPLAYED, *OFTEN))
 def test_any_order_that_the_waits_allow_gives_the_result(transport: str, name: str) -> None:
     """Executed on memory in which what is free is NaN: so the recorder knows what every operation reads and writes."""
     recording = record(CASES[transport][name])

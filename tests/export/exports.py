@@ -36,6 +36,9 @@ TUNED = {
 }
 """What the table that "last" and "atomics" take has entries for: of the kernels that they export."""
 
+EXPORTED = pytest.mark.compiles("kernels/attention.py", "bench/export", "bench/inspect", "tests/export")
+"""All that an export is made of and tested by."""
+
 STREAM = 77
 MOST = 96  # parameters, as the driver that records has room for
 
