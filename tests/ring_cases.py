@@ -28,10 +28,13 @@ LAYOUTS = {
 
 
 def inputs(
-    tokens: int, heads: tuple[int, int] = (4, 2), dims: tuple[int, int] = (16, 16), dtype: torch.dtype = torch.float32
+    tokens: int,
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (16, 16),
+    dtype: torch.dtype = torch.float32,
+    batch: int = 2,
 ) -> dict[str, Tensor]:
     """q, k, v, dout and dlse of a whole sequence."""
-    batch = 2
     shapes = {"q": (heads[0], dims[0]), "k": (heads[1], dims[0]), "v": (heads[1], dims[1]), "dout": (heads[0], dims[1])}
     whole = {name: torch.randn(batch, tokens, *shape).to(dtype) for name, shape in shapes.items()}
     return whole | {"dlse": torch.randn(batch, heads[0], tokens)}
