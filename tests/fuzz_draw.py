@@ -1,0 +1,230 @@
+"""Calls of the public face as literals, drawn at random: a line that says all, and that `fuzz_ranks` plays.
+
+A line is ``{"run": ..., "world": ..., "calls": [...]}``. A call has arguments of ``ring_attention`` by their names, as
+literals, and what BASE has a comment for.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+Literals = dict[str, Any]
+
+BASE: Literals = {
+    "seed": 0,  # of the numbers in all tensors
+    "tokens": 8,  # of a layout that does not say it itself; in blocks, where there are blocks
+    "layout": ["contiguous"],
+    "later": 0,  # blocks that the queries come after, where keys have a layout
+    "block": 1,
+    "short": 0,  # positions that the last block lacks
+    "batch": 1,
+    "heads": [1, 1],
+    "dims": [16, 16],
+    "dtype": "float32",
+    "strides": "contiguous",
+    "host": "list",  # what cu_seqlens and seqused_k are
+    "lse": False,  # a gradient through it
+    "grads": "qkvs",
+    "backend": "aten",
+    "causal": False,
+    "named": False,  # the layout by its name, where shards are equal
+    "ring": {},
+    "kept": False,  # on the ring that calls with group= share
+    "late": -1,  # this rank comes 20 ms after the others
+    "wait": 0,  # how many calls later its backward runs
+    "unshard": None,  # instead of attention: dim and grad
+    "spoil": None,  # an argument, what it is instead, and on which rank; -1: on all
+}
+
+WRONG: dict[str, list[Any]] = {
+    "q": ["three dims", "int32", "float64", "strided", "other batch", "other tokens", "meta"],
+    "k": ["three dims", "other dtype", "other batch", "other dim", "other heads", "meta"],
+    "v": ["three dims", "other dtype", "other batch", "other tokens", "meta"],
+    "causal": [1, None, "yes"],
+    "window_size": [(-2, 0), (1, 2, 3), 4, (0.5, 1), None],
+    "softmax_scale": [0.0, -1.0, 1e999, "x"],
+    "softcap": [-1.0, 1e999, None, "x"],
+    "learnable_sink": [1.0, "two dims", "int32"],
+    "alibi_slopes": [1.0, "two dims", "float64"],
+    "dropout_p": [1.0, -0.5, None],
+    "cu_seqlens": [[1, 8], [0], [0, 5, 4], [0, 4.5], 3],
+    "seqused_k": [[-1], [10**6], [0.5], [1] * 9, 3],
+    "prefix_length": [-1, 10**6, 1.5],
+    "block_mask": ["all", 3],
+    "layout": ["ring", 3],
+    "kv_layout": ["ring", 3],
+    "backend": ["cuda", None],
+    "config": [3],
+    "ring": ["ring"],  # these two on all ranks: without them nobody can be told
+    "group": ["group"],
+}
+"""What means nothing, whatever the call; for tensors what is done to them."""
+
+
+def draw_line(rng: Random) -> Literals:
+    """Some calls in one world, on two rings and the one that they share."""
+    run = rng.choices(["threads", "processes", "alone", "kernels"], [8, 3, 2, 2])[0]
+    world = {"processes": rng.choice([2, 2, 3]), "alone": 1, "kernels": rng.randint(1, 3)}.get(run, rng.randint(1, 5))
+    rings = [draw_ring(rng, world), draw_ring(rng, world)]
+    calls: list[Literals] = []
+    for _ in range(1 if run == "kernels" else rng.choice([1, 1, 2, 3, 5])):
+        if calls and "unshard" not in calls[-1] and rng.random() < 0.4:  # of a signature that was agreed on
+            calls.append(calls[-1] | rng.choice([{}, draw_mask(rng, calls[-1])]) | {"seed": rng.randrange(1000)})
+        else:
+            draw = draw_unshard if run != "kernels" and rng.random() < 0.12 else draw_call
+            calls.append(draw(rng, run, world, rng.choice(rings)))
+        calls[-1] |= {"wait": rng.choice([0, 0, 1, 2]), "late": rng.choice([-1] * 4 + [rng.randrange(world)])}
+    if run != "kernels" and rng.random() < 0.25:  # and the ring works afterwards
+        calls += [draw_call(rng, run, world, rng.choice(rings)) for _ in range(2)]
+        calls[-2]["spoil"] = draw_spoil(rng, calls[-2], world)
+    return {"run": run, "world": world, "calls": [tidy(call) for call in calls]}
+
+
+def tidy(call: Literals) -> Literals:
+    """Less what is said without it."""
+    return {name: value for name, value in call.items() if value is not None and value != BASE.get(name)}
+
+
+def draw_ring(rng: Random, world: int) -> Literals:
+    """Any settings together, or none."""
+    slots, order = rng.randint(2, 5), rng.sample(range(world), world)
+    settings = {
+        "slots": slots,
+        "prefetch": rng.randrange(2),
+        "chunks": rng.choice([1, 2, 3]),
+        "direction": -1,
+        "topology": [order[:2], order[2:]] if world == 4 else [order],
+        "wire_dtype": rng.choice(["bfloat16", "float8_e4m3fn"]),
+        "grad_wire_dtype": "bfloat16",
+    }
+    often = rng.choice([0.0, 0.25, 0.5])
+    return {name: value for name, value in settings.items() if rng.random() < often}
+
+
+def draw_layout(rng: Random, tokens: int, world: int, *, holes: bool = True) -> list[Any]:
+    """Who holds what, by name or token by token."""
+    kinds: list[list[Any]] = [
+        ["contiguous"],
+        ["zigzag"],
+        ["striped"],
+        ["documents", sorted(rng.randint(0, tokens) for _ in range(rng.randint(0, 3)))],
+        ["uneven", [rng.choice([0, 1, rng.randint(0, 2 * tokens // world)]) for _ in range(world)]],
+        ["balanced", [*(rng.choice([0.0, 1.0, 2.5, 1 / 3]) for _ in range(world - 1)), 1.0], rng.random() < 0.5],
+        ["spans", [[rng.randint(0, max(tokens // 4, 1)), rng.choice([1, world])] for _ in range(3)]],
+        ["owners", [rng.randrange(world + (holes and rng.random() < 0.1)) for _ in range(tokens)]],
+    ]
+    return rng.choice(kinds)
+
+
+def draw_mask(rng: Random, call: Literals) -> Literals:
+    """Any arguments about intervals together."""
+    call = BASE | call
+    reach, causal = call["tokens"] * call["block"], rng.random() < 0.5
+    sides = [-1, 0, rng.randint(0, reach), rng.randint(0, reach)]
+    window = [rng.choice(sides), rng.choice(sides)] if rng.random() < 0.35 else None
+    pattern = call.get("block_mask")
+    return {
+        "causal": causal,
+        "prefix_length": rng.randint(0, reach) if causal and rng.random() < 0.3 else None,
+        "window_size": None if pattern and pattern[0] == "longformer" else window,
+        "cu_seqlens": rng.choice([None, None, sorted(rng.randint(0, reach) for _ in range(rng.randint(0, 4)))]),
+        "seqused_k": rng.choice([None, None, None, [rng.randint(0, reach) for _ in range(call["batch"])]]),
+    }
+
+
+def draw_pattern(rng: Random, blocks: int, block: int) -> list[Any]:
+    """A block mask, drawn or built, with its builder's arguments."""
+    stride = rng.randint(1, max(blocks // 2, 1))
+    sizes: dict[str, Literals] = {
+        "random": {"share": rng.choice([0.1, 0.5, 0.9])},
+        "strided": {"stride": stride * block},
+        "fixed": {"stride": stride * block, "summary": rng.randint(1, stride) * block},
+        "bigbird": {"window": rng.choice([1, 3]), "global_": rng.randint(0, 2), "random": rng.randint(0, 2)},
+    }
+    return [*rng.choice([*sizes.items()])]
+
+
+def draw_longformer(rng: Random, tokens: int) -> list[Any]:
+    """A window and some stretches of global tokens."""
+    edges = sorted(rng.sample(range(tokens + 1), rng.choice([0, 2, 2, 4]) if tokens > 2 else 0))
+    return [
+        "longformer",
+        {"window": 2 * rng.randint(0, tokens), "global_tokens": [*zip(edges[::2], edges[1::2], strict=True)]},
+    ]
+
+
+def draw_call(rng: Random, run: str, world: int, ring: Literals) -> Literals:
+    """One call of ``ring_attention``, or of the kernels by hand; small where the interpreter computes it."""
+    triton = run == "kernels" or rng.random() < 0.12
+    large = not triton and rng.random() < 0.04
+    tokens = rng.choice([1, *[rng.randint(1, 20 if triton else 48)] * 7, rng.randint(1, 4)])
+    tokens = rng.randint(100, 400) if large else tokens
+    block, pattern = 1, None
+    if not large and run != "kernels" and rng.random() < 0.2:
+        block = 16 if triton else rng.randint(2, 5)
+        tokens = -(-tokens // block)
+        pattern = draw_pattern(rng, tokens, block)
+    elif not large and run != "kernels" and rng.random() < 0.1:
+        pattern = draw_longformer(rng, min(tokens, 12) if triton else tokens)
+    heads, batch = ring.get("chunks", 1) + rng.choice([0, 0, 1]), rng.choice([1, 1, 2, 2, 3])
+    dims = [(16, 16), (16, 16), (16, 8), (8, 16), (24, 5), (1, 1), (64, 64), (3, 70), (192, 128), (256, 256)]
+    share = rng.choice([None, None, None, None, 0.1, 0.5, 0.9])
+    call: Literals = {
+        "seed": rng.randrange(1000),
+        "tokens": tokens,
+        "layout": draw_layout(rng, tokens, world),
+        "block": block,
+        "block_mask": pattern,
+        "short": rng.randrange(block),
+        "batch": 0 if rng.random() < 0.02 else batch,
+        "heads": [heads * rng.choice([1, 1, 2, 3]), heads],
+        "dims": [rng.randint(1, 256), rng.randint(1, 256)] if rng.random() < 0.06 else [*rng.choice(dims)],
+        "dtype": rng.choice(["float32", "float16", "float16" if triton else "bfloat16"]),
+        "strides": rng.choice(["contiguous", "packed", "transposed"]),
+        "host": rng.choice(["list", "int32", "int64"]),
+        "softmax_scale": rng.choice([None, None, 0.1, 0.6]),
+        "softcap": rng.choice([None, None, 0.5, 3.0, 30.0]),
+        "alibi_slopes": rng.choice([None, None, None, "heads", "rows"]),
+        "dropout_p": share,
+        "dropout_seed": share and rng.choice([0, 1, 2**32, 2**63 + 5, 2**64 - 1]),
+        "learnable_sink": rng.choice([None, None, ["float32", False], ["float32", True], ["float16", False]]),
+        "lse": rng.random() < 0.5,
+        "grads": "qkvs" if run == "kernels" else rng.choice(["qkvs", "qkvs", "qkvs", "", "q", "kv", "qs"]),
+        "backend": "triton" if triton else rng.choice(["aten", "aten", "auto"]),
+        "config": rng.choice([None, [16, 16], [16, 32]]) if triton and block == 1 else None,
+        "ring": {} if run == "kernels" else ring,
+        "kept": not ring and rng.random() < 0.5,
+        "named": rng.random() < 0.3,
+    }
+    if rng.random() < 0.25:
+        call |= {"kv_layout": draw_layout(rng, tokens, world), "later": rng.choice([0, 1, 2])}
+    return call | draw_mask(rng, call)
+
+
+def draw_unshard(rng: Random, run: str, world: int, ring: Literals) -> Literals:
+    """``shard`` and ``unshard``, there and back."""
+    tokens = rng.choice([1, rng.randint(1, 40)])
+    return {
+        "unshard": [rng.choice([0, 1, 2, -1, -3]), rng.choice(["slice", "sum"])],
+        "seed": rng.randrange(1000),
+        "tokens": tokens,
+        "layout": draw_layout(rng, tokens, world, holes=False),
+        "dtype": rng.choice(["float32", "float16", "bfloat16", "float64"]),
+        "named": rng.random() < 0.3,
+    }
+
+
+def draw_spoil(rng: Random, call: Literals, world: int) -> list[Any]:
+    """What means nothing, on one rank or on all; or what means something, on one rank alone."""
+    rank = rng.randrange(world)
+    if world > 1 and rng.random() < 0.4:
+        others: Literals = {"softmax_scale": 0.77, "softcap": 7.5, "window_size": (5, 3), "causal": not call["causal"]}
+        others["seqused_k"] = [0] * call["batch"] if call["seqused_k"] is None else None
+        if call["dropout_p"]:
+            others |= {"dropout_p": 0.7, "dropout_seed": 12345}
+        name = rng.choice([*others])
+        return [name, others[name], rank]
+    name = rng.choice([*WRONG])
+    everywhere = name in ("ring", "group") or rng.random() < 0.5
+    return [name, rng.choice(WRONG[name]), -1 if everywhere else rank]
