@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringattn.reference import masks
-from ringattn.ring import arguments, node, shards
+from ringattn.ring import node, shards
 
 from .fuzz import Fuzz, main, search
 from .fuzz_draw import BASE, WRONG, Literals, draw_line
@@ -103,7 +103,7 @@ def refuse(*_: object) -> None:
         (node, "sink_gradient", lambda *given: torch.ones(1), SINK, "dsink: error"),
         (node, "sink_state", shared, SINK | {"backend": "triton", "tokens": 1}, "learnable_sink was changed"),
         (masks, "is_causal", lambda prefix: lambda q, k: k < q, {"causal": True}, "the reference's out is not"),
-        (arguments, "_window", refuse, {"spoil": ["window_size", 4, -1]}, "window_size: no error that names it"),
+        (node, "mask_of", refuse, {"spoil": ["window_size", 4, -1]}, "window_size: no error that names it"),
         (shards, "exchange", lambda ring, given, shapes: [-x for x in given], {"unshard": [1, "sum"]}, "unshard puts"),
     ],
 )
