@@ -21,6 +21,8 @@ from .ring import Ring
 from .shards import resolve_layout
 from .wire import wire_of
 
+MOST_SCORED = 1 << 31  # positions that dropout and ALiBi count
+
 
 class Layouts(NamedTuple):
     """Who holds which queries, and which keys."""
@@ -209,6 +211,13 @@ def scores_of(
     made = Scores(softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed or 0)
     made.check(q.shape[0], q.shape[2], q.device)
     return made
+
+
+def check_reach(layouts: Layouts, scores: Scores) -> None:
+    """Refuse positions that the kernels' 32 bits do not hold, where scores depend on them: ValueError."""
+    if scores.by_position and layouts.reach > MOST_SCORED:
+        name = "dropout_p" if scores.dropout_p else "alibi_slopes"
+        raise ValueError(f"layout reaches position {layouts.reach - 1}: with {name} positions must be below 2^31")
 
 
 def seeded(scores: Scores, dropout_seed: int | None, ring: Ring, *, drawn: bool = False) -> Scores:

@@ -161,7 +161,8 @@ def ring_attention(
         "config": config,
     }
     if torch.compiler.is_compiling():
-        out, lse = traced(*autocast(q, k, v), ring, group, **call)
+        q, k, v = autocast(q, k, v)
+        out, lse = traced(q, k, v, ring, group, **call)
         return (out, lse) if return_lse else out
     device = device_of(q, k, v)
     used = resolve_ring(ring, group, device)

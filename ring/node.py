@@ -11,7 +11,18 @@ import torch
 from ..comm import GroupLike
 from ..kernels import KernelConfig, Scores
 from . import loop
-from .arguments import changing, check, check_tiles, layouts_of, mask_of, scores_of, seeded, signature, sink_of
+from .arguments import (
+    changing,
+    check,
+    check_reach,
+    check_tiles,
+    layouts_of,
+    mask_of,
+    scores_of,
+    seeded,
+    signature,
+    sink_of,
+)
 from .backends import backward_works, forward_works, joined, row_delta
 from .block_mask import BlockMask, Longformer
 from .layout import LayoutLike
@@ -79,6 +90,7 @@ def settled(
     )
     sink, scores = sink_of(learnable_sink, q), scores_of(q, softcap, alibi_slopes, dropout_p, dropout_seed)
     check_tiles(mask, scores, backend, config, q, v)
+    check_reach(layouts, scores)
     if number is None:
         fields = signature(q, k, v, layouts, mask, sink, scores, scale, backend)
         values = changing(mask, replace(scores, dropout_seed=0) if drawn else scores)

@@ -77,7 +77,7 @@ def positions(seqlen: int, *, layout: LayoutLike, group: GroupLike = None) -> to
         ValueError: the layout does not fit the group or ``seqlen``.
     """
     (seqlen,), (rank, world) = checked(seqlen=seqlen), group_rank_size(group)
-    return resolve_layout(layout, seqlen, world).positions(rank)
+    return resolve_layout(layout, seqlen, world).positions(rank).clone()
 
 
 def unshard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim: int = 1, grad: str) -> torch.Tensor:

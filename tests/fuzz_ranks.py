@@ -156,7 +156,7 @@ def by_name(call: Literals, layout: Layout) -> Layout | str:
     return call["layout"][0] if call["named"] and equal else layout
 
 
-def play(calls: list[tuple[Literals, Case]], rank: int, group: object, rings: dict[str, Ring]) -> list[Outcome]:
+def play(calls: list[tuple[Literals, Case]], rank: int, group: Any, rings: dict[str, Ring]) -> list[Outcome]:
     """What one rank has of every call; nothing after an error that should not have been."""
     made: list[Outcome] = [None] * len(calls)
     begun = {}
@@ -188,7 +188,7 @@ def told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def where(call: Literals, group: object, rings: dict[str, Ring]) -> dict[str, Any]:
+def where(call: Literals, group: Any, rings: dict[str, Ring]) -> dict[str, Any]:
     """The ring that calls with ``group=`` share, or one of its own settings, kept from line to line."""
     if call["kept"] or (call["spoil"] and call["spoil"][0] in ("ring", "group")):
         return {"group": group}
@@ -202,7 +202,7 @@ def where(call: Literals, group: object, rings: dict[str, Ring]) -> dict[str, An
     return {"ring": rings[name]}
 
 
-def there_and_back(call: Literals, layout: Layout, rank: int, group: object) -> None:
+def there_and_back(call: Literals, layout: Layout, rank: int, group: Any) -> None:
     """``shard`` and ``unshard``, with the gradient of a loss on every rank; whole numbers, so that sums are exact."""
     (dim, grad), generator, size = call["unshard"], torch.Generator().manual_seed(call["seed"]), [2, 3, 2]
     size[dim] = layout.seqlen

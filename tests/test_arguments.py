@@ -56,6 +56,10 @@ DOORS: dict[str, Door] = {
 
 CALLS: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(8, 4, 16)}, r"q has shape \[8, 4, 16\]: it must be \[B, S, H, D\]"),
+    (
+        {"layout": Layout([[(2**31 - 7, 8)]]), "dropout_p": 0.1},
+        r"layout reaches position 2147483648: with dropout_p .*2\^31",
+    ),
     ({"k": torch.zeros(2, 8, 2, 16).half()}, "k is torch.float16, q is torch.float32"),
     ({"q": torch.zeros(2, 8, 4, 16).int()}, "q is torch.int32: it must be float16, bfloat16 or float32"),
     ({"q": torch.zeros(2, 8, 4, 16).double()}, "q is torch.float64"),

@@ -99,3 +99,9 @@ def test_unshard_is_watched() -> None:
         assert watch._posts.last == "unshard"
 
     on_every_rank(Layout.contiguous(10, 2), fn)
+
+
+def test_positions_are_the_callers_own() -> None:
+    layout = Layout.contiguous(8, 1)
+    positions(8, layout=layout).zero_()
+    assert positions(8, layout=layout).tolist() == list(range(8))
