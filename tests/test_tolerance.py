@@ -82,7 +82,7 @@ def test_results_by_every_instruction_set(capability: str | None, threads: str, 
     # a cache of its own: torch's gives what it compiled for another instruction set
     environment |= {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     environment |= {} if capability is None else {CAPABILITY: capability}
-    files = sorted({path for name in RESULTS for path in Path(__file__).parent.glob(f"test_{name}*.py")})
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *map(str, files)]
-    done = subprocess.run(command, cwd=files[0].parents[1], env=environment, capture_output=True, text=True)
+    files = sorted({str(path) for name in RESULTS for path in Path(__file__).parent.glob(f"test_{name}*.py")})
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--timeout", "900", *files]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
