@@ -6,6 +6,7 @@ Nothing here runs a ring: what does is handed in.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import warnings
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from ..kernels import lookup
@@ -33,6 +35,7 @@ WIRES = ("bf16", "fp8")
 
 CPU = Gpu("CPU", NO_GPU)
 MOST_RANKS = 1 << 20
+TOLD_BYTES, MOST_TOLD = 8192, 600  # of what the first rank tells, and letters of its error: 12 bytes each at most
 
 
 class RingPoint(NamedTuple):
@@ -189,16 +192,21 @@ def shared_ring_settings(
         ValueError: on every rank: ``config_dir`` of the first is no folder.
     """
     first = 0 if group is None else dist.get_global_rank(group, 0)
-    told: list[RingSetting | str | None] = [None]
+    told = torch.zeros(TOLD_BYTES, dtype=torch.uint8)
     if dist.get_rank() == first:
         try:
-            told = [ring_settings(point, gpu, config_dir)]
+            found = ring_settings(point, gpu, config_dir)
+            answer: object = None if found is None else asdict(found)
         except ValueError as error:  # the others wait to be told, too
-            told = [str(error)]
-    dist.broadcast_object_list(told, first, group)
-    if isinstance(told[0], str):
-        raise ValueError(told[0])
-    return told[0]
+            answer = str(error)[:MOST_TOLD]
+        told = torch.frombuffer(bytearray(json.dumps(answer).encode().ljust(TOLD_BYTES)), dtype=torch.uint8)
+    # As JSON: torch's broadcast of objects would run whatever it is sent.
+    there = told.to(dist.distributed_c10d._get_object_coll_device(group))
+    dist.broadcast(there, first, group)
+    heard = json.loads(bytes(there.tolist()))
+    if isinstance(heard, str):
+        raise ValueError(heard)
+    return None if heard is None else RingSetting(**heard)
 
 
 def _serving(table: Table) -> tuple[RingEntry, ...]:

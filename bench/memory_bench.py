@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
+from ..comm.control import control_of
 from ..comm.topology import Topology
 from ..ring import Ring, ring_attention
 from ..ring.schedule import KV_SLOTS
@@ -95,9 +96,9 @@ def in_groups(
                 torch.set_num_threads(problem.threads)
                 # connections, thread pools, modules that load on first use: there once, however long the shards are
                 peaks(replace(problem, seqlen=WARM_TOKENS * problem.world), setting, group)
-                everyone: list[Any] = [None] * problem.world
-                dist.all_gather_object(everyone, peaks(problem, setting, group), group)
-                found[problem.world] = everyone
+                mine = asdict(peaks(problem, setting, group))
+                everyone: list[Any] = control_of(group).gather(mine, what="the peaks of the ranks")
+                found[problem.world] = [Peaks(**one) for one in everyone]
             dist.barrier()  # who has no part in it does not compute beside it
     return found
 

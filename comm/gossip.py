@@ -71,14 +71,14 @@ class Table:
         return tuple(Report(rank, max(0.0, now - row.stamp), row) for rank, row in sorted(self.rows.items()))
 
 
-def pack(rows: Mapping[int, Row]) -> dict[int, tuple[object, ...]]:
-    """Rows as plain tuples: a class name per row would be a third of the bytes."""
-    return {rank: tuple(row) for rank, row in rows.items()}
+def pack(rows: Mapping[int, Row]) -> list[list[object]]:
+    """Rows for JSON, without the names of their fields, which would be most of the bytes."""
+    return [[rank, *row] for rank, row in rows.items()]
 
 
 def unpack(packed: object) -> dict[int, Row]:
     """The rows of :func:`pack`; none where a peer has not left any yet."""
-    return {rank: Row(*row) for rank, row in packed.items()} if isinstance(packed, dict) else {}
+    return {rank: Row(*row) for rank, *row in packed} if isinstance(packed, list) else {}
 
 
 def period(size: int) -> float:

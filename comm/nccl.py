@@ -187,14 +187,16 @@ class NcclTransport:
         """What the members of one communicator know each other by, drawn by the first of them."""
         first = next(iter(self._members))
         try:
-            mine = self._nccl.get_unique_id() if self.rank == first else None
+            drawn = self._nccl.get_unique_id() if self.rank == first else None
+            mine: object = None if drawn is None else [isinstance(drawn, bytes), *drawn]  # CuPy 14: bytes, 13: a tuple
         except RuntimeError as error:
             mine = f"NCCL of rank {first} draws no unique id: {error}"  # in its place, so that no rank waits for it
-        drawn = self._control.gather(mine, what="the unique ids of NCCL", timeout=self._timeout)
-        failed = [found for found in drawn if isinstance(found, str)]
+        told: list[Any] = self._control.gather(mine, what="the unique ids of NCCL", timeout=self._timeout)
+        failed = [found for found in told if isinstance(found, str)]
         if failed:
             raise TransportError("; ".join(failed))
-        return drawn[first]
+        is_bytes, *numbers = told[first]
+        return bytes(numbers) if is_bytes else tuple(numbers)
 
     def _place(self, message: Message) -> int:
         place = self._members.get(message.peer)

@@ -26,6 +26,11 @@ class Card(NamedTuple):
     unreadable: tuple[str, ...] = ()  # devices that its device cannot read
     address: str = ""  # where it listens
 
+    @classmethod
+    def of(cls, members: Sequence[int], *others: Any) -> Card:
+        """From JSON, which has no tuples."""
+        return cls(tuple(members), *others)
+
 
 def join_node(
     control: Control,
@@ -49,7 +54,7 @@ def join_node(
         with Listener() as listener:
             context, card = _card(members, device, missing, listener)
             told = control.gather(tuple(card), what="who is on this node", timeout=timeout)
-            cards = [Card(*one) for one in told]  # type: ignore[misc]
+            cards = [Card.of(*one) for one in told]  # type: ignore[misc]
             problem = problem_of(members, cards)
             if problem is None and context is not None:
                 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -87,7 +88,7 @@ class Transport(Protocol):
         """
 
     def gather(self, value: object) -> list[object]:
-        """One small picklable object of every rank, in rank order."""
+        """One small value of every rank, ready for JSON, in rank order; tuples come as lists."""
 
     def abort(self, reason: str) -> None:
         """End every transfer in flight; from any thread, idempotent, the first reason stays.
@@ -159,6 +160,27 @@ def _problem(peer: int, tensor: torch.Tensor, size: int, device: torch.device) -
     if tensor.numel() == 0:
         return f"shape {tuple(tensor.shape)} holds no bytes: leave the message out on both sides"
     return None
+
+
+def encoded(value: object) -> bytes:
+    """A value as it goes to other ranks: JSON, for what comes from a network is data and never code.
+
+    Raises:
+        TypeError: JSON has no such value.
+    """
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def decoded(data: bytes, what: str) -> object:
+    """The value that another rank encoded; `what` names it in errors.
+
+    Raises:
+        TransportError: somebody else wrote it.
+    """
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise TransportError(f"{what} is no JSON, so that no rank of ours has written it ({error})") from None
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

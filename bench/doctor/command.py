@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,7 +67,7 @@ def examine(ranks: Ranks, own: Facts, shape: Shape, nbytes: int, report: Report,
     """All checks, on every rank together; the report of each rank has the findings of all."""
     report.device = ranks.device
     try:
-        everyone = ranks.together("versions and settings", lambda: own)
+        everyone = [Facts(**one) for one in ranks.together("versions and settings", lambda: asdict(own))]
         report.ring = ring = ring_topology(nvml.discover(ranks.control, ranks.device))
         for finding in machine(everyone, ring, ranks.device):
             report.tell(finding)

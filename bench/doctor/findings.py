@@ -63,7 +63,7 @@ class Ranks(NamedTuple):
         return self.control.size
 
     def together(self, what: str, do: Callable[[], T]) -> list[T]:
-        """``do()`` of every rank, in rank order; every rank calls it with its own ``do``.
+        """``do()`` of every rank, ready for JSON, in rank order; every rank calls it with its own ``do``.
 
         Raises:
             Skipped, Failed: the same on every rank, where any of them was skipped or raised anything else.

@@ -67,22 +67,32 @@ def _compared(ranks: Ranks, shape: Shape, seqlen: int, check: str) -> Finding:
             out, lse = ring_attention(*leaves, layout=layout, ring=ring, causal=True, return_lse=True)
             results = (out, lse, *torch.autograd.grad((out, lse), leaves, shards[3:]))
             # through the store: what is being judged does not carry the evidence
-            ranks.control.publish(f"part {ranks.rank}", [x.detach().cpu() for x in results])
+            ranks.control.publish(f"part {ranks.rank}", [packed(x) for x in results])
             return ring.transport
 
-    def judge() -> Finding | None:
+    def judge() -> dict[str, Any] | None:
         if ranks.rank:
             return None
-        parts: list[Any] = [ranks.control.look(f"part {rank}") for rank in range(ranks.size)]
-        ours = Results(
-            *(layout.unshard(list(x), dim) for x, dim in zip(zip(*parts, strict=True), RESULT_DIMS, strict=True))
-        )
-        return _judged(ours, given, check, f"causal, zigzag, {shape.dtype}, transport {name}")
+        told: list[Any] = [ranks.control.look(f"part {rank}") for rank in range(ranks.size)]
+        parts = zip(*([unpacked(*x) for x in part] for part in told), strict=True)
+        ours = Results(*(layout.unshard(list(x), dim) for x, dim in zip(parts, RESULT_DIMS, strict=True)))
+        return _judged(ours, given, check, f"causal, zigzag, {shape.dtype}, transport {name}").as_json()
 
     name = ranks.together("a small ring", compute)[0]
     finding = ranks.together("the judgement of a small ring", judge)[0]
     assert finding is not None
-    return finding
+    return Finding(**{**finding, "more": tuple(finding["more"])})
+
+
+def packed(x: Tensor) -> list[Any]:
+    """A tensor, bit by bit, for JSON."""
+    held = x.detach().cpu().contiguous()
+    return [str(x.dtype).removeprefix("torch."), list(x.shape), held.view(-1).view(torch.uint8).numpy().tobytes().hex()]
+
+
+def unpacked(dtype: str, shape: list[int], data: str) -> Tensor:
+    """The tensor that `packed` packed."""
+    return torch.frombuffer(bytearray.fromhex(data), dtype=getattr(torch, dtype)).view(shape)
 
 
 def _judged(ours: Results, given: Inputs, check: str, what: str) -> Finding:

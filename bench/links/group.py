@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...comm import Group, Limits, LocalGroup, LocalWorld, Transport, open_transports
+from ...comm.control import control_of
 from ..launching import Member, member, process_group
 from .beside import measured_beside
 from .runs import Beside, Row, Wish, measured, ways
@@ -119,7 +120,7 @@ def opening(group: Group, name: str, device: torch.device, limits: Limits) -> Tr
     # virtual ranks fail together: one that raises wakes the others
     problems: list[Any] = [problem] * group.size()
     if not isinstance(group, LocalGroup):
-        dist.all_gather_object(problems, problem, group=group)
+        problems = control_of(group).gather(problem, what=f"whether {name} opens")
     told = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
     if opened is not None and not told:
         return opened

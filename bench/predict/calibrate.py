@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ...comm import resolve_group
+from ...comm.control import control_of
 from ..free_memory import free_memory
 from ..kernels import speed as kernel_speed
 from ..kernels.contender import OURS
@@ -125,10 +127,10 @@ class Rounds:
         """Of all ranks, the same on each."""
         mine = self._stage.speed({name: statistics.median(seconds) for name, seconds in self._taken.items()})
         pair = statistics.median(self._alone) / self._stage.scores
-        found: list[Any] = [None] * dist.get_world_size()
         shared = mine.forward.by_256 + mine.backward.by_256
-        dist.all_gather_object(found, replace(mine, alone=min(1.0, pair / shared)))
-        return mean_of(found)
+        told = asdict(replace(mine, alone=min(1.0, pair / shared)))
+        found: list[Any] = control_of(resolve_group()).gather(told, what="the speeds of the ranks")
+        return mean_of([HostSpeed.of(one) for one in found])
 
 
 def _of_gpu(call: Call, device: torch.device, link: Link | None, between: Link | None) -> Given:

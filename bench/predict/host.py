@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -75,6 +75,11 @@ class HostSpeed:
     """The transfers' thread takes the core for as long as it copies."""
     alone: float = 1.0
     """The part of these seconds, measured by all ranks at once, that a launch takes while no other one computes."""
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> HostSpeed:
+        """Of what ``asdict`` gave."""
+        return cls(**{**told, "forward": Body(**told["forward"]), "backward": Body(**told["backward"])})
 
     @property
     def on_host(self) -> bool:

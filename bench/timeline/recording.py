@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,12 +87,12 @@ def timeline_of(ring: Ring, trace: Trace, title: str, about: Mapping[str, Any] |
     """
     control = control_of(ring.group).fresh_scope("timeline")
     moved = offset(control)
-    mine = [*trace.spans, *trace.transfers, *trace.slots]
     error = moved.error + trace.clock_error
+    mine = [astuple(span) for span in (*trace.spans, *trace.transfers, *trace.slots)]
     told: list[Any] = control.gather((moved.seconds, error, mine), what="the traces of the ranks")
     if ring.rank:
         return None
-    shifted = [(rank, seconds, span) for rank, (seconds, _, spans) in enumerate(told) for span in spans]
+    shifted = [(rank, seconds, TraceSpan(*span)) for rank, (seconds, _, spans) in enumerate(told) for span in spans]
     start = min((span.begin + seconds for _, seconds, span in shifted), default=0.0)
     events = tuple(_event(rank, seconds - start, span) for rank, seconds, span in shifted)
     errors = {"clock_error": max(error for _, error, _ in told)}

@@ -30,7 +30,8 @@ from ...autotune.rings import (
     settings,
 )
 from ...autotune.search import COOL_DOWN, RETRIES, clocks_of, median, spread
-from ...comm import Limits, nvml
+from ...comm import Limits, nvml, resolve_group
+from ...comm.control import Control, control_of
 from ...kernels.lookup import Gpu, gpu_of, triton_version
 from ...kernels.tables import file_name
 from ...ring import Ring
@@ -110,11 +111,12 @@ class Runs:
 
     def kept(self) -> Known:
         """What rank 0 has of an interrupted search."""
-        found: Known = {}
+        found: dict[RingSetting, list[dict[str, Any]]] = {}
         if self.journal is not None:
             told = {one: self.journal.all(self._key(one)) for one in self.steps}
-            found = {one: [Reading.of(run) for run in runs] for one, runs in told.items() if runs}
-        return of_rank_0(found)
+            found = {one: runs for one, runs in told.items() if runs}
+        listed = of_rank_0([(asdict(one), runs) for one, runs in found.items()])
+        return {RingSetting(**one): [Reading.of(run) for run in runs] for one, runs in listed}
 
     def __call__(self, one: RingSetting) -> Reading:
         """A run with clocks as high as they get on every rank; after some repeats whatever it is."""
@@ -134,8 +136,7 @@ class Runs:
 
     def _reading(self, one: RingSetting) -> Reading:
         mine = reading_of(self.clock(self.steps[one]), self.reader())
-        told: list[tuple[str, ...]] = [()] * dist.get_world_size()
-        dist.all_gather_object(told, mine.throttled)
+        told: list[Any] = ranks().gather(mine.throttled, what="why clocks are low")
         return replace(mine, throttled=tuple(dict.fromkeys(chain(*told))))
 
     def _key(self, one: RingSetting) -> str:
@@ -171,7 +172,7 @@ def search(place: Member, wish: RingWish, store: str | None = None) -> RingRepor
         taken = timed(runs, report, stack)
         report.rows = [row_of(one, taken.get(one, []), why.get(one)) for one in (*taken, *why)]
         if taken:
-            chosen = of_rank_0(best_of(taken))
+            chosen = RingSetting(**of_rank_0(asdict(best_of(taken))))
             report.entry = entry_of(wish.point, resolved(chosen, rings[chosen]), taken[chosen], taken.get(DEFAULT))
             if place.rank == 0:
                 report.path = save(wish.folder, report.gpu, rings=[report.entry])
@@ -246,10 +247,14 @@ def inputs(problem: Problem, device: torch.device) -> tuple[torch.Tensor, ...]:
 
 
 def of_rank_0(value: T) -> T:
-    """Rank 0's, on every rank."""
-    told = [value]
-    dist.broadcast_object_list(told, 0)
-    return told[0]
+    """Rank 0's, on every rank; tuples as lists."""
+    told: list[Any] = ranks().gather(None if dist.get_rank() else value, what="what rank 0 says")
+    return told[0]  # type: ignore[no-any-return]
+
+
+def ranks() -> Control:
+    """What all ranks tell each other."""
+    return control_of(resolve_group()).scope("tune")
 
 
 def resolved(setting: RingSetting, ring: Ring) -> RingSetting:
