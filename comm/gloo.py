@@ -1,4 +1,4 @@
-"""What gloo needs that torch.distributed does not offer: the end of transfers that are in flight."""
+"""What gloo needs that torch.distributed does not offer: the end of transfers in flight, and news of a dead peer."""
 
 from __future__ import annotations
 
@@ -24,15 +24,35 @@ def interrupt(group: dist.ProcessGroup) -> None:
     """
     if "gloo" not in dist.get_backend_config(group):
         return
-    scratch = torch.empty(1, dtype=torch.uint8)
     for peer in range(group.size()):
         if peer == group.rank():
             continue
         try:
-            work = dist.irecv(scratch, group=group, group_src=peer, tag=INTERRUPT_TAG)
-            assert work is not None
-            work.wait(AT_ONCE)
+            _receive_nothing(group, peer).wait(AT_ONCE)
         except RuntimeError as error:
             # Where the connection to this peer is broken already, the receive ends before its time: try the next.
             if "Timed out" in str(error):
                 return
+
+
+def connection_closed(group: dist.ProcessGroup, peer: int) -> bool:
+    """Whether the connection to a peer is closed: it has ended, or broken off all transfers. False for other backends.
+
+    A receive of a tag that nobody sends is refused once gloo has seen the end of the connection. One that is not
+    refused is let go of at once: gloo knows it weakly, so that no thread waits and nothing is left to end. It costs
+    some bytes in both processes until the group ends: ask seldom.
+    """
+    if "gloo" not in dist.get_backend_config(group):
+        return False
+    try:
+        _receive_nothing(group, peer)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _receive_nothing(group: dist.ProcessGroup, peer: int) -> dist.Work:
+    scratch = torch.empty(1, dtype=torch.uint8)
+    work = dist.irecv(scratch, group=group, group_src=peer, tag=INTERRUPT_TAG)
+    assert work is not None
+    return work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .choice import choose, problem_of, wish_of
 from .control import Control, control_of
+from .kept import check_process
 from .lanes import indexed
 from .limits import NO_LIMITS, Limits
 from .local import LocalGroup, LocalTransport, solo_group
@@ -19,7 +20,7 @@ from .nccl import NcclTransport
 from .process_group import ProcessGroupTransport
 from .topology import Topology
 from .transport import Edge, Transport, TransportError
-from .warm_up import ring_edges
+from .warm_up import DEFAULT_TIMEOUT, ring_edges
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +40,21 @@ def resolve_group(group: GroupLike = None) -> Group:
 
     Raises:
         ValueError: anything else, a mesh of more dimensions, or a process group that this rank is not in.
+        RuntimeError: this process was forked from the one that is in the process group.
     """
-    outside: object = dist.GroupMember.NON_GROUP_MEMBER
-    if isinstance(group, LocalGroup):
-        return group
+    members: object = group
     if group is None:
-        return _default_process_group() or solo_group()
-    if isinstance(group, DeviceMesh):
-        return _mesh_group(group)
-    if group is outside:
+        members = _default_process_group() or solo_group()
+    elif isinstance(group, DeviceMesh):
+        members = _mesh_group(group)
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
+    if members is outside:
         raise ValueError("group: this rank is not a member of that process group")
-    if isinstance(group, dist.ProcessGroup):
-        return group
+    if isinstance(members, LocalGroup):
+        return members
+    if isinstance(members, dist.ProcessGroup):
+        check_process(members)
+        return members
     raise ValueError(
         f"group is a {type(group).__name__}: it takes a torch.distributed ProcessGroup, a one-dimensional DeviceMesh, "
         "a LocalWorld member or None"
@@ -70,10 +74,11 @@ def open_transport(
     device: torch.device | str,
     topology: Topology | None = None,
     limits: Limits = NO_LIMITS,
+    control: Control | None = None,
 ) -> Transport:
     """The one transport of a flat ring; see `open_transports`, whose `topology` gives the order here."""
     flat = None if topology is None else Topology((topology.order,))
-    return open_transports(group, transport=transport, device=device, topology=flat, limits=limits)[0]
+    return open_transports(group, transport=transport, device=device, topology=flat, limits=limits, control=control)[0]
 
 
 def open_transports(
@@ -83,6 +88,7 @@ def open_transports(
     device: torch.device | str,
     topology: Topology | None = None,
     limits: Limits = NO_LIMITS,
+    control: Control | None = None,
 ) -> tuple[Transport, ...]:
     """Open the transports between the ranks of a group for tensors of one device; every rank calls it together.
 
@@ -94,6 +100,8 @@ def open_transports(
     `process_group`, whichever comes first that all ranks have and whose warm-up passed; for CPU tensors
     `process_group`. It logs what it took and why; `reason` of a transport says the same. Both directions of every ring
     edge are checked with patterned bytes before it returns.
+
+    Through `control` the ranks agree, and no wait of opening is longer than its patience; None: the group's own.
 
     Raises:
         ValueError: an unknown name, or one that this group or device cannot use, or limits that the transport cannot
@@ -108,15 +116,15 @@ def open_transports(
         raise ValueError(f"topology has {topology.world} ranks, the group has {members.size()}")
     levels = _levels(members.rank(), topology or Topology.flat(members.size()))
     if isinstance(members, LocalGroup):
-        opened = _open_in_process(members, transport, device, levels, limits)
+        opened = _open_in_process(members, transport, device, levels, limits, control)
     elif members.size() == 1 and transport in ("auto", "local"):
-        opened = _open_in_process(solo_group(), "local", device, levels, limits)
+        opened = _open_in_process(solo_group(), "local", device, levels, limits, control)
     elif transport == "local":
         raise ValueError(
             f'transport is "local", the group has {members.size()} processes: use "process_group" or "nccl"'
         )
     else:
-        opened = _open_between_processes(members, transport, device, topology, levels, limits)
+        opened = _open_between_processes(members, transport, device, topology, levels, limits, control)
     logger.info("rank %d of %d, tensors on %s: %s", opened[0].rank, opened[0].size, device, opened[0].reason)
     return opened
 
@@ -159,7 +167,12 @@ def _mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def _open_in_process(
-    group: LocalGroup, transport: str, device: torch.device, levels: Sequence[_Level], limits: Limits
+    group: LocalGroup,
+    transport: str,
+    device: torch.device,
+    levels: Sequence[_Level],
+    limits: Limits,
+    control: Control | None,
 ) -> tuple[Transport, ...]:
     if transport in ("auto", "local"):
         problem = limits.refused_by("local")
@@ -176,9 +189,8 @@ def _open_in_process(
     problem = problem_of(transport, device, limits)
     if problem:
         raise ValueError(f'transport is "{transport}", and {problem}')
-    return _open(
-        group, [transport] * len(levels), device, levels, limits, control_of(group), f"{transport} as asked for"
-    )
+    names, control = [transport] * len(levels), control or control_of(group)
+    return _open(group, names, device, levels, limits, control, f"{transport} as asked for")
 
 
 def _open_between_processes(
@@ -188,8 +200,9 @@ def _open_between_processes(
     topology: Topology | None,
     levels: Sequence[_Level],
     limits: Limits,
+    control: Control | None,
 ) -> tuple[Transport, ...]:
-    control = control_of(group).fresh_scope("open")
+    control = (control or control_of(group)).fresh_scope("open")
     choices, passed_over = choose(control, wish_of(group, transport, device, topology, limits), len(levels))
     for names in choices:
         called = " and ".join(dict.fromkeys(names))
@@ -235,12 +248,14 @@ def _open(
 
 
 def _make(group: Group, name: str, device: torch.device, level: _Level, limits: Limits, control: Control) -> Transport:
-    rank, size = group.rank(), group.size()
+    # Half: who waits for what the others say of a warm-up has had one of its own.
+    timeout = min(DEFAULT_TIMEOUT, control.patience / 2)
     if name == "process_group":
         assert isinstance(group, dist.ProcessGroup)
-        return ProcessGroupTransport(group, device, control=control, limits=limits)
+        return ProcessGroupTransport(group, device, control=control, limits=limits, timeout=timeout)
+    common: dict[str, Any] = {"rank": group.rank(), "size": group.size(), "device": device, "members": level.members}
     if name == "nccl":
-        return NcclTransport(rank=rank, size=size, device=device, control=control, members=level.members, limits=limits)
+        return NcclTransport(**common, control=control, limits=limits, timeout=timeout)
     from .copy_engine import CopyEngineTransport  # on demand: most processes never use it
 
-    return CopyEngineTransport(rank=rank, size=size, device=device, control=control, members=level.members)
+    return CopyEngineTransport(**common, control=control, timeout=timeout)

@@ -20,6 +20,7 @@ from .transport import TransportError
 FLAG_STRIDE = 128
 FLAG_BITS = 32
 LONGEST_RECORD = 256
+SHORTEST_WAIT = 1e-3  # seconds
 _HELLO = struct.Struct("<Q")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group: SO_PEERCRED
 
@@ -160,7 +161,12 @@ class Listener:
     def connect(
         self, rank: int, addresses: Mapping[int, str], sockets: dict[int, socket.socket], timeout: float
     ) -> None:
-        """Put one socket to each other rank of `addresses` into `sockets`, all of which listen already."""
+        """Put one socket to each other rank of `addresses` into `sockets`, all of which listen already.
+
+        Raises:
+            OSError: they were not all connected within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
         for peer in sorted(peer for peer in addresses if peer < rank):
             sockets[peer] = _new_socket()
             sockets[peer].settimeout(timeout)
@@ -168,8 +174,8 @@ class Listener:
             if not _is_ours(sockets[peer]):
                 raise TransportError(f"a process of another user answers for rank {peer}")
             sockets[peer].send(_HELLO.pack(rank))
-        self._socket.settimeout(timeout)
         while len(sockets) < len(addresses) - 1:
+            self._socket.settimeout(max(SHORTEST_WAIT, deadline - time.monotonic()))  # zero would not wait at all
             accepted, _ = self._socket.accept()
             accepted.settimeout(timeout)
             if not _is_ours(accepted):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import pickle
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,18 @@ import torch
 from .lanes import Lane, StreamOrdered, lane_for
 from .mailboxes import DEFAULT_TIMEOUT, Hub, Parcel
 from .numbers import numbered
-from .transport import Edge, Fence, Message, TransportError, aborted, as_bytes, check_messages, check_open
+from .transport import (
+    Edge,
+    Fence,
+    Message,
+    TransportError,
+    aborted,
+    as_bytes,
+    check_messages,
+    check_open,
+    decoded,
+    encoded,
+)
 from .warm_up import WarmUp
 
 
@@ -28,7 +39,8 @@ class LocalGroup:
         self._thread: int | None = None
         self._channels = itertools.count()
         self.number = numbered(self)  # what names this member in a graph of torch.compile
-        self.kept: dict[object, object] = {}
+        self._process = os.getpid()
+        self.kept: dict[object, Any] = {}
         """What others keep for this member, and what goes with it."""
 
     def rank(self) -> int:
@@ -46,7 +58,7 @@ class LocalGroup:
         of all CUDA nodes of one device in one thread of its own, unless that is switched off in the thread that calls
         backward(), which `run` does.
         """
-        if self._hub.size > 1 and threading.get_ident() != self._thread:
+        if self._hub.size > 1 and (threading.get_ident() != self._thread or os.getpid() != self._process):
             raise RuntimeError(
                 f"{self} was used from thread {threading.current_thread().name!r}, outside of the call that "
                 "LocalWorld.run makes for this rank: its peers only answer there. Call backward() inside fn"
@@ -150,12 +162,12 @@ class LocalTransport:
         self._warm_up(self, edges)
 
     def gather(self, value: object) -> list[object]:
-        """See `Transport.gather`. Values are pickled here too: ranks share nothing that processes could not."""
+        """See `Transport.gather`. Values are encoded here too: ranks share nothing that processes could not."""
         self._check()
-        data = pickle.dumps(value)
+        data = encoded(value)
         for peer in range(self.size):
             self._hub.put(("value", self._channel, self.rank, peer), data)
-        return [pickle.loads(self._take("value", peer)) for peer in range(self.size)]
+        return [decoded(self._take("value", peer), f"what rank {peer} gathers") for peer in range(self.size)]
 
     def abort(self, reason: str) -> None:
         """See `Transport.abort`. Every rank's end of this transport is aborted, as nothing arrives there any more."""

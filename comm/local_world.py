@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TypeVar
@@ -12,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from .checked import DEVICE, RANKS, SECONDS
+from .kept import end
 from .lanes import new_stream
 from .local import LocalGroup
 from .mailboxes import DEFAULT_TIMEOUT, Hub
@@ -35,12 +38,19 @@ class LocalWorld:
         self._timeout: float = SECONDS.of("timeout", timeout)
         self._running = threading.Lock()
         self._open = True
+        self._process = os.getpid()
         # Threads live as long as the world: CPU kernels keep a team of helper threads per calling thread.
         self._workers = [
-            ThreadPoolExecutor(1, thread_name_prefix=f"ringattn-rank{rank}", initializer=self._prepare_thread)
+            ThreadPoolExecutor(
+                1, thread_name_prefix=f"ringattn-rank{rank}", initializer=_prepare_thread, initargs=(self.device,)
+            )
             for rank in range(world_size)
         ]
         self._streams = [self._new_stream() for _ in range(world_size)]
+        self._groups: list[LocalGroup] = []
+        # Also where nobody closes: the threads hold no world, or it would never go.
+        self._end = weakref.finalize(self, _end, self._workers, self._groups)
+        self._end.atexit = False
         self._renew()
 
     def run(self, fn: Callable[[LocalGroup], T]) -> list[T]:
@@ -51,6 +61,8 @@ class LocalWorld:
         """
         if not self._open:
             raise RuntimeError("this LocalWorld is closed: call run inside its with block")
+        if os.getpid() != self._process:
+            raise RuntimeError("this LocalWorld has its threads in the process that this one was forked from")
         if not self._running.acquire(blocking=False):
             raise RuntimeError("this LocalWorld is already running: one run at a time, and none inside of fn")
         try:
@@ -59,10 +71,12 @@ class LocalWorld:
             self._running.release()
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
+        """End the threads, and the rings that were kept for the ranks. Idempotent."""
         self._open = False
-        for worker in self._workers:
-            worker.shutdown()
+        if os.getpid() == self._process:
+            self._end()
+            for worker in self._workers:
+                worker.shutdown()
 
     def __enter__(self) -> LocalWorld:
         return self
@@ -100,12 +114,9 @@ class LocalWorld:
     def _renew(self) -> None:
         # After a failure messages may lie around that nobody fetched: new groups cannot see them.
         self._hub = Hub(len(self._workers), self._timeout)
-        self._groups = [LocalGroup(self._hub, rank) for rank in range(len(self._workers))]
-
-    def _prepare_thread(self) -> None:
-        torch.autograd.set_multithreading_enabled(False)  # of this thread: see LocalGroup.check_thread
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        for group in self._groups:
+            end(group.kept)
+        self._groups[:] = [LocalGroup(self._hub, rank) for rank in range(len(self._workers))]
 
     def _new_stream(self) -> torch.cuda.Stream | None:
         return new_stream(self.device) if self.device.type == "cuda" else None
@@ -126,3 +137,16 @@ class LocalWorld:
                 yield
             finally:
                 stream.synchronize()
+
+
+def _prepare_thread(device: torch.device) -> None:
+    torch.autograd.set_multithreading_enabled(False)  # of this thread: see LocalGroup.check_thread
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _end(workers: Sequence[ThreadPoolExecutor], groups: Sequence[LocalGroup]) -> None:
+    for worker in workers:
+        worker.shutdown(wait=False)
+    for group in groups:
+        end(group.kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -45,21 +45,24 @@ class Hub:
         self.failure: BaseException | None = None
         self.timeout = timeout
         self._changed = threading.Condition()
-        self._boxes: defaultdict[Hashable, deque[Any]] = defaultdict(deque)
+        self._boxes: dict[Hashable, deque[Any]] = {}  # none that is empty: every transport has its own
         self._returned: set[int] = set()
         self._stopped: dict[int, str] = {}
 
     def put(self, box: Hashable, item: object) -> None:
         """Add an item to a box."""
         with self._changed:
-            self._boxes[box].append(item)
+            self._boxes.setdefault(box, deque()).append(item)
             self._changed.notify_all()
 
     def take(self, box: Hashable, peer: int, what: str, channel: int) -> Any:
         """The next item of a box that `peer` fills on a channel; blocks until there is one."""
         with self._changed:
-            self._wait_until(lambda: bool(self._boxes[box]), peer, what, channel)
-            return self._boxes[box].popleft()
+            self._wait_until(lambda: box in self._boxes, peer, what, channel)
+            item = self._boxes[box].popleft()
+            if not self._boxes[box]:
+                del self._boxes[box]
+            return item
 
     def settle(self, parcel: Parcel, taken: Fence) -> None:
         """Tell the sender of a parcel where its copy ends."""

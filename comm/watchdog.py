@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .control import control_of
+from .control import Control, control_of
 from .deadlines import FIRST_SECONDS, NEVER
 from .gossip import TICK_SECONDS
 from .groups import Group
+from .kept import end_destroyed
 from .local import LocalGroup
 from .news import Gauges
 from .transport import Transport
@@ -62,6 +63,7 @@ class Watchdog:
                     return
             while watches:
                 _tick(watches.pop())
+            end_destroyed()
 
 
 def _tick(watch: Watch) -> None:
@@ -87,6 +89,7 @@ def open_watch(
     group: Group,
     device: torch.device,
     *,
+    control: Control | None = None,
     deadline: float | None,
     transports: Callable[[], Sequence[Transport]],
     gauges: Gauges | None = None,
@@ -96,25 +99,38 @@ def open_watch(
     Args:
         group: the ring's ranks.
         device: where they compute.
+        control: of this ring alone; None: a new one, see `ring_control`.
         deadline: seconds that a transfer may take; None: many times the median hop, and no limit in a `LocalWorld`,
             which has one of its own.
         transports: the transports that are open now; must not hold the ring.
         gauges: reads clocks and throttle reasons of the device.
     """
     local = isinstance(group, LocalGroup)
+    control = control or ring_control(group, deadline)
     watch = Watch(
-        control_of(group).fresh_scope("ring"),
+        control,
         deadline=NEVER if local and deadline is None else deadline,
         device=device,
         transports=transports,
         fatal=None if local or device.type == "cpu" else end_process,
-        patience=None if local and deadline is None else deadline or FIRST_SECONDS,
+        patience=control.patience,
         together=local,
         gauges=gauges,
     )
     if watch.size > 1:
         _WATCHDOG.add(watch)
     return watch
+
+
+def ring_control(group: Group, deadline: float | None) -> Control:
+    """What the ranks of a ring tell each other, where nothing waits longer than the ring's deadline allows.
+
+    Raises:
+        TransportError: no connection to the store of the group, in that time.
+    """
+    # A LocalWorld has a patience of its own; elsewhere the first wait is for ranks that compile.
+    first = None if isinstance(group, LocalGroup) else FIRST_SECONDS
+    return control_of(group, deadline or first).fresh_scope("ring")
 
 
 def end_process(reason: str) -> None:

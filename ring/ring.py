@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
-import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,18 +22,20 @@ from ..comm import (
     Slots,
     Topology,
     Transport,
+    TransportError,
     group_rank_size,
     open_transport,
     open_transports,
     resolve_group,
 )
-from ..comm.control import Control, control_of
+from ..comm.control import Control
 from ..comm.gossip import Report
+from ..comm.kept import kept_of
 from ..comm.numbers import numbered
 from ..comm.nvml import discover, reader
 from ..comm.topology import ring_topology
-from ..comm.watch import Watch
-from ..comm.watchdog import open_watch
+from ..comm.watch import ABORT_SECONDS, Watch, _within
+from ..comm.watchdog import open_watch, ring_control
 from ..kernels import PLAIN, Scores
 from .checked import checked
 from .plan import PLANS, Plan
@@ -39,6 +43,8 @@ from .schedule import KV_SLOTS, Hop
 from .trace import Trace
 from .traffic import Call, Posted, chunks_of
 from .wire import grad_wire_of, wire_of
+
+logger = logging.getLogger(__name__)
 
 IN_USE = (
     "this ring is in use by a call of another thread: one call at a time, in the same order on every rank; a Ring for "
@@ -69,7 +75,8 @@ class Ring:
         limits: what a transfer may take of the machine, see :class:`comm.Limits`.
         deadline: seconds that a transfer may take once what it waits for is done, before the ranks give up with an
             error; None: 100 times the median of the last ones, at least 60 s and 4 times the longest, and 600 s for
-            the first of a call and for what this ring has never moved before.
+            the first of a call and for what this ring has never moved before. Given, it bounds every other wait for
+            ranks too, connecting, opening and warming up among them, whatever the timeout of the group.
 
     The transports open at the first call, on the device of its tensors; every rank makes the same calls in the same
     order, one at a time. A call that another thread makes meanwhile is a RuntimeError, and ends the ring.
@@ -124,7 +131,10 @@ class Ring:
         self._sums: Slots | None = None
         self._warm: list[Plan] = []
         self._trace: Trace | None = None
+        self._control: Control | None = None
         self._seeds: Control | None = None
+        self._process = os.getpid()
+        self._broken = ""  # what ended a call: other ranks may never post what this one's transfers wait for
         self._closed = False
         self._busy = threading.Lock()  # held by the call in progress
         self._misused: RuntimeError | None = None
@@ -152,10 +162,15 @@ class Ring:
         self._use(device)
         if not self._transports:
             if self.topology is None and device.type == "cuda" and not isinstance(self.group, LocalGroup):
-                self.topology = ring_topology(discover(control_of(self.group), device))
+                self.topology = ring_topology(discover(self._shared(), device))
                 self.slots, self.prefetch = depth_of(self.slots, self._prefetch, _hops(self.topology, self.size))
             self._transports = open_transports(
-                self.group, transport=self._wish, device=device, topology=self.topology, limits=self.limits
+                self.group,
+                transport=self._wish,
+                device=device,
+                topology=self.topology,
+                limits=self.limits,
+                control=self._shared(),
             )
             self._opened.extend(self._transports)
         return self._transports
@@ -168,7 +183,9 @@ class Ring:
         if self._flat is None:
             # What reaches other nodes reaches all ranks; copy engines, if they were asked for, would not.
             wish = transports[-1].name
-            self._flat = open_transport(self.group, transport=wish, device=device, limits=self.limits)
+            self._flat = open_transport(
+                self.group, transport=wish, device=device, limits=self.limits, control=self._shared()
+            )
             self._opened.append(self._flat)
         return self._flat
 
@@ -197,6 +214,7 @@ class Ring:
         try:
             yield watch
         except BaseException as error:
+            self._broken = repr(error)
             told = watch.failed(error)
             if told is error:
                 raise
@@ -254,6 +272,7 @@ class Ring:
         if self.size == 1:
             yield
             return
+        self._check_process()
         self._check_thread()
         if not self._busy.acquire(blocking=False):
             self._misused = RuntimeError(IN_USE)
@@ -304,7 +323,7 @@ class Ring:
             assert drawn is not None
             return drawn
         if self._seeds is None:
-            self._seeds = control_of(self.group).fresh_scope("seeds")
+            self._seeds = self._shared().fresh_scope("seeds")
         found = self._seeds.gather(drawn, what="the seed of dropout")[0]
         assert isinstance(found, int)
         return found
@@ -319,11 +338,13 @@ class Ring:
     def _use(self, device: torch.device) -> Watch:
         if self._closed:
             raise ValueError("ring is closed: make a new one")
+        self._check_process()
         if self._watch is None:
             self._device = device
             self._watch = open_watch(
                 self.group,
                 device,
+                control=self._shared(),
                 deadline=self.deadline,
                 transports=self._opened.copy,
                 gauges=reader(device) if device.type == "cuda" else None,
@@ -331,6 +352,19 @@ class Ring:
         if self._device != device:
             raise ValueError(f"q is on {device}, this ring works on {self._device}: use one Ring per device")
         return self._watch
+
+    def _shared(self) -> Control:
+        """What its ranks tell each other goes through this, and no wait there is longer than the deadline allows."""
+        if self._control is None:
+            self._control = ring_control(self.group, self.deadline)
+        return self._control
+
+    def _check_process(self) -> None:
+        """Refuse a process that was forked from this ring's: RuntimeError."""
+        if self.size > 1 and os.getpid() != self._process:
+            raise RuntimeError(
+                f"ring belongs to process {self._process}, from which this one was forked: it has none of its threads"
+            )
 
     def _check_thread(self) -> None:
         """Refuse a backward from a thread where virtual ranks would wait for each other forever: RuntimeError."""
@@ -353,16 +387,23 @@ class Ring:
             self._trace = None
 
     def close(self) -> None:
-        """Give back communicators and slots. Idempotent."""
+        """Give back communicators and slots. Idempotent; raises nothing: what cannot be given back is logged."""
+        if self._closed or os.getpid() != self._process:  # what a forked process has inherited is its parent's
+            return
         self._closed = True
-        if self._watch is not None:
-            self._watch.close()
-        for slots in (self._kv, self._sums):
-            if slots is not None:
-                slots.drain()
-        self._kv = self._sums = None
-        for transport in self._opened:
-            transport.close()
+        steps: list[Callable[[], object]] = []
+        if self._broken:
+            reason = f"aborted: its ring was left by {self._broken}"
+            steps += [partial(_within, ABORT_SECONDS, partial(one.abort, reason)) for one in self._opened]
+        # Under the watch, which ends a transfer that never comes.
+        steps += [partial(_drain, slots) for slots in (self._kv, self._sums) if slots is not None]
+        steps += [thing.close for thing in (self._watch, *self._opened, self._control) if thing is not None]
+        for step in steps:
+            try:
+                step()
+            except Exception as error:
+                logger.warning("rank %d: what a ring held is not all given back: %s", self.rank, error)
+        self._kv = self._sums = self._control = self._seeds = None
         self._opened.clear()
         self._transports, self._flat = (), None
 
@@ -370,16 +411,19 @@ class Ring:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is not None:  # the other ranks may never post what this one's transfers wait for
-            for transport in self._opened:
-                transport.abort(f"aborted: its ring was left by {error!r}")
-            self._kv = self._sums = None
+        if error is not None:
+            self._broken = repr(error)
         self.close()
 
 
 def _hops(topology: Topology | None, size: int) -> int:
     """Hops of a turn."""
     return len(topology.nodes[0]) if topology is not None and topology.two_level else size
+
+
+def _drain(slots: Slots) -> None:
+    with suppress(TransportError):  # what failed is over, too
+        slots.drain()
 
 
 def depth_of(slots: int, prefetch: int | None, hops: int) -> tuple[int, int]:
@@ -392,14 +436,10 @@ def depth_of(slots: int, prefetch: int | None, hops: int) -> tuple[int, int]:
     return slots, slots - 1 if prefetch is None else prefetch
 
 
-_KEPT: weakref.WeakKeyDictionary[Group, dict[object, object]] = weakref.WeakKeyDictionary()
-
-
 def ring_of(group: GroupLike, device: torch.device) -> Ring:
     """The ring that calls without ``ring=`` share: one per group and device, made on first use."""
     members = resolve_group(group)
-    # A ring holds its group: kept by the member of a LocalWorld itself, both go when the world goes
-    kept = members.kept if isinstance(members, LocalGroup) else _KEPT.setdefault(members, {})
+    kept = kept_of(members)
     if device not in kept:
         kept[device] = Ring(members)
     ring = kept[device]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,9 +21,9 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from ringattn.comm import LocalGroup, LocalWorld, TransportError, WorldAborted
-from ringattn.comm import control as module
+from ringattn.comm import LocalGroup, LocalWorld, TransportError, WorldAborted, store_line
 from ringattn.comm.control import Control, control_of
+from ringattn.comm.liveness import has_ended, own_process
 from ringattn.comm.mailboxes import Hub
 
 from .forked import FORKED
@@ -32,7 +33,7 @@ HELD: list[Store] = []  # a clone of a TCPStore does not keep the server
 
 
 def opened(store: Store, rank: int, size: int) -> Control:
-    return Control(module._StoreLine(store), rank, size, "test/")
+    return Control(store_line.StoreLine(store), rank, size, "test/")
 
 
 def on_all(controls: list[Control], fn: Callable[[Control], T]) -> list[T]:
@@ -106,11 +107,11 @@ def test_gather_publish_and_look_over_every_store(kind: str, tmp_path: Path) -> 
     controls = controls_over(kind, tmp_path, 3)
     for turn in range(3):
         values = on_all(controls, lambda control, turn=turn: control.gather((turn, control.rank), what="turns"))  # type: ignore[misc]
-        assert values == [[(turn, rank) for rank in range(3)]] * 3
+        assert values == [[[turn, rank] for rank in range(3)]] * 3
     first, second, _ = controls
     assert first.look("news") is None
-    second.publish("news", {"b": b"\x00\xff"})
-    assert arrives(first, "news", {"b": b"\x00\xff"})
+    second.publish("news", {"b": "\x00\udc80"})
+    assert arrives(first, "news", {"b": "\x00\udc80"})
     second.publish("news", 2)
     assert arrives(first, "news", 2)
     assert first.exchange({"x": 1, "y": None}, ["x", "y", "z", "news"]) == {"x": 1, "y": None, "news": 2}
@@ -196,10 +197,10 @@ def test_a_store_that_stops_answering_holds_nobody(host: StoreHost) -> None:
     assert control.look("x") == 1  # it was only slow: asked again, it answers
 
 
-def test_the_group_has_one_connection_and_leftovers_of_another_group_are_not_read(tmp_path: Path) -> None:
-    store = HashStore()
+def test_one_connection_per_group_and_nothing_read_of_an_earlier_group() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for turn in range(2):
-        dist.init_process_group("gloo", store=PrefixStore(f"gloo{turn}", store), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=0, world_size=1)
         group = dist.group.WORLD
         assert group is not None
         try:
@@ -207,24 +208,10 @@ def test_the_group_has_one_connection_and_leftovers_of_another_group_are_not_rea
             assert control.gather(turn, what="turns") == [turn]
             assert control_of(group).gather(-1, what="turns") == [-1]
             assert control_of(group)._line is control._line
+            assert control.look("left") is None
+            control.publish("left", turn)
         finally:
             dist.destroy_process_group()
-
-
-def test_a_store_that_serves_a_second_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = HashStore()
-    monkeypatch.setattr(module, "_store_of", lambda group: store)
-
-    class Group:
-        def rank(self) -> int:
-            return 0
-
-        def size(self) -> int:
-            return 1
-
-    first, second = (control_of(Group()) for _ in range(2))  # type: ignore[arg-type]
-    first.publish("x", 1)
-    assert second.look("x") is None
 
 
 def test_virtual_ranks_share_a_store_in_memory() -> None:
@@ -284,9 +271,9 @@ def test_a_process_ends_while_its_store_is_silent(host: StoreHost) -> None:
 import os, signal
 from pathlib import Path
 from torch.distributed import TCPStore
-from ringattn.comm import control
+from ringattn.comm import control, store_line
 store = TCPStore("127.0.0.1", {host.port}, is_master=False, wait_for_workers=False)
-line = control._StoreLine(store)
+line = store_line.StoreLine(store)
 asked = control.Control(line, 0, 2, "x/")
 asked.publish("a", 1)
 os.kill({host.process.pid}, signal.SIGSTOP)
@@ -314,7 +301,7 @@ def test_the_store_s_own_timeout_is_left_alone() -> None:
 def test_what_a_rank_left_before_it_returned_counts(moments: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that answer and return right after a look that found something missing (the 3rd, ...)."""
     hub, looks = Hub(3, timeout=5.0), itertools.count(1)
-    line = module._LocalLine(LocalGroup(hub, 0))
+    line = store_line.LocalLine(LocalGroup(hub, 0))
     ask = line.ask
 
     def asking(do: Callable[[Store], T], timeout: float) -> T:
@@ -329,3 +316,98 @@ def test_what_a_rank_left_before_it_returned_counts(moments: dict[int, int], mon
     control = Control(line, 0, 3, "test/")
     control.publish("0", 0)
     assert control.collect(["0", "1", "2"], what="a test", timeout=5.0) == [0, 1, 2]
+
+
+class Bomb:
+    """What runs where it is unpickled."""
+
+    went_off = False
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[object, ...]]:
+        return setattr, (Bomb, "went_off", True)
+
+
+@pytest.mark.parametrize("found", [pickle.dumps(Bomb()), b"[" * 100_000, b"\xff", b""])
+def test_what_another_process_puts_into_the_store_is_never_run(found: bytes) -> None:
+    store = HashStore()
+    control = opened(store, 0, 2)
+    for key in ("news", "gather0/1"):
+        store.set(f"test/{key}", found)  # type: ignore[arg-type]
+    reads: list[Callable[[], object]] = [lambda: control.look("news"), lambda: control.gather(1, what="shapes")]
+    for read in reads:
+        with pytest.raises(TransportError, match=r"^test/(news|gather0/1) is no JSON, so that no rank of ours"):
+            read()
+    assert not Bomb.went_off
+
+
+def test_the_last_rank_to_close_a_scope_empties_it() -> None:
+    store = HashStore()
+    rings = [opened(store, rank, 2).fresh_scope("ring") for rank in range(2)]
+    for _ in range(3):  # what all have read goes while the scope is open
+        on_all(rings, lambda ring: ring.gather(ring.rank, what="ranks"))
+    assert store.num_keys() <= 4
+    rings[0].publish("news", 1)
+    rings[1].scope("inner").count("came", 1)
+    rings[0].close()
+    assert rings[1].look("news") == 1
+    rings[0].publish("late", 1)  # the watchdog may be about to speak
+    rings[0].close()
+    rings[1].close()
+    assert store.num_keys() == 0
+
+
+def test_no_wait_is_longer_than_the_patience_of_a_control(host: StoreHost) -> None:
+    control = Control(store_line.StoreLine(host.client()), 0, 2, "test/", 0.5).fresh_scope("ring").scope("inner")
+    begun = time.monotonic()
+    with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.5 s"):
+        control.gather(0, what="shapes", timeout=60)
+    client = host.client()
+    host.stop()
+    with pytest.raises(TransportError, match="has not answered for"):
+        control.look("x")
+    with pytest.raises(TransportError, match=r"has not answered for 0\.5 s"):
+        store_line.StoreLine(client, 0.5)
+    assert time.monotonic() - begun < 5
+
+
+def test_a_line_to_a_store_that_is_gone_is_an_error_in_time(host: StoreHost) -> None:
+    client, others = host.client(), {*threading.enumerate()}
+    host.end()
+    begun = time.monotonic()
+    with pytest.raises(TransportError, match="the store of the group"):
+        store_line.StoreLine(client, 1.0)
+    assert time.monotonic() - begun < 3
+    for thread in {*threading.enumerate()} - others:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_a_process_that_has_ended() -> None:
+    here, there = FORKED.Pipe()
+    process = FORKED.Process(target=say_who, args=(there,), daemon=True)
+    process.start()
+    who = here.recv()
+    assert not has_ended(who) and not has_ended(own_process())
+    assert has_ended([who[0], who[1], "1"])  # its number was given to another
+    for unknown in (["another machine", *who[1:]], ["", *who[1:]], [*who, 1], "1", None):
+        assert not has_ended(unknown)
+    process.kill()
+    deadline = time.monotonic() + 5
+    while not has_ended(who) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert has_ended(who)
+    process.join()
+
+
+def say_who(pipe: Connection) -> None:
+    pipe.send(own_process())
+    time.sleep(60)
+
+
+def test_looks_are_rare_and_begin_with_a_wait() -> None:
+    looks = store_line._Looks()
+    polls = [0.02 * number for number in range(2000)]
+    found = [now for now in polls if looks.due(now)]
+    assert found == pytest.approx([1, 2, 4, 8, 16, 26, 36], abs=0.2)
+    assert not looks.due(100.0)  # another wait
+    assert not any(looks.due(time) for time in (101.5, 103.0, 104.5))  # short ones

@@ -297,7 +297,7 @@ def open_one_of(choices: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch,
     levels = groups._levels(0, Topology.flat(1)) * len(choices[0])
     group = dist.group.WORLD
     assert group is not None
-    return groups._open_between_processes(group, transport, CPU, None, levels, NO_LIMITS)
+    return groups._open_between_processes(group, transport, CPU, None, levels, NO_LIMITS, None)
 
 
 def test_auto_goes_on_where_a_warm_up_failed(

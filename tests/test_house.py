@@ -94,6 +94,14 @@ def test_folders_that_need_no_more_than(folder: str, allowed: set[str]) -> None:
     assert used <= allowed
 
 
+def test_nothing_that_other_ranks_send_is_unpickled() -> None:
+    """Whoever reaches the port of a store could run commands on every rank; torch's collectives of objects pickle."""
+    assert [path for path, name in imports_of("comm") if name in ("pickle", "marshal", "shelve")] == []
+    told = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    collective = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?\(")
+    assert [path for path in told if collective.search(path.read_text())] == []
+
+
 def test_every_folder_is_known() -> None:
     assert {*FOLDERS} <= {*ARROWS, "bench"}
 

@@ -298,7 +298,7 @@ def test_misuse_is_refused() -> None:
 
 
 def test_values_that_processes_could_not_share_are_refused() -> None:
-    with world_of(2) as world, pytest.raises((AttributeError, TypeError), match="pickle"):
+    with world_of(2) as world, pytest.raises((AttributeError, TypeError), match="JSON"):
         world.run(lambda group: LocalTransport(group, CPU).gather(threading.Lock()))
 
 

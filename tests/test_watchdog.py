@@ -112,7 +112,7 @@ def test_only_streams_of_a_gpu_end_the_process(
 ) -> None:
     ended: list[str] = []
     monkeypatch.setattr(module, "end_process", ended.append)
-    monkeypatch.setattr(module, "control_of", lambda group: controls(2)[0])
+    monkeypatch.setattr(module, "control_of", lambda group, patience: controls(2)[0])
     watch = open_watch(object(), torch.device(device), deadline=5.0, transports=list)  # type: ignore[arg-type]
     watch.failed(TransportError("the connection is gone"))
     assert ["the connection is gone" in text for text in ended] == [True] * ends

@@ -314,8 +314,8 @@ def sending_leaves_autograd_alone(transport: Transport, device: torch.device) ->
 @case
 def gather_is_in_rank_order(transport: Transport, device: torch.device) -> None:
     for step in range(3):
-        gathered = transport.gather({"rank": transport.rank, "step": step, "shape": (1, transport.rank)})
-        assert gathered == [{"rank": rank, "step": step, "shape": (1, rank)} for rank in range(transport.size)]
+        gathered = transport.gather({"rank": transport.rank, "step": step, "shape": [1, transport.rank]})
+        assert gathered == [{"rank": rank, "step": step, "shape": [1, rank]} for rank in range(transport.size)]
     assert transport.gather(None) == [None] * transport.size
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from ringattn.comm import DONE, TransportError
 from ringattn.comm.control import Control
+from ringattn.comm.store_line import Scope
 from ringattn.comm.watch import Watch
 
 T = TypeVar("T")
@@ -26,8 +27,8 @@ class MemoryLine:
 
     def __init__(self, store: Any) -> None:
         self.store = store
-        self.gathers: Counter[str] = Counter()
-        self.scopes: Counter[str] = Counter()
+        self.scopes: defaultdict[str, Scope] = defaultdict(Scope)
+        self.published: set[str] = set()
         self.problem: str | None = None
         self.asked = 0
 

@@ -1,0 +1,71 @@
+"""What is kept for a group from call to call, and ends with it: its way to the store, and its ring."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch.distributed as dist
+
+from .local import LocalGroup
+
+
+class Closes(Protocol):
+    """What can be kept."""
+
+    def close(self) -> None:
+        """Give everything back. Raises nothing."""
+
+
+Kept = dict[object, Closes]
+LINE = "line"
+"""The key of a group's way to its store."""
+
+_KEPT: weakref.WeakKeyDictionary[dist.ProcessGroup, Kept] = weakref.WeakKeyDictionary()
+_INHERITED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def kept_of(group: LocalGroup | dist.ProcessGroup) -> Kept:
+    """What is kept for a group, for the caller to add to."""
+    if isinstance(group, LocalGroup):
+        return group.kept
+    end_destroyed()
+    return _KEPT.setdefault(group, {})
+
+
+def end_destroyed() -> None:
+    """End what is kept for groups that destroy_process_group has ended, which tells nobody.
+
+    To be called now and then: a ring holds its group, so that no weak reference would ever notice.
+    """
+    alive = dist.distributed_c10d._world.pg_map
+    for group in [group for group in list(_KEPT) if group not in alive]:
+        end(_KEPT.pop(group, {}))
+
+
+def end(kept: Mapping[object, Closes]) -> None:
+    """Close everything; the line first, for a store that may be gone has nothing to be told any more."""
+    for _, thing in sorted(kept.items(), key=lambda item: item[0] != LINE):
+        thing.close()
+
+
+def check_process(group: dist.ProcessGroup) -> None:
+    """Raise in a process that was forked while it had this group: nobody answers there.
+
+    Raises:
+        RuntimeError: the group is its parent's.
+    """
+    if group in _INHERITED:
+        raise RuntimeError(
+            f"group belongs to the process that process {os.getpid()} was forked from, which has none of its threads "
+            "and must not use its connections: make a group of its own, or start the process by spawn"
+        )
+
+
+def _after_fork() -> None:
+    _INHERITED.update(dist.distributed_c10d._world.pg_map)
+
+
+os.register_at_fork(after_in_child=_after_fork)
