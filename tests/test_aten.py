@@ -339,8 +339,14 @@ def test_one_operator_call_per_hop_and_no_merge_that_is_not_needed(
         assert COPIES not in seen
 
 
-@pytest.mark.parametrize(("layout", "calls"), [("zigzag", 6), ("contiguous", 5)])
-def test_backward_calls_the_operator_once_per_remote_hop_and_twice_for_the_local_one(layout: str, calls: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "threads", "calls"), [("zigzag", 1, 6), ("contiguous", 1, 5), ("zigzag", 2, 4), ("contiguous", 2, 3)]
+)
+def test_backward_calls_the_operator_once_per_remote_hop_and_half_of_the_local_one(
+    layout: str, threads: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two heads are one call of the local hop where two threads share them."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     q, k, v, dout = inputs(512, batch=1)
     ring = Ring(shards(layout, 512, 2), q, k, v, {"causal": True})
     out, lse = zip(*(ring.forward(rank) for rank in range(2)), strict=True)
