@@ -441,7 +441,7 @@ def ring_of(group: GroupLike, device: torch.device) -> Ring:
     members = resolve_group(group)
     kept = kept_of(members)
     if device not in kept:
-        kept[device] = Ring(members)
+        kept.setdefault(device, Ring(members))  # in one step: two threads must not make two
     ring = kept[device]
     assert isinstance(ring, Ring)
     return ring
