@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -36,6 +37,8 @@ FIRST_PAUSE_SECONDS = 2e-5
 LATE_SECONDS = 0.02
 # ... and repeats the question this often: another rank may have asked about another call in between.
 ASK_SECONDS = 0.25
+# As many ranks' words are looked at in one go: all ranks wait at once, and they have one store.
+LOOKS = 16
 
 
 class Said(NamedTuple):
@@ -56,7 +59,6 @@ class Verdict(NamedTuple):
 class _Call(NamedTuple):
     number: int
     fields: Fields | None  # None: refused, or refused by the others
-    stopped: bool  # this rank stopped there until all had come
 
 
 def digest_of(*parts: object) -> str:
@@ -113,19 +115,25 @@ class _Expected:
 
 
 class Preflight:
-    """One rank's calls, and what it has to say of them. `agree` and `refuse` belong to the thread that computes,
-    everything else to the watchdog."""
+    """One rank's calls, and what it has to say of them.
+
+    A rank that waits at a call asks about it, by one key, and says what its own call is; so does a rank that refuses a
+    call. The watchdog of a rank that went on past the call asked about answers. `agree` and `refuse` belong to the
+    thread that computes, `wanted` and `hear` to whoever looks at the store for the watch.
+    """
 
     def __init__(self, control: Control) -> None:
         self._control = control
         self._expected = _Expected()
         self._calls: deque[_Call] = deque(maxlen=KEPT_CALLS)
-        self._asked = 0  # the call that another rank asks about
-        self._answers: dict[int, dict[int, Said]] = {}  # call -> what the ranks have said of it so far
-        self._settled = 0  # of the calls that were asked about, up to which all ranks have said the same
         self._chain = ""  # digest of all calls
+        self._lock = threading.RLock()  # over what follows
+        self._met = 0  # the last call of which all ranks are known to have come or said something
+        self._words: dict[int, Said] = {}  # what this rank has said of its calls, the last met and those after it
+        self._untold = False  # whether the watchdog should tell the words: another thread's may have come after
+        self._heard: dict[int, dict[int, Said]] = {}  # call that this rank has passed -> what others say of it
+        self._turn = 0  # of looking at other ranks' words
         self._arrived: str | None = None  # where the ranks last waited for each other
-        self._told: int | None = None  # the last call of which this rank has said something
 
     @property
     def number(self) -> int:
@@ -158,31 +166,55 @@ class Preflight:
         texts, changing = ({name: repr(value) for name, value in (given or {}).items()} for given in (fields, values))
         told = texts | changing | ({} if of is None else {"backward of call": str(of)})
         keys = digest_of(texts, None if of is None else number - of), digest_of(changing)
-        stopped = not self._expected.is_next(*keys)
-        patience = self._control.patience if timeout is None else timeout
-        verdict = self._meet(number, told, digest_of(self._chain, keys), patience, stop) if stopped else None
-        self._count(None if verdict else told, NOT_MADE if verdict else keys, stopped=stopped)
+        verdict = None
+        if not self._expected.is_next(*keys):
+            patience = self._control.patience if timeout is None else timeout
+            verdict = self._meet(number, told, digest_of(self._chain, keys), patience, stop)
+        self._count(None if verdict else told, NOT_MADE if verdict else keys)
         return verdict
 
     def refuse(self, error: BaseException) -> None:
         """Count a call that this rank does not make, and tell the others why. Raises nothing."""
-        number = self.number + 1
+        number, said = self.number + 1, Said(None, f"{type(error).__name__}: {error}", False)
+        self._count(None, NOT_MADE)
+        with self._lock:
+            self._heard[number] = {self._control.rank: said}
         with contextlib.suppress(TransportError):  # without a store the others find out by their deadlines
-            self._say(number, Said(None, f"{type(error).__name__}: {error}", False))
-        self._count(None, NOT_MADE, stopped=True)
+            self._say(number, said)
 
     def wanted(self) -> list[str]:
         """The keys that the watchdog should look at."""
-        ranks = range(self._control.size)
-        keys = [_key(number, rank) for number, said in self._answers.items() for rank in ranks if rank not in said]
-        return ["asked", *keys]
+        with self._lock:
+            missing = {rank for said in self._heard.values() for rank in range(self._control.size) if rank not in said}
+        return ["asked", *map(_words_of, self._some(sorted(missing)))]
 
     def hear(self, found: Mapping[str, object]) -> tuple[dict[str, object], Verdict | None]:
         """What was found under those keys; returns what to publish, and a verdict where there is one."""
-        asked = found.get("asked")
-        if isinstance(asked, int):
-            self._asked = max(self._asked, asked)
-        return self._answer(self._asked), self._judge_answers(found)
+        with self._lock:
+            asked = found.get("asked")
+            if isinstance(asked, int) and self._met < asked <= self.number and asked not in self._heard:
+                call = next((call for call in reversed(list(self._calls)) if call.number == asked), None)
+                if call is None or call.fields is not None:
+                    said = Said(None if call is None else call.fields, None, True)
+                    self._words[asked], self._untold = said, True
+                    self._heard[asked] = {self._control.rank: said}
+            verdict = self._judged(found)
+            publish = {_words_of(self._control.rank): self._told()} if self._untold else {}
+            self._untold = False
+            return publish, verdict
+
+    def _judged(self, found: Mapping[str, object]) -> Verdict | None:
+        """Why this rank cannot go on from calls that it has passed."""
+        for number, said in sorted(self._heard.items()):
+            for rank in range(self._control.size):
+                if (word := _word(found, rank, number)) is not None:
+                    said[rank] = word
+            verdict = verdict_of(said)
+            if verdict is not None and verdict.in_flight:
+                return verdict
+            if len(said) == self._control.size:  # all raise for the same reason, or agree
+                self._all_met(number)
+        return None
 
     def _meet(
         self, number: int, told: Fields, chain: str, timeout: float, stop: Callable[[], str | None]
@@ -190,106 +222,93 @@ class Preflight:
         """Wait until all ranks have come to this call; where one is at another, hear what each says of its own."""
         control = self._control
         here = f"arrived{number}/{chain}"
-        if control.count(here, 1) < control.size and not self._all_come(number, told, here, timeout, stop):
-            verdict = self._hear_all(number, timeout, stop)
+        verdict = None
+        if control.count(here, 1) < control.size:
+            verdict = self._wait(number, told, here, timeout, stop)
+        if verdict is not None:
             control.forget(here)
-            return verdict
-        if self._arrived is not None:  # whoever has come here has left there
-            control.forget(self._arrived)
-        self._arrived = here
-        return None
+        else:
+            if self._arrived is not None:  # whoever has come here has left there
+                control.forget(self._arrived)
+            self._arrived = here
+        with self._lock:
+            self._all_met(number)
+        return verdict
 
-    def _all_come(self, number: int, told: Fields, here: str, timeout: float, stop: Callable[[], str | None]) -> bool:
-        """Whether all ranks came; False as soon as one of them says that it is at another call."""
-        control, what = self._control, what_of(number)
+    def _wait(
+        self, number: int, told: Fields, here: str, timeout: float, stop: Callable[[], str | None]
+    ) -> Verdict | None:
+        """None once all ranks have come; a verdict once each has said what its call is."""
+        control, mine = self._control, Said(told, None, False)
+        what = f"what the ranks say of call {number}"
+        said = {control.rank: mine}
         begun = time.monotonic()
         pause, ask_at = FIRST_PAUSE_SECONDS, begun + LATE_SECONDS
-        silent = [rank for rank in range(control.size) if rank != control.rank]
         while True:
             # Before the looks: a rank may have come, or have said where it is, and be gone.
+            silent = [rank for rank in range(control.size) if rank not in said]
             now, reason, hopeless = time.monotonic(), stop(), control.hopeless(silent)
-            if control.count(here, 0) == control.size:
-                return True
+            if all(word == mine for word in said.values()) and control.count(here, 0) == control.size:
+                return None
             if now >= ask_at or hopeless is not None:
-                self._say(number, Said(told, None, False))
+                self._say(number, mine)
                 ask_at = now + ASK_SECONDS
-            if self._told == number:
-                words = control.exchange(look=[_key(number, rank) for rank in silent])
-                said = {rank: _said(words[_key(number, rank)]) for rank in silent if _key(number, rank) in words}
-                if any(one.going_on or one.fields != told for one in said.values()):
-                    return False
-                silent = [rank for rank in silent if rank not in said]
+            if number in self._words:
+                some = self._some(silent)
+                found = control.exchange(look=[_words_of(rank) for rank in some])
+                words = {rank: _word(found, rank, number) for rank in some}
+                said |= {rank: word for rank, word in words.items() if word is not None}
+            if len(said) == control.size and not all(word == mine for word in said.values()):
+                return verdict_of(said) or Verdict(f"the ranks did not make the same calls before call {number}", True)
             if reason is not None or hopeless is not None:
                 raise hopeless or TransportError(f"{what}: {reason}")
             if now - begun >= timeout:
-                if not silent:
-                    return False
-                late = ", ".join(map(str, silent))
+                late = ", ".join(str(rank) for rank in range(control.size) if rank not in said)
+                if not late:
+                    return Verdict(f"the ranks did not make the same calls before call {number}", True)
                 raise TransportError(f"{what}: no answer from rank {late} within {timeout:g} s")
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_POLL_SECONDS)
 
-    def _hear_all(self, number: int, timeout: float, stop: Callable[[], str | None]) -> Verdict:
-        control = self._control
-        ask_at = 0.0
-
-        def ask_again() -> str | None:
-            nonlocal ask_at
-            if time.monotonic() >= ask_at:
-                control.publish("asked", number)
-                ask_at = time.monotonic() + ASK_SECONDS
-            return stop()
-
-        keys = [_key(number, rank) for rank in range(control.size)]
-        found = control.collect(keys, what=what_of(number), timeout=timeout, stop=ask_again)
-        said = {rank: _said(one) for rank, one in enumerate(found)}
-        return verdict_of(said) or Verdict(f"the ranks did not make the same calls before call {number}", True)
-
     def _say(self, number: int, said: Said) -> None:
-        if self._told not in (None, number):  # a rank at this call has done with that one
-            self._control.forget(_key(self._told, self._control.rank))
-        self._told = number
-        self._control.exchange({_key(number, self._control.rank): list(said), "asked": number})
+        """Tell the others what this rank's call is, and ask for theirs."""
+        with self._lock:
+            self._words[number], self._untold = said, True
+            words = {_words_of(self._control.rank): self._told()}
+        asked = self._control.look("asked")
+        # Somebody waits at a call before this one, perhaps for this rank, whose watchdog answers: first things first
+        standing = isinstance(asked, int) and self._met < asked < number
+        self._control.exchange(words if standing else {**words, "asked": number})
 
-    def _count(self, fields: Fields | None, keys: tuple[str, str], *, stopped: bool) -> None:
-        self._calls.append(_Call(self.number + 1, fields, stopped))
+    def _told(self) -> dict[str, object]:
+        return {str(number): list(said) for number, said in self._words.items()}
+
+    def _some(self, ranks: list[int]) -> list[int]:
+        """Those whose words to look at now: all of a few, of many each in its turn."""
+        if len(ranks) <= LOOKS:
+            return ranks
+        self._turn += LOOKS
+        start = self._turn % len(ranks)
+        return (ranks[start:] + ranks[:start])[:LOOKS]
+
+    def _all_met(self, number: int) -> None:
+        """All ranks have come to a call, or have said that they did not: what came before is nobody's question."""
+        self._met = max(self._met, number)
+        for kept, first in ((self._words, self._met), (self._heard, self._met + 1)):
+            for old in [old for old in kept if old < first]:
+                del kept[old]  # type: ignore[attr-defined]
+
+    def _count(self, fields: Fields | None, keys: tuple[str, str]) -> None:
+        self._calls.append(_Call(self.number + 1, fields))
         self._chain = digest_of(self._chain, keys)
         self._expected.add(*keys)
 
-    def _answer(self, number: int) -> dict[str, object]:
-        """Speak for this rank where it went on past a call that another one stopped at."""
-        if not self._settled < number <= self.number or number in self._answers:
-            return {}
-        call = next((call for call in reversed(list(self._calls)) if call.number == number), None)
-        if call is not None and call.stopped:
-            return {}
-        mine = Said({} if call is None else call.fields, None, True)
-        self._answers[number] = {self._control.rank: mine}
-        return {_key(number, self._control.rank): list(mine)}
 
-    def _judge_answers(self, found: Mapping[str, object]) -> Verdict | None:
-        for number, said in [*self._answers.items()]:
-            for rank in range(self._control.size):
-                if (one := found.get(_key(number, rank))) is not None:
-                    said[rank] = _said(one)
-            verdict = verdict_of(said)
-            if verdict is not None:
-                return verdict
-            if len(said) == self._control.size:
-                del self._answers[number]
-                self._settled = max(self._settled, number)
-        return None
+def _words_of(rank: int) -> str:
+    return f"words/{rank}"
 
 
-def what_of(number: int) -> str:
-    """What ranks that wait at a call are about to tell each other."""
-    return f"what the ranks say of call {number}"
-
-
-def _key(number: int | None, rank: int) -> str:
-    return f"call{number}/{rank}"
-
-
-def _said(told: object) -> Said:
-    assert isinstance(told, list)
-    return Said(*told)
+def _word(found: Mapping[str, object], rank: int, number: int) -> Said | None:
+    words = found.get(_words_of(rank))
+    word = words.get(str(number)) if isinstance(words, dict) else None
+    return Said(*word) if isinstance(word, list) else None

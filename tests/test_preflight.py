@@ -185,17 +185,20 @@ def test_a_rank_far_ahead_answers_for_a_call_that_it_has_forgotten() -> None:
             return agree(rank, {"heads": 4})
         for _ in range(KEPT_CALLS + 1):
             assert agree(rank, {"heads": 8}) is None
-        return heard(rank)
+        for _ in range(40):
+            assert tick(rank) is None
+            time.sleep(0.01)
+        return None
 
-    told = on_all(ranks, one)
-    assert told == [Verdict(f"heads differs between ranks (rank 0: 4, rank 1: not given): {MUST}", True)] * 2
+    text = "the ranks did not make the same calls before call 2"
+    assert on_all(ranks, one)[0] == Verdict(text, True)
 
 
 def test_ranks_whose_earlier_calls_differ_do_not_meet() -> None:
     ranks = preflights(2)
     on_all(ranks, lambda one: agree(one, {"heads": 8}))
-    ranks[0]._count({"heads": "16"}, ("16", ""), stopped=False)
-    ranks[1]._count({"heads": "4"}, ("4", ""), stopped=False)
+    ranks[0]._count({"heads": "16"}, ("16", ""))
+    ranks[1]._count({"heads": "4"}, ("4", ""))
     told = on_all(ranks, lambda one: agree(one, {"heads": 2}, timeout=0.3))
     assert told == [Verdict("the ranks did not make the same calls before call 3", True)] * 2
 
@@ -256,3 +259,65 @@ def test_calls_leave_a_constant_number_of_keys_in_the_store() -> None:
         on_all(ranks, lambda rank, heads=heads: agree(rank, {"heads": heads, "rank": ranks.index(rank)}))  # type: ignore[misc]
         kept.add(store.num_keys())
     assert max(kept) - min(kept) <= 2
+
+
+def test_a_question_that_was_settled_is_not_answered_when_its_call_is_forgotten() -> None:
+    ranks = preflights(2)
+
+    def late(rank: Preflight) -> Verdict | None:
+        if rank is ranks[1]:
+            time.sleep(0.1)  # the other one asks about the first call
+        return agree(rank, {"heads": 8})
+
+    assert on_all(ranks, late) == [None] * 2
+    for ahead in (0, 1):
+        for _ in range(KEPT_CALLS - ahead):
+            assert [agree(rank, {"heads": 8}) for rank in ranks] == [None] * 2
+        assert agree(ranks[0], {"heads": 8}) is None  # one is a call ahead
+        assert verdicts(ranks) == [None] * 2
+        assert agree(ranks[1], {"heads": 8}) is None
+
+
+def test_a_rank_that_waits_further_on_hears_of_a_question_about_an_earlier_call() -> None:
+    """Rank 1 goes on past call 2 and waits at call 3, when rank 0 comes to another call 2."""
+    ranks = preflights(2)
+    on_all(ranks, lambda one: agree(one, {"heads": 8}))
+    ended: list[Verdict | None] = []
+
+    def one(rank: Preflight) -> Verdict | None:
+        if rank is ranks[0]:
+            time.sleep(0.1)
+            return agree(rank, {"heads": 4})
+        assert agree(rank, {"heads": 8}) is None
+
+        def stop() -> str | None:  # between its looks the watchdog ticks
+            ended.append(tick(rank))
+            return "told" if ended[-1] is not None else None
+
+        with pytest.raises(TransportError, match="told"):
+            rank.agree({"heads": 2}, timeout=5.0, stop=stop)
+        return ended[-1]
+
+    text = f"heads differs between ranks (rank 0: 4, rank 1: 8): {MUST}"
+    assert on_all(ranks, one) == [Verdict(text, True)] * 2
+
+
+def test_a_refusal_stays_until_everybody_has_heard_it() -> None:
+    ranks = preflights(2)
+    on_all(ranks, lambda one: agree(one, {"heads": 8}))
+
+    def one(rank: Preflight) -> list[Verdict | None]:
+        if rank is ranks[0]:
+            rank.refuse(ValueError("k has 6 heads"))
+            rank.refuse(ValueError("k has 7 heads"))
+            return [agree(rank, {"heads": 2}, timeout=5.0)]
+        time.sleep(0.2)
+        return [agree(rank, {"heads": heads}) for heads in (4, 4, 2)]
+
+    refused = [Verdict(f"rank 0 refused this call: ValueError: k has {heads} heads", False) for heads in (6, 7)]
+
+    def ticking(rank: Preflight) -> list[Verdict | None]:
+        rank._control.hopeless = lambda missing: tick(rank)  # type: ignore[assignment, method-assign]
+        return one(rank)
+
+    assert on_all(ranks, ticking) == [[None], [*refused, None]]
