@@ -52,7 +52,7 @@ def connection_closed(group: dist.ProcessGroup, peer: int) -> bool:
 
 
 def _receive_nothing(group: dist.ProcessGroup, peer: int) -> dist.Work:
-    scratch = torch.empty(1, dtype=torch.uint8)
+    scratch = torch.empty(1, dtype=torch.uint8, device="cpu")  # whatever the default device is
     work = dist.irecv(scratch, group=group, group_src=peer, tag=INTERRUPT_TAG)
     assert work is not None
     return work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Mapping
 from typing import Protocol
@@ -42,7 +43,8 @@ def end_destroyed() -> None:
     """
     alive = dist.distributed_c10d._world.pg_map
     for group in [group for group in list(_KEPT) if group not in alive]:
-        end(_KEPT.pop(group, {}))
+        # in a thread of its own: what waits for transfers that never come must not hold up who watches other rings
+        threading.Thread(target=end, args=(_KEPT.pop(group, {}),), name="ringattn-end", daemon=True).start()
 
 
 def end(kept: Mapping[object, Closes]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from .control import LONGEST_POLL_SECONDS, Control
+from .mailboxes import WorldAborted
 from .transport import TransportError
 
 Fields = Mapping[str, str]  # name -> repr of the value
@@ -37,6 +38,8 @@ FIRST_PAUSE_SECONDS = 2e-5
 LATE_SECONDS = 0.02
 # ... and repeats the question this often: another rank may have asked about another call in between.
 ASK_SECONDS = 0.25
+# A rank that is gone may have said something, and the watchdog of one that has returned may still answer, in this time.
+WORD_SECONDS = 1.0
 # As many ranks' words are looked at in one go: all ranks wait at once, and they have one store.
 LOOKS = 16
 
@@ -242,7 +245,7 @@ class Preflight:
         control, mine = self._control, Said(told, None, False)
         what = f"what the ranks say of call {number}"
         said = {control.rank: mine}
-        begun = time.monotonic()
+        begun, hopeless_at = time.monotonic(), None
         pause, ask_at = FIRST_PAUSE_SECONDS, begun + LATE_SECONDS
         while True:
             # Before the looks: a rank may have come, or have said where it is, and be gone.
@@ -260,8 +263,12 @@ class Preflight:
                 said |= {rank: word for rank, word in words.items() if word is not None}
             if len(said) == control.size and not all(word == mine for word in said.values()):
                 return verdict_of(said) or Verdict(f"the ranks did not make the same calls before call {number}", True)
-            if reason is not None or hopeless is not None:
-                raise hopeless or TransportError(f"{what}: {reason}")
+            if reason is not None:
+                raise TransportError(f"{what}: {reason}")
+            if hopeless is None:
+                hopeless_at = None
+            elif isinstance(hopeless, WorldAborted) or now > (hopeless_at := hopeless_at or now) + WORD_SECONDS:
+                raise hopeless
             if now - begun >= timeout:
                 late = ", ".join(str(rank) for rank in range(control.size) if rank not in said)
                 if not late:

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol, TypeVar
+from uuid import uuid4
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -176,13 +177,17 @@ def open_line(group: dist.ProcessGroup, seconds: float) -> StoreLine:
     """A line to the store of a group, opened within so many seconds; TransportError where that is not possible."""
     # What torch keeps beside every group since before 2.11
     store: Store = dist.distributed_c10d._get_process_group_store(group)
-    prefix, process = f"ringattn/{group.group_name}/", encoded(own_process())
+    process = encoded(own_process())
     line = StoreLine(store, seconds, group)
 
-    def go(store: Store) -> str:
-        # A store may outlive a group and serve the next of its name: what is left of the last must not be read again.
-        times = store.add(f"{prefix}opened{group.rank()}", 1)
-        store.set(f"{prefix}{times}/process/{group.rank()}", process)  # type: ignore[arg-type]
+    def go(own: Store) -> str:
+        # A store may outlive the processes: torchrun's serves the next attempt, below another prefix of the group's,
+        # which only the group's own store has. So one word there, whichever rank comes first, names our keys.
+        word = bytes(store.compare_set("ringattn", "", uuid4().hex)).decode()
+        prefix = f"ringattn/{word}/{group.group_name}/"
+        # It may outlive a group, too, and serve the next of its name: what is left of the last must not be read again.
+        times = own.add(f"{prefix}opened{group.rank()}", 1)
+        own.set(f"{prefix}{times}/process/{group.rank()}", process)  # type: ignore[arg-type]
         return f"{prefix}{times}/"
 
     line.prefix = line.ask(go, seconds)

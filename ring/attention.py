@@ -13,7 +13,7 @@ from ..kernels.checks import check_tensor
 from .block_mask import BlockMask, Longformer
 from .checked import checked
 from .layout import LayoutLike
-from .node import RingAttention, autocast, resolve_ring, settled
+from .node import RingAttention, autocast, forward, resolve_ring, settled
 from .ops import traced
 from .ring import Ring, device_of
 
@@ -172,5 +172,8 @@ def ring_attention(
         (return_lse,) = checked(return_lse=return_lse)
         q, k, v = autocast(q, k, v)
         settings, sink = settled(q, k, v, used, **call)
-        out, lse = RingAttention.apply(q, k, v, sink, settings)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            results = forward(settings, q, k, v, sink)
+    # After the call: what hooks of saved tensors raise, as checkpointing does to stop, is nothing to tell other ranks
+    out, lse = RingAttention.apply(q, k, v, sink, settings, results)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out

@@ -149,10 +149,16 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, settings: Settings
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        settings: Settings,
+        results: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(out, lse)``."""
-        out, lse = forward(settings, q, k, v, sink)
+        """``(out, lse)``, which :func:`forward` has computed."""
+        out, lse = results
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         # slopes are saved for autograd's check that nobody has changed them in place by the time of the backward
@@ -170,7 +176,7 @@ class RingAttention(torch.autograd.Function):
             known = [x for x in grads if x is not None]
             refusing = iter(_NoSecondDerivative.apply(len(known), *known, *given))  # type: ignore[no-untyped-call]
             grads = tuple(None if x is None else next(refusing) for x in grads)
-        return *grads, None
+        return *grads, None, None
 
 
 def sink_state(sink: torch.Tensor, q: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,12 +23,12 @@ def traced(
     q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, group: Any, *, learnable_sink: Tensor | None, **call: Any
 ) -> tuple[Tensor, Tensor]:
     """``ring_attention`` as torch.compile reads it: it only packs."""
-    out, lse, _ = _FORWARD(q, k, v, learnable_sink, *pack(ring, group, **call))
+    out, lse, *_ = _FORWARD(q, k, v, learnable_sink, *pack(ring, group, **call))
     return out, lse
 
 
-def _ring_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """``out``, ``lse``, and what the backward must have: the seed of dropout and the number of the forward."""
+def _ring_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    """``out``, ``lse``, and what the backward must have: the seed of dropout, and the number of the forward."""
     packed = Packed(*args)
     ring = ring_of_call(packed, q.device)
     given = None if packed.dropout_seed is None else int(packed.dropout_seed)
@@ -38,7 +38,8 @@ def _ring_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *args:
         out, lse = forward(settings, q, k, v, checked)
     used = settings.scores.dropout_seed
     signed = used - SEEDS if used >= SEEDS // 2 else used
-    return out.contiguous(), lse.contiguous(), torch.tensor([signed, settings.number])
+    numbers = (torch.tensor(number, device="cpu") for number in (signed, settings.number))
+    return out.contiguous(), lse.contiguous(), *numbers
 
 
 def _gradients(
@@ -50,24 +51,25 @@ def _gradients(
     out: Tensor,
     lse: Tensor,
     sink: Tensor | None,
+    number: Tensor,
     *args: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and that of the sink, empty where there is none."""
     packed = Packed(*args)
     ring = ring_of_call(packed, q.device)
     assert packed.dropout_seed is not None
-    given, number = packed.dropout_seed.tolist()
-    seed = given % SEEDS if packed.dropout_p else None
+    seed = int(packed.dropout_seed) % SEEDS if packed.dropout_p else None
     with ring._entered(q.device):
-        settings, checked = settled(q, k, v, ring, **meaning(packed, sink, seed), number=number)
+        settings, checked = settled(q, k, v, ring, **meaning(packed, sink, seed), number=int(number))
         dq, dk, dv, dsink = gradients(settings, dout, dlse, q, k, v, out, lse, checked)
     return dq.contiguous(), dk, dv, lse.new_empty(0) if dsink is None else dsink
 
 
-def _fake_ring_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_ring_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
     batch, rows, heads, _dim = q.shape
     out, lse = q.new_empty(batch, rows, heads, v.shape[3]), q.new_empty(batch, heads, rows, dtype=torch.float32)
-    return out, lse, torch.empty(2, dtype=torch.int64)
+    numbers = (torch.empty((), dtype=torch.int64, device="cpu") for _ in range(2))
+    return out, lse, *numbers
 
 
 def _fake_gradients(
@@ -85,24 +87,24 @@ def _fake_gradients(
     return q.new_empty(q.shape), torch.empty_like(k), torch.empty_like(v), dsink
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, sink, *args = inputs
-    out, lse, seed = output
+    out, lse, seed, number = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(seed)
+    ctx.mark_non_differentiable(seed, number)
     packed = Packed(*args)._replace(dropout_seed=seed, drawn=False)
     tensors = {name: x for name, x in packed._asdict().items() if isinstance(x, Tensor)}
     nothing: dict[str, Any] = dict.fromkeys(tensors)
     if any(x.requires_grad for x in tensors.values()):
         raise ValueError(NO_SLOPE)
     ctx.names, ctx.packed = tuple(tensors), packed._replace(**nothing)
-    ctx.save_for_backward(q, k, v, out, lse, sink, *tensors.values())
+    ctx.save_for_backward(q, k, v, out, lse, sink, number, *tensors.values())
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, sink, *tensors = ctx.saved_tensors
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, sink, number, *tensors = ctx.saved_tensors
     packed = ctx.packed._replace(**dict(zip(ctx.names, tensors, strict=True)))
-    dq, dk, dv, dsink = _GRADIENTS(dout, dlse, q, k, v, out, lse, sink, *packed)
+    dq, dk, dv, dsink = _GRADIENTS(dout, dlse, q, k, v, out, lse, sink, number, *packed)
     return dq, dk, dv, None if sink is None else dsink, *(None for _ in packed)
 
 
@@ -125,7 +127,7 @@ def _defined(name: str, function: Any, tensors: str, returns: str, fake: Any, au
 _GRADIENTS = _defined(
     "ring_attention_backward",
     _gradients,
-    "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sink",
+    "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sink, Tensor number",
     "(Tensor, Tensor, Tensor, Tensor)",
     _fake_gradients,
     _refuse,
@@ -134,7 +136,7 @@ _FORWARD = _defined(
     "ring_attention",
     _ring_attention,
     "Tensor q, Tensor k, Tensor v, Tensor? sink",
-    "(Tensor, Tensor, Tensor)",
+    "(Tensor, Tensor, Tensor, Tensor)",
     _fake_ring_attention,
     _backward,
     _keep,

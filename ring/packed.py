@@ -99,7 +99,9 @@ def pack(
         window_size=list(window_size),
         dropout_p=dropout_p,
         # an op of torch's own, so that checkpointing repeats the number that it drew
-        dropout_seed=torch.randint(2**63 - 1, (), dtype=torch.int64) if drawn else _packed_seed(dropout_seed),
+        dropout_seed=torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+        if drawn
+        else _packed_seed(dropout_seed),
         drawn=drawn,
         tiles=tiles,
         choices=choices,
@@ -125,7 +127,7 @@ def _packed_numbers(numbers: Iterable[int] | Tensor | None) -> Tensor | None:
         return numbers
     given = list(numbers)
     # fractions stay fractions, for the op to refuse
-    return torch.tensor(given, dtype=None if any(isinstance(x, float) for x in given) else torch.int64)
+    return torch.tensor(given, dtype=None if any(isinstance(x, float) for x in given) else torch.int64, device="cpu")
 
 
 def _packed_seed(seed: int | None) -> Tensor | None:
@@ -133,7 +135,7 @@ def _packed_seed(seed: int | None) -> Tensor | None:
         return None
     if not isinstance(seed, int) or not 0 <= seed < SEEDS:  # signed, others would stand for seeds that there are
         raise ValueError(f"dropout_seed is {seed!r}: it must be 0 to 2^64 - 1")
-    return torch.full((), seed - SEEDS if seed >= SEEDS // 2 else seed, dtype=torch.int64)
+    return torch.full((), seed - SEEDS if seed >= SEEDS // 2 else seed, dtype=torch.int64, device="cpu")
 
 
 def _name_of(group: Any) -> str:

@@ -318,7 +318,7 @@ class Ring:
         if self.rank:
             drawn = None
         elif drawn is None:
-            drawn = int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+            drawn = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
         if self.size == 1:
             assert drawn is not None
             return drawn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
@@ -82,7 +83,8 @@ def test_candidates_take_turns(tmp_path: Path) -> None:
 @given(outliers=st.sets(st.integers(0, FIRST_TURNS - 1), max_size=1), by=st.floats(0.01, 100))
 def test_one_outlier_of_each_moves_nothing(outliers: set[int], by: float) -> None:
     gpu = StandIn(lambda tile, run: steady(tile, run) * (by if run % FIRST_TURNS in outliers else 1.0))
-    found = search(gpu, Path("/dev/null"))
+    with TemporaryDirectory() as folder:
+        found = search(gpu, Path(folder) / "journal")
     assert found is not None and found.tile == TILES[0]
 
 
