@@ -69,16 +69,22 @@ def draw_line(rng: Random) -> Literals:
     rings = [draw_ring(rng, world), draw_ring(rng, world)]
     calls: list[Literals] = []
     for _ in range(1 if run == "kernels" else rng.choice([1, 1, 2, 3, 5])):
-        if calls and "unshard" not in calls[-1] and rng.random() < 0.4:  # of a signature that was agreed on
-            calls.append(calls[-1] | rng.choice([{}, draw_mask(rng, calls[-1])]) | {"seed": rng.randrange(1000)})
-        else:
-            draw = draw_unshard if run != "kernels" and rng.random() < 0.12 else draw_call
-            calls.append(draw(rng, run, world, rng.choice(rings)))
-        calls[-1] |= {"wait": rng.choice([0, 0, 1, 2]), "late": rng.choice([-1] * 4 + [rng.randrange(world)])}
-    if run != "kernels" and rng.random() < 0.25:  # and the ring works afterwards
-        calls += [draw_call(rng, run, world, rng.choice(rings)) for _ in range(2)]
-        calls[-2]["spoil"] = draw_spoil(rng, calls[-2], world)
+        calls.append(draw_next(rng, run, world, rings, calls))
+    if run != "kernels" and rng.random() < 0.25:
+        spoilt = draw_next(rng, run, world, rings, calls)
+        if "unshard" not in spoilt:
+            spoilt |= {"spoil": draw_spoil(rng, spoilt, world)}
+        calls += [spoilt, draw_call(rng, run, world, rng.choice(rings))]  # and the ring works afterwards
     return {"run": run, "world": world, "calls": [tidy(call) for call in calls]}
+
+
+def draw_next(rng: Random, run: str, world: int, rings: list[Literals], calls: list[Literals]) -> Literals:
+    """Another call, or the last one again, which the ranks have agreed on, with other numbers or another mask."""
+    draw = draw_unshard if run != "kernels" and rng.random() < 0.12 else draw_call
+    call = draw(rng, run, world, rng.choice(rings))
+    if calls and "unshard" not in calls[-1] and rng.random() < 0.4:
+        call = calls[-1] | rng.choice([{}, draw_mask(rng, calls[-1])]) | {"seed": rng.randrange(1000)}
+    return call | {"wait": rng.choice([0, 0, 1, 2]), "late": rng.choice([-1] * 4 + [rng.randrange(world)])}
 
 
 def tidy(call: Literals) -> Literals:

@@ -193,12 +193,12 @@ def where(call: Literals, group: Any, rings: dict[str, Ring]) -> dict[str, Any]:
     if call["kept"] or (call["spoil"] and call["spoil"][0] in ("ring", "group")):
         return {"group": group}
     name, settings = repr(sorted(call["ring"].items())), dict(call["ring"])
-    if name not in rings:
-        if len(rings) == KEPT_RINGS:
-            rings.pop(next(iter(rings))).close()
-        if "topology" in settings:
-            settings["topology"] = Topology(settings["topology"])
-        rings[name] = Ring(group, deadline=PATIENCE / 2, **settings)
+    if name not in rings and len(rings) == KEPT_RINGS:
+        rings.pop(next(iter(rings))).close()
+    if "topology" in settings:
+        settings["topology"] = Topology(settings["topology"])
+    # the last used is the last to go: its backward may be due
+    rings[name] = rings.pop(name) if name in rings else Ring(group, deadline=PATIENCE / 2, **settings)
     return {"ring": rings[name]}
 
 
