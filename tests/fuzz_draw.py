@@ -73,6 +73,8 @@ def draw_line(rng: Random) -> Literals:
     if run != "kernels" and rng.random() < 0.25:
         spoilt = draw_next(rng, run, world, rings, calls)
         if "unshard" not in spoilt:
+            # a call that no rank expects: all of them stop there, and none goes on to what the others do not send
+            spoilt |= {"softmax_scale": rng.uniform(0.1, 1.0)}
             spoilt |= {"spoil": draw_spoil(rng, spoilt, world)}
         calls += [spoilt, draw_call(rng, run, world, rng.choice(rings))]  # and the ring works afterwards
     return {"run": run, "world": world, "calls": [tidy(call) for call in calls]}
