@@ -68,8 +68,8 @@ def _field(data: Mapping[str, Any], name: str, where: str, check: Check) -> Any:
 
 
 def _positive(value: object) -> str | None:
-    right = type(value) in (int, float) and 0 < value < MOST  # type: ignore[operator]
-    return None if right else f"a number above 0, below {MOST:g}"
+    right = type(value) in (int, float) and 1 / MOST < value < MOST  # type: ignore[operator]
+    return None if right else f"a number above 0, from {1 / MOST:g} to {MOST:g}"
 
 
 def _objects(value: object) -> str | None:

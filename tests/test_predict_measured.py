@@ -191,6 +191,10 @@ BAD_LINKS = [
     ({"schema": "ringattn bench links 1", "links": [{"way": "ring", "nbytes": 0}]}, "links[0].nbytes is 0"),
     ({"schema": "ringattn bench links 1", "links": [{"way": "ring", "nbytes": 8}]}, "links[0].seconds is None"),
     (
+        {"schema": "ringattn bench links 1", "links": [{"way": "ring", "nbytes": 8, "seconds": 1e-200}]},
+        "links[0].seconds is 1e-200",
+    ),
+    (
         {
             "schema": "ringattn bench links 1",
             "links": [{"way": "ring", "nbytes": 8, "seconds": 1.0}, {"way": "ring", "nbytes": 16, "seconds": 0.5}],

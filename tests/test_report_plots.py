@@ -40,6 +40,13 @@ def test_hostile_values_where_numbers_belong_are_left_out_of_plots(tmp_path: Pat
     assert "<script>alert" not in told and 'id="plots"' not in told
 
 
+def test_a_length_of_no_machine(tmp_path: Path) -> None:
+    """Its pairs are counted by a formula."""
+    data = report_cases.ring()
+    data["problem"] = {**data["problem"], "seqlen": 10**15}
+    assert "1,000,000,000,000,000" in html(read(write(tmp_path, ring=data)))
+
+
 def test_plots_say_what_the_files_say(tmp_path: Path) -> None:
     drawn = charts.charts(read(write(tmp_path, **everything())))
     found = {chart.title.partition(" by ")[0]: chart.lines for chart in drawn}

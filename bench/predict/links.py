@@ -31,7 +31,8 @@ class Link:
     def __post_init__(self) -> None:
         if not 0 < self.rate < math.inf or not 0 <= self.latency < math.inf:
             raise ValueError(
-                f"a link of {self.rate} bytes/s and {self.latency} s: it takes more than 0, and at least 0, both finite"
+                f"a link of {self.rate} bytes/s and {self.latency} s ({self.source}): "
+                "it takes more than 0, and at least 0, both finite"
             )
 
     def seconds(self, nbytes: float) -> float:
