@@ -122,7 +122,7 @@ def listed(takes: str) -> Kind:
 
 
 def _list(value: Any) -> list[Any]:
-    if isinstance(value, str) or (isinstance(value, torch.Tensor) and value.device.type != "cpu"):
+    if isinstance(value, (str, bytes)) or (isinstance(value, torch.Tensor) and value.device.type != "cpu"):
         raise TypeError
     made = value.tolist() if hasattr(value, "tolist") else value
     return [*made]

@@ -59,6 +59,8 @@ class LocalWorld:
         Whether gradients are recorded is the caller's setting. A backward pass that waits for other ranks belongs
         inside `fn`. If a rank raises, the others are woken, and the first error is raised here.
         """
+        if not callable(fn):
+            raise ValueError(f"fn is {fn!r}: it must be a function of one argument, the rank's group")
         if not self._open:
             raise RuntimeError("this LocalWorld is closed: call run inside its with block")
         if os.getpid() != self._process:

@@ -150,6 +150,7 @@ class Preflight:
         values: Mapping[str, object] | None = None,
         *,
         of: int | None = None,
+        always: bool = False,
         timeout: float | None,
         stop: Callable[[], str | None],
     ) -> Verdict | None:
@@ -159,6 +160,7 @@ class Preflight:
             fields: what a call keeps whenever it comes again, such as a layer's shapes.
             values: what changes from batch to batch: expected to be what they were with these fields the last time.
             of: the number of the forward whose backward this is.
+            always: wait for the others at the expected call, too: where nothing moves, nothing else would tell.
             timeout: seconds to wait for the others.
             stop: asked while waiting; a reason that it returns ends the wait.
 
@@ -170,7 +172,7 @@ class Preflight:
         told = texts | changing | ({} if of is None else {"backward of call": str(of)})
         keys = digest_of(texts, None if of is None else number - of), digest_of(changing)
         verdict = None
-        if not self._expected.is_next(*keys):
+        if always or not self._expected.is_next(*keys):
             patience = self._control.patience if timeout is None else timeout
             verdict = self._meet(number, told, digest_of(self._chain, keys), patience, stop)
         self._count(None if verdict else told, NOT_MADE if verdict else keys)

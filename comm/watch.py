@@ -97,7 +97,12 @@ class Watch:
         self._number = 0
 
     def agree(
-        self, fields: Mapping[str, object], values: Mapping[str, object] | None = None, *, of: int | None = None
+        self,
+        fields: Mapping[str, object],
+        values: Mapping[str, object] | None = None,
+        *,
+        of: int | None = None,
+        always: bool = False,
     ) -> int:
         """Compare what this rank is about to compute with every other rank's, before anything moves.
 
@@ -105,6 +110,7 @@ class Watch:
             fields: compared by `repr`; a call that was to be expected, going by those before, costs no traffic.
             values: compared likewise; what changes from batch to batch.
             of: the number of the forward whose backward this is.
+            always: compare an expected call, too.
 
         Returns:
             The number of the call, the same on every rank.
@@ -120,7 +126,9 @@ class Watch:
         self._number = self._preflight.number + 1
         self._waiting, self._active = True, time.monotonic()
         try:
-            verdict = self._preflight.agree(fields, values, of=of, timeout=self._patience, stop=self._stopped)
+            verdict = self._preflight.agree(
+                fields, values, of=of, always=always, timeout=self._patience, stop=self.stopped
+            )
         except TransportError as error:
             raise self.failed(error) from error
         finally:
@@ -332,7 +340,8 @@ class Watch:
             return f"in a {self._phase}{after}"
         return f"comparing what the ranks pass{after}" if self._waiting else f"between calls{after}"
 
-    def _stopped(self) -> str | None:
+    def stopped(self) -> str | None:
+        """Why nothing comes any more, for whoever waits; None while it may."""
         return self._failure.text if self._failure is not None else None
 
     @staticmethod

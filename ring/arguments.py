@@ -239,6 +239,7 @@ def signature(
     backend: str,
 ) -> dict[str, Any]:
     """What all ranks must have in common, and a layer keeps from batch to batch."""
+    leaves = (q, k, v) if sink is None else (q, k, v, sink)
     return {
         "call": "forward",
         "batch size": q.shape[0],
@@ -253,13 +254,14 @@ def signature(
         "block_mask": (mask.blocks, mask.global_tokens),
         "softmax_scale": scale,
         "softcap": scores.softcap,
-        "learnable_sink": None if sink is None else "given",
+        "learnable_sink": None if sink is None else sink.dtype,
         "alibi_slopes": None if scores.alibi_slopes is None else list(scores.alibi_slopes.shape),
         "dropout_p": scores.dropout_p,
         "backend": backend,
+        "gradient": torch.is_grad_enabled() and any(x.requires_grad for x in leaves),  # whether there is a backward
     }
 
 
-def changing(mask: Mask, scores: Scores) -> dict[str, Any]:
-    """What all ranks must have in common, and what is likely another in the next batch."""
-    return {"cu_seqlens": mask.documents, "seqused_k": mask.used, "dropout_seed": scores.dropout_seed}
+def changing(mask: Mask, dropout_seed: int | None) -> dict[str, Any]:
+    """What all ranks must have in common, and what is likely another in the next batch; None: a seed is drawn."""
+    return {"cu_seqlens": mask.documents, "seqused_k": mask.used, "dropout_seed": dropout_seed}

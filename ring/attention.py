@@ -133,8 +133,9 @@ def ring_attention(
         that sees no key has ``out = 0`` and ``lse = -inf`` (with a sink, ``lse`` is the sink). On the CPU ``lse`` of
         float16 and bfloat16 may be off by 1e-4: the exponential of PyTorch's operator is less than exact there.
 
-    What several of the arguments show is what all of them show. Under autocast q, k and v are cast as by
-    ``scaled_dot_product_attention``. A second derivative raises.
+    Ranks compare what they pass, but not the values in tensors on the device: ``learnable_sink`` and ``alibi_slopes``
+    must be the same on all. What several of the arguments show is what all of them show. Under autocast q, k and v are
+    cast as by ``scaled_dot_product_attention``. A second derivative raises.
 
     Raises:
         ValueError: an argument does not fit, before anything is sent; the message names it, what it got and what it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +92,7 @@ def settled(
     check_reach(layouts, scores)
     if number is None:
         fields = signature(q, k, v, layouts, mask, sink, scores, scale, backend)
-        values = changing(mask, replace(scores, dropout_seed=0) if drawn else scores)
+        values = changing(mask, None if drawn else dropout_seed)
         number = ring._agree(fields, q.device, values)
         scores = seeded(scores, dropout_seed, ring, drawn=drawn)
         ring.open(q.device)

@@ -305,10 +305,11 @@ class Ring:
         values: Mapping[str, object] | None = None,
         *,
         of: int | None = None,
+        always: bool = False,
     ) -> int:
         """Compare what this rank is about to do with every other rank's; the number of the call. See `Watch.agree`."""
         common = {**self.settings, **VERSIONS} if of is None else {}
-        return self._use(device).agree({**fields, **common}, values, of=of)
+        return self._use(device).agree({**fields, **common}, values, of=of, always=always)
 
     def _draw_seed(self, drawn: int | None = None) -> int:
         """A seed of 63 bits from rank 0's torch generator, the same on every rank; one round trip through the store.
@@ -324,7 +325,12 @@ class Ring:
             return drawn
         if self._seeds is None:
             self._seeds = self._shared().fresh_scope("seeds")
-        found = self._seeds.gather(drawn, what="the seed of dropout")[0]
+        watch = self._watch
+        assert watch is not None
+        try:
+            found = self._seeds.gather(drawn, what="the seed of dropout", stop=watch.stopped)[0]
+        except TransportError as error:  # a rank whose seed was given may have stopped before
+            raise watch.failed(error) from error
         assert isinstance(found, int)
         return found
 

@@ -59,7 +59,7 @@ def shard(x: torch.Tensor, *, layout: LayoutLike, group: GroupLike = None, dim: 
     with ring._entered(device_of(x)):
         tokens = tokens_of(x, "x", dim)
         whole = resolve_layout(layout, _seqlen(layout, tokens), ring.size)
-        ring._agree(_signature("shard", x, whole, dim), device_of(x))
+        ring._agree(_signature("shard", x, whole, dim), device_of(x), always=True)
         return whole.shard(x, ring.rank, dim)
 
 

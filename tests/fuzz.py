@@ -96,7 +96,7 @@ def verdict(call: Literals, world: int, made: Sequence[Outcome]) -> str:
         return ""  # for an error in another call, which is told
     if call["spoil"]:
         name, value, where = call["spoil"]
-        nonsense = repr(value) in map(repr, WRONG[name])
+        nonsense = repr(value) in map(repr, WRONG.get(name, ()))
         if where >= world or not (nonsense or (where >= 0 and world > 1 and value != call.get(name))):
             return ""  # nothing is wrong with that
         promised = rf"(?s)(ValueError|NotImplementedError|TypeError): .*\b({name}|{ALSO.get(name, name)})\b"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch._C._distributed_c10d import TCPStore
 
 from ringattn import Ring, ring_attention, shard, unshard
@@ -76,8 +77,6 @@ def unshard_of(dtype: torch.dtype = torch.float32, dim: int = 4, layout: Any = "
 def shards(ring: Ring, call: Callable[..., object], **other: Any) -> None:
     call()
     call(**(other if ring.rank == 1 else {}))
-    time.sleep(SOON / 4)  # where nothing moves, the others are told at the next call
-    call()
 
 
 def shard_of(layout: Any = "zigzag") -> None:
@@ -108,6 +107,31 @@ class Endless(list[int]):
     def __iter__(self) -> Iterator[int]:
         while True:
             time.sleep(0.01)
+
+
+def no_gradient(ring: Ring) -> None:
+    for _ in range(2):
+        attend(ring).sum().backward()
+    with torch.set_grad_enabled(ring.rank != 1):
+        attend(ring)
+    time.sleep(1)
+    attend(ring)
+
+
+def legal(ring: Ring) -> None:
+    """What checkpointing, and a backward that hooks stop, do to a call is nothing to the others."""
+    x = torch.randn(1, 16, 2, 8, requires_grad=True)
+    whole = [ring_attention(x, x, x, ring=ring, layout="contiguous").sum()]
+    for early in (True, False):
+        with torch.utils.checkpoint.set_checkpoint_early_stop(early):
+            whole.append(
+                torch.utils.checkpoint.checkpoint(
+                    lambda x: ring_attention(x, x, x, ring=ring, layout="contiguous").sum(), x, use_reentrant=False
+                )
+            )
+    grads = [torch.autograd.grad(one, x)[0] for one in whole]
+    assert all(torch.equal(grads[0], grad) for grad in grads)
+    raise LookupError("right")
 
 
 def two_threads(ring: Ring) -> None:
@@ -196,6 +220,7 @@ def test_whoever_has_not_seen_a_signature_stops_before_the_first_hop(body: Calla
         ({"cu_seqlens": [0, 8, 48]}, {"cu_seqlens": [0, 40, 48]}, "cu_seqlens"),
         ({"causal": True, "prefix_length": 4}, {"causal": True, "prefix_length": 30}, "prefix_length"),
         ({"dropout_p": 0.5, "dropout_seed": 1}, {"dropout_p": 0.5, "dropout_seed": 2}, "dropout_seed"),
+        ({"dropout_p": 0.5}, {"dropout_p": 0.5, "dropout_seed": 7}, "dropout_seed"),
         ({"tokens": 8}, {"tokens": 16}, "layout"),
         ({"dim": 8}, {"dim": 4}, "head dim"),
     ],
@@ -212,6 +237,7 @@ def test_known_calls_that_differ_are_told_in_that_call(
 @pytest.mark.parametrize(
     ("body", "words"),
     [
+        (no_gradient, "gradient differs between ranks (rank 0: True, rank 1: False, rank 2: True): "),
         (backwards_in_another_order, "backward of call differs between ranks (rank 0: 3, rank 1: 1, rank 2: 3): "),
         (a_backward_against_a_forward, "call differs between ranks (rank 0: 'backward', rank 1: 'forward', rank 2: "),
         (partial(shards, call=unshard_of, dtype=torch.float64), "dtype differs between ranks (rank 0: torch.float32, "),
@@ -240,6 +266,10 @@ def test_whatever_ends_a_call_before_it_begins_is_told(body: Callable[[Ring], No
     for rank in (0, 2):
         assert told[rank][0] == "ValueError" and told[rank][1].startswith(f"rank 1 refused this call: {told[1][0]}")
         assert told[rank][2] < SOON
+
+
+def test_checkpointing() -> None:
+    assert [(kind, words) for kind, words, _ in outcomes(legal)] == [("LookupError", "right")] * WORLD
 
 
 def test_two_threads_on_one_ring() -> None:

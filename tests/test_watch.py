@@ -225,7 +225,7 @@ def test_an_error_while_comparing_ends_the_wait_of_the_others() -> None:
     def call(watch: Watch) -> None:
         watch.enter()
         if watch.rank == 0:
-            watch._stopped = interrupt  # type: ignore[method-assign]
+            watch.stopped = interrupt  # type: ignore[method-assign]
         try:
             while watch.rank == 1:
                 watch.tick()  # the watchdog
