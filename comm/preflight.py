@@ -204,7 +204,7 @@ class Preflight:
                     self._words[asked], self._untold = said, True
                     self._heard[asked] = {self._control.rank: said}
             verdict = self._judged(found)
-            publish = {_words_of(self._control.rank): self._told()} if self._untold else {}
+            publish: dict[str, object] = {_words_of(self._control.rank): self._told()} if self._untold else {}
             self._untold = False
             return publish, verdict
 
@@ -303,9 +303,10 @@ class Preflight:
     def _all_met(self, number: int) -> None:
         """All ranks have come to a call, or have said that they did not: what came before is nobody's question."""
         self._met = max(self._met, number)
-        for kept, first in ((self._words, self._met), (self._heard, self._met + 1)):
-            for old in [old for old in kept if old < first]:
-                del kept[old]  # type: ignore[attr-defined]
+        for number in [number for number in self._words if number < self._met]:
+            del self._words[number]
+        for number in [number for number in self._heard if number <= self._met]:
+            del self._heard[number]
 
     def _count(self, fields: Fields | None, keys: tuple[str, str]) -> None:
         self._calls.append(_Call(self.number + 1, fields))

@@ -411,3 +411,27 @@ def test_looks_are_rare_and_begin_with_a_wait() -> None:
     assert found == pytest.approx([1, 2, 4, 8, 16, 26, 36], abs=0.2)
     assert not looks.due(100.0)  # another wait
     assert not any(looks.due(time) for time in (101.5, 103.0, 104.5))  # short ones
+
+
+class Named:
+    """What a line asks a group."""
+
+    group_name = "0"
+
+    def __init__(self, rank: int) -> None:
+        self.rank = lambda: rank
+
+
+def test_attempts_of_a_job_that_share_a_store_do_not_read_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's store outlives an attempt; rank 1 died in the first one before it had used a ring."""
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    prefixes = []
+    for attempt, ranks in enumerate([[0], [0, 1]]):
+        store = PrefixStore(f"/worker/attempt_{attempt}", served)
+        monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group, store=store: store)
+        groups: list[Any] = [Named(rank) for rank in ranks]
+        lines = [store_line.open_line(group, 5.0) for group in groups]
+        prefixes += [line.prefix for line in lines]
+        for line in lines:
+            line.close()
+    assert prefixes[1] == prefixes[2] != prefixes[0]
