@@ -250,7 +250,11 @@ def test_opcheck(name: str) -> None:
     packed = packed_call(**call)
     op = torch.ops.ringattn.ring_attention.default
     opcheck(op, (q, k, v, sink, *packed))
-    out, lse, seed = op(*(x.detach() for x in (q, k, v)), sink, *packed)
+    out, lse, seed, number = op(*(x.detach() for x in (q, k, v)), sink, *packed)
     saved = packed._replace(dropout_seed=seed)
     given = [x.detach().requires_grad_() for x in (torch.randn_like(out), q, k, v, out, lse)]
-    opcheck(torch.ops.ringattn.ring_attention_backward.default, (given[0], None, *given[1:], sink, *saved), NO_BACKWARD)
+    opcheck(
+        torch.ops.ringattn.ring_attention_backward.default,
+        (given[0], None, *given[1:], sink, number, *saved),
+        NO_BACKWARD,
+    )
