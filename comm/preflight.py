@@ -39,7 +39,7 @@ LATE_SECONDS = 0.02
 # ... and repeats the question this often: another rank may have asked about another call in between.
 ASK_SECONDS = 0.25
 # A rank that is gone may have said something, and the watchdog of one that has returned may still answer, in this time.
-WORD_SECONDS = 1.0
+WORD_SECONDS = 0.6
 # As many ranks' words are looked at in one go: all ranks wait at once, and they have one store.
 LOOKS = 16
 
@@ -247,7 +247,8 @@ class Preflight:
         control, mine = self._control, Said(told, None, False)
         what = f"what the ranks say of call {number}"
         said = {control.rank: mine}
-        begun, hopeless_at = time.monotonic(), None
+        begun = gone_at = time.monotonic()
+        gone: TransportError | None = None
         pause, ask_at = FIRST_PAUSE_SECONDS, begun + LATE_SECONDS
         while True:
             # Before the looks: a rank may have come, or have said where it is, and be gone.
@@ -267,10 +268,10 @@ class Preflight:
                 return verdict_of(said) or Verdict(f"the ranks did not make the same calls before call {number}", True)
             if reason is not None:
                 raise TransportError(f"{what}: {reason}")
-            if hopeless is None:
-                hopeless_at = None
-            elif isinstance(hopeless, WorldAborted) or now > (hopeless_at := hopeless_at or now) + WORD_SECONDS:
-                raise hopeless
+            if hopeless is not None and gone is None:  # once: it is not looked for again and again
+                gone, gone_at = hopeless, now
+            if gone is not None and (isinstance(gone, WorldAborted) or now > gone_at + WORD_SECONDS):
+                raise gone
             if now - begun >= timeout:
                 late = ", ".join(str(rank) for rank in range(control.size) if rank not in said)
                 if not late:
