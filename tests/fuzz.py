@@ -97,6 +97,7 @@ def verdict(call: Literals, world: int, made: Sequence[Outcome]) -> str:
     if call["spoil"]:
         name, value, where = call["spoil"]
         nonsense = repr(value) in map(repr, WRONG.get(name, ()))
+        nonsense &= not (value == "other tokens" and name == "q" and world == 1 and call["named"] and call["kv_layout"])
         if where >= world or not (nonsense or (where >= 0 and world > 1 and value != call.get(name))):
             return ""  # nothing is wrong with that
         promised = rf"(?s)(ValueError|NotImplementedError|TypeError): .*\b({name}|{ALSO.get(name, name)})\b"
