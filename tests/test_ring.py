@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -324,12 +325,14 @@ def test_slots_of_a_failed_call_go_after_its_transfers(then: str, monkeypatch: p
         return posted[call.plan.rank][-1]
 
     monkeypatch.setattr(Call, "post", failing)
+    together = threading.Barrier(3)
 
     def calls(group: LocalGroup) -> None:
         parts = [layout.shard(whole[name], group.rank()) for name in "qkv"]
         with Ring(group, wire_dtype=torch.bfloat16) as ring:
             with pytest.raises(RuntimeError, match="out of memory"):
                 ring_attention(*(x.bfloat16() for x in parts), layout=layout, ring=ring)
+            together.wait()  # or who closes first ends what the others have not posted yet
             (fence,) = posted[group.rank()]
             assert fence.waits == 0
             if then == "close":
