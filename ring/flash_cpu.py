@@ -12,33 +12,76 @@ from torch import Tensor
 from .pieces import Kind
 
 NO_DROPOUT = 0.0
+LEAST_ROWS = 128  # of a square on the diagonal: in smaller ones a call costs more than it saves
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, kind: Kind, *, scale: float) -> tuple[Tensor, Tensor]:
     """``out`` ``[B, Sq, H, D]`` in q's dtype and ``lse`` ``[B, H, Sq]``, fp32, natural log."""
     flipped = kind is Kind.ANTICAUSAL
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(_by_head(x, flipped) for x in (q, k, v)), NO_DROPOUT, kind is not Kind.RECTANGLE, scale=scale
-    )
-    return _by_head(out, flipped, rows=2), lse.flip(2) if flipped else lse
+        *((x.flip(1) if flipped else x).transpose(1, 2) for x in (q, k, v)),
+        NO_DROPOUT, kind is not Kind.RECTANGLE, scale=scale,
+    )  # fmt: skip
+    out = out.transpose(1, 2)
+    return (out.flip(1), lse.flip(2)) if flipped else (out, lse)
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kind: Kind, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv for the ``out`` and the ``lse`` of whole rows, whatever other keys they saw."""
+    """dq, dk and dv for the ``out`` and the ``lse`` of whole rows, whatever other keys they saw; fp32 or q's dtype.
+
+    Of a causal square the operator computes blocks of 512 keys whole, whether its rows see them or not. So it is cut
+    into small squares along the diagonal and, under them, rectangles that double in size: one call for those of a size.
+    """
+    given = dout, q, k, v, out
+    if kind is Kind.RECTANGLE:
+        return _backward(given, lse, causal=False, scale=scale)
     flipped = kind is Kind.ANTICAUSAL
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(_by_head(x, flipped) for x in (dout, q, k, v, out)),
-        lse.flip(2) if flipped else lse,
-        NO_DROPOUT,
-        kind is not Kind.RECTANGLE,
-        scale=scale,
-    )
-    dq, dk, dv = (_by_head(x, flipped, rows=2) for x in grads)
+    if flipped:
+        given, lse = tuple(x.flip(1) for x in given), lse.flip(2)
+    grads = _causal_backward(given, lse, scale=scale)
+    return tuple(x.flip(1) for x in grads) if flipped else grads  # type: ignore[return-value]
+
+
+def _causal_backward(given: tuple[Tensor, ...], lse: Tensor, *, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    rows, squares = lse.shape[2], 1
+    while rows % (2 * squares) == 0 and rows // (2 * squares) >= LEAST_ROWS:
+        squares *= 2
+    found = _backward(tuple(_cut(x, squares) for x in given), _cut_lse(lse, squares), causal=True, scale=scale)
+    if squares == 1:
+        return found
+    grads = tuple(_joined(x, squares).float() for x in found)  # a sum of several calls: in fp32
+    while squares > 1:
+        squares //= 2
+        early, late = slice(0, rows // squares // 2), slice(rows // squares // 2, None)
+        whose = late, late, early, early, late
+        parts = tuple(_cut(x, squares)[:, near] for x, near in zip(given, whose, strict=True))
+        found = _backward(parts, _cut_lse(lse, squares)[..., late], causal=False, scale=scale)
+        for grad, part, near in zip(grads, found, (late, early, early), strict=True):
+            grad.unflatten(1, (squares, -1))[:, :, near] += part.unflatten(0, (-1, squares))
+    dq, dk, dv = grads
     return dq, dk, dv
 
 
-def _by_head(x: Tensor, flipped: bool, *, rows: int = 1) -> Tensor:
-    """``[B, S, H, D]`` as ``[B, H, S, D]`` or back, in reverse order of S where ``flipped``."""
-    return (x.flip(rows) if flipped else x).transpose(1, 2)
+def _backward(given: tuple[Tensor, ...], lse: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(x.transpose(1, 2) for x in given), lse, NO_DROPOUT, causal, scale=scale
+    )
+    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    return dq, dk, dv
+
+
+def _cut(x: Tensor, count: int) -> Tensor:
+    """``[B, S, ...]`` as ``[B * count, S / count, ...]``."""
+    return x.unflatten(1, (count, -1)).flatten(0, 1)
+
+
+def _joined(x: Tensor, count: int) -> Tensor:
+    """What :func:`_cut` has cut."""
+    return x.unflatten(0, (-1, count)).flatten(1, 2)
+
+
+def _cut_lse(lse: Tensor, count: int) -> Tensor:
+    """``[B, H, S]`` as ``[B * count, H, S / count]``."""
+    return _cut(lse.transpose(1, 2), count).transpose(1, 2)

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringattn.kernels import FULL, Bounds
-from ringattn.ring import blockwise, tiling
+from ringattn.ring import blockwise, flash_cpu, tiling
 from ringattn.ring import pieces as cutting
 from ringattn.ring.aten import DOT_ROWS, AtenBackward, AtenForward, row_dot
+from ringattn.ring.pieces import Kind
 
 from .baselines import Results, exact, pytorch
 from .tolerance import assert_as_exact_as_pytorch
@@ -340,12 +341,12 @@ def test_one_operator_call_per_hop_and_no_merge_that_is_not_needed(
 
 
 @pytest.mark.parametrize(
-    ("layout", "threads", "calls"), [("zigzag", 1, 6), ("contiguous", 1, 5), ("zigzag", 2, 4), ("contiguous", 2, 3)]
+    ("layout", "threads", "calls"), [("zigzag", 1, 10), ("contiguous", 1, 9), ("zigzag", 2, 6), ("contiguous", 2, 5)]
 )
 def test_backward_calls_the_operator_once_per_remote_hop_and_half_of_the_local_one(
     layout: str, threads: int, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two heads are one call of the local hop where two threads share them."""
+    """Two heads are one piece of the local hop where two threads share them; a square of 256 rows takes two calls."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     q, k, v, dout = inputs(512, batch=1)
     ring = Ring(shards(layout, 512, 2), q, k, v, {"causal": True})
@@ -353,6 +354,29 @@ def test_backward_calls_the_operator_once_per_remote_hop_and_half_of_the_local_o
     seen = counts(lambda: ring.backward(dout, list(out), list(lse), None))
     assert seen[OPERATOR_BACKWARD] == calls
     assert not any("bmm" in name for name in seen)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("rows", "share"), [(512, 0.63), (258, 0.76), (257, 1.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [Kind.CAUSAL, Kind.ANTICAUSAL], ids=str)
+def test_backward_of_a_square_computes_little_more_than_its_triangle(
+    rows: int, share: float, dtype: torch.dtype, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs, original = [], flash_cpu._backward
+
+    def counted(given: tuple[Tensor, ...], *rest: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+        pairs.append(given[1].shape[0] * given[1].shape[1] * given[2].shape[1])
+        return original(given, *rest, **named)
+
+    monkeypatch.setattr(flash_cpu, "_backward", counted)
+    args = inputs(rows, heads=2, dtype=dtype)
+    q, k, v, dout = (x.flip(1) if kind is Kind.ANTICAUSAL else x for x in args)
+    out, lse = flash_cpu.forward(q, k, v, kind, scale=SCALE)
+    grads = flash_cpu.backward(dout, q, k, v, out, lse, kind, scale=SCALE)
+    found = [x.flip(1) if kind is Kind.ANTICAUSAL else x for x in (out, *grads)]
+    compare(Results(found[0], lse.flip(2) if kind is Kind.ANTICAUSAL else lse, *found[1:]), args, causal=True)
+    assert sum(pairs) <= share * len(q) * rows * rows
 
 
 @pytest.mark.parametrize("local", [False, True])
