@@ -5,27 +5,36 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import UUID
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from ringattn.comm import LocalGroup, LocalWorld, TransportError, WorldAborted, store_line
+from ringattn.comm import Limits, LocalGroup, LocalWorld, Topology, TransportError, WorldAborted, nvml, store_line
+from ringattn.comm.choice import choose, wish_of
 from ringattn.comm.control import Control, control_of
 from ringattn.comm.liveness import has_ended, own_process
 from ringattn.comm.mailboxes import Hub
+from ringattn.comm.places import Place
+from ringattn.comm.topology import ring_topology
 
+from .clusters import hgx
 from .forked import FORKED
 
 T = TypeVar("T")
@@ -327,7 +336,7 @@ class Bomb:
         return setattr, (Bomb, "went_off", True)
 
 
-@pytest.mark.parametrize("found", [pickle.dumps(Bomb()), b"[" * 100_000, b"\xff", b""])
+@pytest.mark.parametrize("found", [pickle.dumps(Bomb()), b"[" * 100_000, b"\xff", b"x", b""])
 def test_what_another_process_puts_into_the_store_is_never_run(found: bytes) -> None:
     store = HashStore()
     control = opened(store, 0, 2)
@@ -435,3 +444,95 @@ def test_attempts_of_a_job_that_share_a_store_do_not_read_each_other(monkeypatch
         for line in lines:
             line.close()
     assert prefixes[1] == prefixes[2] != prefixes[0]
+
+
+MANY = 1024
+MOST_BYTES = 3e6
+
+
+class CountingStore:
+    """A store in memory: what goes in and out of it is counted, keys and values; numbers as 8 bytes."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, bytes] = {}
+        self.nbytes = self.sets = 0
+        self.answered = threading.Event()  # when all have said something, and rank 0 more
+
+    def set(self, key: str, value: bytes) -> None:
+        self.data[key] = value
+        self.nbytes += len(key) + len(value)
+        self.sets += 1
+        if self.sets > MANY:
+            self.answered.set()
+
+    def get(self, key: str) -> bytes:
+        self.nbytes += len(key) + len(self.data[key])
+        return self.data[key]
+
+    def check(self, keys: list[str]) -> bool:
+        self.nbytes += sum(map(len, keys))
+        return all(key in self.data for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def delete_key(self, key: str) -> bool:
+        self.nbytes += len(key)
+        return self.data.pop(key, None) is not None
+
+
+class CountedLine(store_line.LocalLine):
+    """One of many ranks' ways to a store that counts."""
+
+    def __init__(self, store: CountingStore, lock: threading.Lock) -> None:
+        self.patience, self.published = 60.0, set()
+        self.scopes = defaultdict(store_line.Scope)
+        self.store, self._lock = store, lock
+
+    def ask(self, do: Callable[[Any], T], timeout: float) -> T:
+        with self._lock:
+            return do(self.store)
+
+    def hopeless(self, missing: Sequence[int]) -> None:
+        return None
+
+
+def of_many(fn: Callable[[Control], T], monkeypatch: pytest.MonkeyPatch) -> tuple[list[T], CountingStore]:
+    """What every rank returns; rank 0 comes last, and the others look again when it has answered."""
+    store, lock = CountingStore(), threading.Lock()
+    prefix = f"ringattn/{'0' * 32}/default_pg/1/ring1/"
+    controls = [Control(CountedLine(store, lock), rank, MANY, prefix) for rank in range(MANY)]
+    pause = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: store.answered.wait(60))
+    with ThreadPoolExecutor(MANY) as pool:
+        others = [pool.submit(fn, control) for control in controls[1:]]
+        while store.sets < MANY - 1:
+            pause(1e-3)
+        return [fn(controls[0]), *(other.result() for other in others)], store
+
+
+def places_of_many() -> list[Place]:
+    """Nodes of eight GPUs and nine NICs, each with names and numbers of its own, dealt out in turn."""
+    drawn = random.Random(0)
+    hosts = [f"gpu-{node:03}.cluster.example/{drawn.getrandbits(32):08x}" for node in range(MANY // 8)]
+    nodes = [[replace(place, gpu=f"GPU-{UUID(int=drawn.getrandbits(128))}") for place in hgx(host)] for host in hosts]
+    return [place for rail in zip(*nodes, strict=True) for place in rail]
+
+
+@pytest.mark.parametrize("step", ["discover", "choice of a transport", "words that all went well"])
+def test_what_a_thousand_ranks_move_to_start(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that goes into the store and out of it, each rank's reading of what rank 0 answers included."""
+    places = places_of_many()
+    wish = wish_of(None, "auto", torch.device("cuda"), Topology.grid(MANY // 8, 8), Limits())
+    wish = wish._replace(problems=dict.fromkeys(wish.problems))
+    monkeypatch.setattr(nvml, "place_of", lambda rank: places[rank])
+    steps: dict[str, Callable[[Control], Any]] = {
+        "discover": lambda control: nvml.discover(control, control.rank),  # type: ignore[arg-type]
+        "choice of a transport": lambda control: choose(control, wish, 2),
+        "words that all went well": lambda control: control.gather(None, what="whether it works"),
+    }
+    found, store = of_many(steps[step], monkeypatch)
+    assert all(one == found[0] for one in found)
+    assert step != "discover" or found[0] == ring_topology(places)
+    assert store.nbytes <= MOST_BYTES, f"{store.nbytes / 1e6:.2f} MB"
+    assert [key.rpartition("/")[2] for key in store.data] == ["all"]  # the rest is taken out again
