@@ -83,9 +83,9 @@ class Control:
         scope.gathers += 1
         self.publish(key(self.rank), value)
         if self.rank == 0:
-            keys = [key(rank) for rank in range(self.size)]
+            keys = {rank: key(rank) for rank in range(self.size)}
             return self._merge(keys, answer, merge, what=what, timeout=timeout, stop=stop)
-        self._await({0: answer}, key, what, self._within(timeout), stop)
+        self._await({0: answer}, what, self._within(timeout), stop, lambda: {r: key(r) for r in range(self.size)})
         self.forget(key(self.rank))
         told: Any = self.look(answer)
         problem, found = told
@@ -94,7 +94,7 @@ class Control:
         return found
 
     def _merge(
-        self, keys: Sequence[str], answer: str, merge: Callable[[list[object]], object], *, what: str, **wait: Any
+        self, keys: Mapping[int, str], answer: str, merge: Callable[[list[object]], object], *, what: str, **wait: Any
     ) -> object:
         """Rank 0's part: the others wait for its answer, so that it says what went wrong, too."""
         try:
@@ -118,15 +118,15 @@ class Control:
 
     def collect(
         self,
-        keys: Sequence[str],
+        keys: Mapping[int, str],
         *,
         what: str,
         timeout: float | None = None,
         stop: Callable[[], str | None] | None = None,
     ) -> list[object]:
-        """Wait until every rank has published its one of these keys, given in rank order; otherwise as `gather`."""
-        self._await(dict(enumerate(keys)), keys.__getitem__, what, self._within(timeout), stop)
-        full = [self._prefix + key for key in keys]
+        """Wait until each of these ranks has published its one of these keys, then read them; otherwise as `merged`."""
+        self._await(keys, what, self._within(timeout), stop)
+        full = [self._prefix + key for key in keys.values()]
         found = self._line.ask(lambda store: store.multi_get(full), self._within(ANSWER_SECONDS))
         return [decoded(data, key) for data, key in zip(found, full, strict=True)]
 
@@ -235,12 +235,12 @@ class Control:
     def _await(
         self,
         wanted: Mapping[int, str],
-        said: Callable[[int], str],
         what: str,
         timeout: float,
         stop: Callable[[], str | None] | None,
+        said: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
-        """Wait for the keys `wanted`, by rank; ranks that have not left their key `said` are named as late."""
+        """Wait for the keys `wanted`, by rank; late are those that have not left their key of `said`, else of these."""
         begun, pause = time.monotonic(), FIRST_POLL_SECONDS
         missing = list(wanted)
 
@@ -262,7 +262,7 @@ class Control:
                     break
                 error = hopeless if reason is None else TransportError(f"{what}: {reason}")
                 if error is None and now >= begun + timeout:
-                    silent = [rank for rank in range(self.size) if not there([said(rank)])] or missing
+                    silent = [rank for rank, key in (said() or wanted).items() if not there([key])] or missing
                     late = ", ".join(map(str, silent))
                     error = TransportError(f"{what}: no answer from rank {late} within {timeout:g} s")
                 if error is not None:

@@ -324,7 +324,7 @@ def test_what_a_rank_left_before_it_returned_counts(moments: dict[int, int], mon
     monkeypatch.setattr(line, "ask", asking)
     control = Control(line, 0, 3, "test/")
     control.publish("0", 0)
-    assert control.collect(["0", "1", "2"], what="a test", timeout=5.0) == [0, 1, 2]
+    assert control.collect({0: "0", 1: "1", 2: "2"}, what="a test", timeout=5.0) == [0, 1, 2]
 
 
 class Bomb:
