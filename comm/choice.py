@@ -13,7 +13,7 @@ from .control import Control
 from .limits import Limits
 from .nccl import nccl_missing
 from .nccl_library import overridden
-from .preflight import digest_of
+from .preflight import brief
 from .transport import TransportError
 
 # Backends of torch.distributed that read memory from the host: they cannot take CUDA tensors in stream order.
@@ -21,7 +21,6 @@ HOST_BACKENDS = ("gloo", "mpi")
 # What "auto" tries, the best first. Copy engines leave the SMs alone but are not known to be faster: until they are
 # measured, NCCL goes first.
 PREFERENCE = {"cuda": ("nccl", "copy_engine", "process_group"), "cpu": ("process_group",)}
-ORDER_TEXT = 200  # characters of a topology, before its digest stands for the rest
 LIMITS_KEPT = {
     ("nccl", "cuda"): ("channels", "ctas"),
     ("process_group", "cpu"): ("bytes_per_second",),
@@ -47,10 +46,7 @@ def wish_of(
         "copy_engine": problem_of("copy_engine", device, limits),
         "process_group": problem_of("process_group", device, limits, group),
     }
-    order = repr(topology)
-    if len(order) > ORDER_TEXT:  # every rank tells it
-        order = f"{order[:ORDER_TEXT]}…, digest {digest_of(order)}"
-    return Wish(transport, device.type, order, repr(limits), problems)
+    return Wish(transport, device.type, brief(topology), repr(limits), problems)
 
 
 def problem_of(name: str, device: torch.device, limits: Limits, group: dist.ProcessGroup | None = None) -> str | None:
