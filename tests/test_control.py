@@ -142,6 +142,26 @@ def test_scopes_have_keys_of_their_own() -> None:
     assert control.scope("a").gather(2, what="x") == [2]
 
 
+def test_rank_0_merges_for_all_and_tells_all_what_ended_it() -> None:
+    def merge(values: list[object]) -> object:
+        if None in values:
+            raise ValueError("a rank said nothing")
+        return {"values": tuple(values)}
+
+    def ends(control: Control) -> str:
+        with pytest.raises((ValueError, TransportError)) as caught:
+            control.merged(control.rank or None, merge, what="shapes")
+        return f"{caught.type.__name__}: {caught.value}"
+
+    store = HashStore()
+    controls = [opened(store, rank, 3) for rank in range(3)]
+    found = on_all(controls, lambda control: control.merged(control.rank, merge, what="shapes"))
+    assert found == [{"values": [0, 1, 2]}] * 3
+    told = "TransportError: shapes: rank 0: ValueError: a rank said nothing"
+    assert on_all(controls, ends) == ["ValueError: a rank said nothing", told, told]
+    assert on_all(controls, lambda control: control.gather(control.rank, what="turns")) == [[0, 1, 2]] * 3
+
+
 def test_late_ranks_are_named() -> None:
     store = HashStore()
     controls = [opened(store, rank, 4) for rank in range(4)]
