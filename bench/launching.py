@@ -41,6 +41,7 @@ LAUNCHERS = (
 )
 # what tells one job's ranks from another's: OpenMPI's (and Slurm's PMIx's) name of it, or Slurm's two numbers
 JOBS = (("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+SHARED_CTAS = "4"  # of a rank, where more than two share a GPU: NCCL's documentation asks for a bound there
 USUAL_PORT = 29500  # torchrun's: where a launcher does not name the job
 PORTS = range(10_000, 30_000)  # below those that the system gives to outgoing connections
 
@@ -231,6 +232,17 @@ def _port() -> int:
     return USUAL_PORT
 
 
+def sharing(ranks: int, gpus: int) -> dict[str, str]:
+    """The environment in which so many ranks share so many GPUs by NCCL, from 2.30 on; empty where each has its own.
+
+    NCCL_MAX_CTAS holds for the whole process: with more than two ranks on a GPU, no ``Limits`` of their own are kept.
+    """
+    if not 0 < gpus < ranks:
+        return {}
+    bound = {"NCCL_MAX_CTAS": SHARED_CTAS} if ranks > 2 * gpus else {}
+    return {name: os.environ.get(name, value) for name, value in {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **bound}.items()}
+
+
 def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
     """Call ``entry(store, *arguments)`` in ``world`` new processes of this machine; what it returns on rank 0.
 
@@ -244,7 +256,7 @@ def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # the agent would open a TCP server on every interface for the ranks to meet at
-    inside = _environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    inside = _environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **sharing(world, torch.cuda.device_count()))
     with TemporaryDirectory(prefix="ringattn-") as folder, inside:
         config = LaunchConfig(
             min_nodes=1,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from .control import Control
 from .limits import Limits
 from .nccl import nccl_missing
 from .nccl_library import overridden
+from .preflight import brief
 from .transport import TransportError
 
 # Backends of torch.distributed that read memory from the host: they cannot take CUDA tensors in stream order.
@@ -44,7 +46,7 @@ def wish_of(
         "copy_engine": problem_of("copy_engine", device, limits),
         "process_group": problem_of("process_group", device, limits, group),
     }
-    return Wish(transport, device.type, repr(topology), repr(limits), problems)
+    return Wish(transport, device.type, brief(topology), repr(limits), problems)
 
 
 def problem_of(name: str, device: torch.device, limits: Limits, group: dist.ProcessGroup | None = None) -> str | None:
@@ -70,24 +72,34 @@ def choose(control: Control, wish: Wish, levels: int) -> tuple[list[tuple[str, .
         ValueError: on every rank: some rank cannot open what was asked for, or there is nothing that all can.
         TransportError: on every rank: they do not ask for the same.
     """
-    wishes = [Wish(*found) for found in control.gather(tuple(wish), what="the choice of a transport")]  # type: ignore[misc]
+    told: Any = control.merged(tuple(wish), partial(_chosen, levels=levels), what="the choice of a transport")
+    kind, found, passed_over = told
+    if kind:
+        raise {"ValueError": ValueError, "TransportError": TransportError}[kind](found)
+    return [tuple(names) for names in found], passed_over
+
+
+def _chosen(told: list[Any], levels: int) -> tuple[str, object, list[str]]:
+    """What ends the choice of all ranks and its words, or "" and what `choose` returns."""
+    wishes = [Wish(*one) for one in told]
     for field in ("transport", "device", "topology", "limits"):
         values = [getattr(one, field) for one in wishes]
         if len(set(values)) > 1:
-            told = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise TransportError(f"the ranks disagree on {field} ({told})")
+            who = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            return "TransportError", f"the ranks disagree on {field} ({who})", []
+    asked, device = wishes[0][:2]
     found, passed_over = [], []
-    for name in PREFERENCE[wish.device] if wish.transport == "auto" else [wish.transport]:
+    for name in PREFERENCE[device] if asked == "auto" else [asked]:
         names, problem = _per_level(name, wishes, levels)
         if problem is None:
             found.append(names)
-        elif wish.transport != "auto":
-            raise ValueError(f'transport is "{name}", and {problem}')
+        elif asked != "auto":
+            return "ValueError", f'transport is "{name}", and {problem}', []
         else:
             passed_over.append(f"{name}: {problem}")
     if not found:
-        raise ValueError(f'transport "auto" finds none that works: {"; ".join(passed_over)}')
-    return found, passed_over
+        return "ValueError", f'transport "auto" finds none that works: {"; ".join(passed_over)}', []
+    return "", found, passed_over
 
 
 def _per_level(name: str, wishes: Sequence[Wish], levels: int) -> tuple[tuple[str, ...], str | None]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from .kept import LINE, kept_of
 from .local import LocalGroup
+from .mailboxes import WorldAborted
 from .store_line import ANSWER_SECONDS, Line, LocalLine, StoreLine, open_line
 from .transport import TransportError, decoded, encoded
 
@@ -24,8 +26,8 @@ FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 2e-4, 2e-2
 class Control:
     """What the ranks of one group tell each other: small, ready for JSON, rare.
 
-    `gather` is collective, every rank in the same order; `publish` and `look` wait for nobody. The ranks can be
-    processes (through the store of torch.distributed, on a connection of its own) or the virtual ranks of a
+    `gather` and `merged` are collective, every rank in the same order; `publish` and `look` wait for nobody. The ranks
+    can be processes (through the store of torch.distributed, on a connection of its own) or the virtual ranks of a
     `LocalWorld`. Any thread may call. Tuples come as lists. No wait is longer than `patience` seconds, whatever the
     timeout of the group; that of the line where it is None.
     """
@@ -46,40 +48,85 @@ class Control:
         timeout: float | None = None,
         stop: Callable[[], str | None] | None = None,
     ) -> list[object]:
-        """`value` of every rank, in rank order; `what` says in errors what the ranks were about to tell each other.
+        """`value` of every rank, in rank order; otherwise as `merged`."""
+        found = self.merged(value, list, what=what, timeout=timeout, stop=stop)
+        assert isinstance(found, list)
+        return found
+
+    def merged(
+        self,
+        value: object,
+        merge: Callable[[list[object]], object],
+        *,
+        what: str,
+        timeout: float | None = None,
+        stop: Callable[[], str | None] | None = None,
+    ) -> object:
+        """What rank 0 makes of the `value` of every rank.
+
+        Rank 0 alone reads all of them, or what the store moves would grow with the square of the ranks.
 
         Args:
             value: what JSON has a form for.
+            merge: of the values in rank order, on rank 0; makes what JSON has a form for.
+            what: what errors say that the ranks were about to tell each other.
             timeout: seconds, if less than `patience`.
             stop: asked while waiting; a reason that it returns ends the wait.
 
         Raises:
             TypeError: JSON has no form for `value`.
             TransportError: the store is gone, `stop` said so, or ranks (they are named) are gone, or did not answer in
-                time.
+                time; on other ranks also for what ended rank 0's part.
         """
         scope = self._line.scopes[self._prefix]
-        keys = [f"gather{scope.gathers}/{rank}" for rank in range(self.size)]
+        key, answer = f"gather{scope.gathers}/{{}}".format, f"gather{scope.gathers}/all"
         scope.gathers += 1
-        self.exchange({keys[self.rank]: value})
-        for key in scope.read:
-            self.forget(key)
-        scope.told.append(keys[self.rank])
-        found = self.collect(keys, what=what, timeout=timeout, stop=stop)
-        scope.read, scope.told = scope.told[:-1], scope.told[-1:]  # who has published this one has read those before
+        self.publish(key(self.rank), value)
+        if self.rank == 0:
+            keys = {rank: key(rank) for rank in range(self.size)}
+            return self._merge(keys, answer, merge, what=what, timeout=timeout, stop=stop)
+        self._await({0: answer}, what, self._within(timeout), stop, lambda: {r: key(r) for r in range(self.size)})
+        self.forget(key(self.rank))
+        told: Any = self.look(answer)
+        problem, found = told
+        if problem:
+            raise TransportError(problem)
         return found
+
+    def _merge(
+        self, keys: Mapping[int, str], answer: str, merge: Callable[[list[object]], object], *, what: str, **wait: Any
+    ) -> object:
+        """Rank 0's part: the others wait for its answer, so that it says what went wrong, too."""
+        try:
+            merged = decoded(encoded(merge(self.collect(keys, what=what, **wait))), what)  # as the others see it
+        except WorldAborted:  # they see that for themselves
+            raise
+        except BaseException as error:
+            told = (
+                str(error) if isinstance(error, TransportError) else f"{what}: rank 0: {type(error).__name__}: {error}"
+            )
+            with contextlib.suppress(TransportError):
+                self.publish(answer, (told, None))
+            raise
+        self.publish(answer, (None, merged))
+        scope = self._line.scopes[self._prefix]
+        for key in (keys[0], scope.answer):
+            if key is not None:  # who has published for this merge has read the answer of the last
+                self.forget(key)
+        scope.answer = answer
+        return merged
 
     def collect(
         self,
-        keys: Sequence[str],
+        keys: Mapping[int, str],
         *,
         what: str,
         timeout: float | None = None,
         stop: Callable[[], str | None] | None = None,
     ) -> list[object]:
-        """Wait until every rank has published its one of these keys, given in rank order; otherwise as `gather`."""
+        """Wait until each of these ranks has published its one of these keys, then read them; otherwise as `merged`."""
         self._await(keys, what, self._within(timeout), stop)
-        full = [self._prefix + key for key in keys]
+        full = [self._prefix + key for key in keys.values()]
         found = self._line.ask(lambda store: store.multi_get(full), self._within(ANSWER_SECONDS))
         return [decoded(data, key) for data, key in zip(found, full, strict=True)]
 
@@ -185,14 +232,25 @@ class Control:
     def _within(self, timeout: float | None) -> float:
         return self.patience if timeout is None else min(timeout, self.patience)
 
-    def _await(self, keys: Sequence[str], what: str, timeout: float, stop: Callable[[], str | None] | None) -> None:
+    def _await(
+        self,
+        wanted: Mapping[int, str],
+        what: str,
+        timeout: float,
+        stop: Callable[[], str | None] | None,
+        said: Callable[[], Mapping[int, str]] = dict,
+    ) -> None:
+        """Wait for the keys `wanted`, by rank; late are those that have not left their key of `said`, else of these."""
         begun, pause = time.monotonic(), FIRST_POLL_SECONDS
-        missing = list(range(self.size))
+        missing = list(wanted)
+
+        def there(keys: Sequence[str]) -> bool:
+            full = [self._prefix + key for key in keys]
+            left = begun + timeout - time.monotonic()
+            return self._line.ask(lambda store: store.check(full), min(max(left, LAST_SECONDS), ANSWER_SECONDS))
 
         def all_there(ranks: Sequence[int]) -> bool:
-            wanted = [self._prefix + keys[rank] for rank in ranks]
-            left = begun + timeout - time.monotonic()
-            return self._line.ask(lambda store: store.check(wanted), min(max(left, LAST_SECONDS), ANSWER_SECONDS))
+            return there([wanted[rank] for rank in ranks])
 
         while not all_there(missing):
             # Only the first that is missing is asked for again: cheap, however many ranks wait.
@@ -204,8 +262,9 @@ class Control:
                     break
                 error = hopeless if reason is None else TransportError(f"{what}: {reason}")
                 if error is None and now >= begun + timeout:
-                    silent = [str(rank) for rank in missing if not all_there([rank])]
-                    error = TransportError(f"{what}: no answer from rank {', '.join(silent)} within {timeout:g} s")
+                    silent = [rank for rank, key in (said() or wanted).items() if not there([key])] or missing
+                    late = ", ".join(map(str, silent))
+                    error = TransportError(f"{what}: no answer from rank {late} within {timeout:g} s")
                 if error is not None:
                     raise error
                 time.sleep(pause)

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from .transport import DONE, Fence, TransportError
 
@@ -20,6 +21,8 @@ LONGESTS = 4
 FIRST_SECONDS = 600.0
 # as many of the last transfers make the median
 RECENT = 128
+# As many that are not over are looked at in one poll: those behind run after them, and a long ring posts a thousand.
+LOOKS = 64
 
 Sizes = Sequence[tuple[int, int]]  # (peer, bytes) per message
 
@@ -69,7 +72,7 @@ class Deadlines:
     def __init__(self, seconds: float | None, *, ask_why: bool) -> None:
         self._seconds = seconds
         self._ask_why = ask_why
-        self._inbox: deque[Post] = deque()
+        self._inbox: deque[tuple[Any, ...]] = deque()  # what makes a Post
         self._pending: list[Post] = []
         self._durations: deque[float] = deque(maxlen=RECENT)
         self._longest: deque[float] = deque(maxlen=RECENT)  # without those that began their call
@@ -82,10 +85,12 @@ class Deadlines:
         self.failed: Post | None = None
         """The first transfer that failed, with its `problem`."""
 
-    def add(self, post: Post) -> None:
-        """Watch a transfer, from any thread; the hot path."""
-        self._inbox.append(post)
-        self.last = post.label
+    def add(
+        self, label: object, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes, now: float, call: int
+    ) -> None:
+        """Watch a transfer, from any thread; the hot path: a poll makes posts of all that came since the last one."""
+        self._inbox.append((label, fence, after, sent, received, now, call))
+        self.last = label
 
     @property
     def first(self) -> Post | None:
@@ -98,12 +103,20 @@ class Deadlines:
         return bool(self._pending or self._inbox)
 
     def poll(self, now: float) -> Post | None:
-        """Look at every transfer; the oldest that is late, if any."""
+        """Look at the transfers in the order of their posts; the oldest that is late, if any."""
+        pending, looked = self._pending, 0
+        left: list[Post] = []
         while self._inbox:
-            self._pending.append(self._inbox.popleft())
+            pending.append(Post(*self._inbox.popleft()))
         moved = self._moved
-        self._pending = [post for post in self._pending if not self._over(post, now, moved)]
-        for post in self._pending:
+        for post in pending:
+            if len(left) == LOOKS:
+                break
+            looked += 1
+            if not self._over(post, now, moved):
+                left.append(post)
+        self._pending = [*left, *pending[looked:]]  # in one step: another thread may ask for the first
+        for post in left:
             if post.ready is None and all(fence.done() for fence in post.after):
                 # Exact where nothing had to be waited for; else late by one poll at most.
                 post.ready = post.posted if all(fence is DONE for fence in post.after) else now

@@ -191,11 +191,13 @@ class NcclTransport:
             mine: object = None if drawn is None else [isinstance(drawn, bytes), *drawn]  # CuPy 14: bytes, 13: a tuple
         except RuntimeError as error:
             mine = f"NCCL of rank {first} draws no unique id: {error}"  # in its place, so that no rank waits for it
-        told: list[Any] = self._control.gather(mine, what="the unique ids of NCCL", timeout=self._timeout)
-        failed = [found for found in told if isinstance(found, str)]
-        if failed:
-            raise TransportError("; ".join(failed))
-        is_bytes, *numbers = told[first]
+        ids = self._control.fresh_scope("ids")  # not gathered: each communicator has one, and its members need no other
+        if self.rank == first:
+            ids.publish(str(first), mine)
+        told: list[Any] = ids.collect({first: str(first)}, what="the unique ids of NCCL", timeout=self._timeout)
+        if isinstance(told[0], str):
+            raise TransportError(told[0])
+        is_bytes, *numbers = told[0]
         return bytes(numbers) if is_bytes else tuple(numbers)
 
     def _place(self, message: Message) -> int:

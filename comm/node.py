@@ -53,8 +53,11 @@ def join_node(
     try:
         with Listener() as listener:
             context, card = _card(members, device, missing, listener)
-            told = control.gather(tuple(card), what="who is on this node", timeout=timeout)
-            cards = [Card.of(*one) for one in told]  # type: ignore[misc]
+            node = control.fresh_scope("cards")
+            node.publish(str(rank), tuple(card))
+            peers = {peer: str(peer) for peer in members}
+            told: list[Any] = node.collect(peers, what="who is on this node", timeout=timeout)
+            cards = {peer: Card.of(*one) for peer, one in zip(members, told, strict=True)}
             problem = problem_of(members, cards)
             if problem is None and context is not None:
                 try:
@@ -102,7 +105,7 @@ def _join(
         raise
 
 
-def problem_of(members: Sequence[int], cards: Sequence[Card]) -> str | None:
+def problem_of(members: Sequence[int], cards: Mapping[int, Card]) -> str | None:
     """Why these ranks cannot copy from each other, None where they can: the same words on every one of them."""
     mine = {rank: cards[rank] for rank in members}
     for rank, card in mine.items():

@@ -40,6 +40,8 @@ LATE_SECONDS = 0.02
 ASK_SECONDS = 0.25
 # A rank that is gone may have said something, and the watchdog of one that has returned may still answer, in this time.
 WORD_SECONDS = 0.6
+# Characters of a value, before its digest stands for the rest: a topology of 1,024 ranks has 5,000.
+LONG_TEXT = 200
 # As many ranks' words are looked at in one go: all ranks wait at once, and they have one store.
 LOOKS = 16
 
@@ -67,6 +69,12 @@ class _Call(NamedTuple):
 def digest_of(*parts: object) -> str:
     """Text that tells these parts from any others."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def brief(value: object) -> str:
+    """What tells a value from any other, in few words: every rank may read every other's."""
+    text = repr(value)
+    return text if len(text) <= LONG_TEXT else f"{text[:LONG_TEXT]}…, digest {digest_of(text)}"
 
 
 def difference(said: Mapping[int, Fields]) -> str | None:
@@ -157,7 +165,7 @@ class Preflight:
         """Count a call; unless it is the expected one, wait until all ranks have come to the same.
 
         Args:
-            fields: what a call keeps whenever it comes again, such as a layer's shapes.
+            fields: what a call keeps whenever it comes again, such as a layer's shapes; told as `brief` has it.
             values: what changes from batch to batch: expected to be what they were with these fields the last time.
             of: the number of the forward whose backward this is.
             always: wait for the others at the expected call, too: where nothing moves, nothing else would tell.
@@ -168,7 +176,7 @@ class Preflight:
             TransportError: a rank did not answer, `stop` said so, or the store is gone.
         """
         number = self.number + 1
-        texts, changing = ({name: repr(value) for name, value in (given or {}).items()} for given in (fields, values))
+        texts, changing = ({name: brief(value) for name, value in (given or {}).items()} for given in (fields, values))
         told = texts | changing | ({} if of is None else {"backward of call": str(of)})
         keys = digest_of(texts, None if of is None else number - of), digest_of(changing)
         verdict = None

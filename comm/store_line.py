@@ -41,8 +41,7 @@ class Scope:
     """What a line remembers of the keys below one prefix, whichever `Control` speaks of them."""
 
     gathers: int = 0  # how many there were: every rank counts the same
-    told: list[str] = field(default_factory=list)  # this rank's keys of gathers that others may still have to read
-    read: list[str] = field(default_factory=list)  # and those that all have read
+    answer: str | None = None  # rank 0's key of the last one, which others may still have to read
     fresh: dict[str, int] = field(default_factory=dict)  # name of a fresh scope -> how many there were
 
 

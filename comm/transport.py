@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -162,13 +163,18 @@ def _problem(peer: int, tensor: torch.Tensor, size: int, device: torch.device) -
     return None
 
 
+DEFLATED_BYTES = 512  # from here on deflating saves more than it costs: ranks say much the same
+ZLIB = b"x"  # what a deflated value begins with, and JSON never
+
+
 def encoded(value: object) -> bytes:
-    """A value as it goes to other ranks: JSON, for what comes from a network is data and never code.
+    """A value as it goes to other ranks: JSON, for what comes from a network is data and never code; long, deflated.
 
     Raises:
         TypeError: JSON has no such value.
     """
-    return json.dumps(value, separators=(",", ":")).encode()
+    data = json.dumps(value, separators=(",", ":")).encode()
+    return data if len(data) < DEFLATED_BYTES else zlib.compress(data)
 
 
 def decoded(data: bytes, what: str) -> object:
@@ -178,8 +184,8 @@ def decoded(data: bytes, what: str) -> object:
         TransportError: somebody else wrote it.
     """
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
+        return json.loads(zlib.decompress(data) if data[:1] == ZLIB else data)
+    except (ValueError, RecursionError, zlib.error) as error:
         raise TransportError(f"{what} is no JSON, so that no rank of ours has written it ({error})") from None
 
 

@@ -163,7 +163,7 @@ class Watch:
     def posted(self, label: object, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes) -> None:
         """A group of transfers was posted: `label` is what errors call it; (peer, bytes) per message. O(1), no lock."""
         if self.size > 1:
-            self._posts.add(Post(label, fence, after, sent, received, time.monotonic(), self._calls))
+            self._posts.add(label, fence, after, sent, received, time.monotonic(), self._calls)
 
     def span(self, kind: str) -> AbstractContextManager[None]:
         """Around "compute" or "wait", for the telemetry."""

@@ -33,7 +33,6 @@ from ..comm.gossip import Report
 from ..comm.kept import kept_of
 from ..comm.numbers import numbered
 from ..comm.nvml import discover, reader
-from ..comm.topology import ring_topology
 from ..comm.watch import ABORT_SECONDS, Watch, _within
 from ..comm.watchdog import open_watch, ring_control
 from ..kernels import PLAIN, Scores
@@ -162,7 +161,7 @@ class Ring:
         self._use(device)
         if not self._transports:
             if self.topology is None and device.type == "cuda" and not isinstance(self.group, LocalGroup):
-                self.topology = ring_topology(discover(self._shared(), device))
+                self.topology = discover(self._shared(), device)
                 self.slots, self.prefetch = depth_of(self.slots, self._prefetch, _hops(self.topology, self.size))
             self._transports = open_transports(
                 self.group,

@@ -6,7 +6,8 @@ import multiprocessing
 
 FORKED = multiprocessing.get_context("forkserver")
 # one list for all tests, since the first of them starts the server; symbolic shapes are torch's, for gradients
-FORKED.set_forkserver_preload([
+PRELOADED = [
     "torch.distributed.device_mesh", "torch.fx.experimental.symbolic_shapes", "ringattn.ring", "ringattn.comm.watchdog",
     "pytest",
-])  # fmt: skip
+]  # fmt: skip
+FORKED.set_forkserver_preload(PRELOADED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,20 @@ from . import baselines
 from .baselines import PLAIN, Modified, Results
 from .tolerance import assert_as_exact_as_pytorch
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] == "0" else "cpu")
+DEVICE: torch.device
 """Where the kernels run: ``TRITON_INTERPRET=0 pytest tests/test_kernels.py tests/test_kernel_scores.py`` on a GPU."""
 
-DTYPES = (torch.float16, torch.float32, *((torch.bfloat16,) if DEVICE.type == "cuda" else ()))
+DTYPES: tuple[torch.dtype, ...]
 """What the interpreter computes; it takes bfloat16 for integers."""
+
+
+def __getattr__(name: str) -> Any:
+    """DEVICE and DTYPES for who asks: to look for a GPU keeps the processes that this one forks from using it."""
+    if name not in ("DEVICE", "DTYPES"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    device = torch.device("cuda" if torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] == "0" else "cpu")
+    dtypes = (torch.float16, torch.float32, *((torch.bfloat16,) if device.type == "cuda" else ()))
+    return device if name == "DEVICE" else dtypes
 
 
 @dataclass(frozen=True)
@@ -157,8 +166,9 @@ def pytorch(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None
 def ours(
     x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, config: KernelConfig | None = None
 ) -> Results:
-    q, k, v, dout, dlse = (t.to(DEVICE) for t in x)
-    bounds = bounds.to(DEVICE)
+    device = __getattr__("DEVICE")
+    q, k, v, dout, dlse = (t.to(device) for t in x)
+    bounds = bounds.to(device)
     out, lse = attention_forward(q, k, v, bounds=bounds, softmax_scale=softmax_scale, config=config)
     dq, dk, dv = attention_backward(
         dout, q, k, v, out, lse, dlse=dlse, bounds=bounds, softmax_scale=softmax_scale, config=config

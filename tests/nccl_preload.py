@@ -72,11 +72,6 @@ def cannot_share(environment: Mapping[str, str] = os.environ) -> str | None:
     return f"ranks that share a GPU need NCCL 2.30, {path} is {found}: name a newer one in {VARIABLE}"
 
 
-def sharing(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What to add to the environment of ranks that share a GPU by NCCL."""
-    return {VARIABLE: str(library(environment)), "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-
-
 def preload(environment: Mapping[str, str] = os.environ) -> None:
     """Load the library that the variable names, where it names one: before torch does."""
     if environment.get(VARIABLE):

@@ -5,27 +5,36 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import UUID
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from ringattn.comm import LocalGroup, LocalWorld, TransportError, WorldAborted, store_line
+from ringattn.comm import Limits, LocalGroup, LocalWorld, Topology, TransportError, WorldAborted, nvml, store_line
+from ringattn.comm.choice import choose, wish_of
 from ringattn.comm.control import Control, control_of
 from ringattn.comm.liveness import has_ended, own_process
 from ringattn.comm.mailboxes import Hub
+from ringattn.comm.places import Place
+from ringattn.comm.topology import ring_topology
 
+from .clusters import hgx
 from .forked import FORKED
 
 T = TypeVar("T")
@@ -131,6 +140,26 @@ def test_scopes_have_keys_of_their_own() -> None:
     # counted per scope and not per object: a second object of a scope does not read what the first one gathered
     assert control.scope("a").gather(1, what="x") == [1]
     assert control.scope("a").gather(2, what="x") == [2]
+
+
+def test_rank_0_merges_for_all_and_tells_all_what_ended_it() -> None:
+    def merge(values: list[object]) -> object:
+        if None in values:
+            raise ValueError("a rank said nothing")
+        return {"values": tuple(values)}
+
+    def ends(control: Control) -> str:
+        with pytest.raises((ValueError, TransportError)) as caught:
+            control.merged(control.rank or None, merge, what="shapes")
+        return f"{caught.type.__name__}: {caught.value}"
+
+    store = HashStore()
+    controls = [opened(store, rank, 3) for rank in range(3)]
+    found = on_all(controls, lambda control: control.merged(control.rank, merge, what="shapes"))
+    assert found == [{"values": [0, 1, 2]}] * 3
+    told = "TransportError: shapes: rank 0: ValueError: a rank said nothing"
+    assert on_all(controls, ends) == ["ValueError: a rank said nothing", told, told]
+    assert on_all(controls, lambda control: control.gather(control.rank, what="turns")) == [[0, 1, 2]] * 3
 
 
 def test_late_ranks_are_named() -> None:
@@ -315,7 +344,7 @@ def test_what_a_rank_left_before_it_returned_counts(moments: dict[int, int], mon
     monkeypatch.setattr(line, "ask", asking)
     control = Control(line, 0, 3, "test/")
     control.publish("0", 0)
-    assert control.collect(["0", "1", "2"], what="a test", timeout=5.0) == [0, 1, 2]
+    assert control.collect({0: "0", 1: "1", 2: "2"}, what="a test", timeout=5.0) == [0, 1, 2]
 
 
 class Bomb:
@@ -327,7 +356,7 @@ class Bomb:
         return setattr, (Bomb, "went_off", True)
 
 
-@pytest.mark.parametrize("found", [pickle.dumps(Bomb()), b"[" * 100_000, b"\xff", b""])
+@pytest.mark.parametrize("found", [pickle.dumps(Bomb()), b"[" * 100_000, b"\xff", b"x", b""])
 def test_what_another_process_puts_into_the_store_is_never_run(found: bytes) -> None:
     store = HashStore()
     control = opened(store, 0, 2)
@@ -435,3 +464,95 @@ def test_attempts_of_a_job_that_share_a_store_do_not_read_each_other(monkeypatch
         for line in lines:
             line.close()
     assert prefixes[1] == prefixes[2] != prefixes[0]
+
+
+MANY = 1024
+MOST_BYTES = 3e6
+
+
+class CountingStore:
+    """A store in memory: what goes in and out of it is counted, keys and values; numbers as 8 bytes."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, bytes] = {}
+        self.nbytes = self.sets = 0
+        self.answered = threading.Event()  # when all have said something, and rank 0 more
+
+    def set(self, key: str, value: bytes) -> None:
+        self.data[key] = value
+        self.nbytes += len(key) + len(value)
+        self.sets += 1
+        if self.sets > MANY:
+            self.answered.set()
+
+    def get(self, key: str) -> bytes:
+        self.nbytes += len(key) + len(self.data[key])
+        return self.data[key]
+
+    def check(self, keys: list[str]) -> bool:
+        self.nbytes += sum(map(len, keys))
+        return all(key in self.data for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def delete_key(self, key: str) -> bool:
+        self.nbytes += len(key)
+        return self.data.pop(key, None) is not None
+
+
+class CountedLine(store_line.LocalLine):
+    """One of many ranks' ways to a store that counts."""
+
+    def __init__(self, store: CountingStore, lock: threading.Lock) -> None:
+        self.patience, self.published = 60.0, set()
+        self.scopes = defaultdict(store_line.Scope)
+        self.store, self._lock = store, lock
+
+    def ask(self, do: Callable[[Any], T], timeout: float) -> T:
+        with self._lock:
+            return do(self.store)
+
+    def hopeless(self, missing: Sequence[int]) -> None:
+        return None
+
+
+def of_many(fn: Callable[[Control], T], monkeypatch: pytest.MonkeyPatch) -> tuple[list[T], CountingStore]:
+    """What every rank returns; rank 0 comes last, and the others look again when it has answered."""
+    store, lock = CountingStore(), threading.Lock()
+    prefix = f"ringattn/{'0' * 32}/default_pg/1/ring1/"
+    controls = [Control(CountedLine(store, lock), rank, MANY, prefix) for rank in range(MANY)]
+    pause = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: store.answered.wait(60))
+    with ThreadPoolExecutor(MANY) as pool:
+        others = [pool.submit(fn, control) for control in controls[1:]]
+        while store.sets < MANY - 1:
+            pause(1e-3)
+        return [fn(controls[0]), *(other.result() for other in others)], store
+
+
+def places_of_many() -> list[Place]:
+    """Nodes of eight GPUs and nine NICs, each with names and numbers of its own, dealt out in turn."""
+    drawn = random.Random(0)
+    hosts = [f"gpu-{node:03}.cluster.example/{drawn.getrandbits(32):08x}" for node in range(MANY // 8)]
+    nodes = [[replace(place, gpu=f"GPU-{UUID(int=drawn.getrandbits(128))}") for place in hgx(host)] for host in hosts]
+    return [place for rail in zip(*nodes, strict=True) for place in rail]
+
+
+@pytest.mark.parametrize("step", ["discover", "choice of a transport", "words that all went well"])
+def test_what_a_thousand_ranks_move_to_start(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that goes into the store and out of it, each rank's reading of what rank 0 answers included."""
+    places = places_of_many()
+    wish = wish_of(None, "auto", torch.device("cuda"), Topology.grid(MANY // 8, 8), Limits())
+    wish = wish._replace(problems=dict.fromkeys(wish.problems))
+    monkeypatch.setattr(nvml, "place_of", lambda rank: places[rank])
+    steps: dict[str, Callable[[Control], Any]] = {
+        "discover": lambda control: nvml.discover(control, control.rank),  # type: ignore[arg-type]
+        "choice of a transport": lambda control: choose(control, wish, 2),
+        "words that all went well": lambda control: control.gather(None, what="whether it works"),
+    }
+    found, store = of_many(steps[step], monkeypatch)
+    assert all(one == found[0] for one in found)
+    assert step != "discover" or found[0] == ring_topology(places)
+    assert store.nbytes <= MOST_BYTES, f"{store.nbytes / 1e6:.2f} MB"
+    assert [key.rpartition("/")[2] for key in store.data] == ["all"]  # the rest is taken out again

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
-from ringattn.comm.deadlines import FIRST_SECONDS, LEAST_SECONDS, LONGESTS, MEDIANS, NEVER, Deadlines, Post
+from ringattn.comm import deadlines as module
+from ringattn.comm.deadlines import FIRST_SECONDS, LEAST_SECONDS, LONGESTS, LOOKS, MEDIANS, NEVER, Deadlines, Post
 
 from .watch_cases import Transfer
 
@@ -13,13 +17,14 @@ CPU = torch.device("cpu")
 
 def post(
     fence: Transfer, *, after: tuple[Transfer, ...] = (), now: float = 0.0, call: int = 1, label: str = "hop 1"
-) -> Post:
-    return Post(label, fence, after, [(1, 64)], [(2, 32)], now, call)
+) -> tuple[Any, ...]:
+    """The arguments of a Post."""
+    return (label, fence, after, [(1, 64)], [(2, 32)], now, call)
 
 
 def test_a_clock_starts_when_what_a_transfer_waits_for_is_over() -> None:
     deadlines, before, fence = Deadlines(3.0, ask_why=True), Transfer(), Transfer()
-    deadlines.add(post(fence, after=(before,), now=0.0))
+    deadlines.add(*post(fence, after=(before,), now=0.0))
     assert deadlines.poll(100.0) is None  # however long that takes
     before.finish()
     assert deadlines.poll(101.0) is None
@@ -33,7 +38,7 @@ def test_a_clock_starts_when_what_a_transfer_waits_for_is_over() -> None:
 
 def test_a_clock_starts_at_once_where_there_is_nothing_to_wait_for() -> None:
     deadlines = Deadlines(3.0, ask_why=True)
-    deadlines.add(post(Transfer(), now=10.0))
+    deadlines.add(*post(Transfer(), now=10.0))
     assert deadlines.poll(12.9) is None  # the first look, long after the post
     assert deadlines.poll(13.0) is not None
 
@@ -41,7 +46,7 @@ def test_a_clock_starts_at_once_where_there_is_nothing_to_wait_for() -> None:
 def test_the_oldest_that_is_late_is_named() -> None:
     deadlines = Deadlines(3.0, ask_why=True)
     for number in range(3):
-        deadlines.add(post(Transfer(), now=float(number), label=f"hop {number}"))
+        deadlines.add(*post(Transfer(), now=float(number), label=f"hop {number}"))
     late = deadlines.poll(100.0)
     assert late is not None and late.label == "hop 0"
     assert deadlines.first is late
@@ -50,40 +55,40 @@ def test_the_oldest_that_is_late_is_named() -> None:
 
 def test_without_a_deadline_it_is_many_times_the_median() -> None:
     deadlines = Deadlines(None, ask_why=True)
-    assert deadlines.limit(post(Transfer())) == FIRST_SECONDS
+    assert deadlines.limit(Post(*post(Transfer()))) == FIRST_SECONDS
     for _ in range(9):
         fence = Transfer()
         fence.finish()
-        deadlines.add(post(fence, now=10.0))
+        deadlines.add(*post(fence, now=10.0))
     deadlines.poll(12.0)  # 2 s each
-    assert deadlines.limit(post(Transfer())) == MEDIANS * 2.0
-    assert deadlines.limit(post(Transfer(), call=2)) == FIRST_SECONDS  # ranks may enter a call late
+    assert deadlines.limit(Post(*post(Transfer()))) == MEDIANS * 2.0
+    assert deadlines.limit(Post(*post(Transfer(), call=2))) == FIRST_SECONDS  # ranks may enter a call late
     fence = Transfer()
     fence.finish()
-    deadlines.add(post(fence, now=12.0, call=2))
+    deadlines.add(*post(fence, now=12.0, call=2))
     deadlines.poll(12.1)
-    assert deadlines.limit(post(Transfer(), call=2)) == MEDIANS * 2.0
+    assert deadlines.limit(Post(*post(Transfer(), call=2))) == MEDIANS * 2.0
 
 
 def test_short_hops_leave_room_for_a_pause() -> None:
     deadlines = Deadlines(None, ask_why=True)
     fence = Transfer()
     fence.finish()
-    deadlines.add(post(fence))
+    deadlines.add(*post(fence))
     deadlines.poll(1e-3)
-    assert deadlines.limit(post(Transfer())) == LEAST_SECONDS
+    assert deadlines.limit(Post(*post(Transfer()))) == LEAST_SECONDS
 
 
 def test_never_late() -> None:
     deadlines = Deadlines(NEVER, ask_why=True)
-    deadlines.add(post(Transfer()))
+    deadlines.add(*post(Transfer()))
     assert deadlines.poll(1e9) is None
 
 
 def test_a_transfer_that_failed_is_kept_with_its_reason() -> None:
     deadlines, good, bad = Deadlines(3.0, ask_why=True), Transfer(), Transfer()
-    deadlines.add(post(good))
-    deadlines.add(post(bad))
+    deadlines.add(*post(good))
+    deadlines.add(*post(bad))
     good.finish()
     bad.finish("closed by rank 2")
     deadlines.poll(1.0)
@@ -94,7 +99,7 @@ def test_a_transfer_that_failed_is_kept_with_its_reason() -> None:
 
 def test_a_fence_of_a_stream_is_never_waited_for() -> None:
     deadlines, fence = Deadlines(3.0, ask_why=False), Transfer()
-    deadlines.add(post(fence))
+    deadlines.add(*post(fence))
     fence.finish("waiting for it would raise")
     assert deadlines.poll(1.0) is None
     assert deadlines.failed is None
@@ -112,16 +117,16 @@ def after_many(durations: float) -> Deadlines:
     for _ in range(20):
         fence = Transfer()
         fence.finish()
-        deadlines.add(post(fence, now=0.0))
-        deadlines.add(post(fence, now=0.0, label="hop 2"))
+        deadlines.add(*post(fence, now=0.0))
+        deadlines.add(*post(fence, now=0.0, label="hop 2"))
     deadlines.poll(durations)
     return deadlines
 
 
 def test_a_transfer_that_never_was_over_waits_for_ranks_that_compile() -> None:
     deadlines, first, second = Deadlines(None, ask_why=True), Transfer(), Transfer()
-    deadlines.add(post(first))
-    deadlines.add(post(second, label="hop 2"))
+    deadlines.add(*post(first))
+    deadlines.add(*post(second, label="hop 2"))
     first.finish()
     assert deadlines.poll(0.1) is None
     assert deadlines.poll(0.1 + FIRST_SECONDS - 1) is None
@@ -130,8 +135,8 @@ def test_a_transfer_that_never_was_over_waits_for_ranks_that_compile() -> None:
 
 def test_a_rank_that_comes_late_does_not_make_what_was_posted_ahead_late() -> None:
     deadlines, first, second = after_many(0.01), Transfer(), Transfer()
-    deadlines.add(post(first, now=10.0, call=2))
-    deadlines.add(post(second, now=10.0, call=2, label="hop 2"))
+    deadlines.add(*post(first, now=10.0, call=2))
+    deadlines.add(*post(second, now=10.0, call=2, label="hop 2"))
     assert deadlines.poll(129.0) is None
     first.finish()
     assert deadlines.poll(130.0) is None
@@ -141,7 +146,7 @@ def test_a_rank_that_comes_late_does_not_make_what_was_posted_ahead_late() -> No
 def test_transfers_of_one_queue_have_a_clock_each() -> None:
     deadlines, fences = Deadlines(30.0, ask_why=True), [Transfer() for _ in range(16)]
     for fence in fences:
-        deadlines.add(post(fence))
+        deadlines.add(*post(fence))
     for number, fence in enumerate(fences):
         assert deadlines.poll(3.0 * number + 2.9) is None
         fence.finish()
@@ -150,8 +155,38 @@ def test_transfers_of_one_queue_have_a_clock_each() -> None:
 
 def test_hops_may_be_long_once_they_were() -> None:
     deadlines, slow = after_many(0.01), Transfer()
-    deadlines.add(post(slow, now=1.0))
+    deadlines.add(*post(slow, now=1.0))
     assert deadlines.poll(51.0) is None
     slow.finish()
     deadlines.poll(51.0)
-    assert deadlines.limit(post(Transfer())) == LONGESTS * 50.0
+    assert deadlines.limit(Post(*post(Transfer()))) == LONGESTS * 50.0
+
+
+def test_a_long_ring_s_posts_are_taken_over_in_one_go_and_looked_at_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever posts makes no Post, and a poll does not ask a thousand events."""
+    made, asked = [0], [0]
+
+    class Counted(Post):
+        def __init__(self, *given: Any) -> None:
+            made[0] += 1
+            super().__init__(*given)
+
+    class Asked(Transfer):
+        def done(self) -> bool:
+            asked[0] += 1
+            return super().done()
+
+    monkeypatch.setattr(module, "Post", Counted)
+    deadlines, fences = Deadlines(3.0, ask_why=False), [Asked() for _ in range(1023)]
+    for fence in fences:
+        deadlines.add(*post(fence))
+    assert made == [0]
+    assert deadlines.poll(1.0) is None
+    assert (made, asked) == ([1023], [LOOKS])
+    for fence in fences[:500]:
+        fence.finish()
+    assert deadlines.poll(2.0) is None
+    assert asked == [LOOKS + 500 + LOOKS]
+    assert deadlines.first is not None and deadlines.first.fence is fences[500]
+    late = deadlines.poll(5.0)
+    assert late is not None and late.fence is fences[500]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,12 @@ class Peers:
         self.change: dict[str, object] = {}  # field of the peers' wish, or name of a transport -> its value there
         monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
 
-    def gather(self, value: tuple[object, ...], *, what: str) -> list[tuple[object, ...]]:
+    def merged(self, value: tuple[object, ...], merge: Callable[[list[Any]], object], *, what: str) -> object:
         wish = Wish(*value)  # type: ignore[arg-type]
         fields = {name: there for name, there in self.change.items() if name in Wish._fields and name != "problems"}
         problems = {name: self.change.get(name, problem) for name, problem in wish.problems.items()}
-        return [value] + [tuple(wish._replace(**fields, problems=problems))] * self.others  # type: ignore[arg-type]
+        theirs = tuple(wish._replace(**fields, problems=problems))  # type: ignore[arg-type]
+        return merge([value] + [theirs] * self.others)
 
     def choose(
         self, transport: str, device: torch.device, limits: Limits = NO_LIMITS, levels: int = 1

@@ -140,9 +140,10 @@ CARDS = [Card((0, 1), None, "a", "host-a", "0"), Card((0, 1), None, "a", "host-a
 def test_problems(index: int, change: dict[str, Any], problem: str | None) -> None:
     cards = list(CARDS)
     cards[index] = cards[index]._replace(**change)
-    found = problem_of((0, 1), cards)
+    found = problem_of((0, 1), dict(enumerate(cards)))
     assert found is None if problem is None else found is not None and problem in found
 
 
 def test_what_is_wrong_elsewhere_is_no_problem_here() -> None:
-    assert problem_of((0, 1), [*CARDS, node.Card((2,), "it is broken", "b")]) is None
+    cards = [*CARDS, node.Card((2,), "it is broken", "b")]
+    assert problem_of((0, 1), dict(enumerate(cards))) is None

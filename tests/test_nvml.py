@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ringattn.bench import provenance
-from ringattn.comm import nvml
+from ringattn.comm import LocalGroup, LocalWorld, Topology, nvml
+from ringattn.comm.control import control_of
 from ringattn.comm.places import SWITCH, Nic, NvLink, Place
-from ringattn.comm.topology import ring_topology
 
 GPU = torch.device("cuda", 1)
 CPU = torch.device("cpu")
@@ -289,11 +289,13 @@ def test_this_machine() -> None:
 
 
 def test_discover() -> None:
-    class Control:
-        def gather(self, value: object, *, what: str) -> list[object]:
-            assert what == "the places of the ranks"
-            return [value, value]
+    """Rank 0 knows the places, the others the order that it has found."""
 
-    places = nvml.discover(Control(), CPU)
-    assert places == (nvml.place_of(CPU),) * 2
-    assert ring_topology(places).nodes == ((0, 1),)
+    def fn(group: LocalGroup) -> tuple[Topology, tuple[Place, ...]]:
+        return nvml.discover(control_of(group), CPU), nvml.places_of(control_of(group), CPU)
+
+    with LocalWorld(2, device=CPU) as world:
+        (first, places), (second, same) = world.run(fn)
+    assert first == second == Topology(((0, 1),))
+    assert first.places == places == same == (nvml.place_of(CPU),) * 2
+    assert second.places == ()

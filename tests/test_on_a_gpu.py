@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 import torch
 
+from ringattn.bench import launching
 from ringattn.comm import LocalGroup, LocalWorld, Transport
 from ringattn.comm.control import control_of
 from ringattn.comm.copy_engine import CopyEngineTransport, copy_engine_missing
@@ -63,6 +64,10 @@ def sharing(transport: str, world: int) -> bool:
     return transport == "nccl" and world > torch.cuda.device_count()
 
 
+def environment_of_sharing(world: int) -> dict[str, str]:
+    return {nccl_preload.VARIABLE: str(nccl_preload.library()), **launching.sharing(world, torch.cuda.device_count())}
+
+
 @dataclass
 class Ended:
     """What ranks left behind."""
@@ -84,16 +89,17 @@ class Ended:
         assert not failed, "\n".join([*failed, self.errors[-2000:]])
 
 
-def run_ranks(part: str, transport: str, world: int, folder: Path, *, share: bool = False) -> Ended:
+def run_ranks(part: str, transport: str, world: int, folder: Path) -> Ended:
     """Run them to their end, or kill them when their time is over."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0" if torch.cuda.is_available() else "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
-        **(nccl_preload.sharing() if share else {}),
+        **(environment_of_sharing(world) if sharing(transport, world) else {}),
     }
-    command = [sys.executable, "-m", "tests.nccl_preload", "tests.gpu_ranks", part, transport, str(world), str(folder)]
+    chain = ["tests.nccl_preload", *([] if torch.cuda.is_available() else ["tests.poisoned_fork"]), "tests.gpu_ranks"]
+    command = [sys.executable, "-m", *chain, part, transport, str(world), str(folder)]
     with (folder / "errors").open("w+") as errors:
         ranks = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=errors, start_new_session=True)
         try:
@@ -141,7 +147,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
             pytest.skip(reason)
         if (part, transport, world) not in _ENDED:
             folder = tmp_path_factory.mktemp(f"{part}-{transport}-{world}")
-            _ENDED[part, transport, world] = run_ranks(part, transport, world, folder, share=sharing(transport, world))
+            _ENDED[part, transport, world] = run_ranks(part, transport, world, folder)
         return _ENDED[part, transport, world]
 
     return of
@@ -224,6 +230,28 @@ def test_transfers_on_the_cpu(tmp_path: Path) -> None:
         found.check(name)
 
 
+FORKING = ("gpu_ranks", "group_cases", "kernel_mutants", "wait_mutants", "mutants", "fuzz_ranks", "forked")
+IMPORTS = """
+import importlib, sys
+from tests import poisoned_fork
+poisoned_fork.install()
+for name in sys.argv[1:]:
+    importlib.import_module(f"tests.{name}")
+from tests.forked import PRELOADED
+for name in PRELOADED:
+    importlib.import_module(name)
+print(*poisoned_fork.first)
+"""
+
+
+def test_no_gpu_is_asked_for_before_a_fork() -> None:
+    """Imports alone keep nobody's forks from CUDA, of whatever forks."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", IMPORTS, *FORKING]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert not done.stdout.strip(), done.stdout
+
+
 @on_the_cpu
 def test_a_kill_on_the_cpu(tmp_path: Path) -> None:
     check_kill(run_ranks("kill", "process_group", 3, tmp_path), {1})
@@ -273,6 +301,46 @@ def test_versions_of_nccl(code: int, version: tuple[int, int, int]) -> None:
     assert (version >= nccl_preload.SHARING) == (code == 23003)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "ctas"),
+    [(1, 1, None), (2, 0, None), (4, 4, None), (2, 1, ""), (4, 2, ""), (3, 1, "4"), (5, 2, "4")],
+)
+def test_more_than_two_ranks_of_a_gpu_bound_their_ctas(
+    ranks: int, gpus: int, ctas: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS"):
+        monkeypatch.delenv(name, raising=False)
+    bound = {"NCCL_MAX_CTAS": ctas} if ctas else {}
+    assert launching.sharing(ranks, gpus) == ({} if ctas is None else {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **bound})
+    monkeypatch.setenv("NCCL_MAX_CTAS", "2")
+    assert launching.sharing(ranks, gpus).get("NCCL_MAX_CTAS") == ("2" if ctas else None)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_ranks_of_the_harness_have_what_sharing_takes(
+    world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine with one GPU and a NCCL that lets ranks share it."""
+    given: list[dict[str, str]] = []
+
+    class Started:
+        def __init__(self, command: list[str], *, env: dict[str, str], **_: object) -> None:
+            given.append(env)
+
+        def wait(self, seconds: float | None = None) -> None: ...
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(nccl_preload, "library", lambda: tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    run_ranks("rings", "nccl", world, tmp_path)
+    (found,) = given
+    assert (found["NCCL_MULTI_RANK_GPU_ENABLE"], found[nccl_preload.VARIABLE]) == ("1", str(tmp_path))
+    assert found.get("NCCL_MAX_CTAS") == {2: None, 4: "4"}[world]
+
+
 @pytest.fixture
 def fake_nccl(tmp_path: Path) -> Callable[[int], Path]:
     """A library that says a version."""
@@ -297,7 +365,6 @@ def test_a_library_by_name(fake_nccl: Callable[[int], Path]) -> None:
     assert re.search(r"need NCCL 2\.30, .* is 2\.28\.9: name a newer one", nccl_preload.cannot_share(named) or "")
     fake_nccl(23203)
     assert nccl_preload.cannot_share(named) is None
-    assert nccl_preload.sharing(named) == {**named, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
 def test_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

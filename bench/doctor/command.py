@@ -68,7 +68,7 @@ def examine(ranks: Ranks, own: Facts, shape: Shape, nbytes: int, report: Report,
     report.device = ranks.device
     try:
         everyone = [Facts(**one) for one in ranks.together("versions and settings", lambda: asdict(own))]
-        report.ring = ring = ring_topology(nvml.discover(ranks.control, ranks.device))
+        report.ring = ring = ring_topology(nvml.places_of(ranks.control, ranks.device))
         for finding in machine(everyone, ring, ranks.device):
             report.tell(finding)
         doing("sending patterned bytes over every edge")
