@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from ringattn.comm.deadlines import FIRST_SECONDS, LEAST_SECONDS, LONGESTS, MEDIANS, NEVER, Deadlines, Post
@@ -155,3 +156,19 @@ def test_hops_may_be_long_once_they_were() -> None:
     slow.finish()
     deadlines.poll(51.0)
     assert deadlines.limit(post(Transfer())) == LONGESTS * 50.0
+
+
+@pytest.mark.parametrize("what", ["the transfer", "what it waits for"])
+def test_a_device_that_failed_is_the_reason(what: str) -> None:
+    """Its transfers are not over, and no deadline has to pass."""
+    deadlines, fences = Deadlines(NEVER, ask_why=False), [Transfer(), Transfer()]
+
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    fences[what != "the transfer"].done = fail  # type: ignore[method-assign]
+    deadlines.add(post(fences[0], after=(fences[1],)))
+    deadlines.add(post(fences[0], label="hop 2"))
+    assert deadlines.poll(1.0) is None
+    assert deadlines.failed is not None and deadlines.failed.label == "hop 1"
+    assert deadlines.failed.problem == "CUDA error: an illegal memory access was encountered"
