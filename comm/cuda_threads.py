@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import functools
 import logging
@@ -50,6 +51,21 @@ def start(do: Callable[[], object], device: torch.device, name: str) -> threadin
     thread = threading.Thread(target=run, name=f"ringattn-{name}", daemon=True)
     thread.start()
     return thread
+
+
+def start_collected(do: Callable[[], object], device: torch.device) -> threading.Event:
+    """`start` for finalizers: garbage may be collected while `threading` holds its locks. Set when it is over."""
+    over = threading.Event()
+
+    def run() -> None:
+        try:
+            with on_device(device):
+                do()
+        finally:
+            over.set()
+
+    _thread.start_new_thread(run, ())
+    return over
 
 
 def within(seconds: float, do: Callable[[], object], device: torch.device, name: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .control import Control
-from .cuda_threads import start, within
+from .cuda_threads import start, start_collected, within
 from .lanes import StreamFence, StreamLane, passed
 from .limits import NO_LIMITS, Limits
 from .nccl_library import ConfiguredCommunicator, cta_bounds, overridden, several_loaded
@@ -155,7 +155,7 @@ class NcclTransport:
 
     def close(self) -> None:
         """Give the communicator back once this rank's transfers are over; abort it if they are not, in time."""
-        drained = passed(self._last, self._timeout)
+        drained = bool(self._ended) or passed(self._last, self._timeout)
         comm = self._end(str(closed(self.name, self.rank)))
         if comm is None:
             return
@@ -265,9 +265,9 @@ def _abort(nccl: Any, comm: Any, calling: threading.Lock) -> None:
 def _drop(nccl: Any, comm: Any, calling: threading.Lock, device: torch.device, process: int) -> None:
     """Abort what nobody closed, without holding up whoever collects it; the end of the process waits a little."""
     if os.getpid() == process:  # in a fork it is the parent's
-        thread = start(partial(_abort, nccl, comm, calling), device, "nccl-dropped")
+        over = start_collected(partial(_abort, nccl, comm, calling), device)
         if not threading.main_thread().is_alive():
-            thread.join(FAREWELL_SECONDS)
+            over.wait(FAREWELL_SECONDS)
 
 
 def _abandon(joined: list[Any]) -> None:

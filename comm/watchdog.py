@@ -68,11 +68,13 @@ class Watchdog:
 
 
 def _tick(watch: Watch) -> None:
+    rank = watch.rank
     try:
         with on_device(watch.device):
             watch.tick()
+            del watch  # nobody else may hold it any more: what it holds is freed here
     except Exception:  # a fault in here must not end the watch over the other rings
-        logger.exception("the watchdog of rank %d failed", watch.rank)
+        logger.exception("the watchdog of rank %d failed", rank)
 
 
 _WATCHDOG = Watchdog()

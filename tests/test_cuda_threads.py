@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from ringattn.comm import DONE, cuda_threads, kept
 from ringattn.comm.cuda_threads import exchange_capture_mode, on_device, start, within
 from ringattn.comm.lanes import StreamLane
+from ringattn.comm.warm_up import WarmUp
 from ringattn.comm.watch import Watch
 from ringattn.comm.watchdog import _tick
 
@@ -25,7 +27,7 @@ COMM = Path(cuda_threads.__file__).parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
 THREADS = {
-    "cuda_threads.py": 1,
+    "cuda_threads.py": 2,
     "host_stream.py": 1,  # transfers of the CPU
     "store_line.py": 1,  # sockets
     "warm_up.py": 1,  # a timer, which aborts on the transport's device
@@ -106,6 +108,35 @@ def test_a_tick_beside_a_capture_and_on_another_device(device: Device) -> None:
     assert watch.stopped() is None and not watch._posts.busy and not watch._news.spans._running
 
 
+def test_what_the_watchdog_frees_is_freed_on_its_device(device: Device) -> None:
+    """A ring that goes while it is looked at."""
+
+    class Watched:
+        rank, device, tick = 0, CUDA, staticmethod(lambda: None)
+
+        def __del__(self) -> None:
+            freed.append(place(device))
+
+    freed: list[tuple[int, int]] = []
+    watches: Any = [Watched()]
+    _tick(watches.pop())
+    assert freed == [(1, THREAD_LOCAL)]
+
+
+def test_a_warm_up_that_hangs_is_aborted_on_its_device(device: Device) -> None:
+    class Transport:
+        def abort(self, reason: str) -> None:
+            seen.append(place(device))
+            aborted.set()
+
+    seen: list[tuple[int, int]] = []
+    transport: Any = Transport()
+    aborted = threading.Event()
+    with WarmUp(CUDA, 0.01)._deadline(transport):
+        assert aborted.wait(5)
+    assert seen == [(1, THREAD_LOCAL)]
+
+
 def test_a_ring_whose_group_is_gone_is_closed_on_its_device(device: Device) -> None:
     class Ring:
         def close(self) -> None:
@@ -132,7 +163,7 @@ def test_nothing_in_comm_goes_past_them() -> None:
     for path in COMM.glob("*.py"):
         for call, placed in calls(ast.parse(path.read_text())):
             name = ast.unparse(call.func)
-            if name in ("threading.Thread", "threading.Timer"):
+            if name in ("threading.Thread", "threading.Timer", "_thread.start_new_thread"):
                 threads[path.name] += 1
             if name.endswith((".query", ".elapsed_time", "event.synchronize", "end.synchronize")):
                 assert placed, f"{path.name}:{call.lineno}: {name} on whatever device is current"
