@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import functools
 import logging
@@ -30,7 +29,7 @@ def on_device(device: torch.device) -> Iterator[None]:
     global mode: a query by any thread that has not exchanged its own mode fails the capture. PyTorch's watchdog
     exchanges it in the same way. Does nothing on the CPU and in a process that has not used CUDA.
     """
-    if device.type != "cuda" or not torch.cuda.is_initialized():
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield
         return
     with torch.cuda.device(device):
@@ -51,21 +50,6 @@ def start(do: Callable[[], object], device: torch.device, name: str) -> threadin
     thread = threading.Thread(target=run, name=f"ringattn-{name}", daemon=True)
     thread.start()
     return thread
-
-
-def start_collected(do: Callable[[], object], device: torch.device) -> threading.Event:
-    """`start` for finalizers: garbage may be collected while `threading` holds its locks. Set when it is over."""
-    over = threading.Event()
-
-    def run() -> None:
-        try:
-            with on_device(device):
-                do()
-        finally:
-            over.set()
-
-    _thread.start_new_thread(run, ())
-    return over
 
 
 def within(seconds: float, do: Callable[[], object], device: torch.device, name: str) -> bool:

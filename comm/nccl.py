@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .control import Control
-from .cuda_threads import start, start_collected, within
+from .cuda_threads import start, within
 from .lanes import StreamFence, StreamLane, passed
 from .limits import NO_LIMITS, Limits
 from .nccl_library import ConfiguredCommunicator, cta_bounds, overridden, several_loaded
@@ -265,9 +265,9 @@ def _abort(nccl: Any, comm: Any, calling: threading.Lock) -> None:
 def _drop(nccl: Any, comm: Any, calling: threading.Lock, device: torch.device, process: int) -> None:
     """Abort what nobody closed, without holding up whoever collects it; the end of the process waits a little."""
     if os.getpid() == process:  # in a fork it is the parent's
-        over = start_collected(partial(_abort, nccl, comm, calling), device)
+        thread = start(partial(_abort, nccl, comm, calling), device, "nccl-dropped")
         if not threading.main_thread().is_alive():
-            over.wait(FAREWELL_SECONDS)
+            thread.join(FAREWELL_SECONDS)
 
 
 def _abandon(joined: list[Any]) -> None:
