@@ -39,13 +39,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 
 from .control import Control
-from .lanes import StreamFence, StreamLane
+from .cuda_threads import start
+from .lanes import POLL_SECONDS, StreamFence, StreamLane, passed
 from .lines import flag_of
 from .node import join_node
 from .regions import Exports, Imports, Offer, Retired, checked
@@ -54,7 +55,6 @@ from .warm_up import DEFAULT_TIMEOUT, WarmUp
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.001
 FIRST_NUMBER = 0
 """Where the flags of a new transport stand; messages count from the next one."""
 
@@ -151,6 +151,10 @@ class CopyEngineTransport:
         check_open(self, self._open)
         return self._control.gather(value, what="the gather of a copy_engine transport", timeout=self._timeout)
 
+    def check(self) -> str | None:
+        """See `Transport.check`: nothing moves that a fence does not tell of."""
+        return None
+
     def abort(self, reason: str) -> None:
         """See `Transport.abort`. Streams go on as if every flag were up, on whatever the memory holds."""
         with self._ending:
@@ -158,16 +162,15 @@ class CopyEngineTransport:
                 return
             self._aborted = reason
             self._lines.cut(str(aborted(self.name, self.rank, reason)))
-            self._releasing = threading.Thread(target=self._release, name="ringattn-copy-engine-abort", daemon=True)
-            self._releasing.start()
+            self._releasing = start(self._release, self._device, "copy-engine-abort")
 
     def close(self) -> None:
         """Give everything back once this rank's transfers are over, which is when its peers have taken all of them."""
         if not self._open:
             return
-        if not self._aborted and not self._drained():
+        if not self._aborted and not passed(self._last, self._timeout):
             self.abort(f"closed, and its transfers were not over within {self._timeout:g} s")
-        over = self._drained()
+        over = passed(self._last, self._timeout)
         with self._ending:
             self._open = False
         self._lines.close()
@@ -275,20 +278,10 @@ class CopyEngineTransport:
         while self._open and time.monotonic() < deadline:
             for flag, number in list(self._awaited.items()):
                 self._flags.board.store(flag, number)
-            if not self._posting and self._over():
-                return
+            with suppress(RuntimeError):  # of a device that has failed
+                if not self._posting and (self._last is None or self._last.done()):
+                    return
             time.sleep(POLL_SECONDS)
-
-    def _over(self) -> bool:
-        return self._last is None or self._last.done()
-
-    def _drained(self) -> bool:
-        deadline = time.monotonic() + self._timeout
-        while not self._over():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_SECONDS)
-        return True
 
     def _check_running(self) -> None:
         if self._aborted:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from .transport import DONE, Fence, TransportError
+from .transport import DONE, Fence
 
 # Without a deadline of the user's, a transfer is late after this many times the median of the last ones ...
 MEDIANS = 100
@@ -117,9 +117,6 @@ class Deadlines:
                 left.append(post)
         self._pending = [*left, *pending[looked:]]  # in one step: another thread may ask for the first
         for post in left:
-            if post.ready is None and all(fence.done() for fence in post.after):
-                # Exact where nothing had to be waited for; else late by one poll at most.
-                post.ready = post.posted if all(fence is DONE for fence in post.after) else now
             if post.ready is not None and now - max(post.ready, self._moved) >= self.limit(post):
                 return post
         return None
@@ -143,16 +140,19 @@ class Deadlines:
         self._pending = []
 
     def _over(self, post: Post, now: float, moved: float) -> bool:
-        if not post.fence.done():
-            return False
-        self.nbytes += post.nbytes
-        if self._ask_why and self.failed is None:
-            try:
+        try:
+            if not post.fence.done():
+                if post.ready is None and all(fence.done() for fence in post.after):
+                    # Exact where nothing had to be waited for; else late by one poll at most.
+                    post.ready = post.posted if all(fence is DONE for fence in post.after) else now
+                return False
+            self.nbytes += post.nbytes
+            if self._ask_why and self.failed is None:
                 post.fence.wait()
-            except TransportError as error:
-                post.problem = str(error)
-                self.failed = post
-                return True
+        except RuntimeError as error:  # a TransportError, or the device has failed
+            if self.failed is None:
+                post.problem, self.failed = str(error), post
+            return True
         self._moved = now
         duration = now - max(post.ready if post.ready is not None else post.posted, moved)
         self._durations.append(duration)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
+from .cuda_threads import HOST, on_device, start
 from .local import LocalGroup
 
 
@@ -44,13 +46,14 @@ def end_destroyed() -> None:
     alive = dist.distributed_c10d._world.pg_map
     for group in [group for group in list(_KEPT) if group not in alive]:
         # in a thread of its own: what waits for transfers that never come must not hold up who watches other rings
-        threading.Thread(target=end, args=(_KEPT.pop(group, {}),), name="ringattn-end", daemon=True).start()
+        start(partial(end, _KEPT.pop(group, {})), HOST, "end")
 
 
 def end(kept: Mapping[object, Closes]) -> None:
     """Close everything; the line first, for a store that may be gone has nothing to be told any more."""
-    for _, thing in sorted(kept.items(), key=lambda item: item[0] != LINE):
-        thing.close()
+    for key, thing in sorted(kept.items(), key=lambda item: item[0] != LINE):
+        with on_device(key if isinstance(key, torch.device) else HOST):  # a ring is kept by its device
+            thing.close()
 
 
 def check_process(group: dist.ProcessGroup) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 
+from .cuda_threads import on_device
 from .transport import DONE, Fence
 
 # Any priority above the compute stream's 0 lets the scheduler place a transfer's few blocks first.
@@ -20,8 +23,11 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     return stream
 
 
-# Of every record in this process: on one stream, a larger number is a later point.
+# Of every record in this process: on one stream, a larger number is a later point, as both are taken under the lock.
 _numbers = itertools.count()
+_recording = threading.Lock()
+
+POLL_SECONDS = 0.001
 
 # (who waits, for whom) -> the number of the latest point that was waited for. torch's own streams live as long as the
 # process; a foreign one that is destroyed under a running transfer, and its handle given to another, would be mistaken.
@@ -51,9 +57,10 @@ class StreamFence(StreamOrdered):
         self, stream: torch.cuda.Stream, device: torch.device, passed: Passed, keep: Sequence[torch.Tensor] = ()
     ) -> None:
         self._event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(stream)
+        with _recording:
+            self._event.record(stream)
+            self._number = next(_numbers)
         self._stream = stream
-        self._number = next(_numbers)
         self._passed = passed
         self._device = device
         self._keep = tuple(keep)
@@ -75,11 +82,22 @@ class StreamFence(StreamOrdered):
             self._passed[waits] = self._number
 
     def done(self) -> bool:
-        """Whether the device has passed this point, or will never get there."""
-        try:
+        """Whether the device has passed this point; RuntimeError where the device has failed."""
+        with on_device(self._device):
             return bool(self._event.query())  # type: ignore[no-untyped-call]
-        except RuntimeError:  # the device itself has failed
-            return True
+
+
+def passed(fence: StreamFence | None, seconds: float) -> bool:
+    """Whether the device has passed a point, after at most so many seconds; one that has failed never does."""
+    deadline = time.monotonic() + seconds
+    try:
+        while fence is not None and not fence.done():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+    except RuntimeError:
+        return False
+    return True
 
 
 class HostLane:

@@ -169,6 +169,10 @@ class LocalTransport:
             self._hub.put(("value", self._channel, self.rank, peer), data)
         return [decoded(self._take("value", peer), f"what rank {peer} gathers") for peer in range(self.size)]
 
+    def check(self) -> str | None:
+        """See `Transport.check`: nothing moves that a fence does not tell of."""
+        return None
+
     def abort(self, reason: str) -> None:
         """See `Transport.abort`. Every rank's end of this transport is aborted, as nothing arrives there any more."""
         self._hub.stop(self._channel, str(aborted(self.name, self.rank, reason)))

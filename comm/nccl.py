@@ -5,37 +5,50 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 
 from .control import Control
-from .lanes import StreamFence, StreamLane
+from .cuda_threads import start, within
+from .lanes import StreamFence, StreamLane, passed
 from .limits import NO_LIMITS, Limits
-from .nccl_library import ConfiguredCommunicator, cta_bounds, overridden
+from .nccl_library import ConfiguredCommunicator, cta_bounds, overridden, several_loaded
 from .transport import Edge, Fence, Message, TransportError, aborted, check_messages, closed
 from .warm_up import DEFAULT_TIMEOUT, WarmUp
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-POLL_SECONDS = 0.001
+# A call that sees the flag of an abort returns at once; its connections look for it every half second at most.
+CALL_SECONDS = 10.0
+# what the end of a process grants a communicator that nobody closed
+FAREWELL_SECONDS = 1.0
 
 
 def nccl_missing() -> str | None:
     """Why CuPy's NCCL cannot be used here, with what to install; None where it can. Touches no GPU."""
     # torch is loaded by now, so the library that CuPy resolves by name is the one that torch brought.
     extra = f"cupy-cuda{(torch.version.cuda or '13').split('.')[0]}"
-    try:
-        available = importlib.import_module("cupy.cuda.nccl").available
-    except ImportError as error:
-        return f'CuPy does not import ({error}): pip install "ringattn[{extra}]"'
-    return None if available else f'this CuPy finds no NCCL library: pip install "ringattn[{extra}]"'
+    # CuPy warns of a library that it cannot load and goes on without; where warnings are errors, its import would fail.
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            available = importlib.import_module("cupy.cuda.nccl").available
+        except ImportError as error:
+            return f'CuPy does not import ({error}): pip install "ringattn[{extra}]"'
+    reasons = " ".join(" ".join(str(warning.message).split()) for warning in told)
+    if not available:
+        return f'this CuPy finds no NCCL library{reasons and f" ({reasons})"}: pip install "ringattn[{extra}]"'
+    if reasons:
+        logger.warning("CuPy: %s", reasons)
+    return several_loaded()
 
 
 class NcclTransport:
@@ -82,7 +95,10 @@ class NcclTransport:
         self._last: StreamFence | None = None
         self._ending = threading.Lock()
         self._ended = ""  # why nothing can be posted any more
+        self._calling = threading.Lock()  # held while a call uses the communicator, which is freed by nobody else then
         self._comm: Any = self._join(limits)
+        # CuPy would destroy a communicator that nobody closed: collective in a node, whenever each rank collects it.
+        self._dropped = weakref.finalize(self, _drop, self._nccl, self._comm, self._calling, device, os.getpid())
 
     def mark(self) -> StreamFence:
         """The point that compute has reached on the current stream."""
@@ -92,13 +108,12 @@ class NcclTransport:
         self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()
     ) -> StreamFence:
         """See `Transport.post`. Enqueues and returns; the host never waits for the device."""
-        comm = self._communicator()
         check_messages(self, self._device, sends, receives)
         places = [self._place(message) for message in (*sends, *receives)]
         self._lane.follow(after)
         stream = self._lane.stream.cuda_stream
         try:
-            with self._group():
+            with self._calling, self._group() as comm:
                 for (_, tensor), place in zip(sends, places, strict=False):
                     comm.send(tensor.data_ptr(), tensor.nbytes, self._nccl.NCCL_UINT8, place, stream)
                 for (_, tensor), place in zip(receives, places[len(sends) :], strict=True):
@@ -123,15 +138,11 @@ class NcclTransport:
         return self._control.gather(value, what="gather of the nccl transport", timeout=2 * self._timeout)
 
     def check(self) -> str | None:
-        """What NCCL has noticed since, None where all is well. Cheap, and from any thread: for a watchdog to poll.
-
-        NCCL notices network errors; a peer of the same node that died is silent.
-        """
+        """See `Transport.check`. NCCL notices network errors; a peer of the same node that died is silent."""
         with self._ending:  # or the communicator could be given back meanwhile
-            if self._ended:
-                return self._ended
             try:
-                self._comm.check_async_error()
+                if not self._ended:
+                    self._comm.check_async_error()
             except RuntimeError as error:
                 return f"the nccl transport of rank {self.rank}: {error}"
         return None
@@ -140,20 +151,20 @@ class NcclTransport:
         """See `Transport.abort`. Peers see their transfers fail or hang."""
         comm = self._end(str(aborted(self.name, self.rank, reason)))
         if comm is not None:
-            comm.abort()
+            self._give_up(comm)
 
     def close(self) -> None:
         """Give the communicator back once this rank's transfers are over; abort it if they are not, in time."""
-        drained = self._drained()
+        drained = bool(self._ended) or passed(self._last, self._timeout)
         comm = self._end(str(closed(self.name, self.rank)))
         if comm is None:
             return
-        if not drained:  # abort() may not come back either, where a peer died
-            _in_time(comm.abort, self._timeout)
-            return
+        if not (drained and self._calling.acquire(timeout=self._timeout)):
+            return self._give_up(comm)
+        self._calling.release()  # nobody calls any more: it has ended
         # destroy() flushes what the network still carries, which abort() would cut off under a slower peer. It blocks
         # for as long as a dead peer of this node stays silent, so it is given a thread and a deadline.
-        if not _in_time(comm.destroy, self._timeout):
+        if not within(self._timeout, comm.destroy, self._device, "nccl-destroy"):
             logger.warning("rank %d: NCCL did not let go of its communicator in %g s", self.rank, self._timeout)
 
     def _join(self, limits: Limits) -> Any:
@@ -164,20 +175,19 @@ class NcclTransport:
 
         def join() -> None:
             try:
-                with torch.cuda.device(self._device):
-                    if cta_bounds(limits) is None:
-                        joined.append(self._nccl.NcclCommunicator(size, shared, place))
-                    else:
-                        joined.append(ConfiguredCommunicator(size, shared, place, limits))
+                if cta_bounds(limits) is None:
+                    joined.append(self._nccl.NcclCommunicator(size, shared, place))
+                else:
+                    joined.append(ConfiguredCommunicator(size, shared, place, limits))
             except Exception as error:
                 joined.append(error)
             if given_up.is_set():
                 _abandon(joined)
 
         # A member that failed leaves the others waiting in NCCL, which nothing ends: so from a thread.
-        if not _in_time(join, self._timeout):
+        if not within(self._timeout, join, self._device, "nccl-join"):
             given_up.set()
-            _abandon(joined)
+            start(partial(_abandon, joined), self._device, "nccl-abandon")
             raise TransportError(f"rank {self.rank}: ranks {list(self._members)} did not join in {self._timeout:g} s")
         if isinstance(joined[0], Exception):
             raise TransportError(f"rank {self.rank}: NCCL makes no communicator: {joined[0]}") from joined[0]
@@ -207,18 +217,22 @@ class NcclTransport:
         return place
 
     @contextmanager
-    def _group(self) -> Iterator[None]:
+    def _group(self) -> Iterator[Any]:
+        """The communicator, inside of a group of transfers."""
+        with self._ending:
+            if self._ended:
+                raise TransportError(self._ended)
+            comm = self._comm
         self._nccl.groupStart()
         try:
-            yield
+            yield comm
         finally:
             # Left open, the group would swallow every later NCCL call of this thread, torch's own too.
             self._nccl.groupEnd()
 
-    def _communicator(self) -> Any:
-        if self._ended:
-            raise TransportError(self._ended)
-        return self._comm
+    def _give_up(self, comm: Any) -> None:
+        # From a thread: it may not come back, where a peer died.
+        within(self._timeout, partial(_abort, self._nccl, comm, self._calling), self._device, "nccl-abort")
 
     def _end(self, why: str) -> Any:
         """The communicator, to whoever ends it first: it must be given back exactly once."""
@@ -227,15 +241,35 @@ class NcclTransport:
                 return None
             self._ended = why
             comm, self._comm = self._comm, None
+            self._dropped.detach()
             return comm
 
-    def _drained(self) -> bool:
-        deadline = time.monotonic() + self._timeout
-        while not self._ended and self._last is not None and not self._last.done():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_SECONDS)
-        return True
+
+def _abort(nccl: Any, comm: Any, calling: threading.Lock) -> None:
+    """Abort a communicator, and free it only under no call; nothing new calls it, as its transport has ended.
+
+    `ncclCommAbort` raises the flag that ends kernels and calls, then frees what a call still looks at on its way out;
+    inside of a group NCCL puts the freeing off to the group's end. So: raise the flag, wait for the call, free.
+
+    No deadlock: the flag waits for nobody, and a first transfer, which connects and blocks, looks for it all the time.
+    A call that does not return all the same keeps its communicator, leaked with the open group of this thread.
+    """
+    nccl.groupStart()
+    comm.abort()
+    if not calling.acquire(timeout=CALL_SECONDS):
+        logger.warning("a call of NCCL did not end in %g s of its abort: its communicator is not freed", CALL_SECONDS)
+        return
+    calling.release()
+    with contextlib.suppress(RuntimeError):  # what is to be said of the end was said
+        nccl.groupEnd()
+
+
+def _drop(nccl: Any, comm: Any, calling: threading.Lock, device: torch.device, process: int) -> None:
+    """Abort what nobody closed, without holding up whoever collects it; the end of the process waits a little."""
+    if os.getpid() == process:  # in a fork it is the parent's
+        thread = start(partial(_abort, nccl, comm, calling), device, "nccl-dropped")
+        if not threading.main_thread().is_alive():
+            thread.join(FAREWELL_SECONDS)
 
 
 def _abandon(joined: list[Any]) -> None:
@@ -244,11 +278,3 @@ def _abandon(joined: list[Any]) -> None:
         late = joined.pop()
         if not isinstance(late, Exception):
             late.abort()
-
-
-def _in_time(function: Callable[[], object], seconds: float) -> bool:
-    """Call what may never return in a thread of its own; whether it has returned in time."""
-    thread = threading.Thread(target=function, name="ringattn-nccl", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()

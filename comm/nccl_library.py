@@ -62,10 +62,18 @@ def overridden(limits: Limits, environment: Mapping[str, str] = os.environ) -> s
     return f"limits is {limits}, and {', '.join(found)} in the environment overrides it for the whole process: unset it"
 
 
-def loaded_library() -> Path | None:
-    """The libnccl of this process, None where none is loaded yet."""
+def loaded_libraries() -> list[Path]:
+    """Every libnccl of this process; more than one is one too many, see `several_loaded`."""
     paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
-    return next((Path(path) for path in sorted(paths) if Path(path).name.startswith("libnccl.so")), None)
+    return [Path(path) for path in sorted(paths) if Path(path).name.startswith("libnccl.so")]
+
+
+def several_loaded() -> str | None:
+    """Why communicators of this process could not be trusted: torch's NCCL may not be CuPy's; None where it is one."""
+    found = loaded_libraries()
+    if len(found) < 2:
+        return None
+    return f"{len(found)} NCCL libraries are loaded, {' and '.join(map(str, found))}: uninstall or unload all but one"
 
 
 class ConfiguredCommunicator:
@@ -138,11 +146,11 @@ class ConfiguredCommunicator:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    path = loaded_library()
-    if path is None:
-        raise TransportError(f"{LIBRARY} is not loaded in this process")
+    found = loaded_libraries()
+    if len(found) != 1:
+        raise TransportError(several_loaded() or f"{LIBRARY} is not loaded in this process")
     # The same file is the same library: nothing is loaded a second time.
-    library = ctypes.CDLL(str(path))
+    library = ctypes.CDLL(str(found[0]))
     pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     library.ncclCommInitRankConfig.argtypes = (pointer, integer, _UniqueId, integer, pointer)
     for name in ("ncclSend", "ncclRecv"):

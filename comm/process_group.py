@@ -127,6 +127,10 @@ class ProcessGroupTransport:
         # A peer may still be in its warm-up, until the deadline of that.
         return self._control.gather(value, what="gather of the process_group transport", timeout=2 * self._timeout)
 
+    def check(self) -> str | None:
+        """See `Transport.check`: nothing moves that a fence does not tell of."""
+        return None
+
     def abort(self, reason: str) -> None:
         """See `Transport.abort`. Where transfers are in flight, the process group that carries them ends with them."""
         if self._aborted:

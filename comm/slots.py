@@ -92,7 +92,10 @@ class Slots:
         return fences
 
     def drain(self) -> None:
-        """Wait, on the current stream, for every noted use of every slot."""
+        """Wait, on the current stream, for every noted use of every slot; what lets go of the arena next may do so."""
+        if self._device.type == "cuda":
+            # It may belong to another stream, which has not waited: its memory is used again once this one gets here.
+            self._arena.record_stream(torch.cuda.current_stream(self._device))
         for slot in range(self.count):
             for fence in self.free(slot):
                 fence.wait()

@@ -37,7 +37,11 @@ class Fence(Protocol):
         """
 
     def done(self) -> bool:
-        """Whether this point is past, also by failure. Never blocks, never raises."""
+        """Whether this point is past, also by failure of the transfer. Never blocks; from any thread.
+
+        Raises:
+            RuntimeError: the device has failed, in its own words.
+        """
 
 
 class Transport(Protocol):
@@ -90,6 +94,9 @@ class Transport(Protocol):
 
     def gather(self, value: object) -> list[object]:
         """One small value of every rank, ready for JSON, in rank order; tuples come as lists."""
+
+    def check(self) -> str | None:
+        """What went wrong in the background and no post has raised, in its own words; cheap, and from any thread."""
 
     def abort(self, reason: str) -> None:
         """End every transfer in flight; from any thread, idempotent, the first reason stays.

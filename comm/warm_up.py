@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from .cuda_threads import on_device
 from .transport import Edge, Message, Transport, TransportError
 
 # of one warm-up, in seconds: connecting an edge takes well under a second inside a node, a few between nodes
@@ -85,7 +86,8 @@ class WarmUp:
 
         def expire() -> None:
             late.set()
-            transport.abort(self._late)
+            with on_device(self._device):
+                transport.abort(self._late)
 
         timer = threading.Timer(self._timeout, expire)
         timer.daemon = True

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .control import Control
+from .cuda_threads import within
 from .deadlines import FIRST_SECONDS, NEVER, Deadlines, Post, Sizes
 from .gossip import TICK_RANKS, Report, pack, period, told
 from .news import Gauges, News
@@ -71,6 +72,7 @@ class Watch:
         gauges: Gauges | None = None,
     ) -> None:
         self.rank, self.size = control.rank, control.size
+        self.device = device
         self._control = control
         self._transports = transports
         self._fatal = fatal
@@ -218,6 +220,9 @@ class Watch:
             late = self._posts.poll(now)
             if self._posts.failed is not None:
                 return self._find(self._posts.failed, f"failed: {self._posts.failed.problem}")
+            noticed = next(filter(None, (transport.check() for transport in self._transports())), None)
+            if noticed is not None:
+                return self._find(self._posts.first, f"failed: {noticed}")
             if late is not None:
                 return self._find(
                     late, f"not over {self._posts.limit(late):g} s after what it waits for (its deadline)"
@@ -311,7 +316,7 @@ class Watch:
                 self._exchange({**(publish or {}), "failure": tuple(failure)}, look=["failure"])
             self._failure = failure
         logger.error("%s", failure.text)
-        _within(ABORT_SECONDS, lambda: self._abort(failure.text))
+        within(ABORT_SECONDS, lambda: self._abort(failure.text), self.device, "abort")
         if self._fatal is not None:
             self._fatal(failure.text)
 
@@ -347,13 +352,6 @@ class Watch:
     @staticmethod
     def _as_error(failure: Failure) -> Exception:
         return ValueError(failure.text) if failure.kind == "ValueError" else TransportError(failure.text)
-
-
-def _within(seconds: float, do: Callable[[], object]) -> None:
-    """Do something that may never return."""
-    thread = threading.Thread(target=do, name="ringattn-abort", daemon=True)
-    thread.start()
-    thread.join(seconds)
 
 
 def _failure(told: object) -> Failure | None:

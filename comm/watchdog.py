@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .control import Control, control_of
+from .cuda_threads import HOST, on_device, within
 from .deadlines import FIRST_SECONDS, NEVER
 from .gossip import TICK_SECONDS
 from .groups import Group
@@ -20,7 +21,7 @@ from .kept import end_destroyed
 from .local import LocalGroup
 from .news import Gauges
 from .transport import Transport
-from .watch import Watch, _within
+from .watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +68,13 @@ class Watchdog:
 
 
 def _tick(watch: Watch) -> None:
+    rank = watch.rank
     try:
-        watch.tick()
+        with on_device(watch.device):
+            watch.tick()
+            del watch  # nobody else may hold it any more: what it holds is freed here
     except Exception:  # a fault in here must not end the watch over the other rings
-        logger.exception("the watchdog of rank %d failed", watch.rank)
+        logger.exception("the watchdog of rank %d failed", rank)
 
 
 _WATCHDOG = Watchdog()
@@ -136,5 +140,5 @@ def ring_control(group: Group, deadline: float | None) -> Control:
 def end_process(reason: str) -> None:
     """Leave at once, non-zero, so that torchrun restarts: the streams of this process wait for bytes for ever."""
     logger.critical("this process ends: %s", reason)
-    _within(FLUSH_SECONDS, sys.stdout.flush)  # os._exit does not
+    within(FLUSH_SECONDS, sys.stdout.flush, HOST, "flush")  # os._exit does not
     os._exit(EXIT_CODE)

@@ -29,11 +29,12 @@ from ..comm import (
     resolve_group,
 )
 from ..comm.control import Control
+from ..comm.cuda_threads import HOST, within
 from ..comm.gossip import Report
 from ..comm.kept import kept_of
 from ..comm.numbers import numbered
 from ..comm.nvml import discover, reader
-from ..comm.watch import ABORT_SECONDS, Watch, _within
+from ..comm.watch import ABORT_SECONDS, Watch
 from ..comm.watchdog import open_watch, ring_control
 from ..kernels import PLAIN, Scores
 from .checked import checked
@@ -399,7 +400,9 @@ class Ring:
         steps: list[Callable[[], object]] = []
         if self._broken:
             reason = f"aborted: its ring was left by {self._broken}"
-            steps += [partial(_within, ABORT_SECONDS, partial(one.abort, reason)) for one in self._opened]
+            device = self._device or HOST
+            aborts = (partial(one.abort, reason) for one in self._opened)
+            steps += [partial(within, ABORT_SECONDS, abort, device, "abort") for abort in aborts]
         # Under the watch, which ends a transfer that never comes.
         steps += [partial(_drain, slots) for slots in (self._kv, self._sums) if slots is not None]
         steps += [thing.close for thing in (self._watch, *self._opened, self._control) if thing is not None]

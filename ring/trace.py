@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..comm import Fence, Message, Transport
+from ..comm.cuda_threads import on_device
 from ..comm.host_stream import HostFence
 from ..comm.lanes import StreamOrdered
 from .plan import Plan
@@ -30,32 +31,37 @@ class _Clock:
     """Points in time of a device, and where they lie on the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._cuda = device.type == "cuda"
         self.error = 0.0
         if self._cuda:
             torch.cuda.synchronize(device)
             before = time.perf_counter()
             self._start = self.now()
-            self._start.synchronize()
+            self._wait(self._start)
             after = time.perf_counter()
             self._host, self.error = (before + after) / 2, (after - before) / 2
 
     def now(self, stream: torch.cuda.Stream | None = None) -> Moment:
-        """This point: of the host, or of a stream (the current one where none is named)."""
+        """This point: of the host, or of a stream (the device's current one where none is named)."""
         if not self._cuda:
             return time.perf_counter()
         event: Callable[..., torch.cuda.Event] = torch.cuda.Event
         made = event(enable_timing=True)
-        made.record(stream)
+        made.record(torch.cuda.current_stream(self._device) if stream is None else stream)
         return made
 
     def seconds(self, moment: Moment) -> float:
         """On the host clock; waits for a stream's point."""
         if isinstance(moment, float):
             return moment
-        moment.synchronize()
+        self._wait(moment)
         found: float = self._host + self._start.elapsed_time(moment) / 1e3
         return found
+
+    def _wait(self, moment: torch.cuda.Event) -> None:
+        with on_device(self._device):
+            moment.synchronize()
 
 
 class _Begin(StreamOrdered):

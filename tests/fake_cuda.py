@@ -59,6 +59,7 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
         monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
         monkeypatch.setattr(torch.cuda, "stream", self._stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream())
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: self.calls.append("synchronize"))
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.calls.append("sleep"))
         properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)

@@ -286,17 +286,15 @@ class Workers(Device):
         self._streams: dict[int, RunningStream] = {}
 
     def stream(self, device: object = None, priority: int = 0) -> Stream:
-        made = RunningStream(self, priority, next(self._numbers))
+        made = RunningStream(self, priority, next(self._numbers), self.index_of(device))
         self._streams[made.cuda_stream] = made
         return made
 
     def event(self, enable_timing: bool = False) -> Event:
         return RunningEvent(self)
 
-    def current(self, device: object = None) -> Stream:
-        if not hasattr(self._current, "stream"):
-            self._current.stream = HostStream(self, 0, next(self._numbers))
-        return self._current.stream  # type: ignore[no-any-return]
+    def default_stream(self, index: int) -> Stream:
+        return HostStream(self, 0, next(self._numbers), index)
 
     def copy(self, stream: int, destination: int, source: int, nbytes: int) -> None:
         def run() -> None:
@@ -338,8 +336,8 @@ class Workers(Device):
 class RunningStream(Stream):
     _device: Workers
 
-    def __init__(self, device: Workers, priority: int, number: int) -> None:
-        super().__init__(device, priority, number)
+    def __init__(self, device: Workers, priority: int, number: int, index: int) -> None:
+        super().__init__(device, priority, number, index)
         self.jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=f"stream {number}", daemon=True)
         self.thread.start()
@@ -384,6 +382,7 @@ class RunningEvent(Event):
             reached.set()
 
     def query(self) -> bool:
+        self.check_place()
         return self.reached.is_set()
 
 

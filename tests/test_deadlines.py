@@ -190,3 +190,19 @@ def test_a_long_ring_s_posts_are_taken_over_in_one_go_and_looked_at_in_turn(monk
     assert deadlines.first is not None and deadlines.first.fence is fences[500]
     late = deadlines.poll(5.0)
     assert late is not None and late.fence is fences[500]
+
+
+@pytest.mark.parametrize("what", ["the transfer", "what it waits for"])
+def test_a_device_that_failed_is_the_reason(what: str) -> None:
+    """Its transfers are not over, and no deadline has to pass."""
+    deadlines, fences = Deadlines(NEVER, ask_why=False), [Transfer(), Transfer()]
+
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    fences[what != "the transfer"].done = fail  # type: ignore[method-assign]
+    deadlines.add(*post(fences[0], after=(fences[1],)))
+    deadlines.add(*post(fences[0], label="hop 2"))
+    assert deadlines.poll(1.0) is None
+    assert deadlines.failed is not None and deadlines.failed.label == "hop 1"
+    assert deadlines.failed.problem == "CUDA error: an illegal memory access was encountered"

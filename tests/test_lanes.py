@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import random
+import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,11 +16,11 @@ import torch.distributed as dist
 
 from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, ProcessGroupTransport
 from ringattn.comm.control import control_of
-from ringattn.comm.lanes import StreamLane
+from ringattn.comm.lanes import StreamLane, passed
 from ringattn.comm.local import solo_group
 from ringattn.comm.transport import DONE, TransportError
 
-from .stand_in import Device, Event, Op, install_streams
+from .stand_in import GLOBAL, Device, Event, Op, Stream, install_streams
 from .transport_cases import CASES, filled
 
 CPU = torch.device("cpu")
@@ -215,7 +218,7 @@ def test_process_group_ends_its_backend_once(device: Device) -> None:
         transport.post(sends=[], receives=[])
 
 
-def test_a_fence_of_a_device_that_failed_is_over(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fence_of_a_device_that_failed_says_so(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     fence = StreamLane(CPU).mark()
     assert fence.done()
     device.pending.add(fence._event)  # type: ignore[arg-type]
@@ -225,7 +228,35 @@ def test_a_fence_of_a_device_that_failed_is_over(device: Device, monkeypatch: py
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(type(fence._event), "query", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        fence.done()
+    assert not passed(fence, 5.0), "it will never get there"
+
+
+def test_polling_beside_a_graph_that_another_thread_captures(device: Device) -> None:
+    """From a thread on another device: no context is made there, no capture fails, and what runs is not over."""
+    fence = StreamLane(torch.device("cuda", 1)).mark()
+    device.captures = True
     assert fence.done()
+    device.pending.add(fence._event)  # type: ignore[arg-type]
+    assert not fence.done()
+    assert (device.thread.index, device.thread.capture_mode) == (0, GLOBAL)
+
+
+def test_numbers_have_the_order_of_the_records(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger one is taken for the later point of its stream."""
+    lane, record, pause = StreamLane(CPU), Event.record, random.Random(0)
+
+    def slow(event: Event, stream: Stream) -> None:
+        record(event, stream)
+        time.sleep(pause.random() * 1e-3)
+
+    monkeypatch.setattr(Event, "record", slow)
+    with ThreadPoolExecutor(4) as pool:
+        fences = [one for some in pool.map(lambda _: [lane.point() for _ in range(10)], range(4)) for one in some]
+    numbers = {fence._event: fence._number for fence in fences}
+    recorded = [numbers[op.event] for op in device.log if op.kind == "record"]  # type: ignore[index]
+    assert recorded == sorted(recorded)
 
 
 def test_a_local_fence_is_over_once_every_copy_is(device: Device) -> None:

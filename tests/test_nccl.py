@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ringattn.comm import Limits, LocalGroup, LocalWorld, Message, NcclTransport, Topology, TransportError, groups, nccl
+from ringattn.comm import (
+    DONE,
+    Limits,
+    LocalGroup,
+    LocalWorld,
+    Message,
+    NcclTransport,
+    Topology,
+    TransportError,
+    groups,
+    nccl,
+    nccl_library,
+)
 from ringattn.comm.control import control_of
 from ringattn.comm.lanes import StreamFence, StreamLane
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.local import solo_group
+from ringattn.comm.watch import Watch
+from ringattn.comm.watchdog import _tick
 
 from .stand_in import Device, Fabric, Op, install_nccl, install_streams
 from .transport_cases import CASES, filled
+from .watch_cases import controls
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
 
 @pytest.fixture
@@ -37,9 +55,9 @@ def device(fabric: Fabric) -> Device:
     return fabric.device
 
 
-def open_alone(timeout: float = 5.0, limits: Limits = NO_LIMITS) -> NcclTransport:
+def open_alone(timeout: float = 5.0, limits: Limits = NO_LIMITS, device: torch.device = CPU) -> NcclTransport:
     control = control_of(solo_group())
-    return NcclTransport(rank=0, size=1, device=CPU, control=control, timeout=timeout, limits=limits)
+    return NcclTransport(rank=0, size=1, device=device, control=control, timeout=timeout, limits=limits)
 
 
 def opened(group: LocalGroup) -> NcclTransport:
@@ -52,6 +70,19 @@ def event_of(fence: StreamFence) -> Any:
 
 def kinds(ops: list[Op]) -> list[str]:
     return [op.kind for op in ops]
+
+
+def ends(device: Device) -> list[str]:
+    """What became of communicators, in order."""
+    return [kind for kind in kinds(device.log) if kind in ("abort", "left", "free", "destroy")]
+
+
+def until(device: Device, kind: str) -> None:
+    """A thread of the transport's has done this."""
+    deadline = time.monotonic() + 5
+    while kind not in kinds(device.log):
+        assert time.monotonic() < deadline, kind
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -194,6 +225,7 @@ def test_close_gives_the_communicator_back_once(device: Device) -> None:
     transport.close()
     transport.abort("too late")
     assert kinds(device.log) == ["destroy"]
+    assert not transport._dropped.alive
     with pytest.raises(TransportError, match="is closed"):
         transport.post(sends=[], receives=[])
 
@@ -205,7 +237,7 @@ def test_close_aborts_transfers_that_do_not_end(device: Device) -> None:
     device.log.clear()
     transport.close()
     transport.close()
-    assert kinds(device.log) == ["abort"]
+    assert ends(device) == ["abort", "free"]
 
 
 def test_close_does_not_wait_for_ever(fabric: Fabric, device: Device) -> None:
@@ -221,7 +253,7 @@ def test_close_does_not_wait_for_an_abort_for_ever(
     fabric: Fabric, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = open_alone(timeout=0.05)
-    monkeypatch.setattr(transport, "_drained", lambda: False)
+    monkeypatch.setattr(nccl, "passed", lambda fence, seconds: False)
     monkeypatch.setattr(transport._comm, "abort", lambda: time.sleep(1.0))
     started = time.monotonic()
     transport.close()
@@ -234,30 +266,92 @@ def test_abort_names_its_reason_to_whoever_posts(device: Device) -> None:
     transport.abort("hop 3 is 20 s late")
     transport.abort("for the second time")
     transport.close()
-    assert kinds(device.log) == ["abort"]
+    assert ends(device) == ["abort", "free"]
     with pytest.raises(TransportError, match="the nccl transport of rank 0 was aborted: hop 3 is 20 s late"):
         transport.post(sends=[], receives=[])
 
 
-def test_an_abort_while_nccl_blocks_is_the_reason(fabric: Fabric, device: Device) -> None:
-    transport = open_alone()
+@pytest.mark.parametrize("returns", [True, False])
+def test_an_abort_ends_a_call_that_blocks_and_frees_behind_it(
+    returns: bool, fabric: Fabric, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first transfer blocks while it connects: a flag ends it, and on its way out it uses the communicator."""
+    monkeypatch.setattr(nccl, "CALL_SECONDS", 5.0 if returns else 0.05)
+    transport, messages = open_alone(), [Message(0, filled(1, 4, CPU))]
+    aborting = threading.Thread(target=transport.abort, args=["hop 3 is 20 s late"])
 
     def blocked() -> None:
-        transport.abort("hop 3 is 20 s late")
+        aborting.start()
+        assert fabric.abort_called.wait(5)
+        if returns:
+            time.sleep(0.02)
+        else:
+            aborting.join(5)  # it has given up, and the call is still there
+        device.add("left")
         raise RuntimeError("NCCL_ERROR_INVALID_USAGE")
 
     fabric.before_end = blocked
     with pytest.raises(TransportError, match="the nccl transport of rank 0 was aborted: hop 3 is 20 s late"):
-        transport.post(sends=[], receives=[])
+        transport.post(sends=messages, receives=messages)
+    aborting.join(5)
+    assert ends(device) == ["abort", "left", *(["free"] if returns else [])]
 
 
-def test_check_says_what_nccl_noticed(fabric: Fabric) -> None:
+def test_a_communicator_is_not_given_back_under_a_call(fabric: Fabric, device: Device) -> None:
+    """Another thread closes, as the end of a process group does."""
+    transport, messages = open_alone(), [Message(0, filled(1, 4, CPU))]
+    closing = threading.Thread(target=transport.close)
+
+    def slow() -> None:
+        closing.start()
+        time.sleep(0.05)
+        device.add("left")
+
+    fabric.before_end = slow
+    transport.post(sends=messages, receives=messages)
+    closing.join(5)
+    assert ends(device) == ["left", "destroy"]
+
+
+def test_a_transport_that_nobody_closed_is_aborted(device: Device) -> None:
+    """CuPy would destroy it, which waits for the other ranks of the node to collect theirs."""
     transport = open_alone()
-    assert transport.check() is None
-    fabric.async_error = "NCCL_ERROR_REMOTE_ERROR"
-    assert transport.check() == "the nccl transport of rank 0: NCCL_ERROR_REMOTE_ERROR"
-    transport.abort("it had enough")
-    assert transport.check() == "the nccl transport of rank 0 was aborted: it had enough"
+    assert transport._dropped.atexit, "also where the process ends"
+    del transport
+    gc.collect()
+    until(device, "free")
+    assert ends(device) == ["abort", "free"]
+
+
+@pytest.mark.parametrize("end", [NcclTransport.close, lambda transport: transport.abort("enough")])
+def test_threads_are_on_the_transport_s_device(end: Callable[[NcclTransport], None], fabric: Fabric) -> None:
+    fabric.index = CUDA.index
+    transport = open_alone(device=CUDA)
+    transport.post(sends=[], receives=[])
+    end(transport)
+    transport = open_alone(device=CUDA)
+    del transport
+    gc.collect()
+    until(fabric.device, "free")
+
+
+def test_what_nccl_notices_ends_the_ring(fabric: Fabric, device: Device) -> None:
+    """At the next tick, on the ring's device."""
+    fabric.index = CUDA.index
+    transport = open_alone(device=CUDA)
+    fence = transport.post(sends=[], receives=[])
+    device.pending.add(event_of(fence))
+    watch = Watch(controls(2)[0], deadline=None, device=CUDA, transports=lambda: [transport])
+    watch.begin("forward")
+    watch.posted("forward hop 1: K/V", fence, [DONE], [(1, 64)], [(1, 32)])
+    _tick(watch)
+    assert watch.stopped() is None
+    fabric.async_error = "NCCL_ERROR_REMOTE_ERROR: remote process exited or there was a network error"
+    _tick(watch)
+    where = "rank 0: forward hop 1: K/V (32 bytes rank 1 -> rank 0, 64 bytes rank 0 -> rank 1)"
+    assert str(watch.stopped()).startswith(f"{where} failed: the nccl transport of rank 0: {fabric.async_error}.")
+    assert "abort" in kinds(device.log)
+    assert transport.check() is None, "what has ended has nothing more to tell"
 
 
 def test_warm_up_finds_wrong_bytes(fabric: Fabric, device: Device) -> None:
@@ -315,12 +409,18 @@ def test_a_communicator_that_nccl_refuses(fabric: Fabric, monkeypatch: pytest.Mo
 
 def test_limits_make_a_communicator_of_their_own(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[object, ...]] = []
-    monkeypatch.setattr(nccl, "ConfiguredCommunicator", lambda *arguments: made.append(arguments))
+
+    def make(*arguments: object) -> Any:
+        made.append(arguments)
+        return fabric.NcclCommunicator(1, b"", 0)
+
+    monkeypatch.setattr(nccl, "ConfiguredCommunicator", make)
     limits = Limits(channels=2, ctas=4)
-    open_alone(limits=limits)
+    transport = open_alone(limits=limits)
     ((size, unique_id, place, given),) = made
     assert (size, len(unique_id), place, given) == (1, 128, 0, limits)  # type: ignore[arg-type]
-    assert "init" not in kinds(fabric.device.log)
+    assert kinds(fabric.device.log).count("init") == 1
+    transport.close()
 
 
 def test_limits_that_nccl_cannot_keep(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,6 +441,34 @@ def test_a_missing_library_says_what_to_install(
 ) -> None:
     install_nccl(monkeypatch, module)
     with pytest.raises(TransportError, match=rf'{match}.*pip install "ringattn\[cupy-cuda1\d\]"'):
+        open_alone()
+
+
+@pytest.mark.parametrize(
+    ("available", "told"), [(False, r"no NCCL library \(nccl .* Reason: ImportError\)"), (True, "None")]
+)
+def test_what_cupy_warns_of_is_the_reason(
+    available: bool, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where warnings are errors, as here: CuPy's import would end in the middle."""
+    (tmp_path / "cupy" / "cuda").mkdir(parents=True)
+    told_by_cupy = "nccl library could not be loaded.\n\nReason: ImportError"
+    code = f"import warnings\nwarnings.warn({told_by_cupy!r})\navailable = {available}"
+    (tmp_path / "cupy" / "cuda" / "nccl.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    missing = nccl.nccl_missing()
+    for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
+        del sys.modules[name]
+    assert re.search(told, str(missing))
+    assert ("Reason: ImportError" in caplog.text) is available
+
+
+def test_two_libraries_are_refused(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [Path("/a/libnccl.so.2"), Path("/b/libnccl.so.2")]
+    monkeypatch.setattr(nccl_library, "loaded_libraries", lambda: found)
+    with pytest.raises(TransportError, match=r"2 NCCL libraries are loaded, /a/libnccl\.so\.2 and /b/libnccl\.so\.2"):
         open_alone()
 
 

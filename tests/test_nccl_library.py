@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ringattn.comm import Limits, TransportError, nccl_library
-from ringattn.comm.nccl_library import ConfiguredCommunicator, cta_bounds, loaded_library, overridden
+from ringattn.comm.nccl_library import ConfiguredCommunicator, cta_bounds, loaded_libraries, overridden, several_loaded
 
 UNDEFINED = -(2**31)
 UNIQUE_ID = bytes(range(128, 256))
@@ -144,9 +144,16 @@ def test_the_loaded_library_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 7f3 rw-p 0 00:00 0
 """
     monkeypatch.setattr(Path, "read_text", lambda path: maps)
-    assert loaded_library() == Path("/opt/a b/nccl/lib/libnccl.so.2")
+    assert loaded_libraries() == [Path("/opt/a b/nccl/lib/libnccl.so.2")]
+    assert several_loaded() is None
+    two = f"{maps}7f4 r-xp 0 08:01 9 /usr/lib/libnccl.so.2.30.7\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: two)
+    both = r"2 NCCL libraries are loaded, /opt/a b/nccl/lib/libnccl\.so\.2 and /usr/lib/libnccl\.so\.2\.30\.7"
+    nccl_library._library.cache_clear()
+    with pytest.raises(TransportError, match=both):
+        nccl_library._library()
     monkeypatch.setattr(Path, "read_text", lambda path: "7f0 r-xp 0 08:01 7 /usr/lib/libm.so.6\n7f3 rw-p 0 00:00 0\n")
-    assert loaded_library() is None
+    assert loaded_libraries() == []
     nccl_library._library.cache_clear()
     with pytest.raises(TransportError, match=r"libnccl\.so\.2 is not loaded"):
         nccl_library._library()

@@ -13,6 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringattn.comm.cuda_threads import on_device
+
 from .recorder.checks import Checked
 from .recorder.device import GPU, Recorder
 from .recorder.engine import CopyEngine, install
@@ -25,10 +27,11 @@ from .stand_in import Fabric
 
 
 @pytest.fixture
-def both(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, Fabric]:
+def both(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Recorder, Fabric]]:
     recorder, fabric = install(monkeypatch)
     fabric.moves = False
-    return recorder, fabric
+    with torch.cuda.device(GPU):
+        yield recorder, fabric
 
 
 @pytest.fixture
@@ -56,7 +59,7 @@ def buffer(recorder: Recorder, name: str = "x", count: int = 4) -> torch.Tensor:
 def test_a_read_that_nothing_orders(recorder: Recorder) -> None:
     x, transfer = buffer(recorder), torch.cuda.Stream(priority=-1)
     ready = torch.cuda.Event()
-    ready.record()
+    ready.record(torch.cuda.current_stream())
     with recorder.labelled("hop 2"):
         x.fill_(3)
     transfer.wait_event(ready)  # too early: recorded before the write
@@ -73,7 +76,7 @@ def test_a_wait_orders(recorder: Recorder) -> None:
     x, transfer = buffer(recorder), torch.cuda.Stream()
     x.fill_(3)
     ready = torch.cuda.Event()
-    ready.record()
+    ready.record(torch.cuda.current_stream())
     transfer.wait_event(ready)
     with torch.cuda.stream(transfer):
         kept = x + 1
@@ -85,12 +88,12 @@ def test_a_wait_orders(recorder: Recorder) -> None:
 
 def test_a_wait_means_the_newest_record(recorder: Recorder) -> None:
     x, transfer, ready = buffer(recorder), torch.cuda.Stream(), torch.cuda.Event()
-    ready.record()
+    ready.record(torch.cuda.current_stream())
     x.fill_(3)
-    ready.record()
+    ready.record(torch.cuda.current_stream())
     transfer.wait_event(ready)
     x.fill_(4)
-    ready.record()  # after the wait was enqueued: it does not mean this one
+    ready.record(torch.cuda.current_stream())  # after the wait was enqueued: it does not mean this one
     with torch.cuda.stream(transfer):
         kept = x + 1
     (problem,) = problems(recorder)
@@ -102,6 +105,23 @@ def test_a_wait_on_an_event_that_was_never_recorded(recorder: Recorder) -> None:
     torch.cuda.Stream().wait_event(torch.cuda.Event())
     (problem,) = problems(recorder)
     assert problem.endswith("waits for an event that was never recorded: it waits for nothing")
+
+
+def test_what_a_gpu_refuses_of_events(recorder: Recorder) -> None:
+    """A record on the current stream of whatever device, one on a second device, a query from a third."""
+    event = torch.cuda.Event()
+    with pytest.raises(AssertionError, match="without a stream"):
+        event.record()
+    event.record(torch.cuda.current_stream())
+    with pytest.raises(RuntimeError, match="event device 1 does not match recording stream's device 0"):
+        event.record(torch.cuda.current_stream(0))
+    with torch.cuda.device(0), pytest.raises(AssertionError, match="makes a context on GPU 0"):
+        event.query()
+    recorder.captures = True
+    with pytest.raises(RuntimeError, match="when stream is capturing"):
+        event.query()
+    with on_device(GPU):
+        assert event.query()
 
 
 @pytest.mark.parametrize("how", ["nothing", "wait", "record_stream", "synchronize"])
@@ -129,7 +149,7 @@ def test_what_another_thread_frees_holds_up_no_stream(recorder: Recorder) -> Non
     waited.record(transfer)
 
     def collect() -> None:
-        with acting(recorder, 1):
+        with acting(recorder, 1), torch.cuda.device(GPU):
             waited.synchronize()
             given.clear()
 
@@ -137,7 +157,7 @@ def test_what_another_thread_frees_holds_up_no_stream(recorder: Recorder) -> Non
     collecting.start()
     collecting.join()
     again.fill_(1)
-    freed.record()
+    freed.record(torch.cuda.current_stream())
     graph = checked(recorder).graph
     (wait,), (op,) = ([op.number for op in graph.log if op.kind == kind] for kind in ("synchronize event", "free"))
     (fill,) = (op.number for op in graph.log if op.detail == "fill_")
@@ -147,10 +167,10 @@ def test_what_another_thread_frees_holds_up_no_stream(recorder: Recorder) -> Non
 
 def test_the_host_waits_for_the_record_that_there_was(recorder: Recorder) -> None:
     event, x = torch.cuda.Event(), buffer(recorder)
-    event.record()
+    event.record(torch.cuda.current_stream())
     event.synchronize()
     x.fill_(1)
-    event.record()  # it is used again: what waited for it before waits for the first record
+    event.record(torch.cuda.current_stream())  # it is used again: what waited for it before waits for the first record
     assert problems(recorder) == []
 
 

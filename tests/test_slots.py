@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from ringattn.comm import Slots, slot_nbytes
+from ringattn.comm.lanes import StreamLane
 from ringattn.comm.slots import ALIGNMENT, TensorSpec
+
+from .recorder.checks import Checked
+from .recorder.device import GPU
+from .recorder.engine import install
+from .recorder.graph import Graph
+from .recorder.modes import acting
 
 CPU = torch.device("cpu")
 SPECS: list[TensorSpec] = [
@@ -124,6 +131,23 @@ def test_drain_waits_for_all() -> None:
     slots.drain()
     slots.drain()
     assert [fence.waits for fence in fences] == [1, 1]
+
+
+def test_growing_on_another_stream_than_the_arena_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory goes back to the stream that it was made on, which has not waited for its last use."""
+    recorder, _ = install(monkeypatch)
+    with acting(recorder, 0):
+        slots, lane = Slots(1, GPU), StreamLane(GPU)
+        slots.reserve(100)
+        recorder.begin()
+        lane.follow([lane.mark()])
+        with torch.cuda.stream(lane.stream):
+            slots.tensors(0, [((10,), torch.float32)])[0].fill_(1)
+        slots.busy(0, lane.point())
+        with torch.cuda.stream(torch.cuda.Stream(GPU)):
+            slots.reserve(10_000)
+        recorder.end()
+    assert Checked(Graph(recorder.log), str).races() == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("slot", [-1, 2])

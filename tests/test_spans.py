@@ -10,7 +10,7 @@ import torch
 
 from ringattn.comm.spans import Spans
 
-CUDA = torch.device("cuda", 0)
+CUDA = torch.device("cuda", 1)
 
 
 class Event:
@@ -26,7 +26,8 @@ class Event:
         self.over = False
         self.waits = 0
 
-    def record(self) -> None:
+    def record(self, stream: str) -> None:
+        assert stream == "stream of cuda:1"
         self.when, self.over = Event.clock, False
 
     def query(self) -> bool:
@@ -44,6 +45,7 @@ class Event:
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> type[Event]:
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     Event.made, Event.clock = 0, 0.0
     return Event
 

@@ -16,6 +16,7 @@ from ringattn.ring.schedule import Hop, schedule
 from ringattn.ring.trace import _Begin, _Clock
 
 from .fake_cuda import FakeCuda
+from .stand_in import install_streams
 
 WORLD, SEQLEN, HEADS, DIM = 4, 256, 2, 16
 FP32 = 4
@@ -138,6 +139,15 @@ def test_on_a_gpu_points_are_events_on_their_streams(monkeypatch: pytest.MonkeyP
     assert begin.stream is stream and fake.calls == []
     assert 0 <= clock.seconds(end) - clock.seconds(begin.at) < 10
     assert clock.error >= 0
+
+
+def test_points_are_of_the_ring_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another one is current."""
+    device = install_streams(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    clock = _Clock(torch.device("cuda", 1))
+    assert clock.seconds(clock.now()) == pytest.approx(clock._host)
+    assert [op.stream and op.stream.index for op in device.log if op.kind == "record"] == [1, 1]
 
 
 def test_a_transfer_begins_when_the_last_of_what_it_waits_for_is_over() -> None:

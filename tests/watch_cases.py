@@ -87,6 +87,10 @@ class Aborted:
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
+        self.noticed: str | None = None
+
+    def check(self) -> str | None:
+        return self.noticed
 
     def abort(self, reason: str) -> None:
         self.reasons.append(reason)

@@ -18,7 +18,7 @@ from ..stand_in import Device, Event, Stream
 from .memory import Memory, Ref, Storage, Use
 from .operation import Recorded, mail, poison, site
 
-GPU = torch.device("cuda:0")
+GPU = torch.device("cuda:1")  # not the one that is current in a new thread
 HOST = torch.device("cpu")
 
 
@@ -75,6 +75,9 @@ class Recorder(Device):
         self._by_number[made.cuda_stream] = made
         made.name = f"{'transfer' if priority < 0 else 'compute'} stream {made.cuda_stream - 1000}"
         return made
+
+    def current(self, device: object = GPU) -> Stream:
+        return super().current(device)
 
     def numbered(self, number: int) -> Stream:
         """The stream with this handle."""

@@ -82,7 +82,8 @@ class _Session:
     def rank(self, group: LocalGroup) -> None:
         """All calls of a rank."""
         try:
-            with acting(self.recorder, group.rank()):
+            # a rank that never called torch.cuda.set_device: another device is current than its tensors'
+            with acting(self.recorder, group.rank()), torch.cuda.device(0):
                 self._rank(group, group.rank())
         except BaseException:
             self._barrier.abort()  # nobody waits for this rank

@@ -1,0 +1,79 @@
+"""CUDA from threads of ours: on the ring's device, and never in the way of a graph that another thread captures."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+# cudaStreamCaptureModeThreadLocal: captures of other threads are none of this one's business.
+THREAD_LOCAL = 1
+
+HOST = torch.device("cpu")
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Make `device` the current one, and let this thread ask for events while another captures a graph.
+
+    A new thread is on GPU 0, where its first call makes a context of some 500 MiB. And `torch.cuda.graph` captures in
+    global mode: a query by any thread that has not exchanged its own mode fails the capture. PyTorch's watchdog
+    exchanges it in the same way. Does nothing on the CPU and in a process that has not used CUDA.
+    """
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    with torch.cuda.device(device):
+        before = exchange_capture_mode(THREAD_LOCAL)
+        try:
+            yield
+        finally:
+            exchange_capture_mode(before)
+
+
+def start(do: Callable[[], object], device: torch.device, name: str) -> threading.Thread:
+    """Do something in a thread of its own, on a device; it does not keep the process from ending."""
+
+    def run() -> None:
+        with on_device(device):
+            do()
+
+    thread = threading.Thread(target=run, name=f"ringattn-{name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def within(seconds: float, do: Callable[[], object], device: torch.device, name: str) -> bool:
+    """Do what may never return, in a thread of its own; whether it has returned in time."""
+    thread = start(do, device, name)
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def exchange_capture_mode(mode: int) -> int:
+    """Set this thread's `cudaStreamCaptureMode`; the one before. A device that has failed refuses, and keeps it."""
+    exchange, value = _exchange(), ctypes.c_int(mode)
+    if exchange is not None:
+        exchange(ctypes.byref(value))
+    return value.value
+
+
+@functools.cache
+def _exchange() -> Any:
+    # In the runtime that torch itself calls, found through the library of torch's that links it: neither torch nor
+    # CuPy has it in Python, and cuda.bindings brings a runtime of its own.
+    library = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"
+    try:
+        return ctypes.CDLL(str(library)).cudaThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError) as error:
+        logger.warning("graphs that other threads capture may fail beside a ring: %s", error)
+        return None
