@@ -33,7 +33,7 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
         ValueError: what was compiled takes more of the GPU than there is.
     """
     if device.type == "cpu":
-        check_cpu([x.dtype for x in (getattr(x, "ptr", x) for x in args) if isinstance(x, torch.Tensor)], kernel)
+        check_cpu(args, kernel)
     if grid == 0:
         return
     with _LOCK, torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -47,14 +47,15 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
             ) from error
 
 
-def check_cpu(dtypes: Sequence[torch.dtype], kernel: Any = dot) -> None:
+def check_cpu(given: Sequence[Any], kernel: Any = dot) -> None:
     """Refuse CPU tensors without Triton's interpreter, and of dtypes that it does not compute: NotImplementedError."""
     if isinstance(kernel, JITFunction):
         raise NotImplementedError(
             "tensors are on the CPU: Triton kernels run there under Triton's interpreter alone. Set TRITON_INTERPRET=1 "
             "before triton is imported (slow, for tests), or use the aten backend of ring_attention."
         )
-    if torch.bfloat16 in dtypes and isinstance(kernel, type(dot)):
+    pointers = (getattr(x, "ptr", x) for x in given)
+    if isinstance(kernel, type(dot)) and any(getattr(x, "dtype", None) == torch.bfloat16 for x in pointers):
         raise NotImplementedError(
             "tensors are torch.bfloat16 on the CPU: Triton's interpreter multiplies their bits as integers. It takes "
             "float16 and float32; the aten backend of ring_attention computes all three."
