@@ -130,17 +130,32 @@ def launch_hopper(
     bounds: Bounds,
     softmax_scale: float,
     tile: Tile,
+    described: Described,
 ) -> None:
-    """As the launch of ``forward_kernel`` in ``attention_forward``, for what :func:`takes` lets through."""
+    """As the launch of ``forward_kernel`` in ``attention.Forward``, for what :func:`takes` lets through."""
     from .hopper import hopper_kernel  # Gluon takes a while to import, and only this kernel needs it
 
     launch(
         hopper_kernel, programs(q.shape[1], tile.block_q, q), q.device,
-        descriptor(q, ROWS), descriptor(k, tile.block_k), descriptor(v, tile.block_k),
+        described(q, ROWS), described(k, tile.block_k), described(v, tile.block_k),
         strided(out if state is None else state), strided(out), lse, interval(bounds), shape_of(q, k), softmax_scale,
         HEAD_DIM=q.shape[3], BLOCK_K=tile.block_k, SLOTS=tile.num_stages, HAS_STATE=state is not None,
         num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
+
+
+class Described:
+    """Descriptors, made once: of queries, and of the slots that keys and values come in again and again."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int, int | None], tuple[object, torch.Tensor]] = {}
+
+    def __call__(self, x: torch.Tensor, rows: int, columns: int | None = None) -> object:
+        """As :func:`descriptor`."""
+        key = id(x), rows, columns
+        if key not in self._made:
+            self._made[key] = descriptor(x, rows, columns), x  # while it is held nothing else has its id
+        return self._made[key][0]
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int | None = None) -> object:

@@ -14,15 +14,16 @@ from triton.runtime.jit import JITFunction
 
 from .bounds import Bounds
 from .config import KernelConfig, Tile
-from .described import check_described, descriptor, is_described
+from .described import check_described, is_described
 from .modify import UNMODIFIED, Modifiers
 from .order import chip_of, margin_of, persistent_programs, splits_for, swath_of, tiles_of
 from .parts import dot
-from .scores import Scores
+from .scores import PLAIN, Scores
 from .tiles import BlockRuns, Interval, Order, Shape, Strided
 
 # Triton's interpreter patches its language module while a kernel runs, and a first launch compiles: one at a time.
 _LOCK = threading.Lock()
+_ANYWHERE = contextlib.nullcontext()
 
 
 def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
@@ -36,7 +37,7 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
         check_cpu(args, kernel)
     if grid == 0:
         return
-    with _LOCK, torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with _LOCK, torch.cuda.device(device) if device.type == "cuda" else _ANYWHERE:
         try:
             kernel[(grid,)](*args, **options)
         except OutOfResources as error:
@@ -68,12 +69,8 @@ def programs(rows: int, block: int, x: torch.Tensor) -> int:
 
 
 def strided(x: torch.Tensor) -> Strided:
-    return Strided(x, x.stride(0), x.stride(1), x.stride(2))
-
-
-def left(x: torch.Tensor, rows: int, *, described: bool) -> Any:
-    """How a kernel is told of what it leaves in tiles of ``rows`` rows: as a tensor, or a TMA descriptor of it."""
-    return descriptor(x, rows) if described else strided(x)
+    batch, row, head, _ = x.stride()
+    return Strided(x, batch, row, head)
 
 
 def interval(bounds: Bounds) -> Interval:
@@ -84,7 +81,7 @@ def interval(bounds: Bounds) -> Interval:
 
 def modifiers(scores: Scores, device: torch.device, *, rows_are_keys: bool = False) -> Modifiers:
     """Of a launch whose rows are queries, or keys."""
-    if scores.is_plain:
+    if scores is PLAIN or scores.is_plain:
         return UNMODIFIED
     slopes, drops = scores.alibi_slopes, scores.dropout_p > 0
     rows, columns = scores.q_positions, scores.k_positions

@@ -7,17 +7,8 @@ from typing import Any
 
 import torch
 
-from ..kernels import (
-    PLAIN,
-    Bounds,
-    KernelConfig,
-    Scores,
-    attention_delta,
-    attention_dkdv,
-    attention_dq,
-    attention_forward,
-    attention_gradients,
-)
+from ..kernels import PLAIN, Bounds, KernelConfig, Scores, attention_delta, attention_gradients
+from ..kernels.attention import Backward, Forward
 from ..kernels.config import is_single_pass
 from .aten import AtenBackward, AtenForward, row_dot
 from .checked import checked
@@ -110,23 +101,11 @@ class TritonForward:
         config: KernelConfig | None,
         start: Pair | None = None,
     ) -> None:
-        self._q = q
-        self._scale = softmax_scale
-        self._config = config
+        self._fold = Forward(q, softmax_scale, config)
         self._state = start
 
     def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, final: bool) -> None:
-        self._state = attention_forward(
-            self._q,
-            k,
-            v,
-            bounds=bounds,
-            scores=scores,
-            softmax_scale=self._scale,
-            state=self._state,
-            final=final,
-            config=self._config,
-        )
+        self._state = self._fold(k, v, bounds=bounds, scores=scores, state=self._state, final=final)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``(out, lse)``, after the final fold."""
@@ -152,6 +131,7 @@ class TritonBackward:
         self._scale = softmax_scale
         self._config = config
         self._delta = attention_delta(dout, out, dlse)
+        self._bound = Backward(dout, q, lse, self._delta, softmax_scale, config)
         self._dq = self._first_sum()
 
     def _first_sum(self) -> torch.Tensor | None:
@@ -162,11 +142,9 @@ class TritonBackward:
         self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool
     ) -> None:
         q, sums = self._q, self._dq
-        into = None if final else sums if sums is not None else torch.empty_like(q, dtype=torch.float32)
-        self._dq = attention_dq(
-            self._dout, q, k, v, self._lse, self._delta,
-            bounds=bounds, scores=scores, softmax_scale=self._scale, sums=sums, into=into, config=self._config,
-        )  # fmt: skip
+        if final or sums is None:
+            self._dq = q.new_empty(q.shape, dtype=q.dtype if final else torch.float32)
+        self._bound.dq(k, v, bounds=bounds, scores=scores, sums=sums, into=self._dq)
 
     def dkdv(
         self,
@@ -186,10 +164,7 @@ class TritonBackward:
         self._launch_dkdv(k, v, bounds=bounds, scores=scores, sums=arrived, into=(into[0], into[1]))
 
     def _launch_dkdv(self, k: torch.Tensor, v: torch.Tensor, **given: Any) -> None:
-        attention_dkdv(
-            self._dout, self._q, k, v, self._lse, self._delta, **given,
-            softmax_scale=self._scale, config=self._config,
-        )  # fmt: skip
+        self._bound.dkdv(k, v, **given)
 
     def result(self) -> torch.Tensor:
         """dQ in q's dtype, after the final hop."""
