@@ -94,7 +94,10 @@ class NcclTransport:
         """See `Transport.post`. Enqueues and returns; the host never waits for the device."""
         comm = self._communicator()
         check_messages(self, self._device, sends, receives)
-        places = [self._place(message) for message in (*sends, *receives)]
+        places = [self._members.get(peer, -1) for peer, _ in (*sends, *receives)]
+        if -1 in places:
+            peer = (*sends, *receives)[places.index(-1)].peer
+            raise ValueError(f"peer is {peer}, this communicator joins ranks {list(self._members)}")
         self._lane.follow(after)
         stream = self._lane.stream.cuda_stream
         try:
@@ -197,12 +200,6 @@ class NcclTransport:
             raise TransportError("; ".join(failed))
         is_bytes, *numbers = told[first]
         return bytes(numbers) if is_bytes else tuple(numbers)
-
-    def _place(self, message: Message) -> int:
-        place = self._members.get(message.peer)
-        if place is None:
-            raise ValueError(f"peer is {message.peer}, this communicator joins ranks {list(self._members)}")
-        return place
 
     @contextmanager
     def _group(self) -> Iterator[None]:

@@ -5,11 +5,39 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 What = tuple[Hashable, ...]
+
+
+class _Span:
+    """One span; a class, as every hop has some and a generator costs several calls more."""
+
+    __slots__ = ("_begun", "_end", "_spans", "_what")
+
+    def __init__(self, spans: Spans, what: What) -> None:
+        self._spans, self._what = spans, what
+
+    def __enter__(self) -> None:
+        spans = self._spans
+        if not spans._cuda:
+            self._begun: Any = time.perf_counter()
+            return
+        self._begun, self._end = spans._event(), spans._event()
+        self._begun.record()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        spans = self._spans
+        if kind is not None:
+            return
+        if not spans._cuda:
+            spans._over.append((self._what, time.perf_counter() - self._begun))
+            return
+        self._end.record()
+        spans._running.append((self._what, self._begun, self._end))
 
 
 class Spans:
@@ -24,19 +52,9 @@ class Spans:
         self._running: deque[tuple[What, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._pool: deque[torch.cuda.Event] = deque()  # a new event costs a call into the driver
 
-    @contextmanager
-    def span(self, *what: Hashable) -> Iterator[None]:
+    def span(self, *what: Hashable) -> AbstractContextManager[None]:
         """Note how long what is done (CPU) or enqueued on the current stream (CUDA) inside takes."""
-        if not self._cuda:
-            begun = time.perf_counter()
-            yield
-            self._over.append((what, time.perf_counter() - begun))
-            return
-        start, end = self._event(), self._event()
-        start.record()
-        yield
-        end.record()
-        self._running.append((what, start, end))
+        return _Span(self, what)
 
     def finished(self, *, wait: bool = False) -> Iterator[tuple[What, float]]:
         """What is over, in the order in which it was noted, with its seconds; each once. ``wait``: wait for all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -163,10 +164,15 @@ def descriptor(x: torch.Tensor, rows: int, columns: int | None = None) -> object
 
     Past the end the copy engine fills with zeros, and leaves what is there where it writes.
     """
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    block = [1, rows, 1, columns or x.shape[3]]
+    columns = columns or x.shape[3]
+    return TensorDescriptor(x, list(x.shape), strides_of(x), [1, rows, 1, columns], _layout(rows, columns, x.dtype))
+
+
+@cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon import language as gl
+
     dtypes = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtypes[x.dtype])
-    return TensorDescriptor(x, list(x.shape), strides_of(x), block, layout)
+    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], dtypes[dtype])

@@ -346,12 +346,12 @@ def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> No
         posts.clear()
         launches.clear()
         case.backward()
-        assert len(ring.telemetry()) == 1  # of the others nothing is known
+        assert ring._watch is not None and str(ring._watch._posts.last) == "backward hop 7: sums, chunk 0"
     assert len(posts) == 2 * (host_time.HOPS - 1) and set(posts) == {(2, 2)}
     assert sorted(launches) == ["delta_kernel", *["dkdv_kernel"] * host_time.HOPS, *["dq_kernel"] * host_time.HOPS]
 
 
-@pytest.mark.parametrize(("phase", "most"), [(FORWARD, 223), (BACKWARD, 534)])
+@pytest.mark.parametrize(("phase", "most"), [(FORWARD, 110), (BACKWARD, 260)])
 def test_python_calls_of_a_hop(phase: str, most: int) -> None:
     """What ``calls_of`` counts: functions of this package and of the standard library; a count, so that it is exact."""
     with host_time.ring_of_one(CPU) as ring:
