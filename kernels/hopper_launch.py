@@ -134,15 +134,22 @@ def launch_hopper(
     described: Described,
 ) -> None:
     """As the launch of ``forward_kernel`` in ``attention.Forward``, for what :func:`takes` lets through."""
-    from .hopper import hopper_kernel  # Gluon takes a while to import, and only this kernel needs it
-
+    into = strided(out)
     launch(
-        hopper_kernel, programs(q.shape[1], tile.block_q, q), q.device,
+        _kernel(), programs(q.shape[1], tile.block_q, q), q.device,
         described(q, ROWS), described(k, tile.block_k), described(v, tile.block_k),
-        strided(out if state is None else state), strided(out), lse, interval(bounds), shape_of(q, k), softmax_scale,
+        into if state is None or state is out else strided(state), into, lse, interval(bounds), shape_of(q, k),
+        softmax_scale,
         HEAD_DIM=q.shape[3], BLOCK_K=tile.block_k, SLOTS=tile.num_stages, HAS_STATE=state is not None,
         num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
+
+
+@cache
+def _kernel() -> Any:
+    from .hopper import hopper_kernel  # Gluon takes a while to import, and only this kernel needs it
+
+    return hopper_kernel
 
 
 class Described:

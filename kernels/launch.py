@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
@@ -65,7 +64,7 @@ def check_cpu(given: Sequence[Any], kernel: Any = dot) -> None:
 
 def programs(rows: int, block: int, x: torch.Tensor) -> int:
     """One program per tile of rows, batch row and head of ``x [B, S, H, D]``."""
-    return int(triton.cdiv(rows, block)) * x.shape[0] * x.shape[2]
+    return -(-rows // block) * x.shape[0] * x.shape[2]
 
 
 def strided(x: torch.Tensor) -> Strided:

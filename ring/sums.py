@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import torch
 
 from ..comm import Fence
 from .schedule import SUMS_SLOTS, Hop
-from .traffic import BETWEEN, INSIDE, NO_LOAD, Arrival, Call, Heads, Key, Kind, Lane, Load, Tensors
+from .traffic import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Lane, Load, Tensors
 
 # of a two-level ring, after the slots that rotate
 LEAVING_SLOT, ARRIVING_SLOT = SUMS_SLOTS, SUMS_SLOTS + 1
@@ -173,4 +172,4 @@ def joined(loads: Sequence[Load]) -> Load:
     """Several in one group of transfers."""
     if len(loads) == 1:
         return loads[0]
-    return Load(*(tuple(chain.from_iterable(part)) for part in zip(*loads, strict=True))) if loads else NO_LOAD
+    return Load(tuple(one for x in loads for one in x.messages), tuple(one for x in loads for one in x.sizes))
