@@ -19,7 +19,7 @@ from ringattn.comm.topology import Topology
 from ringattn.comm.warm_up import ring_edges
 from ringattn.ring.attention import Options
 from ringattn.ring.ring import ring_of
-from ringattn.ring.traffic import Call, Key, Kind
+from ringattn.ring.traffic import Call, Key, Kind, Load
 
 from .baselines import exact, pytorch
 from .nightly import rest_nightly
@@ -372,9 +372,9 @@ def test_what_travels_is_as_small_as_it_was_asked_to_be(
     tokens, dim, moved = 512, 16, Counter[str]()
     posted = Call.post
 
-    def counting(call: Call, level: int, key: Key, sends: list[Message], *rest: Any) -> Any:
+    def counting(call: Call, level: int, key: Key, sends: Load, *rest: Any) -> Any:
         what = "sums" if key.kind in (Kind.SUMS, Kind.HOME) else "kv"
-        moved[what] += sum(message.tensor.nbytes for message in sends)
+        moved[what] += sum(message.tensor.nbytes for message in sends.messages)
         return posted(call, level, key, sends, *rest)
 
     monkeypatch.setattr(Call, "post", counting)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringattn.comm import Slots, slot_nbytes
-from ringattn.comm.slots import ALIGNMENT, TensorSpec
+from ringattn.comm.slots import ALIGNMENT, FORMS, TensorSpec
 
 CPU = torch.device("cpu")
 SPECS: list[TensorSpec] = [
@@ -100,6 +100,20 @@ def test_growing_waits_for_every_use_and_starts_at_zero() -> None:
     for slot in range(3):
         (everything,) = slots.tensors(slot, [((100_000,), torch.uint8)])
         assert not everything.any()
+
+
+def test_what_is_kept_of_slots_goes_as_they_grow() -> None:
+    """Or views would hold the old arena; and of many forms only some stay."""
+    slots = Slots(2, CPU)
+    slots.reserve(100)
+    slots.kept("a")[0] = slots.tensors(0, [((4,), torch.float32)])
+    slots.reserve(50)
+    assert list(slots.kept("a")) == [0] and not slots.kept("b")
+    slots.reserve(1000)
+    assert not slots.kept("a")
+    kept = [slots.kept(form) for form in range(FORMS)]
+    assert slots.kept(FORMS) is not slots.kept(0) and slots.kept(0) is not kept[0]
+    assert len(slots._kept) == 2
 
 
 def test_free_hands_over_each_use_once() -> None:
