@@ -13,6 +13,11 @@ import torch
 What = tuple[Hashable, ...]
 
 
+def _new_event() -> torch.cuda.Event:
+    new: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return new
+
+
 class _Span:
     """One span; a class, as every hop has some and a generator costs several calls more."""
 
@@ -26,7 +31,9 @@ class _Span:
         if not spans._cuda:
             self._begun: Any = time.perf_counter()
             return
-        self._begun, self._end = spans._event(), spans._event()
+        pool = spans._pool  # one thread alone takes from it
+        self._begun = pool.popleft() if pool else _new_event()
+        self._end = pool.popleft() if pool else _new_event()
         self._begun.record()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -69,10 +76,3 @@ class Spans:
             self._pool.extend((start, end))
         while self._over:
             yield self._over.popleft()
-
-    def _event(self) -> torch.cuda.Event:
-        try:
-            return self._pool.popleft()
-        except IndexError:
-            new: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            return new

@@ -52,6 +52,7 @@ class Way(NamedTuple):
     shape: Shape
     options: dict[str, int]
     splits: int = 1
+    hopper: bool = False
 
 
 class Bound:
@@ -77,7 +78,8 @@ class Bound:
 
     def _decided(self, tile: Tile, how: KernelConfig | None, kernel: str, k: torch.Tensor, v: torch.Tensor) -> Way:
         grid, shape = dealt(how, packed_shape(how, shape_of(self._q, k)), tile, (k, v))
-        return Way(tile, how, grid, shape, {**head_dims(self._q, v), **options(tile)})
+        hopper = kernel == "forward" and how is not None and how.forward_kernel == "hopper"
+        return Way(tile, how, grid, shape, {**head_dims(self._q, v), **options(tile)}, hopper=hopper)
 
     def _continued(self, x: torch.Tensor) -> Strided:
         """Of a tensor that launch after launch continues."""
@@ -106,7 +108,7 @@ class Forward(Bound):
             out, lse = state
         in_place = out is not None and out.dtype == dtype
         result = out if out is not None and in_place else q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
-        if self._takes(way, k, v, bounds, scores):
+        if way.hopper and self._takes(way, k, v, bounds, scores):
             launch_hopper(q, k, v, out, result, lse, bounds, self._scale, way.tile, self._described)
             return result, lse
         before = self._continued(result if out is None else out)
@@ -120,8 +122,6 @@ class Forward(Bound):
 
     def _takes(self, way: Way, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores) -> bool:
         """Whether the Hopper kernel does, asked once for each pair of slots."""
-        if way.how is None or way.how.forward_kernel != "hopper":
-            return False
         key = id(way), id(k), id(v)
         if key not in self._taken:
             found = takes(self._q, k, v, bounds, scores, way.tile, asked=self._config is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +20,7 @@ from .scores import PLAIN, Scores
 from .tiles import BlockRuns, Interval, Order, Shape, Strided
 
 # Triton's interpreter patches its language module while a kernel runs, and a first launch compiles: one at a time.
-_LOCK = threading.Lock()
-_ANYWHERE = contextlib.nullcontext()
+_LOCK = threading.RLock()
 
 
 def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
@@ -36,7 +34,8 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
         check_cpu(args, kernel)
     if grid == 0:
         return
-    with _LOCK, torch.cuda.device(device) if device.type == "cuda" else _ANYWHERE:
+    # the CPU is no device to enter: the lock once more
+    with _LOCK, torch.cuda.device(device) if device.type == "cuda" else _LOCK:
         try:
             kernel[(grid,)](*args, **options)
         except OutOfResources as error:

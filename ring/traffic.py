@@ -215,7 +215,9 @@ class Lane:
         if found is None:
             shapes = [self._shape(x, tokens, heads) for x in self._like]
             specs = [spec for shape in shapes for spec in self._specs(shape)]
-            found = self._kept[slot, tokens, heads.number] = self._slots.tensors(self._part(slot, heads), specs)
+            found = self._kept[slot, tokens, heads.number] = self._slots.tensors(
+                slot * self._chunks + heads.number, specs
+            )
         return found
 
     def load(self, peer: int | None, slot: int | None, hop: Hop, heads: Heads) -> Load:
@@ -256,17 +258,14 @@ class Lane:
 
     def free(self, slot: int, heads: Heads) -> tuple[Fence, ...]:
         """What must be over before the chunk of the slot may be overwritten."""
-        return self._slots.free(self._part(slot, heads))
+        return self._slots.free(slot * self._chunks + heads.number)
 
     def busy(self, slot: int | None, heads: Heads, fence: Fence | None) -> None:
         """The chunk of the slot is in use until ``fence``."""
         if slot is not None and fence is not None:
-            self._slots.busy(self._part(slot, heads), fence)
+            self._slots.busy(slot * self._chunks + heads.number, fence)
 
     def computed(self, slot: int | None, heads: Heads) -> None:
         """The compute issued so far reads or writes the slot: nothing may arrive in it before that is over."""
         if slot is not None:
-            self._slots.busy(self._part(slot, heads), self.call.mark())
-
-    def _part(self, slot: int, heads: Heads) -> int:
-        return slot * self._chunks + heads.number
+            self._slots.busy(slot * self._chunks + heads.number, self.call.mark())
