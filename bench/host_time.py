@@ -160,7 +160,7 @@ def ring_of_one(device: torch.device, chunks: int = 1) -> Iterator[Ring]:
         return opened(solo_group(), **named | {"control": control_of(solo_group())})
 
     with ExitStack() as stack:
-        opened = ring_module.open_transports
+        opened = vars(ring_module)["open_transports"]
         stack.enter_context(
             no_device() if device.type == "cpu" else patch.object(ring_module, "open_transports", to_itself)
         )
@@ -277,7 +277,7 @@ def no_device() -> Iterator[None]:
         "device": lambda *arguments: nullcontext(),
     }
     kernel = SimpleNamespace(run=nothing, function=0, packed_metadata=(), launch_metadata=nothing)
-    opened = ring_module.open_watch
+    opened = vars(ring_module)["open_watch"]
     with (
         patch.multiple(torch.cuda, **cuda),
         patch.dict(sys.modules, {"cupy": ModuleType("cupy"), "cupy.cuda": ModuleType("cuda"), "cupy.cuda.nccl": nccl}),

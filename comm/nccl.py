@@ -94,10 +94,10 @@ class NcclTransport:
         """See `Transport.post`. Enqueues and returns; the host never waits for the device."""
         comm = self._communicator()
         check_messages(self, self._device, sends, receives)
-        places = [self._members.get(peer, -1) for peer, _ in (*sends, *receives)]
-        if -1 in places:
-            peer = (*sends, *receives)[places.index(-1)].peer
-            raise ValueError(f"peer is {peer}, this communicator joins ranks {list(self._members)}")
+        try:
+            places = [self._members[peer] for peer, _ in (*sends, *receives)]
+        except KeyError as peer:
+            raise ValueError(f"peer is {peer}, this communicator joins ranks {list(self._members)}") from None
         self._lane.follow(after)
         stream = self._lane.stream.cuda_stream
         try:

@@ -89,9 +89,12 @@ def ignore_post(key: object, fence: Fence, after: Sequence[Fence], sent: object,
     """Nobody watches this call's transfers."""
 
 
+NO_SPAN = nullcontext()
+
+
 def ignore_wait(hop: Hop) -> AbstractContextManager[None]:
     """Nobody asks how long this call waits within other spans."""
-    return nullcontext()
+    return NO_SPAN
 
 
 @dataclass(frozen=True)
@@ -198,8 +201,8 @@ class Lane:
         if len(call.plan.hops) > 1:
             longest = [self._shape(x, call.plan.longest, call.chunks[0]) for x in like]
             slots.reserve(slot_nbytes([spec for shape in longest for spec in self._specs(shape)]))
-        form = tuple((x.shape[0], *x.shape[2:]) for x in like), dtype, wire and wire.name, self._chunks
-        self._kept = slots.kept((form, call.plan.lengths))
+        shapes = tuple(x.shape for x in like)
+        self._kept = slots.kept((shapes, dtype, wire and wire.name, self._chunks, call.plan.lengths))
 
     @staticmethod
     def _shape(like: torch.Tensor, tokens: int, heads: Heads) -> tuple[int, ...]:
