@@ -90,7 +90,7 @@ class Slots:
 
     def kept(self, form: Hashable) -> dict[Any, Any]:
         """Room for what is made of the slots, cut in one way: until they grow, or too many ways were asked for."""
-        if len(self._kept) >= FORMS:
+        if form not in self._kept and len(self._kept) == FORMS:
             self._kept.clear()
         return self._kept.setdefault(form, {})
 
