@@ -58,7 +58,8 @@ class Way(NamedTuple):
 class Bound:
     """Launches for one tensor of queries, bound once: what all shards of keys and values share is made once.
 
-    Nothing is checked here: the entries below check a launch, and a ring at its door what it then cuts and moves.
+    Of what a call is given only the config is checked here: the entries below check a launch, and a ring at its door
+    what it then cuts and moves.
     """
 
     def __init__(self, q: torch.Tensor, softmax_scale: float, config: KernelConfig | None) -> None:
@@ -72,6 +73,7 @@ class Bound:
         key = kernel, k.shape[1], bounds.lo is None, bounds.used is None, bounds.runs, plain
         way = self._ways.get(key)
         if way is None:
+            check_config(self._config, self._q, v)
             tile = tile_for(kernel, self._config, self._q, v, **situation(bounds, scores))
             way = self._ways[key] = self._decided(tile, launched(self._config, tile, self._q, k), kernel, k, v)
         return way
@@ -238,7 +240,6 @@ def attention_forward(
         ValueError: an argument does not fit; the message names it, what it got and what it takes.
     """
     scale = check_inputs(q, k, v, bounds, scores, softmax_scale)
-    check_config(config, q, v)
     out, lse = state if state is not None else (None, None)
     if (out is None) != (lse is None):
         raise ValueError("state has only one of out and lse: pass both, or no state")
@@ -302,7 +303,6 @@ def attention_dq(
         ValueError: an argument does not fit.
     """
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
-    check_config(config, q, v)
     target = result_like("into", into, "sums", sums, q)
     Backward(dout, q, lse, delta, scale, config).dq(k, v, bounds=bounds, scores=scores, sums=sums, into=target)
     return target
@@ -338,7 +338,6 @@ def attention_dkdv(
         ValueError: an argument does not fit.
     """
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
-    check_config(config, q, v)
     dk_sum, dv_sum = sums or (None, None)
     dk_into, dv_into = into or (None, None)
     dk = result_like("into[0]", dk_into, "sums[0]", dk_sum, k)
