@@ -225,7 +225,7 @@ class Lane:
 
     def load(self, peer: int | None, slot: int | None, hop: Hop, heads: Heads) -> Load:
         """:meth:`buffers` as messages to or from a peer."""
-        if peer is None or slot is None:
+        if slot is None:
             return NO_LOAD
         key = peer, slot, self.call.plan.lengths[hop.index], heads.number
         found: Load | None = self._kept.get(key)
