@@ -157,7 +157,8 @@ def ring_of_one(device: torch.device, chunks: int = 1) -> Iterator[Ring]:
     """The ring of rank 0, the only one here: with all that a ring of several ranks does, and a way to itself."""
 
     def to_itself(*given: object, **named: Any) -> tuple[Transport, ...]:
-        return opened(solo_group(), **named | {"control": control_of(solo_group())})
+        made: tuple[Transport, ...] = opened(solo_group(), **named | {"control": control_of(solo_group())})
+        return made
 
     with ExitStack() as stack:
         opened = vars(ring_module)["open_transports"]

@@ -302,7 +302,8 @@ def test_descriptors_are_kept_with_their_tensors() -> None:
     k, v = (torch.zeros(1, 128, 2, 64, dtype=torch.float16) for _ in range(2))
     described = hopper_launch.Described()
     made: Any = described(k, 64)
-    assert described(k, 64) is made and made.base is k and made.block_shape == [1, 64, 1, 64]
+    again: Any = described(k, 64)
+    assert again is made and again.base is k and again.block_shape == [1, 64, 1, 64]
     others: list[Any] = [described(k, 128), described(v, 64), described(k, 64, 32)]
     assert len({id(one) for one in (made, *others)}) == 4
     assert [one.block_shape[1::2] for one in others] == [[128, 64], [64, 64], [64, 32]]
