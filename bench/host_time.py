@@ -1,13 +1,14 @@
 """``ringattn bench host``: what the host needs to post one hop, launches included, beside what the hop computes.
 
-The ring here goes from the one rank to itself: every hop sends and receives, waits and launches as in a ring of that
-many ranks, and only the link is missing. Without a GPU every call that reaches a device is replaced by nothing: what
-is left is this package's own Python, a lower bound.
+One rank of a ring, telemetry on: every hop sends and receives, waits and launches. On a GPU all its peers are the rank
+itself, and only the link is missing. Without a GPU every call that reaches a device is replaced by nothing: what is
+left is this package's own Python and Triton's, up to its driver, a lower bound.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,19 +16,26 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from types import ModuleType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Annotated, Any
 from unittest.mock import patch
 
 import torch
+import triton
 import typer
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
+from ..comm import watchdog
 from ..comm.control import control_of
 from ..comm.lanes import indexed
-from ..comm.local import solo_group
+from ..comm.local import LocalGroup, solo_group
+from ..comm.mailboxes import DEFAULT_TIMEOUT, Hub
 from ..comm.nccl import NcclTransport
-from ..comm.transport import Edge
-from ..kernels import attention
+from ..comm.transport import Edge, Transport
+from ..kernels import launch as launching
+from ..kernels.forward import forward_kernel
 from ..ring import Layout, Mask, Ring, loop
 from ..ring import ring as ring_module
 from ..ring.backends import backward_works, forward_works
@@ -42,10 +50,13 @@ from .shapes import TimerOfRings, binary, count, device_name, dtype_name, groupe
 from .tables import table
 from .timing import Clock, interleaved
 
-HOPS = 8  # of the ring to itself
+HOPS = 8  # and ranks
 REPEATS = 20
 LOWER_BOUND = "device calls stubbed: a lower bound, not a result"
 BY_CLOCK = "by clock: the host's time is in the compute"
+NO_DEVICE = torch.device("cuda", 0)
+OTHERS = tuple(os.path.dirname(str(one)) + os.sep for one in (torch.__file__, triton.__file__))
+"""Whose calls are not this package's."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -58,6 +69,8 @@ class Row:
     host: float
     compute: float | None  # of the device; None where there is none
     note: str = ""  # why nothing is said of who is ahead
+    launches: float | None = None  # of the host's, Triton's share
+    calls: float | None = None  # of Python functions, see `calls_of`
 
     @property
     def hidden(self) -> bool | None:
@@ -68,14 +81,15 @@ class Row:
         return {
             "phase": self.phase,
             "host us per hop": round(self.host * 1e6, 1),
+            "of it Triton us": None if self.launches is None else round(self.launches * 1e6, 1),
+            "calls per hop": None if self.calls is None else round(self.calls, 1),
             "compute us per hop": None if self.compute is None else round(self.compute * 1e6, 1),
             "": self.note or ("host is ahead" if self.hidden else "host is behind"),
         }
 
 
-def to_itself(layout: Layout, device: torch.device, slots: int) -> Plan:
-    """Rank 0's part of a full ring, with every peer this very rank: each group has a send and its receive."""
-    real = plan(layout, Mask(causal=False), 0, 1, device, None, slots)
+def to_itself(real: Plan) -> Plan:
+    """The same, with every peer this very rank: each group has a send and its receive."""
 
     def self_only(peer: int | None) -> int | None:
         return None if peer is None else 0
@@ -95,7 +109,7 @@ def to_itself(layout: Layout, device: torch.device, slots: int) -> Plan:
 
 
 class Case:
-    """Forward and backward of a ring to itself, of ``[batch, tokens, heads, head dim]`` per hop."""
+    """Forward and backward of rank 0 of a full ring, of ``[batch, tokens, heads, head dim]`` per hop."""
 
     def __init__(
         self, ring: Ring, shape: tuple[int, int, int, int], kv_heads: int, dtype: torch.dtype, device: torch.device
@@ -108,7 +122,9 @@ class Case:
         )
         self.lse = draw(batch, heads, tokens, device=device, dtype=torch.float32)
         self.ring, self.scale = ring, 1 / math.sqrt(dim)
-        self.plan = to_itself(Layout.contiguous(HOPS * tokens, HOPS), device, ring.slots)
+        layout = Layout.contiguous(HOPS * tokens, HOPS)
+        real = plan(layout, Mask(causal=False), 0, 1, device, None, ring.slots)
+        self.plan = real if device.type == "cpu" else to_itself(real)
 
     def forward(self) -> None:
         with self.ring.call(self.plan, FORWARD, self.q, self.k) as call:
@@ -132,11 +148,25 @@ def measured(
     timer: str = "",
 ) -> list[Row]:
     """Forward and backward on a GPU, or on the CPU with every call to a device stubbed."""
-    with ExitStack() as stack:
-        if device.type == "cpu":
-            stack.enter_context(no_device())
-        ring = stack.enter_context(Ring(solo_group(), transport="nccl", chunks=chunks))
+    with ring_of_one(device, chunks) as ring:
         return rows_of(Case(ring, shape, kv_heads, dtype, device), Clock(device, timer=timer))
+
+
+@contextmanager
+def ring_of_one(device: torch.device, chunks: int = 1) -> Iterator[Ring]:
+    """The ring of rank 0, the only one here: with all that a ring of several ranks does, and a way to itself."""
+
+    def to_itself(*given: object, **named: Any) -> tuple[Transport, ...]:
+        made: tuple[Transport, ...] = opened(solo_group(), **named | {"control": control_of(solo_group())})
+        return made
+
+    with ExitStack() as stack:
+        opened = vars(ring_module)["open_transports"]
+        stack.enter_context(
+            no_device() if device.type == "cpu" else patch.object(ring_module, "open_transports", to_itself)
+        )
+        member = LocalGroup(Hub(HOPS, DEFAULT_TIMEOUT), 0)
+        yield stack.enter_context(Ring(member, transport="nccl", chunks=chunks))
 
 
 def rows_of(case: Case, clock: Clock) -> list[Row]:
@@ -144,24 +174,51 @@ def rows_of(case: Case, clock: Clock) -> list[Row]:
     device, rows = clock.device, []
     for phase, step in ((FORWARD, case.forward), (BACKWARD, case.backward)):
         host = posting(step, device) / HOPS
+        with no_launches():
+            launches, calls = host - posting(step, device) / HOPS, calls_of(step) / HOPS
         if device.type == "cuda":
             taken = interleaved({phase: step}, clock, repeats=REPEATS, warmup=3)[phase].median
-            rows.append(Row(phase, host, taken / HOPS, BY_CLOCK if clock.timer == "clock" else ""))
+            note = BY_CLOCK if clock.timer == "clock" else ""
+            rows.append(Row(phase, host, taken / HOPS, note, launches, calls))
         else:
-            rows.append(Row(phase, host, None, LOWER_BOUND))
+            rows.append(Row(phase, host, None, LOWER_BOUND, launches, calls))
     return rows
 
 
 def posting(step: Callable[[], None], device: torch.device) -> float:
-    """Seconds of the host for one pass, while the device is free to be behind."""
+    """Seconds of the host for one pass, while the device is free to be behind; without one, of this thread alone."""
+    now = time.perf_counter if device.type == "cuda" else time.thread_time
     taken = []
     for _ in range(REPEATS + 1):
-        begun = time.perf_counter()
+        begun = now()
         step()
-        taken.append(time.perf_counter() - begun)
+        taken.append(now() - begun)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return median(taken[1:])
+
+
+def calls_of(step: Callable[[], None]) -> int:
+    """Calls of Python functions in a pass, those of the standard library (``contextlib``, named tuples) among them.
+
+    By ``sys.setprofile``, which counts every resumption of a generator. Not those of torch, of Triton and of this file,
+    which has the stand-ins.
+    """
+    found = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal found
+        file = frame.f_code.co_filename
+        found += event == "call" and file != __file__ and not file.startswith(OTHERS)
+
+    step()
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    return found
 
 
 def check_room(shape: tuple[int, int, int, int], kv_heads: int, dtype: str, device: torch.device) -> None:
@@ -181,15 +238,33 @@ class Unwarmed(NcclTransport):
         """Nothing moves."""
 
 
+def nothing(*arguments: object, **named: object) -> None:
+    """In the place of whatever reaches a device."""
+
+
+class NoDriver:
+    """What Triton asks a driver on its way to a launch."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return -1  # what is "compiled" for it is nobody else's
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def no_launches() -> Any:
+    """Nothing of Triton's runs, under its interpreter neither."""
+    return patch.object(type(forward_kernel), "run", nothing)
+
+
 @contextmanager
 def no_device() -> Iterator[None]:
-    """Replace every call that reaches a device by nothing: streams, events, NCCL through CuPy, Triton launches."""
-
-    def nothing(*arguments: object, **named: object) -> None:
-        pass
-
+    """Replace every call that reaches a device by nothing: streams, events, NCCL through CuPy, Triton's driver."""
     stream = SimpleNamespace(cuda_stream=0, wait_event=nothing, synchronize=nothing)
-    event = SimpleNamespace(record=nothing, query=lambda: True, synchronize=nothing)
+    event = SimpleNamespace(record=nothing, query=lambda: True, synchronize=nothing, elapsed_time=lambda end: 0.0)
     comm = SimpleNamespace(send=nothing, recv=nothing, abort=nothing, destroy=nothing, check_async_error=nothing)
     nccl = SimpleNamespace(
         available=True, NCCL_UINT8=1, groupStart=nothing, groupEnd=nothing, get_unique_id=lambda: bytes(128)
@@ -202,17 +277,32 @@ def no_device() -> Iterator[None]:
         "stream": lambda *arguments: nullcontext(),
         "device": lambda *arguments: nullcontext(),
     }
+    kernel = SimpleNamespace(run=nothing, function=0, packed_metadata=(), launch_metadata=nothing)
+    opened = vars(ring_module)["open_watch"]
     with (
         patch.multiple(torch.cuda, **cuda),
         patch.dict(sys.modules, {"cupy": ModuleType("cupy"), "cupy.cuda": ModuleType("cuda"), "cupy.cuda.nccl": nccl}),
-        patch.object(attention, "launch", nothing),
+        patch.object(torch.Tensor, "contiguous", _contiguous),
         patch.object(ring_module, "open_transports", lambda *arguments, device, **named: (_unwarmed(device),)),
+        # as if of a GPU: its spans are events; and no thread beside this one
+        patch.object(ring_module, "open_watch", lambda group, device, **named: opened(group, NO_DEVICE, **named)),
+        patch.object(watchdog, "_WATCHDOG", SimpleNamespace(add=nothing)),
+        patch.object(driver, "_active", NoDriver()),
+        patch.object(triton.compiler, "compile", lambda *arguments, **named: kernel),
+        patch.object(launching, "check_cpu", nothing),
+        nullcontext() if issubclass(type(forward_kernel), JITFunction) else no_launches(),
     ):
         yield
 
 
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    """Room for a copy: on a GPU the host does not wait for the bytes."""
+    return x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
 def _unwarmed(device: torch.device) -> NcclTransport:
-    return Unwarmed(rank=0, size=1, device=device, control=control_of(solo_group()))
+    control = control_of(solo_group())  # nobody else is there to tell anything
+    return Unwarmed(rank=0, size=HOPS, device=device, control=control)
 
 
 @app.command()
@@ -241,7 +331,7 @@ def host(
     rows = measured(indexed(where), shape, kv_heads, DTYPES[dtype], chunks, timer)
     title = (
         f"full, B{batch} H{heads}/{kv_heads} D{head_dim} {dtype}, {binary(tokens)} tokens per rank, {chunks} chunks; "
-        f"one rank to itself, {HOPS} hops, median of {REPEATS} passes by {timer}\n"
+        f"one rank of {HOPS}, median of {REPEATS} passes by {timer}\n"
     )
     if json != "-":
         typer.echo(table([row.as_row() for row in rows], title=title))

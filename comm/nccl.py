@@ -109,7 +109,10 @@ class NcclTransport:
     ) -> StreamFence:
         """See `Transport.post`. Enqueues and returns; the host never waits for the device."""
         check_messages(self, self._device, sends, receives)
-        places = [self._place(message) for message in (*sends, *receives)]
+        try:
+            places = [self._members[peer] for peer, _ in (*sends, *receives)]
+        except KeyError as peer:
+            raise ValueError(f"peer is {peer}, this communicator joins ranks {list(self._members)}") from None
         self._lane.follow(after)
         stream = self._lane.stream.cuda_stream
         try:
@@ -209,12 +212,6 @@ class NcclTransport:
             raise TransportError(told[0])
         is_bytes, *numbers = told[0]
         return bytes(numbers) if is_bytes else tuple(numbers)
-
-    def _place(self, message: Message) -> int:
-        place = self._members.get(message.peer)
-        if place is None:
-            raise ValueError(f"peer is {message.peer}, this communicator joins ranks {list(self._members)}")
-        return place
 
     @contextmanager
     def _group(self) -> Iterator[Any]:

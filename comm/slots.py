@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
@@ -11,6 +12,8 @@ from .transport import Fence
 
 # Two cache lines of the GPU, and what its widest vector loads and TMA descriptors ask for with room to spare.
 ALIGNMENT = 256
+# A model alternates between a few shapes.
+FORMS = 64
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
 
@@ -43,6 +46,7 @@ class Slots:
         self._nbytes = 0
         self._arena = torch.empty(0, dtype=torch.uint8, device=device)
         self._fences: list[list[Fence]] = [[] for _ in range(count)]
+        self._kept: dict[Hashable, dict[Any, Any]] = {}
 
     @property
     def count(self) -> int:
@@ -60,6 +64,7 @@ class Slots:
             return
         self.drain()
         self._nbytes = _aligned(nbytes)
+        self._kept.clear()
         # The old arena goes back before the new one is made: the peak is one arena, not two.
         self._arena = torch.empty(0, dtype=torch.uint8, device=self._device)
         # Zeros, not whatever lay there: a stray read of bytes that never arrived is then a wrong number on every run.
@@ -73,7 +78,9 @@ class Slots:
         if needed > self._nbytes:
             raise ValueError(f"these tensors take {needed} bytes, a slot holds {self._nbytes}: reserve({needed}) first")
         views = []
-        offset = self._check(slot) * self._nbytes
+        if not 0 <= slot < len(self._fences):
+            raise self._no_such(slot)
+        offset = slot * self._nbytes
         for spec in specs:
             shape, dtype = spec
             nbytes = _spec_nbytes(spec)
@@ -81,13 +88,23 @@ class Slots:
             offset += _aligned(nbytes)
         return tuple(views)
 
+    def kept(self, form: Hashable) -> dict[Any, Any]:
+        """Room for what is made of the slots, cut in one way: until they grow, or too many ways were asked for."""
+        if form not in self._kept and len(self._kept) == FORMS:
+            self._kept.clear()
+        return self._kept.setdefault(form, {})
+
     def busy(self, slot: int, fence: Fence) -> None:
         """Note that a compute or a transfer uses the slot until `fence`."""
-        self._fences[self._check(slot)].append(fence)
+        if not 0 <= slot < len(self._fences):
+            raise self._no_such(slot)
+        self._fences[slot].append(fence)
 
     def free(self, slot: int) -> tuple[Fence, ...]:
         """What must be over before the slot may be overwritten; a new generation begins, so they are forgotten here."""
-        fences = tuple(self._fences[self._check(slot)])
+        if not 0 <= slot < len(self._fences):
+            raise self._no_such(slot)
+        fences = tuple(self._fences[slot])
         self._fences[slot] = []
         return fences
 
@@ -100,11 +117,9 @@ class Slots:
             for fence in self.free(slot):
                 fence.wait()
 
-    def _check(self, slot: int) -> int:
+    def _no_such(self, slot: int) -> IndexError:
         # A negative index would silently be another slot, and overwrite what that one still needs.
-        if not 0 <= slot < self.count:
-            raise IndexError(f"slot is {slot}, the slots are 0 to {self.count - 1}")
-        return slot
+        return IndexError(f"slot is {slot}, the slots are 0 to {self.count - 1}")
 
     def _settle(self) -> None:
         # The zeros are written by the compute stream, and transfers run on another one: no transfer may overtake them.

@@ -5,13 +5,50 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from .cuda_threads import on_device
 
 What = tuple[Hashable, ...]
+
+
+def _new_event() -> torch.cuda.Event:
+    new: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return new
+
+
+class _Span:
+    """One span; a class, as every hop has some and a generator costs several calls more."""
+
+    __slots__ = ("_begun", "_end", "_spans", "_stream", "_what")
+
+    def __init__(self, spans: Spans, what: What) -> None:
+        self._spans, self._what = spans, what
+
+    def __enter__(self) -> None:
+        spans = self._spans
+        if not spans._cuda:
+            self._begun: Any = time.perf_counter()
+            return
+        pool = spans._pool  # one thread alone takes from it
+        self._begun = pool.popleft() if pool else _new_event()
+        self._end = pool.popleft() if pool else _new_event()
+        self._stream = torch.cuda.current_stream(spans._device)
+        # an event is of the device of its first record, and the pool's are of this one
+        self._begun.record(self._stream)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        spans = self._spans
+        if kind is not None:
+            return
+        if not spans._cuda:
+            spans._over.append((self._what, time.perf_counter() - self._begun))
+            return
+        self._end.record(self._stream)
+        spans._running.append((self._what, self._begun, self._end))
 
 
 class Spans:
@@ -27,19 +64,9 @@ class Spans:
         self._running: deque[tuple[What, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._pool: deque[torch.cuda.Event] = deque()  # a new event costs a call into the driver
 
-    @contextmanager
-    def span(self, *what: Hashable) -> Iterator[None]:
+    def span(self, *what: Hashable) -> AbstractContextManager[None]:
         """Note how long what is done (CPU) or enqueued on the device's current stream (CUDA) inside takes."""
-        if not self._cuda:
-            begun = time.perf_counter()
-            yield
-            self._over.append((what, time.perf_counter() - begun))
-            return
-        start, end, stream = self._event(), self._event(), torch.cuda.current_stream(self._device)
-        start.record(stream)  # an event is of the device of its first record, and the pool's are of this one
-        yield
-        end.record(stream)
-        self._running.append((what, start, end))
+        return _Span(self, what)
 
     def finished(self, *, wait: bool = False) -> Iterator[tuple[What, float]]:
         """What is over, in the order in which it was noted, with its seconds; each once. ``wait``: wait for all."""
@@ -55,10 +82,3 @@ class Spans:
                 self._pool.extend((start, end))
         while self._over:
             yield self._over.popleft()
-
-    def _event(self) -> torch.cuda.Event:
-        try:
-            return self._pool.popleft()
-        except IndexError:
-            new: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            return new

@@ -144,13 +144,15 @@ def check_messages(
     transport: Transport, device: torch.device, sends: Sequence[Message], receives: Sequence[Message]
 ) -> None:
     """Refuse, before anything moves, a message that would be misread, or that would hang."""
-    for kind, messages in (("sends", sends), ("receives", receives)):
+    to_self: list[int] = []
+    from_self: list[int] = []
+    rank, size = transport.rank, transport.size
+    for kind, messages, own in (("sends", sends, to_self), ("receives", receives, from_self)):
         for index, (peer, tensor) in enumerate(messages):
-            problem = _problem(peer, tensor, transport.size, device)
-            if problem:
-                raise ValueError(f"{kind}[{index}]: {problem}")
-    to_self = [message.tensor.nbytes for message in sends if message.peer == transport.rank]
-    from_self = [message.tensor.nbytes for message in receives if message.peer == transport.rank]
+            if not (0 <= peer < size and tensor.device == device and tensor.is_contiguous() and tensor.numel()):
+                raise ValueError(f"{kind}[{index}]: {_problem(peer, tensor, size, device)}")
+            if peer == rank:
+                own.append(tensor.nbytes)
     if to_self != from_self:
         raise ValueError(
             f"rank {transport.rank} sends itself messages of {to_self} bytes and receives {from_self}: "
@@ -158,16 +160,14 @@ def check_messages(
         )
 
 
-def _problem(peer: int, tensor: torch.Tensor, size: int, device: torch.device) -> str | None:
+def _problem(peer: int, tensor: torch.Tensor, size: int, device: torch.device) -> str:
     if not 0 <= peer < size:
         return f"peer is {peer}, the ranks of this group are 0 to {size - 1}"
     if tensor.device != device:
         return f"the tensor is on {tensor.device}, this transport moves tensors of {device}"
     if not tensor.is_contiguous():
         return f"shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous: call .contiguous() first"
-    if tensor.numel() == 0:
-        return f"shape {tuple(tensor.shape)} holds no bytes: leave the message out on both sides"
-    return None
+    return f"shape {tuple(tensor.shape)} holds no bytes: leave the message out on both sides"
 
 
 DEFLATED_BYTES = 512  # from here on deflating saves more than it costs: ranks say much the same

@@ -167,8 +167,8 @@ class Watch:
         if self.size > 1:
             self._posts.add(label, fence, after, sent, received, time.monotonic(), self._calls)
 
-    def span(self, kind: str) -> AbstractContextManager[None]:
-        """Around "compute" or "wait", for the telemetry."""
+    def span(self, kind: str, hop: object = None) -> AbstractContextManager[None]:
+        """Around "compute" or "wait", for the telemetry, which asks for no hop."""
         return self._news.spans.span(kind) if self.size > 1 else contextlib.nullcontext()
 
     def spent(self, kind: str, seconds: float) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,11 +12,11 @@ from .backward import delta_kernel, dkdv_kernel, dq_kernel, reduce_kernel
 from .bounds import FULL, Bounds
 from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank, result_like
 from .choice import backward_config, check_tiles, launched, situation, tile_for
-from .config import KernelConfig, is_single_pass
-from .described import check_results, describes, is_described
+from .config import KernelConfig, Tile, is_single_pass
+from .described import check_results, describes, descriptor, is_described
 from .forward import forward_kernel
 from .gradients import attention_gradients
-from .hopper_launch import launch_hopper, takes
+from .hopper_launch import Described, launch_hopper, takes
 from .launch import (
     check_config,
     dealt,
@@ -22,7 +24,6 @@ from .launch import (
     head_dims,
     interval,
     launch,
-    left,
     modifiers,
     options,
     packed_shape,
@@ -33,13 +34,170 @@ from .launch import (
     strided,
 )
 from .scores import PLAIN, Scores
-from .tiles import Shape
+from .tiles import Shape, Strided
 
 REDUCE_BLOCK = 16  # of another: the parts of few rows are many bytes already, and this divides every tile
 REDUCE_WARPS = 8  # with four, ptxas keeps two addresses in local memory on sm_100
 DELTA_BLOCK = 64  # rows of a memory-bound pass: enough loads in flight, few idle rows at a shard's end
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Way(NamedTuple):
+    """How one kernel is launched against keys of one length."""
+
+    tile: Tile
+    how: KernelConfig | None
+    grid: int
+    shape: Shape
+    options: dict[str, int]
+    splits: int = 1
+    hopper: bool = False
+
+
+class Bound:
+    """Launches for one tensor of queries, bound once: what all shards of keys and values share is made once.
+
+    Of what a call is given only the config is checked here: the entries below check a launch, and a ring at its door
+    what it then cuts and moves.
+    """
+
+    def __init__(self, q: torch.Tensor, softmax_scale: float, config: KernelConfig | None) -> None:
+        self._q, self._scale, self._config = q, softmax_scale, config
+        self._queries = self._carried = strided(q)
+        self._ways: dict[Hashable, Way] = {}
+
+    def _way(self, kernel: str, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores) -> Way:
+        """As decided at the first launch of its kind: shards differ in their length and their part of the mask."""
+        plain = scores is PLAIN or scores.is_plain
+        key = kernel, k.shape[1], bounds.lo is None, bounds.used is None, bounds.runs, plain
+        way = self._ways.get(key)
+        if way is None:
+            check_config(self._config, self._q, v)
+            tile = tile_for(kernel, self._config, self._q, v, **situation(bounds, scores))
+            way = self._ways[key] = self._decided(tile, launched(self._config, tile, self._q, k), kernel, k, v)
+        return way
+
+    def _decided(self, tile: Tile, how: KernelConfig | None, kernel: str, k: torch.Tensor, v: torch.Tensor) -> Way:
+        grid, shape = dealt(how, packed_shape(how, shape_of(self._q, k)), tile, (k, v))
+        hopper = kernel == "forward" and how is not None and how.forward_kernel == "hopper"
+        return Way(tile, how, grid, shape, {**head_dims(self._q, v), **options(tile)}, hopper=hopper)
+
+    def _continued(self, x: torch.Tensor) -> Strided:
+        """Of a tensor that launch after launch continues."""
+        if self._carried.ptr is not x:
+            self._carried = strided(x)
+        return self._carried
+
+
+class Forward(Bound):
+    """:func:`attention_forward` of one tensor of queries, one shard after the other."""
+
+    def __init__(self, q: torch.Tensor, softmax_scale: float, config: KernelConfig | None) -> None:
+        super().__init__(q, softmax_scale, config)
+        self._described = Described()
+        self._taken: dict[tuple[int, ...], tuple[bool, Pair]] = {}
+
+    def __call__(
+        self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, state: Pair | None, final: bool
+    ) -> Pair:
+        """Fold one shard in."""
+        q, way = self._q, self._way("forward", k, v, bounds, scores)
+        dtype, out = q.dtype if final else torch.float32, None
+        if state is None:
+            lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device, dtype=torch.float32)
+        else:
+            out, lse = state
+        in_place = out is not None and out.dtype == dtype
+        result = out if out is not None and in_place else q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
+        if way.hopper and self._takes(way, k, v, bounds, scores):
+            launch_hopper(q, k, v, out, result, lse, bounds, self._scale, way.tile, self._described)
+            return result, lse
+        before = self._continued(result if out is None else out)
+        launch(
+            forward_kernel, way.grid, q.device,
+            self._queries, strided(k), strided(v), before, self._continued(result), lse,
+            interval(bounds), way.shape, self._scale, modifiers(scores, q.device),
+            HAS_STATE=out is not None, IN_PLACE=in_place, **way.options,
+        )  # fmt: skip
+        return result, lse
+
+    def _takes(self, way: Way, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores) -> bool:
+        """Whether the Hopper kernel does, asked once for each pair of slots."""
+        key = id(way), id(k), id(v)
+        if key not in self._taken:
+            found = takes(self._q, k, v, bounds, scores, way.tile, asked=self._config is not None)
+            self._taken[key] = found, (k, v)  # while they are held nothing else has their ids
+        return self._taken[key][0]
+
+
+class Backward(Bound):
+    """:func:`attention_dq` and :func:`attention_dkdv` of one tensor of queries, one shard after the other."""
+
+    def __init__(
+        self, dout: torch.Tensor, q: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, softmax_scale: float,
+        config: KernelConfig | None,
+    ) -> None:  # fmt: skip
+        super().__init__(q, softmax_scale, config)
+        self._dout, self._lse, self._delta = dout, lse, delta
+        self._given = strided(dout), self._queries
+
+    def dq(
+        self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, sums: torch.Tensor | None,
+        into: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """``into`` = ``sums``, which it may be, plus one shard's part."""
+        q, way = self._q, self._way("dq", k, v, bounds, scores)
+        before = self._continued(into if sums is None else sums)
+        launch(
+            dq_kernel, way.grid, q.device,
+            *self._given, strided(k), strided(v), self._lse, self._delta, before, self._continued(into),
+            interval(bounds), way.shape, self._scale, modifiers(scores, q.device),
+            **way.options, HAS_SUM=sums is not None, IN_PLACE=into is sums,
+        )  # fmt: skip
+
+    def dkdv(
+        self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, sums: Pair | None, into: Pair
+    ) -> None:
+        """``into`` = ``sums``, which it may be, plus what one shard gets."""
+        q, way, (dk, dv) = self._q, self._way("dkdv", k, v, bounds, scores), into
+        before = into if sums is None else sums
+        in_place = dk is before[0] and dv is before[1]
+        parts = into if way.splits == 1 else (empty_parts(k, way.splits), empty_parts(v, way.splits))
+        leave = self._left(way, v, into, before)
+        written = leave(parts[0]), leave(parts[1])
+        read = written if in_place or way.splits > 1 else (leave(before[0]), leave(before[1]))
+        seen = interval(bounds.transposed(k.shape[1]))
+        launch(
+            dkdv_kernel, way.grid, q.device,
+            *self._given, strided(k), strided(v), self._lse, self._delta, *read, *written, seen, way.shape,
+            self._scale, modifiers(scores, q.device, rows_are_keys=True),
+            **way.options, HAS_SUM=sums is not None and way.splits == 1, IN_PLACE=sums is not None and in_place,
+        )  # fmt: skip
+        if way.splits > 1:
+            launch(
+                reduce_kernel, programs(k.shape[1], REDUCE_BLOCK, k), q.device,
+                *map(strided, parts), *map(strided, before), strided(dk), strided(dv), seen,
+                shape_of(k, q)._replace(splits=way.splits), **head_dims(q, v), BLOCK_Q=way.tile.block_q,
+                BLOCK_K=way.tile.block_k, BLOCK_ROWS=REDUCE_BLOCK, HAS_SUM=sums is not None,
+                IN_PLACE=sums is not None and in_place, num_warps=REDUCE_WARPS,
+            )  # fmt: skip
+
+    def _left(self, way: Way, v: torch.Tensor, into: Pair, sums: Pair) -> Callable[[torch.Tensor], Any]:
+        """How dK/dV's kernel is told of what it leaves: as a tensor, or a TMA descriptor of its tiles."""
+        if not is_described(way.how):
+            return strided
+        made = {"into[0]": into[0], "into[1]": into[1], "sums[0]": sums[0], "sums[1]": sums[1]}
+        described = describes(way.how, self._q, v, asked=self._config is not None, **made)
+        return partial(descriptor, rows=way.tile.block_k) if described else strided
+
+    def _decided(self, tile: Tile, how: KernelConfig | None, kernel: str, k: torch.Tensor, v: torch.Tensor) -> Way:
+        if kernel == "dq":
+            return super()._decided(tile, how, kernel, k, v)
+        splits = splits_of(how, self._q, k, tile.block_k)
+        shape = split_shape(shape_of(k, self._q), splits)
+        grid, shape = dealt(how, shape, tile, (self._q, self._dout), rows_are_keys=True)
+        return Way(tile, how, grid, shape, {**head_dims(self._q, v), **options(tile)}, splits)
 
 
 def attention_forward(
@@ -82,34 +240,15 @@ def attention_forward(
         ValueError: an argument does not fit; the message names it, what it got and what it takes.
     """
     scale = check_inputs(q, k, v, bounds, scores, softmax_scale)
-    check_config(config, q, v)
-    out_shape = (*q.shape[:3], v.shape[3])
     out, lse = state if state is not None else (None, None)
     if (out is None) != (lse is None):
         raise ValueError("state has only one of out and lse: pass both, or no state")
     if out is None or lse is None:
-        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device, dtype=torch.float32)
+        state = None
     else:
-        check_like("state[0]", out, out_shape, torch.float32, q.device, written=True)
+        check_like("state[0]", out, (*q.shape[:3], v.shape[3]), torch.float32, q.device, written=True)
         check_like("state[1]", lse, (q.shape[0], q.shape[2], q.shape[1]), torch.float32, q.device, contiguous=True)
-    dtype = q.dtype if final else torch.float32
-    in_place = out is not None and out.dtype == dtype
-    result = out if out is not None and in_place else torch.empty(out_shape, device=q.device, dtype=dtype)
-    tile = tile_for("forward", config, q, v, **situation(bounds, scores))
-    flags = {"HAS_STATE": out is not None, "IN_PLACE": in_place}
-    how = launched(config, tile, q, k)
-    hopper = how is not None and how.forward_kernel == "hopper"
-    if hopper and takes(q, k, v, bounds, scores, tile, asked=config is not None):
-        launch_hopper(q, k, v, out, result, lse, bounds, scale, tile)
-        return result, lse
-    grid, shape = dealt(how, packed_shape(how, shape_of(q, k)), tile, (k, v))
-    launch(
-        forward_kernel, grid, q.device,
-        strided(q), strided(k), strided(v), strided(result if out is None else out), strided(result), lse,
-        interval(bounds), shape, scale, modifiers(scores, q.device),
-        **head_dims(q, v), **flags, **options(tile),
-    )  # fmt: skip
-    return result, lse
+    return Forward(q, scale, config)(k, v, bounds=bounds, scores=scores, state=state, final=final)
 
 
 def attention_delta(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None = None) -> torch.Tensor:
@@ -164,17 +303,8 @@ def attention_dq(
         ValueError: an argument does not fit.
     """
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
-    check_config(config, q, v)
     target = result_like("into", into, "sums", sums, q)
-    tile = tile_for("dq", config, q, v, **situation(bounds, scores))
-    how = launched(config, tile, q, k)
-    grid, shape = dealt(how, packed_shape(how, shape_of(q, k)), tile, (k, v))
-    launch(
-        dq_kernel, grid, q.device,
-        strided(dout), strided(q), strided(k), strided(v), lse, delta, strided(target if sums is None else sums),
-        strided(target), interval(bounds), shape, scale, modifiers(scores, q.device),
-        **head_dims(q, v), **options(tile), HAS_SUM=sums is not None, IN_PLACE=target is sums,
-    )  # fmt: skip
+    Backward(dout, q, lse, delta, scale, config).dq(k, v, bounds=bounds, scores=scores, sums=sums, into=target)
     return target
 
 
@@ -208,35 +338,12 @@ def attention_dkdv(
         ValueError: an argument does not fit.
     """
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
-    check_config(config, q, v)
     dk_sum, dv_sum = sums or (None, None)
     dk_into, dv_into = into or (None, None)
     dk = result_like("into[0]", dk_into, "sums[0]", dk_sum, k)
     dv = result_like("into[1]", dv_into, "sums[1]", dv_sum, v)
-    tile = tile_for("dkdv", config, q, v, **situation(bounds, scores))
-    how = launched(config, tile, q, k)
-    splits = splits_of(how, q, k, tile.block_k)
-    made = {"into[0]": dk, "into[1]": dv, "sums[0]": dk_sum, "sums[1]": dv_sum}
-    described = describes(how, q, v, asked=config is not None, **made)
-    before = dk if dk_sum is None else dk_sum, dv if dv_sum is None else dv_sum
-    seen, shape = interval(bounds.transposed(k.shape[1])), shape_of(k, q)
-    parts = (dk, dv) if splits == 1 else (empty_parts(k, splits), empty_parts(v, splits))
-    in_place = dk is dk_sum and dv is dv_sum
-    places = (left(x, tile.block_k, described=described) for x in (*(before if splits == 1 else parts), *parts))
-    grid, dealt_shape = dealt(how, split_shape(shape, splits), tile, (q, dout), rows_are_keys=True)
-    launch(
-        dkdv_kernel, grid, q.device,
-        strided(dout), strided(q), strided(k), strided(v), lse, delta, *places, seen, dealt_shape, scale,
-        modifiers(scores, q.device, rows_are_keys=True), **head_dims(q, v), **options(tile),
-        HAS_SUM=sums is not None and splits == 1, IN_PLACE=in_place,
-    )  # fmt: skip
-    if splits > 1:
-        launch(
-            reduce_kernel, programs(k.shape[1], REDUCE_BLOCK, k), q.device,
-            *map(strided, parts), *map(strided, before), strided(dk), strided(dv), seen,
-            shape._replace(splits=splits), **head_dims(q, v), BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k,
-            BLOCK_ROWS=REDUCE_BLOCK, HAS_SUM=sums is not None, IN_PLACE=in_place, num_warps=REDUCE_WARPS,
-        )  # fmt: skip
+    made = Backward(dout, q, lse, delta, scale, config)
+    made.dkdv(k, v, bounds=bounds, scores=scores, sums=sums, into=(dk, dv))
     return dk, dv
 
 

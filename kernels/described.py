@@ -85,11 +85,13 @@ def fills_boxes(head_dim: int) -> bool:
 
 def is_aligned(x: torch.Tensor) -> bool:
     """Whether the copy engine takes the address and strides of ``x [B, S, H, D]``; of nothing, any."""
-    strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
+    if not x.numel():
+        return True
     unit = ALIGNMENT // x.element_size()
-    return not x.numel() or (
-        x.data_ptr() % ALIGNMENT == 0 and all(stride > 0 and stride % unit == 0 for stride in strides)
-    )
+    for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True):
+        if size > 1 and (stride <= 0 or stride % unit):
+            return False
+    return x.data_ptr() % ALIGNMENT == 0
 
 
 def descriptor(x: torch.Tensor, rows: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from .choice import situation, tile_for
 from .config import KernelConfig, Tile
 from .described import COPY_ENGINE_ARCH, descriptor, fills_boxes, is_aligned
 from .dq_sum import Turns
+from .hopper_launch import Described
 from .launch import head_dims, interval, launch, modifiers, options, programs, shape_of, strided
 from .lookup import gpu_of
 from .scores import PLAIN, Scores
@@ -73,25 +75,71 @@ def attention_gradients(
     dk_into, dv_into = into or (None, None)
     dk = result_like("into[0]", dk_into, "sums[0]", dk_sum, k)
     dv = result_like("into[1]", dv_into, "sums[1]", dv_sum, v)
-    if config.backward == "hopper" and hopper_backward_launch.takes(q, k, v, dout, dq, bounds, scores, config):
-        hopper_backward_launch.launch_hopper_backward(
-            dout, q, k, v, lse, delta, dq, sums, (dk, dv), bounds, scale, config.single_pass
-        )
-        return dk, dv
-    tile = tile_for("single_pass", config, q, v, **situation(bounds, scores))
-    for name, x in (("q", q), ("dout", dout), ("dq", dq)):
-        check_near(name, x, tile)
-    whole = bounds.lo is None and bounds.used is None
-    launch(
-        single_pass_kernel, programs(k.shape[1], tile.block_k, k), q.device,
-        strided(dout), strided(q), strided(k), strided(v), lse, delta,
-        strided(dk if dk_sum is None else dk_sum), strided(dv if dv_sum is None else dv_sum), strided(dk), strided(dv),
-        strided(dq), box_of(dq, tile), turns_of(bounds, q, k, tile, config), interval(bounds.transposed(k.shape[1])),
-        shape_of(k, q), scale, modifiers(scores, q.device, rows_are_keys=True),
-        **head_dims(q, v), **options(tile), HAS_SUM=sums is not None, IN_PLACE=dk is dk_sum and dv is dv_sum,
-        RAGGED=whole and k.shape[1] % tile.block_k != 0,
-    )  # fmt: skip
+    made = Gradients(dout, q, lse, delta, dq, scale, config)
+    made(k, v, bounds=bounds, scores=scores, sums=sums, into=(dk, dv))
     return dk, dv
+
+
+class Gradients:
+    """:func:`attention_gradients` of one tensor of queries, one shard after the other; as ``attention.Bound``."""
+
+    def __init__(
+        self, dout: torch.Tensor, q: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, dq: torch.Tensor,
+        softmax_scale: float, config: KernelConfig,
+    ) -> None:  # fmt: skip
+        self._dout, self._q, self._dq, self._scale, self._config = dout, q, dq, softmax_scale, config
+        self._given = strided(dout), strided(q)
+        self._rows = lse, delta
+        self._described = Described()
+        self._taken: dict[Hashable, tuple[bool, Pair]] = {}
+        self._ways: dict[Hashable, tuple[Tile, tuple[Any, Any], dict[str, int]]] = {}
+
+    def __call__(
+        self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, sums: Pair | None, into: Pair
+    ) -> None:
+        """``into`` = ``sums``, which it may be, plus what one shard gets; ``dq`` is added to."""
+        q, config = self._q, self._config
+        if config.backward == "hopper" and self._takes(k, v, bounds, scores):
+            hopper_backward_launch.launch_hopper_backward(
+                self._dout, q, k, v, *self._rows, self._dq, sums, into, bounds, self._scale, config.single_pass,
+                self._described,
+            )  # fmt: skip
+            return
+        tile, added, flags = self._way(v, bounds, scores)
+        before = into if sums is None else sums
+        in_place = before[0] is into[0] and before[1] is into[1]
+        written = strided(into[0]), strided(into[1])
+        launch(
+            single_pass_kernel, programs(k.shape[1], tile.block_k, k), q.device,
+            *self._given, strided(k), strided(v), *self._rows,
+            *(written if in_place else (strided(before[0]), strided(before[1]))), *written,
+            *added, turns_of(bounds, q, k, tile, config), interval(bounds.transposed(k.shape[1])),
+            shape_of(k, q), self._scale, modifiers(scores, q.device, rows_are_keys=True),
+            **flags, HAS_SUM=sums is not None, IN_PLACE=sums is not None and in_place,
+            RAGGED=bounds.lo is None and bounds.used is None and k.shape[1] % tile.block_k != 0,
+        )  # fmt: skip
+
+    def _takes(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores) -> bool:
+        """Whether the Hopper kernel does, asked once for each pair of slots."""
+        key = id(k), id(v), bounds.used is None, bounds.runs is None
+        if key not in self._taken:
+            given = self._q, k, v, self._dout, self._dq
+            found = hopper_backward_launch.takes(*given, bounds, scores, self._config)
+            self._taken[key] = found, (k, v)  # while they are held nothing else has their ids
+        return self._taken[key][0]
+
+    def _way(self, v: torch.Tensor, bounds: Bounds, scores: Scores) -> tuple[Tile, tuple[Any, Any], dict[str, int]]:
+        """The tile, dQ as it is added to, and the options of a launch."""
+        key = bounds.lo is None, bounds.used is None, bounds.runs, scores is PLAIN or scores.is_plain
+        way = self._ways.get(key)
+        if way is None:
+            q, dq = self._q, self._dq
+            tile = tile_for("single_pass", self._config, q, v, **situation(bounds, scores))
+            for name, x in (("q", q), ("dout", self._dout), ("dq", dq)):
+                check_near(name, x, tile)
+            added = strided(dq), box_of(dq, tile)
+            way = self._ways[key] = tile, added, {**head_dims(q, v), **options(tile)}
+        return way
 
 
 def check_near(name: str, x: torch.Tensor, tile: Tile) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 
 from .bounds import Bounds
 from .config import KernelConfig, Tile
 from .described import check_describable
-from .hopper_launch import REGISTERS, SHARED_LIMIT, check_kind, descriptor
+from .hopper_launch import REGISTERS, SHARED_LIMIT, Described, check_kind
 from .launch import interval, launch, programs, shape_of, strided
 from .scores import Scores
 from .steps import CONSUMERS, ROWS
@@ -110,20 +113,27 @@ def launch_hopper_backward(
     bounds: Bounds,
     softmax_scale: float,
     tile: Tile | None,
+    described: Described,
 ) -> None:
-    """As the launch of ``single_pass_kernel`` in ``attention_gradients``, for what :func:`takes` lets through."""
-    from .hopper_backward import hopper_backward_kernel  # Gluon takes a while to import, and only this needs it
-
+    """As the launch of ``single_pass_kernel`` in ``gradients.Gradients``, for what :func:`takes` lets through."""
     tile = tile or default_tile(q.shape[3])
     before = into if sums is None else sums
+    written, in_place = (strided(into[0]), strided(into[1])), before[0] is into[0] and before[1] is into[1]
     launch(
-        hopper_backward_kernel, programs(k.shape[1], tile.block_k, k), q.device,
-        descriptor(dout, tile.block_q), descriptor(q, tile.block_q), descriptor(k, ROWS), descriptor(v, ROWS),
-        descriptor(dq, ROWS, ROWS), lse, delta,
-        *map(strided, before), *map(strided, into), interval(bounds.transposed(k.shape[1])),
+        _kernel(), programs(k.shape[1], tile.block_k, k), q.device,
+        described(dout, tile.block_q), described(q, tile.block_q), described(k, ROWS), described(v, ROWS),
+        described(dq, ROWS, ROWS), lse, delta,
+        *(written if in_place else map(strided, before)), *written, interval(bounds.transposed(k.shape[1])),
         shape_of(k, q)._replace(group=None), q.shape[2] // k.shape[2], softmax_scale,
         HEAD_DIM=q.shape[3], BLOCK_Q=tile.block_q, SLOTS=tile.num_stages, HAS_SUM=sums is not None,
-        IN_PLACE=sums is not None and all(one is other for one, other in zip(sums, into, strict=True)),
+        IN_PLACE=sums is not None and in_place,
         RAGGED=bounds.is_full and k.shape[1] % tile.block_k != 0,
         num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
+
+
+@cache
+def _kernel() -> Any:
+    from .hopper_backward import hopper_backward_kernel  # Gluon takes a while to import, and only this needs it
+
+    return hopper_backward_kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -130,17 +131,39 @@ def launch_hopper(
     bounds: Bounds,
     softmax_scale: float,
     tile: Tile,
+    described: Described,
 ) -> None:
-    """As the launch of ``forward_kernel`` in ``attention_forward``, for what :func:`takes` lets through."""
-    from .hopper import hopper_kernel  # Gluon takes a while to import, and only this kernel needs it
-
+    """As the launch of ``forward_kernel`` in ``attention.Forward``, for what :func:`takes` lets through."""
+    into = strided(out)
     launch(
-        hopper_kernel, programs(q.shape[1], tile.block_q, q), q.device,
-        descriptor(q, ROWS), descriptor(k, tile.block_k), descriptor(v, tile.block_k),
-        strided(out if state is None else state), strided(out), lse, interval(bounds), shape_of(q, k), softmax_scale,
+        _kernel(), programs(q.shape[1], tile.block_q, q), q.device,
+        described(q, ROWS), described(k, tile.block_k), described(v, tile.block_k),
+        into if state is None or state is out else strided(state), into, lse, interval(bounds), shape_of(q, k),
+        softmax_scale,
         HEAD_DIM=q.shape[3], BLOCK_K=tile.block_k, SLOTS=tile.num_stages, HAS_STATE=state is not None,
         num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
+
+
+@cache
+def _kernel() -> Any:
+    from .hopper import hopper_kernel  # Gluon takes a while to import, and only this kernel needs it
+
+    return hopper_kernel
+
+
+class Described:
+    """Descriptors, made once: of queries, and of the slots that keys and values come in again and again."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int, int | None], tuple[object, torch.Tensor]] = {}
+
+    def __call__(self, x: torch.Tensor, rows: int, columns: int | None = None) -> object:
+        """As :func:`descriptor`."""
+        key = id(x), rows, columns
+        if key not in self._made:
+            self._made[key] = descriptor(x, rows, columns), x  # while it is held nothing else has its id
+        return self._made[key][0]
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int | None = None) -> object:
@@ -148,10 +171,15 @@ def descriptor(x: torch.Tensor, rows: int, columns: int | None = None) -> object
 
     Past the end the copy engine fills with zeros, and leaves what is there where it writes.
     """
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    block = [1, rows, 1, columns or x.shape[3]]
+    columns = columns or x.shape[3]
+    return TensorDescriptor(x, list(x.shape), strides_of(x), [1, rows, 1, columns], _layout(rows, columns, x.dtype))
+
+
+@cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon import language as gl
+
     dtypes = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtypes[x.dtype])
-    return TensorDescriptor(x, list(x.shape), strides_of(x), block, layout)
+    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], dtypes[dtype])

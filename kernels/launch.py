@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from .bounds import Bounds
 from .config import KernelConfig, Tile
-from .described import check_described, descriptor, is_described
+from .described import check_described, is_described
 from .modify import UNMODIFIED, Modifiers
 from .order import chip_of, margin_of, persistent_programs, splits_for, swath_of, tiles_of
 from .parts import dot
-from .scores import Scores
+from .scores import PLAIN, Scores
 from .tiles import BlockRuns, Interval, Order, Shape, Strided
 
 # Triton's interpreter patches its language module while a kernel runs, and a first launch compiles: one at a time.
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 
 
 def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
@@ -33,10 +31,11 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
         ValueError: what was compiled takes more of the GPU than there is.
     """
     if device.type == "cpu":
-        check_cpu([x.dtype for x in (getattr(x, "ptr", x) for x in args) if isinstance(x, torch.Tensor)], kernel)
+        check_cpu(args, kernel)
     if grid == 0:
         return
-    with _LOCK, torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    # the CPU is no device to enter: the lock once more
+    with _LOCK, torch.cuda.device(device) if device.type == "cuda" else _LOCK:
         try:
             kernel[(grid,)](*args, **options)
         except OutOfResources as error:
@@ -47,14 +46,15 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
             ) from error
 
 
-def check_cpu(dtypes: Sequence[torch.dtype], kernel: Any = dot) -> None:
+def check_cpu(given: Sequence[Any], kernel: Any = dot) -> None:
     """Refuse CPU tensors without Triton's interpreter, and of dtypes that it does not compute: NotImplementedError."""
     if isinstance(kernel, JITFunction):
         raise NotImplementedError(
             "tensors are on the CPU: Triton kernels run there under Triton's interpreter alone. Set TRITON_INTERPRET=1 "
             "before triton is imported (slow, for tests), or use the aten backend of ring_attention."
         )
-    if torch.bfloat16 in dtypes and isinstance(kernel, type(dot)):
+    pointers = (getattr(x, "ptr", x) for x in given)
+    if isinstance(kernel, type(dot)) and any(getattr(x, "dtype", None) == torch.bfloat16 for x in pointers):
         raise NotImplementedError(
             "tensors are torch.bfloat16 on the CPU: Triton's interpreter multiplies their bits as integers. It takes "
             "float16 and float32; the aten backend of ring_attention computes all three."
@@ -63,16 +63,12 @@ def check_cpu(dtypes: Sequence[torch.dtype], kernel: Any = dot) -> None:
 
 def programs(rows: int, block: int, x: torch.Tensor) -> int:
     """One program per tile of rows, batch row and head of ``x [B, S, H, D]``."""
-    return int(triton.cdiv(rows, block)) * x.shape[0] * x.shape[2]
+    return -(-rows // block) * x.shape[0] * x.shape[2]
 
 
 def strided(x: torch.Tensor) -> Strided:
-    return Strided(x, x.stride(0), x.stride(1), x.stride(2))
-
-
-def left(x: torch.Tensor, rows: int, *, described: bool) -> Any:
-    """How a kernel is told of what it leaves in tiles of ``rows`` rows: as a tensor, or a TMA descriptor of it."""
-    return descriptor(x, rows) if described else strided(x)
+    batch, row, head, _ = x.stride()
+    return Strided(x, batch, row, head)
 
 
 def interval(bounds: Bounds) -> Interval:
@@ -83,7 +79,7 @@ def interval(bounds: Bounds) -> Interval:
 
 def modifiers(scores: Scores, device: torch.device, *, rows_are_keys: bool = False) -> Modifiers:
     """Of a launch whose rows are queries, or keys."""
-    if scores.is_plain:
+    if scores is PLAIN or scores.is_plain:
         return UNMODIFIED
     slopes, drops = scores.alibi_slopes, scores.dropout_p > 0
     rows, columns = scores.q_positions, scores.k_positions

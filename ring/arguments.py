@@ -54,7 +54,7 @@ def check(
     wire_of(ring.wire_dtype, k.dtype)
     name = resolve_backend(backend, q.device)
     if name == "triton" and q.device.type == "cpu":
-        check_cpu((q.dtype,))
+        check_cpu((q,))
     if config is not None and name == "aten":
         raise ValueError("config sets the tiles of the Triton kernels, and the backend is aten: leave it out")
     return check_scale(softmax_scale, q.shape[3]), name

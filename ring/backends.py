@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from ..kernels import (
-    PLAIN,
-    Bounds,
-    KernelConfig,
-    Scores,
-    attention_delta,
-    attention_dkdv,
-    attention_dq,
-    attention_forward,
-    attention_gradients,
-)
+from ..kernels import PLAIN, Bounds, KernelConfig, Scores, attention_delta
+from ..kernels.attention import Backward, Forward
 from ..kernels.config import is_single_pass
+from ..kernels.gradients import Gradients
 from .aten import AtenBackward, AtenForward, row_dot
 from .checked import checked
 from .traffic import Heads, Pair, Tensors
@@ -110,23 +101,11 @@ class TritonForward:
         config: KernelConfig | None,
         start: Pair | None = None,
     ) -> None:
-        self._q = q
-        self._scale = softmax_scale
-        self._config = config
+        self._fold = Forward(q, softmax_scale, config)
         self._state = start
 
     def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, final: bool) -> None:
-        self._state = attention_forward(
-            self._q,
-            k,
-            v,
-            bounds=bounds,
-            scores=scores,
-            softmax_scale=self._scale,
-            state=self._state,
-            final=final,
-            config=self._config,
-        )
+        self._state = self._fold(k, v, bounds=bounds, scores=scores, state=self._state, final=final)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``(out, lse)``, after the final fold."""
@@ -148,25 +127,23 @@ class TritonBackward:
         softmax_scale: float,
         config: KernelConfig | None,
     ) -> None:
-        self._dout, self._q, self._lse = dout, q, lse
-        self._scale = softmax_scale
-        self._config = config
-        self._delta = attention_delta(dout, out, dlse)
-        self._dq = self._first_sum()
+        self._q = q
+        self._dq: torch.Tensor | None = None
+        self._bind(dout, lse, attention_delta(dout, out, dlse), softmax_scale, config)
 
-    def _first_sum(self) -> torch.Tensor | None:
-        """dQ before any shard; None: the first shard's launch writes it."""
-        return None
+    def _bind(
+        self, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, scale: float, config: KernelConfig | None
+    ) -> None:
+        self._bound = Backward(dout, self._q, lse, delta, scale, config)
+        self._key_gradients: Callable[..., None] = self._bound.dkdv
 
     def dq(
         self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool
     ) -> None:
         q, sums = self._q, self._dq
-        into = None if final else sums if sums is not None else torch.empty_like(q, dtype=torch.float32)
-        self._dq = attention_dq(
-            self._dout, q, k, v, self._lse, self._delta,
-            bounds=bounds, scores=scores, softmax_scale=self._scale, sums=sums, into=into, config=self._config,
-        )  # fmt: skip
+        into = q.new_empty(q.shape, dtype=q.dtype if final else torch.float32) if final or sums is None else sums
+        self._bound.dq(k, v, bounds=bounds, scores=scores, sums=sums, into=into)
+        self._dq = into
 
     def dkdv(
         self,
@@ -183,13 +160,7 @@ class TritonBackward:
         if sums is not None:
             dk, dv = sums()
             arrived = (dk, dv)
-        self._launch_dkdv(k, v, bounds=bounds, scores=scores, sums=arrived, into=(into[0], into[1]))
-
-    def _launch_dkdv(self, k: torch.Tensor, v: torch.Tensor, **given: Any) -> None:
-        attention_dkdv(
-            self._dout, self._q, k, v, self._lse, self._delta, **given,
-            softmax_scale=self._scale, config=self._config,
-        )  # fmt: skip
+        self._key_gradients(k, v, bounds=bounds, scores=scores, sums=arrived, into=(into[0], into[1]))
 
     def result(self) -> torch.Tensor:
         """dQ in q's dtype, after the final hop."""
@@ -203,20 +174,17 @@ class SinglePassBackward(TritonBackward):
     So a chunk's sums travel under the next chunk's launch, and with one chunk under none.
     """
 
-    def _first_sum(self) -> torch.Tensor:
-        return torch.zeros(self._q.shape, device=self._q.device, dtype=torch.float32)
+    def _bind(
+        self, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, scale: float, config: KernelConfig | None
+    ) -> None:
+        assert config is not None
+        self._dq = torch.zeros(self._q.shape, device=self._q.device, dtype=torch.float32)
+        self._key_gradients = Gradients(dout, self._q, lse, delta, self._dq, scale, config)
 
     def dq(
         self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool
     ) -> None:
         """Nothing: every shard's part is added with its dK/dV, that of the own shard at the very end."""
-
-    def _launch_dkdv(self, k: torch.Tensor, v: torch.Tensor, **given: Any) -> None:
-        assert self._config is not None and self._dq is not None
-        attention_gradients(
-            self._dout, self._q, k, v, self._lse, self._delta, **given, dq=self._dq,
-            softmax_scale=self._scale, config=self._config,
-        )  # fmt: skip
 
     def result(self) -> torch.Tensor:
         """dQ in q's dtype, after the last shard."""

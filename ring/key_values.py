@@ -6,7 +6,7 @@ import torch
 
 from ..comm import Fence
 from .schedule import Hop
-from .traffic import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Lane, Pair, Tensors, messages
+from .traffic import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Lane, Pair, Tensors, load
 
 NOTHING = Arrival(None, ())
 
@@ -51,6 +51,8 @@ class KeyValues(Lane):
         leaving = plan.hops[coming.index - (plan.inner if by_rail else 1)]
         to = leaving.rail_to if by_rail else leaving.kv_to
         held = NOTHING if to is None else self._held(leaving, heads)
+        slot = leaving.kv_slot if leaving.index else None
+        sends = load(to, held.tensors) if slot is None else self.load(to, slot, leaving, heads)
         after: list[Fence] = []
         # protects what leaves: K/V that this level brought are there in its own order, all others must be waited for
         if held.fence is not None and (leaving.index == 0 or plan.is_base(leaving) != by_rail):
@@ -60,7 +62,8 @@ class KeyValues(Lane):
             after += self.free(coming.kv_slot, heads)  # protects the slot: its last compute, and its last send
             buffers = self.buffers(coming.kv_slot, coming, heads)
         key = Key(self.call.phase, now.index, kind, coming.index, heads.number)
-        fence = self.call.post(level, key, messages(to, held.tensors), messages(coming.kv_from, buffers), after)
+        receives = self.load(coming.kv_from, coming.kv_slot, coming, heads)
+        fence = self.call.post(level, key, sends, receives, after)
         if to is not None:
             self.busy(self._slot_of(leaving), heads, fence)
         self.busy(coming.kv_slot, heads, fence)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -61,17 +60,16 @@ class Plan:
         used = [hop.sums_slot + 1 for hop in self.hops if hop.sums_slot is not None]
         return max(SUMS_SLOTS + (RAIL_SLOTS if self.two_level else 0), *used, 0)
 
-    def arrivals(self, hop: int, prefetch: int) -> Iterator[Hop]:
+    def arrivals(self, hop: int, prefetch: int) -> tuple[Hop, ...]:
         """The hops whose K/V are asked for when ``hop`` begins: over a rail a turn ahead, else ``prefetch`` hops.
 
         Never those of a later turn: its base may still be on the rail, and what is posted behind would wait for it.
         """
         turn = hop // self.inner * self.inner
-        first = hop + prefetch
+        end = min(hop + prefetch + 1, turn + self.inner)
         if hop == turn:
-            yield from self.hops[hop + self.inner : hop + self.inner + 1]
-            first = hop + 1
-        yield from self.hops[first : min(hop + prefetch + 1, turn + self.inner)]
+            return self.hops[hop + self.inner : hop + self.inner + 1] + self.hops[hop + 1 : end]
+        return self.hops[hop + prefetch : end]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from ..comm.watchdog import open_watch, ring_control
 from ..kernels import PLAIN, Scores
 from .checked import checked
 from .plan import PLANS, Plan
-from .schedule import KV_SLOTS, Hop
+from .schedule import KV_SLOTS
 from .trace import Trace
 from .traffic import Call, Posted, chunks_of
 from .wire import grad_wire_of, wire_of
@@ -232,18 +232,13 @@ class Ring:
         self._kv = self._slots(self._kv, (plan.kv_slots + (wire is not None)) * self.chunks, q.device)
         self._sums = self._slots(self._sums, plan.sums_slots * self.chunks, q.device)
 
-        @contextmanager
-        def span(kind: str, hop: Hop) -> Iterator[None]:
-            with watch.span(kind), self._trace.span(phase, kind, hop) if self._trace is not None else nullcontext():
-                yield
-
         call = Call(
             plan=plan,
             phase=phase,
             transports=transports,
             kv_slots=self._kv,
             sums_slots=self._sums,
-            span=span,
+            span=watch.span,
             chunks=chunks_of(self.chunks, q.shape[2], k.shape[2]),
             prefetch=self.prefetch,
             wire=wire,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..comm import Fence
 from .schedule import SUMS_SLOTS, Hop
-from .traffic import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Lane, Tensors, messages
+from .traffic import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Lane, Load, Tensors
 
 # of a two-level ring, after the slots that rotate
 LEAVING_SLOT, ARRIVING_SLOT = SUMS_SLOTS, SUMS_SLOTS + 1
@@ -54,9 +54,9 @@ class Sums(Lane):
     def post(self, hop: Hop, heads: Heads) -> None:
         """Send this hop's sums on; receive the next hop's and, when their journey ends now, the turn's base's."""
         plan = self.call.plan
-        sends = [] if hop.sums_slot is None else messages(hop.sums_to, self.buffers(hop.sums_slot, hop, heads))
+        sends = self.load(hop.sums_to, hop.sums_slot, hop, heads)
         # protects the sums: the dK/dV kernel that adds to them; what only passes through is there in posting order
-        after = [self.call.mark()] if sends and hop.computes else []
+        after = [self.call.mark()] if sends.messages and hop.computes else []
         following = plan.hops[hop.index + 1 : hop.index + 2]
         coming = [one for one in following if not plan.is_base(one) and one.sums_from is not None]
         if hop.index in plan.homecomings:
@@ -66,10 +66,10 @@ class Sums(Lane):
             assert one.sums_slot is not None
             after += self.free(one.sums_slot, heads)  # protects the slot: its last compute, and its last send
             buffers[one.index] = self.buffers(one.sums_slot, one, heads)
-        receives = [message for one in coming for message in messages(one.sums_from, buffers[one.index])]
+        receives = joined([self.load(one.sums_from, one.sums_slot, one, heads) for one in coming])
         key = Key(self.call.phase, hop.index, Kind.SUMS, hop.index, heads.number)
         fence = self.call.post(INSIDE, key, sends, receives, after)
-        self.busy(hop.sums_slot if sends else None, heads, fence)
+        self.busy(hop.sums_slot if sends.messages else None, heads, fence)
         for one in coming:
             self.busy(one.sums_slot, heads, fence)
             self._arrivals[one.index, heads.number] = Arrival(fence, buffers[one.index])
@@ -77,14 +77,16 @@ class Sums(Lane):
     def send_home(self, base: Hop, heads: Heads) -> None:
         """At the end of a turn: this node's sum to its owner, and another node's sum of the own shard from its rank."""
         plan, own = self.call.plan, self.call.plan.hops[0]
-        sends = [] if base.home_to is None else messages(base.home_to, self.buffers(LEAVING_SLOT, base, heads))
-        after: list[Fence] = [self.call.mark()] if sends else []  # protects the sum: the dK/dV kernel that adds to it
+        sends = self.load(base.home_to, LEAVING_SLOT, base, heads)
+        # protects the sum: the dK/dV kernel that adds to it
+        after: list[Fence] = [self.call.mark()] if sends.messages else []
         buffers: Tensors = ()
         if base.home_from is not None:
             after += self.free(ARRIVING_SLOT, heads)  # protects the slot: the addition of the sum that came before
             buffers = self.buffers(ARRIVING_SLOT, own, heads)
         key = Key(self.call.phase, base.index + plan.inner - 1, Kind.HOME, own.index, heads.number)
-        fence = self.call.post(BETWEEN, key, sends, messages(base.home_from, buffers), after)
+        receives = self.load(base.home_from, ARRIVING_SLOT, own, heads)
+        fence = self.call.post(BETWEEN, key, sends, receives, after)
         if base.home_to is not None:
             self.busy(LEAVING_SLOT, heads, fence)
         if base.home_from is not None:
@@ -164,3 +166,10 @@ class Sums(Lane):
         slot = LEAVING_SLOT if self.call.plan.is_base(hop) else hop.sums_slot
         assert slot is not None
         return slot
+
+
+def joined(loads: Sequence[Load]) -> Load:
+    """Several in one group of transfers."""
+    if len(loads) == 1:
+        return loads[0]
+    return Load(tuple(one for x in loads for one in x.messages), tuple(one for x in loads for one in x.sizes))

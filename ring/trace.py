@@ -170,7 +170,13 @@ class Trace:
 
         noting: Any = tuple(_Noting(transport, self._clock, note) for transport in call.transports)
         waiting = lambda hop: self.span(call.phase, "wait", hop)  # noqa: E731
-        return replace(call, transports=noting, posted=posted, waiting=waiting)
+
+        @contextmanager
+        def span(kind: str, hop: Hop) -> Iterator[None]:
+            with call.span(kind, hop), self.span(call.phase, kind, hop):
+                yield
+
+        return replace(call, transports=noting, posted=posted, waiting=waiting, span=span)
 
     @contextmanager
     def span(self, phase: str, kind: str, hop: Hop) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -81,7 +81,7 @@ class Seen(TypedDict):
     scores: Scores
 
 
-Posted = Callable[[object, Fence, Sequence[Fence], list[tuple[int, int]], list[tuple[int, int]]], None]
+Posted = Callable[[object, Fence, Sequence[Fence], Sequence[tuple[int, int]], Sequence[tuple[int, int]]], None]
 """Told of a post: what it is, its fence, what it waits for, and (peer, bytes) of what is sent and received."""
 
 
@@ -89,9 +89,12 @@ def ignore_post(key: object, fence: Fence, after: Sequence[Fence], sent: object,
     """Nobody watches this call's transfers."""
 
 
+NO_SPAN = nullcontext()
+
+
 def ignore_wait(hop: Hop) -> AbstractContextManager[None]:
     """Nobody asks how long this call waits within other spans."""
-    return nullcontext()
+    return NO_SPAN
 
 
 @dataclass(frozen=True)
@@ -119,22 +122,20 @@ class Call:
 
     def seen(self, sight: Sight, heads: Heads) -> Seen:
         """What the kernels take of one part of a hop's mask, for a chunk of heads."""
-        return {"bounds": sight.bounds, "scores": sight.place(self._scores[heads.number])}
+        scores = self._scores[heads.number]
+        return {"bounds": sight.bounds, "scores": scores if scores is PLAIN else sight.place(scores)}
 
     def mark(self) -> Fence:
         """The point that compute has reached."""
         return self.transports[INSIDE].mark()
 
-    def post(
-        self, level: int, key: Key, sends: Sequence[Message], receives: Sequence[Message], after: Iterable[Fence]
-    ) -> Fence | None:
+    def post(self, level: int, key: Key, sends: Load, receives: Load, after: Sequence[Fence]) -> Fence | None:
         """One group of transfers; None where there is nothing to move."""
-        if not sends and not receives:
+        if not sends.messages and not receives.messages:
             return None
-        after = tuple(after)
-        fence = self.transports[level].post(sends=sends, receives=receives, after=after)
+        fence = self.transports[level].post(sends=sends.messages, receives=receives.messages, after=after)
         self.posts.append(fence)
-        self.posted(key, fence, after, sizes(sends), sizes(receives))
+        self.posted(key, fence, after, sends.sizes, receives.sizes)
         return fence
 
     def settle(self) -> None:
@@ -151,6 +152,24 @@ class Call:
 
 def sizes(messages: Sequence[Message]) -> list[tuple[int, int]]:
     return [(peer, tensor.nbytes) for peer, tensor in messages]
+
+
+class Load(NamedTuple):
+    """What goes to one peer, or comes from it, in one group of transfers."""
+
+    messages: tuple[Message, ...]
+    sizes: Sequence[tuple[int, int]]  # (peer, bytes)
+
+
+NO_LOAD = Load((), ())
+
+
+def load(peer: int | None, tensors: Tensors) -> Load:
+    """A tensor without elements is not sent, and its receiver knows that too."""
+    if peer is None:
+        return NO_LOAD
+    messages = tuple(Message(peer, x) for x in tensors if x.numel())
+    return Load(messages, sizes(messages))
 
 
 class Arrival(NamedTuple):
@@ -178,9 +197,12 @@ class Lane:
         self._like = like
         self._dtype = dtype
         self._wire = wire
+        self._chunks = len(call.chunks)
         if len(call.plan.hops) > 1:
             longest = [self._shape(x, call.plan.longest, call.chunks[0]) for x in like]
             slots.reserve(slot_nbytes([spec for shape in longest for spec in self._specs(shape)]))
+        shapes = tuple(x.shape for x in like)
+        self._kept = slots.kept((shapes, dtype, wire and wire.name, self._chunks, call.plan.lengths))
 
     @staticmethod
     def _shape(like: torch.Tensor, tokens: int, heads: Heads) -> tuple[int, ...]:
@@ -190,9 +212,26 @@ class Lane:
         return [(shape, self._dtype)] if self._wire is None else self._wire.specs(shape)
 
     def buffers(self, slot: int, hop: Hop, heads: Heads) -> Tensors:
-        """A chunk of a slot, seen as what travels for the shard of a hop."""
-        shapes = [self._shape(x, self.call.plan.lengths[hop.index], heads) for x in self._like]
-        return self._slots.tensors(self._part(slot, heads), [spec for shape in shapes for spec in self._specs(shape)])
+        """A chunk of a slot, seen as what travels for the shard of a hop; the same tensors from call to call."""
+        tokens = self.call.plan.lengths[hop.index]
+        found: Tensors | None = self._kept.get((slot, tokens, heads.number))
+        if found is None:
+            shapes = [self._shape(x, tokens, heads) for x in self._like]
+            specs = [spec for shape in shapes for spec in self._specs(shape)]
+            found = self._kept[slot, tokens, heads.number] = self._slots.tensors(
+                slot * self._chunks + heads.number, specs
+            )
+        return found
+
+    def load(self, peer: int | None, slot: int | None, hop: Hop, heads: Heads) -> Load:
+        """:meth:`buffers` as messages to or from a peer."""
+        if slot is None:
+            return NO_LOAD
+        key = peer, slot, self.call.plan.lengths[hop.index], heads.number
+        found: Load | None = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = load(peer, self.buffers(slot, hop, heads))
+        return found
 
     def scratch(self) -> Tensors:
         """Memory for the longest chunk as the kernels take it: written and read by the compute stream alone."""
@@ -222,22 +261,14 @@ class Lane:
 
     def free(self, slot: int, heads: Heads) -> tuple[Fence, ...]:
         """What must be over before the chunk of the slot may be overwritten."""
-        return self._slots.free(self._part(slot, heads))
+        return self._slots.free(slot * self._chunks + heads.number)
 
     def busy(self, slot: int | None, heads: Heads, fence: Fence | None) -> None:
         """The chunk of the slot is in use until ``fence``."""
         if slot is not None and fence is not None:
-            self._slots.busy(self._part(slot, heads), fence)
+            self._slots.busy(slot * self._chunks + heads.number, fence)
 
     def computed(self, slot: int | None, heads: Heads) -> None:
         """The compute issued so far reads or writes the slot: nothing may arrive in it before that is over."""
         if slot is not None:
-            self.busy(slot, heads, self.call.mark())
-
-    def _part(self, slot: int, heads: Heads) -> int:
-        return slot * len(self.call.chunks) + heads.number
-
-
-def messages(peer: int | None, tensors: Tensors) -> list[Message]:
-    """A tensor without elements is not sent, and its receiver knows that too."""
-    return [] if peer is None else [Message(peer, x) for x in tensors if x.numel()]
+            self._slots.busy(slot * self._chunks + heads.number, self.call.mark())

@@ -298,6 +298,17 @@ def test_it_is_nobodys_default() -> None:
     assert KernelConfig(config().forward, config().dq, config().dkdv).forward_kernel == "portable"
 
 
+def test_descriptors_are_kept_with_their_tensors() -> None:
+    k, v = (torch.zeros(1, 128, 2, 64, dtype=torch.float16) for _ in range(2))
+    described = hopper_launch.Described()
+    made: Any = described(k, 64)
+    again: Any = described(k, 64)
+    assert again is made and again.base is k and again.block_shape == [1, 64, 1, 64]
+    others: list[Any] = [described(k, 128), described(v, 64), described(k, 64, 32)]
+    assert len({id(one) for one in (made, *others)}) == 4
+    assert [one.block_shape[1::2] for one in others] == [[128, 64], [64, 64], [64, 32]]
+
+
 def test_descriptors() -> None:
     """Strides of single elements are replaced, others kept."""
     x = torch.empty(70 * 192, dtype=torch.bfloat16).as_strided((1, 70, 2, 64), (3, 192, 64, 1))

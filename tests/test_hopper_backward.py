@@ -43,7 +43,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     made = Launches()
     if not ON_HOPPER:
         monkeypatch.setattr(hopper_backward_launch, "launch", made)
-        monkeypatch.setattr(hopper_backward_launch, "descriptor", Descriptor)
+        monkeypatch.setattr(hopper_launch, "descriptor", Descriptor)
         monkeypatch.setattr(hopper_launch, "is_hopper", lambda device: True)
     return made
 

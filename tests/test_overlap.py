@@ -29,8 +29,8 @@ from ringattn.bench.ring.candidates import Problem
 from ringattn.bench.tables import table
 from ringattn.bench.timing import Clock, Samples
 from ringattn.comm import LocalGroup, LocalTransport, NcclTransport
-from ringattn.comm.local import solo_group
-from ringattn.kernels import FULL, attention
+from ringattn.kernels import FULL
+from ringattn.kernels.forward import forward_kernel
 from ringattn.ring.aten import AtenBackward, AtenForward
 
 from .fake_cuda import FakeCuda
@@ -324,7 +324,7 @@ def test_host_time_is_a_lower_bound_here(tmp_path: Path) -> None:
 
 
 def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Around the ring to itself: a group of transfers per hop and pass, and the launches of a ring of as many."""
+    """Of a rank of a ring: a group of transfers per hop and pass, and the launches of its hops; each is watched."""
     posts: list[tuple[int, int]] = []
     launches: list[str] = []
     post = NcclTransport.post
@@ -335,19 +335,29 @@ def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(NcclTransport, "post", posting)
 
-    def launch(kernel: Any, *given: object, **named: object) -> None:
+    def run(kernel: Any, *given: object, **named: object) -> None:
         launches.append(kernel.__name__)
 
     # not monkeypatch: undone after the block, it would put the stand-in of no_device back for good
-    with host_time.no_device(), patch.object(attention, "launch", launch), Ring(solo_group(), transport="nccl") as ring:
+    with host_time.ring_of_one(CPU) as ring, patch.object(type(forward_kernel), "run", run):
         case = host_time.Case(ring, (1, 32, 2, 16), 2, torch.bfloat16, CPU)
         case.forward()
         assert posts == [(2, 2)] * (host_time.HOPS - 1) and launches == ["forward_kernel"] * host_time.HOPS
         posts.clear()
         launches.clear()
         case.backward()
+        assert ring._watch is not None and str(ring._watch._posts.last) == "backward hop 7: sums, chunk 0"
     assert len(posts) == 2 * (host_time.HOPS - 1) and set(posts) == {(2, 2)}
     assert sorted(launches) == ["delta_kernel", *["dkdv_kernel"] * host_time.HOPS, *["dq_kernel"] * host_time.HOPS]
+
+
+@pytest.mark.parametrize(("phase", "most"), [(FORWARD, 110), (BACKWARD, 260)])
+def test_python_calls_of_a_hop(phase: str, most: int) -> None:
+    """What ``calls_of`` counts: functions of this package and of the standard library; a count, so that it is exact."""
+    with host_time.ring_of_one(CPU) as ring:
+        case = host_time.Case(ring, (1, 256, 4, 64), 2, torch.bfloat16, CPU)
+        calls = host_time.calls_of(getattr(case, phase)) / host_time.HOPS
+    assert calls <= most
 
 
 @pytest.mark.parametrize("timer", ["events", "graph", "sundial"])

@@ -19,7 +19,7 @@ from ringattn.comm.topology import Topology
 from ringattn.comm.warm_up import ring_edges
 from ringattn.ring.attention import Options
 from ringattn.ring.ring import ring_of
-from ringattn.ring.traffic import Call, Key, Kind
+from ringattn.ring.traffic import Call, Key, Kind, Load
 
 from .baselines import exact, pytorch
 from .nightly import rest_nightly
@@ -117,6 +117,28 @@ def test_triton_is_exact_on_a_ring_of_rings() -> None:
 def test_triton_is_exact_on_every_ring_of_rings(grid: str, name: str, chunks: int) -> None:
     layout, ring = LAYOUTS[name](67, GRIDS[grid].world), {"chunks": chunks, "topology": GRIDS[grid]}
     check_ring(layout, inputs(67), causal=True, backend="triton", ring=ring, calls=2)
+
+
+def test_calls_of_other_shapes_on_one_ring() -> None:
+    """One length, cut in another way by each: by batch rows, heads, head dims and dtype; the largest first."""
+    layout = Layout.contiguous(48, 3)
+    calls = [
+        inputs(48, (4, 4)), inputs(48, (4, 4), batch=1), inputs(48, (4, 2)), inputs(48, (4, 4), (8, 16)),
+        inputs(48, (4, 4), (16, 8)), inputs(48, (4, 4), dtype=torch.bfloat16),
+    ]  # fmt: skip
+
+    def on_one(group: LocalGroup) -> list[torch.Tensor]:
+        outs = []
+        with Ring(group, chunks=2) as ring:
+            for whole in (*calls, *calls):
+                q, k, v = (layout.shard(whole[name], group.rank()) for name in "qkv")
+                outs.append(ring_attention(q, k, v, layout=layout, ring=ring))
+        return outs
+
+    with LocalWorld(3) as world:
+        found = [layout.unshard(parts) for parts in zip(*world.run(on_one), strict=True)]
+    alone = [run_ring(layout, whole, ring={"chunks": 2}).out for whole in calls]
+    assert all(torch.equal(one, other) for one, other in zip(found, (*alone, *alone), strict=True))
 
 
 @pytest.mark.parametrize("topology", [None, GRIDS["2x2"]], ids=["flat", "2x2"])
@@ -372,9 +394,9 @@ def test_what_travels_is_as_small_as_it_was_asked_to_be(
     tokens, dim, moved = 512, 16, Counter[str]()
     posted = Call.post
 
-    def counting(call: Call, level: int, key: Key, sends: list[Message], *rest: Any) -> Any:
+    def counting(call: Call, level: int, key: Key, sends: Load, *rest: Any) -> Any:
         what = "sums" if key.kind in (Kind.SUMS, Kind.HOME) else "kv"
-        moved[what] += sum(message.tensor.nbytes for message in sends)
+        moved[what] += sum(message.tensor.nbytes for message in sends.messages)
         return posted(call, level, key, sends, *rest)
 
     monkeypatch.setattr(Call, "post", counting)

@@ -7,7 +7,7 @@ import torch
 
 from ringattn.comm import Slots, slot_nbytes
 from ringattn.comm.lanes import StreamLane
-from ringattn.comm.slots import ALIGNMENT, TensorSpec
+from ringattn.comm.slots import ALIGNMENT, FORMS, TensorSpec
 
 from .recorder.checks import Checked
 from .recorder.device import GPU
@@ -107,6 +107,19 @@ def test_growing_waits_for_every_use_and_starts_at_zero() -> None:
     for slot in range(3):
         (everything,) = slots.tensors(slot, [((100_000,), torch.uint8)])
         assert not everything.any()
+
+
+def test_what_is_kept_of_slots_goes_as_they_grow() -> None:
+    """Or views would hold the old arena; and of many forms only some stay."""
+    slots = Slots(2, CPU)
+    slots.reserve(100)
+    slots.kept("a")[0] = slots.tensors(0, [((4,), torch.float32)])
+    slots.reserve(50)
+    assert list(slots.kept("a")) == [0] and not slots.kept("b")
+    slots.reserve(1000)
+    assert not slots.kept("a")
+    for form in range(3 * FORMS):
+        assert slots.kept(form) is slots.kept(form) and len(slots._kept) <= FORMS
 
 
 def test_free_hands_over_each_use_once() -> None:

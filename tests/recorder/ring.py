@@ -8,6 +8,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -205,7 +207,7 @@ class _Session:
 
         def labelled(call: traffic.Call, level: int, key: Key, sends: Any, receives: Any, after: Any) -> Any:
             rank = session.recorder.here.rank
-            if sends or receives:
+            if sends.messages or receives.messages:
                 session.keys[rank].append((session.calls[rank], key))
             with session.recorder.labelled(f"call {session.calls[rank]}, {key}"):
                 return post(call, level, key, sends, receives, after)
@@ -241,4 +243,4 @@ class _Spans:
 
     def watching(self, call: traffic.Call) -> traffic.Call:
         """Transfers and inner waits are the recorder's own to see."""
-        return call
+        return replace(call, span=partial(self.span, call.phase))
