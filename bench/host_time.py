@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 import typer
 
+from ..comm import nccl_library
 from ..comm.control import control_of
 from ..comm.lanes import indexed
 from ..comm.local import solo_group
@@ -190,11 +191,11 @@ def no_device() -> Iterator[None]:
 
     stream = SimpleNamespace(cuda_stream=0, wait_event=nothing, synchronize=nothing)
     event = SimpleNamespace(record=nothing, query=lambda: True, synchronize=nothing)
-    comm = SimpleNamespace(send=nothing, recv=nothing, abort=nothing, destroy=nothing, check_async_error=nothing)
+    calls = ("InitRankConfig", "Abort", "Destroy", "GetAsyncError")
+    library = SimpleNamespace(**{f"ncclComm{name}": lambda *_: 0 for name in calls}, ncclSend=nothing, ncclRecv=nothing)
     nccl = SimpleNamespace(
         available=True, NCCL_UINT8=1, groupStart=nothing, groupEnd=nothing, get_unique_id=lambda: bytes(128)
     )
-    nccl.NcclCommunicator = lambda *arguments: comm
     cuda: dict[str, Any] = {
         "Stream": lambda *arguments, **named: stream,
         "Event": lambda *arguments, **named: event,
@@ -205,6 +206,7 @@ def no_device() -> Iterator[None]:
     with (
         patch.multiple(torch.cuda, **cuda),
         patch.dict(sys.modules, {"cupy": ModuleType("cupy"), "cupy.cuda": ModuleType("cuda"), "cupy.cuda.nccl": nccl}),
+        patch.object(nccl_library, "_library", lambda: library),
         patch.object(attention, "launch", nothing),
         patch.object(ring_module, "open_transports", lambda *arguments, device, **named: (_unwarmed(device),)),
     ):

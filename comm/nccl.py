@@ -16,7 +16,7 @@ import torch
 from .control import Control
 from .lanes import StreamFence, StreamLane
 from .limits import NO_LIMITS, Limits
-from .nccl_library import ConfiguredCommunicator, cta_bounds, overridden
+from .nccl_library import OVERRIDES, ConfiguredCommunicator, overridden
 from .transport import Edge, Fence, Message, TransportError, aborted, check_messages, closed
 from .warm_up import DEFAULT_TIMEOUT, WarmUp
 
@@ -39,7 +39,7 @@ def nccl_missing() -> str | None:
 
 
 class NcclTransport:
-    """CuPy's `NcclCommunicator` over some or all ranks of a group.
+    """An NCCL communicator, grouped by CuPy, over some or all ranks of a group.
 
     `members` are the group's ranks that the communicator joins, in its order; by default all. `rank`, `size`, the
     peers of messages and what `gather` returns are the group's own. Every rank of the group opens its transports in
@@ -64,7 +64,7 @@ class NcclTransport:
         self._members = {peer: place for place, peer in enumerate(range(size) if members is None else members)}
         if rank not in self._members:
             raise ValueError(f"members is {list(self._members)}: rank {rank} is not one of them")
-        refused = limits.refused_by("nccl", "channels", "ctas") or overridden(limits)
+        refused = limits.refused_by("nccl", *OVERRIDES) or overridden(limits)
         if refused:
             raise ValueError(refused)
         missing = nccl_missing()
@@ -165,10 +165,7 @@ class NcclTransport:
         def join() -> None:
             try:
                 with torch.cuda.device(self._device):
-                    if cta_bounds(limits) is None:
-                        joined.append(self._nccl.NcclCommunicator(size, shared, place))
-                    else:
-                        joined.append(ConfiguredCommunicator(size, shared, place, limits))
+                    joined.append(ConfiguredCommunicator(size, shared, place, limits))
             except Exception as error:
                 joined.append(error)
             if given_up.is_set():

@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 
+from ringattn.comm import nccl
+
 
 @dataclass(eq=False)
 class Op:
@@ -248,7 +250,8 @@ def replace_streams(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
 
 
 def install_nccl(monkeypatch: pytest.MonkeyPatch, fabric: object) -> None:
-    """Let `import cupy.cuda.nccl` find `fabric`."""
+    """Let `import cupy.cuda.nccl` find `fabric`, whose communicators are those of the NCCL library too."""
     cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
     for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", fabric)):
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(nccl, "ConfiguredCommunicator", lambda *given: fabric.NcclCommunicator(*given[:3]))  # type: ignore[attr-defined]

@@ -313,10 +313,12 @@ def test_a_communicator_that_nccl_refuses(fabric: Fabric, monkeypatch: pytest.Mo
         open_alone()
 
 
-def test_limits_make_a_communicator_of_their_own(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limits", [NO_LIMITS, Limits(channels=2, ctas=4, cga_cluster_size=2)])
+def test_every_communicator_is_a_configured_one(
+    limits: Limits, fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[tuple[object, ...]] = []
     monkeypatch.setattr(nccl, "ConfiguredCommunicator", lambda *arguments: made.append(arguments))
-    limits = Limits(channels=2, ctas=4)
     open_alone(limits=limits)
     ((size, unique_id, place, given),) = made
     assert (size, len(unique_id), place, given) == (1, 128, 0, limits)  # type: ignore[arg-type]

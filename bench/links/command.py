@@ -60,14 +60,14 @@ def steps(minbytes: int, maxbytes: int, factor: int | None, step: int | None) ->
 
 
 def limits_list(text: str) -> tuple[int | None, ...]:
-    """A comma list of counts, ``auto`` for the library's own choice; a parser of typer options.
+    """A comma list of counts, ``auto`` for a ring's default; a parser of typer options.
 
     Raises:
         typer.BadParameter: one of them is neither.
     """
     parts = text.split(",")
     if not all(part == "auto" or (part.isdigit() and int(part)) for part in parts):
-        raise typer.BadParameter(f"{text!r}: it takes a comma list of counts, or auto for the library's own choice")
+        raise typer.BadParameter(f"{text!r}: it takes a comma list of counts, or auto for a ring's default")
     counts = tuple(None if part == "auto" else int(part) for part in parts)
     try:
         for count in counts:
@@ -148,7 +148,7 @@ def links(
     device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = "",
     channels: Annotated[
         Any,
-        typer.Option(parser=limits_list, metavar="N,…", help=f"Of nccl; auto: its own choice; default: {CHANNELS}."),
+        typer.Option(parser=limits_list, metavar="N,…", help=f"Of nccl; auto: a ring's default; default: {CHANNELS}."),
     ] = None,
     ctas: Annotated[
         Any, typer.Option(parser=limits_list, metavar="N,…", help="Of nccl, likewise; default: auto.")

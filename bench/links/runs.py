@@ -59,7 +59,7 @@ class Link:
     """What a number is about."""
 
     transport: str
-    channels: int | None  # None: the library's own choice
+    channels: int | None  # None: what a ring takes by default
     ctas: int | None
     way: str
     edge: str
