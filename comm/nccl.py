@@ -43,7 +43,8 @@ class NcclTransport:
 
     `members` are the group's ranks that the communicator joins, in its order; by default all. `rank`, `size`, the
     peers of messages and what `gather` returns are the group's own. Every rank of the group opens its transports in
-    the same order, also where their members differ, as the rings inside the nodes do.
+    the same order, also where their members differ, as the rings inside the nodes do. `lane` is the stream that
+    transfers run on; None makes one.
 
     Nothing is connected yet: the first transfer to a peer connects to it and blocks the host, `warm_up` does that.
     """
@@ -60,6 +61,7 @@ class NcclTransport:
         members: Sequence[int] | None = None,
         limits: Limits = NO_LIMITS,
         timeout: float = DEFAULT_TIMEOUT,
+        lane: StreamLane | None = None,
     ) -> None:
         self._members = {peer: place for place, peer in enumerate(range(size) if members is None else members)}
         if rank not in self._members:
@@ -78,11 +80,16 @@ class NcclTransport:
         self._control = control.fresh_scope("nccl")
         self._timeout = timeout
         self._warm_up = WarmUp(device, timeout)
-        self._lane = StreamLane(device)
+        self._lane = StreamLane(device) if lane is None else lane
         self._last: StreamFence | None = None
         self._ending = threading.Lock()
         self._ended = ""  # why nothing can be posted any more
         self._comm: Any = self._join(limits)
+
+    @property
+    def lane(self) -> StreamLane:
+        """The stream that transfers run on."""
+        return self._lane
 
     def mark(self) -> StreamFence:
         """The point that compute has reached on the current stream."""

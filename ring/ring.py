@@ -186,7 +186,12 @@ class Ring:
             # What reaches other nodes reaches all ranks; copy engines, if they were asked for, would not.
             wish = transports[-1].name
             self._flat = open_transport(
-                self.group, transport=wish, device=device, limits=self.limits, control=self._shared()
+                self.group,
+                transport=wish,
+                device=device,
+                topology=self.topology,
+                limits=self.limits,
+                control=self._shared(),
             )
             self._opened.append(self._flat)
         return self._flat

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.comm import Slots, Topology
+from ringattn.comm.by_node import ByNodeTransport
 from ringattn.comm.transport import DONE
 from ringattn.kernels import gradients
 from ringattn.ring import traffic
@@ -37,8 +38,10 @@ def told(problems: list[str]) -> str:
 
 
 EVERY = [(transport, name) for transport in CASES for name in CASES[transport]]
-OFTEN = [case for target in TARGETS for case in target.cases]
-"""Those that catch the mutants of the waits."""
+OFTEN = [case for target in TARGETS for case in target.cases] + [
+    ("nccl", "nodes of 1 and 3, contiguous, two chunks, two slots"), ("nccl", "nodes of 2 and 1, unshard")
+]  # fmt: skip
+"""Those that catch the mutants of the waits, and two communicators on one stream."""
 
 
 @cache
@@ -199,6 +202,23 @@ def test_gates_are_closed_when_a_pass_begins(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(gradients, "turns_of", kept)
     assert record(CASES["nccl"]["single pass in turn"]).wrong(0)
+
+
+def test_communicators_in_another_order_on_some_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks of four begin with the other node: all wait for each other."""
+    post = ByNodeTransport.post
+
+    def far_first(self: Any, *, sends: Any, receives: Any, after: Any = ()) -> Any:
+        if self.rank in (1, 2):
+            return post(self, sends=sends, receives=receives, after=after)
+        near, far = (
+            [[x for x in some if self._near(x) is here] for some in (sends, receives)] for here in (True, False)
+        )
+        self._between.post(sends=far[0], receives=far[1], after=after)
+        return self._inside.post(sends=near[0], receives=near[1])
+
+    (problem,) = broken(monkeypatch, ByNodeTransport, "post", far_first, CASES["nccl"]["2 x 2, unshard"])
+    assert problem.startswith("deadlock with eager sends")
 
 
 def test_ranks_that_post_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
