@@ -15,7 +15,8 @@ ALIGNMENT = 256
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """As many bytes, up to the next boundary."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -26,7 +27,7 @@ def _spec_nbytes(spec: TensorSpec) -> int:
 
 def slot_nbytes(specs: Sequence[TensorSpec]) -> int:
     """Bytes that one slot needs for tensors of these shapes and dtypes, each on its own alignment."""
-    return sum(_aligned(_spec_nbytes(spec)) for spec in specs)
+    return sum(aligned(_spec_nbytes(spec)) for spec in specs)
 
 
 class Slots:
@@ -59,7 +60,7 @@ class Slots:
         if nbytes <= self._nbytes:
             return
         self.drain()
-        self._nbytes = _aligned(nbytes)
+        self._nbytes = aligned(nbytes)
         # The old arena goes back before the new one is made: the peak is one arena, not two.
         self._arena = torch.empty(0, dtype=torch.uint8, device=self._device)
         # Zeros, not whatever lay there: a stray read of bytes that never arrived is then a wrong number on every run.
@@ -78,7 +79,7 @@ class Slots:
             shape, dtype = spec
             nbytes = _spec_nbytes(spec)
             views.append(self._arena[offset : offset + nbytes].view(dtype).view(shape))
-            offset += _aligned(nbytes)
+            offset += aligned(nbytes)
         return tuple(views)
 
     def busy(self, slot: int, fence: Fence) -> None:
