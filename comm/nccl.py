@@ -124,6 +124,25 @@ class NcclTransport:
             self.abort("its warm-up failed")
             raise
 
+    @contextmanager
+    def registered(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let NCCL reach these tensors without buffers of its own between, where it can, until the end of the block.
+
+        A message must be registered at both ends or at neither: what NCCL makes of one end alone is undefined.
+
+        Raises:
+            TransportError: NCCL refuses, or is too old.
+        """
+        comm, handles = self._communicator(), list[int]()
+        try:
+            for tensor in tensors:
+                handles.append(comm.register(tensor.data_ptr(), tensor.nbytes))
+            yield
+        finally:
+            if self._drained() and not self._ended:  # a peer may still write there; an abort has let go of them
+                for handle in handles:
+                    comm.deregister(handle)
+
     def gather(self, value: object) -> list[object]:
         """See `Transport.gather`."""
         # A peer may still be in its warm-up, until the deadline of that.

@@ -113,6 +113,18 @@ class ConfiguredCommunicator:
         """`ncclRecv`."""
         self._check(self._library.ncclRecv(pointer, count, dtype, peer, self._comm, stream))
 
+    def register(self, pointer: int, nbytes: int) -> int:
+        """`ncclCommRegister`: a handle for `deregister`."""
+        handle = ctypes.c_void_p()
+        if not hasattr(self._library, "ncclCommRegister"):
+            raise TransportError(f"{LIBRARY} registers no buffers: NCCL 2.19 and later do")
+        self._check(self._library.ncclCommRegister(self._comm, pointer, nbytes, ctypes.byref(handle)))
+        return handle.value or 0
+
+    def deregister(self, handle: int) -> None:
+        """`ncclCommDeregister`."""
+        self._check(self._library.ncclCommDeregister(self._comm, handle))
+
     def check_async_error(self) -> None:
         """Raise what has gone wrong since."""
         error = ctypes.c_int()
@@ -150,6 +162,9 @@ def _library() -> ctypes.CDLL:
     library.ncclCommGetAsyncError.argtypes = (pointer, pointer)
     for name in ("ncclCommAbort", "ncclCommDestroy"):
         getattr(library, name).argtypes = (pointer,)
+    for name, arguments in (("Register", (pointer, pointer, size, pointer)), ("Deregister", (pointer, pointer))):
+        if hasattr(library, f"ncclComm{name}"):  # since 2.19
+            getattr(library, f"ncclComm{name}").argtypes = arguments
     library.ncclGetErrorString.argtypes = (integer,)
     library.ncclGetErrorString.restype = ctypes.c_char_p
     return library

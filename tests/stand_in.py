@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.comm import nccl
+from ringattn.comm import TransportError, nccl
 
 
 @dataclass(eq=False)
@@ -148,6 +148,7 @@ class Fabric:
         self._drawn = itertools.count()
         self.open_group = threading.local()
         self.fail_on: str | None = None
+        self.refuses: set[int] = set()  # ranks whose memory cannot be registered
         self.async_error = ""
         self.before_end: Callable[[], None] = lambda: None
         self.on_destroy: Callable[[], None] = lambda: None
@@ -204,6 +205,15 @@ class Communicator:
         self._note("recv", pointer, count, dtype, peer, stream)
         self._fabric.device.transfer("recv", (self._id, peer, self._rank), pointer, count, stream)
         self._fabric.open_group.receives.append((pointer, count, (self._id, peer, self._rank)))
+
+    def register(self, pointer: int, nbytes: int) -> int:
+        if self._rank in self._fabric.refuses:
+            raise TransportError("NCCL: no such memory")
+        self._fabric.device.add("register", detail=(pointer, nbytes))
+        return pointer
+
+    def deregister(self, handle: int) -> None:
+        self._fabric.device.add("deregister", detail=handle)
 
     def check_async_error(self) -> None:
         if self._fabric.async_error:

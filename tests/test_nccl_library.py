@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,11 @@ class Library:
         self.unique_id = bytes(unique_id)
         self.config = {name: getattr(config._obj, name) for name, _ in config._obj._fields_}
         self.calls.append(("init", (size, rank)))
+        return self.status
+
+    def ncclCommRegister(self, comm: Any, pointer: int, nbytes: int, handle: Any) -> int:
+        handle._obj.value = 99
+        self.calls.append(("ncclCommRegister", (comm.value, pointer, nbytes)))
         return self.status
 
     def ncclCommGetAsyncError(self, comm: Any, error: Any) -> int:
@@ -128,6 +134,20 @@ def test_calls_go_to_the_library(library: Library) -> None:
         ("ncclRecv", (2000, 6, 1, 4, 77, 9)),
         ("ncclCommAbort", (77,)),
     ]
+
+
+def test_registration(library: Library) -> None:
+    communicator = ConfiguredCommunicator(1, UNIQUE_ID, 0, Limits())
+    library.calls.clear()
+    assert communicator.register(4096, 64) == 99
+    communicator.deregister(99)
+    assert library.calls == [("ncclCommRegister", (77, 4096, 64)), ("ncclCommDeregister", (77, 99))]
+    library.status = 5
+    with pytest.raises(TransportError, match="NCCL: error 5"):
+        communicator.register(4096, 64)
+    communicator._library = SimpleNamespace()  # type: ignore[assignment]
+    with pytest.raises(TransportError, match=r"libnccl.so.2 registers no buffers: NCCL 2.19 and later do"):
+        communicator.register(4096, 64)
 
 
 def test_destroy_gives_it_back_once(library: Library) -> None:
