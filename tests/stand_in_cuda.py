@@ -199,6 +199,7 @@ class Driver:
         return *self._in_context("cuMemGetAddressRange"), base, self._declared.get(base, 2 * WINDOW)
 
     def cuMemAlloc(self, nbytes: int) -> tuple[Result, int]:
+        assert nbytes, "CUDA refuses nothing at all"
         block = ctypes.create_string_buffer(nbytes)
         self.allocated[ctypes.addressof(block)] = block
         self.declare(ctypes.addressof(block), nbytes)

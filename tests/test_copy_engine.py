@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.comm import LocalGroup, LocalWorld, Message, Topology, TransportError, copy_engine, groups, node
+from ringattn.comm import Fence, LocalGroup, LocalWorld, Message, Topology, TransportError, copy_engine, groups, node
 from ringattn.comm.control import control_of
 from ringattn.comm.copy_engine import CopyEngineTransport, copy_engine_missing
 from ringattn.comm.limits import NO_LIMITS
@@ -244,10 +244,10 @@ def test_memory_that_cannot_be_shared_goes_through_memory_that_can(workers: Work
         transport = opened(group)
         onward, back = neighbours(transport)
         sent, came = filled(0, 1000, CPU), [filled(-1, 1000, CPU) for _ in range(8)]
-        fences = []
+        fences: list[Fence] = []
         for turn, into in enumerate(came):
             written = Calling(lambda value=turn: sent.fill_(10 * transport.rank + value))  # type: ignore[misc]
-            after = [*fences[-1:], written]
+            after: list[Fence] = [*fences[-1:], written]
             sends, receives = [Message(onward, sent)] * 2, [Message(back, into), Message(back, into.clone())]
             fences.append(transport.post(sends=sends, receives=receives, after=after))
             fences[-1].wait()

@@ -61,6 +61,6 @@ def test_a_ring_leaves_room_for_its_own_transfers(
 ) -> None:
     tile = Tile(16, 16, 4, 1)
     with Ring(solo_group(), limits=limits) as ring:
-        ring._transports = tuple(SimpleNamespace(name=name) for name in transports)  # type: ignore[assignment]
+        ring._transports = tuple(SimpleNamespace(name=name) for name in transports)
         config = ring.leaving_room(KernelConfig(tile, tile, tile, **options))
     assert config is not None and config.sm_margin == margin
