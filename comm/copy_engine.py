@@ -187,7 +187,8 @@ class CopyEngineTransport:
             last.enter_context(self._context.current())
             last.callback(self._flags.close)
             last.callback(self._imports.close)
-            last.callback(self._room.close)
+            if not self._aborted:  # then streams of peers may still go over it, and the process is to end
+                last.callback(self._room.close)
 
     def _offers(self, sends: Sequence[Message]) -> tuple[dict[int, list[Offer]], dict[torch.Tensor, int]]:
         """What will be announced to each peer, and where to copy what others cannot open before that."""

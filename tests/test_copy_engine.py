@@ -262,6 +262,21 @@ def test_memory_that_cannot_be_shared_goes_through_memory_that_can(workers: Work
     assert workers.driver.calls["cuIpcOpenMemHandle"] == 2
 
 
+def test_memory_that_peers_may_read_stays_after_an_abort(workers: Workers) -> None:
+    workers.driver.shareable = False
+
+    def fn(group: LocalGroup) -> None:
+        transport = opened(group)
+        exchange(transport)
+        transport.gather(None)
+        transport.abort("enough")
+        transport.close()
+
+    with LocalWorld(2, device="cpu", timeout=10) as world:
+        world.run(fn)
+    assert len(workers.driver.allocated) == 2
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_conformance_of_memory_that_cannot_be_shared(name: str, workers: Workers) -> None:
     workers.driver.shareable = False
