@@ -28,7 +28,7 @@ from .search import FINAL_TURNS, FINALISTS, FIRST_TURNS, LEAST_TURNS, Reading, m
 TRANSPORTS = {"cuda": ("nccl", "copy_engine"), "cpu": ("auto",)}  # on the CPU there is one
 CHUNKS = (1, 2, 4, 8)
 CHANNELS = (None, 2, 4, 8, 16)
-"""Of NCCL's point-to-point transfers; each takes a multiprocessor from the kernels. None: NCCL's own choice."""
+"""Of NCCL's point-to-point transfers; each takes a multiprocessor from the kernels. None: NCCL's choice, at most 8."""
 
 WIRES = ("bf16", "fp8")
 """In which K/V may travel beside their own dtype. It changes results, so that only who asks is given one."""

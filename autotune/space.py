@@ -16,6 +16,7 @@ from ..kernels import KernelConfig, Tile
 from ..kernels.config import EPILOGUES, FORWARD_KERNELS, ORDERS
 from ..kernels.described import COPY_ENGINE_ARCH, fills_boxes
 from ..kernels.hopper_launch import HEAD_DIMS, check_tile
+from ..kernels.order import MARGIN
 from ..kernels.tables import SINGLE_PASS, TUNED, Option, Point, least_shared, options_of, shared_limit, with_options
 
 KEPT = (32, 64, 128)
@@ -36,8 +37,8 @@ TILE_FIELDS: dict[str, Fields] = {kernel: {} for kernel in TUNED}
 CONFIG_FIELDS: dict[str, Fields] = {**TILE_FIELDS, "forward": {"forward_kernel": FORWARD_KERNELS}}
 """Fields of ``KernelConfig`` that are tried with every tile."""
 
-FEW = 8
-"""Multiprocessors that a transfer of few channels takes; never none, since a ring launches by the same tables."""
+FEW = MARGIN // 2
+"""What one communicator of a ring takes; never none, since a ring launches by the same tables."""
 
 _DEALT: Fields = {"order": ORDERS, "persistent": (False, True), "sm_margin": (None, FEW)}
 _PACKED: Fields = {"pack_gqa": (False, True)}

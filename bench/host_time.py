@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ..comm import watchdog
+from ..comm import nccl_library, watchdog
 from ..comm.control import control_of
 from ..comm.lanes import indexed
 from ..comm.local import LocalGroup, solo_group
@@ -265,11 +265,11 @@ def no_device() -> Iterator[None]:
     """Replace every call that reaches a device by nothing: streams, events, NCCL through CuPy, Triton's driver."""
     stream = SimpleNamespace(cuda_stream=0, wait_event=nothing, synchronize=nothing)
     event = SimpleNamespace(record=nothing, query=lambda: True, synchronize=nothing, elapsed_time=lambda end: 0.0)
-    comm = SimpleNamespace(send=nothing, recv=nothing, abort=nothing, destroy=nothing, check_async_error=nothing)
+    calls = ("InitRankConfig", "Abort", "Destroy", "GetAsyncError")
+    library = SimpleNamespace(**{f"ncclComm{name}": lambda *_: 0 for name in calls}, ncclSend=nothing, ncclRecv=nothing)
     nccl = SimpleNamespace(
         available=True, NCCL_UINT8=1, groupStart=nothing, groupEnd=nothing, get_unique_id=lambda: bytes(128)
     )
-    nccl.NcclCommunicator = lambda *arguments: comm
     cuda: dict[str, Any] = {
         "Stream": lambda *arguments, **named: stream,
         "Event": lambda *arguments, **named: event,
@@ -283,6 +283,7 @@ def no_device() -> Iterator[None]:
         patch.multiple(torch.cuda, **cuda),
         patch.dict(sys.modules, {"cupy": ModuleType("cupy"), "cupy.cuda": ModuleType("cuda"), "cupy.cuda.nccl": nccl}),
         patch.object(torch.Tensor, "contiguous", _contiguous),
+        patch.object(nccl_library, "_library", lambda: library),
         patch.object(ring_module, "open_transports", lambda *arguments, device, **named: (_unwarmed(device),)),
         # as if of a GPU: its spans are events; and no thread beside this one
         patch.object(ring_module, "open_watch", lambda group, device, **named: opened(group, NO_DEVICE, **named)),

@@ -19,6 +19,7 @@ from .lanes import indexed
 
 LONGEST_SECONDS = 1e9  # some 30 years, which every clock that waits can count
 MOST_RANKS = 1 << 20
+MOST_CLUSTER = 8  # thread blocks: NCCL's NCCL_MAX_CGA_CLUSTER_SIZE
 MOST_CHANNELS = 64  # NCCL's MAXCHANNELS: never less, and a transfer that took more would leave no room for attention
 FIGURES = 1 << 16  # from here on powers of two are written as such
 
@@ -150,11 +151,14 @@ RANK, RANKS = whole(0, MOST_RANKS - 1), whole(1, MOST_RANKS)
 NODES = Kind("lists of ranks, one per node: every rank from 0 on exactly once, and no empty node", _nodes)
 DEVICE = Kind("cpu or a CUDA device that torch sees", _device)
 
-_POWER = narrowed(
-    whole(1, MOST_CHANNELS), f"a power of two from 1 to {MOST_CHANNELS}", lambda value: value & (value - 1) == 0
-)
+
+def _power(most: int) -> Kind:
+    return narrowed(whole(1, most), f"a power of two from 1 to {most}", lambda value: value & (value - 1) == 0)
+
+
 LIMITS = {
-    "channels": optional(_POWER),
-    "ctas": optional(_POWER),
+    "channels": optional(_power(MOST_CHANNELS)),
+    "ctas": optional(_power(MOST_CHANNELS)),
+    "cga_cluster_size": optional(_power(MOST_CLUSTER)),
     "bytes_per_second": optional(number("a positive finite number", lambda value: 0 < value < inf)),
 }

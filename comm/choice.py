@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .control import Control
 from .limits import Limits
 from .nccl import nccl_missing
-from .nccl_library import overridden
+from .nccl_library import OVERRIDES, overridden
 from .preflight import brief
 from .transport import TransportError
 
@@ -22,7 +22,7 @@ HOST_BACKENDS = ("gloo", "mpi")
 # measured, NCCL goes first.
 PREFERENCE = {"cuda": ("nccl", "copy_engine", "process_group"), "cpu": ("process_group",)}
 LIMITS_KEPT = {
-    ("nccl", "cuda"): ("channels", "ctas"),
+    ("nccl", "cuda"): tuple(OVERRIDES),
     ("process_group", "cpu"): ("bytes_per_second",),
 }
 

@@ -28,7 +28,9 @@ very wait that it is to end. A board is made new for every transport, so flags n
 
 Memory. Handles stand for whole allocations, are drawn once and opened once by each peer; what torch frees meanwhile
 (`empty_cache`) is closed when its owner next shares something new. Until then a peer holds an allocation that is gone
-with its owner: CUDA leaves that undefined, and its driver keeps the memory until it is closed.
+with its owner: CUDA leaves that undefined, and its driver keeps the memory until it is closed. What lies where others
+cannot open it (`expandable_segments`, cudaMallocAsync) is copied into memory of the driver's own first, on the transfer
+stream: one more copy on the device, and as much memory as a post sends.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ from .cuda_threads import start
 from .lanes import POLL_SECONDS, StreamFence, StreamLane, passed
 from .lines import flag_of
 from .node import join_node
-from .regions import Exports, Imports, Offer, Retired, checked
+from .regions import Exports, Imports, Offer, Retired, Room, checked
+from .slots import aligned
 from .transport import Edge, Fence, Message, TransportError, aborted, check_messages, check_open, self_pairs
 from .warm_up import DEFAULT_TIMEOUT, WarmUp
 
@@ -117,6 +120,7 @@ class CopyEngineTransport:
         self._driver: Any = importlib.import_module("cuda.bindings.driver")
         self._lane = StreamLane(device)
         self._exports = Exports(self._driver)
+        self._room = Room(self._driver)
         self._imports = Imports(self._driver)
 
     def mark(self) -> StreamFence:
@@ -131,11 +135,13 @@ class CopyEngineTransport:
         check_messages(self, self._device, sends, receives)
         self._check_members(sends, receives)
         with self._context.current():
-            offers = self._offers(sends)
+            offers, staged = self._offers(sends)
             with self._failing((*sends, *receives)):
                 self._lane.follow(after)  # no copy of a peer reads, and none of ours writes, before this
                 for destination, source in self_pairs(self.rank, sends, receives):
                     self._copy(destination.data_ptr(), source.data_ptr(), source.nbytes)
+                for tensor, place in staged.items():  # behind the last post, whose peers have taken what was there
+                    self._copy(place, tensor.data_ptr(), tensor.nbytes)
                 self._announce(offers)
                 self._fetch(receives)
                 self._await_taken(offers)
@@ -184,18 +190,29 @@ class CopyEngineTransport:
             last.enter_context(self._context.current())
             last.callback(self._flags.close)
             last.callback(self._imports.close)
+            if not self._aborted:  # then streams of peers may still go over it, and the process is to end
+                last.callback(self._room.close)
 
-    def _offers(self, sends: Sequence[Message]) -> dict[int, list[Offer]]:
-        """What will be announced to each peer; ValueError, with nothing announced, for memory that cannot be shared."""
+    def _offers(self, sends: Sequence[Message]) -> tuple[dict[int, list[Offer]], dict[torch.Tensor, int]]:
+        """What will be announced to each peer, and where to copy what others cannot open before that."""
+        others = [message for message in sends if message.peer != self.rank]
+        found = {tensor: self._exports.locate(tensor.data_ptr()) for _, tensor in others}
+        hidden = [tensor for tensor, place in found.items() if place is None]
+        staged: dict[torch.Tensor, int] = {}
+        if hidden:
+            room = self._room.reserve(sum(aligned(tensor.nbytes) for tensor in hidden))
+            for tensor in hidden:
+                staged[tensor], room = room, room + aligned(tensor.nbytes)
+                found[tensor] = self._exports.locate(staged[tensor])
         offers: dict[int, list[Offer]] = {}
-        for peer, tensor in sends:
-            if peer == self.rank:
-                continue
-            region, offset = self._exports.locate(tensor)
+        for peer, tensor in others:
+            place = found[tensor]
+            assert place is not None, "what the driver allocates has a handle"
+            region, offset = place
             number = self._sent[peer] + len(offers.get(peer, ())) + 1
             offers.setdefault(peer, []).append(Offer(number, tensor.nbytes, offset, region.buffer, region.handle))
             region.peers.add(peer)
-        return offers
+        return offers, staged
 
     def _announce(self, offers: dict[int, list[Offer]]) -> None:
         for region in self._exports.retired():

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .by_node import ByNodeTransport
 from .choice import choose, problem_of, wish_of
 from .control import Control, control_of
 from .kept import check_process
@@ -77,8 +78,8 @@ def open_transport(
     control: Control | None = None,
 ) -> Transport:
     """The one transport of a flat ring; see `open_transports`, whose `topology` gives the order here."""
-    flat = None if topology is None else Topology((topology.order,))
-    return open_transports(group, transport=transport, device=device, topology=flat, limits=limits, control=control)[0]
+    (opened,) = _opened(group, transport, device, topology, limits, control, flat=True)
+    return opened
 
 
 def open_transports(
@@ -92,8 +93,9 @@ def open_transports(
 ) -> tuple[Transport, ...]:
     """Open the transports between the ranks of a group for tensors of one device; every rank calls it together.
 
-    One for a flat ring. Where `topology` makes two levels, one for the rings inside the nodes and one for the rings
-    between them: with NCCL a communicator and a stream for each. `copy_engine` works inside a node; the level between
+    One for a flat ring, with NCCL of two communicators where it passes through nodes (`by_node`). Where `topology`
+    makes two levels, one for the rings inside the nodes and one for the rings between them: with NCCL a communicator
+    and a stream for each. `copy_engine` works inside a node; the level between
     the nodes is then NCCL's, where CuPy has it, else the process group's. Without a topology the ring goes by rank.
 
     "auto" takes `local` for a `LocalWorld` member or one device alone; for CUDA tensors `nccl`, `copy_engine`,
@@ -108,13 +110,26 @@ def open_transports(
             keep; nothing has been sent.
         TransportError: the ranks disagree on what to open, or no warm-up passed.
     """
+    return _opened(group, transport, device, topology, limits, control, flat=False)
+
+
+def _opened(
+    group: GroupLike,
+    transport: str,
+    device: torch.device | str,
+    topology: Topology | None,
+    limits: Limits,
+    control: Control | None,
+    *,
+    flat: bool,
+) -> tuple[Transport, ...]:
     if transport not in TRANSPORTS:
         raise ValueError(f"transport is {transport!r}, it takes one of {', '.join(TRANSPORTS)}")
     device = _usable(torch.device(device))
     members = resolve_group(group)
     if topology is not None and topology.world != members.size():
         raise ValueError(f"topology has {topology.world} ranks, the group has {members.size()}")
-    levels = _levels(members.rank(), topology or Topology.flat(members.size()))
+    levels = _levels(members.rank(), topology or Topology.flat(members.size()), flat=flat)
     if isinstance(members, LocalGroup):
         opened = _open_in_process(members, transport, device, levels, limits, control)
     elif members.size() == 1 and transport in ("auto", "local"):
@@ -134,11 +149,15 @@ class _Level(NamedTuple):
 
     members: tuple[int, ...]  # of the communicator that this rank is in
     edges: list[Edge]  # of all ranks
+    nodes: tuple[
+        tuple[int, ...], ...
+    ] = ()  # that the ring passes through, where some edges leave a node and some do not
 
 
-def _levels(rank: int, topology: Topology) -> list[_Level]:
-    if not topology.two_level:
-        return [_Level(topology.order, ring_edges(topology.order))]
+def _levels(rank: int, topology: Topology, *, flat: bool = False) -> list[_Level]:
+    if flat or not topology.two_level:
+        several = 1 < len(topology.nodes) < topology.world
+        return [_Level(topology.order, ring_edges(topology.order), topology.nodes if several else ())]
     return [
         _Level(next(ring for ring in rings if rank in ring), [edge for ring in rings for edge in ring_edges(ring)])
         for rings in (topology.nodes, tuple(zip(*topology.nodes, strict=True)))
@@ -254,6 +273,9 @@ def _make(group: Group, name: str, device: torch.device, level: _Level, limits: 
         assert isinstance(group, dist.ProcessGroup)
         return ProcessGroupTransport(group, device, control=control, limits=limits, timeout=timeout)
     common: dict[str, Any] = {"rank": group.rank(), "size": group.size(), "device": device, "members": level.members}
+    if name == "nccl" and level.nodes:
+        del common["members"]
+        return ByNodeTransport(**common, nodes=level.nodes, control=control, limits=limits, timeout=timeout)
     if name == "nccl":
         return NcclTransport(**common, control=control, limits=limits, timeout=timeout)
     from .copy_engine import CopyEngineTransport  # on demand: most processes never use it

@@ -70,6 +70,10 @@ class StreamFence(StreamOrdered):
         # Memory that is freed from here on is reused in the order of the stream that has just been held back.
         self._keep = ()
 
+    def take_over(self, earlier: StreamFence) -> None:
+        """Hold what an earlier point of the same stream holds, in its place."""
+        self._keep, earlier._keep = (*self._keep, *earlier._keep), ()
+
     def order(self, stream: torch.cuda.Stream) -> None:
         """Order `stream` behind this point; the tensors stay held, for the stream that owns them has not waited.
 

@@ -20,7 +20,7 @@ from .control import Control
 from .cuda_threads import start, within
 from .lanes import StreamFence, StreamLane, passed
 from .limits import NO_LIMITS, Limits
-from .nccl_library import ConfiguredCommunicator, cta_bounds, overridden, several_loaded
+from .nccl_library import OVERRIDES, ConfiguredCommunicator, overridden, several_loaded
 from .transport import Edge, Fence, Message, TransportError, aborted, check_messages, closed
 from .warm_up import DEFAULT_TIMEOUT, WarmUp
 
@@ -52,11 +52,12 @@ def nccl_missing() -> str | None:
 
 
 class NcclTransport:
-    """CuPy's `NcclCommunicator` over some or all ranks of a group.
+    """An NCCL communicator, grouped by CuPy, over some or all ranks of a group.
 
     `members` are the group's ranks that the communicator joins, in its order; by default all. `rank`, `size`, the
     peers of messages and what `gather` returns are the group's own. Every rank of the group opens its transports in
-    the same order, also where their members differ, as the rings inside the nodes do.
+    the same order, also where their members differ, as the rings inside the nodes do. `lane` is the stream that
+    transfers run on; None makes one.
 
     Nothing is connected yet: the first transfer to a peer connects to it and blocks the host, `warm_up` does that.
     """
@@ -73,11 +74,12 @@ class NcclTransport:
         members: Sequence[int] | None = None,
         limits: Limits = NO_LIMITS,
         timeout: float = DEFAULT_TIMEOUT,
+        lane: StreamLane | None = None,
     ) -> None:
         self._members = {peer: place for place, peer in enumerate(range(size) if members is None else members)}
         if rank not in self._members:
             raise ValueError(f"members is {list(self._members)}: rank {rank} is not one of them")
-        refused = limits.refused_by("nccl", "channels", "ctas") or overridden(limits)
+        refused = limits.refused_by("nccl", *OVERRIDES) or overridden(limits)
         if refused:
             raise ValueError(refused)
         missing = nccl_missing()
@@ -91,7 +93,7 @@ class NcclTransport:
         self._control = control.fresh_scope("nccl")
         self._timeout = timeout
         self._warm_up = WarmUp(device, timeout)
-        self._lane = StreamLane(device)
+        self._lane = StreamLane(device) if lane is None else lane
         self._last: StreamFence | None = None
         self._ending = threading.Lock()
         self._ended = ""  # why nothing can be posted any more
@@ -99,6 +101,11 @@ class NcclTransport:
         self._comm: Any = self._join(limits)
         # CuPy would destroy a communicator that nobody closed: collective in a node, whenever each rank collects it.
         self._dropped = weakref.finalize(self, _drop, self._nccl, self._comm, self._calling, device, os.getpid())
+
+    @property
+    def lane(self) -> StreamLane:
+        """The stream that transfers run on."""
+        return self._lane
 
     def mark(self) -> StreamFence:
         """The point that compute has reached on the current stream."""
@@ -134,6 +141,25 @@ class NcclTransport:
         except TransportError:
             self.abort("its warm-up failed")
             raise
+
+    @contextmanager
+    def registered(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let NCCL reach these tensors without buffers of its own between, where it can, until the end of the block.
+
+        A message must be registered at both ends or at neither: what NCCL makes of one end alone is undefined.
+
+        Raises:
+            TransportError: NCCL refuses, or is too old.
+        """
+        comm, handles = self._communicator(), list[int]()
+        try:
+            for tensor in tensors:
+                handles.append(comm.register(tensor.data_ptr(), tensor.nbytes))
+            yield
+        finally:
+            if self._drained() and not self._ended:  # a peer may still write there; an abort has let go of them
+                for handle in handles:
+                    comm.deregister(handle)
 
     def gather(self, value: object) -> list[object]:
         """See `Transport.gather`."""
@@ -178,10 +204,7 @@ class NcclTransport:
 
         def join() -> None:
             try:
-                if cta_bounds(limits) is None:
-                    joined.append(self._nccl.NcclCommunicator(size, shared, place))
-                else:
-                    joined.append(ConfiguredCommunicator(size, shared, place, limits))
+                joined.append(ConfiguredCommunicator(size, shared, place, limits))
             except Exception as error:
                 joined.append(error)
             if given_up.is_set():

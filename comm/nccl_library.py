@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .limits import Limits
+from .limits import CGA_CLUSTER_SIZE, CTAS, Limits
 from .transport import TransportError
 
 # `ncclConfig_t` of NCCL 2.18: every later library reads it as such and takes its own defaults for newer fields.
@@ -19,7 +19,8 @@ UNIQUE_ID_BYTES = 128
 LIBRARY = "libnccl.so.2"
 
 # These hold for every communicator of the process, and NCCL lets them override what a communicator asks for.
-OVERRIDES = ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS")
+CTA_OVERRIDES = ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS")
+OVERRIDES = {"channels": CTA_OVERRIDES, "ctas": CTA_OVERRIDES, "cga_cluster_size": ("NCCL_CGA_CLUSTER_SIZE",)}
 
 
 class _UniqueId(ctypes.Structure):
@@ -40,23 +41,23 @@ class _Config(ctypes.Structure):
     )
 
 
-def cta_bounds(limits: Limits) -> tuple[int, int] | None:
-    """The fewest and the most thread blocks of a communicator, -2**31 where that is NCCL's choice; None: all is.
+def cta_bounds(limits: Limits, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """The fewest and the most thread blocks of a communicator, -2**31 where that is NCCL's choice.
 
     NCCL runs one thread block per channel, and takes both bounds for the channels of point-to-point transfers.
     """
-    if limits.channels is None and limits.ctas is None:
-        return None
-    most = limits.ctas if limits.channels is None else limits.channels
-    assert most is not None
-    return (UNDEFINED_INT if limits.channels is None else limits.channels), most
+    if limits.channels is not None:
+        return limits.channels, limits.channels
+    if limits.ctas is None and any(environment.get(name) for name in CTA_OVERRIDES):
+        return UNDEFINED_INT, UNDEFINED_INT  # beside our most, NCCL would cut what the user makes the fewest
+    return UNDEFINED_INT, limits.ctas or CTAS
 
 
 def overridden(limits: Limits, environment: Mapping[str, str] = os.environ) -> str | None:
     """Which environment variable keeps these limits from being kept, None where none does."""
-    if cta_bounds(limits) is None:
-        return None
-    found = [f"{name}={environment[name]}" for name in OVERRIDES if environment.get(name)]
+    given = [name for name in OVERRIDES if getattr(limits, name) is not None]
+    names = dict.fromkeys(variable for name in given for variable in OVERRIDES[name])
+    found = [f"{name}={environment[name]}" for name in names if environment.get(name)]
     if not found:
         return None
     return f"limits is {limits}, and {', '.join(found)} in the environment overrides it for the whole process: unset it"
@@ -77,7 +78,7 @@ def several_loaded() -> str | None:
 
 
 class ConfiguredCommunicator:
-    """What CuPy's `NcclCommunicator` offers and we use, with a limit on the thread blocks.
+    """What CuPy's `NcclCommunicator` offers and we use, with limits on thread blocks and clusters.
 
     CuPy (14.2) fills the configuration itself and opens none of these fields, so this calls the very library that it
     uses.
@@ -87,8 +88,7 @@ class ConfiguredCommunicator:
     """
 
     def __init__(self, size: int, unique_id: Sequence[int], rank: int, limits: Limits) -> None:
-        bounds = cta_bounds(limits)
-        assert bounds is not None
+        least, most = cta_bounds(limits)
         self._library = _library()
         self._comm = ctypes.c_void_p()
         # CuPy 13 gives signed characters, 14 bytes
@@ -98,9 +98,9 @@ class ConfiguredCommunicator:
             CONFIG_MAGIC,
             CONFIG_VERSION,
             blocking=1,  # the calls of a communicator that does not block need polling of their own
-            cgaClusterSize=UNDEFINED_INT,
-            minCTAs=bounds[0],
-            maxCTAs=bounds[1],
+            cgaClusterSize=limits.cga_cluster_size or CGA_CLUSTER_SIZE,
+            minCTAs=least,
+            maxCTAs=most,
             netName=None,
             splitShare=UNDEFINED_INT,
         )
@@ -120,6 +120,18 @@ class ConfiguredCommunicator:
     def recv(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
         """`ncclRecv`."""
         self._check(self._library.ncclRecv(pointer, count, dtype, peer, self._comm, stream))
+
+    def register(self, pointer: int, nbytes: int) -> int:
+        """`ncclCommRegister`: a handle for `deregister`."""
+        handle = ctypes.c_void_p()
+        if not hasattr(self._library, "ncclCommRegister"):
+            raise TransportError(f"{LIBRARY} registers no buffers: NCCL 2.19 and later do")
+        self._check(self._library.ncclCommRegister(self._comm, pointer, nbytes, ctypes.byref(handle)))
+        return handle.value or 0
+
+    def deregister(self, handle: int) -> None:
+        """`ncclCommDeregister`."""
+        self._check(self._library.ncclCommDeregister(self._comm, handle))
 
     def check_async_error(self) -> None:
         """Raise what has gone wrong since."""
@@ -158,6 +170,9 @@ def _library() -> ctypes.CDLL:
     library.ncclCommGetAsyncError.argtypes = (pointer, pointer)
     for name in ("ncclCommAbort", "ncclCommDestroy"):
         getattr(library, name).argtypes = (pointer,)
+    for name, arguments in (("Register", (pointer, pointer, size, pointer)), ("Deregister", (pointer, pointer))):
+        if hasattr(library, f"ncclComm{name}"):  # since 2.19
+            getattr(library, f"ncclComm{name}").argtypes = arguments
     library.ncclGetErrorString.argtypes = (integer,)
     library.ncclGetErrorString.restype = ctypes.c_char_p
     return library

@@ -139,20 +139,20 @@ class Exports:
         self._regions: dict[int, Region] = {}
         self._dead: list[Region] = []
 
-    def locate(self, tensor: torch.Tensor) -> tuple[Region, int]:
-        """The allocation that a tensor lies in, and how many bytes from its start.
-
-        Raises:
-            ValueError: memory that other processes cannot open.
-        """
-        driver, address = self._driver, tensor.data_ptr()
+    def locate(self, address: int) -> tuple[Region, int] | None:
+        """The allocation that an address lies in, and how many bytes from its start; None where others cannot open it,
+        as memory of `expandable_segments` and of cudaMallocAsync."""
+        driver = self._driver
         # By number, not by address: the same address may be another allocation after torch.cuda.empty_cache().
         attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
         buffer = int(checked(driver, driver.cuPointerGetAttribute(attribute, address), "cuPointerGetAttribute"))
         region = self._regions.get(buffer)
         if region is None:
             self._sweep()
-            region = self._regions[buffer] = self._export(buffer, address, tensor.nbytes)
+            region = self._export(buffer, address)
+            if region is None:
+                return None
+            self._regions[buffer] = region
         return region, address - region.base
 
     def retired(self) -> list[Region]:
@@ -160,16 +160,12 @@ class Exports:
         dead, self._dead = self._dead, []
         return dead
 
-    def _export(self, buffer: int, address: int, nbytes: int) -> Region:
+    def _export(self, buffer: int, address: int) -> Region | None:
         driver = self._driver
         attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         status, capable = driver.cuPointerGetAttribute(attribute, address)
         if status != driver.CUresult.CUDA_SUCCESS or not capable:
-            raise ValueError(
-                f"the {nbytes} bytes at {address:#x} cannot be shared by a CUDA IPC handle, as memory of "
-                "expandable_segments or of cudaMallocAsync cannot: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False "
-                'with its native backend makes memory that can, transport="nccl" takes any'
-            )
+            return None
         # torch cuts tensors out of larger allocations, and a handle stands for a whole one.
         base, _ = checked(driver, driver.cuMemGetAddressRange(address), "cuMemGetAddressRange")
         handle = checked(driver, driver.cuIpcGetMemHandle(int(base)), "cuIpcGetMemHandle")
@@ -185,6 +181,27 @@ class Exports:
             status, buffer = driver.cuPointerGetAttribute(attribute, region.base)
             if status != driver.CUresult.CUDA_SUCCESS or int(buffer) != region.buffer:
                 self._dead.append(self._regions.pop(region.buffer))
+
+
+class Room:
+    """Memory of the driver's own, which others can open: what leaves from memory that they cannot is copied here."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self._blocks: list[tuple[int, int]] = []  # address, bytes; the last one is in use
+
+    def reserve(self, nbytes: int) -> int:
+        """Where so many bytes have room. A smaller block stays until `close`: peers may still read it."""
+        if not self._blocks or self._blocks[-1][1] < nbytes:
+            nbytes = max(nbytes, 2 * sum(size for _, size in self._blocks))
+            address = checked(self._driver, self._driver.cuMemAlloc(nbytes), f"cuMemAlloc of {nbytes} bytes")
+            self._blocks.append((int(address), nbytes))
+        return self._blocks[-1][0]
+
+    def close(self) -> None:
+        """Free all of it. Idempotent."""
+        while self._blocks:
+            checked(self._driver, self._driver.cuMemFree(self._blocks.pop()[0]), "cuMemFree")
 
 
 class Imports:

@@ -18,7 +18,8 @@ FORMS = 64
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """As many bytes, up to the next boundary."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -29,7 +30,7 @@ def _spec_nbytes(spec: TensorSpec) -> int:
 
 def slot_nbytes(specs: Sequence[TensorSpec]) -> int:
     """Bytes that one slot needs for tensors of these shapes and dtypes, each on its own alignment."""
-    return sum(_aligned(_spec_nbytes(spec)) for spec in specs)
+    return sum(aligned(_spec_nbytes(spec)) for spec in specs)
 
 
 class Slots:
@@ -63,7 +64,7 @@ class Slots:
         if nbytes <= self._nbytes:
             return
         self.drain()
-        self._nbytes = _aligned(nbytes)
+        self._nbytes = aligned(nbytes)
         self._kept.clear()
         # The old arena goes back before the new one is made: the peak is one arena, not two.
         self._arena = torch.empty(0, dtype=torch.uint8, device=self._device)
@@ -85,7 +86,7 @@ class Slots:
             shape, dtype = spec
             nbytes = _spec_nbytes(spec)
             views.append(self._arena[offset : offset + nbytes].view(dtype).view(shape))
-            offset += _aligned(nbytes)
+            offset += aligned(nbytes)
         return tuple(views)
 
     def kept(self, form: Hashable) -> dict[Any, Any]:

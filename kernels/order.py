@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 MARGIN = 16
-"""Multiprocessors that a persistent kernel leaves free where nobody says: those of a transfer of 16 blocks."""
+"""Multiprocessors that a persistent kernel leaves free where nobody says: those of two transfers of 8 blocks, as a ring
+inside the nodes and one between them run side by side."""
 
 REGISTERS = 65_536
 """Of a multiprocessor (CUDA C++ programming guide, table of compute capabilities)."""

@@ -98,7 +98,7 @@ def settled(
         ring.open(q.device)
     where = (ring.rank, ring.direction, q.device, ring.topology, ring.slots)
     steps = plan(layouts.queries, mask, *where, kv_layout=layouts.keys)
-    return Settings(ring, number, steps, scale, scores, backend, config), sink
+    return Settings(ring, number, steps, scale, scores, backend, ring.leaving_room(config)), sink
 
 
 def forward(

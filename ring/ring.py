@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,8 @@ from ..comm.numbers import numbered
 from ..comm.nvml import discover, reader
 from ..comm.watch import ABORT_SECONDS, Watch
 from ..comm.watchdog import open_watch, ring_control
-from ..kernels import PLAIN, Scores
+from ..kernels import PLAIN, KernelConfig, Scores
+from ..kernels.order import chip_of
 from .checked import checked
 from .plan import PLANS, Plan
 from .schedule import KV_SLOTS
@@ -184,7 +186,12 @@ class Ring:
             # What reaches other nodes reaches all ranks; copy engines, if they were asked for, would not.
             wish = transports[-1].name
             self._flat = open_transport(
-                self.group, transport=wish, device=device, limits=self.limits, control=self._shared()
+                self.group,
+                transport=wish,
+                device=device,
+                topology=self.topology,
+                limits=self.limits,
+                control=self._shared(),
             )
             self._opened.append(self._flat)
         return self._flat
@@ -193,6 +200,15 @@ class Ring:
     def transport(self) -> str:
         """Name of the transport in use, or the one asked for before the first call."""
         return self._transports[0].name if self._transports else self._wish
+
+    def leaving_room(self, config: KernelConfig | None) -> KernelConfig | None:
+        """``config``, whose persistent kernels leave what this ring's transfers take where it says nothing of that."""
+        levels = [transport.name for transport in self._transports]
+        known = {*levels} <= {"nccl", "copy_engine"} and levels  # the latter takes none
+        if not known or config is None or not config.persistent or config.sm_margin is not None:
+            return config
+        most = chip_of(self._device or torch.device("cpu")).multiprocessors // 2
+        return replace(config, sm_margin=min(levels.count("nccl") * self.limits.multiprocessors, most))
 
     @contextmanager
     def call(self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor, scores: Scores = PLAIN) -> Iterator[Call]:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.comm import cuda_threads
+from ringattn.comm import TransportError, cuda_threads, nccl
 
 
 @dataclass(eq=False)
@@ -207,6 +207,7 @@ class Fabric:
         self.open_group = threading.local()
         self.index: int | None = None  # the GPU on which threads must make, poll and end communicators; None: any
         self.fail_on: str | None = None
+        self.refuses: set[int] = set()  # ranks whose memory cannot be registered
         self.async_error = ""
         self.before_end: Callable[[], None] = lambda: None
         self.on_destroy: Callable[[], None] = lambda: None
@@ -278,6 +279,15 @@ class Communicator:
         self._fabric.device.transfer("recv", (self._id, peer, self._rank), pointer, count, stream)
         self._fabric.open_group.receives.append((pointer, count, (self._id, peer, self._rank)))
 
+    def register(self, pointer: int, nbytes: int) -> int:
+        if self._rank in self._fabric.refuses:
+            raise TransportError("NCCL: no such memory")
+        self._fabric.device.add("register", detail=(pointer, nbytes))
+        return pointer
+
+    def deregister(self, handle: int) -> None:
+        self._fabric.device.add("deregister", detail=handle)
+
     def check_async_error(self) -> None:
         self._fabric.check_place()
         if self._fabric.async_error:
@@ -348,7 +358,8 @@ def replace_streams(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
 
 
 def install_nccl(monkeypatch: pytest.MonkeyPatch, fabric: object) -> None:
-    """Let `import cupy.cuda.nccl` find `fabric`."""
+    """Let `import cupy.cuda.nccl` find `fabric`, whose communicators are those of the NCCL library too."""
     cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
     for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", fabric)):
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(nccl, "ConfiguredCommunicator", lambda *given: fabric.NcclCommunicator(*given[:3]))  # type: ignore[attr-defined]

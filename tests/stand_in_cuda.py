@@ -99,7 +99,8 @@ class Driver:
         self.engine: Any = engine
         self.devices = 8
         self.has_ipc = True
-        self.shareable = True
+        self.shareable = True  # what torch allocates
+        self.allocated: dict[int, object] = {}  # by the driver itself
         self.strangers: set[tuple[int, int]] = set()  # (reader, owner) of devices without peer access
         self.fails: set[str] = set()  # calls that CUDA refuses
         self.calls: Counter[str] = Counter()
@@ -189,12 +190,25 @@ class Driver:
         if base is None:
             return Result.CUDA_ERROR_INVALID_VALUE, None
         legacy = attribute == PointerAttribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-        return *self._in_context("cuPointerGetAttribute"), self.shareable if legacy else self._ids[base]
+        shareable = self.shareable or base in self.allocated
+        return *self._in_context("cuPointerGetAttribute"), shareable if legacy else self._ids[base]
 
     def cuMemGetAddressRange(self, address: int) -> tuple[Result, int, int]:
         base = self._base(address)
         assert base is not None
         return *self._in_context("cuMemGetAddressRange"), base, self._declared.get(base, 2 * WINDOW)
+
+    def cuMemAlloc(self, nbytes: int) -> tuple[Result, int]:
+        assert nbytes, "CUDA refuses nothing at all"
+        block = ctypes.create_string_buffer(nbytes)
+        self.allocated[ctypes.addressof(block)] = block
+        self.declare(ctypes.addressof(block), nbytes)
+        return *self._in_context("cuMemAlloc"), ctypes.addressof(block)
+
+    def cuMemFree(self, address: int) -> tuple[Result]:
+        self.free(address)
+        del self.allocated[address]
+        return self._in_context("cuMemFree")
 
     def cuIpcGetMemHandle(self, base: int) -> tuple[Result, MemHandle]:
         assert base in self._ids, "a handle stands for a whole allocation"

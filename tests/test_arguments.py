@@ -213,6 +213,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Limits", {"channels": 3}, "channels is 3: it must be a power of two from 1 to 64, or None"),
     ("Limits", {"ctas": 128}, "ctas is 128"),
     ("Limits", {"channels": 8, "ctas": 4}, "channels is 8 and ctas 4: a channel takes a thread block"),
+    ("Limits", {"cga_cluster_size": 16}, "cga_cluster_size is 16: it must be a power of two from 1 to 8, or None"),
+    ("Limits", {"ctas": 2, "cga_cluster_size": 4}, "cga_cluster_size is 4, of 2 thread blocks in all"),
     ("Limits", {"bytes_per_second": 0}, "bytes_per_second is 0: it must be a positive finite number"),
     ("Topology", {"nodes": [[0, True]]}, r"nodes is \[\[0, True\]\]: it must be lists of ranks, one per node"),
     ("Topology", {"places": 5}, "places is 5: it must be a tuple with the Place of every rank, or empty"),

@@ -377,7 +377,7 @@ def test_copy_beside_the_forward(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
     found = list(beside.beside(CPU, head_dim=16, heads=1, repeats=1, sizes=sizes))
     assert not any(number.fails for number in found)
     assert sum(number.limit == 0 for number in found) == 4
-    assert [row["copy beside"] for row in beside.brief(found)] == ["many waves", "one wave", "one wave, 16 left"]
+    assert [row["copy beside"] for row in beside.brief(found)] == ["many waves", "one wave", "one wave, 8 left"]
     assert "stream of priority -1" in cuda.calls
 
 

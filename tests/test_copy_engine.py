@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.comm import LocalGroup, LocalWorld, Message, Topology, TransportError, copy_engine, groups, node
+from ringattn.comm import Fence, LocalGroup, LocalWorld, Message, Topology, TransportError, copy_engine, groups, node
 from ringattn.comm.control import control_of
 from ringattn.comm.copy_engine import CopyEngineTransport, copy_engine_missing
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.lines import Board, flag_of
 
 from .stand_in_cuda import Result, Workers, install_driver, running
-from .transport_cases import CASES, filled, neighbours
+from .transport_cases import CASES, Calling, filled, neighbours
 
 CPU = torch.device("cpu")
 
@@ -236,21 +236,52 @@ def test_a_freed_allocation_is_closed_and_its_address_means_another(workers: Wor
     assert len(driver.opens) == 6 and set(driver.opens.values()) == {1}
 
 
-def test_memory_that_cannot_be_shared_is_refused_before_anything_is_announced(workers: Workers) -> None:
+def test_memory_that_cannot_be_shared_goes_through_memory_that_can(workers: Workers) -> None:
+    """As with expandable_segments: copied behind `after` and behind what peers took before, and shared once."""
+    workers.driver.shareable = False
+
     def fn(group: LocalGroup) -> None:
         transport = opened(group)
-        workers.driver.shareable = False
+        onward, back = neighbours(transport)
+        sent, came = filled(0, 1000, CPU), [filled(-1, 1000, CPU) for _ in range(8)]
+        fences: list[Fence] = []
+        for turn, into in enumerate(came):
+            written = Calling(lambda value=turn: sent.fill_(10 * transport.rank + value))  # type: ignore[misc]
+            after: list[Fence] = [*fences[-1:], written]
+            sends, receives = [Message(onward, sent)] * 2, [Message(back, into), Message(back, into.clone())]
+            fences.append(transport.post(sends=sends, receives=receives, after=after))
+            fences[-1].wait()
+        assert [int(x[999]) for x in came] == [10 * back + turn for turn in range(8)]
+        assert sum(op.detail[0] in workers.driver.allocated for op in workers.log if op.kind == "copy") >= 8
         transport.gather(None)
-        with pytest.raises(ValueError, match=r"the 40 bytes at 0x\w+ cannot be shared .*expandable_segments"):
-            exchange(transport)
-        transport.gather(None)
-        workers.driver.shareable = True
-        transport.gather(None)
-        assert int(exchange(transport)[0]) == neighbours(transport)[1]
         transport.close()
 
     with LocalWorld(2, device="cpu", timeout=10) as world:
         world.run(fn)
+    assert workers.driver.calls["cuMemAlloc"] == workers.driver.calls["cuMemFree"] == 2
+    assert workers.driver.calls["cuIpcOpenMemHandle"] == 2
+
+
+def test_memory_that_peers_may_read_stays_after_an_abort(workers: Workers) -> None:
+    workers.driver.shareable = False
+
+    def fn(group: LocalGroup) -> None:
+        transport = opened(group)
+        exchange(transport)
+        transport.gather(None)
+        transport.abort("enough")
+        transport.close()
+
+    with LocalWorld(2, device="cpu", timeout=10) as world:
+        world.run(fn)
+    assert len(workers.driver.allocated) == 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_conformance_of_memory_that_cannot_be_shared(name: str, workers: Workers) -> None:
+    workers.driver.shareable = False
+    with LocalWorld(2, device="cpu", timeout=20) as world:
+        world.run(lambda group: CASES[name](opened(group), CPU))
 
 
 def test_abort_releases_a_stream_that_waits_for_a_dead_peer(workers: Workers) -> None:

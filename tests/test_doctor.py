@@ -302,6 +302,22 @@ def test_what_wires_add_is_what_rounding_explains(tmp_path: Path) -> None:
 # -- the machine
 
 
+@pytest.mark.parametrize(
+    ("library", "settings", "told"),
+    [
+        ("2.26.2", {}, True),
+        ("2.28.9", {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, True),
+        ("2.28.9", {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, False),
+        ("2.25.1", {}, False),
+        ("unknown version (OSError)", {}, False),
+    ],
+)
+def test_the_order_of_several_communicators(library: str, settings: dict[str, str], told: bool) -> None:
+    found = doctor_machine.settings([replace(WELL, libraries=(("/x", library),), settings=settings)])
+    assert found.more == (doctor_machine.ORDERED,) * told
+    assert doctor_machine.settings([replace(WELL, libraries=())]).more == ()  # no NCCL is loaded
+
+
 def test_nccl_settings_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")

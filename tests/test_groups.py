@@ -346,6 +346,11 @@ def test_levels_of_a_topology() -> None:
     (flat,) = groups._levels(1, Topology(((2, 0), (1,))))
     assert flat.members == (2, 0, 1)
     assert set(flat.edges) == {(2, 0), (0, 1), (1, 2), (0, 2), (1, 0), (2, 1)}
+    assert flat.nodes == ((2, 0), (1,))
+    (flat,) = groups._levels(3, topology, flat=True)
+    assert (flat.members, flat.nodes) == ((0, 2, 3, 1), topology.nodes)
+    for nodes in (((0, 1, 2),), ((0,), (1,))):
+        assert groups._levels(0, Topology(nodes))[0].nodes == ()  # every edge is of one kind
 
 
 def test_virtual_ranks_have_two_levels_too() -> None:

@@ -351,7 +351,7 @@ def test_targets_run_and_are_judged(on_gpu: FakeCuda) -> None:
     assert verdicts["forward D128, full", "flash"].value is not None
     assert verdicts["forward D128, full", "cudnn"].labels["verdict"] == "not measured"
     assert verdicts["carried state, 8k keys per hop", "plain forward"].value is not None
-    assert verdicts["forward beside a 16-block transfer", "alone"].value is not None
+    assert verdicts["forward beside a transfer", "alone"].value is not None
     assert "not measured" not in rows[4]["floor"]  # the single pass
     assert "stream of priority -1" in on_gpu.calls
     told = [

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +25,12 @@ from ringattn.bench.links import runs as link_runs
 from ringattn.bench.links import text as link_text
 from ringattn.bench.links.group import Findings
 from ringattn.bench.links.runs import BOTH_WAYS, ONE_WAY, RING, Beside, Ends, Row, Way, Wish, measured, pattern, ways
-from ringattn.comm import DONE, Fence, Limits, LocalGroup, LocalTransport, LocalWorld, Message
+from ringattn.comm import DONE, Fence, Limits, LocalGroup, LocalTransport, LocalWorld, Message, NcclTransport
+from ringattn.comm.control import control_of
 from ringattn.comm.local import solo_group
 
 from .fake_cuda import FakeCuda, FakeEvent
+from .stand_in import Fabric, install_nccl, install_streams
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -117,6 +119,38 @@ def test_a_lost_byte_is_counted() -> None:
             rows = world.run(run)[0]
     wrong = {one.edge: one.wrong for one in rows}
     assert wrong == {"0->1": 3, "1->2": 0, "2->0": 0, "0<->1": 3, "1<->2": 3, "0<->2": 0, "all": 3}
+
+
+@pytest.mark.parametrize("refuses", [set(), {1}])
+def test_buffers_of_both_ends_are_registered_or_none(refuses: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric = Fabric(install_streams(monkeypatch))
+    install_nccl(monkeypatch, fabric)
+    fabric.refuses = refuses
+    wish = Wish(("nccl",), sizes=(8, 64), iters=2, timer="clock")
+
+    def run(group: LocalGroup) -> Findings:
+        more: dict[str, Any] = {"device": CPU, "control": control_of(group), "timeout": 5}
+        with closing(NcclTransport(rank=group.rank(), size=group.size(), **more)) as transport:
+            return link_group.of_transport(transport, wish, CPU, Limits())
+
+    with LocalWorld(2, device="cpu", timeout=10) as world:
+        found = world.run(run)[0]
+    plain, more = ([one for one in found.rows if one.transport == name] for name in ("nccl", "nccl, registered"))
+    assert [(one.way, one.edge, one.nbytes) for one in more] == (
+        [] if refuses else [(one.way, one.edge, one.nbytes) for one in plain]
+    )
+    assert all(one.wrong == 0 for one in found.rows)
+    assert found.closed == ([("nccl, registered", "NCCL: no such memory")] if refuses else [])
+    log = [op for op in fabric.device.log if op.kind in ("register", "deregister")]
+    assert sum(op.kind == "register" for op in log) == len(log) / 2 > 0
+    assert {op.detail[0] for op in log if op.kind == "register"} == {op.detail for op in log if op.kind == "deregister"}
+    assert links.text(wish, found).count("# nccl, registered") == (1 if refuses else 3)
+
+
+def test_settings_of_nccl_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_P2P_USE_CUDA_MEMCPY", "1")
+    assert "# NCCL_P2P_USE_CUDA_MEMCPY=1" in links.text(Wish(("local",)), Findings())
+    assert links.as_json(Wish(("local",)), Findings())["settings"]["NCCL_P2P_USE_CUDA_MEMCPY"] == "1"
 
 
 def test_unchecked_is_not_called_right() -> None:

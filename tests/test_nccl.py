@@ -29,6 +29,7 @@ from ringattn.comm import (
     nccl,
     nccl_library,
 )
+from ringattn.comm.by_node import ByNodeTransport
 from ringattn.comm.control import control_of
 from ringattn.comm.lanes import StreamFence, StreamLane
 from ringattn.comm.limits import NO_LIMITS
@@ -90,6 +91,67 @@ def until(device: Device, kind: str) -> None:
 def test_conformance(name: str, world_size: int, fabric: Fabric) -> None:
     with LocalWorld(world_size, device="cpu", timeout=10) as world:
         world.run(lambda group: CASES[name](opened(group), CPU))
+
+
+def through(nodes: tuple[tuple[int, ...], ...], group: LocalGroup) -> ByNodeTransport:
+    more: Any = {"device": CPU, "control": control_of(group), "timeout": 5}
+    return ByNodeTransport(rank=group.rank(), size=group.size(), nodes=nodes, **more)
+
+
+@pytest.mark.parametrize("nodes", [((0, 1), (2,)), ((2,), (1, 0)), ((0, 1, 2),)])
+@pytest.mark.parametrize("name", CASES)
+def test_conformance_through_nodes(name: str, nodes: tuple[tuple[int, ...], ...], fabric: Fabric) -> None:
+    with LocalWorld(3, device="cpu", timeout=10) as world:
+        world.run(lambda group: CASES[name](through(nodes, group), CPU))
+
+
+def test_a_hop_between_two_communicators(device: Device) -> None:
+    """Rank 0 receives from another node and sends inside its own: one stream, the node's part first."""
+
+    def fn(group: LocalGroup) -> None:
+        transport, rank = through(((0, 1), (2,)), group), group.rank()
+        sent, came = torch.full((5,), rank), torch.zeros(5, dtype=torch.int64)
+        following, previous = (rank + 1) % 3, (rank - 1) % 3
+        fence = transport.post(sends=[Message(following, sent)], receives=[Message(previous, came)])
+        assert came.eq(previous).all()
+        alive = weakref.ref(sent)
+        del sent
+        gc.collect()
+        assert alive() is not None  # the fence of both parts holds the tensors of both
+        fence.wait()
+        assert alive() is None
+        sent = came
+        if rank < 2:
+            transport.post(sends=[Message(1 - rank, sent)], receives=[Message(1 - rank, came.clone())]).wait()
+        stream = transport._inside.lane.stream
+        assert transport._between.lane.stream is stream
+        parts = [op.kind for op in device.log if op.kind in ("send", "recv") and op.detail[4] == stream.cuda_stream]
+        assert parts[:2] == [["send", "recv"], ["recv", "send"], ["send", "recv"]][rank]
+        with pytest.raises(ValueError, match=r"receives\[0\]: peer is 3, the ranks of this group are 0 to 2"):
+            transport.post(sends=[Message(following, sent)], receives=[Message(3, came)])
+        transport.close()
+        with pytest.raises(TransportError, match="is closed"):
+            transport.post(sends=[], receives=[])
+
+    with LocalWorld(3, device="cpu", timeout=10) as world:
+        world.run(fn)
+    joined = [op.detail for op in device.log if op.kind == "init"]
+    assert sorted((size, place) for size, _, place in joined) == [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
+    assert kinds(device.log).count("destroy") == 6
+    assert kinds(device.log).count("groupStart") == 2 + 2 + 1 + 2  # none of nothing
+
+
+def test_both_communicators_end_where_one_edge_fails(fabric: Fabric, device: Device) -> None:
+    def fn(group: LocalGroup) -> None:
+        transport = through(((0, 1), (2,)), group)
+        fabric.spoil = lambda data: data[::-1]
+        with pytest.raises(TransportError, match="the warm-up of the nccl transport failed"):
+            transport.warm_up([(0, 1), (1, 2), (2, 0)])
+        assert "was aborted: its warm-up failed" in str(transport.check())
+
+    with LocalWorld(3, device="cpu", timeout=10) as world:
+        world.run(fn)
+    assert kinds(device.log).count("abort") == 6
 
 
 def test_every_rank_joins_by_the_id_of_rank_0(device: Device) -> None:
@@ -407,7 +469,10 @@ def test_a_communicator_that_nccl_refuses(fabric: Fabric, monkeypatch: pytest.Mo
         open_alone()
 
 
-def test_limits_make_a_communicator_of_their_own(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limits", [NO_LIMITS, Limits(channels=2, ctas=4, cga_cluster_size=2)])
+def test_every_communicator_is_a_configured_one(
+    limits: Limits, fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[tuple[object, ...]] = []
 
     def make(*arguments: object) -> Any:
@@ -415,7 +480,6 @@ def test_limits_make_a_communicator_of_their_own(fabric: Fabric, monkeypatch: py
         return fabric.NcclCommunicator(1, b"", 0)
 
     monkeypatch.setattr(nccl, "ConfiguredCommunicator", make)
-    limits = Limits(channels=2, ctas=4)
     transport = open_alone(limits=limits)
     ((size, unique_id, place, given),) = made
     assert (size, len(unique_id), place, given) == (1, 128, 0, limits)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,11 @@ class Library:
         self.calls.append(("init", (size, rank)))
         return self.status
 
+    def ncclCommRegister(self, comm: Any, pointer: int, nbytes: int, handle: Any) -> int:
+        handle._obj.value = 99
+        self.calls.append(("ncclCommRegister", (comm.value, pointer, nbytes)))
+        return self.status
+
     def ncclCommGetAsyncError(self, comm: Any, error: Any) -> int:
         error._obj.value = self.asynchronous
         return 0
@@ -58,27 +64,38 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 @pytest.mark.parametrize(
     ("limits", "bounds"),
     [
-        (Limits(), None),
-        (Limits(bytes_per_second=1.0), None),
-        (Limits(ctas=8), (UNDEFINED, 8)),
+        (Limits(), (UNDEFINED, 8)),
+        (Limits(cga_cluster_size=4), (UNDEFINED, 8)),
+        (Limits(ctas=16), (UNDEFINED, 16)),
         (Limits(channels=4), (4, 4)),
         (Limits(channels=4, ctas=8), (4, 4)),  # no more and no fewer than four, which are at most eight
     ],
 )
-def test_limits_become_bounds(limits: Limits, bounds: tuple[int, int] | None) -> None:
-    assert cta_bounds(limits) == bounds
+def test_limits_become_bounds(limits: Limits, bounds: tuple[int, int]) -> None:
+    assert cta_bounds(limits, {"NCCL_MAX_CTAS": ""}) == bounds
+
+
+@pytest.mark.parametrize("name", ["NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS"])
+def test_the_environment_in_place_of_the_default(name: str) -> None:
+    """Refused beside an explicit limit alone; a default would cut the fewest that a user asks for."""
+    assert cta_bounds(Limits(), {name: "16"}) == (UNDEFINED, UNDEFINED)
+    assert cta_bounds(Limits(ctas=4), {name: "16"}) == (UNDEFINED, 4)
+    assert overridden(Limits(), {name: "16"}) is overridden(Limits(cga_cluster_size=1), {name: "16"}) is None
+    assert f"{name}=16 in the environment" in str(overridden(Limits(channels=4), {name: "16"}))
 
 
 def test_the_environment_overrides() -> None:
-    assert overridden(Limits(), {"NCCL_MAX_CTAS": "8"}) is None
     assert overridden(Limits(ctas=4), {"NCCL_DEBUG": "INFO", "NCCL_MIN_CTAS": ""}) is None
+    clusters = {"NCCL_CGA_CLUSTER_SIZE": "4"}
+    assert overridden(Limits(), clusters) is overridden(Limits(ctas=4), clusters) is None
+    assert "NCCL_CGA_CLUSTER_SIZE=4 in the environment" in str(overridden(Limits(cga_cluster_size=2), clusters))
     told = overridden(Limits(ctas=4), {"NCCL_MAX_P2P_NCHANNELS": "8", "NCCL_MIN_CTAS": "2"})
     assert told is not None
     assert "NCCL_MIN_CTAS=2, NCCL_MAX_P2P_NCHANNELS=8 in the environment overrides it" in told
 
 
 def test_the_configuration_is_that_of_nccl_h(library: Library) -> None:
-    ConfiguredCommunicator(3, UNIQUE_ID, 2, Limits(ctas=4))
+    ConfiguredCommunicator(3, UNIQUE_ID, 2, Limits(ctas=4, cga_cluster_size=2))
     assert library.calls == [("init", (3, 2))]
     assert library.unique_id == UNIQUE_ID
     assert library.config == {
@@ -86,12 +103,14 @@ def test_the_configuration_is_that_of_nccl_h(library: Library) -> None:
         "magic": 0xCAFEBEEF,
         "version": 21800,
         "blocking": 1,
-        "cgaClusterSize": UNDEFINED,
+        "cgaClusterSize": 2,
         "minCTAs": UNDEFINED,
         "maxCTAs": 4,
         "netName": None,
         "splitShare": UNDEFINED,
     }
+    ConfiguredCommunicator(1, UNIQUE_ID, 0, Limits())
+    assert (library.config["cgaClusterSize"], library.config["maxCTAs"]) == (1, 8)
 
 
 def test_the_signed_characters_of_cupy_13(library: Library) -> None:
@@ -115,6 +134,20 @@ def test_calls_go_to_the_library(library: Library) -> None:
         ("ncclRecv", (2000, 6, 1, 4, 77, 9)),
         ("ncclCommAbort", (77,)),
     ]
+
+
+def test_registration(library: Library) -> None:
+    communicator = ConfiguredCommunicator(1, UNIQUE_ID, 0, Limits())
+    library.calls.clear()
+    assert communicator.register(4096, 64) == 99
+    communicator.deregister(99)
+    assert library.calls == [("ncclCommRegister", (77, 4096, 64)), ("ncclCommDeregister", (77, 99))]
+    library.status = 5
+    with pytest.raises(TransportError, match="NCCL: error 5"):
+        communicator.register(4096, 64)
+    communicator._library = SimpleNamespace()  # type: ignore[assignment]
+    with pytest.raises(TransportError, match=r"libnccl.so.2 registers no buffers: NCCL 2.19 and later do"):
+        communicator.register(4096, 64)
 
 
 def test_destroy_gives_it_back_once(library: Library) -> None:

@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from ringattn.comm import TransportError
-from ringattn.comm.regions import Context, Exports, Imports, Offer, Retired
+from ringattn.comm.regions import Context, Exports, Imports, Offer, Retired, Room
 
 from .stand_in_cuda import OPENED, Driver
 
 
 def offer_of(exports: Exports, tensor: torch.Tensor) -> Offer:
-    region, offset = exports.locate(tensor)
+    found = exports.locate(tensor.data_ptr())
+    assert found is not None
+    region, offset = found
     region.peers.add(1)
     return Offer(1, tensor.nbytes, offset, region.buffer, region.handle)
 
@@ -68,15 +70,26 @@ def test_an_address_that_another_allocation_took() -> None:
 def test_memory_without_a_handle() -> None:
     driver = Driver()
     driver.shareable = False
-    match = r"the 12 bytes at 0x.*cudaMallocAsync cannot: PYTORCH_CUDA_ALLOC_CONF="
-    with Context(driver, torch.device("cpu")).current(), pytest.raises(ValueError, match=match):
-        Exports(driver).locate(torch.zeros(3))
+    with Context(driver, torch.device("cpu")).current():
+        exports, room, tensor = Exports(driver), Room(driver), torch.zeros(3)
+        assert exports.locate(tensor.data_ptr()) is None
+        first, same, larger = (room.reserve(nbytes) for nbytes in (64, 32, 65))
+        assert first == same != larger
+        for place in (first, larger):  # peers may still read the first
+            found = exports.locate(place + 8)
+            assert found is not None and (found[0].base, found[1]) == (place, 8)
+        room.close()
+        room.close()
+        assert not driver.allocated
+        driver.fails.add("cuMemAlloc")
+        with pytest.raises(TransportError, match="cuMemAlloc of 5 bytes failed"):
+            room.reserve(5)
 
 
 def test_a_call_without_a_context_fails() -> None:
     driver = Driver()
     with pytest.raises(TransportError, match="cuPointerGetAttribute failed: CUDA_ERROR_INVALID_CONTEXT"):
-        Exports(driver).locate(torch.zeros(3))
+        Exports(driver).locate(torch.zeros(3).data_ptr())
 
 
 def test_the_context_comes_and_goes() -> None:

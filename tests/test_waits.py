@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.comm import Slots, Topology
+from ringattn.comm.by_node import ByNodeTransport
 from ringattn.comm.transport import DONE
 from ringattn.kernels import gradients
 from ringattn.ring import traffic
@@ -96,15 +97,19 @@ def test_any_order_that_the_waits_allow_gives_the_result(transport: str, name: s
 @st.composite
 def any_case(draw: st.DrawFn) -> Case:
     """Two or three calls that need not have anything in common, through any ring."""
-    nodes, per_node = draw(st.sampled_from([(1, 2), (1, 3), (1, 4), (1, 5), (2, 2), (2, 3), (3, 2)]))
-    ring = draw(st.fixed_dictionaries(RINGS)) | {"topology": Topology.grid(nodes, per_node)}
+    topology = draw(st.sampled_from(TOPOLOGIES))
+    ring = draw(st.fixed_dictionaries(RINGS)) | {"topology": topology}
     ring["prefetch"] = draw(st.integers(0, ring["slots"] - 1))
-    some = layouts(world=nodes * per_node, max_seqlen=24).filter(lambda layout: layout.seqlen > 0)
+    some = layouts(world=topology.world, max_seqlen=24).filter(lambda layout: layout.seqlen > 0)
     calls = draw(st.lists(st.builds(Call, some, masks(), st.booleans()), min_size=2, max_size=3))
     transport, config = draw(st.sampled_from(list(CASES))), draw(st.sampled_from(CONFIGS))
     return Case(tuple(calls), transport, ring=ring, config=config)
 
 
+TOPOLOGIES = [
+    *(Topology.grid(*size) for size in [(1, 2), (1, 3), (1, 4), (1, 5), (2, 2), (2, 3), (3, 2)]),
+    *map(Topology, [((0,), (1, 2)), ((3, 1, 0), (2,)), ((0, 1), (2, 3), (4,))]),
+]
 RINGS: dict[str, st.SearchStrategy[Any]] = {
     "slots": st.integers(2, 4),
     "chunks": st.integers(1, 2),
@@ -199,6 +204,23 @@ def test_gates_are_closed_when_a_pass_begins(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(gradients, "turns_of", kept)
     assert record(CASES["nccl"]["single pass in turn"]).wrong(0)
+
+
+def test_communicators_in_another_order_on_some_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks of four begin with the other node: all wait for each other."""
+    post = ByNodeTransport.post
+
+    def far_first(self: Any, *, sends: Any, receives: Any, after: Any = ()) -> Any:
+        if self.rank in (1, 2):
+            return post(self, sends=sends, receives=receives, after=after)
+        near, far = (
+            [[x for x in some if self._near(x) is here] for some in (sends, receives)] for here in (True, False)
+        )
+        self._between.post(sends=far[0], receives=far[1], after=after)
+        return self._inside.post(sends=near[0], receives=near[1])
+
+    (problem,) = broken(monkeypatch, ByNodeTransport, "post", far_first, CASES["nccl"]["2 x 2, unshard"])
+    assert problem.startswith("deadlock with eager sends")
 
 
 def test_ranks_that_post_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ NCCL = (
     "contiguous, other direction", "two slots, no prefetch", "full, contiguous, full", "2 x 3, full, then documents",
     "two chunks", "2 x 2, bfloat16 by wire", "forward twice", "full, then a longer window",
     "3 x 2, contiguous, then full", "bfloat16 by wire, skipped hops", "fp8 by wire, two chunks", "unshard",
+    "nodes of 1 and 3, contiguous, two chunks, two slots", "nodes of 2 and 1, unshard",
 )  # fmt: skip
 OTHERS = (
     "contiguous, other direction", "two slots, no prefetch", "2 x 2, contiguous", "forward twice", "documents",
@@ -92,6 +93,7 @@ TARGETS = (
         ("nccl",),
         ("test_nccl.py",),
     ),
+    Target("comm.by_node", ("ByNodeTransport.post", "ByNodeTransport._near"), ("nccl",), ("test_nccl.py",)),
     Target(
         "comm.copy_engine",
         tuple(f"CopyEngineTransport.{name}" for name in ENGINE_POST),

@@ -31,6 +31,11 @@ SLOW_SETTINGS = {
     "NCCL_SHM_DISABLE": "shared memory is not used",
     "NCCL_NET_DISABLE_INTRA": "NICs are not used inside a node",
 }
+IMPLICIT_ORDER = (2, 26)  # of NCCL: from here on it can order the kernels of all communicators of a GPU
+ORDERED = (
+    "where another library's communicators share these GPUs (torch's of FSDP or tensor parallelism), set "
+    "NCCL_LAUNCH_ORDER_IMPLICIT=1: without it NCCL promises progress only to one communicator at a time"
+)
 
 
 @dataclass(frozen=True)
@@ -205,7 +210,15 @@ def settings(everyone: Sequence[Facts]) -> Finding:
         if name in SLOW_SETTINGS and any(value not in (None, "", "0") for value in values):
             told[-1] += f" ({SLOW_SETTINGS[name]})"
     data = {"settings": [dict(one.settings) for one in everyone]}
-    return Finding("NCCL_* settings", OK, ", ".join(told) or "none set", data=data)
+    more = (ORDERED,) if any(_unordered(one) for one in everyone) else ()
+    return Finding("NCCL_* settings", OK, ", ".join(told) or "none set", more=more, data=data)
+
+
+def _unordered(one: Facts) -> bool:
+    """Whether kernels of several communicators may start in any order, though this NCCL could order them."""
+    known = [re.match(r"(\d+)\.(\d+)\.", version) for _, version in one.libraries]
+    able = any(tuple(map(int, found.groups())) >= IMPLICIT_ORDER for found in known if found)
+    return able and one.settings.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") in ("", "0")
 
 
 def order(ring: Topology) -> Finding:

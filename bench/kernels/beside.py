@@ -7,8 +7,10 @@ that means:
 
 - ``many waves``: as in a ring, many more blocks than multiprocessors; one ends every fraction of a millisecond.
 - ``one wave``: exactly as many blocks as multiprocessors, each as long as the launch: what a persistent kernel does.
-- ``one wave, 16 left``: 16 blocks fewer, so that 16 multiprocessors stay free: what ``sm_margin=16`` would give a
-  persistent kernel (``KernelConfig(persistent=True, sm_margin=16)``); leaving blocks out keeps the kernel unchanged.
+- ``one wave, 8 left``: 8 blocks fewer, so that 8 multiprocessors stay free: what ``sm_margin=8`` would give a
+  persistent kernel (``KernelConfig(persistent=True, sm_margin=8)``); leaving blocks out keeps the kernel unchanged.
+
+The copy has as many blocks as ``Limits()`` let NCCL take, and the margin is what they need.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda as tl_cuda
 
+from ...comm import Limits
 from ...comm.lanes import HIGH_PRIORITY, new_stream
 from ...kernels import attention_forward, default_config
 from ..suite.cases import Number
 
-COPY_BLOCKS = (
-    16  # as many as NCCL takes for one send and one receive at its default, and the margin of the third launch
-)
+LIMITS = Limits()
+COPY_BLOCKS = LIMITS.blocks
+LEFT = LIMITS.multiprocessors
 COPY_WARPS = 16
 CHUNK = 8192  # elements of 4 bytes that a block has in flight
 SHARE = 0.25  # of the forward: when the copy is asked for, and how long it takes alone
@@ -139,14 +142,14 @@ def one_run(forward: Callable[[], object] | None, copy: Copy, stream: torch.cuda
 def beside(
     device: torch.device, *, head_dim: int = 128, heads: int = 16, repeats: int = 7, sizes: Sizes = SIZES
 ) -> Iterator[Number]:
-    """Start delay of a 16-block copy and the slowdown of both, for the three launches above."""
+    """Start delay of a copy of few blocks and the slowdown of both, for the three launches above."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     stream = new_stream(device, HIGH_PRIORITY)
     yield from copies_right(device, sizes.nbytes)
     for name, blocks in (
         ("many waves", None),
         ("one wave", multiprocessors),
-        (f"one wave, {COPY_BLOCKS} left", multiprocessors - COPY_BLOCKS),
+        (f"one wave, {LEFT} left", multiprocessors - LEFT),
     ):
         forward, seconds, flops = calibrated(device, head_dim, heads, blocks, sizes)
         copy = Copy(device, bytes_for(device, SHARE * seconds, sizes.nbytes))

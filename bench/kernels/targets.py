@@ -72,7 +72,7 @@ TARGETS = (
     ),
     Target("carried state, 8k keys per hop", STATE128, STATE, FORWARDS, Bar(PLAIN, 0.93), (Bar(PLAIN, 0.97),)),
     Target(
-        "forward beside a 16-block transfer", BESIDE128, FORWARD, (*FORWARDS, WITH_MARGIN.name), Bar(ALONE, 0.85),
+        "forward beside a transfer", BESIDE128, FORWARD, (*FORWARDS, WITH_MARGIN.name), Bar(ALONE, 0.85),
         (Bar(ALONE, 0.92),),
     ),
 )  # fmt: skip
@@ -166,7 +166,7 @@ def hop_with_state(clock: Clock, sizes: Sizes, seconds: float) -> Iterator[Numbe
 
 
 def beside_a_transfer(clock: Clock, sizes: Sizes, seconds: float) -> Iterator[Number]:
-    """The forward alone, and with a copy of 16 blocks on a high-priority stream beside it from start to end."""
+    """The forward alone, and with a copy of few blocks on a high-priority stream beside it from start to end."""
     device = clock.device
     q, k, v = drawn(device, sizes, sizes.seqlen)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -23,7 +24,7 @@ from ..timing import TIMERS, timer_on
 from .beside import FORWARD, MATMUL
 from .group import SWEPT, Findings, between_processes, in_process, spawned
 from .memory import check_room
-from .runs import Row, Wish
+from .runs import REGISTERED, Row, Wish
 from .text import beside_table, block
 
 IN_PROCESS = "local"
@@ -60,14 +61,14 @@ def steps(minbytes: int, maxbytes: int, factor: int | None, step: int | None) ->
 
 
 def limits_list(text: str) -> tuple[int | None, ...]:
-    """A comma list of counts, ``auto`` for the library's own choice; a parser of typer options.
+    """A comma list of counts, ``auto`` for a ring's default; a parser of typer options.
 
     Raises:
         typer.BadParameter: one of them is neither.
     """
     parts = text.split(",")
     if not all(part == "auto" or (part.isdigit() and int(part)) for part in parts):
-        raise typer.BadParameter(f"{text!r}: it takes a comma list of counts, or auto for the library's own choice")
+        raise typer.BadParameter(f"{text!r}: it takes a comma list of counts, or auto for a ring's default")
     counts = tuple(None if part == "auto" else int(part) for part in parts)
     try:
         for count in counts:
@@ -148,7 +149,7 @@ def links(
     device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = "",
     channels: Annotated[
         Any,
-        typer.Option(parser=limits_list, metavar="N,…", help=f"Of nccl; auto: its own choice; default: {CHANNELS}."),
+        typer.Option(parser=limits_list, metavar="N,…", help=f"Of nccl; auto: a ring's default; default: {CHANNELS}."),
     ] = None,
     ctas: Annotated[
         Any, typer.Option(parser=limits_list, metavar="N,…", help="Of nccl, likewise; default: auto.")
@@ -233,7 +234,8 @@ def finish(wish: Wish, found: Findings, demanded: list[str], json: str | None, c
     wrong = sum(row.wrong or 0 for row in found.rows)
     if wrong:
         print(f"{wrong} bytes did not arrive as they left", file=sys.stderr)
-    missing = [f"{name} does not open here: {why}" for name, why in found.closed if name.partition(",")[0] in demanded]
+    closed = [(name, why) for name, why in found.closed if not name.endswith(REGISTERED)]
+    missing = [f"{name} does not open here: {why}" for name, why in closed if name.partition(",")[0] in demanded]
     for line in missing:
         print(line, file=sys.stderr)
     if wrong or missing or not found.rows:
@@ -249,6 +251,7 @@ def text(wish: Wish, found: Findings) -> str:
         f"iters: {wish.iters} validation: {wish.checks} graph: {wish.graphs}",
         f"# on {where}; by {timer_on(wish.device, wish.timer)}; time of the slowest rank that takes part; GB/s per "
         "direction",
+        *(f"# {name}={value}" for name, value in nccl_settings().items()),
         "#",
     ]
     for _, rows in groupby(found.rows, _block):
@@ -257,6 +260,11 @@ def text(wish: Wish, found: Findings) -> str:
     if found.beside:
         lines += ["", beside_table(found.beside)]
     return "\n".join(lines)
+
+
+def nccl_settings() -> dict[str, str]:
+    """What the environment says to NCCL, which it reads once: another value takes another run."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
 
 
 def _block(row: Row) -> tuple[object, ...]:
@@ -268,6 +276,7 @@ def as_json(wish: Wish, found: Findings) -> dict[str, Any]:
         "schema": "ringattn bench links 1",
         "provenance": provenance(torch.device(wish.device)),
         "asked": asdict(wish),
+        "settings": nccl_settings(),
         "links": [row.as_json() for row in found.rows],
         "beside": [asdict(row) for row in found.beside],
         "closed": [{"transport": name, "reason": why} for name, why in found.closed],

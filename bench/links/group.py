@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...comm import Group, Limits, LocalGroup, LocalWorld, Transport, open_transports
+from ...comm import Group, Limits, LocalGroup, LocalWorld, Transport, TransportError, open_transports
 from ...comm.control import control_of
 from ..launching import Member, member, process_group
 from .beside import measured_beside
-from .runs import Beside, Row, Wish, measured, ways
+from .runs import REGISTERED, Beside, Row, Wish, measured, ways
 from .text import limits_text
 
 SWEPT = ("nccl",)  # transports with channels and CTAs
@@ -95,6 +95,11 @@ def of_group(group: Group, wish: Wish, device: torch.device) -> Findings:
 def of_transport(transport: Transport, wish: Wish, device: torch.device, limits: Limits) -> Findings:
     """Rows of one open transport."""
     found = Findings(list(measured(transport, limits, wish, device)))
+    if transport.name in SWEPT and limits == Limits():
+        try:
+            found.rows += measured(transport, limits, wish, device, REGISTERED)
+        except TransportError as error:
+            found.closed.append((transport.name + REGISTERED, str(error)))
     if wish.beside != "none":
         found.beside = [measured_beside(transport, limits, way, wish, device) for way in ways(transport.size)]
     return found

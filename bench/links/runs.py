@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...comm import Fence, Limits, Message, Transport
+from ...comm import Fence, Limits, Message, Transport, TransportError
 from ..timing import HOST_AHEAD_CYCLES, timer_on
 
 PERIOD = 65537  # of the pattern, a prime: no block of any power of two repeats within it
 STRIDE = 167
+REGISTERED = ", registered"  # behind the transport's name
 ONE_WAY, BOTH_WAYS, RING = "one way", "both ways", "ring"
 
 Edge = tuple[int, int]
@@ -59,7 +61,7 @@ class Link:
     """What a number is about."""
 
     transport: str
-    channels: int | None  # None: the library's own choice
+    channels: int | None  # None: what a ring takes by default
     ctas: int | None
     way: str
     edge: str
@@ -194,27 +196,46 @@ def seconds_by_events(enqueue: Callable[[], None], device: torch.device) -> floa
     return float(begun.elapsed_time(ended)) / 1e3
 
 
-def link(transport: Transport, limits: Limits, way: Way, nbytes: int) -> Link:
+def link(transport: Transport, limits: Limits, way: Way, nbytes: int, variant: str = "") -> Link:
     """What is about to be measured."""
-    return Link(transport.name, limits.channels, limits.ctas, way.name, way.edge, nbytes)
+    return Link(transport.name + variant, limits.channels, limits.ctas, way.name, way.edge, nbytes)
 
 
-def measured(transport: Transport, limits: Limits, wish: Wish, device: torch.device) -> Iterator[Row]:
-    """A row for every way and size; every rank of the transport runs it, and every rank gets the rows."""
+def measured(
+    transport: Transport, limits: Limits, wish: Wish, device: torch.device, variant: str = ""
+) -> Iterator[Row]:
+    """A row for every way and size; every rank of the transport runs it, and every rank gets the rows.
+
+    Raises:
+        TransportError: on every rank, where buffers are to be registered and one of them cannot.
+    """
     everything = ways(transport.size)
     transport.warm_up(sorted({pair for way in everything for pair in way.pairs}))
     for way in everything:
         for nbytes in wish.sizes:
-            seconds, wrong = _one(transport, way, nbytes, wish, device)
-            yield Row(
-                **vars(link(transport, limits, way, nbytes)), seconds=max(seconds.values()), ends=seconds, wrong=wrong
-            )
+            ends = Ends(transport, way, nbytes, device)
+            with registered(ends, transport) if variant == REGISTERED else nullcontext():
+                seconds, wrong = _one(transport, ends, wish, device)
+            about = vars(link(transport, limits, way, nbytes, variant))
+            yield Row(**about, seconds=max(seconds.values()), ends=seconds, wrong=wrong)
 
 
-def _one(
-    transport: Transport, way: Way, nbytes: int, wish: Wish, device: torch.device
-) -> tuple[dict[int, float], int | None]:
-    ends = Ends(transport, way, nbytes, device)
+@contextmanager
+def registered(ends: Ends, transport: Any) -> Iterator[None]:
+    """The buffers of all ends known to NCCL; none where one rank cannot: a message takes both ends or neither."""
+    with ExitStack() as stack:
+        problem = ""
+        try:
+            stack.enter_context(transport.registered([message.tensor for message in (*ends.sends, *ends.receives)]))
+        except TransportError as error:
+            problem = str(error)
+        problems = [str(found) for found in transport.gather(problem) if found]
+        if problems:
+            raise TransportError(problems[0])
+        yield
+
+
+def _one(transport: Transport, ends: Ends, wish: Wish, device: torch.device) -> tuple[dict[int, float], int | None]:
     wrong = sum(ends.wrong(turn) for turn in range(wish.checks))
     graph = ends.graph(wish.iters) if wish.graphs and ends.takes_part else None
 

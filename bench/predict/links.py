@@ -101,6 +101,7 @@ def measured(
     everything = objects(results, "links", source)
     rows = [(f"{source}: links[{place}]", row) for place, row in enumerate(everything)]
     rows = [(where, row) for where, row in rows if (row.get("transport") == LOCAL) == local]
+    rows = [(where, row) for where, row in rows if "," not in str(row.get("transport"))]  # as no ring moves it
     rows = [(where, row) for where, row in rows if row.get("edge") != "0->0" and row.get("channels") is None]
     rows = [one for one in rows if one[1].get("way") == way] or [one for one in rows if one[1].get("way") == "one way"]
     by_transport: dict[str, dict[int, float]] = {}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ..kernels.speed import ABSENT
 from ..links.command import EVERY
+from ..links.runs import REGISTERED
 from ..memory_bench import ALLOWED_SPREAD
 from ..predict.rows import ALLOWED, Row
 from ..ring.candidates import OURS
@@ -139,6 +140,7 @@ def _links_failures(data: Data) -> Iterator[str]:
     # all of them, or all that a CUDA graph can hold: not asked for by name
     if isinstance(named, list) and named != list(EVERY) and not asked.get("graphs"):
         closed = [one for one in mappings_of(data.get("closed")) if str(one.get("transport")).split(",")[0] in named]
+        closed = [one for one in closed if not str(one.get("transport")).endswith(REGISTERED)]  # nobody asked for it
         yield from (f"{one.get('transport')} was asked for and does not open: {one.get('reason')}" for one in closed)
 
 

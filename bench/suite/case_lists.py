@@ -53,7 +53,7 @@ def gpu_cases() -> list[Case]:
     shapes = [(128, True), (128, False), (64, True), (64, False)]
     return [
         Case("launches", "NamedTuple arguments at launch; what a launch costs the host", device_cases.launches, 15),
-        Case("beside", "a 16-block copy on a high-priority stream beside the forward", beside.beside, 25),
+        Case("beside", "a copy of few blocks on a high-priority stream beside the forward", beside.beside, 25),
         *(
             Case(
                 f"right {dtype} D{dim}", "every kernel against float64", accuracy.accuracy, 90,

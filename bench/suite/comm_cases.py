@@ -41,7 +41,7 @@ def links(
     if not found.rows:
         raise RuntimeError(f"{transport} does not open: {'; '.join(why for _, why in found.closed)}")
     for row in found.rows:
-        labels = {"by": transport, "way": row.way, "edge": row.edge, "bytes": row.nbytes}
+        labels = {"by": row.transport, "way": row.way, "edge": row.edge, "bytes": row.nbytes}
         yield Number("wrong bytes", row.wrong, "bytes", labels, limit=0)
         yield Number("moved per direction", row.gigabytes_per_second, "GB/s", labels)
     for slowed in found.beside:

@@ -105,6 +105,15 @@ TWO_LEVEL = {
     "3 x 2, two slots": _two_level(3, 2, slots=2),
 }
 
+UNEVEN = {
+    "nodes of 3 and 2": _case("zigzag", 5, topology=Topology(((0, 1, 2), (3, 4)))),
+    "nodes of 1 and 3, contiguous, two chunks, two slots": _case(
+        "contiguous", 4, topology=Topology(((2,), (3, 1, 0))), chunks=2, slots=2
+    ),
+    "nodes of 2 and 1, unshard": replace(_case("zigzag", 3, topology=Topology(((0, 1), (2,)))), unshards=True),
+    "2 x 2, unshard": replace(_two_level(2, 2), unshards=True),
+}
+
 UNSHARD = {"unshard": replace(_case("zigzag", 3), unshards=True)}
 
 TILE = Tile(16, 16, 4, 1)  # which divides any block
@@ -125,7 +134,7 @@ KERNELS = {
     "parts of dK/dV, 2 x 2, two chunks": replace(_two_level(2, 2, chunks=2), config=SPLIT),
 }
 
-NCCL = WORLDS | SKIPPED | CHANGING | SETTINGS | TWO_LEVEL | UNSHARD | KERNELS
+NCCL = WORLDS | SKIPPED | CHANGING | SETTINGS | TWO_LEVEL | UNEVEN | UNSHARD | KERNELS
 FEW = (
     "world 1", "world 2", "world 4", "contiguous", "contiguous, other direction", "window", "documents",
     "window to both sides", "blocks, two ranks see all", "forward twice", "full, contiguous, full",

@@ -19,9 +19,9 @@ from torch.autograd.graph import _engine_run_backward
 
 import ringattn.ring.ring as ring_module
 from ringattn import LocalWorld, Ring, ring_attention, unshard
-from ringattn.comm import LocalGroup, LocalTransport, NcclTransport, Slots, Topology
+from ringattn.comm import LocalGroup, LocalTransport, Slots, Topology, groups
 from ringattn.comm.control import control_of
-from ringattn.comm.copy_engine import CopyEngineTransport
+from ringattn.comm.limits import NO_LIMITS
 from ringattn.ring import Mask, node, shards, traffic
 from ringattn.ring.plan import plan
 from ringattn.ring.traffic import Key
@@ -61,6 +61,9 @@ class _Session:
         self.keys: list[list[tuple[int, Key]]] = [[] for _ in range(case.world)]
         self._barrier = threading.Barrier(case.world)
         monkeypatch.setattr(ring_module, "open_transports", self.open)
+        monkeypatch.setattr(
+            ring_module, "open_transport", lambda *given, **more: self.open(*given, **more, flat=True)[0]
+        )
         monkeypatch.setattr(node, "mask_of", self.mask_of)
         monkeypatch.setattr(shards, "ring_of", lambda group, _: self.rings[group.rank()])
         self._label(monkeypatch)
@@ -174,22 +177,20 @@ class _Session:
     # transports
 
     def open(
-        self, group: LocalGroup, *, transport: str, device: torch.device, topology: Topology | None = None, **_: Any
+        self,
+        group: LocalGroup,
+        *,
+        transport: str,
+        device: torch.device,
+        topology: Topology | None = None,
+        flat: bool = False,
+        **_: Any,
     ) -> tuple[Any, ...]:
         """One transport per level of the ring, as `open_transports` makes them between processes."""
-        levels: list[list[int] | None] = [None]
-        if topology is not None and topology.two_level:
-            node = next(node for node in topology.nodes if group.rank() in node)
-            rail = [other[node.index(group.rank())] for other in topology.nodes]
-            levels = [list(node), rail]
-        return tuple(self._open(group, transport, device, members) for members in levels)
-
-    def _open(self, group: LocalGroup, name: str, device: torch.device, members: list[int] | None) -> Any:
-        if name == "local":
-            return LocalTransport(group, device)
-        more: dict[str, Any] = {"device": device, "control": control_of(group), "members": members}
-        kind = {"nccl": NcclTransport, "copy_engine": CopyEngineTransport}[name]
-        return kind(rank=group.rank(), size=group.size(), **more)
+        if transport == "local":
+            return tuple(LocalTransport(group, device) for _ in range(1 + bool(topology and topology.two_level)))
+        levels = groups._levels(group.rank(), topology or Topology.flat(group.size()), flat=flat)
+        return tuple(groups._make(group, transport, device, level, NO_LIMITS, control_of(group)) for level in levels)
 
     # names
 
