@@ -51,6 +51,7 @@ def run(
     list_: Annotated[bool, typer.Option("--list", help="Print what would be tried, and do nothing.")] = False,
     budget: Annotated[float | None, typer.Option(min=1, help="Seconds on the GPU; default: 300.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Compiling processes; default: the cores.")] = None,
+    near: Annotated[int | None, typer.Option(min=1, help="So many tiles next to the default's; default: all.")] = None,
     ring: Annotated[
         bool, typer.Option("--ring", help="Tune what all ranks share (transport, chunks, channels) by whole steps.")
     ] = False,
@@ -75,7 +76,7 @@ def run(
     check_targets(json, csv)
     try:
         of_rings = {"--world": world, "--device": on, "--wire": wire}
-        of_tiles = {"--arch": arch, "--compile-only": compile_only, "--workers": workers}
+        of_tiles = {"--arch": arch, "--compile-only": compile_only, "--workers": workers, "--near": near}
         check_mode(ring, of_rings, of_tiles)
         of_runs = {"--compile-only": compile_only, "--budget": budget, "--workers": workers, "--save-dir": save_dir}
         check_say("--list, which does nothing", of_runs if list_ else {})
@@ -90,7 +91,8 @@ def run(
             (list_rings if list_ else tune_rings)(wishes, json, csv)
             return
         gpu, device, why = target(arch, compile_only)
-        wish = Wish(shape, tuple(seqlen), causal, gpu, device, folder.absolute(), seconds, workers or cores())
+        call = shape, tuple(seqlen), causal, gpu, device, folder.absolute(), seconds, workers or cores()
+        wish = Wish(*call, near=near)
         points = wish.points
         if list_:
             rows = listed(wish)
