@@ -89,7 +89,8 @@ def suite() -> dict[str, Any]:
         },
     ]
     whole = [{"seconds": 1.5, "numbers": [], **case} for case in cases]
-    return {"schema": "ringattn bench suite 1", "budget": 60.0, "provenance": PROVENANCE, "cases": whole}
+    told = {"schema": "ringattn bench suite 1", "budget": 60.0, "provenance": PROVENANCE, "cases": whole}
+    return {**told, "decisions": [{"question": "nccl passes", "answer": "open", "why": "nccl-2 not run"}]}
 
 
 def links() -> dict[str, Any]:
