@@ -51,7 +51,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "host": (*RINGATTN, "bench", "host", "--device", "cpu", "--tokens", "64", "--json", f"{OUT}/host.json"),
     "tune": (
-        *RINGATTN, "tune", "--heads", "2", "--head-dim", "64", "--seqlen", "1k", "--causal", "--near", "1", "--arch",
+        *RINGATTN, "tune", "--heads", "2", "--head-dim", "64", "--seqlen", "1k", "--full", "--near", "1", "--arch",
         "sm_90", "--compile-only", "--save-dir", f"{OUT}/tables", "--json", f"{OUT}/tune.json",
     ),
 }  # fmt: skip
@@ -115,7 +115,7 @@ def _draw(draw: Callable[..., Any], device: torch.device, dtype: torch.dtype, si
     return draw(device, torch.float16, (24, 2, 1, 16, 16))  # the interpreter has no bf16
 
 
-def alone(name: str, patch: pytest.MonkeyPatch) -> None:
+def alone(name: str, patch: pytest.MonkeyPatch) -> int:
     """One of ``gpu_cases.ALONE``, on the CPU."""
     hopper_by_another(patch)
 
@@ -131,6 +131,7 @@ def alone(name: str, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     patch.setattr(on_gpu, "values", lambda x: [2])  # of a graph that was not
     on_gpu.ALONE[name](CPU)
+    return 0
 
 
 if __name__ == "__main__":

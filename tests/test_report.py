@@ -114,7 +114,10 @@ def test_what_is_no_folder_of_results_is_refused(tmp_path: Path) -> None:
 
 
 def test_provenance_is_first_then_what_failed_then_the_rest(page: str) -> None:
-    places = [page.index(text) for text in ("ringattn bench suite</dd>", "4 failed", 'id="decisions"', 'id="cases"', 'id="timelines"')]
+    places = [
+        page.index(text)
+        for text in ("ringattn bench suite</dd>", "4 failed", 'id="decisions"', 'id="cases"', 'id="timelines"')
+    ]
     assert places == sorted(places)
     failed = page[places[1] : places[2]]
     assert "<strong>right</strong>: error of dq (dtype float16) is 2.0, at most 1.0 allowed" in failed

@@ -36,8 +36,8 @@ def decisions(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """A row per question: the answer, and why."""
     found = {what: passed([one for one in cases if one["name"].startswith(names)]) for what, names in QUESTIONS.items()}
     rates = dict(measured(cases))
-    for what, (question, *of) in FASTER.items():
-        found[f"{what} is to be the default of sm_90"] = faster(found[question][0], rates, *of)
+    for what, (question, passes, by, shapes) in FASTER.items():
+        found[f"{what} is to be the default of sm_90"] = faster(found[question][0], rates, passes, by, shapes)
     return [{"question": what, "answer": answer, "why": why} for what, (answer, why) in found.items()]
 
 
