@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from _pytest.mark.expression import Expression
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
@@ -257,6 +260,20 @@ def test_times_of_processes_on_one_gpu_are_time_slices(monkeypatch: pytest.Monke
         return {name for name, told in made.items() if told.get("time_slices")}
 
     assert sliced(1) == {"copy_engine-2", "killed", "nccl-2"} and sliced(2) == set()
+
+
+@pytest.mark.nightly
+def test_every_part_of_tests_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the names that pytest collects."""
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/test_on_a_gpu.py"],
+        cwd=parts.CLONE, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    chosen = {one.name: one.command[-1] for one in parts.gpu_parts() if "-k" in one.command}
+    for name, words in chosen.items():
+        wanted = Expression.compile(words)
+        count = sum(wanted.evaluate(lambda word, line=line, **_: word in line) for line in found)  # type: ignore[misc]
+        assert count == 1 if name in ("killed", "captured", "compiled") else count > 10, name
 
 
 # what is decided

@@ -15,7 +15,7 @@ from ..kernels.accuracy import BACKENDS
 from . import one_case
 from .case_lists import cases_of, cpu_cases, gpu_cases
 
-CLONE = Path(__file__).parents[2]
+CLONE = Path(__file__).absolute().parents[2]
 PYTHON, OUT, SECONDS = "{python}", "{out}", "{seconds}"
 """In a command: this Python, the folder of results, and half the seconds that the part has, to be used up."""
 RINGATTN = (PYTHON, "-m", "ringattn")
