@@ -166,11 +166,11 @@ def test_bad_parts_cost_themselves_alone(tmp_path: Path, monkeypatch: pytest.Mon
             part("good", code=TELLS),
             part("raises", code=TELLS + "raise ValueError('it went wrong')"),
             part("lacks", code="print('no such library'); raise SystemExit(69)"),
-            part("hangs", code=TELLS + child + HANGS, seconds=0.5),
+            part("hangs", code=TELLS + child + HANGS, seconds=1.0),
             part("absent", missing="no GPU"),
             part("last", code="print('here')"),
         ],
-        tmp_path, budget=6.5,
+        tmp_path, budget=9.0,
     )  # fmt: skip
     assert [one.state for one in found] == ["done", "failed", "not here", "failed", "not here", "done"]
     assert "it went wrong" in found[1].reason and found[2].reason == "no such library"
@@ -384,6 +384,7 @@ def test_one_visit_to_a_gpu_rehearsed(tmp_path: Path, monkeypatch: pytest.Monkey
     """All parts in their order on stand-ins, in under three minutes; a second call has nothing left to do."""
     listed = suite_stand_in.rehearsed()
     monkeypatch.setattr(suite, "parts_of", lambda kind: listed)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     flags = ["bench", "suite", "--device", "cpu", "--budget", "1200", "--out", str(tmp_path)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     ran = CliRunner().invoke(cli.app, flags)

@@ -23,6 +23,7 @@ from .parts import CLONE, OUT, PYTHON, SECONDS, Part
 
 LOGS = "logs"
 LEAST_SHARE = 0.5  # of its time: with less left a part is not started
+ENOUGH_SHARE = 0.9  # with that a part that overruns has failed
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 2.0  # in which what overran says where it was
 USED_UP = 0.5  # of its time, by a command that is told one: it compiles, starts and writes, too
@@ -96,7 +97,7 @@ class Running:
     def _late(self, text: str) -> tuple[str, str]:
         """Not its fault where less was left than it takes at most, or where it takes whatever there is."""
         part, had = self.outcome.part, f"it had {self._seconds:.0f} s, and was ended with all its processes"
-        enough = round(self._seconds, 1) >= part.seconds and SECONDS not in part.command
+        enough = self._seconds >= ENOUGH_SHARE * part.seconds and SECONDS not in part.command
         return ("failed" if enough else "cut short"), f"{had}\n{last_of(text)}"
 
 
