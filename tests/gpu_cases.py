@@ -236,6 +236,7 @@ def captured(device: torch.device) -> None:
 
     def replayed() -> Tensor:
         x, graph, side = torch.ones(1000, device=device), torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        x.mul_(2)  # its kernel is loaded: a capture would not
         side.wait_stream(torch.cuda.current_stream(device))
         posted.wait()
         with torch.cuda.stream(side):
