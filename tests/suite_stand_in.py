@@ -26,7 +26,6 @@ from ringattn.bench.suite.case_lists import gpu_cases
 from ringattn.bench.suite.parts import CLONE, OUT, PYTHON, RINGATTN, Part, gpu_parts
 from ringattn.kernels import KernelConfig, Tile
 
-from . import gpu_cases as on_gpu
 from .fake_cuda import FakeCuda
 from .interpreter import quicken
 
@@ -117,6 +116,8 @@ def _draw(draw: Callable[..., Any], device: torch.device, dtype: torch.dtype, si
 
 def alone(name: str, patch: pytest.MonkeyPatch) -> int:
     """One of ``gpu_cases.ALONE``, on the CPU."""
+    from . import gpu_cases as on_gpu  # which takes a second, for every case
+
     hopper_by_another(patch)
 
     def nothing(*given: object, **named: object) -> None:
