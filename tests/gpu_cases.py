@@ -5,15 +5,23 @@ The functions of `GPU_CASES` are like those of `transport_cases`; the rings are 
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn.bench.kernels.accuracy import accuracy
+from ringattn.bench.suite.cases import NotHere
 from ringattn.bench.wire_errors import ring as wired_ring
-from ringattn.comm import Message, Topology, Transport
+from ringattn.comm import LocalGroup, Message, Topology, Transport
+from ringattn.reference import attention
 from ringattn.ring import longformer
 from ringattn.ring.wire import grad_wire_of, wire_of
 
@@ -213,3 +221,90 @@ def check_case(case: RingCase, ours: Results, world: int, backend: str) -> None:
     for name, right in truth._asdict().items():
         usual = getattr(theirs, name).double() - getattr(plain, name)
         assert_as_exact_as_pytorch(name, getattr(ours, name), right + usual, right)
+
+
+# alone on a GPU, each in a process of its own: `python -m tests.gpu_cases NAME`
+
+POLLED = 1.0  # seconds of a capture: many ticks of the watchdog
+
+
+def captured(device: torch.device) -> None:
+    """A graph that has nothing to do with the ring is captured in global mode, while its watchdog polls its hops."""
+    world, rows = 2, 64
+    layout, posted, over = Layout.zigzag(rows, world), threading.Barrier(world, timeout=60), threading.Event()
+    whole = [torch.randn(1, rows, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
+
+    def replayed() -> Tensor:
+        x, graph, side = torch.ones(1000, device=device), torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        x.mul_(2)  # its kernel is loaded: a capture would not
+        side.wait_stream(torch.cuda.current_stream(device))
+        posted.wait()
+        with torch.cuda.stream(side):
+            graph.capture_begin(capture_error_mode="global")  # `torch.cuda.graph` would wait for the ring first
+            x.mul_(2)
+            time.sleep(POLLED)
+            graph.capture_end()
+            x.fill_(1)
+            graph.replay()
+        side.synchronize()
+        return x
+
+    def fn(group: LocalGroup) -> Tensor:
+        q, k, v = (layout.shard(x, group.rank()) for x in whole)
+        with Ring(group, transport="local", deadline=30) as ring:
+            call = partial(ring_attention, q, k, v, layout=layout, ring=ring, causal=True)
+            call()
+            torch.cuda.synchronize(device)
+            if group.rank() == 0:
+                torch.cuda._sleep(int(BUSY_SECONDS * CYCLES_PER_SECOND))  # the hops wait, and are polled
+            out = call()
+            assert isinstance(out, Tensor)
+            if group.rank() == 0:
+                assert values(replayed()) == [2]
+                over.set()
+            else:
+                posted.wait()
+                assert over.wait(2 * BUSY_SECONDS + POLLED)
+            torch.cuda.synchronize(device)
+            return out
+
+    with LocalWorld(world, device=device) as ranks:
+        found = layout.unshard(ranks.run(fn))
+    alone, _ = attention(*whole, causal=True)
+    torch.testing.assert_close(found.double(), alone, rtol=2e-2, atol=2e-2)
+
+
+def compiled(device: torch.device) -> None:
+    """Forward and gradients of a whole graph are eager's, to the bit."""
+    leaves = [torch.randn(1, 96, heads, 64, device=device).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = ring_attention(q, k, v, causal=True)
+        assert isinstance(out, Tensor)
+        return out
+
+    found = []
+    for function in (block, torch.compile(block, fullgraph=True)):
+        out = function(*leaves)
+        found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)])
+    for eager, graph in zip(*found, strict=True):
+        torch.testing.assert_close(graph, eager, rtol=0, atol=0)
+
+
+def hopper(device: torch.device) -> None:
+    """The smallest forward and backward that turn every ring of the Hopper kernels around once, with bounds."""
+    for number in accuracy(
+        device, backend="hopper", dtype="bfloat16", head_dim=64, seqlen=512, heads=(1, 1), causal_worlds=(1,),
+        full_worlds=(),
+    ):  # fmt: skip
+        assert not number.fails, number
+
+
+ALONE = {function.__name__: function for function in (captured, compiled, hopper)}
+
+if __name__ == "__main__":
+    try:
+        ALONE[sys.argv[1]](torch.device("cuda", 0))
+    except NotHere as missing:
+        print(missing)
+        sys.exit(os.EX_UNAVAILABLE)

@@ -14,7 +14,6 @@ from ringattn.bench.predict.timelines import said
 from ringattn.bench.ring.candidates import OURS, WHOLE, Problem
 from ringattn.bench.ring.rows import as_json
 from ringattn.bench.ring.runs import Report, Result
-from ringattn.bench.suite import ring_cases
 from ringattn.bench.timeline.events import Event, Timeline, as_chrome
 from ringattn.bench.timing import Samples
 
@@ -59,7 +58,15 @@ def suite() -> dict[str, Any]:
         for by in ("ringattn", "flash")
     ]
     wrong = number("error of dq", 2.0, "absolute", labels={"dtype": "float16"}, limit=1.0, fails=True, note="too much")
-    ring = [one.as_json() for one in ring_cases.numbers(ring_report())]
+    of = {"world": 2, "seqlen": 64, "mask": "causal"}
+    ring = [
+        number("of ideal", share, "%", labels={"by": by, **of, **layout})
+        for by, share, layout in (
+            (WHOLE, 50.0, {}),
+            (f"{OURS} zigzag", 75.0, {"layout": "zigzag"}),
+            ("Ulysses", 100.0, {}),
+        )
+    ]
     cases: list[dict[str, Any]] = [
         {
             "name": "speed",
@@ -82,7 +89,8 @@ def suite() -> dict[str, Any]:
         },
     ]
     whole = [{"seconds": 1.5, "numbers": [], **case} for case in cases]
-    return {"schema": "ringattn bench suite 1", "budget": 60.0, "provenance": PROVENANCE, "cases": whole}
+    told = {"schema": "ringattn bench suite 1", "budget": 60.0, "provenance": PROVENANCE, "cases": whole}
+    return {**told, "decisions": [{"question": "nccl passes", "answer": "open", "why": "nccl-2 not run"}]}
 
 
 def links() -> dict[str, Any]:

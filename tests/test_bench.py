@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,27 +22,20 @@ from typer.testing import CliRunner
 import ringattn
 from ringattn.bench import cli, free_memory, memory_bench, timing
 from ringattn.bench.flops import BACKWARD_FLOPS, forward_flops, pairs_of
-from ringattn.bench.kernels import accuracy, beside, speed
-from ringattn.bench.kernels.shape import Shape
+from ringattn.bench.kernels import accuracy, beside
 from ringattn.bench.memory_bench import Peaks, Setting
 from ringattn.bench.memory_room import USED
 from ringattn.bench.provenance import command, provenance
-from ringattn.bench.ring import command as ring_command
 from ringattn.bench.ring import usual_ring
 from ringattn.bench.ring.candidates import Problem
-from ringattn.bench.suite import case_lists, device_cases, ring_cases, workers, worlds
-from ringattn.bench.suite import command as suite
+from ringattn.bench.suite import case_lists, device_cases, worlds
 from ringattn.bench.suite.cases import Case, NotHere, Number, distance
-from ringattn.bench.suite.workers import Outcome, Pool
 from ringattn.bench.tables import table
 from ringattn.bench.timing import OF_RINGS, Clock, Samples, interleaved, repeats_within, timer_on
-from ringattn.comm import LocalTransport
-from ringattn.comm.local import solo_group
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import backends
 from ringattn.ring.aten import AtenForward
 
-from . import suite_cases
 from .fake_cuda import FakeCuda
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -227,89 +219,6 @@ def test_memory_is_told_in_megabytes_of_the_worst_rank() -> None:
     assert (second["peak MB"], second["inputs and results MB"], second["relative"]) == (9, 1.5, 1.125)
 
 
-# workers of the suite
-
-
-def case(run: Any, seconds: float = 60, alone: bool = True, **arguments: object) -> Case:
-    return Case(run.__name__, "", run, seconds, arguments, alone)
-
-
-def test_bad_cases_cost_themselves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "ENDING_SECONDS", 0.5)
-    cases = [
-        case(suite_cases.good),
-        case(suite_cases.raises),
-        case(suite_cases.lacks_something),
-        case(suite_cases.dies),
-        case(suite_cases.good, count=9, seconds=0.3),
-        case(suite_cases.above_its_limit),
-        case(suite_cases.hangs, seconds=1),
-        case(suite_cases.good, seconds=1000),
-    ]
-    cases[4] = Case("cut", "", suite_cases.good, 0.5, {"count": 50, "seconds": 0.2})
-    changes: list[str] = []
-    monkeypatch.setattr(workers, "OVERTIME", 30)  # a new process takes seconds to import torch
-    pool = Pool(CPU, time.monotonic() + 70, 2, lambda outcome: changes.append(outcome.case.name))
-    cases[6] = Case("hangs", "", suite_cases.hangs, 0.3)
-    outcomes = pool.run(cases)
-    states = [outcome.state for outcome in outcomes]
-    assert states == ["done", "failed", "not here", "failed", "cut short", "done", "failed", "not run"]
-    assert "it went wrong" in outcomes[1].reason and "exit code 9" in outcomes[3].reason
-    assert outcomes[2].reason == "no such library"
-    assert "killed" in outcomes[6].reason and "1000 s" in outcomes[7].reason
-    assert [len(outcome.numbers) for outcome in outcomes[1:4]] == [1, 0, 1]
-    assert [outcome.good for outcome in outcomes] == [True, False, True, False, True, False, False, True]
-    assert outcomes[0].numbers[0].value == outcomes[0].numbers[1].value  # one process, until it dies
-    assert changes.count("raises") == 2
-    assert not pool.workers
-
-
-@pytest.mark.nightly
-def test_a_case_is_not_to_blame_for_the_end_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It hangs, and would be killed in 60 s; the suite ends long before."""
-    monkeypatch.setattr(workers, "LEAST_SHARE", 0.0)
-    [outcome] = Pool(CPU, time.monotonic() + 12, 1, lambda _: None).run([Case("hangs", "", suite_cases.hangs, 60)])
-    assert (outcome.state, outcome.good) == ("cut short", True)
-    assert outcome.reason == "it takes up to 60 s, and the suite's time was up before"
-
-
-class Recorder:
-    """Stands in for a worker: ends a case when told."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.outcome: Outcome | None = None
-
-    def start(self, outcome: Outcome, seconds: float, killed_at: float) -> None:
-        self.outcome = outcome
-
-
-def test_cases_that_time_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "Worker", Recorder)
-    pool = Pool(CPU, time.monotonic() + 600, 2, lambda outcome: None)
-    timed, other = case(suite_cases.good), case(suite_cases.raises, alone=False)
-    assert pool._may_start(timed) and pool._may_start(other)
-    pool._start(Outcome(other))
-    assert pool._may_start(other) and not pool._may_start(timed)
-    pool._start(Outcome(other))
-    assert not pool._may_start(other)
-    for worker in pool.workers:
-        worker.outcome = None
-    pool.workers.pop()
-    pool._start(Outcome(timed))
-    assert len(pool.workers) == 1
-    assert not pool._may_start(other) and not pool._may_start(timed)
-
-
-def test_a_poisoned_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*sizes: object, **options: object) -> torch.Tensor:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    assert workers.healthy(CPU)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch, "ones", fail)
-    assert not workers.healthy(torch.device("cuda", 0))
-
-
 # cases
 
 
@@ -317,17 +226,7 @@ def test_a_poisoned_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cases_can_be_called_and_are_named_once(cases: list[Case]) -> None:
     assert len({one.name for one in cases}) == len(cases)
     for one in cases:
-        inspect.signature(one.run).bind(CPU, **one.arguments, **({"folder": Path()} if one.leaves else {}))
-        json.dumps(dict(one.arguments))
-
-
-def test_gpu_cases_fit_the_budget() -> None:
-    """Within eight minutes, where every case takes all of its time; those of correctness run side by side."""
-    cases = case_lists.gpu_cases()
-    alone = sum(one.seconds for one in cases if one.alone)
-    side_by_side = [one.seconds for one in cases if not one.alone]
-    assert len(side_by_side) <= suite.MOST_WORKERS
-    assert alone + max(side_by_side) <= 480
+        inspect.signature(one.run).bind(CPU, **one.arguments)
 
 
 @pytest.mark.parametrize(
@@ -452,17 +351,10 @@ def test_ceilings_copy_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         next(ask())
 
 
-def test_cases_that_do_not_fit_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    def started(*_: object) -> None:
-        raise AssertionError("it started")
-
+def test_a_case_that_does_not_fit_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_free(1 << 30, monkeypatch)
-    monkeypatch.setattr(ring_command, "free_memory", lambda device: 1 << 30)
-    monkeypatch.setattr(ring_cases, "launch", started)
     with pytest.raises(NotHere, match=r"32,768 tokens take [0-9.]+ GB of memory, 1.1 GB are free: [0-9]k fits"):
         next(worlds.local_world(CPU))
-    with pytest.raises(NotHere, match=r"--seqlen: 1,048,576 tokens over 2 ranks take .* fits"):
-        next(ring_cases.whole_ring(CPU, seqlens=(1 << 20,)))
 
 
 def test_local_world_against_one_piece() -> None:
@@ -470,52 +362,3 @@ def test_local_world_against_one_piece() -> None:
     found = list(run)
     assert found[0].name == "difference from one piece" and not found[0].fails
     assert found[-1].unit == "times"
-
-
-def test_nccl_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worlds, "nccl_missing", lambda: "CuPy does not import")
-    with pytest.raises(NotHere, match="CuPy"):
-        next(worlds.nccl_to_itself(CPU))
-    monkeypatch.setattr(worlds, "nccl_missing", lambda: None)
-    opened: list[LocalTransport] = []
-
-    def local(*, transport: str, device: torch.device) -> LocalTransport:
-        assert transport == "nccl"
-        opened.append(LocalTransport(solo_group(), device))
-        return opened[0]
-
-    monkeypatch.setattr(worlds, "open_transport", local)
-    found = list(worlds.nccl_to_itself(CPU, nbytes=(64, 4096)))
-    assert [(number.unit, number.fails) for number in found] == [("bytes", False), ("GB/s", False)] * 2
-    with pytest.raises(Exception, match="closed"):
-        opened[0].post(sends=[], receives=[])
-
-
-# the command
-
-
-def test_suite_refuses_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for flags in (["--device", "cuda"], ["--only", "nothing"], ["--device", "tpu"]):
-        assert CliRunner().invoke(suite.app, flags).exit_code == 2
-
-
-def test_report_tells_failures_last() -> None:
-    outcomes = [
-        Outcome(case(speed.speed), "done", "", 1.0, list(_speeds())),
-        Outcome(case(suite_cases.raises), "failed", "Traceback\nValueError: it went wrong\n", 2.0, []),
-        Outcome(
-            case(suite_cases.above_its_limit), "done", "", 3.0,
-            [Number("error of dq", 2.0, "absolute", {"D": 64}, limit=1.0), Number("rate", 5.0, "GB/s")],
-        ),
-    ]  # fmt: skip
-    told = suite.report({"provenance": provenance(CPU)}, outcomes)
-    assert "ValueError: it went wrong" in told
-    assert "error of dq (D 64) is 2.0, at most 1 allowed" in told
-    assert "0/1" in told and "200%" in told and "GB/s" in told
-    assert told.index("forward") < told.index("failed")
-
-
-def _speeds() -> Iterator[Number]:
-    shape = Shape(4096, 16, 16, 64, causal=False)
-    yield from speed.numbers({"forward:ringattn": Samples((1e-3,)), "forward:flash": Samples((2e-3,))}, shape, 1)

@@ -34,7 +34,7 @@ from ringattn.comm.nccl import nccl_missing
 from ringattn.comm.watchdog import EXIT_CODE
 
 from . import gpu_cases, gpu_ranks, nccl_preload
-from .gpu_cases import GPU_CASES, RING_CASES, cases_of
+from .gpu_cases import ALONE, GPU_CASES, RING_CASES, cases_of
 from .stand_in_cuda import running
 from .transport_cases import CASES
 
@@ -178,6 +178,17 @@ def test_a_killed_rank_ends_the_others(transport: str, ended: Ranks) -> None:
     Where the host itself waits for the dead rank, its connection may tell first: that is an error like any other.
     """
     check_kill(ended("kill", transport, 2), {EXIT_CODE, 1})
+
+
+@pytest.mark.parametrize("name", [name for name in ALONE if name != "hopper"])
+def test_by_itself(name: str) -> None:
+    """In a process of its own, with Triton's compiler."""
+    if (reason := why_not("local", 1)) is not None:
+        pytest.skip(reason)
+    command = [sys.executable, "-m", "tests.gpu_cases", name]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("world", [2, 4])

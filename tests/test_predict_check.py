@@ -21,7 +21,7 @@ from ringattn.bench.predict import calibrate, check, turns
 from ringattn.bench.predict.call import NAMED, Call
 from ringattn.bench.predict.links import Link
 from ringattn.bench.predict.rows import MASKS, Row, Shape, cases
-from ringattn.bench.predict.turns import one_core, predicted_local_world, predicted_turns
+from ringattn.bench.predict.turns import one_core, predicted_turns
 from ringattn.bench.timing import Samples, Step, Team
 from ringattn.ring import Mask
 
@@ -55,16 +55,10 @@ def test_copies_take_what_launches_lose_beside_them() -> None:
 
 def test_virtual_ranks_are_measured_and_predicted() -> None:
     """A stand-in for one GPU: threads on one core."""
-    found = list(
-        predicted_local_world(
-            CPU, world=2, seqlens=(256,), heads=(2, 1), head_dim=16, dtype="float32", calibrate=256, repeats=2
-        )
-    )
-    rows = {(number.labels["layout"], number.labels["mask"]) for number in found}
-    assert len(found) == 3 * len(rows) == 3 * (len(NAMED) * len(MASKS) - 1)  # stripes are no runs of blocks
-    assert all(number.value is not None and number.value > 0 for number in found)
-    demanded = [number for number in found if number.limit is not None]
-    assert len(demanded) == len(rows) and all(number.limit >= 10 for number in demanded if number.limit)
+    found = list(turns.rows_of(Shape(2, 2, 1, 16, "float32"), ROWS, CPU, 256, 2))
+    assert {(row.layout, row.mask) for row in found} == {(layout, mask) for layout, mask, _ in ROWS}
+    assert len(found) == len(NAMED) * len(MASKS) - 1  # stripes are no runs of blocks
+    assert all(row.measured > 0 and row.predicted > 0 for row in found)
 
 
 @pytest.mark.parametrize("timer", ["", "clock"])
@@ -79,11 +73,8 @@ def test_virtual_ranks_are_timed_by_what_was_asked_for(timer: str, monkeypatch: 
     monkeypatch.setattr(turns, "Clock", lambda device, timer="": SimpleNamespace(timer=timer))
     monkeypatch.setattr(turns, "interleaved", timed)
     monkeypatch.setattr(turns, "calibrated_here", lambda *given: (Steady(), NOWHERE))
-    tiny = predicted_local_world(
-        CPU, world=2, seqlens=(64,), heads=(2, 1), head_dim=16, dtype="float32", layouts=("zigzag",), timer=timer
-    )
-    rows = {number.labels["mask"] for number in tiny}
-    assert used == [timer] * len(rows) and len(rows) > 1
+    tiny = list(turns.rows_of(Shape(2, 2, 1, 16, "float32"), [*cases((64,), ("zigzag",), MASKS)], CPU, 64, 2, timer))
+    assert used == [timer] * len(tiny) and len(tiny) > 1
 
 
 @pytest.mark.parametrize(("of_round", "of_step", "rounds"), [(2.0, 1.0, 1 + 5), (0.1, 5.0, 1 + 1 + 4 * 4)])

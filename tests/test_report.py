@@ -114,7 +114,10 @@ def test_what_is_no_folder_of_results_is_refused(tmp_path: Path) -> None:
 
 
 def test_provenance_is_first_then_what_failed_then_the_rest(page: str) -> None:
-    places = [page.index(text) for text in ("ringattn bench suite</dd>", "4 failed", 'id="cases"', 'id="timelines"')]
+    places = [
+        page.index(text)
+        for text in ("ringattn bench suite</dd>", "4 failed", 'id="decisions"', 'id="cases"', 'id="timelines"')
+    ]
     assert places == sorted(places)
     failed = page[places[1] : places[2]]
     assert "<strong>right</strong>: error of dq (dtype float16) is 2.0, at most 1.0 allowed" in failed
@@ -215,13 +218,13 @@ def test_cells_are_short_and_sort_as_numbers() -> None:
 
 def test_suites_result_has_the_form_that_is_read(tmp_path: Path) -> None:
     """What the suite writes and what the report reads are one schema: by the suite's own writer."""
-    from ringattn.bench.suite.cases import Case, Number
+    from ringattn.bench.suite.cases import Number
     from ringattn.bench.suite.command import as_json
-    from ringattn.bench.suite.workers import Outcome
+    from ringattn.bench.suite.parts import Part
+    from ringattn.bench.suite.processes import Outcome
 
     number = Number("error", 2.0, "absolute", {"dtype": "float16"}, 1.0, 0.1)
-    case = Case("right", "errors", lambda device: iter(()), 1, dict(report_cases.CALL))
-    told = json.loads(json.dumps(as_json(Outcome(case, "done", "", 1.0, [number]))))
+    told = json.loads(json.dumps(as_json(Outcome(Part("right", "errors", (), 1), "done", "", 1.0, [number]))))
     folder = write(tmp_path, results={**report_cases.suite(), "cases": [told]})
     assert "error (dtype float16) is 2.0, at most 1.0 allowed" in html(read(folder))
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from ringattn.bench import masks
-from ringattn.bench.predict import check, turns
+from ringattn.bench.predict import check
 from ringattn.bench.predict.call import NAMED
 from ringattn.bench.predict.rows import MASKS, SCHEMA, Row, cases, mask_of
 from ringattn.bench.predict.timelines import said
@@ -20,8 +19,7 @@ from ringattn.bench.report import calls, charts, views
 from ringattn.bench.report.page import html, pictured
 from ringattn.bench.report.reading import read
 from ringattn.bench.report.rows import world_of_check
-from ringattn.bench.suite import comm_cases, ring_cases, worlds
-from ringattn.bench.timing import Samples
+from ringattn.bench.suite import worlds
 from ringattn.ring import Layout, Mask
 from ringattn.ring.documents import Documents
 
@@ -104,9 +102,8 @@ def test_words_that_say_a_call() -> None:
 
 @pytest.mark.parametrize(("layout", "name"), [(one, name) for name in MASKS for one in NAMED])
 def test_every_mask_that_is_predicted_is_drawn_as_it_is(layout: str, name: str) -> None:
-    """Labels of the suite's "predicted": the mask is that of the row, or there is no picture of it."""
-    row = Row(layout, name, 4096, 2.0, 0.01, 2.1)
-    call = calls.call_of(turns.numbers(row, 4)[0].labels)
+    """By labels: the mask is that of the row, or there is no picture of it."""
+    call = calls.call_of({"layout": layout, "mask": name, "seqlen": 4096, "world": 4})
     if (layout, name) == ("striped", "blocks"):
         assert call is None
         return
@@ -218,22 +215,12 @@ def test_the_check_says_its_ranks(tmp_path: Path) -> None:
     assert calls.title(call) == "zigzag, causal, 2 ranks" and names == ("check.json",)
 
 
-def test_every_case_of_a_ring_says_its_layout_and_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their own labels, with the arguments of the lists of cases."""
-    ran = {"seconds": 1.0, "spread": 0.0, "exposed": 0.0, "overlap": 1.0, "contention": 1.0}
-    row = SimpleNamespace(phase="step", prefetch=2, together=Samples((1.0,)), **ran)
-    peaks = [SimpleNamespace(highest=1 << 20)]
-    monkeypatch.setattr(comm_cases, "launch", lambda *_: SimpleNamespace(rows=[row]))
-    monkeypatch.setattr(ring_cases, "launch", lambda *_: peaks)
+def test_a_case_of_a_ring_says_its_layout_and_mask() -> None:
+    """By its own labels."""
     cpu = torch.device("cpu")
-    told = [
-        next(comm_cases.overlap(cpu, transport="process_group", world=2, tokens=64, heads=1)),
-        next(ring_cases.memory(cpu, worlds=(2,), tokens=64)),
-        next(worlds.local_world(cpu, world=2, tokens=32, heads=(1, 1), head_dim=16, dtype="float32", repeats=1)),
-    ]
-    for number in told:
-        call = calls.call_of(number.labels)
-        assert call is not None and calls.title(call) == "zigzag, causal, 2 ranks", number
+    number = next(worlds.local_world(cpu, world=2, tokens=32, heads=(1, 1), head_dim=16, dtype="float32", repeats=1))
+    call = calls.call_of(number.labels)
+    assert call is not None and calls.title(call) == "zigzag, causal, 2 ranks"
 
 
 def test_one_picture_of_what_looks_alike(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from ringattn.bench.ring import memory as ring_memory
 from ringattn.bench.ring import rows as ring_rows
 from ringattn.bench.ring.candidates import ALL_GATHER, OURS, ULYSSES, USUAL, WHOLE, Candidate, Problem, Refused, Setting
 from ringattn.bench.ring.runs import Report, Result, Wish, gathered, spawned
-from ringattn.bench.suite import ring_cases
 from ringattn.bench.timing import Samples
 from ringattn.comm import LocalGroup, LocalWorld
 from ringattn.ring import Ring, ring_attention
@@ -223,15 +222,6 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_told(capsys: pytest.CaptureFixtu
     wrong.found[f"{OURS} zigzag"].disagrees.append("dq")
     with pytest.raises(typer.Exit):
         ring_bench.finish([wrong], "cpu", "clock", None, None)
-
-
-def test_the_suites_numbers() -> None:
-    found = report(gather=0.25)
-    found.absent["yunchang"] = "it needs a GPU"
-    numbers = list(ring_cases.numbers(found))
-    told = {(one.name, one.unit, one.labels["by"]): one.value for one in numbers}
-    assert told["of ideal", "%", ALL_GATHER] == 200 and told["forward and backward", "ms", WHOLE] == 1000
-    assert told["not there", "", "yunchang"] is None and not any(one.fails for one in numbers)
 
 
 # candidates

@@ -91,6 +91,7 @@ def asked(*arguments: str) -> Any:
         (["--list", "--compile-only"], "--compile-only is True: it has no say beside --list"),
         (["--list", "--budget", "9"], "--budget is 9.0: it has no say beside --list"),
         (["--list", "--workers", "2"], "--workers is 2: it has no say beside --list"),
+        (["--list", "--near", "2"], "--near is 2: it has no say beside --list"),
         (["--list", "--save-dir", "x"], "--save-dir is x: it has no say beside --list"),
         (["--json", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
         (["--save-dir", "/dev/null/x"], "/dev/null/x is no folder to save in"),

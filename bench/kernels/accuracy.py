@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ... import reference
-from ...kernels import Bounds, KernelConfig
+from ...kernels import Bounds, KernelConfig, default_config
 from ...kernels.config import config_for, is_single_pass
 from ...kernels.hopper_launch import is_hopper
 from ...ring import Layout, Mask, bounds
@@ -24,7 +24,13 @@ from ..suite.cases import NotHere, Number, poisoned
 
 NO_DROPOUT = 0.0
 HOPPER = "hopper"
-"""As a backend: forward and backward of sm_90 in the place of the portable ones."""
+BACKENDS = {
+    HOPPER: "forward and backward of sm_90",
+    "single_pass": "dQ, dK and dV by one kernel",
+    "single_pass_deterministic": "the same in a fixed order",
+}
+"""As a backend: Triton kernels in the place of the default ones."""
+ANY_ORDER = (HOPPER, "single_pass")  # in which dQ is added: its last bits change from run to run
 
 
 class Inputs(NamedTuple):
@@ -65,7 +71,7 @@ def accuracy(
     poisoned memory; a second run has to give the same bits, but for what is added in whatever order programs come.
 
     Args:
-        backend: "aten", "triton", or :data:`HOPPER`.
+        backend: "aten", "triton", or one of :data:`BACKENDS`.
 
     Raises:
         NotHere: the kernels of sm_90, and the GPU is another.
@@ -85,7 +91,7 @@ def accuracy(
             for name, ours, theirs, right in zip(Results._fields, first, pytorch, exact, strict=True):
                 error, usual, limit = judged(ours, theirs, right)
                 yield Number(f"error of {name}", error, "absolute", labels, limit, note=f"PyTorch's: {usual:.3g}")
-            kept = [name for name in Results._fields if name != "dq" or not is_single_pass(config_of(backend, given.q))]
+            kept = [name for name in Results._fields if name != "dq" or backend not in ANY_ORDER]
             changed = sum(int((getattr(first, name) != getattr(second, name)).sum()) for name in kept)
             yield Number("changed in a second run", changed, "elements", labels, limit=0)
 
@@ -188,9 +194,12 @@ def _of_rank(given: Inputs, layout: Layout, rank: int) -> Inputs:
 
 def config_of(backend: str, q: Tensor) -> KernelConfig | None:
     """Which Triton kernels; None for the default."""
-    if backend != HOPPER:
+    if backend not in BACKENDS:
         return None
-    return replace(config_for(90, q.dtype, q.shape[-1]), forward_kernel="hopper", backward="hopper")
+    if backend == HOPPER:
+        return replace(config_for(90, q.dtype, q.shape[-1]), forward_kernel="hopper", backward="hopper")
+    tuned = default_config(q, q)
+    return KernelConfig(tuned.forward, tuned.dq, tuned.dkdv, backward=backend)
 
 
 def _forward(backend: str, q: Tensor) -> AtenForward | TritonForward:

@@ -1,7 +1,4 @@
-"""One device's attention: how fast and how right every contender is, on the same inputs, in turns.
-
-``ringattn bench kernels`` prints it, ``ringattn bench suite`` runs it as cases: the same numbers.
-"""
+"""One device's attention: how fast and how right every contender is, on the same inputs, in turns."""
 
 from __future__ import annotations
 
@@ -29,24 +26,6 @@ PRODUCT = "matrix product"
 PRODUCT_SIDE = {"cuda": 8192, "cpu": 1024}
 ABSENT = "not there"
 CARRIED = "out over two hops"
-
-
-def speed(
-    device: torch.device,
-    *,
-    head_dim: int,
-    causal: bool,
-    seqlens: Sequence[int],
-    heads: Sequence[int] = (16, 16),
-    dtype: str = "bfloat16",
-    seconds: float = 1.5,
-    by: Sequence[str] = (),
-    timer: str = "",
-) -> Iterator[Number]:
-    """A case of the suite: growing lengths, ``seconds`` on each; ``by`` names the contenders, all where it is empty."""
-    for seqlen in seqlens:
-        shape = Shape(seqlen, heads[0], heads[1], head_dim, dtype=dtype, causal=causal)
-        yield from measured(shape, Clock(device, timer=timer), seconds=seconds, by=by)
 
 
 def measured(shape: Shape, clock: Clock, *, seconds: float, by: Sequence[str] = ()) -> Iterator[Number]:
@@ -219,17 +198,3 @@ def _order(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Shape by shape, pass by pass, the reasons last."""
     place = PASSES.index(row["pass"]) if row["pass"] in PASSES else len(PASSES) + (not row["pass"])
     return str(row["dtype"]), row["head_dim"], str(row["mask"]), row["seqlen"], str(row["heads"]), place
-
-
-def brief(found: Sequence[Number]) -> list[dict[str, Any]]:
-    """A row per pass and shape, a column per contender, in TFLOP/s."""
-    told = [number for number in found if number.unit == "TFLOP/s" and number.name in PASSES]
-    everyone = dict.fromkeys(str(number.labels["by"]) for number in told)
-    made: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for number in told:
-        of = number.labels
-        key = (number.name, of["dtype"], of["head_dim"], of["mask"], of["seqlen"], of["heads"])
-        shape = {"TFLOP/s": number.name, "D": of["head_dim"], "mask": of["mask"], "tokens": of["seqlen"]}
-        row = made.setdefault(key, shape | dict.fromkeys(everyone))
-        row[str(of["by"])] = number.value
-    return list(made.values())

@@ -11,16 +11,15 @@ import torch
 from ...comm import LocalWorld
 from ...ring import Ring
 from ..provenance import gpu
-from ..suite.cases import Number
 from ..timing import Clock, Samples, interleaved
 from .calibrate import HOST_SIZES, between_virtual_ranks, gpu_speed
-from .call import DTYPES, NAMED, Call
+from .call import DTYPES, Call
 from .host_pieces import calibrated
 from .launch import Device
 from .links import Link
 from .program import PASSES
 from .ring import launches
-from .rows import ALLOWED, MASKS, Row, Shape, cases, step_of
+from .rows import Row, Shape, step_of
 
 PATIENCE = 300.0  # seconds of one wait of a virtual rank for another
 
@@ -98,33 +97,3 @@ def one_core() -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-def predicted_local_world(
-    device: torch.device,
-    *,
-    world: int = 4,
-    seqlens: Sequence[int] = (16 * 1024, 32 * 1024),
-    heads: tuple[int, int] = (16, 16),
-    head_dim: int = 128,
-    dtype: str = "bfloat16",
-    layouts: Sequence[str] = NAMED,
-    masks: Sequence[str] = MASKS,
-    calibrate: int = 8 * 1024,
-    repeats: int = 5,
-    timer: str = "",
-) -> Iterator[Number]:
-    """A case of the suite: how far the prediction is off, each row within 10% plus the measured spread."""
-    shape = Shape(world, heads[0], heads[1], head_dim, dtype)
-    for row in rows_of(shape, list(cases(seqlens, layouts, masks)), device, calibrate, repeats, timer):
-        yield from numbers(row, world)
-
-
-def numbers(row: Row, world: int) -> list[Number]:
-    """Of a row: measured, predicted, and how far off that is."""
-    labels = {"layout": row.layout, "mask": row.mask, "seqlen": row.seqlen, "world": world}
-    return [
-        Number("measured", row.measured * 1e3, "ms", labels, spread=row.spread),
-        Number("predicted", row.predicted * 1e3, "ms", labels),
-        Number("prediction off", 100 * abs(row.off), "%", labels, limit=100 * (ALLOWED + row.spread)),
-    ]

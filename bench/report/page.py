@@ -25,6 +25,7 @@ from .rows import (
     ours,
     plain,
     ring_runs,
+    table,
     world_of_check,
 )
 from .theme import DARK, LIGHT, VARIABLES, css, inline
@@ -59,6 +60,7 @@ class Page:
     provenance: list[tuple[str, str]]
     failed: list[tuple[str, str]]
     missing: list[tuple[str, str]]
+    decisions: Table | None = None
     cases: Table | None = None
     timelines: list[Drawing] = field(default_factory=list)
     charts: list[Drawing] = field(default_factory=list)
@@ -70,8 +72,8 @@ class Page:
     @property
     def parts(self) -> list[tuple[str, str]]:
         """Anchors and names of what is there."""
-        named = {"cases": "Cases", "timelines": "Timelines", "plots": "Plots", "calls": "Layouts and masks"}
-        found = {**named, "numbers": "Every number", "unshown": "Not shown"}
+        named = {"decisions": "Decisions", "cases": "Cases", "timelines": "Timelines", "plots": "Plots"}
+        found = {**named, "calls": "Layouts and masks", "numbers": "Every number", "unshown": "Not shown"}
         there = {"plots": self.charts}
         return [(anchor, name) for anchor, name in found.items() if there.get(anchor, getattr(self, anchor, None))]
 
@@ -117,6 +119,7 @@ def _whole(folder: Folder) -> Page:
         list(_provenance(folder.provenance)),
         failures(folder),
         [(case["name"], f"{case['state']}: {case['reason']}") for case in cases if case["state"] in NOT_MEASURED],
+        table("What the suite decides", mappings_of((folder.suite or {}).get("decisions"))),
         case_rows(cases),
     )
     page.unshown = folder.unshown

@@ -1,12 +1,10 @@
-"""What a suite is made of: cases that yield numbers, each with its unit and, where one is demanded, its limit."""
+"""What the suite finds out itself: cases that yield numbers, each with its unit and, where there is one, its limit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +16,6 @@ from ..memory_room import Needs, free_here, too_large
 
 class NotHere(Exception):
     """This machine lacks what a case needs; the message says what. Not a failure."""
-
-
-class CutShort(Exception):
-    """A case that knows its time ends before it does; the message says what was left out. Not a failure."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +49,8 @@ class Case:
 
     name: str
     about: str
-    run: Run  # a module's function, for it runs in a process of its own
-    seconds: (
-        float  # that it takes at most where all is well: it is cut short after them, and killed after twice as many
-    )
+    run: Run
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    alone: bool = True  # it times the device, so that nothing else may run there
-    leaves: bool = False  # files, beside its numbers: ``run`` also takes ``folder``
-
-    def leaving_in(self, folder: Path) -> Case:
-        """The same, told where its files go."""
-        return replace(self, run=partial(self.run, folder=folder)) if self.leaves else self
 
 
 @contextmanager

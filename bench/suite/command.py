@@ -1,6 +1,7 @@
-"""``ringattn bench suite``: everything this machine can measure, most important first, within a time budget.
+"""``ringattn bench suite``: everything this machine can tell, most important first, within a time budget.
 
-A folder that holds results of the same code, versions and machine is gone on with: what ended well there is kept.
+A list of command lines (``parts.py``), each run as a process. A folder that holds results of the same code, versions
+and machine is gone on with: what ended well there is kept.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,37 +19,27 @@ import torch
 import typer
 from rich.console import Console
 
-from ..kernels import beside, speed, targets
+from ..kernels import beside, targets
 from ..launching import cores, forget_launcher
 from ..output import json_text, prints, write_json
 from ..provenance import provenance
 from ..report.command import write_beside
 from ..shapes import device_here
 from ..tables import table
-from ..timeline.events import SOURCES
-from ..timing import TIMERS, timer_on
 from . import result_file
-from .brief import lines, longest, sentences
-from .case_lists import cpu_cases, gpu_cases, timed_by
-from .cases import Case, Number
+from .cases import Number
+from .decisions import OPEN, decisions
+from .parts import Part, parts_of
+from .processes import LOGS, Outcome, run
 from .result_file import NAME, SCHEMA
-from .timeline_cases import FILE
-from .workers import Outcome, Pool
 
-WRITING_SECONDS = 30.0  # of the budget, kept for the end: the page draws two pictures of each layout and mask
-MOST_WORKERS = 15  # as many as there are cases of correctness
-WORKER_GIB = 2  # of host memory: CUDA's libraries and a compiler
-FEW_WORKERS = 4  # whatever the memory: some machines show little of theirs until it is used
+WRITING_SECONDS = 20.0  # of the budget, kept for the end: the page draws two pictures of each layout and mask
+MOST_SIDE_BY_SIDE = 15
+PROCESS_GIB = 2  # of host memory: CUDA's libraries and a compiler
+FEW = 4  # whatever the memory: some machines show little of theirs until it is used
+TIME_SLICES = "processes share one GPU: their times are time slices, and no results"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-BRIEF: dict[Callable[..., Any], Callable[[list[Number]], list[dict[str, Any]]]] = {
-    targets.targets: targets.brief,
-    speed.speed: speed.brief,
-    beside.beside: beside.brief,
-}
-"""Cases whose numbers make a table of their own."""
 
 
 @app.command()
@@ -56,68 +47,52 @@ def suite(
     budget: Annotated[float, typer.Option(min=1, help="Seconds in all.")] = 480,
     out: Annotated[Path, typer.Option(help="Folder of results.json.")] = Path("build/bench"),
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU where there is one.")] = None,
-    timer: Annotated[
-        str, typer.Option(metavar="|".join(TIMERS), help="Default: events; on the CPU clock. Rings: no graph, events.")
-    ] = "",
-    only: Annotated[str | None, typer.Option(help="Cases whose name contains this.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure anew what the folder already holds.")] = False,
+    only: Annotated[str | None, typer.Option(help="Parts whose name contains this.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Run anew what the folder already holds.")] = False,
 ) -> None:
-    """Measure what this machine can, most important first; a failure is recorded, and the rest goes on."""
+    """Run what this machine can tell, most important first; a failure is recorded, and the rest goes on."""
     begun = time.monotonic()
     if not prints():
         return  # one device: under a launcher rank 0 measures, in processes of its own
     forget_launcher()
     place = device_here(device)
-    timer = checked(timer, place)
-    cases = [timed_by(case, timer) for case in cases_of(place) if (only or "") in case.name]
-    if not cases:
-        raise typer.BadParameter(f"--only is {only!r}: no case has that in its name")
-    os.environ["TRITON_INTERPRET"] = "1" if place.type == "cpu" else "0"  # read when a worker imports triton
+    everything = parts_of(place.type)
+    parts = [part for part in everything if (only or "") in part.name]
+    if not parts:
+        raise typer.BadParameter(f"--only is {only!r}: no part has that in its name")
     record: dict[str, Any] = {"schema": SCHEMA, "budget": budget, "provenance": provenance(place)}
-    before = earlier(out, record, again=again)
-    kept = {case.name: one for case in cases if (one := result_file.finished(before, case.name, case.arguments))}
-    book = Book(out, record, [case.name for case in cases_of(place)], before, kept)
+    before = earlier(out, record, everything, again=again)
+    kept = {part.name: one for part in parts if (one := result_file.finished(before, part.name, asked(part)))}
+    book = Book(out, record, [part.name for part in everything], before, kept)
     with Console(stderr=True).status("starting") as status:
 
         def changed(outcome: Outcome) -> None:
             book.changed(outcome)
             status.update(", ".join(book.running))
 
-        pool = Pool(place, begun + budget - WRITING_SECONDS, width(), changed)
-        run = {one.case.name: one for one in pool.run(case.leaving_in(out) for case in cases if case.name not in kept)}
-    outcomes = [run[case.name] if case.name in run else restored(case, kept[case.name]) for case in cases]
+        left = [part for part in parts if part.name not in kept]
+        ends = begun + budget - WRITING_SECONDS
+        done = run(left, out=out, device=place.type, ends=ends, width=width(), changed=changed)
+    ran = {one.part.name: one for one in done}
+    outcomes = [ran[part.name] if part.name in ran else restored(part, kept[part.name]) for part in parts]
     record["provenance"]["seconds"] = time.monotonic() - begun
     book.write()
     if kept:
-        typer.echo(
-            f"{len(kept)} of {len(cases)} cases were measured before, and are kept: --again measures them anew\n"
-        )
+        typer.echo(f"{len(kept)} of {len(parts)} parts were run before, and are kept: --again runs them anew\n")
     page = write_beside(out)
-    typer.echo(report(record, outcomes))
+    typer.echo(report(record, outcomes, book.decisions))
     typer.echo(f"\n{out / NAME}\n{page}")
     if not all(outcome.good for outcome in outcomes):
-        print("something failed: see above, and `reason` in results.json", file=sys.stderr)
+        print(f"something failed: see above, `reason` in {NAME}, and {out / LOGS}", file=sys.stderr)
         raise typer.Exit(1)
 
 
-def checked(timer: str, place: torch.device) -> str:
-    """What ``--timer`` asks for beside what this kind of device is timed by anyhow: that is empty.
-
-    Raises:
-        typer.BadParameter: no such timer, or not of this kind.
-    """
-    try:
-        return "" if timer_on(place.type, timer) == timer_on(place.type, "") else timer
-    except ValueError as error:
-        raise typer.BadParameter(f"--{error}") from None
+def asked(part: Part) -> dict[str, str]:
+    """What a part is, as the record of a case says it."""
+    return {"command": part.told}
 
 
-def cases_of(place: torch.device) -> list[Case]:
-    """Everything for this kind of device."""
-    return gpu_cases() if place.type == "cuda" else cpu_cases()
-
-
-def earlier(out: Path, record: Mapping[str, Any], *, again: bool) -> dict[str, Any]:
+def earlier(out: Path, record: Mapping[str, Any], parts: Sequence[Part], *, again: bool) -> dict[str, Any]:
     """What the folder holds of this code and machine; results of others are put aside, under their date.
 
     Raises:
@@ -135,23 +110,23 @@ def earlier(out: Path, record: Mapping[str, Any], *, again: bool) -> dict[str, A
     if not differ and not again:
         return found
     date = "".join(letter for letter in found["provenance"]["date"] if letter.isalnum() or letter == "-")
-    aside = path.with_name(f"results_{date}.json")
-    path.replace(aside)
-    for trace in (out / FILE.format(source) for source in SOURCES):
-        if trace.exists():  # the page of what is measured now has no place for it
-            trace.replace(aside.with_name(f"{aside.stem}_{trace.name}"))
-    typer.echo(f"begun anew: {'; '.join(differ) or '--again'}. What was there is {aside}\n", err=True)
+    aside = out / f"results_{date}"
+    aside.mkdir(exist_ok=True)
+    for name in (NAME, LOGS, *(name for part in parts for name in part.leaves)):
+        if (out / name).exists():  # the page of what is measured now has no place for it
+            (out / name).replace(aside / name)
+    typer.echo(f"begun anew: {'; '.join(differ) or '--again'}. What was there is in {aside}\n", err=True)
     return nothing
 
 
-def restored(case: Case, record: Mapping[str, Any]) -> Outcome:
-    """How a case ended in an earlier call."""
-    return Outcome(case, record["state"], record["reason"], record["seconds"], result_file.numbers_of(record))
+def restored(part: Part, record: Mapping[str, Any]) -> Outcome:
+    """How a part ended in an earlier call."""
+    return Outcome(part, record["state"], record["reason"], record["seconds"], result_file.numbers_of(record))
 
 
 @dataclass
 class Book:
-    """Writes results.json: what was kept, what is running, and what earlier calls found of other cases, in order."""
+    """Writes results.json: what was kept, what is running, and what earlier calls found of other parts, in order."""
 
     out: Path
     record: Mapping[str, Any]
@@ -162,28 +137,37 @@ class Book:
 
     @property
     def running(self) -> list[str]:
-        """Names of cases that have begun and not ended."""
+        """Names of parts that have begun and not ended."""
         return [name for name, one in self.outcomes.items() if not one.seconds and not one.reason]
 
-    def changed(self, outcome: Outcome) -> None:
-        """A case has begun or ended."""
-        self.outcomes[outcome.case.name] = outcome
-        self.write()
-
-    def write(self) -> None:
-        """Replace results.json: whoever reads it, or ends us, finds a whole one."""
+    @property
+    def cases(self) -> list[dict[str, Any]]:
+        """Every part that something is known of."""
         new = {name: as_json(one) for name, one in self.outcomes.items()}
         old = {case["name"]: case for case in result_file.others(self.before, [*self.kept, *new])}
         known = {**old, **self.kept, **new}
         place = {name: index for index, name in enumerate(self.order)}
-        cases = sorted(known.values(), key=lambda case: place.get(case["name"], len(place)))
-        write(self.out, self.record, cases)
+        return sorted(known.values(), key=lambda case: place.get(case["name"], len(place)))
+
+    @property
+    def decisions(self) -> list[dict[str, str]]:
+        """What they decide; on the CPU nothing."""
+        return decisions(self.cases) if self.record["provenance"]["gpu"] else []
+
+    def changed(self, outcome: Outcome) -> None:
+        """A part has begun or ended."""
+        self.outcomes[outcome.part.name] = outcome
+        self.write()
+
+    def write(self) -> None:
+        """Replace results.json: whoever reads it, or ends us, finds a whole one."""
+        write(self.out, {**self.record, "decisions": self.decisions}, self.cases)
 
 
 def width() -> int:
     """Processes that may run side by side where nothing is timed: each compiles, which keeps a core busy."""
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return min(cores(), MOST_WORKERS, max(FEW_WORKERS, int(gib / WORKER_GIB)))
+    return min(cores(), MOST_SIDE_BY_SIDE, max(FEW, int(gib / PROCESS_GIB)))
 
 
 def write(out: Path, record: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> None:
@@ -196,32 +180,36 @@ def write(out: Path, record: Mapping[str, Any], cases: Sequence[Mapping[str, Any
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
+    """A part as a case of results.json."""
+    sliced = outcome.part.shares_a_gpu
     return {
-        "name": outcome.case.name,
-        "about": outcome.case.about,
-        "arguments": dict(outcome.case.arguments),
+        "name": outcome.part.name,
+        "about": f"{outcome.part.about}; {TIME_SLICES}" if sliced else outcome.part.about,
+        "arguments": asked(outcome.part),
         "state": outcome.state,
         "reason": outcome.reason,
         "seconds": round(outcome.seconds, 1),
         "numbers": [number.as_json() for number in outcome.numbers],
+        **({"time_slices": True} if sliced else {}),
     }
 
 
-def report(record: Mapping[str, Any], outcomes: list[Outcome]) -> str:
-    """The short table: how each case ended, by which numbers, and everything that failed."""
+def report(record: Mapping[str, Any], outcomes: list[Outcome], told: Sequence[Mapping[str, str]]) -> str:
+    """The short tables: targets, how each part ended, what is decided, and everything that failed."""
     about = record["provenance"]
     device = about["gpu"]["name"] if about["gpu"] else f"{about['cpu']['model']}, {about['cpu']['cores']} cores"
     parts = [f"{device}, torch {torch.__version__}, {about['date']}"]
-    for run, brief in BRIEF.items():
-        rows = brief(longest([outcome for outcome in outcomes if outcome.case.run is run]))
+    for name, brief in (("targets", targets.brief), ("beside", beside.brief)):
+        rows = [row for one in outcomes if one.part.name == name for row in brief(one.numbers)]
         parts += [table(rows)] if rows else []
-    parts.append(table([row for outcome in outcomes for row in ended(outcome)]))
-    parts += [sentence for outcome in outcomes for sentence in sentences(outcome)]
+    parts.append(table([row_of(outcome) for outcome in outcomes]))
+    parts += [table(answered)] if (answered := [row for row in told if row["answer"] != OPEN]) else []
     parts += [
-        f"{outcome.case.name}: {outcome.reason.strip().splitlines()[-1]}" for outcome in outcomes if outcome.reason
-    ]
+        f"{one.part.name}: {one.reason.strip().splitlines()[-1 if one.reason.startswith('exit code') else 0]}"
+        for one in outcomes if one.reason.strip()
+    ]  # fmt: skip
     parts += [
-        f"{outcome.case.name}: {number.name} ({labels(number)}) is {number.value}, at most {number.limit:.3g} allowed"
+        f"{outcome.part.name}: {number.name} ({labels(number)}) is {number.value}, at most {number.limit:.3g} allowed"
         for outcome in outcomes
         for number in outcome.numbers
         if number.fails and number.limit is not None
@@ -229,20 +217,20 @@ def report(record: Mapping[str, Any], outcomes: list[Outcome]) -> str:
     return "\n\n".join(parts)
 
 
-def ended(outcome: Outcome) -> list[dict[str, object]]:
-    """A line per deciding number; the first says how many limits hold and how near the nearest came."""
+def row_of(outcome: Outcome) -> dict[str, object]:
+    """How many limits hold, how near the nearest came, and the first number that has none."""
     demanded = [number for number in outcome.numbers if number.limit is not None]
     nearest = max((number.value / number.limit for number in demanded if number.limit and number.value), default=None)
-    first: dict[str, object] = {
-        "case": outcome.case.name,
+    free = next((number for number in outcome.numbers if number.limit is None and number.value is not None), None)
+    found = TIME_SLICES if outcome.part.shares_a_gpu else ", ".join(outcome.part.leaves)
+    return {
+        "part": outcome.part.name,
         "state": outcome.state if outcome.good or outcome.state == "failed" else "failed",
         "seconds": round(outcome.seconds, 1),
         "checks": f"{sum(not number.fails for number in demanded)}/{len(demanded)}" if demanded else "",
         "of limit": "" if nearest is None else f"{nearest:.0%}",
+        "found": f"{free.name}: {free.value:.3g} {free.unit}" if free else found,
     }
-    blank: dict[str, object] = {**dict.fromkeys(first, ""), "seconds": None}
-    told = lines(outcome) if outcome.case.run not in BRIEF else []
-    return [(blank if number else first) | {"found": found} for number, found in enumerate(told or [""])]
 
 
 def labels(number: Number) -> str:

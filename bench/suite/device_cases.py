@@ -54,7 +54,7 @@ def host_microseconds(device: torch.device, step: Step) -> float:
 
 
 def ceilings(
-    device: torch.device, *, side: int = 8192, dtype: str = "bfloat16", nbytes: int = 4 << 30, timer: str = ""
+    device: torch.device, *, side: int = 8192, dtype: str = "bfloat16", nbytes: int = 4 << 30
 ) -> Iterator[Number]:
     """A large matrix product and a large copy through PyTorch, on random data: what percentages refer to.
 
@@ -67,7 +67,7 @@ def ceilings(
     step = max(1, nbytes // 16)
     demand_room(device, step, needed, "bytes of a copy")
     nbytes = largest(nbytes, needed, free_on(device), step=step)
-    clock = Clock(device, timer=timer)
+    clock = Clock(device)
     with clock.stage():
         a, b = (torch.randn(side, side, device=device).to(DTYPES[dtype]) for _ in range(2))
         source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)

@@ -25,7 +25,6 @@ def fp8(
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32"),
     shapes: tuple[Shape, ...] = ((2, 1000, 4, 128), (1, 200, 2, 40)),
     timed: Shape = (1, 32768, 32, 128),
-    timer: str = "",
 ) -> Iterator[Number]:
     """``[B, S, H, D]`` to e4m3 and back: bits that are not the CPU's, then GB/s read and written, on a GPU."""
     for name in dtypes:
@@ -36,7 +35,7 @@ def fp8(
             for what, count in wrong.items():
                 yield Number(f"wrong {what}", count, "elements", labels, limit=0)
     if device.type == "cuda":
-        yield from speeds(Clock(device, timer=timer), timed)
+        yield from speeds(Clock(device), timed)
 
 
 def drawn(shape: Shape, dtype: torch.dtype) -> Tensor:

@@ -19,10 +19,10 @@ FINAL = ("done", "not here")  # asked again on the same machine, the answer woul
 
 TEXT, COUNT, FLAG = typed("text", str), typed("a number", int, float), typed("true or false", bool)
 OBJECT, LIST = typed("an object", dict), typed("a list", list)
-TOP = {"schema": TEXT, "budget": COUNT, "provenance": OBJECT, "cases": LIST, "seconds": COUNT}
+TOP = {"schema": TEXT, "budget": COUNT, "provenance": OBJECT, "cases": LIST, "decisions": LIST, "seconds": COUNT}
 CASE = {
     "name": TEXT, "about": TEXT, "arguments": OBJECT, "state": one_of(*STATES), "reason": TEXT, "seconds": COUNT,
-    "numbers": LIST,
+    "numbers": LIST, "time_slices": FLAG,
 }  # fmt: skip
 NUMBER = {
     "name": TEXT, "value": optional(COUNT), "unit": TEXT, "labels": OBJECT, "limit": optional(COUNT),
@@ -59,12 +59,14 @@ def check(data: Mapping[str, Any]) -> None:
     """Refuse what is not a results file of this schema: ValueError that says where."""
     if data.get("schema") != SCHEMA:
         raise ValueError(f"schema is {shown(data.get('schema'))}: this version reads {SCHEMA!r}; run the suite again")
-    checked_as("", data, TOP, {"seconds"})
+    checked_as("", data, TOP, {"seconds", "decisions"})
     checked_as("provenance", data["provenance"], ABOUT, {"seconds"})
     for place, case in enumerate(data["cases"]):
-        checked_as(where := f"cases[{place}]", case, CASE)
+        checked_as(where := f"cases[{place}]", case, CASE, {"time_slices"})
         for index, number in enumerate(case["numbers"]):
             checked_as(f"{where}.numbers[{index}]", number, NUMBER, {"limit", "spread", "note", "fails"})
+    for place, row in enumerate(data.get("decisions", ())):
+        checked_as(f"decisions[{place}]", row, dict.fromkeys(("question", "answer", "why"), TEXT))
     for name, count in Counter(case["name"] for case in data["cases"]).items():
         if count > 1:
             raise ValueError(f"there are {count} cases named {shown(name)}")

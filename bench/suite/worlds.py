@@ -1,4 +1,4 @@
-"""What moves between ranks on one device: virtual ranks against one launch, and NCCL sending to itself."""
+"""What a ring costs beside one launch: virtual ranks of one device against one piece."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ...comm import LocalGroup, LocalWorld, Message, open_transport
-from ...comm.nccl import nccl_missing
+from ...comm import LocalGroup, LocalWorld
 from ...kernels import FULL, attention_backward, attention_forward
 from ...ring import Layout, ring_attention
 from ..flops import BACKWARD_FLOPS, forward_flops, pairs_of
@@ -16,10 +15,9 @@ from ..kernels.speed import AGREE, causal_bounds
 from ..ring.candidates import DTYPES, Problem, sdpa
 from ..ring.memory import FP64, of_ours, of_whole, rows_of
 from ..timing import Clock, Samples, Step, interleaved
-from .cases import NotHere, Number, demand_room, distance, taken_on
+from .cases import Number, demand_room, distance, taken_on
 from .device_cases import synchronize
 
-POISON = 0xFF  # a NaN of every float type
 VIRTUAL, WHOLE = "LocalWorld", "one piece"
 FORWARD, STEP = "forward", "forward and backward"
 OVER = f", {VIRTUAL} over {WHOLE}"
@@ -36,7 +34,6 @@ def local_world(
     head_dim: int = 128,
     dtype: str = "bfloat16",
     repeats: int = 10,
-    timer: str = "",
 ) -> Iterator[Number]:
     """Causal attention, zigzag over virtual ranks of one device, against one piece: forward, forward and backward.
 
@@ -81,7 +78,7 @@ def local_world(
             f"{STEP}:{VIRTUAL}": lambda: ranks.run(step),
             f"{STEP}:{WHOLE}": whole.step,
         }
-        taken = interleaved(steps, Clock(device, timer=timer), repeats=repeats)
+        taken = interleaved(steps, Clock(device), repeats=repeats)
     once = forward_flops(pairs_of(seqlen, causal=True), heads=heads[0], head_dim=head_dim)
     for what, flops in ((FORWARD, once), (STEP, once * (1 + BACKWARD_FLOPS))):
         for by in (VIRTUAL, WHOLE):
@@ -135,32 +132,3 @@ class OnePiece:
         leaves = [x.detach().requires_grad_() for x in self._inputs]
         out = sdpa(leaves[0], leaves[1], leaves[2], causal=True)
         return (out.detach(), *torch.autograd.grad(out, leaves, self._dout))
-
-
-def nccl_to_itself(
-    device: torch.device, *, nbytes: tuple[int, ...] = (1 << 20, 1 << 24, 1 << 28, 1 << 30), timer: str = ""
-) -> Iterator[Number]:
-    """A one-rank communicator through CuPy: it proves pointers, streams and events, not a link."""
-    missing = nccl_missing()
-    if missing:
-        raise NotHere(missing)
-    transport = open_transport(transport="nccl", device=device)
-    try:
-        clock = Clock(device, timer=timer)
-        for count in nbytes:
-            labels = {"bytes": count}
-            demand_room(device, count, lambda many: taken_on(device, 3 * many), "bytes")  # of both, and compared
-            source = torch.randint(0, 255, (count,), dtype=torch.uint8, device=device)
-            target = torch.full_like(source, POISON)
-
-            def post(source: Tensor = source, target: Tensor = target) -> None:
-                after = [transport.mark()]
-                transport.post(sends=[Message(0, source)], receives=[Message(0, target)], after=after).wait()
-
-            post()
-            # compared on the compute stream, which has been held back by the fence: an early read would see the poison
-            yield Number("wrong bytes", int((source != target).sum()), "bytes", labels, limit=0)
-            samples = interleaved({"post": post}, clock, repeats=20, warmup=3)["post"]
-            yield Number("sent to itself", count / samples.median / 1e9, "GB/s", labels, spread=samples.spread)
-    finally:
-        transport.close()

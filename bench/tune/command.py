@@ -13,7 +13,7 @@ import typer
 from ...autotune import Shape, dealt, gpu_of_arch, grid, shape_of_config, space, tile_text, why_not
 from ...autotune.models import DEFAULT_DTYPE, SHORT
 from ...kernels.lookup import Gpu, gpu_of, user_folder
-from ...kernels.tables import Point, options_of
+from ...kernels.tables import KERNELS, Point, options_of
 from ..launching import cores
 from ..output import check_targets, prints
 from ..shapes import Causal, device_name, dtype_name, sizes
@@ -51,6 +51,9 @@ def run(
     list_: Annotated[bool, typer.Option("--list", help="Print what would be tried, and do nothing.")] = False,
     budget: Annotated[float | None, typer.Option(min=1, help="Seconds on the GPU; default: 300.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Compiling processes; default: the cores.")] = None,
+    near: Annotated[
+        int | None, typer.Option(min=1, help="So many tiles next to the default's alone, of two passes.")
+    ] = None,
     ring: Annotated[
         bool, typer.Option("--ring", help="Tune what all ranks share (transport, chunks, channels) by whole steps.")
     ] = False,
@@ -75,10 +78,10 @@ def run(
     check_targets(json, csv)
     try:
         of_rings = {"--world": world, "--device": on, "--wire": wire}
-        of_tiles = {"--arch": arch, "--compile-only": compile_only, "--workers": workers}
+        of_tiles = {"--arch": arch, "--compile-only": compile_only, "--workers": workers, "--near": near}
         check_mode(ring, of_rings, of_tiles)
         of_runs = {"--compile-only": compile_only, "--budget": budget, "--workers": workers, "--save-dir": save_dir}
-        check_say("--list, which does nothing", of_runs if list_ else {})
+        check_say("--list, which does nothing", {**of_runs, "--near": near} if list_ else {})
         check_say("--compile-only, which measures nothing", {"--budget": budget} if compile_only else {})
         seconds = budget or BUDGET
         shape = shape_of(heads, kv_heads, head_dim, value_dim, from_config, SHORT[dtype] if dtype else None)
@@ -90,7 +93,8 @@ def run(
             (list_rings if list_ else tune_rings)(wishes, json, csv)
             return
         gpu, device, why = target(arch, compile_only)
-        wish = Wish(shape, tuple(seqlen), causal, gpu, device, folder.absolute(), seconds, workers or cores())
+        call = shape, tuple(seqlen), causal, gpu, device, folder.absolute(), seconds, workers or cores()
+        wish = Wish(*call) if near is None else Wish(*call, KERNELS, orders_of=0, near=near)
         points = wish.points
         if list_:
             rows = listed(wish)

@@ -1,0 +1,162 @@
+"""What ``bench suite`` runs: command lines, each in a process of its own with its share of the time, in order."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ...comm.copy_engine import copy_engine_missing
+from ...comm.nccl import nccl_missing
+from ..kernels.accuracy import BACKENDS
+from . import one_case
+from .case_lists import cases_of, cpu_cases, gpu_cases
+
+CLONE = Path(__file__).absolute().parents[2]
+PYTHON, OUT, SECONDS = "{python}", "{out}", "{seconds}"
+"""In a command: this Python, the folder of results, and half the seconds that the part has, to be used up."""
+RINGATTN = (PYTHON, "-m", "ringattn")
+SHAPE = ("--heads", "32", "--head-dim", "128")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing to find out."""
+
+    name: str
+    about: str
+    command: tuple[str, ...]
+    seconds: float  # that it takes at most where all is well
+    beside: str = ""  # parts of one such name that follow each other run side by side: nothing is timed
+    ranks: int = 1  # processes that take a GPU each where there are as many, and time slices where not
+    missing: str | None = None  # what this machine lacks for it
+    within: Path | None = None  # the folder that it runs in
+
+    @property
+    def told(self) -> str:
+        """The command as a reader types it."""
+        return " ".join(repr(word) if " " in word else word for word in self.command).replace(PYTHON, "python")
+
+    @property
+    def leaves(self) -> list[str]:
+        """Files of the folder of results that it writes."""
+        return [word.removeprefix(f"{OUT}/") for word in self.command if word.startswith(f"{OUT}/")]
+
+    @property
+    def shares_a_gpu(self) -> bool:
+        """Whether its times are time slices: several processes take turns on one GPU, without MPS."""
+        return self.ranks > 1 and 0 < torch.cuda.device_count() < self.ranks
+
+
+def parts_of(device: str) -> list[Part]:
+    """Everything for this kind of device."""
+    return gpu_parts() if device == "cuda" else cpu_parts()
+
+
+def gpu_parts() -> list[Part]:
+    """First what no CPU can tell, then whether it is right, then how fast it is; what may hang comes late."""
+    gpus, special = torch.cuda.device_count(), tuple(f"right {backend}" for backend in BACKENDS)
+    sanitizer = None if shutil.which("compute-sanitizer") else "compute-sanitizer is not on the PATH"
+    case = partial(_case, "cuda")
+    right = [one.name for one in gpu_cases() if one.name.startswith("right")]
+    return [
+        case("launches", 15),
+        *(case(name, 45, "right") for name in right if not name.startswith(special)),
+        *(case(name, 45, "special") for name in right if name.startswith(special)),
+        case("ceilings", 8),
+        case("targets", 45),
+        case("beside", 15),
+        bench("beside NCCL", "the forward beside NCCL's own kernels, one rank to itself", 15,
+              "links", "--world", "1", "--transport", "nccl", "--channels", "auto,8", "-b", "64M", "-e", "64M",
+              "--beside", "forward", missing=nccl_missing()),
+        tests("local", "virtual ranks on CUDA streams: transfers and rings", 40, "transfers or rings", "[local-2-"),
+        tests("nccl-1", "NCCL, one rank to itself", 15, "transfers or rings", "[nccl-1-", missing=nccl_missing()),
+        tests("copy_engine-2", "two processes over CUDA IPC", 20, "transfers or rings", "[copy_engine-2-", ranks=2,
+              missing=copy_engine_missing()),
+        tests("killed", "a rank is killed beside a peer whose stream waits for it", 15, "killed", "[copy_engine]",
+              ranks=2, missing=copy_engine_missing()),
+        tests("captured", "an unrelated graph is captured in global mode beside a ring and its watchdog", 12,
+              "by_itself", "[captured]"),
+        tests("compiled", "ring_attention in torch.compile on CUDA", 20, "by_itself", "[compiled]"),
+        tests("nccl-2", "two ranks of NCCL 2.30, and one of them killed", 25, "transfers or rings or killed",
+              "[nccl-2-", "[nccl]", ranks=2, missing=nccl_missing()),
+        bench("host", "the host's time to post a hop of 4k tokens, telemetry and watch on, beside its compute", 10,
+              "host", "--tokens", "4k", *SHAPE, missing=nccl_missing()),
+        *(
+            Part(tool, "a tiny Hopper forward and backward under compute-sanitizer",
+                 ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", PYTHON, "-m", "tests.gpu_cases",
+                  "hopper"), 20, missing=sanitizer or _no_clone(), within=CLONE)
+            for tool in ("racecheck", "memcheck")
+        ),
+        case("fp8", 8),
+        case("LocalWorld", 12),
+        *(_between_gpus(gpus) if gpus > 1 else ()),
+        Part("tune", "tiles next to the default's, by what time is left",
+             (*RINGATTN, "tune", "--heads", "16", "--head-dim", "128", "--seqlen", "8k", "--causal", "--near", "4",
+              "--budget", SECONDS, "--save-dir", f"{OUT}/tables", "--json", f"{OUT}/tune.json"), 45),
+    ]  # fmt: skip
+
+
+def _between_gpus(gpus: int) -> list[Part]:
+    """Of a machine of several GPUs: each rank has one of its own."""
+    world = ("--world", str(gpus))
+    return [
+        bench("links", "every transport over every edge", 60, "links", *world, "-b", "1M", "-e", "256M", "-f", "16",
+              "--channels", "auto,8", ranks=gpus),
+        bench("overlap", "a ring that prefetches and one that blocks", 40, "overlap", *world, "--tokens", "8k", *SHAPE,
+              "--slots", "3", "--prefetch", "0,2", ranks=gpus),
+        bench("ring", "a whole ring beside one device and the ways around a ring", 60, "ring", *world, "--seqlen",
+              "16k,64k", *SHAPE, ranks=gpus),
+    ]  # fmt: skip
+
+
+def cpu_parts() -> list[Part]:
+    """The same where it makes sense."""
+    case = partial(_case, "cpu")
+    small = ("--heads", "8", "--head-dim", "64")
+    return [
+        case("launches", 60),
+        *(case(one.name, 120, "right") for one in cpu_cases() if one.name.startswith("right")),
+        bench("ring", "two processes over gloo against one device and the ways around a ring", 180, "ring", "--world",
+              "2", "--seqlen", "2k,4k", "--layout", "zigzag,contiguous", "--repeats", "3"),
+        case("LocalWorld", 60),
+        case("ceilings", 30),
+        bench("kernels", "the aten backend beside the ATen operator", 90, "kernels", "--seqlen", "1k,2k",
+              "--head-dim", "64", "--seconds", "0.5"),
+        bench("links", "gloo between two processes", 60, "links", "--world", "2", "--transport", "process_group",
+              "-b", "64K", "-e", "4M", "-f", "64", "-n", "5"),
+        bench("overlap", "a ring of two processes on a throttled link, blocking and not", 60, "overlap", "--world",
+              "2", "--tokens", "1k", *small, "--slots", "3", "--prefetch", "0,2"),
+        bench("memory", "the peak of a rank in rings of 2 and 4", 90, "memory", "--world", "2,4", "--tokens", "2k"),
+        bench("timeline", "when each rank of a ring computed, sent, received and waited", 60, "timeline", "--world",
+              "2", "--seqlen", "4k", *small, "--trace", f"{OUT}/trace.json"),
+        bench("host", "this package's own Python for a hop: a lower bound", 30, "host", "--device", "cpu"),
+        case("fp8", 60),
+    ]  # fmt: skip
+
+
+def _case(device: str, name: str, seconds: float, beside: str = "") -> Part:
+    (about,) = (one.about for one in cases_of(device) if one.name == name)
+    return Part(name, about, (PYTHON, "-m", one_case.__name__, name, device), seconds, beside)
+
+
+def bench(name: str, about: str, seconds: float, *words: str, ranks: int = 1, missing: str | None = None) -> Part:
+    """``ringattn bench …``, whose JSON lies where the report finds it."""
+    command = (*RINGATTN, "bench", *words, "--json", f"{OUT}/{name.replace(' ', '_')}.json")
+    return Part(name, about, command, seconds, ranks=ranks, missing=missing)
+
+
+def tests(
+    name: str, about: str, seconds: float, kinds: str, *ids: str, ranks: int = 1, missing: str | None = None
+) -> Part:
+    """Tests on a GPU, by what their names and the ids of their arguments have."""
+    chosen = f"({kinds}) and ({' or '.join(ids)})"
+    command = (PYTHON, "-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/test_on_a_gpu.py", "-k", chosen)
+    return Part(name, about, command, seconds, ranks=ranks, missing=_no_clone() or missing, within=CLONE)
+
+
+def _no_clone() -> str | None:
+    return None if (CLONE / "tests" / "gpu_cases.py").exists() else "the tests are in a clone alone"

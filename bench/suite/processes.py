@@ -1,0 +1,205 @@
+"""Runs parts of a suite as processes: what fails, hangs or dies costs that part alone, and its share of the time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, groupby
+from pathlib import Path
+
+from .cases import Number
+from .parts import CLONE, OUT, PYTHON, SECONDS, Part
+
+LOGS = "logs"
+LEAST_SHARE = 0.5  # of its time: with less left a part is not started
+ENOUGH_SHARE = 0.9  # with that a part that overruns has failed
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 2.0  # in which what overran says where it was
+USED_UP = 0.5  # of its time, by a command that is told one: it compiles, starts and writes, too
+LAST_LINES = 12  # of a log, where a part failed
+MARK = "RINGATTN_SUITE_PART"  # in the environment of a part, and of whatever it starts
+TEST = re.compile(r"^tests/\S+::.* (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
+
+_marks = count()
+
+
+@dataclass
+class Outcome:
+    """How a part ended."""
+
+    part: Part
+    state: str = "not run"  # done, failed, cut short, not here, not run
+    reason: str = ""
+    seconds: float = 0.0
+    numbers: list[Number] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Nothing is wrong: whatever ran is done, or cut short, and no number failed."""
+        return self.state != "failed" and not any(number.fails for number in self.numbers)
+
+
+class Running:
+    """A part on its way."""
+
+    def __init__(self, outcome: Outcome, seconds: float, out: Path, device: str) -> None:
+        self.outcome, self._seconds, part = outcome, seconds, outcome.part
+        self._log = out / LOGS / f"{part.name.replace(' ', '_')}.txt"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._mark = f"{os.getpid()}.{next(_marks)}"
+        for name in part.leaves:
+            (out / name).unlink(missing_ok=True)  # an earlier call's
+        filled = {PYTHON: sys.executable, OUT: str(out.absolute()), SECONDS: str(max(1, int(USED_UP * seconds)))}
+        command = [_filled(word, filled) for word in part.command]
+        self._begun = time.monotonic()
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=part.within,
+                env=environment(device) | {MARK: self._mark}, start_new_session=True,
+            )  # fmt: skip
+
+    def over(self) -> bool:
+        """Whether it has ended, by itself or because its time was up."""
+        late = time.monotonic() > self._begun + self._seconds
+        if self._process.poll() is None and not late:
+            return False
+        self.end()
+        outcome, text = self.outcome, self._log.read_text(errors="replace")
+        outcome.seconds = time.monotonic() - self._begun
+        outcome.numbers = [*numbers_in(text), *tests_in(text)]
+        outcome.state, outcome.reason = self._late(text) if late else ended(self._process.returncode, text)
+        return True
+
+    def end(self) -> None:
+        """End it and whatever it started: what still runs says where it is, then goes."""
+        for number in (signal.SIGABRT, signal.SIGKILL):
+            until = time.monotonic() + GRACE_SECONDS
+            while (there := [*marked(self._mark)]) and time.monotonic() < until:
+                for pid in there:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                self._process.poll()
+                time.sleep(POLL_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # what the driver holds ends when it lets go
+            self._process.wait(GRACE_SECONDS)
+
+    def _late(self, text: str) -> tuple[str, str]:
+        """Not its fault where less was left than it takes at most, or where it takes whatever there is."""
+        part, had = self.outcome.part, f"it had {self._seconds:.0f} s, and was ended with all its processes"
+        enough = self._seconds >= ENOUGH_SHARE * part.seconds and SECONDS not in part.command
+        return ("failed" if enough else "cut short"), f"{had}\n{last_of(text)}"
+
+
+def _filled(word: str, filled: dict[str, str]) -> str:
+    for name, value in filled.items():
+        word = word.replace(name, value)
+    return word
+
+
+def environment(device: str) -> dict[str, str]:
+    """Of every part: ours, Triton's compiler or interpreter, and this very package, wherever it lies."""
+    path = [str(CLONE.parent)] if CLONE.name == "ringattn" else []
+    path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    told = {"PYTHONPATH": os.pathsep.join(path), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    hidden = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"TRITON_INTERPRET": "0"}
+    return {**os.environ, **told, **hidden}
+
+
+def marked(mark: str) -> Iterator[int]:
+    """Processes of a part, also those that have made themselves a session, or lost their parents."""
+    word = f"{MARK}={mark}".encode()
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and word in (folder / "environ").read_bytes().split(b"\0"):
+                yield int(folder.name)
+
+
+def ended(code: int, text: str) -> tuple[str, str]:
+    """The state and the reason by an exit code and a log."""
+    if code == os.EX_UNAVAILABLE:
+        return "not here", (text.strip().splitlines() or [""])[-1]
+    kinds = {kind for kind in TEST.findall(text)}
+    if code == 0 and kinds == {"SKIPPED"}:
+        return "not here", next((line for line in text.splitlines() if line.startswith("SKIPPED [")), "")
+    return ("done", "") if code == 0 else ("failed", f"exit code {code}\n{last_of(text)}")
+
+
+def last_of(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[-LAST_LINES:])
+
+
+def numbers_in(text: str) -> Iterator[Number]:
+    """Those that a case printed."""
+    for line in text.splitlines():
+        if line.startswith('{"name": '):
+            with contextlib.suppress(ValueError):  # cut off in the middle
+                told = json.loads(line)
+                told.pop("fails", None)
+                yield Number(**told)
+
+
+def tests_in(text: str) -> Iterator[Number]:
+    """How many tests ended how; none may fail."""
+    found = Counter(TEST.findall(text))
+    for kind, number in found.items():
+        yield Number(kind.lower(), number, "tests", limit=0 if kind in ("FAILED", "ERROR") else None)
+
+
+def run(
+    parts: Sequence[Part], *, out: Path, device: str, ends: float, width: int, changed: Callable[[Outcome], None]
+) -> list[Outcome]:
+    """Run them in order, those of one ``beside`` side by side; nothing runs on after ``ends`` (time.monotonic()).
+
+    Each has its seconds; where there is more time than all that follow need, it has its share of that, too, so that
+    what one leaves over goes to those after it. ``changed`` is called when a part starts or ends.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    outcomes = [Outcome(part) for part in parts]
+    groups = [list(group) for _, group in groupby(outcomes, lambda one: one.part.beside or one.part.name)]
+    for place, group in enumerate(groups):
+        now = time.monotonic()
+        needed = sum(taken(one, width) for one in groups[place:])
+        share = taken(group, width) * max(1.0, (ends - now) / (needed or 1.0))
+        _together(group, out, device, min(ends, now + share), width, changed)
+    return outcomes
+
+
+def taken(group: Sequence[Outcome], width: int) -> float:
+    """Seconds of parts that run side by side, so many at a time."""
+    found = [one.part.seconds for one in group if one.part.missing is None]
+    return max(found, default=0.0) * math.ceil(len(found) / width)
+
+
+def _together(
+    group: Sequence[Outcome], out: Path, device: str, ends: float, width: int, changed: Callable[[Outcome], None]
+) -> None:
+    waiting, running = deque(group), list[Running]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < width:
+                one, left = waiting.popleft(), ends - time.monotonic()
+                if one.part.missing:
+                    one.state, one.reason = "not here", one.part.missing
+                elif left < LEAST_SHARE * one.part.seconds:
+                    one.reason = f"it takes up to {one.part.seconds:.0f} s, {max(left, 0):.0f} s were left"
+                else:
+                    running.append(Running(one, left, out, device))
+                changed(one)
+            time.sleep(POLL_SECONDS)
+            for each in [each for each in running if each.over()]:
+                running.remove(each)
+                changed(each.outcome)
+    finally:
+        for each in running:
+            each.end()
