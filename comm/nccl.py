@@ -151,15 +151,19 @@ class NcclTransport:
         Raises:
             TransportError: NCCL refuses, or is too old.
         """
-        comm, handles = self._communicator(), list[int]()
+        with self._ending:
+            if self._ended:
+                raise TransportError(self._ended)
+            comm, handles = self._comm, list[int]()
         try:
             for tensor in tensors:
                 handles.append(comm.register(tensor.data_ptr(), tensor.nbytes))
             yield
         finally:
-            if self._drained() and not self._ended:  # a peer may still write there; an abort has let go of them
-                for handle in handles:
-                    comm.deregister(handle)
+            if passed(self._last, self._timeout):  # a peer may still write there
+                with self._ending:  # an abort has let go of them
+                    for handle in handles if not self._ended else ():
+                        comm.deregister(handle)
 
     def gather(self, value: object) -> list[object]:
         """See `Transport.gather`."""

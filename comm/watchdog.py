@@ -63,18 +63,20 @@ class Watchdog:
                     self._thread = None
                     return
             while watches:
-                _tick(watches.pop())
+                _tick(watches)
             end_destroyed()
 
 
-def _tick(watch: Watch) -> None:
-    rank = watch.rank
+def _tick(watches: list[Watch]) -> None:
+    """Look at the last one, and let go of it: nobody else may hold it any more, and what it holds is freed here."""
+    rank, device, left = watches[-1].rank, watches[-1].device, len(watches) - 1
     try:
-        with on_device(watch.device):
-            watch.tick()
-            del watch  # nobody else may hold it any more: what it holds is freed here
+        with on_device(device):
+            watches.pop().tick()
     except Exception:  # a fault in here must not end the watch over the other rings
         logger.exception("the watchdog of rank %d failed", rank)
+    finally:
+        del watches[left:]
 
 
 _WATCHDOG = Watchdog()

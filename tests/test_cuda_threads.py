@@ -108,7 +108,7 @@ def test_a_tick_beside_a_capture_and_on_another_device(device: Device) -> None:
         pass
     watch.posted("hop 1", lane.point(), [DONE, lane.mark()], [(1, 64)], [])
     device.captures = True
-    _tick(watch)
+    _tick([watch])
     assert watch.stopped() is None and not watch._posts.busy and not watch._news.spans._running
 
 
@@ -123,8 +123,8 @@ def test_what_the_watchdog_frees_is_freed_on_its_device(device: Device) -> None:
 
     freed: list[tuple[int, int]] = []
     watches: Any = [Watched()]
-    _tick(watches.pop())
-    assert freed == [(1, THREAD_LOCAL)]
+    _tick(watches)
+    assert not watches and freed == [(1, THREAD_LOCAL)]
 
 
 def test_a_warm_up_that_hangs_is_aborted_on_its_device(device: Device) -> None:

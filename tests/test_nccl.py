@@ -407,10 +407,10 @@ def test_what_nccl_notices_ends_the_ring(fabric: Fabric, device: Device) -> None
     watch = Watch(controls(2)[0], deadline=None, device=CUDA, transports=lambda: [transport])
     watch.begin("forward")
     watch.posted("forward hop 1: K/V", fence, [DONE], [(1, 64)], [(1, 32)])
-    _tick(watch)
+    _tick([watch])
     assert watch.stopped() is None
     fabric.async_error = "NCCL_ERROR_REMOTE_ERROR: remote process exited or there was a network error"
-    _tick(watch)
+    _tick([watch])
     where = "rank 0: forward hop 1: K/V (32 bytes rank 1 -> rank 0, 64 bytes rank 0 -> rank 1)"
     assert str(watch.stopped()).startswith(f"{where} failed: the nccl transport of rank 0: {fabric.async_error}.")
     assert "abort" in kinds(device.log)

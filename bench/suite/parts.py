@@ -15,7 +15,9 @@ from ..kernels.accuracy import BACKENDS
 from . import one_case
 from .case_lists import cases_of, cpu_cases, gpu_cases
 
-CLONE = Path(__file__).absolute().parents[2]
+PACKAGE = Path(__file__).absolute().parents[2]
+CLONE = next((it for it in (Path.cwd(), PACKAGE) if (it / "tests" / "gpu_cases.py").exists()), PACKAGE)
+"""Where the tests are: an installed package has none, but may be started in a clone."""
 PYTHON, OUT, SECONDS = "{python}", "{out}", "{seconds}"
 """In a command: this Python, the folder of results, and half the seconds that the part has, to be used up."""
 RINGATTN = (PYTHON, "-m", "ringattn")
@@ -159,4 +161,4 @@ def tests(
 
 
 def _no_clone() -> str | None:
-    return None if (CLONE / "tests" / "gpu_cases.py").exists() else "the tests are in a clone alone"
+    return None if (CLONE / "tests" / "gpu_cases.py").exists() else "the tests are in a clone: start it there"

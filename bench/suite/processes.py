@@ -19,7 +19,7 @@ from itertools import count, groupby
 from pathlib import Path
 
 from .cases import Number
-from .parts import CLONE, OUT, PYTHON, SECONDS, Part
+from .parts import OUT, PACKAGE, PYTHON, SECONDS, Part
 
 LOGS = "logs"
 LEAST_SHARE = 0.5  # of its time: with less left a part is not started
@@ -109,7 +109,7 @@ def _filled(word: str, filled: dict[str, str]) -> str:
 
 def environment(device: str) -> dict[str, str]:
     """Of every part: ours, Triton's compiler or interpreter, and this very package, wherever it lies."""
-    path = [str(CLONE.parent)] if CLONE.name == "ringattn" else []
+    path = [str(PACKAGE.parent)] if PACKAGE.name == "ringattn" else []
     path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     told = {"PYTHONPATH": os.pathsep.join(path), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
     hidden = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"TRITON_INTERPRET": "0"}
