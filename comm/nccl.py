@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .control import Control
-from .cuda_threads import start, within
+from .cuda_threads import on_device, start, within
 from .lanes import StreamFence, StreamLane, passed
 from .limits import NO_LIMITS, Limits
 from .nccl_library import OVERRIDES, ConfiguredCommunicator, overridden, several_loaded
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 # A call that sees the flag of an abort returns at once; its connections look for it every half second at most.
 CALL_SECONDS = 10.0
-# what the end of a process grants a communicator that nobody closed
-FAREWELL_SECONDS = 1.0
 
 
 def nccl_missing() -> str | None:
@@ -99,7 +97,7 @@ class NcclTransport:
         self._ended = ""  # why nothing can be posted any more
         self._calling = threading.Lock()  # held while a call uses the communicator, which is freed by nobody else then
         self._comm: Any = self._join(limits)
-        # CuPy would destroy a communicator that nobody closed: collective in a node, whenever each rank collects it.
+        # Nothing else would end one that nobody closed; aborted, for destroying it is collective inside a node.
         self._dropped = weakref.finalize(self, _drop, self._nccl, self._comm, self._calling, device, os.getpid())
 
     @property
@@ -289,11 +287,16 @@ def _abort(nccl: Any, comm: Any, calling: threading.Lock) -> None:
 
 
 def _drop(nccl: Any, comm: Any, calling: threading.Lock, device: torch.device, process: int) -> None:
-    """Abort what nobody closed, without holding up whoever collects it; the end of the process waits a little."""
-    if os.getpid() == process:  # in a fork it is the parent's
-        thread = start(partial(_abort, nccl, comm, calling), device, "nccl-dropped")
-        if not threading.main_thread().is_alive():
-            thread.join(FAREWELL_SECONDS)
+    """Abort what nobody closed, without holding up whoever collects it."""
+    if os.getpid() != process:  # in a fork it is the parent's
+        return
+    if threading.main_thread().is_alive():
+        start(partial(_abort, nccl, comm, calling), device, "nccl-dropped")
+        return
+    # From Python 3.12 on no thread starts at exit: end the kernels here, and free nothing, which may block.
+    with on_device(device):
+        nccl.groupStart()
+        comm.abort()
 
 
 def _abandon(joined: list[Any]) -> None:

@@ -377,13 +377,26 @@ def test_a_communicator_is_not_given_back_under_a_call(fabric: Fabric, device: D
 
 
 def test_a_transport_that_nobody_closed_is_aborted(device: Device) -> None:
-    """CuPy would destroy it, which waits for the other ranks of the node to collect theirs."""
+    """Destroying it would wait for the other ranks of the node to collect theirs."""
     transport = open_alone()
-    assert transport._dropped.atexit, "also where the process ends"
     del transport
     gc.collect()
     until(device, "free")
     assert ends(device) == ["abort", "free"]
+
+
+def test_a_transport_that_nobody_closed_at_exit(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started, as from Python 3.12 on, and nothing may block."""
+
+    def refuse(*given: object) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    transport = open_alone(device=CUDA)
+    monkeypatch.setattr(nccl, "start", refuse)
+    monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: False)
+    assert transport._dropped.atexit
+    transport._dropped()
+    assert ends(device) == ["abort"]
 
 
 @pytest.mark.parametrize("end", [NcclTransport.close, lambda transport: transport.abort("enough")])
