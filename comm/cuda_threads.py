@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ def on_device(device: torch.device) -> Iterator[None]:
     if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield
         return
-    with torch.cuda.device(device):
+    with ExitStack() as placed:
+        with suppress(RuntimeError):  # a device that has failed: what is asked of it says so in its own words
+            placed.enter_context(torch.cuda.device(device))
         before = exchange_capture_mode(THREAD_LOCAL)
         try:
             yield

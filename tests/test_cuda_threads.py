@@ -20,7 +20,7 @@ from ringattn.comm.warm_up import WarmUp
 from ringattn.comm.watch import Watch
 from ringattn.comm.watchdog import _tick
 
-from .stand_in import GLOBAL, THREAD_LOCAL, Device, install_streams
+from .stand_in import GLOBAL, THREAD_LOCAL, Device, Event, install_streams
 from .watch_cases import controls
 
 COMM = Path(cuda_threads.__file__).parent
@@ -110,6 +110,22 @@ def test_a_tick_beside_a_capture_and_on_another_device(device: Device) -> None:
     device.captures = True
     _tick([watch])
     assert watch.stopped() is None and not watch._posts.busy and not watch._news.spans._running
+
+
+def test_a_device_that_failed_is_told_at_the_next_tick(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot even be made current."""
+
+    def fail(*given: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    lane = StreamLane(CUDA)
+    watch = Watch(controls(2)[0], deadline=None, device=CUDA, transports=list)
+    watch.begin("forward")
+    watch.posted("hop 1", lane.point(), [DONE], [(1, 64)], [])
+    monkeypatch.setattr(torch.cuda, "device", fail)
+    monkeypatch.setattr(Event, "query", fail)
+    _tick([watch])
+    assert "hop 1 (64 bytes rank 0 -> rank 1) failed: CUDA error: an illegal" in str(watch.stopped())
 
 
 def test_what_the_watchdog_frees_is_freed_on_its_device(device: Device) -> None:
