@@ -95,8 +95,8 @@ def open_transports(
 
     One for a flat ring, with NCCL of two communicators where it passes through nodes (`by_node`). Where `topology`
     makes two levels, one for the rings inside the nodes and one for the rings between them: with NCCL a communicator
-    and a stream for each. `copy_engine` works inside a node; the level between
-    the nodes is then NCCL's, where CuPy has it, else the process group's. Without a topology the ring goes by rank.
+    and a stream for each. `copy_engine` works inside a node; the level between the nodes is then NCCL's, where CuPy
+    has it, else the process group's. Without a topology the ring goes by rank.
 
     "auto" takes `local` for a `LocalWorld` member or one device alone; for CUDA tensors `nccl`, `copy_engine`,
     `process_group`, whichever comes first that all ranks have and whose warm-up passed; for CPU tensors
@@ -149,9 +149,7 @@ class _Level(NamedTuple):
 
     members: tuple[int, ...]  # of the communicator that this rank is in
     edges: list[Edge]  # of all ranks
-    nodes: tuple[
-        tuple[int, ...], ...
-    ] = ()  # that the ring passes through, where some edges leave a node and some do not
+    nodes: tuple[tuple[int, ...], ...] = ()  # of a ring some of whose edges leave a node, and some do not
 
 
 def _levels(rank: int, topology: Topology, *, flat: bool = False) -> list[_Level]:

@@ -71,8 +71,9 @@ class Running:
 
     def over(self) -> bool:
         """Whether it has ended, by itself or because its time was up."""
-        late = time.monotonic() > self._begun + self._seconds
-        if self._process.poll() is None and not late:
+        running = self._process.poll() is None  # what has ended is not late, however late we look
+        late = running and time.monotonic() > self._begun + self._seconds
+        if running and not late:
             return False
         self.end()
         outcome, text = self.outcome, self._log.read_text(errors="replace")
