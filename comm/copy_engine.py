@@ -51,7 +51,7 @@ from .cuda_threads import start
 from .lanes import POLL_SECONDS, StreamFence, StreamLane, passed
 from .lines import flag_of
 from .node import join_node
-from .regions import Exports, Imports, Offer, Retired, Room, checked
+from .regions import Exports, Imports, Offer, Retired, Staging, checked
 from .slots import aligned
 from .transport import Edge, Fence, Message, TransportError, aborted, check_messages, check_open, self_pairs
 from .warm_up import DEFAULT_TIMEOUT, WarmUp
@@ -120,7 +120,7 @@ class CopyEngineTransport:
         self._driver: Any = importlib.import_module("cuda.bindings.driver")
         self._lane = StreamLane(device)
         self._exports = Exports(self._driver)
-        self._room = Room(self._driver)
+        self._staging = Staging(self._driver)
         self._imports = Imports(self._driver)
 
     def mark(self) -> StreamFence:
@@ -191,7 +191,7 @@ class CopyEngineTransport:
             last.callback(self._flags.close)
             last.callback(self._imports.close)
             if not self._aborted:  # then streams of peers may still go over it, and the process is to end
-                last.callback(self._room.close)
+                last.callback(self._staging.close)
 
     def _offers(self, sends: Sequence[Message]) -> tuple[dict[int, list[Offer]], dict[torch.Tensor, int]]:
         """What will be announced to each peer, and where to copy what others cannot open before that."""
@@ -200,9 +200,9 @@ class CopyEngineTransport:
         hidden = [tensor for tensor, place in found.items() if place is None]
         staged: dict[torch.Tensor, int] = {}
         if hidden:
-            room = self._room.reserve(sum(aligned(tensor.nbytes) for tensor in hidden))
+            address = self._staging.reserve(sum(aligned(tensor.nbytes) for tensor in hidden))
             for tensor in hidden:
-                staged[tensor], room = room, room + aligned(tensor.nbytes)
+                staged[tensor], address = address, address + aligned(tensor.nbytes)
                 found[tensor] = self._exports.locate(staged[tensor])
         offers: dict[int, list[Offer]] = {}
         for peer, tensor in others:

@@ -183,7 +183,7 @@ class Exports:
                 self._dead.append(self._regions.pop(region.buffer))
 
 
-class Room:
+class Staging:
     """Memory of the driver's own, which others can open: what leaves from memory that they cannot is copied here."""
 
     def __init__(self, driver: Any) -> None:
@@ -191,7 +191,7 @@ class Room:
         self._blocks: list[tuple[int, int]] = []  # address, bytes; the last one is in use
 
     def reserve(self, nbytes: int) -> int:
-        """Where so many bytes have room. A smaller block stays until `close`: peers may still read it."""
+        """Where there is a block of so many bytes. A smaller one stays until `close`: peers may still read it."""
         if not self._blocks or self._blocks[-1][1] < nbytes:
             nbytes = max(nbytes, 2 * sum(size for _, size in self._blocks))
             address = checked(self._driver, self._driver.cuMemAlloc(nbytes), f"cuMemAlloc of {nbytes} bytes")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringattn.comm import TransportError
-from ringattn.comm.regions import Context, Exports, Imports, Offer, Retired, Room
+from ringattn.comm.regions import Context, Exports, Imports, Offer, Retired, Staging
 
 from .stand_in_cuda import OPENED, Driver
 
@@ -71,19 +71,19 @@ def test_memory_without_a_handle() -> None:
     driver = Driver()
     driver.shareable = False
     with Context(driver, torch.device("cpu")).current():
-        exports, room, tensor = Exports(driver), Room(driver), torch.zeros(3)
+        exports, staging, tensor = Exports(driver), Staging(driver), torch.zeros(3)
         assert exports.locate(tensor.data_ptr()) is None
-        first, same, larger = (room.reserve(nbytes) for nbytes in (64, 32, 65))
+        first, same, larger = (staging.reserve(nbytes) for nbytes in (64, 32, 65))
         assert first == same != larger
         for place in (first, larger):  # peers may still read the first
             found = exports.locate(place + 8)
             assert found is not None and (found[0].base, found[1]) == (place, 8)
-        room.close()
-        room.close()
+        staging.close()
+        staging.close()
         assert not driver.allocated
         driver.fails.add("cuMemAlloc")
         with pytest.raises(TransportError, match="cuMemAlloc of 5 bytes failed"):
-            room.reserve(5)
+            staging.reserve(5)
 
 
 def test_a_call_without_a_context_fails() -> None:
