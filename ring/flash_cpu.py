@@ -34,7 +34,7 @@ def backward(
     Of a causal square the operator computes blocks of 512 keys whole, whether its rows see them or not. So it is cut
     into small squares along the diagonal and, under them, rectangles that double in size: one call for those of a size.
     """
-    given = dout, q, k, v, out
+    given: tuple[Tensor, ...] = dout, q, k, v, out
     if kind is Kind.RECTANGLE:
         return _backward(given, lse, causal=False, scale=scale)
     flipped = kind is Kind.ANTICAUSAL
@@ -51,7 +51,7 @@ def _causal_backward(given: tuple[Tensor, ...], lse: Tensor, *, scale: float) ->
     found = _backward(tuple(_cut(x, squares) for x in given), _cut_lse(lse, squares), causal=True, scale=scale)
     if squares == 1:
         return found
-    grads = tuple(_joined(x, squares).float() for x in found)  # a sum of several calls: in fp32
+    grads = tuple(_joined(x, squares).float().contiguous() for x in found)  # a sum of several calls: in fp32
     while squares > 1:
         squares //= 2
         early, late = slice(0, rows // squares // 2), slice(rows // squares // 2, None)
@@ -59,7 +59,7 @@ def _causal_backward(given: tuple[Tensor, ...], lse: Tensor, *, scale: float) ->
         parts = tuple(_cut(x, squares)[:, near] for x, near in zip(given, whose, strict=True))
         found = _backward(parts, _cut_lse(lse, squares)[..., late], causal=False, scale=scale)
         for grad, part, near in zip(grads, found, (late, early, early), strict=True):
-            grad.unflatten(1, (squares, -1))[:, :, near] += part.unflatten(0, (-1, squares))
+            _cut(grad, squares)[:, near] += part
     dq, dk, dv = grads
     return dq, dk, dv
 
@@ -74,12 +74,12 @@ def _backward(given: tuple[Tensor, ...], lse: Tensor, *, causal: bool, scale: fl
 
 def _cut(x: Tensor, count: int) -> Tensor:
     """``[B, S, ...]`` as ``[B * count, S / count, ...]``."""
-    return x.unflatten(1, (count, -1)).flatten(0, 1)
+    return x.reshape(-1, x.shape[1] // count, *x.shape[2:])
 
 
 def _joined(x: Tensor, count: int) -> Tensor:
     """What :func:`_cut` has cut."""
-    return x.unflatten(0, (-1, count)).flatten(1, 2)
+    return x.reshape(-1, x.shape[1] * count, *x.shape[2:])
 
 
 def _cut_lse(lse: Tensor, count: int) -> Tensor:
