@@ -357,6 +357,16 @@ def test_a_case_that_does_not_fit_is_not_here(monkeypatch: pytest.MonkeyPatch) -
         next(worlds.local_world(CPU))
 
 
+@pytest.mark.parametrize(("what", "most"), [("forward", 1.08), ("forward and backward", 1.12)])
+def test_virtual_ranks_may_cost_little(what: str, most: float) -> None:
+    def fails(times: float, *, limited: bool) -> bool:
+        taken = {f"{what}:LocalWorld": Samples((times * 1e-3,)), f"{what}:one piece": Samples((1e-3,))}
+        return worlds.over_one_piece(what, taken, {}, limited=limited).fails
+
+    assert fails(most + 1e-3, limited=True)
+    assert not fails(most - 1e-3, limited=True) and not fails(9.0, limited=False)
+
+
 def test_local_world_against_one_piece() -> None:
     run = worlds.local_world(CPU, world=2, tokens=64, heads=(2, 1), head_dim=16, dtype="float32", repeats=2)
     found = list(run)

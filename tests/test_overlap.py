@@ -323,6 +323,14 @@ def test_host_time_is_a_lower_bound_here(tmp_path: Path) -> None:
     assert before == (torch.cuda.Event, torch.cuda.Stream)
 
 
+@pytest.mark.parametrize(("host", "note", "code"), [(99e-6, "", 0), (101e-6, "", 1), (101e-6, host_time.BY_CLOCK, 0)])
+def test_the_host_must_be_ahead(host: float, note: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By clock its own time is in the compute, and nothing is said."""
+    monkeypatch.setattr(host_time, "measured", lambda *given: [host_time.Row(FORWARD, host, 100e-6, note)])
+    ran = CliRunner().invoke(cli.app, ["bench", "host", "--tokens", "64", "--device", "cpu"])
+    assert ran.exit_code == code and (note or ("host is ahead", "host is behind")[code]) in ran.stdout
+
+
 def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a rank of a ring: a group of transfers per hop and pass, and the launches of its hops; each is watched."""
     posts: list[tuple[int, int]] = []
