@@ -22,7 +22,7 @@ from ..ring.candidates import DTYPES
 from ..suite.cases import Number
 from ..timing import OF_RINGS, Clock, Step, interleaved, nearest, repeats_within
 from . import speed
-from .beside import SIZES, Copy, bytes_for
+from .beside import LEFT, SIZES, Copy, bytes_for
 from .contender import BACKWARD, FORWARD, OURS, STATE, Cannot
 from .ours import VARIANTS, Variant
 from .shape import Shape
@@ -57,8 +57,8 @@ class Target:
 
 
 FORWARDS = (OURS, f"{OURS} hopper", f"{OURS} longest first")
-WITH_MARGIN = Variant(f"{OURS} persistent with margin", {"persistent": True}, (FORWARD,))
-"""Leaves multiprocessors to a transfer, as it does in a ring; alone, nobody would."""
+WITH_MARGIN = Variant(f"{OURS} persistent with margin", {"persistent": True, "sm_margin": LEFT}, (FORWARD,))
+"""Leaves the copy what it takes, as a ring leaves its transfers; alone, nobody would."""
 BESIDE = [*(one for one in VARIANTS if one.name in FORWARDS), WITH_MARGIN]
 FULL128, CAUSAL128, FULL64, STATE128, BESIDE128 = "full D128", "causal D128", "full D64", "8k keys", "beside"
 TARGETS = (
