@@ -35,6 +35,7 @@ from ..comm.mailboxes import DEFAULT_TIMEOUT, Hub
 from ..comm.nccl import NcclTransport
 from ..comm.transport import Edge, Transport
 from ..kernels import launch as launching
+from ..kernels.checks import MAX_HEAD_DIM
 from ..kernels.forward import forward_kernel
 from ..ring import Layout, Mask, Ring, loop
 from ..ring import ring as ring_module
@@ -327,6 +328,12 @@ def host(
     check_targets(json, csv)
     if not prints():
         return  # one rank tells what there is to tell
+    if not 1 <= chunks <= kv_heads:
+        raise typer.BadParameter(
+            f"--chunks is {chunks}, and there are {kv_heads} heads of K and V: a chunk has one or more"
+        )
+    if head_dim > MAX_HEAD_DIM:
+        raise typer.BadParameter(f"--head-dim is {head_dim}: it must be 1 to {MAX_HEAD_DIM}")
     shape = (batch, tokens, heads, head_dim)
     check_room(shape, kv_heads, dtype, where)
     rows = measured(indexed(where), shape, kv_heads, DTYPES[dtype], chunks, timer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .checked import LIMITS
@@ -14,6 +16,26 @@ CGA_CLUSTER_SIZE = 1
 
 GPCS = 8
 """Of one GPU, at most (H100, B200): groups of multiprocessors, in one of which a whole cluster must lie."""
+
+
+# These hold for every communicator of the process, and NCCL lets them override what a communicator asks for.
+CTA_VARIABLES = ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS")
+CLUSTER_VARIABLE = "NCCL_CGA_CLUSTER_SIZE"
+NCCL_CTAS = 32
+"""The most that NCCL takes where only the fewest are bounded."""
+
+
+def environment_ctas(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The most thread blocks that the environment lets NCCL take; None where it says nothing of them."""
+    given = {name: int(text) for name in CTA_VARIABLES if (text := environment.get(name, "")).isdigit() and int(text)}
+    most = [count for name, count in given.items() if "MAX" in name]
+    return min(most, default=NCCL_CTAS) if given else None
+
+
+def environment_cluster(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The size of a cluster by the environment; None where it says nothing of it."""
+    text = environment.get(CLUSTER_VARIABLE, "")
+    return max(int(text), 1) if text.isdigit() else None
 
 
 @dataclass(frozen=True)
@@ -47,13 +69,14 @@ class Limits:
     @property
     def blocks(self) -> int:
         """The most thread blocks that one group of transfers through NCCL takes."""
-        return self.channels or self.ctas or CTAS
+        return self.channels or self.ctas or environment_ctas() or CTAS
 
     @property
     def multiprocessors(self) -> int:
         """How many free multiprocessors are room for them, wherever those lie: of each GPC too few for a cluster may
         be left over."""
-        return self.blocks + GPCS * ((self.cga_cluster_size or CGA_CLUSTER_SIZE) - 1)
+        cluster = self.cga_cluster_size or environment_cluster() or CGA_CLUSTER_SIZE
+        return self.blocks + GPCS * (cluster - 1)
 
     def refused_by(self, transport: str, *keeps: str) -> str | None:
         """Which limit a transport that keeps only `keeps` cannot keep, None where it can keep all that are set."""

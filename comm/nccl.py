@@ -154,8 +154,9 @@ class NcclTransport:
                 raise TransportError(self._ended)
             comm, handles = self._comm, list[int]()
         try:
-            for tensor in tensors:
-                handles.append(comm.register(tensor.data_ptr(), tensor.nbytes))
+            with self._calling:
+                for tensor in tensors:
+                    handles.append(comm.register(tensor.data_ptr(), tensor.nbytes))
             yield
         finally:
             if passed(self._last, self._timeout):  # a peer may still write there

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .limits import CGA_CLUSTER_SIZE, CTAS, Limits
+from .limits import CGA_CLUSTER_SIZE, CLUSTER_VARIABLE, CTA_VARIABLES, CTAS, Limits, environment_ctas
 from .transport import TransportError
 
 # `ncclConfig_t` of NCCL 2.18: every later library reads it as such and takes its own defaults for newer fields.
@@ -18,9 +18,8 @@ UNDEFINED_INT = -(2**31)
 UNIQUE_ID_BYTES = 128
 LIBRARY = "libnccl.so.2"
 
-# These hold for every communicator of the process, and NCCL lets them override what a communicator asks for.
-CTA_OVERRIDES = ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS")
-OVERRIDES = {"channels": CTA_OVERRIDES, "ctas": CTA_OVERRIDES, "cga_cluster_size": ("NCCL_CGA_CLUSTER_SIZE",)}
+OVERRIDES = {"channels": CTA_VARIABLES, "ctas": CTA_VARIABLES, "cga_cluster_size": (CLUSTER_VARIABLE,)}
+NOT_BLOCKING = "NCCL_COMM_BLOCKING"
 
 
 class _UniqueId(ctypes.Structure):
@@ -48,13 +47,15 @@ def cta_bounds(limits: Limits, environment: Mapping[str, str] = os.environ) -> t
     """
     if limits.channels is not None:
         return limits.channels, limits.channels
-    if limits.ctas is None and any(environment.get(name) for name in CTA_OVERRIDES):
+    if limits.ctas is None and environment_ctas(environment) is not None:
         return UNDEFINED_INT, UNDEFINED_INT  # beside our most, NCCL would cut what the user makes the fewest
     return UNDEFINED_INT, limits.ctas or CTAS
 
 
 def overridden(limits: Limits, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Which environment variable keeps these limits from being kept, None where none does."""
+    """Which environment variable keeps these limits, or any communicator of ours, from being; None where none does."""
+    if environment.get(NOT_BLOCKING) == "0":
+        return f"{NOT_BLOCKING}=0 in the environment makes NCCL's calls return before they are done: unset it"
     given = [name for name in OVERRIDES if getattr(limits, name) is not None]
     names = dict.fromkeys(variable for name in given for variable in OVERRIDES[name])
     found = [f"{name}={environment[name]}" for name in names if environment.get(name)]

@@ -17,6 +17,9 @@ from .transport import TransportError
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 PCI_ID_BYTES = 32  # "0000:00:00.0" and its end, with room to spare
 
+# Smaller allocations of the driver share a block, and a handle stands for all of it.
+SHARED_BYTES = 2 << 20
+
 
 def checked(driver: Any, result: tuple[Any, ...], what: str) -> Any:
     """What a driver call returned beside its status: nothing, one value or a tuple of them.
@@ -193,7 +196,7 @@ class Staging:
     def reserve(self, nbytes: int) -> int:
         """Where there is a block of so many bytes. A smaller one stays until `close`: peers may still read it."""
         if not self._blocks or self._blocks[-1][1] < nbytes:
-            nbytes = max(nbytes, 2 * sum(size for _, size in self._blocks))
+            nbytes = -(-max(nbytes, 2 * sum(size for _, size in self._blocks)) // SHARED_BYTES) * SHARED_BYTES
             address = checked(self._driver, self._driver.cuMemAlloc(nbytes), f"cuMemAlloc of {nbytes} bytes")
             self._blocks.append((int(address), nbytes))
         return self._blocks[-1][0]

@@ -37,6 +37,26 @@ def test_what_transfers_take_of_the_gpu(limits: Limits, blocks: int, multiproces
     assert (limits.blocks, limits.multiprocessors) == (blocks, multiprocessors)
 
 
+@pytest.mark.parametrize(
+    ("environment", "blocks", "multiprocessors"),
+    [
+        ({"NCCL_MAX_CTAS": "16"}, 16, 16),
+        ({"NCCL_MAX_CTAS": "16", "NCCL_MAX_P2P_NCHANNELS": "4"}, 4, 4),
+        ({"NCCL_MIN_CTAS": "2"}, 32, 32),
+        ({"NCCL_CGA_CLUSTER_SIZE": "4"}, 8, 8 + 8 * 3),
+        ({"NCCL_MAX_CTAS": "0", "NCCL_MIN_CTAS": "many", "NCCL_CGA_CLUSTER_SIZE": "0"}, 8, 8),
+    ],
+)
+def test_what_the_environment_lets_transfers_take(
+    environment: dict[str, str], blocks: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no limit is given: a given one is refused beside it."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (Limits().blocks, Limits().multiprocessors) == (blocks, multiprocessors)
+    assert Limits(ctas=2, cga_cluster_size=1).multiprocessors == 2
+
+
 def test_the_margin_of_persistent_kernels_is_room_for_two_communicators() -> None:
     """Those inside the nodes and between them, of a two-level ring."""
     assert 2 * Limits().multiprocessors == MARGIN

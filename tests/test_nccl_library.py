@@ -84,6 +84,11 @@ def test_the_environment_in_place_of_the_default(name: str) -> None:
     assert f"{name}=16 in the environment" in str(overridden(Limits(channels=4), {name: "16"}))
 
 
+def test_calls_that_do_not_block_are_refused() -> None:
+    assert "NCCL_COMM_BLOCKING=0 in the environment" in str(overridden(Limits(), {"NCCL_COMM_BLOCKING": "0"}))
+    assert overridden(Limits(), {"NCCL_COMM_BLOCKING": "1"}) is None
+
+
 def test_the_environment_overrides() -> None:
     assert overridden(Limits(ctas=4), {"NCCL_DEBUG": "INFO", "NCCL_MIN_CTAS": ""}) is None
     clusters = {"NCCL_CGA_CLUSTER_SIZE": "4"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringattn.comm import TransportError
-from ringattn.comm.regions import Context, Exports, Imports, Offer, Retired, Staging
+from ringattn.comm.regions import SHARED_BYTES, Context, Exports, Imports, Offer, Retired, Staging
 
 from .stand_in_cuda import OPENED, Driver
 
@@ -73,7 +73,7 @@ def test_memory_without_a_handle() -> None:
     with Context(driver, torch.device("cpu")).current():
         exports, staging, tensor = Exports(driver), Staging(driver), torch.zeros(3)
         assert exports.locate(tensor.data_ptr()) is None
-        first, same, larger = (staging.reserve(nbytes) for nbytes in (64, 32, 65))
+        first, same, larger = (staging.reserve(nbytes) for nbytes in (64, SHARED_BYTES, SHARED_BYTES + 1))
         assert first == same != larger
         for place in (first, larger):  # peers may still read the first
             found = exports.locate(place + 8)
@@ -82,7 +82,7 @@ def test_memory_without_a_handle() -> None:
         staging.close()
         assert not driver.allocated
         driver.fails.add("cuMemAlloc")
-        with pytest.raises(TransportError, match="cuMemAlloc of 5 bytes failed"):
+        with pytest.raises(TransportError, match=f"cuMemAlloc of {SHARED_BYTES} bytes failed"):
             staging.reserve(5)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import resource
+import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -37,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 CPU = torch.device("cpu")
 ORDER = [
     "launches", "right bfloat16 D128", "right hopper bfloat16 D128", "right single_pass bfloat16 D128", "ceilings",
-    "targets", "beside", "beside NCCL", "local", "nccl-1", "copy_engine-2", "killed", "captured", "compiled", "nccl-2",
+    "targets", "beside", "beside NCCL", "local", "nccl-1", "copy_engine-2", "compiled", "killed", "captured", "nccl-2",
     "host", "racecheck", "memcheck", "fp8", "LocalWorld", "tune",
 ]  # fmt: skip
 
@@ -181,6 +184,29 @@ def test_bad_parts_cost_themselves_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert [one.good for one in found] == [True, False, True, False, True, True]
     assert not Path("/proc", (tmp_path / "child").read_text(), "exe").exists()
     assert (tmp_path / "logs" / "last.txt").read_text() == "here\n"
+
+
+def test_parts_of_a_call_that_was_killed_are_ended_by_the_next(tmp_path: Path) -> None:
+    orphan = subprocess.Popen(
+        [sys.executable, "-c", HANGS], env=os.environ | {processes.MARK: f"{processes.mark_of(tmp_path)}1.1|"}
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", HANGS], env=os.environ | {processes.MARK: f"{processes.mark_of(tmp_path / 'x')}1.1|"}
+    )
+    try:
+        run([part("good")], tmp_path)
+        assert orphan.wait(10) != 0 and other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=str)
+def test_a_signal_ends_parts_as_ctrl_c_does(number: signal.Signals, tmp_path: Path) -> None:
+    threading.Timer(1.0, os.kill, (os.getpid(), number)).start()
+    with pytest.raises(KeyboardInterrupt), suite.ending_as_interrupted():
+        run([part("hangs", code=HANGS)], tmp_path)
+    assert not [*processes.marked(processes.mark_of(tmp_path))]
 
 
 def test_time_that_is_left_over_goes_to_those_that_follow(tmp_path: Path) -> None:

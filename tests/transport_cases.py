@@ -237,14 +237,15 @@ def posts_run_ahead(transport: Transport, device: torch.device) -> None:
     """Twice around the ring, every hop posted before any is waited for."""
     onward, back = neighbours(transport)
     held = filled(transport.rank, 1000, device)
-    fence: Fence = transport.mark()
+    fences: list[Fence] = [transport.mark()]
     for _ in range(2 * transport.size):
         arriving = filled(-1, 1000, device)
-        fence = transport.post(
-            sends=[Message(onward, held)], receives=[Message(back, arriving)], after=[fence, transport.mark()]
-        )
+        after = [fences[-1], transport.mark()]
+        # Each fence holds its tensors until it has been waited for.
+        fences.append(transport.post(sends=[Message(onward, held)], receives=[Message(back, arriving)], after=after))
         held = arriving
-    fence.wait()
+    for fence in reversed(fences):
+        fence.wait()
     assert values(held) == [transport.rank]
 
 

@@ -74,7 +74,7 @@ def limits_list(text: str) -> tuple[int | None, ...]:
         for count in counts:
             Limits(channels=count)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(str(error).removeprefix("channels is ")) from None
     return counts
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +38,7 @@ from .result_file import NAME, SCHEMA
 WRITING_SECONDS = 20.0  # of the budget, kept for the end: the page draws two pictures of each layout and mask
 MOST_SIDE_BY_SIDE = 15
 PROCESS_GIB = 2  # of host memory: CUDA's libraries and a compiler
-FEW = 4  # whatever the memory: some machines show little of theirs until it is used
+FEW = 4  # whatever the memory
 TIME_SLICES = "processes share one GPU: their times are time slices, and no results"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -72,7 +74,8 @@ def suite(
 
         left = [part for part in parts if part.name not in kept]
         ends = begun + budget - WRITING_SECONDS
-        done = run(left, out=out, device=place.type, ends=ends, width=width(), changed=changed)
+        with ending_as_interrupted():
+            done = run(left, out=out, device=place.type, ends=ends, width=width(place.type), changed=changed)
     ran = {one.part.name: one for one in done}
     outcomes = [ran[part.name] if part.name in ran else restored(part, kept[part.name]) for part in parts]
     record["provenance"]["seconds"] = time.monotonic() - begun
@@ -85,6 +88,21 @@ def suite(
     if not all(outcome.good for outcome in outcomes):
         print(f"something failed: see above, `reason` in {NAME}, and {out / LOGS}", file=sys.stderr)
         raise typer.Exit(1)
+
+
+@contextmanager
+def ending_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the parts that run, as Ctrl-C does."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def asked(part: Part) -> dict[str, str]:
@@ -100,6 +118,8 @@ def earlier(out: Path, record: Mapping[str, Any], parts: Sequence[Part], *, agai
     """
     path = out / NAME
     nothing: dict[str, Any] = {"cases": []}
+    if os.path.lexists(out) and not out.is_dir():
+        raise typer.BadParameter(f"--out is {out}: that is no folder")
     if not os.path.lexists(path):
         return nothing
     try:
@@ -164,10 +184,13 @@ class Book:
         write(self.out, {**self.record, "decisions": self.decisions}, self.cases)
 
 
-def width() -> int:
+def width(device: str) -> int:
     """Processes that may run side by side where nothing is timed: each compiles, which keeps a core busy."""
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return min(cores(), MOST_SIDE_BY_SIDE, max(FEW, int(gib / PROCESS_GIB)))
+    few = (
+        MOST_SIDE_BY_SIDE if device == "cuda" else FEW
+    )  # machines of GPUs have much, and may show little until it is used
+    return min(cores(), MOST_SIDE_BY_SIDE, max(few, int(gib / PROCESS_GIB)))
 
 
 def write(out: Path, record: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> None:

@@ -28,7 +28,7 @@ POLL_SECONDS = 0.05
 GRACE_SECONDS = 2.0  # in which what overran says where it was
 USED_UP = 0.5  # of its time, by a command that is told one: it compiles, starts and writes, too
 LAST_LINES = 12  # of a log, where a part failed
-MARK = "RINGATTN_SUITE_PART"  # in the environment of a part, and of whatever it starts
+MARK = "RINGATTN_SUITE_PART"  # in the environment of a part, and of whatever it starts: the folder, and which
 TEST = re.compile(r"^tests/\S+::.* (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 
 _marks = count()
@@ -57,7 +57,7 @@ class Running:
         self.outcome, self._seconds, part = outcome, seconds, outcome.part
         self._log = out / LOGS / f"{part.name.replace(' ', '_')}.txt"
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._mark = f"{os.getpid()}.{next(_marks)}"
+        self._mark = f"{mark_of(out)}{os.getpid()}.{next(_marks)}|"
         for name in part.leaves:
             (out / name).unlink(missing_ok=True)  # an earlier call's
         filled = {PYTHON: sys.executable, OUT: str(out.absolute()), SECONDS: str(max(1, int(USED_UP * seconds)))}
@@ -84,14 +84,7 @@ class Running:
 
     def end(self) -> None:
         """End it and whatever it started: what still runs says where it is, then goes."""
-        for number in (signal.SIGABRT, signal.SIGKILL):
-            until = time.monotonic() + GRACE_SECONDS
-            while (there := [*marked(self._mark)]) and time.monotonic() < until:
-                for pid in there:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, number)
-                self._process.poll()
-                time.sleep(POLL_SECONDS)
+        end_marked(self._mark, self._process.poll)
         with contextlib.suppress(subprocess.TimeoutExpired):  # what the driver holds ends when it lets go
             self._process.wait(GRACE_SECONDS)
 
@@ -117,12 +110,31 @@ def environment(device: str) -> dict[str, str]:
     return {**os.environ, **told, **hidden}
 
 
+def mark_of(out: Path) -> str:
+    """What the marks of all parts of a folder begin with."""
+    return f"{out.absolute()}|"
+
+
+def end_marked(mark: str, reap: Callable[[], object] = lambda: None) -> None:
+    """End every process whose mark begins so: asked where it is at first, killed then."""
+    for number in (signal.SIGABRT, signal.SIGKILL):
+        until = time.monotonic() + GRACE_SECONDS
+        while (there := [*marked(mark)]) and time.monotonic() < until:
+            for pid in there:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            reap()
+            time.sleep(POLL_SECONDS)
+
+
 def marked(mark: str) -> Iterator[int]:
-    """Processes of a part, also those that have made themselves a session, or lost their parents."""
-    word = f"{MARK}={mark}".encode()
+    """Processes whose mark begins so, also those that have made themselves a session, or lost their parents."""
+    begins = f"{MARK}={mark}".encode()
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if folder.name.isdigit() and word in (folder / "environ").read_bytes().split(b"\0"):
+            if not folder.name.isdigit() or folder.name == str(os.getpid()):
+                continue
+            if any(word.startswith(begins) for word in (folder / "environ").read_bytes().split(b"\0")):
                 yield int(folder.name)
 
 
@@ -144,7 +156,7 @@ def numbers_in(text: str) -> Iterator[Number]:
     """Those that a case printed."""
     for line in text.splitlines():
         if line.startswith('{"name": '):
-            with contextlib.suppress(ValueError):  # cut off in the middle
+            with contextlib.suppress(ValueError, TypeError):  # cut off in the middle, or another program's
                 told = json.loads(line)
                 told.pop("fails", None)
                 yield Number(**told)
@@ -165,6 +177,7 @@ def run(
     Each has its seconds; where there is more time than all that follow need, it has its share of that, too, so that
     what one leaves over goes to those after it. ``changed`` is called when a part starts or ends.
     """
+    end_marked(mark_of(out))  # of a call that was killed
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     outcomes = [Outcome(part) for part in parts]
     groups = [list(group) for _, group in groupby(outcomes, lambda one: one.part.beside or one.part.name)]
