@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,8 @@ from .scores import PLAIN, Scores
 from .tiles import BlockRuns, Interval, Order, Shape, Strided
 
 # Triton's interpreter patches its language module while a kernel runs, and a first launch compiles: one at a time.
-_LOCK = threading.RLock()
+_LOCK = threading.Lock()
+_NO_DEVICE = contextlib.nullcontext()
 
 
 def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
@@ -34,8 +36,7 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
         check_cpu(args, kernel)
     if grid == 0:
         return
-    # the CPU is no device to enter: the lock once more
-    with _LOCK, torch.cuda.device(device) if device.type == "cuda" else _LOCK:
+    with _LOCK, torch.cuda.device(device) if device.type == "cuda" else _NO_DEVICE:
         try:
             kernel[(grid,)](*args, **options)
         except OutOfResources as error:
