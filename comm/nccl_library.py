@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,9 @@ CONFIG_MAGIC = 0xCAFEBEEF
 UNDEFINED_INT = -(2**31)
 UNIQUE_ID_BYTES = 128
 LIBRARY = "libnccl.so.2"
+# a library of NCCL, not one of its plugins (libnccl-net.so, libnccl-tuner.so …)
+LIBRARY_FILE = re.compile(r"libnccl(-[0-9a-f]{8})?\.so[.\d]*")
+MAPS = Path("/proc/self/maps")
 
 OVERRIDES = {"channels": CTA_VARIABLES, "ctas": CTA_VARIABLES, "cga_cluster_size": (CLUSTER_VARIABLE,)}
 NOT_BLOCKING = "NCCL_COMM_BLOCKING"
@@ -64,10 +68,17 @@ def overridden(limits: Limits, environment: Mapping[str, str] = os.environ) -> s
     return f"limits is {limits}, and {', '.join(found)} in the environment overrides it for the whole process: unset it"
 
 
-def loaded_libraries() -> list[Path]:
-    """Every libnccl of this process; more than one is one too many, see `several_loaded`."""
-    paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
-    return [Path(path) for path in sorted(paths) if Path(path).name.startswith("libnccl.so")]
+def loaded_libraries(maps: str | None = None) -> list[Path]:
+    """Every libnccl of a process by its ``/proc/self/maps``, None: of this one; a file that is mapped twice is one.
+
+    More than one is one too many, see `several_loaded`.
+    """
+    files: dict[tuple[str, str], Path] = {}
+    for line in (MAPS.read_text() if maps is None else maps).splitlines():
+        parts = line.split(maxsplit=5)
+        if len(parts) == 6 and LIBRARY_FILE.fullmatch(Path(parts[5].removesuffix(" (deleted)")).name):
+            files.setdefault((parts[3], parts[4]), Path(parts[5]))  # device and inode: one file has many names
+    return [*files.values()]
 
 
 def several_loaded() -> str | None:

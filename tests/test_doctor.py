@@ -22,8 +22,9 @@ from ringattn.bench.doctor import machine as doctor_machine
 from ringattn.bench.doctor import ring as doctor_ring
 from ringattn.bench.doctor.findings import FAIL, OK, SKIPPED, Finding
 from ringattn.bench.doctor.machine import Facts
-from ringattn.comm import LocalTransport, TransportError
+from ringattn.comm import LocalTransport, TransportError, nccl_library
 from ringattn.comm.groups import open_transports
+from ringattn.comm.nccl_library import loaded_libraries
 from ringattn.comm.places import Place
 from ringattn.comm.topology import Topology, ring_topology
 from ringattn.ring import ring_attention
@@ -342,15 +343,15 @@ MAPS = """\
 
 
 def test_loaded_libraries() -> None:
-    assert doctor_machine.loaded(MAPS) == ["/venv/nvidia/nccl/lib/libnccl.so.2"]
+    assert [*map(str, loaded_libraries(MAPS))] == ["/venv/nvidia/nccl/lib/libnccl.so.2"]
     second = "7f8-7f9 r-xp 00000000 08:01 14 /usr/lib/my folder/libnccl.so.2.27.3 (deleted)\n"
-    assert doctor_machine.loaded(MAPS + second)[1] == "/usr/lib/my folder/libnccl.so.2.27.3 (deleted)"
+    assert str(loaded_libraries(MAPS + second)[1]) == "/usr/lib/my folder/libnccl.so.2.27.3 (deleted)"
 
 
 def test_two_libraries_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     maps = tmp_path / "maps"
     maps.write_text(MAPS + "7f8-7f9 r-xp 00000000 08:01 14 /usr/lib/libnccl.so.2.27.3\n")
-    monkeypatch.setattr(doctor_machine, "MAPS", maps)
+    monkeypatch.setattr(nccl_library, "MAPS", maps)
     result = run("--world", "2")
     assert result.exit_code == 1
     told = lines(result.stdout)["libnccl"]

@@ -17,13 +17,11 @@ import triton
 from ... import __version__
 from ...comm import nvml
 from ...comm.nccl import nccl_missing
+from ...comm.nccl_library import loaded_libraries
 from ...comm.places import Place, pairs_by_link
 from ...comm.topology import Topology
 from .findings import FAIL, OK, SKIPPED, Finding, by_rank, differing, ranks_text
 
-MAPS = Path("/proc/self/maps")
-# a library of NCCL, not one of its plugins (libnccl-net.so, libnccl-tuner.so …)
-LIBRARY = re.compile(r"libnccl(-[0-9a-f]{8})?\.so[.\d]*")
 # settings that turn a fast path off, and that people forget in their shells
 SLOW_SETTINGS = {
     "NCCL_P2P_DISABLE": "NVLink and PCIe peers are not used",
@@ -69,24 +67,15 @@ def facts() -> Facts:
         "Python": platform.python_version(),
     }
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
-    return Facts(versions, tuple((path, _version_of(path)) for path in loaded(MAPS.read_text())), no_nccl, settings)
+    here = tuple((str(path), _version_of(path)) for path in loaded_libraries())
+    return Facts(versions, here, no_nccl, settings)
 
 
-def loaded(maps: str) -> list[str]:
-    """Paths of the NCCL libraries of a process, from its ``/proc/self/maps``; a file that is mapped twice is one."""
-    files: dict[tuple[str, str], str] = {}
-    for line in maps.splitlines():
-        parts = line.split(maxsplit=5)
-        if len(parts) == 6 and LIBRARY.fullmatch(Path(parts[5].removesuffix(" (deleted)")).name):
-            files.setdefault((parts[3], parts[4]), parts[5])  # device and inode: one file has many names
-    return list(files.values())
-
-
-def _version_of(path: str) -> str:
+def _version_of(path: Path) -> str:
     """Of a library that is loaded already: ``2.29.7``."""
     number = ctypes.c_int()
     try:
-        ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number))
+        ctypes.CDLL(str(path)).ncclGetVersion(ctypes.byref(number))
     except (OSError, AttributeError) as error:
         return f"unknown version ({type(error).__name__})"
     major, rest = divmod(number.value, 10_000)
