@@ -47,7 +47,7 @@ from .overlap.runs import BACKWARD, FORWARD
 from .provenance import provenance
 from .ring.candidates import DTYPES, Problem
 from .ring.memory import of_ours
-from .shapes import TimerOfRings, binary, count, device_name, dtype_name, grouped, timer_of_rings
+from .shapes import TimerOfRings, binary, check_chunks, count, device_name, dtype_name, grouped, timer_of_rings
 from .tables import table
 from .timing import Clock, interleaved
 
@@ -313,7 +313,7 @@ def host(
     batch: Annotated[int, typer.Option(min=1)] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
-    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    head_dim: Annotated[int, typer.Option(min=1, max=MAX_HEAD_DIM)] = 128,
     dtype: Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16.")] = "bf16",
     chunks: Annotated[int, typer.Option(min=1, help="Runs of heads that a hop is cut into.")] = 1,
     device: Annotated[str, typer.Option(help="cpu (stubbed) or cuda; default: cuda where there is one.")] = "",
@@ -328,12 +328,7 @@ def host(
     check_targets(json, csv)
     if not prints():
         return  # one rank tells what there is to tell
-    if not 1 <= chunks <= kv_heads:
-        raise typer.BadParameter(
-            f"--chunks is {chunks}, and there are {kv_heads} heads of K and V: a chunk has one or more"
-        )
-    if head_dim > MAX_HEAD_DIM:
-        raise typer.BadParameter(f"--head-dim is {head_dim}: it must be 1 to {MAX_HEAD_DIM}")
+    check_chunks([chunks], kv_heads)
     shape = (batch, tokens, heads, head_dim)
     check_room(shape, kv_heads, dtype, where)
     rows = measured(indexed(where), shape, kv_heads, DTYPES[dtype], chunks, timer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
@@ -233,6 +233,13 @@ def grouped(heads: int, kv_heads: int | None) -> int:
     if heads % kv_heads:
         raise typer.BadParameter(f"--kv-heads is {kv_heads}: --heads, {heads}, must be a multiple of it")
     return kv_heads
+
+
+def check_chunks(chunks: Sequence[int], kv_heads: int) -> None:
+    """Refuse runs of heads that hold none: typer.BadParameter."""
+    if max(chunks) > kv_heads or min(chunks) < 1:
+        told = ",".join(map(str, chunks))
+        raise typer.BadParameter(f"--chunks is {told}: a chunk is at least one of the {kv_heads} key heads")
 
 
 def dtype_name(text: str) -> str:

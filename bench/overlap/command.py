@@ -25,6 +25,7 @@ from ..shapes import (
     LayoutName,
     TimerOfRings,
     binary,
+    check_chunks,
     check_transport,
     count,
     device_name,
@@ -230,8 +231,7 @@ def overlap(
     place = member()
     world = world_of(place, world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
     kv_heads = grouped(heads, kv_heads)
-    if max(chunks) > kv_heads or min(chunks) < 1:
-        raise typer.BadParameter(f"--chunks is {chunks}: a chunk is at least one of the {kv_heads} key heads")
+    check_chunks(chunks, kv_heads)
     check_targets(json, csv)
     share = threads or max(1, cores() // (place.local_world if place is not None else world))
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
