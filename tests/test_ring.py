@@ -361,6 +361,7 @@ def test_slots_of_a_failed_call_go_after_its_transfers(then: str, monkeypatch: p
                 ring.close()
             else:  # one that has something to encode
                 ring_attention(*parts, layout=layout, ring=ring)
+                together.wait()  # or who closes first ends the call of those that are still in it
             assert fence.waits
 
     with LocalWorld(3, timeout=10) as world:
