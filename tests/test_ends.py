@@ -315,7 +315,7 @@ def test_nothing_grows(body: Callable[[int], float], most: float) -> None:
 
 
 def test_steps_and_rings_leave_no_object_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above, in a moment: fewer objects than steps, no key, no thread and no descriptor."""
+    """As above, in a moment: not one object for each step, no key, no thread and no descriptor."""
     monkeypatch.setattr(preflight, "KEPT_CALLS", 8)
     monkeypatch.setattr(deadlines, "RECENT", 8)
     times = 40
@@ -332,10 +332,12 @@ def test_steps_and_rings_leave_no_object_behind(monkeypatch: pytest.MonkeyPatch)
     with LocalWorld(2) as world:
         for body in (steps, rings):
             counted = []
-            for _ in range(2):
+            for _ in range(6):
                 world.run(body)
                 gc.collect()
                 counted.append((len(gc.get_objects()), world._hub.store.num_keys(), *held()))
-            (objects, *others), (objects_now, *others_now) = counted
-            assert objects_now - objects < times
-            assert no_more(others_now, others)
+            objects, *others = zip(*counted, strict=True)
+            # What other threads and caches hold comes and goes: the least of three. What a step leaves stays.
+            growth = [min(each[3:]) - min(each[:3]) for each in (objects, *others)]
+            assert growth[0] < times, objects
+            assert max(growth[1:]) <= 0, others
