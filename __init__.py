@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import autotune, bench, comm, examples, kernels, reference, ring
+    from . import autotune, bench, comm, examples, kernels, reference, ring, tools
     from .comm import LocalWorld
     from .ring import Layout, Ring, positions, ring_attention, shard, unshard
 
@@ -27,10 +27,11 @@ __all__ = [
     "ring",
     "ring_attention",
     "shard",
+    "tools",
     "unshard",
 ]
 
-_FOLDERS = ("autotune", "bench", "comm", "examples", "kernels", "reference", "ring")
+_FOLDERS = ("autotune", "bench", "comm", "examples", "kernels", "reference", "ring", "tools")
 _HOME = dict.fromkeys(("Layout", "Ring", "positions", "ring_attention", "shard", "unshard"), "ring")
 _HOME["LocalWorld"] = "comm"
 

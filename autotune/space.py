@@ -15,7 +15,7 @@ from typing import Any
 from ..kernels import KernelConfig, Tile
 from ..kernels.config import EPILOGUES, FORWARD_KERNELS, ORDERS
 from ..kernels.described import COPY_ENGINE_ARCH, fills_boxes
-from ..kernels.hopper_launch import HEAD_DIMS, check_tile
+from ..kernels.experimental.hopper_launch import HEAD_DIMS, check_tile
 from ..kernels.order import MARGIN
 from ..kernels.tables import SINGLE_PASS, TUNED, Option, Point, least_shared, options_of, shared_limit, with_options
 

@@ -35,33 +35,55 @@ _PASS_ON = {
 }
 
 
-def _register(group: typer.Typer, name: str, summary: str, *, module: str | None = None) -> None:
-    """Let ``name`` in ``group`` stand for the ``app`` of ``module``, or of ``bench/name/command.py``."""
+def _register(group: typer.Typer, name: str, summary: str, module: str) -> None:
+    """Let ``name`` in ``group`` stand for the ``app`` of ``module``."""
 
     @group.command(name, help=summary, context_settings=_PASS_ON)
     def command(context: typer.Context) -> None:
-        target: typer.Typer = import_module(f".{module or f'{name}.command'}", __package__).app
+        target: typer.Typer = import_module(f"{__package__.rpartition('.')[0]}.{module}").app
         target(args=list(context.args), prog_name=context.command_path)
 
 
-_register(app, "demo", "Train a small decoder on one long document, sharded and whole, and compare.")
-_register(app, "show", "Print or draw the schedule and the mask of any call.", module="show")
-_register(app, "inspect", "What any kernel takes on any GPU, and what bounds its main loop.")
-_register(app, "tune", "Find the tiles of a model's attention for a GPU; without one, by compiling alone.")
-_register(app, "doctor", "Does this machine do what a ring needs? If not, what to do first.")
-_register(app, "predict", "How long a ring of any size takes, by the loops that really run.")
-_register(app, "export", "Write kernels as a C++ framework links them: cubin, C launcher, manifest.")
-_register(bench, "kernels", "Our kernels beside PyTorch's backends on one device: ms, TFLOP/s, errors.")
-_register(app, "report", "One page of a folder of results: what failed, timelines, plots, every number.")
-_register(bench, "ring", "A whole ring in real processes, beside one process and beside other rings.")
-_register(
-    bench, "memory", "Peak memory per rank, for growing rings of the same tokens per rank.", module="memory_bench"
-)
-_register(bench, "links", "Every transport over every edge of the ring, with nccl-tests' flags and columns.")
-_register(bench, "overlap", "Compute alone, communication alone, together: does the third buffer pay?")
-_register(bench, "timeline", "When each rank of a ring computed, sent, received and waited: a trace, a picture.")
-_register(bench, "host", "The host's time to post one hop, beside what the hop computes.", module="host_time")
-_register(bench, "suite", "Everything this machine can measure, within a time budget, in one result folder.")
+COMMANDS = {
+    "demo": ("examples.demo", "Train a small decoder on one long document, sharded and whole, and compare."),
+    "show": ("tools.show", "Print or draw the schedule and the mask of any call."),
+    "inspect": ("autotune.inspect.command", "What any kernel takes on any GPU, and what bounds its main loop."),
+    "tune": (
+        "autotune.tune.command",
+        "Find the tiles of a model's attention for a GPU; without one, by compiling alone.",
+    ),
+    "doctor": ("tools.doctor.command", "Does this machine do what a ring needs? If not, what to do first."),
+    "predict": ("bench.predict.command", "How long a ring of any size takes, by the loops that really run."),
+    "export": ("tools.export.command", "Write kernels as a C++ framework links them: cubin, C launcher, manifest."),
+    "bench kernels": (
+        "bench.kernels.command",
+        "Our kernels beside PyTorch's backends on one device: ms, TFLOP/s, errors.",
+    ),
+    "report": ("bench.report.command", "One page of a folder of results: what failed, timelines, plots, every number."),
+    "bench ring": ("bench.ring.command", "A whole ring in real processes, beside one process and beside other rings."),
+    "bench memory": ("bench.memory", "Peak memory per rank, for growing rings of the same tokens per rank."),
+    "bench links": (
+        "bench.links.command",
+        "Every transport over every edge of the ring, with nccl-tests' flags and columns.",
+    ),
+    "bench overlap": (
+        "bench.overlap.command",
+        "Compute alone, communication alone, together: does the third buffer pay?",
+    ),
+    "bench timeline": (
+        "bench.timeline.command",
+        "When each rank of a ring computed, sent, received and waited: a trace, a picture.",
+    ),
+    "bench host": ("bench.host", "The host's time to post one hop, beside what the hop computes."),
+    "bench suite": (
+        "bench.suite.command",
+        "Everything this machine can measure, within a time budget, in one result folder.",
+    ),
+}
+"""By what is typed: the module, and what it does."""
+
+for _name, (_module, _summary) in COMMANDS.items():
+    _register(bench if _name.startswith("bench ") else app, _name.rpartition(" ")[2], _summary, _module)
 
 
 def _print_version(wanted: bool) -> None:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ring import Layout, Mask, Ring, ring_attention, visible_pairs
-from ..ring.documents import Documents
-from .launching import Member, launch, member, process_group, threads
-from .masks import packed
+from ..ring.schedule.documents import Documents
+from .common.launching import Member, launch, member, process_group, threads
+from .common.masks import packed
+from .common.timing import Clock, Samples, interleaved
 from .ring.runs import Ranks
-from .timing import Clock, Samples, interleaved
 
 CPU = torch.device("cpu")
 

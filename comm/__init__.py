@@ -2,14 +2,14 @@
 
 from .groups import Group, GroupLike, group_rank_size, open_transport, open_transports, resolve_group
 from .limits import Limits
-from .local import LocalGroup, LocalTransport
-from .local_world import LocalWorld
-from .mailboxes import WorldAborted
-from .nccl import NcclTransport
-from .process_group import ProcessGroupTransport
 from .slots import Slots, slot_nbytes
-from .topology import Topology
+from .topology.topology import Topology
 from .transport import DONE, Edge, Fence, Message, Transport, TransportError
+from .transports.local import LocalGroup, LocalTransport
+from .transports.local_world import LocalWorld
+from .transports.mailboxes import WorldAborted
+from .transports.nccl import NcclTransport
+from .transports.process_group import ProcessGroupTransport
 
 __all__ = [
     "DONE",

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from .control import Control
 from .limits import Limits
-from .nccl import nccl_missing
-from .nccl_library import OVERRIDES, overridden
-from .preflight import brief
 from .transport import TransportError
+from .transports.nccl import nccl_missing
+from .transports.nccl_library import OVERRIDES, overridden
+from .watchdog.preflight import brief
 
 # Backends of torch.distributed that read memory from the host: they cannot take CUDA tensors in stream order.
 HOST_BACKENDS = ("gloo", "mpi")
@@ -58,7 +58,7 @@ def problem_of(name: str, device: torch.device, limits: Limits, group: dist.Proc
         return f"it moves CUDA tensors, device is {device}"
     if name == "nccl":
         return nccl_missing() or refused or overridden(limits)
-    from .copy_engine import copy_engine_missing  # on demand: most processes never use it
+    from .transports.copy_engine.copy_engine import copy_engine_missing  # on demand: most processes never use it
 
     return copy_engine_missing() or refused
 

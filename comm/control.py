@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from .kept import LINE, kept_of
-from .local import LocalGroup
-from .mailboxes import WorldAborted
 from .store_line import ANSWER_SECONDS, Line, LocalLine, StoreLine, open_line
 from .transport import TransportError, decoded, encoded
+from .transports.local import LocalGroup
+from .transports.mailboxes import WorldAborted
 
 # What a rank that gives up, or leaves, grants the store for its last words.
 LAST_SECONDS = 1.0

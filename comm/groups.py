@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .by_node import ByNodeTransport
 from .choice import choose, problem_of, wish_of
 from .control import Control, control_of
 from .kept import check_process
-from .lanes import indexed
 from .limits import NO_LIMITS, Limits
-from .local import LocalGroup, LocalTransport, solo_group
-from .nccl import NcclTransport
-from .process_group import ProcessGroupTransport
-from .topology import Topology
+from .topology.topology import Topology
 from .transport import Edge, Transport, TransportError
-from .warm_up import DEFAULT_TIMEOUT, ring_edges
+from .transports.by_node import ByNodeTransport
+from .transports.lanes import indexed
+from .transports.local import LocalGroup, LocalTransport, solo_group
+from .transports.nccl import NcclTransport
+from .transports.process_group import ProcessGroupTransport
+from .transports.warm_up import DEFAULT_TIMEOUT, ring_edges
 
 logger = logging.getLogger(__name__)
 
@@ -276,6 +276,6 @@ def _make(group: Group, name: str, device: torch.device, level: _Level, limits: 
         return ByNodeTransport(**common, nodes=level.nodes, control=control, limits=limits, timeout=timeout)
     if name == "nccl":
         return NcclTransport(**common, control=control, limits=limits, timeout=timeout)
-    from .copy_engine import CopyEngineTransport  # on demand: most processes never use it
+    from .transports.copy_engine.copy_engine import CopyEngineTransport  # on demand: most processes never use it
 
     return CopyEngineTransport(**common, control=control, timeout=timeout)

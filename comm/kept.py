@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .cuda_threads import HOST, on_device, start
-from .local import LocalGroup
+from .transports.local import LocalGroup
 
 
 class Closes(Protocol):

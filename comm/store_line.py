@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from .gloo import connection_closed
-from .liveness import has_ended, own_process
-from .local import LocalGroup
-from .mailboxes import DEFAULT_TIMEOUT, Hub, WorldAborted
 from .transport import TransportError, decoded, encoded
+from .transports.gloo import connection_closed
+from .transports.local import LocalGroup
+from .transports.mailboxes import DEFAULT_TIMEOUT, Hub, WorldAborted
+from .watchdog.liveness import has_ended, own_process
 
 T = TypeVar("T")
 

@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .backward import delta_kernel, dkdv_kernel, dq_kernel, reduce_kernel
 from .bounds import FULL, Bounds
 from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank, result_like
 from .choice import backward_config, check_tiles, launched, situation, tile_for
 from .config import KernelConfig, Tile, is_single_pass
 from .described import check_results, describes, descriptor, is_described
-from .forward import forward_kernel
-from .gradients import attention_gradients
-from .hopper_launch import Described, launch_hopper, takes
+from .device.backward import delta_kernel, dkdv_kernel, dq_kernel, reduce_kernel
+from .device.forward import forward_kernel
+from .device.tiles import Shape, Strided
+from .experimental.gradients import attention_gradients
+from .experimental.hopper_launch import Described, launch_hopper, takes
 from .launch import (
     check_config,
     dealt,
@@ -34,7 +35,6 @@ from .launch import (
     strided,
 )
 from .scores import PLAIN, Scores
-from .tiles import Shape, Strided
 
 REDUCE_BLOCK = 16  # of another: the parts of few rows are many bytes already, and this divides every tile
 REDUCE_WARPS = 8  # with four, ptxas keeps two addresses in local memory on sm_100

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import attention as host
 from .config import KernelConfig, is_single_pass
-from .gradients import attention_gradients as host_gradients
+from .experimental.gradients import attention_gradients as host_gradients
 from .op_calls import pack
 from .ops import (
     backward_op,

@@ -14,11 +14,11 @@ from triton.runtime.jit import JITFunction
 from .bounds import Bounds
 from .config import KernelConfig, Tile
 from .described import check_described, is_described
-from .modify import UNMODIFIED, Modifiers
+from .device.modify import UNMODIFIED, Modifiers
+from .device.parts import dot
+from .device.tiles import BlockRuns, Interval, Order, Shape, Strided
 from .order import chip_of, margin_of, persistent_programs, splits_for, swath_of, tiles_of
-from .parts import dot
 from .scores import PLAIN, Scores
-from .tiles import BlockRuns, Interval, Order, Shape, Strided
 
 # Triton's interpreter patches its language module while a kernel runs, and a first launch compiles: one at a time.
 _LOCK = threading.Lock()

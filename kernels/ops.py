@@ -15,7 +15,7 @@ from torch import Tensor
 from . import attention as host
 from .bounds import FULL, Bounds
 from .config import KernelConfig
-from .gradients import attention_gradients
+from .experimental.gradients import attention_gradients
 from .op_calls import SCHEMA, Call, pack, unpack
 from .quantize import dequantize, quantize
 from .scores import PLAIN, Scores

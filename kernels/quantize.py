@@ -8,9 +8,9 @@ import torch
 import triton
 
 from .checks import DTYPES, MAX_HEAD_DIM, check_like, check_rank, check_unit_stride
-from .e4m3 import dequantize_kernel, quantize_kernel
+from .device.e4m3 import dequantize_kernel, quantize_kernel
+from .device.tiles import Shape
 from .launch import launch, programs, strided
-from .tiles import Shape
 
 SCALE_TOKENS = 128
 """Tokens that share a scale: the tile of one program, and 4 bytes of scale to 128 * D of codes."""

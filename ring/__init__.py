@@ -1,14 +1,14 @@
 """Where kernels and comm meet: layouts, masks, schedules, the ring loop, autograd."""
 
 from .attention import ring_attention
-from .block_mask import BlockMask, Longformer, bigbird, fixed, longformer, strided
-from .layout import Layout, Span
-from .mask import Mask, bounds, visible_pairs
 from .ring import Ring
-from .schedule import Hop, Schedule, schedule
+from .schedule.block_mask import BlockMask, Longformer, bigbird, fixed, longformer, strided
+from .schedule.layout import Layout, Span
+from .schedule.mask import Mask, bounds, visible_pairs
+from .schedule.schedule import Hop, Schedule, schedule
+from .schedule.uses import Span as TraceSpan
 from .shards import positions, shard, unshard
 from .trace import Trace
-from .uses import Span as TraceSpan
 
 __all__ = [
     "BlockMask",

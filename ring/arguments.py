@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels import KernelConfig, Scores, choice, hopper_backward_launch, hopper_launch
+from ..kernels import KernelConfig, Scores, choice
 from ..kernels.checks import TRANSPOSED, check_qkv, check_scale, check_tensor
+from ..kernels.experimental import hopper_backward_launch, hopper_launch
 from ..kernels.launch import check_config, check_cpu
 from .backends import resolve_backend
-from .block_mask import BlockMask, Longformer
 from .checked import check_autograd, checked
-from .documents import Documents, whole_numbers
-from .layout import Layout, LayoutLike
-from .mask import UNLIMITED, Mask
 from .ring import Ring
+from .schedule.block_mask import BlockMask, Longformer
+from .schedule.documents import Documents, whole_numbers
+from .schedule.layout import Layout, LayoutLike
+from .schedule.mask import UNLIMITED, Mask
 from .shards import resolve_layout
 from .wire import wire_of
 

@@ -10,12 +10,12 @@ import torch
 from ..comm import GroupLike
 from ..kernels import KernelConfig
 from ..kernels.checks import check_tensor
-from .block_mask import BlockMask, Longformer
 from .checked import checked
-from .layout import LayoutLike
 from .node import RingAttention, autocast, forward, resolve_ring, settled
 from .ops import traced
 from .ring import Ring, device_of
+from .schedule.block_mask import BlockMask, Longformer
+from .schedule.layout import LayoutLike
 
 
 class Options(TypedDict, total=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..comm import Fence
-from .schedule import Hop
+from .schedule.schedule import Hop
 from .traffic import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Lane, Pair, Tensors, load
 
 NOTHING = Arrival(None, ())

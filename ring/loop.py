@@ -14,7 +14,7 @@ import torch
 
 from ..kernels import Bounds, Scores
 from .key_values import KeyValues
-from .schedule import Hop
+from .schedule.schedule import Hop
 from .sums import Sums
 from .traffic import Call, Heads, Pair, Seen, Tensors
 

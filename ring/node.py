@@ -23,10 +23,10 @@ from .arguments import (
     sink_of,
 )
 from .backends import backward_works, forward_works, joined, row_delta
-from .block_mask import BlockMask, Longformer
-from .layout import LayoutLike
-from .plan import Plan, plan
 from .ring import Ring, ring_of
+from .schedule.block_mask import BlockMask, Longformer
+from .schedule.layout import LayoutLike
+from .schedule.plan import Plan, plan
 
 ONCE = "ring_attention has no second derivative: its gradients cannot be differentiated again"
 

@@ -20,11 +20,11 @@ from ..comm.numbers import of_number
 from ..kernels import KernelConfig
 from ..kernels.op_calls import pack_config, unpack_config
 from ..kernels.scores import SEEDS
-from .block_mask import BlockMask, Longformer
-from .layout import Layout, LayoutLike
 from .node import resolve_ring
-from .plan import PLANS
 from .ring import Ring
+from .schedule.block_mask import BlockMask, Longformer
+from .schedule.layout import Layout, LayoutLike
+from .schedule.plan import PLANS
 
 SCHEMA = (
     "Tensor? alibi_slopes, Tensor? layout, str? layout_name, Tensor? kv_layout, str? kv_layout_name, "

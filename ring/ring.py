@@ -31,17 +31,17 @@ from ..comm import (
 )
 from ..comm.control import Control
 from ..comm.cuda_threads import HOST, within
-from ..comm.gossip import Report
 from ..comm.kept import kept_of
 from ..comm.numbers import numbered
-from ..comm.nvml import discover, reader
-from ..comm.watch import ABORT_SECONDS, Watch
-from ..comm.watchdog import open_watch, ring_control
+from ..comm.topology.nvml import discover, reader
+from ..comm.watchdog.gossip import Report
+from ..comm.watchdog.watch import ABORT_SECONDS, Watch
+from ..comm.watchdog.watchdog import open_watch, ring_control
 from ..kernels import PLAIN, KernelConfig, Scores
 from ..kernels.order import chip_of
 from .checked import checked
-from .plan import PLANS, Plan
-from .schedule import KV_SLOTS
+from .schedule.plan import PLANS, Plan
+from .schedule.schedule import KV_SLOTS
 from .trace import Trace
 from .traffic import Call, Posted, chunks_of
 from .wire import grad_wire_of, wire_of

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..comm import Fence
-from .schedule import SUMS_SLOTS, Hop
+from .schedule.schedule import SUMS_SLOTS, Hop
 from .traffic import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Lane, Load, Tensors
 
 # of a two-level ring, after the slots that rotate

@@ -17,12 +17,12 @@ import torch
 
 from ..comm import Fence, Message, Transport
 from ..comm.cuda_threads import on_device
-from ..comm.host_stream import HostFence
-from ..comm.lanes import StreamOrdered
-from .plan import Plan
-from .schedule import Hop
+from ..comm.transports.host_stream import HostFence
+from ..comm.transports.lanes import StreamOrdered
+from .schedule.plan import Plan
+from .schedule.schedule import Hop
+from .schedule.uses import Moved, Span, names, uses
 from .traffic import Call, Key
-from .uses import Moved, Span, names, uses
 
 Moment = Any  # float: seconds on the host clock; a torch.cuda.Event: where a stream is
 

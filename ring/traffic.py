@@ -15,8 +15,8 @@ import torch
 
 from ..comm import Fence, Message, Slots, Transport, slot_nbytes
 from ..kernels import PLAIN, Bounds, Scores
-from .plan import Plan, Sight
-from .schedule import Hop
+from .schedule.plan import Plan, Sight
+from .schedule.schedule import Hop
 from .wire import Wire
 
 Tensors = tuple[torch.Tensor, ...]

@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from . import compiles
-from .interpreter import quicken
+from .support import compiles
+from .support.interpreter import quicken
 
 quicken()
 
@@ -83,7 +83,7 @@ def poison() -> Iterator[None]:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As started by hand, whatever the tests run under: no variable of a launcher is set."""
-    from ringattn.bench.launching import JOBS, LAUNCHERS
+    from ringattn.bench.common.launching import JOBS, LAUNCHERS
 
     for name in {*chain.from_iterable((*LAUNCHERS, *JOBS)), "MASTER_ADDR", "MASTER_PORT"}:
         monkeypatch.delenv(name, raising=False)

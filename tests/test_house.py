@@ -19,7 +19,7 @@ import pytest
 import ringattn
 
 from .conftest import profile
-from .nightly import rest_nightly
+from .support.nightly import rest_nightly
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -28,13 +28,12 @@ FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 ARROWS = {
     "kernels": set[str](),
     "comm": {"__version__"},
-    "autotune": {"kernels", "__version__"},
-    "ring": {"kernels", "comm", "autotune", "__version__"},
+    "ring": {"kernels", "comm", "__version__"},
     "integrations": {"ring", "__version__"},
     "reference": set[str](),
     "examples": {*ringattn.__all__},
 }
-"""What each folder may import of ours, beside itself; ``bench`` may import anything but tests."""
+"""What each folder may import of ours, beside itself; ``autotune``, ``bench`` and ``tools``: anything but tests."""
 
 
 def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
@@ -103,7 +102,7 @@ def test_nothing_that_other_ranks_send_is_unpickled() -> None:
 
 
 def test_every_folder_is_known() -> None:
-    assert {*FOLDERS} <= {*ARROWS, "bench"}
+    assert {*FOLDERS} <= {*ARROWS, "autotune", "bench", "tools"}
 
 
 def test_package_list_is_the_folders() -> None:
@@ -149,7 +148,7 @@ def test_properties_are_drawn_anew_in_nightly_runs_alone() -> None:
 )
 def test_a_file_without_such_tests_fails_no_nightly_run(arguments: list[str], code: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:xdist", "-m", *arguments]
-    assert subprocess.run([*command, ROOT / "tests" / "test_spans.py"], capture_output=True).returncode == code
+    assert subprocess.run([*command, ROOT / "tests" / "comm" / "test_spans.py"], capture_output=True).returncode == code
 
 
 CLONES = ("ringattn", "main", "my-fork", "kernels")
@@ -164,7 +163,7 @@ def names(_=None):
 
 def test_names():
     with FORKED.Pool(1) as pool:
-        assert [names(), *pool.map(names, [0])] == [("tests.test_names", {file!r}, False)] * 2
+        assert [names(), *pool.map(names, [0])] == [("tests.support.test_names", {file!r}, False)] * 2
 """
 
 
@@ -179,10 +178,12 @@ def test_clones_of_every_name(name: str, tmp_path: Path) -> None:
     """Tests have one name, and import what is installed here: in their processes, and at night under xdist, too."""
     clone = tmp_path / name
     copied(clone)
-    (clone / "tests" / "test_names.py").write_text(NAMES.format(file=ringattn.__file__, beside=str(tmp_path)))
+    (clone / "tests" / "support" / "test_names.py").write_text(
+        NAMES.format(file=ringattn.__file__, beside=str(tmp_path))
+    )
     workers = "0" if name == ANOTHER else "1"
     command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "-k", "names or bits"]
-    files = ["tests/test_names.py", "tests/test_processes.py"]
+    files = ["tests/support/test_names.py", "tests/properties/test_processes.py"]
     done = subprocess.run([*command, *files], cwd=clone, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

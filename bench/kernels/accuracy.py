@@ -15,10 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from ... import reference
 from ...kernels import Bounds, KernelConfig, default_config
 from ...kernels.config import config_for, is_single_pass
-from ...kernels.hopper_launch import is_hopper
+from ...kernels.experimental.hopper_launch import is_hopper
 from ...ring import Layout, Mask, bounds
-from ...ring.aten import AtenBackward, AtenForward
 from ...ring.backends import SinglePassBackward, TritonBackward, TritonForward
+from ...ring.cpu.aten import AtenBackward, AtenForward
 from ..ring.candidates import DTYPES
 from ..suite.cases import NotHere, Number, poisoned
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.language.extra import cuda as tl_cuda
 
 from ...comm import Limits
-from ...comm.lanes import HIGH_PRIORITY, new_stream
+from ...comm.transports.lanes import HIGH_PRIORITY, new_stream
 from ...kernels import attention_forward, default_config
 from ..suite.cases import Number
 

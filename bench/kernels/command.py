@@ -11,11 +11,11 @@ import typer
 from rich.console import Console
 
 from ...kernels.checks import MAX_HEAD_DIM
-from ..launching import member
-from ..masks import boundaries_of
-from ..output import check_targets, prints, write_csv, write_json
-from ..provenance import provenance
-from ..shapes import (
+from ..common.launching import member
+from ..common.masks import boundaries_of
+from ..common.output import check_targets, prints, write_csv, write_json
+from ..common.provenance import provenance
+from ..common.shapes import (
     BlockMaskPattern,
     CuSeqlens,
     DocumentsOfMean,
@@ -28,9 +28,9 @@ from ..shapes import (
     grouped,
     head_dims,
 )
+from ..common.tables import table
+from ..common.timing import TIMERS, Clock
 from ..suite.cases import Number
-from ..tables import table
-from ..timing import TIMERS, Clock
 from . import speed
 from .contender import OURS
 from .memory import Field, check_room

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import Bounds
-from ..timing import Step
+from ..common.timing import Step
 from .shape import Shape
 
 OURS = "ringattn"

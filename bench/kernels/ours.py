@@ -23,7 +23,7 @@ from ...kernels.config import config_for
 from ...ring.backends import backward_works, forward_works
 from ...ring.loop import ForwardWork, add
 from ...ring.traffic import Seen, chunks_of
-from ..timing import Step
+from ..common.timing import Step
 from .contender import BACKWARD, FORWARD, OURS, PARTS, PASSES, STATE, Cannot, Given, Ready
 
 HOPPER_ARCH = 90

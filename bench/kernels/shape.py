@@ -13,14 +13,14 @@ from ...kernels import Bounds
 from ...reference.masks import Masks
 from ...ring import Layout, Mask
 from ...ring.arguments import Layouts, mask_of
-from ...ring.block_mask import BlockMask, Longformer
-from ...ring.mask import UNLIMITED, visible_pairs
-from ...ring.plan import plan
-from .. import masks
-from ..flops import forward_flops
-from ..masks import pattern_of
+from ...ring.schedule.block_mask import BlockMask, Longformer
+from ...ring.schedule.mask import UNLIMITED, visible_pairs
+from ...ring.schedule.plan import plan
+from ..common import masks
+from ..common.flops import forward_flops
+from ..common.masks import pattern_of
+from ..common.shapes import Pattern
 from ..ring.candidates import DTYPES
-from ..shapes import Pattern
 
 
 @dataclass(frozen=True)

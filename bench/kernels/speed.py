@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ...kernels import Bounds
 from ...ring import Layout, Mask, bounds
-from ..exact import RESULTS, Judge, allowed, chosen_heads, judge, plainly
-from ..flops import BACKWARD_FLOPS, BY_SQUARE
+from ..common.exact import RESULTS, Judge, allowed, chosen_heads, judge, plainly
+from ..common.flops import BACKWARD_FLOPS, BY_SQUARE
+from ..common.timing import Clock, Samples, Step, interleaved, repeats_within
 from ..ring.candidates import DTYPES
 from ..suite.cases import Number
-from ..timing import Clock, Samples, Step, interleaved, repeats_within
 from .contender import BACKWARD, FORWARD, PASSES, STATE, Cannot, Contender, Given
 from .rivals import contenders
 from .shape import Shape

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.lanes import HIGH_PRIORITY, new_stream
+from ...comm.transports.lanes import HIGH_PRIORITY, new_stream
 from ...kernels import attention_forward
-from ..flops import forward_flops
+from ..common.flops import forward_flops
+from ..common.timing import OF_RINGS, Clock, Step, interleaved, nearest, repeats_within
 from ..ring.candidates import DTYPES
 from ..suite.cases import Number
-from ..timing import OF_RINGS, Clock, Step, interleaved, nearest, repeats_within
 from . import speed
 from .beside import LEFT, SIZES, Copy, bytes_for
 from .contender import BACKWARD, FORWARD, OURS, STATE, Cannot

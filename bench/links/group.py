@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ...comm import Group, Limits, LocalGroup, LocalWorld, Transport, TransportError, open_transports
 from ...comm.control import control_of
-from ..launching import Member, member, process_group
+from ..common.launching import Member, member, process_group
 from .beside import measured_beside
 from .runs import REGISTERED, Beside, Row, Wish, measured, ways
 from .text import limits_text

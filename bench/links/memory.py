@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..memory_room import Needs, of_ranks, refuse_too_large
+from ..common.memory_room import Needs, of_ranks, refuse_too_large
 from .runs import Wish
 
 MIB = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..tables import table
+from ..common.tables import table
 from .runs import Beside, Row
 
 TYPE, NO_REDUCTION, NO_ROOT = "uint8", "none", "-1"

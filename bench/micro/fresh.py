@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...ring.schedule import _schedule
-from ...ring.travel import travelling
-from ...ring.visits import seen_blocks, unions
+from ...ring.schedule.schedule import _schedule
+from ...ring.schedule.travel import travelling
+from ...ring.schedule.visits import seen_blocks, unions
 
 
 def forget() -> None:

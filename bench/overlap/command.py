@@ -15,13 +15,10 @@ from rich.progress import Progress
 
 from ...comm import Limits
 from ...ring import Ring
-from ..launching import Member, cores, member, process_group, started, world_of
-from ..links.group import device_of
-from ..output import check_targets, prints, write_csv, write_json
-from ..provenance import provenance
-from ..ring.candidates import Problem
-from ..ring.runs import Ranks
-from ..shapes import (
+from ..common.launching import Member, cores, member, process_group, started, world_of
+from ..common.output import check_targets, prints, write_csv, write_json
+from ..common.provenance import provenance
+from ..common.shapes import (
     LayoutName,
     TimerOfRings,
     binary,
@@ -35,8 +32,11 @@ from ..shapes import (
     sizes,
     timer_of_rings,
 )
-from ..tables import table
-from ..timing import Clock, Samples, interleaved
+from ..common.tables import table
+from ..common.timing import Clock, Samples, interleaved
+from ..links.group import device_of
+from ..ring.candidates import Problem
+from ..ring.runs import Ranks
 from .memory import check_room
 from .rows import Row, contention, step_of, verdict
 from .runs import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, STEP, TOGETHER, Shard, Step, shard_of

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from ...ring.schedule import SUMS_SLOTS
-from ..memory_room import Needs, of_ranks, refuse_too_large
+from ...ring.schedule.schedule import SUMS_SLOTS
+from ..common.memory_room import Needs, of_ranks, refuse_too_large
+from ..common.timing import FLUSH_BYTES
 from ..ring.candidates import Problem
 from ..ring.memory import FP32, rows_of, tokens_per_rank
-from ..timing import FLUSH_BYTES
 from .settings import Setting
 
 

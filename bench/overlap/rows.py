@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..timing import Samples
+from ..common.timing import Samples
 from .runs import STEP
 
 ALLOWANCE = 0.05  # of the larger one: what a step may take above it and one chunk

@@ -1,8 +1,8 @@
 """Rings of thousands of GPUs: one rank's program stands for all, since all do the same.
 
 The schedule of a plain ring is known without looking at every pair of ranks: everyone sees something of every shard. It
-is the same :class:`~ringattn.ring.schedule.Schedule`, with its tables of world x world left unwritten; tests compare
-its hops with those that the ring makes.
+is the same :class:`~ringattn.ring.schedule.schedule.Schedule`, with its tables of world x world left unwritten;
+tests compare its hops with those that the ring makes.
 
 Of a causal mask on contiguous shards the last rank sees everything, and it is the last to be ready; every other rank
 does a part of that. All are taken to do as much.
@@ -18,11 +18,11 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from ...comm.topology import Topology
+from ...comm.topology.topology import Topology
 from ...kernels import FULL
-from ...ring.layout import Layout
-from ...ring.plan import Plan, Positions, Sight
-from ...ring.schedule import Schedule
+from ...ring.schedule.layout import Layout
+from ...ring.schedule.plan import Plan, Positions, Sight
+from ...ring.schedule.schedule import Schedule
 from .call import CPU, Call
 from .clock import Lanes
 from .launch import Area

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...ring.mask import UNLIMITED, Mask
-from ...ring.schedule import Schedule, schedule
+from ...ring.schedule.mask import UNLIMITED, Mask
+from ...ring.schedule.schedule import Schedule, schedule
 from .call import Call
 from .trouble import Trouble
 

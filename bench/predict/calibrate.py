@@ -13,17 +13,17 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ...comm import resolve_group
 from ...comm.control import control_of
-from ..free_memory import free_memory
+from ..common.free_memory import free_memory
+from ..common.launching import cores, member, process_group, started
+from ..common.provenance import cpu, gpu
+from ..common.timing import Clock, Samples, Step
 from ..kernels import speed as kernel_speed
 from ..kernels.contender import OURS
 from ..kernels.shape import Shape
-from ..launching import cores, member, process_group, started
 from ..links import group as link_group
 from ..links.runs import Wish
-from ..provenance import cpu, gpu
 from ..ring.candidates import DTYPES
 from ..suite.device_cases import ceilings
-from ..timing import Clock, Samples, Step
 from .call import CPU, Call
 from .given import Given
 from .host import HostSpeed, mean_of
@@ -148,7 +148,7 @@ def gpu_speed(call: Call, device: torch.device, about: Mapping[str, Any]) -> tup
     Args:
         call: what is predicted: its heads, dtype and mask, at its length or ``GPU_TOKENS``, what is less.
         device: what is measured.
-        about: its name, multiprocessors and memory, as :func:`~ringattn.bench.provenance.gpu` tells them.
+        about: its name, multiprocessors and memory, as :func:`~ringattn.bench.common.provenance.gpu` tells them.
     """
     shape = Shape(
         min(call.tokens, GPU_TOKENS), call.heads, call.kv_heads, call.head_dim, dtype=call.dtype,

@@ -7,13 +7,13 @@ from functools import cached_property
 
 import torch
 
-from ...comm.topology import Topology
+from ...comm.topology.topology import Topology
 from ...kernels.checks import MAX_HEAD_DIM
-from ...ring.layout import Layout
-from ...ring.mask import Mask
-from ...ring.plan import Plan, plan
 from ...ring.ring import depth_of
-from ...ring.schedule import KV_SLOTS
+from ...ring.schedule.layout import Layout
+from ...ring.schedule.mask import Mask
+from ...ring.schedule.plan import Plan, plan
+from ...ring.schedule.schedule import KV_SLOTS
 from ...ring.wire import grad_wire_of, wire_of
 from .program import Form
 

@@ -21,11 +21,11 @@ import typer
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ...ring import Ring
-from ..launching import cores, member, process_group, started
-from ..output import write_json
-from ..provenance import provenance
-from ..shapes import device_here, size, sizes
-from ..tables import table
+from ..common.launching import cores, member, process_group, started
+from ..common.output import write_json
+from ..common.provenance import provenance
+from ..common.shapes import device_here, size, sizes
+from ..common.tables import table
 from .calibrate import DEADLINE, HOST_SIZES, Rounds, between_processes
 from .call import CPU, NAMED
 from .host import HostSpeed

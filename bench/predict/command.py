@@ -9,11 +9,11 @@ import typer
 from rich.console import Console
 
 from ...ring.arguments import Layouts, mask_of
-from ...ring.layout import Layout
-from ...ring.mask import UNLIMITED
-from ..masks import boundaries_of, pattern_of, title
-from ..output import check_targets, prints, write_csv, write_json
-from ..shapes import (
+from ...ring.schedule.layout import Layout
+from ...ring.schedule.mask import UNLIMITED
+from ..common.masks import boundaries_of, pattern_of, title
+from ..common.output import check_targets, prints, write_csv, write_json
+from ..common.shapes import (
     BlockMaskPattern,
     Causal,
     CuSeqlens,

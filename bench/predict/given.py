@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import typer
 
-from ..shapes import size
+from ..common.shapes import size
 from .call import CPU, Call
 from .host import HostSpeed
 from .launch import whole

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels import FULL, Bounds
-from ...ring.pieces import Kind, Limits, Piece, limits, pieces
-from ...ring.tiling import blocks, chunks
+from ...ring.cpu.pieces import Kind, Limits, Piece, limits, pieces
+from ...ring.cpu.tiling import blocks, chunks
 from .launch import Launch
 from .program import ADD, DKDV, DQ, FOLD, PASSES, Form
 

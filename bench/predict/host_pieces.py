@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ...kernels import FULL, Bounds, Runs
-from ...ring import blockwise, flash_cpu
-from ...ring.aten import AtenBackward, AtenForward
-from ...ring.pieces import MIN_ROWS, Kind, Limits
-from ..timing import Clock, Step, interleaved
+from ...ring.cpu import blockwise, flash_cpu
+from ...ring.cpu.aten import AtenBackward, AtenForward
+from ...ring.cpu.pieces import MIN_ROWS, Kind, Limits
+from ..common.timing import Clock, Step, interleaved
 from .host import Body, HostSpeed, tiles_of, work_of
 from .program import PASSES
 

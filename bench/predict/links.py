@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import load, objects, positive, whole_number
+from ..common.files import load, objects, positive, whole_number
 
 GIGA = 1e9
 NCCL_SHARE = 220 / 450  # of NVLink's nominal speed what NCCL's send and receive reach, the middle of 180 to 260 of 450

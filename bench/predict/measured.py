@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..files import load, objects, positive, whole_number
+from ..common.files import load, objects, positive, whole_number
 from ..kernels.contender import BACKWARD, FORWARD, OURS
 from ..suite.result_file import SCHEMA as SUITE
 from .call import DTYPES, Call

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from ..common.shapes import human
 from ..ring.memory import of_all_gather, of_ulysses, slots_of
-from ..shapes import human
 from .call import DTYPES, Call
 from .launch import Device, Launch, whole
 from .links import Link, Links

@@ -15,8 +15,8 @@ import torch
 from ...comm import Fence, Message, Slots
 from ...kernels import FULL, PLAIN, Bounds, Scores
 from ...ring import loop
-from ...ring.plan import Plan, Sight
-from ...ring.schedule import Hop
+from ...ring.schedule.plan import Plan, Sight
+from ...ring.schedule.schedule import Hop
 from ...ring.traffic import Call, Key, Kind, Tensors, chunks_of
 from ...ring.wire import Wire
 

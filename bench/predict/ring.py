@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels import Bounds
-from ...ring.mask import UNLIMITED, Mask
-from ...ring.plan import Plan
+from ...ring.schedule.mask import UNLIMITED, Mask
+from ...ring.schedule.plan import Plan
 from .alike import UNIT, area_at, at_edges, crosses, crosses_inside, meeting, recorded, seen_at
 from .apart import MOST_RANKS, is_local
 from .apart import told_apart as choose_apart

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ...ring import Mask, Ring, ring_attention
-from ...ring.block_mask import bigbird
-from ...ring.documents import Documents
-from ..shapes import binary
-from ..timing import Step
+from ...ring.schedule.block_mask import bigbird
+from ...ring.schedule.documents import Documents
+from ..common.shapes import binary
+from ..common.timing import Step
 from .call import DTYPES, Call
 
 SCHEMA = "ringattn predict check 1"

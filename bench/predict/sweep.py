@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..common.shapes import binary
+from ..common.tables import table
 from ..report.theme import LIGHT, Theme, save, themed
-from ..shapes import binary
-from ..tables import table
 from .call import Call
 from .links import Links
 from .memory import memory, most_tokens

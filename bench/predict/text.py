@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..masks import title
-from ..provenance import provenance
-from ..shapes import human
-from ..tables import table
+from ..common.masks import title
+from ..common.provenance import provenance
+from ..common.shapes import human
+from ..common.tables import table
 from .answers import Needed, Straggling, straggling, tokens_needed
 from .apart import told_apart
 from .call import Call

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...ring.plan import Plan
+from ...ring.schedule.plan import Plan
+from ...ring.schedule.uses import Moved, Stretch, uses
 from ...ring.traffic import Kind
-from ...ring.uses import Moved, Stretch, uses
-from .. import masks
+from ..common import masks
 from ..timeline.events import Event, Timeline
 from .call import Call
 from .clock import Track

@@ -10,8 +10,8 @@ import torch
 
 from ...comm import LocalWorld
 from ...ring import Ring
-from ..provenance import gpu
-from ..timing import Clock, Samples, interleaved
+from ..common.provenance import gpu
+from ..common.timing import Clock, Samples, interleaved
 from .calibrate import HOST_SIZES, between_virtual_ranks, gpu_speed
 from .call import DTYPES, Call
 from .host_pieces import calibrated

@@ -6,14 +6,14 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ...ring.block_mask import longformer
-from ...ring.documents import Documents
-from ...ring.layout import Layout
-from ...ring.mask import UNLIMITED, Mask
-from .. import masks
-from ..call import Call
+from ...ring.schedule.block_mask import longformer
+from ...ring.schedule.documents import Documents
+from ...ring.schedule.layout import Layout
+from ...ring.schedule.mask import UNLIMITED, Mask
+from ..common import masks
+from ..common.call import Call
+from ..common.shapes import LayoutName, binary
 from ..predict.rows import MASKS, mask_of
-from ..shapes import LayoutName, binary
 from .theme import Theme, themed
 
 MOST_RANKS = 64
@@ -167,7 +167,7 @@ def png(call: Call, theme: Theme) -> bytes:
     """The picture of a call; of few colours, which makes it a third as large."""
     from PIL import Image
 
-    from ..pictures import call_figure
+    from ...tools.pictures import call_figure
 
     drawn, small = io.BytesIO(), io.BytesIO()
     with themed(theme):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..flops import BY_SQUARE
+from ..common.flops import BY_SQUARE
+from ..common.shapes import binary
 from ..ring.candidates import ALL_CORES, WHOLE
-from ..shapes import binary
 from .reading import Folder
 from .rows import finite, labels_of, mapping_of, mappings_of, median, percent_off, ring_runs
 from .theme import LIGHT, LINES, Theme, themed, write_figure

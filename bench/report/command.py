@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..output import check_targets, prints, write_file
+from ..common.output import check_targets, prints, write_file
 from .reading import Folder, Refused, read
 
 PAGE, PLOTS = "report.html", "plots"

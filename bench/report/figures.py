@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ...ring.layout import Layout
-from ...ring.mask import Mask
-from ...ring.schedule import schedule
+from ...ring.schedule.layout import Layout
+from ...ring.schedule.mask import Mask
+from ...ring.schedule.schedule import schedule
 from ..ring.candidates import Problem
 from ..timeline.command import measured, read_timeline
 from .theme import VARIABLES, Theme, save, themed

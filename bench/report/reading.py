@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...autotune.tune.shown import SCHEMA as TUNE
 from ...kernels.strict import shown
-from ..doctor.command import SCHEMA as DOCTOR
-from ..files import read_object
+from ...tools.doctor.command import SCHEMA as DOCTOR
+from ..common.files import read_object
 from ..predict.rows import SCHEMA as PREDICTED
 from ..predict.text import SCHEMA as PREDICTION
 from ..predict.text import SWEEP_SCHEMA as MAP
@@ -17,7 +18,6 @@ from ..suite.result_file import NAME as RESULTS
 from ..suite.result_file import check
 from ..timeline.events import SCHEMA as TIMELINE
 from ..timeline.events import Timeline, from_chrome
-from ..tune.shown import SCHEMA as TUNE
 
 PUT_ASIDE = "results_"  # of earlier code or of another machine: the suite puts them aside under such a name
 BENCHES = {

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..output import write_file
+from ..common.output import write_file
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from ..common.shapes import human
 from ..kernels.speed import ABSENT
 from ..links.command import EVERY
 from ..links.runs import REGISTERED
-from ..memory_bench import ALLOWED_SPREAD
+from ..memory import ALLOWED_SPREAD
 from ..predict.rows import ALLOWED, Row
 from ..ring.candidates import OURS
 from ..ring.rows import absences, crossovers, from_json, rows_of
-from ..shapes import human
 from .reading import Bench
 from .rows import (
     Table,

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ring import Layout, Mask, Ring, ring_attention
-from ...ring.schedule import schedule
-from ..launching import cores
-from ..timing import Stopwatch
+from ...ring.schedule.schedule import schedule
+from ..common.launching import cores
+from ..common.timing import Stopwatch
 from .collectives import Exchange, Gather
 from .usual_ring import usual_ring_attention
 

@@ -16,7 +16,7 @@ from ...kernels import Bounds
 from ...ring import Layout, Mask, bounds
 from ...ring.backends import backward_works, forward_works, resolve_backend
 from ...ring.traffic import chunks_of
-from ..timing import Stopwatch
+from ..common.timing import Stopwatch
 
 # torch 2.13 renamed both, and warns of the old names
 ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -13,12 +13,21 @@ import torch
 import typer
 
 from ...comm.groups import TRANSPORTS
-from ..free_memory import free_memory
-from ..launching import cores, member, started, world_of
-from ..memory_room import Needs, free_here, gpus_of, own_device
-from ..output import check_targets, prints, write_csv, write_json
-from ..provenance import provenance
-from ..shapes import LayoutName, TimerOfRings, check_transport, device_name, dtype_name, grouped, sizes, timer_of_rings
+from ..common.free_memory import free_memory
+from ..common.launching import cores, member, started, world_of
+from ..common.memory_room import Needs, free_here, gpus_of, own_device
+from ..common.output import check_targets, prints, write_csv, write_json
+from ..common.provenance import provenance
+from ..common.shapes import (
+    LayoutName,
+    TimerOfRings,
+    check_transport,
+    device_name,
+    dtype_name,
+    grouped,
+    sizes,
+    timer_of_rings,
+)
 from . import memory as ring_memory
 from .candidates import ALL_CORES, OURS, WHOLE, Problem, makers
 from .rows import as_json, rows_of, text

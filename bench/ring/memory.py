@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from ...ring.schedule import BASE_SLOTS, KV_SLOTS, RAIL_SLOTS, SUMS_SLOTS
+from ...ring.schedule.schedule import BASE_SLOTS, KV_SLOTS, RAIL_SLOTS, SUMS_SLOTS
 from ...ring.wire import Wire, grad_wire_of, wire_of
-from ..exact import BLOCK_BYTES, chosen_heads
-from ..memory_room import PROCESS_BYTES, Needs, too_large
+from ..common.exact import BLOCK_BYTES, chosen_heads
+from ..common.memory_room import PROCESS_BYTES, Needs, too_large
 from .candidates import ALL_CORES, ALL_GATHER, DTYPES, OURS, ULYSSES, USUAL, WHOLE, Problem
 from .peers import BUCKET, LUCIDRAINS
 

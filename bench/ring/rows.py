@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
-from ..flops import BACKWARD_FLOPS, forward_flops, pairs_of
-from ..shapes import binary
-from ..tables import table
-from ..timing import Samples
+from ..common.flops import BACKWARD_FLOPS, forward_flops, pairs_of
+from ..common.shapes import binary
+from ..common.tables import table
+from ..common.timing import Samples
 from .candidates import ALL_CORES, ALL_GATHER, OURS, ULYSSES, WHOLE, Problem
 from .memory import peak
 from .peers import PEERS

@@ -15,12 +15,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ...reference.masks import Masks
 from ...ring import Ring
-from ..exact import RESULTS, Judge, allowed, chosen_heads, judge, plainly
-from ..heap import freed_at_once
-from ..launching import Member, member, process_group
+from ..common.exact import RESULTS, Judge, allowed, chosen_heads, judge, plainly
+from ..common.heap import freed_at_once
+from ..common.launching import Member, member, process_group
+from ..common.memory import PeakMemory
+from ..common.timing import Clock, Samples, Team, interleaved
 from ..links.group import device_of
-from ..memory import PeakMemory
-from ..timing import Clock, Samples, Team, interleaved
 from .candidates import Candidate, Problem, Setting, Tensors, candidates, ours
 
 WARM_TOKENS = 64

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..timing import Stopwatch
+from ..common.timing import Stopwatch
 
 NO_DROPOUT = 0.0
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import free_memory
-from ..memory_room import Needs, free_here, too_large
+from ..common import free_memory
+from ..common.memory_room import Needs, free_here, too_large
 
 
 class NotHere(Exception):

@@ -21,13 +21,13 @@ import torch
 import typer
 from rich.console import Console
 
+from ..common.launching import cores, forget_launcher
+from ..common.output import json_text, prints, write_json
+from ..common.provenance import provenance
+from ..common.shapes import device_here
+from ..common.tables import table
 from ..kernels import beside, targets
-from ..launching import cores, forget_launcher
-from ..output import json_text, prints, write_json
-from ..provenance import provenance
 from ..report.command import write_beside
-from ..shapes import device_here
-from ..tables import table
 from . import result_file
 from .cases import Number
 from .decisions import OPEN, decisions

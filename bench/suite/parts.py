@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from ...comm.copy_engine import copy_engine_missing
-from ...comm.nccl import nccl_missing
+from ...comm.transports.copy_engine.copy_engine import copy_engine_missing
+from ...comm.transports.nccl import nccl_missing
 from ..kernels.accuracy import BACKENDS
 from . import one_case
 from .case_lists import cases_of, cpu_cases, gpu_cases
 
 PACKAGE = Path(__file__).absolute().parents[2]
-CLONE = next((it for it in (Path.cwd(), PACKAGE) if (it / "tests" / "gpu_cases.py").exists()), PACKAGE)
+CLONE = next((it for it in (Path.cwd(), PACKAGE) if (it / "tests" / "support" / "gpu_cases.py").exists()), PACKAGE)
 """Where the tests are: an installed package has none, but may be started in a clone."""
 PYTHON, OUT, SECONDS = "{python}", "{out}", "{seconds}"
 """In a command: this Python, the folder of results, and half the seconds that the part has, to be used up."""
@@ -94,7 +94,7 @@ def gpu_parts() -> list[Part]:
         *(
             Part(tool, "a tiny Hopper forward and backward under compute-sanitizer",
                  ("compute-sanitizer", "--tool", tool, *more, "--kernel-name", "kns=hopper", "--error-exitcode", "9",
-                  PYTHON, "-m", "tests.gpu_cases", "hopper"), 40, "sanitizer", missing=sanitizer or _no_clone(),
+                  PYTHON, "-m", "tests.support.gpu_cases", "hopper"), 40, "sanitizer", missing=sanitizer or _no_clone(),
                  within=CLONE)
             # of our kernels alone: torch's have races that are harmless, and ask the driver for what it has not
             for tool, *more in (("racecheck",), ("memcheck", "--report-api-errors", "no"))
@@ -163,12 +163,22 @@ def tests(
 ) -> Part:  # fmt: skip
     """Tests on a GPU, by what their names and the ids of their arguments have."""
     chosen = f"({kinds}) and ({' or '.join(ids)})"
-    command = (PYTHON, "-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/test_on_a_gpu.py", "-k", chosen)
+    command = (
+        PYTHON,
+        "-m",
+        "pytest",
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        "tests/properties/test_on_a_gpu.py",
+        "-k",
+        chosen,
+    )
     return Part(name, about, command, seconds, beside, ranks, _no_clone() or missing, CLONE)
 
 
 def _no_clone() -> str | None:
-    if not (CLONE / "tests" / "gpu_cases.py").exists():
+    if not (CLONE / "tests" / "support" / "gpu_cases.py").exists():
         return "the tests are in a clone: start it there"
     found = find_spec("tests")  # ours has no __init__.py: an installed one that has comes before it
     if found is not None and found.origin is not None:

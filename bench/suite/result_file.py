@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...kernels.strict import checked_as, either, one_of, optional, shown, typed
-from ..files import read_object
+from ..common.files import read_object
 from .cases import Number
 
 SCHEMA = "ringattn bench suite 1"

@@ -10,11 +10,11 @@ from torch import Tensor
 from ...comm import LocalGroup, LocalWorld
 from ...kernels import FULL, attention_backward, attention_forward
 from ...ring import Layout, ring_attention
-from ..flops import BACKWARD_FLOPS, forward_flops, pairs_of
+from ..common.flops import BACKWARD_FLOPS, forward_flops, pairs_of
+from ..common.timing import Clock, Samples, Step, interleaved
 from ..kernels.speed import AGREE, causal_bounds
 from ..ring.candidates import DTYPES, Problem, sdpa
 from ..ring.memory import FP64, of_ours, of_whole, rows_of
-from ..timing import Clock, Samples, Step, interleaved
 from .cases import Number, demand_room, distance, taken_on
 from .device_cases import synchronize
 

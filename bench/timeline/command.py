@@ -14,17 +14,17 @@ import typer
 from ...comm import LocalGroup, LocalWorld
 from ...comm.control import control_of
 from ...ring import Ring, ring_attention
-from ..files import read_object
-from ..free_memory import free_memory
-from ..launching import Member, cores, member, process_group, started, world_of
+from ...tools.pictures import picture
+from ..common.files import read_object
+from ..common.free_memory import free_memory
+from ..common.launching import Member, cores, member, process_group, started, world_of
+from ..common.memory_room import Needs, free_here, of_ranks
+from ..common.output import check_targets, prints, write_csv, write_json
+from ..common.provenance import provenance
+from ..common.shapes import LayoutName, binary, device_here, device_name, dtype_name, grouped, size
 from ..links.group import device_of
-from ..memory_room import Needs, free_here, of_ranks
-from ..output import check_targets, prints, write_csv, write_json
-from ..pictures import picture
-from ..provenance import provenance
 from ..ring.candidates import DTYPES, Problem, Tensors
 from ..ring.memory import of_ours, refusal
-from ..shapes import LayoutName, binary, device_here, device_name, dtype_name, grouped, size
 from .events import PREDICTED, Timeline, as_chrome, call_of, differences, from_chrome
 from .recording import timeline_of
 from .spent import as_json, as_rows, shares

@@ -1,0 +1,1 @@
+"""What benches share: launching, timing, flags, errors against float64, output, provenance."""

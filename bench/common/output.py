@@ -1,0 +1,84 @@
+"""What commands share of their output: who prints, and where JSON and CSV go."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import typer
+
+from ...kernels.strict import regular_file
+from .launching import member
+
+
+def prints() -> bool:
+    """Whether this process is the one that prints and writes: alone, or rank 0 under a launcher."""
+    place = member()
+    return place is None or place.rank == 0
+
+
+def check_targets(*targets: str | Path | None) -> None:
+    """Refuse a file that could not be written, before minutes of work rather than after: typer.BadParameter."""
+    for target in targets:
+        if target in (None, "-"):
+            continue
+        path = Path(target)
+        if not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"cannot write {target}: there is no folder {path.parent}")
+        if path.is_dir():
+            raise typer.BadParameter(f"cannot write {target}: it is a folder; name a file in it")
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise typer.BadParameter(f"cannot write {target}: it is a link or no regular file; name another one, or -")
+
+
+def write_file(target: str | Path, data: str | bytes) -> None:
+    """Write a regular file, in folders that are made; what is none, or a link to one, is left as it is.
+
+    Raises:
+        typer.BadParameter: it cannot be written.
+    """
+    try:
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        with regular_file(Path(target), "wb", os.O_WRONLY | os.O_CREAT) as file:
+            file.truncate()
+            file.write(data.encode() if isinstance(data, str) else data)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise typer.BadParameter(f"cannot write {target}: {why}") from None
+
+
+def json_text(data: object, indent: int | None = 2) -> str:
+    """``data`` in JSON, which has no word for what is not finite: it becomes null."""
+    return json.dumps(_told(data), indent=indent, allow_nan=False) + "\n"
+
+
+def _told(data: object) -> object:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {name: _told(value) for name, value in data.items()}
+    return [_told(value) for value in data] if isinstance(data, list | tuple) else data
+
+
+def write_json(target: str | Path, data: object, indent: int | None = 2) -> None:
+    """Write ``data`` to a file, or to standard output where ``target`` is ``-``."""
+    text = json_text(data, indent)
+    if target == "-":
+        sys.stdout.write(text)
+    else:
+        write_file(target, text)
+
+
+def write_csv(target: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write rows of the same keys, with a header."""
+    written = io.StringIO(newline="")
+    writer = csv.DictWriter(written, fieldnames=list(rows[0]) if rows else [])
+    writer.writeheader()
+    writer.writerows(rows)
+    write_file(target, written.getvalue())

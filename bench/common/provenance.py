@@ -1,0 +1,150 @@
+"""Where a number comes from: what ran, on what, when."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import __version__
+from ...comm.topology import nvml
+from ...comm.topology.places import pairs_by_link
+from .launching import cores
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x", "ring-attention-pytorch")
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Everything that a number on ``device`` depends on, apart from its own case; ready for JSON."""
+    return {
+        "command": command(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "ringattn": {"version": __version__, "sources": sources(), **git()},
+        "versions": versions(),
+        "cpu": cpu(),
+        "gpu": gpu(device) if device.type == "cuda" else None,
+        "topology": _told(lambda: topology(device)),
+    }
+
+
+def command() -> str:
+    """What was typed, without the folder of the executable."""
+    program = Path(sys.argv[0]).name
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if program == "__main__.py":  # of a process that was started by such a one too, which has no spec
+        program = "python -m ringattn"
+    elif spec is not None and spec.origin == sys.argv[0]:
+        program = f"python -m {spec.name}"
+    return f"{program} {shlex.join(sys.argv[1:])}".strip()
+
+
+def sources() -> str:
+    """A digest of the package's own Python files: says which code ran where there is no git."""
+    digest = hashlib.sha256()
+    folders = ("kernels", "comm", "autotune", "ring", "reference", "bench")
+    inner = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    for path in sorted([*ROOT.glob("*.py"), *inner]):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def git() -> dict[str, Any]:
+    """Commit, and whether files differ from it; None where the package is not in a checkout of its own."""
+
+    def ask(*arguments: str) -> str:
+        asked = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    if not (ROOT / ".git").exists():
+        return {"commit": None, "modified": None}
+    try:
+        return {"commit": ask("rev-parse", "HEAD"), "modified": bool(ask("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "modified": None}
+
+
+def versions() -> dict[str, Any]:
+    """Of Python, of what is installed, and of what torch was built with."""
+    found: dict[str, Any] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        cudnn: Callable[[], int | None] = torch.backends.cudnn.version
+        found |= {"cuda": torch.version.cuda, "cudnn": cudnn()}
+        nccl: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
+        found["nccl"] = _told(lambda: ".".join(map(str, nccl())))
+    return found
+
+
+def cpu() -> dict[str, Any]:
+    """Model, cores that this process may use, and what else keeps them busy."""
+    info, memory = (_read(path) for path in ("/proc/cpuinfo", "/proc/meminfo"))
+    model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
+    total = re.search(r"^MemTotal:\s*(\d+) kB", memory, re.MULTILINE)
+    return {
+        "model": model[1] if model else platform.machine(),
+        "cores": cores(),
+        "memory_gib": round(int(total[1]) / 2**20, 1) if total else None,
+        "load": _read("/proc/loadavg").partition(" ")[0] or None,
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def gpu(device: torch.device) -> dict[str, Any]:
+    """The GPU, its driver, and its clocks at this moment."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "driver": _told(nvml.driver_version),
+        "clocks": _told(lambda: clocks(device)),
+    }
+
+
+def topology(device: torch.device) -> dict[str, Any]:
+    """The network adapters of this machine, and what joins its GPUs, as pairs by link, as far as /sys and NVML tell.
+
+    Of a run on the CPU the adapters alone: to ask for GPUs would start CUDA and NVML, and they had no part in it.
+    """
+    nics = {nic.name: None if nic.gigabits is None else f"{nic.gigabits:g} Gbit/s" for nic in nvml.nics_of()}
+    if device.type != "cuda":
+        return {"nics": nics}
+    places = [nvml.place_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    return {"gpus": len(places), "pairs": pairs_by_link(places), "nics": nics}
+
+
+def clocks(device: torch.device) -> dict[str, Any]:
+    """Clocks, power, temperature and throttle reasons at this moment; why not, where nothing is told."""
+    read = nvml.reader(device)
+    return read() if read.reason is None else {"unknown": read.reason}
+
+
+def _told(ask: Callable[[], Any]) -> Any:
+    """What was asked for, or why it is not known: a missing clock must not cost the measurement."""
+    try:
+        return ask()
+    except Exception as error:
+        return f"unknown: {type(error).__name__}"
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

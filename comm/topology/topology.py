@@ -1,0 +1,303 @@
+"""Which ranks share a node, and the order of the ring through them: data that schedules and transports read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ..checked import NODES, RANKS, shown
+from .cycles import best_cycle
+from .places import Link, Nic, Place, link_between, listed, nearest_nics, network
+
+PRINTED = 16  # nodes, rails and ranks of a line: what is longer is printed with its middle left out
+
+
+class Edge(NamedTuple):
+    """One hop of the ring."""
+
+    source: int
+    destination: int
+    level: int
+    """0 inside the nodes (or of a flat ring), 1 between them."""
+    link: Link
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of a group, node by node, in ring order.
+
+    The index of a rank inside its node is its rail: ranks of one rail talk over the same NIC of their nodes.
+
+    Raises:
+        ValueError: a rank that is missing or there twice, or an empty node.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    places: tuple[Place, ...] = field(default=(), compare=False, repr=False)
+    """Where each rank sits, by rank; empty where that is not known. Two topologies of the same order are equal."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", NODES.of("nodes", self.nodes))
+        if not isinstance(self.places, tuple) or not all(isinstance(place, Place) for place in self.places):
+            raise ValueError(
+                f"places is {shown(self.places)}: it must be a tuple with the Place of every rank, or empty"
+            )
+        if self.places and len(self.places) != self.world:
+            raise ValueError(f"places has {len(self.places)} entries for {self.world} ranks: it takes one for each")
+
+    @classmethod
+    def flat(cls, world: int) -> Topology:
+        """One node, ring in rank order."""
+        world = RANKS.of("world", world)
+        return cls((tuple(range(world)),))
+
+    @classmethod
+    def grid(cls, nodes: int, per_node: int) -> Topology:
+        """``nodes`` of ``per_node`` ranks each, numbered node by node."""
+        nodes, per_node = RANKS.of("nodes", nodes), RANKS.of("per_node", per_node)
+        return cls(tuple(tuple(range(node * per_node, (node + 1) * per_node)) for node in range(nodes)))
+
+    @classmethod
+    def from_json(cls, data: str | Mapping[str, Any]) -> Topology:
+        """A topology from what `to_json` wrote, or from a part of it, as JSON text or as data.
+
+        ``places`` alone are put in order by `ring_topology`; ``nodes`` alone are an order of which no bandwidth is
+        known: ``{"nodes": [[0, 1, 2, 3], [4, 5, 6, 7]]}``.
+
+        Raises:
+            ValueError: neither of the two, or one that is not what it must be.
+        """
+        if isinstance(data, str):
+            data = json.loads(data)
+        if not isinstance(data, Mapping) or not {*data} & {"nodes", "places"}:
+            raise ValueError(f'a topology is {data!r}: it takes {{"nodes": [[rank, …], …]}}, {{"places": […]}} or both')
+        places = tuple(Place.from_json(one) for one in listed("places", data.get("places", ())))
+        if "nodes" not in data:
+            return ring_topology(places)
+        nodes = listed("nodes", data["nodes"])
+        if not all(isinstance(node, list | tuple) and all(type(rank) is int for rank in node) for node in nodes):
+            raise ValueError(f"nodes is {nodes!r}: it takes lists of ranks, one per node")
+        return cls(tuple(tuple(node) for node in nodes), places)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: the nodes, the places, and what follows from them, for readers: every edge."""
+        edges = [
+            {
+                "source": edge.source,
+                "destination": edge.destination,
+                "level": edge.level,
+                "link": edge.link.text,
+                "gigabytes_per_second": edge.link.gigabytes_per_second,
+            }
+            for edge in self.edges
+        ]
+        return {
+            "nodes": [list(node) for node in self.nodes],
+            "places": [place.to_json() for place in self.places],
+            "edges": edges,
+        }
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """All ranks in ring order."""
+        return tuple(rank for node in self.nodes for rank in node)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.order)
+
+    @property
+    def two_level(self) -> bool:
+        """Whether a ring inside each node and one between the nodes can be built: several nodes of one size above 1."""
+        sizes = {len(node) for node in self.nodes}
+        return len(self.nodes) > 1 and len(sizes) == 1 and sizes != {1}
+
+    @cached_property
+    def nics(self) -> tuple[Nic | None, ...]:
+        """By rank, the NIC that a rank's messages to other nodes should leave by."""
+        return _nics(self.places) if self.places else (None,) * self.world
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """Every (rank, next rank) of the ring with what joins them: of a two-level ring the cycle of each node, then
+        the cycle of each rail; of a flat one the cycle through all ranks."""
+        if not self.two_level:
+            return tuple(self._edge(a, b, 0) for a, b in _around(self.order))
+        inside = [self._edge(a, b, 0) for node in self.nodes for a, b in _around(node)]
+        rails = zip(*self.nodes, strict=True)
+        return (*inside, *(self._edge(a, b, 1) for rail in rails for a, b in _around(rail)))
+
+    def slowest(self, level: int) -> Edge | None:
+        """The edge of a level with the least bandwidth to expect; None where none is known."""
+        known = [edge for edge in self.edges if edge.level == level and edge.link.gigabytes_per_second is not None]
+        return min(known, key=lambda edge: edge.link.gigabytes_per_second or 0.0, default=None)
+
+    def describe(self) -> str:
+        """The ring's order with the bandwidth expected on every edge, and the rails, as text."""
+        return "\n".join(_description(self))
+
+    def _edge(self, source: int, destination: int, level: int) -> Edge:
+        if not self.places:
+            return Edge(source, destination, level, Link("unknown", "unknown", None))
+        link = link_between(self.places[source], self.places[destination])
+        if link.kind == "network":
+            link = network((self.nics[rank], self._sharers[rank] if level else 1) for rank in (source, destination))
+        return Edge(source, destination, level, link)
+
+    @cached_property
+    def _sharers(self) -> tuple[int, ...]:
+        """By rank: how many ranks of its host use its NIC. On a two-level ring all of them do at once."""
+        used = [(place.host, nic) for place, nic in zip(self.places, self.nics, strict=True)]
+        counts: dict[object, int] = {}
+        for one in used:
+            counts[one] = counts.get(one, 0) + 1
+        return tuple(counts[one] for one in used)
+
+
+def ring_topology(places: Sequence[Place]) -> Topology:
+    """The ring through ranks at ``places`` (by rank): fast links first, as few slow ones as possible.
+
+    A node is a host, or an NVLink fabric of several. Inside it the order is the cycle whose slowest link is the fastest
+    (`cycles`): NVLink where there is any, then the fewest PCIe ancestors away. Nodes follow in the order of their
+    lowest ranks, which is how schedulers number neighbours. Where the links leave a choice, the other nodes are turned
+    so that the same rail leaves every node by the NIC of the same name.
+
+    Pure: ranks that pass the same places get the same topology.
+
+    Raises:
+        ValueError: no places.
+    """
+    if not places:
+        raise ValueError("places is empty: it takes the place of every rank")
+    domains: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        domains.setdefault(place.domain, []).append(rank)
+    nics = _nics(places)
+    nodes: list[tuple[int, ...]] = []
+    for ranks in domains.values():
+        pattern = [_name(nics[rank]) for rank in nodes[0]] if nodes else []
+        nodes.append(_node(places, ranks, nics, pattern))
+    return Topology(tuple(nodes), tuple(places))
+
+
+def _node(
+    places: Sequence[Place], ranks: Sequence[int], nics: Sequence[Nic | None], pattern: Sequence[str | None]
+) -> tuple[int, ...]:
+    """The order of one node; ``pattern`` names the NICs of the first node's rails."""
+    wish = {name: rail for rail, name in reversed([*enumerate(pattern)])}
+    cliques = _cliques(places, ranks)
+    first = {places[rank].host: rank for rank in reversed(ranks)}
+
+    def natural(rank: int) -> tuple[object, ...]:
+        place = places[rank]
+        return (cliques[rank], first[place.host], place.pcie, -1 if place.index is None else place.index, rank)
+
+    held = sorted(ranks, key=lambda rank: (wish.get(_name(nics[rank]), len(pattern)), natural(rank)))
+    grades = [[link_between(places[a], places[b]).rank if a != b else (False, 0.0, 0) for b in held] for a in held]
+    order = [held[i] for i in best_cycle(grades)]
+    if len(pattern) != len(order):
+        return tuple(order)
+
+    def matches(turned: Iterable[int]) -> int:
+        return sum(_name(nics[rank]) == name for rank, name in zip(turned, pattern, strict=True))
+
+    return tuple(max(_turned(order), key=matches))
+
+
+def _turned(order: Sequence[int]) -> Iterator[list[int]]:
+    """The same cycle from every start. Backwards is not tried: ties of cycles go to the direction of the rails."""
+    for start in range(len(order)):
+        yield [*order[start:], *order[:start]]
+
+
+def _cliques(places: Sequence[Place], ranks: Sequence[int]) -> dict[int, tuple[str, ...]]:
+    """For every rank the smallest PCIe path of those that NVLinks join it with, itself included."""
+    found: dict[int, tuple[str, ...]] = {}
+    for start in sorted(ranks, key=lambda rank: places[rank].pcie):
+        todo = [start]
+        while todo:
+            rank = todo.pop()
+            if rank not in found:
+                found[rank] = places[start].pcie
+                if places[rank].nvlinks:
+                    todo += [b for b in ranks if b not in found and _by_nvlink(places[rank], places[b])]
+    return found
+
+
+def _by_nvlink(a: Place, b: Place) -> bool:
+    return link_between(a, b).kind == "nvlink"
+
+
+def _nics(places: Sequence[Place]) -> tuple[Nic | None, ...]:
+    hosts: dict[str, list[int]] = {}
+    for rank in sorted(range(len(places)), key=lambda rank: (places[rank].pcie, rank)):
+        hosts.setdefault(places[rank].host, []).append(rank)
+    chosen: dict[int, Nic | None] = {}
+    for ranks in hosts.values():
+        chosen |= zip(ranks, nearest_nics([places[rank] for rank in ranks]), strict=True)
+    return tuple(chosen[rank] for rank in range(len(places)))
+
+
+def _name(nic: Nic | None) -> str | None:
+    return None if nic is None else nic.name
+
+
+def _around(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """(rank, next rank) all around; none for one rank alone."""
+    return [*zip(ranks, (*ranks[1:], ranks[0]), strict=True)] if len(ranks) > 1 else []
+
+
+def _description(ring: Topology) -> Iterator[str]:
+    sizes = sorted({len(node) for node in ring.nodes})
+    per_node = " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
+    ranks = f"{len(ring.nodes)} node{'s' * (len(ring.nodes) > 1)} of {per_node}"
+    kind = "two-level ring" if ring.two_level else "flat ring"
+    yield f"{kind} of {ring.world} rank{'s' * (ring.world > 1)}, {ranks}; -N-> expects N GB/s per direction"
+    edges = {(edge.source, edge.destination, edge.level): edge.link for edge in ring.edges}
+    lines: list[tuple[str, Sequence[int], int]] = [("ring", ring.order, 0)]
+    if ring.two_level:
+        lines = [(f"node {number}{_host(ring, node)}", node, 0) for number, node in enumerate(ring.nodes)]
+        lines += [(f"rail {number}", rail, 1) for number, rail in enumerate(zip(*ring.nodes, strict=True))]
+    width = max(len(name) for name, _, _ in lines)
+    for level in (0, 1):
+        for line in _abridged([line for line in lines if line[2] == level]):
+            yield "  …" if line is None else f"  {line[0]:<{width}}  {_walk(line[1], level, edges)}"
+    for level, where in enumerate(("inside", "between nodes") if ring.two_level else ("",)):
+        slow = ring.slowest(level)
+        if slow is not None:
+            told = f"{slow.link.gigabytes_per_second:.3g} GB/s, {slow.source} -> {slow.destination}, {slow.link.text}"
+            yield f"  slowest{' ' * bool(where)}{where}: {told}"
+
+
+def _host(ring: Topology, node: Sequence[int]) -> str:
+    hosts = {ring.places[rank].host.partition("/")[0] for rank in node} if ring.places else set()
+    return f", {hosts.pop()}" if len(hosts) == 1 else ""
+
+
+def _walk(ranks: Sequence[int], level: int, edges: Mapping[tuple[int, int, int], Link]) -> str:
+    """``0 -380-> 1 -380-> 0``, and what the links are."""
+    around = _around(ranks)
+    links = [edges[a, b, level] for a, b in around]
+    text = str(ranks[0])
+    for step in _abridged([*zip(around, links, strict=True)]):
+        text += " …" if step is None else f" -{_rate(step[1])}-> {step[0][1]}"
+    kinds = dict.fromkeys(one.text for one in links)
+    return f"{text}   {', '.join(_first(kinds))}".rstrip()
+
+
+def _rate(link: Link) -> str:
+    return "?" if link.gigabytes_per_second is None else f"{link.gigabytes_per_second:.3g}"
+
+
+def _first(kinds: Mapping[str, object]) -> list[str]:
+    most = 3
+    return [*kinds][:most] + ["…"] * (len(kinds) > most)
+
+
+def _abridged(items: Sequence[Any]) -> list[Any]:
+    """The items; where there are many, None in place of their middle."""
+    return [*items] if len(items) <= PRINTED else [*items[: PRINTED - 4], None, *items[-3:]]

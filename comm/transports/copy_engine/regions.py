@@ -1,0 +1,279 @@
+"""Device memory of this process in other processes and theirs in this one, by CUDA's IPC handles; one node's GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ...transport import TransportError
+from .lines import FLAG_BITS, FLAG_STRIDE, Board
+
+HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+PCI_ID_BYTES = 32  # "0000:00:00.0" and its end, with room to spare
+
+# Smaller allocations of the driver share a block, and a handle stands for all of it.
+SHARED_BYTES = 2 << 20
+
+
+def checked(driver: Any, result: tuple[Any, ...], what: str) -> Any:
+    """What a driver call returned beside its status: nothing, one value or a tuple of them.
+
+    Raises:
+        TransportError: the call failed; names it and CUDA's name of the error.
+    """
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise TransportError(f"{what} failed: {getattr(status, 'name', status)}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+class Context:
+    """The context that torch works in on one device; the driver's calls need it to be the thread's current one."""
+
+    def __init__(self, driver: Any, device: torch.device) -> None:
+        self.driver = driver
+        checked(driver, driver.cuInit(0), "cuInit")
+        self._device = checked(driver, driver.cuDeviceGet(device.index or 0), "cuDeviceGet")
+        self._context = checked(driver, driver.cuDevicePrimaryCtxRetain(self._device), "cuDevicePrimaryCtxRetain")
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make it current, also in a thread that has never touched CUDA; the thread's own comes back afterwards."""
+        driver = self.driver
+        checked(driver, driver.cuCtxPushCurrent(self._context), "cuCtxPushCurrent")
+        try:
+            yield
+        finally:
+            checked(driver, driver.cuCtxPopCurrent(), "cuCtxPopCurrent")
+
+    def pci_id(self) -> str:
+        """The device's PCI address: the same in every process, whatever CUDA_VISIBLE_DEVICES makes of its number."""
+        return self._pci_id_of(self._device)
+
+    def problem(self) -> str | None:
+        """Why this device cannot share memory with other processes; None where it can."""
+        driver = self.driver
+        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED
+        able = checked(driver, driver.cuDeviceGetAttribute(attribute, self._device), "cuDeviceGetAttribute")
+        return None if able else "the device has no CUDA IPC"
+
+    def unreadable(self) -> tuple[str, ...]:
+        """PCI addresses of visible devices whose memory this one cannot read. One that is not visible is found out
+        when its memory is opened."""
+        driver = self.driver
+        found = []
+        for index in range(checked(driver, driver.cuDeviceGetCount(), "cuDeviceGetCount")):
+            other = checked(driver, driver.cuDeviceGet(index), "cuDeviceGet")
+            if int(other) == int(self._device):  # its own memory: no peer, and CUDA would say no
+                continue
+            if not checked(driver, driver.cuDeviceCanAccessPeer(self._device, other), "cuDeviceCanAccessPeer"):
+                found.append(self._pci_id_of(other))
+        return tuple(found)
+
+    def release(self) -> None:
+        """Let go of it; torch keeps its own hold."""
+        checked(self.driver, self.driver.cuDevicePrimaryCtxRelease(self._device), "cuDevicePrimaryCtxRelease")
+
+    def _pci_id_of(self, device: Any) -> str:
+        driver = self.driver
+        text = checked(driver, driver.cuDeviceGetPCIBusId(PCI_ID_BYTES, device), "cuDeviceGetPCIBusId")
+        return bytes(text).split(b"\0")[0].decode()
+
+
+class Offer(NamedTuple):
+    """One message as its sender announces it: which bytes of which allocation."""
+
+    number: int  # of the message, counted for each pair of ranks
+    nbytes: int
+    offset: int  # into the allocation
+    buffer: int  # the allocation's number in the sender's process; never used twice there
+    handle: bytes
+
+    def pack(self) -> bytes:
+        """As a record."""
+        return _OFFER.pack(*self)
+
+    @classmethod
+    def unpack(cls, record: bytes) -> Offer | None:
+        """From a record; None where it is another kind of record."""
+        return cls(*_OFFER.unpack(record)) if len(record) == _OFFER.size else None
+
+
+class Retired(NamedTuple):
+    """The sender's process has freed this allocation."""
+
+    buffer: int
+
+    def pack(self) -> bytes:
+        """As a record."""
+        return _RETIRED.pack(*self)
+
+    @classmethod
+    def unpack(cls, record: bytes) -> Retired:
+        """From a record."""
+        return cls(*_RETIRED.unpack(record))
+
+
+_OFFER = struct.Struct(f"<QQQQ{HANDLE_BYTES}s")
+_RETIRED = struct.Struct("<Q")
+
+
+@dataclass
+class Region:
+    """One allocation of this process that other processes may open."""
+
+    buffer: int
+    base: int
+    handle: bytes
+    peers: set[int] = field(default_factory=set)  # to whom bytes of it were offered
+
+
+class Exports:
+    """Allocations of this process, each with its handle, drawn once."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self._regions: dict[int, Region] = {}
+        self._dead: list[Region] = []
+
+    def locate(self, address: int) -> tuple[Region, int] | None:
+        """The allocation that an address lies in, and how many bytes from its start; None where others cannot open it,
+        as memory of `expandable_segments` and of cudaMallocAsync."""
+        driver = self._driver
+        # By number, not by address: the same address may be another allocation after torch.cuda.empty_cache().
+        attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        buffer = int(checked(driver, driver.cuPointerGetAttribute(attribute, address), "cuPointerGetAttribute"))
+        region = self._regions.get(buffer)
+        if region is None:
+            self._sweep()
+            region = self._export(buffer, address)
+            if region is None:
+                return None
+            self._regions[buffer] = region
+        return region, address - region.base
+
+    def retired(self) -> list[Region]:
+        """Allocations that were offered and have been freed since; told once."""
+        dead, self._dead = self._dead, []
+        return dead
+
+    def _export(self, buffer: int, address: int) -> Region | None:
+        driver = self._driver
+        attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+        status, capable = driver.cuPointerGetAttribute(attribute, address)
+        if status != driver.CUresult.CUDA_SUCCESS or not capable:
+            return None
+        # torch cuts tensors out of larger allocations, and a handle stands for a whole one.
+        base, _ = checked(driver, driver.cuMemGetAddressRange(address), "cuMemGetAddressRange")
+        handle = checked(driver, driver.cuIpcGetMemHandle(int(base)), "cuIpcGetMemHandle")
+        # Through its address: the bytes have no attribute in cuda-bindings 13.5.
+        return Region(buffer, int(base), ctypes.string_at(int(handle.getPtr()), HANDLE_BYTES))
+
+    def _sweep(self) -> None:
+        """Forget allocations that are gone, so that peers close them: until then the driver keeps their memory. A new
+        allocation is the moment: in the steady state there are none, and nothing is asked."""
+        driver = self._driver
+        attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        for region in list(self._regions.values()):
+            status, buffer = driver.cuPointerGetAttribute(attribute, region.base)
+            if status != driver.CUresult.CUDA_SUCCESS or int(buffer) != region.buffer:
+                self._dead.append(self._regions.pop(region.buffer))
+
+
+class Staging:
+    """Memory of the driver's own, which others can open: what leaves from memory that they cannot is copied here."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self._blocks: list[tuple[int, int]] = []  # address, bytes; the last one is in use
+
+    def reserve(self, nbytes: int) -> int:
+        """Where there is a block of so many bytes. A smaller one stays until `close`: peers may still read it."""
+        if not self._blocks or self._blocks[-1][1] < nbytes:
+            nbytes = -(-max(nbytes, 2 * sum(size for _, size in self._blocks)) // SHARED_BYTES) * SHARED_BYTES
+            address = checked(self._driver, self._driver.cuMemAlloc(nbytes), f"cuMemAlloc of {nbytes} bytes")
+            self._blocks.append((int(address), nbytes))
+        return self._blocks[-1][0]
+
+    def close(self) -> None:
+        """Free all of it. Idempotent."""
+        while self._blocks:
+            checked(self._driver, self._driver.cuMemFree(self._blocks.pop()[0]), "cuMemFree")
+
+
+class Imports:
+    """Allocations of other processes, each opened once."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self._opened: dict[tuple[int, int], int] = {}
+
+    def address(self, peer: int, offer: Offer) -> int:
+        """Where the bytes of a peer's offer lie in this process."""
+        key = (peer, offer.buffer)
+        if key not in self._opened:
+            self._opened[key] = self._open(peer, offer.handle)
+        return self._opened[key] + offer.offset
+
+    def drop(self, peer: int, buffer: int) -> None:
+        """Close an allocation that its owner has freed."""
+        address = self._opened.pop((peer, buffer), None)
+        if address is not None:
+            # Every copy out of it is over: its owner waited for them before it was freed.
+            checked(self._driver, self._driver.cuIpcCloseMemHandle(address), "cuIpcCloseMemHandle")
+
+    def close(self) -> None:
+        """Close all of them. Idempotent."""
+        for peer, buffer in list(self._opened):
+            self.drop(peer, buffer)
+
+    def _open(self, peer: int, data: bytes) -> int:
+        driver = self._driver
+        handle = driver.CUipcMemHandle()
+        ctypes.memmove(int(handle.getPtr()), data, HANDLE_BYTES)
+        flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS  # the one value there is
+        return int(checked(driver, driver.cuIpcOpenMemHandle(handle, flags), f"cuIpcOpenMemHandle of rank {peer}"))
+
+
+class Flags:
+    """A board that the device reads and writes too."""
+
+    def __init__(self, driver: Any, board: Board) -> None:
+        self._driver = driver
+        self.board = board
+        self._host = ctypes.addressof(ctypes.c_char.from_buffer(board.memory))
+        flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        checked(driver, driver.cuMemHostRegister(self._host, len(board.memory), flags), "cuMemHostRegister")
+        self._base = int(checked(driver, driver.cuMemHostGetDevicePointer(self._host, 0), "cuMemHostGetDevicePointer"))
+
+    def address(self, index: int) -> int:
+        """Where the device finds a flag."""
+        return self._base + index * FLAG_STRIDE
+
+    def put_up(self, stream: int, index: int, number: int) -> None:
+        """Set a flag behind all that is in the stream."""
+        driver = self._driver
+        # The default has a fence before the write: what the stream did before is visible to whoever sees the flag.
+        flags = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+        result = driver.cuStreamWriteValue32(stream, self.address(index), number % (1 << FLAG_BITS), flags)
+        checked(driver, result, "cuStreamWriteValue32")
+
+    def wait_for(self, stream: int, index: int, number: int) -> None:
+        """Let nothing behind this point of the stream begin before a flag is at `number` or past it, cyclically."""
+        driver = self._driver
+        flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        result = driver.cuStreamWaitValue32(stream, self.address(index), number % (1 << FLAG_BITS), flags)
+        checked(driver, result, "cuStreamWaitValue32")
+
+    def close(self) -> None:
+        """Take the board from the device, and unmap it."""
+        try:
+            checked(self._driver, self._driver.cuMemHostUnregister(self._host), "cuMemHostUnregister")
+        finally:
+            self.board.close()

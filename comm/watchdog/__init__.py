@@ -1,0 +1,1 @@
+"""Deadlines, preflight checks and telemetry: one thread per process, and what it knows."""

@@ -1,0 +1,362 @@
+"""What the watchdog does for one ring: late transfers, failed ranks, calls that differ, and how fast everyone is."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+
+from ..control import Control
+from ..cuda_threads import within
+from ..transport import Fence, Transport, TransportError
+from .deadlines import FIRST_SECONDS, NEVER, Deadlines, Post, Sizes
+from .gossip import TICK_RANKS, Report, pack, period, told
+from .news import Gauges, News
+from .preflight import Preflight
+
+logger = logging.getLogger(__name__)
+
+# A store that does not answer must not hold up the deadlines.
+STORE_SECONDS = 1.0
+# A communicator whose peers died may not come back from its abort.
+ABORT_SECONDS = 2.0
+# Two ticks that are so far apart mean that the process was stopped: a signal, a debugger, a machine that swaps.
+STOPPED_SECONDS = 5.0
+# After a call a rank goes on talking for a while, so that its last news get around.
+GRACE_SECONDS = 0.5
+# Then it only answers ranks that wait for it, and looks for their questions this often (in larger worlds less).
+IDLE_SECONDS = 1.0
+# Where a last report is asked for directly when something failed; in larger worlds, the edge's ends among them.
+ASKED_RANKS = 16
+
+
+class Failure(NamedTuple):
+    """Why a ring cannot go on, as it stands in the store."""
+
+    rank: int  # that found it
+    kind: str  # "ValueError" where the ranks disagree, else "TransportError"
+    text: str
+
+
+class Watch:
+    """What the watchdog does for one ring; see `watchdog.open_watch`.
+
+    Args:
+        control: keys of this ring's own.
+        deadline: seconds that a transfer may take; None: many times the median; inf: no limit.
+        device: where the ring computes.
+        transports: the transports that are open now; must not hold the ring.
+        fatal: called with the words of a failure after the transports are aborted: a process whose streams wait for
+            bytes that never come has to end. None: aborted transports raise in whoever waits.
+        patience: seconds that the preflight waits for the other ranks; None: as long as the group's store.
+        together: the ranks end together, whatever ends one of them: virtual ranks of one process.
+        gauges: reads clocks and throttle reasons.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        *,
+        deadline: float | None,
+        device: torch.device,
+        transports: Callable[[], Sequence[Transport]],
+        fatal: Callable[[str], None] | None = None,
+        patience: float | None = FIRST_SECONDS,
+        together: bool = False,
+        gauges: Gauges | None = None,
+    ) -> None:
+        self.rank, self.size = control.rank, control.size
+        self.device = device
+        self._control = control
+        self._transports = transports
+        self._fatal = fatal
+        self._patience = patience
+        self._together = together
+        self._preflight = Preflight(control)
+        self._posts = Deadlines(deadline, ask_why=fatal is None and device.type == "cpu")
+        self._news = News(control.rank, control.size, device, gauges)
+        self._lock = threading.RLock()  # what one thread finds wrong, the other must not find at the same time
+        self._failure: Failure | None = None
+        self._calls = 0
+        self._phase: str | None = None
+        self._waiting = False  # in the preflight
+        self._number: int | None = 0  # of the call that is agreed on; 0: not yet; None: the ranks could not agree
+        self._active = -NEVER  # when this ring was last in use
+        self._ticked = NEVER
+        self._answered = -NEVER
+        self.closed = False
+
+    # -- the thread that computes ------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """A call comes in at the door: until it is agreed on, what ends it is a refusal of this rank's."""
+        self._number = 0
+
+    def agree(
+        self,
+        fields: Mapping[str, object],
+        values: Mapping[str, object] | None = None,
+        *,
+        of: int | None = None,
+        always: bool = False,
+    ) -> int:
+        """Compare what this rank is about to compute with every other rank's, before anything moves.
+
+        Args:
+            fields: compared by `repr`; a call that was to be expected, going by those before, costs no traffic.
+            values: compared likewise; what changes from batch to batch.
+            of: the number of the forward whose backward this is.
+            always: compare an expected call, too.
+
+        Returns:
+            The number of the call, the same on every rank.
+
+        Raises:
+            ValueError: on every rank, naming the first field that differs and who has what, or who refused the call.
+            TransportError: a rank did not answer, or the ring has failed before.
+        """
+        if self.size == 1:
+            return 0
+        if self._failure is not None:
+            raise self._as_error(self._failure)
+        self._number = self._preflight.number + 1
+        self._waiting, self._active = True, time.monotonic()
+        try:
+            verdict = self._preflight.agree(
+                fields, values, of=of, always=always, timeout=self._patience, stop=self.stopped
+            )
+        except TransportError as error:
+            raise self.failed(error) from error
+        finally:
+            self._waiting = False
+        if verdict is not None:
+            if verdict.in_flight:
+                self._fail(Failure(self.rank, "ValueError", verdict.text))
+            self._number = None
+            raise ValueError(verdict.text)
+        self._news.expect(self.size, "agreed on a call")
+        return self._number
+
+    def left(self, error: BaseException) -> None:
+        """A call ended by an error: the others are told, unless they know. Raises nothing."""
+        if self.size == 1 or self._failure is not None or self._number is None:
+            return
+        if self._number == 0:
+            self._preflight.refuse(error)
+        else:
+            self.failed(error)
+
+    def begin(self, phase: str) -> None:
+        """The loop of a call begins."""
+        self._calls += 1
+        self._phase = phase
+
+    def end(self) -> None:
+        """The loop of a call is over."""
+        self._phase = None
+        self._active = time.monotonic()
+
+    def posted(self, label: object, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes) -> None:
+        """A group of transfers was posted: `label` is what errors call it; (peer, bytes) per message. O(1), no lock."""
+        if self.size > 1:
+            self._posts.add(label, fence, after, sent, received, time.monotonic(), self._calls)
+
+    def span(self, kind: str, hop: object = None) -> AbstractContextManager[None]:
+        """Around "compute" or "wait", for the telemetry, which asks for no hop."""
+        return self._news.spans.span(kind) if self.size > 1 else contextlib.nullcontext()
+
+    def spent(self, kind: str, seconds: float) -> None:
+        """Seconds of "compute" or "wait" that were measured elsewhere."""
+        self._news.spent(kind, seconds)
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Tell the others that `error` ended this rank's part of a call; what to raise in its place.
+
+        For a `TransportError`: one that names hop, edge, bytes and the last step each rank reported, or what another
+        rank found. Anything else stays as it is.
+        """
+        if self.size == 1:
+            return error
+        known = isinstance(error, TransportError)
+        with self._lock:
+            if self._failure is None and self._together:
+                return error  # whoever runs the ranks tells the others, and who was first
+            if self._failure is None:
+                self._posts.poll(time.monotonic())
+                problem = str(error) if known else f"{type(error).__name__}: {error}"
+                if self._fatal is not None:  # the process ends in here: nobody else will show where this came from
+                    logger.error("rank %d failed", self.rank, exc_info=error)
+                self._find(self._posts.failed or self._posts.first, f"failed: {problem}", look_first=known)
+            assert self._failure is not None
+            return self._as_error(self._failure) if known else error
+
+    def telemetry(self) -> tuple[Report, ...]:
+        """What this rank knows of every rank, in rank order, with its age."""
+        self._news.say(self._step(), self._calls, self._posts.nbytes)
+        return self._news.table.reports(time.time())
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        self.closed = True
+        self._posts.clear()
+
+    # -- the watchdog's thread ---------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Look at every transfer, at what other ranks say, and spread the news."""
+        if self.closed or self._failure is not None:
+            return
+        now = time.monotonic()
+        with self._lock:
+            if now - self._ticked > STOPPED_SECONDS:
+                self._posts.resume(now)
+            self._ticked = now
+            late = self._posts.poll(now)
+            if self._posts.failed is not None:
+                return self._find(self._posts.failed, f"failed: {self._posts.failed.problem}")
+            noticed = next(filter(None, (transport.check() for transport in self._transports())), None)
+            if noticed is not None:
+                return self._find(self._posts.first, f"failed: {noticed}")
+            if late is not None:
+                return self._find(
+                    late, f"not over {self._posts.limit(late):g} s after what it waits for (its deadline)"
+                )
+        if self._phase is not None or self._waiting or self._posts.busy:
+            self._active = now
+        if now - self._active < GRACE_SECONDS + period(self.size):
+            self._talk(now)
+        elif now - self._answered > IDLE_SECONDS * max(1.0, self.size / TICK_RANKS):
+            self._answer(self._exchange(look=self._preflight.wanted()), {})
+
+    def _talk(self, now: float) -> None:
+        """One round with the store: failures of others, questions of others, and the gossip."""
+        self._news.say(self._step(), self._calls, self._posts.nbytes)
+        peer = self._news.next_peer()
+        table = [] if peer is None else [f"table/{peer}"]
+        found = self._exchange(look=["failure", *self._preflight.wanted(), *table])
+        if found is None:
+            return
+        if "failure" in found:
+            return self._hear(found["failure"])
+        if peer is not None:
+            self._news.pull(found.get(f"table/{peer}"))
+        self._answer(found, {} if peer is None else {f"table/{self.rank}": pack(self._news.table.rows)})
+        self._news.warn(now)
+
+    def _answer(self, found: Mapping[str, object] | None, news: Mapping[str, object]) -> None:
+        """Say what other ranks have asked for, and the news; also in a rank that computes something else for long."""
+        self._answered = time.monotonic()
+        if found is None:
+            return
+        publish, verdict = self._preflight.hear(found)
+        if verdict is not None:
+            return self._fail(Failure(self.rank, "ValueError", verdict.text), publish)
+        if publish or news:
+            self._exchange({**publish, **news})
+
+    def _exchange(
+        self, publish: Mapping[str, object] | None = None, look: Sequence[str] = ()
+    ) -> dict[str, object] | None:
+        """None where the store does not answer."""
+        if not self._news.store_answers():
+            return None
+        try:
+            return self._control.exchange(publish, look, STORE_SECONDS)
+        except TransportError as error:
+            self._news.store_failed(str(error))
+            return None
+
+    # -- what went wrong ---------------------------------------------------------------------------------------------
+
+    def _find(self, post: Post | None, what: str, *, look_first: bool = True) -> None:
+        """This rank found something wrong: say what, unless another rank's find explains it."""
+        where = f"{post.label} ({post.edges(self.rank)})" if post is not None else self._step()
+        theirs = self._explained() if look_first else None
+        if theirs is not None and theirs.kind == "ValueError":
+            return self._fail(theirs, tell=theirs.rank == self.rank)
+        text = f"rank {self.rank}: {where} {what}"
+        if theirs is not None:
+            return self._fail(Failure(self.rank, theirs.kind, f"{text}. {_by(theirs)}"), tell=False)
+        self._fail(Failure(self.rank, "TransportError", f"{text}. {self._last_steps(post)}"))
+
+    def _explained(self) -> Failure | None:
+        """What another rank has found or said that explains what this one sees."""
+        for _ in range(2):  # the first round may bring a question, the second what others said to it
+            found = self._exchange(look=["failure", *self._preflight.wanted()])
+            if found is None or "failure" in found:
+                return _failure(found.get("failure")) if found else None
+            publish, verdict = self._preflight.hear(found)
+            if verdict is not None:
+                return Failure(self.rank, "ValueError", verdict.text)
+            self._exchange(publish)
+        return None
+
+    def _hear(self, told: object) -> None:
+        theirs = _failure(told)
+        if theirs is None:
+            return
+        if theirs.kind == "ValueError":
+            return self._fail(theirs, tell=False)
+        post = self._posts.first
+        where = f"{post.label} ({post.edges(self.rank)})" if post is not None else self._step()
+        self._fail(Failure(self.rank, theirs.kind, f"rank {self.rank}: {where} given up. {_by(theirs)}"), tell=False)
+
+    def _fail(self, failure: Failure, publish: Mapping[str, object] | None = None, *, tell: bool = True) -> None:
+        """Tell the others first: what they see when the transports break must have its reason in the store."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            if tell:
+                self._exchange({**(publish or {}), "failure": tuple(failure)}, look=["failure"])
+            self._failure = failure
+        logger.error("%s", failure.text)
+        within(ABORT_SECONDS, lambda: self._abort(failure.text), self.device, "abort")
+        if self._fatal is not None:
+            self._fatal(failure.text)
+
+    def _abort(self, reason: str) -> None:
+        for transport in self._transports():
+            transport.abort(reason)
+
+    def _last_steps(self, post: Post | None) -> str:
+        """What each rank reported last, asked for once more."""
+        near = [peer for peer, _ in (*post.sent, *post.received)] if post is not None else []
+        others = [rank for rank in dict.fromkeys((*near, *range(self.size))) if rank != self.rank][:ASKED_RANKS]
+        for table in (self._exchange(look=[f"table/{rank}" for rank in others]) or {}).values():
+            self._news.pull(table)
+        known = {report.rank: report for report in self._news.table.reports(time.time())}
+        silent = [str(rank) for rank in others if rank not in known]
+        text = f"Last reported: {told((known[rank] for rank in others if rank in known), ASKED_RANKS) or 'nothing'}"
+        text += f"; nothing from rank {', '.join(silent)}" if silent else ""
+        return text + (f". {self._news.store_problem}" if self._news.store_problem else "")
+
+    def _step(self) -> str:
+        first, last = self._posts.first, self._posts.last
+        if first is not None:
+            return f"in {first.label}"
+        after = f" after {last}" if last is not None else ""
+        if self._phase is not None:
+            return f"in a {self._phase}{after}"
+        return f"comparing what the ranks pass{after}" if self._waiting else f"between calls{after}"
+
+    def stopped(self) -> str | None:
+        """Why nothing comes any more, for whoever waits; None while it may."""
+        return self._failure.text if self._failure is not None else None
+
+    @staticmethod
+    def _as_error(failure: Failure) -> Exception:
+        return ValueError(failure.text) if failure.kind == "ValueError" else TransportError(failure.text)
+
+
+def _failure(told: object) -> Failure | None:
+    return Failure(*told) if isinstance(told, (list, tuple)) else None
+
+
+def _by(theirs: Failure) -> str:
+    return f"Rank {theirs.rank} found: {theirs.text}"

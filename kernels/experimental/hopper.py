@@ -1,0 +1,249 @@
+"""The forward of :mod:`forward` for Hopper (sm_90): the copy engine, two consumer warpgroups, products that overlap.
+
+One program is 128 query rows of one head: a warp that only starts TMA loads, and two warpgroups of 64 rows. Tiles of
+keys are visited from the last to the first, so that the partial one comes before the loop. Within a warpgroup the
+scores of a tile are started before the product of the weights of the tile before with V, which then runs under the
+softmax of the scores; and the two warpgroups take turns at starting products, so that the softmax of one runs under the
+products of the other (FlashAttention-3, Shah et al., arXiv:2407.08608, sections 3.1 and 3.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..device import tiles
+from . import hopper_ring, steps
+from .hopper_ring import (
+    Place,
+    Shared,
+    barriers,
+    column_of,
+    give_turn,
+    producer,
+    release,
+    ring_of,
+    tile_of,
+    wait_full,
+    wait_turn,
+)
+
+LOG2_E = gl.constexpr(tiles.LOG2_E.value)
+LN_2 = gl.constexpr(tiles.LN_2.value)
+CONSUMERS, ROWS = hopper_ring.CONSUMERS, hopper_ring.ROWS
+WARPS = gl.constexpr([4, 1])  # of the second consumer and the producer; the first consumer has the launch's
+REGISTERS = gl.constexpr([240, 24])  # per thread of these; the first consumer gets what is left of 3 * 168, 240 too
+
+phases_of = gluon.jit(steps.phases_of)
+tile_range, of_head, program = tiles.tile_range, tiles.of_head, tiles.program
+
+
+class Softmax(NamedTuple):
+    """The running softmax of a warpgroup's rows."""
+
+    sums: Any
+    pivot: Any
+
+
+@gluon.jit
+def seen(column, offs, lo, hi, columns, BOUNDED: gl.constexpr):
+    """[rows, keys] of the tile that begins at ``column``: whether the interval of the row holds the key."""
+    # ends relative to the tile: the other way round every key of the tile takes a register of its own
+    if BOUNDED:
+        return (offs[None, :] >= (lo - column)[:, None]) & (offs[None, :] < (hi - column)[:, None])
+    else:
+        return (offs < columns - column)[None, :]
+
+
+@gluon.jit
+def weights(scores, softmax, unit, visible, MASKED: gl.constexpr):
+    """(weights of a tile, the softmax with it, what the sums so far shrink by): the recurrence of ``forward.fold``."""
+    if MASKED:
+        scores = gl.where(visible, scores, float("-inf"))
+    highest = gl.maximum(softmax.pivot, gl.max(scores, 1) * unit)
+    if MASKED:  # keep the pivot finite: a row that has seen no key yet would give inf - inf
+        pivot = gl.where(highest == float("-inf"), 0.0, highest)
+    else:
+        pivot = highest
+    p = gl.exp2(scores * unit - pivot[:, None])
+    shrink = gl.exp2(softmax.pivot - pivot)
+    sums = softmax.sums * shrink + gl.sum(p, 1)
+    return p, Softmax(sums, highest), shrink
+
+
+@gluon.jit
+def fold(
+    acc, p, softmax, q, shared, place, begin, end, lo, hi, unit, columns,
+    CONSUMER: gl.constexpr, SLOTS: gl.constexpr, BLOCK_K: gl.constexpr, MASKED: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """Steps ``[begin, end)``: the scores of each, and the values of the step before with its weights ``p``."""
+    scores_layout: gl.constexpr = mma_layout(BLOCK_K)
+    dtype: gl.constexpr = p.dtype
+    weights_layout: gl.constexpr = p.type.layout
+    for step in range(begin, end):
+        wait_full(shared.k, step, SLOTS)
+        k_tile, v_tile = tile_of(shared.k, step, SLOTS), tile_of(shared.v, step - 1, SLOTS)
+        wait_turn(shared.turns, CONSUMER, step - 1)
+        empty = gl.zeros([ROWS, BLOCK_K], gl.float32, scores_layout)
+        scores = warpgroup_mma(q, k_tile.permute((1, 0)), empty, use_acc=False, is_async=True)
+        acc = warpgroup_mma(p, v_tile, acc, is_async=True)
+        give_turn(shared.turns, CONSUMER)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        release(shared.k, step, SLOTS)
+        column, offs_k = column_of(step, place.past, BLOCK_K), gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores_layout))
+        visible = seen(column, offs_k, lo, hi, columns, BOUNDED) if MASKED else None
+        p_next, softmax, shrink = weights(scores, softmax, unit, visible, MASKED)
+        # The next step's wait, here already: a branch, over which ptxas does not move the wait for the product up to
+        # where the weights begin, as it does in straight code.
+        wait_full(shared.v, step, SLOTS)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        p = gl.convert_layout(p_next.to(dtype), weights_layout)  # only now: the product under way reads p's registers
+        release(shared.v, step - 1, SLOTS)
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc, p, softmax
+
+
+@gluon.constexpr_function
+def mma_layout(columns):
+    """Of an accumulator of a warpgroup: 16 rows per warp, all columns in one instruction."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.jit
+def row_interval(bounds, offs, rows, columns, BOUNDED: gl.constexpr):
+    """As ``tiles.row_interval``: rows past the end see nothing."""
+    inside = offs < rows
+    if BOUNDED:
+        return gl.load(bounds.lo + offs, mask=inside, other=0), gl.load(bounds.hi + offs, mask=inside, other=0)
+    else:
+        return 0, columns
+
+
+@gluon.jit
+def pointers(tensor, offs, HEAD_DIM: gl.constexpr, layout: gl.constexpr):
+    # 64-bit: row 262,144 with a stride of 8,192 elements already wraps an int32
+    rows = gl.convert_layout(offs, gl.SliceLayout(1, layout)).to(gl.int64)
+    return tensor.ptr + rows[:, None] * tensor.stride_s + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def finish(
+    acc, softmax, tensors, shape, place, offs, HEAD_DIM: gl.constexpr, HAS_STATE: gl.constexpr,
+):  # fmt: skip
+    """Divide by the sums, average with the carried state, and store: the end of ``forward.forward_kernel``."""
+    state, out, lse = tensors
+    batch, head = place.batch.to(gl.int64), place.head.to(gl.int64)
+    layout: gl.constexpr = acc.type.layout
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    inside = offs < shape.rows
+    lse_pointers = lse + (batch * shape.heads + head) * shape.rows + offs
+    l_safe = gl.where(softmax.sums == 0.0, 1.0, softmax.sums)  # a row that has seen nothing: out = 0, lse = -inf
+    ours = gl.where(softmax.sums == 0.0, float("-inf"), (softmax.pivot + gl.log2(l_safe)) * LN_2)
+    row_mask = gl.convert_layout(inside, by_row)[:, None]
+    if HAS_STATE:
+        theirs = gl.load(lse_pointers, mask=inside, other=float("-inf"))
+        pivot = gl.maximum(ours, theirs)
+        pivot = gl.where(pivot == float("-inf"), 0.0, pivot)  # a row that has seen nothing would give inf - inf
+        new, old = gl.exp2((ours - pivot) * LOG2_E), gl.exp2((theirs - pivot) * LOG2_E)
+        total = gl.where(new + old == 0.0, 1.0, new + old)
+        ours = gl.where(new + old == 0.0, float("-inf"), pivot + gl.log2(total) * LN_2)
+        carried = gl.load(pointers(of_head(state, batch, head), offs, HEAD_DIM, layout), mask=row_mask, other=0.0)
+        acc = acc * gl.convert_layout(new / total / l_safe, by_row)[:, None]
+        acc = acc + carried * gl.convert_layout(old / total, by_row)[:, None]
+    else:
+        acc = acc / gl.convert_layout(l_safe, by_row)[:, None]
+    gl.store(lse_pointers, ours, mask=inside)
+    to = of_head(out, batch, head)
+    gl.store(pointers(to, offs, HEAD_DIM, layout), acc.to(to.ptr.dtype.element_ty), mask=row_mask)
+
+
+@gluon.jit
+def consumer(
+    shared, place, tensors, bounds, shape, softmax_scale,
+    CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, BLOCK_K: gl.constexpr, HAS_STATE: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: 64 query rows against every tile of keys."""
+    BOUNDED: gl.constexpr = bounds.lo is not None
+    scores_layout: gl.constexpr = mma_layout(BLOCK_K)
+    out_layout: gl.constexpr = mma_layout(HEAD_DIM)
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    offs = place.first + CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
+    lo, hi = row_interval(bounds, offs, shape.rows, shape.columns, BOUNDED)
+    unit = softmax_scale * LOG2_E
+
+    mbarrier.wait(shared.q_full.index(0), 0)
+    q = shared.q.index(CONSUMER)
+    q = q.reshape([ROWS, HEAD_DIM])
+    wait_full(shared.k, 0, SLOTS)
+    k_tile = tile_of(shared.k, 0, SLOTS)
+    scores = warpgroup_mma(
+        q, k_tile.permute((1, 0)), gl.zeros([ROWS, BLOCK_K], gl.float32, scores_layout), use_acc=False, is_async=True
+    )
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    release(shared.k, 0, SLOTS)
+    column, offs_k = column_of(0, place.past, BLOCK_K), gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores_layout))
+    visible = seen(column, offs_k, lo, hi, shape.columns, BOUNDED)
+    nothing = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, scores_layout))
+    softmax = Softmax(nothing, nothing - float("inf"))
+    p, softmax, _ = weights(scores, softmax, unit, visible, True)
+    p = gl.convert_layout(p.to(q.dtype), weights_layout)
+    acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, out_layout)
+    wait_full(shared.v, 0, SLOTS)
+    if BOUNDED:
+        acc, p, softmax = fold(
+            acc, p, softmax, q, shared, place, 1, place.tail, lo, hi, unit, shape.columns,
+            CONSUMER, SLOTS, BLOCK_K, True, True,
+        )  # fmt: skip
+    acc, p, softmax = fold(
+        acc, p, softmax, q, shared, place, place.tail, place.full, lo, hi, unit, shape.columns,
+        CONSUMER, SLOTS, BLOCK_K, False, BOUNDED,
+    )  # fmt: skip
+    if BOUNDED:
+        acc, p, softmax = fold(
+            acc, p, softmax, q, shared, place, place.full, place.steps, lo, hi, unit, shape.columns,
+            CONSUMER, SLOTS, BLOCK_K, True, True,
+        )  # fmt: skip
+    v_tile = tile_of(shared.v, place.steps - 1, SLOTS)
+    acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, v_tile, acc, is_async=True)])
+    finish(acc, softmax, tensors, shape, place, offs, HEAD_DIM, HAS_STATE)
+
+
+@gluon.jit
+def hopper_kernel(
+    q, k, v, state, out, lse, bounds, shape, softmax_scale,
+    HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, SLOTS: gl.constexpr, HAS_STATE: gl.constexpr,
+):  # fmt: skip
+    """One program: 128 query rows of one head against every key tile that one of them sees."""
+    BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
+    tile, batch, head = program(shape, BLOCK_Q)
+    first = (gl.cdiv(shape.rows, BLOCK_Q) - 1 - tile) * BLOCK_Q  # late rows see most keys: longest first
+    start, full_start, full_end, end = tile_range(bounds, first, shape, BLOCK_Q, BLOCK_K)
+    past, tail, full, count = phases_of(start, full_start, full_end, end, shape.columns, BLOCK_K)
+    place = Place(first, batch.to(gl.int32), head.to(gl.int32), past, tail, full, count)
+    block: gl.constexpr = q.block_type.shape
+    shared = Shared(
+        gl.allocate_shared_memory(q.dtype, [CONSUMERS] + block, q.layout),  # noqa: RUF005 (jit code takes no star)
+        barriers(1, 1),
+        ring_of(k, SLOTS),
+        ring_of(v, SLOTS),
+        barriers(CONSUMERS, 1),
+    )
+    fence_async_shared()  # the copy engine must find the barriers initialised
+    tensors = (state, out, lse)
+    gl.warp_specialize(
+        [
+            (consumer, (shared, place, tensors, bounds, shape, softmax_scale, 0, HEAD_DIM, SLOTS, BLOCK_K, HAS_STATE)),
+            (consumer, (shared, place, tensors, bounds, shape, softmax_scale, 1, HEAD_DIM, SLOTS, BLOCK_K, HAS_STATE)),
+            (producer, (shared, place, (q, k, v), shape.group, SLOTS, BLOCK_K)),
+        ],
+        WARPS,
+        REGISTERS,
+    )

@@ -1,0 +1,139 @@
+"""The host side of the Hopper backward: what it takes, its tile, its launch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..bounds import Bounds
+from ..config import KernelConfig, Tile
+from ..described import check_describable
+from ..launch import interval, launch, programs, shape_of, strided
+from ..scores import Scores
+from .hopper_launch import REGISTERS, SHARED_LIMIT, Described, check_kind
+from .steps import CONSUMERS, ROWS
+
+HEAD_DIMS = (64, 128)
+"""Of 256 no dK and dV of 128 keys fit the registers of two warpgroups."""
+
+TAKES = "backward='hopper' takes"
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def default_tile(head_dim: int) -> Tile:
+    """As many queries as give each of two consumers 64 by 64 of dQ; two slots of Q and of dO."""
+    return Tile(CONSUMERS * ROWS * ROWS // head_dim, CONSUMERS * ROWS, 4 * CONSUMERS, 2)
+
+
+def takes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dq: torch.Tensor,
+    bounds: Bounds,
+    scores: Scores,
+    config: KernelConfig,
+) -> bool:
+    """Whether the Hopper kernel runs this hop: not with ``used`` or ``runs``, nor where there are no rows or no keys.
+
+    These come and go from hop to hop, and the portable single pass takes them. What is the same for all hops of a call
+    is refused on every hop alike.
+
+    Raises:
+        ValueError: what :func:`check_hopper_backward` refuses.
+    """
+    check_hopper_backward(q, k, v, dout, dq, scores, config.single_pass)
+    return bounds.used is None and bounds.runs is None and q.numel() > 0 and k.numel() > 0
+
+
+def check_hopper_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dq: torch.Tensor,
+    scores: Scores,
+    tile: Tile | None,
+) -> None:
+    """Refuse what the kernel is not written for.
+
+    Raises:
+        ValueError: a GPU, dtype, head dim, modified scores, an address or stride, or a tile that it does not take.
+    """
+    check_call(q, v, scores, tile)
+    for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout), ("dq", dq)):
+        check_describable(name, x, TAKES)
+
+
+def check_call(q: torch.Tensor, v: torch.Tensor, scores: Scores, tile: Tile | None) -> None:
+    """Of this what is known before there is a forward: all but addresses and strides."""
+    check_kind(q, v, HEAD_DIMS, TAKES)
+    if not scores.is_plain:
+        raise ValueError(f"scores have a softcap, ALiBi slopes or dropout: {TAKES} plain ones, 'single_pass' these")
+    check_tile(q.shape[3], tile or default_tile(q.shape[3]))
+
+
+def shared_bytes(head_dim: int, tile: Tile) -> int:
+    """Of K, V, the slots of Q and dO with their numbers, dS of two steps, and dQ; barriers take a few hundred more."""
+    rows = tile.num_stages * tile.block_q * (2 * head_dim * 2 + 2 * 4)
+    return 2 * tile.block_k * head_dim * 2 + rows + 2 * tile.block_q * tile.block_k * 2 + CONSUMERS * ROWS * ROWS * 4
+
+
+def check_tile(head_dim: int, tile: Tile) -> None:
+    """Refuse a tile that the kernel is not written for: ValueError."""
+    wanted = default_tile(head_dim)
+    if (tile.block_q, tile.block_k, tile.num_warps) != (wanted.block_q, wanted.block_k, wanted.num_warps):
+        raise ValueError(
+            f"config.single_pass has {tile.block_q} queries, {tile.block_k} keys and {tile.num_warps} warps: "
+            f"backward='hopper' takes {wanted.block_q} queries at head dim {head_dim}, {wanted.block_k} keys and "
+            f"{wanted.num_warps} warps, two warpgroups of {ROWS} keys"
+        )
+    needed = shared_bytes(head_dim, tile) + 1024
+    if needed > SHARED_LIMIT:
+        raise ValueError(
+            f"config.single_pass needs {needed} bytes of shared memory at head dim {head_dim}, sm_90 has "
+            f"{SHARED_LIMIT}: take fewer stages"
+        )
+
+
+def launch_hopper_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor,
+    sums: Pair | None,
+    into: Pair,
+    bounds: Bounds,
+    softmax_scale: float,
+    tile: Tile | None,
+    described: Described,
+) -> None:
+    """As the launch of ``single_pass_kernel`` in ``gradients.Gradients``, for what :func:`takes` lets through."""
+    tile = tile or default_tile(q.shape[3])
+    before = into if sums is None else sums
+    written, in_place = (strided(into[0]), strided(into[1])), before[0] is into[0] and before[1] is into[1]
+    launch(
+        _kernel(), programs(k.shape[1], tile.block_k, k), q.device,
+        described(dout, tile.block_q), described(q, tile.block_q), described(k, ROWS), described(v, ROWS),
+        described(dq, ROWS, ROWS), lse, delta,
+        *(written if in_place else map(strided, before)), *written, interval(bounds.transposed(k.shape[1])),
+        shape_of(k, q)._replace(group=None), q.shape[2] // k.shape[2], softmax_scale,
+        HEAD_DIM=q.shape[3], BLOCK_Q=tile.block_q, SLOTS=tile.num_stages, HAS_SUM=sums is not None,
+        IN_PLACE=sums is not None and in_place,
+        RAGGED=bounds.is_full and k.shape[1] % tile.block_k != 0,
+        num_warps=4, maxnreg=REGISTERS,
+    )  # fmt: skip
+
+
+@cache
+def _kernel() -> Any:
+    from .hopper_backward import hopper_backward_kernel  # Gluon takes a while to import, and only this needs it
+
+    return hopper_backward_kernel

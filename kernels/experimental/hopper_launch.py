@@ -1,0 +1,185 @@
+"""The host side of the Hopper forward: what it takes, its descriptors, its launch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..bounds import Bounds
+from ..config import Tile
+from ..described import check_describable, strides_of
+from ..launch import interval, launch, programs, shape_of, strided
+from ..scores import Scores
+from .steps import CONSUMERS, ROWS
+
+HEAD_DIMS = (64, 128, 256)
+"""What one wgmma takes as columns of the result, and a TMA box holds without padding."""
+
+SHARED_LIMIT = 232_448
+"""Bytes of shared memory that a block may take on sm_90 (CUDA C++ programming guide, compute capabilities)."""
+
+REGISTERS = 168
+"""Per thread at launch: 65,536 among three warpgroups; the producer's are handed to the consumers."""
+
+MIN_SLOTS = 2  # a consumer waits for the V of the next step before it gives back that of this one
+
+TAKES = "forward_kernel='hopper' takes"
+
+
+def takes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: Bounds,
+    scores: Scores,
+    tile: Tile,
+    *,
+    asked: bool = True,
+) -> bool:
+    """Whether the Hopper kernel runs this hop: not with ``used`` or ``runs``, nor where there are no rows or no keys.
+
+    These come and go from hop to hop, and the portable kernel takes them, with the same tile. What is the same for
+    all hops of a call is the caller's to choose, and refused on every hop alike: where the caller ``asked`` for this
+    kernel. Where a tuned table did, what does not suit it goes to the portable one.
+
+    Raises:
+        ValueError: what :func:`check_hopper` refuses.
+    """
+    try:
+        check_hopper(q, k, v, scores, tile)
+    except ValueError:
+        if asked:
+            raise
+        return False
+    return bounds.used is None and bounds.runs is None and q.numel() > 0 and k.numel() > 0
+
+
+def check_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, tile: Tile) -> None:
+    """Refuse what the kernel is not written for.
+
+    Raises:
+        ValueError: a GPU, dtype, head dim, modified scores, an address or stride, or a tile that it does not take.
+    """
+    check_call(q, v, scores, tile)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_describable(name, x, TAKES)
+
+
+def check_call(q: torch.Tensor, v: torch.Tensor, scores: Scores, tile: Tile) -> None:
+    """Of this what is the same for all hops, and so known before the first: all but addresses and strides."""
+    check_kind(q, v, HEAD_DIMS, TAKES)
+    if not scores.is_plain:
+        raise ValueError(
+            "scores have a softcap, ALiBi slopes or dropout: forward_kernel='hopper' takes plain ones, the portable "
+            "kernel these"
+        )
+    check_tile(q.shape[3], tile)
+
+
+def check_kind(q: torch.Tensor, v: torch.Tensor, head_dims: tuple[int, ...], takes: str) -> None:
+    """Refuse a GPU, dtype or head dim that a Hopper kernel does not take, in its own words: ValueError."""
+    if not is_hopper(q.device):
+        raise ValueError(f"q is on {q.device}: {takes} GPUs of compute capability 9.0")
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"q is {q.dtype}: {takes} float16 and bfloat16")
+    if q.shape[3] not in head_dims or v.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"q has head dim {q.shape[3]} and v {v.shape[3]}: {takes} one of {', '.join(map(str, head_dims))}, "
+            "the same of both"
+        )
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def shared_bytes(head_dim: int, tile: Tile) -> int:
+    """Of the tiles of Q, K and V; the barriers take a few hundred more."""
+    return 2 * head_dim * (tile.block_q + 2 * tile.num_stages * tile.block_k)
+
+
+def check_tile(head_dim: int, tile: Tile) -> None:
+    """Refuse a tile that the kernel is not written for: ValueError."""
+    if tile.block_q != CONSUMERS * ROWS or tile.num_warps != 4 * CONSUMERS:
+        raise ValueError(
+            f"config.forward has {tile.block_q} rows and {tile.num_warps} warps: forward_kernel='hopper' takes "
+            f"{CONSUMERS * ROWS} rows and {4 * CONSUMERS} warps, two warpgroups of {ROWS} rows"
+        )
+    if tile.block_k not in (64, 128) or tile.num_stages < MIN_SLOTS:
+        raise ValueError(
+            f"config.forward has {tile.block_k} keys and {tile.num_stages} stages: forward_kernel='hopper' takes 64 or "
+            f"128 keys and at least {MIN_SLOTS} stages"
+        )
+    needed = shared_bytes(head_dim, tile) + 1024
+    if needed > SHARED_LIMIT:
+        raise ValueError(
+            f"config.forward needs {needed} bytes of shared memory at head dim {head_dim}, sm_90 has {SHARED_LIMIT}: "
+            "take fewer keys or stages"
+        )
+
+
+def launch_hopper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    state: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    bounds: Bounds,
+    softmax_scale: float,
+    tile: Tile,
+    described: Described,
+) -> None:
+    """As the launch of ``forward_kernel`` in ``attention.Forward``, for what :func:`takes` lets through."""
+    into = strided(out)
+    launch(
+        _kernel(), programs(q.shape[1], tile.block_q, q), q.device,
+        described(q, ROWS), described(k, tile.block_k), described(v, tile.block_k),
+        into if state is None or state is out else strided(state), into, lse, interval(bounds), shape_of(q, k),
+        softmax_scale,
+        HEAD_DIM=q.shape[3], BLOCK_K=tile.block_k, SLOTS=tile.num_stages, HAS_STATE=state is not None,
+        num_warps=4, maxnreg=REGISTERS,
+    )  # fmt: skip
+
+
+@cache
+def _kernel() -> Any:
+    from .hopper import hopper_kernel  # Gluon takes a while to import, and only this kernel needs it
+
+    return hopper_kernel
+
+
+class Described:
+    """Descriptors, made once: of queries, and of the slots that keys and values come in again and again."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int, int | None], tuple[object, torch.Tensor]] = {}
+
+    def __call__(self, x: torch.Tensor, rows: int, columns: int | None = None) -> object:
+        """As :func:`descriptor`."""
+        key = id(x), rows, columns
+        if key not in self._made:
+            self._made[key] = descriptor(x, rows, columns), x  # while it is held nothing else has its id
+        return self._made[key][0]
+
+
+def descriptor(x: torch.Tensor, rows: int, columns: int | None = None) -> object:
+    """For tiles of ``rows`` rows of one head of ``x [B, S, H, D]``, whole or of ``columns`` columns.
+
+    Past the end the copy engine fills with zeros, and leaves what is there where it writes.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    columns = columns or x.shape[3]
+    return TensorDescriptor(x, list(x.shape), strides_of(x), [1, rows, 1, columns], _layout(rows, columns, x.dtype))
+
+
+@cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    dtypes = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], dtypes[dtype])

@@ -1,0 +1,258 @@
+"""Cuts the bounds of one hop into pieces that PyTorch's CPU attention operator can take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from itertools import groupby, pairwise
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ...kernels import Bounds, Runs
+
+MIN_ROWS = 128  # below it a call of the operator costs more than it computes: such rows share one blockwise piece
+BAND_ROWS = 512  # rows of a window at a time: more are more triangles, of which the operator computes too much
+LONGEST = 4096  # rows of a blockwise piece
+NARROW_KEYS = 2048  # of a window: of one that is no wider the triangles would be too large a part, so it goes blockwise
+
+KeyRuns = tuple[tuple[int, int], ...]
+"""Key indices ``[begin, end)``, ascending and disjoint."""
+
+
+class Kind(Enum):
+    """What a piece looks like in the plane of query rows and key indices."""
+
+    RECTANGLE = "every row sees every key"
+    CAUSAL = "square: row i of the piece sees its first i + 1 keys"
+    ANTICAUSAL = "square: row i of the piece sees all but its first i keys"
+    BLOCKWISE = "anything else, row by row as the bounds say"
+
+
+class Piece(NamedTuple):
+    """The query rows ``[row, row_end)`` against the keys ``[key, key_end)``, as indices into the two shards."""
+
+    kind: Kind
+    row: int
+    row_end: int
+    key: int
+    key_end: int
+    runs: KeyRuns = ()
+    """What a blockwise piece sees of its keys; nothing here: all of them."""
+    batch: int = 0
+    batch_end: int | None = None
+    """Which batch items; None: to the last."""
+
+    @property
+    def items(self) -> slice:
+        """The batch items."""
+        return slice(self.batch, self.batch_end)
+
+    @property
+    def rows(self) -> slice:
+        """The query rows."""
+        return slice(self.row, self.row_end)
+
+    @property
+    def keys(self) -> slice:
+        """The keys."""
+        return slice(self.key, self.key_end)
+
+
+class Limits(NamedTuple):
+    """Which keys of a piece its rows see, counted from its first key: ``lo <= j < hi``, and in one of ``runs``."""
+
+    lo: Tensor
+    hi: Tensor
+    runs: KeyRuns
+
+
+_cache: WeakKeyDictionary[Bounds, dict[tuple[int, int, bool], tuple[Piece, ...]]] = WeakKeyDictionary()
+
+
+def pieces(bounds: Bounds, rows: int, keys: int, *, operator: bool = True) -> tuple[Piece, ...]:
+    """Disjoint pieces that cover every visible pair once.
+
+    With ``operator=False`` all are blockwise. Every row of a piece for the operator sees a key: an empty query or key
+    kills the process there, and a row without keys gets ``lse = 0``. Cached for as long as ``bounds`` lives.
+    """
+    if rows == 0 or keys == 0:
+        return ()
+    if bounds.is_full and bounds.used is None and bounds.runs is None:  # FULL serves every number of rows and keys
+        return (Piece(Kind.RECTANGLE if operator else Kind.BLOCKWISE, 0, rows, 0, keys),)
+    cached, asked = _cache.setdefault(bounds, {}), (rows, keys, operator)
+    if asked not in cached:
+        cached[asked] = tuple(_pieces(bounds, *asked))
+    return cached[asked]
+
+
+def limits(bounds: Bounds, piece: Piece) -> Limits:
+    """What the rows of a piece see."""
+    key, end = piece.key, piece.key_end
+    runs = tuple((begin - key, stop - key) for begin, stop in piece.runs) or ((0, end - key),)
+    if bounds.lo is None or bounds.hi is None:
+        lo = torch.zeros(piece.row_end - piece.row, dtype=torch.int32)
+        return Limits(lo, lo + (end - key), runs)
+    lo, hi = (x[piece.rows].clamp(key, end) - key for x in (bounds.lo, bounds.hi))
+    return Limits(lo, hi, runs)
+
+
+def halves(todo: Sequence[Piece]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+    """The pieces in two parts of about equal work; a blockwise one may be cut by rows."""
+    found: tuple[list[Piece], list[Piece]] = [], []
+    left = sum(_size(piece) for piece in todo) / 2
+    for piece in todo:
+        rows, share = piece.row_end - piece.row, left / _size(piece)
+        cut = piece.row + round(rows * share)
+        if piece.kind is Kind.BLOCKWISE and piece.row < cut < piece.row_end:
+            found[0].append(piece._replace(row_end=cut))
+            found[1].append(piece._replace(row=cut))
+        else:
+            found[share < 0.5].append(piece)
+        left -= _size(piece)
+    return tuple(found[0]), tuple(found[1])
+
+
+def _size(piece: Piece) -> int:
+    area = (piece.row_end - piece.row) * (piece.key_end - piece.key)
+    return -(-area // 2) if piece.kind in (Kind.CAUSAL, Kind.ANTICAUSAL) else area
+
+
+def _pieces(bounds: Bounds, rows: int, keys: int, operator: bool) -> Iterator[Piece]:
+    lo, hi = _vectors(bounds, rows, keys)
+    for first, end, used in _batches(bounds.used, keys):
+        near = lo.clamp(max=used), hi.clamp(max=used)
+        if bounds.runs is not None:
+            found = list(_block_sparse(*near, bounds.runs, operator))
+        else:
+            found = list(_cut(*near)) if operator else list(_blockwise(*near, 0, rows))
+        yield from (piece._replace(batch=first, batch_end=end) for piece in found)
+
+
+def _vectors(bounds: Bounds, rows: int, keys: int) -> tuple[Tensor, Tensor]:
+    if bounds.lo is None or bounds.hi is None:
+        return torch.zeros(rows, dtype=torch.int32), torch.full((rows,), keys, dtype=torch.int32)
+    return bounds.lo, bounds.hi
+
+
+def _batches(used: Tensor | None, keys: int) -> Iterator[tuple[int, int | None, int]]:
+    """Neighbours in the batch that have equally many keys: ``(first, end, keys)``."""
+    if used is None:
+        yield 0, None, keys
+        return
+    for count, alike in groupby(enumerate(used.tolist()), key=lambda one: one[1]):
+        items = [item for item, _ in alike]
+        yield items[0], items[-1] + 1, count
+
+
+def _block_sparse(lo: Tensor, hi: Tensor, runs: Runs, operator: bool) -> Iterator[Piece]:
+    """Band by band: what the operator can take of long runs, and all else in one blockwise piece."""
+    for row, end, band in _bands(runs, len(lo)):
+        near, rest = (lo[row:end], hi[row:end]), []
+        for begin, stop in band:
+            found = list(_cut(*(x.clamp(begin, stop) for x in near))) if operator else []
+            if found and all(piece.kind is not Kind.BLOCKWISE and _is_long(piece) for piece in found):
+                yield from (piece._replace(row=row + piece.row, row_end=row + piece.row_end) for piece in found)
+            else:
+                rest.append((begin, stop))
+        seen = [(max(begin, int(near[0][0])), min(stop, int(near[1][-1]))) for begin, stop in rest]
+        if seen := [(begin, stop) for begin, stop in seen if begin < stop]:
+            yield Piece(Kind.BLOCKWISE, row, end, seen[0][0], seen[-1][1], tuple(seen))
+
+
+def _bands(runs: Runs, rows: int) -> Iterator[tuple[int, int, KeyRuns]]:
+    """Neighbouring query blocks that see the same runs, as ``(row, row_end, runs)``."""
+    begins, ends = runs.begins.tolist(), runs.ends.tolist()
+    blocks = [tuple(zip(begins[a:b], ends[a:b], strict=True)) for a, b in pairwise(runs.offsets.tolist())]
+    for seen, alike in groupby(range(len(blocks)), key=blocks.__getitem__):
+        same = list(alike)
+        yield same[0] * runs.block, min((same[-1] + 1) * runs.block, rows), seen
+
+
+def _is_long(piece: Piece) -> bool:
+    return min(piece.row_end - piece.row, piece.key_end - piece.key) >= MIN_ROWS
+
+
+def _blockwise(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Piece]:
+    """A long run of rows in several pieces: each has its keys copied, and less new memory is faster memory."""
+    for row in range(start, end, LONGEST):
+        a, b = _seeing(lo, hi, row, min(row + LONGEST, end))
+        if a < b:
+            yield Piece(Kind.BLOCKWISE, a, b, int(lo[a]), int(hi[b - 1]))
+
+
+def _cut(lo: Tensor, hi: Tensor) -> Iterator[Piece]:
+    """Long regular runs first; then what lies between two of them, whole."""
+    regular = _regular_runs(lo, hi)
+    for (_, gap), (start, end) in pairwise([(0, 0), *regular, (len(lo), len(lo))]):
+        yield from _shape(lo, hi, gap, start)
+        yield from _shape(lo, hi, start, end)
+
+
+SAME, LONGER, SHORTER, SHIFTED, OTHER = range(5)
+"""How a row follows the one before: the same keys, one more at the end, one less at the start, both, or neither."""
+
+
+def _steps(lo: Tensor, hi: Tensor) -> Tensor:
+    rise, fall, seen = hi.diff(), lo.diff(), hi > lo
+    regular = (fall <= 1) & (rise <= 1) & seen[:-1] & seen[1:]
+    return torch.where(regular, SHORTER * fall + rise, OTHER)
+
+
+def _regular_runs(lo: Tensor, hi: Tensor) -> list[tuple[int, int]]:
+    """Runs ``[start, end)`` of at least MIN_ROWS rows that follow each other in one regular way."""
+    steps, counts = torch.unique_consecutive(_steps(lo, hi), return_counts=True)
+    ends = counts.cumsum(0)
+    long = (steps != OTHER) & (counts >= MIN_ROWS)
+    runs: list[tuple[int, int]] = []
+    for count, end in zip(counts[long].tolist(), ends[long].tolist(), strict=True):
+        taken = runs[-1][1] if runs else 0  # two runs that touch share a row: it stays with the first
+        runs.append((max(end - count, taken), end + 1))
+    return runs
+
+
+def _seeing(lo: Tensor, hi: Tensor, start: int, end: int) -> tuple[int, int]:
+    """The rows ``[start, end)`` less those at either end that see nothing."""
+    visible = (hi > lo)[start:end].nonzero()
+    return (start + int(visible[0]), start + int(visible[-1]) + 1) if len(visible) else (start, start)
+
+
+def _shape(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Piece]:
+    """The pieces of the rows ``[start, end)``."""
+    start, end = _seeing(lo, hi, start, end)
+    if start == end:
+        return
+    first, last = (int(lo[start]), int(hi[start])), (int(lo[end - 1]), int(hi[end - 1]))
+    steps = set(_steps(lo[start:end], hi[start:end]).tolist()) or {SAME}
+    if steps == {SAME}:
+        yield Piece(Kind.RECTANGLE, start, end, *first)
+    elif steps == {LONGER}:
+        yield from _rectangle(start, end, first[0], first[1] - 1)
+        yield Piece(Kind.CAUSAL, start, end, first[1] - 1, last[1])
+    elif steps == {SHORTER} and end - start >= MIN_ROWS:
+        yield Piece(Kind.ANTICAUSAL, start, end, first[0], last[0] + 1)
+        yield from _rectangle(start, end, last[0] + 1, last[1])
+    elif steps == {SHIFTED} and end - start >= MIN_ROWS and first[1] - first[0] > NARROW_KEYS:
+        yield from _shifted(start, end, *first)
+    else:
+        yield from _blockwise(lo, hi, start, end)
+
+
+def _shifted(start: int, end: int, lo: int, hi: int) -> Iterator[Piece]:
+    """A window that moves along with its rows, in bands: what its left edge cuts, the middle, what its right edge cuts.
+
+    A band has fewer rows than the window has keys, so that the edges leave each other alone.
+    """
+    count = -(-(end - start) // min(BAND_ROWS, hi - lo - 1))
+    cuts = [(end - start) * cut // count for cut in range(count + 1)]
+    for a, b in pairwise(cuts):
+        yield Piece(Kind.ANTICAUSAL, start + a, start + b, lo + a, lo + b)
+        yield from _rectangle(start + a, start + b, lo + b, hi + a - 1)
+        yield Piece(Kind.CAUSAL, start + a, start + b, hi + a - 1, hi + b - 1)
+
+
+def _rectangle(row: int, row_end: int, key: int, key_end: int) -> Iterator[Piece]:
+    if key < key_end:
+        yield Piece(Kind.RECTANGLE, row, row_end, key, key_end)

@@ -1,0 +1,170 @@
+"""What one rank does in one call: its hops and the bounds of each, cached per (layout, mask, rank, settings)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ...comm.topology.topology import Topology
+from ...kernels import Bounds, Runs, Scores
+from .layout import Layout
+from .mask import Mask, bounds
+from .schedule import BASE_SLOTS, KV_SLOTS, RAIL_SLOTS, SUMS_SLOTS, Edge, Hop, schedule
+from .travel import travelling
+
+PLANS = 64  # a model alternates between a few (layout, mask) pairs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's part of a schedule, with the index interval of each hop."""
+
+    rank: int
+    hops: tuple[Hop, ...]
+    inner: int  # hops of a turn; a flat ring is one turn
+    # of each hop, one per part of the mask; none: it launches nothing. The local hop always does, for its start state
+    sights: tuple[tuple[Sight, ...], ...]
+    lengths: tuple[int, ...]  # keys of the shard of each hop that travel
+    longest: int  # those of the longest shard of all: what a slot must hold, whichever hops a mask leaves
+    leaving: torch.Tensor | None  # which keys of the own shard travel, int64 on the device; None: all
+    last: int  # the last hop that launches
+    slots: int  # that K/V rotate through
+    edges: tuple[tuple[Edge, ...], tuple[Edge, ...]]  # of all ranks, per level
+    homecomings: dict[int, Hop]  # after which hop the sums of a turn's base come back to it
+
+    @property
+    def two_level(self) -> bool:
+        """Whether K/V cross between nodes."""
+        return self.inner < len(self.hops)
+
+    def is_base(self, hop: Hop) -> bool:
+        """Whether the hop is a turn's first: its K/V are the rank's own or came by rail, and stay for the turn."""
+        return hop.index % self.inner == 0
+
+    @cached_property
+    def turns(self) -> tuple[tuple[Hop, ...], ...]:
+        """The hops, turn by turn; the first of each is its base."""
+        return tuple(self.hops[start : start + self.inner] for start in range(0, len(self.hops), self.inner))
+
+    @property
+    def kv_slots(self) -> int:
+        """Slots that K/V arrive in."""
+        return self.slots + (BASE_SLOTS if self.two_level else 0)
+
+    @property
+    def sums_slots(self) -> int:
+        """Slots of dK/dV sums: those that rotate, the rail's, and one more only where sums come home early."""
+        used = [hop.sums_slot + 1 for hop in self.hops if hop.sums_slot is not None]
+        return max(SUMS_SLOTS + (RAIL_SLOTS if self.two_level else 0), *used, 0)
+
+    def arrivals(self, hop: int, prefetch: int) -> tuple[Hop, ...]:
+        """The hops whose K/V are asked for when ``hop`` begins: over a rail a turn ahead, else ``prefetch`` hops.
+
+        Never those of a later turn: its base may still be on the rail, and what is posted behind would wait for it.
+        """
+        turn = hop // self.inner * self.inner
+        end = min(hop + prefetch + 1, turn + self.inner)
+        if hop == turn:
+            return self.hops[hop + self.inner : hop + self.inner + 1] + self.hops[hop + 1 : end]
+        return self.hops[hop + prefetch : end]
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Global positions of the queries and of every shard of keys, int32, on the device; made when asked for."""
+
+    layout: Layout
+    kv_layout: Layout
+    travelling: Layout  # the keys that leave their rank
+    rank: int
+    device: torch.device
+
+    @cached_property
+    def queries(self) -> torch.Tensor:
+        """Of this rank's queries, ``[S]``."""
+        return self.layout.positions(self.rank).to(self.device, torch.int32)
+
+    @cached_property
+    def _keys(self) -> dict[int, torch.Tensor]:
+        return {}
+
+    def keys(self, shard: int) -> torch.Tensor:
+        """Of the keys of a shard as this rank has them, ``[Sk]``."""
+        if shard not in self._keys:
+            self._keys[shard] = self.held(shard).positions(shard).to(self.device, torch.int32)
+        return self._keys[shard]
+
+    def held(self, shard: int) -> Layout:
+        """The layout that says which keys of a shard this rank has: all of its own."""
+        return self.kv_layout if shard == self.rank else self.travelling
+
+
+class Sight(NamedTuple):
+    """What one rank sees of one shard, by one part of the mask."""
+
+    bounds: Bounds
+    positions: Positions
+    shard: int
+
+    def place(self, scores: Scores) -> Scores:
+        """``scores`` with the positions of these queries and keys, where they ask for them."""
+        if not scores.by_position:
+            return scores
+        return replace(scores, q_positions=self.positions.queries, k_positions=self.positions.keys(self.shard))
+
+
+def _sights(mask: Mask, positions: Positions, shard: int) -> tuple[Sight, ...]:
+    """Part by part; at least one, and none more that is empty."""
+    layout, kv_layout, rank, device = positions.layout, positions.held(shard), positions.rank, positions.device
+    runs = None
+    if mask.blocks is not None:
+        visible = mask.blocks.between(layout, rank, kv_layout, shard)
+        runs = None if bool(visible.all()) else Runs(visible, mask.blocks.block)
+    made = [replace(bounds(part, layout.positions(rank), kv_layout.positions(shard)), runs=runs) for part in mask.parts]
+    found = [one for one in made if not one.is_empty] or made[:1]
+    return tuple(Sight(one.to(device), positions, shard) for one in found)
+
+
+def _leaving(keys: Layout, sent: Layout, rank: int, device: torch.device) -> torch.Tensor | None:
+    if keys.lengths[rank] == sent.lengths[rank]:
+        return None
+    return torch.searchsorted(keys.positions(rank), sent.positions(rank)).to(device)
+
+
+@lru_cache(maxsize=PLANS)
+def plan(
+    layout: Layout,
+    mask: Mask,
+    rank: int,
+    direction: int,
+    device: torch.device,
+    topology: Topology | None = None,
+    slots: int = KV_SLOTS,
+    kv_layout: Layout | None = None,
+) -> Plan:
+    """The plan of ``rank``: a pure function, so that all ranks agree on what moves without talking."""
+    keys = layout if kv_layout is None else kv_layout
+    whole = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=slots)
+    hops = whole.hops(rank)
+    sent = travelling(layout, mask, keys)
+    positions = Positions(layout, keys, sent, rank, device)
+    return Plan(
+        rank=rank,
+        hops=hops,
+        inner=whole.inner,
+        sights=tuple(_sights(mask, positions, hop.shard) if hop.computes or hop.index == 0 else () for hop in hops),
+        lengths=tuple(sent.lengths[hop.shard] for hop in hops),
+        longest=max(sent.lengths),
+        leaving=_leaving(keys, sent, rank, device),
+        last=max((hop.index for hop in hops if hop.computes), default=0),
+        slots=slots,
+        edges=whole.edges,
+        homecomings={
+            base.index + whole.journeys[base.shard][base.index // whole.inner][1]: base
+            for base in hops[:: whole.inner]
+            if base.sums_from is not None
+        },
+    )

@@ -1,0 +1,352 @@
+"""What each rank computes, receives and sends at every hop: data, that one loop executes and that prints itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...comm.topology.topology import Topology
+from .layout import Layout
+from .mask import Mask
+from .travel import travelling
+from .visits import visits
+
+KV_SLOTS = 3  # one computing, one arriving, one whose send may still be under way
+BASE_SLOTS = 2  # of a two-level ring: one leaving and one arriving over the slow link during a whole inner turn
+SUMS_SLOTS = 2  # one computing, one arriving
+RAIL_SLOTS = 2  # of a two-level ring: a node's sum on its way home, and another node's arriving
+KEPT = 16  # schedules: a model alternates between a few (layout, mask) pairs
+
+
+Vector = npt.NDArray[np.int64]
+Edge = tuple[int, int]
+
+
+class Moves(NamedTuple):
+    """All transfers of one kind on one level: for each the shard whose K/V or sums it is, its source and destination.
+
+    Vectors of one length, in no particular order.
+    """
+
+    kind: str
+    """``kv`` or ``sums``."""
+    level: int
+    """0: inside a node; 1: between nodes, along a rail."""
+    shards: Vector
+    sources: Vector
+    destinations: Vector
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One shard visiting one rank. A rank that a shard only passes through has a hop that does not compute."""
+
+    index: int
+    """0 is the rank's own shard."""
+    shard: int
+    computes: bool
+    """This rank sees something of the shard."""
+    kv_from: int | None
+    """The rank that K/V arrive from; None: they are local, or do not come."""
+    kv_to: int | None
+    """The rank of this node that K/V go on to."""
+    kv_slot: int | None
+    """The slot that K/V arrive in."""
+    sums_from: int | None
+    """The rank that dK/dV partial sums arrive from; of a turn's first hop: this node's, coming home to its base."""
+    sums_to: int | None
+    """Where they go with this rank's part: to the next rank, or home at the end of the journey."""
+    sums_slot: int | None
+    """The slot that holds the sums; None: this rank has none of this shard."""
+    rail_to: int | None = None
+    """The rank of the next node that K/V go on to over the slow link, during the whole turn."""
+    home_to: int | None = None
+    """The owner of the shard, where this node's sum goes over the slow link at the end of the turn."""
+    home_from: int | None = None
+    """The rank whose node's sum of this rank's own shard arrives over the slow link after the turn."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The journey of every shard, turn by turn.
+
+    A flat ring is one turn. In a two-level ring of N nodes of L ranks, a turn brings the shards of another node: hop
+    ``t = o * len(steps) + i`` brings shard (node, local) to rank ``(node + direction * turns[o], local + direction *
+    steps[i])``, modulo N and L. Within a turn K/V travel up to the last rank that sees something of them; between turns
+    they cross to the next node along their rail, up to the last node that sees something of them, hidden behind a whole
+    turn. Where every rank sees something of every shard, ``turns`` and ``steps`` count up, and K/V move to a neighbour.
+    Where at some distance nobody sees anything, there is no hop.
+
+    dK/dV sums of a turn start at the first rank after its base that computes, follow one group of transfers behind, and
+    go straight back to the base from the last. In the first turn the base is the owner. In every other the base adds
+    its own part and sends the node's sum straight home along the rail, during the next turn.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    """Ranks in ring order; one node is a flat ring."""
+    direction: int
+    visits: tuple[tuple[bool, ...], ...]
+    """``visits[shard][hop]``: the rank where the shard is at that hop sees something of it."""
+    lengths: tuple[int, ...]
+    """Keys of each shard that travel."""
+    slots: int = KV_SLOTS
+    """Slots that K/V rotate through inside a turn."""
+    turns: tuple[int, ...] = ()
+    """How many nodes from its owner's each turn brings a shard; first 0. Nothing given: all, counting up."""
+    steps: tuple[int, ...] = ()
+    """How many ranks from its base each hop of a turn brings a shard; first 0. Nothing given: all, counting up."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "turns", self.turns or tuple(range(len(self.nodes))))
+        object.__setattr__(self, "steps", self.steps or tuple(range(len(self.nodes[0]))))
+
+    @cached_property
+    def world(self) -> int:
+        """Number of ranks."""
+        return sum(map(len, self.nodes))
+
+    @property
+    def inner(self) -> int:
+        """Hops of a turn: at most as many as a node has ranks."""
+        return len(self.steps)
+
+    @property
+    def count(self) -> int:
+        """Hops of a pass: at most as many as there are ranks."""
+        return len(self.turns) * len(self.steps)
+
+    @cached_property
+    def _places(self) -> dict[int, Edge]:
+        return {rank: (n, i) for n, node in enumerate(self.nodes) for i, rank in enumerate(node)}
+
+    def _moved(self, rank: int, hop: int, direction: int) -> int:
+        (node, local), (turn, step) = self._places[rank], divmod(hop, self.inner)
+        there = self.nodes[(node + direction * self.turns[turn]) % len(self.nodes)]
+        return there[(local + direction * self.steps[step]) % len(there)]
+
+    def rank_at(self, shard: int, hop: int) -> int:
+        """The rank where ``shard`` is at ``hop``."""
+        return self._moved(shard, hop, self.direction)
+
+    def shard_at(self, rank: int, hop: int) -> int:
+        """The shard that is on ``rank`` at ``hop``."""
+        return self._moved(rank, hop, -self.direction)
+
+    @property
+    def ranks(self) -> Vector:
+        """The rank where each shard is at each hop; ``[shard, hop]``, :meth:`rank_at` for all at once."""
+        grid = np.array(self.nodes)
+        node, local = (place[:, None] for place in np.divmod(np.argsort(grid.ravel()), grid.shape[1]))
+        turn, step = np.repeat(self.turns, self.inner), np.tile(self.steps, len(self.turns))
+        nodes, locals_ = node + self.direction * turn, local + self.direction * step
+        ranks: Vector = grid[nodes % grid.shape[0], locals_ % grid.shape[1]]
+        return ranks
+
+    @cached_property
+    def journeys(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For every shard and turn the first and the last step away from the base that computes; (1, 0) for none."""
+        turns = range(0, self.count, self.inner)
+        return tuple(tuple(_journey(hops[turn : turn + self.inner]) for turn in turns) for hops in self.visits)
+
+    @cached_property
+    def last_turns(self) -> tuple[int, ...]:
+        """For every shard the last turn in which any rank computes with it."""
+        return tuple(
+            max((hop // self.inner for hop, sees in enumerate(hops) if sees), default=0) for hops in self.visits
+        )
+
+    @property
+    def early_slot(self) -> int:
+        """The slot of sums that come home to their base while the others still serve the journeys of other shards."""
+        return SUMS_SLOTS + (RAIL_SLOTS if len(self.nodes) > 1 else 0)
+
+    def node_sees(self, shard: int, turn: int) -> bool:
+        """Whether any rank of the node where ``shard`` is in ``turn`` computes with it."""
+        return any(self.visits[shard][turn * self.inner : (turn + 1) * self.inner])
+
+    def hops(self, rank: int) -> tuple[Hop, ...]:
+        """What ``rank`` does, hop by hop: as many entries on every rank.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank is {rank}: the schedule has ranks 0 to {self.world - 1}")
+        return tuple((_away if index % self.inner else _base)(self, rank, index) for index in range(self.count))
+
+    def bytes(self, kv_bytes: int, sums_bytes: int = 0, *, level: int | None = None) -> tuple[int, ...]:
+        """How much each rank sends in one pass.
+
+        Args:
+            kv_bytes: of the K and V of one token, all heads; they move in the forward and again in the backward.
+            sums_bytes: of the dK and dV sums of one token, all heads; they move in the backward alone.
+            level: 0 counts what moves inside nodes, 1 between them; None both.
+        """
+        per_token = {"kv": kv_bytes, "sums": sums_bytes}
+        sent, lengths = np.zeros(self.world, dtype=np.int64), np.array(self.lengths, dtype=np.int64)
+        for moves in self.moves():
+            if level in (None, moves.level):
+                np.add.at(sent, moves.sources, lengths[moves.shards] * per_token[moves.kind])
+        return tuple(sent.tolist())
+
+    @cached_property
+    def edges(self) -> tuple[tuple[Edge, ...], tuple[Edge, ...]]:
+        """(source, destination) of all that moves in a forward or a backward: inside nodes, and between them."""
+        moves = self.moves()
+        inside, between = ([one for one in moves if one.level == level] for level in (0, 1))
+        return _pairs(inside, self.world), _pairs(between, self.world)
+
+    def moves(self) -> tuple[Moves, ...]:
+        """Everything that any rank sends in a backward; a forward leaves out the sums."""
+        seen = np.array(self.visits).reshape(self.world, -1, self.inner)  # [shard, turn, step]
+        ranks, steps, turns = self.ranks.reshape(seen.shape), np.arange(self.inner), np.arange(seen.shape[1])
+        first, last = np.moveaxis(np.array(self.journeys), 2, 0)[..., None]
+        bases, following = ranks[:, :, 0], np.roll(ranks, -1, axis=2)
+        onward, carries = steps < last, (first <= steps) & (steps <= last)
+        by_rail = turns < np.array(self.last_turns)[:, None]
+        home = (turns > 0) & seen.any(axis=2)
+        owners = np.broadcast_to(np.arange(self.world)[:, None], bases.shape)
+        return (
+            _chosen("kv", 0, onward, ranks, following),
+            _chosen("sums", 0, carries, ranks, np.where(onward, following, bases[:, :, None])),
+            _chosen("kv", 1, by_rail, bases, np.roll(bases, -1, axis=1)),
+            _chosen("sums", 1, home, bases, owners),
+        )
+
+    def __str__(self) -> str:
+        from .schedule_text import text  # it needs the schedule's own names
+
+        return text(self)
+
+
+def schedule(
+    layout: Layout,
+    mask: Mask,
+    *,
+    kv_layout: Layout | None = None,
+    direction: int = 1,
+    topology: Topology | None = None,
+    slots: int = KV_SLOTS,
+) -> Schedule:
+    """The ring that computes every pair that ``mask`` lets through exactly once; pure, so that all ranks agree.
+
+    Args:
+        layout: who holds which queries.
+        mask: what a query may see; shards that a rank sees nothing of are not computed there, and not sent past the
+            last rank that needs them; keys that no other rank sees may stay at home, as :func:`travelling` says.
+        kv_layout: who holds which keys; None: the same tokens as the queries.
+        direction: 1 sends K/V to the next rank, -1 to the one before.
+        topology: the ring's order; several nodes of one size make a two-level ring. None: flat, in rank order.
+        slots: how many slots K/V rotate through.
+
+    Raises:
+        ValueError: layouts or topology are made for different worlds, another direction, or no slot.
+    """
+    keys = layout if kv_layout is None else kv_layout
+    if keys.world != layout.world:
+        raise ValueError(f"kv_layout is made for {keys.world} ranks, layout for {layout.world}: both must be the same")
+    if direction not in (1, -1):
+        raise ValueError(f"direction is {direction!r}: it must be 1 (to the next rank) or -1 (to the one before)")
+    if topology is not None and topology.world != layout.world:
+        raise ValueError(f"topology has {topology.world} ranks, layout is made for {layout.world}")
+    if slots < 1:
+        raise ValueError(f"slots is {slots}: K/V need at least one")
+    ring = topology or Topology.flat(layout.world)
+    return _schedule(layout, mask, keys, direction, ring.nodes if ring.two_level else (ring.order,), slots)
+
+
+@lru_cache(maxsize=KEPT)
+def _schedule(
+    layout: Layout, mask: Mask, keys: Layout, direction: int, nodes: tuple[tuple[int, ...], ...], slots: int
+) -> Schedule:
+    plan = Schedule(nodes, direction, (), travelling(layout, mask, keys).lengths, slots)
+    seen = visits(layout, mask, keys)[plan.ranks, np.arange(layout.world)[:, None]]
+    seen = seen.reshape(layout.world, len(plan.turns), len(plan.steps))
+    lengths = np.array(plan.lengths, dtype=np.int64)
+    turns, steps = _order(np.asarray(seen.any(axis=2))[:, None], lengths), _order(seen, lengths)
+    left = seen[:, turns][:, :, steps].reshape(layout.world, -1).tolist()
+    return replace(plan, turns=turns, steps=steps, visits=tuple(map(tuple, left)))
+
+
+def _order(seen: npt.NDArray[np.bool_], lengths: Vector) -> tuple[int, ...]:
+    """The distances at which somebody sees something, in the order in which K/V move less; ``[shard, turn, distance]``.
+
+    Counting up, which moves everything to a neighbour, or the nearest of both sides first: where windows and documents
+    reach to both sides, K/V that went round to come from behind would pass all the others.
+    """
+    count = seen.shape[2]
+    upward = (0, *(np.flatnonzero(np.asarray(seen.any(axis=(0, 1)))[1:]) + 1).tolist())
+    nearest = tuple(sorted(upward, key=lambda far: (min(far, count - far), far)))
+
+    def moved(order: tuple[int, ...]) -> int:
+        used = seen[:, :, order]
+        last = np.where(used.any(axis=2), len(order) - 1 - used[:, :, ::-1].argmax(axis=2), 0)
+        return int((last * lengths[:, None]).sum())
+
+    return min(upward, nearest, key=moved)
+
+
+def _chosen(kind: str, level: int, where: npt.NDArray[np.bool_], sources: Vector, destinations: Vector) -> Moves:
+    """The transfers ``where`` there is one; the first dimension of all is the shard."""
+    return Moves(kind, level, np.nonzero(where)[0], sources[where], destinations[where])
+
+
+def _pairs(moves: Sequence[Moves], world: int) -> tuple[Edge, ...]:
+    """(source, destination) of every transfer, each once, in ascending order."""
+    codes = np.unique(np.concatenate([one.sources * world + one.destinations for one in moves]))
+    sources, destinations = np.divmod(codes, world)
+    return tuple(zip(sources.tolist(), destinations.tolist(), strict=True))
+
+
+def _journey(hops: tuple[bool, ...]) -> tuple[int, int]:
+    away = [index for index, computes in enumerate(hops) if computes and index]
+    return (away[0], away[-1]) if away else (1, 0)
+
+
+def _base(plan: Schedule, rank: int, index: int) -> Hop:
+    """A turn's first hop: K/V stay for the whole turn, leave first, and the node's sums come back to them last."""
+    shard, turn = plan.shard_at(rank, index), index // plan.inner
+    _, last = plan.journeys[shard][turn]
+    comes, goes = 0 < turn <= plan.last_turns[shard], turn < plan.last_turns[shard]
+    sees = turn > 0 and plan.node_sees(shard, turn)
+    # from the far end of a turn they come at its very end, when the slot that is next in turn is free
+    slot = (index + plan.inner) % SUMS_SLOTS if last == plan.inner - 1 else plan.early_slot
+    return Hop(
+        index=index,
+        shard=shard,
+        computes=plan.visits[shard][index],
+        kv_from=plan.rank_at(shard, index - plan.inner) if comes else None,
+        kv_to=plan.rank_at(shard, index + 1) if last else None,
+        kv_slot=plan.slots + turn % BASE_SLOTS if comes else None,
+        sums_from=plan.rank_at(shard, index + last) if last else None,
+        sums_to=None,
+        sums_slot=slot if last else None,
+        rail_to=plan.rank_at(shard, index + plan.inner) if goes else None,
+        home_to=shard if sees else None,
+        home_from=plan.rank_at(rank, index) if turn and plan.node_sees(rank, turn) else None,
+    )
+
+
+def _away(plan: Schedule, rank: int, index: int) -> Hop:
+    shard, (turn, step) = plan.shard_at(rank, index), divmod(index, plan.inner)
+    first, last = plan.journeys[shard][turn]
+    comes, goes, sums = step <= last, step < last, first <= step <= last
+    previous = plan.rank_at(shard, index - 1)
+    # onward, and from the end of the journey back to the base
+    following = plan.rank_at(shard, index + 1 if goes else index - step)
+    return Hop(
+        index=index,
+        shard=shard,
+        computes=plan.visits[shard][index],
+        kv_from=previous if comes else None,
+        kv_to=following if goes else None,
+        kv_slot=index % plan.slots if comes else None,
+        sums_from=previous if sums and step > first else None,
+        sums_to=following if sums else None,
+        sums_slot=index % SUMS_SLOTS if sums else None,
+    )

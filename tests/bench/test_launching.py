@@ -1,0 +1,386 @@
+"""Under every launcher: who is which rank, where ranks meet, and commands that mpirun, srun and torchrun start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import typer
+from typer.testing import CliRunner
+
+from ringattn.bench import cli
+from ringattn.bench import memory as memory_bench
+from ringattn.bench.common import launching
+from ringattn.bench.common.launching import JOBS, LAUNCHERS, Member
+from ringattn.bench.links import command as links_command
+from ringattn.bench.links import group as link_bench
+from ringattn.bench.links.runs import Wish as Links
+from ringattn.bench.memory import worlds_of
+from ringattn.bench.overlap import command as overlap_bench
+from ringattn.bench.ring import command as ring_command
+from ringattn.bench.ring.candidates import Problem
+from ringattn.bench.timeline import command as timeline_bench
+
+from ..support.nightly import rest_nightly
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+GROUPS = 20
+
+
+# -- who is which rank
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (3, 8, 1, 2)),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, (0, 1, 0, 1)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (1, 2, 1, 2)),
+        (
+            {
+                "SLURM_PROCID": "5",
+                "SLURM_STEP_NUM_TASKS": "8",
+                "SLURM_LOCALID": "1",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+            },
+            (5, 8, 1, 4),
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script, without srun
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+    ],
+)
+def test_place_under_a_launcher(
+    variables: dict[str, str], expected: tuple[int, ...] | None, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    place = launching.member()
+    assert (place and (place.rank, place.world, place.local_rank, place.local_world)) == expected
+
+
+def test_a_launcher_is_forgotten(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for names in LAUNCHERS:
+        for name in names:
+            monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+    launching.forget_launcher()
+    assert launching.member() is None
+    assert not {"TORCHELASTIC_RUN_ID", "MASTER_ADDR"} & set(os.environ)
+
+
+# -- where they meet
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu1", "gpu1"),
+        ("gpu1,gpu2", "gpu1"),
+        ("gpu[03-05,9],login", "gpu03"),
+        ("gpu[7,9-12]-ib", "gpu7-ib"),
+        ("rack[1-2]node[3-4],x", "rack1node3"),
+        ("a-b.example.org,c", "a-b.example.org"),
+    ],
+)
+def test_first_host_of_slurms_list(nodes: str, first: str) -> None:
+    assert launching.first_host(nodes) == first
+
+
+def test_rank_0_of_several_machines(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, place = Member(1, 4, 1, 4), Member(2, 4, 0, 2)
+    assert launching._address(here) == "127.0.0.1"
+    monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
+    with pytest.raises(
+        ValueError, match="MASTER_ADDR is not set, and 4 ranks, 2 of them here, are on several machines"
+    ):
+        launching._address(place)
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[08-09]")
+    assert launching._address(place) == "n08"
+    monkeypatch.setenv("MASTER_ADDR", "head")
+    assert launching._address(place) == "head"
+
+
+@pytest.mark.parametrize("names", LAUNCHERS, ids=lambda names: names[0])
+@pytest.mark.parametrize("address", [None, "127.0.0.1", "localhost"])
+def test_one_machine_meets_at_its_loopback_interface(
+    names: tuple[str, ...], address: str | None, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank 0 that waits for nobody, under each launcher's variables."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in zip(names, ("0", "1", "0", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    if address is not None:
+        monkeypatch.setenv("MASTER_ADDR", address)
+    before, place = listening(), Member(0, 1, 0, 1)
+    launching._launchers_store.cache_clear()
+    with launching.process_group(place):
+        used = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+        opened = Counter(listening()) - Counter(before)
+    launching._launchers_store.cache_clear()
+    assert opened and {*opened} == {"0100007F"} and {*used.values()} == {"lo"}
+
+
+def test_interfaces_that_somebody_has_chosen(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    here = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "lo"}
+    assert launching._interfaces(Member(0, 4, 0, 4)) == here
+    monkeypatch.setenv("MASTER_ADDR", "head")
+    assert launching._interfaces(Member(0, 4, 0, 4)) == launching._interfaces(Member(0, 4, 0, 2)) == {}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")  # torchrun names this machine
+    assert launching._interfaces(Member(0, 4, 0, 4)) == here
+
+
+def test_every_job_has_a_port(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launching._port() == launching.USUAL_PORT
+    ports = set()
+    for job in ("1961558017", "1961623553"):
+        monkeypatch.setenv("PMIX_NAMESPACE", job)
+        ports.add(launching._port())
+    monkeypatch.delenv("PMIX_NAMESPACE")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert launching._port() == launching.USUAL_PORT  # of a batch script: not a step
+    for step in ("0", "1"):
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+        ports.add(launching._port())
+    assert len(ports) == 4 and all(1024 < port < 32768 for port in ports)
+
+
+def groups_and_listeners(store: str) -> tuple[list[float], list[str]]:
+    """A sum in each of many groups, with nothing between one's end and the next one's begin; and, of the last one, the
+    addresses that this rank listens on (hexadecimal, as the kernel writes them)."""
+    place = launching.member()
+    assert place is not None
+    sums: list[float] = []
+    while len(sums) < GROUPS:
+        with launching.process_group(place, store):
+            ones = torch.ones(1)
+            dist.all_reduce(ones)
+            sums.append(ones.item())
+            addresses = listening()
+    return sums, addresses
+
+
+def listening() -> list[str]:
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    mine = {link[8:-1] for link in links if link.startswith("socket:[")}
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    sockets = [line.split() for table in tables for line in table]
+    return [fields[1].partition(":")[0] for fields in sockets if fields[3] == "0A" and fields[9] in mine]
+
+
+@pytest.fixture(scope="module")
+def met() -> tuple[list[float], list[str]]:
+    return launching.launch(2, groups_and_listeners)
+
+
+def test_one_group_after_the_other(met: tuple[list[float], list[str]]) -> None:
+    assert met[0] == [2.0] * GROUPS
+
+
+def test_nothing_listens_outside_of_loopback(met: tuple[list[float], list[str]]) -> None:
+    assert met[1]
+    assert set(met[1]) == {"0100007F"}  # 127.0.0.1
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+# -- whose error it is
+
+
+SMALL = Problem(64, 2, heads=2, kv_heads=2, head_dim=16)
+STARTING: dict[str, tuple[Any, str, tuple[Any, ...]]] = {
+    "links": (link_bench, "of_transport", (Links(("process_group",), sizes=(64,)),)),
+    "overlap": (overlap_bench, "rows_of", (overlap_bench.Wish(SMALL, slots=(2,), prefetch=(1,), repeats=1),)),
+    "memory": (memory_bench, "peaks", (SMALL, memory_bench.Setting())),
+    "timeline": (timeline_bench, "_step", (SMALL, 1)),
+}
+"""Benches that start ranks: where they are, what of them one rank cannot do, and arguments of their `spawned`."""
+
+
+def rank_one_raises(store: str, bench: str) -> None:
+    """Rank 0 is in the midst of it, and has its connection closed."""
+    module, name, arguments = STARTING[bench]
+    if os.environ["RANK"] == "1":
+
+        def refuse(*given: object) -> None:
+            raise ValueError("rank 1 has had enough")
+
+        setattr(module, name, refuse)
+    module.spawned(store, *arguments)
+
+
+def rank_one_has_a_runtime_error(store: str) -> None:
+    """What could be another's fault, and is not: it is late with it, and the other one later."""
+    place = launching.member()
+    assert place is not None
+    with launching.process_group(place, store):
+        if place.rank == 1:
+            raise RuntimeError("rank 1 has had enough")
+        dist.barrier()
+
+
+@pytest.mark.parametrize("bench", rest_nightly(["links", "timeline", "overlap", "memory"], "links"))
+def test_the_error_of_the_rank_that_dies_is_told(bench: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended:
+        launching.started(2, rank_one_raises, bench)
+    assert ended.value.exit_code == 1 and "rank 1 has had enough" in capfd.readouterr().err
+
+
+@pytest.mark.nightly
+def test_a_consequence_is_later_than_any_cause(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit):
+        launching.started(2, rank_one_has_a_runtime_error)
+    assert "rank 1 has had enough" in capfd.readouterr().err
+
+
+def test_what_is_nobody_elses_fault_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
+    for error in (NotImplementedError("no"), torch.OutOfMemoryError("full"), typer.Exit(1), ValueError("wrong")):
+        with pytest.raises(type(error)), launching.consequences_later():
+            raise error
+
+
+# -- commands that launchers start
+
+
+def ranks(launcher: str, count: int) -> list[str]:
+    """What to put before a command so that it runs that many times; without this launcher the test is skipped."""
+    if launcher == "torchrun":
+        return [*TORCHRUN, str(count), "--no-python"]
+    if shutil.which(launcher) is None:
+        pytest.skip(f"there is no {launcher} on the PATH")
+    if launcher == "srun":
+        controller = subprocess.run(["sinfo"], capture_output=True, text=True, timeout=60)
+        if controller.returncode != 0:
+            pytest.skip(f"srun finds no controller: {controller.stderr.strip()}")
+        return ["srun", "--overcommit", "-n", str(count)]
+    version = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=60).stdout
+    flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if "Open MPI" in version else []
+    return [launcher, *flags, "-n", str(count)]
+
+
+def start(launcher: str, *arguments: str, count: int = 2, module: str = "ringattn") -> subprocess.Popen[str]:
+    """``python -m MODULE ARGUMENTS`` on as many ranks."""
+    names = {name for names in (*LAUNCHERS, *JOBS) for name in names} - {"SLURM_JOB_ID"}  # an allocation is kept
+    env = {name: value for name, value in os.environ.items() if name not in names and not name.startswith("MASTER_")}
+    command = [*ranks(launcher, count), sys.executable, "-m", module, *arguments]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def output(process: subprocess.Popen[str], code: int = 0) -> str:
+    """What it printed, when it has ended as expected."""
+    try:
+        out, err = process.communicate(timeout=170)
+    except BaseException:
+        process.terminate()
+        raise
+    assert process.returncode == code, out + err
+    return out
+
+
+def test_mpirun_and_only_rank_0_prints() -> None:
+    small = ["-b", "1k", "-e", "1k", "-n", "1", "-w", "0", "--beside", "none"]
+    out = output(start("mpirun", "bench", "links", *small))
+    assert out.count("# process_group, both ways") == 1
+    assert "0<->1" in out
+
+
+LAUNCHED = {
+    "bench ring --seqlen 512 --heads 1 --repeats 1 --by ringattn": "ringattn zigzag",
+    "bench links -b 1k -e 1k -n 1 -w 0": "# process_group, ring",
+    "bench overlap --tokens 128 --heads 2 --repeats 1": "together ms",
+    "bench kernels --seqlen 128 --heads 1 --head-dim 32 --seconds 0.01": "matrix product in the same runs",
+    "bench host --tokens 1k": "host us per hop",
+    "bench timeline --seqlen 512 --heads 1 --repeats 1": "clocks of the ranks",
+    "bench suite --only ceilings --budget 300 --out {folder}/suite": "ceilings  done",
+    "demo --seqlen 64 --steps 1 --layers 1": "AGREE",
+    "doctor --seqlen 256 --ring-seqlen 256 --bytes 1k": "all well",
+    "tune --ring --heads 1 --head-dim 16 --seqlen 128,256 --budget 2 --save-dir {folder}": "256 tokens: best",
+    "tune --arch sm_90 --heads 1 --head-dim 64 --seqlen 1k --list": "candidates for sm_90",
+    "show --seqlen 16 --world 2 --causal": "dK/dV sums",
+}
+"""Commands, and what must be printed once."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", ["mpirun", "srun", "torchrun"])
+@pytest.mark.parametrize("command", LAUNCHED)
+def test_every_command_under_every_launcher(command: str, launcher: str, tmp_path: Path) -> None:
+    out = output(start(launcher, *command.format(folder=tmp_path).split()))
+    assert out.count(LAUNCHED[command]) == 1, out
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", ["mpirun", "srun", "torchrun"])
+def test_masks_under_every_launcher(launcher: str) -> None:
+    out = output(start(launcher, "512", "2", module="ringattn.bench.mask_speed"))
+    assert out.count("causal: ") == 1 and out.count("times their share") == 5, out
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_two_jobs_at_once_do_not_mix(launcher: str) -> None:
+    tokens = ("512", "1k")
+    jobs = [start(launcher, "bench", "timeline", "--seqlen", size, "--heads", "1", "--repeats", "1") for size in tokens]
+    for size, job in zip(tokens, jobs, strict=True):
+        assert f"{size} tokens over 2 ranks" in output(job)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", ["mpirun", "srun", "torchrun"])
+def test_memory_of_the_first_ranks(launcher: str, tmp_path: Path) -> None:
+    """The worlds within the launcher's; twice the tokens that a page or two of noise would be 2% of."""
+    target = tmp_path / "memory.json"
+    output(start(launcher, "bench", "memory", "--tokens", "2k", "--heads", "4", "--json", str(target), count=3))
+    assert [(one["world"], len(one["ranks"])) for one in json.loads(target.read_text())["worlds"]] == [(2, 2), (3, 3)]
+
+
+def test_worlds_within_a_launcher() -> None:
+    assert worlds_of(None, None) == [2, 4, 8] and worlds_of(None, [3]) == [3]
+    assert worlds_of(Member(0, 2, 0, 2), None) == [2]
+    assert worlds_of(Member(0, 6, 0, 6), None) == [2, 4, 6] and worlds_of(Member(0, 6, 0, 6), [3]) == [3]
+    with pytest.raises(Exception, match="--world is 8: the launcher started 6 ranks"):
+        worlds_of(Member(0, 6, 0, 6), [2, 8])
+
+
+@pytest.mark.parametrize("bench", ["ring", "overlap", "links", "timeline"])
+@pytest.mark.parametrize("world", [None, 3, 2])
+def test_another_world_than_the_launchers_is_refused(
+    bench: str, world: int | None, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    ran: list[int] = []
+
+    def measured(place: Member, *_: object, **named: object) -> Any:
+        ran.append(place.world)
+        raise typer.Exit(3)
+
+    monkeypatch.setattr(ring_command, "measure", measured)
+    monkeypatch.setattr(overlap_bench, "measure", measured)
+    monkeypatch.setattr(links_command, "between_processes", measured)
+    monkeypatch.setattr(timeline_bench, "in_a_group", measured)
+    flags = ["bench", bench, "--device", "cpu", *([] if world is None else ["--world", str(world)])]
+    done = CliRunner().invoke(cli.app, flags, env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"})
+    if world == 2:
+        assert done.exit_code == 2 and not ran, done.output
+        assert "--world is 2: the launcher started 3 ranks; leave it out" in done.output
+    else:
+        assert (done.exit_code, ran) == (3, [3]), done.output

@@ -1,0 +1,141 @@
+"""The report in a headless Chromium: no complaint, no request, columns that sort, both widths and schemes, paper."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ringattn.bench.report.page import html
+from ringattn.bench.report.reading import read
+
+from ..support import chromium
+from ..support.report_cases import everything, tainted, write
+
+EXECUTABLE = chromium.found()
+pytestmark = [
+    pytest.mark.skipif(
+        EXECUTABLE is None,
+        reason=f"no Chromium: none of {', '.join(chromium.NAMES)} is on the PATH, and {chromium.VARIABLE} names none",
+    ),
+    pytest.mark.xdist_group("browser"),
+]
+
+WIDTHS, SCHEMES = (1280, 390), ("light", "dark")
+COLUMN = "Array.from(document.querySelectorAll('#cases tbody tr'), row => row.cells[0].textContent).join()"
+LEAST_TEXT = 8.0  # CSS px
+TEXT_SIZES = """Array.from(document.querySelectorAll('.charts svg text'), text => {
+    const {a, b} = text.getScreenCTM();  // from the picture's units to the screen's, turned text too
+    return [text.textContent, parseFloat(getComputedStyle(text).fontSize) * Math.hypot(a, b)];
+})"""
+PAPER = 718  # CSS px between the margins of A4
+TOO_WIDE = """Array.from(document.querySelectorAll('body *'))
+    .filter(one => one.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
+    .map(one => one.tagName + ': ' + one.textContent.slice(0, 40))"""
+FIRST_HEADER = "document.querySelector('#cases th')"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two pages: one of harmless strings, one of hostile ones."""
+    place = tmp_path_factory.mktemp("pages")
+    for name, files in (("harmless", everything()), ("hostile", tainted(everything()))):
+        (place / f"{name}.html").write_text(html(read(write(place / name, **files))), encoding="utf-8")
+    return place
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
+    assert EXECUTABLE is not None
+    with chromium.browser(EXECUTABLE, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("name", ["harmless", "hostile"])
+def test_nothing_complains_and_nothing_is_asked_of_a_network(page: chromium.Page, folder: Path, name: str) -> None:
+    path = folder / f"{name}.html"
+    for width in WIDTHS:
+        for scheme in SCHEMES:
+            page.open(path, width, scheme=scheme)
+            assert page.run("document.documentElement.scrollWidth") <= width, (width, scheme)
+            assert page.requests() == [path.as_uri()]
+            assert page.complaints() == []
+            keep(page.screenshot(), f"{name}-{width}-{scheme}.png")
+    assert page.run("document.scripts.length") == 1
+
+
+def test_the_scheme_is_the_reader_s(page: chromium.Page, folder: Path) -> None:
+    papers = []
+    for scheme in SCHEMES:
+        page.open(folder / "harmless.html", 1280, scheme=scheme)
+        papers.append(page.run("getComputedStyle(document.body).backgroundColor"))
+        figure = page.run("getComputedStyle(document.querySelector('.timeline svg path')).fill")
+        assert figure == papers[-1]
+    assert papers == ["rgb(255, 255, 255)", "rgb(20, 23, 28)"]
+
+
+def test_columns_sort_by_mouse_and_by_keyboard(page: chromium.Page, folder: Path) -> None:
+    page.open(folder / "harmless.html", 1280)
+    assert page.run(COLUMN) == "speed,right,raised,late,whole ring"
+    page.run(f"{FIRST_HEADER}.querySelector('button').click()")
+    assert (page.run(COLUMN), page.run(f"{FIRST_HEADER}.ariaSort")) == (
+        "late,raised,right,speed,whole ring",
+        "ascending",
+    )
+    page.run(f"{FIRST_HEADER}.querySelector('button').focus()")
+    page.press("Enter")
+    assert (page.run(COLUMN), page.run(f"{FIRST_HEADER}.ariaSort")) == (
+        "whole ring,speed,right,raised,late",
+        "descending",
+    )
+    page.press("Tab")
+    page.press("Enter")  # the next header
+    assert (page.run(f"{FIRST_HEADER}.ariaSort"), page.run(f"{FIRST_HEADER}.nextElementSibling.ariaSort")) == (
+        "none",
+        "ascending",
+    )
+    assert page.complaints() == []
+
+
+def test_numbers_sort_as_numbers(page: chromium.Page, folder: Path) -> None:
+    page.open(folder / "harmless.html", 1280)
+    table = "document.querySelector('#numbers table')"
+    column = f"Array.from({table}.tHead.rows[0].cells).findIndex(cell => cell.textContent === 'value')"
+    page.run(f"{table}.tHead.rows[0].cells[{column}].firstElementChild.click()")
+    told = page.run(f"Array.from({table}.tBodies[0].rows, row => row.cells[{column}].textContent).join()")
+    assert told == "90,90,360,360,1,440,1,440"
+
+
+def test_text_of_plots_can_be_read_on_a_phone(page: chromium.Page, folder: Path) -> None:
+    page.open(folder / "harmless.html", min(WIDTHS))
+    sizes = dict(page.run(TEXT_SIZES))
+    assert len(sizes) > 20 and not {text: size for text, size in sizes.items() if size < LEAST_TEXT}
+    # wider than the screen, so that they scroll by themselves
+    assert page.run("document.querySelector('.charts .scroll').scrollWidth") > min(WIDTHS)
+    assert page.run("document.documentElement.scrollWidth") <= min(WIDTHS)
+
+
+def test_on_paper_nothing_is_wider_than_the_page(page: chromium.Page, folder: Path) -> None:
+    page.open(folder / "harmless.html", PAPER)
+    page.emulate("print")
+    page.run("dispatchEvent(new Event('beforeprint'))")
+    assert page.run("Array.from(document.querySelectorAll('details')).every(one => one.open)")
+    assert page.run(TOO_WIDE) == []
+    page.emulate("screen")
+
+
+def test_it_prints(page: chromium.Page, folder: Path) -> None:
+    page.open(folder / "harmless.html", 1280, scheme="dark")
+    paper = page.pdf()
+    keep(paper, "harmless.pdf")
+    assert paper.startswith(b"%PDF-") and len(paper) > 20_000
+    assert page.complaints() == []
+
+
+def keep(data: bytes, name: str) -> None:
+    """Where somebody wants to look: the folder that RINGATTN_SCREENSHOTS names."""
+    folder = os.environ.get("RINGATTN_SCREENSHOTS")
+    if folder:
+        (Path(folder) / name).write_bytes(data)

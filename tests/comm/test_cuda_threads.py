@@ -1,0 +1,192 @@
+"""CUDA from threads of ours: the device, the capture mode, and that nothing in comm/ goes past them."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.comm import DONE, cuda_threads, kept
+from ringattn.comm.cuda_threads import exchange_capture_mode, on_device, start, within
+from ringattn.comm.transports.lanes import StreamLane
+from ringattn.comm.transports.warm_up import WarmUp
+from ringattn.comm.watchdog.watch import Watch
+from ringattn.comm.watchdog.watchdog import _tick
+
+from ..support.stand_in import GLOBAL, THREAD_LOCAL, Device, Event, install_streams
+from ..support.watch_cases import controls
+
+COMM = Path(cuda_threads.__file__).parent
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+
+THREADS = {
+    "cuda_threads.py": 1,
+    "host_stream.py": 1,  # transfers of the CPU
+    "store_line.py": 1,  # sockets
+    "warm_up.py": 1,  # a timer, which aborts on the transport's device
+    "watchdog.py": 1,  # each tick on its ring's device
+}
+"""How many threads each file of comm/ starts."""
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return install_streams(monkeypatch)
+
+
+def place(device: Device) -> tuple[int, int]:
+    return device.thread.index, device.thread.capture_mode
+
+
+def test_device_and_capture_mode_come_and_go(device: Device) -> None:
+    with pytest.raises(KeyError), on_device(CUDA):
+        assert place(device) == (1, THREAD_LOCAL)
+        raise KeyError
+    assert place(device) == (0, GLOBAL)
+    seen: list[tuple[int, int]] = []
+    start(lambda: seen.append(place(device)), CUDA, "test").join()
+    assert within(5.0, lambda: seen.append(place(device)), CUDA, "test")
+    assert seen == [(1, THREAD_LOCAL)] * 2
+
+
+@pytest.mark.parametrize(("where", "initialized"), [(CPU, True), (CUDA, False)])
+def test_no_context_where_there_is_none(
+    where: torch.device, initialized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "device", None)
+    monkeypatch.setattr(cuda_threads, "exchange_capture_mode", None)
+    with on_device(where):
+        pass
+
+
+def test_the_mode_is_exchanged_in_torch_s_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes, opened = [GLOBAL], list[str]()
+
+    def exchange(mode: Any) -> int:
+        modes.append(mode._obj.value)
+        mode._obj.value = modes[-2]
+        return 0
+
+    class Library:
+        cudaThreadExchangeStreamCaptureMode = staticmethod(exchange)
+
+    def load(path: str) -> type[Library]:
+        opened.append(path)
+        return Library
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    cuda_threads._exchange.cache_clear()
+    assert exchange_capture_mode(THREAD_LOCAL) == GLOBAL
+    assert exchange_capture_mode(GLOBAL) == THREAD_LOCAL
+    assert opened == [str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so")]
+    cuda_threads._exchange.cache_clear()
+
+
+def test_a_runtime_without_it_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: object())
+    cuda_threads._exchange.cache_clear()
+    assert exchange_capture_mode(THREAD_LOCAL) == exchange_capture_mode(THREAD_LOCAL) == THREAD_LOCAL
+    (record,) = caplog.records
+    assert "graphs that other threads capture may fail" in record.message
+    cuda_threads._exchange.cache_clear()
+
+
+def test_a_tick_beside_a_capture_and_on_another_device(device: Device) -> None:
+    """Transfers and spans are polled, and found to be over."""
+    lane = StreamLane(CUDA)
+    watch = Watch(controls(2)[0], deadline=None, device=CUDA, transports=list)
+    watch.begin("forward")
+    with watch.span("compute"):
+        pass
+    watch.posted("hop 1", lane.point(), [DONE, lane.mark()], [(1, 64)], [])
+    device.captures = True
+    _tick([watch])
+    assert watch.stopped() is None and not watch._posts.busy and not watch._news.spans._running
+
+
+def test_a_device_that_failed_is_told_at_the_next_tick(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot even be made current."""
+
+    def fail(*given: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    lane = StreamLane(CUDA)
+    watch = Watch(controls(2)[0], deadline=None, device=CUDA, transports=list)
+    watch.begin("forward")
+    watch.posted("hop 1", lane.point(), [DONE], [(1, 64)], [])
+    monkeypatch.setattr(torch.cuda, "device", fail)
+    monkeypatch.setattr(Event, "query", fail)
+    _tick([watch])
+    assert "hop 1 (64 bytes rank 0 -> rank 1) failed: CUDA error: an illegal" in str(watch.stopped())
+
+
+def test_what_the_watchdog_frees_is_freed_on_its_device(device: Device) -> None:
+    """A ring that goes while it is looked at."""
+
+    class Watched:
+        rank, device, tick = 0, CUDA, staticmethod(lambda: None)
+
+        def __del__(self) -> None:
+            freed.append(place(device))
+
+    freed: list[tuple[int, int]] = []
+    watches: Any = [Watched()]
+    _tick(watches)
+    assert not watches and freed == [(1, THREAD_LOCAL)]
+
+
+def test_a_warm_up_that_hangs_is_aborted_on_its_device(device: Device) -> None:
+    class Transport:
+        def abort(self, reason: str) -> None:
+            seen.append(place(device))
+            aborted.set()
+
+    seen: list[tuple[int, int]] = []
+    transport: Any = Transport()
+    aborted = threading.Event()
+    with WarmUp(CUDA, 0.01)._deadline(transport):
+        assert aborted.wait(5)
+    assert seen == [(1, THREAD_LOCAL)]
+
+
+def test_a_ring_whose_group_is_gone_is_closed_on_its_device(device: Device) -> None:
+    class Ring:
+        def close(self) -> None:
+            closed.append(place(device))
+
+    closed: list[tuple[int, int]] = []
+    kept.end({kept.LINE: Ring(), CUDA: Ring()})
+    assert closed == [(0, GLOBAL), (1, THREAD_LOCAL)]
+
+
+def calls(tree: ast.AST, placed: bool = False) -> Iterator[tuple[ast.Call, bool]]:
+    """Every call, and whether it is inside of `with on_device(...)`."""
+    for node in ast.iter_child_nodes(tree):
+        here = placed
+        if isinstance(node, ast.With):
+            here = placed or any("on_device(" in ast.unparse(item.context_expr) for item in node.items)
+        if isinstance(node, ast.Call):
+            yield node, here
+        yield from calls(node, here)
+
+
+def test_nothing_in_comm_goes_past_them() -> None:
+    threads: Counter[str] = Counter()
+    for path in COMM.glob("*.py"):
+        for call, placed in calls(ast.parse(path.read_text())):
+            name = ast.unparse(call.func)
+            if name in ("threading.Thread", "threading.Timer"):
+                threads[path.name] += 1
+            if name.endswith((".query", ".elapsed_time", "event.synchronize", "end.synchronize")):
+                assert placed, f"{path.name}:{call.lineno}: {name} on whatever device is current"
+            if name.endswith(".record"):
+                assert call.args, f"{path.name}:{call.lineno}: {name} without a stream"
+    assert threads == THREADS

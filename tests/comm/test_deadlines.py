@@ -1,0 +1,217 @@
+"""When a transfer is late, which one is named, and why one failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.comm.watchdog import deadlines as module
+from ringattn.comm.watchdog.deadlines import (
+    FIRST_SECONDS,
+    LEAST_SECONDS,
+    LONGESTS,
+    LOOKS,
+    MEDIANS,
+    NEVER,
+    Deadlines,
+    Post,
+)
+
+from ..support.watch_cases import Transfer
+
+CPU = torch.device("cpu")
+
+
+def post(
+    fence: Transfer, *, after: tuple[Transfer, ...] = (), now: float = 0.0, call: int = 1, label: str = "hop 1"
+) -> tuple[Any, ...]:
+    """The arguments of a Post."""
+    return (label, fence, after, [(1, 64)], [(2, 32)], now, call)
+
+
+def test_a_clock_starts_when_what_a_transfer_waits_for_is_over() -> None:
+    deadlines, before, fence = Deadlines(3.0, ask_why=True), Transfer(), Transfer()
+    deadlines.add(*post(fence, after=(before,), now=0.0))
+    assert deadlines.poll(100.0) is None  # however long that takes
+    before.finish()
+    assert deadlines.poll(101.0) is None
+    assert deadlines.poll(103.9) is None
+    late = deadlines.poll(104.0)
+    assert late is not None and late.fence is fence
+    fence.finish()
+    assert deadlines.poll(105.0) is None
+    assert not deadlines.busy
+
+
+def test_a_clock_starts_at_once_where_there_is_nothing_to_wait_for() -> None:
+    deadlines = Deadlines(3.0, ask_why=True)
+    deadlines.add(*post(Transfer(), now=10.0))
+    assert deadlines.poll(12.9) is None  # the first look, long after the post
+    assert deadlines.poll(13.0) is not None
+
+
+def test_the_oldest_that_is_late_is_named() -> None:
+    deadlines = Deadlines(3.0, ask_why=True)
+    for number in range(3):
+        deadlines.add(*post(Transfer(), now=float(number), label=f"hop {number}"))
+    late = deadlines.poll(100.0)
+    assert late is not None and late.label == "hop 0"
+    assert deadlines.first is late
+    assert deadlines.last == "hop 2"
+
+
+def test_without_a_deadline_it_is_many_times_the_median() -> None:
+    deadlines = Deadlines(None, ask_why=True)
+    assert deadlines.limit(Post(*post(Transfer()))) == FIRST_SECONDS
+    for _ in range(9):
+        fence = Transfer()
+        fence.finish()
+        deadlines.add(*post(fence, now=10.0))
+    deadlines.poll(12.0)  # 2 s each
+    assert deadlines.limit(Post(*post(Transfer()))) == MEDIANS * 2.0
+    assert deadlines.limit(Post(*post(Transfer(), call=2))) == FIRST_SECONDS  # ranks may enter a call late
+    fence = Transfer()
+    fence.finish()
+    deadlines.add(*post(fence, now=12.0, call=2))
+    deadlines.poll(12.1)
+    assert deadlines.limit(Post(*post(Transfer(), call=2))) == MEDIANS * 2.0
+
+
+def test_short_hops_leave_room_for_a_pause() -> None:
+    deadlines = Deadlines(None, ask_why=True)
+    fence = Transfer()
+    fence.finish()
+    deadlines.add(*post(fence))
+    deadlines.poll(1e-3)
+    assert deadlines.limit(Post(*post(Transfer()))) == LEAST_SECONDS
+
+
+def test_never_late() -> None:
+    deadlines = Deadlines(NEVER, ask_why=True)
+    deadlines.add(*post(Transfer()))
+    assert deadlines.poll(1e9) is None
+
+
+def test_a_transfer_that_failed_is_kept_with_its_reason() -> None:
+    deadlines, good, bad = Deadlines(3.0, ask_why=True), Transfer(), Transfer()
+    deadlines.add(*post(good))
+    deadlines.add(*post(bad))
+    good.finish()
+    bad.finish("closed by rank 2")
+    deadlines.poll(1.0)
+    assert deadlines.failed is not None and deadlines.failed.fence is bad
+    assert deadlines.failed.problem == "closed by rank 2"
+    assert deadlines.nbytes == 2 * 96
+
+
+def test_a_fence_of_a_stream_is_never_waited_for() -> None:
+    deadlines, fence = Deadlines(3.0, ask_why=False), Transfer()
+    deadlines.add(*post(fence))
+    fence.finish("waiting for it would raise")
+    assert deadlines.poll(1.0) is None
+    assert deadlines.failed is None
+
+
+def test_edges_are_told_in_the_direction_in_which_bytes_go() -> None:
+    several = Post("hop", Transfer(), (), [(1, 64), (1, 6)], [(2, 32)], 0.0, 1)
+    assert several.edges(0) == "32 bytes rank 2 -> rank 0, 70 bytes rank 0 -> rank 1"
+    assert Post("hop", Transfer(), (), [], [], 0.0, 1).edges(0) == "no bytes on this rank"
+
+
+def after_many(durations: float) -> Deadlines:
+    """Deadlines of a ring whose first call is over."""
+    deadlines = Deadlines(None, ask_why=True)
+    for _ in range(20):
+        fence = Transfer()
+        fence.finish()
+        deadlines.add(*post(fence, now=0.0))
+        deadlines.add(*post(fence, now=0.0, label="hop 2"))
+    deadlines.poll(durations)
+    return deadlines
+
+
+def test_a_transfer_that_never_was_over_waits_for_ranks_that_compile() -> None:
+    deadlines, first, second = Deadlines(None, ask_why=True), Transfer(), Transfer()
+    deadlines.add(*post(first))
+    deadlines.add(*post(second, label="hop 2"))
+    first.finish()
+    assert deadlines.poll(0.1) is None
+    assert deadlines.poll(0.1 + FIRST_SECONDS - 1) is None
+    assert deadlines.poll(0.1 + FIRST_SECONDS) is not None
+
+
+def test_a_rank_that_comes_late_does_not_make_what_was_posted_ahead_late() -> None:
+    deadlines, first, second = after_many(0.01), Transfer(), Transfer()
+    deadlines.add(*post(first, now=10.0, call=2))
+    deadlines.add(*post(second, now=10.0, call=2, label="hop 2"))
+    assert deadlines.poll(129.0) is None
+    first.finish()
+    assert deadlines.poll(130.0) is None
+    assert deadlines.poll(130.0 + LEAST_SECONDS) is not None
+
+
+def test_transfers_of_one_queue_have_a_clock_each() -> None:
+    deadlines, fences = Deadlines(30.0, ask_why=True), [Transfer() for _ in range(16)]
+    for fence in fences:
+        deadlines.add(*post(fence))
+    for number, fence in enumerate(fences):
+        assert deadlines.poll(3.0 * number + 2.9) is None
+        fence.finish()
+        assert deadlines.poll(3.0 * number + 3.0) is None
+
+
+def test_hops_may_be_long_once_they_were() -> None:
+    deadlines, slow = after_many(0.01), Transfer()
+    deadlines.add(*post(slow, now=1.0))
+    assert deadlines.poll(51.0) is None
+    slow.finish()
+    deadlines.poll(51.0)
+    assert deadlines.limit(Post(*post(Transfer()))) == LONGESTS * 50.0
+
+
+def test_a_long_ring_s_posts_are_taken_over_in_one_go_and_looked_at_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever posts makes no Post, and a poll does not ask a thousand events."""
+    made, asked = [0], [0]
+
+    class Counted(Post):
+        def __init__(self, *given: Any) -> None:
+            made[0] += 1
+            super().__init__(*given)
+
+    class Asked(Transfer):
+        def done(self) -> bool:
+            asked[0] += 1
+            return super().done()
+
+    monkeypatch.setattr(module, "Post", Counted)
+    deadlines, fences = Deadlines(3.0, ask_why=False), [Asked() for _ in range(1023)]
+    for fence in fences:
+        deadlines.add(*post(fence))
+    assert made == [0]
+    assert deadlines.poll(1.0) is None
+    assert (made, asked) == ([1023], [LOOKS])
+    for fence in fences[:500]:
+        fence.finish()
+    assert deadlines.poll(2.0) is None
+    assert asked == [LOOKS + 500 + LOOKS]
+    assert deadlines.first is not None and deadlines.first.fence is fences[500]
+    late = deadlines.poll(5.0)
+    assert late is not None and late.fence is fences[500]
+
+
+@pytest.mark.parametrize("what", ["the transfer", "what it waits for"])
+def test_a_device_that_failed_is_the_reason(what: str) -> None:
+    """Its transfers are not over, and no deadline has to pass."""
+    deadlines, fences = Deadlines(NEVER, ask_why=False), [Transfer(), Transfer()]
+
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    fences[what != "the transfer"].done = fail  # type: ignore[method-assign]
+    deadlines.add(*post(fences[0], after=(fences[1],)))
+    deadlines.add(*post(fences[0], label="hop 2"))
+    assert deadlines.poll(1.0) is None
+    assert deadlines.failed is not None and deadlines.failed.label == "hop 1"
+    assert deadlines.failed.problem == "CUDA error: an illegal memory access was encountered"

@@ -1,0 +1,398 @@
+"""What `group=` and `transport=` take, and that wrong ones are refused with what would be right."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ringattn.comm import (
+    Edge,
+    Limits,
+    LocalGroup,
+    LocalTransport,
+    LocalWorld,
+    Message,
+    ProcessGroupTransport,
+    Topology,
+    TransportError,
+    group_rank_size,
+    groups,
+    open_transport,
+    open_transports,
+    resolve_group,
+)
+from ringattn.comm.choice import Wish, choose, wish_of
+from ringattn.comm.limits import NO_LIMITS
+from ringattn.comm.transports.copy_engine import copy_engine
+
+from ..support.stand_in import Fabric, install_nccl, install_streams
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gloo(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class Peers:
+    """A process group and its control, told what its other ranks bring."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str, size: int = 2) -> None:
+        self.others = size - 1
+        self.change: dict[str, object] = {}  # field of the peers' wish, or name of a transport -> its value there
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
+
+    def merged(self, value: tuple[object, ...], merge: Callable[[list[Any]], object], *, what: str) -> object:
+        wish = Wish(*value)  # type: ignore[arg-type]
+        fields = {name: there for name, there in self.change.items() if name in Wish._fields and name != "problems"}
+        problems = {name: self.change.get(name, problem) for name, problem in wish.problems.items()}
+        theirs = tuple(wish._replace(**fields, problems=problems))  # type: ignore[arg-type]
+        return merge([value] + [theirs] * self.others)
+
+    def choose(
+        self, transport: str, device: torch.device, limits: Limits = NO_LIMITS, levels: int = 1
+    ) -> list[tuple[str, ...]]:
+        wish = wish_of(self, transport, device, None, limits)  # type: ignore[arg-type]
+        return choose(self, wish, levels)[0]  # type: ignore[arg-type]
+
+
+def test_none_is_one_device_alone() -> None:
+    assert group_rank_size(None) == (0, 1)
+    assert resolve_group(None) is resolve_group(None)  # a ring kept per group is found again
+    transport = open_transport(device="cpu")
+    assert isinstance(transport, LocalTransport)
+    assert (transport.rank, transport.size) == (0, 1)
+    assert transport.gather("x") == ["x"]
+
+
+def test_none_is_the_default_group_once_there_is_one(gloo: dist.ProcessGroup) -> None:
+    assert resolve_group(None) is gloo
+    assert resolve_group(gloo) is gloo
+    assert group_rank_size() == (0, 1)
+
+
+def test_a_local_member_is_taken_as_it_is() -> None:
+    with LocalWorld(3, device="cpu") as world:
+        assert world.run(lambda group: resolve_group(group) is group) == [True] * 3
+        assert world.run(group_rank_size) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_meshes_of_one_dimension_are_taken(gloo: dist.ProcessGroup) -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ring",))
+    assert group_rank_size(mesh) == (0, 1)
+    both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "ring"))
+    with pytest.raises(ValueError, match=r"DeviceMesh of 2 dimensions, a ring runs along one: pass mesh\['ring'\]"):
+        resolve_group(both)
+    assert group_rank_size(both["ring"]) == (0, 1)
+    with pytest.raises(ValueError, match="with mesh_dim_names given"):
+        resolve_group(init_device_mesh("cpu", (1, 1)))
+
+
+@pytest.mark.parametrize("group", [3, "ring", [0, 1], LocalWorld])
+def test_other_groups_are_refused(group: Any) -> None:
+    with pytest.raises(ValueError, match=r"it takes a torch\.distributed ProcessGroup, a one-dimensional DeviceMesh"):
+        resolve_group(group)
+
+
+def test_a_group_without_this_rank_is_refused() -> None:
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(ValueError, match="this rank is not a member"):
+        resolve_group(outside)
+
+
+@pytest.mark.parametrize("transport", ["auto", "local"])
+def test_a_process_group_of_one_needs_no_processes(transport: str, gloo: dist.ProcessGroup) -> None:
+    assert open_transport(gloo, transport=transport, device="cpu").name == "local"
+
+
+def test_an_explicit_process_group_of_one(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed_up: list[object] = []
+    monkeypatch.setattr(ProcessGroupTransport, "warm_up", lambda transport, edges: warmed_up.append((transport, edges)))
+    transport = open_transport(transport="process_group", device="cpu")
+    assert isinstance(transport, ProcessGroupTransport)
+    assert warmed_up == [(transport, [(0, 0)])]
+    assert transport.gather(1) == [1]
+    assert transport.reason == "process_group as asked for"
+
+
+@pytest.mark.parametrize(
+    ("transport", "device", "match"),
+    [
+        ("ncl", CPU, "transport is 'ncl', it takes one of auto, local, nccl, copy_engine, process_group"),
+        ("auto", torch.device("meta"), "device is meta: transports move tensors of cpu or cuda"),
+        ("process_group", CPU, "torch.distributed is not initialised"),
+        ("nccl", CPU, "it moves CUDA tensors, device is cpu"),
+        ("copy_engine", CPU, 'transport is "copy_engine", and it moves CUDA tensors, device is cpu'),
+    ],
+)
+def test_what_one_device_alone_cannot_open(transport: str, device: torch.device, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        open_transport(transport=transport, device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_missing_gpu_is_said_before_anything_else() -> None:
+    with pytest.raises(ValueError, match="device is cuda, and torch sees no CUDA device here"):
+        open_transport(transport="nccl", device="cuda")
+
+
+@pytest.mark.parametrize("transport", ["nccl", "copy_engine", "process_group"])
+def test_what_virtual_ranks_cannot_open(transport: str) -> None:
+    def fn(group: LocalGroup) -> None:
+        with pytest.raises(
+            ValueError, match=f"transport is '{transport}', the ranks of a LocalWorld share one process"
+        ):
+            open_transport(group, transport=transport, device="cpu")
+
+    with LocalWorld(2, device="cpu") as world:
+        world.run(fn)
+
+
+@pytest.mark.parametrize(
+    ("transport", "backend", "device", "match"),
+    [
+        ("process_group", "cpu:gloo,cuda:gloo", CUDA, "on rank 0 the group's backend for CUDA tensors is gloo"),
+        ("process_group", "cpu:gloo", CUDA, "backend for CUDA tensors is none"),
+        ("process_group", "cuda:nccl", CPU, "the group has no backend for CPU tensors"),
+        ("nccl", "cpu:gloo", CPU, "it moves CUDA tensors, device is cpu"),
+        ("nccl", "cuda:nccl", CUDA, r'CuPy does not import.*pip install "ringattn\[cupy-cuda'),
+        ("auto", "cuda:nccl", CPU, "the group has no backend for CPU tensors"),
+        (
+            "auto",
+            "cpu:gloo,cuda:gloo",
+            CUDA,
+            r"finds none that works: nccl: on rank 0 CuPy.*; copy_engine: on rank 0 cuda-b.*; process_group: on rank 0",
+        ),
+    ],
+)
+def test_what_processes_cannot_open(
+    transport: str, backend: str, device: torch.device, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_nccl(monkeypatch, None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(ValueError, match=match):
+        Peers(monkeypatch, backend).choose(transport, device)
+
+
+def test_auto_takes_what_every_rank_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
+    monkeypatch.setattr(copy_engine, "copy_engine_missing", lambda: None)
+    peers = Peers(monkeypatch, "cpu:gloo,cuda:nccl", size=3)
+    assert peers.choose("auto", CUDA) == [("nccl",), ("copy_engine",), ("process_group",)]
+    assert peers.choose("auto", CPU) == [("process_group",)]
+    peers.change = {"nccl": "CuPy does not import"}  # on the others; here it does
+    assert peers.choose("auto", CUDA) == [("copy_engine",), ("process_group",)]
+    with pytest.raises(ValueError, match='transport is "nccl", and on rank 1 CuPy does not import'):
+        peers.choose("nccl", CUDA)
+
+
+def test_copy_engines_leave_the_level_between_the_nodes_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
+    monkeypatch.setattr(copy_engine, "copy_engine_missing", lambda: None)
+    peers = Peers(monkeypatch, "cpu:gloo,cuda:nccl")
+    assert peers.choose("nccl", CUDA, levels=2) == [("nccl", "nccl")]
+    assert peers.choose("copy_engine", CUDA, levels=2) == [("copy_engine", "nccl")]
+    peers.change = {"nccl": "CuPy does not import"}
+    assert peers.choose("copy_engine", CUDA, levels=2) == [("copy_engine", "process_group")]
+    peers.change["process_group"] = "it has gloo alone"
+    with pytest.raises(ValueError, match=r"the level between the nodes \(nccl: on rank 1 CuPy.*; process_group: on ra"):
+        peers.choose("copy_engine", CUDA, levels=2)
+
+
+@pytest.mark.parametrize(
+    ("transport", "device", "limits", "match"),
+    [
+        ("process_group", CPU, Limits(ctas=4), r"limits\.ctas is 4, and process_group cannot keep that"),
+        ("process_group", CUDA, Limits(bytes_per_second=1.0), r"limits\.bytes_per_second is 1.0, and process_group"),
+        ("nccl", CUDA, Limits(bytes_per_second=1.0), r"limits\.bytes_per_second is 1.0, and nccl cannot"),
+        ("copy_engine", CUDA, Limits(channels=1), r"limits\.channels is 1, and copy_engine cannot"),
+    ],
+)
+def test_limits_that_cannot_be_kept(
+    transport: str, device: torch.device, limits: Limits, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
+    monkeypatch.setattr(copy_engine, "copy_engine_missing", lambda: None)
+    with pytest.raises(ValueError, match=match):
+        Peers(monkeypatch, "cpu:gloo,cuda:nccl").choose(transport, device, limits)
+
+
+def test_auto_takes_what_keeps_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
+    peers = Peers(monkeypatch, "cpu:gloo,cuda:nccl")
+    assert peers.choose("auto", CUDA, Limits(channels=2)) == [("nccl",)]
+    assert peers.choose("auto", CPU, Limits(bytes_per_second=1e9)) == [("process_group",)]
+    with pytest.raises(ValueError, match=r"limits\.bytes_per_second is 1.0, and local cannot keep that"):
+        open_transport(device="cpu", limits=Limits(bytes_per_second=1.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"transport": "nccl"}, r"disagree on transport \(rank 0: auto, rank 1: nccl\)"),
+        ({"device": "cuda"}, r"disagree on device \(rank 0: cpu, rank 1: cuda\)"),
+        ({"topology": "Topology"}, r"disagree on topology \(rank 0: None, rank 1: Topology\)"),
+        ({"limits": "Limits"}, r"disagree on limits \(rank 0: Limits\(.*\), rank 1: Limits\)"),
+    ],
+)
+def test_ranks_that_disagree_are_told_who_has_what(
+    change: dict[str, object], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = Peers(monkeypatch, "cpu:gloo")
+    peers.change = change
+    with pytest.raises(TransportError, match=match):
+        peers.choose("auto", CPU)
+
+
+class Trial:
+    """A transport whose warm-up fails where it is called `nccl`."""
+
+    rank, size = 0, 1
+
+    def __init__(self, name: str) -> None:
+        self.name, self.reason, self.closed = name, "", False
+        self.edges: list[Edge] = []
+
+    def warm_up(self, edges: Sequence[Edge]) -> None:
+        self.edges += edges
+        if self.name == "nccl":
+            raise TransportError("the warm-up of the nccl transport failed: rank 3 got 7 wrong bytes")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def tried(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
+    """What was opened, in a group whose ranks could open `nccl` and `process_group`."""
+    tried: list[Trial] = []
+
+    def make(group: object, name: str, *others: object) -> Trial:
+        if name == "copy_engine":
+            raise ValueError("no such device")
+        tried.append(Trial(name))
+        return tried[-1]
+
+    monkeypatch.setattr(groups, "_make", make)
+    return tried
+
+
+def open_one_of(choices: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, transport: str = "auto") -> Any:
+    monkeypatch.setattr(groups, "choose", lambda *given: (choices, ["local: of another kind"]))
+    levels = groups._levels(0, Topology.flat(1)) * len(choices[0])
+    group = dist.group.WORLD
+    assert group is not None
+    return groups._open_between_processes(group, transport, CPU, None, levels, NO_LIMITS, None)
+
+
+def test_auto_goes_on_where_a_warm_up_failed(
+    tried: list[Trial], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        (opened,) = open_one_of([("nccl",), ("copy_engine",), ("process_group",)], monkeypatch)
+    assert opened is tried[1]
+    assert [(one.name, one.closed) for one in tried] == [("nccl", True), ("process_group", False)]
+    assert opened.reason == (
+        "auto takes process_group; not local: of another kind; "
+        "not nccl: the warm-up of the nccl transport failed: rank 3 got 7 wrong bytes; "
+        "not copy_engine: rank 0: ValueError: no such device"
+    )
+    assert 'transport "auto" passes over nccl: the warm-up' in caplog.text
+
+
+def test_every_level_opens_or_none(tried: list[Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = open_one_of([("process_group", "nccl"), ("process_group", "process_group")], monkeypatch)
+    assert [(one.name, one.closed) for one in tried] == [
+        ("process_group", True),
+        ("nccl", True),
+        ("process_group", False),
+        ("process_group", False),
+    ]
+    assert opened == tuple(tried[2:])
+    assert opened[0].edges == [(0, 0)]
+
+
+def test_what_was_asked_for_is_not_replaced(tried: list[Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TransportError, match=r"^the warm-up of the nccl transport failed: rank 3 got 7 wrong bytes$"):
+        open_one_of([("nccl",)], monkeypatch, "nccl")
+    assert [one.closed for one in tried] == [True]
+    with pytest.raises(TransportError, match='"auto" finds none that works: local: of another kind; nccl: the warm-up'):
+        open_one_of([("nccl",)], monkeypatch)
+
+
+def test_levels_of_a_topology() -> None:
+    topology = Topology(((0, 2), (3, 1)))
+    inside, between = groups._levels(3, topology)
+    assert inside.members == (3, 1)
+    assert set(inside.edges) == {(0, 2), (2, 0), (3, 1), (1, 3)}
+    assert between.members == (0, 3)
+    assert set(between.edges) == {(0, 3), (3, 0), (2, 1), (1, 2)}
+    (flat,) = groups._levels(1, Topology(((2, 0), (1,))))
+    assert flat.members == (2, 0, 1)
+    assert set(flat.edges) == {(2, 0), (0, 1), (1, 2), (0, 2), (1, 0), (2, 1)}
+    assert flat.nodes == ((2, 0), (1,))
+    (flat,) = groups._levels(3, topology, flat=True)
+    assert (flat.members, flat.nodes) == ((0, 2, 3, 1), topology.nodes)
+    for nodes in (((0, 1, 2),), ((0,), (1,))):
+        assert groups._levels(0, Topology(nodes))[0].nodes == ()  # every edge is of one kind
+
+
+def test_virtual_ranks_have_two_levels_too() -> None:
+    def fn(group: LocalGroup) -> list[str]:
+        opened = open_transports(group, device="cpu", topology=Topology.grid(2, 2))
+        assert isinstance(open_transport(group, device="cpu", topology=Topology.grid(2, 2)), LocalTransport)
+        return [one.reason for one in opened]
+
+    with LocalWorld(4, device="cpu", timeout=10) as world:
+        assert world.run(fn)[1] == ["auto takes local: rank 1 of LocalWorld(4)"] * 2
+
+
+def test_a_topology_of_other_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="topology has 4 ranks, the group has 1"):
+        open_transports(device="cpu", topology=Topology.grid(2, 2))
+
+
+def test_opening_loads_no_copy_engine() -> None:
+    program = "import sys, ringattn.comm; sys.exit('ringattn.comm.transports.copy_engine.copy_engine' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_local_between_processes_is_refused(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(gloo), "size", lambda group: 2)
+    with pytest.raises(ValueError, match='transport is "local", the group has 2 processes'):
+        open_transport(gloo, transport="local", device="cpu")
+
+
+def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Path) -> None:
+    """Its destructor would run in that thread, perhaps while the interpreter is taken down: the process then aborts."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        transport = ProcessGroupTransport(dist.group.WORLD, CPU)  # type: ignore[arg-type]
+        message = Message(0, torch.zeros(3))
+        transport.post(sends=[message], receives=[Message(0, torch.ones(3))]).wait()
+        held, seen = transport._host, weakref.ref(dist.group.WORLD)
+        del transport
+    finally:
+        dist.destroy_process_group()
+    assert held is not None
+    ends = time.monotonic() + 10
+    while seen() is not None and time.monotonic() < ends:  # its thread lets go once it has ended the last transfer
+        time.sleep(0.01)
+        gc.collect()
+    assert seen() is None

@@ -1,0 +1,233 @@
+"""The transfer stream of the host: in order, never blocking its caller, and over when it is told so."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringattn.comm.transport import TransportError
+from ringattn.comm.transports import host_stream
+from ringattn.comm.transports.host_stream import HostStream, Work
+
+from ..support.nightly import rest_nightly
+
+
+class Blocking:
+    """Work that lasts until it is interrupted."""
+
+    def __init__(self) -> None:
+        self.begun, self.interrupted = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self.interrupted.wait(5)
+        raise TransportError("the connection is closed")
+
+
+def test_work_runs_in_order_and_behind_its_caller() -> None:
+    stream, gate, seen = HostStream("test", lambda: None), threading.Event(), []
+    fences = [stream.submit(gate.wait)]  # type: ignore[arg-type]
+    fences += [stream.submit(lambda number=number: seen.append(number)) for number in range(20)]  # type: ignore[misc]
+    assert not any(fence.done() for fence in fences)
+    gate.set()
+    fences[-1].wait()
+    assert seen == list(range(20))
+    assert all(fence.done() for fence in fences)
+    stream.close()
+
+
+def test_what_fails_fails_for_good() -> None:
+    stream, gate = HostStream("test", lambda: None), threading.Event()
+
+    def fail() -> None:
+        gate.wait()
+        raise TransportError("rank 3 is gone")
+
+    fences = [stream.submit(fail), stream.submit(lambda: pytest.fail("ran after a failure"))]
+    gate.set()
+    for fence in fences * 2:
+        with pytest.raises(TransportError, match=r"^rank 3 is gone$"):
+            fence.wait()
+        assert fence.done()
+    with pytest.raises(TransportError, match=r"^rank 3 is gone$"):
+        stream.submit(lambda: None)
+    stream.close()
+
+
+def test_any_error_is_a_failed_transfer() -> None:
+    stream = HostStream("test", lambda: None)
+    fence = stream.submit(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(TransportError, match="a transfer failed: ZeroDivisionError: division by zero"):
+        fence.wait()
+    stream.close()
+
+
+def test_abort_wakes_everybody_and_interrupts_once() -> None:
+    work, calls = Blocking(), []
+
+    def interrupt() -> None:
+        calls.append(1)
+        work.interrupted.set()
+
+    stream = HostStream("test", interrupt)
+    over = stream.submit(lambda: None)
+    over.wait()
+    fences = [stream.submit(work), stream.submit(lambda: pytest.fail("ran after an abort"))]
+    work.begun.wait()
+    stream.abort("hop 3 is late")
+    stream.abort("for the second time")
+    for fence in fences:
+        with pytest.raises(TransportError, match=r"^hop 3 is late$"):
+            fence.wait()
+    over.wait()  # what was over stays so
+    assert stream.stopped.is_set()
+    assert calls == [1]
+    stream.close()
+
+
+def test_abort_wakes_everybody_though_nothing_ends_the_work() -> None:
+    work = Blocking()
+    stream = HostStream("test", lambda: None)
+    fences = [stream.submit(work), stream.submit(lambda: None)]
+    work.begun.wait()
+    started = time.monotonic()
+    stream.abort("hop 3 is late")
+    for fence in fences:
+        with pytest.raises(TransportError, match=r"^hop 3 is late$"):
+            fence.wait()
+    assert time.monotonic() - started < 2
+    work.interrupted.set()
+    stream.close()
+
+
+def test_abort_leaves_an_idle_backend_alone() -> None:
+    stream = HostStream("test", lambda: pytest.fail("there was nothing to interrupt"))
+    stream.submit(lambda: None).wait()
+    time.sleep(0.05)
+    stream.abort("hop 3 is late")
+    with pytest.raises(TransportError, match="hop 3 is late"):
+        stream.submit(lambda: None)
+    stream.close()
+
+
+def test_tensors_are_let_go() -> None:
+    stream, tensor = HostStream("test", lambda: None), torch.zeros(3)
+    gone = weakref.ref(tensor)
+    stream.submit(lambda tensor=tensor: tensor.add_(1)).wait()  # type: ignore[misc]
+    del tensor
+    deadline = time.monotonic() + 5
+    while gone() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert gone() is None
+    stream.close()
+
+
+def test_close_ends_the_thread_behind_what_is_queued() -> None:
+    stream = HostStream("test-closing", lambda: None)
+    fence = stream.submit(lambda: time.sleep(0.05))
+    stream.close()
+    fence.wait()
+    deadline = time.monotonic() + 5
+    while any(thread.name == "test-closing" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(thread.name == "test-closing" for thread in threading.enumerate())
+
+
+def test_a_transport_that_nobody_holds_ends_its_thread(tmp_path: Path) -> None:
+    check = """
+    import gc, threading, time, torch, torch.distributed as dist
+    from ringattn.comm import ProcessGroupTransport
+    dist.init_process_group("gloo", init_method="file://{path}/store", rank=0, world_size=1)
+    def transfers():
+        return [one for one in threading.enumerate() if one.name.startswith("ringattn-transfers")]
+    transport = ProcessGroupTransport(dist.group.WORLD, torch.device("cpu"))
+    assert not transfers(), "a thread before there is anything to do"
+    transport.post(sends=[], receives=[]).wait()
+    assert transfers()
+    del transport
+    deadline = time.monotonic() + 5
+    while transfers() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not transfers()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(check.format(path=tmp_path))], check=True, timeout=60)
+
+
+def test_the_end_of_a_process_waits_for_what_it_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[Work] = []
+    monkeypatch.setattr(atexit, "register", ends.append)
+    host_stream._streams.cache_clear()
+    begun, interrupted, returned = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert interrupted.wait(10)
+        time.sleep(0.1)
+        returned.set()
+
+    try:
+        fence = HostStream("test-end", interrupted.set).submit(work)
+        assert begun.wait(10)
+        (end,) = ends
+        end()
+        assert returned.is_set()
+        with pytest.raises(TransportError, match="the process ends"):
+            fence.wait()
+    finally:
+        host_stream._streams.cache_clear()  # those that are made from here on end with this process again
+
+
+# Rank 0 waits for bytes that never come, rank 1 sleeps.
+STUCK = """
+import sys, threading, time, torch, torch.distributed as dist
+from ringattn.comm import Message, ProcessGroupTransport
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://{path}/store", rank=rank, world_size=2)
+transport = ProcessGroupTransport(dist.group.WORLD, torch.device("cpu"))
+dist.barrier()
+if rank == 1:
+    time.sleep(30)
+fence = transport.post(sends=[], receives=[Message(1, torch.zeros(1000))])
+time.sleep(0.2)
+print("posted", flush=True)
+{end}
+"""
+ENDS = {
+    "an abort": "threading.Timer(0.1, transport.abort, ['hop 3 is late']).start(); fence.wait()",
+    "an error elsewhere": "raise ValueError('something else')",
+    "the end of the program": "",
+}
+
+
+@pytest.mark.parametrize("way", rest_nightly(ENDS, "an abort", "the end of the program"))
+def test_a_process_with_a_stuck_transfer_ends(way: str, tmp_path: Path) -> None:
+    program = STUCK.format(path=tmp_path, end=ENDS[way])
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program, str(rank)], text=True, stdout=-1, stderr=-1)
+        for rank in range(2)
+    ]
+    try:
+        assert ranks[0].stdout is not None
+        assert ranks[0].stdout.readline() == "posted\n"
+        posted = time.monotonic()
+        _, errors = ranks[0].communicate(timeout=20)
+        took = time.monotonic() - posted
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert took < 3
+    assert ranks[0].returncode == (0 if way == "the end of the program" else 1), errors
+    if way == "an abort":
+        assert "TransportError: the process_group transport of rank 0 was aborted: hop 3 is late" in errors

@@ -1,0 +1,311 @@
+"""The CUDA paths of `local` and `process_group`, on a stand-in for streams and events: what must run before what."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, ProcessGroupTransport
+from ringattn.comm.control import control_of
+from ringattn.comm.transport import DONE, TransportError
+from ringattn.comm.transports.lanes import StreamLane, passed
+from ringattn.comm.transports.local import solo_group
+
+from ..support.stand_in import GLOBAL, Device, Event, Op, Stream, install_streams
+from ..support.transport_cases import CASES, filled
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return install_streams(monkeypatch)
+
+
+def streamed(group: LocalGroup) -> LocalTransport:
+    return LocalTransport(group, CPU, lane=StreamLane(CPU))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_local_conformance(name: str, world_size: int, device: Device) -> None:
+    with LocalWorld(world_size, device="cpu", timeout=10) as world:
+        world.run(lambda group: CASES[name](streamed(group), CPU))
+
+
+def test_local_orders_compute_and_copies(device: Device) -> None:
+    """Rank 0 writes, sends, writes again; rank 1 reads the slot, receives into it, reads again."""
+
+    def fn(group: LocalGroup) -> list[Op]:
+        transport = streamed(group)
+        tensor = filled(group.rank(), 8, CPU)
+        compute = device.current()
+        before = device.add("compute", compute)
+        messages = [Message(1 - group.rank(), tensor)]
+        sends, receives = (messages, []) if group.rank() == 0 else ([], messages)
+        fence = transport.post(sends=sends, receives=receives, after=[transport.mark()])
+        between = device.add("compute", compute)
+        fence.wait()
+        after = device.add("compute", compute)
+        return [before, between, after]
+
+    with LocalWorld(2, device="cpu", timeout=10) as world:
+        sender, receiver = world.run(fn)
+    (copy,) = (op for op in device.log if op.kind == "copy")
+    assert copy.stream not in (sender[0].stream, receiver[0].stream)  # a transfer stream, not a compute stream
+    assert device.happens_before(sender[0], copy), "the copy may read what the sender has not yet written"
+    assert device.happens_before(receiver[0], copy), "the copy may overwrite what the receiver still reads"
+    assert device.happens_before(copy, receiver[2]), "the receiver may read what has not yet arrived"
+    assert device.happens_before(copy, sender[2]), "the sender may overwrite what has not yet left"
+    assert not device.happens_before(copy, receiver[1]), "compute issued before the wait is held back"
+    assert not device.happens_before(sender[1], copy), "the copy waits for compute issued after the post"
+
+
+def test_the_warm_up_waits_both_ways(device: Device) -> None:
+    """The pattern is written before it leaves, and compared after it has arrived."""
+    transport = streamed(solo_group())
+    before = device.add("compute", device.current())
+    transport.warm_up([(0, 0)])
+    after = device.add("compute", device.current())
+    copies = [op for op in device.log if op.kind == "copy"]
+    assert len(copies) == 1
+    assert all(device.happens_before(before, copy) and device.happens_before(copy, after) for copy in copies)
+
+
+def test_local_post_after_a_post_leaves_compute_alone(device: Device) -> None:
+    """A ring that runs ahead: the second post waits for the first on the transfer stream."""
+
+    def fn(group: LocalGroup) -> tuple[Op, Op]:
+        transport = streamed(group)
+        peer = 1 - group.rank()
+        mine, first, second = (filled(group.rank(), 8, CPU) for _ in range(3))
+        came = transport.post(sends=[Message(peer, mine)], receives=[Message(peer, first)], after=[transport.mark()])
+        went = transport.post(sends=[Message(peer, first)], receives=[Message(peer, second)], after=[came])
+        between = device.add("compute", device.current())
+        went.wait()
+        return between, device.add("compute", device.current())
+
+    with LocalWorld(2, device="cpu", timeout=10) as world:
+        results = world.run(fn)
+    copies = [op for op in device.log if op.kind == "copy"]
+    assert len(copies) == 4
+    for between, last in results:
+        assert not any(device.happens_before(copy, between) for copy in copies)
+        assert all(device.happens_before(copy, last) for copy in copies if copy.stream is not None)
+    by_stream = {copy.stream for copy in copies}
+    for stream in by_stream:
+        early, late = (copy for copy in copies if copy.stream is stream)
+        assert device.happens_before(early, late)
+    # what rank 1 forwards must have arrived there first, and the other way round
+    assert all(device.happens_before(early, late) for early in copies[:2] for late in copies[2:])
+
+
+def test_local_receive_into_what_has_left(device: Device) -> None:
+    """The second post receives into the buffer that the first one sent from: the onward rank's copy comes first."""
+
+    def fn(group: LocalGroup) -> object:
+        transport = streamed(group)
+        onward, back = (group.rank() + 1) % 3, (group.rank() - 1) % 3
+        mine, aside = filled(group.rank(), 8, CPU), filled(-1, 8, CPU)
+        came = transport.post(sends=[Message(onward, mine)], receives=[Message(back, aside)], after=[transport.mark()])
+        transport.post(sends=[Message(onward, aside)], receives=[Message(back, mine)], after=[came])
+        return transport._lane.stream  # type: ignore[union-attr]
+
+    with LocalWorld(3, device="cpu", timeout=10) as world:
+        streams = world.run(fn)
+    copies = [[op for op in device.log if op.kind == "copy" and op.stream is stream] for stream in streams]
+    for rank in range(3):
+        _, into_mine = copies[rank]
+        out_of_mine, _ = copies[(rank + 1) % 3]
+        assert device.happens_before(out_of_mine, into_mine)
+
+
+def check_held(device: Device, transport: LocalTransport | ProcessGroupTransport, peer: int) -> None:
+    """What a post moves is there at each wait of the stream that owns it, and not for longer."""
+    sent, received = filled(1, 4, CPU), filled(0, 4, CPU)
+    alive = [weakref.ref(sent), weakref.ref(received)]
+    fence = transport.post(sends=[Message(peer, sent)], receives=[Message(peer, received)])
+    del sent, received
+    StreamLane(CPU).follow([fence])  # a third stream: that it waits says nothing of the owner
+    owner, held = device.current(), list[list[bool]]()
+    wait_event = owner.wait_event
+
+    def noted(event: Event) -> None:
+        held.append([one() is not None for one in alive])
+        wait_event(event)
+
+    owner.wait_event = noted  # type: ignore[method-assign]
+    fence.wait()
+    assert held and all(map(all, held))
+    gc.collect()
+    assert not any(one() is not None for one in alive)
+
+
+def test_local_holds_tensors_until_compute_has_waited(device: Device) -> None:
+    """Also for the copy of the rank that they go to."""
+    with LocalWorld(2, device="cpu", timeout=10) as world:
+        world.run(lambda group: check_held(device, streamed(group), 1 - group.rank()))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_virtual_ranks_compute_between_the_caller_s_work_and_its_return(fails: bool, device: Device) -> None:
+    """Each rank on a stream of its own, after what the caller had enqueued; over when `run` returns, or raises."""
+
+    def fn(group: LocalGroup) -> Op:
+        op = device.add("compute", device.current())
+        if fails:
+            raise ValueError(f"rank {group.rank()}")
+        return op
+
+    with LocalWorld(3, device="cuda:0") as world:
+        made = device.add("compute", device.current())
+        if fails:
+            with pytest.raises(ValueError, match="rank"):
+                world.run(fn)
+        else:
+            assert len({op.stream for op in world.run(fn)} | {made.stream}) == 4
+    computed = [op for op in device.log if op.kind == "compute" and op is not made]
+    synchronized = [op for op in device.log if op.kind == "synchronize"]
+    assert len(computed) == 3
+    assert {op.stream for op in computed} == {op.stream for op in synchronized}
+    for op in computed:
+        assert device.happens_before(made, op)
+        assert any(device.happens_before(op, end) for end in synchronized)
+
+
+class FakeGroup:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def _get_backend(self, device: torch.device) -> FakeGroup:
+        return self
+
+    def abort(self) -> None:
+        self._device.add("abort")
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+def on_streams(device: Device) -> ProcessGroupTransport:
+    control, group = control_of(solo_group()), FakeGroup(device)
+    return ProcessGroupTransport(group, CPU, control=control, lane=StreamLane(CPU))  # type: ignore[arg-type]
+
+
+def test_process_group_holds_tensors_until_compute_has_waited(device: Device) -> None:
+    check_held(device, on_streams(device), 0)
+
+
+def test_process_group_ends_its_backend_once(device: Device) -> None:
+    transport = on_streams(device)
+    transport.abort("hop 3 is 20 s late")
+    transport.abort("for the second time")
+    transport.close()
+    assert [op.kind for op in device.log] == ["abort"]
+    with pytest.raises(TransportError, match="the process_group transport of rank 0 was aborted: hop 3 is 20 s late"):
+        transport.post(sends=[], receives=[])
+
+
+def test_a_fence_of_a_device_that_failed_says_so(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    fence = StreamLane(CPU).mark()
+    assert fence.done()
+    device.pending.add(fence._event)  # type: ignore[arg-type]
+    assert not fence.done()
+
+    def fail(event: object) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(type(fence._event), "query", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        fence.done()
+    assert not passed(fence, 5.0), "it will never get there"
+
+
+def test_polling_beside_a_graph_that_another_thread_captures(device: Device) -> None:
+    """From a thread on another device: no context is made there, no capture fails, and what runs is not over."""
+    fence = StreamLane(torch.device("cuda", 1)).mark()
+    device.captures = True
+    assert fence.done()
+    device.pending.add(fence._event)  # type: ignore[arg-type]
+    assert not fence.done()
+    assert (device.thread.index, device.thread.capture_mode) == (0, GLOBAL)
+
+
+def test_numbers_have_the_order_of_the_records(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger one is taken for the later point of its stream."""
+    lane, record, pause = StreamLane(CPU), Event.record, random.Random(0)
+
+    def slow(event: Event, stream: Stream) -> None:
+        record(event, stream)
+        time.sleep(pause.random() * 1e-3)
+
+    monkeypatch.setattr(Event, "record", slow)
+    with ThreadPoolExecutor(4) as pool:
+        fences = [one for some in pool.map(lambda _: [lane.point() for _ in range(10)], range(4)) for one in some]
+    numbers = {fence._event: fence._number for fence in fences}
+    recorded = [numbers[op.event] for op in device.log if op.kind == "record"]  # type: ignore[index]
+    assert recorded == sorted(recorded)
+
+
+def test_a_local_fence_is_over_once_every_copy_is(device: Device) -> None:
+    transport = streamed(solo_group())
+    fence = transport.post(sends=[Message(0, filled(1, 4, CPU))], receives=[Message(0, filled(0, 4, CPU))])
+    events = [op.event for op in device.log if op.kind == "record"]
+    assert fence.done()
+    for event in events[1:]:  # the copy, and the point behind it; the first is what the copy waits for
+        assert event is not None
+        device.pending.add(event)
+        assert not fence.done()
+        device.pending.clear()
+
+
+def test_process_group_runs_beside_compute(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend must see our stream as the current one, when it starts and when it is waited for."""
+
+    class Work:
+        def wait(self) -> None:
+            device.add("work.wait", device.current())
+
+    def batch(operations: Sequence[Any]) -> list[Work]:
+        device.add("batch", device.current(), detail=operations)
+        return [Work()]
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", batch)
+    monkeypatch.setattr(dist, "P2POp", lambda kind, tensor, group, group_peer: (kind, tensor.numel(), group_peer))
+    transport = on_streams(device)
+    compute = device.current()
+
+    written = device.add("compute", compute)
+    mark = transport.mark()
+    fence = transport.post(
+        sends=[Message(1, filled(1, 3, CPU)), Message(0, filled(1, 5, CPU))],
+        receives=[Message(0, filled(0, 5, CPU)), Message(1, filled(0, 4, CPU))],
+        after=[DONE, mark],
+    )
+    between = device.add("compute", compute)
+    fence.wait()
+    read = device.add("compute", compute)
+
+    ops = {op.kind: op for op in device.log}
+    assert ops["batch"].detail == [(dist.isend, 12, 1), (dist.irecv, 16, 1)]
+    for kind in ("copy", "batch", "work.wait"):
+        assert ops[kind].stream is not compute
+        assert device.happens_before(written, ops[kind])
+        assert device.happens_before(ops[kind], read)
+        assert not device.happens_before(ops[kind], between)
+
+    device.log.clear()
+    transport.post(sends=[], receives=[], after=[])  # torch refuses an empty batch
+    assert [op.kind for op in device.log] == ["record"]

@@ -1,0 +1,318 @@
+"""Virtual ranks: results, errors that reach the caller, and no wait that never ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+
+import pytest
+import torch
+
+from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message, TransportError, WorldAborted
+
+CPU = torch.device("cpu")
+
+
+def world_of(size: int, timeout: float = 10) -> LocalWorld:
+    return LocalWorld(size, device="cpu", timeout=timeout)
+
+
+def exchange(group: LocalGroup, value: float = 0.0) -> torch.Tensor:
+    """Pass one tensor around the ring."""
+    transport = LocalTransport(group, CPU)
+    arrived = torch.empty(3)
+    sends = [Message((group.rank() + 1) % group.size(), torch.full((3,), group.rank() + value))]
+    receives = [Message((group.rank() - 1) % group.size(), arrived)]
+    transport.post(sends=sends, receives=receives).wait()
+    return arrived
+
+
+class Ring(torch.autograd.Function):
+    """Sends x onward; its backward sends the gradient back, and so waits for the other ranks."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, transport: LocalTransport) -> torch.Tensor:
+        ctx.transport = transport  # type: ignore[attr-defined]
+        return Ring.shift(transport, x, 1)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return Ring.shift(ctx.transport, grads[0].contiguous(), -1), None  # type: ignore[attr-defined]
+
+    @staticmethod
+    def shift(transport: LocalTransport, x: torch.Tensor, by: int) -> torch.Tensor:
+        out = torch.empty_like(x)
+        to, source = (transport.rank + by) % transport.size, (transport.rank - by) % transport.size
+        transport.post(sends=[Message(to, x)], receives=[Message(source, out)]).wait()
+        return out
+
+
+def test_results_come_in_rank_order_and_ranks_run_at_once() -> None:
+    together = threading.Barrier(4, timeout=5)
+
+    def fn(group: LocalGroup) -> tuple[int, int]:
+        together.wait()
+        return group.rank(), group.size()
+
+    with world_of(4) as world:
+        for _ in range(3):
+            assert world.run(fn) == [(rank, 4) for rank in range(4)]
+
+
+def test_a_group_and_its_transport_live_across_runs() -> None:
+    with world_of(3) as world:
+        groups = world.run(lambda group: group)
+        transports = world.run(lambda group: LocalTransport(group, CPU))
+        assert world.run(lambda group: group) == groups
+        assert world.run(lambda group: transports[group.rank()].gather(group.rank())) == [[0, 1, 2]] * 3
+
+
+def test_two_transports_of_one_group_do_not_mix() -> None:
+    def fn(group: LocalGroup) -> list[float]:
+        first, second = LocalTransport(group, CPU), LocalTransport(group, CPU)
+        if group.rank() == 0:
+            for transport, value in ((first, 1.0), (second, 2.0)):
+                transport.post(sends=[Message(1, torch.tensor([value]))], receives=[])
+            return []
+        arrived = torch.zeros(2)
+        for transport, index in ((second, 1), (first, 0)):
+            transport.post(sends=[], receives=[Message(0, arrived[index : index + 1])])
+        return arrived.tolist()
+
+    with world_of(2) as world:
+        assert world.run(fn)[1] == [1.0, 2.0]
+
+
+def test_backward_inside_fn() -> None:
+    def fn(group: LocalGroup) -> torch.Tensor:
+        x = torch.full((5,), 1.0 + group.rank(), requires_grad=True)
+        y = Ring.apply(x, LocalTransport(group, CPU))  # type: ignore[no-untyped-call]
+        torch.autograd.backward((y * group.rank()).sum())
+        assert x.grad is not None
+        return x.grad
+
+    with world_of(4) as world:
+        grads = world.run(fn)
+    assert [grad[0].item() for grad in grads] == [1.0, 2.0, 3.0, 0.0]
+
+
+def test_backward_outside_of_fn_raises() -> None:
+    def fn(group: LocalGroup) -> torch.Tensor:
+        x = torch.ones(5, requires_grad=True)
+        y: torch.Tensor = Ring.apply(x, LocalTransport(group, CPU))  # type: ignore[no-untyped-call]
+        return y.sum()
+
+    with world_of(2) as world:
+        losses = world.run(fn)
+        started = time.monotonic()
+        for rank, loss in enumerate(losses):
+            with pytest.raises(
+                RuntimeError, match=rf"rank {rank} of LocalWorld\(2\) was used from thread 'MainThread'"
+            ):
+                torch.autograd.backward(loss)
+        assert time.monotonic() - started < 1
+
+
+def test_autograd_stays_in_the_rank_s_thread() -> None:
+    """On CUDA the engine would run all ranks' backward in one device thread: the switch is what prevents it."""
+
+    def fn(group: LocalGroup) -> bool:
+        threads: list[int] = []
+        x = torch.ones(2, requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda grad: threads.append(threading.get_ident()))  # type: ignore[no-untyped-call]
+        torch.autograd.backward(y.sum())
+        return threads == [threading.get_ident()] and not torch._C._is_multithreading_enabled()
+
+    with world_of(2) as world:
+        assert world.run(fn) == [True, True]
+        assert world.run(fn) == [True, True]
+    assert torch._C._is_multithreading_enabled()  # the caller's thread keeps its setting
+
+
+def test_check_thread() -> None:
+    with world_of(2) as world:
+        world.run(LocalGroup.check_thread)
+        groups = world.run(lambda group: group)
+        with pytest.raises(RuntimeError, match=r"Call backward\(\) inside fn"):
+            groups[0].check_thread()
+
+        def other(group: LocalGroup) -> None:
+            if group.rank() == 1:
+                groups[0].check_thread()
+
+        with pytest.raises(RuntimeError, match=r"rank 0 of LocalWorld\(2\) was used from thread 'ringattn-rank1"):
+            world.run(other)
+
+
+def test_one_rank_alone_may_be_used_from_any_thread() -> None:
+    with world_of(1) as world:
+        (loss,) = world.run(
+            lambda group: Ring.apply(torch.ones(2, requires_grad=True), LocalTransport(group, CPU)).sum()  # type: ignore[no-untyped-call]
+        )
+        torch.autograd.backward(loss)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_first_error_wakes_the_others_and_reaches_the_caller(size: int) -> None:
+    woken: list[BaseException] = []
+
+    def fn(group: LocalGroup) -> None:
+        if group.rank() == size - 1:
+            time.sleep(0.05)
+            raise KeyError("broken")
+        try:
+            LocalTransport(group, CPU).gather(None)
+        except TransportError as error:
+            woken.append(error)
+            raise
+
+    started = time.monotonic()
+    with world_of(size) as world, pytest.raises(KeyError, match="broken") as caught:
+        world.run(fn)
+    assert time.monotonic() - started < 2
+    assert caught.value.__notes__ == [f"raised by rank {size - 1} of LocalWorld({size})"]
+    assert len(woken) == size - 1
+    assert all(isinstance(error, WorldAborted) and "another rank raised KeyError" in str(error) for error in woken)
+
+
+def test_the_next_run_is_not_spoiled_by_a_failed_one() -> None:
+    def fails(group: LocalGroup) -> None:
+        transport = LocalTransport(group, CPU)
+        transport.post(sends=[Message(1 - group.rank(), torch.zeros(3))], receives=[])  # nobody fetches these
+        raise ValueError("no")
+
+    with world_of(2) as world:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no"):
+                world.run(fails)
+            outs = world.run(lambda group: exchange(group, 0.5))
+            assert [out.tolist() for out in outs] == [[1.5] * 3, [0.5] * 3]
+
+
+def test_a_group_of_a_failed_run_is_over() -> None:
+    groups: list[LocalGroup] = []
+
+    def fails(group: LocalGroup) -> None:
+        groups.append(group)
+        raise ValueError("no")
+
+    def uses_an_old_group(group: LocalGroup) -> None:
+        next(old for old in groups if old.rank() == group.rank()).check_thread()
+
+    with world_of(2) as world:
+        with pytest.raises(ValueError, match="no"):
+            world.run(fails)
+        with pytest.raises(RuntimeError, match="outside of the call that LocalWorld"):
+            world.run(uses_an_old_group)
+
+
+def test_an_interrupted_caller_wakes_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C reaches the main thread alone, which waits for the ranks."""
+    waiting = threading.Event()
+
+    def interrupted(futures: object) -> None:
+        monkeypatch.setattr("ringattn.comm.transports.local_world.wait", wait)
+        assert waiting.wait(5)
+        time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    def fn(group: LocalGroup) -> None:
+        waiting.set()
+        LocalTransport(group, CPU).post(sends=[], receives=[Message(1 - group.rank(), torch.empty(1))])
+
+    monkeypatch.setattr("ringattn.comm.transports.local_world.wait", interrupted)
+    started = time.monotonic()
+    with world_of(2) as world, pytest.raises(KeyboardInterrupt):
+        world.run(fn)
+    assert time.monotonic() - started < 5
+
+
+def test_a_rank_that_returns_early_is_noticed() -> None:
+    def fn(group: LocalGroup) -> None:
+        if group.rank() == 0:
+            exchange(group)
+
+    started = time.monotonic()
+    with world_of(2) as world, pytest.raises(TransportError, match="rank 1 has returned and will never get there"):
+        world.run(fn)
+    assert time.monotonic() - started < 2
+
+
+def test_an_unfetched_send_is_noticed() -> None:
+    def fn(group: LocalGroup) -> None:
+        transport = LocalTransport(group, CPU)
+        if group.rank() == 0:
+            transport.post(sends=[Message(1, torch.zeros(3))], receives=[]).wait()
+
+    match = "rank 0 waits until rank 1 takes 12 bytes: rank 1 has returned"
+    with world_of(2) as world, pytest.raises(TransportError, match=match):
+        world.run(fn)
+
+
+def test_a_wait_that_never_ends_times_out() -> None:
+    """Both ranks wait for the other's first message."""
+
+    def fn(group: LocalGroup) -> None:
+        transport = LocalTransport(group, CPU)
+        transport.post(sends=[], receives=[Message(1 - group.rank(), torch.empty(3))])
+
+    match = r"rank \d waits for bytes from rank \d: nothing happened for 0\.1 s; do all ranks post in one order\?"
+    with world_of(2, timeout=0.1) as world, pytest.raises(TransportError, match=match):
+        world.run(fn)
+
+
+def test_sizes_that_differ_are_an_error() -> None:
+    def fn(group: LocalGroup) -> None:
+        transport = LocalTransport(group, CPU)
+        if group.rank() == 0:
+            transport.post(sends=[Message(1, torch.zeros(3))], receives=[]).wait()
+        else:
+            transport.post(sends=[], receives=[Message(0, torch.zeros(4))]).wait()
+
+    with world_of(2) as world, pytest.raises(TransportError, match="expects 16 bytes from rank 0, which sent 12"):
+        world.run(fn)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_grad_mode_is_the_caller_s(enabled: bool) -> None:
+    with world_of(2) as world, torch.set_grad_enabled(enabled):
+        assert world.run(lambda group: torch.is_grad_enabled()) == [enabled] * 2
+        assert world.run(lambda group: torch.is_grad_enabled()) == [enabled] * 2
+
+
+def refused(call: Callable[[], object], match: str) -> None:
+    with pytest.raises((RuntimeError, ValueError), match=match):
+        call()
+
+
+def test_misuse_is_refused() -> None:
+    refused(lambda: LocalWorld(0), "world_size is 0")
+    world = world_of(2)
+    refused(lambda: world.run(lambda group: world.run(exchange)), "none inside of fn")
+    world.close()
+    world.close()
+    refused(lambda: world.run(exchange), "this LocalWorld is closed")
+
+
+def test_values_that_processes_could_not_share_are_refused() -> None:
+    with world_of(2) as world, pytest.raises((AttributeError, TypeError), match="JSON"):
+        world.run(lambda group: LocalTransport(group, CPU).gather(threading.Lock()))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_ranks_have_streams_of_their_own() -> None:
+    def fn(group: LocalGroup) -> tuple[int, torch.Tensor]:
+        x = torch.full((1 << 20,), 1.0 + group.rank(), device="cuda", requires_grad=True)
+        device = x.device
+        y = Ring.apply(x * 1.0, LocalTransport(group, device))  # type: ignore[no-untyped-call]
+        torch.autograd.backward((y * group.rank()).sum())
+        assert x.grad is not None
+        return torch.cuda.current_stream().cuda_stream, x.grad
+
+    with LocalWorld(4, timeout=20) as world:
+        results = world.run(fn)
+    assert len({stream for stream, _ in results}) == 4
+    assert [grad[0].item() for _, grad in results] == [1.0, 2.0, 3.0, 0.0]

@@ -1,0 +1,302 @@
+"""What is read from NVML and /sys: on a stand-in of `pynvml`, and on folders laid out as the kernel does."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.bench.common import provenance
+from ringattn.comm import LocalGroup, LocalWorld, Topology
+from ringattn.comm.control import control_of
+from ringattn.comm.topology import nvml
+from ringattn.comm.topology.places import SWITCH, Nic, NvLink, Place
+
+GPU = torch.device("cuda", 1)
+CPU = torch.device("cpu")
+ROOT = "devices/pci0000:16/0000:16:01.0/0000:17:00.0"
+BUS = "0000:19:00.0"
+UUID = uuid.UUID(int=7)
+
+
+class NVMLError(Exception):
+    pass
+
+
+class NVMLErrorLibraryNotFound(NVMLError):
+    pass
+
+
+class StandIn(ModuleType):
+    """`pynvml` of a machine with one GPU: four links to a switch, two to a neighbour, the rest down."""
+
+    NVMLError = NVMLError
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.driver = True
+        self.uuids = [f"GPU-{UUID}"]
+        self.calls: list[str] = []
+        self.links: dict[int, Any] = {0: None, 1: None, 2: None, 3: None, 6: "00000000:1B:00.0", 7: "00000000:1B:00.0"}
+
+    def nvmlInit(self) -> None:
+        if not self.driver:
+            raise NVMLErrorLibraryNotFound("NVML Shared Library Not Found")
+
+    def nvmlSystemGetDriverVersion(self) -> bytes:
+        return b"580.1"
+
+    def nvmlDeviceGetHandleByUUID(self, name: str) -> str:
+        if name not in self.uuids:
+            raise NVMLError("Not Found")
+        return name
+
+    def nvmlDeviceGetIndex(self, gpu: str) -> int:
+        return 5
+
+    def nvmlDeviceGetPciInfo(self, gpu: str) -> Any:
+        return SimpleNamespace(busId=b"00000000:19:00.0")
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, gpu: str) -> int:
+        return 5
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, gpu: str) -> int:
+        return 8
+
+    def nvmlDeviceGetNvLinkState(self, gpu: str, link: int) -> int:
+        if link > 7:
+            raise NVMLError("Invalid Argument")
+        return int(link in self.links)
+
+    def nvmlDeviceGetNvLinkVersion(self, gpu: str, link: int) -> int:
+        return 6
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, gpu: str, link: int) -> int:
+        return nvml.REMOTE_IS_SWITCH if self.links[link] is None else 0
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu: str, link: int) -> Any:
+        return SimpleNamespace(busId=self.links[link])
+
+    def nvmlDeviceGetClockInfo(self, gpu: str, kind: int) -> int:
+        self.calls.append("clock")
+        return 1500 * kind
+
+    def nvmlDeviceGetPowerUsage(self, gpu: str) -> int:
+        return 650_500
+
+    def nvmlDeviceGetTemperature(self, gpu: str, kind: int) -> int:
+        self.calls.append("temperature")
+        raise NVMLError("Not Supported")
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: str) -> int:
+        return 0x4 | 0x40
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    module = StandIn()
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUID))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    return module
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A /sys with a GPU and an adapter under one switch, a card of Ethernet, and a loopback."""
+    add_device(tmp_path, f"{ROOT}/0000:18:00.0/{BUS}", numa="1")
+    add_device(tmp_path, f"{ROOT}/0000:18:01.0/0000:1a:00.0", numa="1")
+    add_device(tmp_path, "devices/pci0000:00/0000:00:03.0/virtio1", numa="-1")
+    (tmp_path / "devices/pci0000:00/0000:00:03.0/numa_node").write_text("-1\n")
+    adapter = tmp_path / "class/infiniband/mlx5_0"
+    (adapter / "ports/1").mkdir(parents=True)
+    (adapter / "ports/1/rate").write_text("400 Gb/sec (4X NDR)\n")
+    (adapter / "device").symlink_to(tmp_path / f"{ROOT}/0000:18:01.0/0000:1a:00.0")
+    for name, device, speed in (
+        ("ib0", f"{ROOT}/0000:18:01.0/0000:1a:00.0", "400000"),
+        ("eth0", "devices/pci0000:00/0000:00:03.0/virtio1", "-1"),
+        ("eth1", None, "25000"),
+        ("lo", None, None),
+    ):
+        entry = tmp_path / "class/net" / name
+        entry.mkdir(parents=True)
+        if device is not None:
+            (entry / "device").symlink_to(tmp_path / device)
+        if name == "eth1":
+            (entry / "device").mkdir()
+        if speed is not None:
+            (entry / "speed").write_text(f"{speed}\n")
+    return tmp_path
+
+
+def add_device(root: Path, path: str, *, numa: str) -> None:
+    device = root / path
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text(f"{numa}\n")
+    link = root / "bus/pci/devices" / device.name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(device)
+
+
+def test_place_of_a_gpu(stand_in: StandIn, tree: Path) -> None:
+    place = nvml.place_of(GPU, sys=tree)
+    assert place == Place(
+        host=nvml.host_name(),
+        gpu=f"GPU-{UUID}",
+        index=5,
+        name="H100",
+        nvlinks=(NvLink(SWITCH, 4, 4), NvLink("0000:1b:00.0", 2, 4)),
+        pcie=("numa1", "pci0000:16", "0000:16:01.0", "0000:17:00.0", "0000:18:00.0", BUS),
+        pcie_gigabytes=32,
+        nics=nvml.nics_of(tree),
+    )
+
+
+def test_nics(tree: Path) -> None:
+    assert nvml.nics_of(tree) == (
+        Nic("mlx5_0", 400, ("numa1", "pci0000:16", "0000:16:01.0", "0000:17:00.0", "0000:18:01.0", "0000:1a:00.0")),
+        Nic("eth0", None, ("numa", "pci0000:00", "0000:00:03.0")),
+        Nic("eth1", 25),
+    )
+    assert nvml.nics_of(tree / "nowhere") == ()
+
+
+def test_place_without_a_gpu(tree: Path) -> None:
+    place = nvml.place_of(CPU, sys=tree)
+    assert (place.gpu, place.nvlinks, place.pcie, place.unknown) == (None, (), (), "cpu is not a GPU")
+    assert [nic.name for nic in place.nics] == ["mlx5_0", "eth0", "eth1"]
+
+
+def test_place_without_a_driver(stand_in: StandIn, tree: Path) -> None:
+    stand_in.driver = False
+    place = nvml.place_of(GPU, sys=tree)
+    assert (place.gpu, place.name, place.nvlinks) == (f"GPU-{UUID}", "H100", ())
+    assert place.unknown == "NVML finds no driver (NVMLErrorLibraryNotFound: NVML Shared Library Not Found)"
+
+
+def test_place_without_pynvml(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tree: Path) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    unknown = nvml.place_of(GPU, sys=tree).unknown
+    assert unknown is not None
+    assert "pip install nvidia-ml-py" in unknown
+
+
+def test_a_gpu_that_nvml_does_not_know(stand_in: StandIn, tree: Path) -> None:
+    stand_in.uuids = ["GPU-other"]
+    place = nvml.place_of(GPU, sys=tree)
+    assert place.unknown == f"NVML knows no GPU-{UUID}, which torch calls cuda:1 (NVMLError)"
+
+
+def test_a_driver_that_tells_less(stand_in: StandIn, tree: Path) -> None:
+    """An old driver, an old pynvml, a GPU without NVLink: what is left is still told."""
+
+    def fails(*_: object) -> None:
+        raise NVMLError("Not Supported")
+
+    for question in ("nvmlDeviceGetIndex", "nvmlDeviceGetNvLinkState", "nvmlDeviceGetMaxPcieLinkGeneration"):
+        setattr(stand_in, question, fails)
+    place = nvml.place_of(GPU, sys=tree)
+    assert (place.index, place.nvlinks, place.pcie_gigabytes, place.unknown) == (None, (), None, None)
+    assert place.pcie[-1] == BUS
+
+
+def test_a_link_whose_peer_is_not_told(stand_in: StandIn, tree: Path) -> None:
+    """It is left out, and nothing else is lost with it."""
+
+    def refused(gpu: str, link: int) -> Any:
+        raise NVMLError("Not Supported")
+
+    stand_in.nvmlDeviceGetNvLinkRemotePciInfo = refused  # type: ignore[method-assign]
+    place = nvml.place_of(GPU, sys=tree)
+    assert place.nvlinks == (NvLink(SWITCH, 4, 4),)
+    assert place.unknown is None
+    assert place.pcie[-1] == BUS
+
+
+def test_a_fabric_of_many_hosts(stand_in: StandIn, tree: Path) -> None:
+    import ctypes
+
+    class Info(ctypes.Structure):
+        _fields_ = (
+            ("clusterUuid", ctypes.c_uint8 * 16), ("status", ctypes.c_uint), ("cliqueId", ctypes.c_uint32),
+            ("state", ctypes.c_uint8),
+        )  # fmt: skip
+
+    cluster = [0]
+
+    def fill(gpu: str, pointer: Any) -> None:
+        pointer._obj.clusterUuid[0], pointer._obj.cliqueId, pointer._obj.state = cluster[0], 3, nvml.FABRIC_READY
+
+    vars(stand_in).update(c_nvmlGpuFabricInfoV_t=Info, nvmlDeviceGetGpuFabricInfoV=fill)
+    assert nvml.place_of(GPU, sys=tree).fabric is None  # the switches of one host: no cluster
+    cluster[0] = 0xAB
+    assert nvml.place_of(GPU, sys=tree).fabric == "ab" + "00" * 15 + "/3"
+
+
+def test_paths_that_are_none(tree: Path) -> None:
+    assert nvml.pcie_path(tree / "bus/pci/devices/0000:ff:00.0") == ()
+    assert nvml.pcie_path(tree / "class") == ()
+
+
+def test_reader(stand_in: StandIn) -> None:
+    read = nvml.reader(GPU)
+    expected = {
+        "sm_mhz": 1500, "memory_mhz": 3000, "watts": 650.5, "throttled": ("power cap", "hardware thermal slowdown"),
+    }  # fmt: skip
+    assert read.reason is None
+    assert read() == expected
+    assert read() == expected
+    # what a device does not tell is asked for once
+    assert stand_in.calls.count("temperature") == 1
+    assert provenance.clocks(GPU) == expected
+    assert provenance._told(nvml.driver_version) == "580.1"
+
+
+def test_a_run_on_the_cpu_asks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    def place_of(device: torch.device) -> Place:
+        asked.append(device)
+        return Place("host")
+
+    monkeypatch.setattr(nvml, "place_of", place_of)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    told = provenance.provenance(CPU)
+    assert told["gpu"] is None and set(told["topology"]) == {"nics"} and asked == []
+    assert provenance.topology(GPU)["gpus"] == len(asked) == 2
+
+
+def test_reader_where_nothing_can_be_read(stand_in: StandIn) -> None:
+    assert (nvml.reader(CPU)(), nvml.reader(CPU).reason) == ({}, "cpu is not a GPU")
+    stand_in.driver = False
+    read = nvml.reader(GPU)
+    assert read() == {}
+    assert "NVML finds no driver" in str(read.reason)
+    assert "NVML finds no driver" in provenance.clocks(GPU)["unknown"]
+    assert provenance._told(nvml.driver_version) == "unknown: NoNvml"
+
+
+def test_this_machine() -> None:
+    """Whatever it has: nothing raises."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
+    assert nvml.place_of(device).host == nvml.host_name()
+    assert isinstance(nvml.reader(device)(), dict)
+
+
+def test_discover() -> None:
+    """Rank 0 knows the places, the others the order that it has found."""
+
+    def fn(group: LocalGroup) -> tuple[Topology, tuple[Place, ...]]:
+        return nvml.discover(control_of(group), CPU), nvml.places_of(control_of(group), CPU)
+
+    with LocalWorld(2, device=CPU) as world:
+        (first, places), (second, same) = world.run(fn)
+    assert first == second == Topology(((0, 1),))
+    assert first.places == places == same == (nvml.place_of(CPU),) * 2
+    assert second.places == ()

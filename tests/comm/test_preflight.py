@@ -1,0 +1,326 @@
+"""Ranks that pass different things: who is told what, when everyone stops, when only some do, and when nobody does."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from ringattn.comm import TransportError
+from ringattn.comm.watchdog.preflight import KEPT_CALLS, Preflight, Said, Verdict, difference, verdict_of
+
+from ..support.watch_cases import MemoryLine, controls, on_all
+
+MUST = "all ranks of a ring must pass the same"
+
+
+def preflights(size: int) -> list[Preflight]:
+    return [Preflight(control) for control in controls(size)]
+
+
+def agree(preflight: Preflight, fields: dict[str, Any], timeout: float = 5.0, **changing: Any) -> Verdict | None:
+    return preflight.agree(fields, changing, timeout=timeout, stop=lambda: None)
+
+
+def backward(preflight: Preflight, of: int) -> Verdict | None:
+    return preflight.agree({"call": "backward"}, of=of, timeout=5.0, stop=lambda: None)
+
+
+def traffic(preflight: Preflight) -> int:
+    line = preflight._control._line
+    assert isinstance(line, MemoryLine)
+    return line.asked
+
+
+def tick(preflight: Preflight) -> Verdict | None:
+    """What the watchdog does."""
+    found = preflight._control.exchange(look=preflight.wanted())
+    publish, verdict = preflight.hear(found)
+    preflight._control.exchange(publish)
+    return verdict
+
+
+def heard(preflight: Preflight) -> Verdict | None:
+    """What the watchdog of a rank that went on is told within a while."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        verdict = tick(preflight)
+        if verdict is not None:
+            return verdict
+        time.sleep(0.01)
+    return None
+
+
+def verdicts(ranks: list[Preflight], rounds: int = 5) -> list[Verdict | None]:
+    found: list[Verdict | None] = [None] * len(ranks)
+    for _ in range(rounds):
+        found = [old or tick(one) for old, one in zip(found, ranks, strict=True)]
+    return found
+
+
+def test_ranks_that_agree_stop_until_calls_come_again() -> None:
+    ranks = preflights(3)
+    for fields in ({"heads": 8}, {"heads": 16}, {"heads": 8}):
+        assert on_all(ranks, lambda one, fields=fields: agree(one, fields)) == [None] * 3  # type: ignore[misc]
+    before = [traffic(one) for one in ranks]
+    for fields in ({"heads": 16}, {"heads": 8}, {"heads": 16}):
+        assert [agree(one, fields) for one in ranks] == [None] * 3  # one after the other: nobody waits
+    assert [traffic(one) for one in ranks] == before
+    assert [one.number for one in ranks] == [6] * 3
+
+
+def test_every_rank_is_told_the_first_field_and_who_has_what() -> None:
+    ranks = preflights(3)
+    mine = [{"dtype": "fp16", "heads": 8, "mask": 1}, {"dtype": "fp16", "heads": 4, "mask": 1}]
+    mine.append({"dtype": "fp16", "heads": 8, "mask": 2})
+    told = on_all(ranks, lambda one: agree(one, mine[ranks.index(one)]))
+    assert told == [Verdict(f"heads differs between ranks (rank 0: 8, rank 1: 4, rank 2: 8): {MUST}", False)] * 3
+    # nothing has moved: with the same fields they go on, and have nothing to reproach each other with
+    assert on_all(ranks, lambda one: agree(one, mine[0])) == [None] * 3
+    assert len({one._chain for one in ranks}) == 1
+
+
+def test_a_field_that_one_rank_does_not_know() -> None:
+    assert difference({0: {"heads": "8"}, 1: {"heads": "8", "sink": "1"}}) == (
+        f"sink differs between ranks (rank 0: not given, rank 1: 1): {MUST}"
+    )
+    assert difference({0: {"a": "1", "b": "2"}, 1: {"b": "2", "a": "1"}}) is None
+
+
+def test_values_that_change_are_compared_and_unchanged_ones_cost_nothing() -> None:
+    ranks = preflights(2)
+    for ends in ((3, 9), (4, 9)):
+        assert on_all(ranks, lambda one, ends=ends: agree(one, {"heads": 8}, ends=ends)) == [None] * 2  # type: ignore[misc]
+    before = [traffic(one) for one in ranks]
+    assert [agree(one, {"heads": 8}, ends=(4, 9)) for one in ranks] == [None] * 2
+    assert [traffic(one) for one in ranks] == before
+    told = on_all(ranks, lambda one: agree(one, {"heads": 8}, ends=ranks.index(one)))
+    assert told == [Verdict(f"ends differs between ranks (rank 0: 0, rank 1: 1): {MUST}", False)] * 2
+
+
+def test_layers_that_alternate_are_expected_from_the_second_step_on() -> None:
+    ranks = preflights(2)
+    layers = ["local"] * 5 + ["global"] + ["local"] * 2
+
+    def step(one: Preflight, batch: int) -> None:
+        for layer in layers:
+            assert agree(one, {"call": "forward", "layer": layer}, documents=batch) is None
+        for back in range(len(layers)):
+            assert backward(one, one.number - 2 * back) is None
+
+    for batch in range(2):
+        on_all(ranks, lambda one, batch=batch: step(one, batch))  # type: ignore[misc]
+    before = [traffic(one) for one in ranks]
+    on_all(ranks, lambda one: step(one, 1))
+    assert [traffic(one) for one in ranks] == before
+
+
+def test_backwards_of_different_forwards_name_both_numbers() -> None:
+    ranks = preflights(2)
+    for layer in range(3):
+        on_all(ranks, lambda one, layer=layer: agree(one, {"call": "forward", "layer": layer}))  # type: ignore[misc]
+    told = on_all(ranks, lambda one: backward(one, 3 - ranks.index(one)))
+    assert told == [Verdict(f"backward of call differs between ranks (rank 0: 3, rank 1: 2): {MUST}", False)] * 2
+
+
+def test_a_rank_that_refuses_is_named_to_those_that_wait() -> None:
+    ranks = preflights(3)
+
+    def one(rank: Preflight) -> Verdict | None:
+        if rank is ranks[1]:
+            rank.refuse(ValueError("k has 6 heads"))
+            return None
+        return agree(rank, {"heads": 8})
+
+    def waiting(rank: Preflight) -> Verdict | None:
+        return one(rank)
+
+    # the refusal alone is an answer; nobody waits for more of that rank
+    told = on_all(ranks, waiting)
+    assert told[0] == told[2] == Verdict("rank 1 refused this call: ValueError: k has 6 heads", False)
+    assert on_all(ranks, lambda rank: agree(rank, {"heads": 8})) == [None] * 3
+    assert len({rank._chain for rank in ranks}) == 1
+
+
+def test_ranks_that_all_refuse_go_on_together() -> None:
+    ranks = preflights(2)
+    for rank in ranks:
+        rank.refuse(ValueError("k has 6 heads"))
+    assert on_all(ranks, lambda rank: agree(rank, {"heads": 8})) == [None] * 2
+    assert verdicts(ranks) == [None] * 2
+
+
+def test_a_rank_that_refuses_while_others_go_on_is_found_by_their_watchdogs() -> None:
+    ranks = preflights(3)
+    on_all(ranks, lambda one: agree(one, {"heads": 8}))
+    ranks[2].refuse(ValueError("out of range"))
+    assert [agree(one, {"heads": 8}) for one in ranks[:2]] == [None] * 2
+    told = verdicts(ranks)
+    assert told[0] == told[1] == Verdict("rank 2 refused this call: ValueError: out of range", True)
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_rank_that_changes_alone_stops_and_the_other_is_told_in_that_call(changed: int) -> None:
+    ranks = preflights(2)
+    on_all(ranks, lambda one: agree(one, {"heads": 8}, ends=1))
+
+    def one(rank: Preflight) -> Verdict | None:
+        return agree(rank, {"heads": 8}, ends=2) or None if rank is ranks[changed] else follow(rank)
+
+    def follow(rank: Preflight) -> Verdict | None:
+        assert agree(rank, {"heads": 8}, ends=1) is None
+        return heard(rank)
+
+    said = ", ".join(f"rank {rank}: {2 if rank == changed else 1}" for rank in range(2))
+    assert on_all(ranks, one) == [Verdict(f"ends differs between ranks ({said}): {MUST}", True)] * 2
+
+
+def test_a_rank_far_ahead_answers_for_a_call_that_it_has_forgotten() -> None:
+    ranks = preflights(2)
+    on_all(ranks, lambda one: agree(one, {"heads": 8}))
+
+    def one(rank: Preflight) -> Verdict | None:
+        if rank is ranks[0]:
+            return agree(rank, {"heads": 4})
+        for _ in range(KEPT_CALLS + 1):
+            assert agree(rank, {"heads": 8}) is None
+        for _ in range(40):
+            assert tick(rank) is None
+            time.sleep(0.01)
+        return None
+
+    text = "the ranks did not make the same calls before call 2"
+    assert on_all(ranks, one)[0] == Verdict(text, True)
+
+
+def test_ranks_whose_earlier_calls_differ_do_not_meet() -> None:
+    ranks = preflights(2)
+    on_all(ranks, lambda one: agree(one, {"heads": 8}))
+    ranks[0]._count({"heads": "16"}, ("16", ""))
+    ranks[1]._count({"heads": "4"}, ("4", ""))
+    told = on_all(ranks, lambda one: agree(one, {"heads": 2}, timeout=0.3))
+    assert told == [Verdict("the ranks did not make the same calls before call 3", True)] * 2
+
+
+def test_a_rank_that_is_late_is_waited_for() -> None:
+    ranks = preflights(2)
+
+    def one(rank: Preflight) -> Verdict | None:
+        if rank is ranks[1]:
+            while rank._control.look("asked") != 1:  # the other one asks by now
+                time.sleep(0.001)
+            assert tick(rank) is None  # it hears the question before its call
+        return agree(rank, {"heads": 4})
+
+    assert on_all(ranks, one) == [None] * 2
+    assert verdicts(ranks) == [None] * 2
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    ranks = preflights(2)
+    with pytest.raises(TransportError, match=r"what the ranks say of call 1: no answer from rank 1 within 0\.2 s"):
+        agree(ranks[0], {"heads": 8}, timeout=0.2)
+
+
+def test_whoever_waits_can_be_stopped() -> None:
+    ranks = preflights(2)
+    with pytest.raises(TransportError, match="rank 1 is gone"):
+        ranks[0].agree({"heads": 8}, timeout=5.0, stop=lambda: "rank 1 is gone")
+
+
+def test_a_question_is_repeated_when_another_one_took_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LATE_SECONDS", "ASK_SECONDS"):
+        monkeypatch.setattr(f"ringattn.comm.watchdog.preflight.{name}", 0.0)
+    ranks = preflights(2)
+    asked: list[object] = []
+
+    def stop() -> str | None:
+        asked.append(ranks[1]._control.look("asked"))
+        ranks[1]._control.publish("asked", 77)
+        return "enough" if len(asked) == 4 else None
+
+    with pytest.raises(TransportError, match="enough"):
+        ranks[0].agree({"heads": 8}, timeout=5.0, stop=stop)
+    assert asked == [None, 1, 1, 1]
+
+
+def test_a_verdict_names_refusals_first() -> None:
+    said = {0: Said({"a": "1"}, None, True), 1: Said(None, "ValueError: no", False), 2: Said({"a": "2"}, None, False)}
+    assert verdict_of(said) == Verdict("rank 1 refused this call: ValueError: no", True)
+
+
+def test_calls_leave_a_constant_number_of_keys_in_the_store() -> None:
+    ranks = preflights(2)
+    store = ranks[0]._control._line.store  # type: ignore[attr-defined]
+    kept = set()
+    for heads in range(20):
+        on_all(ranks, lambda rank, heads=heads: agree(rank, {"heads": heads}))  # type: ignore[misc]
+        on_all(ranks, lambda rank, heads=heads: agree(rank, {"heads": heads, "rank": ranks.index(rank)}))  # type: ignore[misc]
+        kept.add(store.num_keys())
+    assert max(kept) - min(kept) <= 2
+
+
+def test_a_question_that_was_settled_is_not_answered_when_its_call_is_forgotten() -> None:
+    ranks = preflights(2)
+
+    def late(rank: Preflight) -> Verdict | None:
+        if rank is ranks[1]:
+            time.sleep(0.1)  # the other one asks about the first call
+        return agree(rank, {"heads": 8})
+
+    assert on_all(ranks, late) == [None] * 2
+    for ahead in (0, 1):
+        for _ in range(KEPT_CALLS - ahead):
+            assert [agree(rank, {"heads": 8}) for rank in ranks] == [None] * 2
+        assert agree(ranks[0], {"heads": 8}) is None  # one is a call ahead
+        assert verdicts(ranks) == [None] * 2
+        assert agree(ranks[1], {"heads": 8}) is None
+
+
+def test_a_rank_that_waits_further_on_hears_of_a_question_about_an_earlier_call() -> None:
+    """Rank 1 goes on past call 2 and waits at call 3, when rank 0 comes to another call 2."""
+    ranks = preflights(2)
+    on_all(ranks, lambda one: agree(one, {"heads": 8}))
+    ended: list[Verdict | None] = []
+
+    def one(rank: Preflight) -> Verdict | None:
+        if rank is ranks[0]:
+            time.sleep(0.1)
+            return agree(rank, {"heads": 4})
+        assert agree(rank, {"heads": 8}) is None
+
+        def stop() -> str | None:  # between its looks the watchdog ticks
+            ended.append(tick(rank))
+            return "told" if ended[-1] is not None else None
+
+        with pytest.raises(TransportError, match="told"):
+            rank.agree({"heads": 2}, timeout=5.0, stop=stop)
+        return ended[-1]
+
+    text = f"heads differs between ranks (rank 0: 4, rank 1: 8): {MUST}"
+    assert on_all(ranks, one) == [Verdict(text, True)] * 2
+
+
+def test_a_refusal_stays_until_everybody_has_heard_it() -> None:
+    ranks = preflights(2)
+    on_all(ranks, lambda one: agree(one, {"heads": 8}))
+
+    def one(rank: Preflight) -> list[Verdict | None]:
+        if rank is ranks[0]:
+            rank.refuse(ValueError("k has 6 heads"))
+            rank.refuse(ValueError("k has 7 heads"))
+            return [agree(rank, {"heads": 2}, timeout=5.0)]
+        time.sleep(0.2)
+        return [agree(rank, {"heads": heads}) for heads in (4, 4, 2)]
+
+    refused = [Verdict(f"rank 0 refused this call: ValueError: k has {heads} heads", False) for heads in (6, 7)]
+
+    def ticking(rank: Preflight) -> list[Verdict | None]:
+        def ticked(missing: object) -> Any:
+            return tick(rank)
+
+        rank._control.hopeless = ticked  # type: ignore[method-assign]
+        return one(rank)
+
+    assert on_all(ranks, ticking) == [[None], [*refused, None]]

@@ -1,0 +1,187 @@
+"""Slots: where the views lie, and that no use of a slot is forgotten before it is over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringattn.comm import Slots, slot_nbytes
+from ringattn.comm.slots import ALIGNMENT, FORMS, TensorSpec
+from ringattn.comm.transports.lanes import StreamLane
+
+from ..support.recorder.checks import Checked
+from ..support.recorder.device import GPU
+from ..support.recorder.engine import install
+from ..support.recorder.graph import Graph
+from ..support.recorder.modes import acting
+
+CPU = torch.device("cpu")
+SPECS: list[TensorSpec] = [
+    ((2, 3, 5), torch.bfloat16),
+    ((7,), torch.float32),
+    ((0, 4), torch.float32),
+    ((), torch.int32),
+]
+
+
+class Noted:
+    """A fence that notes its waits."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+    def done(self) -> bool:
+        return self.waits > 0
+
+
+def span(tensor: torch.Tensor) -> range:
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+
+def test_views_are_aligned_disjoint_and_typed() -> None:
+    slots = Slots(3, CPU)
+    slots.reserve(slot_nbytes(SPECS))
+    taken: set[int] = set()
+    for slot in range(3):
+        tensors = slots.tensors(slot, SPECS)
+        assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == SPECS
+        for tensor in tensors:
+            assert tensor.is_contiguous()
+            assert tensor.numel() == 0 or tensor.data_ptr() % ALIGNMENT == 0
+            assert taken.isdisjoint(span(tensor))
+            taken.update(span(tensor))
+
+
+def test_the_same_slot_is_the_same_memory() -> None:
+    slots = Slots(2, CPU)
+    slots.reserve(1000)
+    (ones,) = slots.tensors(1, [((10,), torch.float32)])
+    (other,) = slots.tensors(0, [((10,), torch.float32)])
+    ones.fill_(1)
+    other.fill_(2)
+    (again,) = slots.tensors(1, [((5, 2), torch.float32)])
+    assert again.unique().tolist() == [1.0]  # type: ignore[no-untyped-call]
+
+
+def test_bytes_needed_count_every_alignment() -> None:
+    assert slot_nbytes([]) == 0
+    assert slot_nbytes([((1,), torch.uint8)]) == ALIGNMENT
+    assert slot_nbytes([((64,), torch.float32), ((65,), torch.float32)]) == 3 * ALIGNMENT
+
+
+def test_a_slot_that_is_too_short_is_refused() -> None:
+    slots = Slots(1, CPU)
+    slots.reserve(ALIGNMENT)
+    slots.tensors(0, [((ALIGNMENT,), torch.uint8)])
+    with pytest.raises(ValueError, match=r"these tensors take 512 bytes, a slot holds 256: reserve\(512\) first"):
+        slots.tensors(0, [((ALIGNMENT + 1,), torch.uint8)])
+
+
+def test_reserve_keeps_the_high_water_mark() -> None:
+    slots = Slots(2, CPU)
+    slots.reserve(2000)
+    (before,) = slots.tensors(0, [((4,), torch.float32)])
+    fence = Noted()
+    slots.busy(0, fence)
+    for smaller in (2000, 100, 0, 2048):
+        slots.reserve(smaller)
+    (after,) = slots.tensors(0, [((4,), torch.float32)])
+    assert after.data_ptr() == before.data_ptr()
+    assert fence.waits == 0
+    assert slots.nbytes == 2048
+    assert slots.free(0) == (fence,)
+
+
+def test_growing_waits_for_every_use_and_starts_at_zero() -> None:
+    slots = Slots(3, CPU)
+    slots.reserve(100)
+    fences = [Noted() for _ in range(4)]
+    for slot, fence in zip((0, 1, 2, 2), fences, strict=True):
+        slots.busy(slot, fence)
+    slots.reserve(100_000)
+    assert [fence.waits for fence in fences] == [1, 1, 1, 1]
+    assert [slots.free(slot) for slot in range(3)] == [(), (), ()]
+    for slot in range(3):
+        (everything,) = slots.tensors(slot, [((100_000,), torch.uint8)])
+        assert not everything.any()
+
+
+def test_what_is_kept_of_slots_goes_as_they_grow() -> None:
+    """Or views would hold the old arena; and of many forms only some stay."""
+    slots = Slots(2, CPU)
+    slots.reserve(100)
+    slots.kept("a")[0] = slots.tensors(0, [((4,), torch.float32)])
+    slots.reserve(50)
+    assert list(slots.kept("a")) == [0] and not slots.kept("b")
+    slots.reserve(1000)
+    assert not slots.kept("a")
+    for form in range(3 * FORMS):
+        assert slots.kept(form) is slots.kept(form) and len(slots._kept) <= FORMS
+
+
+def test_free_hands_over_each_use_once() -> None:
+    slots = Slots(2, CPU)
+    arrived, computed, sent = Noted(), Noted(), Noted()
+    slots.busy(0, arrived)
+    slots.busy(0, computed)
+    slots.busy(1, sent)
+    assert slots.free(0) == (arrived, computed)
+    assert slots.free(0) == ()
+    slots.busy(0, sent)  # the next generation
+    assert slots.free(0) == (sent,)
+    assert slots.free(1) == (sent,)
+    assert not any(fence.waits for fence in (arrived, computed, sent))  # whoever overwrites the slot waits
+
+
+def test_drain_waits_for_all() -> None:
+    slots = Slots(2, CPU)
+    fences = [Noted(), Noted()]
+    for slot, fence in enumerate(fences):
+        slots.busy(slot, fence)
+    slots.drain()
+    slots.drain()
+    assert [fence.waits for fence in fences] == [1, 1]
+
+
+def test_growing_on_another_stream_than_the_arena_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory goes back to the stream that it was made on, which has not waited for its last use."""
+    recorder, _ = install(monkeypatch)
+    with acting(recorder, 0):
+        slots, lane = Slots(1, GPU), StreamLane(GPU)
+        slots.reserve(100)
+        recorder.begin()
+        lane.follow([lane.mark()])
+        with torch.cuda.stream(lane.stream):
+            slots.tensors(0, [((10,), torch.float32)])[0].fill_(1)
+        slots.busy(0, lane.point())
+        with torch.cuda.stream(torch.cuda.Stream(GPU)):
+            slots.reserve(10_000)
+        recorder.end()
+    assert Checked(Graph(recorder.log), str).races() == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slot", [-1, 2])
+def test_a_wrong_slot_is_refused(slot: int) -> None:
+    slots = Slots(2, CPU)
+    slots.reserve(10)
+    for call in (lambda: slots.tensors(slot, []), lambda: slots.busy(slot, Noted()), lambda: slots.free(slot)):
+        with pytest.raises(IndexError, match=f"slot is {slot}, the slots are 0 to 1"):
+            call()
+
+
+def test_no_slots_are_refused() -> None:
+    with pytest.raises(ValueError, match="count is 0"):
+        Slots(0, CPU)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    slots = Slots(3, device)
+    slots.reserve(1 << 20)
+    (whole,) = slots.tensors(2, [((1 << 20,), torch.uint8)])
+    assert whole.data_ptr() % ALIGNMENT == 0
+    assert not whole.any()

@@ -1,0 +1,75 @@
+"""One suite for every transport: virtual ranks in threads, real processes over gloo; on a GPU, see `test_on_a_gpu`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message
+from ringattn.comm.transport import TransportError
+from ringattn.comm.transports.warm_up import ring_edges
+
+from ..support.group_cases import GROUP_CASES, group_ranks
+from ..support.transport_cases import CASES, HOST_CASES
+
+PROCESSES = 4
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CASES | HOST_CASES)
+def test_local(name: str, world_size: int) -> None:
+    with LocalWorld(world_size, device="cpu", timeout=10) as world:
+        world.run(lambda group: (CASES | HOST_CASES)[name](LocalTransport(group, CPU), CPU))
+
+
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """Per global rank, what became of the cases that its process ran: "" or a traceback."""
+    folder = tmp_path_factory.mktemp("gloo")
+    command = [sys.executable, "-m", "tests.support.group_cases", str(PROCESSES), str(folder)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, timeout=90, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(PROCESSES)]
+
+
+def assert_passed(gloo: list[dict[str, str]], ranks: list[int], case: str) -> None:
+    found = {rank: gloo[rank].get(case, "not run: an earlier case failed here") for rank in ranks}
+    failed = [f"global rank {rank}:\n{text}" for rank, text in found.items() if text]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("name", [*CASES, *HOST_CASES, *GROUP_CASES])
+def test_process_group(name: str, world_size: int, gloo: list[dict[str, str]]) -> None:
+    assert_passed(gloo, group_ranks(world_size, PROCESSES), f"{name}-{world_size}")
+
+
+def test_process_group_with_a_dead_peer(gloo: list[dict[str, str]]) -> None:
+    assert_passed(gloo, list(range(PROCESSES)), "a_dead_peer")
+
+
+def test_warm_up_finds_a_wrong_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank talks to the one across: as many bytes, in the right order, from the wrong rank."""
+    post = LocalTransport.post
+
+    def misled(transport: LocalTransport, **messages: Any) -> object:
+        for kind in ("sends", "receives"):
+            messages[kind] = [Message((peer + 2) % 4, tensor) for peer, tensor in messages[kind]]
+        return post(transport, **messages)
+
+    monkeypatch.setattr(LocalTransport, "post", misled)
+
+    def fn(group: LocalGroup) -> None:
+        with pytest.raises(TransportError, match="rank 3 got 2048 wrong bytes of 4096 from rank 2"):
+            LocalTransport(group, CPU).warm_up(ring_edges(range(4)))
+
+    with LocalWorld(4, device="cpu", timeout=10) as world:
+        world.run(fn)

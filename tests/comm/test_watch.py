@@ -1,0 +1,298 @@
+"""Transfers that are late or fail, ranks that break or disagree: what each rank is told, and when."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from ringattn.comm import DONE, TransportError
+from ringattn.comm.watchdog.watch import Watch
+
+from ..support.watch_cases import Clock, Ranks, Transfer, on_all, running
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_a_late_transfer_is_told_to_all(clock: Clock) -> None:
+    ranks, fences = running(3)
+    for fence in (fences[0], fences[1]):
+        fence.finish()
+    ranks.tick()
+    clock.now += 1.0
+    ranks.tick()
+    clock.now += 2.5
+    ranks.watches[2].tick()
+    (text,) = ranks.transports[2].reasons
+    assert text.startswith(
+        "rank 2: forward hop 1: K/V (64 bytes rank 1 -> rank 2, 64 bytes rank 2 -> rank 0) not over 3 s after what it "
+        "waits for (its deadline). Last reported: rank 0: in a forward after forward hop 1: K/V ("
+    )
+    assert "; rank 1: in a forward after forward hop 1: K/V (" in text
+    ranks.tick()  # the others hear it in one tick
+    for rank in (0, 1):
+        (heard,) = ranks.transports[rank].reasons
+        assert heard.startswith(f"rank {rank}: in a forward after forward hop 1: K/V given up. Rank 2 found: rank 2: ")
+        assert text in heard
+    assert not ranks.ended
+
+
+def test_whoever_waits_raises_what_was_found(clock: Clock) -> None:
+    ranks, _ = running(2)
+    ranks.tick()
+    clock.now += 4
+    ranks.watches[0].tick()
+    (text,) = ranks.transports[0].reasons
+    raised = ranks.watches[0].failed(TransportError("the local transport of rank 0 was aborted"))
+    assert isinstance(raised, TransportError) and str(raised) == text
+    # and a call that comes later is refused with the same words
+    with pytest.raises(TransportError, match="forward hop 1: K/V"):
+        ranks.watches[0].agree({"heads": 8})
+
+
+def test_streams_end_the_process(clock: Clock) -> None:
+    ranks, _ = running(2, fatal=True)
+    ranks.tick()
+    clock.now += 4
+    ranks.tick()
+    assert [rank for rank, _ in ranks.ended] == [0, 1]
+    for rank, text in ranks.ended:
+        assert ranks.transports[rank].reasons == [text]  # aborted before
+
+
+def test_a_failed_transfer_is_found_before_anybody_waits_for_it() -> None:
+    ranks, fences = running(3)
+    fences[1].finish("receive of 64 bytes from rank 0 failed: Connection closed by peer")
+    ranks.tick(2)
+    (text,) = ranks.transports[1].reasons
+    assert text.startswith("rank 1: forward hop 1: K/V (64 bytes rank 0 -> rank 1, 64 bytes rank 1 -> rank 2) failed: ")
+    assert "Connection closed by peer. Last reported: rank 0: in forward hop 1: K/V (" in text
+    assert "Rank 1 found: rank 1: forward hop 1: K/V" in ranks.transports[0].reasons[0]
+    assert (
+        ranks.transports[0]
+        .reasons[0]
+        .startswith(
+            "rank 0: forward hop 1: K/V (64 bytes rank 2 -> rank 0, 64 bytes rank 0 -> rank 1) given up. Rank 1 found"
+        )
+    )
+
+
+def test_the_thread_that_computes_may_find_it_first() -> None:
+    ranks, fences = running(2)
+    fences[0].finish("send failed: Broken pipe")
+    raised = ranks.watches[0].failed(TransportError("send failed: Broken pipe"))
+    assert str(raised).startswith("rank 0: forward hop 1: K/V (64 bytes rank 1 -> rank 0, 64 bytes rank 0 -> rank 1) ")
+    assert "Broken pipe" in str(raised)
+    assert ranks.transports[0].reasons == [str(raised)]
+    ranks.tick()
+    assert "Rank 0 found: " in ranks.transports[1].reasons[0]
+
+
+def test_a_connection_that_a_peer_closed_on_purpose_is_not_the_reason() -> None:
+    """Rank 1 gives up because of rank 2; rank 0, whose connection to rank 1 breaks by that, must name rank 2 too."""
+    ranks, fences = running(3)
+    fences[1].finish("receive from rank 2 failed: killed")
+    ranks.watches[1].tick()
+    fences[0].finish("send to rank 1 failed: Connection reset by peer")
+    told = str(ranks.watches[0].failed(TransportError("send to rank 1 failed: Connection reset by peer")))
+    assert "Connection reset by peer. Rank 1 found: " in told and "receive from rank 2 failed: killed" in told
+
+
+def test_what_is_no_transport_error_stays_and_the_others_hear_of_it() -> None:
+    ranks, _ = running(2)
+    error = MemoryError("out of memory")
+    assert ranks.watches[0].failed(error) is error
+    assert len(ranks.transports[0].reasons) == 1  # the peer still writes to what is about to be freed
+    ranks.tick()
+    assert "failed: MemoryError: out of memory" in ranks.transports[1].reasons[0]
+
+
+def test_a_store_that_is_gone_is_said_and_the_deadline_holds(clock: Clock) -> None:
+    ranks, _ = running(3)
+    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))  # from here on everyone has heard of everyone
+    for rank in range(3):
+        ranks.line(rank).problem = "the store of the group is gone: Connection reset by peer"
+    clock.now += 1
+    ranks.tick()
+    asked = ranks.line(1).asked
+    clock.now += 1
+    ranks.tick()
+    assert ranks.line(1).asked == asked  # left alone for a while
+    clock.now += 1
+    ranks.tick()
+    for rank, transport in enumerate(ranks.transports):
+        (text,) = transport.reasons
+        assert text.startswith(f"rank {rank}: forward hop 1: K/V (")
+        assert all(f"rank {other}: agreed on a call (" in text for other in range(3) if other != rank)
+        assert text.endswith(". the store of the group is gone: Connection reset by peer")
+
+
+def test_a_rank_that_never_said_anything_is_named(clock: Clock) -> None:
+    ranks, _ = running(3)
+    clock.now += 4
+    ranks.watches[0].tick()
+    assert "Last reported: nothing; nothing from rank 1, 2" in ranks.transports[0].reasons[0]
+
+
+def test_one_failure_per_ring(clock: Clock) -> None:
+    ranks, _ = running(2)
+    clock.now += 4
+    ranks.tick(5)
+    assert [len(transport.reasons) for transport in ranks.transports] == [1, 1]
+
+
+def test_an_abort_that_hangs_does_not_hold_up_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringattn.comm.watchdog.watch.ABORT_SECONDS", 0.1)
+    ranks, fences = running(2, fatal=True)
+    stuck = threading.Event()
+    ranks.transports[0].abort = lambda reason: stuck.wait(5)  # type: ignore[method-assign,assignment,return-value]
+    fences[0].finish("failed")
+    begun = time.monotonic()
+    ranks.watches[0].failed(TransportError("failed"))
+    assert time.monotonic() - begun < 2
+    assert ranks.ended and ranks.ended[0][0] == 0
+    stuck.set()
+
+
+def test_agree_raises_the_same_on_every_rank_and_the_ring_stays_usable() -> None:
+    ranks = Ranks(2)
+    told = on_all(ranks.watches, lambda watch: watch.agree({"heads": 8 + watch.rank}))
+    text = "heads differs between ranks (rank 0: 8, rank 1: 9): all ranks of a ring must pass the same"
+    assert [(type(error), str(error)) for error in told] == [(ValueError, text)] * 2
+    assert on_all(ranks.watches, lambda watch: watch.agree({"heads": 8})) == [2] * 2
+    ranks.tick(5)
+    assert [transport.reasons for transport in ranks.transports] == [[], []]
+
+
+def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
+    ranks = Ranks(2)
+    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+
+    def call(watch: Watch) -> None:
+        if watch.rank == 0:
+            watch.agree({"heads": 4})
+            return
+        watch.agree({"heads": 8})
+        watch.begin("forward")
+        watch.posted("forward hop 1: K/V", Transfer(), [DONE], [(0, 64)], [(0, 64)])
+        while not ranks.transports[1].reasons:
+            watch.tick()
+            time.sleep(0.01)
+        raise watch.failed(TransportError(ranks.transports[1].reasons[0]))
+
+    text = "heads differs between ranks (rank 0: 4, rank 1: 8): all ranks of a ring must pass the same"
+    assert [(type(error), str(error)) for error in on_all(ranks.watches, call)] == [(ValueError, text)] * 2
+    assert ranks.transports[0].reasons == ranks.transports[1].reasons == [text]
+
+
+def test_a_rank_that_refuses_ends_the_wait_of_the_others() -> None:
+    ranks = Ranks(3)
+
+    def call(watch: Watch) -> None:
+        if watch.rank == 2:
+            watch.left(NotImplementedError("no such backend"))
+            return
+        watch.agree({"heads": 8})
+
+    told = on_all(ranks.watches, call)
+    assert [str(error) for error in told[:2]] == ["rank 2 refused this call: NotImplementedError: no such backend"] * 2
+    assert on_all(ranks.watches, lambda watch: watch.agree({"heads": 8})) == [2] * 3
+
+
+def test_a_connection_that_breaks_because_a_rank_refused_and_left() -> None:
+    ranks = Ranks(2)
+    on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
+    ranks.watches[1].enter()
+    ranks.watches[1].left(ValueError("k has 6 heads"))
+    watch = ranks.watches[0]
+    watch.agree({"heads": 8})
+    watch.begin("forward")
+    watch.posted("forward hop 1: K/V", Transfer(), [DONE], [(1, 64)], [(1, 64)])
+    raised = watch.failed(TransportError("Connection closed by peer"))
+    assert (type(raised), str(raised)) == (ValueError, "rank 1 refused this call: ValueError: k has 6 heads")
+
+
+def test_an_error_while_comparing_ends_the_wait_of_the_others() -> None:
+    ranks = Ranks(2)
+
+    def call(watch: Watch) -> None:
+        watch.enter()
+        if watch.rank == 0:
+            watch.stopped = interrupt  # type: ignore[method-assign]
+        try:
+            while watch.rank == 1:
+                watch.tick()  # the watchdog
+                watch.agree({"heads": 8})
+            watch.agree({"heads": 8})
+        except BaseException as error:
+            watch.left(error)
+            raise
+
+    def interrupt() -> str | None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        call(ranks.watches[0])
+    with pytest.raises(TransportError, match="Rank 0 found: rank 0: between calls failed: KeyboardInterrupt"):
+        call(ranks.watches[1])
+
+
+def test_whoever_waits_in_the_preflight_hears_of_failures() -> None:
+    ranks, fences = running(2)
+    fences[0].finish("broken")
+    ranks.watches[0].failed(TransportError("broken"))
+    ranks.watches[1].tick()
+    with pytest.raises(TransportError, match="Rank 0 found: rank 0: forward hop 1"):
+        ranks.watches[1].agree({"heads": 8})
+
+
+def test_a_rank_that_does_not_come_to_the_preflight_is_named() -> None:
+    ranks = Ranks(2, patience=0.2)
+    with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.2 s\. Last reported: nothing"):
+        ranks.watches[0].agree({"heads": 8})
+
+
+def test_one_rank_alone_has_nobody_to_compare_with() -> None:
+    (watch,) = Ranks(1).watches
+    watch.agree({"heads": 8})
+    watch.left(ValueError("x"))
+    watch.begin("forward")
+    watch.posted("hop", Transfer(), [], [], [])
+    with watch.span("compute"):
+        pass
+    watch.end()
+    watch.tick()
+    error = TransportError("x")
+    assert watch.failed(error) is error
+    assert [report.rank for report in watch.telemetry()] == [0]
+
+
+def test_a_process_that_was_stopped_starts_its_clocks_again(clock: Clock) -> None:
+    ranks, _ = running(2)  # a deadline of 3 s
+    ranks.tick()
+    clock.now += 1000.0  # SIGSTOP and SIGCONT, a debugger
+    ranks.tick()
+    assert not ranks.transports[0].reasons
+    for _ in range(4):
+        clock.now += 1.0
+        ranks.tick()
+    assert ranks.transports[0].reasons
+
+
+def test_where_the_process_ends_the_traceback_is_shown_first(caplog: pytest.LogCaptureFixture) -> None:
+    ranks, _ = running(2, fatal=True)
+    error = MemoryError("no room")
+    with pytest.raises(MemoryError):
+        try:
+            raise error
+        except MemoryError as caught:
+            assert ranks.watches[0].failed(caught) is error
+            raise
+    assert any(record.exc_info and record.exc_info[1] is error for record in caplog.records)

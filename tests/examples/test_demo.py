@@ -1,0 +1,303 @@
+"""``ringattn demo``: sharded and whole agree, a broken ring is found out, and every way to start it works."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from typer.testing import CliRunner
+
+from ringattn import ring_attention
+from ringattn.bench.common import launching
+from ringattn.examples import demo as demo
+from ringattn.examples import side_by_side, training
+from ringattn.examples.model import Decoder, rotate
+from ringattn.examples.outcome import Check, Outcome, Setting
+from ringattn.examples.side_by_side import Order
+from ringattn.examples.training import Job
+
+TINY = Job(seqlen=203, steps=3, layers=1, heads=4, kv_heads=2, head_dim=8, lr=1e-2)  # 203: no world divides it
+FLAGS = [
+    f"--{name.replace('_', '-')}={getattr(TINY, name)}" for name in ("seqlen", "steps", "layers", "head_dim", "lr")
+]
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    """Exit code and output, on one line and without frames."""
+    result = CliRunner().invoke(demo.app, arguments, env={"TERMINAL_WIDTH": "200", "COLUMNS": "200"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, " ".join(result.output.replace("│", " ").split())
+
+
+def order(job: Job = TINY) -> Order:
+    return Order(job, demo.read(None, job.seqlen), "topics")
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
+    """What is reported, in place of its printing."""
+    seen: list[Outcome] = []
+
+    def report(_: Order, outcome: Outcome) -> bool:
+        seen.append(outcome)
+        return not outcome.disagreements
+
+    monkeypatch.setattr(side_by_side, "report", report)
+    return seen
+
+
+# -- agreement
+
+
+@pytest.mark.parametrize(
+    ("world", "job"),
+    [
+        (1, TINY),
+        (2, TINY),
+        (3, replace(TINY, layout="striped", kv_heads=1, layers=2)),
+        (4, replace(TINY, layout="contiguous", kv_heads=4)),
+        (2, replace(TINY, dtype="bfloat16")),
+        (3, replace(TINY, seqlen=2, steps=1)),  # a rank without tokens
+    ],
+)
+def test_virtual_ranks_agree_with_the_whole(world: int, job: Job, outcomes: list[Outcome]) -> None:
+    assert side_by_side.as_all_ranks(order(job), world), outcomes[0].text()
+    ring = outcomes[0].ring
+    assert len(ring.peaks) == world
+    assert {(row["rank"], row["hop"]) for row in ring.hops} == {(r, h) for r in range(world) for h in range(world)}
+
+
+def test_weights_do_not_depend_on_who_else_draws_random_numbers() -> None:
+    first = TINY.model().state_dict()
+    torch.rand(5)
+    second = TINY.model().state_dict()
+    assert all(second[name].equal(weight) for name, weight in first.items())
+    other = replace(TINY, seed=1).model().state_dict()
+    assert not other["head.weight"].equal(first["head.weight"])
+
+
+# -- a broken ring is found out
+
+Broken = Callable[..., Any]
+
+
+def wrong_scale(attend: Broken) -> Broken:
+    return lambda q, k, v, **how: attend(q, k, v, softmax_scale=1.001 * q.shape[-1] ** -0.5, **how)
+
+
+def wrong_mask(attend: Broken) -> Broken:
+    return lambda q, k, v, **how: attend(q, k, v, **{**how, "causal": False})
+
+
+def wrong_gradient(attend: Broken) -> Broken:
+    def broken(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        out: Tensor = attend(q, k + 1e-4 * (k - k.detach()), v, **how)  # the value of k, 1.0001 times its gradient
+        return out
+
+    return broken
+
+
+def not_a_number(attend: Broken) -> Broken:
+    return lambda q, k, v, **how: attend(q, k, v, **how) * math.nan
+
+
+@pytest.mark.parametrize(
+    ("breaks", "found"),
+    [
+        (wrong_scale, "query.weight at step 1"),
+        (wrong_mask, "loss at step 1"),
+        (wrong_gradient, "key.weight at step 1"),
+        (not_a_number, "loss at step 1: nan"),
+    ],
+)
+def test_exit_code_tells_of_a_broken_ring(
+    breaks: Callable[[Broken], Broken], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "ring_attention", breaks(ring_attention))
+    code, output = invoke(*FLAGS, "--world", "1")
+    assert code == 1, output
+    assert found in output.partition("DISAGREE")[2]
+
+
+def test_positions_of_the_shard_instead_of_the_sequence(
+    monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome]
+) -> None:
+    """What people get wrong: rotary embedding that counts from the shard's start."""
+
+    class Local(Decoder):
+        def forward(self, tokens: Tensor, positions: Tensor, attend: Broken) -> Tensor:
+            return super().forward(tokens, torch.arange(len(positions)), attend)
+
+    monkeypatch.setattr(training, "Decoder", Local)
+    assert not side_by_side.as_all_ranks(order(), 2)
+    assert {check.step for check in outcomes[0].disagreements} == {0, 1, 2}
+
+
+def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(task: training.Task, group: Any, *rest: Any) -> training.RingRun:
+        return training.train_ring(replace(task, document=bytes([group.rank()]) * 300), group, *rest)
+
+    monkeypatch.setattr(side_by_side, "train_ring", train)
+    with pytest.raises(ValueError, match="text differs between ranks"):
+        side_by_side.as_all_ranks(order(), 2)
+
+
+# -- every way to start it
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    launchers = {name for names in launching.LAUNCHERS for name in names}
+    env = {name: value for name, value in os.environ.items() if name not in launchers}
+    return subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=150, env=env)
+
+
+def test_processes_of_this_machine(tmp_path: Path) -> None:
+    target, rows = tmp_path / "out.json", tmp_path / "out.csv"
+    result = run("ringattn", "demo", *FLAGS, "--json", str(target), "--csv", str(rows))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"^AGREE: ", result.stdout, re.MULTILINE)
+    data = json.loads(target.read_text())
+    assert data["agrees"]
+    assert data["setting"]["world"] == 2
+    assert data["setting"]["transport"] in ("process_group", "nccl", "local")
+    losses = [row["loss_sharded"] for row in data["steps"]]
+    assert losses == sorted(losses, reverse=True)
+    assert len(data["peak_bytes"]["sharded"]) == 2
+    with rows.open() as file:
+        assert [float(row["loss_sharded"]) for row in csv.DictReader(file)] == losses
+
+
+def test_torchrun_and_only_rank_0_prints(tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_bytes(bytes(range(256)))
+    torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"
+    result = run(*torchrun, "ringattn", "demo", *FLAGS, "--layout", "striped", "--text", str(text), "--json", "-")
+    assert result.returncode == 0, result.stdout + result.stderr
+    data = json.loads(result.stdout)
+    assert data["agrees"]
+    assert (data["setting"]["world"], data["setting"]["document"]) == (2, "notes.txt")
+
+
+def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*_: object) -> bool:
+        raise ChildFailedError("as_rank", {1: ProcessFailure(local_rank=1, pid=12345, exitcode=-9, error_file="")})
+
+    monkeypatch.setattr(side_by_side, "launch", launch)
+    code, output = invoke(*FLAGS)
+    assert code == 1
+    assert "a rank failed" in output
+    assert "Signal 9 (SIGKILL) received by PID 12345" in output
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--text", "nowhere.txt"], "cannot read nowhere.txt"),
+        (["--text", "{short}"], "has 100 bytes, --seqlen 8192 needs 8,193"),
+        (["--text", "{short}", "--seqlen", "100"], "take a longer text, or --seqlen 99"),
+        (["--seqlen", "1m"], "pydoc_data/topics.py has"),
+        (["--seqlen", "0"], "--seqlen is 0: it must be at least 1"),
+        (["--seqlen", "long"], "'long' is not a size"),
+        (["--heads", "4", "--kv-heads", "3"], "--kv-heads is 3: --heads, 4, must be a multiple of it"),
+        (["--head-dim", "33"], "--head-dim is 33: it must be even"),
+        (["--world", "0"], "--world"),
+        (["--layout", "spiral"], "'spiral' is not one of"),
+        (["--json", "nowhere/out.json"], "there is no folder nowhere"),
+        (["--csv", "nowhere/out.csv"], "there is no folder nowhere"),
+        (["--json", "{short.parent}"], "it is a folder; name a file in it"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: list[str], told: str, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_bytes(b"x" * 100)
+    code, output = invoke(*(argument.format(short=short) for argument in arguments))
+    assert code == 2
+    assert told in output
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert demo.resolve_world(None, None) == 2
+    assert demo.resolve_world(4, None) == 4
+    with pytest.raises(ValueError, match="--world is 8, this machine has 4 GPUs"):
+        demo.resolve_world(8, None)
+    with pytest.raises(ValueError, match="rank 5 finds no GPU: 8 ranks here, 4 GPUs"):
+        demo.resolve_world(None, launching.Member(rank=5, world=8, local_rank=5, local_world=8))
+
+
+def test_world_is_the_launchers() -> None:
+    place = launching.Member(rank=0, world=2, local_rank=0, local_world=2)
+    assert demo.resolve_world(None, place) == demo.resolve_world(2, place) == 2
+    with pytest.raises(typer.BadParameter, match="--world is 4: the launcher started 2 ranks; leave it out"):
+        demo.resolve_world(4, place)
+
+
+# -- the parts
+
+
+def test_default_text_is_long_prose() -> None:
+    text = demo.topics()
+    assert len(text) > 200_000
+    assert demo.read(None, 1000) == text[:1001]
+
+
+def test_rotation_depends_on_distance_alone() -> None:
+    q, k = torch.randn(2, 1, 1, 3, 8, dtype=torch.float64)
+    at = [rotate(x, torch.tensor([p])) for x, p in ((q, 7), (k, 3), (q, 104), (k, 100))]
+    torch.testing.assert_close((at[0] * at[1]).sum(-1), (at[2] * at[3]).sum(-1))
+    assert rotate(q, torch.tensor([0])).equal(q)
+
+
+def test_rotation_of_a_token_is_the_same_on_every_shard() -> None:
+    x = torch.randn(1, 9, 2, 8)
+    shard = torch.tensor([1, 4, 8])
+    assert rotate(x[:, shard], shard).equal(rotate(x, torch.arange(9))[:, shard])
+
+
+def test_blocked_attention_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "EXACT_ROWS", 4)
+    results = []
+    inputs = [torch.randn(1, 10, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    for attend in (training.blocked_attention, training.pytorch_attention):
+        qkv = [x.clone().requires_grad_() for x in inputs]
+        out = attend(*qkv)
+        out.square().sum().backward()
+        results.append([out.detach(), *(x.grad for x in qkv)])
+    for blocked, whole in zip(*results, strict=True):
+        torch.testing.assert_close(blocked, whole)
+
+
+def test_a_check_fails_on_nan() -> None:
+    check = Check("loss", 0, difference=0.0, error=1.0, pytorch_error=0.5, allowed=1.0)
+    assert check.agrees
+    assert not replace(check, error=math.nan).agrees
+    assert not replace(check, allowed=math.nan).agrees
+    assert not replace(check, error=None, difference=1.1).agrees
+
+
+def test_of_each_parameter_the_worst_step_is_shown() -> None:
+    def run(*gradients: float) -> training.Run:
+        steps = {step: {"w": torch.tensor([value])} for step, value in zip((0, 2), gradients, strict=True)}
+        return training.Run(gradients=steps)
+
+    exact, whole, ring = run(1.0, 1.0), run(1.001, 1.001), run(1.001, 1.01)
+    outcome = Outcome(TINY, Setting("", 1, "", "", False), training.RingRun(**vars(ring)), whole, exact, {})
+    assert [check.agrees for check in outcome.gradients] == [True, False]
+    assert [(check.name, check.step, check.agrees) for check in outcome.worst_gradients] == [("w", 2, False)]

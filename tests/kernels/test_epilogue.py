@@ -1,0 +1,290 @@
+"""dK and dV left through TMA descriptors: the same values as by pointers, in every role, and nothing past the end.
+
+``TRITON_INTERPRET=0 pytest tests/kernels/test_epilogue.py`` on a GPU of compute capability 9.0 or higher.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.kernels import (
+    FULL,
+    Bounds,
+    KernelConfig,
+    Runs,
+    Scores,
+    Tile,
+    attention,
+    attention_backward,
+    attention_delta,
+    attention_dkdv,
+    attention_dq,
+    attention_forward,
+    described,
+)
+from ringattn.kernels.lookup import Gpu
+
+from ..support import kernel_cases
+from ..support.baselines import Results
+from ..support.descriptor_stand_in import Moved, install
+from ..support.kernel_cases import DEVICE, DTYPES, Inputs, Sizes, compare, interval, rows_of, tiles
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+NIGHTLY = pytest.mark.nightly
+INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="of the interpreter, or of no GPU")
+Pair = tuple[Tensor, Tensor]
+POINTERS = tiles(32, 32)
+DESCRIPTORS = replace(POINTERS, dkdv_epilogue="descriptors")
+SIZES = Sizes(20, 45, head_dim=16, head_dim_v=32, heads=4, kv_heads=2, batch=2)  # 13 of the last 32 keys
+SMALL = replace(SIZES, heads=2, kv_heads=1)
+TILES = 2 * 2  # of keys, batch rows
+CUTS = ([0, 20], [0, 9, 20], [0, 8, 8, 9, 20])
+"""The role "only"; "first" and "last"; "first", two in the middle of which one has no queries, and "last"."""
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> Moved:
+    """What went through descriptors; nothing is seen of it on a GPU."""
+    return Moved() if DEVICE.type == "cuda" else install(monkeypatch)
+
+
+def inputs(sizes: Sizes, dtype: torch.dtype = torch.float32) -> Inputs:
+    return Inputs(*(x.to(DEVICE) for x in kernel_cases.inputs(sizes, dtype)))
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape).to(DEVICE)
+
+
+def shards(
+    x: Inputs, bounds: Bounds, cuts: Sequence[int], lse: Tensor, delta: Tensor, config: KernelConfig | None
+) -> Pair:
+    """dK and dV, query shard after query shard: sums in fp32 that stay where they are, and the last leaves."""
+    q, k, v, dout, _ = x
+    sums: Pair | None = None
+    for begin, end in pairwise(cuts):
+        rows, fresh = slice(begin, end), (torch.empty_like(k), torch.empty_like(v))
+        into = fresh if end == cuts[-1] else sums or (fresh[0].float(), fresh[1].float())
+        sums = attention_dkdv(
+            dout[:, rows], q[:, rows], k, v, lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous(),
+            bounds=rows_of(bounds, begin, end), sums=sums, into=into, config=config,
+        )  # fmt: skip
+        assert sums[0] is into[0] and sums[1] is into[1]
+    assert sums is not None
+    return sums
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cuts", [CUTS[0], CUTS[2]], ids=lambda cuts: f"{len(cuts) - 1} hops")
+@pytest.mark.parametrize("kind", ["causal", *(pytest.param(one, marks=NIGHTLY) for one in ("full", "last rows blind"))])
+def test_every_role_is_as_exact_as_pytorch(kind: str, cuts: list[int], dtype: torch.dtype, moved: Moved) -> None:
+    """Against float64: grouped heads, two batch rows, keys that fill no tile, a value's head dim of its own."""
+    x, bounds = inputs(SIZES, dtype), interval(kind, 20, 45).to(DEVICE)
+    out, lse = attention_forward(x.q, x.k, x.v, bounds=bounds, config=DESCRIPTORS)
+    delta = attention_delta(x.dout, out, x.dlse)
+    dq = attention_dq(x.dout, x.q, x.k, x.v, lse, delta, bounds=bounds, config=DESCRIPTORS)
+    assert moved == []
+    made = shards(x, bounds, cuts, lse, delta, DESCRIPTORS)
+    results = Results(*(one.cpu() for one in (out, lse, dq, *made)))
+    compare(results, Inputs(*(one.cpu() for one in x)), bounds.to(torch.device("cpu")))
+
+
+@INTERPRETED
+@pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: f"{len(cuts) - 1} hops")
+def test_who_moves_what(cuts: list[int], moved: Moved) -> None:
+    """New results by a store, sums that stay by an addition, sums that leave by a load and a store."""
+    x = inputs(SMALL, torch.float16)
+    lse = torch.zeros(2, 2, 20)
+    shards(x, FULL, cuts, lse, lse, DESCRIPTORS)
+    each = 2 * TILES  # dK and dV
+    only, first, middle, last = (
+        [("store", "float16")] * each,
+        [("store", "float32")] * each,
+        [("add", "float32")] * each,
+        [("load", "float32"), ("store", "float16")] * each,
+    )
+    assert moved == {1: only, 2: first + last, 4: first + middle + last}[len(cuts) - 1]
+
+
+SITUATIONS: dict[str, tuple[Bounds, Scores, dict[str, Any]]] = {
+    "documents": (interval("documents", 20, 45), Scores(), {}),
+    "all rows blind": (interval("all rows blind", 20, 45), Scores(), {}),
+    "dropout": (
+        FULL,
+        Scores(
+            softcap=20.0,
+            dropout_p=0.3,
+            dropout_seed=5,
+            q_positions=torch.arange(20, dtype=torch.int32),
+            k_positions=torch.arange(45, dtype=torch.int32),
+        ),
+        {},
+    ),
+    "used": (Bounds(None, None, torch.tensor([45, 7], dtype=torch.int32)), Scores(), {}),
+    "runs": (Bounds(None, None, None, Runs(torch.eye(1, 2, dtype=torch.bool), 32)), Scores(), {}),
+    "persistent": (FULL, Scores(), {"order": "longest", "persistent": True, "sm_margin": 18}),
+    "split": (FULL, Scores(), {"dkdv_splits": 2}),
+}
+DAILY = ("used", "split", "all rows blind")
+
+
+@pytest.mark.parametrize(
+    "name", [*DAILY, *(pytest.param(one, marks=NIGHTLY) for one in SITUATIONS if one not in DAILY)]
+)
+def test_the_bits_of_pointers(name: str, moved: Moved) -> None:
+    """Whatever else a launch has. On a GPU within rounding: what scales and what adds may be one instruction there."""
+    bounds, scores, options = SITUATIONS[name]
+    bounds, near = bounds.to(DEVICE), {"rtol": 1e-3, "atol": 1e-3} if DEVICE.type == "cuda" else {"rtol": 0, "atol": 0}
+    on = {f: getattr(scores, f).to(DEVICE) for f in ("q_positions", "k_positions") if getattr(scores, f) is not None}
+    scores = replace(scores, **on)
+    x, lse = inputs(SMALL, torch.float16), numbers(2, 2, 20)
+    for carried in (False, True):
+        results = []
+        for config in (POINTERS, DESCRIPTORS):
+            sums = torch.ones(x.k.shape, device=DEVICE), torch.ones(x.v.shape, device=DEVICE)
+            made = attention_dkdv(
+                x.dout, x.q, x.k, x.v, lse, lse / 8, bounds=bounds, scores=scores,
+                sums=sums if carried else None, into=sums if carried else None, config=replace(config, **options),
+            )  # fmt: skip
+            results.append(made)
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, **near)
+    assert moved or DEVICE.type == "cuda"
+
+
+def test_nothing_is_written_past_the_end(moved: Moved) -> None:
+    """Of rows, heads and batch: results that lie among others, which are as they were; in every role."""
+    x, lse = inputs(SMALL, torch.float16), numbers(2, 2, 20)
+
+    def among(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        batch, keys, heads, head_dim = like.shape
+        whole = torch.full((batch + 1, keys + 32, heads + 1, head_dim), 7.0, dtype=dtype, device=DEVICE)
+        return whole, whole[:batch, :keys, :heads]
+
+    for dtype, carried in ((torch.float16, False), (torch.float32, True)):
+        (dk_all, dk), (dv_all, dv) = among(x.k, dtype), among(x.v, dtype)
+        into = (dk, dv)
+        attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse, sums=into if carried else None, into=into, config=DESCRIPTORS)
+        for whole, part in ((dk_all, dk), (dv_all, dv)):
+            assert not (part == 7.0).all()
+            part.fill_(7.0)
+            assert (whole == 7.0).all()
+    assert {how for how, _ in moved} == {"store", "add"} or DEVICE.type == "cuda"
+
+
+@NIGHTLY
+def test_launches_compile() -> None:
+    """By the JIT, from the arguments of real launches, where there is no GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.support.epilogue_arguments"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("compiled") == 4
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 8), (8, 0), (1, 33)])
+def test_lengths(queries: int, keys: int, moved: Moved) -> None:
+    x = inputs(Sizes(queries, keys))
+    lse = torch.zeros(1, 1, queries, device=DEVICE)
+    made, same = (shards(x, FULL, [0, queries], lse, lse, config) for config in (DESCRIPTORS, POINTERS))
+    assert all(torch.equal(one, other) for one, other in zip(made, same, strict=True))
+
+
+# --- what a table chose -------------------------------------------------------------------------------------------
+
+
+@INTERPRETED
+def test_what_a_table_chose_goes_by_pointers_where_it_does_not_suit(
+    moved: Moved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "launched", lambda config, tile, q, k: config or DESCRIPTORS)
+    for head_dim, count in ((16, 2 * 2), (24, 0)):
+        x, lse = inputs(Sizes(8, 45, head_dim=head_dim)), torch.zeros(1, 1, 8)
+        shards(x, FULL, [0, 8], lse, lse, None)
+        assert len(moved) == count
+        moved.clear()
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"dkdv_epilogue": "tma"}, "dkdv_epilogue is 'tma': it must be one of pointers, descriptors"),
+        ({"dkdv_epilogue": None}, "dkdv_epilogue is None: it must be one of"),
+        (
+            {"dkdv_epilogue": "descriptors", "backward": "single_pass"},
+            "dkdv_epilogue is 'descriptors' with backward='single_pass': it is of the dK/dV kernel of 'two_pass'",
+        ),
+        ({"dkdv_epilogue": "descriptors", "backward": "hopper"}, "with backward='hopper'"),
+    ],
+)
+def test_configs(fields: dict[str, Any], told: str) -> None:
+    tile = Tile(16, 32, 4, 1)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        KernelConfig(tile, tile, tile, **fields)
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    ("gpu", "sizes", "told"),
+    [
+        (None, {}, "q is on cpu: dkdv_epilogue='descriptors' takes GPUs of compute capability 9.0 or higher"),
+        (Gpu("NVIDIA A100", 80), {}, "q is on cpu, sm_80: dkdv_epilogue='descriptors' takes GPUs"),
+        (Gpu("NVIDIA H200", 90), {"head_dim": 96}, "q has head dim 96: dkdv_epilogue='descriptors' takes powers of"),
+        (Gpu("NVIDIA H200", 90), {"head_dim_v": 8}, "v has head dim 8: dkdv_epilogue='descriptors' takes powers of"),
+    ],
+)
+def test_every_call_refuses_what_does_not_fit(
+    gpu: Gpu | None, sizes: dict[str, int], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything that was passed is written, and the forward as well as the backward."""
+    monkeypatch.setattr(described, "gpu_of", lambda device: gpu)
+    x = inputs(replace(Sizes(), **sizes))
+    out, lse = attention_forward(x.q, x.k, x.v)
+    dq = torch.zeros_like(x.q)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        attention_forward(x.q, x.k, x.v, config=DESCRIPTORS)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        attention_backward(x.dout, x.q, x.k, x.v, out, lse, dq=dq, config=DESCRIPTORS)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse, config=DESCRIPTORS)
+    assert not dq.any()
+
+
+@INTERPRETED
+@pytest.mark.parametrize("name", ["dk", "dv"])
+@pytest.mark.parametrize("how", ["address", "stride"])
+def test_sums_that_no_descriptor_takes_are_refused(name: str, how: str, moved: Moved) -> None:
+    x = inputs(Sizes())
+    out, lse = attention_forward(x.q, x.k, x.v)
+    sums: dict[str, Any] = {one: torch.zeros(1, 40, 1, 16) for one in ("dk", "dv")}
+    room = torch.zeros(1, 40, 1, 18)
+    sums[name] = torch.zeros(641)[1:].view(1, 40, 1, 16) if how == "address" else room[..., :16]
+    dq = torch.zeros_like(x.q)
+    told = f"{name} has strides .*: dkdv_epilogue='descriptors' takes an address and positive strides .* 16 bytes, 4 el"
+    with pytest.raises(ValueError, match=told):
+        attention_backward(x.dout, x.q, x.k, x.v, out, lse, dq=dq, **sums, config=DESCRIPTORS)
+    assert not dq.any() and moved == []
+    place = {"dk": 0, "dv": 1}[name]
+    with pytest.raises(ValueError, match=re.escape(f"into[{place}] has strides")):
+        attention_dkdv(
+            x.dout, x.q, x.k, x.v, lse, lse, into=(sums["dk"], sums["dv"]), config=DESCRIPTORS
+        )  # fmt: skip

@@ -1,0 +1,213 @@
+"""The Hopper backward. On a GPU of compute capability 9.0 (``TRITON_INTERPRET=0``) these tests launch it; elsewhere
+they run its source on a stand-in for Gluon, its partitions interleaved at random.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.kernels import FULL, Bounds, KernelConfig, Scores, Tile, attention_gradients
+from ringattn.kernels.experimental import hopper_backward_launch, hopper_launch
+
+from ..support.baselines import Results
+from ..support.gluon_stand_in import Descriptor
+from ..support.kernel_cases import DEVICE, KINDS, Inputs, Sizes, compare, exact, inputs, interval, part
+from ..support.nightly import rest_nightly
+from .test_hopper import HALVES, HOPS, ON_HOPPER, Launches, sliced
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+TILE = Tile(64, 64, 4, 1)
+
+
+def config(tile: Tile | None = None) -> KernelConfig:
+    return KernelConfig(TILE, TILE, TILE, backward="hopper", single_pass=tile)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """What was launched: nothing to see on a GPU, where it really is."""
+    made = Launches()
+    if not ON_HOPPER:
+        monkeypatch.setattr(hopper_backward_launch, "launch", made)
+        monkeypatch.setattr(hopper_launch, "descriptor", Descriptor)
+        monkeypatch.setattr(hopper_launch, "is_hopper", lambda device: True)
+    return made
+
+
+def given(x: Inputs, bounds: Bounds = FULL, scale: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, delta) of the whole, as a forward leaves them."""
+    truth = exact(x, bounds, scale)
+    out = truth.out.to(x.q.dtype)
+    delta = (x.dout.double() * out.double()).sum(-1).transpose(1, 2) - x.dlse
+    return out, truth.lse.float(), delta.float().contiguous()
+
+
+def gradients(x: Inputs, lse: Tensor, delta: Tensor, dq: Tensor, bounds: Bounds = FULL, **options: Any) -> Any:
+    options = {"config": config()} | options
+    dout, q, k, v, lse, delta = (t.to(DEVICE) for t in (x.dout, x.q, x.k, x.v, lse, delta))
+    return attention_gradients(dout, q, k, v, lse, delta, dq=dq, bounds=bounds.to(DEVICE), **options)
+
+
+def check(x: Inputs, bounds: Bounds = FULL, scale: float | None = None, **options: Any) -> None:
+    """As exact as PyTorch in the same dtype."""
+    out, lse, delta = given(x, bounds, scale)
+    dq = torch.zeros(x.q.shape, device=DEVICE)
+    dk, dv = gradients(x, lse, delta, dq, bounds, softmax_scale=scale, **options)
+    assert dk.dtype == dv.dtype == x.k.dtype
+    made = (out, lse, dq.to(x.q.dtype), dk, dv)
+    compare(Results(*(t.cpu() for t in made)), x, bounds, scale)
+
+
+SIZES = Sizes(queries=200, keys=300, head_dim=128)
+"""Three programs, the last with keys past the end, one warpgroup of it with nothing else; the last tile not whole."""
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (128, torch.float16)])
+def test_head_dims(launches: Launches, head_dim: int, dtype: torch.dtype) -> None:
+    check(inputs(replace(SIZES, head_dim=head_dim), dtype))
+    assert ON_HOPPER or len(launches.machines) == 3
+
+
+@pytest.mark.parametrize("kind", rest_nightly(KINDS, "causal", "window"))
+def test_masks(launches: Launches, kind: str) -> None:
+    dtype, head_dim = HALVES[KINDS.index(kind) % 2], (64, 128)[KINDS.index(kind) % 3 % 2]
+    x, bounds = inputs(replace(SIZES, head_dim=head_dim), dtype), interval(kind, SIZES.queries, SIZES.keys)
+    check(x, bounds)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("keys", [1, 64, 65, 129])
+@pytest.mark.parametrize("queries", [1, 64, 65, 129])
+def test_lengths(launches: Launches, queries: int, keys: int) -> None:
+    x = inputs(Sizes(queries, keys, 64 if queries < 65 else 128), torch.float16)
+    for bounds in (FULL, interval("window", queries, keys)):
+        check(x, bounds)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.nightly)])
+def test_heads_and_batches(launches: Launches, heads: int, kv_heads: int) -> None:
+    x = inputs(Sizes(130, 140, 64, None, heads, kv_heads, 2), torch.float16)
+    check(x, interval("causal", 130, 140))
+
+
+def test_a_scale_and_slots(launches: Launches) -> None:
+    x = inputs(SIZES, torch.float16)
+    check(x, scale=0.3, config=config(Tile(64, 128, 8, 3)))
+
+
+@pytest.mark.nightly
+def test_strides(launches: Launches) -> None:
+    x = inputs(Sizes(70, 140, 64, None, 2, 2, 2), torch.float16)
+    check(x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v), dout=sliced(x.dout)))
+
+
+@pytest.mark.parametrize("kind", rest_nightly(("full", "causal", "middle rows blind"), "causal"))
+def test_sums_are_continued(launches: Launches, kind: str) -> None:
+    """Key shard after key shard into one dQ; of each two calls, the second adds to what the first left."""
+    x, bounds = inputs(replace(SIZES, heads=2), torch.float16), interval(kind, SIZES.queries, SIZES.keys)
+    out, lse, delta = given(x, bounds)
+    dq = torch.randn(x.q.shape, device=DEVICE)
+    before, parts = dq.clone(), []
+    for begin, end in ((0, 130), (130, 300)):
+        keys = x._replace(k=x.k[:, begin:end], v=x.v[:, begin:end])
+        start = torch.randn(keys.k.shape, device=DEVICE), torch.randn(keys.v.shape, device=DEVICE)
+        sums = start[0].clone(), start[1].clone()
+        got = gradients(keys, lse, delta, dq, part(bounds, begin, end), sums=sums, into=sums)
+        assert got[0] is sums[0] and got[1] is sums[1]
+        last = torch.empty_like(keys.k, device=DEVICE), torch.empty_like(keys.v, device=DEVICE)
+        scrap = torch.zeros_like(dq)
+        gradients(keys, lse, delta, scrap, part(bounds, begin, end), sums=start, into=last)
+        for one, other in zip(got, last, strict=True):
+            torch.testing.assert_close(one.half(), other, rtol=0, atol=0)
+        parts.append([one - other for one, other in zip(got, start, strict=True)])
+    dk, dv = (torch.cat(one, 1).half() for one in zip(*parts, strict=True))
+    made = (out, lse, (dq - before).half(), dk, dv)
+    compare(Results(*(t.cpu() for t in made)), x, bounds)
+
+
+def test_keys_that_nobody_sees(launches: Launches) -> None:
+    """They keep their sums, or leave zeros."""
+    x, blind = inputs(SIZES, torch.float16), interval("all rows blind", SIZES.queries, SIZES.keys)
+    _, lse, delta = given(x)
+    dq, sums = torch.zeros(x.q.shape, device=DEVICE), (torch.randn(x.k.shape, device=DEVICE),) * 2
+    kept = sums[0].clone()
+    gradients(x, lse, delta, dq, blind, sums=sums, into=sums)
+    assert torch.equal(sums[0], kept) and not dq.any()
+    dk, dv = gradients(x, lse, delta, dq, blind)
+    assert not dk.any() and not dv.any() and not dq.any()
+
+
+def test_keys_past_the_end_are_nobodys(launches: Launches) -> None:
+    """Without a mask, where weights of the padding of a tile overflow: inf * 0 would be NaN."""
+    x = inputs(Sizes(16, 40, 64), torch.float16)
+    x = x._replace(q=x.q.abs() + 1, k=-20 * (x.k.abs() + 1))
+    _, lse, delta = given(x)
+    assert lse.max() < -88
+    dq = torch.zeros(x.q.shape, device=DEVICE)
+    gradients(x, lse, delta, dq)
+    assert dq.isfinite().all()
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("head_dim", hopper_backward_launch.HEAD_DIMS)
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "documents"])
+def test_long_on_a_gpu(head_dim: int, kind: str) -> None:
+    """Against the portable kernel: many tiles, many programs, many times round the ring."""
+    x = inputs(Sizes(4096 + 40, 4096 + 72, head_dim, None, 8, 2, 2), torch.bfloat16)
+    bounds = interval(kind, x.q.shape[1], x.k.shape[1])
+    _, lse, delta = given(x, bounds)
+    wanted = torch.zeros(x.q.shape, device=DEVICE)
+    of_portable = gradients(x, lse, delta, wanted, bounds, config=replace(config(), backward="single_pass"))
+    for _ in range(20):  # a race shows now and then
+        dq = torch.zeros(x.q.shape, device=DEVICE)
+        made = gradients(x, lse, delta, dq, bounds)
+        for one, other in zip((dq, *made), (wanted, *of_portable), strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+# What goes to the portable kernel, and what is refused
+
+
+SMALL = Sizes(64, 64, 64)
+
+
+def refused(x: Inputs, told: str, **options: Any) -> None:
+    with pytest.raises(ValueError, match=told):
+        gradients(x, x.dlse, x.dlse, torch.zeros(x.q.shape, device=DEVICE), **options)
+
+
+def test_what_it_refuses(launches: Launches) -> None:
+    x = inputs(SMALL, torch.float16)
+    refused(Inputs(*(t.float() for t in x)), "q is torch.float32: backward='hopper' takes float16 and bfloat16")
+    refused(inputs(Sizes(64, 64, 32), torch.float16), "head dim 32 and v 32: .* takes one of 64, 128, the same of both")
+    refused(x, "scores have a softcap", scores=Scores(softcap=1.0))
+    wide = torch.zeros(1, 64, 1, 65)[..., :64]
+    with pytest.raises(ValueError, match=r"dq has strides .* backward='hopper' takes an address .* 4 elements"):
+        gradients(x, x.dlse, x.dlse, wide.to(DEVICE))
+    refused(x, "64 queries, 128 keys and 8 warps: .* takes 128 queries", config=config(Tile(64, 128, 8, 2)))
+    refused(x, "shared memory at head dim 64", config=config(Tile(128, 128, 8, 4)))
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="about a GPU of another kind")
+def test_it_refuses_another_gpu() -> None:
+    refused(inputs(SMALL, torch.float16), r"q is on \S+: backward='hopper' takes GPUs of compute capability 9.0")
+
+
+@pytest.mark.parametrize("kind", HOPS)
+def test_hops_of_the_portable_kernel(launches: Launches, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """What has ``used`` or ``runs`` goes to the portable single pass."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr("ringattn.kernels.experimental.gradients.launch", lambda *a, **options: calls.append(options))
+    x = inputs(SMALL, torch.float16)
+    gradients(x, x.dlse, x.dlse, torch.zeros(x.q.shape, device=DEVICE), HOPS[kind])
+    assert len(calls) == 1 and not launches.machines
+
+
+def test_it_is_nobodys_default() -> None:
+    assert KernelConfig(TILE, TILE, TILE).backward == "two_pass"

@@ -1,0 +1,289 @@
+"""The kernels' host entries as ``torch.library`` ops: torch's own checks, gradients, graphs, and a copy beside them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from ringattn import kernels
+from ringattn.kernels import PLAIN, Bounds, KernelConfig, Runs, Scores, Tile, attend, op_calls, ops
+from ringattn.kernels.op_calls import pack, pack_config, unpack_config
+from ringattn.kernels.ops import namespace_of
+
+from ..support.baselines import Results
+from ..support.kernel_cases import Inputs, Sizes, compare, inputs, interval
+from ..support.nightly import rest_nightly
+
+ROOT = Path(__file__).parents[2]
+SIZES = Sizes(queries=24, keys=40, heads=2, batch=2)
+TILES = KernelConfig(forward=Tile(16, 16, 4, 1), dq=Tile(16, 16, 4, 1), dkdv=Tile(16, 16, 4, 1))
+SINGLE_PASS = replace(TILES, backward="single_pass")
+NO_BACKWARD = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def positions(length: int) -> Tensor:
+    return torch.arange(length, dtype=torch.int32)
+
+
+def scores() -> Scores:
+    places = {"q_positions": positions(24), "k_positions": positions(40)}
+    return Scores(3.0, torch.rand(2), 0.3, 2**64 - 9, 1, places["q_positions"], places["k_positions"])
+
+
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "bounds": lambda: {"bounds": interval("causal", 24, 40), "softmax_scale": 0.3, "config": TILES},
+    "used": lambda: {"bounds": Bounds(None, None, torch.tensor([13, 40], dtype=torch.int32))},
+    "runs": lambda: {"bounds": Bounds(None, None, runs=Runs(torch.eye(2, 3, dtype=torch.bool), 16))},
+    "scores": lambda: {"scores": scores()},
+}
+
+
+def tensors(sizes: Sizes = SIZES) -> Inputs:
+    return inputs(sizes)
+
+
+def opcheck(op: Any, args: tuple[Any, ...], *, backward: bool = False) -> None:
+    utils = (*NO_BACKWARD, "test_aot_dispatch_dynamic") if backward else (*NO_BACKWARD, "test_aot_dispatch_static")
+    torch.library.opcheck(op, args, test_utils=utils)
+
+
+@pytest.mark.parametrize("name", rest_nightly(CALLS, "used", "scores"))
+def test_opcheck_of_the_forward(name: str) -> None:
+    q, k, v = (x.requires_grad_() for x in tensors()[:3])
+    opcheck(ops.forward_op, (q, k, v, True, *pack(**CALLS[name]())), backward=True)
+
+
+@pytest.mark.parametrize("name", rest_nightly(["plain", "bounds"], "plain"))
+def test_opcheck_of_the_parts(name: str) -> None:
+    q, k, v, dout, dlse = tensors()
+    call = pack(**CALLS[name]())
+    out, lse = (x.clone() for x in ops.forward_op(q, k, v, False, *call))
+    opcheck(ops.fold_op, (q, k, v, out, lse, *call))
+    opcheck(ops.finish_op, (q, k, v, out, lse, *call))
+    opcheck(ops.delta_op, (dout, out, dlse))
+    given = (dout, q, k, v, lse, ops.delta_op(dout, out, dlse))
+    opcheck(ops.backward_op, (*given, *call))
+    opcheck(ops.dq_op, (*given, None, *call))
+    opcheck(ops.dq_into_op, (*given, None, torch.zeros_like(q), True, *call))
+    opcheck(ops.dkdv_op, (*given, torch.zeros_like(k), torch.zeros_like(v), *call))
+    opcheck(ops.dkdv_into_op, (*given, None, None, torch.zeros_like(k), torch.zeros_like(v), True, *call))
+    single = pack(**CALLS[name]() | {"config": SINGLE_PASS})
+    opcheck(ops.gradients_op, (*given, torch.zeros_like(q), None, None, *single))
+    into = (torch.zeros_like(k), torch.zeros_like(v))
+    opcheck(ops.gradients_into_op, (*given, torch.zeros_like(q), None, None, *into, True, *single))
+
+
+def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.zeros(x.shape, dtype=torch.float8_e4m3fn), torch.zeros(kernels.scale_shape(tuple(x.shape)))
+
+
+def test_opcheck_of_fp8() -> None:
+    x = torch.randn(1, 24, 2, 16)
+    codes, scale = codes_of(x)
+    rest = [*NO_BACKWARD[1:], "test_aot_dispatch_static"]  # test_schema compares e4m3, which torch cannot
+    torch.library.opcheck(ops.quantize_op, (x, codes, scale), test_utils=rest)
+    kernels.quantize(x, codes, scale)
+    torch.library.opcheck(ops.dequantize_op, (codes, scale, torch.zeros_like(x)), test_utils=rest)
+
+
+def test_fp8_in_a_graph_is_what_it_is_outside() -> None:
+    x = torch.randn(1, 24, 2, 16)
+
+    def there_and_back(x: Tensor) -> Tensor:
+        (codes, scale), back = codes_of(x), torch.empty_like(x)
+        kernels.quantize(x * 2, codes, scale)
+        kernels.dequantize(codes, scale, back)
+        return back.sin()
+
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), there_and_back(x), rtol=0, atol=0)
+    assert not torch.equal(there_and_back(x), (x * 2).sin())
+
+
+# besides tiles, what a config may choose: another value than its default; a field that is not here must be added
+CHOSEN = {
+    "forward_kernel": "hopper", "dkdv_splits": 2, "order": "longest", "persistent": True, "sm_margin": 8,
+    "pack_gqa": True, "dkdv_epilogue": "descriptors", "backward": "single_pass_deterministic",
+}  # fmt: skip
+
+
+def test_all_of_a_config_travels() -> None:
+    tiles: Any = {name: Tile(16 << i, 32 << i, 1 << i, 1 + i) for i, name in enumerate(op_calls.TILES)}
+    choices: Any = {one.name: CHOSEN[one.name] for one in fields(KernelConfig) if one.name not in tiles}
+    kernel = {"forward_kernel": choices.pop("forward_kernel")}  # which takes no other order
+    backward = {"backward": choices.pop("backward")}  # which takes no splits
+    for chosen in (kernel, backward, choices):
+        known = {name: tile for name, tile in tiles.items() if name != "single_pass" or chosen is backward}
+        config = KernelConfig(**known, **chosen)
+        assert unpack_config(*pack_config(config)) == config
+    assert unpack_config(*pack_config(SINGLE_PASS)) == SINGLE_PASS
+    assert unpack_config(*pack_config(None)) is None
+
+
+@pytest.mark.parametrize("config", [None, SINGLE_PASS], ids=["two passes", "one pass"])
+@pytest.mark.parametrize("kind", ["full", "causal"])
+def test_attend_has_the_gradients(kind: str, config: KernelConfig | None) -> None:
+    x = tensors()
+    q, k, v = (tensor.requires_grad_() for tensor in x[:3])
+    bounds = interval(kind, 24, 40)
+    out, lse = attend(q, k, v, bounds=bounds, config=config)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (x.dout, x.dlse))
+    compare(Results(out.detach(), lse.detach(), *grads), Inputs(*(t.detach() for t in x)), bounds)
+
+
+def test_attend_of_an_unused_lse_and_an_expanded_gradient() -> None:
+    q, k, v = (x.requires_grad_() for x in tensors()[:3])
+    out, _ = attend(q, k, v)
+    saved = (*(x.detach() for x in (q, k, v, out)), exact_lse(q, k))
+    expected = kernels.attention_backward(torch.ones_like(out), *saved)
+    for got, wanted in zip(torch.autograd.grad(out.sum(), (q, k, v)), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def exact_lse(q: Tensor, k: Tensor) -> Tensor:
+    group = q.shape[2] // k.shape[2]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) / q.shape[3] ** 0.5
+    lse: Tensor = scores.logsumexp(-1).detach()
+    return lse.contiguous()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_attend_in_a_graph_is_what_it_is_outside(name: str) -> None:
+    q, k, v = (x.requires_grad_() for x in tensors()[:3])
+    call = CALLS[name]()
+    results = []
+    for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        out, lse = function(q, k, v, **call)
+        results.append([out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_there_is_no_second_derivative() -> None:
+    q, k, v = (x.requires_grad_() for x in tensors()[:3])
+    (dq,) = torch.autograd.grad(attend(q, k, v)[0].square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention_backward has no derivative"):
+        dq.sum().backward()
+
+
+def test_slopes_that_want_a_gradient_are_refused() -> None:
+    q, k, v = tensors()[:3]
+    with pytest.raises(ValueError, match="alibi_slopes requires a gradient"):
+        attend(q, k, v, scores=Scores(alibi_slopes=torch.rand(2, requires_grad=True)))
+
+    def layer(slopes: Tensor) -> Tensor:
+        places = positions(24), positions(40)
+        made = Scores(alibi_slopes=slopes * 2, q_positions=places[0], k_positions=places[1])
+        return kernels.attention_forward(q, k, v, scores=made)[0]
+
+    with pytest.raises(Exception, match="alibi_slopes requires a gradient"):  # torch's, around ours
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.rand(2, requires_grad=True))
+
+
+def folded(x: Inputs, bounds: Bounds, half: torch.dtype = torch.float32) -> list[Tensor]:
+    """Forward and backward of two shards of keys, every entry in every way that it continues something."""
+    q, k, v, dout = (t.to(half) for t in x[:4])
+    first, second = slice(0, 16), slice(16, None)
+    state = kernels.attention_forward(q, k[:, first], v[:, first], final=False)
+    state = kernels.attention_forward(q, k[:, first], v[:, first], state=state, final=False, bounds=bounds)
+    out, lse = kernels.attention_forward(q, k[:, second], v[:, second], state=state)
+    dq, dk, dv = (torch.zeros(t.shape) for t in (q, k[:, first], v[:, first]))
+    kernels.attention_backward(dout, q, k[:, first], v[:, first], out, lse, dlse=x.dlse, dq=dq, dk=dk, dv=dv)
+    dq, dk, dv = kernels.attention_backward(dout, q, k[:, first], v[:, first], out, lse, dq=dq, dk=dk, dv=dv)
+    delta = kernels.attention_delta(dout, out)
+    given = (dout, q, k[:, second], v[:, second], lse, delta)
+    last = kernels.attention_dq(*given, sums=dq, into=torch.zeros_like(q))
+    more = kernels.attention_dkdv(*given, scores=PLAIN)
+    return [out, lse, dq, dk, dv, last, *more, *kernels.attention_dkdv(*given, sums=(more[0].float(), more[1].float()))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_entry_in_a_graph_is_what_it_is_outside(dtype: torch.dtype) -> None:
+    x, bounds = tensors(), interval("causal", 24, 16)
+    expected = folded(x, bounds, dtype)
+    got = torch.compile(folded, fullgraph=True, backend="aot_eager")(x, bounds, dtype)
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_other_lengths_are_no_new_graph() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds) -> Tensor:
+        return attend(q * 2, k, v, bounds=bounds)[0].sin()
+
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for rows in (20, 24, 36, 40):
+        q, k, v = (x.requires_grad_() for x in tensors(Sizes(queries=rows, keys=rows + 8))[:3])
+        bounds = interval("causal", rows, rows + 8)
+        for function in (compiled, layer):
+            function(q, k, v, bounds).sum().backward()
+        torch.testing.assert_close(compiled(q, k, v, bounds), layer(q, k, v, bounds), rtol=0, atol=0)
+    assert counter.frame_count <= 2  # the first call's lengths, and any
+
+
+def test_fake_tensors_ask_for_no_kernel() -> None:
+    """What plans memory or traces by dispatch alone finds the ops, on any device."""
+    q, k, v = (torch.empty(1, 8, heads, 16, device="meta") for heads in (4, 2, 2))
+    out, lse = attend(q, k, v)
+    assert (out.shape, lse.shape, out.device.type) == ((1, 8, 4, 16), (1, 4, 8), "meta")
+
+
+@pytest.mark.parametrize(
+    ("package", "namespace"),
+    [
+        ("ringattn.kernels", "ringattn"),
+        ("vendor.ringattn.kernels", "vendor__ringattn"),
+        ("elsewhere", "elsewhere"),
+        ("vendor.kernels", "vendor__kernels"),
+    ],
+)
+def test_namespaces(package: str, namespace: str) -> None:
+    assert namespace_of(package) == namespace
+
+
+COPIES = """
+import sys
+import torch
+import elsewhere as one
+from vendor.attention import fused as other
+assert not any(name.partition(".")[0] == "ringattn" for name in sys.modules), "a copy imports ours"
+import ringattn.kernels as ours
+q, k, v = (torch.randn(1, 24, heads, 16, requires_grad=True) for heads in (2, 1, 1))
+results = []
+for copy in (ours, one, other):
+    out, lse = copy.attend(q, k, v, bounds=copy.Bounds(torch.zeros(24).int(), torch.arange(1, 25).int()))
+    again = torch.compile(copy.attend, fullgraph=True, backend="aot_eager")(q, k, v)[0]
+    assert torch.equal(again, copy.attention_forward(q.detach(), k.detach(), v.detach())[0])
+    results.append([out, lse, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+for copied in results[1:]:
+    assert all(torch.equal(x, y) for x, y in zip(copied, results[0], strict=True))
+names = {copy.ops.forward_op._qualname for copy in (ours, one, other)}
+assert names == {f"{n}::attention_forward" for n in ("ringattn", "elsewhere", "vendor__attention__fused")}, names
+assert ours.Bounds is not one.Bounds is not other.Bounds
+"""
+
+
+def test_renamed_copies_run_beside_the_original(tmp_path: Path) -> None:
+    for place in ("elsewhere", "vendor/attention/fused"):
+        shutil.copytree(ROOT / "kernels", tmp_path / place, ignore=shutil.ignore_patterns("__pycache__"))
+    done = subprocess.run([sys.executable, "-c", COPIES], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,322 @@
+"""The order of tiles: the arithmetic against brute force; orders, packed heads and persistence in the kernels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from ringattn.kernels import FULL, Bounds, KernelConfig, Runs, Scores, attention, attention_forward, launch, order
+from ringattn.kernels.config import INTERPRETER
+from ringattn.kernels.device import tiles as jit
+from ringattn.kernels.device.tiles import HEAD_BY_HEAD, Order, Shape
+from ringattn.kernels.order import (
+    MARGIN,
+    Chip,
+    chip_of,
+    heads_together,
+    l2_of,
+    margin_of,
+    persistent_programs,
+    placement,
+    swath_of,
+    tiles_of,
+)
+
+from ..support.kernel_cases import DTYPES, Inputs, Sizes, check, inputs, interval, of, ours, tiles
+from . import test_kernel_scores as scored
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+Q, K = torch.empty(2, 40, 6, 16), torch.empty(2, 75, 3, 16)  # for their shapes
+
+
+# --- the arithmetic -----------------------------------------------------------------------------------------------
+
+
+def swaths(heads: int) -> list[int | None]:
+    return [None, *range(1, heads + 2)]
+
+
+@pytest.mark.parametrize("heads", range(1, 7))
+def test_every_tile_of_every_head_once(heads: int) -> None:
+    for tiles_, swath in product(range(1, 5), swaths(heads)):
+        taken = [placement(index, tiles_, heads, swath) for index in range(tiles_ * heads)]
+        assert sorted(taken) == sorted(product(range(tiles_), range(heads)))
+
+
+@pytest.mark.parametrize("heads", range(1, 7))
+def test_swath_after_swath_and_in_each_the_longest_of_all_heads_first(heads: int) -> None:
+    for tiles_, swath in product(range(1, 5), swaths(heads)):
+        together = swath or 1
+        key = [(head // together, tile, head) for tile, head in
+               (placement(index, tiles_, heads, swath) for index in range(tiles_ * heads))]  # fmt: skip
+        assert key == sorted(key)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def mirror(out: Any, shape: Any, BLOCK: tl.constexpr) -> None:
+    tile, batch, head = jit.program(shape, BLOCK)
+    place = out + 3 * tl.program_id(0)
+    tl.store(place, tile)
+    tl.store(place + 1, batch)
+    tl.store(place + 2, head)
+
+
+@pytest.mark.parametrize("packed", [None, 3])
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (2, 3), (3, 2)])
+def test_jit_mirror(batch: int, heads: int, packed: int | None) -> None:
+    for rows, swath in product((1, 2, 5), swaths(batch * heads)):
+        count = -(-rows * (packed or 1) // 2)
+        out = torch.full((count * batch * heads, 3), -1)
+        dealt = HEAD_BY_HEAD if swath is None else Order(swath, batch * heads, None)
+        mirror[(len(out),)](out, Shape(rows, 9, heads, 1, dealt, packed), BLOCK=2)
+        expected = (placement(index, count, batch * heads, swath) for index in range(len(out)))
+        assert out.tolist() == [[tile, head // heads, head % heads] for tile, head in expected]
+
+
+def test_heads_whose_keys_fit_half_of_l2_come_together() -> None:
+    assert heads_together(100, 1, 64, 1000) == 5
+    assert heads_together(100, 4, 64, 1000) == 20, "those that share their keys with them"
+    assert heads_together(100, 4, 6, 1000) == 6, "no more than there are"
+    assert heads_together(501, 1, 64, 1000) == 1, "one at least"
+    assert heads_together(501, 4, 64, 1000) == 4, "and all that share its keys"
+    assert heads_together(0, 4, 8, 1000) == 8, "no keys"
+
+
+@pytest.mark.parametrize("heads", range(1, 9))
+def test_of_every_small_size(heads: int) -> None:
+    for size, sharing, l2 in product(range(1, 6), (n for n in range(1, heads + 1) if heads % n == 0), range(1, 30)):
+        together = heads_together(size, sharing, heads, l2)
+        assert together == heads or together % sharing == 0
+        if together > sharing:
+            assert -(-together // sharing) * size <= l2 // 2
+        if together < heads:
+            assert (together // sharing + 1) * size > l2 // 2
+
+
+def test_a_swath_is_of_what_a_program_reads_again() -> None:
+    """Query heads share their key head's K and V; of dK/dV nobody shares, and a group's queries are all walked."""
+    assert swath_of(64, 4, 10, 10, by_keys=False, l2_bytes=1000) == heads_together(100, 4, 64, 1000) == 20
+    assert swath_of(64, 4, 10, 10, by_keys=True, l2_bytes=1000) == heads_together(400, 1, 64, 1000) == 1
+
+
+def test_tiles_of_ragged_rows() -> None:
+    assert [tiles_of(rows, 1, 8, 3) for rows in (0, 1, 8, 9)] == [0, 3, 3, 6]
+    assert tiles_of(3, 4, 8, 3) == 6, "of packed heads the rows count together"
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    assert l2_of(90) == 50 << 20
+    assert l2_of(75) == min(order.L2_BYTES.values()), "one that nobody knows has little"
+    assert chip_of(torch.device("cpu")) == Chip(*order.STAND_IN)
+
+
+def test_programs_that_stay_where_they_are() -> None:
+    assert persistent_programs(10_000, 8, 132, 16) == 116
+    assert persistent_programs(10_000, 4, 132, 0) == 264
+    assert persistent_programs(10_000, 16, 132, 16) == 116
+    assert persistent_programs(7, 8, 132, 16) == 7, "no more than there are tiles"
+
+
+def test_room_for_a_transfer() -> None:
+    assert margin_of(None, 132) == MARGIN == 16
+    assert margin_of(None, 20) == 10, "half of a small GPU"
+    assert margin_of(0, 132) == 0
+    assert margin_of(131, 132) == 131
+    with pytest.raises(ValueError, match=r"config.sm_margin is 132: this GPU has 132 multiprocessors"):
+        margin_of(132, 132)
+
+
+# --- the launch ---------------------------------------------------------------------------------------------------
+
+
+def choose(config: KernelConfig = INTERPRETER, **chosen: Any) -> KernelConfig:
+    return replace(config, **chosen)
+
+
+@pytest.fixture
+def small_l2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K/V of two heads of 75 keys of 16 by 16 in fp32 fit its half; and of 20 multiprocessors no more than a few."""
+    monkeypatch.setattr(launch, "chip_of", lambda _: Chip(20, 2 * 2 * 75 * 2 * 16 * 4))
+
+
+@pytest.mark.usefixtures("small_l2")
+def test_what_a_launch_is_told() -> None:
+    shape, tile, walked = launch.shape_of(Q, K), INTERPRETER.forward, (K, K)
+    count = 2 * 2 * 6
+    assert launch.dealt(None, shape, tile, walked) == (count, shape)
+    assert launch.dealt(INTERPRETER, shape, tile, walked) == (count, shape)
+    grid, dealt = launch.dealt(choose(order="longest"), shape, tile, walked)
+    assert (grid, dealt.order) == (count, Order(4, 12, None)), "two key heads, with their two query heads each"
+    grid, dealt = launch.dealt(choose(persistent=True), shape, tile, walked)
+    assert (grid, dealt.order) == (20, Order(None, None, count)), "10 multiprocessors, two programs of 4 warps each"
+    grid, dealt = launch.dealt(choose(persistent=True, sm_margin=18, order="longest"), shape, tile, walked)
+    assert (grid, dealt.order) == (4, Order(4, 12, count))
+    packed = launch.packed_shape(choose(pack_gqa=True), shape)
+    assert packed == shape._replace(heads=3, group=1, packed=2)
+    grid, dealt = launch.dealt(choose(pack_gqa=True, order="longest"), packed, tile, walked)
+    assert (grid, dealt.order) == (3 * 2 * 3, Order(2, 6, None)), "80 rows of 3 key heads"
+    keys, walked = launch.shape_of(K, Q), (Q, Q)
+    grid, dealt = launch.dealt(choose(order="longest"), keys, tile, walked, rows_are_keys=True)
+    assert (grid, dealt.order) == (3 * 2 * 3, Order(1, 6, None)), "two query heads of 40 rows for each key head"
+    empty = launch.dealt(choose(order="longest", persistent=True), keys._replace(rows=0), tile, walked)
+    assert empty[0] == 0
+
+
+class Launches(dict[str, tuple[int, Shape]]):
+    """Grid and shape of what was launched, by name."""
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    seen, run = Launches(), attention.launch  # type: ignore[attr-defined]
+
+    def spy(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
+        seen[kernel.__name__] = grid, next(arg for arg in args if isinstance(arg, Shape))
+        run(kernel, grid, device, *args, **options)
+
+    monkeypatch.setattr(attention, "launch", spy)
+    yield seen
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "longest": {"order": "longest"},
+    "persistent": {"persistent": True, "sm_margin": 18},
+    "packed": {"pack_gqa": True},
+    "all": {"order": "longest", "persistent": True, "sm_margin": 18, "pack_gqa": True, "dkdv_splits": 3},
+}
+
+
+@pytest.mark.usefixtures("small_l2")
+def test_every_kernel_is_told(launches: Launches) -> None:
+    x = inputs(Sizes(1, 20, heads=6, kv_heads=2))
+    ours(x, config=choose(**CHOICES["all"]))
+    grids = {name: (grid, shape.order.count, shape.packed, shape.splits) for name, (grid, shape) in launches.items()}
+    assert grids == {
+        "forward_kernel": (2, 2, 3, None), "delta_kernel": (6, None, None, None), "dq_kernel": (2, 2, 3, None),
+        "dkdv_kernel": (4, 6, None, 3), "reduce_kernel": (4, None, None, 3),
+    }  # fmt: skip
+
+
+# --- the results --------------------------------------------------------------------------------------------------
+
+
+CASES = [(choice, "causal", DTYPES[0]) for choice in CHOICES] + [
+    ("all", "full", DTYPES[1]),
+    ("all", "window", DTYPES[1]),
+]
+
+
+@pytest.mark.usefixtures("small_l2")
+@pytest.mark.parametrize(("choice", "kind", "dtype"), CASES)
+def test_as_exact_as_any(choice: str, kind: str, dtype: torch.dtype) -> None:
+    """Three query heads per key head, which divide no tile, in two batch rows; head dims padded and in two parts."""
+    x = inputs(Sizes(20, 35, head_dim=24, head_dim_v=48, heads=3, batch=2), dtype)
+    check(x, interval(kind, 20, 35), config=choose(tiles(16, 32), **CHOICES[choice]))
+
+
+@pytest.mark.usefixtures("small_l2")
+@pytest.mark.parametrize("choice", ["longest", "persistent"])
+def test_the_same_bits_in_any_order(choice: str) -> None:
+    x, bounds = inputs(Sizes(20, 40, heads=2, kv_heads=2), torch.float16), interval("causal", 20, 40)
+    for got, same in zip(ours(x, bounds, config=choose(**CHOICES[choice])), ours(x, bounds), strict=True):
+        assert torch.equal(got, same)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 33), (33, 1), (0, 8), (8, 0)])
+def test_lengths(queries: int, keys: int) -> None:
+    x = inputs(Sizes(queries, keys, heads=3))
+    check(x, interval("causal", queries, keys), config=choose(**CHOICES["all"]), few_keys=True)
+
+
+@pytest.mark.parametrize("kind", ["documents", "last rows blind"])
+def test_packed_rows_and_their_masks(kind: str) -> None:
+    check(inputs(Sizes(20, 45, heads=3)), interval(kind, 20, 45), config=choose(tiles(16, 32), **CHOICES["all"]))
+
+
+@pytest.mark.parametrize(("chosen", "heads"), [(CHOICES["all"], 3), ({"dkdv_splits": 2}, 4)], ids=["all", "split"])
+@pytest.mark.parametrize("features", ["used", "runs", "alibi and dropout"])
+def test_what_else_a_launch_may_have(features: str, chosen: dict[str, Any], heads: int) -> None:
+    """Each query head keeps its own slope and its own dropped weights."""
+    x = inputs(Sizes(20, 40, heads=heads, batch=1 + (features == "used")))
+    bounds, scores = interval("causal", 20, 40), Scores()
+    if features == "used":
+        bounds = Bounds(bounds.lo, bounds.hi, torch.tensor([13, 0], dtype=torch.int32))  # inside a tile
+    elif features == "runs":
+        late = of(
+            torch.arange(20) - 2, torch.full((20,), 40), 40
+        )  # whose first tiles are masked, and whole ones behind
+        bounds = Bounds(late.lo, late.hi, None, Runs(torch.tensor([[1, 1, 0], [0, 1, 1]]).bool(), 16))
+    else:
+        positions: Any = {"q_positions": torch.arange(20).int(), "k_positions": torch.arange(40).int()}
+        scores = Scores(alibi_slopes=torch.rand(heads) / 10, dropout_p=0.3, dropout_seed=5, **positions)
+    config = choose(tiles(16, 16 if features == "runs" else 32), **chosen)  # tiles must divide blocks
+    scored.compare(scored.ours(x, bounds, scores, config), x, bounds, scores)
+
+
+@pytest.mark.usefixtures("small_l2")
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_state_is_continued(choice: str) -> None:
+    """In place where rows see something; where they see nothing it stays, bit by bit."""
+    x, bounds = inputs(Sizes(20, 20, heads=3)), interval("first rows blind", 20, 20)
+    start = torch.randn_like(x.q), torch.randn_like(x.dlse)
+
+    def continued(config: KernelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+        state = start[0].clone(), start[1].clone()
+        return attention_forward(x.q, x.k, x.v, bounds=bounds, state=state, config=config)
+
+    out, lse = continued(choose(tiles(16, 16), **CHOICES[choice]))
+    for got, same in zip((out, lse), continued(tiles(16, 16)), strict=True):
+        torch.testing.assert_close(got, same, rtol=1e-5, atol=1e-5)
+    if not choose(**CHOICES[choice]).pack_gqa:
+        assert torch.equal(out[:, :5], start[0][:, :5])
+
+
+def test_heads_of_views_are_found() -> None:
+    """Packed heads by their own stride: those of a tensor that holds two more, tokens last but one."""
+    x = inputs(Sizes(20, 20, heads=6, kv_heads=2))
+    wide = torch.randn(1, 8, 20, 20)
+    q = wide[:, 1:7, :, 2:18].transpose(1, 2)
+    q.copy_(x.q)
+    expected = ours(x, FULL, config=choose(pack_gqa=True))
+    made = ours(Inputs(q, *x[1:]), FULL, config=choose(pack_gqa=True))
+    for got, same in zip(made, expected, strict=True):
+        assert torch.equal(got, same)
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        ({"order": "longst"}, "order is 'longst': it must be one of heads, longest"),
+        ({"persistent": 1}, "persistent is 1: it must be True or False"),
+        ({"pack_gqa": None}, "pack_gqa is None: it must be True or False"),
+        ({"sm_margin": 4}, "sm_margin is 4 and persistent False: it must be None or"),
+        ({"sm_margin": -1, "persistent": True}, "sm_margin is -1 and persistent True"),
+        ({"sm_margin": True, "persistent": True}, "sm_margin is True and persistent True"),
+        ({"forward_kernel": "hopper", "pack_gqa": True}, "pack_gqa True: forward_kernel='hopper' takes 'heads', False"),
+        (
+            {"forward_kernel": "hopper", "order": "longest"},
+            "order is 'longest', persistent False and pack_gqa False: forward_kernel='hopper' takes",
+        ),
+    ],
+)
+def test_choices_that_are_none(chosen: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        choose(**chosen)
+
+
+def test_a_margin_that_leaves_nothing() -> None:
+    x = inputs(Sizes(1, 1))
+    with pytest.raises(ValueError, match=r"config.sm_margin is 20: this GPU has 20 multiprocessors"):
+        attention_forward(x.q, x.k, x.v, config=choose(persistent=True, sm_margin=20))

@@ -1,0 +1,292 @@
+"""The fp8 kernels, interpreted: every code, the reference's table, special values, shapes, views, what they refuse."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from ringattn.kernels import SCALE_TOKENS, dequantize, quantize, scale_shape
+from ringattn.reference import fp8
+
+from ..support.wire_cases import assert_same, assert_within_bound, codes_for, tensors, wide
+from .test_kernels import VIEWS
+from .test_large_offsets import Far, far  # noqa: F401  (a fixture)
+
+DTYPES = (torch.float16, torch.float32)
+"""What the interpreter computes; it takes bfloat16 for integers."""
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scale = codes_for(x)
+    quantize(x, codes, scale)
+    return codes, scale
+
+
+def back(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.full(codes.shape, torch.nan, dtype=dtype)
+    dequantize(codes, scale, out)
+    return out
+
+
+def scaled_by_one(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of the fp32 numbers ``y`` with a scale of 1: every 128 of them share their scale with 448."""
+    y = y.to(torch.float32)
+    rows = torch.nn.functional.pad(y, (0, -len(y) % 254)).view(-1, 254)
+    x = torch.cat([rows, torch.full_like(rows[:, :2], 448.0)], 1).view(1, -1, 1, 256)
+    codes, scale = quantized(x)
+    assert torch.equal(scale, torch.ones_like(scale))
+    return codes.view(-1, 256)[:, :254].reshape(-1)[: len(y)], y
+
+
+def every_code(*, nan: bool) -> Tensor:
+    codes = torch.arange(256, dtype=torch.uint8)
+    return codes if nan else codes[codes & fp8.NAN != fp8.NAN]
+
+
+# --- the numbers --------------------------------------------------------------------------------------------------
+
+
+def test_the_table_is_the_papers() -> None:
+    """arXiv:2209.05433, table 1, and torch's own reading of every code."""
+    assert [fp8.value(code) for code in (0x7E, 0x08, 0x07, 0x01, 0x80)] == [448, 2**-6, 0.875 * 2**-6, 2**-9, 0]
+    codes = every_code(nan=True)
+    ours = torch.tensor([fp8.value(code) for code in codes.tolist()])
+    assert_same((ours,), (codes.view(torch.float8_e4m3fn).to(torch.float32),))
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-20, 3.7e-5, 511.0])
+def test_every_code_is_decoded(scale: float) -> None:
+    codes = every_code(nan=True).view(1, 2, 1, 128).view(torch.float8_e4m3fn)
+    expected = codes.to(torch.float32) * torch.tensor(scale)
+    assert_same((back(codes, torch.full((1, 1, 1), scale), torch.float32),), (expected,))
+
+
+def test_every_code_is_its_own_nearest() -> None:
+    codes = every_code(nan=False)
+    got, _ = scaled_by_one(codes.view(torch.float8_e4m3fn).to(torch.float32))
+    assert torch.equal(got.view(torch.uint8), codes)
+
+
+def test_ties_go_to_the_even_code_and_neighbours_of_ties_to_the_nearest() -> None:
+    """Halfway between all neighbours, from half of the smallest up, and one fp32 step to either side."""
+    values = torch.tensor([fp8.value(code) for code in range(fp8.NAN)])
+    middle = (values[1:] + values[:-1]) / 2
+    y = torch.cat([torch.nextafter(middle, torch.tensor(0.0)), middle, torch.nextafter(middle, torch.tensor(1e9))])
+    codes, y = scaled_by_one(torch.cat([y, -y]))
+    assert codes.view(torch.uint8).tolist() == [fp8.nearest(value) for value in y.tolist()]
+    assert set((codes.view(torch.uint8)[len(middle) : 2 * len(middle)] % 2).tolist()) == {0}
+
+
+def test_rounding_over_all_of_fp32() -> None:
+    """A prime stride through the bits of every fp32 up to 448, against torch's conversion."""
+    pattern = torch.arange(0, torch.tensor(448.0).view(torch.int32).item() + 1, 100_003, dtype=torch.int32)
+    codes, y = scaled_by_one(pattern.view(torch.float32))
+    assert torch.equal(codes.view(torch.uint8), y.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_as_the_reference_does_it(dtype: torch.dtype) -> None:
+    x = wide(2, 130, 2, 3, dtype=dtype)
+    codes, scale = quantized(x)
+    expected, scales = fp8.quantize(x, SCALE_TOKENS)
+    torch.testing.assert_close(scale.double(), scales, rtol=2**-24, atol=0)
+    # the reference divides in float64: here and there a number lies on the other side of a tie
+    steps = (codes.view(torch.uint8).int() - expected.int()).abs()
+    assert int(steps.max()) <= 1
+    assert float((steps > 0).double().mean()) < 1e-3
+    got = fp8.dequantize(codes.view(torch.uint8), scale.double(), SCALE_TOKENS)
+    torch.testing.assert_close(back(codes, scale, torch.float32).double(), got, rtol=2**-24, atol=0)
+
+
+# --- the bound and the properties -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(tensors(DTYPES))
+def test_error_bound(x: Tensor) -> None:
+    codes, scale = quantized(x)
+    assert_within_bound(x, back(codes, scale, x.dtype), scale)
+
+
+@pytest.mark.nightly
+@settings(max_examples=40)
+@given(tensors(DTYPES))
+def test_once_more_changes_nothing(x: Tensor) -> None:
+    """The same bits every time, and what came back comes back again."""
+    first = quantized(x)
+    assert_same(quantized(x), first)
+    once = back(*first, x.dtype)
+    assert_same((back(*quantized(once), x.dtype),), (once,))
+
+
+@pytest.mark.parametrize("shift", [-40, -1, 1, 40])
+def test_powers_of_two_pass_into_the_scale(shift: int) -> None:
+    x = wide(2, 130, 2, 3)
+    codes, scale = quantized(x)
+    moved, moved_scale = quantized(x * 2.0**shift)
+    assert_same((moved, moved_scale), (codes, scale * 2.0**shift))
+
+
+# --- special values -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_infinity_become_nan_and_leave_the_others_alone(dtype: torch.dtype) -> None:
+    x = torch.randn(1, 130, 2, 5).to(dtype)
+    special = x.clone()
+    special[0, 3, 0, 1], special[0, 4, 0, 2], special[0, 129, 0] = torch.nan, torch.inf, -torch.inf
+    x[~special.isfinite()] = 0.0  # smaller than the largest of its block, and so without a say in its scale
+    codes, scale = quantized(special)
+    clean, clean_scale = quantized(x)
+    assert_same((scale,), (clean_scale,))
+    assert set(codes.view(torch.uint8)[~special.isfinite()].tolist()) == {fp8.NAN}
+    made, expected = back(codes, scale, dtype), back(clean, clean_scale, dtype)
+    assert torch.equal(made.isnan(), ~special.isfinite())
+    assert torch.equal(made[special.isfinite()], expected[special.isfinite()])
+
+
+def test_zeros_keep_their_sign() -> None:
+    x = torch.zeros(1, 130, 1, 4)
+    x[..., 1] = -0.0
+    codes, scale = quantized(x)
+    assert set(scale.flatten().tolist()) == {2.0**-126}
+    assert_same((back(codes, scale, torch.float32),), (x,))
+
+
+@pytest.mark.parametrize("amax", [1e-45, 3e-42, 1.1754944e-38, 5.2e-36, 5.3e-36, 1e-30])
+def test_tiny_blocks(amax: float) -> None:
+    """Where ``amax / 448`` is subnormal or zero the scale stays 2^-126, whose inverse is finite."""
+    x = torch.tensor([1.0, -0.7, 0.3, 0.01]).mul(amax).view(1, 1, 1, 4)
+    codes, scale = quantized(x)
+    assert scale.item() >= 2.0**-126
+    assert_within_bound(x, back(codes, scale, torch.float32), scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_come_back_finite(dtype: torch.dtype) -> None:
+    """448 times a scale that was rounded up would be infinite, if the largest numbers were not multiples of 7."""
+    integer = torch.int16 if dtype == torch.float16 else torch.int32
+    largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype)
+    x = (largest.view(integer) - torch.arange(64, dtype=integer)).view(dtype)
+    x = torch.stack([x, -x], -1)[:, None, None]  # a scale for each
+    codes, scale = quantized(x)
+    assert set(codes.view(torch.uint8).flatten().tolist()) == {0x7E, 0xFE}
+    made = back(codes, scale, dtype)
+    assert made.isfinite().all()
+    torch.testing.assert_close(made, x, rtol=2**-22 if dtype == torch.float32 else 0.0, atol=0.0)
+
+
+# --- shapes and views -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 256, 300])
+def test_lengths(tokens: int) -> None:
+    """Every 128 tokens of every head have a scale of their own, and the last have what is left."""
+    x = wide(2, tokens, 3, 4) * torch.arange(1, 7).view(2, 1, 3, 1)
+    codes, scale = quantized(x)
+    assert scale.shape == (2, -(-tokens // 128), 3)
+    for tile, start in enumerate(range(0, tokens, 128)):
+        amax = x[:, start : start + 128].abs().amax((1, 3))
+        assert_same((scale[:, tile],), (amax / 448,))
+    assert_within_bound(x, back(codes, scale, x.dtype), scale)
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 7, 16, 40, 80, 129, 256])
+def test_head_dims(head_dim: int) -> None:
+    x = wide(1, 20, 2, head_dim, dtype=torch.float16)
+    codes, scale = quantized(x)
+    assert_within_bound(x, back(codes, scale, x.dtype), scale)
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 2, 4), (2, 0, 2, 4), (2, 8, 0, 4)])
+def test_nothing_to_do(shape: tuple[int, ...]) -> None:
+    x = torch.empty(shape)
+    codes, scale = quantized(x)
+    assert scale.numel() == 0
+    assert back(codes, scale, x.dtype).shape == shape
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views(view: Callable[[Tensor], Tensor]) -> None:
+    """Read and written where they lie; what lies between their elements stays."""
+    x = wide(2, 20, 2, 6)
+    codes, scale = quantized(x)
+    assert_same(quantized(view(x)), (codes, scale))
+    target = view(torch.zeros_like(x))
+    dequantize(codes, scale, target)
+    assert_same((target,), (back(codes, scale, x.dtype),))
+    storage = target._base
+    assert storage is not None
+    assert int(storage.isnan().sum()) == storage.numel() - target.numel()
+
+
+def test_far_apart(far: Far) -> None:  # noqa: F811
+    x = wide(3, 3, 3, 4, dtype=torch.float16)
+    codes, scale = quantized(x)
+    assert_same(quantized(far(x)), (codes, scale))
+    out = far(torch.zeros_like(x))
+    dequantize(codes, scale, out)
+    assert_same((out.clone(),), (back(codes, scale, x.dtype),))
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"values": torch.zeros(4, 2, 8)}, r"VALUES has shape \[4, 2, 8\]: it must be \[B, S, H, D\]"),
+        ({"values": torch.zeros(1, 4, 2, 8, dtype=torch.float64)}, r"VALUES is torch.float64: it must be float16, bf"),
+        ({"values": torch.zeros(1, 4, 2, 257)}, r"VALUES has head dim 257: it must be 1 to 256"),
+        ({"values": torch.zeros(1, 4, 2, 16)[..., ::2]}, r"VALUES has strides .* the last stride must be 1"),
+        ({"codes": torch.zeros(1, 4, 2, 8)}, r"CODES is torch.float32: it must be torch.float8_e4m3fn"),
+        ({"codes": torch.zeros(1, 5, 2, 8).to(E4M3)}, r"CODES has shape \[1, 5, 2, 8\]: VALUES has \[1, 4, 2, 8\]"),
+        ({"codes": torch.zeros(1, 4, 4, 8).to(E4M3)[:, :, ::2]}, r"CODES has strides .* must be contiguous"),
+        ({"scale": torch.zeros(1, 2, 1)}, r"scale has shape \[1, 2, 1\]: it must be \[1, 1, 2\]"),
+        ({"scale": torch.zeros(1, 1, 2, dtype=torch.float16)}, r"scale is torch.float16: it must be torch.float32"),
+        ({"scale": torch.zeros(1, 1, 2, device="meta")}, r"scale is on meta: it must be on cpu"),
+    ],
+)
+def test_refused(change: dict[str, Tensor], told: str) -> None:
+    """In both directions, by the names that the arguments have there."""
+    values = torch.ones(1, 4, 2, 8)
+    codes, scale = codes_for(values)
+    given = {"values": values, "codes": codes, "scale": scale, **change}
+    with pytest.raises(ValueError, match=told.replace("VALUES", "x").replace("CODES", "out")):
+        quantize(given["values"], given["codes"], given["scale"])
+    with pytest.raises(ValueError, match=told.replace("VALUES", "out").replace("CODES", "x")):
+        dequantize(given["codes"], given["scale"], given["values"])
+
+
+def test_scale_shape() -> None:
+    assert [scale_shape((2, tokens, 3, 64)) for tokens in (0, 1, 128, 129)] == [(2, n, 3) for n in (0, 1, 1, 2)]
+
+
+def test_the_cpu_needs_the_interpreter(tmp_path: Path) -> None:
+    code = """
+import torch
+from ringattn.kernels import dequantize, quantize
+x = torch.zeros(1, 8, 1, 16)
+codes, scale = x.to(torch.float8_e4m3fn), torch.zeros(1, 1, 1)
+for call in (lambda: quantize(x, codes, scale), lambda: dequantize(codes, scale, x)):
+    try:
+        call()
+    except NotImplementedError as error:
+        assert "tensors are on the CPU" in str(error), error
+    else:
+        raise AssertionError
+"""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

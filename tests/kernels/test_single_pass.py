@@ -1,0 +1,293 @@
+"""The backward in a single pass: exact, deterministic where it says so, and in an order that cannot lock up."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.kernels import (
+    FULL,
+    Bounds,
+    KernelConfig,
+    Tile,
+    attention_backward,
+    attention_delta,
+    attention_forward,
+    attention_gradients,
+)
+from ringattn.kernels.config import single_pass_tile
+from ringattn.kernels.experimental import gradients
+from ringattn.kernels.experimental.turns import numbers, visits
+from ringattn.kernels.lookup import Gpu
+
+from ..support.kernel_cases import DTYPES, KINDS, Inputs, Sizes, check, inputs, interval, ours, part
+from . import test_kernel_scores as scored
+
+pytestmark = [
+    pytest.mark.usefixtures("poison"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered in (exp2|multiply|subtract)"),
+]
+
+MODES = ("single_pass", "single_pass_deterministic")
+CPU = torch.device("cpu")
+TWO_PASSES = KernelConfig(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
+
+
+def config(mode: str, block_q: int = 16, block_k: int = 32) -> KernelConfig:
+    tile = Tile(32, 32, 4, 1)
+    return KernelConfig(tile, tile, tile, backward=mode, single_pass=Tile(block_q, block_k, 4, 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks(kind: str) -> None:
+    mode = MODES[KINDS.index(kind) % 2]
+    check(inputs(Sizes(queries=40, keys=45, heads=2)), interval(kind, 40, 45), config=config(mode))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_mask_in_every_mode(kind: str, mode: str, dtype: torch.dtype) -> None:
+    x = inputs(Sizes(queries=70, keys=75, heads=4, kv_heads=2, batch=2), dtype)
+    check(x, interval(kind, 70, 75), config=config(mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(96, 24), (40, 192)])
+def test_head_dims(head_dim: int, head_dim_v: int, mode: str) -> None:
+    sizes = Sizes(head_dim=head_dim, head_dim_v=head_dim_v, heads=2)
+    check(inputs(sizes, torch.float16), interval("causal", 40, 40), config=config(mode, 32))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(33, 1), (0, 8), (8, 0)])
+def test_lengths(queries: int, keys: int) -> None:
+    check(inputs(Sizes(queries=queries, keys=keys, heads=2)), FULL, config=config(MODES[1]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("narrowed", ["used", "runs", "both"])
+def test_all_that_becomes_of_scores(narrowed: str, mode: str) -> None:
+    x, whole, scores = inputs(scored.SIZES), interval("causal", 40, 45), scored.scores_of("all")
+    used = None if narrowed == "runs" else torch.tensor([13, 45], dtype=torch.int32)
+    runs = None if narrowed == "used" else scored.pattern(40, 45, 32)
+    bounds = Bounds(whole.lo, whole.hi, used, runs)
+    scored.compare(scored.ours(x, bounds, scores, config(mode)), x, bounds, scores)
+
+
+def test_keys_past_the_end_are_nobodys() -> None:
+    """Without a mask, where weights of the padding of a tile overflow: inf * 0 would be NaN."""
+    x = inputs(Sizes(queries=16, keys=40, head_dim=16))
+    x = x._replace(q=x.q.abs() + 1, k=-20 * (x.k.abs() + 1))
+    made = ours(x, config=config("single_pass"))
+    assert made.lse.max() < -88
+    assert made.dq.isfinite().all()
+
+
+def given(x: Inputs, bounds: Bounds = FULL) -> tuple[Tensor, ...]:
+    """What the parts of a backward take, from the first keys on."""
+    out, lse = attention_forward(x.q, x.k, x.v, bounds=bounds)
+    return x.dout, x.q, x.k, x.v, lse, attention_delta(x.dout, out, x.dlse)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sums_are_continued(mode: str) -> None:
+    """Shard after shard, dK/dV added to what was there: the whole."""
+    x, bounds = inputs(Sizes(queries=40, keys=48, heads=2)), interval("causal", 40, 48)
+    dout, q, _, _, lse, delta = given(x, bounds)
+    dq, start = torch.randn(q.shape), [torch.randn(x.k.shape), torch.randn(x.v.shape)]
+    before, parts = dq.clone(), []
+    for begin in (0, 32):
+        keys = slice(begin, min(begin + 32, 48))
+        sums = tuple(s[:, keys].clone() for s in start)
+        call: dict[str, Any] = {"bounds": part(bounds, keys.start, keys.stop), "sums": sums, "into": sums}
+        got = attention_gradients(dout, q, x.k[:, keys], x.v[:, keys], lse, delta, dq=dq, config=config(mode), **call)
+        assert got[0] is sums[0]
+        parts.append(got)
+    whole = ours(x, bounds)
+    torch.testing.assert_close(dq - before, whole.dq, rtol=1e-4, atol=1e-4)
+    for i, (name, first) in enumerate(zip(("dk", "dv"), start, strict=True)):
+        made = torch.cat([one[i] for one in parts], 1) - first
+        torch.testing.assert_close(made, getattr(whole, name), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_attention_backward_takes_it(sums: bool) -> None:
+    x = inputs(Sizes(), torch.float16)
+    out, lse = attention_forward(x.q, x.k, x.v)
+    kept = [torch.zeros(t.shape) for t in (x.q, x.k, x.v)] if sums else [None] * 3
+    names: dict[str, Any] = dict(zip(("dq", "dk", "dv"), kept, strict=True))
+    made = attention_backward(x.dout, x.q, x.k, x.v, out, lse, config=config("single_pass"), **names)
+    two = attention_backward(x.dout, x.q, x.k, x.v, out, lse)
+    for got, like, sum_ in zip(made, two, kept, strict=True):
+        assert got.dtype == (torch.float32 if sums else torch.float16)
+        assert sum_ is None or got is sum_
+        torch.testing.assert_close(got.float(), like.float(), rtol=2e-3, atol=2e-3)
+
+
+# --- the order of adding ------------------------------------------------------------------------------------------
+
+
+def test_the_same_bits_every_time() -> None:
+    x, bounds = inputs(Sizes(heads=4, kv_heads=2), torch.float16), interval("causal", 40, 40)
+    deterministic = config("single_pass_deterministic")
+    for first, second in zip(ours(x, bounds, config=deterministic), ours(x, bounds, config=deterministic), strict=True):
+        assert torch.equal(first, second)
+
+
+def narrowed(kind: str, queries: int, keys: int) -> Bounds:
+    if kind in KINDS:
+        return interval(kind, queries, keys)
+    whole = interval("window", queries, keys)
+    if kind == "used":
+        return Bounds(whole.lo, whole.hi, torch.tensor([keys // 3, keys], dtype=torch.int32))
+    return Bounds(whole.lo, whole.hi, None, scored.pattern(queries, keys, 16))
+
+
+TURNS = (*KINDS, "used", "runs")
+
+
+@pytest.mark.parametrize("kind", TURNS)
+def test_a_query_tile_is_added_to_as_often_as_the_order_says(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the gates have counted when all is over is what the table foresaw, which torch makes."""
+    seen: list[Any] = []
+    launch = gradients.launch  # type: ignore[attr-defined]
+
+    def spy(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
+        seen.extend(arg for arg in args if type(arg).__name__ == "Turns")
+        launch(kernel, grid, device, *args, **options)
+
+    monkeypatch.setattr(gradients, "launch", spy)
+    bounds = narrowed(kind, 40, 70)
+    one = replace(config("single_pass_deterministic"), single_pass=Tile(16, 16, 4, 1))
+    x = inputs(Sizes(queries=40, keys=70, heads=2, kv_heads=1, batch=2))
+    attention_gradients(*given(x, bounds), dq=torch.zeros(x.q.shape), bounds=bounds, config=one)
+    (turns,) = seen
+    visited = visits(bounds, 40, 70, Tile(16, 16, 4, 1), CPU).sum(1)
+    assert torch.equal(turns.gates.long(), visited[:, None].expand(2, 2, -1))
+
+
+def orders(bounds: Bounds, slots: int, chance: random.Random, tile: Tile, queries: int, keys: int) -> list[list[int]]:
+    """Which key tiles add to each query tile, where ``slots`` programs run at once, any of them at a time.
+
+    A program keeps its slot until it is done, and a freed one goes to the next in order of launch: late keys first.
+    """
+    seen, table = visits(bounds, queries, keys, tile, CPU)[0], numbers(bounds, 1, queries, keys, tile, CPU)
+    tiles = seen.shape[0]
+    added: list[list[int]] = [[] for _ in range(seen.shape[1])]
+    waiting = list(range(tiles))  # tile `waiting[-1]` is launched next
+    walks = {one: seen[one].nonzero()[:, 0].tolist() for one in waiting}
+    running: list[int] = []
+    while waiting or running:
+        while waiting and len(running) < slots:
+            running.append(waiting.pop())
+        free = [
+            one for one in running
+            if not walks[one]
+            or len(added[walks[one][0]]) == (tiles - 1 - one if table is None else int(table[0, one, walks[one][0]]))
+        ]  # fmt: skip
+        assert free, f"all of {running} wait: locked up"
+        one = chance.choice(free)
+        if walks[one]:
+            added[walks[one].pop(0)].append(one)
+        else:
+            running.remove(one)
+    return added
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TURNS if kind != "used"])
+def test_no_interleaving_changes_the_order_or_locks_up(kind: str) -> None:
+    bounds, tile = narrowed(kind, 90, 160), Tile(16, 16, 4, 1)
+    for slots in (1, 2, 3, 10):
+        made = [orders(bounds, slots, random.Random(seed), tile, 90, 160) for seed in range(10)]
+        assert all(one == sorted(one, reverse=True) for one in made[0])
+        assert all(one == made[0] for one in made)
+
+
+def test_causal_turns_make_nobody_wait() -> None:
+    """With a multiprocessor for each: in step, the next query tile of a program has just been left by the others."""
+    table = numbers(interval("causal", 160, 160), 1, 160, 160, Tile(16, 16, 4, 1), CPU)
+    assert table is not None
+    for tile in range(10):
+        for step, column in enumerate(range(tile, 10)):
+            assert int(table[0, tile, column]) == step
+
+
+def test_a_table_is_made_once() -> None:
+    bounds, tile = interval("causal", 40, 40), Tile(16, 16, 4, 1)
+    assert numbers(bounds, 1, 40, 40, tile, CPU) is numbers(bounds, 1, 40, 40, tile, CPU)
+    assert numbers(FULL, 1, 40, 40, tile, CPU) is None
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def test_configs_that_are_refused() -> None:
+    tile = Tile(32, 32, 4, 1)
+    with pytest.raises(
+        ValueError, match=r"backward is 'one': it must be one of two_pass, single_pass, single_pass_det"
+    ):
+        KernelConfig(tile, tile, tile, backward="one")
+    with pytest.raises(ValueError, match=r"single_pass is Tile.* with backward='two_pass', which has no use for it"):
+        KernelConfig(tile, tile, tile, single_pass=tile)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"config": TWO_PASSES},
+            "config.backward is 'two_pass': attention_gradients takes",
+        ),
+        ({"dq": torch.zeros(1, 40, 1, 16).half()}, "dq is torch.float16: it must be torch.float32"),
+        ({"dq": torch.zeros(1, 39, 1, 16)}, "dq has shape .* it must be"),
+        ({"sums": (torch.zeros(1, 40, 1, 16).half(), torch.zeros(1, 40, 1, 16))}, r"sums\[0\] is torch.float16"),
+    ],
+)
+def test_arguments_that_are_refused(change: dict[str, Any], told: str) -> None:
+    call: dict[str, Any] = {"dq": torch.zeros(1, 40, 1, 16), "config": config("single_pass")} | change
+    with pytest.raises(ValueError, match=told):
+        attention_gradients(*given(inputs(Sizes())), **call)
+
+
+def test_strides_beyond_32_bits_are_refused() -> None:
+    dq = torch.empty(1, 40, 2**27, 1, device="meta")
+    gradients.check_near("dq", dq[:, :1], Tile(16, 32, 4, 1))
+    with pytest.raises(ValueError, match=r"dq has strides .*: a tile of 16 queries must lie within 2\^31 elements"):
+        gradients.check_near("dq", dq, Tile(16, 32, 4, 1))
+
+
+def test_blocks_that_a_tile_does_not_divide_are_refused() -> None:
+    bounds = Bounds(None, None, None, scored.pattern(40, 40, 48))
+    x = inputs(Sizes())
+    with pytest.raises(ValueError, match=r"config.single_pass has tiles of 16 x 32: they must divide the blocks of 48"):
+        attention_gradients(*given(x), dq=torch.zeros(x.q.shape), bounds=bounds, config=config("single_pass"))
+
+
+def test_a_head_dim_without_a_tile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringattn.kernels.choice.gpu_of", lambda device: Gpu("NVIDIA H200", 90))
+    assert single_pass_tile(90, torch.float32, 256) is None
+    x, tile = inputs(Sizes(head_dim=256)), Tile(32, 32, 4, 1)
+    with pytest.raises(ValueError, match=r"head dim 256 has no default tile for a single-pass backward .* up to 128"):
+        attention_gradients(
+            *given(x), dq=torch.zeros(x.q.shape), config=KernelConfig(tile, tile, tile, backward="single_pass")
+        )
+
+
+@pytest.mark.compiles("kernels/experimental/gradients.py", "tests/support/single_pass_arguments.py")
+def test_a_launch_with_descriptors_compiles() -> None:
+    """By the JIT, from the arguments of real launches, where there is no GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.support.single_pass_arguments"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("compiled") == 4

@@ -1,0 +1,271 @@
+"""Which tiles a block of rows visits: the arithmetic against brute force, and the loads of the kernels, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
+
+from ringattn.kernels import (
+    FULL,
+    Bounds,
+    KernelConfig,
+    Runs,
+    TileRange,
+    attention_dkdv,
+    attention_dq,
+    attention_forward,
+    tile_range,
+)
+from ringattn.kernels.device import tiles as jit
+from ringattn.kernels.device.tiles import Interval, Shape
+from ringattn.ring.schedule.layout import Layout
+from ringattn.ring.schedule.mask import Mask, bounds
+
+from ..support.kernel_cases import interval, tiles, visible
+from ..support.layouts import NAMES, named
+from ..support.nightly import rest_nightly
+
+Limits = tuple[int, int, int, int]
+"""(lo_first, lo_last, hi_first, hi_last)"""
+
+
+def limits(keys: int) -> Iterator[Limits]:
+    """All that two ordered vectors of ordered pairs can begin and end with."""
+    index = range(keys + 1)
+    for lo_first, lo_last, hi_first, hi_last in product(index, repeat=4):
+        if lo_first <= lo_last <= hi_last and lo_first <= hi_first <= hi_last:
+            yield lo_first, lo_last, hi_first, hi_last
+
+
+SMALL = [(case, block) for block in (1, 2, 3, 4) for case in limits(6)]
+
+
+# --- the arithmetic -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 4])
+def test_every_small_range(block: int) -> None:
+    for lo_first, lo_last, hi_first, hi_last in limits(8):
+        got = tile_range(lo_first, lo_last, hi_first, hi_last, block)
+        assert all(end % block == 0 for end in got)
+        assert got.start <= got.full_start <= got.full_end <= got.end
+        starts = range(0, 2 * block + 8, block)
+        hull = {start for start in starts if start < hi_last and start + block > lo_first and hi_last > lo_first}
+        assert set(range(got.start, got.end, block)) == hull
+        whole = {start for start in starts if start >= lo_last and start + block <= hi_first}
+        assert set(range(got.full_start, got.full_end, block)) == whole
+
+
+def test_no_tile_is_seen_whole() -> None:
+    """Then all of them are the tail's: one masked loop, and FULL needs no head."""
+    assert tile_range(0, 0, 7, 7, 8) == TileRange(0, 0, 0, 8)
+    assert tile_range(3, 9, 12, 20, 8) == TileRange(0, 0, 0, 24)
+    assert tile_range(0, 8, 8, 16, 8) == TileRange(0, 0, 0, 16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def mirror(out: Any, interval: Any, shape: Any, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    program = tl.program_id(0)
+    got = jit.tile_range(interval, program * BLOCK_ROWS, shape, BLOCK_ROWS, BLOCK)
+    for i in tl.static_range(4):
+        tl.store(out + 4 * program + i, got[i])
+
+
+def mirrored(lo: Tensor | None, hi: Tensor | None, rows: int, columns: int, block_rows: int, block: int) -> Tensor:
+    programs = -(-rows // block_rows)
+    out = torch.full((programs, 4), -1, dtype=torch.int32)
+    mirror[(programs,)](out, Interval(lo, hi), Shape(rows, columns, 1, 1), BLOCK_ROWS=block_rows, BLOCK=block)
+    return out
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 4])
+def test_jit_mirror(block: int) -> None:
+    """Two rows per program; a last one alone, so that its block is cut short."""
+    cases = [*limits(4), (2, 2, 3, 3)]
+    lo = torch.tensor([end for case in cases for end in case[:2]], dtype=torch.int32)[:-1]
+    hi = torch.tensor([end for case in cases for end in case[2:]], dtype=torch.int32)[:-1]
+    expected = torch.tensor([tile_range(*case, block) for case in cases], dtype=torch.int32)
+    assert torch.equal(mirrored(lo, hi, len(lo), 4, 2, block), expected)
+
+
+@pytest.mark.parametrize("columns", range(7))
+def test_jit_mirror_of_full(columns: int) -> None:
+    for block in (1, 2, 4):
+        expected = torch.tensor([tile_range(0, 0, columns, columns, block)] * 3, dtype=torch.int32)
+        assert torch.equal(mirrored(None, None, 5, columns, 2, block), expected)
+
+
+# --- the loads ----------------------------------------------------------------------------------------------------
+
+
+class Loads:
+    """The tiles that each program of a launch loads, told by the addresses that it asks the interpreter for.
+
+    ``tiles[name][program]`` counts (first row, head) of each tile of a tensor, ``plain`` those without any mask.
+    """
+
+    def __init__(self, **tensors: Tensor) -> None:
+        assert all(t.is_contiguous() and t.shape[0] == 1 for t in tensors.values())
+        self.tensors = tensors
+        self.plain = {name: set[tuple[int, int]]() for name in tensors}
+        self.tiles: dict[str, dict[int, Counter[tuple[int, int]]]] = {name: {} for name in tensors}
+
+    def record(self, program: int, addresses: Any, mask: Any, plain: bool) -> None:
+        """A load of ``[rows, columns]``; one of a vector (bounds, lse, delta) is no tile."""
+        if addresses.ndim != 2:
+            return
+        places = addresses.astype("int64")
+        name = next(name for name, t in self.tensors.items() if 0 <= places[0, 0] - t.data_ptr() < t.nbytes)
+        tensor = self.tensors[name]
+        offsets = (places[mask] - tensor.data_ptr()) // tensor.itemsize
+        heads, head_dim = tensor.shape[2:]
+        rows, (head,) = (
+            np.unique(index).tolist() for index in (offsets // (heads * head_dim), offsets // head_dim % heads)
+        )
+        assert rows == list(range(rows[0], min(rows[0] + len(addresses), tensor.shape[1]))), "a tile is whole"
+        tile = rows[0], head
+        self.tiles[name].setdefault(program, Counter())[tile] += 1
+        if plain:
+            self.plain[name].add((program, rows[0]))
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Loads]]:
+    """Put a ``Loads`` into the list, and it records what is launched from then on."""
+    watching: list[Loads] = []
+    load, masked_load = InterpreterBuilder.create_load, InterpreterBuilder.create_masked_load
+    plain = False
+
+    def spy(self: Any, pointers: Any, *rest: Any) -> Any:
+        nonlocal plain
+        plain = True
+        try:
+            return load(self, pointers, *rest)  # which is a masked load that masks nothing
+        finally:
+            plain = False
+
+    def masked_spy(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        for loads in watching:
+            loads.record(self.grid_idx[0], pointers.data, mask.data, plain)
+        return masked_load(self, pointers, mask, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_load", spy)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", masked_spy)
+    yield watching
+
+
+def expected_tiles(seen: Tensor, rows: int, columns: int) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
+    """By the first row of each block: the first columns of the tiles that one of its rows sees, and those all see."""
+    some: dict[int, set[int]] = {}
+    whole: dict[int, set[int]] = {}
+    for first in range(0, seen.shape[0], rows):
+        tile = {
+            start: seen[first : first + rows, start : start + columns] for start in range(0, seen.shape[1], columns)
+        }
+        some[first] = {start for start, pairs in tile.items() if pairs.any()}
+        whole[first] = {start for start, pairs in tile.items() if pairs.shape[1] == columns and pairs.all()}
+    return some, whole
+
+
+def check_loads(loads: Loads, own: list[str], walked: list[str], seen: Tensor, rows: int, columns: int) -> None:
+    """Every program loads its block of ``own`` once, and of ``walked`` what a row of it sees, once per query head."""
+    some, whole = expected_tiles(seen, rows, columns)
+    blocks = loads.tiles[own[0]]
+    heads = loads.tensors[own[0]].shape[2]
+    every = Counter((first, head) for first in some for head in range(heads))
+    assert sum(blocks.values(), Counter()) == every, "every block of every head, once"
+    for program, block in blocks.items():
+        ((first, head),) = block
+        assert all(loads.tiles[name][program] == block for name in own)
+        for name in walked:
+            other = loads.tensors[name].shape[2]
+            partners = range(head * other // heads, head * other // heads + max(other // heads, 1))
+            once = Counter((start, partner) for start in some[first] for partner in partners)
+            assert loads.tiles[name].get(program, Counter()) == once, (name, first)
+            if name in ("k", "v"):
+                unmasked = {start for owner, start in loads.plain[name] if owner == program}
+                assert unmasked == whole[first], "only edge tiles pay for the mask"
+
+
+def check_launches(
+    watch: list[Loads], made: Bounds, queries: int, keys: int, config: KernelConfig, heads: int = 1, kv_heads: int = 1
+) -> None:
+    """Count the loads of the three kernels."""
+    q, dout = (torch.randn(1, queries, heads, 16) for _ in range(2))
+    k, v = (torch.randn(1, keys, kv_heads, 16) for _ in range(2))
+    lse, delta = torch.zeros(1, heads, queries), torch.zeros(1, heads, queries)
+    seen = visible(made, 1, queries, keys)[0, 0]
+
+    def counted(launch: Any, *arguments: Any) -> Loads:
+        watch[:] = [loads := Loads(q=q, k=k, v=v, dout=dout)]
+        launch(*arguments, bounds=made, config=config)
+        watch.clear()
+        return loads
+
+    tile = config.forward
+    check_loads(counted(attention_forward, q, k, v), ["q"], ["k", "v"], seen, tile.block_q, tile.block_k)
+    gradients = (dout, q, k, v, lse, delta)
+    check_loads(counted(attention_dq, *gradients), ["q", "dout"], ["k", "v"], seen, tile.block_q, tile.block_k)
+    check_loads(counted(attention_dkdv, *gradients), ["k", "v"], ["q", "dout"], seen.mT, tile.block_k, tile.block_q)
+
+
+def layouts(world: int) -> dict[str, Layout]:
+    made = {name: named(name, 90, world) for name in NAMES}
+    return made | {"uneven": Layout.uneven([60, 3, 27, 0][:world])}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("world", rest_nightly([1, 2, 3, 4], 1, 3))
+@pytest.mark.parametrize("name", [*NAMES, "uneven"])
+def test_a_tile_that_nobody_sees_is_never_loaded(name: str, world: int, causal: bool, watch: list[Loads]) -> None:
+    """And one that somebody sees exactly once per pass, every hop of every rank."""
+    layout, done = layouts(world)[name], set()
+    for rank, shard in product(range(world), repeat=2):
+        q, k = layout.positions(rank), layout.positions(shard)
+        made = bounds(Mask(causal=causal), q, k)
+        same = (len(q), len(k), None if made.hi is None else tuple(made.hi.tolist()))
+        if same not in done:  # many hops of a layout are alike
+            done.add(same)
+            check_launches(watch, made, len(q), len(k), tiles(16, 16))
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "documents", "last rows blind", "all rows blind"])
+@pytest.mark.parametrize(("block_q", "block_k"), [(16, 32), (32, 16)])
+def test_tiles_of_two_sizes_and_other_masks(kind: str, block_q: int, block_k: int, watch: list[Loads]) -> None:
+    check_launches(watch, interval(kind, 70, 75), 70, 75, tiles(block_q, block_k))
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "window"])
+def test_padding_and_blocks_that_are_not_seen_are_not_loaded(kind: str, watch: list[Loads]) -> None:
+    whole = interval(kind, 70, 75)
+    for used in (0, 20, 75):
+        padded = Bounds(whole.lo, whole.hi, torch.tensor([used], dtype=torch.int32))
+        check_launches(watch, padded, 70, 75, tiles(16, 16))
+    for block in (32, 48):
+        shown = torch.rand(-(-70 // block), -(-75 // block)) < 0.5
+        check_launches(watch, Bounds(whole.lo, whole.hi, None, Runs(shown, block)), 70, 75, tiles(16, 16))
+
+
+def test_query_heads_share_the_tiles_of_their_key_head(watch: list[Loads]) -> None:
+    check_launches(watch, interval("causal", 40, 40), 40, 40, tiles(16, 16), heads=4, kv_heads=2)
+    check_launches(watch, FULL, 20, 20, tiles(16, 16), heads=3, kv_heads=1)
+
+
+def test_a_state_that_nothing_is_added_to_is_not_read(watch: list[Loads]) -> None:
+    """In place, a block whose rows see nothing of this shard loads no tile at all."""
+    q, k, v = (torch.randn(1, 40, 1, 16) for _ in range(3))
+    state, lse = torch.randn(1, 40, 1, 16), torch.randn(1, 1, 40)
+    watch.append(loads := Loads(q=q, k=k, v=v, state=state))
+    attention_forward(q, k, v, bounds=interval("first rows blind", 40, 40), state=(state, lse), config=tiles(16, 16))
+    for name in ("q", "state"):  # rows 0 to 19 are blind: block 0
+        assert sum(loads.tiles[name].values(), Counter()) == Counter({(16, 0): 1, (32, 0): 1})

@@ -1,0 +1,194 @@
+"""Draw calls of the public face, play them on real ranks, hold them against float64; a failure becomes one line.
+
+python -m tests.properties.fuzz --minutes 20 --seed 0      # draw; exit code 1 where anything failed
+python -m tests.properties.fuzz --call LINE                # what a failure printed, once more
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from random import Random
+from typing import Any
+
+import torch
+
+from ..conftest import profile  # noqa: F401  the interpreter, before Triton is imported
+from ..support.mask_cases import expected, judge, together
+from .fuzz_draw import BASE, WRONG, Literals, draw_line
+from .fuzz_oracle import check_reference
+from .fuzz_ranks import Outcome, Processes, Threads, case_of, told
+
+ALSO = {
+    "q": "k|v|layout|batch",
+    "k": "q|v|layout",
+    "v": "k|layout",
+    "dropout_p": "dropout_seed",
+    "causal": "prefix_length",
+}
+"""Other arguments that an error may name, since two of them do not fit each other."""
+REMEMBERED = 20  # calls before a failure, which may have brought it about
+SHRINK_SECONDS = 90.0
+
+
+class Fuzz:
+    """The ranks, kept from line to line, and what they did last."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[str, int], Threads | Processes] = {}
+        self._before: dict[tuple[str, int], list[Literals]] = {}
+
+    def failure(self, line: Literals, *, fresh: bool = False) -> str:
+        """What is wrong with a line, "" where nothing is; ``fresh``: on ranks that have done nothing before."""
+        key = run, world = line["run"], line["world"]
+        if fresh:
+            self._drop(key)
+        try:
+            if key not in self._pools:
+                self._pools[key] = (Processes if run == "processes" else Threads)(run, world)
+                self._before[key] = []
+            ranks = self._pools[key].play(line["calls"], world)
+            of_calls = zip(line["calls"], zip(*ranks, strict=True), strict=True)
+            found = next(filter(None, (verdict(BASE | call, world, made) for call, made in of_calls)), "")
+            assert found or not any(None in made for made in ranks), "a call has no outcome"
+        except Exception as error:
+            found = told(error)
+        if found:
+            self._drop(key)
+        else:
+            self._before[key] = [*self._before[key], *line["calls"]][-REMEMBERED:]
+        return found
+
+    def shrunk(self, line: Literals, found: str) -> tuple[Literals, str]:
+        """The smallest line that still fails in that way; with the calls before it, where it does not fail alone."""
+        longer = line | {"calls": [*self._before[line["run"], line["world"]], *line["calls"]]}
+        start = next((one for one in (line, longer) if self._alike(one, found)), None)
+        if start is None:
+            return longer, f"{found} (once: neither alone nor after the calls before it)"
+        end = time.monotonic() + SHRINK_SECONDS
+        smaller: Literals | None = start
+        while smaller is not None:
+            start = smaller
+            smaller = next((one for one in less(start) if time.monotonic() < end and self._alike(one, found)), None)
+        return start, self.failure(start, fresh=True) or found
+
+    def _alike(self, line: Literals, found: str) -> bool:
+        return kind(self.failure(line, fresh=True)) == kind(found)
+
+    def _drop(self, key: tuple[str, int]) -> None:
+        if key in self._pools:
+            self._pools.pop(key).close()
+
+    def close(self) -> None:
+        for key in [*self._pools]:
+            self._drop(key)
+
+
+def verdict(call: Literals, world: int, made: Sequence[Outcome]) -> str:
+    """What is wrong with what the ranks have of a call."""
+    if None in made and not any(isinstance(one, str) for one in made):
+        return ""  # for an error in another call, which is told
+    if call["spoil"]:
+        name, value, where = call["spoil"]
+        nonsense = repr(value) in map(repr, WRONG.get(name, ()))
+        nonsense &= not (value == "other tokens" and name == "q" and world == 1 and call["named"] and call["kv_layout"])
+        if where >= world or not (nonsense or (where >= 0 and world > 1 and value != call.get(name))):
+            return ""  # nothing is wrong with that
+        promised = rf"(?s)(ValueError|NotImplementedError|TypeError): .*\b({name}|{ALSO.get(name, name)})\b"
+        wrong = [f"rank {rank}: {one}" for rank, one in enumerate(made) if not re.match(promised, str(one))]
+        return f"{name}: no error that names it: {'; '.join(wrong)}" if wrong else ""
+    wrong = [f"rank {rank}: {one}" for rank, one in enumerate(made) if isinstance(one, str)]
+    if wrong or call["unshard"]:
+        return "; ".join(wrong)
+    case = case_of(call, world)
+    try:
+        right = expected(case)
+        check_reference(case, right.truth)
+        judge(right, *together(case, [one for one in made if isinstance(one, list)]))
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def kind(found: str) -> str:
+    """What the first rank says, without its numbers."""
+    return re.sub(r"[-+]?\d[\w.+-]*", "#", found.partition("; rank")[0])[:50]
+
+
+def less(line: Literals) -> Iterator[Literals]:
+    """Lines that say less than this one, those first that say much less."""
+    if line["run"] == "processes":
+        yield line | {"run": "threads"}
+    yield from (line | {"world": world} for world in smaller(line["world"]) if world)
+    yield from (line | {"calls": calls} for calls in smaller(line["calls"]))
+
+
+def smaller(value: Any) -> Iterator[Any]:
+    """Half of it, all but one of its entries, one of them smaller; a number nearer to zero."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        yield from dict.fromkeys((0, value // 2, value - 1))
+    elif isinstance(value, dict | list | tuple):
+        entries: list[Any] = [*value.items()] if isinstance(value, dict) else [*value]
+        half, remade = len(entries) // 2, type(value)
+        yield from (remade(entries[:half]), remade(entries[half:])) if half else ()
+        yield from (remade([*entries[:i], *entries[i + 1 :]]) for i in range(len(entries)))
+        for i, entry in enumerate(entries):
+            parts = ((entry[0], one) for one in smaller(entry[1])) if isinstance(value, dict) else smaller(entry)
+            yield from (remade([*entries[:i], one, *entries[i + 1 :]]) for one in parts)
+
+
+def search(seed: int, numbers: Iterable[int], minutes: float = 60.0) -> list[str]:
+    """A report per kind of failure; a line is a function of seed and number."""
+    fuzz, seen, reports = Fuzz(), Counter[str](), dict[str, str]()
+    end, shown = time.monotonic() + 60 * minutes, time.monotonic()
+    try:
+        for number in numbers:
+            if time.monotonic() > end:
+                break
+            line = draw_line(Random(f"{seed}/{number}"))
+            for call in line["calls"]:
+                seen.update(["calls", line["run"], *call])
+            found = fuzz.failure(line)
+            if found and kind(found) not in reports:
+                smallest, told_then = fuzz.shrunk(line, found)
+                report = f"{told_then}\n  python -m tests.properties.fuzz --call {str(smallest)!r}"
+                reports |= {kind(found): report, kind(told_then): report}
+                print(f"FAILED, line {number} of seed {seed}: {report}", flush=True)
+            if time.monotonic() > shown + 60:
+                shown = time.monotonic()
+                print(f"{number + 1} lines, {seen['calls']} calls, {len(reports)} kinds of failure", flush=True)
+    finally:
+        fuzz.close()
+    print(f"seed {seed}: {len(reports)} kinds of failure; {dict(seen.most_common())}")
+    return [*reports.values()]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "tests.properties.fuzz", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--call", metavar="LINE")
+    given = parser.parse_args(arguments)
+    torch.use_deterministic_algorithms(True)  # poisons what torch.empty returns
+    torch.set_num_threads(1)
+    if given.call is None:
+        return bool(search(given.seed, count(), given.minutes))
+    fuzz = Fuzz()
+    try:
+        found = fuzz.failure(ast.literal_eval(given.call))
+    finally:
+        fuzz.close()
+    print(found or "passed")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,344 @@
+"""Plays drawn calls on ranks that live on from line to line: threads, processes over gloo, one device alone."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn import Layout, LocalWorld, Ring, shard, unshard
+from ringattn.comm.topology.topology import Topology
+from ringattn.kernels import Scores, attention_backward, attention_delta, attention_forward
+from ringattn.ring.arguments import Layouts, mask_of
+from ringattn.ring.node import sink_gradient
+from ringattn.ring.schedule import block_mask
+from ringattn.ring.schedule.mask import bounds
+from ringattn.ring.shards import NAMES
+
+from .. import conftest  # noqa: F401  Triton's interpreter, here and in processes
+from ..support.forked import FORKED
+from ..support.kernel_cases import tiles
+from ..support.layouts import of_owners
+from ..support.mask_cases import Case, begin, in_blocks, taken
+from ..support.ring_cases import inputs
+from .fuzz_draw import BASE, Literals
+
+PATIENCE = 40.0  # seconds that a line may take before it is told as a hang
+KEPT_RINGS = 4
+
+Outcome = list[Tensor | None] | str | None
+"""Of one rank: out, lse and gradients, or its error; None: it did not come to that."""
+
+
+def layout_of(said: list[Any], tokens: int, world: int) -> Layout:
+    """Nobody's tokens are those of a rank past the last."""
+    kind, *rest = said
+    if kind in NAMES:
+        made: Layout = getattr(Layout, kind)(tokens, world)
+    elif kind == "documents":
+        made = Layout.zigzag(tokens, world, cu_seqlens=[0, *(min(cut, tokens) for cut in rest[0]), tokens])
+    elif kind == "uneven":
+        made = Layout.uneven(rest[0])
+    elif kind == "balanced":
+        made = Layout.balanced(tokens, rest[0], causal=rest[1])
+    elif kind == "owners":
+        made = of_owners(rest[0], world)
+    else:  # runs, each rank's behind the other's or dealt in turn
+        spans: list[list[tuple[int, ...]]] = [[] for _ in range(world)]
+        start = 0
+        for length, step in rest[0]:
+            for rank, own in enumerate(spans):
+                own.append((start + rank * (length if step == 1 else 1), length, step))
+            start += world * length
+        made = Layout(spans)
+    return made if made.seqlen else Layout.contiguous(1, world)
+
+
+def case_of(call: Literals, world: int) -> Case:
+    """All that a call says, as tensors; positions past the last one are the last."""
+    torch.manual_seed(call["seed"])
+    batch, block, (heads, _) = call["batch"], call["block"], call["heads"]
+    queries = layout_of(call["layout"], call["tokens"], world)
+    keys = queries if call.get("kv_layout") is None else layout_of(call["kv_layout"], call["tokens"], world)
+    later = 0 if keys is queries else call["later"]
+    layout = in_blocks(queries, block, queries.reach * block - call["short"], later)
+    kv_layout = in_blocks(keys, block, keys.reach * block - call["short"])
+    reach = max(layout.reach, kv_layout.reach)
+    whole = inputs(reach, tuple(call["heads"]), tuple(call["dims"]), getattr(torch, call["dtype"]), batch)
+    plain = ("causal", "backend", "softmax_scale", "softcap", "dropout_p", "dropout_seed")
+    given: dict[str, Any] = {name: call[name] for name in plain if name in call}
+    if "window_size" in call:
+        given["window_size"] = tuple(call["window_size"])
+    if "prefix_length" in call:
+        given["prefix_length"] = min(call["prefix_length"], reach)
+    hosted: dict[str, list[int]] = {}
+    if "cu_seqlens" in call:
+        hosted["cu_seqlens"] = [0, *(min(cut, reach) for cut in call["cu_seqlens"]), reach]
+    if "seqused_k" in call:
+        hosted["seqused_k"] = [min(used, kv_layout.reach) for used in call["seqused_k"]]
+    dtype = getattr(torch, call["host"], None)
+    given |= {
+        name: numbers if dtype is None else torch.tensor(numbers, dtype=dtype) for name, numbers in hosted.items()
+    }
+    if "block_mask" in call:
+        given["block_mask"] = pattern_of(
+            call["block_mask"], -(-layout.reach // block), -(-kv_layout.reach // block), block
+        )
+    if "alibi_slopes" in call:
+        given["alibi_slopes"] = torch.rand((heads,) if call["alibi_slopes"] == "heads" else (batch, heads))
+    if "config" in call:
+        given["config"] = tiles(*call["config"])
+    sink = None
+    if "learnable_sink" in call:
+        sink = torch.randn(heads).to(getattr(torch, call["learnable_sink"][0]))
+        sink[0] = -torch.inf if call["learnable_sink"][1] else sink[0]
+    where = None if keys is queries else kv_layout
+    return Case(layout, whole, given, where, sink, call["strides"], call["lse"], call["ring"], call["grads"])
+
+
+def pattern_of(said: list[Any], rows: int, columns: int, block: int) -> object:
+    """What a builder makes of its arguments, for as many blocks of queries and keys as there are."""
+    kind, sizes = said
+    if kind == "longformer":
+        return block_mask.longformer(**sizes)
+    if kind == "random":
+        return block_mask.BlockMask(torch.rand(rows, columns) < sizes["share"], block)
+    square = getattr(block_mask, kind)(max(rows, columns) * block, block, **sizes)
+    return block_mask.BlockMask(square.visible[:rows, :columns], block)
+
+
+SPOILT: dict[str, Callable[[Tensor], Tensor]] = {
+    "three dims": lambda x: x[..., 0],
+    "two dims": lambda x: torch.zeros(2, 2, 2),
+    "int32": lambda x: x.int(),
+    "float64": lambda x: x.double(),
+    "strided": lambda x: torch.zeros(*x.shape[:3], 2 * x.shape[3] + 2, dtype=x.dtype)[..., ::2],
+    "other dtype": lambda x: x.to(torch.float16 if x.dtype != torch.float16 else torch.float32),
+    "other batch": lambda x: torch.cat([x, x.new_zeros(2, *x.shape[1:])]),
+    "other tokens": lambda x: torch.cat([x, x.new_zeros(x.shape[0], 3, *x.shape[2:])], 1),
+    "other heads": lambda x: torch.cat([x] * 5, 2),
+    "other dim": lambda x: torch.cat([x, x[..., :1]], 3),
+    "meta": lambda x: x.to("meta"),
+}
+
+
+def change_of(call: Literals, rank: int) -> Callable[[dict[str, Any]], None]:
+    """What a rank passes instead: a layout by its name, and what is wrong."""
+
+    def change(given: dict[str, Any]) -> None:
+        if call["named"] and call["layout"][0] in NAMES and call["block"] == 1 and not call["later"]:
+            given["layout"] = by_name(call, given["layout"])
+        name, value, where = call["spoil"] or ("", "", -2)
+        if where in (-1, rank):
+            before = given.get(name)
+            if isinstance(value, str) and value in SPOILT:
+                value = SPOILT[value](given["q"].new_zeros(2) if before is None else before)
+            given[name] = value
+
+    return change
+
+
+def by_name(call: Literals, layout: Layout) -> Layout | str:
+    """Its name, where that can mean it."""
+    equal = len({*layout.lengths}) == 1 and call["layout"][0] in NAMES
+    return call["layout"][0] if call["named"] and equal else layout
+
+
+def play(calls: list[tuple[Literals, Case]], rank: int, group: Any, rings: dict[str, Ring]) -> list[Outcome]:
+    """What one rank has of every call; nothing after an error that should not have been."""
+    made: list[Outcome] = [None] * len(calls)
+    begun = {}
+    now = 0
+    try:
+        for number, (call, case) in enumerate(calls):
+            now = number
+            time.sleep(0.02 * (call["late"] == rank))
+            if call["unshard"]:
+                there_and_back(call, case.layout, rank, group)
+                made[now] = []
+            elif call["spoil"]:
+                try:
+                    begin(case, rank, change=change_of(call, rank), **where(call, group, rings))
+                    made[now] = "nothing was raised"
+                except Exception as error:
+                    made[now] = told(error)
+            else:
+                begun[now] = begin(case, rank, change=change_of(call, rank), **where(call, group, rings))
+            last = number + 1 == len(calls)
+            for now in [one for one in begun if last or one + calls[one][0]["wait"] <= number]:
+                made[now] = begun.pop(now).finish()
+    except Exception as error:
+        made[now] = told(error)
+    return made
+
+
+def told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def where(call: Literals, group: Any, rings: dict[str, Ring]) -> dict[str, Any]:
+    """The ring that calls with ``group=`` share, or one of its own settings, kept from line to line."""
+    if call["kept"] or (call["spoil"] and call["spoil"][0] in ("ring", "group")):
+        return {"group": group}
+    name, settings = repr(sorted(call["ring"].items())), dict(call["ring"])
+    if name not in rings and len(rings) == KEPT_RINGS:
+        rings.pop(next(iter(rings))).close()
+    if "topology" in settings:
+        settings["topology"] = Topology(settings["topology"])
+    # the last used is the last to go: its backward may be due
+    rings[name] = rings.pop(name) if name in rings else Ring(group, deadline=PATIENCE / 2, **settings)
+    return {"ring": rings[name]}
+
+
+def there_and_back(call: Literals, layout: Layout, rank: int, group: Any) -> None:
+    """``shard`` and ``unshard``, with the gradient of a loss on every rank; whole numbers, so that sums are exact."""
+    (dim, grad), generator, size = call["unshard"], torch.Generator().manual_seed(call["seed"]), [2, 3, 2]
+    size[dim] = layout.seqlen
+    numbers = torch.randint(-9, 10, (layout.world + 1, *size), generator=generator).to(getattr(torch, call["dtype"]))
+    whole, losses, mine = numbers[0], numbers[1:], layout.positions(rank)
+    given: dict[str, Any] = {"layout": by_name(call, layout), "group": group, "dim": dim}
+    own = shard(whole, **given).requires_grad_()
+    back = unshard(own, **given, grad=grad)
+    (found,) = torch.autograd.grad(back, own, losses[rank])
+    loss = losses.sum(0) if grad == "sum" else losses[rank]
+    assert own.equal(whole.index_select(dim, mine)), "shard takes other tokens"
+    assert back.equal(whole), "unshard puts tokens elsewhere"
+    assert found.equal(loss.index_select(dim, mine)), "the gradient of unshard is another"
+
+
+def by_hand(case: Case) -> list[list[Tensor | None]]:
+    """Every rank's queries over one shard of keys after the other, by the kernels that vendors call."""
+    names = ("causal", "window_size", "cu_seqlens", "seqused_k", "prefix_length", "block_mask")
+    said: dict[str, Any] = defaultdict(lambda: None, {"window_size": (-1, -1), "softcap": 0.0, "dropout_p": 0.0})
+    said |= case.call
+    batch, ranks = case.whole["q"].shape[0], range(case.layout.world)
+    mask = mask_of(Layouts(case.layout, case.keys), batch, **{name: said[name] for name in names})
+    scores = Scores(said["softcap"], said["alibi_slopes"], said["dropout_p"], said["dropout_seed"] or 0)
+    keys = [[taken(case.keys, case.whole[name], rank) for name in "kv"] for rank in ranks]
+    sums = [[torch.zeros_like(x, dtype=torch.float32) for x in pair] for pair in keys]
+    made: list[list[Tensor | None]] = []
+    for rank in ranks:
+        rows, dlse = case.layout.positions(rank), None
+        q, dout = (taken(case.layout, case.whole[name], rank) for name in ("q", "dout"))
+        if case.through_lse:
+            dlse = taken(case.layout, case.whole["dlse"], rank, 2)
+        hops: list[dict[str, Any]] = []
+        for other in ranks:
+            columns = case.keys.positions(other)
+            here = replace(scores, q_positions=rows.int(), k_positions=columns.int())
+            hops.append({"bounds": bounds(mask, rows, columns), "scores": here})
+            hops[-1] |= {name: said[name] for name in ("softmax_scale", "config")}
+        state = None
+        if case.sink is not None:  # as if each row had seen one key, its score the sink, its value 0
+            state = torch.zeros(dout.shape), case.sink.float()[None, :, None].repeat(batch, 1, len(rows))
+        for other in ranks:
+            state = attention_forward(q, *keys[other], state=state, final=other == ranks[-1], **hops[other])
+        assert state is not None
+        dq = torch.zeros_like(q, dtype=torch.float32)
+        for (k, v), (dk, dv), hop in zip(keys, sums, hops, strict=True):
+            attention_backward(dout, q, k, v, *state, dlse=dlse, dq=dq, dk=dk, dv=dv, **hop)
+        delta = attention_delta(dout, state[0], dlse)
+        dsink = None if case.sink is None else sink_gradient(case.sink, delta, state[1])
+        made.append([*state, dq.to(q.dtype), None, None, dsink])
+    for own, pair in zip(made, sums, strict=True):  # which all queries have added to only now
+        own[3:5] = [x.to(case.whole["k"].dtype) for x in pair]
+    return made
+
+
+def prepared(calls: list[Literals], world: int) -> list[tuple[Literals, Case]]:
+    return [(call, case_of(call, world)) for call in (BASE | call for call in calls)]
+
+
+class Threads:
+    """Virtual ranks; or one device alone, and the kernels by hand."""
+
+    def __init__(self, run: str, world: int) -> None:
+        self._run = run
+        self._world = LocalWorld(world, timeout=PATIENCE / 2) if run == "threads" else None
+        self._rings: list[dict[str, Ring]] = [{} for _ in range(world)]
+
+    def play(self, calls: list[Literals], world: int) -> list[list[Outcome]]:
+        """What each rank has of each call."""
+        cases = prepared(calls, world)
+        if self._run == "kernels":
+            return [[*parts] for parts in zip(*(by_hand(case) for _, case in cases), strict=True)]
+        if self._world is None:
+            return [play(cases, 0, None, self._rings[0])]
+        return self._world.run(lambda group: play(cases, group.rank(), group, self._rings[group.rank()]))
+
+    def close(self) -> None:
+        for ring in [ring for rings in self._rings for ring in rings.values()]:
+            with suppress(Exception):  # after a failure, which was told
+                ring.close()
+        if self._world is not None:
+            self._world.close()
+
+
+class Processes:
+    """Ranks over gloo."""
+
+    def __init__(self, run: str, world: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._ends: list[Connection] = []
+        self._ranks = []
+        for rank in range(world):
+            mine, theirs = FORKED.Pipe()
+            arguments = (rank, world, Path(self._folder.name) / "store", theirs)
+            self._ranks.append(FORKED.Process(target=serve, args=arguments, daemon=True))
+            self._ranks[-1].start()
+            theirs.close()
+            self._ends.append(mine)
+
+    def play(self, calls: list[Literals], world: int) -> list[list[Outcome]]:
+        """What each rank has of each call; of one that died or hangs, that."""
+        made: list[list[Outcome]] = [[f"no answer within {PATIENCE:.0f} s"] for _ in range(world)]
+        deadline = time.monotonic() + PATIENCE
+        for end in self._ends:
+            end.send_bytes(pickle.dumps(calls))
+        waiting = dict(zip(self._ends, range(world), strict=True))
+        while waiting and (ready := wait([*waiting], timeout=max(deadline - time.monotonic(), 0))):
+            for end in self._ends:
+                if end in ready:
+                    rank = waiting.pop(end)
+                    try:
+                        made[rank] = pickle.loads(end.recv_bytes())
+                    except (EOFError, ConnectionResetError):
+                        self._ranks[rank].join(5)
+                        made[rank] = [f"ended with exit code {self._ranks[rank].exitcode}"]
+        return [one + [None] * (len(calls) - len(one)) for one in made]
+
+    def close(self) -> None:
+        for end, process in zip(self._ends, self._ranks, strict=True):
+            end.close()
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def serve(rank: int, world: int, store: Path, end: Connection) -> None:
+    """One process: plays what it is sent, until nobody sends any more."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # poisons what torch.empty returns
+    timeout = timedelta(seconds=PATIENCE)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    rings: dict[str, Ring] = {}
+    with suppress(EOFError, ConnectionResetError):
+        while True:
+            calls = pickle.loads(end.recv_bytes())
+            try:
+                made = play(prepared(calls, world), rank, dist.group.WORLD, rings)
+            except Exception as error:  # a line that means nothing
+                made = [told(error)]
+            end.send_bytes(pickle.dumps(made))

@@ -1,0 +1,105 @@
+"""Mutate layouts, masks, schedules and bounds with mutmut, and count the mutants that the tests miss.
+
+``python tests/properties/mutants.py`` from the root; options go to ``mutmut run``. mutmut names a mutant by its
+file's path and finds it by its module's name, and runs the tests in a folder of copies. Here the root is the package,
+so the two names would differ and the tests would import the installed package instead of the copies. So this lays the
+package out as a folder ``ringattn`` under build/mutants and runs mutmut there.
+
+Fails where fewer than 90% are caught, or where a survivor is not in tests/properties/mutants.md with its reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STAGE = ROOT / "build" / "mutants"
+REASONS = Path(__file__).with_name("mutants.md")
+CONFIG = """
+[tool.mutmut]
+source_paths = ["ringattn/"]
+only_mutate = [
+    "ringattn/kernels/bounds.py",
+    "ringattn/ring/schedule/layout.py",
+    "ringattn/ring/schedule/mask.py",
+    "ringattn/ring/schedule/schedule.py",
+    "ringattn/ring/schedule/schedule_text.py",
+    "ringattn/ring/schedule/spans.py",
+]
+pytest_add_cli_args_test_selection = [
+    "tests/kernels/test_bounds.py",
+    "tests/ring/test_layout.py",
+    "tests/ring/test_mask.py",
+    "tests/ring/test_schedule.py",
+    "tests/ring/test_schedule_text.py",
+    "tests/kernels/test_tiles.py::test_every_small_range",
+    "tests/kernels/test_tiles.py::test_no_tile_is_seen_whole",
+]
+use_git_change_detection = false
+
+[tool.pytest.ini_options]
+pythonpath = ["."]
+consider_namespace_packages = true
+"""
+LEAST = 0.9
+CAUGHT = ("killed", "timeout", "suspicious", "segfault", "caught_by_type_check")
+
+
+def stage() -> None:
+    """Lay the package out as mutmut expects it."""
+    shutil.rmtree(STAGE, ignore_errors=True)
+    package = STAGE / "ringattn"
+    package.mkdir(parents=True)
+    leave = shutil.ignore_patterns("__pycache__", "results")
+    shutil.copytree(ROOT / "tests", STAGE / "tests", ignore=leave)
+    for path in ROOT.glob("*/__init__.py"):
+        shutil.copytree(path.parent, package / path.parent.name, ignore=leave)
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, package)
+    (STAGE / "pyproject.toml").write_text(CONFIG)
+
+
+def mutmut(*arguments: str) -> str:
+    """Run one mutmut command in the staged folder; what it prints."""
+    command = [sys.executable, "-m", "mutmut", *arguments]
+    # one thread: the workers are forks, and threads of a parent do not live on in a fork
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    shown = None if arguments[0] == "run" else subprocess.PIPE
+    result = subprocess.run(command, cwd=STAGE, env=environment, stdout=shown, text=True, check=True)
+    return result.stdout or ""
+
+
+def survivors() -> dict[str, str]:
+    """The name of every mutant that no test caught, and what it changed."""
+    names = re.findall(r"^\s*(\S+): (?:survived|no tests)$", mutmut("results"), re.MULTILINE)
+    return {name: changed(mutmut("show", name)) for name in names}
+
+
+def changed(diff: str) -> str:
+    """The lines that a mutant puts in place of others."""
+    lines = [line[1:].strip() for line in diff.splitlines() if line.startswith("+") and not line.startswith("+++")]
+    return " ".join(lines)
+
+
+def main() -> int:
+    stage()
+    mutmut("run", *sys.argv[1:])
+    mutmut("export-cicd-stats")
+    counts = json.loads((STAGE / "mutants" / "mutmut-cicd-stats.json").read_text())
+    caught, total = sum(counts.get(kind, 0) for kind in CAUGHT), counts["total"]
+    known = REASONS.read_text()
+    unknown = {name: line for name, line in survivors().items() if line not in known}
+    print(f"\n{caught} of {total} mutants caught: {caught / total:.1%}, at least {LEAST:.0%} wanted")
+    for name, line in unknown.items():
+        print(f"survived, and not in {REASONS.relative_to(ROOT)}: {name}\n    {line}")
+    return int(caught < LEAST * total or bool(unknown))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,344 @@
+"""How rings, worlds and groups end, in good times and in bad, and what they leave: nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from ringattn import LocalWorld, Ring, ring_attention
+from ringattn.comm import GroupLike, LocalGroup, TransportError
+from ringattn.comm.control import control_of
+from ringattn.comm.watchdog import deadlines, preflight
+from ringattn.comm.watchdog.gossip import TICK_SECONDS
+
+from ..support.forked import FORKED
+
+CPU = torch.device("cpu")
+Answer = tuple[str, str, float]  # name of an error, its text, seconds that it took
+SECONDS = 1.0  # a deadline
+GRACE = 2.5  # and what a busy machine may take beyond that
+
+
+def step(group: GroupLike = None, ring: Ring | None = None, heads: int = 1, dropout_p: float = 0.0) -> None:
+    q, k, v = (torch.ones(1, 8, heads, 16, requires_grad=True) for _ in range(3))
+    out = ring_attention(q, k, v, group=group, ring=ring, layout="contiguous", dropout_p=dropout_p)
+    torch.autograd.backward(out.sum())
+
+
+def told(do: Callable[[], object]) -> Answer:
+    """How it ends."""
+    begun = time.monotonic()
+    try:
+        do()
+    except BaseException as error:
+        return type(error).__name__, str(error), time.monotonic() - begun
+    return "", "", time.monotonic() - begun
+
+
+def held() -> list[int]:
+    """Threads and descriptors of this process."""
+    return [threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))]
+
+
+def no_more(now: Sequence[int], before: Sequence[int]) -> bool:
+    return all(a <= b for a, b in zip(now, before, strict=True))
+
+
+def settled(most: list[int] | None = None) -> list[int]:
+    """Once those that end have ended: at most so many, or after a second."""
+    begun = time.monotonic()
+    while time.monotonic() < begun + (1 if most is None else 5):
+        gc.collect()
+        if most is not None and no_more(held(), most):
+            break
+        time.sleep(0.05)
+    return held()
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def member(body: Callable[[int], Any], rank: int, size: int, port: int, pipe: Connection) -> None:
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    gc.freeze()  # what is imported is large, and stays
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store: Store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
+    pipe.send(body(rank))
+
+
+def in_processes(size: int, body: Callable[[int], Any], *, ends: int | None = None, patience: float = 60) -> list[Any]:
+    """What `body(rank)` returns in processes of one group; ``ends`` is a rank that says nothing."""
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [FORKED.Pipe(duplex=False) for _ in range(size)]
+    ranks = [
+        FORKED.Process(target=member, args=(body, rank, size, served.port, pipe), daemon=True)
+        for rank, (_, pipe) in enumerate(pipes)
+    ]
+    try:
+        for process in ranks:
+            process.start()
+        answers = []
+        for rank, (pipe, _) in enumerate(pipes):
+            if rank != ends:
+                assert pipe.poll(patience), f"rank {rank} hangs"
+                answers.append(pipe.recv())
+        for rank, process in enumerate(ranks):
+            process.join(10)
+            assert process.exitcode == 0 or rank == ends
+        return answers
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def dies_before_its_first_call(rank: int) -> Answer:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return told(step)
+
+
+def dies_before_a_new_signature(rank: int) -> Answer:
+    step()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return told(lambda: step(heads=2))
+
+
+@pytest.mark.parametrize("body", [dies_before_its_first_call, dies_before_a_new_signature])
+def test_a_closed_connection_ends_the_wait_for_a_killed_rank(body: Callable[[int], Answer]) -> None:
+    for rank, (kind, text, seconds) in zip((0, 2), in_processes(3, body, ends=1), strict=True):
+        assert kind == TransportError.__name__
+        assert f"rank 1 is gone: its connection to rank {rank} is closed" in text or "Rank" in text, text
+        assert seconds < 10
+
+
+def comes_late(rank: int) -> Answer:
+    """To a ring whose other rank has given up."""
+    if rank:
+        time.sleep(2 * SECONDS)
+    ring = Ring(deadline=SECONDS)
+    answer = told(lambda: step(ring=ring))
+    return answer if told(ring.close)[0] == "" else ("close raised", "", 0.0)
+
+
+def test_a_rank_that_comes_late_waits_no_longer_than_its_deadline() -> None:
+    for kind, _, seconds in in_processes(2, comes_late):
+        assert kind == TransportError.__name__
+        assert seconds < SECONDS + GRACE
+
+
+def groups_come_and_go(rank: int) -> list[list[int]]:
+    found: list[list[int]] = []
+    for turn in range(4):
+        group = dist.new_group()
+        step(group)
+        with Ring(group) as ring:
+            step(ring=ring)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group, ring
+        found.append(settled(found[0] if turn else None))
+    return found
+
+
+def test_what_is_kept_for_a_group_ends_with_it() -> None:
+    for first, *others in in_processes(2, groups_come_and_go):
+        assert first[0] == 1  # the main thread
+        assert all(no_more(now, first) for now in others)
+
+
+def forks(rank: int) -> list[str]:
+    ring = Ring()
+    step(ring=ring)
+    step()
+    here, there = os.pipe()
+    if os.fork() == 0:
+        answers = [told(lambda: step(ring=ring)), told(step), told(ring.close)]
+        os.write(there, "\n".join(f"{kind}: {text}" for kind, text, seconds in answers if seconds < 1).encode())
+        os._exit(0)
+    os.wait()
+    step(ring=ring)
+    return os.read(here, 4096).decode().splitlines()
+
+
+def test_a_forked_process_is_told_at_once_that_nothing_works_there() -> None:
+    for of_ring, of_group, of_close in in_processes(2, forks):
+        assert re.match(r"RuntimeError: ring belongs to process \d+, from which this one was forked", of_ring)
+        assert re.match(r"RuntimeError: group belongs to the process that process \d+ was forked from", of_group)
+        assert of_close == ": "
+
+
+# -- virtual ranks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_world_ends_its_threads_and_its_rings(closed: bool) -> None:
+    before = settled()
+    world = LocalWorld(3)
+    world.run(step)
+    if closed:
+        world.close()
+        world.close()
+    del world
+    assert no_more(settled(before), before)
+
+
+def test_rings_leave_nothing_in_the_store_of_their_world() -> None:
+    def rings(group: LocalGroup) -> None:
+        for _ in range(3):
+            with Ring(group) as ring:
+                step(ring=ring, dropout_p=0.5)
+                step(ring=ring, heads=2)
+
+    with LocalWorld(2) as world:
+        world.run(rings)
+        assert world._hub.store.num_keys() == 0
+        assert world._hub._boxes == {}
+        assert all(not control_of(group)._line.published for group in world._groups)
+        assert all(len(control_of(group)._line.scopes) <= 1 for group in world._groups)
+
+
+def test_a_world_does_not_run_in_a_forked_process() -> None:
+    with LocalWorld(2) as world:
+        groups = world.run(lambda group: group)
+        world._process = groups[0]._process = groups[1]._process = -1  # as if this process were its child
+        with pytest.raises(RuntimeError, match="forked"):
+            world.run(step)
+        world._process = os.getpid()
+        with pytest.raises(RuntimeError, match="was used from thread"):
+            world.run(step)
+
+
+def test_close_gives_everything_back_after_a_failure() -> None:
+    """In a call on all ranks, and in what it gives back itself; a second time it does nothing."""
+    closed: list[str] = []
+
+    def fails(group: LocalGroup) -> None:
+        ring = Ring(group)
+        step(ring=ring)
+        (transport,) = ring.open(CPU)
+
+        def refuse(*given: object, **named: object) -> Any:
+            raise KeyError("a fault")
+
+        def close() -> None:
+            closed.append(transport.name)
+            raise OSError("nothing to close")
+
+        transport.post, transport.close = refuse, close  # type: ignore[method-assign]
+        try:
+            with pytest.raises(KeyError, match="a fault"):
+                step(ring=ring)
+        finally:
+            ring.close()
+            ring.close()
+        assert (ring._kv, ring._sums, ring._control) == (None, None, None)
+        assert not ring._opened
+
+    with LocalWorld(2) as world:
+        world.run(fails)
+    assert len(closed) == 2
+
+
+# -- what grows --------------------------------------------------------------------------------------------------------
+
+WARM, STEPS = 500, 500  # what remembers the last calls is full by then, and caches of torch and Python nearly
+ROUNDS = 100  # rings, or worlds, one after the other
+
+
+def growth(do: Callable[[], object], warm: int, times: int) -> float:
+    """Bytes of traced memory per time; threads and descriptors stay as they are."""
+
+    def traced(count: int) -> int:
+        for _ in range(count):
+            do()
+        time.sleep(4 * TICK_SECONDS)  # the watchdog lets go of transfers that are over
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()  # before what is replaced is made
+    try:
+        at_first = traced(warm)
+        before = held()
+        found = (traced(times) - at_first) / times
+    finally:
+        tracemalloc.stop()
+    assert no_more(settled(before), before)
+    return found
+
+
+def step_after_step(rank: int) -> float:
+    with Ring() as ring:
+        return growth(lambda: step(ring=ring), WARM, STEPS)
+
+
+def ring_after_ring(rank: int) -> float:
+    def one() -> None:
+        with Ring() as ring:
+            step(ring=ring)
+
+    return growth(one, 10, ROUNDS)
+
+
+def world_after_world(rank: int) -> float:
+    def one() -> None:
+        with LocalWorld(2) as world:
+            world.run(step)
+
+    return growth(one, 10, ROUNDS)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("body", "most"), [(step_after_step, 100), (ring_after_ring, 1000), (world_after_world, 1000)])
+def test_nothing_grows(body: Callable[[int], float], most: float) -> None:
+    """Bytes of traced memory per time: torch and Python still fill some caches; a ring that stays is tens of kB."""
+    assert max(in_processes(2, body, patience=800)) <= most
+
+
+def test_steps_and_rings_leave_no_object_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, in a moment: not one object for each step, no key, no thread and no descriptor."""
+    monkeypatch.setattr(preflight, "KEPT_CALLS", 8)
+    monkeypatch.setattr(deadlines, "RECENT", 8)
+    times = 40
+
+    def steps(group: LocalGroup) -> None:
+        for _ in range(times):
+            step(group, dropout_p=0.5)
+
+    def rings(group: LocalGroup) -> None:
+        for _ in range(times):
+            with Ring(group) as ring:
+                ring.open(CPU)
+
+    with LocalWorld(2) as world:
+        for body in (steps, rings):
+            counted = []
+            for _ in range(6):
+                world.run(body)
+                gc.collect()
+                counted.append((len(gc.get_objects()), world._hub.store.num_keys(), *held()))
+            objects, *others = zip(*counted, strict=True)
+            # What other threads and caches hold comes and goes: the least of three. What a step leaves stays.
+            growth = [min(each[3:]) - min(each[:3]) for each in (objects, *others)]
+            assert growth[0] < times, objects
+            assert max(growth[1:]) <= 0, others

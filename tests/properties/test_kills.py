@@ -1,0 +1,208 @@
+"""A rank is killed at any moment of a forward or backward: all others end, in time, with an error that says where.
+
+Ranks are processes over gloo that compute steps until one of them is killed: after a random part of a step, or as it
+posts one of its transfers. The store is the killed rank's own, or another process's, as under torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import sys
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from ringattn import Ring, ring_attention
+from ringattn.comm import TransportError
+
+from ..support.forked import FORKED
+
+DEADLINE = 2.0  # seconds, of a transfer
+GRACE = 2.0  # and what every rank may take beyond that
+WARM_STEPS = 3
+TOKENS, HEADS, HEAD_DIM = 64, 2, 16
+
+
+class Kill(NamedTuple):
+    """What happens."""
+
+    world: int
+    victim: int
+    host: int | None  # the rank that serves the store; None: a process that stays
+    at_post: int | None  # the victim ends at this post after the warm-up; None: from outside, ...
+    after: float  # ... after this many steps
+    chunks: int
+    how: signal.Signals = signal.SIGKILL
+
+    @classmethod
+    def random(cls, seed: int) -> Kill:
+        """Every world, and every way to die, in turn; the rest is random."""
+        rng = random.Random(seed)
+        world = 2 + seed % 4
+        victim = rng.randrange(world)
+        chunks = rng.choice([1, 2])
+        posts = 12 * (world - 1) * chunks
+        return cls(
+            world,
+            victim,
+            rng.choice([None, 0, victim]),
+            rng.randrange(posts) if seed % 3 else None,
+            3 * rng.random(),
+            chunks,
+        )
+
+
+class Told(NamedTuple):
+    """How a rank ended."""
+
+    kind: str
+    text: str
+    when: float
+
+
+def store_of(kill: Kill, rank: int, pipe: Connection) -> Store:
+    if kill.host == rank:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        pipe.send(store.port)
+        return store
+    return TCPStore("127.0.0.1", pipe.recv(), is_master=False, wait_for_workers=False)
+
+
+def step(ring: Ring) -> None:
+    q, k, v = (torch.randn(1, TOKENS, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3))
+    out = ring_attention(q, k, v, ring=ring, layout="contiguous")
+    assert isinstance(out, torch.Tensor)
+    out.sum().backward()
+
+
+def end_at_post(ring: Ring, number: int) -> None:
+    """End this process as abruptly as a kill does, before its `number`-th transfer from now on."""
+    left = number
+    for transport in ring.open(torch.device("cpu")):
+        post = transport.post
+
+        def posting(post: Any = post, **messages: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            return post(**messages)
+
+        transport.post = posting  # type: ignore[method-assign]
+
+
+def work(kill: Kill, rank: int, pipe: Connection) -> None:
+    """One rank: steps until something ends them."""
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        steps(kill, rank, pipe)
+    except BaseException as error:
+        pipe.send(Told(type(error).__name__, str(error), time.monotonic()))
+        raise
+
+
+def steps(kill: Kill, rank: int, pipe: Connection) -> None:
+    """Steps to warm up, and after the word to go steps without end."""
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = store_of(kill, rank, pipe)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=kill.world, timeout=timedelta(seconds=120))
+    ring = Ring(deadline=DEADLINE, chunks=kill.chunks)
+    begun = time.monotonic()
+    for _ in range(WARM_STEPS):
+        begun = time.monotonic()
+        step(ring)
+    pipe.send(time.monotonic() - begun)
+    assert pipe.recv() == "go"
+    if rank == kill.victim and kill.at_post is not None:
+        end_at_post(ring, kill.at_post)
+    while True:
+        step(ring)
+
+
+def run(kill: Kill) -> None:
+    """Let it happen, and look at how each rank ends."""
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if kill.host is None else None
+    pipes = [FORKED.Pipe() for _ in range(kill.world)]
+    ranks = [FORKED.Process(target=work, args=(kill, rank, pipes[rank][1]), daemon=True) for rank in range(kill.world)]
+    for process, (_, there) in zip(ranks, pipes, strict=True):
+        process.start()
+        there.close()
+    ends = [here for here, _ in pipes]
+    try:
+        port = served.port if served is not None else receive(ends[kill.host or 0])
+        for rank, end in enumerate(ends):
+            if rank != kill.host:
+                end.send(port)
+        took = [receive(end) for end in ends]
+        assert all(isinstance(seconds, float) for seconds in took), took
+        for end in ends:
+            end.send("go")
+        killed = strike(kill, ranks[kill.victim], took[kill.victim])
+        for rank, (process, end) in enumerate(zip(ranks, ends, strict=True)):
+            if rank != kill.victim:
+                check(kill, rank, killed, receive(end, killed + DEADLINE + GRACE - time.monotonic()))
+                process.join(10)
+                assert process.exitcode not in (0, None), "torchrun restarts what does not end with 0"
+        assert ranks[kill.victim].exitcode == (-signal.SIGKILL if kill.how == signal.SIGKILL else None)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def strike(kill: Kill, victim: Any, step_seconds: float) -> float:
+    """Kill, or wait until the victim has done so; the moment."""
+    if kill.at_post is None:
+        time.sleep(kill.after * step_seconds)
+        os.kill(victim.pid, kill.how)
+    if kill.how == signal.SIGSTOP:
+        return time.monotonic()
+    victim.join(30)
+    assert victim.exitcode is not None, "the victim did not get to its last post"
+    return time.monotonic()
+
+
+def receive(end: Connection, timeout: float = 60.0) -> Any:
+    assert end.poll(max(timeout, 0.0)), "a rank hangs"
+    return end.recv()
+
+
+def check(kill: Kill, rank: int, killed: float, told: Told) -> None:
+    """The error names the hop, the edge, the bytes and what each other rank did last."""
+    assert told.kind == TransportError.__name__, told
+    assert told.when - killed <= DEADLINE + GRACE
+    assert re.match(rf"rank {rank}: ", told.text), told.text
+    assert re.search(r"(forward|backward) hop \d+: .*\(.*\d+ bytes rank \d -> rank \d", told.text), told.text
+    finder = re.findall(r"Rank (\d) found: ", told.text)
+    reported = told.text.partition("Last reported: ")[2]
+    for other in range(kill.world):
+        if other != int(finder[-1] if finder else rank):
+            assert re.search(rf"rank {other}: [^;]* \(\d+\.\d s ago\)", reported), told.text
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_rank_is_killed(seed: int) -> None:
+    run(Kill.random(seed))
+
+
+@pytest.mark.parametrize("host", [None, 0, 1])
+def test_a_rank_hangs(host: int | None) -> None:
+    """No connection breaks: only a deadline can end this, also where the store hangs with the rank."""
+    run(Kill(4, victim=1, host=host, at_post=None, after=0.5, chunks=1, how=signal.SIGSTOP))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(10, 110))
+def test_a_rank_is_killed_at_any_moment(seed: int) -> None:
+    run(Kill.random(seed))

@@ -1,0 +1,416 @@
+"""Every transport on a GPU, and rings over it: ranks that share the GPUs of this machine, be there one or eight.
+
+Ranks run in processes of their own (`gpu_ranks`), each with Triton's compiler, whatever this one is set to. Without a
+GPU the harness itself is tried: its processes and rings on the CPU, its cases for copy engines on the stand-in for
+CUDA's driver, and the search for a NCCL that lets ranks share a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.bench.common import launching
+from ringattn.comm import LocalGroup, LocalWorld, Transport
+from ringattn.comm.control import control_of
+from ringattn.comm.transports.copy_engine.copy_engine import CopyEngineTransport, copy_engine_missing
+from ringattn.comm.transports.nccl import nccl_missing
+from ringattn.comm.watchdog.watchdog import EXIT_CODE
+
+from ..support import gpu_cases, gpu_ranks, nccl_preload
+from ..support.gpu_cases import ALONE, GPU_CASES, RING_CASES, cases_of
+from ..support.stand_in_cuda import running
+from ..support.transport_cases import CASES
+
+ROOT = Path(__file__).parents[2]
+WORLDS = {"local": (1, 2, 3, 4), "nccl": (1, 2, 4), "copy_engine": (2, 3, 4)}
+SECONDS = 160.0  # for all cases of one transport and world
+GRACE = 2.0  # beyond the deadline, as on the CPU
+
+PLACES = [(transport, world) for transport, worlds in WORLDS.items() for world in worlds]
+TRANSFERS = [(*place, name) for place in PLACES for name in cases_of(place[0])]
+RINGS = [(*place, name) for place in PLACES for name, case in RING_CASES.items() if case.fits(*place)]
+
+
+def why_not(transport: str, world: int) -> str | None:
+    """Why ranks cannot run here; None where they can."""
+    if not torch.cuda.is_available():
+        return "needs a CUDA device"
+    if transport == "copy_engine":
+        return copy_engine_missing()
+    if transport == "nccl":
+        return nccl_missing() or (nccl_preload.cannot_share() if sharing(transport, world) else None)
+    return None
+
+
+def sharing(transport: str, world: int) -> bool:
+    """Whether ranks of NCCL have to share a GPU."""
+    return transport == "nccl" and world > torch.cuda.device_count()
+
+
+def environment_of_sharing(world: int) -> dict[str, str]:
+    return {nccl_preload.VARIABLE: str(nccl_preload.library()), **launching.sharing(world, torch.cuda.device_count())}
+
+
+@dataclass
+class Ended:
+    """What ranks left behind."""
+
+    told: list[dict[str, str]]  # by process
+    digests: dict[str, str]
+    errors: str
+    ends: list[tuple[int, float]] = field(default_factory=list)  # exit code and time of each process
+    killed: float = 0.0
+    libraries: list[str] = field(default_factory=list)
+
+    def check(self, name: str) -> None:
+        """Fail where a rank failed in a case, or did not get to it."""
+        found = {
+            rank: told.get(name, told.get("start", "not run: something ended it before"))
+            for rank, told in enumerate(self.told)
+        }
+        failed = [f"rank {rank}:\n{text}" for rank, text in found.items() if text]
+        assert not failed, "\n".join([*failed, self.errors[-2000:]])
+
+
+def run_ranks(part: str, transport: str, world: int, folder: Path) -> Ended:
+    """Run them to their end, or kill them when their time is over."""
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0" if torch.cuda.is_available() else "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        **(environment_of_sharing(world) if sharing(transport, world) else {}),
+    }
+    chain = [
+        "tests.support.nccl_preload",
+        *([] if torch.cuda.is_available() else ["tests.support.poisoned_fork"]),
+        "tests.support.gpu_ranks",
+    ]
+    command = [sys.executable, "-m", *chain, part, transport, str(world), str(folder)]
+    with (folder / "errors").open("w+") as errors:
+        ranks = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=errors, start_new_session=True)
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # told by the cases that did not run
+                ranks.wait(SECONDS)
+        finally:
+            end_session(ranks)
+        errors.seek(0)
+        text = errors.read()
+    processes = 1 if transport == "local" else world
+    return Ended(
+        [read(folder / f"rank{rank}.json", {}) for rank in range(processes)],
+        read(folder / "digests.json", {}),
+        text,
+        read(folder / "ends.json", []),
+        read(folder / "killed", 0.0),
+        read(folder / "libraries.json", []),
+    )
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill it and the ranks that it forked."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def read(path: Path, otherwise: Any) -> Any:
+    return json.loads(path.read_text()) if path.exists() else otherwise
+
+
+Ranks = Callable[[str, str, int], Ended]
+
+_ENDED: dict[tuple[str, str, int], Ended] = {}
+
+
+@pytest.fixture
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """`ended(part, transport, world)`: run once, looked at by many tests."""
+
+    def of(part: str, transport: str, world: int) -> Ended:
+        reason = why_not(transport, world)
+        if reason is not None:
+            pytest.skip(reason)
+        if (part, transport, world) not in _ENDED:
+            folder = tmp_path_factory.mktemp(f"{part}-{transport}-{world}")
+            _ENDED[part, transport, world] = run_ranks(part, transport, world, folder)
+        return _ENDED[part, transport, world]
+
+    return of
+
+
+@pytest.mark.parametrize(("transport", "world", "name"), TRANSFERS)
+def test_transfers(transport: str, world: int, name: str, ended: Ranks) -> None:
+    ended("transfers", transport, world).check(name)
+
+
+@pytest.mark.parametrize(("transport", "world", "name"), RINGS)
+def test_rings(transport: str, world: int, name: str, ended: Ranks) -> None:
+    ended("rings", transport, world).check(name)
+
+
+@pytest.mark.parametrize(("transport", "world"), [place for place in PLACES if place[0] != "local"])
+def test_rings_have_the_bits_of_virtual_ranks(transport: str, world: int, ended: Ranks) -> None:
+    """A transport moves bytes and nothing else: results do not depend on it."""
+    found, expected = (ended("rings", name, world).digests for name in (transport, "local"))
+    assert found
+    assert found == {name: expected[name] for name in found}
+
+
+@pytest.mark.parametrize("transport", ["copy_engine", "nccl"])
+def test_a_killed_rank_ends_the_others(transport: str, ended: Ranks) -> None:
+    """With an error that says where, and a code by which torchrun restarts: a stream would wait for ever.
+
+    Where the host itself waits for the dead rank, its connection may tell first: that is an error like any other.
+    """
+    check_kill(ended("kill", transport, 2), {EXIT_CODE, 1})
+
+
+@pytest.mark.parametrize("name", [name for name in ALONE if name != "hopper"])
+def test_by_itself(name: str) -> None:
+    """In a process of its own, with Triton's compiler."""
+    if (reason := why_not("local", 1)) is not None:
+        pytest.skip(reason)
+    command = [sys.executable, "-m", "tests.support.gpu_cases", name]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_share_a_gpu_have_one_nccl(world: int, ended: Ranks) -> None:
+    found = ended("rings", "nccl", world).libraries
+    assert found == [str(nccl_preload.library())] if sharing("nccl", world) else len(found) == 1
+
+
+def check_kill(found: Ended, codes: set[int]) -> None:
+    *others, victim = found.ends
+    assert victim[0] == -signal.SIGKILL
+    for ended, when in others:
+        assert ended in codes
+        assert when - found.killed <= gpu_ranks.DEADLINE + GRACE
+    text = found.errors + "".join(told.get("ended", "") for told in found.told)
+    assert re.search(r"rank 0: .*(forward|backward) hop \d+: .*\d+ bytes rank \d -> rank \d", text), text
+
+
+# the harness itself, without a GPU
+
+on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks take the GPU where there is one")
+
+
+@pytest.mark.nightly
+@on_the_cpu
+def test_rings_on_the_cpu(tmp_path: Path) -> None:
+    found = run_ranks("rings", "process_group", 4, tmp_path)
+    for name in RING_CASES:
+        found.check(name)
+    assert {*found.digests} == {*RING_CASES}
+    assert [code for code, _ in found.ends] == [0] * 4
+
+
+@on_the_cpu
+@pytest.mark.nightly
+def test_rings_on_the_cpu_have_the_same_bits(tmp_path: Path) -> None:
+    found = {}
+    for transport in ("process_group", "local"):
+        (tmp_path / transport).mkdir()
+        found[transport] = run_ranks("rings", transport, 4, tmp_path / transport)
+        for name in RING_CASES:
+            found[transport].check(name)
+    assert found["local"].digests == found["process_group"].digests
+
+
+@on_the_cpu
+def test_transfers_on_the_cpu(tmp_path: Path) -> None:
+    found = run_ranks("transfers", "process_group", 2, tmp_path)
+    for name in CASES:
+        found.check(name)
+
+
+FORKING = ("gpu_ranks", "group_cases", "kernel_mutants", "wait_mutants", "mutants", "fuzz_ranks", "forked")
+IMPORTS = """
+import importlib, sys
+from tests import poisoned_fork
+poisoned_fork.install()
+for name in sys.argv[1:]:
+    importlib.import_module(f"tests.{name}")
+from tests.support.forked import PRELOADED
+for name in PRELOADED:
+    importlib.import_module(name)
+print(*poisoned_fork.first)
+"""
+
+
+def test_no_gpu_is_asked_for_before_a_fork() -> None:
+    """Imports alone keep nobody's forks from CUDA, of whatever forks."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", IMPORTS, *FORKING]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert not done.stdout.strip(), done.stdout
+
+
+@on_the_cpu
+def test_a_kill_on_the_cpu(tmp_path: Path) -> None:
+    check_kill(run_ranks("kill", "process_group", 3, tmp_path), {1})
+
+
+@on_the_cpu
+def test_a_failure_is_told_by_rank(tmp_path: Path) -> None:
+    """A transport that does not open here: on every rank, with the reason; and what did not run is not passed."""
+    found = run_ranks("transfers", "copy_engine", 2, tmp_path)
+    first, second = [*CASES][:2]
+    with pytest.raises(AssertionError, match=r"(?s)rank 0:.*rank 1:.*"):
+        found.check(first)
+    with pytest.raises(AssertionError, match="not run"):
+        found.check(second)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("name", GPU_CASES["copy_engine"])
+def test_cases_on_the_stand_in(name: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    with running(monkeypatch) as workers, LocalWorld(world, device="cpu", timeout=10) as ranks:
+
+        def hold(transport: Transport, seconds: float) -> None:
+            assert isinstance(transport, CopyEngineTransport)
+            ends = time.monotonic() + seconds
+            number = transport._lane.stream.cuda_stream
+            workers.put("hold", number, lambda: workers.block(lambda: time.monotonic() > ends), None)
+
+        def fn(group: LocalGroup) -> None:
+            transport = CopyEngineTransport(
+                rank=group.rank(), size=group.size(), device=cpu, control=control_of(group), timeout=5.0
+            )
+            GPU_CASES["copy_engine"][name](transport, cpu)
+
+        monkeypatch.setattr(gpu_cases, "hold", hold)
+        monkeypatch.setattr(gpu_cases, "BUSY_SECONDS", 2.0)
+        monkeypatch.setattr(gpu_cases, "SEGMENT", 1 << 16)
+        monkeypatch.setattr(gpu_cases, "LARGE", 1000)
+        ranks.run(fn)
+
+
+@pytest.mark.parametrize(
+    ("code", "version"), [(23003, (2, 30, 3)), (22809, (2, 28, 9)), (20905, (2, 9, 5)), (2804, (2, 8, 4))]
+)
+def test_versions_of_nccl(code: int, version: tuple[int, int, int]) -> None:
+    assert nccl_preload.parse(code) == version
+    assert (version >= nccl_preload.SHARING) == (code == 23003)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "ctas"),
+    [(1, 1, None), (2, 0, None), (4, 4, None), (2, 1, ""), (4, 2, ""), (3, 1, "4"), (5, 2, "4")],
+)
+def test_more_than_two_ranks_of_a_gpu_bound_their_ctas(
+    ranks: int, gpus: int, ctas: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS"):
+        monkeypatch.delenv(name, raising=False)
+    bound = {"NCCL_MAX_CTAS": ctas} if ctas else {}
+    assert launching.sharing(ranks, gpus) == ({} if ctas is None else {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **bound})
+    monkeypatch.setenv("NCCL_MAX_CTAS", "2")
+    assert launching.sharing(ranks, gpus).get("NCCL_MAX_CTAS") == ("2" if ctas else None)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_ranks_of_the_harness_have_what_sharing_takes(
+    world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine with one GPU and a NCCL that lets ranks share it."""
+    given: list[dict[str, str]] = []
+
+    class Started:
+        def __init__(self, command: list[str], *, env: dict[str, str], **_: object) -> None:
+            given.append(env)
+
+        def wait(self, seconds: float | None = None) -> None: ...
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(nccl_preload, "library", lambda: tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    run_ranks("rings", "nccl", world, tmp_path)
+    (found,) = given
+    assert (found["NCCL_MULTI_RANK_GPU_ENABLE"], found[nccl_preload.VARIABLE]) == ("1", str(tmp_path))
+    assert found.get("NCCL_MAX_CTAS") == {2: None, 4: "4"}[world]
+
+
+@pytest.fixture
+def fake_nccl(tmp_path: Path) -> Callable[[int], Path]:
+    """A library that says a version."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+
+    def make(code: int) -> Path:
+        source, path = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
+        source.write_text(f"int ncclGetVersion(int *version) {{ *version = {code}; return 0; }}")
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
+        return path
+
+    return make
+
+
+def test_a_library_by_name(fake_nccl: Callable[[int], Path]) -> None:
+    path = fake_nccl(22809)
+    named = {nccl_preload.VARIABLE: str(path)}
+    assert nccl_preload.library(named) == path
+    assert nccl_preload.version_of(path) == (2, 28, 9)
+    assert re.search(r"need NCCL 2\.30, .* is 2\.28\.9: name a newer one", nccl_preload.cannot_share(named) or "")
+    fake_nccl(23203)
+    assert nccl_preload.cannot_share(named) is None
+
+
+def test_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="RINGATTN_NCCL_LIBRARY is /nowhere: there is no such file"):
+        nccl_preload.library({nccl_preload.VARIABLE: "/nowhere"})
+    (tmp_path / "text").write_text("no library")
+    with pytest.raises(ValueError, match="is no NCCL"):
+        nccl_preload.version_of(tmp_path / "text")
+    monkeypatch.setattr(nccl_preload, "library", lambda environment: None)
+    assert "pip install nvidia-nccl" in (nccl_preload.cannot_share({}) or "")
+
+
+def test_the_library_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "nvidia" / "nccl" / "lib"
+    folder.mkdir(parents=True)
+    (folder / "libnccl.so.2").touch()
+    found = importlib.machinery.ModuleSpec("nvidia.nccl", None, is_package=True)
+    found.submodule_search_locations = [str(folder.parent)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    assert nccl_preload.library({}) == folder / "libnccl.so.2"
+    (folder / "libnccl.so.2").unlink()
+    assert nccl_preload.library({}) is None
+
+
+def test_it_is_loaded_before_torch(fake_nccl: Callable[[int], Path], tmp_path: Path) -> None:
+    path = fake_nccl(23203)
+    loaded = "'libnccl' in open('/proc/self/maps').read()"
+    (tmp_path / "told.py").write_text(f"import sys; print({loaded}, 'torch' in sys.modules, sys.argv)")
+    environment = {**os.environ, nccl_preload.VARIABLE: str(path), "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.support.nccl_preload", "told", "a", "b"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"True False ['{tmp_path / 'told.py'}', 'a', 'b']"
+    with pytest.raises(RuntimeError, match="torch is loaded"):
+        nccl_preload.preload(environment)

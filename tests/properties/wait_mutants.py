@@ -1,0 +1,261 @@
+"""Mutate whatever orders transfers and compute, and count the mutants that neither the proof nor a test notices.
+
+``python -m tests.properties.wait_mutants`` from the root: every mutant that the syntax trees of the transports and of
+the ring loop give; ``--sample 20`` takes that many of them, ``--list`` prints them all. Each runs in a process of its
+own, in which one function has other code. It is caught where a case of the proof finds a race, a deadlock, another
+order of posts, a transfer that nothing hides, a kernel too many, another result, or a wait that has become needless
+or needed; or where a test of the module fails.
+
+Fails where a survivor is not in tests/wait_mutants.md with its reason, or where one that is there is caught.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import multiprocessing
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from ..support.recorder.cases import CASES
+from ..support.recorder.recording import Recording
+from ..support.recorder.ring import record
+from .mutations import Mutant, apply, mutants, options_of, told
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).parents[2]
+REASONS = Path(__file__).with_name("wait_mutants.md")
+PROCESSES = 2
+SECONDS = 120  # for one mutant; one that hangs is caught
+
+NCCL = (
+    "contiguous, other direction", "two slots, no prefetch", "full, contiguous, full", "2 x 3, full, then documents",
+    "two chunks", "2 x 2, bfloat16 by wire", "forward twice", "full, then a longer window",
+    "3 x 2, contiguous, then full", "bfloat16 by wire, skipped hops", "fp8 by wire, two chunks", "unshard",
+    "nodes of 1 and 3, contiguous, two chunks, two slots", "nodes of 2 and 1, unshard",
+)  # fmt: skip
+OTHERS = (
+    "contiguous, other direction", "two slots, no prefetch", "2 x 2, contiguous", "forward twice", "documents",
+    "full, contiguous, full",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """Functions of one module, and what is to catch their mutants."""
+
+    module: str
+    functions: tuple[str, ...]  # a class stands for all of its methods, "" for everything
+    transports: tuple[str, ...]
+    tests: tuple[str, ...]  # arguments of pytest, one after the other
+
+    @property
+    def cases(self) -> list[tuple[str, str]]:
+        """Transport and name of the cases of the proof."""
+        return [(one, name) for one in self.transports for name in (NCCL if one == "nccl" else OTHERS)]
+
+
+RING = ("ring/test_ring_order.py", "ring/test_traffic.py")
+LOCAL_POST = ("mark", "post", "_publish", "_receive", "_take")
+ENGINE_POST = ("mark", "post", "_offers", "_announce", "_fetch", "_await_taken", "_await", "_copy")
+
+TARGETS = (
+    Target("ring.loop", ("",), ("nccl",), RING),
+    Target("ring.traffic", ("Call", "Arrival", "Lane"), ("nccl",), RING),
+    Target("ring.key_values", ("",), ("nccl",), RING),
+    Target("ring.sums", ("",), ("nccl",), RING),
+    Target("ring.shards", ("exchange",), ("nccl",), ("ring/test_shards.py",)),
+    Target("comm.slots", ("Slots",), ("nccl",), ("comm/test_slots.py",)),
+    Target(
+        "comm.lanes",
+        ("StreamFence", "StreamLane", "HostLane"),
+        ("nccl", "local"),
+        ("comm/test_lanes.py", "comm/test_nccl.py", "comm/test_transport.py -k test_local"),
+    ),
+    Target(
+        "comm.nccl",
+        ("NcclTransport.mark", "NcclTransport.post", "NcclTransport._group"),
+        ("nccl",),
+        ("comm/test_nccl.py",),
+    ),
+    Target("comm.by_node", ("ByNodeTransport.post", "ByNodeTransport._near"), ("nccl",), ("comm/test_nccl.py",)),
+    Target(
+        "comm.copy_engine",
+        tuple(f"CopyEngineTransport.{name}" for name in ENGINE_POST),
+        ("copy_engine",),
+        ("comm/test_copy_engine.py",),
+    ),
+    Target("comm.regions", ("Flags.put_up", "Flags.wait_for"), ("copy_engine",), ("comm/test_copy_engine.py",)),
+    Target(
+        "comm.local",
+        (
+            "_LocalFence.wait",
+            "_LocalFence.order",
+            "_LocalFence._parts",
+            "LocalWorld._stream_of",
+            *(f"LocalTransport.{name}" for name in LOCAL_POST),
+        ),
+        ("local",),
+        ("comm/test_lanes.py", "comm/test_transport.py -k test_local", "comm/test_local_world.py"),
+    ),
+)
+
+
+# what catches it
+
+
+Counts = tuple[Counter[str], Counter[str]]  # waits by name: all, and those that could go unnoticed
+
+
+def counted(recording: Recording) -> Counts:
+    """The waits of one case."""
+    implied = Counter(wait.name for wait in recording.checked.unnoticed())
+    return Counter(wait.name for wait in recording.graph.waits), implied
+
+
+def verdicts(counts: Iterable[Counts]) -> dict[str, bool]:
+    """What the table of the proof would say: which waits could go somewhere, and whether they could everywhere."""
+    there, implied = Counter[str](), Counter[str]()
+    for all_of_it, some in counts:
+        there, implied = there + all_of_it, implied + some
+    return {name: implied[name] == there[name] for name in implied}
+
+
+def proved(transport: str, name: str, counts: list[Counts]) -> str:
+    """Why a case of the proof fails, "" where it does not; its waits go to `counts`."""
+    recording = record(CASES[transport][name])
+    found = recording.problems() or recording.wrong(1)
+    if found:
+        return f"{transport}, {name}: {found[0]}"
+    counts.append(counted(recording))
+    return ""
+
+
+def tested(arguments: str) -> str:
+    """Why tests of a module fail, "" where they do not."""
+    file, *options = arguments.split(" ")
+    quiet = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", str(SECONDS)]
+    quiet += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # some of it is imported here
+    code = pytest.main([str(ROOT / "tests" / file), *options, *quiet])
+    return "" if code == pytest.ExitCode.OK else f"pytest {arguments}"
+
+
+def examined(target: Target, mutant: Mutant | None) -> str | list[Counts]:
+    """Why a mutant is caught; where it is not, the waits of every case. None: of the code as it is."""
+    if mutant is not None:
+        apply(mutant)
+    counts: list[Counts] = []
+    checks = [partial(proved, *case, counts) for case in target.cases]
+    checks[1:1] = [partial(tested, arguments) for arguments in target.tests]  # most are caught by the first two
+    try:
+        for check in checks:
+            reason = check()
+            if reason:
+                return reason
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return counts
+
+
+@cache
+def unchanged(target: Target) -> dict[str, bool]:
+    """The verdicts on the code as it is, where nothing may be caught."""
+    ((_, counts),) = run([(target, partial(examined, target, None))])
+    assert isinstance(counts, list), f"without a mutant: {counts}"
+    return verdicts(counts)
+
+
+def survivors(chosen: list[tuple[Target, Mutant]], show: bool) -> list[str]:
+    """Those of the mutants that nothing catches, in words."""
+    left = []
+    for (target, mutant), reason in run((one, partial(examined, *one)) for one in chosen):
+        if isinstance(reason, list):
+            reason = "" if verdicts(reason) == unchanged(target) else "other waits could go"
+        assert not reason.startswith("Traceback"), f"{mutant} could not be made: {reason}"
+        if show:
+            print(f"{'caught' if reason else 'SURVIVED'}  {mutant}\n    {reason}"[:400], flush=True)
+        if not reason:
+            left.append(str(mutant))
+    return left
+
+
+# each in a process of its own
+
+
+def serve(work: Callable[[], object], connection: Connection) -> None:
+    """Send what `work` returns, and nothing else anywhere."""
+    try:
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), 1)
+            os.dup2(nothing.fileno(), 2)
+        result: object = work()
+    except BaseException:
+        result = traceback.format_exc()
+    connection.send(result)
+    connection.close()
+    os._exit(0)  # whatever a mutant left behind
+
+
+def run(jobs: Iterable[tuple[T, Callable[[], Any]]]) -> Iterator[tuple[T, Any]]:
+    """Each job and what it returns, or why it returns nothing."""
+    context = multiprocessing.get_context("fork")
+    waiting = list(reversed(list(jobs)))
+    under_way: dict[Any, tuple[T, Any, float]] = {}
+    while waiting or under_way:
+        while waiting and len(under_way) < PROCESSES:
+            job, work = waiting.pop()
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(work, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            under_way[ours] = job, process, time.monotonic() + SECONDS
+        for ready in wait(list(under_way), timeout=1.0):
+            job, process, _ = under_way.pop(ready)
+            try:
+                result = ready.recv()  # type: ignore[union-attr, call-arg]
+            except EOFError:
+                result = "its process died"
+            process.join()
+            yield job, result
+        for ready in [one for one, (_, _, end) in under_way.items() if time.monotonic() > end]:
+            job, process, _ = under_way.pop(ready)
+            process.kill()
+            process.join()
+            yield job, "hangs"
+
+
+def main(arguments: list[str]) -> int:
+    """See the module."""
+    options = options_of(arguments, __doc__)
+    torch.set_num_threads(1)
+    everyone = [
+        (target, mutant)
+        for target in TARGETS
+        for mutant in mutants(f"ringattn.{target.module}", target.functions)
+        if options.only in str(mutant)
+    ]
+    if options.list:
+        print(*(mutant for _, mutant in everyone), sep="\n")
+        return 0
+    chosen = random.Random(0).sample(everyone, options.sample) if options.sample else everyone
+    left = survivors(chosen, options.show)
+    return told([mutant for _, mutant in chosen], left, REASONS)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,260 @@
+"""``torch.compile(fullgraph=True)`` of what calls ``ring_attention``: eager's results and refusals, few graphs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn.comm import GroupLike
+from ringattn.kernels import KernelConfig, Tile
+from ringattn.ring import BlockMask, bigbird, longformer
+from ringattn.ring.packed import Packed, pack
+
+from ..properties.test_processes import in_processes
+
+ROWS, HEADS = 64, 4
+NO_BACKWARD = ("test_schema", "test_autograd_registration", "test_faketensor")
+ALL = (*NO_BACKWARD, "test_aot_dispatch_dynamic")  # which runs the backward too
+TILES = KernelConfig(forward=Tile(16, 16, 4, 1), dq=Tile(16, 16, 4, 1), dkdv=Tile(16, 16, 4, 1))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def block(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
+    """A layer around the call, so that the graph holds more than one op."""
+    out = ring_attention(q * 2, k, v, **call)
+    result: Tensor = (out[0] * out[1].transpose(1, 2)[..., None] if isinstance(out, tuple) else out).sin()
+    return result
+
+
+def inputs(rows: int = ROWS) -> list[Tensor]:
+    return [torch.randn(1, rows, heads, 16, requires_grad=True) for heads in (HEADS, 2, 2)]
+
+
+def run(function: Callable[..., Tensor], tensors: list[Tensor], **call: Any) -> list[Tensor]:
+    """Its result and the gradients of q, k, v and of the sink, where there is one."""
+    out = function(*tensors, **call)
+    wanted = [*tensors, *([call["learnable_sink"]] if "learnable_sink" in call else [])]
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), wanted)]
+
+
+def compiled(function: Callable[..., Tensor] = block, backend: Any = "aot_eager", **options: Any) -> Callable[..., Any]:
+    made: Callable[..., Any] = torch.compile(function, fullgraph=True, backend=backend, **options)
+    return made
+
+
+def packed_call(*, ring: Ring | None = None, group: GroupLike = None, **call: Any) -> Packed:
+    """A call as the arguments of the op."""
+    every = {name: one.default for name, one in signature(ring_attention).parameters.items()}
+    rest = {
+        name: every[name] for name in every if name not in {*"qkv", "ring", "group", "learnable_sink", "return_lse"}
+    }
+    return pack(ring, group, **{**rest, **call})
+
+
+def opcheck(op: Any, args: tuple[Any, ...], utils: tuple[str, ...] | str = ALL) -> None:
+    """All of torch's checks, of tensors on the CPU."""
+    torch.library.opcheck(op, args, test_utils=utils)
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "causal": lambda: {"causal": True},
+    "lse": lambda: {"return_lse": True},
+    "layout": lambda: {"layout": Layout.striped(ROWS, 1), "causal": True},
+    "kv_layout": lambda: {"layout": Layout([[(0, ROWS)]]), "kv_layout": Layout([[(0, ROWS, 2)]]), "causal": True},
+    "name": lambda: {"layout": "zigzag", "window_size": (9, 3)},
+    "ring": lambda: {"ring": Ring(chunks=2), "prefix_length": 7, "causal": True},
+    "scores": lambda: {"softcap": 3.0, "softmax_scale": 0.3, "alibi_slopes": torch.rand(HEADS)},
+    "sink": lambda: {"learnable_sink": torch.randn(HEADS, requires_grad=True), "causal": True},
+    "documents": lambda: {"cu_seqlens": [0, 7, 30, ROWS]},
+    "documents as a tensor": lambda: {"cu_seqlens": torch.tensor([0, 7, 30, ROWS]), "seqused_k": (50,)},
+    "blocks": lambda: {"block_mask": bigbird(ROWS, 16, window=1, global_=1, random=1), "causal": True},
+    "blocks as a tensor": lambda: {"block_mask": torch.eye(4, dtype=torch.bool)},
+    "blocks of one size": lambda: {"block_mask": BlockMask(torch.ones(2, 2, dtype=torch.bool).tril(), 48)},
+    "longformer": lambda: {"block_mask": longformer(8, [(0, 3), (20, 24)])},
+    "dropout": lambda: {"dropout_p": 0.4, "dropout_seed": 2**64 - 5},
+    "triton": lambda: {"backend": "triton", "config": TILES, "causal": True},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_is_eager_to_the_bit(name: str) -> None:
+    call = CALLS[name]()
+    tensors = inputs()
+    assert_same(run(compiled(), tensors, **call), run(block, tensors, **call))
+
+
+def test_drawn_seeds_are_those_of_eager() -> None:
+    tensors = inputs()
+    torch.manual_seed(5)
+    expected = [run(block, tensors, dropout_p=0.4) for _ in range(2)]
+    torch.manual_seed(5)
+    function = compiled()
+    for one in expected:
+        assert_same(run(function, tensors, dropout_p=0.4), one)
+    assert not torch.equal(expected[0][0], expected[1][0])
+
+
+@pytest.mark.compiles("ring/ops.py")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its imports
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
+def test_the_default_compiler_of_torch() -> None:
+    tensors, call = inputs(), {"causal": True, "cu_seqlens": torch.tensor([0, 20, ROWS])}
+    for x, y in zip(run(compiled(backend="inductor"), tensors, **call), run(block, tensors, **call), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def graphs(calls: Callable[[int], tuple[list[Tensor], dict[str, Any]]], times: int) -> int:
+    """How many graphs ``times`` calls of one function need, each right."""
+    counter = CompileCounterWithBackend("aot_eager")
+    function = compiled(backend=counter)
+    for number in range(times):
+        tensors, call = calls(number)
+        assert_same(run(function, tensors, **call), run(block, tensors, **call))
+    return counter.frame_count
+
+
+# one graph for the first call's numbers, one for any: what torch.compile does with every size
+MOST = 2
+
+
+def test_other_lengths_are_no_new_graph() -> None:
+    assert graphs(lambda number: (inputs(16 + 8 * number), {"causal": True, "layout": "zigzag"}), 6) <= MOST
+
+
+def test_other_layouts_and_documents_are_no_new_graph() -> None:
+    def call(number: int) -> tuple[list[Tensor], dict[str, Any]]:
+        rows = 40 + 8 * number
+        documents = torch.tensor([0, *range(5, rows, 9 + number), rows])
+        return inputs(rows), {"layout": Layout.zigzag(rows, 1, documents), "cu_seqlens": documents}
+
+    assert graphs(call, 6) <= MOST
+
+
+def test_other_rings_and_seeds_are_no_new_graph() -> None:
+    rings = [Ring() for _ in range(6)]
+    assert graphs(lambda i: (inputs(), {"ring": rings[i], "dropout_p": 0.5, "dropout_seed": 7 * i + 11}), 6) <= MOST
+
+
+def in_world(layout: Layout, function: Callable[..., Tensor], whole: list[Tensor], **call: Any) -> list[list[Tensor]]:
+    def rank(group: Any) -> list[Tensor]:
+        shards = [layout.shard(x, group.rank()).detach().requires_grad_() for x in whole]
+        return run(function, shards, layout=layout, group=group, **call)
+
+    with LocalWorld(layout.world) as world:
+        return world.run(rank)
+
+
+@pytest.mark.parametrize("make", [Layout.zigzag, Layout.striped])
+def test_virtual_ranks(make: Callable[[int, int], Layout]) -> None:
+    whole, layout = inputs(), make(ROWS, 2)
+    counter = CompileCounterWithBackend("aot_eager")
+    function = compiled(backend=counter)
+    for _ in range(3):  # a new world each time
+        got, expected = (in_world(layout, one, whole, causal=True) for one in (function, block))
+        for mine, theirs in zip(got, expected, strict=True):
+            assert_same(mine, theirs)
+    assert counter.frame_count <= MOST
+
+
+def test_of_the_seeds_that_ranks_draw_rank_0s_counts() -> None:
+    whole, layout, seed = inputs(), Layout.contiguous(ROWS, 2), 12345
+
+    def draws(q: Tensor, k: Tensor, v: Tensor, *, group: Any, layout: Layout) -> Tensor:
+        packed = packed_call(group=group, layout=layout, dropout_p=0.5)
+        drawn = packed._replace(dropout_seed=torch.tensor(seed if group.rank() == 0 else 1))
+        out: Tensor = torch.ops.ringattn.ring_attention(q * 2, k, v, None, *drawn)[0]
+        return out.sin()
+
+    got = in_world(layout, draws, whole)
+    for mine, theirs in zip(got, in_world(layout, block, whole, dropout_p=0.5, dropout_seed=seed), strict=True):
+        assert_same(mine, theirs)
+
+
+def processes(rank: int, world: int) -> None:
+    torch.manual_seed(1)
+    whole, layout = inputs(), Layout.zigzag(ROWS, world)
+    shards = [layout.shard(x, rank).detach().requires_grad_() for x in whole]
+    expected = run(block, shards, layout="zigzag", causal=True)
+    for group in (None, dist.group.WORLD, init_device_mesh("cpu", (world,))):
+        got = run(compiled(), shards, layout="zigzag", group=group, causal=True)
+        assert_same(got, expected)
+
+
+def test_processes(tmp_path: Path) -> None:
+    in_processes(2, tmp_path, processes)
+
+
+def test_autocast() -> None:
+    tensors = inputs()
+
+    def cast(*tensors: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return block(*tensors, causal=True)
+
+    got, expected = run(compiled(cast), tensors), run(cast, tensors)
+    assert got[0].dtype == torch.bfloat16
+    assert_same(got, expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same(run(compiled(), tensors), run(block, tensors))
+
+
+def test_checkpointing_repeats_what_dropout_dropped() -> None:
+    tensors = inputs()
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return block(q, k, v, causal=True, dropout_p=0.5)
+
+    def saving(*tensors: Tensor) -> Tensor:
+        out: Tensor = checkpoint(layer, *tensors, use_reentrant=False)
+        return out
+
+    torch.manual_seed(2)
+    expected = run(layer, tensors)
+    for function in (saving, compiled(saving)):
+        torch.manual_seed(2)
+        assert_same(run(function, tensors), expected)
+
+
+OP_CALLS = ["plain", "layout", "scores", "sink", "documents", "blocks", "longformer", "dropout", "triton"]
+
+
+@pytest.mark.parametrize("name", OP_CALLS)
+def test_opcheck(name: str) -> None:
+    call = CALLS[name]()
+    sink = call.pop("learnable_sink", None)
+    q, k, v = inputs()
+    packed = packed_call(**call)
+    op = torch.ops.ringattn.ring_attention.default
+    opcheck(op, (q, k, v, sink, *packed))
+    out, lse, seed, number = op(*(x.detach() for x in (q, k, v)), sink, *packed)
+    saved = packed._replace(dropout_seed=seed)
+    given = [x.detach().requires_grad_() for x in (torch.randn_like(out), q, k, v, out, lse)]
+    opcheck(
+        torch.ops.ringattn.ring_attention_backward.default,
+        (given[0], None, *given[1:], sink, number, *saved),
+        NO_BACKWARD,
+    )

@@ -1,0 +1,288 @@
+"""Processes that pass different things to one call: every one of them gets the same error, soon, and none hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch._C._distributed_c10d import TCPStore
+
+from ringattn import Ring, ring_attention, shard, unshard
+
+from ..support.forked import FORKED
+
+WORLD = 3
+SOON = 10.0  # seconds; the deadline is far beyond it
+
+
+def call(ring: Ring, *, heads: int = 2, causal: bool = False, tokens: int = 16) -> None:
+    q, k, v = (torch.randn(1, tokens, heads, 8) for _ in range(3))
+    ring_attention(q, k, v, ring=ring, layout="contiguous", causal=causal)
+
+
+def at_the_first_call(ring: Ring) -> None:
+    call(ring, heads=4 if ring.rank == 1 else 2)
+
+
+def a_new_signature_against_a_known_one(ring: Ring) -> None:
+    call(ring)
+    call(ring, heads=4 if ring.rank == 1 else 2)
+
+
+def attend(ring: Ring, *, tokens: int = 16, dim: int = 8, causal: bool = False, **options: Any) -> torch.Tensor:
+    q, k, v = (torch.randn(2, tokens, 2, dim, requires_grad=True) for _ in range(3))
+    out = ring_attention(q, k, v, ring=ring, layout="contiguous", causal=causal, **options)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def known_calls(ring: Ring, first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Both known to all ranks; then rank 1 makes one of them and the others the other one."""
+    for options in (first, second, first, second, first):
+        attend(ring, **options)
+    attend(ring, **(first if ring.rank == 1 else second))
+    time.sleep(1)  # whoever needs nothing of the others is told at its next call
+    attend(ring)
+
+
+def backwards_in_another_order(ring: Ring) -> None:
+    outs = [attend(ring) for _ in range(3)]
+    for out in outs if ring.rank == 1 else outs[::-1]:
+        out.sum().backward()
+
+
+def a_backward_against_a_forward(ring: Ring) -> None:
+    out = attend(ring)
+    if ring.rank == 1:
+        attend(ring)
+    out.sum().backward()
+
+
+def unshard_of(dtype: torch.dtype = torch.float32, dim: int = 4, layout: Any = "zigzag") -> None:
+    unshard(torch.zeros(1, 8, 2, dim, dtype=dtype), layout=layout, grad="sum")
+
+
+def shards(ring: Ring, call: Callable[..., object], **other: Any) -> None:
+    call()
+    call(**(other if ring.rank == 1 else {}))
+
+
+def shard_of(layout: Any = "zigzag") -> None:
+    shard(torch.zeros(1, 24, 2), layout=layout)
+
+
+def an_argument_of_the_wrong_type(ring: Ring) -> None:
+    wrong: dict[str, Any] = {"cu_seqlens": object()}
+    attend(ring, **(wrong if ring.rank == 1 else {}))
+
+
+def no_tensor(ring: Ring) -> None:
+    q: Any = None if ring.rank == 1 else torch.randn(1, 16, 2, 8)
+    ring_attention(q, q, q, ring=ring, layout="contiguous")
+
+
+def interrupted_before_the_call(ring: Ring) -> None:
+    if ring.rank == 1:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+        attend(ring, cu_seqlens=Endless())
+    attend(ring)
+
+
+class Endless(list[int]):
+    """Never gets past the checks."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            time.sleep(0.01)
+
+
+def no_gradient(ring: Ring) -> None:
+    for _ in range(2):
+        attend(ring).sum().backward()
+    with torch.set_grad_enabled(ring.rank != 1):
+        attend(ring)
+    time.sleep(1)
+    attend(ring)
+
+
+def legal(ring: Ring) -> None:
+    """What checkpointing, and a backward that hooks stop, do to a call is nothing to the others."""
+    x = torch.randn(1, 16, 2, 8, requires_grad=True)
+    whole = [ring_attention(x, x, x, ring=ring, layout="contiguous").sum()]
+    for early in (True, False):
+        with torch.utils.checkpoint.set_checkpoint_early_stop(early):
+            whole.append(
+                torch.utils.checkpoint.checkpoint(
+                    lambda x: ring_attention(x, x, x, ring=ring, layout="contiguous").sum(), x, use_reentrant=False
+                )
+            )
+    grads = [torch.autograd.grad(one, x)[0] for one in whole]
+    assert all(torch.equal(grads[0], grad) for grad in grads)
+    raise LookupError("right")
+
+
+def two_threads(ring: Ring) -> None:
+    """Every call is right or ends by an error, and the ring with it."""
+    errors: list[BaseException] = []
+
+    def calls(value: float) -> None:
+        x = torch.full((1, 16, 2, 8), value)
+        try:
+            for _ in range(20):
+                out = ring_attention(x, x, x, ring=ring, layout="contiguous")
+                assert torch.equal(out, x), "wrong, without an error"
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=calls, args=(value,)) for value in (1.0, 2.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors, "nothing was raised"
+    raise next((error for error in errors if isinstance(error, AssertionError)), None) or RuntimeError(str(errors))
+
+
+def one_rank_alone_is_wrong(ring: Ring) -> None:
+    call(ring)
+    if ring.rank == 1:
+        ring_attention(*(torch.randn(1, 16, heads, 8) for heads in (3, 2, 2)), ring=ring, layout="contiguous")
+    call(ring)
+    time.sleep(SOON / 2)
+    call(ring)
+
+
+def work(body: Callable[[Ring], None], rank: int, port: int, pipe: Connection) -> None:
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    begun = time.monotonic()
+    try:
+        body(Ring(deadline=120.0))
+        pipe.send(("", "nothing was raised", 0.0))
+    except BaseException as error:
+        pipe.send((type(error).__name__, str(error), time.monotonic() - begun))
+
+
+def outcomes(body: Callable[[Ring], None]) -> list[tuple[str, str, float]]:
+    """Type, text and time of the error of each rank."""
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [FORKED.Pipe() for _ in range(WORLD)]
+    ranks: list[Any] = [
+        FORKED.Process(target=work, args=(body, rank, served.port, pipes[rank][1]), daemon=True)
+        for rank in range(WORLD)
+    ]
+    try:
+        for process in ranks:
+            process.start()
+        for _, there in pipes:
+            there.close()
+        for here, _ in pipes:
+            assert here.poll(60), "a rank hangs"
+        return [here.recv() for here, _ in pipes]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("body", [at_the_first_call, a_new_signature_against_a_known_one])
+def test_whoever_has_not_seen_a_signature_stops_before_the_first_hop(body: Callable[[Ring], None]) -> None:
+    told = outcomes(body)
+    text = "heads differs between ranks (rank 0: (2, 2), rank 1: (4, 4), rank 2: (2, 2)): "
+    assert [(kind, words) for kind, words, _ in told] == [
+        ("ValueError", f"{text}all ranks of a ring must pass the same")
+    ] * WORLD
+    assert all(seconds < SOON for _, _, seconds in told)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "field"),
+    [
+        ({"causal": True}, {"causal": False}, "causal"),
+        ({"window_size": (4, 4)}, {"window_size": (20, 20)}, "window_size"),
+        ({"seqused_k": [5, 48]}, {"seqused_k": [48, 5]}, "seqused_k"),
+        ({"cu_seqlens": [0, 8, 48]}, {"cu_seqlens": [0, 40, 48]}, "cu_seqlens"),
+        ({"causal": True, "prefix_length": 4}, {"causal": True, "prefix_length": 30}, "prefix_length"),
+        ({"dropout_p": 0.5, "dropout_seed": 1}, {"dropout_p": 0.5, "dropout_seed": 2}, "dropout_seed"),
+        ({"dropout_p": 0.5}, {"dropout_p": 0.5, "dropout_seed": 7}, "dropout_seed"),
+        ({"tokens": 8}, {"tokens": 16}, "layout"),
+        ({"dim": 8}, {"dim": 4}, "head dim"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_known_calls_that_differ_are_told_in_that_call(
+    first: dict[str, Any], second: dict[str, Any], field: str
+) -> None:
+    for kind, words, seconds in outcomes(partial(known_calls, first=first, second=second)):
+        assert (kind, words.partition(" differs between ranks (rank 0: ")[0]) == ("ValueError", field), words
+        assert seconds < SOON
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (no_gradient, "gradient differs between ranks (rank 0: True, rank 1: False, rank 2: True): "),
+        (backwards_in_another_order, "backward of call differs between ranks (rank 0: 3, rank 1: 1, rank 2: 3): "),
+        (a_backward_against_a_forward, "call differs between ranks (rank 0: 'backward', rank 1: 'forward', rank 2: "),
+        (partial(shards, call=unshard_of, dtype=torch.float64), "dtype differs between ranks (rank 0: torch.float32, "),
+        (partial(shards, call=unshard_of, dim=8), "shape differs between ranks (rank 0: [1, 'tokens', 2, 4], rank 1: "),
+        (partial(shards, call=unshard_of, layout="striped"), "layout differs between ranks (rank 0: "),
+        (partial(shards, call=shard_of, layout="striped"), "layout differs between ranks (rank 0: "),
+    ],
+)
+def test_other_calls_that_differ(body: Callable[[Ring], None], words: str) -> None:
+    for kind, told, seconds in outcomes(body):
+        assert kind == "ValueError" and told.startswith(words), told
+        assert seconds < SOON
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (an_argument_of_the_wrong_type, "ValueError"),
+        (no_tensor, "ValueError"),
+        (interrupted_before_the_call, "KeyboardInterrupt"),
+    ],
+)
+def test_whatever_ends_a_call_before_it_begins_is_told(body: Callable[[Ring], None], kind: str) -> None:
+    told = outcomes(body)
+    assert told[1][0] in (kind, "TypeError")
+    for rank in (0, 2):
+        assert told[rank][0] == "ValueError" and told[rank][1].startswith(f"rank 1 refused this call: {told[1][0]}")
+        assert told[rank][2] < SOON
+
+
+def test_checkpointing() -> None:
+    assert [(kind, words) for kind, words, _ in outcomes(legal)] == [("LookupError", "right")] * WORLD
+
+
+def test_two_threads_on_one_ring() -> None:
+    for kind, words, seconds in outcomes(two_threads):
+        assert kind == "RuntimeError" and "in use by a call of another thread" in words, words
+        assert seconds < SOON
+
+
+def test_a_rank_that_refuses_alone_is_named_on_all_others() -> None:
+    told = outcomes(one_rank_alone_is_wrong)
+    words = "k has 2 heads, q has 3: the heads of q must be a multiple of the heads of k"
+    assert told[1][0] == "ValueError" and told[1][1].startswith(words)
+    for rank in (0, 2):
+        kind, words, seconds = told[rank]
+        assert (kind, words) == ("ValueError", f"rank 1 refused this call: ValueError: {told[1][1]}")
+        assert seconds < SOON

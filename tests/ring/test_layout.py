@@ -1,0 +1,322 @@
+"""Layouts: every token on one rank, in order; there and back."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from fractions import Fraction
+from itertools import accumulate, chain, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringattn.ring.schedule.layout import Layout, Span
+
+from ..support.layouts import NAMES, layouts, named, of_owners, small_layouts
+
+
+def positions(layout: Layout) -> list[list[int]]:
+    return [layout.positions(rank).tolist() for rank in range(layout.world)]
+
+
+def expand(spans: list[tuple[int, int, int]]) -> list[int]:
+    return [start + i * step for start, length, step in spans for i in range(length)]
+
+
+@pytest.mark.parametrize(
+    ("name", "seqlen", "world", "expected"),
+    [
+        ("contiguous", 8, 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("contiguous", 8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
+        ("contiguous", 2, 3, [[0], [1], []]),
+        ("contiguous", 3, 1, [[0, 1, 2]]),
+        ("zigzag", 8, 2, [[0, 1, 6, 7], [2, 3, 4, 5]]),
+        ("zigzag", 12, 3, [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
+        ("zigzag", 10, 3, [[0, 1, 8, 9], [2, 3, 7], [4, 5, 6]]),
+        ("zigzag", 2, 3, [[0], [1], []]),
+        ("striped", 8, 2, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("striped", 7, 3, [[0, 3, 6], [1, 4], [2, 5]]),
+        ("striped", 2, 3, [[0], [1], []]),
+    ],
+)
+def test_named_layouts(name: str, seqlen: int, world: int, expected: list[list[int]]) -> None:
+    assert positions(named(name, seqlen, world)) == expected
+
+
+def test_every_token_is_on_one_rank_in_order() -> None:
+    for layout in small_layouts(20, 8):
+        held = positions(layout)
+        assert sorted(chain.from_iterable(held)) == list(range(layout.seqlen))
+        assert held == [sorted(one) for one in held]
+        assert layout.lengths == tuple(map(len, held))
+        assert max(layout.lengths) - min(layout.lengths) <= 1
+        assert len(held) == layout.world
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_named_layouts_have_the_length_asked_for(name: str) -> None:
+    assert [named(name, seqlen, 3).seqlen for seqlen in range(20)] == list(range(20))
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+def test_zigzag_gives_every_rank_the_same_causal_work(world: int) -> None:
+    work = {sum(position + 1 for position in held) for held in positions(Layout.zigzag(8 * world, world))}
+    assert len(work) == 1
+
+
+def transformer_engines(cu_seqlens: list[int], world: int, rank: int) -> list[int]:
+    """The token indices of one rank as TransformerEngine cuts packed sequences ("THD") for context parallelism.
+
+    NVIDIA/TransformerEngine, transformer_engine/common/fused_attn/context_parallel.cu, thd_partition_indices_kernel
+    (python: ``transformer_engine_torch.thd_get_partitioned_indices``): a sequence is 2 * world chunks of one size; a
+    rank takes chunk ``rank``, then chunk ``2 * world - 1 - rank``.
+    """
+    indices: list[int] = []
+    for start, end in pairwise(cu_seqlens):
+        chunk, rest = divmod(end - start, 2 * world)
+        assert rest == 0
+        for number in (rank, 2 * world - 1 - rank):
+            indices += range(start + number * chunk, start + (number + 1) * chunk)
+    return indices
+
+
+@given(st.integers(1, 6), st.lists(st.integers(0, 5), min_size=1, max_size=6), st.booleans())
+def test_zigzag_of_documents_that_divide_is_transformer_engines(world: int, chunks: list[int], tensor: bool) -> None:
+    boundaries = [*accumulate((2 * world * chunk for chunk in chunks), initial=0)]
+    given = torch.tensor(boundaries, dtype=torch.int32) if tensor else boundaries
+    layout = Layout.zigzag(boundaries[-1], world, cu_seqlens=given)
+    assert positions(layout) == [transformer_engines(boundaries, world, rank) for rank in range(world)]
+
+
+@given(st.integers(1, 6), st.lists(st.integers(0, 40), min_size=1, max_size=8))
+def test_zigzag_of_any_documents(world: int, lengths: list[int]) -> None:
+    boundaries = [*accumulate(lengths, initial=0)]
+    layout = Layout.zigzag(boundaries[-1], world, boundaries)
+    held = positions(layout)
+    assert sorted(chain.from_iterable(held)) == list(range(layout.seqlen))
+    assert max(layout.lengths) - min(layout.lengths) <= 1
+    at_the_tail = [False] * world  # where a rank's next odd token lies
+    for start, end in pairwise(boundaries):
+        inside = [[p for p in one if start <= p < end] for one in held]
+        assert max(map(len, inside)) - min(map(len, inside)) <= 1
+        for rank, one in enumerate(inside):  # a run from each end of what the ranks before left
+            head = (len(one) + (not at_the_tail[rank])) // 2
+            tail = len(one) - head
+            assert one == [*range(start, start + head), *range(end - tail, end)]
+            start, end = start + head, end - tail
+            at_the_tail[rank] ^= head != tail
+        assert start == end
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "expected"),
+    [
+        ([0, 8], [[0, 1, 6, 7], [2, 3, 4, 5]]),
+        ([0, 4, 4, 8], [[0, 3, 4, 7], [1, 2, 5, 6]]),
+        ([0, 1, 2, 3, 4], [[0, 2], [1, 3]]),  # what is left goes on where the document before stopped
+        ([0, 2, 4], [[0, 3], [1, 2]]),  # and a rank's odd token is at the head and at the tail by turns
+        ([0, 3, 5], [[0, 2, 3], [1, 4]]),
+    ],
+)
+def test_zigzag_of_documents_by_hand(cu_seqlens: list[int], expected: list[list[int]]) -> None:
+    assert positions(Layout.zigzag(cu_seqlens[-1], 2, cu_seqlens)) == expected
+
+
+def test_zigzag_of_documents_is_causal_work_alike() -> None:
+    """Documents of any length: a rank's work is within 1% of another's, and equal where they divide."""
+    drawn = torch.empty(200).exponential_(1 / 500, generator=torch.Generator().manual_seed(0)).long().tolist()
+    for lengths, most in ((drawn, 1.01), ([length // 16 * 16 for length in drawn], 1.0)):
+        boundaries = [*accumulate(lengths, initial=0)]
+        starts = torch.tensor([start for start, end in pairwise(boundaries) for _ in range(start, end)])
+        layout = Layout.zigzag(boundaries[-1], 8, boundaries)
+        held = [layout.positions(rank) for rank in range(8)]
+        work = [int((one + 1 - starts[one]).sum()) for one in held]
+        assert max(work) <= most * min(work)
+
+
+SPEEDS = st.lists(st.integers(0, 100) | st.floats(0, 1e6) | st.fractions(0, 50), min_size=1, max_size=8).filter(any)
+
+
+@given(st.integers(0, 300), SPEEDS, st.booleans())
+def test_balanced_shards_finish_together(seqlen: int, speeds: list[float], causal: bool) -> None:
+    layout = Layout.balanced(seqlen, speeds, causal=causal)
+    held, exact = positions(layout), [Fraction(speed) for speed in speeds]
+    assert sorted(chain.from_iterable(held)) == list(range(seqlen))
+    for one, speed in zip(held, exact, strict=True):
+        share = speed / sum(exact)
+        pairs = sum(p + 1 for p in one) if causal else len(one) * seqlen
+        whole = seqlen * (seqlen + 1) // 2 if causal else seqlen * seqlen
+        assert abs(pairs - whole * share) <= seqlen + causal
+        assert abs(len(one) - seqlen * share) <= 1 + causal
+        assert one == [] or speed > 0
+
+
+def test_balanced_by_hand() -> None:
+    assert positions(Layout.balanced(8, [3, 1], causal=False)) == [[0, 1, 2, 3, 4, 5], [6, 7]]
+    assert positions(Layout.balanced(8, [3, 1], causal=True)) == [[0, 1, 2, 5, 6, 7], [3, 4]]
+    assert positions(Layout.balanced(7, [0, 1, 0, 2.0], causal=True)) == [[], [0, 6], [], [1, 2, 3, 4, 5]]
+    assert positions(Layout.balanced(4, [1, 1e-9], causal=True)) == [[0, 1, 2, 3], []]
+    assert Layout.balanced(0, [1, 2], causal=True).lengths == (0, 0)
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+def test_equal_speeds_make_the_usual_layouts(world: int) -> None:
+    speeds = [2.5] * world
+    assert Layout.balanced(6 * world, speeds, causal=True) == Layout.zigzag(6 * world, world)
+    assert Layout.balanced(6 * world, speeds, causal=False) == Layout.contiguous(6 * world, world)
+
+
+def test_uneven() -> None:
+    layout = Layout.uneven([3, 0, 2])
+    assert positions(layout) == [[0, 1, 2], [], [3, 4]]
+    assert (layout.lengths, layout.seqlen, layout.world) == ((3, 0, 2), 5, 3)
+
+
+@given(layouts())
+def test_any_layout_is_made_of_its_spans(layout: Layout) -> None:
+    for rank in range(layout.world):
+        spans = layout.spans(rank)
+        assert expand([*spans]) == layout.positions(rank).tolist()
+        assert all(span.length >= 1 and span.step >= 1 for span in spans)
+        assert all(before.stop <= after.start for before, after in pairwise(spans))
+        assert [span.stop for span in spans] == [expand([span])[-1] + 1 for span in spans]
+    assert Layout([layout.spans(rank) for rank in range(layout.world)]) == layout
+
+
+def test_positions_are_int64_and_cached() -> None:
+    layout = Layout.striped(6, 4)
+    assert layout.positions(1) is layout.positions(1)
+    assert {layout.positions(rank).dtype for rank in range(4)} == {torch.int64}
+    assert Layout.contiguous(0, 1).positions(0).dtype == torch.int64
+
+
+def test_spans_are_joined_and_empty_ones_dropped() -> None:
+    layout = Layout([[(0, 2), (2, 3), (9, 0), (7, 1)], [(5, 2)]])
+    assert layout.spans(0) == (Span(0, 5), Span(7, 1))
+    assert Layout([[(0, 2, 3), (6, 2, 3)]]).spans(0) == (Span(0, 4, 3),)
+    assert Layout([[(0, 2, 3), (6, 2, 2)]]).spans(0) == (Span(0, 2, 3), Span(6, 2, 2))
+    assert Layout([[(0, 2, 3), (7, 2, 3)]]).spans(0) == (Span(0, 2, 3), Span(7, 2, 3))
+    assert Layout([[(4, 1, 3)]]).spans(0) == (Span(4, 1, 1),)
+    assert Layout([[(3, 0, 1)]]).spans(0) == ()
+    assert Span(3, 0).stop == 3
+
+
+def test_equal_layouts_are_one_key() -> None:
+    same = [Layout.contiguous(8, 1), Layout.zigzag(8, 1), Layout.striped(8, 1), Layout([[(0, 3), (3, 5)]])]
+    assert len(set(same)) == 1
+    assert Layout.contiguous(8, 2) != Layout.zigzag(8, 2)
+    assert hash(Layout.contiguous(8, 2)) != hash(Layout.zigzag(8, 2))
+
+
+def test_pickle_leaves_the_caches_behind() -> None:
+    layout = Layout.contiguous(100_000, 2)
+    before = pickle.dumps(layout)
+    layout.positions(0)
+    hash(layout)
+    assert pickle.dumps(layout) == before
+    assert pickle.loads(before) == layout
+    assert len(before) < 1000
+
+
+def test_repr_makes_the_layout_again_or_tells_layouts_apart() -> None:
+    layout = Layout([[(0, 2), (5, 2, 2)], [(2, 3)]])
+    assert eval(repr(layout)) == layout
+    assert repr(layout) == "Layout([[(0, 2, 1), (5, 2, 2)], [(2, 3, 1)]])"
+    assert eval(repr(Layout.zigzag(64, 16))) == Layout.zigzag(64, 16)  # 31 spans
+    large = [Layout.zigzag(1024, 64), Layout.zigzag(1024, 64), Layout.contiguous(1024, 64), Layout.striped(1024, 64)]
+    assert len({repr(layout) for layout in large}) == 3
+    assert re.fullmatch("<Layout of 1024 tokens over 64 ranks, spans [0-9a-f]{16}>", repr(large[0]))
+    assert repr(Layout.contiguous(32, 32)).startswith("Layout([")
+    assert repr(Layout.contiguous(33, 33)).startswith("<Layout of")
+
+
+@given(layouts(max_seqlen=20), st.sampled_from([0, 1, 2, -1, -2, -3]))
+def test_shard_and_unshard(layout: Layout, dim: int) -> None:
+    shape = [2, 3, 4]
+    shape[dim] = layout.seqlen
+    x = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    shards = [layout.shard(x, rank, dim) for rank in range(layout.world)]
+    for rank, piece in enumerate(shards):
+        torch.testing.assert_close(piece, x.index_select(dim, layout.positions(rank)), rtol=0, atol=0)
+    torch.testing.assert_close(layout.unshard(shards, dim), x, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", [*(named(name, 7, 3) for name in NAMES), Layout.uneven([7]), Layout.uneven([0, 7])])
+def test_shard_and_unshard_are_copies_along_dim_1_with_a_gradient(layout: Layout) -> None:
+    x = torch.randn(2, 7, 3, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(2, 7, 3, dtype=torch.float64)
+    shards = [layout.shard(x, rank) for rank in range(layout.world)]
+    whole = layout.unshard(shards)
+    (whole * weights).sum().backward()
+    torch.testing.assert_close(x.grad, weights, rtol=0, atol=0)
+    pointers = {x.data_ptr(), whole.data_ptr(), *(piece.data_ptr() for piece in shards if piece.numel())}
+    assert len(pointers) == 2 + sum(length > 0 for length in layout.lengths)
+
+
+def test_a_layout_of_one_rank_along_a_single_dimension() -> None:
+    tokens = torch.arange(5)
+    layout = Layout.striped(5, 2)
+    assert layout.shard(tokens, 0, dim=0).tolist() == [0, 2, 4]
+    assert layout.unshard([torch.tensor([0, 2, 4]), torch.tensor([1, 3])], dim=0).tolist() == [0, 1, 2, 3, 4]
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4), st.integers(1, 5)), max_size=3),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_spans_are_refused_exactly_where_they_do_not_ascend_or_overlap(spans: list[list[tuple[int, int, int]]]) -> None:
+    held = [expand(one) for one in spans]
+    taken = [*chain.from_iterable(held)]
+    fine = all(one == sorted(set(one)) for one in held) and len(set(taken)) == len(taken)
+    if fine:
+        assert positions(Layout(spans)) == held
+    else:
+        with pytest.raises(ValueError, match=r"must ascend|lives on one rank"):
+            Layout(spans)
+
+
+def test_overlap_check_costs_what_the_spans_cost() -> None:
+    Layout([[(rank, 2**40, 64)] for rank in range(64)])
+    with pytest.raises(ValueError, match="position 66 on rank 2 and on rank 3"):
+        Layout([[(rank, 2**40, 64)] for rank in (0, 1, 2)] + [[(66, 1)]])
+    with pytest.raises(ValueError, match=f"position {2**54 + 1} on rank 0 and on rank 1"):
+        Layout([[(0, 2**54 + 2)], [(2**54 + 1, 1)]])  # whole numbers throughout: a float would round
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([[(4, 2), (5, 2)]], "spans_per_rank[0][1] starts at 5, the span before it ends at 5: the positions of a rank"),
+        ([[(4, 2)], [(0, 1), (5, 2)]], "spans_per_rank holds position 5 on rank 0 and on rank 1: a token lives on one"),
+        ([[(1, 3, 2)], [(0, 2, 3)]], "spans_per_rank holds position 3 on rank 0 and on rank 1"),
+        ([[(9, 1)], [(0, 4, 3)]], "spans_per_rank holds position 9 on rank 0 and on rank 1"),
+    ],
+)
+def test_bad_spans(spans: list[list[tuple[int, ...]]], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        Layout(spans)
+
+
+@pytest.mark.parametrize("spans", [[[(1, 2)]], [[(0, 1)], [(2, 1)]], [[], [(3, 2, 2)]]])
+def test_a_layout_that_leaves_positions_out_has_positions_but_no_shards(spans: list[list[tuple[int, ...]]]) -> None:
+    layout = Layout(spans)
+    reach = max(chain.from_iterable(positions(layout)))
+    message = f"^the layout holds 2 of the positions 0 to {reach}: shard and unshard need a layout that holds every"
+    with pytest.raises(ValueError, match=message):
+        layout.shard(torch.zeros(1, 2), 0)
+    with pytest.raises(ValueError, match=message):
+        layout.unshard([torch.zeros(1, length) for length in layout.lengths])
+
+
+def test_layouts_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        Layout.contiguous(4, 2).spans_per_rank = ()  # type: ignore[misc]
+
+
+def test_any_owner_list_is_a_layout() -> None:
+    assert positions(of_owners([2, 0, 0, 2, 1], 3)) == [[1, 2], [4], [0, 3]]

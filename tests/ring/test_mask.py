@@ -1,0 +1,222 @@
+"""Masks become intervals of indices: against every pair, one by one."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringattn.kernels import FULL, Bounds
+from ringattn.ring.schedule.documents import Documents
+from ringattn.ring.schedule.layout import Layout
+from ringattn.ring.schedule.mask import END, Mask, bounds, visible_pairs
+
+from ..support.layouts import Window, block_layouts, block_masks, layouts, masks, sees, small_layouts
+
+CAUSAL = Mask(causal=True)
+
+
+def brute(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    pairs = [[sees(mask, query, key) for key in keys.tolist()] for query in queries.tolist()]
+    return torch.tensor(pairs, dtype=torch.bool).reshape(len(queries), len(keys))
+
+
+def expand(made: Bounds, queries: int, keys: int) -> torch.Tensor:
+    if made.lo is None or made.hi is None:
+        return torch.ones(queries, keys, dtype=torch.bool)
+    index = torch.arange(keys)
+    return (made.lo[:, None] <= index) & (index < made.hi[:, None])
+
+
+def check(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> None:
+    made, expected = bounds(mask, queries, keys), brute(mask, queries, keys)
+    assert torch.equal(expand(made, len(queries), len(keys)), expected)
+    assert made.is_full == bool(expected.numel() and expected.all())
+    check_used(mask, made, keys)
+    assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
+    if made.lo is not None and made.hi is not None:
+        check_order(made.lo, made.hi, expected)
+
+
+def check_used(mask: Mask, made: Bounds, keys: torch.Tensor) -> None:
+    """Every batch row has as many keys as lie before its end; None where that is all of them."""
+    counts = [int((keys < used).sum()) for used in mask.used or ()]
+    if all(count == len(keys) for count in counts):
+        assert made.used is None
+    else:
+        assert made.used is not None
+        assert (made.used.tolist(), made.used.dtype) == (counts, torch.int32)
+
+
+def count(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> int:
+    """Pairs, one by one; of all batch rows where they differ."""
+    rows = range(len(mask.used)) if mask.used is not None else [None]
+    return sum(sees(mask, query, key, row) for row in rows for query in queries.tolist() for key in keys.tolist())
+
+
+def check_order(lo: torch.Tensor, hi: torch.Tensor, expected: torch.Tensor) -> None:
+    keys = expected.shape[1]
+    assert (lo.dtype, hi.dtype, lo.shape, hi.shape) == (torch.int32, torch.int32, *[expected.shape[:1]] * 2)
+    for end in (lo, hi):
+        assert end.is_contiguous()
+        assert torch.equal(end, end.sort().values)
+    assert ((lo >= 0) & (hi <= keys) & (lo <= hi)).all()
+    seen = expected.any(1)
+    assert torch.equal(lo == hi, ~seen)
+    if not seen.any():
+        assert not lo.any()
+        return
+    first, last = lo[seen][0], hi[seen][-1]
+    assert ((lo >= first) & (hi <= last)).all(), "an empty row lies outside of what the others see"
+    for start in range(len(lo)):  # no tile is wider than the rows in it that see something need
+        tile = slice(start, start + 3)
+        if seen[tile].any():
+            hull = int(hi[tile][-1] - lo[tile][0])
+            needed = int(hi[tile][seen[tile]].max() - lo[tile][seen[tile]].min())
+            gap = first_after(lo, seen, start + 3) - int(hi[tile][seen[tile]].max())
+            assert hull == needed or (not seen[tile][-1] and hull == needed + gap)
+
+
+def first_after(lo: torch.Tensor, seen: torch.Tensor, row: int) -> int:
+    """Where the first row from ``row`` on that sees something starts; rows between two others lean forward."""
+    rest = lo[row:][seen[row:]]
+    return int(rest[0]) if len(rest) else int(lo[-1])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_small_layout(causal: bool) -> None:
+    for layout in small_layouts(9, 4):
+        for rank in range(layout.world):
+            for shard in range(layout.world):
+                check(Mask(causal=causal), layout.positions(rank), layout.positions(shard))
+
+
+@given(st.data())
+def test_any_layout_and_mask(data: st.DataObject) -> None:
+    layout, mask = data.draw(layouts(max_world=4, max_seqlen=24)), data.draw(masks(used=True))
+    keys = data.draw(st.one_of(st.just(layout), layouts(world=layout.world, max_seqlen=24)))
+    for rank in range(layout.world):
+        for shard in range(layout.world):
+            check(mask, layout.positions(rank), keys.positions(shard))
+
+
+@given(st.data())
+def test_global_tokens_make_disjoint_parts(data: st.DataObject) -> None:
+    layout, mask = data.draw(layouts(max_world=3, max_seqlen=24)), data.draw(masks(global_tokens=True, used=True))
+    for rank in range(layout.world):
+        for shard in range(layout.world):
+            queries, keys = layout.positions(rank), layout.positions(shard)
+            made = [bounds(part, queries, keys) for part in mask.parts]
+            for one in made:
+                if one.lo is not None and one.hi is not None:
+                    check_order(one.lo, one.hi, expand(one, len(queries), len(keys)))
+            times_seen = sum(expand(one, len(queries), len(keys)).int() for one in made)
+            assert torch.equal(torch.as_tensor(times_seen), brute(mask, queries, keys).int())
+            assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
+
+
+@given(st.data(), st.integers(1, 4), st.booleans())
+def test_pairs_in_blocks(data: st.DataObject, block: int, other_keys: bool) -> None:
+    """Blocks, inside which the intervals apply; parts and batch rows too."""
+    layout = data.draw(block_layouts(6, block, 2))
+    kv_layout = data.draw(block_layouts(8, block, 2)) if other_keys else layout
+    mask = replace(
+        data.draw(masks(global_tokens=True, used=True).filter(lambda mask: type(mask) is Mask)),
+        blocks=data.draw(block_masks(8, 8, block)),
+    )
+    for rank in range(2):
+        for shard in range(2):
+            queries, keys = layout.positions(rank), kv_layout.positions(shard)
+            assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
+
+
+def test_pairs_of_batch_rows_are_exact() -> None:
+    """An average would have a remainder."""
+    rows = torch.arange(3)
+    assert visible_pairs(Mask(used=(1, 1, 2)), rows, rows) == 3 + 3 + 6
+    assert visible_pairs(Mask(used=()), rows, rows) == 0
+    assert visible_pairs(Mask(causal=True, used=(0, 9)), rows, rows) == 6
+
+
+def test_the_usual_longformer_has_three_parts() -> None:
+    assert len(Mask(window=(4, 4), global_tokens=((0, 2),)).parts) == 3
+    assert Mask(window=(4, 4)).parts == (Mask(window=(4, 4)),)
+
+
+@pytest.mark.parametrize(
+    ("mask", "lo", "hi"),
+    [
+        (Mask(window=(2, 1)), [-2, 1, 5], [2, 5, 9]),
+        (Mask(window=(2, -1)), [-2, 1, 5], [END] * 3),
+        (Mask(causal=True, window=(2, 5)), [-2, 1, 5], [1, 4, 8]),
+        (Mask(causal=True, prefix=5), [0, 0, 0], [5, 5, 8]),
+        (Mask(causal=True, prefix=5, window=(2, -1)), [-2, 1, 5], [5, 5, 8]),
+        (Mask(documents=Documents([0, 3, 3, 7])), [0, 3, 7], [3, 7, 7]),  # position 7 lies past all documents
+        (Mask(causal=True, documents=Documents([0, 7, 9])), [0, 0, 7], [1, 4, 8]),
+    ],
+)
+def test_intervals_by_hand(mask: Mask, lo: list[int], hi: list[int]) -> None:
+    found = mask.interval(torch.tensor([0, 3, 7]))
+    assert [end.tolist() for end in found] == [[max(0, end) for end in lo], hi]
+
+
+@given(layouts(max_seqlen=32), masks())
+def test_pairs_of_all_shards_are_the_pairs_of_the_whole(layout: Layout, mask: Mask) -> None:
+    whole = torch.arange(layout.seqlen)
+    held = [layout.positions(rank) for rank in range(layout.world)]
+    assert sum(visible_pairs(mask, q, k) for q in held for k in held) == visible_pairs(mask, whole, whole)
+
+
+def test_interval() -> None:
+    positions = torch.tensor([0, 3, 7])
+    lo, hi = Mask().interval(positions)
+    assert (lo.tolist(), hi.tolist()) == ([0, 0, 0], [END, END, END])
+    lo, hi = CAUSAL.interval(positions)
+    assert (lo.tolist(), hi.tolist()) == ([0, 0, 0], [1, 4, 8])
+    assert lo.dtype == hi.dtype == torch.int64
+
+
+def test_masks_are_values() -> None:
+    assert Mask() == Mask(causal=False) != CAUSAL
+    assert len({Mask(), Mask(causal=False), CAUSAL}) == 2
+    with pytest.raises(FrozenInstanceError):
+        CAUSAL.causal = False  # type: ignore[misc]
+
+
+def test_full_is_the_one_that_kernels_know() -> None:
+    late, early = torch.tensor([4, 6]), torch.tensor([1, 4])
+    assert bounds(CAUSAL, late, early) is FULL
+    assert bounds(Mask(), early, late) is FULL
+    assert bounds(CAUSAL, early, early) is not FULL
+
+
+def test_rows_that_see_nothing() -> None:
+    rows = torch.arange(8)
+    made = bounds(Window(left=-1, right=1), rows, torch.tensor([3, 4, 6]))  # each sees its successor alone
+    assert made.lo is not None
+    assert made.hi is not None
+    assert made.lo.tolist() == [0, 0, 0, 1, 2, 2, 3, 3]
+    assert made.hi.tolist() == [0, 0, 1, 2, 2, 3, 3, 3]
+
+
+def test_nothing_visible_and_nothing_there() -> None:
+    empty = torch.empty(0, dtype=torch.int64)
+    early, late = torch.tensor([0, 1]), torch.tensor([5, 6, 7])
+    for made in (bounds(CAUSAL, early, late), bounds(CAUSAL, early, empty), bounds(Mask(), early, empty)):
+        assert made.lo is not None
+        assert made.hi is not None
+        assert (made.lo.tolist(), made.hi.tolist()) == ([0, 0], [0, 0])
+    for keys in (late, empty):
+        made = bounds(Mask(), empty, keys)
+        assert made.lo is not None
+        assert len(made.lo) == 0
+        assert visible_pairs(Mask(), empty, keys) == 0
+
+
+def test_visible_pairs_is_an_int_and_counts_past_32_bits() -> None:
+    positions = torch.arange(100_000)
+    pairs = visible_pairs(Mask(), positions, positions)
+    assert (type(pairs), pairs) == (int, 10**10)

@@ -1,0 +1,131 @@
+"""Cutting bounds into pieces: every visible pair once, and each piece of a shape that its computation takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringattn.kernels import FULL, Bounds, Runs
+from ringattn.ring.cpu import pieces as cutting
+from ringattn.ring.cpu.pieces import Kind, Piece, limits, pieces
+
+from .test_aten import hop_bounds, pairs_of
+
+
+@st.composite
+def intervals(draw: st.DrawFn) -> tuple[Bounds, int, int]:
+    """Any bounds, made of stretches of rows that follow each other in one way, so that regular ones occur."""
+    steps = st.sampled_from([(1, 1), (1, 0), (0, 1), (0, 0), (1, 1), (2, 1), (0, 2)])
+    stretches = draw(st.lists(st.tuples(st.integers(3, 12), steps, st.integers(0, 4)), min_size=1, max_size=6))
+    lo, hi = [draw(st.integers(0, 3))], [draw(st.integers(6, 16))]
+    for length, (lo_step, hi_step), jump in stretches:
+        for i in range(length):
+            hi.append(hi[-1] + hi_step + (jump if i == 0 else 0))
+            lo.append(min(lo[-1] + lo_step, hi[-1]))
+    keys = hi[-1] + draw(st.integers(0, 2))
+    return Bounds(torch.tensor(lo, dtype=torch.int32), torch.tensor(hi, dtype=torch.int32)), len(lo), keys
+
+
+@st.composite
+def any_bounds(draw: st.DrawFn) -> tuple[Bounds, int, int]:
+    """An interval or none, with padding and a pattern of blocks or without."""
+    bounds, rows, keys = draw(intervals())
+    used, pattern = draw(st.lists(st.integers(0, keys), max_size=3)), draw(st.integers(0, 2**20))
+    block = draw(st.integers(2, 9))
+    counts = [-(-length // block) for length in (rows, keys)]
+    visible = torch.tensor([pattern >> bit % 20 & 1 for bit in range(counts[0] * counts[1])]).bool().view(counts)
+    return (
+        replace(
+            draw(st.sampled_from([bounds, bounds, FULL])),
+            used=torch.tensor(used, dtype=torch.int32) if used else None,
+            runs=draw(st.sampled_from([None, Runs(visible, block)])),
+        ),
+        rows,
+        keys,
+    )
+
+
+def visible_pairs(bounds: Bounds, rows: int, keys: int) -> Tensor:
+    """bool ``[B, rows, keys]``."""
+    seen = pairs_of(bounds, rows, keys)[None]
+    if bounds.used is not None:
+        seen = seen & (torch.arange(keys) < bounds.used[:, None, None])
+    if bounds.runs is not None:
+        visible = bounds.runs.visible
+        for dim, length in enumerate((rows, keys)):
+            visible = visible.repeat_interleave(bounds.runs.block, dim).narrow(dim, 0, length)
+        seen = seen & visible
+    return seen
+
+
+def shape(piece: Piece, bounds: Bounds) -> Tensor:
+    """What a piece computes of its rows and keys, bool ``[rows, keys]``."""
+    rows, keys = piece.row_end - piece.row, piece.key_end - piece.key
+    if piece.kind is Kind.BLOCKWISE:
+        lo, hi, runs = limits(bounds, piece)
+        at = torch.arange(keys)
+        return (at >= lo[:, None]) & (at < hi[:, None]) & torch.stack([(at >= a) & (at < b) for a, b in runs]).any(0)
+    square = torch.ones(rows, keys, dtype=torch.bool)
+    assert piece.kind is Kind.RECTANGLE or rows == keys
+    return {Kind.RECTANGLE: square, Kind.CAUSAL: square.tril(), Kind.ANTICAUSAL: square.triu()}[piece.kind]
+
+
+CONSTANTS = {"MIN_ROWS": (3, 6), "BAND_ROWS": (2, 4), "NARROW_KEYS": (3, 30)}
+
+
+@given(
+    case=any_bounds(),
+    constants=st.fixed_dictionaries({name: st.sampled_from(some) for name, some in CONSTANTS.items()}),
+    operator=st.sampled_from([True, True, False]),
+)
+@settings(max_examples=300)
+def test_pieces_cover_every_visible_pair_once(
+    case: tuple[Bounds, int, int], constants: dict[str, int], operator: bool
+) -> None:
+    bounds, rows, keys = case
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in constants.items():
+            patch.setattr(cutting, name, value)
+        cut = pieces(bounds, rows, keys, operator=operator)
+    seen = visible_pairs(bounds, rows, keys)
+    covered = torch.zeros(seen.shape, dtype=torch.int32)
+    for piece in cut:
+        assert piece.row < piece.row_end and piece.key < piece.key_end
+        assert operator or piece.kind is Kind.BLOCKWISE
+        covered[piece.items, piece.rows, piece.keys] += shape(piece, bounds)
+    assert covered.equal(seen.int())
+    assert bool(cut) == bool(seen.any())
+
+
+def test_the_rows_behind_a_rectangle_are_one_square() -> None:
+    late = hop_bounds(torch.arange(300, 900), torch.arange(900), causal=True)
+    assert pieces(late, 600, 900) == (
+        Piece(Kind.RECTANGLE, 0, 600, 0, 300),
+        Piece(Kind.CAUSAL, 0, 600, 300, 900),
+    )
+    positions = torch.cat([torch.arange(0, 150), torch.arange(450, 900)])
+    (whole,) = pieces(hop_bounds(positions, positions, causal=True), 600, 600)
+    assert whole.kind is Kind.CAUSAL
+
+
+def test_pieces_are_cut_once_for_each_bounds() -> None:
+    bounds = hop_bounds(torch.arange(8), torch.arange(8), causal=True)
+    first = pieces(bounds, 8, 8)
+    assert pieces(bounds, 8, 8) is first
+    before = len(cutting._cache)
+    del bounds
+    assert len(cutting._cache) == before - 1
+
+
+def test_wide_windows_are_for_the_operator() -> None:
+    at = torch.arange(cutting.NARROW_KEYS + 600)
+    kinds = {
+        window: {piece.kind for piece in pieces(hop_bounds(at[-200:], at, causal=True, window=window), 200, len(at))}
+        for window in (200, cutting.NARROW_KEYS)
+    }
+    assert kinds == {200: {Kind.BLOCKWISE}, cutting.NARROW_KEYS: {Kind.ANTICAUSAL, Kind.RECTANGLE, Kind.CAUSAL}}

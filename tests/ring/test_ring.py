@@ -1,0 +1,415 @@
+"""Ring attention of virtual ranks against the whole: every layout, both backends, forward and backward."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message
+from ringattn.comm.topology.topology import Topology
+from ringattn.comm.transports.warm_up import ring_edges
+from ringattn.ring.attention import Options
+from ringattn.ring.ring import ring_of
+from ringattn.ring.traffic import Call, Key, Kind, Load
+
+from ..support.baselines import exact, pytorch
+from ..support.nightly import rest_nightly
+from ..support.ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ring
+from ..support.tolerance import assert_as_exact_as_pytorch
+from ..support.transport_cases import Calling
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+WORLDS = (1, 2, 3, 4, 8)
+GRIDS = {
+    "2x2": Topology.grid(2, 2),
+    "2x4": Topology.grid(2, 4),
+    "4x2": Topology.grid(4, 2),
+    "3x2": Topology.grid(3, 2),
+    "2x3": Topology.grid(2, 3),
+    "any order": Topology(((3, 1), (0, 2))),
+}
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_aten_is_exact(world: int, name: str, causal: bool) -> None:
+    check_ring(LAYOUTS[name](67, world), inputs(67), causal=causal, backend="aten")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("world", (2, 8))
+def test_aten_is_exact_in_16_bit(world: int, name: str, dtype: torch.dtype) -> None:
+    check_ring(LAYOUTS[name](130, world), inputs(130, dtype=dtype), causal=True, backend="aten")
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", [Layout.zigzag(40, 2), Layout.striped(41, 3), Layout.uneven([3, 30, 0, 5])])
+def test_triton_is_exact(layout: Layout, causal: bool) -> None:
+    check_ring(layout, inputs(layout.seqlen), causal=causal, backend="triton")
+
+
+@pytest.mark.parametrize("layout", [Layout.zigzag(40, 2), Layout.contiguous(40, 3)])
+def test_triton_is_exact_in_half(layout: Layout) -> None:
+    check_ring(layout, inputs(40, dtype=torch.float16), causal=True, backend="triton")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_triton_is_exact_everywhere(world: int, name: str, causal: bool) -> None:
+    check_ring(LAYOUTS[name](67, world), inputs(67), causal=causal, backend="triton")
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+@pytest.mark.parametrize("direction", [1, -1])
+def test_any_spans_in_either_direction(direction: int, backend: str) -> None:
+    check_ring(SPANS, inputs(67), causal=True, ring={"direction": direction}, backend=backend)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_rings_of_rings_are_exact(grid: str, name: str) -> None:
+    """Two calls on one ring: the second finds slots, fences and totals as the first left them."""
+    topology, causal = GRIDS[grid], name != "striped"
+    for direction in (1, -1):
+        ring = {"topology": topology, "direction": direction}
+        layout = LAYOUTS[name](67, topology.world)
+        check_ring(layout, inputs(67), causal=causal, backend="aten", ring=ring, calls=2)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("ring", [{"chunks": 2}, {"chunks": 3, "slots": 2}, {"prefetch": 0}, {"chunks": 2, "slots": 4}])
+@pytest.mark.parametrize("topology", [None, GRIDS["2x2"], GRIDS["3x2"]], ids=["flat", "2x2", "3x2"])
+def test_chunks_and_depths_are_exact(topology: Topology | None, ring: dict[str, int]) -> None:
+    """Three key heads, which two chunks share unevenly, for six query heads."""
+    world = 4 if topology is None else topology.world
+    for layout in (LAYOUTS["zigzag"](50, world), LAYOUTS["uneven"](50, world)):
+        whole = inputs(50, heads=(6, 3))
+        check_ring(layout, whole, causal=True, backend="aten", ring=ring | {"topology": topology}, calls=2)
+
+
+@pytest.mark.usefixtures("poison")
+def test_triton_is_exact_on_a_ring_of_rings() -> None:
+    layout, ring = Layout.uneven([3, 30, 0, 5]), {"chunks": 2, "direction": -1, "topology": GRIDS["any order"]}
+    check_ring(layout, inputs(layout.seqlen, heads=(3, 3)), causal=True, backend="triton", ring=ring)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_triton_is_exact_on_every_ring_of_rings(grid: str, name: str, chunks: int) -> None:
+    layout, ring = LAYOUTS[name](67, GRIDS[grid].world), {"chunks": chunks, "topology": GRIDS[grid]}
+    check_ring(layout, inputs(67), causal=True, backend="triton", ring=ring, calls=2)
+
+
+def test_calls_of_other_shapes_on_one_ring() -> None:
+    """One length, cut in another way by each: by batch rows, heads, head dims and dtype; the largest first."""
+    layout = Layout.contiguous(48, 3)
+    calls = [
+        inputs(48, (4, 4)), inputs(48, (4, 4), batch=1), inputs(48, (4, 2)), inputs(48, (4, 4), (8, 16)),
+        inputs(48, (4, 4), (16, 8)), inputs(48, (4, 4), dtype=torch.bfloat16),
+    ]  # fmt: skip
+
+    def on_one(group: LocalGroup) -> list[torch.Tensor]:
+        outs = []
+        with Ring(group, chunks=2) as ring:
+            for whole in (*calls, *calls):
+                q, k, v = (layout.shard(whole[name], group.rank()) for name in "qkv")
+                outs.append(ring_attention(q, k, v, layout=layout, ring=ring))
+        return outs
+
+    with LocalWorld(3) as world:
+        found = [layout.unshard(parts) for parts in zip(*world.run(on_one), strict=True)]
+    alone = [run_ring(layout, whole, ring={"chunks": 2}).out for whole in calls]
+    assert all(torch.equal(one, other) for one, other in zip(found, (*alone, *alone), strict=True))
+
+
+@pytest.mark.parametrize("topology", [None, GRIDS["2x2"]], ids=["flat", "2x2"])
+def test_when_bytes_move_changes_no_bit(topology: Topology | None) -> None:
+    layout, whole = Layout.zigzag(32, 4), inputs(32)
+    changes = [{"prefetch": 0}, {"prefetch": 1}, {"slots": 2}, {"slots": 4}]
+    one, *others = (
+        run_ring(layout, whole, causal=True, backend="aten", ring=ring | {"topology": topology})
+        for ring in ({}, *changes)
+    )
+    for change, other in zip(changes, others, strict=True):
+        assert all(map(torch.equal, one, other)), change
+
+
+@pytest.mark.parametrize("grid", rest_nightly([None, "2x2"], None))
+def test_chunks_of_heads_change_no_bit_of_our_kernels(grid: str | None) -> None:
+    """A program computes one head, whatever is beside it. (The products of the aten backend batch the heads.)"""
+    topology = GRIDS[grid] if grid else Topology.flat(2)
+    layout, whole = Layout.contiguous(8, topology.world), inputs(8, heads=(2, 2))
+    one, other = (
+        run_ring(layout, whole, causal=True, backend="triton", ring={"topology": topology, "chunks": chunks})
+        for chunks in (1, 2)
+    )
+    assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 1)])
+@pytest.mark.parametrize("dims", [(24, 24), (40, 8)])
+def test_heads_and_head_dims(heads: tuple[int, int], dims: tuple[int, int]) -> None:
+    check_ring(Layout.zigzag(50, 2), inputs(50, heads, dims), causal=True, backend="aten")
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+def test_fewer_tokens_than_ranks(backend: str) -> None:
+    check_ring(Layout.contiguous(2, 4), inputs(2), causal=True, backend=backend)
+
+
+def test_softmax_scale() -> None:
+    whole, scale = inputs(30), 0.7
+    ours = run_ring(Layout.zigzag(30, 2), whole, causal=False, softmax_scale=scale)
+    tensors = [whole[name] for name in ("q", "k", "v", "dout", "dlse")]
+    theirs, truth = pytorch(*tensors, softmax_scale=scale), exact(*tensors, softmax_scale=scale)
+    for name, got in ours._asdict().items():
+        assert_as_exact_as_pytorch(name, got, getattr(theirs, name), getattr(truth, name))
+
+
+def test_strided_inputs_are_what_they_look_like() -> None:
+    layout, whole = Layout.zigzag(32, 2), inputs(32)
+    strided = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in whole.items() if x.dim() == 4}
+    ours = run_ring(layout, whole | strided, causal=True)
+    for got, expected in zip(ours, run_ring(layout, whole, causal=True), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_backwards_in_any_order_after_several_forwards() -> None:
+    layout = Layout.zigzag(32, 2)
+    wholes = [inputs(32), inputs(32)]
+
+    def rank_result(group: LocalGroup) -> list[torch.Tensor]:
+        shards = [
+            [layout.shard(whole[name], group.rank()).detach().requires_grad_() for name in "qkv"] for whole in wholes
+        ]
+        outs = [ring_attention(*qkv, layout=layout, group=group, causal=True) for qkv in shards]
+        for out, whole in list(zip(outs, wholes, strict=True))[::-1]:
+            assert isinstance(out, torch.Tensor)
+            out.backward(layout.shard(whole["dout"], group.rank()))
+        return [x.grad for qkv in shards for x in qkv if x.grad is not None]
+
+    with LocalWorld(2) as world:
+        results = world.run(rank_result)
+    for i, whole in enumerate(wholes):
+        del whole["dlse"]  # as above
+        alone = run_ring(layout, whole, causal=True)
+        for j, name in enumerate(("dq", "dk", "dv")):
+            got = layout.unshard([result[3 * i + j] for result in results])
+            assert torch.equal(got, getattr(alone, name)), name
+
+
+def test_one_device_alone_needs_no_layout_and_no_group() -> None:
+    whole = inputs(20)
+    out = ring_attention(whole["q"], whole["k"], whole["v"], causal=True)
+    expected = exact(*[whole[name] for name in ("q", "k", "v", "dout")], causal=True).out
+    assert isinstance(out, torch.Tensor)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_options_are_what_a_call_takes_by_name() -> None:
+    """The overloads for type checkers, and the arguments."""
+    named = {name for name, one in signature(ring_attention).parameters.items() if one.kind is one.KEYWORD_ONLY}
+    assert {*Options.__annotations__} == named - {"return_lse"}
+
+
+def test_names_are_equal_shards() -> None:
+    whole = inputs(32)
+
+    def rank_result(group: LocalGroup) -> torch.Tensor:
+        parts = [Layout.striped(32, 2).shard(whole[name], group.rank()) for name in "qkv"]
+        out = ring_attention(*parts, layout="striped", group=group, causal=True)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    with LocalWorld(2) as world:
+        got = Layout.striped(32, 2).unshard(world.run(rank_result))
+    assert torch.equal(got, run_ring(Layout.striped(32, 2), whole, causal=True).out)
+
+
+def test_autocast_casts_as_sdpa_does() -> None:
+    q, k, v = (inputs(16)[name].requires_grad_() for name in "qkv")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = ring_attention(q, k, v)
+        theirs = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    assert isinstance(out, torch.Tensor)
+    assert out.dtype == theirs.dtype == torch.bfloat16
+    out.sum().backward()
+    assert q.grad is not None and q.grad.dtype == torch.float32
+
+
+def test_a_second_derivative_raises() -> None:
+    q, k, v = (inputs(16)[name].requires_grad_() for name in "qkv")
+    out = ring_attention(q, k, v)
+    assert isinstance(out, torch.Tensor)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        (dq.sum() + q.sum()).backward()
+
+
+@pytest.mark.parametrize(("backend", "tokens", "at"), [("aten", 256, 100), ("triton", 128, 50)])
+def test_a_nan_reaches_the_rows_that_see_it_and_no_others(backend: str, tokens: int, at: int) -> None:
+    layout, whole = Layout.zigzag(tokens, 2), inputs(tokens)
+    whole["k"][:, at] = torch.nan
+    out = run_ring(layout, whole, causal=True, backend=backend).out
+    assert out[:, at:].isnan().all()
+    assert not out[:, :at].isnan().any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, under the interpreter
+@pytest.mark.parametrize(("backend", "tokens", "at"), [("aten", 1024, 1000), ("triton", 192, 180)])  # of 32 rows there
+def test_an_inf_in_v_stays_out_of_the_tiles_before_it(backend: str, tokens: int, at: int) -> None:
+    layout, whole = Layout.contiguous(tokens, 2), inputs(tokens, heads=(1, 1))
+    whole["v"][:, at] = torch.inf
+    out = run_ring(layout, whole, causal=True, backend=backend).out
+    assert not out[:, at:].isfinite().any()
+    assert out[:, : tokens // 2].isfinite().all()  # another shard, so another tile
+
+
+def test_what_a_world_used_goes_with_it() -> None:
+    layout, whole, rings = Layout.zigzag(16, 2), inputs(16), []
+
+    def rank_ring(group: LocalGroup) -> None:
+        ring_attention(*(layout.shard(whole[name], group.rank()) for name in "qkv"), layout=layout, group=group)
+        rings.append(weakref.ref(ring_of(group, torch.device("cpu"))))
+
+    with LocalWorld(2) as world:
+        world.run(rank_ring)
+        assert all(ring() is not None for ring in rings)
+    del world
+    gc.collect()
+    assert [ring() for ring in rings] == [None, None]
+
+
+def test_every_edge_is_warmed_up_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that a later mask brings: with a window to both sides, K/V go past a rank."""
+    layout, whole = Layout.contiguous(32, 4), inputs(32)
+    warm, used, late = set[Edge](), set[Edge](), set[Edge]()
+    warm_up, post = LocalTransport.warm_up, LocalTransport.post
+
+    def noting(transport: LocalTransport, edges: Sequence[Edge]) -> None:
+        warm.update(edges)
+        warm_up(transport, edges)
+
+    def checking(transport: LocalTransport, *, sends: Sequence[Message], **rest: Any) -> Fence:
+        edges = {(transport.rank, message.peer) for message in sends}
+        used.update(edges)
+        late.update(edges - warm)
+        return post(transport, sends=sends, **rest)
+
+    monkeypatch.setattr(LocalTransport, "warm_up", noting)
+    monkeypatch.setattr(LocalTransport, "post", checking)
+
+    def calls(group: LocalGroup) -> None:
+        parts = [layout.shard(whole[name], group.rank()) for name in "qkv"]
+        with Ring(group) as ring:
+            for window in ((-1, -1), (9, 9)):
+                ring_attention(*parts, layout=layout, ring=ring, window_size=window)
+
+    with LocalWorld(4) as world:
+        world.run(calls)
+    assert used - set(ring_edges(range(4))) and not late
+
+
+@pytest.mark.parametrize("then", ["a call that takes more slots", "close"])
+def test_slots_of_a_failed_call_go_after_its_transfers(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has waited for what it had posted."""
+    layout, whole = Layout.zigzag(24, 3), inputs(24)
+    posted: dict[int, list[Calling]] = {rank: [] for rank in range(3)}
+    post = Call.post
+
+    def failing(call: Call, level: int, key: Key, *rest: Any) -> Fence | None:
+        if call.wire is not None:
+            return post(call, level, key, *rest)
+        if key.brings == 2:
+            raise RuntimeError("out of memory")
+        fence = post(call, level, key, *rest)
+        assert fence is not None
+        posted[call.plan.rank].append(Calling(fence.wait))
+        return posted[call.plan.rank][-1]
+
+    monkeypatch.setattr(Call, "post", failing)
+    together = threading.Barrier(3)
+
+    def calls(group: LocalGroup) -> None:
+        parts = [layout.shard(whole[name], group.rank()) for name in "qkv"]
+        with Ring(group, wire_dtype=torch.bfloat16) as ring:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                ring_attention(*(x.bfloat16() for x in parts), layout=layout, ring=ring)
+            together.wait()  # or who closes first ends what the others have not posted yet
+            (fence,) = posted[group.rank()]
+            assert fence.waits == 0
+            if then == "close":
+                ring.close()
+            else:  # one that has something to encode
+                ring_attention(*parts, layout=layout, ring=ring)
+                together.wait()  # or who closes first ends the call of those that are still in it
+            assert fence.waits
+
+    with LocalWorld(3, timeout=10) as world:
+        world.run(calls)
+
+
+def test_record_tells_compute_and_wait_per_hop() -> None:
+    layout, whole = Layout.zigzag(64, 2), inputs(64)
+
+    def rank_spans(group: LocalGroup) -> set[tuple[str, str, int]]:
+        parts = [layout.shard(whole[name], group.rank()) for name in "qkv"]
+        with Ring(group) as ring:
+            with pytest.raises(ValueError, match="used once"), ring.record():
+                pass
+            ring_attention(*parts, layout=layout, ring=ring)
+            with ring.record() as trace:
+                ring_attention(*parts, layout=layout, ring=ring)
+            ring_attention(*parts, layout=layout, ring=ring)
+        assert trace.seconds("compute") > trace.seconds("compute", hop=1) > 0
+        return {(span.phase, span.kind, span.hop) for span in trace.spans}
+
+    with LocalWorld(2) as world:
+        for spans in world.run(rank_spans):
+            assert spans == {("forward", kind, hop) for kind in ("compute", "wait") for hop in (0, 1)}
+
+
+@pytest.mark.parametrize("topology", [None, GRIDS["2x2"]], ids=["flat", "2x2"])
+def test_what_travels_is_as_small_as_it_was_asked_to_be(
+    topology: Topology | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, dim, moved = 512, 16, Counter[str]()
+    posted = Call.post
+
+    def counting(call: Call, level: int, key: Key, sends: Load, *rest: Any) -> Any:
+        what = "sums" if key.kind in (Kind.SUMS, Kind.HOME) else "kv"
+        moved[what] += sum(message.tensor.nbytes for message in sends.messages)
+        return posted(call, level, key, sends, *rest)
+
+    monkeypatch.setattr(Call, "post", counting)
+
+    def bytes_of(**wires: torch.dtype) -> tuple[int, int]:
+        moved.clear()
+        ring = {"topology": topology, **wires}
+        run_ring(Layout.contiguous(tokens, 4), inputs(tokens, dims=(dim, dim)), causal=False, ring=ring, backend="aten")
+        return moved["kv"], moved["sums"]
+
+    kv, sums = bytes_of()
+    assert bytes_of(wire_dtype=torch.bfloat16, grad_wire_dtype=torch.bfloat16) == (kv // 2, sums // 2)
+    # an fp32 scale for each head and 128 tokens, which is a rank's whole shard here
+    scales = kv // (4 * dim * 128) * 4
+    assert bytes_of(wire_dtype=torch.float8_e4m3fn) == (kv // 4 + scales, sums)

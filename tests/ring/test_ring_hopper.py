@@ -1,0 +1,94 @@
+"""The Hopper backward in a ring of virtual ranks: refused before anything moves, or run on the stand-in for Gluon."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn.kernels import KernelConfig, Tile, attention_delta
+from ringattn.kernels.attention import Forward
+from ringattn.kernels.experimental.gradients import Gradients
+from ringattn.ring import backends, loop
+
+from ..kernels.test_hopper import ON_HOPPER, Launches
+from ..kernels.test_hopper_backward import launches
+from ..support.kernel_cases import DEVICE
+from ..support.ring_cases import check_ring, inputs
+
+__all__ = ["launches"]
+
+TILE = Tile(32, 32, 4, 1)
+CONFIG = KernelConfig(TILE, TILE, TILE, backward="hopper")
+FORWARD = KernelConfig(Tile(128, 64, 8, 2), TILE, TILE, forward_kernel="hopper")
+HALF = torch.float16
+
+
+def told_by_every_rank(dims: tuple[int, int], config: KernelConfig, **more: Any) -> list[str]:
+    """By the call itself, as no gradient is asked for; before anything is sent."""
+    layout = Layout.zigzag(40, 2)
+    whole = inputs(layout.seqlen, dims=dims, dtype=HALF)
+
+    def refused(group: Any) -> str:
+        q, k, v = (layout.shard(whole[name], group.rank()).to(DEVICE) for name in "qkv")
+        with Ring(group) as ring, pytest.raises(ValueError, match=r"='hopper' takes") as error:
+            ring_attention(q, k, v, layout=layout, ring=ring, causal=True, backend="triton", config=config, **more)
+        return str(error.value)
+
+    def begun(*_: object) -> None:
+        raise AssertionError("the first hop has begun")
+
+    with LocalWorld(layout.world) as world, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "forward", begun)
+        return world.run(refused)
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="about a GPU of another kind")
+@pytest.mark.parametrize("config", [CONFIG, FORWARD])
+def test_another_gpu_is_refused_on_every_rank(config: KernelConfig) -> None:
+    for told in told_by_every_rank((64, 64), config):
+        assert told.startswith("q is on ") and told.endswith("takes GPUs of compute capability 9.0")
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("config", [CONFIG, FORWARD])
+def test_a_head_dim_and_a_softcap_are_refused_on_every_rank(config: KernelConfig) -> None:
+    for told in told_by_every_rank((64, 32), config):
+        assert told.startswith("q has head dim 64 and v 32")
+    for told in told_by_every_rank((64, 64), config, softcap=5.0):
+        assert told.startswith("scores have a softcap, ALiBi slopes or dropout")
+
+
+@pytest.mark.usefixtures("launches")
+def test_a_tile_of_the_forward_is_refused_on_every_rank() -> None:
+    for told in told_by_every_rank((64, 64), replace(FORWARD, forward=TILE)):
+        assert told.startswith("config.forward has 32 rows and 4 warps")
+
+
+LENT = threading.Lock()
+
+
+def one_at_a_time(entry: Callable[..., Any]) -> Callable[..., Any]:
+    """The stand-in lends its modules to the kernel under the names of triton's: no other rank may look there then."""
+
+    def locked(*arguments: Any, **options: Any) -> Any:
+        with LENT:
+            return entry(*arguments, **options)
+
+    return locked
+
+
+@pytest.mark.usefixtures("poison")
+def test_exact(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hop within bounds that starts the sums, and one without that continues them; keys past the end of a tile."""
+    monkeypatch.setattr(backends, "attention_delta", one_at_a_time(attention_delta))
+    for bound in (Forward, Gradients):
+        monkeypatch.setattr(bound, "__call__", one_at_a_time(bound.__call__))
+    layout, whole = Layout.zigzag(152, 2), inputs(152, (2, 1), (64, 64), HALF)
+    check_ring(layout, whole, causal=True, backend="triton", config=CONFIG, device=DEVICE)
+    assert ON_HOPPER or len(launches.machines) == 2 * 2 * 2  # ranks, hops, batches

@@ -1,0 +1,337 @@
+"""``ring_attention`` with every mask and every score, alone and combined: worlds, layouts, backends, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations, cycle, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn import Layout, LocalWorld, Ring, reference, ring_attention
+from ringattn.comm import LocalGroup, Topology
+from ringattn.ring.schedule.block_mask import BlockMask, bigbird, fixed, longformer, strided
+from ringattn.ring.schedule.documents import Documents
+from ringattn.ring.schedule.mask import Mask
+from ringattn.ring.schedule.travel import travelling
+
+from ..support.kernel_cases import tiles
+from ..support.mask_cases import Case, check, held, in_blocks, run, taken
+from ..support.nightly import rest_nightly
+from ..support.ring_cases import LAYOUTS, inputs
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+TOKENS = 60
+HEADS = {"aten": (4, 2), "triton": (2, 1)}  # half of them in the kernels, which the interpreter runs one by one
+BLOCK = {"aten": 4, "triton": 16}  # a kernel's tile must divide a block, and has 16 rows at least
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+SINK = torch.tensor([0.5, -torch.inf, 3.0, -2.0])
+
+MASKS: dict[str, dict[str, Any]] = {
+    "window": {"window_size": (7, 2)},
+    "window to the left": {"window_size": (5, -1)},
+    "causal window": {"causal": True, "window_size": (9, 0)},
+    "documents": {"cu_seqlens": [0, 7, 8, 8, 31, TOKENS]},
+    "causal documents": {"causal": True, "cu_seqlens": torch.tensor([0, 13, 40, TOKENS])},
+    "causal documents and window": {"causal": True, "cu_seqlens": [0, 13, 40, TOKENS], "window_size": (6, -1)},
+    "prefix": {"causal": True, "prefix_length": 23},
+    "prefix and window": {"causal": True, "prefix_length": 23, "window_size": (17, -1)},
+    "padding": {"seqused_k": [41, 0]},
+    "causal padding": {"causal": True, "seqused_k": torch.tensor([60, 17])},
+    "longformer": {"block_mask": longformer(8, [(0, 3)])},
+    "causal longformer": {"causal": True, "block_mask": longformer(8, [(0, 3), (30, 32)])},
+    "longformer in documents": {"cu_seqlens": [0, 25, TOKENS], "block_mask": longformer(6, [(4, 6), (40, 41)])},
+}
+PATTERNS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "strided": lambda block: {"causal": True, "block_mask": strided(TOKENS, block, stride=2 * block)},
+    "fixed": lambda block: {
+        "causal": True,
+        "block_mask": fixed(TOKENS, block, stride=3 * block, summary=block),
+    },
+    "bigbird": lambda block: {"block_mask": bigbird(TOKENS, block, window=1, global_=1, random=1)},
+    "bigbird in documents": lambda block: PATTERNS["bigbird"](block) | {"cu_seqlens": [0, 25, TOKENS]},
+}
+SCORES: dict[str, dict[str, Any]] = {
+    "scale": {"softmax_scale": 0.7},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": SLOPES},
+    "alibi by batch row": {"alibi_slopes": torch.stack([SLOPES, SLOPES.flip(0)])},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": 2**63 + 5},
+    "all scores": {
+        "causal": True,
+        "softmax_scale": 0.4,
+        "softcap": 3.0,
+        "alibi_slopes": SLOPES,
+        "dropout_p": 0.5,
+        "dropout_seed": 7,
+    },
+}
+
+
+def case_of(world: int, layout: str, call: dict[str, Any], *, sink: bool = False, **more: Any) -> Case:
+    """The call in a world of a named layout, that of whole blocks where it needs blocks."""
+    made, pattern = LAYOUTS[layout](TOKENS, world), call.get("block_mask")
+    if isinstance(pattern, BlockMask):
+        blocks = len(pattern.visible)
+        few = layout == "uneven" and blocks < 3 * world  # its other ranks hold three each
+        made = in_blocks(LAYOUTS["contiguous" if few else layout](blocks, world), pattern.block, TOKENS)
+    return of_layout(made, call, sink=sink, **more)
+
+
+def of_layout(
+    layout: Layout,
+    call: dict[str, Any],
+    *,
+    sink: bool = False,
+    dims: tuple[int, int] = (16, 16),
+    dtype: torch.dtype = torch.float32,
+    **more: Any,
+) -> Case:
+    """The call with inputs of as many heads as its backend is tested with."""
+    heads = HEADS[call.get("backend", "aten")]
+    if "alibi_slopes" in call:
+        call = call | {"alibi_slopes": call["alibi_slopes"][..., : heads[0]].contiguous()}
+    return Case(layout, inputs(TOKENS, heads, dims, dtype), call, sink=SINK[: heads[0]] if sink else None, **more)
+
+
+@pytest.mark.parametrize("name", [*MASKS, *PATTERNS, *SCORES])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_features(world: int, layout: str, name: str) -> None:
+    call = PATTERNS[name](BLOCK["aten"]) if name in PATTERNS else (MASKS | SCORES)[name]
+    check(case_of(world, layout, call | {"backend": "aten"}))
+
+
+MANY_LAUNCHES = "causal longformer", "longformer in documents"  # two stretches: 17 parts a hop, each a launch or three
+LAUNCHED = [name for name in (*MASKS, *PATTERNS, *SCORES) if name not in MANY_LAUNCHES]
+
+
+@pytest.mark.parametrize(("name", "layout"), [*zip(LAUNCHED, cycle(["contiguous", "striped", "zigzag"]))])
+def test_features_in_the_kernels(name: str, layout: str) -> None:
+    call = PATTERNS[name](BLOCK["triton"]) if name in PATTERNS else (MASKS | SCORES)[name]
+    check(case_of(2, layout, call | {"backend": "triton"}))
+
+
+SINGLE: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"window_size": (17, 4)},
+    "documents": {"cu_seqlens": [0, 7, 8, 8, 31, TOKENS]},
+    "prefix": {"causal": True, "prefix_length": 23},
+    "padding": {"seqused_k": [50, 29]},
+    "longformer": {"block_mask": longformer(8, [(0, 3), (30, 32)])},
+    "blocks": {},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": SLOPES},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": 11},
+    "sink": {},
+}
+"""Features that combine; what makes ``blocks`` and ``sink`` is in :func:`together`."""
+APART = {
+    frozenset({"window", "longformer"}): "a Longformer mask has a window of its own, and refuses another",
+    frozenset({"blocks", "longformer"}): "both are the argument block_mask",
+}
+
+
+def together(names: tuple[str, ...], backend: str, world: int, layout: str) -> Case:
+    """A call with all of these features."""
+    call: dict[str, Any] = {"backend": backend}
+    for name in names:
+        call |= SINGLE[name]
+    if "blocks" in names:
+        call["block_mask"] = bigbird(TOKENS, BLOCK[backend], window=1, global_=1, random=1)
+    return case_of(world, layout, call, sink="sink" in names)
+
+
+PAIRS = [pair for pair in combinations(SINGLE, 2) if frozenset(pair) not in APART]
+
+
+@pytest.mark.parametrize(("number", "names"), [*enumerate(PAIRS)], ids=[*map(" + ".join, PAIRS)])
+def test_pairs_of_features(number: int, names: tuple[str, ...]) -> None:
+    """At two worlds each, so that every pair meets an even and an odd one, and all layouts take turns."""
+    for world, layout in (
+        (2 + number % 3, [*LAYOUTS][number % 4]),
+        (1 + (number + 1) % 3, [*LAYOUTS][number // 4 % 4]),
+    ):
+        check(together(names, "aten", world, layout))
+
+
+@pytest.mark.parametrize("pattern", ["blocks", "longformer"])
+@pytest.mark.parametrize(
+    ("world", "backend"),
+    [
+        *product([1, 2, 3, 4], ["aten"]),
+        (1, "triton"),
+        pytest.param(3, "triton", marks=pytest.mark.nightly),
+    ],
+)
+def test_all_features_at_once(world: int, pattern: str, backend: str) -> None:
+    names = tuple(name for name in SINGLE if frozenset({name, pattern}) not in APART)
+    check(together(names, backend, world, "zigzag"))
+
+
+@pytest.mark.parametrize("name", ["causal documents", "longformer", "causal padding", "all scores"])
+@pytest.mark.parametrize("ring", [{"chunks": 2}, {"topology": Topology.grid(2, 2)}, {"direction": -1, "prefetch": 0}])
+def test_other_rings(ring: dict[str, Any], name: str) -> None:
+    check(case_of(4, "zigzag", (MASKS | SCORES)[name], sink=True, ring=ring))
+
+
+@pytest.mark.parametrize(
+    ("backend", "ring"),
+    [
+        ("aten", {}),
+        ("aten", {"chunks": 2, "direction": -1}),
+        ("aten", {"topology": Topology.grid(2, 2)}),
+        ("triton", {"topology": Topology.grid(2, 2), "chunks": 2}),
+    ],
+    ids=["flat", "chunks backwards", "two levels", "two levels in chunks"],
+)
+def test_shards_of_which_a_part_travels(backend: str, ring: dict[str, Any]) -> None:
+    whole = inputs(TOKENS, heads=(2, 2))
+    layout = Layout([[(0, 10), (30, 5)], [(10, 20)], [(35, 8)], [(43, 17)]])
+    calls: list[dict[str, Any]] = [
+        {"causal": True, "window_size": (4, 0)},
+        {"cu_seqlens": [0, 7, 12, 26, 30, 38, 48, TOKENS]},
+    ]
+    for call in calls:
+        case = Case(layout, whole, call | {"backend": backend}, ring=ring)
+        documents = Documents(call["cu_seqlens"]) if "cu_seqlens" in call else None
+        mask = Mask(call.get("causal", False), call.get("window_size", (-1, -1)), documents)
+        assert 0 < travelling(layout, mask, layout).seqlen < TOKENS * 3 / 4
+        check(case)
+
+
+@pytest.mark.parametrize("ring", [{"chunks": 2}, {"topology": Topology.grid(2, 2)}])
+def test_blocks_in_other_rings(ring: dict[str, Any]) -> None:
+    check(case_of(4, "striped", PATTERNS["bigbird"](BLOCK["aten"]), ring=ring))
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+@pytest.mark.parametrize("name", ["causal documents", "window"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_sinks(world: int, name: str, backend: str) -> None:
+    check(case_of(world, "zigzag", MASKS[name] | {"backend": backend}, sink=True))
+
+
+def test_a_row_that_sees_nothing_but_the_sink() -> None:
+    sink = torch.tensor([0.25, -1.0])
+    case = Case(
+        Layout([[(0, 4)], [(4, 4)]]),
+        inputs(8, heads=(2, 2)),
+        {"window_size": (-1, 0), "causal": True},
+        kv_layout=Layout([[(4, 4)], []]),
+        sink=sink,
+    )
+    ours, _ = run(case)
+    assert ours.out[:, :4].count_nonzero() == 0
+    assert torch.equal(ours.lse[:, :, :4], sink[None, :, None].expand(2, 2, 4))
+
+
+@pytest.mark.parametrize("name", ["causal padding", "causal window", "all scores", "longformer"])
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [(torch.float16, "aten"), (torch.bfloat16, "aten"), (torch.float16, "triton")],  # the interpreter has no bfloat16
+)
+def test_dtypes(dtype: torch.dtype, backend: str, name: str) -> None:
+    check(case_of(3, "zigzag", (MASKS | SCORES)[name] | {"backend": backend}, dtype=dtype, sink=True))
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+@pytest.mark.parametrize("strides", ["packed", "transposed"])
+@pytest.mark.parametrize("name", ["causal window", "all scores"])
+def test_strides(name: str, strides: str, backend: str) -> None:
+    check(case_of(3, "zigzag", (MASKS | SCORES)[name] | {"backend": backend}, sink=True, strides=strides))
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+def test_a_gradient_that_is_one_number(backend: str) -> None:
+    """``out.sum().backward()`` gives a dout without memory of its own: all strides are 0."""
+    case = case_of(2, "striped", SCORES["all scores"] | {"backend": backend}, through_lse=False)
+    ones = run(
+        Case(case.layout, case.whole | {"dout": torch.ones_like(case.whole["dout"])}, case.call, through_lse=False)
+    )
+
+    def summed(group: LocalGroup) -> Tensor:
+        leaves = [taken(case.layout, case.whole[name], group.rank()).requires_grad_() for name in "qkv"]
+        with Ring(group) as ring:
+            out = ring_attention(*leaves, layout=case.layout, ring=ring, **case.call)
+            assert isinstance(out, Tensor)
+            out.sum().backward()
+        assert leaves[0].grad is not None
+        return leaves[0].grad
+
+    with LocalWorld(2) as world:
+        parts = world.run(summed)
+    assert all(part.equal(taken(case.layout, ones[0].dq, rank)) for rank, part in enumerate(parts))
+
+
+@pytest.mark.parametrize("dims", [(16, 8), (8, 24), (24, 16), (5, 3)])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("aten", "causal window"),
+        ("aten", "all scores"),
+        ("triton", "all scores"),
+        pytest.param("triton", "causal window", marks=pytest.mark.nightly),
+    ],
+)
+def test_values_of_their_own_size(backend: str, name: str, dims: tuple[int, int]) -> None:
+    call = (MASKS | SCORES)[name] | {"backend": backend}
+    check(case_of(2, "zigzag", call, dims=dims, sink=True))
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+@pytest.mark.parametrize("name", [None, "causal documents", "prefix and window", "longformer", "padding", "all scores"])
+def test_keys_of_their_own(name: str | None, backend: str) -> None:
+    """The last queries against a longer cache, over other ranks than the queries' neighbours; one has no queries."""
+    queries = Layout([[(40, 7)], [(47, 6), (55, 5)], []])
+    call = (MASKS | SCORES).get(name or "", {}) | {"backend": backend}
+    check(of_layout(queries, call, kv_layout=Layout.zigzag(TOKENS, 3)))
+
+
+@pytest.mark.parametrize(
+    "call", [{"window_size": (20, 20)}, SCORES["alibi"], SCORES["dropout"], {"seqused_k": [31, 9]}]
+)
+def test_more_queries_than_keys(call: dict[str, Any]) -> None:
+    check(of_layout(Layout.striped(TOKENS, 3), call, kv_layout=Layout.contiguous(31, 3)))
+
+
+def test_blocks_between_queries_and_longer_keys() -> None:
+    """As a tensor, whose block is the number of query positions by the number of its rows."""
+    seen = torch.rand(8, 15) < 0.5
+    queries, keys = (in_blocks(Layout.striped(blocks, 2), 4, 4 * blocks) for blocks in (8, 15))
+    case = Case(queries, inputs(TOKENS), {"block_mask": BlockMask(seen, 4)}, kv_layout=keys)
+    ours, _ = run(Case(queries, case.whole, {"block_mask": seen}, kv_layout=keys))
+    assert all(one.equal(other) for one, other in zip(ours, check(case), strict=True))
+
+
+IN_KERNELS = [(world, layout, "triton") for world, layout in zip([1, 2, 3, 4], LAYOUTS, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "backend"),
+    [*product([1, 2, 3, 4], LAYOUTS, ["aten"]), *rest_nightly(IN_KERNELS, *IN_KERNELS[:3])],
+)
+def test_dropout_keeps_the_same_weights_everywhere(world: int, layout: str, backend: str) -> None:
+    """Bit by bit: with the identity for values ``out`` is the weights, and with it for dout ``dv`` is."""
+    tokens, heads, batch = 24, 2, 2
+    whole = inputs(tokens, (heads, heads), (16, tokens))
+    identity = torch.eye(tokens)[None, :, None].expand(batch, -1, heads, -1)
+    whole |= {"v": identity.contiguous(), "dout": identity.contiguous()}
+    drops: Any = {"dropout_p": 0.4, "dropout_seed": 2**64 - 3}
+    case = Case(LAYOUTS[layout](tokens, world), whole, drops | {"backend": backend}, through_lse=False)
+    ours, _ = run(case)
+    at = held(case.layout)
+    factors = reference.scores.kept(
+        (batch, heads, tokens, tokens), at, at, {"dropout_p": 0.4, "dropout_seed": 2**64 - 3}
+    )
+    assert factors is not None
+    assert torch.equal(ours.out != 0, factors.transpose(1, 2) != 0)
+    assert torch.equal(ours.dv != 0, factors.mT.transpose(1, 2) != 0)
+
+
+def test_a_block_of_the_kernels_own_tiles() -> None:
+    call = PATTERNS["bigbird"](32) | {"backend": "triton", "config": tiles(16, 32)}
+    check(case_of(2, "contiguous", call))

@@ -1,0 +1,256 @@
+"""The order in which the ring posts, waits and computes, and what never happens: seen from beneath, on both ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from ringattn import Layout, LocalWorld
+from ringattn.comm import Fence, LocalGroup, Slots
+from ringattn.comm.groups import open_transports
+from ringattn.comm.topology.topology import Topology
+from ringattn.kernels import Bounds, Scores
+from ringattn.ring import Hop, Mask, loop
+from ringattn.ring.schedule.plan import plan
+from ringattn.ring.schedule.schedule import schedule
+from ringattn.ring.traffic import BETWEEN, INSIDE, Call, Key, Kind, Tensors, chunks_of
+
+from ..support.rendezvous import run_ranks
+
+CPU = torch.device("cpu")
+KV_HEADS = 2
+RAILS = (Kind.RAIL, Kind.HOME)
+Sizes = Sequence[tuple[int, int]]
+
+
+@dataclass
+class Log:
+    """What one rank did, as text, and what it posted: the key, the peers sent to, and the peers received from."""
+
+    rank: int
+    lines: list[str] = field(default_factory=list)
+    posts: list[tuple[Key, list[int], list[int]]] = field(default_factory=list)
+
+    def posted(self, key: object, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes) -> None:
+        assert isinstance(key, Key)
+        what = {Kind.RAIL: f"K/V {key.brings} by rail", Kind.KV: f"K/V {key.brings}", Kind.SUMS: "sums"}
+        chunk = f" chunk {key.chunk}" if key.chunk else ""
+        moves = f"{len(sent)} out, {len(received)} in"
+        self.lines.append(f"post {what.get(key.kind, 'sums home by rail')}{chunk}: {moves}")
+        self.posts.append((key, [peer for peer, _ in sent], [peer for peer, _ in received]))
+
+
+class Work:
+    """Computes nothing and writes down what it was asked to."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log.lines
+
+    def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores, final: bool) -> None:
+        self.log.append("fold final" if final else "fold")
+
+    def dq(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores, local: bool, final: bool) -> None:
+        self.log.append("dq final" if final else "dq")
+
+    def dkdv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bounds: Bounds,
+        *,
+        scores: Scores,
+        local: bool,
+        sums: Callable[[], Tensors] | None,
+        into: Tensors,
+    ) -> None:
+        self.log.append(f"dkdv{' with sums' if sums is not None and sums() else ''}")
+        for x in into:
+            x.fill_(1.0)
+
+
+def logs(
+    layout: Layout,
+    phase: str,
+    *,
+    causal: bool = True,
+    topology: Topology | None = None,
+    slots: int = 3,
+    prefetch: int = 1,
+    chunks: int = 1,
+) -> list[Log]:
+    """One pass of the real loop on virtual ranks: what each of them did."""
+
+    def one(group: LocalGroup) -> Log:
+        log = Log(group.rank())
+        transports = open_transports(group, transport="local", device=CPU, topology=topology)
+        steps = plan(layout, Mask(causal=causal), group.rank(), 1, CPU, topology, slots)
+
+        def span(kind: str, hop: Hop) -> AbstractContextManager[None]:
+            return nullcontext()
+
+        call = Call(
+            steps,
+            phase,
+            transports,
+            Slots(steps.kv_slots * chunks, CPU),
+            Slots(steps.sums_slots * chunks, CPU),
+            span,
+            chunks_of(chunks, KV_HEADS, KV_HEADS),
+            prefetch,
+            posted=log.posted,
+        )
+        k = torch.zeros(1, layout.lengths[group.rank()], KV_HEADS, 4)
+        works = [Work(log) for _ in call.chunks]
+        if phase == "forward":
+            loop.forward(call, works, k, k)
+        else:
+            loop.backward(call, works, k, k, (k.clone(), k.clone()))
+        for transport in transports:
+            transport.close()
+        return log
+
+    with LocalWorld(layout.world) as world:
+        return world.run(one)
+
+
+def test_the_next_hop_is_posted_before_this_one_computes() -> None:
+    for log in logs(Layout.zigzag(24, 3), "forward"):
+        assert log.lines == [
+            "post K/V 1: 2 out, 2 in",
+            "fold",
+            "post K/V 2: 2 out, 2 in",
+            "fold",
+            "fold final",
+        ]
+
+
+def test_without_prefetch_a_hop_is_posted_when_it_begins() -> None:
+    for log in logs(Layout.zigzag(24, 3), "forward", prefetch=0):
+        assert log.lines == [
+            "fold",
+            "post K/V 1: 2 out, 2 in",
+            "fold",
+            "post K/V 2: 2 out, 2 in",
+            "fold final",
+        ]
+
+
+def test_transfers_run_two_hops_ahead() -> None:
+    for log in logs(Layout.zigzag(32, 4), "forward", prefetch=2):
+        assert log.lines == [
+            "post K/V 1: 2 out, 2 in",
+            "post K/V 2: 2 out, 2 in",
+            "fold",
+            "post K/V 3: 2 out, 2 in",
+            "fold",
+            "fold",
+            "fold final",
+        ]
+
+
+def test_sums_travel_while_dq_computes_and_come_home_under_the_last_one() -> None:
+    for log in logs(Layout.zigzag(24, 3), "backward"):
+        assert log.lines == [
+            "post K/V 1: 2 out, 2 in",  # hidden by the local dQ
+            "dq",
+            "post K/V 2: 2 out, 2 in",
+            "dkdv",
+            "post sums: 2 out, 2 in",  # sums of hop 1 on, those for hop 2 in
+            "dq",
+            "dkdv with sums",
+            "post sums: 2 out, 2 in",  # sums home, hidden by the last dQ
+            "dq final",
+            "dkdv with sums",
+        ]
+
+
+def test_each_chunk_of_heads_goes_on_while_the_next_computes() -> None:
+    for log in logs(Layout.zigzag(16, 2), "backward", chunks=2):
+        assert log.lines == [
+            "post K/V 1: 2 out, 2 in",
+            "post K/V 1 chunk 1: 2 out, 2 in",
+            "dq",
+            "dq",
+            "dkdv",
+            "post sums: 2 out, 2 in",
+            "dq final",
+            "dkdv",
+            "post sums chunk 1: 2 out, 2 in",
+            "dq final",
+            "dkdv with sums",
+            "dkdv with sums",
+        ]
+
+
+def test_what_leaves_a_node_leaves_first_and_its_sums_follow_under_the_next_turn() -> None:
+    for log in logs(Layout.zigzag(24, 6), "backward", topology=Topology.grid(3, 2)):
+        assert log.lines == [
+            "post K/V 2 by rail: 2 out, 2 in",  # a whole turn to arrive
+            "post K/V 1: 2 out, 2 in",
+            "dq",
+            "dkdv",
+            "post sums: 2 out, 2 in",
+            "dq",
+            "post K/V 4 by rail: 2 out, 2 in",
+            "post K/V 3: 2 out, 2 in",
+            "dq",
+            "dkdv",
+            "post sums: 2 out, 2 in",
+            "dq",
+            "dkdv with sums",  # the base of the turn adds its part last
+            "post sums home by rail: 2 out, 2 in",
+            "post K/V 5: 2 out, 2 in",
+            "dq",
+            "dkdv",
+            "post sums: 2 out, 2 in",
+            "dq final",
+            "dkdv with sums",
+            "post sums home by rail: 2 out, 2 in",  # hidden by the own dK/dV
+            "dkdv with sums",
+        ]
+
+
+def test_what_nobody_needs_is_neither_sent_nor_computed() -> None:
+    first, second, third = (log.lines for log in logs(Layout.contiguous(24, 3), "forward"))
+    assert first == ["post K/V 1: 2 out, 0 in", "fold final"]
+    assert second == ["post K/V 1: 2 out, 2 in", "fold", "post K/V 2: 2 out, 0 in", "fold final"]
+    assert third == ["post K/V 1: 0 out, 2 in", "fold", "post K/V 2: 0 out, 2 in", "fold", "fold final"]
+
+
+RINGS = [Topology.flat(world) for world in (1, 2, 3, 5)] + [
+    Topology.grid(2, 2),
+    Topology.grid(3, 2),
+    Topology(((3, 1), (0, 2))),
+]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("topology", RINGS, ids=lambda topology: str(topology.nodes))
+def test_every_rank_posts_in_the_one_order(topology: Topology, phase: str) -> None:
+    """Ascending keys, the same at both ends of a transfer, and just those that the schedule's own tests run with."""
+    world = topology.world
+    for causal in (True, False):
+        for slots, prefetch, chunks in ((3, 0, 1), (3, 2, 2), (2, 1, 2)):
+            layout = (Layout.contiguous if slots == 2 else Layout.zigzag)(30, world)
+            how = {"topology": topology, "slots": slots, "prefetch": prefetch, "chunks": chunks}
+            everyone = logs(layout, phase, causal=causal, **how)  # type: ignore[arg-type]
+            keys = [[key for key, _, _ in log.posts] for log in everyone]
+            assert all(mine == sorted(set(mine)) for mine in keys)
+            whole = schedule(layout, Mask(causal=causal), topology=topology, slots=slots)
+            model = run_ranks(whole, phase, prefetch=prefetch, chunks=chunks)
+            assert keys == [rank.issued for rank in model]
+            check_both_ends(everyone)
+
+
+def check_both_ends(everyone: list[Log]) -> None:
+    posts = [(log.rank, *post) for log in everyone for post in log.posts]
+    level = {kind: BETWEEN if kind in RAILS else INSIDE for kind in Kind}
+    sends = Counter((level[key.kind], key, rank, peer) for rank, key, to, _ in posts for peer in to)
+    receives = Counter((level[key.kind], key, peer, rank) for rank, key, _, source in posts for peer in source)
+    assert sends == receives
+    assert set(sends.values()) <= {2}  # K and V

@@ -1,0 +1,482 @@
+"""Schedules, flat and two-level: every pair once, every send received, every sum home, no slot lost, no deadlock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringattn.bench.micro.fresh import forget
+from ringattn.comm.topology.topology import Topology
+from ringattn.ring.schedule.documents import Documents
+from ringattn.ring.schedule.layout import Layout
+from ringattn.ring.schedule.mask import Mask
+from ringattn.ring.schedule.schedule import Hop, Schedule, schedule
+
+from ..support.layouts import NAMES, Window, layouts, masks, named, sees, small_layouts
+from ..support.planning import planned
+from ..support.rendezvous import gathered, journey_end, run_ranks
+
+CAUSAL = Mask(causal=True)
+GRIDS = [Topology.grid(*shape) for shape in ((2, 2), (2, 4), (4, 2), (3, 2), (2, 3))] + [Topology(((3, 1), (0, 2)))]
+Settings = tuple[int, int, int]  # slots, prefetch, chunks
+USUAL = (3, 2, 1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    forget()
+
+
+def rings(world: int) -> st.SearchStrategy[Topology]:
+    """Any order of the ranks, in one node or in several of one size."""
+
+    def cut(order: list[int]) -> st.SearchStrategy[Topology]:
+        sizes = st.sampled_from([size for size in range(1, world + 1) if world % size == 0])
+        return sizes.map(lambda size: Topology(tuple(tuple(order[i : i + size]) for i in range(0, world, size))))
+
+    return st.permutations(range(world)).flatmap(cut)
+
+
+@st.composite
+def settings(draw: st.DrawFn) -> Settings:
+    slots = draw(st.integers(2, 4))
+    return slots, draw(st.integers(0, slots - 1)), draw(st.integers(1, 3))
+
+
+def needs(layout: Layout, mask: Mask, keys: Layout) -> set[tuple[int, int]]:
+    """(rank, shard) where some query of the rank sees some key of the shard, pair by pair."""
+    held = [layout.positions(rank).tolist() for rank in range(layout.world)]
+    theirs = [keys.positions(shard).tolist() for shard in range(keys.world)]
+    return {
+        (rank, shard)
+        for rank, queries in enumerate(held)
+        for shard, positions in enumerate(theirs)
+        if any(sees(mask, query, key) for query in queries for key in positions)
+    }
+
+
+def computed(plan: Schedule) -> list[tuple[int, int]]:
+    return [(rank, hop.shard) for rank in range(plan.world) for hop in plan.hops(rank) if hop.computes]
+
+
+def check(
+    layout: Layout,
+    mask: Mask,
+    direction: int,
+    *,
+    kv_layout: Layout | None = None,
+    topology: Topology | None = None,
+    how: Settings = USUAL,
+) -> None:
+    plan = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=how[0])
+    check_plan(plan, needs(layout, mask, kv_layout or layout), how)
+
+
+def check_plan(plan: Schedule, wanted: set[tuple[int, int]], how: Settings = USUAL) -> None:
+    check_hops(plan)
+    check_order(plan)
+    check_messages(plan)
+    check_nothing_needless(plan)
+    check_bytes(plan)
+    assert sorted(computed(plan)) == sorted(wanted)  # each once
+    check_runs(plan, wanted, how)
+
+
+def check_runs(plan: Schedule, wanted: set[tuple[int, int]], how: Settings) -> None:
+    _, prefetch, chunks = how
+    each = sorted([*wanted] * chunks)
+    assert sorted(gathered(run_ranks(plan, "forward", prefetch=prefetch, chunks=chunks), "out")) == each
+    ranks = run_ranks(plan, "backward", prefetch=prefetch, chunks=chunks)
+    assert sorted(gathered(ranks, "dq")) == sorted(gathered(ranks, "dkdv")) == each
+    for shard, rank in enumerate(ranks):
+        seers = Counter(rank for rank, seen in wanted if seen == shard)
+        assert rank.home == dict.fromkeys(range(chunks), seers)
+
+
+def place(plan: Schedule, rank: int) -> tuple[int, int]:
+    """Node and rail."""
+    return next((n, node.index(rank)) for n, node in enumerate(plan.nodes) if rank in node)
+
+
+def check_hops(plan: Schedule) -> None:
+    count = len(plan.nodes)
+    for rank in range(plan.world):
+        hops, (node, rail) = plan.hops(rank), place(plan, rank)
+        assert [hop.index for hop in hops] == list(range(plan.count))
+        assert [hop.shard for hop in hops] == [
+            plan.nodes[(node - plan.direction * turn) % count][(rail - plan.direction * step) % len(plan.nodes[0])]
+            for turn in plan.turns
+            for step in plan.steps
+        ]
+        assert hops[0].kv_from is None
+        assert hops[0].kv_slot is None
+        for hop in hops[1:]:
+            turn, step = divmod(hop.index, plan.inner)
+            slot = hop.index % plan.slots if step else plan.slots + turn % 2
+            assert hop.kv_slot == (None if hop.kv_from is None else slot)
+            assert not hop.computes or hop.kv_from is not None
+            assert not hop.computes or (hop.sums_to if step else hop.home_to) is not None
+            assert not step or hop.sums_slot in (None, hop.index % 2)
+            assert not step or (hop.rail_to, hop.home_to, hop.home_from) == (None, None, None)
+
+
+def check_order(plan: Schedule) -> None:
+    """No distance twice, the own shard first; all of them where nothing says otherwise."""
+    for distances, ring in ((plan.turns, plan.nodes), (plan.steps, plan.nodes[0])):
+        assert distances[0] == 0
+        assert len(set(distances)) == len(distances)
+        assert set(distances) <= set(range(len(ring)))
+    assert (plan.count, plan.inner) == (len(plan.turns) * len(plan.steps), len(plan.steps))
+    assert plan.ranks.tolist() == [
+        [plan.rank_at(shard, hop) for hop in range(plan.count)] for shard in range(plan.world)
+    ]
+    assert all(
+        plan.shard_at(rank, hop) == shard for shard, row in enumerate(plan.ranks) for hop, rank in enumerate(row)
+    )
+
+
+Message = tuple[str, int, int, int, int, int]  # kind, level, hop or turn of its key, shard, source, destination
+
+
+def sent(plan: Schedule) -> Iterator[Message]:
+    for rank in range(plan.world):
+        for hop in plan.hops(rank):
+            if hop.kv_to is not None:
+                yield "kv", 0, hop.index + 1, hop.shard, rank, hop.kv_to
+            if hop.rail_to is not None:
+                yield "kv", 1, hop.index + plan.inner, hop.shard, rank, hop.rail_to
+            if hop.sums_to is not None:
+                yield "sums", 0, hop.index, hop.shard, rank, hop.sums_to
+            if hop.home_to is not None:
+                yield "sums", 1, hop.index, hop.shard, rank, hop.home_to
+
+
+def received(plan: Schedule) -> Iterator[Message]:
+    for rank in range(plan.world):
+        for hop in plan.hops(rank):
+            base = hop.index % plan.inner == 0
+            if hop.kv_from is not None:
+                yield "kv", int(base), hop.index, hop.shard, hop.kv_from, rank
+            if hop.sums_from is not None:
+                key = hop.index + journey_end(plan, hop.shard, hop.index) if base else hop.index - 1
+                yield "sums", 0, key, hop.shard, hop.sums_from, rank
+            if hop.home_from is not None:
+                yield "sums", 1, hop.index, rank, hop.home_from, rank
+
+
+def check_messages(plan: Schedule) -> None:
+    """Every send has its receive, in the group of the same key and level, and the other way round."""
+    sends, receives = sorted(sent(plan)), sorted(received(plan))
+    assert sends == receives
+    assert len(set(sends)) == len(sends)
+    moves = [
+        (one.kind, one.level, *move)
+        for one in plan.moves()
+        for move in zip(one.shards.tolist(), one.sources.tolist(), one.destinations.tolist(), strict=True)
+    ]
+    assert sorted(moves) == sorted((kind, level, *move) for kind, level, _, *move in sends)
+    for level in (0, 1):
+        edges = {(source, destination) for _, at, _, _, source, destination in sends if at == level}
+        assert plan.edges[level] == tuple(sorted(edges))
+        ends = [(place(plan, source), place(plan, destination)) for source, destination in edges]
+        # inside a node, or along a rail
+        assert all(a != b and a[level] == b[level] for a, b in ends)
+
+
+def check_nothing_needless(plan: Schedule) -> None:
+    """K/V go no further than the last rank and the last node that need them; sums start at the first that has some."""
+    for rank in range(plan.world):
+        for hop in plan.hops(rank):
+            step = hop.index % plan.inner
+            begin = hop.index - step
+            seen = plan.visits[hop.shard]
+            later = any(seen[hop.index + 1 : begin + plan.inner])
+            earlier = any(seen[begin + 1 : hop.index])
+            assert (hop.kv_to is not None) == later
+            if step:
+                assert (hop.sums_from is not None) == (earlier and (hop.computes or later))
+                assert (hop.sums_to is not None) == (hop.computes or (earlier and later))
+                base = plan.rank_at(hop.shard, begin)
+                ends = not later or step == plan.inner - 1
+                assert hop.sums_to is None or (hop.sums_to == base) == ends
+            else:
+                assert hop.sums_to is None
+                assert (hop.sums_from is not None) == later
+                assert (hop.rail_to is not None) == any(seen[begin + plan.inner :])
+                assert hop.home_to == (hop.shard if begin and (hop.computes or later) else None)
+    across = Counter(
+        (shard, place(plan, to)[0]) for kind, level, _, shard, _, to in sent(plan) if (kind, level) == ("kv", 1)
+    )
+    assert set(across.values()) <= {1}  # K/V come to a node once
+    assert all(node != place(plan, shard)[0] for shard, node in across)
+
+
+def check_bytes(plan: Schedule) -> None:
+    for kv, sums in ((3, 0), (0, 5), (3, 5)):
+        expected = {0: [0] * plan.world, 1: [0] * plan.world}
+        for kind, level, _, shard, source, _ in sent(plan):
+            expected[level][source] += plan.lengths[shard] * (kv if kind == "kv" else sums)
+        for level, counts in expected.items():
+            assert plan.bytes(kv, sums, level=level) == tuple(counts)
+        assert plan.bytes(kv, sums) == tuple(map(sum, zip(*expected.values(), strict=True)))
+    assert plan.bytes(3) == plan.bytes(3, 0)
+    assert all(type(count) is int for count in plan.bytes(3))
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_small_ring(causal: bool, direction: int) -> None:
+    for name in NAMES:
+        for world in range(1, 9):
+            for seqlen in {0, 1, world - 1, world, 2 * world + 1, 3 * world}:
+                check(named(name, seqlen, world), Mask(causal=causal), direction)
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+def test_every_size_up_to_nine_tokens(direction: int) -> None:
+    for layout in small_layouts(9, 4):
+        check(layout, CAUSAL, direction)
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("topology", GRIDS, ids=lambda topology: "-".join(map(str, topology.nodes)))
+def test_every_ring_of_rings(topology: Topology, direction: int) -> None:
+    world = topology.world
+    for name in NAMES:
+        for seqlen in (0, world - 1, 2 * world + 1):
+            for mask in (Mask(), CAUSAL, Window(causal=True, left=4)):
+                check(named(name, seqlen, world), mask, direction, topology=topology)
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+@pytest.mark.parametrize("topology", [Topology.flat(5), *GRIDS[:3]], ids=lambda topology: str(topology.nodes))
+def test_every_depth(topology: Topology, slots: int) -> None:
+    world = topology.world
+    for layout in (Layout.contiguous(2 * world, world), Layout.zigzag(2 * world, world)):
+        for prefetch in range(slots):
+            for chunks in (1, 3):
+                check(layout, CAUSAL, 1, topology=topology, how=(slots, prefetch, chunks))
+
+
+@pytest.mark.parametrize(
+    "topology", [Topology.flat(2), *GRIDS[:1], *GRIDS[2:4]], ids=lambda topology: str(topology.nodes)
+)
+def test_turns_of_two_hops_need_one_slot(topology: Topology) -> None:
+    for mask in (Mask(), CAUSAL):
+        check(Layout.contiguous(2 * topology.world, topology.world), mask, 1, topology=topology, how=(1, 0, 2))
+
+
+@given(st.data(), layouts(max_seqlen=20), masks(), st.sampled_from([1, -1]), settings())
+def test_any_ring(data: st.DataObject, layout: Layout, mask: Mask, direction: int, how: Settings) -> None:
+    check(layout, mask, direction, topology=data.draw(rings(layout.world)), how=how)
+
+
+@given(st.data(), masks(), st.sampled_from([1, -1]))
+def test_any_ring_with_other_keys(data: st.DataObject, mask: Mask, direction: int) -> None:
+    layout = data.draw(layouts(max_seqlen=16))
+    keys = data.draw(layouts(max_seqlen=16, world=layout.world))
+    check(layout, mask, direction, kv_layout=keys, topology=data.draw(rings(layout.world)))
+
+
+@given(st.data(), st.integers(1, 8), st.sampled_from([1, -1]), settings())
+def test_any_pattern_of_visits_in_any_order(data: st.DataObject, world: int, direction: int, how: Settings) -> None:
+    """Whatever masks will come: the journeys are right for every pattern, however far each hop goes."""
+    ring = data.draw(rings(world))
+    nodes = ring.nodes if ring.two_level else (ring.order,)
+    turns, steps = data.draw(distances(len(nodes))), data.draw(distances(len(nodes[0])))
+    hops = len(turns) * len(steps)
+    rows = st.lists(st.booleans(), min_size=hops, max_size=hops)
+    visits = tuple(map(tuple, data.draw(st.lists(rows, min_size=world, max_size=world))))
+    plan = Schedule(nodes, direction, visits, tuple(range(1, world + 1)), how[0], turns, steps)
+    check_plan(plan, {(plan.rank_at(s, t), s) for s in range(world) for t in range(hops) if visits[s][t]}, how)
+
+
+def distances(count: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Some of those around a ring, in any order."""
+    return st.lists(st.integers(1, count - 1), unique=True).map(lambda far: (0, *far)) if count > 1 else st.just((0,))
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("topology", GRIDS, ids=lambda topology: str(topology.nodes))
+def test_kv_cross_the_slow_links_once_per_turn_and_every_nic_is_used(topology: Topology, direction: int) -> None:
+    world, nodes = topology.world, len(topology.nodes)
+    plan = schedule(Layout.zigzag(2 * world, world), Mask(), direction=direction, topology=topology)
+    hops = [plan.hops(rank) for rank in range(world)]
+    for begin in range(0, world, plan.inner):
+        crossing = {rank: hops[rank][begin].rail_to for rank in range(world)}
+        if begin == world - plan.inner:
+            assert set(crossing.values()) == {None}  # home again
+            continue
+        for rank, to in crossing.items():  # every rank sends one shard and receives one, on its own rail
+            node, rail = place(plan, rank)
+            assert to == topology.nodes[(node + direction) % nodes][rail]
+            assert hops[to][begin + plan.inner].kv_from == rank
+            assert hops[to][begin + plan.inner].shard == hops[rank][begin].shard
+        assert all(hop.rail_to is None for mine in hops for hop in mine[begin + 1 : begin + plan.inner])
+    assert plan.bytes(7, level=1) == ((nodes - 1) * 2 * 7,) * world
+    assert plan.bytes(7, level=0) == (nodes * (plan.inner - 1) * 2 * 7,) * world
+    # a flat ring carries every shard over each of its slow links: as much per pass, but over one NIC per node
+    flat = schedule(Layout.zigzag(2 * world, world), Mask(), direction=direction)
+    assert flat.bytes(7) == ((world - 1) * 2 * 7,) * world
+
+
+def test_a_node_sends_its_sums_home_in_the_next_turn() -> None:
+    plan = schedule(Layout.contiguous(16, 8), Mask(), topology=Topology.grid(4, 2))
+    base = plan.hops(5)[4]  # node 2, turn 2: a shard of node 0 on rail 1
+    assert (base.shard, base.kv_from, base.rail_to, base.home_to, base.home_from) == (1, 3, 7, 1, 1)
+    assert (base.sums_from, base.sums_slot, base.kv_slot) == (4, 0, 3)
+    assert plan.hops(5)[0].home_from is None
+    assert plan.bytes(0, 1, level=1) == (3 * 2,) * 8
+
+
+def test_a_causal_contiguous_ring_sends_half() -> None:
+    layout = Layout.contiguous(64, 8)
+    full, causal = (sum(schedule(layout, mask).bytes(2)) for mask in (Mask(), CAUSAL))
+    assert full == 8 * 7 * 8 * 2
+    assert causal * 2 == full
+    assert sum(schedule(Layout.zigzag(64, 8), CAUSAL).bytes(2)) == full
+
+
+def test_a_short_window_keeps_to_the_neighbours() -> None:
+    plan = schedule(Layout.contiguous(64, 8), Window(causal=True, left=7))
+    assert [hop.index for hop in plan.hops(3) if hop.computes] == [0, 1]
+    assert plan.bytes(1) == (8,) * 7 + (0,)
+    assert plan.bytes(0, 1) == (0,) + (8,) * 7
+
+
+def test_distances_at_which_nobody_sees_anything_have_no_hop() -> None:
+    layout = Layout.contiguous(64, 8)
+    assert schedule(layout, CAUSAL).steps == tuple(range(8))
+    assert schedule(layout, Window(causal=True, left=7)).steps == (0, 1)
+    assert schedule(layout, Window(causal=True, left=7), direction=-1).steps == (0, 7)
+    assert schedule(layout, Mask(documents=Documents(range(0, 65, 8)))).steps == (0,)
+    # every second rank: K/V go two ranks further at once
+    even = Layout([[(start, 8)] if rank % 2 == 0 else [] for rank, start in enumerate(range(0, 64, 8))])
+    assert schedule(even, Mask()).steps == (0, 2, 4, 6)
+    assert schedule(even, Mask()).hops(2)[1].kv_from == 0
+    # the topology's order counts, not the ranks' names
+    ring = Topology(((0, 4, 1, 5, 2, 6, 3, 7),))
+    assert schedule(layout, Window(causal=True, left=7), topology=ring).steps == (0, 2, 3)
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+def test_what_comes_from_both_sides_does_not_go_round(direction: int) -> None:
+    """The neighbour on the one side, then straight to the one on the other."""
+    plan = schedule(Layout.contiguous(64, 8), Mask(window=(7, 7)), direction=direction)
+    assert plan.steps == (0, 1, 7)
+    for rank in range(8):
+        first, second, third = plan.hops(rank)
+        assert first.kv_to == (rank + direction) % 8
+        assert second.kv_to in (None, (rank - 2 * direction) % 8)
+        assert third.kv_to is None
+    assert sorted(plan.bytes(1)) == [8] + [16] * 7  # two shards, one where nobody is on the other side
+    nodes = schedule(Layout.contiguous(64, 16), Mask(window=(3, 3)), direction=direction, topology=Topology.grid(4, 4))
+    assert (nodes.turns, nodes.steps) == ((0, 1, 3), (0, 1, 3))
+    assert nodes.count == 9
+
+
+def test_one_long_document_does_not_send_the_others_round() -> None:
+    """Every distance is used, by five ranks; the others see their neighbours alone."""
+    plan = schedule(Layout.contiguous(128, 16), Mask(documents=Documents([0, 12, 28, 32, 68, 84, 100, 128])))
+    assert plan.steps == (0, 1, 15, 2, 14, 3, 13, 4, 12)
+    assert sum(plan.bytes(1)) < 0.3 * 15 * 128
+    small = schedule(Layout.contiguous(64, 8), Mask(documents=Documents([0, 40, 48, 64])))
+    assert small.steps == (0, 1, 7, 2, 6, 3, 5, 4)
+    assert sum(small.bytes(1)) < sum(schedule(Layout.contiguous(64, 8), Mask()).bytes(1))
+
+
+def test_hops_of_a_full_ring_of_three() -> None:
+    assert schedule(Layout.contiguous(6, 3), Mask()).hops(1) == (
+        Hop(0, 1, True, None, 2, None, 0, None, 1),
+        Hop(1, 0, True, 0, 2, 1, None, 2, 1),
+        Hop(2, 2, True, 0, None, 2, 0, 2, 0),
+    )
+    assert schedule(Layout.contiguous(6, 3), Mask(), direction=-1).hops(1) == (
+        Hop(0, 1, True, None, 0, None, 2, None, 1),
+        Hop(1, 2, True, 2, 0, 1, None, 0, 1),
+        Hop(2, 0, True, 2, None, 2, 2, 0, 0),
+    )
+
+
+def test_a_shard_that_passes_a_rank() -> None:
+    before_the_first = schedule(Layout.contiguous(6, 3), CAUSAL, direction=-1)
+    assert before_the_first.journeys == (((1, 2),), ((2, 2),), ((1, 0),))
+    assert before_the_first.hops(0)[1] == Hop(1, 1, False, 1, 2, 1, None, None, None)
+    seen, unseen = (True, True, False, True), (True, False, False, False)
+    between = Schedule(((0, 1, 2, 3),), 1, (seen, unseen, unseen, unseen), (1, 1, 1, 1))
+    assert between.hops(2)[2] == Hop(2, 0, False, 1, 3, 2, 1, 3, 0)  # the sums pass too, with nothing added
+
+
+def test_sums_that_come_home_early_have_a_slot_of_their_own() -> None:
+    short = schedule(Layout.contiguous(8, 4), Mask(causal=True, documents=Documents([0, 6, 8])))
+    assert [short.hops(rank)[0].sums_slot for rank in range(4)] == [1, 2, None, None]
+    assert [short.hops(rank)[0].sums_from for rank in range(4)] == [2, 2, None, None]
+    for world in range(2, 9):
+        whole = schedule(Layout.contiguous(world, world), Mask())
+        assert {whole.hops(rank)[0].sums_slot for rank in range(world)} == {world % 2}
+
+
+def test_schedules_are_pure_values() -> None:
+    layout = Layout.zigzag(16, 4)
+    plan = schedule(layout, CAUSAL)
+    assert schedule(Layout.zigzag(16, 4), Mask(causal=True), kv_layout=layout, direction=1) == plan
+    assert schedule(layout, CAUSAL, topology=Topology.flat(4), slots=3) == plan
+    assert schedule(layout, CAUSAL, topology=Topology(((0,), (1,), (2,), (3,)))) == plan  # one rank a node is flat
+    assert schedule(layout, CAUSAL, topology=Topology(((0,), (1, 2, 3)))) == plan  # and so are unequal nodes
+    for change in ({"direction": -1}, {"topology": Topology.grid(2, 2)}, {"slots": 4}):
+        assert schedule(layout, CAUSAL, **change) != plan  # type: ignore[arg-type]
+    assert plan.lengths == (4, 4, 4, 4)
+    with pytest.raises(FrozenInstanceError):
+        plan.nodes = ((0,),)  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        plan.hops(0)[0].shard = 3  # type: ignore[misc]
+
+
+def test_bad_arguments() -> None:
+    layout = Layout.contiguous(8, 2)
+    with pytest.raises(ValueError, match=r"^kv_layout is made for 3 ranks, layout for 2: both must be the same$"):
+        schedule(layout, Mask(), kv_layout=Layout.contiguous(8, 3))
+    for direction in (0, 2):
+        message = rf"^direction is {direction}: it must be 1 \(to the next rank\) or -1 \(to the one before\)$"
+        with pytest.raises(ValueError, match=message):
+            schedule(layout, Mask(), direction=direction)
+    with pytest.raises(ValueError, match=r"^topology has 4 ranks, layout is made for 2$"):
+        schedule(layout, Mask(), topology=Topology.grid(2, 2))
+    with pytest.raises(ValueError, match=r"^slots is 0: K/V need at least one$"):
+        schedule(layout, Mask(), slots=0)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=rf"^rank is {rank}: the schedule has ranks 0 to 1$"):
+            schedule(layout, Mask()).hops(rank)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_million_tokens_over_64_ranks_are_planned_in_no_time(name: str) -> None:
+    layout = named(name, 2**20, 64)
+    plan = planned(2, lambda: schedule(layout, CAUSAL), lambda plan: plan.hops(63))
+    assert len(computed(plan)) == (64 * 65 // 2 if name == "contiguous" else 64 * 64)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 4), (128, 8)])
+@pytest.mark.parametrize("name", ["contiguous", "zigzag"])
+def test_large_clusters_are_planned_in_no_time(name: str, nodes: int, per_node: int) -> None:
+    world = nodes * per_node
+    layout = named(name, 2 * world, world)
+
+    def use(plan: Schedule) -> tuple[object, ...]:
+        return plan.hops(world - 1), plan.edges, plan.bytes(1, level=0), plan.bytes(1, level=1)
+
+    plan = planned(3, lambda: schedule(layout, CAUSAL, topology=Topology.grid(nodes, per_node)), use)
+    hops, edges = plan.hops(world - 1), plan.edges
+    moved = plan.bytes(1, level=0), plan.bytes(1, level=1)
+    full, turns = name == "zigzag", nodes
+    assert len([hop for hop in hops if hop.rail_to is not None]) == (nodes - 1 if full else 0)
+    if full:
+        assert {(rank, (rank + per_node) % world) for rank in range(world)} <= {*edges[1]}
+        assert len(edges[0]) == world
+        assert moved == ((turns * (per_node - 1) * 2,) * world, ((turns - 1) * 2,) * world)
+        assert len(edges[1]) == world * (nodes - 1)  # sums go straight home, from every node of the rail

@@ -1,0 +1,210 @@
+"""Who sees whom, at any size: against every pair, and in no time; and what that leaves to be sent."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringattn.bench.common.masks import packed
+from ringattn.bench.micro.fresh import forget
+from ringattn.ring.schedule import block_mask
+from ringattn.ring.schedule.documents import Documents
+from ringattn.ring.schedule.layout import Layout
+from ringattn.ring.schedule.mask import Mask
+from ringattn.ring.schedule.schedule import Schedule, schedule
+from ringattn.ring.schedule.visits import union, visits
+
+from ..support.layouts import NAMES, Window, block_layouts, block_masks, layouts, masks, named, sees
+from ..support.nightly import rest_nightly
+from ..support.planning import planned
+
+CAUSAL = Mask(causal=True)
+MILLION, WORLD = 2**20, 64
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    forget()
+
+
+def brute(layout: Layout, mask: Mask, keys: Layout) -> list[list[bool]]:
+    held = [layout.positions(rank).tolist() for rank in range(layout.world)]
+    theirs = [keys.positions(shard).tolist() for shard in range(keys.world)]
+    return [
+        [any(sees(mask, query, key) for query in queries for key in positions) for positions in theirs]
+        for queries in held
+    ]
+
+
+@given(st.data(), st.booleans())
+def test_any_mask_and_layouts(data: st.DataObject, other_keys: bool) -> None:
+    layout = data.draw(layouts(max_seqlen=24))
+    keys = data.draw(layouts(max_seqlen=24, world=layout.world)) if other_keys else layout
+    mask = data.draw(masks(global_tokens=True, used=True))
+    assert visits(layout, mask, keys).tolist() == brute(layout, mask, keys)
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 4), st.booleans())
+def test_any_blocks(data: st.DataObject, world: int, block: int, other_keys: bool) -> None:
+    """Exact, not merely safe: an interval and a block that miss each other inside a shard are no visit."""
+    layout = data.draw(block_layouts(7, block, world))
+    keys = data.draw(block_layouts(7, block, world)) if other_keys else layout
+    plain = data.draw(masks(global_tokens=True, used=True).filter(lambda mask: type(mask) is Mask))
+    mask = replace(plain, blocks=data.draw(block_masks(7, 7, block)))
+    assert visits(layout, mask, keys).tolist() == brute(layout, mask, keys)
+
+
+@given(st.data(), st.integers(1, 4))
+def test_no_pair_is_missed_by_a_mask_that_looks_away(data: st.DataObject, block: int) -> None:
+    """An interval that does not hold the query's own position: then a visit too many is allowed, none too few."""
+    layout = data.draw(block_layouts(7, block, 3))
+    mask = Window(left=data.draw(st.integers(-3, 3)), right=3, blocks=data.draw(block_masks(7, 7, block)))
+    assert not (np.array(brute(layout, mask, layout)) & ~visits(layout, mask, layout)).any()
+
+
+@given(st.data(), st.integers(1, 5), st.sampled_from([2, 3, 7, 20]))
+def test_stripes_beside_runs(data: st.DataObject, world: int, step: int) -> None:
+    """Both kinds of spans on every rank."""
+    stripes = [(3 * world + rank, data.draw(st.integers(0, 4)), step * world) for rank in range(world)]
+    layout = Layout([[(3 * rank, 3), stripe] for rank, stripe in enumerate(stripes)])
+    mask = data.draw(masks().filter(lambda mask: mask.documents is None))  # theirs end before
+    assert visits(layout, mask, layout).tolist() == brute(layout, mask, layout)
+
+
+def test_blocks_must_be_whole_in_both_layouts() -> None:
+    mask, whole, cut = Mask(blocks=block_mask.strided(8, 2, stride=2)), Layout.uneven([4, 4]), Layout.uneven([3, 5])
+    with pytest.raises(ValueError, match="layout gives rank 0 the span"):
+        schedule(cut, mask, kv_layout=whole)
+    with pytest.raises(ValueError, match="kv_layout gives rank 0 the span"):
+        schedule(whole, mask, kv_layout=cut)
+
+
+PACKED = Documents(packed(MILLION, 8192, seed=0))
+MASKS = {
+    "causal": CAUSAL,
+    "window": Mask(causal=True, window=(4096, 0)),
+    "documents": Mask(documents=PACKED),
+    "causal documents": Mask(causal=True, documents=PACKED),
+    "prefix": Mask(causal=True, prefix=100_000),
+    "used": Mask(used=(500_000, 1)),
+    "longformer": Mask(window=(2048, 2048), global_tokens=((0, 64), (MILLION // 2, MILLION // 2 + 64))),
+}
+
+
+def use(plan: Schedule) -> None:
+    plan.bytes(1, 1)
+    plan.hops(0)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "per document"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_a_million_tokens_over_64_ranks(name: str, mask: Mask) -> None:
+    """With the layout: packed documents are others in every step."""
+
+    def make() -> Schedule:
+        per_document = name == "per document"
+        return schedule(
+            Layout.zigzag(MILLION, WORLD, PACKED.boundaries) if per_document else named(name, MILLION, WORLD), mask
+        )
+
+    planned(1, make, use)
+
+
+@pytest.mark.parametrize("name", rest_nightly(NAMES, "zigzag"))
+def test_a_thousand_ranks_and_documents(name: str) -> None:
+    world, documents = 1024, Documents(packed(4 * MILLION, 1024, seed=0))
+    assert len(documents.boundaries) > 3500
+    layout = named(name, 4 * MILLION, world)
+    longformer = Mask(window=(2048, 2048), global_tokens=((0, 64), (MILLION, MILLION + 64)))
+    for mask in (Mask(documents=documents), Mask(causal=True, documents=documents), longformer):
+        planned(5, lambda mask=mask: schedule(layout, mask), use)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        block_mask.bigbird(MILLION // 4, 128, window=3, global_=2, random=3),
+        block_mask.fixed(MILLION // 4, 128, stride=4096, summary=128),
+    ],
+    ids=["bigbird", "fixed"],
+)
+def test_blocks_of_many_tokens(blocks: block_mask.BlockMask) -> None:
+    planned(1, lambda: schedule(Layout.zigzag(MILLION // 4, WORLD), Mask(causal=True, blocks=blocks)), use)
+
+
+def test_every_rank_makes_the_same_schedule_alone() -> None:
+    """From values that came another way, as on another rank."""
+    layout = Layout.zigzag(96, 4, [0, 17, 30, 96])
+    blocks = block_mask.bigbird(96, 12, window=1, global_=1, random=1)
+    for each, mask in (
+        (layout, Mask(causal=True, documents=Documents([0, 17, 30, 96]), used=(90, 3))),
+        (layout, Mask(window=(4, 4), global_tokens=((0, 2),))),
+        (Layout.contiguous(96, 4), Mask(blocks=blocks)),
+    ):
+        here = schedule(each, mask)
+        there = pickle.loads(pickle.dumps((each, mask)))
+        assert there == (each, mask)
+        forget()
+        assert schedule(*there) == here
+
+
+def shares(layout: Layout, mask: Mask) -> list[tuple[float, float]]:
+    """Of what a full ring sends in a forward, and in a backward: all ranks together, and the rank that sends most."""
+    plan, full = schedule(layout, mask), schedule(layout, Mask())
+    both = [(plan.bytes(2, sums), full.bytes(2, sums)) for sums in (0, 4)]
+    return [(sum(ours) / sum(theirs), max(ours) / max(theirs)) for ours, theirs in both]
+
+
+CONTIGUOUS = Layout.contiguous(MILLION, WORLD)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mask", "most", "by_a_rank"),
+    [
+        (Layout.zigzag(MILLION, WORLD), CAUSAL, 1, 1),
+        (CONTIGUOUS, CAUSAL, 0.5, 1),
+        (CONTIGUOUS, MASKS["window"], 0.004, 0.004),
+        (CONTIGUOUS, Mask(window=(4096, 4096)), 0.016, 0.016),
+        (CONTIGUOUS, MASKS["causal documents"], 0.01, 0.05),  # most: in the middle of the longest document
+        (CONTIGUOUS, MASKS["documents"], 0.03, 0.07),
+        (Layout.zigzag(MILLION, WORLD), MASKS["causal documents"], 0.04, 0.08),
+        (Layout.zigzag(MILLION, WORLD, PACKED.boundaries), MASKS["causal documents"], 1, 1),
+    ],
+    ids=[
+        "zigzag",
+        "causal",
+        "window",
+        "both sides",
+        "causal documents",
+        "documents",
+        "documents zigzag",
+        "per document",
+    ],
+)
+def test_what_nobody_needs_is_not_sent(layout: Layout, mask: Mask, most: float, by_a_rank: float) -> None:
+    for together, largest in shares(layout, mask):
+        assert together <= most
+        assert largest <= by_a_rank
+
+
+def test_what_a_rank_sees_is_one_interval_for_most_masks() -> None:
+    """What keeps the planning cheap: it searches for the ends of these."""
+    contiguous, striped = torch.arange(100, 200), torch.arange(0, 100, 5)
+    for mask in (
+        Mask(),
+        CAUSAL,
+        Window(left=4, right=0),
+        Window(left=5, right=-1),
+        Window(left=300, right=300, document=300),
+    ):
+        for positions in (contiguous, striped):
+            starts, ends = union(mask, positions)
+            assert len(starts) == len(ends) == 1
+    starts, ends = union(Window(left=2, right=1), torch.tensor([0, 1, 10, 11, 12, 40]))
+    assert (starts.tolist(), ends.tolist()) == ([0, 8, 38], [3, 14, 42])

@@ -1,0 +1,160 @@
+"""A ring's trace: begins and ends in order, every byte that moves, slots that hold one thing at a time, its cost."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn.comm import DONE, LocalGroup
+from ringattn.comm.topology.topology import Topology
+from ringattn.ring import Mask, Trace, TraceSpan
+from ringattn.ring.schedule.schedule import Hop, schedule
+from ringattn.ring.trace import _Begin, _Clock
+
+from ..support.fake_cuda import FakeCuda
+from ..support.stand_in import install_streams
+
+WORLD, SEQLEN, HEADS, DIM = 4, 256, 2, 16
+FP32 = 4
+PAIR = 2 * SEQLEN // WORLD * HEADS * DIM * FP32  # bytes of a shard's K and V, or dK and dV
+CUDA = torch.device("cuda", 0)
+Traces = list[tuple[list[TraceSpan], list[TraceSpan], list[TraceSpan]]]
+
+
+def traces(*, causal: bool = True, nodes: int = 1, **settings: Any) -> Traces:
+    """Spans, transfers and slots of every rank, of one forward and backward."""
+    layout = Layout.zigzag(SEQLEN, WORLD)
+    topology = Topology.grid(nodes, WORLD // nodes)
+
+    def step(ring: Ring) -> None:
+        leaves = [torch.randn(1, SEQLEN // WORLD, HEADS, DIM, requires_grad=True) for _ in range(3)]
+        out = ring_attention(*leaves, layout=layout, ring=ring, causal=causal)
+        assert isinstance(out, torch.Tensor)
+        out.sum().backward()  # type: ignore[no-untyped-call]
+
+    def rank(group: LocalGroup) -> Any:
+        with Ring(group, topology=topology, **settings) as ring:
+            step(ring)
+            with ring.record() as trace:
+                step(ring)
+            return trace.spans, trace.transfers, trace.slots
+
+    with LocalWorld(WORLD) as world:
+        return world.run(rank)
+
+
+@pytest.fixture(scope="module")
+def flat() -> Traces:
+    return traces()
+
+
+def test_every_byte_that_moves_is_told(flat: Traces) -> None:
+    plan = schedule(Layout.zigzag(SEQLEN, WORLD), Mask(causal=True), direction=1, topology=Topology.grid(1, WORLD))
+    per_token = 2 * HEADS * DIM * FP32
+    sent = [sum(span.nbytes for span in moved if span.kind == "send") for _, moved, _ in flat]
+    assert sent == [a + b for a, b in zip(plan.bytes(per_token), plan.bytes(per_token, per_token), strict=True)]
+    received = [sum(span.nbytes for span in moved if span.kind == "receive") for _, moved, _ in flat]
+    assert sum(sent) == sum(received)
+
+
+def test_what_arrives_bears_the_name_of_its_shard(flat: Traces) -> None:
+    for rank, (_, moved, _) in enumerate(flat):
+        names = [span.name for span in moved if (span.phase, span.kind) == ("forward", "receive")]
+        assert names == [f"K/V of {(rank - hop) % WORLD}" for hop in range(1, WORLD)]
+        sums = [span.name for span in moved if span.kind == "receive" and span.name.startswith("dK")]
+        assert sums[-1] == f"dK/dV of {rank}"
+        assert {span.name for span in moved if span.kind == "send"} >= {f"K/V of {rank}", f"dK/dV of {rank - 1}"} - {
+            "dK/dV of -1"
+        }
+
+
+def test_spans_do_not_overlap_and_transfers_end_after_they_begin(flat: Traces) -> None:
+    for spans, moved, _ in flat:
+        assert all(span.end >= span.begin for span in (*spans, *moved))
+        ordered = sorted(spans, key=lambda span: (span.begin, span.end))
+        assert all(before.end <= after.begin for before, after in pairwise(ordered))
+        assert {span.kind for span in spans} == {"compute", "wait"}
+
+
+@pytest.mark.parametrize(("nodes", "settings"), [(1, {}), (2, {}), (1, {"slots": 2, "prefetch": 1})])
+def test_a_slot_holds_one_thing_at_a_time(flat: Traces, nodes: int, settings: dict[str, Any]) -> None:
+    found = flat if (nodes, settings) == (1, {}) else traces(nodes=nodes, **settings)
+    for spans, _, slots in found:
+        for kind in {span.kind for span in slots}:
+            uses = sorted((span for span in slots if span.kind == kind), key=lambda span: span.begin)
+            assert all(before.end <= after.begin for before, after in pairwise(uses)), (kind, uses)
+        for span in (one for one in slots if one.kind.startswith("slot")):
+            read = [one for one in spans if (one.phase, one.hop, one.kind) == (span.phase, span.hop, "compute")]
+            assert all(span.begin <= one.begin and one.end <= span.end for one in read)
+        kept = [span.name for span in slots if span.phase == "forward"]
+        assert len(kept) == len(set(kept)) == WORLD - 1
+
+
+def test_a_wait_inside_of_a_compute_cuts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, hop = Trace(torch.device("cpu")), Hop(3, 0, True, None, None, None, None, None, None)
+    times = iter(range(10))
+    monkeypatch.setattr(trace._clock, "now", lambda: float(next(times)))
+    with trace.span("backward", "compute", hop), trace.span("backward", "wait", hop):
+        pass
+    assert [(span.kind, span.begin, span.end) for span in trace.spans] == [
+        ("compute", 0, 1),
+        ("wait", 1, 2),
+        ("compute", 2, 3),
+    ]
+    assert (trace.seconds("compute"), trace.seconds("wait", 3), trace.seconds("wait", 1)) == (2, 1, 0)
+
+
+def test_a_ring_that_records_nothing_posts_through_its_own_transports() -> None:
+    """No stand-in, no extra fence: what is not recorded costs nothing."""
+    with LocalWorld(1) as world:
+
+        def rank(group: LocalGroup) -> None:
+            with Ring(group) as ring:
+                q = torch.randn(1, 8, 1, 16)
+                ring_attention(q, q, q, layout=Layout.contiguous(8, 1), ring=ring)
+                from ringattn.ring.schedule.plan import plan
+
+                steps = plan(Layout.contiguous(8, 1), Mask(), 0, 1, q.device, None, 3)
+                with ring.call(steps, "forward", q, q) as call:
+                    assert call.transports == ring._transports
+                with ring.record(), ring.call(steps, "forward", q, q) as call:
+                    assert call.transports != ring._transports
+
+        world.run(rank)
+
+
+def test_on_a_gpu_points_are_events_on_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against one start event, and without a wait of the host while the call runs."""
+    fake = FakeCuda(monkeypatch)
+    clock = _Clock(CUDA)
+    fake.calls.clear()
+    begin, stream = _Begin(clock), object()
+    begin.order(stream)  # type: ignore[arg-type]
+    begin.order(object())  # type: ignore[arg-type]  # a second stream does not move it
+    end = clock.now(stream)  # type: ignore[arg-type]
+    assert begin.stream is stream and fake.calls == []
+    assert 0 <= clock.seconds(end) - clock.seconds(begin.at) < 10
+    assert clock.error >= 0
+
+
+def test_points_are_of_the_ring_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another one is current."""
+    device = install_streams(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    clock = _Clock(torch.device("cuda", 1))
+    assert clock.seconds(clock.now()) == pytest.approx(clock._host)
+    assert [op.stream and op.stream.index for op in device.log if op.kind == "record"] == [1, 1]
+
+
+def test_a_transfer_begins_when_the_last_of_what_it_waits_for_is_over() -> None:
+    now = iter((5.0, 6.0))
+    clock = _Clock(torch.device("cpu"))
+    clock.now = lambda stream=None: next(now)  # type: ignore[method-assign]
+    begin = _Begin(clock)
+    for fence in (DONE, begin, begin):
+        fence.wait()
+    assert begin.at == 5.0

@@ -1,0 +1,143 @@
+"""A ring of unequal GPUs: each rank's tiles by its own GPU's table, and what both ends of a link share one for all."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn import Layout, LocalWorld, Ring, reference, ring_attention
+from ringattn.autotune import RingEntry, RingPoint, RingSetting, ring_settings, save, shared_ring_settings
+from ringattn.bench.common import launching
+from ringattn.comm import Limits
+from ringattn.kernels import Tile, attention, choice, launch
+from ringattn.kernels.tables import KERNELS, Point
+
+from ..support.tile_tables import DATE, H200, RTX, entry, folders
+
+__all__ = ["folders"]
+
+GPUS = (H200, RTX, H200)
+SEQLEN = 70
+TILES = {H200: Tile(32, 16, 4, 1), RTX: Tile(16, 32, 4, 1)}
+
+RING = RingPoint(len(GPUS), 8, 4, 16, "fp32", "bounded", SEQLEN)
+CHOSEN = {H200: RingSetting(chunks=2), RTX: RingSetting(chunks=4, wire_dtype="bf16")}
+
+
+def point(kernel: str, mask: str) -> Point:
+    return Point(kernel, "fp32", 16, 16, 2, mask, SEQLEN)
+
+
+def test_each_rank_takes_its_own_tiles(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the result is that of one device, forward and backward, whatever the others' tiles are."""
+    for gpu, tile in TILES.items():
+        save(folders[0], gpu, [entry(point(kernel, mask), tile) for kernel in KERNELS for mask in ("full", "bounded")])
+    here, seen = threading.local(), [set[Tile]() for _ in GPUS]
+    monkeypatch.setattr(choice, "gpu_of", lambda device: getattr(here, "gpu", None))
+
+    def noted(tile: Tile) -> dict[str, Any]:
+        seen[here.rank].add(tile)
+        return launch.options(tile)
+
+    monkeypatch.setattr(attention, "options", noted)
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, SEQLEN, heads, 16) for heads in (2, 1, 1, 2))
+    layout = Layout.contiguous(SEQLEN, len(GPUS))
+
+    def rank(group: Any) -> list[Tensor]:
+        here.rank, here.gpu = group.rank(), GPUS[group.rank()]
+        leaves = [layout.shard(x, here.rank).requires_grad_() for x in (q, k, v)]
+        out = ring_attention(*leaves, layout=layout, group=group, causal=True, backend="triton")
+        assert isinstance(out, Tensor)
+        return [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, here.rank))]
+
+    with LocalWorld(len(GPUS)) as world:
+        parts = world.run(rank)
+    for number, gpu in enumerate(GPUS):
+        assert seen[number] == {TILES[gpu]}
+    whole = [x.double().requires_grad_() for x in (q, k, v)]
+    exact = reference.attention(*whole, causal=True)[0]
+    right = [exact.detach(), *torch.autograd.grad(exact, whole, dout.double())]
+    for name, expected, *made in zip(("out", "dq", "dk", "dv"), right, *parts, strict=True):
+        assert torch.allclose(layout.unshard(made).double(), expected, rtol=1e-4, atol=1e-5), name
+
+
+@dataclass
+class Settled:
+    """What the ranks found, by rank."""
+
+    own: list[RingSetting | None] = field(default_factory=list)
+    shared: list[RingSetting | None] = field(default_factory=list)
+    of_two: list[RingSetting | None] = field(default_factory=list)
+    """In the group of the last two ranks; the first is not in it."""
+    errors: list[str] = field(default_factory=list)
+    """Where the first rank's folder is not there."""
+    wrong: dict[str, float] = field(default_factory=dict)
+    """The largest error of each result of a ring with the shared setting."""
+
+
+def everyone(mine: Any) -> list[Any]:
+    told = [None] * len(GPUS)
+    dist.all_gather_object(told, mine)
+    return told
+
+
+def settled(store: str, folder: str) -> Settled:
+    """One rank, whose GPU is by its name another than its neighbours'."""
+    place = launching.member()
+    assert place is not None
+    gpu, found = GPUS[place.rank], Settled()
+    with launching.process_group(place, store):
+        setting = shared_ring_settings(RING, gpu, config_dir=folder)
+        found.own = everyone(ring_settings(RING, gpu, folder))
+        found.shared = everyone(setting)
+        two = dist.new_group([1, 2])
+        found.of_two = everyone(shared_ring_settings(RING, gpu, two, folder) if place.rank else None)
+        try:
+            shared_ring_settings(RING, gpu, config_dir=folder if place.rank else "/nowhere")
+            error = ""
+        except ValueError as refused:
+            error = str(refused)
+        found.errors = everyone(error)
+        assert setting is not None
+        with Ring(**setting.arguments, limits=Limits(**setting.limits)) as ring:
+            found.wrong = errors_of(ring, place.rank)
+    return found
+
+
+def errors_of(ring: Ring, rank: int) -> dict[str, float]:
+    """Of a forward and backward over all ranks, against one device."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, SEQLEN, heads, 16) for heads in (8, 4, 4, 8))
+    layout = Layout.zigzag(SEQLEN, len(GPUS))
+    leaves = [layout.shard(x, rank).requires_grad_() for x in (q, k, v)]
+    out = ring_attention(*leaves, layout=layout, ring=ring, causal=True)
+    assert isinstance(out, Tensor)
+    made = everyone([out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, rank))])
+    whole = [x.double().requires_grad_() for x in (q, k, v)]
+    exact = reference.attention(*whole, causal=True)[0]
+    right = [exact.detach(), *torch.autograd.grad(exact, whole, dout.double())]
+    return {
+        name: (layout.unshard(parts).double() - expected).abs().max().item()
+        for name, expected, *parts in zip(("out", "dq", "dk", "dv"), right, *made, strict=True)
+    }
+
+
+def test_what_a_link_shares_is_one_choice_for_all(tmp_path: Path) -> None:
+    """Really: processes over gloo; each GPU's table has another setting, and all ranks take the first one's."""
+    for gpu, setting in CHOSEN.items():
+        save(tmp_path, gpu, rings=[RingEntry(RING, setting, DATE, 1e-3, 0.01, 1.2e-3)])
+    found = launching.launch(len(GPUS), settled, str(tmp_path))
+    assert found.own == [CHOSEN[gpu] for gpu in GPUS] and len({*found.own}) == 2
+    assert found.shared == [CHOSEN[GPUS[0]]] * len(GPUS)
+    assert found.of_two == [None, CHOSEN[GPUS[1]], CHOSEN[GPUS[1]]]
+    told = "config_dir is '/nowhere': there is no such folder; `ringattn tune --save-dir` makes it"
+    assert found.errors == [told] * len(GPUS)
+    assert all(error < 1e-4 for error in found.wrong.values()), found.wrong

@@ -1,0 +1,214 @@
+"""How K/V and sums travel: what a wire sends, that the CPU sends the kernels' bits, and what it does to the numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ringattn.comm import Slots, slot_nbytes
+from ringattn.kernels import dequantize, quantize
+from ringattn.ring.wire import Wire, grad_wire_of, wire_of
+
+from ..kernels.test_kernels import VIEWS
+from ..support.wire_cases import DTYPES, assert_same, assert_within_bound, codes_for, tensors, wide
+
+
+def wire(name: str, dtype: torch.dtype = torch.float32) -> Wire:
+    made = wire_of(name, dtype)
+    assert made is not None
+    return made
+
+
+def send(by: Wire, x: Tensor) -> tuple[Tensor, ...]:
+    """Encoded into a slot, as the ring does it."""
+    specs = by.specs(tuple(x.shape))
+    slots = Slots(1, x.device)
+    slots.reserve(slot_nbytes(specs))
+    into = slots.tensors(0, specs)
+    by.encode(x, into)
+    return into
+
+
+def receive(by: Wire, travelled: tuple[Tensor, ...], like: Tensor) -> Tensor:
+    into = torch.full_like(like, torch.nan, memory_format=torch.contiguous_format)
+    by.decode(travelled, into)
+    return into
+
+
+# --- which wire -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_changes_nothing_is_no_wire(dtype: torch.dtype) -> None:
+    assert wire_of(None, dtype) is None
+    assert (wire_of("bfloat16", dtype) is None) == (dtype == torch.bfloat16)
+    assert grad_wire_of(None) is grad_wire_of(torch.float32) is grad_wire_of("float32") is None
+
+
+def test_names_and_dtypes_mean_the_same() -> None:
+    for name in ("bfloat16", "float8_e4m3fn"):
+        assert wire(name) is wire_of(getattr(torch, name), torch.float16)
+        assert wire(name).name == name
+    assert grad_wire_of("bfloat16") is grad_wire_of(torch.bfloat16) is not None
+
+
+@pytest.mark.parametrize("wrong", [torch.float16, torch.float32, torch.float8_e5m2, "fp8", "torch.bfloat16", 8, ""])
+def test_other_wires_are_refused(wrong: object) -> None:
+    with pytest.raises(
+        ValueError, match=r"wire_dtype is .*: it must be one of None, torch.bfloat16 \(\"bfloat16\"\), "
+    ):
+        wire_of(wrong, torch.float32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [torch.float16, torch.float8_e4m3fn, "fp32"])
+def test_other_wires_of_sums_are_refused(wrong: object) -> None:
+    with pytest.raises(
+        ValueError, match=r"grad_wire_dtype is .*: it must be one of None, torch.float32 \(\"float32\"\)"
+    ):
+        grad_wire_of(wrong)  # type: ignore[arg-type]
+
+
+def test_only_model_dtypes_travel() -> None:
+    with pytest.raises(ValueError, match=r"dtype is torch.float64: keys and values are float16, bfloat16 or float32"):
+        wire_of("bfloat16", torch.float64)
+
+
+def test_what_travels() -> None:
+    shape = (2, 300, 3, 64)
+    assert wire("bfloat16").specs(shape) == [(shape, torch.bfloat16)]
+    assert wire("float8_e4m3fn").specs(shape) == [(shape, torch.float8_e4m3fn), ((2, 3, 3), torch.float32)]
+
+
+# --- rounded to bfloat16 --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("view", VIEWS)
+def test_bfloat16_is_one_rounding(view: object, dtype: torch.dtype) -> None:
+    x = wide(2, 20, 2, 6, dtype=dtype)
+    made = receive(wire("bfloat16"), send(wire("bfloat16"), view(x)), x)  # type: ignore[operator]
+    assert_same((made,), (x.to(torch.bfloat16).to(dtype),))
+
+
+def test_sums_are_rounded_at_every_hop() -> None:
+    by, sums = grad_wire_of("bfloat16"), wide(1, 20, 2, 6)
+    assert by is not None
+    assert_same((receive(by, send(by, sums), sums),), (sums.bfloat16().float(),))
+
+
+def test_fp16_beyond_bfloat16s_steps_is_infinite() -> None:
+    x = torch.tensor([65376.0, 65408.0, 65504.0, torch.nan], dtype=torch.float16).view(1, 1, 1, 4)
+    made = receive(wire("bfloat16"), send(wire("bfloat16"), x), x).flatten()
+    assert made[:3].tolist() == [65280.0, torch.inf, torch.inf]
+    assert made[3].isnan()
+
+
+# --- fp8 ------------------------------------------------------------------------------------------------------------
+
+
+FP8 = wire("float8_e4m3fn")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [0, 1, 128, 300])
+def test_the_cpu_sends_the_bits_of_the_kernels(tokens: int, dtype: torch.dtype) -> None:
+    x = wide(2, tokens, 3, 40, dtype=dtype)
+    if tokens:
+        x[0, 0, 0, :4] = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf])
+        x[1, :, 1], x[1, :, 2] = 0.0, x[1, :, 2] * (2.0**-12 if dtype == torch.float16 else 2.0**-125)
+    codes, scale = codes_for(x)
+    quantize(x, codes, scale)
+    travelled = send(FP8, x)
+    assert_same(travelled, (codes, scale))
+    out = torch.empty_like(x)
+    dequantize(codes, scale, out)
+    assert_same((receive(FP8, travelled, x),), (out,))
+
+
+@settings(max_examples=60)
+@given(tensors((torch.float16, torch.float32)))
+def test_any_bits_of_the_kernels(x: Tensor) -> None:
+    codes, scale = codes_for(x)
+    quantize(x, codes, scale)
+    assert_same(send(FP8, x), (codes, scale))
+
+
+def test_bfloat16_has_the_bits_of_its_fp32() -> None:
+    x = wide(2, 130, 2, 6, dtype=torch.bfloat16)
+    travelled = send(FP8, x)
+    assert_same(travelled, send(FP8, x.float()))
+    assert_same((receive(FP8, travelled, x),), (receive(FP8, travelled, x.float()).bfloat16(),))
+
+
+@settings(max_examples=100)
+@given(tensors())
+def test_error_bound(x: Tensor) -> None:
+    travelled = send(FP8, x)
+    assert_within_bound(x, receive(FP8, travelled, x), travelled[1])
+
+
+@settings(max_examples=100)
+@given(tensors())
+def test_once_more_changes_nothing(x: Tensor) -> None:
+    first = send(FP8, x)
+    assert_same(send(FP8, x), first)
+    once = receive(FP8, first, x)
+    assert_same((receive(FP8, send(FP8, once), once),), (once,))
+
+
+def test_relayed_bytes_change_nothing() -> None:
+    """However many hops: no rank on the way encodes again."""
+    x = wide(1, 300, 2, 6)
+    travelled = first = send(FP8, x)
+    for _hop in range(5):
+        travelled = tuple(t.view(torch.uint8).clone().view(t.dtype) for t in travelled)
+    assert_same((receive(FP8, travelled, x),), (receive(FP8, first, x),))
+
+
+def test_heads_travel_alone() -> None:
+    """A chunk of heads has the bits that it has in the whole."""
+    x = wide(2, 200, 4, 6)
+    whole = send(FP8, x)
+    for heads in (slice(0, 1), slice(1, 4)):
+        assert_same(send(FP8, x[:, :, heads]), tuple(t[:, :, heads].contiguous() for t in whole))
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_decoded_where_it_shall_lie(view: object, name: str) -> None:
+    x = wide(2, 20, 2, 6)
+    by = wire(name)
+    travelled = send(by, x)
+    target = view(torch.zeros_like(x))  # type: ignore[operator]
+    by.decode(travelled, target)
+    assert_same((target,), (receive(by, travelled, x),))
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of every storage that operators return, but for those of the tensors given."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self._known = {t.untyped_storage().data_ptr() for t in known}
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in self._known:
+            self.sizes.append(made.untyped_storage().nbytes())
+        return made
+
+
+def test_the_cpu_takes_the_memory_of_one_scale() -> None:
+    """Not of the shard: its temporaries are fp32 tiles of 128 tokens."""
+    x = wide(1, 8 * 128, 2, 16, dtype=torch.float16)
+    into, out = send(FP8, x), torch.empty_like(x)
+    with Allocations(x, *into, out) as seen:
+        FP8.encode(x, into)
+        FP8.decode(into, out)
+    assert max(seen.sizes) == 128 * 2 * 16 * 4 < x.nbytes

@@ -1,0 +1,64 @@
+"""Machines as data: places of GPUs that hardly anybody has in one room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ringattn.comm.topology.places import SWITCH, Nic, NvLink, Place
+
+# NVLinks of a DGX-1 with V100, as `nvidia-smi topo -m` prints them: a hypercube mesh, six links for every GPU
+DGX1 = {
+    (0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 2,
+    (2, 6): 1, (3, 7): 1, (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 2,
+}  # fmt: skip
+
+
+def path(index: int, *, gpus: int = 8, per_switch: int = 1, device: str = "gpu") -> tuple[str, ...]:
+    """PCIe ancestors of GPU or NIC ``index`` in a machine of two sockets, ``per_switch`` GPUs under each switch."""
+    switch = index // per_switch
+    return (f"numa{2 * index // gpus}", f"pci{switch}", f"port{switch}", f"{device}{index}")
+
+
+def nics(count: int = 8, *, gpus: int = 8, per_switch: int = 1, gigabits: float = 400) -> tuple[Nic, ...]:
+    """One adapter beside every ``gpus / count``-th GPU, and a slow one for management."""
+    step = gpus // count
+    found = [
+        Nic(f"mlx5_{i}", gigabits, path(i * step, gpus=gpus, per_switch=per_switch, device="nic")) for i in range(count)
+    ]
+    return (*found, Nic("eno1", 25, ("numa0", "pci9", "nic9")))
+
+
+def hgx(host: str, order: Iterable[int] = range(8), *, adapters: int = 8) -> list[Place]:
+    """H100s on NVSwitch, an adapter under each one's switch, or one for several; ``order`` is GPU by local rank."""
+    per_switch = 8 // adapters
+    beside = nics(adapters, per_switch=per_switch)
+    return [
+        Place(
+            host,
+            f"GPU-{host}-{i}",
+            i,
+            "H100",
+            (NvLink(SWITCH, 18, 4),),
+            None,
+            path(i, per_switch=per_switch),
+            64,
+            beside,
+        )
+        for i in order
+    ]
+
+
+def meshed(host: str, links: dict[tuple[int, int], int], count: int, *, version: int = 2) -> list[Place]:
+    """GPUs with NVLinks of their own and PCIe 3, two under a switch."""
+    paths = [path(i, gpus=count, per_switch=2) for i in range(count)]
+    beside = nics(4, gpus=count, per_switch=2, gigabits=100) if count == 8 else ()
+
+    def ends(i: int) -> tuple[NvLink, ...]:
+        return tuple(NvLink(paths[sum(pair) - i][-1], number, version) for pair, number in links.items() if i in pair)
+
+    return [Place(host, f"GPU-{host}-{i}", i, "V100", ends(i), None, paths[i], 16, beside) for i in range(count)]
+
+
+def cpus(host: str, count: int) -> list[Place]:
+    """Ranks without a GPU."""
+    return [Place(host, unknown="cpu is not a GPU") for _ in range(count)]

@@ -1,0 +1,126 @@
+"""Tests that compile: with every change of what they compile, and at night.
+
+Such a test is marked ``compiles(SOURCE, …)``: variants by their names in ``ringattn inspect``, and files or folders by
+their paths from the root. ``compiles.txt`` has the digest of the sources on which it passed; as long as they are the
+same it is nightly.
+
+``python -m tests.support.compiles`` from the root runs all of them, or those of the files that it is given, and writes
+the digests of those that pass.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECORD = Path(__file__).with_name("compiles.txt")
+PROPERTY = "compiles"
+"""Of a test's report: its digest."""
+
+
+def settle(items: Iterable[Any], *, nightly: bool, root: Path = ROOT) -> None:
+    """Make nightly the tests that passed on these sources; where nightly tests are asked for, all that compile."""
+    passed = recorded()
+    for item in items:
+        marker = item.get_closest_marker("compiles")
+        if marker is None or item.get_closest_marker("nightly"):
+            continue
+        made = digest(name_of(item), marker.args, root)
+        item.user_properties.append((PROPERTY, made))
+        if nightly or passed.get(name_of(item)) == made:
+            item.add_marker(pytest.mark.nightly)
+
+
+def name_of(item: Any) -> str:
+    return f"{item.path.name}::{item.name}"
+
+
+def recorded() -> dict[str, str]:
+    """By the name of a test: the digest of the sources on which it passed."""
+    lines = RECORD.read_text().splitlines() if RECORD.exists() else []
+    return {name: made for made, _, name in (line.partition("  ") for line in lines)}
+
+
+def digest(name: str, sources: Iterable[str], root: Path = ROOT) -> str:
+    """Of a test, of Triton's version, and of the text of all that the test compiles."""
+    parts = [version("triton"), name]
+    files = {*(root / "tests").rglob(name.partition("::")[0])}
+    for source in sources:
+        if ":" in source:
+            files |= {*(root / "autotune" / "inspect").glob("*.py")}
+            for text, file in variants(source):
+                parts.append(text)
+                files |= with_imports(root / file, root)
+        else:
+            files |= with_imports(root / source, root)
+    texts = (file.read_text() for file in sorted(files))
+    return sha256("\0".join([*parts, *texts]).encode()).hexdigest()[:32]
+
+
+def variants(name: str) -> Iterator[tuple[str, str]]:
+    """(what selects its binary, file of its kernel) of all that a name stands for."""
+    from ringattn.autotune.inspect.arguments import launch_arguments
+    from ringattn.autotune.inspect.names import select
+    from ringattn.autotune.inspect.variant import KERNELS
+
+    for variant in select(name):
+        kernel = KERNELS[variant.kernel].fn.__module__.partition(".")[2]
+        yield f"{variant} {launch_arguments(variant)}", kernel.replace(".", "/") + ".py"
+
+
+@cache
+def with_imports(path: Path, root: Path) -> frozenset[Path]:
+    """A file and all that it imports from below the same folder of the root; or the files of a folder."""
+    if path.is_dir():
+        return frozenset(file for file in path.iterdir() if file.is_file())
+    top = root / path.relative_to(root).parts[0]
+    found: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        if (file := waiting.pop()) not in found:
+            found.add(file)
+            imports = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom))
+            for node in imports:
+                if node.level:
+                    base = file.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+                    near = [base.with_suffix(".py"), *(base / f"{one.name}.py" for one in node.names)]
+                    waiting += [one for one in near if one.exists() and one.is_relative_to(top)]
+    return frozenset(found)
+
+
+class Recorder:
+    """Takes the tests that compile and no others, and keeps the digests of those that pass."""
+
+    def __init__(self) -> None:
+        self.chosen, self.passed = set[str](), dict[str, str]()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if PROPERTY in dict(item.user_properties)]
+        self.chosen = {name_of(item) for item in items}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            self.passed[report.nodeid.rpartition("/")[2]] = str(dict(report.user_properties)[PROPERTY])
+
+
+def main(arguments: list[str]) -> int:
+    """See the module."""
+    recorder = Recorder()
+    code = pytest.main(["-m", "", "-n", "0", "--timeout", "3600", *arguments], plugins=[recorder])
+    kept = {name: made for name, made in recorded().items() if arguments and name not in recorder.chosen}
+    RECORD.write_text("".join(f"{made}  {name}\n" for name, made in sorted((kept | recorder.passed).items())))
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,193 @@
+"""Exports to test with, and the driver that records what their launchers ask of it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+
+from ringattn.kernels import Tile
+from ringattn.kernels.lookup import CONFIG_DIR, Gpu
+from ringattn.kernels.tables import Point
+
+from ..tile_tables import entry, save
+
+ROOT = Path(__file__).parents[3]
+DATA = Path(__file__).parent
+COMPILER = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+CUDA = Path(triton.__file__).parent / "backends" / "nvidia" / "include"  # NVIDIA's own cuda.h, in every wheel
+WARNINGS = ["-Wall", "-Wextra", "-Werror", "-pedantic", "-isystem", str(CUDA)]
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+needs_cpp = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+
+A100 = Gpu("NVIDIA A100-SXM4-80GB", 80)
+TUNED = {
+    "forward": (Point("forward", "fp16", 40, 16, 1, "full", 8192), Tile(64, 32, 4, 2)),
+    "gradients": (Point("single_pass_deterministic", "bf16", 96, 96, 1, "bounded", 8192), Tile(32, 32, 4, 1)),
+}
+"""What the table that "last" and "atomics" take has entries for: of the kernels that they export."""
+
+EXPORTED = pytest.mark.compiles("kernels/attention.py", "tools/export", "autotune/inspect", "tests/support/export")
+"""All that an export is made of and tested by."""
+
+STREAM = 77
+MOST = 96  # parameters, as the driver that records has room for
+
+OF_TABLE = "--no-grouped --role last --config-dir {tables}"
+WISHES = {
+    "causal": "--arch sm_90 --head-dim 128 --causal",
+    "last": f"--arch 80 --head-dim 40 --head-dim-v 16 --dtype float16 {OF_TABLE}",
+    "described": "--arch sm_90 --head-dim 128 --causal --forward-kernel hopper --backward single_pass_deterministic",
+}
+HOPPER_FIRST = "--arch sm_90 --head-dim 64 --dtype float16 --no-grouped --role first --forward-kernel hopper"
+NIGHTLY_WISHES = {
+    "hopper 256": "--arch sm_90 --head-dim 256 --causal --role last --forward-kernel hopper",
+    "hopper first": f"{HOPPER_FIRST} --backward single_pass",
+    "hopper backward": "--arch sm_90 --head-dim 128 --causal --role middle --backward hopper",
+    "hopper backward 64": "--arch sm_90 --head-dim 64 --dtype float16 --forward-kernel hopper --backward hopper",
+    "hopper middle": "--arch sm_90 --head-dim 128 --role middle --forward-kernel hopper --backward single_pass",
+    "blackwell": "--arch sm_100 --head-dim 128 --causal --backward single_pass",
+    "turns alone": "--arch sm_120 --head-dim 64 --role middle --backward single_pass_deterministic",
+    "atomics": f"--arch sm_80 --head-dim 96 --causal --backward single_pass_deterministic {OF_TABLE}",
+    "float32": "--arch sm_90 --head-dim 64 --dtype float32 --causal --role last --backward single_pass",
+}
+
+
+def command(*arguments: str, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Of a process where kernels are not interpreted, and no folder of tables is named."""
+    left_out = ("TRITON_INTERPRET", CONFIG_DIR)
+    environment = {name: value for name, value in os.environ.items() if name not in left_out} | variables
+    line = [sys.executable, "-m", *arguments]
+    done = subprocess.run(line, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert not check or done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def built(library: Path, *sources: Path, options: tuple[str, ...] = ()) -> Path:
+    """A shared library of C sources."""
+    assert COMPILER is not None
+    library.parent.mkdir(parents=True, exist_ok=True)
+    shared = ["-shared", "-fPIC", "-Wl,-Bsymbolic"]  # its own driver, also where the real one is loaded
+    line = [COMPILER, *map(str, sources), "-std=c99", *WARNINGS, *shared, *options, "-o", str(library)]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return library
+
+
+class Export:
+    """The files of one export."""
+
+    def __init__(self, wish: str, folder: Path, name: str = "") -> None:
+        self.folder, self.wish_name = folder, name
+        save(tables := folder.parent / f"{folder.name}-tables", *(entry(*one) for one in TUNED.values()), gpu=A100)
+        flags = wish.format(tables=tables).split()
+        self.config_dir = str(tables) if "--config-dir" in flags else None
+        told = command("ringattn", "export", *flags, "--out-dir", str(folder), "--json", "-")
+        self.manifest: dict[str, Any] = json.loads(told.stdout)
+        self.prefix: str = self.manifest["name"]
+        self.kernels = {kernel["name"]: kernel for kernel in self.manifest["kernels"]}
+
+    def compiled(self, *more: Path, options: tuple[str, ...] = ()) -> ctypes.CDLL:
+        """The launcher as a shared library."""
+        path = self.folder / "launcher.so"
+        if not path.exists():
+            built(path, self.folder / f"{self.prefix}.c", *more, options=options)
+        return ctypes.CDLL(str(path))
+
+    def recording(self) -> tuple[ctypes.CDLL, Record]:
+        """The launcher on a driver that records, and the record."""
+        library = self.compiled(DATA / "driver.c")
+        return library, Record.in_dll(library, "record")
+
+    def loaded(self, library: ctypes.CDLL, kernel: str) -> ctypes.c_void_p:
+        """A kernel of it as a CUfunction."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        image = ctypes.c_char_p((self.folder / self.kernels[kernel]["cubin"]).read_bytes())
+        load = getattr(library, f"{self.prefix}_{kernel}_load")
+        assert load(image, ctypes.byref(module), ctypes.byref(function)) == 0
+        return function
+
+    def launch(self, library: ctypes.CDLL, name: str, values: dict[str, Any], batch: int, stream: int = STREAM) -> int:
+        """Launch a kernel; what the launcher returns."""
+        kernel = self.kernels[name]
+        arguments = arguments_type(kernel)(**{one["name"]: values[one["name"]] for one in kernel["arguments"]})
+        launch = getattr(library, f"{self.prefix}_{name}_launch")
+        result: int = launch(self.loaded(library, name), ctypes.byref(arguments), batch, ctypes.c_void_p(stream))
+        return result
+
+    @property
+    def wish(self) -> dict[str, Any]:
+        """Fields of a ``Wish``, and the folder of its tuned tables."""
+        told, (head_dim, head_dim_v) = self.manifest, self.manifest["head_dim"]
+        same = ("dtype", "bounded", "grouped", "role", "forward_kernel", "backward")
+        dims = {"arch": int(told["arch"][3:]), "head_dim": head_dim, "head_dim_v": head_dim_v}
+        return dims | {name: told[name] for name in same} | {"config_dir": self.config_dir}
+
+
+_EXPORTED: dict[str, Export] = {}
+
+
+def exported(name: str, paths: pytest.TempPathFactory) -> Export:
+    """One of WISHES or NIGHTLY_WISHES; made once for all tests."""
+    if name not in _EXPORTED:
+        _EXPORTED[name] = Export((WISHES | NIGHTLY_WISHES)[name], paths.mktemp(name.replace(" ", "-")), name)
+    return _EXPORTED[name]
+
+
+C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+
+
+def arguments_type(kernel: dict[str, Any]) -> type[ctypes.Structure]:
+    """The struct of the header, from the manifest."""
+    fields = [(one["name"], C_TYPES.get(one["type"], ctypes.c_uint64)) for one in kernel["arguments"]]
+    return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+
+
+class Record(ctypes.Structure):
+    """``struct record`` of the stand-in."""
+
+    _fields_ = [
+        ("launches", ctypes.c_int),
+        ("numbers", ctypes.c_uint * 7),
+        ("stream", ctypes.c_void_p),
+        ("allowed", ctypes.c_int),
+        ("symbol", ctypes.c_char * 64),
+        ("image", ctypes.c_void_p),
+        ("sizes", ctypes.c_int * (MOST + 1)),
+        ("values", (ctypes.c_ubyte * 128) * MOST),
+        ("driver_version", ctypes.c_int),
+        ("set", ctypes.c_ulonglong * 4),
+    ]
+
+    def expect(self, sizes: list[int], driver_version: int = 13020) -> None:
+        """Parameters of these many bytes; and be that version."""
+        self.sizes[:] = sizes + [0] * (MOST + 1 - len(sizes))
+        self.driver_version = driver_version
+
+    def passed(self) -> list[bytes]:
+        """The parameters of the last launch."""
+        return [bytes(value)[:size] for size, value in zip(self.sizes, self.values, strict=False) if size]
+
+
+class Map(ctypes.Structure):
+    """``struct map`` of the stand-in: what stands there in a tensor map."""
+
+    _fields_ = [
+        ("address", ctypes.c_uint64),
+        *((name, ctypes.c_ubyte) for name in (
+            "rank", "type", "always", "interleave", "swizzle", "promotion", "fill", "unused"
+        )),
+        ("sizes", ctypes.c_uint64 * 4),
+        ("strides", ctypes.c_uint64 * 3),
+        ("box", ctypes.c_uint32 * 4),
+        ("steps", ctypes.c_uint32 * 4),
+    ]  # fmt: skip

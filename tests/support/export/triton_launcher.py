@@ -1,0 +1,190 @@
+"""What Triton's own launcher passes to the kernels of an export, printed as JSON. Not interpreted.
+
+The host entries are called on tensors of this machine's memory, and what they would launch goes through the launcher
+that Triton builds, by its own sources, on the driver that records. ``argv``: wishes by name and cases as JSON, and the
+folder of that driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
+
+from ringattn.autotune.inspect.variant import DTYPES, ROLES
+from ringattn.kernels import Bounds, KernelConfig, attention
+from ringattn.kernels.experimental import gradients, hopper_backward_launch, hopper_launch
+from ringattn.kernels.lookup import Gpu
+from ringattn.tools.export import hopper
+from ringattn.tools.export.arguments import field_name
+from ringattn.tools.export.binary import parameter_layout
+from ringattn.tools.export.kernels import KERNELS, compiled
+from ringattn.tools.export.tiles import UNASKED, Source
+from ringattn.tools.export.wish import Wish, chosen_tiles, settled
+
+from .exports import STREAM, Record
+
+SCALE = 0.125
+
+
+class Call:
+    """The arguments of the host entries in one case: ``batch``, ``rows``, ``columns``, ``key_heads``, ``group``."""
+
+    def __init__(self, wish: Wish, case: dict[str, int]) -> None:
+        self.wish, self.case, self.made = wish, case, 0
+        rows, columns = case["rows"], case["columns"]
+        self.heads = case["key_heads"] * (case["group"] if wish.grouped else 1)
+        self.bounds = Bounds(None, None)
+        if wish.bounded:
+            ends = torch.arange(rows, dtype=torch.int32).clamp(max=columns)
+            self.bounds = Bounds(torch.zeros_like(ends), ends)
+        tiles = {name: tile for name, (tile, _) in chosen_tiles(wish).items()}
+        self.config = KernelConfig(
+            forward=tiles["forward"],
+            dq=tiles["dq"],
+            dkdv=tiles["dkdv"],
+            forward_kernel=wish.forward_kernel or "portable",
+            backward=wish.backward,
+            single_pass=tiles.get("gradients"),
+        )
+        self.common: dict[str, Any] = {"bounds": self.bounds, "softmax_scale": SCALE, "config": self.config}
+
+    def tensor(self, of_keys: bool, head_dim: int, dtype: str) -> torch.Tensor:
+        """Of queries or keys: no two have the same strides; that of a dimension of one element says nothing."""
+        self.made += 1
+        case, gap = self.case, 32 * self.made
+        length, heads = (case["columns"], case["key_heads"]) if of_keys else (case["rows"], self.heads)
+        row = heads * (head_dim + gap) + 16
+        strides = (length * row + 16 * self.made if case["batch"] > 1 else 32, row, head_dim + gap, 1)
+        room = torch.zeros(case["batch"] * (length + 1) * row + 64, dtype=DTYPES[dtype])
+        return room.as_strided((case["batch"], length, heads, head_dim), strides)
+
+    def triple(self, dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Like q, k and v."""
+        head_dim, head_dim_v = self.wish.head_dim, self.wish.head_dim_v
+        return (
+            self.tensor(False, head_dim, dtype),
+            self.tensor(True, head_dim, dtype),
+            self.tensor(True, head_dim_v, dtype),
+        )
+
+    def run(self) -> None:
+        """Forward and backward."""
+        wish, role = self.wish, ROLES[self.wish.role]
+        q, k, v = self.triple(wish.dtype)
+        dout, out = (self.tensor(False, wish.head_dim_v, wish.dtype) for _ in range(2))
+        lse = torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+        state = (self.tensor(False, wish.head_dim_v, "fp32"), lse) if role.carried else None
+        attention.attention_forward(q, k, v, state=state, final=role.final, **self.common)
+        self.backward(dout, q, k, v, lse, attention.attention_delta(dout, out))
+
+    def backward(self, *given: torch.Tensor) -> None:
+        """What follows delta."""
+        role, sums = ROLES[self.wish.role], self.triple("fp32")
+        into = sums if role.in_place else self.triple(self.wish.dtype if role.final else "fp32")
+        pairs: dict[str, Any] = self.common | {"into": into[1:], "sums": sums[1:] if role.carried else None}
+        if self.wish.backward == "two_pass":
+            before: Any = sums[0] if role.carried else None
+            attention.attention_dq(*given, sums=before, into=into[0], **self.common)
+            attention.attention_dkdv(*given, **pairs)
+        else:
+            gradients.attention_gradients(*given, dq=sums[0], **pairs)
+
+
+def captured(wish: Wish, case: dict[str, int]) -> dict[str, tuple[int, list[Any]]]:
+    """By kernel: (programs, arguments in the order of the kernel) of what the host entries launch."""
+    found: dict[str, tuple[int, list[Any]]] = {}
+    names = {kernel: name for kernels in (KERNELS, hopper.KERNELS) for name, kernel in kernels.items()}
+
+    def launch(kernel: Any, grid: int, device: object, *args: Any, **options: Any) -> None:
+        rest = [options[name] for name in kernel.arg_names[len(args) :]]
+        found[names[kernel]] = grid, [*args, *rest]
+
+    with (
+        patch.object(attention, "launch", launch),
+        patch.object(gradients, "launch", launch),
+        patch.object(hopper_launch, "launch", launch),
+        patch.object(hopper_backward_launch, "launch", launch),
+        patch.object(hopper_launch, "is_hopper", lambda device: True),
+        patch.object(gradients, "gpu_of", lambda device: Gpu("", wish.arch)),
+    ):
+        Call(wish, case).run()
+    return found
+
+
+def by_name(names: list[str], given: list[Any]) -> dict[str, Any]:
+    """What a caller of the launcher would say: addresses, strides and numbers by the names of its fields."""
+    found: dict[str, Any] = {}
+
+    def walk(name: str, value: Any) -> None:
+        if isinstance(value, tuple):
+            for field, part in zip(value._fields, value, strict=True):  # type: ignore[attr-defined]
+                walk(field_name(name, field), part)
+        elif isinstance(value, torch.Tensor):
+            found[name] = value.data_ptr()
+        elif hasattr(value, "base"):  # a descriptor: as its tensor would be passed
+            found[name] = value.base.data_ptr()
+            found.update(
+                {f"{name}_stride_{axis}": stride for axis, stride in zip("bsh", value.base.stride(), strict=False)}
+            )
+        elif value is not None:
+            found[name] = value
+
+    for name, value in zip(names, given, strict=True):
+        walk(name, value)
+    return found
+
+
+def launched(library: ctypes.CDLL, made: Any, programs: int, given: list[Any], version: int) -> dict[str, Any]:
+    """What arrives at the driver."""
+    record = Record.in_dll(library, "record")
+    record.expect([size for _, size in parameter_layout(made.asm["cubin"]).parameters], version)
+    before = record.launches
+    launcher = CudaLauncher(made.src, made.metadata)
+    launcher(programs, 1, 1, STREAM, 2, made.packed_metadata, None, None, None, *given)
+    assert record.launches == before + 1
+    return {"numbers": [*record.numbers], "values": [value.hex() for value in record.passed()]}
+
+
+def main() -> None:
+    told, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+    sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_GLOBAL)  # the driver that records has but the functions that are called
+    library = ctypes.CDLL(str(folder / "libcuda.so.1"))
+    wishes = {name: wish_of(**fields) for name, fields in told["wishes"].items()}
+    kernels = {name: {one: compiled(wish, one)[1] for one in wish.kernels} for name, wish in wishes.items()}
+    triton.knobs.cache.dir = str(folder / "cache")  # what is built on that driver stays there
+    triton.runtime.driver.set_active(CudaDriver())
+    found = {
+        name: [called(library, wish, case, kernels[name]) for case in told["cases"]] for name, wish in wishes.items()
+    }
+    print(json.dumps(found))
+
+
+def wish_of(config_dir: str | None, **fields: Any) -> Wish:
+    return settled(Wish(**fields, source=Source(config_dir=Path(config_dir)) if config_dir else UNASKED))
+
+
+def called(library: ctypes.CDLL, wish: Wish, case: dict[str, int], kernels: dict[str, Any]) -> dict[str, Any]:
+    """By kernel: what the host entries say in one case, and what of it arrives at the driver."""
+    calls = captured(wish, case)
+    assert set(calls) == set(kernels)
+    return {
+        name: {
+            "arguments": by_name(made.src.fn.arg_names, calls[name][1]),
+            **launched(library, made, *calls[name], case["driver"]),
+        }
+        for name, made in kernels.items()
+    }
+
+
+if __name__ == "__main__":
+    main()

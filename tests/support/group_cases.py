@@ -1,0 +1,353 @@
+"""What a process group on the CPU must do beside what every transport must, in real processes over gloo.
+
+Run as `python -m tests.support.group_cases PROCESSES FOLDER` it runs these and every case of `transport_cases` in
+that many processes. Each leaves one JSON file in the folder: for each case that it ran the traceback of its failure,
+or "" where there was none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringattn.comm import (
+    Edge,
+    Fence,
+    Limits,
+    Message,
+    ProcessGroupTransport,
+    Topology,
+    Transport,
+    TransportError,
+    groups,
+    open_transport,
+    open_transports,
+    store_line,
+)
+from ringattn.comm.transports.warm_up import ring_edges
+
+from .transport_cases import (
+    CASES,
+    CPU,
+    HOST_CASES,
+    LARGE,
+    Calling,
+    a_pair_matches_in_order,
+    filled,
+    neighbours,
+    traceback_of,
+    values,
+)
+
+# Each has a group of its own, for some leave it broken.
+GROUP_CASES: dict[str, Callable[[dist.ProcessGroup], None]] = {}
+
+# of one rank with another, where something went wrong
+PATIENCE = timedelta(seconds=5)
+
+
+def group_case(function: Callable[[dist.ProcessGroup], None]) -> Callable[[dist.ProcessGroup], None]:
+    GROUP_CASES[function.__name__] = function
+    return function
+
+
+@group_case
+def a_post_waits_for_nobody(group: dist.ProcessGroup) -> None:
+    """Neither for what has to be over before, nor for the peers."""
+    transport = ProcessGroupTransport(group, CPU)
+    onward, back = neighbours(transport)
+    gate = threading.Event()
+    arrived = [torch.zeros(LARGE) for _ in range(3)]
+    fences = [
+        transport.post(
+            sends=[Message(onward, torch.full((LARGE,), float(transport.rank)))],
+            receives=[Message(back, tensor)],
+            after=[Calling(gate.wait)],
+        )
+        for tensor in arrived
+    ]
+    time.sleep(0.05)
+    assert not any(fence.done() for fence in fences)
+    gate.set()
+    for fence, tensor in zip(fences, arrived, strict=True):
+        fence.wait()
+        assert values(tensor) == [back]
+
+
+@group_case
+def a_throttled_link_takes_its_time(group: dist.ProcessGroup) -> None:
+    """And no more: a link is as fast in both directions at once as in one."""
+    rate, pauses, wait = 10e6, list[float](), threading.Event.wait
+
+    def noted(event: threading.Event, timeout: float | None = None) -> bool:
+        if timeout is not None and threading.current_thread().name.startswith("ringattn-transfers"):
+            pauses.append(timeout)
+        return wait(event, timeout)
+
+    transport = ProcessGroupTransport(group, CPU, limits=Limits(bytes_per_second=rate))
+    onward, back = neighbours(transport)
+    first, second = torch.zeros(100_000), torch.zeros(100_000)  # 40 ms each
+    dist.barrier(group)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(threading.Event, "wait", noted)
+        started = time.monotonic()
+        came = transport.post(sends=[Message(onward, torch.ones(100_000))], receives=[Message(back, first)])
+        went = transport.post(sends=[Message(onward, first)], receives=[Message(back, second)], after=[came])
+        assert not came.done()
+        came.wait()
+        assert time.monotonic() - started >= 0.04
+        went.wait()
+        assert time.monotonic() - started >= 0.08
+    assert values(second) == [1]
+    assert len(pauses) == 2 and max(pauses) <= 0.04
+
+
+@group_case
+def transports_of_one_group_do_not_mix(group: dist.ProcessGroup) -> None:
+    """Both carry messages of one size between the same two ranks; the ranks post them in opposite orders."""
+    transports = [ProcessGroupTransport(group, CPU) for _ in range(2)]
+    onward, back = neighbours(transports[0])
+    arrived = [filled(-1, 10, CPU) for _ in transports]
+    stray = filled(99, 10, CPU)  # and a message of the user's own
+    works = [dist.isend(stray, group=group, group_dst=onward)]
+    fences = {}
+    for index in (0, 1) if group.rank() % 2 else (1, 0):
+        sends = [Message(onward, filled(index, 10, CPU))]
+        fences[index] = transports[index].post(sends=sends, receives=[Message(back, arrived[index])])
+        time.sleep(0.05)
+    for fence in fences.values():
+        fence.wait()
+    assert [values(tensor) for tensor in arrived] == [[0], [1]]
+    dist.recv(stray, group=group, group_src=back)
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+@group_case
+def a_failure_stays(group: dist.ProcessGroup) -> None:
+    """What has to be over before has failed: so does the post, and what was posted behind it."""
+    transport = ProcessGroupTransport(group, CPU)
+    onward, back = neighbours(transport)
+
+    def fail() -> None:
+        raise TransportError("the level above gave up")
+
+    sends, receives = [Message(onward, filled(1, 10, CPU))], [Message(back, filled(0, 10, CPU))]
+    gate = threading.Event()
+    fences = [
+        transport.post(sends=sends, receives=receives, after=[Calling(gate.wait), Calling(fail)]),
+        transport.post(sends=sends, receives=receives),
+    ]
+    gate.set()
+    for fence in fences:
+        with pytest.raises(TransportError, match="the level above gave up"):
+            fence.wait()
+    with pytest.raises(TransportError, match="the level above gave up"):
+        transport.post(sends=[], receives=[])
+    with pytest.raises(RuntimeError, match="a transfer failed: ValueError: what"):
+        other = ProcessGroupTransport(group, CPU)
+        other.post(sends=[], receives=[], after=[Calling(lambda: (_ for _ in ()).throw(ValueError("what")))]).wait()
+
+
+@group_case
+def buffers_of_inference_mode_are_taken(group: dist.ProcessGroup) -> None:
+    transport = ProcessGroupTransport(group, CPU)
+    onward, back = neighbours(transport)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            arrived, copied = filled(-1, 10, CPU), filled(-1, 10, CPU)
+            mine = filled(transport.rank, 10, CPU)
+            sends = [Message(onward, mine), Message(transport.rank, mine)]
+            receives = [Message(back, arrived), Message(transport.rank, copied)]
+            transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
+            assert (values(arrived), values(copied)) == ([back], [transport.rank])
+
+
+@group_case
+def two_levels_over_one_group(group: dist.ProcessGroup) -> None:
+    """Two nodes: each level moves to its own neighbours, at the same time."""
+    if group.size() != 4:
+        return
+    topology = Topology(((0, 2), (3, 1)))
+    levels = open_transports(group, device="cpu", topology=topology)
+    assert [one.reason for one in levels] == ["auto takes process_group"] * 2
+    peers = ({0: 2, 2: 0, 3: 1, 1: 3}, {0: 3, 3: 0, 2: 1, 1: 2})
+    arrived = [filled(-1, 1000, CPU) for _ in levels]
+    fences: list[Fence] = []
+    for level, theirs, tensor in zip(levels, peers, arrived, strict=True):
+        peer = theirs[level.rank]
+        sends = [Message(peer, filled(level.rank, 1000, CPU))]
+        fences.append(level.post(sends=sends, receives=[Message(peer, tensor)], after=fences))
+    fences[-1].wait()
+    assert [values(tensor) for tensor in arrived] == [[theirs[group.rank()]] for theirs in peers]
+
+
+@group_case
+def auto_falls_back_together(group: dist.ProcessGroup) -> None:
+    """The first transport spoils bytes on one rank: all ranks open the next."""
+    real = groups._make
+
+    class Spoiling(ProcessGroupTransport):
+        name = "nccl"
+
+        def post(self, **messages: Any) -> Fence:
+            fence = super().post(**messages)
+            fence.wait()
+            for message in messages["receives"]:
+                message.tensor[100] += self.rank == 1
+            return fence
+
+    def make(group: Any, name: str, device: torch.device, level: Any, limits: Limits, control: Any) -> Transport:
+        if name == "nccl":
+            return Spoiling(group, device, control=control)
+        return real(group, name, device, level, limits, control)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "_make", make)
+        patch.setattr(groups, "choose", lambda *given: ([("nccl",), ("process_group",)], []))
+        transport = open_transport(group, device="cpu")
+    assert transport.name == "process_group"
+    assert "auto takes process_group; not nccl: the warm-up of the nccl transport failed" in transport.reason
+    assert "rank 1 got 1 wrong bytes of 4096 from rank 0" in transport.reason
+    a_pair_matches_in_order(transport, CPU)
+
+
+@group_case
+def auto_falls_back_where_one_rank_alone_failed(group: dist.ProcessGroup) -> None:
+    class Fine(ProcessGroupTransport):
+        name = "nccl"
+
+        def warm_up(self, edges: Sequence[Edge]) -> None:
+            assert edges
+
+    def make(group: Any, name: str, device: torch.device, level: Any, limits: Limits, control: Any) -> Transport:
+        if name == "nccl" and group.rank() == 1:
+            control.fresh_scope("process_group").gather(0, what="the tag")  # the others count what this rank does not
+            raise RuntimeError("out of memory")
+        return (Fine if name == "nccl" else ProcessGroupTransport)(group, device, control=control)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "_make", make)
+        patch.setattr(groups, "choose", lambda *given: ([("nccl",), ("process_group",)], []))
+        transport = open_transport(group, device="cpu")
+    assert transport.reason == "auto takes process_group; not nccl: rank 1: RuntimeError: out of memory"
+
+
+@group_case
+def peers_feel_an_abort(group: dist.ProcessGroup) -> None:
+    """Rank 0 gives up; whoever waits for it is told by the connection, long before the group's own timeout."""
+    transport = ProcessGroupTransport(group, CPU)
+    onward, back = neighbours(transport)
+    messages = [Message(onward, filled(0, 1000, CPU)), Message(back, filled(0, 1000, CPU))]
+    transport.warm_up(ring_edges(range(transport.size)))
+    fence = transport.post(sends=[], receives=messages)
+    time.sleep(0.1)
+    started = time.monotonic()
+    if transport.rank == 0:
+        transport.abort("it took too long")
+    with pytest.raises(TransportError, match="it took too long" if transport.rank == 0 else "failed"):
+        fence.wait()
+    assert time.monotonic() - started < PATIENCE.total_seconds() / 2
+
+
+@group_case
+def a_warm_up_has_a_deadline(group: dist.ProcessGroup) -> None:
+    """Rank 0 warms up, the others never come."""
+    transport = ProcessGroupTransport(group, CPU, timeout=0.2)
+    if transport.rank == 0:
+        started = time.monotonic()
+        with pytest.raises(TransportError, match=r"no answer from rank 1.* within 0\.4 s"):
+            transport.warm_up([(0, 1), (1, 0)])
+        assert time.monotonic() - started < 2
+        with pytest.raises(TransportError, match=r"was aborted: its warm-up took more than 0\.2 s"):
+            transport.post(sends=[], receives=[])
+
+
+def group_ranks(world: int, processes: int) -> list[int]:
+    """Global ranks of a group of `world`: the highest, so that group ranks and global ranks differ where they can."""
+    return list(range(processes - world, processes))
+
+
+def run_cases(rank: int, processes: int, folder: Path) -> None:
+    """Run every case on a group of every size, up to the first that fails: its peers are out of step from there on."""
+    torch.set_num_threads(1)
+    pytest.MonkeyPatch().setattr(store_line, "DEFAULT_TIMEOUT", PATIENCE.total_seconds())
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=processes,
+        timeout=PATIENCE,
+    )
+    results: dict[str, str] = {}
+    worlds = (2, 3, processes)
+    alone = [*HOST_CASES, *GROUP_CASES]
+    groups = {
+        (world, name): dist.new_group(group_ranks(world, processes), timeout=PATIENCE)
+        for world, name in itertools.product(worlds, ["all", *alone])
+    }
+    meeting = dist.new_group(timeout=6 * PATIENCE)
+    try:
+        for world in worlds:
+            for name in [*CASES, *alone] if rank in group_ranks(world, processes) else []:
+                group = groups[world, name if name in alone else "all"]
+                results[f"{name}-{world}"] = traceback_of(run_case, group, name)
+                if results[f"{name}-{world}"]:
+                    return
+            dist.barrier(meeting)  # nobody spends its patience on ranks that are still in a smaller world
+        results["a_dead_peer"] = traceback_of(a_dead_peer, rank, processes, folder / "posted")
+    finally:
+        (folder / f"rank{rank}.json").write_text(json.dumps(results))
+        os._exit(0)  # at once: the peers of a rank that failed, or that is dead on purpose, are to notice it
+
+
+def run_case(group: dist.ProcessGroup, name: str) -> None:
+    if name in GROUP_CASES:
+        return GROUP_CASES[name](group)
+    transport = ProcessGroupTransport(group, CPU)
+    assert (transport.rank, transport.size) == (dist.get_rank(group), dist.get_world_size(group))
+    (CASES | HOST_CASES)[name](transport, CPU)
+
+
+def a_dead_peer(rank: int, processes: int, posted: Path) -> None:
+    """The other ranks die, rank 0 waits for bytes of one: an error that says so, and the same one at a second wait."""
+    transport = open_transport(device="cpu")
+    if rank != 0:
+        deadline = time.monotonic() + 5
+        while not posted.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return
+    fence = transport.post(sends=[], receives=[Message(processes - 1, torch.zeros(6))])
+    posted.touch()
+    for _ in range(2):
+        with pytest.raises(TransportError, match=f"rank 0: receive of 24 bytes from rank {processes - 1} failed"):
+            fence.wait()
+
+
+def main(processes: int, folder: Path) -> int:
+    # Forked: torch is imported once, and in this fresh process it has not started a thread yet.
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_cases, args=(rank, processes, folder)) for rank in range(processes)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,253 @@
+"""What the kernels are tested with: inputs, intervals of every kind, and the results they are measured against."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringattn import reference
+from ringattn.kernels import FULL, Bounds, KernelConfig, Tile, attention_backward, attention_forward
+from ringattn.reference.masks import by_batch
+
+from . import baselines
+from .baselines import PLAIN, Modified, Results
+from .tolerance import assert_as_exact_as_pytorch
+
+DEVICE: torch.device
+"""Where the kernels run: ``TRITON_INTERPRET=0 pytest tests/kernels`` on a GPU."""
+
+DTYPES: tuple[torch.dtype, ...]
+"""What the interpreter computes; it takes bfloat16 for integers."""
+
+
+def __getattr__(name: str) -> Any:
+    """DEVICE and DTYPES for who asks: to look for a GPU keeps the processes that this one forks from using it."""
+    if name not in ("DEVICE", "DTYPES"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    device = torch.device("cuda" if torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] == "0" else "cpu")
+    dtypes = (torch.float16, torch.float32, *((torch.bfloat16,) if device.type == "cuda" else ()))
+    return device if name == "DEVICE" else dtypes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Lengths that two tiles of the interpreter's default cover, neither whole."""
+
+    queries: int = 40
+    keys: int = 40
+    head_dim: int = 16
+    head_dim_v: int | None = None
+    heads: int = 1
+    kv_heads: int = 1
+    batch: int = 1
+
+
+class Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+
+def inputs(sizes: Sizes, dtype: torch.dtype = torch.float32) -> Inputs:
+    s, head_dim_v = sizes, sizes.head_dim_v or sizes.head_dim
+    return Inputs(
+        torch.randn(s.batch, s.queries, s.heads, s.head_dim).to(dtype),
+        torch.randn(s.batch, s.keys, s.kv_heads, s.head_dim).to(dtype),
+        torch.randn(s.batch, s.keys, s.kv_heads, head_dim_v).to(dtype),
+        torch.randn(s.batch, s.queries, s.heads, head_dim_v).to(dtype),
+        torch.randn(s.batch, s.heads, s.queries),
+    )
+
+
+def of(lo: Tensor, hi: Tensor, keys: int) -> Bounds:
+    return Bounds(lo.clamp(0, keys).to(torch.int32), hi.clamp(0, keys).to(torch.int32))
+
+
+def documents(lengths: list[tuple[int, int]]) -> Bounds:
+    """Documents of (queries, keys): both ends jump; one without keys leaves its rows blind."""
+    queries, keys = (torch.tensor(x) for x in zip(*lengths, strict=True))
+    hi = keys.cumsum(0)
+    return of((hi - keys).repeat_interleave(queries), hi.repeat_interleave(queries), int(hi[-1]))
+
+
+def _intervals(queries: int, keys: int) -> dict[str, Bounds]:
+    row, zero = torch.arange(queries), torch.zeros(queries, dtype=torch.int64)
+    third, rest = (queries // 3, keys // 3), (queries - 2 * (queries // 3), keys - 2 * (keys // 3))
+    return {
+        "full": FULL,
+        "causal": of(zero, row + 1, keys),
+        "window": of(row - 9, row + 4, keys),
+        "forward window": of(row + 2, row + 15, keys),  # the last rows look past the end
+        "prefix": of(zero, (row + 1).clamp(min=keys // 2), keys),
+        "documents": documents([third, rest, third]),
+        "first rows blind": of(zero, row - queries // 2, keys),
+        "middle rows blind": documents([(third[0], keys // 2), (third[0], 0), (rest[0], keys - keys // 2)]),
+        "last rows blind": documents([(queries // 2, keys), (queries - queries // 2, 0)]),
+        "all rows blind": of(zero, zero, keys),
+    }
+
+
+KINDS = tuple(_intervals(6, 6))
+
+
+def interval(kind: str, queries: int, keys: int) -> Bounds:
+    """One of KINDS between ``queries`` rows and ``keys`` keys."""
+    return _intervals(queries, keys)[kind]
+
+
+def part(bounds: Bounds, begin: int, end: int) -> Bounds:
+    """What is left of ``bounds`` on the keys ``[begin, end)``."""
+    if bounds.lo is None or bounds.hi is None:
+        return bounds
+    return of(bounds.lo - begin, bounds.hi - begin, end - begin)
+
+
+def rows_of(bounds: Bounds, begin: int, end: int) -> Bounds:
+    """What is left of ``bounds`` for the queries ``[begin, end)``."""
+    if bounds.lo is None or bounds.hi is None:
+        return bounds
+    return Bounds(bounds.lo[begin:end], bounds.hi[begin:end])
+
+
+def ends(bounds: Bounds, queries: int, keys: int) -> tuple[list[int], list[int]]:
+    if bounds.lo is None or bounds.hi is None:
+        return [0] * queries, [keys] * queries
+    return bounds.lo.tolist(), bounds.hi.tolist()
+
+
+def dense(bounds: Bounds, queries: int, keys: int) -> Tensor:
+    """bool ``[queries, keys]``, pair by pair."""
+    rows = zip(*ends(bounds, queries, keys), strict=True)
+    seen = [[lo <= key < hi for key in range(keys)] for lo, hi in rows]
+    return torch.tensor(seen, dtype=torch.bool).reshape(queries, keys)
+
+
+def visible(bounds: Bounds, batch: int, queries: int, keys: int) -> Tensor:
+    """The same for every batch row and whatever narrows the interval, ``[B, 1, queries, keys]``."""
+    seen = dense(bounds, queries, keys).expand(batch, 1, queries, keys).clone()
+    if bounds.used is not None:
+        seen &= torch.arange(keys) < bounds.used[:, None, None, None]
+    if bounds.runs is not None:
+        rows, columns = (torch.arange(count) // bounds.runs.block for count in (queries, keys))
+        seen &= bounds.runs.visible[rows][:, columns]
+    return seen
+
+
+def exact(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) -> Results:
+    """The reference in float64, row by row: each query against the keys of its own interval and no others."""
+    q, k, v = leaves = [t.detach().to(torch.float64).requires_grad_() for t in (x.q, x.k, x.v)]
+    lo, hi = ends(bounds, q.shape[1], k.shape[1])
+    runs = [i for i in range(len(lo)) if i == 0 or (lo[i], hi[i]) != (lo[i - 1], hi[i - 1])]
+    parts = [
+        reference.attention(q[:, i:j], k[:, lo[i] : hi[i]], v[:, lo[i] : hi[i]], softmax_scale=softmax_scale)
+        for i, j in pairwise([*runs, len(lo)])
+    ] or [reference.attention(q, k, v, softmax_scale=softmax_scale)]  # no rows
+    out, lse = torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
+    gradients = torch.autograd.grad((out, lse), leaves, (x.dout.to(torch.float64), x.dlse.to(torch.float64)))
+    return Results(out.detach(), lse.detach(), *gradients)
+
+
+def pytorch(x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None) -> Results:
+    """PyTorch's own attention; where nobody sees anything it is not asked (its CPU kernel cannot do without keys)."""
+    seen = dense(bounds, x.q.shape[1], x.k.shape[1])
+    if seen.any():
+        return baselines.pytorch(*x, seen=seen, softmax_scale=softmax_scale)
+    lse = torch.full_like(x.dlse, -torch.inf)
+    return Results(torch.zeros_like(x.dout), lse, *(torch.zeros_like(t) for t in (x.q, x.k, x.v)))
+
+
+def ours(
+    x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, config: KernelConfig | None = None
+) -> Results:
+    device = __getattr__("DEVICE")
+    q, k, v, dout, dlse = (t.to(device) for t in x)
+    bounds = bounds.to(device)
+    out, lse = attention_forward(q, k, v, bounds=bounds, softmax_scale=softmax_scale, config=config)
+    dq, dk, dv = attention_backward(
+        dout, q, k, v, out, lse, dlse=dlse, bounds=bounds, softmax_scale=softmax_scale, config=config
+    )
+    return Results(*(t.cpu() for t in (out, lse, dq, dk, dv)))
+
+
+def magnitudes(
+    x: Inputs,
+    truth: Results,
+    seen: Tensor,
+    softmax_scale: float | None = None,
+    *,
+    few_keys: bool = False,
+    modified: Modified = PLAIN,
+) -> dict[str, float]:
+    """The largest sum of absolute terms behind an entry of ``out`` and of each gradient; what rounding is relative to.
+
+    The terms cancel (``dS = P * (dP - delta)`` has either sign), and each is rounded before it does: once in the dtype,
+    and once in fp32 in the exponent of P, where the error is relative to the exponent's own terms: score, bias and
+    ``lse``. So is the derivative of a softcap, ``1 - tanh^2``, to the 1. Against what is left alone, the largest error
+    of a small sample is a matter of luck, PyTorch's as much as ours. Where rows see one key or two (``few_keys``),
+    ``dP`` and ``delta`` are nearly the same number, summed in different orders, and ``lse`` is nearly a score, which is
+    a sum of products itself: then it is their terms that rounding is relative to, and not what is left of them.
+    """
+    q, k, v, dout, out = (t.to(torch.float64).transpose(1, 2) for t in (*x[:4], truth.out))
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scores, lse = q @ k.mT * scale, truth.lse.unsqueeze(-1)
+    exponent = torch.finfo(torch.float32).eps / torch.finfo(x.q.dtype).eps
+    derivative = torch.ones(())
+    if modified.softcap:
+        tanh = torch.tanh(scores / modified.softcap)
+        scores, derivative = modified.softcap * tanh, 1 - tanh**2 + exponent
+    bias = torch.zeros(()) if modified.bias is None else modified.bias
+    factors = torch.ones(()) if modified.factors is None else modified.factors
+    p = (scores + bias - lse).exp().masked_fill(~by_batch(seen), 0.0)
+    size = lse.abs().nan_to_num(posinf=0.0)
+    sizes = (q.abs() @ k.abs().mT * scale if few_keys else scores.abs()) + bias.abs() + size
+    p *= 1 + exponent * sizes
+    dp, delta, dlse = dout @ v.mT, (dout * out).sum(-1, keepdim=True), x.dlse.unsqueeze(-1)
+    if few_keys:
+        dp, delta = dout.abs() @ v.abs().mT, -(dout * out).abs().sum(-1, keepdim=True)
+        dlse = dlse.abs()
+    ds = scale * derivative * (p * (dp * factors - delta + dlse)).abs()
+    p = p * factors
+    terms = {"out": p @ v.abs(), "dq": ds @ k.abs(), "dk": ds.mT @ q.abs(), "dv": p.mT @ dout.abs()}
+    terms |= {name: terms[name].unflatten(1, (-1, group)).sum(2) for name in ("dk", "dv")}
+    if few_keys:
+        terms["lse"] = torch.cat([sizes.masked_fill(~by_batch(seen), 0.0), size], -1)
+    return {name: sums.max().item() for name, sums in terms.items() if sums.numel()}
+
+
+def compare(
+    made: Results, x: Inputs, bounds: Bounds = FULL, softmax_scale: float | None = None, *, few_keys: bool = False
+) -> None:
+    """``made`` is as exact as PyTorch's attention of the same inputs in the same dtype."""
+    truth, baseline = exact(x, bounds, softmax_scale), pytorch(x, bounds, softmax_scale)
+    sizes = magnitudes(x, truth, dense(bounds, x.q.shape[1], x.k.shape[1]), softmax_scale, few_keys=few_keys)
+    for name, *results in zip(Results._fields, made, baseline, truth, strict=True):
+        assert_as_exact_as_pytorch(name, *results, magnitude=sizes.get(name))
+
+
+def check(
+    x: Inputs,
+    bounds: Bounds = FULL,
+    softmax_scale: float | None = None,
+    config: KernelConfig | None = None,
+    *,
+    few_keys: bool = False,
+) -> None:
+    """One launch of each kernel; ``few_keys``: rows may see one key or two."""
+    made = ours(x, bounds, softmax_scale, config)
+    assert [made.out.dtype, made.lse.dtype, made.dq.dtype] == [x.q.dtype, torch.float32, x.q.dtype]
+    compare(made, x, bounds, softmax_scale, few_keys=few_keys)
+
+
+def tiles(block_q: int, block_k: int) -> KernelConfig:
+    """The same tile for every kernel."""
+    tile = Tile(block_q, block_k, 4, 1)
+    return KernelConfig(tile, tile, tile)

@@ -1,0 +1,135 @@
+"""Layouts to test with: the named ones, and any spans that hypothesis can think of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from hypothesis import strategies as st
+
+from ringattn.ring.schedule.block_mask import BlockMask
+from ringattn.ring.schedule.documents import Documents
+from ringattn.ring.schedule.layout import Layout
+from ringattn.ring.schedule.mask import UNLIMITED, Mask
+
+NAMES = ("contiguous", "zigzag", "striped")
+
+
+def named(name: str, seqlen: int, world: int) -> Layout:
+    made: Layout = getattr(Layout, name)(seqlen, world)
+    return made
+
+
+def of_owners(owners: list[int], world: int) -> Layout:
+    """The token at position p on rank ``owners[p]``; any layout whatever."""
+    return Layout([[(p, 1) for p, owner in enumerate(owners) if owner == rank] for rank in range(world)])
+
+
+def small_layouts(max_seqlen: int, max_world: int) -> list[Layout]:
+    """Every named layout of every size up to these."""
+    return [
+        named(name, seqlen, world)
+        for name in NAMES
+        for world in range(1, max_world + 1)
+        for seqlen in range(max_seqlen + 1)
+    ]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, max_world: int = 8, max_seqlen: int = 48, world: int | None = None) -> Layout:
+    """A partition of ``[0, seqlen)``: named, uneven or arbitrary; some ranks may hold nothing."""
+    world = world or draw(st.integers(1, max_world))
+    kind = draw(st.sampled_from([*NAMES, "uneven", "any"]))
+    if kind == "uneven":
+        return Layout.uneven(draw(st.lists(st.integers(0, max_seqlen // world), min_size=world, max_size=world)))
+    if kind == "any":
+        owners = draw(st.lists(st.integers(0, world - 1), max_size=max_seqlen))
+        return of_owners(owners, world)
+    return named(kind, draw(st.integers(0, max_seqlen)), world)
+
+
+@dataclass(frozen=True)
+class Window(Mask):
+    """Another interval mask, to see that nothing depends on the one there is: a window inside documents of one size."""
+
+    left: int = 3
+    right: int = 0
+    document: int = 1000
+
+    def interval(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        lo, hi = super().interval(positions)
+        start = positions // self.document * self.document
+        lo = torch.maximum(torch.maximum(lo, positions - self.left), start)
+        hi = torch.minimum(torch.minimum(hi, positions + self.right + 1), start + self.document)
+        return lo, hi
+
+
+def sees(mask: Mask, query: int, key: int, row: int | None = None) -> bool:
+    """What the masks say, for one pair; of a batch row, or of any of them."""
+    if mask.used is not None and key >= (max(mask.used, default=0) if row is None else mask.used[row]):
+        return False
+    if mask.blocks is not None and not mask.blocks.visible[query // mask.blocks.block, key // mask.blocks.block]:
+        return False
+    if isinstance(mask, Window):
+        near = query - mask.left <= key <= query + mask.right
+        return near and query // mask.document == key // mask.document and (not mask.causal or key <= query)
+    if mask.causal and key > query and key >= mask.prefix:
+        return False
+    if mask.documents is not None and document(mask.documents, query) != document(mask.documents, key):
+        return False
+    left, right = mask.window
+    near = (left == UNLIMITED or key >= query - left) and (right == UNLIMITED or key <= query + right)
+    return near or any(start <= position < end for start, end in mask.global_tokens for position in (query, key))
+
+
+def document(documents: Documents, position: int) -> int | None:
+    """The number of the document that a position lies in."""
+    found = [i for i, (start, end) in enumerate(pairwise(documents.boundaries)) if start <= position < end]
+    return found[0] if found else None
+
+
+@st.composite
+def masks(draw: st.DrawFn, global_tokens: bool = False, used: bool = False) -> Mask:
+    """Every field of a mask, alone and together, and a mask that is none of ours."""
+    if draw(st.integers(0, 3)) == 0:
+        side = st.integers(-2, 9)
+        return Window(causal=draw(st.booleans()), left=draw(side), right=draw(side), document=draw(st.integers(1, 30)))
+    causal = draw(st.booleans())
+    side = st.one_of(st.just(UNLIMITED), st.integers(0, 9))
+    cuts = draw(st.none() | st.lists(st.integers(0, 48), max_size=6))
+    return Mask(
+        causal=causal,
+        window=(draw(side), draw(side)),
+        documents=None if cuts is None else Documents([0, *sorted(cuts), 48]),
+        prefix=draw(st.integers(0, 30)) if causal else 0,
+        used=tuple(draw(st.lists(st.integers(0, 48), min_size=1, max_size=3)))
+        if used and draw(st.booleans())
+        else None,
+        global_tokens=tuple(draw(stretches())) if global_tokens else (),
+    )
+
+
+@st.composite
+def block_layouts(draw: st.DrawFn, blocks: int, block: int, world: int, whole: bool = False) -> Layout:
+    """Any partition of up to that many blocks; the last one may be short, and unless ``whole`` some are left out."""
+    owners = draw(st.lists(st.integers(0, world - whole), max_size=blocks))  # the one past the last rank: nobody's
+    short = draw(st.integers(0, block - 1)) if owners else 0
+    end = len(owners) * block - short
+    spans = [(start, min(block, end - start)) for start in range(0, end, block)]
+    return Layout([[span for span, at in zip(spans, owners, strict=True) if at == rank] for rank in range(world)])
+
+
+@st.composite
+def block_masks(draw: st.DrawFn, rows: int, columns: int, block: int) -> BlockMask:
+    """Any pattern, thin or dense."""
+    dense = draw(st.sampled_from([0.1, 0.5, 0.9]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    return BlockMask(torch.rand(rows, columns, generator=generator) < dense, block)
+
+
+@st.composite
+def stretches(draw: st.DrawFn) -> list[tuple[int, int]]:
+    """Disjoint runs of positions, ascending; some touch, and some begin at 0."""
+    edges = sorted(draw(st.sets(st.integers(0, 40), max_size=4)))
+    return list(zip(edges[::2], edges[1::2], strict=False))

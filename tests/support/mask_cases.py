@@ -1,0 +1,302 @@
+"""One call of ``ring_attention`` with any arguments on every rank of a ``LocalWorld``, against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn.bench.wire_errors import travelled
+from ringattn.comm import LocalGroup
+from ringattn.reference.masks import pairs
+from ringattn.reference.scores import Options
+from ringattn.ring.arguments import Layouts, mask_of
+from ringattn.ring.schedule.block_mask import BlockMask, Longformer
+from ringattn.ring.schedule.travel import travelling
+from ringattn.ring.wire import grad_wire_of, wire_of
+
+from .baselines import Modified, Results, exact, exact_with_sink, operator_lse, pytorch, pytorch_with_sink
+from .kernel_cases import Inputs, magnitudes
+from .tolerance import assert_as_exact_as_pytorch
+
+NOT_THE_REFERENCES = ("backend", "config", "block_mask")
+"""Arguments of a call that the reference does not take, or takes in other words."""
+
+
+@dataclass
+class Case:
+    """Everything about one call, all ranks together."""
+
+    layout: Layout
+    whole: dict[str, Tensor] = field(repr=False)
+    """q, k, v, dout and dlse of the positions 0, 1, 2, …, as :func:`.ring_cases.inputs` makes them."""
+    call: dict[str, Any]
+    """Arguments of ``ring_attention``."""
+    kv_layout: Layout | None = None
+    sink: Tensor | None = None
+    strides: str = "contiguous"
+    """A key of STRIDES."""
+    through_lse: bool = True
+    """Whether there is a gradient through ``lse``."""
+    ring: dict[str, Any] = field(default_factory=dict)
+    """Arguments of :class:`Ring`."""
+    grads: str = "qkvs"
+    """Which of q, k, v and the sink have a gradient."""
+
+    @property
+    def keys(self) -> Layout:
+        """Who holds which keys."""
+        return self.layout if self.kv_layout is None else self.kv_layout
+
+
+def packed(x: Tensor) -> Tensor:
+    """The same as a part of a wider tensor, as q, k and v of one projection are; around it is NaN."""
+    batch, tokens, heads, dim = x.shape
+    wide = x.new_full((batch, tokens, heads + 3, dim + 5), torch.nan)
+    wide[:, :, 1 : heads + 1, 3 : dim + 3] = x
+    return wide[:, :, 1 : heads + 1, 3 : dim + 3]
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The same, stored ``[B, H, S, D]``."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": Tensor.contiguous,
+    "packed": packed,
+    "transposed": transposed,
+}
+
+
+def in_blocks(layout: Layout, block: int, seqlen: int, first: int = 0) -> Layout:
+    """``layout``, each of whose positions becomes a block of positions, ``seqlen`` in all: the last may be short.
+
+    ``first`` is the block that position 0 becomes.
+    """
+    blocks = [layout.positions(rank).tolist() for rank in range(layout.world)]
+    return Layout([[((first + p) * block, min(block, seqlen - p * block)) for p in own] for own in blocks])
+
+
+def said(call: dict[str, Any]) -> Options:
+    """The same arguments as the reference takes them."""
+    options = {name: value for name, value in call.items() if name not in NOT_THE_REFERENCES}
+    pattern = call.get("block_mask")
+    if isinstance(pattern, Longformer):
+        options |= {"window_size": pattern.window, "global_tokens": pattern.global_tokens}
+    if isinstance(pattern, BlockMask):
+        options |= {"block_mask": pattern.visible, "block_size": pattern.block}
+    return cast(Options, options)
+
+
+def run(case: Case) -> tuple[Results, Tensor | None]:
+    """The results of a world of virtual ranks, and the sum of their parts of the sink's gradient."""
+    with LocalWorld(case.layout.world) as world:
+        return together(case, world.run(lambda group: of_rank(case, group)))
+
+
+def together(case: Case, parts: Sequence[Sequence[Tensor | None]]) -> tuple[Results, Tensor | None]:
+    """The same of what the ranks have; None for a gradient that nobody asked for."""
+    out, lse, dq, dk, dv, dsink = ([x for x in shards if x is not None] for shards in zip(*parts, strict=True))
+    order = (case.layout, out, 1), (case.layout, lse, 2), (case.layout, dq, 1), (case.keys, dk, 1), (case.keys, dv, 1)
+    whole = [joined(layout, shards, dim) if shards else None for layout, shards, dim in order]
+    total = torch.stack(dsink).double().sum(0).to(dsink[0].dtype) if dsink else None
+    return Results(*whole), total  # type: ignore[arg-type]
+
+
+def of_rank(case: Case, group: LocalGroup) -> list[Tensor | None]:
+    """Out, lse and the gradients of one rank."""
+    with Ring(group, **case.ring) as ring:
+        return begin(case, group.rank(), ring=ring).finish()
+
+
+class Begun(NamedTuple):
+    """A call after its forward."""
+
+    case: Case
+    results: tuple[Tensor, Tensor]
+    leaves: dict[str, Tensor]
+    grads: dict[str, Tensor]
+    given: list[tuple[str, Tensor, int, Tensor]]
+    """What no call may change: its name, itself, its version and its bytes, those around it included."""
+
+    def finish(self) -> list[Tensor | None]:
+        """Out, lse and the gradients of q, k, v and the sink, None where none was asked for."""
+        asked = {name: x for name, x in self.leaves.items() if x.requires_grad}
+        grads = [*self.grads.values()]
+        kept = [stored(x) for x in self.results]
+        found = torch.autograd.grad(self.results[: len(grads)], [*asked.values()], grads) if asked else ()
+        assert all(stored(x).equal(before) for x, before in zip(self.results, kept, strict=True)), "out was changed"
+        for name, x, version, before in self.given:
+            assert x._version == version and stored(x).equal(before), f"{name} was changed by the call"
+        made = dict(zip(asked, found, strict=True))
+        return [*(x.detach() for x in self.results), *(made.get(name) for name in "qkvs")]
+
+
+def begin(
+    case: Case, rank: int, *, change: Callable[[dict[str, Any]], None] = lambda arguments: None, **where: Any
+) -> Begun:
+    """The forward of one rank, ``where``: on a ring or a group; ``change`` has the last word on its arguments."""
+    restride = STRIDES[case.strides]
+    layouts = {"q": case.layout, "k": case.keys, "v": case.keys, "dout": case.layout}
+    tensors = {name: restride(taken(layouts[name], case.whole[name], rank)) for name in layouts}
+    leaves = {name: tensors[name] for name in "qkv"}
+    if case.sink is not None:
+        leaves["s"] = case.sink.clone()
+    for name, x in leaves.items():
+        x.requires_grad_(name in case.grads)
+    grads = {"out": tensors["dout"]}
+    if case.through_lse:
+        grads["lse"] = taken(case.layout, case.whole["dlse"], rank, 2)
+    pattern = case.call.get("block_mask")
+    given = tensors | grads | case.call | {"block_mask": getattr(pattern, "visible", pattern)}
+    given |= {"learnable_sink": leaves.get("s")}
+    kept = [(name, x, x._version, stored(x)) for name, x in given.items() if isinstance(x, Tensor)]
+    arguments = {name: x for name, x in leaves.items() if name != "s"} | case.call | where
+    arguments |= {"layout": case.layout, "kv_layout": case.kv_layout, "learnable_sink": leaves.get("s")}
+    change(arguments)
+    return Begun(case, ring_attention(**arguments, return_lse=True), leaves, grads, kept)  # type: ignore[arg-type]
+
+
+def stored(x: Tensor) -> Tensor:
+    """A copy of the bytes of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).clone()  # type: ignore[no-untyped-call]
+
+
+def taken(layout: Layout, x: Tensor, rank: int, dim: int = 1) -> Tensor:
+    """Of a tensor that holds the positions 0, 1, 2, ..., those of a rank, also where the layout leaves some out."""
+    return x.index_select(dim, layout.positions(rank))
+
+
+def joined(layout: Layout, shards: list[Tensor], dim: int = 1) -> Tensor:
+    """The tokens of a layout in the order of their positions."""
+    order = torch.cat([layout.positions(rank) for rank in range(layout.world)]).argsort()
+    return torch.cat(shards, dim).index_select(dim, order)
+
+
+def held(layout: Layout) -> Tensor:
+    """All positions of a layout, ascending."""
+    return torch.cat([layout.positions(rank) for rank in range(layout.world)]).sort().values
+
+
+def check(case: Case) -> Results:
+    """As exact as PyTorch; returns our results."""
+    ours, dsink = run(case)
+    compare(case, ours, dsink)
+    return ours
+
+
+class Expected(NamedTuple):
+    """What a call is measured against."""
+
+    truth: Results
+    theirs: Results
+    sizes: dict[str, float]
+    sinks: tuple[Tensor, Tensor, float] | None
+    """The sink's gradient, exact and PyTorch's, and the size of its terms."""
+
+
+def compare(case: Case, ours: Results, dsink: Tensor | None = None) -> None:
+    """Results that are there, and the sum of the ranks' parts of the sink's gradient."""
+    judge(expected(case), ours, dsink)
+
+
+def judge(right: Expected, ours: Results, dsink: Tensor | None = None) -> None:
+    """The same, of what is expected; None, a gradient that nobody asked for, is not looked at."""
+    truth, theirs, sizes, sinks = right
+    for name, mine, *others in zip(Results._fields, ours, theirs, truth, strict=True):
+        if mine is not None:
+            assert_as_exact_as_pytorch(name, mine, *others, magnitude=sizes.get(name))
+    if sinks is not None and dsink is not None:
+        assert_as_exact_as_pytorch("dsink", dsink, sinks[1], sinks[0], magnitude=sinks[2])
+    blind = truth.lse == -torch.inf
+    for mine in (ours.out, ours.dq):
+        assert mine is None or not mine.transpose(1, 2)[blind].any(), "a row that sees nothing is not zero"
+
+
+def expected(case: Case) -> Expected:
+    """Of all queries at once; with a wire rank by rank, of the keys as they arrive there."""
+    dtype, ranks = case.whole["k"].dtype, range(case.layout.world)
+    if wire_of(case.ring.get("wire_dtype"), dtype) is None:
+        made = of_queries(case, held(case.layout), case.whole)
+    else:
+        some = [rank for rank in ranks if case.layout.lengths[rank]]
+        made = added(case, [of_queries(case, case.layout.positions(rank), arrived(case, rank)) for rank in some])
+    if grad_wire_of(case.ring.get("grad_wire_dtype")) is not None:
+        # rounded at every hop, half a step each: the rule has room for two, of q's dtype
+        steps = torch.finfo(torch.bfloat16).eps / torch.finfo(dtype).eps * max(1.0, (len(ranks) - 1) / 2)
+        made.sizes.update({name: made.sizes[name] * steps for name in ("dk", "dv") if name in made.sizes})
+    return made
+
+
+def added(case: Case, parts: list[Expected]) -> Expected:
+    """The queries of all ranks in the order of their positions; what each adds to dk, dv and the sink's gradient."""
+
+    def whole(made: list[Results]) -> Results:
+        out, lse, dq, dk, dv = ([*shards] for shards in zip(*made, strict=True))
+        rows = joined(case.layout, out), joined(case.layout, lse, 2), joined(case.layout, dq)
+        return Results(*rows, torch.stack(dk).sum(0), torch.stack(dv).sum(0))
+
+    names = ("dk", "dv")
+    sizes = {
+        name: (sum if name in names else max)(one.sizes.get(name, 0.0) for one in parts) for name in parts[0].sizes
+    }
+    sinks = [one.sinks for one in parts if one.sinks is not None]
+    total = (sum(x[0] for x in sinks), sum(x[1] for x in sinks), sum(x[2] for x in sinks)) if sinks else None
+    return Expected(whole([one.truth for one in parts]), whole([one.theirs for one in parts]), sizes, total)  # type: ignore[arg-type]
+
+
+def arrived(case: Case, rank: int) -> dict[str, Tensor]:
+    """The whole sequence as a rank gets it: its own keys as they are, the others' as they travel."""
+    names = ("causal", "window_size", "cu_seqlens", "seqused_k", "prefix_length", "block_mask")
+    call = dict.fromkeys(names) | {"causal": False, "window_size": (-1, -1)} | case.call
+    layouts = Layouts(case.layout, case.keys)
+    mask = mask_of(layouts, case.whole["q"].shape[0], **{name: call[name] for name in names})
+    wire = wire_of(case.ring["wire_dtype"], case.whole["k"].dtype)
+    moving = travelling(layouts.queries, mask, layouts.keys)
+    whole = dict(case.whole)
+    for name in "kv":
+        whole[name] = whole[name].clone()
+        for other in range(moving.world):
+            if other != rank:
+                at = moving.positions(other)
+                whole[name][:, at] = travelled(case.whole[name][:, at], wire)
+    return whole
+
+
+def of_queries(case: Case, rows: Tensor, whole: dict[str, Tensor]) -> Expected:
+    """Of the queries at some positions and all keys."""
+    columns, options = held(case.keys), said(case.call)
+    scale = options.get("softmax_scale")
+    dlse = whole["dlse"][:, :, rows] * case.through_lse
+    x = Inputs(whole["q"][:, rows], whole["k"][:, columns], whole["v"][:, columns], whole["dout"][:, rows], dlse)
+    seen = pairs(rows, columns, options)
+    modified = Modified.of((x.q.shape[0], x.q.shape[2], len(rows), len(columns)), rows, columns, options)
+    sinks = None
+    if case.sink is None:
+        truth = exact(*x, q_positions=rows, k_positions=columns, **options)
+        theirs = pytorch(*x, seen=seen, softmax_scale=scale, modified=modified)
+    else:
+        truth, exact_dsink = exact_with_sink(*x, case.sink, q_positions=rows, k_positions=columns, **options)
+        theirs, their_dsink = pytorch_with_sink(*x, case.sink, seen=seen, softmax_scale=scale, modified=modified)
+        sinks = exact_dsink, their_dsink, size_of_sink(case.sink, truth, x)
+    # in 16 bit the exponential of PyTorch's CPU operator is less than exact
+    if case.call.get("backend", "aten") != "triton" and x.q.dtype != torch.float32:
+        theirs = theirs._replace(lse=operator_lse(x.q, x.k, seen, scale, case.sink))
+    return Expected(truth, theirs, magnitudes(x, truth, seen, scale, few_keys=True, modified=modified), sinks)
+
+
+def size_of_sink(sink: Tensor, truth: Results, x: Inputs) -> float:
+    """The largest sum of absolute terms behind a sink's gradient, as :func:`.kernel_cases.magnitudes` has it.
+
+    A sink in fp32 has a gradient in fp32, from an ``out`` that was rounded to the dtype of q.
+    """
+    logits = sink.to(torch.float64)[:, None]
+    weights = torch.exp(logits - truth.lse) * (1 + logits.abs() + truth.lse.abs())
+    terms = weights * ((x.dout * truth.out).abs().sum(-1).transpose(1, 2) + x.dlse.abs())
+    coarser = max(1.0, torch.finfo(x.q.dtype).eps / torch.finfo(sink.dtype).eps)
+    return terms.nan_to_num(nan=0.0, posinf=0.0).sum((0, 2)).max().item() * coarser

@@ -1,0 +1,53 @@
+"""What CUDA does to a process that forks, where there is no CUDA: whoever asked for a GPU has none in its forks.
+
+`python -m tests.support.poisoned_fork MODULE ARGUMENT…` runs a module like that. Of torch 2.13 ``is_available``
+initialises the driver, and so does ``device_count`` where NVML does not answer for it; what they spoil shows at a
+fork's first use.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+QUESTIONS = (
+    "_lazy_init", "current_device", "current_stream", "device_count", "get_device_capability", "get_device_name",
+    "get_device_properties", "init", "is_available", "is_bf16_supported", "mem_get_info", "set_device", "synchronize",
+)  # fmt: skip
+REFUSED = "Cannot re-initialize CUDA in forked subprocess"
+
+first: list[str] = []
+"""Where CUDA was first initialised, by process of the line that forks; empty where nobody has."""
+_owner = 0  # the process that did
+
+
+def poisoning(ask: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(*arguments: Any, **named: Any) -> Any:
+        global _owner
+        if _owner and _owner != os.getpid():
+            raise RuntimeError(f"{REFUSED}; its parent's first use:\n{first[0]}")
+        if not _owner:
+            _owner = os.getpid()
+            first.append("".join(traceback.format_stack()[:-1]))
+        return ask(*arguments, **named)
+
+    return asked
+
+
+def install() -> None:
+    for name in QUESTIONS:
+        setattr(torch.cuda, name, poisoning(getattr(torch.cuda, name)))
+
+
+if __name__ == "__main__":
+    from tests.support import poisoned_fork  # and not a second copy of it, `__main__`
+
+    poisoned_fork.install()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

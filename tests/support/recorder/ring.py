@@ -1,0 +1,247 @@
+"""The ring on the recorder: every rank's calls of ``ring_attention``, from the door to the caller's next use.
+
+All that depends on how the ring and the transports are opened is here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+
+import ringattn.ring.ring as ring_module
+from ringattn import LocalWorld, Ring, ring_attention, unshard
+from ringattn.comm import LocalGroup, LocalTransport, Slots, Topology, groups
+from ringattn.comm.control import control_of
+from ringattn.comm.limits import NO_LIMITS
+from ringattn.ring import Mask, node, shards, traffic
+from ringattn.ring.schedule.plan import plan
+from ringattn.ring.schedule.travel import travelling
+from ringattn.ring.traffic import Key
+
+from .case import GIVEN, Case, shard
+from .checks import Checked
+from .device import GPU, Recorder
+from .engine import install
+from .graph import Graph
+from .kernels import install_kernels
+from .memory import Ref, Use
+from .modes import acting
+from .recording import Recording
+
+PATIENCE = 10.0  # seconds of one rank with another
+
+
+def record(case: Case) -> Recording:
+    """Run a case on a recorder of its own."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return _Session(case, monkeypatch).run()
+
+
+class _Session:
+    """One case, run by one thread per rank."""
+
+    def __init__(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.case = case
+        self.recorder, self.fabric = install(monkeypatch)
+        install_kernels(monkeypatch, self.recorder)
+        self.slots: list[tuple[str, int, int, int]] = []  # name, storage, where slot 0 begins, bytes of a slot
+        self.rings: dict[int, Ring] = {}
+        self.calls = [0] * case.world  # the number of the call that each rank is in
+        self.results: list[dict[str, Ref]] = [{} for _ in range(case.world)]
+        self.kept: list[Tensor] = []
+        self.keys: list[list[tuple[int, Key]]] = [[] for _ in range(case.world)]
+        self._barrier = threading.Barrier(case.world)
+        monkeypatch.setattr(ring_module, "open_transports", self.open)
+        monkeypatch.setattr(
+            ring_module, "open_transport", lambda *given, **more: self.open(*given, **more, flat=True)[0]
+        )
+        monkeypatch.setattr(node, "mask_of", self.mask_of)
+        monkeypatch.setattr(shards, "ring_of", lambda group, _: self.rings[group.rank()])
+        self._label(monkeypatch)
+
+    def run(self) -> Recording:
+        """Record it."""
+        plan.cache_clear()  # what is in there lies in the memory of another recorder
+        for layout, mask, _ in self.case.calls:
+            travelling(layout, mask, layout)  # once, and of the host alone: every rank finds it there
+        with LocalWorld(self.case.world, device=GPU, timeout=PATIENCE) as world:
+            world.run(self.rank)
+        checked = Checked(Graph(self.recorder.log), self.where)  # type: ignore[arg-type]
+        return Recording(self.case, self.recorder, checked, self.results, self.keys)
+
+    def mask_of(self, *_: object, **__: object) -> Mask:
+        """In the place of what makes one of a call's arguments: the masks of the cases may be of any kind."""
+        return self.case.calls[self.calls[self.recorder.here.rank]].mask
+
+    # one rank
+
+    def rank(self, group: LocalGroup) -> None:
+        """All calls of a rank."""
+        try:
+            # a rank that never called torch.cuda.set_device: another device is current than its tensors'
+            with acting(self.recorder, group.rank()), torch.cuda.device(0):
+                self._rank(group, group.rank())
+        except BaseException:
+            self._barrier.abort()  # nobody waits for this rank
+            raise
+
+    def _rank(self, group: LocalGroup, rank: int) -> None:
+        ring = self.rings[rank] = Ring(group, transport=self.case.transport, **self.case.ring)
+        ring._trace = _Spans(self.recorder, lambda: self.calls[rank])  # type: ignore[assignment]
+        for call in self.case.calls:
+            steps = plan(call.layout, call.mask, rank, ring.direction, GPU, ring.topology, ring.slots)
+            for transport, edges in zip(ring.open(GPU), steps.edges, strict=False):
+                transport.warm_up(edges)  # here, where bytes still move: they are looked at
+        given = self.given(0, rank)
+        self.together(rank, self.recorder.begin)
+        self.fabric.moves = False
+        for number in range(len(self.case.calls)):
+            self.call(ring, rank, number, given)
+            self.use_again(rank, number, given)
+        self.together(rank, self.recorder.end)
+        ring.close()
+
+    def call(self, ring: Ring, rank: int, number: int, given: dict[str, Tensor]) -> None:
+        """One forward, with its backward or without."""
+        self.calls[rank] = number
+        layout, mask, backward = self.case.calls[number]
+        if self.case.unshards:
+            return self.unshard(ring, rank, number, given["q"])
+        q, k, v = (given[name].detach().requires_grad_(backward) for name in "qkv")
+        out, lse = ring_attention(
+            q, k, v, layout=layout, ring=ring, causal=mask.causal, return_lse=True, config=self.case.config
+        )
+        self.read(rank, f"out{number}", out)
+        self.read(rank, f"lse{number}", lse)
+        if backward:
+            grads = (given["dout"], given["dlse"])
+            # below torch.autograd.grad, under which torch's calls would not be seen
+            made = _engine_run_backward((out, lse), grads, False, False, (q, k, v), True, accumulate_grad=False)
+            for name, grad in zip(("dq", "dk", "dv"), made, strict=True):
+                self.read(rank, f"{name}{number}", grad)
+
+    def unshard(self, ring: Ring, rank: int, number: int, given: Tensor) -> None:
+        """The whole of q on every rank; each computes a loss of its own."""
+        q = given.detach().requires_grad_()
+        whole = unshard(q, layout=self.case.calls[number].layout, group=ring.group, grad="sum")
+        self.read(rank, f"whole{number}", whole)
+        made = _engine_run_backward(
+            (whole,), (whole.detach() * (rank + 1),), False, False, (q,), True, accumulate_grad=False
+        )
+        self.read(rank, f"dq{number}", made[0])
+
+    def use_again(self, rank: int, number: int, given: dict[str, Tensor]) -> None:
+        """The caller writes something else where its tensors were, or frees them, as soon as a call has returned."""
+        with self.recorder.labelled("the caller, afterwards"), torch.no_grad():
+            for x in given.values():
+                x.fill_(float("nan"))
+            if number + 1 == len(self.case.calls):
+                return
+            if self.case.calls[number].layout != self.case.calls[number + 1].layout:
+                given.clear()
+                given |= self.given(number + 1, rank)
+            else:
+                for name, x in given.items():
+                    x.copy_(shard(self.case, number + 1, name, rank))
+
+    def read(self, rank: int, name: str, result: Tensor) -> None:
+        """The caller's use of a result."""
+        with self.recorder.labelled(f"the caller reads {name}"), torch.no_grad():
+            kept = result.detach().clone()
+        self.kept.append(kept)
+        self.results[rank][name] = self.recorder.held(kept)
+
+    def given(self, number: int, rank: int) -> dict[str, Tensor]:
+        """A rank's tensors."""
+        made = {name: shard(self.case, number, name, rank).contiguous().to(GPU) for name in GIVEN}
+        for name, tensor in made.items():
+            self.recorder.name(tensor, f"rank {rank}'s {name}")
+        return made
+
+    def together(self, rank: int, action: Callable[[], None]) -> None:
+        """Once, while every rank stands still."""
+        self._barrier.wait(PATIENCE)
+        if rank == 0:
+            action()
+        self._barrier.wait(PATIENCE)
+
+    # transports
+
+    def open(
+        self,
+        group: LocalGroup,
+        *,
+        transport: str,
+        device: torch.device,
+        topology: Topology | None = None,
+        flat: bool = False,
+        **_: Any,
+    ) -> tuple[Any, ...]:
+        """One transport per level of the ring, as `open_transports` makes them between processes."""
+        if transport == "local":
+            return tuple(LocalTransport(group, device) for _ in range(1 + bool(topology and topology.two_level)))
+        levels = groups._levels(group.rank(), topology or Topology.flat(group.size()), flat=flat)
+        return tuple(groups._make(group, transport, device, level, NO_LIMITS, control_of(group)) for level in levels)
+
+    # names
+
+    def where(self, use: Use) -> str:
+        """Which slot, if it is one."""
+        storage = self.recorder.memory.storages[use.storage]
+        first = (use.bytes & -use.bytes).bit_length() - 1
+        for name, number, start, nbytes in self.slots:
+            if number == use.storage and first >= start:
+                return f"{name} {(first - start) // nbytes}"
+        return storage.name or f"an allocation of {storage.nbytes} bytes on {storage.owner.name}"
+
+    def _label(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        post, tensors, session = traffic.Call.post, Slots.tensors, self
+
+        def labelled(call: traffic.Call, level: int, key: Key, sends: Any, receives: Any, after: Any) -> Any:
+            rank = session.recorder.here.rank
+            if sends.messages or receives.messages:
+                session.keys[rank].append((session.calls[rank], key))
+            with session.recorder.labelled(f"call {session.calls[rank]}, {key}"):
+                return post(call, level, key, sends, receives, after)
+
+        def named(slots: Slots, slot: int, specs: Any) -> Any:
+            session.note(slots)
+            return tensors(slots, slot, specs)
+
+        monkeypatch.setattr(traffic.Call, "post", labelled)
+        monkeypatch.setattr(Slots, "tensors", named)
+
+    def note(self, slots: Slots) -> None:
+        """Which memory the slots of a rank are."""
+        storage, rank = self.recorder.memory.find(slots._arena), self.recorder.here.rank
+        assert storage is not None
+        if storage.number not in {number for _, number, _, _ in self.slots}:
+            what = "K/V" if slots is self.rings[rank]._kv else "sums"
+            start = int(slots._arena.storage_offset())
+            self.slots.append((f"rank {rank}'s {what} slot", storage.number, start, slots.nbytes))
+
+
+class _Spans:
+    """In the place of a trace: what the ring computes or waits for is the label of what it does."""
+
+    def __init__(self, recorder: Recorder, call: Callable[[], int]) -> None:
+        self._recorder = recorder
+        self._call = call
+
+    @contextmanager
+    def span(self, phase: str, kind: str, hop: Any) -> Iterator[None]:
+        with self._recorder.labelled(f"call {self._call()}, {phase} hop {hop.index} {kind}"):
+            yield
+
+    def watching(self, call: traffic.Call) -> traffic.Call:
+        """Transfers and inner waits are the recorder's own to see."""
+        return replace(call, span=partial(self.span, call.phase))

@@ -1,0 +1,142 @@
+"""The suite's parts on a GPU, rehearsed on the CPU: the same code with stand-ins for the GPU, and smaller.
+
+`python -m tests.support.suite_stand_in case NAME` runs a case of the suite, `… alone NAME` one of `gpu_cases.ALONE`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.bench.common import timing
+from ringattn.bench.kernels import accuracy, beside, speed, targets
+from ringattn.bench.kernels import ours as kernel_ours
+from ringattn.bench.kernels import rivals as kernel_rivals
+from ringattn.bench.kernels.contender import Contender
+from ringattn.bench.suite import device_cases, fp8_cases, one_case, worlds
+from ringattn.bench.suite.case_lists import gpu_cases
+from ringattn.bench.suite.parts import CLONE, OUT, PYTHON, RINGATTN, Part, gpu_parts
+from ringattn.kernels import KernelConfig, Tile
+
+from .fake_cuda import FakeCuda
+from .interpreter import quicken
+
+CPU = torch.device("cpu")
+TILE = Tile(16, 16, 4, 1)
+SMALL: dict[Callable[..., Any], dict[str, Any]] = {
+    device_cases.launches: {"dtype": "float32", "seqlen": 40, "head_dim": 16},
+    device_cases.ceilings: {"side": 64, "dtype": "float32", "nbytes": 4096},
+    accuracy.accuracy: {"dtype": "float16", "head_dim": 16, "head_dim_v": 16, "seqlen": 24, "heads": (2, 1),
+                        "causal_worlds": (2,), "full_worlds": ()},
+    targets.targets: {"seconds": 0, "sizes": targets.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)},
+    beside.beside: {"head_dim": 16, "heads": 1, "repeats": 1, "sizes": beside.Sizes(1e-4, 32, 1 << 12)},
+    fp8_cases.fp8: {"dtypes": ("float16",), "shapes": ((1, 130, 2, 8),)},
+    worlds.local_world: {
+        "world": 2, "tokens": 64, "heads": (2, 1), "head_dim": 16, "dtype": "float32", "repeats": 1,
+    },
+}  # fmt: skip
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "beside NCCL": (
+        *RINGATTN, "bench", "links", "--device", "cpu", "--world", "2", "--transport", "process_group", "-b", "64K",
+        "-e", "64K", "-n", "1", "--json", f"{OUT}/beside_NCCL.json",
+    ),
+    "host": (*RINGATTN, "bench", "host", "--device", "cpu", "--tokens", "64", "--json", f"{OUT}/host.json"),
+    "tune": (
+        *RINGATTN, "tune", "--heads", "2", "--head-dim", "64", "--seqlen", "1k", "--full", "--near", "1", "--arch",
+        "sm_90", "--compile-only", "--save-dir", f"{OUT}/tables", "--json", f"{OUT}/tune.json",
+    ),
+}  # fmt: skip
+TESTS = {
+    "local": ("comm/test_local_world.py", "results"),
+    "nccl-1": ("comm/test_nccl.py", "group"),
+    "copy_engine-2": ("properties/test_on_a_gpu.py", "on_the_stand_in"),
+    "killed": ("properties/test_on_a_gpu.py", "a_kill_on_the_cpu"),
+    "nccl-2": ("properties/test_on_a_gpu.py", "transfers_on_the_cpu"),
+}
+
+
+def rehearsed() -> list[Part]:
+    """The parts of a GPU, each by what stands in for its command here."""
+    return [replace(part, command=stand_in(part), missing=None, within=CLONE) for part in gpu_parts()]
+
+
+def stand_in(part: Part) -> tuple[str, ...]:
+    """What to run in the place of a part."""
+    here = (PYTHON, "-m", "tests.support.suite_stand_in")
+    if part.name in COMMANDS:
+        return COMMANDS[part.name]
+    if part.name in TESTS:
+        file, word = TESTS[part.name]
+        return (*part.command[: part.command.index("tests/properties/test_on_a_gpu.py")], f"tests/{file}", "-k", word)
+    if part.name in ("captured", "compiled"):
+        return (*here, "alone", part.name)
+    if "compute-sanitizer" in part.command:
+        return (*here, "alone", "hopper")
+    return (*here, "case", part.command[-2])
+
+
+def case(name: str, patch: pytest.MonkeyPatch) -> int:
+    """A case of a GPU, on the CPU."""
+    (one,) = (one for one in gpu_cases() if one.name == name)
+    if one.run is accuracy.accuracy:
+        hopper_by_another(patch)
+    if one.run in (targets.targets, beside.beside):
+        FakeCuda(patch)
+        patch.setattr(beside.Copy, "milliseconds", lambda copy: (0.0, 0.01))
+        patch.setattr(timing, "LEAST", 1)
+        patch.setattr(timing, "MOST", 1)
+        patch.setattr(speed, "PRODUCT_SIDE", {"cpu": 16})
+        ours = [Contender(each.name, partial(kernel_ours.triton_kernels, each)) for each in kernel_ours.VARIANTS]
+        flash = Contender("flash", partial(kernel_rivals.sdpa, kernel_rivals.GPU_SDPA["flash"]))
+        patch.setattr(speed, "contenders", lambda device: [*ours, flash])
+    smaller = {name: value for name, value in SMALL[one.run].items() if name != "head_dim_v" or name in one.arguments}
+    return one_case.tell(replace(one, arguments={**one.arguments, **smaller}), CPU)
+
+
+def hopper_by_another(patch: pytest.MonkeyPatch) -> None:
+    """A portable single pass in the place of the Hopper kernels."""
+    right = accuracy.config_of
+    patch.setattr(accuracy, "is_hopper", lambda device: True)
+    patch.setattr(accuracy, "draw", partial(_draw, accuracy.draw))
+    single = KernelConfig(TILE, TILE, TILE, backward="single_pass")
+    patch.setattr(accuracy, "config_of", lambda kind, q: single if kind == accuracy.HOPPER else right(kind, q))
+
+
+def _draw(draw: Callable[..., Any], device: torch.device, dtype: torch.dtype, sizes: Any) -> Any:
+    return draw(device, torch.float16, (24, 2, 1, 16, 16))  # the interpreter has no bf16
+
+
+def alone(name: str, patch: pytest.MonkeyPatch) -> int:
+    """One of ``gpu_cases.ALONE``, on the CPU."""
+    from . import gpu_cases as on_gpu  # which takes a second, for every case
+
+    hopper_by_another(patch)
+
+    def nothing(*given: object, **named: object) -> None:
+        pass
+
+    quiet = SimpleNamespace(wait_stream=nothing, synchronize=nothing)
+    graph = SimpleNamespace(capture_begin=nothing, capture_end=nothing, replay=nothing)
+    for word, stub in (("Stream", lambda device: quiet), ("CUDAGraph", lambda: graph), ("synchronize", nothing)):
+        patch.setattr(torch.cuda, word, stub)
+    patch.setattr(torch.cuda, "_sleep", nothing)
+    patch.setattr(torch.cuda, "current_stream", lambda device: quiet)
+    patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    patch.setattr(on_gpu, "values", lambda x: [2])  # of a graph that was not
+    on_gpu.ALONE[name](CPU)
+    return 0
+
+
+if __name__ == "__main__":
+    kind, wanted = sys.argv[1:]
+    quicken()
+    with pytest.MonkeyPatch.context() as patched:
+        sys.exit(case(wanted, patched) if kind == "case" else alone(wanted, patched))

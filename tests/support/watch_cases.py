@@ -1,0 +1,144 @@
+"""What the tests of the watchdog share: ranks in one process over a store in memory, and transfers that obey."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from ringattn.comm import DONE, TransportError
+from ringattn.comm.control import Control
+from ringattn.comm.store_line import Scope
+from ringattn.comm.watchdog.watch import Watch
+
+T = TypeVar("T")
+
+
+class MemoryLine:
+    """A store that always answers, until it is told not to."""
+
+    patience = 10.0
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.scopes: defaultdict[str, Scope] = defaultdict(Scope)
+        self.published: set[str] = set()
+        self.problem: str | None = None
+        self.asked = 0
+
+    def ask(self, do: Callable[[Any], T], timeout: float) -> T:
+        self.asked += 1
+        if self.problem is not None:
+            raise TransportError(self.problem)
+        return do(self.store)
+
+    def tell(self, do: Callable[[Any], object]) -> None:
+        do(self.store)
+
+    def hopeless(self, missing: Sequence[int]) -> TransportError | None:
+        return None
+
+
+def controls(size: int) -> list[Control]:
+    store = HashStore()
+    return [Control(MemoryLine(store), rank, size, "test/") for rank in range(size)]
+
+
+def on_all(ranks: Sequence[T], fn: Callable[[T], Any]) -> list[Any]:
+    """What `fn` returns, or raises, for each; all at the same time."""
+
+    def call(one: T) -> Any:
+        try:
+            return fn(one)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(call, ranks))
+
+
+class Transfer:
+    """A fence that is over when the test says so."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.problem: str | None = None
+
+    def wait(self) -> None:
+        assert self.over, "nobody may wait for a fence that is not over"
+        if self.problem is not None:
+            raise TransportError(self.problem)
+
+    def done(self) -> bool:
+        return self.over
+
+    def finish(self, problem: str | None = None) -> None:
+        self.over, self.problem = True, problem
+
+
+class Aborted:
+    """A transport of which only the end is of interest."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+        self.noticed: str | None = None
+
+    def check(self) -> str | None:
+        return self.noticed
+
+    def abort(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+class Ranks:
+    """Watches of all ranks of a ring, ticked by the test."""
+
+    def __init__(self, size: int, *, deadline: float | None = 3.0, patience: float = 5.0, fatal: bool = False) -> None:
+        self.transports = [Aborted() for _ in range(size)]
+        self.ended: list[tuple[int, str]] = []
+        self.controls = controls(size)
+        self.watches = [
+            Watch(
+                control,
+                deadline=deadline,
+                device=torch.device("cpu"),
+                transports=lambda transport=transport: [transport],  # type: ignore[misc]
+                fatal=(lambda text, rank=control.rank: self.ended.append((rank, text))) if fatal else None,  # type: ignore[misc]
+                patience=patience,
+            )
+            for control, transport in zip(self.controls, self.transports, strict=True)
+        ]
+
+    def tick(self, times: int = 1) -> None:
+        for _ in range(times):
+            for watch in self.watches:
+                watch.tick()
+
+    def line(self, rank: int) -> MemoryLine:
+        line = self.controls[rank]._line
+        assert isinstance(line, MemoryLine)
+        return line
+
+
+class Clock:
+    """Time as the test has it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1e6
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+def running(size: int, **options: object) -> tuple[Ranks, list[Transfer]]:
+    """Ranks in the first hop of a forward, each with a transfer from the one before and to the one after."""
+    ranks = Ranks(size, **options)  # type: ignore[arg-type]
+    fences = [Transfer() for _ in range(size)]
+    for rank, (watch, fence) in enumerate(zip(ranks.watches, fences, strict=True)):
+        watch.begin("forward")
+        watch.posted("forward hop 1: K/V", fence, [DONE], [((rank + 1) % size, 64)], [((rank - 1) % size, 64)])
+    return ranks, fences

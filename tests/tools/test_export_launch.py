@@ -1,0 +1,120 @@
+"""An export for this GPU, launched by its own launcher and the driver; without one, by a driver that records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.kernels import Bounds, Tile
+from ringattn.kernels.experimental.turns import numbers
+from ringattn.tools.export.binary import parameter_layout
+
+from ..support.export.exports import EXPORTED, Export, exported, needs_compiler
+
+BATCH, ROWS, HEADS, KEY_HEADS, HEAD_DIM = 2, 200, 4, 2, 64
+SCALE = 0.125
+TOLERANCE = 2e-2  # bf16 has 8 bits: 2^-8 for rounding what is of size 1, and room for sums of rounded weights
+
+
+class Case:
+    """Causal attention, forward and backward, and where an export writes its results."""
+
+    def __init__(self, device: str) -> None:
+        torch.manual_seed(3)
+        shapes = {"q": HEADS, "k": KEY_HEADS, "v": KEY_HEADS, "dout": HEADS}
+        made = {name: torch.randn(BATCH, ROWS, n, HEAD_DIM, device=device).bfloat16() for name, n in shapes.items()}
+        results = {"out": "q", "dq_out": "q", "dk_out": "k", "dv_out": "v"}
+        made |= {name: torch.full_like(made[like], torch.nan) for name, like in results.items()}
+        made |= {name: torch.full((BATCH, HEADS, ROWS), torch.nan, device=device) for name in ("lse", "delta")}
+        made["dq"] = torch.zeros(made["q"].shape, device=device)  # fp32, added to
+        self.tensors = made
+        ends = torch.arange(ROWS, device=device, dtype=torch.int32)
+        zero, last = torch.zeros_like(ends), torch.full_like(ends, ROWS)
+        self.bounds = {"by query": {"lo": zero, "hi": ends + 1}, "by key": {"lo": ends, "hi": last}}
+
+    def turns(self, tile: Tile) -> dict[str, Tensor]:
+        """Whose turn it is to add to dq, and room for the gates, which the launch is to clear."""
+        by_query, device = self.bounds["by query"], self.tensors["q"].device
+        table = numbers(Bounds(by_query["lo"], by_query["hi"]), BATCH, ROWS, ROWS, tile, device)
+        assert table is not None
+        gates = torch.full((BATCH, HEADS, -(-ROWS // tile.block_q)), 9, device=device, dtype=torch.int32)
+        return {"turns_numbers": table, "turns_gates": gates}
+
+    def arguments(self, kernel: dict[str, Any]) -> dict[str, Any]:
+        """All that a kernel may be asked for."""
+        by_key = kernel["name"] in ("dkdv", "gradients")
+        shape = {"rows": ROWS, "columns": ROWS, "heads": KEY_HEADS if by_key else HEADS, "softmax_scale": SCALE}
+        values: dict[str, Any] = {**shape, "group": HEADS // KEY_HEADS}
+        self.held = self.turns(Tile(**kernel["tile"])) if kernel["name"] == "gradients" else {}
+        for argument, x in (self.tensors | self.bounds["by key" if by_key else "by query"] | self.held).items():
+            values[argument] = x.data_ptr()
+            if x.dim() == 4:
+                values |= {f"{argument}_stride_{axis}": x.stride(i) for i, axis in enumerate("bsh")}
+        return values
+
+    def expected(self) -> dict[str, Tensor]:
+        """What torch has for the results."""
+        q, k, v, dout = (self.tensors[name].float() for name in ("q", "k", "v", "dout"))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        group = HEADS // KEY_HEADS
+        heads = [q.transpose(1, 2), *(x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))]
+        scores = torch.einsum("bhqd,bhkd->bhqk", heads[0], heads[1]) * SCALE
+        scores = scores.masked_fill(torch.ones(ROWS, ROWS, device=q.device).triu(1).bool(), -torch.inf)
+        out = (scores.softmax(-1) @ heads[2]).transpose(1, 2)
+        grads = dict(zip(("dq_out", "dk_out", "dv_out"), torch.autograd.grad(out, leaves, dout), strict=True))
+        return {"out": out.detach(), "lse": scores.logsumexp(-1).detach(), **grads}
+
+
+FLAGS = [
+    "",
+    "--forward-kernel hopper --backward single_pass",
+    "--backward single_pass_deterministic",
+    "--backward hopper",
+]
+
+
+@needs_compiler
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("flags", FLAGS)
+def test_it_launches(flags: str, tmp_path: Path) -> None:
+    arch = "{}{}".format(*torch.cuda.get_device_capability())
+    if "hopper" in flags and arch != "90":
+        pytest.skip("Hopper kernels are for sm_90")
+    export = Export(f"--arch sm_{arch} --head-dim {HEAD_DIM} --causal {flags}", tmp_path / "export")
+    library, case = export.compiled(options=("-l:libcuda.so.1",)), Case("cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+    for name, kernel in export.kernels.items():
+        assert export.launch(library, name, case.arguments(kernel), BATCH, stream) == 0
+        torch.cuda.synchronize()
+    for name, truth in case.expected().items():
+        atol = TOLERANCE * max(1.0, truth.abs().max().item())
+        found = case.tensors["dq" if name == "dq_out" and "gradients" in export.kernels else name]
+        torch.testing.assert_close(found.float(), truth, rtol=TOLERANCE, atol=atol)
+
+
+@EXPORTED
+@needs_compiler
+@pytest.mark.parametrize("name", ["causal", "described"])
+def test_the_same_calls_without_a_gpu(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """That the launches above are complete, where there is nothing to launch on."""
+    export, case = exported(name, tmp_path_factory), Case("cpu")
+    library, record = export.recording()
+    for kernel in export.kernels.values():
+        layout, before = parameter_layout((export.folder / kernel["cubin"]).read_bytes()), record.launches
+        record.expect([size for _, size in layout.parameters])
+        assert export.launch(library, kernel["name"], case.arguments(kernel), BATCH) == 0
+        assert record.launches == before + 1
+        first = kernel["arguments"][0]["name"]
+        assert record.passed()[0][:8] == case.tensors[first].data_ptr().to_bytes(8, "little")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the launches themselves are compared")
+def test_the_case_is_attention() -> None:
+    case = Case("cpu")
+    q, k, v = (case.tensors[name].float().transpose(1, 2) for name in ("q", "k", "v"))
+    truth = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(case.expected()["out"], truth.transpose(1, 2), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,189 @@
+"""An export's launcher against Triton's own: the same calls, byte for byte, on a driver that records."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from ringattn.kernels import Bounds, Tile
+from ringattn.kernels.experimental.turns import numbers
+from ringattn.tools.export.binary import parameter_layout
+
+from ..support.export.exports import (
+    DATA,
+    EXPORTED,
+    NIGHTLY_WISHES,
+    STREAM,
+    WISHES,
+    Export,
+    Map,
+    built,
+    command,
+    exported,
+    needs_compiler,
+)
+from ..support.nightly import rest_nightly
+
+pytestmark = [needs_compiler, EXPORTED]
+
+OLD, NEW = 13010, 13020  # CUDA's version of a driver that sets a bit wrongly, and of one that does not
+KNOWN = OLD if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7) else NEW  # 3.6 knows of no such driver
+CASES = [
+    {"batch": 2, "rows": 300, "columns": 260, "key_heads": 2, "group": 3, "driver": NEW},
+    {"batch": 1, "rows": 40, "columns": 1, "key_heads": 1, "group": 2, "driver": KNOWN},
+    {"batch": 3, "rows": 1, "columns": 129, "key_heads": 1, "group": 1, "driver": KNOWN},
+]
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    """By the name of a wish: what Triton's launcher passes in each case; of all that are run together at once."""
+    folder = tmp_path_factory.mktemp("driver")
+    built(folder / "libcuda.so.1", DATA / "driver.c", options=("-Wl,-soname,libcuda.so.1",))  # as Triton looks for it
+
+    @cache
+    def told(nightly: bool) -> dict[str, list[dict[str, Any]]]:
+        names = [*(NIGHTLY_WISHES if nightly else WISHES)]
+        wishes = {name: exported(name, tmp_path_factory).wish for name in names}
+        done = command(
+            "tests.support.export.triton_launcher", json.dumps({"wishes": wishes, "cases": CASES}), str(folder)
+        )
+        found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+        return found
+
+    return lambda name: told(name in NIGHTLY_WISHES)[name]
+
+
+@pytest.fixture(scope="module", params=rest_nightly([*WISHES, *NIGHTLY_WISHES], *WISHES))
+def export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Export:
+    return exported(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> Export:
+    return exported("described", tmp_path_factory)
+
+
+def test_it_passes_what_tritons_own_launcher_passes(
+    export: Export, theirs: Callable[[str], list[dict[str, Any]]]
+) -> None:
+    library, record = export.recording()
+    for case, calls in zip(CASES, theirs(export.wish_name), strict=True):
+        assert {*calls} == {*export.kernels}
+        for name, call in calls.items():
+            record.expect([len(value) // 2 for value in call["values"]], case["driver"])
+            assert export.launch(library, name, call["arguments"], case["batch"]) == 0
+            assert [*record.numbers] == call["numbers"], name
+            names = [one["name"] for one in export.kernels[name]["parameters"]]
+            ours = [*zip(names, (value.hex() for value in record.passed()), strict=True)]
+            assert ours == [*zip(names, call["values"], strict=True)], (name, case)
+
+
+def launched(export: Export, name: str, **changed: int) -> tuple[int, dict[str, Map]]:
+    """(what a launch returns, its tensor maps by tensor): 2 batch rows, 300 queries, 260 keys, 6 heads on 2."""
+    library, record = export.recording()
+    record.expect(
+        [size for _, size in parameter_layout((export.folder / export.kernels[name]["cubin"]).read_bytes())[1]]
+    )
+    rows, columns, heads = (260, 300, 2) if name == "gradients" else (300, 260, 6)
+    values: dict[str, Any] = {"rows": rows, "columns": columns, "heads": heads, "group": 3, "softmax_scale": 0.125}
+    for i, one in enumerate(export.kernels[name]["arguments"]):
+        strides = {"b": 1 << 20, "s": 8192, "h": 512}
+        values.setdefault(one["name"], strides.get(one["name"][-1], 1 << 16) + 16 * i)
+    batch = changed.pop("batch", 2)
+    result = export.launch(library, name, values | changed, batch)
+    parameters = zip(export.kernels[name]["parameters"], record.passed(), strict=True)
+    return result, {one["made_of"]: Map.from_buffer_copy(got) for one, got in parameters if one["size"] == 128}
+
+
+def fields(of: Map) -> dict[str, Any]:
+    given = {name: getattr(of, name) for name, _ in Map._fields_}  # type: ignore[misc]
+    return {name: value if isinstance(value, int) else [*value] for name, value in given.items()}
+
+
+def test_the_maps_of_the_hopper_forward(described: Export) -> None:
+    result, maps = launched(described, "forward")
+    assert result == 0
+    assert [*maps] == ["q", "k", "v"]
+    arguments = [one["name"] for one in described.kernels["forward"]["arguments"]]
+    for name, of in maps.items():
+        first = arguments.index(name)
+        length, heads, rows = (300, 6, 64) if name == "q" else (260, 2, 128)
+        elements = [512 + 16 * (first + 3), 8192 + 16 * (first + 2), (1 << 20) + 16 * (first + 1)]
+        assert fields(of) == {
+            "address": (1 << 16) + 16 * first, "rank": 4, "type": 9, "always": 32, "unused": 0,
+            "sizes": [128, heads, length, 2], "strides": [2 * one for one in elements],
+            "box": [64, 1, rows, 1], "steps": [1, 1, 1, 1],  # of 128 bytes, as swizzled lines are: half a head dim
+            "interleave": 0, "swizzle": 3, "promotion": 2, "fill": 0,
+        }  # fmt: skip
+
+
+def test_the_map_of_what_a_single_pass_adds_to(described: Export) -> None:
+    result, maps = launched(described, "gradients", dq=1 << 20, dq_stride_b=1 << 21, dq_stride_s=4096, dq_stride_h=256)
+    assert result == 0
+    assert [*maps] == ["dq"]
+    told = fields(maps["dq"])
+    assert (told["address"], told["type"], told["swizzle"]) == (1 << 20, 7, 3)
+    assert (told["sizes"], told["strides"]) == ([128, 6, 300, 2], [1024, 16384, 1 << 23])
+    assert told["box"] == [32, 1, 32, 1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"q_stride_s": 0}, {"k_stride_h": -512}, {"v_stride_b": 0}, {"q_stride_b": 1 << 39}, {"columns": 0},
+        {"k_stride_s": 8196}, {"q": 24},
+    ],
+)  # fmt: skip
+def test_what_no_map_can_be_made_of(described: Export, wrong: dict[str, int]) -> None:
+    record = described.recording()[1]
+    before = record.launches
+    assert launched(described, "forward", **wrong)[0] == 1
+    assert record.launches == before
+
+
+def test_a_stride_of_nothing_is_replaced(described: Export) -> None:
+    result, maps = launched(described, "forward", batch=1, q_stride_b=0, k_stride_b=-(1 << 30))
+    assert result == 0
+    assert maps["q"].strides[2] == maps["k"].strides[2] == 256
+
+
+def test_the_gates_are_zero_before_every_launch(described: Export) -> None:
+    _, record = described.recording()
+    launched(described, "gradients", turns_gates=1 << 12)
+    assert [*record.set] == [1 << 12, 0, 2 * 6 * -(-300 // 32), STREAM]
+
+
+TURNS = """
+#include "{header}"
+void turns(int32_t *numbers, const int32_t *lo, const int32_t *hi, int32_t queries, int32_t keys) {{
+  {prefix}_gradients_turns(numbers, lo, hi, queries, keys);
+}}
+"""
+
+
+def test_whose_turn_it_is(described: Export) -> None:
+    folder = described.folder.parent / "turns"
+    folder.mkdir(exist_ok=True)
+    (folder / "turns.c").write_text(TURNS.format(header=f"{described.prefix}.h", prefix=described.prefix))
+    library = ctypes.CDLL(str(built(folder / "turns.so", folder / "turns.c", options=(f"-I{described.folder}",))))
+    tile = Tile(**described.kernels["gradients"]["tile"])
+    for queries, keys, window in ((300, 260, 1000), (1000, 1000, 90), (128, 512, 40), (33, 700, 1)):
+        ends = (torch.arange(queries) * keys // queries + 1).int()
+        bounds = Bounds((ends - window).clamp(min=0), ends)
+        expected = numbers(bounds, 1, queries, keys, tile, torch.device("cpu"))
+        assert expected is not None
+        found, by_key = torch.full_like(expected, -1), bounds.transposed(keys)
+        assert by_key.lo is not None
+        assert by_key.hi is not None
+        pointers = [ctypes.c_void_p(x.data_ptr()) for x in (found, by_key.lo, by_key.hi)]
+        library.turns(*pointers, queries, keys)
+        assert torch.equal(found, expected)
+        assert expected.max() > 0

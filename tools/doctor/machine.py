@@ -1,0 +1,216 @@
+"""What ``ringattn doctor`` looks at before anything moves: libraries, versions, GPUs, links, NICs, settings."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+
+from ... import __version__
+from ...comm.topology import nvml
+from ...comm.topology.places import Place, pairs_by_link
+from ...comm.topology.topology import Topology
+from ...comm.transports.nccl import nccl_missing
+from ...comm.transports.nccl_library import loaded_libraries
+from .findings import FAIL, OK, SKIPPED, Finding, by_rank, differing, ranks_text
+
+# settings that turn a fast path off, and that people forget in their shells
+SLOW_SETTINGS = {
+    "NCCL_P2P_DISABLE": "NVLink and PCIe peers are not used",
+    "NCCL_IB_DISABLE": "InfiniBand and RoCE are not used",
+    "NCCL_SHM_DISABLE": "shared memory is not used",
+    "NCCL_NET_DISABLE_INTRA": "NICs are not used inside a node",
+}
+IMPLICIT_ORDER = (2, 26)  # of NCCL: from here on it can order the kernels of all communicators of a GPU
+ORDERED = (
+    "where another library's communicators share these GPUs (torch's of FSDP or tensor parallelism), set "
+    "NCCL_LAUNCH_ORDER_IMPLICIT=1: without it NCCL promises progress only to one communicator at a time"
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one process knows of itself."""
+
+    versions: Mapping[str, str | None]
+    libraries: tuple[tuple[str, str], ...]
+    """Path and version of every libnccl that is loaded."""
+    no_nccl: str | None
+    """Why CuPy's NCCL cannot be used; None where it can."""
+    settings: Mapping[str, str]
+    """Every ``NCCL_*`` of the environment."""
+
+
+def facts() -> Facts:
+    """Of this process, with everything loaded that a transport would load."""
+    no_nccl = nccl_missing()
+    driver: str | None
+    try:
+        driver = nvml.driver_version()
+    except nvml.NoNvml:
+        driver = None
+    versions = {
+        "ringattn": __version__,
+        "torch": str(torch.__version__),
+        "triton": str(triton.__version__),
+        "CuPy": _cupy(),
+        "CUDA of torch": torch.version.cuda,
+        "driver": driver,
+        "Python": platform.python_version(),
+    }
+    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
+    here = tuple((str(path), _version_of(path)) for path in loaded_libraries())
+    return Facts(versions, here, no_nccl, settings)
+
+
+def _version_of(path: Path) -> str:
+    """Of a library that is loaded already: ``2.29.7``."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL(str(path)).ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError) as error:
+        return f"unknown version ({type(error).__name__})"
+    major, rest = divmod(number.value, 10_000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def _cupy() -> str | None:
+    try:
+        return str(importlib.import_module("cupy").__version__)
+    except ImportError:
+        return None
+
+
+def machine(everyone: Sequence[Facts], ring: Topology, device: torch.device) -> Iterator[Finding]:
+    """Findings about all ranks, from what each told."""
+    on_gpu = device.type == "cuda"
+    yield versions(everyone)
+    yield libraries(everyone, on_gpu=on_gpu)
+    yield cupy(everyone)
+    yield gpus(ring.places, on_gpu=on_gpu)
+    yield links(ring.places)
+    yield nics(ring.places)
+    yield settings(everyone)
+    yield order(ring)
+
+
+def versions(everyone: Sequence[Facts]) -> Finding:
+    """The same everywhere? Ranks of two versions compute two things, or wait for each other."""
+    mine = everyone[0].versions
+    different = {name: differing([one.versions[name] for one in everyone]) for name in mine}
+    wrong = [f"{name} is {text}" for name, text in different.items() if text and name not in ("driver", "Python")]
+    if wrong:
+        return Finding("versions", FAIL, "; ".join(wrong), "install the same versions on every host")
+    text = ", ".join(f"{name} {different[name] or value}" for name, value in mine.items() if value is not None)
+    return Finding("versions", OK, text, data={"versions": dict(mine)})
+
+
+def libraries(everyone: Sequence[Facts], *, on_gpu: bool) -> Finding:
+    """One libnccl in every process, of one version: two would each hold half of a process's communicators."""
+    check, data = "libnccl", {"libraries": [list(map(list, one.libraries)) for one in everyone]}
+    for rank, one in enumerate(everyone):
+        if len(one.libraries) > 1:
+            paths = ", ".join(f"{path} ({version})" for path, version in one.libraries)
+            todo = (
+                "keep one: uninstall the nvidia-nccl package that torch does not use, take the path out of "
+                "LD_LIBRARY_PATH, or preload the right one with LD_PRELOAD"
+            )
+            return Finding(check, FAIL, f"rank {rank} has {len(one.libraries)} loaded: {paths}", todo, data=data)
+    different = differing([one.libraries[0][1] if one.libraries else "none" for one in everyone])
+    if different:
+        return Finding(check, FAIL, different, "install the same version on every host", data=data)
+    if not everyone[0].libraries:
+        why = "torch links it statically, or was built without it" if on_gpu else "nothing on a CPU loads it"
+        return Finding(check, SKIPPED, f"none is loaded: {why}", data=data)
+    path, version = everyone[0].libraries[0]
+    return Finding(check, OK, f"{version}, {path}", data=data)
+
+
+def cupy(everyone: Sequence[Facts]) -> Finding:
+    """Whether CuPy can reach NCCL."""
+    if not any(one.no_nccl for one in everyone):
+        return Finding("CuPy", OK, "finds NCCL")
+    return Finding("CuPy", SKIPPED, f"no transport nccl: {by_rank([one.no_nccl or '' for one in everyone])}")
+
+
+def gpus(places: Sequence[Place], *, on_gpu: bool) -> Finding:
+    """torch's devices and NVML's are matched by UUID: NVML ignores CUDA_VISIBLE_DEVICES."""
+    check = "GPUs"
+    data = {"gpus": [{"rank": rank, "uuid": one.gpu, "index": one.index} for rank, one in enumerate(places)]}
+    if not on_gpu:
+        return Finding(check, SKIPPED, "the ranks compute on the CPU: torch sees no GPU here", data=data)
+    unknown = [(rank, place.unknown) for rank, place in enumerate(places) if place.unknown]
+    if unknown:
+        rank, why = unknown[0]
+        unmatched = any("NVML knows no" in str(why) for _, why in unknown)
+        todo = "run nvidia-smi -L: the container shows torch other GPUs than NVML, or the driver was replaced"
+        return Finding(check, FAIL if unmatched else SKIPPED, f"rank {rank}: {why}", todo * unmatched, data=data)
+    sharing: dict[tuple[str, str | None], list[int]] = {}
+    for rank, place in enumerate(places):
+        sharing.setdefault((place.host, place.gpu), []).append(rank)
+    shared = "; ".join(f"{ranks_text(ranks)} share one" for ranks in sharing.values() if len(ranks) > 1)
+    names = ", ".join(dict.fromkeys(str(place.name) for place in places))
+    first = ", ".join(f"rank {rank} is NVML's {place.index}" for rank, place in enumerate(places[:2]))
+    text = f"{len(sharing)} x {names}, matched with NVML by UUID ({first}{', …' * (len(places) > 2)})"
+    return Finding(check, OK, "; ".join(filter(None, [text, shared])), data=data)
+
+
+def links(places: Sequence[Place]) -> Finding:
+    """NVLink and PCIe inside the hosts, as NVML and /sys tell."""
+    kinds = pairs_by_link(places)
+    slots = sorted({place.pcie_gigabytes for place in places if place.pcie_gigabytes is not None})
+    told = [f"{count} pairs by {text}" for text, count in kinds.items()]
+    told += [f"PCIe slots of {', '.join(f'{slot:g}' for slot in slots)} GB/s nominal"] if slots else []
+    if not told:
+        return Finding("NVLink, PCIe", SKIPPED, next((str(p.unknown) for p in places if p.unknown), "one GPU alone"))
+    return Finding("NVLink, PCIe", OK, "; ".join(told), data={"pairs": kinds})
+
+
+def nics(places: Sequence[Place]) -> Finding:
+    """The adapters of every host."""
+    hosts = {place.host: place.nics for place in places}
+    told = {
+        ", ".join(f"{nic.name} {f'{nic.gigabits:g} Gbit/s' if nic.gigabits else 'of unknown rate'}" for nic in found)
+        for found in hosts.values()
+    }
+    if told == {""}:
+        return Finding("NICs", SKIPPED, "/sys shows none: a container may hide them")
+    several = f", one of {len(told)} kinds of hosts" if len(told) > 1 else ""
+    return Finding(
+        "NICs", OK, f"{min(told)}{several}", data={"hosts": {host: len(found) for host, found in hosts.items()}}
+    )
+
+
+def settings(everyone: Sequence[Facts]) -> Finding:
+    """Every ``NCCL_*`` that is set, on which ranks if not on all, and what it turns off."""
+    names = sorted({name for one in everyone for name in one.settings})
+    told = []
+    for name in names:
+        values = [one.settings.get(name) for one in everyone]
+        told.append(f"{name}={differing(values) or values[0]}")
+        if name in SLOW_SETTINGS and any(value not in (None, "", "0") for value in values):
+            told[-1] += f" ({SLOW_SETTINGS[name]})"
+    data = {"settings": [dict(one.settings) for one in everyone]}
+    more = (ORDERED,) if any(_unordered(one) for one in everyone) else ()
+    return Finding("NCCL_* settings", OK, ", ".join(told) or "none set", more=more, data=data)
+
+
+def _unordered(one: Facts) -> bool:
+    """Whether kernels of several communicators may start in any order, though this NCCL could order them."""
+    known = [re.match(r"(\d+)\.(\d+)\.", version) for _, version in one.libraries]
+    able = any(tuple(map(int, found.groups())) >= IMPLICIT_ORDER for found in known if found)
+    return able and one.settings.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") in ("", "0")
+
+
+def order(ring: Topology) -> Finding:
+    """The order of the ring and what its edges should carry."""
+    first, *rest = ring.describe().splitlines()
+    return Finding("ring order", OK, first, more=tuple(rest), data={"nodes": [list(node) for node in ring.nodes]})
