@@ -1,0 +1,60 @@
+"""The one result of every command: its table, its files, and what is refused as such a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from ringattn.bench.common.result import Result, finish, read
+
+FOUND = Result(
+    "bench links",
+    {"edge": "", "GB/s": "GB/s", "checked": "", "remark": ""},
+    [{"edge": "0 -> 1", "GB/s": 12.34567, "checked": True, "remark": "x" * 40}, {"edge": "1 -> 0", "GB/s": None}],
+    notes=["best: 0 -> 1"],
+    provenance={"command": "ringattn bench links"},
+)
+
+
+def test_table_leaves_out_columns_from_the_right_and_names_them() -> None:
+    lines = FOUND.text(60).splitlines()
+    assert max(map(len, lines[:3])) <= 60
+    assert lines[1].split() == ["0", "->", "1", "12.35", "yes"]
+    assert "remark" in lines[3] and lines[-1] == "best: 0 -> 1"
+    assert "x" * 40 in FOUND.text(100)
+
+
+def test_files_read_back(tmp_path: Path) -> None:
+    finish(FOUND, str(tmp_path / "r.json"), tmp_path / "r.csv")
+    assert read(tmp_path / "r.json") == FOUND
+    assert (tmp_path / "r.csv").read_text().splitlines()[0] == "edge,GB/s,checked,remark"
+
+
+def test_failure_ends_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended:
+        finish(Result("bench links", {"edge": ""}, failed=["edge 0 -> 1 is wrong"]))
+    assert ended.value.exit_code == 1
+    assert "FAILED: edge 0 -> 1 is wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"schema": "other"}, "its schema is not"),
+        ({"rows": 3}, "rows is 3: it must be of type list"),
+        ({"rows": [{"other": 1}]}, "fields are columns of units"),
+        ({"rows": [{"edge": [1]}]}, "a row takes"),
+        ({"notes": [3]}, "notes must be texts"),
+        ({"units": {"edge": 3}}, "units must be texts"),
+        ({"extra": 3}, "it must have"),
+    ],
+)
+def test_other_files_are_refused(change: dict[str, Any], why: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({**FOUND.as_json(), **change}))
+    with pytest.raises(ValueError, match=why):
+        read(path)
