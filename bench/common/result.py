@@ -1,4 +1,4 @@
-"""What every command measures, in one shape: rows of columns with units, what failed, what to know, where it comes from.
+"""What every command finds, in one shape: rows of columns with units, what failed, what to know, where it comes from.
 
 The table on the terminal, the CSV and the JSON are the same rows. A report reads the JSON back with :func:`read`.
 """
@@ -38,7 +38,7 @@ class Result:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def text(self, width: int | None = None) -> str:
-        """Table, notes and failures for a terminal; columns from the right that ``width`` cannot hold are named, not shown."""
+        """Table, notes and failures for a terminal; columns from the right that do not fit are named alone."""
         width = width or shutil.get_terminal_size((80, 24)).columns
         columns, left = list(self.units), list[str]()
         while len(columns) > 1 and len(_lines(self.rows, columns, self.units)[0]) > width:
