@@ -8,79 +8,31 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..bench.common.launching import cores, member, process_group, threads
 from ..bench.common.memory import PeakMemory
-from ..comm import GroupLike
-from ..ring import Layout, Ring, ring_attention
+from ..comm import GroupLike, LocalGroup, LocalWorld
+from ..ring import Ring, ring_attention
 from ..ring.shards import exchange
-from ..ring.trace import Trace
+from .demo import Job
 from .model import Attend, Decoder
-
-Tick = Callable[[], object]  # called after each step
 
 EXACT_ROWS = 1024  # queries whose float64 scores a GPU holds at a time
 ADAM_BETAS = (0.9, 0.95)  # a second moment that follows within a dozen steps
-
-
-def no_tick() -> None:
-    """Nobody watches."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is trained, and how; the same on every rank."""
-
-    seqlen: int = 8192
-    steps: int = 10
-    layers: int = 2
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    layout: str = "zigzag"
-    dtype: str = "float32"
-    lr: float = 3e-3
-    seed: int = 0
-
-    def model(self) -> Decoder:
-        """The decoder as it starts: the same weights wherever it is made."""
-        model = Decoder(layers=self.layers, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
-        model.initialize(self.seed)
-        return model
-
-    def held(self, world: int) -> Layout:
-        """Who holds which tokens."""
-        made: Layout = getattr(Layout, self.layout)(self.seqlen, world)
-        return made
-
-    @property
-    def compared(self) -> list[int]:
-        """Steps whose gradients are compared: the first, and the last, where attention has learned to be peaked."""
-        return sorted({0, self.steps - 1})
-
-    @property
-    def eps(self) -> float:
-        """Relative rounding of the dtype that attention and matrix products run in."""
-        return torch.finfo(getattr(torch, self.dtype)).eps
-
-
-@dataclass(frozen=True)
-class Task:
-    """A job on a text and a device."""
-
-    job: Job
-    document: bytes
-    device: torch.device
 
 
 @dataclass
@@ -91,7 +43,8 @@ class Run:
     logits: dict[int, float] = field(default_factory=dict)  # the largest in magnitude, of this rank's tokens
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
-    peak: int = 0  # bytes
+    peaks: list[int] = field(default_factory=list)  # bytes of every rank
+    where: str = ""  # what ran it
 
     @property
     def step_seconds(self) -> float:
@@ -100,78 +53,127 @@ class Run:
         return timed[len(timed) // 2]
 
 
-@dataclass
-class RingRun(Run):
-    """The same of a ring, with what only a ring has."""
+@dataclass(frozen=True)
+class Runs:
+    """Three runs of one job."""
 
-    transport: str = ""
-    hops: list[dict[str, Any]] = field(default_factory=list)  # seconds per step, of every rank, hop and phase
-    peaks: list[int] = field(default_factory=list)  # of every rank
-
-
-class Weights:
-    """The weights that each step starts from, in files: kept in memory they would count as the run's."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
-
-    def save(self, step: int, model: Decoder) -> None:
-        torch.save(model.state_dict(), self._folder / f"{step}.pt")
-
-    def load(self, step: int, model: Decoder) -> None:
-        model.load_state_dict(torch.load(self._folder / f"{step}.pt", weights_only=True))
+    ring: Run
+    whole: Run
+    exact: Run
 
 
 @dataclass(frozen=True)
-class Hooks:
-    """Where the runs differ."""
+class Task:
+    """A job on a text and a device; the weights that each step starts from are in files of ``folder``.
 
-    before: Callable[[int, Decoder], object] = lambda step, model: None  # a step, outside of its time
-    record: Callable[[], AbstractContextManager[object]] = nullcontext  # around forward and backward
-    reduce: Callable[[Decoder, Tensor], float] = lambda model, loss: loss.item()  # over the ranks; the whole loss
-    after: Tick = no_tick  # a step
-
-
-def train_ring(task: Task, group: GroupLike, weights: Weights | None = None, tick: Tick = no_tick) -> RingRun:
-    """Train with the sequence sharded over the ranks of ``group``: every rank calls it.
-
-    Where ``weights`` is given, those that each step starts from are saved in it.
+    Kept in memory they would count as the run's.
     """
+
+    job: Job
+    document: bytes
+    device: torch.device
+    folder: Path | None = None  # None on ranks that only take part
+
+    def model(self) -> Decoder:
+        """The decoder as it starts: the same weights wherever it is made."""
+        job = self.job
+        model = Decoder(layers=job.layers, heads=job.heads, kv_heads=job.kv_heads, head_dim=job.head_dim)
+        model.initialize(job.seed)
+        return model.to(self.device)
+
+    def save(self, step: int, model: Decoder) -> None:
+        """The weights before a step."""
+        if self.folder is not None:
+            torch.save(model.state_dict(), self.folder / f"{step}.pt")
+
+    def load(self, step: int, model: Decoder) -> None:
+        """The weights that :meth:`save` kept."""
+        assert self.folder is not None
+        model.load_state_dict(torch.load(self.folder / f"{step}.pt", weights_only=True))
+
+
+def as_rank(store: str | None, job: Job, document: bytes) -> Runs | None:
+    """One rank of several processes, which meet in the file ``store``; rank 0 alone takes the steps on the whole.
+
+    Returns:
+        On rank 0 the three runs, None on every other.
+    """
+    place = member()
+    assert place is not None
+    with TemporaryDirectory() as folder, progress(job, hidden=place.rank > 0) as tick:
+        task = Task(job, document, place.device, Path(folder) if place.rank == 0 else None)
+        with threads(place.threads), process_group(place, store):
+            ring = train_ring(task, None, tick)
+        ring.where = f"{place.world} ranks, {_device_name(task.device, place.threads)} each"
+        return whole_runs(task, ring, tick) if place.rank == 0 else None
+
+
+def as_all_ranks(job: Job, document: bytes, world: int) -> Runs:
+    """All ranks, as virtual ones on one device."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    with TemporaryDirectory() as folder, progress(job) as tick, threads(cores()):
+        task = Task(job, document, device, Path(folder))
+
+        def rank(group: LocalGroup) -> Run:
+            if group.rank() == 0:
+                return train_ring(task, group, tick)
+            return train_ring(Task(job, document, device), group)
+
+        with LocalWorld(world, device=device) as local:
+            ring = local.run(rank)[0]
+        ring.where = f"{world} virtual ranks on {_device_name(device, cores())}, memory of all together"
+        return whole_runs(task, ring, tick)
+
+
+def whole_runs(task: Task, ring: Run, tick: Callable[[], object]) -> Runs:
+    """The steps of a ring again on the whole sequence, in this process with all its threads.
+
+    Raises:
+        RuntimeError: the whole sequence does not fit the GPU.
+    """
+    try:
+        with threads(cores()):
+            return Runs(ring, train_whole(task, tick), train_exactly(task, tick))
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(
+            f"--seqlen {task.job.seqlen}: the whole sequence does not fit one GPU, and nothing is left to compare "
+            "with; take a shorter one"
+        ) from error
+
+
+def train_ring(task: Task, group: GroupLike, tick: Callable[[], object] = lambda: None) -> Run:
+    """Train with the sequence sharded over the ranks of ``group``: every rank calls it."""
     with Ring(group) as ring:
         transport = ring.open(task.device)[0]
         ring._agree({"job": task.job, "text": hashlib.sha256(task.document).hexdigest()[:12]}, task.device)
-        layout = task.job.held(ring.size)
-        traces: list[Trace] = []
-        hooks = Hooks(
-            before=weights.save if weights is not None else Hooks.before,
-            record=partial(_record, ring, traces),
-            reduce=partial(_sum, ring),
-            after=tick,
-        )
-        run = RingRun(transport=transport.name)
-        train(run, task, partial(_ring_attention, layout, ring), layout.positions(ring.rank), hooks)
-        everyone: list[Any] = transport.gather((_seconds_per_step(traces[1:] or traces, ring), run.peak))
-    run.hops = [hop for hops, _ in everyone for hop in hops]
-    run.peaks = [peak for _, peak in everyone]
+        layout = task.job.layout_of(ring.size)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = ring_attention(q, k, v, layout=layout, ring=ring, causal=True)
+            assert isinstance(out, Tensor)  # it is a pair only where lse was asked for
+            return out
+
+        run = train(task, attend, layout.positions(ring.rank), task.save, partial(reduce, ring), tick)
+        run.peaks = [peaks[0] for peaks in transport.gather(run.peaks)]
     return run
 
 
-def train_whole(task: Task, weights: Weights, tick: Tick = no_tick) -> Run:
+def train_whole(task: Task, tick: Callable[[], object]) -> Run:
     """Take the same steps on the whole sequence in this process, with PyTorch's attention."""
-    run = Run()
-    hooks = Hooks(before=weights.load, after=tick)
-    train(run, task, pytorch_attention, torch.arange(task.job.seqlen), hooks)
+    positions = torch.arange(task.job.seqlen)
+    run = train(task, pytorch_attention, positions, task.load, lambda model, loss: loss.item(), tick)
+    run.where = _device_name(task.device, cores())
     return run
 
 
-def train_exactly(task: Task, weights: Weights, tick: Tick = no_tick) -> Run:
+def train_exactly(task: Task, tick: Callable[[], object]) -> Run:
     """Loss and gradients of the compared steps in float64, on the whole sequence."""
     run = Run()
-    model = task.job.model().to(task.device, torch.float64)
+    model = task.model().double()
     attend = pytorch_attention if task.device.type == "cpu" else blocked_attention
     batch = Batch.of(task, torch.arange(task.job.seqlen))
     for step in task.job.compared:
-        weights.load(step, model)
+        task.load(step, model)
         model.zero_grad()
         loss, run.logits[step] = backward(model, batch, attend, task.job.seqlen)
         run.losses[step] = loss.item()
@@ -180,27 +182,39 @@ def train_exactly(task: Task, weights: Weights, tick: Tick = no_tick) -> Run:
     return run
 
 
-def train(run: Run, task: Task, attend: Attend, positions: Tensor, hooks: Hooks) -> None:
-    """Take the steps of a job with Adam on the tokens at ``positions``, and fill ``run``."""
-    job, device = task.job, task.device
-    model = job.model().to(device)
+def train(
+    task: Task,
+    attend: Attend,
+    positions: Tensor,
+    before: Callable[[int, Decoder], object],
+    reduce: Callable[[Decoder, Tensor], float],
+    tick: Callable[[], object],
+) -> Run:
+    """Take the steps of a job with Adam on the tokens at ``positions``.
+
+    ``before`` a step its weights are saved or loaded; ``reduce`` sums gradients and loss over the ranks.
+    """
+    run, job, device = Run(), task.job, task.device
+    model = task.model()
     optimizer = torch.optim.Adam(model.parameters(), lr=job.lr, betas=ADAM_BETAS)
     batch = Batch.of(task, positions)
-    precision = torch.autocast(device.type, dtype=getattr(torch, job.dtype), enabled=job.dtype != "float32")
+    dtype = getattr(torch, job.dtype)
+    precision = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
     memory = PeakMemory(device)
     for step in range(job.steps):
-        hooks.before(step, model)
+        before(step, model)
         begun = time.perf_counter()
         optimizer.zero_grad()
-        with hooks.record(), precision:
+        with precision:
             loss, run.logits[step] = backward(model, batch, attend, job.seqlen)
-        run.losses[step] = hooks.reduce(model, loss)
+        run.losses[step] = reduce(model, loss)
         optimizer.step()
         run.seconds.append(time.perf_counter() - begun)  # a GPU is idle here but for the update: the loss was read
         if step in job.compared:
             run.gradients[step] = copy_gradients(model)
-        hooks.after()
-    run.peak = memory.bytes
+        tick()
+    run.peaks = [memory.bytes]
+    return run
 
 
 @dataclass(frozen=True)
@@ -213,6 +227,7 @@ class Batch:
 
     @classmethod
     def of(cls, task: Task, positions: Tensor) -> Batch:
+        """The bytes of the document at ``positions``: labels are shifted before the split."""
         text = torch.frombuffer(bytearray(task.document), dtype=torch.uint8).long()
         parts = text[positions][None], text[positions + 1], positions
         return cls(*(part.to(task.device) for part in parts))
@@ -228,24 +243,7 @@ def backward(model: Decoder, batch: Batch, attend: Attend, total: int) -> tuple[
     return loss.detach(), largest
 
 
-def copy_gradients(model: Decoder) -> dict[str, Tensor]:
-    """Every parameter's gradient, on the CPU."""
-    return {name: _gradient(parameter).to("cpu", copy=True) for name, parameter in model.named_parameters()}
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    if parameter.grad is None:
-        raise RuntimeError("a parameter has no gradient: backward has not run, or the model does not use it")
-    return parameter.grad
-
-
-def _ring_attention(layout: Layout, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out = ring_attention(q, k, v, layout=layout, ring=ring, causal=True)
-    assert isinstance(out, Tensor)  # it is a pair only where lse was asked for
-    return out
-
-
-def _sum(ring: Ring, model: Decoder, loss: Tensor) -> float:
+def reduce(ring: Ring, model: Decoder, loss: Tensor) -> float:
     """Sum gradients and loss over the ranks, in rank order on every rank, in float64: all ranks get the same bits."""
     gradients = [_gradient(parameter) for parameter in model.parameters()]
     flat = torch.cat([loss.reshape(1), *(gradient.reshape(-1).double() for gradient in gradients)])
@@ -255,23 +253,15 @@ def _sum(ring: Ring, model: Decoder, loss: Tensor) -> float:
     return total[0].item()
 
 
-@contextmanager
-def _record(ring: Ring, traces: list[Trace]) -> Iterator[None]:
-    with ring.record() as trace:
-        traces.append(trace)
-        yield
+def copy_gradients(model: Decoder) -> dict[str, Tensor]:
+    """Every parameter's gradient, on the CPU."""
+    return {name: _gradient(parameter).to("cpu", copy=True) for name, parameter in model.named_parameters()}
 
 
-def _seconds_per_step(traces: list[Trace], ring: Ring) -> list[dict[str, Any]]:
-    """Compute and wait of this rank, per phase and hop: the mean of the steps, summed over the layers."""
-    rows: dict[tuple[str, int], dict[str, Any]] = {
-        (phase, hop): {"rank": ring.rank, "phase": phase, "hop": hop, "compute": 0.0, "wait": 0.0}
-        for phase in ("forward", "backward")
-        for hop in range(ring.size)
-    }
-    for span in (span for trace in traces for span in trace.spans):
-        rows[span.phase, span.hop][span.kind] += span.seconds / len(traces)
-    return list(rows.values())
+def _gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        raise RuntimeError("a parameter has no gradient: backward has not run, or the model does not use it")
+    return parameter.grad
 
 
 def pytorch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -290,5 +280,28 @@ def _block(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
     stop = min(start + EXACT_ROWS, q.shape[1])
     rows, columns = torch.arange(start, stop, device=q.device), torch.arange(stop, device=q.device)
     q, k, v = (x.transpose(1, 2) for x in (q[:, start:stop], k[:, :stop], v[:, :stop]))
-    seen = rows[:, None] >= columns
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+    visible = rows[:, None] >= columns
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True).transpose(1, 2)
+
+
+class progress:
+    """A bar over the steps of all three runs, on standard error and gone at the end; a terminal alone shows it."""
+
+    def __init__(self, job: Job, hidden: bool = False) -> None:
+        console = Console(stderr=True)
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        self._bars = Progress(*columns, console=console, transient=True, disable=hidden or not console.is_terminal)
+        self._task = self._bars.add_task("steps: sharded, whole, float64", total=2 * job.steps + len(job.compared))
+
+    def __enter__(self) -> Callable[[], object]:
+        self._bars.start()
+        return lambda: self._bars.advance(self._task)
+
+    def __exit__(self, *_: Any) -> None:
+        self._bars.stop()
+
+
+def _device_name(device: torch.device, count: int) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"1 process of {count} thread{'s' * (count > 1)}"

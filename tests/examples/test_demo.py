@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,12 +21,12 @@ from typer.testing import CliRunner
 
 from ringattn import ring_attention
 from ringattn.bench.common import launching
-from ringattn.examples import demo as demo
-from ringattn.examples import side_by_side, training
+from ringattn.bench.common.result import read
+from ringattn.examples import demo, training
+from ringattn.examples.compare import compared, row_of
+from ringattn.examples.demo import Job
 from ringattn.examples.model import Decoder, rotate
-from ringattn.examples.outcome import Check, Outcome, Setting
-from ringattn.examples.side_by_side import Order
-from ringattn.examples.training import Job
+from ringattn.examples.training import Runs, as_all_ranks
 
 TINY = Job(seqlen=203, steps=3, layers=1, heads=4, kv_heads=2, head_dim=8, lr=1e-2)  # 203: no world divides it
 FLAGS = [
@@ -43,21 +41,10 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.replace("│", " ").split())
 
 
-def order(job: Job = TINY) -> Order:
-    return Order(job, demo.read(None, job.seqlen), "topics")
-
-
-@pytest.fixture
-def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
-    """What is reported, in place of its printing."""
-    seen: list[Outcome] = []
-
-    def report(_: Order, outcome: Outcome) -> bool:
-        seen.append(outcome)
-        return not outcome.disagreements
-
-    monkeypatch.setattr(side_by_side, "report", report)
-    return seen
+def failures(job: Job, world: int) -> list[str]:
+    runs = as_all_ranks(job, demo.read(None, job.seqlen), world)
+    assert len(runs.ring.peaks) == world
+    return compared(job, "topics", runs).failed
 
 
 # -- agreement
@@ -66,28 +53,23 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
 @pytest.mark.parametrize(
     ("world", "job"),
     [
-        (1, TINY),
-        (2, TINY),
-        (3, replace(TINY, layout="striped", kv_heads=1, layers=2)),
+        (3, replace(TINY, layout="striped", kv_heads=1, layers=2, dtype="bfloat16")),
         (4, replace(TINY, layout="contiguous", kv_heads=4)),
-        (2, replace(TINY, dtype="bfloat16")),
         (3, replace(TINY, seqlen=2, steps=1)),  # a rank without tokens
     ],
 )
-def test_virtual_ranks_agree_with_the_whole(world: int, job: Job, outcomes: list[Outcome]) -> None:
-    assert side_by_side.as_all_ranks(order(job), world), outcomes[0].text()
-    ring = outcomes[0].ring
-    assert len(ring.peaks) == world
-    assert {(row["rank"], row["hop"]) for row in ring.hops} == {(r, h) for r in range(world) for h in range(world)}
+def test_virtual_ranks_agree_with_the_whole(world: int, job: Job) -> None:
+    assert failures(job, world) == []
 
 
 def test_weights_do_not_depend_on_who_else_draws_random_numbers() -> None:
-    first = TINY.model().state_dict()
+    def weights(job: Job) -> dict[str, Tensor]:
+        return training.Task(job, b"", torch.device("cpu")).model().state_dict()
+
+    first = weights(TINY)
     torch.rand(5)
-    second = TINY.model().state_dict()
-    assert all(second[name].equal(weight) for name, weight in first.items())
-    other = replace(TINY, seed=1).model().state_dict()
-    assert not other["head.weight"].equal(first["head.weight"])
+    assert all(weights(TINY)[name].equal(weight) for name, weight in first.items())
+    assert not weights(replace(TINY, seed=1))["head.weight"].equal(first["head.weight"])
 
 
 # -- a broken ring is found out
@@ -104,11 +86,8 @@ def wrong_mask(attend: Broken) -> Broken:
 
 
 def wrong_gradient(attend: Broken) -> Broken:
-    def broken(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-        out: Tensor = attend(q, k + 1e-4 * (k - k.detach()), v, **how)  # the value of k, 1.0001 times its gradient
-        return out
-
-    return broken
+    # the value of k, 1.0001 times its gradient
+    return lambda q, k, v, **how: attend(q, k + 1e-4 * (k - k.detach()), v, **how)
 
 
 def not_a_number(attend: Broken) -> Broken:
@@ -133,9 +112,7 @@ def test_exit_code_tells_of_a_broken_ring(
     assert found in output.partition("DISAGREE")[2]
 
 
-def test_positions_of_the_shard_instead_of_the_sequence(
-    monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome]
-) -> None:
+def test_positions_of_the_shard_instead_of_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """What people get wrong: rotary embedding that counts from the shard's start."""
 
     class Local(Decoder):
@@ -143,17 +120,19 @@ def test_positions_of_the_shard_instead_of_the_sequence(
             return super().forward(tokens, torch.arange(len(positions)), attend)
 
     monkeypatch.setattr(training, "Decoder", Local)
-    assert not side_by_side.as_all_ranks(order(), 2)
-    assert {check.step for check in outcomes[0].disagreements} == {0, 1, 2}
+    found = " ".join(failures(TINY, 2))
+    assert all(f"loss at step {step}" in found for step in (1, 2, 3))
 
 
 def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(task: training.Task, group: Any, *rest: Any) -> training.RingRun:
-        return training.train_ring(replace(task, document=bytes([group.rank()]) * 300), group, *rest)
+    whole = training.train_ring
 
-    monkeypatch.setattr(side_by_side, "train_ring", train)
+    def train(task: training.Task, group: Any, *rest: Any) -> training.Run:
+        return whole(replace(task, document=bytes([group.rank()]) * 300), group, *rest)
+
+    monkeypatch.setattr(training, "train_ring", train)
     with pytest.raises(ValueError, match="text differs between ranks"):
-        side_by_side.as_all_ranks(order(), 2)
+        as_all_ranks(TINY, demo.read(None, TINY.seqlen), 2)
 
 
 # -- every way to start it
@@ -167,39 +146,34 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 def test_processes_of_this_machine(tmp_path: Path) -> None:
     target, rows = tmp_path / "out.json", tmp_path / "out.csv"
-    result = run("ringattn", "demo", *FLAGS, "--json", str(target), "--csv", str(rows))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(r"^AGREE: ", result.stdout, re.MULTILINE)
-    data = json.loads(target.read_text())
-    assert data["agrees"]
-    assert data["setting"]["world"] == 2
-    assert data["setting"]["transport"] in ("process_group", "nccl", "local")
-    losses = [row["loss_sharded"] for row in data["steps"]]
-    assert losses == sorted(losses, reverse=True)
-    assert len(data["peak_bytes"]["sharded"]) == 2
+    done = run("ringattn", "demo", *FLAGS, "--json", str(target), "--csv", str(rows))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nAGREE: " in done.stdout
+    result = read(target)
+    losses = [row["sharded"] for row in result.rows if row["name"] == "loss"]
+    assert len(losses) == TINY.steps and losses == sorted(losses, reverse=True)
     with rows.open() as file:
-        assert [float(row["loss_sharded"]) for row in csv.DictReader(file)] == losses
+        assert [float(row["sharded"]) for row in csv.DictReader(file) if row["name"] == "loss"] == losses
 
 
+@pytest.mark.nightly
 def test_torchrun_and_only_rank_0_prints(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_bytes(bytes(range(256)))
     torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"
-    result = run(*torchrun, "ringattn", "demo", *FLAGS, "--layout", "striped", "--text", str(text), "--json", "-")
-    assert result.returncode == 0, result.stdout + result.stderr
-    data = json.loads(result.stdout)
-    assert data["agrees"]
-    assert (data["setting"]["world"], data["setting"]["document"]) == (2, "notes.txt")
+    done = run(*torchrun, "ringattn", "demo", *FLAGS, "--layout", "striped", "--text", str(text), "--json", "-")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "out.json").write_text(done.stdout)
+    assert "notes.txt" in read(tmp_path / "out.json").notes[0]
 
 
 def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(*_: object) -> bool:
         raise ChildFailedError("as_rank", {1: ProcessFailure(local_rank=1, pid=12345, exitcode=-9, error_file="")})
 
-    monkeypatch.setattr(side_by_side, "launch", launch)
+    monkeypatch.setattr(launching, "launch", launch)
     code, output = invoke(*FLAGS)
     assert code == 1
-    assert "a rank failed" in output
     assert "Signal 9 (SIGKILL) received by PID 12345" in output
 
 
@@ -207,7 +181,7 @@ def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--text", "nowhere.txt"], "cannot read nowhere.txt"),
         (["--text", "{short}"], "has 100 bytes, --seqlen 8192 needs 8,193"),
@@ -224,12 +198,12 @@ def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
         (["--json", "{short.parent}"], "it is a folder; name a file in it"),
     ],
 )
-def test_what_cannot_work_is_refused(arguments: list[str], told: str, tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_bytes(b"x" * 100)
     code, output = invoke(*(argument.format(short=short) for argument in arguments))
     assert code == 2
-    assert told in output
+    assert message in output
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,20 +258,18 @@ def test_blocked_attention_is_attention(monkeypatch: pytest.MonkeyPatch) -> None
         torch.testing.assert_close(blocked, whole)
 
 
-def test_a_check_fails_on_nan() -> None:
-    check = Check("loss", 0, difference=0.0, error=1.0, pytorch_error=0.5, allowed=1.0)
-    assert check.agrees
-    assert not replace(check, error=math.nan).agrees
-    assert not replace(check, allowed=math.nan).agrees
-    assert not replace(check, error=None, difference=1.1).agrees
+def test_a_comparison_fails_on_nan() -> None:
+    right = {"difference": 0.0, "error": 1.0, "theirs": 0.5, "allowed": 1.0}
+    wrong: list[dict[str, Any]] = [{"error": math.nan}, {"allowed": math.nan}, {"error": None, "difference": 1.1}]
+    assert row_of(0, "loss", **right)["agrees"]
+    assert not any(row_of(0, "loss", **{**right, **change})["agrees"] for change in wrong)
 
 
-def test_of_each_parameter_the_worst_step_is_shown() -> None:
+def test_every_compared_step_counts() -> None:
     def run(*gradients: float) -> training.Run:
         steps = {step: {"w": torch.tensor([value])} for step, value in zip((0, 2), gradients, strict=True)}
-        return training.Run(gradients=steps)
+        return training.Run(dict.fromkeys(range(3), 1.0), dict.fromkeys(range(3), 1.0), steps, [1.0], [1])
 
     exact, whole, ring = run(1.0, 1.0), run(1.001, 1.001), run(1.001, 1.01)
-    outcome = Outcome(TINY, Setting("", 1, "", "", False), training.RingRun(**vars(ring)), whole, exact, {})
-    assert [check.agrees for check in outcome.gradients] == [True, False]
-    assert [(check.name, check.step, check.agrees) for check in outcome.worst_gradients] == [("w", 2, False)]
+    exact.losses.pop(1)
+    assert [line[:11] for line in compared(TINY, "", Runs(ring, whole, exact)).failed] == ["w at step 3"]
