@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from ringattn import LocalWorld
 from ringattn.bench import cli
+from ringattn.comm import GroupLike
+from ringattn.examples.model import Decoder
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -16,7 +23,7 @@ PAGES = sorted(
     for path in ROOT.rglob("*.md")
     if not {".venv", ".tox", "build", "node_modules"} & {*path.relative_to(ROOT).parts}
 )
-MOST_LINES = 170
+MOST_LINES, MOST_COLUMNS = 150, 100
 # written by commands, or into the user's folders
 MADE = {"launcher.c", "manifest.json", "config.json"}
 DATED = {"NOTES.md", "CHANGELOG.md"}  # they tell of files as they were called then
@@ -77,4 +84,34 @@ def test_every_command_is_told() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= MOST_LINES
+    long = [line for line in lines if len(line) > MOST_COLUMNS and not line.startswith(("|", "python3"))]
+    assert long == []  # but for tables, and commands that are copied whole
+
+
+def test_the_page_on_training_does_what_it_says() -> None:
+    """Its function on four virtual ranks: losses and gradients sum to those of the whole."""
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(source, "docs/training.md", "exec"), names)
+    tokens = torch.randint(256, (1, 65), generator=torch.Generator().manual_seed(0))
+
+    def trained(group: GroupLike) -> list[Tensor]:
+        model = Decoder(layers=1, heads=2, kv_heads=1, head_dim=8)
+        model.initialize(0)
+        loss = names["backward"](model, tokens, group)
+        return [loss, *(parameter.grad for parameter in model.parameters())]
+
+    with LocalWorld(4) as world:
+        parts = world.run(trained)
+    for whole, *ranks in zip(trained(None), *parts, strict=True):
+        torch.testing.assert_close(sum(ranks), whole)
+
+
+@pytest.mark.parametrize("folder", ["", "ring", "kernels", "comm", "reference"])
+def test_every_public_name_is_on_the_page_of_the_api(folder: str) -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    module = import_module(".".join(["ringattn", *filter(None, [folder])]))
+    names = {name for name in module.__all__ if callable(getattr(module, name))}
+    assert {name for name in names if f".{name}\n" not in page} == set()
