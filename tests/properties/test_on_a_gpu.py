@@ -245,7 +245,7 @@ def test_transfers_on_the_cpu(tmp_path: Path) -> None:
         found.check(name)
 
 
-FORKING = ("gpu_ranks", "group_cases", "kernel_mutants", "wait_mutants", "mutants", "fuzz_ranks", "forked")
+FORKING = ("gpu_ranks", "group_cases", "wait_mutants", "mutants", "fuzz_ranks", "forked")
 IMPORTS = """
 import importlib, sys
 from tests import poisoned_fork
