@@ -162,15 +162,13 @@ def mutants(module: str, wanted_functions: Sequence[str]) -> Iterator[Mutant]:
                 yield Mutant(module, name, getattr(node, "lineno", function.lineno), number, text)
 
 
-def mutations(
-    function: ast.FunctionDef, kinds: Callable[[ast.AST], Iterator[ast.AST]] = changes
-) -> Iterator[tuple[ast.AST, Callable[[], None], str]]:
+def mutations(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, Callable[[], None], str]]:
     """Each change of a function: where, how to make it, and the statement that it makes."""
     statements = {
         id(inner): one for one in ast.walk(function) if isinstance(one, ast.stmt) for inner in expressions(one)
     }
     for node, holder, name, place in list(places(function)):
-        for change in kinds(node):
+        for change in changes(node):
 
             def make(holder: ast.AST = holder, name: str = name, place: int | None = place, new: Any = change) -> None:
                 if place is None:
