@@ -57,10 +57,8 @@ TARGETS = {
     "gradients": Target(("attention_gradients", "turns_of"), SINGLE_PASS),
     "key_tile": Target((), (*SINGLE_PASS[:1], *DEALT, "kernels/test_epilogue.py", *MEMORY)),
     "described": Target((), ("kernels/test_epilogue.py",)),
-    "hopper": Target((), HOPPER),
-    "hopper_ring": Target((), HOPPER + HOPPER_BACKWARD),
+    "hopper": Target((), HOPPER + HOPPER_BACKWARD),
     "hopper_backward": Target((), HOPPER_BACKWARD),
-    "hopper_backward_ring": Target((), HOPPER_BACKWARD),
     "order": Target((), DEALT),
     "launch": Target(
         ("shape_of", "packed_shape", "check_config", "splits_of", "split_shape", "empty_parts", "dealt"),
