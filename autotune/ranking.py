@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from ..kernels import Tile
-from ..kernels.lookup import DTYPES
 from ..kernels.order import l2_of, swath_of, tiles_of
-from ..kernels.tables import Point, options_of
+from ..kernels.tables import DTYPES, Point, options_of
 from .journal import Journal
 from .pool import Failure, run_jobs
 from .space import dealt, space
@@ -89,7 +88,7 @@ def job_of(
 
 
 def order_of(point: Point, tile: Tile, arch: int, counts: tuple[int, int, int], sides: Sides) -> tuple[str, str, str]:
-    """Kinds of an ``Order``'s counts, as ``kernels.launch.dealt`` has them on a GPU with the L2 of its ``arch``."""
+    """Kinds of an ``Order``'s counts, as ``kernels.order.dealt`` has them on a GPU with the L2 of its ``arch``."""
     (heads, group, parts), (rows, walked), options = counts, sides, options_of(tile)
     by_keys = point.kernel not in ("forward", "dq")
     swath = total = tiles = 0

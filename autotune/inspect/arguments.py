@@ -8,10 +8,10 @@ from typing import Any
 from triton.compiler import ASTSource
 
 from ...kernels.attention import REDUCE_BLOCK
-from ...kernels.described import COPY_ENGINE_ARCH, fills_boxes
 from ...kernels.device.modify import UNMODIFIED, Modifiers
 from ...kernels.device.tiles import BlockRuns, Interval, Order, Shape, Strided
 from ...kernels.experimental.dq_sum import Turns
+from ...kernels.launch import COPY_ENGINE_ARCH, fills_boxes
 from ...kernels.quantize import SCALE_TOKENS
 from .variant import KERNELS, ROLES, Variant
 

@@ -24,8 +24,7 @@ from ringattn.autotune.space import (
 )
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.kernels.config import SHARED_LIMIT
-from ringattn.kernels.table_files import MORE_OF_TILE, OPTIONS
-from ringattn.kernels.tables import TUNED, Point, least_shared, options_of
+from ringattn.kernels.tables import MORE_OF_TILE, OPTIONS, TUNED, Point, least_shared, options_of
 
 from ..support.tune_cases import POINT
 

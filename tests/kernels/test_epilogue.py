@@ -32,9 +32,9 @@ from ringattn.kernels import (
     attention_dkdv,
     attention_dq,
     attention_forward,
-    described,
+    launch,
 )
-from ringattn.kernels.lookup import Gpu
+from ringattn.kernels.tables import Gpu
 
 from ..support import kernel_cases
 from ..support.baselines import Results
@@ -256,7 +256,7 @@ def test_every_call_refuses_what_does_not_fit(
     gpu: Gpu | None, sizes: dict[str, int], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything that was passed is written, and the forward as well as the backward."""
-    monkeypatch.setattr(described, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(launch, "gpu_of", lambda device: gpu)
     x = inputs(replace(Sizes(), **sizes))
     out, lse = attention_forward(x.q, x.k, x.v)
     dq = torch.zeros_like(x.q)

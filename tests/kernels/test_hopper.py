@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels import FULL, Bounds, KernelConfig, Runs, Scores, Tile, attention_forward
+from ringattn.kernels import FULL, Bounds, KernelConfig, Runs, Scores, Tile, attention_forward, launch
 from ringattn.kernels.experimental import hopper_launch
 
 from ..support import gluon_modules
@@ -313,7 +313,7 @@ def test_it_is_nobodys_default() -> None:
 
 def test_descriptors_are_kept_with_their_tensors() -> None:
     k, v = (torch.zeros(1, 128, 2, 64, dtype=torch.float16) for _ in range(2))
-    described = hopper_launch.Described()
+    described = launch.Descriptors()
     made: Any = described(k, 64)
     again: Any = described(k, 64)
     assert again is made and again.base is k and again.block_shape == [1, 64, 1, 64]
@@ -325,6 +325,6 @@ def test_descriptors_are_kept_with_their_tensors() -> None:
 def test_descriptors() -> None:
     """Strides of single elements are replaced, others kept."""
     x = torch.empty(70 * 192, dtype=torch.bfloat16).as_strided((1, 70, 2, 64), (3, 192, 64, 1))
-    made: Any = hopper_launch.descriptor(x, 64)
+    made: Any = launch.gluon_descriptor(x, 64)
     assert (list(made.shape), list(made.strides)) == ([1, 70, 2, 64], [64, 192, 64, 1])
     assert list(made.block_shape) == [1, 64, 1, 64]

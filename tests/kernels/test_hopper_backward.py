@@ -203,7 +203,7 @@ def test_it_refuses_another_gpu() -> None:
 def test_hops_of_the_portable_kernel(launches: Launches, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """What has ``used`` or ``runs`` goes to the portable single pass."""
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr("ringattn.kernels.experimental.gradients.launch", lambda *a, **options: calls.append(options))
+    monkeypatch.setattr("ringattn.kernels.experimental.single_pass.launch", lambda *a, **options: calls.append(options))
     x = inputs(SMALL, torch.float16)
     gradients(x, x.dlse, x.dlse, torch.zeros(x.q.shape, device=DEVICE), HOPS[kind])
     assert len(calls) == 1 and not launches.machines

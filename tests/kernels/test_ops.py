@@ -16,9 +16,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ringattn import kernels
-from ringattn.kernels import PLAIN, Bounds, KernelConfig, Runs, Scores, Tile, attend, op_calls, ops
-from ringattn.kernels.op_calls import pack, pack_config, unpack_config
-from ringattn.kernels.ops import namespace_of
+from ringattn.kernels import PLAIN, Bounds, KernelConfig, Runs, Scores, Tile, attend, ops
+from ringattn.kernels.ops import namespace_of, pack, pack_config, unpack_config
 
 from ..support.baselines import Results
 from ..support.kernel_cases import Inputs, Sizes, compare, inputs, interval
@@ -126,7 +125,7 @@ CHOSEN = {
 
 
 def test_all_of_a_config_travels() -> None:
-    tiles: Any = {name: Tile(16 << i, 32 << i, 1 << i, 1 + i) for i, name in enumerate(op_calls.TILES)}
+    tiles: Any = {name: Tile(16 << i, 32 << i, 1 << i, 1 + i) for i, name in enumerate(ops.TILES)}
     choices: Any = {one.name: CHOSEN[one.name] for one in fields(KernelConfig) if one.name not in tiles}
     kernel = {"forward_kernel": choices.pop("forward_kernel")}  # which takes no other order
     backward = {"backward": choices.pop("backward")}  # which takes no splits

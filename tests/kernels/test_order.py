@@ -145,29 +145,29 @@ def choose(config: KernelConfig = INTERPRETER, **chosen: Any) -> KernelConfig:
 @pytest.fixture
 def small_l2(monkeypatch: pytest.MonkeyPatch) -> None:
     """K/V of two heads of 75 keys of 16 by 16 in fp32 fit its half; and of 20 multiprocessors no more than a few."""
-    monkeypatch.setattr(launch, "chip_of", lambda _: Chip(20, 2 * 2 * 75 * 2 * 16 * 4))
+    monkeypatch.setattr(order, "chip_of", lambda _: Chip(20, 2 * 2 * 75 * 2 * 16 * 4))
 
 
 @pytest.mark.usefixtures("small_l2")
 def test_what_a_launch_is_told() -> None:
     shape, tile, walked = launch.shape_of(Q, K), INTERPRETER.forward, (K, K)
     count = 2 * 2 * 6
-    assert launch.dealt(None, shape, tile, walked) == (count, shape)
-    assert launch.dealt(INTERPRETER, shape, tile, walked) == (count, shape)
-    grid, dealt = launch.dealt(choose(order="longest"), shape, tile, walked)
+    assert order.dealt(None, shape, tile, walked) == (count, shape)
+    assert order.dealt(INTERPRETER, shape, tile, walked) == (count, shape)
+    grid, dealt = order.dealt(choose(order="longest"), shape, tile, walked)
     assert (grid, dealt.order) == (count, Order(4, 12, None)), "two key heads, with their two query heads each"
-    grid, dealt = launch.dealt(choose(persistent=True), shape, tile, walked)
+    grid, dealt = order.dealt(choose(persistent=True), shape, tile, walked)
     assert (grid, dealt.order) == (20, Order(None, None, count)), "10 multiprocessors, two programs of 4 warps each"
-    grid, dealt = launch.dealt(choose(persistent=True, sm_margin=18, order="longest"), shape, tile, walked)
+    grid, dealt = order.dealt(choose(persistent=True, sm_margin=18, order="longest"), shape, tile, walked)
     assert (grid, dealt.order) == (4, Order(4, 12, count))
-    packed = launch.packed_shape(choose(pack_gqa=True), shape)
+    packed = order.packed_shape(choose(pack_gqa=True), shape)
     assert packed == shape._replace(heads=3, group=1, packed=2)
-    grid, dealt = launch.dealt(choose(pack_gqa=True, order="longest"), packed, tile, walked)
+    grid, dealt = order.dealt(choose(pack_gqa=True, order="longest"), packed, tile, walked)
     assert (grid, dealt.order) == (3 * 2 * 3, Order(2, 6, None)), "80 rows of 3 key heads"
     keys, walked = launch.shape_of(K, Q), (Q, Q)
-    grid, dealt = launch.dealt(choose(order="longest"), keys, tile, walked, rows_are_keys=True)
+    grid, dealt = order.dealt(choose(order="longest"), keys, tile, walked, rows_are_keys=True)
     assert (grid, dealt.order) == (3 * 2 * 3, Order(1, 6, None)), "two query heads of 40 rows for each key head"
-    empty = launch.dealt(choose(order="longest", persistent=True), keys._replace(rows=0), tile, walked)
+    empty = order.dealt(choose(order="longest", persistent=True), keys._replace(rows=0), tile, walked)
     assert empty[0] == 0
 
 

@@ -25,9 +25,9 @@ from ringattn.kernels import (
     attention_gradients,
 )
 from ringattn.kernels.config import single_pass_tile
-from ringattn.kernels.experimental import gradients
-from ringattn.kernels.experimental.turns import numbers, visits
-from ringattn.kernels.lookup import Gpu
+from ringattn.kernels.experimental import single_pass
+from ringattn.kernels.experimental.single_pass import add_order, key_tile_visits
+from ringattn.kernels.tables import Gpu
 
 from ..support.kernel_cases import DTYPES, KINDS, Inputs, Sizes, check, inputs, interval, ours, part
 from . import test_kernel_scores as scored
@@ -160,19 +160,19 @@ TURNS = (*KINDS, "used", "runs")
 def test_a_query_tile_is_added_to_as_often_as_the_order_says(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the gates have counted when all is over is what the table foresaw, which torch makes."""
     seen: list[Any] = []
-    launch = gradients.launch  # type: ignore[attr-defined]
+    launch = single_pass.launch  # type: ignore[attr-defined]
 
     def spy(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
         seen.extend(arg for arg in args if type(arg).__name__ == "Turns")
         launch(kernel, grid, device, *args, **options)
 
-    monkeypatch.setattr(gradients, "launch", spy)
+    monkeypatch.setattr(single_pass, "launch", spy)
     bounds = narrowed(kind, 40, 70)
     one = replace(config("single_pass_deterministic"), single_pass=Tile(16, 16, 4, 1))
     x = inputs(Sizes(queries=40, keys=70, heads=2, kv_heads=1, batch=2))
     attention_gradients(*given(x, bounds), dq=torch.zeros(x.q.shape), bounds=bounds, config=one)
     (turns,) = seen
-    visited = visits(bounds, 40, 70, Tile(16, 16, 4, 1), CPU).sum(1)
+    visited = key_tile_visits(bounds, 40, 70, Tile(16, 16, 4, 1), CPU).sum(1)
     assert torch.equal(turns.gates.long(), visited[:, None].expand(2, 2, -1))
 
 
@@ -181,7 +181,7 @@ def orders(bounds: Bounds, slots: int, chance: random.Random, tile: Tile, querie
 
     A program keeps its slot until it is done, and a freed one goes to the next in order of launch: late keys first.
     """
-    seen, table = visits(bounds, queries, keys, tile, CPU)[0], numbers(bounds, 1, queries, keys, tile, CPU)
+    seen, table = key_tile_visits(bounds, queries, keys, tile, CPU)[0], add_order(bounds, 1, queries, keys, tile, CPU)
     tiles = seen.shape[0]
     added: list[list[int]] = [[] for _ in range(seen.shape[1])]
     waiting = list(range(tiles))  # tile `waiting[-1]` is launched next
@@ -215,7 +215,7 @@ def test_no_interleaving_changes_the_order_or_locks_up(kind: str) -> None:
 
 def test_causal_turns_make_nobody_wait() -> None:
     """With a multiprocessor for each: in step, the next query tile of a program has just been left by the others."""
-    table = numbers(interval("causal", 160, 160), 1, 160, 160, Tile(16, 16, 4, 1), CPU)
+    table = add_order(interval("causal", 160, 160), 1, 160, 160, Tile(16, 16, 4, 1), CPU)
     assert table is not None
     for tile in range(10):
         for step, column in enumerate(range(tile, 10)):
@@ -224,8 +224,8 @@ def test_causal_turns_make_nobody_wait() -> None:
 
 def test_a_table_is_made_once() -> None:
     bounds, tile = interval("causal", 40, 40), Tile(16, 16, 4, 1)
-    assert numbers(bounds, 1, 40, 40, tile, CPU) is numbers(bounds, 1, 40, 40, tile, CPU)
-    assert numbers(FULL, 1, 40, 40, tile, CPU) is None
+    assert add_order(bounds, 1, 40, 40, tile, CPU) is add_order(bounds, 1, 40, 40, tile, CPU)
+    assert add_order(FULL, 1, 40, 40, tile, CPU) is None
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
@@ -261,9 +261,9 @@ def test_arguments_that_are_refused(change: dict[str, Any], told: str) -> None:
 
 def test_strides_beyond_32_bits_are_refused() -> None:
     dq = torch.empty(1, 40, 2**27, 1, device="meta")
-    gradients.check_near("dq", dq[:, :1], Tile(16, 32, 4, 1))
+    single_pass.check_near("dq", dq[:, :1], Tile(16, 32, 4, 1))
     with pytest.raises(ValueError, match=r"dq has strides .*: a tile of 16 queries must lie within 2\^31 elements"):
-        gradients.check_near("dq", dq, Tile(16, 32, 4, 1))
+        single_pass.check_near("dq", dq, Tile(16, 32, 4, 1))
 
 
 def test_blocks_that_a_tile_does_not_divide_are_refused() -> None:
@@ -283,7 +283,7 @@ def test_a_head_dim_without_a_tile_is_refused(monkeypatch: pytest.MonkeyPatch) -
         )
 
 
-@pytest.mark.compiles("kernels/experimental/gradients.py", "tests/support/single_pass_arguments.py")
+@pytest.mark.compiles("kernels/experimental/single_pass.py", "tests/support/single_pass_arguments.py")
 def test_a_launch_with_descriptors_compiles() -> None:
     """By the JIT, from the arguments of real launches, where there is no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -20,7 +20,7 @@ from ringattn.kernels import (
     attention_delta,
     attention_dkdv,
     attention_forward,
-    launch,
+    order,
 )
 from ringattn.kernels.config import INTERPRETER
 from ringattn.kernels.order import Chip, efficiency, splits_for
@@ -106,21 +106,21 @@ class There:
 
 
 def test_a_gpu_is_asked_for_its_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "chip_of", lambda device: Chip(H200, 50 << 20))
+    monkeypatch.setattr(order, "chip_of", lambda device: Chip(H200, 50 << 20))
     q, k = (torch.empty(1, 8192, heads, 128, device="meta") for heads in (16, 1))
-    assert launch.splits_of(split("auto"), There(q), There(k), 128) == 2  # type: ignore[arg-type]
-    assert launch.splits_of(split("auto"), There(q), There(k), 16) == 1  # type: ignore[arg-type]
-    assert launch.splits_of(split(4), There(q), There(k), 16) == 4  # type: ignore[arg-type]
-    assert launch.splits_of(split("auto"), There(k), There(k), 128) == 1  # type: ignore[arg-type]
-    assert launch.splits_of(split("auto"), q, k, 128) == 1, "no GPU"
+    assert order.splits_of(split("auto"), There(q), There(k), 128) == 2  # type: ignore[arg-type]
+    assert order.splits_of(split("auto"), There(q), There(k), 16) == 1  # type: ignore[arg-type]
+    assert order.splits_of(split(4), There(q), There(k), 16) == 4  # type: ignore[arg-type]
+    assert order.splits_of(split("auto"), There(k), There(k), 128) == 1  # type: ignore[arg-type]
+    assert order.splits_of(split("auto"), q, k, 128) == 1, "no GPU"
 
 
 def test_no_launch_is_split_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reduction was never run on a GPU: it is nobody's default, however few the programs."""
-    monkeypatch.setattr(launch, "chip_of", lambda device: Chip(H200, 50 << 20))
+    monkeypatch.setattr(order, "chip_of", lambda device: Chip(H200, 50 << 20))
     q, k = (torch.empty(1, 128, heads, 128, device="meta") for heads in (16, 1))
     for config in (None, KernelConfig(INTERPRETER.forward, INTERPRETER.dq, INTERPRETER.dkdv)):
-        assert launch.splits_of(config, There(q), There(k), 128) == 1  # type: ignore[arg-type]
+        assert order.splits_of(config, There(q), There(k), 128) == 1  # type: ignore[arg-type]
 
 
 # --- the sums -----------------------------------------------------------------------------------------------------

@@ -35,24 +35,27 @@ from ringattn.kernels import (
     choice,
     config,
     default_config,
-    lookup,
     strict,
-    table_files,
     tables,
 )
 from ringattn.kernels.choice import launched, situation, tile_for
 from ringattn.kernels.experimental import hopper_launch
-from ringattn.kernels.lookup import Gpu, gpu_of, tuned
-from ringattn.kernels.table_files import MOST_BYTES, as_json, parse, read
 from ringattn.kernels.tables import (
     KERNELS,
+    MOST_BYTES,
     SINGLE_PASS,
+    Gpu,
     Point,
     RefusedTable,
     Table,
+    as_json,
     file_name,
+    gpu_of,
     least_shared,
     options_of,
+    parse,
+    read,
+    tuned,
 )
 
 from ..support.tile_tables import H200, HOPPER, POINT, RTX, TILE, entry, estimate, folders, save
@@ -107,10 +110,10 @@ def test_another_field_of_a_tile_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
         order: str = "plain"
 
     usual = json.dumps(as_json(Table("NVIDIA H200", 90, (3, 7), (entry(tile=TILE), estimate(LONG)))))
-    for module in (tables, table_files):
+    for module in (tables,):
         monkeypatch.setattr(module, "Tile", Longer)
-    monkeypatch.setitem(table_files._DEFAULTS, "order", "plain")
-    monkeypatch.setitem(table_files.MORE_OF_TILE, "order", strict.one_of("plain", "longest"))
+    monkeypatch.setitem(tables._DEFAULTS, "order", "plain")
+    monkeypatch.setitem(tables.MORE_OF_TILE, "order", strict.one_of("plain", "longest"))
     first = Longer(64, 64, 4, 2), Longer(64, 64, 4, 2, "longest")
     made = Table("NVIDIA H200", 90, (3, 7), (entry(tile=first[0]), estimate(LONG, first[1])))
     written = json.dumps(as_json(made))
@@ -330,7 +333,7 @@ def test_the_users_table_comes_first_and_the_packages_fills_in(folders: Folders)
     save(package, entry(tile=OTHER), entry(POINT._replace(kernel="dq"), OTHER))
     assert found() == OTHER
     save(user, entry())
-    lookup.forget()
+    tables.forget()
     assert found() == TILE
     assert tuned(H200).tile(("dq", *KEY[1:]), 8192) == OTHER
 
@@ -340,7 +343,7 @@ def test_a_folder_overrides_the_users(folders: Folders, tmp_path: Path, monkeypa
     save(tmp_path / "given", entry(tile=OTHER))
     assert found(config_dir=tmp_path / "given") == OTHER
     assert found() == TILE
-    monkeypatch.setenv(lookup.CONFIG_DIR, str(tmp_path / "given"))
+    monkeypatch.setenv(tables.CONFIG_DIR, str(tmp_path / "given"))
     assert found() == OTHER
     assert found(config_dir=folders[0]) == TILE
 
@@ -348,7 +351,7 @@ def test_a_folder_overrides_the_users(folders: Folders, tmp_path: Path, monkeypa
 def test_a_folder_that_is_not_there_is_told(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"config_dir is '/nowhere': there is no such folder; `ringattn tune"):
         tuned(H200, "/nowhere")
-    monkeypatch.setenv(lookup.CONFIG_DIR, "/nowhere")
+    monkeypatch.setenv(tables.CONFIG_DIR, "/nowhere")
     with pytest.warns(UserWarning, match="RINGATTN_CONFIG_DIR is '/nowhere'"):
         assert found() is None
 
@@ -360,7 +363,7 @@ def test_estimates_are_never_the_default(folders: Folders) -> None:
     assert found() is None
     assert found(estimated=True) == TILE
     save(folders[1], entry(tile=OTHER))
-    lookup.forget()
+    tables.forget()
     assert found() == OTHER
     assert found(estimated=True) == OTHER  # what was measured on this very GPU comes before
 
@@ -370,7 +373,7 @@ def test_an_older_version_serves_with_one_warning(folders: Folders, monkeypatch:
     save(package, entry(tile=OTHER), triton=(3, 5))
     older = save(user, entry(), triton=(3, 6))
     save(user, entry(tile=OTHER), triton=(3, 8))
-    monkeypatch.setattr(lookup, "triton_version", lambda: (3, 7))
+    monkeypatch.setattr(tables, "triton_version", lambda: (3, 7))
     with pytest.warns(UserWarning) as told:
         assert found() == TILE
         assert found(1024) == TILE
@@ -386,7 +389,7 @@ def test_an_older_version_serves_with_one_warning(folders: Folders, monkeypatch:
 
 def test_newer_versions_do_not_serve(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     save(folders[0], entry(), triton=(3, 8))
-    monkeypatch.setattr(lookup, "triton_version", lambda: (3, 7))
+    monkeypatch.setattr(tables, "triton_version", lambda: (3, 7))
     assert found() is None
 
 

@@ -19,7 +19,7 @@ from ringattn.kernels import (
     choice,
     launch,
 )
-from ringattn.kernels.experimental import gradients
+from ringattn.kernels.experimental import single_pass
 from ringattn.ring.arguments import check_tiles
 from ringattn.ring.schedule.mask import Mask
 
@@ -36,7 +36,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, folders: object) -> list[str]:
     """The CPU passes for an H200 where a tile is chosen; the kernels that were launched."""
     made: list[str] = []
     monkeypatch.setattr(choice, "gpu_of", lambda device: H200)
-    for module in (attention, gradients):
+    for module in (attention, single_pass):
         monkeypatch.setattr(module, "launch", lambda kernel, *given, **how: made.append(kernel.__name__))
     return made
 

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from ringattn.bench.kernels.ours import VARIANTS
-from ringattn.kernels import FULL, KernelConfig, Scores, Tile, attend, attention, choice, default_config, launch, lookup
+from ringattn.kernels import FULL, KernelConfig, Scores, Tile, attend, attention, choice, default_config, launch, tables
 from ringattn.kernels.choice import backward_config, situation, tile_for
 from ringattn.kernels.config import config_for, single_pass_tile
-from ringattn.kernels.experimental import gradients
+from ringattn.kernels.experimental import single_pass
 from ringattn.kernels.order import Chip
-from ringattn.kernels.table_files import OPTIONS, as_json, parse
-from ringattn.kernels.tables import Point, Table, options_of, with_options
+from ringattn.kernels.tables import OPTIONS, Point, Table, as_json, options_of, parse, with_options
 
 from ..support.kernel_cases import Inputs, Sizes, check, inputs, ours
 from ..support.tile_tables import H200, TILE, entry, estimate, folders, save
@@ -55,7 +54,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         made[kernel.__name__] = grid, next(one for one in given if type(one).__name__ == "Shape")
         run(kernel, grid, device, *given, **how)
 
-    for module in (attention, gradients):
+    for module in (attention, single_pass):
         monkeypatch.setattr(module, "launch", spy)
     return made
 
@@ -135,7 +134,7 @@ def test_a_default_config_has_what_its_kernels_agree_on(gpu: Folders) -> None:
     for forward, dq, agreed in cases:
         entries = [("forward", forward), ("dq", dq), ("dkdv", {"dkdv_splits": 2, **longest})]
         save(gpu[0], *(entry(POINT._replace(kernel=name), with_options(SMALL, one)) for name, one in entries))
-        lookup.forget()
+        tables.forget()
         made = default_config(q, v)
         assert {name: getattr(made, name) for name in agreed} == agreed
         assert made == KernelConfig(made.forward, made.dq, made.dkdv, **agreed)

@@ -51,17 +51,19 @@ class Target(NamedTuple):
 
 
 TARGETS = {
-    "single_pass": Target((), SINGLE_PASS + MEMORY),
+    "single_pass": Target(
+        (
+            "attention_gradients", "turns_of", "add_order", "key_tile_visits", "single_pass_kernel", "late_keys_first",
+        ),
+        SINGLE_PASS + MEMORY,
+    ),
     "dq_sum": Target((), SINGLE_PASS + MEMORY),
-    "turns": Target((), SINGLE_PASS),
-    "gradients": Target(("attention_gradients", "turns_of"), SINGLE_PASS),
     "key_tile": Target((), (*SINGLE_PASS[:1], *DEALT, "kernels/test_epilogue.py", *MEMORY)),
-    "described": Target((), ("kernels/test_epilogue.py",)),
     "hopper": Target((), HOPPER + HOPPER_BACKWARD),
     "hopper_backward": Target((), HOPPER_BACKWARD),
     "order": Target((), DEALT),
     "launch": Target(
-        ("shape_of", "packed_shape", "check_config", "splits_of", "split_shape", "empty_parts", "dealt"),
+        ("shape_of", "empty_parts", "check_described", "check_results", "describes", "is_aligned", "strides_of"),
         (*DEALT, "kernels/test_epilogue.py"),
     ),
     "backward": Target(("dq_kernel", "dq_tile", "dkdv_kernel", "reduce_kernel", "add_parts"), DEALT + MEMORY),
