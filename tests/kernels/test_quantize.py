@@ -17,8 +17,7 @@ from ringattn.kernels import SCALE_TOKENS, dequantize, quantize, scale_shape
 from ringattn.reference import fp8
 
 from ..support.wire_cases import assert_same, assert_within_bound, codes_for, tensors, wide
-from .test_kernels import VIEWS
-from .test_large_offsets import Far, far  # noqa: F401  (a fixture)
+from .test_attention import VIEWS, Far, far  # noqa: F401  (a fixture)
 
 DTYPES = (torch.float16, torch.float32)
 """What the interpreter computes; it takes bfloat16 for integers."""

@@ -30,7 +30,7 @@ from ringattn.kernels.experimental.single_pass import add_order, key_tile_visits
 from ringattn.kernels.tables import Gpu
 
 from ..support.kernel_cases import DTYPES, KINDS, Inputs, Sizes, check, inputs, interval, ours, part
-from . import test_kernel_scores as scored
+from . import test_scores as scored
 
 pytestmark = [
     pytest.mark.usefixtures("poison"),
