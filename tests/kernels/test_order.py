@@ -1,4 +1,4 @@
-"""The tile schedule: its arithmetic against brute force; orders, packed heads, persistence and splits in the kernels."""
+"""The tile schedule: its arithmetic against brute force; orders, packed heads, persistence, splits in the kernels."""
 
 from __future__ import annotations
 
