@@ -232,9 +232,8 @@ def as_json(table: Table) -> dict[str, Any]:
 
 def _told(entry: Entry) -> dict[str, Any]:
     told = {one.name: getattr(entry, one.name) for one in fields(Entry) if one.name != "point"}
-    tile = {name: value for name, value in fields_of(entry.tile).items() if name in _TILE or value != _DEFAULTS[name]}
     more = {"versions": dict(entry.versions), "clocks": dict(entry.clocks)}
-    return told | {"tile": tile, "options": options_of(entry.tile)} | more
+    return told | {"tile": fields_of(entry.tile), "options": options_of(entry.tile)} | more
 
 
 def _entry(where: str, given: object) -> Entry:
@@ -243,7 +242,7 @@ def _entry(where: str, given: object) -> Entry:
     options = checked_as(
         f"{where}.options", taken.pop("options", {}), known := OPTIONS[point.kernel], optional={*known}
     )
-    tile = Tile(**checked_as(f"{where}.tile", taken.pop("tile"), _TILE | MORE_OF_TILE, optional={*MORE_OF_TILE}))
+    tile = Tile(**checked_as(f"{where}.tile", taken.pop("tile"), _TILE))
     try:
         KernelConfig(tile, tile, tile, **options)
     except ValueError as error:
@@ -260,11 +259,9 @@ _TILE: dict[str, Check] = {
     "num_warps": one_of(1, 2, 4, 8, 16),
     "num_stages": whole(1, MOST_STAGES),
 }
-_DEFAULTS = {one.name: one.default for one in fields(Tile)}
 
-# What may be tuned beside these four, one line each: other fields of `Tile`, and by kernel fields of `KernelConfig`.
-# They are left out of a file where they have their default. `autotune/space.py` says which values are tried.
-MORE_OF_TILE: dict[str, Check] = {}
+# Fields of `KernelConfig` that may be tuned, by kernel, left out of a file where they have their default.
+# `autotune/space.py` says which values are tried.
 _DEALT: dict[str, Check] = {
     "order": one_of(*ORDERS),
     "persistent": typed("true or false", bool),

@@ -297,13 +297,15 @@ def test_the_cpu_needs_the_interpreter(tmp_path: Path) -> None:
     """Every entry says so, also where there would be nothing to launch."""
     code = """
 import torch
-from ringattn.kernels import attention_backward, attention_delta, attention_forward
+from ringattn.kernels import attention_backward, attention_delta, attention_forward, dequantize, quantize, scale_shape
 for rows in (8, 0):
     x, lse = torch.zeros(1, rows, 1, 16), torch.zeros(1, 1, rows)
-    for call in (attention_forward, attention_delta, attention_backward):
-        needs = {attention_forward: (x, x, x), attention_delta: (x, x), attention_backward: (x, x, x, x, x, lse)}
+    fp8 = x.to(torch.float8_e4m3fn), torch.zeros(scale_shape(x.shape))
+    needs = {attention_forward: (x, x, x), attention_delta: (x, x), attention_backward: (x, x, x, x, x, lse),
+             quantize: (x, *fp8), dequantize: (*fp8, x)}
+    for call, given in needs.items():
         try:
-            call(*needs[call])
+            call(*given)
         except NotImplementedError as error:
             assert "TRITON_INTERPRET=1" in str(error), error
         else:

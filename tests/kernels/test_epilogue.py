@@ -26,9 +26,7 @@ from ringattn.kernels import (
     Runs,
     Scores,
     attention_backward,
-    attention_delta,
     attention_dkdv,
-    attention_dq,
     attention_forward,
     choice,
     launch,
@@ -36,9 +34,8 @@ from ringattn.kernels import (
 from ringattn.kernels.tables import Gpu
 
 from ..support import kernel_cases
-from ..support.baselines import Results
 from ..support.descriptor_stand_in import Moved, install
-from ..support.kernel_cases import DEVICE, DTYPES, Inputs, Sizes, compare, in_turn, interval, rows_of, tiles
+from ..support.kernel_cases import DEVICE, Inputs, Sizes, interval, rows_of, tiles
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -88,19 +85,6 @@ def shards(
 # --- values -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "cuts", "dtype"), in_turn(["causal", "last rows blind"], [CUTS[2], CUTS[0]], DTYPES))
-def test_every_role_is_as_exact_as_pytorch(kind: str, cuts: list[int], dtype: torch.dtype, moved: Moved) -> None:
-    """Against float64: grouped heads, two batch rows, keys that fill no tile, a value's head dim of its own."""
-    x, bounds = inputs(SIZES, dtype), interval(kind, 20, 45).to(DEVICE)
-    out, lse = attention_forward(x.q, x.k, x.v, bounds=bounds, config=DESCRIPTORS)
-    delta = attention_delta(x.dout, out, x.dlse)
-    dq = attention_dq(x.dout, x.q, x.k, x.v, lse, delta, bounds=bounds, config=DESCRIPTORS)
-    assert moved == []
-    made = shards(x, bounds, cuts, lse, delta, DESCRIPTORS)
-    results = Results(*(one.cpu() for one in (out, lse, dq, *made)))
-    compare(results, Inputs(*(one.cpu() for one in x)), bounds.to(torch.device("cpu")))
-
-
 @INTERPRETED
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: f"{len(cuts) - 1} hops")
 def test_who_moves_what(cuts: list[int], moved: Moved) -> None:
@@ -144,7 +128,7 @@ def test_the_bits_of_pointers(name: str, moved: Moved) -> None:
     bounds, near = bounds.to(DEVICE), {"rtol": 1e-3, "atol": 1e-3} if DEVICE.type == "cuda" else {"rtol": 0, "atol": 0}
     on = {f: getattr(scores, f).to(DEVICE) for f in ("q_positions", "k_positions") if getattr(scores, f) is not None}
     scores = replace(scores, **on)
-    x, lse = inputs(SMALL, torch.float16), numbers(2, 2, 20)
+    x, lse = inputs(SIZES, torch.float16), numbers(2, 4, 20)
     for carried in (False, True):
         results = []
         for config in (POINTERS, DESCRIPTORS):
@@ -157,6 +141,14 @@ def test_the_bits_of_pointers(name: str, moved: Moved) -> None:
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other, **near)
     assert moved or DEVICE.type == "cuda"
+
+
+@pytest.mark.parametrize(("kind", "cuts"), [("causal", CUTS[2]), ("last rows blind", CUTS[1])])
+def test_the_bits_of_pointers_in_every_role(kind: str, cuts: list[int], moved: Moved) -> None:
+    x, lse, bounds = inputs(SIZES), numbers(2, 4, 20), interval(kind, 20, 45).to(DEVICE)
+    made, same = (shards(x, bounds, cuts, lse, lse / 8, config) for config in (DESCRIPTORS, POINTERS))
+    for one, other in zip(made, same, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5 if DEVICE.type == "cuda" else 0, atol=1e-5)
 
 
 def test_nothing_is_written_past_the_end(moved: Moved) -> None:
@@ -235,8 +227,7 @@ def test_every_call_refuses_what_does_not_fit(
 
 
 @INTERPRETED
-@pytest.mark.parametrize("name", ["dk", "dv"])
-@pytest.mark.parametrize("how", ["address", "stride"])
+@pytest.mark.parametrize(("name", "how"), [("dk", "address"), ("dv", "stride")])
 def test_sums_that_no_descriptor_takes_are_refused(name: str, how: str, moved: Moved) -> None:
     x = inputs(Sizes())
     out, lse = attention_forward(x.q, x.k, x.v)
