@@ -10,7 +10,7 @@ import torch
 
 from .bounds import FULL, Bounds
 from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank, result_like
-from .choice import Bound, LaunchPlan, backward_config, check_config, check_tiles, situation
+from .choice import Bound, LaunchPlan, backward_config, check_config, check_tiles, launch_traits
 from .config import KernelConfig, Tile, is_single_pass
 from .device.backward import delta_kernel, dkdv_kernel, dq_kernel, reduce_kernel
 from .device.forward import forward_kernel
@@ -33,7 +33,7 @@ from .launch import (
     shape_of,
     strided,
 )
-from .order import dealt, split_shape, splits_of
+from .order import split_shape, splits_of, tile_schedule
 from .scores import PLAIN, Scores
 
 REDUCE_BLOCK = 16  # of another: the parts of few rows are many bytes already, and this divides every tile
@@ -104,9 +104,9 @@ class Backward(Bound):
         before = into if sums is None else sums
         in_place = dk is before[0] and dv is before[1]
         parts = into if plan.splits == 1 else (empty_parts(k, plan.splits), empty_parts(v, plan.splits))
-        leave = self._left(plan, v, into, before)
-        written = leave(parts[0]), leave(parts[1])
-        read = written if in_place or plan.splits > 1 else (leave(before[0]), leave(before[1]))
+        describe = self._output_arg(plan, v, into, before)
+        written = describe(parts[0]), describe(parts[1])
+        read = written if in_place or plan.splits > 1 else (describe(before[0]), describe(before[1]))
         seen = interval(bounds.transposed(k.shape[1]))
         launch(
             dkdv_kernel, plan.grid, q.device,
@@ -123,7 +123,7 @@ class Backward(Bound):
                 IN_PLACE=sums is not None and in_place, num_warps=REDUCE_WARPS,
             )  # fmt: skip
 
-    def _left(self, plan: LaunchPlan, v: torch.Tensor, into: Pair, sums: Pair) -> Callable[[torch.Tensor], Any]:
+    def _output_arg(self, plan: LaunchPlan, v: torch.Tensor, into: Pair, sums: Pair) -> Callable[[torch.Tensor], Any]:
         """How dK/dV's kernel is told of what it leaves: as a tensor, or a TMA descriptor of its tiles."""
         if not is_described(plan.config):
             return strided
@@ -138,7 +138,7 @@ class Backward(Bound):
             return super()._planned(tile, config, kernel, k, v)
         splits = splits_of(config, self._q, k, tile.block_k)
         shape = split_shape(shape_of(k, self._q), splits)
-        grid, shape = dealt(config, shape, tile, (self._q, self._dout), rows_are_keys=True)
+        grid, shape = tile_schedule(config, shape, tile, (self._q, self._dout), rows_are_keys=True)
         return LaunchPlan(tile, config, grid, shape, {**head_dims(self._q, v), **options(tile)}, splits)
 
 
@@ -349,7 +349,7 @@ def backward_of(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`attention_backward` of what :func:`attention_dq` is given: one pass or two, by the config or a table."""
     _, q, _, v, *_ = given
-    how = situation(call.get("bounds", FULL), call.get("scores", PLAIN))
+    how = launch_traits(call.get("bounds", FULL), call.get("scores", PLAIN))
     if is_single_pass(config := backward_config(call.get("config"), q, v, **how)):
         total = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
         made = attention_gradients(*given, dq=total, sums=sums, into=sums, **call | {"config": config})

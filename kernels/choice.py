@@ -15,7 +15,7 @@ from .bounds import Bounds
 from .config import INTERPRETER, LEAST_SIDE, KernelConfig, Tile, config_for, is_single_pass, single_pass_tile
 from .device.tiles import Shape, Strided
 from .launch import Descriptors, Pair, check_described, head_dims, is_described, options, shape_of, strided
-from .order import chip_of, dealt, margin_of, packed_shape
+from .order import chip_of, margin_of, packed_shape, tile_schedule
 from .scores import PLAIN, Scores
 from .tables import (
     BACKWARD,
@@ -98,7 +98,7 @@ def _built_in(kernel: str, q: torch.Tensor, v: torch.Tensor) -> Tile:
     return tile
 
 
-def launched(config: KernelConfig | None, tile: Tile, q: torch.Tensor, k: torch.Tensor) -> KernelConfig | None:
+def resolve_config(config: KernelConfig | None, tile: Tile, q: torch.Tensor, k: torch.Tensor) -> KernelConfig | None:
     """What one kernel is launched by: the config; without one what a tuned table has beside ``tile``, or None.
 
     Args:
@@ -125,7 +125,7 @@ def backward_config(
 ) -> KernelConfig | None:
     """The config; without one, where a tuned table measured a single pass as faster than two, one that says so.
 
-    It is a deterministic one: two passes are. The last three arguments are those of :func:`situation`.
+    It is a deterministic one: two passes are. The last three arguments are those of :func:`launch_traits`.
     """
     gpu = gpu_of(q.device)
     if config is not None or gpu is None or not plain or block is not None:
@@ -156,7 +156,7 @@ def _of(config: KernelConfig, kernel: str) -> Tile | None:
     return tile
 
 
-def situation(bounds: Bounds, scores: Scores) -> dict[str, Any]:
+def launch_traits(bounds: Bounds, scores: Scores) -> dict[str, Any]:
     """What of a launch decides its tile, beside its tensors: arguments of :func:`tile_for`."""
     plain = scores.is_plain and bounds.used is None and bounds.runs is None
     return {"block": bounds.block, "full": bounds.is_full, "plain": plain}
@@ -283,14 +283,14 @@ class Bound:
         plan = self._plans.get(key)
         if plan is None:
             check_config(self._config, self._q, v)
-            tile = tile_for(kernel, self._config, self._q, v, **situation(bounds, scores))
-            plan = self._plans[key] = self._planned(tile, launched(self._config, tile, self._q, k), kernel, k, v)
+            tile = tile_for(kernel, self._config, self._q, v, **launch_traits(bounds, scores))
+            plan = self._plans[key] = self._planned(tile, resolve_config(self._config, tile, self._q, k), kernel, k, v)
         return plan
 
     def _planned(
         self, tile: Tile, config: KernelConfig | None, kernel: str, k: torch.Tensor, v: torch.Tensor
     ) -> LaunchPlan:
-        grid, shape = dealt(config, packed_shape(config, shape_of(self._q, k)), tile, (k, v))
+        grid, shape = tile_schedule(config, packed_shape(config, shape_of(self._q, k)), tile, (k, v))
         hopper = kernel == "forward" and config is not None and config.forward_kernel == "hopper"
         return LaunchPlan(tile, config, grid, shape, {**head_dims(self._q, v), **options(tile)}, hopper=hopper)
 

@@ -76,7 +76,7 @@ def heads_together(bytes_per_head: int, sharing: int, heads: int, l2_bytes: int)
     return max(min(groups * sharing, heads), 1)
 
 
-def swath_of(heads: int, group: int, walked: int, row_bytes: int, by_keys: bool, l2_bytes: int) -> int:
+def l2_group_of(heads: int, group: int, walked: int, row_bytes: int, by_keys: bool, l2_bytes: int) -> int:
     """How many heads' tiles a launch takes together, longest first.
 
     Args:
@@ -97,16 +97,16 @@ def tiles_of(rows: int, packed: int, block: int, heads: int) -> int:
     return -(-rows * packed // block) * heads
 
 
-def placement(index: int, tiles: int, heads: int, swath: int | None) -> tuple[int, int]:
+def placement(index: int, tiles: int, heads: int, l2_group: int | None) -> tuple[int, int]:
     """(tile, head) of the ``index``-th of ``tiles * heads`` tiles; tile 0 is a head's longest.
 
-    ``swath`` heads come together: tile 0 of each, then tile 1 of each; the last swath has what is left. None: all tiles
-    of one head, then of the next. The jit mirror is ``tiles.placement``.
+    ``l2_group`` heads come together: tile 0 of each, then tile 1 of each; the last group has what is left. None: all
+    tiles of one head, then of the next. The jit mirror is ``tiles.placement``.
     """
-    if swath is None:
+    if l2_group is None:
         return index % tiles, index // tiles
-    first = index // (tiles * swath) * swath
-    together = min(swath, heads - first)
+    first = index // (tiles * l2_group) * l2_group
+    together = min(l2_group, heads - first)
     rest = index - first * tiles
     return rest // together, first + rest % together
 
@@ -183,7 +183,7 @@ def split_shape(shape: Shape, splits: int) -> Shape:
     return shape._replace(heads=shape.heads * splits, group=shape.group // splits, splits=splits)
 
 
-def dealt(
+def tile_schedule(
     config: KernelConfig | None,
     shape: Shape,
     tile: Tile,
@@ -200,11 +200,11 @@ def dealt(
     count = tiles_of(shape.rows, shape.packed or 1, block, heads)
     if config is None or count == 0 or (config.order == "heads" and not config.persistent):
         return count, shape
-    chip, swath = chip_of(walked[0].device), None
+    chip, l2_group = chip_of(walked[0].device), None
     if config.order == "longest":
         row_bytes = sum(x.shape[3] * x.element_size() for x in walked)
-        swath = swath_of(heads, shape.group, length, row_bytes, rows_are_keys, chip.l2_bytes)
-    order = Order(swath, None if swath is None else heads, count if config.persistent else None)
+        l2_group = l2_group_of(heads, shape.group, length, row_bytes, rows_are_keys, chip.l2_bytes)
+    order = Order(l2_group, None if l2_group is None else heads, count if config.persistent else None)
     if not config.persistent:
         return count, shape._replace(order=order)
     margin = margin_of(config.sm_margin, chip.multiprocessors)

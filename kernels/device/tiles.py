@@ -43,10 +43,10 @@ class Interval(NamedTuple):
 class Order(NamedTuple):
     """Which tiles a program takes, and when: the jit side of ``order.Order``. All None: one each, head by head."""
 
-    swath: Any
+    l2_group: Any
     """Heads whose tiles come together, longest first; None: the tiles of one head after those of another."""
     heads: Any
-    """Of all batch rows together, where there are swaths."""
+    """Of all batch rows together, where there are L2 groups."""
     count: Any
     """Tiles of all heads, where a program walks from tile to tile; None: it takes one."""
 
@@ -81,11 +81,11 @@ def program(shape, BLOCK: tl.constexpr):
 def placement(index, shape, BLOCK: tl.constexpr):
     """(tile, batch, head) of the tile that is ``index``-th in the order; the jit mirror of ``order.placement``."""
     tiles = tl.cdiv(shape.rows if shape.packed is None else shape.rows * shape.packed, BLOCK)
-    if shape.order.swath is None:  # the tiles of one head run together, so that they share its K/V in L2
+    if shape.order.l2_group is None:  # the tiles of one head run together, so that they share its K/V in L2
         tile, head = index % tiles, index // tiles
     else:  # those of as many heads as fit there, the longest of all of them first
-        first = index // (tiles * shape.order.swath) * shape.order.swath
-        heads = tl.minimum(shape.order.swath, shape.order.heads - first)
+        first = index // (tiles * shape.order.l2_group) * shape.order.l2_group
+        heads = tl.minimum(shape.order.l2_group, shape.order.heads - first)
         rest = index - first * tiles
         tile, head = rest // heads, first + rest % heads
     # 64-bit: batch and head strides pass 2^31 elements long before a GPU's memory is full

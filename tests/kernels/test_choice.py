@@ -29,7 +29,7 @@ from ringattn.kernels import (
     launch,
     tables,
 )
-from ringattn.kernels.choice import backward_config, launched, situation, tile_for
+from ringattn.kernels.choice import backward_config, launch_traits, resolve_config, tile_for
 from ringattn.kernels.config import config_for, single_pass_tile
 from ringattn.kernels.experimental import hopper_launch, single_pass
 from ringattn.kernels.order import Chip
@@ -88,11 +88,11 @@ def test_each_kernel_is_launched_as_it_was_measured(gpu: Folders, seen: Seen) ->
     check(inputs(SIZES), FULL, config=None)
     grid, forward = seen["forward_kernel"]
     assert (forward.packed, forward.order.count, grid) == (4, 6, 6)
-    assert forward.order.swath == forward.order.heads == 1  # packed: one head
+    assert forward.order.l2_group == forward.order.heads == 1  # packed: one head
     grid, dq = seen["dq_kernel"]
-    assert (dq.packed, dq.order.swath, dq.order.count, grid) == (4, None, None, 6)
+    assert (dq.packed, dq.order.l2_group, dq.order.count, grid) == (4, None, None, 6)
     grid, dkdv = seen["dkdv_kernel"]
-    assert (dkdv.splits, dkdv.order.swath, dkdv.order.count, grid) == (2, 2, None, 4)
+    assert (dkdv.splits, dkdv.order.l2_group, dkdv.order.count, grid) == (2, 2, None, 4)
     assert "reduce_kernel" in seen
 
 
@@ -100,7 +100,7 @@ def test_a_configs_fields_rule(gpu: Folders, seen: Seen) -> None:
     save(gpu[0], *map(chosen, EVERY))
     check(inputs(SIZES), FULL, config=KernelConfig(SMALL, SMALL, SMALL))
     attention.attention_forward(*inputs(SIZES)[:3], scores=Scores(softcap=20.0))  # with more than bounds none are taken
-    assert all(shape.packed is None and shape.order.swath is None for _, shape in seen.values())
+    assert all(shape.packed is None and shape.order.l2_group is None for _, shape in seen.values())
     assert "reduce_kernel" not in seen
 
 
@@ -115,7 +115,7 @@ def test_what_does_not_suit_a_call_is_left_out_quietly(
     monkeypatch.setattr(choice, "chip_of", lambda device: Chip(132, 50 << 20))
     ours(x)
     _, shape = seen["forward_kernel"]
-    assert (shape.packed, shape.order.count, shape.order.swath) == (None, None, 2)
+    assert (shape.packed, shape.order.count, shape.order.l2_group) == (None, None, 2)
     asked = KernelConfig(SMALL, SMALL, SMALL, persistent=True, sm_margin=500)
     with pytest.raises(ValueError, match="sm_margin is 500: this GPU has"):
         attention.attention_forward(*x[:3], config=asked)
@@ -134,7 +134,7 @@ def test_estimates_have_no_options(gpu: Folders) -> None:
     assert default_config(q, v) == built_in
     assert default_config(q, v, estimated=True) == replace(built_in, dq=Tile(32, 16, 4, 1))
     assert tile_for("forward", None, q, v, None) == built_in.forward
-    assert choice.launched(None, built_in.forward, q, v) is None
+    assert choice.resolve_config(None, built_in.forward, q, v) is None
 
 
 def test_a_default_config_has_what_its_kernels_agree_on(gpu: Folders) -> None:
@@ -208,7 +208,7 @@ def test_one_pass_where_it_was_measured_as_faster(
     q, k, v = (tensor.requires_grad_() for tensor in x[:3])
     attend(q, k, v)[0].sum().backward()
     assert ("single_pass_kernel" in seen, "dq_kernel" in seen) == (single, not single)
-    how = situation(FULL, Scores())
+    how = launch_traits(FULL, Scores())
     made = backward_config(None, x.q, x.v, **how)
     assert (made is not None and made.backward == "single_pass_deterministic") == single
     two = KernelConfig(SMALL, SMALL, SMALL)
@@ -263,10 +263,10 @@ def test_a_launch_takes_the_tile_of_its_mask(
     q, v = on_gpu(monkeypatch)
     tiles = {"full": TILE, "bounded": OTHER, "default": config_for(90, q.dtype, 128).forward}
     assert len({*tiles.values()}) == 3
-    assert tile_for("forward", None, q, v, **situation(bounds, scores)) == tiles[tile]
+    assert tile_for("forward", None, q, v, **launch_traits(bounds, scores)) == tiles[tile]
     small = Tile(16, 16, 4, 1)
     given = KernelConfig(small, small, small)
-    assert tile_for("forward", given, q, v, **situation(bounds, scores)) == given.forward
+    assert tile_for("forward", given, q, v, **launch_traits(bounds, scores)) == given.forward
 
 
 def test_the_default_config_is_the_tables(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +287,7 @@ def test_a_tables_forward_kernel_runs_where_it_can(folders: Folders, monkeypatch
     made = default_config(q, v)
     assert made.forward_kernel == "hopper" and made.forward == HOPPER
     given = KernelConfig(plain, plain, plain)
-    assert launched(given, HOPPER, q, k) is given
+    assert resolve_config(given, HOPPER, q, k) is given
     ran: list[str] = []
     monkeypatch.setattr(hopper_launch, "is_hopper", lambda device: True)
     monkeypatch.setattr(attention, "launch_hopper", lambda *given: ran.append("hopper"))

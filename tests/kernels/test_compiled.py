@@ -264,7 +264,7 @@ def test_one_wait_per_product_is_serialised() -> None:
         ("75:bf16:64", "arch is 75: it must be one of 80"),
         ("90:fp8:64", "dtype is 'fp8'"),
         ("90:bf16:64:second", "role, kernel, feature or option is 'second'"),
-        ("90:bf16:64:swath=2", "option is 'swath=2': it must be NAME=VALUE with one of forward_kernel, order"),
+        ("90:bf16:64:l2_group=2", "option is 'l2_group=2': it must be NAME=VALUE with one of forward_kernel, order"),
         ("90:bf16:64:order=best", "option order is 'best': it must be one of heads, longest"),
     ],
 )
@@ -281,7 +281,7 @@ def test_options_are_fields_of_a_config_by_name_and_value() -> None:
     assert all(str(one).endswith(" order=longest persistent=True") for one in found)
     for variant in found:
         order = shape(variant).order
-        assert (order.swath, order.heads, order.count) == ("i32", "i32", "i32")
+        assert (order.l2_group, order.heads, order.count) == ("i32", "i32", "i32")
     assert {one.kernel for one in select("90:bf16:128:pack_gqa=True")} == {"forward", "dq"}
     assert all(one.grouped and shape(one).packed for one in select("90:bf16:128:pack_gqa=True"))
     (split,) = (one for one in select("90:bf16:128:middle:dkdv_splits=2") if one.full)

@@ -188,7 +188,7 @@ def test_launches_compile() -> None:
 def test_what_a_table_chose_goes_by_pointers_where_it_does_not_suit(
     moved: Moved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "launched", lambda config, tile, q, k: config or DESCRIPTORS)
+    monkeypatch.setattr(choice, "resolve_config", lambda config, tile, q, k: config or DESCRIPTORS)
     for head_dim, count in ((16, 2 * 2), (24, 0)):
         x, lse = inputs(Sizes(8, 45, head_dim=head_dim)), torch.zeros(1, 1, 8)
         shards(x, FULL, [0, 8], lse, lse, None)

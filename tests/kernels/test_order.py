@@ -38,12 +38,12 @@ from ringattn.kernels.order import (
     chip_of,
     efficiency,
     heads_together,
+    l2_group_of,
     l2_of,
     margin_of,
     persistent_programs,
     placement,
     splits_for,
-    swath_of,
     tiles_of,
 )
 
@@ -58,16 +58,16 @@ Q, K = torch.empty(2, 40, 6, 16), torch.empty(2, 75, 3, 16)  # for their shapes
 # --- the arithmetic -----------------------------------------------------------------------------------------------
 
 
-def swaths(heads: int) -> list[int | None]:
+def l2_groups(heads: int) -> list[int | None]:
     return [None, *range(1, heads + 2)]
 
 
-def test_every_tile_of_every_head_once_and_of_each_swath_the_longest_first() -> None:
+def test_every_tile_of_every_head_once_and_of_each_l2_group_the_longest_first() -> None:
     for heads, tiles_ in product(range(1, 7), range(1, 5)):
-        for swath in swaths(heads):
-            taken = [placement(index, tiles_, heads, swath) for index in range(tiles_ * heads)]
+        for l2_group in l2_groups(heads):
+            taken = [placement(index, tiles_, heads, l2_group) for index in range(tiles_ * heads)]
             assert sorted(taken) == sorted(product(range(tiles_), range(heads)))
-            key = [(head // (swath or 1), tile, head) for tile, head in taken]
+            key = [(head // (l2_group or 1), tile, head) for tile, head in taken]
             assert key == sorted(key)
 
 
@@ -82,12 +82,12 @@ def mirror(out: Any, shape: Any, BLOCK: tl.constexpr) -> None:
 
 @pytest.mark.parametrize(("batch", "heads", "packed"), [(1, 1, 3), (2, 3, None), (3, 2, 3)])
 def test_jit_mirror(batch: int, heads: int, packed: int | None) -> None:
-    for rows, swath in product((1, 2, 5), swaths(batch * heads)):
+    for rows, l2_group in product((1, 2, 5), l2_groups(batch * heads)):
         count = -(-rows * (packed or 1) // 2)
         out = torch.full((count * batch * heads, 3), -1)
-        dealt = HEAD_BY_HEAD if swath is None else Order(swath, batch * heads, None)
-        mirror[(len(out),)](out, Shape(rows, 9, heads, 1, dealt, packed), BLOCK=2)
-        expected = (placement(index, count, batch * heads, swath) for index in range(len(out)))
+        taken = HEAD_BY_HEAD if l2_group is None else Order(l2_group, batch * heads, None)
+        mirror[(len(out),)](out, Shape(rows, 9, heads, 1, taken, packed), BLOCK=2)
+        expected = (placement(index, count, batch * heads, l2_group) for index in range(len(out)))
         assert out.tolist() == [[tile, head // heads, head % heads] for tile, head in expected]
 
 
@@ -100,10 +100,10 @@ def test_heads_whose_keys_fit_half_of_l2_come_together() -> None:
     assert heads_together(0, 4, 8, 1000) == 8, "no keys"
 
 
-def test_a_swath_is_of_what_a_program_reads_again() -> None:
+def test_an_l2_group_is_of_what_a_program_reads_again() -> None:
     """Query heads share their key head's K and V; of dK/dV nobody shares, and a group's queries are all walked."""
-    assert swath_of(64, 4, 10, 10, by_keys=False, l2_bytes=1000) == heads_together(100, 4, 64, 1000) == 20
-    assert swath_of(64, 4, 10, 10, by_keys=True, l2_bytes=1000) == heads_together(400, 1, 64, 1000) == 1
+    assert l2_group_of(64, 4, 10, 10, by_keys=False, l2_bytes=1000) == heads_together(100, 4, 64, 1000) == 20
+    assert l2_group_of(64, 4, 10, 10, by_keys=True, l2_bytes=1000) == heads_together(400, 1, 64, 1000) == 1
 
 
 def test_tiles_of_ragged_rows() -> None:
@@ -150,22 +150,22 @@ def small_l2(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_launch_is_told() -> None:
     shape, tile, walked = launch.shape_of(Q, K), INTERPRETER.forward, (K, K)
     count = 2 * 2 * 6
-    assert order.dealt(None, shape, tile, walked) == (count, shape)
-    assert order.dealt(INTERPRETER, shape, tile, walked) == (count, shape)
-    grid, dealt = order.dealt(choose(order="longest"), shape, tile, walked)
-    assert (grid, dealt.order) == (count, Order(4, 12, None)), "two key heads, with their two query heads each"
-    grid, dealt = order.dealt(choose(persistent=True), shape, tile, walked)
-    assert (grid, dealt.order) == (20, Order(None, None, count)), "10 multiprocessors, two programs of 4 warps each"
-    grid, dealt = order.dealt(choose(persistent=True, sm_margin=18, order="longest"), shape, tile, walked)
-    assert (grid, dealt.order) == (4, Order(4, 12, count))
+    assert order.tile_schedule(None, shape, tile, walked) == (count, shape)
+    assert order.tile_schedule(INTERPRETER, shape, tile, walked) == (count, shape)
+    grid, told = order.tile_schedule(choose(order="longest"), shape, tile, walked)
+    assert (grid, told.order) == (count, Order(4, 12, None)), "two key heads, with their two query heads each"
+    grid, told = order.tile_schedule(choose(persistent=True), shape, tile, walked)
+    assert (grid, told.order) == (20, Order(None, None, count)), "10 multiprocessors, two programs of 4 warps each"
+    grid, told = order.tile_schedule(choose(persistent=True, sm_margin=18, order="longest"), shape, tile, walked)
+    assert (grid, told.order) == (4, Order(4, 12, count))
     packed = order.packed_shape(choose(pack_gqa=True), shape)
     assert packed == shape._replace(heads=3, group=1, packed=2)
-    grid, dealt = order.dealt(choose(pack_gqa=True, order="longest"), packed, tile, walked)
-    assert (grid, dealt.order) == (3 * 2 * 3, Order(2, 6, None)), "80 rows of 3 key heads"
+    grid, told = order.tile_schedule(choose(pack_gqa=True, order="longest"), packed, tile, walked)
+    assert (grid, told.order) == (3 * 2 * 3, Order(2, 6, None)), "80 rows of 3 key heads"
     keys, walked = launch.shape_of(K, Q), (Q, Q)
-    grid, dealt = order.dealt(choose(order="longest"), keys, tile, walked, rows_are_keys=True)
-    assert (grid, dealt.order) == (3 * 2 * 3, Order(1, 6, None)), "two query heads of 40 rows for each key head"
-    empty = order.dealt(choose(order="longest", persistent=True), keys._replace(rows=0), tile, walked)
+    grid, told = order.tile_schedule(choose(order="longest"), keys, tile, walked, rows_are_keys=True)
+    assert (grid, told.order) == (3 * 2 * 3, Order(1, 6, None)), "two query heads of 40 rows for each key head"
+    empty = order.tile_schedule(choose(order="longest", persistent=True), keys._replace(rows=0), tile, walked)
     assert empty[0] == 0
 
 
