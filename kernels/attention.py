@@ -83,28 +83,28 @@ class Backward(Bound):
         self._given = strided(dout), self._queries
 
     def dq(
-        self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, sums: torch.Tensor | None,
-        into: torch.Tensor,
+        self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, accum: torch.Tensor | None,
+        out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """``into`` = ``sums``, which it may be, plus one shard's part."""
+        """``out`` = ``accum``, which it may be, plus one shard's part."""
         q, plan = self._q, self._plan("dq", k, v, bounds, scores)
-        before = self._continued(into if sums is None else sums)
+        before = self._continued(out if accum is None else accum)
         launch(
             dq_kernel, plan.grid, q.device,
-            *self._given, strided(k), strided(v), self._lse, self._delta, before, self._continued(into),
+            *self._given, strided(k), strided(v), self._lse, self._delta, before, self._continued(out),
             interval(bounds), plan.shape, self._scale, modifiers(scores, q.device),
-            **plan.options, HAS_SUM=sums is not None, IN_PLACE=into is sums,
+            **plan.options, HAS_SUM=accum is not None, IN_PLACE=out is accum,
         )  # fmt: skip
 
     def dkdv(
-        self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, sums: Pair | None, into: Pair
+        self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, accum: Pair | None, out: Pair
     ) -> None:
-        """``into`` = ``sums``, which it may be, plus what one shard gets."""
-        q, plan, (dk, dv) = self._q, self._plan("dkdv", k, v, bounds, scores), into
-        before = into if sums is None else sums
+        """``out`` = ``accum``, which it may be, plus what one shard gets."""
+        q, plan, (dk, dv) = self._q, self._plan("dkdv", k, v, bounds, scores), out
+        before = out if accum is None else accum
         in_place = dk is before[0] and dv is before[1]
-        parts = into if plan.splits == 1 else (empty_parts(k, plan.splits), empty_parts(v, plan.splits))
-        describe = self._output_arg(plan, v, into, before)
+        parts = out if plan.splits == 1 else (empty_parts(k, plan.splits), empty_parts(v, plan.splits))
+        describe = self._output_arg(plan, v, out, before)
         written = describe(parts[0]), describe(parts[1])
         read = written if in_place or plan.splits > 1 else (describe(before[0]), describe(before[1]))
         seen = interval(bounds.transposed(k.shape[1]))
@@ -112,22 +112,22 @@ class Backward(Bound):
             dkdv_kernel, plan.grid, q.device,
             *self._given, strided(k), strided(v), self._lse, self._delta, *read, *written, seen, plan.shape,
             self._scale, modifiers(scores, q.device, rows_are_keys=True),
-            **plan.options, HAS_SUM=sums is not None and plan.splits == 1, IN_PLACE=sums is not None and in_place,
+            **plan.options, HAS_SUM=accum is not None and plan.splits == 1, IN_PLACE=accum is not None and in_place,
         )  # fmt: skip
         if plan.splits > 1:
             launch(
                 reduce_kernel, programs(k.shape[1], REDUCE_BLOCK, k), q.device,
                 *map(strided, parts), *map(strided, before), strided(dk), strided(dv), seen,
                 shape_of(k, q)._replace(splits=plan.splits), **head_dims(q, v), BLOCK_Q=plan.tile.block_q,
-                BLOCK_K=plan.tile.block_k, BLOCK_ROWS=REDUCE_BLOCK, HAS_SUM=sums is not None,
-                IN_PLACE=sums is not None and in_place, num_warps=REDUCE_WARPS,
+                BLOCK_K=plan.tile.block_k, BLOCK_ROWS=REDUCE_BLOCK, HAS_SUM=accum is not None,
+                IN_PLACE=accum is not None and in_place, num_warps=REDUCE_WARPS,
             )  # fmt: skip
 
-    def _output_arg(self, plan: LaunchPlan, v: torch.Tensor, into: Pair, sums: Pair) -> Callable[[torch.Tensor], Any]:
+    def _output_arg(self, plan: LaunchPlan, v: torch.Tensor, out: Pair, accum: Pair) -> Callable[[torch.Tensor], Any]:
         """How dK/dV's kernel is told of what it leaves: as a tensor, or a TMA descriptor of its tiles."""
         if not is_described(plan.config):
             return strided
-        made = {"into[0]": into[0], "into[1]": into[1], "sums[0]": sums[0], "sums[1]": sums[1]}
+        made = {"out[0]": out[0], "out[1]": out[1], "accum[0]": accum[0], "accum[1]": accum[1]}
         described = describes(plan.config, self._q, v, asked=self._config is not None, **made)
         return partial(descriptor, rows=plan.tile.block_k) if described else strided
 
@@ -229,24 +229,24 @@ def attention_dq(
     bounds: Bounds = FULL,
     scores: Scores = PLAIN,
     softmax_scale: float | None = None,
-    sums: torch.Tensor | None = None,
-    into: torch.Tensor | None = None,
+    accum: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     config: KernelConfig | None = None,
 ) -> torch.Tensor:
-    """``dQ = scale * dS K`` over the keys of one shard, plus ``sums``.
+    """``dQ = scale * dS K`` over the keys of one shard, plus ``accum``.
 
     Args:
         dout, q, k, v, lse, bounds, scores, softmax_scale, config: as in :func:`attention_backward`.
         delta: of :func:`attention_delta`.
-        sums: fp32 ``[B, Sq, H, D]``, dQ of the shards before.
-        into: where the result goes, ``[B, Sq, H, D]``; may be ``sums``. Default: a new tensor in q's dtype.
+        accum: fp32 ``[B, Sq, H, D]``, dQ of the shards before.
+        out: where the result goes, ``[B, Sq, H, D]``; may be ``accum``. Default: a new tensor in q's dtype.
 
     Raises:
         ValueError: an argument does not fit.
     """
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
-    target = result_like("into", into, "sums", sums, q)
-    Backward(dout, q, lse, delta, scale, config).dq(k, v, bounds=bounds, scores=scores, sums=sums, into=target)
+    target = result_like("out", out, "accum", accum, q)
+    Backward(dout, q, lse, delta, scale, config).dq(k, v, bounds=bounds, scores=scores, accum=accum, out=target)
     return target
 
 
@@ -261,11 +261,11 @@ def attention_dkdv(
     bounds: Bounds = FULL,
     scores: Scores = PLAIN,
     softmax_scale: float | None = None,
-    sums: Pair | None = None,
-    into: Pair | None = None,
+    accum: Pair | None = None,
+    out: Pair | None = None,
     config: KernelConfig | None = None,
 ) -> Pair:
-    """``dK = scale * dS^T Q`` and ``dV = P^T dO`` of one key shard, plus ``sums``.
+    """``dK = scale * dS^T Q`` and ``dV = P^T dO`` of one key shard, plus ``accum``.
 
     Query heads that share a key head are summed in their order, or in parts whose sums are added in theirs
     (``KernelConfig.dkdv_splits``): deterministic either plan.
@@ -273,19 +273,19 @@ def attention_dkdv(
     Args:
         dout, q, k, v, lse, bounds, scores, softmax_scale, config: as in :func:`attention_backward`.
         delta: of :func:`attention_delta`.
-        sums: fp32 ``(dk [B, Sk, Hkv, D], dv [B, Sk, Hkv, Dv])`` from the query shards before.
-        into: where the result goes; may be ``sums``. Default: new tensors in the dtype of k and v.
+        accum: fp32 ``(dk [B, Sk, Hkv, D], dv [B, Sk, Hkv, Dv])`` from the query shards before.
+        out: where the result goes; may be ``accum``. Default: new tensors in the dtype of k and v.
 
     Raises:
         ValueError: an argument does not fit.
     """
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
-    dk_sum, dv_sum = sums or (None, None)
-    dk_into, dv_into = into or (None, None)
-    dk = result_like("into[0]", dk_into, "sums[0]", dk_sum, k)
-    dv = result_like("into[1]", dv_into, "sums[1]", dv_sum, v)
+    dk_accum, dv_accum = accum or (None, None)
+    dk_out, dv_out = out or (None, None)
+    dk = result_like("out[0]", dk_out, "accum[0]", dk_accum, k)
+    dv = result_like("out[1]", dv_out, "accum[1]", dv_accum, v)
     made = Backward(dout, q, lse, delta, scale, config)
-    made.dkdv(k, v, bounds=bounds, scores=scores, sums=sums, into=(dk, dv))
+    made.dkdv(k, v, bounds=bounds, scores=scores, accum=accum, out=(dk, dv))
     return dk, dv
 
 
@@ -338,21 +338,21 @@ def attention_backward(
     if is_described(config):
         check_results(dk=dk, dv=dv)
     check_tiles(config, q, v, bounds.block, backward=True)
-    sums = None if dk is None or dv is None else (dk, dv)
+    accum = None if dk is None or dv is None else (dk, dv)
     delta = attention_delta(dout, out, dlse)
     call: dict[str, Any] = {"bounds": bounds, "scores": scores, "softmax_scale": softmax_scale, "config": config}
-    return backward_of(dout, q, k, v, lse, delta, dq=dq, sums=sums, **call)
+    return backward_of(dout, q, k, v, lse, delta, dq=dq, accum=accum, **call)
 
 
 def backward_of(
-    *given: torch.Tensor, dq: torch.Tensor | None = None, sums: Pair | None = None, **call: Any
+    *given: torch.Tensor, dq: torch.Tensor | None = None, accum: Pair | None = None, **call: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`attention_backward` of what :func:`attention_dq` is given: one pass or two, by the config or a table."""
     _, q, _, v, *_ = given
     how = launch_traits(call.get("bounds", FULL), call.get("scores", PLAIN))
     if is_single_pass(config := backward_config(call.get("config"), q, v, **how)):
         total = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
-        made = attention_gradients(*given, dq=total, sums=sums, into=sums, **call | {"config": config})
+        made = attention_gradients(*given, dq=total, accum=accum, out=accum, **call | {"config": config})
         return total.to(q.dtype) if dq is None else total, *made
-    dq = attention_dq(*given, sums=dq, into=dq, **call)
-    return dq, *attention_dkdv(*given, sums=sums, into=sums, **call)
+    dq = attention_dq(*given, accum=dq, out=dq, **call)
+    return dq, *attention_dkdv(*given, accum=accum, out=accum, **call)

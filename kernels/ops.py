@@ -184,33 +184,33 @@ def _finish(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: An
     return host.attention_forward(q, k, v, state=state, **unpack(q.device, *call))[0]
 
 
-def _dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, sums: Any, *call: Any) -> Tensor:
-    return host.attention_dq(dout, q, k, v, lse, delta, sums=sums, **unpack(q.device, *call))
+def _dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, accum: Any, *call: Any) -> Tensor:
+    return host.attention_dq(dout, q, k, v, lse, delta, accum=accum, **unpack(q.device, *call))
 
 
-def _dq_into(
+def _dq_out(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
-    sums: Tensor | None, into: Tensor, add: bool, *call: Any,
+    accum: Tensor | None, out: Tensor, add: bool, *call: Any,
 ) -> None:  # fmt: skip
-    given = into if add else sums
-    host.attention_dq(dout, q, k, v, lse, delta, sums=given, into=into, **unpack(q.device, *call))
+    given = out if add else accum
+    host.attention_dq(dout, q, k, v, lse, delta, accum=given, out=out, **unpack(q.device, *call))
 
 
 def _dkdv(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
     dk: Tensor | None, dv: Tensor | None, *call: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    sums = None if dk is None or dv is None else (dk, dv)
-    return host.attention_dkdv(dout, q, k, v, lse, delta, sums=sums, **unpack(q.device, *call))
+    accum = None if dk is None or dv is None else (dk, dv)
+    return host.attention_dkdv(dout, q, k, v, lse, delta, accum=accum, **unpack(q.device, *call))
 
 
-def _dkdv_into(
+def _dkdv_out(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
-    dk: Tensor | None, dv: Tensor | None, dk_into: Tensor, dv_into: Tensor, add: bool, *call: Any,
+    dk: Tensor | None, dv: Tensor | None, dk_out: Tensor, dv_out: Tensor, add: bool, *call: Any,
 ) -> None:  # fmt: skip
-    into = (dk_into, dv_into)
-    sums = into if add else None if dk is None or dv is None else (dk, dv)
-    host.attention_dkdv(dout, q, k, v, lse, delta, sums=sums, into=into, **unpack(q.device, *call))
+    out = (dk_out, dv_out)
+    accum = out if add else None if dk is None or dv is None else (dk, dv)
+    host.attention_dkdv(dout, q, k, v, lse, delta, accum=accum, out=out, **unpack(q.device, *call))
 
 
 def _backward_of(
@@ -223,17 +223,17 @@ def _gradients_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
     dk: Tensor | None, dv: Tensor | None, *call: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    sums = None if dk is None or dv is None else (dk, dv)
-    return host_gradients(dout, q, k, v, lse, delta, dq=dq, sums=sums, **unpack(q.device, *call))
+    accum = None if dk is None or dv is None else (dk, dv)
+    return host_gradients(dout, q, k, v, lse, delta, dq=dq, accum=accum, **unpack(q.device, *call))
 
 
-def _gradients_into(
+def _gradients_out(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
-    dk: Tensor | None, dv: Tensor | None, dk_into: Tensor, dv_into: Tensor, add: bool, *call: Any,
+    dk: Tensor | None, dv: Tensor | None, dk_out: Tensor, dv_out: Tensor, add: bool, *call: Any,
 ) -> None:  # fmt: skip
-    into = (dk_into, dv_into)
-    sums = into if add else None if dk is None or dv is None else (dk, dv)
-    host_gradients(dout, q, k, v, lse, delta, dq=dq, sums=sums, into=into, **unpack(q.device, *call))
+    out = (dk_out, dv_out)
+    accum = out if add else None if dk is None or dv is None else (dk, dv)
+    host_gradients(dout, q, k, v, lse, delta, dq=dq, accum=accum, out=out, **unpack(q.device, *call))
 
 
 _QKV = "Tensor q, Tensor k, Tensor v"
@@ -252,21 +252,21 @@ delta_op = _defined(
     lambda dout, out, dlse: _rows_like(out),
 )  # fmt: skip
 dq_op = _defined(
-    "attention_dq", f"{_BACKWARD}, Tensor? sums, {SCHEMA}", "Tensor", _dq,
+    "attention_dq", f"{_BACKWARD}, Tensor? accum, {SCHEMA}", "Tensor", _dq,
     lambda dout, q, *_: q.new_empty(q.shape),
 )  # fmt: skip
-dq_into_op = _defined(
-    "attention_dq_into", f"{_BACKWARD}, Tensor? sums, Tensor(a!) into, bool add, {SCHEMA}", "()", _dq_into,
-    mutates=("into",),
+dq_out_op = _defined(
+    "attention_dq_out", f"{_BACKWARD}, Tensor? accum, Tensor(a!) out, bool add, {SCHEMA}", "()", _dq_out,
+    mutates=("out",),
 )  # fmt: skip
 dkdv_op = _defined(
     "attention_dkdv", f"{_BACKWARD}, Tensor? dk, Tensor? dv, {SCHEMA}", "(Tensor, Tensor)", _dkdv,
     lambda dout, q, k, v, *_: (k.new_empty(k.shape), v.new_empty(v.shape)),
 )  # fmt: skip
-dkdv_into_op = _defined(
-    "attention_dkdv_into",
-    f"{_BACKWARD}, Tensor? dk, Tensor? dv, Tensor(a!) dk_into, Tensor(b!) dv_into, bool add, {SCHEMA}", "()",
-    _dkdv_into, mutates=("dk_into", "dv_into"),
+dkdv_out_op = _defined(
+    "attention_dkdv_out",
+    f"{_BACKWARD}, Tensor? dk, Tensor? dv, Tensor(a!) dk_out, Tensor(b!) dv_out, bool add, {SCHEMA}", "()",
+    _dkdv_out, mutates=("dk_out", "dv_out"),
 )  # fmt: skip
 backward_op = _defined(
     "attention_backward", f"{_BACKWARD}, {SCHEMA}", "(Tensor, Tensor, Tensor)", _backward_of,
@@ -276,10 +276,10 @@ gradients_op = _defined(
     "attention_gradients", f"{_BACKWARD}, Tensor(a!) dq, Tensor? dk, Tensor? dv, {SCHEMA}", "(Tensor, Tensor)",
     _gradients_op, lambda dout, q, k, v, *_: (k.new_empty(k.shape), v.new_empty(v.shape)), ("dq",),
 )  # fmt: skip
-gradients_into_op = _defined(
-    "attention_gradients_into",
-    f"{_BACKWARD}, Tensor(a!) dq, Tensor? dk, Tensor? dv, Tensor(b!) dk_into, Tensor(c!) dv_into, bool add, {SCHEMA}",
-    "()", _gradients_into, mutates=("dq", "dk_into", "dv_into"),
+gradients_out_op = _defined(
+    "attention_gradients_out",
+    f"{_BACKWARD}, Tensor(a!) dq, Tensor? dk, Tensor? dv, Tensor(b!) dk_out, Tensor(c!) dv_out, bool add, {SCHEMA}",
+    "()", _gradients_out, mutates=("dq", "dk_out", "dv_out"),
 )  # fmt: skip
 
 quantize_op = _defined(
@@ -340,36 +340,36 @@ def _traced_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tens
     return delta
 
 
-def _traced_dq(*given: Tensor, sums: Tensor | None = None, into: Tensor | None = None, **call: Any) -> Tensor:
+def _traced_dq(*given: Tensor, accum: Tensor | None = None, out: Tensor | None = None, **call: Any) -> Tensor:
     packed = pack(**call)
-    if into is None:
-        dq: Tensor = dq_op(*given, sums, *packed)
+    if out is None:
+        dq: Tensor = dq_op(*given, accum, *packed)
         return dq
-    add = sums is into
-    dq_into_op(*given, None if add else sums, into, add, *packed)
-    return into
+    add = accum is out
+    dq_out_op(*given, None if add else accum, out, add, *packed)
+    return out
 
 
-def _traced_dkdv(*given: Tensor, sums: Pair | None = None, into: Pair | None = None, **call: Any) -> Pair:
-    packed, (dk, dv) = pack(**call), sums or (None, None)
-    if into is None:
+def _traced_dkdv(*given: Tensor, accum: Pair | None = None, out: Pair | None = None, **call: Any) -> Pair:
+    packed, (dk, dv) = pack(**call), accum or (None, None)
+    if out is None:
         made: Pair = dkdv_op(*given, dk, dv, *packed)
         return made
-    add = dk is into[0] and dv is into[1]
-    dkdv_into_op(*given, *((None, None) if add else (dk, dv)), *into, add, *packed)
-    return into
+    add = dk is out[0] and dv is out[1]
+    dkdv_out_op(*given, *((None, None) if add else (dk, dv)), *out, add, *packed)
+    return out
 
 
 def _traced_gradients(
-    *given: Tensor, dq: Tensor, sums: Pair | None = None, into: Pair | None = None, **call: Any
+    *given: Tensor, dq: Tensor, accum: Pair | None = None, out: Pair | None = None, **call: Any
 ) -> Pair:
-    packed, (dk, dv) = pack(**call), sums or (None, None)
-    if into is None:
+    packed, (dk, dv) = pack(**call), accum or (None, None)
+    if out is None:
         made: Pair = gradients_op(*given, dq, dk, dv, *packed)
         return made
-    add = dk is into[0] and dv is into[1]
-    gradients_into_op(*given, dq, *((None, None) if add else (dk, dv)), *into, add, *packed)
-    return into
+    add = dk is out[0] and dv is out[1]
+    gradients_out_op(*given, dq, *((None, None) if add else (dk, dv)), *out, add, *packed)
+    return out
 
 
 def _traced_backward(
@@ -381,12 +381,12 @@ def _traced_backward(
     if dq is None and dk is None and dv is None:
         whole: tuple[Tensor, Tensor, Tensor] = backward_op(*given, *pack(config=config, **call))
         return whole
-    sums, call = None if dk is None or dv is None else (dk, dv), call | {"config": config}
+    accum, call = None if dk is None or dv is None else (dk, dv), call | {"config": config}
     if is_single_pass(config):
         total = q.new_zeros(q.shape, dtype=torch.float32) if dq is None else dq
-        made = _traced_gradients(*given, dq=total, sums=sums, into=sums, **call)
+        made = _traced_gradients(*given, dq=total, accum=accum, out=accum, **call)
         return total.to(q.dtype) if dq is None else total, *made
-    return _traced_dq(*given, sums=dq, into=dq, **call), *_traced_dkdv(*given, sums=sums, into=sums, **call)
+    return _traced_dq(*given, accum=dq, out=dq, **call), *_traced_dkdv(*given, accum=accum, out=accum, **call)
 
 
 def _traced_quantize(x: Tensor, out: Tensor, scale: Tensor) -> None:

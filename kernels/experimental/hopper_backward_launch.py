@@ -105,8 +105,8 @@ def launch_hopper_backward(
     lse: torch.Tensor,
     delta: torch.Tensor,
     dq: torch.Tensor,
-    sums: Pair | None,
-    into: Pair,
+    accum: Pair | None,
+    out: Pair,
     bounds: Bounds,
     softmax_scale: float,
     tile: Tile | None,
@@ -114,16 +114,16 @@ def launch_hopper_backward(
 ) -> None:
     """As the launch of ``single_pass_kernel`` in ``single_pass.Gradients``, for what :func:`takes` lets through."""
     tile = tile or default_tile(q.shape[3])
-    before = into if sums is None else sums
-    written, in_place = (strided(into[0]), strided(into[1])), before[0] is into[0] and before[1] is into[1]
+    before = out if accum is None else accum
+    written, in_place = (strided(out[0]), strided(out[1])), before[0] is out[0] and before[1] is out[1]
     launch(
         _kernel(), programs(k.shape[1], tile.block_k, k), q.device,
         described(dout, tile.block_q), described(q, tile.block_q), described(k, ROWS), described(v, ROWS),
         described(dq, ROWS, ROWS), lse, delta,
         *(written if in_place else map(strided, before)), *written, interval(bounds.transposed(k.shape[1])),
         shape_of(k, q)._replace(group=None), q.shape[2] // k.shape[2], softmax_scale,
-        HEAD_DIM=q.shape[3], BLOCK_Q=tile.block_q, SLOTS=tile.num_stages, HAS_SUM=sums is not None,
-        IN_PLACE=sums is not None and in_place,
+        HEAD_DIM=q.shape[3], BLOCK_Q=tile.block_q, SLOTS=tile.num_stages, HAS_SUM=accum is not None,
+        IN_PLACE=accum is not None and in_place,
         RAGGED=bounds.is_full and k.shape[1] % tile.block_k != 0,
         num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip

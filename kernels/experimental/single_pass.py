@@ -51,8 +51,8 @@ def attention_gradients(
     bounds: Bounds = FULL,
     scores: Scores = PLAIN,
     softmax_scale: float | None = None,
-    sums: Pair | None = None,
-    into: Pair | None = None,
+    accum: Pair | None = None,
+    out: Pair | None = None,
     config: KernelConfig,
 ) -> Pair:
     """dQ, dK and dV of one query shard and one key shard in a single pass: ``dq`` is added to, dK and dV returned.
@@ -68,8 +68,8 @@ def attention_gradients(
     Args:
         dout, q, k, v, lse, delta, bounds, scores, softmax_scale: as in :func:`attention_dq`.
         dq: fp32 ``[B, Sq, H, D]``, what is added to: zeros, or the dQ of the shards before.
-        sums: fp32 ``(dk [B, Sk, Hkv, D], dv [B, Sk, Hkv, Dv])`` from the query shards before.
-        into: where dK and dV go; may be ``sums``. Default: new tensors in the dtype of k and v.
+        accum: fp32 ``(dk [B, Sk, Hkv, D], dv [B, Sk, Hkv, Dv])`` from the query shards before.
+        out: where dK and dV go; may be ``accum``. Default: new tensors in the dtype of k and v.
         config: one whose ``backward`` is a single pass.
 
     Returns:
@@ -85,12 +85,12 @@ def attention_gradients(
             "'hopper'; the two passes are attention_dq and attention_dkdv"
         )
     check_like("dq", dq, tuple(q.shape), torch.float32, q.device, written=True)
-    dk_sum, dv_sum = sums or (None, None)
-    dk_into, dv_into = into or (None, None)
-    dk = result_like("into[0]", dk_into, "sums[0]", dk_sum, k)
-    dv = result_like("into[1]", dv_into, "sums[1]", dv_sum, v)
+    dk_accum, dv_accum = accum or (None, None)
+    dk_out, dv_out = out or (None, None)
+    dk = result_like("out[0]", dk_out, "accum[0]", dk_accum, k)
+    dv = result_like("out[1]", dv_out, "accum[1]", dv_accum, v)
     made = Gradients(dout, q, lse, delta, dq, scale, config)
-    made(k, v, bounds=bounds, scores=scores, sums=sums, into=(dk, dv))
+    made(k, v, bounds=bounds, scores=scores, accum=accum, out=(dk, dv))
     return dk, dv
 
 
@@ -106,9 +106,9 @@ class Gradients(Bound):
         self._given, self._added = (strided(dout), self._queries), strided(dq)
 
     def __call__(
-        self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, sums: Pair | None, into: Pair
+        self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, accum: Pair | None, out: Pair
     ) -> None:
-        """``into`` = ``sums``, which it may be, plus what one shard gets; ``dq`` is added to."""
+        """``out`` = ``accum``, which it may be, plus what one shard gets; ``dq`` is added to."""
         q, config = self._q, self._config
         assert config is not None
         if self._hopper and self._asked(
@@ -116,21 +116,21 @@ class Gradients(Bound):
             lambda: hopper_backward_launch.takes(q, k, v, self._dout, self._dq, bounds, scores, config),
         ):  # fmt: skip
             hopper_backward_launch.launch_hopper_backward(
-                self._dout, q, k, v, *self._rows, self._dq, sums, into, bounds, self._scale, config.single_pass,
+                self._dout, q, k, v, *self._rows, self._dq, accum, out, bounds, self._scale, config.single_pass,
                 self._described,
             )  # fmt: skip
             return
         plan = self._plan("single_pass", k, v, bounds, scores)
-        before = into if sums is None else sums
-        in_place = before[0] is into[0] and before[1] is into[1]
-        written = strided(into[0]), strided(into[1])
+        before = out if accum is None else accum
+        in_place = before[0] is out[0] and before[1] is out[1]
+        written = strided(out[0]), strided(out[1])
         launch(
             single_pass_kernel, plan.grid, q.device,
             *self._given, strided(k), strided(v), *self._rows,
             *(written if in_place else (strided(before[0]), strided(before[1]))), *written,
             self._added, plan.box, turns_of(bounds, q, k, plan.tile, config), interval(bounds.transposed(k.shape[1])),
             plan.shape, self._scale, modifiers(scores, q.device, rows_are_keys=True),
-            **plan.options, HAS_SUM=sums is not None, IN_PLACE=sums is not None and in_place,
+            **plan.options, HAS_SUM=accum is not None, IN_PLACE=accum is not None and in_place,
             RAGGED=bounds.lo is None and bounds.used is None and k.shape[1] % plan.tile.block_k != 0,
         )  # fmt: skip
 

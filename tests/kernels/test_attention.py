@@ -275,7 +275,7 @@ def hop_gradients(x: Inputs, bounds: Bounds, cuts: Sequence[int], out: Tensor, l
     for i, (begin, end) in enumerate(shards):
         into = torch.empty_like(q) if i == len(shards) - 1 else dq if dq is not None else torch.empty_like(q).float()
         here = part(bounds, begin, end)
-        made = attention_dq(dout, q, k[:, begin:end], v[:, begin:end], lse, delta, bounds=here, sums=dq, into=into)
+        made = attention_dq(dout, q, k[:, begin:end], v[:, begin:end], lse, delta, bounds=here, accum=dq, out=into)
         assert made is into
         dq = made
     sums: tuple[Tensor, Tensor] | None = None
@@ -285,7 +285,7 @@ def hop_gradients(x: Inputs, bounds: Bounds, cuts: Sequence[int], out: Tensor, l
         rows = slice(begin, end)
         dk, dv = attention_dkdv(
             dout[:, rows], q[:, rows], k, v, lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous(),
-            bounds=rows_of(bounds, begin, end), sums=sums, into=target,
+            bounds=rows_of(bounds, begin, end), accum=sums, out=target,
         )  # fmt: skip
         assert dk is target[0]
         assert dv is target[1]
@@ -430,9 +430,9 @@ def test_sums_stay_where_nothing_is_seen() -> None:
     for new in ((False, False), (True, True), (False, True), (True, False)):
         into = [torch.empty_like(t) if fresh else t for fresh, t in zip(new, sums, strict=True)]
         made = attention_dkdv(
-            x.dout, *x[:3], lse, delta, bounds=blind, sums=(sums[0], sums[1]), into=(into[0], into[1])
+            x.dout, *x[:3], lse, delta, bounds=blind, accum=(sums[0], sums[1]), out=(into[0], into[1])
         )
-        dq = attention_dq(x.dout, *x[:3], lse, delta, bounds=blind, sums=sums[0], into=into[0])
+        dq = attention_dq(x.dout, *x[:3], lse, delta, bounds=blind, accum=sums[0], out=into[0])
         for got, expected in zip((*made, dq), (*before, before[0]), strict=True):
             assert torch.equal(got, expected)
 

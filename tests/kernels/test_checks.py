@@ -184,16 +184,16 @@ def test_both_passes(others: dict[str, Tensor], message: str) -> None:
 
 
 PASSES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (attention_dq, {"sums": DQ.half()}, "^sums is torch.float16: it must be torch.float32"),
-    (attention_dq, {"sums": zeros(2, 8, 4, 5)}, r"^sums has shape \[2, 8, 4, 5\]: it must be \[2, 8, 4, 16\]"),
-    (attention_dq, {"sums": unaligned(2, 8, 4, 16)}, "^sums has strides .*: the last stride must be 1"),
-    (attention_dq, {"into": zeros(2, 8, 4, 5)}, r"into has shape \[2, 8, 4, 5\]: it must be \[2, 8, 4, 16\]"),
-    (attention_dq, {"into": DQ.int()}, "into is torch.int32: it must be float16"),
-    (attention_dq, {"into": DQ[:, :1].expand(2, 8, 4, 16)}, "into has strides .*: it is written to"),
-    (attention_dkdv, {"sums": (DK.half(), DV)}, r"^sums\[0\] is torch.float16: it must be torch.float32"),
-    (attention_dkdv, {"sums": (DK, unaligned(2, 6, 2, 24))}, r"^sums\[1\] has strides .*: the last stride must be 1"),
-    (attention_dkdv, {"into": (zeros(2, 6, 2, 5), DV)}, r"into\[0\] has shape \[2, 6, 2, 5\]"),
-    (attention_dkdv, {"into": (DK, DV.to(META))}, r"into\[1\] is on meta"),
+    (attention_dq, {"accum": DQ.half()}, "^accum is torch.float16: it must be torch.float32"),
+    (attention_dq, {"accum": zeros(2, 8, 4, 5)}, r"^accum has shape \[2, 8, 4, 5\]: it must be \[2, 8, 4, 16\]"),
+    (attention_dq, {"accum": unaligned(2, 8, 4, 16)}, "^accum has strides .*: the last stride must be 1"),
+    (attention_dq, {"out": zeros(2, 8, 4, 5)}, r"out has shape \[2, 8, 4, 5\]: it must be \[2, 8, 4, 16\]"),
+    (attention_dq, {"out": DQ.int()}, "out is torch.int32: it must be float16"),
+    (attention_dq, {"out": DQ[:, :1].expand(2, 8, 4, 16)}, "out has strides .*: it is written to"),
+    (attention_dkdv, {"accum": (DK.half(), DV)}, r"^accum\[0\] is torch.float16: it must be torch.float32"),
+    (attention_dkdv, {"accum": (DK, unaligned(2, 6, 2, 24))}, r"^accum\[1\] has strides .*: the last stride must be 1"),
+    (attention_dkdv, {"out": (zeros(2, 6, 2, 5), DV)}, r"out\[0\] has shape \[2, 6, 2, 5\]"),
+    (attention_dkdv, {"out": (DK, DV.to(META))}, r"out\[1\] is on meta"),
 ]
 
 

@@ -75,7 +75,7 @@ def shards(
         into = fresh if end == cuts[-1] else sums or (fresh[0].float(), fresh[1].float())
         sums = attention_dkdv(
             dout[:, rows], q[:, rows], k, v, lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous(),
-            bounds=rows_of(bounds, begin, end), sums=sums, into=into, config=config,
+            bounds=rows_of(bounds, begin, end), accum=sums, out=into, config=config,
         )  # fmt: skip
         assert sums[0] is into[0] and sums[1] is into[1]
     assert sums is not None
@@ -135,7 +135,7 @@ def test_the_bits_of_pointers(name: str, moved: Moved) -> None:
             sums = torch.ones(x.k.shape, device=DEVICE), torch.ones(x.v.shape, device=DEVICE)
             made = attention_dkdv(
                 x.dout, x.q, x.k, x.v, lse, lse / 8, bounds=bounds, scores=scores,
-                sums=sums if carried else None, into=sums if carried else None, config=replace(config, **options),
+                accum=sums if carried else None, out=sums if carried else None, config=replace(config, **options),
             )  # fmt: skip
             results.append(made)
         for one, other in zip(*results, strict=True):
@@ -163,7 +163,7 @@ def test_nothing_is_written_past_the_end(moved: Moved) -> None:
     for dtype, carried in ((torch.float16, False), (torch.float32, True)):
         (dk_all, dk), (dv_all, dv) = among(x.k, dtype), among(x.v, dtype)
         into = (dk, dv)
-        attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse, sums=into if carried else None, into=into, config=DESCRIPTORS)
+        attention_dkdv(x.dout, x.q, x.k, x.v, lse, lse, accum=into if carried else None, out=into, config=DESCRIPTORS)
         for whole, part in ((dk_all, dk), (dv_all, dv)):
             assert not (part == 7.0).all()
             part.fill_(7.0)
@@ -240,7 +240,7 @@ def test_sums_that_no_descriptor_takes_are_refused(name: str, how: str, moved: M
         attention_backward(x.dout, x.q, x.k, x.v, out, lse, dq=dq, **sums, config=DESCRIPTORS)
     assert not dq.any() and moved == []
     place = {"dk": 0, "dv": 1}[name]
-    with pytest.raises(ValueError, match=re.escape(f"into[{place}] has strides")):
+    with pytest.raises(ValueError, match=re.escape(f"out[{place}] has strides")):
         attention_dkdv(
-            x.dout, x.q, x.k, x.v, lse, lse, into=(sums["dk"], sums["dv"]), config=DESCRIPTORS
+            x.dout, x.q, x.k, x.v, lse, lse, out=(sums["dk"], sums["dv"]), config=DESCRIPTORS
         )  # fmt: skip

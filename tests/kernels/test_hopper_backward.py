@@ -111,11 +111,11 @@ def test_sums_are_continued(launches: Launches, kind: str) -> None:
         keys = x._replace(k=x.k[:, begin:end], v=x.v[:, begin:end])
         start = torch.randn(keys.k.shape, device=DEVICE), torch.randn(keys.v.shape, device=DEVICE)
         sums = start[0].clone(), start[1].clone()
-        got = gradients(keys, lse, delta, dq, part(bounds, begin, end), sums=sums, into=sums)
+        got = gradients(keys, lse, delta, dq, part(bounds, begin, end), accum=sums, out=sums)
         assert got[0] is sums[0] and got[1] is sums[1]
         last = torch.empty_like(keys.k, device=DEVICE), torch.empty_like(keys.v, device=DEVICE)
         scrap = torch.zeros_like(dq)
-        gradients(keys, lse, delta, scrap, part(bounds, begin, end), sums=start, into=last)
+        gradients(keys, lse, delta, scrap, part(bounds, begin, end), accum=start, out=last)
         for one, other in zip(got, last, strict=True):
             torch.testing.assert_close(one.half(), other, rtol=0, atol=0)
         parts.append([one - other for one, other in zip(got, start, strict=True)])
@@ -130,7 +130,7 @@ def test_keys_that_nobody_sees(launches: Launches) -> None:
     _, lse, delta = given(x)
     dq, sums = torch.zeros(x.q.shape, device=DEVICE), (torch.randn(x.k.shape, device=DEVICE),) * 2
     kept = sums[0].clone()
-    gradients(x, lse, delta, dq, blind, sums=sums, into=sums)
+    gradients(x, lse, delta, dq, blind, accum=sums, out=sums)
     assert torch.equal(sums[0], kept) and not dq.any()
     dk, dv = gradients(x, lse, delta, dq, blind)
     assert not dk.any() and not dv.any() and not dq.any()

@@ -79,13 +79,13 @@ def test_opcheck_of_the_parts() -> None:
     given = (dout, q, k, v, lse, ops.delta_op(dout, out, dlse))
     opcheck(ops.backward_op, (*given, *call))
     opcheck(ops.dq_op, (*given, None, *call))
-    opcheck(ops.dq_into_op, (*given, None, torch.zeros_like(q), True, *call))
+    opcheck(ops.dq_out_op, (*given, None, torch.zeros_like(q), True, *call))
     opcheck(ops.dkdv_op, (*given, torch.zeros_like(k), torch.zeros_like(v), *call))
-    opcheck(ops.dkdv_into_op, (*given, None, None, torch.zeros_like(k), torch.zeros_like(v), True, *call))
+    opcheck(ops.dkdv_out_op, (*given, None, None, torch.zeros_like(k), torch.zeros_like(v), True, *call))
     single = pack(config=SINGLE_PASS)
     opcheck(ops.gradients_op, (*given, torch.zeros_like(q), None, None, *single))
     into = (torch.zeros_like(k), torch.zeros_like(v))
-    opcheck(ops.gradients_into_op, (*given, torch.zeros_like(q), None, None, *into, True, *single))
+    opcheck(ops.gradients_out_op, (*given, torch.zeros_like(q), None, None, *into, True, *single))
 
 
 def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,9 +190,18 @@ def folded(x: Inputs, bounds: Bounds, half: torch.dtype) -> list[Tensor]:
     dq, dk, dv = kernels.attention_backward(dout, q, k[:, first], v[:, first], out, lse, dq=dq, dk=dk, dv=dv)
     delta = kernels.attention_delta(dout, out)
     given = (dout, q, k[:, second], v[:, second], lse, delta)
-    last = kernels.attention_dq(*given, sums=dq, into=torch.zeros_like(q))
+    last = kernels.attention_dq(*given, accum=dq, out=torch.zeros_like(q))
     more = kernels.attention_dkdv(*given, scores=PLAIN)
-    return [out, lse, dq, dk, dv, last, *more, *kernels.attention_dkdv(*given, sums=(more[0].float(), more[1].float()))]
+    return [
+        out,
+        lse,
+        dq,
+        dk,
+        dv,
+        last,
+        *more,
+        *kernels.attention_dkdv(*given, accum=(more[0].float(), more[1].float())),
+    ]
 
 
 def test_every_entry_in_a_graph_is_what_it_is_outside() -> None:

@@ -385,7 +385,7 @@ def test_sums_in_place_and_cast(kind: str) -> None:
         for parts in (1, 2):
             sums = before[0].clone(), before[1].clone()
             into = (torch.empty_like(k), torch.empty_like(v)) if fresh else sums
-            made = attention_dkdv(*given, bounds=bounds, sums=sums, into=into, config=split(parts, tiles(32, 16)))
+            made = attention_dkdv(*given, bounds=bounds, accum=sums, out=into, config=split(parts, tiles(32, 16)))
             assert made[0] is into[0]
             assert made[1] is into[1]
             results.append(made)

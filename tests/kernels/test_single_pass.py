@@ -96,7 +96,7 @@ def test_sums_are_continued(mode: str) -> None:
     for begin in (0, 32):
         keys = slice(begin, min(begin + 32, 48))
         sums = tuple(s[:, keys].clone() for s in start)
-        call: dict[str, Any] = {"bounds": part(bounds, keys.start, keys.stop), "sums": sums, "into": sums}
+        call: dict[str, Any] = {"bounds": part(bounds, keys.start, keys.stop), "accum": sums, "out": sums}
         got = attention_gradients(dout, q, x.k[:, keys], x.v[:, keys], lse, delta, dq=dq, config=config(mode), **call)
         assert got[0] is sums[0]
         parts.append(got)
@@ -221,7 +221,7 @@ HEAD_DIM_256 = inputs(Sizes(head_dim=256))
         ({"config": TWO_PASSES}, "config.backward is 'two_pass': attention_gradients takes"),
         ({"dq": torch.zeros(1, 40, 1, 16).half()}, "dq is torch.float16: it must be torch.float32"),
         ({"dq": torch.zeros(1, 39, 1, 16)}, "dq has shape .* it must be"),
-        ({"sums": (torch.zeros(1, 40, 1, 16).half(), torch.zeros(1, 40, 1, 16))}, r"sums\[0\] is torch.float16"),
+        ({"accum": (torch.zeros(1, 40, 1, 16).half(), torch.zeros(1, 40, 1, 16))}, r"accum\[0\] is torch.float16"),
         (
             {"bounds": Bounds(None, None, None, scored.pattern(40, 40, 48))},
             "config.single_pass has tiles of 16 x 32: they must divide the blocks of 48",

@@ -32,7 +32,7 @@ def launch_case(batch: int, rows: int, keys: int, kv_heads: int, head_dim: int, 
     dout, lse = torch.zeros(batch, rows, kv_heads, 64, dtype=torch.bfloat16), torch.zeros(batch, kv_heads, rows)
     sums = None if role in ("only", "first") else (torch.zeros(k.shape), torch.zeros(v.shape))
     into = {"only": None, "first": (torch.zeros(k.shape), torch.zeros(v.shape)), "middle": sums, "last": None}[role]
-    attention.attention_dkdv(dout, q, k, v, lse, lse, sums=sums, into=into, config=DESCRIPTORS)
+    attention.attention_dkdv(dout, q, k, v, lse, lse, accum=sums, out=into, config=DESCRIPTORS)
 
 
 if __name__ == "__main__":

@@ -90,10 +90,10 @@ class Call:
         """What follows delta."""
         role, sums = ROLES[self.wish.role], self.triple("fp32")
         into = sums if role.in_place else self.triple(self.wish.dtype if role.final else "fp32")
-        pairs: dict[str, Any] = self.common | {"into": into[1:], "sums": sums[1:] if role.carried else None}
+        pairs: dict[str, Any] = self.common | {"out": into[1:], "accum": sums[1:] if role.carried else None}
         if self.wish.backward == "two_pass":
             before: Any = sums[0] if role.carried else None
-            attention.attention_dq(*given, sums=before, into=into[0], **self.common)
+            attention.attention_dq(*given, accum=before, out=into[0], **self.common)
             attention.attention_dkdv(*given, **pairs)
         else:
             single_pass.attention_gradients(*given, dq=sums[0], **pairs)
