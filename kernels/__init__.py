@@ -1,6 +1,6 @@
 """Attention of one query shard against one key shard, on one device. Needs torch and triton only; copy it as it is."""
 
-from .bounds import FULL, Bounds, Runs, TileRange, tile_range
+from .bounds import FULL, BlockSparseIndex, Bounds, TileRange, tile_range
 from .choice import default_config
 from .config import KernelConfig, Tile
 from .ops import (
@@ -21,9 +21,9 @@ __all__ = [
     "FULL",
     "PLAIN",
     "SCALE_TOKENS",
+    "BlockSparseIndex",
     "Bounds",
     "KernelConfig",
-    "Runs",
     "Scores",
     "Tile",
     "TileRange",

@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
+class BlockSparseIndex:
     """A block-sparse pattern: block i of ``block`` queries sees block j of ``block`` keys where ``visible[i, j]``.
 
     ``visible`` is bool ``[query blocks, key blocks]`` on the CPU; the last block of either side may be shorter. As the
@@ -39,9 +39,9 @@ class Runs:
         return self._edges(-1)
 
     @cached_property
-    def transposed(self) -> Runs:
+    def transposed(self) -> BlockSparseIndex:
         """By key: which runs of queries each block of keys is seen by."""
-        return Runs(self.visible.T, self.block, self.device)
+        return BlockSparseIndex(self.visible.T, self.block, self.device)
 
     @cached_property
     def _steps(self) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Bounds:
     lo: torch.Tensor | None
     hi: torch.Tensor | None
     used: torch.Tensor | None = None
-    runs: Runs | None = None
+    runs: BlockSparseIndex | None = None
     _transposed: dict[int, Bounds] = field(default_factory=dict, repr=False)
     _add_orders: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, repr=False)
 
@@ -126,7 +126,7 @@ class Bounds:
         if self.runs is not None:
             self._check_runs(self.runs, rows, columns, device)
 
-    def _check_runs(self, runs: Runs, rows: int, columns: int, device: torch.device) -> None:
+    def _check_runs(self, runs: BlockSparseIndex, rows: int, columns: int, device: torch.device) -> None:
         wanted = tuple(-(-length // runs.block) for length in (rows, columns))
         if runs.visible.dtype != torch.bool or tuple(runs.visible.shape) != wanted:
             raise ValueError(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import attention as host
 from . import quantize as fp8
-from .bounds import FULL, Bounds, Runs
+from .bounds import FULL, BlockSparseIndex, Bounds
 from .config import KernelConfig, Tile, is_single_pass
 from .experimental.single_pass import attention_gradients as host_gradients
 from .launch import Pair
@@ -117,7 +117,7 @@ def _choice(word: str) -> str | int | bool | None:
 def unpack(device: torch.device, *args: Any) -> dict[str, Any]:
     """The arguments of an op as those of an entry."""
     call = Call(*args)
-    runs = None if call.visible is None else Runs(call.visible, call.block, device)
+    runs = None if call.visible is None else BlockSparseIndex(call.visible, call.block, device)
     plain = all(x is None for x in (call.lo, call.hi, call.used, runs))
     scores = Scores(
         call.softcap, call.alibi_slopes, call.dropout_p, call.dropout_seed % SEEDS, call.first_head,

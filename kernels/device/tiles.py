@@ -21,7 +21,7 @@ class Strided(NamedTuple):
 
 
 class BlockRuns(NamedTuple):
-    """A ``Runs``: which runs of columns each block of rows sees."""
+    """A ``BlockSparseIndex``: which runs of columns each block of rows sees."""
 
     offsets: Any
     begins: Any

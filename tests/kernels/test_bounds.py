@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.kernels import FULL, Bounds, Runs
+from ringattn.kernels import FULL, BlockSparseIndex, Bounds
 
 from ..support.kernel_cases import dense
 
@@ -68,7 +68,7 @@ def test_runs_are_what_is_visible(rows: int, columns: int, data: st.DataObject) 
     """Read as the kernels do, both ways round."""
     cells = data.draw(st.lists(st.booleans(), min_size=rows * columns, max_size=rows * columns))
     visible = torch.tensor(cells, dtype=torch.bool).reshape(rows, columns)
-    made = Runs(visible, 16)
+    made = BlockSparseIndex(visible, 16)
     assert torch.equal(made.transposed.visible, visible.T)
     for runs, shown in ((made, visible), (made.transposed, visible.T)):
         read = torch.zeros_like(shown)
@@ -84,7 +84,7 @@ def test_runs_are_what_is_visible(rows: int, columns: int, data: st.DataObject) 
 
 
 def test_what_is_empty() -> None:
-    runs = Runs(torch.zeros(2, 2, dtype=torch.bool), 16)
+    runs = BlockSparseIndex(torch.zeros(2, 2, dtype=torch.bool), 16)
     assert not FULL.is_empty
     assert not of([0, 1], [0, 2]).is_empty
     assert of([0, 1], [0, 1]).is_empty
@@ -94,7 +94,7 @@ def test_what_is_empty() -> None:
 
 
 def test_what_narrows_bounds_stays_with_them() -> None:
-    used, runs = torch.tensor([2, 3], dtype=torch.int32), Runs(torch.tensor([[True, False]]), 16)
+    used, runs = torch.tensor([2, 3], dtype=torch.int32), BlockSparseIndex(torch.tensor([[True, False]]), 16)
     made = Bounds(None, None, used, runs)
     assert made != Bounds(None, None, used, runs), "compared by identity"
     other = made.transposed(17)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels import (
+    BlockSparseIndex,
     Bounds,
     KernelConfig,
-    Runs,
     Scores,
     Tile,
     attention_backward,
@@ -113,7 +113,7 @@ def vectors(*, lo: Tensor = INDEX, hi: Tensor = INDEX) -> Bounds:
 
 
 def blocks(*shape: int, block: int = 16, device: torch.device = CPU) -> Bounds:
-    return Bounds(None, None, None, Runs(torch.ones(shape).bool(), block, device))
+    return Bounds(None, None, None, BlockSparseIndex(torch.ones(shape).bool(), block, device))
 
 
 STATE, LSE = zeros(2, 8, 4, 24), zeros(2, 4, 8)

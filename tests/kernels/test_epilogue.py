@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ringattn.kernels import (
     FULL,
+    BlockSparseIndex,
     Bounds,
     KernelConfig,
-    Runs,
     Scores,
     attention_backward,
     attention_dkdv,
@@ -116,7 +116,7 @@ SITUATIONS: dict[str, tuple[Bounds, Scores, dict[str, Any]]] = {
         {},
     ),
     "used": (Bounds(None, None, torch.tensor([45, 7], dtype=torch.int32)), Scores(), {}),
-    "runs": (Bounds(None, None, None, Runs(torch.eye(1, 2, dtype=torch.bool), 32)), Scores(), {}),
+    "runs": (Bounds(None, None, None, BlockSparseIndex(torch.eye(1, 2, dtype=torch.bool), 32)), Scores(), {}),
     "split": (FULL, Scores(), {"dkdv_splits": 2, "order": "longest", "persistent": True, "sm_margin": 18}),
 }
 

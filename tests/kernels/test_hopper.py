@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ringattn.autotune.inspect import hopper as compiled_hopper
 from ringattn.autotune.inspect.sass import matrix_loops
-from ringattn.kernels import FULL, Bounds, KernelConfig, Runs, Scores, Tile, attention_forward, launch
+from ringattn.kernels import FULL, BlockSparseIndex, Bounds, KernelConfig, Scores, Tile, attention_forward, launch
 from ringattn.kernels.bounds import tile_range
 from ringattn.kernels.experimental import hopper_launch, steps
 
@@ -266,7 +266,7 @@ def test_it_refuses_another_gpu() -> None:
 
 HOPS: dict[str, Bounds] = {
     "used": Bounds(None, None, torch.tensor([40], dtype=torch.int32)),
-    "runs": Bounds(None, None, None, Runs(torch.ones(1, 1, dtype=torch.bool), 128)),
+    "runs": Bounds(None, None, None, BlockSparseIndex(torch.ones(1, 1, dtype=torch.bool), 128)),
 }
 
 

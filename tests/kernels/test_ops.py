@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ringattn import kernels
-from ringattn.kernels import PLAIN, Bounds, KernelConfig, Runs, Scores, Tile, attend, ops
+from ringattn.kernels import PLAIN, BlockSparseIndex, Bounds, KernelConfig, Scores, Tile, attend, ops
 from ringattn.kernels.ops import namespace_of, pack, pack_config, unpack_config
 
 from ..support.baselines import Results
@@ -49,7 +49,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
     "bounds": lambda: {"bounds": interval("causal", 24, 40), "softmax_scale": 0.3, "config": TILES},
     "used": lambda: {"bounds": Bounds(None, None, torch.tensor([13, 40], dtype=torch.int32))},
-    "runs": lambda: {"bounds": Bounds(None, None, runs=Runs(torch.eye(2, 3, dtype=torch.bool), 16))},
+    "runs": lambda: {"bounds": Bounds(None, None, runs=BlockSparseIndex(torch.eye(2, 3, dtype=torch.bool), 16))},
     "scores": lambda: {"scores": scores()},
 }
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from ringattn.kernels import (
     FULL,
+    BlockSparseIndex,
     Bounds,
     KernelConfig,
-    Runs,
     Scores,
     attention,
     attention_backward,
@@ -244,7 +244,7 @@ def test_what_else_a_launch_may_have(features: str, chosen: dict[str, Any], head
         late = of(
             torch.arange(20) - 2, torch.full((20,), 40), 40
         )  # whose first tiles are masked, and whole ones behind
-        bounds = Bounds(late.lo, late.hi, None, Runs(torch.tensor([[1, 1, 0], [0, 1, 1]]).bool(), 16))
+        bounds = Bounds(late.lo, late.hi, None, BlockSparseIndex(torch.tensor([[1, 1, 0], [0, 1, 1]]).bool(), 16))
     else:
         positions: Any = {"q_positions": torch.arange(20).int(), "k_positions": torch.arange(40).int()}
         scores = Scores(alibi_slopes=torch.rand(heads) / 10, dropout_p=0.3, dropout_seed=5, **positions)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.kernels import FULL, Bounds, KernelConfig, Runs, Scores, attention_backward, attention_forward
+from ringattn.kernels import FULL, BlockSparseIndex, Bounds, KernelConfig, Scores, attention_backward, attention_forward
 
 from ..support.baselines import Results
 from ..support.kernel_cases import DEVICE, DTYPES, Inputs, Sizes, in_turn, inputs, interval, of, part, tiles, visible
@@ -196,11 +196,11 @@ def test_padded_batch_rows(used: list[int], name: str, kind: str) -> None:
     compare(ours(x, bounds, scores_of(name)), x, bounds, scores_of(name))
 
 
-def pattern(queries: int, keys: int, block: int, share: float = 0.5) -> Runs:
+def pattern(queries: int, keys: int, block: int, share: float = 0.5) -> BlockSparseIndex:
     """Any blocks, and one row of blocks that sees nothing."""
     shown = torch.rand(-(-queries // block), -(-keys // block)) < share
     shown[:1] = False
-    return Runs(shown, block)
+    return BlockSparseIndex(shown, block)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def shards(x: Inputs, bounds: Bounds, scores: Scores, size: int) -> Iterator[tup
         near, runs = part(bounds, begin, end), bounds.runs
         used = None if bounds.used is None else (bounds.used - begin).clamp(0, end - begin)
         if runs is not None:
-            runs = Runs(runs.visible[:, begin // runs.block : -(-end // runs.block)], runs.block)
+            runs = BlockSparseIndex(runs.visible[:, begin // runs.block : -(-end // runs.block)], runs.block)
         told = replace(scores, k_positions=scores.k_positions[begin:end])
         yield x.k[:, begin:end], x.v[:, begin:end], Bounds(near.lo, near.hi, used, runs), told
 

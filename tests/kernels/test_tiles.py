@@ -17,9 +17,9 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from ringattn.kernels import (
     FULL,
+    BlockSparseIndex,
     Bounds,
     KernelConfig,
-    Runs,
     TileRange,
     attention_dkdv,
     attention_dq,
@@ -250,7 +250,7 @@ def test_padding_and_blocks_that_are_not_seen_are_not_loaded(kind: str, watch: l
         check_launches(watch, padded, 70, 75, tiles(16, 16))
     for block in (32, 48):
         shown = torch.rand(-(-70 // block), -(-75 // block)) < 0.5
-        check_launches(watch, Bounds(whole.lo, whole.hi, None, Runs(shown, block)), 70, 75, tiles(16, 16))
+        check_launches(watch, Bounds(whole.lo, whole.hi, None, BlockSparseIndex(shown, block)), 70, 75, tiles(16, 16))
 
 
 def test_query_heads_share_the_tiles_of_their_key_head(watch: list[Loads]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.kernels import FULL, Bounds, Runs
+from ringattn.kernels import FULL, BlockSparseIndex, Bounds
 from ringattn.ring.cpu import pieces as cutting
 from ringattn.ring.cpu.pieces import Kind, Piece, limits, pieces
 
@@ -43,7 +43,7 @@ def any_bounds(draw: st.DrawFn) -> tuple[Bounds, int, int]:
         replace(
             draw(st.sampled_from([bounds, bounds, FULL])),
             used=torch.tensor(used, dtype=torch.int32) if used else None,
-            runs=draw(st.sampled_from([None, Runs(visible, block)])),
+            runs=draw(st.sampled_from([None, BlockSparseIndex(visible, block)])),
         ),
         rows,
         keys,
