@@ -85,7 +85,7 @@ def strided(x: torch.Tensor) -> Strided:
 def interval(bounds: Bounds) -> Interval:
     runs = bounds.runs
     listed = None if runs is None else BlockRuns(runs.offsets, runs.begins, runs.ends, runs.block)
-    return Interval(bounds.lo, bounds.hi, bounds.used, listed)
+    return Interval(bounds.lo, bounds.hi, bounds.seqused_k, listed)
 
 
 def modifiers(scores: Scores, device: torch.device, *, rows_are_keys: bool = False) -> Modifiers:

@@ -27,7 +27,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 SCHEMA = (
-    "Tensor? lo, Tensor? hi, Tensor? used, Tensor? visible, SymInt block, float softcap, Tensor? alibi_slopes, "
+    "Tensor? lo, Tensor? hi, Tensor? seqused_k, Tensor? visible, SymInt block, float softcap, Tensor? alibi_slopes, "
     "float dropout_p, SymInt dropout_seed, SymInt first_head, Tensor? q_positions, Tensor? k_positions, "
     "float? softmax_scale, int[]? tiles, str[] choices"
 )
@@ -43,7 +43,7 @@ class Call(NamedTuple):
 
     lo: Tensor | None
     hi: Tensor | None
-    used: Tensor | None
+    seqused_k: Tensor | None
     visible: Tensor | None
     block: int
     softcap: float
@@ -69,7 +69,7 @@ def pack(
     return Call(
         bounds.lo,
         bounds.hi,
-        bounds.used,
+        bounds.seqused_k,
         None if runs is None else runs.visible,
         0 if runs is None else runs.block,
         scores.softcap,
@@ -118,13 +118,13 @@ def unpack(device: torch.device, *args: Any) -> dict[str, Any]:
     """The arguments of an op as those of an entry."""
     call = Call(*args)
     runs = None if call.visible is None else BlockSparseIndex(call.visible, call.block, device)
-    plain = all(x is None for x in (call.lo, call.hi, call.used, runs))
+    plain = all(x is None for x in (call.lo, call.hi, call.seqused_k, runs))
     scores = Scores(
         call.softcap, call.alibi_slopes, call.dropout_p, call.dropout_seed % SEEDS, call.first_head,
         call.q_positions, call.k_positions,
     )  # fmt: skip
     return {
-        "bounds": FULL if plain else Bounds(call.lo, call.hi, call.used, runs),
+        "bounds": FULL if plain else Bounds(call.lo, call.hi, call.seqused_k, runs),
         "scores": scores,
         "softmax_scale": call.softmax_scale,
         "config": unpack_config(call.tiles, call.choices),

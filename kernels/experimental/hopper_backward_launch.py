@@ -35,7 +35,7 @@ def takes(
     scores: Scores,
     config: KernelConfig,
 ) -> bool:
-    """Whether the Hopper kernel runs this hop: not with ``used`` or ``runs``, nor where there are no rows or no keys.
+    """Whether the Hopper kernel runs this hop: not with ``seqused_k`` or ``runs``, nor without rows or keys.
 
     These come and go from hop to hop, and the portable single pass takes them. What is the same for all hops of a call
     is refused on every hop alike.
@@ -44,7 +44,7 @@ def takes(
         ValueError: what :func:`check_hopper_backward` refuses.
     """
     check_hopper_backward(q, k, v, dout, dq, scores, config.single_pass)
-    return bounds.used is None and bounds.runs is None and q.numel() > 0 and k.numel() > 0
+    return bounds.seqused_k is None and bounds.runs is None and q.numel() > 0 and k.numel() > 0
 
 
 def check_hopper_backward(

@@ -37,7 +37,7 @@ def takes(
     *,
     asked: bool = True,
 ) -> bool:
-    """Whether the Hopper kernel runs this hop: not with ``used`` or ``runs``, nor where there are no rows or no keys.
+    """Whether the Hopper kernel runs this hop: not with ``seqused_k`` or ``runs``, nor without rows or keys.
 
     These come and go from hop to hop, and the portable kernel takes them, with the same tile. What is the same for
     all hops of a call is the caller's to choose, and refused on every hop alike: where the caller ``asked`` for this
@@ -52,7 +52,7 @@ def takes(
         if asked:
             raise
         return False
-    return bounds.used is None and bounds.runs is None and q.numel() > 0 and k.numel() > 0
+    return bounds.seqused_k is None and bounds.runs is None and q.numel() > 0 and k.numel() > 0
 
 
 def check_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, tile: Tile) -> None:

@@ -112,7 +112,7 @@ class Gradients(Bound):
         q, config = self._q, self._config
         assert config is not None
         if self._hopper and self._asked(
-            (bounds.used is None, bounds.runs is None), k, v,
+            (bounds.seqused_k is None, bounds.runs is None), k, v,
             lambda: hopper_backward_launch.takes(q, k, v, self._dout, self._dq, bounds, scores, config),
         ):  # fmt: skip
             hopper_backward_launch.launch_hopper_backward(
@@ -131,7 +131,7 @@ class Gradients(Bound):
             self._added, plan.box, turns_of(bounds, q, k, plan.tile, config), interval(bounds.transposed(k.shape[1])),
             plan.shape, self._scale, modifiers(scores, q.device, rows_are_keys=True),
             **plan.options, HAS_SUM=accum is not None, IN_PLACE=accum is not None and in_place,
-            RAGGED=bounds.lo is None and bounds.used is None and k.shape[1] % plan.tile.block_k != 0,
+            RAGGED=bounds.lo is None and bounds.seqused_k is None and k.shape[1] % plan.tile.block_k != 0,
         )  # fmt: skip
 
     def _planned(
@@ -186,7 +186,7 @@ def add_order(
     Whoever waits, waits for programs launched before, which is what keeps the order from locking up: a table, and not
     arithmetic in the kernel, because a number too high would wait for nobody.
     """
-    if bounds.lo is None and bounds.used is None and bounds.runs is None:
+    if bounds.lo is None and bounds.seqused_k is None and bounds.runs is None:
         return None
     key = (batch, queries, keys, tile.block_q, tile.block_k)
     if key not in bounds._add_orders:
@@ -200,7 +200,7 @@ def key_tile_visits(bounds: Bounds, queries: int, keys: int, tile: Tile, device:
     by_key = bounds.transposed(keys)
     first = torch.arange(0, keys, tile.block_k, device=device)
     columns = torch.arange(0, queries, tile.block_q, device=device)
-    rows = torch.full((1, 1), keys, device=device) if bounds.used is None else bounds.used[:, None]
+    rows = torch.full((1, 1), keys, device=device) if bounds.seqused_k is None else bounds.seqused_k[:, None]
     last = torch.maximum(torch.minimum(first + tile.block_k, rows) - 1, first)
     there = (first < rows)[:, :, None]
     if by_key.lo is not None and by_key.hi is not None:

@@ -80,7 +80,7 @@ def pieces(bounds: Bounds, rows: int, keys: int, *, operator: bool = True) -> tu
     """
     if rows == 0 or keys == 0:
         return ()
-    if bounds.is_full and bounds.used is None and bounds.runs is None:  # FULL serves every number of rows and keys
+    if bounds.is_full and bounds.seqused_k is None and bounds.runs is None:  # FULL serves every number of rows and keys
         return (Piece(Kind.RECTANGLE if operator else Kind.BLOCKWISE, 0, rows, 0, keys),)
     cached, asked = _cache.setdefault(bounds, {}), (rows, keys, operator)
     if asked not in cached:
@@ -122,7 +122,7 @@ def _size(piece: Piece) -> int:
 
 def _pieces(bounds: Bounds, rows: int, keys: int, operator: bool) -> Iterator[Piece]:
     lo, hi = _vectors(bounds, rows, keys)
-    for first, end, used in _batches(bounds.used, keys):
+    for first, end, used in _batches(bounds.seqused_k, keys):
         near = lo.clamp(max=used), hi.clamp(max=used)
         if bounds.runs is not None:
             found = list(_block_sparse(*near, bounds.runs, operator))

@@ -99,14 +99,14 @@ def test_what_narrows_bounds_stays_with_them() -> None:
     assert made != Bounds(None, None, used, runs), "compared by identity"
     other = made.transposed(17)
     assert made.is_full
-    assert other.used is used
+    assert other.seqused_k is used
     assert other.runs is not None
     assert other.runs.visible.tolist() == [[True], [False]]
     assert made.transposed(17) is other
     moved = made.to(torch.device("meta"))
-    assert moved.used is not None
+    assert moved.seqused_k is not None
     assert moved.runs is not None
-    assert {moved.used.device, moved.runs.offsets.device, moved.runs.begins.device} == {torch.device("meta")}
+    assert {moved.seqused_k.device, moved.runs.offsets.device, moved.runs.begins.device} == {torch.device("meta")}
     moved = of([0, 0], [1, 2]).to(torch.device("meta"))
     assert moved.lo is not None and moved.hi is not None
     assert moved.lo.device == moved.hi.device == torch.device("meta")

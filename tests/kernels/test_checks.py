@@ -133,7 +133,7 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"bounds": vectors(lo=INDEX[:6])}, r"bounds\.lo is torch.int32 \[6\] on cpu: it must be int32 \[8\] on cpu"),
     ({"bounds": vectors(lo=INDEX.to(META))}, r"bounds\.lo is .* on meta: .* on cpu"),
     ({"bounds": vectors(hi=zeros(16, dtype=torch.int32)[::2])}, r"bounds\.hi has stride \(2,\): it must be contiguous"),
-    ({"bounds": Bounds(None, None, INDEX[:3])}, r"bounds.used is torch.int32 \[3\] .* int32 \[2\]"),
+    ({"bounds": Bounds(None, None, INDEX[:3])}, r"bounds.seqused_k is torch.int32 \[3\] .* int32 \[2\]"),
     ({"bounds": blocks(1, 2)}, r"bounds.runs is .* bool \[1, 1\]"),
     ({"bounds": blocks(1, 1, device=META)}, "bounds.runs is for meta"),
     ({"bounds": blocks(1, 1, block=24)}, "blocks of 24: they must be a multiple of 16"),

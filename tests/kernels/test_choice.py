@@ -253,7 +253,7 @@ PAIR = torch.zeros(8, dtype=torch.int32)
         (Bounds(None, None), Scores(), "full"),
         (Bounds(PAIR, PAIR), Scores(), "bounded"),
         (Bounds(None, None), Scores(softcap=30.0), "default"),
-        (Bounds(PAIR, PAIR, used=torch.ones(1, dtype=torch.int32)), Scores(), "default"),
+        (Bounds(PAIR, PAIR, seqused_k=torch.ones(1, dtype=torch.int32)), Scores(), "default"),
     ],
 )
 def test_a_launch_takes_the_tile_of_its_mask(

@@ -231,7 +231,7 @@ def shards(x: Inputs, bounds: Bounds, scores: Scores, size: int) -> Iterator[tup
     for begin in range(0, x.k.shape[1], size):
         end = min(begin + size, x.k.shape[1])
         near, runs = part(bounds, begin, end), bounds.runs
-        used = None if bounds.used is None else (bounds.used - begin).clamp(0, end - begin)
+        used = None if bounds.seqused_k is None else (bounds.seqused_k - begin).clamp(0, end - begin)
         if runs is not None:
             runs = BlockSparseIndex(runs.visible[:, begin // runs.block : -(-end // runs.block)], runs.block)
         told = replace(scores, k_positions=scores.k_positions[begin:end])

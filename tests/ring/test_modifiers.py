@@ -108,8 +108,8 @@ def dense(bounds: Bounds, batch: int, keys: int) -> Tensor:
     seen = torch.ones(batch, QUERIES, keys, dtype=torch.bool)
     if bounds.lo is not None and bounds.hi is not None:
         seen &= (at >= bounds.lo[:, None]) & (at < bounds.hi[:, None])
-    if bounds.used is not None:
-        seen &= at < bounds.used[:, None, None]
+    if bounds.seqused_k is not None:
+        seen &= at < bounds.seqused_k[:, None, None]
     if bounds.runs is not None:
         by_query = bounds.runs.visible.repeat_interleave(BLOCK, 0)[:QUERIES]
         seen &= by_query.repeat_interleave(BLOCK, 1)[:, :keys]

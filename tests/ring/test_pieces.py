@@ -42,7 +42,7 @@ def any_bounds(draw: st.DrawFn) -> tuple[Bounds, int, int]:
     return (
         replace(
             draw(st.sampled_from([bounds, bounds, FULL])),
-            used=torch.tensor(used, dtype=torch.int32) if used else None,
+            seqused_k=torch.tensor(used, dtype=torch.int32) if used else None,
             runs=draw(st.sampled_from([None, BlockSparseIndex(visible, block)])),
         ),
         rows,
@@ -53,8 +53,8 @@ def any_bounds(draw: st.DrawFn) -> tuple[Bounds, int, int]:
 def visible_pairs(bounds: Bounds, rows: int, keys: int) -> Tensor:
     """bool ``[B, rows, keys]``."""
     seen = pairs_of(bounds, rows, keys)[None]
-    if bounds.used is not None:
-        seen = seen & (torch.arange(keys) < bounds.used[:, None, None])
+    if bounds.seqused_k is not None:
+        seen = seen & (torch.arange(keys) < bounds.seqused_k[:, None, None])
     if bounds.runs is not None:
         visible = bounds.runs.visible
         for dim, length in enumerate((rows, keys)):

@@ -145,8 +145,8 @@ def dense(bounds: Bounds, queries: int, keys: int) -> Tensor:
 def visible(bounds: Bounds, batch: int, queries: int, keys: int) -> Tensor:
     """The same for every batch row and whatever narrows the interval, ``[B, 1, queries, keys]``."""
     seen = dense(bounds, queries, keys).expand(batch, 1, queries, keys).clone()
-    if bounds.used is not None:
-        seen &= torch.arange(keys) < bounds.used[:, None, None, None]
+    if bounds.seqused_k is not None:
+        seen &= torch.arange(keys) < bounds.seqused_k[:, None, None, None]
     if bounds.runs is not None:
         rows, columns = (torch.arange(count) // bounds.runs.block for count in (queries, keys))
         seen &= bounds.runs.visible[rows][:, columns]
