@@ -151,11 +151,6 @@ def _built_in_single_pass(gpu: Gpu | None, q: torch.Tensor, v: torch.Tensor) -> 
     return tile
 
 
-def _of(config: KernelConfig, kernel: str) -> Tile | None:
-    tile: Tile | None = getattr(config, kernel)
-    return tile
-
-
 def launch_traits(bounds: Bounds, scores: Scores) -> dict[str, Any]:
     """What of a launch decides its tile, beside its tensors: arguments of :func:`tile_for`."""
     plain = scores.is_plain and bounds.seqused_k is None and bounds.runs is None
@@ -179,7 +174,7 @@ def tile_for(
     Raises:
         ValueError: the config's does not, or does not fit the GPU; or blocks that no tile divides.
     """
-    given = None if config is None else _of(config, kernel)
+    given: Tile | None = None if config is None else getattr(config, kernel)
     if config is not None and kernel == "single_pass":
         # its default is a table's, too: the caller chose no more than the way, and what Hopper's leaves is the portable
         kernel = config.backward if config.backward in SINGLE_PASS else kernel

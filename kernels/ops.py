@@ -184,6 +184,10 @@ def _finish(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: An
     return host.attention_forward(q, k, v, state=state, **unpack(q.device, *call))[0]
 
 
+def _pair(dk: Tensor | None, dv: Tensor | None) -> Pair | None:
+    return None if dk is None or dv is None else (dk, dv)
+
+
 def _dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, accum: Any, *call: Any) -> Tensor:
     return host.attention_dq(dout, q, k, v, lse, delta, accum=accum, **unpack(q.device, *call))
 
@@ -200,8 +204,7 @@ def _dkdv(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
     dk: Tensor | None, dv: Tensor | None, *call: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    accum = None if dk is None or dv is None else (dk, dv)
-    return host.attention_dkdv(dout, q, k, v, lse, delta, accum=accum, **unpack(q.device, *call))
+    return host.attention_dkdv(dout, q, k, v, lse, delta, accum=_pair(dk, dv), **unpack(q.device, *call))
 
 
 def _dkdv_out(
@@ -209,7 +212,7 @@ def _dkdv_out(
     dk: Tensor | None, dv: Tensor | None, dk_out: Tensor, dv_out: Tensor, add: bool, *call: Any,
 ) -> None:  # fmt: skip
     out = (dk_out, dv_out)
-    accum = out if add else None if dk is None or dv is None else (dk, dv)
+    accum = out if add else _pair(dk, dv)
     host.attention_dkdv(dout, q, k, v, lse, delta, accum=accum, out=out, **unpack(q.device, *call))
 
 
@@ -223,8 +226,7 @@ def _gradients_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
     dk: Tensor | None, dv: Tensor | None, *call: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    accum = None if dk is None or dv is None else (dk, dv)
-    return host_gradients(dout, q, k, v, lse, delta, dq=dq, accum=accum, **unpack(q.device, *call))
+    return host_gradients(dout, q, k, v, lse, delta, dq=dq, accum=_pair(dk, dv), **unpack(q.device, *call))
 
 
 def _gradients_out(
@@ -232,7 +234,7 @@ def _gradients_out(
     dk: Tensor | None, dv: Tensor | None, dk_out: Tensor, dv_out: Tensor, add: bool, *call: Any,
 ) -> None:  # fmt: skip
     out = (dk_out, dv_out)
-    accum = out if add else None if dk is None or dv is None else (dk, dv)
+    accum = out if add else _pair(dk, dv)
     host_gradients(dout, q, k, v, lse, delta, dq=dq, accum=accum, out=out, **unpack(q.device, *call))
 
 
@@ -248,8 +250,8 @@ finish_op = _defined(
     lambda q, k, v, *_: _out_like(q, v, q.dtype), ("lse",),
 )  # fmt: skip
 delta_op = _defined(
-    "attention_delta", "Tensor dout, Tensor out, Tensor? dlse", "Tensor", host.attention_delta,
-    lambda dout, out, dlse: _rows_like(out),
+    "attention_delta", "Tensor dout, Tensor out, Tensor? dlse=None", "Tensor", host.attention_delta,
+    lambda dout, out, dlse=None: _rows_like(out),
 )  # fmt: skip
 dq_op = _defined(
     "attention_dq", f"{_BACKWARD}, Tensor? accum, {SCHEMA}", "Tensor", _dq,
@@ -335,11 +337,6 @@ def _traced_forward(
     return state
 
 
-def _traced_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
-    delta: Tensor = delta_op(dout, out, dlse)
-    return delta
-
-
 def _traced_dq(*given: Tensor, accum: Tensor | None = None, out: Tensor | None = None, **call: Any) -> Tensor:
     packed = pack(**call)
     if out is None:
@@ -377,11 +374,11 @@ def _traced_backward(
     dlse: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
     config: KernelConfig | None = None, **call: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    given = (dout, q, k, v, lse, _traced_delta(dout, out, dlse))
+    given = (dout, q, k, v, lse, delta_op(dout, out, dlse))
     if dq is None and dk is None and dv is None:
         whole: tuple[Tensor, Tensor, Tensor] = backward_op(*given, *pack(config=config, **call))
         return whole
-    accum, call = None if dk is None or dv is None else (dk, dv), call | {"config": config}
+    accum, call = _pair(dk, dv), call | {"config": config}
     if is_single_pass(config):
         total = q.new_zeros(q.shape, dtype=torch.float32) if dq is None else dq
         made = _traced_gradients(*given, dq=total, accum=accum, out=accum, **call)
@@ -389,22 +386,14 @@ def _traced_backward(
     return _traced_dq(*given, accum=dq, out=dq, **call), *_traced_dkdv(*given, accum=accum, out=accum, **call)
 
 
-def _traced_quantize(x: Tensor, out: Tensor, scale: Tensor) -> None:
-    quantize_op(x, out, scale)
-
-
-def _traced_dequantize(x: Tensor, scale: Tensor, out: Tensor) -> None:
-    dequantize_op(x, scale, out)
-
-
 attention_forward = _either(host.attention_forward, _traced_forward)
-attention_delta = _either(host.attention_delta, _traced_delta)
+attention_delta = _either(host.attention_delta, delta_op)
 attention_dq = _either(host.attention_dq, _traced_dq)
 attention_dkdv = _either(host.attention_dkdv, _traced_dkdv)
 attention_gradients = _either(host_gradients, _traced_gradients)
 attention_backward = _either(host.attention_backward, _traced_backward)
-quantize = _either(fp8.quantize, _traced_quantize)
-dequantize = _either(fp8.dequantize, _traced_dequantize)
+quantize = _either(fp8.quantize, quantize_op)
+dequantize = _either(fp8.dequantize, dequantize_op)
 
 
 def attend(

@@ -60,24 +60,11 @@ def l2_of(arch: int) -> int:
     return L2_BYTES.get(arch, LEAST_L2)
 
 
-def heads_together(bytes_per_head: int, sharing: int, heads: int, l2_bytes: int) -> int:
-    """How many heads' tiles are taken together, longest first: those whose other operand fits half of L2.
-
-    Half, as the rest is for what is kept and written meanwhile. ``sharing`` neighbouring heads read the same
-    ``bytes_per_head`` (query heads of one key head); they always come together, and so does at least one such group.
-
-    Args:
-        bytes_per_head: what all tiles of a head read: its keys and values (of dK/dV: its queries' side).
-        sharing: heads that read the same bytes.
-        heads: of all batch rows together.
-        l2_bytes: of the GPU.
-    """
-    groups = max(l2_bytes // 2 // max(bytes_per_head, 1), 1)
-    return max(min(groups * sharing, heads), 1)
-
-
 def l2_group_of(heads: int, group: int, walked: int, row_bytes: int, by_keys: bool, l2_bytes: int) -> int:
-    """How many heads' tiles a launch takes together, longest first.
+    """How many heads' tiles a launch takes together, longest first: those whose other operand fits half of L2.
+
+    Half, as the rest is for what is kept and written meanwhile. Query heads of one key head read the same keys and
+    values: they always come together, and so does at least one such group.
 
     Args:
         heads: that tiles are cut from, of all batch rows together.
@@ -89,26 +76,13 @@ def l2_group_of(heads: int, group: int, walked: int, row_bytes: int, by_keys: bo
     """
     # of dK/dV a program walks all query heads of its part of a group, and no other program does
     readers, shared = (1, group) if by_keys else (group, 1)
-    return heads_together(shared * walked * row_bytes, readers, heads, l2_bytes)
+    groups = max(l2_bytes // 2 // max(shared * walked * row_bytes, 1), 1)
+    return max(min(groups * readers, heads), 1)
 
 
 def tiles_of(rows: int, packed: int, block: int, heads: int) -> int:
     """How many tiles there are of so many heads; ``packed``: query heads that are one head's rows."""
     return -(-rows * packed // block) * heads
-
-
-def placement(index: int, tiles: int, heads: int, l2_group: int | None) -> tuple[int, int]:
-    """(tile, head) of the ``index``-th of ``tiles * heads`` tiles; tile 0 is a head's longest.
-
-    ``l2_group`` heads come together: tile 0 of each, then tile 1 of each; the last group has what is left. None: all
-    tiles of one head, then of the next. The jit mirror is ``tiles.placement``.
-    """
-    if l2_group is None:
-        return index % tiles, index // tiles
-    first = index // (tiles * l2_group) * l2_group
-    together = min(l2_group, heads - first)
-    rest = index - first * tiles
-    return rest // together, first + rest % together
 
 
 def splits_for(count: int, group: int, multiprocessors: int) -> int:

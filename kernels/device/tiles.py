@@ -41,7 +41,7 @@ class Interval(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Which tiles a program takes, and when: the jit side of ``order.Order``. All None: one each, head by head."""
+    """Which tiles a program takes, and when. All None: one each, head by head."""
 
     l2_group: Any
     """Heads whose tiles come together, longest first; None: the tiles of one head after those of another."""
@@ -79,7 +79,7 @@ def program(shape, BLOCK: tl.constexpr):
 
 @triton.jit
 def placement(index, shape, BLOCK: tl.constexpr):
-    """(tile, batch, head) of the tile that is ``index``-th in the order; the jit mirror of ``order.placement``."""
+    """(tile, batch, head) of the tile that is ``index``-th in the order; tile 0 is a head's longest."""
     tiles = tl.cdiv(shape.rows if shape.packed is None else shape.rows * shape.packed, BLOCK)
     if shape.order.l2_group is None:  # the tiles of one head run together, so that they share its K/V in L2
         tile, head = index % tiles, index // tiles

@@ -37,12 +37,10 @@ from ringattn.kernels.order import (
     Chip,
     chip_of,
     efficiency,
-    heads_together,
     l2_group_of,
     l2_of,
     margin_of,
     persistent_programs,
-    placement,
     splits_for,
     tiles_of,
 )
@@ -60,6 +58,19 @@ Q, K = torch.empty(2, 40, 6, 16), torch.empty(2, 75, 3, 16)  # for their shapes
 
 def l2_groups(heads: int) -> list[int | None]:
     return [None, *range(1, heads + 2)]
+
+
+def placement(index: int, tiles: int, heads: int, l2_group: int | None) -> tuple[int, int]:
+    """(tile, head) of the ``index``-th of ``tiles * heads`` tiles: the twin of ``tiles.placement``.
+
+    ``l2_group`` heads come together: tile 0 of each, then tile 1 of each; the last group has what is left.
+    """
+    if l2_group is None:
+        return index % tiles, index // tiles
+    first = index // (tiles * l2_group) * l2_group
+    together = min(l2_group, heads - first)
+    rest = index - first * tiles
+    return rest // together, first + rest % together
 
 
 def test_every_tile_of_every_head_once_and_of_each_l2_group_the_longest_first() -> None:
@@ -92,18 +103,16 @@ def test_jit_mirror(batch: int, heads: int, packed: int | None) -> None:
 
 
 def test_heads_whose_keys_fit_half_of_l2_come_together() -> None:
-    assert heads_together(100, 1, 64, 1000) == 5
-    assert heads_together(100, 4, 64, 1000) == 20, "those that share their keys with them"
-    assert heads_together(100, 4, 6, 1000) == 6, "no more than there are"
-    assert heads_together(501, 1, 64, 1000) == 1, "one at least"
-    assert heads_together(501, 4, 64, 1000) == 4, "and all that share its keys"
-    assert heads_together(0, 4, 8, 1000) == 8, "no keys"
+    def together(size: int, group: int, heads: int, by_keys: bool = False) -> int:
+        return l2_group_of(heads, group, 10, size // 10, by_keys, l2_bytes=1000)
 
-
-def test_an_l2_group_is_of_what_a_program_reads_again() -> None:
-    """Query heads share their key head's K and V; of dK/dV nobody shares, and a group's queries are all walked."""
-    assert l2_group_of(64, 4, 10, 10, by_keys=False, l2_bytes=1000) == heads_together(100, 4, 64, 1000) == 20
-    assert l2_group_of(64, 4, 10, 10, by_keys=True, l2_bytes=1000) == heads_together(400, 1, 64, 1000) == 1
+    assert together(100, 1, 64) == 5
+    assert together(100, 4, 64) == 20, "those that share their keys with them"
+    assert together(100, 4, 6) == 6, "no more than there are"
+    assert together(510, 1, 64) == 1, "one at least"
+    assert together(510, 4, 64) == 4, "and all that share its keys"
+    assert together(0, 4, 8) == 8, "no keys"
+    assert together(100, 4, 64, by_keys=True) == 1, "of dK/dV nobody shares, and a group's queries are all walked"
 
 
 def test_tiles_of_ragged_rows() -> None:
