@@ -42,8 +42,8 @@ def test_what_compiles_runs_where_its_sources_changed(
 ) -> None:
     for folder in ("kernels", "autotune/inspect"):
         shutil.copytree(compiles.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "tests").mkdir()
-    shutil.copy(__file__, tmp_path / "tests")
+    (tmp_path / "tests" / "kernels").mkdir(parents=True)
+    shutil.copy(__file__, tmp_path / "tests" / "kernels")
 
     def tests() -> dict[str, Item]:
         sources = {"dq": ["90:bf16:128:middle:dq"], "launches": ["kernels/experimental/single_pass.py"], "none": []}
@@ -74,4 +74,5 @@ def test_another_variant_or_triton_is_another_digest(monkeypatch: pytest.MonkeyP
 def test_the_record_is_of_tests_that_are_there() -> None:
     for name in compiles.recorded():
         file, _, test = name.partition("::")
-        assert f"def {test.partition('[')[0]}(" in (compiles.ROOT / "tests" / file).read_text(), name
+        (found,) = (compiles.ROOT / "tests").rglob(file)
+        assert f"def {test.partition('[')[0]}(" in found.read_text(), name

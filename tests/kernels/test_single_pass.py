@@ -235,10 +235,10 @@ HEAD_DIM_256 = inputs(Sizes(head_dim=256))
 )  # fmt: skip
 def test_arguments_that_are_refused(change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("dout", "q", "k", "v", "lse", "delta")
-    call = dict(zip(names, given(inputs(Sizes())), strict=True))
+    call: dict[str, Any] = dict(zip(names, given(inputs(Sizes())), strict=True))
     monkeypatch.setattr("ringattn.kernels.choice.gpu_of", lambda device: Gpu("NVIDIA H200", 90))
     with pytest.raises(ValueError, match=message):
-        attention_gradients(**call | {"dq": torch.zeros(1, 40, 1, 16), "config": config("single_pass")} | change)
+        attention_gradients(**{**call, "dq": torch.zeros(1, 40, 1, 16), "config": config("single_pass"), **change})
 
 
 def test_strides_beyond_32_bits_are_refused() -> None:
