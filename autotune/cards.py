@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from ..kernels.config import SHARED_LIMIT
-from ..kernels.lookup import Gpu
-from ..kernels.tables import DTYPES, TUNED, Point
+from ..kernels.tables import DTYPES, TUNED, Gpu, Point
 
 
 def gpu_of_arch(name: str) -> Gpu:

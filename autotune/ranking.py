@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from ..kernels import Tile
-from ..kernels.lookup import DTYPES
-from ..kernels.order import l2_of, swath_of, tiles_of
-from ..kernels.tables import Point, options_of
+from ..kernels.order import l2_group_of, l2_of, tiles_of
+from ..kernels.tables import DTYPES, Point, options_of
 from .journal import Journal
 from .pool import Failure, run_jobs
 from .space import dealt, space
@@ -89,17 +88,17 @@ def job_of(
 
 
 def order_of(point: Point, tile: Tile, arch: int, counts: tuple[int, int, int], sides: Sides) -> tuple[str, str, str]:
-    """Kinds of an ``Order``'s counts, as ``kernels.launch.dealt`` has them on a GPU with the L2 of its ``arch``."""
+    """Kinds of an ``Order``'s counts, as ``order.tile_schedule`` has them on a GPU with the L2 of its ``arch``."""
     (heads, group, parts), (rows, walked), options = counts, sides, options_of(tile)
     by_keys = point.kernel not in ("forward", "dq")
-    swath = total = tiles = 0
+    l2_group = total = tiles = 0
     if options.get("order") == "longest":
         row_bytes = (point.head_dim + point.head_dim_v) * DTYPES[point.dtype].itemsize
-        swath, total = swath_of(heads, group, walked, row_bytes, by_keys, l2_of(arch)), heads
+        l2_group, total = l2_group_of(heads, group, walked, row_bytes, by_keys, l2_of(arch)), heads
     if options.get("persistent"):
         packed, block = (1, tile.block_k) if by_keys else (parts, tile.block_q)
         tiles = tiles_of(rows, packed, block, heads)
-    return kind_of_count(swath), kind_of_count(total), kind_of_count(tiles)
+    return kind_of_count(l2_group), kind_of_count(total), kind_of_count(tiles)
 
 
 def kind_of_count(count: int) -> str:

@@ -9,10 +9,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ..kernels import lookup
-from ..kernels.lookup import Gpu
-from ..kernels.table_files import as_json, parse, read
-from ..kernels.tables import Entry, Table, file_name
+from ..kernels import tables
+from ..kernels.tables import Entry, Gpu, Table, as_json, file_name, parse, read
 from .rings import RingEntry, rings_of
 
 PRIVATE = 0o700
@@ -40,7 +38,7 @@ def save(folder: Path, gpu: Gpu, entries: Iterable[Entry] = (), rings: Iterable[
         RefusedTable: there is one that cannot be read: it is left as it is.
         ValueError: the folder cannot be made, or an entry is not what a reader takes.
     """
-    version = lookup.triton_version()
+    version = tables.triton_version()
     before, before_rings = _there(folder, gpu)
     path = private_folder(folder) / file_name(gpu.name, version)
     kept = {one.point: one for one in (*before_rings, *rings)}
@@ -57,7 +55,7 @@ def save(folder: Path, gpu: Gpu, entries: Iterable[Entry] = (), rings: Iterable[
         except BaseException:
             os.unlink(draft.name)
             raise
-    lookup.forget()
+    tables.forget()
     return path
 
 
@@ -71,7 +69,7 @@ def known(folder: Path, gpu: Gpu) -> tuple[Entry, ...]:
 
 
 def _there(folder: Path, gpu: Gpu) -> tuple[Table, tuple[RingEntry, ...]]:
-    version = lookup.triton_version()
+    version = tables.triton_version()
     path = folder / file_name(gpu.name, version)
     try:
         table = read(path)

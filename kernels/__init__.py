@@ -1,9 +1,10 @@
 """Attention of one query shard against one key shard, on one device. Needs torch and triton only; copy it as it is."""
 
-from .bounds import FULL, Bounds, Runs, TileRange, tile_range
+from .bounds import FULL, BlockSparseIndex, Bounds, TileRange, tile_range
 from .choice import default_config
 from .config import KernelConfig, Tile
-from .entries import (
+from .ops import (
+    attend,
     attention_backward,
     attention_delta,
     attention_dkdv,
@@ -13,7 +14,6 @@ from .entries import (
     dequantize,
     quantize,
 )
-from .ops import attend
 from .quantize import SCALE_TOKENS, scale_shape
 from .scores import PLAIN, Scores
 
@@ -21,9 +21,9 @@ __all__ = [
     "FULL",
     "PLAIN",
     "SCALE_TOKENS",
+    "BlockSparseIndex",
     "Bounds",
     "KernelConfig",
-    "Runs",
     "Scores",
     "Tile",
     "TileRange",

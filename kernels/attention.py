@@ -2,107 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .bounds import FULL, Bounds
 from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank, result_like
-from .choice import backward_config, check_tiles, launched, situation, tile_for
+from .choice import Bound, LaunchPlan, backward_config, check_config, check_tiles, launch_traits
 from .config import KernelConfig, Tile, is_single_pass
-from .described import check_results, describes, descriptor, is_described
 from .device.backward import delta_kernel, dkdv_kernel, dq_kernel, reduce_kernel
 from .device.forward import forward_kernel
-from .device.tiles import Shape, Strided
-from .experimental.gradients import attention_gradients
-from .experimental.hopper_launch import Described, launch_hopper, takes
+from .device.tiles import Shape
+from .experimental.hopper_launch import launch_hopper, takes
+from .experimental.single_pass import attention_gradients
 from .launch import (
-    check_config,
-    dealt,
+    Pair,
+    check_results,
+    describes,
+    descriptor,
     empty_parts,
     head_dims,
     interval,
+    is_described,
     launch,
     modifiers,
     options,
-    packed_shape,
     programs,
     shape_of,
-    split_shape,
-    splits_of,
     strided,
 )
+from .order import split_shape, splits_of, tile_schedule
 from .scores import PLAIN, Scores
 
 REDUCE_BLOCK = 16  # of another: the parts of few rows are many bytes already, and this divides every tile
 REDUCE_WARPS = 8  # with four, ptxas keeps two addresses in local memory on sm_100
 DELTA_BLOCK = 64  # rows of a memory-bound pass: enough loads in flight, few idle rows at a shard's end
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-class Way(NamedTuple):
-    """How one kernel is launched against keys of one length."""
-
-    tile: Tile
-    how: KernelConfig | None
-    grid: int
-    shape: Shape
-    options: dict[str, int]
-    splits: int = 1
-    hopper: bool = False
-
-
-class Bound:
-    """Launches for one tensor of queries, bound once: what all shards of keys and values share is made once.
-
-    Of what a call is given only the config is checked here: the entries below check a launch, and a ring at its door
-    what it then cuts and moves.
-    """
-
-    def __init__(self, q: torch.Tensor, softmax_scale: float, config: KernelConfig | None) -> None:
-        self._q, self._scale, self._config = q, softmax_scale, config
-        self._queries = self._carried = strided(q)
-        self._ways: dict[Hashable, Way] = {}
-
-    def _way(self, kernel: str, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores) -> Way:
-        """As decided at the first launch of its kind: shards differ in their length and their part of the mask."""
-        plain = scores is PLAIN or scores.is_plain
-        key = kernel, k.shape[1], bounds.lo is None, bounds.used is None, bounds.runs, plain
-        way = self._ways.get(key)
-        if way is None:
-            check_config(self._config, self._q, v)
-            tile = tile_for(kernel, self._config, self._q, v, **situation(bounds, scores))
-            way = self._ways[key] = self._decided(tile, launched(self._config, tile, self._q, k), kernel, k, v)
-        return way
-
-    def _decided(self, tile: Tile, how: KernelConfig | None, kernel: str, k: torch.Tensor, v: torch.Tensor) -> Way:
-        grid, shape = dealt(how, packed_shape(how, shape_of(self._q, k)), tile, (k, v))
-        hopper = kernel == "forward" and how is not None and how.forward_kernel == "hopper"
-        return Way(tile, how, grid, shape, {**head_dims(self._q, v), **options(tile)}, hopper=hopper)
-
-    def _continued(self, x: torch.Tensor) -> Strided:
-        """Of a tensor that launch after launch continues."""
-        if self._carried.ptr is not x:
-            self._carried = strided(x)
-        return self._carried
-
 
 class Forward(Bound):
     """:func:`attention_forward` of one tensor of queries, one shard after the other."""
-
-    def __init__(self, q: torch.Tensor, softmax_scale: float, config: KernelConfig | None) -> None:
-        super().__init__(q, softmax_scale, config)
-        self._described = Described()
-        self._taken: dict[tuple[int, ...], tuple[bool, Pair]] = {}
 
     def __call__(
         self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, state: Pair | None, final: bool
     ) -> Pair:
         """Fold one shard in."""
-        q, way = self._q, self._way("forward", k, v, bounds, scores)
+        q, plan = self._q, self._plan("forward", k, v, bounds, scores)
         dtype, out = q.dtype if final else torch.float32, None
         if state is None:
             lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device, dtype=torch.float32)
@@ -110,25 +56,19 @@ class Forward(Bound):
             out, lse = state
         in_place = out is not None and out.dtype == dtype
         result = out if out is not None and in_place else q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
-        if way.hopper and self._takes(way, k, v, bounds, scores):
-            launch_hopper(q, k, v, out, result, lse, bounds, self._scale, way.tile, self._described)
+        if plan.hopper and self._asked(
+            id(plan), k, v, lambda: takes(q, k, v, bounds, scores, plan.tile, asked=self._config is not None)
+        ):
+            launch_hopper(q, k, v, out, result, lse, bounds, self._scale, plan.tile, self._described)
             return result, lse
         before = self._continued(result if out is None else out)
         launch(
-            forward_kernel, way.grid, q.device,
+            forward_kernel, plan.grid, q.device,
             self._queries, strided(k), strided(v), before, self._continued(result), lse,
-            interval(bounds), way.shape, self._scale, modifiers(scores, q.device),
-            HAS_STATE=out is not None, IN_PLACE=in_place, **way.options,
+            interval(bounds), plan.shape, self._scale, modifiers(scores, q.device),
+            HAS_STATE=out is not None, IN_PLACE=in_place, **plan.options,
         )  # fmt: skip
         return result, lse
-
-    def _takes(self, way: Way, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores) -> bool:
-        """Whether the Hopper kernel does, asked once for each pair of slots."""
-        key = id(way), id(k), id(v)
-        if key not in self._taken:
-            found = takes(self._q, k, v, bounds, scores, way.tile, asked=self._config is not None)
-            self._taken[key] = found, (k, v)  # while they are held nothing else has their ids
-        return self._taken[key][0]
 
 
 class Backward(Bound):
@@ -143,61 +83,63 @@ class Backward(Bound):
         self._given = strided(dout), self._queries
 
     def dq(
-        self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, sums: torch.Tensor | None,
-        into: torch.Tensor,
+        self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, accum: torch.Tensor | None,
+        out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """``into`` = ``sums``, which it may be, plus one shard's part."""
-        q, way = self._q, self._way("dq", k, v, bounds, scores)
-        before = self._continued(into if sums is None else sums)
+        """``out`` = ``accum``, which it may be, plus one shard's part."""
+        q, plan = self._q, self._plan("dq", k, v, bounds, scores)
+        before = self._continued(out if accum is None else accum)
         launch(
-            dq_kernel, way.grid, q.device,
-            *self._given, strided(k), strided(v), self._lse, self._delta, before, self._continued(into),
-            interval(bounds), way.shape, self._scale, modifiers(scores, q.device),
-            **way.options, HAS_SUM=sums is not None, IN_PLACE=into is sums,
+            dq_kernel, plan.grid, q.device,
+            *self._given, strided(k), strided(v), self._lse, self._delta, before, self._continued(out),
+            interval(bounds), plan.shape, self._scale, modifiers(scores, q.device),
+            **plan.options, HAS_SUM=accum is not None, IN_PLACE=out is accum,
         )  # fmt: skip
 
     def dkdv(
-        self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, sums: Pair | None, into: Pair
+        self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, accum: Pair | None, out: Pair
     ) -> None:
-        """``into`` = ``sums``, which it may be, plus what one shard gets."""
-        q, way, (dk, dv) = self._q, self._way("dkdv", k, v, bounds, scores), into
-        before = into if sums is None else sums
+        """``out`` = ``accum``, which it may be, plus what one shard gets."""
+        q, plan, (dk, dv) = self._q, self._plan("dkdv", k, v, bounds, scores), out
+        before = out if accum is None else accum
         in_place = dk is before[0] and dv is before[1]
-        parts = into if way.splits == 1 else (empty_parts(k, way.splits), empty_parts(v, way.splits))
-        leave = self._left(way, v, into, before)
-        written = leave(parts[0]), leave(parts[1])
-        read = written if in_place or way.splits > 1 else (leave(before[0]), leave(before[1]))
+        parts = out if plan.splits == 1 else (empty_parts(k, plan.splits), empty_parts(v, plan.splits))
+        describe = self._output_arg(plan, v, out, before)
+        written = describe(parts[0]), describe(parts[1])
+        read = written if in_place or plan.splits > 1 else (describe(before[0]), describe(before[1]))
         seen = interval(bounds.transposed(k.shape[1]))
         launch(
-            dkdv_kernel, way.grid, q.device,
-            *self._given, strided(k), strided(v), self._lse, self._delta, *read, *written, seen, way.shape,
+            dkdv_kernel, plan.grid, q.device,
+            *self._given, strided(k), strided(v), self._lse, self._delta, *read, *written, seen, plan.shape,
             self._scale, modifiers(scores, q.device, rows_are_keys=True),
-            **way.options, HAS_SUM=sums is not None and way.splits == 1, IN_PLACE=sums is not None and in_place,
+            **plan.options, HAS_SUM=accum is not None and plan.splits == 1, IN_PLACE=accum is not None and in_place,
         )  # fmt: skip
-        if way.splits > 1:
+        if plan.splits > 1:
             launch(
                 reduce_kernel, programs(k.shape[1], REDUCE_BLOCK, k), q.device,
                 *map(strided, parts), *map(strided, before), strided(dk), strided(dv), seen,
-                shape_of(k, q)._replace(splits=way.splits), **head_dims(q, v), BLOCK_Q=way.tile.block_q,
-                BLOCK_K=way.tile.block_k, BLOCK_ROWS=REDUCE_BLOCK, HAS_SUM=sums is not None,
-                IN_PLACE=sums is not None and in_place, num_warps=REDUCE_WARPS,
+                shape_of(k, q)._replace(splits=plan.splits), **head_dims(q, v), BLOCK_Q=plan.tile.block_q,
+                BLOCK_K=plan.tile.block_k, BLOCK_ROWS=REDUCE_BLOCK, HAS_SUM=accum is not None,
+                IN_PLACE=accum is not None and in_place, num_warps=REDUCE_WARPS,
             )  # fmt: skip
 
-    def _left(self, way: Way, v: torch.Tensor, into: Pair, sums: Pair) -> Callable[[torch.Tensor], Any]:
+    def _output_arg(self, plan: LaunchPlan, v: torch.Tensor, out: Pair, accum: Pair) -> Callable[[torch.Tensor], Any]:
         """How dK/dV's kernel is told of what it leaves: as a tensor, or a TMA descriptor of its tiles."""
-        if not is_described(way.how):
+        if not is_described(plan.config):
             return strided
-        made = {"into[0]": into[0], "into[1]": into[1], "sums[0]": sums[0], "sums[1]": sums[1]}
-        described = describes(way.how, self._q, v, asked=self._config is not None, **made)
-        return partial(descriptor, rows=way.tile.block_k) if described else strided
+        made = {"out[0]": out[0], "out[1]": out[1], "accum[0]": accum[0], "accum[1]": accum[1]}
+        described = describes(plan.config, self._q, v, asked=self._config is not None, **made)
+        return partial(descriptor, rows=plan.tile.block_k) if described else strided
 
-    def _decided(self, tile: Tile, how: KernelConfig | None, kernel: str, k: torch.Tensor, v: torch.Tensor) -> Way:
+    def _planned(
+        self, tile: Tile, config: KernelConfig | None, kernel: str, k: torch.Tensor, v: torch.Tensor
+    ) -> LaunchPlan:
         if kernel == "dq":
-            return super()._decided(tile, how, kernel, k, v)
-        splits = splits_of(how, self._q, k, tile.block_k)
+            return super()._planned(tile, config, kernel, k, v)
+        splits = splits_of(config, self._q, k, tile.block_k)
         shape = split_shape(shape_of(k, self._q), splits)
-        grid, shape = dealt(how, shape, tile, (self._q, self._dout), rows_are_keys=True)
-        return Way(tile, how, grid, shape, {**head_dims(self._q, v), **options(tile)}, splits)
+        grid, shape = tile_schedule(config, shape, tile, (self._q, self._dout), rows_are_keys=True)
+        return LaunchPlan(tile, config, grid, shape, {**head_dims(self._q, v), **options(tile)}, splits)
 
 
 def attention_forward(
@@ -287,24 +229,24 @@ def attention_dq(
     bounds: Bounds = FULL,
     scores: Scores = PLAIN,
     softmax_scale: float | None = None,
-    sums: torch.Tensor | None = None,
-    into: torch.Tensor | None = None,
+    accum: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     config: KernelConfig | None = None,
 ) -> torch.Tensor:
-    """``dQ = scale * dS K`` over the keys of one shard, plus ``sums``.
+    """``dQ = scale * dS K`` over the keys of one shard, plus ``accum``.
 
     Args:
         dout, q, k, v, lse, bounds, scores, softmax_scale, config: as in :func:`attention_backward`.
         delta: of :func:`attention_delta`.
-        sums: fp32 ``[B, Sq, H, D]``, dQ of the shards before.
-        into: where the result goes, ``[B, Sq, H, D]``; may be ``sums``. Default: a new tensor in q's dtype.
+        accum: fp32 ``[B, Sq, H, D]``, dQ of the shards before.
+        out: where the result goes, ``[B, Sq, H, D]``; may be ``accum``. Default: a new tensor in q's dtype.
 
     Raises:
         ValueError: an argument does not fit.
     """
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
-    target = result_like("into", into, "sums", sums, q)
-    Backward(dout, q, lse, delta, scale, config).dq(k, v, bounds=bounds, scores=scores, sums=sums, into=target)
+    target = result_like("out", out, "accum", accum, q)
+    Backward(dout, q, lse, delta, scale, config).dq(k, v, bounds=bounds, scores=scores, accum=accum, out=target)
     return target
 
 
@@ -319,31 +261,31 @@ def attention_dkdv(
     bounds: Bounds = FULL,
     scores: Scores = PLAIN,
     softmax_scale: float | None = None,
-    sums: Pair | None = None,
-    into: Pair | None = None,
+    accum: Pair | None = None,
+    out: Pair | None = None,
     config: KernelConfig | None = None,
 ) -> Pair:
-    """``dK = scale * dS^T Q`` and ``dV = P^T dO`` of one key shard, plus ``sums``.
+    """``dK = scale * dS^T Q`` and ``dV = P^T dO`` of one key shard, plus ``accum``.
 
     Query heads that share a key head are summed in their order, or in parts whose sums are added in theirs
-    (``KernelConfig.dkdv_splits``): deterministic either way.
+    (``KernelConfig.dkdv_splits``): deterministic either plan.
 
     Args:
         dout, q, k, v, lse, bounds, scores, softmax_scale, config: as in :func:`attention_backward`.
         delta: of :func:`attention_delta`.
-        sums: fp32 ``(dk [B, Sk, Hkv, D], dv [B, Sk, Hkv, Dv])`` from the query shards before.
-        into: where the result goes; may be ``sums``. Default: new tensors in the dtype of k and v.
+        accum: fp32 ``(dk [B, Sk, Hkv, D], dv [B, Sk, Hkv, Dv])`` from the query shards before.
+        out: where the result goes; may be ``accum``. Default: new tensors in the dtype of k and v.
 
     Raises:
         ValueError: an argument does not fit.
     """
     scale = check_backward(dout, q, k, v, lse, delta, bounds, scores, softmax_scale)
-    dk_sum, dv_sum = sums or (None, None)
-    dk_into, dv_into = into or (None, None)
-    dk = result_like("into[0]", dk_into, "sums[0]", dk_sum, k)
-    dv = result_like("into[1]", dv_into, "sums[1]", dv_sum, v)
+    dk_accum, dv_accum = accum or (None, None)
+    dk_out, dv_out = out or (None, None)
+    dk = result_like("out[0]", dk_out, "accum[0]", dk_accum, k)
+    dv = result_like("out[1]", dv_out, "accum[1]", dv_accum, v)
     made = Backward(dout, q, lse, delta, scale, config)
-    made.dkdv(k, v, bounds=bounds, scores=scores, sums=sums, into=(dk, dv))
+    made.dkdv(k, v, bounds=bounds, scores=scores, accum=accum, out=(dk, dv))
     return dk, dv
 
 
@@ -396,21 +338,21 @@ def attention_backward(
     if is_described(config):
         check_results(dk=dk, dv=dv)
     check_tiles(config, q, v, bounds.block, backward=True)
-    sums = None if dk is None or dv is None else (dk, dv)
+    accum = None if dk is None or dv is None else (dk, dv)
     delta = attention_delta(dout, out, dlse)
     call: dict[str, Any] = {"bounds": bounds, "scores": scores, "softmax_scale": softmax_scale, "config": config}
-    return backward_of(dout, q, k, v, lse, delta, dq=dq, sums=sums, **call)
+    return backward_of(dout, q, k, v, lse, delta, dq=dq, accum=accum, **call)
 
 
 def backward_of(
-    *given: torch.Tensor, dq: torch.Tensor | None = None, sums: Pair | None = None, **call: Any
+    *given: torch.Tensor, dq: torch.Tensor | None = None, accum: Pair | None = None, **call: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`attention_backward` of what :func:`attention_dq` is given: one pass or two, by the config or a table."""
     _, q, _, v, *_ = given
-    how = situation(call.get("bounds", FULL), call.get("scores", PLAIN))
+    how = launch_traits(call.get("bounds", FULL), call.get("scores", PLAIN))
     if is_single_pass(config := backward_config(call.get("config"), q, v, **how)):
         total = torch.zeros(q.shape, device=q.device, dtype=torch.float32) if dq is None else dq
-        made = attention_gradients(*given, dq=total, sums=sums, into=sums, **call | {"config": config})
+        made = attention_gradients(*given, dq=total, accum=accum, out=accum, **call | {"config": config})
         return total.to(q.dtype) if dq is None else total, *made
-    dq = attention_dq(*given, sums=dq, into=dq, **call)
-    return dq, *attention_dkdv(*given, sums=sums, into=sums, **call)
+    dq = attention_dq(*given, accum=dq, out=dq, **call)
+    return dq, *attention_dkdv(*given, accum=accum, out=accum, **call)

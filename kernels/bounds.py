@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
+class BlockSparseIndex:
     """A block-sparse pattern: block i of ``block`` queries sees block j of ``block`` keys where ``visible[i, j]``.
 
     ``visible`` is bool ``[query blocks, key blocks]`` on the CPU; the last block of either side may be shorter. As the
@@ -39,9 +39,9 @@ class Runs:
         return self._edges(-1)
 
     @cached_property
-    def transposed(self) -> Runs:
+    def transposed(self) -> BlockSparseIndex:
         """By key: which runs of queries each block of keys is seen by."""
-        return Runs(self.visible.T, self.block, self.device)
+        return BlockSparseIndex(self.visible.T, self.block, self.device)
 
     @cached_property
     def _steps(self) -> torch.Tensor:
@@ -59,7 +59,7 @@ class Bounds:
     ``lo`` and ``hi`` are int32 tensors ``[Sq]`` on the device of the queries. Neither ever decreases, and
     ``0 <= lo <= hi <= Sk``; a row that sees nothing has ``lo == hi``. Any mask whose ends never decrease along the
     positions of a shard becomes such a pair, for any layout (causal, sliding window, packed documents, prefix-LM).
-    Both None: all keys. Two things narrow that further: ``used``, int32 ``[B]``, how many of the shard's keys each
+    Both None: all keys. Two things narrow that further: ``seqused_k``, int32 ``[B]``, how many of the shard's keys each
     batch row has, and ``runs``, which blocks of queries see which blocks of keys.
 
     Compared by identity: a ``Bounds`` is made once per (layout, mask, hop) and reused.
@@ -67,10 +67,10 @@ class Bounds:
 
     lo: torch.Tensor | None
     hi: torch.Tensor | None
-    used: torch.Tensor | None = None
-    runs: Runs | None = None
+    seqused_k: torch.Tensor | None = None
+    runs: BlockSparseIndex | None = None
     _transposed: dict[int, Bounds] = field(default_factory=dict, repr=False)
-    _turns: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, repr=False)
+    _add_orders: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def is_full(self) -> bool:
@@ -86,14 +86,14 @@ class Bounds:
     def is_empty(self) -> bool:
         """Whether no query sees any key; reads the vectors, so that it is for the host's."""
         intervals = self.lo is not None and self.hi is not None and not bool((self.lo < self.hi).any())
-        used = self.used is not None and not bool((self.used > 0).any())
-        return intervals or used or (self.runs is not None and not bool(self.runs.visible.any()))
+        seqused_k = self.seqused_k is not None and not bool((self.seqused_k > 0).any())
+        return intervals or seqused_k or (self.runs is not None and not bool(self.runs.visible.any()))
 
     def transposed(self, seqlen_k: int) -> Bounds:
         """The same mask by key: the key at row ``j`` is seen by the queries ``lo[j] <= i < hi[j]``, ``[Sk]``; cached.
 
         As neither end decreases, ``i`` sees ``j`` exactly from the first row with ``hi > j`` up to the first row with
-        ``lo > j``. ``used`` stays: it is then about rows.
+        ``lo > j``. ``seqused_k`` stays: it is then about rows.
         """
         if self.lo is None and self.runs is None:
             return self
@@ -102,20 +102,20 @@ class Bounds:
             if self.lo is not None and self.hi is not None:
                 keys = torch.arange(seqlen_k, device=self.lo.device, dtype=torch.int32)
                 first, last = (torch.searchsorted(end, keys, right=True, out_int32=True) for end in (self.hi, self.lo))
-            self._transposed[seqlen_k] = Bounds(first, last, self.used, self.runs and self.runs.transposed)
+            self._transposed[seqlen_k] = Bounds(first, last, self.seqused_k, self.runs and self.runs.transposed)
         return self._transposed[seqlen_k]
 
     def to(self, device: torch.device) -> Bounds:
         """These bounds on another device."""
-        lo, hi, used = (None if x is None else x.to(device) for x in (self.lo, self.hi, self.used))
+        lo, hi, seqused_k = (None if x is None else x.to(device) for x in (self.lo, self.hi, self.seqused_k))
         runs = self.runs and replace(self.runs, device=device)
-        return self if (lo, hi, used, runs) == (None,) * 4 else Bounds(lo, hi, used, runs)
+        return self if (lo, hi, seqused_k, runs) == (None,) * 4 else Bounds(lo, hi, seqused_k, runs)
 
     def check(self, batch: int, rows: int, columns: int, device: torch.device) -> None:
         """Refuse what does not fit ``rows`` queries and ``columns`` keys, ``batch`` rows, on ``device``: ValueError."""
         if (self.lo is None) != (self.hi is None):
             raise ValueError("bounds has only one of lo and hi: pass both vectors, or FULL")
-        vectors = {"lo": (rows, "query row"), "hi": (rows, "query row"), "used": (batch, "batch row")}
+        vectors = {"lo": (rows, "query row"), "hi": (rows, "query row"), "seqused_k": (batch, "batch row")}
         for name, (length, what) in vectors.items():
             end = getattr(self, name)
             if end is not None and (end.dtype != torch.int32 or end.shape != (length,) or end.device != device):
@@ -126,7 +126,7 @@ class Bounds:
         if self.runs is not None:
             self._check_runs(self.runs, rows, columns, device)
 
-    def _check_runs(self, runs: Runs, rows: int, columns: int, device: torch.device) -> None:
+    def _check_runs(self, runs: BlockSparseIndex, rows: int, columns: int, device: torch.device) -> None:
         wanted = tuple(-(-length // runs.block) for length in (rows, columns))
         if runs.visible.dtype != torch.bool or tuple(runs.visible.shape) != wanted:
             raise ValueError(

@@ -122,15 +122,15 @@ def check_like(
 
 
 def result_like(
-    into_name: str, into: torch.Tensor | None, sums_name: str, sums: torch.Tensor | None, like: torch.Tensor
+    out_name: str, out: torch.Tensor | None, accum_name: str, accum: torch.Tensor | None, like: torch.Tensor
 ) -> torch.Tensor:
     """The tensor that a gradient is written to, checked together with the sums that are added to it."""
-    if sums is not None:
-        check_like(sums_name, sums, tuple(like.shape), torch.float32, like.device)
-    if into is None:
+    if accum is not None:
+        check_like(accum_name, accum, tuple(like.shape), torch.float32, like.device)
+    if out is None:
         return torch.empty(like.shape, device=like.device, dtype=like.dtype)
-    check_like(into_name, into, tuple(like.shape), None, like.device, written=True)
-    return into
+    check_like(out_name, out, tuple(like.shape), None, like.device, written=True)
+    return out
 
 
 def check_backward(

@@ -1,22 +1,39 @@
-"""Which tile a launch takes, and how it is launched: the caller's, else a tuned table's, else the built-in default."""
+"""What a launch takes: tile and options of the caller's config, else of a tuned table, else the built-in default."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import lru_cache
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .bounds import Bounds
 from .config import INTERPRETER, LEAST_SIDE, KernelConfig, Tile, config_for, is_single_pass, single_pass_tile
-from .lookup import BACKWARD, ONE_PASS, Gpu, Tuned, gpu_of, tuned
-from .order import chip_of
-from .scores import Scores
-from .table_files import OPTIONS
-from .tables import KERNELS, SINGLE_PASS, Chosen, Option, Point, least_shared, options_of, shared_limit
+from .device.tiles import Shape, Strided
+from .launch import Descriptors, Pair, check_described, head_dims, is_described, options, shape_of, strided
+from .order import chip_of, margin_of, packed_shape, tile_schedule
+from .scores import PLAIN, Scores
+from .tables import (
+    BACKWARD,
+    KERNELS,
+    ONE_PASS,
+    OPTIONS,
+    SINGLE_PASS,
+    Chosen,
+    Gpu,
+    Option,
+    Point,
+    Tuned,
+    gpu_of,
+    least_shared,
+    options_of,
+    shared_limit,
+    tuned,
+)
 
 
 def default_config(
@@ -81,7 +98,7 @@ def _built_in(kernel: str, q: torch.Tensor, v: torch.Tensor) -> Tile:
     return tile
 
 
-def launched(config: KernelConfig | None, tile: Tile, q: torch.Tensor, k: torch.Tensor) -> KernelConfig | None:
+def resolve_config(config: KernelConfig | None, tile: Tile, q: torch.Tensor, k: torch.Tensor) -> KernelConfig | None:
     """What one kernel is launched by: the config; without one what a tuned table has beside ``tile``, or None.
 
     Args:
@@ -108,7 +125,7 @@ def backward_config(
 ) -> KernelConfig | None:
     """The config; without one, where a tuned table measured a single pass as faster than two, one that says so.
 
-    It is a deterministic one: two passes are. The last three arguments are those of :func:`situation`.
+    It is a deterministic one: two passes are. The last three arguments are those of :func:`launch_traits`.
     """
     gpu = gpu_of(q.device)
     if config is not None or gpu is None or not plain or block is not None:
@@ -134,14 +151,9 @@ def _built_in_single_pass(gpu: Gpu | None, q: torch.Tensor, v: torch.Tensor) -> 
     return tile
 
 
-def _of(config: KernelConfig, kernel: str) -> Tile | None:
-    tile: Tile | None = getattr(config, kernel)
-    return tile
-
-
-def situation(bounds: Bounds, scores: Scores) -> dict[str, Any]:
+def launch_traits(bounds: Bounds, scores: Scores) -> dict[str, Any]:
     """What of a launch decides its tile, beside its tensors: arguments of :func:`tile_for`."""
-    plain = scores.is_plain and bounds.used is None and bounds.runs is None
+    plain = scores.is_plain and bounds.seqused_k is None and bounds.runs is None
     return {"block": bounds.block, "full": bounds.is_full, "plain": plain}
 
 
@@ -162,7 +174,7 @@ def tile_for(
     Raises:
         ValueError: the config's does not, or does not fit the GPU; or blocks that no tile divides.
     """
-    given = None if config is None else _of(config, kernel)
+    given: Tile | None = None if config is None else getattr(config, kernel)
     if config is not None and kernel == "single_pass":
         # its default is a table's, too: the caller chose no more than the way, and what Hopper's leaves is the portable
         kernel = config.backward if config.backward in SINGLE_PASS else kernel
@@ -214,3 +226,78 @@ def _check_room(kernel: str, tile: Tile, q: torch.Tensor, v: torch.Tensor) -> No
 def _least_shared(kernel: str, tile: Tile, is_fp32: bool, head_dim: int, head_dim_v: int) -> int:
     """Every launch with a config asks."""
     return least_shared(Point(kernel, "fp32" if is_fp32 else "bf16", head_dim, head_dim_v, 1, "full", 1), tile)
+
+
+def check_config(config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse a config that does not fit the heads or the GPU: ValueError."""
+    if config is None:
+        return
+    group = q.shape[2] // max(v.shape[2], 1)
+    if isinstance(config.dkdv_splits, int) and group % config.dkdv_splits:
+        raise ValueError(
+            f"config.dkdv_splits is {config.dkdv_splits}: it must divide the {group} query heads per key head"
+        )
+    if config.persistent:
+        margin_of(config.sm_margin, chip_of(q.device).multiprocessors)
+    if is_described(config):
+        check_described(q, v)
+
+
+class LaunchPlan(NamedTuple):
+    """How one kernel is launched against keys of one length."""
+
+    tile: Tile
+    config: KernelConfig | None
+    grid: int
+    shape: Shape
+    options: dict[str, int]
+    splits: int = 1
+    hopper: bool = False
+    box: Any = None
+    """Of a single pass: the TMA descriptor by which the copy engine adds to dQ, or None."""
+
+
+class Bound:
+    """Launches for one tensor of queries, bound once: what all shards of keys and values share is made once.
+
+    Of what a call is given only the config is checked here: the entries check a launch, and a ring at its door what it
+    then cuts and moves.
+    """
+
+    def __init__(self, q: torch.Tensor, softmax_scale: float, config: KernelConfig | None) -> None:
+        self._q, self._scale, self._config = q, softmax_scale, config
+        self._queries = self._carried = strided(q)
+        self._plans: dict[Hashable, LaunchPlan] = {}
+        self._described = Descriptors()
+        self._taken: dict[Hashable, tuple[bool, Pair]] = {}
+
+    def _plan(self, kernel: str, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores) -> LaunchPlan:
+        """As planned at the first launch of its kind: shards differ in their length and their part of the mask."""
+        plain = scores is PLAIN or scores.is_plain
+        key = kernel, k.shape[1], bounds.lo is None, bounds.seqused_k is None, bounds.runs, plain
+        plan = self._plans.get(key)
+        if plan is None:
+            check_config(self._config, self._q, v)
+            tile = tile_for(kernel, self._config, self._q, v, **launch_traits(bounds, scores))
+            plan = self._plans[key] = self._planned(tile, resolve_config(self._config, tile, self._q, k), kernel, k, v)
+        return plan
+
+    def _planned(
+        self, tile: Tile, config: KernelConfig | None, kernel: str, k: torch.Tensor, v: torch.Tensor
+    ) -> LaunchPlan:
+        grid, shape = tile_schedule(config, packed_shape(config, shape_of(self._q, k)), tile, (k, v))
+        hopper = kernel == "forward" and config is not None and config.forward_kernel == "hopper"
+        return LaunchPlan(tile, config, grid, shape, {**head_dims(self._q, v), **options(tile)}, hopper=hopper)
+
+    def _continued(self, x: torch.Tensor) -> Strided:
+        """Of a tensor that launch after launch continues."""
+        if self._carried.ptr is not x:
+            self._carried = strided(x)
+        return self._carried
+
+    def _asked(self, kind: Hashable, k: torch.Tensor, v: torch.Tensor, takes: Callable[[], bool]) -> bool:
+        """Whether a Hopper kernel ``takes`` a launch of its kind, asked once for each pair of slots."""
+        key = kind, id(k), id(v)
+        if key not in self._taken:
+            self._taken[key] = takes(), (k, v)  # while they are held nothing else has their ids
+        return self._taken[key][0]

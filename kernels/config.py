@@ -41,6 +41,7 @@ FORWARD_KERNELS = ("portable", "hopper")
 AUTO = "auto"
 EPILOGUES = ("pointers", "descriptors")
 BACKWARDS = ("two_pass", "single_pass", "single_pass_deterministic", "hopper")
+WORDS = {"backward": BACKWARDS, "dkdv_epilogue": EPILOGUES, "forward_kernel": FORWARD_KERNELS, "order": ORDERS}
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class KernelConfig:
 
     ``forward_kernel="hopper"`` is written for sm_90: two warpgroups of 64 query rows (``block_q`` 128, 8 warps), 64 or
     128 keys per tile, ``num_stages`` tiles each of K and V. What it is not written for is refused (see
-    ``hopper_launch.check_hopper``), but for hops whose bounds have ``used`` or ``runs`` and for empty ones: those go to
-    the portable kernel with the same tile. It was never run on a GPU, so that it is nobody's default.
+    ``hopper_launch.check_hopper``), but for hops whose bounds have ``seqused_k`` or ``runs`` and for empty ones:
+    those go to the portable kernel with the same tile. It was never run on a GPU, so that it is nobody's default.
 
     ``dkdv_splits`` parts of the query heads of each key head make a dK/dV program of their own, and a second kernel
     adds the parts up in a fixed order: for grouped heads with too few programs to fill a GPU. A divisor of the query
@@ -73,7 +74,7 @@ class KernelConfig:
     ``dkdv_epilogue="descriptors"``: the copy engine leaves dK and dV of two passes by TMA descriptors, and adds them
     to sums that stay where they are, which spares registers; "pointers": each thread loads, adds and stores its part.
     It takes compute capability 9.0 on, head dims that are powers of two of at least 16, and addresses and strides of
-    sums and results of whole 16 bytes; all else is refused (``described.check_described``, ``check_results``), but for
+    sums and results of whole 16 bytes; all else is refused (``launch.check_described``, ``check_results``), but for
     splits, whose parts it leaves. The same bits on every run. Never run on a GPU: nobody's default.
 
     ``backward="two_pass"`` computes dQ and dK/dV in a kernel each, seven matrix products per pair of tiles.
@@ -85,7 +86,7 @@ class KernelConfig:
 
     ``backward="hopper"`` is ``"single_pass"`` by a kernel written for sm_90: two warpgroups of 64 keys (``block_k``
     128, 8 warps), head dims 64 and 128. What it is not written for is refused (``hopper_backward_launch``), but for
-    hops whose bounds have ``used`` or ``runs`` and empty ones: they go to the portable single pass. Never run either.
+    hops whose bounds have ``seqused_k`` or ``runs`` and empty ones: they go to the portable single pass. Never run.
     """
 
     forward: Tile
@@ -102,34 +103,23 @@ class KernelConfig:
     single_pass: Tile | None = None
 
     def __post_init__(self) -> None:
-        if self.backward not in BACKWARDS:
-            raise ValueError(f"backward is {self.backward!r}: it must be one of {', '.join(BACKWARDS)}")
+        for name, words in WORDS.items():
+            if (word := getattr(self, name)) not in words:
+                raise ValueError(f"{name} is {word!r}: it must be one of {', '.join(words)}")
+        for name in ("persistent", "pack_gqa"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: it must be True or False")
         if self.single_pass is not None and self.backward == "two_pass":
             raise ValueError(
                 f"single_pass is {self.single_pass} with backward='two_pass', which has no use for it: pass "
                 "backward='single_pass' or 'single_pass_deterministic', or no tile"
             )
-        if self.dkdv_splits != 1 and self.backward != "two_pass":
-            raise ValueError(
-                f"dkdv_splits is {self.dkdv_splits!r} with backward={self.backward!r}: it splits the dK/dV kernel of "
-                "'two_pass'; pass 1"
-            )
-        if self.dkdv_epilogue not in EPILOGUES:
-            raise ValueError(f"dkdv_epilogue is {self.dkdv_epilogue!r}: it must be one of {', '.join(EPILOGUES)}")
-        if self.dkdv_epilogue != "pointers" and self.backward != "two_pass":
-            raise ValueError(
-                f"dkdv_epilogue is {self.dkdv_epilogue!r} with backward={self.backward!r}: it is of the dK/dV kernel "
-                "of 'two_pass'; pass 'pointers'"
-            )
-        if self.forward_kernel not in FORWARD_KERNELS:
-            raise ValueError(
-                f"forward_kernel is {self.forward_kernel!r}: it must be one of {', '.join(FORWARD_KERNELS)}"
-            )
-        if self.order not in ORDERS:
-            raise ValueError(f"order is {self.order!r}: it must be one of {', '.join(ORDERS)}")
-        for name in ("persistent", "pack_gqa"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}: it must be True or False")
+        for name, what, default in (("dkdv_splits", "splits", 1), ("dkdv_epilogue", "is of", "pointers")):
+            if getattr(self, name) != default and self.backward != "two_pass":
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r} with backward={self.backward!r}: it {what} the dK/dV kernel of "
+                    f"'two_pass'; pass {default!r}"
+                )
         if self.dkdv_splits != AUTO and not is_whole(self.dkdv_splits, 1):
             raise ValueError(
                 f"dkdv_splits is {self.dkdv_splits!r}: it must be {AUTO!r} or a divisor of the query heads per key head"

@@ -1,24 +1,134 @@
-"""The host entries as ``torch.library`` ops, for torch.compile and autograd.
+"""The host entries as everybody calls them: in a graph of torch.compile as ``torch.library`` ops, else as they are.
 
-An op takes tensors and numbers, and what it returns is new: bounds and scores travel as their fields, and what
-continues a state or sums in place is an op of its own. The transposed bounds that dK/dV read are made in each backward.
+An op takes tensors and numbers, and what it returns is new: bounds, scores and a config travel as their fields, and
+what continues a state or sums in place is an op of its own. The transposed bounds that dK/dV read are made in each
+backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import attention as host
-from .bounds import FULL, Bounds
-from .config import KernelConfig
-from .experimental.gradients import attention_gradients
-from .op_calls import SCHEMA, Call, pack, unpack
-from .quantize import dequantize, quantize
-from .scores import PLAIN, Scores
+from . import quantize as fp8
+from .bounds import FULL, BlockSparseIndex, Bounds
+from .config import KernelConfig, Tile, is_single_pass
+from .experimental.single_pass import attention_gradients as host_gradients
+from .launch import Pair
+from .scores import PLAIN, SEEDS, Scores
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SCHEMA = (
+    "Tensor? lo, Tensor? hi, Tensor? seqused_k, Tensor? visible, SymInt block, float softcap, Tensor? alibi_slopes, "
+    "float dropout_p, SymInt dropout_seed, SymInt first_head, Tensor? q_positions, Tensor? k_positions, "
+    "float? softmax_scale, int[]? tiles, str[] choices"
+)
+
+TILES = tuple(one.name for one in fields(KernelConfig) if one.type in ("Tile", "Tile | None"))
+CHOICES = tuple(one.name for one in fields(KernelConfig) if one.name not in TILES)
+SIDES = tuple(one.name for one in fields(Tile))
+NO_TILE = (0,) * len(SIDES)
+
+
+class Call(NamedTuple):
+    """What every entry takes beside its tensors, as ``SCHEMA`` has it."""
+
+    lo: Tensor | None
+    hi: Tensor | None
+    seqused_k: Tensor | None
+    visible: Tensor | None
+    block: int
+    softcap: float
+    alibi_slopes: Tensor | None
+    dropout_p: float
+    dropout_seed: int  # signed
+    first_head: int
+    q_positions: Tensor | None
+    k_positions: Tensor | None
+    softmax_scale: float | None
+    tiles: list[int] | None
+    choices: list[str]
+
+
+def pack(
+    bounds: Bounds = FULL,
+    scores: Scores = PLAIN,
+    softmax_scale: float | None = None,
+    config: KernelConfig | None = None,
+) -> Call:
+    """The arguments of an entry as those of an op."""
+    runs, seed = bounds.runs, scores.dropout_seed
+    return Call(
+        bounds.lo,
+        bounds.hi,
+        bounds.seqused_k,
+        None if runs is None else runs.visible,
+        0 if runs is None else runs.block,
+        scores.softcap,
+        scores.alibi_slopes,
+        scores.dropout_p,
+        seed - SEEDS if seed >= SEEDS // 2 else seed,
+        scores.first_head,
+        scores.q_positions,
+        scores.k_positions,
+        softmax_scale,
+        *pack_config(config),
+    )
+
+
+def pack_config(config: KernelConfig | None) -> tuple[list[int] | None, list[str]]:
+    """The numbers of a config's tiles, and what else it has."""
+    if config is None:
+        return None, []
+    tiles = (getattr(config, kernel) for kernel in TILES)
+    numbers = [n for tile in tiles for n in (NO_TILE if tile is None else (getattr(tile, side) for side in SIDES))]
+    return numbers, [str(getattr(config, choice)) for choice in CHOICES]
+
+
+def unpack_config(tiles: Sequence[int] | None, choices: Sequence[str]) -> KernelConfig | None:
+    """What :func:`pack_config` was given; the same object each time."""
+    return None if tiles is None else _config(tuple(tiles), tuple(choices))
+
+
+@lru_cache(maxsize=64)
+def _config(tiles: tuple[int, ...], choices: tuple[str, ...]) -> KernelConfig:
+    sizes = len(SIDES)
+    given = (tiles[i * sizes : (i + 1) * sizes] for i in range(len(TILES)))
+    made: dict[str, Any] = {
+        kernel: None if one == NO_TILE else Tile(*one) for kernel, one in zip(TILES, given, strict=True)
+    }
+    return KernelConfig(**made | dict(zip(CHOICES, map(_choice, choices), strict=True)))
+
+
+def _choice(word: str) -> str | int | bool | None:
+    """What has been made text by ``str``; the words of a config are none of these."""
+    names = {"None": None, "True": True, "False": False}
+    return names[word] if word in names else int(word) if word.isdecimal() else word
+
+
+def unpack(device: torch.device, *args: Any) -> dict[str, Any]:
+    """The arguments of an op as those of an entry."""
+    call = Call(*args)
+    runs = None if call.visible is None else BlockSparseIndex(call.visible, call.block, device)
+    plain = all(x is None for x in (call.lo, call.hi, call.seqused_k, runs))
+    scores = Scores(
+        call.softcap, call.alibi_slopes, call.dropout_p, call.dropout_seed % SEEDS, call.first_head,
+        call.q_positions, call.k_positions,
+    )  # fmt: skip
+    return {
+        "bounds": FULL if plain else Bounds(call.lo, call.hi, call.seqused_k, runs),
+        "scores": scores,
+        "softmax_scale": call.softmax_scale,
+        "config": unpack_config(call.tiles, call.choices),
+    }
 
 
 def namespace_of(package: str) -> str:
@@ -74,33 +184,36 @@ def _finish(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: An
     return host.attention_forward(q, k, v, state=state, **unpack(q.device, *call))[0]
 
 
-def _dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, sums: Any, *call: Any) -> Tensor:
-    return host.attention_dq(dout, q, k, v, lse, delta, sums=sums, **unpack(q.device, *call))
+def _pair(dk: Tensor | None, dv: Tensor | None) -> Pair | None:
+    return None if dk is None or dv is None else (dk, dv)
 
 
-def _dq_into(
+def _dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, accum: Any, *call: Any) -> Tensor:
+    return host.attention_dq(dout, q, k, v, lse, delta, accum=accum, **unpack(q.device, *call))
+
+
+def _dq_out(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
-    sums: Tensor | None, into: Tensor, add: bool, *call: Any,
+    accum: Tensor | None, out: Tensor, add: bool, *call: Any,
 ) -> None:  # fmt: skip
-    given = into if add else sums
-    host.attention_dq(dout, q, k, v, lse, delta, sums=given, into=into, **unpack(q.device, *call))
+    given = out if add else accum
+    host.attention_dq(dout, q, k, v, lse, delta, accum=given, out=out, **unpack(q.device, *call))
 
 
 def _dkdv(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
     dk: Tensor | None, dv: Tensor | None, *call: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    sums = None if dk is None or dv is None else (dk, dv)
-    return host.attention_dkdv(dout, q, k, v, lse, delta, sums=sums, **unpack(q.device, *call))
+    return host.attention_dkdv(dout, q, k, v, lse, delta, accum=_pair(dk, dv), **unpack(q.device, *call))
 
 
-def _dkdv_into(
+def _dkdv_out(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
-    dk: Tensor | None, dv: Tensor | None, dk_into: Tensor, dv_into: Tensor, add: bool, *call: Any,
+    dk: Tensor | None, dv: Tensor | None, dk_out: Tensor, dv_out: Tensor, add: bool, *call: Any,
 ) -> None:  # fmt: skip
-    into = (dk_into, dv_into)
-    sums = into if add else None if dk is None or dv is None else (dk, dv)
-    host.attention_dkdv(dout, q, k, v, lse, delta, sums=sums, into=into, **unpack(q.device, *call))
+    out = (dk_out, dv_out)
+    accum = out if add else _pair(dk, dv)
+    host.attention_dkdv(dout, q, k, v, lse, delta, accum=accum, out=out, **unpack(q.device, *call))
 
 
 def _backward_of(
@@ -113,17 +226,16 @@ def _gradients_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
     dk: Tensor | None, dv: Tensor | None, *call: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    sums = None if dk is None or dv is None else (dk, dv)
-    return attention_gradients(dout, q, k, v, lse, delta, dq=dq, sums=sums, **unpack(q.device, *call))
+    return host_gradients(dout, q, k, v, lse, delta, dq=dq, accum=_pair(dk, dv), **unpack(q.device, *call))
 
 
-def _gradients_into(
+def _gradients_out(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
-    dk: Tensor | None, dv: Tensor | None, dk_into: Tensor, dv_into: Tensor, add: bool, *call: Any,
+    dk: Tensor | None, dv: Tensor | None, dk_out: Tensor, dv_out: Tensor, add: bool, *call: Any,
 ) -> None:  # fmt: skip
-    into = (dk_into, dv_into)
-    sums = into if add else None if dk is None or dv is None else (dk, dv)
-    attention_gradients(dout, q, k, v, lse, delta, dq=dq, sums=sums, into=into, **unpack(q.device, *call))
+    out = (dk_out, dv_out)
+    accum = out if add else _pair(dk, dv)
+    host_gradients(dout, q, k, v, lse, delta, dq=dq, accum=accum, out=out, **unpack(q.device, *call))
 
 
 _QKV = "Tensor q, Tensor k, Tensor v"
@@ -138,25 +250,25 @@ finish_op = _defined(
     lambda q, k, v, *_: _out_like(q, v, q.dtype), ("lse",),
 )  # fmt: skip
 delta_op = _defined(
-    "attention_delta", "Tensor dout, Tensor out, Tensor? dlse", "Tensor", host.attention_delta,
-    lambda dout, out, dlse: _rows_like(out),
+    "attention_delta", "Tensor dout, Tensor out, Tensor? dlse=None", "Tensor", host.attention_delta,
+    lambda dout, out, dlse=None: _rows_like(out),
 )  # fmt: skip
 dq_op = _defined(
-    "attention_dq", f"{_BACKWARD}, Tensor? sums, {SCHEMA}", "Tensor", _dq,
+    "attention_dq", f"{_BACKWARD}, Tensor? accum, {SCHEMA}", "Tensor", _dq,
     lambda dout, q, *_: q.new_empty(q.shape),
 )  # fmt: skip
-dq_into_op = _defined(
-    "attention_dq_into", f"{_BACKWARD}, Tensor? sums, Tensor(a!) into, bool add, {SCHEMA}", "()", _dq_into,
-    mutates=("into",),
+dq_out_op = _defined(
+    "attention_dq_out", f"{_BACKWARD}, Tensor? accum, Tensor(a!) out, bool add, {SCHEMA}", "()", _dq_out,
+    mutates=("out",),
 )  # fmt: skip
 dkdv_op = _defined(
     "attention_dkdv", f"{_BACKWARD}, Tensor? dk, Tensor? dv, {SCHEMA}", "(Tensor, Tensor)", _dkdv,
     lambda dout, q, k, v, *_: (k.new_empty(k.shape), v.new_empty(v.shape)),
 )  # fmt: skip
-dkdv_into_op = _defined(
-    "attention_dkdv_into",
-    f"{_BACKWARD}, Tensor? dk, Tensor? dv, Tensor(a!) dk_into, Tensor(b!) dv_into, bool add, {SCHEMA}", "()",
-    _dkdv_into, mutates=("dk_into", "dv_into"),
+dkdv_out_op = _defined(
+    "attention_dkdv_out",
+    f"{_BACKWARD}, Tensor? dk, Tensor? dv, Tensor(a!) dk_out, Tensor(b!) dv_out, bool add, {SCHEMA}", "()",
+    _dkdv_out, mutates=("dk_out", "dv_out"),
 )  # fmt: skip
 backward_op = _defined(
     "attention_backward", f"{_BACKWARD}, {SCHEMA}", "(Tensor, Tensor, Tensor)", _backward_of,
@@ -166,16 +278,16 @@ gradients_op = _defined(
     "attention_gradients", f"{_BACKWARD}, Tensor(a!) dq, Tensor? dk, Tensor? dv, {SCHEMA}", "(Tensor, Tensor)",
     _gradients_op, lambda dout, q, k, v, *_: (k.new_empty(k.shape), v.new_empty(v.shape)), ("dq",),
 )  # fmt: skip
-gradients_into_op = _defined(
-    "attention_gradients_into",
-    f"{_BACKWARD}, Tensor(a!) dq, Tensor? dk, Tensor? dv, Tensor(b!) dk_into, Tensor(c!) dv_into, bool add, {SCHEMA}",
-    "()", _gradients_into, mutates=("dq", "dk_into", "dv_into"),
+gradients_out_op = _defined(
+    "attention_gradients_out",
+    f"{_BACKWARD}, Tensor(a!) dq, Tensor? dk, Tensor? dv, Tensor(b!) dk_out, Tensor(c!) dv_out, bool add, {SCHEMA}",
+    "()", _gradients_out, mutates=("dq", "dk_out", "dv_out"),
 )  # fmt: skip
 
 quantize_op = _defined(
-    "quantize", "Tensor x, Tensor(a!) out, Tensor(b!) scale", "()", quantize, mutates=("out", "scale")
+    "quantize", "Tensor x, Tensor(a!) out, Tensor(b!) scale", "()", fp8.quantize, mutates=("out", "scale")
 )
-dequantize_op = _defined("dequantize", "Tensor x, Tensor scale, Tensor(a!) out", "()", dequantize, mutates=("out",))
+dequantize_op = _defined("dequantize", "Tensor x, Tensor scale, Tensor(a!) out", "()", fp8.dequantize, mutates=("out",))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -200,6 +312,88 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
 
 
 forward_op.register_autograd(_gradients, setup_context=_keep)
+
+
+def _either(entry: Callable[P, R], traced: Callable[..., R]) -> Callable[P, R]:
+    """``entry``, or in a graph of torch.compile what it can be ``traced`` as."""
+
+    @wraps(entry)
+    def chosen(*args: P.args, **call: P.kwargs) -> R:
+        return traced(*args, **call) if torch.compiler.is_compiling() else entry(*args, **call)
+
+    return chosen
+
+
+def _traced_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, state: Pair | None = None, final: bool = True, **call: Any
+) -> Pair:
+    packed = pack(**call)
+    if state is None:
+        out, lse = forward_op(q, k, v, final, *packed)
+        return out, lse
+    if final and state[0].dtype != q.dtype:
+        return finish_op(q, k, v, *state, *packed), state[1]
+    fold_op(q, k, v, *state, *packed)
+    return state
+
+
+def _traced_dq(*given: Tensor, accum: Tensor | None = None, out: Tensor | None = None, **call: Any) -> Tensor:
+    packed = pack(**call)
+    if out is None:
+        dq: Tensor = dq_op(*given, accum, *packed)
+        return dq
+    add = accum is out
+    dq_out_op(*given, None if add else accum, out, add, *packed)
+    return out
+
+
+def _traced_dkdv(*given: Tensor, accum: Pair | None = None, out: Pair | None = None, **call: Any) -> Pair:
+    packed, (dk, dv) = pack(**call), accum or (None, None)
+    if out is None:
+        made: Pair = dkdv_op(*given, dk, dv, *packed)
+        return made
+    add = dk is out[0] and dv is out[1]
+    dkdv_out_op(*given, *((None, None) if add else (dk, dv)), *out, add, *packed)
+    return out
+
+
+def _traced_gradients(
+    *given: Tensor, dq: Tensor, accum: Pair | None = None, out: Pair | None = None, **call: Any
+) -> Pair:
+    packed, (dk, dv) = pack(**call), accum or (None, None)
+    if out is None:
+        made: Pair = gradients_op(*given, dq, dk, dv, *packed)
+        return made
+    add = dk is out[0] and dv is out[1]
+    gradients_out_op(*given, dq, *((None, None) if add else (dk, dv)), *out, add, *packed)
+    return out
+
+
+def _traced_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
+    dlse: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
+    config: KernelConfig | None = None, **call: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    given = (dout, q, k, v, lse, delta_op(dout, out, dlse))
+    if dq is None and dk is None and dv is None:
+        whole: tuple[Tensor, Tensor, Tensor] = backward_op(*given, *pack(config=config, **call))
+        return whole
+    accum, call = _pair(dk, dv), call | {"config": config}
+    if is_single_pass(config):
+        total = q.new_zeros(q.shape, dtype=torch.float32) if dq is None else dq
+        made = _traced_gradients(*given, dq=total, accum=accum, out=accum, **call)
+        return total.to(q.dtype) if dq is None else total, *made
+    return _traced_dq(*given, accum=dq, out=dq, **call), *_traced_dkdv(*given, accum=accum, out=accum, **call)
+
+
+attention_forward = _either(host.attention_forward, _traced_forward)
+attention_delta = _either(host.attention_delta, delta_op)
+attention_dq = _either(host.attention_dq, _traced_dq)
+attention_dkdv = _either(host.attention_dkdv, _traced_dkdv)
+attention_gradients = _either(host_gradients, _traced_gradients)
+attention_backward = _either(host.attention_backward, _traced_backward)
+quantize = _either(fp8.quantize, quantize_op)
+dequantize = _either(fp8.dequantize, dequantize_op)
 
 
 def attend(

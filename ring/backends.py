@@ -9,7 +9,7 @@ import torch
 from ..kernels import PLAIN, Bounds, KernelConfig, Scores, attention_delta
 from ..kernels.attention import Backward, Forward
 from ..kernels.config import is_single_pass
-from ..kernels.experimental.gradients import Gradients
+from ..kernels.experimental.single_pass import Gradients
 from .checked import checked
 from .cpu.aten import AtenBackward, AtenForward, row_dot
 from .traffic import Heads, Pair, Tensors
@@ -142,7 +142,7 @@ class TritonBackward:
     ) -> None:
         q, sums = self._q, self._dq
         into = q.new_empty(q.shape, dtype=q.dtype if final else torch.float32) if final or sums is None else sums
-        self._bound.dq(k, v, bounds=bounds, scores=scores, sums=sums, into=into)
+        self._bound.dq(k, v, bounds=bounds, scores=scores, accum=sums, out=into)
         self._dq = into
 
     def dkdv(
@@ -160,7 +160,7 @@ class TritonBackward:
         if sums is not None:
             dk, dv = sums()
             arrived = (dk, dv)
-        self._key_gradients(k, v, bounds=bounds, scores=scores, sums=arrived, into=(into[0], into[1]))
+        self._key_gradients(k, v, bounds=bounds, scores=scores, accum=arrived, out=(into[0], into[1]))
 
     def result(self) -> torch.Tensor:
         """dQ in q's dtype, after the final hop."""

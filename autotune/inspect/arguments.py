@@ -8,10 +8,10 @@ from typing import Any
 from triton.compiler import ASTSource
 
 from ...kernels.attention import REDUCE_BLOCK
-from ...kernels.described import COPY_ENGINE_ARCH, fills_boxes
 from ...kernels.device.modify import UNMODIFIED, Modifiers
 from ...kernels.device.tiles import BlockRuns, Interval, Order, Shape, Strided
 from ...kernels.experimental.dq_sum import Turns
+from ...kernels.launch import COPY_ENGINE_ARCH, fills_boxes
 from ...kernels.quantize import SCALE_TOKENS
 from .variant import KERNELS, ROLES, Variant
 
@@ -73,8 +73,8 @@ def launch_arguments(variant: Variant) -> dict[str, Any]:
 def shape(variant: Variant) -> Shape:
     """Of the launch, and the order of its tiles."""
     options = dict(variant.options)
-    swath = "i32" if options.get("order") == "longest" else None
-    order = Order(swath, swath, "i32" if options.get("persistent") else None)
+    l2_group = "i32" if options.get("order") == "longest" else None
+    order = Order(l2_group, l2_group, "i32" if options.get("persistent") else None)
     packed = "i32" if options.get("pack_gqa") else None
     group = "i32" if variant.grouped and packed is None else 1
     splits = "i32" if "dkdv_splits" in options or variant.kernel == "reduce" else None

@@ -7,11 +7,10 @@ from dataclasses import fields, replace
 
 from ...kernels import KernelConfig, Tile
 from ...kernels.config import LEAST_SIDE
-from ...kernels.described import COPY_ENGINE_ARCH, fills_boxes
 from ...kernels.experimental import hopper_backward_launch
+from ...kernels.launch import COPY_ENGINE_ARCH, fills_boxes
 from ...kernels.strict import one_of
-from ...kernels.table_files import OPTIONS
-from ...kernels.tables import Option, Options
+from ...kernels.tables import OPTIONS, Option, Options
 from .compiled import SHARED_LIMIT
 from .variant import ATTENTION, DTYPES, FEATURES, KERNELS, ROLES, Variant, default_tile, launchable
 

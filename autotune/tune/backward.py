@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...kernels.lookup import ONE_PASS, TWO_PASSES
-from ...kernels.tables import SINGLE_PASS
+from ...kernels.tables import ONE_PASS, SINGLE_PASS, TWO_PASSES
 from ..search import median
 from .run import Found
 

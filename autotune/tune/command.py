@@ -13,8 +13,7 @@ import typer
 from ...bench.common.launching import cores
 from ...bench.common.output import check_targets, prints
 from ...bench.common.shapes import Causal, device_name, dtype_name, sizes
-from ...kernels.lookup import Gpu, gpu_of, user_folder
-from ...kernels.tables import KERNELS, Point, options_of
+from ...kernels.tables import KERNELS, Gpu, Point, gpu_of, options_of, user_folder
 from .. import Shape, dealt, gpu_of_arch, grid, shape_of_config, space, tile_text, why_not
 from ..models import DEFAULT_DTYPE, SHORT
 from .backward import backward_lines

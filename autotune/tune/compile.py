@@ -10,8 +10,7 @@ from typing import Any
 import triton
 
 from ...kernels.device.tiles import Order, Shape
-from ...kernels.lookup import triton_version
-from ...kernels.tables import options_of
+from ...kernels.tables import options_of, triton_version
 from .. import Job, Verdict
 from ..inspect.arguments import ast_source
 from ..inspect.bound import bounds_of, loop_bound, main_bound

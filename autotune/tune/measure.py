@@ -28,8 +28,7 @@ from ...kernels import (
     attention_gradients,
 )
 from ...kernels.config import is_single_pass
-from ...kernels.lookup import DTYPES
-from ...kernels.tables import SINGLE_PASS, Point, options_of
+from ...kernels.tables import DTYPES, SINGLE_PASS, Point, options_of
 from ...ring import Mask, bounds
 from .. import Reading, Shape
 
@@ -181,14 +180,14 @@ class DeviceTrials:
             attention_forward(q, k, v, bounds=self._bounds, state=(sums[0], lse), final=False, config=config)
         elif self.point.kernel == "dq":
             attention_dq(
-                dout, q, k, v, lse, delta, bounds=self._bounds, sums=sums[0], into=sums[0], config=config
+                dout, q, k, v, lse, delta, bounds=self._bounds, accum=sums[0], out=sums[0], config=config
             )  # fmt: skip
         else:
             pair, given = (sums[0], sums[1]), (dout, q, k, v, lse, delta)
             if self.point.kernel == "dkdv":
-                attention_dkdv(*given, bounds=self._bounds, sums=pair, into=pair, config=config)
+                attention_dkdv(*given, bounds=self._bounds, accum=pair, out=pair, config=config)
             else:
-                attention_gradients(*given, dq=sums[2], bounds=self._bounds, sums=pair, into=pair, config=config)
+                attention_gradients(*given, dq=sums[2], bounds=self._bounds, accum=pair, out=pair, config=config)
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
@@ -247,7 +246,7 @@ class DeviceTrials:
             into = torch.empty(q.shape, device=q.device, dtype=q.dtype if last else torch.float32)
             sums = attention_dq(
                 dout, q, k[:, keys], v[:, keys], lse, delta, bounds=self._limits(slice(0, self._checked), keys),
-                sums=sums, into=into if last or sums is None else sums, config=config,
+                accum=sums, out=into if last or sums is None else sums, config=config,
             )  # fmt: skip
         assert sums is not None
         return {"dq": sums}
@@ -263,8 +262,8 @@ class DeviceTrials:
             into = (torch.empty(x.shape, device=x.device, dtype=dtype) for x in (k, v))
             given = dout[:, rows], q[:, rows], k, v, lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous()
             call: dict[str, Any] = {
-                "bounds": self._limits(rows, slice(0, self._checked)), "sums": sums,
-                "into": (next(into), next(into)) if last or sums is None else sums, "config": config,
+                "bounds": self._limits(rows, slice(0, self._checked)), "accum": sums,
+                "out": (next(into), next(into)) if last or sums is None else sums, "config": config,
             }  # fmt: skip
             sums = attention_dkdv(*given, **call) if dq is None else attention_gradients(*given, dq=dq[:, rows], **call)
         assert sums is not None

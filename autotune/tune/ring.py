@@ -26,8 +26,7 @@ from ...bench.ring.runs import gathered, judged
 from ...comm import Limits, resolve_group
 from ...comm.control import Control, control_of
 from ...comm.topology import nvml
-from ...kernels.lookup import Gpu, gpu_of, triton_version
-from ...kernels.tables import file_name
+from ...kernels.tables import Gpu, file_name, gpu_of, triton_version
 from ...ring import Ring
 from .. import Journal, Reading, private_folder, save
 from ..rings import (

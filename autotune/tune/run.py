@@ -15,8 +15,7 @@ import triton
 from ...bench.common.provenance import command
 from ...comm.topology import nvml
 from ...kernels import Tile
-from ...kernels.lookup import Gpu, triton_version
-from ...kernels.tables import TUNED, Entry, Point, file_name, options_of
+from ...kernels.tables import TUNED, Entry, Gpu, Point, file_name, options_of, triton_version
 from .. import (
     Budget,
     Job,

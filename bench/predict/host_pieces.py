@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...kernels import FULL, Bounds, Runs
+from ...kernels import FULL, BlockSparseIndex, Bounds
 from ...ring.cpu import blockwise, flash_cpu
 from ...ring.cpu.aten import AtenBackward, AtenForward
 from ...ring.cpu.pieces import MIN_ROWS, Kind, Limits
@@ -41,7 +41,7 @@ def pattern(tokens: int, block: int, seen: int) -> Bounds:
     blocks = -(-tokens // block)
     starts = torch.arange(blocks) % max(blocks - seen + 1, 1)
     at = torch.arange(blocks) - starts[:, None]
-    return replace(FULL, runs=Runs((at >= 0) & (at < seen), block))
+    return replace(FULL, runs=BlockSparseIndex((at >= 0) & (at < seen), block))
 
 
 class Stage:

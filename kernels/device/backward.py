@@ -118,7 +118,7 @@ def dq_tile(
 ):  # fmt: skip
     """dQ of BLOCK_Q query rows of one head, or of those that share K/V, added to ``dq_in`` where HAS_SUM."""
     seqlen_k = shape.columns
-    if bounds.used is not None:
+    if bounds.seqused_k is not None:
         shape = Shape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
     start, full_start, full_end, end = visited
     offs_q, heads = tile_rows(first, head, shape, BLOCK_Q)
@@ -189,8 +189,8 @@ def reduce_kernel(
     tile, batch, head = program(shape, BLOCK_ROWS)
     seqlen_k = shape.rows
     if IN_PLACE:
-        if bounds.used is not None:
-            keys = tl.load(bounds.used + batch)
+        if bounds.seqused_k is not None:
+            keys = tl.load(bounds.seqused_k + batch)
             shape = Shape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
         start, _, _, end = tile_range(bounds, tile * BLOCK_ROWS // BLOCK_K * BLOCK_K, shape, BLOCK_K, BLOCK_Q)
         if end <= start:

@@ -121,7 +121,7 @@ def forward_tile(
 ):  # fmt: skip
     """BLOCK_Q query rows of one head, or of those that share K/V, against every tile of keys that one of them sees."""
     seqlen_k = shape.columns
-    if bounds.used is not None:
+    if bounds.seqused_k is not None:
         shape = Shape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
     start, full_start, full_end, end = visited
     offs_q, heads = tile_rows(first, head, shape, BLOCK_Q)

@@ -76,7 +76,7 @@ def key_tile(
     """
     tile, tiles = first // BLOCK_K, tl.cdiv(shape.rows, BLOCK_K)
     seqlen_k = shape.rows
-    if bounds.used is not None:
+    if bounds.seqused_k is not None:
         shape = Shape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
     start, _, _, end = visited
     offs_k = first + tl.arange(0, BLOCK_K)
@@ -86,7 +86,7 @@ def key_tile(
     v_tile = load_rows(of_head(v, batch, head_k), offs_k, seqlen_k, HEAD_DIM_V, True)
 
     dk, dv = zeros(BLOCK_K, HEAD_DIM), zeros(BLOCK_K, HEAD_DIM_V)
-    MASKED: tl.constexpr = bounds.lo is not None or bounds.used is not None or RAGGED
+    MASKED: tl.constexpr = bounds.lo is not None or bounds.seqused_k is not None or RAGGED
     for member in range(shape.group):
         head_q = head * shape.group + member
         row = (batch * shape.heads * shape.group + head_q) * shape.columns

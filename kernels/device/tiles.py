@@ -21,7 +21,7 @@ class Strided(NamedTuple):
 
 
 class BlockRuns(NamedTuple):
-    """A ``Runs``: which runs of columns each block of rows sees."""
+    """A ``BlockSparseIndex``: which runs of columns each block of rows sees."""
 
     offsets: Any
     begins: Any
@@ -34,19 +34,19 @@ class Interval(NamedTuple):
 
     lo: Any
     hi: Any
-    used: Any = None
+    seqused_k: Any = None
     """Keys of each batch row, or None."""
     runs: Any = None
     """``BlockRuns`` or None."""
 
 
 class Order(NamedTuple):
-    """Which tiles a program takes, and when: the jit side of ``order.Order``. All None: one each, head by head."""
+    """Which tiles a program takes, and when. All None: one each, head by head."""
 
-    swath: Any
+    l2_group: Any
     """Heads whose tiles come together, longest first; None: the tiles of one head after those of another."""
     heads: Any
-    """Of all batch rows together, where there are swaths."""
+    """Of all batch rows together, where there are L2 groups."""
     count: Any
     """Tiles of all heads, where a program walks from tile to tile; None: it takes one."""
 
@@ -79,13 +79,13 @@ def program(shape, BLOCK: tl.constexpr):
 
 @triton.jit
 def placement(index, shape, BLOCK: tl.constexpr):
-    """(tile, batch, head) of the tile that is ``index``-th in the order; the jit mirror of ``order.placement``."""
+    """(tile, batch, head) of the tile that is ``index``-th in the order; tile 0 is a head's longest."""
     tiles = tl.cdiv(shape.rows if shape.packed is None else shape.rows * shape.packed, BLOCK)
-    if shape.order.swath is None:  # the tiles of one head run together, so that they share its K/V in L2
+    if shape.order.l2_group is None:  # the tiles of one head run together, so that they share its K/V in L2
         tile, head = index % tiles, index // tiles
     else:  # those of as many heads as fit there, the longest of all of them first
-        first = index // (tiles * shape.order.swath) * shape.order.swath
-        heads = tl.minimum(shape.order.swath, shape.order.heads - first)
+        first = index // (tiles * shape.order.l2_group) * shape.order.l2_group
+        heads = tl.minimum(shape.order.l2_group, shape.order.heads - first)
         rest = index - first * tiles
         tile, head = rest // heads, first + rest % heads
     # 64-bit: batch and head strides pass 2^31 elements long before a GPU's memory is full
@@ -136,7 +136,7 @@ def row_interval(interval, offs, shape):
     else:
         lo = tl.load(interval.lo + offs, mask=inside, other=0)
         hi = tl.load(interval.hi + offs, mask=inside, other=0)
-        if interval.used is not None:
+        if interval.seqused_k is not None:
             hi = tl.minimum(hi, shape.columns)
         return lo, hi
 
@@ -152,11 +152,11 @@ def row_limits(interval, first, shape, BLOCK_ROWS: tl.constexpr):
         else:
             last = tl.minimum((first + BLOCK_ROWS - 1) // shape.packed, shape.rows - 1)
             first = first // shape.packed
-        if interval.used is not None:
+        if interval.seqused_k is not None:
             last = tl.maximum(last, first)  # a tile of padding alone is stopped by its caller
         lo_first, lo_last = tl.load(interval.lo + first), tl.load(interval.lo + last)
         hi_first, hi_last = tl.load(interval.hi + first), tl.load(interval.hi + last)
-        if interval.used is not None:
+        if interval.seqused_k is not None:
             hi_first, hi_last = tl.minimum(hi_first, shape.columns), tl.minimum(hi_last, shape.columns)
         return lo_first, lo_last, hi_first, hi_last
 
@@ -170,7 +170,7 @@ def tile_range(interval, first, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.const
     full_start = tl.maximum(tl.cdiv(lo_last, BLOCK) * BLOCK, start)
     full_end = hi_first // BLOCK * BLOCK
     some_full = full_end > full_start  # where no tile is seen whole, all are the tail's
-    if interval.used is not None and shape.packed is None:  # of rows that are keys; packed ones never are
+    if interval.seqused_k is not None and shape.packed is None:  # of rows that are keys; packed ones never are
         end = tl.where(first < shape.rows, end, start)
     return start, tl.where(some_full, full_start, start), tl.where(some_full, full_end, start), end
 
@@ -181,8 +181,8 @@ def visit(index, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
     tile, batch, head = placement(index, shape, BLOCK_ROWS)
     rows = shape.rows if shape.packed is None else shape.rows * shape.packed
     first = (tl.cdiv(rows, BLOCK_ROWS) - 1 - tile) * BLOCK_ROWS  # late rows see most keys: longest first
-    if bounds.used is not None:
-        keys = tl.load(bounds.used + batch)
+    if bounds.seqused_k is not None:
+        keys = tl.load(bounds.seqused_k + batch)
         shape = Shape(shape.rows, keys, shape.heads, shape.group, None, shape.packed, None)
     return batch, head, first, shape.columns, tile_range(bounds, first, shape, BLOCK_ROWS, BLOCK)
 
@@ -199,8 +199,8 @@ def visit_keys(index, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constex
 def visit_key_tile(tile, batch, bounds, shape, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Of one tile of keys: (first key, keys, range of queries)."""
     first = tile * BLOCK_ROWS  # early keys are seen by most queries: longest first
-    if bounds.used is not None:  # the rows behind are padding: nobody sees them
-        keys = tl.load(bounds.used + batch)
+    if bounds.seqused_k is not None:  # the rows behind are padding: nobody sees them
+        keys = tl.load(bounds.seqused_k + batch)
         shape = Shape(keys, shape.columns, shape.heads, shape.group, None, None, shape.splits)
     return first, shape.rows, tile_range(bounds, first, shape, BLOCK_ROWS, BLOCK)
 

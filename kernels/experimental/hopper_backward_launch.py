@@ -9,18 +9,15 @@ import torch
 
 from ..bounds import Bounds
 from ..config import KernelConfig, Tile
-from ..described import check_describable
-from ..launch import interval, launch, programs, shape_of, strided
+from ..launch import Descriptors, Pair, check_describable, interval, launch, programs, shape_of, strided
 from ..scores import Scores
-from .hopper_launch import REGISTERS, SHARED_LIMIT, Described, check_kind
+from .hopper_launch import REGISTERS, SHARED_LIMIT, check_kind
 from .steps import CONSUMERS, ROWS
 
 HEAD_DIMS = (64, 128)
 """Of 256 no dK and dV of 128 keys fit the registers of two warpgroups."""
 
 TAKES = "backward='hopper' takes"
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def default_tile(head_dim: int) -> Tile:
@@ -38,7 +35,7 @@ def takes(
     scores: Scores,
     config: KernelConfig,
 ) -> bool:
-    """Whether the Hopper kernel runs this hop: not with ``used`` or ``runs``, nor where there are no rows or no keys.
+    """Whether the Hopper kernel runs this hop: not with ``seqused_k`` or ``runs``, nor without rows or keys.
 
     These come and go from hop to hop, and the portable single pass takes them. What is the same for all hops of a call
     is refused on every hop alike.
@@ -47,7 +44,7 @@ def takes(
         ValueError: what :func:`check_hopper_backward` refuses.
     """
     check_hopper_backward(q, k, v, dout, dq, scores, config.single_pass)
-    return bounds.used is None and bounds.runs is None and q.numel() > 0 and k.numel() > 0
+    return bounds.seqused_k is None and bounds.runs is None and q.numel() > 0 and k.numel() > 0
 
 
 def check_hopper_backward(
@@ -108,25 +105,25 @@ def launch_hopper_backward(
     lse: torch.Tensor,
     delta: torch.Tensor,
     dq: torch.Tensor,
-    sums: Pair | None,
-    into: Pair,
+    accum: Pair | None,
+    out: Pair,
     bounds: Bounds,
     softmax_scale: float,
     tile: Tile | None,
-    described: Described,
+    described: Descriptors,
 ) -> None:
-    """As the launch of ``single_pass_kernel`` in ``gradients.Gradients``, for what :func:`takes` lets through."""
+    """As the launch of ``single_pass_kernel`` in ``single_pass.Gradients``, for what :func:`takes` lets through."""
     tile = tile or default_tile(q.shape[3])
-    before = into if sums is None else sums
-    written, in_place = (strided(into[0]), strided(into[1])), before[0] is into[0] and before[1] is into[1]
+    before = out if accum is None else accum
+    written, in_place = (strided(out[0]), strided(out[1])), before[0] is out[0] and before[1] is out[1]
     launch(
         _kernel(), programs(k.shape[1], tile.block_k, k), q.device,
         described(dout, tile.block_q), described(q, tile.block_q), described(k, ROWS), described(v, ROWS),
         described(dq, ROWS, ROWS), lse, delta,
         *(written if in_place else map(strided, before)), *written, interval(bounds.transposed(k.shape[1])),
         shape_of(k, q)._replace(group=None), q.shape[2] // k.shape[2], softmax_scale,
-        HEAD_DIM=q.shape[3], BLOCK_Q=tile.block_q, SLOTS=tile.num_stages, HAS_SUM=sums is not None,
-        IN_PLACE=sums is not None and in_place,
+        HEAD_DIM=q.shape[3], BLOCK_Q=tile.block_q, SLOTS=tile.num_stages, HAS_SUM=accum is not None,
+        IN_PLACE=accum is not None and in_place,
         RAGGED=bounds.is_full and k.shape[1] % tile.block_k != 0,
         num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ...kernels import Bounds, Runs
+from ...kernels import BlockSparseIndex, Bounds
 
 MIN_ROWS = 128  # below it a call of the operator costs more than it computes: such rows share one blockwise piece
 BAND_ROWS = 512  # rows of a window at a time: more are more triangles, of which the operator computes too much
@@ -80,7 +80,7 @@ def pieces(bounds: Bounds, rows: int, keys: int, *, operator: bool = True) -> tu
     """
     if rows == 0 or keys == 0:
         return ()
-    if bounds.is_full and bounds.used is None and bounds.runs is None:  # FULL serves every number of rows and keys
+    if bounds.is_full and bounds.seqused_k is None and bounds.runs is None:  # FULL serves every number of rows and keys
         return (Piece(Kind.RECTANGLE if operator else Kind.BLOCKWISE, 0, rows, 0, keys),)
     cached, asked = _cache.setdefault(bounds, {}), (rows, keys, operator)
     if asked not in cached:
@@ -122,7 +122,7 @@ def _size(piece: Piece) -> int:
 
 def _pieces(bounds: Bounds, rows: int, keys: int, operator: bool) -> Iterator[Piece]:
     lo, hi = _vectors(bounds, rows, keys)
-    for first, end, used in _batches(bounds.used, keys):
+    for first, end, used in _batches(bounds.seqused_k, keys):
         near = lo.clamp(max=used), hi.clamp(max=used)
         if bounds.runs is not None:
             found = list(_block_sparse(*near, bounds.runs, operator))
@@ -147,7 +147,7 @@ def _batches(used: Tensor | None, keys: int) -> Iterator[tuple[int, int | None, 
         yield items[0], items[-1] + 1, count
 
 
-def _block_sparse(lo: Tensor, hi: Tensor, runs: Runs, operator: bool) -> Iterator[Piece]:
+def _block_sparse(lo: Tensor, hi: Tensor, runs: BlockSparseIndex, operator: bool) -> Iterator[Piece]:
     """Band by band: what the operator can take of long runs, and all else in one blockwise piece."""
     for row, end, band in _bands(runs, len(lo)):
         near, rest = (lo[row:end], hi[row:end]), []
@@ -162,7 +162,7 @@ def _block_sparse(lo: Tensor, hi: Tensor, runs: Runs, operator: bool) -> Iterato
             yield Piece(Kind.BLOCKWISE, row, end, seen[0][0], seen[-1][1], tuple(seen))
 
 
-def _bands(runs: Runs, rows: int) -> Iterator[tuple[int, int, KeyRuns]]:
+def _bands(runs: BlockSparseIndex, rows: int) -> Iterator[tuple[int, int, KeyRuns]]:
     """Neighbouring query blocks that see the same runs, as ``(row, row_end, runs)``."""
     begins, ends = runs.begins.tolist(), runs.ends.tolist()
     blocks = [tuple(zip(begins[a:b], ends[a:b], strict=True)) for a, b in pairwise(runs.offsets.tolist())]
@@ -202,7 +202,7 @@ def _steps(lo: Tensor, hi: Tensor) -> Tensor:
 
 
 def _regular_runs(lo: Tensor, hi: Tensor) -> list[tuple[int, int]]:
-    """Runs ``[start, end)`` of at least MIN_ROWS rows that follow each other in one regular way."""
+    """BlockSparseIndex ``[start, end)`` of at least MIN_ROWS rows that follow each other in one regular way."""
     steps, counts = torch.unique_consecutive(_steps(lo, hi), return_counts=True)
     ends = counts.cumsum(0)
     long = (steps != OTHER) & (counts >= MIN_ROWS)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...comm.topology.topology import Topology
-from ...kernels import Bounds, Runs, Scores
+from ...kernels import BlockSparseIndex, Bounds, Scores
 from .layout import Layout
 from .mask import Mask, bounds
 from .schedule import BASE_SLOTS, KV_SLOTS, RAIL_SLOTS, SUMS_SLOTS, Edge, Hop, schedule
@@ -122,7 +122,7 @@ def _sights(mask: Mask, positions: Positions, shard: int) -> tuple[Sight, ...]:
     runs = None
     if mask.blocks is not None:
         visible = mask.blocks.between(layout, rank, kv_layout, shard)
-        runs = None if bool(visible.all()) else Runs(visible, mask.blocks.block)
+        runs = None if bool(visible.all()) else BlockSparseIndex(visible, mask.blocks.block)
     made = [replace(bounds(part, layout.positions(rank), kv_layout.positions(shard)), runs=runs) for part in mask.parts]
     found = [one for one in made if not one.is_empty] or made[:1]
     return tuple(Sight(one.to(device), positions, shard) for one in found)

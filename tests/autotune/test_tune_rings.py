@@ -35,8 +35,7 @@ from ringattn.bench.common.launching import Member
 from ringattn.bench.ring.candidates import Problem
 from ringattn.comm import Limits
 from ringattn.kernels import choice, default_config
-from ringattn.kernels.table_files import parse, read
-from ringattn.kernels.tables import RefusedTable, Table
+from ringattn.kernels.tables import RefusedTable, Table, parse, read
 
 from ..support.tile_tables import DATE, H200, entry, folders
 

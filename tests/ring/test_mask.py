@@ -45,10 +45,10 @@ def check_used(mask: Mask, made: Bounds, keys: torch.Tensor) -> None:
     """Every batch row has as many keys as lie before its end; None where that is all of them."""
     counts = [int((keys < used).sum()) for used in mask.used or ()]
     if all(count == len(keys) for count in counts):
-        assert made.used is None
+        assert made.seqused_k is None
     else:
-        assert made.used is not None
-        assert (made.used.tolist(), made.used.dtype) == (counts, torch.int32)
+        assert made.seqused_k is not None
+        assert (made.seqused_k.tolist(), made.seqused_k.dtype) == (counts, torch.int32)
 
 
 def count(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.kernels import PLAIN, Bounds, Runs, Scores
+from ringattn.kernels import PLAIN, BlockSparseIndex, Bounds, Scores
 from ringattn.ring.cpu import pieces as cutting
 from ringattn.ring.cpu import tiling
 from ringattn.ring.cpu.aten import AtenBackward, AtenForward
@@ -91,7 +91,7 @@ class Case:
         found = []
         for start, end in pairwise(edges):
             used = None if self.used is None else torch.tensor(self.used).clamp(start, end).sub(start).int()
-            runs = Runs(pattern[:, start // BLOCK : -(-end // BLOCK)], BLOCK) if self.runs else None
+            runs = BlockSparseIndex(pattern[:, start // BLOCK : -(-end // BLOCK)], BLOCK) if self.runs else None
             cuts = [start + (end - start) * cut // self.parts for cut in range(self.parts + 1)]
             parts = []
             for a, b in pairwise(cuts):
@@ -108,8 +108,8 @@ def dense(bounds: Bounds, batch: int, keys: int) -> Tensor:
     seen = torch.ones(batch, QUERIES, keys, dtype=torch.bool)
     if bounds.lo is not None and bounds.hi is not None:
         seen &= (at >= bounds.lo[:, None]) & (at < bounds.hi[:, None])
-    if bounds.used is not None:
-        seen &= at < bounds.used[:, None, None]
+    if bounds.seqused_k is not None:
+        seen &= at < bounds.seqused_k[:, None, None]
     if bounds.runs is not None:
         by_query = bounds.runs.visible.repeat_interleave(BLOCK, 0)[:QUERIES]
         seen &= by_query.repeat_interleave(BLOCK, 1)[:, :keys]

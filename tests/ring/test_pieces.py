@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.kernels import FULL, Bounds, Runs
+from ringattn.kernels import FULL, BlockSparseIndex, Bounds
 from ringattn.ring.cpu import pieces as cutting
 from ringattn.ring.cpu.pieces import Kind, Piece, limits, pieces
 
@@ -42,8 +42,8 @@ def any_bounds(draw: st.DrawFn) -> tuple[Bounds, int, int]:
     return (
         replace(
             draw(st.sampled_from([bounds, bounds, FULL])),
-            used=torch.tensor(used, dtype=torch.int32) if used else None,
-            runs=draw(st.sampled_from([None, Runs(visible, block)])),
+            seqused_k=torch.tensor(used, dtype=torch.int32) if used else None,
+            runs=draw(st.sampled_from([None, BlockSparseIndex(visible, block)])),
         ),
         rows,
         keys,
@@ -53,8 +53,8 @@ def any_bounds(draw: st.DrawFn) -> tuple[Bounds, int, int]:
 def visible_pairs(bounds: Bounds, rows: int, keys: int) -> Tensor:
     """bool ``[B, rows, keys]``."""
     seen = pairs_of(bounds, rows, keys)[None]
-    if bounds.used is not None:
-        seen = seen & (torch.arange(keys) < bounds.used[:, None, None])
+    if bounds.seqused_k is not None:
+        seen = seen & (torch.arange(keys) < bounds.seqused_k[:, None, None])
     if bounds.runs is not None:
         visible = bounds.runs.visible
         for dim, length in enumerate((rows, keys)):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from triton.runtime import driver
 
-from ringattn.kernels import KernelConfig, Tile, attention, described
+from ringattn.kernels import KernelConfig, Tile, attention, launch
 
 from .descriptor_stand_in import H200
 from .gluon_arguments import Hopper
@@ -32,13 +32,13 @@ def launch_case(batch: int, rows: int, keys: int, kv_heads: int, head_dim: int, 
     dout, lse = torch.zeros(batch, rows, kv_heads, 64, dtype=torch.bfloat16), torch.zeros(batch, kv_heads, rows)
     sums = None if role in ("only", "first") else (torch.zeros(k.shape), torch.zeros(v.shape))
     into = {"only": None, "first": (torch.zeros(k.shape), torch.zeros(v.shape)), "middle": sums, "last": None}[role]
-    attention.attention_dkdv(dout, q, k, v, lse, lse, sums=sums, into=into, config=DESCRIPTORS)
+    attention.attention_dkdv(dout, q, k, v, lse, lse, accum=sums, out=into, config=DESCRIPTORS)
 
 
 if __name__ == "__main__":
     driver.set_active(Hopper())
     vars(attention)["launch"] = compile_launch
-    vars(described)["gpu_of"] = lambda device: H200
+    vars(launch)["gpu_of"] = lambda device: H200
     for case in (
         (2, 256, 384, 2, 128, "only"),
         (3, 77, 301, 3, 32, "first"),

@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from ringattn.kernels import (
     FULL,
+    BlockSparseIndex,
     Bounds,
     KernelConfig,
-    Runs,
     Scores,
     Tile,
     attention_backward,
@@ -91,7 +91,7 @@ def situations(queries: int, keys: int) -> dict[str, tuple[Bounds, Scores]]:
         k_positions=torch.arange(keys, dtype=torch.int32),
     )  # fmt: skip
     used = Bounds(causal.lo, causal.hi, torch.tensor([keys - 3], dtype=torch.int32))
-    runs = Bounds(causal.lo, causal.hi, None, Runs(torch.ones(2, 2, dtype=torch.bool), 32))
+    runs = Bounds(causal.lo, causal.hi, None, BlockSparseIndex(torch.ones(2, 2, dtype=torch.bool), 32))
     return {"full": (FULL, Scores()), "causal": (causal, scores), "used": (used, Scores()), "runs": (runs, scores)}
 
 

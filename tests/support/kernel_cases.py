@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -70,6 +71,18 @@ def of(lo: Tensor, hi: Tensor, keys: int) -> Bounds:
     return Bounds(lo.clamp(0, keys).to(torch.int32), hi.clamp(0, keys).to(torch.int32))
 
 
+def in_turn(cases: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Each case once, with the values of ``others`` in turn: every value is met, at the cost of the cases alone."""
+    made = []
+    for i, case in enumerate(cases):
+        row = list(case) if isinstance(case, tuple) else [case]
+        for other in others:
+            row.append(other[i % len(other)])
+            i //= len(other)
+        made.append(tuple(row))
+    return made
+
+
 def documents(lengths: list[tuple[int, int]]) -> Bounds:
     """Documents of (queries, keys): both ends jump; one without keys leaves its rows blind."""
     queries, keys = (torch.tensor(x) for x in zip(*lengths, strict=True))
@@ -132,8 +145,8 @@ def dense(bounds: Bounds, queries: int, keys: int) -> Tensor:
 def visible(bounds: Bounds, batch: int, queries: int, keys: int) -> Tensor:
     """The same for every batch row and whatever narrows the interval, ``[B, 1, queries, keys]``."""
     seen = dense(bounds, queries, keys).expand(batch, 1, queries, keys).clone()
-    if bounds.used is not None:
-        seen &= torch.arange(keys) < bounds.used[:, None, None, None]
+    if bounds.seqused_k is not None:
+        seen &= torch.arange(keys) < bounds.seqused_k[:, None, None, None]
     if bounds.runs is not None:
         rows, columns = (torch.arange(count) // bounds.runs.block for count in (queries, keys))
         seen &= bounds.runs.visible[rows][:, columns]

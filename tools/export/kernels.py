@@ -13,13 +13,13 @@ from triton.compiler import ASTSource
 from ...autotune.inspect.compiled import SHARED_LIMIT
 from ...autotune.inspect.variant import ROLES
 from ...kernels.config import Tile
-from ...kernels.described import COPY_ENGINE_ARCH, fills_boxes
 from ...kernels.device.backward import delta_kernel, dkdv_kernel, dq_kernel
 from ...kernels.device.forward import forward_kernel
 from ...kernels.device.modify import UNMODIFIED
 from ...kernels.device.tiles import Interval, Shape
 from ...kernels.experimental.dq_sum import Turns
 from ...kernels.experimental.single_pass import single_pass_kernel
+from ...kernels.launch import COPY_ENGINE_ARCH, fills_boxes
 from .arguments import Argument, Described, Flat, flattened, offsets, strided
 from .binary import parameter_layout
 from .wish import Wish, check, check_hopper, chosen_tiles

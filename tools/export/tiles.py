@@ -9,13 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...autotune.inspect.variant import DTYPES
-from ...kernels import lookup
+from ...kernels import tables as tuned_tables
 from ...kernels.attention import DELTA_BLOCK
 from ...kernels.config import Tile, config_for, single_pass_tile
 from ...kernels.experimental import hopper_backward_launch
-from ...kernels.lookup import CONFIG_DIR, Gpu, folder_of, is_offered, tables_of
-from ...kernels.table_files import read
-from ...kernels.tables import KERNELS, Entry, Point, RefusedTable, Table, options_of
+from ...kernels.tables import (
+    CONFIG_DIR,
+    KERNELS,
+    Entry,
+    Gpu,
+    Point,
+    RefusedTable,
+    Table,
+    folder_of,
+    is_offered,
+    options_of,
+    read,
+    tables_of,
+)
 
 BUILT_IN = "built-in default, never timed"
 LONGEST = 1 << 40
@@ -155,7 +166,7 @@ def _tables(source: Source, arch: int) -> list[Table]:
 def others_of(folder: Path | None, arch: int) -> str:
     """In words, which tables of such GPUs there are, and where."""
     found = []
-    for place in dict.fromkeys([folder or lookup.user_folder(), *lookup.PACKAGE]):
+    for place in dict.fromkeys([folder or tuned_tables.user_folder(), *tuned_tables.PACKAGE]):
         for path in sorted(place.glob("*_triton-*.json")) if place is not None else ():
             try:
                 table = read(path)
