@@ -18,7 +18,7 @@ import torch
 
 from ... import __version__
 from ...comm.topology import nvml
-from ...comm.topology.places import pairs_by_link
+from ...comm.topology.nvml import pairs_by_link
 from .launching import cores
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,11 +6,15 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
+import torch
+
 from ..checked import NODES, RANKS, shown
+from ..control import Control
 from .cycles import best_cycle
-from .places import Link, Nic, Place, link_between, listed, nearest_nics, network
+from .nvml import Link, Nic, Place, link_between, listed, nearest_nics, network, place_of
 
 PRINTED = 16  # nodes, rails and ranks of a line: what is longer is printed with its middle left out
 
@@ -182,6 +186,30 @@ def ring_topology(places: Sequence[Place]) -> Topology:
         pattern = [_name(nics[rank]) for rank in nodes[0]] if nodes else []
         nodes.append(_node(places, ranks, nics, pattern))
     return Topology(tuple(nodes), tuple(places))
+
+
+def discover(control: Control, device: torch.device) -> Topology:
+    """The ring through all ranks, which every rank asks for together; rank 0 knows the places, too.
+
+    It decides, and the others hear of the order alone: their places are a megabyte at 1,024 ranks.
+    """
+    places: list[Place] = []
+
+    def ordered(told: list[object]) -> tuple[list[int], list[int]]:
+        places.extend(Place.from_json(place) for place in told)  # type: ignore[arg-type]
+        ring = ring_topology(places)
+        # as steps, which are much the same: at 1,024 ranks a tenth of the bytes, deflated
+        return [len(node) for node in ring.nodes], [b - a for a, b in pairwise((0, *ring.order))]
+
+    found: Any = control.merged(place_of(device).to_json(), ordered, what="the places of the ranks")
+    sizes, order = found[0], accumulate(found[1])
+    return Topology(tuple(tuple(islice(order, size)) for size in sizes), tuple(places))
+
+
+def places_of(control: Control, device: torch.device) -> tuple[Place, ...]:
+    """The place of every rank, by rank; every rank calls it together."""
+    told = control.gather(place_of(device).to_json(), what="the places of the ranks")
+    return tuple(Place.from_json(place) for place in told)  # type: ignore[arg-type]
 
 
 def _node(

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..control import LONGEST_POLL_SECONDS, Control
 from ..transport import TransportError
-from ..transports.mailboxes import WorldAborted
+from ..transports.local import WorldAborted
 
 Fields = Mapping[str, str]  # name -> repr of the value
 

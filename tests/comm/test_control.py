@@ -26,14 +26,23 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from ringattn.comm import Limits, LocalGroup, LocalWorld, Topology, TransportError, WorldAborted, store_line
-from ringattn.comm.choice import choose, wish_of
-from ringattn.comm.control import Control, control_of
-from ringattn.comm.topology import nvml
-from ringattn.comm.topology.places import Place
-from ringattn.comm.topology.topology import ring_topology
-from ringattn.comm.transports.mailboxes import Hub
-from ringattn.comm.watchdog.liveness import has_ended, own_process
+from ringattn.comm import Limits, LocalGroup, LocalWorld, Topology, TransportError, WorldAborted
+from ringattn.comm.control import (
+    Control,
+    LocalLine,
+    Scope,
+    StoreLine,
+    _Looks,
+    control_of,
+    has_ended,
+    open_line,
+    own_process,
+)
+from ringattn.comm.groups import choose, wish_of
+from ringattn.comm.topology import topology
+from ringattn.comm.topology.nvml import Place
+from ringattn.comm.topology.topology import discover, ring_topology
+from ringattn.comm.transports.local import Hub
 
 from ..support.clusters import hgx
 from ..support.forked import FORKED
@@ -43,7 +52,7 @@ HELD: list[Store] = []  # a clone of a TCPStore does not keep the server
 
 
 def opened(store: Store, rank: int, size: int) -> Control:
-    return Control(store_line.StoreLine(store), rank, size, "test/")
+    return Control(StoreLine(store), rank, size, "test/")
 
 
 def on_all(controls: list[Control], fn: Callable[[Control], T]) -> list[T]:
@@ -303,7 +312,7 @@ from pathlib import Path
 from torch.distributed import TCPStore
 from ringattn.comm import control, store_line
 store = TCPStore("127.0.0.1", {host.port}, is_master=False, wait_for_workers=False)
-line = store_line.StoreLine(store)
+line = control.StoreLine(store)
 asked = control.Control(line, 0, 2, "x/")
 asked.publish("a", 1)
 os.kill({host.process.pid}, signal.SIGSTOP)
@@ -331,7 +340,7 @@ def test_the_store_s_own_timeout_is_left_alone() -> None:
 def test_what_a_rank_left_before_it_returned_counts(moments: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that answer and return right after a look that found something missing (the 3rd, ...)."""
     hub, looks = Hub(3, timeout=5.0), itertools.count(1)
-    line = store_line.LocalLine(LocalGroup(hub, 0))
+    line = LocalLine(LocalGroup(hub, 0))
     ask = line.ask
 
     def asking(do: Callable[[Store], T], timeout: float) -> T:
@@ -387,7 +396,7 @@ def test_the_last_rank_to_close_a_scope_empties_it() -> None:
 
 
 def test_no_wait_is_longer_than_the_patience_of_a_control(host: StoreHost) -> None:
-    control = Control(store_line.StoreLine(host.client()), 0, 2, "test/", 0.5).fresh_scope("ring").scope("inner")
+    control = Control(StoreLine(host.client()), 0, 2, "test/", 0.5).fresh_scope("ring").scope("inner")
     begun = time.monotonic()
     with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.5 s"):
         control.gather(0, what="shapes", timeout=60)
@@ -396,7 +405,7 @@ def test_no_wait_is_longer_than_the_patience_of_a_control(host: StoreHost) -> No
     with pytest.raises(TransportError, match="has not answered for"):
         control.look("x")
     with pytest.raises(TransportError, match=r"has not answered for 0\.5 s"):
-        store_line.StoreLine(client, 0.5)
+        StoreLine(client, 0.5)
     assert time.monotonic() - begun < 5
 
 
@@ -405,7 +414,7 @@ def test_a_line_to_a_store_that_is_gone_is_an_error_in_time(host: StoreHost) -> 
     host.end()
     begun = time.monotonic()
     with pytest.raises(TransportError, match="the store of the group"):
-        store_line.StoreLine(client, 1.0)
+        StoreLine(client, 1.0)
     assert time.monotonic() - begun < 3
     for thread in {*threading.enumerate()} - others:
         thread.join(5)
@@ -435,7 +444,7 @@ def say_who(pipe: Connection) -> None:
 
 
 def test_looks_are_rare_and_begin_with_a_wait() -> None:
-    looks = store_line._Looks()
+    looks = _Looks()
     polls = [0.02 * number for number in range(2000)]
     found = [now for now in polls if looks.due(now)]
     assert found == pytest.approx([1, 2, 4, 8, 16, 26, 36], abs=0.2)
@@ -460,7 +469,7 @@ def test_attempts_of_a_job_that_share_a_store_do_not_read_each_other(monkeypatch
         store = PrefixStore(f"/worker/attempt_{attempt}", served)
         monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group, store=store: store)
         groups: list[Any] = [Named(rank) for rank in ranks]
-        lines = [store_line.open_line(group, 5.0) for group in groups]
+        lines = [open_line(group, 5.0) for group in groups]
         prefixes += [line.prefix for line in lines]
         for line in lines:
             line.close()
@@ -502,12 +511,12 @@ class CountingStore:
         return self.data.pop(key, None) is not None
 
 
-class CountedLine(store_line.LocalLine):
+class CountedLine(LocalLine):
     """One of many ranks' ways to a store that counts."""
 
     def __init__(self, store: CountingStore, lock: threading.Lock) -> None:
         self.patience, self.published = 60.0, set()
-        self.scopes = defaultdict(store_line.Scope)
+        self.scopes = defaultdict(Scope)
         self.store, self._lock = store, lock
 
     def ask(self, do: Callable[[Any], T], timeout: float) -> T:
@@ -546,9 +555,9 @@ def test_what_a_thousand_ranks_move_to_start(step: str, monkeypatch: pytest.Monk
     places = places_of_many()
     wish = wish_of(None, "auto", torch.device("cuda"), Topology.grid(MANY // 8, 8), Limits())
     wish = wish._replace(problems=dict.fromkeys(wish.problems))
-    monkeypatch.setattr(nvml, "place_of", lambda rank: places[rank])
+    monkeypatch.setattr(topology, "place_of", lambda rank: places[rank])
     steps: dict[str, Callable[[Control], Any]] = {
-        "discover": lambda control: nvml.discover(control, control.rank),  # type: ignore[arg-type]
+        "discover": lambda control: discover(control, control.rank),  # type: ignore[arg-type]
         "choice of a transport": lambda control: choose(control, wish, 2),
         "words that all went well": lambda control: control.gather(None, what="whether it works"),
     }

@@ -17,9 +17,9 @@ import torch
 from ringattn.comm import Fence, LocalGroup, LocalWorld, Message, Topology, TransportError, groups
 from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
-from ringattn.comm.transports.copy_engine import copy_engine, node
+from ringattn.comm.transports.copy_engine import copy_engine, sockets
 from ringattn.comm.transports.copy_engine.copy_engine import CopyEngineTransport, copy_engine_missing
-from ringattn.comm.transports.copy_engine.lines import Board, flag_of
+from ringattn.comm.transports.copy_engine.memory import Board, flag_of
 
 from ..support.stand_in_cuda import Result, Workers, install_driver, running
 from ..support.transport_cases import CASES, Calling, filled, neighbours
@@ -543,7 +543,7 @@ def test_importing_it_loads_no_bindings() -> None:
 
 
 def test_ranks_of_several_nodes_are_named(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "node_id", lambda: threading.current_thread().name)
+    monkeypatch.setattr(sockets, "node_id", lambda: threading.current_thread().name)
 
     def fn(group: LocalGroup) -> None:
         with pytest.raises(TransportError, match=r"GPUs of one node, .* on several \(rank 0 on \S+, rank 1 on \S+\)"):

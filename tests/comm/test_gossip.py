@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from ringattn.comm.watchdog.gossip import (
+from ringattn.comm.watchdog.telemetry import (
     LOOKS,
     Report,
     Row,

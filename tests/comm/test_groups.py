@@ -32,7 +32,7 @@ from ringattn.comm import (
     open_transports,
     resolve_group,
 )
-from ringattn.comm.choice import Wish, choose, wish_of
+from ringattn.comm.groups import Wish, choose, wish_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports.copy_engine import copy_engine
 

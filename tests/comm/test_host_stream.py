@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ringattn.comm.transport import TransportError
-from ringattn.comm.transports import host_stream
-from ringattn.comm.transports.host_stream import HostStream, Work
+from ringattn.comm.transports import process_group
+from ringattn.comm.transports.process_group import HostStream, Work
 
 from ..support.nightly import rest_nightly
 
@@ -167,7 +167,7 @@ def test_a_transport_that_nobody_holds_ends_its_thread(tmp_path: Path) -> None:
 def test_the_end_of_a_process_waits_for_what_it_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[Work] = []
     monkeypatch.setattr(atexit, "register", ends.append)
-    host_stream._streams.cache_clear()
+    process_group._streams.cache_clear()
     begun, interrupted, returned = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -185,7 +185,7 @@ def test_the_end_of_a_process_waits_for_what_it_interrupts(monkeypatch: pytest.M
         with pytest.raises(TransportError, match="the process ends"):
             fence.wait()
     finally:
-        host_stream._streams.cache_clear()  # those that are made from here on end with this process again
+        process_group._streams.cache_clear()  # those that are made from here on end with this process again
 
 
 # Rank 0 waits for bytes that never come, rank 1 sleeps.

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import pytest
 
 from ringattn.comm import TransportError
-from ringattn.comm.transports.copy_engine.lines import Board, Lines, Listener, flag_of, node_id
+from ringattn.comm.transports.copy_engine.memory import Board, flag_of
+from ringattn.comm.transports.copy_engine.sockets import Lines, Listener, node_id
 
 
 @pytest.fixture
@@ -134,7 +135,8 @@ def test_a_node_is_itself() -> None:
 
 PROCESSES = """
 import os, sys
-from ringattn.comm.transports.copy_engine.lines import Board, Lines, Listener
+from ringattn.comm.transports.copy_engine.memory import Board
+from ringattn.comm.transports.copy_engine.sockets import Lines, Listener
 
 listeners = [Listener() for _ in range(3)]
 addresses = {rank: listener.address for rank, listener in enumerate(listeners)}

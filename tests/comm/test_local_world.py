@@ -214,7 +214,7 @@ def test_an_interrupted_caller_wakes_the_ranks(monkeypatch: pytest.MonkeyPatch) 
     waiting = threading.Event()
 
     def interrupted(futures: object) -> None:
-        monkeypatch.setattr("ringattn.comm.transports.local_world.wait", wait)
+        monkeypatch.setattr("ringattn.comm.transports.local.wait", wait)
         assert waiting.wait(5)
         time.sleep(0.05)
         raise KeyboardInterrupt
@@ -223,7 +223,7 @@ def test_an_interrupted_caller_wakes_the_ranks(monkeypatch: pytest.MonkeyPatch) 
         waiting.set()
         LocalTransport(group, CPU).post(sends=[], receives=[Message(1 - group.rank(), torch.empty(1))])
 
-    monkeypatch.setattr("ringattn.comm.transports.local_world.wait", interrupted)
+    monkeypatch.setattr("ringattn.comm.transports.local.wait", interrupted)
     started = time.monotonic()
     with world_of(2) as world, pytest.raises(KeyboardInterrupt):
         world.run(fn)

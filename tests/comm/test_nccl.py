@@ -19,12 +19,11 @@ import torch
 from ringattn.comm import DONE, Limits, LocalGroup, LocalWorld, Message, NcclTransport, Topology, TransportError, groups
 from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
-from ringattn.comm.transports import nccl, nccl_library
-from ringattn.comm.transports.by_node import ByNodeTransport
+from ringattn.comm.transports import nccl
 from ringattn.comm.transports.lanes import StreamFence, StreamLane
 from ringattn.comm.transports.local import solo_group
-from ringattn.comm.watchdog.watch import Watch
-from ringattn.comm.watchdog.watchdog import _tick
+from ringattn.comm.transports.nccl import ByNodeTransport
+from ringattn.comm.watchdog.watch import Watch, _tick
 
 from ..support.stand_in import Device, Fabric, Op, install_nccl, install_streams
 from ..support.transport_cases import CASES, filled
@@ -534,7 +533,7 @@ def test_what_cupy_warns_of_is_the_reason(
 
 def test_two_libraries_are_refused(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Path("/a/libnccl.so.2"), Path("/b/libnccl.so.2")]
-    monkeypatch.setattr(nccl_library, "loaded_libraries", lambda: found)
+    monkeypatch.setattr(nccl, "loaded_libraries", lambda: found)
     with pytest.raises(TransportError, match=r"2 NCCL libraries are loaded, /a/libnccl\.so\.2 and /b/libnccl\.so\.2"):
         open_alone()
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ringattn.comm import Limits, TransportError
-from ringattn.comm.transports import nccl_library
-from ringattn.comm.transports.nccl_library import (
+from ringattn.comm.transports import nccl
+from ringattn.comm.transports.nccl import (
     ConfiguredCommunicator,
     cta_bounds,
     loaded_libraries,
@@ -64,7 +64,7 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     library = Library()
-    monkeypatch.setattr(nccl_library, "_library", lambda: library)
+    monkeypatch.setattr(nccl, "_library", lambda: library)
     return library
 
 
@@ -194,11 +194,11 @@ def test_the_loaded_library_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     two = f"{maps}7f4 r-xp 0 08:01 9 /usr/lib/libnccl.so.2.30.7\n"
     monkeypatch.setattr(Path, "read_text", lambda path: two)
     both = r"2 NCCL libraries are loaded, /opt/a b/nccl/lib/libnccl\.so\.2 and /usr/lib/libnccl\.so\.2\.30\.7"
-    nccl_library._library.cache_clear()
+    nccl._library.cache_clear()
     with pytest.raises(TransportError, match=both):
-        nccl_library._library()
+        nccl._library()
     monkeypatch.setattr(Path, "read_text", lambda path: "7f0 r-xp 0 08:01 7 /usr/lib/libm.so.6\n7f3 rw-p 0 00:00 0\n")
     assert loaded_libraries() == []
-    nccl_library._library.cache_clear()
+    nccl._library.cache_clear()
     with pytest.raises(TransportError, match=r"libnccl\.so\.2 is not loaded"):
-        nccl_library._library()
+        nccl._library()

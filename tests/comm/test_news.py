@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from ringattn.comm.watchdog import news as news_module
-from ringattn.comm.watchdog.gossip import Row
+from ringattn.comm.watchdog import telemetry as news_module
+from ringattn.comm.watchdog.telemetry import Row
 
 from ..support.watch_cases import Clock, Ranks, running
 

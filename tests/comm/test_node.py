@@ -1,4 +1,4 @@
-"""comm/transports/copy_engine/node.py: one verdict on every rank before anything is connected."""
+"""comm/transports/copy_engine/sockets.py: one verdict on every rank before anything is connected."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import torch
 
 from ringattn.comm import LocalGroup, LocalWorld, TransportError
 from ringattn.comm.control import control_of
-from ringattn.comm.transports.copy_engine import node
-from ringattn.comm.transports.copy_engine.lines import Listener
-from ringattn.comm.transports.copy_engine.node import Card, join_node, problem_of
+from ringattn.comm.transports.copy_engine import sockets
+from ringattn.comm.transports.copy_engine.sockets import Card, Listener, join_node, problem_of
 
 from ..support.stand_in_cuda import Driver, Result, install_driver
 
@@ -146,5 +145,5 @@ def test_problems(index: int, change: dict[str, Any], problem: str | None) -> No
 
 
 def test_what_is_wrong_elsewhere_is_no_problem_here() -> None:
-    cards = [*CARDS, node.Card((2,), "it is broken", "b")]
+    cards = [*CARDS, sockets.Card((2,), "it is broken", "b")]
     assert problem_of((0, 1), dict(enumerate(cards))) is None

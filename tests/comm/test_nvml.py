@@ -15,7 +15,8 @@ from ringattn.bench.common import provenance
 from ringattn.comm import LocalGroup, LocalWorld, Topology
 from ringattn.comm.control import control_of
 from ringattn.comm.topology import nvml
-from ringattn.comm.topology.places import SWITCH, Nic, NvLink, Place
+from ringattn.comm.topology.nvml import SWITCH, Nic, NvLink, Place
+from ringattn.comm.topology.topology import discover, places_of
 
 GPU = torch.device("cuda", 1)
 CPU = torch.device("cpu")
@@ -293,7 +294,7 @@ def test_discover() -> None:
     """Rank 0 knows the places, the others the order that it has found."""
 
     def fn(group: LocalGroup) -> tuple[Topology, tuple[Place, ...]]:
-        return nvml.discover(control_of(group), CPU), nvml.places_of(control_of(group), CPU)
+        return discover(control_of(group), CPU), places_of(control_of(group), CPU)
 
     with LocalWorld(2, device=CPU) as world:
         (first, places), (second, same) = world.run(fn)

@@ -6,15 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringattn.comm.topology.places import (
-    Nic,
-    Place,
-    link_between,
-    nearest_nics,
-    network,
-    pairs_by_link,
-    shared,
-)
+from ringattn.comm.topology.nvml import Nic, Place, link_between, nearest_nics, network, pairs_by_link, shared
 
 from ..support.clusters import cpus, hgx, meshed
 

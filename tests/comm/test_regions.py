@@ -6,15 +6,7 @@ import pytest
 import torch
 
 from ringattn.comm import TransportError
-from ringattn.comm.transports.copy_engine.regions import (
-    SHARED_BYTES,
-    Context,
-    Exports,
-    Imports,
-    Offer,
-    Retired,
-    Staging,
-)
+from ringattn.comm.transports.copy_engine.memory import SHARED_BYTES, Context, Exports, Imports, Offer, Retired, Staging
 
 from ..support.stand_in_cuda import OPENED, Driver
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.comm.watchdog.spans import Spans
+from ringattn.comm.watchdog.telemetry import Spans
 
 CUDA = torch.device("cuda", 1)
 

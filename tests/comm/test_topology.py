@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.comm.topology.places import Link, NvLink, Place
+from ringattn.comm.topology.nvml import Link, NvLink, Place
 from ringattn.comm.topology.topology import Topology, ring_topology
 
 from ..support.clusters import DGX1, cpus, hgx, meshed

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message
-from ringattn.comm.transport import TransportError
-from ringattn.comm.transports.warm_up import ring_edges
+from ringattn.comm.transport import TransportError, ring_edges
 
 from ..support.group_cases import GROUP_CASES, group_ranks
 from ..support.transport_cases import CASES, HOST_CASES

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from ringattn.comm.transports.warm_up import PATTERN_BYTES, _pattern, ring_edges
+from ringattn.comm.transport import PATTERN_BYTES, _pattern, ring_edges
 
 
 @pytest.mark.parametrize(

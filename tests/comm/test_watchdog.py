@@ -18,10 +18,9 @@ import torch
 
 from ringattn.comm import DONE, LocalGroup, LocalWorld, TransportError
 from ringattn.comm.control import Control
-from ringattn.comm.watchdog import watchdog as module
+from ringattn.comm.watchdog import watch as module
 from ringattn.comm.watchdog.deadlines import NEVER
-from ringattn.comm.watchdog.watch import Watch
-from ringattn.comm.watchdog.watchdog import EXIT_CODE, Watchdog, open_watch
+from ringattn.comm.watchdog.watch import EXIT_CODE, Watch, Watchdog, open_watch
 
 from ..support.watch_cases import MemoryLine, Transfer, controls
 
@@ -137,7 +136,7 @@ def test_a_forked_child_has_a_thread_of_its_own(fast: Watchdog) -> None:
 def test_the_process_ends_non_zero() -> None:
     code = """
         import threading
-        from ringattn.comm.watchdog.watchdog import end_process
+        from ringattn.comm.watchdog.watch import end_process
         threading.Thread(target=lambda: end_process("rank 0: forward hop 1: not over")).start()
         threading.Event().wait()
     """

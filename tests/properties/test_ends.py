@@ -25,7 +25,7 @@ from ringattn import LocalWorld, Ring, ring_attention
 from ringattn.comm import GroupLike, LocalGroup, TransportError
 from ringattn.comm.control import control_of
 from ringattn.comm.watchdog import deadlines, preflight
-from ringattn.comm.watchdog.gossip import TICK_SECONDS
+from ringattn.comm.watchdog.telemetry import TICK_SECONDS
 
 from ..support.forked import FORKED
 

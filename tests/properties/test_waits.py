@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ringattn.comm import Slots, Topology
 from ringattn.comm.transport import DONE
-from ringattn.comm.transports.by_node import ByNodeTransport
+from ringattn.comm.transports.nccl import ByNodeTransport
 from ringattn.kernels.experimental import gradients
 from ringattn.ring import traffic
 from ringattn.ring.key_values import KeyValues

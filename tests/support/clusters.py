@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ringattn.comm.topology.places import SWITCH, Nic, NvLink, Place
+from ringattn.comm.topology.nvml import SWITCH, Nic, NvLink, Place
 
 # NVLinks of a DGX-1 with V100, as `nvidia-smi topo -m` prints them: a hypercube mesh, six links for every GPU
 DGX1 = {

@@ -32,12 +32,12 @@ from ringattn.comm import (
     Topology,
     Transport,
     TransportError,
+    control,
     groups,
     open_transport,
     open_transports,
-    store_line,
 )
-from ringattn.comm.transports.warm_up import ring_edges
+from ringattn.comm.transport import ring_edges
 
 from .transport_cases import (
     CASES,
@@ -285,7 +285,7 @@ def group_ranks(world: int, processes: int) -> list[int]:
 def run_cases(rank: int, processes: int, folder: Path) -> None:
     """Run every case on a group of every size, up to the first that fails: its peers are out of step from there on."""
     torch.set_num_threads(1)
-    pytest.MonkeyPatch().setattr(store_line, "DEFAULT_TIMEOUT", PATIENCE.total_seconds())
+    pytest.MonkeyPatch().setattr(control, "DEFAULT_TIMEOUT", PATIENCE.total_seconds())
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

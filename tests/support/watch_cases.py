@@ -13,8 +13,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from ringattn.comm import DONE, TransportError
-from ringattn.comm.control import Control
-from ringattn.comm.store_line import Scope
+from ringattn.comm.control import Control, Scope
 from ringattn.comm.watchdog.watch import Watch
 
 T = TypeVar("T")

@@ -16,10 +16,9 @@ import triton
 
 from ... import __version__
 from ...comm.topology import nvml
-from ...comm.topology.places import Place, pairs_by_link
+from ...comm.topology.nvml import Place, pairs_by_link
 from ...comm.topology.topology import Topology
-from ...comm.transports.nccl import nccl_missing
-from ...comm.transports.nccl_library import loaded_libraries
+from ...comm.transports.nccl import loaded_libraries, nccl_missing
 from .findings import FAIL, OK, SKIPPED, Finding, by_rank, differing, ranks_text
 
 # settings that turn a fast path off, and that people forget in their shells

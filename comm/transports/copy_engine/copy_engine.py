@@ -49,12 +49,21 @@ import torch
 from ...control import Control
 from ...cuda_threads import start
 from ...slots import aligned
-from ...transport import Edge, Fence, Message, TransportError, aborted, check_messages, check_open, self_pairs
+from ...transport import (
+    WARM_UP_SECONDS,
+    Edge,
+    Fence,
+    Message,
+    TransportError,
+    WarmUp,
+    aborted,
+    check_messages,
+    check_open,
+    self_pairs,
+)
 from ..lanes import POLL_SECONDS, StreamFence, StreamLane, passed
-from ..warm_up import DEFAULT_TIMEOUT, WarmUp
-from .lines import flag_of
-from .node import join_node
-from .regions import Exports, Imports, Offer, Retired, Staging, checked
+from .memory import Exports, Imports, Offer, Retired, Staging, checked, flag_of
+from .sockets import join_node
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +103,7 @@ class CopyEngineTransport:
         device: torch.device,
         control: Control,
         members: Sequence[int] | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float = WARM_UP_SECONDS,
     ) -> None:
         self.rank = rank
         self.size = size
