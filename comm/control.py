@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from .kept import LINE, kept_of
+from .kept import CONNECTION, kept_of
 from .transport import TransportError, decoded, encoded
 from .transports.local import DEFAULT_TIMEOUT, Hub, LocalGroup, WorldAborted
 
@@ -100,14 +100,14 @@ FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 10.0
 
 @dataclass
 class Scope:
-    """What a line remembers of the keys below one prefix, whichever `Control` speaks of them."""
+    """What a connection remembers of the keys below one prefix, whichever `Control` speaks of them."""
 
     gathers: int = 0  # how many there were: every rank counts the same
     answer: str | None = None  # rank 0's key of the last one, which others may still have to read
     fresh: dict[str, int] = field(default_factory=dict)  # name of a fresh scope -> how many there were
 
 
-class Line(Protocol):
+class Connection(Protocol):
     """One rank's way to the store of its group."""
 
     patience: float  # seconds that a gather waits unless told otherwise
@@ -141,7 +141,7 @@ class _Looks:
         return True
 
 
-class StoreLine:
+class StoreConnection:
     """A connection of our own to a store that may stop answering, spoken to by one thread so that no caller hangs.
 
     torch's stores are clients of a server in another process: a blocked `get` of somebody else must not hold us up,
@@ -160,7 +160,9 @@ class StoreLine:
         self.scopes: defaultdict[str, Scope] = defaultdict(Scope)
         self.published: set[str] = set()
         self.prefix = prefix
-        self._group = None if group is None else weakref.ref(group)  # a line is kept as long as its group is there
+        self._group = (
+            None if group is None else weakref.ref(group)
+        )  # a connection is kept as long as its group is there
         self._looks = _Looks()
         self._gone: str | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -175,7 +177,7 @@ class StoreLine:
         self._stop = weakref.finalize(self, _end, self._jobs, thread)
 
     def ask(self, do: Callable[[Store], T], timeout: float) -> T:
-        """See `Line.ask`. A store that failed once is not asked again: torch prints a stack trace each time."""
+        """See `Connection.ask`. A store that failed once is not asked again: torch prints a stack trace each time."""
         if self._gone is not None:
             raise TransportError(self._gone)
         answer: Future[T] = Future()
@@ -199,7 +201,7 @@ class StoreLine:
             raise TransportError(self._gone) from error
 
     def tell(self, do: Callable[[Store], object]) -> None:
-        """See `Line.tell`."""
+        """See `Connection.tell`."""
         store = self._store
 
         def job() -> None:
@@ -222,8 +224,8 @@ class StoreLine:
             if connection_closed(group, rank):
                 return TransportError(f"rank {rank} is gone: its connection to rank {group.rank()} is closed")
             key = f"{self.prefix}process/{rank}"
-            told = self.ask(lambda store, key=key: store.get(key) if store.check([key]) else b"null", ANSWER_SECONDS)  # type: ignore[misc]
-            if has_ended(decoded(told, key)):
+            process = self.ask(lambda store, key=key: store.get(key) if store.check([key]) else b"null", ANSWER_SECONDS)  # type: ignore[misc]
+            if has_ended(decoded(process, key)):
                 return TransportError(f"rank {rank} is gone: its process has ended")
         return None
 
@@ -234,12 +236,12 @@ class StoreLine:
         self._store = None  # type: ignore[assignment]  # and with it the connection
 
 
-def open_line(group: dist.ProcessGroup, seconds: float) -> StoreLine:
-    """A line to the store of a group, opened within so many seconds; TransportError where that is not possible."""
+def connect(group: dist.ProcessGroup, seconds: float) -> StoreConnection:
+    """A connection to the store of a group, opened within so many seconds; TransportError where that is not possible."""
     # What torch keeps beside every group since before 2.11
     store: Store = dist.distributed_c10d._get_process_group_store(group)
     process = encoded(own_process())
-    line = StoreLine(store, seconds, group)
+    connection = StoreConnection(store, seconds, group)
 
     def go(own: Store) -> str:
         # A store may outlive the processes: torchrun's serves the next attempt, below another prefix of the group's,
@@ -251,8 +253,8 @@ def open_line(group: dist.ProcessGroup, seconds: float) -> StoreLine:
         own.set(f"{prefix}{times}/process/{group.rank()}", process)  # type: ignore[arg-type]
         return f"{prefix}{times}/"
 
-    line.prefix = line.ask(go, seconds)
-    return line
+    connection.prefix = connection.ask(go, seconds)
+    return connection
 
 
 def _connected(store: Store, seconds: float) -> Store:
@@ -283,7 +285,7 @@ def _end(jobs: queue.SimpleQueue[Callable[[], None] | None], thread: threading.T
         thread.join(1.0)
 
 
-class LocalLine:
+class LocalConnection:
     """Virtual ranks share one store in memory, which always answers."""
 
     def __init__(self, group: LocalGroup) -> None:
@@ -295,12 +297,12 @@ class LocalLine:
         self._lock = threading.Lock()  # the rank's own thread, and the watchdog
 
     def ask(self, do: Callable[[Store], T], timeout: float) -> T:
-        """See `Line.ask`."""
+        """See `Connection.ask`."""
         with self._lock:
             return do(self._hub.store)
 
     def tell(self, do: Callable[[Store], object]) -> None:
-        """See `Line.tell`."""
+        """See `Connection.tell`."""
         self.ask(do, 0.0)
 
     def hopeless(self, missing: Sequence[int]) -> TransportError | None:
@@ -332,14 +334,16 @@ class Control:
     `gather` and `merged` are collective, every rank in the same order; `publish` and `look` wait for nobody. The ranks
     can be processes (through the store of torch.distributed, on a connection of its own) or the virtual ranks of a
     `LocalWorld`. Any thread may call. Tuples come as lists. No wait is longer than `patience` seconds, whatever the
-    timeout of the group; that of the line where it is None.
+    timeout of the group; that of the connection where it is None.
     """
 
-    def __init__(self, line: Line, rank: int, size: int, prefix: str, patience: float | None = None) -> None:
+    def __init__(
+        self, connection: Connection, rank: int, size: int, prefix: str, patience: float | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
-        self.patience = line.patience if patience is None else patience
-        self._line = line
+        self.patience = connection.patience if patience is None else patience
+        self._connection = connection
         self._prefix = prefix
         self._closed = False
 
@@ -352,9 +356,9 @@ class Control:
         stop: Callable[[], str | None] | None = None,
     ) -> list[object]:
         """`value` of every rank, in rank order; otherwise as `merged`."""
-        found = self.merged(value, list, what=what, timeout=timeout, stop=stop)
-        assert isinstance(found, list)
-        return found
+        result = self.merged(value, list, what=what, timeout=timeout, stop=stop)
+        assert isinstance(result, list)
+        return result
 
     def merged(
         self,
@@ -381,7 +385,7 @@ class Control:
             TransportError: the store is gone, `stop` said so, or ranks (they are named) are gone, or did not answer in
                 time; on other ranks also for what ended rank 0's part.
         """
-        scope = self._line.scopes[self._prefix]
+        scope = self._connection.scopes[self._prefix]
         key, answer = f"gather{scope.gathers}/{{}}".format, f"gather{scope.gathers}/all"
         scope.gathers += 1
         self.publish(key(self.rank), value)
@@ -390,11 +394,11 @@ class Control:
             return self._merge(keys, answer, merge, what=what, timeout=timeout, stop=stop)
         self._await({0: answer}, what, self._within(timeout), stop, lambda: {r: key(r) for r in range(self.size)})
         self.forget(key(self.rank))
-        told: Any = self.look(answer)
-        problem, found = told
+        message: Any = self.look(answer)
+        problem, result = message
         if problem:
             raise TransportError(problem)
-        return found
+        return result
 
     def _merge(
         self, keys: Mapping[int, str], answer: str, merge: Callable[[list[object]], object], *, what: str, **wait: Any
@@ -405,14 +409,14 @@ class Control:
         except WorldAborted:  # they see that for themselves
             raise
         except BaseException as error:
-            told = (
+            problem = (
                 str(error) if isinstance(error, TransportError) else f"{what}: rank 0: {type(error).__name__}: {error}"
             )
             with contextlib.suppress(TransportError):
-                self.publish(answer, (told, None))
+                self.publish(answer, (problem, None))
             raise
         self.publish(answer, (None, merged))
-        scope = self._line.scopes[self._prefix]
+        scope = self._connection.scopes[self._prefix]
         for key in (keys[0], scope.answer):
             if key is not None:  # who has published for this merge has read the answer of the last
                 self.forget(key)
@@ -430,8 +434,8 @@ class Control:
         """Wait until each of these ranks has published its one of these keys, then read them; otherwise as `merged`."""
         self._await(keys, what, self._within(timeout), stop)
         full = [self._prefix + key for key in keys.values()]
-        found = self._line.ask(lambda store: store.multi_get(full), self._within(ANSWER_SECONDS))
-        return [decoded(data, key) for data, key in zip(found, full, strict=True)]
+        values = self._connection.ask(lambda store: store.multi_get(full), self._within(ANSWER_SECONDS))
+        return [decoded(data, key) for data, key in zip(values, full, strict=True)]
 
     def publish(self, key: str, value: object) -> None:
         """Leave `value` under `key`, in the place of what was there. Waits for no other rank.
@@ -462,17 +466,17 @@ class Control:
         def go(store: Store) -> dict[str, bytes]:
             if self._closed:
                 return {}
-            self._line.published.update(values)
+            self._connection.published.update(values)
             for key, data in values.items():
                 store.set(key, data)  # type: ignore[arg-type]  # the stub knows str alone, the store takes bytes
             return {key: store.get(self._prefix + key) for key in look if store.check([self._prefix + key])}
 
-        found = self._line.ask(go, self._within(timeout))
-        return {key: decoded(data, self._prefix + key) for key, data in found.items()}
+        data_by_key = self._connection.ask(go, self._within(timeout))
+        return {key: decoded(data, self._prefix + key) for key, data in data_by_key.items()}
 
     def hopeless(self, missing: Sequence[int]) -> TransportError | None:
         """Why nothing will come from these ranks any more, where that is known."""
-        return self._line.hopeless(missing)
+        return self._connection.hopeless(missing)
 
     def count(self, key: str, more: int) -> int:
         """Add to a number that all ranks share, at first 0; what it is then. Waits for no other rank.
@@ -483,28 +487,28 @@ class Control:
         full = self._prefix + key
 
         def go(store: Store) -> int:
-            self._line.published.add(full)
+            self._connection.published.add(full)
             return store.add(full, more)
 
-        return self._line.ask(go, self._within(ANSWER_SECONDS))
+        return self._connection.ask(go, self._within(ANSWER_SECONDS))
 
     def forget(self, key: str) -> None:
         """Take away what nobody will look for any more. Waits for nobody, the store included."""
         full = self._prefix + key
 
         def go(store: Store) -> None:
-            self._line.published.discard(full)
+            self._connection.published.discard(full)
             store.delete_key(full)
 
-        self._line.tell(go)
+        self._connection.tell(go)
 
     def scope(self, name: str) -> Control:
         """The same ranks with other keys; the same `name` names the same keys again."""
-        return Control(self._line, self.rank, self.size, f"{self._prefix}{name}/", self.patience)
+        return Control(self._connection, self.rank, self.size, f"{self._prefix}{name}/", self.patience)
 
     def fresh_scope(self, name: str) -> Control:
         """Keys that nobody has used: every rank calls it in the same order."""
-        fresh = self._line.scopes[self._prefix].fresh
+        fresh = self._connection.scopes[self._prefix].fresh
         fresh[name] = fresh.get(name, 0) + 1
         return self.scope(f"{name}{fresh[name]}")
 
@@ -516,21 +520,21 @@ class Control:
 
         def go(store: Store) -> None:
             self._closed = True
-            mine = [key for key in [*self._line.published] if key.startswith(self._prefix)]
-            self._line.published.difference_update(mine)
+            mine = [key for key in [*self._connection.published] if key.startswith(self._prefix)]
+            self._connection.published.difference_update(mine)
             left = [f"{self._prefix}left/{rank}" for rank in range(self.size)]
             store.set(left[self.rank], encoded(mine))  # type: ignore[arg-type]
             if store.add(f"{self._prefix}closed", 1) == self.size:
                 theirs = [decoded(data, key) for data, key in zip(store.multi_get(left), left, strict=True)]
-                told = [key for keys in theirs if isinstance(keys, list) for key in keys]
-                for key in [f"{self._prefix}closed", *left, *told]:
+                all_keys = [key for keys in theirs if isinstance(keys, list) for key in keys]
+                for key in [f"{self._prefix}closed", *left, *all_keys]:
                     store.delete_key(key)
 
         if not self._closed:
             with contextlib.suppress(TransportError):
-                self._line.ask(go, LAST_SECONDS)
-            for prefix in [prefix for prefix in list(self._line.scopes) if prefix.startswith(self._prefix)]:
-                del self._line.scopes[prefix]
+                self._connection.ask(go, LAST_SECONDS)
+            for prefix in [prefix for prefix in list(self._connection.scopes) if prefix.startswith(self._prefix)]:
+                del self._connection.scopes[prefix]
 
     def _within(self, timeout: float | None) -> float:
         return self.patience if timeout is None else min(timeout, self.patience)
@@ -550,7 +554,7 @@ class Control:
         def there(keys: Sequence[str]) -> bool:
             full = [self._prefix + key for key in keys]
             left = begun + timeout - time.monotonic()
-            return self._line.ask(lambda store: store.check(full), min(max(left, LAST_SECONDS), ANSWER_SECONDS))
+            return self._connection.ask(lambda store: store.check(full), min(max(left, LAST_SECONDS), ANSWER_SECONDS))
 
         def all_there(ranks: Sequence[int]) -> bool:
             return there([wanted[rank] for rank in ranks])
@@ -560,7 +564,7 @@ class Control:
             while True:
                 now, reason = time.monotonic(), stop() if stop is not None else None
                 # Before the look: a rank may leave its value and be gone, and that value is still an answer.
-                hopeless = self._line.hopeless(missing[:1])
+                hopeless = self._connection.hopeless(missing[:1])
                 if all_there(missing[:1]):
                     break
                 error = hopeless if reason is None else TransportError(f"{what}: {reason}")
@@ -587,11 +591,11 @@ def control_of(group: LocalGroup | dist.ProcessGroup, patience: float | None = N
     """
     kept = kept_of(group)
     if isinstance(group, LocalGroup):
-        local = kept.setdefault(LINE, LocalLine(group))
-        assert isinstance(local, LocalLine)
+        local = kept.setdefault(CONNECTION, LocalConnection(group))
+        assert isinstance(local, LocalConnection)
         return Control(local, group.rank(), group.size(), "ringattn/", patience)
-    if LINE not in kept:
-        kept[LINE] = open_line(group, min(ANSWER_SECONDS, patience or ANSWER_SECONDS))
-    line = kept[LINE]
-    assert isinstance(line, StoreLine)
-    return Control(line, group.rank(), group.size(), line.prefix, patience)
+    if CONNECTION not in kept:
+        kept[CONNECTION] = connect(group, min(ANSWER_SECONDS, patience or ANSWER_SECONDS))
+    connection = kept[CONNECTION]
+    assert isinstance(connection, StoreConnection)
+    return Control(connection, group.rank(), group.size(), connection.prefix, patience)

@@ -26,7 +26,7 @@ class Closes(Protocol):
 
 
 Kept = dict[object, Closes]
-LINE = "line"
+CONNECTION = "connection"
 """The key of a group's way to its store."""
 
 _KEPT: weakref.WeakKeyDictionary[dist.ProcessGroup, Kept] = weakref.WeakKeyDictionary()
@@ -53,8 +53,8 @@ def end_destroyed() -> None:
 
 
 def end(kept: Mapping[object, Closes]) -> None:
-    """Close everything; the line first, for a store that may be gone has nothing to be told any more."""
-    for key, thing in sorted(kept.items(), key=lambda item: item[0] != LINE):
+    """Close everything; the connection first, for a store that may be gone has nothing to be told any more."""
+    for key, thing in sorted(kept.items(), key=lambda item: item[0] != CONNECTION):
         with on_device(key if isinstance(key, torch.device) else HOST):  # a ring is kept by its device
             thing.close()
 

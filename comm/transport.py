@@ -56,20 +56,14 @@ class Transport(Protocol):
     every rank does in the same order.
     """
 
+    name: str
+    """Selects this transport."""
+    rank: int
+    """This rank inside the group."""
+    size: int
+    """Number of ranks in the group."""
     reason: str
     """Why this transport was taken and not another, for people; "" where nobody chose."""
-
-    @property
-    def name(self) -> str:
-        """The name that selects this transport."""
-
-    @property
-    def rank(self) -> int:
-        """This rank inside the group."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in the group."""
 
     def mark(self) -> Fence:
         """The point that the compute issued so far on the current stream has reached."""
@@ -275,12 +269,12 @@ class WarmUp:
         if not sends and not receives:
             return None
         transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
-        found = []
+        problems = []
         for edge, (peer, arrived) in zip(arriving, receives, strict=True):
             wrong = int((arrived != _pattern(edge, device)).sum())
             if wrong:
-                found.append(f"rank {rank} got {wrong} wrong bytes of {PATTERN_BYTES} from rank {peer}")
-        return "; ".join(found) or None
+                problems.append(f"rank {rank} got {wrong} wrong bytes of {PATTERN_BYTES} from rank {peer}")
+        return "; ".join(problems) or None
 
     @contextmanager
     def _deadline(self, transport: Transport) -> Iterator[threading.Event]:

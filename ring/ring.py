@@ -32,7 +32,7 @@ from ..comm import (
 from ..comm.control import Control
 from ..comm.cuda_threads import HOST, within
 from ..comm.kept import handle_of, kept_of
-from ..comm.topology.nvml import reader
+from ..comm.topology.nvml import Reader
 from ..comm.topology.topology import discover
 from ..comm.watchdog.telemetry import Report
 from ..comm.watchdog.watch import ABORT_SECONDS, Watch, open_watch, ring_control
@@ -363,7 +363,7 @@ class Ring:
                 control=self._shared(),
                 deadline=self.deadline,
                 transports=self._opened.copy,
-                gauges=reader(device) if device.type == "cuda" else None,
+                gauges=Reader(device) if device.type == "cuda" else None,
             )
         if self._device != device:
             raise ValueError(f"q is on {device}, this ring works on {self._device}: use one Ring per device")

@@ -131,7 +131,7 @@ def topology(device: torch.device) -> dict[str, Any]:
 
 def clocks(device: torch.device) -> dict[str, Any]:
     """Clocks, power, temperature and throttle reasons at this moment; why not, where nothing is told."""
-    read = nvml.reader(device)
+    read = nvml.Reader(device)
     return read() if read.reason is None else {"unknown": read.reason}
 
 

@@ -214,8 +214,8 @@ def _worth_using(nics: Sequence[Nic]) -> list[Nic]:
 def shared(a: Sequence[str], b: Sequence[str]) -> int:
     """Number of common ancestors, from the root on."""
     count = 0
-    for one, other in zip(a, b, strict=False):
-        if one != other:
+    for ancestor, other in zip(a, b, strict=False):
+        if ancestor != other:
             break
         count += 1
     return count
@@ -232,20 +232,20 @@ def _nvlink(a: Place, b: Place) -> Link | None:
         return None
     mine, theirs = ends
     links = min(mine.links, theirs.links)
-    versions = [one.version for one in ends if one.version is not None]
+    versions = [end.version for end in ends if end.version is not None]
     nominal = NVLINK_GB_PER_S.get(min(versions)) if versions else None
     text = f"NVLink {min(versions) if versions else '?'} x{links}{' switch' * (mine.peer == SWITCH)}"
     return Link("nvlink", text, None if nominal is None else nominal * links * NVLINK_REACHED)
 
 
 def _through_switch(a: Place, b: Place) -> tuple[NvLink, NvLink] | None:
-    ends = [next((one for one in place.nvlinks if one.peer == SWITCH), None) for place in (a, b)]
+    ends = [next((link for link in place.nvlinks if link.peer == SWITCH), None) for place in (a, b)]
     return None if ends[0] is None or ends[1] is None else (ends[0], ends[1])
 
 
 def _direct(a: Place, b: Place) -> tuple[NvLink, NvLink] | None:
-    there = next((one for one in a.nvlinks if b.pcie and one.peer == b.pcie[-1]), None)
-    back = next((one for one in b.nvlinks if a.pcie and one.peer == a.pcie[-1]), None)
+    there = next((link for link in a.nvlinks if b.pcie and link.peer == b.pcie[-1]), None)
+    back = next((link for link in b.nvlinks if a.pcie and link.peer == a.pcie[-1]), None)
     # one end is enough: a container may hide the address of the other
     return None if there is None and back is None else (there or back, back or there)  # type: ignore[return-value]
 
@@ -344,7 +344,7 @@ def driver_version() -> str:
 
 
 class Reader:
-    """Reads the clocks of one device: `reader()` is a dict of `READINGS`, without those that the device does not tell.
+    """Reads the clocks of one device: a call gives a dict of `READINGS`, without those that the device does not tell.
 
     The device is looked up once; a reading costs a few calls into the driver, and nothing without one.
     """
@@ -362,18 +362,13 @@ class Reader:
 
     def __call__(self) -> dict[str, Any]:
         """What the device tells now."""
-        told: dict[str, Any] = {}
+        readings: dict[str, Any] = {}
         for name, query in [*self._queries.items()]:
             try:
-                told[name] = query(self._nvml, self._gpu)
+                readings[name] = query(self._nvml, self._gpu)
             except (self._nvml.NVMLError, AttributeError):
                 del self._queries[name]  # what a device does not support now, it does not support later
-        return told
-
-
-def reader(device: torch.device) -> Reader:
-    """What reads clocks, power, temperature and throttle reasons of a device at every call; {} where nothing can."""
-    return Reader(device)
+        return readings
 
 
 def throttle_reasons(bits: int) -> tuple[str, ...]:
@@ -424,19 +419,19 @@ def pcie_path(device: Path) -> tuple[str, ...]:
 
 def nics_of(sys: Path = SYS) -> tuple[Nic, ...]:
     """The InfiniBand and RoCE adapters of this host, and the Ethernet interfaces that are none of those."""
-    found = [
+    nics = [
         Nic(entry.name, _infiniband_rate(entry), pcie_path(entry / "device"))
         for entry in _entries(sys / "class/infiniband")
     ]
-    taken = {nic.pcie for nic in found if nic.pcie}
+    taken = {nic.pcie for nic in nics if nic.pcie}
     for entry in _entries(sys / "class/net"):
         path = pcie_path(entry / "device")
         # loopback, bridges and tunnels have no device; what an RDMA adapter shows as an interface is that adapter
         if not (entry / "device").exists() or (path and path in taken):
             continue
         speed = _read(entry / "speed")  # Mbit/s; -1, or an error, where the link is down or virtual
-        found.append(Nic(entry.name, int(speed) / 1e3 if speed.isdigit() and int(speed) else None, path))
-    return tuple(found)
+        nics.append(Nic(entry.name, int(speed) / 1e3 if speed.isdigit() and int(speed) else None, path))
+    return tuple(nics)
 
 
 def _infiniband_rate(adapter: Path) -> float | None:
@@ -496,8 +491,8 @@ def _address(bus: str | bytes) -> str:
     return f"{domain[-4:]}:{rest}"
 
 
-def _text(told: str | bytes) -> str:
-    return told.decode() if isinstance(told, bytes) else told
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def _entries(folder: Path) -> list[Path]:

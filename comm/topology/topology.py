@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +14,6 @@ import torch
 
 from ..checked import NODES, RANKS, shown
 from ..control import Control
-from .cycles import best_cycle
 from .nvml import Link, Nic, Place, link_between, listed, nearest_nics, network, place_of
 
 PRINTED = 16  # nodes, rails and ranks of a line: what is longer is printed with its middle left out
@@ -156,19 +156,18 @@ class Topology:
     def _sharers(self) -> tuple[int, ...]:
         """By rank: how many ranks of its host use its NIC. On a two-level ring all of them do at once."""
         used = [(place.host, nic) for place, nic in zip(self.places, self.nics, strict=True)]
-        counts: dict[object, int] = {}
-        for one in used:
-            counts[one] = counts.get(one, 0) + 1
-        return tuple(counts[one] for one in used)
+        counts = Counter(used)
+        return tuple(counts[nic] for nic in used)
 
 
 def ring_topology(places: Sequence[Place]) -> Topology:
     """The ring through ranks at ``places`` (by rank): fast links first, as few slow ones as possible.
 
-    A node is a host, or an NVLink fabric of several. Inside it the order is the cycle whose slowest link is the fastest
-    (`cycles`): NVLink where there is any, then the fewest PCIe ancestors away. Nodes follow in the order of their
-    lowest ranks, which is how schedulers number neighbours. Where the links leave a choice, the other nodes are turned
-    so that the same rail leaves every node by the NIC of the same name.
+    A node is a host, or an NVLink fabric of several. Inside it the next rank is the one with the best link to the last:
+    NVLink where there is any, the most links first, then the fewest PCIe ancestors away; of equals, those joined by
+    NVLink stay together, in the order of PCIe. Nodes follow in the order of their lowest ranks, which is how schedulers
+    number neighbours. Where the links leave a choice, the other nodes are turned so that the same rail leaves every
+    node by the NIC of the same name.
 
     Pure: ranks that pass the same places get the same topology.
 
@@ -195,21 +194,21 @@ def discover(control: Control, device: torch.device) -> Topology:
     """
     places: list[Place] = []
 
-    def ordered(told: list[object]) -> tuple[list[int], list[int]]:
-        places.extend(Place.from_json(place) for place in told)  # type: ignore[arg-type]
+    def ordered(gathered: list[object]) -> tuple[list[int], list[int]]:
+        places.extend(Place.from_json(place) for place in gathered)  # type: ignore[arg-type]
         ring = ring_topology(places)
         # as steps, which are much the same: at 1,024 ranks a tenth of the bytes, deflated
         return [len(node) for node in ring.nodes], [b - a for a, b in pairwise((0, *ring.order))]
 
-    found: Any = control.merged(place_of(device).to_json(), ordered, what="the places of the ranks")
-    sizes, order = found[0], accumulate(found[1])
+    steps: Any = control.merged(place_of(device).to_json(), ordered, what="the places of the ranks")
+    sizes, order = steps[0], accumulate(steps[1])
     return Topology(tuple(tuple(islice(order, size)) for size in sizes), tuple(places))
 
 
 def places_of(control: Control, device: torch.device) -> tuple[Place, ...]:
     """The place of every rank, by rank; every rank calls it together."""
-    told = control.gather(place_of(device).to_json(), what="the places of the ranks")
-    return tuple(Place.from_json(place) for place in told)  # type: ignore[arg-type]
+    gathered = control.gather(place_of(device).to_json(), what="the places of the ranks")
+    return tuple(Place.from_json(place) for place in gathered)  # type: ignore[arg-type]
 
 
 def _node(
@@ -225,8 +224,10 @@ def _node(
         return (cliques[rank], first[place.host], place.pcie, -1 if place.index is None else place.index, rank)
 
     held = sorted(ranks, key=lambda rank: (wish.get(_name(nics[rank]), len(pattern)), natural(rank)))
-    grades = [[link_between(places[a], places[b]).rank if a != b else (False, 0.0, 0) for b in held] for a in held]
-    order = [held[i] for i in best_cycle(grades)]
+    order = [held.pop(0)]
+    while held:  # of equal links the first
+        order.append(min(held, key=lambda rank: link_between(places[order[-1]], places[rank]).rank))
+        held.remove(order[-1])
     if len(pattern) != len(order):
         return tuple(order)
 
@@ -244,20 +245,17 @@ def _turned(order: Sequence[int]) -> Iterator[list[int]]:
 
 def _cliques(places: Sequence[Place], ranks: Sequence[int]) -> dict[int, tuple[str, ...]]:
     """For every rank the smallest PCIe path of those that NVLinks join it with, itself included."""
-    found: dict[int, tuple[str, ...]] = {}
+    cliques: dict[int, tuple[str, ...]] = {}
     for start in sorted(ranks, key=lambda rank: places[rank].pcie):
         todo = [start]
         while todo:
             rank = todo.pop()
-            if rank not in found:
-                found[rank] = places[start].pcie
+            if rank not in cliques:
+                cliques[rank] = places[start].pcie
                 if places[rank].nvlinks:
-                    todo += [b for b in ranks if b not in found and _by_nvlink(places[rank], places[b])]
-    return found
-
-
-def _by_nvlink(a: Place, b: Place) -> bool:
-    return link_between(a, b).kind == "nvlink"
+                    links = {b: link_between(places[rank], places[b]) for b in ranks if b not in cliques}
+                    todo += [b for b, link in links.items() if link.kind == "nvlink"]
+    return cliques
 
 
 def _nics(places: Sequence[Place]) -> tuple[Nic | None, ...]:
@@ -297,8 +295,8 @@ def _description(ring: Topology) -> Iterator[str]:
     for level, where in enumerate(("inside", "between nodes") if ring.two_level else ("",)):
         slow = ring.slowest(level)
         if slow is not None:
-            told = f"{slow.link.gigabytes_per_second:.3g} GB/s, {slow.source} -> {slow.destination}, {slow.link.text}"
-            yield f"  slowest{' ' * bool(where)}{where}: {told}"
+            text = f"{slow.link.gigabytes_per_second:.3g} GB/s, {slow.source} -> {slow.destination}, {slow.link.text}"
+            yield f"  slowest{' ' * bool(where)}{where}: {text}"
 
 
 def _host(ring: Topology, node: Sequence[int]) -> str:
@@ -313,7 +311,7 @@ def _walk(ranks: Sequence[int], level: int, edges: Mapping[tuple[int, int, int],
     text = str(ranks[0])
     for step in _abridged([*zip(around, links, strict=True)]):
         text += " …" if step is None else f" -{_rate(step[1])}-> {step[0][1]}"
-    kinds = dict.fromkeys(one.text for one in links)
+    kinds = dict.fromkeys(link.text for link in links)
     return f"{text}   {', '.join(_first(kinds))}".rstrip()
 
 

@@ -85,12 +85,13 @@ def overridden(limits: Limits, environment: Mapping[str, str] = os.environ) -> s
     """Which environment variable keeps these limits, or any communicator of ours, from being; None where none does."""
     if environment.get(NOT_BLOCKING) == "0":
         return f"{NOT_BLOCKING}=0 in the environment makes NCCL's calls return before they are done: unset it"
-    given = [name for name in OVERRIDES if getattr(limits, name) is not None]
-    names = dict.fromkeys(variable for name in given for variable in OVERRIDES[name])
-    found = [f"{name}={environment[name]}" for name in names if environment.get(name)]
-    if not found:
+    limited = [name for name in OVERRIDES if getattr(limits, name) is not None]
+    names = dict.fromkeys(variable for name in limited for variable in OVERRIDES[name])
+    variables = [f"{name}={environment[name]}" for name in names if environment.get(name)]
+    if not variables:
         return None
-    return f"limits is {limits}, and {', '.join(found)} in the environment overrides it for the whole process: unset it"
+    text = ", ".join(variables)
+    return f"limits is {limits}, and {text} in the environment overrides it for the whole process: unset it"
 
 
 def loaded_libraries(maps: str | None = None) -> list[Path]:
@@ -108,10 +109,11 @@ def loaded_libraries(maps: str | None = None) -> list[Path]:
 
 def several_loaded() -> str | None:
     """Why communicators of this process could not be trusted: torch's NCCL may not be CuPy's; None where it is one."""
-    found = loaded_libraries()
-    if len(found) < 2:
+    libraries = loaded_libraries()
+    if len(libraries) < 2:
         return None
-    return f"{len(found)} NCCL libraries are loaded, {' and '.join(map(str, found))}: uninstall or unload all but one"
+    names = " and ".join(map(str, libraries))
+    return f"{len(libraries)} NCCL libraries are loaded, {names}: uninstall or unload all but one"
 
 
 class ConfiguredCommunicator:
@@ -195,11 +197,11 @@ class ConfiguredCommunicator:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    found = loaded_libraries()
-    if len(found) != 1:
+    libraries = loaded_libraries()
+    if len(libraries) != 1:
         raise TransportError(several_loaded() or f"{LIBRARY} is not loaded in this process")
     # The same file is the same library: nothing is loaded a second time.
-    library = ctypes.CDLL(str(found[0]))
+    library = ctypes.CDLL(str(libraries[0]))
     pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     library.ncclCommInitRankConfig.argtypes = (pointer, integer, _UniqueId, integer, pointer)
     for name in ("ncclSend", "ncclRecv"):
@@ -224,13 +226,13 @@ def nccl_missing() -> str | None:
     # torch is loaded by now, so the library that CuPy resolves by name is the one that torch brought.
     extra = f"cupy-cuda{(torch.version.cuda or '13').split('.')[0]}"
     # CuPy warns of a library that it cannot load and goes on without; where warnings are errors, its import would fail.
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             available = importlib.import_module("cupy.cuda.nccl").available
         except ImportError as error:
             return f'CuPy does not import ({error}): pip install "ringattn[{extra}]"'
-    reasons = " ".join(" ".join(str(warning.message).split()) for warning in told)
+    reasons = " ".join(" ".join(str(warning.message).split()) for warning in caught)
     if not available:
         return f'this CuPy finds no NCCL library{reasons and f" ({reasons})"}: pip install "ringattn[{extra}]"'
     if reasons:
@@ -422,10 +424,10 @@ class NcclTransport:
         ids = self._control.fresh_scope("ids")  # not gathered: each communicator has one, and its members need no other
         if self.rank == first:
             ids.publish(str(first), mine)
-        told: list[Any] = ids.collect({first: str(first)}, what="the unique ids of NCCL", timeout=self._timeout)
-        if isinstance(told[0], str):
-            raise TransportError(told[0])
-        is_bytes, *numbers = told[0]
+        ids_drawn: list[Any] = ids.collect({first: str(first)}, what="the unique ids of NCCL", timeout=self._timeout)
+        if isinstance(ids_drawn[0], str):
+            raise TransportError(ids_drawn[0])
+        is_bytes, *numbers = ids_drawn[0]
         return bytes(numbers) if is_bytes else tuple(numbers)
 
     @contextmanager
@@ -497,74 +499,51 @@ def _abandon(joined: list[Any]) -> None:
             late.abort()
 
 
-class ByNodeTransport:
-    """One transport over all ranks of ``nodes``; the other arguments are those of `NcclTransport`."""
-
-    name = "nccl"
+class ByNodeTransport(NcclTransport):
+    """One transport over all ranks of ``nodes``, by two communicators; the other arguments are those of its base."""
 
     def __init__(
-        self,
-        *,
-        rank: int,
-        size: int,
-        device: torch.device,
-        nodes: Sequence[Sequence[int]],
-        timeout: float = WARM_UP_SECONDS,
-        **more: Any,
+        self, *, rank: int, size: int, device: torch.device, nodes: Sequence[Sequence[int]], **more: Any
     ) -> None:
-        self.rank, self.size, self.reason = rank, size, ""
-        self._device, self._warm_up = device, WarmUp(device, timeout)
+        common = {"rank": rank, "size": size, "device": device, **more}
         self._node = {peer: number for number, node in enumerate(nodes) for peer in node}
-        common = {"rank": rank, "size": size, "device": device, "timeout": timeout, **more}
         self._inside = NcclTransport(members=nodes[self._node[rank]], **common)
         try:
-            self._between = NcclTransport(members=[*self._node], lane=self._inside.lane, **common)
+            super().__init__(members=[*self._node], lane=self._inside.lane, **common)
         except BaseException:
             self._inside.abort("there is none between the nodes")
             raise
 
-    def mark(self) -> Fence:
-        """See `Transport.mark`."""
-        return self._between.mark()
-
-    def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
+    def post(
+        self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()
+    ) -> StreamFence:
         """See `Transport.post`."""
         check_messages(self, self._device, sends, receives)  # before either part is on its way
-        parts = [([one for one in sends if self._near(one)], [one for one in receives if self._near(one)])]
-        parts.append(([one for one in sends if not self._near(one)], [one for one in receives if not self._near(one)]))
-        if not any(parts[0]):
-            return self._between.post(sends=sends, receives=receives, after=after)
-        fence = self._inside.post(sends=parts[0][0], receives=parts[0][1], after=after)
-        if not any(parts[1]):
+        near, far = (
+            [[message for message in way if self._near(message) is inside] for way in (sends, receives)]
+            for inside in (True, False)
+        )
+        if not any(near):
+            return super().post(sends=sends, receives=receives, after=after)
+        fence = self._inside.post(sends=near[0], receives=near[1], after=after)
+        if not any(far):
             return fence
-        last = self._between.post(sends=parts[1][0], receives=parts[1][1])  # on the same stream: behind `after` too
+        last = super().post(sends=far[0], receives=far[1])  # on the same stream: behind `after` too
         last.take_over(fence)
         return last
 
-    def warm_up(self, edges: Sequence[Edge]) -> None:
-        """See `Transport.warm_up`."""
-        try:
-            self._warm_up(self, edges)
-        except TransportError:
-            self.abort("its warm-up failed")
-            raise
-
-    def gather(self, value: object) -> list[object]:
-        """See `Transport.gather`."""
-        return self._between.gather(value)
-
     def check(self) -> str | None:
         """See `NcclTransport.check`."""
-        return self._inside.check() or self._between.check()
+        return self._inside.check() or super().check()
 
     def abort(self, reason: str) -> None:
         """See `Transport.abort`."""
-        self._between.abort(reason)
+        super().abort(reason)
         self._inside.abort(reason)
 
     def close(self) -> None:
         """See `Transport.close`."""
-        self._between.close()
+        super().close()
         self._inside.close()
 
     def _near(self, message: Message) -> bool:

@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -66,32 +66,24 @@ class Table:
     def __init__(self, rows: Mapping[int, Row] | None = None) -> None:
         self.rows: dict[int, Row] = dict(rows or {})
 
-    def put(self, rank: int, row: Row) -> bool:
-        """Keep a row unless a newer one is known; whether it was news."""
-        known = self.rows.get(rank)
-        if known is not None and known.version >= row.version:
-            return False
-        self.rows[rank] = row
-        return True
-
     def merge(self, rows: Mapping[int, Row]) -> None:
         """Keep what is newer than what is known."""
         for rank, row in rows.items():
-            self.put(rank, row)
+            known = self.rows.get(rank)
+            if known is None or known.version < row.version:
+                self.rows[rank] = row
 
     def reports(self, now: float) -> tuple[Report, ...]:
         """All rows in rank order, with their age at `now` (seconds since the epoch)."""
         return tuple(Report(rank, max(0.0, now - row.stamp), row) for rank, row in sorted(self.rows.items()))
 
+    def packed(self) -> list[list[object]]:
+        """Its rows for JSON, without the names of their fields, which would be most of the bytes."""
+        return [[rank, *row] for rank, row in self.rows.items()]
 
-def pack(rows: Mapping[int, Row]) -> list[list[object]]:
-    """Rows for JSON, without the names of their fields, which would be most of the bytes."""
-    return [[rank, *row] for rank, row in rows.items()]
-
-
-def unpack(packed: object) -> dict[int, Row]:
-    """The rows of :func:`pack`; none where a peer has not left any yet."""
-    return {rank: Row(*row) for rank, *row in packed} if isinstance(packed, list) else {}
+    def merge_packed(self, packed: object) -> None:
+        """Merge what `packed` of a peer's table gave; nothing where a peer has not left any yet."""
+        self.merge({rank: Row(*row) for rank, *row in packed} if isinstance(packed, list) else {})
 
 
 def period(size: int) -> float:
@@ -153,110 +145,102 @@ class Stragglers:
 
     def look(self, rows: Mapping[int, Row], now: float) -> Straggler | None:
         """Look at the table; the straggler where a new episode begins just now, else None."""
-        found = slowest(rows)
+        slow = slowest(rows)
         if self.current is not None:
-            self._follow(found)
+            self._follow(slow)
             return None
-        if found is None or found[0] != self._candidate:
-            self._candidate, self._seen, self._since = (found[0] if found else None), 0, now
-        if found is None:
+        if slow is None or slow[0] != self._candidate:
+            self._candidate, self._seen, self._since = (slow[0] if slow else None), 0, now
+        if slow is None:
             return None
         self._seen += 1
         if self._seen < LOOKS:
             return None
-        self.current, self._missed = Straggler(*found, self._since), 0
+        self.current, self._missed = Straggler(*slow, self._since), 0
         return self.current
 
-    def _follow(self, found: tuple[int, float] | None) -> None:
+    def _follow(self, slow: tuple[int, float] | None) -> None:
         assert self.current is not None
-        if found is not None and found[0] == self.current.rank:
-            self.current, self._missed = self.current._replace(factor=found[1]), 0
+        if slow is not None and slow[0] == self.current.rank:
+            self.current, self._missed = self.current._replace(factor=slow[1]), 0
             return
         self._missed += 1
         if self._missed >= LOOKS:
             self.current, self._candidate = None, None
 
 
-def told(reports: Iterable[Report], most: int = 16) -> str:
+def last_steps(reports: Iterable[Report], most: int = 16) -> str:
     """The last step of each of these ranks, for errors; of many ranks those that have been silent longest."""
-    chosen = sorted(reports, key=lambda report: -report.age)
-    left = len(chosen) - most
-    lines = [f"rank {report.rank}: {report.row.step} ({report.age:.1f} s ago)" for report in chosen[:most]]
-    return "; ".join(sorted(lines, key=lambda line: int(line.split()[1][:-1]))) + (
-        f"; and {left} ranks that reported later" if left > 0 else ""
-    )
+    by_age = sorted(reports, key=lambda report: -report.age)
+    lines = [f"rank {rank}: {row.step} ({age:.1f} s ago)" for rank, age, row in sorted(by_age[:most])]
+    if len(by_age) > most:
+        lines.append(f"and {len(by_age) - most} ranks that reported later")
+    return "; ".join(lines)
 
 
-What = tuple[Hashable, ...]
+class _Measured:
+    """One piece of work; a class, as every hop has some and a generator costs several calls more."""
 
+    __slots__ = ("_begun", "_end", "_kind", "_stopwatch", "_stream")
 
-def _new_event() -> torch.cuda.Event:
-    new: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    return new
-
-
-class _Span:
-    """One span; a class, as every hop has some and a generator costs several calls more."""
-
-    __slots__ = ("_begun", "_end", "_spans", "_stream", "_what")
-
-    def __init__(self, spans: Spans, what: What) -> None:
-        self._spans, self._what = spans, what
+    def __init__(self, stopwatch: Stopwatch, kind: str) -> None:
+        self._stopwatch, self._kind = stopwatch, kind
 
     def __enter__(self) -> None:
-        spans = self._spans
-        if not spans._cuda:
+        stopwatch = self._stopwatch
+        if not stopwatch._cuda:
             self._begun: Any = time.perf_counter()
             return
-        pool = spans._pool  # one thread alone takes from it
-        self._begun = pool.popleft() if pool else _new_event()
-        self._end = pool.popleft() if pool else _new_event()
-        self._stream = torch.cuda.current_stream(spans._device)
+        self._begun, self._end = stopwatch._event(), stopwatch._event()
+        self._stream = torch.cuda.current_stream(stopwatch._device)
         # an event is of the device of its first record, and the pool's are of this one
         self._begun.record(self._stream)
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        spans = self._spans
-        if kind is not None:
+    def __exit__(self, error: object, *_: object) -> None:
+        stopwatch = self._stopwatch
+        if error is not None:
             return
-        if not spans._cuda:
-            spans._over.append((self._what, time.perf_counter() - self._begun))
+        if not stopwatch._cuda:
+            stopwatch._over.append((self._kind, time.perf_counter() - self._begun))
             return
         self._end.record(self._stream)
-        spans._running.append((self._what, self._begun, self._end))
+        stopwatch._running.append((self._kind, self._begun, self._end))
 
 
-class Spans:
-    """Notes spans as they are issued, hands them out when they are over.
+class Stopwatch:
+    """How long pieces of work take: by host clock on the CPU, by events of the compute stream on a GPU.
 
-    One thread notes, one (the same or another) asks for what is over.
+    Noted as they are issued, handed out when they are over. One thread notes, one (the same or another) asks for what
+    is over.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
-        self._over: deque[tuple[What, float]] = deque()
-        self._running: deque[tuple[What, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._over: deque[tuple[str, float]] = deque()
+        self._running: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._pool: deque[torch.cuda.Event] = deque()  # a new event costs a call into the driver
 
-    def span(self, *what: Hashable) -> AbstractContextManager[None]:
+    def measure(self, kind: str) -> AbstractContextManager[None]:
         """Note how long what is done (CPU) or enqueued on the device's current stream (CUDA) inside takes."""
-        return _Span(self, what)
+        return _Measured(self, kind)
 
-    def finished(self, *, wait: bool = False) -> Iterator[tuple[What, float]]:
-        """What is over, in the order in which it was noted, with its seconds; each once. ``wait``: wait for all."""
+    def finished(self) -> Iterator[tuple[str, float]]:
+        """What is over, in the order in which it was noted, with its seconds; each once."""
         with on_device(self._device):
             while self._running:
-                what, start, end = self._running[0]
-                if wait:
-                    end.synchronize()
-                elif not end.query():  # type: ignore[no-untyped-call]
+                kind, start, end = self._running[0]
+                if not end.query():  # type: ignore[no-untyped-call]
                     break
                 self._running.popleft()
-                self._over.append((what, start.elapsed_time(end) / 1e3))
+                self._over.append((kind, start.elapsed_time(end) / 1e3))
                 self._pool.extend((start, end))
         while self._over:
             yield self._over.popleft()
+
+    def _event(self) -> torch.cuda.Event:
+        # one thread alone takes from the pool
+        return self._pool.popleft() if self._pool else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 # A store that did not answer is left alone for this long.
@@ -269,12 +253,12 @@ GAUGE_SECONDS = 2.0
 Gauges = Callable[[], Mapping[str, object]]
 
 
-class News:
-    """What a rank says of itself and knows of the others; and whether the store still answers."""
+class Telemetry:
+    """What a rank reports of itself and knows of the others; and whether the store still answers."""
 
     def __init__(self, rank: int, size: int, device: torch.device, gauges: Gauges | None) -> None:
         self.table = Table()
-        self.spans = Spans(device)
+        self.stopwatch = Stopwatch(device)
         self.store_problem: str | None = None
         self._rank, self._size = rank, size
         self._gauges = gauges
@@ -286,32 +270,33 @@ class News:
         self._ask_again = -NEVER
         self._stragglers = Stragglers()
         self._looked = -NEVER
-        self._saying = threading.Lock()  # the watchdog, and whoever asks for telemetry
+        self._reporting = threading.Lock()  # the watchdog, and whoever asks for telemetry
 
     def spent(self, kind: str, seconds: float) -> None:
-        """Count seconds of one kind; others than compute and wait are nobody's news."""
+        """Count seconds of one kind; others than compute and wait are not reported."""
         if kind in self._seconds:
             self._seconds[kind] += seconds
 
-    def say(self, step: str, calls: int, nbytes: int) -> None:
-        """Write this rank's row, if anything in it has changed."""
-        with self._saying:
-            for what, seconds in self.spans.finished():
-                self.spent(str(what[0]), seconds)
+    def report(self, step: str, calls: int, nbytes: int) -> None:
+        """Write this rank's row."""
+        with self._reporting:
+            for kind, seconds in self.stopwatch.finished():
+                self.spent(kind, seconds)
             now = time.monotonic()
             compute, wait = self._seconds["compute"], self._seconds["wait"]
             while self._window and now - self._window[0][0] > WINDOW_SECONDS:
                 self._window.popleft()
             self._window.append((now, compute, wait))
             since, compute_then, wait_then = self._window[0]
-            old = self.table.rows.get(self._rank)
-            said = (step, calls, nbytes, compute - compute_then, wait - wait_then, now - since)
-            self.table.put(
-                self._rank, Row(old.version + 1 if old is not None else 1, time.time(), *said, self._gauge(now))
-            )
+            if self._gauges is not None and now - self._read_at >= GAUGE_SECONDS:
+                self._read, self._read_at = self._gauges() or None, now
+            known = self.table.rows.get(self._rank)
+            version = 1 if known is None else known.version + 1
+            spent = compute - compute_then, wait - wait_then, now - since
+            self.table.merge({self._rank: Row(version, time.time(), step, calls, nbytes, *spent, self._read)})
 
     def expect(self, size: int, step: str) -> None:
-        """Note the first thing that is known of every rank, until it says something itself."""
+        """Note the first thing that is known of every rank, until it reports something itself."""
         if len(self.table.rows) < size:
             self.table.merge({rank: Row(0, time.time(), step) for rank in range(size)})
 
@@ -323,10 +308,6 @@ class News:
         self._tick = tick
         return peer_at(self._rank, self._size, tick)
 
-    def pull(self, packed: object) -> None:
-        """Merge a peer's table."""
-        self.table.merge(unpack(packed))
-
     def warn(self, now: float) -> None:
         """Name a straggler, once per episode; rank 0 speaks for all."""
         if self._rank != 0 or now - self._looked < WINDOW_SECONDS:
@@ -335,8 +316,7 @@ class News:
         fresh = {report.rank: report.row for report in self.table.reports(time.time()) if report.age < WINDOW_SECONDS}
         straggler = self._stragglers.look(fresh, time.time())
         if straggler is not None:
-            since = time.strftime("%H:%M:%S", time.localtime(straggler.since))
-            logger.warning("%s, since %s", straggler, since)
+            logger.warning("%s, since %s", straggler, time.strftime("%H:%M:%S", time.localtime(straggler.since)))
 
     def store_answers(self) -> bool:
         """Whether it makes sense to ask the store."""
@@ -348,8 +328,3 @@ class News:
             logger.info("rank %d: %s", self._rank, problem)
         self.store_problem = problem
         self._ask_again = time.monotonic() + SILENT_STORE_SECONDS
-
-    def _gauge(self, now: float) -> Mapping[str, object] | None:
-        if self._gauges is not None and now - self._read_at >= GAUGE_SECONDS:
-            self._read, self._read_at = self._gauges() or None, now
-        return self._read

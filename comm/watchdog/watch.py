@@ -24,7 +24,7 @@ from ..transport import Fence, Transport, TransportError
 from ..transports.local import LocalGroup
 from .deadlines import FIRST_SECONDS, NEVER, Deadlines, Post, Sizes
 from .preflight import Preflight
-from .telemetry import TICK_RANKS, TICK_SECONDS, Gauges, News, Report, pack, period, told
+from .telemetry import TICK_RANKS, TICK_SECONDS, Gauges, Report, Telemetry, last_steps, period
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Watch:
         self._together = together
         self._preflight = Preflight(control)
         self._posts = Deadlines(deadline, ask_why=fatal is None and device.type == "cpu")
-        self._news = News(control.rank, control.size, device, gauges)
+        self._telemetry = Telemetry(control.rank, control.size, device, gauges)
         self._lock = threading.RLock()  # what one thread finds wrong, the other must not find at the same time
         self._failure: Failure | None = None
         self._calls = 0
@@ -147,7 +147,7 @@ class Watch:
                 self._fail(Failure(self.rank, "ValueError", verdict.text))
             self._number = None
             raise ValueError(verdict.text)
-        self._news.expect(self.size, "agreed on a call")
+        self._telemetry.expect(self.size, "agreed on a call")
         return self._number
 
     def left(self, error: BaseException) -> None:
@@ -176,11 +176,11 @@ class Watch:
 
     def span(self, kind: str, hop: object = None) -> AbstractContextManager[None]:
         """Around "compute" or "wait", for the telemetry, which asks for no hop."""
-        return self._news.spans.span(kind) if self.size > 1 else contextlib.nullcontext()
+        return self._telemetry.stopwatch.measure(kind) if self.size > 1 else contextlib.nullcontext()
 
     def spent(self, kind: str, seconds: float) -> None:
         """Seconds of "compute" or "wait" that were measured elsewhere."""
-        self._news.spent(kind, seconds)
+        self._telemetry.spent(kind, seconds)
 
     def failed(self, error: BaseException) -> BaseException:
         """Tell the others that `error` ended this rank's part of a call; what to raise in its place.
@@ -205,8 +205,8 @@ class Watch:
 
     def telemetry(self) -> tuple[Report, ...]:
         """What this rank knows of every rank, in rank order, with its age."""
-        self._news.say(self._step(), self._calls, self._posts.nbytes)
-        return self._news.table.reports(time.time())
+        self._telemetry.report(self._step(), self._calls, self._posts.nbytes)
+        return self._telemetry.table.reports(time.time())
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
@@ -243,40 +243,40 @@ class Watch:
 
     def _talk(self, now: float) -> None:
         """One round with the store: failures of others, questions of others, and the gossip."""
-        self._news.say(self._step(), self._calls, self._posts.nbytes)
-        peer = self._news.next_peer()
+        self._telemetry.report(self._step(), self._calls, self._posts.nbytes)
+        peer = self._telemetry.next_peer()
         table = [] if peer is None else [f"table/{peer}"]
-        found = self._exchange(look=["failure", *self._preflight.wanted(), *table])
-        if found is None:
+        published = self._exchange(look=["failure", *self._preflight.wanted(), *table])
+        if published is None:
             return
-        if "failure" in found:
-            return self._hear(found["failure"])
+        if "failure" in published:
+            return self._hear(published["failure"])
         if peer is not None:
-            self._news.pull(found.get(f"table/{peer}"))
-        self._answer(found, {} if peer is None else {f"table/{self.rank}": pack(self._news.table.rows)})
-        self._news.warn(now)
+            self._telemetry.table.merge_packed(published.get(f"table/{peer}"))
+        self._answer(published, {} if peer is None else {f"table/{self.rank}": self._telemetry.table.packed()})
+        self._telemetry.warn(now)
 
-    def _answer(self, found: Mapping[str, object] | None, news: Mapping[str, object]) -> None:
+    def _answer(self, published: Mapping[str, object] | None, table: Mapping[str, object]) -> None:
         """Say what other ranks have asked for, and the news; also in a rank that computes something else for long."""
         self._answered = time.monotonic()
-        if found is None:
+        if published is None:
             return
-        publish, verdict = self._preflight.hear(found)
+        publish, verdict = self._preflight.hear(published)
         if verdict is not None:
             return self._fail(Failure(self.rank, "ValueError", verdict.text), publish)
-        if publish or news:
-            self._exchange({**publish, **news})
+        if publish or table:
+            self._exchange({**publish, **table})
 
     def _exchange(
         self, publish: Mapping[str, object] | None = None, look: Sequence[str] = ()
     ) -> dict[str, object] | None:
         """None where the store does not answer."""
-        if not self._news.store_answers():
+        if not self._telemetry.store_answers():
             return None
         try:
             return self._control.exchange(publish, look, STORE_SECONDS)
         except TransportError as error:
-            self._news.store_failed(str(error))
+            self._telemetry.store_failed(str(error))
             return None
 
     # -- what went wrong ---------------------------------------------------------------------------------------------
@@ -295,17 +295,17 @@ class Watch:
     def _explained(self) -> Failure | None:
         """What another rank has found or said that explains what this one sees."""
         for _ in range(2):  # the first round may bring a question, the second what others said to it
-            found = self._exchange(look=["failure", *self._preflight.wanted()])
-            if found is None or "failure" in found:
-                return _failure(found.get("failure")) if found else None
-            publish, verdict = self._preflight.hear(found)
+            published = self._exchange(look=["failure", *self._preflight.wanted()])
+            if published is None or "failure" in published:
+                return _failure(published.get("failure")) if published else None
+            publish, verdict = self._preflight.hear(published)
             if verdict is not None:
                 return Failure(self.rank, "ValueError", verdict.text)
             self._exchange(publish)
         return None
 
-    def _hear(self, told: object) -> None:
-        theirs = _failure(told)
+    def _hear(self, published: object) -> None:
+        theirs = _failure(published)
         if theirs is None:
             return
         if theirs.kind == "ValueError":
@@ -336,12 +336,14 @@ class Watch:
         near = [peer for peer, _ in (*post.sent, *post.received)] if post is not None else []
         others = [rank for rank in dict.fromkeys((*near, *range(self.size))) if rank != self.rank][:ASKED_RANKS]
         for table in (self._exchange(look=[f"table/{rank}" for rank in others]) or {}).values():
-            self._news.pull(table)
-        known = {report.rank: report for report in self._news.table.reports(time.time())}
+            self._telemetry.table.merge_packed(table)
+        known = {report.rank: report for report in self._telemetry.table.reports(time.time())}
         silent = [str(rank) for rank in others if rank not in known]
-        text = f"Last reported: {told((known[rank] for rank in others if rank in known), ASKED_RANKS) or 'nothing'}"
+        text = (
+            f"Last reported: {last_steps((known[rank] for rank in others if rank in known), ASKED_RANKS) or 'nothing'}"
+        )
         text += f"; nothing from rank {', '.join(silent)}" if silent else ""
-        return text + (f". {self._news.store_problem}" if self._news.store_problem else "")
+        return text + (f". {self._telemetry.store_problem}" if self._telemetry.store_problem else "")
 
     def _step(self) -> str:
         first, last = self._posts.first, self._posts.last
@@ -361,8 +363,8 @@ class Watch:
         return ValueError(failure.text) if failure.kind == "ValueError" else TransportError(failure.text)
 
 
-def _failure(told: object) -> Failure | None:
-    return Failure(*told) if isinstance(told, (list, tuple)) else None
+def _failure(published: object) -> Failure | None:
+    return Failure(*published) if isinstance(published, (list, tuple)) else None
 
 
 def _by(theirs: Failure) -> str:

@@ -29,16 +29,16 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 from ringattn.comm import Limits, LocalGroup, LocalWorld, Topology, TransportError, WorldAborted
 from ringattn.comm.control import (
     Control,
-    LocalLine,
+    LocalConnection,
     Scope,
-    StoreLine,
+    StoreConnection,
     _Looks,
+    connect,
     control_of,
     has_ended,
-    open_line,
     own_process,
 )
-from ringattn.comm.groups import choose, wish_of
+from ringattn.comm.groups import choose, request_of
 from ringattn.comm.topology import topology
 from ringattn.comm.topology.nvml import Place
 from ringattn.comm.topology.topology import discover, ring_topology
@@ -52,7 +52,7 @@ HELD: list[Store] = []  # a clone of a TCPStore does not keep the server
 
 
 def opened(store: Store, rank: int, size: int) -> Control:
-    return Control(StoreLine(store), rank, size, "test/")
+    return Control(StoreConnection(store), rank, size, "test/")
 
 
 def on_all(controls: list[Control], fn: Callable[[Control], T]) -> list[T]:
@@ -246,7 +246,7 @@ def test_one_connection_per_group_and_nothing_read_of_an_earlier_group() -> None
             control = control_of(group)
             assert control.gather(turn, what="turns") == [turn]
             assert control_of(group).gather(-1, what="turns") == [-1]
-            assert control_of(group)._line is control._line
+            assert control_of(group)._connection is control._connection
             assert control.look("left") is None
             control.publish("left", turn)
         finally:
@@ -310,10 +310,10 @@ def test_a_process_ends_while_its_store_is_silent(host: StoreHost) -> None:
 import os, signal
 from pathlib import Path
 from torch.distributed import TCPStore
-from ringattn.comm import control, store_line
+from ringattn.comm import control
 store = TCPStore("127.0.0.1", {host.port}, is_master=False, wait_for_workers=False)
-line = control.StoreLine(store)
-asked = control.Control(line, 0, 2, "x/")
+connection = control.StoreConnection(store)
+asked = control.Control(connection, 0, 2, "x/")
 asked.publish("a", 1)
 os.kill({host.process.pid}, signal.SIGSTOP)
 threads = list(Path("/proc/{host.process.pid}/task").iterdir())
@@ -340,19 +340,19 @@ def test_the_store_s_own_timeout_is_left_alone() -> None:
 def test_what_a_rank_left_before_it_returned_counts(moments: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that answer and return right after a look that found something missing (the 3rd, ...)."""
     hub, looks = Hub(3, timeout=5.0), itertools.count(1)
-    line = LocalLine(LocalGroup(hub, 0))
-    ask = line.ask
+    connection = LocalConnection(LocalGroup(hub, 0))
+    ask = connection.ask
 
     def asking(do: Callable[[Store], T], timeout: float) -> T:
         found = ask(do, timeout)
         rank = moments.get(next(looks)) if found is False else None
         if rank is not None:
-            Control(line, rank, 3, "test/").publish(str(rank), rank)
+            Control(connection, rank, 3, "test/").publish(str(rank), rank)
             hub.end(rank)
         return found
 
-    monkeypatch.setattr(line, "ask", asking)
-    control = Control(line, 0, 3, "test/")
+    monkeypatch.setattr(connection, "ask", asking)
+    control = Control(connection, 0, 3, "test/")
     control.publish("0", 0)
     assert control.collect({0: "0", 1: "1", 2: "2"}, what="a test", timeout=5.0) == [0, 1, 2]
 
@@ -396,7 +396,7 @@ def test_the_last_rank_to_close_a_scope_empties_it() -> None:
 
 
 def test_no_wait_is_longer_than_the_patience_of_a_control(host: StoreHost) -> None:
-    control = Control(StoreLine(host.client()), 0, 2, "test/", 0.5).fresh_scope("ring").scope("inner")
+    control = Control(StoreConnection(host.client()), 0, 2, "test/", 0.5).fresh_scope("ring").scope("inner")
     begun = time.monotonic()
     with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.5 s"):
         control.gather(0, what="shapes", timeout=60)
@@ -405,7 +405,7 @@ def test_no_wait_is_longer_than_the_patience_of_a_control(host: StoreHost) -> No
     with pytest.raises(TransportError, match="has not answered for"):
         control.look("x")
     with pytest.raises(TransportError, match=r"has not answered for 0\.5 s"):
-        StoreLine(client, 0.5)
+        StoreConnection(client, 0.5)
     assert time.monotonic() - begun < 5
 
 
@@ -414,7 +414,7 @@ def test_a_line_to_a_store_that_is_gone_is_an_error_in_time(host: StoreHost) -> 
     host.end()
     begun = time.monotonic()
     with pytest.raises(TransportError, match="the store of the group"):
-        StoreLine(client, 1.0)
+        StoreConnection(client, 1.0)
     assert time.monotonic() - begun < 3
     for thread in {*threading.enumerate()} - others:
         thread.join(5)
@@ -453,7 +453,7 @@ def test_looks_are_rare_and_begin_with_a_wait() -> None:
 
 
 class Named:
-    """What a line asks a group."""
+    """What a connection asks a group."""
 
     group_name = "0"
 
@@ -469,10 +469,10 @@ def test_attempts_of_a_job_that_share_a_store_do_not_read_each_other(monkeypatch
         store = PrefixStore(f"/worker/attempt_{attempt}", served)
         monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group, store=store: store)
         groups: list[Any] = [Named(rank) for rank in ranks]
-        lines = [open_line(group, 5.0) for group in groups]
-        prefixes += [line.prefix for line in lines]
-        for line in lines:
-            line.close()
+        connections = [connect(group, 5.0) for group in groups]
+        prefixes += [connection.prefix for connection in connections]
+        for connection in connections:
+            connection.close()
     assert prefixes[1] == prefixes[2] != prefixes[0]
 
 
@@ -511,7 +511,7 @@ class CountingStore:
         return self.data.pop(key, None) is not None
 
 
-class CountedLine(LocalLine):
+class CountedConnection(LocalConnection):
     """One of many ranks' ways to a store that counts."""
 
     def __init__(self, store: CountingStore, lock: threading.Lock) -> None:
@@ -531,7 +531,7 @@ def of_many(fn: Callable[[Control], T], monkeypatch: pytest.MonkeyPatch) -> tupl
     """What every rank returns; rank 0 comes last, and the others look again when it has answered."""
     store, lock = CountingStore(), threading.Lock()
     prefix = f"ringattn/{'0' * 32}/default_pg/1/ring1/"
-    controls = [Control(CountedLine(store, lock), rank, MANY, prefix) for rank in range(MANY)]
+    controls = [Control(CountedConnection(store, lock), rank, MANY, prefix) for rank in range(MANY)]
     pause = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: store.answered.wait(60))
     with ThreadPoolExecutor(MANY) as pool:
@@ -553,12 +553,12 @@ def places_of_many() -> list[Place]:
 def test_what_a_thousand_ranks_move_to_start(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that goes into the store and out of it, each rank's reading of what rank 0 answers included."""
     places = places_of_many()
-    wish = wish_of(None, "auto", torch.device("cuda"), Topology.grid(MANY // 8, 8), Limits())
-    wish = wish._replace(problems=dict.fromkeys(wish.problems))
+    request = request_of(None, "auto", torch.device("cuda"), Topology.grid(MANY // 8, 8), Limits())
+    request = request._replace(problems=dict.fromkeys(request.problems))
     monkeypatch.setattr(topology, "place_of", lambda rank: places[rank])
     steps: dict[str, Callable[[Control], Any]] = {
         "discover": lambda control: discover(control, control.rank),  # type: ignore[arg-type]
-        "choice of a transport": lambda control: choose(control, wish, 2),
+        "choice of a transport": lambda control: choose(control, request, 2),
         "words that all went well": lambda control: control.gather(None, what="whether it works"),
     }
     found, store = of_many(steps[step], monkeypatch)

@@ -162,7 +162,7 @@ def test_a_ring_whose_group_is_gone_is_closed_on_its_device(device: Device) -> N
             closed.append(place(device))
 
     closed: list[tuple[int, int]] = []
-    kept.end({kept.LINE: Ring(), CUDA: Ring()})
+    kept.end({kept.CONNECTION: Ring(), CUDA: Ring()})
     assert closed == [(0, GLOBAL), (1, THREAD_LOCAL)]
 
 

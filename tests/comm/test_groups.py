@@ -32,7 +32,7 @@ from ringattn.comm import (
     open_transports,
     resolve_group,
 )
-from ringattn.comm.groups import Wish, choose, wish_of
+from ringattn.comm.groups import Request, choose, request_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports.copy_engine import copy_engine
 
@@ -55,21 +55,21 @@ class Peers:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str, size: int = 2) -> None:
         self.others = size - 1
-        self.change: dict[str, object] = {}  # field of the peers' wish, or name of a transport -> its value there
+        self.change: dict[str, object] = {}  # field of the peers' request, or name of a transport -> its value there
         monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
 
     def merged(self, value: tuple[object, ...], merge: Callable[[list[Any]], object], *, what: str) -> object:
-        wish = Wish(*value)  # type: ignore[arg-type]
-        fields = {name: there for name, there in self.change.items() if name in Wish._fields and name != "problems"}
-        problems = {name: self.change.get(name, problem) for name, problem in wish.problems.items()}
-        theirs = tuple(wish._replace(**fields, problems=problems))  # type: ignore[arg-type]
+        request = Request(*value)  # type: ignore[arg-type]
+        fields = {name: there for name, there in self.change.items() if name in Request._fields and name != "problems"}
+        problems = {name: self.change.get(name, problem) for name, problem in request.problems.items()}
+        theirs = tuple(request._replace(**fields, problems=problems))  # type: ignore[arg-type]
         return merge([value] + [theirs] * self.others)
 
     def choose(
         self, transport: str, device: torch.device, limits: Limits = NO_LIMITS, levels: int = 1
     ) -> list[tuple[str, ...]]:
-        wish = wish_of(self, transport, device, None, limits)  # type: ignore[arg-type]
-        return choose(self, wish, levels)[0]  # type: ignore[arg-type]
+        request = request_of(self, transport, device, None, limits)  # type: ignore[arg-type]
+        return choose(self, request, levels)[0]  # type: ignore[arg-type]
 
 
 def test_none_is_one_device_alone() -> None:

@@ -15,27 +15,27 @@ import pytest
 
 from ringattn.comm import TransportError
 from ringattn.comm.transports.copy_engine.memory import Board, flag_of
-from ringattn.comm.transports.copy_engine.sockets import Lines, Listener, node_id
+from ringattn.comm.transports.copy_engine.sockets import Listener, Sockets, node_id
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Lines, Lines]]:
+def pair() -> Iterator[tuple[Sockets, Sockets]]:
     """The lines of ranks 0 and 1."""
     first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    lines = Lines({1: first}), Lines({0: second})
+    lines = Sockets({1: first}), Sockets({0: second})
     yield lines
     for line in lines:
         line.close()
         line.close()
 
 
-def test_records_stay_whole_and_in_order(pair: tuple[Lines, Lines]) -> None:
+def test_records_stay_whole_and_in_order(pair: tuple[Sockets, Sockets]) -> None:
     for record in (b"a", b"bc" * 60, b"d"):
         pair[0].send(1, record, 1.0)
     assert [pair[1].receive(0, "waits", 1.0) for _ in range(3)] == [b"a", b"bc" * 60, b"d"]
 
 
-def test_full_lines_both_ways_make_room(pair: tuple[Lines, Lines]) -> None:
+def test_full_lines_both_ways_make_room(pair: tuple[Sockets, Sockets]) -> None:
     """Far more than a socket holds, from both ends at once, before either end reads."""
     count = 3000
     got: dict[int, list[bytes]] = {}
@@ -55,7 +55,7 @@ def test_full_lines_both_ways_make_room(pair: tuple[Lines, Lines]) -> None:
     assert got == {0: expected, 1: expected}
 
 
-def test_silence_is_an_error_in_time(pair: tuple[Lines, Lines]) -> None:
+def test_silence_is_an_error_in_time(pair: tuple[Sockets, Sockets]) -> None:
     with pytest.raises(TransportError, match=r"rank 1 waits for rank 0: nothing happened for 0\.05 s; do all ranks"):
         pair[1].receive(0, "rank 1 waits for rank 0", 0.05)
     with pytest.raises(TransportError, match=r"a record for rank 1 waits: nothing happened for 0\.05 s"):
@@ -63,7 +63,7 @@ def test_silence_is_an_error_in_time(pair: tuple[Lines, Lines]) -> None:
             pair[0].send(1, b"x" * 100, 0.05)
 
 
-def test_what_was_sent_before_the_end_arrives_and_then_the_end(pair: tuple[Lines, Lines]) -> None:
+def test_what_was_sent_before_the_end_arrives_and_then_the_end(pair: tuple[Sockets, Sockets]) -> None:
     pair[1].send(0, b"never read", 1.0)  # makes the other end's close a reset
     pair[0].send(1, b"last words", 1.0)
     pair[0].close()
@@ -74,7 +74,7 @@ def test_what_was_sent_before_the_end_arrives_and_then_the_end(pair: tuple[Lines
         pair[1].send(0, b"x", 5.0)
 
 
-def test_cutting_wakes_whoever_waits(pair: tuple[Lines, Lines]) -> None:
+def test_cutting_wakes_whoever_waits(pair: tuple[Sockets, Sockets]) -> None:
     threading.Timer(0.05, pair[1].cut, ["enough"]).start()
     started = time.monotonic()
     with pytest.raises(TransportError, match="enough"):
@@ -136,7 +136,7 @@ def test_a_node_is_itself() -> None:
 PROCESSES = """
 import os, sys
 from ringattn.comm.transports.copy_engine.memory import Board
-from ringattn.comm.transports.copy_engine.sockets import Lines, Listener
+from ringattn.comm.transports.copy_engine.sockets import Sockets, Listener
 
 listeners = [Listener() for _ in range(3)]
 addresses = {rank: listener.address for rank, listener in enumerate(listeners)}
@@ -145,7 +145,7 @@ def run(rank):
     sockets = {}
     listeners[rank].connect(rank, addresses, sockets, 10.0)
     board = Board.shared(rank, sockets, 3, 41)
-    lines = Lines(sockets)
+    lines = Sockets(sockets)
     assert sorted(lines.peers) == [peer for peer in range(3) if peer != rank]
     board.store(rank, board.load(rank) + 1 + rank)
     for peer in lines.peers:
@@ -180,7 +180,7 @@ def test_a_maker_that_gives_up() -> None:
         Board.shared(1, {0: second}, 8, 0)
 
 
-def test_a_child_does_not_hide_that_its_parent_died(pair: tuple[Lines, Lines]) -> None:
+def test_a_child_does_not_hide_that_its_parent_died(pair: tuple[Sockets, Sockets]) -> None:
     gone, alive = os.pipe()
     child = os.fork()
     if child == 0:

@@ -246,7 +246,7 @@ def test_paths_that_are_none(tree: Path) -> None:
 
 
 def test_reader(stand_in: StandIn) -> None:
-    read = nvml.reader(GPU)
+    read = nvml.Reader(GPU)
     expected = {
         "sm_mhz": 1500, "memory_mhz": 3000, "watts": 650.5, "throttled": ("power cap", "hardware thermal slowdown"),
     }  # fmt: skip
@@ -274,9 +274,9 @@ def test_a_run_on_the_cpu_asks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_reader_where_nothing_can_be_read(stand_in: StandIn) -> None:
-    assert (nvml.reader(CPU)(), nvml.reader(CPU).reason) == ({}, "cpu is not a GPU")
+    assert (nvml.Reader(CPU)(), nvml.Reader(CPU).reason) == ({}, "cpu is not a GPU")
     stand_in.driver = False
-    read = nvml.reader(GPU)
+    read = nvml.Reader(GPU)
     assert read() == {}
     assert "NVML finds no driver" in str(read.reason)
     assert "NVML finds no driver" in provenance.clocks(GPU)["unknown"]
@@ -287,7 +287,7 @@ def test_this_machine() -> None:
     """Whatever it has: nothing raises."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
     assert nvml.place_of(device).host == nvml.host_name()
-    assert isinstance(nvml.reader(device)(), dict)
+    assert isinstance(nvml.Reader(device)(), dict)
 
 
 def test_discover() -> None:

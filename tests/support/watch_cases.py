@@ -119,10 +119,10 @@ class Ranks:
             for watch in self.watches:
                 watch.tick()
 
-    def line(self, rank: int) -> MemoryLine:
-        line = self.controls[rank]._line
-        assert isinstance(line, MemoryLine)
-        return line
+    def connection(self, rank: int) -> MemoryLine:
+        connection = self.controls[rank]._connection
+        assert isinstance(connection, MemoryLine)
+        return connection
 
 
 class Clock:

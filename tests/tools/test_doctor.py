@@ -146,7 +146,7 @@ def test_processes(tmp_path: Path) -> None:
 
 def test_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     places = tuple(cpus("a", 2) + cpus("b", 2))
-    monkeypatch.setattr("ringattn.comm.topology.topology.places_of", lambda control, device: places)
+    monkeypatch.setattr("ringattn.tools.doctor.command.places_of", lambda control, device: places)
     result = run()
     assert result.exit_code == 0, result.output
     told = lines(result.stdout)
@@ -230,7 +230,7 @@ def test_a_transport_that_breaks_under_load(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_slow_edge_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine carries is far less than NVLink: every edge is slow."""
     places = tuple(replace(place, unknown=None) for place in hgx("a")[:2])
-    monkeypatch.setattr("ringattn.comm.topology.topology.places_of", lambda control, device: places)
+    monkeypatch.setattr("ringattn.tools.doctor.command.places_of", lambda control, device: places)
     result = run("--world", "2")
     assert result.exit_code == 1
     told = lines(result.stdout)["GB/s local"]
@@ -449,7 +449,7 @@ def test_no_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def silent(control: object, device: object) -> Mapping[str, object]:
         raise TransportError("the places of the ranks: no answer from rank 1 within 300 s")
 
-    monkeypatch.setattr("ringattn.comm.topology.topology.places_of", silent)
+    monkeypatch.setattr("ringattn.tools.doctor.command.places_of", silent)
     result = run("--world", "2")
     assert result.exit_code == 1
     assert "no answer from rank 1" in lines(result.stdout)["all ranks answer"]

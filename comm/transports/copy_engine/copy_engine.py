@@ -125,7 +125,7 @@ class CopyEngineTransport:
         self._warm_up = WarmUp(device, timeout)
         missing = copy_engine_missing()
         joined = join_node(control, rank, self._members, device, missing=missing, first=FIRST_NUMBER, timeout=timeout)
-        self._context, self._flags, self._lines = joined
+        self._context, self._flags, self._sockets = joined
         self._driver: Any = importlib.import_module("cuda.bindings.driver")
         self._lane = StreamLane(device)
         self._exports = Exports(self._driver)
@@ -176,7 +176,7 @@ class CopyEngineTransport:
             if self._aborted or not self._open:
                 return
             self._aborted = reason
-            self._lines.cut(str(aborted(self.name, self.rank, reason)))
+            self._sockets.cut(str(aborted(self.name, self.rank, reason)))
             self._releasing = start(self._release, self._device, "copy-engine-abort")
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ class CopyEngineTransport:
         over = passed(self._last, self._timeout)
         with self._ending:
             self._open = False
-        self._lines.close()
+        self._sockets.close()
         if self._releasing is not None:  # it writes the flags that are about to be unmapped
             self._releasing.join()
         if not over:  # what a stream may still touch stays where it is
@@ -205,17 +205,17 @@ class CopyEngineTransport:
     def _offers(self, sends: Sequence[Message]) -> tuple[dict[int, list[Offer]], dict[torch.Tensor, int]]:
         """What will be announced to each peer, and where to copy what others cannot open before that."""
         others = [message for message in sends if message.peer != self.rank]
-        found = {tensor: self._exports.locate(tensor.data_ptr()) for _, tensor in others}
-        hidden = [tensor for tensor, place in found.items() if place is None]
+        locations = {tensor: self._exports.locate(tensor.data_ptr()) for _, tensor in others}
+        hidden = [tensor for tensor, place in locations.items() if place is None]
         staged: dict[torch.Tensor, int] = {}
         if hidden:
             address = self._staging.reserve(sum(aligned(tensor.nbytes) for tensor in hidden))
             for tensor in hidden:
                 staged[tensor], address = address, address + aligned(tensor.nbytes)
-                found[tensor] = self._exports.locate(staged[tensor])
+                locations[tensor] = self._exports.locate(staged[tensor])
         offers: dict[int, list[Offer]] = {}
         for peer, tensor in others:
-            place = found[tensor]
+            place = locations[tensor]
             assert place is not None, "what the driver allocates has a handle"
             region, offset = place
             number = self._sent[peer] + len(offers.get(peer, ())) + 1
@@ -226,14 +226,14 @@ class CopyEngineTransport:
     def _announce(self, offers: dict[int, list[Offer]]) -> None:
         for region in self._exports.retired():
             for peer in region.peers:
-                self._lines.send(peer, Retired(region.buffer).pack(), self._timeout)
+                self._sockets.send(peer, Retired(region.buffer).pack(), self._timeout)
         for peer, announced in offers.items():
             self._sent[peer] = announced[-1].number
             ready, _ = flag_of(self._members, self.rank, peer)
             # Behind `after`: the bytes are final.
             self._flags.put_up(self._lane.stream.cuda_stream, ready, self._sent[peer])
             for offer in announced:
-                self._lines.send(peer, offer.pack(), self._timeout)
+                self._sockets.send(peer, offer.pack(), self._timeout)
 
     def _fetch(self, receives: Sequence[Message]) -> None:
         incoming: dict[int, list[torch.Tensor]] = {}
@@ -269,7 +269,7 @@ class CopyEngineTransport:
     def _next_offer(self, peer: int, nbytes: int) -> Offer:
         what = f"rank {self.rank} waits until rank {peer} posts the {nbytes} bytes that it is to send"
         while True:
-            record = self._lines.receive(peer, what, self._timeout)
+            record = self._sockets.receive(peer, what, self._timeout)
             offer = Offer.unpack(record)
             if offer is not None:
                 break

@@ -74,14 +74,14 @@ class Context:
         """PCI addresses of visible devices whose memory this one cannot read. One that is not visible is found out
         when its memory is opened."""
         driver = self.driver
-        found = []
+        unreadable = []
         for index in range(checked(driver, driver.cuDeviceGetCount(), "cuDeviceGetCount")):
             other = checked(driver, driver.cuDeviceGet(index), "cuDeviceGet")
             if int(other) == int(self._device):  # its own memory: no peer, and CUDA would say no
                 continue
             if not checked(driver, driver.cuDeviceCanAccessPeer(self._device, other), "cuDeviceCanAccessPeer"):
-                found.append(self._pci_id_of(other))
-        return tuple(found)
+                unreadable.append(self._pci_id_of(other))
+        return tuple(unreadable)
 
     def release(self) -> None:
         """Let go of it; torch keeps its own hold."""
@@ -251,7 +251,7 @@ class Imports:
 class Board:
     """`count` 32-bit flags, all of one first value, in memory that the processes of a node share.
 
-    Made by one of them and handed to the others through their lines, without a name: it is gone with the last of them,
+    Made by one of them and handed to the others through their sockets, without a name: it is gone with the last of them,
     also where they were killed, and no flag of an earlier transport can be mistaken for one of this.
     """
 
@@ -281,13 +281,13 @@ class Board:
         maker = min([rank, *sockets])
         if rank != maker:
             _, fds, _, _ = socket.recv_fds(sockets[maker], LONGEST_RECORD, 1)
-            if not fds:  # the end of the line, or no descriptor is left for it here
+            if not fds:  # the end of the file, or no descriptor is left for it here
                 raise TransportError(f"rank {maker} hands out no flags: it gave up, or too many files are open here")
             return cls(fds[0], count)
         board = cls.new(count, first)
         try:
-            for line in sockets.values():
-                socket.send_fds(line, [b"board"], [board._fd])
+            for end in sockets.values():
+                socket.send_fds(end, [b"board"], [board._fd])
         except BaseException:
             board.close()
             raise

@@ -34,7 +34,7 @@ def node_id() -> str:
         return socket.gethostname()
 
 
-class Lines:
+class Sockets:
     """Records to and from the other processes of a node: in order for each pair, and never a lost wake-up.
 
     Sockets, not a mailbox in shared memory: they need no barriers of the host's memory model (Grace is an ARM), a
@@ -46,8 +46,8 @@ class Lines:
         self._inboxes: dict[int, deque[bytes]] = {peer: deque() for peer in sockets}
         self._gone: set[int] = set()
         self._reason = ""
-        for line in sockets.values():
-            line.setblocking(False)
+        for end in sockets.values():
+            end.setblocking(False)
         # Also where nobody closes: a peer must not wait for one that is gone with its transport.
         self._end = weakref.finalize(self, _close, list(sockets.values()))
         _OPEN.add(self)
@@ -58,7 +58,7 @@ class Lines:
         return tuple(self._sockets)
 
     def send(self, peer: int, record: bytes, timeout: float) -> None:
-        """Put one record on the line; blocks only where the peer has left hundreds of them unread.
+        """Put one record on the socket; blocks only where the peer has left hundreds of them unread.
 
         Raises:
             TransportError: the peer is gone, or has read nothing for `timeout` seconds.
@@ -94,9 +94,9 @@ class Lines:
     def cut(self, reason: str) -> None:
         """Wake whoever waits, here and at the other ends; from any thread. Later waits raise `reason`."""
         self._reason = reason
-        for line in self._sockets.values():
+        for end in self._sockets.values():
             try:
-                line.shutdown(socket.SHUT_RDWR)
+                end.shutdown(socket.SHUT_RDWR)
             except OSError:  # the other end was faster
                 continue
 
@@ -122,28 +122,28 @@ class Lines:
     def _wait(self, deadline: float, timeout: float, what: str, writing: int | None = None) -> None:
         """Sleep until something can be read, or written to `writing`."""
         poller = select.poll()
-        fds = {line.fileno(): peer for peer, line in self._sockets.items() if peer not in self._gone}
+        fds = {end.fileno(): peer for peer, end in self._sockets.items() if peer not in self._gone}
         for fd, peer in fds.items():
             poller.register(fd, select.POLLIN | (select.POLLOUT if peer == writing else 0))
         events = poller.poll(max(0.0, deadline - time.monotonic()) * 1e3)
         if not events:
             raise TransportError(f"{what}: nothing happened for {timeout:g} s; do all ranks post in one order?")
-        for fd, _ in events:  # everybody's: two ranks that wait for room on each other's full lines make it this way
+        for fd, _ in events:  # everybody's: two ranks that wait for room on each other's full sockets make it this way
             self._collect(fds[fd])
 
 
-def _close(lines: Sequence[socket.socket]) -> None:
-    for line in lines:
-        line.close()
+def _close(ends: Sequence[socket.socket]) -> None:
+    for end in ends:
+        end.close()
 
 
-_OPEN: weakref.WeakSet[Lines] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[Sockets] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
     # Ends that a child keeps open, a loader's worker say, would hide from the peers that this process has died.
-    for lines in list(_OPEN):
-        lines.close()
+    for sockets in list(_OPEN):
+        sockets.close()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -200,9 +200,9 @@ def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _is_ours(line: socket.socket) -> bool:
+def _is_ours(end: socket.socket) -> bool:
     """Anybody on the machine may connect: only processes of this user get to see our memory."""
-    _, user, _ = _CREDENTIALS.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return bool(user == os.getuid())
 
 
@@ -232,8 +232,8 @@ def join_node(
     missing: str | None,
     first: int,
     timeout: float,
-) -> tuple[Context, Flags, Lines]:
-    """This rank's context, the flags that the members share, all at `first`, and its lines to the other members.
+) -> tuple[Context, Flags, Sockets]:
+    """This rank's context, the flags that the members share, all at `first`, and its sockets to the other members.
 
     Every rank of `control` calls it together, whatever its `members`; `missing` is why this rank cannot take part.
 
@@ -247,8 +247,8 @@ def join_node(
             node = control.fresh_scope("cards")
             node.publish(str(rank), tuple(card))
             peers = {peer: str(peer) for peer in members}
-            told: list[Any] = node.collect(peers, what="who is on this node", timeout=timeout)
-            cards = {peer: Card.of(*one) for peer, one in zip(members, told, strict=True)}
+            published: list[Any] = node.collect(peers, what="who is on this node", timeout=timeout)
+            cards = {peer: Card.of(*card) for peer, card in zip(members, published, strict=True)}
             problem = problem_of(members, cards)
             if problem is None and context is not None:
                 try:
@@ -258,7 +258,7 @@ def join_node(
                     problem = f"rank {rank} cannot join its node's other ranks ({error}): do they share one container?"
             # Twice: a rank that others do not reach has waited for them by now.
             problems = control.gather(problem, what="whether the ranks of a node are joined", timeout=2 * timeout)
-        failed = [str(found) for peer, found in enumerate(problems) if peer in members and found]
+        failed = [str(text) for peer, text in enumerate(problems) if peer in members and text]
         if context is None or joined is None or failed:
             raise TransportError(f'transport "copy_engine": {"; ".join(dict.fromkeys(failed))}')
         return context, *joined
@@ -268,10 +268,10 @@ def join_node(
         raise
 
 
-def _give_back(context: Context, joined: tuple[Flags, Lines] | None) -> None:
+def _give_back(context: Context, joined: tuple[Flags, Sockets] | None) -> None:
     if joined is not None:
-        flags, lines = joined
-        lines.close()
+        flags, sockets = joined
+        sockets.close()
         with context.current():
             flags.close()
     context.release()
@@ -279,20 +279,20 @@ def _give_back(context: Context, joined: tuple[Flags, Lines] | None) -> None:
 
 def _join(
     context: Context, rank: int, listener: Listener, addresses: Mapping[int, str], first: int, timeout: float
-) -> tuple[Flags, Lines]:
+) -> tuple[Flags, Sockets]:
     sockets: dict[int, socket.socket] = {}
     try:
         listener.connect(rank, addresses, sockets, timeout)
         board = Board.shared(rank, sockets, 2 * len(addresses) ** 2, first)
         try:
             with context.current():
-                return Flags(context.driver, board), Lines(sockets)
+                return Flags(context.driver, board), Sockets(sockets)
         except BaseException:
             board.close()
             raise
     except BaseException:
-        for line in sockets.values():
-            line.close()
+        for end in sockets.values():
+            end.close()
         raise
 
 
@@ -303,11 +303,11 @@ def problem_of(members: Sequence[int], cards: Mapping[int, Card]) -> str | None:
         if card.problem:
             return f"on rank {rank} {card.problem}"
     if len({card.members for card in mine.values()}) > 1:
-        told = ", ".join(f"rank {rank}: {list(card.members)}" for rank, card in mine.items())
-        return f"the ranks disagree on members ({told})"
+        by_rank = ", ".join(f"rank {rank}: {list(card.members)}" for rank, card in mine.items())
+        return f"the ranks disagree on members ({by_rank})"
     if len({card.node for card in mine.values()}) > 1:
-        told = ", ".join(f"rank {rank} on {card.host}" for rank, card in mine.items())
-        return f"it copies between GPUs of one node, and the ranks are on several ({told})"
+        by_rank = ", ".join(f"rank {rank} on {card.host}" for rank, card in mine.items())
+        return f"it copies between GPUs of one node, and the ranks are on several ({by_rank})"
     for rank, card in mine.items():
         for peer, other in mine.items():
             if other.pci_id in card.unreadable:
