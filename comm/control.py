@@ -237,7 +237,7 @@ class StoreConnection:
 
 
 def connect(group: dist.ProcessGroup, seconds: float) -> StoreConnection:
-    """A connection to the store of a group, opened within so many seconds; TransportError where that is not possible."""
+    """A connection to the store of a group, made in so many seconds; TransportError where that is not possible."""
     # What torch keeps beside every group since before 2.11
     store: Store = dist.distributed_c10d._get_process_group_store(group)
     process = encoded(own_process())

@@ -216,8 +216,8 @@ def open_transports(
 
     One for a flat ring, with NCCL of two communicators where it passes through nodes. Where `topology` makes two
     levels, and the ring is not to be `flat`, one for the rings inside the nodes and one for the rings between them:
-    with NCCL a communicator and a stream for each. `copy_engine` works inside a node; the level between the nodes is then NCCL's, where CuPy
-    has it, else the process group's. Without a topology the ring goes by rank.
+    with NCCL a communicator and a stream for each. `copy_engine` works inside a node; the level between the nodes is
+    then NCCL's, where CuPy has it, else the process group's. Without a topology the ring goes by rank.
 
     "auto" takes `local` for a `LocalWorld` member or one device alone; for CUDA tensors `nccl`, `copy_engine`,
     `process_group`, whichever comes first that all ranks have and whose warm-up passed; for CPU tensors

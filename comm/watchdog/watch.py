@@ -339,9 +339,8 @@ class Watch:
             self._telemetry.table.merge_packed(table)
         known = {report.rank: report for report in self._telemetry.table.reports(time.time())}
         silent = [str(rank) for rank in others if rank not in known]
-        text = (
-            f"Last reported: {last_steps((known[rank] for rank in others if rank in known), ASKED_RANKS) or 'nothing'}"
-        )
+        steps = last_steps((known[rank] for rank in others if rank in known), ASKED_RANKS)
+        text = f"Last reported: {steps or 'nothing'}"
         text += f"; nothing from rank {', '.join(silent)}" if silent else ""
         return text + (f". {self._telemetry.store_problem}" if self._telemetry.store_problem else "")
 

@@ -7,15 +7,12 @@ import os
 import pickle
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +43,7 @@ from ringattn.comm.transports.local import Hub
 
 from ..support.clusters import hgx
 from ..support.forked import FORKED
+from ..support.transport_cases import on_ranks
 
 T = TypeVar("T")
 HELD: list[Store] = []  # a clone of a TCPStore does not keep the server
@@ -214,15 +212,6 @@ def test_a_killed_store_is_an_error_at_once(host: StoreHost, call: str, capfd: p
     assert capfd.readouterr().err.count("Exception raised from") <= 1  # torch's: it was asked once
 
 
-def test_a_store_that_dies_while_a_rank_waits(host: StoreHost) -> None:
-    control = opened(host.client(), 0, 2)
-    timer = threading.Timer(0.3, host.process.kill)
-    timer.start()
-    with pytest.raises(TransportError, match="the store of the group is gone"):
-        control.gather(1, what="shapes")
-    timer.join()
-
-
 def test_a_store_that_stops_answering_holds_nobody(host: StoreHost) -> None:
     control = opened(host.client(), 0, 2)
     control.publish("x", 1)
@@ -262,8 +251,7 @@ def test_virtual_ranks_share_a_store_in_memory() -> None:
         assert control.scope("seen").look("2") == 2
         return first + control_of(group).gather(-group.rank(), what="ranks")
 
-    with LocalWorld(3, device="cpu") as world:
-        assert world.run(fn) == [[0, 1, 2, 0, -1, -2]] * 3
+    assert on_ranks(3, fn) == [[0, 1, 2, 0, -1, -2]] * 3
 
 
 def test_virtual_ranks_do_not_wait_for_one_that_raised() -> None:
@@ -291,49 +279,6 @@ def test_virtual_ranks_do_not_wait_for_one_that_returned() -> None:
 
     with LocalWorld(2, device="cpu") as world, pytest.raises(TransportError, match="rank 1, which has returned"):
         world.run(fn)
-
-
-def test_virtual_ranks_give_up_after_their_world_s_timeout() -> None:
-    def fn(group: LocalGroup) -> None:
-        if group.rank() == 0:
-            control_of(group).gather(0, what="shapes")
-        else:
-            time.sleep(1)
-
-    with LocalWorld(2, device="cpu", timeout=0.2) as world, pytest.raises(TransportError, match=r"within 0\.2 s"):
-        world.run(fn)
-
-
-def test_a_process_ends_while_its_store_is_silent(host: StoreHost) -> None:
-    """The thread that waits for the store must not keep the process, nor bring it down."""
-    code = f"""
-import os, signal
-from pathlib import Path
-from torch.distributed import TCPStore
-from ringattn.comm import control
-store = TCPStore("127.0.0.1", {host.port}, is_master=False, wait_for_workers=False)
-connection = control.StoreConnection(store)
-asked = control.Control(connection, 0, 2, "x/")
-asked.publish("a", 1)
-os.kill({host.process.pid}, signal.SIGSTOP)
-threads = list(Path("/proc/{host.process.pid}/task").iterdir())
-while any((thread / "stat").read_text().rpartition(")")[2].split()[0] != "T" for thread in threads):
-    pass  # one that is still running would answer
-try:
-    asked.exchange(look=["a"], timeout=0.2)
-except control.TransportError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "the store of the group has not answered for 0.2 s\n"), done.stderr
-
-
-def test_the_store_s_own_timeout_is_left_alone() -> None:
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=77))
-    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=77))
-    opened(served, 0, 1)
-    assert served.timeout == timedelta(seconds=77)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("moments", [{3: 1, 5: 2}, {3: 2, 4: 1}])

@@ -108,7 +108,7 @@ def test_a_tick_beside_a_capture_and_on_another_device(device: Device) -> None:
     watch.posted("hop 1", lane.point(), [DONE, lane.mark()], [(1, 64)], [])
     device.captures = True
     _tick([watch])
-    assert watch.stopped() is None and not watch._posts.busy and not watch._news.spans._running
+    assert watch.stopped() is None and not watch._posts.busy and not watch._telemetry.stopwatch._running
 
 
 def test_a_device_that_failed_is_told_at_the_next_tick(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

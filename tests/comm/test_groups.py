@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import time
 import weakref
@@ -21,7 +20,6 @@ from ringattn.comm import (
     Limits,
     LocalGroup,
     LocalTransport,
-    LocalWorld,
     Message,
     ProcessGroupTransport,
     Topology,
@@ -37,6 +35,7 @@ from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports.copy_engine import copy_engine
 
 from ..support.stand_in import Fabric, install_nccl, install_streams
+from ..support.transport_cases import on_ranks
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -87,12 +86,6 @@ def test_none_is_the_default_group_once_there_is_one(gloo: dist.ProcessGroup) ->
     assert group_rank_size() == (0, 1)
 
 
-def test_a_local_member_is_taken_as_it_is() -> None:
-    with LocalWorld(3, device="cpu") as world:
-        assert world.run(lambda group: resolve_group(group) is group) == [True] * 3
-        assert world.run(group_rank_size) == [(0, 3), (1, 3), (2, 3)]
-
-
 def test_meshes_of_one_dimension_are_taken(gloo: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ring",))
     assert group_rank_size(mesh) == (0, 1)
@@ -102,23 +95,6 @@ def test_meshes_of_one_dimension_are_taken(gloo: dist.ProcessGroup) -> None:
     assert group_rank_size(both["ring"]) == (0, 1)
     with pytest.raises(ValueError, match="with mesh_dim_names given"):
         resolve_group(init_device_mesh("cpu", (1, 1)))
-
-
-@pytest.mark.parametrize("group", [3, "ring", [0, 1], LocalWorld])
-def test_other_groups_are_refused(group: Any) -> None:
-    with pytest.raises(ValueError, match=r"it takes a torch\.distributed ProcessGroup, a one-dimensional DeviceMesh"):
-        resolve_group(group)
-
-
-def test_a_group_without_this_rank_is_refused() -> None:
-    outside: Any = dist.GroupMember.NON_GROUP_MEMBER
-    with pytest.raises(ValueError, match="this rank is not a member"):
-        resolve_group(outside)
-
-
-@pytest.mark.parametrize("transport", ["auto", "local"])
-def test_a_process_group_of_one_needs_no_processes(transport: str, gloo: dist.ProcessGroup) -> None:
-    assert open_transport(gloo, transport=transport, device="cpu").name == "local"
 
 
 def test_an_explicit_process_group_of_one(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +136,7 @@ def test_what_virtual_ranks_cannot_open(transport: str) -> None:
         ):
             open_transport(group, transport=transport, device="cpu")
 
-    with LocalWorld(2, device="cpu") as world:
-        world.run(fn)
+    on_ranks(2, fn)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +258,7 @@ def tried(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> list[Tria
     """What was opened, in a group whose ranks could open `nccl` and `process_group`."""
     tried: list[Trial] = []
 
-    def make(group: object, name: str, *others: object) -> Trial:
+    def make(wanted: object, name: str, *others: object) -> Trial:
         if name == "copy_engine":
             raise ValueError("no such device")
         tried.append(Trial(name))
@@ -298,7 +273,7 @@ def open_one_of(choices: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch,
     levels = groups._levels(0, Topology.flat(1)) * len(choices[0])
     group = dist.group.WORLD
     assert group is not None
-    return groups._open_between_processes(group, transport, CPU, None, levels, NO_LIMITS, None)
+    return groups._open_between_processes(groups._Wanted(group, CPU, levels, NO_LIMITS), transport, None, None)
 
 
 def test_auto_goes_on_where_a_warm_up_failed(
@@ -359,18 +334,12 @@ def test_virtual_ranks_have_two_levels_too() -> None:
         assert isinstance(open_transport(group, device="cpu", topology=Topology.grid(2, 2)), LocalTransport)
         return [one.reason for one in opened]
 
-    with LocalWorld(4, device="cpu", timeout=10) as world:
-        assert world.run(fn)[1] == ["auto takes local: rank 1 of LocalWorld(4)"] * 2
+    assert on_ranks(4, fn)[1] == ["auto takes local: rank 1 of LocalWorld(4)"] * 2
 
 
 def test_a_topology_of_other_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="topology has 4 ranks, the group has 1"):
         open_transports(device="cpu", topology=Topology.grid(2, 2))
-
-
-def test_opening_loads_no_copy_engine() -> None:
-    program = "import sys, ringattn.comm; sys.exit('ringattn.comm.transports.copy_engine.copy_engine' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_local_between_processes_is_refused(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:

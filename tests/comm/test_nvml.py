@@ -1,9 +1,10 @@
-"""What is read from NVML and /sys: on a stand-in of `pynvml`, and on folders laid out as the kernel does."""
+"""What joins two ranks, and what NVML and /sys say: on a stand-in of `pynvml`, and folders as the kernel has them."""
 
 from __future__ import annotations
 
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,8 +16,93 @@ from ringattn.bench.common import provenance
 from ringattn.comm import LocalGroup, LocalWorld, Topology
 from ringattn.comm.control import control_of
 from ringattn.comm.topology import nvml
-from ringattn.comm.topology.nvml import SWITCH, Nic, NvLink, Place
+from ringattn.comm.topology.nvml import SWITCH, Nic, NvLink, Place, link_between, nearest_nics, network, pairs_by_link
 from ringattn.comm.topology.topology import discover, places_of
+
+from ..support.clusters import cpus, hgx, meshed
+
+
+def test_one_end_of_a_link_is_enough() -> None:
+    a, b = meshed("a", {(0, 1): 2}, 2)
+    assert link_between(a, replace(b, nvlinks=())) == link_between(replace(a, nvlinks=()), b) == link_between(a, b)
+    assert link_between(a, b).text == "NVLink 2 x2"
+
+
+def test_pairs_by_link() -> None:
+    """Of two hosts, ranks of one GPU counted once, those of a CPU not at all."""
+    places = [*hgx("a"), *meshed("b", {(0, 1): 2}, 3)]
+    pairs = pairs_by_link([*places, places[0], *cpus("c", 2)])
+    assert pairs.pop("NVLink 4 x18 switch") == 28 and pairs.pop("NVLink 2 x2") == 1
+    assert sum(pairs.values()) == 2 and all(text.startswith("PCIe") for text in pairs)
+
+
+def test_nearest_nics() -> None:
+    places = hgx("a")
+    assert [nic and nic.name for nic in nearest_nics(places)] == [f"mlx5_{i}" for i in range(8)]
+    blind = [replace(place, pcie=()) for place in places]  # dealt out, where nothing is known
+    assert len({nic for nic in nearest_nics(blind)}) == 8
+    assert nearest_nics([replace(places[0], nics=())]) == [None]
+    beside, far = Nic("eno1", 25, places[0].pcie), Nic("mlx5_9", 400)
+    assert nearest_nics([replace(places[0], nics=(beside, far))]) == [far]
+    only_slow = replace(places[0], nics=(Nic("eth0"),))
+    assert nearest_nics([only_slow]) == [Nic("eth0")]
+
+
+@pytest.mark.parametrize(
+    ("nvlinks", "rate"),
+    [((4, 18), 380), ((3, 12), 253.3), ((5, 18), 760), ((2, 6), 126.7), ((1, 4), 67.6)],
+)
+def test_bandwidth_of_nvlink_by_generation(nvlinks: tuple[int, int], rate: float) -> None:
+    version, links = nvlinks
+    a, b = (
+        replace(place, nvlinks=(replace(place.nvlinks[0], links=links, version=version),)) for place in hgx("a")[:2]
+    )
+    assert link_between(a, b).gigabytes_per_second == pytest.approx(rate, abs=0.1)
+
+
+def test_the_weaker_end_decides() -> None:
+    a, b = hgx("a")[:2]
+    weak = replace(b, nvlinks=(replace(b.nvlinks[0], links=9),))
+    assert link_between(a, weak).gigabytes_per_second == 190
+    assert link_between(a, replace(b, nvlinks=(replace(b.nvlinks[0], version=None),))).gigabytes_per_second == 380
+    plain_a, plain_b = (replace(place, nvlinks=()) for place in (a, b))
+    assert link_between(plain_a, replace(plain_b, pcie_gigabytes=16)).gigabytes_per_second == 13.125
+    assert link_between(plain_a, replace(plain_b, pcie_gigabytes=None)).gigabytes_per_second is None
+
+
+def test_ways_through_pcie() -> None:
+    gpus = meshed("a", {}, 8)
+    ways = [link_between(gpus[0], other) for other in gpus[1:]]
+    assert [way.text for way in ways] == [
+        "PCIe, one switch",
+        *["PCIe, inside a socket"] * 2,
+        *["PCIe, between sockets"] * 4,
+    ]
+    assert [way.distance for way in ways] == [0, 2, 2, 3, 3, 3, 3]
+    assert link_between(gpus[0], replace(gpus[1], pcie=())).text == "PCIe, unknown path"
+
+
+def test_between_hosts() -> None:
+    a, b = hgx("a")[0], hgx("b")[0]
+    assert link_between(a, b).kind == "network"
+    assert link_between(cpus("a", 1)[0], cpus("b", 1)[0]).kind == "network"
+    assert link_between(replace(a, fabric="f"), replace(b, fabric="f")).kind == "nvlink"
+    assert link_between(replace(a, fabric="f"), replace(b, fabric="g")).kind == "network"
+
+
+def test_rate_of_a_network() -> None:
+    fast, slow = Nic("mlx5_0", 400), Nic("mlx5_1", 200)
+    assert network([(fast, 1), (fast, 1)]).gigabytes_per_second == 47
+    assert network([(fast, 1), (slow, 1)])[:3] == ("network", "mlx5_0 - mlx5_1", 23.5)
+    assert network([(fast, 4), (slow, 1)]).gigabytes_per_second == 11.75
+    assert network([(fast, 1), (None, 1)])[1:3] == ("mlx5_0 - unknown NIC", None)
+
+
+def test_places_as_json() -> None:
+    for place in (*hgx("a"), *meshed("b", {(0, 1): 2}, 2), *cpus("c", 1)):
+        assert Place.from_json(place.to_json()) == place
+    assert Place.from_json({"host": "a"}) == Place("a")
+
 
 GPU = torch.device("cuda", 1)
 CPU = torch.device("cpu")
@@ -181,13 +267,6 @@ def test_place_without_a_driver(stand_in: StandIn, tree: Path) -> None:
     assert place.unknown == "NVML finds no driver (NVMLErrorLibraryNotFound: NVML Shared Library Not Found)"
 
 
-def test_place_without_pynvml(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tree: Path) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    unknown = nvml.place_of(GPU, sys=tree).unknown
-    assert unknown is not None
-    assert "pip install nvidia-ml-py" in unknown
-
-
 def test_a_gpu_that_nvml_does_not_know(stand_in: StandIn, tree: Path) -> None:
     stand_in.uuids = ["GPU-other"]
     place = nvml.place_of(GPU, sys=tree)
@@ -204,19 +283,6 @@ def test_a_driver_that_tells_less(stand_in: StandIn, tree: Path) -> None:
         setattr(stand_in, question, fails)
     place = nvml.place_of(GPU, sys=tree)
     assert (place.index, place.nvlinks, place.pcie_gigabytes, place.unknown) == (None, (), None, None)
-    assert place.pcie[-1] == BUS
-
-
-def test_a_link_whose_peer_is_not_told(stand_in: StandIn, tree: Path) -> None:
-    """It is left out, and nothing else is lost with it."""
-
-    def refused(gpu: str, link: int) -> Any:
-        raise NVMLError("Not Supported")
-
-    stand_in.nvmlDeviceGetNvLinkRemotePciInfo = refused  # type: ignore[method-assign]
-    place = nvml.place_of(GPU, sys=tree)
-    assert place.nvlinks == (NvLink(SWITCH, 4, 4),)
-    assert place.unknown is None
     assert place.pcie[-1] == BUS
 
 
@@ -259,20 +325,6 @@ def test_reader(stand_in: StandIn) -> None:
     assert provenance._told(nvml.driver_version) == "580.1"
 
 
-def test_a_run_on_the_cpu_asks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
-
-    def place_of(device: torch.device) -> Place:
-        asked.append(device)
-        return Place("host")
-
-    monkeypatch.setattr(nvml, "place_of", place_of)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    told = provenance.provenance(CPU)
-    assert told["gpu"] is None and set(told["topology"]) == {"nics"} and asked == []
-    assert provenance.topology(GPU)["gpus"] == len(asked) == 2
-
-
 def test_reader_where_nothing_can_be_read(stand_in: StandIn) -> None:
     assert (nvml.Reader(CPU)(), nvml.Reader(CPU).reason) == ({}, "cpu is not a GPU")
     stand_in.driver = False
@@ -281,13 +333,6 @@ def test_reader_where_nothing_can_be_read(stand_in: StandIn) -> None:
     assert "NVML finds no driver" in str(read.reason)
     assert "NVML finds no driver" in provenance.clocks(GPU)["unknown"]
     assert provenance._told(nvml.driver_version) == "unknown: NoNvml"
-
-
-def test_this_machine() -> None:
-    """Whatever it has: nothing raises."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
-    assert nvml.place_of(device).host == nvml.host_name()
-    assert isinstance(nvml.Reader(device)(), dict)
 
 
 def test_discover() -> None:

@@ -145,23 +145,6 @@ def test_a_fabric_of_many_hosts_is_one_node() -> None:
     assert rates(ring) == [760] * 72
 
 
-def test_processes_of_one_machine() -> None:
-    ring = ring_topology(cpus("laptop", 4))
-    assert ring == Topology.flat(4)
-    assert {edge.link.text for edge in ring.edges} == {"host memory"}
-    assert ring.slowest(0) is None
-
-
-def test_nothing_to_order() -> None:
-    with pytest.raises(ValueError, match="places is empty"):
-        ring_topology([])
-
-
-def test_places_of_another_world() -> None:
-    with pytest.raises(ValueError, match="places has 2 entries for 3 ranks"):
-        Topology(((0, 1, 2),), tuple(cpus("a", 2)))
-
-
 @st.composite
 def clusters(draw: st.DrawFn) -> list[Place]:
     """Hosts of several kinds, uneven or not, their GPUs in any order."""
@@ -233,17 +216,7 @@ def test_json_that_is_no_topology(data: str, told: str) -> None:
         Topology.from_json(data)
 
 
-@pytest.mark.parametrize("data", [{"nodes": 5}, {"nodes": None}, {"places": None}, {"places": 3}])
-def test_what_is_no_list_is_named(data: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(data))} is .*: it takes a list"):
-        Topology.from_json(data)
-
-
 def test_nvlinks_of_an_unknown_generation_come_first_too() -> None:
     places = meshed("a", {(0, 2): 4, (1, 3): 4}, 4)
     blind = [replace(one, nvlinks=tuple(replace(link, version=None) for link in one.nvlinks)) for one in places]
     assert [edge.link.kind for edge in ring_topology(blind).edges].count("nvlink") == 2
-
-
-def test_nodes_of_several_sizes_from_the_smallest() -> None:
-    assert "2 nodes of 4 to 8;" in Topology((tuple(range(8)), (8, 9, 10, 11))).describe()

@@ -19,7 +19,7 @@ from ringattn.comm.watchdog.watch import Watch
 T = TypeVar("T")
 
 
-class MemoryLine:
+class MemoryConnection:
     """A store that always answers, until it is told not to."""
 
     patience = 10.0
@@ -46,7 +46,7 @@ class MemoryLine:
 
 def controls(size: int) -> list[Control]:
     store = HashStore()
-    return [Control(MemoryLine(store), rank, size, "test/") for rank in range(size)]
+    return [Control(MemoryConnection(store), rank, size, "test/") for rank in range(size)]
 
 
 def on_all(ranks: Sequence[T], fn: Callable[[T], Any]) -> list[Any]:
@@ -119,9 +119,9 @@ class Ranks:
             for watch in self.watches:
                 watch.tick()
 
-    def connection(self, rank: int) -> MemoryLine:
+    def connection(self, rank: int) -> MemoryConnection:
         connection = self.controls[rank]._connection
-        assert isinstance(connection, MemoryLine)
+        assert isinstance(connection, MemoryConnection)
         return connection
 
 

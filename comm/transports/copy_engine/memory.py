@@ -251,8 +251,8 @@ class Imports:
 class Board:
     """`count` 32-bit flags, all of one first value, in memory that the processes of a node share.
 
-    Made by one of them and handed to the others through their sockets, without a name: it is gone with the last of them,
-    also where they were killed, and no flag of an earlier transport can be mistaken for one of this.
+    Made by one of them and handed to the others through sockets, without a name: it is gone with the last of them, also
+    where they were killed, and no flag of an earlier transport can be mistaken for one of this.
     """
 
     def __init__(self, fd: int, count: int) -> None:

@@ -61,14 +61,6 @@ def test_results_come_in_rank_order_and_ranks_run_at_once() -> None:
             assert world.run(fn) == [(rank, 4) for rank in range(4)]
 
 
-def test_a_group_and_its_transport_live_across_runs() -> None:
-    with world_of(3) as world:
-        groups = world.run(lambda group: group)
-        transports = world.run(lambda group: LocalTransport(group, CPU))
-        assert world.run(lambda group: group) == groups
-        assert world.run(lambda group: transports[group.rank()].gather(group.rank())) == [[0, 1, 2]] * 3
-
-
 def test_two_transports_of_one_group_do_not_mix() -> None:
     def fn(group: LocalGroup) -> list[float]:
         first, second = LocalTransport(group, CPU), LocalTransport(group, CPU)
@@ -83,19 +75,6 @@ def test_two_transports_of_one_group_do_not_mix() -> None:
 
     with world_of(2) as world:
         assert world.run(fn)[1] == [1.0, 2.0]
-
-
-def test_backward_inside_fn() -> None:
-    def fn(group: LocalGroup) -> torch.Tensor:
-        x = torch.full((5,), 1.0 + group.rank(), requires_grad=True)
-        y = Ring.apply(x, LocalTransport(group, CPU))  # type: ignore[no-untyped-call]
-        torch.autograd.backward((y * group.rank()).sum())
-        assert x.grad is not None
-        return x.grad
-
-    with world_of(4) as world:
-        grads = world.run(fn)
-    assert [grad[0].item() for grad in grads] == [1.0, 2.0, 3.0, 0.0]
 
 
 def test_backward_outside_of_fn_raises() -> None:
@@ -295,24 +274,3 @@ def test_misuse_is_refused() -> None:
     world.close()
     world.close()
     refused(lambda: world.run(exchange), "this LocalWorld is closed")
-
-
-def test_values_that_processes_could_not_share_are_refused() -> None:
-    with world_of(2) as world, pytest.raises((AttributeError, TypeError), match="JSON"):
-        world.run(lambda group: LocalTransport(group, CPU).gather(threading.Lock()))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_ranks_have_streams_of_their_own() -> None:
-    def fn(group: LocalGroup) -> tuple[int, torch.Tensor]:
-        x = torch.full((1 << 20,), 1.0 + group.rank(), device="cuda", requires_grad=True)
-        device = x.device
-        y = Ring.apply(x * 1.0, LocalTransport(group, device))  # type: ignore[no-untyped-call]
-        torch.autograd.backward((y * group.rank()).sum())
-        assert x.grad is not None
-        return torch.cuda.current_stream().cuda_stream, x.grad
-
-    with LocalWorld(4, timeout=20) as world:
-        results = world.run(fn)
-    assert len({stream for stream, _ in results}) == 4
-    assert [grad[0].item() for _, grad in results] == [1.0, 2.0, 3.0, 0.0]

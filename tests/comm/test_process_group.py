@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import subprocess
 import sys
-import textwrap
 import threading
 import time
-import weakref
 from pathlib import Path
 
 import pytest
-import torch
 
 from ringattn.comm.transport import TransportError
 from ringattn.comm.transports import process_group
@@ -64,14 +60,6 @@ def test_what_fails_fails_for_good() -> None:
     stream.close()
 
 
-def test_any_error_is_a_failed_transfer() -> None:
-    stream = HostStream("test", lambda: None)
-    fence = stream.submit(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
-    with pytest.raises(TransportError, match="a transfer failed: ZeroDivisionError: division by zero"):
-        fence.wait()
-    stream.close()
-
-
 def test_abort_wakes_everybody_and_interrupts_once() -> None:
     work, calls = Blocking(), []
 
@@ -95,21 +83,6 @@ def test_abort_wakes_everybody_and_interrupts_once() -> None:
     stream.close()
 
 
-def test_abort_wakes_everybody_though_nothing_ends_the_work() -> None:
-    work = Blocking()
-    stream = HostStream("test", lambda: None)
-    fences = [stream.submit(work), stream.submit(lambda: None)]
-    work.begun.wait()
-    started = time.monotonic()
-    stream.abort("hop 3 is late")
-    for fence in fences:
-        with pytest.raises(TransportError, match=r"^hop 3 is late$"):
-            fence.wait()
-    assert time.monotonic() - started < 2
-    work.interrupted.set()
-    stream.close()
-
-
 def test_abort_leaves_an_idle_backend_alone() -> None:
     stream = HostStream("test", lambda: pytest.fail("there was nothing to interrupt"))
     stream.submit(lambda: None).wait()
@@ -117,19 +90,6 @@ def test_abort_leaves_an_idle_backend_alone() -> None:
     stream.abort("hop 3 is late")
     with pytest.raises(TransportError, match="hop 3 is late"):
         stream.submit(lambda: None)
-    stream.close()
-
-
-def test_tensors_are_let_go() -> None:
-    stream, tensor = HostStream("test", lambda: None), torch.zeros(3)
-    gone = weakref.ref(tensor)
-    stream.submit(lambda tensor=tensor: tensor.add_(1)).wait()  # type: ignore[misc]
-    del tensor
-    deadline = time.monotonic() + 5
-    while gone() is not None and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
-    assert gone() is None
     stream.close()
 
 
@@ -142,26 +102,6 @@ def test_close_ends_the_thread_behind_what_is_queued() -> None:
     while any(thread.name == "test-closing" for thread in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(thread.name == "test-closing" for thread in threading.enumerate())
-
-
-def test_a_transport_that_nobody_holds_ends_its_thread(tmp_path: Path) -> None:
-    check = """
-    import gc, threading, time, torch, torch.distributed as dist
-    from ringattn.comm import ProcessGroupTransport
-    dist.init_process_group("gloo", init_method="file://{path}/store", rank=0, world_size=1)
-    def transfers():
-        return [one for one in threading.enumerate() if one.name.startswith("ringattn-transfers")]
-    transport = ProcessGroupTransport(dist.group.WORLD, torch.device("cpu"))
-    assert not transfers(), "a thread before there is anything to do"
-    transport.post(sends=[], receives=[]).wait()
-    assert transfers()
-    del transport
-    deadline = time.monotonic() + 5
-    while transfers() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not transfers()
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(check.format(path=tmp_path))], check=True, timeout=60)
 
 
 def test_the_end_of_a_process_waits_for_what_it_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""comm/transports/copy_engine/lines.py: records and flags between processes."""
+"""The processes of one node: records between them, and one verdict on every rank before anything is connected."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
-from ringattn.comm import TransportError
+from ringattn.comm import LocalGroup, LocalWorld, TransportError
+from ringattn.comm.control import control_of
 from ringattn.comm.transports.copy_engine.memory import Board, flag_of
-from ringattn.comm.transports.copy_engine.sockets import Listener, Sockets, node_id
+from ringattn.comm.transports.copy_engine.sockets import Card, Listener, Sockets, join_node, problem_of
+
+from ..support.stand_in_cuda import Driver, Result, install_driver
+from ..support.transport_cases import on_ranks
 
 
 @pytest.fixture
@@ -124,15 +130,6 @@ def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
         one.close()
 
 
-def test_nobody_comes() -> None:
-    with Listener() as listener, pytest.raises(TimeoutError):
-        listener.connect(0, {0: "", 1: ""}, {}, 0.05)
-
-
-def test_a_node_is_itself() -> None:
-    assert node_id() == node_id() != ""
-
-
 PROCESSES = """
 import os, sys
 from ringattn.comm.transports.copy_engine.memory import Board
@@ -195,3 +192,103 @@ def test_a_child_does_not_hide_that_its_parent_died(pair: tuple[Sockets, Sockets
         os.close(alive)
         os.close(gone)
         os.waitpid(child, 0)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    driver = Driver()
+    install_driver(monkeypatch, driver)
+    yield driver
+    assert not +driver.retained, "a context is held"
+    assert not driver.registered
+
+
+def joined(group: LocalGroup, members: list[int] | None = None, missing: str | None = None) -> Any:
+    members = list(range(group.size())) if members is None else members
+    device = torch.device("cpu", group.rank())  # a device of its own on the stand-in
+    control = control_of(group)
+    return join_node(control, group.rank(), members, device, missing=missing, first=7, timeout=2.0)
+
+
+def refused(world_size: int, *arguments: Any) -> str:
+    """What every rank is told, which is the same."""
+
+    def fn(group: LocalGroup) -> str:
+        with pytest.raises(TransportError) as caught:
+            joined(group, *arguments)
+        return str(caught.value)
+
+    with LocalWorld(world_size, device="cpu", timeout=10) as world:
+        (told,) = set(world.run(fn))
+    return told
+
+
+def test_flags_and_lines_of_a_node(driver: Driver) -> None:
+    def fn(group: LocalGroup) -> None:
+        context, flags, lines = joined(group)
+        control = control_of(group)
+        assert flags.board.load(17) == 7
+        assert driver.flag_identity(flags.address(5)) == (driver.flag_identity(flags.address(0))[0], 5 * 128)
+        same = control.gather(driver.flag_identity(flags.address(5)), what="the test")
+        assert len(set(map(str, same))) == 1
+        lines.send((group.rank() + 1) % 3, b"hello", 1.0)
+        assert lines.receive((group.rank() - 1) % 3, "waits", 1.0) == b"hello"
+        control.gather(None, what="the test")
+        with context.current():
+            flags.close()
+        lines.close()
+        context.release()
+
+    on_ranks(3, fn)
+
+
+def test_a_rank_that_cannot_connect(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = Listener.connect
+
+    def broken(listener: Listener, rank: int, *arguments: Any) -> None:
+        if rank == 1:
+            raise ConnectionRefusedError("refused")
+        connect(listener, rank, *arguments)
+
+    monkeypatch.setattr(Listener, "connect", broken)
+    told = refused(2)
+    assert "rank 0 cannot join its node's other ranks (timed out): do they share one container?" in told
+    assert "rank 1 cannot join its node's other ranks (refused)" in told
+
+
+def test_a_board_that_cuda_does_not_take(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    register = driver.cuMemHostRegister
+
+    def refuse_rank_1(host: int, nbytes: int, flags: int) -> Any:
+        if threading.current_thread().name.startswith("ringattn-rank1"):
+            return (Result.CUDA_ERROR_INVALID_VALUE,)
+        return register(host, nbytes, flags)
+
+    monkeypatch.setattr(driver, "cuMemHostRegister", refuse_rank_1)
+    held = len(os.listdir("/proc/self/fd"))
+    assert "rank 1 cannot join its node's other ranks (cuMemHostRegister failed: CUDA_ERROR_INVALID_VALUE)" in refused(
+        2
+    )
+    assert len(os.listdir("/proc/self/fd")) <= held
+
+
+CARDS = [Card((0, 1), None, "a", "host-a", "0"), Card((0, 1), None, "a", "host-a", "1")]
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "problem"),
+    [
+        (0, {}, None),
+        (1, {"problem": "it is broken"}, "on rank 1 it is broken"),
+        (1, {"members": (0, 1, 2)}, "the ranks disagree on members (rank 0: [0, 1], rank 1: [0, 1, 2])"),
+        (1, {"node": "b", "host": "host-b"}, "several (rank 0 on host-a, rank 1 on host-b)"),
+        (0, {"unreadable": ("1",)}, "the device of rank 0 (0) cannot read that of rank 1 (1)"),
+        (0, {"unreadable": ("2",)}, None),
+        (1, {"pci_id": "0"}, None),  # two processes on one device
+    ],
+)
+def test_problems(index: int, change: dict[str, Any], problem: str | None) -> None:
+    cards = list(CARDS)
+    cards[index] = cards[index]._replace(**change)
+    found = problem_of((0, 1), dict(enumerate(cards)))
+    assert found is None if problem is None else found is not None and problem in found

@@ -1,4 +1,4 @@
-"""comm/transports/copy_engine/regions.py: allocations across processes, on a stand-in for the CUDA driver."""
+"""Allocations across processes, on a stand-in for the CUDA driver; and flags."""
 
 from __future__ import annotations
 
