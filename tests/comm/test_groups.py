@@ -86,7 +86,7 @@ def test_none_is_the_default_group_once_there_is_one(gloo: dist.ProcessGroup) ->
     assert group_rank_size() == (0, 1)
 
 
-def test_meshes_of_one_dimension_are_taken(gloo: dist.ProcessGroup) -> None:
+def test_what_a_group_may_be(gloo: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ring",))
     assert group_rank_size(mesh) == (0, 1)
     both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "ring"))
@@ -95,16 +95,12 @@ def test_meshes_of_one_dimension_are_taken(gloo: dist.ProcessGroup) -> None:
     assert group_rank_size(both["ring"]) == (0, 1)
     with pytest.raises(ValueError, match="with mesh_dim_names given"):
         resolve_group(init_device_mesh("cpu", (1, 1)))
-
-
-def test_an_explicit_process_group_of_one(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    warmed_up: list[object] = []
-    monkeypatch.setattr(ProcessGroupTransport, "warm_up", lambda transport, edges: warmed_up.append((transport, edges)))
-    transport = open_transport(transport="process_group", device="cpu")
-    assert isinstance(transport, ProcessGroupTransport)
-    assert warmed_up == [(transport, [(0, 0)])]
-    assert transport.gather(1) == [1]
-    assert transport.reason == "process_group as asked for"
+    other: Any = 3
+    with pytest.raises(ValueError, match=r"it takes a torch\.distributed ProcessGroup, a one-dimensional DeviceMesh"):
+        resolve_group(other)
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(ValueError, match="this rank is not a member"):
+        resolve_group(outside)
 
 
 @pytest.mark.parametrize(
@@ -115,17 +111,17 @@ def test_an_explicit_process_group_of_one(gloo: dist.ProcessGroup, monkeypatch: 
         ("process_group", CPU, "torch.distributed is not initialised"),
         ("nccl", CPU, "it moves CUDA tensors, device is cpu"),
         ("copy_engine", CPU, 'transport is "copy_engine", and it moves CUDA tensors, device is cpu'),
+        ("nccl", torch.device("cuda"), "device is cuda, and torch sees no CUDA device here"),
     ],
 )
-def test_what_one_device_alone_cannot_open(transport: str, device: torch.device, match: str) -> None:
+def test_what_one_device_alone_cannot_open(
+    transport: str, device: torch.device, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=match):
         open_transport(transport=transport, device=device)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_missing_gpu_is_said_before_anything_else() -> None:
-    with pytest.raises(ValueError, match="device is cuda, and torch sees no CUDA device here"):
-        open_transport(transport="nccl", device="cuda")
+    with pytest.raises(ValueError, match="topology has 4 ranks, the group has 1"):
+        open_transports(device="cpu", topology=Topology.grid(2, 2))
 
 
 @pytest.mark.parametrize("transport", ["nccl", "copy_engine", "process_group"])
@@ -190,29 +186,21 @@ def test_copy_engines_leave_the_level_between_the_nodes_to_another(monkeypatch: 
         peers.choose("copy_engine", CUDA, levels=2)
 
 
-@pytest.mark.parametrize(
-    ("transport", "device", "limits", "match"),
-    [
-        ("process_group", CPU, Limits(ctas=4), r"limits\.ctas is 4, and process_group cannot keep that"),
-        ("process_group", CUDA, Limits(bytes_per_second=1.0), r"limits\.bytes_per_second is 1.0, and process_group"),
-        ("nccl", CUDA, Limits(bytes_per_second=1.0), r"limits\.bytes_per_second is 1.0, and nccl cannot"),
-        ("copy_engine", CUDA, Limits(channels=1), r"limits\.channels is 1, and copy_engine cannot"),
-    ],
-)
-def test_limits_that_cannot_be_kept(
-    transport: str, device: torch.device, limits: Limits, match: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
-    monkeypatch.setattr(copy_engine, "copy_engine_missing", lambda: None)
-    with pytest.raises(ValueError, match=match):
-        Peers(monkeypatch, "cpu:gloo,cuda:nccl").choose(transport, device, limits)
-
-
 def test_auto_takes_what_keeps_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
+    monkeypatch.setattr(copy_engine, "copy_engine_missing", lambda: None)
     peers = Peers(monkeypatch, "cpu:gloo,cuda:nccl")
     assert peers.choose("auto", CUDA, Limits(channels=2)) == [("nccl",)]
     assert peers.choose("auto", CPU, Limits(bytes_per_second=1e9)) == [("process_group",)]
+    slow = Limits(bytes_per_second=1.0)
+    for name, device, limits in (
+        ("process_group", CPU, Limits(ctas=4)),
+        ("copy_engine", CUDA, Limits(channels=1)),
+        ("process_group", CUDA, slow),
+        ("nccl", CUDA, slow),
+    ):
+        with pytest.raises(ValueError, match=rf"limits\.\w+ is [\d.]+, and {name} cannot keep that"):
+            peers.choose(name, device, limits)
     with pytest.raises(ValueError, match=r"limits\.bytes_per_second is 1.0, and local cannot keep that"):
         open_transport(device="cpu", limits=Limits(bytes_per_second=1.0))
 
@@ -337,11 +325,6 @@ def test_virtual_ranks_have_two_levels_too() -> None:
     assert on_ranks(4, fn)[1] == ["auto takes local: rank 1 of LocalWorld(4)"] * 2
 
 
-def test_a_topology_of_other_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="topology has 4 ranks, the group has 1"):
-        open_transports(device="cpu", topology=Topology.grid(2, 2))
-
-
 def test_local_between_processes_is_refused(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(gloo), "size", lambda group: 2)
     with pytest.raises(ValueError, match='transport is "local", the group has 2 processes'):
@@ -365,3 +348,14 @@ def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Pat
         time.sleep(0.01)
         gc.collect()
     assert seen() is None
+
+
+def test_a_rank_that_fails_before_the_choice_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its words are in what it brings to the choice: the others wait for that."""
+
+    def fails(*limits: object) -> str:
+        raise OSError("/proc is not mounted")
+
+    monkeypatch.setattr(groups, "nccl_missing", fails)
+    with pytest.raises(ValueError, match='transport is "nccl", and on rank 0 OSError: /proc is not mounted'):
+        Peers(monkeypatch, "cuda:nccl").choose("nccl", CUDA)

@@ -628,27 +628,6 @@ def test_every_communicator_is_a_configured_one(
     transport.close()
 
 
-def test_limits_that_nccl_cannot_keep(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"limits\.bytes_per_second is 1000000000.0, and nccl cannot keep that"):
-        open_alone(limits=Limits(bytes_per_second=1e9))
-    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
-    with pytest.raises(ValueError, match="NCCL_MAX_CTAS=8 in the environment overrides it for the whole process"):
-        open_alone(limits=Limits(ctas=4))
-    open_alone().close()
-
-
-@pytest.mark.parametrize(
-    ("module", "match"),
-    [(None, "CuPy does not import"), (type("Missing", (), {"available": False}), "this CuPy finds no NCCL library")],
-)
-def test_a_missing_library_says_what_to_install(
-    module: Callable[[], object] | None, match: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install_nccl(monkeypatch, module)
-    with pytest.raises(TransportError, match=rf'{match}.*pip install "ringattn\[cupy-cuda1\d\]"'):
-        open_alone()
-
-
 @pytest.mark.parametrize(
     ("available", "told"), [(False, r"no NCCL library \(nccl .* Reason: ImportError\)"), (True, "None")]
 )
@@ -675,3 +654,20 @@ def test_two_libraries_are_refused(fabric: Fabric, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(nccl, "loaded_libraries", lambda: found)
     with pytest.raises(TransportError, match=r"2 NCCL libraries are loaded, /a/libnccl\.so\.2 and /b/libnccl\.so\.2"):
         open_alone()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"members": [1, 2]}, r"members is \[1, 2\]: rank 0 is not one of them"),
+        (
+            {"limits": Limits(bytes_per_second=1e9)},
+            r"limits\.bytes_per_second is 1000000000.0, and nccl cannot keep that",
+        ),
+        ({"limits": Limits(ctas=4)}, "NCCL_MAX_CTAS=8 in the environment overrides it for the whole process"),
+    ],
+)
+def test_arguments_that_are_refused(arguments: Any, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
+    with pytest.raises(ValueError, match=match):
+        NcclTransport(**{"rank": 0, "size": 3, "device": CPU, "control": control_of(solo_group()), **arguments})

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -128,46 +126,6 @@ def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
             listener.connect(1, {0: other.address, 1: ""}, sockets, 0.05)
     for one in sockets.values():
         one.close()
-
-
-PROCESSES = """
-import os, sys
-from ringattn.comm.transports.copy_engine.memory import Board
-from ringattn.comm.transports.copy_engine.sockets import Sockets, Listener
-
-listeners = [Listener() for _ in range(3)]
-addresses = {rank: listener.address for rank, listener in enumerate(listeners)}
-
-def run(rank):
-    sockets = {}
-    listeners[rank].connect(rank, addresses, sockets, 10.0)
-    board = Board.shared(rank, sockets, 3, 41)
-    lines = Sockets(sockets)
-    assert sorted(lines.peers) == [peer for peer in range(3) if peer != rank]
-    board.store(rank, board.load(rank) + 1 + rank)
-    for peer in lines.peers:
-        lines.send(peer, bytes([rank, peer]), 10.0)
-    assert all(lines.receive(peer, "waits", 10.0) == bytes([peer, rank]) for peer in lines.peers)
-    assert [board.load(index) for index in range(3)] == [42, 43, 44]
-    return 0
-
-children = []
-for rank in range(3):
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = run(rank)
-        finally:
-            os._exit(code)
-    children.append(child)
-sys.exit(max(os.waitpid(child, 0)[1] for child in children) != 0)
-"""
-
-
-def test_between_processes() -> None:
-    done = subprocess.run([sys.executable, "-c", PROCESSES], timeout=60, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_maker_that_gives_up() -> None:
