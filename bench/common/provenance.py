@@ -125,8 +125,8 @@ def topology(device: torch.device) -> dict[str, Any]:
     nics = {nic.name: None if nic.gigabits is None else f"{nic.gigabits:g} Gbit/s" for nic in nvml.nics_of()}
     if device.type != "cuda":
         return {"nics": nics}
-    places = [nvml.place_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
-    return {"gpus": len(places), "pairs": pairs_by_link(places), "nics": nics}
+    devices = [nvml.device_info(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    return {"gpus": len(devices), "pairs": pairs_by_link(devices), "nics": nics}
 
 
 def clocks(device: torch.device) -> dict[str, Any]:

@@ -36,7 +36,7 @@ NVLINK_REACHED = 380 / 450
 PCIE_REACHED = 52.5 / 64
 NETWORK_REACHED = 47 / 50
 
-# what two ranks of one host share of their PCIe paths, by number of common ancestors: see `Place.pcie`
+# what two ranks of one host share of their PCIe paths, by number of common ancestors: see `DeviceInfo.pcie`
 _SHARED = ("between sockets", "inside a socket", "host bridge")
 _SWITCH_DEPTH = len(_SHARED)
 
@@ -60,11 +60,11 @@ class Nic:
     gigabits: float | None = None
     """Rate per direction; None where the system does not tell."""
     pcie: tuple[str, ...] = ()
-    """As `Place.pcie`."""
+    """As `DeviceInfo.pcie`."""
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceInfo:
     """What is known of where one rank computes. Every field but the host may be unknown."""
 
     host: str
@@ -96,13 +96,13 @@ class Place:
         return {name: value for name, value in asdict(self).items() if value not in (None, ())}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Place:
-        """The place that `to_json` wrote, or that somebody wrote by hand.
+    def from_json(cls, data: Mapping[str, Any]) -> DeviceInfo:
+        """The device that `to_json` wrote, or that somebody wrote by hand.
 
         Raises:
-            ValueError: no host, a field that no place has, or no list where one belongs.
+            ValueError: no host, a field that no device has, or no list where one belongs.
         """
-        _known("place", data, cls, needs="host")
+        _known("device", data, cls, needs="host")
         nvlinks = tuple(
             NvLink(**_known("NVLink", one, NvLink, needs="peer")) for one in listed("nvlinks", data.get("nvlinks", ()))
         )
@@ -157,7 +157,7 @@ class Link(NamedTuple):
         return self.kind != "nvlink", -(self.gigabytes_per_second or 0.0), self.distance
 
 
-def link_between(a: Place, b: Place) -> Link:
+def link_between(a: DeviceInfo, b: DeviceInfo) -> Link:
     """The best link inside a host or an NVLink fabric; the network without a rate where they share neither."""
     direct = _nvlink(a, b)
     if direct is not None:
@@ -173,9 +173,9 @@ def link_between(a: Place, b: Place) -> Link:
     return Link("pcie", f"PCIe, {text if a.pcie and b.pcie else 'unknown path'}", _pcie(a, b), _SWITCH_DEPTH - depth)
 
 
-def pairs_by_link(places: Iterable[Place]) -> dict[str, int]:
+def pairs_by_link(devices: Iterable[DeviceInfo]) -> dict[str, int]:
     """How many pairs of GPUs are joined by what, by the text of the link; pairs of one host alone."""
-    held = [place for place in dict.fromkeys(places) if place.gpu is not None]
+    held = [device for device in dict.fromkeys(devices) if device.gpu is not None]
     pairs = [link_between(a, b).text for a, b in combinations(held, 2) if a.host == b.host]
     return dict(Counter(pairs))
 
@@ -190,16 +190,16 @@ def network(ends: Iterable[tuple[Nic | None, int]]) -> Link:
     return Link("network", names, min(known) / BITS_PER_BYTE * NETWORK_REACHED if whole else None, _SWITCH_DEPTH + 1)
 
 
-def nearest_nics(places: Sequence[Place]) -> list[Nic | None]:
-    """For each of the places of one host, the NIC that shares the most PCIe ancestors and the fewest other ranks."""
-    nics = _worth_using(places[0].nics)
+def nearest_nics(devices: Sequence[DeviceInfo]) -> list[Nic | None]:
+    """For each of the devices of one host, the NIC that shares the most PCIe ancestors and the fewest other ranks."""
+    nics = _worth_using(devices[0].nics)
     load = dict.fromkeys(range(len(nics)), 0)
     chosen: list[Nic | None] = []
-    for place in places:
+    for device in devices:
         if not nics:
             chosen.append(None)
             continue
-        best = max(load, key=lambda i: (shared(place.pcie, nics[i].pcie), nics[i].gigabits or 0, -load[i], -i))
+        best = max(load, key=lambda i: (shared(device.pcie, nics[i].pcie), nics[i].gigabits or 0, -load[i], -i))
         load[best] += 1
         chosen.append(nics[best])
     return chosen
@@ -221,7 +221,7 @@ def shared(a: Sequence[str], b: Sequence[str]) -> int:
     return count
 
 
-def _nvlink(a: Place, b: Place) -> Link | None:
+def _nvlink(a: DeviceInfo, b: DeviceInfo) -> Link | None:
     if a.gpu is not None and a.gpu == b.gpu and a.host == b.host:
         return None
     joined = a.host == b.host or (a.fabric is not None and a.fabric == b.fabric)
@@ -238,19 +238,19 @@ def _nvlink(a: Place, b: Place) -> Link | None:
     return Link("nvlink", text, None if nominal is None else nominal * links * NVLINK_REACHED)
 
 
-def _through_switch(a: Place, b: Place) -> tuple[NvLink, NvLink] | None:
-    ends = [next((link for link in place.nvlinks if link.peer == SWITCH), None) for place in (a, b)]
+def _through_switch(a: DeviceInfo, b: DeviceInfo) -> tuple[NvLink, NvLink] | None:
+    ends = [next((link for link in device.nvlinks if link.peer == SWITCH), None) for device in (a, b)]
     return None if ends[0] is None or ends[1] is None else (ends[0], ends[1])
 
 
-def _direct(a: Place, b: Place) -> tuple[NvLink, NvLink] | None:
+def _direct(a: DeviceInfo, b: DeviceInfo) -> tuple[NvLink, NvLink] | None:
     there = next((link for link in a.nvlinks if b.pcie and link.peer == b.pcie[-1]), None)
     back = next((link for link in b.nvlinks if a.pcie and link.peer == a.pcie[-1]), None)
     # one end is enough: a container may hide the address of the other
     return None if there is None and back is None else (there or back, back or there)  # type: ignore[return-value]
 
 
-def _pcie(a: Place, b: Place) -> float | None:
+def _pcie(a: DeviceInfo, b: DeviceInfo) -> float | None:
     if a.pcie_gigabytes is None or b.pcie_gigabytes is None:
         return None
     return min(a.pcie_gigabytes, b.pcie_gigabytes) * PCIE_REACHED
@@ -376,11 +376,11 @@ def throttle_reasons(bits: int) -> tuple[str, ...]:
     return tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit)
 
 
-def place_of(device: torch.device, *, sys: Path = SYS) -> Place:
+def device_info(device: torch.device, *, sys: Path = SYS) -> DeviceInfo:
     """Where a device of this process sits, as far as NVML and /sys tell."""
     host, nics = host_name(), nics_of(sys)
     if device.type != "cuda":
-        return Place(host, nics=nics, unknown=f"{device} is not a GPU")
+        return DeviceInfo(host, nics=nics, unknown=f"{device} is not a GPU")
     known: dict[str, Any] = {"gpu": uuid_of(device), "name": torch.cuda.get_device_name(device)}
     try:
         nvml, gpu = handle(device)
@@ -392,7 +392,7 @@ def place_of(device: torch.device, *, sys: Path = SYS) -> Place:
         known["pcie"] = pcie_path(sys / "bus/pci/devices" / bus) or (bus,)
     except Exception as error:  # the driver's answers are not ours to trust: a ring runs without them
         known["unknown"] = str(error) or type(error).__name__
-    return Place(host, nics=nics, **known)
+    return DeviceInfo(host, nics=nics, **known)
 
 
 def host_name() -> str:

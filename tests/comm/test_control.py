@@ -37,7 +37,7 @@ from ringattn.comm.control import (
 )
 from ringattn.comm.groups import choose, request_of
 from ringattn.comm.topology import topology
-from ringattn.comm.topology.nvml import Place
+from ringattn.comm.topology.nvml import DeviceInfo
 from ringattn.comm.topology.topology import discover, ring_topology
 from ringattn.comm.transports.local import Hub
 
@@ -486,21 +486,21 @@ def of_many(fn: Callable[[Control], T], monkeypatch: pytest.MonkeyPatch) -> tupl
         return [fn(controls[0]), *(other.result() for other in others)], store
 
 
-def places_of_many() -> list[Place]:
+def devices_of_many() -> list[DeviceInfo]:
     """Nodes of eight GPUs and nine NICs, each with names and numbers of its own, dealt out in turn."""
     drawn = random.Random(0)
     hosts = [f"gpu-{node:03}.cluster.example/{drawn.getrandbits(32):08x}" for node in range(MANY // 8)]
-    nodes = [[replace(place, gpu=f"GPU-{UUID(int=drawn.getrandbits(128))}") for place in hgx(host)] for host in hosts]
-    return [place for rail in zip(*nodes, strict=True) for place in rail]
+    nodes = [[replace(device, gpu=f"GPU-{UUID(int=drawn.getrandbits(128))}") for device in hgx(host)] for host in hosts]
+    return [device for rail in zip(*nodes, strict=True) for device in rail]
 
 
 @pytest.mark.parametrize("step", ["discover", "choice of a transport", "words that all went well"])
 def test_what_a_thousand_ranks_move_to_start(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that goes into the store and out of it, each rank's reading of what rank 0 answers included."""
-    places = places_of_many()
+    devices = devices_of_many()
     request = request_of(None, "auto", torch.device("cuda"), Topology.grid(MANY // 8, 8), Limits())
     request = request._replace(problems=dict.fromkeys(request.problems))
-    monkeypatch.setattr(topology, "place_of", lambda rank: places[rank])
+    monkeypatch.setattr(topology, "device_info", lambda rank: devices[rank])
     steps: dict[str, Callable[[Control], Any]] = {
         "discover": lambda control: discover(control, control.rank),  # type: ignore[arg-type]
         "choice of a transport": lambda control: choose(control, request, 2),
@@ -508,6 +508,6 @@ def test_what_a_thousand_ranks_move_to_start(step: str, monkeypatch: pytest.Monk
     }
     found, store = of_many(steps[step], monkeypatch)
     assert all(one == found[0] for one in found)
-    assert step != "discover" or found[0] == ring_topology(places)
+    assert step != "discover" or found[0] == ring_topology(devices)
     assert store.nbytes <= MOST_BYTES, f"{store.nbytes / 1e6:.2f} MB"
     assert [key.rpartition("/")[2] for key in store.data] == ["all"]  # the rest is taken out again

@@ -16,8 +16,17 @@ from ringattn.bench.common import provenance
 from ringattn.comm import LocalGroup, LocalWorld, Topology
 from ringattn.comm.control import control_of
 from ringattn.comm.topology import nvml
-from ringattn.comm.topology.nvml import SWITCH, Nic, NvLink, Place, link_between, nearest_nics, network, pairs_by_link
-from ringattn.comm.topology.topology import discover, places_of
+from ringattn.comm.topology.nvml import (
+    SWITCH,
+    DeviceInfo,
+    Nic,
+    NvLink,
+    link_between,
+    nearest_nics,
+    network,
+    pairs_by_link,
+)
+from ringattn.comm.topology.topology import device_infos, discover
 
 from ..support.clusters import cpus, hgx, meshed
 
@@ -30,21 +39,21 @@ def test_one_end_of_a_link_is_enough() -> None:
 
 def test_pairs_by_link() -> None:
     """Of two hosts, ranks of one GPU counted once, those of a CPU not at all."""
-    places = [*hgx("a"), *meshed("b", {(0, 1): 2}, 3)]
-    pairs = pairs_by_link([*places, places[0], *cpus("c", 2)])
+    devices = [*hgx("a"), *meshed("b", {(0, 1): 2}, 3)]
+    pairs = pairs_by_link([*devices, devices[0], *cpus("c", 2)])
     assert pairs.pop("NVLink 4 x18 switch") == 28 and pairs.pop("NVLink 2 x2") == 1
     assert sum(pairs.values()) == 2 and all(text.startswith("PCIe") for text in pairs)
 
 
 def test_nearest_nics() -> None:
-    places = hgx("a")
-    assert [nic and nic.name for nic in nearest_nics(places)] == [f"mlx5_{i}" for i in range(8)]
-    blind = [replace(place, pcie=()) for place in places]  # dealt out, where nothing is known
+    devices = hgx("a")
+    assert [nic and nic.name for nic in nearest_nics(devices)] == [f"mlx5_{i}" for i in range(8)]
+    blind = [replace(device, pcie=()) for device in devices]  # dealt out, where nothing is known
     assert len({nic for nic in nearest_nics(blind)}) == 8
-    assert nearest_nics([replace(places[0], nics=())]) == [None]
-    beside, far = Nic("eno1", 25, places[0].pcie), Nic("mlx5_9", 400)
-    assert nearest_nics([replace(places[0], nics=(beside, far))]) == [far]
-    only_slow = replace(places[0], nics=(Nic("eth0"),))
+    assert nearest_nics([replace(devices[0], nics=())]) == [None]
+    beside, far = Nic("eno1", 25, devices[0].pcie), Nic("mlx5_9", 400)
+    assert nearest_nics([replace(devices[0], nics=(beside, far))]) == [far]
+    only_slow = replace(devices[0], nics=(Nic("eth0"),))
     assert nearest_nics([only_slow]) == [Nic("eth0")]
 
 
@@ -55,7 +64,7 @@ def test_nearest_nics() -> None:
 def test_bandwidth_of_nvlink_by_generation(nvlinks: tuple[int, int], rate: float) -> None:
     version, links = nvlinks
     a, b = (
-        replace(place, nvlinks=(replace(place.nvlinks[0], links=links, version=version),)) for place in hgx("a")[:2]
+        replace(device, nvlinks=(replace(device.nvlinks[0], links=links, version=version),)) for device in hgx("a")[:2]
     )
     assert link_between(a, b).gigabytes_per_second == pytest.approx(rate, abs=0.1)
 
@@ -65,7 +74,7 @@ def test_the_weaker_end_decides() -> None:
     weak = replace(b, nvlinks=(replace(b.nvlinks[0], links=9),))
     assert link_between(a, weak).gigabytes_per_second == 190
     assert link_between(a, replace(b, nvlinks=(replace(b.nvlinks[0], version=None),))).gigabytes_per_second == 380
-    plain_a, plain_b = (replace(place, nvlinks=()) for place in (a, b))
+    plain_a, plain_b = (replace(device, nvlinks=()) for device in (a, b))
     assert link_between(plain_a, replace(plain_b, pcie_gigabytes=16)).gigabytes_per_second == 13.125
     assert link_between(plain_a, replace(plain_b, pcie_gigabytes=None)).gigabytes_per_second is None
 
@@ -99,9 +108,9 @@ def test_rate_of_a_network() -> None:
 
 
 def test_places_as_json() -> None:
-    for place in (*hgx("a"), *meshed("b", {(0, 1): 2}, 2), *cpus("c", 1)):
-        assert Place.from_json(place.to_json()) == place
-    assert Place.from_json({"host": "a"}) == Place("a")
+    for device in (*hgx("a"), *meshed("b", {(0, 1): 2}, 2), *cpus("c", 1)):
+        assert DeviceInfo.from_json(device.to_json()) == device
+    assert DeviceInfo.from_json({"host": "a"}) == DeviceInfo("a")
 
 
 GPU = torch.device("cuda", 1)
@@ -232,8 +241,8 @@ def add_device(root: Path, path: str, *, numa: str) -> None:
 
 
 def test_place_of_a_gpu(stand_in: StandIn, tree: Path) -> None:
-    place = nvml.place_of(GPU, sys=tree)
-    assert place == Place(
+    device = nvml.device_info(GPU, sys=tree)
+    assert device == DeviceInfo(
         host=nvml.host_name(),
         gpu=f"GPU-{UUID}",
         index=5,
@@ -255,22 +264,22 @@ def test_nics(tree: Path) -> None:
 
 
 def test_place_without_a_gpu(tree: Path) -> None:
-    place = nvml.place_of(CPU, sys=tree)
-    assert (place.gpu, place.nvlinks, place.pcie, place.unknown) == (None, (), (), "cpu is not a GPU")
-    assert [nic.name for nic in place.nics] == ["mlx5_0", "eth0", "eth1"]
+    device = nvml.device_info(CPU, sys=tree)
+    assert (device.gpu, device.nvlinks, device.pcie, device.unknown) == (None, (), (), "cpu is not a GPU")
+    assert [nic.name for nic in device.nics] == ["mlx5_0", "eth0", "eth1"]
 
 
 def test_place_without_a_driver(stand_in: StandIn, tree: Path) -> None:
     stand_in.driver = False
-    place = nvml.place_of(GPU, sys=tree)
-    assert (place.gpu, place.name, place.nvlinks) == (f"GPU-{UUID}", "H100", ())
-    assert place.unknown == "NVML finds no driver (NVMLErrorLibraryNotFound: NVML Shared Library Not Found)"
+    device = nvml.device_info(GPU, sys=tree)
+    assert (device.gpu, device.name, device.nvlinks) == (f"GPU-{UUID}", "H100", ())
+    assert device.unknown == "NVML finds no driver (NVMLErrorLibraryNotFound: NVML Shared Library Not Found)"
 
 
 def test_a_gpu_that_nvml_does_not_know(stand_in: StandIn, tree: Path) -> None:
     stand_in.uuids = ["GPU-other"]
-    place = nvml.place_of(GPU, sys=tree)
-    assert place.unknown == f"NVML knows no GPU-{UUID}, which torch calls cuda:1 (NVMLError)"
+    device = nvml.device_info(GPU, sys=tree)
+    assert device.unknown == f"NVML knows no GPU-{UUID}, which torch calls cuda:1 (NVMLError)"
 
 
 def test_a_driver_that_tells_less(stand_in: StandIn, tree: Path) -> None:
@@ -281,9 +290,9 @@ def test_a_driver_that_tells_less(stand_in: StandIn, tree: Path) -> None:
 
     for question in ("nvmlDeviceGetIndex", "nvmlDeviceGetNvLinkState", "nvmlDeviceGetMaxPcieLinkGeneration"):
         setattr(stand_in, question, fails)
-    place = nvml.place_of(GPU, sys=tree)
-    assert (place.index, place.nvlinks, place.pcie_gigabytes, place.unknown) == (None, (), None, None)
-    assert place.pcie[-1] == BUS
+    device = nvml.device_info(GPU, sys=tree)
+    assert (device.index, device.nvlinks, device.pcie_gigabytes, device.unknown) == (None, (), None, None)
+    assert device.pcie[-1] == BUS
 
 
 def test_a_fabric_of_many_hosts(stand_in: StandIn, tree: Path) -> None:
@@ -301,9 +310,9 @@ def test_a_fabric_of_many_hosts(stand_in: StandIn, tree: Path) -> None:
         pointer._obj.clusterUuid[0], pointer._obj.cliqueId, pointer._obj.state = cluster[0], 3, nvml.FABRIC_READY
 
     vars(stand_in).update(c_nvmlGpuFabricInfoV_t=Info, nvmlDeviceGetGpuFabricInfoV=fill)
-    assert nvml.place_of(GPU, sys=tree).fabric is None  # the switches of one host: no cluster
+    assert nvml.device_info(GPU, sys=tree).fabric is None  # the switches of one host: no cluster
     cluster[0] = 0xAB
-    assert nvml.place_of(GPU, sys=tree).fabric == "ab" + "00" * 15 + "/3"
+    assert nvml.device_info(GPU, sys=tree).fabric == "ab" + "00" * 15 + "/3"
 
 
 def test_paths_that_are_none(tree: Path) -> None:
@@ -336,13 +345,13 @@ def test_reader_where_nothing_can_be_read(stand_in: StandIn) -> None:
 
 
 def test_discover() -> None:
-    """Rank 0 knows the places, the others the order that it has found."""
+    """Rank 0 knows the devices, the others the order that it has found."""
 
-    def fn(group: LocalGroup) -> tuple[Topology, tuple[Place, ...]]:
-        return discover(control_of(group), CPU), places_of(control_of(group), CPU)
+    def fn(group: LocalGroup) -> tuple[Topology, tuple[DeviceInfo, ...]]:
+        return discover(control_of(group), CPU), device_infos(control_of(group), CPU)
 
     with LocalWorld(2, device=CPU) as world:
-        (first, places), (second, same) = world.run(fn)
+        (first, devices), (second, same) = world.run(fn)
     assert first == second == Topology(((0, 1),))
-    assert first.places == places == same == (nvml.place_of(CPU),) * 2
-    assert second.places == ()
+    assert first.devices == devices == same == (nvml.device_info(CPU),) * 2
+    assert second.devices == ()
