@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -279,6 +280,13 @@ def test_virtual_ranks_do_not_wait_for_one_that_returned() -> None:
 
     with LocalWorld(2, device="cpu") as world, pytest.raises(TransportError, match="rank 1, which has returned"):
         world.run(fn)
+
+
+def test_the_store_s_own_timeout_is_left_alone() -> None:
+    seconds = timedelta(seconds=77)
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=seconds)
+    opened(served, 0, 1)
+    assert served.timeout == seconds  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("moments", [{3: 1, 5: 2}, {3: 2, 4: 1}])

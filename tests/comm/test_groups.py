@@ -342,12 +342,14 @@ def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Pat
         del transport
     finally:
         dist.destroy_process_group()
-    assert held is not None
+    assert held._thread is not None
     ends = time.monotonic() + 10
     while seen() is not None and time.monotonic() < ends:  # its thread lets go once it has ended the last transfer
         time.sleep(0.01)
         gc.collect()
     assert seen() is None
+    held._thread.join(10)
+    assert not held._thread.is_alive(), "the thread of a transport that nobody holds"
 
 
 def test_a_rank_that_fails_before_the_choice_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

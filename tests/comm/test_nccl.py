@@ -180,6 +180,13 @@ def test_registration(library: Library) -> None:
         communicator.register(4096, 64)
 
 
+def test_destroy_gives_it_back_once(library: Library) -> None:
+    communicator = ConfiguredCommunicator(1, UNIQUE_ID, 0, Limits(channels=1))
+    communicator.destroy()
+    communicator.destroy()
+    assert [name for name, _ in library.calls] == ["init", "ncclCommDestroy"]
+
+
 def test_errors_say_what_nccl_says(library: Library) -> None:
     communicator = ConfiguredCommunicator(1, UNIQUE_ID, 0, Limits(channels=1))
     library.asynchronous = 6

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
 from ringattn.comm.transport import TransportError
 from ringattn.comm.transports import process_group
@@ -90,6 +93,19 @@ def test_abort_leaves_an_idle_backend_alone() -> None:
     stream.abort("hop 3 is late")
     with pytest.raises(TransportError, match="hop 3 is late"):
         stream.submit(lambda: None)
+    stream.close()
+
+
+def test_tensors_are_let_go() -> None:
+    stream, tensor = HostStream("test", lambda: None), torch.zeros(3)
+    gone = weakref.ref(tensor)
+    stream.submit(lambda tensor=tensor: tensor.add_(1)).wait()  # type: ignore[misc]
+    del tensor
+    deadline = time.monotonic() + 5
+    while gone() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert gone() is None
     stream.close()
 
 

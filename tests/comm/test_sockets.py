@@ -200,6 +200,18 @@ def test_flags_and_lines_of_a_node(driver: Driver) -> None:
     on_ranks(3, fn)
 
 
+@pytest.mark.parametrize("problem", ["the device has no CUDA IPC", "Failed to dlopen libcuda.so.1", "no bindings"])
+def test_what_one_rank_lacks_is_an_error_on_all(problem: str, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(flags: int) -> None:
+        raise RuntimeError(problem)
+
+    driver.has_ipc = "IPC" not in problem
+    if "libcuda" in problem:
+        monkeypatch.setattr(driver, "cuInit", no_library)
+    missing = problem if "bindings" in problem else None
+    assert refused(2, None, missing) == f'transport "copy_engine": on rank 0 {problem}'
+
+
 def test_a_rank_that_cannot_connect(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     connect = Listener.connect
 
@@ -248,5 +260,6 @@ CARDS = [Card((0, 1), None, "a", "host-a", "0"), Card((0, 1), None, "a", "host-a
 def test_problems(index: int, change: dict[str, Any], problem: str | None) -> None:
     cards = list(CARDS)
     cards[index] = cards[index]._replace(**change)
-    found = problem_of((0, 1), dict(enumerate(cards)))
+    elsewhere = Card((2,), "it is broken", "b")  # is no problem here
+    found = problem_of((0, 1), dict(enumerate([*cards, elsewhere])))
     assert found is None if problem is None else found is not None and problem in found
