@@ -302,3 +302,25 @@ def _pattern(edge: Edge, device: torch.device) -> torch.Tensor:
     place = torch.arange(PATTERN_BYTES, device=device)
     values = place * PATTERN_STRIDE + (place >> 8) * BLOCK_STRIDE + digits[place % 4]
     return (values % 256).to(torch.uint8)
+
+
+class TransportBase:
+    """What all transports do alike; each has a name, `mark`, `post`, `gather`, `abort` and `close` of its own."""
+
+    name = ""
+
+    def __init__(self, rank: int, size: int, device: torch.device, timeout: float = WARM_UP_SECONDS) -> None:
+        self.rank = rank
+        self.size = size
+        self.reason = ""
+        self._device = device
+        self._timeout = timeout
+        self._warm_up = WarmUp(device, timeout)
+
+    def warm_up(self: Transport, edges: Sequence[Edge]) -> None:
+        """See `Transport.warm_up`."""
+        self._warm_up(self, edges)  # type: ignore[attr-defined]
+
+    def check(self) -> str | None:
+        """See `Transport.check`: nothing moves that a fence does not tell of."""
+        return None

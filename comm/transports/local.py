@@ -20,11 +20,10 @@ import torch.distributed as dist
 from ..checked import DEVICE, RANKS, SECONDS
 from ..kept import end, handle_of
 from ..transport import (
-    Edge,
     Fence,
     Message,
+    TransportBase,
     TransportError,
-    WarmUp,
     aborted,
     as_bytes,
     check_messages,
@@ -238,22 +237,18 @@ class _LocalFence(StreamOrdered):
         yield self._arrived
 
 
-class LocalTransport:
+class LocalTransport(TransportBase):
     """Copies between the virtual ranks of one process, each on its receiver's own transfer stream."""
 
     name = "local"
 
     def __init__(self, group: LocalGroup, device: torch.device, *, lane: Lane | None = None) -> None:
+        super().__init__(group.rank(), group.size(), device)
         self._group = group
         self._hub = group._hub
-        self._device = device
         self._lane = lane_for(device) if lane is None else lane
         self._channel = group.next_channel()
         self._open = True
-        self._warm_up = WarmUp(device)
-        self.reason = ""
-        self.rank = group.rank()
-        self.size = group.size()
 
     def mark(self) -> Fence:
         """The point that compute has reached."""
@@ -274,10 +269,6 @@ class LocalTransport:
         arrived = self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
         return _LocalFence(self._hub, self._channel, arrived, sent)
 
-    def warm_up(self, edges: Sequence[Edge]) -> None:
-        """See `Transport.warm_up`."""
-        self._warm_up(self, edges)
-
     def gather(self, value: object) -> list[object]:
         """See `Transport.gather`. Values are encoded here too: ranks share nothing that processes could not."""
         self._check()
@@ -285,10 +276,6 @@ class LocalTransport:
         for peer in range(self.size):
             self._hub.put(("value", self._channel, self.rank, peer), data)
         return [decoded(self._take("value", peer), f"what rank {peer} gathers") for peer in range(self.size)]
-
-    def check(self) -> str | None:
-        """See `Transport.check`: nothing moves that a fence does not tell of."""
-        return None
 
     def abort(self, reason: str) -> None:
         """See `Transport.abort`. Every rank's end of this transport is aborted, as nothing arrives there any more."""

@@ -31,7 +31,17 @@ import torch
 from ..control import Control
 from ..cuda_threads import on_device, start, within
 from ..limits import CGA_CLUSTER_SIZE, CLUSTER_VARIABLE, CTA_VARIABLES, CTAS, NO_LIMITS, Limits, environment_ctas
-from ..transport import WARM_UP_SECONDS, Edge, Fence, Message, TransportError, WarmUp, aborted, check_messages, closed
+from ..transport import (
+    WARM_UP_SECONDS,
+    Edge,
+    Fence,
+    Message,
+    TransportBase,
+    TransportError,
+    aborted,
+    check_messages,
+    closed,
+)
 from .lanes import StreamFence, StreamLane, passed
 
 logger = logging.getLogger(__name__)
@@ -240,7 +250,7 @@ def nccl_missing() -> str | None:
     return several_loaded()
 
 
-class NcclTransport:
+class NcclTransport(TransportBase):
     """An NCCL communicator, grouped by CuPy, over some or all ranks of a group.
 
     `members` are the group's ranks that the communicator joins, in its order; by default all. `rank`, `size`, the
@@ -275,13 +285,8 @@ class NcclTransport:
         if missing:
             raise TransportError(f'transport "nccl": {missing}')
         self._nccl: Any = importlib.import_module("cupy.cuda.nccl")
-        self.rank = rank
-        self.size = size
-        self.reason = ""
-        self._device = device
+        super().__init__(rank, size, device, timeout)
         self._control = control.fresh_scope("nccl")
-        self._timeout = timeout
-        self._warm_up = WarmUp(device, timeout)
         self._lane = StreamLane(device) if lane is None else lane
         self._last: StreamFence | None = None
         self._ending = threading.Lock()
@@ -326,7 +331,7 @@ class NcclTransport:
     def warm_up(self, edges: Sequence[Edge]) -> None:
         """See `Transport.warm_up`. A transport whose warm-up failed is aborted."""
         try:
-            self._warm_up(self, edges)
+            super().warm_up(edges)
         except TransportError:
             self.abort("its warm-up failed")
             raise

@@ -21,11 +21,10 @@ from ..limits import NO_LIMITS, Limits
 from ..transport import (
     DONE,
     WARM_UP_SECONDS,
-    Edge,
     Fence,
     Message,
+    TransportBase,
     TransportError,
-    WarmUp,
     aborted,
     as_bytes,
     check_messages,
@@ -204,7 +203,7 @@ def _interrupt(group: dist.ProcessGroup | None) -> None:
                 return
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(TransportBase):
     """One torch.distributed process group. Peers are ranks of that group, not of the world.
 
     On the CPU a thread of its own runs the transfers, so that they go on while the caller computes. On CUDA the
@@ -227,16 +226,11 @@ class ProcessGroupTransport:
         refused = limits.refused_by("process_group", *([] if self._lane else ["bytes_per_second"]))
         if refused:
             raise ValueError(refused)
-        self.rank = group.rank()
-        self.size = group.size()
-        self.reason = ""
+        super().__init__(group.rank(), group.size(), device, timeout)
         self._group = group
-        self._device = device
         self._control = (control or control_of(group)).fresh_scope("process_group")
         self._rate = limits.bytes_per_second
-        self._timeout = timeout
         self._tag = FIRST_TAG if self._lane else self._shared_tag()  # what works in stream order has no tags
-        self._warm_up = WarmUp(device, timeout)
         self._open = True
         self._aborted = ""
         # Weakly: the thread must not be the last to hold the group, whose destructor would then run there, perhaps
@@ -278,19 +272,11 @@ class ProcessGroupTransport:
         self._start_on_stream(self._lane, outgoing, incoming)
         return self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
 
-    def warm_up(self, edges: Sequence[Edge]) -> None:
-        """See `Transport.warm_up`."""
-        self._warm_up(self, edges)
-
     def gather(self, value: object) -> list[object]:
         """See `Transport.gather`."""
         check_open(self, self._open)
         # A peer may still be in its warm-up, until the deadline of that.
         return self._control.gather(value, what="gather of the process_group transport", timeout=2 * self._timeout)
-
-    def check(self) -> str | None:
-        """See `Transport.check`: nothing moves that a fence does not tell of."""
-        return None
 
     def abort(self, reason: str) -> None:
         """See `Transport.abort`. Where transfers are in flight, the process group that carries them ends with them."""

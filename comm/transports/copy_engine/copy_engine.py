@@ -51,11 +51,10 @@ from ...cuda_threads import start
 from ...slots import aligned
 from ...transport import (
     WARM_UP_SECONDS,
-    Edge,
     Fence,
     Message,
+    TransportBase,
     TransportError,
-    WarmUp,
     aborted,
     check_messages,
     check_open,
@@ -82,7 +81,7 @@ def copy_engine_missing() -> str | None:
     return None
 
 
-class CopyEngineTransport:
+class CopyEngineTransport(TransportBase):
     """Copies between the GPUs of one node, or between processes on one GPU.
 
     `control` covers all `size` ranks of the group, and all of them open together; this transport joins those in
@@ -105,15 +104,11 @@ class CopyEngineTransport:
         members: Sequence[int] | None = None,
         timeout: float = WARM_UP_SECONDS,
     ) -> None:
-        self.rank = rank
-        self.size = size
-        self.reason = ""
+        super().__init__(rank, size, device, timeout)
         self._members = tuple(sorted(range(size) if members is None else members))
         if rank not in self._members:
             raise ValueError(f"members is {self._members}: it takes the rank that opens the transport, {rank}, too")
-        self._device = device
         self._control = control
-        self._timeout = timeout
         self._ending = threading.Lock()
         self._aborted = ""  # why
         self._releasing: threading.Thread | None = None
@@ -122,7 +117,6 @@ class CopyEngineTransport:
         self._last: StreamFence | None = None
         self._sent = dict.fromkeys(self._members, FIRST_NUMBER)  # number of the last message to each peer
         self._awaited: dict[int, int] = {}  # flag -> the number that the stream waits for
-        self._warm_up = WarmUp(device, timeout)
         missing = copy_engine_missing()
         joined = join_node(control, rank, self._members, device, missing=missing, first=FIRST_NUMBER, timeout=timeout)
         self._context, self._flags, self._sockets = joined
@@ -157,18 +151,10 @@ class CopyEngineTransport:
                 self._last = self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
         return self._last
 
-    def warm_up(self, edges: Sequence[Edge]) -> None:
-        """See `Transport.warm_up`. Edges that leave the members are another transport's."""
-        self._warm_up(self, edges)
-
     def gather(self, value: object) -> list[object]:
         """See `Transport.gather`. Over all ranks of the group, also those that are no members."""
         check_open(self, self._open)
         return self._control.gather(value, what="the gather of a copy_engine transport", timeout=self._timeout)
-
-    def check(self) -> str | None:
-        """See `Transport.check`: nothing moves that a fence does not tell of."""
-        return None
 
     def abort(self, reason: str) -> None:
         """See `Transport.abort`. Streams go on as if every flag were up, on whatever the memory holds."""
