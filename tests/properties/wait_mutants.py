@@ -118,7 +118,7 @@ TARGETS = (
             *(f"LocalTransport.{name}" for name in LOCAL_POST),
         ),
         ("local",),
-        ("comm/test_lanes.py", "comm/test_transport.py -k test_local", "comm/test_local_world.py"),
+        ("comm/test_lanes.py", "comm/test_transport.py -k test_local", "comm/test_local.py"),
     ),
 )
 
