@@ -240,7 +240,7 @@ def add_device(root: Path, path: str, *, numa: str) -> None:
     link.symlink_to(device)
 
 
-def test_place_of_a_gpu(stand_in: StandIn, tree: Path) -> None:
+def test_info_of_a_gpu(stand_in: StandIn, tree: Path) -> None:
     device = nvml.device_info(GPU, sys=tree)
     assert device == DeviceInfo(
         host=nvml.host_name(),
@@ -263,17 +263,19 @@ def test_nics(tree: Path) -> None:
     assert nvml.nics_of(tree / "nowhere") == ()
 
 
-def test_place_without_a_gpu(tree: Path) -> None:
+def test_info_without_a_gpu(tree: Path) -> None:
     device = nvml.device_info(CPU, sys=tree)
     assert (device.gpu, device.nvlinks, device.pcie, device.unknown) == (None, (), (), "cpu is not a GPU")
     assert [nic.name for nic in device.nics] == ["mlx5_0", "eth0", "eth1"]
 
 
-def test_place_without_a_driver(stand_in: StandIn, tree: Path) -> None:
+def test_info_without_a_driver(stand_in: StandIn, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in.driver = False
     device = nvml.device_info(GPU, sys=tree)
     assert (device.gpu, device.name, device.nvlinks) == (f"GPU-{UUID}", "H100", ())
     assert device.unknown == "NVML finds no driver (NVMLErrorLibraryNotFound: NVML Shared Library Not Found)"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml.device_info(GPU, sys=tree).unknown == "pynvml is not installed: pip install nvidia-ml-py"
 
 
 def test_a_gpu_that_nvml_does_not_know(stand_in: StandIn, tree: Path) -> None:
@@ -293,6 +295,17 @@ def test_a_driver_that_tells_less(stand_in: StandIn, tree: Path) -> None:
     device = nvml.device_info(GPU, sys=tree)
     assert (device.index, device.nvlinks, device.pcie_gigabytes, device.unknown) == (None, (), None, None)
     assert device.pcie[-1] == BUS
+
+
+def test_a_link_whose_peer_is_not_told(stand_in: StandIn, tree: Path) -> None:
+    """It is left out, and nothing else is lost with it."""
+
+    def refused(gpu: str, link: int) -> Any:
+        raise NVMLError("Not Supported")
+
+    stand_in.nvmlDeviceGetNvLinkRemotePciInfo = refused  # type: ignore[method-assign]
+    device = nvml.device_info(GPU, sys=tree)
+    assert (device.nvlinks, device.unknown, device.pcie[-1]) == ((NvLink(SWITCH, 4, 4),), None, BUS)
 
 
 def test_a_fabric_of_many_hosts(stand_in: StandIn, tree: Path) -> None:

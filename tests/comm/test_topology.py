@@ -220,3 +220,10 @@ def test_nvlinks_of_an_unknown_generation_come_first_too() -> None:
     devices = meshed("a", {(0, 2): 4, (1, 3): 4}, 4)
     blind = [replace(one, nvlinks=tuple(replace(link, version=None) for link in one.nvlinks)) for one in devices]
     assert [edge.link.kind for edge in ring_topology(blind).edges].count("nvlink") == 2
+
+
+def test_devices_of_no_world_or_of_another() -> None:
+    with pytest.raises(ValueError, match="devices is empty"):
+        ring_topology([])
+    with pytest.raises(ValueError, match="devices has 2 entries for 3 ranks"):
+        Topology(((0, 1, 2),), tuple(cpus("a", 2)))
