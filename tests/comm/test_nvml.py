@@ -107,7 +107,7 @@ def test_rate_of_a_network() -> None:
     assert network([(fast, 1), (None, 1)])[1:3] == ("mlx5_0 - unknown NIC", None)
 
 
-def test_places_as_json() -> None:
+def test_devices_as_json() -> None:
     for device in (*hgx("a"), *meshed("b", {(0, 1): 2}, 2), *cpus("c", 1)):
         assert DeviceInfo.from_json(device.to_json()) == device
     assert DeviceInfo.from_json({"host": "a"}) == DeviceInfo("a")
