@@ -29,12 +29,10 @@ from triton.runtime.jit import JITFunction
 
 from ..comm.control import control_of
 from ..comm.transport import Edge, Transport
-from ..comm.transports import nccl_library
 from ..comm.transports.lanes import indexed
-from ..comm.transports.local import LocalGroup, solo_group
-from ..comm.transports.mailboxes import DEFAULT_TIMEOUT, Hub
+from ..comm.transports.local import DEFAULT_TIMEOUT, Hub, LocalGroup, solo_group
 from ..comm.transports.nccl import NcclTransport
-from ..comm.watchdog import watchdog
+from ..comm.watchdog import watch
 from ..kernels import launch as launching
 from ..kernels.checks import MAX_HEAD_DIM
 from ..kernels.device.forward import forward_kernel
@@ -285,11 +283,11 @@ def no_device() -> Iterator[None]:
         patch.multiple(torch.cuda, **cuda),
         patch.dict(sys.modules, {"cupy": ModuleType("cupy"), "cupy.cuda": ModuleType("cuda"), "cupy.cuda.nccl": nccl}),
         patch.object(torch.Tensor, "contiguous", _contiguous),
-        patch.object(nccl_library, "_library", lambda: library),
+        patch.object(nccl, "_library", lambda: library),
         patch.object(ring_module, "open_transports", lambda *arguments, device, **named: (_unwarmed(device),)),
         # as if of a GPU: its spans are events; and no thread beside this one
         patch.object(ring_module, "open_watch", lambda group, device, **named: opened(group, NO_DEVICE, **named)),
-        patch.object(watchdog, "_WATCHDOG", SimpleNamespace(add=nothing)),
+        patch.object(watch, "_WATCHDOG", SimpleNamespace(add=nothing)),
         patch.object(driver, "_active", NoDriver()),
         patch.object(triton.compiler, "compile", lambda *arguments, **named: kernel),
         patch.object(launching, "check_cpu", nothing),

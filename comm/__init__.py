@@ -5,9 +5,7 @@ from .limits import Limits
 from .slots import Slots, slot_nbytes
 from .topology.topology import Topology
 from .transport import DONE, Edge, Fence, Message, Transport, TransportError
-from .transports.local import LocalGroup, LocalTransport
-from .transports.local_world import LocalWorld
-from .transports.mailboxes import WorldAborted
+from .transports.local import LocalGroup, LocalTransport, LocalWorld, WorldAborted
 from .transports.nccl import NcclTransport
 from .transports.process_group import ProcessGroupTransport
 

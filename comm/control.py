@@ -3,18 +3,323 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
+import queue
+import threading
 import time
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from uuid import uuid4
 
+import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from .kept import LINE, kept_of
-from .store_line import ANSWER_SECONDS, Line, LocalLine, StoreLine, open_line
+from .kept import CONNECTION, kept_of
 from .transport import TransportError, decoded, encoded
-from .transports.local import LocalGroup
-from .transports.mailboxes import WorldAborted
+from .transports.local import DEFAULT_TIMEOUT, Hub, LocalGroup, WorldAborted
+
+PROC = Path("/proc")
+STATE, START = 0, 19  # fields of /proc/PID/stat behind the name, counted from 0
+ENDED = "ZX"  # states of a process that runs no more, though nobody has asked for its exit code yet
+
+
+def own_process() -> list[str]:
+    """This process by what no other has: machine and process namespace, number and start time."""
+    return [_machine(), str(os.getpid()), _stat(str(os.getpid()))[START]]
+
+
+def has_ended(process: object) -> bool:
+    """Whether the process that told this has ended; False where it runs, or cannot be seen from here."""
+    match process:
+        case [str(machine), str(number), str(start)] if machine and machine == _machine() and number.isdigit():
+            stat = _stat(number)
+            return stat[STATE] in ENDED or stat[START] != start
+    return False
+
+
+def _machine() -> str:
+    """The same in all processes that see each other's numbers; "" where the system does not tell."""
+    try:
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip() + os.readlink(PROC / "self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _stat(number: str) -> list[str]:
+    try:
+        return (PROC / number / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return [ENDED[-1], *[""] * START]
+
+
+# Nobody ever sends with this tag: a receive of it always times out.
+INTERRUPT_TAG = 20000
+
+
+def connection_closed(group: dist.ProcessGroup, peer: int) -> bool:
+    """Whether the connection to a peer is closed: it has ended, or broken off all transfers. False for other backends.
+
+    A receive of a tag that nobody sends is refused once gloo has seen the end of the connection. One that is not
+    refused is let go of at once: gloo knows it weakly, so that no thread waits and nothing is left to end. It costs
+    some bytes in both processes until the group ends: ask seldom.
+    """
+    if "gloo" not in dist.get_backend_config(group):
+        return False
+    try:
+        receive_nothing(group, peer)
+    except RuntimeError:
+        return True
+    return False
+
+
+def receive_nothing(group: dist.ProcessGroup, peer: int) -> dist.Work:
+    scratch = torch.empty(1, dtype=torch.uint8, device="cpu")  # whatever the default device is
+    work = dist.irecv(scratch, group=group, group_src=peer, tag=INTERRUPT_TAG)
+    assert work is not None
+    return work
+
+
+T = TypeVar("T")
+
+# One answer of a store takes microseconds on a host and milliseconds across a cluster. A host that vanished without
+# closing its connections never answers: torch's stores would wait for ever, this bounds it.
+ANSWER_SECONDS = 20.0
+# How often a rank that waits looks whether those that it waits for have died: once a wait is as old as the first, then
+# each time that its age has doubled, at most as far apart as the second.
+FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 10.0
+
+
+@dataclass
+class Scope:
+    """What a connection remembers of the keys below one prefix, whichever `Control` speaks of them."""
+
+    gathers: int = 0  # how many there were: every rank counts the same
+    answer: str | None = None  # rank 0's key of the last one, which others may still have to read
+    fresh: dict[str, int] = field(default_factory=dict)  # name of a fresh scope -> how many there were
+
+
+class Connection(Protocol):
+    """One rank's way to the store of its group."""
+
+    patience: float  # seconds that a gather waits unless told otherwise
+    scopes: defaultdict[str, Scope]  # by prefix
+    published: set[str]  # this rank's keys that are in the store
+
+    def ask(self, do: Callable[[Store], T], timeout: float) -> T:
+        """What `do` returns; TransportError where the store fails or has not answered after `timeout` seconds."""
+
+    def tell(self, do: Callable[[Store], object]) -> None:
+        """Have it done soon; nobody waits for it, and a store that fails is no error."""
+
+    def hopeless(self, missing: Sequence[int]) -> TransportError | None:
+        """Why nothing will come from these ranks any more, where that is known; who waits asks again and again."""
+
+
+class _Looks:
+    """When a rank that waits should look at what costs something to look at."""
+
+    def __init__(self) -> None:
+        self._since = self._last = self._next = -math.inf
+
+    def due(self, now: float) -> bool:
+        """Whether to look; asked all the while that a rank waits, and not in between."""
+        if now - self._last > FIRST_LOOK_SECONDS:  # another wait
+            self._since, self._next = now, now + FIRST_LOOK_SECONDS
+        self._last = now
+        if now < self._next:
+            return False
+        self._next = now + min(now - self._since, LONGEST_LOOK_SECONDS)
+        return True
+
+
+class StoreConnection:
+    """A connection of our own to a store that may stop answering, spoken to by one thread so that no caller hangs.
+
+    torch's stores are clients of a server in another process: a blocked `get` of somebody else must not hold us up,
+    hence the connection; and a server that vanished without a reset never answers, hence the thread.
+
+    Args:
+        store: the group's.
+        seconds: in which to connect.
+        group: whose ranks may be seen to die.
+    """
+
+    def __init__(
+        self, store: Store, seconds: float = ANSWER_SECONDS, group: dist.ProcessGroup | None = None, prefix: str = ""
+    ) -> None:
+        self.patience = DEFAULT_TIMEOUT
+        self.scopes: defaultdict[str, Scope] = defaultdict(Scope)
+        self.published: set[str] = set()
+        self.prefix = prefix
+        self._group = (
+            None if group is None else weakref.ref(group)
+        )  # a connection is kept as long as its group is there
+        self._looks = _Looks()
+        self._gone: str | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=_serve, args=(self._jobs,), name="ringattn-store", daemon=True)
+        thread.start()
+        self._store = store
+        try:
+            self._store = self.ask(lambda theirs: _connected(theirs, seconds), seconds)
+        except BaseException:
+            self._jobs.put(None)
+            raise
+        self._stop = weakref.finalize(self, _end, self._jobs, thread)
+
+    def ask(self, do: Callable[[Store], T], timeout: float) -> T:
+        """See `Connection.ask`. A store that failed once is not asked again: torch prints a stack trace each time."""
+        if self._gone is not None:
+            raise TransportError(self._gone)
+        answer: Future[T] = Future()
+        store = self._store
+
+        def job() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(do(store))
+                except BaseException as error:
+                    answer.set_exception(error)
+
+        self._jobs.put(job)
+        try:
+            return answer.result(timeout)
+        except TimeoutError:
+            answer.cancel()
+            raise TransportError(f"the store of the group has not answered for {timeout:g} s") from None
+        except dist.DistError as error:
+            self._gone = f"the store of the group is gone: {str(error).splitlines()[0]}"
+            raise TransportError(self._gone) from error
+
+    def tell(self, do: Callable[[Store], object]) -> None:
+        """See `Connection.tell`."""
+        store = self._store
+
+        def job() -> None:
+            with contextlib.suppress(dist.DistError):
+                do(store)
+
+        if self._gone is None:
+            self._jobs.put(job)
+
+    def hopeless(self, missing: Sequence[int]) -> TransportError | None:
+        """A rank is seen to be gone by its connection where the group has gloo, by its process on the same machine.
+
+        Nothing is known of a rank on another host whose group has NCCL alone, nor of one there that was killed before
+        it ever used this group for a ring: such a wait ends by its deadline.
+        """
+        group = None if self._group is None else self._group()
+        if group is None or not self._looks.due(time.monotonic()):
+            return None
+        for rank in missing:
+            if connection_closed(group, rank):
+                return TransportError(f"rank {rank} is gone: its connection to rank {group.rank()} is closed")
+            key = f"{self.prefix}process/{rank}"
+            process = self.ask(lambda store, key=key: store.get(key) if store.check([key]) else b"null", ANSWER_SECONDS)  # type: ignore[misc]
+            if has_ended(decoded(process, key)):
+                return TransportError(f"rank {rank} is gone: its process has ended")
+        return None
+
+    def close(self) -> None:
+        """End the connection and its thread. Idempotent."""
+        self._gone = "the group was destroyed"
+        self._stop()
+        self._store = None  # type: ignore[assignment]  # and with it the connection
+
+
+def connect(group: dist.ProcessGroup, seconds: float) -> StoreConnection:
+    """A connection to the store of a group, made in so many seconds; TransportError where that is not possible."""
+    # What torch keeps beside every group since before 2.11
+    store: Store = dist.distributed_c10d._get_process_group_store(group)
+    process = encoded(own_process())
+    connection = StoreConnection(store, seconds, group)
+
+    def go(own: Store) -> str:
+        # A store may outlive the processes: torchrun's serves the next attempt, below another prefix of the group's,
+        # which only the group's own store has. So one word there, whichever rank comes first, names our keys.
+        word = bytes(store.compare_set("ringattn", "", uuid4().hex)).decode()
+        prefix = f"ringattn/{word}/{group.group_name}/"
+        # It may outlive a group, too, and serve the next of its name: what is left of the last must not be read again.
+        times = own.add(f"{prefix}opened{group.rank()}", 1)
+        own.set(f"{prefix}{times}/process/{group.rank()}", process)  # type: ignore[arg-type]
+        return f"{prefix}{times}/"
+
+    connection.prefix = connection.ask(go, seconds)
+    return connection
+
+
+def _connected(store: Store, seconds: float) -> Store:
+    """A connection of our own, whose own waits end after ANSWER_SECONDS; without the prefix of the group's."""
+    plain = getattr(store, "_underlying_non_prefix_store", store)
+    if isinstance(plain, TCPStore):
+        # Not clone(): where the server is gone it tries for as long as the group's timeout, half an hour. Half of the
+        # seconds, for it may try twice.
+        own: Store = TCPStore(
+            plain.host, plain.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds / 2)
+        )
+    else:
+        own = store.clone()  # type: ignore[attr-defined]
+    own.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+    return own
+
+
+def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # it holds the caller's values until the next one comes
+
+
+def _end(jobs: queue.SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
+    # Also at exit, before the interpreter is taken down: a thread that returns from C++ after that ends the process.
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(1.0)
+
+
+class LocalConnection:
+    """Virtual ranks share one store in memory, which always answers."""
+
+    def __init__(self, group: LocalGroup) -> None:
+        self._group = group
+        self._hub: Hub = group._hub
+        self.patience = self._hub.timeout
+        self.scopes: defaultdict[str, Scope] = defaultdict(Scope)
+        self.published: set[str] = set()
+        self._lock = threading.Lock()  # the rank's own thread, and the watchdog
+
+    def ask(self, do: Callable[[Store], T], timeout: float) -> T:
+        """See `Connection.ask`."""
+        with self._lock:
+            return do(self._hub.store)
+
+    def tell(self, do: Callable[[Store], object]) -> None:
+        """See `Connection.tell`."""
+        self.ask(do, 0.0)
+
+    def hopeless(self, missing: Sequence[int]) -> TransportError | None:
+        """Another rank raised, or has returned from what the world runs."""
+        failure = self._hub.failure
+        if failure is not None:
+            return WorldAborted(f"{self._group} gave up waiting, another rank raised {type(failure).__name__}")
+        gone = self._hub.returned(missing)
+        if gone:
+            return TransportError(
+                f"{self._group} waits for rank {gone[0]}, which has returned and will never get there"
+            )
+        return None
+
+    def close(self) -> None:
+        """Nothing to give back: the store goes with its world."""
+
 
 # What a rank that gives up, or leaves, grants the store for its last words.
 LAST_SECONDS = 1.0
@@ -29,14 +334,16 @@ class Control:
     `gather` and `merged` are collective, every rank in the same order; `publish` and `look` wait for nobody. The ranks
     can be processes (through the store of torch.distributed, on a connection of its own) or the virtual ranks of a
     `LocalWorld`. Any thread may call. Tuples come as lists. No wait is longer than `patience` seconds, whatever the
-    timeout of the group; that of the line where it is None.
+    timeout of the group; that of the connection where it is None.
     """
 
-    def __init__(self, line: Line, rank: int, size: int, prefix: str, patience: float | None = None) -> None:
+    def __init__(
+        self, connection: Connection, rank: int, size: int, prefix: str, patience: float | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
-        self.patience = line.patience if patience is None else patience
-        self._line = line
+        self.patience = connection.patience if patience is None else patience
+        self._connection = connection
         self._prefix = prefix
         self._closed = False
 
@@ -49,9 +356,9 @@ class Control:
         stop: Callable[[], str | None] | None = None,
     ) -> list[object]:
         """`value` of every rank, in rank order; otherwise as `merged`."""
-        found = self.merged(value, list, what=what, timeout=timeout, stop=stop)
-        assert isinstance(found, list)
-        return found
+        result = self.merged(value, list, what=what, timeout=timeout, stop=stop)
+        assert isinstance(result, list)
+        return result
 
     def merged(
         self,
@@ -78,7 +385,7 @@ class Control:
             TransportError: the store is gone, `stop` said so, or ranks (they are named) are gone, or did not answer in
                 time; on other ranks also for what ended rank 0's part.
         """
-        scope = self._line.scopes[self._prefix]
+        scope = self._connection.scopes[self._prefix]
         key, answer = f"gather{scope.gathers}/{{}}".format, f"gather{scope.gathers}/all"
         scope.gathers += 1
         self.publish(key(self.rank), value)
@@ -87,11 +394,11 @@ class Control:
             return self._merge(keys, answer, merge, what=what, timeout=timeout, stop=stop)
         self._await({0: answer}, what, self._within(timeout), stop, lambda: {r: key(r) for r in range(self.size)})
         self.forget(key(self.rank))
-        told: Any = self.look(answer)
-        problem, found = told
+        message: Any = self.look(answer)
+        problem, result = message
         if problem:
             raise TransportError(problem)
-        return found
+        return result
 
     def _merge(
         self, keys: Mapping[int, str], answer: str, merge: Callable[[list[object]], object], *, what: str, **wait: Any
@@ -102,14 +409,14 @@ class Control:
         except WorldAborted:  # they see that for themselves
             raise
         except BaseException as error:
-            told = (
+            problem = (
                 str(error) if isinstance(error, TransportError) else f"{what}: rank 0: {type(error).__name__}: {error}"
             )
             with contextlib.suppress(TransportError):
-                self.publish(answer, (told, None))
+                self.publish(answer, (problem, None))
             raise
         self.publish(answer, (None, merged))
-        scope = self._line.scopes[self._prefix]
+        scope = self._connection.scopes[self._prefix]
         for key in (keys[0], scope.answer):
             if key is not None:  # who has published for this merge has read the answer of the last
                 self.forget(key)
@@ -127,8 +434,8 @@ class Control:
         """Wait until each of these ranks has published its one of these keys, then read them; otherwise as `merged`."""
         self._await(keys, what, self._within(timeout), stop)
         full = [self._prefix + key for key in keys.values()]
-        found = self._line.ask(lambda store: store.multi_get(full), self._within(ANSWER_SECONDS))
-        return [decoded(data, key) for data, key in zip(found, full, strict=True)]
+        values = self._connection.ask(lambda store: store.multi_get(full), self._within(ANSWER_SECONDS))
+        return [decoded(data, key) for data, key in zip(values, full, strict=True)]
 
     def publish(self, key: str, value: object) -> None:
         """Leave `value` under `key`, in the place of what was there. Waits for no other rank.
@@ -159,17 +466,17 @@ class Control:
         def go(store: Store) -> dict[str, bytes]:
             if self._closed:
                 return {}
-            self._line.published.update(values)
+            self._connection.published.update(values)
             for key, data in values.items():
                 store.set(key, data)  # type: ignore[arg-type]  # the stub knows str alone, the store takes bytes
             return {key: store.get(self._prefix + key) for key in look if store.check([self._prefix + key])}
 
-        found = self._line.ask(go, self._within(timeout))
-        return {key: decoded(data, self._prefix + key) for key, data in found.items()}
+        data_by_key = self._connection.ask(go, self._within(timeout))
+        return {key: decoded(data, self._prefix + key) for key, data in data_by_key.items()}
 
     def hopeless(self, missing: Sequence[int]) -> TransportError | None:
         """Why nothing will come from these ranks any more, where that is known."""
-        return self._line.hopeless(missing)
+        return self._connection.hopeless(missing)
 
     def count(self, key: str, more: int) -> int:
         """Add to a number that all ranks share, at first 0; what it is then. Waits for no other rank.
@@ -180,28 +487,28 @@ class Control:
         full = self._prefix + key
 
         def go(store: Store) -> int:
-            self._line.published.add(full)
+            self._connection.published.add(full)
             return store.add(full, more)
 
-        return self._line.ask(go, self._within(ANSWER_SECONDS))
+        return self._connection.ask(go, self._within(ANSWER_SECONDS))
 
     def forget(self, key: str) -> None:
         """Take away what nobody will look for any more. Waits for nobody, the store included."""
         full = self._prefix + key
 
         def go(store: Store) -> None:
-            self._line.published.discard(full)
+            self._connection.published.discard(full)
             store.delete_key(full)
 
-        self._line.tell(go)
+        self._connection.tell(go)
 
     def scope(self, name: str) -> Control:
         """The same ranks with other keys; the same `name` names the same keys again."""
-        return Control(self._line, self.rank, self.size, f"{self._prefix}{name}/", self.patience)
+        return Control(self._connection, self.rank, self.size, f"{self._prefix}{name}/", self.patience)
 
     def fresh_scope(self, name: str) -> Control:
         """Keys that nobody has used: every rank calls it in the same order."""
-        fresh = self._line.scopes[self._prefix].fresh
+        fresh = self._connection.scopes[self._prefix].fresh
         fresh[name] = fresh.get(name, 0) + 1
         return self.scope(f"{name}{fresh[name]}")
 
@@ -213,21 +520,21 @@ class Control:
 
         def go(store: Store) -> None:
             self._closed = True
-            mine = [key for key in [*self._line.published] if key.startswith(self._prefix)]
-            self._line.published.difference_update(mine)
+            mine = [key for key in [*self._connection.published] if key.startswith(self._prefix)]
+            self._connection.published.difference_update(mine)
             left = [f"{self._prefix}left/{rank}" for rank in range(self.size)]
             store.set(left[self.rank], encoded(mine))  # type: ignore[arg-type]
             if store.add(f"{self._prefix}closed", 1) == self.size:
                 theirs = [decoded(data, key) for data, key in zip(store.multi_get(left), left, strict=True)]
-                told = [key for keys in theirs if isinstance(keys, list) for key in keys]
-                for key in [f"{self._prefix}closed", *left, *told]:
+                all_keys = [key for keys in theirs if isinstance(keys, list) for key in keys]
+                for key in [f"{self._prefix}closed", *left, *all_keys]:
                     store.delete_key(key)
 
         if not self._closed:
             with contextlib.suppress(TransportError):
-                self._line.ask(go, LAST_SECONDS)
-            for prefix in [prefix for prefix in list(self._line.scopes) if prefix.startswith(self._prefix)]:
-                del self._line.scopes[prefix]
+                self._connection.ask(go, LAST_SECONDS)
+            for prefix in [prefix for prefix in list(self._connection.scopes) if prefix.startswith(self._prefix)]:
+                del self._connection.scopes[prefix]
 
     def _within(self, timeout: float | None) -> float:
         return self.patience if timeout is None else min(timeout, self.patience)
@@ -247,7 +554,7 @@ class Control:
         def there(keys: Sequence[str]) -> bool:
             full = [self._prefix + key for key in keys]
             left = begun + timeout - time.monotonic()
-            return self._line.ask(lambda store: store.check(full), min(max(left, LAST_SECONDS), ANSWER_SECONDS))
+            return self._connection.ask(lambda store: store.check(full), min(max(left, LAST_SECONDS), ANSWER_SECONDS))
 
         def all_there(ranks: Sequence[int]) -> bool:
             return there([wanted[rank] for rank in ranks])
@@ -257,7 +564,7 @@ class Control:
             while True:
                 now, reason = time.monotonic(), stop() if stop is not None else None
                 # Before the look: a rank may leave its value and be gone, and that value is still an answer.
-                hopeless = self._line.hopeless(missing[:1])
+                hopeless = self._connection.hopeless(missing[:1])
                 if all_there(missing[:1]):
                     break
                 error = hopeless if reason is None else TransportError(f"{what}: {reason}")
@@ -284,11 +591,11 @@ def control_of(group: LocalGroup | dist.ProcessGroup, patience: float | None = N
     """
     kept = kept_of(group)
     if isinstance(group, LocalGroup):
-        local = kept.setdefault(LINE, LocalLine(group))
-        assert isinstance(local, LocalLine)
+        local = kept.setdefault(CONNECTION, LocalConnection(group))
+        assert isinstance(local, LocalConnection)
         return Control(local, group.rank(), group.size(), "ringattn/", patience)
-    if LINE not in kept:
-        kept[LINE] = open_line(group, min(ANSWER_SECONDS, patience or ANSWER_SECONDS))
-    line = kept[LINE]
-    assert isinstance(line, StoreLine)
-    return Control(line, group.rank(), group.size(), line.prefix, patience)
+    if CONNECTION not in kept:
+        kept[CONNECTION] = connect(group, min(ANSWER_SECONDS, patience or ANSWER_SECONDS))
+    connection = kept[CONNECTION]
+    assert isinstance(connection, StoreConnection)
+    return Control(connection, group.rank(), group.size(), connection.prefix, patience)

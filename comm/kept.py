@@ -1,4 +1,4 @@
-"""What is kept for a group from call to call, and ends with it: its way to the store, and its ring."""
+"""What is kept for a group from call to call, and ends with it; and handles that stand for objects."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import os
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import Protocol
+from itertools import count
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from .cuda_threads import HOST, on_device, start
-from .transports.local import LocalGroup
+
+if TYPE_CHECKING:
+    from .transports.local import LocalGroup
 
 
 class Closes(Protocol):
@@ -23,7 +26,7 @@ class Closes(Protocol):
 
 
 Kept = dict[object, Closes]
-LINE = "line"
+CONNECTION = "connection"
 """The key of a group's way to its store."""
 
 _KEPT: weakref.WeakKeyDictionary[dist.ProcessGroup, Kept] = weakref.WeakKeyDictionary()
@@ -32,7 +35,7 @@ _INHERITED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 def kept_of(group: LocalGroup | dist.ProcessGroup) -> Kept:
     """What is kept for a group, for the caller to add to."""
-    if isinstance(group, LocalGroup):
+    if not isinstance(group, dist.ProcessGroup):
         return group.kept
     end_destroyed()
     return _KEPT.setdefault(group, {})
@@ -50,8 +53,8 @@ def end_destroyed() -> None:
 
 
 def end(kept: Mapping[object, Closes]) -> None:
-    """Close everything; the line first, for a store that may be gone has nothing to be told any more."""
-    for key, thing in sorted(kept.items(), key=lambda item: item[0] != LINE):
+    """Close everything; the connection first, for a store that may be gone has nothing to be told any more."""
+    for key, thing in sorted(kept.items(), key=lambda item: item[0] != CONNECTION):
         with on_device(key if isinstance(key, torch.device) else HOST):  # a ring is kept by its device
             thing.close()
 
@@ -74,3 +77,20 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+# Handles stand for objects where numbers may pass and objects may not: the arguments of a torch.library op.
+_HANDLES = count(1)  # 0 stands for nothing
+_ALIVE: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+
+
+def handle_of(thing: object) -> int:
+    """A handle of ``thing`` in this process, which does not keep it alive."""
+    handle = next(_HANDLES)
+    _ALIVE[handle] = thing
+    return handle
+
+
+def of_handle(handle: int) -> object | None:
+    """What ``handle`` was given to; None for 0, and once it is gone."""
+    return _ALIVE.get(handle)

@@ -27,9 +27,9 @@ NCCL_CTAS = 32
 
 def environment_ctas(environment: Mapping[str, str] = os.environ) -> int | None:
     """The most thread blocks that the environment lets NCCL take; None where it says nothing of them."""
-    given = {name: int(text) for name in CTA_VARIABLES if (text := environment.get(name, "")).isdigit() and int(text)}
-    most = [count for name, count in given.items() if "MAX" in name]
-    return min(most, default=NCCL_CTAS) if given else None
+    counts = {name: int(text) for name in CTA_VARIABLES if (text := environment.get(name, "")).isdigit() and int(text)}
+    most = [count for name, count in counts.items() if "MAX" in name]
+    return min(most, default=NCCL_CTAS) if counts else None
 
 
 def environment_cluster(environment: Mapping[str, str] = os.environ) -> int | None:

@@ -31,12 +31,11 @@ from ..comm import (
 )
 from ..comm.control import Control
 from ..comm.cuda_threads import HOST, within
-from ..comm.kept import kept_of
-from ..comm.numbers import numbered
-from ..comm.topology.nvml import discover, reader
-from ..comm.watchdog.gossip import Report
-from ..comm.watchdog.watch import ABORT_SECONDS, Watch
-from ..comm.watchdog.watchdog import open_watch, ring_control
+from ..comm.kept import handle_of, kept_of
+from ..comm.topology.nvml import Reader
+from ..comm.topology.topology import discover
+from ..comm.watchdog.telemetry import Report
+from ..comm.watchdog.watch import ABORT_SECONDS, Watch, open_watch, ring_control
 from ..kernels import PLAIN, KernelConfig, Scores
 from ..kernels.order import chip_of
 from .checked import checked
@@ -122,7 +121,7 @@ class Ring:
         self.grad_wire_dtype = None if self._grad_wire is None else self._grad_wire.name
         self.limits = limits or Limits()
         self.deadline = deadline
-        self.number = numbered(self)  # what names this ring in a graph of torch.compile
+        self.number = handle_of(self)  # what names this ring in a graph of torch.compile
         self._wish = transport
         self._transports: tuple[Transport, ...] = ()
         self._flat: Transport | None = None
@@ -364,7 +363,7 @@ class Ring:
                 control=self._shared(),
                 deadline=self.deadline,
                 transports=self._opened.copy,
-                gauges=reader(device) if device.type == "cuda" else None,
+                gauges=Reader(device) if device.type == "cuda" else None,
             )
         if self._device != device:
             raise ValueError(f"q is on {device}, this ring works on {self._device}: use one Ring per device")

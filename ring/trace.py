@@ -17,8 +17,8 @@ import torch
 
 from ..comm import Fence, Message, Transport
 from ..comm.cuda_threads import on_device
-from ..comm.transports.host_stream import HostFence
 from ..comm.transports.lanes import StreamOrdered
+from ..comm.transports.process_group import HostFence
 from .schedule.plan import Plan
 from .schedule.schedule import Hop
 from .schedule.uses import Moved, Span, names, uses

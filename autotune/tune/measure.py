@@ -97,7 +97,7 @@ class DeviceTrials:
         self.point, self._shape, self._device = point, shape, device
         self._checked = checked or (CHECKED_WHOLE if whole else CHECKED)
         self._clock = Clock(device)
-        self._reader = nvml.reader(device)
+        self._reader = nvml.Reader(device)
         self._warm: set[Tile] = set()
         self._copies: dict[str, Copy] = {}
 

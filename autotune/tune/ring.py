@@ -165,7 +165,7 @@ def search(place: Member, wish: RingWish, store: str | None = None) -> RingRepor
         # of the runs alone: what is opened and checked first is opened and checked again when the search goes on
         ends = time.monotonic() + wish.budget
         runs = Runs(
-            wish.point, steps, Clock(device, Members()), nvml.reader(device),
+            wish.point, steps, Clock(device, Members()), nvml.Reader(device),
             left=lambda: of_rank_0(ends - time.monotonic()),  # ranks whose clocks differ would part
             journal=journal_of(wish, report.gpu) if place.rank == 0 else None,
         )  # fmt: skip

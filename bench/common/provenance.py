@@ -18,7 +18,7 @@ import torch
 
 from ... import __version__
 from ...comm.topology import nvml
-from ...comm.topology.places import pairs_by_link
+from ...comm.topology.nvml import pairs_by_link
 from .launching import cores
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,13 +125,13 @@ def topology(device: torch.device) -> dict[str, Any]:
     nics = {nic.name: None if nic.gigabits is None else f"{nic.gigabits:g} Gbit/s" for nic in nvml.nics_of()}
     if device.type != "cuda":
         return {"nics": nics}
-    places = [nvml.place_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
-    return {"gpus": len(places), "pairs": pairs_by_link(places), "nics": nics}
+    devices = [nvml.device_info(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    return {"gpus": len(devices), "pairs": pairs_by_link(devices), "nics": nics}
 
 
 def clocks(device: torch.device) -> dict[str, Any]:
     """Clocks, power, temperature and throttle reasons at this moment; why not, where nothing is told."""
-    read = nvml.reader(device)
+    read = nvml.Reader(device)
     return read() if read.reason is None else {"unknown": read.reason}
 
 

@@ -10,8 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 
-from ...comm.choice import PREFERENCE
-from ...comm.groups import TRANSPORTS
+from ...comm.groups import PREFERENCE, TRANSPORTS
 from ...kernels.checks import MAX_HEAD_DIM
 from .timing import OF_RINGS, timer_on
 

@@ -1,4 +1,7 @@
-"""What NVML and /sys know of a GPU and its host: where it sits, what it is linked with, how fast its clocks run.
+"""Where ranks sit, what joins two of them, and how fast their clocks run, as far as NVML and /sys know.
+
+Bandwidths are GB/s (10^9 bytes) per direction. "Expected" is what copies are known to reach of the nominal rate where
+nothing else is in the way: an upper figure to hold a measurement against, not a measurement.
 
 NVML counts all GPUs of a host, whatever CUDA_VISIBLE_DEVICES says: a device of torch's is found by its UUID, never by
 its number. `pynvml` (nvidia-ml-py, extra `cli`) is imported when it is needed; where it, the driver or the GPU is
@@ -13,16 +16,245 @@ import importlib
 import platform
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from itertools import accumulate, islice, pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..control import Control
-from .places import PCIE_LANE_GB_PER_S, SWITCH, Nic, NvLink, Place
-from .topology import Topology, ring_topology
+SWITCH = "switch"  # the peer of links into an NVSwitch: they reach every GPU that is linked to it too
+
+# nominal GB/s per direction: of one NVLink by generation, of one PCIe lane by generation
+NVLINK_GB_PER_S = {1: 20, 2: 25, 3: 25, 4: 25, 5: 50, 6: 50}
+PCIE_LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 1, 4: 2, 5: 4, 6: 8}
+BITS_PER_BYTE = 8
+# reached over nominal: copy engines on NVLink 4, the middle of what PCIe 5 x16 and 400G InfiniBand are known to reach
+NVLINK_REACHED = 380 / 450
+PCIE_REACHED = 52.5 / 64
+NETWORK_REACHED = 47 / 50
+
+# what two ranks of one host share of their PCIe paths, by number of common ancestors: see `DeviceInfo.pcie`
+_SHARED = ("between sockets", "inside a socket", "host bridge")
+_SWITCH_DEPTH = len(_SHARED)
+
+
+@dataclass(frozen=True)
+class NvLink:
+    """The NVLinks of one GPU to one peer."""
+
+    peer: str
+    """PCI address of the other GPU, or ``switch``."""
+    links: int
+    version: int | None = None
+    """Generation, 1 to 6."""
+
+
+@dataclass(frozen=True)
+class Nic:
+    """A network interface of a host."""
+
+    name: str
+    gigabits: float | None = None
+    """Rate per direction; None where the system does not tell."""
+    pcie: tuple[str, ...] = ()
+    """As `DeviceInfo.pcie`."""
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What is known of where one rank computes. Every field but the host may be unknown."""
+
+    host: str
+    """One name for one machine."""
+    gpu: str | None = None
+    """UUID."""
+    index: int | None = None
+    """Of NVML, which counts all GPUs of the host."""
+    name: str | None = None
+    nvlinks: tuple[NvLink, ...] = ()
+    fabric: str | None = None
+    """The NVLink domain that reaches beyond the host: GPUs with the same one are linked through its switches."""
+    pcie: tuple[str, ...] = ()
+    """Ancestors from the socket down to the device: NUMA node, root complex, bridges, the device's own address."""
+    pcie_gigabytes: float | None = None
+    """Nominal rate of its slot per direction, GB/s."""
+    nics: tuple[Nic, ...] = ()
+    """All NICs of the host."""
+    unknown: str | None = None
+    """Why what is missing is missing."""
+
+    @property
+    def domain(self) -> str:
+        """Places of one domain make a node of the ring: those of a host, or of an NVLink fabric of several hosts."""
+        return self.host if self.fabric is None else self.fabric
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, without what is unknown."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, ())}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DeviceInfo:
+        """The device that `to_json` wrote, or that somebody wrote by hand.
+
+        Raises:
+            ValueError: no host, a field that no device has, or no list where one belongs.
+        """
+        _known("device", data, cls, needs="host")
+        nvlinks = tuple(
+            NvLink(**_known("NVLink", one, NvLink, needs="peer")) for one in listed("nvlinks", data.get("nvlinks", ()))
+        )
+        nics = tuple(_nic(one) for one in listed("nics", data.get("nics", ())))
+        return cls(**{**data, "nvlinks": nvlinks, "nics": nics, "pcie": listed("pcie", data.get("pcie", ()))})
+
+
+def _nic(data: Mapping[str, Any]) -> Nic:
+    _known("NIC", data, Nic, needs="name")
+    return Nic(**{**data, "pcie": listed("pcie", data.get("pcie", ()))})
+
+
+def listed(name: str, data: object) -> tuple[Any, ...]:
+    """``data``, if it is a list.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(data, list | tuple):
+        raise ValueError(f"{name} is {data!r}: it takes a list")
+    return tuple(data)
+
+
+def _known(what: str, data: object, kind: type, *, needs: str) -> Mapping[str, Any]:
+    """``data``, if it can be a ``kind``."""
+    names = _names(kind)
+    if not isinstance(data, Mapping) or needs not in data or not data.keys() <= names.keys():
+        raise ValueError(f"a {what} is {data!r}: it takes {needs!r}, and may have others of {', '.join(names)}")
+    return data
+
+
+@cache
+def _names(kind: Any) -> dict[str, None]:
+    """Of its fields, in their order; asked for of a thousand ranks' NICs."""
+    return dict.fromkeys(field.name for field in fields(kind))
+
+
+class Link(NamedTuple):
+    """What joins two ranks."""
+
+    kind: str
+    """``nvlink``, ``pcie``, ``network``, ``one gpu`` or ``host memory``."""
+    text: str
+    gigabytes_per_second: float | None
+    """Expected per direction; None where nothing is known."""
+    distance: int = 0
+    """Orders links of one bandwidth: fewer common ancestors are farther."""
+
+    @property
+    def rank(self) -> tuple[bool, float, int]:
+        """A better link has a smaller one: NVLink comes first also where its generation, hence its rate, is unknown."""
+        return self.kind != "nvlink", -(self.gigabytes_per_second or 0.0), self.distance
+
+
+def link_between(a: DeviceInfo, b: DeviceInfo) -> Link:
+    """The best link inside a host or an NVLink fabric; the network without a rate where they share neither."""
+    direct = _nvlink(a, b)
+    if direct is not None:
+        return direct
+    if a.host != b.host:
+        return Link("network", "network", None, _SWITCH_DEPTH + 1)
+    if a.gpu is None or b.gpu is None:
+        return Link("host memory", "host memory", None)
+    if a.gpu == b.gpu:
+        return Link("one gpu", "one GPU", None)
+    depth = min(shared(a.pcie, b.pcie), _SWITCH_DEPTH)
+    text = "one switch" if depth == _SWITCH_DEPTH else _SHARED[depth]
+    return Link("pcie", f"PCIe, {text if a.pcie and b.pcie else 'unknown path'}", _pcie(a, b), _SWITCH_DEPTH - depth)
+
+
+def pairs_by_link(devices: Iterable[DeviceInfo]) -> dict[str, int]:
+    """How many pairs of GPUs are joined by what, by the text of the link; pairs of one host alone."""
+    held = [device for device in dict.fromkeys(devices) if device.gpu is not None]
+    pairs = [link_between(a, b).text for a, b in combinations(held, 2) if a.host == b.host]
+    return dict(Counter(pairs))
+
+
+def network(ends: Iterable[tuple[Nic | None, int]]) -> Link:
+    """The network between the NICs at both ends, each with the number of ranks that send through it at once."""
+    ends = [*ends]
+    rates = [nic.gigabits / sharers if nic is not None and nic.gigabits else None for nic, sharers in ends]
+    names = " - ".join(dict.fromkeys("unknown NIC" if nic is None else nic.name for nic, _ in ends))
+    known = [rate for rate in rates if rate is not None]
+    whole = len(known) == len(rates)
+    return Link("network", names, min(known) / BITS_PER_BYTE * NETWORK_REACHED if whole else None, _SWITCH_DEPTH + 1)
+
+
+def nearest_nics(devices: Sequence[DeviceInfo]) -> list[Nic | None]:
+    """For each of the devices of one host, the NIC that shares the most PCIe ancestors and the fewest other ranks."""
+    nics = _worth_using(devices[0].nics)
+    load = dict.fromkeys(range(len(nics)), 0)
+    chosen: list[Nic | None] = []
+    for device in devices:
+        if not nics:
+            chosen.append(None)
+            continue
+        best = max(load, key=lambda i: (shared(device.pcie, nics[i].pcie), nics[i].gigabits or 0, -load[i], -i))
+        load[best] += 1
+        chosen.append(nics[best])
+    return chosen
+
+
+def _worth_using(nics: Sequence[Nic]) -> list[Nic]:
+    """Not the slow ones beside fast ones, which are for management or storage."""
+    fastest = max((nic.gigabits or 0 for nic in nics), default=0)
+    return [nic for nic in nics if (nic.gigabits or 0) * 2 >= fastest]
+
+
+def shared(a: Sequence[str], b: Sequence[str]) -> int:
+    """Number of common ancestors, from the root on."""
+    count = 0
+    for ancestor, other in zip(a, b, strict=False):
+        if ancestor != other:
+            break
+        count += 1
+    return count
+
+
+def _nvlink(a: DeviceInfo, b: DeviceInfo) -> Link | None:
+    if a.gpu is not None and a.gpu == b.gpu and a.host == b.host:
+        return None
+    joined = a.host == b.host or (a.fabric is not None and a.fabric == b.fabric)
+    if not joined:
+        return None
+    ends = _through_switch(a, b) or (_direct(a, b) if a.host == b.host else None)
+    if ends is None:
+        return None
+    mine, theirs = ends
+    links = min(mine.links, theirs.links)
+    versions = [end.version for end in ends if end.version is not None]
+    nominal = NVLINK_GB_PER_S.get(min(versions)) if versions else None
+    text = f"NVLink {min(versions) if versions else '?'} x{links}{' switch' * (mine.peer == SWITCH)}"
+    return Link("nvlink", text, None if nominal is None else nominal * links * NVLINK_REACHED)
+
+
+def _through_switch(a: DeviceInfo, b: DeviceInfo) -> tuple[NvLink, NvLink] | None:
+    ends = [next((link for link in device.nvlinks if link.peer == SWITCH), None) for device in (a, b)]
+    return None if ends[0] is None or ends[1] is None else (ends[0], ends[1])
+
+
+def _direct(a: DeviceInfo, b: DeviceInfo) -> tuple[NvLink, NvLink] | None:
+    there = next((link for link in a.nvlinks if b.pcie and link.peer == b.pcie[-1]), None)
+    back = next((link for link in b.nvlinks if a.pcie and link.peer == a.pcie[-1]), None)
+    # one end is enough: a container may hide the address of the other
+    return None if there is None and back is None else (there or back, back or there)  # type: ignore[return-value]
+
+
+def _pcie(a: DeviceInfo, b: DeviceInfo) -> float | None:
+    if a.pcie_gigabytes is None or b.pcie_gigabytes is None:
+        return None
+    return min(a.pcie_gigabytes, b.pcie_gigabytes) * PCIE_REACHED
+
 
 SYS = Path("/sys")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -112,7 +344,7 @@ def driver_version() -> str:
 
 
 class Reader:
-    """Reads the clocks of one device: `reader()` is a dict of `READINGS`, without those that the device does not tell.
+    """Reads the clocks of one device: a call gives a dict of `READINGS`, without those that the device does not tell.
 
     The device is looked up once; a reading costs a few calls into the driver, and nothing without one.
     """
@@ -130,18 +362,13 @@ class Reader:
 
     def __call__(self) -> dict[str, Any]:
         """What the device tells now."""
-        told: dict[str, Any] = {}
+        readings: dict[str, Any] = {}
         for name, query in [*self._queries.items()]:
             try:
-                told[name] = query(self._nvml, self._gpu)
+                readings[name] = query(self._nvml, self._gpu)
             except (self._nvml.NVMLError, AttributeError):
                 del self._queries[name]  # what a device does not support now, it does not support later
-        return told
-
-
-def reader(device: torch.device) -> Reader:
-    """What reads clocks, power, temperature and throttle reasons of a device at every call; {} where nothing can."""
-    return Reader(device)
+        return readings
 
 
 def throttle_reasons(bits: int) -> tuple[str, ...]:
@@ -149,35 +376,11 @@ def throttle_reasons(bits: int) -> tuple[str, ...]:
     return tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit)
 
 
-def discover(control: Control, device: torch.device) -> Topology:
-    """The ring through all ranks, which every rank asks for together; rank 0 knows the places, too.
-
-    It decides, and the others hear of the order alone: their places are a megabyte at 1,024 ranks.
-    """
-    places: list[Place] = []
-
-    def ordered(told: list[object]) -> tuple[list[int], list[int]]:
-        places.extend(Place.from_json(place) for place in told)  # type: ignore[arg-type]
-        ring = ring_topology(places)
-        # as steps, which are much the same: at 1,024 ranks a tenth of the bytes, deflated
-        return [len(node) for node in ring.nodes], [b - a for a, b in pairwise((0, *ring.order))]
-
-    found: Any = control.merged(place_of(device).to_json(), ordered, what="the places of the ranks")
-    sizes, order = found[0], accumulate(found[1])
-    return Topology(tuple(tuple(islice(order, size)) for size in sizes), tuple(places))
-
-
-def places_of(control: Control, device: torch.device) -> tuple[Place, ...]:
-    """The place of every rank, by rank; every rank calls it together."""
-    told = control.gather(place_of(device).to_json(), what="the places of the ranks")
-    return tuple(Place.from_json(place) for place in told)  # type: ignore[arg-type]
-
-
-def place_of(device: torch.device, *, sys: Path = SYS) -> Place:
+def device_info(device: torch.device, *, sys: Path = SYS) -> DeviceInfo:
     """Where a device of this process sits, as far as NVML and /sys tell."""
     host, nics = host_name(), nics_of(sys)
     if device.type != "cuda":
-        return Place(host, nics=nics, unknown=f"{device} is not a GPU")
+        return DeviceInfo(host, nics=nics, unknown=f"{device} is not a GPU")
     known: dict[str, Any] = {"gpu": uuid_of(device), "name": torch.cuda.get_device_name(device)}
     try:
         nvml, gpu = handle(device)
@@ -189,7 +392,7 @@ def place_of(device: torch.device, *, sys: Path = SYS) -> Place:
         known["pcie"] = pcie_path(sys / "bus/pci/devices" / bus) or (bus,)
     except Exception as error:  # the driver's answers are not ours to trust: a ring runs without them
         known["unknown"] = str(error) or type(error).__name__
-    return Place(host, nics=nics, **known)
+    return DeviceInfo(host, nics=nics, **known)
 
 
 def host_name() -> str:
@@ -216,19 +419,19 @@ def pcie_path(device: Path) -> tuple[str, ...]:
 
 def nics_of(sys: Path = SYS) -> tuple[Nic, ...]:
     """The InfiniBand and RoCE adapters of this host, and the Ethernet interfaces that are none of those."""
-    found = [
+    nics = [
         Nic(entry.name, _infiniband_rate(entry), pcie_path(entry / "device"))
         for entry in _entries(sys / "class/infiniband")
     ]
-    taken = {nic.pcie for nic in found if nic.pcie}
+    taken = {nic.pcie for nic in nics if nic.pcie}
     for entry in _entries(sys / "class/net"):
         path = pcie_path(entry / "device")
         # loopback, bridges and tunnels have no device; what an RDMA adapter shows as an interface is that adapter
         if not (entry / "device").exists() or (path and path in taken):
             continue
         speed = _read(entry / "speed")  # Mbit/s; -1, or an error, where the link is down or virtual
-        found.append(Nic(entry.name, int(speed) / 1e3 if speed.isdigit() and int(speed) else None, path))
-    return tuple(found)
+        nics.append(Nic(entry.name, int(speed) / 1e3 if speed.isdigit() and int(speed) else None, path))
+    return tuple(nics)
 
 
 def _infiniband_rate(adapter: Path) -> float | None:
@@ -288,8 +491,8 @@ def _address(bus: str | bytes) -> str:
     return f"{domain[-4:]}:{rest}"
 
 
-def _text(told: str | bytes) -> str:
-    return told.decode() if isinstance(told, bytes) else told
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def _entries(folder: Path) -> list[Path]:

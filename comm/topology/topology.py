@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
+import torch
+
 from ..checked import NODES, RANKS, shown
-from .cycles import best_cycle
-from .places import Link, Nic, Place, link_between, listed, nearest_nics, network
+from ..control import Control
+from .nvml import DeviceInfo, Link, Nic, device_info, link_between, listed, nearest_nics, network
 
 PRINTED = 16  # nodes, rails and ranks of a line: what is longer is printed with its middle left out
 
@@ -36,17 +40,17 @@ class Topology:
     """
 
     nodes: tuple[tuple[int, ...], ...]
-    places: tuple[Place, ...] = field(default=(), compare=False, repr=False)
-    """Where each rank sits, by rank; empty where that is not known. Two topologies of the same order are equal."""
+    devices: tuple[DeviceInfo, ...] = field(default=(), compare=False, repr=False)
+    """The device of each rank, by rank; empty where that is not known. Two topologies of the same order are equal."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", NODES.of("nodes", self.nodes))
-        if not isinstance(self.places, tuple) or not all(isinstance(place, Place) for place in self.places):
+        if not isinstance(self.devices, tuple) or not all(isinstance(device, DeviceInfo) for device in self.devices):
             raise ValueError(
-                f"places is {shown(self.places)}: it must be a tuple with the Place of every rank, or empty"
+                f"devices is {shown(self.devices)}: it must be a tuple with the DeviceInfo of every rank, or empty"
             )
-        if self.places and len(self.places) != self.world:
-            raise ValueError(f"places has {len(self.places)} entries for {self.world} ranks: it takes one for each")
+        if self.devices and len(self.devices) != self.world:
+            raise ValueError(f"devices has {len(self.devices)} entries for {self.world} ranks: it takes one for each")
 
     @classmethod
     def flat(cls, world: int) -> Topology:
@@ -64,7 +68,7 @@ class Topology:
     def from_json(cls, data: str | Mapping[str, Any]) -> Topology:
         """A topology from what `to_json` wrote, or from a part of it, as JSON text or as data.
 
-        ``places`` alone are put in order by `ring_topology`; ``nodes`` alone are an order of which no bandwidth is
+        ``devices`` alone are put in order by `ring_topology`; ``nodes`` alone are an order of which no bandwidth is
         known: ``{"nodes": [[0, 1, 2, 3], [4, 5, 6, 7]]}``.
 
         Raises:
@@ -72,18 +76,19 @@ class Topology:
         """
         if isinstance(data, str):
             data = json.loads(data)
-        if not isinstance(data, Mapping) or not {*data} & {"nodes", "places"}:
-            raise ValueError(f'a topology is {data!r}: it takes {{"nodes": [[rank, …], …]}}, {{"places": […]}} or both')
-        places = tuple(Place.from_json(one) for one in listed("places", data.get("places", ())))
+        if not isinstance(data, Mapping) or not {*data} & {"nodes", "devices"}:
+            takes = '{"nodes": [[rank, …], …]}, {"devices": […]} or both'
+            raise ValueError(f"a topology is {data!r}: it takes {takes}")
+        devices = tuple(DeviceInfo.from_json(one) for one in listed("devices", data.get("devices", ())))
         if "nodes" not in data:
-            return ring_topology(places)
+            return ring_topology(devices)
         nodes = listed("nodes", data["nodes"])
         if not all(isinstance(node, list | tuple) and all(type(rank) is int for rank in node) for node in nodes):
             raise ValueError(f"nodes is {nodes!r}: it takes lists of ranks, one per node")
-        return cls(tuple(tuple(node) for node in nodes), places)
+        return cls(tuple(tuple(node) for node in nodes), devices)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: the nodes, the places, and what follows from them, for readers: every edge."""
+        """Plain data: the nodes, the devices, and what follows from them, for readers: every edge."""
         edges = [
             {
                 "source": edge.source,
@@ -96,7 +101,7 @@ class Topology:
         ]
         return {
             "nodes": [list(node) for node in self.nodes],
-            "places": [place.to_json() for place in self.places],
+            "devices": [device.to_json() for device in self.devices],
             "edges": edges,
         }
 
@@ -119,7 +124,7 @@ class Topology:
     @cached_property
     def nics(self) -> tuple[Nic | None, ...]:
         """By rank, the NIC that a rank's messages to other nodes should leave by."""
-        return _nics(self.places) if self.places else (None,) * self.world
+        return _nics(self.devices) if self.devices else (None,) * self.world
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -141,9 +146,9 @@ class Topology:
         return "\n".join(_description(self))
 
     def _edge(self, source: int, destination: int, level: int) -> Edge:
-        if not self.places:
+        if not self.devices:
             return Edge(source, destination, level, Link("unknown", "unknown", None))
-        link = link_between(self.places[source], self.places[destination])
+        link = link_between(self.devices[source], self.devices[destination])
         if link.kind == "network":
             link = network((self.nics[rank], self._sharers[rank] if level else 1) for rank in (source, destination))
         return Edge(source, destination, level, link)
@@ -151,54 +156,79 @@ class Topology:
     @cached_property
     def _sharers(self) -> tuple[int, ...]:
         """By rank: how many ranks of its host use its NIC. On a two-level ring all of them do at once."""
-        used = [(place.host, nic) for place, nic in zip(self.places, self.nics, strict=True)]
-        counts: dict[object, int] = {}
-        for one in used:
-            counts[one] = counts.get(one, 0) + 1
-        return tuple(counts[one] for one in used)
+        used = [(device.host, nic) for device, nic in zip(self.devices, self.nics, strict=True)]
+        counts = Counter(used)
+        return tuple(counts[nic] for nic in used)
 
 
-def ring_topology(places: Sequence[Place]) -> Topology:
-    """The ring through ranks at ``places`` (by rank): fast links first, as few slow ones as possible.
+def ring_topology(devices: Sequence[DeviceInfo]) -> Topology:
+    """The ring through ranks at ``devices`` (by rank): fast links first, as few slow ones as possible.
 
-    A node is a host, or an NVLink fabric of several. Inside it the order is the cycle whose slowest link is the fastest
-    (`cycles`): NVLink where there is any, then the fewest PCIe ancestors away. Nodes follow in the order of their
-    lowest ranks, which is how schedulers number neighbours. Where the links leave a choice, the other nodes are turned
-    so that the same rail leaves every node by the NIC of the same name.
+    A node is a host, or an NVLink fabric of several. Inside it the next rank is the one with the best link to the last:
+    NVLink where there is any, the most links first, then the fewest PCIe ancestors away; of equals, those joined by
+    NVLink stay together, in the order of PCIe. Nodes follow in the order of their lowest ranks, which is how schedulers
+    number neighbours. Where the links leave a choice, the other nodes are turned so that the same rail leaves every
+    node by the NIC of the same name.
 
-    Pure: ranks that pass the same places get the same topology.
+    Pure: ranks that pass the same devices get the same topology.
 
     Raises:
-        ValueError: no places.
+        ValueError: no devices.
     """
-    if not places:
-        raise ValueError("places is empty: it takes the place of every rank")
+    if not devices:
+        raise ValueError("devices is empty: it takes the device of every rank")
     domains: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        domains.setdefault(place.domain, []).append(rank)
-    nics = _nics(places)
+    for rank, device in enumerate(devices):
+        domains.setdefault(device.domain, []).append(rank)
+    nics = _nics(devices)
     nodes: list[tuple[int, ...]] = []
     for ranks in domains.values():
         pattern = [_name(nics[rank]) for rank in nodes[0]] if nodes else []
-        nodes.append(_node(places, ranks, nics, pattern))
-    return Topology(tuple(nodes), tuple(places))
+        nodes.append(_node(devices, ranks, nics, pattern))
+    return Topology(tuple(nodes), tuple(devices))
+
+
+def discover(control: Control, device: torch.device) -> Topology:
+    """The ring through all ranks, which every rank asks for together; rank 0 knows the devices, too.
+
+    It decides, and the others hear of the order alone: their devices are a megabyte at 1,024 ranks.
+    """
+    devices: list[DeviceInfo] = []
+
+    def ordered(gathered: list[object]) -> tuple[list[int], list[int]]:
+        devices.extend(DeviceInfo.from_json(device) for device in gathered)  # type: ignore[arg-type]
+        ring = ring_topology(devices)
+        # as steps, which are much the same: at 1,024 ranks a tenth of the bytes, deflated
+        return [len(node) for node in ring.nodes], [b - a for a, b in pairwise((0, *ring.order))]
+
+    steps: Any = control.merged(device_info(device).to_json(), ordered, what="the devices of the ranks")
+    sizes, order = steps[0], accumulate(steps[1])
+    return Topology(tuple(tuple(islice(order, size)) for size in sizes), tuple(devices))
+
+
+def device_infos(control: Control, device: torch.device) -> tuple[DeviceInfo, ...]:
+    """The device of every rank, by rank; every rank calls it together."""
+    gathered = control.gather(device_info(device).to_json(), what="the devices of the ranks")
+    return tuple(DeviceInfo.from_json(device) for device in gathered)  # type: ignore[arg-type]
 
 
 def _node(
-    places: Sequence[Place], ranks: Sequence[int], nics: Sequence[Nic | None], pattern: Sequence[str | None]
+    devices: Sequence[DeviceInfo], ranks: Sequence[int], nics: Sequence[Nic | None], pattern: Sequence[str | None]
 ) -> tuple[int, ...]:
     """The order of one node; ``pattern`` names the NICs of the first node's rails."""
     wish = {name: rail for rail, name in reversed([*enumerate(pattern)])}
-    cliques = _cliques(places, ranks)
-    first = {places[rank].host: rank for rank in reversed(ranks)}
+    cliques = _cliques(devices, ranks)
+    first = {devices[rank].host: rank for rank in reversed(ranks)}
 
     def natural(rank: int) -> tuple[object, ...]:
-        place = places[rank]
-        return (cliques[rank], first[place.host], place.pcie, -1 if place.index is None else place.index, rank)
+        device = devices[rank]
+        return (cliques[rank], first[device.host], device.pcie, -1 if device.index is None else device.index, rank)
 
     held = sorted(ranks, key=lambda rank: (wish.get(_name(nics[rank]), len(pattern)), natural(rank)))
-    grades = [[link_between(places[a], places[b]).rank if a != b else (False, 0.0, 0) for b in held] for a in held]
-    order = [held[i] for i in best_cycle(grades)]
+    order = [held.pop(0)]
+    while held:  # of equal links the first
+        order.append(min(held, key=lambda rank: link_between(devices[order[-1]], devices[rank]).rank))
+        held.remove(order[-1])
     if len(pattern) != len(order):
         return tuple(order)
 
@@ -214,32 +244,29 @@ def _turned(order: Sequence[int]) -> Iterator[list[int]]:
         yield [*order[start:], *order[:start]]
 
 
-def _cliques(places: Sequence[Place], ranks: Sequence[int]) -> dict[int, tuple[str, ...]]:
+def _cliques(devices: Sequence[DeviceInfo], ranks: Sequence[int]) -> dict[int, tuple[str, ...]]:
     """For every rank the smallest PCIe path of those that NVLinks join it with, itself included."""
-    found: dict[int, tuple[str, ...]] = {}
-    for start in sorted(ranks, key=lambda rank: places[rank].pcie):
+    cliques: dict[int, tuple[str, ...]] = {}
+    for start in sorted(ranks, key=lambda rank: devices[rank].pcie):
         todo = [start]
         while todo:
             rank = todo.pop()
-            if rank not in found:
-                found[rank] = places[start].pcie
-                if places[rank].nvlinks:
-                    todo += [b for b in ranks if b not in found and _by_nvlink(places[rank], places[b])]
-    return found
+            if rank not in cliques:
+                cliques[rank] = devices[start].pcie
+                if devices[rank].nvlinks:
+                    links = {b: link_between(devices[rank], devices[b]) for b in ranks if b not in cliques}
+                    todo += [b for b, link in links.items() if link.kind == "nvlink"]
+    return cliques
 
 
-def _by_nvlink(a: Place, b: Place) -> bool:
-    return link_between(a, b).kind == "nvlink"
-
-
-def _nics(places: Sequence[Place]) -> tuple[Nic | None, ...]:
+def _nics(devices: Sequence[DeviceInfo]) -> tuple[Nic | None, ...]:
     hosts: dict[str, list[int]] = {}
-    for rank in sorted(range(len(places)), key=lambda rank: (places[rank].pcie, rank)):
-        hosts.setdefault(places[rank].host, []).append(rank)
+    for rank in sorted(range(len(devices)), key=lambda rank: (devices[rank].pcie, rank)):
+        hosts.setdefault(devices[rank].host, []).append(rank)
     chosen: dict[int, Nic | None] = {}
     for ranks in hosts.values():
-        chosen |= zip(ranks, nearest_nics([places[rank] for rank in ranks]), strict=True)
-    return tuple(chosen[rank] for rank in range(len(places)))
+        chosen |= zip(ranks, nearest_nics([devices[rank] for rank in ranks]), strict=True)
+    return tuple(chosen[rank] for rank in range(len(devices)))
 
 
 def _name(nic: Nic | None) -> str | None:
@@ -269,12 +296,12 @@ def _description(ring: Topology) -> Iterator[str]:
     for level, where in enumerate(("inside", "between nodes") if ring.two_level else ("",)):
         slow = ring.slowest(level)
         if slow is not None:
-            told = f"{slow.link.gigabytes_per_second:.3g} GB/s, {slow.source} -> {slow.destination}, {slow.link.text}"
-            yield f"  slowest{' ' * bool(where)}{where}: {told}"
+            text = f"{slow.link.gigabytes_per_second:.3g} GB/s, {slow.source} -> {slow.destination}, {slow.link.text}"
+            yield f"  slowest{' ' * bool(where)}{where}: {text}"
 
 
 def _host(ring: Topology, node: Sequence[int]) -> str:
-    hosts = {ring.places[rank].host.partition("/")[0] for rank in node} if ring.places else set()
+    hosts = {ring.devices[rank].host.partition("/")[0] for rank in node} if ring.devices else set()
     return f", {hosts.pop()}" if len(hosts) == 1 else ""
 
 
@@ -285,7 +312,7 @@ def _walk(ranks: Sequence[int], level: int, edges: Mapping[tuple[int, int, int],
     text = str(ranks[0])
     for step in _abridged([*zip(around, links, strict=True)]):
         text += " …" if step is None else f" -{_rate(step[1])}-> {step[0][1]}"
-    kinds = dict.fromkeys(one.text for one in links)
+    kinds = dict.fromkeys(link.text for link in links)
     return f"{text}   {', '.join(_first(kinds))}".rstrip()
 
 

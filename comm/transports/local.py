@@ -6,17 +6,23 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from ..numbers import numbered
+from ..checked import DEVICE, RANKS, SECONDS
+from ..kept import end, handle_of
 from ..transport import (
-    Edge,
     Fence,
     Message,
+    TransportBase,
     TransportError,
     aborted,
     as_bytes,
@@ -25,9 +31,119 @@ from ..transport import (
     decoded,
     encoded,
 )
-from .lanes import Lane, StreamOrdered, lane_for
-from .mailboxes import DEFAULT_TIMEOUT, Hub, Parcel
-from .warm_up import WarmUp
+from .lanes import Lane, StreamOrdered, lane_for, new_stream
+
+# A rank that waits this long hangs: one that raised or returned wakes the others at once, so only a real deadlock, or
+# compute far slower than any test's, gets here.
+DEFAULT_TIMEOUT = 300.0
+
+
+class WorldAborted(TransportError):
+    """Another rank of the same `LocalWorld` raised; its error is the one that `run` raises."""
+
+
+class Parcel:
+    """A sent tensor on its way to its receiver, and the news that it has been copied."""
+
+    def __init__(self, tensor: torch.Tensor, ready: Fence) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.ready = ready  # the bytes are there
+        self.taken: Fence | None = None  # the receiver's copy is over: the sender may write again
+
+    def settle(self, taken: Fence) -> None:
+        """Note the point where the receiver has its copy; the bytes are no longer needed for it."""
+        self.taken = taken
+        self.tensor = None
+
+
+class Hub:
+    """What the ranks of one world share: mailboxes behind one lock, and why nobody should wait any longer."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size = size
+        self.store = dist.HashStore()  # type: ignore[attr-defined]  # for `Control`: small values by name
+        self.failure: BaseException | None = None
+        self.timeout = timeout
+        self._changed = threading.Condition()
+        self._boxes: dict[Hashable, deque[Any]] = {}  # none that is empty: every transport has its own
+        self._returned: set[int] = set()
+        self._stopped: dict[int, str] = {}
+
+    def put(self, box: Hashable, item: object) -> None:
+        """Add an item to a box."""
+        with self._changed:
+            self._boxes.setdefault(box, deque()).append(item)
+            self._changed.notify_all()
+
+    def take(self, box: Hashable, peer: int, what: str, channel: int) -> Any:
+        """The next item of a box that `peer` fills on a channel; blocks until there is one."""
+        with self._changed:
+            self._wait_until(lambda: box in self._boxes, peer, what, channel)
+            item = self._boxes[box].popleft()
+            if not self._boxes[box]:
+                del self._boxes[box]
+            return item
+
+    def settle(self, parcel: Parcel, taken: Fence) -> None:
+        """Tell the sender of a parcel where its copy ends."""
+        with self._changed:
+            parcel.settle(taken)
+            self._changed.notify_all()
+
+    def taken(self, parcel: Parcel, peer: int, what: str, channel: int) -> Fence:
+        """The point where `peer` has copied the parcel; blocks until it has enqueued that copy."""
+        with self._changed:
+            self._wait_until(lambda: parcel.taken is not None, peer, what, channel)
+        assert parcel.taken is not None
+        return parcel.taken
+
+    def begin(self) -> None:
+        """Every rank is about to run."""
+        with self._changed:
+            self._returned.clear()
+
+    def end(self, rank: int) -> None:
+        """A rank has returned: whoever waits for it is told."""
+        with self._changed:
+            self._returned.add(rank)
+            self._changed.notify_all()
+
+    def returned(self, peers: Iterable[int]) -> list[int]:
+        """Which of these have returned: they will not do anything any more."""
+        with self._changed:
+            return sorted(self._returned.intersection(peers))
+
+    def abort(self, error: BaseException, note: str) -> None:
+        """Wake every waiting rank; the first error stays."""
+        with self._changed:
+            if self.failure is None:
+                error.add_note(note)
+                self.failure = error
+            self._changed.notify_all()
+
+    def stop(self, channel: int, reason: str) -> None:
+        """Wake every rank that waits on a channel; the first reason stays."""
+        with self._changed:
+            self._stopped.setdefault(channel, reason)
+            self._changed.notify_all()
+
+    def stopped(self, channel: int) -> str | None:
+        """Why nothing moves on this channel any more."""
+        return self._stopped.get(channel)
+
+    def _wait_until(self, ready: Callable[[], bool], peer: int, what: str, channel: int) -> None:
+        deadline = time.monotonic() + self.timeout
+        while not ready():
+            if self.failure is not None:
+                raise WorldAborted(f"{what}: given up, another rank raised {type(self.failure).__name__}")
+            if channel in self._stopped:
+                raise TransportError(f"{what}: {self._stopped[channel]}")
+            if peer in self._returned:
+                raise TransportError(f"{what}: rank {peer} has returned and will never get there")
+            if not self._changed.wait(deadline - time.monotonic()):
+                raise TransportError(
+                    f"{what}: nothing happened for {self.timeout:g} s; do all ranks post in one order?"
+                )
 
 
 class LocalGroup:
@@ -38,7 +154,7 @@ class LocalGroup:
         self._rank = rank
         self._thread: int | None = None
         self._channels = itertools.count()
-        self.number = numbered(self)  # what names this member in a graph of torch.compile
+        self.number = handle_of(self)  # what names this member in a graph of torch.compile
         self._process = os.getpid()
         self.kept: dict[object, Any] = {}
         """What others keep for this member, and what goes with it."""
@@ -121,22 +237,18 @@ class _LocalFence(StreamOrdered):
         yield self._arrived
 
 
-class LocalTransport:
+class LocalTransport(TransportBase):
     """Copies between the virtual ranks of one process, each on its receiver's own transfer stream."""
 
     name = "local"
 
     def __init__(self, group: LocalGroup, device: torch.device, *, lane: Lane | None = None) -> None:
+        super().__init__(group.rank(), group.size(), device)
         self._group = group
         self._hub = group._hub
-        self._device = device
         self._lane = lane_for(device) if lane is None else lane
         self._channel = group.next_channel()
         self._open = True
-        self._warm_up = WarmUp(device)
-        self.reason = ""
-        self.rank = group.rank()
-        self.size = group.size()
 
     def mark(self) -> Fence:
         """The point that compute has reached."""
@@ -157,10 +269,6 @@ class LocalTransport:
         arrived = self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
         return _LocalFence(self._hub, self._channel, arrived, sent)
 
-    def warm_up(self, edges: Sequence[Edge]) -> None:
-        """See `Transport.warm_up`."""
-        self._warm_up(self, edges)
-
     def gather(self, value: object) -> list[object]:
         """See `Transport.gather`. Values are encoded here too: ranks share nothing that processes could not."""
         self._check()
@@ -168,10 +276,6 @@ class LocalTransport:
         for peer in range(self.size):
             self._hub.put(("value", self._channel, self.rank, peer), data)
         return [decoded(self._take("value", peer), f"what rank {peer} gathers") for peer in range(self.size)]
-
-    def check(self) -> str | None:
-        """See `Transport.check`: nothing moves that a fence does not tell of."""
-        return None
 
     def abort(self, reason: str) -> None:
         """See `Transport.abort`. Every rank's end of this transport is aborted, as nothing arrives there any more."""
@@ -209,3 +313,138 @@ class LocalTransport:
     def _take(self, kind: str, peer: int) -> Any:
         what = f"rank {self.rank} waits for {kind} from rank {peer}"
         return self._hub.take((kind, self._channel, peer, self.rank), peer, what, self._channel)
+
+
+T = TypeVar("T")
+
+
+class LocalWorld:
+    """`world_size` virtual ranks in one process on one device: `with LocalWorld(4) as world: outs = world.run(fn)`.
+
+    `device` is where the ranks compute: by default the current CUDA device, else the CPU. `timeout` bounds, in seconds,
+    every wait of one rank for another.
+    """
+
+    def __init__(
+        self, world_size: int, *, device: torch.device | str | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        default = "cuda" if device is None and torch.cuda.is_available() else "cpu"
+        world_size = RANKS.of("world_size", world_size)
+        self.device: torch.device = DEVICE.of("device", default if device is None else device)
+        self._timeout: float = SECONDS.of("timeout", timeout)
+        self._running = threading.Lock()
+        self._open = True
+        self._process = os.getpid()
+        # Threads live as long as the world: CPU kernels keep a team of helper threads per calling thread.
+        self._workers = [
+            ThreadPoolExecutor(
+                1, thread_name_prefix=f"ringattn-rank{rank}", initializer=_prepare_thread, initargs=(self.device,)
+            )
+            for rank in range(world_size)
+        ]
+        self._streams = [self._new_stream() for _ in range(world_size)]
+        self._groups: list[LocalGroup] = []
+        # Also where nobody closes: the threads hold no world, or it would never go.
+        self._end = weakref.finalize(self, _end, self._workers, self._groups)
+        self._end.atexit = False
+        self._renew()
+
+    def run(self, fn: Callable[[LocalGroup], T]) -> list[T]:
+        """Call `fn(group)` once per virtual rank, all at the same time; their results in rank order.
+
+        Whether gradients are recorded is the caller's setting. A backward pass that waits for other ranks belongs
+        inside `fn`. If a rank raises, the others are woken, and the first error is raised here.
+        """
+        if not callable(fn):
+            raise ValueError(f"fn is {fn!r}: it must be a function of one argument, the rank's group")
+        if not self._open:
+            raise RuntimeError("this LocalWorld is closed: call run inside its with block")
+        if os.getpid() != self._process:
+            raise RuntimeError("this LocalWorld has its threads in the process that this one was forked from")
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError("this LocalWorld is already running: one run at a time, and none inside of fn")
+        try:
+            return self._run(fn)
+        finally:
+            self._running.release()
+
+    def close(self) -> None:
+        """End the threads, and the rings that were kept for the ranks. Idempotent."""
+        self._open = False
+        if os.getpid() == self._process:
+            self._end()
+            for worker in self._workers:
+                worker.shutdown()
+
+    def __enter__(self) -> LocalWorld:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _run(self, fn: Callable[[LocalGroup], T]) -> list[T]:
+        hub, call = self._hub, functools.partial(self._call, fn, torch.is_grad_enabled(), self._caller_stream())
+        hub.begin()
+        futures = [worker.submit(call, group) for worker, group in zip(self._workers, self._groups, strict=True)]
+        try:
+            wait(futures)
+        except BaseException as error:  # the caller was interrupted: the ranks must not wait on
+            hub.abort(error, "LocalWorld.run was interrupted")
+            wait(futures)
+        if hub.failure is not None:
+            self._renew()
+            raise hub.failure
+        return [future.result() for future in futures]
+
+    def _call(
+        self, fn: Callable[[LocalGroup], T], grad: bool, caller: torch.cuda.Stream | None, group: LocalGroup
+    ) -> T:
+        hub = group._hub
+        try:
+            with group.adopted(), self._stream_of(group.rank(), caller), torch.set_grad_enabled(grad):
+                return fn(group)
+        except BaseException as error:
+            hub.abort(error, f"raised by {group}")
+            raise
+        finally:
+            hub.end(group.rank())
+
+    def _renew(self) -> None:
+        # After a failure messages may lie around that nobody fetched: new groups cannot see them.
+        self._hub = Hub(len(self._workers), self._timeout)
+        for group in self._groups:
+            end(group.kept)
+        self._groups[:] = [LocalGroup(self._hub, rank) for rank in range(len(self._workers))]
+
+    def _new_stream(self) -> torch.cuda.Stream | None:
+        return new_stream(self.device) if self.device.type == "cuda" else None
+
+    def _caller_stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+    @contextmanager
+    def _stream_of(self, rank: int, caller: torch.cuda.Stream | None) -> Iterator[None]:
+        """A compute stream of the rank's own: after what the caller had enqueued, and over before `run` returns."""
+        stream = self._streams[rank]
+        if stream is None or caller is None:
+            yield
+            return
+        stream.wait_stream(caller)
+        with torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                stream.synchronize()
+
+
+def _prepare_thread(device: torch.device) -> None:
+    torch.autograd.set_multithreading_enabled(False)  # of this thread: see LocalGroup.check_thread
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _end(workers: Sequence[ThreadPoolExecutor], groups: Sequence[LocalGroup]) -> None:
+    for worker in workers:
+        worker.shutdown(wait=False)
+    for group in groups:
+        end(group.kept)

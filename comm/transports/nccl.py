@@ -1,30 +1,231 @@
-"""Transfers through NCCL by CuPy: one communicator and one high-priority stream of our own, one group per post."""
+"""Transfers through NCCL: communicators by CuPy and ctypes, one high-priority stream of our own, one group per post.
+
+A ring through several nodes has two communicators: one for the edges inside this rank's node, one for those that leave
+it. NCCL gives all peers of a communicator as many channels as the worst of them can use: one peer over a NIC would
+throttle every NVLink edge. And it asks that the operations of several communicators of a GPU run one after the other,
+in one order on all ranks (user guide, "Using multiple NCCL communicators concurrently"). So both work on one stream,
+and of every post the part inside the node goes first: a transfer waits for none but those before it in that order, at
+either end, and the first that is not over can always run.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import importlib
 import logging
 import os
+import re
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..control import Control
 from ..cuda_threads import on_device, start, within
-from ..limits import NO_LIMITS, Limits
-from ..transport import Edge, Fence, Message, TransportError, aborted, check_messages, closed
+from ..limits import CGA_CLUSTER_SIZE, CLUSTER_VARIABLE, CTA_VARIABLES, CTAS, NO_LIMITS, Limits, environment_ctas
+from ..transport import (
+    WARM_UP_SECONDS,
+    Edge,
+    Fence,
+    Message,
+    TransportBase,
+    TransportError,
+    aborted,
+    check_messages,
+    closed,
+)
 from .lanes import StreamFence, StreamLane, passed
-from .nccl_library import OVERRIDES, ConfiguredCommunicator, overridden, several_loaded
-from .warm_up import DEFAULT_TIMEOUT, WarmUp
 
 logger = logging.getLogger(__name__)
+
+
+# `ncclConfig_t` of NCCL 2.18: every later library reads it as such and takes its own defaults for newer fields.
+CONFIG_VERSION = 21800
+CONFIG_MAGIC = 0xCAFEBEEF
+UNDEFINED_INT = -(2**31)
+UNIQUE_ID_BYTES = 128
+LIBRARY = "libnccl.so.2"
+# a library of NCCL, not one of its plugins (libnccl-net.so, libnccl-tuner.so …)
+LIBRARY_FILE = re.compile(r"libnccl(-[0-9a-f]{8})?\.so[.\d]*")
+MAPS = Path("/proc/self/maps")
+
+OVERRIDES = {"channels": CTA_VARIABLES, "ctas": CTA_VARIABLES, "cga_cluster_size": (CLUSTER_VARIABLE,)}
+NOT_BLOCKING = "NCCL_COMM_BLOCKING"
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * UNIQUE_ID_BYTES),)
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cgaClusterSize", ctypes.c_int),
+        ("minCTAs", ctypes.c_int),
+        ("maxCTAs", ctypes.c_int),
+        ("netName", ctypes.c_char_p),
+        ("splitShare", ctypes.c_int),
+    )
+
+
+def cta_bounds(limits: Limits, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """The fewest and the most thread blocks of a communicator, -2**31 where that is NCCL's choice.
+
+    NCCL runs one thread block per channel, and takes both bounds for the channels of point-to-point transfers.
+    """
+    if limits.channels is not None:
+        return limits.channels, limits.channels
+    if limits.ctas is None and environment_ctas(environment) is not None:
+        return UNDEFINED_INT, UNDEFINED_INT  # beside our most, NCCL would cut what the user makes the fewest
+    return UNDEFINED_INT, limits.ctas or CTAS
+
+
+def overridden(limits: Limits, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Which environment variable keeps these limits, or any communicator of ours, from being; None where none does."""
+    if environment.get(NOT_BLOCKING) == "0":
+        return f"{NOT_BLOCKING}=0 in the environment makes NCCL's calls return before they are done: unset it"
+    limited = [name for name in OVERRIDES if getattr(limits, name) is not None]
+    names = dict.fromkeys(variable for name in limited for variable in OVERRIDES[name])
+    variables = [f"{name}={environment[name]}" for name in names if environment.get(name)]
+    if not variables:
+        return None
+    text = ", ".join(variables)
+    return f"limits is {limits}, and {text} in the environment overrides it for the whole process: unset it"
+
+
+def loaded_libraries(maps: str | None = None) -> list[Path]:
+    """Every libnccl of a process by its ``/proc/self/maps``, None: of this one; a file that is mapped twice is one.
+
+    More than one is one too many, see `several_loaded`.
+    """
+    files: dict[tuple[str, str], Path] = {}
+    for line in (MAPS.read_text() if maps is None else maps).splitlines():
+        parts = line.split(maxsplit=5)
+        if len(parts) == 6 and LIBRARY_FILE.fullmatch(Path(parts[5].removesuffix(" (deleted)")).name):
+            files.setdefault((parts[3], parts[4]), Path(parts[5]))  # device and inode: one file has many names
+    return [*files.values()]
+
+
+def several_loaded() -> str | None:
+    """Why communicators of this process could not be trusted: torch's NCCL may not be CuPy's; None where it is one."""
+    libraries = loaded_libraries()
+    if len(libraries) < 2:
+        return None
+    names = " and ".join(map(str, libraries))
+    return f"{len(libraries)} NCCL libraries are loaded, {names}: uninstall or unload all but one"
+
+
+class ConfiguredCommunicator:
+    """What CuPy's `NcclCommunicator` offers and we use, with limits on thread blocks and clusters.
+
+    CuPy (14.2) fills the configuration itself and opens none of these fields, so this calls the very library that it
+    uses.
+
+    Raises:
+        TransportError: NCCL refuses.
+    """
+
+    def __init__(self, size: int, unique_id: Sequence[int], rank: int, limits: Limits) -> None:
+        least, most = cta_bounds(limits)
+        self._library = _library()
+        self._comm = ctypes.c_void_p()
+        # CuPy 13 gives signed characters, 14 bytes
+        shared = _UniqueId.from_buffer_copy(bytes(character % 256 for character in unique_id))
+        config = _Config(
+            ctypes.sizeof(_Config),
+            CONFIG_MAGIC,
+            CONFIG_VERSION,
+            blocking=1,  # the calls of a communicator that does not block need polling of their own
+            cgaClusterSize=limits.cga_cluster_size or CGA_CLUSTER_SIZE,
+            minCTAs=least,
+            maxCTAs=most,
+            netName=None,
+            splitShare=UNDEFINED_INT,
+        )
+        self._check(
+            self._library.ncclCommInitRankConfig(ctypes.byref(self._comm), size, shared, rank, ctypes.byref(config))
+        )
+
+    @property
+    def comm(self) -> int:
+        """The address of the communicator, 0 once it is given back."""
+        return self._comm.value or 0
+
+    def send(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        """`ncclSend`."""
+        self._check(self._library.ncclSend(pointer, count, dtype, peer, self._comm, stream))
+
+    def recv(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        """`ncclRecv`."""
+        self._check(self._library.ncclRecv(pointer, count, dtype, peer, self._comm, stream))
+
+    def register(self, pointer: int, nbytes: int) -> int:
+        """`ncclCommRegister`: a handle for `deregister`."""
+        handle = ctypes.c_void_p()
+        if not hasattr(self._library, "ncclCommRegister"):
+            raise TransportError(f"{LIBRARY} registers no buffers: NCCL 2.19 and later do")
+        self._check(self._library.ncclCommRegister(self._comm, pointer, nbytes, ctypes.byref(handle)))
+        return handle.value or 0
+
+    def deregister(self, handle: int) -> None:
+        """`ncclCommDeregister`."""
+        self._check(self._library.ncclCommDeregister(self._comm, handle))
+
+    def check_async_error(self) -> None:
+        """Raise what has gone wrong since."""
+        error = ctypes.c_int()
+        self._check(self._library.ncclCommGetAsyncError(self._comm, ctypes.byref(error)))
+        self._check(error.value)
+
+    def abort(self) -> None:
+        """`ncclCommAbort`."""
+        comm, self._comm = self._comm, ctypes.c_void_p()
+        if comm:
+            self._library.ncclCommAbort(comm)
+
+    def destroy(self) -> None:
+        """`ncclCommDestroy`."""
+        comm, self._comm = self._comm, ctypes.c_void_p()
+        if comm:
+            self._library.ncclCommDestroy(comm)
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise TransportError(f"NCCL: {self._library.ncclGetErrorString(status).decode()} (status {status})")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    libraries = loaded_libraries()
+    if len(libraries) != 1:
+        raise TransportError(several_loaded() or f"{LIBRARY} is not loaded in this process")
+    # The same file is the same library: nothing is loaded a second time.
+    library = ctypes.CDLL(str(libraries[0]))
+    pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+    library.ncclCommInitRankConfig.argtypes = (pointer, integer, _UniqueId, integer, pointer)
+    for name in ("ncclSend", "ncclRecv"):
+        getattr(library, name).argtypes = (pointer, size, integer, integer, pointer, pointer)
+    library.ncclCommGetAsyncError.argtypes = (pointer, pointer)
+    for name in ("ncclCommAbort", "ncclCommDestroy"):
+        getattr(library, name).argtypes = (pointer,)
+    for name, arguments in (("Register", (pointer, pointer, size, pointer)), ("Deregister", (pointer, pointer))):
+        if hasattr(library, f"ncclComm{name}"):  # since 2.19
+            getattr(library, f"ncclComm{name}").argtypes = arguments
+    library.ncclGetErrorString.argtypes = (integer,)
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    return library
+
 
 # A call that sees the flag of an abort returns at once; its connections look for it every half second at most.
 CALL_SECONDS = 10.0
@@ -35,13 +236,13 @@ def nccl_missing() -> str | None:
     # torch is loaded by now, so the library that CuPy resolves by name is the one that torch brought.
     extra = f"cupy-cuda{(torch.version.cuda or '13').split('.')[0]}"
     # CuPy warns of a library that it cannot load and goes on without; where warnings are errors, its import would fail.
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             available = importlib.import_module("cupy.cuda.nccl").available
         except ImportError as error:
             return f'CuPy does not import ({error}): pip install "ringattn[{extra}]"'
-    reasons = " ".join(" ".join(str(warning.message).split()) for warning in told)
+    reasons = " ".join(" ".join(str(warning.message).split()) for warning in caught)
     if not available:
         return f'this CuPy finds no NCCL library{reasons and f" ({reasons})"}: pip install "ringattn[{extra}]"'
     if reasons:
@@ -49,7 +250,7 @@ def nccl_missing() -> str | None:
     return several_loaded()
 
 
-class NcclTransport:
+class NcclTransport(TransportBase):
     """An NCCL communicator, grouped by CuPy, over some or all ranks of a group.
 
     `members` are the group's ranks that the communicator joins, in its order; by default all. `rank`, `size`, the
@@ -71,7 +272,7 @@ class NcclTransport:
         control: Control,
         members: Sequence[int] | None = None,
         limits: Limits = NO_LIMITS,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float = WARM_UP_SECONDS,
         lane: StreamLane | None = None,
     ) -> None:
         self._members = {peer: place for place, peer in enumerate(range(size) if members is None else members)}
@@ -84,13 +285,8 @@ class NcclTransport:
         if missing:
             raise TransportError(f'transport "nccl": {missing}')
         self._nccl: Any = importlib.import_module("cupy.cuda.nccl")
-        self.rank = rank
-        self.size = size
-        self.reason = ""
-        self._device = device
+        super().__init__(rank, size, device, timeout)
         self._control = control.fresh_scope("nccl")
-        self._timeout = timeout
-        self._warm_up = WarmUp(device, timeout)
         self._lane = StreamLane(device) if lane is None else lane
         self._last: StreamFence | None = None
         self._ending = threading.Lock()
@@ -135,7 +331,7 @@ class NcclTransport:
     def warm_up(self, edges: Sequence[Edge]) -> None:
         """See `Transport.warm_up`. A transport whose warm-up failed is aborted."""
         try:
-            self._warm_up(self, edges)
+            super().warm_up(edges)
         except TransportError:
             self.abort("its warm-up failed")
             raise
@@ -233,10 +429,10 @@ class NcclTransport:
         ids = self._control.fresh_scope("ids")  # not gathered: each communicator has one, and its members need no other
         if self.rank == first:
             ids.publish(str(first), mine)
-        told: list[Any] = ids.collect({first: str(first)}, what="the unique ids of NCCL", timeout=self._timeout)
-        if isinstance(told[0], str):
-            raise TransportError(told[0])
-        is_bytes, *numbers = told[0]
+        ids_drawn: list[Any] = ids.collect({first: str(first)}, what="the unique ids of NCCL", timeout=self._timeout)
+        if isinstance(ids_drawn[0], str):
+            raise TransportError(ids_drawn[0])
+        is_bytes, *numbers = ids_drawn[0]
         return bytes(numbers) if is_bytes else tuple(numbers)
 
     @contextmanager
@@ -306,3 +502,54 @@ def _abandon(joined: list[Any]) -> None:
         late = joined.pop()
         if not isinstance(late, Exception):
             late.abort()
+
+
+class ByNodeTransport(NcclTransport):
+    """One transport over all ranks of ``nodes``, by two communicators; the other arguments are those of its base."""
+
+    def __init__(
+        self, *, rank: int, size: int, device: torch.device, nodes: Sequence[Sequence[int]], **more: Any
+    ) -> None:
+        common = {"rank": rank, "size": size, "device": device, **more}
+        self._node = {peer: number for number, node in enumerate(nodes) for peer in node}
+        self._inside = NcclTransport(members=nodes[self._node[rank]], **common)
+        try:
+            super().__init__(members=[*self._node], lane=self._inside.lane, **common)
+        except BaseException:
+            self._inside.abort("there is none between the nodes")
+            raise
+
+    def post(
+        self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()
+    ) -> StreamFence:
+        """See `Transport.post`."""
+        check_messages(self, self._device, sends, receives)  # before either part is on its way
+        near, far = (
+            [[message for message in way if self._near(message) is inside] for way in (sends, receives)]
+            for inside in (True, False)
+        )
+        if not any(near):
+            return super().post(sends=sends, receives=receives, after=after)
+        fence = self._inside.post(sends=near[0], receives=near[1], after=after)
+        if not any(far):
+            return fence
+        last = super().post(sends=far[0], receives=far[1])  # on the same stream: behind `after` too
+        last.take_over(fence)
+        return last
+
+    def check(self) -> str | None:
+        """See `NcclTransport.check`."""
+        return self._inside.check() or super().check()
+
+    def abort(self, reason: str) -> None:
+        """See `Transport.abort`."""
+        super().abort(reason)
+        self._inside.abort(reason)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        super().close()
+        self._inside.close()
+
+    def _near(self, message: Message) -> bool:
+        return self._node[message.peer] == self._node[self.rank]

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import queue
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ..control import Control, control_of
+from ..control import INTERRUPT_TAG, Control, control_of, receive_nothing
 from ..limits import NO_LIMITS, Limits
 from ..transport import (
     DONE,
-    Edge,
+    WARM_UP_SECONDS,
     Fence,
     Message,
+    TransportBase,
     TransportError,
     aborted,
     as_bytes,
@@ -25,10 +31,147 @@ from ..transport import (
     check_open,
     self_pairs,
 )
-from .gloo import INTERRUPT_TAG, interrupt
-from .host_stream import HostStream
 from .lanes import StreamLane
-from .warm_up import DEFAULT_TIMEOUT, WarmUp
+
+# zero would mean the group's own timeout
+AT_ONCE = timedelta(milliseconds=1)
+
+# what the end of a process grants a transfer that has just been interrupted
+FAREWELL_SECONDS = 1.0
+
+Work = Callable[[], None]
+"""Blocks until its transfers are over; raises where they failed."""
+
+
+class HostFence:
+    """Transfers that a `HostStream` runs; `wait` blocks until they are over."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._problem: str | None = None
+        self.over_at = 0.0
+        """When the transfers were over, by `time.perf_counter`; 0 until then."""
+
+    def wait(self) -> None:
+        """Block until every transfer is over; `TransportError` where one failed or was aborted."""
+        self._over.wait()
+        if self._problem is not None:
+            raise TransportError(self._problem)
+
+    def done(self) -> bool:
+        """Whether the transfers are over, also by failure."""
+        return self._over.is_set()
+
+    def finish(self, problem: str | None) -> None:
+        """Let go of whoever waits. The first verdict stays; under the stream's lock."""
+        if not self._over.is_set():
+            self._problem = problem
+            self.over_at = time.perf_counter()
+            self._over.set()
+
+
+class HostStream:
+    """Runs work in the order of `submit`, which never blocks.
+
+    What fails once has failed for good: what was sent on from a failed transfer would be garbage, so that everything
+    submitted later fails with the same words.
+
+    `interrupt` makes the work that runs right now raise; it is called from another thread, at most once.
+    """
+
+    def __init__(self, name: str, interrupt: Work) -> None:
+        self._name = name
+        self._interrupt = interrupt
+        self._queue: queue.SimpleQueue[tuple[Work, HostFence] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiting: deque[HostFence] = deque()  # of what runs, and of what is queued
+        self._running = False
+        self._problem: str | None = None
+        self._thread: threading.Thread | None = None
+        self.stopped = threading.Event()
+        """Set by `abort`: work that only sleeps should wait for this."""
+
+    def submit(self, work: Work) -> HostFence:
+        """Run `work` after everything submitted before. Raises `TransportError` once something has failed."""
+        fence = HostFence()
+        with self._lock:
+            if self._problem is not None:
+                raise TransportError(self._problem)
+            if self._thread is None:
+                self._start()
+            self._waiting.append(fence)
+            self._queue.put((work, fence))
+        return fence
+
+    def abort(self, problem: str) -> None:
+        """Fail all that is not over, at once. From any thread; idempotent."""
+        with self._lock:
+            if self.stopped.is_set():
+                return
+            self.stopped.set()
+            self._problem = self._problem or problem
+            running = self._running
+            while self._waiting:
+                self._waiting.popleft().finish(self._problem)
+        if running:
+            self._interrupt()
+
+    def close(self) -> None:
+        """End the thread, after what is queued."""
+        self._queue.put(None)
+
+    def _start(self) -> None:
+        _streams().add(self)
+        # A daemon: a transfer that nothing interrupts must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        # Buffers that were made in inference mode may only be written in it; ordinary ones may be, too.
+        with torch.inference_mode():
+            while (item := self._queue.get()) is not None:
+                self._run_one(*item)
+                del item  # and with it the tensors
+
+    def _run_one(self, work: Work, fence: HostFence) -> None:
+        with self._lock:
+            if self._problem is not None:
+                fence.finish(self._problem)
+                return
+            self._running = True
+        problem = None
+        try:
+            work()
+        except TransportError as error:
+            problem = str(error)
+        except Exception as error:
+            problem = f"a transfer failed: {type(error).__name__}: {error}"
+        with self._lock:
+            self._running = False
+            self._problem = self._problem or problem
+            if self._waiting and self._waiting[0] is fence:  # not aborted
+                self._waiting.popleft()
+            fence.finish(self._problem)
+
+    def _end(self) -> None:
+        self.abort("the process ends")
+        self.close()
+        if self._thread is not None:
+            self._thread.join(FAREWELL_SECONDS)
+
+
+@functools.cache
+def _streams() -> weakref.WeakSet[HostStream]:
+    streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
+
+    def end_all() -> None:
+        # A thread that comes back from a backend while the interpreter is being torn down would crash it.
+        for stream in list(streams):
+            stream._end()
+
+    atexit.register(end_all)
+    return streams
+
 
 # Transports of one group use the tags behind this one in turn: two of them, or one and its user's own messages, never
 # take each other's. All below 32767, the least that an MPI must offer.
@@ -39,11 +182,28 @@ _OPENED: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDict
 
 
 def _interrupt(group: dist.ProcessGroup | None) -> None:
-    if group is not None:
-        interrupt(group)
+    """End every transfer of the group in flight, in both directions; from any thread. The group is of no use then.
+
+    A receive that times out closes every connection of its gloo context, and whoever waits for one, in any thread, is
+    told (`Work` has no abort; `ProcessGroup.abort` leaves gloo's waits alone, tried with torch 2.13). A wait with a
+    timeout on the pending work itself could take the news of its end from the thread that waits for it.
+
+    Other host backends have no such thing: nothing happens there.
+    """
+    if group is None or "gloo" not in dist.get_backend_config(group):
+        return
+    for peer in range(group.size()):
+        if peer == group.rank():
+            continue
+        try:
+            receive_nothing(group, peer).wait(AT_ONCE)
+        except RuntimeError as error:
+            # Where the connection to this peer is broken already, the receive ends before its time: try the next.
+            if "Timed out" in str(error):
+                return
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(TransportBase):
     """One torch.distributed process group. Peers are ranks of that group, not of the world.
 
     On the CPU a thread of its own runs the transfers, so that they go on while the caller computes. On CUDA the
@@ -59,23 +219,18 @@ class ProcessGroupTransport:
         *,
         control: Control | None = None,
         limits: Limits = NO_LIMITS,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float = WARM_UP_SECONDS,
         lane: StreamLane | None = None,
     ) -> None:
         self._lane = StreamLane(device) if lane is None and device.type == "cuda" else lane
         refused = limits.refused_by("process_group", *([] if self._lane else ["bytes_per_second"]))
         if refused:
             raise ValueError(refused)
-        self.rank = group.rank()
-        self.size = group.size()
-        self.reason = ""
+        super().__init__(group.rank(), group.size(), device, timeout)
         self._group = group
-        self._device = device
         self._control = (control or control_of(group)).fresh_scope("process_group")
         self._rate = limits.bytes_per_second
-        self._timeout = timeout
         self._tag = FIRST_TAG if self._lane else self._shared_tag()  # what works in stream order has no tags
-        self._warm_up = WarmUp(device, timeout)
         self._open = True
         self._aborted = ""
         # Weakly: the thread must not be the last to hold the group, whose destructor would then run there, perhaps
@@ -117,19 +272,11 @@ class ProcessGroupTransport:
         self._start_on_stream(self._lane, outgoing, incoming)
         return self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
 
-    def warm_up(self, edges: Sequence[Edge]) -> None:
-        """See `Transport.warm_up`."""
-        self._warm_up(self, edges)
-
     def gather(self, value: object) -> list[object]:
         """See `Transport.gather`."""
         check_open(self, self._open)
         # A peer may still be in its warm-up, until the deadline of that.
         return self._control.gather(value, what="gather of the process_group transport", timeout=2 * self._timeout)
-
-    def check(self) -> str | None:
-        """See `Transport.check`: nothing moves that a fence does not tell of."""
-        return None
 
     def abort(self, reason: str) -> None:
         """See `Transport.abort`. Where transfers are in flight, the process group that carries them ends with them."""
@@ -212,7 +359,7 @@ class _Transfers(NamedTuple):
                 del pending[0]
         except TransportError:
             if len(pending) > 1:  # nobody will wait for those: they must not write to memory that is free by then
-                interrupt(self.group)
+                _interrupt(self.group)
             raise
 
     def _nbytes(self) -> int:

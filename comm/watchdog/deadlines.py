@@ -57,8 +57,8 @@ class Post:
             sizes[peer, rank] = sizes.get((peer, rank), 0) + nbytes
         for peer, nbytes in self.sent:
             sizes[rank, peer] = sizes.get((rank, peer), 0) + nbytes
-        told = [f"{nbytes} bytes rank {a} -> rank {b}" for (a, b), nbytes in sizes.items()]
-        return ", ".join(told) or "no bytes on this rank"
+        messages = [f"{nbytes} bytes rank {a} -> rank {b}" for (a, b), nbytes in sizes.items()]
+        return ", ".join(messages) or "no bytes on this rank"
 
 
 class Deadlines:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..control import LONGEST_POLL_SECONDS, Control
 from ..transport import TransportError
-from ..transports.mailboxes import WorldAborted
+from ..transports.local import WorldAborted
 
 Fields = Mapping[str, str]  # name -> repr of the value
 
@@ -82,19 +82,19 @@ def difference(said: Mapping[int, Fields]) -> str | None:
     for name in dict.fromkeys(name for fields in said.values() for name in fields):
         values = {rank: fields.get(name, "not given") for rank, fields in sorted(said.items())}
         if len(set(values.values())) > 1:
-            told = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
-            return f"{name} differs between ranks ({told}): all ranks of a ring must pass the same"
+            by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
+            return f"{name} differs between ranks ({by_rank}): all ranks of a ring must pass the same"
     return None
 
 
 def verdict_of(said: Mapping[int, Said]) -> Verdict | None:
     """What these ranks say of one call, judged; None where they can go on."""
-    in_flight = any(one.going_on for one in said.values())
-    for rank, one in sorted(said.items()):
-        if one.refusal is not None:
-            return Verdict(f"rank {rank} refused this call: {one.refusal}", in_flight)
-    found = difference({rank: one.fields for rank, one in said.items() if one.fields is not None})
-    return None if found is None else Verdict(found, in_flight)
+    in_flight = any(word.going_on for word in said.values())
+    for rank, word in sorted(said.items()):
+        if word.refusal is not None:
+            return Verdict(f"rank {rank} refused this call: {word.refusal}", in_flight)
+    differs = difference({rank: word.fields for rank, word in said.items() if word.fields is not None})
+    return None if differs is None else Verdict(differs, in_flight)
 
 
 class _Expected:
@@ -176,14 +176,14 @@ class Preflight:
             TransportError: a rank did not answer, `stop` said so, or the store is gone.
         """
         number = self.number + 1
-        texts, changing = ({name: brief(value) for name, value in (given or {}).items()} for given in (fields, values))
-        told = texts | changing | ({} if of is None else {"backward of call": str(of)})
+        texts, changing = ({name: brief(value) for name, value in (part or {}).items()} for part in (fields, values))
+        all_fields = texts | changing | ({} if of is None else {"backward of call": str(of)})
         keys = digest_of(texts, None if of is None else number - of), digest_of(changing)
         verdict = None
         if always or not self._expected.is_next(*keys):
             patience = self._control.patience if timeout is None else timeout
-            verdict = self._meet(number, told, digest_of(self._chain, keys), patience, stop)
-        self._count(None if verdict else told, NOT_MADE if verdict else keys)
+            verdict = self._meet(number, all_fields, digest_of(self._chain, keys), patience, stop)
+        self._count(None if verdict else all_fields, NOT_MADE if verdict else keys)
         return verdict
 
     def refuse(self, error: BaseException) -> None:
@@ -201,26 +201,26 @@ class Preflight:
             missing = {rank for said in self._heard.values() for rank in range(self._control.size) if rank not in said}
         return ["asked", *map(_words_of, self._some(sorted(missing)))]
 
-    def hear(self, found: Mapping[str, object]) -> tuple[dict[str, object], Verdict | None]:
+    def hear(self, published: Mapping[str, object]) -> tuple[dict[str, object], Verdict | None]:
         """What was found under those keys; returns what to publish, and a verdict where there is one."""
         with self._lock:
-            asked = found.get("asked")
-            if isinstance(asked, int) and self._met < asked <= self.number and asked not in self._heard:
-                call = next((call for call in reversed(list(self._calls)) if call.number == asked), None)
+            requested = published.get("asked")
+            if isinstance(requested, int) and self._met < requested <= self.number and requested not in self._heard:
+                call = next((call for call in reversed(list(self._calls)) if call.number == requested), None)
                 if call is None or call.fields is not None:
                     said = Said(None if call is None else call.fields, None, True)
-                    self._words[asked], self._untold = said, True
-                    self._heard[asked] = {self._control.rank: said}
-            verdict = self._judged(found)
+                    self._words[requested], self._untold = said, True
+                    self._heard[requested] = {self._control.rank: said}
+            verdict = self._judged(published)
             publish: dict[str, object] = {_words_of(self._control.rank): self._told()} if self._untold else {}
             self._untold = False
             return publish, verdict
 
-    def _judged(self, found: Mapping[str, object]) -> Verdict | None:
+    def _judged(self, published: Mapping[str, object]) -> Verdict | None:
         """Why this rank cannot go on from calls that it has passed."""
         for number, said in sorted(self._heard.items()):
             for rank in range(self._control.size):
-                if (word := _word(found, rank, number)) is not None:
+                if (word := _word(published, rank, number)) is not None:
                     said[rank] = word
             verdict = verdict_of(said)
             if verdict is not None and verdict.in_flight:
@@ -230,14 +230,14 @@ class Preflight:
         return None
 
     def _meet(
-        self, number: int, told: Fields, chain: str, timeout: float, stop: Callable[[], str | None]
+        self, number: int, fields: Fields, chain: str, timeout: float, stop: Callable[[], str | None]
     ) -> Verdict | None:
         """Wait until all ranks have come to this call; where one is at another, hear what each says of its own."""
         control = self._control
         here = f"arrived{number}/{chain}"
         verdict = None
         if control.count(here, 1) < control.size:
-            verdict = self._wait(number, told, here, timeout, stop)
+            verdict = self._wait(number, fields, here, timeout, stop)
         if verdict is not None:
             control.forget(here)
         else:
@@ -249,10 +249,10 @@ class Preflight:
         return verdict
 
     def _wait(
-        self, number: int, told: Fields, here: str, timeout: float, stop: Callable[[], str | None]
+        self, number: int, fields: Fields, here: str, timeout: float, stop: Callable[[], str | None]
     ) -> Verdict | None:
         """None once all ranks have come; a verdict once each has said what its call is."""
-        control, mine = self._control, Said(told, None, False)
+        control, mine = self._control, Said(fields, None, False)
         what = f"what the ranks say of call {number}"
         said = {control.rank: mine}
         begun = gone_at = time.monotonic()
@@ -269,8 +269,8 @@ class Preflight:
                 ask_at = now + ASK_SECONDS
             if number in self._words:
                 some = self._some(silent)
-                found = control.exchange(look=[_words_of(rank) for rank in some])
-                words = {rank: _word(found, rank, number) for rank in some}
+                published = control.exchange(look=[_words_of(rank) for rank in some])
+                words = {rank: _word(published, rank, number) for rank in some}
                 said |= {rank: word for rank, word in words.items() if word is not None}
             if len(said) == control.size and not all(word == mine for word in said.values()):
                 return verdict_of(said) or Verdict(f"the ranks did not make the same calls before call {number}", True)
@@ -293,9 +293,9 @@ class Preflight:
         with self._lock:
             self._words[number], self._untold = said, True
             words = {_words_of(self._control.rank): self._told()}
-        asked = self._control.look("asked")
+        requested = self._control.look("asked")
         # Somebody waits at a call before this one, perhaps for this rank, whose watchdog answers: first things first
-        standing = isinstance(asked, int) and self._met < asked < number
+        standing = isinstance(requested, int) and self._met < requested < number
         self._control.exchange(words if standing else {**words, "asked": number})
 
     def _told(self) -> dict[str, object]:
@@ -327,7 +327,7 @@ def _words_of(rank: int) -> str:
     return f"words/{rank}"
 
 
-def _word(found: Mapping[str, object], rank: int, number: int) -> Said | None:
-    words = found.get(_words_of(rank))
+def _word(published: Mapping[str, object], rank: int, number: int) -> Said | None:
+    words = published.get(_words_of(rank))
     word = words.get(str(number)) if isinstance(words, dict) else None
     return Said(*word) if isinstance(word, list) else None

@@ -1,26 +1,33 @@
-"""What the watchdog does for one ring: late transfers, failed ranks, calls that differ, and how fast everyone is."""
+"""One thread that watches all rings of a process: late transfers, failed ranks, calls that differ, who is slow."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import os
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 
-from ..control import Control
-from ..cuda_threads import within
+from ..control import Control, control_of
+from ..cuda_threads import HOST, on_device, within
+from ..groups import Group
+from ..kept import end_destroyed
 from ..transport import Fence, Transport, TransportError
+from ..transports.local import LocalGroup
 from .deadlines import FIRST_SECONDS, NEVER, Deadlines, Post, Sizes
-from .gossip import TICK_RANKS, Report, pack, period, told
-from .news import Gauges, News
 from .preflight import Preflight
+from .telemetry import TICK_RANKS, TICK_SECONDS, Gauges, Report, Telemetry, last_steps, period
 
 logger = logging.getLogger(__name__)
+
 
 # A store that does not answer must not hold up the deadlines.
 STORE_SECONDS = 1.0
@@ -80,7 +87,7 @@ class Watch:
         self._together = together
         self._preflight = Preflight(control)
         self._posts = Deadlines(deadline, ask_why=fatal is None and device.type == "cpu")
-        self._news = News(control.rank, control.size, device, gauges)
+        self._telemetry = Telemetry(control.rank, control.size, device, gauges)
         self._lock = threading.RLock()  # what one thread finds wrong, the other must not find at the same time
         self._failure: Failure | None = None
         self._calls = 0
@@ -140,7 +147,7 @@ class Watch:
                 self._fail(Failure(self.rank, "ValueError", verdict.text))
             self._number = None
             raise ValueError(verdict.text)
-        self._news.expect(self.size, "agreed on a call")
+        self._telemetry.expect(self.size, "agreed on a call")
         return self._number
 
     def left(self, error: BaseException) -> None:
@@ -169,11 +176,11 @@ class Watch:
 
     def span(self, kind: str, hop: object = None) -> AbstractContextManager[None]:
         """Around "compute" or "wait", for the telemetry, which asks for no hop."""
-        return self._news.spans.span(kind) if self.size > 1 else contextlib.nullcontext()
+        return self._telemetry.stopwatch.measure(kind) if self.size > 1 else contextlib.nullcontext()
 
     def spent(self, kind: str, seconds: float) -> None:
         """Seconds of "compute" or "wait" that were measured elsewhere."""
-        self._news.spent(kind, seconds)
+        self._telemetry.spent(kind, seconds)
 
     def failed(self, error: BaseException) -> BaseException:
         """Tell the others that `error` ended this rank's part of a call; what to raise in its place.
@@ -198,8 +205,8 @@ class Watch:
 
     def telemetry(self) -> tuple[Report, ...]:
         """What this rank knows of every rank, in rank order, with its age."""
-        self._news.say(self._step(), self._calls, self._posts.nbytes)
-        return self._news.table.reports(time.time())
+        self._telemetry.report(self._step(), self._calls, self._posts.nbytes)
+        return self._telemetry.table.reports(time.time())
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
@@ -236,40 +243,40 @@ class Watch:
 
     def _talk(self, now: float) -> None:
         """One round with the store: failures of others, questions of others, and the gossip."""
-        self._news.say(self._step(), self._calls, self._posts.nbytes)
-        peer = self._news.next_peer()
+        self._telemetry.report(self._step(), self._calls, self._posts.nbytes)
+        peer = self._telemetry.next_peer()
         table = [] if peer is None else [f"table/{peer}"]
-        found = self._exchange(look=["failure", *self._preflight.wanted(), *table])
-        if found is None:
+        published = self._exchange(look=["failure", *self._preflight.wanted(), *table])
+        if published is None:
             return
-        if "failure" in found:
-            return self._hear(found["failure"])
+        if "failure" in published:
+            return self._hear(published["failure"])
         if peer is not None:
-            self._news.pull(found.get(f"table/{peer}"))
-        self._answer(found, {} if peer is None else {f"table/{self.rank}": pack(self._news.table.rows)})
-        self._news.warn(now)
+            self._telemetry.table.merge_packed(published.get(f"table/{peer}"))
+        self._answer(published, {} if peer is None else {f"table/{self.rank}": self._telemetry.table.packed()})
+        self._telemetry.warn(now)
 
-    def _answer(self, found: Mapping[str, object] | None, news: Mapping[str, object]) -> None:
+    def _answer(self, published: Mapping[str, object] | None, table: Mapping[str, object]) -> None:
         """Say what other ranks have asked for, and the news; also in a rank that computes something else for long."""
         self._answered = time.monotonic()
-        if found is None:
+        if published is None:
             return
-        publish, verdict = self._preflight.hear(found)
+        publish, verdict = self._preflight.hear(published)
         if verdict is not None:
             return self._fail(Failure(self.rank, "ValueError", verdict.text), publish)
-        if publish or news:
-            self._exchange({**publish, **news})
+        if publish or table:
+            self._exchange({**publish, **table})
 
     def _exchange(
         self, publish: Mapping[str, object] | None = None, look: Sequence[str] = ()
     ) -> dict[str, object] | None:
         """None where the store does not answer."""
-        if not self._news.store_answers():
+        if not self._telemetry.store_answers():
             return None
         try:
             return self._control.exchange(publish, look, STORE_SECONDS)
         except TransportError as error:
-            self._news.store_failed(str(error))
+            self._telemetry.store_failed(str(error))
             return None
 
     # -- what went wrong ---------------------------------------------------------------------------------------------
@@ -288,17 +295,17 @@ class Watch:
     def _explained(self) -> Failure | None:
         """What another rank has found or said that explains what this one sees."""
         for _ in range(2):  # the first round may bring a question, the second what others said to it
-            found = self._exchange(look=["failure", *self._preflight.wanted()])
-            if found is None or "failure" in found:
-                return _failure(found.get("failure")) if found else None
-            publish, verdict = self._preflight.hear(found)
+            published = self._exchange(look=["failure", *self._preflight.wanted()])
+            if published is None or "failure" in published:
+                return _failure(published.get("failure")) if published else None
+            publish, verdict = self._preflight.hear(published)
             if verdict is not None:
                 return Failure(self.rank, "ValueError", verdict.text)
             self._exchange(publish)
         return None
 
-    def _hear(self, told: object) -> None:
-        theirs = _failure(told)
+    def _hear(self, published: object) -> None:
+        theirs = _failure(published)
         if theirs is None:
             return
         if theirs.kind == "ValueError":
@@ -329,12 +336,13 @@ class Watch:
         near = [peer for peer, _ in (*post.sent, *post.received)] if post is not None else []
         others = [rank for rank in dict.fromkeys((*near, *range(self.size))) if rank != self.rank][:ASKED_RANKS]
         for table in (self._exchange(look=[f"table/{rank}" for rank in others]) or {}).values():
-            self._news.pull(table)
-        known = {report.rank: report for report in self._news.table.reports(time.time())}
+            self._telemetry.table.merge_packed(table)
+        known = {report.rank: report for report in self._telemetry.table.reports(time.time())}
         silent = [str(rank) for rank in others if rank not in known]
-        text = f"Last reported: {told((known[rank] for rank in others if rank in known), ASKED_RANKS) or 'nothing'}"
+        steps = last_steps((known[rank] for rank in others if rank in known), ASKED_RANKS)
+        text = f"Last reported: {steps or 'nothing'}"
         text += f"; nothing from rank {', '.join(silent)}" if silent else ""
-        return text + (f". {self._news.store_problem}" if self._news.store_problem else "")
+        return text + (f". {self._telemetry.store_problem}" if self._telemetry.store_problem else "")
 
     def _step(self) -> str:
         first, last = self._posts.first, self._posts.last
@@ -354,9 +362,130 @@ class Watch:
         return ValueError(failure.text) if failure.kind == "ValueError" else TransportError(failure.text)
 
 
-def _failure(told: object) -> Failure | None:
-    return Failure(*told) if isinstance(told, (list, tuple)) else None
+def _failure(published: object) -> Failure | None:
+    return Failure(*published) if isinstance(published, (list, tuple)) else None
 
 
 def _by(theirs: Failure) -> str:
     return f"Rank {theirs.rank} found: {theirs.text}"
+
+
+# sysexits' EX_TEMPFAIL: what torchrun and schedulers restart
+EXIT_CODE = 75
+# A pipe that nobody reads must not keep the process.
+FLUSH_SECONDS = 1.0
+
+
+class Watchdog:
+    """The thread. It runs while there is a ring to watch."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self._thread: threading.Thread | None = None
+        self._end = threading.Event()
+
+    def add(self, watch: Watch) -> None:
+        """Watch one more ring, until it is closed or nobody holds it any more."""
+        with self._lock:
+            self._watches.add(watch)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ringattn-watchdog", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """End with the process: a thread that returns from C++ into an interpreter that is gone brings it down."""
+        self._end.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(1.0)
+
+    def _run(self) -> None:
+        while not self._end.wait(TICK_SECONDS):
+            with self._lock:
+                watches = [watch for watch in self._watches if not watch.closed]
+                if not watches:
+                    self._thread = None
+                    return
+            while watches:
+                _tick(watches)
+            end_destroyed()
+
+
+def _tick(watches: list[Watch]) -> None:
+    """Look at the last one, and let go of it: nobody else may hold it any more, and what it holds is freed here."""
+    rank, device, left = watches[-1].rank, watches[-1].device, len(watches) - 1
+    try:
+        with on_device(device):
+            watches.pop().tick()
+    except Exception:  # a fault in here must not end the watch over the other rings
+        logger.exception("the watchdog of rank %d failed", rank)
+    finally:
+        del watches[left:]
+
+
+_WATCHDOG = Watchdog()
+atexit.register(lambda: _WATCHDOG.stop())
+
+
+def _after_fork() -> None:
+    global _WATCHDOG
+    _WATCHDOG = Watchdog()  # threads stay behind
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def open_watch(
+    group: Group,
+    device: torch.device,
+    *,
+    control: Control | None = None,
+    deadline: float | None,
+    transports: Callable[[], Sequence[Transport]],
+    gauges: Gauges | None = None,
+) -> Watch:
+    """Watch over a ring of this group until it is closed; every rank opens its rings in the same order.
+
+    Args:
+        group: the ring's ranks.
+        device: where they compute.
+        control: of this ring alone; None: a new one, see `ring_control`.
+        deadline: seconds that a transfer may take; None: many times the median hop, and no limit in a `LocalWorld`,
+            which has one of its own.
+        transports: the transports that are open now; must not hold the ring.
+        gauges: reads clocks and throttle reasons of the device.
+    """
+    local = isinstance(group, LocalGroup)
+    control = control or ring_control(group, deadline)
+    watch = Watch(
+        control,
+        deadline=NEVER if local and deadline is None else deadline,
+        device=device,
+        transports=transports,
+        fatal=None if local or device.type == "cpu" else end_process,
+        patience=control.patience,
+        together=local,
+        gauges=gauges,
+    )
+    if watch.size > 1:
+        _WATCHDOG.add(watch)
+    return watch
+
+
+def ring_control(group: Group, deadline: float | None) -> Control:
+    """What the ranks of a ring tell each other, where nothing waits longer than the ring's deadline allows.
+
+    Raises:
+        TransportError: no connection to the store of the group, in that time.
+    """
+    # A LocalWorld has a patience of its own; elsewhere the first wait is for ranks that compile.
+    first = None if isinstance(group, LocalGroup) else FIRST_SECONDS
+    return control_of(group, deadline or first).fresh_scope("ring")
+
+
+def end_process(reason: str) -> None:
+    """Leave at once, non-zero, so that torchrun restarts: the streams of this process wait for bytes for ever."""
+    logger.critical("this process ends: %s", reason)
+    within(FLUSH_SECONDS, sys.stdout.flush, HOST, "flush")  # os._exit does not
+    os._exit(EXIT_CODE)

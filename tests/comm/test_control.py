@@ -7,8 +7,6 @@ import os
 import pickle
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -26,24 +24,34 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from ringattn.comm import Limits, LocalGroup, LocalWorld, Topology, TransportError, WorldAborted, store_line
-from ringattn.comm.choice import choose, wish_of
-from ringattn.comm.control import Control, control_of
-from ringattn.comm.topology import nvml
-from ringattn.comm.topology.places import Place
-from ringattn.comm.topology.topology import ring_topology
-from ringattn.comm.transports.mailboxes import Hub
-from ringattn.comm.watchdog.liveness import has_ended, own_process
+from ringattn.comm import Limits, LocalGroup, LocalWorld, Topology, TransportError, WorldAborted
+from ringattn.comm.control import (
+    Control,
+    LocalConnection,
+    Scope,
+    StoreConnection,
+    _Looks,
+    connect,
+    control_of,
+    has_ended,
+    own_process,
+)
+from ringattn.comm.groups import choose, request_of
+from ringattn.comm.topology import topology
+from ringattn.comm.topology.nvml import DeviceInfo
+from ringattn.comm.topology.topology import discover, ring_topology
+from ringattn.comm.transports.local import Hub
 
 from ..support.clusters import hgx
 from ..support.forked import FORKED
+from ..support.transport_cases import on_ranks
 
 T = TypeVar("T")
 HELD: list[Store] = []  # a clone of a TCPStore does not keep the server
 
 
 def opened(store: Store, rank: int, size: int) -> Control:
-    return Control(store_line.StoreLine(store), rank, size, "test/")
+    return Control(StoreConnection(store), rank, size, "test/")
 
 
 def on_all(controls: list[Control], fn: Callable[[Control], T]) -> list[T]:
@@ -205,15 +213,6 @@ def test_a_killed_store_is_an_error_at_once(host: StoreHost, call: str, capfd: p
     assert capfd.readouterr().err.count("Exception raised from") <= 1  # torch's: it was asked once
 
 
-def test_a_store_that_dies_while_a_rank_waits(host: StoreHost) -> None:
-    control = opened(host.client(), 0, 2)
-    timer = threading.Timer(0.3, host.process.kill)
-    timer.start()
-    with pytest.raises(TransportError, match="the store of the group is gone"):
-        control.gather(1, what="shapes")
-    timer.join()
-
-
 def test_a_store_that_stops_answering_holds_nobody(host: StoreHost) -> None:
     control = opened(host.client(), 0, 2)
     control.publish("x", 1)
@@ -237,7 +236,7 @@ def test_one_connection_per_group_and_nothing_read_of_an_earlier_group() -> None
             control = control_of(group)
             assert control.gather(turn, what="turns") == [turn]
             assert control_of(group).gather(-1, what="turns") == [-1]
-            assert control_of(group)._line is control._line
+            assert control_of(group)._connection is control._connection
             assert control.look("left") is None
             control.publish("left", turn)
         finally:
@@ -253,8 +252,7 @@ def test_virtual_ranks_share_a_store_in_memory() -> None:
         assert control.scope("seen").look("2") == 2
         return first + control_of(group).gather(-group.rank(), what="ranks")
 
-    with LocalWorld(3, device="cpu") as world:
-        assert world.run(fn) == [[0, 1, 2, 0, -1, -2]] * 3
+    assert on_ranks(3, fn) == [[0, 1, 2, 0, -1, -2]] * 3
 
 
 def test_virtual_ranks_do_not_wait_for_one_that_raised() -> None:
@@ -284,66 +282,30 @@ def test_virtual_ranks_do_not_wait_for_one_that_returned() -> None:
         world.run(fn)
 
 
-def test_virtual_ranks_give_up_after_their_world_s_timeout() -> None:
-    def fn(group: LocalGroup) -> None:
-        if group.rank() == 0:
-            control_of(group).gather(0, what="shapes")
-        else:
-            time.sleep(1)
-
-    with LocalWorld(2, device="cpu", timeout=0.2) as world, pytest.raises(TransportError, match=r"within 0\.2 s"):
-        world.run(fn)
-
-
-def test_a_process_ends_while_its_store_is_silent(host: StoreHost) -> None:
-    """The thread that waits for the store must not keep the process, nor bring it down."""
-    code = f"""
-import os, signal
-from pathlib import Path
-from torch.distributed import TCPStore
-from ringattn.comm import control, store_line
-store = TCPStore("127.0.0.1", {host.port}, is_master=False, wait_for_workers=False)
-line = store_line.StoreLine(store)
-asked = control.Control(line, 0, 2, "x/")
-asked.publish("a", 1)
-os.kill({host.process.pid}, signal.SIGSTOP)
-threads = list(Path("/proc/{host.process.pid}/task").iterdir())
-while any((thread / "stat").read_text().rpartition(")")[2].split()[0] != "T" for thread in threads):
-    pass  # one that is still running would answer
-try:
-    asked.exchange(look=["a"], timeout=0.2)
-except control.TransportError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "the store of the group has not answered for 0.2 s\n"), done.stderr
-
-
 def test_the_store_s_own_timeout_is_left_alone() -> None:
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=77))
-    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=77))
+    seconds = timedelta(seconds=77)
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=seconds)
     opened(served, 0, 1)
-    assert served.timeout == timedelta(seconds=77)  # type: ignore[attr-defined]
+    assert served.timeout == seconds  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("moments", [{3: 1, 5: 2}, {3: 2, 4: 1}])
 def test_what_a_rank_left_before_it_returned_counts(moments: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that answer and return right after a look that found something missing (the 3rd, ...)."""
     hub, looks = Hub(3, timeout=5.0), itertools.count(1)
-    line = store_line.LocalLine(LocalGroup(hub, 0))
-    ask = line.ask
+    connection = LocalConnection(LocalGroup(hub, 0))
+    ask = connection.ask
 
     def asking(do: Callable[[Store], T], timeout: float) -> T:
         found = ask(do, timeout)
         rank = moments.get(next(looks)) if found is False else None
         if rank is not None:
-            Control(line, rank, 3, "test/").publish(str(rank), rank)
+            Control(connection, rank, 3, "test/").publish(str(rank), rank)
             hub.end(rank)
         return found
 
-    monkeypatch.setattr(line, "ask", asking)
-    control = Control(line, 0, 3, "test/")
+    monkeypatch.setattr(connection, "ask", asking)
+    control = Control(connection, 0, 3, "test/")
     control.publish("0", 0)
     assert control.collect({0: "0", 1: "1", 2: "2"}, what="a test", timeout=5.0) == [0, 1, 2]
 
@@ -387,7 +349,7 @@ def test_the_last_rank_to_close_a_scope_empties_it() -> None:
 
 
 def test_no_wait_is_longer_than_the_patience_of_a_control(host: StoreHost) -> None:
-    control = Control(store_line.StoreLine(host.client()), 0, 2, "test/", 0.5).fresh_scope("ring").scope("inner")
+    control = Control(StoreConnection(host.client()), 0, 2, "test/", 0.5).fresh_scope("ring").scope("inner")
     begun = time.monotonic()
     with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.5 s"):
         control.gather(0, what="shapes", timeout=60)
@@ -396,7 +358,7 @@ def test_no_wait_is_longer_than_the_patience_of_a_control(host: StoreHost) -> No
     with pytest.raises(TransportError, match="has not answered for"):
         control.look("x")
     with pytest.raises(TransportError, match=r"has not answered for 0\.5 s"):
-        store_line.StoreLine(client, 0.5)
+        StoreConnection(client, 0.5)
     assert time.monotonic() - begun < 5
 
 
@@ -405,7 +367,7 @@ def test_a_line_to_a_store_that_is_gone_is_an_error_in_time(host: StoreHost) -> 
     host.end()
     begun = time.monotonic()
     with pytest.raises(TransportError, match="the store of the group"):
-        store_line.StoreLine(client, 1.0)
+        StoreConnection(client, 1.0)
     assert time.monotonic() - begun < 3
     for thread in {*threading.enumerate()} - others:
         thread.join(5)
@@ -435,7 +397,7 @@ def say_who(pipe: Connection) -> None:
 
 
 def test_looks_are_rare_and_begin_with_a_wait() -> None:
-    looks = store_line._Looks()
+    looks = _Looks()
     polls = [0.02 * number for number in range(2000)]
     found = [now for now in polls if looks.due(now)]
     assert found == pytest.approx([1, 2, 4, 8, 16, 26, 36], abs=0.2)
@@ -444,7 +406,7 @@ def test_looks_are_rare_and_begin_with_a_wait() -> None:
 
 
 class Named:
-    """What a line asks a group."""
+    """What a connection asks a group."""
 
     group_name = "0"
 
@@ -460,10 +422,10 @@ def test_attempts_of_a_job_that_share_a_store_do_not_read_each_other(monkeypatch
         store = PrefixStore(f"/worker/attempt_{attempt}", served)
         monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group, store=store: store)
         groups: list[Any] = [Named(rank) for rank in ranks]
-        lines = [store_line.open_line(group, 5.0) for group in groups]
-        prefixes += [line.prefix for line in lines]
-        for line in lines:
-            line.close()
+        connections = [connect(group, 5.0) for group in groups]
+        prefixes += [connection.prefix for connection in connections]
+        for connection in connections:
+            connection.close()
     assert prefixes[1] == prefixes[2] != prefixes[0]
 
 
@@ -502,12 +464,12 @@ class CountingStore:
         return self.data.pop(key, None) is not None
 
 
-class CountedLine(store_line.LocalLine):
+class CountedConnection(LocalConnection):
     """One of many ranks' ways to a store that counts."""
 
     def __init__(self, store: CountingStore, lock: threading.Lock) -> None:
         self.patience, self.published = 60.0, set()
-        self.scopes = defaultdict(store_line.Scope)
+        self.scopes = defaultdict(Scope)
         self.store, self._lock = store, lock
 
     def ask(self, do: Callable[[Any], T], timeout: float) -> T:
@@ -522,7 +484,7 @@ def of_many(fn: Callable[[Control], T], monkeypatch: pytest.MonkeyPatch) -> tupl
     """What every rank returns; rank 0 comes last, and the others look again when it has answered."""
     store, lock = CountingStore(), threading.Lock()
     prefix = f"ringattn/{'0' * 32}/default_pg/1/ring1/"
-    controls = [Control(CountedLine(store, lock), rank, MANY, prefix) for rank in range(MANY)]
+    controls = [Control(CountedConnection(store, lock), rank, MANY, prefix) for rank in range(MANY)]
     pause = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: store.answered.wait(60))
     with ThreadPoolExecutor(MANY) as pool:
@@ -532,28 +494,28 @@ def of_many(fn: Callable[[Control], T], monkeypatch: pytest.MonkeyPatch) -> tupl
         return [fn(controls[0]), *(other.result() for other in others)], store
 
 
-def places_of_many() -> list[Place]:
+def devices_of_many() -> list[DeviceInfo]:
     """Nodes of eight GPUs and nine NICs, each with names and numbers of its own, dealt out in turn."""
     drawn = random.Random(0)
     hosts = [f"gpu-{node:03}.cluster.example/{drawn.getrandbits(32):08x}" for node in range(MANY // 8)]
-    nodes = [[replace(place, gpu=f"GPU-{UUID(int=drawn.getrandbits(128))}") for place in hgx(host)] for host in hosts]
-    return [place for rail in zip(*nodes, strict=True) for place in rail]
+    nodes = [[replace(device, gpu=f"GPU-{UUID(int=drawn.getrandbits(128))}") for device in hgx(host)] for host in hosts]
+    return [device for rail in zip(*nodes, strict=True) for device in rail]
 
 
 @pytest.mark.parametrize("step", ["discover", "choice of a transport", "words that all went well"])
 def test_what_a_thousand_ranks_move_to_start(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that goes into the store and out of it, each rank's reading of what rank 0 answers included."""
-    places = places_of_many()
-    wish = wish_of(None, "auto", torch.device("cuda"), Topology.grid(MANY // 8, 8), Limits())
-    wish = wish._replace(problems=dict.fromkeys(wish.problems))
-    monkeypatch.setattr(nvml, "place_of", lambda rank: places[rank])
+    devices = devices_of_many()
+    request = request_of(None, "auto", torch.device("cuda"), Topology.grid(MANY // 8, 8), Limits())
+    request = request._replace(problems=dict.fromkeys(request.problems))
+    monkeypatch.setattr(topology, "device_info", lambda rank: devices[rank])
     steps: dict[str, Callable[[Control], Any]] = {
-        "discover": lambda control: nvml.discover(control, control.rank),  # type: ignore[arg-type]
-        "choice of a transport": lambda control: choose(control, wish, 2),
+        "discover": lambda control: discover(control, control.rank),  # type: ignore[arg-type]
+        "choice of a transport": lambda control: choose(control, request, 2),
         "words that all went well": lambda control: control.gather(None, what="whether it works"),
     }
     found, store = of_many(steps[step], monkeypatch)
     assert all(one == found[0] for one in found)
-    assert step != "discover" or found[0] == ring_topology(places)
+    assert step != "discover" or found[0] == ring_topology(devices)
     assert store.nbytes <= MOST_BYTES, f"{store.nbytes / 1e6:.2f} MB"
     assert [key.rpartition("/")[2] for key in store.data] == ["all"]  # the rest is taken out again

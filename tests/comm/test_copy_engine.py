@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -17,14 +15,15 @@ import torch
 from ringattn.comm import Fence, LocalGroup, LocalWorld, Message, Topology, TransportError, groups
 from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
-from ringattn.comm.transports.copy_engine import copy_engine, node
+from ringattn.comm.transports.copy_engine import copy_engine
 from ringattn.comm.transports.copy_engine.copy_engine import CopyEngineTransport, copy_engine_missing
-from ringattn.comm.transports.copy_engine.lines import Board, flag_of
+from ringattn.comm.transports.copy_engine.memory import Board, flag_of
 
 from ..support.stand_in_cuda import Result, Workers, install_driver, running
-from ..support.transport_cases import CASES, Calling, filled, neighbours
+from ..support.transport_cases import CASES, Calling, filled, neighbours, on_ranks
 
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -36,6 +35,18 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
 def opened(group: LocalGroup, **more: Any) -> CopyEngineTransport:
     given = {"device": CPU, "timeout": 5.0, **more}
     return CopyEngineTransport(rank=group.rank(), size=group.size(), control=control_of(group), **given)
+
+
+def on_transports(size: int, fn: Callable[[CopyEngineTransport], T]) -> list[T]:
+    """What `fn` makes of a transport on each of so many virtual ranks; the transport is closed behind it."""
+
+    def call(group: LocalGroup) -> T:
+        transport = opened(group)
+        returned = fn(transport)
+        transport.close()
+        return returned
+
+    return on_ranks(size, call)
 
 
 def keep_fences(transport: CopyEngineTransport) -> list[Any]:
@@ -54,15 +65,13 @@ def keep_fences(transport: CopyEngineTransport) -> list[Any]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_conformance(name: str, world_size: int, workers: Workers) -> None:
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
+    def fn(transport: CopyEngineTransport) -> None:
         fences = keep_fences(transport)
         CASES[name](transport, CPU)
         transport.close()
         fences.clear()
 
-    with LocalWorld(world_size, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_transports(world_size, fn)
     assert not workers.driver.opened and not workers.driver.registered and not +workers.driver.retained
 
 
@@ -89,26 +98,21 @@ def until(condition: Any, what: str) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_slow_streams_change_nothing(world_size: int, workers: Workers) -> None:
+def test_slow_streams_change_nothing(workers: Workers) -> None:
     """Every operation of every stream comes late, each by another time."""
     workers.jitter = 0.001
 
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
+    def fn(transport: CopyEngineTransport) -> None:
         for name in ("a_ring_reuses_its_slots", "a_post_may_follow_another", "a_sent_buffer_is_free_after_the_wait"):
             CASES[name](transport, CPU)
-        transport.close()
 
-    with LocalWorld(world_size, device="cpu", timeout=20) as world:
-        world.run(fn)
+    on_transports(3, fn)
 
 
 def test_a_post_in_its_order(workers: Workers) -> None:
     """Behind `after`: ready, then per peer the wait for its bytes, the copies, taken, and last the wait for takers."""
 
-    def fn(group: LocalGroup) -> tuple[list[Any], int]:
-        transport = opened(group)
+    def fn(transport: CopyEngineTransport) -> tuple[list[Any], int]:
         exchange(transport)
         transport.gather(None)
         other = 1 - transport.rank
@@ -125,37 +129,17 @@ def test_a_post_in_its_order(workers: Workers) -> None:
         transport.close()
         return mine, transport.rank
 
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        for ops, rank in world.run(fn):
-            kinds = [op.kind for op in ops]
-            assert kinds == ["wait", "write", "await", "copy", "await", "copy", "write", "await", "record"]
-            flags = [op.detail for op in ops if op.kind in ("write", "await")]
-            (sent, _), (first, one), (second, two), (took, _), (taken, _) = flags
-            assert first == second and (one, two) == (2, 3) and [value for _, value in flags] == [3, 2, 3, 3, 3]
-            assert len({sent, first, took, taken}) == 4, rank
-
-
-def test_posting_does_not_wait_for_the_device(workers: Workers) -> None:
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
-        onward, back = neighbours(transport)
-        reached = hold(workers, transport)
-        arrived = filled(-1, 10, CPU)
-        sends = [Message(onward, filled(group.rank(), 10, CPU))]
-        fence = transport.post(sends=sends, receives=[Message(back, arrived)])
-        assert not fence.done() and int(arrived[0]) == -1
-        reached.set()
-        fence.wait()
-        assert fence.done() and int(arrived[0]) == back
-        transport.close()
-
-    with LocalWorld(3, device="cpu", timeout=10) as world:
-        world.run(fn)
+    for ops, rank in on_transports(2, fn):
+        kinds = [op.kind for op in ops]
+        assert kinds == ["wait", "write", "await", "copy", "await", "copy", "write", "await", "record"]
+        flags = [op.detail for op in ops if op.kind in ("write", "await")]
+        (sent, _), (first, one), (second, two), (took, _), (taken, _) = flags
+        assert first == second and (one, two) == (2, 3) and [value for _, value in flags] == [3, 2, 3, 3, 3]
+        assert len({sent, first, took, taken}) == 4, rank
 
 
 def test_tensors_are_held_until_compute_has_waited(workers: Workers) -> None:
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
+    def fn(transport: CopyEngineTransport) -> None:
         sent, arrived = filled(1, 4, CPU), filled(0, 4, CPU)
         alive = [weakref.ref(sent), weakref.ref(arrived)]
         fence = transport.post(sends=[Message(0, sent)], receives=[Message(0, arrived)])
@@ -165,47 +149,39 @@ def test_tensors_are_held_until_compute_has_waited(workers: Workers) -> None:
         fence.wait()
         gc.collect()
         assert all(tensor() is None for tensor in alive)
-        transport.close()
 
-    with LocalWorld(1, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_transports(1, fn)
 
 
 def test_flags_wrap(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_engine, "FIRST_NUMBER", (1 << 32) - 5)
 
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
+    def fn(transport: CopyEngineTransport) -> None:
         for _ in range(10):
             assert int(exchange(transport)[0]) == neighbours(transport)[1]
         CASES["a_ring_reuses_its_slots"](transport, CPU)
         transport.gather(None)
         ready = [transport._flags.board.load(flag) for flag in transport._awaited]
         assert ready == [85, 85], "both flags that this rank waits for began below the wrap"
-        transport.close()
 
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_transports(2, fn)
 
 
 def test_each_peer_opens_an_allocation_once(workers: Workers) -> None:
     arena = torch.zeros(3, 2, 1000, dtype=torch.int32)  # rank, slot
     workers.driver.declare(arena.data_ptr(), arena.nbytes)
 
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
+    def fn(transport: CopyEngineTransport) -> None:
         onward, back = neighbours(transport)
         for hop in range(6):
-            slot = arena[group.rank(), hop % 2]
-            slot[7] = 10 * group.rank() + hop
+            slot = arena[transport.rank, hop % 2]
+            slot[7] = 10 * transport.rank + hop
             arrived = filled(-1, 1, CPU)
             sends, receives = [Message(onward, slot[7:8])], [Message(back, arrived)]
             transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
             assert int(arrived) == 10 * back + hop
-        transport.close()
 
-    with LocalWorld(3, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_transports(3, fn)
     assert len(workers.driver.opens) == 3 and set(workers.driver.opens.values()) == {1}
     assert workers.driver.calls["cuIpcGetMemHandle"] == 3
 
@@ -216,24 +192,22 @@ def test_a_freed_allocation_is_closed_and_its_address_means_another(workers: Wor
     for arena in arenas:
         driver.declare(arena.data_ptr(), arena.nbytes)
 
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
-        other = 1 - group.rank()
+    def fn(transport: CopyEngineTransport) -> None:
+        other = 1 - transport.rank
         for value in (1, 2, 3):
             arrived = filled(0, 1000, CPU)
-            arenas[group.rank()].fill_(value)
-            sends, receives = [Message(other, arenas[group.rank()])], [Message(other, arrived)]
+            arenas[transport.rank].fill_(value)
+            sends, receives = [Message(other, arenas[transport.rank])], [Message(other, arrived)]
             transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
             assert int(arrived[999]) == value
             transport.gather(None)
             assert len(driver.opened) == 2  # one each, and none of those that are gone
             transport.gather(None)
-            driver.declare(arenas[group.rank()].data_ptr(), arenas[group.rank()].nbytes)  # freed, and allocated again
+            arena = arenas[transport.rank]
+            driver.declare(arena.data_ptr(), arena.nbytes)  # freed, and allocated again
             transport.gather(None)
-        transport.close()
 
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_transports(2, fn)
     assert len(driver.opens) == 6 and set(driver.opens.values()) == {1}
 
 
@@ -241,8 +215,7 @@ def test_memory_that_cannot_be_shared_goes_through_memory_that_can(workers: Work
     """As with expandable_segments: copied behind `after` and behind what peers took before, and shared once."""
     workers.driver.shareable = False
 
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
+    def fn(transport: CopyEngineTransport) -> None:
         onward, back = neighbours(transport)
         sent, came = filled(0, 1000, CPU), [filled(-1, 1000, CPU) for _ in range(8)]
         fences: list[Fence] = []
@@ -255,10 +228,8 @@ def test_memory_that_cannot_be_shared_goes_through_memory_that_can(workers: Work
         assert [int(x[999]) for x in came] == [10 * back + turn for turn in range(8)]
         assert sum(op.detail[0] in workers.driver.allocated for op in workers.log if op.kind == "copy") >= 8
         transport.gather(None)
-        transport.close()
 
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_transports(2, fn)
     assert workers.driver.calls["cuMemAlloc"] == workers.driver.calls["cuMemFree"] == 2
     assert workers.driver.calls["cuIpcOpenMemHandle"] == 2
 
@@ -266,34 +237,29 @@ def test_memory_that_cannot_be_shared_goes_through_memory_that_can(workers: Work
 def test_memory_that_peers_may_read_stays_after_an_abort(workers: Workers) -> None:
     workers.driver.shareable = False
 
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
+    def fn(transport: CopyEngineTransport) -> None:
         exchange(transport)
         transport.gather(None)
         transport.abort("enough")
-        transport.close()
 
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_transports(2, fn)
     assert len(workers.driver.allocated) == 2
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_conformance_of_memory_that_cannot_be_shared(name: str, workers: Workers) -> None:
     workers.driver.shareable = False
-    with LocalWorld(2, device="cpu", timeout=20) as world:
-        world.run(lambda group: CASES[name](opened(group), CPU))
+    on_ranks(2, lambda group: CASES[name](opened(group), CPU))
 
 
 def test_abort_releases_a_stream_that_waits_for_a_dead_peer(workers: Workers) -> None:
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
-        reached = hold(workers, transport) if group.rank() else threading.Event()
+    def fn(transport: CopyEngineTransport) -> None:
+        reached = hold(workers, transport) if transport.rank else threading.Event()
         sends, receives = (
-            ([Message(0, filled(1, 4, CPU))], []) if group.rank() else ([], [Message(1, filled(0, 4, CPU))])
+            ([Message(0, filled(1, 4, CPU))], []) if transport.rank else ([], [Message(1, filled(0, 4, CPU))])
         )
         fence = transport.post(sends=sends, receives=receives)
-        if group.rank():
+        if transport.rank:
             transport.gather(None)
             reached.set()
         else:
@@ -307,10 +273,8 @@ def test_abort_releases_a_stream_that_waits_for_a_dead_peer(workers: Workers) ->
                 transport.post(sends=[], receives=[])
             transport.gather(None)
         transport.close()
-        transport.close()
 
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_transports(2, fn)
     assert not workers.driver.registered
 
 
@@ -324,35 +288,32 @@ def test_abort_outlasts_what_a_living_peer_still_writes(workers: Workers, monkey
 
     monkeypatch.setattr(workers, "write", write)
 
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
+    def fn(transport: CopyEngineTransport) -> None:
         held = [hold(workers, transport)]
         fences = []  # all of them: they hold the memory
         for post in range(4):
-            if post == 1 and group.rank() == 1:
+            if post == 1 and transport.rank == 1:
                 held.append(hold(workers, transport))
-            messages = [Message(1 - group.rank(), filled(post, 4, CPU))]
-            sends, receives = (messages, []) if group.rank() else ([], messages)
+            messages = [Message(1 - transport.rank, filled(post, 4, CPU))]
+            sends, receives = (messages, []) if transport.rank else ([], messages)
             fences.append(transport.post(sends=sends, receives=receives))
         transport.gather(None)
-        if group.rank() == 0:
+        if transport.rank == 0:
             transport.abort("enough")
             ready, _ = flag_of((0, 1), 1, 0)
             until(lambda: transport._flags.board.load(ready) == 4, "abort wrote nothing")
         transport.gather(None)
-        if group.rank() == 1:
+        if transport.rank == 1:
             held[0].set()
             assert wrote.wait(5), "the peer's 1 comes after abort's 4"
         transport.gather(None)
-        if group.rank() == 0:
+        if transport.rank == 0:
             held[0].set()
             until(fences[-1].done, "the stream waits on")
         transport.gather(None)  # one rank's abort shuts the lines of both
         held[-1].set()
-        transport.close()
 
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_transports(2, fn)
 
 
 def test_close_waits_for_the_thread_that_releases(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,30 +326,25 @@ def test_close_waits_for_the_thread_that_releases(workers: Workers, monkeypatch:
 
     monkeypatch.setattr(Board, "store", slow)
 
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
+    def fn(transport: CopyEngineTransport) -> None:
         exchange(transport)
         transport.gather(None)
         transport.abort("enough")
         transport.close()
         assert transport._releasing is not None and not transport._releasing.is_alive()
 
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_transports(2, fn)
 
 
 def test_abort_wakes_a_post_that_waits_for_a_peer(workers: Workers) -> None:
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
-        if group.rank() == 0:
+    def fn(transport: CopyEngineTransport) -> None:
+        if transport.rank == 0:
             threading.Timer(0.1, transport.abort, ["rank 1 is late"]).start()
             with pytest.raises(TransportError, match="of rank 0 was aborted: rank 1 is late"):
                 transport.post(sends=[], receives=[Message(1, filled(0, 4, CPU))])
         transport.gather(None)
-        transport.close()
 
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_transports(2, fn)
 
 
 def test_a_peer_that_never_posts_is_named(workers: Workers) -> None:
@@ -404,8 +360,7 @@ def test_a_peer_that_never_posts_is_named(workers: Workers) -> None:
         control_of(group).gather(None, what="the test")
         transport.close()
 
-    with LocalWorld(3, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_ranks(3, fn)
 
 
 def test_a_peer_that_dies_is_noticed_at_once(workers: Workers) -> None:
@@ -423,14 +378,12 @@ def test_a_peer_that_dies_is_noticed_at_once(workers: Workers) -> None:
             assert time.monotonic() - started < 4
             transport.close()
 
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_ranks(2, fn)
 
 
 def test_sizes_that_differ_end_the_transport(workers: Workers) -> None:
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
-        other, rank = 1 - group.rank(), group.rank()
+    def fn(transport: CopyEngineTransport) -> None:
+        other, rank = 1 - transport.rank, transport.rank
         with pytest.raises(TransportError, match=f"rank {rank} expects {16 + 4 * other} bytes from rank {other}"):
             transport.post(
                 sends=[Message(other, filled(0, 7, CPU))], receives=[Message(other, filled(0, 4 + other, CPU))]
@@ -438,10 +391,8 @@ def test_sizes_that_differ_end_the_transport(workers: Workers) -> None:
         with pytest.raises(TransportError, match="was aborted: a post failed: rank"):
             transport.post(sends=[], receives=[])
         transport.gather(None)
-        transport.close()
 
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_transports(2, fn)
 
 
 def test_closing_while_transfers_hang(workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
@@ -454,8 +405,7 @@ def test_closing_while_transfers_hang(workers: Workers, caplog: pytest.LogCaptur
         transport.post(sends=[], receives=[])
         transport.close()
 
-    with LocalWorld(1, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_ranks(1, fn)
     assert "rank 0: transfers by copy engine did not end in 0.1 s" in caplog.text
     assert workers.driver.registered
     held[0].set()
@@ -466,7 +416,9 @@ def test_members_of_two_nodes(workers: Workers) -> None:
         node, place = divmod(group.rank(), 2)
         members = [2 * node, 2 * node + 1]
         (level, _), control = groups._levels(group.rank(), Topology.grid(2, 2)), control_of(group)
-        (transport,) = groups._open(group, ["copy_engine"], CPU, [level], NO_LIMITS, control, "as asked for")
+        (transport,) = groups._open(
+            groups._Wanted(group, CPU, [level], NO_LIMITS), ["copy_engine"], control, "as asked for"
+        )
         other, arrived = members[1 - place], filled(-1, 4, CPU)
         mine = filled(group.rank(), 4, CPU)
         transport.post(sends=[Message(other, mine)], receives=[Message(other, arrived)]).wait()
@@ -479,42 +431,21 @@ def test_members_of_two_nodes(workers: Workers) -> None:
         assert transport.gather(group.rank()) == [0, 1, 2, 3]
         transport.close()
 
-    with LocalWorld(4, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_ranks(4, fn)
     with LocalWorld(2, device="cpu", timeout=10) as world, pytest.raises(ValueError, match=r"members is \(1,\)"):
         world.run(lambda group: opened(group, members=[1]))
 
 
-def test_warm_up_finds_wrong_bytes(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        workers,
-        "copy",
-        lambda stream, destination, source, nbytes: Workers.copy(workers, stream, destination, source, 4),
-    )
-
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
-        with pytest.raises(TransportError, match=r"rank 1 got \d+ wrong bytes of 4096 from rank 0"):
-            transport.warm_up([(0, 1)])
-        transport.close()
-
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(fn)
-
-
 @pytest.mark.parametrize("call", ["cuMemcpyDtoDAsync", "cuStreamWaitValue32", "cuStreamWriteValue32"])
 def test_a_call_that_cuda_refuses_is_named(call: str, workers: Workers) -> None:
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
+    def fn(transport: CopyEngineTransport) -> None:
         transport.gather(None)
         workers.driver.fails.add(call)
         with pytest.raises(TransportError, match=f"{call} failed: CUDA_ERROR_INVALID_VALUE"):
             transport.warm_up([(0, 1), (1, 0)])
         workers.driver.fails.clear()
-        transport.close()
 
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_transports(2, fn)
 
 
 def test_missing_bindings_are_an_error_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,35 +459,11 @@ def test_missing_bindings_are_an_error_everywhere(monkeypatch: pytest.MonkeyPatc
         ):
             opened(group)
 
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(fn)
-
-
-def test_it_is_there_where_it_imports(workers: Workers) -> None:
-    assert copy_engine_missing() is None
-    assert not workers.driver.calls, "no GPU is touched"
-
-
-def test_importing_it_loads_no_bindings() -> None:
-    check = "import sys, ringattn.comm.transports.copy_engine.copy_engine; sys.exit('cuda' in sys.modules)"
-    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
-
-
-def test_ranks_of_several_nodes_are_named(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "node_id", lambda: threading.current_thread().name)
-
-    def fn(group: LocalGroup) -> None:
-        with pytest.raises(TransportError, match=r"GPUs of one node, .* on several \(rank 0 on \S+, rank 1 on \S+\)"):
-            opened(group)
-
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(fn)
-    assert not +workers.driver.retained
+    on_ranks(2, fn)
 
 
 def test_close_gives_the_rest_back_where_cuda_refuses_a_part(workers: Workers) -> None:
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
+    def fn(transport: CopyEngineTransport) -> None:
         fences = keep_fences(transport)
         exchange(transport)
         transport.gather(None)
@@ -565,6 +472,5 @@ def test_close_gives_the_rest_back_where_cuda_refuses_a_part(workers: Workers) -
             transport.close()
         fences.clear()
 
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_transports(2, fn)
     assert not workers.driver.registered and not +workers.driver.retained

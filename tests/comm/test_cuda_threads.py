@@ -15,10 +15,9 @@ import torch
 
 from ringattn.comm import DONE, cuda_threads, kept
 from ringattn.comm.cuda_threads import exchange_capture_mode, on_device, start, within
+from ringattn.comm.transport import WarmUp
 from ringattn.comm.transports.lanes import StreamLane
-from ringattn.comm.transports.warm_up import WarmUp
-from ringattn.comm.watchdog.watch import Watch
-from ringattn.comm.watchdog.watchdog import _tick
+from ringattn.comm.watchdog.watch import Watch, _tick
 
 from ..support.stand_in import GLOBAL, THREAD_LOCAL, Device, Event, install_streams
 from ..support.watch_cases import controls
@@ -28,10 +27,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
 THREADS = {
     "cuda_threads.py": 1,
-    "host_stream.py": 1,  # transfers of the CPU
-    "store_line.py": 1,  # sockets
-    "warm_up.py": 1,  # a timer, which aborts on the transport's device
-    "watchdog.py": 1,  # each tick on its ring's device
+    "process_group.py": 1,  # transfers of the CPU
+    "control.py": 1,  # the way to the store
+    "transport.py": 1,  # a timer, which aborts on the transport's device
+    "watch.py": 1,  # each tick on its ring's device
 }
 """How many threads each file of comm/ starts."""
 
@@ -109,7 +108,7 @@ def test_a_tick_beside_a_capture_and_on_another_device(device: Device) -> None:
     watch.posted("hop 1", lane.point(), [DONE, lane.mark()], [(1, 64)], [])
     device.captures = True
     _tick([watch])
-    assert watch.stopped() is None and not watch._posts.busy and not watch._news.spans._running
+    assert watch.stopped() is None and not watch._posts.busy and not watch._telemetry.stopwatch._running
 
 
 def test_a_device_that_failed_is_told_at_the_next_tick(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +162,7 @@ def test_a_ring_whose_group_is_gone_is_closed_on_its_device(device: Device) -> N
             closed.append(place(device))
 
     closed: list[tuple[int, int]] = []
-    kept.end({kept.LINE: Ring(), CUDA: Ring()})
+    kept.end({kept.CONNECTION: Ring(), CUDA: Ring()})
     assert closed == [(0, GLOBAL), (1, THREAD_LOCAL)]
 
 
@@ -180,7 +179,7 @@ def calls(tree: ast.AST, placed: bool = False) -> Iterator[tuple[ast.Call, bool]
 
 def test_nothing_in_comm_goes_past_them() -> None:
     threads: Counter[str] = Counter()
-    for path in COMM.glob("*.py"):
+    for path in COMM.rglob("*.py"):
         for call, placed in calls(ast.parse(path.read_text())):
             name = ast.unparse(call.func)
             if name in ("threading.Thread", "threading.Timer"):

@@ -79,21 +79,6 @@ def test_without_a_deadline_it_is_many_times_the_median() -> None:
     assert deadlines.limit(Post(*post(Transfer(), call=2))) == MEDIANS * 2.0
 
 
-def test_short_hops_leave_room_for_a_pause() -> None:
-    deadlines = Deadlines(None, ask_why=True)
-    fence = Transfer()
-    fence.finish()
-    deadlines.add(*post(fence))
-    deadlines.poll(1e-3)
-    assert deadlines.limit(Post(*post(Transfer()))) == LEAST_SECONDS
-
-
-def test_never_late() -> None:
-    deadlines = Deadlines(NEVER, ask_why=True)
-    deadlines.add(*post(Transfer()))
-    assert deadlines.poll(1e9) is None
-
-
 def test_a_transfer_that_failed_is_kept_with_its_reason() -> None:
     deadlines, good, bad = Deadlines(3.0, ask_why=True), Transfer(), Transfer()
     deadlines.add(*post(good))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import time
 import weakref
@@ -21,7 +20,6 @@ from ringattn.comm import (
     Limits,
     LocalGroup,
     LocalTransport,
-    LocalWorld,
     Message,
     ProcessGroupTransport,
     Topology,
@@ -32,11 +30,12 @@ from ringattn.comm import (
     open_transports,
     resolve_group,
 )
-from ringattn.comm.choice import Wish, choose, wish_of
+from ringattn.comm.groups import Request, choose, request_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports.copy_engine import copy_engine
 
 from ..support.stand_in import Fabric, install_nccl, install_streams
+from ..support.transport_cases import on_ranks
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -55,21 +54,21 @@ class Peers:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str, size: int = 2) -> None:
         self.others = size - 1
-        self.change: dict[str, object] = {}  # field of the peers' wish, or name of a transport -> its value there
+        self.change: dict[str, object] = {}  # field of the peers' request, or name of a transport -> its value there
         monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
 
     def merged(self, value: tuple[object, ...], merge: Callable[[list[Any]], object], *, what: str) -> object:
-        wish = Wish(*value)  # type: ignore[arg-type]
-        fields = {name: there for name, there in self.change.items() if name in Wish._fields and name != "problems"}
-        problems = {name: self.change.get(name, problem) for name, problem in wish.problems.items()}
-        theirs = tuple(wish._replace(**fields, problems=problems))  # type: ignore[arg-type]
+        request = Request(*value)  # type: ignore[arg-type]
+        fields = {name: there for name, there in self.change.items() if name in Request._fields and name != "problems"}
+        problems = {name: self.change.get(name, problem) for name, problem in request.problems.items()}
+        theirs = tuple(request._replace(**fields, problems=problems))  # type: ignore[arg-type]
         return merge([value] + [theirs] * self.others)
 
     def choose(
         self, transport: str, device: torch.device, limits: Limits = NO_LIMITS, levels: int = 1
     ) -> list[tuple[str, ...]]:
-        wish = wish_of(self, transport, device, None, limits)  # type: ignore[arg-type]
-        return choose(self, wish, levels)[0]  # type: ignore[arg-type]
+        request = request_of(self, transport, device, None, limits)  # type: ignore[arg-type]
+        return choose(self, request, levels)[0]  # type: ignore[arg-type]
 
 
 def test_none_is_one_device_alone() -> None:
@@ -87,13 +86,7 @@ def test_none_is_the_default_group_once_there_is_one(gloo: dist.ProcessGroup) ->
     assert group_rank_size() == (0, 1)
 
 
-def test_a_local_member_is_taken_as_it_is() -> None:
-    with LocalWorld(3, device="cpu") as world:
-        assert world.run(lambda group: resolve_group(group) is group) == [True] * 3
-        assert world.run(group_rank_size) == [(0, 3), (1, 3), (2, 3)]
-
-
-def test_meshes_of_one_dimension_are_taken(gloo: dist.ProcessGroup) -> None:
+def test_what_a_group_may_be(gloo: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ring",))
     assert group_rank_size(mesh) == (0, 1)
     both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "ring"))
@@ -102,33 +95,12 @@ def test_meshes_of_one_dimension_are_taken(gloo: dist.ProcessGroup) -> None:
     assert group_rank_size(both["ring"]) == (0, 1)
     with pytest.raises(ValueError, match="with mesh_dim_names given"):
         resolve_group(init_device_mesh("cpu", (1, 1)))
-
-
-@pytest.mark.parametrize("group", [3, "ring", [0, 1], LocalWorld])
-def test_other_groups_are_refused(group: Any) -> None:
+    other: Any = 3
     with pytest.raises(ValueError, match=r"it takes a torch\.distributed ProcessGroup, a one-dimensional DeviceMesh"):
-        resolve_group(group)
-
-
-def test_a_group_without_this_rank_is_refused() -> None:
+        resolve_group(other)
     outside: Any = dist.GroupMember.NON_GROUP_MEMBER
     with pytest.raises(ValueError, match="this rank is not a member"):
         resolve_group(outside)
-
-
-@pytest.mark.parametrize("transport", ["auto", "local"])
-def test_a_process_group_of_one_needs_no_processes(transport: str, gloo: dist.ProcessGroup) -> None:
-    assert open_transport(gloo, transport=transport, device="cpu").name == "local"
-
-
-def test_an_explicit_process_group_of_one(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    warmed_up: list[object] = []
-    monkeypatch.setattr(ProcessGroupTransport, "warm_up", lambda transport, edges: warmed_up.append((transport, edges)))
-    transport = open_transport(transport="process_group", device="cpu")
-    assert isinstance(transport, ProcessGroupTransport)
-    assert warmed_up == [(transport, [(0, 0)])]
-    assert transport.gather(1) == [1]
-    assert transport.reason == "process_group as asked for"
 
 
 @pytest.mark.parametrize(
@@ -139,17 +111,17 @@ def test_an_explicit_process_group_of_one(gloo: dist.ProcessGroup, monkeypatch: 
         ("process_group", CPU, "torch.distributed is not initialised"),
         ("nccl", CPU, "it moves CUDA tensors, device is cpu"),
         ("copy_engine", CPU, 'transport is "copy_engine", and it moves CUDA tensors, device is cpu'),
+        ("nccl", torch.device("cuda"), "device is cuda, and torch sees no CUDA device here"),
     ],
 )
-def test_what_one_device_alone_cannot_open(transport: str, device: torch.device, match: str) -> None:
+def test_what_one_device_alone_cannot_open(
+    transport: str, device: torch.device, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=match):
         open_transport(transport=transport, device=device)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_missing_gpu_is_said_before_anything_else() -> None:
-    with pytest.raises(ValueError, match="device is cuda, and torch sees no CUDA device here"):
-        open_transport(transport="nccl", device="cuda")
+    with pytest.raises(ValueError, match="topology has 4 ranks, the group has 1"):
+        open_transports(device="cpu", topology=Topology.grid(2, 2))
 
 
 @pytest.mark.parametrize("transport", ["nccl", "copy_engine", "process_group"])
@@ -160,8 +132,7 @@ def test_what_virtual_ranks_cannot_open(transport: str) -> None:
         ):
             open_transport(group, transport=transport, device="cpu")
 
-    with LocalWorld(2, device="cpu") as world:
-        world.run(fn)
+    on_ranks(2, fn)
 
 
 @pytest.mark.parametrize(
@@ -215,29 +186,21 @@ def test_copy_engines_leave_the_level_between_the_nodes_to_another(monkeypatch: 
         peers.choose("copy_engine", CUDA, levels=2)
 
 
-@pytest.mark.parametrize(
-    ("transport", "device", "limits", "match"),
-    [
-        ("process_group", CPU, Limits(ctas=4), r"limits\.ctas is 4, and process_group cannot keep that"),
-        ("process_group", CUDA, Limits(bytes_per_second=1.0), r"limits\.bytes_per_second is 1.0, and process_group"),
-        ("nccl", CUDA, Limits(bytes_per_second=1.0), r"limits\.bytes_per_second is 1.0, and nccl cannot"),
-        ("copy_engine", CUDA, Limits(channels=1), r"limits\.channels is 1, and copy_engine cannot"),
-    ],
-)
-def test_limits_that_cannot_be_kept(
-    transport: str, device: torch.device, limits: Limits, match: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
-    monkeypatch.setattr(copy_engine, "copy_engine_missing", lambda: None)
-    with pytest.raises(ValueError, match=match):
-        Peers(monkeypatch, "cpu:gloo,cuda:nccl").choose(transport, device, limits)
-
-
 def test_auto_takes_what_keeps_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
+    monkeypatch.setattr(copy_engine, "copy_engine_missing", lambda: None)
     peers = Peers(monkeypatch, "cpu:gloo,cuda:nccl")
     assert peers.choose("auto", CUDA, Limits(channels=2)) == [("nccl",)]
     assert peers.choose("auto", CPU, Limits(bytes_per_second=1e9)) == [("process_group",)]
+    slow = Limits(bytes_per_second=1.0)
+    for name, device, limits in (
+        ("process_group", CPU, Limits(ctas=4)),
+        ("copy_engine", CUDA, Limits(channels=1)),
+        ("process_group", CUDA, slow),
+        ("nccl", CUDA, slow),
+    ):
+        with pytest.raises(ValueError, match=rf"limits\.\w+ is [\d.]+, and {name} cannot keep that"):
+            peers.choose(name, device, limits)
     with pytest.raises(ValueError, match=r"limits\.bytes_per_second is 1.0, and local cannot keep that"):
         open_transport(device="cpu", limits=Limits(bytes_per_second=1.0))
 
@@ -283,7 +246,7 @@ def tried(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> list[Tria
     """What was opened, in a group whose ranks could open `nccl` and `process_group`."""
     tried: list[Trial] = []
 
-    def make(group: object, name: str, *others: object) -> Trial:
+    def make(wanted: object, name: str, *others: object) -> Trial:
         if name == "copy_engine":
             raise ValueError("no such device")
         tried.append(Trial(name))
@@ -298,7 +261,7 @@ def open_one_of(choices: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch,
     levels = groups._levels(0, Topology.flat(1)) * len(choices[0])
     group = dist.group.WORLD
     assert group is not None
-    return groups._open_between_processes(group, transport, CPU, None, levels, NO_LIMITS, None)
+    return groups._open_between_processes(groups._Wanted(group, CPU, levels, NO_LIMITS), transport, None, None)
 
 
 def test_auto_goes_on_where_a_warm_up_failed(
@@ -359,18 +322,7 @@ def test_virtual_ranks_have_two_levels_too() -> None:
         assert isinstance(open_transport(group, device="cpu", topology=Topology.grid(2, 2)), LocalTransport)
         return [one.reason for one in opened]
 
-    with LocalWorld(4, device="cpu", timeout=10) as world:
-        assert world.run(fn)[1] == ["auto takes local: rank 1 of LocalWorld(4)"] * 2
-
-
-def test_a_topology_of_other_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="topology has 4 ranks, the group has 1"):
-        open_transports(device="cpu", topology=Topology.grid(2, 2))
-
-
-def test_opening_loads_no_copy_engine() -> None:
-    program = "import sys, ringattn.comm; sys.exit('ringattn.comm.transports.copy_engine.copy_engine' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert on_ranks(4, fn)[1] == ["auto takes local: rank 1 of LocalWorld(4)"] * 2
 
 
 def test_local_between_processes_is_refused(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,9 +342,22 @@ def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Pat
         del transport
     finally:
         dist.destroy_process_group()
-    assert held is not None
+    assert held._thread is not None
     ends = time.monotonic() + 10
     while seen() is not None and time.monotonic() < ends:  # its thread lets go once it has ended the last transfer
         time.sleep(0.01)
         gc.collect()
     assert seen() is None
+    held._thread.join(10)
+    assert not held._thread.is_alive(), "the thread of a transport that nobody holds"
+
+
+def test_a_rank_that_fails_before_the_choice_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its words are in what it brings to the choice: the others wait for that."""
+
+    def fails(*limits: object) -> str:
+        raise OSError("/proc is not mounted")
+
+    monkeypatch.setattr(groups, "nccl_missing", fails)
+    with pytest.raises(ValueError, match='transport is "nccl", and on rank 0 OSError: /proc is not mounted'):
+        Peers(monkeypatch, "cuda:nccl").choose("nccl", CUDA)

@@ -21,7 +21,7 @@ from ringattn.comm.transports.lanes import StreamLane, passed
 from ringattn.comm.transports.local import solo_group
 
 from ..support.stand_in import GLOBAL, Device, Event, Op, Stream, install_streams
-from ..support.transport_cases import CASES, filled
+from ..support.transport_cases import CASES, filled, on_ranks
 
 CPU = torch.device("cpu")
 
@@ -38,8 +38,7 @@ def streamed(group: LocalGroup) -> LocalTransport:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_local_conformance(name: str, world_size: int, device: Device) -> None:
-    with LocalWorld(world_size, device="cpu", timeout=10) as world:
-        world.run(lambda group: CASES[name](streamed(group), CPU))
+    on_ranks(world_size, lambda group: CASES[name](streamed(group), CPU))
 
 
 def test_local_orders_compute_and_copies(device: Device) -> None:
@@ -58,8 +57,7 @@ def test_local_orders_compute_and_copies(device: Device) -> None:
         after = device.add("compute", compute)
         return [before, between, after]
 
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        sender, receiver = world.run(fn)
+    sender, receiver = on_ranks(2, fn)
     (copy,) = (op for op in device.log if op.kind == "copy")
     assert copy.stream not in (sender[0].stream, receiver[0].stream)  # a transfer stream, not a compute stream
     assert device.happens_before(sender[0], copy), "the copy may read what the sender has not yet written"
@@ -79,54 +77,6 @@ def test_the_warm_up_waits_both_ways(device: Device) -> None:
     copies = [op for op in device.log if op.kind == "copy"]
     assert len(copies) == 1
     assert all(device.happens_before(before, copy) and device.happens_before(copy, after) for copy in copies)
-
-
-def test_local_post_after_a_post_leaves_compute_alone(device: Device) -> None:
-    """A ring that runs ahead: the second post waits for the first on the transfer stream."""
-
-    def fn(group: LocalGroup) -> tuple[Op, Op]:
-        transport = streamed(group)
-        peer = 1 - group.rank()
-        mine, first, second = (filled(group.rank(), 8, CPU) for _ in range(3))
-        came = transport.post(sends=[Message(peer, mine)], receives=[Message(peer, first)], after=[transport.mark()])
-        went = transport.post(sends=[Message(peer, first)], receives=[Message(peer, second)], after=[came])
-        between = device.add("compute", device.current())
-        went.wait()
-        return between, device.add("compute", device.current())
-
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        results = world.run(fn)
-    copies = [op for op in device.log if op.kind == "copy"]
-    assert len(copies) == 4
-    for between, last in results:
-        assert not any(device.happens_before(copy, between) for copy in copies)
-        assert all(device.happens_before(copy, last) for copy in copies if copy.stream is not None)
-    by_stream = {copy.stream for copy in copies}
-    for stream in by_stream:
-        early, late = (copy for copy in copies if copy.stream is stream)
-        assert device.happens_before(early, late)
-    # what rank 1 forwards must have arrived there first, and the other way round
-    assert all(device.happens_before(early, late) for early in copies[:2] for late in copies[2:])
-
-
-def test_local_receive_into_what_has_left(device: Device) -> None:
-    """The second post receives into the buffer that the first one sent from: the onward rank's copy comes first."""
-
-    def fn(group: LocalGroup) -> object:
-        transport = streamed(group)
-        onward, back = (group.rank() + 1) % 3, (group.rank() - 1) % 3
-        mine, aside = filled(group.rank(), 8, CPU), filled(-1, 8, CPU)
-        came = transport.post(sends=[Message(onward, mine)], receives=[Message(back, aside)], after=[transport.mark()])
-        transport.post(sends=[Message(onward, aside)], receives=[Message(back, mine)], after=[came])
-        return transport._lane.stream  # type: ignore[union-attr]
-
-    with LocalWorld(3, device="cpu", timeout=10) as world:
-        streams = world.run(fn)
-    copies = [[op for op in device.log if op.kind == "copy" and op.stream is stream] for stream in streams]
-    for rank in range(3):
-        _, into_mine = copies[rank]
-        out_of_mine, _ = copies[(rank + 1) % 3]
-        assert device.happens_before(out_of_mine, into_mine)
 
 
 def check_held(device: Device, transport: LocalTransport | ProcessGroupTransport, peer: int) -> None:
@@ -152,8 +102,7 @@ def check_held(device: Device, transport: LocalTransport | ProcessGroupTransport
 
 def test_local_holds_tensors_until_compute_has_waited(device: Device) -> None:
     """Also for the copy of the rank that they go to."""
-    with LocalWorld(2, device="cpu", timeout=10) as world:
-        world.run(lambda group: check_held(device, streamed(group), 1 - group.rank()))
+    on_ranks(2, lambda group: check_held(device, streamed(group), 1 - group.rank()))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -202,10 +151,6 @@ class FakeGroup:
 def on_streams(device: Device) -> ProcessGroupTransport:
     control, group = control_of(solo_group()), FakeGroup(device)
     return ProcessGroupTransport(group, CPU, control=control, lane=StreamLane(CPU))  # type: ignore[arg-type]
-
-
-def test_process_group_holds_tensors_until_compute_has_waited(device: Device) -> None:
-    check_held(device, on_streams(device), 0)
 
 
 def test_process_group_ends_its_backend_once(device: Device) -> None:

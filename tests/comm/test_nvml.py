@@ -1,9 +1,10 @@
-"""What is read from NVML and /sys: on a stand-in of `pynvml`, and on folders laid out as the kernel does."""
+"""What joins two ranks, and what NVML and /sys say: on a stand-in of `pynvml`, and folders as the kernel has them."""
 
 from __future__ import annotations
 
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +16,102 @@ from ringattn.bench.common import provenance
 from ringattn.comm import LocalGroup, LocalWorld, Topology
 from ringattn.comm.control import control_of
 from ringattn.comm.topology import nvml
-from ringattn.comm.topology.places import SWITCH, Nic, NvLink, Place
+from ringattn.comm.topology.nvml import (
+    SWITCH,
+    DeviceInfo,
+    Nic,
+    NvLink,
+    link_between,
+    nearest_nics,
+    network,
+    pairs_by_link,
+)
+from ringattn.comm.topology.topology import device_infos, discover
+
+from ..support.clusters import cpus, hgx, meshed
+
+
+def test_one_end_of_a_link_is_enough() -> None:
+    a, b = meshed("a", {(0, 1): 2}, 2)
+    assert link_between(a, replace(b, nvlinks=())) == link_between(replace(a, nvlinks=()), b) == link_between(a, b)
+    assert link_between(a, b).text == "NVLink 2 x2"
+
+
+def test_pairs_by_link() -> None:
+    """Of two hosts, ranks of one GPU counted once, those of a CPU not at all."""
+    devices = [*hgx("a"), *meshed("b", {(0, 1): 2}, 3)]
+    pairs = pairs_by_link([*devices, devices[0], *cpus("c", 2)])
+    assert pairs.pop("NVLink 4 x18 switch") == 28 and pairs.pop("NVLink 2 x2") == 1
+    assert sum(pairs.values()) == 2 and all(text.startswith("PCIe") for text in pairs)
+
+
+def test_nearest_nics() -> None:
+    devices = hgx("a")
+    assert [nic and nic.name for nic in nearest_nics(devices)] == [f"mlx5_{i}" for i in range(8)]
+    blind = [replace(device, pcie=()) for device in devices]  # dealt out, where nothing is known
+    assert len({nic for nic in nearest_nics(blind)}) == 8
+    assert nearest_nics([replace(devices[0], nics=())]) == [None]
+    beside, far = Nic("eno1", 25, devices[0].pcie), Nic("mlx5_9", 400)
+    assert nearest_nics([replace(devices[0], nics=(beside, far))]) == [far]
+    only_slow = replace(devices[0], nics=(Nic("eth0"),))
+    assert nearest_nics([only_slow]) == [Nic("eth0")]
+
+
+@pytest.mark.parametrize(
+    ("nvlinks", "rate"),
+    [((4, 18), 380), ((3, 12), 253.3), ((5, 18), 760), ((2, 6), 126.7), ((1, 4), 67.6)],
+)
+def test_bandwidth_of_nvlink_by_generation(nvlinks: tuple[int, int], rate: float) -> None:
+    version, links = nvlinks
+    a, b = (
+        replace(device, nvlinks=(replace(device.nvlinks[0], links=links, version=version),)) for device in hgx("a")[:2]
+    )
+    assert link_between(a, b).gigabytes_per_second == pytest.approx(rate, abs=0.1)
+
+
+def test_the_weaker_end_decides() -> None:
+    a, b = hgx("a")[:2]
+    weak = replace(b, nvlinks=(replace(b.nvlinks[0], links=9),))
+    assert link_between(a, weak).gigabytes_per_second == 190
+    assert link_between(a, replace(b, nvlinks=(replace(b.nvlinks[0], version=None),))).gigabytes_per_second == 380
+    plain_a, plain_b = (replace(device, nvlinks=()) for device in (a, b))
+    assert link_between(plain_a, replace(plain_b, pcie_gigabytes=16)).gigabytes_per_second == 13.125
+    assert link_between(plain_a, replace(plain_b, pcie_gigabytes=None)).gigabytes_per_second is None
+
+
+def test_ways_through_pcie() -> None:
+    gpus = meshed("a", {}, 8)
+    ways = [link_between(gpus[0], other) for other in gpus[1:]]
+    assert [way.text for way in ways] == [
+        "PCIe, one switch",
+        *["PCIe, inside a socket"] * 2,
+        *["PCIe, between sockets"] * 4,
+    ]
+    assert [way.distance for way in ways] == [0, 2, 2, 3, 3, 3, 3]
+    assert link_between(gpus[0], replace(gpus[1], pcie=())).text == "PCIe, unknown path"
+
+
+def test_between_hosts() -> None:
+    a, b = hgx("a")[0], hgx("b")[0]
+    assert link_between(a, b).kind == "network"
+    assert link_between(cpus("a", 1)[0], cpus("b", 1)[0]).kind == "network"
+    assert link_between(replace(a, fabric="f"), replace(b, fabric="f")).kind == "nvlink"
+    assert link_between(replace(a, fabric="f"), replace(b, fabric="g")).kind == "network"
+
+
+def test_rate_of_a_network() -> None:
+    fast, slow = Nic("mlx5_0", 400), Nic("mlx5_1", 200)
+    assert network([(fast, 1), (fast, 1)]).gigabytes_per_second == 47
+    assert network([(fast, 1), (slow, 1)])[:3] == ("network", "mlx5_0 - mlx5_1", 23.5)
+    assert network([(fast, 4), (slow, 1)]).gigabytes_per_second == 11.75
+    assert network([(fast, 1), (None, 1)])[1:3] == ("mlx5_0 - unknown NIC", None)
+
+
+def test_devices_as_json() -> None:
+    for device in (*hgx("a"), *meshed("b", {(0, 1): 2}, 2), *cpus("c", 1)):
+        assert DeviceInfo.from_json(device.to_json()) == device
+    assert DeviceInfo.from_json({"host": "a"}) == DeviceInfo("a")
+
 
 GPU = torch.device("cuda", 1)
 CPU = torch.device("cpu")
@@ -144,9 +240,9 @@ def add_device(root: Path, path: str, *, numa: str) -> None:
     link.symlink_to(device)
 
 
-def test_place_of_a_gpu(stand_in: StandIn, tree: Path) -> None:
-    place = nvml.place_of(GPU, sys=tree)
-    assert place == Place(
+def test_info_of_a_gpu(stand_in: StandIn, tree: Path) -> None:
+    device = nvml.device_info(GPU, sys=tree)
+    assert device == DeviceInfo(
         host=nvml.host_name(),
         gpu=f"GPU-{UUID}",
         index=5,
@@ -167,30 +263,25 @@ def test_nics(tree: Path) -> None:
     assert nvml.nics_of(tree / "nowhere") == ()
 
 
-def test_place_without_a_gpu(tree: Path) -> None:
-    place = nvml.place_of(CPU, sys=tree)
-    assert (place.gpu, place.nvlinks, place.pcie, place.unknown) == (None, (), (), "cpu is not a GPU")
-    assert [nic.name for nic in place.nics] == ["mlx5_0", "eth0", "eth1"]
+def test_info_without_a_gpu(tree: Path) -> None:
+    device = nvml.device_info(CPU, sys=tree)
+    assert (device.gpu, device.nvlinks, device.pcie, device.unknown) == (None, (), (), "cpu is not a GPU")
+    assert [nic.name for nic in device.nics] == ["mlx5_0", "eth0", "eth1"]
 
 
-def test_place_without_a_driver(stand_in: StandIn, tree: Path) -> None:
+def test_info_without_a_driver(stand_in: StandIn, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in.driver = False
-    place = nvml.place_of(GPU, sys=tree)
-    assert (place.gpu, place.name, place.nvlinks) == (f"GPU-{UUID}", "H100", ())
-    assert place.unknown == "NVML finds no driver (NVMLErrorLibraryNotFound: NVML Shared Library Not Found)"
-
-
-def test_place_without_pynvml(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tree: Path) -> None:
+    device = nvml.device_info(GPU, sys=tree)
+    assert (device.gpu, device.name, device.nvlinks) == (f"GPU-{UUID}", "H100", ())
+    assert device.unknown == "NVML finds no driver (NVMLErrorLibraryNotFound: NVML Shared Library Not Found)"
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    unknown = nvml.place_of(GPU, sys=tree).unknown
-    assert unknown is not None
-    assert "pip install nvidia-ml-py" in unknown
+    assert nvml.device_info(GPU, sys=tree).unknown == "pynvml is not installed: pip install nvidia-ml-py"
 
 
 def test_a_gpu_that_nvml_does_not_know(stand_in: StandIn, tree: Path) -> None:
     stand_in.uuids = ["GPU-other"]
-    place = nvml.place_of(GPU, sys=tree)
-    assert place.unknown == f"NVML knows no GPU-{UUID}, which torch calls cuda:1 (NVMLError)"
+    device = nvml.device_info(GPU, sys=tree)
+    assert device.unknown == f"NVML knows no GPU-{UUID}, which torch calls cuda:1 (NVMLError)"
 
 
 def test_a_driver_that_tells_less(stand_in: StandIn, tree: Path) -> None:
@@ -201,9 +292,9 @@ def test_a_driver_that_tells_less(stand_in: StandIn, tree: Path) -> None:
 
     for question in ("nvmlDeviceGetIndex", "nvmlDeviceGetNvLinkState", "nvmlDeviceGetMaxPcieLinkGeneration"):
         setattr(stand_in, question, fails)
-    place = nvml.place_of(GPU, sys=tree)
-    assert (place.index, place.nvlinks, place.pcie_gigabytes, place.unknown) == (None, (), None, None)
-    assert place.pcie[-1] == BUS
+    device = nvml.device_info(GPU, sys=tree)
+    assert (device.index, device.nvlinks, device.pcie_gigabytes, device.unknown) == (None, (), None, None)
+    assert device.pcie[-1] == BUS
 
 
 def test_a_link_whose_peer_is_not_told(stand_in: StandIn, tree: Path) -> None:
@@ -213,10 +304,8 @@ def test_a_link_whose_peer_is_not_told(stand_in: StandIn, tree: Path) -> None:
         raise NVMLError("Not Supported")
 
     stand_in.nvmlDeviceGetNvLinkRemotePciInfo = refused  # type: ignore[method-assign]
-    place = nvml.place_of(GPU, sys=tree)
-    assert place.nvlinks == (NvLink(SWITCH, 4, 4),)
-    assert place.unknown is None
-    assert place.pcie[-1] == BUS
+    device = nvml.device_info(GPU, sys=tree)
+    assert (device.nvlinks, device.unknown, device.pcie[-1]) == ((NvLink(SWITCH, 4, 4),), None, BUS)
 
 
 def test_a_fabric_of_many_hosts(stand_in: StandIn, tree: Path) -> None:
@@ -234,9 +323,9 @@ def test_a_fabric_of_many_hosts(stand_in: StandIn, tree: Path) -> None:
         pointer._obj.clusterUuid[0], pointer._obj.cliqueId, pointer._obj.state = cluster[0], 3, nvml.FABRIC_READY
 
     vars(stand_in).update(c_nvmlGpuFabricInfoV_t=Info, nvmlDeviceGetGpuFabricInfoV=fill)
-    assert nvml.place_of(GPU, sys=tree).fabric is None  # the switches of one host: no cluster
+    assert nvml.device_info(GPU, sys=tree).fabric is None  # the switches of one host: no cluster
     cluster[0] = 0xAB
-    assert nvml.place_of(GPU, sys=tree).fabric == "ab" + "00" * 15 + "/3"
+    assert nvml.device_info(GPU, sys=tree).fabric == "ab" + "00" * 15 + "/3"
 
 
 def test_paths_that_are_none(tree: Path) -> None:
@@ -245,7 +334,7 @@ def test_paths_that_are_none(tree: Path) -> None:
 
 
 def test_reader(stand_in: StandIn) -> None:
-    read = nvml.reader(GPU)
+    read = nvml.Reader(GPU)
     expected = {
         "sm_mhz": 1500, "memory_mhz": 3000, "watts": 650.5, "throttled": ("power cap", "hardware thermal slowdown"),
     }  # fmt: skip
@@ -258,45 +347,24 @@ def test_reader(stand_in: StandIn) -> None:
     assert provenance._told(nvml.driver_version) == "580.1"
 
 
-def test_a_run_on_the_cpu_asks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
-
-    def place_of(device: torch.device) -> Place:
-        asked.append(device)
-        return Place("host")
-
-    monkeypatch.setattr(nvml, "place_of", place_of)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    told = provenance.provenance(CPU)
-    assert told["gpu"] is None and set(told["topology"]) == {"nics"} and asked == []
-    assert provenance.topology(GPU)["gpus"] == len(asked) == 2
-
-
 def test_reader_where_nothing_can_be_read(stand_in: StandIn) -> None:
-    assert (nvml.reader(CPU)(), nvml.reader(CPU).reason) == ({}, "cpu is not a GPU")
+    assert (nvml.Reader(CPU)(), nvml.Reader(CPU).reason) == ({}, "cpu is not a GPU")
     stand_in.driver = False
-    read = nvml.reader(GPU)
+    read = nvml.Reader(GPU)
     assert read() == {}
     assert "NVML finds no driver" in str(read.reason)
     assert "NVML finds no driver" in provenance.clocks(GPU)["unknown"]
     assert provenance._told(nvml.driver_version) == "unknown: NoNvml"
 
 
-def test_this_machine() -> None:
-    """Whatever it has: nothing raises."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
-    assert nvml.place_of(device).host == nvml.host_name()
-    assert isinstance(nvml.reader(device)(), dict)
-
-
 def test_discover() -> None:
-    """Rank 0 knows the places, the others the order that it has found."""
+    """Rank 0 knows the devices, the others the order that it has found."""
 
-    def fn(group: LocalGroup) -> tuple[Topology, tuple[Place, ...]]:
-        return nvml.discover(control_of(group), CPU), nvml.places_of(control_of(group), CPU)
+    def fn(group: LocalGroup) -> tuple[Topology, tuple[DeviceInfo, ...]]:
+        return discover(control_of(group), CPU), device_infos(control_of(group), CPU)
 
     with LocalWorld(2, device=CPU) as world:
-        (first, places), (second, same) = world.run(fn)
+        (first, devices), (second, same) = world.run(fn)
     assert first == second == Topology(((0, 1),))
-    assert first.places == places == same == (nvml.place_of(CPU),) * 2
-    assert second.places == ()
+    assert first.devices == devices == same == (nvml.device_info(CPU),) * 2
+    assert second.devices == ()

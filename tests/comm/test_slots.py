@@ -55,17 +55,6 @@ def test_views_are_aligned_disjoint_and_typed() -> None:
             taken.update(span(tensor))
 
 
-def test_the_same_slot_is_the_same_memory() -> None:
-    slots = Slots(2, CPU)
-    slots.reserve(1000)
-    (ones,) = slots.tensors(1, [((10,), torch.float32)])
-    (other,) = slots.tensors(0, [((10,), torch.float32)])
-    ones.fill_(1)
-    other.fill_(2)
-    (again,) = slots.tensors(1, [((5, 2), torch.float32)])
-    assert again.unique().tolist() == [1.0]  # type: ignore[no-untyped-call]
-
-
 def test_bytes_needed_count_every_alignment() -> None:
     assert slot_nbytes([]) == 0
     assert slot_nbytes([((1,), torch.uint8)]) == ALIGNMENT
@@ -170,18 +159,3 @@ def test_a_wrong_slot_is_refused(slot: int) -> None:
     for call in (lambda: slots.tensors(slot, []), lambda: slots.busy(slot, Noted()), lambda: slots.free(slot)):
         with pytest.raises(IndexError, match=f"slot is {slot}, the slots are 0 to 1"):
             call()
-
-
-def test_no_slots_are_refused() -> None:
-    with pytest.raises(ValueError, match="count is 0"):
-        Slots(0, CPU)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    slots = Slots(3, device)
-    slots.reserve(1 << 20)
-    (whole,) = slots.tensors(2, [((1 << 20,), torch.uint8)])
-    assert whole.data_ptr() % ALIGNMENT == 0
-    assert not whole.any()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.comm.topology.places import Link, NvLink, Place
+from ringattn.comm.topology.nvml import DeviceInfo, Link, NvLink
 from ringattn.comm.topology.topology import Topology, ring_topology
 
 from ..support.clusters import DGX1, cpus, hgx, meshed
@@ -60,9 +60,9 @@ two-level ring of 4 ranks, 2 nodes of 2; -N-> expects N GB/s per direction
 
 
 def test_a_thousand_gpus_fast() -> None:
-    places = [place for node in range(128) for place in hgx(f"host{node}")]
+    devices = [device for node in range(128) for device in hgx(f"host{node}")]
     begun = time.perf_counter()
-    ring = ring_topology(places)
+    ring = ring_topology(devices)
     assert len(ring.edges) == 2048
     assert len(ring.describe().splitlines()) < 40
     assert time.perf_counter() - begun < 2
@@ -107,8 +107,8 @@ def test_bridged_pairs_are_neighbours() -> None:
 
 def test_pcie_alone_follows_the_tree() -> None:
     shuffled = [5, 0, 3, 6, 1, 4, 7, 2]
-    places = meshed("box", {}, 8)
-    ring = ring_topology([places[i] for i in shuffled])
+    devices = meshed("box", {}, 8)
+    ring = ring_topology([devices[i] for i in shuffled])
     assert [shuffled[rank] for rank in ring.order] == [*range(8)]
     assert rates(ring) == [13.1] * 8
     assert [edge.link.text for edge in ring.edges].count("PCIe, between sockets") == 2
@@ -134,36 +134,19 @@ def test_uneven_hosts_make_a_flat_ring() -> None:
 
 def test_hosts_whose_ranks_are_dealt_out_in_turn() -> None:
     a, b = hgx("a")[:3], hgx("b")[:3]
-    ring = ring_topology([place for pair in zip(a, b, strict=True) for place in pair])
+    ring = ring_topology([device for pair in zip(a, b, strict=True) for device in pair])
     assert ring.nodes == ((0, 2, 4), (1, 3, 5))
 
 
 def test_a_fabric_of_many_hosts_is_one_node() -> None:
-    trays = [replace(place, fabric="c/1") for host in range(18) for place in hgx(f"tray{host}")[:4]]
-    ring = ring_topology([replace(place, nvlinks=(NvLink("switch", 18, 5),)) for place in trays])
+    trays = [replace(device, fabric="c/1") for host in range(18) for device in hgx(f"tray{host}")[:4]]
+    ring = ring_topology([replace(device, nvlinks=(NvLink("switch", 18, 5),)) for device in trays])
     assert ring.nodes == (tuple(range(72)),)
     assert rates(ring) == [760] * 72
 
 
-def test_processes_of_one_machine() -> None:
-    ring = ring_topology(cpus("laptop", 4))
-    assert ring == Topology.flat(4)
-    assert {edge.link.text for edge in ring.edges} == {"host memory"}
-    assert ring.slowest(0) is None
-
-
-def test_nothing_to_order() -> None:
-    with pytest.raises(ValueError, match="places is empty"):
-        ring_topology([])
-
-
-def test_places_of_another_world() -> None:
-    with pytest.raises(ValueError, match="places has 2 entries for 3 ranks"):
-        Topology(((0, 1, 2),), tuple(cpus("a", 2)))
-
-
 @st.composite
-def clusters(draw: st.DrawFn) -> list[Place]:
+def clusters(draw: st.DrawFn) -> list[DeviceInfo]:
     """Hosts of several kinds, uneven or not, their GPUs in any order."""
     kinds = {
         "hgx": lambda host: hgx(host),
@@ -172,36 +155,36 @@ def clusters(draw: st.DrawFn) -> list[Place]:
         "pcie": lambda host: meshed(host, {}, 8),
         "cpu": lambda host: cpus(host, 3),
     }
-    places: list[Place] = []
+    devices: list[DeviceInfo] = []
     for number in range(draw(st.integers(1, 4))):
         there = kinds[draw(st.sampled_from(sorted(kinds)))](f"host{number}")
-        places += draw(st.permutations(there))[: draw(st.integers(1, len(there)))]
-    return places
+        devices += draw(st.permutations(there))[: draw(st.integers(1, len(there)))]
+    return devices
 
 
 @settings(max_examples=60)
 @given(clusters(), st.data())
-def test_properties_of_every_order(places: list[Place], data: st.DataObject) -> None:
-    ring = ring_topology(places)
-    assert sorted(ring.order) == [*range(len(places))]
+def test_properties_of_every_order(devices: list[DeviceInfo], data: st.DataObject) -> None:
+    ring = ring_topology(devices)
+    assert sorted(ring.order) == [*range(len(devices))]
     for node in ring.nodes:  # contiguous, and all of it
-        assert {places[rank].host for rank in node} == {places[node[0]].host}
-    assert len(ring.nodes) == len({place.host for place in places})
-    assert ring_topology(list(places)).nodes == ring.nodes  # the same on every rank
+        assert {devices[rank].host for rank in node} == {devices[node[0]].host}
+    assert len(ring.nodes) == len({device.host for device in devices})
+    assert ring_topology(list(devices)).nodes == ring.nodes  # the same on every rank
     assert json.loads(json.dumps(ring.to_json()))["nodes"] == [list(node) for node in ring.nodes]
     again = Topology.from_json(json.dumps(ring.to_json()))
-    assert (again, again.places, again.edges) == (ring, ring.places, ring.edges)
-    assert Topology.from_json({"places": ring.to_json()["places"]}) == ring
+    assert (again, again.devices, again.edges) == (ring, ring.devices, ring.edges)
+    assert Topology.from_json({"devices": ring.to_json()["devices"]}) == ring
 
 
 @settings(max_examples=60)
 @given(clusters(), st.data())
-def test_ranks_in_another_order_make_the_same_ring_of_gpus(places: list[Place], data: st.DataObject) -> None:
+def test_ranks_in_another_order_make_the_same_ring_of_gpus(devices: list[DeviceInfo], data: st.DataObject) -> None:
     """Hosts follow their lowest ranks; inside of each, the GPUs' links decide and not the ranks' numbers."""
-    hosts = list(dict.fromkeys(place.host for place in places))
-    by_host = [[place for place in places if place.host == host] for host in hosts]
-    mixed = [place for there in by_host for place in data.draw(st.permutations(there))]
-    straight = [place for there in by_host for place in there]
+    hosts = list(dict.fromkeys(device.host for device in devices))
+    by_host = [[device for device in devices if device.host == host] for host in hosts]
+    mixed = [device for there in by_host for device in data.draw(st.permutations(there))]
+    straight = [device for there in by_host for device in there]
     rings = [[given[rank] for rank in ring_topology(given).order] for given in (straight, mixed)]
     assert rings[0] == rings[1]
 
@@ -221,11 +204,11 @@ def test_orders_without_places() -> None:
         ('{"nodes": [[0, 2]]}', "every rank from 0 on exactly once"),
         ('{"nodes": [0, 1]}', "lists of ranks"),
         ('{"nodes": [["0"]]}', "lists of ranks"),
-        ('{"places": [{"gpu": "x"}]}', "a place is .* takes 'host'"),
-        ('{"places": [{"host": "a", "nvlinks": [{"links": 3}]}]}', "a NVLink is"),
-        ('{"places": [{"host": "a", "pcie": 3}]}', "pcie is 3: it takes a list"),
-        ('{"places": [{"host": "a", "nvlinks": null}]}', "nvlinks is None: it takes a list"),
-        ('{"places": [{"host": "a", "nics": [{"name": "x", "speed": 3}]}]}', "a NIC is"),
+        ('{"devices": [{"gpu": "x"}]}', "a device is .* takes 'host'"),
+        ('{"devices": [{"host": "a", "nvlinks": [{"links": 3}]}]}', "a NVLink is"),
+        ('{"devices": [{"host": "a", "pcie": 3}]}', "pcie is 3: it takes a list"),
+        ('{"devices": [{"host": "a", "nvlinks": null}]}', "nvlinks is None: it takes a list"),
+        ('{"devices": [{"host": "a", "nics": [{"name": "x", "speed": 3}]}]}', "a NIC is"),
     ],
 )
 def test_json_that_is_no_topology(data: str, told: str) -> None:
@@ -233,17 +216,14 @@ def test_json_that_is_no_topology(data: str, told: str) -> None:
         Topology.from_json(data)
 
 
-@pytest.mark.parametrize("data", [{"nodes": 5}, {"nodes": None}, {"places": None}, {"places": 3}])
-def test_what_is_no_list_is_named(data: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(data))} is .*: it takes a list"):
-        Topology.from_json(data)
-
-
 def test_nvlinks_of_an_unknown_generation_come_first_too() -> None:
-    places = meshed("a", {(0, 2): 4, (1, 3): 4}, 4)
-    blind = [replace(one, nvlinks=tuple(replace(link, version=None) for link in one.nvlinks)) for one in places]
+    devices = meshed("a", {(0, 2): 4, (1, 3): 4}, 4)
+    blind = [replace(one, nvlinks=tuple(replace(link, version=None) for link in one.nvlinks)) for one in devices]
     assert [edge.link.kind for edge in ring_topology(blind).edges].count("nvlink") == 2
 
 
-def test_nodes_of_several_sizes_from_the_smallest() -> None:
-    assert "2 nodes of 4 to 8;" in Topology((tuple(range(8)), (8, 9, 10, 11))).describe()
+def test_devices_of_no_world_or_of_another() -> None:
+    with pytest.raises(ValueError, match="devices is empty"):
+        ring_topology([])
+    with pytest.raises(ValueError, match="devices has 2 entries for 3 ranks"):
+        Topology(((0, 1, 2),), tuple(cpus("a", 2)))

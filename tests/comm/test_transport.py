@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -11,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.comm import LocalGroup, LocalTransport, LocalWorld, Message
-from ringattn.comm.transport import TransportError
-from ringattn.comm.transports.warm_up import ring_edges
+from ringattn.comm import LocalGroup, LocalTransport, Message
+from ringattn.comm.transport import PATTERN_BYTES, TransportError, _pattern, ring_edges
 
 from ..support.group_cases import GROUP_CASES, group_ranks
-from ..support.transport_cases import CASES, HOST_CASES
+from ..support.transport_cases import CASES, HOST_CASES, on_ranks
 
 PROCESSES = 4
 CPU = torch.device("cpu")
@@ -25,8 +25,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CASES | HOST_CASES)
 def test_local(name: str, world_size: int) -> None:
-    with LocalWorld(world_size, device="cpu", timeout=10) as world:
-        world.run(lambda group: (CASES | HOST_CASES)[name](LocalTransport(group, CPU), CPU))
+    on_ranks(world_size, lambda group: (CASES | HOST_CASES)[name](LocalTransport(group, CPU), CPU))
 
 
 @pytest.fixture(scope="module")
@@ -71,5 +70,38 @@ def test_warm_up_finds_a_wrong_peer(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(TransportError, match="rank 3 got 2048 wrong bytes of 4096 from rank 2"):
             LocalTransport(group, CPU).warm_up(ring_edges(range(4)))
 
-    with LocalWorld(4, device="cpu", timeout=10) as world:
-        world.run(fn)
+    on_ranks(4, fn)
+
+
+@pytest.mark.parametrize(
+    ("order", "edges"),
+    [
+        ([0], {(0, 0)}),
+        ([1, 0], {(0, 1), (1, 0)}),
+        ([0, 2, 1], {(0, 2), (2, 1), (1, 0), (2, 0), (1, 2), (0, 1)}),
+    ],
+)
+def test_both_directions_of_a_ring(order: list[int], edges: set[tuple[int, int]]) -> None:
+    found = ring_edges(order)
+    assert set(found) == edges
+    assert len(found) == len(edges)
+
+
+def test_patterns_of_two_edges_differ() -> None:
+    ranks = [0, 1, 2, 255, 256, 257, 1023]
+    patterns = [_pattern((source, destination), torch.device("cpu")) for source in ranks for destination in ranks]
+    for first, second in itertools.combinations(patterns, 2):
+        assert int((first != second).sum()) >= PATTERN_BYTES // 4
+
+
+@pytest.mark.parametrize("shift", [1, 4, 128, 256, 512, 1024, 2048])
+def test_a_shifted_pattern_is_wrong(shift: int) -> None:
+    pattern = _pattern((3, 5), torch.device("cpu"))
+    assert int((pattern[shift:] != pattern[:-shift]).sum()) > (PATTERN_BYTES - shift) // 2
+
+
+def test_what_opening_loads_only_when_it_is_asked_for() -> None:
+    late = ("cupy", "cuda", "ringattn.comm.transports.copy_engine.copy_engine")
+    program = f"import sys, ringattn.comm; sys.exit(', '.join(name for name in {late} if name in sys.modules) or 0)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,17 +1,28 @@
-"""Transfers that are late or fail, ranks that break or disagree: what each rank is told, and when."""
+"""Transfers that are late or fail, ranks that break or disagree, and the one thread that watches all rings."""
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
+import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from ringattn.comm import DONE, TransportError
-from ringattn.comm.watchdog.watch import Watch
+from ringattn.comm import DONE, LocalGroup, LocalWorld, TransportError
+from ringattn.comm.control import Control
+from ringattn.comm.watchdog import watch as module
+from ringattn.comm.watchdog.deadlines import NEVER
+from ringattn.comm.watchdog.watch import EXIT_CODE, Watch, Watchdog, open_watch
 
-from ..support.watch_cases import Clock, Ranks, Transfer, on_all, running
+from ..support.watch_cases import Clock, Ranks, Transfer, controls, on_all, running
 
 CPU = torch.device("cpu")
 
@@ -84,17 +95,6 @@ def test_a_failed_transfer_is_found_before_anybody_waits_for_it() -> None:
     )
 
 
-def test_the_thread_that_computes_may_find_it_first() -> None:
-    ranks, fences = running(2)
-    fences[0].finish("send failed: Broken pipe")
-    raised = ranks.watches[0].failed(TransportError("send failed: Broken pipe"))
-    assert str(raised).startswith("rank 0: forward hop 1: K/V (64 bytes rank 1 -> rank 0, 64 bytes rank 0 -> rank 1) ")
-    assert "Broken pipe" in str(raised)
-    assert ranks.transports[0].reasons == [str(raised)]
-    ranks.tick()
-    assert "Rank 0 found: " in ranks.transports[1].reasons[0]
-
-
 def test_a_connection_that_a_peer_closed_on_purpose_is_not_the_reason() -> None:
     """Rank 1 gives up because of rank 2; rank 0, whose connection to rank 1 breaks by that, must name rank 2 too."""
     ranks, fences = running(3)
@@ -118,13 +118,13 @@ def test_a_store_that_is_gone_is_said_and_the_deadline_holds(clock: Clock) -> No
     ranks, _ = running(3)
     on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))  # from here on everyone has heard of everyone
     for rank in range(3):
-        ranks.line(rank).problem = "the store of the group is gone: Connection reset by peer"
+        ranks.connection(rank).problem = "the store of the group is gone: Connection reset by peer"
     clock.now += 1
     ranks.tick()
-    asked = ranks.line(1).asked
+    asked = ranks.connection(1).asked
     clock.now += 1
     ranks.tick()
-    assert ranks.line(1).asked == asked  # left alone for a while
+    assert ranks.connection(1).asked == asked  # left alone for a while
     clock.now += 1
     ranks.tick()
     for rank, transport in enumerate(ranks.transports):
@@ -139,13 +139,6 @@ def test_a_rank_that_never_said_anything_is_named(clock: Clock) -> None:
     clock.now += 4
     ranks.watches[0].tick()
     assert "Last reported: nothing; nothing from rank 1, 2" in ranks.transports[0].reasons[0]
-
-
-def test_one_failure_per_ring(clock: Clock) -> None:
-    ranks, _ = running(2)
-    clock.now += 4
-    ranks.tick(5)
-    assert [len(transport.reasons) for transport in ranks.transports] == [1, 1]
 
 
 def test_an_abort_that_hangs_does_not_hold_up_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,3 +289,113 @@ def test_where_the_process_ends_the_traceback_is_shown_first(caplog: pytest.LogC
             assert ranks.watches[0].failed(caught) is error
             raise
     assert any(record.exc_info and record.exc_info[1] is error for record in caplog.records)
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
+    monkeypatch.setattr(module, "TICK_SECONDS", 0.02)
+    watchdog = Watchdog()
+    monkeypatch.setattr(module, "_WATCHDOG", watchdog)
+    yield watchdog
+    watchdog.stop()
+
+
+def watch_of(control: Control) -> Watch:
+    return Watch(control, deadline=0.2, device=CPU, transports=lambda: [])
+
+
+def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> None:
+    watches = [watch_of(control) for control in controls(4)]
+    for watch in watches:
+        fast.add(watch)
+    thread = fast._thread
+    assert thread is not None and thread.daemon
+    assert [one.name for one in threading.enumerate()].count("ringattn-watchdog") == 1
+    gone = weakref.ref(watches[0])
+    watches[1].close()
+    del watches[0], watch
+    time.sleep(0.1)
+    gc.collect()
+    assert gone() is None  # the thread holds nobody
+    assert thread.is_alive()
+    watches[0].close()
+    watches[0].close()
+    assert thread.is_alive()
+    del watches
+    gc.collect()
+    thread.join(2)
+    assert not thread.is_alive()
+    again = watch_of(controls(2)[0])
+    fast.add(again)  # and begins anew
+    assert fast._thread is not None and fast._thread.is_alive()
+
+
+def test_a_fault_in_one_ring_does_not_end_the_watch_over_the_others(
+    fast: Watchdog, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, good = (watch_of(control) for control in controls(2))
+    ticks: list[int] = []
+    broken.tick = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    good.tick = lambda: ticks.append(1)  # type: ignore[method-assign]
+    with caplog.at_level(logging.ERROR, "ringattn"):
+        fast.add(broken)
+        fast.add(good)
+        until = time.monotonic() + 10
+        while len(ticks) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+    assert len(ticks) >= 3
+    assert "the watchdog of rank 0 failed" in caplog.text
+    broken.close()
+
+
+def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
+    seen: list[tuple[float | None, object]] = []
+
+    def fn(group: LocalGroup) -> None:
+        for deadline in (None, 5.0):
+            watch = open_watch(group, CPU, deadline=deadline, transports=lambda: [])
+            seen.append((watch._posts._seconds, watch._fatal))
+            watch.agree({"heads": 8})
+            watch.close()
+
+    with LocalWorld(2, device="cpu") as world:
+        world.run(fn)
+    assert sorted(seen, key=str) == [(5.0, None), (5.0, None), (NEVER, None), (NEVER, None)]
+
+
+@pytest.mark.parametrize(("device", "ends"), [("cpu", 0), ("cuda:0", 1)])
+def test_only_streams_of_a_gpu_end_the_process(
+    device: str, ends: int, fast: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(module, "end_process", ended.append)
+    monkeypatch.setattr(module, "control_of", lambda group, patience: controls(2)[0])
+    watch = open_watch(object(), torch.device(device), deadline=5.0, transports=list)  # type: ignore[arg-type]
+    watch.failed(TransportError("the connection is gone"))
+    assert ["the connection is gone" in text for text in ended] == [True] * ends
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # Python 3.12: of a process with threads
+def test_a_forked_child_has_a_thread_of_its_own(fast: Watchdog) -> None:
+    fast.add(watch := watch_of(controls(2)[0]))
+    child = os.fork()
+    if child == 0:
+        ticked = threading.Event()
+        try:
+            watch.tick = ticked.set  # type: ignore[method-assign]
+            module._WATCHDOG.add(watch)
+        finally:
+            os._exit(0 if ticked.wait(5) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_the_process_ends_non_zero() -> None:
+    code = """
+        import threading
+        from ringattn.comm.watchdog.watch import end_process
+        threading.Thread(target=lambda: end_process("rank 0: forward hop 1: not over")).start()
+        threading.Event().wait()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == EXIT_CODE == os.EX_TEMPFAIL == 75  # what schedulers start again
+    assert "this process ends: rank 0: forward hop 1: not over" in done.stderr

@@ -25,7 +25,7 @@ from ringattn import LocalWorld, Ring, ring_attention
 from ringattn.comm import GroupLike, LocalGroup, TransportError
 from ringattn.comm.control import control_of
 from ringattn.comm.watchdog import deadlines, preflight
-from ringattn.comm.watchdog.gossip import TICK_SECONDS
+from ringattn.comm.watchdog.telemetry import TICK_SECONDS
 
 from ..support.forked import FORKED
 
@@ -213,8 +213,8 @@ def test_rings_leave_nothing_in_the_store_of_their_world() -> None:
         world.run(rings)
         assert world._hub.store.num_keys() == 0
         assert world._hub._boxes == {}
-        assert all(not control_of(group)._line.published for group in world._groups)
-        assert all(len(control_of(group)._line.scopes) <= 1 for group in world._groups)
+        assert all(not control_of(group)._connection.published for group in world._groups)
+        assert all(len(control_of(group)._connection.scopes) <= 1 for group in world._groups)
 
 
 def test_a_world_does_not_run_in_a_forked_process() -> None:

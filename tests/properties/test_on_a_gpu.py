@@ -31,7 +31,7 @@ from ringattn.comm import LocalGroup, LocalWorld, Transport
 from ringattn.comm.control import control_of
 from ringattn.comm.transports.copy_engine.copy_engine import CopyEngineTransport, copy_engine_missing
 from ringattn.comm.transports.nccl import nccl_missing
-from ringattn.comm.watchdog.watchdog import EXIT_CODE
+from ringattn.comm.watchdog.watch import EXIT_CODE
 
 from ..support import gpu_cases, gpu_ranks, nccl_preload
 from ..support.gpu_cases import ALONE, GPU_CASES, RING_CASES, cases_of

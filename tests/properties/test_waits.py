@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ringattn.comm import Slots, Topology
 from ringattn.comm.transport import DONE
-from ringattn.comm.transports.by_node import ByNodeTransport
+from ringattn.comm.transports.nccl import ByNodeTransport
 from ringattn.kernels.experimental import single_pass
 from ringattn.ring import traffic
 from ringattn.ring.key_values import KeyValues
@@ -216,7 +216,7 @@ def test_communicators_in_another_order_on_some_ranks(monkeypatch: pytest.Monkey
         near, far = (
             [[x for x in some if self._near(x) is here] for some in (sends, receives)] for here in (True, False)
         )
-        self._between.post(sends=far[0], receives=far[1], after=after)
+        post(self, sends=far[0], receives=far[1], after=after)
         return self._inside.post(sends=near[0], receives=near[1])
 
     (problem,) = broken(monkeypatch, ByNodeTransport, "post", far_first, CASES["nccl"]["2 x 2, unshard"])

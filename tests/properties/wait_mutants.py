@@ -82,27 +82,34 @@ TARGETS = (
     Target("ring.shards", ("exchange",), ("nccl",), ("ring/test_shards.py",)),
     Target("comm.slots", ("Slots",), ("nccl",), ("comm/test_slots.py",)),
     Target(
-        "comm.lanes",
+        "comm.transports.lanes",
         ("StreamFence", "StreamLane", "HostLane"),
         ("nccl", "local"),
         ("comm/test_lanes.py", "comm/test_nccl.py", "comm/test_transport.py -k test_local"),
     ),
     Target(
-        "comm.nccl",
+        "comm.transports.nccl",
         ("NcclTransport.mark", "NcclTransport.post", "NcclTransport._group"),
         ("nccl",),
         ("comm/test_nccl.py",),
     ),
-    Target("comm.by_node", ("ByNodeTransport.post", "ByNodeTransport._near"), ("nccl",), ("comm/test_nccl.py",)),
     Target(
-        "comm.copy_engine",
+        "comm.transports.nccl", ("ByNodeTransport.post", "ByNodeTransport._near"), ("nccl",), ("comm/test_nccl.py",)
+    ),
+    Target(
+        "comm.transports.copy_engine.copy_engine",
         tuple(f"CopyEngineTransport.{name}" for name in ENGINE_POST),
         ("copy_engine",),
         ("comm/test_copy_engine.py",),
     ),
-    Target("comm.regions", ("Flags.put_up", "Flags.wait_for"), ("copy_engine",), ("comm/test_copy_engine.py",)),
     Target(
-        "comm.local",
+        "comm.transports.copy_engine.memory",
+        ("Flags.put_up", "Flags.wait_for"),
+        ("copy_engine",),
+        ("comm/test_copy_engine.py",),
+    ),
+    Target(
+        "comm.transports.local",
         (
             "_LocalFence.wait",
             "_LocalFence.order",
@@ -111,7 +118,7 @@ TARGETS = (
             *(f"LocalTransport.{name}" for name in LOCAL_POST),
         ),
         ("local",),
-        ("comm/test_lanes.py", "comm/test_transport.py -k test_local", "comm/test_local_world.py"),
+        ("comm/test_lanes.py", "comm/test_transport.py -k test_local", "comm/test_local.py"),
     ),
 )
 

@@ -217,7 +217,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Limits", {"ctas": 2, "cga_cluster_size": 4}, "cga_cluster_size is 4, of 2 thread blocks in all"),
     ("Limits", {"bytes_per_second": 0}, "bytes_per_second is 0: it must be a positive finite number"),
     ("Topology", {"nodes": [[0, True]]}, r"nodes is \[\[0, True\]\]: it must be lists of ranks, one per node"),
-    ("Topology", {"places": 5}, "places is 5: it must be a tuple with the Place of every rank, or empty"),
+    ("Topology", {"devices": 5}, "devices is 5: it must be a tuple with the DeviceInfo of every rank, or empty"),
     ("flat", {"world": 0}, "world is 0: it must be a whole number from 1"),
     ("grid", {"per_node": 1.5}, "per_node is 1.5: it must be a whole number from 1"),
 ]

@@ -16,7 +16,7 @@ import torch
 from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message
 from ringattn.comm.topology.topology import Topology
-from ringattn.comm.transports.warm_up import ring_edges
+from ringattn.comm.transport import ring_edges
 from ringattn.ring.attention import Options
 from ringattn.ring.ring import ring_of
 from ringattn.ring.traffic import Call, Key, Kind, Load

@@ -1,10 +1,10 @@
-"""Machines as data: places of GPUs that hardly anybody has in one room."""
+"""Machines as data: GPUs, links and NICs that hardly anybody has in one room."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ringattn.comm.topology.places import SWITCH, Nic, NvLink, Place
+from ringattn.comm.topology.nvml import SWITCH, DeviceInfo, Nic, NvLink
 
 # NVLinks of a DGX-1 with V100, as `nvidia-smi topo -m` prints them: a hypercube mesh, six links for every GPU
 DGX1 = {
@@ -28,12 +28,12 @@ def nics(count: int = 8, *, gpus: int = 8, per_switch: int = 1, gigabits: float 
     return (*found, Nic("eno1", 25, ("numa0", "pci9", "nic9")))
 
 
-def hgx(host: str, order: Iterable[int] = range(8), *, adapters: int = 8) -> list[Place]:
+def hgx(host: str, order: Iterable[int] = range(8), *, adapters: int = 8) -> list[DeviceInfo]:
     """H100s on NVSwitch, an adapter under each one's switch, or one for several; ``order`` is GPU by local rank."""
     per_switch = 8 // adapters
     beside = nics(adapters, per_switch=per_switch)
     return [
-        Place(
+        DeviceInfo(
             host,
             f"GPU-{host}-{i}",
             i,
@@ -48,7 +48,7 @@ def hgx(host: str, order: Iterable[int] = range(8), *, adapters: int = 8) -> lis
     ]
 
 
-def meshed(host: str, links: dict[tuple[int, int], int], count: int, *, version: int = 2) -> list[Place]:
+def meshed(host: str, links: dict[tuple[int, int], int], count: int, *, version: int = 2) -> list[DeviceInfo]:
     """GPUs with NVLinks of their own and PCIe 3, two under a switch."""
     paths = [path(i, gpus=count, per_switch=2) for i in range(count)]
     beside = nics(4, gpus=count, per_switch=2, gigabits=100) if count == 8 else ()
@@ -56,9 +56,9 @@ def meshed(host: str, links: dict[tuple[int, int], int], count: int, *, version:
     def ends(i: int) -> tuple[NvLink, ...]:
         return tuple(NvLink(paths[sum(pair) - i][-1], number, version) for pair, number in links.items() if i in pair)
 
-    return [Place(host, f"GPU-{host}-{i}", i, "V100", ends(i), None, paths[i], 16, beside) for i in range(count)]
+    return [DeviceInfo(host, f"GPU-{host}-{i}", i, "V100", ends(i), None, paths[i], 16, beside) for i in range(count)]
 
 
-def cpus(host: str, count: int) -> list[Place]:
+def cpus(host: str, count: int) -> list[DeviceInfo]:
     """Ranks without a GPU."""
-    return [Place(host, unknown="cpu is not a GPU") for _ in range(count)]
+    return [DeviceInfo(host, unknown="cpu is not a GPU") for _ in range(count)]

@@ -8,6 +8,6 @@ FORKED = multiprocessing.get_context("forkserver")
 # one list for all tests, since the first of them starts the server; symbolic shapes are torch's, for gradients
 PRELOADED = [
     "torch.distributed.device_mesh", "torch.fx.experimental.symbolic_shapes", "ringattn.ring",
-    "ringattn.comm.watchdog.watchdog", "pytest",
+    "ringattn.comm.watchdog.watch", "pytest",
 ]  # fmt: skip
 FORKED.set_forkserver_preload(PRELOADED)

@@ -32,12 +32,12 @@ from ringattn.comm import (
     Topology,
     Transport,
     TransportError,
+    control,
     groups,
     open_transport,
     open_transports,
-    store_line,
 )
-from ringattn.comm.transports.warm_up import ring_edges
+from ringattn.comm.transport import ring_edges
 
 from .transport_cases import (
     CASES,
@@ -211,10 +211,10 @@ def auto_falls_back_together(group: dist.ProcessGroup) -> None:
                 message.tensor[100] += self.rank == 1
             return fence
 
-    def make(group: Any, name: str, device: torch.device, level: Any, limits: Limits, control: Any) -> Transport:
+    def make(wanted: Any, name: str, level: Any, control: Any) -> Transport:
         if name == "nccl":
-            return Spoiling(group, device, control=control)
-        return real(group, name, device, level, limits, control)
+            return Spoiling(wanted.group, wanted.device, control=control)
+        return real(wanted, name, level, control)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "_make", make)
@@ -234,11 +234,11 @@ def auto_falls_back_where_one_rank_alone_failed(group: dist.ProcessGroup) -> Non
         def warm_up(self, edges: Sequence[Edge]) -> None:
             assert edges
 
-    def make(group: Any, name: str, device: torch.device, level: Any, limits: Limits, control: Any) -> Transport:
-        if name == "nccl" and group.rank() == 1:
+    def make(wanted: Any, name: str, level: Any, control: Any) -> Transport:
+        if name == "nccl" and wanted.group.rank() == 1:
             control.fresh_scope("process_group").gather(0, what="the tag")  # the others count what this rank does not
             raise RuntimeError("out of memory")
-        return (Fine if name == "nccl" else ProcessGroupTransport)(group, device, control=control)
+        return (Fine if name == "nccl" else ProcessGroupTransport)(wanted.group, wanted.device, control=control)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "_make", make)
@@ -285,7 +285,7 @@ def group_ranks(world: int, processes: int) -> list[int]:
 def run_cases(rank: int, processes: int, folder: Path) -> None:
     """Run every case on a group of every size, up to the first that fails: its peers are out of step from there on."""
     torch.set_num_threads(1)
-    pytest.MonkeyPatch().setattr(store_line, "DEFAULT_TIMEOUT", PATIENCE.total_seconds())
+    pytest.MonkeyPatch().setattr(control, "DEFAULT_TIMEOUT", PATIENCE.total_seconds())
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

@@ -55,7 +55,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 TESTS = {
-    "local": ("comm/test_local_world.py", "results"),
+    "local": ("comm/test_local.py", "results"),
     "nccl-1": ("comm/test_nccl.py", "group"),
     "copy_engine-2": ("properties/test_on_a_gpu.py", "on_the_stand_in"),
     "killed": ("properties/test_on_a_gpu.py", "a_kill_on_the_cpu"),

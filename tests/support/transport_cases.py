@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -16,12 +16,15 @@ from ringattn.comm import (
     DONE,
     Edge,
     Fence,
+    LocalGroup,
+    LocalWorld,
     Message,
     Slots,
     Transport,
     TransportError,
 )
 
+T = TypeVar("T")
 Case = Callable[[Transport, torch.device], None]
 CASES: dict[str, Case] = {}
 # for transports whose transfers the host waits for
@@ -55,6 +58,12 @@ class Calling:
 
     def done(self) -> bool:
         return self.waits > 0
+
+
+def on_ranks(size: int, fn: Callable[[LocalGroup], T]) -> list[T]:
+    """What `fn` returns on each of so many virtual ranks."""
+    with LocalWorld(size, device="cpu", timeout=20) as world:
+        return world.run(fn)
 
 
 def eventually(fence: Fence) -> bool:

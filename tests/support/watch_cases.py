@@ -13,14 +13,13 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from ringattn.comm import DONE, TransportError
-from ringattn.comm.control import Control
-from ringattn.comm.store_line import Scope
+from ringattn.comm.control import Control, Scope
 from ringattn.comm.watchdog.watch import Watch
 
 T = TypeVar("T")
 
 
-class MemoryLine:
+class MemoryConnection:
     """A store that always answers, until it is told not to."""
 
     patience = 10.0
@@ -47,7 +46,7 @@ class MemoryLine:
 
 def controls(size: int) -> list[Control]:
     store = HashStore()
-    return [Control(MemoryLine(store), rank, size, "test/") for rank in range(size)]
+    return [Control(MemoryConnection(store), rank, size, "test/") for rank in range(size)]
 
 
 def on_all(ranks: Sequence[T], fn: Callable[[T], Any]) -> list[Any]:
@@ -120,10 +119,10 @@ class Ranks:
             for watch in self.watches:
                 watch.tick()
 
-    def line(self, rank: int) -> MemoryLine:
-        line = self.controls[rank]._line
-        assert isinstance(line, MemoryLine)
-        return line
+    def connection(self, rank: int) -> MemoryConnection:
+        connection = self.controls[rank]._connection
+        assert isinstance(connection, MemoryConnection)
+        return connection
 
 
 class Clock:

@@ -18,10 +18,10 @@ from ringattn.bench import cli
 from ringattn.bench.common import launching
 from ringattn.comm import LocalTransport, TransportError
 from ringattn.comm.groups import open_transports
-from ringattn.comm.topology.places import Place
+from ringattn.comm.topology.nvml import DeviceInfo
 from ringattn.comm.topology.topology import Topology, ring_topology
-from ringattn.comm.transports import nccl_library
-from ringattn.comm.transports.nccl_library import loaded_libraries
+from ringattn.comm.transports import nccl
+from ringattn.comm.transports.nccl import loaded_libraries
 from ringattn.ring import ring_attention
 from ringattn.tools.doctor import command as doctor
 from ringattn.tools.doctor import findings
@@ -145,8 +145,8 @@ def test_processes(tmp_path: Path) -> None:
 
 
 def test_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = tuple(cpus("a", 2) + cpus("b", 2))
-    monkeypatch.setattr("ringattn.comm.topology.nvml.places_of", lambda control, device: places)
+    devices = tuple(cpus("a", 2) + cpus("b", 2))
+    monkeypatch.setattr("ringattn.tools.doctor.command.device_infos", lambda control, device: devices)
     result = run()
     assert result.exit_code == 0, result.output
     told = lines(result.stdout)
@@ -229,8 +229,8 @@ def test_a_transport_that_breaks_under_load(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_slow_edge_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine carries is far less than NVLink: every edge is slow."""
-    places = tuple(replace(place, unknown=None) for place in hgx("a")[:2])
-    monkeypatch.setattr("ringattn.comm.topology.nvml.places_of", lambda control, device: places)
+    devices = tuple(replace(place, unknown=None) for place in hgx("a")[:2])
+    monkeypatch.setattr("ringattn.tools.doctor.command.device_infos", lambda control, device: devices)
     result = run("--world", "2")
     assert result.exit_code == 1
     told = lines(result.stdout)["GB/s local"]
@@ -353,7 +353,7 @@ def test_loaded_libraries() -> None:
 def test_two_libraries_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     maps = tmp_path / "maps"
     maps.write_text(MAPS + "7f8-7f9 r-xp 00000000 08:01 14 /usr/lib/libnccl.so.2.27.3\n")
-    monkeypatch.setattr(nccl_library, "MAPS", maps)
+    monkeypatch.setattr(nccl, "MAPS", maps)
     result = run("--world", "2")
     assert result.exit_code == 1
     told = lines(result.stdout)["libnccl"]
@@ -389,7 +389,7 @@ def test_gpus_that_nvml_knows() -> None:
     [("NVML knows no GPU-7, which torch calls cuda:0 (NVMLError)", FAIL), ("pynvml is not installed: pip …", SKIPPED)],
 )
 def test_gpus_that_nvml_does_not_know(unknown: str, status: str) -> None:
-    found = doctor_machine.gpus([*hgx("a")[:1], Place("a", "GPU-7", unknown=unknown)], on_gpu=True)
+    found = doctor_machine.gpus([*hgx("a")[:1], DeviceInfo("a", "GPU-7", unknown=unknown)], on_gpu=True)
     assert (found.status, found.text) == (status, f"rank 1: {unknown}")
     assert bool(found.todo) == (status == FAIL)
 
@@ -420,7 +420,7 @@ def test_rounds_share_no_host() -> None:
     seen: dict[str, list[tuple[int, int]]] = {}
     count = 0
     for turn in doctor_links.rounds(ring):
-        hosts = [{ring.places[rank].host for rank in pair.way.pairs[0]} for pair in turn]
+        hosts = [{ring.devices[rank].host for rank in pair.way.pairs[0]} for pair in turn]
         assert sum(map(len, hosts)) == len(set().union(*hosts))
         for pair in turn:
             seen.setdefault(pair.way.name, []).append(pair.way.pairs[0])
@@ -447,9 +447,9 @@ def test_texts_of_ranks() -> None:
 
 def test_no_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def silent(control: object, device: object) -> Mapping[str, object]:
-        raise TransportError("the places of the ranks: no answer from rank 1 within 300 s")
+        raise TransportError("the devices of the ranks: no answer from rank 1 within 300 s")
 
-    monkeypatch.setattr("ringattn.comm.topology.nvml.places_of", silent)
+    monkeypatch.setattr("ringattn.tools.doctor.command.device_infos", silent)
     result = run("--world", "2")
     assert result.exit_code == 1
     assert "no answer from rank 1" in lines(result.stdout)["all ranks answer"]

@@ -19,8 +19,7 @@ from ...bench.common.provenance import provenance
 from ...bench.common.shapes import dtype_name, grouped, size
 from ...comm import Group, LocalGroup, LocalWorld
 from ...comm.control import control_of
-from ...comm.topology import nvml
-from ...comm.topology.topology import Topology, ring_topology
+from ...comm.topology.topology import Topology, device_infos, ring_topology
 from .findings import FAIL, Finding, Ranks, closing, first_failure, told
 from .links import transports
 from .machine import Facts, facts, machine
@@ -69,7 +68,7 @@ def examine(ranks: Ranks, own: Facts, shape: Shape, nbytes: int, report: Report,
     report.device = ranks.device
     try:
         everyone = [Facts(**one) for one in ranks.together("versions and settings", lambda: asdict(own))]
-        report.ring = ring = ring_topology(nvml.places_of(ranks.control, ranks.device))
+        report.ring = ring = ring_topology(device_infos(ranks.control, ranks.device))
         for finding in machine(everyone, ring, ranks.device):
             report.tell(finding)
         doing("sending patterned bytes over every edge")

@@ -185,7 +185,7 @@ def _disjoint(ring: Topology, pairs: Sequence[Pair]) -> tuple[list[Pair], list[P
     now: list[Pair] = []
     later: list[Pair] = []
     for pair in pairs:
-        hosts = {ring.places[rank].host if ring.places else None for rank in pair.way.pairs[0]}
+        hosts = {ring.devices[rank].host if ring.devices else None for rank in pair.way.pairs[0]}
         (later if hosts & busy else now).append(pair)
         busy |= set() if hosts & busy else hosts
     return now, later

@@ -16,10 +16,9 @@ import triton
 
 from ... import __version__
 from ...comm.topology import nvml
-from ...comm.topology.places import Place, pairs_by_link
+from ...comm.topology.nvml import DeviceInfo, pairs_by_link
 from ...comm.topology.topology import Topology
-from ...comm.transports.nccl import nccl_missing
-from ...comm.transports.nccl_library import loaded_libraries
+from ...comm.transports.nccl import loaded_libraries, nccl_missing
 from .findings import FAIL, OK, SKIPPED, Finding, by_rank, differing, ranks_text
 
 # settings that turn a fast path off, and that people forget in their shells
@@ -95,9 +94,9 @@ def machine(everyone: Sequence[Facts], ring: Topology, device: torch.device) -> 
     yield versions(everyone)
     yield libraries(everyone, on_gpu=on_gpu)
     yield cupy(everyone)
-    yield gpus(ring.places, on_gpu=on_gpu)
-    yield links(ring.places)
-    yield nics(ring.places)
+    yield gpus(ring.devices, on_gpu=on_gpu)
+    yield links(ring.devices)
+    yield nics(ring.devices)
     yield settings(everyone)
     yield order(ring)
 
@@ -141,42 +140,42 @@ def cupy(everyone: Sequence[Facts]) -> Finding:
     return Finding("CuPy", SKIPPED, f"no transport nccl: {by_rank([one.no_nccl or '' for one in everyone])}")
 
 
-def gpus(places: Sequence[Place], *, on_gpu: bool) -> Finding:
+def gpus(devices: Sequence[DeviceInfo], *, on_gpu: bool) -> Finding:
     """torch's devices and NVML's are matched by UUID: NVML ignores CUDA_VISIBLE_DEVICES."""
     check = "GPUs"
-    data = {"gpus": [{"rank": rank, "uuid": one.gpu, "index": one.index} for rank, one in enumerate(places)]}
+    data = {"gpus": [{"rank": rank, "uuid": one.gpu, "index": one.index} for rank, one in enumerate(devices)]}
     if not on_gpu:
         return Finding(check, SKIPPED, "the ranks compute on the CPU: torch sees no GPU here", data=data)
-    unknown = [(rank, place.unknown) for rank, place in enumerate(places) if place.unknown]
+    unknown = [(rank, device.unknown) for rank, device in enumerate(devices) if device.unknown]
     if unknown:
         rank, why = unknown[0]
         unmatched = any("NVML knows no" in str(why) for _, why in unknown)
         todo = "run nvidia-smi -L: the container shows torch other GPUs than NVML, or the driver was replaced"
         return Finding(check, FAIL if unmatched else SKIPPED, f"rank {rank}: {why}", todo * unmatched, data=data)
     sharing: dict[tuple[str, str | None], list[int]] = {}
-    for rank, place in enumerate(places):
-        sharing.setdefault((place.host, place.gpu), []).append(rank)
+    for rank, device in enumerate(devices):
+        sharing.setdefault((device.host, device.gpu), []).append(rank)
     shared = "; ".join(f"{ranks_text(ranks)} share one" for ranks in sharing.values() if len(ranks) > 1)
-    names = ", ".join(dict.fromkeys(str(place.name) for place in places))
-    first = ", ".join(f"rank {rank} is NVML's {place.index}" for rank, place in enumerate(places[:2]))
-    text = f"{len(sharing)} x {names}, matched with NVML by UUID ({first}{', …' * (len(places) > 2)})"
+    names = ", ".join(dict.fromkeys(str(device.name) for device in devices))
+    first = ", ".join(f"rank {rank} is NVML's {device.index}" for rank, device in enumerate(devices[:2]))
+    text = f"{len(sharing)} x {names}, matched with NVML by UUID ({first}{', …' * (len(devices) > 2)})"
     return Finding(check, OK, "; ".join(filter(None, [text, shared])), data=data)
 
 
-def links(places: Sequence[Place]) -> Finding:
+def links(devices: Sequence[DeviceInfo]) -> Finding:
     """NVLink and PCIe inside the hosts, as NVML and /sys tell."""
-    kinds = pairs_by_link(places)
-    slots = sorted({place.pcie_gigabytes for place in places if place.pcie_gigabytes is not None})
+    kinds = pairs_by_link(devices)
+    slots = sorted({device.pcie_gigabytes for device in devices if device.pcie_gigabytes is not None})
     told = [f"{count} pairs by {text}" for text, count in kinds.items()]
     told += [f"PCIe slots of {', '.join(f'{slot:g}' for slot in slots)} GB/s nominal"] if slots else []
     if not told:
-        return Finding("NVLink, PCIe", SKIPPED, next((str(p.unknown) for p in places if p.unknown), "one GPU alone"))
+        return Finding("NVLink, PCIe", SKIPPED, next((str(p.unknown) for p in devices if p.unknown), "one GPU alone"))
     return Finding("NVLink, PCIe", OK, "; ".join(told), data={"pairs": kinds})
 
 
-def nics(places: Sequence[Place]) -> Finding:
+def nics(devices: Sequence[DeviceInfo]) -> Finding:
     """The adapters of every host."""
-    hosts = {place.host: place.nics for place in places}
+    hosts = {device.host: device.nics for device in devices}
     told = {
         ", ".join(f"{nic.name} {f'{nic.gigabits:g} Gbit/s' if nic.gigabits else 'of unknown rate'}" for nic in found)
         for found in hosts.values()

@@ -49,12 +49,20 @@ import torch
 from ...control import Control
 from ...cuda_threads import start
 from ...slots import aligned
-from ...transport import Edge, Fence, Message, TransportError, aborted, check_messages, check_open, self_pairs
+from ...transport import (
+    WARM_UP_SECONDS,
+    Fence,
+    Message,
+    TransportBase,
+    TransportError,
+    aborted,
+    check_messages,
+    check_open,
+    self_pairs,
+)
 from ..lanes import POLL_SECONDS, StreamFence, StreamLane, passed
-from ..warm_up import DEFAULT_TIMEOUT, WarmUp
-from .lines import flag_of
-from .node import join_node
-from .regions import Exports, Imports, Offer, Retired, Staging, checked
+from .memory import Exports, Imports, Offer, Retired, Staging, checked, flag_of
+from .sockets import join_node
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +81,7 @@ def copy_engine_missing() -> str | None:
     return None
 
 
-class CopyEngineTransport:
+class CopyEngineTransport(TransportBase):
     """Copies between the GPUs of one node, or between processes on one GPU.
 
     `control` covers all `size` ranks of the group, and all of them open together; this transport joins those in
@@ -94,17 +102,13 @@ class CopyEngineTransport:
         device: torch.device,
         control: Control,
         members: Sequence[int] | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float = WARM_UP_SECONDS,
     ) -> None:
-        self.rank = rank
-        self.size = size
-        self.reason = ""
+        super().__init__(rank, size, device, timeout)
         self._members = tuple(sorted(range(size) if members is None else members))
         if rank not in self._members:
             raise ValueError(f"members is {self._members}: it takes the rank that opens the transport, {rank}, too")
-        self._device = device
         self._control = control
-        self._timeout = timeout
         self._ending = threading.Lock()
         self._aborted = ""  # why
         self._releasing: threading.Thread | None = None
@@ -113,10 +117,9 @@ class CopyEngineTransport:
         self._last: StreamFence | None = None
         self._sent = dict.fromkeys(self._members, FIRST_NUMBER)  # number of the last message to each peer
         self._awaited: dict[int, int] = {}  # flag -> the number that the stream waits for
-        self._warm_up = WarmUp(device, timeout)
         missing = copy_engine_missing()
         joined = join_node(control, rank, self._members, device, missing=missing, first=FIRST_NUMBER, timeout=timeout)
-        self._context, self._flags, self._lines = joined
+        self._context, self._flags, self._sockets = joined
         self._driver: Any = importlib.import_module("cuda.bindings.driver")
         self._lane = StreamLane(device)
         self._exports = Exports(self._driver)
@@ -148,18 +151,10 @@ class CopyEngineTransport:
                 self._last = self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
         return self._last
 
-    def warm_up(self, edges: Sequence[Edge]) -> None:
-        """See `Transport.warm_up`. Edges that leave the members are another transport's."""
-        self._warm_up(self, edges)
-
     def gather(self, value: object) -> list[object]:
         """See `Transport.gather`. Over all ranks of the group, also those that are no members."""
         check_open(self, self._open)
         return self._control.gather(value, what="the gather of a copy_engine transport", timeout=self._timeout)
-
-    def check(self) -> str | None:
-        """See `Transport.check`: nothing moves that a fence does not tell of."""
-        return None
 
     def abort(self, reason: str) -> None:
         """See `Transport.abort`. Streams go on as if every flag were up, on whatever the memory holds."""
@@ -167,7 +162,7 @@ class CopyEngineTransport:
             if self._aborted or not self._open:
                 return
             self._aborted = reason
-            self._lines.cut(str(aborted(self.name, self.rank, reason)))
+            self._sockets.cut(str(aborted(self.name, self.rank, reason)))
             self._releasing = start(self._release, self._device, "copy-engine-abort")
 
     def close(self) -> None:
@@ -179,7 +174,7 @@ class CopyEngineTransport:
         over = passed(self._last, self._timeout)
         with self._ending:
             self._open = False
-        self._lines.close()
+        self._sockets.close()
         if self._releasing is not None:  # it writes the flags that are about to be unmapped
             self._releasing.join()
         if not over:  # what a stream may still touch stays where it is
@@ -196,17 +191,17 @@ class CopyEngineTransport:
     def _offers(self, sends: Sequence[Message]) -> tuple[dict[int, list[Offer]], dict[torch.Tensor, int]]:
         """What will be announced to each peer, and where to copy what others cannot open before that."""
         others = [message for message in sends if message.peer != self.rank]
-        found = {tensor: self._exports.locate(tensor.data_ptr()) for _, tensor in others}
-        hidden = [tensor for tensor, place in found.items() if place is None]
+        locations = {tensor: self._exports.locate(tensor.data_ptr()) for _, tensor in others}
+        hidden = [tensor for tensor, place in locations.items() if place is None]
         staged: dict[torch.Tensor, int] = {}
         if hidden:
             address = self._staging.reserve(sum(aligned(tensor.nbytes) for tensor in hidden))
             for tensor in hidden:
                 staged[tensor], address = address, address + aligned(tensor.nbytes)
-                found[tensor] = self._exports.locate(staged[tensor])
+                locations[tensor] = self._exports.locate(staged[tensor])
         offers: dict[int, list[Offer]] = {}
         for peer, tensor in others:
-            place = found[tensor]
+            place = locations[tensor]
             assert place is not None, "what the driver allocates has a handle"
             region, offset = place
             number = self._sent[peer] + len(offers.get(peer, ())) + 1
@@ -217,14 +212,14 @@ class CopyEngineTransport:
     def _announce(self, offers: dict[int, list[Offer]]) -> None:
         for region in self._exports.retired():
             for peer in region.peers:
-                self._lines.send(peer, Retired(region.buffer).pack(), self._timeout)
+                self._sockets.send(peer, Retired(region.buffer).pack(), self._timeout)
         for peer, announced in offers.items():
             self._sent[peer] = announced[-1].number
             ready, _ = flag_of(self._members, self.rank, peer)
             # Behind `after`: the bytes are final.
             self._flags.put_up(self._lane.stream.cuda_stream, ready, self._sent[peer])
             for offer in announced:
-                self._lines.send(peer, offer.pack(), self._timeout)
+                self._sockets.send(peer, offer.pack(), self._timeout)
 
     def _fetch(self, receives: Sequence[Message]) -> None:
         incoming: dict[int, list[torch.Tensor]] = {}
@@ -260,7 +255,7 @@ class CopyEngineTransport:
     def _next_offer(self, peer: int, nbytes: int) -> Offer:
         what = f"rank {self.rank} waits until rank {peer} posts the {nbytes} bytes that it is to send"
         while True:
-            record = self._lines.receive(peer, what, self._timeout)
+            record = self._sockets.receive(peer, what, self._timeout)
             offer = Offer.unpack(record)
             if offer is not None:
                 break

@@ -190,7 +190,8 @@ class _Session:
         if transport == "local":
             return tuple(LocalTransport(group, device) for _ in range(1 + bool(topology and topology.two_level)))
         levels = groups._levels(group.rank(), topology or Topology.flat(group.size()), flat=flat)
-        return tuple(groups._make(group, transport, device, level, NO_LIMITS, control_of(group)) for level in levels)
+        wanted = groups._Wanted(group, device, levels, NO_LIMITS)
+        return tuple(groups._make(wanted, transport, level, control_of(group)) for level in levels)
 
     # names
 

@@ -1,10 +1,13 @@
-"""Device memory of this process in other processes and theirs in this one, by CUDA's IPC handles; one node's GPUs."""
+"""Device memory of one process in the others of its node, by CUDA's IPC handles, and flags that all of them map."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
+import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,10 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ...transport import TransportError
-from .lines import FLAG_BITS, FLAG_STRIDE, Board
 
+LONGEST_RECORD = 256  # bytes: an offer, or what connects two processes
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 PCI_ID_BYTES = 32  # "0000:00:00.0" and its end, with room to spare
+
+# One flag per cache line of the GPU: writers of two flags never meet in one line.
+FLAG_STRIDE = 128
+FLAG_BITS = 32
 
 # Smaller allocations of the driver share a block, and a handle stands for all of it.
 SHARED_BYTES = 2 << 20
@@ -67,14 +74,14 @@ class Context:
         """PCI addresses of visible devices whose memory this one cannot read. One that is not visible is found out
         when its memory is opened."""
         driver = self.driver
-        found = []
+        unreadable = []
         for index in range(checked(driver, driver.cuDeviceGetCount(), "cuDeviceGetCount")):
             other = checked(driver, driver.cuDeviceGet(index), "cuDeviceGet")
             if int(other) == int(self._device):  # its own memory: no peer, and CUDA would say no
                 continue
             if not checked(driver, driver.cuDeviceCanAccessPeer(self._device, other), "cuDeviceCanAccessPeer"):
-                found.append(self._pci_id_of(other))
-        return tuple(found)
+                unreadable.append(self._pci_id_of(other))
+        return tuple(unreadable)
 
     def release(self) -> None:
         """Let go of it; torch keeps its own hold."""
@@ -239,6 +246,79 @@ class Imports:
         ctypes.memmove(int(handle.getPtr()), data, HANDLE_BYTES)
         flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS  # the one value there is
         return int(checked(driver, driver.cuIpcOpenMemHandle(handle, flags), f"cuIpcOpenMemHandle of rank {peer}"))
+
+
+class Board:
+    """`count` 32-bit flags, all of one first value, in memory that the processes of a node share.
+
+    Made by one of them and handed to the others through sockets, without a name: it is gone with the last of them, also
+    where they were killed, and no flag of an earlier transport can be mistaken for one of this.
+    """
+
+    def __init__(self, fd: int, count: int) -> None:
+        self._fd = fd
+        self._map = mmap.mmap(fd, self.nbytes_of(count))
+        self._words = memoryview(self._map).cast("I")
+
+    @staticmethod
+    def nbytes_of(count: int) -> int:
+        """Bytes of so many flags, in whole pages."""
+        return -(-max(1, count) * FLAG_STRIDE // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    @classmethod
+    def new(cls, count: int, first: int) -> Board:
+        """A board of our own, every flag at `first`."""
+        fd = os.memfd_create("ringattn-flags")
+        os.ftruncate(fd, cls.nbytes_of(count))
+        board = cls(fd, count)
+        for index in range(count):
+            board.store(index, first)
+        return board
+
+    @classmethod
+    def shared(cls, rank: int, sockets: Mapping[int, socket.socket], count: int, first: int) -> Board:
+        """The board of all these ranks: the lowest makes it."""
+        maker = min([rank, *sockets])
+        if rank != maker:
+            _, fds, _, _ = socket.recv_fds(sockets[maker], LONGEST_RECORD, 1)
+            if not fds:  # the end of the file, or no descriptor is left for it here
+                raise TransportError(f"rank {maker} hands out no flags: it gave up, or too many files are open here")
+            return cls(fds[0], count)
+        board = cls.new(count, first)
+        try:
+            for end in sockets.values():
+                socket.send_fds(end, [b"board"], [board._fd])
+        except BaseException:
+            board.close()
+            raise
+        return board
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """The mapped bytes."""
+        return self._map
+
+    def load(self, index: int) -> int:
+        """A flag as it is now."""
+        return self._words[index * FLAG_STRIDE // 4]
+
+    def store(self, index: int, value: int) -> None:
+        """Set a flag, modulo 2^32, from the host: one word, so the host's memory model does not matter."""
+        self._words[index * FLAG_STRIDE // 4] = value % (1 << FLAG_BITS)
+
+    def close(self) -> None:
+        """Unmap. Idempotent."""
+        if self._fd >= 0:
+            self._words.release()
+            self._map.close()
+            os.close(self._fd)
+            self._fd = -1
+
+
+def flag_of(members: Sequence[int], source: int, destination: int) -> tuple[int, int]:
+    """Where the two flags of the messages from `source` to `destination` lie on a board: (ready, taken)."""
+    pair = members.index(source) * len(members) + members.index(destination)
+    return 2 * pair, 2 * pair + 1
 
 
 class Flags:

@@ -1,8 +1,8 @@
-"""Lines between the processes of one node: small records through sockets, and flags in memory that all of them map."""
+"""The processes of one node find each other, by the same checks on every rank, and talk through sockets."""
 
 from __future__ import annotations
 
-import mmap
+import importlib
 import os
 import secrets
 import select
@@ -13,13 +13,14 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+
+from ...control import Control
 from ...transport import TransportError
+from .memory import LONGEST_RECORD, Board, Context, Flags
 
-# One flag per cache line of the GPU: writers of two flags never meet in one line.
-FLAG_STRIDE = 128
-FLAG_BITS = 32
-LONGEST_RECORD = 256
 SHORTEST_WAIT = 1e-3  # seconds
 _HELLO = struct.Struct("<Q")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group: SO_PEERCRED
@@ -33,7 +34,7 @@ def node_id() -> str:
         return socket.gethostname()
 
 
-class Lines:
+class Sockets:
     """Records to and from the other processes of a node: in order for each pair, and never a lost wake-up.
 
     Sockets, not a mailbox in shared memory: they need no barriers of the host's memory model (Grace is an ARM), a
@@ -45,8 +46,8 @@ class Lines:
         self._inboxes: dict[int, deque[bytes]] = {peer: deque() for peer in sockets}
         self._gone: set[int] = set()
         self._reason = ""
-        for line in sockets.values():
-            line.setblocking(False)
+        for end in sockets.values():
+            end.setblocking(False)
         # Also where nobody closes: a peer must not wait for one that is gone with its transport.
         self._end = weakref.finalize(self, _close, list(sockets.values()))
         _OPEN.add(self)
@@ -57,7 +58,7 @@ class Lines:
         return tuple(self._sockets)
 
     def send(self, peer: int, record: bytes, timeout: float) -> None:
-        """Put one record on the line; blocks only where the peer has left hundreds of them unread.
+        """Put one record on the socket; blocks only where the peer has left hundreds of them unread.
 
         Raises:
             TransportError: the peer is gone, or has read nothing for `timeout` seconds.
@@ -93,9 +94,9 @@ class Lines:
     def cut(self, reason: str) -> None:
         """Wake whoever waits, here and at the other ends; from any thread. Later waits raise `reason`."""
         self._reason = reason
-        for line in self._sockets.values():
+        for end in self._sockets.values():
             try:
-                line.shutdown(socket.SHUT_RDWR)
+                end.shutdown(socket.SHUT_RDWR)
             except OSError:  # the other end was faster
                 continue
 
@@ -121,28 +122,28 @@ class Lines:
     def _wait(self, deadline: float, timeout: float, what: str, writing: int | None = None) -> None:
         """Sleep until something can be read, or written to `writing`."""
         poller = select.poll()
-        fds = {line.fileno(): peer for peer, line in self._sockets.items() if peer not in self._gone}
+        fds = {end.fileno(): peer for peer, end in self._sockets.items() if peer not in self._gone}
         for fd, peer in fds.items():
             poller.register(fd, select.POLLIN | (select.POLLOUT if peer == writing else 0))
         events = poller.poll(max(0.0, deadline - time.monotonic()) * 1e3)
         if not events:
             raise TransportError(f"{what}: nothing happened for {timeout:g} s; do all ranks post in one order?")
-        for fd, _ in events:  # everybody's: two ranks that wait for room on each other's full lines make it this way
+        for fd, _ in events:  # everybody's: two ranks that wait for room on each other's full sockets make it this way
             self._collect(fds[fd])
 
 
-def _close(lines: Sequence[socket.socket]) -> None:
-    for line in lines:
-        line.close()
+def _close(ends: Sequence[socket.socket]) -> None:
+    for end in ends:
+        end.close()
 
 
-_OPEN: weakref.WeakSet[Lines] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[Sockets] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
     # Ends that a child keeps open, a loader's worker say, would hide from the peers that this process has died.
-    for lines in list(_OPEN):
-        lines.close()
+    for sockets in list(_OPEN):
+        sockets.close()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -199,80 +200,132 @@ def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _is_ours(line: socket.socket) -> bool:
+def _is_ours(end: socket.socket) -> bool:
     """Anybody on the machine may connect: only processes of this user get to see our memory."""
-    _, user, _ = _CREDENTIALS.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return bool(user == os.getuid())
 
 
-class Board:
-    """`count` 32-bit flags, all of one first value, in memory that the processes of a node share.
+class Card(NamedTuple):
+    """What one rank says of itself."""
 
-    Made by one of them and handed to the others through their lines, without a name: it is gone with the last of them,
-    also where they were killed, and no flag of an earlier transport can be mistaken for one of this.
+    members: tuple[int, ...] = ()
+    problem: str | None = None
+    node: str = ""
+    host: str = ""
+    pci_id: str = ""  # of its device
+    unreadable: tuple[str, ...] = ()  # devices that its device cannot read
+    address: str = ""  # where it listens
+
+    @classmethod
+    def of(cls, members: Sequence[int], *others: Any) -> Card:
+        """From JSON, which has no tuples."""
+        return cls(tuple(members), *others)
+
+
+def join_node(
+    control: Control,
+    rank: int,
+    members: Sequence[int],
+    device: torch.device,
+    *,
+    missing: str | None,
+    first: int,
+    timeout: float,
+) -> tuple[Context, Flags, Sockets]:
+    """This rank's context, the flags that the members share, all at `first`, and its sockets to the other members.
+
+    Every rank of `control` calls it together, whatever its `members`; `missing` is why this rank cannot take part.
+
+    Raises:
+        TransportError: on every rank that has to do with the cause, naming the ranks.
     """
+    context, joined = None, None
+    try:
+        with Listener() as listener:
+            context, card = _card(members, device, missing, listener)
+            node = control.fresh_scope("cards")
+            node.publish(str(rank), tuple(card))
+            peers = {peer: str(peer) for peer in members}
+            published: list[Any] = node.collect(peers, what="who is on this node", timeout=timeout)
+            cards = {peer: Card.of(*card) for peer, card in zip(members, published, strict=True)}
+            problem = problem_of(members, cards)
+            if problem is None and context is not None:
+                try:
+                    addresses = {peer: cards[peer].address for peer in members}
+                    joined = _join(context, rank, listener, addresses, first, timeout)
+                except (OSError, TransportError) as error:
+                    problem = f"rank {rank} cannot join its node's other ranks ({error}): do they share one container?"
+            # Twice: a rank that others do not reach has waited for them by now.
+            problems = control.gather(problem, what="whether the ranks of a node are joined", timeout=2 * timeout)
+        failed = [str(text) for peer, text in enumerate(problems) if peer in members and text]
+        if context is None or joined is None or failed:
+            raise TransportError(f'transport "copy_engine": {"; ".join(dict.fromkeys(failed))}')
+        return context, *joined
+    except BaseException:
+        if context is not None:
+            _give_back(context, joined)
+        raise
 
-    def __init__(self, fd: int, count: int) -> None:
-        self._fd = fd
-        self._map = mmap.mmap(fd, self.nbytes_of(count))
-        self._words = memoryview(self._map).cast("I")
 
-    @staticmethod
-    def nbytes_of(count: int) -> int:
-        """Bytes of so many flags, in whole pages."""
-        return -(-max(1, count) * FLAG_STRIDE // mmap.PAGESIZE) * mmap.PAGESIZE
+def _give_back(context: Context, joined: tuple[Flags, Sockets] | None) -> None:
+    if joined is not None:
+        flags, sockets = joined
+        sockets.close()
+        with context.current():
+            flags.close()
+    context.release()
 
-    @classmethod
-    def new(cls, count: int, first: int) -> Board:
-        """A board of our own, every flag at `first`."""
-        fd = os.memfd_create("ringattn-flags")
-        os.ftruncate(fd, cls.nbytes_of(count))
-        board = cls(fd, count)
-        for index in range(count):
-            board.store(index, first)
-        return board
 
-    @classmethod
-    def shared(cls, rank: int, sockets: Mapping[int, socket.socket], count: int, first: int) -> Board:
-        """The board of all these ranks: the lowest makes it."""
-        maker = min([rank, *sockets])
-        if rank != maker:
-            _, fds, _, _ = socket.recv_fds(sockets[maker], LONGEST_RECORD, 1)
-            if not fds:  # the end of the line, or no descriptor is left for it here
-                raise TransportError(f"rank {maker} hands out no flags: it gave up, or too many files are open here")
-            return cls(fds[0], count)
-        board = cls.new(count, first)
+def _join(
+    context: Context, rank: int, listener: Listener, addresses: Mapping[int, str], first: int, timeout: float
+) -> tuple[Flags, Sockets]:
+    sockets: dict[int, socket.socket] = {}
+    try:
+        listener.connect(rank, addresses, sockets, timeout)
+        board = Board.shared(rank, sockets, 2 * len(addresses) ** 2, first)
         try:
-            for line in sockets.values():
-                socket.send_fds(line, [b"board"], [board._fd])
+            with context.current():
+                return Flags(context.driver, board), Sockets(sockets)
         except BaseException:
             board.close()
             raise
-        return board
-
-    @property
-    def memory(self) -> mmap.mmap:
-        """The mapped bytes."""
-        return self._map
-
-    def load(self, index: int) -> int:
-        """A flag as it is now."""
-        return self._words[index * FLAG_STRIDE // 4]
-
-    def store(self, index: int, value: int) -> None:
-        """Set a flag, modulo 2^32, from the host: one word, so the host's memory model does not matter."""
-        self._words[index * FLAG_STRIDE // 4] = value % (1 << FLAG_BITS)
-
-    def close(self) -> None:
-        """Unmap. Idempotent."""
-        if self._fd >= 0:
-            self._words.release()
-            self._map.close()
-            os.close(self._fd)
-            self._fd = -1
+    except BaseException:
+        for end in sockets.values():
+            end.close()
+        raise
 
 
-def flag_of(members: Sequence[int], source: int, destination: int) -> tuple[int, int]:
-    """Where the two flags of the messages from `source` to `destination` lie on a board: (ready, taken)."""
-    pair = members.index(source) * len(members) + members.index(destination)
-    return 2 * pair, 2 * pair + 1
+def problem_of(members: Sequence[int], cards: Mapping[int, Card]) -> str | None:
+    """Why these ranks cannot copy from each other, None where they can: the same words on every one of them."""
+    mine = {rank: cards[rank] for rank in members}
+    for rank, card in mine.items():
+        if card.problem:
+            return f"on rank {rank} {card.problem}"
+    if len({card.members for card in mine.values()}) > 1:
+        by_rank = ", ".join(f"rank {rank}: {list(card.members)}" for rank, card in mine.items())
+        return f"the ranks disagree on members ({by_rank})"
+    if len({card.node for card in mine.values()}) > 1:
+        by_rank = ", ".join(f"rank {rank} on {card.host}" for rank, card in mine.items())
+        return f"it copies between GPUs of one node, and the ranks are on several ({by_rank})"
+    for rank, card in mine.items():
+        for peer, other in mine.items():
+            if other.pci_id in card.unreadable:
+                return f"the device of rank {rank} ({card.pci_id}) cannot read that of rank {peer} ({other.pci_id})"
+    return None
+
+
+def _card(
+    members: Sequence[int], device: torch.device, missing: str | None, listener: Listener
+) -> tuple[Context | None, Card]:
+    """What this rank says of itself; also where it fails, for the others would wait."""
+    card = Card(tuple(members), missing, node_id(), socket.gethostname(), address=listener.address)
+    if missing:
+        return None, card
+    driver: Any = importlib.import_module("cuda.bindings.driver")
+    try:
+        context = Context(driver, device)
+        card = card._replace(problem=context.problem(), pci_id=context.pci_id(), unreadable=context.unreadable())
+        return context, card
+    except (TransportError, RuntimeError) as error:  # RuntimeError: cuda-bindings finds no driver
+        return None, card._replace(problem=str(error))

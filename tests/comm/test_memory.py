@@ -1,4 +1,4 @@
-"""comm/transports/copy_engine/regions.py: allocations across processes, on a stand-in for the CUDA driver."""
+"""Allocations across processes, on a stand-in for the CUDA driver; and flags."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ import pytest
 import torch
 
 from ringattn.comm import TransportError
-from ringattn.comm.transports.copy_engine.regions import (
-    SHARED_BYTES,
-    Context,
-    Exports,
-    Imports,
-    Offer,
-    Retired,
-    Staging,
-)
+from ringattn.comm.transports.copy_engine.memory import SHARED_BYTES, Context, Exports, Imports, Offer, Retired, Staging
 
 from ..support.stand_in_cuda import OPENED, Driver
 

@@ -1,0 +1,265 @@
+"""The processes of one node: records between them, and one verdict on every rank before anything is connected."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.comm import LocalGroup, LocalWorld, TransportError
+from ringattn.comm.control import control_of
+from ringattn.comm.transports.copy_engine.memory import Board, flag_of
+from ringattn.comm.transports.copy_engine.sockets import Card, Listener, Sockets, join_node, problem_of
+
+from ..support.stand_in_cuda import Driver, Result, install_driver
+from ..support.transport_cases import on_ranks
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Sockets, Sockets]]:
+    """The lines of ranks 0 and 1."""
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lines = Sockets({1: first}), Sockets({0: second})
+    yield lines
+    for line in lines:
+        line.close()
+        line.close()
+
+
+def test_records_stay_whole_and_in_order(pair: tuple[Sockets, Sockets]) -> None:
+    for record in (b"a", b"bc" * 60, b"d"):
+        pair[0].send(1, record, 1.0)
+    assert [pair[1].receive(0, "waits", 1.0) for _ in range(3)] == [b"a", b"bc" * 60, b"d"]
+
+
+def test_full_lines_both_ways_make_room(pair: tuple[Sockets, Sockets]) -> None:
+    """Far more than a socket holds, from both ends at once, before either end reads."""
+    count = 3000
+    got: dict[int, list[bytes]] = {}
+
+    def talk(rank: int) -> None:
+        other = 1 - rank
+        for number in range(count):
+            pair[rank].send(other, number.to_bytes(100, "little"), 5.0)
+        got[rank] = [pair[rank].receive(other, "waits", 5.0) for _ in range(count)]
+
+    threads = [threading.Thread(target=talk, args=[rank]) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    expected = [number.to_bytes(100, "little") for number in range(count)]
+    assert got == {0: expected, 1: expected}
+
+
+def test_silence_is_an_error_in_time(pair: tuple[Sockets, Sockets]) -> None:
+    with pytest.raises(TransportError, match=r"rank 1 waits for rank 0: nothing happened for 0\.05 s; do all ranks"):
+        pair[1].receive(0, "rank 1 waits for rank 0", 0.05)
+    with pytest.raises(TransportError, match=r"a record for rank 1 waits: nothing happened for 0\.05 s"):
+        for _ in range(100_000):
+            pair[0].send(1, b"x" * 100, 0.05)
+
+
+def test_what_was_sent_before_the_end_arrives_and_then_the_end(pair: tuple[Sockets, Sockets]) -> None:
+    pair[1].send(0, b"never read", 1.0)  # makes the other end's close a reset
+    pair[0].send(1, b"last words", 1.0)
+    pair[0].close()
+    assert pair[1].receive(0, "rank 1 waits", 5.0) == b"last words"
+    with pytest.raises(TransportError, match="rank 1 waits: that rank has ended its transport, or died"):
+        pair[1].receive(0, "rank 1 waits", 5.0)
+    with pytest.raises(TransportError, match="a record for rank 0 waits: that rank has ended"):
+        pair[1].send(0, b"x", 5.0)
+
+
+def test_cutting_wakes_whoever_waits(pair: tuple[Sockets, Sockets]) -> None:
+    threading.Timer(0.05, pair[1].cut, ["enough"]).start()
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="enough"):
+        pair[1].receive(0, "waits", 10.0)
+    pair[1]._inboxes[0].append(b"there before, and too late")
+    with pytest.raises(TransportError, match="enough"):
+        pair[1].receive(0, "waits", 10.0)
+    with pytest.raises(TransportError, match="has ended"):
+        pair[0].receive(1, "waits", 10.0)
+    with pytest.raises(TransportError, match="enough"):
+        pair[1].send(0, b"x", 10.0)
+    assert time.monotonic() - started < 5
+    pair[0].cut("and the other")
+
+
+def test_flags() -> None:
+    board = Board.new(70, -1)
+    assert {board.load(index) for index in range(70)} == {(1 << 32) - 1}
+    board.store(69, (1 << 32) + 5)
+    assert (board.load(69), board.load(68)) == (5, (1 << 32) - 1)
+    other = Board(os.dup(board._fd), 70)
+    other.store(3, 7)
+    assert board.load(3) == 7
+    for one in (board, other):
+        one.close()
+        one.close()
+
+
+def test_every_flag_has_its_place() -> None:
+    members = [2, 5, 7]
+    places = [flag_of(members, *pair) for pair in itertools.product(members, members)]
+    assert sorted(itertools.chain(*places)) == list(range(18))
+
+
+def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    sockets: dict[int, socket.socket] = {}
+    with Listener() as listener, Listener() as other, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        line.connect(listener.address)
+        with pytest.raises(TimeoutError):
+            listener.connect(0, {0: "", 1: ""}, sockets, 0.05)
+        assert not sockets and line.recv(10) == b""
+        with pytest.raises(TransportError, match="a process of another user answers for rank 0"):
+            listener.connect(1, {0: other.address, 1: ""}, sockets, 0.05)
+    for one in sockets.values():
+        one.close()
+
+
+def test_a_maker_that_gives_up() -> None:
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    first.close()
+    with second, pytest.raises(TransportError, match="rank 0 hands out no flags"):
+        Board.shared(1, {0: second}, 8, 0)
+
+
+def test_a_child_does_not_hide_that_its_parent_died(pair: tuple[Sockets, Sockets]) -> None:
+    gone, alive = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(alive)
+        os.read(gone, 1)  # until the parent lets it go
+        os._exit(0)
+    try:
+        pair[1].close()
+        with pytest.raises(TransportError, match="has ended its transport, or died"):
+            pair[0].receive(1, "waits", 2.0)
+    finally:
+        os.close(alive)
+        os.close(gone)
+        os.waitpid(child, 0)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    driver = Driver()
+    install_driver(monkeypatch, driver)
+    yield driver
+    assert not +driver.retained, "a context is held"
+    assert not driver.registered
+
+
+def joined(group: LocalGroup, members: list[int] | None = None, missing: str | None = None) -> Any:
+    members = list(range(group.size())) if members is None else members
+    device = torch.device("cpu", group.rank())  # a device of its own on the stand-in
+    control = control_of(group)
+    return join_node(control, group.rank(), members, device, missing=missing, first=7, timeout=2.0)
+
+
+def refused(world_size: int, *arguments: Any) -> str:
+    """What every rank is told, which is the same."""
+
+    def fn(group: LocalGroup) -> str:
+        with pytest.raises(TransportError) as caught:
+            joined(group, *arguments)
+        return str(caught.value)
+
+    with LocalWorld(world_size, device="cpu", timeout=10) as world:
+        (told,) = set(world.run(fn))
+    return told
+
+
+def test_flags_and_lines_of_a_node(driver: Driver) -> None:
+    def fn(group: LocalGroup) -> None:
+        context, flags, lines = joined(group)
+        control = control_of(group)
+        assert flags.board.load(17) == 7
+        assert driver.flag_identity(flags.address(5)) == (driver.flag_identity(flags.address(0))[0], 5 * 128)
+        same = control.gather(driver.flag_identity(flags.address(5)), what="the test")
+        assert len(set(map(str, same))) == 1
+        lines.send((group.rank() + 1) % 3, b"hello", 1.0)
+        assert lines.receive((group.rank() - 1) % 3, "waits", 1.0) == b"hello"
+        control.gather(None, what="the test")
+        with context.current():
+            flags.close()
+        lines.close()
+        context.release()
+
+    on_ranks(3, fn)
+
+
+@pytest.mark.parametrize("problem", ["the device has no CUDA IPC", "Failed to dlopen libcuda.so.1", "no bindings"])
+def test_what_one_rank_lacks_is_an_error_on_all(problem: str, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(flags: int) -> None:
+        raise RuntimeError(problem)
+
+    driver.has_ipc = "IPC" not in problem
+    if "libcuda" in problem:
+        monkeypatch.setattr(driver, "cuInit", no_library)
+    missing = problem if "bindings" in problem else None
+    assert refused(2, None, missing) == f'transport "copy_engine": on rank 0 {problem}'
+
+
+def test_a_rank_that_cannot_connect(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = Listener.connect
+
+    def broken(listener: Listener, rank: int, *arguments: Any) -> None:
+        if rank == 1:
+            raise ConnectionRefusedError("refused")
+        connect(listener, rank, *arguments)
+
+    monkeypatch.setattr(Listener, "connect", broken)
+    told = refused(2)
+    assert "rank 0 cannot join its node's other ranks (timed out): do they share one container?" in told
+    assert "rank 1 cannot join its node's other ranks (refused)" in told
+
+
+def test_a_board_that_cuda_does_not_take(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    register = driver.cuMemHostRegister
+
+    def refuse_rank_1(host: int, nbytes: int, flags: int) -> Any:
+        if threading.current_thread().name.startswith("ringattn-rank1"):
+            return (Result.CUDA_ERROR_INVALID_VALUE,)
+        return register(host, nbytes, flags)
+
+    monkeypatch.setattr(driver, "cuMemHostRegister", refuse_rank_1)
+    held = len(os.listdir("/proc/self/fd"))
+    assert "rank 1 cannot join its node's other ranks (cuMemHostRegister failed: CUDA_ERROR_INVALID_VALUE)" in refused(
+        2
+    )
+    assert len(os.listdir("/proc/self/fd")) <= held
+
+
+CARDS = [Card((0, 1), None, "a", "host-a", "0"), Card((0, 1), None, "a", "host-a", "1")]
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "problem"),
+    [
+        (0, {}, None),
+        (1, {"problem": "it is broken"}, "on rank 1 it is broken"),
+        (1, {"members": (0, 1, 2)}, "the ranks disagree on members (rank 0: [0, 1], rank 1: [0, 1, 2])"),
+        (1, {"node": "b", "host": "host-b"}, "several (rank 0 on host-a, rank 1 on host-b)"),
+        (0, {"unreadable": ("1",)}, "the device of rank 0 (0) cannot read that of rank 1 (1)"),
+        (0, {"unreadable": ("2",)}, None),
+        (1, {"pci_id": "0"}, None),  # two processes on one device
+    ],
+)
+def test_problems(index: int, change: dict[str, Any], problem: str | None) -> None:
+    cards = list(CARDS)
+    cards[index] = cards[index]._replace(**change)
+    elsewhere = Card((2,), "it is broken", "b")  # is no problem here
+    found = problem_of((0, 1), dict(enumerate([*cards, elsewhere])))
+    assert found is None if problem is None else found is not None and problem in found

@@ -1,0 +1,342 @@
+"""How long work takes, how rows spread and at what cost, and who is called a straggler."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+import random
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.comm.watchdog.telemetry import (
+    LOOKS,
+    WINDOW_SECONDS,
+    Report,
+    Row,
+    Stopwatch,
+    Straggler,
+    Stragglers,
+    Table,
+    Telemetry,
+    last_steps,
+    peer_at,
+    period,
+    slowest,
+)
+
+from ..support.stand_in import Event, install_streams
+from ..support.watch_cases import Clock, Ranks, running
+
+
+def ticks_until_all_know_all(size: int, seed: int) -> float:
+    """Ranks that tick at random moments, drift, and have clocks that are up to half a tick apart."""
+    rng = random.Random(seed)
+    known, left = [1 << rank for rank in range(size)], [0] * size
+    skew = [rng.uniform(-0.5, 0.5) for _ in range(size)]
+    moments = [(rng.random(), rank) for rank in range(size)]
+    heapq.heapify(moments)
+    missing, everyone = size, (1 << size) - 1
+    start = rng.randrange(1000)
+    while True:
+        now, rank = heapq.heappop(moments)
+        if known[rank] != everyone:
+            known[rank] |= left[peer_at(rank, size, int(start + now + skew[rank]))]
+            missing -= known[rank] == everyone
+        left[rank] = known[rank]
+        if not missing:
+            return now
+        heapq.heappush(moments, (now + rng.uniform(0.95, 1.1), rank))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 100, 1024])
+def test_everyone_knows_everyone_within_twice_the_logarithm(size: int) -> None:
+    assert ticks_until_all_know_all(size, seed=size) <= 2 * (size - 1).bit_length() + (size < 1024)
+
+
+def test_nobody_pulls_from_itself() -> None:
+    for size in range(2, 40):
+        for tick in range(12):
+            peers = [peer_at(rank, size, tick) for rank in range(size)]
+            assert sorted(peers) == list(range(size))  # a permutation: nobody is pulled by all
+            assert all(peer != rank for rank, peer in enumerate(peers))
+    with pytest.raises(ValueError, match="size is 1"):
+        peer_at(0, 1, 0)
+
+
+def typical(rank: int) -> Row:
+    step = f"in backward hop {rank % 8}: sums for hop 3, chunk 0"
+    return Row(100_000 + rank, 1.79e9 + rank / 7, step, 5000, 10**12, 3.3, 1.1, 10.0, None)
+
+
+def test_what_a_table_costs() -> None:
+    table = Table({rank: typical(rank) for rank in range(1024)})
+    data = json.dumps(table.packed(), separators=(",", ":"))
+    # one table left and one pulled at each tick
+    assert len(data) < 160 * 1024 and 2 * len(data) / period(1024) < 100e3
+    copy = Table()
+    copy.merge_packed(json.loads(data))
+    copy.merge_packed(None)  # of a peer that has left nothing yet
+    assert copy.rows == table.rows
+
+
+def test_the_newest_row_stays() -> None:
+    table, old, new = Table(), Row(1, 10.0, "old"), Row(2, 11.0, "new")
+    table.merge({3: new})
+    table.merge({3: old, 1: old})
+    assert table.reports(12.0) == (Report(1, 2.0, old), Report(3, 1.0, new))
+    assert table.reports(10.5)[1].age == 0.0  # a clock that is behind makes no row come from the future
+
+
+def test_the_last_steps_name_the_most_silent() -> None:
+    reports = [Report(rank, float(rank), Row(1, 0.0, f"step {rank}")) for rank in range(20)]
+    text = "rank 18: step 18 (18.0 s ago); rank 19: step 19 (19.0 s ago)"
+    assert last_steps(reports, most=2) == f"{text}; and 18 ranks that reported later"
+    assert last_steps(reports[:1]) == "rank 0: step 0 (0.0 s ago)"
+    assert last_steps(reports[::-1], most=20).startswith("rank 0: step 0 (0.0 s ago); rank 1: ")
+
+
+def test_a_stopwatch_on_the_host() -> None:
+    stopwatch = Stopwatch(CPU)
+    with stopwatch.measure("compute"):
+        time.sleep(0.02)
+    with pytest.raises(KeyError), stopwatch.measure("wait"):
+        raise KeyError  # is not noted
+    ((kind, seconds),) = stopwatch.finished()
+    assert kind == "compute" and 0.02 <= seconds < 1
+    assert list(stopwatch.finished()) == []
+
+
+def test_a_stopwatch_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is over comes out in order, and its events are used again."""
+    device, stopwatch = install_streams(monkeypatch), Stopwatch(torch.device("cuda", 1))
+    monkeypatch.setattr(Event, "elapsed_time", lambda start, end: 2e3)
+    for kind in ("compute", "wait"):
+        with stopwatch.measure(kind):
+            pass
+    with pytest.raises(KeyError), stopwatch.measure("wait"):
+        raise KeyError
+    events: list[Any] = [event for _, *both in stopwatch._running for event in both]
+    device.pending.add(events[1])
+    assert list(stopwatch.finished()) == []  # the second one is over, and the stream has not reached the first
+    device.pending.clear()
+    assert list(stopwatch.finished()) == [("compute", 2.0), ("wait", 2.0)]
+    with stopwatch.measure("compute"):
+        pass
+    assert [event for _, *both in stopwatch._running for event in both] == events[:2]
+    assert [op.stream for op in device.log] == [device.current(1)] * 7
+
+
+def rows(computes: list[float], waits: list[float] | None = None, elsewhere: float = 0.0) -> dict[int, Row]:
+    """A ring at the pace of its slowest rank, or one with the given waits."""
+    slow = max(computes)
+    waits = [slow - compute for compute in computes] if waits is None else waits
+    window = max(map(sum, zip(computes, waits, strict=True))) + elsewhere
+    return {
+        rank: Row(1, 0.0, "", compute=compute, wait=wait, window=window)
+        for rank, (compute, wait) in enumerate(zip(computes, waits, strict=True))
+    }
+
+
+def test_the_rank_with_low_wait_is_the_straggler() -> None:
+    found = slowest(rows([4.0, 4.1, 8.0, 3.9]))
+    assert found is not None
+    assert found[0] == 2 and found[1] == pytest.approx(2.0)
+    assert slowest(rows([2.0, 3.0])) == (1, pytest.approx(1.5))
+    # late from elsewhere: in the ring it computes as long as all others
+    assert slowest(rows([4.0, 4.0, 4.0], [4.0, 0.0, 4.0])) == (1, pytest.approx(2.0))
+
+
+@pytest.mark.parametrize(
+    ("what", "table"),
+    [
+        ("nobody has computed", rows([0.0, 0.0])),
+        ("one rank alone", rows([4.0])),
+        ("all alike", rows([4.0] * 8)),
+        ("all wait for the links", rows([4.0, 4.1, 4.0, 3.9], [4.0, 3.9, 4.0, 4.1])),
+        ("one waits less, and all for the links", rows([4.0, 4.0, 4.6, 4.0], [4.0, 4.0, 3.4, 4.0])),
+        ("nobody waits to speak of", rows([9.8, 9.9, 10.0, 9.7])),
+        ("the ring is a small part of what the ranks do", rows([0.4, 0.4, 0.8], elsewhere=9.2)),
+        ("two of four are slow: no rank stands out", rows([4.0, 8.0, 8.0, 7.9])),
+    ],
+)
+def test_who_is_no_straggler(what: str, table: dict[int, Row]) -> None:
+    assert slowest(table) is None, what
+
+
+def test_one_warning_per_episode() -> None:
+    stragglers, slow, even = Stragglers(), rows([4.0, 4.0, 8.0, 4.0]), rows([4.0] * 4)
+    said = [stragglers.look(slow, float(now)) for now in range(20)]
+    assert [now for now, one in enumerate(said) if one] == [LOOKS - 1]
+    assert said[LOOKS - 1] == Straggler(2, 2.0, 0.0)
+    assert stragglers.look(even, 20.0) is None
+    assert stragglers.current is not None  # one even look does not end it
+    assert not any(stragglers.look(slow, float(now)) for now in range(21, 30))
+    assert not any(stragglers.look(even, float(now)) for now in range(30, 40))
+    assert stragglers.current is None
+    again = [stragglers.look(slow, float(now)) for now in range(40, 50)]
+    assert [one.since for one in again if one] == [40.0]
+
+
+def test_another_straggler_begins_its_own_episode() -> None:
+    stragglers = Stragglers()
+    said = []
+    for now in range(40):
+        found = stragglers.look(rows([4.0, 8.0, 4.0] if now < 20 else [8.0, 4.0, 4.0]), float(now))
+        said += [found.rank] if found else []
+    assert said == [1, 0]
+
+
+def test_a_spike_is_no_straggler() -> None:
+    stragglers = Stragglers()
+    for now in range(100):
+        table = rows([4.0, 12.0 if now % 10 < LOOKS - 1 else 4.0, 4.0])
+        assert stragglers.look(table, float(now)) is None
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def spread(ranks: Ranks, times: int = 12) -> None:
+    for _ in range(times):
+        ranks.tick()
+        time.sleep(0.13)
+
+
+def test_every_rank_learns_what_every_other_does() -> None:
+    ranks, fences = running(3)
+    for watch, fence in zip(ranks.watches, fences, strict=True):
+        with watch.span("compute"):
+            time.sleep(0.02)
+        watch.spent("wait", 0.5 + watch.rank)
+        watch.spent("lunch", 100.0)
+        fence.finish()
+    ranks.tick()
+    for watch in ranks.watches:
+        watch.spent("wait", 0.5)
+    spread(ranks)
+    for watch in ranks.watches:
+        reports = watch.telemetry()
+        assert [report.rank for report in reports] == [0, 1, 2]
+        assert all(0 <= report.age < 2 for report in reports)
+        for report in reports:
+            row = report.row
+            assert (row.nbytes, row.calls, row.step) == (128, 1, "in a forward after forward hop 1: K/V")
+            assert row.gauges is None
+            assert row.window > 0
+
+
+def test_compute_and_wait_are_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    telemetry = Telemetry(0, 2, CPU, None)
+    for second in range(40):
+        clock.now += 1
+        telemetry.spent("compute", 0.25 if second < 20 else 0.5)
+        telemetry.spent("wait", 0.125)
+        telemetry.report("x", 0, 0)
+    row = telemetry.table.rows[0]
+    assert row.window == pytest.approx(WINDOW_SECONDS)
+    assert row.compute / row.window == pytest.approx(0.5)
+    assert row.wait / row.window == pytest.approx(0.125)
+    assert row.version == 40
+
+
+def test_gauges_are_read_now_and_then(clock: Clock) -> None:
+    reads: list[int] = []
+
+    def gauges() -> dict[str, object]:
+        reads.append(1)
+        return {"sm_clock": 1980, "throttle": ("power cap",)}
+
+    telemetry = Telemetry(0, 2, CPU, gauges)
+    for _ in range(20):
+        clock.now += 0.25
+        telemetry.report("x", 0, 0)
+    assert 2 <= len(reads) <= 4
+    assert telemetry.table.rows[0].gauges == {"sm_clock": 1980, "throttle": ("power cap",)}
+
+
+def straggling(ranks: Ranks, slow: int) -> None:
+    """Rows as the gossip would bring them, of a ring in which one rank computes twice as long."""
+    now = time.time()
+    for rank in range(len(ranks.watches)):
+        compute, wait = (8.0, 0.1) if rank == slow else (4.0, 4.0)
+        row = Row(10**6 + int(now * 1e3), now, "x", compute=compute, wait=wait, window=8.1)
+        for watch in ranks.watches:
+            watch._telemetry.table.rows[rank] = row
+
+
+def test_a_straggler_is_named_once_and_by_one_rank(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
+    ranks = Ranks(3)
+    with caplog.at_level(logging.WARNING, "ringattn"):
+        for _ in range(12):
+            clock.now += WINDOW_SECONDS
+            straggling(ranks, 1)
+            for watch in ranks.watches:
+                watch._telemetry.warn(clock.now)
+    (record,) = caplog.records
+    assert "rank 1 holds the ring up: it is busy 1.95 times as long as" in record.message
+    assert ", since " in record.message
+
+
+def test_old_rows_make_no_straggler(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
+    ranks = Ranks(3)
+    straggling(ranks, 1)
+    for rank, row in ranks.watches[0]._telemetry.table.rows.items():
+        ranks.watches[0]._telemetry.table.rows[rank] = row._replace(stamp=row.stamp - 2 * WINDOW_SECONDS)
+    with caplog.at_level(logging.WARNING, "ringattn"):
+        for _ in range(12):
+            clock.now += WINDOW_SECONDS
+            ranks.watches[0]._telemetry.warn(clock.now)
+    assert not caplog.records
+
+
+def test_a_ring_that_rests_only_looks_for_questions(clock: Clock) -> None:
+    ranks, fences = running(2)
+    for watch, fence in zip(ranks.watches, fences, strict=True):
+        fence.finish()
+        watch.end()
+    ranks.tick(2)
+    clock.now += 5
+    ranks.tick()
+    asked = ranks.connection(0).asked
+    clock.now += 5
+    ranks.tick(5)
+    assert ranks.connection(0).asked == asked + 1
+
+
+def test_telemetry_beside_the_watchdog() -> None:
+    (watch, _), errors = Ranks(2).watches, []
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            try:
+                watch.telemetry()
+            except Exception as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(3000):
+            with watch.span("compute"):
+                pass
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    assert not errors
