@@ -98,8 +98,12 @@ def inline(figure: Any, name: str) -> str:
     ``name``: letters, digits and dashes, different for every picture of a page.
     """
     text = as_svg(figure)
-    for variable, colour in _STAND_INS.items():
-        text = text.replace(colour, f"var(--{variable.replace('_', '-')})")
+    for variable, stand_in in _STAND_INS.items():
+        plain = getattr(LIGHT, variable)
+        # twice: what knows no variables takes the first, what does not find them the one inside the second
+        text = re.sub(
+            rf"([a-z-]+): {stand_in}", rf"\1: {plain}; \1: var(--{variable.replace('_', '-')}, {plain})", text
+        )
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
     return text[text.index("<svg") :]
 
