@@ -69,8 +69,8 @@ def suite(
     if not parts:
         raise typer.BadParameter(f"--only is {only!r}: no part has that in its name")
     result = Result(CASE, UNITS, provenance=provenance(place))
-    before = {str(row["part"]): row for row in earlier(out, result.provenance, everything, again=again)}
-    kept = [part.name for part in parts if ended_well(before.get(part.name), part)]
+    known = {str(row["part"]): row for row in earlier(out, result.provenance, everything, again=again)}
+    kept = [part.name for part in parts if ended_well(known.get(part.name), part)]
     left = [part for part in parts if part.name not in kept]
     side_by_side = width(place.type)
     typer.echo(useful_budget(len(kept), left, processes.seconds_of(left, side_by_side), budget), err=True)
@@ -79,7 +79,7 @@ def suite(
 
         def changed(outcome: Outcome) -> None:
             running[outcome.part.name] = outcome
-            known = before | {name: one.row for name, one in running.items()}
+            known[outcome.part.name] = outcome.row
             write(out, result, [known[part.name] for part in everything if part.name in known])
             status.update(", ".join(name for name, one in running.items() if not one.over))
 
@@ -89,10 +89,10 @@ def suite(
         except KeyboardInterrupt:
             typer.echo("interrupted: what is known is kept, and the same command goes on from there", err=True)
             raise typer.Exit(INTERRUPTED) from None
-    if place.type == "cuda":
-        decide(out, result)
     result.provenance["seconds"] = time.monotonic() - begun
-    write(out, result, result.rows)
+    if place.type == "cuda":
+        decide(out, result, [*known.values()])
+    write(out, result, [known[part.name] for part in everything if part.name in known])
     typer.echo(f"{write_beside(out)}\n")
     asked = [row for row in result.rows if row["part"] in {part.name for part in parts}]
     shown = [{**row, "found": shorten(str(row["found"] or row["reason"]), FOUND_WIDTH)} for row in asked]
@@ -203,14 +203,14 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return [f"{row['part']}: {row['reason']}" for row in rows if row["state"] == "failed"]
 
 
-def decide(out: Path, result: Result) -> None:
+def decide(out: Path, result: Result, parts: Sequence[Row]) -> None:
     """Write what the parts of a GPU decide; what is not open is told in the notes."""
     from ..common.output import write_json
     from ..common.result import Result, read
     from .decisions import OPEN, decisions
 
     targets = out / "targets.json"
-    rows = decisions(result.rows, read(targets).rows if targets.exists() else [])
+    rows = decisions(parts, read(targets).rows if targets.exists() else [])
     decided = Result("bench suite: decisions", dict.fromkeys(rows[0], ""), rows, provenance=result.provenance)
     write_json(out / DECISIONS, decided.as_json())
     result.notes = [f"{row['question']}: {row['answer']}" for row in rows if row["answer"] != OPEN]
