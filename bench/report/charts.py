@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from ..common.flags import binary
 from ..common.result import Result, Row
-from ..common.shapes import binary
 from .theme import LIGHT, LINES, Theme, themed, write_figure
 
 SIZES = ("seqlen", "tokens", "tokens per rank", "length", "size", "bytes", "nbytes", "world", "ranks")

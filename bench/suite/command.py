@@ -51,11 +51,11 @@ def suite(
     begun = time.monotonic()
     from rich.console import Console
 
+    from ..common.flags import device_here
     from ..common.launching import forget_launcher
     from ..common.output import prints
     from ..common.provenance import provenance
     from ..common.result import Result, finish
-    from ..common.shapes import device_here
     from ..report.command import write_beside
     from . import processes
     from .parts import parts_of

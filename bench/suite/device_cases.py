@@ -21,15 +21,15 @@ from ...comm import LocalGroup, LocalWorld
 from ...kernels import FULL, attention_forward, dequantize, quantize, scale_shape
 from ...ring import Layout, ring_attention
 from ...ring.wire import Scaled
-from ..common import free_memory
+from ..common import memory
+from ..common.attention import DTYPES
+from ..common.flags import device_here
 from ..common.output import write_json
 from ..common.provenance import provenance
-from ..common.shapes import device_here
 from ..common.timing import Clock, Step, interleaved
 from ..kernels import accuracy, beside, targets
 from ..kernels.accuracy import draw
 from ..kernels.speed import AGREE, causal_bounds
-from ..ring.candidates import DTYPES
 from .cases import NotHere, Number, distance, result_of
 
 ENQUEUED = 200  # launches in one timed stretch of the host
@@ -78,7 +78,7 @@ def ceilings(
     device: torch.device, *, side: int = 8192, dtype: str = "bfloat16", nbytes: int = 4 << 30
 ) -> Iterator[Number]:
     """A large matrix product and a large copy through PyTorch, on random data: what percentages refer to."""
-    nbytes = min(nbytes, free_memory.free_memory(device) // COPIED_SHARE)
+    nbytes = min(nbytes, memory.free_memory(device) // COPIED_SHARE)
     clock = Clock(device)
     with clock.stage():
         a, b = (torch.randn(side, side, device=device).to(DTYPES[dtype]) for _ in range(2))

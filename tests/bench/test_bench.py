@@ -21,14 +21,14 @@ import ringattn
 from ringattn.bench import cli
 from ringattn.bench import memory as memory_bench
 from ringattn.bench.common import timing
-from ringattn.bench.common.flops import BACKWARD_FLOPS, forward_flops, pairs_of
+from ringattn.bench.common.attention import BACKWARD_FLOPS, AttentionConfig, forward_flops, pairs_of
+from ringattn.bench.common.flags import OF_RINGS, timer_on
 from ringattn.bench.common.provenance import command, provenance
 from ringattn.bench.common.tables import table
-from ringattn.bench.common.timing import OF_RINGS, Clock, Samples, interleaved, repeats_within, timer_on
+from ringattn.bench.common.timing import Clock, Samples, interleaved, repeats_within
 from ringattn.bench.kernels import accuracy, beside
 from ringattn.bench.memory import Peaks, Setting
 from ringattn.bench.ring import usual_ring
-from ringattn.bench.ring.candidates import Problem
 from ringattn.bench.suite.cases import NotHere
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import backends
@@ -156,7 +156,7 @@ def test_table_aligns() -> None:
 def test_parts_of_the_usual_ring_cover_what_is_visible(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world, rows = 3, 4
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    held = Problem(world * rows, world).held
+    held = AttentionConfig(world * rows, world).held
     for step in range(world):
         mine, theirs = held.positions(rank), held.positions((rank - step) % world)
         seen = theirs[None] <= mine[:, None]
@@ -187,11 +187,11 @@ def test_memory_of_real_processes(tmp_path: Path) -> None:
 
 def test_memory_that_grows_fails(capsys: pytest.CaptureFixture[str]) -> None:
     results = {2: [Peaks(10, 100), Peaks(10, 99)], 4: [Peaks(10, 101)]}
-    memory_bench.finish(Problem(64, 4), Setting(), results, None, None)
+    memory_bench.finish(AttentionConfig(64, 4), Setting(), results, None, None)
     assert "+1.00%" in capsys.readouterr().out
     results[8] = [Peaks(10, 103)]
     with pytest.raises(typer.Exit) as ended:
-        memory_bench.finish(Problem(64, 8), Setting(), results, None, None)
+        memory_bench.finish(AttentionConfig(64, 8), Setting(), results, None, None)
     assert ended.value.exit_code == 1
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.bench.common import free_memory
+from ringattn.bench.common import memory
 from ringattn.bench.common.result import read
 from ringattn.bench.suite import device_cases
 from ringattn.bench.suite.cases import NotHere, Number, distance, result_of
@@ -75,7 +75,7 @@ def test_first_cases_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_cases.host_microseconds(CPU, lambda: None) < 1000
     _, copy = device_cases.ceilings(CPU, side=64, dtype="float32", nbytes=4096)
     assert (copy.unit, copy.labels["bytes"]) == ("GB/s", 4096)
-    monkeypatch.setattr(free_memory, "free_memory", lambda device: 8000)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 8000)
     product, copy = device_cases.ceilings(CPU, side=64, dtype="float32", nbytes=4096)
     assert (product.unit, copy.labels["bytes"]) == ("TFLOP/s", 2000)  # of what is free a quarter, twice
 
