@@ -11,17 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...comm.topology.topology import Topology
-from ...ring.schedule.layout import Layout
-from ...ring.schedule.mask import Mask, visible_pairs
-from ...ring.schedule.schedule import Schedule, schedule
-from .attention import forward_flops, mask_data, mask_title
-from .flags import DTYPE_BYTES
+from ..bench.common.attention import BACKWARD_FLOPS, forward_flops, mask_data, mask_title
+from ..bench.common.flags import DTYPE_BYTES
+from ..comm.topology.topology import Topology
+from ..ring.schedule.layout import Layout
+from ..ring.schedule.mask import Mask, visible_pairs
+from ..ring.schedule.schedule import Schedule, schedule
 
 Grid = npt.NDArray[np.int64]
 
-FP32_BYTES = 4  # dK/dV sums travel as fp32
-LEVELS = ("inside_nodes", "between_nodes")
+MOST = 1 << 30  # tokens times ranks: half a minute
+FP32_BYTES = 4  # dK/dV accumulators travel as fp32
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,14 @@ class Call:
         """The schedule.
 
         Raises:
-            ValueError: the ranks do not make equal nodes, or the direction is none.
+            ValueError: the ranks do not make equal nodes, the direction is none, or there is too much to count.
         """
+        seqlen, world = self.layout.seqlen, self.layout.world
+        if seqlen * world > MOST:
+            raise ValueError(
+                f"{seqlen:,} tokens over {world:,} ranks are too many to count one by one: the product may be "
+                f"{MOST:,} at most; `ringattn predict` takes any number"
+            )
         return self.plan_of(self.mask)
 
     def plan_of(self, mask: Mask) -> Schedule:
@@ -89,7 +95,7 @@ class Call:
 
     @property
     def bytes_per_token(self) -> tuple[int, int]:
-        """Of K and V, and of the sums of dK and dV."""
+        """Of K and V, and of the accumulators of dK and dV."""
         elements = 2 * self.head_dim * self.kv_heads * self.batch
         return elements * DTYPE_BYTES[self.dtype], elements * FP32_BYTES
 
@@ -167,7 +173,7 @@ def _visible(part: Mask, first: Grid, last: Grid) -> npt.NDArray[np.bool_]:
     return np.asarray(visible)
 
 
-def table(call: Call) -> list[dict[str, Any]]:
+def hop_rows(call: Call) -> list[dict[str, Any]]:
     """A row per rank and hop."""
     pairs = call.pairs.tolist()
     return [
@@ -177,31 +183,33 @@ def table(call: Call) -> list[dict[str, Any]]:
     ]
 
 
-def data(call: Call) -> dict[str, Any]:
-    """Everything, for JSON."""
-    kv, sums = call.bytes_per_token
+def rank_rows(call: Call) -> list[dict[str, Any]]:
+    """What each rank computes and sends: pairs, FLOPs and bytes; on several nodes those over the rails, too."""
+    kv, dkv = call.bytes_per_token
+    sent = {"sends forward": call.plan.bytes(kv), "sends backward": call.plan.bytes(kv, dkv)}
+    if call.nodes > 1:
+        sent["by rail forward"] = call.plan.bytes(kv, level=1)
+        sent["by rail backward"] = call.plan.bytes(kv, dkv, level=1)
+    rows = []
+    for rank, pairs in enumerate(call.pairs.sum(axis=1).tolist()):
+        flops = {"forward": pairs * call.flops_per_pair, "backward": pairs * call.flops_per_pair * BACKWARD_FLOPS}
+        moved = {name: counts[rank] for name, counts in sent.items()}
+        rows.append({"tokens": call.layout.lengths[rank], "visible pairs": pairs, **flops, **moved})
+    return rows
+
+
+def described(call: Call) -> dict[str, Any]:
+    """The call and what each rank does, for the provenance of a result."""
+    sizes = {name: getattr(call, name) for name in ("direction", "batch", "heads", "kv_heads", "head_dim", "dtype")}
     return {
-        "call": {
-            "layout": call.layout_name,
-            "seqlen": call.layout.seqlen,
-            "world": call.layout.world,
-            "spans": call.layout.spans_per_rank,
-            "mask": mask_data(call.mask),
-            "direction": call.direction,
-            "nodes": call.plan.nodes,
-            "rails": [*zip(*call.plan.nodes, strict=True)] if call.nodes > 1 else [],
-            "batch": call.batch,
-            "heads": call.heads,
-            "kv_heads": call.kv_heads,
-            "head_dim": call.head_dim,
-            "dtype": call.dtype,
-        },
-        "pairs": call.pairs.sum(axis=1).tolist(),
+        "layout": call.layout_name,
+        "seqlen": call.layout.seqlen,
+        "world": call.layout.world,
+        "spans": call.layout.spans_per_rank,
+        "mask": mask_data(call.mask),
+        "nodes": call.plan.nodes,
+        "rails": [*zip(*call.plan.nodes, strict=True)] if call.nodes > 1 else [],
+        **sizes,
         "balance": call.balance,
-        "flops_forward": [int(pairs) * call.flops_per_pair for pairs in call.pairs.sum(axis=1)],
-        "bytes_forward": call.plan.bytes(kv),
-        "bytes_backward": call.plan.bytes(kv, sums),
-        **{f"bytes_forward_{where}": call.plan.bytes(kv, level=level) for level, where in enumerate(LEVELS)},
-        **{f"bytes_backward_{where}": call.plan.bytes(kv, sums, level=level) for level, where in enumerate(LEVELS)},
-        "hops": table(call),
+        "ranks": rank_rows(call),
     }
