@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 PICTURES = (".png", ".svg", ".pdf")
 LEAST_CELLS, MOST_CELLS = 16, 32  # of a mask on the terminal, each way
+MOST = 1 << 30  # tokens times ranks: half a minute
+COUNTS = ("tokens", "visible pairs")  # of a rank; the others are FLOPs and bytes
 HOP_MARKS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -90,7 +92,12 @@ def show(
     from ..ring.schedule.mask import UNLIMITED
     from .call import Call, described, hop_rows
 
-    tokens = seqlen if lengths is None else sum(lengths)
+    tokens, count = (seqlen, world) if lengths is None else (sum(lengths), len(lengths))
+    if tokens * count > MOST:
+        raise typer.BadParameter(
+            f"{tokens:,} tokens over {count:,} ranks are too many to count one by one: the product may be {MOST:,} at "
+            "most; `ringattn predict` takes any number"
+        )
     try:
         boundaries = boundaries_of(tokens, cu_seqlens, documents, documents_seed)
         if per_document and (boundaries is None or lengths is not None or layout is not LayoutName.zigzag):
@@ -144,9 +151,8 @@ def layout_of(
 def text(call: Call, notes: Sequence[str]) -> str:
     """Everything, for the terminal."""
     title, *rest = notes
-    return "\n\n".join(
-        [title, str(call.plan), "\n".join(ranks_text(call)), "\n".join(mask_text(call)), "\n".join(rest)]
-    )
+    parts = [[title], [str(call.plan)], ranks_text(call), mask_text(call), rest]
+    return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def summary(call: Call) -> list[str]:
@@ -200,9 +206,6 @@ def ranks_text(call: Call) -> list[str]:
         cells.append([f"rank {rank}", f"{row['tokens']:,}", f"{pairs:,}", f"{pairs / total:.1%}", *amounts])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["   ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-
-
-COUNTS = ("tokens", "visible pairs")
 
 
 def mask_text(call: Call) -> list[str]:
