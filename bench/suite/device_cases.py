@@ -27,7 +27,7 @@ from ..common.flags import device_here
 from ..common.output import write_json
 from ..common.provenance import provenance
 from ..common.timing import Clock, Step, interleaved
-from ..kernels import accuracy, beside, targets
+from ..kernels import accuracy, beside, speed
 from ..kernels.accuracy import draw
 from ..kernels.speed import AGREE, causal_bounds
 from .cases import NotHere, Number, distance, result_of
@@ -268,7 +268,7 @@ CASES: dict[str, dict[str, Run]] = {
                 for dtype, dim in (("bfloat16", 128), ("float16", 64))
             ),
             ("ceilings", ceilings),
-            ("targets", targets.targets),
+            ("targets", speed.targets),
             ("beside", beside.beside),
             ("fp8", fp8),
             ("LocalWorld", local_world),
