@@ -19,7 +19,7 @@ import triton
 from ...bench.common.launching import Member, member, process_group
 from ...bench.common.provenance import command
 from ...bench.common.timing import Clock
-from ...bench.links.group import device_of
+from ...bench.links.runs import device_of
 from ...bench.overlap.command import Members
 from ...bench.ring.candidates import Candidate, Problem, Setting, ours
 from ...bench.ring.runs import gathered, judged

@@ -12,7 +12,7 @@ from typer import Exit
 
 from ...bench.common.launching import Member, cores, member, started, world_of
 from ...bench.common.output import prints
-from ...bench.links.group import device_of
+from ...bench.links.runs import device_of
 from ...kernels.lookup import gpu_of
 from .. import Shape, known, private_folder
 from ..rings import CPU, WIRES, RingPoint, settings

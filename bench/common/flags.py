@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-import click
 import typer
-from click.core import ParameterSource
 
 
 def typed(context: typer.Context) -> dict[str, str]:
@@ -14,7 +12,8 @@ def typed(context: typer.Context) -> dict[str, str]:
     found = {}
     for parameter in context.command.params:
         name = parameter.name or ""
-        if isinstance(parameter, click.Option) and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
             found[name] = max(parameter.opts, key=len)
     return found
 

@@ -1,12 +1,9 @@
-"""``ringattn bench links``: every transport that opens here, over every edge of the ring, as nccl-tests tells it."""
+"""``ringattn bench links``: every transport that opens here, over every edge of the ring, in nccl-tests' columns."""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from itertools import groupby
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,25 +11,22 @@ import torch
 import typer
 from rich.console import Console
 
-from ... import __version__
 from ...comm import Limits
+from ..common.flags import check_mode
 from ..common.launching import Member, member, started, world_of
-from ..common.output import check_targets, prints, write_csv, write_json
-from ..common.provenance import cpu, gpu, provenance
-from ..common.shapes import check_transport, device_name, size
+from ..common.output import check_targets
+from ..common.provenance import provenance
+from ..common.result import Result, finish
+from ..common.shapes import binary, check_transport, device_name, size
 from ..common.timing import TIMERS, timer_on
-from .beside import FORWARD, MATMUL
-from .group import SWEPT, Findings, between_processes, in_process, spawned
 from .memory import check_room
-from .runs import REGISTERED, Row, Wish
-from .text import beside_table, block
+from .runs import FORWARD, MATMUL, SWEPT, UNITS, LinksConfig, between_processes, in_process, spawned
 
 IN_PROCESS = "local"
-BETWEEN = ("nccl", "copy_engine", "process_group")
-EVERY = (*BETWEEN, IN_PROCESS)
+EVERY = ("nccl", "copy_engine", "process_group", IN_PROCESS)
 CHANNELS = "auto,1,2,4,8,16,32"  # of nccl, where none are given
 STEP_BYTES = 1 << 20  # of nccl-tests, where no step is given
-GRAPHS = {
+NO_GRAPH = {
     "copy_engine": "its ready flags count up from post to post: a replay would wait for counts that are past",
     IN_PROCESS: "its receives wait on the host until the sender has posted, which a replay would not do",
 }
@@ -54,10 +48,10 @@ def steps(minbytes: int, maxbytes: int, factor: int | None, step: int | None) ->
         raise typer.BadParameter(f"-f is {factor}: a factor of at least 2")
     if step is not None and step < 1:
         raise typer.BadParameter(f"-i is {step}: a step of at least 1 byte")
-    found = [minbytes]
-    while (following := found[-1] * factor if factor else found[-1] + (step or STEP_BYTES)) <= maxbytes:
-        found.append(following)
-    return tuple(found)
+    sizes = [minbytes]
+    while (following := sizes[-1] * factor if factor else sizes[-1] + (step or STEP_BYTES)) <= maxbytes:
+        sizes.append(following)
+    return tuple(sizes)
 
 
 def limits_list(text: str) -> tuple[int | None, ...]:
@@ -84,8 +78,6 @@ def timer_of(device: str, timer: str, graphs: int) -> tuple[str, int]:
     Raises:
         typer.BadParameter: no such timer on this device, or ``-G`` with another one.
     """
-    if graphs and device == "cpu":
-        raise typer.BadParameter("-G replays work of a GPU, and the device is cpu: leave it out")
     if graphs and timer not in ("", "graph"):
         raise typer.BadParameter(f"--timer is {timer!r}, and -G is {graphs}, which is --timer graph: leave one out")
     try:
@@ -95,40 +87,39 @@ def timer_of(device: str, timer: str, graphs: int) -> tuple[str, int]:
     return timer, graphs or int(timer == "graph")
 
 
-def transports_of(text: str, graphs: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """The transports to try, and those that no graph can be made of, with the reason, where one is to be.
+def transports_of(text: str, graphs: int) -> tuple[tuple[str, ...], list[str]]:
+    """The transports to try; and in words those that no graph can be made of, where one is to be.
 
     Raises:
         typer.BadParameter: an unknown name, or one asked for by name that no graph can be made of.
     """
-    names = list(EVERY) if text == "all" else text.split(",")
+    names = EVERY if text == "all" else tuple(text.split(","))
     for name in names:
         if name not in EVERY:
             raise typer.BadParameter(f"--transport is {text!r}: it takes all, or a comma list of {', '.join(EVERY)}")
-    if not graphs:
-        return names, []
-    refused = [(name, f"no CUDA graph of it: {GRAPHS[name]}") for name in names if name in GRAPHS]
-    if refused and text != "all":
-        name = refused[0][0]
-        raise typer.BadParameter(f"--timer graph (-G) cannot be with --transport {name}: {GRAPHS[name]}")
-    return [name for name in names if name not in GRAPHS], refused
+        if graphs and name in NO_GRAPH and text != "all":
+            raise typer.BadParameter(f"--timer graph (-G) cannot be with --transport {name}: {NO_GRAPH[name]}")
+    without = [name for name in names if graphs and name in NO_GRAPH]
+    notes = [f"{name} is left out, no CUDA graph of it: {NO_GRAPH[name]}" for name in without]
+    return tuple(name for name in names if name not in without), notes
 
 
-def check_limits(names: Sequence[str], device: str, **given: object) -> None:
-    """Refuse limits that none of the transports takes.
+def beside_name(text: str, device: str) -> str:
+    """What computes beside the transfers.
 
     Raises:
-        typer.BadParameter: there are some.
+        typer.BadParameter: nothing of that name, or not on this device.
     """
-    flags = [f"--{name}" for name, value in given.items() if value is not None]
-    swept = [name for name in names if name in SWEPT] if device == "cuda" else []
-    if flags and not swept:
-        asked = f"--transport is {','.join(names)}" if device == "cuda" else "the device is cpu"
-        raise typer.BadParameter(f"{flags[0]} is of {', '.join(SWEPT)} on a GPU, and {asked}: leave it out")
+    if text not in ("", FORWARD, MATMUL, "none"):
+        raise typer.BadParameter(f"--beside is {text!r}: it takes {FORWARD}, {MATMUL} or none")
+    if text == FORWARD and device == "cpu":
+        raise typer.BadParameter(f"--beside is {FORWARD}, the kernel of a GPU, and the device is cpu: take {MATMUL}")
+    return text or (FORWARD if device == "cuda" else MATMUL)
 
 
 @app.command()
 def links(
+    context: typer.Context,
     minbytes: Annotated[Any, typer.Option("-b", "--minbytes", parser=size, metavar="SIZE")] = "32M",
     maxbytes: Annotated[Any, typer.Option("-e", "--maxbytes", parser=size, metavar="SIZE")] = "32M",
     stepfactor: Annotated[int | None, typer.Option("-f", "--stepfactor", help="Sizes grow by this factor.")] = None,
@@ -163,19 +154,20 @@ def links(
 ) -> None:
     """Bandwidth of every transport over every edge: one way, both ways, all edges at once, and beside compute.
 
-    Flags, columns and closing lines are those of nccl-tests.
+    Flags and columns are those of nccl-tests: time of the slowest rank that takes part, GB/s per direction.
     """
     device, place = device_name(device), member()
     timer, cudagraph = timer_of(device, timer, cudagraph)
-    names, closed = transports_of(transport, cudagraph)
-    check_limits(names, device, channels=channels, ctas=ctas)
+    names, notes = transports_of(transport, cudagraph)
+    if device == "cpu" or not set(names) & set(SWEPT):
+        where = "on the CPU" if device == "cpu" else f"without {', '.join(SWEPT)} among --transport"
+        check_mode(context, where, context.params.keys() - {"channels", "ctas", *(["cudagraph"] * (device == "cpu"))})
     for name in names if transport != "all" else ():
         check_transport(name, device, 1)  # local is between virtual ranks here
-    wish = Wish(
-        transports=tuple(names),
+    config = LinksConfig(
+        transports=names,
         device=device,
         sizes=steps(minbytes, maxbytes, stepfactor, stepbytes),
-        step=f"{stepfactor}(factor)" if stepfactor else f"{stepbytes or STEP_BYTES}(bytes)",
         iters=iters,
         warmup=warmup,
         checks=check,
@@ -184,100 +176,57 @@ def links(
         channels=channels or limits_list(CHANNELS),
         ctas=ctas or limits_list("auto"),
         beside=beside_name(beside, device),
+        must_open=transport != "all",
     )
     check_targets(json, csv)
     ranks = world_of(place, world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
-    check_room(wish, ranks if place is None else place.local_world, launched=place is not None)
-    found = Findings(closed=closed)
-    found += everywhere(place, ranks, wish)
-    if prints():
-        finish(wish, found, [] if transport == "all" else names, json, csv)
+    check_room(config, ranks if place is None else place.local_world, launched=place is not None)
+    result = everywhere(place, ranks, config)
+    result.notes = [*notes, *settings(timer), *result.notes, *best(result)]
+    result.provenance = provenance(torch.device(device))
+    finish(result, json, csv)
 
 
-def everywhere(place: Member | None, world: int, wish: Wish) -> Findings:
-    """In the processes of the launcher; or in new ones and, for ``local``, in this one."""
+def everywhere(place: Member | None, world: int, config: LinksConfig) -> Result:
+    """In the processes of the launcher; or in new ones and, for ``local``, in this one; with what failed."""
+    result = Result("bench links", UNITS)
+    parts = []
     if place is not None:
-        return between_processes(place, wish)
-    found = Findings()
-    between = tuple(name for name in wish.transports if name != IN_PROCESS)
-    with Console(stderr=True).status("measuring") as status:
-        if between:
-            status.update(f"{world} processes: {', '.join(between)}")
-            found += started(world, spawned, replace(wish, transports=between))
-        if IN_PROCESS in wish.transports:
-            status.update(f"{world} virtual ranks of one process")
-            found += in_process(world, replace(wish, transports=(IN_PROCESS,)))
-    return found
+        parts.append(between_processes(place, config))
+    else:
+        between = tuple(name for name in config.transports if name != IN_PROCESS)
+        with Console(stderr=True).status("measuring") as status:
+            if between:
+                status.update(f"{world} processes: {', '.join(between)}")
+                parts.append(started(world, spawned, replace(config, transports=between)))
+            if IN_PROCESS in config.transports:
+                status.update(f"{world} virtual ranks of one process")
+                parts.append(in_process(world, replace(config, transports=(IN_PROCESS,))))
+    for part in parts:
+        result.rows += part.rows
+        result.notes += part.notes
+        result.failed += part.failed
+    for row in result.rows:
+        if row["#wrong"]:
+            result.failed.append(
+                f"{row['transport']}, {row['edge']}: {row['#wrong']} bytes did not arrive as they left"
+            )
+    if not result.rows:
+        result.failed.append("no transport opens here")
+    return result
 
 
-def beside_name(text: str, device: str) -> str:
-    """What computes beside the transfers.
-
-    Raises:
-        typer.BadParameter: nothing of that name, or not on this device.
-    """
-    if text not in ("", FORWARD, MATMUL, "none"):
-        raise typer.BadParameter(f"--beside is {text!r}: it takes {FORWARD}, {MATMUL} or none")
-    if text == FORWARD and device == "cpu":
-        raise typer.BadParameter(f"--beside is {FORWARD}, the kernel of a GPU, and the device is cpu: take {MATMUL}")
-    return text or (FORWARD if device == "cuda" else MATMUL)
+def settings(timer: str) -> list[str]:
+    """What is not in the rows: the timer, and what the environment says to NCCL, which it reads once."""
+    given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
+    return [f"timed by {timer}", *given]
 
 
-def finish(wish: Wish, found: Findings, demanded: list[str], json: str | None, csv: Path | None) -> None:
-    """Print and write; exit 1 where bytes were wrong, or where a transport asked for by name does not open."""
-    if json != "-":
-        typer.echo(text(wish, found))
-    if json is not None:
-        write_json(json, as_json(wish, found))
-    if csv is not None:
-        write_csv(csv, [{**row.as_json(), "ends": len(row.ends)} for row in found.rows])
-    wrong = sum(row.wrong or 0 for row in found.rows)
-    if wrong:
-        print(f"{wrong} bytes did not arrive as they left", file=sys.stderr)
-    closed = [(name, why) for name, why in found.closed if not name.endswith(REGISTERED)]
-    missing = [f"{name} does not open here: {why}" for name, why in closed if name.partition(",")[0] in demanded]
-    for line in missing:
-        print(line, file=sys.stderr)
-    if wrong or missing or not found.rows:
-        raise typer.Exit(1)
-
-
-def text(wish: Wish, found: Findings) -> str:
-    """As nccl-tests prints it: what was asked for, a block per transport, limits and way, and what is left to say."""
-    where = gpu(torch.device("cuda", 0))["name"] if wish.device == "cuda" else cpu()["model"]
-    lines = [
-        f"# ringattn {__version__} bench links",
-        f"# minBytes {wish.sizes[0]} maxBytes {wish.sizes[-1]} step: {wish.step} warmup iters: {wish.warmup} "
-        f"iters: {wish.iters} validation: {wish.checks} graph: {wish.graphs}",
-        f"# on {where}; by {timer_on(wish.device, wish.timer)}; time of the slowest rank that takes part; GB/s per "
-        "direction",
-        *(f"# {name}={value}" for name, value in nccl_settings().items()),
-        "#",
-    ]
-    for _, rows in groupby(found.rows, _block):
-        lines.append(block(list(rows)))
-    lines += [f"# {name} does not open here: {why}" for name, why in found.closed]
-    if found.beside:
-        lines += ["", beside_table(found.beside)]
-    return "\n".join(lines)
-
-
-def nccl_settings() -> dict[str, str]:
-    """What the environment says to NCCL, which it reads once: another value takes another run."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
-
-
-def _block(row: Row) -> tuple[object, ...]:
-    return row.transport, row.channels, row.ctas, row.way
-
-
-def as_json(wish: Wish, found: Findings) -> dict[str, Any]:
-    return {
-        "schema": "ringattn bench links 1",
-        "provenance": provenance(torch.device(wish.device)),
-        "asked": asdict(wish),
-        "settings": nccl_settings(),
-        "links": [row.as_json() for row in found.rows],
-        "beside": [asdict(row) for row in found.beside],
-        "closed": [{"transport": name, "reason": why} for name, why in found.closed],
-    }
+def best(result: Result) -> list[str]:
+    """The fastest transfer over all edges at once, or else one way."""
+    rows = [row for row in result.rows if row["edge"] == "all"] or result.rows
+    if not rows:
+        return []
+    row = max(rows, key=lambda row: float(row["algbw"]))
+    channels = "" if row["channels"] is None else f", {row['channels']} channels"
+    return [f"best: {row['transport']}{channels}, {binary(row['size'])}B, {row['way']}: {row['algbw']:.4g} GB/s"]

@@ -12,7 +12,7 @@ from ..common.memory_room import Needs, of_ranks, refuse_too_large
 from ..common.timing import FLUSH_BYTES
 from ..ring.candidates import Problem
 from ..ring.memory import FP32, rows_of, tokens_per_rank
-from .settings import Setting
+from .runs import Setting
 
 
 def check_room(problem: Problem, settings: Sequence[Setting], ranks_here: int) -> None:

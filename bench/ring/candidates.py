@@ -15,6 +15,7 @@ from torch import Tensor
 from ...ring import Layout, Mask, Ring, ring_attention
 from ...ring.schedule.schedule import schedule
 from ..common.launching import cores
+from ..common.shapes import binary
 from ..common.timing import Stopwatch
 from .collectives import Exchange, Gather
 from .usual_ring import usual_ring_attention
@@ -53,6 +54,13 @@ class Problem:
     def held(self) -> Layout:
         """Who holds which tokens."""
         return self.named(self.layout)
+
+    @property
+    def title(self) -> str:
+        """``causal, zigzag, 8k tokens over 4 ranks, B1 H8/8 D64 float32``."""
+        mask = "causal" if self.causal else "full"
+        shape = f"B{self.batch} H{self.heads}/{self.kv_heads} D{self.head_dim} {self.dtype}"
+        return f"{mask}, {self.layout}, {binary(self.seqlen)} tokens over {self.world} ranks, {shape}"
 
     def named(self, layout: str) -> Layout:
         """The tokens in another layout."""

@@ -20,7 +20,7 @@ from ..common.heap import freed_at_once
 from ..common.launching import Member, member, process_group
 from ..common.memory import PeakMemory
 from ..common.timing import Clock, Samples, Team, interleaved
-from ..links.group import device_of
+from ..links.runs import device_of
 from .candidates import Candidate, Problem, Setting, Tensors, candidates, ours
 
 WARM_TOKENS = 64

@@ -22,7 +22,7 @@ from ..common.memory_room import Needs, free_here, of_ranks
 from ..common.output import check_targets, prints, write_csv, write_json
 from ..common.provenance import provenance
 from ..common.shapes import LayoutName, binary, device_here, device_name, dtype_name, grouped, size
-from ..links.group import device_of
+from ..links.runs import device_of
 from ..ring.candidates import DTYPES, Problem, Tensors
 from ..ring.memory import of_ours, refusal
 from .events import PREDICTED, Timeline, as_chrome, call_of, differences, from_chrome
