@@ -20,9 +20,8 @@ from ...bench.common.launching import Member, member, process_group
 from ...bench.common.provenance import command
 from ...bench.common.timing import Clock
 from ...bench.links.runs import device_of
-from ...bench.overlap.command import Members
 from ...bench.ring.candidates import Candidate, Problem, Setting, ours
-from ...bench.ring.runs import gathered, judged
+from ...bench.ring.runs import Ranks, gathered, judged
 from ...comm import Limits, resolve_group
 from ...comm.control import Control, control_of
 from ...comm.topology import nvml
@@ -166,7 +165,7 @@ def search(place: Member, wish: RingWish, store: str | None = None) -> RingRepor
         # of the runs alone: what is opened and checked first is opened and checked again when the search goes on
         ends = time.monotonic() + wish.budget
         runs = Runs(
-            wish.point, steps, Clock(device, Members()), nvml.reader(device),
+            wish.point, steps, Clock(device, Ranks()), nvml.reader(device),
             left=lambda: of_rank_0(ends - time.monotonic()),  # ranks whose clocks differ would part
             journal=journal_of(wish, report.gpu) if place.rank == 0 else None,
         )  # fmt: skip

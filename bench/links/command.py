@@ -157,11 +157,12 @@ def links(
     Flags and columns are those of nccl-tests: time of the slowest rank that takes part, GB/s per direction.
     """
     device, place = device_name(device), member()
+    if device == "cpu":
+        check_mode(context, "on the CPU", context.params.keys() - {"channels", "ctas", "cudagraph"})
     timer, cudagraph = timer_of(device, timer, cudagraph)
     names, notes = transports_of(transport, cudagraph)
-    if device == "cpu" or not set(names) & set(SWEPT):
-        where = "on the CPU" if device == "cpu" else f"without {', '.join(SWEPT)} among --transport"
-        check_mode(context, where, context.params.keys() - {"channels", "ctas", *(["cudagraph"] * (device == "cpu"))})
+    if not {*names} & {*SWEPT}:
+        check_mode(context, f"without {SWEPT[0]} among --transport", context.params.keys() - {"channels", "ctas"})
     for name in names if transport != "all" else ():
         check_transport(name, device, 1)  # local is between virtual ranks here
     config = LinksConfig(
@@ -223,10 +224,11 @@ def settings(timer: str) -> list[str]:
 
 
 def best(result: Result) -> list[str]:
-    """The fastest transfer over all edges at once, or else one way."""
-    rows = [row for row in result.rows if row["edge"] == "all"] or result.rows
+    """The fastest of processes, of the largest size and with all edges busy where there are such rows."""
+    rows = [row for row in result.rows if row["transport"] != IN_PROCESS] or result.rows
+    rows = [row for row in rows if row["edge"] == "all"] or rows
     if not rows:
         return []
-    row = max(rows, key=lambda row: float(row["algbw"]))
+    row = max(rows, key=lambda row: (row["size"], row["algbw"]))
     channels = "" if row["channels"] is None else f", {row['channels']} channels"
     return [f"best: {row['transport']}{channels}, {binary(row['size'])}B, {row['way']}: {row['algbw']:.4g} GB/s"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,8 +14,9 @@ from ...comm.groups import TRANSPORTS
 from ..common.free_memory import free_memory
 from ..common.launching import cores, member, started, world_of
 from ..common.memory_room import Needs, free_here, gpus_of, own_device
-from ..common.output import check_targets, prints, write_csv, write_json
+from ..common.output import check_targets
 from ..common.provenance import provenance
+from ..common.result import Result, finish
 from ..common.shapes import (
     LayoutName,
     TimerOfRings,
@@ -29,11 +28,9 @@ from ..common.shapes import (
     timer_of_rings,
 )
 from . import memory as ring_memory
-from .candidates import ALL_CORES, OURS, WHOLE, Problem, makers
-from .rows import as_json, rows_of, text
-from .runs import Report, Wish, measure, spawned
+from .candidates import ALL_CORES, OURS, Problem, chosen, makers
+from .runs import UNITS, RingConfig, best, crossovers, measure, spawned
 
-SCHEMA = "ringattn bench ring 2"
 DEFAULT_WORLD = 2
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -90,35 +87,31 @@ def ring(
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     check(worlds, seqlen, layout, by)
     check_transport(transport, device, max(worlds))
-    timer = timer_of_rings(device, timer)
     check_targets(json, csv)
-    reports: list[Report] = []
-    wishes = []
+    prefixes = tuple(by.split(",")) if by else ()
+    configs = []
     for ranks in worlds:
-        share = threads or max(1, cores() // (place.local_world if place is not None else ranks))
-        first = Problem(
-            min(seqlen),
-            ranks,
-            batch,
-            heads,
-            kv_heads,
-            head_dim,
-            dtype,
-            causal,
-            layout[0],
-            share,
-            seed,
-            device,
-            transport,
-        )
-        problems = tuple(replace(first, seqlen=tokens) for tokens in sorted(seqlen))
-        wishes.append(Wish(problems, tuple(layout), repeats, tuple(by.split(",")) if by else (), timer))
+        ranks_here = place.local_world if place is not None else ranks
+        threads_each = threads or max(1, cores() // ranks_here)
+        problems = tuple(
+            Problem(
+                tokens, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout[0], threads_each, seed, device,
+                transport,
+            )
+            for tokens in sorted(seqlen)
+        )  # fmt: skip
         for problem in problems:
-            refuse_too_large(problem, layout, wishes[-1].by, place.local_world if place is not None else ranks)
-    for wish in wishes:
-        reports += started(wish.problems[0].world, spawned, wish) if place is None else measure(place, wish)
-    if prints():
-        finish(reports, device, timer, json, csv)
+            refuse_too_large(problem, layout, prefixes, ranks_here)
+        configs.append(RingConfig(problems, tuple(layout), repeats, prefixes, timer_of_rings(device, timer)))
+    result = Result("bench ring", UNITS)
+    for config in configs:
+        part = started(config.problems[0].world, spawned, config) if place is None else measure(place, config)
+        result.rows += part.rows
+        result.notes += [note for note in part.notes if note not in result.notes]
+        result.failed += part.failed
+    result.notes += [*crossovers(result.rows), best(result.rows)]
+    result.provenance = provenance(torch.device(device))
+    finish(result, json, csv)
 
 
 def check(worlds: Sequence[int], lengths: Sequence[int], layouts: Sequence[str], by: str | None) -> None:
@@ -135,8 +128,7 @@ def check(worlds: Sequence[int], lengths: Sequence[int], layouts: Sequence[str],
 
 def refuse_too_large(problem: Problem, layouts: Sequence[str], by: Sequence[str], ranks_here: int) -> None:
     """Stop before anything starts where this machine's memory does not hold it: typer.BadParameter."""
-    names = [one for one in makers(layouts) if not by or one == WHOLE or any(one.startswith(part) for part in by)]
-    kinds = list(dict.fromkeys(OURS if name.partition(" ")[0] == OURS else name for name in names))
+    kinds = list(dict.fromkeys(OURS if name.startswith(f"{OURS} ") else name for name in chosen(layouts, by)))
     if problem.device != "cpu":
         kinds = [kind for kind in kinds if kind != ALL_CORES]
     gpus = gpus_of(ranks_here) if problem.device == "cuda" else 1
@@ -147,18 +139,3 @@ def refuse_too_large(problem: Problem, layouts: Sequence[str], by: Sequence[str]
     why = ring_memory.refusal(problem, free_here(own_device(here), free_memory), needed)
     if why is not None:
         raise typer.BadParameter(f"--seqlen: {why}")
-
-
-def finish(reports: Sequence[Report], device: str, timer: str, json: str | None, csv: Path | None) -> None:
-    """Print and write; exit 1 where a result that must agree does not."""
-    if json != "-":
-        typer.echo(text(reports))
-    if json is not None:
-        about = provenance(torch.device(device))
-        write_json(json, {"schema": SCHEMA, "provenance": about, "timer": timer, **as_json(reports)})
-    if csv is not None:
-        rows = [row for report in reports for row in rows_of(report)]
-        write_csv(csv, [{"candidate" if key == "" else key: value for key, value in row.items()} for row in rows])
-    if any(one.disagrees and one.trusted for report in reports for one in report.found.values()):
-        print("a result differs from PyTorch's by more than rounding: see `agrees`", file=sys.stderr)
-        raise typer.Exit(1)

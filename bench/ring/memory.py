@@ -14,8 +14,7 @@ from ...ring.schedule.schedule import BASE_SLOTS, KV_SLOTS, RAIL_SLOTS, SUMS_SLO
 from ...ring.wire import Wire, grad_wire_of, wire_of
 from ..common.exact import BLOCK_BYTES, chosen_heads
 from ..common.memory_room import PROCESS_BYTES, Needs, too_large
-from .candidates import ALL_CORES, ALL_GATHER, DTYPES, OURS, ULYSSES, USUAL, WHOLE, Problem
-from .peers import BUCKET, LUCIDRAINS
+from .candidates import ALL_CORES, ALL_GATHER, BASELINE, BUCKET, DTYPES, LUCIDRAINS, OURS, ULYSSES, WHOLE, Problem
 
 FP32, FP64 = 4, 8
 SCORES_AT_ONCE = 6  # tensors of one bucket's scores in ring-attention-pytorch
@@ -109,7 +108,7 @@ def _travelling(problem: Problem, wire: Wire) -> int:
     return 2 * sum(prod(size) * dtype.itemsize for size, dtype in wire.specs(shape))
 
 
-def of_usual_ring(problem: Problem) -> int:
+def of_baseline_ring(problem: Problem) -> int:
     """Two buffers of K/V, of sums what leaves, what came and one block's, and dQ in fp32 beside a block's."""
     rows, n = rows_of(problem), tokens_per_rank(problem)
     buffers = 2 * rows.keys * (2 * rows.item + 2 * FP32 + rows.item)
@@ -148,7 +147,7 @@ FORMULAS: dict[str, Callable[[Problem], int]] = {
     WHOLE: of_whole,
     ALL_CORES: of_whole,
     OURS: of_ours,
-    USUAL: of_usual_ring,
+    BASELINE: of_baseline_ring,
     ALL_GATHER: of_all_gather,
     ULYSSES: of_ulysses,
     LUCIDRAINS: of_lucidrains,
@@ -157,8 +156,8 @@ FORMULAS: dict[str, Callable[[Problem], int]] = {
 
 
 def peak(kind: str, problem: Problem) -> int:
-    """The formula of a candidate; other people's rings are counted as a usual one."""
-    return FORMULAS.get(kind, of_usual_ring)(problem)
+    """The formula of a candidate; other people's rings are counted as the baseline ring."""
+    return FORMULAS.get(kind, of_baseline_ring)(problem)
 
 
 def needs(problem: Problem, layouts: Sequence[str], kinds: Sequence[str], ranks_here: int, ranks_per_gpu: int) -> Needs:
