@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 
+from ringattn.bench.common.result import Result
 from ringattn.bench.ring import candidates
 from ringattn.bench.ring.candidates import Candidate, Setting
-from ringattn.bench.ring.runs import Report, Wish, spawned
+from ringattn.bench.ring.runs import RingConfig, spawned
 
 
-def rank_one_raises(store: str, wish: Wish) -> list[Report]:
+def rank_one_raises(store: str, config: RingConfig) -> Result:
     """As the command's ranks, but one of them cannot compute."""
     if os.environ["RANK"] == "1":
 
@@ -17,11 +18,11 @@ def rank_one_raises(store: str, wish: Wish) -> list[Report]:
             raise ValueError("rank 1 has had enough")
 
         candidates.whole = refuse
-    return spawned(store, wish)
+    return spawned(store, config)
 
 
-def rank_one_dies(store: str, wish: Wish) -> list[Report]:
+def rank_one_dies(store: str, config: RingConfig) -> Result:
     """Another one is killed, and says nothing."""
     if os.environ["RANK"] == "1":
         os._exit(9)
-    return spawned(store, wish)
+    return spawned(store, config)
