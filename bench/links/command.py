@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
-from ...comm import Limits
-from ..common.flags import check_mode
-from ..common.launching import Member, member, started, world_of
-from ..common.output import check_targets
-from ..common.provenance import provenance
+from ..common.flags import (
+    Csv,
+    DeviceFlag,
+    Json,
+    Timer,
+    binary,
+    check_mode,
+    check_transport,
+    device_name,
+    size,
+    timer_on,
+)
+from ..common.launching import member, world_of
 from ..common.result import Result, finish
-from ..common.shapes import binary, check_transport, device_name, size
-from ..common.timing import TIMERS, timer_on
-from .memory import check_room
-from .runs import FORWARD, MATMUL, SWEPT, UNITS, LinksConfig, between_processes, in_process, spawned
+
+if TYPE_CHECKING:
+    from .runs import LinksConfig
 
 IN_PROCESS = "local"
+FORWARD, MATMUL = "forward", "matmul"
+SWEPT = ("nccl",)  # transports with channels and CTAs
 EVERY = ("nccl", "copy_engine", "process_group", IN_PROCESS)
 CHANNELS = "auto,1,2,4,8,16,32"  # of nccl, where none are given
 STEP_BYTES = 1 << 20  # of nccl-tests, where no step is given
@@ -60,6 +66,8 @@ def limits_list(text: str) -> tuple[int | None, ...]:
     Raises:
         typer.BadParameter: one of them is neither.
     """
+    from ...comm import Limits
+
     parts = text.split(",")
     if not all(part == "auto" or (part.isdigit() and int(part)) for part in parts):
         raise typer.BadParameter(f"{text!r}: it takes a comma list of counts, or auto for a ring's default")
@@ -80,10 +88,7 @@ def timer_of(device: str, timer: str, graphs: int) -> tuple[str, int]:
     """
     if graphs and timer not in ("", "graph"):
         raise typer.BadParameter(f"--timer is {timer!r}, and -G is {graphs}, which is --timer graph: leave one out")
-    try:
-        timer = timer_on(device, "graph" if graphs else timer)
-    except ValueError as error:
-        raise typer.BadParameter(f"--timer: {error}") from None
+    timer = timer_on(device, "graph" if graphs else timer)
     return timer, graphs or int(timer == "graph")
 
 
@@ -130,14 +135,12 @@ def links(
     warmup: Annotated[int, typer.Option("-w", "--warmup_iters", min=0, help="Transfers before them.")] = 5,
     check: Annotated[int, typer.Option("-c", "--check", min=0, help="Transfers whose bytes are checked.")] = 1,
     cudagraph: Annotated[int, typer.Option("-G", "--cudagraph", min=0, help="Replays of a CUDA graph of them.")] = 0,
-    timer: Annotated[
-        str, typer.Option(metavar="|".join(TIMERS), help="Default: events; on the CPU clock; with -G graph.")
-    ] = "",
+    timer: Timer = "",
     world: Annotated[
         int | None, typer.Option(min=1, help="Ranks; default: as many as GPUs, or 2; under a launcher, its ranks.")
     ] = None,
     transport: Annotated[str, typer.Option(metavar="NAME,…", help=f"all, or some of {', '.join(EVERY)}.")] = "all",
-    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = "",
+    device: DeviceFlag = "",
     channels: Annotated[
         Any,
         typer.Option(parser=limits_list, metavar="N,…", help=f"Of nccl; auto: a ring's default; default: {CHANNELS}."),
@@ -149,13 +152,18 @@ def links(
         str,
         typer.Option(help="What computes beside: forward, matmul or none; default: forward on a GPU, else matmul."),
     ] = "",
-    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write a row per transport, way, edge and size.")] = None,
+    json: Json = None,
+    csv: Csv = None,
 ) -> None:
     """Bandwidth of every transport over every edge: one way, both ways, all edges at once, and beside compute.
 
     Flags and columns are those of nccl-tests: time of the slowest rank that takes part, GB/s per direction.
     """
+    import torch
+
+    from ..common.provenance import provenance
+    from .runs import LinksConfig, check_room
+
     device, place = device_name(device), member()
     if device == "cpu":
         check_mode(context, "on the CPU", context.params.keys() - {"channels", "ctas", "cudagraph"})
@@ -179,30 +187,26 @@ def links(
         beside=beside_name(beside, device),
         must_open=transport != "all",
     )
-    check_targets(json, csv)
     ranks = world_of(place, world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
     check_room(config, ranks if place is None else place.local_world, launched=place is not None)
-    result = everywhere(place, ranks, config)
+    with Console(stderr=True).status("measuring"):
+        result = everywhere(ranks, config)
     result.notes = [*notes, *settings(timer), *result.notes, *best(result)]
     result.provenance = provenance(torch.device(device))
     finish(result, json, csv)
 
 
-def everywhere(place: Member | None, world: int, config: LinksConfig) -> Result:
-    """In the processes of the launcher; or in new ones and, for ``local``, in this one; with what failed."""
+def everywhere(world: int, config: LinksConfig) -> Result:
+    """In processes and, where no launcher started them, for ``local`` between virtual ranks; with what failed."""
+    from .runs import UNITS, between_processes, in_process
+
     result = Result("bench links", UNITS)
+    between = tuple(name for name in config.transports if name != IN_PROCESS or member() is not None)
     parts = []
-    if place is not None:
-        parts.append(between_processes(place, config))
-    else:
-        between = tuple(name for name in config.transports if name != IN_PROCESS)
-        with Console(stderr=True).status("measuring") as status:
-            if between:
-                status.update(f"{world} processes: {', '.join(between)}")
-                parts.append(started(world, spawned, replace(config, transports=between)))
-            if IN_PROCESS in config.transports:
-                status.update(f"{world} virtual ranks of one process")
-                parts.append(in_process(world, replace(config, transports=(IN_PROCESS,))))
+    if between:
+        parts.append(between_processes(world, config, between))
+    if between != config.transports:
+        parts.append(in_process(world, config))
     for part in parts:
         result.rows += part.rows
         result.notes += part.notes

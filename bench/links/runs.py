@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,16 +17,20 @@ from torch import Tensor
 from ...comm import Fence, Group, Limits, LocalGroup, LocalWorld, Message, Transport, TransportError, open_transports
 from ...comm.control import control_of
 from ...kernels import attention_forward
-from ..common.launching import Member, member, process_group, threads
+from ..common.flags import timer_on
+from ..common.launching import Member, spawn, threads
+from ..common.memory import Needs, needs_of_ranks, refuse_too_large
 from ..common.result import Result
-from ..common.timing import HOST_AHEAD_CYCLES, timer_on
+from ..common.timing import HOST_AHEAD_CYCLES
+from .command import FORWARD, SWEPT
 
 PERIOD = 65537  # of the pattern, a prime: no block of any power of two repeats within it
 STRIDE = 167
 REGISTERED = ", registered"  # behind the transport's name
 ONE_WAY, BOTH_WAYS, RING = "one way", "both ways", "ring"
-SWEPT = ("nccl",)  # transports with channels and CTAs
-FORWARD, MATMUL = "forward", "matmul"
+BUFFERS = 2  # what leaves and what arrives
+CHECKED = {"cpu": 2, "cuda": 10}
+"""Messages beside them: what is expected, which bytes differ from it, and on a GPU those as int64, to be counted."""
 STEPS = 16  # of compute, at least, while the transfers last: what a step more or less would change is then small
 MOST_POSTS = 4096
 PROBES = 4  # transfers that their number is chosen by
@@ -418,20 +422,16 @@ def opening(group: Group, name: str, device: torch.device, limits: Limits) -> Tr
 # where ranks are
 
 
-def spawned(store: str, config: LinksConfig) -> Result:
-    """The entry of the processes that the command starts itself."""
-    place = member()
-    assert place is not None
-    return between_processes(place, config, store)
+def between_processes(world: int, config: LinksConfig, transports: tuple[str, ...]) -> Result:
+    """In new processes, or those of a launcher."""
+    return spawn(world, measure, replace(config, transports=transports), device=config.device)
 
 
-def between_processes(place: Member, config: LinksConfig, store: str | None = None) -> Result:
+def measure(place: Member, device: torch.device, config: LinksConfig) -> Result:
     """One rank of the measurement in processes."""
     torch.set_num_threads(1)
-    device = device_of(place, config.device)
-    with process_group(place, store, device=device):
-        assert dist.group.WORLD is not None
-        return of_group(dist.group.WORLD, config, device)
+    assert dist.group.WORLD is not None
+    return of_group(dist.group.WORLD, config, device)
 
 
 def in_process(world: int, config: LinksConfig) -> Result:
@@ -440,14 +440,24 @@ def in_process(world: int, config: LinksConfig) -> Result:
 
         def run(group: LocalGroup) -> Result:
             torch.set_num_threads(1)
-            return of_group(group, config, ranks.device)
+            return of_group(group, replace(config, transports=("local",)), ranks.device)
 
         return ranks.run(run)[0]
 
 
-def device_of(place: Member, kind: str) -> torch.device:
-    """This rank's device; where there are fewer GPUs than ranks on this machine, they share them."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    return torch.device("cuda", 0 if gpus == 1 else place.local_rank % gpus)
+def check_room(config: LinksConfig, ranks_here: int, *, launched: bool) -> None:
+    """Refuse a largest message that does not fit this machine's free memory: typer.BadParameter.
+
+    Virtual ranks, which ``local`` is measured between, are counted as processes on the CPU, and lie on one GPU; under
+    a launcher there are none.
+    """
+    device = torch.device(config.device)
+    messages = BUFFERS + (CHECKED[config.device] if config.checks else 0)
+    virtual = "local" in config.transports and not launched
+
+    def needed(nbytes: int) -> Needs:
+        shared = needs_of_ranks(messages * nbytes, device, ranks_here)
+        on_one = ranks_here * messages * nbytes if virtual and device.type == "cuda" else 0
+        return Needs(shared.host, max(shared.gpu, on_one))
+
+    refuse_too_large("-e", config.sizes[-1], needed, device, unit="bytes", step=1 << 20)

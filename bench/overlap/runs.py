@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import typer
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
@@ -22,20 +23,20 @@ from torch import Tensor
 from ...comm import DONE, Fence, Limits, Message, Transport
 from ...ring import Mask, Ring, loop
 from ...ring.backends import backward_works, forward_works, joined, resolve_backend
+from ...ring.ring import depth_of
 from ...ring.schedule.plan import Plan, plan
 from ...ring.traffic import Call, Tensors, ignore_post
-from ..common.launching import Member, member, process_group
+from ..common.attention import DTYPES, AttentionConfig
+from ..common.flags import human
+from ..common.launching import Member
+from ..common.memory import Needs, needs_of_ranks, refuse_too_large
+from ..common.memory_table import settings_bytes
 from ..common.result import Result
-from ..common.shapes import human
-from ..common.timing import Clock, Samples, Stopwatch, interleaved
-from ..links.runs import device_of
-from ..ring.candidates import DTYPES, Problem
-from ..ring.runs import Ranks
+from ..common.timing import Clock, Ranks, Samples, Stopwatch, interleaved
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 PHASES = (FORWARD, BACKWARD)
 TOGETHER, COMPUTE, COMMUNICATION = "together", "compute", "communication"
-LINK_SHARE = 0.8
 PROBES = 3  # runs of compute alone that the link's speed is set by
 ALLOWANCE = 0.05  # of the larger of compute and communication: what a step may take above it and one chunk
 UNITS = {
@@ -133,7 +134,7 @@ class Shard:
         return 1 / math.sqrt(self.q.shape[3])
 
 
-def shard_of(problem: Problem, ring: Ring, device: torch.device) -> Shard:
+def shard_of(problem: AttentionConfig, ring: Ring, device: torch.device) -> Shard:
     """Random inputs of this rank, with the results that a backward reads.
 
     K/V of real shards lie in the ring's slots then.
@@ -208,12 +209,12 @@ class Step:
 class OverlapConfig:
     """What to measure; the same on every rank."""
 
-    problem: Problem
+    problem: AttentionConfig
     slots: tuple[int, ...] = (1, 2, 3)
     prefetch: tuple[int, ...] = (0, 1, 2)
     chunks: tuple[int, ...] = (1,)
     repeats: int = 5
-    link_share: float | None = LINK_SHARE  # communication alone over compute alone; None: the link as it is
+    link_share: float | None = 0.8  # communication alone over compute alone; None: the link as it is
     timer: str = ""  # one of OF_RINGS; empty: the device's own
 
     @property
@@ -222,33 +223,54 @@ class OverlapConfig:
         return [(slots, ahead, chunks) for chunks in self.chunks for slots in self.slots for ahead in self.prefetch]
 
 
-def spawned(store: str, config: OverlapConfig) -> Result:
-    """The entry of the processes that the command starts itself."""
-    place = member()
-    assert place is not None
-    return measure(place, config, store)
+def check_settings(config: OverlapConfig) -> None:
+    """Refuse a choice of which no ring can be made: there would be nothing to time.
+
+    Raises:
+        typer.BadParameter: why, of every one.
+    """
+    why = []
+    for slots, prefetch, _ in config.settings:
+        try:
+            depth_of(slots, prefetch, config.problem.world)
+        except ValueError as error:
+            why.append(str(error))
+        else:
+            return
+    raise typer.BadParameter(f"no ring can be made with these --slots and --prefetch: {'; '.join(dict.fromkeys(why))}")
 
 
-def measure(place: Member, config: OverlapConfig, store: str | None = None) -> Result:
+def check_room(config: OverlapConfig, ranks_here: int) -> None:
+    """Refuse what does not fit this machine's free memory, with the tokens that do: typer.BadParameter."""
+    problem, device = config.problem, torch.device(config.problem.device)
+    made = [slots for slots, prefetch, _ in config.settings if prefetch < slots]
+
+    def needed(tokens: int) -> Needs:
+        each = settings_bytes(replace(problem, seqlen=tokens * problem.world), made)
+        return needs_of_ranks(each, device, ranks_here)
+
+    unit = f"tokens on each of {problem.world} ranks"
+    refuse_too_large("--tokens", problem.seqlen // problem.world, needed, device, unit=unit)
+
+
+def measure(place: Member, device: torch.device, config: OverlapConfig) -> Result:
     """One rank of the measurement; every rank has the rows."""
     problem = config.problem
     torch.set_num_threads(problem.threads)
     torch.manual_seed(problem.seed + place.rank)
-    device = device_of(place, problem.device)
     result = Result("bench overlap", UNITS)
-    with process_group(place, store, device=device):
-        speed = None if config.link_share is None else link_speed(config, device)
-        with ExitStack() as stack:
-            rings: dict[Setting, Ring] = {}
-            for setting in config.settings:
-                try:
-                    rings[setting] = stack.enter_context(ring_of(problem, setting, Limits(bytes_per_second=speed)))
-                except ValueError as error:  # more prefetch than slots
-                    slots, prefetch, chunks = setting
-                    result.notes.append(f"no ring: slots {slots}, prefetch {prefetch}, chunks {chunks}: {error}")
-            with Progress(console=Console(stderr=True), disable=place.rank != 0, transient=True) as bar:
-                result.rows += rows_of(config, rings, device, bar)
-            transport = next(ring.transport for ring in rings.values())
+    speed = None if config.link_share is None else link_speed(config, device)
+    with ExitStack() as stack:
+        rings: dict[Setting, Ring] = {}
+        for setting in config.settings:
+            try:
+                rings[setting] = stack.enter_context(ring_of(problem, setting, Limits(bytes_per_second=speed)))
+            except ValueError as error:  # more prefetch than slots
+                slots, prefetch, chunks = setting
+                result.notes.append(f"no ring: slots {slots}, prefetch {prefetch}, chunks {chunks}: {error}")
+        with Progress(console=Console(stderr=True), disable=place.rank != 0, transient=True) as bar:
+            result.rows += rows_of(config, rings, device, bar)
+        transport = next(ring.transport for ring in rings.values())
     throttled = "" if speed is None else f", link throttled to {human(speed, 'B/s')}"
     result.notes.append(f"{problem.title}, over {transport}{throttled}")
     result.notes.append(f"slowest rank, medians of {config.repeats} interleaved runs")
@@ -256,7 +278,7 @@ def measure(place: Member, config: OverlapConfig, store: str | None = None) -> R
     return result
 
 
-def ring_of(problem: Problem, setting: Setting, limits: Limits) -> Ring:
+def ring_of(problem: AttentionConfig, setting: Setting, limits: Limits) -> Ring:
     """The ring of a setting.
 
     Raises:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,20 +18,26 @@ from torch import Tensor
 
 from ...ring import Layout, Mask, Ring, ring_attention
 from ...ring.schedule.schedule import schedule
+from ..common.attention import DTYPES, AttentionConfig
 from ..common.launching import cores
-from ..common.shapes import binary
+from ..common.memory_table import (
+    ALL_CORES,
+    ALL_GATHER,
+    BASELINE,
+    BUCKET,
+    LUCIDRAINS,
+    OURS,
+    ULYSSES,
+    WHOLE,
+)
 from ..common.timing import Stopwatch
 from .baselines import AllGather, Ulysses, baseline_ring_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Tensors = tuple[Tensor, ...]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-OURS, WHOLE, ALL_CORES = "ringattn", "one device", "one process, all cores"
-BASELINE, ALL_GATHER, ULYSSES = "baseline ring", "all-gather", "Ulysses"
-LUCIDRAINS, ZHUZILIN, YUNCHANG = "ring-attention-pytorch", "ring-flash-attn", "yunchang"
+ZHUZILIN, YUNCHANG = "ring-flash-attn", "yunchang"
 CONTEXT_PARALLEL = "PyTorch context_parallel"
-BUCKET = 1024  # lucidrains' default; one bucket of scores is what it computes at a time
 LUCIDRAINS_RUNS = 2  # it takes several times as long as the others
 
 
@@ -39,59 +45,16 @@ class Refused(Exception):
     """A candidate does not compute this, or not here; the message says why."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One attention, forward and backward, over the ranks of the default group."""
-
-    seqlen: int
-    world: int
-    batch: int = 1
-    heads: int = 8
-    kv_heads: int = 8
-    head_dim: int = 64
-    dtype: str = "float32"
-    causal: bool = True
-    layout: str = "zigzag"
-    threads: int = 1  # per process
-    seed: int = 0
-    device: str = "cpu"
-    transport: str = "auto"
-
-    @cached_property
-    def held(self) -> Layout:
-        """Who holds which tokens."""
-        return self.named(self.layout)
-
-    @property
-    def balanced(self) -> str:
-        """The layout in which every rank has as much to do."""
-        return "zigzag" if self.causal else "contiguous"
-
-    @property
-    def title(self) -> str:
-        """``causal, zigzag, 8k tokens over 4 ranks, B1 H8/8 D64 float32``."""
-        mask = "causal" if self.causal else "full"
-        shape = f"B{self.batch} H{self.heads}/{self.kv_heads} D{self.head_dim} {self.dtype}"
-        return f"{mask}, {self.layout}, {binary(self.seqlen)} tokens over {self.world} ranks, {shape}"
-
-    def named(self, layout: str) -> Layout:
-        """The tokens in another layout."""
-        made: Layout = getattr(Layout, layout)(self.seqlen, self.world)
-        return made
-
-    def tensors(self) -> Tensors:
-        """q, k, v and dout of the whole sequence, the same on every rank, on the CPU."""
-        draw = torch.Generator().manual_seed(self.seed)
-        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        shapes = [(self.batch, self.seqlen, count, self.head_dim) for count in heads]
-        return tuple(torch.randn(shape, generator=draw).to(DTYPES[self.dtype]) for shape in shapes)
+def balanced(problem: AttentionConfig) -> str:
+    """The layout in which every rank has as much to do."""
+    return "zigzag" if problem.causal else "contiguous"
 
 
 @dataclass(frozen=True)
 class Setting:
     """What candidates are made of, on one rank."""
 
-    problem: Problem
+    problem: AttentionConfig
     layouts: tuple[str, ...]
     device: torch.device
     ring: Callable[[], Ring]  # a new one, of the default group
@@ -203,7 +166,7 @@ def ours(layout: str, setting: Setting) -> Candidate:
     )
 
 
-def ring_bytes(problem: Problem, held: Layout, ring: Ring) -> int:
+def ring_bytes(problem: AttentionConfig, held: Layout, ring: Ring) -> int:
     """What the rank that sends most sends in a forward and a backward, by the schedule."""
     plan = schedule(held, Mask(causal=problem.causal), direction=ring.direction, topology=ring.topology)
     kv, dkv = kv_bytes(problem)
@@ -211,7 +174,7 @@ def ring_bytes(problem: Problem, held: Layout, ring: Ring) -> int:
     return max(forward + backward for forward, backward in both)
 
 
-def kv_bytes(problem: Problem) -> tuple[int, int]:
+def kv_bytes(problem: AttentionConfig) -> tuple[int, int]:
     """Of K and V of a token, and of its dK and dV in fp32."""
     elements = 2 * problem.batch * problem.kv_heads * problem.head_dim
     return elements * DTYPES[problem.dtype].itemsize, elements * torch.float32.itemsize
@@ -231,7 +194,7 @@ def baseline_ring(setting: Setting) -> Candidate:
     kv, dkv = kv_bytes(problem)
     hops, shard = problem.world - 1, problem.seqlen // problem.world
     sent = shard * (2 * hops * kv + (problem.world if hops else 0) * dkv)
-    positions = setting.positions(problem.balanced)
+    positions = setting.positions(balanced(problem))
     return Candidate(BASELINE, positions, attend, problem.threads, sent=sent, waits=waits)
 
 
@@ -240,10 +203,10 @@ def all_gather(setting: Setting) -> Candidate:
     problem = setting.problem
     setting.equal_shards(ALL_GATHER)
     setting.collectives(ALL_GATHER)
-    net = AllGather(problem.named(problem.balanced), problem.causal, setting.device)
+    net = AllGather(problem.named(balanced(problem)), problem.causal, setting.device)
     kv, dkv = kv_bytes(problem)
     sent = (problem.world - 1) * problem.seqlen // problem.world * (kv + dkv)
-    return Candidate(ALL_GATHER, setting.positions(problem.balanced), net, problem.threads, sent=sent, waits=net.waits)
+    return Candidate(ALL_GATHER, setting.positions(balanced(problem)), net, problem.threads, sent=sent, waits=net.waits)
 
 
 def ulysses(setting: Setting) -> Candidate:
@@ -351,7 +314,7 @@ def context_parallel(setting: Setting) -> Candidate:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(q, k, v, causal=problem.causal)
 
-    positions = setting.positions(problem.balanced)
+    positions = setting.positions(balanced(problem))
     return Candidate(CONTEXT_PARALLEL, positions, attend, problem.threads, around=around, trusted=False)
 
 
@@ -371,7 +334,7 @@ def zhuzilin(setting: Setting) -> Candidate:
         out: Tensor = function(q, k, v, causal=problem.causal)
         return out
 
-    return Candidate(ZHUZILIN, setting.positions(problem.balanced), attend, problem.threads, trusted=False)
+    return Candidate(ZHUZILIN, setting.positions(balanced(problem)), attend, problem.threads, trusted=False)
 
 
 def yunchang(setting: Setting) -> Candidate:

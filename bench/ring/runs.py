@@ -15,19 +15,17 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from ...reference.masks import Masks
 from ...ring import Ring
-from ..common.exact import RESULTS, Judge, allowed, chosen_heads, judge, plainly
-from ..common.flops import BACKWARD_FLOPS, forward_flops, pairs_of
-from ..common.heap import freed_at_once
-from ..common.launching import Member, member, process_group
-from ..common.memory import PeakMemory
+from ..common.attention import BACKWARD_FLOPS, AttentionConfig
+from ..common.errors import RESULTS, Exact, chosen_heads, exact_results, pytorch_results, tolerances
+from ..common.flags import binary
+from ..common.launching import Member
+from ..common.memory import PROCESS_BYTES, Needs, PeakMemory, freed_at_once, gpus_of
+from ..common.memory_table import FP32, candidate_bytes, elements, inputs, judged_bytes, ring_slots, shard
 from ..common.result import Result
-from ..common.shapes import binary
-from ..common.timing import Clock, Samples, Team, interleaved
-from ..links.runs import device_of
+from ..common.timing import Clock, Ranks, Samples, interleaved
 from .candidates import (
     ALL_CORES,
     ALL_GATHER,
@@ -35,13 +33,11 @@ from .candidates import (
     ULYSSES,
     WHOLE,
     Candidate,
-    Problem,
     Setting,
     Tensors,
     candidates,
     ours,
 )
-from .memory import peak
 
 WARM_TOKENS = 64
 UNITS = {
@@ -54,57 +50,32 @@ UNITS = {
 Row = dict[str, Any]
 
 
-class Ranks(Team):
-    """All ranks of the default group; waiting blocks and does not spin, and is over the host's network."""
-
-    def ready(self) -> None:
-        self.slowest(0.0)
-
-    def slowest(self, seconds: float) -> float:
-        longest = torch.tensor([seconds], dtype=torch.float64)
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
-        return longest.item()
-
-
 @dataclass(frozen=True)
 class RingConfig:
     """What to measure; the same on every rank."""
 
-    problems: tuple[Problem, ...]  # of one world
+    problems: tuple[AttentionConfig, ...]  # of one world
     layouts: tuple[str, ...]
     repeats: int = 5
     by: tuple[str, ...] = ()
     timer: str = ""  # one of OF_RINGS; empty: the device's own
 
 
-def spawned(store: str, config: RingConfig) -> Result:
-    """The entry of the processes that the command starts itself; an error is left where their parent reads it."""
-    place = member()
-    assert place is not None
-    result = record(measure)(place, config, store)
-    assert result is not None
-    return result
-
-
-def measure(place: Member, config: RingConfig, store: str | None = None) -> Result:
+def measure(place: Member, device: torch.device, config: RingConfig) -> Result:
     """One rank of the measurement; rank 0 alone knows of errors."""
-    kind = config.problems[0].device
-    device = device_of(place, kind)
-    shared = kind == "cuda" and place.local_world > torch.cuda.device_count()
+    shared = device.type == "cuda" and place.local_world > torch.cuda.device_count()
     result = Result("bench ring", UNITS)
-    with process_group(place, store, device=device):
-        warm_up(config, device)
-        for problem in config.problems:
-            with ExitStack() as rings:
+    warm_up(config, device)
+    for problem in config.problems:
+        with ExitStack() as rings:
 
-                def ring(rings: ExitStack = rings, transport: str = problem.transport) -> Ring:
-                    return rings.enter_context(Ring(transport=transport))
+            def ring(rings: ExitStack = rings, transport: str = problem.transport) -> Ring:
+                return rings.enter_context(Ring(transport=transport))
 
-                setting = Setting(problem, config.layouts, device, ring, shared)
-                more = Measurement(setting, config, place)()
-            result.rows += more.rows
-            result.notes += [note for note in more.notes if note not in result.notes]
-            result.failed += more.failed
+            part = Measurement(Setting(problem, config.layouts, device, ring, shared), config, place)()
+        result.rows += part.rows
+        result.notes += [note for note in part.notes if note not in result.notes]
+        result.failed += part.failed
     return result
 
 
@@ -155,7 +126,7 @@ class Measurement:
         transports = [candidate.ring.transport for candidate in able.values() if candidate.ring is not None]
         threads = f", {problem.threads} threads each" if problem.device == "cpu" else ""
         over = f" over {transports[0]}" if transports else ""
-        title = replace(problem, layout="/".join(self.config.layouts)).title
+        title = problem.title.replace(problem.layout, "/".join(self.config.layouts), 1)
         result.notes.append(f"{title}, {problem.device}{over}{threads}, medians of {repeats} interleaved runs")
         result.notes += [f"not there: {name}: {why}" for name, why in absent.items()]
         return result
@@ -207,35 +178,28 @@ class Measurement:
             "of ideal": None if ideal is None else 100 * ideal / seconds,
             "exposed": None if exposed is None else exposed * 1e3,
             "throughput": problem.batch * problem.seqlen / seconds,
-            "rate of a rank": problem_flops(problem) / seconds / ranks / 1e12,
+            "rate of a rank": problem.flops * (1 + BACKWARD_FLOPS) / seconds / ranks / 1e12,
             "sent": None if candidate.sent is None else candidate.sent / 1e6,
             "peak": Ranks().slowest(self.peaks[name]) / 1e6,
-            "counted peak": peak(kind, problem) / 1e6,
+            "counted peak": candidate_bytes(kind, problem) / 1e6,
             "compute": None if compute is None else compute * 1e3,
             "error": max(self.errors.get(name, {}).values(), default=None),
             "disagrees": ", ".join(self.disagrees.get(name, ())),
         }
 
 
-def problem_flops(problem: Problem) -> float:
-    """Forward and backward of the whole sequence."""
-    pairs = pairs_of(problem.seqlen, causal=problem.causal)
-    once = forward_flops(pairs, heads=problem.heads, head_dim=problem.head_dim, batch=problem.batch)
-    return once * (1 + BACKWARD_FLOPS)
-
-
 def judged(
-    problem: Problem, tensors: Tensors, heads: Sequence[int], device: torch.device
-) -> tuple[Judge, dict[str, float]]:
+    problem: AttentionConfig, tensors: Tensors, heads: Sequence[int], device: torch.device
+) -> tuple[Exact, dict[str, float]]:
     """float64 of some heads on rank 0, and what each result may err by."""
     q, k, v, dout = (x.to(device) for x in tensors)
     options = Masks(causal=problem.causal)
-    exact = judge(q, k, v, dout, heads, options)
-    tolerance = allowed(exact, plainly(q, k, v, dout, exact, options))
+    exact = exact_results(q, k, v, dout, heads, options)
+    tolerance = tolerances(exact, pytorch_results(q, k, v, dout, exact, options))
     return exact._replace(exact=tuple(x.cpu() for x in exact.exact)), tolerance
 
 
-def gathered(candidate: Candidate, mine: Tensors, problem: Problem, kv_heads: Sequence[int]) -> list[Tensor]:
+def gathered(candidate: Candidate, mine: Tensors, problem: AttentionConfig, kv_heads: Sequence[int]) -> list[Tensor]:
     """Some heads of the results of all ranks, in the order of positions and of our heads, float64, on every rank."""
     group = problem.heads // problem.kv_heads
     heads = [head * group + member for head in kv_heads for member in range(group)]
@@ -306,10 +270,34 @@ def _crossover(by: str, points: Sequence[tuple[int, float, float]]) -> str:
     return f"{by if first[1] < 1 else 'the ring'} is faster {where}: {', '.join(ratios)}{within}"
 
 
-def best(rows: Sequence[Mapping[str, Any]]) -> str:
+def best(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The fastest of all ranks together, at the largest world and length."""
-    largest = max((row["world"], row["tokens"]) for row in rows)
-    here = [row for row in rows if (row["world"], row["tokens"]) == largest]
-    row = min((row for row in here if row["candidate"] not in (WHOLE, ALL_CORES)), key=lambda row: float(row["time"]))
+    sharded = [row for row in rows if row["candidate"] not in (WHOLE, ALL_CORES)]
+    if not sharded:
+        return []
+    row = max(sharded, key=lambda row: (row["world"], row["tokens"], -row["time"]))
     ideal = "" if row["of ideal"] is None else f", {row['of ideal']:.1f}% of ideal"
-    return f"best: {row['candidate']}, {largest[0]} ranks, {binary(largest[1])} tokens: {row['time']:.4g} ms{ideal}"
+    where = f"{row['world']} ranks, {binary(row['tokens'])} tokens"
+    return [f"best: {row['candidate']}, {where}: {row['time']:.4g} ms{ideal}"]
+
+
+# what it takes of memory
+
+
+def needs(problem: AttentionConfig, layouts: Sequence[str], kinds: Sequence[str], ranks_here: int) -> Needs:
+    """What all ranks of one machine take: the whole inputs, shards by every order, float64, and the largest peak.
+
+    Beside them the slots of every layout's ring of ours, which stay open while all are timed.
+    """
+    whole = problem.seqlen * inputs(problem)
+    drawn = whole + problem.seqlen * elements(problem)[0] * FP32  # one of them in fp32, before it is rounded
+    slots = ring_slots(problem) if OURS in kinds else 0
+    kept = (len(layouts) + 2) * shard(problem) * inputs(problem) + len(layouts) * slots
+    peaks = {kind: candidate_bytes(kind, problem) - (slots if kind == OURS else 0) for kind in kinds}
+    alone = max((size for kind, size in peaks.items() if kind in (WHOLE, ALL_CORES)), default=0)
+    shared = max((size for kind, size in peaks.items() if kind not in (WHOLE, ALL_CORES)), default=0)
+    host = ranks_here * (drawn + PROCESS_BYTES)
+    if problem.device == "cpu":
+        return Needs(host + ranks_here * kept + max(ranks_here * shared, alone + whole, judged_bytes(problem)))
+    on_one = -(-ranks_here // gpus_of(ranks_here))
+    return Needs(host, on_one * (kept + shared) + max(alone + whole, judged_bytes(problem)))

@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...comm import LocalGroup, LocalWorld, TransportError
 from ...comm.control import Control, control_of
 from ...ring import Ring, Trace, TraceSpan, ring_attention
-from ..common.launching import Member, member, process_group, started
+from ..common.attention import DTYPES, AttentionConfig
+from ..common.launching import Member, spawn
+from ..common.memory import Needs, needs_of_ranks, refuse_too_large
+from ..common.memory_table import OURS, candidate_bytes
 from ..common.provenance import provenance
-from ..links.runs import device_of
-from ..ring.candidates import DTYPES, Problem, Tensors
 from .events import Event, Timeline
+
+Tensors = tuple[Tensor, ...]
 
 ROUNDS = 16  # of questions to rank 0; the fastest counts
 PATIENCE = 60.0  # seconds for one of them
@@ -114,37 +118,26 @@ def _event(rank: int, shift: float, span: TraceSpan) -> Event:
 # one forward and backward
 
 
-def measured(place: Member | None, problem: Problem, device: torch.device, repeats: int) -> Timeline | None:
+def measured(place: Member | None, problem: AttentionConfig, device: torch.device, repeats: int) -> Timeline | None:
     """The timeline, on rank 0, of the launcher's ranks, of virtual ranks of a GPU, or of new processes of the CPU."""
-    if place is not None:
-        return in_a_group(place, problem, repeats)
-    if device.type == "cuda":
+    if place is None and device.type == "cuda":
         return virtual(problem, device, repeats)
-    return started(problem.world, spawned, problem, repeats)
+    return spawn(problem.world, measure, problem, repeats, device=problem.device)
 
 
-def spawned(store: str, problem: Problem, repeats: int) -> Timeline | None:
-    """The entry of the processes that the command starts itself: on the CPU."""
-    place = member()
-    assert place is not None
-    return in_a_group(place, problem, repeats, store)
-
-
-def in_a_group(place: Member, problem: Problem, repeats: int, store: str | None = None) -> Timeline | None:
+def measure(place: Member, device: torch.device, problem: AttentionConfig, repeats: int) -> Timeline | None:
     """One rank of a process group."""
     torch.set_num_threads(problem.threads)
-    device = device_of(place, problem.device)
-    with process_group(place, store, device=device):
-        return recorded(problem, None, device, repeats)
+    return recorded(problem, None, device, repeats)
 
 
-def virtual(problem: Problem, device: torch.device, repeats: int) -> Timeline | None:
+def virtual(problem: AttentionConfig, device: torch.device, repeats: int) -> Timeline | None:
     """Virtual ranks that share one device."""
     with LocalWorld(problem.world, device=device) as world:
         return world.run(lambda group: recorded(problem, group, device, repeats))[0]
 
 
-def recorded(problem: Problem, group: LocalGroup | None, device: torch.device, repeats: int) -> Timeline | None:
+def recorded(problem: AttentionConfig, group: LocalGroup | None, device: torch.device, repeats: int) -> Timeline | None:
     """The median of ``repeats`` runs by length, after one that is not recorded; on rank 0."""
     with Ring(group) as ring:
         shards = _shards(problem, ring.rank, device)
@@ -155,7 +148,9 @@ def recorded(problem: Problem, group: LocalGroup | None, device: torch.device, r
     return recordings[len(recordings) // 2] if recordings else None
 
 
-def _run(problem: Problem, ring: Ring, shards: Tensors, device: torch.device, about: dict[str, Any]) -> Timeline | None:
+def _run(
+    problem: AttentionConfig, ring: Ring, shards: Tensors, device: torch.device, about: dict[str, Any]
+) -> Timeline | None:
     with ring.record() as trace:
         _together(ring)
         _step(problem, ring, shards)
@@ -171,7 +166,7 @@ def _together(ring: Ring) -> None:
         dist.barrier(ring.group)
 
 
-def _shards(problem: Problem, rank: int, device: torch.device) -> Tensors:
+def _shards(problem: AttentionConfig, rank: int, device: torch.device) -> Tensors:
     """q, k, v and dout of a rank, drawn by itself."""
     draw = torch.Generator().manual_seed(problem.seed + rank)
     heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
@@ -179,7 +174,7 @@ def _shards(problem: Problem, rank: int, device: torch.device) -> Tensors:
     return tuple(torch.randn(shape, generator=draw).to(device, DTYPES[problem.dtype]) for shape in shapes)
 
 
-def _step(problem: Problem, ring: Ring, shards: Tensors) -> None:
+def _step(problem: AttentionConfig, ring: Ring, shards: Tensors) -> None:
     """Forward and backward, over when it returns."""
     *inputs, dout = shards
     leaves = [x.detach().requires_grad_() for x in inputs]
@@ -191,3 +186,15 @@ def _step(problem: Problem, ring: Ring, shards: Tensors) -> None:
 def device_title(device: torch.device) -> str:
     """The GPU's name, or CPU."""
     return "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def check_room(problem: AttentionConfig, device: torch.device, place: Member | None) -> None:
+    """Refuse what does not fit this machine's free memory, with the length that does: typer.BadParameter."""
+
+    def needed(tokens: int) -> Needs:
+        each = candidate_bytes(OURS, replace(problem, seqlen=tokens))
+        if place is None and device.type == "cuda":
+            return Needs(0, problem.world * each)  # virtual ranks of this process
+        return needs_of_ranks(each, device, problem.world if place is None else place.local_world)
+
+    refuse_too_large("--seqlen", problem.seqlen, needed, device, unit=f"tokens over {problem.world} ranks")

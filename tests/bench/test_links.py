@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
-from ringattn.bench.common import timing
+from ringattn.bench.common import flags
 from ringattn.bench.common.result import Result, read
 from ringattn.bench.links import command as links
 from ringattn.bench.links import runs
@@ -180,7 +180,7 @@ def test_timers_of_a_gpu_time_its_transfers(timer: str, graphs: int, monkeypatch
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: log.append("replay")))
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(runs, "timer_on", lambda kind, timer: timing.timer_on("cuda", timer))
+    monkeypatch.setattr(runs, "timer_on", lambda kind, timer: flags.timer_on("cuda", timer))
     config = LinksConfig(("local",), sizes=(8,), iters=4, warmup=1, checks=0, timer=timer, graphs=graphs)
     (row,) = measured(LocalTransport(solo_group(), CPU), Limits(), config, CPU)
     captured = ["capture", *["post"] * 4, "captured"] if graphs else []
@@ -291,12 +291,12 @@ GPU_FLAGS = "has no say on the CPU: leave it out"
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("given", "message"),
     [
         (["-G", "1"], f"--cudagraph {GPU_FLAGS}"),
         (["--channels", "4"], f"--channels {GPU_FLAGS}"),
         (["--ctas", "auto", "--transport", "process_group"], f"--ctas {GPU_FLAGS}"),
-        (["--timer", "graph"], "--timer: timer is 'graph': on cpu it must be one of clock"),
+        (["--timer", "graph"], "--timer is 'graph': on cpu it must be one of clock"),
         (["-f", "2", "-i", "8"], "not by both"),
         (["-f", "1"], "a factor of at least 2"),
         (["-b", "2k", "-e", "1k"], "sizes run from -b"),
@@ -310,14 +310,14 @@ GPU_FLAGS = "has no say on the CPU: leave it out"
         (["--beside", "sleep"], "forward, matmul or none"),
     ],
 )
-def test_refused_flags(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_flags(given: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    ran = CliRunner().invoke(links.app, flags, env=WIDE)
+    ran = CliRunner().invoke(links.app, given, env=WIDE)
     assert ran.exit_code == 2 and message in ran.output, ran.output
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("given", "message"),
     [
         (["--ctas", "4", "--transport", "process_group"], "--ctas has no say without nccl among --transport"),
         (["-G", "3", "--timer", "clock"], "--timer is 'clock', and -G is 3, which is --timer graph: leave one out"),
@@ -325,16 +325,16 @@ def test_refused_flags(flags: list[str], message: str, monkeypatch: pytest.Monke
         (["-G", "1", "--transport", "copy_engine"], "cannot be with --transport copy_engine: its ready flags"),
     ],
 )
-def test_refused_flags_on_a_gpu(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_flags_on_a_gpu(given: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    ran = CliRunner().invoke(links.app, flags, env=WIDE)
+    ran = CliRunner().invoke(links.app, given, env=WIDE)
     assert ran.exit_code == 2 and message in ran.output, ran.output
 
 
 def test_default_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[LinksConfig] = []
 
-    def everywhere(place: None, ranks: int, config: LinksConfig) -> Result:
+    def everywhere(ranks: int, config: LinksConfig) -> Result:
         configs.append(config)
         return result()
 
@@ -366,20 +366,13 @@ def test_timers(device: str, timer: str, graphs: int, taken: tuple[str, int]) ->
     assert links.timer_of(device, timer, graphs) == taken
 
 
-def test_fewer_gpus_than_ranks_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = SimpleNamespace(local_rank=3)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert runs.device_of(place, "cuda") == torch.device("cuda", 1)  # type: ignore[arg-type]
-    assert runs.device_of(place, "cpu") == CPU  # type: ignore[arg-type]
-
-
 # the command
 
 
 def test_links_of_real_processes(tmp_path: Path) -> None:
     target, rows = tmp_path / "l.json", tmp_path / "l.csv"
-    flags = ["-b", "1k", "-e", "4k", "-f", "4", "-n", "2", "-w", "1", "--transport", "process_group,local"]
-    ran = CliRunner().invoke(cli.app, ["bench", "links", *flags, "--json", str(target), "--csv", str(rows)])
+    asked = ["-b", "1k", "-e", "4k", "-f", "4", "-n", "2", "-w", "1", "--transport", "process_group,local"]
+    ran = CliRunner().invoke(cli.app, ["bench", "links", *asked, "--json", str(target), "--csv", str(rows)])
     assert ran.exit_code == 0, ran.output
     assert max(map(len, ran.stdout.splitlines()[:17])) <= 80
     assert ran.stdout.splitlines()[-1].startswith("best: process_group, ")
@@ -403,10 +396,10 @@ def test_links_of_real_processes(tmp_path: Path) -> None:
     ],
 )
 def test_failures(part: Result | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def started(world: int, entry: object, config: LinksConfig) -> Result:
+    def between(world: int, config: LinksConfig, transports: object) -> Result:
         return part or runs.of_group(solo_group(), config, CPU)
 
-    monkeypatch.setattr(links, "started", started)
-    flags = ["--transport", "process_group", "--device", "cpu", "--json", "-"]
-    ran = CliRunner().invoke(cli.app, ["bench", "links", *flags], env=WIDE)
+    monkeypatch.setattr(runs, "between_processes", between)
+    asked = ["--transport", "process_group", "--device", "cpu", "--json", "-"]
+    ran = CliRunner().invoke(cli.app, ["bench", "links", *asked], env=WIDE)
     assert ran.exit_code == 1 and any(message in text for text in json.loads(ran.stdout)["failed"]), ran.output

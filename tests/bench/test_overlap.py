@@ -21,7 +21,8 @@ from ringattn import LocalWorld, Ring, ring_attention
 from ringattn.bench import cli
 from ringattn.bench import host as host_time
 from ringattn.bench import memory as memory_bench
-from ringattn.bench.common.launching import launch
+from ringattn.bench.common.attention import AttentionConfig
+from ringattn.bench.common.launching import spawn
 from ringattn.bench.common.result import Result, read
 from ringattn.bench.common.timing import Clock, Samples
 from ringattn.bench.overlap import command as overlap
@@ -42,7 +43,6 @@ from ringattn.bench.overlap.runs import (
     step_of,
     verdict,
 )
-from ringattn.bench.ring.candidates import Problem
 from ringattn.comm import LocalGroup, LocalTransport, NcclTransport
 from ringattn.kernels import FULL
 from ringattn.kernels.device.forward import forward_kernel
@@ -120,7 +120,7 @@ def test_verdict_on_the_third_buffer(two: dict[int, float], three: dict[int, flo
 # what runs
 
 
-SMALL = Problem(3 * 24, 3, heads=4, kv_heads=2, head_dim=16, causal=True, layout="zigzag", transport="local")
+SMALL = AttentionConfig(3 * 24, 3, heads=4, kv_heads=2, head_dim=16, causal=True, layout="zigzag", transport="local")
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -275,7 +275,7 @@ def measured(config: OverlapConfig, seconds: float) -> list[Any]:
     """Rows of rings with prefetch 1 and 0; measured anew, for a while, where the machine may have been too busy."""
     ends = time.monotonic() + seconds
     while True:
-        result: Result = launch(2, runs.spawned, config)
+        result: Result = spawn(2, runs.measure, config)
         print(result.text(300))
         ahead, blocking = (row for row in result.rows if row["phase"] == STEP)
         assert (ahead["prefetch"], blocking["prefetch"]) == (1, 0)
@@ -289,7 +289,9 @@ def measured(config: OverlapConfig, seconds: float) -> list[Any]:
 def test_a_ring_hides_what_a_blocking_one_shows(tokens: int, repeats: int, seconds: int) -> None:
     """Communication alone is 0.8 of compute: a step takes the larger, a chunk and 5%; with prefetch 0 it does not."""
     # four query heads to a key head: the fewer bytes, the less of a core the network of the host itself takes
-    problem = Problem(2 * tokens, 2, heads=16, kv_heads=4, causal=False, layout="contiguous", transport="process_group")
+    problem = AttentionConfig(
+        2 * tokens, 2, heads=16, kv_heads=4, causal=False, layout="contiguous", transport="process_group"
+    )
     config = OverlapConfig(problem, slots=(2,), prefetch=(1, 0), chunks=(2,), repeats=repeats)
     ahead, blocking = measured(config, seconds)
     assert ahead["within bound"], ahead

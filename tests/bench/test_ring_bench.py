@@ -17,12 +17,13 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
-from ringattn.bench.common.launching import Member, launch, started
-from ringattn.bench.common.memory_room import Needs
+from ringattn.bench.common import memory_table
+from ringattn.bench.common.attention import AttentionConfig
+from ringattn.bench.common.launching import Member, spawn
+from ringattn.bench.common.memory_table import candidate_bytes
 from ringattn.bench.common.result import Result, read
 from ringattn.bench.ring import candidates, runs
 from ringattn.bench.ring import command as ring_bench
-from ringattn.bench.ring import memory as ring_memory
 from ringattn.bench.ring.candidates import (
     ALL_GATHER,
     BASELINE,
@@ -32,12 +33,11 @@ from ringattn.bench.ring.candidates import (
     ULYSSES,
     WHOLE,
     Candidate,
-    Problem,
     Refused,
     Setting,
     sdpa,
 )
-from ringattn.bench.ring.runs import RingConfig, Row, best, crossovers, gathered, spawned
+from ringattn.bench.ring.runs import RingConfig, Row, best, crossovers, gathered, measure
 from ringattn.comm import LocalGroup, LocalWorld
 from ringattn.ring import Ring, ring_attention
 
@@ -97,8 +97,8 @@ def test_everyone_agrees_in_real_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_peer_with_another_order_of_heads_is_right(causal: bool) -> None:
     """Its out and dq; its dk and dv are wrong on the CPU with one head of queries to each of K/V, too."""
-    problem = Problem(64, 2, heads=6, kv_heads=2, head_dim=16, causal=causal)
-    found = launch(2, spawned, RingConfig((problem,), ("zigzag",), 1, (LUCIDRAINS,)))
+    problem = AttentionConfig(64, 2, heads=6, kv_heads=2, head_dim=16, causal=causal)
+    found = spawn(2, measure, RingConfig((problem,), ("zigzag",), 1, (LUCIDRAINS,)))
     assert not {"out", "dq"} & {*by_name(found)[LUCIDRAINS]["disagrees"].split(", ")} and not found.failed
 
 
@@ -112,7 +112,7 @@ def test_heads_of_who_repeats_all_of_k_and_v(heads: int, kv_heads: int) -> None:
 
 def test_shards_have_the_heads_in_the_candidates_order_and_results_in_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", lambda _: None)
-    problem = Problem(4, 1, heads=6, kv_heads=2, head_dim=8)
+    problem = AttentionConfig(4, 1, heads=6, kv_heads=2, head_dim=8)
     tensors, positions = problem.tensors(), torch.tensor([2, 0, 3, 1])
     one = Candidate("", positions, lambda q, k, v: q, query_heads=candidates.repeated_heads(6, 2))
     q, k, v, dout = one.shards(tensors, CPU)
@@ -124,31 +124,31 @@ def test_shards_have_the_heads_in_the_candidates_order_and_results_in_ours(monke
 
 @pytest.mark.nightly
 def test_three_ranks_and_a_full_mask() -> None:
-    problem = Problem(3 * 2 * 40, 3, heads=3, kv_heads=3, head_dim=16, causal=False, layout="contiguous")
-    found = launch(3, spawned, RingConfig((problem,), ("contiguous", "striped"), 1))
+    problem = AttentionConfig(3 * 2 * 40, 3, heads=3, kv_heads=3, head_dim=16, causal=False, layout="contiguous")
+    found = spawn(3, measure, RingConfig((problem,), ("contiguous", "striped"), 1))
     assert not found.failed and {BASELINE, ALL_GATHER, ULYSSES} <= set(by_name(found))
 
 
 UNCOUNTED = 0.05  # of 90 to 105 MB: an operator's scratch per thread, gloo's buffers, lse; pieces of half a shard
 
 
-def spared(kind: str, problem: Problem) -> int:
+def spared(kind: str, problem: AttentionConfig) -> int:
     """What a count has for other worlds and dtypes, and two ranks in fp32 do not take."""
-    rows, n = ring_memory.rows_of(problem), ring_memory.tokens_per_rank(problem)
+    (q, k), n = memory_table.elements(problem), memory_table.shard(problem)
     return n * {
         # the second pair of K/V buffers has no third rank's shard to hold; the running dQ is the result
-        BASELINE: 2 * rows.keys * rows.item + rows.queries * 4,
+        BASELINE: 2 * k * 4 + q * 4,
         # gradients by heads are the fp32 sums themselves, and dout by heads is gone when they travel
-        ULYSSES: 2 * rows.queries * rows.item,
+        ULYSSES: 2 * q * 4,
     }.get(kind, 0)
 
 
 @pytest.mark.nightly
 def test_memory_is_what_was_counted() -> None:
     """Where tensors are much larger than what a process takes anyway: neither less nor more than the count."""
-    problem = Problem(2 * 4096, 2, heads=8, kv_heads=4, head_dim=64)
+    problem = AttentionConfig(2 * 4096, 2, heads=8, kv_heads=4, head_dim=64)
     kinds = (OURS, BASELINE, ALL_GATHER, ULYSSES)
-    rows = by_name(launch(2, spawned, RingConfig((problem,), ("zigzag",), 1, kinds)))
+    rows = by_name(spawn(2, measure, RingConfig((problem,), ("zigzag",), 1, kinds)))
     assert len(rows) == 1 + len(kinds)
     for name, row in rows.items():
         counted = row["counted peak"] * 1e6
@@ -167,7 +167,7 @@ def test_memory_is_what_was_counted() -> None:
 )
 def test_a_rank_that_dies_ends_it(entry: Any, message: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
-        started(2, entry, RingConfig((Problem(64, 2, heads=2, kv_heads=2, head_dim=16),), ("zigzag",), 1))
+        spawn(2, entry, RingConfig((AttentionConfig(64, 2, heads=2, kv_heads=2, head_dim=16),), ("zigzag",), 1))
     assert ended.value.exit_code == 1
     assert message in capfd.readouterr().err
 
@@ -187,9 +187,7 @@ def rows(tokens: int = 1024, world: int = 2, **seconds: float) -> list[Row]:
         # log 0.5 : log 2.5 of the way from 1k to 4k, against the best of ours
         (
             [*rows(1024, gather=0.25), *rows(4096, gather=1.0, striped=0.4)],
-            [
-                "all-gather is faster up to about 1,860 tokens, measured 1k to 4k: 0.50 times the ring's time at 1k, 2.50 "
-            ],
+            ["all-gather is faster up to about 1,860 tokens, measured 1k to 4k: 0.50 times the ring's time at 1k"],
         ),
         (
             [*rows(1024, heads=0.6), *rows(4096, heads=0.7)],
@@ -207,14 +205,14 @@ def test_crossovers(found: list[Row], texts: list[str]) -> None:
 
 def test_best_of_the_largest_problem() -> None:
     found = [{**row, "of ideal": 80.0} for row in [*rows(1024, heads=0.1), *rows(4096, heads=0.6, striped=0.45)]]
-    assert best(found) == "best: ringattn striped, 2 ranks, 4k tokens: 450 ms, 80.0% of ideal"
+    assert best(found) == ["best: ringattn striped, 2 ranks, 4k tokens: 450 ms, 80.0% of ideal"]
 
 
 @pytest.mark.usefixtures("rank_zero")
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that returns a wrong dk, on rank 0 of one rank."""
-    problem = Problem(16, 1, heads=2, kv_heads=2, head_dim=8)
+    problem = AttentionConfig(16, 1, heads=2, kv_heads=2, head_dim=8)
 
     def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(q, k + k.detach(), v, causal=True)
@@ -238,7 +236,7 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_noted(trusted: bool, monkeypatch
 # candidates
 
 
-def setting(problem: Problem, device: str = "cpu", shared: bool = False) -> Setting:
+def setting(problem: AttentionConfig, device: str = "cpu", shared: bool = False) -> Setting:
     def ring() -> Ring:
         raise AssertionError
 
@@ -254,21 +252,26 @@ def rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("make", "problem", "device", "message"),
     [
-        (candidates.ulysses, Problem(64, 3, heads=8, kv_heads=8), "cpu", "heads is 8: 3 ranks need a multiple of 3"),
-        (candidates.ulysses, Problem(64, 4, heads=8, kv_heads=2), "cpu", "kv_heads is 2"),
-        (candidates.all_gather, Problem(65, 2), "cpu", "65 tokens"),
-        (candidates.baseline_ring, Problem(66, 2), "cpu", "66 tokens"),
-        (candidates.baseline_ring, Problem(64, 2), "cuda", "CPU's operator"),
-        (candidates.all_cores, Problem(64, 2, threads=10**6), "cpu", "no more than"),
-        (candidates.context_parallel, Problem(64, 2), "cpu", "needs a GPU"),
-        (candidates.zhuzilin, Problem(64, 2), "cpu", "needs a GPU"),
-        (candidates.zhuzilin, Problem(64, 2), "cuda", "takes float16 and bfloat16"),
-        (candidates.zhuzilin, Problem(64, 2, dtype="bfloat16"), "cuda", "is not installed"),
-        (candidates.yunchang, Problem(64, 2, dtype="bfloat16"), "cuda", "is not installed"),
-        (candidates.context_parallel, Problem(64, 2, kv_heads=2), "cuda", "as many heads"),
+        (
+            candidates.ulysses,
+            AttentionConfig(64, 3, heads=8, kv_heads=8),
+            "cpu",
+            "heads is 8: 3 ranks need a",
+        ),
+        (candidates.ulysses, AttentionConfig(64, 4, heads=8, kv_heads=2), "cpu", "kv_heads is 2"),
+        (candidates.all_gather, AttentionConfig(65, 2), "cpu", "65 tokens"),
+        (candidates.baseline_ring, AttentionConfig(66, 2), "cpu", "66 tokens"),
+        (candidates.baseline_ring, AttentionConfig(64, 2), "cuda", "CPU's operator"),
+        (candidates.all_cores, AttentionConfig(64, 2, threads=10**6), "cpu", "no more than"),
+        (candidates.context_parallel, AttentionConfig(64, 2), "cpu", "needs a GPU"),
+        (candidates.zhuzilin, AttentionConfig(64, 2), "cpu", "needs a GPU"),
+        (candidates.zhuzilin, AttentionConfig(64, 2), "cuda", "takes float16 and bfloat16"),
+        (candidates.zhuzilin, AttentionConfig(64, 2, dtype="bfloat16"), "cuda", "is not installed"),
+        (candidates.yunchang, AttentionConfig(64, 2, dtype="bfloat16"), "cuda", "is not installed"),
+        (candidates.context_parallel, AttentionConfig(64, 2, kv_heads=2), "cuda", "as many heads"),
     ],
 )
-def test_refused_candidates(make: Any, problem: Problem, device: str, message: str) -> None:
+def test_refused_candidates(make: Any, problem: AttentionConfig, device: str, message: str) -> None:
     with pytest.raises(Refused, match=message):
         make(setting(problem, device))
 
@@ -277,7 +280,7 @@ def test_refused_candidates(make: Any, problem: Problem, device: str, message: s
 def test_collectives_are_refused_where_ranks_share_a_gpu() -> None:
     for make in (candidates.all_gather, candidates.ulysses):
         with pytest.raises(Refused, match="one rank per GPU"):
-            make(setting(Problem(64, 2), "cuda", shared=True))
+            make(setting(AttentionConfig(64, 2), "cuda", shared=True))
 
 
 def test_names_begin_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,62 +289,48 @@ def test_names_begin_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     names = [WHOLE, f"{OURS} zigzag", ALL_GATHER]
     monkeypatch.setattr(candidates, "makers", lambda layouts: dict.fromkeys(names, make))
-    assert list(candidates.candidates(setting(Problem(8, 2)), ("ring",))[0]) == names[:2]
-    assert list(candidates.candidates(setting(Problem(8, 2)))[0]) == names
+    assert list(candidates.candidates(setting(AttentionConfig(8, 2)), ("ring",))[0]) == names[:2]
+    assert list(candidates.candidates(setting(AttentionConfig(8, 2)))[0]) == names
 
 
 # memory
 
 
-def test_what_does_not_fit_is_refused_with_what_does() -> None:
-    def needed(problem: Problem) -> Needs:
-        return Needs(problem.seqlen * 1000, problem.seqlen * 10)
-
-    problem = Problem(100 * 1024, 2)
-    assert ring_memory.refusal(problem, Needs(120_000_000, 10**9), needed) is None
-    why = ring_memory.refusal(problem, Needs(50_000_000, 10**9), needed)
-    assert why is not None and "43k fits" in why and "0.1 GB of memory" in why  # nine tenths of 50 MB
-    assert "GPU memory" in str(ring_memory.refusal(problem, Needs(10**12, 100_000), needed))
-    assert "not even 1k fits" in str(ring_memory.refusal(problem, Needs(1000), needed))
-
-
 def test_counted_bytes() -> None:
     """By hand, of B1 H2/1 D4 fp32, 8 tokens over 2 ranks: a query tensor's row is 32 bytes, a key tensor's 16."""
-    problem = Problem(8, 2, heads=2, kv_heads=1, head_dim=4)
+    problem = AttentionConfig(8, 2, heads=2, kv_heads=1, head_dim=4)
     both = 4 * 2 * 2 * (32 + 16)  # of 4 tokens: q, k, v, dout, and as much of results
-    assert ring_memory.of_ours(problem) == both + 4 * (3 * 2 * 16 + 2 * 2 * 16 + 32 + 16)
-    assert ring_memory.of_all_gather(problem) == both + 4 * 32 + 8 * (2 * 16 + 3 * 16)
-    assert ring_memory.of_whole(problem) == 2 * both + 8 * 2 * 4  # lse
-    assert ring_memory.of_whole(replace(problem, device="cuda")) == 2 * both + 8 * (2 * 4 + 32)
+    assert candidate_bytes(OURS, problem) == both + 4 * (3 * 2 * 16 + 2 * 2 * 16 + 32 + 16)
+    assert candidate_bytes(ALL_GATHER, problem) == both + 4 * 32 + 8 * (2 * 16 + 3 * 16)
+    assert candidate_bytes(WHOLE, problem) == 2 * both + 8 * 2 * 4  # lse
+    assert candidate_bytes(WHOLE, replace(problem, device="cuda")) == 2 * both + 8 * (2 * 4 + 32)
     grown = replace(problem, seqlen=16, world=4)
-    assert ring_memory.of_ours(grown) == ring_memory.of_ours(problem)  # constant in the number of ranks
-    assert ring_memory.of_all_gather(grown) > ring_memory.of_all_gather(problem)
-    assert ring_memory.peak("somebody else's", problem) == ring_memory.of_baseline_ring(problem)
+    assert candidate_bytes(OURS, grown) == candidate_bytes(OURS, problem)  # constant in the number of ranks
+    assert candidate_bytes(ALL_GATHER, grown) > candidate_bytes(ALL_GATHER, problem)
+    assert candidate_bytes("somebody else's", problem) == candidate_bytes(BASELINE, problem)
 
 
 def test_needs_grow_with_ranks_and_length() -> None:
-    problem = Problem(1 << 16, 2)
-    few = ring_memory.needs(problem, ["zigzag"], [WHOLE, OURS], 2, 1)
-    assert few.gpu == 0 and ring_memory.needs(problem, ["zigzag"], [WHOLE, OURS], 4, 1).host > few.host
-    assert (
-        ring_memory.needs(replace(problem, seqlen=1 << 17), ["zigzag"], [WHOLE, OURS], 2, 1).host > 1.8 * few.host - 1e9
-    )
-    on_gpu = ring_memory.needs(replace(problem, device="cuda"), ["zigzag"], [WHOLE, OURS], 2, 1)
+    problem = AttentionConfig(1 << 16, 2)
+    few = runs.needs(problem, ["zigzag"], [WHOLE, OURS], 2)
+    assert few.gpu == 0 and runs.needs(problem, ["zigzag"], [WHOLE, OURS], 4).host > few.host
+    longer = runs.needs(replace(problem, seqlen=1 << 17), ["zigzag"], [WHOLE, OURS], 2)
+    assert longer.host > 1.8 * few.host - 1e9
+    on_gpu = runs.needs(replace(problem, device="cuda"), ["zigzag"], [WHOLE, OURS], 2)
     assert on_gpu.gpu > 0 and on_gpu.host < few.host
 
 
-@pytest.mark.parametrize(("device", "sharing"), [("cpu", 1), ("cuda", 2)])
-def test_the_rings_of_all_layouts_keep_their_slots(device: str, sharing: int) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_rings_of_all_layouts_keep_their_slots(device: str) -> None:
     """What rings hold between calls, counted on rings that ran; each layout more than the first adds that much."""
     layouts = ["zigzag", "contiguous", "striped"]
-    problem = Problem(2 * 512, 2, heads=4, kv_heads=2, head_dim=16, device=device)
+    problem = AttentionConfig(2 * 512, 2, heads=4, kv_heads=2, head_dim=16, device=device)
 
     def held(group: LocalGroup) -> int:
         with ExitStack() as opened:
             rings = [opened.enter_context(Ring(group)) for _ in layouts]
             for ring, layout in zip(rings, layouts, strict=True):
-                drawn = [torch.randn(1, 512, heads, 16) for heads in (4, 2, 2)]
-                leaves = [x.requires_grad_() for x in drawn]
+                leaves = [torch.randn(1, 512, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
                 out = ring_attention(*leaves, layout=problem.named(layout), ring=ring, causal=True)
                 assert isinstance(out, torch.Tensor)
                 out.sum().backward()
@@ -350,17 +339,16 @@ def test_the_rings_of_all_layouts_keep_their_slots(device: str, sharing: int) ->
 
     with LocalWorld(2) as world:
         (there, _) = world.run(held)
-    assert there == 3 * ring_memory.slots_of(problem)
+    slots = memory_table.ring_slots(problem)
+    assert there == 3 * slots
 
     def needed(names: Sequence[str], *kinds: str) -> int:
-        found = ring_memory.needs(problem, names, kinds, 2, sharing)
-        return found.gpu if device == "cuda" else found.host
+        both = runs.needs(problem, names, kinds, 2)  # of two ranks, which share a GPU
+        return both.gpu if device == "cuda" else both.host
 
-    shards = 2 * 512 * ring_memory.rows_of(problem).inputs  # a copy of them on both ranks
-    for kinds in ((OURS,), (OURS, ALL_GATHER)):
-        more = needed(layouts, *kinds) - needed(layouts[:1], *kinds)
-        assert more == 2 * shards + 2 * 2 * ring_memory.slots_of(problem)
-    assert needed(layouts, ALL_GATHER) - needed(layouts[:1], ALL_GATHER) == 2 * shards
+    shards = 2 * 512 * memory_table.inputs(problem)  # a copy of them on both ranks
+    for kinds, more in (((OURS,), 4 * slots), ((OURS, ALL_GATHER), 4 * slots), ((ALL_GATHER,), 0)):
+        assert needed(layouts, *kinds) - needed(layouts[:1], *kinds) == 2 * shards + more
 
 
 @pytest.mark.parametrize(
