@@ -20,10 +20,8 @@ from ..timeline.events import SCHEMA as TIMELINE
 from ..timeline.events import Timeline, from_chrome
 
 PUT_ASIDE = "results_"  # of earlier code or of another machine: the suite puts them aside under such a name
-BENCHES = {
-    f"ringattn bench {kind} 1": kind for kind in ("links", "overlap", "ring", "memory", "kernels", "host", "timeline")
-}
-BENCHES |= {"ringattn bench ring 2": "ring", PREDICTED: "predicted"}
+BENCHES = {f"ringattn bench {kind} 1": kind for kind in ("links", "overlap", "memory", "kernels", "host", "timeline")}
+BENCHES |= {PREDICTED: "predicted"}
 """What single benches write, by schema."""
 OTHERS = (PREDICTION, MAP, TUNE, DOCTOR)
 """What our other commands write: nothing is wrong with such a file, and there is no view for it."""

@@ -16,14 +16,12 @@ from ..links.runs import REGISTERED
 from ..memory import ALLOWED_SPREAD
 from ..predict.rows import ALLOWED, Row
 from ..ring.candidates import OURS
-from ..ring.rows import absences, crossovers, from_json, rows_of
 from .reading import Bench
 from .rows import (
     Table,
     cell,
     finite,
     labels_of,
-    layout_of,
     mapping_of,
     mappings_of,
     median,
@@ -74,43 +72,6 @@ def failures(bench: Bench) -> list[str]:
 
 def _one(rows: Callable[[Data], Rows]) -> Callable[[str, Data], list[Table | None]]:
     return lambda caption, data: [table(caption, rows(data))]
-
-
-def _ring_tables(caption: str, data: Data) -> list[Table | None]:
-    """The columns of the bench itself; what every result errs by, in a table of its own, for paper is not wider."""
-    times: Rows = []
-    results: Rows = []
-    for report, run in zip(from_json(data), ring_runs(data), strict=True):
-        told = {str(one.get("name")): one for one in mappings_of(run.get("candidates"))}
-        for row, (name, one) in zip(rows_of(report), report.found.items(), strict=True):
-            who = {"layout": layout_of(run, told[name]), "by": row.pop("")}
-            who = {"world": row.pop("world"), "tokens": row.pop("tokens"), **who}
-            agrees = cell(row.pop("agrees"), wrong=bool(one.disagrees))
-            del row["error"]  # the largest of the results'
-            counted = told[name].get("counted_bytes")
-            more = {
-                "compute ms": None if one.compute is None else one.compute * 1e3,
-                "counted MB": counted / 1e6 if finite(counted) else None,
-            }
-            times.append({**who, **row, **more})
-            errors = {f"error of {result}": error for result, error in one.errors.items()}
-            results.append({**who, **errors, "agrees": agrees})
-    return [table(caption, times), table(f"{caption}, errors against float64", results)]
-
-
-def _ring_words(data: Data) -> Iterator[str]:
-    reports = from_json(data)
-    yield from map(str, crossovers(reports))
-    yield from absences(reports)
-
-
-def _ring_failures(data: Data) -> Iterator[str]:
-    for report in from_json(data):
-        for name, one in report.found.items():
-            if one.disagrees and one.trusted:
-                results = ", ".join(one.disagrees)
-                where = f"{report.problem.world} ranks, {report.problem.seqlen} tokens"
-                yield f"{name}, {where}: {results} differ from PyTorch's by more than rounding"
 
 
 def _links_tables(caption: str, data: Data) -> list[Table | None]:
@@ -256,7 +217,6 @@ def _checked(data: Data) -> list[Row]:
 VIEWS = {
     "links": View("links", _links_tables, _links_failures, _links_words),
     "overlap": View("rows", _one(_overlap_rows), words=_overlap_words),
-    "ring": View("measurements", _ring_tables, _ring_failures, _ring_words),
     "memory": View("worlds", _one(_memory_rows), _memory_failures, _memory_words),
     "kernels": View("numbers", _kernels_tables, _kernels_failures),
     "host": View("rows", _one(_host_rows), _host_failures),

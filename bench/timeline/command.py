@@ -27,11 +27,12 @@ from ..common.flags import (
     kv_heads_of,
     size,
 )
-from ..common.launching import cores, member, world_of
+from ..common.launching import Member, cores, member, world_of
 from ..common.output import check_targets, prints, write_json
 from ..common.result import Result, finish
 
 if TYPE_CHECKING:
+    from ..common.attention import AttentionConfig
     from .events import Timeline
 
 DEFAULT_WORLD = 2
@@ -111,7 +112,6 @@ def timeline(
     """
     from ..common.attention import AttentionConfig
     from .events import as_chrome
-    from .runs import check_room, measured
 
     check_needs(context, {"predicted": "out"})
     place, ranks = member(), world_of(member(), world, DEFAULT_WORLD)
@@ -124,9 +124,7 @@ def timeline(
     )  # fmt: skip
     below = None if predicted is None else prediction_of(predicted, asdict(problem))
     check_targets(trace, out)
-    where = device_here(device) if place is None else place.shared_device(device)
-    check_room(problem, where, place)
-    recorded = measured(place, problem, where, repeats)
+    recorded = measured(place, problem, repeats)
     if recorded is None or not prints():
         return
     if trace is not None:
@@ -136,6 +134,15 @@ def timeline(
 
         save([recorded] if below is None else [recorded, below], out)
     finish(result_of(recorded), json, csv)
+
+
+def measured(place: Member | None, problem: AttentionConfig, repeats: int) -> Timeline | None:
+    """The timeline, on rank 0; with the error of a rank that fails, and exit code 1."""
+    from . import runs
+
+    device = device_here(problem.device) if place is None else place.shared_device(problem.device)
+    runs.check_room(problem, device, place)
+    return runs.measured(place, problem, device, repeats)
 
 
 def result_of(timeline: Timeline) -> Result:

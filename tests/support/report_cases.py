@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 from ringattn.bench.common.attention import AttentionConfig
-from ringattn.bench.common.timing import Samples
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.timelines import said
 from ringattn.bench.ring.candidates import OURS, WHOLE
-from ringattn.bench.ring.rows import as_json
-from ringattn.bench.ring.runs import Report, Result
 from ringattn.bench.timeline.events import Event, Timeline, as_chrome
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)> javascript:alert(3) $\\frac{ {{ 7*7 }} --> ]]> & é"
@@ -33,22 +29,6 @@ PROVENANCE = {
 
 def number(name: str, value: float | None, unit: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "value": value, "unit": unit, "labels": {}, **more}
-
-
-def ring_report(problem: AttentionConfig = PROBLEM, layouts: Sequence[str] = ("zigzag",)) -> Report:
-    """What `bench ring` knows of a problem: one device in 6 s, every layout in 4, Ulysses in 3."""
-
-    def result(kind: str, seconds: float) -> Result:
-        return Result(kind, Samples((seconds,)), {"out": 1e-6}, [], True, None, None, 1 << 20)
-
-    ours = {f"{OURS} {layout}": result(OURS, 4.0) for layout in layouts}
-    return Report(problem, {WHOLE: result(WHOLE, 6.0), **ours, "Ulysses": result("Ulysses", 3.0)}, {})
-
-
-def rings(worlds: Sequence[int], layouts: Sequence[str]) -> dict[str, Any]:
-    """What `bench ring --json` writes."""
-    made = [ring_report(replace(PROBLEM, world=world), layouts) for world in worlds]
-    return {"schema": "ringattn bench ring 2", "provenance": PROVENANCE, "timer": "", **as_json(made)}
 
 
 def suite() -> dict[str, Any]:
