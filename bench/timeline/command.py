@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -112,6 +111,7 @@ def timeline(
     """
     from ..common.attention import AttentionConfig
     from .events import as_chrome
+    from .runs import call_data
 
     check_needs(context, {"predicted": "out"})
     place, ranks = member(), world_of(member(), world, DEFAULT_WORLD)
@@ -122,7 +122,7 @@ def timeline(
     problem = AttentionConfig(
         seqlen, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout.value, threads, seed, device
     )  # fmt: skip
-    below = None if predicted is None else prediction_of(predicted, asdict(problem))
+    below = None if predicted is None else prediction_of(predicted, call_data(problem))
     check_targets(trace, out)
     recorded = measured(place, problem, repeats)
     if recorded is None or not prints():

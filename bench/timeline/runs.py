@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, astuple, replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,15 +16,16 @@ from torch import Tensor
 from ...comm import LocalGroup, LocalWorld, TransportError
 from ...comm.control import Control, control_of
 from ...ring import Ring, Trace, TraceSpan, ring_attention
-from ..common.attention import DTYPES, AttentionConfig
+from ..common.attention import DTYPES, AttentionConfig, mask_data
 from ..common.launching import Member, spawn
 from ..common.memory import Needs, needs_of_ranks, refuse_too_large
 from ..common.memory_table import OURS, candidate_bytes
 from ..common.provenance import provenance
-from .events import Event, Timeline
+from .events import MACHINE, Event, Timeline
 
 Tensors = tuple[Tensor, ...]
 
+CALL = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "layout", *sorted(MACHINE))
 ROUNDS = 16  # of questions to rank 0; the fastest counts
 PATIENCE = 60.0  # seconds for one of them
 
@@ -142,10 +143,15 @@ def recorded(problem: AttentionConfig, group: LocalGroup | None, device: torch.d
     with Ring(group) as ring:
         shards = _shards(problem, ring.rank, device)
         _step(problem, ring, shards)
-        about = {"call": asdict(problem), "provenance": provenance(device) if ring.rank == 0 else None}
+        about = {"call": call_data(problem), "provenance": provenance(device) if ring.rank == 0 else None}
         runs = [_run(problem, ring, shards, device, about) for _ in range(repeats)]
     recordings = sorted((run for run in runs if run is not None), key=lambda run: run.seconds)
     return recordings[len(recordings) // 2] if recordings else None
+
+
+def call_data(problem: AttentionConfig) -> dict[str, Any]:
+    """What a timeline says of its call: shape, layout and mask, and where it ran."""
+    return {name: getattr(problem, name) for name in CALL} | mask_data(problem.mask)
 
 
 def _run(
