@@ -48,7 +48,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def measure(
-    place: Member, device: torch.device, configs: Sequence[AttentionConfig], form: RingForm, chunks: int
+    place: Member, device: torch.device, configs: Sequence[AttentionConfig], form: RingForm, nodes: int, chunks: int
 ) -> list[list[dict[str, int]]]:
     """One rank: world after world, each a ring of the first ranks; the peaks of all, known to those that took part."""
     import torch.distributed as dist
@@ -64,14 +64,14 @@ def measure(
             if place.rank < config.world:
                 set_num_threads(config.threads)
                 # connections, thread pools, modules that load on first use: there once, however long the shards are
-                peaks(replace(config, seqlen=WARM_TOKENS * config.world), form, chunks, group)
-                mine = peaks(config, form, chunks, group)
+                peaks(replace(config, seqlen=WARM_TOKENS * config.world), form, nodes, chunks, group)
+                mine = peaks(config, form, nodes, chunks, group)
                 found.append(control_of(group).gather(mine, what="the peaks of the ranks"))
             dist.barrier()  # who has no part in it does not compute beside it
     return found
 
 
-def peaks(config: AttentionConfig, form: RingForm, chunks: int, group: Any) -> dict[str, int]:
+def peaks(config: AttentionConfig, form: RingForm, nodes: int, chunks: int, group: Any) -> dict[str, int]:
     """Bytes of a first call, above what was used before its inputs: inputs, slots, saved tensors, everything."""
     import torch
 
@@ -81,7 +81,7 @@ def peaks(config: AttentionConfig, form: RingForm, chunks: int, group: Any) -> d
     from .common.memory import PeakMemory
 
     measured = PeakMemory(torch.device("cpu"))
-    topology = Topology.grid(form.nodes, config.world // form.nodes) if form.nodes > 1 else None
+    topology = Topology.grid(nodes, config.world // nodes) if nodes > 1 else None
     dtypes = {"wire_dtype": form.wire_dtype, "grad_wire_dtype": form.grad_wire_dtype}
     with Ring(group, topology=topology, slots=form.slots, chunks=chunks, **dtypes) as ring:
         shards = [(batch, config.seqlen // config.world, *rest) for batch, _, *rest in config.shapes]
@@ -155,21 +155,23 @@ def memory(
     from .common.memory_table import RingForm
     from .common.provenance import provenance
 
-    form = RingForm(nodes, slots, wire_dtype, grad_wire_dtype)
+    form = RingForm(nodes > 1, slots, wire_dtype, grad_wire_dtype)
     configs = [
         AttentionConfig(world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value)
         for world in worlds
     ]
     check_room(configs, form, place)
     with Console(stderr=True).status("measuring"):
-        found = spawn(max(worlds), measure, configs, form, chunks)
+        found = spawn(max(worlds), measure, configs, form, nodes, chunks)
     if len(found) < len(worlds):
         return  # a rank of the launcher's that the largest ring leaves out, or that is in some rings only
     highest = [max(rank["peak"] for rank in everyone) for everyone in found]
     spread = max(highest) / min(highest) - 1
     title = (
         f"{'causal' if causal else 'full'} forward and backward, B{batch} H{heads}/{kv_heads} D{head_dim} {dtype}, "
-        f"{tokens:,} tokens per rank, {layout.value}, {form}"
+        f"{tokens:,} tokens per rank, {layout.value}, {nodes} nodes, {slots} slots, {chunks} chunks"
+        + f", K/V as {wire_dtype}" * (wire_dtype is not None)
+        + f", dK/dV as {grad_wire_dtype}" * (grad_wire_dtype is not None)
     )
     failed = [f"memory per rank differs by {spread:.1%} between worlds, {ALLOWED_SPREAD:.0%} allowed"]
     finish(

@@ -75,19 +75,10 @@ def inputs(config: AttentionConfig) -> int:
 class RingForm:
     """What one of our rings takes depends on, apart from its attention."""
 
-    nodes: int = 1
+    two_level: bool = False
     slots: int = KV_SLOTS
     wire_dtype: str | None = None
     grad_wire_dtype: str | None = None
-
-    @property
-    def two_level(self) -> bool:
-        return self.nodes > 1
-
-    def __str__(self) -> str:
-        told = [f"{self.nodes} nodes" if self.two_level else "one node", f"{self.slots} slots"]
-        told += [f"K/V as {self.wire_dtype}"] if self.wire_dtype else []
-        return ", ".join([*told, *([f"dK/dV as {self.grad_wire_dtype}"] if self.grad_wire_dtype else [])])
 
 
 PLAIN_RING = RingForm()
