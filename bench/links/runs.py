@@ -275,7 +275,7 @@ def beside(transport: Transport, way: Way, config: LinksConfig, device: torch.de
 
     def slowest(seconds: float) -> float:
         everyone: list[Any] = transport.gather(seconds)
-        return max(everyone)
+        return float(max(everyone))
 
     ends.run(1)
     alone = slowest(0.0 if step is None else _steps_alone(step, device))

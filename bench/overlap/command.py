@@ -74,7 +74,7 @@ def overlap(
 
     from ..common.attention import AttentionConfig
     from ..common.provenance import provenance
-    from .runs import OverlapConfig, check_room, check_settings, measure
+    from .runs import OverlapConfig, check, measure
 
     device = device_name(device)
     on_gpu = device == "cuda"
@@ -101,8 +101,7 @@ def overlap(
         link_share=None if on_gpu else link_share,
         timer=timer_of_rings(device, timer),
     )
-    check_settings(config)
-    check_room(config, ranks_here)
+    check(config, ranks_here)
     result = spawn(world, measure, config, device=device)
     result.provenance = provenance(torch.device(device))
     finish(result, json, csv)

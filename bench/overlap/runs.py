@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -217,37 +218,42 @@ class OverlapConfig:
     link_share: float | None = 0.8  # communication alone over compute alone; None: the link as it is
     timer: str = ""  # one of OF_RINGS; empty: the device's own
 
-    @property
+    @cached_property
     def settings(self) -> list[Setting]:
-        """Of every ring."""
-        return [(slots, ahead, chunks) for chunks in self.chunks for slots in self.slots for ahead in self.prefetch]
+        """Of every ring that there is."""
+        wanted = [(slots, ahead, chunks) for chunks in self.chunks for slots in self.slots for ahead in self.prefetch]
+        return [setting for setting in wanted if self.reason(setting) == ""]
+
+    @property
+    def absent(self) -> list[str]:
+        """Why there is no ring with the other buffers, a line each."""
+        wanted = [(slots, ahead, 1) for slots in self.slots for ahead in self.prefetch]
+        return [reason for reason in map(self.reason, wanted) if reason]
+
+    def reason(self, setting: Setting) -> str:
+        """Why there is no such ring; empty where there is."""
+        slots, prefetch, _ = setting
+        try:
+            depth_of(slots, prefetch, self.problem.world)
+        except ValueError as error:
+            return str(error)
+        return ""
 
 
-def check_settings(config: OverlapConfig) -> None:
-    """Refuse a choice of which no ring can be made: there would be nothing to time.
+def check(config: OverlapConfig, ranks_here: int) -> None:
+    """Refuse a choice of which no ring can be made, and what does not fit this machine's free memory.
 
     Raises:
-        typer.BadParameter: why, of every one.
+        typer.BadParameter: why there is none, or the tokens that fit.
     """
-    why = []
-    for slots, prefetch, _ in config.settings:
-        try:
-            depth_of(slots, prefetch, config.problem.world)
-        except ValueError as error:
-            why.append(str(error))
-        else:
-            return
-    raise typer.BadParameter(f"no ring can be made with these --slots and --prefetch: {'; '.join(dict.fromkeys(why))}")
-
-
-def check_room(config: OverlapConfig, ranks_here: int) -> None:
-    """Refuse what does not fit this machine's free memory, with the tokens that do: typer.BadParameter."""
+    if not config.settings:
+        why = "; ".join(dict.fromkeys(config.absent))
+        raise typer.BadParameter(f"no ring can be made with these --slots and --prefetch: {why}")
     problem, device = config.problem, torch.device(config.problem.device)
-    made = [slots for slots, prefetch, _ in config.settings if prefetch < slots]
 
     def needed(tokens: int) -> Needs:
-        each = settings_bytes(replace(problem, seqlen=tokens * problem.world), made)
-        return needs_of_ranks(each, device, ranks_here)
+        longer = replace(problem, seqlen=tokens * problem.world)
+        return needs_of_ranks(settings_bytes(longer, [slots for slots, _, _ in config.settings]), device, ranks_here)
 
     unit = f"tokens on each of {problem.world} ranks"
     refuse_too_large("--tokens", problem.seqlen // problem.world, needed, device, unit=unit)
@@ -258,34 +264,23 @@ def measure(place: Member, device: torch.device, config: OverlapConfig) -> Resul
     problem = config.problem
     torch.set_num_threads(problem.threads)
     torch.manual_seed(problem.seed + place.rank)
-    result = Result("bench overlap", UNITS)
     speed = None if config.link_share is None else link_speed(config, device)
+    limits = Limits(bytes_per_second=speed)
     with ExitStack() as stack:
-        rings: dict[Setting, Ring] = {}
-        for setting in config.settings:
-            try:
-                rings[setting] = stack.enter_context(ring_of(problem, setting, Limits(bytes_per_second=speed)))
-            except ValueError as error:  # more prefetch than slots
-                slots, prefetch, chunks = setting
-                result.notes.append(f"no ring: slots {slots}, prefetch {prefetch}, chunks {chunks}: {error}")
+        rings = {}
+        for slots, prefetch, chunks in config.settings:
+            ring = Ring(transport=problem.transport, slots=slots, prefetch=prefetch, chunks=chunks, limits=limits)
+            rings[slots, prefetch, chunks] = stack.enter_context(ring)
         with Progress(console=Console(stderr=True), disable=place.rank != 0, transient=True) as bar:
-            result.rows += rows_of(config, rings, device, bar)
-        transport = next(ring.transport for ring in rings.values())
+            rows = rows_of(config, rings, device, bar)
     throttled = "" if speed is None else f", link throttled to {human(speed, 'B/s')}"
-    result.notes.append(f"{problem.title}, over {transport}{throttled}")
-    result.notes.append(f"slowest rank, medians of {config.repeats} interleaved runs")
-    result.notes.append(verdict(result.rows, problem.world))
-    return result
-
-
-def ring_of(problem: AttentionConfig, setting: Setting, limits: Limits) -> Ring:
-    """The ring of a setting.
-
-    Raises:
-        ValueError: there is no such ring.
-    """
-    slots, prefetch, chunks = setting
-    return Ring(transport=problem.transport, slots=slots, prefetch=prefetch, chunks=chunks, limits=limits)
+    notes = [
+        *(f"no ring: {reason}" for reason in config.absent),
+        f"{problem.title}, over {ring.transport}{throttled}",
+        f"slowest rank, medians of {config.repeats} interleaved runs",
+        verdict(rows, problem.world),
+    ]
+    return Result("bench overlap", UNITS, [*rows], notes=notes)
 
 
 def link_speed(config: OverlapConfig, device: torch.device) -> float:
@@ -319,9 +314,11 @@ def rows_of(config: OverlapConfig, rings: dict[Setting, Ring], device: torch.dev
         chunks, phases = setting[2], []
         for phase in PHASES:
             alone = contention(inside[*setting, phase], inside[chunks, phase, COMPUTE])
-            keys = ((chunks, phase, COMPUTE), (chunks, phase, COMMUNICATION), (*setting, phase))
             slowed = None if alone is None else Ranks().slowest(alone)
-            phases.append(Times(*(taken[str(key)] for key in keys), config.problem.world * chunks, slowed))
+            compute, communication, together = (
+                taken[str(key)] for key in ((chunks, phase, COMPUTE), (chunks, phase, COMMUNICATION), (*setting, phase))
+            )
+            phases.append(Times(compute, communication, together, config.problem.world * chunks, slowed))
         for phase, times in zip((*PHASES, STEP), (*phases, step_of(*phases)), strict=True):
             rows.append({**dict(zip(("slots", "prefetch", "chunks"), setting, strict=True)), **times.row(phase)})
     return rows
@@ -363,15 +360,22 @@ class Times(NamedTuple):
 
 def step_of(forward: Times, backward: Times) -> Times:
     """Forward and backward of one ring as one step: the sums of their times, run by run."""
-    compute, communication, together = (
-        Samples(tuple(a + b for a, b in zip(x.seconds, y.seconds, strict=True)))
-        for x, y in zip(forward[:3], backward[:3], strict=True)
-    )
+
+    def both(x: Samples, y: Samples) -> Samples:
+        return Samples(tuple(a + b for a, b in zip(x.seconds, y.seconds, strict=True)))
+
+    compute = both(forward.compute, backward.compute)
     slowed = None
     if forward.contention is not None and backward.contention is not None:
         share = forward.compute.median / compute.median
         slowed = share * forward.contention + (1 - share) * backward.contention
-    return Times(compute, communication, together, forward.pieces + backward.pieces, slowed)
+    return Times(
+        compute,
+        both(forward.communication, backward.communication),
+        both(forward.together, backward.together),
+        forward.pieces + backward.pieces,
+        slowed,
+    )
 
 
 def contention(together: Sequence[float], alone: Sequence[float]) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..common.attention import BY_SQUARE
 from ..common.flags import binary
-from ..ring.candidates import ALL_CORES, WHOLE
+from ..common.memory_table import ALL_CORES, WHOLE
 from .reading import Folder
 from .rows import finite, labels_of, mapping_of, mappings_of, median, percent_off, ring_runs
 from .theme import LIGHT, LINES, Theme, themed, write_figure

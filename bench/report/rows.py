@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
-from ..ring.candidates import OURS
+from ..common.memory_table import OURS
 from ..suite.result_file import NAME as RESULTS
 
 LONGEST = 400  # characters of a cell: what a file says may be anything

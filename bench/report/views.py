@@ -11,11 +11,11 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from ..common.flags import human
+from ..common.memory_table import OURS
 from ..links.command import EVERY
 from ..links.runs import REGISTERED
 from ..memory import ALLOWED_SPREAD
 from ..predict.rows import ALLOWED, Row
-from ..ring.candidates import OURS
 from .reading import Bench
 from .rows import (
     Table,

@@ -141,7 +141,8 @@ def check_room(problem: AttentionConfig, layouts: list[str], by: tuple[str, ...]
     import torch
 
     from ..common.memory import Needs, refuse_too_large
-    from .candidates import ALL_CORES, OURS, chosen
+    from ..common.memory_table import ALL_CORES, OURS
+    from .candidates import chosen
     from .runs import needs
 
     kinds = {OURS if name.startswith(f"{OURS} ") else name for name in chosen(layouts, by)}

@@ -23,21 +23,23 @@ from ..common.errors import RESULTS, Exact, chosen_heads, exact_results, pytorch
 from ..common.flags import binary
 from ..common.launching import Member
 from ..common.memory import PROCESS_BYTES, Needs, PeakMemory, freed_at_once, gpus_of
-from ..common.memory_table import FP32, candidate_bytes, elements, inputs, judged_bytes, ring_slots, shard
-from ..common.result import Result
-from ..common.timing import Clock, Ranks, Samples, interleaved
-from .candidates import (
+from ..common.memory_table import (
     ALL_CORES,
     ALL_GATHER,
+    FP32,
     OURS,
     ULYSSES,
     WHOLE,
-    Candidate,
-    Setting,
-    Tensors,
-    candidates,
-    ours,
+    candidate_bytes,
+    elements,
+    inputs,
+    judged_bytes,
+    ring_slots,
+    shard,
 )
+from ..common.result import Result
+from ..common.timing import Clock, Ranks, Samples, interleaved
+from .candidates import Candidate, Setting, Tensors, candidates, ours
 
 WARM_TOKENS = 64
 UNITS = {

@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
-from ringattn.bench.common import flags
+from ringattn.bench.common import flags, memory
 from ringattn.bench.common.result import Result, read
 from ringattn.bench.links import command as links
 from ringattn.bench.links import runs
@@ -308,6 +308,7 @@ GPU_FLAGS = "has no say on the CPU: leave it out"
         (["--device", "cuda"], "sees no CUDA device"),
         (["--beside", "forward"], "kernel of a GPU"),
         (["--beside", "sleep"], "forward, matmul or none"),
+        (["-b", "1024g", "-e", "1024g"], "-e: 1,099,511,627,776 bytes take"),
     ],
 )
 def test_refused_flags(given: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +365,29 @@ def test_transports_without_a_graph_are_left_out() -> None:
 )
 def test_timers(device: str, timer: str, graphs: int, taken: tuple[str, int]) -> None:
     assert links.timer_of(device, timer, graphs) == taken
+
+
+# memory
+
+
+def test_messages_are_counted_as_they_are_kept() -> None:
+    nbytes, transport = 16 << 20, LocalTransport(solo_group(), CPU)
+    list(measured(transport, Limits(), LinksConfig(("local",), sizes=(64,), iters=1), CPU))  # loads what loads once
+    for checks, messages in ((0, runs.BUFFERS), (1, runs.BUFFERS + runs.CHECKED["cpu"])):
+        config = LinksConfig(("local",), sizes=(nbytes,), iters=1, warmup=0, checks=checks)
+        with memory.freed_at_once(CPU):
+            peak = memory.PeakMemory(CPU)
+            assert len(list(measured(transport, Limits(), config, CPU))) == 1
+            assert 0.9 * messages * nbytes < peak.bytes < 1.1 * messages * nbytes
+
+
+def test_virtual_ranks_are_counted_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 100 << 30)
+    config = LinksConfig(("nccl", "local"), "cuda", (2 << 30,))
+    runs.check_room(config, 8, launched=True)
+    with pytest.raises(typer.BadParameter, match="fits"):
+        runs.check_room(config, 8, launched=False)
 
 
 # the command

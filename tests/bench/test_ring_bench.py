@@ -20,23 +20,18 @@ from ringattn.bench import cli
 from ringattn.bench.common import memory_table
 from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.launching import Member, spawn
-from ringattn.bench.common.memory_table import candidate_bytes
-from ringattn.bench.common.result import Result, read
-from ringattn.bench.ring import candidates, runs
-from ringattn.bench.ring import command as ring_bench
-from ringattn.bench.ring.candidates import (
+from ringattn.bench.common.memory_table import (
     ALL_GATHER,
     BASELINE,
-    CONTEXT_PARALLEL,
     LUCIDRAINS,
     OURS,
     ULYSSES,
     WHOLE,
-    Candidate,
-    Refused,
-    Setting,
-    sdpa,
 )
+from ringattn.bench.common.result import Result, read
+from ringattn.bench.ring import candidates, runs
+from ringattn.bench.ring import command as ring_bench
+from ringattn.bench.ring.candidates import CONTEXT_PARALLEL, Candidate, Refused, Setting, sdpa
 from ringattn.bench.ring.runs import RingConfig, Row, best, crossovers, gathered, measure
 from ringattn.comm import LocalGroup, LocalWorld
 from ringattn.ring import Ring, ring_attention
@@ -294,20 +289,6 @@ def test_names_begin_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # memory
-
-
-def test_counted_bytes() -> None:
-    """By hand, of B1 H2/1 D4 fp32, 8 tokens over 2 ranks: a query tensor's row is 32 bytes, a key tensor's 16."""
-    problem = AttentionConfig(8, 2, heads=2, kv_heads=1, head_dim=4)
-    both = 4 * 2 * 2 * (32 + 16)  # of 4 tokens: q, k, v, dout, and as much of results
-    assert candidate_bytes(OURS, problem) == both + 4 * (3 * 2 * 16 + 2 * 2 * 16 + 32 + 16)
-    assert candidate_bytes(ALL_GATHER, problem) == both + 4 * 32 + 8 * (2 * 16 + 3 * 16)
-    assert candidate_bytes(WHOLE, problem) == 2 * both + 8 * 2 * 4  # lse
-    assert candidate_bytes(WHOLE, replace(problem, device="cuda")) == 2 * both + 8 * (2 * 4 + 32)
-    grown = replace(problem, seqlen=16, world=4)
-    assert candidate_bytes(OURS, grown) == candidate_bytes(OURS, problem)  # constant in the number of ranks
-    assert candidate_bytes(ALL_GATHER, grown) > candidate_bytes(ALL_GATHER, problem)
-    assert candidate_bytes("somebody else's", problem) == candidate_bytes(BASELINE, problem)
 
 
 def test_needs_grow_with_ranks_and_length() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.bench.common.attention import AttentionConfig
+from ringattn.bench.common.memory_table import OURS, WHOLE
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.timelines import said
-from ringattn.bench.ring.candidates import OURS, WHOLE
 from ringattn.bench.timeline.events import Event, Timeline, as_chrome
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)> javascript:alert(3) $\\frac{ {{ 7*7 }} --> ]]> & é"
