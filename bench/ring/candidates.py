@@ -132,12 +132,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 def whole(setting: Setting) -> Candidate:
     """PyTorch's SDPA on the whole sequence, by rank 0 with what one rank has, while the others block."""
     problem = setting.problem
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sdpa(q, k, v, causal=problem.causal)
-
     positions = torch.arange(problem.seqlen) if dist.get_rank() == 0 else None
-    return Candidate(WHOLE, positions, attend, problem.threads, sent=0)
+    return Candidate(WHOLE, positions, partial(sdpa, causal=problem.causal), problem.threads, sent=0)
 
 
 def all_cores(setting: Setting) -> Candidate:
@@ -154,16 +150,11 @@ def all_cores(setting: Setting) -> Candidate:
 def ours(layout: str, setting: Setting) -> Candidate:
     """``ring_attention``, one shard per rank."""
     problem, held, ring = setting.problem, setting.problem.named(layout), setting.ring()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = ring_attention(q, k, v, layout=held, ring=ring, causal=problem.causal)
-        assert isinstance(out, Tensor)
-        return out
-
-    sent = ring_bytes(problem, held, ring)
+    attend: Any = partial(ring_attention, layout=held, ring=ring, causal=problem.causal)
     return Candidate(
-        f"{OURS} {layout}", setting.positions(layout), attend, problem.threads, kind=OURS, sent=sent, ring=ring
-    )
+        f"{OURS} {layout}", setting.positions(layout), attend, problem.threads, kind=OURS,
+        sent=ring_bytes(problem, held, ring), ring=ring,
+    )  # fmt: skip
 
 
 def ring_bytes(problem: AttentionConfig, held: Layout, ring: Ring) -> int:
@@ -187,10 +178,7 @@ def baseline_ring(setting: Setting) -> Candidate:
         raise Refused("it is written on the CPU's operator; on a GPU ring-flash-attn is the baseline ring")
     setting.equal_shards(BASELINE, 2)
     waits = Stopwatch(setting.device)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return baseline_ring_attention(q, k, v, causal=problem.causal, waits=waits)
-
+    attend = partial(baseline_ring_attention, causal=problem.causal, waits=waits)
     kv, dkv = kv_bytes(problem)
     hops, shard = problem.world - 1, problem.seqlen // problem.world
     sent = shard * (2 * hops * kv + (problem.world if hops else 0) * dkv)
@@ -263,13 +251,10 @@ def lucidrains(setting: Setting) -> Candidate:
 
     order = torch.arange(problem.seqlen).view(bucket, -1).t().reshape(-1)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = ring_flash_attn(
-            q, k, v, causal=problem.causal, bucket_size=bucket, ring_reduce_col=True,
-            striped_ring_attn=problem.causal, ring_size=problem.world,
-        )  # fmt: skip
-        return out
-
+    attend = partial(
+        ring_flash_attn, causal=problem.causal, bucket_size=bucket, ring_reduce_col=True,
+        striped_ring_attn=problem.causal, ring_size=problem.world,
+    )  # fmt: skip
     positions = order.chunk(problem.world)[dist.get_rank()]
     return Candidate(
         LUCIDRAINS, positions, attend, problem.threads, runs=LUCIDRAINS_RUNS, trusted=False,
@@ -311,9 +296,7 @@ def context_parallel(setting: Setting) -> Candidate:
         made: AbstractContextManager[object] = enter(mesh, buffers=[tokens], buffer_seq_dims=[0])
         return made
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sdpa(q, k, v, causal=problem.causal)
-
+    attend = partial(sdpa, causal=problem.causal)
     positions = setting.positions(balanced(problem))
     return Candidate(CONTEXT_PARALLEL, positions, attend, problem.threads, around=around, trusted=False)
 
@@ -328,12 +311,7 @@ def zhuzilin(setting: Setting) -> Candidate:
     import ring_flash_attn
 
     name = "zigzag_ring_flash_attn_func" if problem.causal else "ring_flash_attn_func"
-    function: Any = getattr(ring_flash_attn, name)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = function(q, k, v, causal=problem.causal)
-        return out
-
+    attend = partial(getattr(ring_flash_attn, name), causal=problem.causal)
     return Candidate(ZHUZILIN, setting.positions(balanced(problem)), attend, problem.threads, trusted=False)
 
 
@@ -353,12 +331,7 @@ def yunchang(setting: Setting) -> Candidate:
     layer = usp.LongContextAttention(ring_impl_type=kind)
     numbers = torch.arange(problem.seqlen).view(1, -1, 1, 1)
     positions = usp.EXTRACT_FUNC_DICT[kind](numbers, rank, world_size=problem.world, rd=rings, ud=heads).flatten()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = layer(q, k, v, causal=problem.causal)
-        return out
-
-    return Candidate(YUNCHANG, positions, attend, problem.threads, trusted=False)
+    return Candidate(YUNCHANG, positions, partial(layer, causal=problem.causal), problem.threads, trusted=False)
 
 
 # all of them

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
