@@ -16,7 +16,7 @@ from ...ring.arguments import Layouts, mask_of
 from ...ring.schedule import block_mask as patterns
 from ...ring.schedule.block_mask import BlockMask, Longformer
 from ...ring.schedule.mask import UNLIMITED
-from .flags import DTYPE_BYTES, Pattern
+from .flags import DTYPE_BYTES, Pattern, binary
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 BACKWARD_FLOPS = 2.5  # five products of the forward's two
@@ -47,6 +47,12 @@ class AttentionConfig:
     seqused_k: tuple[int, ...] | None = None
     prefix_length: int | None = None
     block_mask: Pattern | None = None
+
+    @property
+    def title(self) -> str:
+        """``causal, zigzag, 8k tokens over 4 ranks, B1 H8/8 D64 float32``."""
+        shape = f"B{self.batch} H{self.heads}/{self.kv_heads} D{self.head_dim} {self.dtype}"
+        return f"{mask_title(self.mask)}, {self.layout}, {binary(self.seqlen)} tokens over {self.world} ranks, {shape}"
 
     @property
     def value_dim(self) -> int:

@@ -21,7 +21,7 @@ from .timing import FLUSH_BYTES
 
 FP32, FP64 = 4, 8
 OURS, WHOLE, ALL_CORES = "ringattn", "one device", "one process, all cores"
-USUAL, ALL_GATHER, ULYSSES, LUCIDRAINS = "usual ring", "all-gather", "Ulysses", "ring-attention-pytorch"
+BASELINE, ALL_GATHER, ULYSSES, LUCIDRAINS = "baseline ring", "all-gather", "Ulysses", "ring-attention-pytorch"
 BUCKET, SCORES_AT_ONCE = 1024, 6  # of ring-attention-pytorch: tokens, and tensors of one bucket's scores
 JUDGED_BLOCKS = 5  # tensors of a block's scores that float64 has at once, in its backward
 DENSE_MASK = 5  # bytes per query and key: a mask as a tensor while it is made, beside its additive form
@@ -41,7 +41,7 @@ def candidate_rows(e: int) -> dict[str, Row]:
     return {
         OURS: Row(4 * e + FP32, 5 * e),  # dQ in fp32, one piece's dK/dV; beside them its slots
         # two buffers of K/V, of sums what leaves, what came and one block's, and dQ in fp32 beside a block's
-        USUAL: Row(5 * e + FP32, 10 * e + 4 * FP32),
+        BASELINE: Row(5 * e + FP32, 10 * e + 4 * FP32),
         # K/V of all tokens, gradients of all tokens in fp32 and one of them once more in the order of ranks
         ALL_GATHER: Row(4 * e + FP32, 4 * e, 0, 2 * e + 3 * FP32),
         # everything once more by heads, gradients in fp32, and two tensors on their way
@@ -129,9 +129,9 @@ def ring_slots(config: AttentionConfig, form: RingForm = PLAIN_RING) -> int:
 
 
 def candidate_bytes(kind: str, config: AttentionConfig, form: RingForm = PLAIN_RING) -> int:
-    """Of one rank, inputs and results with them, by the kind of a candidate; unknown ones as a usual ring."""
+    """Of one rank, inputs and results with them, by the kind of a candidate; unknown ones as the baseline ring."""
     rows = candidate_rows(item(config))
-    row, (q, k), n = rows.get(kind, rows[USUAL]), elements(config), shard(config)
+    row, (q, k), n = rows.get(kind, rows[BASELINE]), elements(config), shard(config)
     found = n * (row.q * q + row.k * k) + config.seqlen * (row.all_q * q + row.all_k * k)
     if kind == OURS:
         found += ring_slots(config, form)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..common.attention import AttentionConfig
-from ..ring.memory import RingForm, parts_of_ours
+from ..common.memory_table import RingForm, ring_parts
 from .call import Call
 
 
 def memory(call: Call) -> dict[str, int]:
     """Bytes of a rank by what they are for, at the peak of a forward and backward of one attention alone."""
-    return parts_of_ours(problem_of(call), form_of(call))
+    return ring_parts(problem_of(call), form_of(call))
 
 
 def form_of(call: Call) -> RingForm:

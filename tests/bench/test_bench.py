@@ -28,7 +28,7 @@ from ringattn.bench.common.tables import table
 from ringattn.bench.common.timing import Clock, Samples, interleaved, repeats_within
 from ringattn.bench.kernels import accuracy, beside
 from ringattn.bench.memory import Peaks, Setting
-from ringattn.bench.ring import usual_ring
+from ringattn.bench.ring import baselines
 from ringattn.bench.suite.cases import NotHere
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import backends
@@ -153,14 +153,14 @@ def test_table_aligns() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_parts_of_the_usual_ring_cover_what_is_visible(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_the_baseline_ring_cover_what_is_visible(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world, rows = 3, 4
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     held = AttentionConfig(world * rows, world).held
     for step in range(world):
         mine, theirs = held.positions(rank), held.positions((rank - step) % world)
         seen = theirs[None] <= mine[:, None]
-        part = usual_ring.Part(step, rows, causal=True)
+        part = baselines.Part(step, rows, causal=True)
         computed = torch.zeros_like(seen)
         block = computed[part.rows, part.keys]
         block[:] = torch.ones(block.shape).tril() if part.causal else 1

@@ -10,7 +10,7 @@ from typing import Any
 from ringattn.bench.common.result import Result
 from ringattn.bench.timeline.events import Event, Timeline, as_chrome
 
-HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(1)> {{ 7*7 }} javascript:alert(1) ]]> --> é"
+HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)> javascript:alert(3) $\\frac{ {{ 7*7 }} --> ]]> & é"
 
 CALL = {"seqlen": 64, "world": 2, "heads": 2, "kv_heads": 2, "head_dim": 16, "layout": "zigzag", "causal": True}
 """What a timeline says of its call."""
