@@ -19,6 +19,7 @@ from .device.parts import dot
 from .device.tiles import BlockRuns, Interval, Order, Shape, Strided
 from .order import chip_of, margin_of, persistent_programs, splits_for, swath_of, tiles_of
 from .scores import PLAIN, Scores
+from .target import target
 
 # Triton's interpreter patches its language module while a kernel runs, and a first launch compiles: one at a time.
 _LOCK = threading.Lock()
@@ -35,6 +36,9 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
     if device.type == "cpu":
         check_cpu(args, kernel)
     if grid == 0:
+        return
+    if device.type == "meta" and (compiling := target()) is not None:
+        compiling.take(kernel, grid, *args, **options)
         return
     with _LOCK, torch.cuda.device(device) if device.type == "cuda" else _NO_DEVICE:
         try:

@@ -24,6 +24,7 @@ import triton
 from .config import Tile
 from .table_files import read
 from .tables import Entry, Point, RefusedTable, Table, file_name, options_of
+from .target import target
 
 CONFIG_DIR = "RINGATTN_CONFIG_DIR"
 HERE = Path(__file__).parent
@@ -48,11 +49,16 @@ class Gpu(NamedTuple):
     arch: int  # compute capability without the dot
 
 
-@cache
 def gpu_of(device: torch.device) -> Gpu | None:
     """The GPU of a device; None for any other device."""
-    if device.type != "cuda":
-        return None
+    if device.type == "meta":
+        found = target()
+        return None if found is None else Gpu(found.name, found.arch)
+    return _gpu_of(device) if device.type == "cuda" else None
+
+
+@cache
+def _gpu_of(device: torch.device) -> Gpu:
     major, minor = torch.cuda.get_device_capability(device)
     return Gpu(torch.cuda.get_device_name(device), major * 10 + minor)
 
