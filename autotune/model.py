@@ -1,12 +1,17 @@
-"""The attention of a model, read from the ``config.json`` that Hugging Face's models come with."""
+"""What is tuned for: a GPU, the attention of a model, by numbers or its ``config.json``, and the points they make."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ..kernels.config import SHARED_LIMIT
+from ..kernels.lookup import Gpu
 from ..kernels.strict import load_json, read_text, shown
-from .cards import Shape
+from ..kernels.tables import DTYPES, TUNED, Point
 
 MOST_BYTES = 4 << 20
 HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -16,6 +21,62 @@ HEAD_DIM = ("head_dim", "kv_channels", "attention_head_dim")
 DTYPE = ("dtype", "torch_dtype")
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 DEFAULT_DTYPE = "bf16"
+
+
+def gpu_of_arch(name: str) -> Gpu:
+    """What a table without a GPU is for, ``sm_90``: a compute capability, not a product.
+
+    Raises:
+        ValueError: not the name of a supported compute capability.
+    """
+    known = {f"sm_{arch}": arch for arch in SHARED_LIMIT}
+    if name not in known:
+        raise ValueError(f"arch is {name!r}: it must be one of {', '.join(known)}")
+    return Gpu(name, known[name])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The attention of a model, as one GPU computes it.
+
+    Raises:
+        ValueError: heads that are not a multiple of the key heads, a head dim or dtype that no kernel has.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1 or self.heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(f"heads is {self.heads}: it must be a multiple of the {self.kv_heads} heads of keys")
+        for name in ("head_dim", "value_dim"):
+            if not 1 <= getattr(self, name) <= 256:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be 1 to 256")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.heads // self.kv_heads
+
+
+def points_of(shape: Shape, lengths: list[int], *, causal: bool, kernels: Iterable[str] = TUNED) -> list[Point]:
+    """Every kernel at every length; with ``causal`` also with bounds: most hops of a causal ring have none.
+
+    Raises:
+        ValueError: no length, or one that is not positive.
+    """
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"seqlen is {lengths}: it takes at least one length, and each at least 1")
+    masks = ("full", "bounded") if causal else ("full",)
+    return [
+        Point(kernel, shape.dtype, shape.head_dim, shape.value_dim, shape.group, mask, length)
+        for kernel, mask, length in product(kernels, masks, sorted({*lengths}))
+    ]
 
 
 def shape_of_config(path: Path, dtype: str | None = None) -> Shape:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...bench.common.timing import Clock
-from ...bench.kernels.accuracy import Inputs, Results, by_pytorch, draw, exactly, judged
-from ...bench.kernels.beside import SIZES, Copy, bytes_for
-from ...comm.topology import nvml
-from ...comm.transports.lanes import HIGH_PRIORITY, new_stream
-from ...kernels import (
+from ..bench.common.timing import Clock
+from ..bench.kernels.accuracy import Inputs, Results, by_pytorch, draw, exactly, judged
+from ..bench.kernels.beside import SIZES, Copy, bytes_for
+from ..comm.topology import nvml
+from ..comm.transports.lanes import HIGH_PRIORITY, new_stream
+from ..kernels import (
     FULL,
     Bounds,
     KernelConfig,
@@ -27,11 +27,13 @@ from ...kernels import (
     attention_forward,
     attention_gradients,
 )
-from ...kernels.config import is_single_pass
-from ...kernels.lookup import DTYPES
-from ...kernels.tables import SINGLE_PASS, Point, options_of
-from ...ring import Mask, bounds
-from .. import Reading, Shape
+from ..kernels.config import is_single_pass
+from ..kernels.lookup import DTYPES
+from ..kernels.tables import SINGLE_PASS, Point
+from ..ring import Mask, bounds
+from .compile import config_of
+from .model import Shape
+from .search import Reading
 
 CHECKED_SHARDS = 3  # a first, a middle and a last hop
 # What is checked is launched as what is timed, of one sequence with the same heads, so that its binaries are those that
@@ -39,7 +41,6 @@ CHECKED_SHARDS = 3  # a first, a middle and a last hop
 # and, where dK/dV is split, `reduce`: a second each, once for all candidates of a point that share their sides.
 CHECKED = 1008  # tokens: of shards that 16 divides, as launches are compiled for, and no side of 32 or more
 CHECKED_WHOLE = 1024  # of single passes without a mask, which have another binary where a side does not divide the keys
-CHECKED_SIDES = CHECKED, CHECKED // CHECKED_SHARDS  # that programs are cut from, and that they walk
 MOST_SCORES = 128 << 20  # bytes of float64 scores at a time; the reference and its gradients keep about eight such
 COPY_LASTS = 2.0  # times the kernel alone: it is beside the kernel to its end
 SLOWING = {
@@ -49,18 +50,12 @@ SLOWING = {
 """Throttle reasons that make a run slower than the next one; an idle GPU and clocks that the user set do not."""
 
 
-def config_of(kernel: str, tile: Tile) -> KernelConfig:
-    """A candidate as a launch takes it: of the one kernel that it is for."""
-    options: dict[str, Any] = options_of(tile)
-    if kernel in SINGLE_PASS:
-        return KernelConfig(tile, tile, tile, backward=kernel, single_pass=tile)
-    return KernelConfig(tile, tile, tile, **options)
-
-
-def reading_of(seconds: float, told: Mapping[str, Any]) -> Reading:
-    """A run with what NVML told after it."""
-    throttled = tuple(reason for reason in told.get("throttled", ()) if reason in SLOWING)
-    return Reading(seconds, throttled, {name: float(told[name]) for name in told if name != "throttled"})
+def reading_of(seconds: float, clocks: Mapping[str, Any], beside: float | None = None) -> Reading:
+    """A run with what NVML said after it."""
+    throttled = tuple(reason for reason in clocks.get("throttled", ()) if reason in SLOWING)
+    return Reading(
+        seconds, throttled, {name: float(clocks[name]) for name in clocks if name != "throttled"}, beside
+    )  # fmt: skip
 
 
 def in_parts(of: Callable[[Inputs, bool], Results], given: Inputs, causal: bool) -> Results:
@@ -83,8 +78,14 @@ def heads_of(given: Inputs, keys: slice, queries: slice) -> Inputs:
     return Inputs(q[:, :, queries], k[:, :, keys], v[:, :, keys], dout[:, :, queries], dlse[:, queries])
 
 
+def checked_sides(point: Point) -> tuple[int, int]:
+    """Of a check: tokens of the side that programs are cut from, and of the one that they walk."""
+    whole = point.kernel in SINGLE_PASS and point.mask == "full"
+    return CHECKED_WHOLE if whole else CHECKED, CHECKED // CHECKED_SHARDS
+
+
 class DeviceTrials:
-    """Checks and times tiles at one point on one device: :class:`~ringattn.autotune.Trials`.
+    """Checks and times tiles at one point on one device: :class:`~ringattn.autotune.search.Trials`.
 
     Args:
         point: what for.
@@ -94,13 +95,10 @@ class DeviceTrials:
     """
 
     def __init__(self, point: Point, shape: Shape, device: torch.device, *, checked: int | None = None) -> None:
-        whole = point.kernel in SINGLE_PASS and point.mask == "full"
         self.point, self._shape, self._device = point, shape, device
-        self._checked = checked or (CHECKED_WHOLE if whole else CHECKED)
-        self._clock = Clock(device)
-        self._reader = nvml.reader(device)
+        self._checked = checked or checked_sides(point)[0]
         self._warm: set[Tile] = set()
-        self._copies: dict[str, Copy] = {}
+        self._copy: Copy | None = None
 
     def wrong(self, tile: Tile) -> str | None:
         """The result that errs by more than twice PyTorch's error plus rounding; or why there is none."""
@@ -117,21 +115,33 @@ class DeviceTrials:
                 return f"{name} errs by {error:.3g}, PyTorch's by {usual:.3g}"
         return None
 
-    def alone(self, tile: Tile) -> Reading:
-        return self._reading(tile, lambda: self._launch(tile))
+    def run(self, tile: Tile) -> Reading:
+        seconds, beside = self._seconds(tile), None
+        if self._device.type == "cuda":
+            if self._copy is None:  # of one size for all tiles, longer than the kernel by the first that is timed
+                nbytes = bytes_for(self._device, COPY_LASTS * seconds, SIZES.nbytes)
+                self._copy = Copy(self._device, nbytes)
+            beside = self._timed(self._copy.beside(lambda: self._launch(tile), self._stream))
+        return reading_of(seconds, self._reader(), beside)
 
-    def beside(self, tile: Tile) -> Reading | None:
-        if self._device.type != "cuda":
-            return None
-        return self._reading(tile, self._copy(tile).beside(lambda: self._launch(tile), self._stream))
-
-    def _reading(self, tile: Tile, step: Callable[[], None]) -> Reading:
+    def _seconds(self, tile: Tile) -> float:
         if tile not in self._warm:  # compiles, or takes what the compile-only part left in Triton's cache
             self._renew()
             self._launch(tile)
             self._warm.add(tile)
+        return self._timed(lambda: self._launch(tile))
+
+    def _timed(self, step: Callable[[], None]) -> float:
         self._renew()
-        return reading_of(self._clock(step), self._reader())
+        return self._clock(step)
+
+    @cached_property
+    def _clock(self) -> Clock:
+        return Clock(self._device)
+
+    @cached_property
+    def _reader(self) -> Callable[[], dict[str, Any]]:
+        return nvml.reader(self._device)
 
     # what is timed: a hop in the middle of a ring, of the size that the point says
 
@@ -193,13 +203,6 @@ class DeviceTrials:
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
         return new_stream(self._device, HIGH_PRIORITY)
-
-    def _copy(self, tile: Tile) -> Copy:
-        """Data whose copy takes longer than the kernel; one size for all tiles, by the first that is asked for."""
-        if "copy" not in self._copies:
-            seconds = COPY_LASTS * self.alone(tile).seconds
-            self._copies["copy"] = Copy(self._device, bytes_for(self._device, seconds, SIZES.nbytes))
-        return self._copies["copy"]
 
     # what is checked: the same kernel over a few shards, so that it starts, continues and ends
 
