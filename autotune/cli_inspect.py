@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..bench.common.flags import check_mode
+from ..bench.common.flags import Csv, Json, check_mode
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 HEARD_BY = {"delta": (), "quantize": (), "dequantize": (), "reduce": ("role", "mask")}
@@ -54,8 +53,8 @@ def inspect(
         tuple[str, str] | None, typer.Option(metavar="A B", help="Two specs, or reports by --json, side by side.")
     ] = None,
     gate: Annotated[bool, typer.Option("--gate", help="Exit 1 where a variant does not pass.")] = False,
-    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write a row per variant.")] = None,
+    json: Json = None,
+    csv: Csv = None,
 ) -> None:
     """Compile kernels for any GPU, without one, and say what they take and what bounds their main loop.
 
@@ -69,13 +68,11 @@ def inspect(
     if diff is not None and spec:
         raise typer.BadParameter(f"{spec[0]!r} has no say beside --diff, which takes two specs itself: leave it out")
 
-    from ..bench.common.output import check_targets
     from ..bench.common.result import Result, finish
     from .compile import select
     from .inspect import configs, differences, inspect_variants, read_rows, result_of
     from .tune import progress
 
-    check_targets(json, csv)
     try:
         with progress() as step:
             if diff is not None:

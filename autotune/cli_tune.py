@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench.common.flags import check_mode, check_needs
-from ..bench.common.shapes import Causal, device_name, dtype_name, sizes
+from ..bench.common.flags import Causal, Csv, Json, check_mode, check_needs, device_name, dtype_name, sizes
 
 if TYPE_CHECKING:
     import torch
@@ -76,8 +75,8 @@ def run(
     save_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where tables go; default: the user's cache.")
     ] = None,
-    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write a row per kernel, mask and length.")] = None,
+    json: Json = None,
+    csv: Csv = None,
 ) -> None:
     """Find the tiles of a model's attention: compile every candidate, drop what is not clean, measure the best."""
     check_needs(context, {"world": "ring", "on": "ring", "wire": "ring"})
@@ -89,7 +88,7 @@ def run(
         check_mode(context, "beside --from-config", (*{*TILES, *RINGS} - {*SHAPE}, "list_"))
 
     from ..bench.common.launching import cores
-    from ..bench.common.output import check_targets, prints
+    from ..bench.common.output import prints
     from ..bench.common.result import finish
     from ..kernels.lookup import user_folder
     from ..kernels.strict import one_of
@@ -97,7 +96,6 @@ def run(
 
     if (list_ or not ring) and not prints():
         return  # one GPU, or none: under a launcher rank 0 does it, and the others have nothing to do
-    check_targets(json, csv)
     try:
         shape = shape_of(heads, kv_heads, head_dim, value_dim, from_config, dtype)
         folder = save_dir or user_folder()

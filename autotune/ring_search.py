@@ -17,16 +17,15 @@ import torch.distributed as dist
 import triton
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from ..bench.common.launching import Member, cores, member, process_group, started, world_of
-from ..bench.common.memory_room import Needs, of_ranks, refuse_too_large
+from ..bench.common.attention import AttentionConfig
+from ..bench.common.launching import Member, cores, member, spawn, world_of
+from ..bench.common.memory import Needs, needs_of_ranks, refuse_too_large
+from ..bench.common.memory_table import tuned_bytes
 from ..bench.common.output import prints
 from ..bench.common.provenance import provenance
 from ..bench.common.result import Result
-from ..bench.common.timing import Clock
-from ..bench.links.group import device_of
-from ..bench.overlap.command import Members
-from ..bench.ring.candidates import Candidate, Problem, Setting, ours
-from ..bench.ring.memory import of_ours, rows_of, slots_of, tokens_per_rank
+from ..bench.common.timing import Clock, Ranks
+from ..bench.ring.candidates import Candidate, Setting, ours
 from ..bench.ring.runs import gathered, judged
 from ..comm import Limits, resolve_group
 from ..comm.control import Control, control_of
@@ -61,11 +60,11 @@ class RingConfig:
     threads: int = 1  # per process
     seed: int = 0
 
-    def problem(self, tokens: int) -> Problem:
+    def attention(self, tokens: int) -> AttentionConfig:
         point = self.point
-        return Problem(
+        return AttentionConfig(
             tokens * point.world, point.world, 1, point.heads, point.kv_heads, point.head_dim, LONG[point.dtype],
-            point.mask == "bounded", "zigzag", self.threads, self.seed,
+            point.mask == "bounded", "zigzag", self.threads, self.seed, self.device,
         )  # fmt: skip
 
     @property
@@ -140,12 +139,15 @@ def tune_rings(configs: Sequence[RingConfig]) -> Result:
         KeyboardInterrupt: by the user, or who else ends processes.
     """
     first, place = configs[0], member()
-    device = torch.device(first.device, 0) if place is None else device_of(place, first.device)
+    device = torch.device(first.device, 0) if place is None else place.shared_device(first.device)
     if prints():
         known(private_folder(first.folder), gpu_of(device) or CPU)  # what could not be added to is refused early
     for config in configs:
         check_room(config)
-    reports = [searched(config) for config in configs]
+    try:
+        reports = [spawn(config.point.world, search_ring, config, device=config.device) for config in configs]
+    except SignalException:  # what torch's launcher makes of Ctrl-C
+        raise KeyboardInterrupt from None
     pairs = [*zip(configs, reports, strict=True)]
     return Result(
         "tune --ring",
@@ -164,27 +166,10 @@ def check_room(config: RingConfig) -> None:
     ranks_here = config.point.world if place is None else place.local_world
 
     def needed(tokens: int) -> Needs:
-        return of_ranks(of_rank(config.problem(tokens), len(config.settings)), device, ranks_here)
+        return needs_of_ranks(tuned_bytes(config.attention(tokens), len(config.settings)), device, ranks_here)
 
     unit = f"tokens on each of {config.point.world} ranks"
     refuse_too_large("--seqlen", config.point.length, needed, device, unit=unit)
-
-
-def of_rank(problem: Problem, rings: int) -> int:
-    """Bytes at the peak; all settings share the inputs, and results of chunks are there twice while they are joined."""
-    joined = 2 * tokens_per_rank(problem) * rows_of(problem).queries * rows_of(problem).item
-    return of_ours(problem) + joined + (rings - 1) * slots_of(problem)
-
-
-def searched(config: RingConfig) -> RingReport:
-    """Here, or in new processes."""
-    place = member()
-    if place is not None:
-        return search_ring(place, config)
-    try:
-        return started(config.point.world, spawned, config)
-    except SignalException:  # what torch's launcher makes of Ctrl-C
-        raise KeyboardInterrupt from None
 
 
 def notes_of(report: RingReport) -> list[str]:
@@ -202,21 +187,13 @@ def notes_of(report: RingReport) -> list[str]:
 # one rank of a search
 
 
-def spawned(store: str, config: RingConfig) -> RingReport:
-    """The entry of the processes that the command starts itself."""
-    place = member()
-    assert place is not None
-    return search_ring(place, config, store)
-
-
-def search_ring(place: Member, config: RingConfig, store: str | None = None) -> RingReport:
+def search_ring(place: Member, device: torch.device, config: RingConfig) -> RingReport:
     """One rank of the search."""
     torch.set_num_threads(config.threads)
-    device = device_of(place, config.device)
     report = RingReport(gpu=gpu_of(device) or CPU)
-    with process_group(place, store, device=device), ExitStack() as stack:
+    with ExitStack() as stack:
         rings, why = opened(config, stack)
-        problem, small = config.problem(config.point.length), config.problem(CHECKED)
+        problem, small = config.attention(config.point.length), config.attention(CHECKED)
         why |= wrong(small, rings, device)
         shards = inputs(problem, device)
         right = {one: ring_candidate(problem, ring, device) for one, ring in rings.items() if one not in why}
@@ -238,7 +215,7 @@ def timed(
     stack: ExitStack,
 ) -> tuple[dict[RingSetting, list[Reading]], bool]:
     """The search itself, with a bar on rank 0: the same on all ranks, whose clocks differ."""
-    clock, reader = Clock(device, Members()), nvml.reader(device)
+    clock, reader = Clock(device, Ranks()), nvml.reader(device)
     step = stack.enter_context(progress()) if dist.get_rank() == 0 else lambda part, more: None
     part = f"measuring {config.point.length} tokens"
     step(part, planned(len({*candidates} - {DEFAULT})))
@@ -277,7 +254,7 @@ def opened(config: RingConfig, stack: ExitStack) -> tuple[dict[RingSetting, Ring
     return rings, why
 
 
-def wrong(problem: Problem, rings: dict[RingSetting, Ring], device: torch.device) -> dict[RingSetting, str]:
+def wrong(problem: AttentionConfig, rings: dict[RingSetting, Ring], device: torch.device) -> dict[RingSetting, str]:
     """What cannot run here, or whose results err by more than rounding explains; the same on every rank.
 
     Allowed is twice the error of PyTorch's attention in the same dtype plus rounding, the rule of the tests; with
@@ -301,12 +278,12 @@ def wrong(problem: Problem, rings: dict[RingSetting, Ring], device: torch.device
     return found
 
 
-def ring_candidate(problem: Problem, ring: Ring, device: torch.device) -> Candidate:
+def ring_candidate(problem: AttentionConfig, ring: Ring, device: torch.device) -> Candidate:
     """``ring_attention`` through one of the rings."""
     return ours(problem.layout, Setting(problem, (problem.layout,), device, lambda: ring))
 
 
-def inputs(problem: Problem, device: torch.device) -> tuple[torch.Tensor, ...]:
+def inputs(problem: AttentionConfig, device: torch.device) -> tuple[torch.Tensor, ...]:
     """q, k, v and dout of this rank, made where they are used."""
     draw = torch.Generator(device).manual_seed(problem.seed + dist.get_rank())
     tokens, dtype = problem.held.lengths[dist.get_rank()], getattr(torch, problem.dtype)

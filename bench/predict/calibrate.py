@@ -13,8 +13,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ...comm import resolve_group
 from ...comm.control import control_of
-from ..common.free_memory import free_memory
+from ..common.attention import DTYPES
 from ..common.launching import cores, member, process_group, started
+from ..common.memory import free_memory
 from ..common.provenance import cpu, gpu
 from ..common.timing import Clock, Samples, Step
 from ..kernels import speed as kernel_speed
@@ -22,7 +23,6 @@ from ..kernels.contender import OURS
 from ..kernels.shape import Shape
 from ..links import group as link_group
 from ..links.runs import Wish
-from ..ring.candidates import DTYPES
 from ..suite.device_cases import ceilings
 from .call import CPU, Call
 from .given import Given

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ring.candidates import Problem
+from ..common.attention import AttentionConfig
 from ..ring.memory import RingForm, parts_of_ours
 from .call import Call
 
@@ -19,9 +19,9 @@ def form_of(call: Call) -> RingForm:
     return RingForm(call.is_two_level, call.slots, call.wire_dtype, call.grad_wire_dtype)
 
 
-def problem_of(call: Call) -> Problem:
+def problem_of(call: Call) -> AttentionConfig:
     """The call as ``bench ring`` and ``bench memory`` count it."""
-    return Problem(
+    return AttentionConfig(
         call.seqlen, call.world, call.batch, call.heads, call.kv_heads, call.head_dim, call.dtype, call.mask.causal,
         call.layout,
     )  # fmt: skip

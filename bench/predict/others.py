@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from ..common.shapes import human
+from ..common.flags import human
 from ..ring.memory import of_all_gather, of_ulysses, slots_of
 from .call import DTYPES, Call
 from .launch import Device, Launch, whole
