@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from .bound import bounds_of, loop_bound, main_bound
 from .compile import OF_LAUNCHES, Sizes, Variant
 from .gate import compile_variant
 from .pool import Failure, Pool
-from .space import schedules, space
+from .space import schedules, space, tile_text
 from .store import Journal
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,19 +29,6 @@ OTHER_ROLES = ("only", "first", "last")
 
 Sides = tuple[int, int]
 """Tokens of the side of a launch that is cut into programs, and of the side that they walk."""
-
-
-def tile_text(tile: Tile) -> str:
-    """``128x64 8w 2s``, and what else is not the default: ``128x128 8w 2s forward_kernel=hopper``."""
-    others = {one.name: getattr(tile, one.name) for one in fields(Tile)[4:] if getattr(tile, one.name) != one.default}
-    more = "".join(f" {name}={value}" for name, value in (others | options_of(tile)).items())
-    return f"{tile.block_q}x{tile.block_k} {tile.num_warps}w {tile.num_stages}s{more}"
-
-
-def point_text(point: Point) -> str:
-    """``forward bf16 D128/128 group 4 full 8192``."""
-    dims = f"D{point.head_dim}/{point.head_dim_v}"
-    return f"{point.kernel} {point.dtype} {dims} group {point.group} {point.mask} {point.length}"
 
 
 def job_of(
@@ -237,7 +224,7 @@ def rank_candidates(
 
 
 def in_order(verdicts: Mapping[Tile, Verdict]) -> list[Tile]:
-    """By bound; of equals the deeper pipeline, whose loads have longer, then by what they are called: two runs agree."""
+    """By bound; of equals the deeper pipeline, whose loads have longer, then by name: two runs agree."""
 
     def rank(tile: Tile) -> tuple[float, int, str]:
         bound = verdicts[tile].bound

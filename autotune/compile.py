@@ -215,14 +215,22 @@ class Variant:
         dims = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         tile = f"{self.tile.block_q}x{self.tile.block_k} {self.tile.num_warps}w {self.tile.num_stages}s"
         flags = [self.role, *["full"] * self.full, *["gqa"] * self.grouped, *self.features]
-        options = [f"{name}={value}" for name, value in self.options]
-        return " ".join([self.kernel, f"sm_{self.arch}", self.dtype, dims, tile, *flags, *options])
+        word, own = self._word
+        options = [f"{name}={value}" for name, value in self.options if (name, value) not in own]
+        return " ".join([word, f"sm_{self.arch}", self.dtype, dims, tile, *flags, *options])
+
+    @property
+    def _word(self) -> tuple[str, Options]:
+        """What the kernel is called, and the options that this says."""
+        for word, (_, own) in HOPPER.items():
+            if {*own} <= {*self.options}:
+                return word, own
+        return self.kernel, ()
 
     @property
     def function(self) -> str:
         """The name of the function that is launched."""
-        by_options = {own[0]: word for word, (_, own) in HOPPER.items()}
-        word = next((by_options[one] for one in self.options if one in by_options), self.kernel)
+        word, _ = self._word
         return f"{'single_pass' if word in SINGLE_PASS else word}_kernel"
 
     @property
@@ -297,13 +305,13 @@ def call(variant: Variant, make: Make = empty) -> None:
 
 def bounds_of(variant: Variant, queries: int, keys: int, batch: int) -> Bounds:
     """Of the mask that a variant has."""
-    of_rows = None if variant.full else empty("lo", queries, dtype=torch.int32)
+    lo, hi = (None if variant.full else empty(name, queries, dtype=torch.int32) for name in ("lo", "hi"))
     used = empty("used", batch, dtype=torch.int32) if "used" in variant.features else None
     runs = None
     if "runs" in variant.features:
         blocks = (-(-length // RUNS_BLOCK) for length in (queries, keys))
         runs = Runs(torch.ones(*blocks, dtype=torch.bool), RUNS_BLOCK, META)
-    return FULL if (of_rows, used, runs) == (None,) * 3 else Bounds(of_rows, of_rows, used, runs)
+    return FULL if (lo, used, runs) == (None,) * 3 else Bounds(lo, hi, used, runs)
 
 
 def scores_of(features: Sequence[str], queries: int, keys: int, heads: int) -> Scores:

@@ -20,12 +20,10 @@ IDENTITY = {
 """What two rows must share to be compared: all of the variant but its tile and the options that are chosen with it."""
 
 FIGURES = {
-    "bound": "%", "registers": "", "spills": "", "shared": "B", "blocks_per_sm": "", "limiter": "", "ceiling": "%",
-    "ceiling_limiter": "", "stack": "B", "tensor_memory": "", "threads": "", "instructions": "", "matrix": "",
-    "waits": "", "barriers": "", "tma": "", "exponentials": "", "fma": "", "exponentials_per_matrix": "",
-    "fma_per_matrix": "", "products": "clocks",
+    "bound": "%", "regs": "", "spills": "", "blocks": "", "limiter": "", "shared": "B", "ceiling": "%", "stack": "B",
+    "threads": "", "instructions": "", "matrix": "", "waits": "", "tma": "", "exponentials": "", "products": "clocks",
 }  # fmt: skip
-"""Of the main loop, its spills included, but for registers, stack and memory."""
+"""Blocks of an SM; instructions, spills and what follows of the main loop, products on the tensor cores."""
 
 UNITS = {"variant": "", **FIGURES, "problems": "", "loops": "", "triton": "", **IDENTITY, "options": "", "tile": ""}
 
@@ -40,12 +38,11 @@ def row_of(variant: Variant, compiled: Compiled, problems: Sequence[str]) -> dic
     row = {
         "variant": str(variant),
         **(dict.fromkeys(FIGURES) if main is None else _of_loop(main, compiled)),
-        "registers": compiled.registers,  # per thread
+        "regs": compiled.registers,  # per thread
         "stack": compiled.stack,
         "shared": compiled.shared,
-        "tensor_memory": compiled.tensor_memory,  # columns
         "threads": compiled.threads,
-        "blocks_per_sm": blocks,
+        "blocks": blocks,
         "problems": "; ".join(problems),
         "loops": " ".join(str(one.loop.matrix) for one in bounds),  # matrix instructions of each
         "triton": triton.__version__,
@@ -57,7 +54,7 @@ def row_of(variant: Variant, compiled: Compiled, problems: Sequence[str]) -> dic
         "tile": f"{tile.block_q}x{tile.block_k}x{tile.num_warps}x{tile.num_stages}",
     }
     if not blocks:
-        row |= {"bound": 0.0, "limiter": "does not fit", "ceiling": 0.0, "ceiling_limiter": "does not fit"}
+        row |= {"bound": 0.0, "limiter": "does not fit", "ceiling": 0.0}
         row["problems"] = "; ".join([*problems, f"does not fit an SM of sm_{variant.arch}"])
     return row
 
@@ -68,17 +65,12 @@ def _of_loop(bound: Bound, compiled: Compiled) -> dict[str, Any]:
         "bound": bound.percent,
         "limiter": bound.limiter,
         "ceiling": bound.ceiling,
-        "ceiling_limiter": bound.ceiling_limiter,
         "instructions": bound.loop.instructions,
         "spills": bound.loop.local,  # instructions on local memory
         "matrix": mix.matrix,
         "waits": mix.waits,
-        "barriers": mix.barriers,
         "tma": mix.tma + compiled.tma,  # those of its own iteration, and those that other warps issue for it
         "exponentials": mix.exponentials,
-        "fma": mix.fma,
-        "exponentials_per_matrix": mix.exponentials / mix.matrix,
-        "fma_per_matrix": mix.fma / mix.matrix,
         "products": bound.clocks[TENSOR],
     }
 
@@ -89,7 +81,7 @@ def inspect_variant(variant: Variant) -> dict[str, Any]:
         return row_of(variant, *compile_variant(variant))
     except Exception as error:  # one that cannot be compiled is a finding, and the others still count
         empty = Compiled(0, 0, 0, 0, (), arch=variant.arch, threads=32)
-        return row_of(variant, empty, [f"{type(error).__name__}: {error}"]) | {"blocks_per_sm": 0}
+        return row_of(variant, empty, [f"{type(error).__name__}: {error}"]) | {"blocks": 0}
 
 
 def inspect_variants(variants: Sequence[Variant], step: Callable[[str, int | None], None]) -> list[dict[str, Any]]:
@@ -105,7 +97,7 @@ def inspect_variants(variants: Sequence[Variant], step: Callable[[str, int | Non
 def result_of(rows: Sequence[Row], *, gate: bool) -> Result:
     """Failed is what does not fit; with ``gate`` also what does not pass."""
     wrong = {row["variant"]: row["problems"] for row in rows if row["problems"]}
-    unfit = {row["variant"] for row in rows if not row["blocks_per_sm"]}
+    unfit = {row["variant"] for row in rows if not row["blocks"]}
     failed = [f"{name}: {why}" for name, why in wrong.items() if gate or name in unfit]
     notes = [f"{name}: {why}" for name, why in wrong.items() if not gate and name not in unfit]
     if best := max((row for row in rows if row["bound"]), key=lambda row: row["bound"], default=None):

@@ -34,8 +34,8 @@ from ..kernels.lookup import Gpu, gpu_of
 from ..ring import Ring
 from .measure import reading_of
 from .model import SHORT, Shape
-from .rings import CPU, DEFAULT, WIRES, RingEntry, RingPoint, RingSetting, best_of, settings
-from .search import Reading, clocks_of, halving, median, planned, spread, unthrottled
+from .rings import CPU, DEFAULT, WIRES, RingEntry, RingPoint, RingSetting, settings
+from .search import LEAST_TURNS, Reading, clocks_of, halving, median, planned, spread, unthrottled
 from .store import known, private_folder, save
 from .tune import driver, progress, short_command
 
@@ -302,6 +302,17 @@ def of_rank_0(value: T) -> T:
 def ranks() -> Control:
     """What all ranks tell each other."""
     return control_of(resolve_group()).scope("tune")
+
+
+def best_of(known: Mapping[RingSetting, Sequence[Reading]]) -> RingSetting:
+    """The least median among those that ran to the end; the default, where none is faster by more than the spread."""
+    most = max(map(len, known.values()))
+    final = {one: median(runs) for one, runs in known.items() if len(runs) == most}
+    best = min(final, key=final.__getitem__)
+    if DEFAULT not in final:
+        return best
+    noise = max(spread(known[one]) for one in (best, DEFAULT))
+    return best if most >= LEAST_TURNS and final[best] < (1 - noise) * final[DEFAULT] else DEFAULT
 
 
 def resolved(setting: RingSetting, ring: Ring) -> RingSetting:

@@ -23,7 +23,6 @@ from ..kernels.lookup import Gpu
 from ..kernels.strict import Check, checked_as, either, named, number, one_of, optional, text, whole
 from ..kernels.table_files import MOST_TOKENS
 from ..kernels.tables import DTYPES, MASKS, NO_GPU, RefusedTable, Table
-from .search import LEAST_TURNS, Reading, median, spread
 
 TRANSPORTS = {"cuda": ("nccl", "copy_engine"), "cpu": ("auto",)}  # on the CPU there is one
 CHUNKS = (1, 2, 4, 8)
@@ -229,14 +228,3 @@ def settings(point: RingPoint, device: str, wires: Sequence[str] = ()) -> list[R
             continue
         found += [replace(one, channels=channels) for channels in (CHANNELS if transport == "nccl" else (None,))]
     return found
-
-
-def best_of(known: Mapping[RingSetting, Sequence[Reading]]) -> RingSetting:
-    """The least median among those that ran to the end; the default, where none is faster by more than the spread."""
-    most = max(map(len, known.values()))
-    final = {one: median(runs) for one, runs in known.items() if len(runs) == most}
-    best = min(final, key=final.__getitem__)
-    if DEFAULT not in final:
-        return best
-    noise = max(spread(known[one]) for one in (best, DEFAULT))
-    return best if most >= LEAST_TURNS and final[best] < (1 - noise) * final[DEFAULT] else DEFAULT

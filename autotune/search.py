@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..kernels import Tile
 from ..kernels.tables import Point
-from .candidates import point_text, tile_text
+from .space import point_text, tile_text
 from .store import Journal
 
 FIRST_TURNS = 3  # readings of everybody: a median that one outlier does not move

@@ -185,3 +185,16 @@ def values_kept(tile: Tile, point: Point) -> int:
         return tile.block_q * point.head_dim + 2 * scores
     # of a single pass the tile of dQ that is added counts no more: it is made when one of the two scores is used up
     return tile.block_k * (point.head_dim + point.head_dim_v) + 2 * scores
+
+
+def tile_text(tile: Tile) -> str:
+    """``128x64 8w 2s``, and what else is not the default: ``128x128 8w 2s forward_kernel=hopper``."""
+    others = {one.name: getattr(tile, one.name) for one in fields(Tile)[4:] if getattr(tile, one.name) != one.default}
+    more = "".join(f" {name}={value}" for name, value in (others | options_of(tile)).items())
+    return f"{tile.block_q}x{tile.block_k} {tile.num_warps}w {tile.num_stages}s{more}"
+
+
+def point_text(point: Point) -> str:
+    """``forward bf16 D128/128 group 4 full 8192``."""
+    dims = f"D{point.head_dim}/{point.head_dim_v}"
+    return f"{point.kernel} {point.dtype} {dims} group {point.group} {point.mask} {point.length}"

@@ -32,16 +32,14 @@ from .candidates import (
     compile_job,
     digest,
     job_of,
-    point_text,
     rank_candidates,
-    tile_text,
 )
 from .compile import Variant
 from .compile import default_tile as built_in_tile
 from .measure import DeviceTrials, checked_sides
 from .model import Shape, points_of
 from .search import Budget, Measured, Trials, clocks_of, median, median_beside, planned, search, spread
-from .space import grid, nearest, schedules, space, why_not
+from .space import grid, nearest, point_text, schedules, space, tile_text, why_not
 from .store import Journal, known, private_folder, save
 
 CANDIDATES = 20  # of a point that get time on a GPU: the best quarter or so of what compiles
