@@ -1,13 +1,12 @@
-"""The C header and launcher of exported kernels."""
+"""The C header and launcher of exported kernels; TMA descriptors are made as Triton's own launcher makes them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
-from .arguments import Argument
-from .kernels import BY_KEYS, Exported
-from .maps import HELPERS, declarations, encodings
-from .wish import Wish
+from .config import ExportConfig
+from .kernels import BY_KEYS, BYTES, DATA_TYPES, FIXED, SWIZZLES, Argument, Exported
 
 C_TYPES = {"i32": "int32_t", "i64": "int64_t", "fp32": "float"}
 
@@ -36,40 +35,41 @@ OF_KEYS = ("Sk", "Sq", "Hkv", "query of each key")
 OF_QUERIES = ("Sq", "Sk", "H", "key of each query")
 
 
-def header(wish: Wish, kernels: Sequence[Exported], licence: str) -> str:
+def header(config: ExportConfig, kernels: Sequence[Exported], licence: str) -> str:
     """``<prefix>.h``."""
-    guard = f"{wish.prefix}_h".upper()
-    dims = f"head dim {wish.head_dim}, of values {wish.head_dim_v}"
+    guard = f"{config.prefix}_h".upper()
+    dims = f"head dim {config.head_dim}, of values {config.head_dim_v}"
     parts = [
         _comment(
-            f"Attention kernels of ringattn for sm_{wish.arch}: {wish.dtype}, {dims}. Written by `ringattn export`.",
+            f"Attention kernels of ringattn for sm_{config.arch}: {config.dtype}, {dims}. "
+            "Written by `ringattn export`.",
             f"Licence: {licence}. Pointers are device addresses, strides count elements, the last one is 1.",
             "Made for any lengths, heads and batches. Offsets within a head are 64-bit.",
         ),
         f"#ifndef {guard}\n#define {guard}\n\n#include <stddef.h>\n#include <stdint.h>\n#include <cuda.h>",
         '#ifdef __cplusplus\nextern "C" {\n#endif',
-        *(part for kernel in kernels for part in _declarations(wish, kernel)),
-        *([CAUSAL] if wish.bounded else []),
+        *(part for kernel in kernels for part in _declarations(config, kernel)),
+        *([CAUSAL] if config.bounded else []),
         f"#ifdef __cplusplus\n}}\n#endif\n\n#endif /* {guard} */\n",
     ]
     return "\n\n".join(parts)
 
 
-def launcher(wish: Wish, kernels: Sequence[Exported], licence: str) -> str:
+def launcher(config: ExportConfig, kernels: Sequence[Exported], licence: str) -> str:
     """``<prefix>.c``."""
-    top = _comment(f"Launchers of the kernels in {wish.prefix}.h. Licence: {licence}.")
-    launches = (_launch(wish, kernel) for kernel in kernels)
+    top = _comment(f"Launchers of the kernels in {config.prefix}.h. Licence: {licence}.")
+    launches = (_launch(config, kernel) for kernel in kernels)
     helpers = [HELPERS] if any(kernel.maps for kernel in kernels) else []
-    return "\n\n".join([top, f'#include "{wish.prefix}.h"', LOAD, *helpers, *launches]) + "\n"
+    return "\n\n".join([top, f'#include "{config.prefix}.h"', LOAD, *helpers, *launches]) + "\n"
 
 
-def _declarations(wish: Wish, kernel: Exported) -> Iterator[str]:
-    name = f"{wish.prefix}_{kernel.name}"
+def _declarations(config: ExportConfig, kernel: Exported) -> Iterator[str]:
+    name = f"{config.prefix}_{kernel.name}"
     fields = [_field(kernel, argument) for argument in kernel.asked]
     needs = [
         f"{kernel.name}: one program per {kernel.block} rows, batch row and head; {kernel.threads} "
         f"threads, {kernel.shared} bytes of shared memory.",
-        *(MAPS.format(", ".join(one.of.tensor for one in kernel.maps)).splitlines() if kernel.maps else []),
+        *(MAPS.format(", ".join(one.tensor for one in kernel.maps)).splitlines() if kernel.maps else []),
         *(SUMS.splitlines() if kernel.name == "gradients" else []),
     ]
     if has_turns(kernel):
@@ -112,8 +112,8 @@ def _field(kernel: Exported, argument: Argument) -> str:
     return f"  {kind} {argument.name}; /* {dtype}{meaning}{multiple} */"
 
 
-def _launch(wish: Wish, kernel: Exported) -> str:
-    name = f"{wish.prefix}_{kernel.name}"
+def _launch(config: ExportConfig, kernel: Exported) -> str:
+    name = f"{config.prefix}_{kernel.name}"
     passed = [f"(void *){a.at or f'&args->{a.same_as or a.name}'}" for a in kernel.arguments]
     lines = [
         f"CUresult {name}_load(const void *cubin, CUmodule *module, CUfunction *function) {{",
@@ -123,6 +123,7 @@ def _launch(wish: Wish, kernel: Exported) -> str:
         f"CUresult {name}_launch(CUfunction function, const {name}_args *args,",
         "    int32_t batch, CUstream stream) {",
         "  CUdeviceptr scratch = 0; /* Triton's two last parameters, which this kernel does not read */",
+        *(["  int32_t zero = 0;"] if any(one.at == "&zero" for one in kernel.arguments) else []),
         f"  int64_t tiles = ((int64_t)args->rows + {kernel.block - 1}) / {kernel.block};",
         "  int64_t programs = tiles * args->heads; /* of one batch row */",
         *_alignments(kernel),
@@ -178,7 +179,7 @@ def senseless(kernel: Exported) -> str:
         found.append("!(args->softmax_scale > 0)")  # NaN too
     if kernel.name == "gradients":  # 32 bits reach from one end of a tile of queries to the other
         far = (2**31 - 1) // kernel.tile.block_q
-        described = {one.of.tensor for one in kernel.maps if one.of.asked is not None}  # any map reaches
+        described = {one.tensor for one in kernel.maps if not one.by_pointer}  # any map reaches
         strides = [f"args->{name}_stride_s" for name in ("q", "dout", "dq") if name not in described]
         found += [f"{stride} > {far} || {stride} < -{far}" for stride in strides]
         found += ["(int64_t)args->heads * args->group > INT32_MAX"] if "group" in known else []
@@ -243,3 +244,85 @@ static inline void ringattn_causal_bounds_by_key(int32_t *lo, int32_t *hi, int32
   }
 }
 #endif"""
+
+# tensor maps
+
+
+def declarations(kernel: Exported) -> Iterator[str]:
+    """The tensors of a launch, and room for their maps."""
+    if not kernel.maps:
+        return
+    yield f"  CUtensorMap room[{len(kernel.maps) + 1}], *maps = aligned(room);"
+    for i, one in enumerate(kernel.maps):
+        sizes = ", ".join(as_c(str(size)) for size in one.sizes)
+        strides = ", ".join(f"args->{one.tensor}_stride_{axis}" for axis in "bsh")
+        box = ", ".join(map(str, one.box))
+        yield f"  tensor {one.name} = {{maps + {i}, {{{sizes}}},"
+        yield f"    {{{strides}, 1}}, {{{box}}}}};"
+
+
+def as_c(words: str) -> str:
+    """An expression of arguments in C: ``heads / group`` as args->heads / args->group."""
+    return re.sub(r"[a-z]\w*", lambda found: found[0] if found[0] == "batch" else f"args->{found[0]}", words)
+
+
+def encodings(kernel: Exported) -> Iterator[str]:
+    """Make the maps; return what the driver returns where it does not."""
+    if not kernel.maps:
+        return
+    yield "  CUresult result;"
+    for one in kernel.maps:
+        yield f"  result = describe(&{one.name}, args->{one.tensor}, {BYTES[one.dtype]},"
+        yield f"                    {DATA_TYPES[one.dtype]}, {SWIZZLES[one.swizzle]});"
+        yield "  if (result != CUDA_SUCCESS)"
+        yield "    return result;"
+
+
+HELPERS = f"""#if CUDA_VERSION < 12000
+#error "tensor maps need the headers of CUDA 12.0 or later"
+#endif
+
+typedef struct {{
+  CUtensorMap *map;
+  int32_t size[4];   /* [B, S, H, D] */
+  int64_t stride[4]; /* in elements */
+  int32_t box[4];    /* elements that one load takes */
+}} tensor;
+
+/* The driver wants 64 bytes, the type of CUDA 13 has 128; C99 cannot say so in a declaration. */
+static CUtensorMap *aligned(CUtensorMap *room) {{
+  return (CUtensorMap *)(((uintptr_t)room + 127) / 128 * 128);
+}}
+
+/* The map of a tensor at `base`. It is passed by value: nothing of it outlives the launch. */
+static CUresult describe(tensor *x, CUdeviceptr base, int element_size, CUtensorMapDataType type,
+                         CUtensorMapSwizzle swizzle) {{
+  const cuuint32_t steps[4] = {{1, 1, 1, 1}};
+  cuuint64_t sizes[4], strides[4]; /* the innermost dimension first, strides in bytes */
+  cuuint32_t box[4];
+  double reach = 0; /* bytes from the first element to the last: exact where it is small */
+  int driver = 0;
+  CUresult result;
+  for (int i = 0; i < 4; ++i) {{
+    /* the stride of a dimension of one element says nothing, and need not be one that the copy engine takes */
+    if (x->size[i] == 1)
+      x->stride[i] = i < 3 ? x->size[3] : 1;
+    if (x->size[i] < 1 || x->stride[i] < 1 || x->stride[i] >= ((int64_t)1 << 40) / element_size)
+      return CUDA_ERROR_INVALID_VALUE;
+    sizes[3 - i] = (cuuint64_t)x->size[i];
+    strides[3 - i] = (cuuint64_t)(x->stride[i] * element_size);
+    box[3 - i] = (cuuint32_t)x->box[i];
+    reach += (double)(x->size[i] - 1) * (double)strides[3 - i];
+  }}
+  result = cuTensorMapEncodeTiled(x->map, type, 4, (void *)(uintptr_t)base, sizes, strides + 1, box, steps,
+                                  {FIXED["interleave"]}, swizzle,
+                                  {FIXED["l2_promotion"]},
+                                  {FIXED["oob_fill"]});
+  if (result == CUDA_SUCCESS)
+    result = cuDriverGetVersion(&driver);
+  /* Drivers of CUDA 13.1 and before set this bit wrongly for tensors of less than 128 KB, which faults on Blackwell
+   * (known issue of driver 595.71.05); CUTLASS and Triton clear it on every chip. */
+  if (result == CUDA_SUCCESS && driver <= 13010 && reach + 1 < 128 * 1024)
+    x->map->opaque[1] &= ~((cuuint64_t)1 << 21);
+  return result;
+}}"""
