@@ -42,7 +42,7 @@ MAP_BYTES, MAP_ALIGNMENT = 128, 64
 
 AXES = "bshd"
 
-SIZES = Sizes(batch=7, queries=500_000_003, keys=500_000_009, heads=15, kv_heads=5)
+SIZES = Sizes(batch=7, queries=31_000_003, keys=31_000_013, heads=105, kv_heads=35)
 UNGROUPED = SIZES._replace(kv_heads=SIZES.heads)
 """Of tensors without memory. No two alike, none 1 or a multiple of 16: Triton makes neither a constant nor an
 assumption of them, and of strides alone that 16 divides them where it divides the head dim. A batch row may be 2^31
