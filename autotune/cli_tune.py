@@ -12,7 +12,7 @@ from ..bench.common.flags import Causal, Csv, Json, check_mode, check_needs, dev
 if TYPE_CHECKING:
     import torch
 
-    from ..kernels.lookup import Gpu
+    from ..kernels.tables import Gpu
     from .model import Shape
 
 BUDGET = 300.0
@@ -90,9 +90,8 @@ def run(
     from ..bench.common.launching import cores
     from ..bench.common.output import prints
     from ..bench.common.result import finish
-    from ..kernels.lookup import user_folder
     from ..kernels.strict import one_of
-    from ..kernels.tables import KERNELS, TUNED
+    from ..kernels.tables import KERNELS, TUNED, user_folder
 
     if (list_ or not ring) and not prints():
         return  # one GPU, or none: under a launcher rank 0 does it, and the others have nothing to do
@@ -166,7 +165,7 @@ def target(arch: str | None, compile_only: bool) -> tuple[Gpu, torch.device | No
     """
     import torch
 
-    from ..kernels.lookup import gpu_of
+    from ..kernels.tables import gpu_of
     from .model import gpu_of_arch
 
     asked = None if arch is None else gpu_of_arch(arch)

@@ -34,15 +34,13 @@ from ..kernels import (
 from ..kernels.attention import DELTA_BLOCK, REDUCE_WARPS
 from ..kernels.bounds import Runs
 from ..kernels.config import LEAST_SIDE, SHARED_LIMIT, config_for, single_pass_tile
-from ..kernels.described import COPY_ENGINE_ARCH, fills_boxes
 from ..kernels.experimental import hopper_backward_launch
-from ..kernels.lookup import DTYPES
+from ..kernels.launch import COPY_ENGINE_ARCH, fills_boxes
 from ..kernels.order import l2_of
 from ..kernels.quantize import SCALE_TOKENS, dequantize, num_warps, quantize, scale_shape
 from ..kernels.scores import PLAIN
 from ..kernels.strict import one_of
-from ..kernels.table_files import OPTIONS
-from ..kernels.tables import SINGLE_PASS, Option, Options, options_of
+from ..kernels.tables import DTYPES, OPTIONS, SINGLE_PASS, Option, Options, options_of
 from ..kernels.target import Target, compiling_for
 
 META = torch.device("meta")

@@ -28,8 +28,7 @@ from ..kernels import (
     attention_gradients,
 )
 from ..kernels.config import is_single_pass
-from ..kernels.lookup import DTYPES
-from ..kernels.tables import SINGLE_PASS, Point
+from ..kernels.tables import DTYPES, SINGLE_PASS, Point
 from ..ring import Mask, bounds
 from .compile import config_of
 from .model import Shape

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..kernels.config import SHARED_LIMIT
-from ..kernels.lookup import Gpu
 from ..kernels.strict import load_json, read_text, shown
-from ..kernels.tables import DTYPES, TUNED, Point
+from ..kernels.tables import DTYPES, TUNED, Gpu, Point
 
 MOST_BYTES = 4 << 20
 HEADS = ("num_attention_heads", "n_head", "n_heads")

@@ -30,7 +30,7 @@ from ..bench.ring.runs import gathered, judged
 from ..comm import Limits, resolve_group
 from ..comm.control import Control, control_of
 from ..comm.topology import nvml
-from ..kernels.lookup import Gpu, gpu_of
+from ..kernels.tables import Gpu, gpu_of
 from ..ring import Ring
 from .measure import reading_of
 from .model import SHORT, Shape

@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..kernels import lookup
-from ..kernels.lookup import Gpu
+from ..kernels import tables
 from ..kernels.strict import Check, checked_as, either, named, number, one_of, optional, text, whole
-from ..kernels.table_files import MOST_TOKENS
-from ..kernels.tables import DTYPES, MASKS, NO_GPU, RefusedTable, Table
+from ..kernels.tables import DTYPES, MASKS, MOST_TOKENS, NO_GPU, Gpu, RefusedTable, Table
 
 TRANSPORTS = {"cuda": ("nccl", "copy_engine"), "cpu": ("auto",)}  # on the CPU there is one
 CHUNKS = (1, 2, 4, 8)
@@ -156,7 +154,7 @@ def ring_settings(
     All ranks must take the same: :func:`shared_ring_settings`. A table that is refused is passed over with a warning.
 
     Args:
-        gpu: of the ranks, ``kernels.lookup.gpu_of(device)``; None: they are on the CPU.
+        gpu: of the ranks, ``kernels.tables.gpu_of(device)``; None: they are on the CPU.
         config_dir: as of ``kernels.default_config``.
 
     Raises:
@@ -164,7 +162,7 @@ def ring_settings(
     """
     found = [
         one
-        for table in lookup.tables_of(gpu or CPU, lookup.folder_of(config_dir))
+        for table in tables.tables_of(gpu or CPU, tables.folder_of(config_dir))
         for one in _serving(table)
         if one.point._replace(length=point.length) == point
     ]

@@ -14,8 +14,8 @@ from typing import Any
 
 from ..kernels import KernelConfig, Tile
 from ..kernels.config import EPILOGUES, FORWARD_KERNELS, ORDERS
-from ..kernels.described import COPY_ENGINE_ARCH, fills_boxes
 from ..kernels.experimental.hopper_launch import HEAD_DIMS, check_tile
+from ..kernels.launch import COPY_ENGINE_ARCH, fills_boxes
 from ..kernels.order import MARGIN
 from ..kernels.tables import SINGLE_PASS, TUNED, Option, Point, least_shared, options_of, shared_limit, with_options
 
@@ -32,7 +32,7 @@ Fields = Mapping[str, Sequence[Option | None]]
 """Values by name, the default among them."""
 
 # What is tried beside the four numbers of a tile, by kernel. Another field is one line here and one in
-# `kernels/table_files.py`; where not every tile or point takes its values, a rule in `RULES`.
+# `kernels/tables.py`; where not every tile or point takes its values, a rule in `RULES`.
 TILE_FIELDS: dict[str, Fields] = {kernel: {} for kernel in TUNED}
 CONFIG_FIELDS: dict[str, Fields] = {**TILE_FIELDS, "forward": {"forward_kernel": FORWARD_KERNELS}}
 """Fields of ``KernelConfig`` that are tried with every tile."""

@@ -10,11 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..kernels import lookup
-from ..kernels.lookup import Gpu
+from ..kernels import tables
 from ..kernels.strict import load_json, read_text, regular_file
-from ..kernels.table_files import as_json, parse, read
-from ..kernels.tables import Entry, Table, file_name
+from ..kernels.tables import Entry, Gpu, Table, as_json, file_name, parse, read
 from .rings import RingEntry, rings_of
 
 PRIVATE = 0o700
@@ -43,7 +41,7 @@ def save(folder: Path, gpu: Gpu, entries: Iterable[Entry] = (), rings: Iterable[
         RefusedTable: there is one that cannot be read: it is left as it is.
         ValueError: the folder cannot be made, or an entry is not what a reader takes.
     """
-    version = lookup.triton_version()
+    version = tables.triton_version()
     before, before_rings = _there(folder, gpu)
     path = private_folder(folder) / file_name(gpu.name, version)
     kept = {one.point: one for one in (*before_rings, *rings)}
@@ -60,7 +58,7 @@ def save(folder: Path, gpu: Gpu, entries: Iterable[Entry] = (), rings: Iterable[
         except BaseException:
             os.unlink(draft.name)
             raise
-    lookup.forget()
+    tables.forget()
     return path
 
 
@@ -74,7 +72,7 @@ def known(folder: Path, gpu: Gpu) -> tuple[Entry, ...]:
 
 
 def _there(folder: Path, gpu: Gpu) -> tuple[Table, tuple[RingEntry, ...]]:
-    version = lookup.triton_version()
+    version = tables.triton_version()
     path = folder / file_name(gpu.name, version)
     try:
         table = read(path)

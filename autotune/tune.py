@@ -21,8 +21,18 @@ from ..bench.common.provenance import command, provenance
 from ..bench.common.result import Result
 from ..comm.topology import nvml
 from ..kernels import Tile
-from ..kernels.lookup import ONE_PASS, TWO_PASSES, Gpu, triton_version
-from ..kernels.tables import SINGLE_PASS, TUNED, Entry, Point, file_name, options_of
+from ..kernels.tables import (
+    ONE_PASS,
+    SINGLE_PASS,
+    TUNED,
+    TWO_PASSES,
+    Entry,
+    Gpu,
+    Point,
+    file_name,
+    options_of,
+    triton_version,
+)
 from .candidates import (
     RANKING_ROLE,
     Compiler,

@@ -14,9 +14,7 @@ from ringattn.bench.micro.fresh import forget
 from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import Tile, choice, default_config
 from ringattn.kernels.config import config_for
-from ringattn.kernels.lookup import Gpu, triton_version
-from ringattn.kernels.table_files import as_json
-from ringattn.kernels.tables import Entry, Point, Table, file_name
+from ringattn.kernels.tables import Entry, Gpu, Point, Table, as_json, file_name, triton_version
 from ringattn.ring import Layout, Mask, bounds
 from ringattn.ring.schedule.plan import plan
 from ringattn.ring.schedule.schedule import _schedule, schedule

@@ -35,8 +35,7 @@ from ringattn.bench.common.errors import Exact
 from ringattn.bench.common.launching import Member
 from ringattn.comm import Limits
 from ringattn.kernels import choice, default_config
-from ringattn.kernels.table_files import parse, read
-from ringattn.kernels.tables import RefusedTable, Table
+from ringattn.kernels.tables import RefusedTable, Table, parse, read
 
 from ..support.tile_tables import DATE, H200, entry, folders
 

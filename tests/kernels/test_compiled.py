@@ -7,8 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -95,17 +95,41 @@ def test_descriptors_in_the_epilogue_end_the_spills() -> None:
     assert told["stack"] == 0 and told["registers"] <= 214
 
 
+ORDERS = (
+    "order=longest",
+    "order=longest:persistent=True",
+    "pack_gqa=True",
+    "order=longest:pack_gqa=True",
+    "dkdv_splits=2",
+)
+DESCRIBED = "dkdv:dkdv_epilogue=descriptors"
+NIGHTLY: dict[str, list[str]] = {
+    "bf16": [f"bf16:{dim}" for dim in (64, 128, 256)],
+    "fp32": [f"fp32:{dim}" for dim in (64, 128, 256)],
+    # the same tiles and the same code as bf16 but for the type in the matrix instruction: one role of each kernel
+    "fp16": [f"fp16:{dim}:{role}" for dim in (64, 128, 256) for role in ("middle", "quantize", "dequantize")],
+    "features": [f"bf16:128:middle:{kernel}:{one}" for kernel in ATTENTION for one in (*FEATURES, ":".join(FEATURES))],
+    "orders": [f"bf16:{dim}:middle:{options}" for dim in SIXTEEN_BIT for options in ORDERS],
+    "two parts": [f"bf16:{head_dims}" for head_dims in ("192/128", "96", "80")],
+    "fp8": [f"{dtype}:{dim}:{one}" for dtype in ("bf16", "fp32") for dim in (1, 40, 96, 129) for one in FP8],
+    "descriptors": [f"bf16:64:{DESCRIBED}", f"bf16:128:{DESCRIBED}", f"fp32:128:{DESCRIBED}"],
+}
+
+
 @pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("arch", [90, 100, 120])
-def test_descriptors_in_the_epilogue_pass_the_gate(arch: int) -> None:
-    """On sm_90 with every order, and without a byte of stack, in every role; persistent it does not fit sm_120."""
-    described = "dkdv_epilogue=descriptors"
-    orders = ("", ":order=longest:persistent=True", ":dkdv_splits=2") if arch == 90 else ("",)
-    rows = gate([f"{arch}:bf16:{dim}:dkdv:{described}{order}" for dim in (64, 128) for order in orders])
-    assert len(rows) == 2 * (16 + 16 + 8 if arch == 90 else 16)
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("what", NIGHTLY)
+def test_everything_that_can_be_launched_passes_the_gate(what: str, arch: int) -> None:
+    if what == "descriptors" and arch < 90:
+        return  # no copy engine
+    specs = list(NIGHTLY[what])
+    if (what, arch) == ("descriptors", 90):  # persistent it does not fit sm_120
+        specs += [
+            f"{spec}:{order}" for spec in specs[:2] for order in ("order=longest:persistent=True", "dkdv_splits=2")
+        ]
+    rows = gate([f"{arch}:{spec}" for spec in specs])
     assert arch != 90 or not any(row["stack"] for row in rows if row["options"].keys() == {"dkdv_epilogue"})
-    gate([f"{arch}:fp32:128:dkdv:{described}"])
 
 
 @pytest.mark.nightly
@@ -114,71 +138,13 @@ def test_a_pass_that_waits_for_its_turn_fits() -> None:
     assert told["spills"] <= 16
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_every_feature_fits(arch: int) -> None:
-    kernels, features = tuple(ATTENTION), (*FEATURES, ":".join(FEATURES))
-    gate([f"{arch}:bf16:128:middle:{kernel}:{feature}" for kernel in kernels for feature in features])
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("head_dim", SIXTEEN_BIT)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_every_order_passes_the_gate(arch: int, head_dim: int) -> None:
-    orders = (
-        "order=longest", "order=longest:persistent=True", "pack_gqa=True", "order=longest:pack_gqa=True",
-        "dkdv_splits=2",
-    )  # fmt: skip
-    gate([f"{arch}:bf16:{head_dim}:middle:{options}" for options in orders])
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_head_dims_in_two_parts_fit(arch: int) -> None:
-    gate([f"{arch}:bf16:{head_dims}" for head_dims in ("192/128", "96", "80")])
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("arch", ARCHS)
-def test_everything_that_can_be_launched_passes_the_gate(arch: int, dtype: str) -> None:
-    gate([f"{arch}:{dtype}:{head_dim}" for head_dim in (64, 128, 256)])
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_fp16_passes_the_gate(arch: int) -> None:
-    # the same tiles and the same code as bf16 but for the type in the matrix instruction: one role of each kernel
-    roles = ("middle", "quantize", "dequantize")
-    gate([f"{arch}:fp16:{head_dim}:{role}" for head_dim in (64, 128, 256) for role in roles])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("arch", ARCHS)
-def test_odd_head_dims_are_quantised_without_spills(arch: int) -> None:
-    dims, kernels = (1, 40, 96, 129), ("quantize", "dequantize")
-    gate([f"{arch}:{dtype}:{dim}:{kernel}" for dtype in ("bf16", "fp32") for dim in dims for kernel in kernels])
-
-
-def defaults() -> Iterator[tuple[int, int, str, Tile]]:
-    for arch in ARCHS:
-        for head_dim in SIXTEEN_BIT:
-            config = config_for(arch, torch.bfloat16, head_dim)
-            for kernel in TUTORIAL_ROWS:
-                yield arch, head_dim, kernel, getattr(config, kernel)
-
-
-@pytest.mark.parametrize(("arch", "head_dim", "kernel", "tile"), list(defaults()))
-def test_tiles_reuse_what_they_load_as_much_as_the_tutorial(arch: int, head_dim: int, kernel: str, tile: Tile) -> None:
-    # Forward and dQ stream K/V: 4 (6) * rows * keys * D operations on 4 * keys * D bytes, so operations per byte grow
-    # with the query rows of the tile alone. dK/dV streams Q and dO, and the same holds for its keys.
-    kept = tile.block_k if kernel == "dkdv" else tile.block_q
-    assert kept >= TUTORIAL_ROWS[kernel]
+def test_tiles_reuse_what_they_load_as_much_as_the_tutorial() -> None:
+    """Forward and dQ stream K/V: 4 (6) * rows * keys * D operations on 4 * keys * D bytes, so operations per byte grow
+    with the query rows of the tile alone. dK/dV streams Q and dO, and the same holds for its keys."""
+    for arch, head_dim in product(ARCHS, SIXTEEN_BIT):
+        config = config_for(arch, torch.bfloat16, head_dim)
+        kept = {"forward": config.forward.block_q, "dq": config.dq.block_q, "dkdv": config.dkdv.block_k}
+        assert all(kept[kernel] >= rows for kernel, rows in TUTORIAL_ROWS.items()), (arch, head_dim)
 
 
 def test_launchable_covers_every_kernel_role_and_flag_once() -> None:
@@ -292,19 +258,19 @@ def test_one_wait_per_product_is_serialised() -> None:
     assert loop.serialised and loop.waits == 2
 
 
-def test_what_cannot_be_compiled_is_named() -> None:
-    with pytest.raises(ValueError, match="arch is 75: it must be one of 80"):
-        list(select("75:bf16:64"))
-    with pytest.raises(ValueError, match="dtype is 'fp8'"):
-        list(select("90:fp8:64"))
-    with pytest.raises(ValueError, match="role, kernel, feature or option is 'second'"):
-        list(select("90:bf16:64:second"))
-    with pytest.raises(
-        ValueError, match="option is 'swath=2': it must be NAME=VALUE with one of forward_kernel, order"
-    ):
-        list(select("90:bf16:64:swath=2"))
-    with pytest.raises(ValueError, match="option order is 'best': it must be one of heads, longest"):
-        list(select("90:bf16:64:order=best"))
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("75:bf16:64", "arch is 75: it must be one of 80"),
+        ("90:fp8:64", "dtype is 'fp8'"),
+        ("90:bf16:64:second", "role, kernel, feature or option is 'second'"),
+        ("90:bf16:64:swath=2", "option is 'swath=2': it must be NAME=VALUE with one of forward_kernel, order"),
+        ("90:bf16:64:order=best", "option order is 'best': it must be one of heads, longest"),
+    ],
+)
+def test_what_cannot_be_compiled_is_named(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(select(spec))
 
 
 def test_options_are_fields_of_a_config_by_name_and_value() -> None:

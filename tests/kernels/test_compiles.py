@@ -29,10 +29,10 @@ class Item:
     ("changed", "runs"),
     [
         (None, set()),
-        ("kernels/entries.py", set()),  # host code that neither imports
+        ("kernels/ops.py", set()),  # host code that neither imports
         ("kernels/device/parts.py", {"dq", "launches"}),  # which backward.py imports
-        ("kernels/experimental/hopper_ring.py", {"launches"}),
-        ("kernels/lookup.py", {"launches"}),
+        ("kernels/experimental/hopper_launch.py", {"launches"}),
+        ("kernels/tables.py", {"launches"}),
         ("autotune/inspect/sass.py", {"dq"}),
         ("tests/kernels/test_compiles.py", {"dq", "launches"}),
     ],
@@ -46,7 +46,7 @@ def test_what_compiles_runs_where_its_sources_changed(
     shutil.copy(__file__, tmp_path / "tests")
 
     def tests() -> dict[str, Item]:
-        sources = {"dq": ["90:bf16:128:middle:dq"], "launches": ["kernels/experimental/gradients.py"], "none": []}
+        sources = {"dq": ["90:bf16:128:middle:dq"], "launches": ["kernels/experimental/single_pass.py"], "none": []}
         return {name: Item(name, *given) for name, given in sources.items()}
 
     compiles.settle((before := tests()).values(), nightly=False, root=tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from triton.runtime import driver
 
-from ringattn.kernels import KernelConfig, Tile, attention, described
+from ringattn.kernels import KernelConfig, Tile, attention, launch
 
 from .descriptor_stand_in import H200
 from .gluon_arguments import Hopper
@@ -38,7 +38,7 @@ def launch_case(batch: int, rows: int, keys: int, kv_heads: int, head_dim: int, 
 if __name__ == "__main__":
     driver.set_active(Hopper())
     vars(attention)["launch"] = compile_launch
-    vars(described)["gpu_of"] = lambda device: H200
+    vars(launch)["gpu_of"] = lambda device: H200
     for case in (
         (2, 256, 384, 2, 128, "only"),
         (3, 77, 301, 3, 32, "first"),

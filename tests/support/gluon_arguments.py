@@ -15,6 +15,7 @@ from triton.runtime import driver
 
 from ringattn.kernels import FULL, Bounds, Tile
 from ringattn.kernels.experimental import hopper_backward_launch, hopper_launch
+from ringattn.kernels.launch import Descriptors
 
 
 class Hopper:
@@ -65,7 +66,7 @@ def launch_case(sizes: tuple[int, ...], dtype: torch.dtype, bounded: bool, carri
     tile = Tile(128, 64 if head_dim == 256 else 128, 8, 2)
     hopper_launch.launch_hopper(
         q, k, k.clone(), out if carried else None, out, torch.zeros(batch, heads, rows),
-        Bounds(limits, limits) if bounded else FULL, 1.0, tile, hopper_launch.Described(),
+        Bounds(limits, limits) if bounded else FULL, 1.0, tile, Descriptors(),
     )  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def launch_backward(sizes: tuple[int, ...], dtype: torch.dtype, bounded: bool, c
     limits = torch.zeros(rows, dtype=torch.int32)
     hopper_backward_launch.launch_hopper_backward(
         q.clone(), q, k, v, *vectors, q.float(), into if carried else None, into,
-        Bounds(limits, limits) if bounded else FULL, 1.0, None, hopper_launch.Described(),
+        Bounds(limits, limits) if bounded else FULL, 1.0, None, Descriptors(),
     )  # fmt: skip
 
 

@@ -29,13 +29,12 @@ from ringattn.autotune.tune.compile import as_a_launch_says_it, source_of, varia
 from ringattn.autotune.tune.measure import DeviceTrials
 from ringattn.autotune.tune.run import Wish, compile_part
 from ringattn.bench.kernels.accuracy import Inputs, Results
-from ringattn.kernels import Scores, Tile, attention, attention_dkdv, attention_dq, attention_forward, described
+from ringattn.kernels import Scores, Tile, attention, attention_dkdv, attention_dq, attention_forward, choice, order
 from ringattn.kernels import launch as launching
 from ringattn.kernels.config import config_for
-from ringattn.kernels.experimental import gradients, hopper_launch
-from ringattn.kernels.lookup import Gpu
+from ringattn.kernels.experimental import hopper_launch, single_pass
 from ringattn.kernels.order import Chip, l2_of
-from ringattn.kernels.tables import Point, options_of
+from ringattn.kernels.tables import Gpu, Point, options_of
 
 from .gluon_arguments import Hopper
 from .tune_cases import NoBars, at_once
@@ -80,7 +79,7 @@ def launched() -> list[Key]:
         except Found as found:
             keys.append(found.args[0])
 
-    for module in (attention, gradients, hopper_launch):
+    for module in (attention, single_pass, hopper_launch):
         vars(module)["launch"] = launch
     return keys
 
@@ -89,9 +88,9 @@ def pose_as_hopper() -> None:
     """Let the CPU pass for an H200 up to the driver, and Triton for one that compiles nothing."""
     driver.set_active(Hopper())
     vars(triton)["compile"] = vars(triton.compiler.compiler)["compile"] = vars(triton.compiler)["compile"] = stop
-    vars(gradients)["gpu_of"] = vars(described)["gpu_of"] = lambda device: H200
+    vars(single_pass)["gpu_of"] = vars(launching)["gpu_of"] = lambda device: H200
     vars(hopper_launch)["is_hopper"] = lambda device: True
-    vars(launching)["chip_of"] = lambda device: Chip(MULTIPROCESSORS, l2_of(90))
+    vars(choice)["chip_of"] = vars(order)["chip_of"] = lambda device: Chip(MULTIPROCESSORS, l2_of(90))
     vars(measure)["exactly"] = vars(measure)["by_pytorch"] = nothing
     vars(ranking)["run_jobs"] = at_once
 

@@ -9,8 +9,8 @@ import torch
 from triton.runtime import driver
 
 from ringattn.kernels import FULL, Bounds, KernelConfig, Tile
-from ringattn.kernels.experimental import gradients
-from ringattn.kernels.lookup import Gpu
+from ringattn.kernels.experimental import single_pass
+from ringattn.kernels.tables import Gpu
 
 from .gluon_arguments import Hopper
 
@@ -48,7 +48,7 @@ def launch_case(sizes: tuple[int, ...], mode: str, bounded: bool) -> None:
     k = torch.zeros(batch, keys, kv_heads, head_dim, dtype=torch.bfloat16)
     lse, limits = torch.zeros(batch, heads, rows), torch.zeros(rows, dtype=torch.int32)
     tile = Tile(32, 64, 4, 1)
-    gradients.attention_gradients(
+    single_pass.attention_gradients(
         q, q, k, k.clone(), lse, lse, dq=torch.zeros(q.shape), bounds=Bounds(limits, limits) if bounded else FULL,
         config=KernelConfig(tile, tile, tile, backward=mode, single_pass=tile),
     )  # fmt: skip
@@ -56,8 +56,8 @@ def launch_case(sizes: tuple[int, ...], mode: str, bounded: bool) -> None:
 
 if __name__ == "__main__":
     driver.set_active(Hopper())
-    vars(gradients)["launch"] = compile_launch
-    vars(gradients)["gpu_of"] = lambda device: Gpu("NVIDIA H200", 90)
+    vars(single_pass)["launch"] = compile_launch
+    vars(single_pass)["gpu_of"] = lambda device: Gpu("NVIDIA H200", 90)
     for case in (
         ((2, 256, 384, 4, 2, 64), "single_pass", True),
         ((1, 1, 1, 1, 1, 64), "single_pass", False),

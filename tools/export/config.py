@@ -12,14 +12,25 @@ from pathlib import Path
 from triton.runtime.jit import JITFunction
 
 from ...autotune.compile import ROLES, default_tile
-from ...kernels import lookup
+from ...kernels import tables as tables_module
 from ...kernels.attention import DELTA_BLOCK
 from ...kernels.config import BACKWARDS, FORWARD_KERNELS, SHARED_LIMIT, Tile, single_pass_tile
 from ...kernels.device.forward import forward_kernel
 from ...kernels.experimental import hopper_backward_launch, hopper_launch
-from ...kernels.lookup import CONFIG_DIR, DTYPES, Gpu, folder_of, is_offered, tables_of
-from ...kernels.table_files import read
-from ...kernels.tables import KERNELS, Entry, RefusedTable, Table, options_of
+from ...kernels.tables import (
+    CONFIG_DIR,
+    DTYPES,
+    KERNELS,
+    Entry,
+    Gpu,
+    RefusedTable,
+    Table,
+    folder_of,
+    is_offered,
+    options_of,
+    read,
+    tables_of,
+)
 
 HOPPER_ARCH = 90
 HOPPER_DTYPES = ("bf16", "fp16")
@@ -258,7 +269,7 @@ def _read(folder: Path, *, passing_over: bool) -> list[Table]:
 def _others(folder: Path | None, arch: int) -> str:
     """In words, which tables of such GPUs there are, and where."""
     found = []
-    for place in dict.fromkeys([folder or lookup.user_folder(), *lookup.PACKAGE]):
+    for place in dict.fromkeys([folder or tables_module.user_folder(), *tables_module.PACKAGE]):
         for table in _read(place, passing_over=True) if place is not None else ():
             if table.arch == arch:
                 guessed = ", never timed" if all(one.estimated for one in table.entries) else ""

@@ -23,7 +23,7 @@ from ...autotune.gate import threads_of
 from ...bench.common.provenance import git, sources
 from ...kernels import attention_delta
 from ...kernels.config import SHARED_LIMIT, Tile
-from ...kernels.lookup import DTYPES
+from ...kernels.tables import DTYPES
 from .config import ExportConfig, chosen_tiles
 
 BY_KEYS = ("dkdv", "gradients")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.kernels import FULL, PLAIN, Bounds, KernelConfig, Runs, Scores, attention_backward, attention_forward
+from ringattn.kernels import FULL, Bounds, KernelConfig, Runs, Scores, attention_backward, attention_forward
 
 from ..support.baselines import Results
-from ..support.kernel_cases import DEVICE, DTYPES, Inputs, Sizes, inputs, interval, of, part, tiles, visible
-from ..support.nightly import rest_nightly
+from ..support.kernel_cases import DEVICE, DTYPES, Inputs, Sizes, in_turn, inputs, interval, of, part, tiles, visible
 from ..support.tolerance import assert_as_exact_as_pytorch
 
 pytestmark = [
@@ -180,20 +178,19 @@ def scores_of(name: str, queries: int = QUERIES, keys: int = KEYS) -> Scores:
     )
 
 
-EVERY = [*product(SCORES, ["full", "causal", "documents", "first rows blind"], DTYPES)]
-OFTEN = [case for case in EVERY if "all" in case or (case[2] == torch.float32 and case[1] != "full")]
-
-
-@pytest.mark.parametrize(("name", "kind", "dtype"), rest_nightly(EVERY, *OFTEN))
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"),
+    in_turn([*SCORES] * 2, ["causal", "documents", "first rows blind", "full", "window"], DTYPES),
+)
 def test_scores(name: str, kind: str, dtype: torch.dtype) -> None:
     x, bounds = inputs(SIZES, dtype), interval(kind, QUERIES, KEYS)
     compare(ours(x, bounds, scores_of(name)), x, bounds, scores_of(name))
 
 
-@pytest.mark.parametrize("kind", ["full", "causal"])
-@pytest.mark.parametrize("used", [[0, 45], [1, 0], [32, 33], [45, 45]])
-@pytest.mark.parametrize("name", ["plain", "all"])
-def test_padded_batch_rows(name: str, used: list[int], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("used", "name", "kind"), in_turn([[0, 45], [1, 0], [32, 33], [45, 45]], ["plain", "all"], ["causal", "full"])
+)
+def test_padded_batch_rows(used: list[int], name: str, kind: str) -> None:
     whole = interval(kind, QUERIES, KEYS)
     x, bounds = inputs(SIZES), Bounds(whole.lo, whole.hi, torch.tensor(used, dtype=torch.int32))
     compare(ours(x, bounds, scores_of(name)), x, bounds, scores_of(name))
@@ -206,13 +203,12 @@ def pattern(queries: int, keys: int, block: int, share: float = 0.5) -> Runs:
     return Runs(shown, block)
 
 
-BLOCKS = [*product(["plain", "all"], [16, 32, 48], [None, tiles(16, 32)], ["full", "causal", "window", "documents"])]
-BLOCKS = [case for case in BLOCKS if case[1] == 32 or case[2] is None]
-OFTEN_BLOCKS = [case for case in BLOCKS if case[1] < QUERIES or "all" in case]
-
-
-@pytest.mark.parametrize(("name", "block", "config", "kind"), rest_nightly(BLOCKS, *OFTEN_BLOCKS))
-def test_blocks(name: str, block: int, config: KernelConfig | None, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "block", "config"),
+    [("full", "all", 16, None), ("causal", "plain", 32, tiles(16, 32)), ("window", "all", 32, tiles(16, 32)),
+     ("documents", "plain", 16, None), ("causal", "all", 48, None), ("full", "plain", 48, None)],
+)  # fmt: skip
+def test_blocks(kind: str, name: str, block: int, config: KernelConfig | None) -> None:
     """Of several blocks, the last not whole; a default tile of 32 does not divide 48."""
     queries, keys = (QUERIES, KEYS) if block < QUERIES else (2 * block + 4, 2 * block + 14)
     whole, scores = interval(kind, queries, keys), scores_of(name, queries, keys)
@@ -221,7 +217,7 @@ def test_blocks(name: str, block: int, config: KernelConfig | None, kind: str) -
     compare(ours(x, bounds, scores, config), x, bounds, scores)
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (96, 48), (24, 40), (80, 1)])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (96, 48)])
 def test_everything_in_two_parts_of_the_head_dim(head_dim: int, head_dim_v: int) -> None:
     sizes = Sizes(QUERIES, KEYS, head_dim, head_dim_v, heads=2, batch=2)
     whole, used = interval("causal", QUERIES, KEYS), torch.tensor([20, 45], dtype=torch.int32)
@@ -272,7 +268,7 @@ def test_heads_in_chunks_drop_the_same_weights() -> None:
     assert torch.equal(torch.cat(halves, 2), whole)
 
 
-@pytest.mark.parametrize("x", [0.0, 1e-6, 0.1, 0.2499, 0.25, 1.0, 5.0, 100.0])
+@pytest.mark.parametrize("x", [0.0, 1e-6, 0.2499, 0.25, 5.0, 100.0])
 def test_softcap_keeps_fp32s_digits(x: float) -> None:
     """One key: lse is its score, ``cap * tanh(x / cap)``, exact to a few units in the last place on both sides of 0."""
     q, k = torch.full((1, 1, 1, 16), x), torch.ones(1, 1, 1, 16) / 16
@@ -296,7 +292,7 @@ def test_share_of_what_is_dropped(share: float) -> None:
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(64)))
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.data())
 def test_any_of_them_together(data: st.DataObject) -> None:
     queries, keys = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
@@ -314,53 +310,6 @@ def test_any_of_them_together(data: st.DataObject) -> None:
     compare(ours(x, bounds, scores), x, bounds, scores)
 
 
-META = torch.device("meta")
-AT = torch.zeros(8, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ({"scores": Scores(softcap=-1.0)}, "softcap is -1.0: it must be a positive number, 1e30 at most, or 0"),
-        ({"scores": Scores(softcap=math.inf)}, "softcap is inf"),
-        ({"scores": Scores(softcap=None)}, "softcap is None"),  # type: ignore[arg-type]
-        ({"scores": Scores(dropout_seed=1.5)}, "dropout_seed is 1.5"),  # type: ignore[arg-type]
-        ({"scores": Scores(dropout_p=1.0)}, "dropout_p is 1.0: it must be a number of at least 0 and below 1"),
-        ({"scores": Scores(dropout_p=-0.1)}, "dropout_p is -0.1"),
-        ({"scores": Scores(dropout_p=math.nan)}, "dropout_p is nan"),
-        ({"scores": Scores(dropout_seed=-1)}, r"dropout_seed is -1: it must be a whole number from 0 to 2\^64 - 1"),
-        ({"scores": Scores(dropout_seed=1 << 64)}, "dropout_seed is 18446744073709551616"),
-        ({"scores": Scores(alibi_slopes=torch.zeros(3))}, r"alibi_slopes is torch.float32 \[3\] .* \[4\] or \[2, 4\]"),
-        ({"scores": Scores(alibi_slopes=torch.zeros(4).half())}, r"alibi_slopes is torch.float16"),
-        (
-            {"scores": Scores(alibi_slopes=torch.zeros(4, device=META))},
-            "alibi_slopes is a Tensor on meta without values",
-        ),
-        ({"scores": Scores(alibi_slopes=torch.zeros(4, 2).T)}, "alibi_slopes has strides .*: it must be contiguous"),
-        ({"scores": Scores(alibi_slopes=0.5)}, "alibi_slopes is <class 'float'>: it must be a torch.Tensor"),  # type: ignore[arg-type]
-        ({"scores": Scores(dropout_p=0.5)}, "q_positions of the scores is None: ALiBi and dropout need int32 .8."),
-        ({"scores": Scores(dropout_p=0.5, q_positions=AT)}, "k_positions of the scores is None"),
-        ({"scores": Scores(dropout_p=0.5, q_positions=AT.long())}, r"q_positions of the scores is torch.int64 \[8\]"),
-        ({"bounds": Bounds(None, None, torch.zeros(3).int())}, r"bounds.used is torch.int32 \[3\] .* int32 \[2\]"),
-        ({"bounds": Bounds(None, None, None, Runs(torch.ones(1, 2).bool(), 16))}, r"bounds.runs is .* bool \[1, 1\]"),
-        ({"bounds": Bounds(None, None, None, Runs(torch.ones(1, 1).bool(), 16, META))}, "bounds.runs is for meta"),
-        (
-            {"bounds": Bounds(None, None, None, Runs(torch.ones(1, 1).bool(), 24))},
-            "blocks of 24: they must be a multiple of 16",
-        ),
-        (
-            {"bounds": Bounds(None, None, None, Runs(torch.ones(1, 1).bool(), 16)), "config": tiles(16, 32)},
-            "config.forward has tiles of 16 x 32: they must divide the blocks of 16",
-        ),
-    ],
-)
-def test_what_does_not_fit(call: dict[str, Any], message: str) -> None:
-    q, k = torch.zeros(2, 8, 4, 16), torch.zeros(2, 6, 4, 16)
-    with pytest.raises(ValueError, match=message):
-        attention_forward(q, k, k, **call)
-
-
-def test_plain_scores_ask_for_nothing() -> None:
-    assert PLAIN.is_plain
-    assert not any(scores_of(name).is_plain for name in SCORES if name != "plain")
-    assert Scores(dropout_p=1 - 2**-40).threshold == (1 << 32) - 1  # and not 0, which would keep all
+def test_a_share_near_one_drops_nearly_all() -> None:
+    """And not none: the threshold stays a 32-bit word."""
+    assert Scores(dropout_p=1 - 2**-40).threshold == (1 << 32) - 1
