@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ringattn.autotune import Journal, merged, private_folder, save
+from ringattn.autotune.store import Journal, merged, private_folder, save
 from ringattn.kernels import tables
 from ringattn.kernels.tables import RefusedTable, read, tuned
 
