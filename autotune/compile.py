@@ -374,7 +374,7 @@ def select(spec: str) -> list[Variant]:
                 reason = f"kernel {one.kernel} takes no tile, feature or option"
         elif not one.options and (why := lacking(one, options)) is None:
             found.append(replace(one, features=features, options=options))
-        elif not one.options:
+        elif not one.options and (" not of " not in str(why) or reason.startswith("no kernel")):
             reason = str(why)
     if not found:
         raise ValueError(f"spec is {spec!r}: {reason}")

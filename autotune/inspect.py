@@ -25,7 +25,17 @@ FIGURES = {
 }  # fmt: skip
 """Blocks of an SM; instructions, spills and what follows of the main loop, products on the tensor cores."""
 
-UNITS = {"variant": "", **FIGURES, "problems": "", "loops": "", "triton": "", **IDENTITY, "options": "", "tile": ""}
+UNITS = {
+    "bound": "%",
+    "variant": "",
+    **FIGURES,
+    "problems": "",
+    "loops": "",
+    "triton": "",
+    **IDENTITY,
+    "options": "",
+    "tile": "",
+}
 
 
 def row_of(variant: Variant, compiled: Compiled, problems: Sequence[str]) -> dict[str, Any]:

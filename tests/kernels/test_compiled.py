@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,10 +13,8 @@ import pytest
 import torch
 import triton
 
-from ringattn.autotune.compile import ATTENTION, FEATURES
-from ringattn.kernels import KernelConfig, Tile
-from ringattn.kernels.config import config_for, single_pass_tile
-from ringattn.kernels.tables import Options
+from ringattn.autotune.compile import ATTENTION, FEATURES, FP8
+from ringattn.kernels.config import config_for
 
 ARCHS = (80, 86, 89, 90, 100, 120)
 SIXTEEN_BIT = (64, 128)

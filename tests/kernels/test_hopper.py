@@ -9,13 +9,11 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -418,7 +416,8 @@ def test_the_search_sees_a_slot_given_back_too_early() -> None:
 
 def gate(*specs: str) -> list[dict[str, Any]]:
     """Rows of ``ringattn inspect``, all of which pass."""
-    rows: list[dict[str, Any]] = json.loads(compiling("-m", "ringattn", "inspect", "--gate", "--json", "-", *specs))["rows"]
+    found = json.loads(compiling("-m", "ringattn", "inspect", "--gate", "--json", "-", *specs))
+    rows: list[dict[str, Any]] = found["rows"]
     return rows
 
 

@@ -7,7 +7,6 @@ stand-in for Gluon, its partitions interleaved at random.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from ..support.barrier_states import Search, Traces
 from ..support.baselines import Results
 from ..support.gluon_stand_in import Descriptor, Machine, pointer
 from ..support.kernel_cases import DEVICE, KINDS, Inputs, Sizes, compare, exact, inputs, interval, part
-from .test_hopper import HALVES, HOPS, Launches, ON_HOPPER, compiling, gate, sliced, without
+from .test_hopper import HALVES, HOPS, ON_HOPPER, Launches, compiling, gate, sliced, without
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -44,7 +44,7 @@ from ringattn.kernels.tables import (
 )
 
 from ..support.tile_tables import H200, HOPPER, POINT, TILE, entry, estimate, folders, save
-from ..support.tune_cases import StandIn, at_once
+from ..support.tune_cases import StandIn, no_progress, without_processes
 from ..test_house import ROOT, run
 
 __all__ = ["folders"]
@@ -398,11 +398,3 @@ def test_the_tables_that_ship_are_good() -> None:
         assert path.name == file_name(shipped.gpu, shipped.triton)
         assert rings_of(shipped) == () and all(one.estimated and one.bound for one in shipped.entries)
         assert not any(options_of(one.tile) for one in shipped.entries), "an estimate that serves nobody"
-
-
-class Quiet:
-    """Progress that nobody sees."""
-
-    def more(self, part: str, count: int) -> None: ...
-
-    def step(self, part: str) -> None: ...

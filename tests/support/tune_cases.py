@@ -82,9 +82,7 @@ class AtOnce:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def run(
-        self, jobs: Sequence[Variant], done: Callable[[Variant, Any], None], left: Callable[[], float]
-    ) -> None:
+    def run(self, jobs: Sequence[Variant], done: Callable[[Variant, Any], None], left: Callable[[], float]) -> None:
         for job in jobs:
             if left() <= 0:
                 return
