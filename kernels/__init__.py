@@ -3,7 +3,8 @@
 from .bounds import FULL, Bounds, Runs, TileRange, tile_range
 from .choice import default_config
 from .config import KernelConfig, Tile
-from .entries import (
+from .ops import (
+    attend,
     attention_backward,
     attention_delta,
     attention_dkdv,
@@ -13,7 +14,6 @@ from .entries import (
     dequantize,
     quantize,
 )
-from .ops import attend
 from .quantize import SCALE_TOKENS, scale_shape
 from .scores import PLAIN, Scores
 

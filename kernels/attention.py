@@ -2,107 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .bounds import FULL, Bounds
 from .checks import check_backward, check_inputs, check_like, check_qkv, check_rank, result_like
-from .choice import backward_config, check_tiles, launched, situation, tile_for
+from .choice import Bound, LaunchPlan, backward_config, check_config, check_tiles, situation
 from .config import KernelConfig, Tile, is_single_pass
-from .described import check_results, describes, descriptor, is_described
 from .device.backward import delta_kernel, dkdv_kernel, dq_kernel, reduce_kernel
 from .device.forward import forward_kernel
-from .device.tiles import Shape, Strided
-from .experimental.gradients import attention_gradients
-from .experimental.hopper_launch import Described, launch_hopper, takes
+from .device.tiles import Shape
+from .experimental.hopper_launch import launch_hopper, takes
+from .experimental.single_pass import attention_gradients
 from .launch import (
-    check_config,
-    dealt,
+    Pair,
+    check_results,
+    describes,
+    descriptor,
     empty_parts,
     head_dims,
     interval,
+    is_described,
     launch,
     modifiers,
     options,
-    packed_shape,
     programs,
     shape_of,
-    split_shape,
-    splits_of,
     strided,
 )
+from .order import dealt, split_shape, splits_of
 from .scores import PLAIN, Scores
 
 REDUCE_BLOCK = 16  # of another: the parts of few rows are many bytes already, and this divides every tile
 REDUCE_WARPS = 8  # with four, ptxas keeps two addresses in local memory on sm_100
 DELTA_BLOCK = 64  # rows of a memory-bound pass: enough loads in flight, few idle rows at a shard's end
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-class Way(NamedTuple):
-    """How one kernel is launched against keys of one length."""
-
-    tile: Tile
-    how: KernelConfig | None
-    grid: int
-    shape: Shape
-    options: dict[str, int]
-    splits: int = 1
-    hopper: bool = False
-
-
-class Bound:
-    """Launches for one tensor of queries, bound once: what all shards of keys and values share is made once.
-
-    Of what a call is given only the config is checked here: the entries below check a launch, and a ring at its door
-    what it then cuts and moves.
-    """
-
-    def __init__(self, q: torch.Tensor, softmax_scale: float, config: KernelConfig | None) -> None:
-        self._q, self._scale, self._config = q, softmax_scale, config
-        self._queries = self._carried = strided(q)
-        self._ways: dict[Hashable, Way] = {}
-
-    def _way(self, kernel: str, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores) -> Way:
-        """As decided at the first launch of its kind: shards differ in their length and their part of the mask."""
-        plain = scores is PLAIN or scores.is_plain
-        key = kernel, k.shape[1], bounds.lo is None, bounds.used is None, bounds.runs, plain
-        way = self._ways.get(key)
-        if way is None:
-            check_config(self._config, self._q, v)
-            tile = tile_for(kernel, self._config, self._q, v, **situation(bounds, scores))
-            way = self._ways[key] = self._decided(tile, launched(self._config, tile, self._q, k), kernel, k, v)
-        return way
-
-    def _decided(self, tile: Tile, how: KernelConfig | None, kernel: str, k: torch.Tensor, v: torch.Tensor) -> Way:
-        grid, shape = dealt(how, packed_shape(how, shape_of(self._q, k)), tile, (k, v))
-        hopper = kernel == "forward" and how is not None and how.forward_kernel == "hopper"
-        return Way(tile, how, grid, shape, {**head_dims(self._q, v), **options(tile)}, hopper=hopper)
-
-    def _continued(self, x: torch.Tensor) -> Strided:
-        """Of a tensor that launch after launch continues."""
-        if self._carried.ptr is not x:
-            self._carried = strided(x)
-        return self._carried
-
 
 class Forward(Bound):
     """:func:`attention_forward` of one tensor of queries, one shard after the other."""
-
-    def __init__(self, q: torch.Tensor, softmax_scale: float, config: KernelConfig | None) -> None:
-        super().__init__(q, softmax_scale, config)
-        self._described = Described()
-        self._taken: dict[tuple[int, ...], tuple[bool, Pair]] = {}
 
     def __call__(
         self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, state: Pair | None, final: bool
     ) -> Pair:
         """Fold one shard in."""
-        q, way = self._q, self._way("forward", k, v, bounds, scores)
+        q, plan = self._q, self._plan("forward", k, v, bounds, scores)
         dtype, out = q.dtype if final else torch.float32, None
         if state is None:
             lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device, dtype=torch.float32)
@@ -110,25 +56,19 @@ class Forward(Bound):
             out, lse = state
         in_place = out is not None and out.dtype == dtype
         result = out if out is not None and in_place else q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
-        if way.hopper and self._takes(way, k, v, bounds, scores):
-            launch_hopper(q, k, v, out, result, lse, bounds, self._scale, way.tile, self._described)
+        if plan.hopper and self._asked(
+            id(plan), k, v, lambda: takes(q, k, v, bounds, scores, plan.tile, asked=self._config is not None)
+        ):
+            launch_hopper(q, k, v, out, result, lse, bounds, self._scale, plan.tile, self._described)
             return result, lse
         before = self._continued(result if out is None else out)
         launch(
-            forward_kernel, way.grid, q.device,
+            forward_kernel, plan.grid, q.device,
             self._queries, strided(k), strided(v), before, self._continued(result), lse,
-            interval(bounds), way.shape, self._scale, modifiers(scores, q.device),
-            HAS_STATE=out is not None, IN_PLACE=in_place, **way.options,
+            interval(bounds), plan.shape, self._scale, modifiers(scores, q.device),
+            HAS_STATE=out is not None, IN_PLACE=in_place, **plan.options,
         )  # fmt: skip
         return result, lse
-
-    def _takes(self, way: Way, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores) -> bool:
-        """Whether the Hopper kernel does, asked once for each pair of slots."""
-        key = id(way), id(k), id(v)
-        if key not in self._taken:
-            found = takes(self._q, k, v, bounds, scores, way.tile, asked=self._config is not None)
-            self._taken[key] = found, (k, v)  # while they are held nothing else has their ids
-        return self._taken[key][0]
 
 
 class Backward(Bound):
@@ -147,57 +87,59 @@ class Backward(Bound):
         into: torch.Tensor,
     ) -> None:  # fmt: skip
         """``into`` = ``sums``, which it may be, plus one shard's part."""
-        q, way = self._q, self._way("dq", k, v, bounds, scores)
+        q, plan = self._q, self._plan("dq", k, v, bounds, scores)
         before = self._continued(into if sums is None else sums)
         launch(
-            dq_kernel, way.grid, q.device,
+            dq_kernel, plan.grid, q.device,
             *self._given, strided(k), strided(v), self._lse, self._delta, before, self._continued(into),
-            interval(bounds), way.shape, self._scale, modifiers(scores, q.device),
-            **way.options, HAS_SUM=sums is not None, IN_PLACE=into is sums,
+            interval(bounds), plan.shape, self._scale, modifiers(scores, q.device),
+            **plan.options, HAS_SUM=sums is not None, IN_PLACE=into is sums,
         )  # fmt: skip
 
     def dkdv(
         self, k: torch.Tensor, v: torch.Tensor, *, bounds: Bounds, scores: Scores, sums: Pair | None, into: Pair
     ) -> None:
         """``into`` = ``sums``, which it may be, plus what one shard gets."""
-        q, way, (dk, dv) = self._q, self._way("dkdv", k, v, bounds, scores), into
+        q, plan, (dk, dv) = self._q, self._plan("dkdv", k, v, bounds, scores), into
         before = into if sums is None else sums
         in_place = dk is before[0] and dv is before[1]
-        parts = into if way.splits == 1 else (empty_parts(k, way.splits), empty_parts(v, way.splits))
-        leave = self._left(way, v, into, before)
+        parts = into if plan.splits == 1 else (empty_parts(k, plan.splits), empty_parts(v, plan.splits))
+        leave = self._left(plan, v, into, before)
         written = leave(parts[0]), leave(parts[1])
-        read = written if in_place or way.splits > 1 else (leave(before[0]), leave(before[1]))
+        read = written if in_place or plan.splits > 1 else (leave(before[0]), leave(before[1]))
         seen = interval(bounds.transposed(k.shape[1]))
         launch(
-            dkdv_kernel, way.grid, q.device,
-            *self._given, strided(k), strided(v), self._lse, self._delta, *read, *written, seen, way.shape,
+            dkdv_kernel, plan.grid, q.device,
+            *self._given, strided(k), strided(v), self._lse, self._delta, *read, *written, seen, plan.shape,
             self._scale, modifiers(scores, q.device, rows_are_keys=True),
-            **way.options, HAS_SUM=sums is not None and way.splits == 1, IN_PLACE=sums is not None and in_place,
+            **plan.options, HAS_SUM=sums is not None and plan.splits == 1, IN_PLACE=sums is not None and in_place,
         )  # fmt: skip
-        if way.splits > 1:
+        if plan.splits > 1:
             launch(
                 reduce_kernel, programs(k.shape[1], REDUCE_BLOCK, k), q.device,
                 *map(strided, parts), *map(strided, before), strided(dk), strided(dv), seen,
-                shape_of(k, q)._replace(splits=way.splits), **head_dims(q, v), BLOCK_Q=way.tile.block_q,
-                BLOCK_K=way.tile.block_k, BLOCK_ROWS=REDUCE_BLOCK, HAS_SUM=sums is not None,
+                shape_of(k, q)._replace(splits=plan.splits), **head_dims(q, v), BLOCK_Q=plan.tile.block_q,
+                BLOCK_K=plan.tile.block_k, BLOCK_ROWS=REDUCE_BLOCK, HAS_SUM=sums is not None,
                 IN_PLACE=sums is not None and in_place, num_warps=REDUCE_WARPS,
             )  # fmt: skip
 
-    def _left(self, way: Way, v: torch.Tensor, into: Pair, sums: Pair) -> Callable[[torch.Tensor], Any]:
+    def _left(self, plan: LaunchPlan, v: torch.Tensor, into: Pair, sums: Pair) -> Callable[[torch.Tensor], Any]:
         """How dK/dV's kernel is told of what it leaves: as a tensor, or a TMA descriptor of its tiles."""
-        if not is_described(way.how):
+        if not is_described(plan.config):
             return strided
         made = {"into[0]": into[0], "into[1]": into[1], "sums[0]": sums[0], "sums[1]": sums[1]}
-        described = describes(way.how, self._q, v, asked=self._config is not None, **made)
-        return partial(descriptor, rows=way.tile.block_k) if described else strided
+        described = describes(plan.config, self._q, v, asked=self._config is not None, **made)
+        return partial(descriptor, rows=plan.tile.block_k) if described else strided
 
-    def _decided(self, tile: Tile, how: KernelConfig | None, kernel: str, k: torch.Tensor, v: torch.Tensor) -> Way:
+    def _planned(
+        self, tile: Tile, config: KernelConfig | None, kernel: str, k: torch.Tensor, v: torch.Tensor
+    ) -> LaunchPlan:
         if kernel == "dq":
-            return super()._decided(tile, how, kernel, k, v)
-        splits = splits_of(how, self._q, k, tile.block_k)
+            return super()._planned(tile, config, kernel, k, v)
+        splits = splits_of(config, self._q, k, tile.block_k)
         shape = split_shape(shape_of(k, self._q), splits)
-        grid, shape = dealt(how, shape, tile, (self._q, self._dout), rows_are_keys=True)
-        return Way(tile, how, grid, shape, {**head_dims(self._q, v), **options(tile)}, splits)
+        grid, shape = dealt(config, shape, tile, (self._q, self._dout), rows_are_keys=True)
+        return LaunchPlan(tile, config, grid, shape, {**head_dims(self._q, v), **options(tile)}, splits)
 
 
 def attention_forward(
@@ -326,7 +268,7 @@ def attention_dkdv(
     """``dK = scale * dS^T Q`` and ``dV = P^T dO`` of one key shard, plus ``sums``.
 
     Query heads that share a key head are summed in their order, or in parts whose sums are added in theirs
-    (``KernelConfig.dkdv_splits``): deterministic either way.
+    (``KernelConfig.dkdv_splits``): deterministic either plan.
 
     Args:
         dout, q, k, v, lse, bounds, scores, softmax_scale, config: as in :func:`attention_backward`.

@@ -70,7 +70,7 @@ class Bounds:
     used: torch.Tensor | None = None
     runs: Runs | None = None
     _transposed: dict[int, Bounds] = field(default_factory=dict, repr=False)
-    _turns: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, repr=False)
+    _add_orders: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def is_full(self) -> bool:

@@ -1,22 +1,39 @@
-"""Which tile a launch takes, and how it is launched: the caller's, else a tuned table's, else the built-in default."""
+"""What a launch takes: tile and options of the caller's config, else of a tuned table, else the built-in default."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import lru_cache
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .bounds import Bounds
 from .config import INTERPRETER, LEAST_SIDE, KernelConfig, Tile, config_for, is_single_pass, single_pass_tile
-from .lookup import BACKWARD, ONE_PASS, Gpu, Tuned, gpu_of, tuned
-from .order import chip_of
-from .scores import Scores
-from .table_files import OPTIONS
-from .tables import KERNELS, SINGLE_PASS, Chosen, Option, Point, least_shared, options_of, shared_limit
+from .device.tiles import Shape, Strided
+from .launch import Descriptors, Pair, check_described, head_dims, is_described, options, shape_of, strided
+from .order import chip_of, dealt, margin_of, packed_shape
+from .scores import PLAIN, Scores
+from .tables import (
+    BACKWARD,
+    KERNELS,
+    ONE_PASS,
+    OPTIONS,
+    SINGLE_PASS,
+    Chosen,
+    Gpu,
+    Option,
+    Point,
+    Tuned,
+    gpu_of,
+    least_shared,
+    options_of,
+    shared_limit,
+    tuned,
+)
 
 
 def default_config(
@@ -214,3 +231,78 @@ def _check_room(kernel: str, tile: Tile, q: torch.Tensor, v: torch.Tensor) -> No
 def _least_shared(kernel: str, tile: Tile, is_fp32: bool, head_dim: int, head_dim_v: int) -> int:
     """Every launch with a config asks."""
     return least_shared(Point(kernel, "fp32" if is_fp32 else "bf16", head_dim, head_dim_v, 1, "full", 1), tile)
+
+
+def check_config(config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse a config that does not fit the heads or the GPU: ValueError."""
+    if config is None:
+        return
+    group = q.shape[2] // max(v.shape[2], 1)
+    if isinstance(config.dkdv_splits, int) and group % config.dkdv_splits:
+        raise ValueError(
+            f"config.dkdv_splits is {config.dkdv_splits}: it must divide the {group} query heads per key head"
+        )
+    if config.persistent:
+        margin_of(config.sm_margin, chip_of(q.device).multiprocessors)
+    if is_described(config):
+        check_described(q, v)
+
+
+class LaunchPlan(NamedTuple):
+    """How one kernel is launched against keys of one length."""
+
+    tile: Tile
+    config: KernelConfig | None
+    grid: int
+    shape: Shape
+    options: dict[str, int]
+    splits: int = 1
+    hopper: bool = False
+    box: Any = None
+    """Of a single pass: the TMA descriptor by which the copy engine adds to dQ, or None."""
+
+
+class Bound:
+    """Launches for one tensor of queries, bound once: what all shards of keys and values share is made once.
+
+    Of what a call is given only the config is checked here: the entries check a launch, and a ring at its door what it
+    then cuts and moves.
+    """
+
+    def __init__(self, q: torch.Tensor, softmax_scale: float, config: KernelConfig | None) -> None:
+        self._q, self._scale, self._config = q, softmax_scale, config
+        self._queries = self._carried = strided(q)
+        self._plans: dict[Hashable, LaunchPlan] = {}
+        self._described = Descriptors()
+        self._taken: dict[Hashable, tuple[bool, Pair]] = {}
+
+    def _plan(self, kernel: str, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores) -> LaunchPlan:
+        """As planned at the first launch of its kind: shards differ in their length and their part of the mask."""
+        plain = scores is PLAIN or scores.is_plain
+        key = kernel, k.shape[1], bounds.lo is None, bounds.used is None, bounds.runs, plain
+        plan = self._plans.get(key)
+        if plan is None:
+            check_config(self._config, self._q, v)
+            tile = tile_for(kernel, self._config, self._q, v, **situation(bounds, scores))
+            plan = self._plans[key] = self._planned(tile, launched(self._config, tile, self._q, k), kernel, k, v)
+        return plan
+
+    def _planned(
+        self, tile: Tile, config: KernelConfig | None, kernel: str, k: torch.Tensor, v: torch.Tensor
+    ) -> LaunchPlan:
+        grid, shape = dealt(config, packed_shape(config, shape_of(self._q, k)), tile, (k, v))
+        hopper = kernel == "forward" and config is not None and config.forward_kernel == "hopper"
+        return LaunchPlan(tile, config, grid, shape, {**head_dims(self._q, v), **options(tile)}, hopper=hopper)
+
+    def _continued(self, x: torch.Tensor) -> Strided:
+        """Of a tensor that launch after launch continues."""
+        if self._carried.ptr is not x:
+            self._carried = strided(x)
+        return self._carried
+
+    def _asked(self, kind: Hashable, k: torch.Tensor, v: torch.Tensor, takes: Callable[[], bool]) -> bool:
+        """Whether a Hopper kernel ``takes`` a launch of its kind, asked once for each pair of slots."""
+        key = kind, id(k), id(v)
+        if key not in self._taken:
+            self._taken[key] = takes(), (k, v)  # while they are held nothing else has their ids
+        return self._taken[key][0]

@@ -73,7 +73,7 @@ class KernelConfig:
     ``dkdv_epilogue="descriptors"``: the copy engine leaves dK and dV of two passes by TMA descriptors, and adds them
     to sums that stay where they are, which spares registers; "pointers": each thread loads, adds and stores its part.
     It takes compute capability 9.0 on, head dims that are powers of two of at least 16, and addresses and strides of
-    sums and results of whole 16 bytes; all else is refused (``described.check_described``, ``check_results``), but for
+    sums and results of whole 16 bytes; all else is refused (``launch.check_described``, ``check_results``), but for
     splits, whose parts it leaves. The same bits on every run. Never run on a GPU: nobody's default.
 
     ``backward="two_pass"`` computes dQ and dK/dV in a kernel each, seven matrix products per pair of tiles.

@@ -1,10 +1,11 @@
-"""From torch tensors to a launch: argument tuples, grids and the lock around an interpreted kernel."""
+"""From torch tensors to a launch: argument tuples, TMA descriptors, and the lock around an interpreted kernel."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,13 +13,23 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from .bounds import Bounds
-from .config import KernelConfig, Tile
-from .described import check_described, is_described
+from .config import LEAST_SIDE, KernelConfig, Tile
 from .device.modify import UNMODIFIED, Modifiers
 from .device.parts import dot
-from .device.tiles import BlockRuns, Interval, Order, Shape, Strided
-from .order import chip_of, margin_of, persistent_programs, splits_for, swath_of, tiles_of
+from .device.tiles import BlockRuns, Interval, Shape, Strided
 from .scores import PLAIN, Scores
+from .tables import gpu_of
+from .target import target
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+COPY_ENGINE_ARCH = 90
+"""The first compute capability with a copy engine that stores and adds tiles in global memory (TMA)."""
+
+ALIGNMENT = 16
+"""Bytes of which addresses and strides are multiples (CUDA driver API, cuTensorMapEncodeTiled)."""
+
+TAKES = "dkdv_epilogue='descriptors' takes"
 
 # Triton's interpreter patches its language module while a kernel runs, and a first launch compiles: one at a time.
 _LOCK = threading.Lock()
@@ -35,6 +46,9 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
     if device.type == "cpu":
         check_cpu(args, kernel)
     if grid == 0:
+        return
+    if device.type == "meta" and (compiling := target()) is not None:
+        compiling.take(kernel, grid, *args, **options)
         return
     with _LOCK, torch.cuda.device(device) if device.type == "cuda" else _NO_DEVICE:
         try:
@@ -104,80 +118,11 @@ def shape_of(rows: torch.Tensor, columns: torch.Tensor) -> Shape:
     return Shape(rows.shape[1], columns.shape[1], rows.shape[2], max(heads) // min(heads))
 
 
-def packed_shape(config: KernelConfig | None, shape: Shape) -> Shape:
-    """Of a launch of the forward or of dQ whose tiles hold all query heads of a key head, where the config says so."""
-    if config is None or not config.pack_gqa or shape.group == 1:
-        return shape
-    return shape._replace(heads=shape.heads // shape.group, group=1, packed=shape.group)
-
-
-def check_config(config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor) -> None:
-    """Refuse a config that does not fit the heads or the GPU: ValueError."""
-    if config is None:
-        return
-    group = q.shape[2] // max(v.shape[2], 1)
-    if isinstance(config.dkdv_splits, int) and group % config.dkdv_splits:
-        raise ValueError(
-            f"config.dkdv_splits is {config.dkdv_splits}: it must divide the {group} query heads per key head"
-        )
-    if config.persistent:
-        margin_of(config.sm_margin, chip_of(q.device).multiprocessors)
-    if is_described(config):
-        check_described(q, v)
-
-
-def splits_of(config: KernelConfig | None, q: torch.Tensor, k: torch.Tensor, block_k: int) -> int:
-    """In how many parts the query heads of a key head are cut for dK/dV; 1 for no split."""
-    asked = 1 if config is None else config.dkdv_splits
-    if isinstance(asked, int):
-        return asked
-    group = q.shape[2] // max(k.shape[2], 1)
-    if q.device.type != "cuda" or group == 1:
-        return 1
-    return splits_for(programs(k.shape[1], block_k, k), group, chip_of(k.device).multiprocessors)
-
-
-def split_shape(shape: Shape, splits: int) -> Shape:
-    """Of a dK/dV launch whose programs take a part of a key head's query heads each."""
-    if splits == 1:
-        return shape
-    return shape._replace(heads=shape.heads * splits, group=shape.group // splits, splits=splits)
-
-
 def empty_parts(like: torch.Tensor, splits: int) -> torch.Tensor:
     """Room for ``splits`` fp32 sums per head of ``like [B, S, H, D]``: ``[B, S, H * splits, D]``, rows side by side."""
     batch, length, heads, head_dim = like.shape
     room = torch.empty(batch, heads * splits, length, head_dim, device=like.device, dtype=torch.float32)
     return room.transpose(1, 2)
-
-
-def dealt(
-    config: KernelConfig | None,
-    shape: Shape,
-    tile: Tile,
-    walked: tuple[torch.Tensor, ...],
-    *,
-    rows_are_keys: bool = False,
-) -> tuple[int, Shape]:
-    """The grid of a launch, and its shape with the order in which tiles are taken.
-
-    ``walked`` are the tensors that the programs walk: K and V, or of dK/dV Q and dO.
-    """
-    block = tile.block_k if rows_are_keys else tile.block_q
-    length, heads = walked[0].shape[1], walked[0].shape[0] * shape.heads
-    count = tiles_of(shape.rows, shape.packed or 1, block, heads)
-    if config is None or count == 0 or (config.order == "heads" and not config.persistent):
-        return count, shape
-    chip, swath = chip_of(walked[0].device), None
-    if config.order == "longest":
-        row_bytes = sum(x.shape[3] * x.element_size() for x in walked)
-        swath = swath_of(heads, shape.group, length, row_bytes, rows_are_keys, chip.l2_bytes)
-    order = Order(swath, None if swath is None else heads, count if config.persistent else None)
-    if not config.persistent:
-        return count, shape._replace(order=order)
-    margin = margin_of(config.sm_margin, chip.multiprocessors)
-    grid = persistent_programs(count, tile.num_warps, chip.multiprocessors, margin)
-    return grid, shape._replace(order=order)
 
 
 def head_dims(q: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
@@ -191,3 +136,130 @@ def options(tile: Tile) -> dict[str, int]:
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
+
+
+def is_described(config: KernelConfig | None) -> bool:
+    """Whether the copy engine leaves dK and dV."""
+    return config is not None and config.dkdv_epilogue == "descriptors"
+
+
+def check_described(q: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse a GPU or head dims for which dK and dV have no descriptors.
+
+    Raises:
+        ValueError: a compute capability below 9.0, or a head dim that is no power of two or below 16.
+    """
+    gpu = gpu_of(q.device)
+    if gpu is None or gpu.arch < COPY_ENGINE_ARCH:
+        there = "" if gpu is None else f", sm_{gpu.arch}"
+        raise ValueError(f"q is on {q.device}{there}: {TAKES} GPUs of compute capability 9.0 or higher")
+    for name, head_dim in (("q", q.shape[3]), ("v", v.shape[3])):
+        if not fills_boxes(head_dim):
+            raise ValueError(
+                f"{name} has head dim {head_dim}: {TAKES} powers of two of at least {LEAST_SIDE}, 'pointers' any"
+            )
+
+
+def check_results(**results: torch.Tensor | None) -> None:
+    """Refuse sums or results, by name, of which no descriptor can be made: ValueError."""
+    for name, x in results.items():
+        if x is not None:
+            check_describable(name, x, TAKES)
+
+
+def check_describable(name: str, x: torch.Tensor, takes: str) -> None:
+    """Refuse a tensor of which no descriptor can be made, in the words of who ``takes`` it: ValueError."""
+    if not is_aligned(x):
+        raise ValueError(
+            f"{name} has strides {x.stride()} at {x.data_ptr():#x}: {takes} an address and positive strides that "
+            f"are multiples of {ALIGNMENT} bytes, {ALIGNMENT // x.element_size()} elements"
+        )
+
+
+def describes(
+    config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor, *, asked: bool, **results: torch.Tensor | None
+) -> bool:
+    """Whether the copy engine leaves the results of one launch: its sums and what it writes, by name.
+
+    Where a tuned table chose so and not the caller, what does not suit it goes by pointers.
+
+    Raises:
+        ValueError: what :func:`check_described` and :func:`check_results` refuse, where the caller ``asked``.
+    """
+    if not is_described(config):
+        return False
+    try:
+        check_described(q, v)
+        check_results(**results)
+    except ValueError:
+        if asked:
+            raise
+        return False
+    return v.numel() > 0
+
+
+def fills_boxes(head_dim: int) -> bool:
+    """Whether a row of ``head_dim`` elements is one of a tile, without padding."""
+    return head_dim >= LEAST_SIDE and head_dim & (head_dim - 1) == 0
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether the copy engine takes the address and strides of ``x [B, S, H, D]``; of nothing, any."""
+    if not x.numel():
+        return True
+    unit = ALIGNMENT // x.element_size()
+    for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True):
+        if size > 1 and (stride <= 0 or stride % unit):
+            return False
+    return x.data_ptr() % ALIGNMENT == 0
+
+
+def descriptor(x: torch.Tensor, rows: int) -> Any:
+    """A TMA descriptor of ``x [B, S, H, D]`` in tiles of ``rows`` rows of one head.
+
+    Past the end the copy engine reads zeros, and leaves what is there where it writes.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), strides_of(x), [1, rows, 1, x.shape[3]])
+
+
+def strides_of(x: torch.Tensor) -> list[int]:
+    """Strides of ``x [B, S, H, D]`` as a descriptor takes them.
+
+    That of a dimension of one element says nothing, and need not be one that the copy engine takes.
+    """
+    return [*(stride if size > 1 else x.shape[3] for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)), 1]
+
+
+class Descriptors:
+    """Descriptors, made once: of queries, and of the slots that keys and values come in again and again."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int, int | None], tuple[object, torch.Tensor]] = {}
+
+    def __call__(self, x: torch.Tensor, rows: int, columns: int | None = None) -> object:
+        """As :func:`gluon_descriptor`."""
+        key = id(x), rows, columns
+        if key not in self._made:
+            self._made[key] = gluon_descriptor(x, rows, columns), x  # while it is held nothing else has its id
+        return self._made[key][0]
+
+
+def gluon_descriptor(x: torch.Tensor, rows: int, columns: int | None = None) -> object:
+    """For tiles of ``rows`` rows of one head of ``x [B, S, H, D]``, whole or of ``columns`` columns.
+
+    Past the end the copy engine fills with zeros, and leaves what is there where it writes.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    columns = columns or x.shape[3]
+    return TensorDescriptor(x, list(x.shape), strides_of(x), [1, rows, 1, columns], _layout(rows, columns, x.dtype))
+
+
+@cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    dtypes = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], dtypes[dtype])

@@ -1,24 +1,134 @@
-"""The host entries as ``torch.library`` ops, for torch.compile and autograd.
+"""The host entries as everybody calls them: in a graph of torch.compile as ``torch.library`` ops, else as they are.
 
-An op takes tensors and numbers, and what it returns is new: bounds and scores travel as their fields, and what
-continues a state or sums in place is an op of its own. The transposed bounds that dK/dV read are made in each backward.
+An op takes tensors and numbers, and what it returns is new: bounds, scores and a config travel as their fields, and
+what continues a state or sums in place is an op of its own. The transposed bounds that dK/dV read are made in each
+backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import attention as host
-from .bounds import FULL, Bounds
-from .config import KernelConfig
-from .experimental.gradients import attention_gradients
-from .op_calls import SCHEMA, Call, pack, unpack
-from .quantize import dequantize, quantize
-from .scores import PLAIN, Scores
+from . import quantize as fp8
+from .bounds import FULL, Bounds, Runs
+from .config import KernelConfig, Tile, is_single_pass
+from .experimental.single_pass import attention_gradients as host_gradients
+from .launch import Pair
+from .scores import PLAIN, SEEDS, Scores
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SCHEMA = (
+    "Tensor? lo, Tensor? hi, Tensor? used, Tensor? visible, SymInt block, float softcap, Tensor? alibi_slopes, "
+    "float dropout_p, SymInt dropout_seed, SymInt first_head, Tensor? q_positions, Tensor? k_positions, "
+    "float? softmax_scale, int[]? tiles, str[] choices"
+)
+
+TILES = tuple(one.name for one in fields(KernelConfig) if one.type in ("Tile", "Tile | None"))
+CHOICES = tuple(one.name for one in fields(KernelConfig) if one.name not in TILES)
+SIDES = tuple(one.name for one in fields(Tile))
+NO_TILE = (0,) * len(SIDES)
+
+
+class Call(NamedTuple):
+    """What every entry takes beside its tensors, as ``SCHEMA`` has it."""
+
+    lo: Tensor | None
+    hi: Tensor | None
+    used: Tensor | None
+    visible: Tensor | None
+    block: int
+    softcap: float
+    alibi_slopes: Tensor | None
+    dropout_p: float
+    dropout_seed: int  # signed
+    first_head: int
+    q_positions: Tensor | None
+    k_positions: Tensor | None
+    softmax_scale: float | None
+    tiles: list[int] | None
+    choices: list[str]
+
+
+def pack(
+    bounds: Bounds = FULL,
+    scores: Scores = PLAIN,
+    softmax_scale: float | None = None,
+    config: KernelConfig | None = None,
+) -> Call:
+    """The arguments of an entry as those of an op."""
+    runs, seed = bounds.runs, scores.dropout_seed
+    return Call(
+        bounds.lo,
+        bounds.hi,
+        bounds.used,
+        None if runs is None else runs.visible,
+        0 if runs is None else runs.block,
+        scores.softcap,
+        scores.alibi_slopes,
+        scores.dropout_p,
+        seed - SEEDS if seed >= SEEDS // 2 else seed,
+        scores.first_head,
+        scores.q_positions,
+        scores.k_positions,
+        softmax_scale,
+        *pack_config(config),
+    )
+
+
+def pack_config(config: KernelConfig | None) -> tuple[list[int] | None, list[str]]:
+    """The numbers of a config's tiles, and what else it has."""
+    if config is None:
+        return None, []
+    tiles = (getattr(config, kernel) for kernel in TILES)
+    numbers = [n for tile in tiles for n in (NO_TILE if tile is None else (getattr(tile, side) for side in SIDES))]
+    return numbers, [str(getattr(config, choice)) for choice in CHOICES]
+
+
+def unpack_config(tiles: Sequence[int] | None, choices: Sequence[str]) -> KernelConfig | None:
+    """What :func:`pack_config` was given; the same object each time."""
+    return None if tiles is None else _config(tuple(tiles), tuple(choices))
+
+
+@lru_cache(maxsize=64)
+def _config(tiles: tuple[int, ...], choices: tuple[str, ...]) -> KernelConfig:
+    sizes = len(SIDES)
+    given = (tiles[i * sizes : (i + 1) * sizes] for i in range(len(TILES)))
+    made: dict[str, Any] = {
+        kernel: None if one == NO_TILE else Tile(*one) for kernel, one in zip(TILES, given, strict=True)
+    }
+    return KernelConfig(**made | dict(zip(CHOICES, map(_choice, choices), strict=True)))
+
+
+def _choice(word: str) -> str | int | bool | None:
+    """What has been made text by ``str``; the words of a config are none of these."""
+    names = {"None": None, "True": True, "False": False}
+    return names[word] if word in names else int(word) if word.isdecimal() else word
+
+
+def unpack(device: torch.device, *args: Any) -> dict[str, Any]:
+    """The arguments of an op as those of an entry."""
+    call = Call(*args)
+    runs = None if call.visible is None else Runs(call.visible, call.block, device)
+    plain = all(x is None for x in (call.lo, call.hi, call.used, runs))
+    scores = Scores(
+        call.softcap, call.alibi_slopes, call.dropout_p, call.dropout_seed % SEEDS, call.first_head,
+        call.q_positions, call.k_positions,
+    )  # fmt: skip
+    return {
+        "bounds": FULL if plain else Bounds(call.lo, call.hi, call.used, runs),
+        "scores": scores,
+        "softmax_scale": call.softmax_scale,
+        "config": unpack_config(call.tiles, call.choices),
+    }
 
 
 def namespace_of(package: str) -> str:
@@ -114,7 +224,7 @@ def _gradients_op(
     dk: Tensor | None, dv: Tensor | None, *call: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     sums = None if dk is None or dv is None else (dk, dv)
-    return attention_gradients(dout, q, k, v, lse, delta, dq=dq, sums=sums, **unpack(q.device, *call))
+    return host_gradients(dout, q, k, v, lse, delta, dq=dq, sums=sums, **unpack(q.device, *call))
 
 
 def _gradients_into(
@@ -123,7 +233,7 @@ def _gradients_into(
 ) -> None:  # fmt: skip
     into = (dk_into, dv_into)
     sums = into if add else None if dk is None or dv is None else (dk, dv)
-    attention_gradients(dout, q, k, v, lse, delta, dq=dq, sums=sums, into=into, **unpack(q.device, *call))
+    host_gradients(dout, q, k, v, lse, delta, dq=dq, sums=sums, into=into, **unpack(q.device, *call))
 
 
 _QKV = "Tensor q, Tensor k, Tensor v"
@@ -173,9 +283,9 @@ gradients_into_op = _defined(
 )  # fmt: skip
 
 quantize_op = _defined(
-    "quantize", "Tensor x, Tensor(a!) out, Tensor(b!) scale", "()", quantize, mutates=("out", "scale")
+    "quantize", "Tensor x, Tensor(a!) out, Tensor(b!) scale", "()", fp8.quantize, mutates=("out", "scale")
 )
-dequantize_op = _defined("dequantize", "Tensor x, Tensor scale, Tensor(a!) out", "()", dequantize, mutates=("out",))
+dequantize_op = _defined("dequantize", "Tensor x, Tensor scale, Tensor(a!) out", "()", fp8.dequantize, mutates=("out",))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -200,6 +310,101 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
 
 
 forward_op.register_autograd(_gradients, setup_context=_keep)
+
+
+def _either(entry: Callable[P, R], traced: Callable[..., R]) -> Callable[P, R]:
+    """``entry``, or in a graph of torch.compile what it can be ``traced`` as."""
+
+    @wraps(entry)
+    def chosen(*args: P.args, **call: P.kwargs) -> R:
+        return traced(*args, **call) if torch.compiler.is_compiling() else entry(*args, **call)
+
+    return chosen
+
+
+def _traced_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, state: Pair | None = None, final: bool = True, **call: Any
+) -> Pair:
+    packed = pack(**call)
+    if state is None:
+        out, lse = forward_op(q, k, v, final, *packed)
+        return out, lse
+    if final and state[0].dtype != q.dtype:
+        return finish_op(q, k, v, *state, *packed), state[1]
+    fold_op(q, k, v, *state, *packed)
+    return state
+
+
+def _traced_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
+    delta: Tensor = delta_op(dout, out, dlse)
+    return delta
+
+
+def _traced_dq(*given: Tensor, sums: Tensor | None = None, into: Tensor | None = None, **call: Any) -> Tensor:
+    packed = pack(**call)
+    if into is None:
+        dq: Tensor = dq_op(*given, sums, *packed)
+        return dq
+    add = sums is into
+    dq_into_op(*given, None if add else sums, into, add, *packed)
+    return into
+
+
+def _traced_dkdv(*given: Tensor, sums: Pair | None = None, into: Pair | None = None, **call: Any) -> Pair:
+    packed, (dk, dv) = pack(**call), sums or (None, None)
+    if into is None:
+        made: Pair = dkdv_op(*given, dk, dv, *packed)
+        return made
+    add = dk is into[0] and dv is into[1]
+    dkdv_into_op(*given, *((None, None) if add else (dk, dv)), *into, add, *packed)
+    return into
+
+
+def _traced_gradients(
+    *given: Tensor, dq: Tensor, sums: Pair | None = None, into: Pair | None = None, **call: Any
+) -> Pair:
+    packed, (dk, dv) = pack(**call), sums or (None, None)
+    if into is None:
+        made: Pair = gradients_op(*given, dq, dk, dv, *packed)
+        return made
+    add = dk is into[0] and dv is into[1]
+    gradients_into_op(*given, dq, *((None, None) if add else (dk, dv)), *into, add, *packed)
+    return into
+
+
+def _traced_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
+    dlse: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
+    config: KernelConfig | None = None, **call: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    given = (dout, q, k, v, lse, _traced_delta(dout, out, dlse))
+    if dq is None and dk is None and dv is None:
+        whole: tuple[Tensor, Tensor, Tensor] = backward_op(*given, *pack(config=config, **call))
+        return whole
+    sums, call = None if dk is None or dv is None else (dk, dv), call | {"config": config}
+    if is_single_pass(config):
+        total = q.new_zeros(q.shape, dtype=torch.float32) if dq is None else dq
+        made = _traced_gradients(*given, dq=total, sums=sums, into=sums, **call)
+        return total.to(q.dtype) if dq is None else total, *made
+    return _traced_dq(*given, sums=dq, into=dq, **call), *_traced_dkdv(*given, sums=sums, into=sums, **call)
+
+
+def _traced_quantize(x: Tensor, out: Tensor, scale: Tensor) -> None:
+    quantize_op(x, out, scale)
+
+
+def _traced_dequantize(x: Tensor, scale: Tensor, out: Tensor) -> None:
+    dequantize_op(x, scale, out)
+
+
+attention_forward = _either(host.attention_forward, _traced_forward)
+attention_delta = _either(host.attention_delta, _traced_delta)
+attention_dq = _either(host.attention_dq, _traced_dq)
+attention_dkdv = _either(host.attention_dkdv, _traced_dkdv)
+attention_gradients = _either(host_gradients, _traced_gradients)
+attention_backward = _either(host.attention_backward, _traced_backward)
+quantize = _either(fp8.quantize, _traced_quantize)
+dequantize = _either(fp8.dequantize, _traced_dequantize)
 
 
 def attend(

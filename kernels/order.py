@@ -1,6 +1,6 @@
-"""How tiles are dealt to programs: how many heads come together, how many programs there are, how dK/dV is split.
+"""The tile schedule of a launch: how many heads come together, how many programs there are, how dK/dV is split.
 
-Pure functions of numbers, and what a GPU is known to have; the jit side is ``tiles.placement``.
+The jit side is ``tiles.placement``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,11 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+
+from .config import KernelConfig, Tile
+from .device.tiles import Order, Shape
+from .launch import programs
+from .target import target
 
 MARGIN = 16
 """Multiprocessors that a persistent kernel leaves free where nobody says: those of two transfers of 8 blocks, as a ring
@@ -42,11 +47,15 @@ class Chip(NamedTuple):
     l2_bytes: int
 
 
-@cache
 def chip_of(device: torch.device) -> Chip:
     """Of a device; of no GPU, what the interpreter is taken to have."""
-    if device.type != "cuda":
-        return Chip(*STAND_IN)
+    if device.type == "meta" and (found := target()) is not None:
+        return Chip(found.multiprocessors, found.l2_bytes)
+    return _chip_of(device) if device.type == "cuda" else Chip(*STAND_IN)
+
+
+@cache
+def _chip_of(device: torch.device) -> Chip:
     told = torch.cuda.get_device_properties(device)
     return Chip(told.multi_processor_count, getattr(told, "L2_cache_size", 0) or l2_of(told.major * 10 + told.minor))
 
@@ -107,25 +116,25 @@ def placement(index: int, tiles: int, heads: int, swath: int | None) -> tuple[in
     return rest // together, first + rest % together
 
 
-def splits_for(programs: int, group: int, multiprocessors: int) -> int:
+def splits_for(count: int, group: int, multiprocessors: int) -> int:
     """In how many parts the query heads of a key head are cut for dK/dV, where a split is free to choose.
 
-    None where ``programs`` (tiles x batch rows x key heads) nearly fill the GPU; else the smallest divisor of ``group``
-    whose programs come within 15% of the best use of its multiprocessors, a program per multiprocessor at a time.
+    None where ``count`` programs (tiles x batch rows x key heads) nearly fill the GPU; else the smallest divisor of
+    ``group`` whose programs come within 15% of the best use of its multiprocessors, one per multiprocessor at a time.
 
     Returns:
         A divisor of ``group``, 1 for no split.
     """
-    if programs == 0 or programs >= FULL_ENOUGH * multiprocessors:
+    if count == 0 or count >= FULL_ENOUGH * multiprocessors:
         return 1
     divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
-    used = {parts: efficiency(programs * parts, multiprocessors) for parts in divisors}
+    used = {parts: efficiency(count * parts, multiprocessors) for parts in divisors}
     return next(parts for parts in divisors if used[parts] >= GOOD_ENOUGH * max(used.values()))
 
 
-def efficiency(programs: int, multiprocessors: int) -> float:
-    """The share of the multiprocessors that is busy while ``programs`` equal ones run, wave after wave."""
-    return programs / (-(-programs // multiprocessors) * multiprocessors)
+def efficiency(count: int, multiprocessors: int) -> float:
+    """The share of the multiprocessors that is busy while ``count`` equal programs run, wave after wave."""
+    return count / (-(-count // multiprocessors) * multiprocessors)
 
 
 def margin_of(sm_margin: int | None, multiprocessors: int) -> int:
@@ -152,3 +161,57 @@ def persistent_programs(tiles: int, num_warps: int, multiprocessors: int, margin
     """
     blocks = max(REGISTERS // (MOST_REGISTERS * 32 * num_warps), 1)
     return min(tiles, (multiprocessors - margin) * blocks)
+
+
+def packed_shape(config: KernelConfig | None, shape: Shape) -> Shape:
+    """Of a launch of the forward or of dQ whose tiles hold all query heads of a key head, where the config says so."""
+    if config is None or not config.pack_gqa or shape.group == 1:
+        return shape
+    return shape._replace(heads=shape.heads // shape.group, group=1, packed=shape.group)
+
+
+def splits_of(config: KernelConfig | None, q: torch.Tensor, k: torch.Tensor, block_k: int) -> int:
+    """In how many parts the query heads of a key head are cut for dK/dV; 1 for no split."""
+    asked = 1 if config is None else config.dkdv_splits
+    if isinstance(asked, int):
+        return asked
+    group = q.shape[2] // max(k.shape[2], 1)
+    if q.device.type != "cuda" or group == 1:
+        return 1
+    return splits_for(programs(k.shape[1], block_k, k), group, chip_of(k.device).multiprocessors)
+
+
+def split_shape(shape: Shape, splits: int) -> Shape:
+    """Of a dK/dV launch whose programs take a part of a key head's query heads each."""
+    if splits == 1:
+        return shape
+    return shape._replace(heads=shape.heads * splits, group=shape.group // splits, splits=splits)
+
+
+def dealt(
+    config: KernelConfig | None,
+    shape: Shape,
+    tile: Tile,
+    walked: tuple[torch.Tensor, ...],
+    *,
+    rows_are_keys: bool = False,
+) -> tuple[int, Shape]:
+    """The grid of a launch, and its shape with the order in which tiles are taken.
+
+    ``walked`` are the tensors that the programs walk: K and V, or of dK/dV Q and dO.
+    """
+    block = tile.block_k if rows_are_keys else tile.block_q
+    length, heads = walked[0].shape[1], walked[0].shape[0] * shape.heads
+    count = tiles_of(shape.rows, shape.packed or 1, block, heads)
+    if config is None or count == 0 or (config.order == "heads" and not config.persistent):
+        return count, shape
+    chip, swath = chip_of(walked[0].device), None
+    if config.order == "longest":
+        row_bytes = sum(x.shape[3] * x.element_size() for x in walked)
+        swath = swath_of(heads, shape.group, length, row_bytes, rows_are_keys, chip.l2_bytes)
+    order = Order(swath, None if swath is None else heads, count if config.persistent else None)
+    if not config.persistent:
+        return count, shape._replace(order=order)
+    margin = margin_of(config.sm_margin, chip.multiprocessors)
+    grid = persistent_programs(count, tile.num_warps, chip.multiprocessors, margin)
+    return grid, shape._replace(order=order)

@@ -10,8 +10,9 @@ import torch
 
 from ..kernels import KernelConfig, Scores, choice
 from ..kernels.checks import TRANSPOSED, check_qkv, check_scale, check_tensor
+from ..kernels.choice import check_config
 from ..kernels.experimental import hopper_backward_launch, hopper_launch
-from ..kernels.launch import check_config, check_cpu
+from ..kernels.launch import check_cpu
 from .backends import resolve_backend
 from .checked import check_autograd, checked
 from .ring import Ring

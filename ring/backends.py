@@ -9,7 +9,7 @@ import torch
 from ..kernels import PLAIN, Bounds, KernelConfig, Scores, attention_delta
 from ..kernels.attention import Backward, Forward
 from ..kernels.config import is_single_pass
-from ..kernels.experimental.gradients import Gradients
+from ..kernels.experimental.single_pass import Gradients
 from .checked import checked
 from .cpu.aten import AtenBackward, AtenForward, row_dot
 from .traffic import Heads, Pair, Tensors

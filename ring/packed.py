@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm import LocalGroup
 from ..comm.numbers import of_number
 from ..kernels import KernelConfig
-from ..kernels.op_calls import pack_config, unpack_config
+from ..kernels.ops import pack_config, unpack_config
 from ..kernels.scores import SEEDS
 from .node import resolve_ring
 from .ring import Ring

@@ -9,18 +9,15 @@ import torch
 
 from ..bounds import Bounds
 from ..config import KernelConfig, Tile
-from ..described import check_describable
-from ..launch import interval, launch, programs, shape_of, strided
+from ..launch import Descriptors, Pair, check_describable, interval, launch, programs, shape_of, strided
 from ..scores import Scores
-from .hopper_launch import REGISTERS, SHARED_LIMIT, Described, check_kind
+from .hopper_launch import REGISTERS, SHARED_LIMIT, check_kind
 from .steps import CONSUMERS, ROWS
 
 HEAD_DIMS = (64, 128)
 """Of 256 no dK and dV of 128 keys fit the registers of two warpgroups."""
 
 TAKES = "backward='hopper' takes"
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def default_tile(head_dim: int) -> Tile:
@@ -113,9 +110,9 @@ def launch_hopper_backward(
     bounds: Bounds,
     softmax_scale: float,
     tile: Tile | None,
-    described: Described,
+    described: Descriptors,
 ) -> None:
-    """As the launch of ``single_pass_kernel`` in ``gradients.Gradients``, for what :func:`takes` lets through."""
+    """As the launch of ``single_pass_kernel`` in ``single_pass.Gradients``, for what :func:`takes` lets through."""
     tile = tile or default_tile(q.shape[3])
     before = into if sums is None else sums
     written, in_place = (strided(into[0]), strided(into[1])), before[0] is into[0] and before[1] is into[1]

@@ -9,9 +9,9 @@ import torch
 
 from ..bounds import Bounds
 from ..config import Tile
-from ..described import check_describable, strides_of
-from ..launch import interval, launch, programs, shape_of, strided
+from ..launch import Descriptors, check_describable, interval, launch, programs, shape_of, strided
 from ..scores import Scores
+from ..tables import gpu_of
 from .steps import CONSUMERS, ROWS
 
 HEAD_DIMS = (64, 128, 256)
@@ -91,9 +91,9 @@ def check_kind(q: torch.Tensor, v: torch.Tensor, head_dims: tuple[int, ...], tak
         )
 
 
-@cache
 def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    gpu = gpu_of(device)
+    return gpu is not None and gpu.arch == 90
 
 
 def shared_bytes(head_dim: int, tile: Tile) -> int:
@@ -131,7 +131,7 @@ def launch_hopper(
     bounds: Bounds,
     softmax_scale: float,
     tile: Tile,
-    described: Described,
+    described: Descriptors,
 ) -> None:
     """As the launch of ``forward_kernel`` in ``attention.Forward``, for what :func:`takes` lets through."""
     into = strided(out)
@@ -150,36 +150,3 @@ def _kernel() -> Any:
     from .hopper import hopper_kernel  # Gluon takes a while to import, and only this kernel needs it
 
     return hopper_kernel
-
-
-class Described:
-    """Descriptors, made once: of queries, and of the slots that keys and values come in again and again."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, int, int | None], tuple[object, torch.Tensor]] = {}
-
-    def __call__(self, x: torch.Tensor, rows: int, columns: int | None = None) -> object:
-        """As :func:`descriptor`."""
-        key = id(x), rows, columns
-        if key not in self._made:
-            self._made[key] = descriptor(x, rows, columns), x  # while it is held nothing else has its id
-        return self._made[key][0]
-
-
-def descriptor(x: torch.Tensor, rows: int, columns: int | None = None) -> object:
-    """For tiles of ``rows`` rows of one head of ``x [B, S, H, D]``, whole or of ``columns`` columns.
-
-    Past the end the copy engine fills with zeros, and leaves what is there where it writes.
-    """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    columns = columns or x.shape[3]
-    return TensorDescriptor(x, list(x.shape), strides_of(x), [1, rows, 1, columns], _layout(rows, columns, x.dtype))
-
-
-@cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    from triton.experimental.gluon import language as gl
-
-    dtypes = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], dtypes[dtype])

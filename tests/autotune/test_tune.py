@@ -23,10 +23,8 @@ from ringattn.autotune.tune import run as tune_run
 from ringattn.autotune.tune.measure import CHECKED_SIDES, DeviceTrials, in_parts
 from ringattn.autotune.tune.run import Wish, compile_part, default_tile, estimated_entry, journals, measure_part
 from ringattn.bench.kernels.accuracy import Inputs, Results, draw, exactly
-from ringattn.kernels import Tile, choice, default_config, lookup
-from ringattn.kernels.lookup import Gpu
-from ringattn.kernels.table_files import read
-from ringattn.kernels.tables import KERNELS, TUNED, Point, options_of
+from ringattn.kernels import Tile, choice, default_config, tables
+from ringattn.kernels.tables import KERNELS, TUNED, Gpu, Point, options_of, read
 
 from ..support.tile_tables import H200, entry, folders, save
 from ..support.tune_cases import StandIn, at_once
@@ -141,7 +139,7 @@ def test_without_a_gpu_it_compiles_and_says_so(
     (path,) = folders[0].glob("*.json")
     assert f"written: {path}" in result.output
     table = read(path)
-    assert (table.gpu, table.arch, table.triton) == ("sm_80", 80, lookup.triton_version())
+    assert (table.gpu, table.arch, table.triton) == ("sm_80", 80, tables.triton_version())
     assert {(one.point.kernel, one.point.length, one.estimated) for one in table.entries} == {
         (kernel, 16, True) for kernel in TUNED
     }

@@ -29,24 +29,24 @@ class Item:
     ("changed", "runs"),
     [
         (None, set()),
-        ("kernels/entries.py", set()),  # host code that neither imports
+        ("kernels/ops.py", set()),  # host code that neither imports
         ("kernels/device/parts.py", {"dq", "launches"}),  # which backward.py imports
-        ("kernels/experimental/hopper_ring.py", {"launches"}),
-        ("kernels/lookup.py", {"launches"}),
-        ("autotune/inspect/sass.py", {"dq"}),
+        ("kernels/experimental/hopper_launch.py", {"launches"}),
+        ("kernels/tables.py", {"launches"}),
+        ("autotune/sass.py", {"dq"}),
         ("tests/kernels/test_compiles.py", {"dq", "launches"}),
     ],
 )
 def test_what_compiles_runs_where_its_sources_changed(
     changed: str | None, runs: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for folder in ("kernels", "autotune/inspect"):
+    for folder in ("kernels", "autotune"):
         shutil.copytree(compiles.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests").mkdir()
     shutil.copy(__file__, tmp_path / "tests")
 
     def tests() -> dict[str, Item]:
-        sources = {"dq": ["90:bf16:128:middle:dq"], "launches": ["kernels/experimental/gradients.py"], "none": []}
+        sources = {"dq": ["90:bf16:128:middle:dq"], "launches": ["kernels/experimental/single_pass.py"], "none": []}
         return {name: Item(name, *given) for name, given in sources.items()}
 
     compiles.settle((before := tests()).values(), nightly=False, root=tmp_path)

@@ -1,10 +1,16 @@
-"""The Hopper forward. On a GPU of compute capability 9.0 (``TRITON_INTERPRET=0``) these tests launch it; elsewhere they
-run its source on a stand-in for Gluon, its partitions interleaved at random.
+"""The Hopper forward: values, every order of its barriers, what compilers make of it.
+
+On a GPU of compute capability 9.0 (``TRITON_INTERPRET=0``) these tests launch it; elsewhere they run its source on a
+stand-in for Gluon, its partitions interleaved at random.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -14,11 +20,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels import FULL, Bounds, KernelConfig, Runs, Scores, Tile, attention_forward
-from ringattn.kernels.experimental import hopper_launch
+from ringattn.autotune import gate as compiled_gate
+from ringattn.autotune.sass import matrix_loops
+from ringattn.kernels import FULL, Bounds, KernelConfig, Runs, Scores, Tile, attention_forward, launch
+from ringattn.kernels.bounds import tile_range
+from ringattn.kernels.experimental import hopper_launch, steps
 
 from ..support import gluon_modules
-from ..support.gluon_stand_in import Descriptor, Machine, pointer
+from ..support.barrier_states import Search, Traces
+from ..support.gluon_stand_in import Descriptor, Event, Machine, pointer
 from ..support.kernel_cases import (
     DEVICE,
     KINDS,
@@ -26,6 +36,7 @@ from ..support.kernel_cases import (
     Sizes,
     dense,
     exact,
+    in_turn,
     inputs,
     interval,
     magnitudes,
@@ -33,6 +44,7 @@ from ..support.kernel_cases import (
     pytorch,
 )
 from ..support.tolerance import assert_as_exact_as_pytorch
+from .test_compiled import BEFORE
 
 ON_HOPPER = DEVICE.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 HALVES = (torch.float16, torch.bfloat16)
@@ -73,7 +85,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     made = Launches()
     if not ON_HOPPER:
         monkeypatch.setattr(hopper_launch, "launch", made)
-        monkeypatch.setattr(hopper_launch, "descriptor", Descriptor)
+        monkeypatch.setattr(launch, "gluon_descriptor", Descriptor)
         monkeypatch.setattr(hopper_launch, "is_hopper", lambda device: True)
     return made
 
@@ -96,47 +108,44 @@ SIZES = Sizes(queries=200, keys=300, head_dim=64)
 """Two programs, the second's last warpgroup partly past the end; five tiles, the last not whole."""
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("head_dim", "block_k", "slots"), [(64, 128, 2), (64, 64, 4), (128, 128, 2), (256, 64, 2)])
+@pytest.mark.parametrize(
+    ("head_dim", "block_k", "slots", "dtype"),
+    in_turn([(64, 128, 2), (64, 64, 4), (128, 128, 2), (256, 64, 2)], HALVES),
+)
 def test_head_dims_and_tiles(launches: Launches, head_dim: int, block_k: int, slots: int, dtype: torch.dtype) -> None:
     x = inputs(replace(SIZES, head_dim=head_dim), dtype)
     compare(*forward(x, config=config(block_k, slots)), x)
     assert ON_HOPPER or len(launches.machines) == 2
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), in_turn(KINDS, HALVES))
 def test_masks(launches: Launches, kind: str, dtype: torch.dtype) -> None:
     x, bounds = inputs(SIZES, dtype), interval(kind, SIZES.queries, SIZES.keys)
     compare(*forward(x, bounds), x, bounds)
 
 
-@pytest.mark.parametrize("keys", [1, 63, 64, 65, 128, 129, 256])
-@pytest.mark.parametrize("queries", [1, 64, 65, 128, 129])
-def test_lengths(launches: Launches, queries: int, keys: int) -> None:
-    x = inputs(Sizes(queries, keys, 64), torch.float16)
-    for bounds in (FULL, interval("window", queries, keys)):
-        compare(*forward(x, bounds), x, bounds)
+@pytest.mark.parametrize(
+    ("queries", "keys", "kind"),
+    in_turn([(1, 1), (64, 63), (65, 64), (128, 65), (129, 128), (1, 129), (129, 256), (64, 1), (128, 129)],
+            ["full", "window"]),
+)  # fmt: skip
+def test_lengths(launches: Launches, queries: int, keys: int, kind: str) -> None:
+    x, bounds = inputs(Sizes(queries, keys, 64), torch.float16), interval(kind, queries, keys)
+    compare(*forward(x, bounds), x, bounds)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
-def test_heads_and_batches(launches: Launches, heads: int, kv_heads: int) -> None:
-    x = inputs(replace(SIZES, heads=heads, kv_heads=kv_heads, batch=2), torch.float16)
-    compare(*forward(x), x)
-
-
-@pytest.mark.parametrize("scale", [0.01, 1.0])
-def test_softmax_scale(launches: Launches, scale: float) -> None:
-    x = inputs(SIZES, torch.float16)
+@pytest.mark.parametrize(("heads", "kv_heads", "scale"), [(4, 2, 0.01), (3, 1, 1.0)])
+def test_heads_batches_and_scales(launches: Launches, heads: int, kv_heads: int, scale: float) -> None:
+    x = inputs(Sizes(130, 140, 64, None, heads, kv_heads, 2), torch.float16)
     compare(*forward(x, softmax_scale=scale), x, scale=scale)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("final", [True, False])
-@pytest.mark.parametrize("kind", ["full", "causal", "middle rows blind"])
+@pytest.mark.parametrize(
+    ("kind", "final", "dtype"), in_turn(["full", "causal", "middle rows blind"], [False, True], HALVES)
+)
 def test_carried_state(launches: Launches, kind: str, final: bool, dtype: torch.dtype) -> None:
     """Hop after hop, an empty one and one of a single key among them; what is empty goes to the portable kernel."""
-    x, bounds = inputs(replace(SIZES, heads=2), dtype), interval(kind, SIZES.queries, SIZES.keys)
+    x, bounds = inputs(SIZES, dtype), interval(kind, SIZES.queries, SIZES.keys)
     state: tuple[Tensor, Tensor] | None = None
     cuts = [0, 130, 131, 131, 300] if ON_HOPPER else [0, 130, 131, 300]
     for begin, end in pairwise(cuts):
@@ -169,15 +178,10 @@ def sliced(x: Tensor) -> Tensor:
     return view
 
 
-def heads_first(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-@pytest.mark.parametrize("view", [sliced, heads_first])
-def test_strides(launches: Launches, view: Callable[[Tensor], Tensor]) -> None:
-    x = inputs(replace(SIZES, heads=2, batch=2), torch.float16)
-    there = x._replace(q=view(x.q), k=view(x.k), v=view(x.v))
-    state = view(torch.zeros(x.dout.shape)), torch.full(x.dlse.shape, -torch.inf)
+def test_strides(launches: Launches) -> None:
+    x = inputs(Sizes(130, 140, 64, None, 2, 2, 2), torch.float16)
+    there = x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v))
+    state = sliced(torch.zeros(x.dout.shape)), torch.full(x.dlse.shape, -torch.inf)
     q, k, v = (t.to(DEVICE) for t in (there.q, there.k, there.v))
     out, lse = attention_forward(
         q, k, v, state=(state[0].to(DEVICE), state[1].to(DEVICE)), final=False, config=config()
@@ -216,43 +220,46 @@ def widened(x: Tensor) -> Tensor:
     return torch.empty(*x.shape[:3], x.shape[3] + 1, dtype=x.dtype)[..., :-1]
 
 
-REFUSED: dict[str, tuple[Callable[[Inputs], Inputs], str]] = {
-    "fp32": (lambda x: Inputs(*(t.float() for t in x)), "q is torch.float32: .* takes float16 and bfloat16"),
-    "head dim": (
-        lambda x: x._replace(q=x.q[..., :32], k=x.k[..., :32], v=x.v[..., :32]),
-        "head dim 32 and v 32: .* takes one of 64, 128, 256, the same of both",
-    ),
-    "value dim": (lambda x: x._replace(v=x.v[..., :32]), "head dim 64 and v 32"),
-    "stride": (lambda x: x._replace(k=widened(x.k)), "k has strides .* multiples of 16 bytes, 8 elements"),
-    "address": (lambda x: x._replace(v=torch.cat([x.v] * 2, 3).reshape(-1)[1:4097].view(x.v.shape)), "v has strides"),
-    "repeated": (lambda x: Inputs(*(t.expand(3, *t.shape[1:]) for t in x)), "q has strides .* positive"),
-}
+def with_tile(*tile: int) -> dict[str, Any]:
+    return {"config": replace(config(), forward=Tile(*tile))}
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_it_refuses(launches: Launches, name: str) -> None:
-    change, told = REFUSED[name]
-    x = change(inputs(SMALL, torch.float16))
-    with pytest.raises(ValueError, match=told):
-        forward(x)
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (lambda x: Inputs(*(t.float() for t in x)), {}, "q is torch.float32: .* takes float16 and bfloat16"),
+        (lambda x: x._replace(q=x.q[..., :32], k=x.k[..., :32], v=x.v[..., :32]), {},
+         "head dim 32 and v 32: .* takes one of 64, 128, 256, the same of both"),
+        (lambda x: x._replace(v=x.v[..., :32]), {}, "head dim 64 and v 32"),
+        (lambda x: x._replace(k=widened(x.k)), {}, "k has strides .* multiples of 16 bytes, 8 elements"),
+        (lambda x: x._replace(v=torch.cat([x.v] * 2, 3).reshape(-1)[1:4097].view(x.v.shape)), {}, "v has strides"),
+        (lambda x: Inputs(*(t.expand(3, *t.shape[1:]) for t in x)), {}, "q has strides .* positive"),
+        (lambda x: x, {"scores": Scores(softcap=1.0)}, "scores have a softcap, ALiBi .* takes plain ones"),
+        (lambda x: x, with_tile(64, 128, 8, 2), "64 rows"),
+        (lambda x: x, with_tile(128, 128, 4, 2), "4 warps"),
+        (lambda x: x, with_tile(128, 32, 8, 2), "32 keys"),
+        (lambda x: x, with_tile(128, 128, 8, 1), "1 stages"),
+        (lambda x: x, with_tile(128, 128, 8, 8), "shared memory"),
+    ],
+)  # fmt: skip
+def test_what_it_refuses(
+    launches: Launches, change: Callable[[Inputs], Inputs], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        forward(change(inputs(SMALL, torch.float16)), **options)
 
 
-def test_it_refuses_modified_scores(launches: Launches) -> None:
-    with pytest.raises(ValueError, match=r"scores have a softcap, ALiBi slopes or dropout: .* takes plain ones"):
-        forward(inputs(SMALL, torch.float16), scores=Scores(softcap=1.0))
+def test_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later GPUs have no wgmma."""
+    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, made=capability: made)
+        assert hopper_launch.is_hopper.__wrapped__(torch.device("cuda")) == (capability == (9, 0))
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="about a GPU of another kind")
 def test_it_refuses_another_gpu() -> None:
     with pytest.raises(ValueError, match=r"q is on \S+: forward_kernel='hopper' takes GPUs of compute capability 9.0"):
         forward(inputs(SMALL, torch.float16))
-
-
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
-def test_gpus_it_takes(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hopper alone: later GPUs have no wgmma."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert hopper_launch.is_hopper.__wrapped__(torch.device("cuda")) == (capability == (9, 0))
 
 
 HOPS: dict[str, Bounds] = {
@@ -286,34 +293,9 @@ def test_a_hop_without_keys(launches: Launches, state: bool) -> None:
     assert torch.equal(lse, kept[1] if state else torch.full_like(lse, -torch.inf))
 
 
-@pytest.mark.parametrize(
-    ("tile", "told"),
-    [
-        (Tile(64, 128, 8, 2), "64 rows"),
-        (Tile(128, 128, 4, 2), "4 warps"),
-        (Tile(128, 32, 8, 2), "32 keys"),
-        (Tile(128, 128, 8, 1), "1 stages"),
-        (Tile(128, 128, 8, 4), "shared memory"),
-    ],
-)
-def test_tiles_it_is_not_written_for(launches: Launches, tile: Tile, told: str) -> None:
-    x = inputs(Sizes(64, 64, 128), torch.float16)
-    with pytest.raises(ValueError, match=told):
-        forward(x, config=replace(config(), forward=tile))
-
-
-def test_an_unknown_kernel() -> None:
-    with pytest.raises(ValueError, match="forward_kernel is 'hoper': it must be one of portable, hopper"):
-        replace(config(), forward_kernel="hoper")
-
-
-def test_it_is_nobodys_default() -> None:
-    assert KernelConfig(config().forward, config().dq, config().dkdv).forward_kernel == "portable"
-
-
 def test_descriptors_are_kept_with_their_tensors() -> None:
     k, v = (torch.zeros(1, 128, 2, 64, dtype=torch.float16) for _ in range(2))
-    described = hopper_launch.Described()
+    described = launch.Descriptors()
     made: Any = described(k, 64)
     again: Any = described(k, 64)
     assert again is made and again.base is k and again.block_shape == [1, 64, 1, 64]
@@ -325,6 +307,223 @@ def test_descriptors_are_kept_with_their_tensors() -> None:
 def test_descriptors() -> None:
     """Strides of single elements are replaced, others kept."""
     x = torch.empty(70 * 192, dtype=torch.bfloat16).as_strided((1, 70, 2, 64), (3, 192, 64, 1))
-    made: Any = hopper_launch.descriptor(x, 64)
+    made: Any = launch.gluon_descriptor(x, 64)
     assert (list(made.shape), list(made.strides)) == ([1, 70, 2, 64], [64, 192, 64, 1])
     assert list(made.block_shape) == [1, 64, 1, 64]
+
+
+# The order of tiles
+
+
+@pytest.mark.parametrize("columns", [1, 8, 13])
+def test_steps_cover_the_tile_range(columns: int) -> None:
+    """Every tile once, from the last to the first, masked where its range says so."""
+    block = 8
+    limits = [(a, b, c, d) for a in range(columns) for b in range(a, columns) for c in range(a, columns + 1)
+              for d in range(max(b, c), columns + 1) if c >= a]  # fmt: skip
+    for limit in limits:
+        tiles = tile_range(*limit, block)
+        past, tail, full, count = steps.phases_of(*tiles, columns, block)
+        visited = [steps.column_of(step, past, block) for step in range(count)]
+        if tiles.end <= tiles.start:
+            assert count == 1 and visited[0] >= columns and tail == full == 1
+            continue
+        assert visited == list(range(tiles.start, tiles.end, block))[::-1]
+        unmasked = visited[tail:full]
+        assert set(unmasked) >= {x for x in visited[1:] if tiles.full_start <= x < tiles.full_end}
+        assert all(tiles.full_start <= x < tiles.full_end for x in unmasked)
+
+
+# The barriers
+
+
+def traced(tiles: int, slots: int) -> tuple[Traces, dict[str, int]]:
+    """(what each partition does, arrivals by barrier) of one program."""
+    machine = Machine(0, lambda options: 0)
+    kernel = gluon_modules.kernel(machine)
+    x = inputs(Sizes(128, 64 * tiles, 64), torch.float16)
+    out, lse = torch.empty(x.dout.shape), torch.empty(x.dlse.shape)
+    to, lse_at = kernel.tiles.Strided(pointer(out), *out.stride()[:3]), pointer(lse)
+    shape, bounds = kernel.tiles.Shape(128, 64 * tiles, 1, 1), kernel.tiles.Interval(None, None)
+    described = Descriptor(x.q, 64), Descriptor(x.k, 64), Descriptor(x.v, 64)
+    kernel.hopper_kernel(*described, to, to, lse_at, bounds, shape, 0.125, 64, 64, slots, False)
+    return machine.traces, {barrier.name: barrier.count for barrier in machine.barriers}
+
+
+@pytest.mark.parametrize(("tiles", "slots"), [(1, 2), (2, 2), (5, 2), (4, 3)])
+def test_no_interleaving_goes_wrong(tiles: int, slots: int) -> None:
+    visited, wrong = Search(*traced(tiles, slots)).run()
+    assert wrong is None
+    assert visited > 100 * tiles
+
+
+def without(traces: Traces, partition: str, index: int) -> Traces:
+    return traces | {partition: [event for i, event in enumerate(traces[partition]) if i != index]}
+
+
+def waits(traces: Traces, barrier: str) -> list[Event]:
+    return [event for trace in traces.values() for event in trace if event.kind == "wait" and event.what == barrier]
+
+
+def spare_waits(traces: Traces) -> set[tuple[str, int]]:
+    """Those that a fresh barrier lets pass; and what the first consumer has waited for before it gave the turn away."""
+    second = traces["consumer1"]
+    turns = [i for i, event in enumerate(second) if event.kind == "wait" and second[i + 1].kind == "start"][1:]
+    implied = {i for i, e in enumerate(second) if e.kind == "wait" and 2 < i < turns[-1] and i not in turns}
+    return {("consumer1", i) for i in implied} | {
+        (name, i)
+        for name, trace in traces.items()
+        for i, event in enumerate(trace)
+        if event.kind == "wait" and event.value == 1 and event is waits(traces, event.what)[0]
+    }
+
+
+def spare_arrivals(traces: Traces) -> set[tuple[str, int]]:
+    """Those of phases that nobody waits for: the last tiles' and the last turn's."""
+    found = set()
+    for name, trace in traces.items():
+        for i, event in enumerate(trace):
+            if event.kind == "arrive":
+                waited = waits(traces, event.what)
+                needed = len(waited) - (waited[0].value == 1)
+                before = sum(e.kind == "arrive" and e.what == event.what for e in trace[:i])
+                found |= {(name, i)} if before >= needed else set()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "spare"), [("wait", spare_waits), ("arrive", spare_arrivals)])
+def test_the_search_misses_what_is_left_out(kind: str, spare: Callable[[Traces], set[tuple[str, int]]]) -> None:
+    """Without any one wait or arrival some interleaving goes wrong, but for those that nobody needs."""
+    traces, counts = traced(5, 2)
+    all_of_them = {(name, i) for name, trace in traces.items() for i, e in enumerate(trace) if e.kind == kind}
+    missed = {one for one in all_of_them if Search(without(traces, *one), counts).run()[1] is not None}
+    assert missed == all_of_them - spare(traces)
+    assert len(missed) > len(all_of_them) // 2
+
+
+def test_the_search_sees_a_slot_given_back_too_early() -> None:
+    """A release before the product that reads the slot is done."""
+    traces, counts = traced(5, 2)
+    trace = list(traces["consumer0"])
+    early = next(i for i, event in enumerate(trace) if (event.kind, event.what) == ("drain", 1))
+    assert trace[early + 1].kind == "arrive"
+    trace[early], trace[early + 1] = trace[early + 1], trace[early]
+    assert "while a product reads it" in (Search(traces | {"consumer0": trace}, counts).run()[1] or "")
+
+
+# What the compiler makes of it
+
+
+def gate(*specs: str) -> list[dict[str, Any]]:
+    """Rows of ``ringattn inspect``, all of which pass."""
+    found = json.loads(compiling("-m", "ringattn", "inspect", "--gate", "--json", "-", *specs))
+    rows: list[dict[str, Any]] = found["rows"]
+    return rows
+
+
+def compiling(*arguments: str) -> str:
+    """Compile in a process of its own: here kernels are interpreted, so there is nothing to compile."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+COMPILED = pytest.mark.compiles(
+    "kernels/experimental/hopper_launch.py", "autotune/gate.py", "tests/support/launch_arguments.py"
+)
+
+
+@COMPILED
+def test_a_sample_passes_the_gate() -> None:
+    """The loop of a full hop in the middle of a ring is shorter than the portable kernel's, with as many products."""
+    rows = gate("90:bf16:128:hopper:middle:gqa", "90:fp16:64:hopper:last:full:gqa")
+    assert len(rows) == 3
+    (of_a_hop,) = (row for row in rows if row["full"] and row["role"] == "middle")
+    assert of_a_hop["instructions"] < BEFORE["forward"][1]
+
+
+@COMPILED
+def test_the_arguments_of_a_launch_compile() -> None:
+    assert compiling("-m", "tests.support.launch_arguments", "hopper").count("compiled: ") == 5
+
+
+STEP = """
+HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT, gsb0 ;
+HGMMA.64x64x16.F32.BF16 R88, R24, gdesc[UR8].tnspB, R88, gsb0 ;
+WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+{}WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+@P0 BRA `(.L_x_1) ;
+"""
+"""A main loop's listing, of what the gate looks at."""
+
+EXP = "MUFU.EX2 R1, R1 ;\n"
+
+
+@pytest.mark.parametrize(
+    ("listing", "told"),
+    [
+        (STEP.format(EXP * 32), []),
+        (STEP.format(EXP * 31), ["31 of 31 exponentials run under the product with V"]),
+        (STEP.format("").replace("@P0", EXP * 32 + "@P0"), ["0 of 32 exponentials run under the product with V"]),
+        (STEP.format(EXP * 32).replace("0x1", "0x0"), ["0 of 1 main loops start a product before the wait"]),
+    ],
+)
+def test_the_gate_reads_the_order(listing: str, told: list[str]) -> None:
+    found = compiled_gate.order_problems(listing, 1, 64)
+    assert len(found) == len(told) and all(map(str.startswith, found, told))
+
+
+PARTITIONS = """
+        /*0000*/ BRX R2 -0x10 ;
+.L_x_1:
+        /*0010*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;
+        /*0020*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0030*/ @P0 BRA `(.L_x_1) ;
+        /*0040*/ EXIT ;
+.L_x_2:
+        /*0050*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;
+        /*0060*/ @P0 BRA `(.L_x_2) ;
+        /*0070*/ EXIT ;
+"""
+"""Of a kernel whose warps find their partition by a table."""
+
+
+def test_loops_behind_an_indirect_branch_are_read() -> None:
+    assert [(loop.matrix, loop.waits) for loop in matrix_loops(PARTITIONS)] == [(1, 1), (1, 0)]
+    assert list(matrix_loops(PARTITIONS.replace("BRX R2 -0x10", "EXIT"))) == []
+
+
+HANDED = """
+cp.async.bulk.tensor.4d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3, %r4, %r5}], [%r6];
+setmaxnreg.dec.sync.aligned.u32 \t24;
+setmaxnreg.inc.sync.aligned.u32 \t240;
+wgmma.wait_group.sync.aligned 1;
+bar.sync 0, 128;
+@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1], 1;
+"""
+
+
+@pytest.mark.parametrize(
+    ("ptx", "told"),
+    [
+        (HANDED, []),
+        (HANDED.replace("cp.async.bulk.tensor", "ld.global"), ["no TMA loads"]),
+        (HANDED.replace("240", "168"), ["registers are handed on as [24, 168]"]),
+        (HANDED.replace("bar.sync 0, 128;", ""), ["a slot is given back before all warps are done with it"]),
+        (HANDED.replace("@%p1 mbarrier", "wgmma.x;\n@%p1 mbarrier"), ["a slot is given back before all warps"]),
+        (HANDED.replace("mbarrier.arrive", "x"), ["no slot is given back"]),
+    ],
+)
+def test_the_gate_reads_who_hands_on_what(ptx: str, told: list[str]) -> None:
+    found = compiled_gate.handing_problems(ptx)
+    assert len(found) == len(told) and all(map(str.startswith, found, told))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", hopper_launch.HEAD_DIMS)
+def test_everything_that_can_be_launched_passes_the_gate(head_dim: int, dtype: str) -> None:
+    gate(f"90:{dtype}:{head_dim}:hopper")

@@ -16,13 +16,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ringattn import kernels
-from ringattn.kernels import PLAIN, Bounds, KernelConfig, Runs, Scores, Tile, attend, op_calls, ops
-from ringattn.kernels.op_calls import pack, pack_config, unpack_config
-from ringattn.kernels.ops import namespace_of
+from ringattn.kernels import PLAIN, Bounds, KernelConfig, Runs, Scores, Tile, attend, ops
+from ringattn.kernels.ops import namespace_of, pack, pack_config, unpack_config
 
 from ..support.baselines import Results
 from ..support.kernel_cases import Inputs, Sizes, compare, inputs, interval
-from ..support.nightly import rest_nightly
 
 ROOT = Path(__file__).parents[2]
 SIZES = Sizes(queries=24, keys=40, heads=2, batch=2)
@@ -65,16 +63,15 @@ def opcheck(op: Any, args: tuple[Any, ...], *, backward: bool = False) -> None:
     torch.library.opcheck(op, args, test_utils=utils)
 
 
-@pytest.mark.parametrize("name", rest_nightly(CALLS, "used", "scores"))
+@pytest.mark.parametrize("name", ["used", "scores"])
 def test_opcheck_of_the_forward(name: str) -> None:
     q, k, v = (x.requires_grad_() for x in tensors()[:3])
     opcheck(ops.forward_op, (q, k, v, True, *pack(**CALLS[name]())), backward=True)
 
 
-@pytest.mark.parametrize("name", rest_nightly(["plain", "bounds"], "plain"))
-def test_opcheck_of_the_parts(name: str) -> None:
+def test_opcheck_of_the_parts() -> None:
     q, k, v, dout, dlse = tensors()
-    call = pack(**CALLS[name]())
+    call = pack()
     out, lse = (x.clone() for x in ops.forward_op(q, k, v, False, *call))
     opcheck(ops.fold_op, (q, k, v, out, lse, *call))
     opcheck(ops.finish_op, (q, k, v, out, lse, *call))
@@ -85,7 +82,7 @@ def test_opcheck_of_the_parts(name: str) -> None:
     opcheck(ops.dq_into_op, (*given, None, torch.zeros_like(q), True, *call))
     opcheck(ops.dkdv_op, (*given, torch.zeros_like(k), torch.zeros_like(v), *call))
     opcheck(ops.dkdv_into_op, (*given, None, None, torch.zeros_like(k), torch.zeros_like(v), True, *call))
-    single = pack(**CALLS[name]() | {"config": SINGLE_PASS})
+    single = pack(config=SINGLE_PASS)
     opcheck(ops.gradients_op, (*given, torch.zeros_like(q), None, None, *single))
     into = (torch.zeros_like(k), torch.zeros_like(v))
     opcheck(ops.gradients_into_op, (*given, torch.zeros_like(q), None, None, *into, True, *single))
@@ -126,7 +123,7 @@ CHOSEN = {
 
 
 def test_all_of_a_config_travels() -> None:
-    tiles: Any = {name: Tile(16 << i, 32 << i, 1 << i, 1 + i) for i, name in enumerate(op_calls.TILES)}
+    tiles: Any = {name: Tile(16 << i, 32 << i, 1 << i, 1 + i) for i, name in enumerate(ops.TILES)}
     choices: Any = {one.name: CHOSEN[one.name] for one in fields(KernelConfig) if one.name not in tiles}
     kernel = {"forward_kernel": choices.pop("forward_kernel")}  # which takes no other order
     backward = {"backward": choices.pop("backward")}  # which takes no splits
@@ -138,8 +135,7 @@ def test_all_of_a_config_travels() -> None:
     assert unpack_config(*pack_config(None)) is None
 
 
-@pytest.mark.parametrize("config", [None, SINGLE_PASS], ids=["two passes", "one pass"])
-@pytest.mark.parametrize("kind", ["full", "causal"])
+@pytest.mark.parametrize(("kind", "config"), [("full", None), ("causal", SINGLE_PASS)])
 def test_attend_has_the_gradients(kind: str, config: KernelConfig | None) -> None:
     x = tensors()
     q, k, v = (tensor.requires_grad_() for tensor in x[:3])
@@ -149,23 +145,7 @@ def test_attend_has_the_gradients(kind: str, config: KernelConfig | None) -> Non
     compare(Results(out.detach(), lse.detach(), *grads), Inputs(*(t.detach() for t in x)), bounds)
 
 
-def test_attend_of_an_unused_lse_and_an_expanded_gradient() -> None:
-    q, k, v = (x.requires_grad_() for x in tensors()[:3])
-    out, _ = attend(q, k, v)
-    saved = (*(x.detach() for x in (q, k, v, out)), exact_lse(q, k))
-    expected = kernels.attention_backward(torch.ones_like(out), *saved)
-    for got, wanted in zip(torch.autograd.grad(out.sum(), (q, k, v)), expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
-
-
-def exact_lse(q: Tensor, k: Tensor) -> Tensor:
-    group = q.shape[2] // k.shape[2]
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) / q.shape[3] ** 0.5
-    lse: Tensor = scores.logsumexp(-1).detach()
-    return lse.contiguous()
-
-
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ["bounds", "used", "runs", "scores"])
 def test_attend_in_a_graph_is_what_it_is_outside(name: str) -> None:
     q, k, v = (x.requires_grad_() for x in tensors()[:3])
     call = CALLS[name]()
@@ -198,7 +178,7 @@ def test_slopes_that_want_a_gradient_are_refused() -> None:
         torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.rand(2, requires_grad=True))
 
 
-def folded(x: Inputs, bounds: Bounds, half: torch.dtype = torch.float32) -> list[Tensor]:
+def folded(x: Inputs, bounds: Bounds, half: torch.dtype) -> list[Tensor]:
     """Forward and backward of two shards of keys, every entry in every way that it continues something."""
     q, k, v, dout = (t.to(half) for t in x[:4])
     first, second = slice(0, 16), slice(16, None)
@@ -215,11 +195,10 @@ def folded(x: Inputs, bounds: Bounds, half: torch.dtype = torch.float32) -> list
     return [out, lse, dq, dk, dv, last, *more, *kernels.attention_dkdv(*given, sums=(more[0].float(), more[1].float()))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_every_entry_in_a_graph_is_what_it_is_outside(dtype: torch.dtype) -> None:
+def test_every_entry_in_a_graph_is_what_it_is_outside() -> None:
     x, bounds = tensors(), interval("causal", 24, 16)
-    expected = folded(x, bounds, dtype)
-    got = torch.compile(folded, fullgraph=True, backend="aot_eager")(x, bounds, dtype)
+    expected = folded(x, bounds, torch.float16)
+    got = torch.compile(folded, fullgraph=True, backend="aot_eager")(x, bounds, torch.float16)
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
@@ -231,20 +210,13 @@ def test_other_lengths_are_no_new_graph() -> None:
         return attend(q * 2, k, v, bounds=bounds)[0].sin()
 
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    for rows in (20, 24, 36, 40):
+    for rows in (20, 24, 36):
         q, k, v = (x.requires_grad_() for x in tensors(Sizes(queries=rows, keys=rows + 8))[:3])
         bounds = interval("causal", rows, rows + 8)
         for function in (compiled, layer):
             function(q, k, v, bounds).sum().backward()
         torch.testing.assert_close(compiled(q, k, v, bounds), layer(q, k, v, bounds), rtol=0, atol=0)
     assert counter.frame_count <= 2  # the first call's lengths, and any
-
-
-def test_fake_tensors_ask_for_no_kernel() -> None:
-    """What plans memory or traces by dispatch alone finds the ops, on any device."""
-    q, k, v = (torch.empty(1, 8, heads, 16, device="meta") for heads in (4, 2, 2))
-    out, lse = attend(q, k, v)
-    assert (out.shape, lse.shape, out.device.type) == ((1, 8, 4, 16), (1, 4, 8), "meta")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The order of tiles: the arithmetic against brute force; orders, packed heads and persistence in the kernels."""
+"""The tile schedule: its arithmetic against brute force; orders, packed heads, persistence, splits in the kernels."""
 
 from __future__ import annotations
 
@@ -12,8 +12,23 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ringattn.kernels import FULL, Bounds, KernelConfig, Runs, Scores, attention, attention_forward, launch, order
+from ringattn.kernels import (
+    FULL,
+    Bounds,
+    KernelConfig,
+    Runs,
+    Scores,
+    attention,
+    attention_backward,
+    attention_delta,
+    attention_dkdv,
+    attention_forward,
+    launch,
+    order,
+)
 from ringattn.kernels.config import INTERPRETER
 from ringattn.kernels.device import tiles as jit
 from ringattn.kernels.device.tiles import HEAD_BY_HEAD, Order, Shape
@@ -21,17 +36,19 @@ from ringattn.kernels.order import (
     MARGIN,
     Chip,
     chip_of,
+    efficiency,
     heads_together,
     l2_of,
     margin_of,
     persistent_programs,
     placement,
+    splits_for,
     swath_of,
     tiles_of,
 )
 
-from ..support.kernel_cases import DTYPES, Inputs, Sizes, check, inputs, interval, of, ours, tiles
-from . import test_kernel_scores as scored
+from ..support.kernel_cases import DTYPES, Inputs, Sizes, check, in_turn, inputs, interval, of, ours, tiles
+from . import test_scores as scored
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -45,20 +62,13 @@ def swaths(heads: int) -> list[int | None]:
     return [None, *range(1, heads + 2)]
 
 
-@pytest.mark.parametrize("heads", range(1, 7))
-def test_every_tile_of_every_head_once(heads: int) -> None:
-    for tiles_, swath in product(range(1, 5), swaths(heads)):
-        taken = [placement(index, tiles_, heads, swath) for index in range(tiles_ * heads)]
-        assert sorted(taken) == sorted(product(range(tiles_), range(heads)))
-
-
-@pytest.mark.parametrize("heads", range(1, 7))
-def test_swath_after_swath_and_in_each_the_longest_of_all_heads_first(heads: int) -> None:
-    for tiles_, swath in product(range(1, 5), swaths(heads)):
-        together = swath or 1
-        key = [(head // together, tile, head) for tile, head in
-               (placement(index, tiles_, heads, swath) for index in range(tiles_ * heads))]  # fmt: skip
-        assert key == sorted(key)
+def test_every_tile_of_every_head_once_and_of_each_swath_the_longest_first() -> None:
+    for heads, tiles_ in product(range(1, 7), range(1, 5)):
+        for swath in swaths(heads):
+            taken = [placement(index, tiles_, heads, swath) for index in range(tiles_ * heads)]
+            assert sorted(taken) == sorted(product(range(tiles_), range(heads)))
+            key = [(head // (swath or 1), tile, head) for tile, head in taken]
+            assert key == sorted(key)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -70,8 +80,7 @@ def mirror(out: Any, shape: Any, BLOCK: tl.constexpr) -> None:
     tl.store(place + 2, head)
 
 
-@pytest.mark.parametrize("packed", [None, 3])
-@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("batch", "heads", "packed"), [(1, 1, 3), (2, 3, None), (3, 2, 3)])
 def test_jit_mirror(batch: int, heads: int, packed: int | None) -> None:
     for rows, swath in product((1, 2, 5), swaths(batch * heads)):
         count = -(-rows * (packed or 1) // 2)
@@ -89,17 +98,6 @@ def test_heads_whose_keys_fit_half_of_l2_come_together() -> None:
     assert heads_together(501, 1, 64, 1000) == 1, "one at least"
     assert heads_together(501, 4, 64, 1000) == 4, "and all that share its keys"
     assert heads_together(0, 4, 8, 1000) == 8, "no keys"
-
-
-@pytest.mark.parametrize("heads", range(1, 9))
-def test_of_every_small_size(heads: int) -> None:
-    for size, sharing, l2 in product(range(1, 6), (n for n in range(1, heads + 1) if heads % n == 0), range(1, 30)):
-        together = heads_together(size, sharing, heads, l2)
-        assert together == heads or together % sharing == 0
-        if together > sharing:
-            assert -(-together // sharing) * size <= l2 // 2
-        if together < heads:
-            assert (together // sharing + 1) * size > l2 // 2
 
 
 def test_a_swath_is_of_what_a_program_reads_again() -> None:
@@ -145,29 +143,29 @@ def choose(config: KernelConfig = INTERPRETER, **chosen: Any) -> KernelConfig:
 @pytest.fixture
 def small_l2(monkeypatch: pytest.MonkeyPatch) -> None:
     """K/V of two heads of 75 keys of 16 by 16 in fp32 fit its half; and of 20 multiprocessors no more than a few."""
-    monkeypatch.setattr(launch, "chip_of", lambda _: Chip(20, 2 * 2 * 75 * 2 * 16 * 4))
+    monkeypatch.setattr(order, "chip_of", lambda _: Chip(20, 2 * 2 * 75 * 2 * 16 * 4))
 
 
 @pytest.mark.usefixtures("small_l2")
 def test_what_a_launch_is_told() -> None:
     shape, tile, walked = launch.shape_of(Q, K), INTERPRETER.forward, (K, K)
     count = 2 * 2 * 6
-    assert launch.dealt(None, shape, tile, walked) == (count, shape)
-    assert launch.dealt(INTERPRETER, shape, tile, walked) == (count, shape)
-    grid, dealt = launch.dealt(choose(order="longest"), shape, tile, walked)
+    assert order.dealt(None, shape, tile, walked) == (count, shape)
+    assert order.dealt(INTERPRETER, shape, tile, walked) == (count, shape)
+    grid, dealt = order.dealt(choose(order="longest"), shape, tile, walked)
     assert (grid, dealt.order) == (count, Order(4, 12, None)), "two key heads, with their two query heads each"
-    grid, dealt = launch.dealt(choose(persistent=True), shape, tile, walked)
+    grid, dealt = order.dealt(choose(persistent=True), shape, tile, walked)
     assert (grid, dealt.order) == (20, Order(None, None, count)), "10 multiprocessors, two programs of 4 warps each"
-    grid, dealt = launch.dealt(choose(persistent=True, sm_margin=18, order="longest"), shape, tile, walked)
+    grid, dealt = order.dealt(choose(persistent=True, sm_margin=18, order="longest"), shape, tile, walked)
     assert (grid, dealt.order) == (4, Order(4, 12, count))
-    packed = launch.packed_shape(choose(pack_gqa=True), shape)
+    packed = order.packed_shape(choose(pack_gqa=True), shape)
     assert packed == shape._replace(heads=3, group=1, packed=2)
-    grid, dealt = launch.dealt(choose(pack_gqa=True, order="longest"), packed, tile, walked)
+    grid, dealt = order.dealt(choose(pack_gqa=True, order="longest"), packed, tile, walked)
     assert (grid, dealt.order) == (3 * 2 * 3, Order(2, 6, None)), "80 rows of 3 key heads"
     keys, walked = launch.shape_of(K, Q), (Q, Q)
-    grid, dealt = launch.dealt(choose(order="longest"), keys, tile, walked, rows_are_keys=True)
+    grid, dealt = order.dealt(choose(order="longest"), keys, tile, walked, rows_are_keys=True)
     assert (grid, dealt.order) == (3 * 2 * 3, Order(1, 6, None)), "two query heads of 40 rows for each key head"
-    empty = launch.dealt(choose(order="longest", persistent=True), keys._replace(rows=0), tile, walked)
+    empty = order.dealt(choose(order="longest", persistent=True), keys._replace(rows=0), tile, walked)
     assert empty[0] == 0
 
 
@@ -209,9 +207,11 @@ def test_every_kernel_is_told(launches: Launches) -> None:
 # --- the results --------------------------------------------------------------------------------------------------
 
 
-CASES = [(choice, "causal", DTYPES[0]) for choice in CHOICES] + [
+CASES = [
+    *((choice, "causal", DTYPES[0]) for choice in CHOICES),
     ("all", "full", DTYPES[1]),
-    ("all", "window", DTYPES[1]),
+    ("all", "documents", DTYPES[1]),
+    ("all", "last rows blind", DTYPES[1]),
 ]
 
 
@@ -223,27 +223,17 @@ def test_as_exact_as_any(choice: str, kind: str, dtype: torch.dtype) -> None:
     check(x, interval(kind, 20, 35), config=choose(tiles(16, 32), **CHOICES[choice]))
 
 
-@pytest.mark.usefixtures("small_l2")
-@pytest.mark.parametrize("choice", ["longest", "persistent"])
-def test_the_same_bits_in_any_order(choice: str) -> None:
-    x, bounds = inputs(Sizes(20, 40, heads=2, kv_heads=2), torch.float16), interval("causal", 20, 40)
-    for got, same in zip(ours(x, bounds, config=choose(**CHOICES[choice])), ours(x, bounds), strict=True):
-        assert torch.equal(got, same)
-
-
 @pytest.mark.parametrize(("queries", "keys"), [(1, 33), (33, 1), (0, 8), (8, 0)])
 def test_lengths(queries: int, keys: int) -> None:
     x = inputs(Sizes(queries, keys, heads=3))
     check(x, interval("causal", queries, keys), config=choose(**CHOICES["all"]), few_keys=True)
 
 
-@pytest.mark.parametrize("kind", ["documents", "last rows blind"])
-def test_packed_rows_and_their_masks(kind: str) -> None:
-    check(inputs(Sizes(20, 45, heads=3)), interval(kind, 20, 45), config=choose(tiles(16, 32), **CHOICES["all"]))
-
-
-@pytest.mark.parametrize(("chosen", "heads"), [(CHOICES["all"], 3), ({"dkdv_splits": 2}, 4)], ids=["all", "split"])
-@pytest.mark.parametrize("features", ["used", "runs", "alibi and dropout"])
+@pytest.mark.parametrize(
+    ("features", "chosen", "heads"),
+    [("used", CHOICES["all"], 3), ("runs", CHOICES["all"], 3), ("alibi and dropout", CHOICES["all"], 3),
+     ("used", {"dkdv_splits": 2}, 4)],
+)  # fmt: skip
 def test_what_else_a_launch_may_have(features: str, chosen: dict[str, Any], heads: int) -> None:
     """Each query head keeps its own slope and its own dropped weights."""
     x = inputs(Sizes(20, 40, heads=heads, batch=1 + (features == "used")))
@@ -292,31 +282,127 @@ def test_heads_of_views_are_found() -> None:
         assert torch.equal(got, same)
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("chosen", "told"),
-    [
-        ({"order": "longst"}, "order is 'longst': it must be one of heads, longest"),
-        ({"persistent": 1}, "persistent is 1: it must be True or False"),
-        ({"pack_gqa": None}, "pack_gqa is None: it must be True or False"),
-        ({"sm_margin": 4}, "sm_margin is 4 and persistent False: it must be None or"),
-        ({"sm_margin": -1, "persistent": True}, "sm_margin is -1 and persistent True"),
-        ({"sm_margin": True, "persistent": True}, "sm_margin is True and persistent True"),
-        ({"forward_kernel": "hopper", "pack_gqa": True}, "pack_gqa True: forward_kernel='hopper' takes 'heads', False"),
-        (
-            {"forward_kernel": "hopper", "order": "longest"},
-            "order is 'longest', persistent False and pack_gqa False: forward_kernel='hopper' takes",
-        ),
-    ],
-)
-def test_choices_that_are_none(chosen: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)):
-        choose(**chosen)
-
-
 def test_a_margin_that_leaves_nothing() -> None:
     x = inputs(Sizes(1, 1))
     with pytest.raises(ValueError, match=r"config.sm_margin is 20: this GPU has 20 multiprocessors"):
         attention_forward(x.q, x.k, x.v, config=choose(persistent=True, sm_margin=20))
+
+
+H200 = 132  # multiprocessors
+
+
+def split(parts: int | str, config: KernelConfig = INTERPRETER) -> KernelConfig:
+    return replace(config, dkdv_splits=parts)
+
+
+# --- dK/dV in parts: how many -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("programs", "group", "parts"),
+    [
+        (64, 16, 2),  # B1 8k MQA, tiles of 128 keys: 128 programs keep 97% busy, and no split does better
+        (64, 3, 3),  # 192 programs are two waves, 73% busy; 64 keep 48%
+        (32, 8, 4),
+        (8, 16, 16),
+        (1, 7, 7),
+        (1, 1, 1),
+        (106, 8, 1),  # four in five are busy: the parts would cost more
+        (106, 6, 1),  # although six parts would keep 96%
+        (105, 8, 1),  # 80% against 97% of eight parts: within 15%
+        (70, 8, 8),  # 53%, and two parts 53% too, of two waves; four 71%, eight 85%
+        (1024, 8, 1),
+        (0, 8, 1),
+    ],
+)
+def test_the_least_parts_that_use_the_gpu(programs: int, group: int, parts: int) -> None:
+    assert splits_for(programs, group, H200) == parts
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 400), st.integers(1, 64), st.integers(1, 200))
+def test_parts_are_a_divisor_and_nearly_the_best(programs: int, group: int, multiprocessors: int) -> None:
+    parts = splits_for(programs, group, multiprocessors)
+    assert group % parts == 0
+    best = max(efficiency(programs * n, multiprocessors) for n in range(1, group + 1) if group % n == 0)
+    full = programs >= 0.8 * multiprocessors
+    assert parts == 1 if full else efficiency(programs * parts, multiprocessors) >= 0.85 * best
+    assert full or all(
+        efficiency(programs * n, multiprocessors) < 0.85 * best for n in range(1, parts) if group % n == 0
+    )
+
+
+def test_a_config_says_how_many(launches: Launches) -> None:
+    x = inputs(Sizes(queries=1, heads=12, kv_heads=2))
+    for config in (None, split(1), split("auto")):
+        ours(x, config=config)
+        assert launches["dkdv_kernel"][0] == 4 and "reduce_kernel" not in launches
+    ours(x, config=split(3))
+    assert (launches["dkdv_kernel"][0], launches["reduce_kernel"][0]) == (12, 6)
+
+
+class There:
+    """What a launch asks of a tensor on a GPU."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.shape, self.device = x.shape, torch.device("cuda")
+
+
+def test_a_gpu_is_asked_for_its_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "chip_of", lambda device: Chip(H200, 50 << 20))
+    q, k = (torch.empty(1, 8192, heads, 128, device="meta") for heads in (16, 1))
+    assert order.splits_of(split("auto"), There(q), There(k), 128) == 2  # type: ignore[arg-type]
+    assert order.splits_of(split("auto"), There(q), There(k), 16) == 1  # type: ignore[arg-type]
+    assert order.splits_of(split(4), There(q), There(k), 16) == 4  # type: ignore[arg-type]
+    assert order.splits_of(split("auto"), There(k), There(k), 128) == 1  # type: ignore[arg-type]
+    assert order.splits_of(split("auto"), q, k, 128) == 1, "no GPU"
+    assert order.splits_of(None, There(q), There(k), 128) == 1, "nobody's default: it was never run on a GPU"  # type: ignore[arg-type]
+
+
+# --- dK/dV in parts: the sums -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "parts", "kind", "dtype"),
+    in_turn([(3, 1, 3, "causal"), (8, 2, 2, "documents"), (4, 1, 2, "window"), (4, 2, 2, "last rows blind")], DTYPES),
+)
+def test_parts_add_up(heads: int, kv_heads: int, parts: int, kind: str, dtype: torch.dtype) -> None:
+    """In two batch rows, with a value's head dim of its own and one in two parts."""
+    sizes = Sizes(20, 45, head_dim=24, head_dim_v=96, heads=heads, kv_heads=kv_heads, batch=2)
+    check(inputs(sizes, dtype), interval(kind, 20, 45), config=split(parts, tiles(16, 32)))
+
+
+@pytest.mark.parametrize("kind", ["full", "first rows blind", "all rows blind"])
+def test_sums_in_place_and_cast(kind: str) -> None:
+    """As without a split, but for the order of the sum; what nobody sees stays as it is, in place."""
+    x, bounds = inputs(Sizes(24, 40, heads=4), torch.float16), interval(kind, 24, 40)
+    q, k, v, dout, dlse = x
+    out, lse = attention_forward(q, k, v, bounds=bounds)
+    given = (dout, q, k, v, lse, attention_delta(dout, out, dlse))
+    before = torch.randn(k.shape), torch.randn(v.shape)
+    for fresh in (False, True):
+        results = []
+        for parts in (1, 2):
+            sums = before[0].clone(), before[1].clone()
+            into = (torch.empty_like(k), torch.empty_like(v)) if fresh else sums
+            made = attention_dkdv(*given, bounds=bounds, sums=sums, into=into, config=split(parts, tiles(32, 16)))
+            assert made[0] is into[0]
+            assert made[1] is into[1]
+            results.append(made)
+            if kind == "all rows blind":
+                assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(made, before, strict=True))
+        for made in results[1:]:
+            for got, whole in zip(made, results[0], strict=True):
+                torch.testing.assert_close(got, whole, rtol=1e-3 if fresh else 1e-5, atol=1e-3 if fresh else 1e-5)
+
+
+def test_parts_that_do_not_divide_are_refused_before_anything_is_written() -> None:
+    x = inputs(Sizes(heads=6, kv_heads=2))
+    out, lse = attention_forward(x.q, x.k, x.v)
+    dq = torch.zeros_like(x.q)
+    told = "config.dkdv_splits is 2: it must divide the 3 query heads per key head"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        attention_backward(x.dout, x.q, x.k, x.v, out, lse, dq=dq, bounds=FULL, config=split(2))
+    assert not dq.any()
+    with pytest.raises(ValueError, match=re.escape(told)):
+        attention_forward(x.q, x.k, x.v, config=split(2))

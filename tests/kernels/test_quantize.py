@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from ringattn.kernels import SCALE_TOKENS, dequantize, quantize, scale_shape
+from ringattn.kernels import SCALE_TOKENS, dequantize, quantize
 from ringattn.reference import fp8
 
 from ..support.wire_cases import assert_same, assert_within_bound, codes_for, tensors, wide
-from .test_kernels import VIEWS
-from .test_large_offsets import Far, far  # noqa: F401  (a fixture)
+from .test_attention import VIEWS, Far, far  # noqa: F401  (a fixture)
 
 DTYPES = (torch.float16, torch.float32)
 """What the interpreter computes; it takes bfloat16 for integers."""
@@ -62,17 +57,11 @@ def test_the_table_is_the_papers() -> None:
     assert_same((ours,), (codes.view(torch.float8_e4m3fn).to(torch.float32),))
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**-20, 3.7e-5, 511.0])
+@pytest.mark.parametrize("scale", [1.0, 3.7e-5])
 def test_every_code_is_decoded(scale: float) -> None:
     codes = every_code(nan=True).view(1, 2, 1, 128).view(torch.float8_e4m3fn)
     expected = codes.to(torch.float32) * torch.tensor(scale)
     assert_same((back(codes, torch.full((1, 1, 1), scale), torch.float32),), (expected,))
-
-
-def test_every_code_is_its_own_nearest() -> None:
-    codes = every_code(nan=False)
-    got, _ = scaled_by_one(codes.view(torch.float8_e4m3fn).to(torch.float32))
-    assert torch.equal(got.view(torch.uint8), codes)
 
 
 def test_ties_go_to_the_even_code_and_neighbours_of_ties_to_the_nearest() -> None:
@@ -109,25 +98,14 @@ def test_as_the_reference_does_it(dtype: torch.dtype) -> None:
 # --- the bound and the properties -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(tensors(DTYPES))
 def test_error_bound(x: Tensor) -> None:
     codes, scale = quantized(x)
     assert_within_bound(x, back(codes, scale, x.dtype), scale)
 
 
-@pytest.mark.nightly
-@settings(max_examples=40)
-@given(tensors(DTYPES))
-def test_once_more_changes_nothing(x: Tensor) -> None:
-    """The same bits every time, and what came back comes back again."""
-    first = quantized(x)
-    assert_same(quantized(x), first)
-    once = back(*first, x.dtype)
-    assert_same((back(*quantized(once), x.dtype),), (once,))
-
-
-@pytest.mark.parametrize("shift", [-40, -1, 1, 40])
+@pytest.mark.parametrize("shift", [-40, 1])
 def test_powers_of_two_pass_into_the_scale(shift: int) -> None:
     x = wide(2, 130, 2, 3)
     codes, scale = quantized(x)
@@ -161,7 +139,7 @@ def test_zeros_keep_their_sign() -> None:
     assert_same((back(codes, scale, torch.float32),), (x,))
 
 
-@pytest.mark.parametrize("amax", [1e-45, 3e-42, 1.1754944e-38, 5.2e-36, 5.3e-36, 1e-30])
+@pytest.mark.parametrize("amax", [1e-45, 1.1754944e-38, 5.2e-36, 5.3e-36])
 def test_tiny_blocks(amax: float) -> None:
     """Where ``amax / 448`` is subnormal or zero the scale stays 2^-126, whose inverse is finite."""
     x = torch.tensor([1.0, -0.7, 0.3, 0.01]).mul(amax).view(1, 1, 1, 4)
@@ -187,7 +165,7 @@ def test_the_largest_come_back_finite(dtype: torch.dtype) -> None:
 # --- shapes and views -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 256, 300])
+@pytest.mark.parametrize("tokens", [0, 1, 128, 129, 300])
 def test_lengths(tokens: int) -> None:
     """Every 128 tokens of every head have a scale of their own, and the last have what is left."""
     x = wide(2, tokens, 3, 4) * torch.arange(1, 7).view(2, 1, 3, 1)
@@ -199,19 +177,11 @@ def test_lengths(tokens: int) -> None:
     assert_within_bound(x, back(codes, scale, x.dtype), scale)
 
 
-@pytest.mark.parametrize("head_dim", [1, 2, 7, 16, 40, 80, 129, 256])
+@pytest.mark.parametrize("head_dim", [1, 7, 16, 80, 129, 256])
 def test_head_dims(head_dim: int) -> None:
     x = wide(1, 20, 2, head_dim, dtype=torch.float16)
     codes, scale = quantized(x)
     assert_within_bound(x, back(codes, scale, x.dtype), scale)
-
-
-@pytest.mark.parametrize("shape", [(0, 8, 2, 4), (2, 0, 2, 4), (2, 8, 0, 4)])
-def test_nothing_to_do(shape: tuple[int, ...]) -> None:
-    x = torch.empty(shape)
-    codes, scale = quantized(x)
-    assert scale.numel() == 0
-    assert back(codes, scale, x.dtype).shape == shape
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -267,26 +237,3 @@ def test_refused(change: dict[str, Tensor], told: str) -> None:
         quantize(given["values"], given["codes"], given["scale"])
     with pytest.raises(ValueError, match=told.replace("VALUES", "out").replace("CODES", "x")):
         dequantize(given["codes"], given["scale"], given["values"])
-
-
-def test_scale_shape() -> None:
-    assert [scale_shape((2, tokens, 3, 64)) for tokens in (0, 1, 128, 129)] == [(2, n, 3) for n in (0, 1, 1, 2)]
-
-
-def test_the_cpu_needs_the_interpreter(tmp_path: Path) -> None:
-    code = """
-import torch
-from ringattn.kernels import dequantize, quantize
-x = torch.zeros(1, 8, 1, 16)
-codes, scale = x.to(torch.float8_e4m3fn), torch.zeros(1, 1, 1)
-for call in (lambda: quantize(x, codes, scale), lambda: dequantize(codes, scale, x)):
-    try:
-        call()
-    except NotImplementedError as error:
-        assert "tensors are on the CPU" in str(error), error
-    else:
-        raise AssertionError
-"""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

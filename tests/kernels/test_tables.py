@@ -2,61 +2,49 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
 import shutil
-import timeit
-import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from ringattn.autotune import Budget, Shape, Verdict, ranking
-from ringattn.autotune.inspect import compiled
+from ringattn.autotune.candidates import Verdict
+from ringattn.autotune.model import Shape
 from ringattn.autotune.rings import rings_of
-from ringattn.autotune.tune.run import Wish, compile_part, journals, measure_part
+from ringattn.autotune.search import Budget
+from ringattn.autotune.tune import TuneConfig, compile_part, journals, measure_part
 from ringattn.kernels import (
-    FULL,
-    Bounds,
-    KernelConfig,
-    Scores,
     Tile,
-    attention,
-    attention_forward,
-    choice,
     config,
-    default_config,
-    lookup,
-    strict,
-    table_files,
     tables,
 )
-from ringattn.kernels.choice import launched, situation, tile_for
-from ringattn.kernels.experimental import hopper_launch
-from ringattn.kernels.lookup import Gpu, gpu_of, tuned
-from ringattn.kernels.table_files import MOST_BYTES, as_json, parse, read
 from ringattn.kernels.tables import (
     KERNELS,
+    MOST_BYTES,
     SINGLE_PASS,
+    Gpu,
     Point,
     RefusedTable,
     Table,
+    as_json,
     file_name,
+    gpu_of,
     least_shared,
     options_of,
+    parse,
+    read,
+    tuned,
 )
 
-from ..support.tile_tables import H200, HOPPER, POINT, RTX, TILE, entry, estimate, folders, save
-from ..support.tune_cases import StandIn, at_once
+from ..support.tile_tables import H200, HOPPER, POINT, TILE, entry, estimate, folders, save
+from ..support.tune_cases import StandIn, no_progress, without_processes
 from ..test_house import ROOT, run
 
 __all__ = ["folders"]
@@ -64,7 +52,6 @@ __all__ = ["folders"]
 KEY = ("forward", torch.bfloat16, 128, 128, 4, True)
 OTHER = Tile(128, 32, 8, 3)
 LONG = POINT._replace(length=32768)
-CI_FACTOR = 10  # a loaded machine of two cores against the one that this is meant for
 
 
 def table(**changed: Any) -> dict[str, Any]:
@@ -95,51 +82,21 @@ def test_a_table_comes_back_as_it_was_written() -> None:
     assert as_json(made)["entries"][1]["options"] == {"forward_kernel": "hopper"}
 
 
-def test_a_table_from_before_there_were_options_is_read() -> None:
-    assert parse(json.dumps(table(entries__0__options=..., entries__1__options=...))) == parse(json.dumps(table()))
-
-
-def test_another_field_of_a_tile_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left out where it has its default; a reader that does not know it refuses the table."""
-
-    @dataclass(frozen=True)
-    class Longer(Tile):
-        order: str = "plain"
-
-    usual = json.dumps(as_json(Table("NVIDIA H200", 90, (3, 7), (entry(tile=TILE), estimate(LONG)))))
-    for module in (tables, table_files):
-        monkeypatch.setattr(module, "Tile", Longer)
-    monkeypatch.setitem(table_files._DEFAULTS, "order", "plain")
-    monkeypatch.setitem(table_files.MORE_OF_TILE, "order", strict.one_of("plain", "longest"))
-    first = Longer(64, 64, 4, 2), Longer(64, 64, 4, 2, "longest")
-    made = Table("NVIDIA H200", 90, (3, 7), (entry(tile=first[0]), estimate(LONG, first[1])))
-    written = json.dumps(as_json(made))
-    assert parse(written) == made and written.count("order") == 1
-    assert parse(usual).entries[0].tile == first[0]
-    with pytest.raises(ValueError, match="order is 'best': it must be one of plain, longest"):
-        parse(written.replace("longest", "best"))
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match="order is not known"):
-        parse(written)
-
-
+BIG = {"block_q": 128, "block_k": 512, "num_warps": 8, "num_stages": 3}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"schema": "vllm"}, "schema is 'vllm'"),
     ({"schema": ...}, "schema is None"),
     ({"version": 2}, "its schema is version 2, this code reads up to 1: update"),
     ({"version": True}, "version is True"),
-    ({"version": 0}, "version is 0"),
     ({"gpu": "../../etc/passwd\x1b[2J"}, "gpu is"),
-    ({"gpu": ""}, "gpu is ''"),
     ({"gpu": "sm_80"}, "gpu is sm_80 and arch 90"),
     ({"gpu": "sm_90"}, "estimated entries alone"),
-    ({"arch": -1}, "arch is -1"),
     ({"triton": "3"}, "triton is '3': it must be a version"),
     ({"entries": {}}, "entries is {}"),
     ({"entries__0": []}, "entries[0] is []: it must be an object"),
+    ({"entries__1": table()["entries"][0]}, "two entries are for the same point"),
     ({"entries__0__kernel": "rm -rf /"}, "entries[0].kernel is 'rm -rf /': it must be one of forward, dq, dkdv"),
     ({"entries__0__kernel": ["forward"]}, "entries[0].kernel is ['forward']"),
-    ({"entries__0__dtype": "fp8"}, "entries[0].dtype is 'fp8'"),
     ({"entries__0__head_dim": 0}, "head_dim is 0: it must be a whole number from 1 to 256"),
     ({"entries__0__head_dim": 128.0}, "head_dim is 128.0"),
     ({"entries__0__group": True}, "group is True"),
@@ -150,34 +107,37 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"entries__0__date": ...}, "entries[0].date is missing"),
     ({"entries__0__date": "yesterday"}, "date is 'yesterday'"),
     ({"entries__0__tile": 4}, "tile is 4"),
-    ({"entries__0__tile__block_q": -64}, "entries[0].tile.block_q is -64: it must be a power of two from 16 to 512"),
-    ({"entries__0__tile__block_q": 48}, "block_q is 48"),
+    ({"entries__0__tile": BIG}, "at least 524288 bytes of shared memory, a block of sm_90 has 232448"),
+    ({"entries__0__tile__block_q": 48}, "entries[0].tile.block_q is 48: it must be a power of two from 16 to 512"),
     ({"entries__0__tile__block_k": 2**30}, "block_k is 1073741824"),
     ({"entries__0__tile__num_warps": 3}, "num_warps is 3: it must be one of 1, 2, 4, 8, 16"),
-    ({"entries__0__tile__num_warps": True}, "num_warps is True"),
-    ({"entries__0__tile__num_stages": 9}, "num_stages is 9"),
     ({"entries__0__tile__num_stages": "__import__('os')"}, "num_stages is"),
     ({"entries__0__tile__num_stages": ...}, "entries[0].tile.num_stages is missing"),
-    ({"entries__0__options": []}, "options is []: it must be an object"),
-    (
-        {"entries__0__options": {"forward_kernel": "hoper"}},
-        "forward_kernel is 'hoper': it must be one of portable, hop",
-    ),
-    ({"entries__0__options": {"config": "x"}}, "entries[0].options.config is not known"),
-    ({"entries__0__kernel": "dq", "entries__0__options": {"forward_kernel": "hopper"}}, "forward_kernel is not known"),
-    ({"entries__0__estimated": 1}, "estimated is 1"),
     ({"entries__0__estimated": True}, "estimated is True and seconds 0.001"),
     ({"entries__1__estimated": False}, "estimated is False and seconds None"),
     ({"entries__0__seconds": 0}, "seconds is 0: it must be a positive finite number, or null"),
-    ({"entries__0__seconds": -1e-3}, "seconds is -0.001"),
-    ({"entries__0__seconds": 10**310}, "a number of 311 digits"),
     ({"entries__0__spread": "1"}, "spread is '1'"),
-    ({"entries__0__versions": []}, "versions is []"),
-    ({"entries__0__versions": {"triton": 3}}, "versions is {'triton': 3}"),
     ({"entries__0__versions": {str(i): "" for i in range(33)}}, "at most 32 values"),
     ({"entries__0__clocks": {"sm_mhz": [1]}}, "clocks is"),
     ({"entries__0__driver": "\x1b]0;"}, "driver is"),
     ({"entries__0__command": "x" * 500}, "command is"),
+    *(
+        ({"entries__0__kernel": kernel, "entries__0__options": options}, f"entries[0].options{told}")
+        for kernel, options, told in (
+            ("forward", [], " is []: it must be an object"),
+            ("forward", {"forward_kernel": "hoper"}, ".forward_kernel is 'hoper': it must be one of portable, hop"),
+            ("forward", {"forward_kernel": "hopper", "persistent": True}, " do not go together: order is 'heads'"),
+            ("dq", {"forward_kernel": "hopper"}, ".forward_kernel is not known"),
+            ("dq", {"persistent": True, "sm_margin": 0}, ".sm_margin is 0: it must be a whole number from 1"),
+            ("dq", {"sm_margin": 4}, " do not go together: sm_margin is 4 and persistent False"),
+            ("dq", {"persistent": 1}, ".persistent is 1: it must be true or false"),
+            ("dkdv", {"dkdv_splits": 0}, ".dkdv_splits is 0: it must be a whole number from 1"),
+            ("dkdv", {"dkdv_splits": "auto"}, ".dkdv_splits is 'auto'"),
+            ("dkdv", {"dkdv_epilogue": "tma"}, ".dkdv_epilogue is 'tma': it must be one of pointers, descriptors"),
+            ("dkdv", {"pack_gqa": True}, ".pack_gqa is not known"),
+            ("single_pass", {"order": "longest"}, ".order is not known"),
+        )
+    ),
 ]
 
 
@@ -189,19 +149,6 @@ def test_what_is_not_the_schema_is_refused(changed: dict[str, Any], told: str) -
     assert len(str(error.value)) < 300 and str(error.value).isprintable()
 
 
-def test_a_tile_that_does_not_fit_is_refused_with_what_does() -> None:
-    big = {"block_q": 128, "block_k": 512, "num_warps": 8, "num_stages": 3}
-    with pytest.raises(ValueError, match="at least 524288 bytes of shared memory, a block of sm_90 has 232448"):
-        parse(json.dumps(table(entries__0__tile=big)))
-
-
-def test_one_point_twice_is_refused() -> None:
-    data = table()
-    data["entries"].append(copy.deepcopy(data["entries"][0]))
-    with pytest.raises(ValueError, match="two entries are for the same point"):
-        parse(json.dumps(data))
-
-
 def replaced(number: str) -> str:
     return json.dumps(table()).replace("0.001,", f"{number},", 1)
 
@@ -210,12 +157,10 @@ def replaced(number: str) -> str:
     ("text", "told"),
     [
         ("", "Expecting value"),
-        ("{", "Expecting property name"),
         ("[]", "schema is []"),
         ("[" * 100_000, "nests deeper than 8"),
         ('{"a":' * 100_000, "nests deeper than 8"),
         (replaced("NaN"), "NaN is not a number"),
-        (replaced("-Infinity"), "-Infinity is not a number"),
         (replaced("1e999"), "1e999 is not a finite number"),
         (replaced("1" + "0" * 5000), "a number of 5,001 digits"),
         (json.dumps(table())[:-1] + ', "arch": 90}', "a name is there twice"),
@@ -249,6 +194,7 @@ anything = st.recursive(
 )
 
 
+@settings(max_examples=60)
 @given(value=anything, at=st.integers(0, 200), drop=st.booleans())
 def test_whatever_is_put_anywhere_is_refused_or_right(value: Any, at: int, drop: bool) -> None:
     data = table()
@@ -279,20 +225,15 @@ def test_whatever_is_put_anywhere_is_refused_or_right(value: Any, at: int, drop:
     ("gpu", "name"),
     [
         ("NVIDIA H200", "nvidia-h200_triton-3.7.json"),
-        ("../../../etc/passwd", "etc-passwd_triton-3.7.json"),
-        ("/root/.ssh/id\x00", "root-ssh-id_triton-3.7.json"),
+        ("../../.ssh/id\x00", "ssh-id_triton-3.7.json"),
         ("A" * 500, "a" * 80 + "_triton-3.7.json"),
         ("sm_90", "sm-90_triton-3.7.json"),
     ],
 )
 def test_no_name_of_a_gpu_leaves_the_folder(gpu: str, name: str) -> None:
     assert file_name(gpu, (3, 7)) == name
-
-
-@pytest.mark.parametrize("gpu", ["", "..", "///", "\x00"])
-def test_a_name_of_nothing_is_refused(gpu: str) -> None:
     with pytest.raises(ValueError, match="takes at least one letter or digit"):
-        file_name(gpu, (3, 7))
+        file_name("../\x00", (3, 7))
 
 
 # which file serves
@@ -330,7 +271,7 @@ def test_the_users_table_comes_first_and_the_packages_fills_in(folders: Folders)
     save(package, entry(tile=OTHER), entry(POINT._replace(kernel="dq"), OTHER))
     assert found() == OTHER
     save(user, entry())
-    lookup.forget()
+    tables.forget()
     assert found() == TILE
     assert tuned(H200).tile(("dq", *KEY[1:]), 8192) == OTHER
 
@@ -340,7 +281,7 @@ def test_a_folder_overrides_the_users(folders: Folders, tmp_path: Path, monkeypa
     save(tmp_path / "given", entry(tile=OTHER))
     assert found(config_dir=tmp_path / "given") == OTHER
     assert found() == TILE
-    monkeypatch.setenv(lookup.CONFIG_DIR, str(tmp_path / "given"))
+    monkeypatch.setenv(tables.CONFIG_DIR, str(tmp_path / "given"))
     assert found() == OTHER
     assert found(config_dir=folders[0]) == TILE
 
@@ -348,7 +289,7 @@ def test_a_folder_overrides_the_users(folders: Folders, tmp_path: Path, monkeypa
 def test_a_folder_that_is_not_there_is_told(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"config_dir is '/nowhere': there is no such folder; `ringattn tune"):
         tuned(H200, "/nowhere")
-    monkeypatch.setenv(lookup.CONFIG_DIR, "/nowhere")
+    monkeypatch.setenv(tables.CONFIG_DIR, "/nowhere")
     with pytest.warns(UserWarning, match="RINGATTN_CONFIG_DIR is '/nowhere'"):
         assert found() is None
 
@@ -360,7 +301,7 @@ def test_estimates_are_never_the_default(folders: Folders) -> None:
     assert found() is None
     assert found(estimated=True) == TILE
     save(folders[1], entry(tile=OTHER))
-    lookup.forget()
+    tables.forget()
     assert found() == OTHER
     assert found(estimated=True) == OTHER  # what was measured on this very GPU comes before
 
@@ -370,7 +311,7 @@ def test_an_older_version_serves_with_one_warning(folders: Folders, monkeypatch:
     save(package, entry(tile=OTHER), triton=(3, 5))
     older = save(user, entry(), triton=(3, 6))
     save(user, entry(tile=OTHER), triton=(3, 8))
-    monkeypatch.setattr(lookup, "triton_version", lambda: (3, 7))
+    monkeypatch.setattr(tables, "triton_version", lambda: (3, 7))
     with pytest.warns(UserWarning) as told:
         assert found() == TILE
         assert found(1024) == TILE
@@ -382,12 +323,9 @@ def test_an_older_version_serves_with_one_warning(folders: Folders, monkeypatch:
         f"ringattn tune --heads 32 --kv-heads 8 --head-dim 128 --dtype bf16 --seqlen 8192 --full --save-dir {user}"
         in message
     )
-
-
-def test_newer_versions_do_not_serve(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(folders[0], entry(), triton=(3, 8))
-    monkeypatch.setattr(lookup, "triton_version", lambda: (3, 7))
-    assert found() is None
+    monkeypatch.setattr(tables, "triton_version", lambda: (3, 4))
+    tables.forget()
+    assert found() is None, "newer versions do not serve"
 
 
 @pytest.mark.parametrize("damage", ["broken", "gpu", "arch", "triton"])
@@ -402,140 +340,25 @@ def test_a_refused_table_is_told_once_and_the_default_serves(damage: str, folder
     assert len(told) == 1 and str(path) in str(told[0].message)
 
 
-def test_a_look_up_is_cheap(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = [(kernel, group) for kernel in ("forward", "dq", "dkdv") for group in (1, 2, 4, 8)]
-    lengths = [2**power for power in range(9, 21)]
-    save(folders[0], *(entry(POINT._replace(kernel=k, group=g, length=n)) for k, g in kinds for n in lengths))
-    q, v = on_gpu(monkeypatch, H200)
-    assert tile_for("forward", None, q, v, None) == TILE
-    runs = timeit.repeat(lambda: tile_for("forward", None, q, v, None), number=1000, repeat=20)
-    assert min(runs) / 1000 < CI_FACTOR * 5e-6
-
-
-# what launches take
-
-
-def on_gpu(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """q and v of KEY whose device passes for a GPU."""
-    monkeypatch.setattr(choice, "gpu_of", lambda device: gpu)
-    return torch.empty(1, 8, 8, 128, dtype=dtype), torch.empty(1, 8192, 2, 128, dtype=dtype)
-
-
-PAIR = torch.zeros(8, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "scores", "tile"),
-    [
-        (Bounds(None, None), Scores(), "full"),
-        (Bounds(PAIR, PAIR), Scores(), "bounded"),
-        (Bounds(None, None), Scores(softcap=30.0), "default"),
-        (Bounds(PAIR, PAIR, used=torch.ones(1, dtype=torch.int32)), Scores(), "default"),
-    ],
-)
-def test_a_launch_takes_the_tile_of_its_mask(
-    bounds: Bounds, scores: Scores, tile: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(folders[0], entry(), entry(POINT._replace(mask="bounded"), OTHER))
-    q, v = on_gpu(monkeypatch, H200)
-    tiles = {"full": TILE, "bounded": OTHER, "default": config.config_for(90, q.dtype, 128).forward}
-    assert len({*tiles.values()}) == 3
-    assert tile_for("forward", None, q, v, **situation(bounds, scores)) == tiles[tile]
-    small = Tile(16, 16, 4, 1)
-    given = KernelConfig(small, small, small)
-    assert tile_for("forward", given, q, v, **situation(bounds, scores)) == given.forward
-
-
-def test_the_default_config_is_the_tables(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(folders[0], entry(), estimate(POINT._replace(kernel="dq"), OTHER))
-    q, v = on_gpu(monkeypatch, H200)
-    built_in = config.config_for(90, q.dtype, 128)
-    assert default_config(q, v) == KernelConfig(TILE, built_in.dq, built_in.dkdv)
-    assert default_config(q, v, estimated=True) == KernelConfig(TILE, OTHER, built_in.dkdv)
-    assert default_config(q, v, full=False) == built_in
-
-
-def test_a_tables_forward_kernel_runs_where_it_can(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured, so a default of this GPU; what does not suit it takes the portable kernel, and is no error."""
-    save(folders[0], entry(tile=HOPPER))
-    q, v = on_gpu(monkeypatch, H200)
-    k = v.clone()
-    plain = Tile(128, 64, 8, 3)
-    made = default_config(q, v)
-    assert made.forward_kernel == "hopper" and made.forward == HOPPER
-    given = KernelConfig(plain, plain, plain)
-    assert launched(given, HOPPER, q, k) is given
-    ran: list[str] = []
-    monkeypatch.setattr(hopper_launch, "is_hopper", lambda device: True)
-    monkeypatch.setattr(attention, "launch_hopper", lambda *given: ran.append("hopper"))
-    monkeypatch.setattr(attention, "launch", lambda kernel, grid, device, *given, **how: ran.append("portable"))
-    odd = torch.empty(1, 8192, 2, 129, dtype=q.dtype)[..., :128]
-    for keys, bounds in ((k, FULL), (odd, FULL), (k, Bounds(PAIR, PAIR))):  # nothing was measured with bounds
-        attention_forward(q, keys, v, bounds=bounds)
-    assert ran == ["hopper", "portable", "portable"]
-    with pytest.raises(ValueError, match="k has strides"):
-        attention_forward(q, odd, v, config=made)
-
-
-def test_the_default_of_a_gpu_with_99_kb_fits(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it takes when compiled is the gate's in test_compiled.py; no table is needed, and no GPU need be known."""
-    q, v = on_gpu(monkeypatch, RTX)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        made = default_config(q, v)
-    assert made == config.config_for(86, q.dtype, 128) == config.config_for(75, q.dtype, 128)
-    for kernel in KERNELS:
-        assert least_shared(POINT._replace(kernel=kernel), getattr(made, kernel)) <= 101_376
-
-
-def test_the_limits_are_those_of_the_gate() -> None:
-    assert config.SHARED_LIMIT == compiled.SHARED_LIMIT
-
-
-def test_the_cpu_has_no_tables(folders: Folders) -> None:
-    x = torch.empty(1, 8, 2, 16)
-    assert gpu_of(x.device) is None
-    assert default_config(x, x).forward == Tile(32, 32, 4, 1)
-
-
-@pytest.mark.parametrize("arch", [86, 89, 90, 103, 120])
-def test_a_gpu_is_named_by_its_driver(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(arch, 10))
+def test_a_gpu_is_named_by_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert gpu_of.__wrapped__(torch.device("cuda", 0)) == H200._replace(arch=arch)
-
-
-def test_kernels_copied_alone_take_a_table(tmp_path: Path) -> None:
-    """Beside them, in `tuned/`: the JSON that `ringattn tune` writes."""
-    shutil.copytree(ROOT / "kernels", tmp_path / "elsewhere", ignore=shutil.ignore_patterns("__pycache__"))
-    save(tmp_path / "elsewhere" / "tuned", entry(POINT._replace(dtype="fp32", head_dim=16, head_dim_v=16, group=2)))
-    code = f"""
-import sys
-import torch
-from elsewhere import Tile, attention_forward, choice, default_config, launch
-choice.gpu_of = lambda device: choice.Gpu("NVIDIA H200", 90)
-q, k, v = (torch.randn(1, 70, heads, 16) for heads in (2, 1, 1))
-assert default_config(q, v).forward == Tile{(64, 64, 4, 2)}
-out, lse = attention_forward(q, k, v)
-scores = torch.einsum("bqhd,bkgd->bhqk", q, k) / 4
-assert torch.allclose(out, torch.einsum("bhqk,bkgd->bqhd", scores.softmax(-1), v), atol=1e-5)
-assert "ringattn" not in sys.modules
-"""
-    run(code, tmp_path)
+    assert tables._gpu_of.__wrapped__(torch.device("cuda", 0)) == H200._replace(arch=103)
+    assert gpu_of(torch.device("cpu")) is None
 
 
 def test_a_vendors_copy_takes_what_tune_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file of a tuning run, moved into `tuned/` of a copy deep in another package: measured there, used here."""
-    monkeypatch.setattr(ranking, "run_jobs", at_once)
-    wish = Wish(Shape(2, 1, 16, 16, "fp32"), (64,), False, H200, torch.device("cpu"), tmp_path / "runs", 1e9, 1)
+    without_processes(monkeypatch)
+    wish = TuneConfig(Shape(2, 1, 16, 16, "fp32"), (64,), False, H200, torch.device("cpu"), tmp_path / "runs", 1e9, 1)
     journal, measured = journals(wish)
-    found = compile_part(wish, journal, Quiet(), compile_with=lambda job: Verdict((), 1.0, "percent"))
+    found = compile_part(wish, journal, no_progress, work=lambda job: Verdict((), 1.0, "percent"))
 
     def at_random(point: Point) -> StandIn:
         slow = 9.0 * (point.kernel in SINGLE_PASS)  # so that two passes are the backward
         return StandIn(lambda tile, run: slow + Random(f"{point.kernel} {tile}").random())
 
-    measure_part(wish, found, measured, Quiet(), trials_of=at_random, budget=Budget(1e9))
+    measure_part(wish, found, measured, no_progress, trials_of=at_random, budget=Budget(1e9))
     (written,) = (tmp_path / "runs").glob("nvidia-h200_triton-*.json")
     tiles = {one.point.kernel: one.tile for one in read(written).entries}
     assert len({*tiles.values()}) > 1 and tiles["forward"] != config.config_for(90, torch.float32, 16).forward
@@ -552,7 +375,7 @@ import torch
 from vendor.ops.attention import attend, attention, choice, default_config
 choice.gpu_of = lambda device: choice.Gpu("NVIDIA H200", 90)
 real, seen = attention.options, []
-attention.options = lambda tile: seen.append(tuple(vars(tile).values())) or real(tile)
+attention.options = choice.options = lambda tile: seen.append(tuple(vars(tile).values())) or real(tile)
 q, k, v = (torch.randn(1, 70, heads, 16, requires_grad=True) for heads in (2, 1, 1))
 out, lse = attend(q, k, v)
 scores = torch.einsum("bqhd,bkgd->bhqk", q, k) / 4
@@ -575,33 +398,3 @@ def test_the_tables_that_ship_are_good() -> None:
         assert path.name == file_name(shipped.gpu, shipped.triton)
         assert rings_of(shipped) == () and all(one.estimated and one.bound for one in shipped.entries)
         assert not any(options_of(one.tile) for one in shipped.entries), "an estimate that serves nobody"
-
-
-class Quiet:
-    """Progress that nobody sees."""
-
-    def more(self, part: str, count: int) -> None: ...
-
-    def step(self, part: str) -> None: ...
-
-
-def test_a_tuned_launch_is_right(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table's tile reaches the kernel and the result is that of any other."""
-    save(folders[0], entry(POINT._replace(dtype="fp32", head_dim=16, head_dim_v=16, group=2), Tile(16, 32, 4, 1)))
-    q, k, v = (torch.randn(1, 70, heads, 16) for heads in (2, 1, 1))
-    usual = attention_forward(q, k, v)
-    seen: list[Tile] = []
-    monkeypatch.setattr(choice, "gpu_of", lambda device: H200)
-    monkeypatch.setattr(
-        "ringattn.kernels.attention.options",
-        lambda tile: seen.append(tile) or real_options(tile),  # type: ignore[func-returns-value]
-    )
-    for ours, other in zip(attention_forward(q, k, v), usual, strict=True):
-        torch.testing.assert_close(ours, other)
-    assert seen == [Tile(16, 32, 4, 1)]
-
-
-def real_options(tile: Tile) -> dict[str, int]:
-    from ringattn.kernels.launch import options
-
-    return options(tile)

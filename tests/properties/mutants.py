@@ -34,6 +34,7 @@ only_mutate = [
 ]
 pytest_add_cli_args_test_selection = [
     "tests/kernels/test_bounds.py",
+    "tests/kernels/test_checks.py::test_forward",
     "tests/ring/test_layout.py",
     "tests/ring/test_mask.py",
     "tests/ring/test_schedule.py",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ringattn.comm import Slots, Topology
 from ringattn.comm.transport import DONE
 from ringattn.comm.transports.by_node import ByNodeTransport
-from ringattn.kernels.experimental import gradients
+from ringattn.kernels.experimental import single_pass
 from ringattn.ring import traffic
 from ringattn.ring.key_values import KeyValues
 
@@ -196,13 +196,13 @@ def test_sums_that_leave_before_they_are_there(name: str, monkeypatch: pytest.Mo
 def test_gates_are_closed_when_a_pass_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the pass before would let in nobody."""
     made: dict[Any, torch.Tensor] = {}
-    fresh = gradients.turns_of
+    fresh = single_pass.turns_of
 
     def kept(*given: Any) -> Any:
         turns = fresh(*given)
         return turns._replace(gates=made.setdefault(turns.gates.shape, turns.gates))
 
-    monkeypatch.setattr(gradients, "turns_of", kept)
+    monkeypatch.setattr(single_pass, "turns_of", kept)
     assert record(CASES["nccl"]["single pass in turn"]).wrong(0)
 
 

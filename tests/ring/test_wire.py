@@ -14,7 +14,7 @@ from ringattn.comm import Slots, slot_nbytes
 from ringattn.kernels import dequantize, quantize
 from ringattn.ring.wire import Wire, grad_wire_of, wire_of
 
-from ..kernels.test_kernels import VIEWS
+from ..kernels.test_attention import VIEWS
 from ..support.wire_cases import DTYPES, assert_same, assert_within_bound, codes_for, tensors, wide
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from triton.runtime import interpreter
 
-from ringattn.kernels import described
-from ringattn.kernels.lookup import Gpu
+from ringattn.kernels import launch
+from ringattn.kernels.tables import Gpu
 
 H200 = Gpu("NVIDIA H200", 90)
 
@@ -43,5 +43,5 @@ def install(patch: pytest.MonkeyPatch) -> Moved:
     patch.setattr(builder, "create_descriptor_reduce", add, raising=False)
     patch.setattr(builder, "create_descriptor_load", spied_load)
     patch.setattr(builder, "create_descriptor_store", spied_store)
-    patch.setattr(described, "gpu_of", lambda device: H200)
+    patch.setattr(launch, "gpu_of", lambda device: H200)
     return moved

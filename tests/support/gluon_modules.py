@@ -96,7 +96,7 @@ def kernel(machine: Machine, name: str = "hopper") -> ModuleType:
     for parent in folders.values():
         parent.__path__ = []
     modules = {**stand_ins(machine), **folders}
-    files = "steps", "hopper_ring", "hopper", "hopper_backward_ring", "hopper_backward"
+    files = "steps", "hopper", "hopper_backward"
     with in_their_place(modules):
         for folder, one in (("device", "tiles"), *(("experimental", file) for file in files)):
             made = f"{package}.{folder}.{one}"

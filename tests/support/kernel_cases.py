@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -68,6 +69,18 @@ def inputs(sizes: Sizes, dtype: torch.dtype = torch.float32) -> Inputs:
 
 def of(lo: Tensor, hi: Tensor, keys: int) -> Bounds:
     return Bounds(lo.clamp(0, keys).to(torch.int32), hi.clamp(0, keys).to(torch.int32))
+
+
+def in_turn(cases: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Each case once, with the values of ``others`` in turn: every value is met, at the cost of the cases alone."""
+    made = []
+    for i, case in enumerate(cases):
+        row = list(case) if isinstance(case, tuple) else [case]
+        for other in others:
+            row.append(other[i % len(other)])
+            i //= len(other)
+        made.append(tuple(row))
+    return made
 
 
 def documents(lengths: list[tuple[int, int]]) -> Bounds:

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from ringattn.kernels import Tile, lookup
-from ringattn.kernels.lookup import Gpu
-from ringattn.kernels.table_files import as_json
-from ringattn.kernels.tables import Entry, Point, Table, file_name, with_options
+from ringattn.kernels import Tile, tables
+from ringattn.kernels.tables import Entry, Gpu, Point, Table, as_json, file_name, with_options
 
 H200 = Gpu("NVIDIA H200", 90)
 RTX = Gpu("NVIDIA RTX A6000", 86)
@@ -32,7 +30,7 @@ def estimate(point: Point = POINT, tile: Tile = TILE) -> Entry:
 
 def save(folder: Path, *entries: Entry, gpu: Gpu = H200, triton: tuple[int, int] | None = None) -> Path:
     """A table in a folder, by its name there."""
-    version = triton or lookup.triton_version()
+    version = triton or tables.triton_version()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(gpu.name, version)
     path.write_text(json.dumps(as_json(Table(gpu.name, gpu.arch, version, entries))))
@@ -44,7 +42,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     """The user's folder of tables and the package's, both of the test's own, and no folder by the environment."""
     user, package = tmp_path / "cache" / "ringattn" / "tiles", tmp_path / "package"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(lookup.CONFIG_DIR, raising=False)
-    monkeypatch.setattr(lookup, "PACKAGE", (package,))
-    lookup.forget()
+    monkeypatch.delenv(tables.CONFIG_DIR, raising=False)
+    monkeypatch.setattr(tables, "PACKAGE", (package,))
+    tables.forget()
     return user, package

@@ -22,7 +22,7 @@ from ringattn.autotune.inspect.variant import DTYPES, ROLES
 from ringattn.kernels import Tile
 from ringattn.kernels.config import BACKWARDS, FORWARD_KERNELS, config_for, single_pass_tile
 from ringattn.kernels.experimental import hopper_backward_launch
-from ringattn.kernels.lookup import CONFIG_DIR, Gpu, triton_version
+from ringattn.kernels.tables import CONFIG_DIR, Gpu, triton_version
 from ringattn.tools.export import command as export_command
 from ringattn.tools.export.binary import parameter_layout
 from ringattn.tools.export.command import Backward, ForwardKernel, Role, app

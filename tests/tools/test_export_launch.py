@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels import Bounds, Tile
-from ringattn.kernels.experimental.turns import numbers
+from ringattn.kernels.experimental.single_pass import add_order
 from ringattn.tools.export.binary import parameter_layout
 
 from ..support.export.exports import EXPORTED, Export, exported, needs_compiler
@@ -39,7 +39,7 @@ class Case:
     def turns(self, tile: Tile) -> dict[str, Tensor]:
         """Whose turn it is to add to dq, and room for the gates, which the launch is to clear."""
         by_query, device = self.bounds["by query"], self.tensors["q"].device
-        table = numbers(Bounds(by_query["lo"], by_query["hi"]), BATCH, ROWS, ROWS, tile, device)
+        table = add_order(Bounds(by_query["lo"], by_query["hi"]), BATCH, ROWS, ROWS, tile, device)
         assert table is not None
         gates = torch.full((BATCH, HEADS, -(-ROWS // tile.block_q)), 9, device=device, dtype=torch.int32)
         return {"turns_numbers": table, "turns_gates": gates}

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from ringattn.kernels import Bounds, Tile
-from ringattn.kernels.experimental.turns import numbers
+from ringattn.kernels.experimental.single_pass import add_order
 from ringattn.tools.export.binary import parameter_layout
 
 from ..support.export.exports import (
@@ -178,7 +178,7 @@ def test_whose_turn_it_is(described: Export) -> None:
     for queries, keys, window in ((300, 260, 1000), (1000, 1000, 90), (128, 512, 40), (33, 700, 1)):
         ends = (torch.arange(queries) * keys // queries + 1).int()
         bounds = Bounds((ends - window).clamp(min=0), ends)
-        expected = numbers(bounds, 1, queries, keys, tile, torch.device("cpu"))
+        expected = add_order(bounds, 1, queries, keys, tile, torch.device("cpu"))
         assert expected is not None
         found, by_key = torch.full_like(expected, -1), bounds.transposed(keys)
         assert by_key.lo is not None

@@ -15,8 +15,7 @@ import pytest
 import triton
 
 from ringattn.kernels import Tile
-from ringattn.kernels.lookup import CONFIG_DIR, Gpu
-from ringattn.kernels.tables import Point
+from ringattn.kernels.tables import CONFIG_DIR, Gpu, Point
 
 from ..tile_tables import entry, save
 

@@ -21,8 +21,8 @@ from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 
 from ringattn.autotune.inspect.variant import DTYPES, ROLES
 from ringattn.kernels import Bounds, KernelConfig, attention
-from ringattn.kernels.experimental import gradients, hopper_backward_launch, hopper_launch
-from ringattn.kernels.lookup import Gpu
+from ringattn.kernels.experimental import hopper_backward_launch, hopper_launch, single_pass
+from ringattn.kernels.tables import Gpu
 from ringattn.tools.export import hopper
 from ringattn.tools.export.arguments import field_name
 from ringattn.tools.export.binary import parameter_layout
@@ -96,7 +96,7 @@ class Call:
             attention.attention_dq(*given, sums=before, into=into[0], **self.common)
             attention.attention_dkdv(*given, **pairs)
         else:
-            gradients.attention_gradients(*given, dq=sums[0], **pairs)
+            single_pass.attention_gradients(*given, dq=sums[0], **pairs)
 
 
 def captured(wish: Wish, case: dict[str, int]) -> dict[str, tuple[int, list[Any]]]:
@@ -110,11 +110,11 @@ def captured(wish: Wish, case: dict[str, int]) -> dict[str, tuple[int, list[Any]
 
     with (
         patch.object(attention, "launch", launch),
-        patch.object(gradients, "launch", launch),
+        patch.object(single_pass, "launch", launch),
         patch.object(hopper_launch, "launch", launch),
         patch.object(hopper_backward_launch, "launch", launch),
         patch.object(hopper_launch, "is_hopper", lambda device: True),
-        patch.object(gradients, "gpu_of", lambda device: Gpu("", wish.arch)),
+        patch.object(single_pass, "gpu_of", lambda device: Gpu("", wish.arch)),
     ):
         Call(wish, case).run()
     return found

@@ -159,7 +159,7 @@ def install_kernels(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None
         )
 
     # one multiprocessor: always busy, so that dK/dV is one launch where a config does not say otherwise
-    monkeypatch.setattr("ringattn.kernels.launch.chip_of", lambda device: Chip(1, 1 << 20))
+    monkeypatch.setattr("ringattn.kernels.order.chip_of", lambda device: Chip(1, 1 << 20))
     for module_name in [name for name in sys.modules if name.startswith("ringattn.kernels.")]:
         if hasattr(sys.modules[module_name], "launch") and not module_name.endswith(".launch"):
             monkeypatch.setattr(sys.modules[module_name], "launch", launch)

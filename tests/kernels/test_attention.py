@@ -1,0 +1,604 @@
+"""One launch of each kernel against the reference, hop after hop, where NaN goes, offsets past 2^31."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringattn import kernels
+from ringattn.kernels import (
+    FULL,
+    Bounds,
+    attention,
+    attention_backward,
+    attention_delta,
+    attention_dkdv,
+    attention_dq,
+    attention_forward,
+)
+
+from ..support import baselines
+from ..support.baselines import Results
+from ..support.kernel_cases import (
+    DTYPES,
+    KINDS,
+    Inputs,
+    Sizes,
+    check,
+    compare,
+    dense,
+    documents,
+    exact,
+    in_turn,
+    inputs,
+    interval,
+    of,
+    ours,
+    part,
+    pytorch,
+    rows_of,
+    tiles,
+)
+from ..support.tolerance import assert_as_exact_as_pytorch
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "dtype"),
+    in_turn([*((d, d) for d in (1, 16, 40, 80, 96, 256)), (192, 128), (40, 24), (24, 40), (16, 1), (1, 33)], DTYPES),
+)
+def test_head_dims(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
+    check(inputs(Sizes(head_dim=head_dim, head_dim_v=head_dim_v), dtype), interval("window", 40, 40))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "kind"), [(2, 2, "causal"), (4, 2, "full"), (6, 2, "causal"), (3, 1, "causal")]
+)
+def test_heads(heads: int, kv_heads: int, kind: str) -> None:
+    """Multi-head, grouped-query and multi-query, in two batch rows."""
+    x = inputs(Sizes(queries=20, keys=20, heads=heads, kv_heads=kv_heads, batch=2))
+    check(x, interval(kind, 20, 20))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), in_turn(KINDS, DTYPES))
+def test_masks(kind: str, dtype: torch.dtype) -> None:
+    check(inputs(Sizes(queries=70, keys=75), dtype), interval(kind, 70, 75))
+
+
+def test_the_two_ways_to_the_truth_agree() -> None:
+    """Keys cut out for each row, as here, and masked by positions, as the reference does for the causal mask."""
+    x = inputs(Sizes(heads=4, kv_heads=2))
+    for got, expected in zip(exact(x, interval("causal", 40, 40)), baselines.exact(*x, causal=True), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+LENGTHS = [(1, 1), (1, 33), (33, 1), (31, 65), (64, 32), (0, 8), (8, 0), (0, 0)]
+
+
+@pytest.mark.parametrize(("queries", "keys", "kind"), in_turn(LENGTHS, ["full", "causal", "causal"]))
+def test_lengths(queries: int, keys: int, kind: str) -> None:
+    check(inputs(Sizes(queries=queries, keys=keys, heads=2)), interval(kind, queries, keys))
+
+
+def test_no_batch() -> None:
+    x = inputs(Sizes(batch=0))
+    assert [t.shape for t in ours(x)] == [x.q.shape, x.dlse.shape, x.q.shape, x.k.shape, x.v.shape]
+
+
+@pytest.mark.parametrize(
+    ("block_q", "block_k", "kind"),
+    in_turn([(16, 16), (32, 16), (64, 16), (16, 64), (32, 64), (64, 64)], ["causal", "full", "documents"]),
+)
+def test_tiles(block_q: int, block_k: int, kind: str) -> None:
+    """Every tile gives the same result within rounding."""
+    check(inputs(Sizes(queries=70, keys=75)), interval(kind, 70, 75), config=tiles(block_q, block_k))
+
+
+def test_the_same_bits_every_time() -> None:
+    x, bounds = inputs(Sizes(heads=4, kv_heads=2), torch.float16), interval("causal", 40, 40)
+    for first, second in zip(ours(x, bounds), ours(x, bounds), strict=True):
+        assert torch.equal(first, second)
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_any_interval(data: st.DataObject) -> None:
+    """Ends that never decrease, rows that see nothing wherever they lie, any tile."""
+    queries, keys = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    index = st.lists(st.integers(0, keys), min_size=queries, max_size=queries).map(sorted)
+    lo, hi = torch.tensor(data.draw(index)), torch.tensor(data.draw(index))
+    block = st.sampled_from([16, 32])
+    check(
+        inputs(Sizes(queries, keys)),
+        of(lo, torch.maximum(lo, hi), keys),
+        config=tiles(data.draw(block), data.draw(block)),
+        few_keys=True,
+    )
+
+
+@pytest.mark.parametrize(("scale", "dtype"), in_turn([0.01, 0.7, 3.0], DTYPES))
+def test_softmax_scale(scale: float, dtype: torch.dtype) -> None:
+    check(inputs(Sizes(), dtype), interval("causal", 40, 40), softmax_scale=scale)
+
+
+def test_scores_far_from_zero() -> None:
+    """Sums of exponentials that overflow fp32 without a pivot, upwards and downwards."""
+    x = inputs(Sizes(head_dim=8))
+    for shift in (-50.0, 50.0):
+        q = torch.cat([x.q, torch.full_like(x.q[..., :1], shift)], -1)
+        k = torch.cat([x.k, torch.full_like(x.k[..., :1], 8.0)], -1)
+        check(x._replace(q=q, k=k), interval("first rows blind", 40, 40))
+
+
+# --- views --------------------------------------------------------------------------------------------------------
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """``[B, H, S, D]`` storage."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def packed(x: Tensor) -> Tensor:
+    """A slice of a tensor that holds two others beside it: ``[B, S, 3, H, D]``."""
+    return torch.stack([torch.full_like(x, torch.nan), x, torch.full_like(x, torch.nan)], 2)[:, :, 1]
+
+
+def sliced(x: Tensor) -> Tensor:
+    """Every second batch row, every third token and some of the heads and columns of a larger tensor."""
+    batch, length, heads, head_dim = x.shape
+    large = torch.full((2 * batch, 3 * length, heads + 2, head_dim + 5), torch.nan, dtype=x.dtype)
+    view = large[::2, ::3, 1:-1, 3:-2]
+    view.copy_(x)
+    return view
+
+
+def row_padded(x: Tensor) -> Tensor:
+    """Storage that ends with the last element, so that whatever is read past it is not ours."""
+    return torch.cat([x.new_full((*x.shape[:3], 3), torch.nan), x], -1)[..., 3:]
+
+
+VIEWS = (heads_first, packed, sliced, row_padded)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Addresses of the tensors that reach a kernel."""
+    seen: list[int] = []
+    launch = attention.launch  # type: ignore[attr-defined]
+
+    def spy(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
+        seen.extend(arg[0].data_ptr() for arg in args if hasattr(arg, "stride_b"))
+        launch(kernel, grid, device, *args, **options)
+
+    monkeypatch.setattr(attention, "launch", spy)
+    return seen
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_strided_inputs_are_read_where_they_lie(view: Callable[[Tensor], Tensor], launched: list[int]) -> None:
+    x, bounds = inputs(Sizes(20, 20, heads=2, kv_heads=2, batch=2)), interval("causal", 20, 20)
+    expected = ours(x, bounds)
+    launched.clear()
+    strided = Inputs(view(x.q), view(x.k), view(x.v), view(x.dout), x.dlse)
+    assert not strided.q.is_contiguous()
+    for got, same in zip(ours(strided, bounds), expected, strict=True):
+        assert torch.equal(got, same)
+    assert {t.data_ptr() for t in strided[:4]} <= set(launched)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_strided_results_are_written_where_they_lie(view: Callable[[Tensor], Tensor], launched: list[int]) -> None:
+    """State, sums and targets; what lies between their elements stays."""
+    q, k, v, dout, _ = inputs(Sizes(20, 20, heads=2, kv_heads=2, batch=2))
+    state = torch.randn_like(q), torch.randn(2, 2, 20)
+    sums = [torch.randn_like(t) for t in (q, k, v)]
+    own = [view(t) for t in (state[0], *sums)]
+    out, lse = attention_forward(q, k, v, state=(own[0], state[1].clone()))
+    expected = attention_forward(q, k, v, state=(state[0].clone(), state[1].clone()))
+    assert out is own[0]
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+    made = attention_backward(dout, q, k, v, view(out), lse, dq=own[1], dk=own[2], dv=own[3])
+    expected_sums = attention_backward(dout, q, k, v, out, lse, dq=sums[0], dk=sums[1], dv=sums[2])
+    for got, target, same in zip(made, own[1:], expected_sums, strict=True):
+        assert got is target
+        assert torch.equal(got, same)
+    assert {t.data_ptr() for t in own} <= set(launched)
+    for target in own:  # between their elements and past their end it is NaN, and stays so
+        storage = target._base
+        assert storage is not None
+        assert int(storage.isnan().sum()) == storage.numel() - target.numel()
+
+
+def test_heads_that_share_their_storage() -> None:
+    """K and V expanded over heads, stride 0, are what MQA reads."""
+    x, bounds = inputs(Sizes(20, 20, heads=3, kv_heads=1)), interval("causal", 20, 20)
+    shape = (-1, -1, 3, -1)
+    out, lse = attention_forward(x.q, x.k.expand(shape), x.v.expand(shape), bounds=bounds)
+    assert torch.equal(out, ours(x, bounds).out)
+    assert torch.equal(lse, ours(x, bounds).lse)
+
+
+def test_inputs_are_left_alone() -> None:
+    x = inputs(Sizes(heads=2))
+    before = [t.clone() for t in x]
+    ours(x, FULL)
+    assert all(torch.equal(t, same) for t, same in zip(x, before, strict=True))
+
+
+# --- what a launch continues ---------------------------------------------------------------------------------------
+
+
+CUTS = ([0, 17, 40], [0, 32, 32, 33, 40])
+"""Two hops, uneven; four with an empty one and one of a single key."""
+
+
+def hops(x: Inputs, bounds: Bounds, cuts: Sequence[int], *, final: bool = True) -> tuple[Tensor, Tensor]:
+    """Shard after shard, the state carried; every later launch continues it in place."""
+    state = None
+    for begin, end in pairwise(cuts):
+        last = final and end == cuts[-1] and begin == cuts[-2]
+        out, lse = attention_forward(
+            x.q, x.k[:, begin:end], x.v[:, begin:end], bounds=part(bounds, begin, end), state=state, final=last
+        )
+        assert out.dtype == (x.q.dtype if last else torch.float32)
+        if state is not None:
+            assert lse is state[1]
+            assert (out is state[0]) == (out.dtype == torch.float32)
+        state = out, lse
+    assert state is not None
+    return state
+
+
+def hop_gradients(x: Inputs, bounds: Bounds, cuts: Sequence[int], out: Tensor, lse: Tensor) -> Results:
+    """dQ over the key shards and dK/dV over the query shards, in fp32 sums continued in place; the last leaves."""
+    q, k, v, dout, dlse = x
+    delta = attention_delta(dout, out, dlse)
+    shards = list(pairwise(cuts))
+    dq: Tensor | None = None
+    for i, (begin, end) in enumerate(shards):
+        into = torch.empty_like(q) if i == len(shards) - 1 else dq if dq is not None else torch.empty_like(q).float()
+        here = part(bounds, begin, end)
+        made = attention_dq(dout, q, k[:, begin:end], v[:, begin:end], lse, delta, bounds=here, sums=dq, into=into)
+        assert made is into
+        dq = made
+    sums: tuple[Tensor, Tensor] | None = None
+    for i, (begin, end) in enumerate(shards):
+        fresh = (torch.empty_like(k), torch.empty_like(v))
+        target = fresh if i == len(shards) - 1 else sums or (fresh[0].float(), fresh[1].float())
+        rows = slice(begin, end)
+        dk, dv = attention_dkdv(
+            dout[:, rows], q[:, rows], k, v, lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous(),
+            bounds=rows_of(bounds, begin, end), sums=sums, into=target,
+        )  # fmt: skip
+        assert dk is target[0]
+        assert dv is target[1]
+        sums = dk, dv
+    assert dq is not None
+    assert sums is not None
+    return Results(out, lse, dq, *sums)
+
+
+HOPS = in_turn(["full", "causal", "documents", "first rows blind"], DTYPES, CUTS)
+
+
+@pytest.mark.parametrize(("kind", "dtype", "cuts"), HOPS)
+def test_hops_are_as_exact_as_one_launch(kind: str, dtype: torch.dtype, cuts: list[int]) -> None:
+    x, bounds = inputs(Sizes(), dtype), interval(kind, 40, 40)
+    out, lse = hops(x, bounds, cuts)
+    compare(hop_gradients(x, bounds, cuts, out, lse), x, bounds)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hops_do_not_add_up_errors(dtype: torch.dtype) -> None:
+    """A ring of eight, with enough rows to meet a bad one."""
+    x, cuts = inputs(Sizes(queries=32, keys=64, heads=6), dtype), range(0, 65, 8)
+    out, lse = hops(x, FULL, cuts)
+    truth, baseline = exact(x), pytorch(x)
+    assert_as_exact_as_pytorch("out", out, baseline.out, truth.out)
+    assert_as_exact_as_pytorch("lse", lse, baseline.lse, truth.lse)
+
+
+@pytest.mark.parametrize("kind", ["window", "middle rows blind"])
+def test_state_of_16_bit_queries_is_fp32(kind: str) -> None:
+    """The hops round once, at the end: what they leave in fp32 is as exact as fp32 attention of the same inputs."""
+    x, bounds = inputs(Sizes(keys=48), torch.float16), interval(kind, 40, 48)
+    out, lse = hops(x, bounds, [0, 16, 48], final=False)
+    last, last_lse = hops(x, bounds, [0, 16, 48])
+    assert last.dtype == torch.float16
+    assert torch.equal(out.half(), last)
+    assert torch.equal(lse, last_lse)
+    truth, baseline = exact(x, bounds), pytorch(x, bounds)
+    assert_as_exact_as_pytorch("out", out, baseline.out, truth.out)
+    assert_as_exact_as_pytorch("lse", lse, baseline.lse, truth.lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hops_that_see_nothing(dtype: torch.dtype) -> None:
+    """First it writes the start state, later it leaves the state as it is, last it casts."""
+    x = inputs(Sizes(heads=2), dtype)
+    blind = interval("all rows blind", 40, 40)
+    out, lse = attention_forward(x.q, x.k, x.v, bounds=blind, final=False)
+    assert torch.equal(out, torch.zeros(1, 40, 2, 16))
+    assert torch.equal(lse, torch.full((1, 2, 40), -math.inf))
+    out, lse = attention_forward(x.q, x.k, x.v, state=(out, lse), final=False)
+    before = out.clone(), lse.clone()
+    out, lse = attention_forward(x.q, x.k, x.v, bounds=blind, state=(out, lse), final=False)
+    assert torch.equal(out, before[0])
+    assert torch.equal(lse, before[1])
+    last, lse = attention_forward(x.q, x.k[:, :0], x.v[:, :0], state=(out, lse))
+    assert torch.equal(last, before[0].to(dtype))
+    torch.testing.assert_close(lse, before[1])
+
+
+def merged(state: tuple[Tensor, Tensor], block: Results) -> tuple[Tensor, Tensor]:
+    """Two softmaxes over disjoint keys, in float64: the weights are the shares of the sum of exponentials."""
+    out, lse = (t.to(torch.float64) for t in state)
+    block_lse = block.lse.to(torch.float64)
+    total = torch.logaddexp(lse, block_lse)
+    old, new = ((part - total).exp().transpose(1, 2).unsqueeze(-1) for part in (lse, block_lse))
+    return out * old + block.out.to(torch.float64) * new, total
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sink_is_a_start_state(dtype: torch.dtype) -> None:
+    """``lse = sink, out = 0``: a key that everyone sees and that has no value."""
+    x, bounds = inputs(Sizes(heads=2), dtype), interval("first rows blind", 40, 40)
+    sink = torch.randn(2)[None, :, None].expand(1, 2, 40)
+    zero = torch.zeros(1, 40, 2, 16)
+    out, lse = attention_forward(x.q, x.k, x.v, bounds=bounds, state=(zero.clone(), sink.contiguous()))
+    truth, baseline = (merged((zero, sink), made(x, bounds)) for made in (exact, pytorch))
+    assert_as_exact_as_pytorch("out", out, baseline[0].to(dtype), truth[0])
+    assert_as_exact_as_pytorch("lse", lse, baseline[1].float(), truth[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_new_keys_are_weighed_in_full_precision(dtype: torch.dtype) -> None:
+    """A state of 2^20 keys: each new weight is about 2^-20 of the sum, which fp16 holds in 4 bits.
+
+    With ``out = 0`` in the state, the result is the new keys' part alone, and its error relative to itself.
+    """
+    x = inputs(Sizes(), dtype)
+    state = torch.zeros(1, 40, 1, 16), torch.full((1, 1, 40), math.log(2**20)) + torch.randn(1, 1, 40)
+    truth, baseline = (merged(state, made(x, FULL)) for made in (exact, pytorch))
+    out, lse = attention_forward(x.q, x.k, x.v, state=state, final=False)
+    # relative to the largest part of each row: rows differ by what they had seen before; the exponent rounds lse
+    size = truth[0].abs().amax(-1, keepdim=True)
+    parts = (out / size).float(), baseline[0] / size, truth[0] / size
+    assert_as_exact_as_pytorch("out", *parts, magnitude=1 + truth[1].max().item())
+    assert_as_exact_as_pytorch("lse", lse, baseline[1].float(), truth[1])
+
+
+@pytest.mark.parametrize("level", [-200.0, 200.0])
+def test_one_side_outweighs_the_other_past_the_range_of_fp32(level: float) -> None:
+    """The state alone, or the new keys alone: e^200 overflows, and nothing becomes NaN."""
+    x = inputs(Sizes())
+    state = torch.randn(1, 40, 1, 16), torch.full((1, 1, 40), level)
+    truth, baseline = (merged(state, made(x, FULL)) for made in (exact, pytorch))
+    out, lse = attention_forward(x.q, x.k, x.v, state=state)
+    assert_as_exact_as_pytorch("out", out, baseline[0].float(), truth[0])
+    assert_as_exact_as_pytorch("lse", lse, baseline[1].float(), truth[1])
+
+
+@pytest.mark.parametrize("scale", [1e30, 1e-30])
+def test_the_state_has_the_range_of_fp32(scale: float) -> None:
+    x = inputs(Sizes())
+    x = x._replace(v=x.v * scale, dout=x.dout / scale)
+    cuts = [0, 17, 40]
+    out, lse = hops(x, FULL, cuts)
+    compare(hop_gradients(x, FULL, cuts, out, lse), x)
+
+
+def test_sums_of_attention_backward_are_continued_in_place() -> None:
+    """16-bit inputs, fp32 sums: what is passed is what is returned, plus this shard's part."""
+    x, bounds = inputs(Sizes(heads=2), torch.float16), interval("causal", 40, 40)
+    q, k, v, dout, dlse = x
+    out, lse = attention_forward(q, k, v, bounds=bounds)
+    fresh = [torch.zeros(t.shape) for t in (q, k, v)]
+    attention_backward(dout, q, k, v, out, lse, dlse=dlse, bounds=bounds, dq=fresh[0], dk=fresh[1], dv=fresh[2])
+    sums = [torch.randn(t.shape) for t in (q, k, v)]
+    before = [t.clone() for t in sums]
+    made = attention_backward(dout, q, k, v, out, lse, dlse=dlse, bounds=bounds, dq=sums[0], dk=sums[1], dv=sums[2])
+    for got, passed, start, added in zip(made, sums, before, fresh, strict=True):
+        assert got is passed
+        assert torch.equal(got, start + added)
+
+
+def test_sums_stay_where_nothing_is_seen() -> None:
+    """In place they are not touched; into another tensor they are copied, whichever of the two is in place."""
+    x, blind = inputs(Sizes()), interval("all rows blind", 40, 40)
+    lse, delta = torch.zeros(1, 1, 40), torch.zeros(1, 1, 40)
+    sums = [torch.randn(1, 40, 1, 16) for _ in range(2)]
+    before = [t.clone() for t in sums]
+    assert torch.equal(attention_dq(x.dout, *x[:3], lse, delta, bounds=blind), torch.zeros(1, 40, 1, 16))
+    for new in ((False, False), (True, True), (False, True), (True, False)):
+        into = [torch.empty_like(t) if fresh else t for fresh, t in zip(new, sums, strict=True)]
+        made = attention_dkdv(
+            x.dout, *x[:3], lse, delta, bounds=blind, sums=(sums[0], sums[1]), into=(into[0], into[1])
+        )
+        dq = attention_dq(x.dout, *x[:3], lse, delta, bounds=blind, sums=sums[0], into=into[0])
+        for got, expected in zip((*made, dq), (*before, before[0]), strict=True):
+            assert torch.equal(got, expected)
+
+
+# --- where NaN and infinity go -------------------------------------------------------------------------------------
+
+
+BLOCK = 16
+TOKENS = 48
+PLACE = 21  # inside its tile, with rows of the same tile on either side
+MASKS = {
+    "full": interval("full", TOKENS, TOKENS),
+    "causal": interval("causal", TOKENS, TOKENS),
+    "documents": documents([(19, 19), (5, 5), (24, 24)]),
+    "window": of(torch.arange(TOKENS) - 6, torch.arange(TOKENS) + 3, TOKENS),
+}
+
+
+class Reach(NamedTuple):
+    """Which query rows and which keys something reaches: surely, and at most."""
+
+    rows: Tensor
+    rows_at_most: Tensor
+    keys: Tensor
+    keys_at_most: Tensor
+
+
+def reach(name: str, bounds: Bounds) -> Reach:
+    """Of something at PLACE in ``name``: from a key to the rows that see it, from these to all the keys they see."""
+    seen = dense(bounds, TOKENS, TOKENS)
+    tiled = seen.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
+    touched = tiled.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    if name in ("k", "v"):
+        rows, rows_at_most = seen[:, PLACE], touched[:, PLACE]
+    else:
+        rows = rows_at_most = torch.arange(TOKENS) == PLACE
+    return Reach(rows, rows_at_most, seen[rows].any(0), touched[rows_at_most].any(0))
+
+
+def check_reach(name: str, got: Tensor, clean: Tensor, surely: Tensor, at_most: Tensor) -> None:
+    """``[B, S, H, D]``: nothing finite in the rows ``surely``, and the same bits as without it outside ``at_most``."""
+    assert not got[:, surely].isfinite().any(-1).any(), f"{name}: a row that sees it is finite"
+    assert torch.equal(got[:, ~at_most], clean[:, ~at_most]), f"{name}: a row that never touches it has changed"
+
+
+def run_tiled(x: Inputs, bounds: Bounds) -> Results:
+    made = ours(x, bounds, config=tiles(BLOCK, BLOCK))
+    return made._replace(lse=made.lse.transpose(1, 2).unsqueeze(-1))  # [B, S, H, 1], like the others
+
+
+def check_all(name: str, got: Results, clean: Results, where: Reach) -> None:
+    none = torch.zeros_like(where.rows)
+    check_reach("out", got.out, clean.out, *((none, none) if name == "dout" else (where.rows, where.rows_at_most)))
+    # exactly, and not from v: the mask comes after the scores
+    check_reach("lse", got.lse, clean.lse, *((where.rows, where.rows) if name in ("q", "k") else (none, none)))
+    check_reach("dq", got.dq, clean.dq, where.rows, where.rows_at_most)
+    check_reach("dk", got.dk, clean.dk, where.keys, where.keys_at_most)
+    # dV is P^T dO, which has no v in it
+    check_reach("dv", got.dv, clean.dv, *((none, none) if name == "v" else (where.keys, where.keys_at_most)))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about NaN in the interpreter
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("full", "v"), ("causal", "q"), ("causal", "k"), ("causal", "v"), ("documents", "k"), ("documents", "dout"),
+     ("window", "q"), ("window", "k"), ("window", "v"), ("window", "dout")],
+)  # fmt: skip
+def test_nan_reaches_the_rows_that_see_it(kind: str, name: str) -> None:
+    x, bounds = inputs(Sizes(TOKENS, TOKENS)), MASKS[kind]
+    clean = run_tiled(x, bounds)
+    for value in (math.nan, math.inf):
+        getattr(x, name)[:, PLACE] = value
+        check_all(name, run_tiled(x, bounds), clean, reach(name, bounds))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("part", [0, 1])
+def test_nan_in_the_state_stays_in_its_row(part: int) -> None:
+    x = inputs(Sizes())
+    state = torch.randn(1, 40, 1, 16), torch.randn(1, 1, 40)
+    clean, _ = attention_forward(x.q, x.k, x.v, state=(state[0].clone(), state[1].clone()))
+    (state[0][:, PLACE] if part == 0 else state[1][..., PLACE]).fill_(math.nan)
+    out, _ = attention_forward(x.q, x.k, x.v, state=state)
+    row = torch.arange(40) == PLACE
+    check_reach("out", out, clean, row, row)
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+STEP = 2**30
+"""Elements between neighbours: it fits an int32, and so does every index, but the offset of the third one does not."""
+
+Far = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(params=["batch", "sequence", "heads"])
+def far(request: pytest.FixtureRequest, tmp_path: Path) -> Far:
+    """A copy of a tensor whose elements along one dimension lie STEP apart.
+
+    It begins in the middle of its file, so that an offset that wraps reads zeros from the beginning and fails a test,
+    rather than the process.
+    """
+    dim, names = {"batch": 0, "sequence": 1, "heads": 2}[request.param], count()
+
+    def copy(x: Tensor) -> Tensor:
+        strides = list(torch.empty(x.shape).stride())
+        strides[dim] = STEP
+        path = tmp_path / str(next(names))
+        storage = torch.from_file(str(path), shared=True, size=2 * 2 * STEP + x.numel(), dtype=x.dtype)
+        view = storage.as_strided(x.shape, strides, 2 * STEP)
+        view.copy_(x)
+        assert path.stat().st_blocks * 512 < 2**24 < 2**31 < path.stat().st_size, "the file is not sparse"
+        return view
+
+    return copy
+
+
+FAR = Sizes(queries=3, keys=3, heads=3, kv_heads=3, batch=3)
+
+
+def test_inputs_far_apart(far: Far) -> None:
+    q, k, v, dout, _ = inputs(FAR, torch.float16)
+    bounds = interval("causal", 3, 3)
+    out, lse = attention_forward(q, k, v, bounds=bounds)
+    got = attention_forward(far(q), far(k), far(v), bounds=bounds)
+    assert torch.equal(got[0], out)
+    assert torch.equal(got[1], lse)
+    expected = attention_backward(dout, q, k, v, out, lse, bounds=bounds)
+    gradients = attention_backward(far(dout), far(q), far(k), far(v), far(out), lse, bounds=bounds)
+    for made, same in zip(gradients, expected, strict=True):
+        assert torch.equal(made, same)
+
+
+def test_state_and_sums_far_apart(far: Far) -> None:
+    q, k, v, dout, _ = inputs(FAR)
+    state, level = torch.randn(3, 3, 3, 16), torch.randn(3, 3, 3)
+    sums = [torch.randn_like(t) for t in (q, k, v)]
+    there, *sums_there = [far(t) for t in (state, *sums)]
+    out, lse = attention_forward(q, k, v, state=(state, level.clone()))
+    got, got_lse = attention_forward(q, k, v, state=(there, level.clone()))
+    assert got is there
+    assert torch.equal(got, out)
+    assert torch.equal(got_lse, lse)
+    attention_backward(dout, q, k, v, out, lse, dq=sums[0], dk=sums[1], dv=sums[2])
+    attention_backward(dout, q, k, v, out, lse, dq=sums_there[0], dk=sums_there[1], dv=sums_there[2])
+    for made, same in zip(sums_there, sums, strict=True):
+        assert torch.equal(made, same)
+
+
+def test_nothing_past_the_end_is_touched() -> None:
+    """Between guarded pages, in a process of its own, which would end there."""
+    command = [sys.executable, "-m", "tests.support.guarded"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    place = done.stdout.splitlines()[-1:]
+    assert done.returncode == 0 and done.stdout.endswith("inside\n"), f"in {place}\n{done.stderr[-3000:]}"
+
+
+def test_readme_lists_every_argument() -> None:
+    """`importlib` finds it where the package is installed, too."""
+    readme = (files("ringattn.kernels") / "README.md").read_text()
+    entries = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0]
+    calls = [node for node in ast.walk(ast.parse(entries)) if isinstance(node, ast.Call)]
+    listed = {ast.unparse(call.func): [ast.unparse(arg) for arg in call.args] for call in calls}
+    for call in calls:
+        listed[ast.unparse(call.func)] += [str(keyword.arg) for keyword in call.keywords]
+    assert {name for name in kernels.__all__ if name.startswith("attention_")} == set(listed)
+    for name, arguments in listed.items():
+        assert arguments == list(inspect.signature(getattr(kernels, name)).parameters)

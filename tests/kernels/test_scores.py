@@ -1,0 +1,315 @@
+"""What becomes of scores in the kernels, padded batch rows and blocks that are not seen: alone and together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringattn.kernels import FULL, Bounds, KernelConfig, Runs, Scores, attention_backward, attention_forward
+
+from ..support.baselines import Results
+from ..support.kernel_cases import DEVICE, DTYPES, Inputs, Sizes, in_turn, inputs, interval, of, part, tiles, visible
+from ..support.tolerance import assert_as_exact_as_pytorch
+
+pytestmark = [
+    pytest.mark.usefixtures("poison"),
+    # a key that ALiBi favours and the mask hides: its weight is inf until the mask has made it 0
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered in (exp2|multiply|subtract)"),
+]
+
+ROUNDS, MULTIPLIERS, WEYL = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+WORD = (1 << 32) - 1
+
+
+def first_word(seed: int, counter: tuple[Any, Any, Any, Any]) -> Any:
+    """Philox4x32-10 (Salmon et al., SC11, section 3.3) on NumPy's 64-bit integers."""
+    c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
+    low, shift = np.uint64(WORD), np.uint64(32)
+    k0, k1 = seed & WORD, seed >> 32
+    for _ in range(ROUNDS):
+        a, b = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
+        c0, c1, c2, c3 = (b >> shift) ^ c1 ^ np.uint64(k0), b & low, (a >> shift) ^ c3 ^ np.uint64(k1), a & low
+        k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
+    return c0
+
+
+@pytest.mark.parametrize(
+    ("seed", "counter", "word"),
+    [
+        (0, (0, 0, 0, 0), 0x6627E8D5),
+        ((1 << 64) - 1, (WORD,) * 4, 0x408F276D),
+        (0x299F31D0A4093822, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0xD16CFE09),
+    ],
+)
+def test_philox_of_the_tests(seed: int, counter: tuple[int, int, int, int], word: int) -> None:
+    """Known answers of Random123, the authors' library."""
+    assert int(first_word(seed, counter)) == word
+
+
+def kept(scores: Scores, batch: int, heads: int) -> Tensor:
+    """Which weights stay, ``[B, H, Sq, Sk]``."""
+    assert scores.q_positions is not None
+    assert scores.k_positions is not None
+    words = first_word(
+        scores.dropout_seed,
+        (
+            scores.q_positions.numpy()[:, None],
+            scores.k_positions.numpy()[None, :],
+            np.arange(scores.first_head, scores.first_head + heads)[:, None, None],
+            np.arange(batch)[:, None, None, None],
+        ),
+    )
+    return torch.from_numpy(words.astype(np.int64)) >= round(scores.dropout_p * 2**32)
+
+
+def naive(x: Inputs, bounds: Bounds, scores: Scores, dtype: torch.dtype) -> Results:
+    """Attention as it is defined, every weight at once, with gradients by autograd; the whole of it in ``dtype``."""
+    q, k, v = leaves = [t.detach().to(dtype).requires_grad_() for t in x[:3]]
+    batch, queries, heads, dim = q.shape
+    group = heads // k.shape[2]
+    queries_by_head = q.transpose(1, 2)
+    keys, values = (t.transpose(1, 2).repeat_interleave(group, 1) for t in (k, v))
+    s = queries_by_head @ keys.mT * dim**-0.5
+    if scores.softcap:
+        s = scores.softcap * torch.tanh(s / scores.softcap)
+    if scores.alibi_slopes is not None:
+        assert scores.q_positions is not None
+        assert scores.k_positions is not None
+        distance = (scores.q_positions[:, None] - scores.k_positions).abs().to(dtype)
+        s = s - scores.alibi_slopes.to(dtype).expand(batch, heads)[..., None, None] * distance
+    seen = visible(bounds, batch, queries, k.shape[1])
+    s = s.masked_fill(~seen, -torch.inf)
+    wide = s.to(torch.promote_types(dtype, torch.float32))
+    blind = ~seen.any(-1, keepdim=True)
+    p = torch.softmax(wide.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0).to(dtype)
+    if scores.dropout_p:
+        p = p * kept(scores, batch, heads) / (1 - scores.dropout_p)
+    out = (p @ values).transpose(1, 2)
+    lse = wide.masked_fill(blind, 0.0).logsumexp(-1).masked_fill(blind.squeeze(-1), -torch.inf)
+    grads = torch.autograd.grad((out, lse), leaves, (x.dout.to(dtype), x.dlse.to(lse.dtype)))
+    return Results(out.detach(), lse.detach(), *grads)
+
+
+def ours(x: Inputs, bounds: Bounds, scores: Scores, config: KernelConfig | None = None) -> Results:
+    q, k, v, dout, dlse = (t.to(DEVICE) for t in x)
+    bounds, scores = bounds.to(DEVICE), there(scores)
+    out, lse = attention_forward(q, k, v, bounds=bounds, scores=scores, config=config)
+    grads = attention_backward(dout, q, k, v, out, lse, dlse=dlse, bounds=bounds, scores=scores, config=config)
+    return Results(*(t.cpu() for t in (out, lse, *grads)))
+
+
+def there(scores: Scores) -> Scores:
+    """On the device of the kernels."""
+    moved: dict[str, Any] = {name: x.to(DEVICE) for name, x in vars(scores).items() if isinstance(x, Tensor)}
+    return replace(scores, **moved)
+
+
+def compare(made: Results, x: Inputs, bounds: Bounds, scores: Scores) -> None:
+    """As exact as the definition in the same dtype."""
+    truth, theirs = naive(x, bounds, scores, torch.float64), naive(x, bounds, scores, x.q.dtype)
+    sizes = magnitudes(x, truth, bounds, scores)
+    for name, *results in zip(Results._fields, made, theirs, truth, strict=True):
+        assert_as_exact_as_pytorch(name, *results, magnitude=sizes.get(name))
+
+
+def magnitudes(x: Inputs, truth: Results, bounds: Bounds, scores: Scores) -> dict[str, float]:
+    """What rounding is relative to: the sizes that meet in a product, as `kernel_cases.magnitudes` has them.
+
+    Bounded from above where the sum would be a second copy of the formula: a row's weights add up to 1, or
+    ``1 / (1 - p)``, and its largest score is what the exponent rounds.
+    """
+    exponent = torch.finfo(torch.float32).eps / torch.finfo(x.q.dtype).eps
+    finite = truth.lse[truth.lse.isfinite()]
+    largest = finite.abs().max().item() + distances(scores) if len(finite) else 0.0
+    weight = (1 + 2 * exponent * largest) / (1 - scores.dropout_p)
+    q, k, v, dout = (t.to(torch.float64).abs().max().item() for t in x[:4])
+    terms = x.v.shape[-1] * dout * v + x.dlse.abs().max().item()
+    group = x.q.shape[2] // x.k.shape[2]
+    scale = x.q.shape[-1] ** -0.5 * weight * terms
+    columns = column_weights(x, bounds, truth) * group
+    return {
+        "out": weight * v, "dq": scale * k, "dk": scale * q * columns, "dv": weight * dout * columns,
+    }  # fmt: skip
+
+
+def distances(scores: Scores) -> float:
+    """The largest thing that ALiBi takes off."""
+    if scores.alibi_slopes is None or scores.q_positions is None or scores.k_positions is None:
+        return 0.0
+    apart = (scores.q_positions[:, None] - scores.k_positions).abs()
+    return scores.alibi_slopes.max().item() * apart.max().item() if apart.numel() else 0.0
+
+
+def column_weights(x: Inputs, bounds: Bounds, truth: Results) -> float:
+    """How many queries can see one key: its weights add up to no more."""
+    seen = visible(bounds, x.q.shape[0], x.q.shape[1], x.k.shape[1])
+    return math.sqrt(max(seen.sum(2).max().item(), 1)) if seen.numel() else 1.0
+
+
+SLOPES = torch.tensor([1.25, 0.03125])
+SCORES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "wide softcap": {"softcap": 50.0},
+    "alibi": {"alibi_slopes": SLOPES},
+    "alibi by batch row": {"alibi_slopes": torch.stack([SLOPES, SLOPES.flip(0)])},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": 0x9E3779B97F4A7C15},
+    "all": {"softcap": 3.0, "alibi_slopes": SLOPES, "dropout_p": 0.1, "dropout_seed": 17, "first_head": 4},
+}
+QUERIES, KEYS = 40, 45
+SIZES = Sizes(queries=QUERIES, keys=KEYS, heads=2, batch=2)
+
+
+def scores_of(name: str, queries: int = QUERIES, keys: int = KEYS) -> Scores:
+    """One of SCORES, at positions with gaps that begin anywhere."""
+    return Scores(
+        **SCORES[name],
+        q_positions=(torch.arange(queries) * 2 + 31).to(torch.int32),
+        k_positions=(torch.arange(keys) * 3).to(torch.int32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"),
+    in_turn([*SCORES] * 2, ["causal", "documents", "first rows blind", "full", "window"], DTYPES),
+)
+def test_scores(name: str, kind: str, dtype: torch.dtype) -> None:
+    x, bounds = inputs(SIZES, dtype), interval(kind, QUERIES, KEYS)
+    compare(ours(x, bounds, scores_of(name)), x, bounds, scores_of(name))
+
+
+@pytest.mark.parametrize(
+    ("used", "name", "kind"), in_turn([[0, 45], [1, 0], [32, 33], [45, 45]], ["plain", "all"], ["causal", "full"])
+)
+def test_padded_batch_rows(used: list[int], name: str, kind: str) -> None:
+    whole = interval(kind, QUERIES, KEYS)
+    x, bounds = inputs(SIZES), Bounds(whole.lo, whole.hi, torch.tensor(used, dtype=torch.int32))
+    compare(ours(x, bounds, scores_of(name)), x, bounds, scores_of(name))
+
+
+def pattern(queries: int, keys: int, block: int, share: float = 0.5) -> Runs:
+    """Any blocks, and one row of blocks that sees nothing."""
+    shown = torch.rand(-(-queries // block), -(-keys // block)) < share
+    shown[:1] = False
+    return Runs(shown, block)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "block", "config"),
+    [("full", "all", 16, None), ("causal", "plain", 32, tiles(16, 32)), ("window", "all", 32, tiles(16, 32)),
+     ("documents", "plain", 16, None), ("causal", "all", 48, None), ("full", "plain", 48, None)],
+)  # fmt: skip
+def test_blocks(kind: str, name: str, block: int, config: KernelConfig | None) -> None:
+    """Of several blocks, the last not whole; a default tile of 32 does not divide 48."""
+    queries, keys = (QUERIES, KEYS) if block < QUERIES else (2 * block + 4, 2 * block + 14)
+    whole, scores = interval(kind, queries, keys), scores_of(name, queries, keys)
+    x = inputs(replace(SIZES, queries=queries, keys=keys))
+    bounds = Bounds(whole.lo, whole.hi, None, pattern(queries, keys, block))
+    compare(ours(x, bounds, scores, config), x, bounds, scores)
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (96, 48)])
+def test_everything_in_two_parts_of_the_head_dim(head_dim: int, head_dim_v: int) -> None:
+    sizes = Sizes(QUERIES, KEYS, head_dim, head_dim_v, heads=2, batch=2)
+    whole, used = interval("causal", QUERIES, KEYS), torch.tensor([20, 45], dtype=torch.int32)
+    x, bounds = inputs(sizes), Bounds(whole.lo, whole.hi, used, pattern(QUERIES, KEYS, 16))
+    compare(ours(x, bounds, scores_of("all")), x, bounds, scores_of("all"))
+
+
+def shards(x: Inputs, bounds: Bounds, scores: Scores, size: int) -> Iterator[tuple[Tensor, Tensor, Bounds, Scores]]:
+    """The keys in pieces of ``size``, with what each is told."""
+    assert scores.k_positions is not None
+    for begin in range(0, x.k.shape[1], size):
+        end = min(begin + size, x.k.shape[1])
+        near, runs = part(bounds, begin, end), bounds.runs
+        used = None if bounds.used is None else (bounds.used - begin).clamp(0, end - begin)
+        if runs is not None:
+            runs = Runs(runs.visible[:, begin // runs.block : -(-end // runs.block)], runs.block)
+        told = replace(scores, k_positions=scores.k_positions[begin:end])
+        yield x.k[:, begin:end], x.v[:, begin:end], Bounds(near.lo, near.hi, used, runs), told
+
+
+def test_shard_after_shard() -> None:
+    """State and sums are carried; a shard's positions and pattern are its own."""
+    x, whole, scores = inputs(SIZES), interval("causal", QUERIES, KEYS), scores_of("all")
+    bounds = Bounds(whole.lo, whole.hi, torch.tensor([35, 45], dtype=torch.int32), pattern(QUERIES, KEYS, 16, 0.7))
+    pieces = list(shards(x, bounds, scores, 32))
+    state = None
+    for k, v, near, told in pieces:
+        state = attention_forward(x.q, k, v, bounds=near, scores=told, state=state, final=k is pieces[-1][0])
+    assert state is not None
+    dq, found = torch.zeros_like(x.q), []
+    for k, v, near, told in pieces:
+        dq, dk, dv = attention_backward(
+            x.dout, x.q, k, v, *state, dlse=x.dlse, bounds=near, scores=told, dq=dq,
+            dk=torch.zeros_like(k), dv=torch.zeros_like(v),
+        )  # fmt: skip
+        found.append((dk, dv))
+    dk, dv = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    compare(Results(*state, dq, dk, dv), x, bounds, scores)
+
+
+def test_heads_in_chunks_drop_the_same_weights() -> None:
+    x, scores = inputs(SIZES), scores_of("all")
+    whole, _ = attention_forward(*x[:3], scores=scores)
+    halves = [
+        attention_forward(x.q[:, :, near], x.k, x.v, scores=scores.of_heads(near))[0]
+        for near in (slice(0, 1), slice(1, 2))
+    ]
+    assert torch.equal(torch.cat(halves, 2), whole)
+
+
+@pytest.mark.parametrize("x", [0.0, 1e-6, 0.2499, 0.25, 5.0, 100.0])
+def test_softcap_keeps_fp32s_digits(x: float) -> None:
+    """One key: lse is its score, ``cap * tanh(x / cap)``, exact to a few units in the last place on both sides of 0."""
+    q, k = torch.full((1, 1, 1, 16), x), torch.ones(1, 1, 1, 16) / 16
+    for sign in (1.0, -1.0):
+        _, lse = attention_forward(sign * q, k, k, scores=Scores(softcap=2.0), softmax_scale=1.0)
+        assert lse.item() == pytest.approx(sign * 2 * math.tanh(x / 2), rel=8 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
+def test_share_of_what_is_dropped(share: float) -> None:
+    """Read back by values that are one column each; what is kept is worth ``1 / (1 - p)``."""
+    q, k = torch.zeros(1, 64, 1, 16), torch.zeros(1, 64, 1, 16)
+    v = torch.eye(64)[None, :, None, :]
+    scores = Scores(
+        dropout_p=share, dropout_seed=3, q_positions=(at := torch.arange(64, dtype=torch.int32)), k_positions=at
+    )
+    out, lse = attention_forward(q, k, v, scores=scores)
+    weights = out[0, :, 0] * 64
+    stays = kept(scores, 1, 1)[0, 0] if share else torch.ones(64, 64, dtype=torch.bool)
+    torch.testing.assert_close(weights, stays / (1 - share), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(64)))
+
+
+@settings(max_examples=10)
+@given(st.data())
+def test_any_of_them_together(data: st.DataObject) -> None:
+    queries, keys = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    block = data.draw(st.sampled_from([16, 32]))
+    index = st.lists(st.integers(0, keys), min_size=queries, max_size=queries).map(sorted)
+    lo, hi = torch.tensor(data.draw(index)), torch.tensor(data.draw(index))
+    whole = of(lo, torch.maximum(lo, hi), keys) if data.draw(st.booleans()) else FULL
+    used = torch.tensor(data.draw(st.lists(st.integers(0, keys), min_size=2, max_size=2)), dtype=torch.int32)
+    bounds = Bounds(
+        whole.lo, whole.hi, used if data.draw(st.booleans()) else None,
+        pattern(queries, keys, block) if data.draw(st.booleans()) else None,
+    )  # fmt: skip
+    x = inputs(Sizes(queries, keys, heads=2, batch=2))
+    scores = scores_of(data.draw(st.sampled_from(sorted(SCORES))), queries, keys)
+    compare(ours(x, bounds, scores), x, bounds, scores)
+
+
+def test_a_share_near_one_drops_nearly_all() -> None:
+    """And not none: the threshold stays a 32-bit word."""
+    assert Scores(dropout_p=1 - 2**-40).threshold == (1 << 32) - 1
