@@ -31,12 +31,12 @@ from ..bench.common.flags import (
     size,
     sizes,
 )
+from ..bench.report.theme import picture
 
 if TYPE_CHECKING:
     from ..ring.schedule.layout import Layout
     from .call import Call
 
-PICTURES = (".png", ".svg", ".pdf")
 LEAST_CELLS, MOST_CELLS = 16, 32  # of a mask on the terminal, each way
 MOST = 1 << 30  # tokens times ranks: half a minute
 COUNTS = ("tokens", "visible pairs")  # of a rank; the others are FLOPs and bytes
@@ -80,8 +80,8 @@ def show(
     """Print or draw the schedule and the mask of any call: who computes what at which hop, and what moves."""
     for name in ("seqlen", "world", "layout"):
         check_apart(context, "lengths", name)
-    if out is not None and out.suffix.lower() not in PICTURES:
-        raise typer.BadParameter(f"{out} is no picture: it must end with one of {', '.join(PICTURES)}")
+    if out is not None:
+        picture(str(out))
     import torch
 
     from ..bench.common.attention import boundaries_of, pattern_of

@@ -10,7 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from ..common.output import write_file
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,17 @@ VARIABLES = Theme(**_STAND_INS)
 def css(theme: Theme) -> str:
     """The variables of a theme, for a rule of a style sheet."""
     return " ".join(f"--{name.replace('_', '-')}: {colour};" for name, colour in asdict(theme).items())
+
+
+def picture(text: str) -> Path:
+    """The path of a picture that can be drawn; a parser of typer options.
+
+    Raises:
+        typer.BadParameter: a suffix that is not one of :data:`PICTURES`.
+    """
+    if not text.lower().endswith(PICTURES):
+        raise typer.BadParameter(f"{text} is no picture: it must end with one of {', '.join(PICTURES)}")
+    return Path(text)
 
 
 @contextmanager

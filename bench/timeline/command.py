@@ -41,7 +41,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def picture_file(text: str) -> Path:
     """The path of a picture that can be drawn; a parser of typer options."""
-    from ...tools.pictures import picture
+    from ..report.theme import picture
 
     return picture(text)
 
