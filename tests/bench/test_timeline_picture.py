@@ -35,9 +35,9 @@ def test_measured_and_predicted_share_one_time_axis() -> None:
 def test_what_is_empty() -> None:
     with pytest.raises(ValueError, match="timelines is empty"):
         draw([])
-    nothing = Timeline("nothing", "measured", 1, ())
+    nothing = Timeline("nothing, and no mathematics: $\\frac{$", "measured", 1, ())
     assert computing(nothing) == 0 and "0 ms" in heading(nothing)
-    draw([nothing])
+    inline(draw([nothing]), "a")
 
 
 @pytest.mark.parametrize("world", [2, 8])
