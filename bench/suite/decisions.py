@@ -37,7 +37,7 @@ def decisions(parts: Sequence[Row], targets: Sequence[Row]) -> list[Row]:
     """A row per question: the answer, and why. Of the rows of the suite, and of the table of targets."""
     found = {what: passed([one for one in parts if one["part"].startswith(names)]) for what, names in QUESTIONS.items()}
     rates = {
-        (row["number"], row["by"], row["mask"], row["head_dim"]): row["value"]
+        (row["number"], row.get("by"), row.get("mask"), row.get("head_dim")): row["value"]
         for row in targets
         if row["unit"] == RATE and row["value"]
     }
