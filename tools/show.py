@@ -87,7 +87,7 @@ def show(
     from ..bench.common.attention import boundaries_of, pattern_of
     from ..bench.common.output import prints
     from ..bench.common.provenance import provenance
-    from ..bench.common.result import Result, finish
+    from ..bench.common.result import Result, Row, finish
     from ..ring.arguments import Layouts, mask_of
     from ..ring.schedule.mask import UNLIMITED
     from .call import Call, described, hop_rows
@@ -127,7 +127,7 @@ def show(
         from .pictures import draw_call
 
         draw_call(call, out)
-    rows = hop_rows(call) if json is not None or csv is not None else []
+    rows: list[Row] = [*hop_rows(call)] if json is not None or csv is not None else []
     about = provenance(torch.device("cpu")) | {"call": described(call)} if json is not None else {}
     notes = [*summary(call), *([f"picture: {out}"] if out is not None else [])]
     units = dict.fromkeys(rows[0] if rows else (), "")

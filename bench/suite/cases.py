@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.result import Result
+from ..common.result import Result, Row
 
 
 class NotHere(Exception):
@@ -40,7 +40,7 @@ def result_of(case: str, numbers: Sequence[Number], provenance: dict[str, Any]) 
     """A row per number, its labels as columns; those that exceed their limit have failed."""
     labels = dict.fromkeys(name for number in numbers for name in number.labels)
     units = dict.fromkeys(("number", "value", "unit", *labels, "limit", "spread", "note"), "")
-    rows = [
+    rows: list[Row] = [
         {
             "number": one.name, "value": one.value, "unit": one.unit, **one.labels, "limit": one.limit,
             "spread": one.spread, "note": one.note,

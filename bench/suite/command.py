@@ -95,7 +95,7 @@ def suite(
     write(out, result, [known[part.name] for part in everything if part.name in known])
     typer.echo(f"{write_beside(out)}\n")
     asked = [row for row in result.rows if row["part"] in {part.name for part in parts}]
-    shown = [{**row, "found": shorten(str(row["found"] or row["reason"]), FOUND_WIDTH)} for row in asked]
+    shown: list[Row] = [{**row, "found": shorten(str(row["found"] or row["reason"]), FOUND_WIDTH)} for row in asked]
     columns = {name: unit for name, unit in UNITS.items() if name in ("part", "state", "seconds", "found")}
     finish(Result(CASE, columns, shown, failures(asked), [*result.notes, f"everything is in {out / NAME}"]))
 
