@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -29,51 +30,59 @@ class Failure:
     reason: str
 
 
-def run_jobs(
-    jobs: Sequence[J],
-    work: Callable[[J], T],
-    *,
-    workers: int,
-    done: Callable[[J, T | Failure], None],
-    seconds: float = SECONDS,
-) -> None:
-    """Call ``work(job)`` for every job, ``workers`` at a time, and ``done`` with each result as it comes.
+class Pool(Generic[J, T]):
+    """Calls ``work(job)`` in worker processes, ``workers`` at a time, which last until it is closed.
 
     ``work`` and jobs are pickled. Interrupted, it ends its processes and passes the interruption on.
+
+    Args:
+        seconds: for one job.
     """
-    pending = deque(jobs)
-    crew: list[_Worker[J, T]] = []
-    try:
-        while pending or any(worker.busy for worker in crew):
-            while pending and (worker := _idle(crew, workers, work)) is not None:
-                worker.start(pending.popleft(), seconds)
-            for worker in _ready(crew):
+
+    def __init__(self, work: Callable[[J], T], workers: int, seconds: float = SECONDS) -> None:
+        self._work, self._workers, self._seconds = work, workers, seconds
+        self._crew: list[_Worker[J, T]] = []
+
+    def __enter__(self) -> Pool[J, T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._crew:
+            worker.end()
+        self._crew.clear()
+
+    def run(
+        self, jobs: Sequence[J], done: Callable[[J, T | Failure], None], left: Callable[[], float] = lambda: math.inf
+    ) -> None:
+        """Call ``done`` with each job's result as it comes; once no seconds are ``left`` no job is begun."""
+        pending = deque(jobs)
+        while pending or any(worker.busy for worker in self._crew):
+            while pending and left() > 0 and (worker := self._idle()) is not None:
+                worker.start(pending.popleft(), self._seconds)
+            if not any(worker.busy for worker in self._crew):
+                return
+            for worker in self._ready():
                 job, result = worker.take()
                 if not worker.alive:
-                    crew.remove(worker)
+                    self._crew.remove(worker)
                 done(job, result)
-    finally:
-        for worker in crew:
-            worker.end()
 
+    def _idle(self) -> _Worker[J, T] | None:
+        for worker in self._crew:
+            if not worker.busy:
+                return worker
+        if len(self._crew) < self._workers:
+            self._crew.append(_Worker(self._work))
+            return self._crew[-1]
+        return None
 
-def _idle(crew: list[_Worker[J, T]], most: int, work: Callable[[J], T]) -> _Worker[J, T] | None:
-    for worker in crew:
-        if not worker.busy:
-            return worker
-    if len(crew) < most:
-        crew.append(_Worker(work))
-        return crew[-1]
-    return None
-
-
-def _ready(crew: list[_Worker[J, T]]) -> list[_Worker[J, T]]:
-    """Busy workers that have answered, died or run out of time; waits for the first."""
-    busy = [worker for worker in crew if worker.busy]
-    left = max(0.0, min(worker.ends for worker in busy) - time.monotonic())
-    answered = {*wait([worker.connection for worker in busy], left)}
-    now = time.monotonic()
-    return [worker for worker in busy if worker.connection in answered or now >= worker.ends]
+    def _ready(self) -> list[_Worker[J, T]]:
+        """Busy workers that have answered, died or run out of time; waits for the first."""
+        busy = [worker for worker in self._crew if worker.busy]
+        left = max(0.0, min(worker.ends for worker in busy) - time.monotonic())
+        answered = {*wait([worker.connection for worker in busy], left)}
+        now = time.monotonic()
+        return [worker for worker in busy if worker.connection in answered or now >= worker.ends]
 
 
 class _Worker(Generic[J, T]):

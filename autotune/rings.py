@@ -10,7 +10,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ import torch.distributed as dist
 from ..kernels import tables
 from ..kernels.strict import Check, checked_as, either, named, number, one_of, optional, text, whole
 from ..kernels.tables import DTYPES, MASKS, MOST_TOKENS, NO_GPU, Gpu, RefusedTable, Table
-from .search import FINAL_TURNS, FINALISTS, FIRST_TURNS, LEAST_TURNS, Reading, median, spread
 
 TRANSPORTS = {"cuda": ("nccl", "copy_engine"), "cpu": ("auto",)}  # on the CPU there is one
 CHUNKS = (1, 2, 4, 8)
@@ -227,60 +226,3 @@ def settings(point: RingPoint, device: str, wires: Sequence[str] = ()) -> list[R
             continue
         found += [replace(one, channels=channels) for channels in (CHANNELS if transport == "nccl" else (None,))]
     return found
-
-
-Known = dict[RingSetting, list[Reading]]
-
-
-def halved(
-    players: Iterable[RingSetting],
-    run: Callable[[RingSetting], Reading],
-    left: Callable[[], float],
-    kept: Mapping[RingSetting, Sequence[Reading]] | None = None,
-) -> tuple[Known, bool]:
-    """Every run: all a few times in turns, the better half twice as often, and so on; the default always.
-
-    The same on every rank where ``run``, ``left`` and ``kept`` are.
-
-    Args:
-        run: one step.
-        left: seconds of the budget; once spent, those that ran are what is known.
-        kept: runs of an interrupted search, which are not run again.
-
-    Returns:
-        All runs, and whether the search ended by itself, not by its budget.
-    """
-    known: Known = {one: [*(kept or {}).get(one, ())] for one in players}
-    going, turns = list(known), FIRST_TURNS
-    while True:
-        for number_ in range(turns):
-            for one in going:
-                if len(known[one]) > number_:
-                    continue
-                if number_ >= 1 and left() <= 0:
-                    return known, False
-                known[one].append(run(one))
-        if turns >= FINAL_TURNS:
-            return known, True
-        # of an interrupted search there may be more runs: what was decided then is decided again
-        seconds = {one: median(known[one][:turns]) for one in going}
-        rest = sorted((one for one in going if one != DEFAULT), key=seconds.__getitem__)
-        going = [*([DEFAULT] if DEFAULT in known else []), *rest[: max(FINALISTS, len(rest) // 2)]]
-        turns = FINAL_TURNS if len(going) <= FINALISTS + 1 else 2 * turns
-
-
-def planned_runs(players: Iterable[RingSetting]) -> int:
-    """Of a search over them, unless its budget ends it."""
-    known, _ = halved(players, lambda one: Reading(1.0), lambda: 1.0)
-    return sum(map(len, known.values()))
-
-
-def best_of(known: Mapping[RingSetting, Sequence[Reading]]) -> RingSetting:
-    """The least median among those that ran to the end; the default, where none is faster by more than the spread."""
-    most = max(map(len, known.values()))
-    final = {one: median(runs) for one, runs in known.items() if len(runs) == most}
-    best = min(final, key=final.__getitem__)
-    if DEFAULT not in final:
-        return best
-    noise = max(spread(known[one]) for one in (best, DEFAULT))
-    return best if most >= LEAST_TURNS and final[best] < (1 - noise) * final[DEFAULT] else DEFAULT

@@ -1,7 +1,7 @@
 """The candidates that may be tried at a point, and why the others are not: pure, and fast enough to list.
 
 A candidate is a tile, or a tile with fields of ``KernelConfig`` that are chosen with it (``kernels.tables.Chosen``).
-Which kernel, is tried with every tile; in what order its tiles are dealt to programs, with the best few alone.
+Which kernel, is tried with every tile; in what order programs take its tiles, with the best few alone.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ CONFIG_FIELDS: dict[str, Fields] = {**TILE_FIELDS, "forward": {"forward_kernel":
 FEW = MARGIN // 2
 """What one communicator of a ring takes; never none, since a ring launches by the same tables."""
 
-_DEALT: Fields = {"order": ORDERS, "persistent": (False, True), "sm_margin": (None, FEW)}
+_SCHEDULE: Fields = {"order": ORDERS, "persistent": (False, True), "sm_margin": (None, FEW)}
 _PACKED: Fields = {"pack_gqa": (False, True)}
-DEALT_FIELDS: dict[str, Fields] = {
-    "forward": {**_DEALT, **_PACKED},
-    "dq": {**_DEALT, **_PACKED},
-    "dkdv": {**_DEALT, "dkdv_splits": (1, 2, 4, 8), "dkdv_epilogue": EPILOGUES},
+SCHEDULE_FIELDS: dict[str, Fields] = {
+    "forward": {**_SCHEDULE, **_PACKED},
+    "dq": {**_SCHEDULE, **_PACKED},
+    "dkdv": {**_SCHEDULE, "dkdv_splits": (1, 2, 4, 8), "dkdv_epilogue": EPILOGUES},
     **{kernel: {} for kernel in SINGLE_PASS},
 }
 """Those that are tried with the best tiles alone: they change when a tile is taken, not what its loop does."""
@@ -92,11 +92,11 @@ def grid(point: Point) -> list[Tile]:
     ]
 
 
-def dealt(tile: Tile, point: Point, arch: int) -> list[Tile]:
-    """A tile in every other order of its launch; none where it already has options, whose order is their own."""
+def schedules(tile: Tile, point: Point, arch: int) -> list[Tile]:
+    """A tile with every other tile schedule; none where it already has options, whose schedule is their own."""
     if options_of(tile):
         return []
-    others = [with_options(tile, options) for options in _choices(DEALT_FIELDS[point.kernel]) if options]
+    others = [with_options(tile, options) for options in _choices(SCHEDULE_FIELDS[point.kernel]) if options]
     return [other for other in others if why_not(other, point, arch) is None]
 
 
@@ -185,3 +185,16 @@ def values_kept(tile: Tile, point: Point) -> int:
         return tile.block_q * point.head_dim + 2 * scores
     # of a single pass the tile of dQ that is added counts no more: it is made when one of the two scores is used up
     return tile.block_k * (point.head_dim + point.head_dim_v) + 2 * scores
+
+
+def tile_text(tile: Tile) -> str:
+    """``128x64 8w 2s``, and what else is not the default: ``128x128 8w 2s forward_kernel=hopper``."""
+    others = {one.name: getattr(tile, one.name) for one in fields(Tile)[4:] if getattr(tile, one.name) != one.default}
+    more = "".join(f" {name}={value}" for name, value in (others | options_of(tile)).items())
+    return f"{tile.block_q}x{tile.block_k} {tile.num_warps}w {tile.num_stages}s{more}"
+
+
+def point_text(point: Point) -> str:
+    """``forward bf16 D128/128 group 4 full 8192``."""
+    dims = f"D{point.head_dim}/{point.head_dim_v}"
+    return f"{point.kernel} {point.dtype} {dims} group {point.group} {point.mask} {point.length}"

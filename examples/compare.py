@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ..bench.common.flags import human
 from ..bench.common.provenance import provenance
 from ..bench.common.result import Result
-from ..bench.common.shapes import human
 from .demo import Job
 from .model import BYTES
 from .training import Run, Runs

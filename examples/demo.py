@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..bench.common.shapes import LayoutName, binary, size
+from ..bench.common.flags import LayoutName, binary, size
 
 if TYPE_CHECKING:
     from ..bench.common.launching import Member

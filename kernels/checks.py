@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .target import target
+
 if TYPE_CHECKING:
     from .bounds import Bounds
     from .scores import Scores
@@ -71,7 +73,7 @@ def check_tensor(name: str, x: object, *, may_be_meta: bool = False) -> None:
         raise ValueError(f"{name} is {x if x is None else type(x)}: it must be a torch.Tensor{instead}")
     if hasattr(x, "to_local"):
         raise ValueError(f"{name} is a {type(x).__name__}: it must be this rank's own tensor; pass {name}.to_local()")
-    if not may_be_meta and (x.is_meta or hasattr(x, "fake_mode")):
+    if not may_be_meta and ((x.is_meta and target() is None) or hasattr(x, "fake_mode")):
         raise ValueError(f"{name} is a {type(x).__name__} on {x.device} without values: it must be one with values")
     if x.is_nested or x.layout != torch.strided:
         raise ValueError(f"{name} is a {'nested' if x.is_nested else x.layout} tensor: it must be a dense one")

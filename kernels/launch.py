@@ -19,6 +19,7 @@ from .device.parts import dot
 from .device.tiles import BlockRuns, Interval, Shape, Strided
 from .scores import PLAIN, Scores
 from .tables import gpu_of
+from .target import target
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -45,6 +46,9 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
     if device.type == "cpu":
         check_cpu(args, kernel)
     if grid == 0:
+        return
+    if device.type == "meta" and (compiling := target()) is not None:
+        compiling.take(kernel, grid, *args, **options)
         return
     with _LOCK, torch.cuda.device(device) if device.type == "cuda" else _NO_DEVICE:
         try:

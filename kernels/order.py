@@ -13,6 +13,7 @@ import torch
 from .config import KernelConfig, Tile
 from .device.tiles import Order, Shape
 from .launch import programs
+from .target import target
 
 MARGIN = 16
 """Multiprocessors that a persistent kernel leaves free where nobody says: those of two transfers of 8 blocks, as a ring
@@ -46,11 +47,15 @@ class Chip(NamedTuple):
     l2_bytes: int
 
 
-@cache
 def chip_of(device: torch.device) -> Chip:
     """Of a device; of no GPU, what the interpreter is taken to have."""
-    if device.type != "cuda":
-        return Chip(*STAND_IN)
+    if device.type == "meta" and (found := target()) is not None:
+        return Chip(found.multiprocessors, found.l2_bytes)
+    return _chip_of(device) if device.type == "cuda" else Chip(*STAND_IN)
+
+
+@cache
+def _chip_of(device: torch.device) -> Chip:
     told = torch.cuda.get_device_properties(device)
     return Chip(told.multi_processor_count, getattr(told, "L2_cache_size", 0) or l2_of(told.major * 10 + told.minor))
 

@@ -42,6 +42,7 @@ from .strict import (
     typed,
     whole,
 )
+from .target import target
 
 NO_GPU = 0
 """The arch of the table of a machine without a GPU."""
@@ -337,11 +338,16 @@ class Gpu(NamedTuple):
     arch: int  # compute capability without the dot
 
 
-@cache
 def gpu_of(device: torch.device) -> Gpu | None:
     """The GPU of a device; None for any other device."""
-    if device.type != "cuda":
-        return None
+    if device.type == "meta":
+        found = target()
+        return None if found is None else Gpu(found.name, found.arch)
+    return _gpu_of(device) if device.type == "cuda" else None
+
+
+@cache
+def _gpu_of(device: torch.device) -> Gpu:
     major, minor = torch.cuda.get_device_capability(device)
     return Gpu(torch.cuda.get_device_name(device), major * 10 + minor)
 

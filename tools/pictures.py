@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import typer
 
-from ..bench.common.call import Call, Grid, mask_cells
-from ..bench.common.shapes import binary, human
-from ..bench.report.theme import LIGHT, Theme, themed, write_figure
+from ..bench.common.flags import binary, human
+from ..bench.report.theme import LIGHT, themed, write_figure
 from ..ring.schedule.schedule import Hop
+from .call import Call, Grid, mask_cells
 
-SUFFIXES = (".png", ".svg", ".pdf")
 CELLS = 512  # of the mask, each way
 LABELLED = 12  # ranks: a larger grid has no text in its cells
 TAB10 = 10
@@ -23,49 +21,20 @@ ON_CELL = "#222222"  # cells of work are light on any paper
 MOVING = "#c2571a"
 
 
-def picture(text: str) -> Path:
-    """The path of a picture that can be drawn; a parser of typer options.
-
-    Raises:
-        typer.BadParameter: a suffix that is not one of :data:`SUFFIXES`.
-    """
-    if not text.lower().endswith(SUFFIXES):
-        raise typer.BadParameter(f"{text} is no picture: it must end with one of {', '.join(SUFFIXES)}")
-    return Path(text)
-
-
 def draw_call(call: Call, out: Path) -> None:
     """Draw mask and schedule side by side into ``out``."""
-    with themed(LIGHT):
-        write_figure(call_figure(call), out, 150)
-
-
-def call_figure(call: Call, theme: Theme = LIGHT) -> Any:
-    """Mask and schedule side by side."""
     from matplotlib import rc_context
-
-    with themed(theme), rc_context({"axes.facecolor": theme.track}):  # what nobody sees stands out from the paper
-        return _call_figure(call)
-
-
-def _call_figure(call: Call) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    # room at the left: the layout engine does not count the strips beside the axes
-    figure = Figure(figsize=(15, 7.2), layout=ConstrainedLayoutEngine(rect=(0.015, 0.005, 0.98, 0.99)))
-    left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
-    figure.suptitle(_title(call), fontsize=12)
-    _draw_mask(call, left)
-    _draw_schedule(call, right)
-    return figure
-
-
-def _now(setting: Literal["text.color", "figure.facecolor"]) -> Any:
-    """A colour of what is being drawn."""
-    from matplotlib import rcParams
-
-    return rcParams[setting]
+    with themed(LIGHT), rc_context({"axes.facecolor": LIGHT.track}):  # what nobody sees stands out from the paper
+        # room at the left: the layout engine does not count the strips beside the axes
+        figure = Figure(figsize=(15, 7.2), layout=ConstrainedLayoutEngine(rect=(0.015, 0.005, 0.98, 0.99)))
+        left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
+        figure.suptitle(_title(call), fontsize=12)
+        _draw_mask(call, left)
+        _draw_schedule(call, right)
+        write_figure(figure, out, 150)
 
 
 def _title(call: Call) -> str:
@@ -178,11 +147,11 @@ def _draw_lines(axes: Any, call: Call) -> None:
     world, hops, size = call.layout.world, call.plan.count, len(call.plan.nodes[0])
     across, down = {"xmin": -0.5, "xmax": hops - 0.5}, {"ymin": -0.5, "ymax": world - 0.5}
     if world <= LABELLED:
-        axes.hlines(np.arange(1, world) - 0.5, **across, color=_now("figure.facecolor"), lw=2)
-        axes.vlines(np.arange(1, hops) - 0.5, **down, color=_now("figure.facecolor"), lw=2)
+        axes.hlines(np.arange(1, world) - 0.5, **across, color=LIGHT.paper, lw=2)
+        axes.vlines(np.arange(1, hops) - 0.5, **down, color=LIGHT.paper, lw=2)
     if call.nodes > 1:
-        axes.hlines(np.arange(size, world, size) - 0.5, **across, color=_now("text.color"), lw=1.2)
-        axes.vlines(np.arange(call.plan.inner, hops, call.plan.inner) - 0.5, **down, color=_now("text.color"), lw=1.2)
+        axes.hlines(np.arange(size, world, size) - 0.5, **across, color=LIGHT.ink, lw=1.2)
+        axes.vlines(np.arange(call.plan.inner, hops, call.plan.inner) - 0.5, **down, color=LIGHT.ink, lw=1.2)
 
 
 def _label_hop(axes: Any, call: Call, rank: int, hop: Hop) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,8 +15,6 @@ from typing import Any
 
 import typer
 
-from ...kernels.strict import shown
-from .files import read_object
 from .output import prints, write_csv, write_json
 
 SCHEMA = "ringattn result"
@@ -38,15 +37,29 @@ class Result:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def text(self, width: int | None = None) -> str:
-        """Table, notes and failures for a terminal; columns from the right that do not fit are named alone."""
+        """Table, notes and failures for a terminal; a table that is too wide is cut by :meth:`_fitted`."""
         width = width or shutil.get_terminal_size((80, 24)).columns
-        columns, left = list(self.units), list[str]()
+        lines = self._fitted(width) if self.rows else []
+        return "\n".join([*(line.rstrip() for line in lines), *self.notes, *(f"FAILED: {one}" for one in self.failed)])
+
+    def _fitted(self, width: int) -> list[str]:
+        """The table within a width: what is the same in all rows is told once, above; then columns from the right go.
+
+        Empty columns are not shown.
+        """
+        columns = [name for name in self.units if any(row.get(name) is not None for row in self.rows)]
+        same, left = list[str](), list[str]()
+        if len(_lines(self.rows, columns, self.units)[0]) > width:
+            same = [name for name in columns if len(self.rows) > 1 and len({row.get(name) for row in self.rows}) == 1]
+            columns = [name for name in columns if name not in same]
         while len(columns) > 1 and len(_lines(self.rows, columns, self.units)[0]) > width:
             left.insert(0, columns.pop())
-        lines = _lines(self.rows, columns, self.units) if self.rows else []
+        lines = [f"{name} {_cell(self.rows[0][name])} {self.units[name]}".rstrip() for name in same]
+        told = textwrap.wrap(", ".join(lines), width)
+        table = _lines(self.rows, columns, self.units)
         if left:
-            lines.append(f"(too wide for {width} columns, and in --csv and --json: {', '.join(left)})")
-        return "\n".join([*(line.rstrip() for line in lines), *self.notes, *(f"FAILED: {one}" for one in self.failed)])
+            table += textwrap.wrap(f"(too wide; in --csv and --json: {', '.join(left)})", width)
+        return told + table
 
     def as_json(self) -> dict[str, Any]:
         """What :func:`read` takes."""
@@ -77,10 +90,10 @@ def _cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def finish(result: Result, json: str | None = None, csv: str | Path | None = None) -> None:
+def finish(result: Result, json: str | None = None, csv: str | Path | None = None, *, text: str | None = None) -> None:
     """Print, write and end a command: rank 0 alone prints; exit code 1 on every rank where something failed.
 
-    ``json`` of ``-`` puts the JSON in the place of the text.
+    ``json`` of ``-`` puts the JSON in the place of the text; ``text`` is printed in the place of the table.
     """
     if prints():
         if json is not None:
@@ -88,7 +101,7 @@ def finish(result: Result, json: str | None = None, csv: str | Path | None = Non
         if csv is not None:
             write_csv(Path(csv), [{name: row.get(name) for name in result.units} for row in result.rows])
         if json != "-":
-            typer.echo(result.text())
+            typer.echo(result.text() if text is None else text)
         elif result.failed:
             sys.stderr.write(result.text() + "\n")
     if result.failed:
@@ -101,6 +114,8 @@ def read(path: Path) -> Result:
     Raises:
         ValueError: the file is something else; the message names it and what it has to be.
     """
+    from .files import read_object  # which brings torch
+
     try:
         data = read_object(path)
         if data.pop("schema", None) != SCHEMA:
@@ -113,6 +128,8 @@ def read(path: Path) -> Result:
 
 def _check(data: Mapping[str, Any]) -> None:
     """Every field is there and of its kind: ValueError."""
+    from ...kernels.strict import shown
+
     kinds = {"case": str, "units": dict, "rows": list, "failed": list, "notes": list, "provenance": dict}
     if data.keys() != kinds.keys():
         raise ValueError(f"it has the fields {', '.join(sorted(data))[:200]}: it must have {', '.join(kinds)}")

@@ -1,38 +1,38 @@
-"""``ringattn bench links``: every transport that opens here, over every edge of the ring, as nccl-tests tells it."""
+"""``ringattn bench links``: every transport that opens here, over every edge of the ring, in nccl-tests' columns."""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from itertools import groupby
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
-from ... import __version__
-from ...comm import Limits
-from ..common.launching import Member, member, started, world_of
-from ..common.output import check_targets, prints, write_csv, write_json
-from ..common.provenance import cpu, gpu, provenance
-from ..common.shapes import check_transport, device_name, size
-from ..common.timing import TIMERS, timer_on
-from .beside import FORWARD, MATMUL
-from .group import SWEPT, Findings, between_processes, in_process, spawned
-from .memory import check_room
-from .runs import REGISTERED, Row, Wish
-from .text import beside_table, block
+from ..common.flags import (
+    Csv,
+    DeviceFlag,
+    Json,
+    Timer,
+    binary,
+    check_mode,
+    check_transport,
+    device_name,
+    size,
+    timer_on,
+)
+from ..common.launching import member, world_of
+from ..common.result import Result, finish
+
+if TYPE_CHECKING:
+    from .runs import LinksConfig
 
 IN_PROCESS = "local"
-BETWEEN = ("nccl", "copy_engine", "process_group")
-EVERY = (*BETWEEN, IN_PROCESS)
+FORWARD, MATMUL = "forward", "matmul"
+SWEPT = ("nccl",)  # transports with channels and CTAs
+EVERY = ("nccl", "copy_engine", "process_group", IN_PROCESS)
 CHANNELS = "auto,1,2,4,8,16,32"  # of nccl, where none are given
 STEP_BYTES = 1 << 20  # of nccl-tests, where no step is given
-GRAPHS = {
+NO_GRAPH = {
     "copy_engine": "its ready flags count up from post to post: a replay would wait for counts that are past",
     IN_PROCESS: "its receives wait on the host until the sender has posted, which a replay would not do",
 }
@@ -54,10 +54,10 @@ def steps(minbytes: int, maxbytes: int, factor: int | None, step: int | None) ->
         raise typer.BadParameter(f"-f is {factor}: a factor of at least 2")
     if step is not None and step < 1:
         raise typer.BadParameter(f"-i is {step}: a step of at least 1 byte")
-    found = [minbytes]
-    while (following := found[-1] * factor if factor else found[-1] + (step or STEP_BYTES)) <= maxbytes:
-        found.append(following)
-    return tuple(found)
+    sizes = [minbytes]
+    while (following := sizes[-1] * factor if factor else sizes[-1] + (step or STEP_BYTES)) <= maxbytes:
+        sizes.append(following)
+    return tuple(sizes)
 
 
 def limits_list(text: str) -> tuple[int | None, ...]:
@@ -66,6 +66,8 @@ def limits_list(text: str) -> tuple[int | None, ...]:
     Raises:
         typer.BadParameter: one of them is neither.
     """
+    from ...comm import Limits
+
     parts = text.split(",")
     if not all(part == "auto" or (part.isdigit() and int(part)) for part in parts):
         raise typer.BadParameter(f"{text!r}: it takes a comma list of counts, or auto for a ring's default")
@@ -84,130 +86,27 @@ def timer_of(device: str, timer: str, graphs: int) -> tuple[str, int]:
     Raises:
         typer.BadParameter: no such timer on this device, or ``-G`` with another one.
     """
-    if graphs and device == "cpu":
-        raise typer.BadParameter("-G replays work of a GPU, and the device is cpu: leave it out")
     if graphs and timer not in ("", "graph"):
         raise typer.BadParameter(f"--timer is {timer!r}, and -G is {graphs}, which is --timer graph: leave one out")
-    try:
-        timer = timer_on(device, "graph" if graphs else timer)
-    except ValueError as error:
-        raise typer.BadParameter(f"--timer: {error}") from None
+    timer = timer_on(device, "graph" if graphs else timer)
     return timer, graphs or int(timer == "graph")
 
 
-def transports_of(text: str, graphs: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """The transports to try, and those that no graph can be made of, with the reason, where one is to be.
+def transports_of(text: str, graphs: int) -> tuple[tuple[str, ...], list[str]]:
+    """The transports to try; and in words those that no graph can be made of, where one is to be.
 
     Raises:
         typer.BadParameter: an unknown name, or one asked for by name that no graph can be made of.
     """
-    names = list(EVERY) if text == "all" else text.split(",")
+    names = EVERY if text == "all" else tuple(text.split(","))
     for name in names:
         if name not in EVERY:
             raise typer.BadParameter(f"--transport is {text!r}: it takes all, or a comma list of {', '.join(EVERY)}")
-    if not graphs:
-        return names, []
-    refused = [(name, f"no CUDA graph of it: {GRAPHS[name]}") for name in names if name in GRAPHS]
-    if refused and text != "all":
-        name = refused[0][0]
-        raise typer.BadParameter(f"--timer graph (-G) cannot be with --transport {name}: {GRAPHS[name]}")
-    return [name for name in names if name not in GRAPHS], refused
-
-
-def check_limits(names: Sequence[str], device: str, **given: object) -> None:
-    """Refuse limits that none of the transports takes.
-
-    Raises:
-        typer.BadParameter: there are some.
-    """
-    flags = [f"--{name}" for name, value in given.items() if value is not None]
-    swept = [name for name in names if name in SWEPT] if device == "cuda" else []
-    if flags and not swept:
-        asked = f"--transport is {','.join(names)}" if device == "cuda" else "the device is cpu"
-        raise typer.BadParameter(f"{flags[0]} is of {', '.join(SWEPT)} on a GPU, and {asked}: leave it out")
-
-
-@app.command()
-def links(
-    minbytes: Annotated[Any, typer.Option("-b", "--minbytes", parser=size, metavar="SIZE")] = "32M",
-    maxbytes: Annotated[Any, typer.Option("-e", "--maxbytes", parser=size, metavar="SIZE")] = "32M",
-    stepfactor: Annotated[int | None, typer.Option("-f", "--stepfactor", help="Sizes grow by this factor.")] = None,
-    stepbytes: Annotated[
-        Any, typer.Option("-i", "--stepbytes", parser=size, metavar="SIZE", help="… or by this step; default: 1M.")
-    ] = None,
-    iters: Annotated[int, typer.Option("-n", "--iters", min=1, help="Timed transfers, back to back.")] = 20,
-    warmup: Annotated[int, typer.Option("-w", "--warmup_iters", min=0, help="Transfers before them.")] = 5,
-    check: Annotated[int, typer.Option("-c", "--check", min=0, help="Transfers whose bytes are checked.")] = 1,
-    cudagraph: Annotated[int, typer.Option("-G", "--cudagraph", min=0, help="Replays of a CUDA graph of them.")] = 0,
-    timer: Annotated[
-        str, typer.Option(metavar="|".join(TIMERS), help="Default: events; on the CPU clock; with -G graph.")
-    ] = "",
-    world: Annotated[
-        int | None, typer.Option(min=1, help="Ranks; default: as many as GPUs, or 2; under a launcher, its ranks.")
-    ] = None,
-    transport: Annotated[str, typer.Option(metavar="NAME,…", help=f"all, or some of {', '.join(EVERY)}.")] = "all",
-    device: Annotated[str, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = "",
-    channels: Annotated[
-        Any,
-        typer.Option(parser=limits_list, metavar="N,…", help=f"Of nccl; auto: a ring's default; default: {CHANNELS}."),
-    ] = None,
-    ctas: Annotated[
-        Any, typer.Option(parser=limits_list, metavar="N,…", help="Of nccl, likewise; default: auto.")
-    ] = None,
-    beside: Annotated[
-        str,
-        typer.Option(help="What computes beside: forward, matmul or none; default: forward on a GPU, else matmul."),
-    ] = "",
-    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write a row per transport, way, edge and size.")] = None,
-) -> None:
-    """Bandwidth of every transport over every edge: one way, both ways, all edges at once, and beside compute.
-
-    Flags, columns and closing lines are those of nccl-tests.
-    """
-    device, place = device_name(device), member()
-    timer, cudagraph = timer_of(device, timer, cudagraph)
-    names, closed = transports_of(transport, cudagraph)
-    check_limits(names, device, channels=channels, ctas=ctas)
-    for name in names if transport != "all" else ():
-        check_transport(name, device, 1)  # local is between virtual ranks here
-    wish = Wish(
-        transports=tuple(names),
-        device=device,
-        sizes=steps(minbytes, maxbytes, stepfactor, stepbytes),
-        step=f"{stepfactor}(factor)" if stepfactor else f"{stepbytes or STEP_BYTES}(bytes)",
-        iters=iters,
-        warmup=warmup,
-        checks=check,
-        timer=timer,
-        graphs=cudagraph,
-        channels=channels or limits_list(CHANNELS),
-        ctas=ctas or limits_list("auto"),
-        beside=beside_name(beside, device),
-    )
-    check_targets(json, csv)
-    ranks = world_of(place, world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
-    check_room(wish, ranks if place is None else place.local_world, launched=place is not None)
-    found = Findings(closed=closed)
-    found += everywhere(place, ranks, wish)
-    if prints():
-        finish(wish, found, [] if transport == "all" else names, json, csv)
-
-
-def everywhere(place: Member | None, world: int, wish: Wish) -> Findings:
-    """In the processes of the launcher; or in new ones and, for ``local``, in this one."""
-    if place is not None:
-        return between_processes(place, wish)
-    found = Findings()
-    between = tuple(name for name in wish.transports if name != IN_PROCESS)
-    with Console(stderr=True).status("measuring") as status:
-        if between:
-            status.update(f"{world} processes: {', '.join(between)}")
-            found += started(world, spawned, replace(wish, transports=between))
-        if IN_PROCESS in wish.transports:
-            status.update(f"{world} virtual ranks of one process")
-            found += in_process(world, replace(wish, transports=(IN_PROCESS,)))
-    return found
+        if graphs and name in NO_GRAPH and text != "all":
+            raise typer.BadParameter(f"--timer graph (-G) cannot be with --transport {name}: {NO_GRAPH[name]}")
+    without = [name for name in names if graphs and name in NO_GRAPH]
+    notes = [f"{name} is left out, no CUDA graph of it: {NO_GRAPH[name]}" for name in without]
+    return tuple(name for name in names if name not in without), notes
 
 
 def beside_name(text: str, device: str) -> str:
@@ -223,61 +122,117 @@ def beside_name(text: str, device: str) -> str:
     return text or (FORWARD if device == "cuda" else MATMUL)
 
 
-def finish(wish: Wish, found: Findings, demanded: list[str], json: str | None, csv: Path | None) -> None:
-    """Print and write; exit 1 where bytes were wrong, or where a transport asked for by name does not open."""
-    if json != "-":
-        typer.echo(text(wish, found))
-    if json is not None:
-        write_json(json, as_json(wish, found))
-    if csv is not None:
-        write_csv(csv, [{**row.as_json(), "ends": len(row.ends)} for row in found.rows])
-    wrong = sum(row.wrong or 0 for row in found.rows)
-    if wrong:
-        print(f"{wrong} bytes did not arrive as they left", file=sys.stderr)
-    closed = [(name, why) for name, why in found.closed if not name.endswith(REGISTERED)]
-    missing = [f"{name} does not open here: {why}" for name, why in closed if name.partition(",")[0] in demanded]
-    for line in missing:
-        print(line, file=sys.stderr)
-    if wrong or missing or not found.rows:
-        raise typer.Exit(1)
+@app.command()
+def links(
+    context: typer.Context,
+    minbytes: Annotated[Any, typer.Option("-b", "--minbytes", parser=size, metavar="SIZE")] = "32M",
+    maxbytes: Annotated[Any, typer.Option("-e", "--maxbytes", parser=size, metavar="SIZE")] = "32M",
+    stepfactor: Annotated[int | None, typer.Option("-f", "--stepfactor", help="Sizes grow by this factor.")] = None,
+    stepbytes: Annotated[
+        Any, typer.Option("-i", "--stepbytes", parser=size, metavar="SIZE", help="… or by this step; default: 1M.")
+    ] = None,
+    iters: Annotated[int, typer.Option("-n", "--iters", min=1, help="Timed transfers, back to back.")] = 20,
+    warmup: Annotated[int, typer.Option("-w", "--warmup_iters", min=0, help="Transfers before them.")] = 5,
+    check: Annotated[int, typer.Option("-c", "--check", min=0, help="Transfers whose bytes are checked.")] = 1,
+    cudagraph: Annotated[int, typer.Option("-G", "--cudagraph", min=0, help="Replays of a CUDA graph of them.")] = 0,
+    timer: Timer = "",
+    world: Annotated[
+        int | None, typer.Option(min=1, help="Ranks; default: as many as GPUs, or 2; under a launcher, its ranks.")
+    ] = None,
+    transport: Annotated[str, typer.Option(metavar="NAME,…", help=f"all, or some of {', '.join(EVERY)}.")] = "all",
+    device: DeviceFlag = "",
+    channels: Annotated[
+        Any,
+        typer.Option(parser=limits_list, metavar="N,…", help=f"Of nccl; auto: a ring's default; default: {CHANNELS}."),
+    ] = None,
+    ctas: Annotated[
+        Any, typer.Option(parser=limits_list, metavar="N,…", help="Of nccl, likewise; default: auto.")
+    ] = None,
+    beside: Annotated[
+        str,
+        typer.Option(help="What computes beside: forward, matmul or none; default: forward on a GPU, else matmul."),
+    ] = "",
+    json: Json = None,
+    csv: Csv = None,
+) -> None:
+    """Bandwidth of every transport over every edge: one way, both ways, all edges at once, and beside compute.
+
+    Flags and columns are those of nccl-tests: time of the slowest rank that takes part, GB/s per direction.
+    """
+    import torch
+
+    from ..common.provenance import provenance
+    from .runs import LinksConfig, check_room
+
+    device, place = device_name(device), member()
+    if device == "cpu":
+        check_mode(context, "on the CPU", context.params.keys() - {"channels", "ctas", "cudagraph"})
+    timer, cudagraph = timer_of(device, timer, cudagraph)
+    names, notes = transports_of(transport, cudagraph)
+    if not {*names} & {*SWEPT}:
+        check_mode(context, f"without {SWEPT[0]} among --transport", context.params.keys() - {"channels", "ctas"})
+    for name in names if transport != "all" else ():
+        check_transport(name, device, 1)  # local is between virtual ranks here
+    config = LinksConfig(
+        transports=names,
+        device=device,
+        sizes=steps(minbytes, maxbytes, stepfactor, stepbytes),
+        iters=iters,
+        warmup=warmup,
+        checks=check,
+        timer=timer,
+        graphs=cudagraph,
+        channels=channels or limits_list(CHANNELS),
+        ctas=ctas or limits_list("auto"),
+        beside=beside_name(beside, device),
+        must_open=transport != "all",
+    )
+    ranks = world_of(place, world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
+    check_room(config, ranks if place is None else place.local_world, launched=place is not None)
+    with Console(stderr=True).status("measuring"):
+        result = everywhere(ranks, config)
+    result.notes = [*notes, *settings(timer), *result.notes, *best(result)]
+    result.provenance = provenance(torch.device(device))
+    finish(result, json, csv)
 
 
-def text(wish: Wish, found: Findings) -> str:
-    """As nccl-tests prints it: what was asked for, a block per transport, limits and way, and what is left to say."""
-    where = gpu(torch.device("cuda", 0))["name"] if wish.device == "cuda" else cpu()["model"]
-    lines = [
-        f"# ringattn {__version__} bench links",
-        f"# minBytes {wish.sizes[0]} maxBytes {wish.sizes[-1]} step: {wish.step} warmup iters: {wish.warmup} "
-        f"iters: {wish.iters} validation: {wish.checks} graph: {wish.graphs}",
-        f"# on {where}; by {timer_on(wish.device, wish.timer)}; time of the slowest rank that takes part; GB/s per "
-        "direction",
-        *(f"# {name}={value}" for name, value in nccl_settings().items()),
-        "#",
-    ]
-    for _, rows in groupby(found.rows, _block):
-        lines.append(block(list(rows)))
-    lines += [f"# {name} does not open here: {why}" for name, why in found.closed]
-    if found.beside:
-        lines += ["", beside_table(found.beside)]
-    return "\n".join(lines)
+def everywhere(world: int, config: LinksConfig) -> Result:
+    """In processes and, where no launcher started them, for ``local`` between virtual ranks; with what failed."""
+    from .runs import UNITS, between_processes, in_process
+
+    result = Result("bench links", UNITS)
+    between = tuple(name for name in config.transports if name != IN_PROCESS or member() is not None)
+    parts = []
+    if between:
+        parts.append(between_processes(world, config, between))
+    if between != config.transports:
+        parts.append(in_process(world, config))
+    for part in parts:
+        result.rows += part.rows
+        result.notes += part.notes
+        result.failed += part.failed
+    for row in result.rows:
+        if row["#wrong"]:
+            result.failed.append(
+                f"{row['transport']}, {row['edge']}: {row['#wrong']} bytes did not arrive as they left"
+            )
+    if not result.rows:
+        result.failed.append("no transport opens here")
+    return result
 
 
-def nccl_settings() -> dict[str, str]:
-    """What the environment says to NCCL, which it reads once: another value takes another run."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
+def settings(timer: str) -> list[str]:
+    """What is not in the rows: the timer, and what the environment says to NCCL, which it reads once."""
+    given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
+    return [f"timed by {timer}", *given]
 
 
-def _block(row: Row) -> tuple[object, ...]:
-    return row.transport, row.channels, row.ctas, row.way
-
-
-def as_json(wish: Wish, found: Findings) -> dict[str, Any]:
-    return {
-        "schema": "ringattn bench links 1",
-        "provenance": provenance(torch.device(wish.device)),
-        "asked": asdict(wish),
-        "settings": nccl_settings(),
-        "links": [row.as_json() for row in found.rows],
-        "beside": [asdict(row) for row in found.beside],
-        "closed": [{"transport": name, "reason": why} for name, why in found.closed],
-    }
+def best(result: Result) -> list[str]:
+    """The fastest of processes, of the largest size and with all edges busy where there are such rows."""
+    rows = [row for row in result.rows if row["transport"] != IN_PROCESS] or result.rows
+    rows = [row for row in rows if row["edge"] == "all"] or rows
+    if not rows:
+        return []
+    row = max(rows, key=lambda row: (row["size"], row["algbw"]))
+    channels = "" if row["channels"] is None else f", {row['channels']} channels"
+    return [f"best: {row['transport']}{channels}, {binary(row['size'])}B, {row['way']}: {row['algbw']:.4g} GB/s"]

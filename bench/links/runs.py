@@ -1,43 +1,71 @@
-"""Every edge of the ring over one transport: one way, both ways, all edges at once; time, bandwidth, wrong bytes."""
+"""Every transport over every edge of the ring: one way, both ways, all edges at once; time, bandwidth, wrong bytes."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ...comm import Fence, Limits, Message, Transport, TransportError
-from ..common.timing import HOST_AHEAD_CYCLES, timer_on
+from ...comm import Fence, Group, Limits, LocalGroup, LocalWorld, Message, Transport, TransportError, open_transports
+from ...comm.control import control_of
+from ...kernels import attention_forward
+from ..common.flags import timer_on
+from ..common.launching import Member, spawn, threads
+from ..common.memory import Needs, needs_of_ranks, refuse_too_large
+from ..common.result import Result
+from ..common.timing import HOST_AHEAD_CYCLES
+from .command import FORWARD, SWEPT
 
 PERIOD = 65537  # of the pattern, a prime: no block of any power of two repeats within it
 STRIDE = 167
 REGISTERED = ", registered"  # behind the transport's name
 ONE_WAY, BOTH_WAYS, RING = "one way", "both ways", "ring"
+BUFFERS = 2  # what leaves and what arrives
+CHECKED = {"cpu": 2, "cuda": 10}
+"""Messages beside them: what is expected, which bytes differ from it, and on a GPU those as int64, to be counted."""
+STEPS = 16  # of compute, at least, while the transfers last: what a step more or less would change is then small
+MOST_POSTS = 4096
+PROBES = 4  # transfers that their number is chosen by
+RATIO = 1.5  # more steps are enqueued on a GPU than fit beside the transfers alone, for these take longer beside them
+SIDE = {"cpu": 384, "cuda": 2048}  # of the matrices: a step of about 2 ms of one core, 50 us of a GPU
+TOKENS, HEADS, HEAD_DIM = 2048, 16, 128  # of the forward: more blocks than a GPU has multiprocessors
+
+UNITS = {
+    "transport": "", "channels": "", "edge": "", "size": "B", "time": "us", "algbw": "GB/s", "#wrong": "",
+    "way": "", "ctas": "", "busbw": "GB/s", "compute slowed": "x", "transfer slowed": "x", "compute": "",
+    "compute alone": "ms", "compute note": "",
+}  # fmt: skip
+"""The columns: those of nccl-tests by its names, and what compute beside the largest transfer costs and is cost."""
 
 Edge = tuple[int, int]
+Step = Callable[[], object]
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the command was asked for; the same on every rank."""
+class LinksConfig:
+    """What to measure; the same on every rank."""
 
     transports: tuple[str, ...]
     device: str = "cpu"
     sizes: tuple[int, ...] = (32 << 20,)
-    step: str = ""  # between them, as nccl-tests prints it
     iters: int = 20
     warmup: int = 5
     checks: int = 1
     timer: str = ""  # one of TIMERS; empty: the device's own
     graphs: int = 0  # replays of a CUDA graph of `iters` transfers; 0: none is captured
-    channels: tuple[int | None, ...] = (None,)
+    channels: tuple[int | None, ...] = (None,)  # None: what a ring takes by default
     ctas: tuple[int | None, ...] = (None,)
     beside: str = "none"  # what computes beside the transfers
+    must_open: bool = False  # the transports were named: one that does not open is a failure
 
 
 @dataclass(frozen=True)
@@ -54,46 +82,6 @@ class Way:
             return "all"
         source, destination = self.pairs[0]
         return f"{source}{'<->' if self.name == BOTH_WAYS else '->'}{destination}"
-
-
-@dataclass(frozen=True)
-class Link:
-    """What a number is about."""
-
-    transport: str
-    channels: int | None  # None: what a ring takes by default
-    ctas: int | None
-    way: str
-    edge: str
-    nbytes: int  # of one transfer, per direction
-
-
-@dataclass(frozen=True)
-class Row(Link):
-    """Seconds of one transfer at the slowest of the ranks that take part."""
-
-    seconds: float
-    ends: dict[int, float]  # seconds of every rank that takes part
-    wrong: int | None  # bytes, over all checked transfers and ends; None: not checked
-
-    @property
-    def gigabytes_per_second(self) -> float:
-        """algbw of nccl-tests, per direction; a send and receive moves nothing twice, so that busbw is the same."""
-        return self.nbytes / self.seconds / 1e9
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "algbw": self.gigabytes_per_second, "busbw": self.gigabytes_per_second}
-
-
-@dataclass(frozen=True)
-class Beside(Link):
-    """Transfers while the ends compute; slowdowns are those of the end that suffers most."""
-
-    compute: str  # what computes
-    alone: float | None = None  # seconds of one step of it
-    compute_slowdown: float | None = None
-    transfer_slowdown: float | None = None
-    note: str = ""
 
 
 def ways(size: int) -> list[Way]:
@@ -121,11 +109,11 @@ class Ends:
         rank = transport.rank
         self._nbytes, self._device = nbytes, device
 
-        def room(peer: int) -> Message:
+        def buffer(peer: int) -> Message:
             return Message(peer, torch.zeros(nbytes, dtype=torch.uint8, device=device))
 
-        self.sends = [room(destination) for source, destination in way.pairs if source == rank]
-        self.receives = [room(source) for source, destination in way.pairs if destination == rank]
+        self.sends = [buffer(destination) for source, destination in way.pairs if source == rank]
+        self.receives = [buffer(source) for source, destination in way.pairs if destination == rank]
 
     @property
     def takes_part(self) -> bool:
@@ -176,48 +164,47 @@ def settle(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def seconds_by_host(enqueue: Callable[[], None], device: torch.device) -> float:
-    """From before the host posts the first transfer until the device is done with the last."""
-    begun = time.perf_counter()
-    enqueue()
-    settle(device)
-    return time.perf_counter() - begun
+def seconds_of(enqueue: Callable[[], None], device: torch.device, timer: str) -> float:
+    """By clock from before the host posts the first transfer until the device is done with the last.
 
-
-def seconds_by_events(enqueue: Callable[[], None], device: torch.device) -> float:
-    """On the stream that transfers start from and that waits for the last: busy before, while the host posts them."""
+    By events on the stream that transfers start from and that waits for the last: it is busy while the host posts them.
+    """
+    if timer == "clock":
+        begun = time.perf_counter()
+        enqueue()
+        settle(device)
+        return time.perf_counter() - begun
     event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-    begun, ended = event(enable_timing=True), event(enable_timing=True)
+    start, end = event(enable_timing=True), event(enable_timing=True)
     torch.cuda._sleep(HOST_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
-    begun.record()
+    start.record()
     enqueue()
-    ended.record()
-    ended.synchronize()
-    return float(begun.elapsed_time(ended)) / 1e3
-
-
-def link(transport: Transport, limits: Limits, way: Way, nbytes: int, variant: str = "") -> Link:
-    """What is about to be measured."""
-    return Link(transport.name + variant, limits.channels, limits.ctas, way.name, way.edge, nbytes)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def measured(
-    transport: Transport, limits: Limits, wish: Wish, device: torch.device, variant: str = ""
+    transport: Transport, limits: Limits, config: LinksConfig, device: torch.device, variant: str = ""
 ) -> Iterator[Row]:
     """A row for every way and size; every rank of the transport runs it, and every rank gets the rows.
 
     Raises:
         TransportError: on every rank, where buffers are to be registered and one of them cannot.
     """
-    everything = ways(transport.size)
-    transport.warm_up(sorted({pair for way in everything for pair in way.pairs}))
-    for way in everything:
-        for nbytes in wish.sizes:
+    every_way = ways(transport.size)
+    transport.warm_up(sorted({pair for way in every_way for pair in way.pairs}))
+    for way in every_way:
+        for nbytes in config.sizes:
             ends = Ends(transport, way, nbytes, device)
             with registered(ends, transport) if variant == REGISTERED else nullcontext():
-                seconds, wrong = _one(transport, ends, wish, device)
-            about = vars(link(transport, limits, way, nbytes, variant))
-            yield Row(**about, seconds=max(seconds.values()), ends=seconds, wrong=wrong)
+                seconds, wrong = _timed(transport, ends, config, device)
+            rate = nbytes / seconds / 1e9  # per direction; nothing moves twice, so that busbw is the same
+            yield {
+                "transport": transport.name + variant, "channels": limits.channels, "ctas": limits.ctas,
+                "way": way.name, "edge": way.edge, "size": nbytes, "time": seconds * 1e6, "algbw": rate,
+                "busbw": rate, "#wrong": wrong,
+            }  # fmt: skip
 
 
 @contextmanager
@@ -229,29 +216,248 @@ def registered(ends: Ends, transport: Any) -> Iterator[None]:
             stack.enter_context(transport.registered([message.tensor for message in (*ends.sends, *ends.receives)]))
         except TransportError as error:
             problem = str(error)
-        problems = [str(found) for found in transport.gather(problem) if found]
+        problems = [str(reason) for reason in transport.gather(problem) if reason]
         if problems:
             raise TransportError(problems[0])
         yield
 
 
-def _one(transport: Transport, ends: Ends, wish: Wish, device: torch.device) -> tuple[dict[int, float], int | None]:
-    wrong = sum(ends.wrong(turn) for turn in range(wish.checks))
-    graph = ends.graph(wish.iters) if wish.graphs and ends.takes_part else None
+def _timed(transport: Transport, ends: Ends, config: LinksConfig, device: torch.device) -> tuple[float, int | None]:
+    """Seconds of one transfer at the slowest end, and how many bytes were wrong over all checks and ends."""
+    wrong = sum(ends.wrong(turn) for turn in range(config.checks))
+    graph = ends.graph(config.iters) if config.graphs and ends.takes_part else None
 
-    def timed() -> None:
-        for _ in range(max(wish.graphs, 1)):
-            ends.enqueue(wish.iters) if graph is None else graph()
+    def transfers() -> None:
+        for _ in range(max(config.graphs, 1)):
+            ends.enqueue(config.iters) if graph is None else graph()
 
     transport.gather(None)
     # after the gather, which ranks leave milliseconds apart: a transfer brings its ends together within its own time
-    ends.run(max(wish.warmup, 1))
+    ends.run(max(config.warmup, 1))
     if graph is not None:
         graph()
         settle(device)
-    by_host = timer_on(device.type, wish.timer) == "clock"
-    taken = (seconds_by_host if by_host else seconds_by_events)(timed, device)
-    seconds = taken / (wish.iters * max(wish.graphs, 1))
-    everyone: list[Any] = transport.gather((seconds if ends.takes_part else None, wrong))
-    times = {rank: taken for rank, (taken, _) in enumerate(everyone) if taken is not None}
-    return times, sum(count for _, count in everyone) if wish.checks else None
+    seconds = seconds_of(transfers, device, timer_on(device.type, config.timer))
+    each = seconds / (config.iters * max(config.graphs, 1))
+    everyone: list[Any] = transport.gather((each if ends.takes_part else None, wrong))
+    slowest = max(taken for taken, _ in everyone if taken is not None)
+    return slowest, sum(count for _, count in everyone) if config.checks else None
+
+
+# a transfer while its ends compute: what either costs the other
+
+
+class Together(NamedTuple):
+    """Seconds until the last transfer was over, and how many steps of compute had ended by then, in what time."""
+
+    transfers: float
+    steps: int
+    compute: float
+
+
+def step_of(kind: str, device: torch.device) -> Step:
+    """One step of compute on the current stream, or in the calling thread."""
+    if kind == FORWARD:
+        q, k, v = (torch.randn(1, TOKENS, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16) for _ in range(3))
+        return lambda: attention_forward(q, k, v)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(SIDE[device.type], SIDE[device.type], device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=product)
+
+
+def beside(transport: Transport, way: Way, config: LinksConfig, device: torch.device) -> Row:
+    """Columns of the row of the largest size over one way: of the end that suffers most, the same on every rank."""
+    if transport.name == "local" and device.type == "cpu":
+        return {"compute": config.beside, "compute note": "copies inside the post: nothing runs beside it"}
+    ends = Ends(transport, way, config.sizes[-1], device)
+    step = step_of(config.beside, device) if ends.takes_part else None
+
+    def slowest(seconds: float) -> float:
+        everyone: list[Any] = transport.gather(seconds)
+        return float(max(everyone))
+
+    ends.run(1)
+    alone = slowest(0.0 if step is None else _steps_alone(step, device))
+    probe = slowest(seconds_of(lambda: ends.enqueue(PROBES), device, "clock") / PROBES)
+    posts = min(max(math.ceil(STEPS * alone / probe), 1), MOST_POSTS)  # so many that STEPS of compute fit beside them
+    transfers = slowest(seconds_of(lambda: ends.enqueue(posts), device, "clock"))
+    transport.gather(None)  # all are ready
+    slowed = None
+    if step is not None:
+        run = _on_gpu if device.type == "cuda" else _on_host
+        both = run(ends, posts, step, device, math.ceil(RATIO * transfers / alone))
+        slowed = (both.compute / both.steps / alone, both.transfers / transfers) if both.steps else None
+    every_end: list[Any] = [ratios for ratios in transport.gather(slowed) if ratios is not None]
+    columns = {"compute": config.beside, "compute alone": alone * 1e3}
+    if not every_end:
+        return {**columns, "compute note": "over before a step of compute was"}
+    compute, transfer = (max(ratios) for ratios in zip(*every_end, strict=True))
+    return {**columns, "compute slowed": compute, "transfer slowed": transfer}
+
+
+def _steps_alone(step: Step, device: torch.device) -> float:
+    """Seconds of one step, of ``STEPS`` in a row after as many to warm up."""
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            step()
+
+    seconds_of(steps, device, "clock")
+    return seconds_of(steps, device, "clock") / STEPS
+
+
+def _on_host(ends: Ends, posts: int, step: Step, _device: torch.device, _steps: int) -> Together:
+    """Steps until the last transfer is over, as the host sees it."""
+    begun = time.perf_counter()
+    fences = [ends.post() for _ in range(posts)]
+    posted = time.perf_counter()
+    steps = 0
+    while not fences[-1].done():
+        step()
+        steps += 1
+    ended = time.perf_counter()
+    for fence in fences:
+        fence.wait()
+    return Together(ended - begun, steps, ended - posted)
+
+
+def _on_gpu(ends: Ends, posts: int, step: Step, device: torch.device, steps: int) -> Together:
+    """Everything is enqueued at once; which steps ended before the transfers is read from events afterwards."""
+    event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+    begun, over = event(enable_timing=True), event(enable_timing=True)
+    ended = [event(enable_timing=True) for _ in range(steps)]
+    watching = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+    settle(device)
+    begun.record()
+    fences = [ends.post() for _ in range(posts)]
+    with torch.cuda.stream(watching):
+        watching.wait_event(begun)
+        fences[-1].wait()
+        over.record()
+    for done in ended:
+        step()
+        done.record()
+    watching.synchronize()
+    settle(device)
+    transfers = float(begun.elapsed_time(over))
+    times = [float(begun.elapsed_time(done)) for done in ended]
+    inside = [taken for taken in times if taken <= transfers]
+    for fence in fences:
+        fence.wait()
+    return Together(transfers / 1e3, len(inside), (inside[-1] if inside else 0.0) / 1e3)
+
+
+# every transport
+
+
+def of_transport(transport: Transport, config: LinksConfig, device: torch.device, limits: Limits) -> Result:
+    """Rows of one open transport: plain, with registered buffers, beside compute."""
+    rows = list(measured(transport, limits, config, device))
+    if config.beside != "none":
+        largest = [row for row in rows if row["size"] == config.sizes[-1]]
+        for way, row in zip(ways(transport.size), largest, strict=True):
+            row |= beside(transport, way, config, device)
+    found = Result("bench links", UNITS, [*rows])
+    if transport.name in SWEPT and limits == Limits():
+        try:
+            found.rows += measured(transport, limits, config, device, REGISTERED)
+        except TransportError as error:
+            found.notes.append(f"{transport.name}{REGISTERED} does not open here: {error}")
+    return found
+
+
+def of_group(group: Group, config: LinksConfig, device: torch.device) -> Result:
+    """Every transport with every limit, one after the other; every rank has the rows."""
+    found = Result("bench links", UNITS)
+    for name in config.transports:
+        for limits in limits_of(name, config):
+            transport = opening(group, name, device, limits)
+            if isinstance(transport, str):
+                given = {"channels": limits.channels, "ctas": limits.ctas}
+                held = "".join(f", {count} {what}" for what, count in given.items() if count is not None)
+                reasons = found.failed if config.must_open else found.notes
+                reasons.append(f"{name}{held} does not open here: {transport}")
+                if limits == Limits():
+                    break  # nor does it with limits
+                continue
+            try:
+                more = of_transport(transport, config, device, limits)
+            finally:
+                transport.close()
+            found.rows += more.rows
+            found.notes += more.notes
+    return found
+
+
+def limits_of(name: str, config: LinksConfig) -> Iterator[Limits]:
+    """What a transport is held to, one after the other; nothing where it has neither channels nor CTAs."""
+    if name not in SWEPT:
+        yield Limits()
+        return
+    for channels, ctas in itertools.product(config.channels, config.ctas):
+        if channels is None or ctas is None or channels <= ctas:  # a channel takes a CTA
+            yield Limits(channels=channels, ctas=ctas)
+
+
+def opening(group: Group, name: str, device: torch.device, limits: Limits) -> Transport | str:
+    """The transport, or why it does not open here: the same for all ranks."""
+    problem, opened = "", None
+    try:
+        (opened,) = open_transports(group, transport=name, device=device, limits=limits)
+    except (ValueError, RuntimeError) as error:  # TransportError is a RuntimeError, and so is NCCL's own
+        problem = str(error)
+    # virtual ranks fail together: one that raises wakes the others
+    problems: list[Any] = [problem] * group.size()
+    if not isinstance(group, LocalGroup):
+        problems = control_of(group).gather(problem, what=f"whether {name} opens")
+    reasons = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+    if opened is not None and not reasons:
+        return opened
+    if opened is not None:
+        opened.close()
+    return problem or reasons[0]
+
+
+# where ranks are
+
+
+def between_processes(world: int, config: LinksConfig, transports: tuple[str, ...]) -> Result:
+    """In new processes, or those of a launcher."""
+    return spawn(world, measure, replace(config, transports=transports), device=config.device)
+
+
+def measure(place: Member, device: torch.device, config: LinksConfig) -> Result:
+    """One rank of the measurement in processes."""
+    torch.set_num_threads(1)
+    assert dist.group.WORLD is not None
+    return of_group(dist.group.WORLD, config, device)
+
+
+def in_process(world: int, config: LinksConfig) -> Result:
+    """The same between virtual ranks."""
+    with threads(1), LocalWorld(world, device=config.device) as ranks:
+
+        def run(group: LocalGroup) -> Result:
+            torch.set_num_threads(1)
+            return of_group(group, replace(config, transports=("local",)), ranks.device)
+
+        return ranks.run(run)[0]
+
+
+def check_room(config: LinksConfig, ranks_here: int, *, launched: bool) -> None:
+    """Refuse a largest message that does not fit this machine's free memory: typer.BadParameter.
+
+    Virtual ranks, which ``local`` is measured between, are counted as processes on the CPU, and lie on one GPU; under
+    a launcher there are none.
+    """
+    device = torch.device(config.device)
+    messages = BUFFERS + (CHECKED[config.device] if config.checks else 0)
+    virtual = "local" in config.transports and not launched
+
+    def needed(nbytes: int) -> Needs:
+        shared = needs_of_ranks(messages * nbytes, device, ranks_here)
+        on_one = ranks_here * messages * nbytes if virtual and device.type == "cuda" else 0
+        return Needs(shared.host, max(shared.gpu, on_one))
+
+    refuse_too_large("-e", config.sizes[-1], needed, device, unit="bytes", step=1 << 20)

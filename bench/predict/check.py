@@ -21,10 +21,10 @@ import typer
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ...ring import Ring
+from ..common.flags import device_here, size, sizes
 from ..common.launching import cores, member, process_group, started
 from ..common.output import write_json
 from ..common.provenance import provenance
-from ..common.shapes import device_here, size, sizes
 from ..common.tables import table
 from .calibrate import DEADLINE, HOST_SIZES, Rounds, between_processes
 from .call import CPU, NAMED

@@ -11,13 +11,13 @@ from typing import Any
 
 from ..common.files import load, objects, positive, whole_number
 from ..kernels.contender import BACKWARD, FORWARD, OURS
-from ..suite.result_file import SCHEMA as SUITE
 from .call import DTYPES, Call
 from .launch import Area, whole
 from .program import Form
 from .speed import GPUS, H100, Speed, form_of
 
 KERNELS = "ringattn bench kernels 1"
+SUITE = "ringattn bench suite 1"
 WRITERS = "`ringattn bench kernels --json FILE` or `ringattn bench suite`"
 COPY = "copy, bytes read and written"  # of the suite's case of ceilings
 SQUARE = ("full", "causal")

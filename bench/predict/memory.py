@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ring.candidates import Problem
-from ..ring.memory import RingForm, parts_of_ours
+from ..common.attention import AttentionConfig
+from ..common.memory_table import RingForm, ring_parts
 from .call import Call
 
 
 def memory(call: Call) -> dict[str, int]:
     """Bytes of a rank by what they are for, at the peak of a forward and backward of one attention alone."""
-    return parts_of_ours(problem_of(call), form_of(call))
+    return ring_parts(problem_of(call), form_of(call))
 
 
 def form_of(call: Call) -> RingForm:
@@ -19,9 +19,9 @@ def form_of(call: Call) -> RingForm:
     return RingForm(call.is_two_level, call.slots, call.wire_dtype, call.grad_wire_dtype)
 
 
-def problem_of(call: Call) -> Problem:
+def problem_of(call: Call) -> AttentionConfig:
     """The call as ``bench ring`` and ``bench memory`` count it."""
-    return Problem(
+    return AttentionConfig(
         call.seqlen, call.world, call.batch, call.heads, call.kv_heads, call.head_dim, call.dtype, call.mask.causal,
         call.layout,
     )  # fmt: skip

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from ..common.shapes import human
-from ..ring.memory import of_all_gather, of_ulysses, slots_of
+from ..common.flags import human
+from ..common.memory_table import ALL_GATHER, ULYSSES, candidate_bytes, ring_slots
 from .call import DTYPES, Call
 from .launch import Device, Launch, whole
 from .links import Link, Links
@@ -130,7 +130,7 @@ def gathered(call: Call, device: Device, links: Links, trouble: Trouble) -> Opti
     """All-gather of K and V, then one launch; backward again, then a reduce-scatter of dK and dV in fp32."""
     note = f"every rank holds K and V of all {call.seqlen:,} tokens"
     times = partial(_of_gather, call, device, links, trouble)
-    return Option("all-gather of K/V", of_all_gather(problem_of(call)), times, note)
+    return Option("all-gather of K/V", candidate_bytes(ALL_GATHER, problem_of(call)), times, note)
 
 
 def _of_gather(call: Call, device: Device, links: Links, trouble: Trouble) -> Times:
@@ -177,7 +177,7 @@ def _ulysses(call: Call, degree: int, device: Device, links: Links, trouble: Tro
             slow[rank // degree] = max(factor, slow.get(rank // degree, 1.0))
         name = f"Ulysses {degree}{MIXTURE}ring {ranks}"
         times = partial(_of_groups, group, exchange, device, links, replace(trouble, slow=slow))
-    needed = of_ulysses(problem_of(call)) + slots_of(problem_of(group), form_of(group))
+    needed = candidate_bytes(ULYSSES, problem_of(call)) + ring_slots(problem_of(group), form_of(group))
     where = "" if inside else ", over nodes"
     return Option(name, needed, times, f"{degree} ranks exchange heads{where}")
 

@@ -12,7 +12,7 @@ import torch
 from ...ring import Mask, Ring, ring_attention
 from ...ring.schedule.block_mask import bigbird
 from ...ring.schedule.documents import Documents
-from ..common.shapes import binary
+from ..common.flags import binary
 from ..common.timing import Step
 from .call import DTYPES, Call
 

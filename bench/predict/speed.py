@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..common.flops import BACKWARD_FLOPS
+from ..common.attention import BACKWARD_FLOPS
 from .launch import TILE_ROWS, Area, Launch
 from .program import ADD, DECODE, DKDV, DQ, ENCODE, FOLD, POINT, Form
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..ring.runs import Ranks
+from ..common.timing import Ranks
 
 GRACE = 1.25  # of the deadline, for all but rank 0: it knows who is missing, and is to be the first to say so
 HARD = 2.0  # deadlines after which a process that nothing else has ended shows where it stands, and ends

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..common.masks import title
+from ..common.attention import mask_title
+from ..common.flags import human
 from ..common.provenance import provenance
-from ..common.shapes import human
 from ..common.tables import table
 from .answers import Needed, Straggling, straggling, tokens_needed
 from .apart import told_apart
@@ -33,7 +33,7 @@ def heading(schema: str, call: Call, given: Given) -> dict[str, Any]:
         "schema": schema,
         "provenance": provenance(given.place),
         "call": without(asdict(call), "mask"),
-        "mask": title(call.mask),
+        "mask": mask_title(call.mask),
         "speed": asdict(given.device),
         "links": asdict(given.links),
         "measured": list(given.told),

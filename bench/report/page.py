@@ -4,82 +4,104 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ... import __version__
-from ..timeline.events import Timeline, alike, call_of
-from . import calls, charts, timelines, views
-from .reading import Bench, Folder, printable
-from .rows import (
-    Table,
-    case_rows,
-    failing,
-    finite,
-    layout_of,
-    mapping_of,
-    mappings_of,
-    number_table,
-    ours,
-    plain,
-    ring_runs,
-    table,
-    world_of_check,
-)
+from ..common.files import read_object
+from ..common.result import Result, read
+from ..timeline.events import PREDICTED, Timeline, alike, from_chrome
+from . import charts, timelines
 from .theme import DARK, LIGHT, VARIABLES, css, inline
 
-NOT_MEASURED = ("not run", "not here", "cut short")
+FIRST = ("results.json", "decisions.json")  # of the suite
+PUT_ASIDE = "results_"  # of other code or another machine: the suite puts them aside under such a name
+PROVENANCE = {"gpu": "GPU", "cpu": "CPU", "date": "date", "command": "command", "ringattn": "ringattn"}
+LONGEST = 400  # characters of a cell: what a file says may be anything
 
 
-@dataclass(frozen=True)
-class Drawing:
+class Cell(NamedTuple):
+    """What a table shows, and what it sorts by: a number as Python writes it, or text."""
+
+    text: str
+    key: str
+
+
+class Drawing(NamedTuple):
     """An SVG element that we drew, and what it is."""
 
     caption: str
     svg: Any  # markupsafe.Markup
 
 
-@dataclass(frozen=True)
-class CallPicture:
-    """The picture of one layout and mask as data URIs, and the cases that are of it."""
+@dataclass
+class Section:
+    """A result file, as the template shows it."""
 
-    caption: str
-    light: str
-    dark: str
-    cases: str
+    file: str
+    case: str
+    failed: list[str]
+    notes: list[str]
+    provenance: list[tuple[str, str]]  # where it differs from the page's
+    columns: list[tuple[str, bool]]  # name with its unit; whether it holds numbers
+    rows: list[list[Cell]]
+    charts: list[Drawing]
 
 
 @dataclass
-class Page:
-    """What the template shows, part after part."""
+class Folder:
+    """What a folder of results holds: what commands wrote with --json, Chrome traces of rings, and what is refused."""
 
-    title: str
-    version: str
-    provenance: list[tuple[str, str]]
-    failed: list[tuple[str, str]]
-    missing: list[tuple[str, str]]
-    decisions: Table | None = None
-    cases: Table | None = None
-    timelines: list[Drawing] = field(default_factory=list)
-    charts: list[Drawing] = field(default_factory=list)
-    calls: list[CallPicture] = field(default_factory=list)
-    undrawn: list[str] = field(default_factory=list)
-    unshown: list[tuple[str, str]] = field(default_factory=list)
-    numbers: list[Table] = field(default_factory=list)
+    name: str
+    results: list[tuple[str, Result]] = field(default_factory=list)
+    timelines: list[tuple[str, Timeline]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
 
     @property
-    def parts(self) -> list[tuple[str, str]]:
-        """Anchors and names of what is there."""
-        named = {"decisions": "Decisions", "cases": "Cases", "timelines": "Timelines", "plots": "Plots"}
-        found = {**named, "calls": "Layouts and masks", "numbers": "Every number", "unshown": "Not shown"}
-        there = {"plots": self.charts}
-        return [(anchor, name) for anchor, name in found.items() if there.get(anchor, getattr(self, anchor, None))]
+    def provenance(self) -> Mapping[str, Any]:
+        """Of the first result or timeline."""
+        told = [one.provenance for _, one in self.results] + [one.about.get("provenance") for _, one in self.timelines]
+        return next((one for one in told if isinstance(one, dict) and one), {})
+
+
+def read_folder(folder: Path) -> Folder:
+    """Every JSON file of a folder; one that cannot be read is named with the reason.
+
+    Raises:
+        ValueError: there is no folder, or nothing in it that can be read.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: it takes what `ringattn bench suite --out DIR` writes to")
+    found = Folder(printable(folder.absolute().name))
+    for path in sorted(folder.glob("*.json"), key=lambda path: (path.name not in FIRST, path.name != FIRST[0], path)):
+        name = printable(path.name)
+        if name.startswith(PUT_ASIDE):
+            continue
+        try:
+            data = read_object(path)
+            if "otherData" in data:
+                found.timelines.append((name, from_chrome(data)))
+            else:
+                found.results.append((name, read(path)))
+        except ValueError as error:
+            found.refused.append(f"{name}: {printable(str(error).replace(str(path), 'it'))}")
+    if not found.results and not found.timelines:
+        why = f"{folder} holds no results: nothing that a command wrote with --json"
+        raise ValueError("; ".join([why, *found.refused]))
+    return found
+
+
+def printable(text: str) -> str:
+    """What a page and a terminal may show: names of files are any bytes."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def html(folder: Folder) -> str:
-    """The page, with everything that came from files escaped."""
+    """The page, with everything that came from files escaped; what cannot be drawn is added to what is refused."""
     import jinja2
     from markupsafe import Markup
 
@@ -90,159 +112,108 @@ def html(folder: Folder) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(here.joinpath("report.html.j2").read_text())
-    parts = {"style": Markup(style), "script": Markup(script), "script_hash": f"sha256-{digest}"}
-    return template.render(page=page_of(folder), **parts)
-
-
-def page_of(folder: Folder) -> Page:
-    """Everything that the page shows; a file that cannot be drawn costs that file alone, which is told as refused."""
-    try:
-        return _whole(folder)
-    except Exception:  # which file it is, nobody says: each is tried beside those that can be drawn
-        shown = replace(folder, suite=None, benches=[], timelines=[])
-        for name, part in folder.parts():
-            try:
-                _whole(more := shown.joined(part))
-            except Exception as error:
-                folder.refused.append((name, printable(f"it cannot be drawn: {type(error).__name__}: {error}"[:300])))
-            else:
-                shown = more
-        folder.suite, folder.benches, folder.timelines = shown.suite, shown.benches, shown.timelines
-        return _whole(folder)
-
-
-def _whole(folder: Folder) -> Page:
-    cases = cases_of(folder)
-    page = Page(
-        f"ringattn: {folder.name}",
-        __version__,
-        list(_provenance(folder.provenance)),
-        failures(folder),
-        [(case["name"], f"{case['state']}: {case['reason']}") for case in cases if case["state"] in NOT_MEASURED],
-        table("What the suite decides", mappings_of((folder.suite or {}).get("decisions"))),
-        case_rows(cases),
+    sections = list(_sections(folder))
+    drawn = list(_timelines(folder))
+    failed = [(one.file, why) for one in sections for why in one.failed] + [("not read", why) for why in folder.refused]
+    return template.render(
+        title=f"ringattn: {folder.name}",
+        version=__version__,
+        provenance=list(_told(folder.provenance)),
+        failed=failed,
+        sections=sections,
+        timelines=drawn,
+        style=Markup(style),
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
     )
-    page.unshown = folder.unshown
-    page.timelines = list(_timelines(folder.timelines))
-    page.charts = [
-        Drawing(chart.title, _svg(charts.draw(chart, VARIABLES, titled=False), f"chart{number}"))
-        for number, chart in enumerate(charts.charts(folder))
-    ]
-    found = pictured(folder)
-    page.calls = list(_drawn(found[: calls.MOST_PICTURES]))
-    page.undrawn = [calls.title(call) for call, _ in found[calls.MOST_PICTURES :]]
-    page.numbers = list(_numbers(folder, cases))
-    return page
 
 
-def failures(folder: Folder) -> list[tuple[str, str]]:
-    """What failed and why: cases of the suite, what single benches wrote, files that could not be read."""
-    found = [(case["name"], why) for case in cases_of(folder) for why in failing(case)]
-    found += [(bench.file, why) for bench in folder.benches for why in views.failures(bench)]
-    return found + [(name, f"not read: {why}") for name, why in folder.refused]
+def _sections(folder: Folder) -> Iterator[Section]:
+    for number, (file, result) in enumerate(folder.results):
+        try:
+            drawn = [
+                Drawing(chart.title, _svg(charts.draw(chart, VARIABLES, titled=False), f"chart{number}-{place}"))
+                for place, chart in enumerate(charts.charts(result))
+            ]
+            yield section(file, result, folder.provenance, drawn)
+        except Exception as error:  # numbers that nobody can draw cost their file alone
+            folder.refused.append(f"{file}: {_undrawn(error)}")
 
 
-def cases_of(folder: Folder) -> Sequence[Mapping[str, Any]]:
-    """Those of the suite, where there is one."""
-    return folder.suite["cases"] if folder.suite is not None else []
+def section(file: str, result: Result, page: Mapping[str, Any], drawn: Sequence[Drawing] = ()) -> Section:
+    """A result as the template shows it."""
+    columns = [name for name in result.units if any(row.get(name) is not None for row in result.rows)]
+    numbers = [all(isinstance(row.get(name), int | float | None) for row in result.rows) for name in columns]
+    heads = [f"{name}, {unit}" if (unit := result.units[name]) else name for name in columns]
+    differs = {name: value for name, value in result.provenance.items() if page.get(name) != value}
+    return Section(
+        file,
+        result.case,
+        result.failed,
+        result.notes,
+        list(_told(differs)),
+        list(zip(heads, numbers, strict=True)),
+        [[cell(row.get(name)) for name in columns] for row in result.rows],
+        list(drawn),
+    )
 
 
-def _provenance(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def cell(value: object) -> Cell:
+    """Four digits of a number; words as they are, cut where they are very long; nothing for None."""
+    if value is None:
+        return Cell("", "")
+    if isinstance(value, bool):
+        return Cell("yes" if value else "no", str(int(value)))
+    if isinstance(value, int):
+        return Cell(f"{value:,}", str(value))
+    if isinstance(value, float):
+        return Cell(f"{value:,.4g}" if abs(value) < 1e6 else f"{value:.4g}", repr(value))
+    text = str(value) if len(str(value)) <= LONGEST else f"{str(value)[:LONGEST]} …"
+    return Cell(text, text)
+
+
+def _told(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What matters first, then whatever else was written."""
-    first = {"gpu": "GPU", "cpu": "CPU", "date": "date", "command": "command", "ringattn": "ringattn"}
-    for name in (*first, *(name for name in told if name not in first)):
-        if told.get(name) not in (None, {}, [], ""):
-            yield first.get(name, str(name)), plain(told[name])
+    for name in (*PROVENANCE, *(name for name in provenance if name not in PROVENANCE)):
+        if provenance.get(name) not in (None, {}, [], ""):
+            yield PROVENANCE.get(name, name), plain(provenance[name])
 
 
-def _timelines(found: Sequence[tuple[str, Timeline]]) -> Iterator[Drawing]:
+def plain(value: object) -> str:
+    """Anything that JSON holds, in words."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {plain(one)}" for key, one in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(plain(one) for one in value)
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:.4g}"
+    return "" if value is None else str(value)
+
+
+def _timelines(folder: Folder) -> Iterator[Drawing]:
     """Each measured timeline above the predicted one of the same call; what has no other, alone."""
-    predicted = [(name, one) for name, one in found if one.source == "predicted"]
+    predicted = [(name, one) for name, one in folder.timelines if one.source == PREDICTED]
     groups: list[list[tuple[str, Timeline]]] = []
-    for name, one in found:
-        if one.source == "measured":
+    for name, one in folder.timelines:
+        if one.source != PREDICTED:
             match = next((each for each in predicted if alike(one, each[1])), None)
             groups.append([(name, one), *([match] if match else [])])
             predicted = [each for each in predicted if each is not match]
-    for number, group in enumerate(groups + [[each] for each in predicted]):
-        figure = timelines.draw([one for _, one in group], VARIABLES)
+    groups += [[each] for each in predicted]
+    for number, group in enumerate(groups):  # which grows
         caption = " above ".join(f"{one.source} ({name})" for name, one in group)
-        yield Drawing(caption, _svg(figure, f"timeline{number}"))
+        try:
+            figure = timelines.draw([one for _, one in group], VARIABLES)
+            yield Drawing(caption, _svg(figure, f"timeline{number}"))
+        except Exception as error:
+            if len(group) > 1:
+                groups += [[each] for each in group]
+            else:
+                folder.refused.append(f"{group[0][0]}: {_undrawn(error)}")
 
 
-def pictured(folder: Folder) -> list[calls.Wanted]:
-    """Each layout, mask and world that something in a folder is of, with the names of what is of it."""
-    words = [(case["name"], said) for case in cases_of(folder) for said in _said_by(case)]
-    words += [(bench.file, told) for bench in folder.benches for told in _said(bench)]
-    words += [(name, call_of(one)) for name, one in folder.timelines]
-    words += _checked(folder)
-    return calls.wanted(words)
-
-
-def _drawn(found: Sequence[calls.Wanted]) -> Iterator[CallPicture]:
-    for call, names in found:
-        uris = [f"data:image/png;base64,{base64.b64encode(calls.png(call, theme)).decode()}" for theme in (LIGHT, DARK)]
-        yield CallPicture(calls.title(call), uris[0], uris[1], ", ".join(names))
-
-
-def _said_by(case: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What a case of the suite says of itself and of each of its numbers."""
-    arguments = mapping_of(case.get("arguments"))
-    for labels in _labels(case):
-        said = {**arguments, **labels}
-        if "layouts" in arguments and "layout" not in said:
-            # a whole ring of when it did not say these: causal, as all were, in the layout that its name ends with
-            said |= {"layout": ours(said.get("by")), "mask": "causal"}
-        yield said
-
-
-def _said(bench: Bench) -> Iterator[Mapping[str, Any]]:
-    """The problems that a bench was asked."""
-    if bench.kind == "ring":
-        for run in ring_runs(bench.data):
-            problem = mapping_of(run.get("problem"))
-            layouts = (layout_of(run, one) for one in mappings_of(run.get("candidates")))
-            yield from ({**problem, "layout": layout} for layout in layouts if layout is not None)
-        return
-    if bench.kind == "predicted":
-        return  # of which one length in the whole folder is enough
-    asked = mapping_of(bench.data.get("asked"))
-    problem = mapping_of(bench.data.get("problem", asked.get("problem", asked)))
-    nodes = mapping_of(bench.data.get("ring")).get("nodes", 1)
-    told = {"nodes": nodes, "tokens": problem.get("tokens_per_rank"), **problem}
-    worlds = [one.get("world") for one in mappings_of(bench.data.get("worlds"))]
-    yield from ({**told, "world": world} for world in worlds or [told.get("world")])
-
-
-def _checked(folder: Folder) -> list[tuple[str, Mapping[str, Any]]]:
-    """The calls of predictor's checks: each layout and mask once, at its shortest length, where a window is widest."""
-    found: dict[tuple[object, ...], tuple[str, Mapping[str, Any]]] = {}
-    for bench in (one for one in folder.benches if one.kind == "predicted"):
-        world = world_of_check(bench.data)
-        for row in mappings_of(bench.data.get("rows")):
-            of, length = (world, str(row.get("layout")), str(row.get("mask"))), row.get("seqlen")
-            if finite(length) and (of not in found or length < found[of][1]["seqlen"]):
-                found[of] = bench.file, {**row, "world": world}
-    return [*found.values()]
-
-
-def _labels(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What a case's numbers say of themselves, each once; nothing said counts as one."""
-    labels = [one["labels"] for one in case["numbers"] if isinstance(one.get("labels"), dict)]
-    return [dict(items) for items in dict.fromkeys(tuple(each.items()) for each in labels if _flat(each))] or [{}]
-
-
-def _flat(labels: Mapping[str, Any]) -> bool:
-    return all(isinstance(value, str | int | float | bool | None) for value in labels.values())
-
-
-def _numbers(folder: Folder, cases: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
-    for case in cases:
-        found = number_table(f"Numbers of {case['name']}", case["numbers"])
-        if found is not None:
-            yield found
-    for bench in folder.benches:
-        yield from views.tables(bench)
+def _undrawn(error: Exception) -> str:
+    return printable(f"it cannot be drawn: {type(error).__name__}: {error}"[:300])
 
 
 def _svg(figure: Any, name: str) -> Any:

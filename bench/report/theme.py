@@ -10,7 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from ..common.output import write_file
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,17 @@ def css(theme: Theme) -> str:
     return " ".join(f"--{name.replace('_', '-')}: {colour};" for name, colour in asdict(theme).items())
 
 
+def picture(text: str) -> Path:
+    """The path of a picture that can be drawn; a parser of typer options.
+
+    Raises:
+        typer.BadParameter: a suffix that is not one of :data:`PICTURES`.
+    """
+    if not text.lower().endswith(PICTURES):
+        raise typer.BadParameter(f"{text} is no picture: it must end with one of {', '.join(PICTURES)}")
+    return Path(text)
+
+
 @contextmanager
 def themed(theme: Theme) -> Iterator[None]:
     """Draw with a theme for a while; text of files is never read as mathematics."""
@@ -98,8 +113,12 @@ def inline(figure: Any, name: str) -> str:
     ``name``: letters, digits and dashes, different for every picture of a page.
     """
     text = as_svg(figure)
-    for variable, colour in _STAND_INS.items():
-        text = text.replace(colour, f"var(--{variable.replace('_', '-')})")
+    for variable, stand_in in _STAND_INS.items():
+        plain = getattr(LIGHT, variable)
+        # twice: what knows no variables takes the first, what does not find them the one inside the second
+        text = re.sub(
+            rf"([a-z-]+): {stand_in}", rf"\1: {plain}; \1: var(--{variable.replace('_', '-')}, {plain})", text
+        )
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
     return text[text.index("<svg") :]
 

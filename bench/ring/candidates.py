@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,64 +18,43 @@ from torch import Tensor
 
 from ...ring import Layout, Mask, Ring, ring_attention
 from ...ring.schedule.schedule import schedule
+from ..common.attention import DTYPES, AttentionConfig
 from ..common.launching import cores
+from ..common.memory_table import (
+    ALL_CORES,
+    ALL_GATHER,
+    BASELINE,
+    BUCKET,
+    LUCIDRAINS,
+    OURS,
+    ULYSSES,
+    WHOLE,
+)
 from ..common.timing import Stopwatch
-from .collectives import Exchange, Gather
-from .usual_ring import usual_ring_attention
+from .baselines import AllGather, Ulysses, baseline_ring_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Tensors = tuple[Tensor, ...]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-OURS, WHOLE, ALL_CORES = "ringattn", "one device", "one process, all cores"
-USUAL, ALL_GATHER, ULYSSES = "usual ring", "all-gather", "Ulysses"
+ZHUZILIN, YUNCHANG = "ring-flash-attn", "yunchang"
+CONTEXT_PARALLEL = "PyTorch context_parallel"
+LUCIDRAINS_RUNS = 2  # it takes several times as long as the others
 
 
 class Refused(Exception):
     """A candidate does not compute this, or not here; the message says why."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One attention, forward and backward, over the ranks of the default group."""
-
-    seqlen: int
-    world: int
-    batch: int = 1
-    heads: int = 8
-    kv_heads: int = 8
-    head_dim: int = 64
-    dtype: str = "float32"
-    causal: bool = True
-    layout: str = "zigzag"
-    threads: int = 1  # per process
-    seed: int = 0
-    device: str = "cpu"
-    transport: str = "auto"
-
-    @cached_property
-    def held(self) -> Layout:
-        """Who holds which tokens."""
-        return self.named(self.layout)
-
-    def named(self, layout: str) -> Layout:
-        """The tokens in another layout."""
-        made: Layout = getattr(Layout, layout)(self.seqlen, self.world)
-        return made
-
-    def tensors(self) -> Tensors:
-        """q, k, v and dout of the whole sequence, the same on every rank, on the CPU."""
-        draw = torch.Generator().manual_seed(self.seed)
-        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        shapes = [(self.batch, self.seqlen, count, self.head_dim) for count in heads]
-        return tuple(torch.randn(shape, generator=draw).to(DTYPES[self.dtype]) for shape in shapes)
+def balanced(problem: AttentionConfig) -> str:
+    """The layout in which every rank has as much to do."""
+    return "zigzag" if problem.causal else "contiguous"
 
 
 @dataclass(frozen=True)
 class Setting:
     """What candidates are made of, on one rank."""
 
-    problem: Problem
+    problem: AttentionConfig
     layouts: tuple[str, ...]
     device: torch.device
     ring: Callable[[], Ring]  # a new one, of the default group
@@ -149,12 +132,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 def whole(setting: Setting) -> Candidate:
     """PyTorch's SDPA on the whole sequence, by rank 0 with what one rank has, while the others block."""
     problem = setting.problem
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sdpa(q, k, v, causal=problem.causal)
-
     positions = torch.arange(problem.seqlen) if dist.get_rank() == 0 else None
-    return Candidate(WHOLE, positions, attend, problem.threads, sent=0)
+    return Candidate(WHOLE, positions, partial(sdpa, causal=problem.causal), problem.threads, sent=0)
 
 
 def all_cores(setting: Setting) -> Candidate:
@@ -165,54 +144,46 @@ def all_cores(setting: Setting) -> Candidate:
         raise Refused("a GPU has no threads to lend")
     if threads <= problem.threads:
         raise Refused(f"there is no more than what one device has: {problem.threads} threads")
-    one = whole(setting)
-    return Candidate(ALL_CORES, one.positions, one.attend, threads, sent=0)
+    return replace(whole(setting), name=ALL_CORES, threads=threads)
 
 
 def ours(layout: str, setting: Setting) -> Candidate:
     """``ring_attention``, one shard per rank."""
     problem, held, ring = setting.problem, setting.problem.named(layout), setting.ring()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = ring_attention(q, k, v, layout=held, ring=ring, causal=problem.causal)
-        assert isinstance(out, Tensor)
-        return out
-
-    sent = ring_bytes(problem, held, ring)
+    attend: Any = partial(ring_attention, layout=held, ring=ring, causal=problem.causal)
     return Candidate(
-        f"{OURS} {layout}", setting.positions(layout), attend, problem.threads, kind=OURS, sent=sent, ring=ring
-    )
+        f"{OURS} {layout}", setting.positions(layout), attend, problem.threads, kind=OURS,
+        sent=ring_bytes(problem, held, ring), ring=ring,
+    )  # fmt: skip
 
 
-def ring_bytes(problem: Problem, held: Layout, ring: Ring) -> int:
+def ring_bytes(problem: AttentionConfig, held: Layout, ring: Ring) -> int:
     """What the rank that sends most sends in a forward and a backward, by the schedule."""
     plan = schedule(held, Mask(causal=problem.causal), direction=ring.direction, topology=ring.topology)
-    kv, sums = kv_bytes(problem)
-    both = zip(plan.bytes(kv), plan.bytes(kv, sums), strict=True)
+    kv, dkv = kv_bytes(problem)
+    both = zip(plan.bytes(kv), plan.bytes(kv, dkv), strict=True)
     return max(forward + backward for forward, backward in both)
 
 
-def kv_bytes(problem: Problem) -> tuple[int, int]:
-    """Of K and V of a token, and of the fp32 sums of dK and dV."""
+def kv_bytes(problem: AttentionConfig) -> tuple[int, int]:
+    """Of K and V of a token, and of its dK and dV in fp32."""
     elements = 2 * problem.batch * problem.kv_heads * problem.head_dim
     return elements * DTYPES[problem.dtype].itemsize, elements * torch.float32.itemsize
 
 
-def usual(setting: Setting) -> Candidate:
-    """The baseline of :mod:`.usual_ring`, in the layout that it is made for."""
+def baseline_ring(setting: Setting) -> Candidate:
+    """A ring as it is usually written, in the layout that it is made for."""
     problem = setting.problem
     if setting.device.type != "cpu":
-        raise Refused("it is written on the CPU's operator; on a GPU ring-flash-attn is the usual ring")
-    setting.equal_shards(USUAL, 2)
-    layout, waits = "zigzag" if problem.causal else "contiguous", Stopwatch(setting.device)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return usual_ring_attention(q, k, v, causal=problem.causal, waits=waits)
-
-    kv, sums = kv_bytes(problem)
+        raise Refused("it is written on the CPU's operator; on a GPU ring-flash-attn is the baseline ring")
+    setting.equal_shards(BASELINE, 2)
+    waits = Stopwatch(setting.device)
+    attend = partial(baseline_ring_attention, causal=problem.causal, waits=waits)
+    kv, dkv = kv_bytes(problem)
     hops, shard = problem.world - 1, problem.seqlen // problem.world
-    sent = shard * (2 * hops * kv + (problem.world if hops else 0) * sums)
-    return Candidate(USUAL, setting.positions(layout), attend, problem.threads, sent=sent, waits=waits)
+    sent = shard * (2 * hops * kv + (problem.world if hops else 0) * dkv)
+    positions = setting.positions(balanced(problem))
+    return Candidate(BASELINE, positions, attend, problem.threads, sent=sent, waits=waits)
 
 
 def all_gather(setting: Setting) -> Candidate:
@@ -220,11 +191,10 @@ def all_gather(setting: Setting) -> Candidate:
     problem = setting.problem
     setting.equal_shards(ALL_GATHER)
     setting.collectives(ALL_GATHER)
-    layout = "zigzag" if problem.causal else "contiguous"
-    net = Gather(problem.named(layout), problem.causal, setting.device)
-    kv, sums = kv_bytes(problem)
-    sent = (problem.world - 1) * problem.seqlen // problem.world * (kv + sums)
-    return Candidate(ALL_GATHER, setting.positions(layout), net, problem.threads, sent=sent, waits=net.waits)
+    net = AllGather(problem.named(balanced(problem)), problem.causal, setting.device)
+    kv, dkv = kv_bytes(problem)
+    sent = (problem.world - 1) * problem.seqlen // problem.world * (kv + dkv)
+    return Candidate(ALL_GATHER, setting.positions(balanced(problem)), net, problem.threads, sent=sent, waits=net.waits)
 
 
 def ulysses(setting: Setting) -> Candidate:
@@ -235,7 +205,7 @@ def ulysses(setting: Setting) -> Candidate:
             raise Refused(f"{name} is {count}: {world} ranks need a multiple of {world}")
     setting.equal_shards(ULYSSES)
     setting.collectives(ULYSSES)
-    net = Exchange(problem.named("contiguous"), problem.causal, setting.device)
+    net = Ulysses(problem.named("contiguous"), problem.causal, setting.device)
     kv, _ = kv_bytes(problem)
     queries = problem.batch * problem.heads * problem.head_dim * DTYPES[problem.dtype].itemsize
     # q, k, v and out, then dout, dq, dk and dv; a rank keeps its own part of each
@@ -243,28 +213,158 @@ def ulysses(setting: Setting) -> Candidate:
     return Candidate(ULYSSES, setting.positions("contiguous"), net, problem.threads, sent=sent, waits=net.waits)
 
 
+# other people's rings, where they are installed and run here
+
+
+def installed(package: str, *modules: str) -> None:
+    """Refuse where a module of a package is missing."""
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise Refused(f"{missing[0]} is not installed (pip install {package})")
+
+
+def on_gpu(setting: Setting, name: str, dtypes: tuple[str, ...] = ("float16", "bfloat16")) -> None:
+    """Refuse what is made of FlashAttention's kernels where these do not run."""
+    if setting.device.type != "cuda":
+        raise Refused(f"{name} computes with FlashAttention's CUDA kernels: it needs a GPU")
+    if setting.problem.dtype not in dtypes:
+        raise Refused(f"{name} takes {' and '.join(dtypes)}, the problem is {setting.problem.dtype}")
+
+
+def lucidrains(setting: Setting) -> Candidate:
+    """``ring-attention-pytorch`` in its own balanced order (striped by buckets) and its own order of query heads.
+
+    Its bucket ``j`` of ``n`` holds the positions ``j, j + n, j + 2n, …``, and a rank holds consecutive buckets. It
+    sends to its neighbours, which gloo does not do with oneself: it takes two ranks.
+    """
+    problem = setting.problem
+    installed(LUCIDRAINS, "ring_attention_pytorch")
+    setting.collectives(LUCIDRAINS)
+    setting.equal_shards(LUCIDRAINS)
+    shard = problem.seqlen // problem.world
+    bucket = min(BUCKET, shard)
+    if shard % bucket or problem.world == 1:
+        raise Refused(f"it takes two ranks or more, and shards of whole buckets of {bucket} tokens")
+    with warnings.catch_warnings():  # beartype finds the package's type hints old-fashioned
+        warnings.simplefilter("ignore")
+        from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
+
+    order = torch.arange(problem.seqlen).view(bucket, -1).t().reshape(-1)
+
+    attend = partial(
+        ring_flash_attn, causal=problem.causal, bucket_size=bucket, ring_reduce_col=True,
+        striped_ring_attn=problem.causal, ring_size=problem.world,
+    )  # fmt: skip
+    positions = order.chunk(problem.world)[dist.get_rank()]
+    return Candidate(
+        LUCIDRAINS, positions, attend, problem.threads, runs=LUCIDRAINS_RUNS, trusted=False,
+        query_heads=repeated_heads(problem.heads, problem.kv_heads),
+    )  # fmt: skip
+
+
+def repeated_heads(heads: int, kv_heads: int) -> tuple[int, ...] | None:
+    """The order of our query heads for who repeats all heads of K/V, ``(g h)``; None: ours, as nothing is grouped.
+
+    There query head ``i`` reads head ``i % kv_heads`` of K/V, and ours reads ``i // (heads / kv_heads)``.
+    """
+    group = heads // kv_heads
+    return None if group == 1 else tuple(i % kv_heads * group + i // kv_heads for i in range(heads))
+
+
+def context_parallel(setting: Setting) -> Candidate:
+    """``torch.distributed.tensor.experimental.context_parallel``: head and tail of a zigzag where the mask is causal.
+
+    Its ring replaces the CUDA operators of SDPA alone: on the CPU torch 2.13 ends with "Operator
+    aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered".
+    """
+    problem = setting.problem
+    if setting.device.type != "cuda":
+        raise Refused("it has no sharding strategy for the CPU's SDPA operator (torch 2.13): it needs a GPU")
+    setting.collectives(CONTEXT_PARALLEL)
+    setting.equal_shards(CONTEXT_PARALLEL, 2)
+    if problem.heads != problem.kv_heads:
+        raise Refused("its SDPA operators take as many heads of K/V as of queries")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel as enter
+    from torch.distributed.tensor.experimental._attention import _cp_options
+
+    mesh = init_device_mesh("cuda", (problem.world,))
+
+    def around() -> AbstractContextManager[object]:
+        _cp_options.enable_load_balance = problem.causal  # it refuses to balance a full mask
+        tokens = torch.arange(problem.seqlen, device=setting.device)  # it shards something on entry
+        made: AbstractContextManager[object] = enter(mesh, buffers=[tokens], buffer_seq_dims=[0])
+        return made
+
+    attend = partial(sdpa, causal=problem.causal)
+    positions = setting.positions(balanced(problem))
+    return Candidate(CONTEXT_PARALLEL, positions, attend, problem.threads, around=around, trusted=False)
+
+
+def zhuzilin(setting: Setting) -> Candidate:
+    """``ring-flash-attn``: its zigzag where the mask is causal, else its plain ring."""
+    problem = setting.problem
+    on_gpu(setting, ZHUZILIN)
+    installed(ZHUZILIN, "ring_flash_attn", "flash_attn")
+    setting.collectives(ZHUZILIN)
+    setting.equal_shards(ZHUZILIN, 2)
+    import ring_flash_attn
+
+    name = "zigzag_ring_flash_attn_func" if problem.causal else "ring_flash_attn_func"
+    attend = partial(getattr(ring_flash_attn, name), causal=problem.causal)
+    return Candidate(ZHUZILIN, setting.positions(balanced(problem)), attend, problem.threads, trusted=False)
+
+
+def yunchang(setting: Setting) -> Candidate:
+    """``yunchang`` (USP): as many ranks as the heads allow exchange heads, rings of the others, zigzag where causal."""
+    problem = setting.problem
+    on_gpu(setting, YUNCHANG)
+    installed(YUNCHANG, "yunchang", "flash_attn")
+    setting.collectives(YUNCHANG)
+    setting.equal_shards(YUNCHANG, 2)
+    import yunchang as usp
+
+    heads = math.gcd(problem.kv_heads, problem.world)
+    rank, rings = dist.get_rank(), problem.world // heads
+    usp.set_seq_parallel_pg(heads, rings, rank, problem.world)
+    kind = "zigzag" if problem.causal else "basic"
+    layer = usp.LongContextAttention(ring_impl_type=kind)
+    numbers = torch.arange(problem.seqlen).view(1, -1, 1, 1)
+    positions = usp.EXTRACT_FUNC_DICT[kind](numbers, rank, world_size=problem.world, rd=rings, ud=heads).flatten()
+    return Candidate(YUNCHANG, positions, partial(layer, causal=problem.causal), problem.threads, trusted=False)
+
+
+# all of them
+
+
+BASELINES: dict[str, Maker] = {BASELINE: baseline_ring, ALL_GATHER: all_gather, ULYSSES: ulysses}
+PEERS: dict[str, Maker] = {
+    CONTEXT_PARALLEL: context_parallel,
+    LUCIDRAINS: lucidrains,
+    ZHUZILIN: zhuzilin,
+    YUNCHANG: yunchang,
+}
+
+
 def makers(layouts: Sequence[str]) -> dict[str, Maker]:
     """All that there are, by name; the first is what the others are compared with."""
-    from .peers import PEERS  # which needs what is above
-
-    rings = {f"{OURS} {layout}": _in_layout(layout) for layout in layouts}
-    baselines = {USUAL: usual, ALL_GATHER: all_gather, ULYSSES: ulysses}
-    return {WHOLE: whole, ALL_CORES: all_cores, **rings, **baselines, **PEERS}
+    rings = {f"{OURS} {layout}": partial(ours, layout) for layout in layouts}
+    return {WHOLE: whole, ALL_CORES: all_cores, **rings, **BASELINES, **PEERS}
 
 
-def _in_layout(layout: str) -> Maker:
-    return lambda setting: ours(layout, setting)
+def chosen(layouts: Sequence[str], by: Sequence[str]) -> dict[str, Maker]:
+    """Those whose names start with one of ``by``, beside the first; without any all of them."""
+    every = makers(layouts)
+    return {name: make for name, make in every.items() if not by or name == WHOLE or name.startswith(tuple(by))}
 
 
 def candidates(setting: Setting, by: Sequence[str] = ()) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """All that can do this problem here, and why the others cannot; ``by``: those that start so, beside the first."""
-    found: dict[str, Candidate] = {}
+    """All that can do this problem here, and why the others cannot."""
+    able: dict[str, Candidate] = {}
     absent: dict[str, str] = {}
-    for name, make in makers(setting.layouts).items():
-        if by and name != WHOLE and not any(name.startswith(one) for one in by):
-            continue
+    for name, make in chosen(setting.layouts, by).items():
         try:
-            found[name] = make(setting)
+            able[name] = make(setting)
         except Refused as reason:
             absent[name] = str(reason)
-    return found, absent
+    return able, absent

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from ...comm.groups import TRANSPORTS
-from ..common.free_memory import free_memory
-from ..common.launching import cores, member, started, world_of
-from ..common.memory_room import Needs, free_here, gpus_of, own_device
-from ..common.output import check_targets, prints, write_csv, write_json
-from ..common.provenance import provenance
-from ..common.shapes import (
+from ..common.flags import (
+    Batch,
+    Causal,
+    Csv,
+    DeviceFlag,
+    HeadDim,
+    Heads,
+    Json,
+    KvHeads,
     LayoutName,
     TimerOfRings,
     check_transport,
     device_name,
     dtype_name,
-    grouped,
+    kv_heads_of,
     sizes,
     timer_of_rings,
 )
-from . import memory as ring_memory
-from .candidates import ALL_CORES, OURS, WHOLE, Problem, makers
-from .rows import as_json, rows_of, text
-from .runs import Report, Wish, measure, spawned
+from ..common.launching import cores, member, spawn, world_of
+from ..common.result import Result, finish
 
-SCHEMA = "ringattn bench ring 2"
+if TYPE_CHECKING:
+    from ..common.attention import AttentionConfig
+
 DEFAULT_WORLD = 2
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -45,7 +42,7 @@ def layout_names(text: str) -> list[str]:
     Raises:
         typer.BadParameter: no such layout.
     """
-    known = [one.value for one in LayoutName]
+    known = [layout.value for layout in LayoutName]
     names = known if text == "all" else [part.strip() for part in text.split(",")]
     wrong = [name for name in names if name not in known]
     if wrong:
@@ -59,106 +56,101 @@ def ring(
         Any, typer.Option(parser=sizes, metavar="N,…", help="Processes; default: 2; under a launcher, its ranks.")
     ] = None,
     seqlen: Annotated[Any, typer.Option(parser=sizes, metavar="SIZE,…", help="Tokens in all.")] = "16k",
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
-    head_dim: Annotated[int, typer.Option(min=1)] = 64,
+    batch: Batch = 1,
+    heads: Heads = 8,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = 64,
     dtype: Annotated[
         str | None,
         typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16, fp16; default: bf16; on the CPU fp32."),
     ] = None,
-    causal: Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")] = True,
+    causal: Causal = True,
     layout: Annotated[
         Any, typer.Option(parser=layout_names, metavar="NAME,…|all", help="Who holds which tokens.")
     ] = "zigzag",
     by: Annotated[
         str | None, typer.Option(metavar="NAME,…", help="Only candidates whose name starts so, beside one device.")
     ] = None,
-    transport: Annotated[str, typer.Option(metavar="|".join(TRANSPORTS), help="Of our ring.")] = "auto",
+    transport: Annotated[str, typer.Option(help="Of our ring, as of Ring.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the median counts.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="Per process; default: a share of the cores.")] = None,
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Default: the GPU where there is one.")] = "",
+    device: DeviceFlag = "",
     timer: TimerOfRings = "",
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
-    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write a row per world, length and candidate.")] = None,
+    json: Json = None,
+    csv: Csv = None,
 ) -> None:
     """Forward and backward of one attention, sharded over processes, beside the same attention done otherwise."""
+    import torch
+
+    from ..common.attention import AttentionConfig
+    from ..common.provenance import provenance
+    from . import runs
+
     place = member()
-    worlds = list(dict.fromkeys(world_of(place, one, DEFAULT_WORLD) for one in world or [None]))
-    kv_heads, device = grouped(heads, kv_heads), device_name(device)
+    worlds = list(dict.fromkeys(world_of(place, ranks, DEFAULT_WORLD) for ranks in world or [None]))
+    kv_heads, device = kv_heads_of(heads, kv_heads), device_name(device)
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-    check(worlds, seqlen, layout, by)
-    check_transport(transport, device, max(worlds))
-    timer = timer_of_rings(device, timer)
-    check_targets(json, csv)
-    reports: list[Report] = []
-    wishes = []
-    for ranks in worlds:
-        share = threads or max(1, cores() // (place.local_world if place is not None else ranks))
-        first = Problem(
-            min(seqlen),
-            ranks,
-            batch,
-            heads,
-            kv_heads,
-            head_dim,
-            dtype,
-            causal,
-            layout[0],
-            share,
-            seed,
-            device,
-            transport,
-        )
-        problems = tuple(replace(first, seqlen=tokens) for tokens in sorted(seqlen))
-        wishes.append(Wish(problems, tuple(layout), repeats, tuple(by.split(",")) if by else (), timer))
-        for problem in problems:
-            refuse_too_large(problem, layout, wishes[-1].by, place.local_world if place is not None else ranks)
-    for wish in wishes:
-        reports += started(wish.problems[0].world, spawned, wish) if place is None else measure(place, wish)
-    if prints():
-        finish(reports, device, timer, json, csv)
-
-
-def check(worlds: Sequence[int], lengths: Sequence[int], layouts: Sequence[str], by: str | None) -> None:
-    """Refuse what no measurement could be made of."""
     if min(worlds) < 1:
         raise typer.BadParameter(f"--world is {min(worlds)}: it takes at least one process")
-    if min(lengths) < max(worlds):
-        raise typer.BadParameter(f"--seqlen is {min(lengths)}: {max(worlds)} processes need a token each")
-    known = list(makers(layouts))
-    for name in by.split(",") if by else ():
-        if not any(one.startswith(name) for one in known):
-            raise typer.BadParameter(f"--by has {name!r}: there are {', '.join(known)}")
+    if min(seqlen) < max(worlds):
+        raise typer.BadParameter(f"--seqlen is {min(seqlen)}: {max(worlds)} processes need a token each")
+    check_transport(transport, device, max(worlds))
+    prefixes = prefixes_of(layout, by)
+    configs = []
+    for ranks in worlds:
+        ranks_here = place.local_world if place is not None else ranks
+        threads_each = threads or max(1, cores() // ranks_here)
+        problems = tuple(
+            AttentionConfig(
+                tokens, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout[0], threads_each, seed, device,
+                transport,
+            )
+            for tokens in sorted(seqlen)
+        )  # fmt: skip
+        check_room(problems[-1], layout, prefixes, ranks_here)
+        configs.append(runs.RingConfig(problems, tuple(layout), repeats, prefixes, timer_of_rings(device, timer)))
+    result = Result("bench ring", runs.UNITS)
+    for config in configs:
+        part = spawn(config.problems[0].world, runs.measure, config, device=device)
+        result.rows += part.rows
+        result.notes += [note for note in part.notes if note not in result.notes]
+        result.failed += part.failed
+    result.notes += [*runs.crossovers(result.rows), *runs.best(result.rows)]
+    result.provenance = provenance(torch.device(device))
+    finish(result, json, csv)
 
 
-def refuse_too_large(problem: Problem, layouts: Sequence[str], by: Sequence[str], ranks_here: int) -> None:
+def prefixes_of(layouts: list[str], by: str | None) -> tuple[str, ...]:
+    """What ``--by`` says that names begin with.
+
+    Raises:
+        typer.BadParameter: no name does.
+    """
+    from .candidates import makers
+
+    known, prefixes = list(makers(layouts)), tuple(by.split(",")) if by else ()
+    for prefix in prefixes:
+        if not any(name.startswith(prefix) for name in known):
+            raise typer.BadParameter(f"--by has {prefix!r}: there are {', '.join(known)}")
+    return prefixes
+
+
+def check_room(problem: AttentionConfig, layouts: list[str], by: tuple[str, ...], ranks_here: int) -> None:
     """Stop before anything starts where this machine's memory does not hold it: typer.BadParameter."""
-    names = [one for one in makers(layouts) if not by or one == WHOLE or any(one.startswith(part) for part in by)]
-    kinds = list(dict.fromkeys(OURS if name.partition(" ")[0] == OURS else name for name in names))
+    import torch
+
+    from ..common.memory import Needs, refuse_too_large
+    from ..common.memory_table import ALL_CORES, OURS
+    from .candidates import chosen
+    from .runs import needs
+
+    kinds = {OURS if name.startswith(f"{OURS} ") else name for name in chosen(layouts, by)}
     if problem.device != "cpu":
-        kinds = [kind for kind in kinds if kind != ALL_CORES]
-    gpus = gpus_of(ranks_here) if problem.device == "cuda" else 1
-    needed: Callable[[Problem], Needs] = partial(
-        ring_memory.needs, layouts=layouts, kinds=kinds, ranks_here=ranks_here, ranks_per_gpu=-(-ranks_here // gpus)
-    )
-    here = torch.device(problem.device)
-    why = ring_memory.refusal(problem, free_here(own_device(here), free_memory), needed)
-    if why is not None:
-        raise typer.BadParameter(f"--seqlen: {why}")
+        kinds -= {ALL_CORES}
 
+    def needed(tokens: int) -> Needs:
+        return needs(replace(problem, seqlen=tokens), layouts, [*kinds], ranks_here)
 
-def finish(reports: Sequence[Report], device: str, timer: str, json: str | None, csv: Path | None) -> None:
-    """Print and write; exit 1 where a result that must agree does not."""
-    if json != "-":
-        typer.echo(text(reports))
-    if json is not None:
-        about = provenance(torch.device(device))
-        write_json(json, {"schema": SCHEMA, "provenance": about, "timer": timer, **as_json(reports)})
-    if csv is not None:
-        rows = [row for report in reports for row in rows_of(report)]
-        write_csv(csv, [{"candidate" if key == "" else key: value for key, value in row.items()} for row in rows])
-    if any(one.disagrees and one.trusted for report in reports for one in report.found.values()):
-        print("a result differs from PyTorch's by more than rounding: see `agrees`", file=sys.stderr)
-        raise typer.Exit(1)
+    unit = f"tokens over {problem.world} ranks"
+    refuse_too_large("--seqlen", problem.seqlen, needed, torch.device(problem.device), unit=unit)

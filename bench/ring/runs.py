@@ -2,109 +2,91 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from ...reference.masks import Masks
 from ...ring import Ring
-from ..common.exact import RESULTS, Judge, allowed, chosen_heads, judge, plainly
-from ..common.heap import freed_at_once
-from ..common.launching import Member, member, process_group
-from ..common.memory import PeakMemory
-from ..common.timing import Clock, Samples, Team, interleaved
-from ..links.group import device_of
-from .candidates import Candidate, Problem, Setting, Tensors, candidates, ours
+from ..common.attention import BACKWARD_FLOPS, AttentionConfig
+from ..common.errors import RESULTS, Exact, chosen_heads, exact_results, pytorch_results, tolerances
+from ..common.flags import binary
+from ..common.launching import Member
+from ..common.memory import PROCESS_BYTES, Needs, PeakMemory, freed_at_once, gpus_of
+from ..common.memory_table import (
+    ALL_CORES,
+    ALL_GATHER,
+    FP32,
+    OURS,
+    ULYSSES,
+    WHOLE,
+    candidate_bytes,
+    elements,
+    inputs,
+    judged_bytes,
+    ring_slots,
+    shard,
+)
+from ..common.result import Result
+from ..common.timing import Clock, Ranks, Samples, interleaved
+from .candidates import Candidate, Setting, Tensors, candidates, ours
 
 WARM_TOKENS = 64
+UNITS = {
+    "candidate": "", "world": "", "tokens": "", "time": "ms", "spread": "%", "of ideal": "%", "exposed": "ms",
+    "throughput": "tokens/s", "rate of a rank": "TFLOP/s", "sent": "MB", "peak": "MB", "counted peak": "MB",
+    "compute": "ms", "error": "", "disagrees": "",
+}  # fmt: skip
+"""``bench/README.md`` has the formula of every column."""
 
-
-class Ranks(Team):
-    """All ranks of the default group; waiting blocks and does not spin, and is over the host's network."""
-
-    def ready(self) -> None:
-        self.slowest(0.0)
-
-    def slowest(self, seconds: float) -> float:
-        longest = torch.tensor([seconds], dtype=torch.float64)
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
-        return longest.item()
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the command was asked for; the same on every rank."""
+class RingConfig:
+    """What to measure; the same on every rank."""
 
-    problems: tuple[Problem, ...]  # of one world
+    problems: tuple[AttentionConfig, ...]  # of one world
     layouts: tuple[str, ...]
     repeats: int = 5
     by: tuple[str, ...] = ()
     timer: str = ""  # one of OF_RINGS; empty: the device's own
 
 
-@dataclass
-class Result:
-    """What is known of one candidate, over all ranks."""
+def measure(place: Member, device: torch.device, config: RingConfig) -> Result:
+    """One rank of the measurement; rank 0 alone knows of errors."""
+    shared = device.type == "cuda" and place.local_world > torch.cuda.device_count()
+    result = Result("bench ring", UNITS)
+    warm_up(config, device)
+    for problem in config.problems:
+        with ExitStack() as rings:
 
-    kind: str
-    times: Samples
-    errors: dict[str, float]  # largest error against float64, of each result
-    disagrees: list[str]  # results that err by more than rounding explains
-    trusted: bool
-    exposed: float | None  # seconds in the network on the slowest rank
-    sent: int | None  # bytes of the rank that sends most
-    peak: int | None  # bytes of the rank that takes most; None: a file of schema 1, which does not say it
-    compute: float | None = None  # seconds of compute on the slowest rank
+            def ring(rings: ExitStack = rings, transport: str = problem.transport) -> Ring:
+                return rings.enter_context(Ring(transport=transport))
 
-
-@dataclass
-class Report:
-    """What rank 0 knows after the measurement of one problem."""
-
-    problem: Problem
-    found: dict[str, Result]
-    absent: dict[str, str]
-    transport: str = ""
+            part = Measurement(Setting(problem, config.layouts, device, ring, shared), config, place)()
+        result.rows += part.rows
+        result.notes += [note for note in part.notes if note not in result.notes]
+        result.failed += part.failed
+    return result
 
 
-def spawned(store: str, wish: Wish) -> list[Report]:
-    """The entry of the processes that the command starts itself; an error is left where their parent reads it."""
-    place = member()
-    assert place is not None
-    return record(measure)(place, wish, store) or []
-
-
-def measure(place: Member, wish: Wish, store: str | None = None) -> list[Report]:
-    """One rank of the measurement; reports on rank 0, nothing on the others."""
-    kind = wish.problems[0].device
-    device = device_of(place, kind)
-    shared = kind == "cuda" and place.local_world > torch.cuda.device_count()
-    with process_group(place, store, device=device):
-        reports = []
-        warm_up(wish, device)
-        for problem in wish.problems:
-            with ExitStack() as rings:
-
-                def ring(rings: ExitStack = rings, transport: str = problem.transport) -> Ring:
-                    return rings.enter_context(Ring(transport=transport))
-
-                reports.append(Measurement(Setting(problem, wish.layouts, device, ring, shared), wish, place)())
-        return reports if place.rank == 0 else []
-
-
-def warm_up(wish: Wish, device: torch.device) -> None:
+def warm_up(config: RingConfig, device: torch.device) -> None:
     """Connections, thread pools, modules that load on first use: there once, and in nobody's memory."""
-    small = replace(wish.problems[0], seqlen=WARM_TOKENS * wish.problems[0].world)
+    small = replace(config.problems[0], seqlen=WARM_TOKENS * config.problems[0].world)
     with Ring(transport=small.transport) as ring:
-        one = ours(wish.layouts[0], Setting(small, wish.layouts, device, lambda: ring))
-        one.run(one.shards(small.tensors(), device))
+        candidate = ours(config.layouts[0], Setting(small, config.layouts, device, lambda: ring))
+        candidate.run(candidate.shards(small.tensors(), device))
 
 
 @dataclass
@@ -112,113 +94,212 @@ class Measurement:
     """All candidates of one problem on this rank."""
 
     setting: Setting
-    wish: Wish
+    config: RingConfig
     place: Member
     shards: dict[str, Tensors] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
     disagrees: dict[str, list[str]] = field(default_factory=dict)
 
-    def __call__(self) -> Report:
-        everyone, absent = candidates(self.setting, self.wish.by)
-        repeats, problem = self.wish.repeats, self.setting.problem
-        total = len(everyone) + sum(min(one.runs or repeats, repeats) for one in everyone.values())
+    def __call__(self) -> Result:
+        able, absent = candidates(self.setting, self.config.by)
+        repeats, problem = self.config.repeats, self.setting.problem
+        total = len(able) + sum(min(candidate.runs or repeats, repeats) for candidate in able.values())
         with Progress(console=Console(stderr=True), disable=self.place.rank != 0, transient=True) as bar:
             task = bar.add_task(f"{problem.seqlen:,} tokens: checking", total=total)
-            for _ in self._checked(everyone):
+            for _ in self._checked(able):
                 bar.advance(task)
             bar.update(task, description=f"{problem.seqlen:,} tokens: timing")
             times = interleaved(
-                {name: lambda one=one, name=name: one.run(self.shards[name]) for name, one in everyone.items()},  # type: ignore[misc]
-                Clock(self.setting.device, Ranks(), self.wish.timer),
+                {name: partial(candidate.run, self.shards[name]) for name, candidate in able.items()},
+                Clock(self.setting.device, Ranks(), self.config.timer),
                 repeats=repeats,
                 warmup=0,  # the check was one
-                limits={name: one.runs for name, one in everyone.items() if one.runs is not None},
+                limits={name: candidate.runs for name, candidate in able.items() if candidate.runs is not None},
                 progress=lambda: bar.advance(task),
             )
-        found = {name: self._result(name, one, times[name]) for name, one in everyone.items()}
-        rings = [one.ring for one in everyone.values() if one.ring is not None]
-        return Report(problem, found, absent, rings[0].transport if rings else "")
+        result = Result("bench ring", UNITS)
+        ideal = times[WHOLE].median / problem.world if WHOLE in times else None
+        for name, candidate in able.items():
+            result.rows.append(self._row(candidate, times[name], ideal))
+            if wrong := self.disagrees.get(name):
+                told = result.failed if candidate.trusted else result.notes
+                told.append(f"{problem.title}: {name}: {', '.join(wrong)} errs by more than rounding explains")
+        transports = [candidate.ring.transport for candidate in able.values() if candidate.ring is not None]
+        threads = f", {problem.threads} threads each" if problem.device == "cpu" else ""
+        over = f" over {transports[0]}" if transports else ""
+        title = problem.title.replace(problem.layout, "/".join(self.config.layouts), 1)
+        result.notes.append(f"{title}, {problem.device}{over}{threads}, medians of {repeats} interleaved runs")
+        result.notes += [f"not there: {name}: {why}" for name, why in absent.items()]
+        return result
 
-    def _checked(self, everyone: Mapping[str, Candidate]) -> Iterator[None]:
+    def _checked(self, able: Mapping[str, Candidate]) -> Iterator[None]:
         """Run each once: its errors against float64, the memory that its first run takes. A line of work each."""
         problem, device = self.setting.problem, self.setting.device
         tensors = problem.tensors()
         heads = chosen_heads(problem.batch, problem.heads, problem.kv_heads, problem.seqlen, problem.seqlen)
-        judge, limits = (None, {}) if self.place.rank else judged(problem, tensors, heads, device)
-        for name, one in everyone.items():
+        exact, tolerance = (None, {}) if self.place.rank else judged(problem, tensors, heads, device)
+        for name, candidate in able.items():
             with freed_at_once(device):
                 measured = PeakMemory(device)
-                self.shards[name] = one.shards(tensors, device)
-                mine = one.run(self.shards[name])
+                self.shards[name] = candidate.shards(tensors, device)
+                mine = candidate.run(self.shards[name])
                 self.peaks[name] = measured.bytes
-            self.shards[name] = self._shared(name, everyone)
-            told = gathered(one, mine, problem, heads)
+            self.shards[name] = self._shared(name, able)
+            whole = gathered(candidate, mine, problem, heads)
             del mine
-            if judge is not None:
-                self.errors[name] = judge.differences(told)
+            if exact is not None:
+                self.errors[name] = exact.differences(whole)
                 # a NaN fails too
-                wrong = [what for what in RESULTS if not self.errors[name][what] <= limits[what]]
+                wrong = [what for what in RESULTS if not self.errors[name][what] <= tolerance[what]]
                 self.disagrees[name] = wrong
             yield
 
-    def _shared(self, name: str, everyone: Mapping[str, Candidate]) -> Tensors:
+    def _shared(self, name: str, able: Mapping[str, Candidate]) -> Tensors:
         """The shards of an earlier candidate that holds the same tokens and heads, in place of a copy of them."""
-        mine = everyone[name]
+        mine = able[name]
         for other, shards in self.shards.items():
-            theirs = everyone[other]
+            theirs = able[other]
             if mine.positions is None or theirs.positions is None or mine.query_heads != theirs.query_heads:
                 continue
             if torch.equal(mine.positions, theirs.positions):
                 return shards
         return self.shards[name]
 
-    def _result(self, name: str, one: Candidate, times: Samples) -> Result:
-        exposed, compute = where_time_goes(one, self.shards[name])
-        peak = int(Ranks().slowest(self.peaks[name]))
-        return Result(
-            one.kind or one.name, times, self.errors.get(name, {}), self.disagrees.get(name, []), one.trusted,
-            exposed, one.sent, peak, compute,
-        )  # fmt: skip
+    def _row(self, candidate: Candidate, times: Samples, ideal: float | None) -> Row:
+        problem, seconds = self.setting.problem, times.median
+        name, kind = candidate.name, candidate.kind or candidate.name
+        exposed, compute = where_time_goes(candidate, self.shards[name])
+        ranks = 1 if kind in (WHOLE, ALL_CORES) else problem.world
+        return {
+            "candidate": name,
+            "world": problem.world,
+            "tokens": problem.seqlen,
+            "time": seconds * 1e3,
+            "spread": 100 * times.spread,
+            "of ideal": None if ideal is None else 100 * ideal / seconds,
+            "exposed": None if exposed is None else exposed * 1e3,
+            "throughput": problem.batch * problem.seqlen / seconds,
+            "rate of a rank": problem.flops * (1 + BACKWARD_FLOPS) / seconds / ranks / 1e12,
+            "sent": None if candidate.sent is None else candidate.sent / 1e6,
+            "peak": Ranks().slowest(self.peaks[name]) / 1e6,
+            "counted peak": candidate_bytes(kind, problem) / 1e6,
+            "compute": None if compute is None else compute * 1e3,
+            "error": max(self.errors.get(name, {}).values(), default=None),
+            "disagrees": ", ".join(self.disagrees.get(name, ())),
+        }
 
 
 def judged(
-    problem: Problem, tensors: Tensors, heads: Sequence[int], device: torch.device
-) -> tuple[Judge, dict[str, float]]:
+    problem: AttentionConfig, tensors: Tensors, heads: Sequence[int], device: torch.device
+) -> tuple[Exact, dict[str, float]]:
     """float64 of some heads on rank 0, and what each result may err by."""
     q, k, v, dout = (x.to(device) for x in tensors)
     options = Masks(causal=problem.causal)
-    found = judge(q, k, v, dout, heads, options)
-    limits = allowed(found, plainly(q, k, v, dout, found, options))
-    return found._replace(exact=tuple(x.cpu() for x in found.exact)), limits
+    exact = exact_results(q, k, v, dout, heads, options)
+    tolerance = tolerances(exact, pytorch_results(q, k, v, dout, exact, options))
+    return exact._replace(exact=tuple(x.cpu() for x in exact.exact)), tolerance
 
 
-def gathered(one: Candidate, mine: Tensors, problem: Problem, kv_heads: Sequence[int]) -> list[Tensor]:
+def gathered(candidate: Candidate, mine: Tensors, problem: AttentionConfig, kv_heads: Sequence[int]) -> list[Tensor]:
     """Some heads of the results of all ranks, in the order of positions and of our heads, float64, on every rank."""
     group = problem.heads // problem.kv_heads
     heads = [head * group + member for head in kv_heads for member in range(group)]
-    theirs = heads if one.query_heads is None else [one.query_heads.index(head) for head in heads]
+    order = candidate.query_heads
+    theirs = heads if order is None else [order.index(head) for head in heads]
     chosen = (theirs, theirs, list(kv_heads), list(kv_heads))
     shapes = [(problem.batch, problem.seqlen, len(some), problem.head_dim) for some in chosen]
     full = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     for target, part, some in zip(full, mine, chosen, strict=False):
-        target[:, one.positions] = part[:, :, some].to("cpu", torch.float64)
+        target[:, candidate.positions] = part[:, :, some].to("cpu", torch.float64)
     for target in full:
         dist.all_reduce(target)  # every position is one rank's alone, so that the sum is a copy
     return full
 
 
-def where_time_goes(one: Candidate, shards: Tensors) -> tuple[float | None, float | None]:
+def where_time_goes(candidate: Candidate, shards: Tensors) -> tuple[float | None, float | None]:
     """Seconds of one more run in the network, and of compute, each on its slowest rank; None: not known."""
     everyone = Ranks()
-    if one.ring is not None:
+    if candidate.ring is not None:
         everyone.ready()
-        with one.ring.record() as trace:
-            one.run(shards)
+        with candidate.ring.record() as trace:
+            candidate.run(shards)
         return everyone.slowest(trace.seconds("wait")), everyone.slowest(trace.seconds("compute"))
-    if one.waits is None:
-        return (0.0, None) if one.sent == 0 else (None, None)
-    one.waits.take()
+    if candidate.waits is None:
+        return (0.0, None) if candidate.sent == 0 else (None, None)
+    candidate.waits.take()
     everyone.ready()
-    one.run(shards)
-    return everyone.slowest(one.waits.take()), None
+    candidate.run(shards)
+    return everyone.slowest(candidate.waits.take()), None
+
+
+# where a way around the ring stops winning
+
+
+def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of every world and every way around that was measured there: beside the best of our layouts, by length."""
+    texts = []
+    for world in dict.fromkeys(row["world"] for row in rows):
+        for by in (ALL_GATHER, ULYSSES):
+            points = []
+            for tokens in sorted({row["tokens"] for row in rows}):
+                here = [row for row in rows if (row["world"], row["tokens"]) == (world, tokens)]
+                other = next((row for row in here if row["candidate"] == by), None)
+                rings = [row for row in here if row["candidate"].startswith(f"{OURS} ")]
+                if other is not None and rings:
+                    ring = min(rings, key=lambda row: float(row["time"]))
+                    points.append((tokens, other["time"] / ring["time"], max(other["spread"], ring["spread"]) / 100))
+            if points:
+                texts.append(f"{by} and the ring, {world} ranks: {_crossover(by, points)}")
+    return texts
+
+
+def _crossover(by: str, points: Sequence[tuple[int, float, float]]) -> str:
+    """Who is faster up to where, by (tokens, the other's time over ours, spread of the two)."""
+    first, last = points[0], points[-1]
+    crossings = []
+    for (x, a, _), (y, b, _) in pairwise(points):
+        a, b = math.log(a), math.log(b)
+        if (a < 0) != (b < 0):  # straight between them, in logarithms of both
+            crossings.append(f"{math.exp(math.log(x) + (math.log(y) - math.log(x)) * a / (a - b)):,.0f} tokens")
+    span = " to ".join(dict.fromkeys((binary(first[0]), binary(last[0]))))
+    where = f"up to about {', then at '.join(crossings)}, measured {span}" if crossings else f"at every length ({span})"
+    ratios = dict.fromkeys(
+        f"{ratio:.2f} times the ring's time at {binary(tokens)}" for tokens, ratio, _ in (first, last)
+    )
+    even = [binary(tokens) for tokens, ratio, noise in points if abs(math.log(ratio)) <= noise]
+    within = f"; within the spread at {', '.join(even)}" if even else ""
+    return f"{by if first[1] < 1 else 'the ring'} is faster {where}: {', '.join(ratios)}{within}"
+
+
+def best(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fastest of all ranks together, at the largest world and length."""
+    sharded = [row for row in rows if row["candidate"] not in (WHOLE, ALL_CORES)]
+    if not sharded:
+        return []
+    row = max(sharded, key=lambda row: (row["world"], row["tokens"], -row["time"]))
+    ideal = "" if row["of ideal"] is None else f", {row['of ideal']:.1f}% of ideal"
+    where = f"{row['world']} ranks, {binary(row['tokens'])} tokens"
+    return [f"best: {row['candidate']}, {where}: {row['time']:.4g} ms{ideal}"]
+
+
+# what it takes of memory
+
+
+def needs(problem: AttentionConfig, layouts: Sequence[str], kinds: Sequence[str], ranks_here: int) -> Needs:
+    """What all ranks of one machine take: the whole inputs, shards by every order, float64, and the largest peak.
+
+    Beside them the slots of every layout's ring of ours, which stay open while all are timed.
+    """
+    whole = problem.seqlen * inputs(problem)
+    drawn = whole + problem.seqlen * elements(problem)[0] * FP32  # one of them in fp32, before it is rounded
+    slots = ring_slots(problem) if OURS in kinds else 0
+    kept = (len(layouts) + 2) * shard(problem) * inputs(problem) + len(layouts) * slots
+    peaks = {kind: candidate_bytes(kind, problem) - (slots if kind == OURS else 0) for kind in kinds}
+    alone = max((size for kind, size in peaks.items() if kind in (WHOLE, ALL_CORES)), default=0)
+    shared = max((size for kind, size in peaks.items() if kind not in (WHOLE, ALL_CORES)), default=0)
+    host = ranks_here * (drawn + PROCESS_BYTES)
+    if problem.device == "cpu":
+        return Needs(host + ranks_here * kept + max(ranks_here * shared, alone + whole, judged_bytes(problem)))
+    on_one = -(-ranks_here // gpus_of(ranks_here))
+    return Needs(host, on_one * (kept + shared) + max(alone + whole, judged_bytes(problem)))

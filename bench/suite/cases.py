@@ -1,17 +1,17 @@
-"""What the suite finds out itself: cases that yield numbers, each with its unit and, where there is one, its limit."""
+"""What a case of the suite yields: numbers, each with its unit and, where there is one, its limit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..common import free_memory
-from ..common.memory_room import Needs, free_here, too_large
+from ..common.result import Result, Row
 
 
 class NotHere(Exception):
@@ -25,7 +25,7 @@ class Number:
     name: str
     value: float | None
     unit: str
-    labels: Mapping[str, object] = field(default_factory=dict)  # of what: mask, head dim, who computed it …
+    labels: Mapping[str, Any] = field(default_factory=dict)  # of what: mask, head dim, who computed it …
     limit: float | None = None
     spread: float | None = None  # half the interquartile range over the median
     note: str | None = None
@@ -35,22 +35,28 @@ class Number:
         # NaN makes the comparison false, and so fails
         return self.limit is not None and (self.value is None or not self.value <= self.limit)
 
-    def as_json(self) -> dict[str, Any]:
-        kept = {name: value for name, value in asdict(self).items() if value is not None or name == "value"}
-        return {**kept, "fails": True} if self.fails else kept
 
-
-Run = Callable[..., Iterator[Number]]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One thing to find out: ``run(device, **arguments)`` yields its numbers."""
-
-    name: str
-    about: str
-    run: Run
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+def result_of(case: str, numbers: Sequence[Number], provenance: dict[str, Any]) -> Result:
+    """A row per number, its labels as columns; those that exceed their limit have failed."""
+    labels = dict.fromkeys(name for number in numbers for name in number.labels)
+    units = dict.fromkeys(("number", "value", "unit", *labels, "limit", "spread", "note"), "")
+    rows: list[Row] = [
+        {
+            "number": one.name, "value": one.value, "unit": one.unit, **one.labels, "limit": one.limit,
+            "spread": one.spread, "note": one.note,
+        }
+        for one in numbers
+    ]  # fmt: skip
+    failed = [
+        f"{one.name} ({', '.join(f'{name} {value}' for name, value in one.labels.items())}) is {one.value},"
+        f" at most {one.limit:.3g} allowed"
+        for one in numbers
+        if one.fails
+    ]
+    verdicts = Counter(str(one.labels["verdict"]) for one in numbers if "verdict" in one.labels)
+    free = [f"{one.name}: {one.value:.3g} {one.unit}" for one in numbers if one.limit is None and one.value is not None]
+    best = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()) or (free[0] if free else "")
+    return Result(case, units, rows, failed, [best] if best else [], provenance)
 
 
 @contextmanager
@@ -64,24 +70,8 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def demand_room(device: torch.device, size: int, needed: Callable[[int], Needs], unit: str) -> None:
-    """Stop where a case of this size does not fit the free memory: NotHere, with the size that does."""
-    if why := too_large(size, needed, free_on(device), unit=unit):
-        raise NotHere(why)
-
-
-def free_on(device: torch.device) -> Needs:
-    """What is free on this machine now."""
-    return free_here(device, free_memory.free_memory)
-
-
-def taken_on(device: torch.device, nbytes: int) -> Needs:
-    """So many bytes of tensors there."""
-    return Needs(0, nbytes) if device.type == "cuda" else Needs(nbytes)
-
-
 def distance(ours: Iterable[Tensor], others: Iterable[Tensor]) -> float:
     """The largest ``|a - b| / |b|`` of pairs of tensors, in the Euclidean norm; NaN where any is."""
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(ours, others, strict=True)]
-    found = torch.stack([((a - b).norm() / b.norm()).cpu() for a, b in pairs])
-    return float(found.max())
+    errors = torch.stack([((a - b).norm() / b.norm()).cpu() for a, b in pairs])
+    return float(errors.max())

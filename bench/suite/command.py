@@ -6,40 +6,33 @@ and machine is gone on with: what ended well there is kept.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from textwrap import shorten
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
 
-from ..common.launching import cores, forget_launcher
-from ..common.output import json_text, prints, write_json
-from ..common.provenance import provenance
-from ..common.shapes import device_here
-from ..common.tables import table
-from ..kernels import beside, targets
-from ..report.command import write_beside
-from . import result_file
-from .cases import Number
-from .decisions import OPEN, decisions
-from .parts import Part, parts_of
-from .processes import LOGS, Outcome, run
-from .result_file import NAME, SCHEMA
+if TYPE_CHECKING:
+    from ..common.result import Result, Row
+    from .parts import Part
+    from .processes import Outcome
 
-WRITING_SECONDS = 20.0  # of the budget, kept for the end: the page draws two pictures of each layout and mask
+NAME, DECISIONS = "results.json", "decisions.json"
+CASE = "bench suite"
+UNITS = {"part": "", "state": "", "seconds": "s", "found": "", "reason": "", "about": "", "command": ""}
+FINAL = ("done", "not here")  # asked again on the same machine, the answer would be the same
+SAME = ("ringattn.sources", "versions", "cpu.model", "cpu.cores", "gpu.name", "gpu.driver")
+"""What must be equal for two runs to be one: the code, the versions, the machine. Not clocks, loads and dates."""
+WRITING_SECONDS = 20.0  # of the budget, kept for the end: the page
 MOST_SIDE_BY_SIDE = 15
 PROCESS_GIB = 2  # of host memory: CUDA's libraries and a compiler
-FEW = 4  # whatever the memory
-TIME_SLICES = "processes share one GPU: their times are time slices, and no results"
+FEW = {"cuda": 15, "cpu": 4}  # whatever the memory: machines of GPUs have much, and may show little until it is used
+FOUND_WIDTH = 40  # of a column on the terminal
+INTERRUPTED = 130
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -47,13 +40,26 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def suite(
     budget: Annotated[float, typer.Option(min=1, help="Seconds in all.")] = 480,
-    out: Annotated[Path, typer.Option(help="Folder of results.json.")] = Path("build/bench"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of all results.")] = Path("build/bench"),
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU where there is one.")] = None,
     only: Annotated[str | None, typer.Option(help="Parts whose name contains this.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Run anew what the folder already holds.")] = False,
 ) -> None:
     """Run what this machine can tell, most important first; a failure is recorded, and the rest goes on."""
+    import time
+
     begun = time.monotonic()
+    from rich.console import Console
+
+    from ..common.flags import device_here
+    from ..common.launching import forget_launcher
+    from ..common.output import prints
+    from ..common.provenance import provenance
+    from ..common.result import Result, finish
+    from ..report.command import write_beside
+    from . import processes
+    from .parts import parts_of
+
     if not prints():
         return  # one device: under a launcher rank 0 measures, in processes of its own
     forget_launcher()
@@ -62,32 +68,44 @@ def suite(
     parts = [part for part in everything if (only or "") in part.name]
     if not parts:
         raise typer.BadParameter(f"--only is {only!r}: no part has that in its name")
-    record: dict[str, Any] = {"schema": SCHEMA, "budget": budget, "provenance": provenance(place)}
-    before = earlier(out, record, everything, again=again)
-    kept = {part.name: one for part in parts if (one := result_file.finished(before, part.name, asked(part)))}
-    book = Book(out, record, [part.name for part in everything], before, kept)
-    with Console(stderr=True).status("starting") as status:
+    result = Result(CASE, UNITS, provenance=provenance(place))
+    known = {str(row["part"]): row for row in earlier(out, result.provenance, everything, again=again)}
+    kept = [part.name for part in parts if ended_well(known.get(part.name), part)]
+    left = [part for part in parts if part.name not in kept]
+    side_by_side = width(place.type)
+    typer.echo(useful_budget(len(kept), left, processes.seconds_of(left, side_by_side), budget), err=True)
+    running: dict[str, Outcome] = {}
+    with Console(stderr=True).status("starting") as status, ending_as_interrupted():
 
         def changed(outcome: Outcome) -> None:
-            book.changed(outcome)
-            status.update(", ".join(book.running))
+            running[outcome.part.name] = outcome
+            known[outcome.part.name] = outcome.row
+            write(out, result, [known[part.name] for part in everything if part.name in known])
+            status.update(", ".join(name for name, one in running.items() if not one.over))
 
-        left = [part for part in parts if part.name not in kept]
-        ends = begun + budget - WRITING_SECONDS
-        with ending_as_interrupted():
-            done = run(left, out=out, device=place.type, ends=ends, width=width(place.type), changed=changed)
-    ran = {one.part.name: one for one in done}
-    outcomes = [ran[part.name] if part.name in ran else restored(part, kept[part.name]) for part in parts]
-    record["provenance"]["seconds"] = time.monotonic() - begun
-    book.write()
-    if kept:
-        typer.echo(f"{len(kept)} of {len(parts)} parts were run before, and are kept: --again runs them anew\n")
-    page = write_beside(out)
-    typer.echo(report(record, outcomes, book.decisions))
-    typer.echo(f"\n{out / NAME}\n{page}")
-    if not all(outcome.good for outcome in outcomes):
-        print(f"something failed: see above, `reason` in {NAME}, and {out / LOGS}", file=sys.stderr)
-        raise typer.Exit(1)
+        try:
+            ends = begun + budget - WRITING_SECONDS
+            processes.run(left, out=out, device=place.type, ends=ends, width=side_by_side, changed=changed)
+        except KeyboardInterrupt:
+            typer.echo("interrupted: what is known is kept, and the same command goes on from there", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+    result.provenance["seconds"] = time.monotonic() - begun
+    if place.type == "cuda":
+        decide(out, result, [*known.values()])
+    write(out, result, [known[part.name] for part in everything if part.name in known])
+    typer.echo(f"{write_beside(out)}\n")
+    asked = [row for row in result.rows if row["part"] in {part.name for part in parts}]
+    shown: list[Row] = [{**row, "found": shorten(str(row["found"] or row["reason"]), FOUND_WIDTH)} for row in asked]
+    columns = {name: unit for name, unit in UNITS.items() if name in ("part", "state", "seconds", "found")}
+    finish(Result(CASE, columns, shown, failures(asked), [*result.notes, f"everything is in {out / NAME}"]))
+
+
+def useful_budget(kept: int, left: Sequence[Part], seconds: float, budget: float) -> str:
+    """What is going to run, and which budget gives every part its time."""
+    useful = seconds + WRITING_SECONDS
+    told = f"{kept} parts were run before, and are kept: --again runs them anew. " if kept else ""
+    enough = "is enough" if useful <= budget else "does not let all of them run"
+    return f"{told}{len(left)} parts take up to {useful:.0f} s, most of them less: --budget {budget:g} {enough}"
 
 
 @contextmanager
@@ -105,157 +123,94 @@ def ending_as_interrupted() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def asked(part: Part) -> dict[str, str]:
-    """What a part is, as the record of a case says it."""
-    return {"command": part.told}
-
-
-def earlier(out: Path, record: Mapping[str, Any], parts: Sequence[Part], *, again: bool) -> dict[str, Any]:
+def earlier(out: Path, provenance: Mapping[str, Any], parts: Sequence[Part], *, again: bool) -> Sequence[Row]:
     """What the folder holds of this code and machine; results of others are put aside, under their date.
 
     Raises:
-        typer.BadParameter: the file there is of another schema, or damaged.
+        typer.BadParameter: it is no folder, or the file there is something else, or damaged.
     """
-    path = out / NAME
-    nothing: dict[str, Any] = {"cases": []}
+    from ..common.result import read
+    from .processes import LOGS
+
     if os.path.lexists(out) and not out.is_dir():
         raise typer.BadParameter(f"--out is {out}: that is no folder")
+    path = out / NAME
     if not os.path.lexists(path):
-        return nothing
+        return []
     try:
-        found = result_file.read(path)
+        found = read(path)
+        if found.case != CASE or not all(UNITS.keys() <= row.keys() for row in found.rows):
+            raise ValueError(f"{path} is of {found.case}")
     except ValueError as refused:
         raise typer.BadParameter(f"--out: {refused}; move it away, or name another folder") from None
-    differ = result_file.differences(record["provenance"], found["provenance"])
+    differ = differences(provenance, found.provenance)
     if not differ and not again:
-        return found
-    date = "".join(letter for letter in found["provenance"]["date"] if letter.isalnum() or letter == "-")
+        return found.rows
+    date = "".join(one for one in str(found.provenance.get("date")) if one.isalnum() or one == "-")
     aside = out / f"results_{date}"
     aside.mkdir(exist_ok=True)
-    for name in (NAME, LOGS, *(name for part in parts for name in part.leaves)):
+    for name in (NAME, DECISIONS, LOGS, *(name for part in parts for name in part.leaves)):
         if (out / name).exists():  # the page of what is measured now has no place for it
             (out / name).replace(aside / name)
     typer.echo(f"begun anew: {'; '.join(differ) or '--again'}. What was there is in {aside}\n", err=True)
-    return nothing
+    return []
 
 
-def restored(part: Part, record: Mapping[str, Any]) -> Outcome:
-    """How a part ended in an earlier call."""
-    return Outcome(part, record["state"], record["reason"], record["seconds"], result_file.numbers_of(record))
+def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """What keeps two provenances from being of one run."""
+    import json
+
+    told = []
+    for path in SAME:
+        here, there = (json.dumps(_at(one, path)) for one in (mine, theirs))
+        if here != there:
+            told.append(f"{path} {there:.60} there, {here:.60} here")
+    return told
 
 
-@dataclass
-class Book:
-    """Writes results.json: what was kept, what is running, and what earlier calls found of other parts, in order."""
+def _at(provenance: Any, path: str) -> Any:
+    for key in path.split("."):
+        provenance = provenance.get(key) if isinstance(provenance, Mapping) else None
+    return provenance
 
-    out: Path
-    record: Mapping[str, Any]
-    order: Sequence[str]
-    before: Mapping[str, Any]
-    kept: Mapping[str, dict[str, Any]]
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
 
-    @property
-    def running(self) -> list[str]:
-        """Names of parts that have begun and not ended."""
-        return [name for name, one in self.outcomes.items() if not one.seconds and not one.reason]
-
-    @property
-    def cases(self) -> list[dict[str, Any]]:
-        """Every part that something is known of."""
-        new = {name: as_json(one) for name, one in self.outcomes.items()}
-        old = {case["name"]: case for case in result_file.others(self.before, [*self.kept, *new])}
-        known = {**old, **self.kept, **new}
-        place = {name: index for index, name in enumerate(self.order)}
-        return sorted(known.values(), key=lambda case: place.get(case["name"], len(place)))
-
-    @property
-    def decisions(self) -> list[dict[str, str]]:
-        """What they decide; on the CPU nothing."""
-        return decisions(self.cases) if self.record["provenance"]["gpu"] else []
-
-    def changed(self, outcome: Outcome) -> None:
-        """A part has begun or ended."""
-        self.outcomes[outcome.part.name] = outcome
-        self.write()
-
-    def write(self) -> None:
-        """Replace results.json: whoever reads it, or ends us, finds a whole one."""
-        write(self.out, {**self.record, "decisions": self.decisions}, self.cases)
+def ended_well(row: Row | None, part: Part) -> bool:
+    """Whether a part need not run again: it ended by itself, nothing failed, and it is the same command."""
+    return row is not None and row["command"] == part.told and row["state"] in FINAL
 
 
 def width(device: str) -> int:
     """Processes that may run side by side where nothing is timed: each compiles, which keeps a core busy."""
+    from ..common.launching import cores
+
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    few = (
-        MOST_SIDE_BY_SIDE if device == "cuda" else FEW
-    )  # machines of GPUs have much, and may show little until it is used
-    return min(cores(), MOST_SIDE_BY_SIDE, max(few, int(gib / PROCESS_GIB)))
+    return min(cores(), MOST_SIDE_BY_SIDE, max(FEW[device], int(gib / PROCESS_GIB)))
 
 
-def write(out: Path, record: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> None:
+def write(out: Path, result: Result, rows: Sequence[Row]) -> None:
     """Put a whole file in the place of the old one."""
-    data = json.loads(json_text({**record, "cases": cases}))  # as it is read
-    result_file.check(data)
+    from ..common.output import write_json
+
+    result.rows = list(rows)
+    result.failed = failures(rows)
     draft = out / f"{NAME}.part"
-    write_json(draft, data, indent=1)
+    write_json(draft, result.as_json(), indent=1)
     draft.replace(out / NAME)
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
-    """A part as a case of results.json."""
-    sliced = outcome.part.shares_a_gpu
-    return {
-        "name": outcome.part.name,
-        "about": f"{outcome.part.about}; {TIME_SLICES}" if sliced else outcome.part.about,
-        "arguments": asked(outcome.part),
-        "state": outcome.state,
-        "reason": outcome.reason,
-        "seconds": round(outcome.seconds, 1),
-        "numbers": [number.as_json() for number in outcome.numbers],
-        **({"time_slices": True} if sliced else {}),
-    }
+def failures(rows: Sequence[Row]) -> list[str]:
+    """A sentence per part that failed."""
+    return [f"{row['part']}: {row['reason']}" for row in rows if row["state"] == "failed"]
 
 
-def report(record: Mapping[str, Any], outcomes: list[Outcome], told: Sequence[Mapping[str, str]]) -> str:
-    """The short tables: targets, how each part ended, what is decided, and everything that failed."""
-    about = record["provenance"]
-    device = about["gpu"]["name"] if about["gpu"] else f"{about['cpu']['model']}, {about['cpu']['cores']} cores"
-    parts = [f"{device}, torch {torch.__version__}, {about['date']}"]
-    for name, brief in (("targets", targets.brief), ("beside", beside.brief)):
-        rows = [row for one in outcomes if one.part.name == name for row in brief(one.numbers)]
-        parts += [table(rows)] if rows else []
-    parts.append(table([row_of(outcome) for outcome in outcomes]))
-    parts += [table(answered)] if (answered := [row for row in told if row["answer"] != OPEN]) else []
-    parts += [
-        f"{one.part.name}: {one.reason.strip().splitlines()[-1 if one.reason.startswith('exit code') else 0]}"
-        for one in outcomes if one.reason.strip()
-    ]  # fmt: skip
-    parts += [
-        f"{outcome.part.name}: {number.name} ({labels(number)}) is {number.value}, at most {number.limit:.3g} allowed"
-        for outcome in outcomes
-        for number in outcome.numbers
-        if number.fails and number.limit is not None
-    ]
-    return "\n\n".join(parts)
+def decide(out: Path, result: Result, parts: Sequence[Row]) -> None:
+    """Write what the parts of a GPU decide; what is not open is told in the notes."""
+    from ..common.output import write_json
+    from ..common.result import Result, read
+    from .decisions import OPEN, decisions
 
-
-def row_of(outcome: Outcome) -> dict[str, object]:
-    """How many limits hold, how near the nearest came, and the first number that has none."""
-    demanded = [number for number in outcome.numbers if number.limit is not None]
-    nearest = max((number.value / number.limit for number in demanded if number.limit and number.value), default=None)
-    free = next((number for number in outcome.numbers if number.limit is None and number.value is not None), None)
-    found = TIME_SLICES if outcome.part.shares_a_gpu else ", ".join(outcome.part.leaves)
-    return {
-        "part": outcome.part.name,
-        "state": outcome.state if outcome.good or outcome.state == "failed" else "failed",
-        "seconds": round(outcome.seconds, 1),
-        "checks": f"{sum(not number.fails for number in demanded)}/{len(demanded)}" if demanded else "",
-        "of limit": "" if nearest is None else f"{nearest:.0%}",
-        "found": f"{free.name}: {free.value:.3g} {free.unit}" if free else found,
-    }
-
-
-def labels(number: Number) -> str:
-    """``head_dim 64, mask causal``."""
-    return ", ".join(f"{name} {value}" for name, value in number.labels.items())
+    targets = out / "targets.json"
+    rows = decisions(parts, read(targets).rows if targets.exists() else [])
+    decided = Result("bench suite: decisions", dict.fromkeys(rows[0], ""), rows, provenance=result.provenance)
+    write_json(out / DECISIONS, decided.as_json())
+    result.notes = [f"{row['question']}: {row['answer']}" for row in rows if row["answer"] != OPEN]

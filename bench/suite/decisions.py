@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..common.result import Row
 from ..kernels.contender import BACKWARD, FORWARD, OURS
-from ..kernels.targets import RATE
+from ..kernels.speed import RATE
 
 FULL128, CAUSAL128, FULL64 = ("full", 128), ("causal", 128), ("full", 64)
 YES, NO, OPEN = "yes", "no", "open"
@@ -32,34 +33,30 @@ FASTER = {
 """What is to be the default where it is right and, in the table of targets, faster than what is the default now."""
 
 
-def decisions(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """A row per question: the answer, and why."""
-    found = {what: passed([one for one in cases if one["name"].startswith(names)]) for what, names in QUESTIONS.items()}
-    rates = dict(measured(cases))
+def decisions(parts: Sequence[Row], targets: Sequence[Row]) -> list[Row]:
+    """A row per question: the answer, and why. Of the rows of the suite, and of the table of targets."""
+    found = {what: passed([one for one in parts if one["part"].startswith(names)]) for what, names in QUESTIONS.items()}
+    rates = {
+        (row["number"], row.get("by"), row.get("mask"), row.get("head_dim")): row["value"]
+        for row in targets
+        if row["unit"] == RATE and row["value"]
+    }
     for what, (question, passes, by, shapes) in FASTER.items():
         found[f"{what} is to be the default of sm_90"] = faster(found[question][0], rates, passes, by, shapes)
     return [{"question": what, "answer": answer, "why": why} for what, (answer, why) in found.items()]
 
 
-def passed(cases: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+def passed(parts: Sequence[Row]) -> tuple[str, str]:
     """Whether all passed; which did not."""
-    failed = [one["name"] for one in cases if one["state"] == "failed" or any(n.get("fails") for n in one["numbers"])]
+    failed = [one["part"] for one in parts if one["state"] == "failed"]
     if failed:
         return NO, f"failed: {', '.join(failed)}"
-    left = [f"{one['name']} {one['state']}" for one in cases if one["state"] != "done"]
-    return (OPEN, ", ".join(left) or "not run") if left or not cases else (YES, "")
-
-
-def measured(cases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[object, ...], float]]:
-    """TFLOP/s of the table of targets."""
-    for number in (number for case in cases if case["name"] == "targets" for number in case["numbers"]):
-        if number["unit"] == RATE and number["value"]:
-            of = number["labels"]
-            yield (number["name"], of.get("by"), of.get("mask"), of.get("head_dim")), number["value"]
+    left = [f"{one['part']} {one['state']}" for one in parts if one["state"] != "done"]
+    return (OPEN, ", ".join(left) or "not run") if left or not parts else (YES, "")
 
 
 def faster(
-    right: str, rates: Mapping[tuple[object, ...], float], passes: str, by: str, shapes: Sequence[tuple[str, int]]
+    right: str, rates: Mapping[tuple[Any, ...], float], passes: str, by: str, shapes: Sequence[tuple[str, int]]
 ) -> tuple[str, str]:
     """Whether it is right, and faster than the default on every shape; by how much."""
     both = {shape: (rates.get((passes, by, *shape)), rates.get((passes, OURS, *shape))) for shape in shapes}

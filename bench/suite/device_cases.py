@@ -1,31 +1,52 @@
-"""What comes first on a device: does a launch work at all, what does it cost, and how fast can this device be."""
+"""What the suite measures itself: ``python -m ringattn.bench.suite.device_cases NAME FILE`` runs one case.
+
+Everything else is a command line of its own. A case yields numbers; FILE is a result as every command writes it.
+"""
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ... import reference
-from ...kernels import FULL, attention_forward
-from ..common.memory_room import Needs, largest
+from ...comm import LocalGroup, LocalWorld
+from ...kernels import FULL, attention_forward, dequantize, quantize, scale_shape
+from ...ring import Layout, ring_attention
+from ...ring.wire import Scaled
+from ..common import memory
+from ..common.attention import DTYPES
+from ..common.flags import device_here
+from ..common.output import write_json
+from ..common.provenance import provenance
 from ..common.timing import Clock, Step, interleaved
+from ..kernels import accuracy, beside, speed
 from ..kernels.accuracy import draw
 from ..kernels.speed import AGREE, causal_bounds
-from ..ring.candidates import DTYPES
-from ..ring.memory import FP32
-from .cases import Number, demand_room, distance, free_on, taken_on
+from .cases import NotHere, Number, distance, result_of
 
 ENQUEUED = 200  # launches in one timed stretch of the host
+NAN_CODE = 0x7F  # of e4m3, and the same with a sign
+EXPONENTS = (-14, 8)  # of what becomes fp8: normal and subnormal codes, and some that round to zero
+MOST_TIMES = {"forward": (1.08, 1.04), "forward and backward": (1.12, 1.06)}
+"""What a ring of virtual ranks on one GPU may take, in times of a ring of one rank, and what it is to reach."""
+COPIED_SHARE = 4  # a copy takes at most this part of the free memory, twice
+
+Shape = tuple[int, int, int, int]
+Run = Callable[..., Iterator[Number]]
 
 
 def launches(
     device: torch.device, *, dtype: str = "bfloat16", seqlen: int = 512, head_dim: int = 64
 ) -> Iterator[Number]:
-    """The forward with NamedTuple arguments, with bounds and without: first launch, result, the host's time."""
+    """NamedTuple arguments at launch, with bounds and without; what a launch costs the host."""
     for causal in (False, True):
         q, k, v, _, _ = draw(device, DTYPES[dtype], (seqlen, 4, 2, head_dim, head_dim))
         step = partial(attention_forward, q, k, v, bounds=causal_bounds(q, k) if causal else FULL)
@@ -42,31 +63,22 @@ def launches(
 
 def host_microseconds(device: torch.device, step: Step) -> float:
     """What the host needs to enqueue one step, while the device is behind."""
-    taken = []
+    times = []
     for _ in range(3):
         synchronize(device)
         begun = time.perf_counter()
         for _ in range(ENQUEUED):
             step()
-        taken.append((time.perf_counter() - begun) / ENQUEUED * 1e6)
+        times.append((time.perf_counter() - begun) / ENQUEUED * 1e6)
     synchronize(device)
-    return statistics.median(taken)
+    return statistics.median(times)
 
 
 def ceilings(
     device: torch.device, *, side: int = 8192, dtype: str = "bfloat16", nbytes: int = 4 << 30
 ) -> Iterator[Number]:
-    """A large matrix product and a large copy through PyTorch, on random data: what percentages refer to.
-
-    Of the copy as much as fits the free memory, in sixteenths.
-    """
-
-    def needed(copied: int) -> Needs:
-        return taken_on(device, side**2 * (FP32 + 3 * DTYPES[dtype].itemsize) + 2 * copied)
-
-    step = max(1, nbytes // 16)
-    demand_room(device, step, needed, "bytes of a copy")
-    nbytes = largest(nbytes, needed, free_on(device), step=step)
+    """A large matrix product and a large copy through PyTorch, on random data: what percentages refer to."""
+    nbytes = min(nbytes, memory.free_memory(device) // COPIED_SHARE)
     clock = Clock(device)
     with clock.stage():
         a, b = (torch.randn(side, side, device=device).to(DTYPES[dtype]) for _ in range(2))
@@ -74,20 +86,227 @@ def ceilings(
         target = torch.empty_like(source)
         steps: dict[str, Step] = {"product": lambda: a @ b, "copy": lambda: target.copy_(source)}
         prepared = {name: clock.prepared(step) for name, step in steps.items()}
-        taken = interleaved(prepared, clock, repeats=10, warmup=3)
-    product, copy = taken["product"], taken["copy"]
-    yield Number(
-        "matrix product",
-        2 * side**3 / product.median / 1e12,
-        "TFLOP/s",
-        {"side": side, "dtype": dtype},
-        spread=product.spread,
-    )
-    yield Number(
-        "copy, bytes read and written", 2 * nbytes / copy.median / 1e9, "GB/s", {"bytes": nbytes}, spread=copy.spread
-    )
+        times = interleaved(prepared, clock, repeats=10, warmup=3)
+    product, copy = times["product"], times["copy"]
+    rate, of = 2 * side**3 / product.median / 1e12, {"side": side, "dtype": dtype}
+    yield Number("matrix product", rate, "TFLOP/s", of, spread=product.spread)
+    rate = 2 * nbytes / copy.median / 1e9
+    yield Number("copy, bytes read and written", rate, "GB/s", {"bytes": nbytes}, spread=copy.spread)
+
+
+def fp8(
+    device: torch.device,
+    *,
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32"),
+    shapes: tuple[Shape, ...] = ((2, 1000, 4, 128), (1, 200, 2, 40)),
+    timed: Shape = (1, 32768, 32, 128),
+) -> Iterator[Number]:
+    """K/V to e4m3 and back: bits that are not those of the CPU's own code; on a GPU the speed."""
+    for name in dtypes:
+        for shape in shapes:
+            x = fp8_inputs(shape, DTYPES[name])
+            for what, count in fp8_differences(x, device).items():
+                labels = {"dtype": name, "shape": "x".join(map(str, shape))}
+                yield Number(f"wrong {what}", count, "elements", labels, limit=0)
+    if device.type == "cuda":
+        yield from fp8_speed(Clock(device), timed)
+
+
+def fp8_inputs(shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Numbers of many sizes, some zeros, and one NaN and one infinity, on the CPU; heads are strided."""
+    batch, tokens, heads, dim = shape
+    wide = torch.randn(batch, tokens, heads, 2 * dim)
+    wide *= torch.exp2(torch.randint(*EXPONENTS, wide.shape))
+    wide[torch.rand(wide.shape) < 0.01] = 0.0
+    wide[0, tokens // 2, 0, 1] = torch.nan
+    wide[0, tokens - 1, heads - 1, 0] = -torch.inf
+    return wide.to(dtype)[..., :dim]
+
+
+def fp8_differences(x: Tensor, device: torch.device) -> dict[str, int]:
+    """How many codes, scales and numbers that come back differ between the kernels and the CPU's code."""
+    codes, scales = fp8_buffers(x, x.device)
+    Scaled().encode(x, (codes, scales))
+    back = torch.empty(x.shape, dtype=x.dtype)
+    Scaled().decode((codes, scales), back)
+    here = x.to(device) if device.type != "cpu" else x  # which would lose the strides
+    ours, our_scales = fp8_buffers(x, device)
+    quantize(here, ours, our_scales)
+    returned = torch.full(x.shape, torch.nan, dtype=x.dtype, device=device)
+    dequantize(ours, our_scales, returned)
+    return {
+        "codes": int((code_bits(ours) != code_bits(codes)).sum()),
+        "scales": int((our_scales.cpu().view(torch.int32) != scales.view(torch.int32)).sum()),
+        "numbers": int((number_bits(returned) != number_bits(back)).sum()),
+    }
+
+
+def fp8_buffers(x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For codes and scales of ``x``, poisoned."""
+    codes = torch.full(x.shape, 0x55, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    return codes, torch.full(scale_shape((x.shape[0], *x.shape[1:])), torch.nan, device=device)
+
+
+def code_bits(codes: Tensor) -> Tensor:
+    """With one code for NaN of either sign."""
+    bits = codes.view(torch.uint8).cpu()
+    return torch.where(bits & NAN_CODE == NAN_CODE, NAN_CODE, bits)
+
+
+def number_bits(x: Tensor) -> Tensor:
+    """With one pattern for every NaN."""
+    bits = x.cpu().nan_to_num(nan=123.0, posinf=torch.inf, neginf=-torch.inf)
+    return bits.view(torch.int16 if x.dtype.itemsize == 2 else torch.int32)
+
+
+def fp8_speed(clock: Clock, shape: Shape) -> Iterator[Number]:
+    """Of bf16; the bytes are those of the inputs and outputs, once each."""
+    with clock.stage():
+        x = torch.randn(shape, device=clock.device).to(torch.bfloat16)
+        back = torch.empty_like(x)
+        codes, scales = fp8_buffers(x, clock.device)
+        steps = {"quantize": lambda: quantize(x, codes, scales), "dequantize": lambda: dequantize(codes, scales, back)}
+        prepared = {name: clock.prepared(step) for name, step in steps.items()}
+        times = interleaved(prepared, clock, repeats=20, warmup=3)
+    nbytes = x.nbytes + codes.nbytes + scales.nbytes
+    for name, samples in times.items():
+        labels = {"dtype": "bfloat16", "shape": "x".join(map(str, shape))}
+        yield Number(name, nbytes / samples.median / 1e9, "GB/s", labels, spread=samples.spread)
+
+
+def local_world(
+    device: torch.device,
+    *,
+    world: int = 4,
+    tokens: int = 8192,
+    heads: tuple[int, int] = (32, 32),
+    head_dim: int = 128,
+    dtype: str = "bfloat16",
+    repeats: int = 10,
+) -> Iterator[Number]:
+    """A causal zigzag ring of virtual ranks on one device against one rank with all tokens: the cost of hops."""
+    seqlen = world * tokens
+    inputs = [
+        torch.randn(1, seqlen, count, head_dim, device=device).to(DTYPES[dtype])
+        for count in (heads[0], heads[1], heads[1], heads[0])
+    ]
+    labels = {"world": world, "tokens per rank": tokens, "dtype": dtype, "head_dim": head_dim}
+    with LocalWorld(world, device=device) as ring, LocalWorld(1, device=device) as alone:
+        parts: dict[str, Step] = {}
+        results = []
+        for who, ranks, count in (("ring", ring, world), ("one rank", alone, 1)):
+            layout = Layout.zigzag(seqlen, count)
+            # ranks keep their shards, as they do in a training step: cutting and joining are not timed
+            shards = [[layout.shard(x, rank) for x in inputs] for rank in range(count)]
+            parts[f"forward:{who}"] = partial(ranks.run, partial(forward, shards, layout))
+            step = partial(ranks.run, partial(forward_and_backward, shards, layout))
+            parts[f"forward and backward:{who}"] = step
+            results.append([layout.unshard(each) for each in zip(*step(), strict=True)])
+        yield Number("difference from one rank", distance(*results), "relative", labels, AGREE[dtype])
+        del results
+        times = interleaved(parts, Clock(device), repeats=repeats)
+    for name, samples in times.items():
+        what, _, who = name.partition(":")
+        yield Number(f"{what} time", samples.median * 1e3, "ms", {**labels, "by": who}, spread=samples.spread)
+    for what in MOST_TIMES:
+        ratio = times[f"{what}:ring"].median / times[f"{what}:one rank"].median
+        yield times_of_one_rank(what, ratio, labels, device)
+
+
+def forward(shards: list[list[Tensor]], layout: Layout, group: LocalGroup) -> Tensor:
+    """What one virtual rank computes."""
+    q, k, v, _ = shards[group.rank()]
+    out = ring_attention(q, k, v, layout=layout, group=group, causal=True)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def forward_and_backward(shards: list[list[Tensor]], layout: Layout, group: LocalGroup) -> tuple[Tensor, ...]:
+    """Out, dq, dk and dv of one virtual rank."""
+    *inputs, dout = shards[group.rank()]
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = ring_attention(*leaves, layout=layout, group=group, causal=True)
+    assert isinstance(out, Tensor)
+    return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+
+def times_of_one_rank(what: str, ratio: float, labels: dict[str, Any], device: torch.device) -> Number:
+    """The time of virtual ranks over that of one; limited on a GPU."""
+    most, goal = MOST_TIMES[what]
+    limit, note = (most, f"the goal is {goal}") if device.type == "cuda" else (None, None)
+    return Number(f"{what}, ring over one rank", ratio, "times", labels, limit, note=note)
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; the CPU is never behind."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def right(backend: str, dtype: str, head_dim: int, **more: Any) -> tuple[str, Run]:
+    """Every kernel of a backend against float64."""
+    run = partial(accuracy.accuracy, backend=backend, dtype=dtype, head_dim=head_dim, **more)
+    return f"right {'' if backend == 'triton' else f'{backend} '}{dtype} D{head_dim}", run
+
+
+INTERPRETED = {"seqlen": 80, "heads": (2, 1)}
+WORLDS = (1, 3)  # one launch, and carried over three shards: a first, a middle and a last hop
+CASES: dict[str, dict[str, Run]] = {
+    "cuda": dict(
+        [
+            ("launches", launches),
+            *(
+                right("triton", dtype, dim, full_worlds=WORLDS if dim == 128 else (1,))
+                for dtype in ("bfloat16", "float16")
+                for dim in (128, 64, 256, 40)
+            ),
+            right("triton", "float32", 64),
+            right("triton", "bfloat16", 192, head_dim_v=128, seqlen=997, heads=(3, 3)),
+            *(
+                right(backend, dtype, dim, full_worlds=WORLDS)
+                for backend in accuracy.BACKENDS
+                for dtype, dim in (("bfloat16", 128), ("float16", 64))
+            ),
+            ("ceilings", ceilings),
+            ("targets", speed.targets),
+            ("beside", beside.beside),
+            ("fp8", fp8),
+            ("LocalWorld", local_world),
+        ]
+    ),
+    "cpu": dict(
+        [
+            ("launches", partial(launches, dtype="float32", seqlen=80)),
+            *(right("aten", dtype, 64, seqlen=512) for dtype in ("float32", "bfloat16", "float16")),
+            right("triton", "float32", 64, **INTERPRETED),
+            right("triton", "float16", 40, **INTERPRETED),
+            right("single_pass", "float16", 40, **INTERPRETED),
+            ("ceilings", partial(ceilings, side=2048, dtype="float32", nbytes=1 << 28)),
+            ("fp8", partial(fp8, dtypes=("float32", "float16"), shapes=((1, 200, 2, 40),))),
+            ("LocalWorld", partial(local_world, tokens=512, heads=(8, 8), head_dim=64, dtype="float32", repeats=5)),
+        ]
+    ),
+}
+"""By the kind of device and by name. On the CPU kernels run under Triton's interpreter, and are not timed."""
+
+
+def main(name: str, run: Run, device: torch.device, file: str) -> int:
+    """Write the result after every number; the exit code says whether it failed, or cannot run here."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current one
+    about, numbers = provenance(device), list[Number]()
+    try:
+        for number in run(device):
+            numbers.append(number)
+            write_json(file, result_of(f"bench suite: {name}", numbers, about).as_json())
+    except (NotHere, torch.OutOfMemoryError) as missing:
+        print(missing)
+        return os.EX_UNAVAILABLE
+    result = result_of(f"bench suite: {name}", numbers, about)
+    print(result.text())
+    return 1 if result.failed else 0
+
+
+if __name__ == "__main__":
+    here = device_here(None)
+    sys.exit(main(sys.argv[1], CASES[here.type][sys.argv[1]], here, sys.argv[2]))

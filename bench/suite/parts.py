@@ -14,8 +14,7 @@ import torch
 from ...comm.transports.copy_engine.copy_engine import copy_engine_missing
 from ...comm.transports.nccl import nccl_missing
 from ..kernels.accuracy import BACKENDS
-from . import one_case
-from .case_lists import cases_of, cpu_cases, gpu_cases
+from . import device_cases
 
 PACKAGE = Path(__file__).absolute().parents[2]
 CLONE = next((it for it in (Path.cwd(), PACKAGE) if (it / "tests" / "support" / "gpu_cases.py").exists()), PACKAGE)
@@ -50,6 +49,11 @@ class Part:
         return [word.removeprefix(f"{OUT}/") for word in self.command if word.startswith(f"{OUT}/")]
 
     @property
+    def result(self) -> str | None:
+        """The file of the folder of results that its rows are in; None of tests."""
+        return next((name for name in self.leaves if name == f"{self.name.replace(' ', '_')}.json"), None)
+
+    @property
     def shares_a_gpu(self) -> bool:
         """Whether its times are time slices: several processes take turns on one GPU, without MPS."""
         return self.ranks > 1 and 0 < torch.cuda.device_count() < self.ranks
@@ -65,7 +69,7 @@ def gpu_parts() -> list[Part]:
     gpus, special = torch.cuda.device_count(), tuple(f"right {backend}" for backend in BACKENDS)
     sanitizer = None if shutil.which("compute-sanitizer") else "compute-sanitizer is not on the PATH"
     case = partial(_case, "cuda")
-    right = [one.name for one in gpu_cases() if one.name.startswith("right")]
+    right = [name for name in device_cases.CASES["cuda"] if name.startswith("right")]
     return [
         case("launches", 15),
         *(case(name, 45, "right") for name in right if not name.startswith(special)),
@@ -124,10 +128,11 @@ def _between_gpus(gpus: int) -> list[Part]:
 def cpu_parts() -> list[Part]:
     """The same where it makes sense."""
     case = partial(_case, "cpu")
+    right = [name for name in device_cases.CASES["cpu"] if name.startswith("right")]
     small = ("--heads", "8", "--head-dim", "64")
     return [
         case("launches", 60),
-        *(case(one.name, 120, "right") for one in cpu_cases() if one.name.startswith("right")),
+        *(case(name, 120, "right") for name in right),
         bench("ring", "two processes over gloo against one device and the ways around a ring", 180, "ring", "--world",
               "2", "--seqlen", "2k,4k", "--layout", "zigzag,contiguous", "--repeats", "3"),
         case("LocalWorld", 60),
@@ -147,8 +152,10 @@ def cpu_parts() -> list[Part]:
 
 
 def _case(device: str, name: str, seconds: float, beside: str = "") -> Part:
-    (about,) = (one.about for one in cases_of(device) if one.name == name)
-    return Part(name, about, (PYTHON, "-m", one_case.__name__, name, device), seconds, beside)
+    run = device_cases.CASES[device][name]
+    about = (getattr(run, "func", run).__doc__ or "").partition("\n")[0].rstrip(".")
+    file = f"{OUT}/{name.replace(' ', '_')}.json"
+    return Part(name, about, (PYTHON, "-m", device_cases.__name__, name, file), seconds, beside)
 
 
 def bench(name: str, about: str, seconds: float, *words: str, ranks: int = 1, missing: str | None = None) -> Part:

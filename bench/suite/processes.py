@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import count, groupby
 from pathlib import Path
 
-from .cases import Number
+from ..common.result import read
 from .parts import OUT, PACKAGE, PYTHON, SECONDS, Part
 
 LOGS = "logs"
@@ -27,9 +26,10 @@ ENOUGH_SHARE = 0.9  # with that a part that overruns has failed
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 2.0  # in which what overran says where it was
 USED_UP = 0.5  # of its time, by a command that is told one: it compiles, starts and writes, too
-LAST_LINES = 12  # of a log, where a part failed
 MARK = "RINGATTN_SUITE_PART"  # in the environment of a part, and of whatever it starts: the folder, and which
 TEST = re.compile(r"^tests/\S+::.* (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
+
+TIME_SLICES = "processes share one GPU: their times are time slices, and no results"
 
 _marks = count()
 
@@ -42,19 +42,34 @@ class Outcome:
     state: str = "not run"  # done, failed, cut short, not here, not run
     reason: str = ""
     seconds: float = 0.0
-    numbers: list[Number] = field(default_factory=list)
+    found: str = ""  # how many tests passed, or the last note of its result
+    failed: list[str] = field(default_factory=list)
 
     @property
-    def good(self) -> bool:
-        """Nothing is wrong: whatever ran is done, or cut short, and no number failed."""
-        return self.state != "failed" and not any(number.fails for number in self.numbers)
+    def over(self) -> bool:
+        """Whether it has ended, or never runs."""
+        return bool(self.seconds or self.reason)
+
+    @property
+    def row(self) -> dict[str, object]:
+        """Of the result of the suite."""
+        sliced = f"; {TIME_SLICES}" if self.part.shares_a_gpu else ""
+        return {
+            "part": self.part.name,
+            "state": self.state,
+            "seconds": round(self.seconds, 1),
+            "found": self.found,
+            "reason": "; ".join(self.failed) or self.reason,
+            "about": f"{self.part.about}{sliced}",
+            "command": self.part.told,
+        }
 
 
 class Running:
     """A part on its way."""
 
     def __init__(self, outcome: Outcome, seconds: float, out: Path, device: str) -> None:
-        self.outcome, self._seconds, part = outcome, seconds, outcome.part
+        self.outcome, self._seconds, self._out, part = outcome, seconds, out, outcome.part
         self._log = out / LOGS / f"{part.name.replace(' ', '_')}.txt"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._mark = f"{mark_of(out)}{os.getpid()}.{next(_marks)}|"
@@ -78,9 +93,24 @@ class Running:
         self.end()
         outcome, text = self.outcome, self._log.read_text(errors="replace")
         outcome.seconds = time.monotonic() - self._begun
-        outcome.numbers = [*numbers_in(text), *tests_in(text)]
         outcome.state, outcome.reason = self._late(text) if late else ended(self._process.returncode, text)
+        outcome.found = tests_in(text)
+        if outcome.part.result is not None:
+            self._take(outcome, self._out / outcome.part.result)
         return True
+
+    @staticmethod
+    def _take(outcome: Outcome, path: Path) -> None:
+        """What it found and what failed, as its result says; a part that is done has left one."""
+        try:
+            result = read(path)
+        except ValueError as error:
+            if outcome.state == "done":
+                outcome.state, outcome.reason = "failed", str(error)
+            return
+        outcome.found = result.notes[-1] if result.notes else f"{len(result.rows)} rows"
+        outcome.failed = result.failed
+        outcome.state = "failed" if result.failed else outcome.state
 
     def end(self) -> None:
         """End it and whatever it started: what still runs says where it is, then goes."""
@@ -92,7 +122,7 @@ class Running:
         """Not its fault where less was left than it takes at most, or where it takes whatever there is."""
         part, had = self.outcome.part, f"it had {self._seconds:.0f} s, and was ended with all its processes"
         enough = self._seconds >= ENOUGH_SHARE * part.seconds and SECONDS not in part.command
-        return ("failed" if enough else "cut short"), f"{had}\n{last_of(text)}"
+        return ("failed" if enough else "cut short"), f"{had}: {last_of(text)}".rstrip(": ")
 
 
 def _filled(word: str, filled: dict[str, str]) -> str:
@@ -141,32 +171,21 @@ def marked(mark: str) -> Iterator[int]:
 def ended(code: int, text: str) -> tuple[str, str]:
     """The state and the reason by an exit code and a log."""
     if code == os.EX_UNAVAILABLE:
-        return "not here", (text.strip().splitlines() or [""])[-1]
+        return "not here", last_of(text)
     kinds = {kind for kind in TEST.findall(text)}
     if code == 0 and kinds == {"SKIPPED"}:
         return "not here", next((line for line in text.splitlines() if line.startswith("SKIPPED [")), "")
-    return ("done", "") if code == 0 else ("failed", f"exit code {code}\n{last_of(text)}")
+    return ("done", "") if code == 0 else ("failed", f"exit code {code}: {last_of(text)}")
 
 
 def last_of(text: str) -> str:
-    return "\n".join(text.strip().splitlines()[-LAST_LINES:])
+    """The last line of a log."""
+    return (text.strip().splitlines() or [""])[-1]
 
 
-def numbers_in(text: str) -> Iterator[Number]:
-    """Those that a case printed."""
-    for line in text.splitlines():
-        if line.startswith('{"name": '):
-            with contextlib.suppress(ValueError, TypeError):  # cut off in the middle, or another program's
-                told = json.loads(line)
-                told.pop("fails", None)
-                yield Number(**told)
-
-
-def tests_in(text: str) -> Iterator[Number]:
-    """How many tests ended how; none may fail."""
-    found = Counter(TEST.findall(text))
-    for kind, number in found.items():
-        yield Number(kind.lower(), number, "tests", limit=0 if kind in ("FAILED", "ERROR") else None)
+def tests_in(text: str) -> str:
+    """How many tests ended how, also of a log that was cut off; nothing where there are none."""
+    return ", ".join(f"{number} {kind.lower()}" for kind, number in Counter(TEST.findall(text)).items())
 
 
 def run(
@@ -180,19 +199,22 @@ def run(
     end_marked(mark_of(out))  # of a call that was killed
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     outcomes = [Outcome(part) for part in parts]
-    groups = [list(group) for _, group in groupby(outcomes, lambda one: one.part.beside or one.part.name)]
-    for place, group in enumerate(groups):
-        now = time.monotonic()
-        needed = sum(taken(one, width) for one in groups[place:])
-        share = taken(group, width) * max(1.0, (ends - now) / (needed or 1.0))
+    for _, members in groupby(outcomes, lambda one: one.part.beside or one.part.name):
+        group, now = list(members), time.monotonic()
+        own = seconds_of([one.part for one in group], width)
+        needed = seconds_of(parts[outcomes.index(group[0]) :], width)
+        share = own * max(1.0, (ends - now) / (needed or 1.0))
         _together(group, out, device, min(ends, now + share), width, changed)
     return outcomes
 
 
-def taken(group: Sequence[Outcome], width: int) -> float:
-    """Seconds of parts that run side by side, so many at a time."""
-    found = [one.part.seconds for one in group if one.part.missing is None]
-    return max(found, default=0.0) * math.ceil(len(found) / width)
+def seconds_of(parts: Sequence[Part], width: int) -> float:
+    """What parts take at most, those of one ``beside`` side by side, so many at a time."""
+    total = 0.0
+    for _, group in groupby(parts, lambda one: one.beside or one.name):
+        seconds = [one.seconds for one in group if one.missing is None]
+        total += max(seconds, default=0.0) * math.ceil(len(seconds) / width)
+    return total
 
 
 def _together(

@@ -3,127 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-import torch.distributed as dist
 import typer
 
-from ...comm import LocalGroup, LocalWorld
-from ...comm.control import control_of
-from ...ring import Ring, ring_attention
-from ...tools.pictures import picture
-from ..common.files import read_object
-from ..common.free_memory import free_memory
-from ..common.launching import Member, cores, member, process_group, started, world_of
-from ..common.memory_room import Needs, free_here, of_ranks
-from ..common.output import check_targets, prints, write_csv, write_json
-from ..common.provenance import provenance
-from ..common.shapes import LayoutName, binary, device_here, device_name, dtype_name, grouped, size
-from ..links.group import device_of
-from ..ring.candidates import DTYPES, Problem, Tensors
-from ..ring.memory import of_ours, refusal
-from .events import PREDICTED, Timeline, as_chrome, call_of, differences, from_chrome
-from .recording import timeline_of
-from .spent import as_json, as_rows, shares
+from ..common.flags import (
+    Batch,
+    Causal,
+    Csv,
+    DeviceFlag,
+    Dtype,
+    HeadDim,
+    Heads,
+    Json,
+    KvHeads,
+    LayoutFlag,
+    LayoutName,
+    check_needs,
+    device_here,
+    device_name,
+    kv_heads_of,
+    size,
+)
+from ..common.launching import Member, cores, member, world_of
+from ..common.output import check_targets, prints, write_json
+from ..common.result import Result, finish
+
+if TYPE_CHECKING:
+    from ..common.attention import AttentionConfig
+    from .events import Timeline
 
 DEFAULT_WORLD = 2
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def spawned(store: str, problem: Problem, repeats: int) -> Timeline | None:
-    """The entry of the processes that the command starts itself: on the CPU."""
-    place = member()
-    assert place is not None
-    return in_a_group(place, problem, repeats, store)
+def picture_file(text: str) -> Path:
+    """The path of a picture that can be drawn; a parser of typer options."""
+    from ..report.theme import picture
 
-
-def in_a_group(place: Member, problem: Problem, repeats: int, store: str | None = None) -> Timeline | None:
-    """One rank of a process group."""
-    torch.set_num_threads(problem.threads)
-    device = device_of(place, problem.device)
-    with process_group(place, store, device=device):
-        return recorded(problem, None, device, repeats)
-
-
-def virtual(problem: Problem, device: torch.device, repeats: int) -> Timeline | None:
-    """Virtual ranks that share one device."""
-    with LocalWorld(problem.world, device=device) as world:
-        return world.run(lambda group: recorded(problem, group, device, repeats))[0]
-
-
-def recorded(problem: Problem, group: LocalGroup | None, device: torch.device, repeats: int) -> Timeline | None:
-    """The median of ``repeats`` runs by length, after one that is not recorded; on rank 0."""
-    with Ring(group) as ring:
-        shards = _shards(problem, ring.rank, device)
-        _step(problem, ring, shards)
-        about = {"call": asdict(problem), "provenance": provenance(device) if ring.rank == 0 else None}
-        runs = [_run(problem, ring, shards, device, about) for _ in range(repeats)]
-    found = [run for run in runs if run is not None]
-    return sorted(found, key=lambda run: run.seconds)[len(found) // 2] if found else None
-
-
-def _run(problem: Problem, ring: Ring, shards: Tensors, device: torch.device, about: dict[str, Any]) -> Timeline | None:
-    with ring.record() as trace:
-        _together(ring)
-        _step(problem, ring, shards)
-    return timeline_of(ring, trace, title(problem, device), about)
-
-
-def _together(ring: Ring) -> None:
-    """Let all ranks begin at once, as near as a barrier lets them."""
-    if isinstance(ring.group, LocalGroup):
-        for _ in range(2):  # who waited long looks seldom: the second time all look at once
-            control_of(ring.group).gather(None, what="the ranks to be ready")
-    else:
-        dist.barrier(ring.group)
-
-
-def _shards(problem: Problem, rank: int, device: torch.device) -> Tensors:
-    """q, k, v and dout of a rank, drawn by itself."""
-    draw = torch.Generator().manual_seed(problem.seed + rank)
-    heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-    shapes = [(problem.batch, problem.held.lengths[rank], count, problem.head_dim) for count in heads]
-    return tuple(torch.randn(shape, generator=draw).to(device, DTYPES[problem.dtype]) for shape in shapes)
-
-
-def _step(problem: Problem, ring: Ring, shards: Tensors) -> None:
-    """Forward and backward, over when it returns."""
-    *inputs, dout = shards
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = ring_attention(*leaves, layout=problem.held, ring=ring, causal=problem.causal)
-    assert isinstance(out, torch.Tensor)
-    torch.autograd.grad(out, leaves, dout)
-
-
-def title(problem: Problem, device: torch.device) -> str:
-    """``causal, zigzag, 8k tokens over 4 ranks, H8/8 D64 float32 (CPU)``."""
-    where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    kind = "causal" if problem.causal else "full"
-    return (
-        f"{kind}, {problem.layout}, {binary(problem.seqlen)} tokens over {problem.world} ranks, "
-        f"H{problem.heads}/{problem.kv_heads} D{problem.head_dim} {problem.dtype}, {where}"
-    )
-
-
-def check_room(problem: Problem, device: torch.device, place: Member | None) -> None:
-    """Refuse what does not fit this machine's free memory, with the length that does.
-
-    Raises:
-        typer.BadParameter: too many tokens.
-    """
-
-    def needed(wanted: Problem) -> Needs:
-        if place is None and device.type == "cuda":
-            return Needs(0, problem.world * of_ours(wanted))  # virtual ranks of this process
-        return of_ranks(of_ours(wanted), device, problem.world if place is None else place.local_world)
-
-    why = refusal(problem, free_here(device, free_memory), needed)
-    if why is not None:
-        raise typer.BadParameter(f"--seqlen: {why}")
+    return picture(text)
 
 
 def read_timeline(path: Path) -> Timeline:
@@ -132,6 +52,9 @@ def read_timeline(path: Path) -> Timeline:
     Raises:
         typer.BadParameter: it cannot be read, or is none.
     """
+    from ..common.files import read_object
+    from .events import from_chrome
+
     try:
         return from_chrome(read_object(path))
     except ValueError as error:
@@ -144,93 +67,97 @@ def prediction_of(path: Path, call: Mapping[str, Any]) -> Timeline:
     Raises:
         typer.BadParameter: it cannot be read, is measured, or of another call.
     """
-    found = read_timeline(path)
-    if found.source != PREDICTED:
-        raise typer.BadParameter(f"--predicted {path} is {found.source}: it takes what `ringattn predict --trace` left")
-    theirs = call_of(found)
-    if not theirs:
-        raise typer.BadParameter(f"--predicted {path} does not say of what call it is: it must be of the one recorded")
-    if told := [f"{name} {there} there, {here} here" for name, here, there in differences(call, theirs)]:
-        raise typer.BadParameter(f"--predicted {path} is of another call: {'; '.join(told)}")
-    return found
+    from .events import PREDICTED, call_of, differences
+
+    timeline = read_timeline(path)
+    if timeline.source != PREDICTED:
+        why = f"is {timeline.source}: it takes what `ringattn predict --trace` left"
+    elif not call_of(timeline):
+        why = "does not say of what call it is: it must be of the one recorded"
+    else:
+        apart = differences(call, call_of(timeline))
+        other = "; ".join(f"{name} {there} there, {here} here" for name, here, there in apart)
+        why = f"is of another call: {other}" if apart else ""
+    if why:
+        raise typer.BadParameter(f"--predicted {path} {why}")
+    return timeline
 
 
 @app.command()
 def timeline(
+    context: typer.Context,
     world: Annotated[int | None, typer.Option(min=1, help="Ranks; default: 2; under a launcher, its own.")] = None,
     seqlen: Annotated[Any, typer.Option(parser=size, metavar="SIZE", help="Tokens in all.")] = "8k",
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
-    head_dim: Annotated[int, typer.Option(min=1)] = 64,
-    dtype: Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16.")] = "fp32",
-    causal: Annotated[bool, typer.Option("--causal/--full", help="Keys up to the query's position, or all.")] = True,
-    layout: Annotated[LayoutName, typer.Option(help="Who holds which tokens.")] = LayoutName.zigzag,
+    batch: Batch = 1,
+    heads: Heads = 8,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = 64,
+    dtype: Dtype = "fp32",
+    causal: Causal = True,
+    layout: LayoutFlag = LayoutName.zigzag,
     repeats: Annotated[int, typer.Option(min=1, help="Recorded runs; the one of median length is kept.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="Per process; default: a share of the cores.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU where there is one.")] = None,
-    trace: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write a trace that Perfetto opens.")] = None,
-    out: Annotated[Any, typer.Option(parser=picture, metavar="FILE", help="Draw it: .svg, .png or .pdf.")] = None,
+    device: DeviceFlag = "",
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace that Perfetto opens.")] = None,
+    out: Annotated[Any, typer.Option(parser=picture_file, metavar="FILE", help="Draw it: .svg, .png or .pdf.")] = None,
     predicted: Annotated[Path | None, typer.Option(help="A predicted trace of the same call, drawn below.")] = None,
-    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write what each rank did as JSON.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write a row per rank.")] = None,
+    json: Json = None,
+    csv: Csv = None,
 ) -> None:
     """Record one forward and backward of a ring: every rank's compute, waits, transfers and slots on one clock.
 
     Alone it starts processes of the CPU, or virtual ranks on the GPU where there is one.
     """
-    place = member()
-    ranks = world_of(place, world, DEFAULT_WORLD)
-    problem = _problem(place, seqlen, ranks, batch, heads, grouped(heads, kv_heads), head_dim, dtype, causal, layout)
-    problem = replace(problem, seed=seed, device=device_name(device or ""), threads=threads or problem.threads)
-    if predicted is not None and out is None:
-        raise typer.BadParameter("--predicted is given without --out: it is drawn there, below what is recorded")
-    below = None if predicted is None else prediction_of(predicted, asdict(problem))
-    if trace == json == "-":
-        raise typer.BadParameter("--trace and --json are both -: one of them takes a file")
-    check_targets(trace, out, json, csv)
-    found = measured(place, problem, repeats)
-    if found is None or not prints():
+    from ..common.attention import AttentionConfig
+    from .events import as_chrome
+    from .runs import call_data
+
+    check_needs(context, {"predicted": "out"})
+    place, ranks = member(), world_of(member(), world, DEFAULT_WORLD)
+    device, kv_heads = device_name(device), kv_heads_of(heads, kv_heads)
+    if seqlen < ranks:
+        raise typer.BadParameter(f"--seqlen is {seqlen}: {ranks} ranks need a token each")
+    threads = threads or max(1, cores() // (place.local_world if place is not None else ranks))
+    problem = AttentionConfig(
+        seqlen, ranks, batch, heads, kv_heads, head_dim, dtype, causal, layout.value, threads, seed, device
+    )  # fmt: skip
+    below = None if predicted is None else prediction_of(predicted, call_data(problem))
+    check_targets(trace, out)
+    recorded = measured(place, problem, repeats)
+    if recorded is None or not prints():
         return
-    piped = "-" in (trace, json)
-    if not piped:
-        typer.echo(f"{found.title}\n{shares(found)}\nclocks of the ranks agree to {found.about['clock_error']:.1e} s")
     if trace is not None:
-        write_json(trace, as_chrome(found))
-    if json is not None:
-        write_json(json, as_json(found))
-    if csv is not None:
-        write_csv(csv, as_rows(found))
+        write_json(trace, as_chrome(recorded))
     if out is not None:
         from ..report.timelines import save
 
-        save([found] if below is None else [found, below], out)
-        typer.echo(f"picture: {out}", err=piped)
+        save([recorded] if below is None else [recorded, below], out)
+    finish(result_of(recorded), json, csv)
 
 
-def measured(place: Member | None, problem: Problem, repeats: int) -> Timeline | None:
+def measured(place: Member | None, problem: AttentionConfig, repeats: int) -> Timeline | None:
     """The timeline, on rank 0; with the error of a rank that fails, and exit code 1."""
-    if place is not None:
-        check_room(problem, device_of(place, problem.device), place)
-        return in_a_group(place, problem, repeats)
-    where = device_here(problem.device)
-    check_room(problem, where, None)
-    if where.type == "cuda":
-        return virtual(problem, where, repeats)
-    return started(problem.world, spawned, problem, repeats)
+    from . import runs
+
+    device = device_here(problem.device) if place is None else place.shared_device(problem.device)
+    runs.check_room(problem, device, place)
+    return runs.measured(place, problem, device, repeats)
 
 
-def _problem(
-    place: Member | None, seqlen: int, world: int, batch: int, heads: int, kv_heads: int, head_dim: int,
-    dtype: str, causal: bool, layout: LayoutName,
-) -> Problem:  # fmt: skip
-    """What to run; a share of the cores for every rank.
+def result_of(timeline: Timeline) -> Result:
+    """What each rank did with its time."""
+    from .events import LANES
 
-    Raises:
-        typer.BadParameter: fewer tokens than ranks.
-    """
-    if seqlen < world:
-        raise typer.BadParameter(f"--seqlen is {seqlen}: {world} ranks need a token each")
-    share = max(1, cores() // (place.local_world if place is not None else world))
-    return Problem(seqlen, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value, share)
+    length = timeline.seconds
+    rows = []
+    for rank in range(timeline.world):
+        spans = [event for event in timeline.events if event.rank == rank]
+        lanes = {lane: sum(event.seconds for event in spans if event.lane == lane) for lane in LANES}
+        share = 100 * lanes["compute"] / length if length else 0.0
+        rows.append({"rank": rank, **{lane: seconds * 1e3 for lane, seconds in lanes.items()}, "computing": share})
+    notes = [timeline.title, f"clocks of the ranks agree to {timeline.about['clock_error']:.1e} s"]
+    computing = sum(row["computing"] for row in rows) / len(rows)
+    notes.append(f"ranks compute {computing:.1f}% of {length * 1e3:.4g} ms")
+    units = {"rank": "", **dict.fromkeys(LANES, "ms"), "computing": "%"}
+    return Result("bench timeline", units, [*rows], notes=notes, provenance=timeline.about["provenance"])

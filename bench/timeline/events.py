@@ -76,8 +76,8 @@ def call_of(timeline: Timeline) -> Mapping[str, Any]:
 
 def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """What makes two calls different ones, whatever ran them: its name, and what each says of it."""
-    told = {*mine, *theirs} - MACHINE - {name for name in SOMETIMES if not (name in mine and name in theirs)}
-    return [(name, mine.get(name), theirs.get(name)) for name in sorted(told) if mine.get(name) != theirs.get(name)]
+    names = {*mine, *theirs} - MACHINE - {name for name in SOMETIMES if not (name in mine and name in theirs)}
+    return [(name, mine.get(name), theirs.get(name)) for name in sorted(names) if mine.get(name) != theirs.get(name)]
 
 
 def alike(one: Timeline, other: Timeline) -> bool:
@@ -132,28 +132,29 @@ def from_chrome(trace: Mapping[str, Any]) -> Timeline:
     """
     about = trace.get("otherData", {}) if isinstance(trace, Mapping) else {}
     if not isinstance(about, Mapping) or about.get("schema") != SCHEMA:
-        found = about.get("schema") if isinstance(about, Mapping) else None
-        raise ValueError(f"schema is {shown(found)}: a timeline says otherData.schema = {SCHEMA!r}")
-    told: dict[str, Any] = {name: about.get(name) for name in _ABOUT} | {"about": about.get("about", {})}
-    checked_as("otherData", told, _ABOUT)
+        schema = about.get("schema") if isinstance(about, Mapping) else None
+        raise ValueError(f"schema is {shown(schema)}: a timeline says otherData.schema = {SCHEMA!r}")
+    fields: dict[str, Any] = {name: about.get(name) for name in _ABOUT} | {"about": about.get("about", {})}
+    checked_as("otherData", fields, _ABOUT)
     try:
-        return Timeline(events=_events(trace["traceEvents"]), **told)
+        return Timeline(events=_events(trace["traceEvents"]), **fields)
     except (KeyError, TypeError) as error:
         raise ValueError(f"this timeline is broken: {type(error).__name__}: {error}") from None
 
 
 def _events(records: Sequence[Mapping[str, Any]]) -> tuple[Event, ...]:
-    lanes = {(one["pid"], one["tid"]): one["args"]["name"] for one in records if one["name"] == "thread_name"}
-    found = []
-    for place, one in enumerate(records):
-        if one["ph"] == "X":
-            of, lane = one["args"], lanes[one["pid"], one["tid"]]
-            told = {"rank": one["pid"], "begin": one["ts"], "end": one["dur"], "lane": lane, "nbytes": of["bytes"]}
-            told |= {name: of[name] for name in ("phase", "hop", "name")}
-            checked_as(f"traceEvents[{place}]", told, _EVENT)
-            begin, end = one["ts"] / MICRO, (one["ts"] + one["dur"]) / MICRO
-            found.append(Event(**{**told, "begin": begin, "end": end}))
-    return tuple(found)
+    named = [record for record in records if record["name"] == "thread_name"]
+    lanes = {(record["pid"], record["tid"]): record["args"]["name"] for record in named}
+    events = []
+    for number, record in enumerate(records):
+        if record["ph"] == "X":
+            rank, begin, duration = record["pid"], record["ts"], record["dur"]
+            fields = {"rank": rank, "begin": begin, "end": duration, "lane": lanes[rank, record["tid"]]}
+            fields |= {name: record["args"][name] for name in ("phase", "hop", "name")}
+            fields["nbytes"] = record["args"]["bytes"]
+            checked_as(f"traceEvents[{number}]", fields, _EVENT)
+            events.append(Event(**{**fields, "begin": begin / MICRO, "end": (begin + duration) / MICRO}))
+    return tuple(events)
 
 
 def _time(value: object) -> str | None:

@@ -11,6 +11,7 @@ from ..bounds import Bounds
 from ..config import Tile
 from ..launch import Descriptors, check_describable, interval, launch, programs, shape_of, strided
 from ..scores import Scores
+from ..tables import gpu_of
 from .steps import CONSUMERS, ROWS
 
 HEAD_DIMS = (64, 128, 256)
@@ -90,9 +91,9 @@ def check_kind(q: torch.Tensor, v: torch.Tensor, head_dims: tuple[int, ...], tak
         )
 
 
-@cache
 def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    gpu = gpu_of(device)
+    return gpu is not None and gpu.arch == 90
 
 
 def shared_bytes(head_dim: int, tile: Tile) -> int:

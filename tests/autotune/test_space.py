@@ -11,16 +11,21 @@ from typing import Any
 
 import pytest
 
-from ringattn.autotune import Shape, dealt, gpu_of_arch, grid, nearest, points_of, shape_of_config, space, why_not
-from ringattn.autotune.ranking import tile_text
+from ringattn.autotune.model import Shape, gpu_of_arch, points_of, shape_of_config
 from ringattn.autotune.space import (
     CONFIG_FIELDS,
-    DEALT_FIELDS,
     DEFAULTS,
     MOST_VALUES,
     RULES,
+    SCHEDULE_FIELDS,
     TILE_FIELDS,
+    grid,
+    nearest,
+    schedules,
+    space,
+    tile_text,
     values_kept,
+    why_not,
 )
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.kernels.config import SHARED_LIMIT
@@ -90,7 +95,7 @@ def test_the_hopper_forward_is_tried_where_it_is_written_for(
 
 def test_what_is_tried_is_what_a_table_takes() -> None:
     for kernel in TUNED:
-        config = {**CONFIG_FIELDS[kernel], **DEALT_FIELDS[kernel]}
+        config = {**CONFIG_FIELDS[kernel], **SCHEDULE_FIELDS[kernel]}
         assert {*config} == {*OPTIONS[kernel]}, "an option that no table is made with"
         for tried, checks in ((config, OPTIONS[kernel]), (TILE_FIELDS[kernel], {})):
             for name, values in tried.items():
@@ -109,18 +114,20 @@ def test_what_is_tried_is_what_a_table_takes() -> None:
         ("single_pass", 4, 0),
     ],
 )
-def test_orders_are_tried_with_the_best_tiles(kernel: str, group: int, count: int) -> None:
+def test_schedules_are_tried_with_the_best_tiles(kernel: str, group: int, count: int) -> None:
     """Not with every tile: what they change is not what the loop does."""
     point = POINT._replace(kernel=kernel, group=group)
     tiles = space(point, 90)
     assert not any({*options_of(tile)} - {"forward_kernel"} for tile in tiles)
     plain = next(tile for tile in tiles if not options_of(tile))
-    others = dealt(plain, point, 90)
+    others = schedules(plain, point, 90)
     assert len({*others}) == len(others) == count
     for other in others:
         assert other != plain and tile_text(other).startswith(tile_text(plain)) and options_of(other)
         KernelConfig(other, other, other, **options_of(other))  # type: ignore[arg-type]
-    assert [dealt(tile, point, 90) for tile in tiles if options_of(tile)] == [[]] * (5 if kernel == "forward" else 0)
+    assert [schedules(tile, point, 90) for tile in tiles if options_of(tile)] == [[]] * (
+        5 if kernel == "forward" else 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +136,7 @@ def test_orders_are_tried_with_the_best_tiles(kernel: str, group: int, count: in
 def test_descriptors_are_tried_where_there_can_be_any(arch: int, head_dims: tuple[int, int], count: int) -> None:
     point = POINT._replace(kernel="dkdv", group=3, head_dim=head_dims[0], head_dim_v=head_dims[1])
     tile = next(tile for tile in space(point, arch) if not options_of(tile))
-    found = [options_of(other).get("dkdv_epilogue", "pointers") for other in dealt(tile, point, arch)]
+    found = [options_of(other).get("dkdv_epilogue", "pointers") for other in schedules(tile, point, arch)]
     assert found.count("pointers") == 5 and len(found) == count - 1
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import math
 import os
 import subprocess
 import sys
@@ -22,18 +20,16 @@ from typer.testing import CliRunner
 import ringattn
 from ringattn.bench import cli
 from ringattn.bench import memory as memory_bench
-from ringattn.bench.common import free_memory, timing
-from ringattn.bench.common.flops import BACKWARD_FLOPS, forward_flops, pairs_of
-from ringattn.bench.common.memory_room import USED
+from ringattn.bench.common import timing
+from ringattn.bench.common.attention import BACKWARD_FLOPS, AttentionConfig, forward_flops, pairs_of
+from ringattn.bench.common.flags import OF_RINGS, timer_on
 from ringattn.bench.common.provenance import command, provenance
 from ringattn.bench.common.tables import table
-from ringattn.bench.common.timing import OF_RINGS, Clock, Samples, interleaved, repeats_within, timer_on
+from ringattn.bench.common.timing import Clock, Samples, interleaved, repeats_within
 from ringattn.bench.kernels import accuracy, beside
 from ringattn.bench.memory import Peaks, Setting
-from ringattn.bench.ring import usual_ring
-from ringattn.bench.ring.candidates import Problem
-from ringattn.bench.suite import case_lists, device_cases, worlds
-from ringattn.bench.suite.cases import Case, NotHere, Number, distance
+from ringattn.bench.ring import baselines
+from ringattn.bench.suite.cases import NotHere
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import backends
 from ringattn.ring.cpu.aten import AtenForward
@@ -117,20 +113,6 @@ def test_flops_count_visible_pairs(causal: bool) -> None:
     assert BACKWARD_FLOPS == 2.5
 
 
-def test_distance() -> None:
-    a = torch.tensor([3.0, 4.0])
-    assert distance([a, a], [a, a * 2]) == pytest.approx(0.5)
-    assert math.isnan(distance([a * torch.nan], [a]))
-
-
-@pytest.mark.parametrize(
-    ("value", "limit", "fails"), [(1, 1, False), (2, 1, True), (math.nan, 1, True), (9, None, False)]
-)
-def test_numbers_fail_above_their_limit(value: float, limit: float | None, fails: bool) -> None:
-    assert Number("x", value, "s", limit=limit).fails is fails
-    assert Number("x", None, "s", limit=1).fails
-
-
 # provenance and tables
 
 
@@ -171,14 +153,14 @@ def test_table_aligns() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_parts_of_the_usual_ring_cover_what_is_visible(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_the_baseline_ring_cover_what_is_visible(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world, rows = 3, 4
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    held = Problem(world * rows, world).held
+    held = AttentionConfig(world * rows, world).held
     for step in range(world):
         mine, theirs = held.positions(rank), held.positions((rank - step) % world)
         seen = theirs[None] <= mine[:, None]
-        part = usual_ring.Part(step, rows, causal=True)
+        part = baselines.Part(step, rows, causal=True)
         computed = torch.zeros_like(seen)
         block = computed[part.rows, part.keys]
         block[:] = torch.ones(block.shape).tril() if part.causal else 1
@@ -205,11 +187,11 @@ def test_memory_of_real_processes(tmp_path: Path) -> None:
 
 def test_memory_that_grows_fails(capsys: pytest.CaptureFixture[str]) -> None:
     results = {2: [Peaks(10, 100), Peaks(10, 99)], 4: [Peaks(10, 101)]}
-    memory_bench.finish(Problem(64, 4), Setting(), results, None, None)
+    memory_bench.finish(AttentionConfig(64, 4), Setting(), results, None, None)
     assert "+1.00%" in capsys.readouterr().out
     results[8] = [Peaks(10, 103)]
     with pytest.raises(typer.Exit) as ended:
-        memory_bench.finish(Problem(64, 8), Setting(), results, None, None)
+        memory_bench.finish(AttentionConfig(64, 8), Setting(), results, None, None)
     assert ended.value.exit_code == 1
 
 
@@ -222,13 +204,6 @@ def test_memory_is_told_in_megabytes_of_the_worst_rank() -> None:
 
 
 # cases
-
-
-@pytest.mark.parametrize("cases", [case_lists.gpu_cases(), case_lists.cpu_cases()], ids=["gpu", "cpu"])
-def test_cases_can_be_called_and_are_named_once(cases: list[Case]) -> None:
-    assert len({one.name for one in cases}) == len(cases)
-    for one in cases:
-        inspect.signature(one.run).bind(CPU, **one.arguments)
 
 
 @pytest.mark.parametrize(
@@ -316,61 +291,3 @@ def test_delays_are_read_from_the_stamps() -> None:
     assert told["start delay, last block", "ms"] == pytest.approx(2.99)
     assert told["slowdown of the forward", "times"] == pytest.approx(1.2)
     assert told["forward alone", "TFLOP/s"] == pytest.approx(100)
-
-
-def test_first_cases_of_a_device() -> None:
-    found = list(device_cases.launches(CPU, dtype="float32", seqlen=40, head_dim=16))
-    assert [number.name for number in found if number.limit] == ["difference from float64"] * 2
-    assert not any(number.fails for number in found)
-    assert device_cases.host_microseconds(CPU, lambda: None) < 1000
-    rates = list(device_cases.ceilings(CPU, side=64, dtype="float32", nbytes=4096))
-    assert [number.unit for number in rates] == ["TFLOP/s", "GB/s"]
-
-
-def leave_free(nbytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "free_memory", lambda device: int(nbytes))
-
-
-def test_ceilings_copy_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two buffers of 16 MiB beside a product that is next to nothing: with room for 25 MiB each is 12."""
-    made: list[int] = []
-    empty = torch.empty_like
-
-    def counting(x: torch.Tensor) -> torch.Tensor:
-        made.append(x.numel())
-        return empty(x)
-
-    monkeypatch.setattr(torch, "empty_like", counting)
-    ask = partial(device_cases.ceilings, CPU, side=64, dtype="float32", nbytes=1 << 24)
-    leave_free((25 << 20) / USED, monkeypatch)
-    _, copy = ask()
-    assert made == [12 << 20] == [copy.labels["bytes"]]
-    leave_free((33 << 20) / USED, monkeypatch)
-    _, copy = ask()
-    assert copy.labels["bytes"] == 1 << 24
-    leave_free((1 << 20) / USED + 10, monkeypatch)
-    with pytest.raises(NotHere, match=r"1,048,576 bytes of a copy take 0.0 GB of memory, .*: 480k fits"):
-        next(ask())
-
-
-def test_a_case_that_does_not_fit_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_free(1 << 30, monkeypatch)
-    with pytest.raises(NotHere, match=r"32,768 tokens take [0-9.]+ GB of memory, 1.1 GB are free: [0-9]k fits"):
-        next(worlds.local_world(CPU))
-
-
-@pytest.mark.parametrize(("what", "most"), [("forward", 1.08), ("forward and backward", 1.12)])
-def test_virtual_ranks_may_cost_little(what: str, most: float) -> None:
-    def fails(times: float, *, limited: bool) -> bool:
-        taken = {f"{what}:LocalWorld": Samples((times * 1e-3,)), f"{what}:one piece": Samples((1e-3,))}
-        return worlds.over_one_piece(what, taken, {}, limited=limited).fails
-
-    assert fails(most + 1e-3, limited=True)
-    assert not fails(most - 1e-3, limited=True) and not fails(9.0, limited=False)
-
-
-def test_local_world_against_one_piece() -> None:
-    run = worlds.local_world(CPU, world=2, tokens=64, heads=(2, 1), head_dim=16, dtype="float32", repeats=2)
-    found = list(run)
-    assert found[0].name == "difference from one piece" and not found[0].fails
-    assert found[-1].unit == "times"

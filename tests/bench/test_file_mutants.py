@@ -11,16 +11,10 @@ from typing import Any
 
 import pytest
 
-from ringattn.autotune.inspect.report import row_of
-
-from ..autotune.test_inspect import COMPILED, VARIANT
 from ..autotune.test_space import LLAMA
 from ..support import report_cases
 from ..support.nightly import rest_nightly
 from .test_files import run, told
-from .test_predict_measured import FILE as KERNELS
-from .test_predict_measured import SUITE as KERNELS_OF_SUITE
-from .test_report_views import host, kernels, links, overlap, recorded
 
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 3, 1.5, 10**9, 10**299, 1e299, -1e299, 1e-320, "", "x", "1e9", "$\\frac{", "\x00", "\x1b[2J",
@@ -56,31 +50,19 @@ def mutant(data: Any, draw: random.Random) -> str:
     return draw.choice([text] * 8 + [text[:at], text[:at] + draw.choice('[]{},:"0-e\\') + text[at + 1 :]])
 
 
-ROWS = [
-    row_of(VARIANT, COMPILED, []) | {"seconds": 1.0 + number, "bound": 50.0 - number, "length": 8192, "group": 1}
-    for number in range(20)
-]  # fmt: skip
-FILES = report_cases.everything() | {
-    "one_ring": report_cases.rings((1, 2), ("zigzag",)),
-    "overlap": overlap(), "kernels": kernels(), "host": host(False), "recorded": recorded(), "links_of_bench": links(),
-}  # fmt: skip
+FILES = report_cases.everything()
 ASKED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "predict --kernels": (KERNELS, ("predict", "--tokens", "1k", "--world", "2", "--kernels", "FILE")),
-    "predict --kernels of a suite": (
-        KERNELS_OF_SUITE,
-        ("predict", "--tokens", "1k", "--world", "2", "--kernels", "FILE"),
-    ),
-    "predict --link": (links(), ("predict", "--tokens", "1k", "--world", "2", "--link", "FILE")),
+    "predict --kernels": (FILES["kernels"], ("predict", "--tokens", "1k", "--world", "2", "--kernels", "FILE")),
+    "predict --link": (FILES["links"], ("predict", "--tokens", "1k", "--world", "2", "--link", "FILE")),
     "tune --from-config": (LLAMA, ("tune", "--list", "--from-config", "FILE")),
-    "inspect --correlate": ({"rows": ROWS}, ("inspect", "--correlate", "FILE")),
-    "inspect --diff": ({"rows": ROWS[:1]}, ("inspect", "--gate", "--diff", "FILE", "SOUND")),
+    "inspect --diff": (FILES["kernels"], ("inspect", "--gate", "--diff", "FILE", "SOUND")),
 }
 
 
 def reported(data: Any, draw: random.Random, folder: Path) -> None:
     """A mutant beside a sound file is on the page, or named there."""
     report_cases.write(folder, sound=report_cases.memory())
-    (folder / ("results.json" if "cases" in data else "mutant.json")).write_text(mutant(data, draw))
+    (folder / "mutant.json").write_text(mutant(data, draw))
     ended = run("report", folder, "--plots", folder / "plots")
     assert ended.exit_code == 0 and ended.exception is None, ended.exception
     assert "memory per rank differs" in (folder / "report.html").read_text() and "\x1b" not in ended.output

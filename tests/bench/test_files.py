@@ -14,16 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
+from ringattn.bench.common import output
 from ringattn.bench.common.files import read_object
 from ringattn.bench.common.output import write_json
+from ringattn.bench.common.result import read
 from ringattn.bench.predict import command as predict_command
-from ringattn.bench.report import command as report_command
 from ringattn.bench.report import timelines
-from ringattn.bench.report.page import failures
-from ringattn.bench.report.reading import read
-from ringattn.bench.ring.rows import as_json
-from ringattn.bench.suite.cases import Number
-from ringattn.bench.suite.command import write
+from ringattn.bench.suite.cases import Number, result_of
 from ringattn.bench.timeline.events import as_chrome
 
 from ..support import report_cases
@@ -91,7 +88,6 @@ READERS: dict[str, tuple[str, ...]] = {
     "predict --link": ("predict", "--link", "FILE"),
     "predict --link-between": ("predict", "--nodes", "2", "--link-between", "FILE"),
     "tune --from-config": ("tune", "--list", "--from-config", "FILE"),
-    "inspect --correlate": ("inspect", "--correlate", "FILE"),
     "inspect --diff": ("inspect", "--diff", "FILE", "FILE"),
     "bench timeline --predicted": ("bench", "timeline", "--device", "cpu", "--out", "OUT.svg", "--predicted", "FILE"),
     "bench suite --out": ("bench", "suite", "--device", "cpu", "--budget", "1", "--out", "FOLDER"),
@@ -140,7 +136,7 @@ def test_bad_files_cost_the_page_themselves_alone(tmp_path: Path) -> None:
     page = (folder / "report.html").read_text()
     assert "memory per rank differs" in page
     for one in [*(f"bad{number}.json" for number in range(len(BAD))), "results.json", "?]0;?.json"]:
-        assert f"<strong>{one}</strong>: not read: " in page and f"left out: {one}" in told(ended), one
+        assert f"<strong>not read</strong>: {one}: " in page and f"left out: {one}" in told(ended), one
     assert "\x1b" not in ended.output
 
 
@@ -161,7 +157,7 @@ def test_what_cannot_be_drawn_costs_the_page_itself_alone(tmp_path: Path, monkey
     page = (folder / "report.html").read_text()
     assert ended.exit_code == 0 and "memory per rank differs" in page and "predicted (predicted.json)" in page
     for name in ("a.json", "b.json"):
-        assert f"<strong>{name}</strong>: not read: it cannot be drawn: KeyError" in page
+        assert f"<strong>not read</strong>: {name}: it cannot be drawn: KeyError" in page
         assert f"left out: {name}: it cannot be drawn" in told(ended)
 
 
@@ -198,7 +194,7 @@ def test_bad_target_is_named(
 ) -> None:
     """Before the work, and where it came there meanwhile."""
     if not checked:
-        for module in (predict_command, report_command):
+        for module in (predict_command, output):
             monkeypatch.setattr(module, "check_targets", lambda *targets: None)
     report_cases.write(tmp_path / "run", memory=report_cases.memory())
     (tmp_path / "precious").write_text("kept")
@@ -231,16 +227,8 @@ def test_shorter_file_in_the_place_of_a_longer_one(tmp_path: Path) -> None:
 
 
 def test_what_is_not_finite_comes_back(tmp_path: Path) -> None:
-    """Of `bench ring` an error, of the suite a value: both have failed, and are shown."""
-    report = report_cases.ring_report()
-    report.found["Ulysses"].errors["out"] = float("nan")
-    report.found["Ulysses"].disagrees.append("out")
-    write_json(tmp_path / "ring.json", {"schema": "ringattn bench ring 2", **as_json([report])})
-    number = Number("error", float("inf"), "", {}, limit=1.0, spread=float("nan")).as_json()
-    case = {**report_cases.suite()["cases"][0], "numbers": [number]}
-    write(tmp_path, {key: report_cases.suite()[key] for key in ("schema", "budget", "provenance")}, [case])
-    found = failures(read(tmp_path))
-    assert found == [
-        ("speed", "error () is None, at most 1.0 allowed"),
-        ("ring.json", "Ulysses, 2 ranks, 64 tokens: out differ from PyTorch's by more than rounding"),
-    ]
+    """As a number that failed."""
+    number = Number("error", float("inf"), "", {}, limit=1.0, spread=float("nan"))
+    write_json(tmp_path / "a.json", result_of("a", [number], {}).as_json())
+    found = read(tmp_path / "a.json")
+    assert found.rows[0]["value"] is None and found.failed == ["error () is inf, at most 1 allowed"]

@@ -1,41 +1,45 @@
-"""``bench overlap`` and ``bench host``: what is timed, what follows, and that a ring hides its communication."""
+"""``bench overlap``: what is timed, what follows, and that a ring hides its communication."""
 
 from __future__ import annotations
 
 import csv
-import json
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
 from ringattn import LocalWorld, Ring, ring_attention
 from ringattn.bench import cli
-from ringattn.bench import host as host_time
-from ringattn.bench import memory as memory_bench
-from ringattn.bench.common.launching import launch
-from ringattn.bench.common.tables import table
-from ringattn.bench.common.timing import Clock, Samples
+from ringattn.bench.common.attention import AttentionConfig
+from ringattn.bench.common.launching import spawn
+from ringattn.bench.common.result import Result, read
+from ringattn.bench.common.timing import Samples
 from ringattn.bench.overlap import command as overlap
-from ringattn.bench.overlap import runs as overlap_runs
-from ringattn.bench.overlap.command import Report, Wish
-from ringattn.bench.overlap.rows import Row, step_of, verdict
-from ringattn.bench.overlap.runs import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, STEP, TOGETHER, Step, Stretches
-from ringattn.bench.ring.candidates import Problem
-from ringattn.comm import LocalGroup, LocalTransport, NcclTransport
+from ringattn.bench.overlap import runs
+from ringattn.bench.overlap.runs import (
+    BACKWARD,
+    COMMUNICATION,
+    COMPUTE,
+    FORWARD,
+    STEP,
+    TOGETHER,
+    OverlapConfig,
+    Row,
+    Step,
+    Stretches,
+    Times,
+    shard_of,
+    step_of,
+    verdict,
+)
+from ringattn.comm import LocalGroup, LocalTransport
 from ringattn.kernels import FULL
-from ringattn.kernels.device.forward import forward_kernel
 from ringattn.ring.cpu.aten import AtenBackward, AtenForward
-
-from ..support.fake_cuda import FakeCuda
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -46,78 +50,80 @@ WIDE = {"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
 # formulas
 
 
-def row(seconds: float = 10.0, **changed: Any) -> Row:
-    """Together it takes so many seconds, compute alone 10, communication alone 8."""
-    told: dict[str, Any] = {"phase": STEP, "slots": 3, "prefetch": 2, "chunks": 1, "pieces": 4}
-    times = {"compute": Samples((10.0,)), "communication": Samples((8.0,)), "together": Samples((seconds,))}
-    return Row(**{**told, **times, **changed})
+def times(together: float = 10.0, communication: float = 8.0) -> Times:
+    """Compute alone takes 10 seconds."""
+    return Times(Samples((10.0,)), Samples((communication,)), Samples((together,)), 4, None)
 
 
-def test_what_follows_from_three_times() -> None:
-    found = row(12.0)
-    assert (found.exposed, found.overlap, found.efficiency) == (2.0, 6 / 8, 10 / 12)
-    assert (found.chunk, found.bound) == (2.5, 13.0)
-    assert row(18.0).overlap == 0 and row(10.0).overlap == 1 and row(10.0).efficiency == 1
-    link_bound = row(22.0, communication=Samples((20.0,)))
-    assert (link_bound.exposed, link_bound.overlap, link_bound.bound) == (12.0, 0.8, 23.5)
-
-
-def test_a_ring_is_within_its_bound_or_says_so() -> None:
-    assert row(13.0).within and not row(13.01).within
-    assert row(13.0).as_row()[""] == "" and row(13.01).as_row()[""] == "above the bound"
+@pytest.mark.parametrize(
+    ("found", "columns"),
+    [
+        (
+            times(12.0),
+            {"exposed": 2e3, "overlap": 75, "efficiency": 100 * 10 / 12, "bound": 13e3, "within bound": True},
+        ),
+        (times(13.01), {"within bound": False}),
+        (times(18.0), {"overlap": 0}),
+        (times(10.0), {"overlap": 100, "efficiency": 100}),
+        (times(22.0, 20.0), {"exposed": 12e3, "overlap": 80, "bound": 23.5e3}),
+    ],
+)
+def test_columns(found: Times, columns: dict[str, float]) -> None:
+    row = found.row(STEP)
+    assert {name: row[name] for name in columns} == pytest.approx(columns)
+    assert {"slots", "prefetch", "chunks", *row} == set(runs.UNITS)
 
 
 def test_a_step_is_both_passes_run_by_run() -> None:
-    forward = row(phase=FORWARD, together=Samples((1.0, 9.0, 2.0)), compute=Samples((1.0, 1.0, 1.0)), contention=1.5)
-    backward = row(
-        0, phase=BACKWARD, together=Samples((9.0, 2.0, 3.0)), compute=Samples((3.0, 3.0, 3.0)), contention=1.1
-    )
+    forward = Times(Samples((1.0,) * 3), Samples((8.0,) * 3), Samples((1.0, 9.0, 2.0)), 4, 1.5)
+    backward = Times(Samples((3.0,) * 3), Samples((8.0,) * 3), Samples((9.0, 2.0, 3.0)), 4, 1.1)
     step = step_of(forward, backward)
-    assert step.together is not None and step.together.seconds == (10.0, 11.0, 5.0)
-    assert (step.phase, step.slots, step.prefetch, step.chunks, step.pieces) == (STEP, 3, 2, 1, 8)
+    assert step.together.seconds == (10.0, 11.0, 5.0) and step.pieces == 8
     assert step.contention == pytest.approx(0.25 * 1.5 + 0.75 * 1.1)
 
 
 def buffers(two: dict[int, float], three: dict[int, float]) -> list[Row]:
     """Steps with two and with three slots, by chunks, that spread by 1%."""
-    found = []
-    for slots, times in ((2, two), (3, three)):
-        for chunks, seconds in times.items():
-            spread = Samples((seconds * 0.99, seconds * 0.99, seconds, seconds * 1.01, seconds * 1.01))
-            found.append(row(slots=slots, prefetch=slots - 1, chunks=chunks, together=spread))
-            found.append(row(0.1, slots=slots, prefetch=0, chunks=chunks))  # blocking: not what is compared
-    return found
+    rows = []
+    for slots, seconds in ((2, two), (3, three)):
+        for chunks, together in seconds.items():
+            common = {"phase": STEP, "slots": slots, "chunks": chunks, "spread": 1.0}
+            rows.append({**common, "prefetch": slots - 1, "together": together})
+            rows.append({**common, "prefetch": 0, "together": 0.1})  # blocking: not what is compared
+    return rows
 
 
-def test_one_sentence_about_the_third_buffer() -> None:
-    assert "pays here: it saves +10.0% of a step with 1 chunk" in verdict(buffers({1: 10.0}, {1: 9.0}), 4)
-    assert "does not pay here: it saves +0.5%" in verdict(buffers({1: 10.0}, {1: 9.95}), 4)
-    both = verdict(buffers({1: 10.0, 2: 10.0}, {1: 9.0, 2: 10.5}), 4)
-    assert "pays here" in both and "does not elsewhere: -5.0% of a step with 2 chunks" in both
-    assert "not measured" in verdict(buffers({1: 10.0}, {}), 4)
-    assert "cannot pay in a world of 2" in verdict(buffers({1: 10.0}, {1: 1.0}), 2)
-    assert "nothing arrives" in verdict([], 1)
+@pytest.mark.parametrize(
+    ("two", "three", "world", "text"),
+    [
+        ({1: 10.0}, {1: 9.0}, 4, "pays here: it saves +10.0% of a step with 1 chunk"),
+        ({1: 10.0}, {1: 9.95}, 4, "does not pay here: it saves +0.5%"),
+        ({1: 10.0, 2: 10.0}, {1: 9.0, 2: 10.5}, 4, "does not elsewhere: -5.0% of a step with 2 chunks"),
+        ({1: 10.0}, {}, 4, "not measured"),
+        ({1: 10.0}, {1: 1.0}, 2, "cannot pay in a world of 2"),
+        ({}, {}, 1, "nothing arrives"),
+    ],
+)
+def test_verdict_on_the_third_buffer(two: dict[int, float], three: dict[int, float], world: int, text: str) -> None:
+    assert text in verdict(buffers(two, three), world)
 
 
 # what runs
 
 
-def small(world: int, **changed: Any) -> Wish:
-    problem = Problem(world * 24, world, heads=4, kv_heads=2, head_dim=16, causal=True, layout="zigzag")
-    return Wish(problem, **{"slots": (3,), "prefetch": (2,), "repeats": 1, "transport": "local", **changed})
+SMALL = AttentionConfig(3 * 24, 3, heads=4, kv_heads=2, head_dim=16, causal=True, layout="zigzag", transport="local")
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_together_is_the_ring(chunks: int) -> None:
     """The steps that are timed compute what ``ring_attention`` computes, to the bit."""
-    wish = small(3)
 
     def run(group: LocalGroup) -> tuple[list[Tensor], list[Tensor]]:
         torch.manual_seed(group.rank())
         with Ring(group, chunks=chunks) as ring:
-            shard = overlap.prepared(wish, ring, CPU)
+            shard = shard_of(SMALL, ring, CPU)
             q, k, v = (x.detach().requires_grad_() for x in (shard.q, shard.k, shard.v))
-            out = ring_attention(q, k, v, layout=wish.problem.held, ring=ring, causal=True)
+            out = ring_attention(q, k, v, layout=SMALL.held, ring=ring, causal=True)
             assert isinstance(out, Tensor) and shard.out is not None
             grads = torch.autograd.grad(out, (q, k, v), shard.dout)
             return [out.detach(), *grads], [shard.out, *Step(ring, shard, BACKWARD, TOGETHER)()]
@@ -130,7 +136,7 @@ def test_together_is_the_ring(chunks: int) -> None:
 
 def test_alone_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute alone posts nothing and counts what it would; communication alone posts that and computes nothing."""
-    wish, world = small(3), 3
+    world = SMALL.world
     moved: dict[int, int] = dict.fromkeys(range(world), 0)
     computed: dict[int, int] = dict.fromkeys(range(world), 0)
     rank_of: dict[int, int] = {}
@@ -141,15 +147,15 @@ def test_alone_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         moved[transport.rank] += max(sizes)
         return post(transport, **messages)
 
-    def computing(work: Any, *arguments: Any, **named: Any) -> None:
+    def computing(backend: Any, *arguments: Any, **named: Any) -> None:
         computed[rank_of[threading.get_ident()]] += 1
-        (fold if isinstance(work, AtenForward) else dkdv)(work, *arguments, **named)
+        (fold if isinstance(backend, AtenForward) else dkdv)(backend, *arguments, **named)
 
     def run(group: LocalGroup) -> dict[tuple[str, str], tuple[int, int, int]]:
         rank_of[threading.get_ident()] = group.rank()
         found = {}
         with Ring(group) as ring:
-            shard = overlap.prepared(wish, ring, CPU)
+            shard = shard_of(SMALL, ring, CPU)
             for phase in (FORWARD, BACKWARD):
                 for kind in (TOGETHER, COMPUTE, COMMUNICATION):
                     before = moved[group.rank()], computed[group.rank()]
@@ -179,7 +185,7 @@ def test_what_computes_nothing_still_waits() -> None:
         return ()
 
     for given in (None, sums):
-        overlap_runs.Nothing().dkdv(Tensor(), Tensor(), FULL, local=False, sums=given, into=())
+        runs.Nothing().dkdv(Tensor(), Tensor(), FULL, local=False, sums=given, into=())
     assert waited == ["sums"]
 
 
@@ -204,7 +210,7 @@ def test_kernels_wait_before_they_are_timed() -> None:
             order.append("event")
             return super().stretch()
 
-    work = overlap_runs.Clocked(Work(), Clock(CPU), torch.device("cuda", 0))
+    work = runs.Clocked(Work(), Clock(CPU), torch.device("cuda", 0))
 
     def arrives() -> Any:
         order.append("wait")
@@ -219,84 +225,54 @@ def test_kernels_wait_before_they_are_timed() -> None:
 
 def test_overlap_of_real_processes(tmp_path: Path) -> None:
     target, rows = tmp_path / "o.json", tmp_path / "o.csv"
-    flags = [
-        "--tokens",
-        "64",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
-        "--head-dim",
-        "16",
-        "--repeats",
-        "2",
-        "--slots",
-        "1,2",
-    ]
+    flags = "--tokens 64 --heads 4 --kv-heads 2 --head-dim 16 --repeats 2 --slots 1,2 --prefetch 0,1"
     files = ["--json", str(target), "--csv", str(rows)]
-    result = CliRunner().invoke(cli.app, ["bench", "overlap", *flags, "--prefetch", "0,1", *files])
-    assert result.exit_code == 0, result.output
-    told = json.loads(target.read_text())
-    assert told["transport"] == "process_group" and told["bytes_per_second"] > 0
-    settings = [(one["slots"], one["prefetch"], one["chunks"]) for one in told["rows"] if one["phase"] == STEP]
-    assert settings == [(s, p, c) for c in (1, 2) for s in (1, 2) for p in (0, 1)]
-    for one in told["rows"]:
-        if (one["slots"], one["prefetch"]) == (1, 1):
-            assert "prefetch is 1" in one["note"] and "together" not in one
-        else:
-            assert len(one["together"]["samples"]) == 2 and one["bound"] > one["compute"]["median"]
-    assert "cannot pay in a world of 2" in result.stdout and "prefetch is 1" in result.stdout
+    ran = CliRunner().invoke(cli.app, ["bench", "overlap", *flags.split(), *files])
+    assert ran.exit_code == 0, ran.output
+    found = read(target)
+    settings = [(row["slots"], row["prefetch"], row["chunks"]) for row in found.rows if row["phase"] == STEP]
+    assert settings == [(s, p, c) for c in (1, 2) for s, p in ((1, 0), (2, 0), (2, 1))]
+    assert all(row["bound"] > row["compute"] > 0 and row["communication"] > 0 for row in found.rows)
+    assert "no ring: prefetch is 1: with 1 slots it must be 0 to 0" in ran.stdout
+    assert "over process_group, link throttled to" in ran.stdout
+    assert "cannot pay in a world of 2" in found.notes[-1] and found.provenance["versions"]
     with rows.open() as file:
-        assert [row["phase"] for row in csv.DictReader(file)] == [one["phase"] for one in told["rows"]]
+        assert [row["phase"] for row in csv.DictReader(file)] == [row["phase"] for row in found.rows]
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
-        (["--heads", "4", "--chunks", "1,5"], "at least one of the 4 key heads"),
-        (["--chunks", "0"], "at least one"),
-        (["--device", "cuda", "--link-share", "0.5"], "sees no CUDA device"),
-        (["--dtype", "int8"], "no dtype"),
-        (["--tokens", "0"], "'0' is too small: it must be at least 1"),
-        (["--slots", "0"], "slots is 0: a ring of 2 ranks needs at least 1"),
-        (["--slots", "1,2", "--prefetch", "2,3"], "prefetch is 2: with 1 slots it must be 0 to 0; prefetch is 3"),
-        (["--transport", "nccl"], "--transport is nccl, of GPUs, and the device is cpu: take process_group"),
-        (["--transport", "local"], "--transport is local, of one process, and 2 are to run"),
-        (["--transport", "pigeon"], "it takes auto"),
-        (["--timer", "graph"], "timer is 'graph': on cpu it must be one of clock"),
+        ("--heads 4 --chunks 1,5", "at least one of the 4 key heads"),
+        ("--dtype int8", "no dtype"),
+        ("--tokens 0", "'0' is too small: it must be at least 1"),
+        ("--slots 1,2 --prefetch 2,3", "prefetch is 2: with 1 slots it must be 0 to 0; prefetch is 3"),
+        ("--transport nccl", "--transport is nccl, of GPUs, and the device is cpu: take process_group"),
+        ("--transport local", "--transport is local, of one process, and 2 are to run"),
+        ("--timer graph", "timer is 'graph': on cpu it must be one of clock"),
+        ("--tokens 1g", "--tokens: 1,073,741,824 tokens on each of 2 ranks take"),
+        ("--link-share 0.5 --device cuda", "--link-share has no say on a GPU"),
     ],
 )
-def test_bad_flags_are_refused(flags: list[str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = CliRunner().invoke(overlap.app, flags, env=WIDE)
-    assert result.exit_code == 2 and told in result.output, result.output
-
-
-def test_only_links_between_cpus_are_throttled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    result = CliRunner().invoke(overlap.app, ["--link-share", "0.5"], env=WIDE)
-    assert result.exit_code == 2 and "the device is cuda" in result.output
+def test_refused_flags(flags: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in flags)
+    ran = CliRunner().invoke(overlap.app, flags.split(), env=WIDE)
+    assert ran.exit_code == 2 and message in ran.output, ran.output
 
 
 # what it must reach
 
 
-def measured(wish: Wish, seconds: float) -> list[Row]:
+def measured(config: OverlapConfig, seconds: float) -> list[Any]:
     """Rows of rings with prefetch 1 and 0; measured anew, for a while, where the machine may have been too busy."""
     ends = time.monotonic() + seconds
     while True:
-        report: Report = launch(2, overlap.spawned, wish)
-        print(table([one.as_row() for one in report.rows]))
-        ahead, blocking = (one for one in report.rows if one.phase == STEP)
-        assert (ahead.prefetch, blocking.prefetch) == (1, 0)
-        if (ahead.within and not blocking.within) or time.monotonic() > ends:
+        result: Result = spawn(2, runs.measure, config)
+        print(result.text(300))
+        ahead, blocking = (row for row in result.rows if row["phase"] == STEP)
+        assert (ahead["prefetch"], blocking["prefetch"]) == (1, 0)
+        if (ahead["within bound"] and not blocking["within bound"]) or time.monotonic() > ends:
             return [ahead, blocking]
-
-
-def hiding(tokens: int, repeats: int) -> Wish:
-    # four query heads to a key head: the fewer bytes, the less of a core the network of the host itself takes
-    problem = Problem(2 * tokens, 2, heads=16, kv_heads=4, head_dim=64, causal=False, layout="contiguous")
-    return Wish(problem, slots=(2,), prefetch=(1, 0), chunks=(2,), repeats=repeats)
 
 
 @pytest.mark.nightly
@@ -304,115 +280,11 @@ def hiding(tokens: int, repeats: int) -> Wish:
 @pytest.mark.parametrize(("tokens", "repeats", "seconds"), [(1024, 5, 60), (3072, 7, 600)])
 def test_a_ring_hides_what_a_blocking_one_shows(tokens: int, repeats: int, seconds: int) -> None:
     """Communication alone is 0.8 of compute: a step takes the larger, a chunk and 5%; with prefetch 0 it does not."""
-    ahead, blocking = measured(hiding(tokens, repeats), seconds)
-    assert ahead.within, ahead.as_row()
-    assert not blocking.within, blocking.as_row()
-
-
-# bench host
-
-
-def test_host_time_is_a_lower_bound_here(tmp_path: Path) -> None:
-    target = tmp_path / "h.json"
-    before = torch.cuda.Event, torch.cuda.Stream
-    flags = ["--tokens", "256", "--heads", "4", "--head-dim", "16", "--chunks", "2", "--device", "cpu"]
-    result = CliRunner().invoke(cli.app, ["bench", "host", *flags, "--json", str(target)])
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count("a lower bound, not a result") == 2
-    told = json.loads(target.read_text())
-    assert [one["phase"] for one in told["rows"]] == [FORWARD, BACKWARD] and told["timer"] == "clock"
-    assert all(0 < one["host"] < 0.1 and one["compute"] is None for one in told["rows"])
-    assert before == (torch.cuda.Event, torch.cuda.Stream)
-
-
-@pytest.mark.parametrize(("host", "note", "code"), [(99e-6, "", 0), (101e-6, "", 1), (101e-6, host_time.BY_CLOCK, 0)])
-def test_the_host_must_be_ahead(host: float, note: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By clock its own time is in the compute, and nothing is said."""
-    monkeypatch.setattr(host_time, "measured", lambda *given: [host_time.Row(FORWARD, host, 100e-6, note)])
-    ran = CliRunner().invoke(cli.app, ["bench", "host", "--tokens", "64", "--device", "cpu"])
-    assert ran.exit_code == code and (note or ("host is ahead", "host is behind")[code]) in ran.stdout
-
-
-def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a rank of a ring: a group of transfers per hop and pass, and the launches of its hops; each is watched."""
-    posts: list[tuple[int, int]] = []
-    launches: list[str] = []
-    post = NcclTransport.post
-
-    def posting(transport: NcclTransport, **messages: Any) -> Any:
-        posts.append((len(messages["sends"]), len(messages["receives"])))
-        return post(transport, **messages)
-
-    monkeypatch.setattr(NcclTransport, "post", posting)
-
-    def run(kernel: Any, *given: object, **named: object) -> None:
-        launches.append(kernel.__name__)
-
-    # not monkeypatch: undone after the block, it would put the stand-in of no_device back for good
-    with host_time.ring_of_one(CPU) as ring, patch.object(type(forward_kernel), "run", run):
-        case = host_time.Case(ring, (1, 32, 2, 16), 2, torch.bfloat16, CPU)
-        case.forward()
-        assert posts == [(2, 2)] * (host_time.HOPS - 1) and launches == ["forward_kernel"] * host_time.HOPS
-        posts.clear()
-        launches.clear()
-        case.backward()
-        assert ring._watch is not None and str(ring._watch._posts.last) == "backward hop 7: sums, chunk 0"
-    assert len(posts) == 2 * (host_time.HOPS - 1) and set(posts) == {(2, 2)}
-    assert sorted(launches) == ["delta_kernel", *["dkdv_kernel"] * host_time.HOPS, *["dq_kernel"] * host_time.HOPS]
-
-
-@pytest.mark.parametrize(("phase", "most"), [(FORWARD, 110), (BACKWARD, 260)])
-def test_python_calls_of_a_hop(phase: str, most: int) -> None:
-    """What ``calls_of`` counts: functions of this package and of the standard library; a count, so that it is exact."""
-    with host_time.ring_of_one(CPU) as ring:
-        case = host_time.Case(ring, (1, 256, 4, 64), 2, torch.bfloat16, CPU)
-        calls = host_time.calls_of(getattr(case, phase)) / host_time.HOPS
-    assert calls <= most
-
-
-@pytest.mark.parametrize("timer", ["events", "graph", "sundial"])
-def test_timers_of_a_host_without_a_device(timer: str) -> None:
-    ran = CliRunner().invoke(host_time.app, ["--device", "cpu", "--timer", timer], env=WIDE)
-    assert ran.exit_code == 2 and f"timer is {timer!r}: on cpu it must be one of clock" in ran.output
-
-
-@pytest.mark.parametrize("timer", ["", "events", "clock"])
-def test_by_clock_nothing_is_said_of_who_is_ahead(timer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's time is in the device's then, so that it would never be behind."""
-    FakeCuda(monkeypatch)
-    clock = Clock(torch.device("cuda"), timer=timer, _flush=torch.ones(4))
-    steps: Any = SimpleNamespace(forward=lambda: None, backward=lambda: None)
-    found = host_time.rows_of(steps, clock)
-    assert [one.phase for one in found] == [FORWARD, BACKWARD] and all(one.compute is not None for one in found)
-    assert {one.hidden is None for one in found} == {timer == "clock"}
-    assert {one.note for one in found} == {host_time.BY_CLOCK if timer == "clock" else ""}
-
-
-def test_a_host_that_is_behind_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_time.Row(FORWARD, 1e-5, None).hidden is None
-    rows = [host_time.Row(FORWARD, 1e-5, 1e-3), host_time.Row(BACKWARD, 2e-3, 1e-3)]
-    assert [one.hidden for one in rows] == [True, False]
-    monkeypatch.setattr(host_time, "rows_of", lambda case, clock: rows)
-    flags = ["--tokens", "32", "--heads", "2", "--head-dim", "16", "--device", "cpu"]
-    result = CliRunner().invoke(host_time.app, flags, env=WIDE)
-    assert result.exit_code == 1 and "host is behind" in result.output
-
-
-# bench memory of other rings
-
-
-def test_memory_of_rings_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = CliRunner().invoke(memory_bench.app, ["--nodes", "2", "--world", "4,6,2"], env=WIDE)
-    assert result.exit_code == 2 and "2 processes are not 2 nodes of 2 or more each" in result.output
-    monkeypatch.setattr(memory_bench, "started", lambda *given: pytest.fail("it started"))
-    with pytest.raises(typer.BadParameter):
-        memory_bench.memory(worlds=[6], tokens=64, heads=2, nodes=4)
-
-
-@pytest.mark.nightly
-def test_memory_of_two_level_rings_is_constant(tmp_path: Path) -> None:
-    target = tmp_path / "m.json"
-    flags = ["--nodes", "2", "--world", "4,8", "--tokens", "1k", "--heads", "4", "--json", str(target)]
-    result = CliRunner().invoke(cli.app, ["bench", "memory", *flags])
-    assert result.exit_code == 0, result.output
-    assert json.loads(target.read_text())["ring"]["nodes"] == 2
+    # four query heads to a key head: the fewer bytes, the less of a core the network of the host itself takes
+    problem = AttentionConfig(
+        2 * tokens, 2, heads=16, kv_heads=4, causal=False, layout="contiguous", transport="process_group"
+    )
+    config = OverlapConfig(problem, slots=(2,), prefetch=(1, 0), chunks=(2,), repeats=repeats)
+    ahead, blocking = measured(config, seconds)
+    assert ahead["within bound"], ahead
+    assert not blocking["within bound"], blocking

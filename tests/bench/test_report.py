@@ -13,17 +13,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ringattn.bench.predict.call import Call
-from ringattn.bench.predict.links import PRESETS, Links
-from ringattn.bench.predict.ring import predicted
-from ringattn.bench.predict.speed import H100
-from ringattn.bench.predict.timelines import timeline
-from ringattn.bench.report import command
-from ringattn.bench.report.page import html
-from ringattn.bench.report.reading import Refused, read
-from ringattn.bench.report.rows import cell, table
-from ringattn.bench.timeline.events import Timeline, alike, as_chrome, from_chrome
-from ringattn.ring import Mask
+from ringattn.bench.common.result import Result
+from ringattn.bench.report import charts, command
+from ringattn.bench.report.page import cell, html, read_folder
+from ringattn.bench.timeline.events import alike, as_chrome
 
 from ..support import report_cases
 from ..support.report_cases import HOSTILE, Outline, everything, tainted, write
@@ -31,157 +24,118 @@ from ..support.report_cases import HOSTILE, Outline, everything, tainted, write
 DRAWN = ("g", "path", "use", "text", "clippath", "rect", "defs", "style")
 
 
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(command.app, [str(one) for one in arguments], env={"COLUMNS": "300"})
+
+
+def page_of(folder: Path, **files: object) -> str:
+    return html(read_folder(write(folder, **files)))
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return html(read(write(tmp_path_factory.mktemp("results"), **everything())))
+    return page_of(tmp_path_factory.mktemp("results"), **everything())
 
 
 def test_the_command_writes_one_page_into_the_folder(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", results=report_cases.suite(), other={"schema": "ringattn bench links 9"})
-    ran = CliRunner().invoke(command.app, [str(folder)])
+    ran = invoke(folder, "--plots", folder / "plots")
     assert ran.exit_code == 0, ran.output
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
-    assert "left out: other.json: schema is 'ringattn bench links 9'" in ran.stderr
+    assert "left out: other.json: it cannot be read: its schema is not 'ringattn result'" in ran.stderr
+    assert "no plots: " in ran.stderr and not (folder / "plots").exists()
 
 
-def test_the_page_names_the_file_that_cases_are_of(page: str) -> None:
-    assert page.count("Every case of results.json, in the order in which they ran") == 2  # seen, and read out
-
-
-def test_a_results_file_of_another_schema_is_named_and_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path / "run", results={**report_cases.suite(), "schema": "ringattn bench suite 7"})
-    ran = CliRunner().invoke(command.app, [str(folder)], env={"COLUMNS": "300"})
-    assert ran.exit_code == 2
-    told = " ".join(ran.output.split())
-    assert "results.json: schema is 'ringattn bench suite 7': this version reads 'ringattn bench suite 1'" in told
-    assert not (folder / "report.html").exists()
+def test_plots_are_pngs_of_their_own(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", links=report_cases.links(), kernels=report_cases.kernels())
+    assert invoke(folder, "--plots", folder / "plots").exit_code == 0
+    drawn = sorted((folder / "plots").iterdir())
+    assert [one.name for one in drawn] == ["kernels-forward-value-by-seqlen.png", "links-bench-links-busbw-by-size.png"]
+    assert all(one.read_bytes().startswith(b"\x89PNG") for one in drawn)
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "message"),
     [
         ("nowhere", "nowhere is no folder: it takes what"),
         ("run/results.json", "results.json is no folder: it takes what"),
+        ("empty", "empty holds no results: nothing that a command wrote with --json"),
+        ("damaged", "holds no results: nothing that a command wrote with --json; a.json: Expecting"),
         ("run --plots taken", "taken: it is a file, and --plots takes a folder"),
         ("run --plots nowhere/plots", "there is no folder nowhere"),
         ("run --out .", "cannot write .: it is a folder; name a file in it"),
         ("run --out nowhere/page.html", "there is no folder nowhere"),
     ],
 )
-def test_what_cannot_be_read_or_written_is_told_before_anything_is(
-    asked: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals(asked: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run", results=report_cases.suite())
+    write(tmp_path / "empty")
+    write(tmp_path / "damaged")
+    (tmp_path / "damaged" / "a.json").write_text("{")
     (tmp_path / "taken").touch()
-    ran = CliRunner().invoke(command.app, asked.split(), env={"COLUMNS": "300"})
-    assert ran.exit_code == 2 and told in " ".join(ran.output.split()), ran.output
+    ran = invoke(*asked.split())
+    assert ran.exit_code == 2 and message in " ".join(ran.output.split()), ran.output
     assert not (tmp_path / "run/report.html").exists()
 
 
-def test_a_folder_without_plots_says_so(tmp_path: Path) -> None:
-    folder = write(tmp_path / "run", results={**report_cases.suite(), "cases": []})
-    ran = CliRunner().invoke(command.app, [str(folder), "--plots", str(folder / "plots")])
-    assert ran.exit_code == 0 and "no plots: " in ran.stderr and not (folder / "plots").exists(), ran.output
-    ran = CliRunner().invoke(command.app, [str(folder)])
-    assert ran.exit_code == 0 and "no plots" not in ran.stderr
-
-
-@pytest.mark.parametrize(
-    ("broken", "told"),
-    [
-        ({"cases": 3}, "results.json: cases is 3: it must be a list"),
-        ({"cases": ["x"]}, r"results.json: cases\[0\] is 'x': it must be an object"),
-        ({"cases": [{"name": 1}]}, r"cases\[0\].about is missing"),
-        ({"provenance": None}, "results.json: provenance is None: it must be an object"),
-    ],
-)
-def test_a_broken_results_file_is_refused_by_the_place_that_is_wrong(
-    broken: dict[str, object], told: str, tmp_path: Path
-) -> None:
-    with pytest.raises(Refused, match=told):
-        read(write(tmp_path / "run", results={**report_cases.suite(), **broken}))
-
-
-def test_what_is_no_folder_of_results_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="is no folder"):
-        read(tmp_path / "nowhere")
-    with pytest.raises(Refused, match="holds no results"):
-        read(tmp_path)
-    (tmp_path / "a.json").write_text("{")
-    with pytest.raises(Refused, match=r"holds no results.*a.json: Expecting"):
-        read(tmp_path)
-
-
-def test_provenance_is_first_then_what_failed_then_the_rest(page: str) -> None:
+def test_provenance_is_first_then_what_failed_then_the_files(page: str) -> None:
     places = [
         page.index(text)
-        for text in ("ringattn bench suite</dd>", "4 failed", 'id="decisions"', 'id="cases"', 'id="timelines"')
+        for text in ("ringattn bench suite</dd>", "2 failed", 'id="timelines"', "<small>results", "<small>kernels")
     ]
     assert places == sorted(places)
     failed = page[places[1] : places[2]]
-    assert "<strong>right</strong>: error of dq (dtype float16) is 2.0, at most 1.0 allowed" in failed
-    assert "<strong>raised</strong>: KeyError: &#39;x&#39;" in failed
-    assert "<strong>late</strong>: not run: 3 s were left" in failed
+    assert "<strong>results.json</strong>: right: error of dq (dtype float16) is 2.0, at most 1 allowed" in failed
     assert "<strong>memory.json</strong>: memory per rank differs by 33.3% between worlds, 2% allowed" in failed
-    off = "zigzag, causal, 128 tokens: off by -20.0%, at most 11.0% allowed"
-    assert f"<strong>check.json</strong>: {off}" in failed and "64 tokens" not in failed
+    memory = page[page.index("<small>memory") :]
+    assert "<dd>ringattn bench memory</dd>" in memory and "<dd>2026-01-02</dd>" not in memory  # which is the page's
+    assert memory.index('class="failed"') < memory.index("<table>")
+    assert "<p>copy_engine does not open here: device is cpu</p>" in page
+    assert '<button type="button">busbw, GB/s</button>' in page
 
 
-def test_the_predicted_timeline_is_below_the_measured_one_of_the_same_call(page: str) -> None:
+def test_results_that_were_put_aside_are_not_there(tmp_path: Path) -> None:
+    told = page_of(tmp_path, memory=report_cases.memory(), **{"results_2026-01-02": report_cases.links()})
+    assert "links" not in told
+
+
+def test_the_predicted_timeline_is_below_the_measured_one_of_the_same_call(page: str, tmp_path: Path) -> None:
     outline = Outline(page)
     headings = [text for text in outline.text["text"] if re.match("(measured|predicted):", text)]
     assert [text.partition(":")[0] for text in headings] == ["measured", "predicted"]
     assert page.count('class="scroll timeline"') == 1
-
-
-def test_timelines_of_different_calls_are_apart(tmp_path: Path) -> None:
     other = as_chrome(report_cases.timeline("predicted"))
     other["otherData"]["about"]["call"] = {**report_cases.CALL, "layout": "striped"}
-    told = html(read(write(tmp_path, a=as_chrome(report_cases.timeline("measured")), b=other)))
+    told = page_of(tmp_path, a=as_chrome(report_cases.timeline("measured")), b=other)
     assert told.count('class="scroll timeline"') == 2
 
 
 @pytest.mark.parametrize(
-    "other",
-    [
-        {"tokens": 1024},
-        {"heads": 4},
-        {"dtype": "bfloat16"},
-        {"layout": "striped"},
-        {"mask": Mask()},
-        {"mask": Mask(causal=True, window=(8, 0))},
-    ],
+    ("other", "same"),
+    [({}, True), ({"threads": 3}, True), ({"nodes": 2}, True), ({"seqlen": 128}, False), ({"causal": False}, False)],
 )
-def test_a_prediction_of_another_call_is_not_its_pair(other: dict[str, Any]) -> None:
-    measured, call = report_cases.timeline("measured"), report_cases.PREDICTED
-    links = Links(PRESETS["nvlink4"], PRESETS["ib400"])
-
-    def trace(call: Call) -> Timeline:
-        made = timeline("causal", predicted(call, H100, links), call)
-        return from_chrome(json.loads(json.dumps(as_chrome(made))))
-
-    assert alike(measured, trace(call))
-    assert not alike(measured, trace(replace(call, **other)))
-    assert not alike(measured, replace(trace(call), about={}))  # of what call it is is not known
+def test_timelines_of_the_same_call(other: dict[str, Any], same: bool) -> None:
+    measured, predicted = report_cases.timeline("measured"), report_cases.timeline("predicted")
+    assert alike(replace(measured, about={"call": {**report_cases.CALL, **other}}), predicted) is same
+    assert not alike(measured, replace(predicted, about={}))  # of what call it is is not known
 
 
 def test_every_header_of_a_table_is_a_button_that_sorts(page: str) -> None:
     outline = Outline(page)
     headers = outline.tags("th")
-    assert len(headers) >= 30
+    assert len(headers) >= 18
     assert {(one["scope"], one["aria-sort"]) for one in headers} == {("col", "none")}
     assert len([one for one in outline.tags("button") if one["type"] == "button"]) == len(headers)
     assert all("data-key" in one for one in outline.tags("td"))
-    assert len(outline.tags("caption")) == len(outline.tags("table"))
+    assert len(outline.tags("caption")) == len(outline.tags("table")) == 4
 
 
 def test_the_page_needs_no_network(page: str) -> None:
     outline = Outline(page)
     attributes = [(name, value or "") for _, each in outline.elements for name, value in each.items()]
     links = [value for name, value in attributes if name in ("src", "href", "srcset", "xlink:href", "action", "data")]
-    assert links
-    assert all(link.startswith(("#", "data:")) for link in links)
+    assert links and all(link.startswith(("#", "data:")) for link in links)
     assert not [value for name, value in attributes if "://" in value and not name.startswith("xmlns")]
     assert not re.search(r"@import|url\((?!#)", page)
     (script,) = [text for text in outline.text["script"]]
@@ -192,7 +146,7 @@ def test_the_page_needs_no_network(page: str) -> None:
 
 def test_no_string_of_a_file_becomes_markup(page: str, tmp_path: Path) -> None:
     """Whatever the strings say, the page has the same elements with the same attributes, in the same order."""
-    hostile = html(read(write(tmp_path / "run", **tainted(everything()))))
+    hostile = page_of(tmp_path / "run", **tainted(everything()))
     assert hostile.count("&lt;script&gt;alert(1)") > 50
     harmless, attacked = Outline(page), Outline(hostile)
 
@@ -211,28 +165,59 @@ def test_no_string_of_a_file_becomes_markup(page: str, tmp_path: Path) -> None:
 
 def test_cells_are_short_and_sort_as_numbers() -> None:
     assert [cell(value).key for value in (3, 0.5, True, None, "a")] == ["3", "0.5", "1", "", "a"]
+    assert [cell(value).text for value in (12345, 0.123456, 1e7, False)] == ["12,345", "0.1235", "1e+07", "no"]
     assert len(cell("x" * 10_000).text) < 500
-    made = table("", [{"a": 1, "b": "x"}, {"a": 2.5}])
-    assert made is not None and made.numeric == [True, False]
-
-
-def test_suites_result_has_the_form_that_is_read(tmp_path: Path) -> None:
-    """What the suite writes and what the report reads are one schema: by the suite's own writer."""
-    from ringattn.bench.suite.cases import Number
-    from ringattn.bench.suite.command import as_json
-    from ringattn.bench.suite.parts import Part
-    from ringattn.bench.suite.processes import Outcome
-
-    number = Number("error", 2.0, "absolute", {"dtype": "float16"}, 1.0, 0.1)
-    told = json.loads(json.dumps(as_json(Outcome(Part("right", "errors", (), 1), "done", "", 1.0, [number]))))
-    folder = write(tmp_path, results={**report_cases.suite(), "cases": [told]})
-    assert "error (dtype float16) is 2.0, at most 1.0 allowed" in html(read(folder))
 
 
 def test_a_page_that_cannot_be_drawn_costs_no_results(tmp_path: Path) -> None:
     write(tmp_path, results=report_cases.suite())
     assert command.write_beside(tmp_path) == str(tmp_path / "report.html")
-    drawn = sorted((tmp_path / "plots").iterdir())
-    assert drawn and all(one.suffix == ".png" and one.read_bytes().startswith(b"\x89PNG") for one in drawn)
     write(tmp_path, results={"schema": "other"})
-    assert command.write_beside(tmp_path).startswith(f"no report.html: Refused: {tmp_path} holds no results")
+    assert command.write_beside(tmp_path).startswith(f"no report.html: ValueError: {tmp_path} holds no results")
+
+
+# charts
+
+
+def drawn(data: dict[str, Any]) -> list[charts.Chart]:
+    data = {name: value for name, value in json.loads(json.dumps(data)).items() if name != "schema"}
+    return charts.charts(Result(**data))
+
+
+def chart(units: dict[str, str], *rows: tuple[Any, ...]) -> list[charts.Chart]:
+    return drawn(report_cases.result("x", units, [dict(zip(units, row, strict=True)) for row in rows]))
+
+
+def test_charts_are_of_the_columns_that_vary() -> None:
+    (links,) = drawn(report_cases.links())
+    assert (links.title, links.x, links.y) == ("bench links: busbw by size", "size, bytes", "busbw, GB/s")
+    assert links.lines == {"0->1": {2.0**16: 1.0, 2.0**20: 9.0}, "1->0": {2.0**16: 2.0, 2.0**20: 8.0}}
+    (kernels,) = drawn(report_cases.kernels())  # one length of an error is no course
+    rates = {1024.0: 90.0, 2048.0: 360.0, 4096.0: 1440.0}
+    assert kernels.y == "value, TFLOP/s" and kernels.lines == {"ringattn": rates, "flash": rates}
+    (memory,) = drawn(report_cases.memory())
+    assert memory.lines == {"peak": {2.0: 6.0, 4.0: 12.0}}
+    assert drawn(report_cases.suite()) == []
+
+
+def test_what_a_chart_is_drawn_of() -> None:
+    units = {"world": "", "seqlen": "tokens", "by": "", "ms": "ms", "rate": "TFLOP/s", "note": ""}
+    rows = [(w, s, "a", 1.0, float(w * s), str(w * s)) for w in (2, 4) for s in (64, 128)]
+    (found,) = chart(units, *rows)  # a rate before a time; lengths before ranks, which are the lines
+    assert found.y == "rate, TFLOP/s" and found.lines["world 4"] == {64.0: 256.0, 128.0: 512.0}
+    twice = {"seqlen": "", "ms": "ms"}
+    (found,) = chart(twice, (1, 1.0), (1, 3.0), (1, 9.0), (2, 1.0))
+    assert found.lines == {"ms": {1.0: 3.0, 2.0: 1.0}}  # the median
+    for value in (HOSTILE, None, True, 10**299):
+        assert chart(twice, (1, value), (2, value)) == []
+    (many,) = chart({"seqlen": "", "by": "", "ms": "ms"}, *((s, f"n{n}", 1.0) for s in (1, 2) for n in range(20)))
+    assert len(many.lines) == 12 and many.title.endswith("the first 12 of 20 lines")
+
+
+@pytest.mark.parametrize(
+    ("xs", "ys", "scales"), [((1, 64), (1.0, 99.0), ("log", "log")), ((1, 2), (-1.0, 0.0), 2 * ("linear",))]
+)
+def test_axes_are_logarithmic_over_wide_ranges(xs: tuple[int, int], ys: tuple[float, float], scales: Any) -> None:
+    (found,) = chart({"size": "", "ms": "ms"}, *zip(xs, ys, strict=True))
+    (axes,) = charts.draw(found).axes
+    assert (axes.get_xscale(), axes.get_yscale()) == scales

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ringattn.bench.report.page import html
-from ringattn.bench.report.reading import read
+from ringattn.bench.report.page import html, read_folder
 
 from ..support import chromium
 from ..support.report_cases import everything, tainted, write
@@ -24,7 +23,7 @@ pytestmark = [
 ]
 
 WIDTHS, SCHEMES = (1280, 390), ("light", "dark")
-COLUMN = "Array.from(document.querySelectorAll('#cases tbody tr'), row => row.cells[0].textContent).join()"
+COLUMN = "Array.from(document.querySelectorAll('#section1 tbody tr'), row => row.cells[0].textContent).join()"
 LEAST_TEXT = 8.0  # CSS px
 TEXT_SIZES = """Array.from(document.querySelectorAll('.charts svg text'), text => {
     const {a, b} = text.getScreenCTM();  // from the picture's units to the screen's, turned text too
@@ -34,7 +33,7 @@ PAPER = 718  # CSS px between the margins of A4
 TOO_WIDE = """Array.from(document.querySelectorAll('body *'))
     .filter(one => one.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
     .map(one => one.tagName + ': ' + one.textContent.slice(0, 40))"""
-FIRST_HEADER = "document.querySelector('#cases th')"
+FIRST_HEADER = "document.querySelector('#section1 th')"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two pages: one of harmless strings, one of hostile ones."""
     place = tmp_path_factory.mktemp("pages")
     for name, files in (("harmless", everything()), ("hostile", tainted(everything()))):
-        (place / f"{name}.html").write_text(html(read(write(place / name, **files))), encoding="utf-8")
+        (place / f"{name}.html").write_text(html(read_folder(write(place / name, **files))), encoding="utf-8")
     return place
 
 
@@ -78,40 +77,36 @@ def test_the_scheme_is_the_reader_s(page: chromium.Page, folder: Path) -> None:
 
 def test_columns_sort_by_mouse_and_by_keyboard(page: chromium.Page, folder: Path) -> None:
     page.open(folder / "harmless.html", 1280)
-    assert page.run(COLUMN) == "speed,right,raised,late,whole ring"
+    assert page.run(COLUMN) == "speed,right,late"
     page.run(f"{FIRST_HEADER}.querySelector('button').click()")
     assert (page.run(COLUMN), page.run(f"{FIRST_HEADER}.ariaSort")) == (
-        "late,raised,right,speed,whole ring",
+        "late,right,speed",
         "ascending",
     )
     page.run(f"{FIRST_HEADER}.querySelector('button').focus()")
     page.press("Enter")
     assert (page.run(COLUMN), page.run(f"{FIRST_HEADER}.ariaSort")) == (
-        "whole ring,speed,right,raised,late",
+        "speed,right,late",
         "descending",
     )
     page.press("Tab")
     page.press("Enter")  # the next header
-    assert (page.run(f"{FIRST_HEADER}.ariaSort"), page.run(f"{FIRST_HEADER}.nextElementSibling.ariaSort")) == (
-        "none",
-        "ascending",
-    )
+    assert page.run(f"{FIRST_HEADER}.ariaSort + {FIRST_HEADER}.nextElementSibling.ariaSort") == "noneascending"
     assert page.complaints() == []
 
 
 def test_numbers_sort_as_numbers(page: chromium.Page, folder: Path) -> None:
     page.open(folder / "harmless.html", 1280)
-    table = "document.querySelector('#numbers table')"
-    column = f"Array.from({table}.tHead.rows[0].cells).findIndex(cell => cell.textContent === 'value')"
-    page.run(f"{table}.tHead.rows[0].cells[{column}].firstElementChild.click()")
-    told = page.run(f"Array.from({table}.tBodies[0].rows, row => row.cells[{column}].textContent).join()")
-    assert told == "90,90,360,360,1,440,1,440"
+    table = "document.querySelector('#section1 table')"  # the third column, in seconds
+    for order in ("9.5,90,", "90,9.5,"):  # what says nothing goes last, whichever way
+        page.run(f"{table}.tHead.rows[0].cells[2].firstElementChild.click()")
+        assert page.run(f"Array.from({table}.tBodies[0].rows, row => row.cells[2].textContent).join()") == order
 
 
 def test_text_of_plots_can_be_read_on_a_phone(page: chromium.Page, folder: Path) -> None:
     page.open(folder / "harmless.html", min(WIDTHS))
     sizes = dict(page.run(TEXT_SIZES))
-    assert len(sizes) > 20 and not {text: size for text, size in sizes.items() if size < LEAST_TEXT}
+    assert len(sizes) > 15 and not {text: size for text, size in sizes.items() if size < LEAST_TEXT}
     # wider than the screen, so that they scroll by themselves
     assert page.run("document.querySelector('.charts .scroll').scrollWidth") > min(WIDTHS)
     assert page.run("document.documentElement.scrollWidth") <= min(WIDTHS)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,25 +15,27 @@ import typer
 from typer.testing import CliRunner
 
 from ringattn import LocalWorld
-from ringattn.bench.common.memory_room import PROCESS_BYTES, USED
+from ringattn.bench.common import memory
+from ringattn.bench.common.attention import AttentionConfig
+from ringattn.bench.common.launching import Member
+from ringattn.bench.common.memory import PROCESS_BYTES, USED
+from ringattn.bench.common.memory_table import OURS, candidate_bytes
+from ringattn.bench.common.result import read
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.links import PRESETS, Links
 from ringattn.bench.predict.ring import predicted
 from ringattn.bench.predict.speed import H100
 from ringattn.bench.predict.timelines import timeline
 from ringattn.bench.report import timelines
-from ringattn.bench.ring.candidates import Problem
-from ringattn.bench.ring.memory import of_ours
 from ringattn.bench.timeline import command as timeline_bench
-from ringattn.bench.timeline import recording as timeline_recording
+from ringattn.bench.timeline import runs
 from ringattn.bench.timeline.events import LANES, Event, Timeline, alike, as_chrome, from_chrome
-from ringattn.bench.timeline.recording import Offset, offset
-from ringattn.bench.timeline.spent import shares
+from ringattn.bench.timeline.runs import Offset, offset
 from ringattn.comm import LocalGroup
 from ringattn.comm.control import control_of
 from ringattn.ring import Mask
 
-PROBLEM = Problem(seqlen=128, world=4, heads=2, kv_heads=2, head_dim=16)
+PROBLEM = AttentionConfig(seqlen=128, world=4, heads=2, kv_heads=2, head_dim=16)
 CPU = torch.device("cpu")
 
 
@@ -52,10 +52,10 @@ def offsets(ahead: tuple[float, ...], machines: tuple[str, ...]) -> list[Offset]
 
 def test_ranks_of_one_machine_share_its_clock() -> None:
     assert offsets((0.0, 0.0), ("a", "a")) == [Offset(0, 0), Offset(0, 0)]
-    assert timeline_recording.clock_name() == timeline_recording.clock_name()
+    assert runs.clock_name() == runs.clock_name()
 
 
-def test_the_clock_of_another_machine_is_brought_to_rank_0_s_within_the_error_it_tells() -> None:
+def test_clock_of_another_machine_is_brought_to_rank_0_within_its_error() -> None:
     found = offsets((0.0, 1000.0, 0.0, -3.5), ("a", "b", "a", "c"))
     assert found[0] == found[2] == Offset(0, 0)
     for told, ahead in ((found[1], 1000.0), (found[3], -3.5)):
@@ -75,7 +75,7 @@ def test_a_prediction_has_the_slots_of_the_ring_that_runs(layout: str, causal: b
     """Of K/V and of sums: the same shards in the same slots at the same hops; and it says that it is of that call."""
     problem = replace(PROBLEM, layout=layout, causal=causal)
     told = prediction(layout, causal)
-    found = timeline_bench.virtual(problem, CPU, 1)
+    found = runs.virtual(problem, CPU, 1)
     assert found is not None and alike(found, told)
     uses = [
         sorted((one.rank, one.lane, one.phase, one.hop, one.name) for one in each.events if one.lane not in LANES)
@@ -86,32 +86,22 @@ def test_a_prediction_has_the_slots_of_the_ring_that_runs(layout: str, causal: b
 
 
 def test_a_timeline_of_virtual_ranks() -> None:
-    found = timeline_bench.virtual(PROBLEM, CPU, 2)
+    found = runs.virtual(PROBLEM, CPU, 2)
     assert found is not None and found.source == "measured" and found.world == 4
     assert {event.rank for event in found.events} == {0, 1, 2, 3}
     lanes = {event.lane for event in found.events}
     assert {*LANES} < lanes and {"slot 0", "slot 1", "slot 2", "sums 0", "sums 1"} <= lanes
     assert min(event.begin for event in found.events) == 0
     assert found.about["call"]["seqlen"] == 128 and found.about["clock_error"] == 0
-    per_rank = [sum(one.seconds for one in found.events if (one.rank, one.lane) == (r, "compute")) for r in range(4)]
-    assert all(0 < seconds < found.seconds for seconds in per_rank)
-    assert "rank 3: compute" in shares(found)
-
-
-def test_what_one_rank_sends_another_receives() -> None:
-    found = timeline_bench.virtual(PROBLEM, CPU, 1)
-    assert found is not None
-    moved = {
-        lane: sorted((one.phase, one.name, one.nbytes) for one in found.events if one.lane == lane)
+    assert all(0 < row["compute"] < found.seconds * 1e3 for row in timeline_bench.result_of(found).rows)
+    sent, received = (
+        sorted((event.phase, event.name, event.nbytes) for event in found.events if event.lane == lane)
         for lane in ("send", "receive")
-    }
-    assert moved["send"] == moved["receive"] and len(moved["send"]) == 4 * (
-        3 + 3 + 3
-    )  # K/V forward, K/V backward, sums
+    )
+    assert sent == received and len(sent) == 4 * (3 + 3 + 3)  # K/V forward, K/V backward, sums
 
 
-@pytest.mark.usefixtures("alone")
-def test_what_each_rank_did_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def two_ranks() -> Timeline:
     """By hand: a rank that computes for 3 ms of 4 and waits for 1, one that computes for all 4."""
     events = (
         Event(0, "compute", "forward", 0, 0.0, 1e-3),
@@ -121,33 +111,25 @@ def test_what_each_rank_did_is_written(tmp_path: Path, monkeypatch: pytest.Monke
         Event(1, "send", "forward", 0, 0.0, 3e-3),
     )
     about = {"call": asdict(PROBLEM), "provenance": {"command": "ringattn"}, "clock_error": 2e-6}
-    monkeypatch.setattr(timeline_bench, "started", lambda *_: Timeline("two ranks", "measured", 2, events, about))
-    rows, asked = tmp_path / "rows.csv", ["--device", "cpu", "--seqlen", "64"]
-    ran = CliRunner().invoke(timeline_bench.app, [*asked, "--json", "-", "--csv", str(rows)])
-    assert ran.exit_code == 0, ran.output
-    told = json.loads(ran.stdout)
-    assert told["schema"] == "ringattn bench timeline 1" and told["problem"] == json.loads(json.dumps(asdict(PROBLEM)))
-    assert (told["title"], told["world"], told["seconds"], told["clock_error"]) == ("two ranks", 2, 4e-3, 2e-6)
-    assert told["provenance"] == {"command": "ringattn"}
-    assert [(one["rank"], one["compute_seconds"], one["wait_seconds"]) for one in told["ranks"]] == [
-        (0, pytest.approx(3e-3), pytest.approx(1e-3)), (1, 4e-3, 0)
-    ]  # fmt: skip
-    with rows.open() as file:
-        found = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-    assert found == [
-        {"rank": 0, "compute ms": pytest.approx(3), "wait ms": pytest.approx(1), "of ms": 4},
-        {"rank": 1, "compute ms": 4, "wait ms": 0, "of ms": 4},
+    return Timeline("two ranks", "measured", 2, events, about)
+
+
+def test_rows_of_a_timeline() -> None:
+    found = timeline_bench.result_of(two_ranks())
+    assert found.rows == [
+        {"rank": 0, "compute": pytest.approx(3), "wait": pytest.approx(1), "send": 0, "receive": 0, "computing": 75},
+        {"rank": 1, "compute": 4, "wait": 0, "send": 3, "receive": 0, "computing": 100},
     ]
-    ran = CliRunner().invoke(timeline_bench.app, [*asked, "--json", str(tmp_path / "told.json")])
-    assert json.loads((tmp_path / "told.json").read_text()) == told
-    assert "rank 0: compute 3.0 ms, wait 1.0 ms of 4.0 ms\nrank 1: compute 4.0 ms, wait 0.0 ms" in ran.stdout
+    assert found.notes == ["two ranks", "clocks of the ranks agree to 2.0e-06 s", "ranks compute 87.5% of 4 ms"]
+    assert found.provenance == {"command": "ringattn"}
 
 
-@pytest.mark.nightly
-def test_the_command_records_processes(tmp_path: Path) -> None:
-    trace, picture = tmp_path / "trace.json", tmp_path / "timeline.png"
-    asked = ["--world", "2", "--seqlen", "64", "--heads", "2", "--head-dim", "16", "--repeats", "1", "--device", "cpu"]
-    ran = CliRunner().invoke(timeline_bench.app, [*asked, "--trace", str(trace), "--out", str(picture)])
+@pytest.mark.usefixtures("alone")
+def test_timeline_of_real_processes(tmp_path: Path) -> None:
+    trace, picture, target = (tmp_path / name for name in ("trace.json", "timeline.png", "rows.json"))
+    shape = ["--world", "2", "--seqlen", "64", "--heads", "2", "--head-dim", "16", "--repeats", "1", "--device", "cpu"]
+    files = ["--trace", str(trace), "--out", str(picture), "--json", str(target)]
+    ran = CliRunner().invoke(timeline_bench.app, [*shape, *files])
     assert ran.exit_code == 0, ran.output
     found = from_chrome(json.loads(trace.read_text()))
     assert isinstance(found, Timeline) and found.world == 2
@@ -155,101 +137,80 @@ def test_the_command_records_processes(tmp_path: Path) -> None:
     assert found.about["provenance"]["command"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "clocks of the ranks agree" in ran.output
+    assert [row["rank"] for row in read(target).rows] == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("flags", "message"),
     [
-        (["--seqlen", "1"], "--seqlen is 1: 2 ranks need a token each"),
-        (["--device", "tpu"], "--device is 'tpu'"),
-        (["--trace", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
-        (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
-        (["--csv", "/nowhere/at/all.csv"], "there is no folder /nowhere/at"),
-        (["--trace", "-", "--json", "-"], "--trace and --json are both -: one of them takes a file"),
-        (["--out", "a.gif"], "a.gif is no picture"),
-        (["--predicted", "/nowhere.json"], "--predicted is given without --out: it is drawn there"),
-        (["--kv-heads", "3"], "--kv-heads is 3"),
-        (["--predicted", "/nowhere.json", "--out", "a.svg"], "/nowhere.json"),
-        (["--device", "cpu", "--seqlen", "16g"], "--seqlen: 17,179,869,184 tokens over 2 ranks take"),
+        ("--seqlen 1", "--seqlen is 1: 2 ranks need a token each"),
+        ("--trace /nowhere/at/all.json", "there is no folder /nowhere/at"),
+        ("--json /nowhere/at/all.json", "there is no folder /nowhere/at"),
+        ("--out a.gif", "a.gif is no picture"),
+        ("--predicted /nowhere.json", "--predicted is given without --out"),
+        ("--kv-heads 3", "--kv-heads is 3"),
+        ("--predicted /nowhere.json --out a.svg", "/nowhere.json"),
+        ("--device cpu --seqlen 16g", "--seqlen: 17,179,869,184 tokens over 2 ranks take"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused_before_it_starts(
-    asked: list[str], told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def started(*_: Any) -> None:
-        raise AssertionError("it started")
-
-    monkeypatch.setattr(timeline_bench, "started", started)
-    ran = CliRunner().invoke(timeline_bench.app, asked, env={"COLUMNS": "300"})
-    assert ran.exit_code == 2 and told in ran.output
+def test_refused_flags(flags: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "measured", lambda *_: pytest.fail("it started"))
+    ran = CliRunner().invoke(timeline_bench.app, flags.split(), env={"COLUMNS": "300"})
+    assert ran.exit_code == 2 and message in ran.output, ran.output
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_length_that_is_told_to_fit_does(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks here: on the CPU each is a process besides; the room is what `bench ring` counts for our ring."""
     where, ranks = torch.device(device), 4
-    problem = Problem(1 << 20, ranks, heads=8, kv_heads=2, head_dim=64)
-    room = ranks * of_ours(replace(problem, seqlen=100 * 1024)) + (ranks * PROCESS_BYTES if device == "cpu" else 0)
-    monkeypatch.setattr(timeline_bench, "free_memory", lambda _: int(room / USED) + 100)
+    problem = AttentionConfig(1 << 20, ranks, heads=8, kv_heads=2, head_dim=64)
+    fits = replace(problem, seqlen=100 * 1024)
+    nbytes = ranks * candidate_bytes(OURS, fits) + (ranks * PROCESS_BYTES if device == "cpu" else 0)
+    monkeypatch.setattr(memory, "free_memory", lambda _: int(nbytes / USED) + 100)
     with pytest.raises(typer.BadParameter, match=r"--seqlen: 1,048,576 tokens over 4 ranks take .*: 100k fits"):
-        timeline_bench.check_room(problem, where, None)
-    timeline_bench.check_room(replace(problem, seqlen=100 * 1024), where, None)
+        runs.check_room(problem, where, None)
+    runs.check_room(fits, where, None)
     with pytest.raises(typer.BadParameter):
-        timeline_bench.check_room(replace(problem, seqlen=101 * 1024), where, None)
+        runs.check_room(replace(problem, seqlen=101 * 1024), where, None)
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("asked", "kind"), [(["--device", "cpu"], "cpu"), ([], "cuda")])
-def test_the_device_that_is_asked_for_is_recorded_under_a_launcher(
-    asked: list[str], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("flags", "kind"), [(["--device", "cpu"], "cpu"), ([], "cuda")])
+def test_device_under_a_launcher(flags: list[str], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine of two GPUs, which is not here: nothing runs."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(timeline_bench, "free_memory", lambda _: 1 << 40)
-    ran: list[tuple[str, torch.device | None, torch.device]] = []
+    monkeypatch.setattr(memory, "free_memory", lambda _: 1 << 40)
+    ran: list[tuple[str, torch.device]] = []
 
-    @contextmanager
-    def process_group(*_: object, device: torch.device | None = None) -> Iterator[None]:
-        opened.append(device)
-        yield
+    def spawn(world: int, measure: Callable[..., Any], problem: AttentionConfig, repeats: int, *, device: str) -> None:
+        ran.append((device, Member(1, 2, 1, 2).shared_device(problem.device)))
 
-    def recorded(problem: Problem, group: None, device: torch.device, repeats: int) -> None:
-        ran.append((problem.device, opened[-1], device))
-
-    opened: list[torch.device | None] = []
-    monkeypatch.setattr(timeline_bench, "process_group", process_group)
-    monkeypatch.setattr(timeline_bench, "recorded", recorded)
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    result = CliRunner().invoke(timeline_bench.app, asked)
+    monkeypatch.setattr(runs, "spawn", spawn)
+    result = CliRunner().invoke(timeline_bench.app, flags)
     where = torch.device("cpu") if kind == "cpu" else torch.device("cuda", 1)
-    assert result.exit_code == 0 and ran == [(kind, where, where)], result.output
+    assert result.exit_code == 0 and ran == [(kind, where)], result.output
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_prediction_must_be_of_the_call_that_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "predicted.json"
     drawn: list[tuple[str, ...]] = []
-    found = timeline_bench.virtual(replace(PROBLEM, layout="zigzag"), CPU, 1)
+    found = runs.virtual(replace(PROBLEM, layout="zigzag"), CPU, 1)
     assert found is not None
-    monkeypatch.setattr(timeline_bench, "started", lambda *_: found)
+    monkeypatch.setattr(runs, "measured", lambda *_: found)
     monkeypatch.setattr(timelines, "save", lambda shown, out: drawn.append(tuple(one.source for one in shown)))
-    asked = ["--world", "4", "--seqlen", "128", "--heads", "2", "--head-dim", "16", "--device", "cpu"]
-    flags = [*asked, "--predicted", str(file), "--out", str(tmp_path / "a.svg")]
-
-    def told(one: Timeline) -> str:
-        file.write_text(json.dumps(as_chrome(one)))
+    shape = ["--world", "4", "--seqlen", "128", "--heads", "2", "--head-dim", "16", "--device", "cpu"]
+    flags = [*shape, "--predicted", str(file), "--out", str(tmp_path / "a.svg")]
+    for drawn_below, message in (
+        (prediction("striped", False), "is of another call: causal False there, True here; layout striped there, zig"),
+        (found, "is measured: it takes what `ringattn predict --trace` left"),
+        (replace(prediction("zigzag", True), about={}), "does not say of what call it is"),
+        (prediction("zigzag", True), None),
+    ):
+        file.write_text(json.dumps(as_chrome(drawn_below)))
         ran = CliRunner().invoke(timeline_bench.app, flags, env={"COLUMNS": "400"})
-        assert ran.exit_code == (0 if drawn else 2), ran.output
-        return ran.output
-
-    assert "is of another call: causal False there, True here; layout striped there, zigzag here" in told(
-        prediction("striped", False)
-    )
-    assert "is measured: it takes what `ringattn predict --trace` left" in told(found)
-    assert "does not say of what call it is" in told(replace(prediction("zigzag", True), about={}))
-    drawn.append(())
-    told(prediction("zigzag", True))
-    assert drawn == [(), ("measured", "predicted")]
+        assert ran.exit_code == (0 if message is None else 2) and (message or "") in ran.output, ran.output
+    assert drawn == [("measured", "predicted")]

@@ -33,14 +33,14 @@ class Item:
         ("kernels/device/parts.py", {"dq", "launches"}),  # which backward.py imports
         ("kernels/experimental/hopper_launch.py", {"launches"}),
         ("kernels/tables.py", {"launches"}),
-        ("autotune/inspect/sass.py", {"dq"}),
+        ("autotune/sass.py", {"dq"}),
         ("tests/kernels/test_compiles.py", {"dq", "launches"}),
     ],
 )
 def test_what_compiles_runs_where_its_sources_changed(
     changed: str | None, runs: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for folder in ("kernels", "autotune/inspect"):
+    for folder in ("kernels", "autotune"):
         shutil.copytree(compiles.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests" / "kernels").mkdir(parents=True)
     shutil.copy(__file__, tmp_path / "tests" / "kernels")

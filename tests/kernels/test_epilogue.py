@@ -175,7 +175,7 @@ def test_nothing_is_written_past_the_end(moved: Moved) -> None:
 def test_launches_compile() -> None:
     """By the JIT, from the arguments of real launches, where there is no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.epilogue_arguments"]
+    command = [sys.executable, "-m", "tests.support.launch_arguments", "epilogue"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("compiled") == 4

@@ -6,30 +6,28 @@ stand-in for Gluon, its partitions interleaved at random.
 
 from __future__ import annotations
 
+import json
 import os
 import random
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ringattn.autotune.inspect import hopper as compiled_hopper
-from ringattn.autotune.inspect.sass import matrix_loops
-from ringattn.kernels import FULL, BlockSparseIndex, Bounds, KernelConfig, Scores, Tile, attention_forward, launch
+from ringattn.autotune import gate as compiled_gate
+from ringattn.autotune.sass import matrix_loops
+from ringattn.kernels import FULL, Bounds, KernelConfig, Scores, Tile, attention_forward, launch
 from ringattn.kernels.bounds import tile_range
 from ringattn.kernels.experimental import hopper_launch, steps
 
 from ..support import gluon_modules
 from ..support.barrier_states import Search, Traces
-from ..support.gluon_arguments import CASES
 from ..support.gluon_stand_in import Descriptor, Event, Machine, pointer
 from ..support.kernel_cases import (
     DEVICE,
@@ -416,8 +414,11 @@ def test_the_search_sees_a_slot_given_back_too_early() -> None:
 # What the compiler makes of it
 
 
-def gate(*names: str) -> str:
-    return compiling("-m", "ringattn.autotune.inspect.hopper", *names)
+def gate(*specs: str) -> list[dict[str, Any]]:
+    """Rows of ``ringattn inspect``, all of which pass."""
+    found = json.loads(compiling("-m", "ringattn", "inspect", "--gate", "--json", "-", *specs))
+    rows: list[dict[str, Any]] = found["rows"]
+    return rows
 
 
 def compiling(*arguments: str) -> str:
@@ -430,26 +431,22 @@ def compiling(*arguments: str) -> str:
 
 
 COMPILED = pytest.mark.compiles(
-    "kernels/experimental/hopper_launch.py", "autotune/inspect", "tests/support/gluon_arguments.py"
+    "kernels/experimental/hopper_launch.py", "autotune/gate.py", "tests/support/launch_arguments.py"
 )
 
 
 @COMPILED
-@pytest.mark.parametrize("names", [("bf16", "D128", "middle", "gqa"), ("fp16", "D64", "last", "full", "gqa")])
-def test_a_sample_passes_the_gate(names: tuple[str, ...]) -> None:
+def test_a_sample_passes_the_gate() -> None:
     """The loop of a full hop in the middle of a ring is shorter than the portable kernel's, with as many products."""
-    told = gate(*names).splitlines()
-    assert len(told) == (1 if "full" in names else 2)
-    for line in told:
-        if {"full", "middle"} <= {*line.split()}:
-            assert max(map(int, re.findall(r"instructions=(\d+)", line))) < BEFORE["forward"][1]
+    rows = gate("90:bf16:128:hopper:middle:gqa", "90:fp16:64:hopper:last:full:gqa")
+    assert len(rows) == 3
+    (of_a_hop,) = (row for row in rows if row["full"] and row["role"] == "middle")
+    assert of_a_hop["instructions"] < BEFORE["forward"][1]
 
 
 @COMPILED
 def test_the_arguments_of_a_launch_compile() -> None:
-    assert compiling(str(Path(__file__).parents[1] / "support" / "gluon_arguments.py")).count("compiled: ") == len(
-        CASES
-    )
+    assert compiling("-m", "tests.support.launch_arguments", "hopper").count("compiled: ") == 5
 
 
 STEP = """
@@ -474,7 +471,7 @@ EXP = "MUFU.EX2 R1, R1 ;\n"
     ],
 )
 def test_the_gate_reads_the_order(listing: str, told: list[str]) -> None:
-    found = compiled_hopper.order_faults(listing, 1, 64)
+    found = compiled_gate.order_problems(listing, 1, 64)
     assert len(found) == len(told) and all(map(str.startswith, found, told))
 
 
@@ -520,7 +517,7 @@ bar.sync 0, 128;
     ],
 )
 def test_the_gate_reads_who_hands_on_what(ptx: str, told: list[str]) -> None:
-    found = compiled_hopper.handing_faults(ptx)
+    found = compiled_gate.handing_problems(ptx)
     assert len(found) == len(told) and all(map(str.startswith, found, told))
 
 
@@ -529,4 +526,4 @@ def test_the_gate_reads_who_hands_on_what(ptx: str, told: list[str]) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", hopper_launch.HEAD_DIMS)
 def test_everything_that_can_be_launched_passes_the_gate(head_dim: int, dtype: str) -> None:
-    gate(dtype, f"D{head_dim}")
+    gate(f"90:{dtype}:{head_dim}:hopper")

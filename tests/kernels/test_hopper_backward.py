@@ -7,24 +7,22 @@ stand-in for Gluon, its partitions interleaved at random.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ringattn.autotune.inspect.hopper_backward import unfenced
+from ringattn.autotune.gate import unfenced
 from ringattn.kernels import FULL, Bounds, KernelConfig, Scores, Tile, attention_gradients, launch
 from ringattn.kernels.experimental import hopper_backward_launch, hopper_launch
 
 from ..support import gluon_modules
 from ..support.barrier_states import Search, Traces
 from ..support.baselines import Results
-from ..support.gluon_arguments import BACKWARD
 from ..support.gluon_stand_in import Descriptor, Machine, pointer
 from ..support.kernel_cases import DEVICE, KINDS, Inputs, Sizes, compare, exact, inputs, interval, part
-from .test_hopper import HALVES, HOPS, ON_HOPPER, Launches, compiling, sliced, without
+from .test_hopper import HALVES, HOPS, ON_HOPPER, Launches, compiling, gate, sliced, without
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -284,13 +282,9 @@ def test_the_search_misses_what_is_left_out() -> None:
 # What the compiler makes of it
 
 
-def gate(*names: str) -> str:
-    return compiling("-m", "ringattn.autotune.inspect.hopper_backward", *names)
-
-
-@pytest.mark.compiles("kernels/experimental/hopper_backward_launch.py", "autotune/inspect")
+@pytest.mark.compiles("kernels/experimental/hopper_backward_launch.py", "autotune/gate.py")
 def test_a_sample_passes_the_gate() -> None:
-    assert len(gate("bf16", "D128", "middle", "full").splitlines()) == 1
+    assert len(gate("90:bf16:128:hopper_backward:middle:full:gqa")) == 1
 
 
 FENCED = """
@@ -326,10 +320,9 @@ def test_the_gate_reads_what_is_handed_on_without_a_fence(ptx: str, told: list[s
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", hopper_backward_launch.HEAD_DIMS)
 def test_everything_that_can_be_launched_passes_the_gate(head_dim: int, dtype: str) -> None:
-    gate(dtype, f"D{head_dim}")
+    gate(f"90:{dtype}:{head_dim}:hopper_backward")
 
 
 @pytest.mark.nightly
 def test_the_arguments_of_a_launch_compile() -> None:
-    script = str(Path(__file__).parents[1] / "support" / "gluon_arguments.py")
-    assert compiling(script, "backward").count("compiled: ") == len(BACKWARD)
+    assert compiling("-m", "tests.support.launch_arguments", "hopper_backward").count("compiled: ") == 3

@@ -248,11 +248,11 @@ def test_strides_beyond_32_bits_are_refused() -> None:
         single_pass.check_near("dq", dq, Tile(16, 32, 4, 1))
 
 
-@pytest.mark.compiles("kernels/experimental/single_pass.py", "tests/support/single_pass_arguments.py")
+@pytest.mark.compiles("kernels/experimental/single_pass.py", "tests/support/launch_arguments.py")
 def test_a_launch_with_descriptors_compiles() -> None:
     """By the JIT, from the arguments of real launches, where there is no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.single_pass_arguments"]
+    command = [sys.executable, "-m", "tests.support.launch_arguments", "single_pass"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("compiled") == 4

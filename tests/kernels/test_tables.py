@@ -15,10 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.autotune import Budget, Shape, Verdict, ranking
-from ringattn.autotune.inspect import compiled
+from ringattn.autotune.candidates import Verdict
+from ringattn.autotune.model import Shape
 from ringattn.autotune.rings import rings_of
-from ringattn.autotune.tune.run import Wish, compile_part, journals, measure_part
+from ringattn.autotune.search import Budget
+from ringattn.autotune.tune import TuneConfig, compile_part, journals, measure_part
 from ringattn.kernels import (
     Tile,
     config,
@@ -43,7 +44,7 @@ from ringattn.kernels.tables import (
 )
 
 from ..support.tile_tables import H200, HOPPER, POINT, TILE, entry, estimate, folders, save
-from ..support.tune_cases import StandIn, at_once
+from ..support.tune_cases import StandIn, no_progress, without_processes
 from ..test_house import ROOT, run
 
 __all__ = ["folders"]
@@ -339,29 +340,25 @@ def test_a_refused_table_is_told_once_and_the_default_serves(damage: str, folder
     assert len(told) == 1 and str(path) in str(told[0].message)
 
 
-def test_the_limits_are_those_of_the_gate() -> None:
-    assert config.SHARED_LIMIT == compiled.SHARED_LIMIT
-
-
 def test_a_gpu_is_named_by_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert gpu_of.__wrapped__(torch.device("cuda", 0)) == H200._replace(arch=103)
+    assert tables._gpu_of.__wrapped__(torch.device("cuda", 0)) == H200._replace(arch=103)
     assert gpu_of(torch.device("cpu")) is None
 
 
 def test_a_vendors_copy_takes_what_tune_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file of a tuning run, moved into `tuned/` of a copy deep in another package: measured there, used here."""
-    monkeypatch.setattr(ranking, "run_jobs", at_once)
-    wish = Wish(Shape(2, 1, 16, 16, "fp32"), (64,), False, H200, torch.device("cpu"), tmp_path / "runs", 1e9, 1)
+    without_processes(monkeypatch)
+    wish = TuneConfig(Shape(2, 1, 16, 16, "fp32"), (64,), False, H200, torch.device("cpu"), tmp_path / "runs", 1e9, 1)
     journal, measured = journals(wish)
-    found = compile_part(wish, journal, Quiet(), compile_with=lambda job: Verdict((), 1.0, "percent"))
+    found = compile_part(wish, journal, no_progress, work=lambda job: Verdict((), 1.0, "percent"))
 
     def at_random(point: Point) -> StandIn:
         slow = 9.0 * (point.kernel in SINGLE_PASS)  # so that two passes are the backward
         return StandIn(lambda tile, run: slow + Random(f"{point.kernel} {tile}").random())
 
-    measure_part(wish, found, measured, Quiet(), trials_of=at_random, budget=Budget(1e9))
+    measure_part(wish, found, measured, no_progress, trials_of=at_random, budget=Budget(1e9))
     (written,) = (tmp_path / "runs").glob("nvidia-h200_triton-*.json")
     tiles = {one.point.kernel: one.tile for one in read(written).entries}
     assert len({*tiles.values()}) > 1 and tiles["forward"] != config.config_for(90, torch.float32, 16).forward
@@ -401,11 +398,3 @@ def test_the_tables_that_ship_are_good() -> None:
         assert path.name == file_name(shipped.gpu, shipped.triton)
         assert rings_of(shipped) == () and all(one.estimated and one.bound for one in shipped.entries)
         assert not any(options_of(one.tile) for one in shipped.entries), "an estimate that serves nobody"
-
-
-class Quiet:
-    """Progress that nobody sees."""
-
-    def more(self, part: str, count: int) -> None: ...
-
-    def step(self, part: str) -> None: ...

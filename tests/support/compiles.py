@@ -56,7 +56,7 @@ def digest(name: str, sources: Iterable[str], root: Path = ROOT) -> str:
     files = {*(root / "tests").rglob(name.partition("::")[0])}
     for source in sources:
         if ":" in source:
-            files |= {*(root / "autotune" / "inspect").glob("*.py")}
+            files |= with_imports(root / "autotune" / "gate.py", root)
             for text, file in variants(source):
                 parts.append(text)
                 files |= with_imports(root / file, root)
@@ -68,13 +68,12 @@ def digest(name: str, sources: Iterable[str], root: Path = ROOT) -> str:
 
 def variants(name: str) -> Iterator[tuple[str, str]]:
     """(what selects its binary, file of its kernel) of all that a name stands for."""
-    from ringattn.autotune.inspect.arguments import launch_arguments
-    from ringattn.autotune.inspect.names import select
-    from ringattn.autotune.inspect.variant import KERNELS
+    from ringattn.autotune.compile import select
 
     for variant in select(name):
-        kernel = KERNELS[variant.kernel].fn.__module__.partition(".")[2]
-        yield f"{variant} {launch_arguments(variant)}", kernel.replace(".", "/") + ".py"
+        launch = variant.launch
+        kernel = launch.kernel.fn.__module__.partition(".")[2]
+        yield f"{variant} {launch.signature}", kernel.replace(".", "/") + ".py"
 
 
 @cache

@@ -1,142 +1,73 @@
-"""Folders of results for the tests of the report: a whole one, and one whose every string is hostile."""
+"""Result files as commands write them, timelines, and the same with hostile strings; what a page is made of."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from ringattn.bench.common.timing import Samples
-from ringattn.bench.predict.call import Call
-from ringattn.bench.predict.timelines import said
-from ringattn.bench.ring.candidates import OURS, WHOLE, Problem
-from ringattn.bench.ring.rows import as_json
-from ringattn.bench.ring.runs import Report, Result
+from ringattn.bench.common.result import Result
 from ringattn.bench.timeline.events import Event, Timeline, as_chrome
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)> javascript:alert(3) $\\frac{ {{ 7*7 }} --> ]]> & é"
 
-PROBLEM = Problem(64, 2, heads=2, kv_heads=2, head_dim=16)
-CALL = asdict(PROBLEM)
-"""What a measured timeline and `bench ring` say of their call."""
-PREDICTED = Call(32, 2, heads=2, kv_heads=2, head_dim=16, dtype="float32")
-"""The same call, as the predictor has it."""
+CALL = {"seqlen": 64, "world": 2, "heads": 2, "kv_heads": 2, "head_dim": 16, "layout": "zigzag", "causal": True}
+"""What a timeline says of its call."""
 PROVENANCE = {
     "command": "ringattn bench suite", "date": "2026-01-02", "cpu": {"model": "a CPU", "cores": 2}, "gpu": None,
     "ringattn": {}, "versions": {"torch": "2"}, "topology": {},
 }  # fmt: skip
 
 
-def number(name: str, value: float | None, unit: str, **more: Any) -> dict[str, Any]:
-    return {"name": name, "value": value, "unit": unit, "labels": {}, **more}
-
-
-def ring_report(problem: Problem = PROBLEM, layouts: Sequence[str] = ("zigzag",)) -> Report:
-    """What `bench ring` knows of a problem: one device in 6 s, every layout in 4, Ulysses in 3."""
-
-    def result(kind: str, seconds: float) -> Result:
-        return Result(kind, Samples((seconds,)), {"out": 1e-6}, [], True, None, None, 1 << 20)
-
-    ours = {f"{OURS} {layout}": result(OURS, 4.0) for layout in layouts}
-    return Report(problem, {WHOLE: result(WHOLE, 6.0), **ours, "Ulysses": result("Ulysses", 3.0)}, {})
-
-
-def rings(worlds: Sequence[int], layouts: Sequence[str]) -> dict[str, Any]:
-    """What `bench ring --json` writes."""
-    made = [ring_report(replace(PROBLEM, world=world), layouts) for world in worlds]
-    return {"schema": "ringattn bench ring 2", "provenance": PROVENANCE, "timer": "", **as_json(made)}
+def result(case: str, units: dict[str, str], rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """A file of a command."""
+    provenance = {**PROVENANCE, "command": f"ringattn {case}", **more.pop("provenance", {})}
+    return Result(case, units, list(rows), provenance=provenance, **more).as_json()
 
 
 def suite() -> dict[str, Any]:
-    """A case that is right, one that fails by a number, one that raised, one that was not run, and a whole ring."""
-    speeds = [
-        number("forward", 90.0 * k * k, "TFLOP/s", labels={"seqlen": 1024 * k, "by": by, "dtype": "bfloat16"})
+    """A part that is right, one that fails by a number, one that raised, one that was not run."""
+    units = {"part": "", "state": "", "seconds": "s", "found": "", "reason": "", "command": ""}
+    wrong = "error of dq (dtype float16) is 2.0, at most 1 allowed"
+    states = (("speed", "done", "", 90.0), ("right", "failed", wrong, 9.5), ("late", "not run", "3 s were left", None))
+    rows = [
+        {"part": part, "state": state, "seconds": seconds, "found": "3 rows", "reason": why, "command": "python"}
+        for part, state, why, seconds in states
+    ]
+    return result(
+        "bench suite", units, rows, failed=[f"right: {wrong}"], provenance={"command": "ringattn bench suite"}
+    )
+
+
+def kernels() -> dict[str, Any]:
+    """A list of numbers, each with its unit: rates of two contenders at three lengths, and a limit."""
+    units = dict.fromkeys(("number", "value", "unit", "seqlen", "by", "limit", "note"), "")
+    rows: list[dict[str, Any]] = [
+        {"number": "forward", "value": 90.0 * k * k, "unit": "TFLOP/s", "seqlen": 1024 * k, "by": by}
         for k in (1, 2, 4)
         for by in ("ringattn", "flash")
     ]
-    wrong = number("error of dq", 2.0, "absolute", labels={"dtype": "float16"}, limit=1.0, fails=True, note="too much")
-    of = {"world": 2, "seqlen": 64, "mask": "causal"}
-    ring = [
-        number("of ideal", share, "%", labels={"by": by, **of, **layout})
-        for by, share, layout in (
-            (WHOLE, 50.0, {}),
-            (f"{OURS} zigzag", 75.0, {"layout": "zigzag"}),
-            ("Ulysses", 100.0, {}),
-        )
-    ]
-    cases: list[dict[str, Any]] = [
-        {
-            "name": "speed",
-            "about": "kernels",
-            "arguments": {"head_dim": 128, "causal": True},
-            "state": "done",
-            "reason": "",
-            "numbers": speeds,
-        },
-        {"name": "right", "about": "errors", "arguments": {}, "state": "done", "reason": "", "numbers": [wrong]},
-        {"name": "raised", "about": "", "arguments": {}, "state": "failed", "reason": "Traceback\nKeyError: 'x'"},
-        {"name": "late", "about": "", "arguments": {}, "state": "not run", "reason": "3 s were left", "numbers": []},
-        {
-            "name": "whole ring",
-            "about": "",
-            "arguments": {"seqlens": [64]},
-            "state": "done",
-            "reason": "",
-            "numbers": ring,
-        },
-    ]
-    whole = [{"seconds": 1.5, "numbers": [], **case} for case in cases]
-    told = {"schema": "ringattn bench suite 1", "budget": 60.0, "provenance": PROVENANCE, "cases": whole}
-    return {**told, "decisions": [{"question": "nccl passes", "answer": "open", "why": "nccl-2 not run"}]}
+    rows.append({"number": "error of dq", "value": 0.5, "unit": "absolute", "by": "ringattn", "limit": 1.0})
+    return result("bench kernels", units, rows)
 
 
 def links() -> dict[str, Any]:
+    """Two edges at two sizes."""
+    units = {"transport": "", "way": "", "edge": "", "size": "bytes", "busbw": "GB/s"}
     rows = [
-        {"transport": "nccl", "way": "one way", "edge": edge, "nbytes": 1 << power, "busbw": busbw}
+        {"transport": "nccl", "way": "one way", "edge": edge, "size": 1 << power, "busbw": busbw}
         for power, speeds in ((16, (1.0, 2.0)), (20, (9.0, 8.0)))
         for edge, busbw in zip(("0->1", "1->0"), speeds, strict=True)
     ]
-    return {"schema": "ringattn bench links 1", "provenance": PROVENANCE, "links": rows}
-
-
-def ring() -> dict[str, Any]:
-    times = {"SDPA, one process": 3.0, "ringattn": 4.0, "usual ring": 6.0}
-    candidates = [
-        {
-            "name": name,
-            "seconds": {"median": time, "unit": "s", "samples": [time]},
-            "errors": {"out": 1e-6},
-            "disagrees": [],
-        }
-        for name, time in times.items()
-    ]
-    return {"schema": "ringattn bench ring 1", "provenance": PROVENANCE, "problem": CALL, "candidates": candidates}
+    return result("bench links", units, rows, notes=["copy_engine does not open here: device is cpu"])
 
 
 def memory() -> dict[str, Any]:
-    worlds = [
-        {"world": world, "ranks": [{"forward": 10**6 * rank, "backward": 3 * 10**6} for rank in range(1, world + 1)]}
-        for world in (2, 4)
-    ]
-    told = {"schema": "ringattn bench memory 1", "provenance": PROVENANCE, "ring": {"nodes": 1}}
-    return {**told, "worlds": worlds, "spread": 1 / 3}
-
-
-def predicted() -> dict[str, Any]:
-    """Two layouts at each of two lengths: 10% too low, 5% too high; 20% too low, right."""
-    rows = [
-        {"layout": layout, "mask": "causal", "seqlen": seqlen, "measured": 2.0, "spread": 0.01, "predicted": told}
-        for layout, seqlen, told in (
-            ("zigzag", 64, 1.8),
-            ("striped", 64, 2.1),
-            ("zigzag", 128, 1.6),
-            ("striped", 128, 2),
-        )
-    ]
-    return {"schema": "ringattn predict check 1", "provenance": PROVENANCE, "rows": rows}
+    """A peak that grows with the ranks."""
+    rows = [{"world": world, "peak": 3.0 * world} for world in (2, 4)]
+    failed = ["memory per rank differs by 33.3% between worlds, 2% allowed"]
+    return result("bench memory", {"world": "", "peak": "MB"}, rows, failed=failed)
 
 
 def timeline(source: str, *, slower: float = 1.0, name: str = "K/V of 1") -> Timeline:
@@ -156,8 +87,7 @@ def timeline(source: str, *, slower: float = 1.0, name: str = "K/V of 1") -> Tim
                 Event(rank, lane, phase, hop, (start + begin) * slower, (start + end) * slower, what, 1 << 20)
                 for lane, hop, begin, end, what in bars
             ]
-    call = CALL if source == "measured" else said(PREDICTED)
-    return Timeline("causal, zigzag, 64 tokens", source, 2, tuple(told), {"call": call, "provenance": PROVENANCE})
+    return Timeline("causal, zigzag, 64 tokens", source, 2, tuple(told), {"call": CALL, "provenance": PROVENANCE})
 
 
 def write(folder: Path, **files: object) -> Path:
@@ -169,41 +99,28 @@ def write(folder: Path, **files: object) -> Path:
 
 
 def everything() -> dict[str, Any]:
+    """Every kind of file."""
     return {
         "results": suite(),
+        "kernels": kernels(),
         "links": links(),
-        "ring": ring(),
         "memory": memory(),
-        "check": predicted(),
         "measured": as_chrome(timeline("measured")),
         "predicted": as_chrome(timeline("predicted", slower=0.9)),
     }
 
 
 # what readers take from files as it is; every other string may be anything
-KEPT_KEYS = ("schema", "ph", "state", "source", "layout")
-KEPT_VALUES = (
-    "process_name",
-    "thread_name",
-    "TFLOP/s",
-    "compute",
-    "wait",
-    "send",
-    "receive",
-    "slot 1",
-    "SDPA, one process",
-    "one device",
-    "of ideal",
-    "ringattn",
-)
+KEPT_KEYS = ("schema", "ph", "state", "source", "layout", "units", "unit")
+KEPT_VALUES = ("process_name", "thread_name", "compute", "wait", "send", "receive", "slot 1")
 
 
 def tainted(data: Any, key: str = "") -> Any:
-    """The same with a hostile end on every string, and keys of labels that are hostile too."""
+    """The same with a hostile end on every string, and keys of provenance that are hostile too."""
     if isinstance(data, dict):
-        rename = key in ("labels", "versions", "cpu", "errors")
-        keep = ("seqlen", "by", "world")  # by which a plot knows its points
-        return {name + HOSTILE * (rename and name not in keep): tainted(value, name) for name, value in data.items()}
+        if key in KEPT_KEYS:
+            return data
+        return {name + HOSTILE * (key in ("versions", "cpu")): tainted(value, name) for name, value in data.items()}
     if isinstance(data, list):
         return [tainted(value, key) for value in data]
     if isinstance(data, str) and key not in KEPT_KEYS and data not in KEPT_VALUES:

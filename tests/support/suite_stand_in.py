@@ -1,6 +1,7 @@
 """The suite's parts on a GPU, rehearsed on the CPU: the same code with stand-ins for the GPU, and smaller.
 
-`python -m tests.support.suite_stand_in case NAME` runs a case of the suite, `… alone NAME` one of `gpu_cases.ALONE`.
+`python -m tests.support.suite_stand_in case NAME FILE` runs a case of the suite, `… alone NAME` one of
+`gpu_cases.ALONE`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,8 @@ import pytest
 import torch
 
 from ringattn.bench.common import timing
-from ringattn.bench.kernels import accuracy, beside, speed, targets
-from ringattn.bench.kernels import ours as kernel_ours
-from ringattn.bench.kernels import rivals as kernel_rivals
-from ringattn.bench.kernels.contender import Contender
-from ringattn.bench.suite import device_cases, fp8_cases, one_case, worlds
-from ringattn.bench.suite.case_lists import gpu_cases
+from ringattn.bench.kernels import accuracy, beside, contender, speed
+from ringattn.bench.suite import device_cases
 from ringattn.bench.suite.parts import CLONE, OUT, PYTHON, RINGATTN, Part, gpu_parts
 from ringattn.kernels import KernelConfig, Tile
 
@@ -36,10 +33,10 @@ SMALL: dict[Callable[..., Any], dict[str, Any]] = {
     device_cases.ceilings: {"side": 64, "dtype": "float32", "nbytes": 4096},
     accuracy.accuracy: {"dtype": "float16", "head_dim": 16, "head_dim_v": 16, "seqlen": 24, "heads": (2, 1),
                         "causal_worlds": (2,), "full_worlds": ()},
-    targets.targets: {"seconds": 0, "sizes": targets.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)},
+    speed.targets: {"seconds": 0, "sizes": speed.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)},
     beside.beside: {"head_dim": 16, "heads": 1, "repeats": 1, "sizes": beside.Sizes(1e-4, 32, 1 << 12)},
-    fp8_cases.fp8: {"dtypes": ("float16",), "shapes": ((1, 130, 2, 8),)},
-    worlds.local_world: {
+    device_cases.fp8: {"dtypes": ("float16",), "shapes": ((1, 130, 2, 8),)},
+    device_cases.local_world: {
         "world": 2, "tokens": 64, "heads": (2, 1), "head_dim": 16, "dtype": "float32", "repeats": 1,
     },
 }  # fmt: skip
@@ -80,25 +77,26 @@ def stand_in(part: Part) -> tuple[str, ...]:
         return (*here, "alone", part.name)
     if "compute-sanitizer" in part.command:
         return (*here, "alone", "hopper")
-    return (*here, "case", part.command[-2])
+    return (*here, "case", *part.command[-2:])
 
 
-def case(name: str, patch: pytest.MonkeyPatch) -> int:
+def case(name: str, file: str, patch: pytest.MonkeyPatch) -> int:
     """A case of a GPU, on the CPU."""
-    (one,) = (one for one in gpu_cases() if one.name == name)
-    if one.run is accuracy.accuracy:
+    one = device_cases.CASES["cuda"][name]
+    run, arguments = (one.func, one.keywords) if isinstance(one, partial) else (one, {})
+    if run is accuracy.accuracy:
         hopper_by_another(patch)
-    if one.run in (targets.targets, beside.beside):
+    if run in (speed.targets, beside.beside):
         FakeCuda(patch)
         patch.setattr(beside.Copy, "milliseconds", lambda copy: (0.0, 0.01))
         patch.setattr(timing, "LEAST", 1)
         patch.setattr(timing, "MOST", 1)
         patch.setattr(speed, "PRODUCT_SIDE", {"cpu": 16})
-        ours = [Contender(each.name, partial(kernel_ours.triton_kernels, each)) for each in kernel_ours.VARIANTS]
-        flash = Contender("flash", partial(kernel_rivals.sdpa, kernel_rivals.GPU_SDPA["flash"]))
+        ours = [contender.Contender(each.name, partial(contender.triton_kernels, each)) for each in contender.VARIANTS]
+        flash = contender.Contender("flash", partial(contender.sdpa, contender.GPU_SDPA["flash"]))
         patch.setattr(speed, "contenders", lambda device: [*ours, flash])
-    smaller = {name: value for name, value in SMALL[one.run].items() if name != "head_dim_v" or name in one.arguments}
-    return one_case.tell(replace(one, arguments={**one.arguments, **smaller}), CPU)
+    smaller = {name: value for name, value in SMALL[run].items() if name != "head_dim_v" or name in arguments}
+    return device_cases.main(name, partial(run, **{**arguments, **smaller}), CPU, file)
 
 
 def hopper_by_another(patch: pytest.MonkeyPatch) -> None:
@@ -136,7 +134,7 @@ def alone(name: str, patch: pytest.MonkeyPatch) -> int:
 
 
 if __name__ == "__main__":
-    kind, wanted = sys.argv[1:]
+    kind, *words = sys.argv[1:]
     quicken()
     with pytest.MonkeyPatch.context() as patched:
-        sys.exit(case(wanted, patched) if kind == "case" else alone(wanted, patched))
+        sys.exit(case(*words, patched) if kind == "case" else alone(*words, patched))

@@ -7,8 +7,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from ringattn.autotune import Failure, Job, Reading, Verdict
+import pytest
+
+from ringattn.autotune import candidates
+from ringattn.autotune.candidates import Verdict
+from ringattn.autotune.compile import Variant
+from ringattn.autotune.pool import Failure
+from ringattn.autotune.search import Reading
 from ringattn.kernels import Tile
 from ringattn.kernels.tables import Point
 
@@ -34,7 +41,7 @@ class StandIn:
     now: float = 0.0
     calls: list[tuple[str, Tile]] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
-    _runs: Counter[tuple[str, Tile]] = field(default_factory=Counter)
+    _runs: Counter[Tile] = field(default_factory=Counter)
 
     def clock(self) -> float:
         return self.now
@@ -47,47 +54,48 @@ class StandIn:
         self._called("wrong", tile, self.check)
         return self.bad.get(tile)
 
-    def alone(self, tile: Tile) -> Reading:
-        return self._read("alone", tile, self.seconds(tile, self._runs["alone", tile]))
-
-    def beside(self, tile: Tile) -> Reading | None:
-        seconds = self.besides(tile)
-        return None if seconds is None else self._read("beside", tile, seconds)
-
-    def _read(self, kind: str, tile: Tile, seconds: float) -> Reading:
+    def run(self, tile: Tile) -> Reading:
+        seconds, beside = self.seconds(tile, self._runs[tile]), self.besides(tile)
         throttled = self.throttles(len(self.calls))
-        self._called(kind, tile, seconds)
-        return Reading(seconds, throttled, {"sm_mhz": 1980.0 - 400 * len(throttled)})
+        self._called("run", tile, seconds + (beside or 0.0))
+        self._runs[tile] += 1
+        return Reading(seconds, throttled, {"sm_mhz": 1980.0 - 400 * len(throttled)}, beside)
 
     def _called(self, kind: str, tile: Tile, seconds: float) -> None:
         if len(self.calls) == self.dies_at:
             self.dies_at = None
             raise KeyboardInterrupt
         self.calls.append((kind, tile))
-        self._runs[kind, tile] += 1
         self.now += seconds
 
 
-class NoBars:
-    """Shows no progress."""
+def no_progress(part: str, more: int | None) -> None:
+    """Shows nothing."""
 
-    def more(self, part: str, count: int) -> None:
+
+class AtOnce:
+    """A ``Pool`` without processes."""
+
+    def __init__(self, work: Callable[[Variant], Verdict], workers: int) -> None:
+        self._work = work
+
+    def __exit__(self, *_: object) -> None:
         pass
 
-    def step(self, part: str) -> None:
-        pass
+    def run(self, jobs: Sequence[Variant], done: Callable[[Variant, Any], None], left: Callable[[], float]) -> None:
+        for job in jobs:
+            if left() <= 0:
+                return
+            try:
+                result: Verdict | Failure = self._work(job)
+            except RuntimeError as error:
+                result = Failure(str(error))
+            done(job, result)
 
 
-def at_once(
-    jobs: Sequence[Job], work: Callable[[Job], Verdict], *, workers: int, done: Callable[[Job, Verdict | Failure], None]
-) -> None:
-    """``run_jobs`` without processes."""
-    for job in jobs:
-        try:
-            result: Verdict | Failure = work(job)
-        except RuntimeError as error:
-            result = Failure(str(error))
-        done(job, result)
+def without_processes(patch: pytest.MonkeyPatch) -> None:
+    """Whatever is compiled from now on is compiled here."""
+    patch.setattr(candidates, "Pool", AtOnce)
 
 
 # what worker processes are given to do

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,31 +17,26 @@ NAME_WIDTH = 23  # of a check
 MOST_RANKS = 8  # that a line names
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The outcome of one check."""
 
     check: str
     status: str
-    text: str
+    text: str = ""
     """What was found, or why it failed, or why it was skipped."""
     todo: str = ""
     """What to do where it failed."""
     more: tuple[str, ...] = ()
     """Lines that follow the first."""
-    data: Mapping[str, Any] = field(default_factory=dict)
-    """For JSON."""
 
     def __str__(self) -> str:
         first = f"{self.status:<7}  {self.check:<{NAME_WIDTH}}  {self.text}".rstrip()
         return "\n".join([first, *(f"{'':9}{line}" for line in self.more)])
 
+    @property
     def row(self) -> dict[str, str]:
-        """For CSV."""
-        return {"check": self.check, "status": self.status, "text": self.text, "todo": self.todo}
-
-    def as_json(self) -> dict[str, Any]:
-        return {**self.row(), "more": list(self.more), "data": dict(self.data)}
+        """Of a result."""
+        return {"check": self.check, "status": self.status, "found": self.text, "todo": self.todo}
 
 
 class Ranks(NamedTuple):
@@ -76,11 +70,8 @@ class Ranks(NamedTuple):
         except Exception as error:
             failed = told(error)
         everyone: list[Any] = self.control.gather((value, skipped, failed), what=what)
-        for kind, texts in (
-            (Failed, [one[2] for one in everyone]),
-            (Skipped, [one[1] for one in everyone]),
-        ):
-            if any(texts):
+        for place, kind in ((2, Failed), (1, Skipped)):
+            if any(texts := [one[place] for one in everyone]):
                 raise kind(by_rank(texts))
         return [one[0] for one in everyone]
 
@@ -139,18 +130,14 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def first_failure(findings: Iterable[Finding]) -> Finding | None:
-    return next((one for one in findings if one.status == FAIL), None)
-
-
-def closing(findings: Sequence[Finding]) -> str:
+def closing(findings: Sequence[Finding]) -> list[str]:
     """The last lines: how many checks passed, and the first failure with what to do."""
-    counts = {status: sum(one.status == status for one in findings) for status in (OK, FAIL, SKIPPED)}
-    first = first_failure(findings)
-    if first is None:
-        return f"\nall well: {counts[OK]} checks ok, {counts[SKIPPED]} skipped"
+    failed, skipped = ([one for one in findings if one.status == status] for status in (FAIL, SKIPPED))
+    if not failed:
+        return [f"all well: {len(findings) - len(skipped)} checks ok, {len(skipped)} skipped"]
+    first = failed[0]
     lines = [
-        f"\n{counts[FAIL]} of {len(findings)} checks failed, {counts[SKIPPED]} skipped",
+        f"{len(failed)} of {len(findings)} checks failed, {len(skipped)} skipped",
         f"first failure: {first.check}: {first.text}",
     ]
-    return "\n".join([*lines, f"what to do: {first.todo}"] if first.todo else lines)
+    return [*lines, f"what to do: {first.todo}"] if first.todo else lines

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from ...bench.common.shapes import human
+from ...bench.common.flags import human
 from ...bench.links.runs import BOTH_WAYS, ONE_WAY, Edge, Ends, Way
 from ...comm import Transport
 from ...comm.groups import TRANSPORTS, open_transports
@@ -40,19 +40,13 @@ class Pair(NamedTuple):
 class Rate(NamedTuple):
     """What one edge carried."""
 
-    source: int
-    destination: int
-    level: int
+    edge: str
     both_ways: bool
     gigabytes_per_second: float
     """Per direction, at the slower end."""
     wrong: int
     """Bytes."""
     expected: float | None
-
-    @property
-    def edge(self) -> str:
-        return f"{self.source}{'<->' if self.both_ways else '->'}{self.destination}"
 
     @property
     def text(self) -> str:
@@ -143,18 +137,17 @@ def warmed(ring: Topology, level: int | None) -> list[Edge]:
 def _speeds(ranks: Ranks, ring: Topology, opened: Sequence[Transport], check: str, nbytes: int) -> Finding:
     """GB/s of every edge, one way and both ways."""
     rates = [rate for turn in rounds(ring) for rate in _timed(ranks, opened, turn, nbytes)]
-    data = {"nbytes": nbytes, "rates": [rate._asdict() for rate in rates]}
     wrong = [rate for rate in rates if rate.wrong]
     if wrong:
         text = ", ".join(f"{rate.edge}: {rate.wrong} wrong bytes of {nbytes}" for rate in wrong[:PRINTED])
-        return Finding(check, FAIL, text, TAKE_OUT, data=data)
+        return Finding(check, FAIL, text, TAKE_OUT)
     slow = [rate for rate in rates if rate.expected and rate.gigabytes_per_second < FRACTION * rate.expected]
     if slow:
         text = ", ".join(f"{rate.text} of {rate.expected:.3g} expected" for rate in slow[:PRINTED])
-        return Finding(check, FAIL, text, f"the bytes take another way than they should: {CHECK_SETUP}", data=data)
+        return Finding(check, FAIL, text, f"the bytes take another way than they should: {CHECK_SETUP}")
     slowest = min(rates, key=lambda rate: rate.gigabytes_per_second)
     text = f"{_summary(rates)}; slowest {slowest.text} ({human(nbytes, 'B')} per direction, at the slower end)"
-    return Finding(check, OK, text, data=data)
+    return Finding(check, OK, text)
 
 
 def _summary(rates: Sequence[Rate]) -> str:
@@ -212,8 +205,9 @@ def _timed(ranks: Ranks, opened: Sequence[Transport], turn: Sequence[Pair], nbyt
 
     wrong = ranks.together("a checked transfer", prepare)
     seconds = ranks.together("a timed transfer", go)
-    for way, level, expected in turn:
+    for way, _, expected in turn:
         source, destination = way.pairs[0]
+        both = way.name == BOTH_WAYS
         rate = nbytes / max(seconds[source], seconds[destination]) / GIGA
         bad = sum(wrong[rank] for rank in {source, destination})
-        yield Rate(source, destination, level, way.name == BOTH_WAYS, rate, bad, expected)
+        yield Rate(f"{source}{'<->' if both else '->'}{destination}", both, rate, bad, expected)

@@ -109,12 +109,12 @@ def versions(everyone: Sequence[Facts]) -> Finding:
     if wrong:
         return Finding("versions", FAIL, "; ".join(wrong), "install the same versions on every host")
     text = ", ".join(f"{name} {different[name] or value}" for name, value in mine.items() if value is not None)
-    return Finding("versions", OK, text, data={"versions": dict(mine)})
+    return Finding("versions", OK, text)
 
 
 def libraries(everyone: Sequence[Facts], *, on_gpu: bool) -> Finding:
     """One libnccl in every process, of one version: two would each hold half of a process's communicators."""
-    check, data = "libnccl", {"libraries": [list(map(list, one.libraries)) for one in everyone]}
+    check = "libnccl"
     for rank, one in enumerate(everyone):
         if len(one.libraries) > 1:
             paths = ", ".join(f"{path} ({version})" for path, version in one.libraries)
@@ -122,15 +122,15 @@ def libraries(everyone: Sequence[Facts], *, on_gpu: bool) -> Finding:
                 "keep one: uninstall the nvidia-nccl package that torch does not use, take the path out of "
                 "LD_LIBRARY_PATH, or preload the right one with LD_PRELOAD"
             )
-            return Finding(check, FAIL, f"rank {rank} has {len(one.libraries)} loaded: {paths}", todo, data=data)
+            return Finding(check, FAIL, f"rank {rank} has {len(one.libraries)} loaded: {paths}", todo)
     different = differing([one.libraries[0][1] if one.libraries else "none" for one in everyone])
     if different:
-        return Finding(check, FAIL, different, "install the same version on every host", data=data)
+        return Finding(check, FAIL, different, "install the same version on every host")
     if not everyone[0].libraries:
         why = "torch links it statically, or was built without it" if on_gpu else "nothing on a CPU loads it"
-        return Finding(check, SKIPPED, f"none is loaded: {why}", data=data)
+        return Finding(check, SKIPPED, f"none is loaded: {why}")
     path, version = everyone[0].libraries[0]
-    return Finding(check, OK, f"{version}, {path}", data=data)
+    return Finding(check, OK, f"{version}, {path}")
 
 
 def cupy(everyone: Sequence[Facts]) -> Finding:
@@ -143,23 +143,22 @@ def cupy(everyone: Sequence[Facts]) -> Finding:
 def gpus(devices: Sequence[DeviceInfo], *, on_gpu: bool) -> Finding:
     """torch's devices and NVML's are matched by UUID: NVML ignores CUDA_VISIBLE_DEVICES."""
     check = "GPUs"
-    data = {"gpus": [{"rank": rank, "uuid": one.gpu, "index": one.index} for rank, one in enumerate(devices)]}
     if not on_gpu:
-        return Finding(check, SKIPPED, "the ranks compute on the CPU: torch sees no GPU here", data=data)
-    unknown = [(rank, device.unknown) for rank, device in enumerate(devices) if device.unknown]
+        return Finding(check, SKIPPED, "the ranks compute on the CPU: torch sees no GPU here")
+    unknown = [(rank, place.unknown) for rank, place in enumerate(places) if place.unknown]
     if unknown:
         rank, why = unknown[0]
         unmatched = any("NVML knows no" in str(why) for _, why in unknown)
         todo = "run nvidia-smi -L: the container shows torch other GPUs than NVML, or the driver was replaced"
-        return Finding(check, FAIL if unmatched else SKIPPED, f"rank {rank}: {why}", todo * unmatched, data=data)
+        return Finding(check, FAIL if unmatched else SKIPPED, f"rank {rank}: {why}", todo * unmatched)
     sharing: dict[tuple[str, str | None], list[int]] = {}
     for rank, device in enumerate(devices):
         sharing.setdefault((device.host, device.gpu), []).append(rank)
     shared = "; ".join(f"{ranks_text(ranks)} share one" for ranks in sharing.values() if len(ranks) > 1)
-    names = ", ".join(dict.fromkeys(str(device.name) for device in devices))
-    first = ", ".join(f"rank {rank} is NVML's {device.index}" for rank, device in enumerate(devices[:2]))
-    text = f"{len(sharing)} x {names}, matched with NVML by UUID ({first}{', …' * (len(devices) > 2)})"
-    return Finding(check, OK, "; ".join(filter(None, [text, shared])), data=data)
+    names = ", ".join(dict.fromkeys(str(place.name) for place in places))
+    first = ", ".join(f"rank {rank} is NVML's {place.index}" for rank, place in enumerate(places[:2]))
+    text = f"{len(sharing)} x {names}, matched with NVML by UUID ({first}{', …' * (len(places) > 2)})"
+    return Finding(check, OK, "; ".join(filter(None, [text, shared])))
 
 
 def links(devices: Sequence[DeviceInfo]) -> Finding:
@@ -169,8 +168,8 @@ def links(devices: Sequence[DeviceInfo]) -> Finding:
     told = [f"{count} pairs by {text}" for text, count in kinds.items()]
     told += [f"PCIe slots of {', '.join(f'{slot:g}' for slot in slots)} GB/s nominal"] if slots else []
     if not told:
-        return Finding("NVLink, PCIe", SKIPPED, next((str(p.unknown) for p in devices if p.unknown), "one GPU alone"))
-    return Finding("NVLink, PCIe", OK, "; ".join(told), data={"pairs": kinds})
+        return Finding("NVLink, PCIe", SKIPPED, next((str(p.unknown) for p in places if p.unknown), "one GPU alone"))
+    return Finding("NVLink, PCIe", OK, "; ".join(told))
 
 
 def nics(devices: Sequence[DeviceInfo]) -> Finding:
@@ -183,9 +182,7 @@ def nics(devices: Sequence[DeviceInfo]) -> Finding:
     if told == {""}:
         return Finding("NICs", SKIPPED, "/sys shows none: a container may hide them")
     several = f", one of {len(told)} kinds of hosts" if len(told) > 1 else ""
-    return Finding(
-        "NICs", OK, f"{min(told)}{several}", data={"hosts": {host: len(found) for host, found in hosts.items()}}
-    )
+    return Finding("NICs", OK, f"{min(told)}{several}")
 
 
 def settings(everyone: Sequence[Facts]) -> Finding:
@@ -197,9 +194,8 @@ def settings(everyone: Sequence[Facts]) -> Finding:
         told.append(f"{name}={differing(values) or values[0]}")
         if name in SLOW_SETTINGS and any(value not in (None, "", "0") for value in values):
             told[-1] += f" ({SLOW_SETTINGS[name]})"
-    data = {"settings": [dict(one.settings) for one in everyone]}
     more = (ORDERED,) if any(_unordered(one) for one in everyone) else ()
-    return Finding("NCCL_* settings", OK, ", ".join(told) or "none set", more=more, data=data)
+    return Finding("NCCL_* settings", OK, ", ".join(told) or "none set", more=more)
 
 
 def _unordered(one: Facts) -> bool:
@@ -212,4 +208,4 @@ def _unordered(one: Facts) -> bool:
 def order(ring: Topology) -> Finding:
     """The order of the ring and what its edges should carry."""
     first, *rest = ring.describe().splitlines()
-    return Finding("ring order", OK, first, more=tuple(rest), data={"nodes": [list(node) for node in ring.nodes]})
+    return Finding("ring order", OK, first, more=tuple(rest))

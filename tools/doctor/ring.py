@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...bench.common.shapes import binary
+from ...bench.common.attention import DTYPES
+from ...bench.common.flags import binary
 from ...bench.kernels.accuracy import Inputs, Results, by_pytorch, exactly, judged
-from ...bench.ring.candidates import DTYPES
 from ...ring import Layout, Ring, ring_attention
 from .findings import FAIL, OK, SKIPPED, Finding, Ranks, Skipped, examined
 
@@ -70,18 +70,18 @@ def _compared(ranks: Ranks, shape: Shape, seqlen: int, check: str) -> Finding:
             ranks.control.publish(f"part {ranks.rank}", [packed(x) for x in results])
             return ring.transport
 
-    def judge() -> dict[str, Any] | None:
+    def judge() -> Finding | None:
         if ranks.rank:
             return None
         told: list[Any] = [ranks.control.look(f"part {rank}") for rank in range(ranks.size)]
         parts = zip(*([unpacked(*x) for x in part] for part in told), strict=True)
         ours = Results(*(layout.unshard(list(x), dim) for x, dim in zip(parts, RESULT_DIMS, strict=True)))
-        return _judged(ours, given, check, f"causal, zigzag, {shape.dtype}, transport {name}").as_json()
+        return _judged(ours, given, check, f"causal, zigzag, {shape.dtype}, transport {name}")
 
     name = ranks.together("a small ring", compute)[0]
     finding = ranks.together("the judgement of a small ring", judge)[0]
     assert finding is not None
-    return Finding(**{**finding, "more": tuple(finding["more"])})
+    return Finding(*finding)
 
 
 def packed(x: Tensor) -> list[Any]:
@@ -103,10 +103,9 @@ def _judged(ours: Results, given: Inputs, check: str, what: str) -> Finding:
     }
     wrong = [name for name, (error, _, limit) in errors.items() if not error <= limit]  # a NaN fails too
     text = ", ".join(f"{name} {error:.2g} (allowed {limit:.2g})" for name, (error, _, limit) in errors.items())
-    data = {"errors": {name: dict(zip(("error", "pytorch", "limit"), x, strict=True)) for name, x in errors.items()}}
     if wrong:
-        return Finding(check, FAIL, f"wrong in {', '.join(wrong)}; {what}: {text}", REPORT_RING, data=data)
-    return Finding(check, OK, f"{what}: {text}", data=data)
+        return Finding(check, FAIL, f"wrong in {', '.join(wrong)}; {what}: {text}", REPORT_RING)
+    return Finding(check, OK, f"{what}: {text}")
 
 
 def inputs(shape: Shape, seqlen: int, device: torch.device) -> Inputs:
@@ -163,8 +162,8 @@ def _added(
     heads = f"{shape.group} query head{'s' * (shape.group > 1)} of one K/V head"
     what = f"{binary(shape.seqlen)} tokens, {heads}, D{shape.head_dim} {shape.dtype}, causal"
     if not all(error < NONSENSE for error in added.values()):  # NaN too
-        return Finding(name, FAIL, f"adds, relative: {numbers} ({what})", LEAVE_OUT, data={"added": added})
-    return Finding(name, OK, f"adds, relative: {numbers} ({what})", data={"added": added})
+        return Finding(name, FAIL, f"adds, relative: {numbers} ({what})", LEAVE_OUT)
+    return Finding(name, OK, f"adds, relative: {numbers} ({what})")
 
 
 def run(ranks: Ranks, shape: Shape, **given: torch.dtype) -> tuple[Tensor, ...]:

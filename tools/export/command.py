@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...autotune.inspect.compiled import SHARED_LIMIT
-from ...autotune.models import SHORT
-from ...bench.common.output import check_targets, prints, write_file, write_json
-from ...bench.common.shapes import dtype_name, size
-from .kernels import Exported, export
-from .manifest import LICENCE, manifest
-from .text import header, launcher
-from .tiles import Source
-from .wish import Wish, chosen_tiles, settled
+from ...bench.common.flags import Json, dtype_name, size
+
+if TYPE_CHECKING:
+    from .config import ExportConfig
+    from .kernels import Exported
+
+ARCHS = (80, 86, 89, 90, 100, 120)
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class Role(StrEnum):
-    """Those of ``variant.ROLES``, for typer to list."""
+    """Those of ``autotune.compile.ROLES``, for typer to list."""
 
     only = "only"
     first = "first"
@@ -54,30 +52,36 @@ def arch_of(text: str) -> int:
         typer.BadParameter: a GPU that the kernels are not compiled for.
     """
     number = text.strip().lower().removeprefix("sm_")
-    if not number.isdigit() or int(number) not in SHARED_LIMIT:
-        raise typer.BadParameter(f"{text!r}: it must be one of {', '.join(f'sm_{arch}' for arch in SHARED_LIMIT)}")
+    if not number.isdigit() or int(number) not in ARCHS:
+        raise typer.BadParameter(f"{text!r}: it must be one of {', '.join(f'sm_{arch}' for arch in ARCHS)}")
     return int(number)
 
 
-def written(wish: Wish, kernels: list[Exported], folder: Path) -> dict[str, Any]:
+def write(config: ExportConfig, kernels: list[Exported], folder: Path) -> dict[str, Any]:
     """Write cubins, header, launcher, licence and manifest into ``folder``; the manifest."""
-    files = {f"{wish.prefix}_{kernel.name}.cubin": kernel.cubin for kernel in kernels}
-    files[f"{wish.prefix}.h"] = header(wish, kernels, LICENCE).encode()
-    files[f"{wish.prefix}.c"] = launcher(wish, kernels, LICENCE).encode()
+    import hashlib
+
+    from ...bench.common.output import write_file, write_json
+    from .c import header, launcher
+    from .kernels import LICENCE, manifest
+
+    files = {f"{config.prefix}_{kernel.name}.cubin": kernel.cubin for kernel in kernels}
+    files[f"{config.prefix}.h"] = header(config, kernels, LICENCE).encode()
+    files[f"{config.prefix}.c"] = launcher(config, kernels, LICENCE).encode()
     files["LICENSE"] = (Path(__file__).parents[2] / "kernels" / "LICENSE").read_bytes()
     for name, content in files.items():
         write_file(folder / name, content)
-    made = manifest(wish, kernels, {name: hashlib.sha256(content).hexdigest() for name, content in files.items()})
-    write_json(folder / f"{wish.prefix}.json", made)
+    made = manifest(config, kernels, {name: hashlib.sha256(content).hexdigest() for name, content in files.items()})
+    write_json(folder / f"{config.prefix}.json", made)
     return made
 
 
 @app.command()
 def main(
     arch: Annotated[int, typer.Option(parser=arch_of, metavar="ARCH", help="Of the GPU, as sm_90.")],
-    head_dim: Annotated[int, typer.Option(min=1, max=256, help="Of queries and keys.")] = 128,
+    head_dim: Annotated[int, typer.Option(min=2, max=256, help="Of queries and keys.")] = 128,
     value_dim: Annotated[
-        int | None, typer.Option("--value-dim", "--head-dim-v", min=1, max=256, help="Of values; default: the same.")
+        int | None, typer.Option("--value-dim", "--head-dim-v", min=2, max=256, help="Of values; default: the same.")
     ] = None,
     dtype: Annotated[
         str, typer.Option(parser=dtype_name, metavar="DTYPE", help="Of q, k, v and out: bf16, fp16 or fp32.")
@@ -114,32 +118,35 @@ def main(
     ] = None,
     estimated: Annotated[bool, typer.Option("--estimated", help="Also tiles that were never timed.")] = False,
     out_dir: Annotated[Path, typer.Option(file_okay=False, help="Folder for the files.")] = Path("ringattn-export"),
-    json_to: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="The manifest as JSON.")] = None,
+    json: Json = None,
 ) -> None:
     """Write cubins, a C header and launcher, and a manifest of attention kernels, forward and backward."""
-    check_targets(json_to)
+    from ...bench.common.output import prints, write_json
+    from .config import ExportConfig, Source, chosen_tiles, resolved
+    from .kernels import export
+
     chosen = forward_kernel and forward_kernel.value
     kernels = []
     try:
         source = Source(gpu, config_dir, group, seqlen, estimated)
-        wish = settled(Wish(
+        config = resolved(ExportConfig(
             arch, SHORT[dtype], head_dim, value_dim or head_dim, causal, grouped, role.value, source, chosen,
             backward.value,
         ))  # fmt: skip
-        for name in wish.kernels:
-            kernels.append(export(wish, name))
-            if prints() and json_to != "-":
+        for name in config.kernels:
+            kernels.append(export(config, name))
+            if prints() and json != "-":
                 one = kernels[-1]
-                whence = chosen_tiles(wish)[name][1]
+                whence = chosen_tiles(config)[name][1]
                 print(f"{name:<9} {len(one.arguments)} arguments, {one.shared} bytes of shared memory; tile: {whence}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if not prints():
         return
-    made = written(wish, kernels, out_dir)
-    if json_to is not None:
-        write_json(json_to, made)
-    if json_to != "-":
+    made = write(config, kernels, out_dir)
+    if json is not None:
+        write_json(json, made)
+    if json != "-":
         print(
             f"wrote {len(made['sha256']) + 1} files to {out_dir}; the header says how pointers and strides are aligned"
         )

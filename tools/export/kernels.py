@@ -1,53 +1,118 @@
-"""Kernels as other frameworks launch them: compiled for any lengths, heads and strides, with the list of arguments."""
+"""Kernels as other frameworks launch them: compiled for any lengths, heads and strides, with the list of arguments.
+
+A launch by the kernels' own entry is compiled (``autotune.compile``), of tensors whose sizes and strides Triton makes
+no constants of; its arguments are those that the binary takes.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from ...autotune.inspect.compiled import SHARED_LIMIT
-from ...autotune.inspect.variant import ROLES
-from ...kernels.config import Tile
-from ...kernels.device.backward import delta_kernel, dkdv_kernel, dq_kernel
-from ...kernels.device.forward import forward_kernel
-from ...kernels.device.modify import UNMODIFIED
-from ...kernels.device.tiles import Interval, Shape
-from ...kernels.experimental.dq_sum import Turns
-from ...kernels.experimental.single_pass import single_pass_kernel
-from ...kernels.launch import COPY_ENGINE_ARCH, fills_boxes
-from .arguments import Argument, Described, Flat, flattened, offsets, strided
-from .binary import parameter_layout
-from .wish import Wish, check, check_hopper, chosen_tiles
+from ... import __version__
+from ...autotune.compile import HOPPER, META, Launch, Sizes, Variant, compiled, launches
+from ...autotune.gate import threads_of
+from ...bench.common.provenance import git, sources
+from ...kernels import attention_delta
+from ...kernels.config import SHARED_LIMIT, Tile
+from ...kernels.tables import DTYPES
+from .config import ExportConfig, chosen_tiles
 
-KERNELS = {
-    "forward": forward_kernel,
-    "delta": delta_kernel,
-    "dq": dq_kernel,
-    "dkdv": dkdv_kernel,
-    "gradients": single_pass_kernel,
-}
 BY_KEYS = ("dkdv", "gradients")
 """Kernels whose programs are tiles of keys: their rows are keys, their columns queries, their heads key heads."""
 
+ALIGNMENT = 16
+"""Bytes of a pointer and elements of a stride: what lets a thread load 16 bytes at once."""
 
-class TensorMap(NamedTuple):
-    """A descriptor as the driver encodes it."""
+TYPES = {dtype: name for name, dtype in DTYPES.items()}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "i32": 4, "i64": 8}
+"""Of an element, and of what is passed by value; a pointer has 8."""
 
-    of: Described
+MAP = "CUtensorMap"
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
+"""Of a TMA descriptor that is passed by value, and what Triton aligns that parameter to."""
+
+AXES = "bshd"
+
+SIZES = Sizes(batch=7, queries=31_000_003, keys=31_000_013, heads=105, kv_heads=35)
+UNGROUPED = SIZES._replace(kv_heads=SIZES.heads)
+"""Of tensors without memory. No two alike, none 1 or a multiple of 16: Triton makes neither a constant nor an
+assumption of them, and of strides alone that 16 divides them where it divides the head dim. A batch row may be 2^31
+elements long, whose stride takes 64 bits."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One parameter of a kernel, in the order of its binary, or one field of what a caller fills in."""
+
+    name: str
+    type: str  # as Triton spells it: *bf16, i32, fp32; or MAP
+    same_as: str | None = None  # not asked for: this argument is passed once more
+    multiple: int = 1  # bytes that a pointer, or elements that a stride, must be a multiple of
+    made_of: str | None = None  # not asked for: what the launcher makes it of
+    at: str | None = None  # where the launcher then has it, in C
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return MAP_BYTES if self.type == MAP else 8 if self.type.startswith("*") else BYTES[self.type]
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that its offset among the parameters is a multiple of."""
+        return MAP_ALIGNMENT if self.type == MAP else self.size
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a caller says it."""
+        return self.same_as is None and self.made_of is None
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor ``[B, S, H, D]`` that a kernel takes by a TMA descriptor, as the driver encodes it."""
+
+    tensor: str  # whose address and strides it has
+    dtype: str
+    sizes: tuple[str | int, ...]  # of the dimensions: an argument, the quotient or product of two, or a number
     box: tuple[int, ...]  # elements of a dimension that one load takes, the outermost first
     swizzle: int  # CUtensorMapSwizzle
+    by_pointer: bool  # the kernel takes the tensor by its address, too
+
+    @property
+    def name(self) -> str:
+        """In C."""
+        return f"{self.tensor}_tensor"
+
+    def parameters(self) -> Iterator[Argument]:
+        """What Triton passes for it: the map, and although no kernel reads them its sizes and strides."""
+        yield Argument(f"{self.tensor}_map", MAP, made_of=self.tensor, at=f"{self.name}.map")
+        for i, (axis, size) in enumerate(zip(AXES, self.sizes, strict=True)):
+            yield Argument(f"{self.tensor}_map_size_{axis}", "i32", made_of=str(size), at=f"&{self.name}.size[{i}]")
+        for i, axis in enumerate(AXES):
+            of = f"{self.tensor}_stride_{axis}" if axis != "d" else "1"
+            yield Argument(f"{self.tensor}_map_stride_{axis}", "i64", made_of=of, at=f"&{self.name}.stride[{i}]")
+
+    def asked(self) -> Iterator[Argument]:
+        """Address and strides, of which the copy engine takes multiples of 16 bytes."""
+        yield Argument(self.tensor, f"*{self.dtype}", multiple=ALIGNMENT)
+        for axis, kind in zip("bsh", ("i64", "i32", "i32"), strict=True):
+            yield Argument(f"{self.tensor}_stride_{axis}", kind, multiple=ALIGNMENT // BYTES[self.dtype])
 
 
 @dataclass(frozen=True)
 class Exported:
     """A kernel as bytes, and what a launch of it takes."""
 
-    name: str  # one of KERNELS
+    name: str  # forward, delta, dq, dkdv or gradients
     symbol: str
     cubin: bytes
     arguments: tuple[Argument, ...]  # in the order of the binary
@@ -65,33 +130,31 @@ class Exported:
         return self.tile.block_k if self.name in BY_KEYS else self.tile.block_q
 
 
-def export(wish: Wish, name: str) -> Exported:
-    """Compile one kernel of a wish that is ``settled``.
+def export(config: ExportConfig, name: str) -> Exported:
+    """Compile one kernel of a config that is ``resolved``.
 
     Raises:
-        ValueError: the wish, or a tile that does not fit the chip.
+        ValueError: a tile that does not fit the chip.
         RuntimeError: a binary that these launchers would not launch as Triton does.
     """
-    flat, made = compiled(wish, name)
-    metadata, limit = made.metadata, SHARED_LIMIT[wish.arch]
+    tile = chosen_tiles(config)[name][0]
+    # without the path of every source line on this machine
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = True
+        launch = compiled(launch_of(config, name), config.arch)
+    made, limit = launch.binary, SHARED_LIMIT[config.arch]
+    metadata, cubin = made.metadata, made.asm["cubin"]
     if metadata.shared > limit:
         raise ValueError(
-            f"the {name} kernel takes {metadata.shared} bytes of shared memory, sm_{wish.arch} has {limit}"
+            f"the {name} kernel takes {metadata.shared} bytes of shared memory, sm_{config.arch} has {limit}"
         )
-    passed, asked = flat.arguments, flat.asked
-    if name == "delta":  # which has no keys
-        passed = [replace(one, same_as="rows") if one.name == "columns" else one for one in passed]
-        asked = [one for one in asked if one.name != "columns"]
-    tile, threads = chosen_tiles(wish)[name][0], 32 * metadata.num_warps
-    maps = tuple(tensor_maps(flat.described, getattr(metadata, "tensordesc_meta", None) or []))
-    layout = parameter_layout(cubin := made.asm["cubin"])
+    passed, asked, maps = arguments_of(launch, symbols_of(config, name))
+    layout, threads = parameter_layout(cubin), threads_of(made.asm["ptx"])
     exported = Exported(
-        name, metadata.name, cubin, (*passed,), (*asked,), maps, (*layout.parameters,), threads, tile, metadata.shared
+        name, metadata.name, cubin, passed, asked, maps, tuple(layout.parameters), threads, tile, metadata.shared
     )
     if metadata.global_scratch_size or metadata.profile_scratch_size or getattr(metadata, "num_ctas", 1) != 1:
         raise RuntimeError(f"the {name} kernel wants scratch memory or a cluster, which its launcher does not give")
-    if (found := threads_of(made.asm["ptx"])) != threads:
-        raise RuntimeError(f"the {name} kernel wants {found} threads, its launcher starts {threads}")
     expected = offsets(passed, exported.scratch, layout.base)
     if layout.parameters != expected:
         raise RuntimeError(
@@ -100,95 +163,220 @@ def export(wish: Wish, name: str) -> Exported:
     return exported
 
 
-def compiled(wish: Wish, name: str) -> tuple[Flat, Any]:
-    """(the arguments of a kernel, what Triton made of it).
-
-    Raises:
-        ValueError: the wish.
-    """
-    check(wish)
-    check_hopper(wish)
-    tile, kernel = chosen_tiles(wish)[name][0], KERNELS[name]
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    source, values = ASTSource, launch_arguments(wish, name)
-    if name in wish.of_hopper:
-        # a while to import, and only these kernels need it
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        from ...kernels.experimental.hopper_launch import REGISTERS
-        from . import hopper
-
-        source, options = GluonASTSource, {"num_warps": 4, "maxnreg": REGISTERS}
-        kernel, values = hopper.KERNELS[name], hopper.arguments(wish, name, tile, values)
-    flat = flattened(kernel.arg_names, {parameter: values[parameter] for parameter in kernel.arg_names})
-    # without the path of every source line on this machine
-    with triton.knobs.compilation.scope():
-        triton.knobs.compilation.disable_line_info = True
-        made = triton.compile(
-            source(kernel, flat.signature, flat.constants, flat.attributes),
-            target=GPUTarget("cuda", wish.arch, 32),
-            options=options,
-        )
-    return flat, made
+def launch_of(config: ExportConfig, name: str) -> Launch:
+    """One kernel's launch, of tensors of which only the alignment is fixed."""
+    sizes = SIZES if config.grouped else UNGROUPED
+    if name == "delta":  # without a gradient of lse
+        shape = sizes.batch, sizes.queries, sizes.heads, config.head_dim_v
+        out, dout = (torch.empty(shape, dtype=DTYPES[config.dtype], device=META) for _ in range(2))
+        return launches(attention_delta, config.arch, dout, out)[0]
+    kernel, options = (config.backward if name == "gradients" else name), ()
+    if (config.forward_kernel, name) == ("hopper", "forward"):
+        kernel, options = HOPPER["hopper"]
+    if (config.backward, name) == ("hopper", "gradients"):
+        kernel, options = HOPPER["hopper_backward"]
+    return Variant(
+        kernel, config.arch, config.dtype, config.head_dim, config.head_dim_v, chosen_tiles(config)[name][0],
+        config.role, not config.bounded, config.grouped, options=options, sizes=sizes,
+    ).launch  # fmt: skip
 
 
-def threads_of(ptx: str) -> int:
-    """Of a program: what the compiler requires, all partitions of a specialised kernel together."""
-    found = re.search(r"\.(?:reqntid|maxntid) (\d+)", ptx)
-    assert found is not None
-    return int(found[1])
+def symbols_of(config: ExportConfig, name: str) -> dict[int, str]:
+    """By its value what a number of a launch is, in words of the launcher's arguments."""
+    sizes = SIZES if config.grouped else UNGROUPED
+    by_keys = name in BY_KEYS
+    heads = ("heads * group", "heads") if by_keys else ("heads", "heads / group")
+    named = {sizes.batch: "batch", sizes.queries: "columns" if by_keys else "rows"}
+    named |= {sizes.keys: "rows" if by_keys else "columns", sizes.heads // sizes.kv_heads: "group"}
+    return named | ({sizes.heads: heads[0], sizes.kv_heads: heads[1]} if config.grouped else {sizes.heads: "heads"})
 
 
-def tensor_maps(described: list[Described], metadata: list[dict[str, Any]]) -> list[TensorMap]:
-    """What the compiler wants of each descriptor.
+def arguments_of(
+    launch: Launch, symbols: Mapping[int, str]
+) -> tuple[tuple[Argument, ...], tuple[Argument, ...], tuple[TensorMap, ...]]:
+    """(what is passed, in order; what a caller is asked for; tensor maps), as Triton specialised the launch."""
+    source, told = launch.binary.src, getattr(launch.binary.metadata, "tensordesc_meta", None) or []
+    names = [one.name for one in launch.kernel.params]
+    # what is passed twice is asked for under its last name: a state that is continued in place under that of the result
+    owners = {id(tensor): name for name, tensor in _pointers(names, launch.arguments)}
+    numbers: dict[int, str] = {}
+    passed: list[Argument] = []
+    asked: list[Argument] = []
+    maps: list[TensorMap] = []
+
+    def walk(value: Any, kind: Any, path: tuple[int, ...], name: str, tensor: str | None) -> None:
+        if kind == "constexpr":
+            return
+        if isinstance(value, tuple):
+            own = owners[id(value.ptr)] if hasattr(value, "ptr") else None
+            for i, (field, part, of) in enumerate(zip(value._fields, value, kind, strict=True)):
+                walk(part, of, (*path, i), field_name(name, field), own and field_name(own, field))
+        elif hasattr(value, "block_shape"):
+            found = _map_of(value, name, symbols, told[len(maps)], by_pointer=id(value.base) in owners)
+            maps.append(found)
+            passed.extend(found.parameters())
+            asked.extend(() if found.by_pointer else found.asked())
+        else:
+            aligned = ["tt.divisibility", ALIGNMENT] in source.attrs.get(path, [])
+            is_number = isinstance(value, int) and tensor is None
+            made_of = "0" if is_number and value == 0 else None
+            same_as = numbers.setdefault(value, name) if is_number else tensor or name
+            same_as = None if same_as == name or made_of else same_as
+            at = "&zero" if made_of else None
+            passed.append(Argument(name, kind, same_as, ALIGNMENT if aligned and not made_of else 1, made_of, at))
+            asked.extend(one for one in passed[-1:] if one.is_asked)
+
+    for index, (name, value) in enumerate(zip(names, launch.arguments, strict=False)):
+        walk(value, source.signature[name], (index,), name, None)
+    if len(maps) != len(told) or any(one.get("fp4_padded") or one.get("is_im2col") for one in told):
+        raise RuntimeError(f"{len(maps)} descriptors, of which the compiler says {told}")
+    return tuple(passed), tuple(asked), tuple(maps)
+
+
+def _pointers(names: list[str], arguments: tuple[Any, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in zip(names, arguments, strict=False):
+        if hasattr(value, "ptr"):
+            yield name, value.ptr
+
+
+def _map_of(
+    value: Any, name: str, symbols: Mapping[int, str], told: Mapping[str, Any], *, by_pointer: bool
+) -> TensorMap:
+    """What the compiler wants of a descriptor.
 
     Raises:
         RuntimeError: what no launcher here encodes.
     """
-    if len(described) != len(metadata) or any(one.get("fp4_padded") or one.get("is_im2col") for one in metadata):
-        raise RuntimeError(f"{len(described)} descriptors, of which the compiler says {metadata}")
-    found = []
-    for one, told in zip(described, metadata, strict=True):
-        if told["elem_size"] != one.element_size or len(told["block_size"]) != len(one.sizes):
-            raise RuntimeError(f"{one.tensor} is a {one.type}, of which the compiler says {told}")
-        found.append(TensorMap(one, tuple(told["block_size"]), told["swizzle"]))
+    dtype = TYPES[value.base.dtype]
+    if told["elem_size"] != BYTES[dtype] or len(told["block_size"]) != len(AXES):
+        raise RuntimeError(f"{name} is a descriptor of {dtype}, of which the compiler says {told}")
+    tensor = "dq" if by_pointer else name
+    sizes = *(symbols[size] for size in value.shape[:3]), value.shape[3]
+    return TensorMap(tensor, dtype, sizes, tuple(told["block_size"]), told["swizzle"], by_pointer)
+
+
+def field_name(name: str, field: str) -> str:
+    """``q`` and ``stride_b``: q_stride_b; a pointer has the tensor's name; what is not a tensor names its fields."""
+    if field == "ptr":
+        return name
+    return field if name in ("shape", "bounds") else f"{name}_{field}"
+
+
+def offsets(arguments: tuple[Argument, ...], scratch: int, base: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of every parameter, ``scratch`` pointers after them, as the compiler lays them out.
+
+    ``base`` is where parameters begin in their constant bank: a map is aligned there, and not from the first parameter.
+    """
+    found, end = [], base
+    for alignment, size in [*((one.alignment, one.size) for one in arguments), *[(8, 8)] * scratch]:
+        begin = -(-end // alignment) * alignment
+        found.append((begin - base, size))
+        end = begin + size
     return found
 
 
-def launch_arguments(wish: Wish, name: str) -> dict[str, Any]:
-    """By parameter: a type for what is passed at run time, a plain value for a constant, a name for a repetition."""
-    role, tile = ROLES[wish.role], chosen_tiles(wish)[name][0]
-    model, sums = strided(wish.dtype, wish.head_dim), strided("fp32", wish.head_dim)
-    model_v, sums_v = strided(wish.dtype, wish.head_dim_v), strided("fp32", wish.head_dim_v)
-    # only a state or sums that stay where they were, or that do not exist, are the result itself
-    in_place = role.in_place or (role.carried and wish.dtype == "fp32" and name == "forward")
-    separate = role.carried and not in_place
-    result, result_v = (model, model_v) if role.final else (sums, sums_v)
+PARAMETER = re.compile(
+    r"EIATTR_KPARAM_INFO.*?Ordinal\s*:\s*0x([0-9a-f]+)\s+Offset\s*:\s*0x([0-9a-f]+)\s+Size\s*:\s*0x([0-9a-f]+)",
+    re.DOTALL,
+)
+BANK = re.compile(r"EIATTR_PARAM_CBANK.*?Value:\s*0x[0-9a-f]+ 0x([0-9a-f]+)", re.DOTALL)
+
+
+class Layout(NamedTuple):
+    """Of the parameters of a binary."""
+
+    base: int  # where they begin in their constant bank
+    parameters: list[tuple[int, int]]  # (offset, bytes), in their order
+
+
+def parameter_layout(cubin: bytes) -> Layout:
+    """What a binary says that it takes."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-elf", file.name], capture_output=True, text=True, check=True).stdout
+    bank = BANK.search(text)
+    assert bank is not None
+    found = sorted(tuple(int(number, 16) for number in one) for one in PARAMETER.findall(text))
+    # of that word the low half is where they begin, the high half how many bytes they take
+    return Layout(int(bank[1], 16) & 0xFFFF, [(offset, size) for _, offset, size in found])
+
+
+# the manifest
+
+SCHEMA = 2  # 1 had no tensor maps: all parameters that were not repeated were asked for
+LICENCE = "MIT"
+SCRATCH = {"name": "scratch", "size": 8, "value": 0}  # what Triton appends
+
+DATA_TYPES = {
+    "bf16": "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16",
+    "fp16": "CU_TENSOR_MAP_DATA_TYPE_FLOAT16",
+    "fp32": "CU_TENSOR_MAP_DATA_TYPE_FLOAT32",
+}
+SWIZZLES = tuple(f"CU_TENSOR_MAP_SWIZZLE_{one}" for one in ("NONE", "32B", "64B", "128B"))
+FIXED = {
+    "interleave": "CU_TENSOR_MAP_INTERLEAVE_NONE",
+    "l2_promotion": "CU_TENSOR_MAP_L2_PROMOTION_L2_128B",
+    "oob_fill": "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE",
+}
+"""What is the same for all maps: rows past the end are zeros."""
+
+
+def manifest(config: ExportConfig, kernels: list[Exported], hashes: dict[str, str]) -> dict[str, Any]:
+    """What the files are, with these SHA-256 sums by name, whence, and what a launcher of one's own needs."""
     return {
-        "q": model, "k": model, "v": model_v, "dout": model_v, "lse": "*fp32", "delta": "*fp32",
-        "softmax_scale": "fp32", "modifiers": UNMODIFIED,
-        "bounds": Interval(*(("*i32", "*i32") if wish.bounded else (None, None))),
-        "shape": Shape("i32", "i32", "i32", "i32" if wish.grouped and name != "delta" else 1),
-        "state": sums_v if separate else "out", "out": model_v if name == "delta" else result_v,
-        "dq_in": sums if separate else "dq_out", "dq_out": result,
-        "dk_in": sums if separate else "dk_out", "dk_out": result,
-        "dv_in": sums_v if separate else "dv_out", "dv_out": result_v, "dlse": None,
-        "dq": sums, "box": box(wish, tile), "turns": turns(wish), "RAGGED": not wish.bounded,
-        "HEAD_DIM": wish.head_dim, "HEAD_DIM_V": wish.head_dim_v, "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k,
-        "HAS_STATE": role.carried, "HAS_SUM": role.carried, "IN_PLACE": in_place,
-    }  # fmt: skip
+        "schema": SCHEMA,
+        "name": config.prefix,
+        "licence": LICENCE,
+        "versions": {"ringattn": __version__, "triton": triton.__version__, "sources": sources(), **git()},
+        "arch": f"sm_{config.arch}",
+        "dtype": config.dtype,
+        "head_dim": [config.head_dim, config.head_dim_v],
+        **{name: getattr(config, name) for name in ("bounded", "grouped", "role", "forward_kernel", "backward")},
+        "run": "not on a GPU by whoever wrote this file",
+        "sha256": hashes,
+        "kernels": [_entry(config, kernel) for kernel in kernels],
+    }
 
 
-def box(wish: Wish, tile: Tile) -> Described | None:
-    """dQ of a single pass where the copy engine adds to it, as ``gradients.box_of`` has it of what is aligned."""
-    if wish.arch < COPY_ENGINE_ARCH or not fills_boxes(wish.head_dim):
-        return None
-    heads = "heads * group" if wish.grouped else "heads"
-    return Described("dq", "fp32", ("batch", "columns", heads, wish.head_dim), tile.block_q)
+def _entry(config: ExportConfig, kernel: Exported) -> dict[str, Any]:
+    tile, whence = chosen_tiles(config)[kernel.name]
+    parameters = [*map(_parameter, kernel.arguments), *[SCRATCH] * kernel.scratch]
+    maps = {f"{one.tensor}_map": _map(one) for one in kernel.maps}
+    return {
+        "name": kernel.name,
+        "cubin": f"{config.prefix}_{kernel.name}.cubin",
+        "symbol": kernel.symbol,
+        "grid": [f"ceil(rows / {kernel.block}) * batch * heads", 1, 1],
+        "threads": kernel.threads,
+        "shared_memory": kernel.shared,
+        "tile": {one.name: getattr(tile, one.name) for one in fields(Tile)},
+        "tile_from": whence,
+        "arguments": [_parameter(one) for one in kernel.asked],
+        "parameters": [
+            {**one, "offset": begin, **({"tensor_map": maps[one["name"]]} if one["name"] in maps else {})}
+            for one, (begin, _) in zip(parameters, kernel.layout, strict=True)
+        ],
+    }
 
 
-def turns(wish: Wish) -> Turns:
-    """Who waits for whom in a single pass."""
-    if wish.backward != "single_pass_deterministic":
-        return Turns(None, None, None)
-    return Turns("*i32", 0, "*i32") if wish.bounded else Turns(None, None, "*i32")
+def _parameter(argument: Argument) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": argument.name, "type": argument.type, "size": argument.size}
+    found |= {"alignment": argument.alignment} if argument.type == MAP else {}
+    found |= {name: value for name in ("same_as", "made_of") if (value := getattr(argument, name))}
+    return found | ({"multiple_of": argument.multiple} if argument.multiple > 1 else {})
+
+
+def _map(one: TensorMap) -> dict[str, Any]:
+    """Arguments of cuTensorMapEncodeTiled but for address, sizes and strides; dimensions as it has them."""
+    return {
+        "data_type": DATA_TYPES[one.dtype],
+        "rank": len(one.box),
+        "sizes": [str(size) for size in one.sizes[::-1]],
+        "strides": [f"{one.tensor}_stride_{axis} * {BYTES[one.dtype]}" for axis in "hsb"],
+        "box": [*one.box[::-1]],
+        "element_strides": [1] * len(one.box),
+        "swizzle": SWIZZLES[one.swizzle],
+        **FIXED,
+    }

@@ -1,0 +1,351 @@
+"""The main loops of a kernel, read from its disassembly, and what an iteration asks of each unit of an SM."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One innermost loop that holds matrix instructions."""
+
+    matrix: int
+    local: int  # loads and stores of local memory: spills
+    waits: int  # waits for wgmma (HGMMA) in flight
+    serialised: bool  # every wgmma waits for itself
+    instructions: int = 0  # of all kinds
+    lines: tuple[str, ...] = field(default=(), repr=False, compare=False)
+
+
+MATRIX = re.compile(r"\b([HIQ]G?MMA|UTC\w*MMA)\b")
+TMA = re.compile(r"\b(UTMALDG|UBLKCP)\b")
+LOCAL = re.compile(r"\b(LDL|STL)\b")
+
+
+@dataclass
+class Block:
+    """A basic block: its instructions and the blocks that may follow."""
+
+    lines: list[str]
+    successors: list[int]
+
+
+BRANCH = re.compile(r"\bBRA\b.*?`\((\.L_\w+)\)")
+INDIRECT = re.compile(r"\bBRX\b")  # by a table that the listing does not show: how warps find their partition
+LEAVES = re.compile(r"\b(EXIT|RET\.\S+)\b")
+
+
+def basic_blocks(listing: str) -> list[Block]:
+    """Control flow of a kernel; the first block is its entry."""
+    labels: dict[str, int] = {}
+    blocks = [Block([], [])]
+    for line in listing.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            blocks.append(Block([], []))
+            labels[label[1]] = len(blocks) - 1
+        elif re.match(r"\s*/\*[0-9a-f]+\*/", line):
+            blocks[-1].lines.append(line)
+            if BRANCH.search(line) or LEAVES.search(line) or INDIRECT.search(line):
+                blocks.append(Block([], []))
+    for i, block in enumerate(blocks):
+        last = block.lines[-1] if block.lines else ""
+        branch = BRANCH.search(last)
+        if branch and branch[1] in labels:
+            block.successors.append(labels[branch[1]])
+        # a guard (@P0, or a uniform predicate as operand) may let the branch or the exit fall through
+        guarded = "@" in last or re.search(r"\bBRA\S*\s+!?U?P\d", last)
+        if i + 1 < len(blocks) and (guarded or not (branch or LEAVES.search(last))):
+            block.successors.append(i + 1)
+    for block in blocks:
+        if block.lines and INDIRECT.search(block.lines[-1]):  # to what is labelled and reached by no other way
+            while lost := sorted(set(labels.values()) - reachable_from(blocks)):
+                block.successors.append(lost[0])
+    return blocks
+
+
+def reachable_from(blocks: list[Block]) -> set[int]:
+    """The blocks that some way from the entry leads to."""
+    reachable, work = {0}, [0]
+    while work:
+        new = set(blocks[work.pop()].successors) - reachable
+        reachable |= new
+        work.extend(new)
+    return reachable
+
+
+def natural_loops(blocks: list[Block]) -> list[set[int]]:
+    """Bodies of the loops by header.
+
+    By control flow, not by position: waits spin in blocks behind the end of the kernel, and branch back into the middle
+    of its loop. (Aho, Lam, Sethi, Ullman, Compilers, section 9.6.6.)
+    """
+    dominators = dominators_of(blocks)
+    predecessors: dict[int, list[int]] = {i: [] for i in dominators}
+    for i in dominators:
+        for j in blocks[i].successors:
+            predecessors[j].append(i)
+    bodies: dict[int, set[int]] = {}
+    for i in dominators:
+        for header in set(blocks[i].successors) & dominators[i]:  # a back edge
+            body, work = bodies.setdefault(header, {header}), [i]
+            while work:
+                if (node := work.pop()) not in body:
+                    body.add(node)
+                    work.extend(predecessors[node])
+    return list(bodies.values())
+
+
+def dominators_of(blocks: list[Block]) -> dict[int, set[int]]:
+    """For every reachable block, the blocks that lie on all ways to it."""
+    reachable = reachable_from(blocks)
+    dominators = {i: set(reachable) for i in reachable}
+    dominators[0] = {0}
+    changed = True
+    while changed:
+        changed = False
+        for i in sorted(reachable - {0}):
+            before = [dominators[j] for j in reachable if i in blocks[j].successors]
+            now = {i} | set.intersection(*before)
+            changed |= now != dominators[i]
+            dominators[i] = now
+    return dominators
+
+
+def matrix_loops(listing: str) -> Iterator[Loop]:
+    """The innermost loops of a SASS listing that hold matrix instructions."""
+    yield from map(read_loop, innermost(listing, lambda lines: any(map(MATRIX.search, lines))))
+
+
+def tma_loads(listing: str) -> int:
+    """Loads by TMA in an iteration of the warps that load for others: of the innermost loops without products."""
+
+    def loads(lines: list[str]) -> int:
+        return sum(bool(TMA.search(line)) for line in lines)
+
+    if not TMA.search(listing):
+        return 0
+    alone = innermost(listing, lambda lines: loads(lines) > 0 and not any(map(MATRIX.search, lines)))
+    return max(map(loads, alone), default=0)
+
+
+def innermost(listing: str, wanted: Callable[[list[str]], bool]) -> Iterator[list[str]]:
+    """The lines of every wanted loop that holds no other wanted one."""
+    blocks = basic_blocks(listing)
+    lines = {
+        frozenset(body): [line for i in sorted(body) for line in blocks[i].lines] for body in natural_loops(blocks)
+    }
+    bodies = [body for body in lines if wanted(lines[body])]
+    yield from (lines[body] for body in bodies if not any(other < body for other in bodies))
+
+
+def read_loop(lines: list[str]) -> Loop:
+    matrix = sum(bool(MATRIX.search(line)) for line in lines)
+    waits = sum("WARPGROUP.DEPBAR" in line for line in lines)
+    hopper = any("HGMMA" in line for line in lines)
+    local = sum(bool(LOCAL.search(line)) for line in lines)
+    # a chain of k-steps needs one wait; nearly as many waits as products means that none overlaps another
+    return Loop(matrix, local, waits, hopper and waits > matrix // 2, len(lines), tuple(lines))
+
+
+# what an iteration asks for
+
+INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@(!?U?P\w+)\s+)?([\w.]+)\s*([^;]*)")
+NEVER = "!PT"  # a guard that always skips
+
+WARPGROUP = 4  # warps that work at one wgmma
+ASYNCHRONOUS = re.compile(r"[HQI]GMMA|UTC\w*MMA")
+SHADOW = 8  # clocks of a scheduler for an m16n8k16 at A100's and H100's rate, and instructions that it issues meanwhile
+ROW_BYTES = 32  # of an operand of a wgmma or tcgen05.mma, along the dimension that is summed over, whatever the dtype
+
+UNITS = {
+    "special": re.compile(r"MUFU"),
+    "exponentials": re.compile(r"MUFU\.EX2"),
+    "fma": re.compile(r"(FFMA|FMUL|FADD|HFMA2|HMUL2|HADD2)(?!2)"),
+    "packed": re.compile(r"(FFMA2|FMUL2|FADD2)"),  # two fp32 operations of a lane in one, on sm_100
+    "integer_multiply": re.compile(r"IMAD"),
+    "add": re.compile(r"(IADD|VIADD)"),
+    "minmax": re.compile(r"FMNMX"),
+    "logic": re.compile(
+        r"(FSETP|FSEL|FSET|F2FP|ISETP|SEL|LOP3|PLOP3|SHF|LEA|PRMT|V?IMNMX3?|IABS|MOV|SGXT|BMSK|P2R|R2P|I2FP)\b"
+    ),
+    "shuffles": re.compile(r"SHFL"),
+    "barriers": re.compile(r"BAR\."),
+    "waits": re.compile(r"(WARPGROUP\.DEPBAR|SYNCS\.PHASECHK)"),
+    "tma": TMA,
+}
+"""By the unit that executes them, or by purpose. The uniform datapath (``UIADD3`` and its like) only takes issue."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """One iteration of a block. Instructions are counted as one warp executes them; products and bytes are of all."""
+
+    warps: int
+    matrix: int  # instructions
+    products: float  # multiply-adds of the tensor cores, in those of 16 bits (one of TF32 is two of them, of fp8 half)
+    exponentials: int
+    special: int  # all of their unit
+    fma: int  # fp32 add, multiply, multiply-add
+    integer_multiply: int  # and what the compiler moves by it
+    add: int
+    minmax: int
+    logic: int
+    shuffles: int
+    issued: int
+    barriers: int  # of the whole block
+    waits: int  # for matrix products, or for what a barrier in shared memory counts
+    tma: int  # loads by TMA
+    shared_bytes: int  # loaded, stored, and read by matrix instructions
+    global_bytes: int  # loaded, as if no two lanes had an address in common
+    hidden: int  # exponentials that issue while a product of the same warps runs
+    exposed: Mix | None = None  # all that issues while none of them does
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix instruction, ``rows x columns`` summed over ``depth``, by ``copies`` warps or warpgroups."""
+
+    rows: int
+    columns: int
+    depth: int
+    copies: float
+    weight: float  # multiply-adds of 16 bits that take as long as one of these
+    shared_rows: int = 0  # of its operands, those that lie in shared memory
+
+    @property
+    def multiply_adds(self) -> float:
+        return self.rows * self.columns * self.depth * self.copies * self.weight
+
+    @property
+    def shared_bytes(self) -> float:
+        return self.shared_rows * ROW_BYTES * self.copies
+
+
+def mix_of(loop: Loop, warps: int) -> Mix:
+    """Count one loop of a block of ``warps`` warps.
+
+    Raises:
+        ValueError: the loop has no lines, or one does not tell the shape of its matrix product.
+    """
+    if not loop.lines:
+        raise ValueError("the loop has no lines: take one that `sass.matrix_loops` read")
+    found = list(instructions(loop.lines))
+    under = flying(found)
+    exposed = [one for one, hides in zip(found, under, strict=True) if not hides]
+    hidden = sum(name.startswith("MUFU.EX2") for (name, _), hides in zip(found, under, strict=True) if hides)
+    return replace(counted(found, warps), hidden=hidden, exposed=counted(exposed, warps, tell_products=False))
+
+
+def counted(found: Sequence[tuple[str, str]], warps: int, *, tell_products: bool = True) -> Mix:
+    """The mix of instructions alone, wherever they stand."""
+    counts = {unit: sum(bool(kind.match(name)) for name, _ in found) for unit, kind in UNITS.items()}
+    fma = counts.pop("fma") + 2 * counts.pop("packed")
+    done = list(products(found, warps)) if tell_products else []
+    moved = sum(width(name, ("LDS", "STS", "LDSM", "STSM", "LDGSTS")) for name, _ in found)
+    loaded = tma_bytes(found)
+    return Mix(
+        **counts,  # type: ignore[arg-type]
+        warps=warps,
+        matrix=len(done),
+        products=sum(one.multiply_adds for one in done),
+        fma=fma,
+        issued=len(found),
+        shared_bytes=int(warps * moved + loaded + sum(one.shared_bytes for one in done)),
+        global_bytes=warps * sum(width(name, ("LDG", "LDGSTS", "LDL")) for name, _ in found) + loaded,
+        hidden=0,
+    )
+
+
+def instructions(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(name, operands) of each; one that its guard always skips takes its issue and no more, like a NOP."""
+    for line in lines:
+        if match := INSTRUCTION.search(line):
+            yield ("NOP", "") if match[1] == NEVER else (match[2], match[3].strip())
+
+
+def width(name: str, kinds: tuple[str, ...]) -> int:
+    """Bytes that a warp moves by a load or store of one of ``kinds``, 0 for any other instruction."""
+    kind, *suffixes = name.split(".")
+    if kind not in kinds:
+        return 0
+    if kind in ("LDSM", "STSM"):  # one, two or four matrices of 8 x 8 values of 16 bits
+        return 128 * (int(suffixes[-1]) if suffixes[-1] in ("2", "4") else 1)
+    bits = next((int(suffix.lstrip("US")) for suffix in suffixes if re.fullmatch(r"[US]?(8|16|64|128)", suffix)), 32)
+    return 32 * bits // 8
+
+
+def tma_bytes(found: Sequence[tuple[str, str]]) -> int:
+    """What TMA loads for a block: the bytes that a barrier in shared memory is told to expect, where TMA is used."""
+    expected, constants = 0, dict[str, int]()
+    for name, operands in found:
+        first, *_, last = operands.split(", ") if ", " in operands else (operands, "")
+        if name.startswith("SYNCS.ARRIVE.TRANS64"):
+            expected += constants.get(last, 0)
+        elif name in ("MOV", "UMOV", "IMAD.MOV.U32") and last.startswith("0x"):
+            constants[first] = int(last, 16)
+        else:
+            constants.pop(first, None)
+    return expected if any(UNITS["tma"].match(name) for name, _ in found) else 0
+
+
+def products(found: Sequence[tuple[str, str]], warps: int) -> Iterator[Product]:
+    """The matrix products; those of sm_100 tell their shape by a constant that a register was set to before."""
+    constants: dict[str, int] = {}
+    for last in (False, True):  # what the end of an iteration sets holds at the start of the next
+        for name, operands in found:
+            if name == "UMOV" and (constant := re.fullmatch(r"(UR\d+),\s*(0x[0-9a-f]+)", operands)):
+                constants[constant[1]] = int(constant[2], 16)
+            elif last and MATRIX.search(name):
+                yield product(name, operands, constants, warps)
+
+
+def product(name: str, operands: str, constants: dict[str, int], warps: int) -> Product:
+    """One matrix instruction by its name: ``HMMA.16816…``, ``HGMMA.64x128x16…``, ``UTCHMMA``."""
+    weight = 2.0 if "TF32" in name else 0.5 if name.startswith(("QGMMA", "QMMA", "UTCQMMA")) else 1.0
+    if shape := re.search(r"\.(\d+)x(\d+)x(\d+)", name):
+        rows, columns, depth = map(int, shape.groups())
+        from_shared = re.match(r"R\d+,\s*gdesc", operands) is not None  # else the left operand lies in registers
+        return Product(rows, columns, depth, warps / WARPGROUP, weight, columns + rows * from_shared)
+    if fragment := re.search(r"\.(16)(8)(4|8|16|32)\b", name):
+        rows, columns, depth = map(int, fragment.groups())
+        return Product(rows, columns, depth, warps, weight)
+    register = re.search(r"idesc\[(UR\d+)\]", operands)
+    if register is None or register[1] not in constants:
+        raise ValueError(f"{name} {operands} does not tell the shape of its product")
+    return by_descriptor(name, operands, constants[register[1]], weight)
+
+
+def by_descriptor(name: str, operands: str, descriptor: int, weight: float) -> Product:
+    """One for a whole block, by its instruction descriptor (PTX ISA, tcgen05, "instruction descriptor")."""
+    rows, columns = (descriptor >> 24 & 31) * 16, (descriptor >> 17 & 63) * 8
+    tf32 = name.startswith("UTCHMMA") and descriptor >> 7 & 7 == 2
+    depth = 32 if name.startswith("UTCQMMA") else 8 if tf32 else 16
+    from_shared = operands.startswith("gdesc")  # else the left operand lies in tensor memory
+    return Product(rows, columns, depth, 1, 2.0 if tf32 else weight, columns + rows * from_shared)
+
+
+def flying(found: Sequence[tuple[str, str]]) -> list[bool]:
+    """Of each instruction, whether a product of the same warps runs beside it.
+
+    wgmma and tcgen05.mma run from their start to the wait that leaves none in flight (of sm_100: to the next wait for
+    a barrier in shared memory, where it is counted). An HMMA runs for at least ``SHADOW`` clocks.
+    """
+    under: list[bool] = []
+    asynchronous = any(ASYNCHRONOUS.match(name) for name, _ in found)
+    sm_100 = any(name.startswith("UTC") for name, _ in found)
+    left = 0.0
+    for _ in range(2):  # what the end of an iteration starts runs on in the next
+        under = []
+        for name, operands in found:
+            left = max(left - 1, 0)
+            if MATRIX.search(name):
+                left = math.inf if asynchronous else SHADOW
+            elif (name.startswith("WARPGROUP.DEPBAR") and operands.endswith(" 0x0")) or (
+                sm_100 and name.startswith("SYNCS.PHASECHK")
+            ):
+                left = 0
+            under.append(left > 0)
+    return under

@@ -1,0 +1,240 @@
+"""What the host needs to post one hop, launches included, beside what the hop computes.
+
+One rank of a ring, telemetry on: every hop sends and receives, waits and launches. On a GPU all its peers are the rank
+itself, and only the link is missing. Without a GPU every call that reaches a device is replaced by nothing: what is
+left is this package's own Python and Triton's, up to its driver, a lower bound.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from statistics import median
+from types import FrameType, ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from ...comm.control import control_of
+from ...comm.transport import Edge, Transport
+from ...comm.transports.local import DEFAULT_TIMEOUT, Hub, LocalGroup, solo_group
+from ...comm.transports.nccl import NcclTransport
+from ...kernels import launch as launching
+from ...kernels.device.forward import forward_kernel
+from ...ring import Layout, Mask, Ring, loop
+from ...ring import ring as ring_module
+from ...ring.backends import backward_works, forward_works
+from ...ring.schedule.plan import Plan, plan
+from ..common.timing import Clock, interleaved
+
+FORWARD, BACKWARD = "forward", "backward"
+HOPS = 8  # and ranks
+REPEATS = 20
+NO_DEVICE = torch.device("cuda", 0)
+OTHERS = tuple(os.path.dirname(str(one)) + os.sep for one in (torch.__file__, triton.__file__))
+"""Whose calls are not this package's."""
+
+
+def to_itself(real: Plan) -> Plan:
+    """The same, with every peer this very rank: each group has a send and its receive."""
+
+    def self_only(peer: int | None) -> int | None:
+        return None if peer is None else 0
+
+    hops = tuple(
+        replace(
+            hop,
+            kv_from=self_only(hop.kv_from),
+            kv_to=self_only(hop.kv_to),
+            sums_from=self_only(hop.sums_from),
+            sums_to=self_only(hop.sums_to),
+        )
+        for hop in real.hops
+    )
+    comings = {after: hops[base.index] for after, base in real.homecomings.items()}
+    return replace(real, hops=hops, homecomings=comings, edges=(((0, 0),), ()))
+
+
+class Case:
+    """Forward and backward of rank 0 of a full ring, of ``[batch, tokens, heads, head dim]`` per hop."""
+
+    def __init__(
+        self, ring: Ring, shape: tuple[int, int, int, int], kv_heads: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        batch, tokens, heads, dim = shape
+        draw = torch.empty if device.type == "cpu" else torch.randn  # without a device nothing reads them
+        self.q, self.k, self.v, self.dout, self.out = (
+            draw(batch, tokens, count, dim, device=device, dtype=dtype)
+            for count in (heads, kv_heads, kv_heads, heads, heads)
+        )
+        self.lse = draw(batch, heads, tokens, device=device, dtype=torch.float32)
+        self.ring, self.scale = ring, 1 / math.sqrt(dim)
+        layout = Layout.contiguous(HOPS * tokens, HOPS)
+        real = plan(layout, Mask(causal=False), 0, 1, device, None, ring.slots)
+        self.plan = real if device.type == "cpu" else to_itself(real)
+
+    def forward(self) -> None:
+        with self.ring.call(self.plan, FORWARD, self.q, self.k) as call:
+            works = forward_works("triton", call.chunks, self.q, softmax_scale=self.scale)
+            loop.forward(call, works, self.k, self.v)
+
+    def backward(self) -> None:
+        dkdv = torch.empty_like(self.k), torch.empty_like(self.v)
+        with self.ring.call(self.plan, BACKWARD, self.q, self.k) as call:
+            given = (self.dout, self.q, self.out, self.lse)
+            works = backward_works("triton", call.chunks, *given, softmax_scale=self.scale)
+            loop.backward(call, works, self.k, self.v, dkdv)
+
+
+@contextmanager
+def ring_of_one(device: torch.device, chunks: int = 1) -> Iterator[Ring]:
+    """The ring of rank 0, the only one here: with all that a ring of several ranks does, and a way to itself."""
+
+    def to_itself(*given: object, **named: Any) -> tuple[Transport, ...]:
+        made: tuple[Transport, ...] = opened(solo_group(), **named | {"control": control_of(solo_group())})
+        return made
+
+    with ExitStack() as stack:
+        opened = vars(ring_module)["open_transports"]
+        stack.enter_context(
+            no_device() if device.type == "cpu" else patch.object(ring_module, "open_transports", to_itself)
+        )
+        member = LocalGroup(Hub(HOPS, DEFAULT_TIMEOUT), 0)
+        yield stack.enter_context(Ring(member, transport="nccl", chunks=chunks))
+
+
+def rows_of(case: Case, clock: Clock) -> list[dict[str, Any]]:
+    """Microseconds of the host per hop, and on a GPU what the device takes for it."""
+    device, rows = clock.device, list[dict[str, Any]]()
+    for phase, step in ((FORWARD, case.forward), (BACKWARD, case.backward)):
+        host = posting(step, device) / HOPS * 1e6
+        with no_launches():
+            without = posting(step, device) / HOPS * 1e6
+            calls = calls_of(step) / HOPS
+        row: dict[str, Any] = {"phase": phase, "host": host, "of it Triton": host - without, "Python calls": calls}
+        if device.type == "cuda":
+            taken = interleaved({phase: step}, clock, repeats=REPEATS, warmup=3)[phase].median
+            row["compute"] = taken / HOPS * 1e6
+        rows.append(row)
+    return rows
+
+
+def posting(step: Callable[[], None], device: torch.device) -> float:
+    """Seconds of the host for one pass, while the device is free to be behind; without one, of this thread alone."""
+    now = time.perf_counter if device.type == "cuda" else time.thread_time
+    taken = []
+    for _ in range(REPEATS + 1):
+        begun = now()
+        step()
+        taken.append(now() - begun)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return median(taken[1:])
+
+
+def calls_of(step: Callable[[], None]) -> int:
+    """Calls of Python functions in a pass, those of the standard library (``contextlib``, named tuples) among them.
+
+    By ``sys.setprofile``, which counts every resumption of a generator. Not those of torch, of Triton and of this file,
+    which has the stand-ins.
+    """
+    found = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal found
+        file = frame.f_code.co_filename
+        found += event == "call" and file != __file__ and not file.startswith(OTHERS)
+
+    step()
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+class Unwarmed(NcclTransport):
+    """NCCL without a device: there are no bytes to check."""
+
+    def warm_up(self, edges: Sequence[Edge]) -> None:
+        """Nothing moves."""
+
+
+def nothing(*arguments: object, **named: object) -> None:
+    """In the place of whatever reaches a device."""
+
+
+class NoDriver:
+    """What Triton asks a driver on its way to a launch."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return -1  # what is "compiled" for it is nobody else's
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def no_launches() -> Any:
+    """Nothing of Triton's runs, under its interpreter neither."""
+    return patch.object(type(forward_kernel), "run", nothing)
+
+
+@contextmanager
+def no_device() -> Iterator[None]:
+    """Replace every call that reaches a device by nothing: streams, events, NCCL through CuPy, Triton's driver."""
+    stream = SimpleNamespace(cuda_stream=0, wait_event=nothing, synchronize=nothing)
+    event = SimpleNamespace(record=nothing, query=lambda: True, synchronize=nothing, elapsed_time=lambda end: 0.0)
+    calls = ("InitRankConfig", "Abort", "Destroy", "GetAsyncError")
+    library = SimpleNamespace(**{f"ncclComm{name}": lambda *_: 0 for name in calls}, ncclSend=nothing, ncclRecv=nothing)
+    nccl = SimpleNamespace(
+        available=True, NCCL_UINT8=1, groupStart=nothing, groupEnd=nothing, get_unique_id=lambda: bytes(128)
+    )
+    cuda: dict[str, Any] = {
+        "Stream": lambda *arguments, **named: stream,
+        "Event": lambda *arguments, **named: event,
+        "current_stream": lambda *arguments: stream,
+        "stream": lambda *arguments: nullcontext(),
+        "device": lambda *arguments: nullcontext(),
+    }
+    kernel = SimpleNamespace(run=nothing, function=0, packed_metadata=(), launch_metadata=nothing)
+    opened = vars(ring_module)["open_watch"]
+    with (
+        patch.multiple(torch.cuda, **cuda),
+        patch.dict(sys.modules, {"cupy": ModuleType("cupy"), "cupy.cuda": ModuleType("cuda"), "cupy.cuda.nccl": nccl}),
+        patch.object(torch.Tensor, "contiguous", _contiguous),
+        patch.object(nccl, "_library", lambda: library),
+        patch.object(ring_module, "open_transports", lambda *arguments, device, **named: (_unwarmed(device),)),
+        # as if of a GPU: its spans are events; and no thread beside this one
+        patch.object(ring_module, "open_watch", lambda group, device, **named: opened(group, NO_DEVICE, **named)),
+        patch.object(watch, "_WATCHDOG", SimpleNamespace(add=nothing)),
+        patch.object(driver, "_active", NoDriver()),
+        patch.object(triton.compiler, "compile", lambda *arguments, **named: kernel),
+        patch.object(launching, "check_cpu", nothing),
+        nullcontext() if issubclass(type(forward_kernel), JITFunction) else no_launches(),
+    ):
+        yield
+
+
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    """Room for a copy: on a GPU the host does not wait for the bytes."""
+    return x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _unwarmed(device: torch.device) -> NcclTransport:
+    control = control_of(solo_group())  # nobody else is there to tell anything
+    return Unwarmed(rank=0, size=HOPS, device=device, control=control)

@@ -1,0 +1,357 @@
+"""The gate and the loop bound: what is counted in a listing, what follows, and what keeps a binary from a launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ringattn.autotune.bound import (
+    CHIPS,
+    Bound,
+    blocks_of,
+    blocks_per_sm,
+    bound_of,
+    bounds_of,
+    clocks,
+    loop_bound,
+    main_bound,
+)
+from ringattn.autotune.compile import Variant
+from ringattn.autotune.gate import Compiled, problems
+from ringattn.autotune.sass import Loop, Mix, basic_blocks, matrix_loops, mix_of, natural_loops, read_loop
+from ringattn.kernels import Tile
+from ringattn.kernels.tables import Options
+
+# the gate
+
+CLEAN = Compiled(registers=255, stack=0, shared=160_000, tensor_memory=0, loops=(Loop(16, 0, 1, False),))
+VARIANT = Variant("forward", 90, "bf16", 128, 128, Tile(128, 128, 8, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"shared": 300_000}, "300000 bytes of shared memory"),
+        ({"tensor_memory": 592}, "592 columns of tensor memory"),
+        ({"loops": ()}, "no loop"),
+        ({"loops": (Loop(16, 3, 1, False),)}, "3 local-memory instructions"),
+        ({"loops": (Loop(16, 0, 16, True),)}, "serialised wgmma"),
+    ],
+)
+def test_the_gate_names_what_is_wrong(change: dict[str, object], told: str) -> None:
+    assert problems(VARIANT, CLEAN) == []
+    (problem,) = problems(VARIANT, replace(CLEAN, **change))  # type: ignore[arg-type]
+    assert told in problem
+
+
+@pytest.mark.parametrize(
+    ("change", "told"), [({"stack": 8}, "8 bytes of local memory"), ({"flushes": True}, "flushed")]
+)
+def test_the_gate_names_what_is_wrong_with_a_memory_bound_kernel(change: dict[str, object], told: str) -> None:
+    variant, clean = replace(VARIANT, kernel="quantize", dtype="fp32", head_dim=256), replace(CLEAN, loops=())
+    assert problems(variant, clean) == []
+    (problem,) = problems(variant, replace(clean, **change))  # type: ignore[arg-type]
+    assert told in problem
+
+
+def test_spills_are_tolerated_where_the_gate_does_not_ask_for_clean_loops() -> None:
+    spilled = replace(CLEAN, loops=(Loop(16, 3, 1, False),))
+    assert problems(replace(VARIANT, features=("dropout",)), spilled) == []
+    assert problems(replace(VARIANT, head_dim=256), spilled) == []
+    assert problems(replace(VARIANT, dtype="fp32"), spilled) == []
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "passes"),
+    [
+        ("dkdv", (("persistent", True),), True),
+        ("forward", (("persistent", True),), False),
+        ("dkdv", (("order", "longest"),), False),
+        ("single_pass_deterministic", (), True),
+        ("single_pass", (), False),
+    ],
+)
+def test_few_spills_are_tolerated_where_a_program_waits_or_walks(kernel: str, options: Options, passes: bool) -> None:
+    variant = replace(VARIANT, kernel=kernel, options=options)
+    assert (problems(variant, replace(CLEAN, loops=(Loop(16, 16, 1, False),))) == []) is passes
+    assert problems(variant, replace(CLEAN, loops=(Loop(16, 17, 1, False),)))
+
+
+LISTING = """
+.text.kernel:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 BRA `(.L_end) ;
+.L_head:
+        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4] ;
+        /*0030*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8] ;
+        /*0040*/              @!P2 BRA `(.L_spin) ;
+.L_arrived:
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0060*/                   STL [R1], R2 ;
+        /*0070*/               @P1 BRA `(.L_head) ;
+        /*0080*/                   LDL R2, [R1] ;
+        /*0090*/                   LDL R3, [R1] ;
+.L_end:
+        /*00a0*/                   EXIT ;
+.L_spin:
+        /*00b0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR4] ;
+        /*00c0*/              @!P2 BRA `(.L_spin) ;
+        /*00d0*/                   BRA `(.L_arrived) ;
+.L_trap:
+        /*00e0*/                   BRA `(.L_trap);
+"""
+
+
+def test_the_main_loop_is_found_by_control_flow() -> None:
+    # the spin behind EXIT branches back into the loop: the epilogue's two LDL lie between, and are not in the loop
+    (loop,) = matrix_loops(LISTING)
+    assert loop == Loop(matrix=2, local=1, waits=1, serialised=False, instructions=9)
+
+
+def test_a_loop_in_a_loop_is_the_main_loop() -> None:
+    nested = LISTING.replace(".L_head:", ".L_outer:\n        /*0018*/                   NOP ;\n.L_head:").replace(
+        "        /*0080*/", "        /*0078*/               @P3 BRA `(.L_outer) ;\n        /*0080*/"
+    )
+    assert len([body for body in natural_loops(basic_blocks(nested)) if len(body) > 1]) == 2
+    assert len(list(matrix_loops(nested))) == 1
+
+
+def test_one_wait_per_product_is_serialised() -> None:
+    wait = "        /*0034*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
+    (loop,) = matrix_loops(LISTING.replace("        /*0040*/", wait + "        /*0040*/"))
+    assert loop.serialised and loop.waits == 2
+
+
+# what is counted, and the bound
+
+COUNTED = Path(__file__).with_name("forward_sm_90.sass").read_text()
+WARPS = 4
+
+
+def loop_of(*instructions: str) -> Loop:
+    return read_loop([f"        /*{i:04x}*/                   {text} ;" for i, text in enumerate(instructions)])
+
+
+def mix(*instructions: str, warps: int = WARPS) -> Mix:
+    return mix_of(loop_of(*instructions), warps)
+
+
+@pytest.fixture(scope="module")
+def listed() -> Mix:
+    (loop,) = matrix_loops(COUNTED)
+    return mix_of(loop, WARPS)
+
+
+def test_counts_are_those_made_by_hand(listed: Mix) -> None:
+    # Read line by line. MUFU: 8 scores per thread (64 x 16 over 128 threads) and 2 rows' rescaling. FFMA 10, FMUL 10,
+    # FADD 12. FMNMX 12. IADD3 4. F2FP 4 and PLOP3 1. IMAD.MOV 5. SHFL 8. BAR 4. Two HGMMA of 64x16x16.
+    counted = {
+        "issued": 100, "matrix": 2, "exponentials": 10, "special": 10, "fma": 10 + 10 + 12, "integer_multiply": 5,
+        "add": 4, "minmax": 12, "logic": 4 + 1, "shuffles": 8, "barriers": 4, "waits": 2, "tma": 0, "hidden": 0,
+    }  # fmt: skip
+    assert {name: getattr(listed, name) for name in counted} == counted
+    assert listed.products == 2 * 64 * 16 * 16
+    # STSM of one 8 x 8 matrix twice by each of 4 warps; A (64 rows) and B (16) of the first product, B of the second
+    assert listed.shared_bytes == 2 * 128 * 4 + 32 * (64 + 16) + 32 * 16
+    assert listed.global_bytes == 2 * 4 * 32 * 4  # two LDG of 4 bytes a lane
+
+
+def test_clocks_are_those_made_by_hand(listed: Mix) -> None:
+    assert clocks(listed, 90) == {
+        "tensor cores": 32768 / 2048,
+        "exponentials": 10 * 128 / 16,
+        "FMA": 32 * 128 / 128 + 5 * 128 / 64,
+        "ALU": (4 + 12 + 5) * 128 / 64,
+        "issue": 100 * 4 / 4,
+        "shared memory": 4096 / 128 + 8 * 128 / 32,
+        "memory": 1024 / 64,
+    }
+
+
+def test_the_bound_is_that_made_by_hand(listed: Mix) -> None:
+    # Many blocks fill each other's gaps: 16 clocks of products in 100 of issue.
+    packed = bound_of(listed, 90, blocks=2)
+    assert (packed.percent, packed.limiter) == (16.0, "issue")
+    # One block: under its products (7 instructions from the first HGMMA to its wait, 1 from the second) issue 8; the
+    # other 92 wait, after the 64 clocks that shared memory takes.
+    alone = bound_of(listed, 90, blocks=1)
+    assert alone.percent == pytest.approx(100 * 16 / (64 + 92))
+    assert alone.limiter == "issue in step"
+    assert (alone.ceiling, alone.ceiling_limiter) == (16.0, "issue")
+
+
+def test_what_stands_outside_the_loop_is_not_counted() -> None:
+    (loop,) = matrix_loops(COUNTED)
+    assert loop.local == 0 and "STL" in COUNTED
+
+
+PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], R24, gsb0"
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+
+
+@pytest.mark.parametrize(
+    ("instruction", "warps", "products", "shared"),
+    [
+        (PRODUCT, 8, 2 * 64 * 128 * 16, 2 * 32 * (64 + 128)),
+        ("HGMMA.64x128x16.F32.BF16 R88, R180, gdesc[UR16].tnspB, R88", 4, 64 * 128 * 16, 32 * 128),
+        ("HGMMA.64x64x8.F32.TF32 R24, gdesc[UR4], RZ, !UPT", 4, 2 * 64 * 64 * 8, 32 * (64 + 64)),
+        ("QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], RZ", 4, 64 * 64 * 32 / 2, 32 * (64 + 64)),
+        ("HMMA.16816.F32.BF16 R4, R8, R12, R4", 8, 8 * 16 * 8 * 16, 0),
+        ("HMMA.1688.F32.TF32 R4, R8, R12, R4", 4, 4 * 2 * 16 * 8 * 8, 0),
+        ("HMMA.1684.F32.TF32 R4, R8, R12, R4", 1, 2 * 16 * 8 * 4, 0),
+    ],
+)
+def test_products_by_name(instruction: str, warps: int, products: float, shared: int) -> None:
+    found = mix(instruction, warps=warps)
+    assert (found.products, found.shared_bytes) == (products, shared)
+
+
+def test_products_of_sm_100_by_their_descriptor() -> None:
+    first = "UTCHMMA gdesc[UR22], gdesc[UR16], tmem[UR11], tmem[UR24], idesc[UR25], UPT"
+    second = "UTCHMMA tmem[UR34], gdesc[UR4], tmem[UR14], tmem[UR24], idesc[UR25], UPT"
+    # 0x8100490 is M128 N64, 0x8210490 M128 N128: the constant that stands before counts, the last one's across the loop
+    found = mix(first, "UMOV UR25, 0x8210490", second, "UMOV UR25, 0x8100490", warps=8)
+    assert found.products == 128 * 64 * 16 + 128 * 128 * 16
+    assert found.shared_bytes == 32 * (128 + 64) + 32 * 128
+    with pytest.raises(ValueError, match="does not tell the shape"):
+        mix(first)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "moved"),
+    [("LDSM.16.M88.4 R4, [R8]", 512), ("LDS.128 R4, [R8]", 512), ("STS R4, [R8]", 128), ("LDS.U16 R4, [R8]", 64)],
+)
+def test_shared_bytes(instruction: str, moved: int) -> None:
+    assert mix(instruction).shared_bytes == WARPS * moved
+
+
+def test_copies_to_shared_memory_move_both() -> None:
+    found = mix("LDGSTS.E.BYPASS.128 [R8], desc[UR4][R2.64]", "LDG.E.64 R4, desc[UR4][R2.64]")
+    assert (found.shared_bytes, found.global_bytes) == (WARPS * 512, WARPS * (512 + 256))
+
+
+def test_loads_by_tma_are_what_their_barrier_expects() -> None:
+    arrive = "SYNCS.ARRIVE.TRANS64 RZ, [UR7+0x10000], R9"
+    load = "UTMALDG.2D [UR12], [UR18]"
+    found = mix("MOV R9, 0x4000", arrive, load)
+    assert (found.tma, found.shared_bytes, found.global_bytes) == (1, 0x4000, 0x4000)
+    assert mix("MOV R9, 0x4000", "IADD3 R9, R9, R4, RZ", arrive, load).global_bytes == 0
+    assert mix("MOV R9, 0x4000", arrive).global_bytes == 0
+
+
+def test_a_guard_that_always_skips_takes_only_its_issue() -> None:
+    lines = ["        /*0000*/              @!PT LDS RZ, [RZ] ;", "        /*0010*/               @P0 LDS R4, [R8] ;"]
+    found = mix_of(read_loop(lines), WARPS)
+    assert (found.issued, found.shared_bytes) == (2, WARPS * 128)
+
+
+def test_two_at_once_are_two() -> None:
+    assert mix("FFMA2 R4, R4, R4, R4", "FADD R4, R4, R4").fma == 3
+
+
+def test_exponentials_under_a_product() -> None:
+    one_left = WAIT.replace("0x0", "0x1")
+    found = mix(PRODUCT, "MUFU.EX2 R4, R4", one_left, "MUFU.EX2 R4, R4", WAIT, "MUFU.EX2 R4, R4")
+    assert (found.exponentials, found.hidden) == (3, 2)
+    across = mix("MUFU.EX2 R4, R4", WAIT, "MUFU.EX2 R4, R4", PRODUCT)  # in flight from one iteration to the next
+    assert across.hidden == 1
+
+
+def test_a_short_product_hides_what_issues_beside_it() -> None:
+    assert mix("HMMA.16816.F32.BF16 R4, R8, R12, R4", *["MUFU.EX2 R4, R4"] * 20).hidden == 8 - 1
+
+
+def test_what_is_hidden_does_not_bind() -> None:
+    work = ["MUFU.EX2 R4, R4"] * 32
+    hides = bound_of(mix("BAR.SYNC 0x0", *[PRODUCT] * 16, *work, WAIT), 90, blocks=1)
+    waits = bound_of(mix("BAR.SYNC 0x0", *[PRODUCT] * 16, WAIT, *work), 90, blocks=1)
+    assert waits.percent < hides.percent and waits.ceiling == hides.ceiling
+    assert waits.limiter == "exponentials in step"
+
+
+def test_warps_that_never_meet_are_not_in_step() -> None:
+    work = [*[PRODUCT] * 16, WAIT, *["MUFU.EX2 R4, R4"] * 8]
+    free = bound_of(mix(*work), 90, blocks=1)
+    assert free.percent == free.ceiling
+
+
+@pytest.mark.parametrize(
+    ("extra", "limiter"),
+    [
+        ([], "tensor cores"),
+        (["MUFU.EX2 R4, R4"] * 200, "exponentials"),
+        (["FFMA R4, R4, R4, R4"] * 1500, "issue"),  # 128 lanes take no longer than the issue
+        (["FSEL R4, R4, R4, P0"] * 800, "ALU"),
+        (["LDS.128 R4, [R8]"] * 100, "shared memory"),
+        (["LDG.E.128 R4, desc[UR4][R2.64]"] * 100, "memory"),
+    ],
+)
+def test_the_limiter_is_named(extra: list[str], limiter: str) -> None:
+    found = bound_of(mix(*[PRODUCT] * 16, WAIT, *extra), 90, blocks=1)
+    assert found.limiter == limiter
+    assert (found.percent == 100) == (limiter == "tensor cores")
+
+
+def test_fma_binds_where_half_the_lanes_are() -> None:
+    fma = [*["HMMA.16816.F32.BF16 R4, R8, R12, R4"] * 16, *["FFMA R4, R4, R4, R4"] * 200]
+    assert bound_of(mix(*fma), 80, blocks=1).limiter == "FMA"
+
+
+@pytest.mark.parametrize(
+    ("arch", "registers", "shared", "tensor_memory", "threads", "blocks"),
+    [
+        (90, 255, 163_840, 0, 256, 1),
+        (90, 128, 32_768, 0, 256, 2),  # registers: 64 K / (128 x 256)
+        (90, 32, 100_000, 0, 128, 2),  # shared memory: 228 KB in all
+        (90, 16, 0, 0, 1024, 2),  # 64 warps
+        (86, 16, 0, 0, 1024, 1),  # 48 warps
+        (80, 16, 0, 0, 32, 32),  # blocks
+        (86, 16, 0, 0, 32, 16),
+        (90, 168, 0, 0, 384, 1),
+        (100, 64, 10_000, 256, 128, 2),  # tensor memory
+        (100, 64, 10_000, 592, 128, 0),
+        (86, 128, 120_000, 0, 256, 0),  # does not fit
+    ],
+)
+def test_blocks_per_sm(arch: int, registers: int, shared: int, tensor_memory: int, threads: int, blocks: int) -> None:
+    assert blocks_per_sm(arch, registers, shared, tensor_memory, threads) == blocks
+
+
+COMPILED = Compiled(64, 0, 2560, 0, tuple(matrix_loops(COUNTED)), arch=90, threads=128)
+
+
+def test_loop_bound_ranks() -> None:
+    assert loop_bound(COMPILED) == 16.0
+    alone = replace(COMPILED, shared=200_000)
+    assert loop_bound(alone) == pytest.approx(100 * 16 / 156)
+    assert loop_bound(replace(COMPILED, shared=300_000)) == 0.0
+    assert loop_bound(replace(COMPILED, loops=())) == 0.0
+    with pytest.raises(ValueError, match="arch must be one of 80, 86, 89, 90, 100, 120"):
+        loop_bound(replace(COMPILED, arch=75))
+
+
+def test_partitions_of_a_block_fill_each_others_gaps_as_blocks_do() -> None:
+    """Of 384 threads two groups of 128 run the loop: as two blocks of 128, whatever else the block holds."""
+    special = replace(COMPILED, shared=200_000, threads=384, partitions=2, loop_threads=128)
+    assert blocks_of(special) == 1
+    (one,), (as_blocks,) = bounds_of(special), bounds_of(replace(COMPILED, shared=100_000))
+    assert one.mix.warps == 4 and one == as_blocks
+
+
+def test_the_main_loop_is_the_one_that_masks_nothing() -> None:
+    masked = read_loop([*COMPILED.loops[0].lines, "        /*2000*/                   FSEL R4, R4, R4, P0 ;"])
+    found = bounds_of(replace(COMPILED, loops=(masked, *COMPILED.loops, masked)))
+    assert main_bound(found) is found[1]
+
+
+def test_a_loop_without_lines_is_refused() -> None:
+    with pytest.raises(ValueError, match="no lines"):
+        mix_of(Loop(1, 0, 0, False), 4)
+
+
+@pytest.mark.parametrize("arch", CHIPS)
+def test_no_bound_is_above_its_ceiling(arch: int, listed: Mix) -> None:
+    found: Bound = bound_of(listed, arch, blocks=1)
+    assert 0 < found.percent <= found.ceiling <= 100

@@ -1,0 +1,225 @@
+"""What a variant launches, by the entries themselves; variants by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.autotune import measure
+from ringattn.autotune.candidates import job_of
+from ringattn.autotune.compile import (
+    FEATURES,
+    FP8,
+    META,
+    Sizes,
+    Variant,
+    compiled,
+    config_of,
+    launchable,
+    launches,
+    select,
+)
+from ringattn.autotune.measure import DeviceTrials, checked_sides
+from ringattn.autotune.model import Shape
+from ringattn.bench.kernels.accuracy import Inputs, Results
+from ringattn.kernels import KernelConfig, Tile, attention_backward, attention_forward
+from ringattn.kernels.config import config_for, single_pass_tile
+from ringattn.kernels.tables import SINGLE_PASS, TUNED, Point, with_options
+
+TILE = Tile(64, 64, 4, 2)
+
+
+def variant(kernel: str = "forward", **changed: Any) -> Variant:
+    return replace(Variant(kernel, 90, "bf16", 128, 128, TILE), **changed)
+
+
+@pytest.mark.parametrize("features", [(), *((one,) for one in FEATURES), FEATURES])
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv", "single_pass", "single_pass_deterministic"])
+def test_every_role_and_feature_of_a_kernel_is_launched(kernel: str, features: tuple[str, ...]) -> None:
+    roles = {role: variant(kernel, role=role, features=features).launch for role in ("only", "first", "middle", "last")}
+    assert len({one.signature for one in roles.values()}) == 4
+    continued = {"forward": "HAS_STATE"}.get(kernel, "HAS_SUM")
+    assert {role: one.options[continued] for role, one in roles.items()} == {
+        "only": False, "first": False, "middle": True, "last": True
+    }  # fmt: skip
+    assert {one.name for one in roles.values()} == {variant(kernel).function}
+
+
+def test_numbers_are_what_triton_makes_constants_and_assumptions_of() -> None:
+    """Of 1, of multiples of 16 and of all others; 64 bits where a number takes them."""
+    sizes = Sizes(1, 256, 512, 8, 4)
+    same = variant(sizes=sizes).launch.signature
+    assert variant(sizes=sizes._replace(queries=1024, keys=64)).launch.signature == same
+    for other in ({"queries": 250}, {"kv_heads": 8}, {"heads": 64, "kv_heads": 4}, {"queries": 1}):
+        assert variant(sizes=sizes._replace(**other)).launch.signature != same
+    far = variant(sizes=sizes._replace(queries=1 << 22)).launch
+    assert far.arguments[0].stride_b == 1 << 32 and "i64/16" in far.signature and "i64" not in same
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"arch": 80}, "takes GPUs of compute capability 9.0"),
+        ({"dtype": "fp32"}, "takes float16 and bfloat16"),
+        ({"head_dim": 96, "head_dim_v": 96}, "takes one of 64, 128, 256"),
+        ({"features": ("softcap",)}, "scores have a softcap"),
+        ({"features": ("used",)}, "is launched as forward_kernel, not as hopper_kernel"),
+        ({"tile": Tile(64, 64, 4, 2)}, "config.forward has 64 rows and 4 warps"),
+    ],
+)
+def test_what_the_hopper_forward_is_not_written_for(changed: dict[str, Any], told: str) -> None:
+    (hopper,) = select("90:bf16:128:middle:hopper:full:gqa")
+    assert hopper.launch.name == hopper.function == "hopper_kernel"
+    with pytest.raises(ValueError, match=told):
+        _ = replace(hopper, **changed).launch
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"head_dim": 256, "head_dim_v": 256}, "takes one of 64, 128"),
+        ({"features": ("softcap",)}, "scores have a softcap"),
+        ({"tile": Tile(64, 64, 4, 2)}, "config.single_pass has 64 queries, 64 keys and 4 warps"),
+        ({"tile": Tile(64, 128, 8, 9)}, "take fewer stages"),
+    ],
+)
+def test_what_the_hopper_backward_is_not_written_for(changed: dict[str, Any], told: str) -> None:
+    (hopper,) = select("90:bf16:128:middle:hopper_backward:full:gqa")
+    assert hopper.launch.name == "hopper_backward_kernel" and hopper.tile == Tile(64, 128, 8, 2)
+    with pytest.raises(ValueError, match=told):
+        _ = replace(hopper, **changed).launch
+
+
+def test_an_interpreter_compiles_nothing() -> None:
+    with pytest.raises(ValueError, match="TRITON_INTERPRET is set"):
+        compiled(variant().launch, 90)
+
+
+def test_a_meta_tensor_is_refused_where_nothing_is_compiled() -> None:
+    q = torch.empty(1, 16, 2, 16, device=META)
+    with pytest.raises(ValueError, match="without values"):
+        attention_forward(q, q, q)
+    seen = launches(attention_forward, 90, q, q, q)
+    assert [one.name for one in seen] == ["forward_kernel"]
+
+
+def test_all_launches_of_an_entry_are_seen() -> None:
+    q, k = torch.empty(1, 64, 8, 64, device=META), torch.empty(1, 64, 2, 64, device=META)
+    lse = torch.empty(1, 8, 64, device=META)
+    config = KernelConfig(TILE, TILE, TILE, dkdv_splits=2)
+    found = launches(attention_backward, 90, q, q, k, k, q, lse, config=config)
+    assert [one.name for one in found] == ["delta_kernel", "dq_kernel", "dkdv_kernel", "reduce_kernel"]
+
+
+@pytest.mark.parametrize("mask", ["full", "bounded"])
+@pytest.mark.parametrize("kernel", TUNED)
+def test_what_is_timed_and_checked_is_what_was_compiled(
+    kernel: str, mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the signature, so that it lies in Triton's cache; every tile schedule of a kernel too."""
+
+    def nothing(given: Inputs, causal: bool) -> Results:
+        return Results(torch.empty_like(given.dout), torch.empty_like(given.dlse), *map(torch.empty_like, given[:3]))
+
+    monkeypatch.setattr(measure, "exactly", nothing)
+    monkeypatch.setattr(measure, "by_pytorch", nothing)
+    options: dict[str, list[dict[str, Any]]] = {
+        "forward": [{}, {"order": "longest"}, {"pack_gqa": True}, {"persistent": True, "sm_margin": 8}],
+        "dq": [{}, {"order": "longest", "persistent": True}],
+        "dkdv": [{}, {"dkdv_splits": 2}, {"dkdv_epilogue": "descriptors"}, {"order": "longest"}],
+    }
+    tried = [with_options(Tile(64, 32, 4, 2), one) for one in options.get(kernel, [{}])]
+    if kernel == "forward":
+        tried.append(with_options(Tile(128, 64, 8, 2), {"forward_kernel": "hopper"}))
+    for shape in (Shape(32, 8, 64, 64), Shape(6, 2, 64, 64), Shape(16, 1, 64, 64)):
+        point = Point(kernel, "bf16", 64, 64, shape.group, mask, 8192)
+        trials = DeviceTrials(point, shape, META)
+        checked = [(role, checked_sides(point)) for role in ("first", "middle", "last")]
+        for tile in tried:
+            if shape.group % int(dict(config_options(tile)).get("dkdv_splits", 1)):
+                continue
+            jobs = [job_of(point, tile, 90, shape.heads, *launch) for launch in (("middle", None), *checked)]
+            known = {job.launch.signature for job in jobs}
+            for part, count in ((lambda: trials._launch(tile), 1), (lambda: trials._results(tile), 3)):  # noqa: B023
+                found = [one for one in launches(part, 90) if one.name not in ("delta_kernel", "reduce_kernel")]
+                assert len(found) == count and {one.signature for one in found} <= known, tile
+
+
+def config_options(tile: Tile) -> tuple[tuple[str, Any], ...]:
+    made = config_of("forward", tile)
+    return tuple((one.name, getattr(made, one.name)) for one in dataclasses.fields(made))
+
+
+# variants by name
+
+
+def test_launchable_covers_every_kernel_role_and_flag_once() -> None:
+    variants = list(launchable(90, "bf16", 128))
+    assert len(variants) == len(set(variants)) == 5 * 4 * 2 * 2 + 2 * 4 * 2 + 1 + 2
+    passes = {one.tile for one in variants if one.kernel in SINGLE_PASS}
+    assert passes == {single_pass_tile(90, torch.bfloat16, 128)}
+    assert not any(one.kernel in SINGLE_PASS for one in launchable(90, "bf16", 256))
+    tiles = {one.tile for one in variants if one.kernel in ("forward", "dq", "dkdv")}
+    config = config_for(90, torch.bfloat16, 128)
+    assert tiles == {config.forward, config.dq, config.dkdv}
+    pairs = [(v.kernel, v.head_dim) for v in launchable(90, "bf16", 192, 128) if v.kernel in FP8]
+    assert pairs == [("quantize", 192), ("quantize", 128), ("dequantize", 192), ("dequantize", 128)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "kernels", "count", "options"),
+    [
+        ("90:bf16:128:middle", {"forward", "dq", "dkdv", "reduce", *SINGLE_PASS}, 24, None),
+        ("90:bf16:128:middle:mha:bounded", {"forward", "dq", "dkdv", *SINGLE_PASS}, 5, ""),
+        ("sm_90:bf16:128:middle:forward:64x64x4x1", {"forward"}, 4, ""),
+        ("90:bf16:128:softcap:only:full:gqa", {"forward", "dq", "dkdv", *SINGLE_PASS}, 5, ""),
+        ("90:bf16:128:middle:order=longest:persistent=True", {"forward", "dq", "dkdv"}, 12,
+         "order=longest persistent=True"),
+        ("90:bf16:128:pack_gqa=True", {"forward", "dq"}, 16, "pack_gqa=True"),
+        ("90:bf16:128:middle:dkdv_splits=2", {"dkdv"}, 2, "dkdv_splits=2"),
+        ("90:bf16:128/64:dkdv_epilogue=descriptors", {"dkdv"}, 16, "dkdv_epilogue=descriptors"),
+        ("90:bf16:128:hopper", {"forward"}, 16, "forward_kernel=hopper"),
+        ("90:bf16:64:hopper_backward", {"single_pass"}, 16, "backward=hopper"),
+        ("90:bf16:64:single_pass:backward=hopper", {"single_pass"}, 16, "backward=hopper"),
+        ("90:bf16:256:hopper_backward", {"single_pass"}, 16, "backward=hopper"),  # whose entry says what it takes
+        ("80:fp32:40:quantize", {"quantize"}, 1, ""),
+    ],
+)  # fmt: skip
+def test_variants_by_name(spec: str, kernels: set[str], count: int, options: str | None) -> None:
+    found = select(spec)
+    assert {one.kernel for one in found} == kernels and len(found) == len({*found}) == count
+    if options is not None:
+        assert {" ".join(f"{name}={value}" for name, value in one.options) for one in found} == {options}
+    defaults = {one.name: one.default for one in dataclasses.fields(KernelConfig)}
+    assert all(defaults[name] != value for one in found for name, value in one.options)
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("120:fp32", "spec is '120:fp32': it must be ARCH:DTYPE:D"),
+        ("h100:bf16:64", "spec is 'h100:bf16:64': it must be ARCH:DTYPE:D"),
+        ("90:bf16:64/", "it must be ARCH:DTYPE:D"),
+        ("90:bf16:512", "with head dims of 1 to 256"),
+        ("75:bf16:64", "arch is '75': it must be one of 80, 86"),
+        ("90:fp8:64", "dtype is 'fp8': it must be one of bf16"),
+        ("90:bf16:64:second", "word is 'second': it must be one of only, first"),
+        ("90:bf16:64:128x128", "tile is '128x128': it must be QxKxWARPSxSTAGES"),
+        ("90:bf16:64:100x128x8x2", "block_q is 100: a tile side is a power of two"),
+        ("90:bf16:64:swath=2", "option is 'swath=2': it must be NAME=VALUE with one of forward_kernel, order"),
+        ("90:bf16:64:order=best", "option order is 'best': it must be one of heads, longest"),
+        ("90:bf16:64:only:mha:forward:pack_gqa=True", "it is of several query heads per key head, gqa"),
+        ("80:bf16:128:dkdv_epilogue=descriptors", "sm_80 has no copy engine; it takes sm_90 or higher"),
+        ("90:bf16:128/96:dkdv_epilogue=descriptors", "head dims are 128/96; it takes powers of two of at least 16"),
+        ("90:bf16:128:forward:dkdv_epilogue=descriptors", "it is of dkdv, not of forward"),
+        ("90:bf16:128:delta:order=longest", "kernel delta takes no tile, feature or option"),
+        ("90:bf16:256:single_pass", "no kernel with these words has a default tile at its head dim"),
+    ],
+)  # fmt: skip
+def test_a_spec_that_names_nothing_says_why(spec: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told.replace("[", r"\[").replace("(", r"\(")):
+        select(spec)

@@ -1,0 +1,131 @@
+"""What the suite measures itself: launches, ceilings, fp8, virtual ranks; and the rows that a case leaves."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.bench.common import memory
+from ringattn.bench.common.result import read
+from ringattn.bench.suite import device_cases
+from ringattn.bench.suite.cases import NotHere, Number, distance, result_of
+from ringattn.kernels import dequantize, quantize
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+FP8: dict[str, Any] = {"dtypes": ("float32", "float16"), "shapes": ((1, 130, 2, 8), (2, 20, 1, 40))}
+
+
+def test_distance() -> None:
+    a = torch.tensor([3.0, 4.0])
+    assert distance([a, a], [a, a * 2]) == pytest.approx(0.5)
+    assert math.isnan(distance([a * torch.nan], [a]))
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "fails"), [(1, 1, False), (2, 1, True), (math.nan, 1, True), (None, 1, True), (9, None, False)]
+)
+def test_numbers_fail_above_their_limit(value: float | None, limit: float | None, fails: bool) -> None:
+    one = Number("x", value, "s", {"by": "me"}, limit=limit)
+    assert one.fails is fails
+    assert result_of("a", [one], {}).failed == [f"x (by me) is {value}, at most 1 allowed"] * fails
+
+
+def test_a_result_tells_the_verdicts_or_the_first_number() -> None:
+    limited, free = Number("error", 0.5, "absolute", {"D": 64}, limit=1.0), Number("rate", 5.0, "GB/s", {"by": "x"})
+    made = result_of("a", [limited, free], {})
+    assert made.notes == ["rate: 5 GB/s"] and list(made.units)[:5] == ["number", "value", "unit", "D", "by"]
+    judged = [Number("bar", 1.0, "times", {"verdict": verdict}) for verdict in ("reached", "missed", "reached")]
+    assert result_of("a", [free, *judged], {}).notes == ["2 reached, 1 missed"]
+
+
+@pytest.mark.parametrize("device", device_cases.CASES)
+def test_cases_can_be_called(device: str) -> None:
+    for run in device_cases.CASES[device].values():
+        inspect.signature(run).bind(CPU)
+
+
+def test_a_case_leaves_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.json"
+
+    def case(device: torch.device, *, missing: bool, worst: float = 0.0) -> Any:
+        yield Number("error", worst, "", limit=1.0)
+        assert read(file).rows[0]["value"] == worst  # of one that is killed, too
+        if missing:
+            raise NotHere("no such library")
+        yield Number("rate", 5.0, "GB/s")
+
+    assert device_cases.main("x", partial(case, missing=False), CPU, str(file)) == 0
+    assert [row["number"] for row in read(file).rows] == ["error", "rate"] and read(file).case == "bench suite: x"
+    assert device_cases.main("x", partial(case, missing=False, worst=2.0), CPU, str(file)) == 1
+    assert device_cases.main("x", partial(case, missing=True), CPU, str(file)) == 69
+    assert capsys.readouterr().out.endswith("no such library\n")
+
+
+def test_first_cases_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list(device_cases.launches(CPU, dtype="float32", seqlen=40, head_dim=16))
+    assert [number.name for number in found if number.limit] == ["difference from float64"] * 2
+    assert not any(number.fails for number in found)
+    assert device_cases.host_microseconds(CPU, lambda: None) < 1000
+    _, copy = device_cases.ceilings(CPU, side=64, dtype="float32", nbytes=4096)
+    assert (copy.unit, copy.labels["bytes"]) == ("GB/s", 4096)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 8000)
+    product, copy = device_cases.ceilings(CPU, side=64, dtype="float32", nbytes=4096)
+    assert (product.unit, copy.labels["bytes"]) == ("TFLOP/s", 2000)  # of what is free a quarter, twice
+
+
+def test_virtual_ranks_against_one() -> None:
+    run = device_cases.local_world(CPU, world=2, tokens=64, heads=(2, 1), head_dim=16, dtype="float32", repeats=2)
+    first, *times, forward, both = run
+    assert first.name == "difference from one rank" and not first.fails
+    assert [(one.name, one.labels["by"]) for one in times] == [
+        (f"{what} time", by) for by in ("ring", "one rank") for what in device_cases.MOST_TIMES
+    ]
+    assert forward.unit == both.unit == "times" and forward.limit is None
+
+
+@pytest.mark.parametrize(("what", "most"), [("forward", 1.08), ("forward and backward", 1.12)])
+def test_virtual_ranks_may_cost_little(what: str, most: float) -> None:
+    assert device_cases.times_of_one_rank(what, most + 1e-3, {}, GPU).fails
+    assert not device_cases.times_of_one_rank(what, most - 1e-3, {}, GPU).fails
+    assert not device_cases.times_of_one_rank(what, 9.0, {}, CPU).fails
+
+
+# fp8
+
+
+def wrong() -> dict[str, float]:
+    """How much of each kind is, over all dtypes and shapes."""
+    counts = {"wrong codes": 0.0, "wrong scales": 0.0, "wrong numbers": 0.0}
+    for number in device_cases.fp8(CPU, **FP8):
+        assert number.limit == 0 and number.value is not None
+        counts[number.name] += number.value
+    return counts
+
+
+def test_the_kernels_have_the_bits_of_the_cpu() -> None:
+    assert not any(wrong().values())
+    x = device_cases.fp8_inputs((1, 130, 2, 8), torch.float16)
+    assert x.isnan().any() and x.isinf().any() and (x == 0).any()
+    assert not x.is_contiguous() and x.stride(-1) == 1
+
+
+def test_what_is_wrong_or_not_written_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off(x: Tensor, out: Tensor, scale: Tensor) -> None:
+        quantize(x, out, scale)
+        out.view(torch.uint8)[0, 3, 0, 2] ^= 1
+
+    monkeypatch.setattr(device_cases, "quantize", off)
+    assert wrong()["wrong codes"] == 4  # of two dtypes and two shapes
+    monkeypatch.setattr(device_cases, "quantize", quantize)
+    monkeypatch.setattr(device_cases, "dequantize", lambda x, scale, out: dequantize(x, scale, out.clone()))
+    found = wrong()
+    assert found["wrong numbers"] > 1000 and not found["wrong codes"]
+    monkeypatch.setattr(device_cases, "quantize", lambda x, out, scale: None)
+    assert wrong()["wrong scales"] == 2 * (2 * 2 + 2)
