@@ -29,6 +29,7 @@ from ...comm.control import control_of
 from ...comm.transport import Edge, Transport
 from ...comm.transports.local import DEFAULT_TIMEOUT, Hub, LocalGroup, solo_group
 from ...comm.transports.nccl import NcclTransport
+from ...comm.watchdog import watch
 from ...kernels import launch as launching
 from ...kernels.device.forward import forward_kernel
 from ...ring import Layout, Mask, Ring, loop

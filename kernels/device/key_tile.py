@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..experimental.dq_sum import add_to_dq
+from ..experimental.dq_sum import add_to_dq, place_of
 from .modify import column_positions, is_kept, modified, placed, score_unit
 from .parts import accumulate, added, load_lse, load_rows, load_tile, products, scaled, store_rows, zeros
 from .tiles import Shape, clipped, of_head, row_interval, run_range, visible
@@ -92,7 +92,7 @@ def key_tile(
         row = (batch * shape.heads * shape.group + head_q) * shape.columns
         place = placed(modifiers, offs_k, seqlen_k, batch, head_q, shape.heads * shape.group)
         q_head, dout_head = of_head(q, batch, head_q), of_head(dout, batch, head_q)
-        adds = device_info(dq, turns, tile, tiles, batch, head_q, shape.heads * shape.group, shape.columns, BLOCK_Q)
+        adds = place_of(dq, turns, tile, tiles, batch, head_q, shape.heads * shape.group, shape.columns, BLOCK_Q)
         if bounds.runs is None:
             dk, dv = dkdv_step(dk, dv, k_tile, v_tile, q_head, dout_head, lse + row, delta + row, lo, hi, start, end,
                                softmax_scale, shape.columns, modifiers, place, dq, box, turns, adds,

@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def device_info(dq, turns, tile, tiles, batch, head, heads, seqlen_q, BLOCK_Q: tl.constexpr):
+def place_of(dq, turns, tile, tiles, batch, head, heads, seqlen_q, BLOCK_Q: tl.constexpr):
     """Of key tile ``tile`` of ``tiles`` at the query head ``head`` of ``heads``; nothing where there is no sum."""
     if dq is None:
         return 0

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ringattn.autotune import gate as compiled_gate
 from ringattn.autotune.sass import matrix_loops
-from ringattn.kernels import FULL, Bounds, KernelConfig, Scores, Tile, attention_forward, launch
+from ringattn.kernels import FULL, BlockSparseIndex, Bounds, KernelConfig, Scores, Tile, attention_forward, launch
 from ringattn.kernels.bounds import tile_range
 from ringattn.kernels.experimental import hopper_launch, steps
 

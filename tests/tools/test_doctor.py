@@ -19,6 +19,7 @@ from ringattn.bench.common import launching
 from ringattn.bench.common.result import read
 from ringattn.comm import LocalTransport, TransportError
 from ringattn.comm.groups import open_transports
+from ringattn.comm.topology.nvml import DeviceInfo
 from ringattn.comm.topology.topology import Topology, ring_topology
 from ringattn.comm.transports import nccl
 from ringattn.comm.transports.nccl import loaded_libraries
@@ -357,8 +358,8 @@ NO_NCCL = replace(WELL, libraries=())
 UNKNOWN = "NVML knows no GPU-7, which torch calls cuda:0 (NVMLError)"
 
 
-def stranger(unknown: str) -> list[Place]:
-    return [*hgx("a")[:1], Place("a", "GPU-7", unknown=unknown)]
+def stranger(unknown: str) -> list[DeviceInfo]:
+    return [*hgx("a")[:1], DeviceInfo("a", "GPU-7", unknown=unknown)]
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def gpus(devices: Sequence[DeviceInfo], *, on_gpu: bool) -> Finding:
     check = "GPUs"
     if not on_gpu:
         return Finding(check, SKIPPED, "the ranks compute on the CPU: torch sees no GPU here")
-    unknown = [(rank, place.unknown) for rank, place in enumerate(places) if place.unknown]
+    unknown = [(rank, device.unknown) for rank, device in enumerate(devices) if device.unknown]
     if unknown:
         rank, why = unknown[0]
         unmatched = any("NVML knows no" in str(why) for _, why in unknown)
@@ -155,9 +155,9 @@ def gpus(devices: Sequence[DeviceInfo], *, on_gpu: bool) -> Finding:
     for rank, device in enumerate(devices):
         sharing.setdefault((device.host, device.gpu), []).append(rank)
     shared = "; ".join(f"{ranks_text(ranks)} share one" for ranks in sharing.values() if len(ranks) > 1)
-    names = ", ".join(dict.fromkeys(str(place.name) for place in places))
-    first = ", ".join(f"rank {rank} is NVML's {place.index}" for rank, place in enumerate(places[:2]))
-    text = f"{len(sharing)} x {names}, matched with NVML by UUID ({first}{', …' * (len(places) > 2)})"
+    names = ", ".join(dict.fromkeys(str(device.name) for device in devices))
+    first = ", ".join(f"rank {rank} is NVML's {device.index}" for rank, device in enumerate(devices[:2]))
+    text = f"{len(sharing)} x {names}, matched with NVML by UUID ({first}{', …' * (len(devices) > 2)})"
     return Finding(check, OK, "; ".join(filter(None, [text, shared])))
 
 
@@ -168,7 +168,7 @@ def links(devices: Sequence[DeviceInfo]) -> Finding:
     told = [f"{count} pairs by {text}" for text, count in kinds.items()]
     told += [f"PCIe slots of {', '.join(f'{slot:g}' for slot in slots)} GB/s nominal"] if slots else []
     if not told:
-        return Finding("NVLink, PCIe", SKIPPED, next((str(p.unknown) for p in places if p.unknown), "one GPU alone"))
+        return Finding("NVLink, PCIe", SKIPPED, next((str(p.unknown) for p in devices if p.unknown), "one GPU alone"))
     return Finding("NVLink, PCIe", OK, "; ".join(told))
 
 
