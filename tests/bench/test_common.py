@@ -132,9 +132,9 @@ def test_limits_hold_where_rows_see_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     config = AttentionConfig(64, 1, 2, heads=4, kv_heads=2, head_dim=16, causal=False, seqused_k=(0, 33))
-    inputs, options = config.tensors(), config.options(CPU)
-    exact = errors.exact_results(*inputs, (0, 1), options)
-    assert max(exact.differences(errors.pytorch_results(*inputs, exact, options)).values()) < 1e-5
+    (q, k, v, dout), options = config.tensors(), config.options(CPU)
+    exact = errors.exact_results(q, k, v, dout, (0, 1), options)
+    assert max(exact.differences(errors.pytorch_results(q, k, v, dout, exact, options)).values()) < 1e-5
 
 
 def test_which_heads_are_looked_at() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +53,7 @@ def test_the_host_must_be_ahead(timer: str, host: float, note: str, code: int, m
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("ringattn.bench.common.memory.free_memory", lambda device: 1 << 40)
     monkeypatch.setattr("ringattn.bench.common.provenance.provenance", lambda device: {})
-    monkeypatch.setattr(hop, "ring_of_one", lambda *given: hop.nullcontext(SimpleNamespace()))
+    monkeypatch.setattr(hop, "ring_of_one", lambda *given: nullcontext())
     monkeypatch.setattr(hop, "Case", lambda *given: None)
     monkeypatch.setattr(hop, "rows_of", lambda *given: [{"phase": FORWARD, "host": host, "compute": 100.0}])
     ran = CliRunner().invoke(cli.app, ["bench", "host", "--tokens", "64", "--timer", timer])
