@@ -415,7 +415,6 @@ def test_bad_flags_are_refused(flags: list[str], told: str, monkeypatch: pytest.
 
 
 def test_a_failure_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "contenders", lambda device: [Contender(OURS, partial(contender.sdpa, "none"))])
     found = speed.Measured([{"pass": "", "by": OURS, "note": "no such GPU"}], ["ringattn is not there: no such GPU"])
     monkeypatch.setattr(speed, "measure", lambda *given, **more: found)
     result = CliRunner().invoke(cli.app, ["bench", "kernels", "--seqlen", "64"])
