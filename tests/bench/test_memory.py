@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from ringattn.bench.common.timing import Clock
 from ringattn.bench.kernels import speed
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+FREE = Needs(10**9, int(1.5e8))
 
 
 # measured
@@ -75,6 +77,8 @@ def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyP
     ask(97 * 1024)
     with pytest.raises(typer.BadParameter, match="not even 1k fits"):
         ask(2048, lambda size: Needs(PROCESS_BYTES + size))
+    told = r"^2,048 tokens take 0.2 GB of GPU memory, 0.[12] GB are free: 1k fits$"
+    assert re.search(told, str(memory_module.too_large(2048, lambda n: Needs(0, n * 10**5), FREE, unit="tokens")))
 
 
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "TORCHELASTIC_RUN_ID": "x"}
