@@ -7,6 +7,7 @@ refusal is one line and exit code 2, Ctrl-C one line and 130.
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -73,6 +74,8 @@ def run(module: str, name: str, arguments: list[str]) -> int:
     except Refusal as refused:
         plain = isinstance(refused, typer.BadParameter) and refused.param is None
         message = refused.message if plain else refused.format_message()
+        # new versions of typer parse by Pydantic, in whose words a flag is an input
+        message = re.sub(r", unable to parse .*|, got a .*", "", message.replace("Input should be", "it must be"))
         return _refuse(f"{name}: {message}", refused.exit_code)
     except (ValueError, NotImplementedError) as refused:
         return _refuse(f"{name}: {refused}", 2)

@@ -57,7 +57,7 @@ def measure(
     from ..comm.control import control_of
     from .common.memory import freed_at_once
 
-    found = []
+    found: list[list[Any]] = []
     with freed_at_once(device):
         for config in configs:
             group = dist.new_group(range(config.world))  # all ranks help to make it
@@ -82,7 +82,7 @@ def peaks(config: AttentionConfig, form: RingForm, nodes: int, chunks: int, grou
 
     measured = PeakMemory(torch.device("cpu"))
     topology = Topology.grid(nodes, config.world // nodes) if nodes > 1 else None
-    dtypes = {"wire_dtype": form.wire_dtype, "grad_wire_dtype": form.grad_wire_dtype}
+    dtypes: dict[str, Any] = {"wire_dtype": form.wire_dtype, "grad_wire_dtype": form.grad_wire_dtype}
     with Ring(group, topology=topology, slots=form.slots, chunks=chunks, **dtypes) as ring:
         shards = [(batch, config.seqlen // config.world, *rest) for batch, _, *rest in config.shapes]
         q, k, v, dout = (torch.randn(shape).to(DTYPES[config.dtype]) for shape in shards)

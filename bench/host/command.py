@@ -23,7 +23,7 @@ from ..common.flags import (
     timer_of_rings,
 )
 from ..common.output import prints
-from ..common.result import Result, finish
+from ..common.result import Result, Row, finish
 
 UNITS = {"phase": "", "host": "us", "of it Triton": "us", "Python calls": "", "compute": "us"}
 LOWER_BOUND = "device calls stubbed: a lower bound, not a result"
@@ -70,9 +70,10 @@ def host(
         return needs_of_ranks(candidate_bytes(OURS, config), where, 1)
 
     refuse_too_large("--tokens", tokens, needed, where, unit="tokens per rank")
+    rows: list[Row] = []
     with ring_of_one(where, chunks) as ring:
         case = Case(ring, (batch, tokens, heads, head_dim), kv_heads, DTYPES[dtype], where)
-        rows = rows_of(case, Clock(where, timer=timer))
+        rows += rows_of(case, Clock(where, timer=timer))
     notes = [
         f"one rank of {HOPS}, full, B{batch} H{heads}/{kv_heads} D{head_dim} {dtype}, {tokens:,} tokens per rank",
         f"{chunks} chunks; per hop, median of {REPEATS} passes by {timer}",

@@ -337,12 +337,12 @@ def _beside_a_transfer(clock: Clock, sizes: Sizes, seconds: float) -> Iterator[N
     alone: dict[str, Step] = {}
     for variant in BESIDE:
         try:
-            step = partial(attention_forward, q, k, v, config=variant.config(q, v, full=True))
-            step()
+            forward = partial(attention_forward, q, k, v, config=variant.config(q, v, full=True))
+            forward()
         except (ValueError, NotImplementedError, TypeError) as refused:
             yield Number("not there", None, "", {"by": variant.name}, note=str(refused))
         else:
-            alone[variant.name] = step
+            alone[variant.name] = forward
     if not alone:
         return
     slowest = max(statistics.median(clock(step) for _ in range(3)) for step in alone.values())
