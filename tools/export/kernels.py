@@ -137,11 +137,7 @@ def export(config: ExportConfig, name: str) -> Exported:
         ValueError: a tile that does not fit the chip.
         RuntimeError: a binary that these launchers would not launch as Triton does.
     """
-    tile = chosen_tiles(config)[name][0]
-    # without the path of every source line on this machine
-    with triton.knobs.compilation.scope():
-        triton.knobs.compilation.disable_line_info = True
-        launch = compiled(launch_of(config, name), config.arch)
+    tile, launch = chosen_tiles(config)[name][0], compiled_launch(config, name)
     made, limit = launch.binary, SHARED_LIMIT[config.arch]
     metadata, cubin = made.metadata, made.asm["cubin"]
     if metadata.shared > limit:
@@ -161,6 +157,13 @@ def export(config: ExportConfig, name: str) -> Exported:
             f"the {name} kernel takes parameters of (offset, bytes) {layout.parameters}, its launcher passes {expected}"
         )
     return exported
+
+
+def compiled_launch(config: ExportConfig, name: str) -> Launch:
+    """One kernel, without the path of every source line on this machine."""
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = True
+        return compiled(launch_of(config, name), config.arch)
 
 
 def launch_of(config: ExportConfig, name: str) -> Launch:
