@@ -13,16 +13,16 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ...comm import resolve_group
 from ...comm.control import control_of
-from ..common.attention import DTYPES
+from ..common.attention import DTYPES, AttentionConfig
 from ..common.launching import cores, member, process_group, started
 from ..common.memory import free_memory
 from ..common.provenance import cpu, gpu
 from ..common.timing import Clock, Samples, Step
 from ..kernels import speed as kernel_speed
 from ..kernels.contender import OURS
-from ..kernels.shape import Shape
 from ..links import group as link_group
 from ..links.runs import Wish
+from ..suite.cases import Number
 from ..suite.device_cases import ceilings
 from .call import CPU, Call
 from .given import Given
@@ -150,15 +150,17 @@ def gpu_speed(call: Call, device: torch.device, about: Mapping[str, Any]) -> tup
         device: what is measured.
         about: its name, multiprocessors and memory, as :func:`~ringattn.bench.common.provenance.gpu` tells them.
     """
-    shape = Shape(
-        min(call.tokens, GPU_TOKENS), call.heads, call.kv_heads, call.head_dim, dtype=call.dtype,
-        causal=call.mask.causal,
+    config = AttentionConfig(
+        min(call.tokens, GPU_TOKENS), heads=call.heads, kv_heads=call.kv_heads, head_dim=call.head_dim,
+        dtype=call.dtype, causal=call.mask.causal, layout="contiguous", device=device.type,
     )  # fmt: skip
     kind = device.type
     numbers = [
-        *kernel_speed.measured(shape, Clock(device), seconds=SECONDS, by=(OURS,)),
-        *ceilings(device, side=kernel_speed.PRODUCT_SIDE[kind], dtype=call.dtype, nbytes=COPY_BYTES[kind]),
+        Number(row["pass"], row["rate"], "TFLOP/s", {**kernel_speed.labels_of(config), "by": OURS})
+        for row in kernel_speed.measure(config, Clock(device), seconds=SECONDS, by=(OURS,)).rows
+        if "rate" in row
     ]
+    numbers += ceilings(device, side=kernel_speed.PRODUCT_SIDE[kind], dtype=call.dtype, nbytes=COPY_BYTES[kind])
     found = of_numbers([("measured here", one.as_json()) for one in numbers], about, "this GPU")
     speed, rows = speed_of(found, call, base_of(found, None), "this GPU")
     return speed, (f"measured here, {found.gpu}", *map(str, rows))

@@ -18,8 +18,9 @@ import torch
 from typer.testing import CliRunner
 
 from ringattn.bench.cli import app
+from ringattn.bench.common.memory_table import OURS, RingForm, candidate_bytes
 from ringattn.bench.common.timing import Clock
-from ringattn.bench.memory import ALLOWED_SPREAD, Setting, of_rank
+from ringattn.bench.memory import ALLOWED_SPREAD
 from ringattn.bench.predict.alike import plan_of, recorded, schedule_of
 from ringattn.bench.predict.answers import tokens_needed
 from ringattn.bench.predict.call import Call
@@ -265,12 +266,12 @@ def test_memory_is_what_was_measured(name: str) -> None:
 
 def test_memory_is_counted_as_the_bench_counts_it() -> None:
     """By what it is for, and with every setting of a ring that `bench memory` has."""
-    for setting in (Setting(), Setting(2, 4), Setting(wire_dtype="bfloat16", grad_wire_dtype="bfloat16")):
+    for setting in (RingForm(), RingForm(True, 4), RingForm(wire_dtype="bfloat16", grad_wire_dtype="bfloat16")):
         call = Call(
-            2048, 8, nodes=setting.nodes, slots=setting.slots, wire_dtype=setting.wire_dtype,
+            2048, 8, nodes=2 if setting.two_level else 1, slots=setting.slots, wire_dtype=setting.wire_dtype,
             grad_wire_dtype=setting.grad_wire_dtype, dtype="float32",
         )  # fmt: skip
-        assert sum(memory(call).values()) == of_rank(problem_of(call), setting)
+        assert sum(memory(call).values()) == candidate_bytes(OURS, problem_of(call), setting)
     assert "slots of sums" not in memory(Call(2048, 1)) and "K/V slots" not in memory(Call(2048, 1))
 
 

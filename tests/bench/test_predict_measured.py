@@ -15,17 +15,15 @@ from typer.testing import CliRunner
 
 from ringattn.bench.cli import app
 from ringattn.bench.common.attention import BACKWARD_FLOPS
-from ringattn.bench.kernels import command as kernel_bench
 from ringattn.bench.predict import calibrate, command, given
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.host import Body, HostSpeed
 from ringattn.bench.predict.launch import whole
 from ringattn.bench.predict.links import PRESETS, Link, Links, link_of
-from ringattn.bench.predict.measured import KERNELS, base_of, kernels_of, speed_of
+from ringattn.bench.predict.measured import base_of, kernels_of, speed_of
 from ringattn.bench.predict.program import DKDV, DQ, FOLD
 from ringattn.bench.predict.ring import ideal_seconds
 from ringattn.bench.predict.speed import GPUS, H100, form_of
-from ringattn.bench.suite import result_file
 from ringattn.ring import Mask
 from ringattn.ring.schedule.documents import Documents
 
@@ -89,10 +87,6 @@ def written(folder: Path, data: object) -> Path:
 def test_the_nearest_row_of_ours_is_taken(call: Call, rate: float, data: object, tmp_path: Path) -> None:
     row = kernels_of(written(tmp_path, data)).nearest(call, "forward")
     assert row is not None and row.flops == rate * 1e12
-
-
-def test_the_schema_is_the_one_that_is_written() -> None:
-    assert kernel_bench.SCHEMA == KERNELS == FILE["schema"] and SUITE["schema"] == result_file.SCHEMA
 
 
 def test_a_launch_takes_what_its_row_says(tmp_path: Path) -> None:
