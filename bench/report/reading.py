@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...autotune.tune.shown import SCHEMA as TUNE
 from ...kernels.strict import shown
 from ...tools.doctor.command import SCHEMA as DOCTOR
 from ..common.files import read_object
+from ..common.result import SCHEMA as TUNE
 from ..predict.rows import SCHEMA as PREDICTED
 from ..predict.text import SCHEMA as PREDICTION
 from ..predict.text import SWEEP_SCHEMA as MAP

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ringattn.autotune.inspect.report import row_of
+from ringattn.autotune.inspect import result_of, row_of
 
 from ..autotune.test_inspect import COMPILED, VARIANT
 from ..autotune.test_space import LLAMA
@@ -56,10 +56,7 @@ def mutant(data: Any, draw: random.Random) -> str:
     return draw.choice([text] * 8 + [text[:at], text[:at] + draw.choice('[]{},:"0-e\\') + text[at + 1 :]])
 
 
-ROWS = [
-    row_of(VARIANT, COMPILED, []) | {"seconds": 1.0 + number, "bound": 50.0 - number, "length": 8192, "group": 1}
-    for number in range(20)
-]  # fmt: skip
+INSPECTED = result_of([row_of(VARIANT, COMPILED, [])], gate=False).as_json()
 FILES = report_cases.everything() | {
     "one_ring": report_cases.rings((1, 2), ("zigzag",)),
     "overlap": overlap(), "kernels": kernels(), "host": host(False), "recorded": recorded(), "links_of_bench": links(),
@@ -72,8 +69,7 @@ ASKED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "predict --link": (links(), ("predict", "--tokens", "1k", "--world", "2", "--link", "FILE")),
     "tune --from-config": (LLAMA, ("tune", "--list", "--from-config", "FILE")),
-    "inspect --correlate": ({"rows": ROWS}, ("inspect", "--correlate", "FILE")),
-    "inspect --diff": ({"rows": ROWS[:1]}, ("inspect", "--gate", "--diff", "FILE", "SOUND")),
+    "inspect --diff": (INSPECTED, ("inspect", "--gate", "--diff", "FILE", "SOUND")),
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from ringattn.bench.common.result import Result, finish
 from ringattn.bench.common.timing import Samples
 from ringattn.bench.links.command import EVERY
 from ringattn.bench.links.runs import Beside
@@ -203,10 +204,8 @@ def test_files_of_other_commands_are_listed_and_have_not_failed(schema: str, tmp
 
 
 def test_the_schemas_are_those_that_commands_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert OTHERS == ("ringattn predict 1", "ringattn predict sweep 1", "ringattn tune 1", "ringattn doctor 1")
-    from ringattn.autotune.tune import shown
-
-    shown.finish("", [{"a": 1}], {}, str(tmp_path / "tune.json"), None)
+    assert OTHERS == ("ringattn predict 1", "ringattn predict sweep 1", "ringattn result", "ringattn doctor 1")
+    finish(Result("tune", {"a": ""}, [{"a": 1}]), str(tmp_path / "tune.json"))
     assert json.loads((tmp_path / "tune.json").read_text())["schema"] in OTHERS
 
 

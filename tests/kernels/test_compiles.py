@@ -42,8 +42,8 @@ def test_what_compiles_runs_where_its_sources_changed(
 ) -> None:
     for folder in ("kernels", "autotune"):
         shutil.copytree(compiles.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "tests").mkdir()
-    shutil.copy(__file__, tmp_path / "tests")
+    (tmp_path / "tests" / "kernels").mkdir(parents=True)
+    shutil.copy(__file__, tmp_path / "tests" / "kernels")
 
     def tests() -> dict[str, Item]:
         sources = {"dq": ["90:bf16:128:middle:dq"], "launches": ["kernels/experimental/single_pass.py"], "none": []}
