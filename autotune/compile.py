@@ -135,7 +135,7 @@ class _Driver:
 def _driver(arch: int) -> Iterator[None]:
     """The driver of a GPU of that kind, in the place of this machine's."""
     before = vars(driver)["_active"]
-    driver.set_active(_Driver(arch))  # type: ignore[arg-type]
+    driver.set_active(_Driver(arch))
     try:
         yield
     finally:

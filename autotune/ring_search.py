@@ -23,7 +23,7 @@ from ..bench.common.memory import Needs, needs_of_ranks, refuse_too_large
 from ..bench.common.memory_table import tuned_bytes
 from ..bench.common.output import prints
 from ..bench.common.provenance import provenance
-from ..bench.common.result import Result
+from ..bench.common.result import Result, Row
 from ..bench.common.timing import Clock, Ranks
 from ..bench.ring.candidates import Candidate, Setting, ours
 from ..bench.ring.runs import gathered, judged
@@ -116,7 +116,7 @@ def configs_of(
 
 def candidates(configs: Sequence[RingConfig]) -> Result:
     """``--list``: a row per length and setting."""
-    rows = [{"tokens": config.point.length, **asdict(one)} for config in configs for one in config.settings]
+    rows: list[Row] = [{"tokens": config.point.length, **asdict(one)} for config in configs for one in config.settings]
     first = configs[0]
     words = f"{len(rows)} candidates for rings of {first.point.world} ranks on {first.device}"
     return Result("tune --ring", dict.fromkeys(rows[0], ""), rows, notes=[words])

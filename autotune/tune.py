@@ -18,7 +18,7 @@ import torch
 import triton
 
 from ..bench.common.provenance import command, provenance
-from ..bench.common.result import Result
+from ..bench.common.result import Result, Row
 from ..comm.topology import nvml
 from ..kernels import Tile
 from ..kernels.tables import (
@@ -355,7 +355,8 @@ def notes_of(found: Sequence[PointResult], path: Path | None) -> list[str]:
 
 def candidates(config: TuneConfig) -> Result:
     """A row per candidate, and one per schedule that the best are tried in; nothing is compiled."""
-    rows, reasons = [], Counter[str]()
+    rows: list[Row] = []
+    reasons = Counter[str]()
     tried = others = 0
     for point in config.points:
         tiles, orders = config.tiles_of(point), config.schedules_at(point)

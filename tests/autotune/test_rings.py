@@ -29,6 +29,7 @@ from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.errors import Exact
 from ringattn.bench.common.launching import Member
 from ringattn.comm import Limits
+from ringattn.comm.topology import nvml
 from ringattn.kernels import choice, default_config
 from ringattn.kernels.tables import RefusedTable, Table, parse, read
 
@@ -114,7 +115,7 @@ def test_every_setting_runs_once_whatever_the_budget(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ring_search, "ranks", lambda: gathered)
     monkeypatch.setattr(ring_search, "Clock", lambda device, team: lambda step: step() or 0.5)
     clocks = {"sm_mhz": 1200, "throttled": ("power cap",)}
-    monkeypatch.setattr(ring_search.nvml, "reader", lambda device: lambda: clocks)
+    monkeypatch.setattr(nvml, "reader", lambda device: lambda: clocks)
     steps: list[RingSetting] = []
     players: dict[RingSetting, Any] = {
         one: SimpleNamespace(run=lambda shards, one=one: steps.append(one)) for one in (DEFAULT, CHUNKED)

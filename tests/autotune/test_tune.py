@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,20 +20,30 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ringattn.autotune import Budget, Job, Journal, Reading, Shape, Verdict, gpu_of_arch, nearest, ranking, space
-from ringattn.autotune.inspect import command as inspect_kernel
-from ringattn.autotune.inspect.rank import LEAST_CONFIGS
-from ringattn.autotune.tune import command
-from ringattn.autotune.tune import measure as tune_measure
-from ringattn.autotune.tune import run as tune_run
-from ringattn.autotune.tune.measure import CHECKED_SIDES, DeviceTrials, in_parts
-from ringattn.autotune.tune.run import Wish, compile_part, default_tile, estimated_entry, journals, measure_part
+from ringattn.autotune import candidates, cli_tune, measure, tune
+from ringattn.autotune.candidates import Ranked, Verdict, job_of
+from ringattn.autotune.compile import Variant
+from ringattn.autotune.measure import DeviceTrials, checked_sides, in_parts
+from ringattn.autotune.model import Shape, gpu_of_arch
+from ringattn.autotune.search import Budget, Measured, Reading
+from ringattn.autotune.space import nearest, space
+from ringattn.autotune.tune import (
+    PointResult,
+    TuneConfig,
+    backward_notes,
+    compile_part,
+    counted_bound,
+    default_tile,
+    estimated_entry,
+    journals,
+    measure_part,
+)
 from ringattn.bench.kernels.accuracy import Inputs, Results, draw, exactly
 from ringattn.kernels import Tile, choice, default_config, tables
 from ringattn.kernels.tables import KERNELS, TUNED, Gpu, Point, options_of, read
 
 from ..support.tile_tables import H200, entry, folders, save
-from ..support.tune_cases import StandIn, at_once
+from ..support.tune_cases import StandIn, no_progress, without_processes
 
 __all__ = ["folders"]
 
@@ -37,37 +53,24 @@ SHAPE = Shape(2, 1, 16, 16, "fp32")
 SMALL = ["--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--dtype", "fp32", "--seqlen", "16", "--full"]
 
 
-class Bars:
-    """Counts what a bar would show."""
-
-    def __init__(self) -> None:
-        self.total, self.done = Counter[str](), Counter[str]()
-
-    def more(self, part: str, count: int) -> None:
-        self.total[part] += count
-
-    def step(self, part: str) -> None:
-        self.done[part] += 1
+def config_of(folder: Path, **changed: Any) -> TuneConfig:
+    return replace(TuneConfig(SHAPE, (64,), False, H200, CPU, folder, 1e9, 1), **changed)
 
 
-def wish_of(folder: Path, **changed: Any) -> Wish:
-    wish = Wish(SHAPE, (16, 64), True, H200, CPU, folder, 1e9, 1)
-    return replace(wish, **changed)
-
-
-def fine(job: Job) -> Verdict:
+def fine(job: Variant) -> Verdict:
     """The smaller the tile, the better."""
-    return Verdict((), float(999 - job.tile.block_q - job.tile.block_k - job.tile.num_warps - job.tile.num_stages), "%")
+    tile = job.tile
+    return Verdict((), float(999 - tile.block_q - tile.block_k - tile.num_warps - tile.num_stages), "%")
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything compiles, in this process."""
-    monkeypatch.setattr(ranking, "run_jobs", at_once)
+    without_processes(monkeypatch)
 
 
 def asked(*arguments: str) -> Any:
-    return CliRunner().invoke(command.app, [*arguments], env={"COLUMNS": "400", "NO_COLOR": "1"})
+    return CliRunner().invoke(cli_tune.app, [*arguments], env={"COLUMNS": "400", "NO_COLOR": "1"})
 
 
 # the command
@@ -77,21 +80,18 @@ def asked(*arguments: str) -> Any:
     ("arguments", "told"),
     [
         (["--arch", "sm_91"], "arch is 'sm_91': it must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"),
-        (["--arch", "hopper"], "arch is 'hopper'"),
         (["--heads", "6", "--kv-heads", "4"], "heads is 6: it must be a multiple of the 4"),
         (["--head-dim", "512"], "head_dim is 512: it must be 1 to 256"),
-        (["--dtype", "fp8"], "'fp8' is no dtype: it takes"),
+        (["--dtype", "fp8"], "'fp8'"),
         (["--seqlen", "8x"], "'8x' is not a size"),
         (["--seqlen", "0"], "seqlen is [0]"),
+        (["--kernels", "dq,dk"], "--kernels has 'dk': it must be one of forward, dq, dkdv"),
         (["--from-config", "/nowhere/config.json"], "/nowhere/config.json does not say an attention"),
-        (["--from-config", "x", "--heads", "2"], "--from-config says the shape, and so does --heads"),
-        (["--compile-only", "--budget", "9"], "--budget is 9.0: it has no say beside --compile-only"),
-        (["--list", "--compile-only"], "--compile-only is True: it has no say beside --list"),
-        (["--list", "--budget", "9"], "--budget is 9.0: it has no say beside --list"),
-        (["--list", "--workers", "2"], "--workers is 2: it has no say beside --list"),
-        (["--list", "--near", "2"], "--near is 2: it has no say beside --list"),
-        (["--list", "--save-dir", "x"], "--save-dir is x: it has no say beside --list"),
-        (["--json", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
+        (["--from-config", "x", "--heads", "2"], "--heads has no say beside --from-config"),
+        (["--list", "--compile-only"], "--compile-only has no say beside --list"),
+        (["--list", "--budget", "9", "--workers", "2"], "--budget, --workers has no say beside --list"),
+        (["--list", "--save-dir", "x"], "--save-dir has no say beside --list"),
+        (["--json", "/nowhere/x.json"], "/nowhere/x.json"),
         (["--save-dir", "/dev/null/x"], "/dev/null/x is no folder to save in"),
     ],
 )
@@ -104,62 +104,25 @@ def test_bad_input_is_an_error_that_says_what_fits(arguments: list[str], told: s
 def test_the_space_is_listed(tmp_path: Path) -> None:
     result = asked("--list", "--seqlen", "8k,32k", "--arch", "sm_80", "--csv", str(tmp_path / "list.csv"))
     assert result.exit_code == 0, result.output
-    points = Wish(Shape(32, 32, 128, 128), (8192, 32768), True, gpu_of_arch("sm_80"), None, tmp_path, 1, 1).points
-    count, orders = (
-        sum(len(space(point, 80)) for point in points),
-        sum(len(command.orders_of(point, 80)) for point in points),
-    )
-    told = f"{count} candidates for sm_80; of the best 2 of each also {orders} orders of a launch; not tried: "
-    assert told in result.output and orders == 4 * 3 * 5  # order, persistent and its margin; of three kernels
+    config = TuneConfig(Shape(32, 32, 128, 128), (8192, 32768), True, gpu_of_arch("sm_80"), None, tmp_path, 1, 1)
+    count = sum(len(space(point, 80)) for point in config.points)
+    others = sum(len(config.schedules_at(point)) for point in config.points)
+    told = f"{count} candidates for sm_80; of the best 2 of each also {others} tile schedules; not tried: "
+    assert told in result.output and others == 4 * 3 * 5  # order, persistent and its margin; of three kernels
     lines = (tmp_path / "list.csv").read_text().splitlines()
-    assert len(lines) == count + orders + 1
+    assert len(lines) == count + others + 1
     assert sum("best 2: order=longest persistent=True sm_margin=8" in line for line in lines) == 4 * 3
-    assert len(result.output.splitlines()) == count + orders + 3
 
 
-@pytest.mark.nightly
-def test_without_a_gpu_it_compiles_and_says_so(
-    tmp_path: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Really: worker processes, Triton, the gate, a table that a reader takes and a launch may ask for."""
-    monkeypatch.setattr(ranking, "dealt", lambda *given: [])
-    monkeypatch.setattr(tune_run, "LAUNCHES", (("middle", CHECKED_SIDES),))
-    monkeypatch.setattr(
-        ranking,
-        "space",
-        lambda point, arch: [
-            one
-            for one in space(point, arch)
-            if (one.num_stages, one.num_warps, one.block_q, one.block_k) == (1, 4, 32, 32)
-        ],
-    )
-    result = asked(*SMALL, "--arch", "sm_80", "--json", str(tmp_path / "told.json"))
-    assert result.exit_code == 0, result.output
-    assert "no GPU here: compiled and ranked, nothing is measured, entries are estimates" in result.output
-    (path,) = folders[0].glob("*.json")
-    assert f"written: {path}" in result.output
-    table = read(path)
-    assert (table.gpu, table.arch, table.triton) == ("sm_80", 80, tables.triton_version())
-    assert {(one.point.kernel, one.point.length, one.estimated) for one in table.entries} == {
-        (kernel, 16, True) for kernel in TUNED
-    }
-    assert all(
-        one.bound and one.bound_by.startswith("percent of the tensor cores' peak, limited by ") and one.versions
-        for one in table.entries
-    )
-    told = json.loads((tmp_path / "told.json").read_text())
-    assert told["measured"] is False and told["table"] == str(path) and len(told["rows"]) == 5
-    again = asked(*SMALL, "--arch", "sm_80", "--compile-only", "--json", "-")
-    assert json.loads(again.output)["rows"] == told["rows"]
-
-
-def test_a_models_config_says_the_shape(tmp_path: Path) -> None:
+def test_a_models_config_and_kernels_say_what_is_tried(tmp_path: Path) -> None:
     (path := tmp_path / "config.json").write_text(
         '{"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "torch_dtype": "float16"}'
     )
-    result = asked("--from-config", str(path), "--list", "--seqlen", "1k", "--full", "--json", "-")
-    points = [Point(**point) for point in json.loads(result.output)["points"]]
-    assert {point[1:] for point in points} == {("fp16", 64, 64, 4, "full", 1024)}
+    flags = ["--from-config", str(path), "--list", "--seqlen", "1k", "--full", "--near", "2", "--kernels", "dq,forward"]
+    rows = json.loads(asked(*flags, "--json", "-").output)["rows"]
+    names = ("dtype", "D", "Dv", "group", "mask", "tokens")
+    assert {tuple(row[name] for name in names) for row in rows} == {("fp16", 64, 64, 4, "full", 1024)}
+    assert Counter(row["kernel"] for row in rows) == {"dq": 2, "forward": 2}
 
 
 @pytest.mark.parametrize(
@@ -179,8 +142,8 @@ def test_what_is_tuned_for(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: here is not None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(command, "gpu_of", lambda device: here)
-    found, device, why = command.target(arch, compile_only)
+    monkeypatch.setattr(tables, "gpu_of", lambda device: here)
+    found, device, why = cli_tune.target(arch, compile_only)
     assert (found.name, device is not None) == (gpu, measures)
     assert ("nothing is measured" in why) != measures
 
@@ -188,9 +151,9 @@ def test_what_is_tuned_for(
 def test_a_gpu_that_no_tile_is_known_to_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(command, "gpu_of", lambda device: Gpu("Tesla V100", 70))
+    monkeypatch.setattr(tables, "gpu_of", lambda device: Gpu("Tesla V100", 70))
     with pytest.raises(ValueError, match="arch is 'sm_70': it must be one of sm_80"):
-        command.target(None, False)
+        cli_tune.target(None, False)
 
 
 def test_a_table_from_a_newer_schema_is_told_and_left(folders: Folders, compiler: None) -> None:
@@ -200,6 +163,87 @@ def test_a_table_from_a_newer_schema_is_told_and_left(folders: Folders, compiler
     result = asked(*SMALL, "--arch", "sm_80", "--compile-only")
     assert result.exit_code == 2 and "its schema is version 2" in result.output
     assert path.read_text() == before
+
+
+@pytest.fixture
+def everything_compiles(compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "compile_part", lambda *given: compile_part(*given, work=fine))
+
+
+def test_without_a_gpu_it_compiles_and_says_so(tmp_path: Path, folders: Folders, everything_compiles: None) -> None:
+    result = asked(*SMALL, "--arch", "sm_80", "--json", str(tmp_path / "told.json"))
+    assert result.exit_code == 0, result.output
+    assert "no GPU here: compiled and ranked, nothing is measured, entries are estimates" in result.output
+    (path,) = folders[0].glob("*.json")
+    table = read(path)
+    assert (table.gpu, table.arch, table.triton) == ("sm_80", 80, tables.triton_version())
+    assert {(one.point.kernel, one.point.length, one.estimated) for one in table.entries} == {
+        (kernel, 16, True) for kernel in TUNED
+    }
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["case"] == "tune" and len(told["rows"]) == 5 and not told["failed"]
+    assert f"written: {path}" in told["notes"] and told["notes"][-1].startswith("best: by bounds alone; estimates")
+    again = asked(*SMALL, "--arch", "sm_80", "--compile-only", "--json", "-")
+    assert json.loads(again.output)["rows"] == told["rows"]
+
+
+def test_a_budget_to_compile_leaves_whole_points_and_says_what_is_left(
+    tmp_path: Path, folders: Folders, compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the same command goes on from there."""
+    spent, seen = [0.0], list[Variant]()
+
+    def work(job: Variant) -> Verdict:
+        spent[0] += 1.0
+        seen.append(job)
+        return fine(job)
+
+    monkeypatch.setattr(tune, "Budget", lambda seconds: Budget(seconds, lambda: spent[0]))
+    monkeypatch.setattr(tune, "compile_part", lambda *given: compile_part(*given, work=work))
+    flags = [*SMALL, "--arch", "sm_80", "--compile-only", "--kernels", "forward,dq"]
+    shape = {"lengths": (16,), "causal": False, "gpu": gpu_of_arch("sm_80"), "device": None, "kernels": ("forward",)}
+    first_point = len(compiled_for(config_of(tmp_path / "other", **shape)))
+    result = asked(*flags, "--budget", str(first_point + 1), "--json", str(tmp_path / "told.json"))
+    assert result.exit_code == 0, result.output
+    told = json.loads((tmp_path / "told.json").read_text())
+    first, second = told["rows"]
+    assert first["left"] == 0 and first["tile"] != "none" and second["left"] > 0 and second["tile"] == "none"
+    assert f"left by --budget: 1 of 2 kernels, masks and lengths, {second['left']} binaries or more" in result.output
+    again = json.loads(asked(*flags, "--json", "-").output)
+    assert all(row["left"] == 0 and row["tile"] != "none" for row in again["rows"])
+    assert len(seen) == len({(job, job.role, job.sizes) for job in seen}), "nothing is compiled twice"
+
+
+@pytest.mark.nightly
+def test_a_real_run_without_a_gpu(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Really: worker processes, Triton, the gate, a table that a reader takes and a launch may ask for."""
+    monkeypatch.setattr(candidates, "schedules", lambda *given: [])
+    result = asked(*SMALL, "--arch", "sm_80", "--near", "1", "--kernels", ",".join(TUNED))
+    assert result.exit_code == 0, result.output
+    (path,) = folders[0].glob("*.json")
+    assert len(read(path).entries) == len(TUNED)
+    for one in read(path).entries:
+        assert one.bound and one.bound_by.startswith("percent of the tensor cores' peak, limited by ") and one.versions
+
+
+def test_the_users_interruption_keeps_what_was_compiled(tmp_path: Path) -> None:
+    """Ctrl-C at the command, as a terminal sends it: to the whole process group."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [
+        sys.executable, "-m", "ringattn", "tune", "--seqlen", "64", "--heads", "1", "--head-dim", "16", "--full",
+        "--compile-only", "--workers", "1", "--save-dir", str(tmp_path),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    ends = time.monotonic() + 120
+    journal: list[Path] = []
+    while not journal and time.monotonic() < ends and process.poll() is None:
+        journal = [*tmp_path.glob("compiled_*.jsonl")]
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "interrupted: what is known is kept" in " ".join(errors.split())
+    assert journal and journal[0].read_text().endswith("\n")
 
 
 # the GPU's part
@@ -212,22 +256,27 @@ def slow(tile: Tile, run: int) -> float:
 def test_a_run_measures_and_is_the_default_from_then_on(
     folders: Folders, compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wish, bars = wish_of(folders[0]), Bars()
-    compiled, measured = journals(wish)
-    found = compile_part(wish, compiled, bars, compile_with=fine)
+    config, steps = config_of(folders[0], lengths=(16, 64), schedules_of=1), Counter[str]()
+
+    def step(part: str, more: int | None) -> None:
+        steps[part] += -1 if more is None else more
+
+    compiled, measured = journals(config)
+    found = compile_part(config, compiled, step, work=fine)
     gpu = StandIn(slow, besides=lambda tile: 2.0 * slow(tile, 0))
-    answers = measure_part(
-        wish, found, measured, bars, trials_of=lambda point: gpu, budget=Budget(1e9, gpu.clock)
-    )  # fmt: skip
-    assert bars.done == bars.total
+    answers = measure_part(config, found, measured, step, trials_of=lambda point: gpu, budget=Budget(1e9, gpu.clock))
+    assert not any(steps.values()), "progress ends where it was planned"
     table = read(next(folders[0].glob("nvidia-h200*.json")))
-    assert {one.point for one in table.entries} == {*wish.points} == {one.point for one in answers}
+    assert {one.point for one in table.entries} == {*config.points} == {one.point for one in answers}
     for one in table.entries:
-        best = min([default_tile(one.point, 90), *(tile for tile in space(one.point, 90))], key=lambda x: slow(x, 0))
+        best = min([default_tile(one.point, 90), *space(one.point, 90)], key=lambda x: slow(x, 0))
         assert slow(one.tile, 0) == slow(best, 0) == one.seconds
         assert one.beside == 2 * one.seconds and one.baseline == slow(default_tile(one.point, 90), 0)
         assert one.clocks == {"sm_mhz": 1980.0, "throttled": ""}
     assert not measured.path.exists() and compiled.path.exists()
+    rows = [one.as_row() for one in answers]
+    assert all(row["time"] <= row["default's time"] and row["beside"] == 2 * row["time"] for row in rows)
+    assert f" of {len(rows)} are faster than the default, at most " in tune.notes_of(answers, None)[-1]
     monkeypatch.setattr(choice, "gpu_of", lambda device: H200)
     q, v = torch.empty(1, 64, 2, 16), torch.empty(1, 64, 1, 16)
     made = default_config(q, v)
@@ -235,54 +284,33 @@ def test_a_run_measures_and_is_the_default_from_then_on(
     assert {*tiles} == {*TUNED} and all(getattr(made, kernel) == tiles[kernel] for kernel in KERNELS)
 
 
-def test_a_wish_for_few_tiles_compiles_the_default_and_its_neighbours(folders: Folders, compiler: None) -> None:
-    wish, asked = wish_of(folders[0], near=3, orders_of=0, kernels=KERNELS), []
+def compiled_for(config: TuneConfig) -> list[Variant]:
+    """What the compile part asks for, in order."""
+    seen: list[Variant] = []
 
-    def compiled(job: Job) -> Verdict:
-        asked.append((job.kernel, job.full, job.tile))
+    def work(job: Variant) -> Verdict:
+        seen.append(job)
         return fine(job)
 
-    found = compile_part(wish, journals(wish)[0], Bars(), compile_with=compiled)
+    compile_part(config, journals(config)[0], no_progress, work=work)
+    return seen
+
+
+def test_a_config_of_few_tiles_compiles_the_default_and_its_neighbours(folders: Folders, compiler: None) -> None:
+    config = config_of(folders[0], near=3, schedules_of=0, kernels=KERNELS)
+    jobs = compiled_for(config)
+    found = compile_part(config, journals(config)[0], no_progress, work=fine)
     assert {one.point.kernel for one in found} == {*KERNELS}
     for one in found:
         wanted = nearest(space(one.point, 90), one.default, 3)
         assert {*one.ranked.tiles} == {*wanted}
-        mine = {tile for kernel, full, tile in asked if (kernel, full) == (one.point.kernel, one.point.mask == "full")}
-        assert {*wanted} <= mine and len(mine) <= 2 * 3 + 2  # of both lengths; the default may lie outside the space
-
-
-def test_a_run_says_what_the_bound_is_worth(
-    folders: Folders, compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The report of one run is what `inspect --correlate` takes: per kernel, mask and length, 20 timed candidates."""
-    monkeypatch.setattr(command, "target", lambda arch, compile_only: (H200, CPU, "measured"))
-    monkeypatch.setattr(tune_run, "compile_job", fine)
-    monkeypatch.setattr(tune_run, "compile_part", lambda *given: compile_part(*given, compile_with=fine))
-    stands = []
-
-    def on_device(point: Point, shape: Shape, device: torch.device) -> StandIn:
-        stands.append(StandIn(slow if point.kernel != "dq" else lambda tile, run: 1 / slow(tile, run)))
-        return stands[-1]
-
-    monkeypatch.setattr(tune_run, "DeviceTrials", on_device)
-    wide = ["--heads", "2", "--kv-heads", "1", "--head-dim", "128", "--seqlen", "1k", "--full"]
-    result = asked(*wide, "--json", str(tmp_path / "told.json"))
-    assert result.exit_code == 0, result.output
-    rows = json.loads((tmp_path / "told.json").read_text())["timed"]
-    per_kernel = Counter(row["kernel"] for row in rows)
-    assert {*per_kernel} == {*TUNED} and min(per_kernel.values()) >= LEAST_CONFIGS
-    assert {(row["arch"], row["length"], row["group"], row["role"]) for row in rows} == {("sm_90", 1024, 2, "middle")}
-    assert all(row["seconds"] > 0 and row["bound"] > 0 for row in rows)
-    assert len({(row["kernel"], row["tile"], str(row["options"])) for row in rows}) == len(rows)
-    told = CliRunner().invoke(inspect_kernel.app, ["--correlate", str(tmp_path / "told.json"), "--json", "-"])
-    found = {row["kernel"]: row["correlation"] for row in json.loads(told.output)["rows"]}
-    assert found["forward"] > 0.5 and found["dkdv"] > 0.5 and found["dq"] < -0.5
-    assert told.exit_code == 1  # of dq the bound is worth nothing
+    for kernel in KERNELS:  # of both lengths; the default may lie outside the space
+        assert len({job.tile for job in jobs if job.kernel == kernel}) <= 2 * 3 + 2
 
 
 def test_a_budget_leaves_the_journal_and_the_next_run_goes_on(folders: Folders, compiler: None) -> None:
-    wish = wish_of(folders[0])
-    found = compile_part(wish, journals(wish)[0], Bars(), compile_with=fine)
+    config = config_of(folders[0], kernels=("forward", "dkdv"))
+    found = compile_part(config, journals(config)[0], no_progress, work=fine)
     gpu, marks = StandIn(slow), []
 
     def trials_of(point: Point) -> StandIn:
@@ -290,17 +318,16 @@ def test_a_budget_leaves_the_journal_and_the_next_run_goes_on(folders: Folders, 
         return gpu
 
     budget = Budget(10.0, gpu.clock)
-    answers = measure_part(wish, found, journals(wish)[1], Bars(), trials_of=trials_of, budget=budget)
+    answers = measure_part(config, found, journals(config)[1], no_progress, trials_of=trials_of, budget=budget)
     assert all(here < there for here, there in pairwise([*marks, len(gpu.calls)])), "a point had no time"
     assert any(one.measured is None or not one.measured.complete for one in answers)
-    journal = journals(wish)[1]
+    journal = journals(config)[1]
     assert journal.path.exists()
-    measure_part(wish, found, journal, Bars(), trials_of=lambda point: gpu, budget=Budget(1e9, gpu.clock))
-    whole = StandIn(slow)
-    other = wish_of(folders[1])
-    measure_part(
-        other, found, journals(other)[1], Bars(), trials_of=lambda point: whole, budget=Budget(1e9, whole.clock)
-    )  # fmt: skip
+    more: dict[str, Any] = {"trials_of": lambda point: gpu, "budget": Budget(1e9, gpu.clock)}
+    measure_part(config, found, journal, no_progress, **more)
+    whole, other = StandIn(slow), config_of(folders[1])
+    more = {"trials_of": lambda point: whole, "budget": Budget(1e9, whole.clock)}
+    measure_part(other, found, journals(other)[1], no_progress, **more)
     assert Counter(gpu.calls) == Counter(whole.calls)
     tiles = [
         {one.point: (one.tile, one.seconds) for one in read(next(folder.glob("nvidia*.json"))).entries}
@@ -310,68 +337,100 @@ def test_a_budget_leaves_the_journal_and_the_next_run_goes_on(folders: Folders, 
 
 
 def test_estimates_come_first_and_stay_where_nothing_was_measured(
-    folders: Folders, compiler: None, monkeypatch: pytest.MonkeyPatch
+    folders: Folders, everything_compiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune_run, "compile_job", fine)
-    monkeypatch.setattr(tune_run, "compile_part", lambda *given: compile_part(*given, compile_with=fine))
     gpu = StandIn(slow)
-    monkeypatch.setattr(tune_run, "DeviceTrials", lambda *given: gpu)
-    monkeypatch.setattr(tune_run, "Budget", lambda seconds: Budget(0.0, gpu.clock))
-    found, path = tune_run.tune(wish_of(folders[0]), Bars())
-    assert path is not None and all(one.estimated for one in read(path).entries)
-    assert len(read(path).entries) == len(found) == 20
-
-
-def compiled_for(wish: Wish) -> list[Job]:
-    """What the compile part asks for, in order."""
-    seen: list[Job] = []
-
-    def verdict(job: Job) -> Verdict:
-        seen.append(job)
-        return fine(job)
-
-    compile_part(wish, journals(wish)[0], Bars(), compile_with=verdict)
-    return seen
+    monkeypatch.setattr(tune, "DeviceTrials", lambda *given: gpu)
+    monkeypatch.setattr(tune, "Budget", lambda seconds: Budget(0.0 if seconds < 1e10 else seconds, gpu.clock))
+    found = tune.tune(config_of(folders[0]), no_progress)
+    table = read(next(folders[0].glob("nvidia*.json")))
+    assert len(table.entries) == len(found.rows) == len(TUNED) and all(one.estimated for one in table.entries)
 
 
 def test_without_a_gpu_as_much_is_compiled_as_with_one(folders: Folders, compiler: None) -> None:
     """So that a machine with a GPU and the same cache compiles nothing."""
-    without, there = (compiled_for(wish_of(folder, device=on)) for folder, on in zip(folders, (None, CPU), strict=True))
-    assert without == there and any(options_of(job.tile).get("order") for job in there)
+    kernels = "forward", "dkdv"
+    without, there = (
+        compiled_for(config_of(folder, device=on, kernels=kernels, causal=True))
+        for folder, on in zip(folders, (None, CPU), strict=True)
+    )
+    assert without == there and any(dict(job.options).get("order") for job in there)
 
 
 def test_an_emptied_cache_compiles_again_what_is_launched_alone(
     folders: Folders, compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best and the default, each as it is timed and as it is checked; the others are ranked by the journal."""
-    wish = wish_of(folders[0], lengths=(64,), kernels=("dkdv",))
-    first = compiled_for(wish)
-    found = compile_part(wish, journals(wish)[0], Bars(), compile_with=fine)
-    monkeypatch.setattr(tune_run, "in_cache", lambda verdict: False)
-    again = compiled_for(wish)
-    launches = [("middle", (64, 64)), *((role, CHECKED_SIDES) for role in ("first", "middle", "last"))]
-    assert {*again} == {
-        ranking.job_of(one.point, tile, 90, 2, role, sides)
+    config = config_of(folders[0], lengths=(64,), kernels=("dkdv",))
+    first = compiled_for(config)
+    found = compile_part(config, journals(config)[0], no_progress, work=fine)
+    how = candidates.Compiler.__init__.__kwdefaults__ or {}
+    monkeypatch.setitem(how, "holds", lambda verdict: False)
+    again = compiled_for(config)
+    launched = [
+        ("middle", None), *((role, checked_sides(one.point)) for one in found for role in ("first", "middle", "last"))
+    ]  # fmt: skip
+    wanted = {
+        job_of(one.point, tile, 90, 2, *launch).launch.signature
         for one in found
         for tile in (*one.ranked.tiles, one.default)
-        for role, sides in launches
+        for launch in launched
     }
+    assert {job.launch.signature for job in again} == wanted
     ranked = {job.tile for job in first} - {job.tile for job in again}
-    assert len(again) == len({*again}) and {*again} < {*first} and len(ranked) > 5
+    assert len(again) == len({*again}) < len(first) and len(ranked) > 5
 
 
 def test_the_estimate_is_the_best_bound_of_a_tile_alone(folders: Folders, compiler: None) -> None:
-    """Whatever theirs, no kernel and no order that never ran."""
-    wish = wish_of(folders[0], device=None)
+    """Whatever theirs, no kernel and no schedule that never ran."""
+    config = config_of(folders[0], device=None)
 
-    def verdict(job: Job) -> Verdict:
-        return Verdict((), 9e9, "%") if options_of(job.tile) else fine(job)
+    def work(job: Variant) -> Verdict:
+        return Verdict((), 9e9, "%") if job.options else fine(job)
 
-    for one in compile_part(wish, journals(wish)[0], Bars(), compile_with=verdict):
+    for one in compile_part(config, journals(config)[0], no_progress, work=work):
         assert any(map(options_of, one.ranked.tiles)) or one.point.kernel not in KERNELS
         made = estimated_entry(one)
-        most = max(fine(ranking.job_of(one.point, tile, 90, 2)).bound for tile in space(one.point, 90))  # type: ignore[type-var]
+        most = max(fine(job_of(one.point, tile, 90, 2)).bound or 0 for tile in space(one.point, 90))
         assert made.bound == most and made.estimated and made.seconds is None
+
+
+# one pass or two
+
+WAYS = ("dq", "dkdv", "single_pass", "single_pass_deterministic")
+TILE = Tile(64, 64, 4, 2)
+
+
+def results_of(bounds: Mapping[str, float], seconds: Mapping[str, float]) -> list[PointResult]:
+    made = []
+    for kernel, bound in bounds.items():
+        point = Point(kernel, "bf16", 128, 128, 4, "full", 8192)
+        ranked = Ranked((TILE,), {}, {TILE: Verdict((), bound, "percent")})
+        timed = Measured(TILE, {TILE: [Reading(seconds[kernel])]}, TILE, {}, True) if kernel in seconds else None
+        made.append(PointResult(point, TILE, ranked, 1.0, timed))
+    return made
+
+
+def test_two_passes_make_seven_products_where_five_count() -> None:
+    assert counted_bound({"single_pass": 56.0}) == pytest.approx(56.0)
+    assert counted_bound({"dq": 70.0, "dkdv": 70.0}) == pytest.approx(50.0)
+    # three products at 90 and four at 60 take 1 / 30 and 1 / 15 of a hundredth: a tenth for five
+    assert counted_bound({"dq": 90.0, "dkdv": 60.0}) == pytest.approx(50.0)
+
+
+def test_the_ways_are_compared_by_their_bounds_or_by_their_times() -> None:
+    bounds = dict(zip(WAYS, (90.0, 60.0, 56.0, 54.0), strict=True))
+    (line,) = backward_notes(results_of(bounds, {}))
+    assert line == (
+        "backward, full, 8192 tokens: two passes at most 50.0% in products that count; a single pass 56.0%, "
+        "in a fixed order 54.0%"
+    )
+    seconds = dict(zip(WAYS, (1e-3, 2e-3, 2.2e-3, 2.5e-3), strict=True))
+    (line,) = backward_notes(results_of(bounds, seconds))
+    assert line.endswith("two passes 3 ms; a single pass 2.2 ms, in a fixed order 2.5 ms")
+    (line,) = backward_notes(results_of(bounds, {"dq": 1e-3}))
+    assert "at most" in line, "cut short: times of some say nothing"
+    assert backward_notes(results_of({"dq": 90.0, "dkdv": 60.0}, {})) == []
 
 
 # on a device: here the CPU under Triton's interpreter
@@ -385,30 +444,29 @@ def test_a_right_tile_is_right_and_timed(kernel: str, mask: str) -> None:
     trials = DeviceTrials(point, replace(SHAPE, dtype="fp16"), CPU, checked=70)
     tile = Tile(32, 16, 4, 1)
     assert trials.wrong(tile) is None
-    reading = trials.alone(tile)
-    assert reading.seconds > 0 and reading.throttled == ()
-    assert trials.beside(tile) is None
+    reading = trials.run(tile)
+    assert reading.seconds > 0 and reading.throttled == () and reading.beside is None
 
 
 @pytest.mark.parametrize("kernel", TUNED)
 def test_a_wrong_result_is_told(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     point = Point(kernel, "fp32", 16, 16, 2, "full", 40)
     name = f"attention_{kernel}" if kernel in KERNELS else "attention_gradients"
-    real = getattr(tune_measure, name)
+    real = getattr(measure, name)
 
     def off(*given: Any, **how: Any) -> Any:
         made = real(*given, **how)
         (made if isinstance(made, torch.Tensor) else made[0])[0, 3, 0, 1] += 1e-3
         return made
 
-    monkeypatch.setattr(tune_measure, name, off)
+    monkeypatch.setattr(measure, name, off)
     told = DeviceTrials(point, SHAPE, CPU, checked=70).wrong(Tile(16, 16, 4, 1))
     assert told is not None and re.match(r"(out|dq|dk) errs by 0\.00\d*, PyTorch's by ", told)
 
 
 def test_nan_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     made = torch.full((2, 70, 2, 16), torch.nan), torch.zeros(2, 2, 70)
-    monkeypatch.setattr(tune_measure, "attention_forward", lambda *given, **how: made)
+    monkeypatch.setattr(measure, "attention_forward", lambda *given, **how: made)
     told = DeviceTrials(Point("forward", "fp32", 16, 16, 2, "full", 40), SHAPE, CPU, checked=70).wrong(
         Tile(16, 16, 4, 1)
     )
@@ -419,7 +477,7 @@ def test_what_does_not_launch_is_wrong_with_its_reason(monkeypatch: pytest.Monke
     def full(*given: Any, **how: Any) -> Any:
         raise RuntimeError("out of resource: shared memory\nand more")
 
-    monkeypatch.setattr(tune_measure, "attention_forward", full)
+    monkeypatch.setattr(measure, "attention_forward", full)
     trials = DeviceTrials(Point("forward", "fp32", 16, 16, 2, "full", 40), SHAPE, CPU, checked=70)
     assert trials.wrong(Tile(16, 16, 4, 1)) == "RuntimeError: out of resource: shared memory"
 
@@ -428,10 +486,10 @@ def test_every_run_has_fresh_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     point = Point("forward", "fp32", 16, 16, 2, "full", 40)
     trials, seen = DeviceTrials(point, SHAPE, CPU), []
     monkeypatch.setattr(
-        tune_measure, "attention_forward", lambda q, k, v, **how: seen.append([float(x.sum()) for x in (q, k, v)])
+        measure, "attention_forward", lambda q, k, v, **how: seen.append([float(x.sum()) for x in (q, k, v)])
     )
     for _ in range(3):
-        trials.alone(Tile(16, 16, 4, 1))
+        trials.run(Tile(16, 16, 4, 1))
     timed = seen[1:]  # the first compiles
     assert len(timed) == 3
     assert all(len({*sums}) == 3 for sums in zip(*timed, strict=True))
@@ -441,7 +499,7 @@ def test_every_run_has_fresh_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_reference_in_parts_is_the_whole(most: int, heads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of so many key heads at a time."""
     given = draw(CPU, torch.float32, (70, 6, 3, 16, 32), batch=1)
-    monkeypatch.setattr(tune_measure, "MOST_SCORES", most)
+    monkeypatch.setattr(measure, "MOST_SCORES", most)
     parts: list[int] = []
 
     def of(part: Inputs, causal: bool) -> Results:
@@ -466,29 +524,26 @@ def test_a_check_has_the_heads_of_the_point_and_lengths_that_16_divides() -> Non
     assert seen == [(1008, 336, 336, 336), (1024, 336, 336, 352), (1008, 336, 336, 336)]
 
 
-def test_clocks_and_throttling_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_and_throttling_are_read() -> None:
     trials = DeviceTrials(Point("forward", "fp32", 16, 16, 2, "full", 16), SHAPE, CPU)
-    monkeypatch.setattr(trials, "_clock", lambda step: 0.25)
-    monkeypatch.setattr(
-        trials, "_reader", lambda: {"sm_mhz": 1200, "throttled": ("idle", "power cap", "clocks set by the user")}
-    )
-    assert trials.alone(Tile(16, 16, 4, 1)) == Reading(0.25, ("power cap",), {"sm_mhz": 1200.0})
+    clocks = {"sm_mhz": 1200, "throttled": ("idle", "power cap", "clocks set by the user")}
+    vars(trials).update(_clock=lambda step: 0.25, _reader=lambda: clocks)
+    assert trials.run(Tile(16, 16, 4, 1)) == Reading(0.25, ("power cap",), {"sm_mhz": 1200.0})
 
 
 def test_journals_are_of_one_gpu_driver_and_shape(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    wish = wish_of(folders[0])
-    compiled, measured = journals(wish)
+    config = config_of(folders[0])
+    compiled, measured = journals(config)
     compiled.put("a", {"n": 1})
     measured.put("a", {"n": 1})
 
-    def kept(other: Wish) -> list[bool]:
+    def kept(other: TuneConfig) -> list[bool]:
         return [journal.last("a") is not None for journal in journals(other)]
 
-    assert kept(wish) == [True, True]
-    assert kept(replace(wish, shape=replace(SHAPE, heads=4))) == [True, False]
-    assert kept(replace(wish, gpu=Gpu("NVIDIA H100 80GB HBM3", 90))) == [True, False]
-    monkeypatch.setattr(tune_run, "driver", lambda: "580.1")
-    assert kept(wish) == [True, False]
-    monkeypatch.setattr(tune_run, "digest", lambda: "other kernels")
-    assert kept(wish) == [False, False]
-    assert isinstance(compiled, Journal)
+    assert kept(config) == [True, True]
+    assert kept(replace(config, shape=replace(SHAPE, heads=4))) == [True, False]
+    assert kept(replace(config, gpu=Gpu("NVIDIA H100 80GB HBM3", 90))) == [True, False]
+    monkeypatch.setattr(tune, "driver", lambda: "580.1")
+    assert kept(config) == [True, False]
+    monkeypatch.setattr(tune, "digest", lambda: "other kernels")
+    assert kept(config) == [False, False]

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from ringattn.autotune.inspect import result_of, row_of
+
+from ..autotune.test_inspect import COMPILED, VARIANT
 from ..autotune.test_space import LLAMA
 from ..support import report_cases
 from ..support.nightly import rest_nightly
@@ -50,12 +53,13 @@ def mutant(data: Any, draw: random.Random) -> str:
     return draw.choice([text] * 8 + [text[:at], text[:at] + draw.choice('[]{},:"0-e\\') + text[at + 1 :]])
 
 
+INSPECTED = result_of([row_of(VARIANT, COMPILED, [])], gate=False).as_json()
 FILES = report_cases.everything()
 ASKED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "predict --kernels": (FILES["kernels"], ("predict", "--tokens", "1k", "--world", "2", "--kernels", "FILE")),
     "predict --link": (FILES["links"], ("predict", "--tokens", "1k", "--world", "2", "--link", "FILE")),
     "tune --from-config": (LLAMA, ("tune", "--list", "--from-config", "FILE")),
-    "inspect --diff": (FILES["kernels"], ("inspect", "--gate", "--diff", "FILE", "SOUND")),
+    "inspect --diff": (INSPECTED, ("inspect", "--gate", "--diff", "FILE", "SOUND")),
 }
 
 

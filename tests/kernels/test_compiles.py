@@ -74,5 +74,5 @@ def test_another_variant_or_triton_is_another_digest(monkeypatch: pytest.MonkeyP
 def test_the_record_is_of_tests_that_are_there() -> None:
     for name in compiles.recorded():
         file, _, test = name.partition("::")
-        (path,) = (compiles.ROOT / "tests").rglob(file)
-        assert f"def {test.partition('[')[0]}(" in path.read_text(), name
+        texts = [path.read_text() for path in (compiles.ROOT / "tests").rglob(file)]
+        assert any(f"def {test.partition('[')[0]}(" in text for text in texts), name

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,28 +18,26 @@ import torch
 import triton
 from typer.testing import CliRunner
 
-from ringattn.autotune.inspect.compiled import SHARED_LIMIT
-from ringattn.autotune.inspect.variant import DTYPES, ROLES
+from ringattn.autotune.compile import ROLES
 from ringattn.kernels import Tile
-from ringattn.kernels.config import BACKWARDS, FORWARD_KERNELS, config_for, single_pass_tile
+from ringattn.kernels.config import BACKWARDS, FORWARD_KERNELS, SHARED_LIMIT, config_for, single_pass_tile
 from ringattn.kernels.experimental import hopper_backward_launch
-from ringattn.kernels.tables import CONFIG_DIR, Gpu, triton_version
-from ringattn.tools.export import command as export_command
-from ringattn.tools.export.binary import parameter_layout
-from ringattn.tools.export.command import Backward, ForwardKernel, Role, app
-from ringattn.tools.export.tiles import Source, tiles_of
-from ringattn.tools.export.wish import Wish, settled
+from ringattn.kernels.tables import CONFIG_DIR, DTYPES, Gpu, triton_version
+from ringattn.tools.export import config as export_config
+from ringattn.tools.export.command import ARCHS, Backward, ForwardKernel, Role, app
+from ringattn.tools.export.config import ExportConfig, Source, Tiles, chosen_tiles, resolved
+from ringattn.tools.export.kernels import parameter_layout
 
 from ..support.export.exports import (
     C_TYPES,
     COMPILER,
+    CONFIGS,
     EXPORTED,
-    NIGHTLY_WISHES,
+    NIGHTLY_CONFIGS,
     ROOT,
     STREAM,
     TUNED,
     WARNINGS,
-    WISHES,
     Export,
     exported,
     needs_compiler,
@@ -52,7 +51,21 @@ __all__ = ["folders"]
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(scope="module", params=rest_nightly([*WISHES, *NIGHTLY_WISHES], *WISHES))
+def tiles_of(source: Source, arch: int, dtype: str, head_dims: tuple[int, int], **more: Any) -> Tiles:
+    """Of tables as they are now."""
+    return chosen_tiles.__wrapped__(
+        ExportConfig(arch, dtype, *head_dims, source=source, **{"forward_kernel": None} | more)
+    )
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """No tiles of another test's tables."""
+    yield
+    chosen_tiles.cache_clear()
+
+
+@pytest.fixture(scope="module", params=rest_nightly([*CONFIGS, *NIGHTLY_CONFIGS], *CONFIGS))
 def export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Export:
     return exported(request.param, tmp_path_factory)
 
@@ -298,7 +311,7 @@ def test_a_folder_that_is_not_there_is_an_error(folders: tuple[Path, Path], monk
 def test_what_chooses_among_entries_needs_a_table(
     arguments: list[str], expected: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringattn.tools.export.wish.JITFunction", object)
+    monkeypatch.setattr("ringattn.tools.export.config.JITFunction", object)
     save(folders[0], *H200_ENTRIES)
     done = CliRunner().invoke(app, ["--arch", "sm_90", *arguments, "--out-dir", str(folders[0] / "out")])
     assert done.exit_code != 0
@@ -392,64 +405,68 @@ def test_what_there_is_not(arguments: list[str], expected: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("flag", ["--value-dim", "--head-dim-v"])
 def test_the_flags_of_a_shape_are_those_of_other_commands(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Wish] = []
+    asked: list[ExportConfig] = []
 
-    def stop(wish: Wish) -> Wish:
-        asked.append(wish)
+    def stop(config: ExportConfig) -> ExportConfig:
+        asked.append(config)
         raise ValueError("enough")
 
-    monkeypatch.setattr(export_command, "settled", stop)
+    monkeypatch.setattr(export_config, "resolved", stop)
     CliRunner().invoke(app, ["--arch", "sm_90", "--head-dim", "192", flag, "128", "--dtype", "fp16"])
-    (wish,) = asked
-    assert (wish.dtype, wish.head_dim, wish.head_dim_v) == ("fp16", 192, 128)
+    (config,) = asked
+    assert (config.dtype, config.head_dim, config.head_dim_v) == ("fp16", 192, 128)
 
 
-HOPPER_WISH = Wish(90, forward_kernel="hopper")
+HOPPER_CONFIG = ExportConfig(90, forward_kernel="hopper")
 
 
 @pytest.mark.parametrize(
-    ("wish", "expected"),
+    ("config", "expected"),
     [
-        (Wish(80, forward_kernel="hopper"), "arch is sm_80: forward_kernel='hopper' takes sm_90; 'portable' takes any"),
-        (replace(HOPPER_WISH, dtype="fp32"), "dtype is fp32: forward_kernel='hopper' takes bf16, fp16; 'portable'"),
-        (replace(HOPPER_WISH, head_dim=96), "head_dim is 96: forward_kernel='hopper' takes 64, 128, 256; 'portable'"),
-        (replace(HOPPER_WISH, head_dim_v=64), "head_dim_v is 64: forward_kernel='hopper' takes 128; 'portable'"),
-        (Wish(100, backward="hopper"), "arch is sm_100: backward='hopper' takes sm_90; 'two_pass' takes any"),
         (
-            Wish(90, head_dim=96, backward="hopper"),
+            ExportConfig(80, forward_kernel="hopper"),
+            "arch is sm_80: forward_kernel='hopper' takes sm_90; 'portable' takes any",
+        ),
+        (replace(HOPPER_CONFIG, dtype="fp32"), "dtype is fp32: forward_kernel='hopper' takes bf16, fp16; 'portable'"),
+        (replace(HOPPER_CONFIG, head_dim=96), "head_dim is 96: forward_kernel='hopper' takes 64, 128, 256; 'portable'"),
+        (replace(HOPPER_CONFIG, head_dim_v=64), "head_dim_v is 64: forward_kernel='hopper' takes 128; 'portable'"),
+        (ExportConfig(100, backward="hopper"), "arch is sm_100: backward='hopper' takes sm_90; 'two_pass' takes any"),
+        (
+            ExportConfig(90, head_dim=96, backward="hopper"),
             "head_dim is 96: backward='hopper' takes 64, 128; 'two_pass' takes any",
         ),
         (
-            Wish(90, grouped=False, backward="hopper"),
+            ExportConfig(90, grouped=False, backward="hopper"),
             "grouped is False: backward='hopper' takes any number of query heads",
         ),
         (
-            Wish(90, head_dim=192, backward="single_pass"),
+            ExportConfig(90, head_dim=192, backward="single_pass"),
             "head dim 192 has no tile for a single-pass backward that fits sm_90: it takes up to 128; "
             "backward='two_pass' takes any",
         ),
     ],
 )
-def test_what_a_kernel_does_not_take(wish: Wish, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringattn.tools.export.wish.JITFunction", object)  # as if kernels were compiled here
+def test_what_a_kernel_does_not_take(config: ExportConfig, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringattn.tools.export.config.JITFunction", object)  # as if kernels were compiled here
     with pytest.raises(ValueError, match=re.escape(expected)):
-        settled(wish)
+        resolved(config)
 
 
 def test_the_table_says_which_forward(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringattn.tools.export.wish.JITFunction", object)
+    monkeypatch.setattr("ringattn.tools.export.config.JITFunction", object)
     save(folders[0], *H200_ENTRIES)
-    wish = Wish(90, source=Source(config_dir=folders[0]), forward_kernel=None)
-    assert settled(wish).forward_kernel == "portable"
-    made = settled(replace(wish, bounded=True))
+    config = ExportConfig(90, source=Source(config_dir=folders[0]), forward_kernel=None)
+    assert resolved(config).forward_kernel == "portable"
+    made = resolved(replace(config, bounded=True))
     assert (made.forward_kernel, made.prefix) == ("hopper", "ringattn_sm90_bf16_d128_bounded_hopper")
-    assert settled(Wish(80, forward_kernel=None)).forward_kernel == "portable"
+    assert resolved(ExportConfig(80, forward_kernel=None)).forward_kernel == "portable"
 
 
 def test_the_choices_are_those_of_the_kernels() -> None:
     assert [role.value for role in Role] == [*ROLES]
     assert [one.value for one in ForwardKernel] == [*FORWARD_KERNELS]
     assert [one.value for one in Backward] == [*BACKWARDS]
+    assert [*ARCHS] == [*SHARED_LIMIT]
 
 
 @pytest.mark.skipif(os.environ["TRITON_INTERPRET"] == "0", reason="kernels are compiled")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringattn.kernels import Bounds, Tile
 from ringattn.kernels.experimental.single_pass import add_order
-from ringattn.tools.export.binary import parameter_layout
+from ringattn.tools.export.kernels import parameter_layout
 
 from ..support.export.exports import EXPORTED, Export, exported, needs_compiler
 

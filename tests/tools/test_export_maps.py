@@ -14,14 +14,14 @@ import triton
 
 from ringattn.kernels import Bounds, Tile
 from ringattn.kernels.experimental.single_pass import add_order
-from ringattn.tools.export.binary import parameter_layout
+from ringattn.tools.export.kernels import parameter_layout
 
 from ..support.export.exports import (
+    CONFIGS,
     DATA,
     EXPORTED,
-    NIGHTLY_WISHES,
+    NIGHTLY_CONFIGS,
     STREAM,
-    WISHES,
     Export,
     Map,
     built,
@@ -44,24 +44,24 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    """By the name of a wish: what Triton's launcher passes in each case; of all that are run together at once."""
+    """By the name of a config: what Triton's launcher passes in each case; of all that are run together at once."""
     folder = tmp_path_factory.mktemp("driver")
     built(folder / "libcuda.so.1", DATA / "driver.c", options=("-Wl,-soname,libcuda.so.1",))  # as Triton looks for it
 
     @cache
     def told(nightly: bool) -> dict[str, list[dict[str, Any]]]:
-        names = [*(NIGHTLY_WISHES if nightly else WISHES)]
-        wishes = {name: exported(name, tmp_path_factory).wish for name in names}
+        names = [*(NIGHTLY_CONFIGS if nightly else CONFIGS)]
+        configs = {name: exported(name, tmp_path_factory).config for name in names}
         done = command(
-            "tests.support.export.triton_launcher", json.dumps({"wishes": wishes, "cases": CASES}), str(folder)
+            "tests.support.export.triton_launcher", json.dumps({"configs": configs, "cases": CASES}), str(folder)
         )
         found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
         return found
 
-    return lambda name: told(name in NIGHTLY_WISHES)[name]
+    return lambda name: told(name in NIGHTLY_CONFIGS)[name]
 
 
-@pytest.fixture(scope="module", params=rest_nightly([*WISHES, *NIGHTLY_WISHES], *WISHES))
+@pytest.fixture(scope="module", params=rest_nightly([*CONFIGS, *NIGHTLY_CONFIGS], *CONFIGS))
 def export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Export:
     return exported(request.param, tmp_path_factory)
 
@@ -75,7 +75,7 @@ def test_it_passes_what_tritons_own_launcher_passes(
     export: Export, theirs: Callable[[str], list[dict[str, Any]]]
 ) -> None:
     library, record = export.recording()
-    for case, calls in zip(CASES, theirs(export.wish_name), strict=True):
+    for case, calls in zip(CASES, theirs(export.config_name), strict=True):
         assert {*calls} == {*export.kernels}
         for name, call in calls.items():
             record.expect([len(value) // 2 for value in call["values"]], case["driver"])

@@ -117,8 +117,8 @@ def resolved(config: ExportConfig) -> ExportConfig:
         ValueError: what there is not.
     """
     check(config)
+    tile, _ = chosen_tiles(config)["forward"]
     if config.forward_kernel is None:
-        tile, _ = chosen_tiles(config)["forward"]
         config = replace(config, forward_kernel=str(options_of(tile).get("forward_kernel", "portable")))
     if config.forward_kernel == "hopper":
         check_kind(config, "forward_kernel='hopper'", hopper_launch.HEAD_DIMS, "portable")
@@ -245,8 +245,10 @@ def _tables(source: Source, arch: int) -> list[Table]:
         if not names and source.is_asked:
             raise ValueError(f"{where}: it has no table for sm_{arch}")
         name = next(iter(names), None)
-    found = [] if name is None else tables_of(Gpu(name, arch), str(folder) if folder else None, source.estimated)
-    if name is not None and not found and source.is_asked:
+    if name is None:
+        return []
+    found = tables_of(Gpu(name, arch), str(folder) if folder else None, estimated=source.estimated)
+    if not found and source.is_asked:
         raise ValueError(
             f"there is no table of {name}, sm_{arch}, for this version of Triton{_others(folder, arch)}: "
             "`ringattn tune --save-dir DIR` makes one, and --config-dir DIR says where it is"

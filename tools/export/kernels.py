@@ -23,7 +23,7 @@ from ...autotune.gate import threads_of
 from ...bench.common.provenance import git, sources
 from ...kernels import attention_delta
 from ...kernels.config import SHARED_LIMIT, Tile
-from ...kernels.tables import DTYPES
+from ...kernels.tables import DTYPES, Options
 from .config import ExportConfig, chosen_tiles
 
 BY_KEYS = ("dkdv", "gradients")
@@ -137,11 +137,7 @@ def export(config: ExportConfig, name: str) -> Exported:
         ValueError: a tile that does not fit the chip.
         RuntimeError: a binary that these launchers would not launch as Triton does.
     """
-    tile = chosen_tiles(config)[name][0]
-    # without the path of every source line on this machine
-    with triton.knobs.compilation.scope():
-        triton.knobs.compilation.disable_line_info = True
-        launch = compiled(launch_of(config, name), config.arch)
+    tile, launch = chosen_tiles(config)[name][0], compiled_launch(config, name)
     made, limit = launch.binary, SHARED_LIMIT[config.arch]
     metadata, cubin = made.metadata, made.asm["cubin"]
     if metadata.shared > limit:
@@ -163,6 +159,13 @@ def export(config: ExportConfig, name: str) -> Exported:
     return exported
 
 
+def compiled_launch(config: ExportConfig, name: str) -> Launch:
+    """One kernel, without the path of every source line on this machine."""
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = True
+        return compiled(launch_of(config, name), config.arch)
+
+
 def launch_of(config: ExportConfig, name: str) -> Launch:
     """One kernel's launch, of tensors of which only the alignment is fixed."""
     sizes = SIZES if config.grouped else UNGROUPED
@@ -170,7 +173,8 @@ def launch_of(config: ExportConfig, name: str) -> Launch:
         shape = sizes.batch, sizes.queries, sizes.heads, config.head_dim_v
         out, dout = (torch.empty(shape, dtype=DTYPES[config.dtype], device=META) for _ in range(2))
         return launches(attention_delta, config.arch, dout, out)[0]
-    kernel, options = (config.backward if name == "gradients" else name), ()
+    options: Options = ()
+    kernel = config.backward if name == "gradients" else name
     if (config.forward_kernel, name) == ("hopper", "forward"):
         kernel, options = HOPPER["hopper"]
     if (config.backward, name) == ("hopper", "gradients"):
@@ -205,11 +209,13 @@ def arguments_of(
     maps: list[TensorMap] = []
 
     def walk(value: Any, kind: Any, path: tuple[int, ...], name: str, tensor: str | None) -> None:
+        same_as: str | None
         if kind == "constexpr":
             return
         if isinstance(value, tuple):
             own = owners[id(value.ptr)] if hasattr(value, "ptr") else None
-            for i, (field, part, of) in enumerate(zip(value._fields, value, kind, strict=True)):
+            names_of: tuple[str, ...] = value._fields  # type: ignore[attr-defined]
+            for i, (field, part, of) in enumerate(zip(names_of, value, kind, strict=True)):
                 walk(part, of, (*path, i), field_name(name, field), own and field_name(own, field))
         elif hasattr(value, "block_shape"):
             found = _map_of(value, name, symbols, told[len(maps)], by_pointer=id(value.base) in owners)

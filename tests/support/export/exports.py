@@ -35,20 +35,20 @@ TUNED = {
 }
 """What the table that "last" and "atomics" take has entries for: of the kernels that they export."""
 
-EXPORTED = pytest.mark.compiles("kernels/attention.py", "tools/export", "autotune/inspect", "tests/support/export")
+EXPORTED = pytest.mark.compiles("kernels/attention.py", "tools/export", "autotune/gate.py", "tests/support/export")
 """All that an export is made of and tested by."""
 
 STREAM = 77
 MOST = 96  # parameters, as the driver that records has room for
 
 OF_TABLE = "--no-grouped --role last --config-dir {tables}"
-WISHES = {
+CONFIGS = {
     "causal": "--arch sm_90 --head-dim 128 --causal",
     "last": f"--arch 80 --head-dim 40 --head-dim-v 16 --dtype float16 {OF_TABLE}",
     "described": "--arch sm_90 --head-dim 128 --causal --forward-kernel hopper --backward single_pass_deterministic",
 }
 HOPPER_FIRST = "--arch sm_90 --head-dim 64 --dtype float16 --no-grouped --role first --forward-kernel hopper"
-NIGHTLY_WISHES = {
+NIGHTLY_CONFIGS = {
     "hopper 256": "--arch sm_90 --head-dim 256 --causal --role last --forward-kernel hopper",
     "hopper first": f"{HOPPER_FIRST} --backward single_pass",
     "hopper backward": "--arch sm_90 --head-dim 128 --causal --role middle --backward hopper",
@@ -85,10 +85,10 @@ def built(library: Path, *sources: Path, options: tuple[str, ...] = ()) -> Path:
 class Export:
     """The files of one export."""
 
-    def __init__(self, wish: str, folder: Path, name: str = "") -> None:
-        self.folder, self.wish_name = folder, name
+    def __init__(self, config: str, folder: Path, name: str = "") -> None:
+        self.folder, self.config_name = folder, name
         save(tables := folder.parent / f"{folder.name}-tables", *(entry(*one) for one in TUNED.values()), gpu=A100)
-        flags = wish.format(tables=tables).split()
+        flags = config.format(tables=tables).split()
         self.config_dir = str(tables) if "--config-dir" in flags else None
         told = command("ringattn", "export", *flags, "--out-dir", str(folder), "--json", "-")
         self.manifest: dict[str, Any] = json.loads(told.stdout)
@@ -124,8 +124,8 @@ class Export:
         return result
 
     @property
-    def wish(self) -> dict[str, Any]:
-        """Fields of a ``Wish``, and the folder of its tuned tables."""
+    def config(self) -> dict[str, Any]:
+        """Fields of a ``ExportConfig``, and the folder of its tuned tables."""
         told, (head_dim, head_dim_v) = self.manifest, self.manifest["head_dim"]
         same = ("dtype", "bounded", "grouped", "role", "forward_kernel", "backward")
         dims = {"arch": int(told["arch"][3:]), "head_dim": head_dim, "head_dim_v": head_dim_v}
@@ -136,9 +136,9 @@ _EXPORTED: dict[str, Export] = {}
 
 
 def exported(name: str, paths: pytest.TempPathFactory) -> Export:
-    """One of WISHES or NIGHTLY_WISHES; made once for all tests."""
+    """One of CONFIGS or NIGHTLY_CONFIGS; made once for all tests."""
     if name not in _EXPORTED:
-        _EXPORTED[name] = Export((WISHES | NIGHTLY_WISHES)[name], paths.mktemp(name.replace(" ", "-")), name)
+        _EXPORTED[name] = Export((CONFIGS | NIGHTLY_CONFIGS)[name], paths.mktemp(name.replace(" ", "-")), name)
     return _EXPORTED[name]
 
 

@@ -1,7 +1,7 @@
 """What Triton's own launcher passes to the kernels of an export, printed as JSON. Not interpreted.
 
 The host entries are called on tensors of this machine's memory, and what they would launch goes through the launcher
-that Triton builds, by its own sources, on the driver that records. ``argv``: wishes by name and cases as JSON, and the
+that Triton builds, by its own sources, on the driver that records. ``argv``: configs by name and cases as JSON, and the
 folder of that driver.
 """
 
@@ -19,40 +19,38 @@ import torch
 import triton
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 
-from ringattn.autotune.inspect.variant import DTYPES, ROLES
+from ringattn.autotune.compile import ROLES
 from ringattn.kernels import Bounds, KernelConfig, attention
 from ringattn.kernels.experimental import hopper_backward_launch, hopper_launch, single_pass
-from ringattn.kernels.tables import Gpu
-from ringattn.tools.export import hopper
-from ringattn.tools.export.arguments import field_name
-from ringattn.tools.export.binary import parameter_layout
-from ringattn.tools.export.kernels import KERNELS, compiled
-from ringattn.tools.export.tiles import UNASKED, Source
-from ringattn.tools.export.wish import Wish, chosen_tiles, settled
+from ringattn.kernels.tables import DTYPES, Gpu
+from ringattn.tools.export.config import ExportConfig, Source, chosen_tiles, resolved
+from ringattn.tools.export.kernels import compiled_launch, field_name, parameter_layout
 
 from .exports import STREAM, Record
 
 SCALE = 0.125
+NAMES = {"hopper_kernel": "forward", **dict.fromkeys(("single_pass_kernel", "hopper_backward_kernel"), "gradients")}
+"""Of functions that are exported under another name than their own."""
 
 
 class Call:
     """The arguments of the host entries in one case: ``batch``, ``rows``, ``columns``, ``key_heads``, ``group``."""
 
-    def __init__(self, wish: Wish, case: dict[str, int]) -> None:
-        self.wish, self.case, self.made = wish, case, 0
+    def __init__(self, export: ExportConfig, case: dict[str, int]) -> None:
+        self.export, self.case, self.made = export, case, 0
         rows, columns = case["rows"], case["columns"]
-        self.heads = case["key_heads"] * (case["group"] if wish.grouped else 1)
+        self.heads = case["key_heads"] * (case["group"] if export.grouped else 1)
         self.bounds = Bounds(None, None)
-        if wish.bounded:
+        if export.bounded:
             ends = torch.arange(rows, dtype=torch.int32).clamp(max=columns)
             self.bounds = Bounds(torch.zeros_like(ends), ends)
-        tiles = {name: tile for name, (tile, _) in chosen_tiles(wish).items()}
+        tiles = {name: tile for name, (tile, _) in chosen_tiles(export).items()}
         self.config = KernelConfig(
             forward=tiles["forward"],
             dq=tiles["dq"],
             dkdv=tiles["dkdv"],
-            forward_kernel=wish.forward_kernel or "portable",
-            backward=wish.backward,
+            forward_kernel=export.forward_kernel or "portable",
+            backward=export.backward,
             single_pass=tiles.get("gradients"),
         )
         self.common: dict[str, Any] = {"bounds": self.bounds, "softmax_scale": SCALE, "config": self.config}
@@ -69,7 +67,7 @@ class Call:
 
     def triple(self, dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Like q, k and v."""
-        head_dim, head_dim_v = self.wish.head_dim, self.wish.head_dim_v
+        head_dim, head_dim_v = self.export.head_dim, self.export.head_dim_v
         return (
             self.tensor(False, head_dim, dtype),
             self.tensor(True, head_dim, dtype),
@@ -78,35 +76,34 @@ class Call:
 
     def run(self) -> None:
         """Forward and backward."""
-        wish, role = self.wish, ROLES[self.wish.role]
-        q, k, v = self.triple(wish.dtype)
-        dout, out = (self.tensor(False, wish.head_dim_v, wish.dtype) for _ in range(2))
+        export, role = self.export, ROLES[self.export.role]
+        q, k, v = self.triple(export.dtype)
+        dout, out = (self.tensor(False, export.head_dim_v, export.dtype) for _ in range(2))
         lse = torch.zeros(q.shape[0], q.shape[2], q.shape[1])
-        state = (self.tensor(False, wish.head_dim_v, "fp32"), lse) if role.carried else None
+        state = (self.tensor(False, export.head_dim_v, "fp32"), lse) if role.carried else None
         attention.attention_forward(q, k, v, state=state, final=role.final, **self.common)
         self.backward(dout, q, k, v, lse, attention.attention_delta(dout, out))
 
     def backward(self, *given: torch.Tensor) -> None:
         """What follows delta."""
-        role, sums = ROLES[self.wish.role], self.triple("fp32")
-        into = sums if role.in_place else self.triple(self.wish.dtype if role.final else "fp32")
-        pairs: dict[str, Any] = self.common | {"out": into[1:], "accum": sums[1:] if role.carried else None}
-        if self.wish.backward == "two_pass":
-            before: Any = sums[0] if role.carried else None
-            attention.attention_dq(*given, accum=before, out=into[0], **self.common)
+        role, accum = ROLES[self.export.role], self.triple("fp32")
+        out = accum if role.in_place else self.triple(self.export.dtype if role.final else "fp32")
+        pairs: dict[str, Any] = self.common | {"out": out[1:], "accum": accum[1:] if role.carried else None}
+        if self.export.backward == "two_pass":
+            before: Any = accum[0] if role.carried else None
+            attention.attention_dq(*given, accum=before, out=out[0], **self.common)
             attention.attention_dkdv(*given, **pairs)
         else:
-            single_pass.attention_gradients(*given, dq=sums[0], **pairs)
+            single_pass.attention_gradients(*given, dq=accum[0], **pairs)
 
 
-def captured(wish: Wish, case: dict[str, int]) -> dict[str, tuple[int, list[Any]]]:
+def captured(config: ExportConfig, case: dict[str, int]) -> dict[str, tuple[int, list[Any]]]:
     """By kernel: (programs, arguments in the order of the kernel) of what the host entries launch."""
     found: dict[str, tuple[int, list[Any]]] = {}
-    names = {kernel: name for kernels in (KERNELS, hopper.KERNELS) for name, kernel in kernels.items()}
 
     def launch(kernel: Any, grid: int, device: object, *args: Any, **options: Any) -> None:
         rest = [options[name] for name in kernel.arg_names[len(args) :]]
-        found[names[kernel]] = grid, [*args, *rest]
+        found[NAMES.get(kernel.__name__, kernel.__name__.removesuffix("_kernel"))] = grid, [*args, *rest]
 
     with (
         patch.object(attention, "launch", launch),
@@ -114,9 +111,9 @@ def captured(wish: Wish, case: dict[str, int]) -> dict[str, tuple[int, list[Any]
         patch.object(hopper_launch, "launch", launch),
         patch.object(hopper_backward_launch, "launch", launch),
         patch.object(hopper_launch, "is_hopper", lambda device: True),
-        patch.object(single_pass, "gpu_of", lambda device: Gpu("", wish.arch)),
+        patch.object(single_pass, "gpu_of", lambda device: Gpu("", config.arch)),
     ):
-        Call(wish, case).run()
+        Call(config, case).run()
     return found
 
 
@@ -159,23 +156,26 @@ def main() -> None:
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_GLOBAL)  # the driver that records has but the functions that are called
     library = ctypes.CDLL(str(folder / "libcuda.so.1"))
-    wishes = {name: wish_of(**fields) for name, fields in told["wishes"].items()}
-    kernels = {name: {one: compiled(wish, one)[1] for one in wish.kernels} for name, wish in wishes.items()}
+    configs = {name: config_of(**fields) for name, fields in told["configs"].items()}
+    kernels = {
+        name: {one: compiled_launch(config, one).binary for one in config.kernels} for name, config in configs.items()
+    }
     triton.knobs.cache.dir = str(folder / "cache")  # what is built on that driver stays there
     triton.runtime.driver.set_active(CudaDriver())
     found = {
-        name: [called(library, wish, case, kernels[name]) for case in told["cases"]] for name, wish in wishes.items()
+        name: [called(library, config, case, kernels[name]) for case in told["cases"]]
+        for name, config in configs.items()
     }
     print(json.dumps(found))
 
 
-def wish_of(config_dir: str | None, **fields: Any) -> Wish:
-    return settled(Wish(**fields, source=Source(config_dir=Path(config_dir)) if config_dir else UNASKED))
+def config_of(config_dir: str | None, **fields: Any) -> ExportConfig:
+    return resolved(ExportConfig(**fields, source=Source(config_dir=Path(config_dir) if config_dir else None)))
 
 
-def called(library: ctypes.CDLL, wish: Wish, case: dict[str, int], kernels: dict[str, Any]) -> dict[str, Any]:
+def called(library: ctypes.CDLL, config: ExportConfig, case: dict[str, int], kernels: dict[str, Any]) -> dict[str, Any]:
     """By kernel: what the host entries say in one case, and what of it arrives at the driver."""
-    calls = captured(wish, case)
+    calls = captured(config, case)
     assert set(calls) == set(kernels)
     return {
         name: {
