@@ -1,4 +1,4 @@
-"""What people do instead of a ring: gather all keys and values, or exchange heads for tokens; and mixtures."""
+"""Ways to compute the same attention: our rings, a baseline ring, gathered K/V, exchanged heads, and mixtures."""
 
 from __future__ import annotations
 
@@ -8,52 +8,36 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from ..common.shapes import human
-from ..ring.memory import of_all_gather, of_ulysses, slots_of
-from .call import DTYPES, Call
-from .launch import Device, Launch, whole
+import numpy as np
+
+from ..common.flags import human
+from ..common.memory_table import ALL_GATHER, ULYSSES, USUAL, candidate_bytes, ring_parts, ring_slots
+from .baseline import HOST_ATTENTION, HOST_COLLECTIVE, baseline
+from .call import Call
+from .inputs import Inputs
 from .links import Link, Links
-from .memory import form_of, memory, problem_of
-from .program import DKDV, DQ, FOLD, PASSES
 from .ring import Pass, ideal_seconds, predicted
-from .trouble import Trouble
+from .speed import DKDV, DQ, FOLD, whole
 
 FP32 = 4
 LEAST_SLOTS = 2  # of a ring of more than two ranks
-MIXTURE = " x "  # in the names of Ulysses beside a ring
+ARRANGE = 2  # a tensor's bytes are read and written once to bring it into the order that a collective or a kernel takes
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to compute the same attention; without times where it does not fit."""
+    """One way to compute the same attention; without passes where it does not fit."""
 
     name: str
     memory: int
     """Bytes of a rank."""
-    ideal: float
-    forward: float | None = None
-    backward: float | None = None
-    exposed: float | None = None
-    """Of both, seconds in which nothing is computed."""
+    passes: tuple[Pass, ...] = ()
     note: str = ""
 
     @property
     def seconds(self) -> float:
-        """Of both passes; endless where it does not fit."""
-        return math.inf if self.forward is None or self.backward is None else self.forward + self.backward
-
-    @property
-    def percent(self) -> float | None:
-        """Of one device divided by the ranks."""
-        return None if self.forward is None else 100 * self.ideal / self.seconds
-
-
-class Times(NamedTuple):
-    """Seconds of both passes, and those in which nothing is computed."""
-
-    forward: float
-    backward: float
-    exposed: float
+        """Of all passes, the mean of all draws; endless where it does not fit."""
+        return sum(float(np.mean(one.seconds)) for one in self.passes) if self.passes else math.inf
 
 
 class Option(NamedTuple):
@@ -61,49 +45,33 @@ class Option(NamedTuple):
 
     name: str
     memory: int
-    times: Callable[[], Times]
+    passes: Callable[[], Sequence[Pass]]
     note: str = ""
 
 
-def ways(
-    call: Call,
-    device: Device,
-    links: Links,
-    trouble: Trouble | None = None,
-    *,
-    capacity: float = math.inf,
-    passes: Sequence[Pass] = (),
-) -> list[Way]:
+def ways(call: Call, inputs: Inputs, *, capacity: float = math.inf) -> list[Way]:
     """All that there are, with the same slow ranks and varying launches, the fastest first.
 
-    What needs more than ``capacity``, the bytes of a GPU, comes last, with a note in place of times. ``passes`` are
-    those of the call's own ring, where they are known.
+    What needs more than ``capacity``, the bytes of a GPU, comes last, with a note in place of times.
     """
-    trouble = trouble or Trouble()
-    trouble.check(call.world)
-    rings = [flat(call, device, links, trouble)]
-    if call.nodes > 1 and call.per_node > 1:
-        rings.append(two_level(call, device, links, trouble))
-    if passes and call.slots >= LEAST_SLOTS:
-        own = len(rings) - 1 if call.is_two_level else 0
-        rings[own] = rings[own]._replace(times=partial(_of_passes, passes))
-    options = [*rings, gathered(call, device, links, trouble), *exchanged(call, device, links, trouble)]
-    ideal, found = sum(ideal_seconds(call, device, phase) for phase in PASSES), []
-    for name, needed, times, note in options:
+    found = []
+    for name, needed, passes, note in options(call, inputs):
         if needed <= capacity:
-            found.append(Way(name, needed, ideal, *times(), note))
+            found.append(Way(name, needed, tuple(passes()), note))
         else:
-            short = f"does not fit: needs {human(needed, 'B')} of {human(capacity, 'B')}"
-            found.append(Way(name, needed, ideal, note=short))
+            found.append(Way(name, needed, note=f"does not fit: needs {human(needed, 'B')} of {human(capacity, 'B')}"))
     return sorted(found, key=lambda way: (way.seconds, way.memory))
 
 
-def flat(call: Call, device: Device, links: Links, trouble: Trouble) -> Option:
-    """One ring through all ranks."""
-    slots = _slots(call, call.world)
-    made = replace(call, two_level=False, slots=slots)
-    note = "" if slots == call.slots else f"{slots} slots, which it needs"
-    return Option("flat ring", sum(memory(made).values()), partial(_of_ring, made, device, links, trouble), note)
+def options(call: Call, inputs: Inputs) -> list[Option]:
+    """Our rings; of plain calls the others too."""
+    flat = replace(call, two_level=False, slots=_slots(call, call.world))
+    two_level = replace(call, two_level=True)
+    rings = [flat, two_level] if two_level.is_two_level else [flat]
+    found = [_ring(one, inputs, _note(one, call)) for one in rings]
+    if not call.is_plain or call.world == 1:
+        return found
+    return [*found, _baseline(call, inputs), _gathered(call, inputs), *_exchanged(call, inputs)]
 
 
 def _slots(call: Call, ranks: int) -> int:
@@ -111,98 +79,124 @@ def _slots(call: Call, ranks: int) -> int:
     return max(call.slots, LEAST_SLOTS) if ranks > LEAST_SLOTS else call.slots
 
 
-def two_level(call: Call, device: Device, links: Links, trouble: Trouble) -> Option:
-    """A ring of rings."""
-    made = replace(call, two_level=True)
-    return Option("two-level ring", sum(memory(made).values()), partial(_of_ring, made, device, links, trouble))
+def _note(made: Call, call: Call) -> str:
+    return "" if made.slots == call.slots else f"{made.slots} slots, which it needs"
 
 
-def _of_ring(call: Call, device: Device, links: Links, trouble: Trouble) -> Times:
-    return _of_passes(predicted(call, device, links, trouble))
+def _ring(call: Call, inputs: Inputs, note: str) -> Option:
+    name = "two-level ring" if call.is_two_level else "flat ring"
+    return Option(name, sum(ring_parts(call.config, call.ring_form).values()), partial(_of_ring, call, inputs), note)
 
 
-def _of_passes(passes: Sequence[Pass]) -> Times:
-    forward, backward = passes
-    return Times(forward.seconds, backward.seconds, forward.waited + backward.waited)
+def _of_ring(call: Call, inputs: Inputs) -> tuple[Pass, ...]:
+    return predicted(call, inputs.speed, inputs.links, inputs.perturbation, phases=inputs.phases)
 
 
-def gathered(call: Call, device: Device, links: Links, trouble: Trouble) -> Option:
-    """All-gather of K and V, then one launch; backward again, then a reduce-scatter of dK and dV in fp32."""
+def _baseline(call: Call, inputs: Inputs) -> Option:
+    passes = partial(baseline, call, inputs.speed, inputs.links, inputs.perturbation, phases=inputs.phases)
+    return Option("baseline ring", candidate_bytes(USUAL, call.config), passes, "two buffers, merged by torch")
+
+
+def _gathered(call: Call, inputs: Inputs) -> Option:
     note = f"every rank holds K and V of all {call.seqlen:,} tokens"
-    times = partial(_of_gather, call, device, links, trouble)
-    return Option("all-gather of K/V", of_all_gather(problem_of(call)), times, note)
+    return Option("all-gather of K/V", candidate_bytes(ALL_GATHER, call.config), partial(gathered, call, inputs), note)
 
 
-def _of_gather(call: Call, device: Device, links: Links, trouble: Trouble) -> Times:
-    """A ring of P ranks moves P - 1 shards past every rank; over several nodes the slowest edge of that ring counts.
+def gathered(call: Call, inputs: Inputs) -> list[Pass]:
+    """All-gather of K and V, then one launch; backward again, then a reduce-scatter of dK and dV in fp32.
 
-    All wait for the rank whose launch takes longest.
+    A ring of P ranks moves P - 1 shards past every rank; over several nodes the slowest edge of that ring counts. All
+    wait for the rank whose launch takes longest.
     """
-    kv, size = 2 * call.batch * call.tokens * call.kv_heads * call.head_dim, DTYPES[call.dtype].itemsize
-    link = links.inside if call.nodes == 1 else _rail(call, links)
-    there, back = ((call.world - 1) * link.seconds(kv * width) for width in (size, FP32))
-    # equal shares of the whole plane, in one launch
-    forward, backward = (ideal_seconds(call, device, phase) * trouble.last(call.world) for phase in PASSES)
-    return Times(forward + there, backward + there + back, 2 * there + back)
+    kv = 2 * call.batch * call.tokens * call.kv_heads * call.head_dim
+    link = _rail(call, inputs.links) if call.nodes > 1 else inputs.links.inside.of_collectives
+
+    def moved(width: int) -> float:
+        nbytes = kv * width
+        # one collective for K, one for V; each has a latency for every rank that it goes past
+        along = (call.world - 1) * (2 * link.latency + nbytes / link.rate)
+        arranged = inputs.speed.moved(ARRANGE * nbytes * call.world)
+        return max(HOST_COLLECTIVE + along + float(arranged), 2 * HOST_COLLECTIVE + HOST_ATTENTION)
+
+    there, back = moved(call.form.dtype.itemsize), moved(FP32)
+    exposed = {"forward": there, "backward": there + back}
+    found = []
+    for phase in inputs.phases:
+        # equal shares of the whole plane, in one launch
+        computed = float(ideal_seconds(call, inputs.speed, phase)) * inputs.perturbation.slowest(call.world)
+        found.append(Pass(phase, computed + exposed[phase], exposed[phase], exposed[phase]))
+    return found
 
 
 def _rail(call: Call, links: Links) -> Link:
     """Per rank of a gather over nodes: every rank's NIC brings its part of the other nodes' shards, NVLink the rest."""
+    inside, between = links.inside.of_collectives, links.far(call.per_node).of_collectives
     far = (call.world - call.per_node) / call.per_node / max(call.world - 1, 1)
     near = 1.0 if call.per_node > 1 else 0.0
-    seconds = max(far / links.between.rate, near / links.inside.rate)
-    return Link(1 / seconds, (links.inside if near else links.between).latency)
+    seconds = max(far / between.rate, near / inside.rate)
+    return Link(1 / seconds, (inside if near else between).latency)
 
 
-def exchanged(call: Call, device: Device, links: Links, trouble: Trouble) -> list[Option]:
+def _exchanged(call: Call, inputs: Inputs) -> list[Option]:
     """Ulysses over every number of ranks that divides the key heads, and a ring of such groups for the rest."""
     degrees = [d for d in range(2, call.kv_heads + 1) if call.kv_heads % d == 0 and call.world % d == 0]
-    return [_ulysses(call, degree, device, links, trouble) for degree in degrees]
+    return [_ulysses(call, degree, inputs) for degree in degrees]
 
 
-def _ulysses(call: Call, degree: int, device: Device, links: Links, trouble: Trouble) -> Option:
-    """Neighbours exchange heads; over nodes where a group is more than a part of one."""
+def _ulysses(call: Call, degree: int, inputs: Inputs) -> Option:
+    group = grouped(call, degree)
+    name = "Ulysses" if group.world == 1 else f"Ulysses {degree} x ring {group.world}"
+    needed = candidate_bytes(ULYSSES, call.config) + ring_slots(group.config, group.ring_form)
+    where = "" if call.per_node % degree == 0 else ", over nodes"
+    return Option(name, needed, partial(exchanged, call, degree, inputs), f"{degree} ranks exchange heads{where}")
+
+
+def grouped(call: Call, degree: int) -> Call:
+    """The ring of groups of neighbours, each a part of the heads of all tokens of its group."""
     ranks, inside = call.world // degree, call.per_node % degree == 0
-    group = replace(
+    return replace(
         call, tokens=call.tokens * degree, world=ranks, nodes=call.nodes if inside else ranks,
         heads=call.heads // degree, kv_heads=call.kv_heads // degree, chunks=1, slots=_slots(call, ranks),
     )  # fmt: skip
-    link = links.inside if inside else links.between
-    exchange = _exchange(call, degree, link)
-    if ranks == 1:
-        name, times = "Ulysses", partial(_of_whole, group, exchange, device, trouble.last(call.world))
-    else:
-        slow: dict[int, float] = {}
-        for rank, factor in trouble.slow.items():
-            slow[rank // degree] = max(factor, slow.get(rank // degree, 1.0))
-        name = f"Ulysses {degree}{MIXTURE}ring {ranks}"
-        times = partial(_of_groups, group, exchange, device, links, replace(trouble, slow=slow))
-    needed = of_ulysses(problem_of(call)) + slots_of(problem_of(group), form_of(group))
-    where = "" if inside else ", over nodes"
-    return Option(name, needed, times, f"{degree} ranks exchange heads{where}")
 
 
-def _exchange(call: Call, degree: int, link: Link) -> float:
-    """Seconds of the four all-to-alls of a forward (q, k, v, out); a backward has twice as many."""
-    row = call.batch * call.tokens * call.head_dim * DTYPES[call.dtype].itemsize
-    tensors = 2 * call.heads + 2 * call.kv_heads
-    return (degree - 1) * link.latency + row * tensors * (degree - 1) / degree / link.rate
-
-
-def _of_whole(group: Call, exchange: float, device: Device, slowest: float) -> Times:
-    """Every rank has all tokens of its heads."""
-    area = whole(group.seqlen, causal=group.mask.causal)
-    forward, backward = (
-        slowest * sum(device.launch_seconds(Launch(one, 0, area), group.form) for one in what)
-        for what in ((FOLD,), (DQ, DKDV))
-    )
-    return Times(forward + exchange, backward + 2 * exchange, 3 * exchange)
-
-
-def _of_groups(group: Call, exchange: float, device: Device, links: Links, trouble: Trouble) -> Times:
-    """As many rings run side by side as a group has ranks.
+def exchanged(call: Call, degree: int, inputs: Inputs, ring: Callable[..., tuple[Pass, ...]] = predicted) -> list[Pass]:
+    """All-to-alls that are exposed around a ring of groups; as many rings run side by side as a group has ranks.
 
     One stands for all: at each of its places the slowest of the neighbours there.
     """
-    ring = _of_ring(group, device, links, trouble)
-    return Times(ring.forward + exchange, ring.backward + 2 * exchange, ring.exposed + 3 * exchange)
+    group, exchange = grouped(call, degree), exchange_seconds(call, degree, inputs)
+    if group.world == 1:
+        passes = _alone(group, inputs, inputs.perturbation.slowest(call.world))
+    else:
+        slow, links = inputs.perturbation.grouped(degree), inputs.links.beside(degree)
+        passes = ring(group, inputs.speed, links, slow, phases=inputs.phases)
+    found = []
+    for one in passes:
+        spent = exchange if one.phase == "forward" else 2 * exchange
+        worst = np.maximum(one.worst, spent)[()]
+        found.append(Pass(one.phase, one.seconds + spent, one.exposed + spent, worst))
+    return found
+
+
+def exchange_seconds(call: Call, degree: int, inputs: Inputs) -> float:
+    """Of the four all-to-alls of a forward (q, k, v, out), each arranged before and after; a backward has twice."""
+    inside = call.per_node % degree == 0
+    link = (inputs.links.inside if inside else inputs.links.far(call.per_node)).of_collectives
+    total = 0.0
+    for heads in (call.heads, call.kv_heads, call.kv_heads, call.heads):
+        nbytes = call.batch * call.tokens * call.head_dim * call.form.dtype.itemsize * heads
+        moved = (degree - 1) * link.latency + nbytes * (degree - 1) / degree / link.rate
+        total += max(HOST_COLLECTIVE, moved + float(inputs.speed.moved(2 * ARRANGE * nbytes)))
+    return total
+
+
+def _alone(group: Call, inputs: Inputs, slowest: float) -> tuple[Pass, ...]:
+    """Every rank has all tokens of its heads."""
+    area = whole(group.seqlen, causal=group.mask.causal)
+    kernels = {"forward": (FOLD,), "backward": (DQ, DKDV)}
+    return tuple(
+        Pass(phase, slowest * float(sum(inputs.speed.seconds(one, area, group.form, hop=0) for one in kernels[phase])),
+             0.0, 0.0)
+        for phase in inputs.phases
+    )  # fmt: skip

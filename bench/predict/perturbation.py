@@ -1,33 +1,37 @@
-"""What is not as it should be: ranks that are slow, and launches that vary."""
+"""What makes ranks differ: GPUs that are slow, and launches that vary."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from statistics import NormalDist
 
 import numpy as np
 
-from .clock import Lanes
+from .speed import Seconds
 
 MOST_JITTER = 1.0  # who means 5% and writes 5 is told
-QUANTILES = 1 << 16  # of a normal distribution, as likely each: to be drawn by 16 random bits, a tenth of the time
+MOST_SLOW = 1000  # times as long: slower is broken
+MOST_RANKS = 128  # that are simulated one by one
+DRAWS = 16  # of a jitter: their mean and spread are told
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """What is not as it should be: ranks that are slow, and launches that vary."""
+class Perturbation:
+    """GPUs that are slow, and launches that vary."""
 
     slow: Mapping[int, float] = field(default_factory=dict)
     """By rank how many times as long its launches take."""
     jitter: float = 0.0
     """Standard deviation of the logarithm of a launch's time, drawn for each."""
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.jitter <= MOST_JITTER:
             raise ValueError(f"jitter is {self.jitter}: it must be 0 to {MOST_JITTER:g}, and 0.05 is 5%")
+        for rank, factor in self.slow.items():
+            if not 1 <= factor <= MOST_SLOW:
+                raise ValueError(
+                    f"slow is {rank}={factor:g}: a factor is how many times as long the rank takes, 1 to {MOST_SLOW:,}"
+                )
 
     @property
     def is_there(self) -> bool:
@@ -43,33 +47,33 @@ class Trouble:
         """Refuse what a ring of so many ranks cannot have.
 
         Raises:
-            ValueError: a slow rank that it has not.
+            ValueError: a slow rank that it has not, or more ranks than are simulated one by one.
         """
         wrong = [rank for rank in self.slow if not 0 <= rank < world]
         if wrong:
             raise ValueError(f"slow names rank {wrong[0]}: ranks are 0 to {world - 1}")
+        if self.is_there and world > MOST_RANKS:
+            raise ValueError(f"slow and jitter are of rings of at most {MOST_RANKS} GPUs, each simulated: got {world}")
 
-    def factors(self, world: int) -> Lanes:
-        """Of every rank how many times as long its launches take, jitter apart."""
-        found = np.ones(world)
-        for rank, times in self.slow.items():
-            found[rank] = times
-        return found
-
-    def noise(self) -> Callable[[int], Lanes]:
-        """Draws for so many launches how many times as long each takes, from the seed on."""
+    def factors(self, rank: int, phase: str, count: int) -> Seconds:
+        """Of every launch of a rank how many times as long it takes, ``[count]``; with jitter ``[count, draw]``."""
+        slower = self.slow.get(rank, 1.0)
         if not self.jitter:
-            return np.ones
-        factors, bits = np.exp(self.jitter * _quantiles()), np.random.PCG64(self.seed)
-        words = np.dtype(np.uint64).itemsize // np.dtype(np.uint16).itemsize
-        return lambda count: factors.take(bits.random_raw(-(-count // words)).view(np.uint16)[:count], mode="clip")
+            return [slower] * count
+        draw = np.random.default_rng([rank, len(phase)])
+        return slower * draw.lognormal(0.0, self.jitter, (count, DRAWS))
 
-    def last(self, world: int) -> float:
-        """How many times as long one launch takes until all ranks are done with it."""
-        return float((self.factors(world) * self.noise()(world)).max())
+    def slowest(self, world: int) -> float:
+        """How many times as long one launch takes until all ranks are done with it; the mean of all draws."""
+        each = [np.broadcast_to(self.factors(rank, "", 1)[0], DRAWS) for rank in range(world)]
+        return float(np.max(each, axis=0).mean())
+
+    def grouped(self, degree: int) -> Perturbation:
+        """Of rings of groups of so many ranks: in each place the slowest of its group."""
+        slow: dict[int, float] = {}
+        for rank, factor in self.slow.items():
+            slow[rank // degree] = max(factor, slow.get(rank // degree, 1.0))
+        return Perturbation(slow, self.jitter)
 
 
-@lru_cache(1)
-def _quantiles() -> Lanes:
-    normal = NormalDist()
-    return np.array([normal.inv_cdf((place + 0.5) / QUANTILES) for place in range(QUANTILES)])
+NONE = Perturbation()
