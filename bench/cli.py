@@ -1,29 +1,42 @@
 """The command line: names, one-line helps and ``--version``. What a command does lies in its folder, in ``command.py``.
 
-A command module exposes ``app``, a :class:`typer.Typer`, and is imported when the command is used, not before: the
-list of commands appears without importing torch.
+A command module exposes ``app``, a :class:`typer.Typer`, and is imported when the command is used, not before; with
+nothing heavy at its top, so that its ``--help`` is there without torch. How a command ends is the same for all: a
+refusal is one line and exit code 2, Ctrl-C one line and 130.
 """
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
+
+from .. import __version__
+
+EXTRA = "the command line needs the extra `cli`: pip install 'ringattn[cli]'"
+PACKAGES = ("typer", "rich", "matplotlib", "jinja2", "pynvml", "platformdirs")
+"""What the extra installs, as it is imported."""
 
 try:
     import typer
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("the command line needs the extra `cli`: pip install 'ringattn[cli]'") from error
+except ModuleNotFoundError:
+    raise SystemExit(EXTRA) from None
 
-from .. import __version__
+HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+Refusal: Any = typer.BadParameter.__mro__[
+    2
+]  # Click's, which new versions of typer hide
 
 app = typer.Typer(
     help="Exact attention over a sequence that is split across GPUs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings=HELP,
 )
-bench = typer.Typer(help="Measure kernels, links, overlap and whole rings.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure kernels, links, overlap and whole rings.", no_args_is_help=True, context_settings=HELP
+)
 app.add_typer(bench, name="bench")
 
 # everything after the command's name, --help included, goes to the command as it is
@@ -40,8 +53,37 @@ def _register(group: typer.Typer, name: str, summary: str, module: str) -> None:
 
     @group.command(name, help=summary, context_settings=_PASS_ON)
     def command(context: typer.Context) -> None:
-        target: typer.Typer = import_module(f"{__package__.rpartition('.')[0]}.{module}").app
-        target(args=list(context.args), prog_name=context.command_path)
+        raise typer.Exit(run(module, context.command_path, list(context.args)))
+
+
+def run(module: str, name: str, arguments: list[str]) -> int:
+    """Run the ``app`` of a module under a name; its exit code. What refuses or interrupts it is told in one line."""
+    try:
+        target = typer.main.get_command(import_module(f"{__package__.rpartition('.')[0]}.{module}").app)
+        with target.make_context(name, arguments, **HELP) as context:
+            target.invoke(context)
+    except typer.Exit as ended:
+        return ended.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return _say("interrupted", 130)
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.partition(".")[0] not in PACKAGES:
+            raise
+        return _say(EXTRA, 2)
+    except Refusal as refused:
+        return _say(f"{name}: {refused.format_message()}", refused.exit_code)
+    except (ValueError, NotImplementedError) as refused:
+        return _say(f"{name}: {refused}", 2)
+    return 0
+
+
+def _say(line: str, code: int) -> int:
+    """A line on standard error, by one process of a launcher's; the exit code."""
+    from .common.output import prints
+
+    if prints():
+        print(" ".join(line.split()), file=sys.stderr)
+    return code
 
 
 COMMANDS = {

@@ -42,14 +42,23 @@ from ..ring import Layout, Mask, Ring, loop
 from ..ring import ring as ring_module
 from ..ring.backends import backward_works, forward_works
 from ..ring.schedule.plan import Plan, plan
-from .common.memory_room import Needs, of_ranks, refuse_too_large
+from .common.attention import DTYPES, AttentionConfig
+from .common.flags import (
+    TimerOfRings,
+    binary,
+    check_chunks,
+    count,
+    device_name,
+    dtype_name,
+    kv_heads_of,
+    timer_of_rings,
+)
+from .common.memory import Needs, needs_of_ranks, refuse_too_large
 from .common.output import check_targets, prints, write_csv, write_json
 from .common.provenance import provenance
-from .common.shapes import TimerOfRings, binary, check_chunks, count, device_name, dtype_name, grouped, timer_of_rings
 from .common.tables import table
 from .common.timing import Clock, interleaved
 from .overlap.runs import BACKWARD, FORWARD
-from .ring.candidates import DTYPES, Problem
 from .ring.memory import of_ours
 
 HOPS = 8  # and ranks
@@ -228,7 +237,9 @@ def check_room(shape: tuple[int, int, int, int], kv_heads: int, dtype: str, devi
     batch, tokens, heads, head_dim = shape
 
     def needed(some: int) -> Needs:
-        return of_ranks(of_ours(Problem(HOPS * some, HOPS, batch, heads, kv_heads, head_dim, dtype)), device, 1)
+        return needs_of_ranks(
+            of_ours(AttentionConfig(HOPS * some, HOPS, batch, heads, kv_heads, head_dim, dtype)), device, 1
+        )
 
     refuse_too_large("--tokens", tokens, needed, device, unit="tokens per rank")
 
@@ -325,7 +336,7 @@ def host(
     """The host's time to post one hop, launches included; on a GPU less than the hop computes, or exit 1."""
     where = torch.device(device_name(device))
     timer = timer_of_rings(where.type, timer)
-    kv_heads = grouped(heads, kv_heads)
+    kv_heads = kv_heads_of(heads, kv_heads)
     check_targets(json, csv)
     if not prints():
         return  # one rank tells what there is to tell

@@ -19,15 +19,13 @@ from ..comm.control import control_of
 from ..comm.topology.topology import Topology
 from ..ring import Ring, ring_attention
 from ..ring.schedule.schedule import KV_SLOTS
-from .common.heap import give_back_freed_memory
+from .common.attention import DTYPES, AttentionConfig
+from .common.flags import LayoutName, count, counts, dtype_name, kv_heads_of
 from .common.launching import Member, member, process_group, started
-from .common.memory import PeakMemory
-from .common.memory_room import Needs, of_ranks, refuse_too_large
+from .common.memory import Needs, PeakMemory, freed_at_once, needs_of_ranks, refuse_too_large
 from .common.output import check_targets, prints, write_csv, write_json
 from .common.provenance import provenance
-from .common.shapes import LayoutName, count, counts, dtype_name, grouped
 from .common.tables import table
-from .ring.candidates import DTYPES, Problem
 from .ring.memory import RingForm, of_ours
 
 CPU = torch.device("cpu")
@@ -74,7 +72,7 @@ class Setting:
         )
 
 
-def spawned(store: str, problem: Problem, setting: Setting) -> list[Peaks] | None:
+def spawned(store: str, problem: AttentionConfig, setting: Setting) -> list[Peaks] | None:
     """One rank; rank 0 returns the peaks of all."""
     place = member()
     assert place is not None
@@ -84,11 +82,10 @@ def spawned(store: str, problem: Problem, setting: Setting) -> list[Peaks] | Non
 
 
 def in_groups(
-    place: Member, problems: Sequence[Problem], setting: Setting, store: str | None = None
+    place: Member, problems: Sequence[AttentionConfig], setting: Setting, store: str | None = None
 ) -> dict[int, list[Peaks]]:
     """One rank: world after world, each a ring of the first ranks; on rank 0 the peaks of all."""
-    give_back_freed_memory()
-    with process_group(place, store, device=CPU):
+    with freed_at_once(CPU), process_group(place, store, device=CPU):
         found = {}
         for problem in problems:
             group = dist.new_group(range(problem.world))  # all ranks help to make it
@@ -103,7 +100,7 @@ def in_groups(
     return found
 
 
-def peaks(problem: Problem, setting: Setting, group: dist.ProcessGroup | None) -> Peaks:
+def peaks(problem: AttentionConfig, setting: Setting, group: dist.ProcessGroup | None) -> Peaks:
     """The peaks of a first call, forward and backward, with everything it allocates: inputs, slots, saved tensors."""
     measured = PeakMemory(CPU)
     with setting.ring(problem.world, group) as ring:
@@ -117,7 +114,7 @@ def peaks(problem: Problem, setting: Setting, group: dist.ProcessGroup | None) -
         return Peaks(forward, backward, {name: sum(x.nbytes for x in tensors) for name, tensors in named.items()})
 
 
-def shards(problem: Problem, tokens: int) -> tuple[Tensor, ...]:
+def shards(problem: AttentionConfig, tokens: int) -> tuple[Tensor, ...]:
     """q, k, v and dout of one rank."""
     heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
     made = [torch.randn(problem.batch, tokens, count, problem.head_dim) for count in heads]
@@ -171,7 +168,7 @@ def memory(
     csv: Annotated[Path | None, typer.Option(help="Write a row per world.")] = None,
 ) -> None:
     """Peak memory per rank for the same tokens per rank: the same for every number of ranks, or exit 1."""
-    kv_heads = grouped(heads, kv_heads)
+    kv_heads = kv_heads_of(heads, kv_heads)
     place = member()
     worlds = worlds_of(place, worlds)
     for world in worlds:
@@ -180,7 +177,7 @@ def memory(
     setting = Setting(nodes, slots, chunks, wire_dtype, grad_wire_dtype)
     check_targets(json, csv)
     problems = [
-        Problem(world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value)
+        AttentionConfig(world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value)
         for world in worlds
     ]
     check_room(problems, setting, place)
@@ -202,25 +199,25 @@ def worlds_of(place: Member | None, given: list[int] | None) -> list[int]:
     return given or sorted({*(world for world in WORLDS if world < place.world), place.world})
 
 
-def check_room(problems: Sequence[Problem], setting: Setting, place: Member | None) -> None:
+def check_room(problems: Sequence[AttentionConfig], setting: Setting, place: Member | None) -> None:
     """Refuse what does not fit this machine's free memory, with the tokens that do: typer.BadParameter."""
     largest = max(problems, key=lambda problem: problem.world)
     ranks_here = largest.world if place is None else min(largest.world, place.local_world)
 
     def needed(tokens: int) -> Needs:
-        return of_ranks(of_rank(replace(largest, seqlen=tokens * largest.world), setting), CPU, ranks_here)
+        return needs_of_ranks(of_rank(replace(largest, seqlen=tokens * largest.world), setting), CPU, ranks_here)
 
     unit = f"tokens on each of {largest.world} ranks"
     refuse_too_large("--tokens", largest.seqlen // largest.world, needed, CPU, unit=unit)
 
 
-def of_rank(problem: Problem, setting: Setting) -> int:
+def of_rank(problem: AttentionConfig, setting: Setting) -> int:
     """Bytes of one rank: as in ``bench ring``, of a ring with these slots, levels and dtypes."""
     form = RingForm(setting.nodes > 1, setting.slots, setting.wire_dtype, setting.grad_wire_dtype)
     return of_ours(problem, form)
 
 
-def in_processes(problems: Sequence[Problem], setting: Setting) -> dict[int, list[Peaks]]:
+def in_processes(problems: Sequence[AttentionConfig], setting: Setting) -> dict[int, list[Peaks]]:
     """World after world in new processes."""
     results = {}
     with Console(stderr=True).status("measuring") as status:
@@ -233,7 +230,7 @@ def in_processes(problems: Sequence[Problem], setting: Setting) -> dict[int, lis
 
 
 def finish(
-    problem: Problem, setting: Setting, results: dict[int, list[Peaks]], json: str | None, csv: Path | None
+    problem: AttentionConfig, setting: Setting, results: dict[int, list[Peaks]], json: str | None, csv: Path | None
 ) -> None:
     """Print and write; exit 1 where memory per rank is not the same for all worlds."""
     rows = rows_of(results)
@@ -263,7 +260,9 @@ def told_of(setting: Setting) -> str:
     return "".join(f", {name} {value}" for name, value in changed.items())
 
 
-def as_json(problem: Problem, setting: Setting, results: dict[int, list[Peaks]], spread: float) -> dict[str, Any]:
+def as_json(
+    problem: AttentionConfig, setting: Setting, results: dict[int, list[Peaks]], spread: float
+) -> dict[str, Any]:
     case = asdict(problem)
     tokens = problem.seqlen // problem.world
     for name in ("seqlen", "world", "seed"):

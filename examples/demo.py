@@ -9,9 +9,9 @@ from typing import Annotated
 import torch
 import typer
 
+from ..bench.common.flags import LayoutName, binary, size
 from ..bench.common.launching import Member, member, world_of
 from ..bench.common.output import check_targets
-from ..bench.common.shapes import LayoutName, binary, size
 from ..kernels.strict import regular_file
 from .side_by_side import Order, run
 from .training import Job

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from ..bench.common.shapes import human
+from ..bench.common.flags import human
 from .model import BYTES
 from .training import Job, RingRun, Run
 

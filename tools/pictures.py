@@ -10,7 +10,7 @@ import numpy as np
 import typer
 
 from ..bench.common.call import Call, Grid, mask_cells
-from ..bench.common.shapes import binary, human
+from ..bench.common.flags import binary, human
 from ..bench.report.theme import LIGHT, Theme, themed, write_figure
 from ..ring.schedule.schedule import Hop
 

@@ -9,11 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ..bench.common.attention import BACKWARD_FLOPS, boundaries_of, pattern_of
 from ..bench.common.call import Call, data, mask_cells, table
-from ..bench.common.flops import BACKWARD_FLOPS
-from ..bench.common.masks import boundaries_of, pattern_of
-from ..bench.common.output import check_targets, prints, write_csv, write_json
-from ..bench.common.shapes import (
+from ..bench.common.flags import (
     BlockMaskPattern,
     Causal,
     CuSeqlens,
@@ -23,11 +21,12 @@ from ..bench.common.shapes import (
     PrefixLength,
     SeqUsedK,
     Window,
-    grouped,
     human,
+    kv_heads_of,
     size,
     sizes,
 )
+from ..bench.common.output import check_targets, prints, write_csv, write_json
 from ..ring.arguments import Layouts, mask_of
 from ..ring.schedule.layout import Layout
 from ..ring.schedule.mask import UNLIMITED, Mask
@@ -198,7 +197,7 @@ def show(
             prefix_length=prefix_length,
             block_mask=pattern_of(tokens, block_mask),
         )
-        kv_heads = grouped(heads, kv_heads)
+        kv_heads = kv_heads_of(heads, kv_heads)
         call = Call(held, name, mask, direction, batch, heads, kv_heads, head_dim, dtype.value, nodes)
         _ = call.plan
     except ValueError as error:

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ...bench.common.flags import Causal, device_name, dtype_name, sizes
 from ...bench.common.launching import cores
 from ...bench.common.output import check_targets, prints
-from ...bench.common.shapes import Causal, device_name, dtype_name, sizes
 from ...kernels.lookup import Gpu, gpu_of, user_folder
 from ...kernels.tables import KERNELS, Point, options_of
 from .. import Shape, dealt, gpu_of_arch, grid, shape_of_config, space, tile_text, why_not

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 import triton
 
+from ...bench.common.attention import AttentionConfig
 from ...bench.common.launching import Member, member, process_group
 from ...bench.common.provenance import command
-from ...bench.common.timing import Clock
-from ...bench.links.group import device_of
-from ...bench.overlap.command import Members
-from ...bench.ring.candidates import Candidate, Problem, Setting, ours
+from ...bench.common.timing import Clock, Ranks
+from ...bench.ring.candidates import Candidate, Setting, ours
 from ...bench.ring.runs import gathered, judged
 from ...comm import Limits, resolve_group
 from ...comm.control import Control, control_of
@@ -69,9 +68,9 @@ class RingWish:
     threads: int = 1  # per process
     seed: int = 0
 
-    def problem(self, tokens: int) -> Problem:
+    def problem(self, tokens: int) -> AttentionConfig:
         point = self.point
-        return Problem(
+        return AttentionConfig(
             tokens * point.world, point.world, 1, point.heads, point.kv_heads, point.head_dim, LONG[point.dtype],
             point.mask == "bounded", "zigzag", self.threads, self.seed,
         )  # fmt: skip
@@ -154,7 +153,7 @@ def spawned(store: str, wish: RingWish) -> RingReport:
 def search(place: Member, wish: RingWish, store: str | None = None) -> RingReport:
     """One rank of the search."""
     torch.set_num_threads(wish.threads)
-    device = device_of(place, wish.device)
+    device = place.shared_device(wish.device)
     report = RingReport(gpu=gpu_of(device) or CPU)
     with process_group(place, store, device=device), ExitStack() as stack:
         rings, why = opened(wish, stack)
@@ -166,7 +165,7 @@ def search(place: Member, wish: RingWish, store: str | None = None) -> RingRepor
         # of the runs alone: what is opened and checked first is opened and checked again when the search goes on
         ends = time.monotonic() + wish.budget
         runs = Runs(
-            wish.point, steps, Clock(device, Members()), nvml.reader(device),
+            wish.point, steps, Clock(device, Ranks()), nvml.reader(device),
             left=lambda: of_rank_0(ends - time.monotonic()),  # ranks whose clocks differ would part
             journal=journal_of(wish, report.gpu) if place.rank == 0 else None,
         )  # fmt: skip
@@ -206,7 +205,7 @@ def opened(wish: RingWish, stack: ExitStack) -> tuple[dict[RingSetting, Ring], d
     return rings, why
 
 
-def wrong(problem: Problem, rings: dict[RingSetting, Ring], device: torch.device) -> dict[RingSetting, str]:
+def wrong(problem: AttentionConfig, rings: dict[RingSetting, Ring], device: torch.device) -> dict[RingSetting, str]:
     """What cannot run here, or whose results err by more than rounding explains; the same on every rank.
 
     Allowed is twice the error of PyTorch's attention in the same dtype plus rounding, the rule of the tests; with
@@ -230,12 +229,12 @@ def wrong(problem: Problem, rings: dict[RingSetting, Ring], device: torch.device
     return found
 
 
-def ring_candidate(problem: Problem, ring: Ring, device: torch.device) -> Candidate:
+def ring_candidate(problem: AttentionConfig, ring: Ring, device: torch.device) -> Candidate:
     """``ring_attention`` through one of the rings."""
     return ours(problem.layout, Setting(problem, (problem.layout,), device, lambda: ring))
 
 
-def inputs(problem: Problem, device: torch.device) -> tuple[torch.Tensor, ...]:
+def inputs(problem: AttentionConfig, device: torch.device) -> tuple[torch.Tensor, ...]:
     """q, k, v and dout of this rank, made where they are used."""
     draw = torch.Generator(device).manual_seed(problem.seed + dist.get_rank())
     tokens = problem.held.lengths[dist.get_rank()]

@@ -12,7 +12,6 @@ from typer import Exit
 
 from ...bench.common.launching import Member, cores, member, started, world_of
 from ...bench.common.output import prints
-from ...bench.links.group import device_of
 from ...kernels.lookup import gpu_of
 from .. import Shape, known, private_folder
 from ..rings import CPU, WIRES, RingPoint, settings
@@ -100,7 +99,7 @@ def tune_rings(wishes: Sequence[RingWish], json: str | None, csv: Path | None) -
 def check_folder(wish: RingWish) -> None:
     """What could not be added to is refused before minutes of work."""
     place = member()
-    device = torch.device(wish.device, 0) if place is None else device_of(place, wish.device)
+    device = torch.device(wish.device, 0) if place is None else place.shared_device(wish.device)
     known(private_folder(wish.folder), gpu_of(device) or CPU)
 
 

@@ -15,9 +15,8 @@ from ...comm.topology.topology import Topology
 from ...ring.schedule.layout import Layout
 from ...ring.schedule.mask import Mask, visible_pairs
 from ...ring.schedule.schedule import Schedule, schedule
-from . import masks
-from .flops import forward_flops
-from .shapes import DTYPE_BYTES
+from .attention import forward_flops, mask_data, mask_title
+from .flags import DTYPE_BYTES
 
 Grid = npt.NDArray[np.int64]
 
@@ -60,7 +59,7 @@ class Call:
 
     @property
     def title(self) -> str:
-        kind = masks.title(self.mask)
+        kind = mask_title(self.mask)
         where = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         return f"{self.layout_name}, {kind}, {self.layout.seqlen:,} tokens over {self.layout.world} ranks{where}"
 
@@ -187,7 +186,7 @@ def data(call: Call) -> dict[str, Any]:
             "seqlen": call.layout.seqlen,
             "world": call.layout.world,
             "spans": call.layout.spans_per_rank,
-            "mask": masks.data(call.mask),
+            "mask": mask_data(call.mask),
             "direction": call.direction,
             "nodes": call.plan.nodes,
             "rails": [*zip(*call.plan.nodes, strict=True)] if call.nodes > 1 else [],

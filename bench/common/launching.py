@@ -1,8 +1,12 @@
-"""One process per rank: started here by torch's elastic launcher, or found under torchrun, srun or mpirun."""
+"""One process per rank: started here by torch's elastic launcher, or found under torchrun, srun or mpirun.
+
+torch is imported where it is used: the flags need to know who prints, and nothing of torch.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import socket
@@ -15,13 +19,13 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-import torch.distributed as dist
 import typer
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
-from torch.distributed.rendezvous import rendezvous
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -30,7 +34,6 @@ LOCAL = (LOOPBACK, "localhost")
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 TIMEOUT = timedelta(minutes=10)  # of one wait for the other ranks: far more than a step of a demo takes
 LATER = 3.0  # seconds; times of errors are compared in whole ones
-NO_CONSEQUENCES = (NotImplementedError, torch.OutOfMemoryError, typer.Exit)  # RuntimeErrors that are a rank's own
 # what launchers set: rank, ranks, rank and ranks on this machine. srun's are those of the step: a batch script that
 # calls us without srun has SLURM_PROCID too, and is no rank of anything
 LAUNCHERS = (
@@ -69,6 +72,8 @@ class Member:
         Raises:
             ValueError: more ranks than GPUs on this machine.
         """
+        import torch
+
         gpus = torch.cuda.device_count()
         if gpus == 0:
             return torch.device("cpu")
@@ -77,6 +82,15 @@ class Member:
         if self.local_rank >= gpus:
             raise ValueError(f"rank {self.rank} finds no GPU: {self.local_world} ranks here, {gpus} GPUs; start fewer")
         return torch.device("cuda", self.local_rank)
+
+    def shared_device(self, kind: str) -> torch.device:
+        """This rank's device of that kind; where there are fewer GPUs than ranks on this machine, they share them."""
+        import torch
+
+        if kind == "cpu":
+            return torch.device("cpu")
+        gpus = torch.cuda.device_count()
+        return torch.device("cuda", 0 if gpus == 1 else self.local_rank % gpus)
 
 
 def member() -> Member | None:
@@ -121,6 +135,8 @@ def cores() -> int:
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """That many threads of PyTorch's for a while."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -137,6 +153,10 @@ def process_group(place: Member, store: str | None = None, *, device: torch.devi
     where it is not the one that its place gives it. Where a rank fails, it is its error that ends them all, and not
     another's, whose connection to it closed: see :func:`consequences_later`.
     """
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+
     backend, device = "gloo", device or place.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -165,11 +185,13 @@ def _interfaces(place: Member) -> dict[str, str]:
 def consequences_later() -> Iterator[None]:
     """Raise a little later what another rank's end may be the cause of: the first error of all is the one told.
 
-    That is any RuntimeError but :data:`NO_CONSEQUENCES`: gloo's of a closed connection has no class of its own.
+    That is a RuntimeError, as gloo's of a closed connection is, which has no class of its own.
     """
+    import torch
+
     try:
         yield
-    except NO_CONSEQUENCES:
+    except (NotImplementedError, torch.OutOfMemoryError, typer.Exit):  # RuntimeErrors too, and a rank's own
         raise
     except RuntimeError:
         time.sleep(LATER)
@@ -179,6 +201,8 @@ def consequences_later() -> Iterator[None]:
 @cache
 def _file_store(path: str, world: int) -> Store:
     """A file where ranks meet, kept open: the last of them to close it removes it, under whoever has opened it anew."""
+    from torch._C._distributed_c10d import FileStore
+
     return FileStore(path, world)
 
 
@@ -188,6 +212,9 @@ def _launchers_store(place: Member) -> Store:
 
     One for each group would let a rank that is early for the next group meet in the store of the last one.
     """
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed.rendezvous import rendezvous
+
     address = os.environ.setdefault("MASTER_ADDR", _address(place))
     port = int(os.environ.setdefault("MASTER_PORT", str(_port())))
     if address in LOCAL and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -251,8 +278,11 @@ def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
 
     Raises:
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a process raised, or died.
+        KeyboardInterrupt: the user ended it, and with it the processes.
     """
+    import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # the agent would open a TCP server on every interface for the ranks to meet at
@@ -270,7 +300,14 @@ def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        results: dict[int, T] = elastic_launch(config, entry)(str(Path(folder, "store")), *arguments)
+        before = logging.root.manager.disable
+        logging.disable(logging.ERROR)  # what torch's agent tells of a rank that failed is in the error as well
+        try:
+            results: dict[int, T] = elastic_launch(config, entry)(str(Path(folder, "store")), *arguments)
+        except SignalException:
+            raise KeyboardInterrupt from None
+        finally:
+            logging.disable(before)
     return results[0]
 
 
@@ -283,6 +320,41 @@ def started(world: int, entry: Callable[..., T], *arguments: object) -> T:
     except ChildFailedError as error:
         typer.echo(f"a rank failed: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def spawn(world: int, measure: Callable[..., T], *arguments: object, device: str = "cpu") -> T:
+    """Call ``measure(place, device, *arguments)`` on every rank of a process group.
+
+    The ranks are those of the launcher, each of which gets what it returns; without one, ``world`` new processes of
+    this machine, of which rank 0's result is returned. ``measure`` is a module's function, ``device`` cpu or cuda.
+
+    Raises:
+        typer.Exit: one of the new processes failed; its error is told.
+    """
+    place = member()
+    if place is None:
+        found: T = started(world, _as_rank, device, measure, arguments)
+        return found
+    return _in_group(place, None, device, measure, arguments)
+
+
+def _as_rank(store: str, kind: str, measure: Callable[..., T], arguments: tuple[object, ...]) -> T:
+    """One new process; its error is left where the one that started it reads it."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    place = member()
+    assert place is not None
+    in_group: Callable[..., Any] = record(_in_group)
+    found: T = in_group(place, store, kind, measure, arguments)
+    return found
+
+
+def _in_group(
+    place: Member, store: str | None, kind: str, measure: Callable[..., T], arguments: tuple[object, ...]
+) -> T:
+    device = place.shared_device(kind)
+    with process_group(place, store, device=device):
+        return measure(place, device, *arguments)
 
 
 @contextmanager

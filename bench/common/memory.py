@@ -1,14 +1,38 @@
-"""Peak memory of a stretch of code above what was in use before it, on the CPU and on a GPU."""
+"""Memory: what is free, what a stretch of code takes at its peak, and the refusal of what would not fit."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
+import os
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import typer
 
-from .heap import trim
+from .flags import binary
+from .launching import TORCHRUN, member
+
+GB = 1e9
+PROCESS_BYTES = 400 << 20  # Python, torch and its libraries
+USED = 0.9  # of what is free: the rest is for what nobody counts
+STEP = 1024  # sizes that fit are told in multiples of it
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+MAPPED_BYTES = 64 << 10
+KEPT_BYTES = 32 << 20  # the largest block that glibc keeps once it has seen it freed
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that nobody uses."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with open("/proc/meminfo") as file:
+        available = next(line for line in file if line.startswith("MemAvailable"))
+    return int(available.split()[1]) * 1024
 
 
 class PeakMemory:
@@ -20,7 +44,9 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             self._start = torch.cuda.memory_allocated(device)
             return
-        trim()
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
+            ctypes.CDLL(None).malloc_trim(0)
         # 5: the high-water mark falls to what is resident now (proc_pid_clear_refs); without it, an earlier peak
         # of this process counts, and the result is an upper bound
         with contextlib.suppress(OSError):
@@ -41,3 +67,108 @@ def _resident(field: str) -> int:
     if match is None:
         raise RuntimeError(f"/proc/self/status has no {field}: this kernel does not keep it")
     return int(match[1]) * 1024
+
+
+@contextlib.contextmanager
+def freed_at_once(device: torch.device) -> Iterator[None]:
+    """On the CPU glibc maps every large block by itself inside, so that what is resident is what is in use.
+
+    By default it keeps freed blocks for later, and does so again afterwards: mapping makes allocations slow.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library: the figures are upper bounds
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES if device.type == "cpu" else KEPT_BYTES)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+            ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2 * KEPT_BYTES)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a measurement takes in all, on the host and on each GPU."""
+
+    host: int
+    gpu: int = 0
+
+
+def needs_on(device: torch.device, nbytes: int) -> Needs:
+    """So many bytes of tensors of this process."""
+    return Needs(0, nbytes) if device.type == "cuda" else Needs(nbytes)
+
+
+def needs_of_ranks(each: int, device: torch.device, ranks_here: int) -> Needs:
+    """What the ranks of one machine take, each so many bytes of tensors; ranks that outnumber the GPUs share them."""
+    processes = ranks_here * PROCESS_BYTES
+    if device.type == "cpu":
+        return Needs(processes + ranks_here * each)
+    return Needs(processes, -(-ranks_here // gpus_of(ranks_here)) * each)
+
+
+def gpus_of(ranks_here: int) -> int:
+    """Of the ranks on this machine; srun and mpirun may show each its own GPU alone, torchrun shows all of them."""
+    gpus = max(1, torch.cuda.device_count())
+    hidden = gpus == 1 and member() is not None and TORCHRUN not in os.environ
+    return ranks_here if hidden else gpus
+
+
+def free_here(device: torch.device) -> Needs:
+    """What is free on this machine now; under a launcher each rank looks at its own GPU."""
+    place = member()
+    if device.type != "cuda":
+        return Needs(free_memory(torch.device("cpu")))
+    if place is not None:
+        device = torch.device("cuda", place.local_rank % max(1, torch.cuda.device_count()))
+    return Needs(free_memory(torch.device("cpu")), free_memory(device))
+
+
+def refuse_too_large(
+    option: str, size: int, needed: Callable[[int], Needs], device: torch.device, *, unit: str, step: int = STEP
+) -> None:
+    """Refuse what takes more than nine tenths of this machine's free memory.
+
+    Args:
+        option: the one that says the size.
+        size: as it was asked for.
+        needed: bytes in all on this machine, by size.
+        device: what is measured.
+        unit: of the size, as in ``tokens``.
+        step: the size that fits is told in multiples of it.
+
+    Raises:
+        typer.BadParameter: too large, with the size that fits.
+    """
+    if refusal := too_large(size, needed, free_here(device), unit=unit, step=step):
+        raise typer.BadParameter(f"{option}: {refusal}")
+
+
+def too_large(size: int, needed: Callable[[int], Needs], free: Needs, *, unit: str, step: int = STEP) -> str | None:
+    """Why a size does not fit, with the largest that does; None where it fits."""
+    most = largest(size, needed, free, step=step)
+    if most == size:
+        return None
+    wanted = needed(size)
+    told = [
+        f"{nbytes / GB:.1f} GB of {where}, {there / GB:.1f} GB are free"
+        for where, nbytes, there in (("memory", wanted.host, free.host), ("GPU memory", wanted.gpu, free.gpu))
+        if nbytes > USED * there
+    ]
+    fits = f"{binary(most)} fits" if most else f"not even {binary(step)} fits"
+    return f"{size:,} {unit} take {' and '.join(told)}: {fits}"
+
+
+def largest(size: int, needed: Callable[[int], Needs], free: Needs, *, step: int = STEP) -> int:
+    """A size where it fits, else the largest multiple of the step below it that does; 0: none."""
+
+    def fits(some: int) -> bool:
+        wanted = needed(some)
+        return wanted.host <= USED * free.host and wanted.gpu <= USED * free.gpu
+
+    if fits(size):
+        return size
+    low, high = 0, (size - 1) // step
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
+    return low * step

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import typer
 
-from ...kernels.strict import regular_file
 from .launching import member
 
 
@@ -23,18 +22,23 @@ def prints() -> bool:
     return place is None or place.rank == 0
 
 
-def check_targets(*targets: str | Path | None) -> None:
+def check_target(target: str | Path | None) -> None:
     """Refuse a file that could not be written, before minutes of work rather than after: typer.BadParameter."""
+    if target in (None, "-"):
+        return
+    path = Path(str(target))
+    if not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"cannot write {target}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise typer.BadParameter(f"cannot write {target}: it is a folder; name a file in it")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise typer.BadParameter(f"cannot write {target}: it is a link or no regular file; name another one, or -")
+
+
+def check_targets(*targets: str | Path | None) -> None:
+    """The same of several."""
     for target in targets:
-        if target in (None, "-"):
-            continue
-        path = Path(target)
-        if not path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"cannot write {target}: there is no folder {path.parent}")
-        if path.is_dir():
-            raise typer.BadParameter(f"cannot write {target}: it is a folder; name a file in it")
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise typer.BadParameter(f"cannot write {target}: it is a link or no regular file; name another one, or -")
+        check_target(target)
 
 
 def write_file(target: str | Path, data: str | bytes) -> None:
@@ -43,6 +47,8 @@ def write_file(target: str | Path, data: str | bytes) -> None:
     Raises:
         typer.BadParameter: it cannot be written.
     """
+    from ...kernels.strict import regular_file  # which brings torch
+
     try:
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         with regular_file(Path(target), "wb", os.O_WRONLY | os.O_CREAT) as file:

@@ -14,8 +14,6 @@ from typing import Any
 
 import typer
 
-from ...kernels.strict import shown
-from .files import read_object
 from .output import prints, write_csv, write_json
 
 SCHEMA = "ringattn result"
@@ -101,6 +99,8 @@ def read(path: Path) -> Result:
     Raises:
         ValueError: the file is something else; the message names it and what it has to be.
     """
+    from .files import read_object  # which brings torch
+
     try:
         data = read_object(path)
         if data.pop("schema", None) != SCHEMA:
@@ -113,6 +113,8 @@ def read(path: Path) -> Result:
 
 def _check(data: Mapping[str, Any]) -> None:
     """Every field is there and of its kind: ValueError."""
+    from ...kernels.strict import shown
+
     kinds = {"case": str, "units": dict, "rows": list, "failed": list, "notes": list, "provenance": dict}
     if data.keys() != kinds.keys():
         raise ValueError(f"it has the fields {', '.join(sorted(data))[:200]}: it must have {', '.join(kinds)}")

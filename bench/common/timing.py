@@ -10,18 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from .flags import timer_on
 
 Step = Callable[[], object]
 
 LEAST, MOST = 5, 50  # samples of a candidate where its own speed decides: a median, and an end
 FLUSH_BYTES = 256 << 20  # more than the L2 of any GPU
 HOST_AHEAD_CYCLES = 2_000_000  # about 1 ms: longer than the host takes to enqueue any step
-TIMERS = ("events", "graph", "clock")
-"""CUDA events around a run; events around the replay of a CUDA graph of it; the host's clock, device idle at both ends.
-
-A graph has no launches by the host in it, the host's clock has all of them."""
-OF_RINGS = ("events", "clock")
-"""Of them those that time a whole ring: its transfers are posted by the host, and no graph holds them."""
 
 
 @dataclass(frozen=True)
@@ -95,17 +92,16 @@ class Team:
         return seconds
 
 
-def timer_on(kind: str, timer: str, takes: Sequence[str] = TIMERS) -> str:
-    """``timer``, or where it is empty what a device of this kind is timed by.
+class Ranks(Team):
+    """All ranks of the default group; waiting blocks and does not spin, and is over the host's network."""
 
-    Raises:
-        ValueError: it is none of ``takes``, or not of this kind.
-    """
-    own = "events" if kind == "cuda" else "clock"
-    known = takes if kind == "cuda" else (own,)
-    if (timer or own) not in known:
-        raise ValueError(f"timer is {timer!r}: on {kind} it must be one of {', '.join(known)}")
-    return timer or own
+    def ready(self) -> None:
+        self.slowest(0.0)
+
+    def slowest(self, seconds: float) -> float:
+        longest = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        return longest.item()
 
 
 def nearest(timer: str, takes: Sequence[str]) -> str:

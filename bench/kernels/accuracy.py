@@ -19,7 +19,7 @@ from ...kernels.experimental.hopper_launch import is_hopper
 from ...ring import Layout, Mask, bounds
 from ...ring.backends import SinglePassBackward, TritonBackward, TritonForward
 from ...ring.cpu.aten import AtenBackward, AtenForward
-from ..ring.candidates import DTYPES
+from ..common.attention import DTYPES
 from ..suite.cases import NotHere, Number, poisoned
 
 NO_DROPOUT = 0.0

@@ -11,11 +11,9 @@ import typer
 from rich.console import Console
 
 from ...kernels.checks import MAX_HEAD_DIM
-from ..common.launching import member
-from ..common.masks import boundaries_of
-from ..common.output import check_targets, prints, write_csv, write_json
-from ..common.provenance import provenance
-from ..common.shapes import (
+from ..common.attention import boundaries_of
+from ..common.flags import (
+    TIMERS,
     BlockMaskPattern,
     CuSeqlens,
     DocumentsOfMean,
@@ -25,11 +23,14 @@ from ..common.shapes import (
     Window,
     counts,
     dtype_name,
-    grouped,
     head_dims,
+    kv_heads_of,
 )
+from ..common.launching import member
+from ..common.output import check_targets, prints, write_csv, write_json
+from ..common.provenance import provenance
 from ..common.tables import table
-from ..common.timing import TIMERS, Clock
+from ..common.timing import Clock
 from ..suite.cases import Number
 from . import speed
 from .contender import OURS
@@ -90,7 +91,7 @@ def kernels(
         clock = Clock(device, timer=timer or "")
         shapes = [
             Shape(
-                tokens, heads or usual[2], grouped(heads or usual[2], kv_heads), dim, value_dim or 0, kind, causal,
+                tokens, heads or usual[2], kv_heads_of(heads or usual[2], kv_heads), dim, value_dim or 0, kind, causal,
                 window or (-1, -1), _boundaries(tokens, cu_seqlens, documents, documents_seed), prefix_length,
                 block_mask, batch, None if seqused_k is None else tuple(seqused_k),
             )

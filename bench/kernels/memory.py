@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..common.exact import BLOCK_BYTES, chosen_heads
-from ..common.memory_room import Needs, refuse_too_large
+from ..common.attention import DTYPES
+from ..common.errors import BLOCK_BYTES, chosen_heads
+from ..common.memory import Needs, refuse_too_large
 from ..common.timing import FLUSH_BYTES
-from ..ring.candidates import DTYPES
 from ..ring.memory import FP32, FP64
 from .rivals import contenders
 from .shape import Shape

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ... import reference
 from ...reference.masks import by_batch
-from ..common.free_memory import free_memory
+from ..common.memory import free_memory
 from .contender import BACKWARD, FORWARD, OURS, Cannot, Contender, Given, Ready
 from .ours import VARIANTS, aten_backend, triton_kernels
 from .shape import Shape

@@ -16,11 +16,8 @@ from ...ring.arguments import Layouts, mask_of
 from ...ring.schedule.block_mask import BlockMask, Longformer
 from ...ring.schedule.mask import UNLIMITED, visible_pairs
 from ...ring.schedule.plan import plan
-from ..common import masks
-from ..common.flops import forward_flops
-from ..common.masks import pattern_of
-from ..common.shapes import Pattern
-from ..ring.candidates import DTYPES
+from ..common.attention import DTYPES, forward_flops, mask_title, pattern_of
+from ..common.flags import Pattern
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ class Shape:
         """What a number is of."""
         dims = {} if self.value_dim == self.head_dim else {"head_dim_v": self.value_dim}
         return {
-            "dtype": self.dtype, "head_dim": self.head_dim, **dims, "mask": masks.title(self.mask),
+            "dtype": self.dtype, "head_dim": self.head_dim, **dims, "mask": mask_title(self.mask),
             "seqlen": self.seqlen, "heads": f"{self.heads}/{self.kv_heads}",
         }  # fmt: skip
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ...kernels import Bounds
 from ...ring import Layout, Mask, bounds
-from ..common.exact import RESULTS, Judge, allowed, chosen_heads, judge, plainly
-from ..common.flops import BACKWARD_FLOPS, BY_SQUARE
+from ..common.attention import BACKWARD_FLOPS, BY_SQUARE, DTYPES
+from ..common.errors import RESULTS, Exact, chosen_heads, exact_results, pytorch_results, tolerances
 from ..common.timing import Clock, Samples, Step, interleaved, repeats_within
-from ..ring.candidates import DTYPES
 from ..suite.cases import Number
 from .contender import BACKWARD, FORWARD, PASSES, STATE, Cannot, Contender, Given
 from .rivals import contenders
@@ -68,7 +67,7 @@ class Field:
     clock: Clock
     steps: dict[str, Step] = field(default_factory=dict)  # by "<pass>:<who>"
     _given: Given | None = None
-    _judge: Judge | None = None
+    _judge: Exact | None = None
     _limits: dict[str, float] = field(default_factory=dict)
 
     def enter(self, one: Contender) -> Iterator[Number]:
@@ -95,13 +94,13 @@ class Field:
         return self._given
 
     @property
-    def judge(self) -> Judge:
+    def judge(self) -> Exact:
         """float64 of the heads that are looked at."""
         if self._judge is None:
             shape, given = self.shape, self.given
             heads = chosen_heads(shape.batch, shape.heads, shape.kv_heads, shape.seqlen, shape.seqlen)
             options = shape.options(given.device)
-            self._judge = judge(given.q, given.k, given.v, given.dout, heads, options)
+            self._judge = exact_results(given.q, given.k, given.v, given.dout, heads, options)
         return self._judge
 
     @property
@@ -109,8 +108,8 @@ class Field:
         """What each of our results may err by."""
         if not self._limits:
             given, options = self.given, self.shape.options(self.given.device)
-            plain = plainly(given.q, given.k, given.v, given.dout, self.judge, options)
-            self._limits = allowed(self.judge, plain)
+            plain = pytorch_results(given.q, given.k, given.v, given.dout, self.judge, options)
+            self._limits = tolerances(self.judge, plain)
         return self._limits
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ...comm.transports.lanes import HIGH_PRIORITY, new_stream
 from ...kernels import attention_forward
-from ..common.flops import forward_flops
-from ..common.timing import OF_RINGS, Clock, Step, interleaved, nearest, repeats_within
-from ..ring.candidates import DTYPES
+from ..common.attention import DTYPES, forward_flops
+from ..common.flags import OF_RINGS
+from ..common.timing import Clock, Step, interleaved, nearest, repeats_within
 from ..suite.cases import Number
 from . import speed
 from .beside import LEFT, SIZES, Copy, bytes_for

@@ -16,11 +16,10 @@ from rich.console import Console
 
 from ... import __version__
 from ...comm import Limits
+from ..common.flags import TIMERS, check_transport, device_name, size, timer_on
 from ..common.launching import Member, member, started, world_of
 from ..common.output import check_targets, prints, write_csv, write_json
 from ..common.provenance import cpu, gpu, provenance
-from ..common.shapes import check_transport, device_name, size
-from ..common.timing import TIMERS, timer_on
 from .beside import FORWARD, MATMUL
 from .group import SWEPT, Findings, between_processes, in_process, spawned
 from .memory import check_room

@@ -45,7 +45,7 @@ def spawned(store: str, wish: Wish) -> Findings:
 def between_processes(place: Member, wish: Wish, store: str | None = None) -> Findings:
     """One rank of the measurement in processes; every rank has the findings."""
     torch.set_num_threads(1)
-    device = device_of(place, wish.device)
+    device = place.shared_device(wish.device)
     with process_group(place, store, device=device):
         assert dist.group.WORLD is not None
         return of_group(dist.group.WORLD, wish, device)
@@ -64,14 +64,6 @@ def in_process(world: int, wish: Wish) -> Findings:
             return ranks.run(run)[0]
         finally:
             torch.set_num_threads(threads)
-
-
-def device_of(place: Member, wish: str) -> torch.device:
-    """This rank's device; where there are fewer GPUs than ranks on this machine, they share them."""
-    if wish == "cpu":
-        return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    return torch.device("cuda", 0 if gpus == 1 else place.local_rank % gpus)
 
 
 def of_group(group: Group, wish: Wish, device: torch.device) -> Findings:

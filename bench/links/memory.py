@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..common.memory_room import Needs, of_ranks, refuse_too_large
+from ..common.memory import Needs, needs_of_ranks, refuse_too_large
 from .runs import Wish
 
 MIB = 1 << 20
@@ -24,7 +24,7 @@ def check_room(wish: Wish, ranks_here: int, *, launched: bool) -> None:
     virtual = "local" in wish.transports and not launched
 
     def needed(nbytes: int) -> Needs:
-        shared = of_ranks(messages * nbytes, device, ranks_here)
+        shared = needs_of_ranks(messages * nbytes, device, ranks_here)
         on_one = ranks_here * messages * nbytes if virtual and device.type == "cuda" else 0
         return Needs(shared.host, max(shared.gpu, on_one))
 

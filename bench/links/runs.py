@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ...comm import Fence, Limits, Message, Transport, TransportError
-from ..common.timing import HOST_AHEAD_CYCLES, timer_on
+from ..common.flags import timer_on
+from ..common.timing import HOST_AHEAD_CYCLES
 
 PERIOD = 65537  # of the pattern, a prime: no block of any power of two repeats within it
 STRIDE = 167

@@ -15,10 +15,8 @@ from rich.progress import Progress
 
 from ...comm import Limits
 from ...ring import Ring
-from ..common.launching import Member, cores, member, process_group, started, world_of
-from ..common.output import check_targets, prints, write_csv, write_json
-from ..common.provenance import provenance
-from ..common.shapes import (
+from ..common.attention import AttentionConfig
+from ..common.flags import (
     LayoutName,
     TimerOfRings,
     binary,
@@ -27,16 +25,16 @@ from ..common.shapes import (
     count,
     device_name,
     dtype_name,
-    grouped,
     human,
+    kv_heads_of,
     sizes,
     timer_of_rings,
 )
+from ..common.launching import Member, cores, member, process_group, started, world_of
+from ..common.output import check_targets, prints, write_csv, write_json
+from ..common.provenance import provenance
 from ..common.tables import table
-from ..common.timing import Clock, Samples, interleaved
-from ..links.group import device_of
-from ..ring.candidates import Problem
-from ..ring.runs import Ranks
+from ..common.timing import Clock, Ranks, Samples, interleaved
 from .memory import check_room
 from .rows import Row, contention, step_of, verdict
 from .runs import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, STEP, TOGETHER, Shard, Step, shard_of
@@ -53,7 +51,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 class Wish:
     """What the command was asked for; the same on every rank."""
 
-    problem: Problem
+    problem: AttentionConfig
     slots: tuple[int, ...] = (1, 2, 3)
     prefetch: tuple[int, ...] = (0, 1, 2)
     chunks: tuple[int, ...] = (1,)
@@ -73,13 +71,6 @@ class Report:
     transport: str = ""
 
 
-class Members(Ranks):
-    """All ranks of the default group, ready once all have told so over the host's network."""
-
-    def ready(self) -> None:
-        self.slowest(0.0)
-
-
 def spawned(store: str, wish: Wish) -> Report:
     """The entry of the processes that the command starts itself."""
     place = member()
@@ -91,7 +82,7 @@ def measure(place: Member, wish: Wish, store: str | None = None) -> Report:
     """One rank of the measurement."""
     torch.set_num_threads(wish.problem.threads)
     torch.manual_seed(wish.problem.seed + place.rank)
-    device = device_of(place, wish.device)
+    device = place.shared_device(wish.device)
     with process_group(place, store, device=device):
         report = Report(bytes_per_second=link_speed(wish, device) if wish.link_share is not None else None)
         limits = Limits(bytes_per_second=report.bytes_per_second)
@@ -128,8 +119,8 @@ def link_speed(wish: Wish, device: torch.device) -> float:
     with Ring(transport=wish.transport, chunks=wish.chunks[0]) as ring:
         shard = prepared(wish, ring, device)
         steps = {phase: Step(ring, shard, phase, COMPUTE) for phase in PHASES}
-        taken = interleaved(steps, Clock(device, Members(), wish.timer), repeats=PROBES)
-    moved = Members().slowest(sum(step.nbytes for step in steps.values()))
+        taken = interleaved(steps, Clock(device, Ranks(), wish.timer), repeats=PROBES)
+    moved = Ranks().slowest(sum(step.nbytes for step in steps.values()))
     assert wish.link_share is not None
     return moved / (wish.link_share * sum(samples.median for samples in taken.values()))
 
@@ -156,7 +147,7 @@ def rows_of(
                 steps[setting[2], phase, COMMUNICATION] = Step(ring, shard, phase, COMMUNICATION)
     task = bar.add_task("timing", total=len(steps) * (wish.repeats + 1))
     named: dict[str, Callable[[], object]] = {str(key): step for key, step in steps.items()}
-    clock = Clock(device, Members(), wish.timer)
+    clock = Clock(device, Ranks(), wish.timer)
     taken = interleaved(named, clock, repeats=wish.repeats, progress=lambda: bar.advance(task))
     found = {key: taken[str(key)] for key in steps}
     inside = {key: [run.seconds for run in step.inside[-wish.repeats :]] for key, step in steps.items()}
@@ -189,7 +180,7 @@ def row_of(
         compute=found[chunks, phase, COMPUTE],
         communication=found[chunks, phase, COMMUNICATION],
         together=found[*setting, phase],
-        contention=None if slowed is None else Members().slowest(slowed),
+        contention=None if slowed is None else Ranks().slowest(slowed),
     )
 
 
@@ -230,13 +221,13 @@ def overlap(
         raise typer.BadParameter("--link-share throttles transfers between CPUs, and the device is cuda: leave it out")
     place = member()
     world = world_of(place, world, max(2, torch.cuda.device_count() if device == "cuda" else 0))
-    kv_heads = grouped(heads, kv_heads)
+    kv_heads = kv_heads_of(heads, kv_heads)
     check_chunks(chunks, kv_heads)
     check_targets(json, csv)
     share = threads or max(1, cores() // (place.local_world if place is not None else world))
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     wish = Wish(
-        Problem(
+        AttentionConfig(
             world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value, share, seed, device
         ),
         slots=tuple(slots),

@@ -8,25 +8,25 @@ from dataclasses import replace
 import torch
 
 from ...ring.schedule.schedule import SUMS_SLOTS
-from ..common.memory_room import Needs, of_ranks, refuse_too_large
+from ..common.attention import AttentionConfig
+from ..common.memory import Needs, needs_of_ranks, refuse_too_large
 from ..common.timing import FLUSH_BYTES
-from ..ring.candidates import Problem
 from ..ring.memory import FP32, rows_of, tokens_per_rank
 from .settings import Setting
 
 
-def check_room(problem: Problem, settings: Sequence[Setting], ranks_here: int) -> None:
+def check_room(problem: AttentionConfig, settings: Sequence[Setting], ranks_here: int) -> None:
     """Refuse what does not fit this machine's free memory, with the tokens that do: typer.BadParameter."""
     device = torch.device(problem.device)
 
     def needed(tokens: int) -> Needs:
-        return of_ranks(of_rank(replace(problem, seqlen=tokens * problem.world), settings), device, ranks_here)
+        return needs_of_ranks(of_rank(replace(problem, seqlen=tokens * problem.world), settings), device, ranks_here)
 
     unit = f"tokens on each of {problem.world} ranks"
     refuse_too_large("--tokens", problem.seqlen // problem.world, needed, device, unit=unit)
 
 
-def of_rank(problem: Problem, settings: Sequence[Setting]) -> int:
+def of_rank(problem: AttentionConfig, settings: Sequence[Setting]) -> int:
     """Bytes at the peak; a ring that would ask for K/V further ahead than it has slots is not made."""
     rows, n = rows_of(problem), tokens_per_rank(problem)
     kept = rows.inputs + rows.queries * rows.item + problem.batch * problem.heads * FP32

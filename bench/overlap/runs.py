@@ -21,8 +21,8 @@ from ...ring import Mask, Ring, loop
 from ...ring.backends import backward_works, forward_works, joined, resolve_backend
 from ...ring.schedule.plan import Plan, plan
 from ...ring.traffic import Call, Tensors, ignore_post
+from ..common.attention import DTYPES, AttentionConfig
 from ..common.timing import Stopwatch
-from ..ring.candidates import DTYPES, Problem
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 TOGETHER, COMPUTE, COMMUNICATION = "together", "compute", "communication"
@@ -120,7 +120,7 @@ class Clocked:
 class Shard:
     """One rank's inputs, and what its backward reads: results over all ranks."""
 
-    problem: Problem
+    problem: AttentionConfig
     plan: Plan
     q: Tensor
     k: Tensor
@@ -134,7 +134,7 @@ class Shard:
         return 1 / math.sqrt(self.q.shape[3])
 
 
-def shard_of(problem: Problem, ring: Ring, device: torch.device) -> Shard:
+def shard_of(problem: AttentionConfig, ring: Ring, device: torch.device) -> Shard:
     """Random inputs of this rank."""
     steps = plan(
         problem.held, Mask(causal=problem.causal), ring.rank, ring.direction, device, ring.topology, ring.slots

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,9 +12,8 @@ from rich.console import Console
 from ...ring.arguments import Layouts, mask_of
 from ...ring.schedule.layout import Layout
 from ...ring.schedule.mask import UNLIMITED
-from ..common.masks import boundaries_of, pattern_of, title
-from ..common.output import check_targets, prints, write_csv, write_json
-from ..common.shapes import (
+from ..common.attention import boundaries_of, mask_title, pattern_of
+from ..common.flags import (
     BlockMaskPattern,
     Causal,
     CuSeqlens,
@@ -25,11 +25,10 @@ from ..common.shapes import (
     binary,
     device_here,
     dtype_name,
-    grouped,
-    refuse_beside,
-    refuse_without,
+    kv_heads_of,
     size,
 )
+from ..common.output import check_targets, prints, write_csv, write_json
 from ..timeline.events import as_chrome
 from .apart import MOST_RANKS
 from .call import Call
@@ -58,6 +57,31 @@ from .trouble import Trouble
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 PICTURE = "predict.png"
 MOST_GPUS = 16 * 1024
+
+
+def refuse_beside(other: str, why: str, **given: object) -> None:
+    """What another flag takes the place of is not given too.
+
+    Raises:
+        ValueError: one of them is.
+    """
+    if flag := _first(given):
+        raise ValueError(f"{flag} and {other} are both given: {why}")
+
+
+def refuse_without(other: str, why: str, **given: object) -> None:
+    """What means nothing without another flag is not given without it.
+
+    Raises:
+        ValueError: one of them is.
+    """
+    if flag := _first(given):
+        raise ValueError(f"{flag} is given without {other}: {why}")
+
+
+def _first(given: Mapping[str, object]) -> str | None:
+    """The first flag that was given."""
+    return next((name.replace("_", "-") for name, value in given.items() if value is not None), None)
 
 
 @app.command()
@@ -142,7 +166,7 @@ def predict(
             block_mask=pattern_of(tokens * world, block_mask),
         )  # fmt: skip
         call = Call(
-            tokens, world, layout.value, mask, heads, grouped(heads, kv_heads), head_dim, batch, dtype, nodes, True,
+            tokens, world, layout.value, mask, heads, kv_heads_of(heads, kv_heads), head_dim, batch, dtype, nodes, True,
             chunks, slots, prefetch, 1, wire_dtype, grad_wire_dtype,
         )  # fmt: skip
         _check_links(call, max(axes["gpus"]) if axes else world, link, link_between, calibrate)
@@ -216,8 +240,8 @@ def _map(
     if not prints():
         return
     heading = (
-        f"{call.layout}, {title(call.mask)}, H{call.heads}/{call.kv_heads} D{call.head_dim} {call.dtype}, forward and "
-        f"backward\n{links.inside.rate / 1e9:.0f} GB/s inside nodes of {call.per_node}, "
+        f"{call.layout}, {mask_title(call.mask)}, H{call.heads}/{call.kv_heads} D{call.head_dim} {call.dtype}, forward "
+        f"and backward\n{links.inside.rate / 1e9:.0f} GB/s inside nodes of {call.per_node}, "
         f"{links.between.rate / 1e9:.0f} GB/s per GPU between" + (f"\n{trouble.words}" if trouble.is_there else "")
     )
     draw(rows, heading, picture)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import typer
 
-from ..common.shapes import size
+from ..common.flags import size
 from .call import CPU, Call
 from .host import HostSpeed
 from .launch import whole

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..common.shapes import binary
+from ..common.flags import binary
 from ..common.tables import table
 from ..report.theme import LIGHT, Theme, save, themed
 from .call import Call

@@ -8,7 +8,7 @@ from typing import Any
 from ...ring.schedule.plan import Plan
 from ...ring.schedule.uses import Moved, Stretch, uses
 from ...ring.traffic import Kind
-from ..common import masks
+from ..common.attention import mask_data
 from ..timeline.events import Event, Timeline
 from .call import Call
 from .clock import Track
@@ -39,7 +39,7 @@ def timeline(title: str, passes: tuple[Pass, ...], call: Call) -> Timeline:
 
 def said(call: Call) -> dict[str, Any]:
     """What a timeline says of its call: shape, layout and mask, as a measured one does."""
-    return {name: getattr(call, name) for name in SAID} | masks.data(call.mask)
+    return {name: getattr(call, name) for name in SAID} | mask_data(call.mask)
 
 
 def _of_rank(track: Track, plan: Plan, start: float) -> Iterator[Event]:

@@ -10,9 +10,9 @@ from ...ring.schedule.block_mask import longformer
 from ...ring.schedule.documents import Documents
 from ...ring.schedule.layout import Layout
 from ...ring.schedule.mask import UNLIMITED, Mask
-from ..common import masks
+from ..common.attention import mask_data, mask_title
 from ..common.call import Call
-from ..common.shapes import LayoutName, binary
+from ..common.flags import LayoutName, binary
 from ..predict.rows import MASKS, mask_of
 from .theme import Theme, themed
 
@@ -153,14 +153,14 @@ def wanted(words: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Wanted]:
 def kind(call: Call) -> Kind:
     """What makes the picture of a call: others with the same look alike."""
     seqlen = 0 if call.mask in PLAIN else call.layout.seqlen
-    return call.layout_name, str(masks.data(call.mask)), seqlen, call.layout.world, call.nodes
+    return call.layout_name, str(mask_data(call.mask)), seqlen, call.layout.world, call.nodes
 
 
 def title(call: Call) -> str:
     """``zigzag, causal, 4 ranks on 2 nodes``: what its picture shows, with the length where the mask depends on it."""
     length = "" if call.mask in PLAIN else f" of {binary(call.layout.seqlen)} tokens"
     where = f" on {call.nodes} nodes" if call.nodes > 1 else ""
-    return f"{call.layout_name}, {masks.title(call.mask)}{length}, {call.layout.world} ranks{where}"
+    return f"{call.layout_name}, {mask_title(call.mask)}{length}, {call.layout.world} ranks{where}"
 
 
 def png(call: Call, theme: Theme) -> bytes:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..common.flops import BY_SQUARE
-from ..common.shapes import binary
+from ..common.attention import BY_SQUARE
+from ..common.flags import binary
 from ..ring.candidates import ALL_CORES, WHOLE
 from .reading import Folder
 from .rows import finite, labels_of, mapping_of, mappings_of, median, percent_off, ring_runs

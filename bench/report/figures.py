@@ -11,7 +11,7 @@ import numpy as np
 from ...ring.schedule.layout import Layout
 from ...ring.schedule.mask import Mask
 from ...ring.schedule.schedule import schedule
-from ..ring.candidates import Problem
+from ..common.attention import AttentionConfig
 from ..timeline.command import measured, read_timeline
 from .theme import VARIABLES, Theme, save, themed
 from .timelines import save as save_timelines
@@ -79,7 +79,7 @@ def main() -> None:
     given = parser.parse_args()
     save(lambda theme: ring_figure(theme=theme), given.out / "ring.svg", 0)
     if given.trace is None:
-        found = [measured(None, Problem(seqlen=8192, world=2, heads=8, kv_heads=8, head_dim=64), 5)]
+        found = [measured(None, AttentionConfig(seqlen=8192, world=2, heads=8, kv_heads=8, head_dim=64), 5)]
     else:
         found = [read_timeline(given.trace)]
     if given.predicted is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from ..common.shapes import human
+from ..common.flags import human
 from ..kernels.speed import ABSENT
 from ..links.command import EVERY
 from ..links.runs import REGISTERED

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ...ring import Layout, Mask, Ring, ring_attention
 from ...ring.schedule.schedule import schedule
+from ..common.attention import DTYPES, AttentionConfig
 from ..common.launching import cores
 from ..common.timing import Stopwatch
 from .collectives import Exchange, Gather
@@ -22,7 +22,6 @@ from .usual_ring import usual_ring_attention
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Tensors = tuple[Tensor, ...]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OURS, WHOLE, ALL_CORES = "ringattn", "one device", "one process, all cores"
 USUAL, ALL_GATHER, ULYSSES = "usual ring", "all-gather", "Ulysses"
 
@@ -32,46 +31,10 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One attention, forward and backward, over the ranks of the default group."""
-
-    seqlen: int
-    world: int
-    batch: int = 1
-    heads: int = 8
-    kv_heads: int = 8
-    head_dim: int = 64
-    dtype: str = "float32"
-    causal: bool = True
-    layout: str = "zigzag"
-    threads: int = 1  # per process
-    seed: int = 0
-    device: str = "cpu"
-    transport: str = "auto"
-
-    @cached_property
-    def held(self) -> Layout:
-        """Who holds which tokens."""
-        return self.named(self.layout)
-
-    def named(self, layout: str) -> Layout:
-        """The tokens in another layout."""
-        made: Layout = getattr(Layout, layout)(self.seqlen, self.world)
-        return made
-
-    def tensors(self) -> Tensors:
-        """q, k, v and dout of the whole sequence, the same on every rank, on the CPU."""
-        draw = torch.Generator().manual_seed(self.seed)
-        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        shapes = [(self.batch, self.seqlen, count, self.head_dim) for count in heads]
-        return tuple(torch.randn(shape, generator=draw).to(DTYPES[self.dtype]) for shape in shapes)
-
-
-@dataclass(frozen=True)
 class Setting:
     """What candidates are made of, on one rank."""
 
-    problem: Problem
+    problem: AttentionConfig
     layouts: tuple[str, ...]
     device: torch.device
     ring: Callable[[], Ring]  # a new one, of the default group
@@ -184,7 +147,7 @@ def ours(layout: str, setting: Setting) -> Candidate:
     )
 
 
-def ring_bytes(problem: Problem, held: Layout, ring: Ring) -> int:
+def ring_bytes(problem: AttentionConfig, held: Layout, ring: Ring) -> int:
     """What the rank that sends most sends in a forward and a backward, by the schedule."""
     plan = schedule(held, Mask(causal=problem.causal), direction=ring.direction, topology=ring.topology)
     kv, sums = kv_bytes(problem)
@@ -192,7 +155,7 @@ def ring_bytes(problem: Problem, held: Layout, ring: Ring) -> int:
     return max(forward + backward for forward, backward in both)
 
 
-def kv_bytes(problem: Problem) -> tuple[int, int]:
+def kv_bytes(problem: AttentionConfig) -> tuple[int, int]:
     """Of K and V of a token, and of the fp32 sums of dK and dV."""
     elements = 2 * problem.batch * problem.kv_heads * problem.head_dim
     return elements * DTYPES[problem.dtype].itemsize, elements * torch.float32.itemsize

@@ -13,23 +13,23 @@ import torch
 import typer
 
 from ...comm.groups import TRANSPORTS
-from ..common.free_memory import free_memory
-from ..common.launching import cores, member, started, world_of
-from ..common.memory_room import Needs, free_here, gpus_of, own_device
-from ..common.output import check_targets, prints, write_csv, write_json
-from ..common.provenance import provenance
-from ..common.shapes import (
+from ..common.attention import AttentionConfig
+from ..common.flags import (
     LayoutName,
     TimerOfRings,
     check_transport,
     device_name,
     dtype_name,
-    grouped,
+    kv_heads_of,
     sizes,
     timer_of_rings,
 )
+from ..common.launching import cores, member, started, world_of
+from ..common.memory import Needs, free_here, gpus_of
+from ..common.output import check_targets, prints, write_csv, write_json
+from ..common.provenance import provenance
 from . import memory as ring_memory
-from .candidates import ALL_CORES, OURS, WHOLE, Problem, makers
+from .candidates import ALL_CORES, OURS, WHOLE, makers
 from .rows import as_json, rows_of, text
 from .runs import Report, Wish, measure, spawned
 
@@ -86,7 +86,7 @@ def ring(
     """Forward and backward of one attention, sharded over processes, beside the same attention done otherwise."""
     place = member()
     worlds = list(dict.fromkeys(world_of(place, one, DEFAULT_WORLD) for one in world or [None]))
-    kv_heads, device = grouped(heads, kv_heads), device_name(device)
+    kv_heads, device = kv_heads_of(heads, kv_heads), device_name(device)
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     check(worlds, seqlen, layout, by)
     check_transport(transport, device, max(worlds))
@@ -96,7 +96,7 @@ def ring(
     wishes = []
     for ranks in worlds:
         share = threads or max(1, cores() // (place.local_world if place is not None else ranks))
-        first = Problem(
+        first = AttentionConfig(
             min(seqlen),
             ranks,
             batch,
@@ -133,18 +133,18 @@ def check(worlds: Sequence[int], lengths: Sequence[int], layouts: Sequence[str],
             raise typer.BadParameter(f"--by has {name!r}: there are {', '.join(known)}")
 
 
-def refuse_too_large(problem: Problem, layouts: Sequence[str], by: Sequence[str], ranks_here: int) -> None:
+def refuse_too_large(problem: AttentionConfig, layouts: Sequence[str], by: Sequence[str], ranks_here: int) -> None:
     """Stop before anything starts where this machine's memory does not hold it: typer.BadParameter."""
     names = [one for one in makers(layouts) if not by or one == WHOLE or any(one.startswith(part) for part in by)]
     kinds = list(dict.fromkeys(OURS if name.partition(" ")[0] == OURS else name for name in names))
     if problem.device != "cpu":
         kinds = [kind for kind in kinds if kind != ALL_CORES]
     gpus = gpus_of(ranks_here) if problem.device == "cuda" else 1
-    needed: Callable[[Problem], Needs] = partial(
+    needed: Callable[[AttentionConfig], Needs] = partial(
         ring_memory.needs, layouts=layouts, kinds=kinds, ranks_here=ranks_here, ranks_per_gpu=-(-ranks_here // gpus)
     )
     here = torch.device(problem.device)
-    why = ring_memory.refusal(problem, free_here(own_device(here), free_memory), needed)
+    why = ring_memory.refusal(problem, free_here(here), needed)
     if why is not None:
         raise typer.BadParameter(f"--seqlen: {why}")
 

@@ -12,9 +12,10 @@ from math import prod
 
 from ...ring.schedule.schedule import BASE_SLOTS, KV_SLOTS, RAIL_SLOTS, SUMS_SLOTS
 from ...ring.wire import Wire, grad_wire_of, wire_of
-from ..common.exact import BLOCK_BYTES, chosen_heads
-from ..common.memory_room import PROCESS_BYTES, Needs, too_large
-from .candidates import ALL_CORES, ALL_GATHER, DTYPES, OURS, ULYSSES, USUAL, WHOLE, Problem
+from ..common.attention import DTYPES, AttentionConfig
+from ..common.errors import BLOCK_BYTES, chosen_heads
+from ..common.memory import PROCESS_BYTES, Needs, too_large
+from .candidates import ALL_CORES, ALL_GATHER, OURS, ULYSSES, USUAL, WHOLE
 from .peers import BUCKET, LUCIDRAINS
 
 FP32, FP64 = 4, 8
@@ -40,12 +41,12 @@ class Rows:
         return 2 * self.inputs
 
 
-def rows_of(problem: Problem) -> Rows:
+def rows_of(problem: AttentionConfig) -> Rows:
     per_head = problem.batch * problem.head_dim
     return Rows(per_head * problem.heads, per_head * problem.kv_heads, DTYPES[problem.dtype].itemsize)
 
 
-def tokens_per_rank(problem: Problem) -> int:
+def tokens_per_rank(problem: AttentionConfig) -> int:
     """Of the longest shard."""
     return -(-problem.seqlen // problem.world)
 
@@ -60,12 +61,12 @@ class RingForm:
     grad_wire_dtype: str | None = None
 
 
-def of_ours(problem: Problem, form: RingForm | None = None) -> int:
+def of_ours(problem: AttentionConfig, form: RingForm | None = None) -> int:
     """Beside the slots the running dQ in fp32, and one piece's K/V gradients."""
     return sum(parts_of_ours(problem, form or RingForm()).values())
 
 
-def parts_of_ours(problem: Problem, form: RingForm) -> dict[str, int]:
+def parts_of_ours(problem: AttentionConfig, form: RingForm) -> dict[str, int]:
     """The bytes of :func:`of_ours` by what they are for."""
     rows, n = rows_of(problem), tokens_per_rank(problem)
     return {
@@ -76,12 +77,12 @@ def parts_of_ours(problem: Problem, form: RingForm) -> dict[str, int]:
     } | slots_by_use(problem, form)
 
 
-def slots_of(problem: Problem, form: RingForm | None = None) -> int:
+def slots_of(problem: AttentionConfig, form: RingForm | None = None) -> int:
     """What one of our rings keeps from call to call, whatever the world."""
     return sum(slots_by_use(problem, form or RingForm()).values())
 
 
-def slots_by_use(problem: Problem, form: RingForm) -> dict[str, int]:
+def slots_by_use(problem: AttentionConfig, form: RingForm) -> dict[str, int]:
     """Slots of K/V and of fp32 sums.
 
     Of two levels some more for the rail, and the total of what came home over it. What travels in another dtype is
@@ -103,48 +104,48 @@ def slots_by_use(problem: Problem, form: RingForm) -> dict[str, int]:
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
-def _travelling(problem: Problem, wire: Wire) -> int:
+def _travelling(problem: AttentionConfig, wire: Wire) -> int:
     """Bytes of a pair of a rank's K/V, or of their sums, in the form in which they travel."""
     shape = (problem.batch, tokens_per_rank(problem), problem.kv_heads, problem.head_dim)
     return 2 * sum(prod(size) * dtype.itemsize for size, dtype in wire.specs(shape))
 
 
-def of_usual_ring(problem: Problem) -> int:
+def of_usual_ring(problem: AttentionConfig) -> int:
     """Two buffers of K/V, of sums what leaves, what came and one block's, and dQ in fp32 beside a block's."""
     rows, n = rows_of(problem), tokens_per_rank(problem)
     buffers = 2 * rows.keys * (2 * rows.item + 2 * FP32 + rows.item)
     return n * (rows.in_and_out + buffers + rows.queries * (FP32 + rows.item))
 
 
-def of_all_gather(problem: Problem) -> int:
+def of_all_gather(problem: AttentionConfig) -> int:
     """K/V of all tokens, gradients of all tokens in fp32 and one of them once more in the order of ranks."""
     rows, n = rows_of(problem), tokens_per_rank(problem)
     everywhere = 2 * rows.keys * rows.item + 3 * rows.keys * FP32
     return n * (rows.in_and_out + rows.queries * FP32) + problem.seqlen * everywhere
 
 
-def of_ulysses(problem: Problem) -> int:
+def of_ulysses(problem: AttentionConfig) -> int:
     """Everything once more by heads, gradients in fp32, and two tensors on their way."""
     rows, n = rows_of(problem), tokens_per_rank(problem)
     by_head = (3 * rows.queries + 2 * rows.keys) * rows.item + (rows.queries + 2 * rows.keys) * FP32
     return n * (rows.in_and_out + by_head + 2 * rows.queries * rows.item)
 
 
-def of_whole(problem: Problem) -> int:
+def of_whole(problem: AttentionConfig) -> int:
     """Inputs and results of all tokens, and lse; on a GPU FlashAttention's backward adds dQ up in fp32 beside them."""
     rows = rows_of(problem)
     sums = rows.queries * FP32 if problem.device != "cpu" else 0
     return problem.seqlen * (rows.in_and_out + problem.batch * problem.heads * FP32 + sums)
 
 
-def of_lucidrains(problem: Problem) -> int:
+def of_lucidrains(problem: AttentionConfig) -> int:
     """K/V that travel, fp32 results, and the scores of a bucket several times."""
     rows, n = rows_of(problem), tokens_per_rank(problem)
     scores = SCORES_AT_ONCE * problem.batch * problem.heads * min(BUCKET, n) ** 2 * FP32
     return n * (rows.in_and_out + 2 * (rows.queries + 4 * rows.keys) * FP32) + scores
 
 
-FORMULAS: dict[str, Callable[[Problem], int]] = {
+FORMULAS: dict[str, Callable[[AttentionConfig], int]] = {
     WHOLE: of_whole,
     ALL_CORES: of_whole,
     OURS: of_ours,
@@ -156,12 +157,14 @@ FORMULAS: dict[str, Callable[[Problem], int]] = {
 """Bytes of one rank at the peak of a forward and backward, inputs and results with them, by the kind of a candidate."""
 
 
-def peak(kind: str, problem: Problem) -> int:
+def peak(kind: str, problem: AttentionConfig) -> int:
     """The formula of a candidate; other people's rings are counted as a usual one."""
     return FORMULAS.get(kind, of_usual_ring)(problem)
 
 
-def needs(problem: Problem, layouts: Sequence[str], kinds: Sequence[str], ranks_here: int, ranks_per_gpu: int) -> Needs:
+def needs(
+    problem: AttentionConfig, layouts: Sequence[str], kinds: Sequence[str], ranks_here: int, ranks_per_gpu: int
+) -> Needs:
     """What all ranks of one machine take: the whole inputs, shards by every order, the judge, and the largest peak.
 
     Beside them the slots of every layout's ring of ours, which stay open while all are timed.
@@ -180,14 +183,14 @@ def needs(problem: Problem, layouts: Sequence[str], kinds: Sequence[str], ranks_
     return Needs(host + ranks_here * kept + max(ranks_here * shared, alone + inputs, judged(problem)))
 
 
-def judged(problem: Problem) -> int:
+def judged(problem: AttentionConfig) -> int:
     """What float64 takes on rank 0: the heads that are looked at, and the scores of a block of their queries."""
     count = len(chosen_heads(problem.batch, problem.heads, problem.kv_heads, problem.seqlen, problem.seqlen))
     heads = count * (problem.heads // problem.kv_heads + 1)
     return 4 * problem.batch * problem.seqlen * problem.head_dim * heads * FP64 + 5 * BLOCK_BYTES
 
 
-def refusal(problem: Problem, free: Needs, needed: Callable[[Problem], Needs]) -> str | None:
+def refusal(problem: AttentionConfig, free: Needs, needed: Callable[[AttentionConfig], Needs]) -> str | None:
     """Why a problem does not fit, with the longest sequence that does; None where it fits."""
     unit = f"tokens over {problem.world} ranks"
     return too_large(problem.seqlen, lambda tokens: needed(replace(problem, seqlen=tokens)), free, unit=unit)

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
-from ..common.flops import BACKWARD_FLOPS, forward_flops, pairs_of
-from ..common.shapes import binary
+from ..common.attention import BACKWARD_FLOPS, AttentionConfig, forward_flops, pairs_of
+from ..common.flags import binary
 from ..common.tables import table
 from ..common.timing import Samples
-from .candidates import ALL_CORES, ALL_GATHER, OURS, ULYSSES, WHOLE, Problem
+from .candidates import ALL_CORES, ALL_GATHER, OURS, ULYSSES, WHOLE
 from .memory import peak
 from .peers import PEERS
 from .runs import Report, Result
@@ -22,7 +22,7 @@ ALL_CORES_ONCE = "SDPA, one process"
 """What schema 1 called one process with the threads of all ranks; it had no one device."""
 
 
-def problem_flops(problem: Problem) -> float:
+def problem_flops(problem: AttentionConfig) -> float:
     """Forward and backward of the whole sequence."""
     pairs = pairs_of(problem.seqlen, causal=problem.causal)
     once = forward_flops(pairs, heads=problem.heads, head_dim=problem.head_dim, batch=problem.batch)
@@ -196,7 +196,9 @@ def from_json(data: Mapping[str, Any]) -> list[Report]:
 
 
 def _report(run: Mapping[str, Any]) -> Report:
-    problem = Problem(**{one.name: run["problem"][one.name] for one in fields(Problem) if one.name in run["problem"]})
+    problem = AttentionConfig(
+        **{one.name: run["problem"][one.name] for one in fields(AttentionConfig) if one.name in run["problem"]}
+    )
     ours = run.get("ringattn_seconds", {})  # of schema 1: apart from the candidates
     found = {str(one["name"]): _result(one, ours if one["name"] == OURS else {}) for one in run["candidates"]}
     return Report(problem, found, dict(run.get("absent", {})), run.get("transport", ""))

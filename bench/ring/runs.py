@@ -15,34 +15,21 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ...reference.masks import Masks
 from ...ring import Ring
-from ..common.exact import RESULTS, Judge, allowed, chosen_heads, judge, plainly
-from ..common.heap import freed_at_once
+from ..common.attention import AttentionConfig
+from ..common.errors import RESULTS, Exact, chosen_heads, exact_results, pytorch_results, tolerances
 from ..common.launching import Member, member, process_group
-from ..common.memory import PeakMemory
-from ..common.timing import Clock, Samples, Team, interleaved
-from ..links.group import device_of
-from .candidates import Candidate, Problem, Setting, Tensors, candidates, ours
+from ..common.memory import PeakMemory, freed_at_once
+from ..common.timing import Clock, Ranks, Samples, interleaved
+from .candidates import Candidate, Setting, Tensors, candidates, ours
 
 WARM_TOKENS = 64
-
-
-class Ranks(Team):
-    """All ranks of the default group; waiting blocks and does not spin, and is over the host's network."""
-
-    def ready(self) -> None:
-        self.slowest(0.0)
-
-    def slowest(self, seconds: float) -> float:
-        longest = torch.tensor([seconds], dtype=torch.float64)
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
-        return longest.item()
 
 
 @dataclass(frozen=True)
 class Wish:
     """What the command was asked for; the same on every rank."""
 
-    problems: tuple[Problem, ...]  # of one world
+    problems: tuple[AttentionConfig, ...]  # of one world
     layouts: tuple[str, ...]
     repeats: int = 5
     by: tuple[str, ...] = ()
@@ -68,7 +55,7 @@ class Result:
 class Report:
     """What rank 0 knows after the measurement of one problem."""
 
-    problem: Problem
+    problem: AttentionConfig
     found: dict[str, Result]
     absent: dict[str, str]
     transport: str = ""
@@ -84,7 +71,7 @@ def spawned(store: str, wish: Wish) -> list[Report]:
 def measure(place: Member, wish: Wish, store: str | None = None) -> list[Report]:
     """One rank of the measurement; reports on rank 0, nothing on the others."""
     kind = wish.problems[0].device
-    device = device_of(place, kind)
+    device = place.shared_device(kind)
     shared = kind == "cuda" and place.local_world > torch.cuda.device_count()
     with process_group(place, store, device=device):
         reports = []
@@ -183,17 +170,17 @@ class Measurement:
 
 
 def judged(
-    problem: Problem, tensors: Tensors, heads: Sequence[int], device: torch.device
-) -> tuple[Judge, dict[str, float]]:
+    problem: AttentionConfig, tensors: Tensors, heads: Sequence[int], device: torch.device
+) -> tuple[Exact, dict[str, float]]:
     """float64 of some heads on rank 0, and what each result may err by."""
     q, k, v, dout = (x.to(device) for x in tensors)
     options = Masks(causal=problem.causal)
-    found = judge(q, k, v, dout, heads, options)
-    limits = allowed(found, plainly(q, k, v, dout, found, options))
+    found = exact_results(q, k, v, dout, heads, options)
+    limits = tolerances(found, pytorch_results(q, k, v, dout, found, options))
     return found._replace(exact=tuple(x.cpu() for x in found.exact)), limits
 
 
-def gathered(one: Candidate, mine: Tensors, problem: Problem, kv_heads: Sequence[int]) -> list[Tensor]:
+def gathered(one: Candidate, mine: Tensors, problem: AttentionConfig, kv_heads: Sequence[int]) -> list[Tensor]:
     """Some heads of the results of all ranks, in the order of positions and of our heads, float64, on every rank."""
     group = problem.heads // problem.kv_heads
     heads = [head * group + member for head in kv_heads for member in range(group)]

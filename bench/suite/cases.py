@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common import free_memory
-from ..common.memory_room import Needs, free_here, too_large
+from ..common.memory import Needs, free_here, too_large
 
 
 class NotHere(Exception):
@@ -72,7 +71,7 @@ def demand_room(device: torch.device, size: int, needed: Callable[[int], Needs],
 
 def free_on(device: torch.device) -> Needs:
     """What is free on this machine now."""
-    return free_here(device, free_memory.free_memory)
+    return free_here(device)
 
 
 def taken_on(device: torch.device, nbytes: int) -> Needs:

@@ -21,10 +21,10 @@ import torch
 import typer
 from rich.console import Console
 
+from ..common.flags import device_here
 from ..common.launching import cores, forget_launcher
 from ..common.output import json_text, prints, write_json
 from ..common.provenance import provenance
-from ..common.shapes import device_here
 from ..common.tables import table
 from ..kernels import beside, targets
 from ..report.command import write_beside

@@ -11,11 +11,11 @@ import torch
 
 from ... import reference
 from ...kernels import FULL, attention_forward
-from ..common.memory_room import Needs, largest
+from ..common.attention import DTYPES
+from ..common.memory import Needs, largest
 from ..common.timing import Clock, Step, interleaved
 from ..kernels.accuracy import draw
 from ..kernels.speed import AGREE, causal_bounds
-from ..ring.candidates import DTYPES
 from ..ring.memory import FP32
 from .cases import Number, demand_room, distance, free_on, taken_on
 

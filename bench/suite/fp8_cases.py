@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...kernels import dequantize, quantize, scale_shape
 from ...ring.wire import Scaled
+from ..common.attention import DTYPES
 from ..common.timing import Clock, interleaved
-from ..ring.candidates import DTYPES
 from .cases import Number
 
 Shape = tuple[int, int, int, int]

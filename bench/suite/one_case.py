@@ -7,8 +7,8 @@ import sys
 
 import torch
 
+from ..common.flags import device_here
 from ..common.output import json_text
-from ..common.shapes import device_here
 from .case_lists import cases_of
 from .cases import Case, NotHere
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from ...comm import LocalGroup, LocalWorld
 from ...kernels import FULL, attention_backward, attention_forward
 from ...ring import Layout, ring_attention
-from ..common.flops import BACKWARD_FLOPS, forward_flops, pairs_of
+from ..common.attention import BACKWARD_FLOPS, DTYPES, AttentionConfig, forward_flops, pairs_of
 from ..common.timing import Clock, Samples, Step, interleaved
 from ..kernels.speed import AGREE, causal_bounds
-from ..ring.candidates import DTYPES, Problem, sdpa
+from ..ring.candidates import sdpa
 from ..ring.memory import FP64, of_ours, of_whole, rows_of
 from .cases import Number, demand_room, distance, taken_on
 from .device_cases import synchronize
@@ -90,7 +90,9 @@ def local_world(
 
 def local_world_bytes(world: int, seqlen: int, heads: tuple[int, int], head_dim: int, dtype: str) -> int:
     """Shards and rings of all ranks, one piece, and the results of both in float64, which are compared."""
-    problem = Problem(seqlen, world, heads=heads[0], kv_heads=heads[1], head_dim=head_dim, dtype=dtype, device="cuda")
+    problem = AttentionConfig(
+        seqlen, world, heads=heads[0], kv_heads=heads[1], head_dim=head_dim, dtype=dtype, device="cuda"
+    )
     rows = rows_of(problem)
     compared = 2 * seqlen * rows.inputs // rows.item * FP64
     return world * of_ours(problem) + of_whole(problem) + compared

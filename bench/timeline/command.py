@@ -15,15 +15,14 @@ from ...comm import LocalGroup, LocalWorld
 from ...comm.control import control_of
 from ...ring import Ring, ring_attention
 from ...tools.pictures import picture
+from ..common.attention import DTYPES, AttentionConfig
 from ..common.files import read_object
-from ..common.free_memory import free_memory
+from ..common.flags import LayoutName, binary, device_here, device_name, dtype_name, kv_heads_of, size
 from ..common.launching import Member, cores, member, process_group, started, world_of
-from ..common.memory_room import Needs, free_here, of_ranks
+from ..common.memory import Needs, free_here, needs_of_ranks
 from ..common.output import check_targets, prints, write_csv, write_json
 from ..common.provenance import provenance
-from ..common.shapes import LayoutName, binary, device_here, device_name, dtype_name, grouped, size
-from ..links.group import device_of
-from ..ring.candidates import DTYPES, Problem, Tensors
+from ..ring.candidates import Tensors
 from ..ring.memory import of_ours, refusal
 from .events import PREDICTED, Timeline, as_chrome, call_of, differences, from_chrome
 from .recording import timeline_of
@@ -34,28 +33,28 @@ DEFAULT_WORLD = 2
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def spawned(store: str, problem: Problem, repeats: int) -> Timeline | None:
+def spawned(store: str, problem: AttentionConfig, repeats: int) -> Timeline | None:
     """The entry of the processes that the command starts itself: on the CPU."""
     place = member()
     assert place is not None
     return in_a_group(place, problem, repeats, store)
 
 
-def in_a_group(place: Member, problem: Problem, repeats: int, store: str | None = None) -> Timeline | None:
+def in_a_group(place: Member, problem: AttentionConfig, repeats: int, store: str | None = None) -> Timeline | None:
     """One rank of a process group."""
     torch.set_num_threads(problem.threads)
-    device = device_of(place, problem.device)
+    device = place.shared_device(problem.device)
     with process_group(place, store, device=device):
         return recorded(problem, None, device, repeats)
 
 
-def virtual(problem: Problem, device: torch.device, repeats: int) -> Timeline | None:
+def virtual(problem: AttentionConfig, device: torch.device, repeats: int) -> Timeline | None:
     """Virtual ranks that share one device."""
     with LocalWorld(problem.world, device=device) as world:
         return world.run(lambda group: recorded(problem, group, device, repeats))[0]
 
 
-def recorded(problem: Problem, group: LocalGroup | None, device: torch.device, repeats: int) -> Timeline | None:
+def recorded(problem: AttentionConfig, group: LocalGroup | None, device: torch.device, repeats: int) -> Timeline | None:
     """The median of ``repeats`` runs by length, after one that is not recorded; on rank 0."""
     with Ring(group) as ring:
         shards = _shards(problem, ring.rank, device)
@@ -66,7 +65,9 @@ def recorded(problem: Problem, group: LocalGroup | None, device: torch.device, r
     return sorted(found, key=lambda run: run.seconds)[len(found) // 2] if found else None
 
 
-def _run(problem: Problem, ring: Ring, shards: Tensors, device: torch.device, about: dict[str, Any]) -> Timeline | None:
+def _run(
+    problem: AttentionConfig, ring: Ring, shards: Tensors, device: torch.device, about: dict[str, Any]
+) -> Timeline | None:
     with ring.record() as trace:
         _together(ring)
         _step(problem, ring, shards)
@@ -82,7 +83,7 @@ def _together(ring: Ring) -> None:
         dist.barrier(ring.group)
 
 
-def _shards(problem: Problem, rank: int, device: torch.device) -> Tensors:
+def _shards(problem: AttentionConfig, rank: int, device: torch.device) -> Tensors:
     """q, k, v and dout of a rank, drawn by itself."""
     draw = torch.Generator().manual_seed(problem.seed + rank)
     heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
@@ -90,7 +91,7 @@ def _shards(problem: Problem, rank: int, device: torch.device) -> Tensors:
     return tuple(torch.randn(shape, generator=draw).to(device, DTYPES[problem.dtype]) for shape in shapes)
 
 
-def _step(problem: Problem, ring: Ring, shards: Tensors) -> None:
+def _step(problem: AttentionConfig, ring: Ring, shards: Tensors) -> None:
     """Forward and backward, over when it returns."""
     *inputs, dout = shards
     leaves = [x.detach().requires_grad_() for x in inputs]
@@ -99,7 +100,7 @@ def _step(problem: Problem, ring: Ring, shards: Tensors) -> None:
     torch.autograd.grad(out, leaves, dout)
 
 
-def title(problem: Problem, device: torch.device) -> str:
+def title(problem: AttentionConfig, device: torch.device) -> str:
     """``causal, zigzag, 8k tokens over 4 ranks, H8/8 D64 float32 (CPU)``."""
     where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
     kind = "causal" if problem.causal else "full"
@@ -109,19 +110,19 @@ def title(problem: Problem, device: torch.device) -> str:
     )
 
 
-def check_room(problem: Problem, device: torch.device, place: Member | None) -> None:
+def check_room(problem: AttentionConfig, device: torch.device, place: Member | None) -> None:
     """Refuse what does not fit this machine's free memory, with the length that does.
 
     Raises:
         typer.BadParameter: too many tokens.
     """
 
-    def needed(wanted: Problem) -> Needs:
+    def needed(wanted: AttentionConfig) -> Needs:
         if place is None and device.type == "cuda":
             return Needs(0, problem.world * of_ours(wanted))  # virtual ranks of this process
-        return of_ranks(of_ours(wanted), device, problem.world if place is None else place.local_world)
+        return needs_of_ranks(of_ours(wanted), device, problem.world if place is None else place.local_world)
 
-    why = refusal(problem, free_here(device, free_memory), needed)
+    why = refusal(problem, free_here(device), needed)
     if why is not None:
         raise typer.BadParameter(f"--seqlen: {why}")
 
@@ -182,7 +183,9 @@ def timeline(
     """
     place = member()
     ranks = world_of(place, world, DEFAULT_WORLD)
-    problem = _problem(place, seqlen, ranks, batch, heads, grouped(heads, kv_heads), head_dim, dtype, causal, layout)
+    problem = _problem(
+        place, seqlen, ranks, batch, heads, kv_heads_of(heads, kv_heads), head_dim, dtype, causal, layout
+    )
     problem = replace(problem, seed=seed, device=device_name(device or ""), threads=threads or problem.threads)
     if predicted is not None and out is None:
         raise typer.BadParameter("--predicted is given without --out: it is drawn there, below what is recorded")
@@ -209,10 +212,10 @@ def timeline(
         typer.echo(f"picture: {out}", err=piped)
 
 
-def measured(place: Member | None, problem: Problem, repeats: int) -> Timeline | None:
+def measured(place: Member | None, problem: AttentionConfig, repeats: int) -> Timeline | None:
     """The timeline, on rank 0; with the error of a rank that fails, and exit code 1."""
     if place is not None:
-        check_room(problem, device_of(place, problem.device), place)
+        check_room(problem, place.shared_device(problem.device), place)
         return in_a_group(place, problem, repeats)
     where = device_here(problem.device)
     check_room(problem, where, None)
@@ -224,7 +227,7 @@ def measured(place: Member | None, problem: Problem, repeats: int) -> Timeline |
 def _problem(
     place: Member | None, seqlen: int, world: int, batch: int, heads: int, kv_heads: int, head_dim: int,
     dtype: str, causal: bool, layout: LayoutName,
-) -> Problem:  # fmt: skip
+) -> AttentionConfig:  # fmt: skip
     """What to run; a share of the cores for every rank.
 
     Raises:
@@ -233,4 +236,4 @@ def _problem(
     if seqlen < world:
         raise typer.BadParameter(f"--seqlen is {seqlen}: {world} ranks need a token each")
     share = max(1, cores() // (place.local_world if place is not None else world))
-    return Problem(seqlen, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value, share)
+    return AttentionConfig(seqlen, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value, share)

@@ -30,9 +30,9 @@ from ringattn.autotune.search import COOL_DOWN, RETRIES
 from ringattn.autotune.store import save
 from ringattn.autotune.tune import command, ring_command
 from ringattn.autotune.tune import ring as tune_ring
-from ringattn.bench.common.exact import Judge
+from ringattn.bench.common.attention import AttentionConfig
+from ringattn.bench.common.errors import Exact
 from ringattn.bench.common.launching import Member
-from ringattn.bench.ring.candidates import Problem
 from ringattn.comm import Limits
 from ringattn.kernels import choice, default_config
 from ringattn.kernels.table_files import parse, read
@@ -415,7 +415,7 @@ def lines_of(folder: Path) -> list[str]:
 def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, whose ring is told to err: a setting says why it is left out, and one that cannot run does too."""
     x = torch.randn(4, 1, 8, 2, 16, dtype=torch.float64)
-    exact = Judge((0,), (0,), tuple(x))
+    exact = Exact((0,), (0,), tuple(x))
     monkeypatch.setattr(tune_ring, "judged", lambda *args: (exact, dict.fromkeys(exact.sizes(), 1e-6)))
 
     class Erring:
@@ -438,6 +438,6 @@ def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         RingSetting(wire_dtype="fp8"): 1.01,
         RingSetting("nccl"): None,
     }
-    found = tune_ring.wrong(Problem(16, 2), rings, torch.device("cpu"))
+    found = tune_ring.wrong(AttentionConfig(16, 2), rings, torch.device("cpu"))
     assert {*found} == {CHUNKED, RingSetting("nccl")}
     assert found[CHUNKED].startswith("out errs by") and found[RingSetting("nccl")] == "RuntimeError: no such link"

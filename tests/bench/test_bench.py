@@ -22,16 +22,17 @@ from typer.testing import CliRunner
 import ringattn
 from ringattn.bench import cli
 from ringattn.bench import memory as memory_bench
-from ringattn.bench.common import free_memory, timing
-from ringattn.bench.common.flops import BACKWARD_FLOPS, forward_flops, pairs_of
-from ringattn.bench.common.memory_room import USED
+from ringattn.bench.common import memory as memory_module
+from ringattn.bench.common import timing
+from ringattn.bench.common.attention import BACKWARD_FLOPS, AttentionConfig, forward_flops, pairs_of
+from ringattn.bench.common.flags import OF_RINGS, timer_on
+from ringattn.bench.common.memory import USED
 from ringattn.bench.common.provenance import command, provenance
 from ringattn.bench.common.tables import table
-from ringattn.bench.common.timing import OF_RINGS, Clock, Samples, interleaved, repeats_within, timer_on
+from ringattn.bench.common.timing import Clock, Samples, interleaved, repeats_within
 from ringattn.bench.kernels import accuracy, beside
 from ringattn.bench.memory import Peaks, Setting
 from ringattn.bench.ring import usual_ring
-from ringattn.bench.ring.candidates import Problem
 from ringattn.bench.suite import case_lists, device_cases, worlds
 from ringattn.bench.suite.cases import Case, NotHere, Number, distance
 from ringattn.kernels import KernelConfig, Tile
@@ -174,7 +175,7 @@ def test_table_aligns() -> None:
 def test_parts_of_the_usual_ring_cover_what_is_visible(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world, rows = 3, 4
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    held = Problem(world * rows, world).held
+    held = AttentionConfig(world * rows, world).held
     for step in range(world):
         mine, theirs = held.positions(rank), held.positions((rank - step) % world)
         seen = theirs[None] <= mine[:, None]
@@ -205,11 +206,11 @@ def test_memory_of_real_processes(tmp_path: Path) -> None:
 
 def test_memory_that_grows_fails(capsys: pytest.CaptureFixture[str]) -> None:
     results = {2: [Peaks(10, 100), Peaks(10, 99)], 4: [Peaks(10, 101)]}
-    memory_bench.finish(Problem(64, 4), Setting(), results, None, None)
+    memory_bench.finish(AttentionConfig(64, 4), Setting(), results, None, None)
     assert "+1.00%" in capsys.readouterr().out
     results[8] = [Peaks(10, 103)]
     with pytest.raises(typer.Exit) as ended:
-        memory_bench.finish(Problem(64, 8), Setting(), results, None, None)
+        memory_bench.finish(AttentionConfig(64, 8), Setting(), results, None, None)
     assert ended.value.exit_code == 1
 
 
@@ -328,7 +329,7 @@ def test_first_cases_of_a_device() -> None:
 
 
 def leave_free(nbytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "free_memory", lambda device: int(nbytes))
+    monkeypatch.setattr(memory_module, "free_memory", lambda device: int(nbytes))
 
 
 def test_ceilings_copy_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:

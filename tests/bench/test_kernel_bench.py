@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from ringattn import reference
 from ringattn.bench import cli
-from ringattn.bench.common import exact, timing
-from ringattn.bench.common.shapes import Pattern
+from ringattn.bench.common import errors, timing
+from ringattn.bench.common.flags import Pattern
 from ringattn.bench.common.timing import Clock, Samples
 from ringattn.bench.kernels import command as kernel_bench
 from ringattn.bench.kernels import ours as kernel_ours
@@ -95,27 +95,27 @@ def visible(shape: Shape) -> torch.Tensor:
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_size": (5, 0)}, {}])
 def test_the_judge_is_the_reference(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "BLOCK_BYTES", 8 * 24 * 2 * 7)  # 7 rows at a time
+    monkeypatch.setattr(errors, "BLOCK_BYTES", 8 * 24 * 2 * 7)  # 7 rows at a time
     q, dout = torch.randn(1, 24, 4, 8), torch.randn(1, 24, 4, 8)
     k, v = torch.randn(1, 24, 2, 8), torch.randn(1, 24, 2, 8)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out, _ = reference.attention(*leaves, **options)
     whole = [out, *torch.autograd.grad(out, leaves, dout.double())]
-    found = exact.judge(q, k, v, dout, (1,), options)
+    found = errors.exact_results(q, k, v, dout, (1,), options)
     assert found.heads == (2, 3)
     assert max(found.errors(whole).values()) < 1e-12
     whole[2] = whole[2] + 1e-3
     assert found.errors(whole)["dk"] == pytest.approx(1e-3)
-    plain = exact.plainly(q, k, v, dout, found, options)
-    limits = exact.allowed(found, plain)
+    plain = errors.pytorch_results(q, k, v, dout, found, options)
+    limits = errors.tolerances(found, plain)
     assert max(found.differences(plain).values()) < 1e-5 < 1e-3
     assert all(0 < limit < 1e-4 for limit in limits.values())
 
 
 def test_which_heads_are_looked_at() -> None:
-    assert exact.chosen_heads(1, 8, 4, 64, 64) == (0, 1, 2, 3)
-    assert exact.chosen_heads(1, 8, 4, 1 << 14, 1 << 14) == (0, 3)
-    assert exact.chosen_heads(1, 8, 1, 1 << 14, 1 << 14) == (0,)
+    assert errors.chosen_heads(1, 8, 4, 64, 64) == (0, 1, 2, 3)
+    assert errors.chosen_heads(1, 8, 4, 1 << 14, 1 << 14) == (0, 3)
+    assert errors.chosen_heads(1, 8, 1, 1 << 14, 1 << 14) == (0,)
 
 
 # shapes
@@ -142,7 +142,7 @@ def test_shapes_count_what_is_visible_and_ours_compute_it(shape: Shape) -> None:
     assert shape.square == (shape.labels["mask"] in ("causal", "full"))
     given = given_of(shape)
     ready = kernel_ours.aten_backend(given)
-    judge = exact.judge(given.q, given.k, given.v, given.dout, (0, 1), shape.options(CPU))
+    judge = errors.exact_results(given.q, given.k, given.v, given.dout, (0, 1), shape.options(CPU))
     assert max(judge.errors(ready.results).values()) < 1e-4
     assert ready.carried is None or judge.errors([ready.carried])["out"] < 1e-5
     assert (ready.carried is None) == (shape.mask.blocks is not None)
@@ -183,7 +183,7 @@ def test_flex_attention_is_told_the_mask(shape: Shape) -> None:
 def test_a_backend_by_a_dense_mask_computes_the_same(shape: Shape) -> None:
     given = given_of(shape)
     ready = kernel_rivals.sdpa(CPU_SDPA["math"], given)
-    judge = exact.judge(given.q, given.k, given.v, given.dout, (0, 1), shape.options(CPU))
+    judge = errors.exact_results(given.q, given.k, given.v, given.dout, (0, 1), shape.options(CPU))
     assert max(judge.errors(ready.results).values()) < 1e-4
     with pytest.raises(Cannot, match="full and causal"):
         kernel_rivals.sdpa(CPU_SDPA["ATen operator"], given)
@@ -200,7 +200,7 @@ def test_a_backend_by_a_dense_mask_computes_the_same(shape: Shape) -> None:
 def test_every_variant_computes_padding_and_parts(variant: kernel_ours.Variant, shape: Shape) -> None:
     given = given_of(shape)
     ready = kernel_ours.triton_kernels(variant, given)
-    judge = exact.judge(given.q, given.k, given.v, given.dout, (0,), shape.options(CPU))
+    judge = errors.exact_results(given.q, given.k, given.v, given.dout, (0,), shape.options(CPU))
     assert max(judge.errors(ready.results).values()) < 1e-4
     assert ready.carried is not None and judge.errors([ready.carried])["out"] < 1e-5
     parts = variant.parts if len(given.bounds) == 1 else ()
@@ -222,8 +222,8 @@ def test_limits_hold_where_rows_see_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     shape = PADDED[1]
     given = given_of(shape)
     assert not visible(shape).any(-1).all()
-    judge = exact.judge(given.q, given.k, given.v, given.dout, (0, 1), shape.options(CPU))
-    plain = exact.plainly(given.q, given.k, given.v, given.dout, judge, shape.options(CPU))
+    judge = errors.exact_results(given.q, given.k, given.v, given.dout, (0, 1), shape.options(CPU))
+    plain = errors.pytorch_results(given.q, given.k, given.v, given.dout, judge, shape.options(CPU))
     assert max(judge.differences(plain).values()) < 1e-5
 
 

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from ringattn.bench import cli
 from ringattn.bench import memory as memory_bench
 from ringattn.bench.common import launching
+from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.launching import JOBS, LAUNCHERS, Member
 from ringattn.bench.links import command as links_command
 from ringattn.bench.links import group as link_bench
@@ -29,7 +30,6 @@ from ringattn.bench.links.runs import Wish as Links
 from ringattn.bench.memory import worlds_of
 from ringattn.bench.overlap import command as overlap_bench
 from ringattn.bench.ring import command as ring_command
-from ringattn.bench.ring.candidates import Problem
 from ringattn.bench.timeline import command as timeline_bench
 
 from ..support.nightly import rest_nightly
@@ -204,7 +204,7 @@ def test_nothing_listens_outside_of_loopback(met: tuple[list[float], list[str]])
 # -- whose error it is
 
 
-SMALL = Problem(64, 2, heads=2, kv_heads=2, head_dim=16)
+SMALL = AttentionConfig(64, 2, heads=2, kv_heads=2, head_dim=16)
 STARTING: dict[str, tuple[Any, str, tuple[Any, ...]]] = {
     "links": (link_bench, "of_transport", (Links(("process_group",), sizes=(64,)),)),
     "overlap": (overlap_bench, "rows_of", (overlap_bench.Wish(SMALL, slots=(2,), prefetch=(1,), repeats=1),)),

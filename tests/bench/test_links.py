@@ -18,7 +18,7 @@ import typer
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
-from ringattn.bench.common import timing
+from ringattn.bench.common import flags
 from ringattn.bench.links import beside as link_beside
 from ringattn.bench.links import command as links
 from ringattn.bench.links import group as link_group
@@ -200,7 +200,7 @@ def test_a_gpus_transfers_are_timed_by_what_was_asked_for(
     cuda = FakeCuda(monkeypatch)
     cuda.calls = log
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(link_runs, "timer_on", lambda kind, asked: timing.timer_on("cuda", asked))
+    monkeypatch.setattr(link_runs, "timer_on", lambda kind, asked: flags.timer_on("cuda", asked))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: log.append("replay")))
     monkeypatch.setattr(torch.cuda, "graph", lambda captured: nullcontext())
     post = Ends.post
@@ -465,13 +465,6 @@ def test_a_graph_is_timed_as_a_graph() -> None:
     with pytest.raises(typer.BadParameter, match="on cuda it must be one of events, graph, clock"):
         links.timer_of("cuda", "sundial", 0)
     assert links.timer_of("cpu", "", 0) == ("clock", 0)
-
-
-def test_fewer_gpus_than_ranks_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = SimpleNamespace(local_rank=3)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert link_group.device_of(place, "cuda") == torch.device("cuda", 1)  # type: ignore[arg-type]
-    assert link_group.device_of(place, "cpu") == CPU  # type: ignore[arg-type]
 
 
 # the command

@@ -15,11 +15,18 @@ from ringattn.autotune.tune import ring_memory
 from ringattn.bench import cli
 from ringattn.bench import host as host_time
 from ringattn.bench import memory as memory_bench
-from ringattn.bench.common import free_memory
-from ringattn.bench.common.heap import freed_at_once
-from ringattn.bench.common.memory import PeakMemory
-from ringattn.bench.common.memory_room import PROCESS_BYTES, USED, Needs, of_ranks, refuse_too_large
-from ringattn.bench.common.shapes import Pattern
+from ringattn.bench.common import memory as memory_module
+from ringattn.bench.common.attention import AttentionConfig
+from ringattn.bench.common.flags import Pattern
+from ringattn.bench.common.memory import (
+    PROCESS_BYTES,
+    USED,
+    Needs,
+    PeakMemory,
+    freed_at_once,
+    needs_of_ranks,
+    refuse_too_large,
+)
 from ringattn.bench.common.timing import Clock
 from ringattn.bench.kernels import memory as kernel_memory
 from ringattn.bench.kernels import speed
@@ -29,7 +36,6 @@ from ringattn.bench.links import memory as link_memory
 from ringattn.bench.links.runs import Wish, measured
 from ringattn.bench.overlap import command as overlap_bench
 from ringattn.bench.overlap import memory as overlap_memory
-from ringattn.bench.ring.candidates import Problem
 from ringattn.comm import Limits, LocalTransport
 from ringattn.comm.transports.local import solo_group
 
@@ -39,7 +45,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 HOLES = """
 import ctypes
 import torch
-from ringattn.bench.common.heap import KEPT_BYTES, M_MMAP_THRESHOLD, freed_at_once
+from ringattn.bench.common.memory import KEPT_BYTES, M_MMAP_THRESHOLD, freed_at_once
 from ringattn.bench.common.memory import PeakMemory
 
 CPU, MIB = torch.device("cpu"), 1 << 20
@@ -84,7 +90,7 @@ def test_what_earlier_work_left_of_the_heap_hides_nothing() -> None:
 
 def leave_free(nbytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if so much were free, of the host's memory and of a GPU's."""
-    monkeypatch.setattr(free_memory, "free_memory", lambda device: int(nbytes))
+    monkeypatch.setattr(memory_module, "free_memory", lambda device: int(nbytes))
 
 
 def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +110,8 @@ def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyP
 
 def test_ranks_that_outnumber_the_gpus_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert of_ranks(10, GPU, 5) == Needs(5 * PROCESS_BYTES, 30)
-    assert of_ranks(10, CPU, 5) == Needs(5 * (PROCESS_BYTES + 10))
+    assert needs_of_ranks(10, GPU, 5) == Needs(5 * PROCESS_BYTES, 30)
+    assert needs_of_ranks(10, CPU, 5) == Needs(5 * (PROCESS_BYTES + 10))
 
 
 @pytest.mark.parametrize(
@@ -130,8 +136,8 @@ def test_ranks_that_a_gpu_holds(
         asked.append(device)
         return 1 << 40
 
-    monkeypatch.setattr(free_memory, "free_memory", free)
-    assert of_ranks(10, GPU, 4).gpu == 10 * shared
+    monkeypatch.setattr(memory_module, "free_memory", free)
+    assert needs_of_ranks(10, GPU, 4).gpu == 10 * shared
     refuse_too_large("--size", 1, lambda size: Needs(size, size), GPU, unit="bytes")
     own = {1: torch.device("cuda", 0), 4: torch.device("cuda", 2)}[gpus] if variables else GPU
     assert asked == [own, CPU]
@@ -139,7 +145,7 @@ def test_ranks_that_a_gpu_holds(
 
 def test_virtual_ranks_are_counted_where_there_are_some(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(free_memory, "free_memory", lambda device: 100 << 30)
+    monkeypatch.setattr(memory_module, "free_memory", lambda device: 100 << 30)
     wish = Wish(("nccl", "local"), "cuda", (2 << 30,))
     link_memory.check_room(wish, 8, launched=True)
     with pytest.raises(typer.BadParameter, match="fits"):
@@ -198,13 +204,15 @@ def test_every_ring_of_an_overlap_is_counted() -> None:
     """What was measured of two processes: 1,183.6 MB in fp32, 775.8 in bf16."""
     settings = [(slots, ahead, chunks) for chunks in (1, 2) for slots in (1, 2, 3) for ahead in (0, 1)]
     for dtype, peak in (("float32", 1183.6e6), ("bfloat16", 775.8e6)):
-        problem = Problem(2 * 2048, 2, heads=8, kv_heads=8, head_dim=128, dtype=dtype)
+        problem = AttentionConfig(2 * 2048, 2, heads=8, kv_heads=8, head_dim=128, dtype=dtype)
         assert overlap_memory.of_rank(problem, settings) == pytest.approx(peak, rel=0.03)
 
 
 def test_every_ring_of_a_search_is_counted() -> None:
     """What was measured of two processes: 1,309.1 MB more with 16k tokens than with 4k, four rings open."""
-    short, long = (ring_memory.of_rank(Problem(2 * tokens, 2, heads=8, kv_heads=8), 4) for tokens in (4096, 16384))
+    short, long = (
+        ring_memory.of_rank(AttentionConfig(2 * tokens, 2, heads=8, kv_heads=8), 4) for tokens in (4096, 16384)
+    )
     assert long - short == pytest.approx(1309.1e6, rel=0.01)
 
 
@@ -218,7 +226,7 @@ def test_every_ring_of_a_search_is_counted() -> None:
 )
 def test_every_form_of_a_ring_is_counted(setting: memory_bench.Setting, peak: float) -> None:
     """What `bench memory` measured, apart from what gloo holds and what is rounded to pages."""
-    counted = memory_bench.of_rank(Problem(8 * 8192, 8), setting)
+    counted = memory_bench.of_rank(AttentionConfig(8 * 8192, 8), setting)
     assert counted == pytest.approx(peak, rel=memory_bench.ALLOWED_SPREAD)
 
 

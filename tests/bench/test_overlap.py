@@ -21,6 +21,7 @@ from ringattn import LocalWorld, Ring, ring_attention
 from ringattn.bench import cli
 from ringattn.bench import host as host_time
 from ringattn.bench import memory as memory_bench
+from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.launching import launch
 from ringattn.bench.common.tables import table
 from ringattn.bench.common.timing import Clock, Samples
@@ -29,7 +30,6 @@ from ringattn.bench.overlap import runs as overlap_runs
 from ringattn.bench.overlap.command import Report, Wish
 from ringattn.bench.overlap.rows import Row, step_of, verdict
 from ringattn.bench.overlap.runs import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, STEP, TOGETHER, Step, Stretches
-from ringattn.bench.ring.candidates import Problem
 from ringattn.comm import LocalGroup, LocalTransport, NcclTransport
 from ringattn.kernels import FULL
 from ringattn.kernels.device.forward import forward_kernel
@@ -103,7 +103,7 @@ def test_one_sentence_about_the_third_buffer() -> None:
 
 
 def small(world: int, **changed: Any) -> Wish:
-    problem = Problem(world * 24, world, heads=4, kv_heads=2, head_dim=16, causal=True, layout="zigzag")
+    problem = AttentionConfig(world * 24, world, heads=4, kv_heads=2, head_dim=16, causal=True, layout="zigzag")
     return Wish(problem, **{"slots": (3,), "prefetch": (2,), "repeats": 1, "transport": "local", **changed})
 
 
@@ -295,7 +295,7 @@ def measured(wish: Wish, seconds: float) -> list[Row]:
 
 def hiding(tokens: int, repeats: int) -> Wish:
     # four query heads to a key head: the fewer bytes, the less of a core the network of the host itself takes
-    problem = Problem(2 * tokens, 2, heads=16, kv_heads=4, head_dim=64, causal=False, layout="contiguous")
+    problem = AttentionConfig(2 * tokens, 2, heads=16, kv_heads=4, head_dim=64, causal=False, layout="contiguous")
     return Wish(problem, slots=(2,), prefetch=(1, 0), chunks=(2,), repeats=repeats)
 
 

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from ringattn.bench.cli import app
-from ringattn.bench.common.flops import BACKWARD_FLOPS
+from ringattn.bench.common.attention import BACKWARD_FLOPS
 from ringattn.bench.kernels import command as kernel_bench
 from ringattn.bench.predict import calibrate, command, given
 from ringattn.bench.predict.call import Call

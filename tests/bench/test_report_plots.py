@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ringattn.bench.common import masks
+from ringattn.bench.common.attention import mask_title
 from ringattn.bench.predict import check
 from ringattn.bench.predict.call import NAMED
 from ringattn.bench.predict.rows import MASKS, SCHEMA, Row, cases, mask_of
@@ -197,7 +197,7 @@ def test_a_check_that_does_not_say_its_ranks() -> None:
     assert world_of_check({**data, "link": {}, "world": 8}) == 8
     assert world_of_check({**data, "link": {}, "provenance": "x"}) is None
     kept = pictured(read(RESULTS / "xeon-2-cores_2026-11-21"))
-    drawn = {(call.layout_name, masks.title(call.mask)) for call, names in kept if "predict-check.json" in names}
+    drawn = {(call.layout_name, mask_title(call.mask)) for call, names in kept if "predict-check.json" in names}
     assert len(drawn) == 17 and len(kept) <= calls.MOST_PICTURES
 
 

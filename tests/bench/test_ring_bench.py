@@ -17,14 +17,15 @@ import typer
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
+from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.launching import launch, started
-from ringattn.bench.common.memory_room import Needs
+from ringattn.bench.common.memory import Needs
 from ringattn.bench.common.timing import Samples
 from ringattn.bench.ring import candidates, peers
 from ringattn.bench.ring import command as ring_bench
 from ringattn.bench.ring import memory as ring_memory
 from ringattn.bench.ring import rows as ring_rows
-from ringattn.bench.ring.candidates import ALL_GATHER, OURS, ULYSSES, USUAL, WHOLE, Candidate, Problem, Refused, Setting
+from ringattn.bench.ring.candidates import ALL_GATHER, OURS, ULYSSES, USUAL, WHOLE, Candidate, Refused, Setting
 from ringattn.bench.ring.runs import Report, Result, Wish, gathered, spawned
 from ringattn.comm import LocalGroup, LocalWorld
 from ringattn.ring import Ring, ring_attention
@@ -52,7 +53,7 @@ def report(tokens: int = 1024, world: int = 2, **seconds: float) -> Report:
         "heads": ULYSSES,
     }
     found = {names[name]: result(names[name], value) for name, value in ({"whole": 1.0, "ours": 0.5} | seconds).items()}
-    return Report(Problem(tokens, world), found, {})
+    return Report(AttentionConfig(tokens, world), found, {})
 
 
 # processes
@@ -94,7 +95,7 @@ def test_everyone_agrees_in_real_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_peer_with_another_order_of_heads_is_right(causal: bool) -> None:
     """Its out and dq; its dk and dv are wrong on the CPU with one head of queries to each of K/V, too."""
-    problem = Problem(64, 2, heads=6, kv_heads=2, head_dim=16, causal=causal)
+    problem = AttentionConfig(64, 2, heads=6, kv_heads=2, head_dim=16, causal=causal)
     (found,) = launch(2, spawned, Wish((problem,), ("zigzag",), 1, (peers.LUCIDRAINS,)))
     one = found.found[peers.LUCIDRAINS]
     assert not {"out", "dq"} & set(one.disagrees) and one.errors["dq"] < 1e-3, one.errors
@@ -110,7 +111,7 @@ def test_heads_of_who_repeats_all_of_k_and_v(heads: int, kv_heads: int) -> None:
 
 def test_shards_have_the_heads_in_the_candidates_order_and_results_in_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", lambda _: None)
-    problem = Problem(4, 1, heads=6, kv_heads=2, head_dim=8)
+    problem = AttentionConfig(4, 1, heads=6, kv_heads=2, head_dim=8)
     tensors, positions = problem.tensors(), torch.tensor([2, 0, 3, 1])
     one = Candidate("", positions, lambda q, k, v: q, query_heads=peers.repeated_heads(6, 2))
     q, k, v, dout = one.shards(tensors, CPU)
@@ -122,7 +123,7 @@ def test_shards_have_the_heads_in_the_candidates_order_and_results_in_ours(monke
 
 @pytest.mark.nightly
 def test_three_ranks_and_a_full_mask() -> None:
-    problem = Problem(3 * 2 * 40, 3, heads=3, kv_heads=3, head_dim=16, causal=False, layout="contiguous")
+    problem = AttentionConfig(3 * 2 * 40, 3, heads=3, kv_heads=3, head_dim=16, causal=False, layout="contiguous")
     (found,) = launch(3, spawned, Wish((problem,), ("contiguous", "striped"), 1))
     wrong = {name: one.disagrees for name, one in found.found.items() if one.trusted and one.disagrees}
     assert wrong == {} and {USUAL, ALL_GATHER, ULYSSES} <= set(found.found)
@@ -131,7 +132,7 @@ def test_three_ranks_and_a_full_mask() -> None:
 UNCOUNTED = 0.05  # of 90 to 105 MB: an operator's scratch per thread, gloo's buffers, lse; pieces of half a shard
 
 
-def spared(kind: str, problem: Problem) -> int:
+def spared(kind: str, problem: AttentionConfig) -> int:
     """What a count has for other worlds and dtypes, and two ranks in fp32 do not take."""
     rows, n = ring_memory.rows_of(problem), ring_memory.tokens_per_rank(problem)
     return n * {
@@ -145,7 +146,7 @@ def spared(kind: str, problem: Problem) -> int:
 @pytest.mark.nightly
 def test_memory_is_what_was_counted() -> None:
     """Where tensors are much larger than what a process takes anyway: neither less nor more than the count."""
-    problem = Problem(2 * 4096, 2, heads=8, kv_heads=4, head_dim=64)
+    problem = AttentionConfig(2 * 4096, 2, heads=8, kv_heads=4, head_dim=64)
     kinds = (OURS, USUAL, ALL_GATHER, ULYSSES)
     (found,) = launch(2, spawned, Wish((problem,), ("zigzag",), 1, kinds))
     assert {one.kind for one in found.found.values()} == {WHOLE, *kinds}
@@ -166,7 +167,7 @@ def test_memory_is_what_was_counted() -> None:
 )
 def test_a_rank_that_dies_ends_it(entry: Any, told: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
-        started(2, entry, Wish((Problem(64, 2, heads=2, kv_heads=2, head_dim=16),), ("zigzag",), 1))
+        started(2, entry, Wish((AttentionConfig(64, 2, heads=2, kv_heads=2, head_dim=16),), ("zigzag",), 1))
     assert ended.value.exit_code == 1
     assert told in capfd.readouterr().err
 
@@ -227,7 +228,7 @@ def test_a_wrong_ring_fails_and_a_wrong_peer_is_told(capsys: pytest.CaptureFixtu
 # candidates
 
 
-def setting(problem: Problem, device: str = "cpu", shared: bool = False) -> Setting:
+def setting(problem: AttentionConfig, device: str = "cpu", shared: bool = False) -> Setting:
     def ring() -> Ring:
         raise AssertionError
 
@@ -243,21 +244,26 @@ def rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("make", "problem", "device", "told"),
     [
-        (candidates.ulysses, Problem(64, 3, heads=8, kv_heads=8), "cpu", "heads is 8: 3 ranks need a multiple of 3"),
-        (candidates.ulysses, Problem(64, 4, heads=8, kv_heads=2), "cpu", "kv_heads is 2"),
-        (candidates.all_gather, Problem(65, 2), "cpu", "65 tokens"),
-        (candidates.usual, Problem(66, 2), "cpu", "66 tokens"),
-        (candidates.usual, Problem(64, 2), "cuda", "CPU's operator"),
-        (candidates.all_cores, Problem(64, 2, threads=10**6), "cpu", "no more than"),
-        (peers.context_parallel, Problem(64, 2), "cpu", "needs a GPU"),
-        (peers.zhuzilin, Problem(64, 2), "cpu", "needs a GPU"),
-        (peers.zhuzilin, Problem(64, 2), "cuda", "takes float16 and bfloat16"),
-        (peers.zhuzilin, Problem(64, 2, dtype="bfloat16"), "cuda", "is not installed"),
-        (peers.yunchang, Problem(64, 2, dtype="bfloat16"), "cuda", "is not installed"),
-        (peers.context_parallel, Problem(64, 2, kv_heads=2), "cuda", "as many heads"),
+        (
+            candidates.ulysses,
+            AttentionConfig(64, 3, heads=8, kv_heads=8),
+            "cpu",
+            "heads is 8: 3 ranks need a multiple of 3",
+        ),
+        (candidates.ulysses, AttentionConfig(64, 4, heads=8, kv_heads=2), "cpu", "kv_heads is 2"),
+        (candidates.all_gather, AttentionConfig(65, 2), "cpu", "65 tokens"),
+        (candidates.usual, AttentionConfig(66, 2), "cpu", "66 tokens"),
+        (candidates.usual, AttentionConfig(64, 2), "cuda", "CPU's operator"),
+        (candidates.all_cores, AttentionConfig(64, 2, threads=10**6), "cpu", "no more than"),
+        (peers.context_parallel, AttentionConfig(64, 2), "cpu", "needs a GPU"),
+        (peers.zhuzilin, AttentionConfig(64, 2), "cpu", "needs a GPU"),
+        (peers.zhuzilin, AttentionConfig(64, 2), "cuda", "takes float16 and bfloat16"),
+        (peers.zhuzilin, AttentionConfig(64, 2, dtype="bfloat16"), "cuda", "is not installed"),
+        (peers.yunchang, AttentionConfig(64, 2, dtype="bfloat16"), "cuda", "is not installed"),
+        (peers.context_parallel, AttentionConfig(64, 2, kv_heads=2), "cuda", "as many heads"),
     ],
 )
-def test_what_is_not_there_says_why(make: Any, problem: Problem, device: str, told: str) -> None:
+def test_what_is_not_there_says_why(make: Any, problem: AttentionConfig, device: str, told: str) -> None:
     with pytest.raises(Refused, match=told):
         make(setting(problem, device))
 
@@ -266,7 +272,7 @@ def test_what_is_not_there_says_why(make: Any, problem: Problem, device: str, to
 def test_collectives_are_refused_where_ranks_share_a_gpu() -> None:
     for make in (candidates.all_gather, candidates.ulysses):
         with pytest.raises(Refused, match="one rank per GPU"):
-            make(setting(Problem(64, 2), "cuda", shared=True))
+            make(setting(AttentionConfig(64, 2), "cuda", shared=True))
 
 
 def test_names_begin_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,18 +281,18 @@ def test_names_begin_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     names = [WHOLE, f"{OURS} zigzag", ALL_GATHER]
     monkeypatch.setattr(candidates, "makers", lambda layouts: dict.fromkeys(names, make))
-    assert list(candidates.candidates(setting(Problem(8, 2)), ("ring",))[0]) == names[:2]
-    assert list(candidates.candidates(setting(Problem(8, 2)))[0]) == names
+    assert list(candidates.candidates(setting(AttentionConfig(8, 2)), ("ring",))[0]) == names[:2]
+    assert list(candidates.candidates(setting(AttentionConfig(8, 2)))[0]) == names
 
 
 # memory
 
 
 def test_what_does_not_fit_is_refused_with_what_does() -> None:
-    def needed(problem: Problem) -> Needs:
+    def needed(problem: AttentionConfig) -> Needs:
         return Needs(problem.seqlen * 1000, problem.seqlen * 10)
 
-    problem = Problem(100 * 1024, 2)
+    problem = AttentionConfig(100 * 1024, 2)
     assert ring_memory.refusal(problem, Needs(120_000_000, 10**9), needed) is None
     why = ring_memory.refusal(problem, Needs(50_000_000, 10**9), needed)
     assert why is not None and "43k fits" in why and "0.1 GB of memory" in why  # nine tenths of 50 MB
@@ -296,7 +302,7 @@ def test_what_does_not_fit_is_refused_with_what_does() -> None:
 
 def test_counted_bytes() -> None:
     """By hand, of B1 H2/1 D4 fp32, 8 tokens over 2 ranks: a query tensor's row is 32 bytes, a key tensor's 16."""
-    problem = Problem(8, 2, heads=2, kv_heads=1, head_dim=4)
+    problem = AttentionConfig(8, 2, heads=2, kv_heads=1, head_dim=4)
     both = 4 * 2 * 2 * (32 + 16)  # of 4 tokens: q, k, v, dout, and as much of results
     assert ring_memory.of_ours(problem) == both + 4 * (3 * 2 * 16 + 2 * 2 * 16 + 32 + 16)
     assert ring_memory.of_all_gather(problem) == both + 4 * 32 + 8 * (2 * 16 + 3 * 16)
@@ -309,7 +315,7 @@ def test_counted_bytes() -> None:
 
 
 def test_needs_grow_with_ranks_and_length() -> None:
-    problem = Problem(1 << 16, 2)
+    problem = AttentionConfig(1 << 16, 2)
     few = ring_memory.needs(problem, ["zigzag"], [WHOLE, OURS], 2, 1)
     assert few.gpu == 0 and ring_memory.needs(problem, ["zigzag"], [WHOLE, OURS], 4, 1).host > few.host
     assert (
@@ -323,7 +329,7 @@ def test_needs_grow_with_ranks_and_length() -> None:
 def test_the_rings_of_all_layouts_keep_their_slots(device: str, sharing: int) -> None:
     """What rings hold between calls, counted on rings that ran; each layout more than the first adds that much."""
     layouts = ["zigzag", "contiguous", "striped"]
-    problem = Problem(2 * 512, 2, heads=4, kv_heads=2, head_dim=16, device=device)
+    problem = AttentionConfig(2 * 512, 2, heads=4, kv_heads=2, head_dim=16, device=device)
 
     def held(group: LocalGroup) -> int:
         with ExitStack() as opened:

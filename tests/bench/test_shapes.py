@@ -7,7 +7,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.bench.common.shapes import binary, human, size, sizes
+from ringattn.bench.common.flags import binary, human, size, sizes
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ import typer
 from typer.testing import CliRunner
 
 from ringattn import LocalWorld
-from ringattn.bench.common.memory_room import PROCESS_BYTES, USED
+from ringattn.bench.common.attention import AttentionConfig
+from ringattn.bench.common.memory import PROCESS_BYTES, USED
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.links import PRESETS, Links
 from ringattn.bench.predict.ring import predicted
 from ringattn.bench.predict.speed import H100
 from ringattn.bench.predict.timelines import timeline
 from ringattn.bench.report import timelines
-from ringattn.bench.ring.candidates import Problem
 from ringattn.bench.ring.memory import of_ours
 from ringattn.bench.timeline import command as timeline_bench
 from ringattn.bench.timeline import recording as timeline_recording
@@ -35,7 +35,7 @@ from ringattn.comm import LocalGroup
 from ringattn.comm.control import control_of
 from ringattn.ring import Mask
 
-PROBLEM = Problem(seqlen=128, world=4, heads=2, kv_heads=2, head_dim=16)
+PROBLEM = AttentionConfig(seqlen=128, world=4, heads=2, kv_heads=2, head_dim=16)
 CPU = torch.device("cpu")
 
 
@@ -188,7 +188,7 @@ def test_what_cannot_be_recorded_is_refused_before_it_starts(
 def test_the_length_that_is_told_to_fit_does(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks here: on the CPU each is a process besides; the room is what `bench ring` counts for our ring."""
     where, ranks = torch.device(device), 4
-    problem = Problem(1 << 20, ranks, heads=8, kv_heads=2, head_dim=64)
+    problem = AttentionConfig(1 << 20, ranks, heads=8, kv_heads=2, head_dim=64)
     room = ranks * of_ours(replace(problem, seqlen=100 * 1024)) + (ranks * PROCESS_BYTES if device == "cpu" else 0)
     monkeypatch.setattr(timeline_bench, "free_memory", lambda _: int(room / USED) + 100)
     with pytest.raises(typer.BadParameter, match=r"--seqlen: 1,048,576 tokens over 4 ranks take .*: 100k fits"):
@@ -216,7 +216,7 @@ def test_the_device_that_is_asked_for_is_recorded_under_a_launcher(
         opened.append(device)
         yield
 
-    def recorded(problem: Problem, group: None, device: torch.device, repeats: int) -> None:
+    def recorded(problem: AttentionConfig, group: None, device: torch.device, repeats: int) -> None:
         ran.append((problem.device, opened[-1], device))
 
     opened: list[torch.device | None] = []

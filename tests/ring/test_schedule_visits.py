@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.bench.common.masks import packed
+from ringattn.bench.common.attention import packed
 from ringattn.bench.micro.fresh import forget
 from ringattn.ring.schedule import block_mask
 from ringattn.ring.schedule.documents import Documents

@@ -9,17 +9,18 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.timing import Samples
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.timelines import said
-from ringattn.bench.ring.candidates import OURS, WHOLE, Problem
+from ringattn.bench.ring.candidates import OURS, WHOLE
 from ringattn.bench.ring.rows import as_json
 from ringattn.bench.ring.runs import Report, Result
 from ringattn.bench.timeline.events import Event, Timeline, as_chrome
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)> javascript:alert(3) $\\frac{ {{ 7*7 }} --> ]]> & é"
 
-PROBLEM = Problem(64, 2, heads=2, kv_heads=2, head_dim=16)
+PROBLEM = AttentionConfig(64, 2, heads=2, kv_heads=2, head_dim=16)
 CALL = asdict(PROBLEM)
 """What a measured timeline and `bench ring` say of their call."""
 PREDICTED = Call(32, 2, heads=2, kv_heads=2, head_dim=16, dtype="float32")
@@ -34,7 +35,7 @@ def number(name: str, value: float | None, unit: str, **more: Any) -> dict[str, 
     return {"name": name, "value": value, "unit": unit, "labels": {}, **more}
 
 
-def ring_report(problem: Problem = PROBLEM, layouts: Sequence[str] = ("zigzag",)) -> Report:
+def ring_report(problem: AttentionConfig = PROBLEM, layouts: Sequence[str] = ("zigzag",)) -> Report:
     """What `bench ring` knows of a problem: one device in 6 s, every layout in 4, Ulysses in 3."""
 
     def result(kind: str, seconds: float) -> Result:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ringattn.bench import cli
+from ringattn.bench.common.attention import packed
 from ringattn.bench.common.call import Call, mask_cells
-from ringattn.bench.common.masks import packed
-from ringattn.bench.common.shapes import human
+from ringattn.bench.common.flags import human
 from ringattn.comm.topology.topology import Topology
 from ringattn.ring.schedule import block_mask
 from ringattn.ring.schedule.documents import Documents

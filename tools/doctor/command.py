@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
+from ...bench.common.flags import dtype_name, kv_heads_of, size
 from ...bench.common.launching import Member, member, process_group, world_of
 from ...bench.common.output import check_targets, prints, write_csv, write_json
 from ...bench.common.provenance import provenance
-from ...bench.common.shapes import dtype_name, grouped, size
 from ...comm import Group, LocalGroup, LocalWorld
 from ...comm.control import control_of
 from ...comm.topology import nvml
@@ -146,7 +146,7 @@ def doctor(
     if nbytes < 1:
         raise typer.BadParameter(f"--bytes is {nbytes}: it must be at least 1")
     check_targets(json, csv)
-    shape = Shape(seqlen, heads, grouped(heads, kv_heads), head_dim, dtype or default_dtype(), ring_seqlen)
+    shape = Shape(seqlen, heads, kv_heads_of(heads, kv_heads), head_dim, dtype or default_dtype(), ring_seqlen)
     report = Report(prints=prints() and json != "-")
     with Status("looking around", console=Console(stderr=True)) as status:
         doing = status.update if prints() else lambda _: None

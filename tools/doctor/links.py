@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from ...bench.common.shapes import human
+from ...bench.common.flags import human
 from ...bench.links.runs import BOTH_WAYS, ONE_WAY, Edge, Ends, Way
 from ...comm import Transport
 from ...comm.groups import TRANSPORTS, open_transports

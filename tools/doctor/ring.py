@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...bench.common.shapes import binary
+from ...bench.common.attention import DTYPES
+from ...bench.common.flags import binary
 from ...bench.kernels.accuracy import Inputs, Results, by_pytorch, exactly, judged
-from ...bench.ring.candidates import DTYPES
 from ...ring import Layout, Ring, ring_attention
 from .findings import FAIL, OK, SKIPPED, Finding, Ranks, Skipped, examined
 

@@ -11,8 +11,8 @@ import typer
 
 from ...autotune.inspect.compiled import SHARED_LIMIT
 from ...autotune.models import SHORT
+from ...bench.common.flags import dtype_name, size
 from ...bench.common.output import check_targets, prints, write_file, write_json
-from ...bench.common.shapes import dtype_name, size
 from .kernels import Exported, export
 from .manifest import LICENCE, manifest
 from .text import header, launcher

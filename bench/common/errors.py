@@ -1,4 +1,4 @@
-"""Attention and its gradients in float64, of some heads, block of queries by block: what benches hold results against.
+"""Errors against float64, and what they may be: of some heads, block of queries by block.
 
 A benchmark's length does not fit the dense reference (scores grow with its square), and one head tells what all do:
 they differ in nothing but their data. Where several are asked for, the first and the last key/value head are taken.
@@ -21,7 +21,7 @@ FEW_SCORES = 1 << 28  # with no more of them every head is looked at
 RESULTS = ("out", "dq", "dk", "dv")
 
 
-class Judge(NamedTuple):
+class Exact(NamedTuple):
     """float64 results of some key/value heads and of the query heads that read them."""
 
     kv_heads: tuple[int, ...]
@@ -53,7 +53,7 @@ def chosen_heads(batch: int, heads: int, kv_heads: int, rows: int, keys: int) ->
     return tuple(range(kv_heads)) if few else tuple(dict.fromkeys((0, kv_heads - 1)))
 
 
-def judge(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, kv_heads: Sequence[int], options: Masks) -> Judge:
+def exact_results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, kv_heads: Sequence[int], options: Masks) -> Exact:
     """Compute them on the device of the inputs.
 
     Args:
@@ -77,7 +77,7 @@ def judge(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, kv_heads: Sequence[int]
         out[:, near], dq[:, near] = block.detach(), grads[0]
         dk += grads[1]
         dv += grads[2]
-    return Judge(tuple(kv_heads), tuple(heads), (out, dq, dk, dv))
+    return Exact(tuple(kv_heads), tuple(heads), (out, dq, dk, dv))
 
 
 def is_square(options: Masks) -> bool:
@@ -86,7 +86,7 @@ def is_square(options: Masks) -> bool:
     return all(name == "causal" or value is plain.get(name) or value == (-1, -1) for name, value in options.items())
 
 
-def plainly(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, of: Judge, options: Masks) -> list[Tensor]:
+def pytorch_results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, of: Exact, options: Masks) -> list[Tensor]:
     """PyTorch's attention in the inputs' own dtype, of the same heads: what errors are compared with."""
     heads, kv_heads = list(of.heads), list(of.kv_heads)
     parts = (q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], dout[:, :, heads])
@@ -110,7 +110,12 @@ def plainly(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, of: Judge, options: M
     return [x.detach().transpose(1, 2) for x in (out, *grads)]
 
 
-def allowed(of: Judge, plain: Sequence[Tensor]) -> dict[str, float]:
-    """Twice PyTorch's error in that dtype, plus its rounding: the rule of the tests."""
-    usual, eps = of.differences(plain), torch.finfo(plain[0].dtype).eps
-    return {name: 2 * usual[name] + eps * size for name, size in of.sizes().items()}
+def tolerance(pytorch_error: float, largest: float, dtype: torch.dtype) -> float:
+    """Twice the error of PyTorch's attention in that dtype, plus its rounding of the largest element."""
+    return 2 * pytorch_error + torch.finfo(dtype).eps * largest
+
+
+def tolerances(of: Exact, plain: Sequence[Tensor]) -> dict[str, float]:
+    """Of each result, by PyTorch's results of the same heads."""
+    usual, dtype = of.differences(plain), plain[0].dtype
+    return {name: tolerance(usual[name], size, dtype) for name, size in of.sizes().items()}

@@ -1,0 +1,192 @@
+"""How many bytes a rank takes at the peak of a forward and backward: one table, for the predictor and for refusals.
+
+Counted are the tensors that are there at the peak, a little above what is measured. A row says bytes per element of q
+(batch x heads x head dim per token) and of k, of this rank's tokens and of the whole sequence; ``e`` is the size of an
+element of the dtype, sums are fp32. ``bench/README.md`` explains the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from ...ring.schedule.schedule import BASE_SLOTS, RAIL_SLOTS, SUMS_SLOTS
+from ...ring.wire import Wire, grad_wire_of, wire_of
+from .attention import DTYPES, AttentionConfig
+from .errors import BLOCK_BYTES, chosen_heads
+from .flags import KV_SLOTS
+from .timing import FLUSH_BYTES
+
+FP32, FP64 = 4, 8
+OURS, WHOLE, ALL_CORES = "ringattn", "one device", "one process, all cores"
+USUAL, ALL_GATHER, ULYSSES, LUCIDRAINS = "usual ring", "all-gather", "Ulysses", "ring-attention-pytorch"
+BUCKET, SCORES_AT_ONCE = 1024, 6  # of ring-attention-pytorch: tokens, and tensors of one bucket's scores
+JUDGED_BLOCKS = 5  # tensors of a block's scores that float64 has at once, in its backward
+DENSE_MASK = 5  # bytes per query and key: a mask as a tensor while it is made, beside its additive form
+
+
+class Row(NamedTuple):
+    """Bytes per element: of q and k of this rank's tokens, of q and k of all tokens."""
+
+    q: int
+    k: int
+    all_q: int = 0
+    all_k: int = 0
+
+
+def candidate_rows(e: int) -> dict[str, Row]:
+    """Per candidate of ``bench ring``; in 4e are inputs and results: q, k, v, dout, out, dq, dk, dv."""
+    return {
+        OURS: Row(4 * e + FP32, 5 * e),  # dQ in fp32, one piece's dK/dV; beside them its slots
+        # two buffers of K/V, of sums what leaves, what came and one block's, and dQ in fp32 beside a block's
+        USUAL: Row(5 * e + FP32, 10 * e + 4 * FP32),
+        # K/V of all tokens, gradients of all tokens in fp32 and one of them once more in the order of ranks
+        ALL_GATHER: Row(4 * e + FP32, 4 * e, 0, 2 * e + 3 * FP32),
+        # everything once more by heads, gradients in fp32, and two tensors on their way
+        ULYSSES: Row(9 * e + FP32, 6 * e + 2 * FP32),
+        LUCIDRAINS: Row(4 * e + 2 * FP32, 4 * e + 8 * FP32),  # K/V that travel, fp32 results; and its scores
+        WHOLE: Row(0, 0, 4 * e, 4 * e),
+        ALL_CORES: Row(0, 0, 4 * e, 4 * e),
+    }
+
+
+def elements(config: AttentionConfig) -> tuple[int, int]:
+    """Of q and of k per token."""
+    return config.batch * config.heads * config.head_dim, config.batch * config.kv_heads * config.head_dim
+
+
+def item(config: AttentionConfig) -> int:
+    return DTYPES[config.dtype].itemsize
+
+
+def shard(config: AttentionConfig) -> int:
+    """Tokens of the longest shard."""
+    return -(-config.seqlen // config.world)
+
+
+def inputs(config: AttentionConfig) -> int:
+    """Of q, k, v and dout per token."""
+    return 2 * sum(elements(config)) * item(config)
+
+
+@dataclass(frozen=True)
+class RingForm:
+    """What one of our rings takes depends on, apart from its attention."""
+
+    two_level: bool = False
+    slots: int = KV_SLOTS
+    wire_dtype: str | None = None
+    grad_wire_dtype: str | None = None
+
+
+PLAIN_RING = RingForm()
+
+
+def ring_parts(config: AttentionConfig, form: RingForm = PLAIN_RING) -> dict[str, int]:
+    """Bytes of a rank of our ring by what they are for."""
+    (q, k), e, n = elements(config), item(config), shard(config)
+    own = {
+        "q, k, v and out": n * inputs(config),
+        "their gradients": n * inputs(config),
+        "dQ, fp32": n * q * FP32,
+        "one piece's dK/dV": n * k * e,
+    }
+    return own | slot_parts(config, form)
+
+
+def slot_parts(config: AttentionConfig, form: RingForm = PLAIN_RING) -> dict[str, int]:
+    """What a ring keeps from call to call, whatever the world: slots of K/V and of fp32 sums.
+
+    Of two levels some more for the rail, and the total of what came home over it. What travels in another dtype is
+    encoded in one more slot by its owner, and decoded into memory of its own.
+    """
+    if config.world == 1:
+        return {}
+    dtype, elements_of_kv = DTYPES[config.dtype], 2 * shard(config) * elements(config)[1]
+    wire, grad_wire = wire_of(form.wire_dtype, dtype), grad_wire_of(form.grad_wire_dtype)
+    kv, sums = elements_of_kv * dtype.itemsize, elements_of_kv * FP32
+    found = {
+        "K/V slots": (form.slots + BASE_SLOTS * form.two_level + (wire is not None)) * _on_wire(config, wire, kv),
+        "slots of sums": (SUMS_SLOTS + RAIL_SLOTS * form.two_level) * _on_wire(config, grad_wire, sums),
+        "sums that are home, fp32": sums * form.two_level,
+        "decoded": kv * (wire is not None) + sums * (grad_wire is not None),
+    }
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def _on_wire(config: AttentionConfig, wire: Wire | None, plain: int) -> int:
+    """A pair of a rank's K/V, or of their sums, in the form in which they travel."""
+    if wire is None:
+        return plain
+    shape = (config.batch, shard(config), config.kv_heads, config.head_dim)
+    return 2 * sum(prod(size) * dtype.itemsize for size, dtype in wire.specs(shape))
+
+
+def ring_slots(config: AttentionConfig, form: RingForm = PLAIN_RING) -> int:
+    return sum(slot_parts(config, form).values())
+
+
+def candidate_bytes(kind: str, config: AttentionConfig, form: RingForm = PLAIN_RING) -> int:
+    """Of one rank, inputs and results with them, by the kind of a candidate; unknown ones as a usual ring."""
+    rows = candidate_rows(item(config))
+    row, (q, k), n = rows.get(kind, rows[USUAL]), elements(config), shard(config)
+    found = n * (row.q * q + row.k * k) + config.seqlen * (row.all_q * q + row.all_k * k)
+    if kind == OURS:
+        found += ring_slots(config, form)
+    if kind == LUCIDRAINS:
+        found += SCORES_AT_ONCE * config.batch * config.heads * min(BUCKET, n) ** 2 * FP32
+    if kind in (WHOLE, ALL_CORES):  # lse; on a GPU FlashAttention's backward adds dQ up in fp32
+        found += config.seqlen * (config.batch * config.heads + (q if config.device != "cpu" else 0)) * FP32
+    return found
+
+
+def settings_bytes(config: AttentionConfig, slots: Sequence[int]) -> int:
+    """A rank of ``bench overlap``: inputs, out, lse and slots for every setting, each of so many slots; and one step.
+
+    A step is a backward's dQ in fp32 and its chunks before they are joined, dK and dV; or the inputs, drawn in fp32.
+    """
+    (q, k), e = elements(config), item(config)
+    kept = inputs(config) + q * e + config.batch * config.heads * FP32
+    rings = [0 if config.world == 1 else 2 * k * (count * e + SUMS_SLOTS * FP32) for count in slots]
+    running = max(q * (FP32 + 2 * e) + 3 * k * e, 2 * (q + k) * FP32)
+    return shard(config) * (sum(kept + each for each in rings) + running) + flush_bytes(config.device)
+
+
+def tuned_bytes(config: AttentionConfig, rings: int) -> int:
+    """A rank of ``tune --ring``: results of chunks are there twice while they are joined, slots of all rings stay."""
+    joined = 2 * shard(config) * elements(config)[0] * item(config)
+    return candidate_bytes(OURS, config) + joined + (rings - 1) * ring_slots(config)
+
+
+def judged_bytes(config: AttentionConfig) -> int:
+    """float64 of the heads that are looked at, and the scores of a block of their queries, or PyTorch in its dtype."""
+    chosen = len(chosen_heads(config.batch, config.heads, config.kv_heads, config.seqlen, config.seqlen))
+    heads, dims = chosen * config.heads // config.kv_heads, config.head_dim + config.value_dim
+    once = config.batch * config.seqlen * (heads + chosen) * dims
+    row = config.batch * heads * config.seqlen
+    block = max(min(BLOCK_BYTES, row * config.seqlen * FP64), row * FP64)
+    plain = 2 * once * item(config)
+    if not config.is_plain:
+        masks = 1 if config.mask.used is None else config.batch
+        plain += masks * config.seqlen**2 * (item(config) + DENSE_MASK)
+        plain += config.batch * config.seqlen * heads * dims * item(config)
+    return once * FP64 + max(once * FP64 + JUDGED_BLOCKS * block, plain)
+
+
+def kernels_bytes(config: AttentionConfig, ours: int, theirs: int, product_side: int) -> int:
+    """``bench kernels``: inputs, what each contender keeps to be timed, one that runs, float64 beside them."""
+    e, tokens, dims = item(config), config.batch * config.seqlen, config.head_dim + config.value_dim
+    given = tokens * (config.heads + config.kv_heads) * dims * e  # q, k, v, dout; as much are out, dq, dk, dv
+    out, row = tokens * config.heads * config.value_dim, tokens * config.heads * FP32
+    kept = ours * (out * (e + FP32) + 3 * row) + theirs * (given + out * e + row)
+    running = given + tokens * config.heads * config.head_dim * FP32
+    if config.mask.global_tokens and ours:  # dK and dV between the parts: what came and what goes on
+        running += 2 * tokens * config.kv_heads * dims * FP32
+    return given + kept + running + judged_bytes(config) + 3 * product_side**2 * FP32 + flush_bytes(config.device)
+
+
+def flush_bytes(device: str) -> int:
+    """What is written before every timed run on a GPU."""
+    return FLUSH_BYTES if device != "cpu" else 0
