@@ -23,9 +23,7 @@ except ModuleNotFoundError:
     raise SystemExit(EXTRA) from None
 
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-Refusal: Any = typer.BadParameter.__mro__[
-    2
-]  # Click's, which new versions of typer hide
+Refusal: Any = typer.BadParameter.__mro__[2]  # Click's, which new versions of typer hide
 
 app = typer.Typer(
     help="Exact attention over a sequence that is split across GPUs.",

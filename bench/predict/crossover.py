@@ -1,89 +1,155 @@
-"""What people ask of a prediction: how many tokens hide the links, and what a slow GPU costs."""
+"""What people ask of a prediction: how many tokens are enough, what a slow GPU costs, and the map of both axes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .apart import MOST_RANKS
-from .call import DTYPES, Call
-from .launch import Device
-from .links import Links
-from .program import PASSES
-from .ring import Pass, cases, predicted
-from .speed import Speed
-from .trouble import Trouble
+from ..common.flags import binary
+from ..common.memory_table import ring_parts
+from .call import Call
+from .inputs import Inputs
+from .perturbation import Perturbation
+from .ring import Pass, ideal_seconds, predicted
 
-HIDDEN = 0.01  # of a pass: what may be exposed of links that are called hidden
+ENOUGH = 0.9  # of ideal
 LEAST, MOST = 256, 1 << 22  # tokens per GPU between which the answer is looked for
-BACKWARD_SHARE = 2.4  # of the closed form: K/V and fp32 sums, against what a backward computes
+OCTAVE = 8  # lengths that are predicted: the answer is found within 9%
 
 
-@dataclass(frozen=True)
-class Needed:
-    """Tokens per GPU from which on links are hidden."""
-
-    forward: int | None
-    """None: more than ``MOST``."""
-    backward: int | None
-    closed_forward: float
-    """g F / B, twice that where the mask is causal; g key heads per head, F FLOP/s, B bytes/s."""
-    closed_backward: float
-
-
-def tokens_needed(call: Call, device: Speed, links: Links) -> Needed:
-    """Solved on the clock by halving, beside the closed form, which knows no latency, no edge and no state."""
-    forward, backward = (_least_hidden(call, device, links, phase) for phase in PASSES)
-    rail = call.topology is not None
-    g, size = call.kv_heads / call.heads, DTYPES[call.dtype].itemsize / 2
-    half = 2 if call.mask.causal else 1
-    rate = links.inside.rate if call.nodes == 1 else links.between.rate * (call.per_node if rail else 1)
-    closed = half * size * g * device.forward / rate
-    return Needed(forward, backward, closed, BACKWARD_SHARE / 2 * half * g * device.backward / rate)
-
-
-def _least_hidden(call: Call, device: Device, links: Links, phase: str) -> int | None:
-    """The lanes of one run are lengths, eight to an octave, so that one run finds the answer within 9%."""
-    lengths = sorted({2 * round(LEAST * 2 ** (step / 8) / 2) for step in range(8 * 14 + 1)})
-    calls = [replace(call, tokens=length) for length in lengths]
-    found = cases(calls, device, links, phase)
-    hidden = found.waited <= HIDDEN * found.seconds
-    if not hidden[-1]:
+def tokens_needed(call: Call, inputs: Inputs) -> int | None:
+    """Tokens per GPU from which on a plain ring's passes reach 90% of ideal; None: more than ``MOST``."""
+    count = OCTAVE * int(math.log2(MOST / LEAST))
+    lengths = np.array([2.0 * round(LEAST * 2 ** (step / OCTAVE) / 2) for step in range(count + 1)])
+    enough = percent_of_ideal(call, inputs, lengths) >= 100 * ENOUGH
+    if not enough[-1]:
         return None
-    return lengths[0] if hidden.all() else lengths[int(np.flatnonzero(~hidden)[-1]) + 1]
+    return int(lengths[0] if enough.all() else lengths[int(np.flatnonzero(~enough)[-1]) + 1])
 
 
-@dataclass(frozen=True)
-class Straggling:
-    """Seconds of a step, forward and backward, where one GPU is slow."""
+def percent_of_ideal(call: Call, inputs: Inputs, tokens: Any) -> Any:
+    """Of a plain ring with each of many lengths."""
+    passes = predicted(call, inputs.speed, inputs.links, phases=inputs.phases, tokens=tokens)
+    ideal = sum(ideal_seconds(call, inputs.speed, phase, tokens) for phase in inputs.phases)
+    return 100 * ideal / sum(one.seconds for one in passes)
+
+
+class Straggling(NamedTuple):
+    """Seconds of all passes where GPUs are slow, the mean of all draws."""
 
     even: float
     """All are as fast."""
     slow: float
-    """One is not, and all shards are equal."""
+    """Some are not, and all shards are equal."""
     balanced: float
-    """Its shard is smaller."""
+    """Their shards are smaller."""
 
 
-def straggling(call: Call, device: Device, links: Links, trouble: Trouble, passes: Sequence[Pass] = ()) -> Straggling:
-    """What slow GPUs cost, with equal shards and with ``Layout.balanced``, their launches varying as all others do.
+def straggling(call: Call, inputs: Inputs) -> Straggling:
+    """What slow GPUs cost, with equal shards and with ``Layout.balanced``, their launches varying as all others do."""
+    slow = inputs.perturbation
 
-    ``passes`` are those of the call with this trouble, where they are known.
+    def step(one: Call, perturbation: Perturbation) -> float:
+        passes: Sequence[Pass] = predicted(one, inputs.speed, inputs.links, perturbation, phases=inputs.phases)
+        return sum(float(np.mean(each.seconds)) for each in passes)
 
-    Above ``MOST_RANKS`` the balanced ring is the even one, stretched by what speed is missing: every rank's work is in
-    proportion to its speed by construction.
+    speeds = tuple(float(Fraction(1) / Fraction(slow.slow.get(rank, 1.0))) for rank in range(call.world))
+    balanced = replace(call, layout="balanced", speeds=speeds)
+    return Straggling(step(call, Perturbation(jitter=slow.jitter)), step(call, slow), step(balanced, slow))
+
+
+def memory(call: Call) -> dict[str, int]:
+    """Bytes of a rank by what they are for, at the peak of a forward and backward of one attention alone."""
+    return ring_parts(call.config, call.ring_form)
+
+
+def most_tokens(call: Call, capacity: float) -> int:
+    """Tokens per rank that fit into so many bytes: what is needed is in proportion to them."""
+    return int(capacity / (sum(memory(replace(call, tokens=1024)).values()) / 1024))
+
+
+def check_memory(call: Call, capacity: float) -> None:
+    """Refuse what does not fit.
+
+    Raises:
+        ValueError: with the tokens that do.
     """
+    needed = sum(memory(call).values())
+    if needed > capacity:
+        raise ValueError(
+            f"{call.tokens:,} tokens per GPU need {needed / 1e9:.1f} GB for this attention alone, the GPU has "
+            f"{capacity / 1e9:.1f}: at most {most_tokens(call, capacity):,} fit"
+        )
 
-    def step(found: Sequence[Pass]) -> float:
-        return sum(one.seconds for one in found)
 
-    even = step(predicted(call, device, links, replace(trouble, slow={})))
-    with_slow = step(passes or predicted(call, device, links, trouble))
-    speeds = tuple(float(Fraction(1) / Fraction(trouble.slow.get(rank, 1.0))) for rank in range(call.world))
-    if call.world > MOST_RANKS // 2:
-        return Straggling(even, with_slow, even * call.world / sum(speeds))
-    held = replace(call, layout="balanced", speeds=speeds)
-    return Straggling(even, with_slow, step(predicted(held, device, links, trouble)))
+def sweep(
+    call: Call, inputs: Inputs, tokens: Sequence[int], gpus: Sequence[int], capacity: float = math.inf
+) -> dict[int, dict[int, float | None]]:
+    """Percent of ideal, ``[gpus][tokens]``; as many per node as the call has. None where a point fits no GPU.
+
+    Raises:
+        ValueError: GPUs that make no whole nodes, zigzags that are not even, or nothing that fits.
+    """
+    for world in gpus:
+        if world > call.per_node and world % call.per_node:
+            raise ValueError(f"sweep has rings of {world} GPUs: they must make whole nodes, of {call.per_node}")
+    if not replace(call, tokens=math.gcd(*tokens)).is_plain:
+        raise ValueError(
+            f"sweep takes contiguous, zigzag (of even shards) and striped, full or causal: got {min(tokens)} tokens"
+        )
+    found: dict[int, dict[int, float | None]] = {}
+    for world in gpus:
+        one = replace(call, world=world, nodes=max(1, world // call.per_node))
+        fitting = [each for each in tokens if sum(memory(replace(one, tokens=each)).values()) <= capacity]
+        found[world] = dict.fromkeys(tokens)
+        if fitting:
+            values = percent_of_ideal(one, inputs, np.array(fitting, float))
+            found[world] |= dict(zip(fitting, map(float, values), strict=True))
+    if all(value is None for column in found.values() for value in column.values()):
+        raise ValueError(
+            f"sweep begins at {min(tokens):,} tokens per GPU, which do not fit {capacity / 1e9:.3g} GB: at most "
+            f"{most_tokens(call, capacity):,} fit"
+        )
+    return found
+
+
+def draw(found: dict[int, dict[int, float | None]], title: str, target: Path) -> None:
+    """Write the map as a PNG, or as an SVG that is light or dark as its page is, by the file's ending."""
+    from matplotlib import colormaps  # no picture, no need for it
+    from matplotlib.figure import Figure
+
+    from ..report.theme import Theme, save, themed
+
+    tokens = [*next(iter(found.values()))]
+    grid = [[math.nan if column[one] is None else column[one] for column in found.values()] for one in tokens]
+
+    def figure(theme: Theme) -> Any:
+        with themed(theme):
+            made = Figure(figsize=(1.6 + 0.62 * len(found), 1.6 + 0.42 * len(tokens)), layout="constrained")
+            axes = made.subplots()
+            axes.set_facecolor(theme.track)  # shows where there is no number
+            image = axes.pcolormesh(grid, cmap=colormaps["viridis"], vmin=0, vmax=100)
+            middles = [[0.5 + place for place in range(count)] for count in (len(found), len(tokens))]
+            axes.set_xticks(middles[0], [binary(world) for world in found])
+            axes.set_yticks(middles[1], [binary(one) for one in tokens])
+            axes.set_xlabel("GPUs")
+            axes.set_ylabel("tokens per GPU")
+            axes.set_title(title, fontsize=9, loc="left")
+            for row, line in enumerate(grid):
+                for column, value in enumerate(line):
+                    # on viridis, the same in both themes; a dash is on the theme's own ground
+                    color = theme.ink if math.isnan(value) else "white" if value <= 60 else "black"
+                    told = "-" if math.isnan(value) else f"{value:.0f}"
+                    axes.text(column + 0.5, row + 0.5, told, ha="center", va="center", color=color, fontsize=8)
+            if min(len(tokens), len(found)) > 1:
+                axes.contour(*middles, grid, levels=[90], colors="red", linewidths=1.2)
+            made.colorbar(image, label="percent of ideal: one GPU divided by the GPUs; red: 90")
+        return made
+
+    save(figure, target, dpi=150)

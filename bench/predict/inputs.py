@@ -1,53 +1,85 @@
-"""What a prediction is given: the speed of a device and its links, and what the flags say of them."""
+"""What a prediction is made from: the speed of a GPU and its links, by presets, by flags, or as files say."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
-import typer
 
-from ..common.flags import size
-from .call import CPU, Call
-from .host import HostSpeed
-from .launch import whole
-from .links import Links, link_of
-from .measured import base_of, kernels_of
-from .measured import speed_of as speed_of_rows
-from .speed import CONSTANTS_OF, GPUS, Speed
+from ..common.attention import DTYPES
+from ..common.result import read
+from .call import Call
+from .links import Links, link_of, positive
+from .perturbation import NONE, Perturbation
+from .program import PASSES, Form
+from .ring import form_of
+from .speed import CONSTANTS_OF, GPUS, H100, Area, Speed, whole
 
-SPEED_TOKENS = 16384  # of the launch whose TFLOP/s are given
-TOKENS, WORLD = 8192, 8  # where nothing is said
-NVLINK, IB = "nvlink4", "ib400"
-MOST_SLOW = 1000  # times as long: slower is broken
+SPEED_TOKENS = 16384  # of the launch whose TFLOP/s are given, and that is measured
+BETWEEN = "ib400"
+OURS, FORWARD, BACKWARD, TFLOPS = "ringattn", "forward", "backward", "TFLOP/s"
+COPY = "copy, bytes read and written"  # of the suite's ceilings
+SQUARE = ("full", "causal")
+MOST_TOKENS = 1 << 40  # of a row: what a product of lengths can be made of
 
 
 @dataclass(frozen=True)
-class Given:
-    """A device, its links, and where they are from."""
+class Inputs:
+    """What all ways are predicted from."""
 
-    device: Speed | HostSpeed
+    speed: Speed
     links: Links
-    capacity: float
-    """Bytes of memory of a rank."""
+    perturbation: Perturbation = NONE
+    phases: Sequence[str] = PASSES
     told: tuple[str, ...] = ()
     """What was measured, line by line."""
-    place: torch.device = CPU
-    """Where it was measured, by whoever asked."""
 
-    def checked(self, beside: float | None, capacity: float | None) -> Given:
-        """With what flags say in place of what is known.
 
-        Raises:
-            ValueError: no part of a speed.
-        """
-        if beside is not None and not 0 <= beside < 1:
-            raise ValueError(f"beside is {beside}: the part of its speed that a kernel loses must be 0 to below 1")
-        device = self.device if beside is None else replace(self.device, beside=beside)
-        return replace(self, device=device, capacity=self.capacity if capacity is None else capacity)
+@dataclass(frozen=True)
+class Row:
+    """One measured launch of our kernels, as they run by default."""
+
+    what: str
+    """``forward``, or ``backward``: both of its kernels, counted as 2.5 forwards."""
+    flops: float
+    """FLOP/s on the visible area."""
+    dtype: str
+    head_dim: int
+    causal: bool
+    seqlen: int
+    heads: int
+    kv_heads: int
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        return (
+            f"{self.what} {self.flops / 1e12:.4g} TFLOP/s of {self.dtype} D{self.head_dim} {mask}, "
+            f"{self.seqlen:,} tokens, {self.heads}/{self.kv_heads} heads"
+        )
+
+    @property
+    def launch(self) -> tuple[float, Area, Form]:
+        """As :meth:`Speed.fitted` takes it."""
+        form = form_of(
+            tokens=self.seqlen, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
+            dtype=DTYPES[self.dtype],
+        )  # fmt: skip
+        return self.flops, whole(self.seqlen, causal=self.causal), form
+
+    def distance(self, call: Call) -> tuple[float, ...]:
+        """How far it is from what a hop of the call computes: by head dim, mask, length, heads."""
+        return (
+            abs(math.log2(self.head_dim / call.head_dim)), self.causal != call.mask.causal,
+            abs(math.log2(self.seqlen / call.tokens)), abs(math.log2(self.heads / call.heads)),
+        )  # fmt: skip
 
 
 def speed_of(
@@ -56,22 +88,16 @@ def speed_of(
     """A GPU's constants, with the TFLOP/s given for causal or full attention of 16k tokens, or with measured rows.
 
     Raises:
-        ValueError: an unknown GPU, a speed that is none, a file that is not of measured kernels, or both; nothing but
-            the GPU, and a dtype that its constants are not of.
+        ValueError: an unknown GPU, a speed that is none, or a file that is not of measured kernels; nothing but the
+            GPU, and a dtype that its constants are not of.
     """
     if gpu is not None and gpu not in GPUS:
         raise ValueError(f"gpu is {gpu!r}: it must be one of {', '.join(GPUS)}; --tflops says how fast it is")
-    above_zero("TFLOP/s", tflops=forward, backward_tflops=backward)
+    above_zero(TFLOPS, tflops=forward, backward_tflops=backward)
     if kernels is not None:
-        if forward is not None or backward is not None:
-            raise ValueError("kernels and tflops are both given: they say the same, pass one of them")
-        found = kernels_of(kernels)
-        speed, rows = speed_of_rows(found, call, base_of(found, gpu), str(kernels))
-        return speed, (f"{kernels}, {found.gpu}", *map(str, rows))
+        return measured(kernels, call, gpu)
     base = GPUS[gpu or "h100"]
     if forward is None:
-        if backward is not None:
-            raise ValueError("backward-tflops is given without tflops: both are of the same kernel")
         if call.dtype not in CONSTANTS_OF:
             raise ValueError(
                 f"dtype is {call.dtype}: the constants of a GPU are of {' and '.join(CONSTANTS_OF)}; --tflops or "
@@ -84,13 +110,116 @@ def speed_of(
     return base.fitted(forward=(forward * 1e12, area, form), backward=told), ()
 
 
-def links_of(link: str | None, between: str | None) -> Links:
+def measured(path: Path, call: Call, gpu: str | None) -> tuple[Speed, tuple[str, ...]]:
+    """A speed at which the rows nearest to a call take what `bench kernels` measured, and these rows in words.
+
+    Raises:
+        ValueError: another file, a damaged row, no GPU, or no forward of this dtype.
+    """
+    found = read(path)
+    base = base_of(found.provenance.get("gpu"), found.rows, gpu, str(path))
+    rows = [row for place, one in enumerate(found.rows) if (row := _row(one, f"{path}: rows[{place}]")) is not None]
+    forward, backward = (_nearest(rows, call, what) for what in (FORWARD, BACKWARD))
+    if forward is None:
+        dtypes = sorted({row.dtype for row in rows if row.what == FORWARD})
+        there = f"there are rows of {', '.join(dtypes)}" if dtypes else "there are none"
+        raise ValueError(
+            f"{path} has no forward of {OURS} in {call.dtype}, full or causal: {there}; "
+            f"`ringattn bench kernels --dtype {call.dtype} --json FILE` measures it"
+        )
+    try:
+        speed = base.fitted(forward=forward.launch, backward=None if backward is None else backward.launch)
+    except (ValueError, ArithmeticError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    return speed, (f"{path}, {base.name}", *(str(row) for row in (forward, backward) if row is not None))
+
+
+def _nearest(rows: Sequence[Row], call: Call, what: str) -> Row | None:
+    """The row of a pass that is nearest to a call, of its dtype."""
+    of_kind = [row for row in rows if row.what == what and row.dtype == call.dtype]
+    return min(of_kind, key=lambda row: row.distance(call), default=None)
+
+
+def base_of(about: object, rows: Sequence[Mapping[str, Any]], gpu: str | None, where: str) -> Speed:
+    """The constants that no row tells: of the GPU that ``gpu`` names, else of the one whose name the file has.
+
+    Of one that is not known those of an H100; multiprocessors, memory and its speed as far as they were measured.
+
+    Raises:
+        ValueError: nothing says on which GPU it was measured.
+    """
+    if not isinstance(about, dict) or not isinstance(name := about.get("name"), str):
+        raise ValueError(f"{where} was not measured on a GPU: it takes what `ringattn bench kernels` wrote on one")
+    known = [speed for key, speed in GPUS.items() if all(part in name.lower() for part in key.split("-"))]
+    base = GPUS[gpu] if gpu is not None else known[-1] if known else H100
+    where = f"{where}: provenance.gpu"
+    multiprocessors, capacity = (positive(about, one, where) for one in ("multiprocessors", "memory_gib"))
+    copies = [positive(row, "value", where) for row in rows if row.get("number") == COPY]
+    memory = max(copies) * 1e9 / base.passes if copies else base.memory
+    return replace(
+        base, name=name, multiprocessors=int(multiprocessors), capacity=capacity * 2**30, memory=memory
+    )  # fmt: skip
+
+
+def _row(row: Mapping[str, Any], where: str) -> Row | None:
+    """Our default kernels' speed; None: it is another number."""
+    if row.get("number") not in (FORWARD, BACKWARD) or row.get("unit") != TFLOPS or row.get("by") != OURS:
+        return None
+    if row.get("mask") not in SQUARE or row.get("head_dim_v") or row.get("seqlen") is None or row.get("value") is None:
+        return None
+    if row.get("dtype") not in tuple(DTYPES):
+        raise ValueError(f"{where}: dtype is {row.get('dtype')!r:.80}: it must be one of {', '.join(DTYPES)}")
+    sizes = [positive(row, one, where) for one in ("seqlen", "head_dim")]
+    if max(sizes) > MOST_TOKENS or any(one % 1 for one in sizes):
+        raise ValueError(f"{where}: a length of {max(sizes):,}: it must be whole, and at most {MOST_TOKENS:,}")
+    heads = re.fullmatch(r"([1-9]\d{0,8})/([1-9]\d{0,8})", str(row.get("heads")), re.ASCII)
+    if heads is None:
+        raise ValueError(f"{where}: heads is {row.get('heads')!r:.80}: it must be two counts, as in 16/8")
+    return Row(
+        str(row["number"]), positive(row, "value", where) * 1e12, str(row["dtype"]), int(sizes[1]),
+        row["mask"] == "causal", int(sizes[0]), int(heads[1]), int(heads[2]),
+    )  # fmt: skip
+
+
+def links_of(link: str, between: str | None, nics: int | None) -> Links:
     """What the flags say, or what is usual.
 
     Raises:
         ValueError: one of them is no link.
     """
-    return Links(link_of(NVLINK if link is None else link), link_of(IB if between is None else between, "link-between"))
+    return Links(link_of(link), link_of(BETWEEN if between is None else between, "link-between"), nics)
+
+
+def calibrated(call: Call, link: str | None) -> tuple[Path, str, TemporaryDirectory[str]]:
+    """Files of `bench kernels` and, where no link is given, `bench links`, measured on this machine now.
+
+    The folder that holds them is gone with the third.
+
+    Raises:
+        ValueError: there is no GPU, or one alone and no link is given, or a bench fails.
+    """
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        raise ValueError("calibrate finds no GPU here: --gpu names one, --tflops and --link say how fast it is")
+    if link is None and gpus < 2:
+        raise ValueError("calibrate finds one GPU here, which tells no link: pass --link")
+    folder = TemporaryDirectory()
+    kernels, links = Path(folder.name) / "kernels.json", Path(folder.name) / "links.json"
+    _bench(
+        kernels, "kernels", "--seqlen", str(min(call.tokens, SPEED_TOKENS)), "--heads", str(call.heads),
+        "--kv-heads", str(call.kv_heads), "--head-dim", str(call.head_dim), "--dtype", call.dtype,
+        "--causal" if call.mask.causal else "--full", "--by", OURS,
+    )  # fmt: skip
+    if link is None:
+        _bench(links, "links", "-b", "1m", "-e", "128m", "-f", "8", "--transport", "nccl,copy_engine")
+    return kernels, str(links) if link is None else link, folder
+
+
+def _bench(target: Path, *arguments: str) -> None:
+    command = [sys.executable, "-m", __package__.partition(".")[0], "bench", *arguments, "--json", str(target)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        raise ValueError(f"calibrate ran `bench {arguments[0]}`, which failed: {(ended.stderr or ended.stdout)[-400:]}")
 
 
 def above_zero(unit: str, **given: float | None) -> None:
@@ -102,58 +231,3 @@ def above_zero(unit: str, **given: float | None) -> None:
     for name, value in given.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name.replace('_', '-')} is {value:g}: it must be above 0 and finite, in {unit}")
-
-
-def tokens_of(tokens: int | None, seqlen: int | None, world: int) -> int:
-    """Tokens per rank, of ``--tokens`` or ``--seqlen``.
-
-    Raises:
-        ValueError: both, or a length that the ranks do not divide.
-    """
-    if tokens is not None and seqlen is not None:
-        raise ValueError("tokens and seqlen are both given: per rank and in all; pass one of them")
-    if seqlen is None:
-        return TOKENS if tokens is None else tokens
-    if world < 1 or seqlen % world or not seqlen:
-        fits = max(seqlen // max(world, 1), 1) * max(world, 1)
-        raise ValueError(f"seqlen is {seqlen:,}: {world:,} ranks have equal shards of it, as of {fits:,}")
-    return seqlen // world
-
-
-def slow_of(texts: Sequence[str]) -> dict[int, float]:
-    """``3=1.5``: rank 3 takes 1.5 times as long.
-
-    Raises:
-        ValueError: not of this form, a factor below 1 or above ``MOST_SLOW``, or a rank told twice.
-    """
-    found: dict[int, float] = {}
-    for text in texts:
-        try:
-            rank, factor = (of(part) for of, part in zip((int, float), text.split("="), strict=True))
-        except ValueError:
-            raise ValueError(f"slow is {text!r}: it must be RANK=FACTOR, as in 3=1.5") from None
-        if not 1 <= factor <= MOST_SLOW:
-            raise ValueError(f"slow is {text!r}: a factor is how many times as long the rank takes, 1 to {MOST_SLOW:,}")
-        if rank in found:
-            raise ValueError(f"slow is {text!r}, and rank {rank} is told before: a rank has one factor")
-        found[int(rank)] = factor
-    return found
-
-
-def axes_of(text: str) -> dict[str, list[int]]:
-    """``tokens=1k..128k,gpus=2..16k``: powers of two from one end to the other.
-
-    Raises:
-        ValueError: not both, or not of this form.
-    """
-    found = {}
-    for part in text.split(","):
-        name, _, ends = part.partition("=")
-        try:
-            first, last = (size(end) for end in ends.split(".."))
-        except (ValueError, typer.BadParameter):
-            raise ValueError(f"sweep is {text!r}: it takes tokens=1k..128k,gpus=2..16k") from None
-        found[name] = [first << step for step in range(64) if first << step <= last] if first else []
-    if set(found) != {"tokens", "gpus"} or not all(found.values()):
-        raise ValueError(f"sweep is {text!r}: it takes tokens=1k..128k,gpus=2..16k")
-    return found

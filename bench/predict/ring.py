@@ -75,7 +75,7 @@ def predicted(
         links: what joins them.
         perturbation: slow ranks, and launches that vary: every time is an array of its draws.
         phases: which passes.
-        tokens: of a rank, many lengths in the place of the call's: every time is an array of theirs.
+        tokens: of a rank, many lengths (floats) in the place of the call's: every time is an array of theirs.
         simulated: every rank, where two smaller rings could stand for all.
 
     Raises:
@@ -171,9 +171,7 @@ def recorded(call: Call, phase: str) -> tuple[tuple[Plan, Program], ...]:
     return tuple((one, record(one, replace(call.form, tokens=lengths[one.rank]), phase)) for one in call.plans())
 
 
-def _simulated(
-    call: Call, speed: Speed, links: Links, perturbation: Perturbation, phase: str, tokens: Any
-) -> Pass:
+def _simulated(call: Call, speed: Speed, links: Links, perturbation: Perturbation, phase: str, tokens: Any) -> Pass:
     plain = call.is_plain
     tokens = call.tokens if tokens is None else tokens
     made = recorded(replace(call, tokens=UNIT) if plain else call, phase)
@@ -267,15 +265,19 @@ def _area(seen: Bounds, rows: int, keys: int) -> Area:
 
 def ideal_seconds(call: Call, speed: Speed, phase: str, tokens: Any = None) -> Seconds:
     """Of one device with all the work, divided by the ranks."""
-    seqlen = (call.tokens if tokens is None else tokens) * call.world
-    areas = [whole(seqlen, causal=call.mask.causal)]
-    if is_local(call.mask):
-        areas = [_window_area(call)]
-    elif call.mask != Mask(causal=call.mask.causal):
-        areas = _seen_alone(call, call.seqlen)
     form = replace(call.form, chunks=1)
     what = (FOLD,) if phase == "forward" else (DQ, DKDV)
+    areas = areas_seen(call, tokens)
     return sum(speed.seconds(one, area, form, hop=0) for one in what for area in areas) / call.world
+
+
+def areas_seen(call: Call, tokens: Any = None) -> list[Area]:
+    """What one device with all tokens sees, part by part of the mask; ``tokens`` of a rank in the place of the call's."""
+    if is_local(call.mask):
+        return [_window_area(call)]
+    if call.mask != Mask(causal=call.mask.causal):
+        return _seen_alone(call, call.seqlen)
+    return [whole((call.tokens if tokens is None else tokens) * call.world, causal=call.mask.causal)]
 
 
 def _seen_alone(call: Call, seqlen: int) -> list[Area]:
