@@ -18,6 +18,7 @@ from .ring import Pass, messages, simulated, stretched
 from .speed import Area, Seconds, Speed, whole
 
 ATTEND, MERGE = "attention", "merge"
+BUFFERS = 2
 # bytes of memory traffic per element, a row and one of its head's
 FIRST_BYTES = 2 + 4  # the first result as fp32
 MERGE_BYTES = (2 + 4) + (4 + 4 + 4) + (4 + 4) + (4 + 4 + 4)  # block.float(), out - block, times the weight, out - that
@@ -42,7 +43,7 @@ def baseline(
         return tuple(_simulated(one, speed, links, perturbation, phase) for phase in phases)
 
     perturbation.check(call.world)
-    call = replace(call, two_level=False)
+    call = replace(call, two_level=False, slots=BUFFERS, prefetch=None)
     return of(call) if perturbation.is_there else stretched(call, of)
 
 

@@ -15,7 +15,7 @@ from ...ring.ring import depth_of
 from ...ring.schedule.layout import Layout
 from ...ring.schedule.mask import Mask
 from ...ring.schedule.plan import Plan, Positions, Sight, plan
-from ...ring.schedule.schedule import KV_SLOTS, schedule
+from ...ring.schedule.schedule import KV_SLOTS, Schedule, schedule
 from ...ring.wire import grad_wire_of, wire_of
 from ..common.attention import DTYPES, AttentionConfig
 from ..common.memory_table import RingForm
@@ -124,8 +124,9 @@ class Call:
 
     def plans(self) -> list[Plan]:
         """The plan of every rank, as the ring makes it; of a plain call without bounds, which take their time."""
-        if self.is_plain:
-            return [self._plain_plan(rank) for rank in range(self.world)]
+        made = schedule(self.held, self.mask, direction=self.direction, topology=self.topology, slots=self.slots)
+        if self.is_plain and {*made.lengths} == {self.tokens}:  # of few contiguous shards not all keys travel
+            return [self._plain_plan(made, rank) for rank in range(self.world)]
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # thousands of short searches: threads would wait for each other
         try:
@@ -136,8 +137,7 @@ class Call:
         finally:
             torch.set_num_threads(threads)
 
-    def _plain_plan(self, rank: int) -> Plan:
-        made = schedule(self.held, self.mask, direction=self.direction, topology=self.topology, slots=self.slots)
+    def _plain_plan(self, made: Schedule, rank: int) -> Plan:
         hops = made.hops(rank)
         return Plan(
             rank=rank,

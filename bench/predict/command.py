@@ -85,7 +85,7 @@ def axes(text: str) -> dict[str, list[int]]:
     found = {}
     for part in text.split(","):
         name, _, ends = part.partition("=")
-        first, _, last = (size(end) if end != ".." else 0 for end in ends.partition(".."))
+        first, last = (size(end) for end in (ends if ".." in ends else "0..0").split("..", 1))
         found[name] = [first << step for step in range(64) if first << step <= last] if first else []
     if set(found) != {"tokens", "gpus"} or not all(found.values()):
         raise typer.BadParameter(f"{text!r}: it takes tokens=1k..128k,gpus=2..16k")
@@ -208,8 +208,10 @@ def predict(
             raise ValueError("link-between and nics are of several nodes: --nodes counts them")
         if call.per_node == 1 and link is not None and not sweep:
             raise ValueError("link joins GPUs of a node, and each has one: --link-between joins nodes")
-        inputs = _inputs(call, passes, gpu, tflops, backward_tflops, kernels, calibrate, link, link_between, nics, beside,
-                         Perturbation(dict(slow or []), jitter))  # fmt: skip
+        inputs = _inputs(
+            call, passes, gpu, tflops, backward_tflops, kernels, calibrate, link, link_between, nics, beside,
+            Perturbation(dict(slow or []), jitter),
+        )  # fmt: skip
         capacity = inputs.speed.capacity if memory_gb is None else memory_gb * 1e9
         if sweep:
             result, first = _map(call, inputs, sweep, capacity, picture or Path(PICTURE))

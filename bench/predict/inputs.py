@@ -216,7 +216,7 @@ def calibrated(call: Call, link: str | None) -> tuple[Path, str, TemporaryDirect
 
 
 def _bench(target: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", __package__.partition(".")[0], "bench", *arguments, "--json", str(target)]
+    command = [sys.executable, "-m", __name__.rpartition(".bench.")[0], "bench", *arguments, "--json", str(target)]
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode:
         raise ValueError(f"calibrate ran `bench {arguments[0]}`, which failed: {(ended.stderr or ended.stdout)[-400:]}")

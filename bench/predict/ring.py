@@ -17,6 +17,7 @@ import numpy as np
 from ...kernels import Bounds
 from ...ring.schedule.mask import UNLIMITED, Mask
 from ...ring.schedule.plan import Plan
+from ...ring.schedule.schedule import schedule
 from .call import Call, area_of
 from .clock import Track, run, slowed
 from .links import Links
@@ -28,6 +29,7 @@ UNIT = 256  # tokens of a rank that a plain ring's program is recorded with: byt
 MOST_SIMULATED = 32  # ranks of a plain ring: more takes no longer by a straight line, and says the same
 LEAST_RANKS, MORE_RANKS = 16, 8  # of the smaller of two rings, and how many more the larger has
 LEAST_NODES, MORE_NODES = 3, 2
+LATE_NODES = 6  # of causal contiguous shards in a flat ring over nodes, whose line is straight from there on
 LARGE_NODE, SMALL_NODE = 16, 12  # ranks: of a larger node than the first, two smaller ones are simulated
 SURELY_TIED = 1e-9  # of the time of a pass: ranks that end together
 WINDOWED = (64, 128)  # ranks of two rings with a window, which have to be larger than it reaches
@@ -103,58 +105,42 @@ def stretched(call: Call, of: Callable[[Call], tuple[Pass, ...]]) -> tuple[Pass,
 
 
 def _smaller(call: Call) -> tuple[Call, Call, float] | None:
-    """Two smaller rings, and how far beyond the first the call is in steps to the second; None: it is simulated."""
-    if call.world <= (MOST_SIMULATED if call.is_plain else MOST_RANKS):
-        return None
-    per_node = call.per_node
-    if not call.is_plain:
-        return _windowed(call)
-    if call.nodes == 1:
-        least = max(LEAST_RANKS, 2 * call.slots)
-        return _along(call, (least, 1), (least + MORE_RANKS, 1), call.world, least)
-    if per_node > LARGE_NODE:
-        return _along(call, (SMALL_NODE * call.nodes, call.nodes), (LARGE_NODE * call.nodes, call.nodes), per_node,
-                      SMALL_NODE)  # fmt: skip
-    least = max(LEAST_NODES, -(-max(LEAST_RANKS, 2 * call.slots) // per_node))
-    more = least + MORE_NODES
-    return _along(call, (least * per_node, least), (more * per_node, more), call.nodes, least)
-
-
-def _along(
-    call: Call, near: tuple[int, int], far: tuple[int, int], at: int, first: int
-) -> tuple[Call, Call, float] | None:
-    """Rings of so many (ranks, nodes) in the place of a call that is at ``at`` where the nearer is at ``first``."""
-    if far[0] >= call.world:
-        return None
-    step = (far[0] - near[0]) * first // near[0]
-    small, large = (replace(call, world=world, nodes=nodes) for world, nodes in (near, far))
-    return small, large, (at - first) / step
-
-
-def _windowed(call: Call) -> tuple[Call, Call, float]:
-    """A window that ends on both sides meets few ranks, however many there are.
+    """Two smaller rings, and how far beyond the first the call is in steps to the second; None: it is simulated.
 
     Raises:
-        ValueError: it is none, or it meets half of the smaller ring.
+        ValueError: a call that is not simulated, and whose time is no straight line.
     """
-    made = None
-    per_node = call.per_node if call.nodes > 1 else 1
-    in_runs = call.layout == "contiguous" or (call.layout == "zigzag" and call.tokens % 2 == 0)
-    if is_local(call.mask) and in_runs and WINDOWED[0] % per_node == 0 and WINDOWED[0] > per_node:
-        near, far = (world // per_node if call.nodes > 1 else 1 for world in WINDOWED)
-        step = (WINDOWED[1] - WINDOWED[0]) // per_node
-        made = _along(call, (WINDOWED[0], near), (WINDOWED[1], far), call.world // per_node, WINDOWED[0] // per_node)
-        assert step and made is not None
-        count = len(made[0].plans()[0].hops)
-        if 2 * count > made[0].world or count != len(made[1].plans()[0].hops):
-            made = None
-    if made is None:
+    if call.world <= (MOST_SIMULATED if call.is_plain else MOST_RANKS):
+        return None
+    unit, steps = (call.per_node, call.nodes) if call.nodes > 1 else (1, call.world)
+    if not call.is_plain:
+        near, far = (world // unit for world in WINDOWED)
+    elif unit > LARGE_NODE:
+        small, large = (replace(call, world=size * call.nodes) for size in (SMALL_NODE, LARGE_NODE))
+        return small, large, (unit - SMALL_NODE) / (LARGE_NODE - SMALL_NODE)
+    else:
+        late = call.layout == "contiguous" and call.mask.causal and call.nodes > 1 and not call.is_two_level
+        near = max(-(-max(LEAST_RANKS, 2 * call.slots) // unit), LATE_NODES if late else LEAST_NODES)
+        far = near + max(MORE_RANKS // unit, MORE_NODES)
+    if far >= steps and call.is_plain:
+        return None
+    small, large = (replace(call, world=unit * n, nodes=n if call.nodes > 1 else 1) for n in (near, far) if n)
+    if not call.is_plain and not _is_straight(small, large):
         raise ValueError(
-            f"{call.world} GPUs with this layout and mask do different things: at most {MOST_RANKS} are simulated. More "
-            "are predicted for contiguous, zigzag (of even shards) and striped, full or causal; and for contiguous and "
-            f"zigzag with a window that ends on both sides and reaches less than half of {WINDOWED[0]} ranks"
+            f"{call.world} GPUs with this layout and mask do different things: at most {MOST_RANKS} are simulated; "
+            "more of contiguous, zigzag (of even shards) and striped, full or causal, and of contiguous and zigzag with a "
+            f"window that ends on both sides and reaches fewer than {WINDOWED[0]} ranks"
         )
-    return made
+    return small, large, (steps - near) / (far - near)
+
+
+def _is_straight(small: Call, large: Call) -> bool:
+    """Whether ranks meet few others by a window that ends on both sides, as many in the one ring as in the other."""
+    in_runs = small.layout == "contiguous" or (small.layout == "zigzag" and small.tokens % 2 == 0)
+    if not is_local(small.mask) or not in_runs:
+        return False
+    count, more = (len(schedule(one.held, one.mask, topology=one.topology).hops(0)) for one in (small, large))
+    return count == more
 
 
 def is_local(mask: Mask) -> bool:
@@ -272,7 +258,7 @@ def ideal_seconds(call: Call, speed: Speed, phase: str, tokens: Any = None) -> S
 
 
 def areas_seen(call: Call, tokens: Any = None) -> list[Area]:
-    """What one device with all tokens sees, part by part of the mask; ``tokens`` of a rank in the place of the call's."""
+    """What one device with all tokens sees, part by part of the mask; ``tokens`` of a rank, if not the call's."""
     if is_local(call.mask):
         return [_window_area(call)]
     if call.mask != Mask(causal=call.mask.causal):
