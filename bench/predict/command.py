@@ -185,8 +185,9 @@ def predict(
     from ...ring.schedule.mask import UNLIMITED
     from ..common.attention import boundaries_of, pattern_of
     from .call import Call
-    from .inputs import above_zero
+    from .inputs import above_zero, inputs_of
     from .perturbation import Perturbation
+    from .program import PASSES
 
     try:
         most = max(sweep["gpus"]) if sweep else world
@@ -208,9 +209,10 @@ def predict(
             raise ValueError("link-between and nics are of several nodes: --nodes counts them")
         if call.per_node == 1 and link is not None and not sweep:
             raise ValueError("link joins GPUs of a node, and each has one: --link-between joins nodes")
-        inputs = _inputs(
-            call, passes, gpu, tflops, backward_tflops, kernels, calibrate, link, link_between, nics, beside,
-            Perturbation(dict(slow or []), jitter),
+        inputs = inputs_of(
+            call, gpu=gpu, tflops=tflops, backward=backward_tflops, kernels=kernels, calibrate=calibrate, link=link,
+            between=link_between, nics=nics, beside=beside, perturbation=Perturbation(dict(slow or []), jitter),
+            phases=("forward",) if passes is PassName.forward else PASSES,
         )  # fmt: skip
         capacity = inputs.speed.capacity if memory_gb is None else memory_gb * 1e9
         if sweep:
@@ -232,28 +234,6 @@ def _tokens_of(tokens: int | None, seqlen: int | None, world: int) -> int:
         fits = max(seqlen // world, 1) * world
         raise ValueError(f"seqlen is {seqlen:,}: {world:,} ranks have equal shards of it, as of {fits:,}")
     return seqlen // world
-
-
-def _inputs(
-    call: Call, passes: PassName, gpu: str | None, tflops: float | None, backward: float | None, kernels: Path | None,
-    calibrate: bool, link: str | None, between: str | None, nics: int | None, beside: float | None, perturbation: Any,
-) -> Inputs:  # fmt: skip
-    from dataclasses import replace
-
-    from .inputs import Inputs, calibrated, links_of, speed_of
-    from .program import PASSES
-
-    folder = None
-    if calibrate:
-        kernels, link, folder = calibrated(call, link)
-    speed, told = speed_of(gpu, tflops, backward, kernels, call)
-    links = links_of(speed.link if link is None else link, between, nics)
-    if folder is not None:
-        folder.cleanup()
-    if beside is not None:
-        speed = replace(speed, beside=beside)
-    phases = ("forward",) if passes is PassName.forward else PASSES
-    return Inputs(speed, links, perturbation, phases, told)
 
 
 def _one(call: Call, inputs: Inputs, capacity: float, trace: Path | None) -> tuple[Result, str]:

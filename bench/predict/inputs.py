@@ -17,7 +17,7 @@ import torch
 from ..common.attention import DTYPES
 from ..common.result import read
 from .call import Call
-from .links import Links, link_of, positive
+from .links import Link, Links, link_of, positive
 from .perturbation import NONE, Perturbation
 from .program import PASSES, Form
 from .ring import form_of
@@ -181,19 +181,29 @@ def _row(row: Mapping[str, Any], where: str) -> Row | None:
     )  # fmt: skip
 
 
-def links_of(link: str, between: str | None, nics: int | None) -> Links:
-    """What the flags say, or what is usual.
+def inputs_of(
+    call: Call, *, gpu: str | None, tflops: float | None, backward: float | None, kernels: Path | None, calibrate: bool,
+    link: str | None, between: str | None, nics: int | None, beside: float | None, perturbation: Perturbation,
+    phases: Sequence[str],
+) -> Inputs:  # fmt: skip
+    """What the flags say, or what is usual: by itself a GPU brings the link of its kind.
 
     Raises:
-        ValueError: one of them is no link.
+        ValueError: one of them says nothing, or not of this call.
     """
-    return Links(link_of(link), link_of(BETWEEN if between is None else between, "link-between"), nics)
+    if calibrate:
+        speed, told, inside = calibrated(call, link)
+    else:
+        speed, told = speed_of(gpu, tflops, backward, kernels, call)
+        inside = link_of(speed.link if link is None else link)
+    if beside is not None:
+        speed = replace(speed, beside=beside)
+    links = Links(inside, link_of(BETWEEN if between is None else between, "link-between"), nics)
+    return Inputs(speed, links, perturbation, phases, told)
 
 
-def calibrated(call: Call, link: str | None) -> tuple[Path, str, TemporaryDirectory[str]]:
-    """Files of `bench kernels` and, where no link is given, `bench links`, measured on this machine now.
-
-    The folder that holds them is gone with the third.
+def calibrated(call: Call, link: str | None) -> tuple[Speed, tuple[str, ...], Link]:
+    """What `bench kernels` and, where no link is given, `bench links` measure on this machine now.
 
     Raises:
         ValueError: there is no GPU, or one alone and no link is given, or a bench fails.
@@ -203,16 +213,16 @@ def calibrated(call: Call, link: str | None) -> tuple[Path, str, TemporaryDirect
         raise ValueError("calibrate finds no GPU here: --gpu names one, --tflops and --link say how fast it is")
     if link is None and gpus < 2:
         raise ValueError("calibrate finds one GPU here, which tells no link: pass --link")
-    folder = TemporaryDirectory()
-    kernels, links = Path(folder.name) / "kernels.json", Path(folder.name) / "links.json"
-    _bench(
-        kernels, "kernels", "--seqlen", str(min(call.tokens, SPEED_TOKENS)), "--heads", str(call.heads),
-        "--kv-heads", str(call.kv_heads), "--head-dim", str(call.head_dim), "--dtype", call.dtype,
-        "--causal" if call.mask.causal else "--full", "--by", OURS,
-    )  # fmt: skip
-    if link is None:
-        _bench(links, "links", "-b", "1m", "-e", "128m", "-f", "8", "--transport", "nccl,copy_engine")
-    return kernels, str(links) if link is None else link, folder
+    with TemporaryDirectory() as folder:
+        kernels, links = Path(folder) / "kernels.json", Path(folder) / "links.json"
+        _bench(
+            kernels, "kernels", "--seqlen", str(min(call.tokens, SPEED_TOKENS)), "--heads", str(call.heads),
+            "--kv-heads", str(call.kv_heads), "--head-dim", str(call.head_dim), "--dtype", call.dtype,
+            "--causal" if call.mask.causal else "--full", "--by", OURS,
+        )  # fmt: skip
+        if link is None:
+            _bench(links, "links", "-b", "1m", "-e", "128m", "-f", "8", "--transport", "nccl,copy_engine")
+        return *measured(kernels, call, None), link_of(str(links) if link is None else link)
 
 
 def _bench(target: Path, *arguments: str) -> None:

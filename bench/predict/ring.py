@@ -128,7 +128,7 @@ def _smaller(call: Call) -> tuple[Call, Call, float] | None:
     if not call.is_plain and not _is_straight(small, large):
         raise ValueError(
             f"{call.world} GPUs with this layout and mask do different things: at most {MOST_RANKS} are simulated; "
-            "more of contiguous, zigzag (of even shards) and striped, full or causal, and of contiguous and zigzag with a "
+            "more of contiguous, zigzag (of even shards) and striped, full or causal, and of both former with a "
             f"window that ends on both sides and reaches fewer than {WINDOWED[0]} ranks"
         )
     return small, large, (steps - near) / (far - near)
