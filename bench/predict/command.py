@@ -9,33 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.flags import (
-    Batch,
-    BlockMaskPattern,
-    Causal,
-    Csv,
-    CuSeqlens,
-    DocumentsOfMean,
-    DocumentsSeed,
-    Dtype,
-    GradWireDtype,
-    HeadDim,
-    Heads,
-    Json,
-    KvHeads,
-    LayoutFlag,
-    LayoutName,
-    PrefixLength,
-    Window,
-    WireDtype,
-    binary,
-    check_apart,
-    check_needs,
-    count,
-    human,
-    kv_heads_of,
-    size,
-)
+from ..common import flags
 from ..common.output import check_targets, prints, write_json
 from ..common.result import Result, finish
 from .links import PRESETS
@@ -48,7 +22,7 @@ if TYPE_CHECKING:  # which bring torch, and --help is there at once
     from .inputs import Inputs
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-PICTURE = "predict.png"
+PICTURE = Path("predict.png")
 MOST_GPUS = 16 * 1024
 TOKENS, WORLD = 8192, 8
 ONE_RING = ("tokens", "seqlen", "trace", "slow", "jitter")
@@ -85,52 +59,45 @@ def axes(text: str) -> dict[str, list[int]]:
     found = {}
     for part in text.split(","):
         name, _, ends = part.partition("=")
-        first, last = (size(end) for end in (ends if ".." in ends else "0..0").split("..", 1))
+        first, last = (flags.size(end) for end in (ends if ".." in ends else "0..0").split("..", 1))
         found[name] = [first << step for step in range(64) if first << step <= last] if first else []
     if set(found) != {"tokens", "gpus"} or not all(found.values()):
         raise typer.BadParameter(f"{text!r}: it takes tokens=1k..128k,gpus=2..16k")
     return found
 
 
-def map_file(text: str) -> Path:
-    """Where the map is drawn; a parser of typer options.
-
-    Raises:
-        typer.BadParameter: an ending other than ``.png`` and ``.svg``.
-    """
-    if not text.endswith((".png", ".svg")):
-        raise typer.BadParameter(f"{text!r}: its name must end in .png or .svg")
-    return Path(text)
-
-
 @app.command()
 def predict(
     context: typer.Context,
     tokens: Annotated[
-        Any, typer.Option(parser=count, metavar="SIZE", help=f"Tokens per rank ({binary(TOKENS)} where left out).")
+        Any,
+        typer.Option(
+            parser=flags.count, metavar="SIZE", help=f"Tokens per rank ({flags.binary(TOKENS)} where left out)."
+        ),
     ] = None,
     seqlen: Annotated[
-        Any, typer.Option(parser=count, metavar="SIZE", help="Tokens in all, in place of --tokens.")
+        Any, typer.Option(parser=flags.count, metavar="SIZE", help="Tokens in all, in place of --tokens.")
     ] = None,
     world: Annotated[
-        Any, typer.Option("--world", "--gpus", parser=count, metavar="COUNT", help="Ranks of the ring, a GPU each.")
+        Any,
+        typer.Option("--world", "--gpus", parser=flags.count, metavar="COUNT", help="Ranks of the ring, a GPU each."),
     ] = str(WORLD),
     nodes: Annotated[int, typer.Option(min=1, help="Machines; several make a two-level ring.")] = 1,
     nics: Annotated[int | None, typer.Option(min=1, help="NICs of a node; default: one per GPU.")] = None,
-    layout: LayoutFlag = LayoutName.zigzag,
-    heads: Heads = 32,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = 128,
-    batch: Batch = 1,
-    dtype: Dtype = "bf16",
+    layout: flags.LayoutFlag = flags.LayoutName.zigzag,
+    heads: flags.Heads = 32,
+    kv_heads: flags.KvHeads = None,
+    head_dim: flags.HeadDim = 128,
+    batch: flags.Batch = 1,
+    dtype: flags.Dtype = "bf16",
     passes: Annotated[PassName, typer.Option("--pass", help="Of inference, or of training.")] = PassName.both,
-    causal: Causal = True,
-    window: Window = None,
-    cu_seqlens: CuSeqlens = None,
-    documents: DocumentsOfMean = None,
-    documents_seed: DocumentsSeed = None,
-    prefix_length: PrefixLength = None,
-    block_mask: BlockMaskPattern = None,
+    causal: flags.Causal = True,
+    window: flags.Window = None,
+    cu_seqlens: flags.CuSeqlens = None,
+    documents: flags.DocumentsOfMean = None,
+    documents_seed: flags.DocumentsSeed = None,
+    prefix_length: flags.PrefixLength = None,
+    block_mask: flags.BlockMaskPattern = None,
     kernels: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Speeds: JSON of bench kernels, or of that case of a suite.")
     ] = None,
@@ -151,8 +118,8 @@ def predict(
     chunks: Annotated[int, typer.Option(min=1, help="Runs of heads that a hop is cut into.")] = 1,
     slots: Annotated[int, typer.Option(min=1)] = 3,
     prefetch: Annotated[int | None, typer.Option(min=0)] = None,
-    wire_dtype: WireDtype = None,
-    grad_wire_dtype: GradWireDtype = None,
+    wire_dtype: flags.WireDtype = None,
+    grad_wire_dtype: flags.GradWireDtype = None,
     slow: Annotated[
         list[Any] | None,
         typer.Option(parser=slow_rank, metavar="RANK=FACTOR", help=f"Times as long; up to {MOST_RANKS} GPUs."),
@@ -165,21 +132,19 @@ def predict(
     sweep: Annotated[
         Any, typer.Option(parser=axes, metavar="tokens=1k..128k,gpus=2..16k", help="A map instead.")
     ] = None,
-    picture: Annotated[
-        Any, typer.Option(parser=map_file, metavar="FILE", help=f"Of the map: PNG or SVG ({PICTURE} where left out).")
-    ] = None,
+    picture: Annotated[Path, typer.Option(metavar="FILE", help="Of the map: PNG or SVG.")] = PICTURE,
     trace: Annotated[Path | None, typer.Option(help="Every rank's timeline, for Perfetto.")] = None,
-    json: Json = None,
-    csv: Csv = None,
+    json: flags.Json = None,
+    csv: flags.Csv = None,
 ) -> None:
     """Time, exposed communication and memory of a ring of any size, by the loops that really run."""
     check_targets(trace, picture)
-    check_needs(context, {"picture": "sweep", "documents_seed": "documents", "backward_tflops": "tflops"})
-    check_apart(context, "tokens", "seqlen")
-    check_apart(context, "kernels", "tflops", "calibrate")
-    check_apart(context, "calibrate", "gpu")
+    flags.check_needs(context, {"picture": "sweep", "documents_seed": "documents", "backward_tflops": "tflops"})
+    flags.check_apart(context, "tokens", "seqlen")
+    flags.check_apart(context, "kernels", "tflops", "calibrate")
+    flags.check_apart(context, "calibrate", "gpu")
     for name in ONE_RING:
-        check_apart(context, "sweep", name)
+        flags.check_apart(context, "sweep", name)
     from ...ring.arguments import Layouts, mask_of
     from ...ring.schedule.layout import Layout
     from ...ring.schedule.mask import UNLIMITED
@@ -190,6 +155,8 @@ def predict(
     from .program import PASSES
 
     try:
+        if picture.suffix not in (".png", ".svg"):
+            raise ValueError(f"picture is {str(picture)!r}: its name must end in .png or .svg")
         most = max(sweep["gpus"]) if sweep else world
         if most > MOST_GPUS:
             raise ValueError(f"{'gpus of sweep' if sweep else 'world'} is {most:,}: at most {MOST_GPUS:,} GPUs")
@@ -202,7 +169,7 @@ def predict(
             prefix_length=prefix_length, block_mask=pattern_of(tokens * world, block_mask),
         )  # fmt: skip
         call = Call(
-            tokens, world, layout.value, mask, heads, kv_heads_of(heads, kv_heads), head_dim, batch, dtype, nodes, True,
+            tokens, world, layout.value, mask, heads, flags.kv_heads_of(heads, kv_heads), head_dim, batch, dtype, nodes, True,
             chunks, slots, prefetch, 1, wire_dtype, grad_wire_dtype,
         )  # fmt: skip
         if most <= call.per_node and (link_between is not None or nics is not None):
@@ -216,7 +183,7 @@ def predict(
         )  # fmt: skip
         capacity = inputs.speed.capacity if memory_gb is None else memory_gb * 1e9
         if sweep:
-            result, first = _map(call, inputs, sweep, capacity, picture or Path(PICTURE))
+            result, first = _map(call, inputs, sweep, capacity, picture)
         else:
             result, first = _one(call, inputs, capacity, trace)
     except ValueError as error:
@@ -310,14 +277,11 @@ def _notes(call: Call, inputs: Inputs, found: list[Way], capacity: float) -> lis
         notes.append("other ways are told of 2 GPUs or more, of contiguous, zigzag (of even")
         notes.append("shards) and striped, full or causal")
     if inputs.perturbation.slow:
-        told_of = straggling(call, inputs)
-        notes += [
-            f"slow GPUs: {1e3 * told_of.even:.3f} ms without, {1e3 * told_of.slow:.3f} ms with equal shards "
-            f"({told_of.slow / told_of.even - 1:+.1%})",
-            f"and {1e3 * told_of.balanced:.3f} ms with Layout.balanced ({told_of.balanced / told_of.even - 1:+.1%})",
-        ]
+        even, slow, balanced = (1e3 * seconds for seconds in straggling(call, inputs))
+        notes.append(f"slow GPUs: {even:.3f} ms without, {slow:.3f} ms with equal shards ({slow / even - 1:+.1%})")
+        notes.append(f"and {balanced:.3f} ms with Layout.balanced ({balanced / even - 1:+.1%})")
     parts = memory(call)
-    told = ", ".join(f"{name} {human(nbytes, 'B')}" for name, nbytes in parts.items())
+    told = ", ".join(f"{name} {flags.human(nbytes, 'B')}" for name, nbytes in parts.items())
     return [*notes, *textwrap.wrap(f"memory of the {found_ring(call)}: {told}", COLUMNS)]
 
 
@@ -330,16 +294,16 @@ def _map(call: Call, inputs: Inputs, axes: dict[str, list[int]], capacity: float
     from .crossover import draw, sweep
 
     found = sweep(call, inputs, axes["tokens"], axes["gpus"], capacity)
-    rows = [{"GPUs": binary(world), **{binary(one): value for one, value in column.items()}}
+    rows = [{"GPUs": flags.binary(world), **{flags.binary(one): value for one, value in column.items()}}
             for world, column in found.items()]  # fmt: skip
-    empty = [binary(world) for world, column in found.items() if None in column.values()]
+    empty = [flags.binary(world) for world, column in found.items() if None in column.values()]
     notes = [f"empty at {', '.join(empty)} GPUs: does not fit {capacity / 1e9:.3g} GB"] if empty else []
     best = max((value, tokens, world) for world, column in found.items() for tokens, value in column.items()
                if value is not None)  # fmt: skip
-    title = f"percent of ideal by tokens per GPU: at best {best[0]:.0f}, at {binary(best[1])} on {binary(best[2])} GPUs"
+    title = f"percent of ideal by tokens per GPU: at best {best[0]:.0f}, at {flags.binary(best[1])} on {flags.binary(best[2])} GPUs"
     if prints():
         draw(found, "\n".join(_heading(call, inputs, None)), picture)
-    units = {"GPUs": "", **{binary(one): "" for one in axes["tokens"]}}
+    units = {"GPUs": "", **{flags.binary(one): "" for one in axes["tokens"]}}
     return Result("predict sweep", units, rows, [], [*notes, f"picture: {picture}"], _provenance(call, inputs)), title
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -40,19 +40,8 @@ def percent_of_ideal(call: Call, inputs: Inputs, tokens: Any) -> Any:
     return 100 * ideal / sum(one.seconds for one in passes)
 
 
-class Straggling(NamedTuple):
-    """Seconds of all passes where GPUs are slow, the mean of all draws."""
-
-    even: float
-    """All are as fast."""
-    slow: float
-    """Some are not, and all shards are equal."""
-    balanced: float
-    """Their shards are smaller."""
-
-
-def straggling(call: Call, inputs: Inputs) -> Straggling:
-    """What slow GPUs cost, with equal shards and with ``Layout.balanced``, their launches varying as all others do."""
+def straggling(call: Call, inputs: Inputs) -> tuple[float, float, float]:
+    """Seconds of all passes, the mean of all draws: no GPU slow, equal shards, and ``Layout.balanced``."""
     slow = inputs.perturbation
 
     def step(one: Call, perturbation: Perturbation) -> float:
@@ -61,7 +50,7 @@ def straggling(call: Call, inputs: Inputs) -> Straggling:
 
     speeds = tuple(float(Fraction(1) / Fraction(slow.slow.get(rank, 1.0))) for rank in range(call.world))
     balanced = replace(call, layout="balanced", speeds=speeds)
-    return Straggling(step(call, Perturbation(jitter=slow.jitter)), step(call, slow), step(balanced, slow))
+    return step(call, Perturbation(jitter=slow.jitter)), step(call, slow), step(balanced, slow)
 
 
 def memory(call: Call) -> dict[str, int]:
@@ -127,7 +116,8 @@ def draw(found: dict[int, dict[int, float | None]], title: str, target: Path) ->
     from ..report.theme import Theme, save, themed
 
     tokens = [*next(iter(found.values()))]
-    grid = [[math.nan if column[one] is None else column[one] for column in found.values()] for one in tokens]
+    columns = [[math.nan if value is None else value for value in column.values()] for column in found.values()]
+    grid = [*zip(*columns, strict=True)]
 
     def figure(theme: Theme) -> Any:
         with themed(theme):

@@ -191,10 +191,10 @@ def simulated(
     tied = ends >= ends.max(axis=0) * (1 - SURELY_TIED)
     last = np.where(tied, waits.sum(axis=1), np.inf).argmin(axis=0)
     mine = np.take_along_axis(waits, last[None, None], axis=0)[0]  # [hop, case]
-    found = ends.max(axis=0), mine.sum(axis=0), mine.max(axis=0)
-    if ends.shape[1] > 1:
-        return Pass(programs[0].phase, *found, tuple(tracks))
-    return Pass(programs[0].phase, *(float(one[0]) for one in found), tuple(tracks))
+    found: list[Seconds] = [ends.max(axis=0), mine.sum(axis=0), mine.max(axis=0)]
+    if ends.shape[1] == 1:
+        found = [float(one[0]) for one in found]
+    return Pass(programs[0].phase, found[0], found[1], found[2], tuple(tracks))
 
 
 def _transfer(rank: int, op: Op, message: Callable[[int, int, int], Seconds]) -> Seconds:
