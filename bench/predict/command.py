@@ -71,16 +71,14 @@ def predict(
     context: typer.Context,
     tokens: Annotated[
         Any,
-        typer.Option(
-            parser=flags.count, metavar="SIZE", help=f"Tokens per rank ({flags.binary(TOKENS)} where left out)."
-        ),
+        typer.Option(parser=flags.count, metavar="SIZE", help=f"Tokens per rank; default: {TOKENS}."),
     ] = None,
     seqlen: Annotated[
         Any, typer.Option(parser=flags.count, metavar="SIZE", help="Tokens in all, in place of --tokens.")
     ] = None,
     world: Annotated[
         Any,
-        typer.Option("--world", "--gpus", parser=flags.count, metavar="COUNT", help="Ranks of the ring, a GPU each."),
+        typer.Option("--world", "--gpus", parser=flags.count, metavar="COUNT", help="Ranks, a GPU each."),
     ] = str(WORLD),
     nodes: Annotated[int, typer.Option(min=1, help="Machines; several make a two-level ring.")] = 1,
     nics: Annotated[int | None, typer.Option(min=1, help="NICs of a node; default: one per GPU.")] = None,
@@ -169,8 +167,8 @@ def predict(
             prefix_length=prefix_length, block_mask=pattern_of(tokens * world, block_mask),
         )  # fmt: skip
         call = Call(
-            tokens, world, layout.value, mask, heads, flags.kv_heads_of(heads, kv_heads), head_dim, batch, dtype, nodes, True,
-            chunks, slots, prefetch, 1, wire_dtype, grad_wire_dtype,
+            tokens, world, layout.value, mask, heads, flags.kv_heads_of(heads, kv_heads), head_dim, batch, dtype, nodes,
+            True, chunks, slots, prefetch, 1, wire_dtype, grad_wire_dtype,
         )  # fmt: skip
         if most <= call.per_node and (link_between is not None or nics is not None):
             raise ValueError("link-between and nics are of several nodes: --nodes counts them")
@@ -229,7 +227,7 @@ def _one(call: Call, inputs: Inputs, capacity: float, trace: Path | None) -> tup
     if not inputs.perturbation.jitter:
         units.pop("spread")
     notes = _notes(call, inputs, found, capacity)
-    result = Result("predict", units, rows, [], [*notes, f"best: {best}"], _provenance(call, inputs))
+    result = Result("predict", units, [*rows], [], [*notes, f"best: {best}"], _provenance(call, inputs))
     return result, best
 
 
@@ -242,7 +240,7 @@ def _row(way: Way, call: Call, ideal: float) -> dict[str, Any]:
     row: dict[str, Any] = {"way": way.name, "memory": way.memory / 1e9, "note": way.note or None}
     if not way.passes:
         return row
-    total = sum(np.asarray(one.seconds) for one in way.passes)
+    total = np.sum([one.seconds for one in way.passes], axis=0)
     row |= {_SHORT[one.phase]: 1e3 * float(np.mean(one.seconds)) for one in way.passes}
     row |= {
         "ideal": 100 * ideal / way.seconds,
@@ -300,11 +298,14 @@ def _map(call: Call, inputs: Inputs, axes: dict[str, list[int]], capacity: float
     notes = [f"empty at {', '.join(empty)} GPUs: does not fit {capacity / 1e9:.3g} GB"] if empty else []
     best = max((value, tokens, world) for world, column in found.items() for tokens, value in column.items()
                if value is not None)  # fmt: skip
-    title = f"percent of ideal by tokens per GPU: at best {best[0]:.0f}, at {flags.binary(best[1])} on {flags.binary(best[2])} GPUs"
+    told = f"{best[0]:.0f}, at {flags.binary(best[1])} on {flags.binary(best[2])} GPUs"
+    title = f"percent of ideal by tokens per GPU: at best {told}"
     if prints():
         draw(found, "\n".join(_heading(call, inputs, None)), picture)
     units = {"GPUs": "", **{flags.binary(one): "" for one in axes["tokens"]}}
-    return Result("predict sweep", units, rows, [], [*notes, f"picture: {picture}"], _provenance(call, inputs)), title
+    return Result(
+        "predict sweep", units, [*rows], [], [*notes, f"picture: {picture}"], _provenance(call, inputs)
+    ), title
 
 
 def _title(call: Call) -> str:

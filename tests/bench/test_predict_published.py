@@ -1,8 +1,8 @@
 """What others have measured and published, predicted with one set of constants.
 
 Every number has its source beside it. What is given to the predictor is one GPU's published attention speed, or its
-preset, and the nominal speed of its links. The constants of kernels were looked at on the first table's first row alone,
-the order of the host's on the last table; none was fitted to either.
+preset, and the nominal speed of its links. The constants of kernels were looked at on the first table's first row
+alone, the order of the host's on the last table; none was fitted to either.
 """
 
 from __future__ import annotations
