@@ -7,6 +7,7 @@ refusal is one line and exit code 2, Ctrl-C one line and 130.
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -21,6 +22,8 @@ try:
     import typer
 except ModuleNotFoundError:
     raise SystemExit(EXTRA) from None
+
+from .common.output import prints  # noqa: E402
 
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 Refusal: Any = typer.BadParameter.__mro__[2]  # Click's, which new versions of typer hide
@@ -63,24 +66,25 @@ def run(module: str, name: str, arguments: list[str]) -> int:
     except typer.Exit as ended:
         return ended.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        return _say("interrupted", 130)
+        return _refuse("interrupted", 130) if prints() else 130
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.partition(".")[0] not in PACKAGES:
             raise
-        return _say(EXTRA, 2)
+        return _refuse(EXTRA, 2)
     except Refusal as refused:
-        return _say(f"{name}: {refused.format_message()}", refused.exit_code)
+        plain = isinstance(refused, typer.BadParameter) and refused.param is None
+        message = refused.message if plain else refused.format_message()
+        # new versions of typer parse by Pydantic, in whose words a flag is an input
+        message = re.sub(r", unable to parse .*|, got a .*", "", message.replace("Input should be", "it must be"))
+        return _refuse(f"{name}: {message}", refused.exit_code)
     except (ValueError, NotImplementedError) as refused:
-        return _say(f"{name}: {refused}", 2)
+        return _refuse(f"{name}: {refused}", 2)
     return 0
 
 
-def _say(line: str, code: int) -> int:
-    """A line on standard error, by one process of a launcher's; the exit code."""
-    from .common.output import prints
-
-    if prints():
-        print(" ".join(line.split()), file=sys.stderr)
+def _refuse(line: str, code: int) -> int:
+    """A line on standard error, by every rank: it may be one's alone; the exit code."""
+    print(" ".join(line.split()), file=sys.stderr)
     return code
 
 
@@ -114,7 +118,7 @@ COMMANDS = {
         "bench.timeline.command",
         "When each rank of a ring computed, sent, received and waited: a trace, a picture.",
     ),
-    "bench host": ("bench.host", "The host's time to post one hop, beside what the hop computes."),
+    "bench host": ("bench.host.command", "The host's time to post one hop, beside what the hop computes."),
     "bench suite": (
         "bench.suite.command",
         "Everything this machine can measure, within a time budget, in one result folder.",

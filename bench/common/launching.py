@@ -9,7 +9,9 @@ import itertools
 import logging
 import os
 import re
+import signal
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from multiprocessing import resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -282,11 +285,11 @@ def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
     """
     import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # the agent would open a TCP server on every interface for the ranks to meet at
-    inside = _environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **sharing(world, torch.cuda.device_count()))
+    named = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGHUP,SIGQUIT"}
+    inside = _environment(**named, **sharing(world, torch.cuda.device_count()))
     with TemporaryDirectory(prefix="ringattn-") as folder, inside:
         config = LaunchConfig(
             min_nodes=1,
@@ -300,15 +303,40 @@ def launch(world: int, entry: Callable[..., T], *arguments: object) -> T:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        before = logging.root.manager.disable
-        logging.disable(logging.ERROR)  # what torch's agent tells of a rank that failed is in the error as well
-        try:
+        with _interrupted_alone():
             results: dict[int, T] = elastic_launch(config, entry)(str(Path(folder, "store")), *arguments)
-        except SignalException:
-            raise KeyboardInterrupt from None
-        finally:
-            logging.disable(before)
     return results[0]
+
+
+@contextmanager
+def _interrupted_alone() -> Iterator[None]:
+    """Ctrl-C is of this process, not of those that it starts: it ends them, without a word of torch's agent or theirs.
+
+    They inherit that the signal is blocked, also while they import; a thread that blocks nothing receives it here.
+
+    Raises:
+        KeyboardInterrupt: it came, and they are gone.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def end(number: int, frame: object) -> None:
+        raise SignalException("interrupted", signal.SIGTERM)  # what the agent sends them
+
+    quiet, over = logging.root.manager.disable, threading.Event()
+    logging.disable(logging.ERROR)  # what torch's agent tells of a rank that failed is in the error as well
+    threading.Thread(target=over.wait, daemon=True).start()
+    resource_tracker.ensure_running()  # multiprocessing's, which unblocks the signal when it starts
+    before = signal.signal(signal.SIGINT, end)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    except SignalException:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, before)
+        over.set()
+        logging.disable(quiet)
 
 
 def started(world: int, entry: Callable[..., T], *arguments: object) -> T:

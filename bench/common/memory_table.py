@@ -160,31 +160,32 @@ def tuned_bytes(config: AttentionConfig, rings: int) -> int:
     return candidate_bytes(OURS, config) + joined + (rings - 1) * ring_slots(config)
 
 
-def judged_bytes(config: AttentionConfig) -> int:
+def judged_bytes(config: AttentionConfig, seqlen: int | None = None) -> int:
     """float64 of the heads that are looked at, and the scores of a block of their queries, or PyTorch in its dtype."""
-    chosen = len(chosen_heads(config.batch, config.heads, config.kv_heads, config.seqlen, config.seqlen))
+    n = config.seqlen if seqlen is None else seqlen
+    chosen = len(chosen_heads(config.batch, config.heads, config.kv_heads, n, n))
     heads, dims = chosen * config.heads // config.kv_heads, config.head_dim + config.value_dim
-    once = config.batch * config.seqlen * (heads + chosen) * dims
-    row = config.batch * heads * config.seqlen
-    block = max(min(BLOCK_BYTES, row * config.seqlen * FP64), row * FP64)
+    once = config.batch * n * (heads + chosen) * dims
+    row = config.batch * heads * n
+    block = max(min(BLOCK_BYTES, row * n * FP64), row * FP64)
     plain = 2 * once * item(config)
     if not config.is_plain:
         masks = 1 if config.mask.used is None else config.batch
-        plain += masks * config.seqlen**2 * (item(config) + DENSE_MASK)
-        plain += config.batch * config.seqlen * heads * dims * item(config)
+        plain += masks * n**2 * (item(config) + DENSE_MASK) + config.batch * n * heads * dims * item(config)
     return once * FP64 + max(once * FP64 + JUDGED_BLOCKS * block, plain)
 
 
-def kernels_bytes(config: AttentionConfig, ours: int, theirs: int, product_side: int) -> int:
-    """``bench kernels``: inputs, what each contender keeps to be timed, one that runs, float64 beside them."""
-    e, tokens, dims = item(config), config.batch * config.seqlen, config.head_dim + config.value_dim
+def kernels_bytes(config: AttentionConfig, seqlen: int, ours: int, theirs: int, product_side: int) -> int:
+    """``bench kernels`` with so many tokens: inputs, what each contender keeps, one that runs, float64 beside them."""
+    e, tokens, dims = item(config), config.batch * seqlen, config.head_dim + config.value_dim
     given = tokens * (config.heads + config.kv_heads) * dims * e  # q, k, v, dout; as much are out, dq, dk, dv
     out, row = tokens * config.heads * config.value_dim, tokens * config.heads * FP32
     kept = ours * (out * (e + FP32) + 3 * row) + theirs * (given + out * e + row)
     running = given + tokens * config.heads * config.head_dim * FP32
     if config.mask.global_tokens and ours:  # dK and dV between the parts: what came and what goes on
         running += 2 * tokens * config.kv_heads * dims * FP32
-    return given + kept + running + judged_bytes(config) + 3 * product_side**2 * FP32 + flush_bytes(config.device)
+    product = 3 * product_side**2 * FP32
+    return given + kept + running + judged_bytes(config, seqlen) + product + flush_bytes(config.device)
 
 
 def flush_bytes(device: str) -> int:

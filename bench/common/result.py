@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,15 +37,29 @@ class Result:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def text(self, width: int | None = None) -> str:
-        """Table, notes and failures for a terminal; columns from the right that do not fit are named alone."""
+        """Table, notes and failures for a terminal; a table that is too wide is cut by :meth:`_fitted`."""
         width = width or shutil.get_terminal_size((80, 24)).columns
-        columns, left = list(self.units), list[str]()
+        lines = self._fitted(width) if self.rows else []
+        return "\n".join([*(line.rstrip() for line in lines), *self.notes, *(f"FAILED: {one}" for one in self.failed)])
+
+    def _fitted(self, width: int) -> list[str]:
+        """The table within a width: what is the same in all rows is told once, above; then columns from the right go.
+
+        Empty columns are not shown.
+        """
+        columns = [name for name in self.units if any(row.get(name) is not None for row in self.rows)]
+        same, left = list[str](), list[str]()
+        if len(_lines(self.rows, columns, self.units)[0]) > width:
+            same = [name for name in columns if len(self.rows) > 1 and len({row.get(name) for row in self.rows}) == 1]
+            columns = [name for name in columns if name not in same]
         while len(columns) > 1 and len(_lines(self.rows, columns, self.units)[0]) > width:
             left.insert(0, columns.pop())
-        lines = _lines(self.rows, columns, self.units) if self.rows else []
+        lines = [f"{name} {_cell(self.rows[0][name])} {self.units[name]}".rstrip() for name in same]
+        told = textwrap.wrap(", ".join(lines), width)
+        table = _lines(self.rows, columns, self.units)
         if left:
-            lines.append(f"(too wide for {width} columns, and in --csv and --json: {', '.join(left)})")
-        return "\n".join([*(line.rstrip() for line in lines), *self.notes, *(f"FAILED: {one}" for one in self.failed)])
+            table += textwrap.wrap(f"(too wide; in --csv and --json: {', '.join(left)})", width)
+        return told + table
 
     def as_json(self) -> dict[str, Any]:
         """What :func:`read` takes."""

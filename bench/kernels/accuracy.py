@@ -20,6 +20,7 @@ from ...ring import Layout, Mask, bounds
 from ...ring.backends import SinglePassBackward, TritonBackward, TritonForward
 from ...ring.cpu.aten import AtenBackward, AtenForward
 from ..common.attention import DTYPES
+from ..common.errors import tolerance
 from ..suite.cases import NotHere, Number, poisoned
 
 NO_DROPOUT = 0.0
@@ -65,10 +66,8 @@ def accuracy(
 ) -> Iterator[Number]:
     """Errors of forward and backward, full and causal, in one launch and carried over the shards of several ranks.
 
-    Three ranks have a first, a middle and a last hop, which are three launches of their own.
-
-    Allowed is twice the error of PyTorch's attention in the same dtype, plus the rounding of that dtype. Outputs lie in
-    poisoned memory; a second run has to give the same bits, but for what is added in whatever order programs come.
+    Three ranks have a first, a middle and a last hop, which are three launches of their own. Outputs lie in poisoned
+    memory; a second run has to give the same bits, but for what is added in whatever order programs come.
 
     Args:
         backend: "aten", "triton", or one of :data:`BACKENDS`.
@@ -87,7 +86,7 @@ def accuracy(
                 "mask": "causal" if causal else "full", "shards": world,
             }  # fmt: skip
             with poisoned():
-                first, second = (hand_fed(given, causal, world, backend) for _ in range(2))
+                first, second = (on_shards(given, causal, world, backend) for _ in range(2))
             for name, ours, theirs, right in zip(Results._fields, first, pytorch, exact, strict=True):
                 error, usual, limit = judged(ours, theirs, right)
                 yield Number(f"error of {name}", error, "absolute", labels, limit, note=f"PyTorch's: {usual:.3g}")
@@ -99,7 +98,7 @@ def accuracy(
 def judged(ours: Tensor, pytorch: Tensor, exact: Tensor) -> tuple[float, float, float]:
     """Largest error of ours and of PyTorch's result of the same dtype, and what ours may be at most."""
     error, usual = ((x.double() - exact).abs().max().item() for x in (ours, pytorch))
-    return error, usual, 2 * usual + torch.finfo(ours.dtype).eps * exact.abs().max().item()
+    return error, usual, tolerance(usual, exact.abs().max().item(), ours.dtype)
 
 
 def draw(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], *, batch: int = 2) -> Inputs:
@@ -140,20 +139,15 @@ def by_pytorch(given: Inputs, causal: bool) -> Results:
 
 def _lse_of_operator(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor | None:
     """``lse`` as PyTorch's flash operator computes it; None where it has none for such inputs."""
-    if q.shape[-1] != v.shape[-1] or (q.device.type == "cuda" and q.dtype == torch.float32):
-        return None
-    operators = torch.ops.aten
     on_gpu = q.device.type == "cuda"
-    operator = (
-        operators._scaled_dot_product_flash_attention
-        if on_gpu
-        else operators._scaled_dot_product_flash_attention_for_cpu
-    )
-    lse: Tensor = operator(q, k, v, NO_DROPOUT, causal)[1]
+    if q.shape[-1] != v.shape[-1] or (on_gpu and q.dtype == torch.float32):
+        return None
+    name = "_scaled_dot_product_flash_attention" + ("" if on_gpu else "_for_cpu")
+    lse: Tensor = getattr(torch.ops.aten, name)(q, k, v, NO_DROPOUT, causal)[1]
     return lse
 
 
-def hand_fed(given: Inputs, causal: bool, world: int, backend: str) -> Results:
+def on_shards(given: Inputs, causal: bool, world: int, backend: str) -> Results:
     """What the ranks of a zigzag ring compute, in the ring's order, with nothing in between."""
     layout, mask = Layout.zigzag(given.q.shape[1], world), Mask(causal=causal)
     parts = [_of_rank(given, layout, rank) for rank in range(world)]

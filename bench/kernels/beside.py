@@ -233,23 +233,3 @@ def numbers(runs: dict[str, list[Any]], flops: int, labels: dict[str, Any]) -> I
     yield Number("launch of the copy on an idle device", idle, "ms", labels)
     yield Number("start delay, first block", median("beside", "first") - idle, "ms", labels)
     yield Number("start delay, last block", median("beside", "last") - idle, "ms", labels)
-
-
-def brief(found: list[Number]) -> list[dict[str, Any]]:
-    """A row per launch."""
-    columns = {
-        "start delay, first block": "first block after ms",
-        "start delay, last block": "last block after ms",
-        "slowdown of the copy": "copy slower",
-        "slowdown of the forward": "forward slower",
-        "forward alone": "forward TFLOP/s",
-    }
-    rows: dict[str, dict[str, Any]] = {}
-    for number in found:
-        if number.name not in columns or (number.name == "forward alone" and number.unit == "ms"):
-            continue
-        row = rows.setdefault(
-            str(number.labels["launch"]), {"copy beside": number.labels["launch"]} | dict.fromkeys(columns.values())
-        )
-        row[columns[number.name]] = None if number.value is None else round(number.value, 3)
-    return list(rows.values())

@@ -1,25 +1,51 @@
-"""What computes one attention on one device in ``bench kernels``, what it is given and what it makes of that.
+"""Who computes one attention on one device in ``bench kernels``: our kernels' variants, and PyTorch backend by backend.
 
 A contender is a name and a function that makes what to time of the inputs, and refuses what it does not compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial, reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
-from ...kernels import Bounds
+from ... import reference
+from ...kernels import (
+    PLAIN,
+    Bounds,
+    KernelConfig,
+    attention_backward,
+    attention_delta,
+    attention_dkdv,
+    attention_dq,
+    attention_forward,
+    default_config,
+)
+from ...kernels.config import config_for
+from ...reference.masks import by_batch
+from ...ring.backends import backward_works, forward_works
+from ...ring.loop import ForwardWork, add
+from ...ring.schedule.plan import plan
+from ...ring.traffic import Seen, chunks_of
+from ..common.attention import DTYPES, AttentionConfig
+from ..common.memory import free_memory
 from ..common.timing import Step
-from .shape import Shape
 
 OURS = "ringattn"
 FORWARD, STATE, BACKWARD = "forward", "forward with state", "backward"
 PASSES = (FORWARD, STATE, BACKWARD)
 PARTS = ("delta", "dq", "dkdv")  # of our backward
+HOPPER_ARCH = 90
+DENSE_SHARE = 0.4  # of the free memory: what a backend that keeps every score may take
+SCORES_KEPT = 4  # tensors of scores that the math backend has at once, in its backward
 
 
 class Cannot(Exception):
@@ -30,11 +56,16 @@ class Cannot(Exception):
 class Given:
     """What every contender computes with."""
 
-    shape: Shape
+    config: AttentionConfig
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
+
+    @classmethod
+    def drawn(cls, config: AttentionConfig, device: torch.device) -> Given:
+        """Random inputs."""
+        return cls(config, *(torch.randn(shape, device=device).to(DTYPES[config.dtype]) for shape in config.shapes))
 
     @property
     def device(self) -> torch.device:
@@ -42,7 +73,24 @@ class Given:
 
     @property
     def bounds(self) -> tuple[Bounds, ...]:
-        return self.shape.bounds(self.device)
+        """As the kernels take the mask: one per launch, several where it has global tokens."""
+        sights = plan(self.config.held, self.config.mask, 0, 1, self.device).sights[0]
+        return tuple(sight.bounds for sight in sights)
+
+    @property
+    def halves(self) -> list[tuple[slice, tuple[Bounds, ...]]]:
+        """Keys and bounds of two hops that are together the whole; none where blocks say what is visible."""
+        parts, middle, end = self.bounds, self.config.seqlen // 2, self.config.seqlen
+        if not middle or any(part.runs is not None for part in parts):
+            return []
+        first, second = (tuple(_among(part, *keys) for part in parts) for keys in ((0, middle), (middle, end)))
+        return [(slice(0, middle), first), (slice(middle, None), second)]
+
+
+def _among(part: Bounds, start: int, end: int) -> Bounds:
+    """The same of the keys ``[start, end)`` alone, counted from the first of them."""
+    lo, hi, used = (None if x is None else x.clamp(start, end) - start for x in (part.lo, part.hi, part.used))
+    return Bounds(lo, hi, used)
 
 
 @dataclass
@@ -64,3 +112,235 @@ class Contender(NamedTuple):
     @property
     def ours(self) -> bool:
         return self.name.partition(" ")[0] == OURS
+
+
+class Variant(NamedTuple):
+    """Our Triton kernels, as they are launched without a config, or with these fields of one and no others."""
+
+    name: str
+    options: dict[str, Any] | None = None
+    passes: tuple[str, ...] = PASSES  # what the options are about; the others are as they were
+    parts: tuple[str, ...] = ()  # of its backward, timed one by one
+
+    def config(self, q: Tensor, v: Tensor, *, full: bool) -> KernelConfig | None:
+        """With tuned tiles where there are some; what was tuned beside them would change what the row is about."""
+        if self.options is None:
+            return None
+        tuned = default_config(q, v, full=full)
+        forward = tuned.forward
+        if self.options.get("forward_kernel") == "hopper":  # which takes few tiles, the built-in one among them
+            forward = config_for(HOPPER_ARCH, q.dtype, max(q.shape[-1], v.shape[-1])).forward
+        return KernelConfig(forward, tuned.dq, tuned.dkdv, **self.options)
+
+
+VARIANTS = [
+    Variant(OURS, parts=PARTS),
+    Variant(f"{OURS} hopper", {"forward_kernel": "hopper"}, (FORWARD, STATE)),
+    Variant(f"{OURS} single pass", {"backward": "single_pass"}, (BACKWARD,)),
+    Variant(f"{OURS} hopper single pass", {"backward": "hopper"}, (BACKWARD,)),
+    Variant(f"{OURS} deterministic single pass", {"backward": "single_pass_deterministic"}, (BACKWARD,)),
+    Variant(f"{OURS} longest first", {"order": "longest"}),
+    Variant(f"{OURS} persistent", {"persistent": True, "sm_margin": 0}, (FORWARD, STATE)),  # alone
+    Variant(f"{OURS} dkdv by descriptors", {"dkdv_epilogue": "descriptors"}, (BACKWARD,)),
+    Variant(f"{OURS} packed heads", {"pack_gqa": True}, (FORWARD, STATE)),
+]
+"""Timed on a GPU, the default first. One line adds one; where its kernel does not run, its error is the reason told."""
+
+
+def triton_kernels(variant: Variant, given: Given) -> Ready:
+    """A variant of the Triton kernels; where the mask has several parts, as the ring launches it."""
+    first, *others = given.bounds
+    try:
+        config = variant.config(given.q, given.v, full=first.is_full and not others)
+        return by_hops("triton", given, config, variant.passes) if others else _by_entries(variant, given, config)
+    except (ValueError, NotImplementedError, TypeError) as refused:
+        raise Cannot(str(refused)) from None
+
+
+def _by_entries(variant: Variant, given: Given, config: KernelConfig | None) -> Ready:
+    """The kernels' own entries: one launch per pass, and each of the backward's by itself."""
+    q, k, v, dout, (limits,) = given.q, given.k, given.v, given.dout, given.bounds
+    out, lse = attention_forward(q, k, v, bounds=limits, config=config)
+    # a state of its own: the step continues it in place, again and again
+    state = attention_forward(q, k, v, bounds=limits, final=False, config=config)
+    carried: tuple[Tensor, Tensor] | None = None
+    for keys, (seen,) in given.halves:
+        last = keys.stop is None
+        carried = attention_forward(q, k[:, keys], v[:, keys], bounds=seen, state=carried, final=last, config=config)
+    steps: dict[str, Step] = {
+        FORWARD: lambda: attention_forward(q, k, v, bounds=limits, config=config),
+        STATE: lambda: attention_forward(q, k, v, bounds=limits, state=state, final=False, config=config),
+    }
+    if BACKWARD not in variant.passes:
+        return Ready(_only(steps, variant.passes), [out], carried[0] if carried else None)
+    grads = attention_backward(dout, q, k, v, out, lse, bounds=limits, config=config)
+    delta = attention_delta(dout, out)
+    steps |= {
+        BACKWARD: lambda: attention_backward(dout, q, k, v, out, lse, bounds=limits, config=config),
+        "delta": lambda: attention_delta(dout, out),
+        "dq": lambda: attention_dq(dout, q, k, v, lse, delta, bounds=limits, config=config),
+        "dkdv": lambda: attention_dkdv(dout, q, k, v, lse, delta, bounds=limits, config=config),
+    }
+    return Ready(_only(steps, variant.passes + variant.parts), [out, *grads], carried[0] if carried else None)
+
+
+def _only(steps: dict[str, Step], names: tuple[str, ...]) -> dict[str, Step]:
+    return {name: step for name, step in steps.items() if name in names}
+
+
+def by_hops(backend: str, given: Given, config: KernelConfig | None = None, passes: tuple[str, ...] = PASSES) -> Ready:
+    """What the ring computes a hop by, on one shard: as many launches as the mask has parts."""
+    q, k, v, dout, parts = given.q, given.k, given.v, given.dout, given.bounds
+    chunks, how = chunks_of(1, q.shape[2], k.shape[2]), {"softmax_scale": q.shape[-1] ** -0.5, "config": config}
+
+    def forward() -> tuple[Tensor, Tensor]:
+        (work,) = forward_works(backend, chunks, q, **how)
+        _fold(work, k, v, parts, final=True)
+        return work.result()
+
+    out, lse = forward()
+    state = out.to(torch.float32, copy=True), lse.clone()  # of its own: it is continued in place, again and again
+
+    def with_state() -> None:
+        (work,) = forward_works(backend, chunks, q, start=state, **how)
+        _fold(work, k, v, parts, final=False)
+
+    def backward() -> tuple[Tensor, ...]:
+        (work,) = backward_works(backend, chunks, dout, q, out, lse, **how)
+        into = torch.empty_like(k), torch.empty_like(v)
+        for part in parts:
+            work.dq(k, v, part, scores=PLAIN, local=True, final=part is parts[-1])
+        add(work, (k, v), [Seen(bounds=part, scores=PLAIN) for part in parts], local=True, sums=None, into=into)
+        return work.result(), *into
+
+    (carried,) = forward_works(backend, chunks, q, **how)
+    for keys, seen in given.halves:
+        _fold(carried, k[:, keys], v[:, keys], seen, final=keys.stop is None)
+    steps: dict[str, Step] = {FORWARD: forward, STATE: with_state, BACKWARD: backward}
+    grads = backward() if BACKWARD in passes else ()
+    return Ready(_only(steps, passes), [out, *grads], carried.result()[0] if given.halves else None)
+
+
+def _fold(work: ForwardWork, k: Tensor, v: Tensor, parts: Sequence[Bounds], *, final: bool) -> None:
+    """The keys of one shard, part by part of the mask."""
+    for part in parts:
+        work.fold(k, v, part, scores=PLAIN, final=final and part is parts[-1])
+
+
+def sdpa(backend: SDPBackend, given: Given) -> Ready:
+    """One pinned backend of SDPA, on contiguous ``[B, H, S, D]`` tensors, as it likes them."""
+    config, grouped = given.config, given.config.heads != given.config.kv_heads
+    masked: dict[str, Any] = {"is_causal": config.causal}
+    if not config.is_plain:
+        masked = {"attn_mask": _dense_mask(backend, given)}
+    if backend is SDPBackend.MATH:
+        _check_square(given, SCORES_KEPT * given.q.element_size() * config.heads, "scores")
+    leaves, dout = _by_head(given)
+
+    def attend() -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], enable_gqa=grouped, **masked)
+
+    return _differentiated(attend, leaves, dout)
+
+
+def _dense_mask(backend: SDPBackend, given: Given) -> Tensor:
+    """The mask as a tensor, for those that take one."""
+    if backend not in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):
+        raise Cannot("it takes full and causal masks alone")
+    _check_square(given, 1 + given.q.element_size(), "mask")
+    positions = torch.arange(given.config.seqlen, device=given.device)
+    return by_batch(reference.visible(positions, positions, **given.config.options(given.device)))
+
+
+def _check_square(given: Given, nbytes: int, what: str) -> None:
+    """Refuse a square of so many bytes per query and key that takes too much of what is free."""
+    wanted = nbytes * given.config.batch * given.config.seqlen**2
+    free = free_memory(given.device)
+    if wanted > DENSE_SHARE * free:
+        raise Cannot(f"its {what} take {wanted / 1e9:.1f} GB: more than {DENSE_SHARE:.0%} of {free / 1e9:.1f} GB free")
+
+
+def flex(given: Given) -> Ready:
+    """``torch.nn.attention.flex_attention``, compiled; its mask as blocks of tiles."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    config, device = given.config, given.device
+    if device.type != "cuda":
+        raise Cannot("its backward is compiled for a GPU alone")
+    tiles = None
+    if config.causal or not config.is_plain:
+        rows = None if config.mask.used is None else config.batch
+        seqlen = config.seqlen
+        tiles = create_block_mask(mask_function(config, device), rows, None, seqlen, seqlen, device=str(device))
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    leaves, dout = _by_head(given)
+    grouped = config.heads != config.kv_heads
+    return _differentiated(lambda: compiled(*leaves, block_mask=tiles, enable_gqa=grouped), leaves, dout)
+
+
+def mask_function(config: AttentionConfig, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The mask as ``flex_attention`` takes it: of indices of batch row, head, query and key."""
+    mask, positions = config.mask, torch.arange(config.seqlen)
+    if config.is_plain and config.causal:
+        return lambda batch, head, query, key: query >= key
+    parts = [tuple(end.to(device) for end in part.interval(positions)) for part in mask.parts]
+    used = None if mask.used is None else torch.tensor(mask.used, device=device)
+    visible = None if mask.blocks is None else mask.blocks.visible.to(device)
+    block = 1 if mask.blocks is None else mask.blocks.block
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        inside = reduce(or_, ((lo[query] <= key) & (key < hi[query]) for lo, hi in parts))
+        if used is not None:
+            inside = inside & (key < used[batch])
+        return inside if visible is None else inside & visible[query // block, key // block]
+
+    return seen
+
+
+def _by_head(given: Given) -> tuple[list[Tensor], Tensor]:
+    """q, k and v as leaves, and dout, ``[B, H, S, D]``."""
+    *inputs, dout = (x.transpose(1, 2).contiguous() for x in (given.q, given.k, given.v, given.dout))
+    return [x.requires_grad_() for x in inputs], dout
+
+
+def _differentiated(attend: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> Ready:
+    """Forward and backward of what autograd differentiates; its error is the reason why it cannot."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            out = attend()
+            grads = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        except torch.AcceleratorError:
+            raise  # nothing works on this device any more
+        except (RuntimeError, NotImplementedError) as refused:
+            reasons = [str(one.message).partition(" (Triggered")[0] for one in told] or [str(refused)]
+            raise Cannot(" ".join(" ".join(reasons).split())[:200]) from None
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend()
+
+    def backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    return Ready({FORWARD: forward, BACKWARD: backward}, [x.detach().transpose(1, 2) for x in (out, *grads)])
+
+
+GPU_SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+CPU_SDPA = {"ATen operator": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
+
+
+def contenders(device: torch.device) -> list[Contender]:
+    """All that there are for a device, ours first; on the CPU its backend, for interpreted kernels are not timed."""
+    if device.type == "cuda":
+        ours = [Contender(variant.name, partial(triton_kernels, variant)) for variant in VARIANTS]
+        theirs = [Contender(name, partial(sdpa, backend)) for name, backend in GPU_SDPA.items()]
+        return [*ours, *theirs, Contender("flex_attention", flex)]
+    theirs = [Contender(name, partial(sdpa, backend)) for name, backend in CPU_SDPA.items()]
+    return [Contender(OURS, partial(by_hops, "aten")), *theirs]

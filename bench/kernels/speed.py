@@ -1,46 +1,148 @@
-"""One device's attention: how fast and how right every contender is, on the same inputs, in turns."""
+"""One device's attention: how fast and how right every contender is, on the same inputs, in turns; and the targets.
+
+A target is what our kernels must reach beside PyTorch's backends: a ratio of medians of one interleaved run, or a rate;
+more is better. A floor that is missed is told, and fails nothing: which chip it is decides (the figures were set for an
+H200).
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...kernels import Bounds
+from ...comm.transports.lanes import HIGH_PRIORITY, new_stream
+from ...kernels import Bounds, attention_forward
 from ...ring import Layout, Mask, bounds
-from ..common.attention import BACKWARD_FLOPS, BY_SQUARE, DTYPES
+from ..common.attention import BACKWARD_FLOPS, DTYPES, AttentionConfig, forward_flops, mask_title
 from ..common.errors import RESULTS, Exact, chosen_heads, exact_results, pytorch_results, tolerances
-from ..common.timing import Clock, Samples, Step, interleaved, repeats_within
+from ..common.flags import OF_RINGS
+from ..common.result import Row
+from ..common.timing import Clock, Samples, Step, interleaved, nearest, repeats_within
 from ..suite.cases import Number
-from .contender import BACKWARD, FORWARD, PASSES, STATE, Cannot, Contender, Given
-from .rivals import contenders
-from .shape import Shape
+from .beside import LEFT, SIZES, Copy, bytes_for
+from .contender import (
+    BACKWARD,
+    FORWARD,
+    OURS,
+    PASSES,
+    STATE,
+    VARIANTS,
+    Cannot,
+    Given,
+    Ready,
+    Variant,
+    contenders,
+)
 
 # 16-bit results of two sums of the same terms: each is off by a few of its own roundings (2^-8 in bfloat16)
 AGREE = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-3}
 PRODUCT = "matrix product"
 PRODUCT_SIDE = {"cuda": 8192, "cpu": 1024}
-ABSENT = "not there"
 CARRIED = "out over two hops"
+UNITS = {
+    "pass": "", "by": "", "seqlen": "", "head_dim": "", "time": "ms", "rate": "TFLOP/s", "error/allowed": "",
+    "of product": "%", "mask": "", "dtype": "", "heads": "", "batch": "", "head_dim_v": "", "spread": "", "error": "",
+    "rate by S²/2": "TFLOP/s", "note": "",
+}  # fmt: skip
+"""Columns of a row: one pass of one contender on one shape; spread: half the interquartile range over the median."""
 
 
-def measured(shape: Shape, clock: Clock, *, seconds: float, by: Sequence[str] = ()) -> Iterator[Number]:
+@dataclass
+class Measured:
+    """Of some shapes: rows, what of ours errs by more than rounding or is not there, the matrix product's rates."""
+
+    rows: list[Row] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    products: dict[str, float] = field(default_factory=dict)
+    """TFLOP/s by dtype, in the same runs: what percentages refer to."""
+
+    def compare(self) -> str:
+        """The line that matters: the best of ours beside the best of the others, pass by pass."""
+        told = []
+        for what in (FORWARD, BACKWARD):
+            ratios = []
+            for shape in {_shape_of(row) for row in self.rows}:
+                rates: dict[bool, list[float]] = {True: [], False: []}
+                for row in self.rows:
+                    if row["pass"] == what and _shape_of(row) == shape:
+                        rates[row["by"].startswith(OURS)].append(row["rate"])
+                if all(rates.values()):
+                    ratios.append(max(rates[True]) / max(rates[False]))
+            if ratios:
+                told.append(f"{what} {' to '.join(dict.fromkeys(f'{one(ratios):.2f}' for one in (min, max)))}")
+        return f"best of ours over best of the others: {', '.join(told)}" if told else "nobody to compare with"
+
+
+def _shape_of(row: Row) -> tuple[object, ...]:
+    return tuple(row.get(name) for name in ("dtype", "head_dim", "head_dim_v", "mask", "seqlen", "heads", "batch"))
+
+
+def labels_of(config: AttentionConfig) -> dict[str, Any]:
+    """What a row is of."""
+    dims = {} if config.value_dim == config.head_dim else {"head_dim_v": config.value_dim}
+    return {
+        "dtype": config.dtype, "head_dim": config.head_dim, **dims,
+        "mask": mask_title(config.mask), "seqlen": config.seqlen, "heads": f"{config.heads}/{config.kv_heads}",
+        "batch": config.batch,
+    }  # fmt: skip
+
+
+def measure(config: AttentionConfig, clock: Clock, *, seconds: float, by: Sequence[str] = ()) -> Measured:
     """Errors against float64, then times of every pass of every contender, and what a matrix product takes beside."""
-    found = Field(shape, clock)
-    chosen = [one for one in contenders(clock.device) if not by or one.name in by]
+    found, steps, errors = Measured(), dict[str, Step](), dict[tuple[str, str], tuple[float, float]]()
     with clock.stage():
-        for one in chosen:
-            yield from found.enter(one)
-        product = product_of(clock.device, shape.dtype)
-        found.steps[PRODUCT] = clock.prepared(product)
-        for step in found.steps.values():
-            step()  # compiles, and lets cuDNN choose its plan
-        one_round = sum(clock(step) for step in found.steps.values())
-        taken = interleaved(found.steps, clock, warmup=1, repeats=repeats_within(seconds, one_round))
-    yield from numbers(taken, shape, product_flops(clock.device))
+        given = Given.drawn(config, clock.device)
+        exact, limits = _exact(given)
+        for one in contenders(clock.device):
+            if by and one.name not in by:
+                continue
+            try:
+                ready = one.make(given)
+                ready = replace(ready, steps=captured(clock, ready.steps))
+            except Cannot as reason:
+                found.rows.append({**labels_of(config), "by": one.name, "pass": "", "note": str(reason)})
+                if one.name == OURS:
+                    found.failed.append(f"{OURS} is not there: {reason}")
+                continue
+            steps |= {f"{what}:{one.name}": step for what, step in ready.steps.items()}
+            for what, name, error, limit in _errors(ready, exact, limits):
+                if one.ours and not error <= limit:  # NaN fails too
+                    shape = ", ".join(f"{key} {value}" for key, value in labels_of(config).items())
+                    told = f"{name} errs by {error:.3g}, {limit:.3g} allowed"
+                    found.failed.append(f"{what} by {one.name}: {told}; {shape}")
+                before = errors.get((what, one.name), (0.0, 0.0))
+                errors[what, one.name] = max(before[0], error), max(before[1], error / limit)
+        taken = timed(clock, config.dtype, steps, seconds)
+    product = taken.pop(PRODUCT)
+    ceiling = 2 * PRODUCT_SIDE[clock.device.type] ** 3 / product.median / 1e12
+    found.products[config.dtype] = ceiling
+    found.rows += [_row(name, one, config, ceiling, errors) for name, one in taken.items()]
+    found.rows.sort(key=lambda row: PASSES.index(row["pass"]) if row["pass"] in PASSES else len(PASSES))
+    return found
+
+
+def _exact(given: Given) -> tuple[Exact, dict[str, float]]:
+    """float64 of the heads that are looked at, and what each of our results may err by."""
+    config, inputs = given.config, (given.q, given.k, given.v, given.dout)
+    options = config.options(given.device)
+    exact = exact_results(
+        *inputs, chosen_heads(config.batch, config.heads, config.kv_heads, config.seqlen, config.seqlen), options
+    )
+    return exact, tolerances(exact, pytorch_results(*inputs, exact, options))
+
+
+def _errors(ready: Ready, exact: Exact, limits: Mapping[str, float]) -> Iterator[tuple[str, str, float, float]]:
+    """The pass, the result, its largest difference from float64, and what is allowed."""
+    for name, error in exact.errors(ready.results).items():
+        yield FORWARD if name == RESULTS[0] else BACKWARD, name, error, limits[name]
+    if ready.carried is not None:
+        yield STATE, CARRIED, exact.errors([ready.carried])["out"], limits["out"]
 
 
 def captured(clock: Clock, steps: Mapping[str, Step]) -> dict[str, Step]:
@@ -59,69 +161,38 @@ def captured(clock: Clock, steps: Mapping[str, Step]) -> dict[str, Step]:
         raise Cannot(f"no CUDA graph of it: {str(refused).splitlines()[0]}") from None
 
 
-@dataclass
-class Field:
-    """The contenders of one shape, as they enter: checked, and prepared to be timed."""
-
-    shape: Shape
-    clock: Clock
-    steps: dict[str, Step] = field(default_factory=dict)  # by "<pass>:<who>"
-    _given: Given | None = None
-    _judge: Exact | None = None
-    _limits: dict[str, float] = field(default_factory=dict)
-
-    def enter(self, one: Contender) -> Iterator[Number]:
-        """What it errs by; or why it is not there."""
-        labels = {**self.shape.labels, "by": one.name}
-        try:
-            ready = one.make(self.given)
-            ready = replace(ready, steps=captured(self.clock, ready.steps))
-        except Cannot as reason:
-            yield Number(ABSENT, None, "", labels, note=str(reason))
-            return
-        self.steps |= {f"{what}:{one.name}": step for what, step in ready.steps.items()}
-        for name, error in self.judge.errors(ready.results).items():
-            limit = self.limits[name] if one.ours else None
-            yield Number(f"error of {name}", error, "absolute", labels, limit)
-        if ready.carried is not None:
-            error = self.judge.errors([ready.carried])["out"]
-            yield Number(f"error of {CARRIED}", error, "absolute", labels, self.limits["out"])
-
-    @property
-    def given(self) -> Given:
-        if self._given is None:
-            self._given = Given(self.shape, *self.shape.inputs(self.clock.device))
-        return self._given
-
-    @property
-    def judge(self) -> Exact:
-        """float64 of the heads that are looked at."""
-        if self._judge is None:
-            shape, given = self.shape, self.given
-            heads = chosen_heads(shape.batch, shape.heads, shape.kv_heads, shape.seqlen, shape.seqlen)
-            options = shape.options(given.device)
-            self._judge = exact_results(given.q, given.k, given.v, given.dout, heads, options)
-        return self._judge
-
-    @property
-    def limits(self) -> dict[str, float]:
-        """What each of our results may err by."""
-        if not self._limits:
-            given, options = self.given, self.shape.options(self.given.device)
-            plain = pytorch_results(given.q, given.k, given.v, given.dout, self.judge, options)
-            self._limits = tolerances(self.judge, plain)
-        return self._limits
+def timed(clock: Clock, dtype: str, steps: Mapping[str, Step], seconds: float) -> dict[str, Samples]:
+    """Times of the steps in turns, and of a large matrix product through PyTorch, on random data."""
+    side = PRODUCT_SIDE[clock.device.type]
+    a, b = (torch.randn(side, side, device=clock.device).to(DTYPES[dtype]) for _ in range(2))
+    everything = {**steps, PRODUCT: clock.prepared(lambda: a @ b)}
+    for step in everything.values():
+        step()  # compiles, and lets cuDNN choose its plan
+    one_round = sum(clock(step) for step in everything.values())
+    return interleaved(everything, clock, warmup=1, repeats=repeats_within(seconds, one_round))
 
 
-def product_of(device: torch.device, dtype: str) -> Step:
-    """A large matrix product through PyTorch, on random data: what percentages refer to."""
-    side = PRODUCT_SIDE[device.type]
-    a, b = (torch.randn(side, side, device=device).to(DTYPES[dtype]) for _ in range(2))
-    return lambda: a @ b
-
-
-def product_flops(device: torch.device) -> int:
-    return 2 * PRODUCT_SIDE[device.type] ** 3
+def _row(
+    name: str,
+    samples: Samples,
+    config: AttentionConfig,
+    ceiling: float,
+    errors: Mapping[tuple[str, str], tuple[float, float]],
+) -> Row:
+    """One pass, or one kernel of a backward, which has a time alone."""
+    what, _, who = name.partition(":")
+    row: dict[str, Any] = {**labels_of(config), "pass": what, "by": who, "time": samples.median * 1e3}
+    row["spread"] = samples.spread
+    if what not in PASSES:
+        return row
+    times = BACKWARD_FLOPS if what == BACKWARD else 1.0
+    row["rate"] = times * config.flops / samples.median / 1e12
+    row["of product"] = 100 * row["rate"] / ceiling
+    if config.flash_flops is not None:
+        row["rate by S²/2"] = times * config.flash_flops / samples.median / 1e12
+    if (what, who) in errors:
+        row["error"], row["error/allowed"] = errors[what, who]
+    return row
 
 
 def causal_bounds(q: Tensor, k: Tensor) -> Bounds:
@@ -130,70 +201,160 @@ def causal_bounds(q: Tensor, k: Tensor) -> Bounds:
     return bounds(Mask(causal=True), rows, keys).to(q.device)
 
 
-def numbers(taken: Mapping[str, Samples], shape: Shape, product: int) -> Iterator[Number]:
-    """Milliseconds of every step; TFLOP/s and percent of the product of what computes a whole pass."""
-    counted = {FORWARD: 1.0, STATE: 1.0, BACKWARD: BACKWARD_FLOPS}
-    ceiling = product / taken[PRODUCT].median / 1e12 if PRODUCT in taken else None
-    if ceiling is not None:
-        yield Number(PRODUCT, ceiling, "TFLOP/s", {"dtype": shape.dtype}, spread=taken[PRODUCT].spread)
+FLASH, CUDNN, RATE = "flash", "cudnn", "TFLOP/s"
+ALONE = "alone"
+COPY_LASTS = 2.0  # times the forward alone: the copy is beside it to its end
+TWO_PASSES = (OURS, f"{OURS} dkdv by descriptors")
+SINGLE_PASSES = (f"{OURS} single pass", f"{OURS} hopper single pass")
+FORWARDS = (OURS, f"{OURS} hopper", f"{OURS} longest first")
+WITH_MARGIN = Variant(f"{OURS} persistent with margin", {"persistent": True, "sm_margin": LEFT}, (FORWARD,))
+"""Leaves the copy what it takes, as a ring leaves its transfers; alone, nobody would."""
+BESIDE = [*(one for one in VARIANTS if one.name in FORWARDS), WITH_MARGIN]
+FULL128, CAUSAL128, FULL64, STATE128, BESIDE128 = "full D128", "causal D128", "full D64", "8k keys", "beside"
+
+
+class Bar(NamedTuple):
+    """At least so many times what ``over`` reaches, or so many TFLOP/s."""
+
+    over: str
+    least: float
+
+
+class Target(NamedTuple):
+    """One row: what is measured, by whom of ours (the best of them counts), the floor and the goals."""
+
+    what: str
+    group: str  # which measurement it is read from
+    passes: str
+    by: tuple[str, ...]
+    floor: Bar
+    goals: tuple[Bar, ...]
+
+
+TARGETS = (
+    Target("forward D128, full", FULL128, FORWARD, FORWARDS, Bar(FLASH, 1.25), (Bar(CUDNN, 1.05), Bar(RATE, 650))),
+    Target("forward D128, causal", CAUSAL128, FORWARD, FORWARDS, Bar(FLASH, 1.2), (Bar(CUDNN, 1.05), Bar(RATE, 600))),
+    Target("forward D64, full", FULL64, FORWARD, FORWARDS, Bar(FLASH, 1.2), (Bar(CUDNN, 1.05),)),
+    Target("backward D128, two passes", FULL128, BACKWARD, TWO_PASSES, Bar(FLASH, 0.9), (Bar(FLASH, 1.15),)),
+    Target(
+        "backward D128, single pass", FULL128, BACKWARD, SINGLE_PASSES, Bar(FLASH, 1.2),
+        (Bar(CUDNN, 1.0), Bar(RATE, 500)),
+    ),
+    Target("carried state, 8k keys per hop", STATE128, STATE, FORWARDS, Bar(FORWARD, 0.93), (Bar(FORWARD, 0.97),)),
+    Target(
+        "forward beside a transfer", BESIDE128, FORWARD, (*FORWARDS, WITH_MARGIN.name), Bar(ALONE, 0.85),
+        (Bar(ALONE, 0.92),),
+    ),
+)  # fmt: skip
+
+
+class Sizes(NamedTuple):
+    """Of the table; tests take smaller ones."""
+
+    seqlen: int = 16 * 1024
+    hop: int = 8 * 1024
+    heads: int = 16
+    wide: int = 128
+    narrow: int = 64
+    dtype: str = "bfloat16"
+    nbytes: int = SIZES.nbytes  # of the copy that is scaled to last long enough
+
+
+def targets(
+    device: torch.device, *, seconds: float = 1.5, sizes: Sizes | None = None, timer: str = ""
+) -> Iterator[Number]:
+    """The table of ``TARGETS`` on this device; ``seconds`` of timing for each of its measurements.
+
+    Beside a transfer there is no graph: it would be over when the transfer is, and not when the forward is.
+    """
+    sizes, clock = sizes or Sizes(), Clock(device, timer=timer)
+    beside = Clock(device, timer=nearest(timer, OF_RINGS))
+    measurements: dict[str, Iterator[Number]] = {
+        FULL128: _shape(clock, sizes, sizes.seqlen, sizes.wide, False, seconds),
+        CAUSAL128: _shape(clock, sizes, sizes.seqlen, sizes.wide, True, seconds),
+        FULL64: _shape(clock, sizes, sizes.seqlen, sizes.narrow, False, seconds),
+        STATE128: _shape(clock, sizes, sizes.hop, sizes.wide, False, seconds),
+        BESIDE128: _beside_a_transfer(beside, sizes, seconds),
+    }
+    for group, numbers in measurements.items():
+        rates: dict[str, float] = {}  # TFLOP/s, by "<pass>:<who>"
+        for number in numbers:
+            yield number
+            if number.unit == RATE and number.value is not None:
+                rates[f"{number.name}:{number.labels['by']}"] = number.value
+        for target in TARGETS:
+            if target.group == group:
+                yield from judged(target, rates)
+
+
+def judged(target: Target, rates: Mapping[str, float]) -> Iterator[Number]:
+    """The floor, then the goals: what is reached, and in a word whether that is enough."""
+    ours = {who: rates[f"{target.passes}:{who}"] for who in target.by if f"{target.passes}:{who}" in rates}
+    who = max(ours, key=ours.__getitem__, default=target.by[0])
+    for kind, bar in (("floor", target.floor), *(("goal", goal) for goal in target.goals)):
+        reached = _reaches(bar, target.passes, who, rates) if ours else None
+        verdict = "not measured" if reached is None else "reached" if reached >= bar.least else "missed"
+        labels = {"by": who, "over": bar.over, "bar": kind, "at least": bar.least, "verdict": verdict}
+        yield Number(target.what, reached, RATE if bar.over == RATE else "times", labels)
+
+
+def _reaches(bar: Bar, what: str, who: str, rates: Mapping[str, float]) -> float | None:
+    """A rate as the bar counts it; None where the other one was not measured."""
+    if bar.over == RATE:
+        return rates[f"{what}:{who}"]
+    if bar.over == ALONE:
+        # of all: one that leaves room to a transfer is slow without it, and would seem to lose nothing beside it
+        alone = [rate for name, rate in rates.items() if name.startswith(f"{ALONE}:")]
+        return rates[f"{what}:{who}"] / max(alone) if alone else None
+    other = f"{FORWARD}:{who}" if bar.over == FORWARD else f"{what}:{bar.over}"
+    return rates[f"{what}:{who}"] / rates[other] if rates.get(other) else None
+
+
+def _shape(clock: Clock, sizes: Sizes, seqlen: int, head_dim: int, causal: bool, seconds: float) -> Iterator[Number]:
+    """Our variants beside SDPA's flash and cuDNN backends: ``bench kernels`` of one shape."""
+    config = AttentionConfig(
+        seqlen, heads=sizes.heads, kv_heads=sizes.heads, head_dim=head_dim, dtype=sizes.dtype, causal=causal,
+        layout="contiguous", device=clock.device.type,
+    )  # fmt: skip
+    wanted = {name for target in TARGETS for name in target.by}
+    everyone = (*(variant.name for variant in VARIANTS if variant.name in wanted), FLASH, CUDNN)
+    found = measure(config, clock, seconds=seconds, by=everyone)
+    labels = labels_of(config)
+    for row in found.rows:
+        told = {**labels, "by": row["by"]}
+        if not row["pass"]:
+            yield Number("not there", None, "", told, note=row["note"])
+        elif "rate" in row:
+            yield Number(row["pass"], row["rate"], RATE, told, spread=row["spread"])
+    for why in found.failed:
+        yield Number("wrong results", 1, "", labels, limit=0, note=why)
+
+
+def _beside_a_transfer(clock: Clock, sizes: Sizes, seconds: float) -> Iterator[Number]:
+    """The forward alone, and with a copy of few blocks on a high-priority stream beside it from start to end."""
+    device, shape = clock.device, (1, sizes.seqlen, sizes.heads, sizes.wide)
+    q, k, v = (torch.randn(shape, device=device).to(DTYPES[sizes.dtype]) for _ in range(3))
+    alone: dict[str, Step] = {}
+    for variant in BESIDE:
+        try:
+            forward = partial(attention_forward, q, k, v, config=variant.config(q, v, full=True))
+            forward()
+        except (ValueError, NotImplementedError, TypeError) as refused:
+            yield Number("not there", None, "", {"by": variant.name}, note=str(refused))
+        else:
+            alone[variant.name] = forward
+    if not alone:
+        return
+    slowest = max(statistics.median(clock(step) for _ in range(3)) for step in alone.values())
+    copy = Copy(device, bytes_for(device, COPY_LASTS * slowest, sizes.nbytes))
+    stream = new_stream(device, HIGH_PRIORITY)
+    steps: dict[str, Step] = {}
+    for name, step in alone.items():
+        steps |= {f"{ALONE}:{name}": step, f"{FORWARD}:{name}": copy.beside(step, stream)}
+    taken = interleaved(steps, clock, repeats=repeats_within(seconds, sum(clock(step) for step in steps.values())))
+    flops = forward_flops(sizes.seqlen**2, heads=sizes.heads, head_dim=sizes.wide)
     for name, samples in taken.items():
         what, _, who = name.partition(":")
-        if not who:
-            continue
-        told = {**shape.labels, "by": who}
-        yield Number(f"{what} time", samples.median * 1e3, "ms", told, spread=samples.spread)
-        if what not in counted:
-            continue
-        rate = counted[what] * shape.flops / samples.median / 1e12
-        yield Number(what, rate, "TFLOP/s", told, spread=samples.spread)
-        if shape.flash_flops is not None:
-            by_square = counted[what] * shape.flash_flops / samples.median / 1e12
-            yield Number(what + BY_SQUARE, by_square, "TFLOP/s", told)
-        if ceiling is not None:
-            yield Number(f"{what} of the matrix product", 100 * rate / ceiling, "%", told)
-
-
-def rows(found: Sequence[Number]) -> list[dict[str, Any]]:
-    """A row per pass and contender, and one with the reason for each that is not there."""
-    made: dict[tuple[Any, ...], dict[str, Any]] = {}
-    errors: dict[tuple[Any, ...], str] = {}
-    for number in found:
-        of = dict(number.labels)
-        who = of.pop("by", None)
-        key = (*of.values(), who)
-        if number.name.startswith("error of "):
-            errors[*key, number.name.removeprefix("error of ")] = f"{number.value:.2g}" + " !" * number.fails
-        elif number.name == ABSENT:
-            made[*key, ""] = {**of, "pass": "", "by": who, **_empty(), "note": number.note}
-        elif number.unit == "ms":
-            what = number.name.removesuffix(" time")
-            spread = f"±{number.spread or 0:.1%}"
-            made[*key, what] = {**of, "pass": what, "by": who, **_empty(), "ms": number.value, "±": spread}
-        elif who is not None:
-            what, column = _column(number)
-            made[*key, what][column] = None if number.value is None else float(f"{number.value:.4g}")
-    for key, row in made.items():
-        kinds = {BACKWARD: RESULTS[1:], FORWARD: RESULTS[:1], STATE: (CARRIED,)}.get(row["pass"], ())
-        told = [f"{name} {errors[*key[:-1], name]}" for name in kinds if (*key[:-1], name) in errors]
-        row["error against float64"] = ", ".join(told)
-    return sorted(made.values(), key=lambda row: _order(row))
-
-
-def _empty() -> dict[str, Any]:
-    return {"ms": None, "±": "", "TFLOP/s": None, "TFLOP/s, S²/2": None, "% of product": None,
-            "error against float64": "", "note": ""}  # fmt: skip
-
-
-def _column(number: Number) -> tuple[str, str]:
-    """The pass that a number is of, and its column."""
-    if number.unit == "%":
-        return number.name.removesuffix(" of the matrix product"), "% of product"
-    if number.name.endswith(BY_SQUARE):
-        return number.name.removesuffix(BY_SQUARE), "TFLOP/s, S²/2"
-    return number.name, "TFLOP/s"
-
-
-def _order(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Shape by shape, pass by pass, the reasons last."""
-    place = PASSES.index(row["pass"]) if row["pass"] in PASSES else len(PASSES) + (not row["pass"])
-    return str(row["dtype"]), row["head_dim"], str(row["mask"]), row["seqlen"], str(row["heads"]), place
+        labels = {"by": who, "head_dim": sizes.wide, "queries": sizes.seqlen, "keys": sizes.seqlen}
+        yield Number(what, flops / samples.median / 1e12, RATE, labels, spread=samples.spread)
+    yield Number("wrong in the copy", copy.wrong(), "elements", limit=0)

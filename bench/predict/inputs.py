@@ -26,7 +26,6 @@ from .speed import CONSTANTS_OF, GPUS, H100, Area, Speed, whole
 SPEED_TOKENS = 16384  # of the launch whose TFLOP/s are given, and that is measured
 BETWEEN = "ib400"
 OURS, FORWARD, BACKWARD, TFLOPS = "ringattn", "forward", "backward", "TFLOP/s"
-COPY = "copy, bytes read and written"  # of the suite's ceilings
 SQUARE = ("full", "causal")
 MOST_TOKENS = 1 << 40  # of a row: what a product of lengths can be made of
 
@@ -117,7 +116,7 @@ def measured(path: Path, call: Call, gpu: str | None) -> tuple[Speed, tuple[str,
         ValueError: another file, a damaged row, no GPU, or no forward of this dtype.
     """
     found = read(path)
-    base = base_of(found.provenance.get("gpu"), found.rows, gpu, str(path))
+    base = base_of(found.provenance.get("gpu"), gpu, str(path))
     rows = [row for place, one in enumerate(found.rows) if (row := _row(one, f"{path}: rows[{place}]")) is not None]
     forward, backward = (_nearest(rows, call, what) for what in (FORWARD, BACKWARD))
     if forward is None:
@@ -140,10 +139,10 @@ def _nearest(rows: Sequence[Row], call: Call, what: str) -> Row | None:
     return min(of_kind, key=lambda row: row.distance(call), default=None)
 
 
-def base_of(about: object, rows: Sequence[Mapping[str, Any]], gpu: str | None, where: str) -> Speed:
+def base_of(about: object, gpu: str | None, where: str) -> Speed:
     """The constants that no row tells: of the GPU that ``gpu`` names, else of the one whose name the file has.
 
-    Of one that is not known those of an H100; multiprocessors, memory and its speed as far as they were measured.
+    Of one that is not known those of an H100; multiprocessors and memory are those of the file.
 
     Raises:
         ValueError: nothing says on which GPU it was measured.
@@ -154,18 +153,14 @@ def base_of(about: object, rows: Sequence[Mapping[str, Any]], gpu: str | None, w
     base = GPUS[gpu] if gpu is not None else known[-1] if known else H100
     where = f"{where}: provenance.gpu"
     multiprocessors, capacity = (positive(about, one, where) for one in ("multiprocessors", "memory_gib"))
-    copies = [positive(row, "value", where) for row in rows if row.get("number") == COPY]
-    memory = max(copies) * 1e9 / base.passes if copies else base.memory
-    return replace(
-        base, name=name, multiprocessors=int(multiprocessors), capacity=capacity * 2**30, memory=memory
-    )  # fmt: skip
+    return replace(base, name=name, multiprocessors=int(multiprocessors), capacity=capacity * 2**30)
 
 
 def _row(row: Mapping[str, Any], where: str) -> Row | None:
     """Our default kernels' speed; None: it is another number."""
-    if row.get("number") not in (FORWARD, BACKWARD) or row.get("unit") != TFLOPS or row.get("by") != OURS:
+    if row.get("pass") not in (FORWARD, BACKWARD) or row.get("by") != OURS or row.get("mask") not in SQUARE:
         return None
-    if row.get("mask") not in SQUARE or row.get("head_dim_v") or row.get("seqlen") is None or row.get("value") is None:
+    if row.get("head_dim_v") not in (None, row.get("head_dim")) or row.get("rate") is None:
         return None
     if row.get("dtype") not in tuple(DTYPES):
         raise ValueError(f"{where}: dtype is {row.get('dtype')!r:.80}: it must be one of {', '.join(DTYPES)}")
@@ -176,7 +171,7 @@ def _row(row: Mapping[str, Any], where: str) -> Row | None:
     if heads is None:
         raise ValueError(f"{where}: heads is {row.get('heads')!r:.80}: it must be two counts, as in 16/8")
     return Row(
-        str(row["number"]), positive(row, "value", where) * 1e12, str(row["dtype"]), int(sizes[1]),
+        str(row["pass"]), positive(row, "rate", where) * 1e12, str(row["dtype"]), int(sizes[1]),
         row["mask"] == "causal", int(sizes[0]), int(heads[1]), int(heads[2]),
     )  # fmt: skip
 

@@ -11,7 +11,6 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from ..common.flags import human
-from ..kernels.speed import ABSENT
 from ..links.command import EVERY
 from ..links.runs import REGISTERED
 from ..memory import ALLOWED_SPREAD
@@ -203,7 +202,7 @@ def _kernels_failures(data: Data) -> Iterator[str]:
     numbers = mappings_of(data.get("numbers"))
     yield from number_failures(numbers)
     for one in numbers:
-        if one.get("name") == ABSENT and labels_of(one).get("by") == OURS:
+        if one.get("name") == "not there" and labels_of(one).get("by") == OURS:
             of = ", ".join(f"{name} {value}" for name, value in labels_of(one).items())
             yield f"not there ({of}): {one.get('note')}"
 

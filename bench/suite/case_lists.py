@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..kernels import accuracy, beside, targets
+from ..kernels import accuracy, beside, speed
 from . import device_cases, fp8_cases, worlds
 from .cases import Case
 
@@ -37,7 +37,7 @@ def gpu_cases() -> list[Case]:
             for dtype, dim in (("bfloat16", 128), ("float16", 64))
         ),
         Case("ceilings", "a large matrix product and a large copy", device_cases.ceilings),
-        Case("targets", "floors and goals beside SDPA's flash and cuDNN", targets.targets),
+        Case("targets", "floors and goals beside SDPA's flash and cuDNN", speed.targets),
         Case("beside", "a copy of a few blocks on a high-priority stream beside the forward", beside.beside),
         Case("fp8", "K/V as e4m3: the kernels against the CPU, bit by bit, and their speed", fp8_cases.fp8),
         Case("LocalWorld", "four virtual ranks against one launch", worlds.local_world),

@@ -26,7 +26,6 @@ from ..common.launching import cores, forget_launcher
 from ..common.output import json_text, prints, write_json
 from ..common.provenance import provenance
 from ..common.tables import table
-from ..kernels import beside, targets
 from ..report.command import write_beside
 from . import result_file
 from .cases import Number
@@ -222,9 +221,6 @@ def report(record: Mapping[str, Any], outcomes: list[Outcome], told: Sequence[Ma
     about = record["provenance"]
     device = about["gpu"]["name"] if about["gpu"] else f"{about['cpu']['model']}, {about['cpu']['cores']} cores"
     parts = [f"{device}, torch {torch.__version__}, {about['date']}"]
-    for name, brief in (("targets", targets.brief), ("beside", beside.brief)):
-        rows = [row for one in outcomes if one.part.name == name for row in brief(one.numbers)]
-        parts += [table(rows)] if rows else []
     parts.append(table([row_of(outcome) for outcome in outcomes]))
     parts += [table(answered)] if (answered := [row for row in told if row["answer"] != OPEN]) else []
     parts += [

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..kernels.contender import BACKWARD, FORWARD, OURS
-from ..kernels.targets import RATE
+from ..kernels.speed import RATE
 
 FULL128, CAUSAL128, FULL64 = ("full", 128), ("causal", 128), ("full", 64)
 YES, NO, OPEN = "yes", "no", "open"

@@ -1,11 +1,13 @@
-"""The command line before any command: names, help, version, and what it hands on."""
+"""The command line before any command: names, help, version, what it hands on, and how every command ends."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -17,19 +19,30 @@ from ringattn import __version__
 from ringattn.bench import cli
 
 HEAVY = ("torch", "triton", "cupy", "matplotlib")
+STILL_HEAVY = {
+    "demo", "show", "inspect", "tune", "doctor", "predict", "export", "report", "bench ring", "bench links",
+    "bench overlap", "bench timeline", "bench suite",
+}  # fmt: skip
+"""Commands whose ``--help`` imports torch: to shrink to nothing."""
 
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """A command that keeps what it was given, in place of ``examples/demo.py``."""
     seen: list[object] = []
+    ends = {
+        "exit": typer.Exit(7), "interrupt": KeyboardInterrupt(), "value": ValueError("q has 3 dims:\n  4 are needed"),
+        "later": NotImplementedError("not yet"), "flag": typer.BadParameter("--text is odd"),
+        "extra": ModuleNotFoundError("No module named 'jinja2'", name="jinja2.sandbox"),
+    }  # fmt: skip
     app = typer.Typer()
 
     @app.command()
-    def run(text: str = "", world: int = 1, fail: bool = False) -> None:
+    def run(text: str = "", world: int = typer.Option(1, min=1), end: str = "") -> None:
         """The whole story."""
         seen.extend((text, world))
-        raise typer.Exit(7 if fail else 0)
+        if end:
+            raise ends[end]
 
     module = ModuleType("ringattn.examples.demo")
     vars(module)["app"] = app
@@ -48,40 +61,94 @@ def test_options_reach_the_command_as_they_are(demo: list[object]) -> None:
     assert demo == ["a b", 4]
 
 
-def test_exit_code_is_the_commands_own(demo: list[object]) -> None:
-    assert CliRunner().invoke(cli.app, ["demo", "--fail"]).exit_code == 7
+@pytest.mark.parametrize(
+    ("arguments", "code", "line"),
+    [
+        (["--end", "exit"], 7, ""),
+        (["--end", "interrupt"], 130, "interrupted"),
+        (["--end", "value"], 2, "ringattn demo: q has 3 dims: 4 are needed"),
+        (["--end", "later"], 2, "ringattn demo: not yet"),
+        (["--end", "flag"], 2, "ringattn demo: --text is odd"),
+        (["--end", "extra"], 2, cli.EXTRA),
+        (["--wrold", "4"], 2, "ringattn demo: No such option: --wrold"),
+        (["--world", "x"], 2, "ringattn demo: Invalid value for '--world': "),
+        (["--world", "0"], 2, "ringattn demo: Invalid value for '--world': "),
+    ],
+)
+def test_how_a_command_ends(arguments: list[str], code: int, line: str, alone: None, demo: list[object]) -> None:
+    """In one line."""
+    result = CliRunner().invoke(cli.app, ["demo", *arguments], prog_name="ringattn")
+    assert result.exit_code == code and result.output.startswith(line), result.output
+    assert len(result.output.splitlines()) == (1 if line else 0) and "Input" not in result.output
 
 
-def test_bad_option_is_refused(demo: list[object]) -> None:
-    assert CliRunner().invoke(cli.app, ["demo", "--wrold", "4"]).exit_code == 2
-    assert not demo
+def test_an_interruption_is_told_by_rank_0(demo: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(cli.app, ["demo", "--end", "interrupt"])
+    assert (result.exit_code, result.output) == (130, "")
+    assert (
+        "ringattn demo: not yet" in CliRunner().invoke(cli.app, ["demo", "--end", "later"], prog_name="ringattn").output
+    )
 
 
-def test_help_of_a_command_is_the_commands_own(demo: list[object]) -> None:
-    result = CliRunner().invoke(cli.app, ["demo", "--help"])
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_of_a_command_is_the_commands_own(flag: str, demo: list[object]) -> None:
+    result = CliRunner().invoke(cli.app, ["demo", flag])
     assert result.exit_code == 0
-    assert "The whole story." in result.output
-    assert "--world" in result.output
+    assert "The whole story." in result.output and "--world" in result.output
 
 
 def test_unknown_command_is_refused() -> None:
     assert CliRunner().invoke(cli.app, ["dmeo"]).exit_code == 2
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"]])
-def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    code = f"""
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    plain = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"} | {"TERM": "dumb"}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=plain)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """Of every command, in one process: what is heavy would stay."""
+    asked = [["-h"], ["bench", "--help"], *([*name.split(), "-h"] for name in cli.COMMANDS if name not in STILL_HEAVY)]
+    result = python(f"""
 import sys
 from ringattn.bench import cli
-try:
-    cli.app(args={arguments!r}, prog_name="ringattn")
-finally:
-    assert not set(sys.modules) & set({HEAVY!r})
-"""
-    plain = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"} | {"TERM": "dumb"}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=plain)
+for arguments in {asked!r}:
+    try:
+        cli.app(args=arguments, prog_name="ringattn")
+    except SystemExit as ended:
+        assert not ended.code, arguments
+    assert not set(sys.modules) & set({HEAVY!r}), arguments
+""")
     assert result.returncode == 0, result.stderr
-    assert "Usage: ringattn" in result.stdout
+    assert result.stdout.count("Usage: ringattn") == len(asked)
+
+
+def test_a_missing_extra_is_told_in_a_line() -> None:
+    result = python("import sys\nsys.modules['typer'] = None\nfrom ringattn.bench import cli")
+    assert (result.returncode, result.stderr) == (1, f"{cli.EXTRA}\n")
+
+
+def test_an_interruption_ends_ranks_and_command() -> None:
+    """Of processes that the command starts: nothing but one line, and no rank stays."""
+    command = [sys.executable, "-m", "ringattn", "bench", "memory", "--world", "2", "--tokens", "8k"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and len(children(process.pid)) < 2:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "interrupted\n")
+
+
+def children(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
 
 
 def test_no_help_has_words_in_brackets() -> None:

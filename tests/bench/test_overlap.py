@@ -1,4 +1,4 @@
-"""``bench overlap`` and ``bench host``: what is timed, what follows, and that a ring hides its communication."""
+"""``bench overlap``: what is timed, what follows, and that a ring hides its communication."""
 
 from __future__ import annotations
 
@@ -7,35 +7,27 @@ import json
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
 from ringattn import LocalWorld, Ring, ring_attention
 from ringattn.bench import cli
-from ringattn.bench import host as host_time
-from ringattn.bench import memory as memory_bench
 from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.launching import launch
 from ringattn.bench.common.tables import table
-from ringattn.bench.common.timing import Clock, Samples
+from ringattn.bench.common.timing import Samples
 from ringattn.bench.overlap import command as overlap
 from ringattn.bench.overlap import runs as overlap_runs
 from ringattn.bench.overlap.command import Report, Wish
 from ringattn.bench.overlap.rows import Row, step_of, verdict
 from ringattn.bench.overlap.runs import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, STEP, TOGETHER, Step, Stretches
-from ringattn.comm import LocalGroup, LocalTransport, NcclTransport
+from ringattn.comm import LocalGroup, LocalTransport
 from ringattn.kernels import FULL
-from ringattn.kernels.device.forward import forward_kernel
 from ringattn.ring.cpu.aten import AtenBackward, AtenForward
-
-from ..support.fake_cuda import FakeCuda
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -307,112 +299,3 @@ def test_a_ring_hides_what_a_blocking_one_shows(tokens: int, repeats: int, secon
     ahead, blocking = measured(hiding(tokens, repeats), seconds)
     assert ahead.within, ahead.as_row()
     assert not blocking.within, blocking.as_row()
-
-
-# bench host
-
-
-def test_host_time_is_a_lower_bound_here(tmp_path: Path) -> None:
-    target = tmp_path / "h.json"
-    before = torch.cuda.Event, torch.cuda.Stream
-    flags = ["--tokens", "256", "--heads", "4", "--head-dim", "16", "--chunks", "2", "--device", "cpu"]
-    result = CliRunner().invoke(cli.app, ["bench", "host", *flags, "--json", str(target)])
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count("a lower bound, not a result") == 2
-    told = json.loads(target.read_text())
-    assert [one["phase"] for one in told["rows"]] == [FORWARD, BACKWARD] and told["timer"] == "clock"
-    assert all(0 < one["host"] < 0.1 and one["compute"] is None for one in told["rows"])
-    assert before == (torch.cuda.Event, torch.cuda.Stream)
-
-
-@pytest.mark.parametrize(("host", "note", "code"), [(99e-6, "", 0), (101e-6, "", 1), (101e-6, host_time.BY_CLOCK, 0)])
-def test_the_host_must_be_ahead(host: float, note: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By clock its own time is in the compute, and nothing is said."""
-    monkeypatch.setattr(host_time, "measured", lambda *given: [host_time.Row(FORWARD, host, 100e-6, note)])
-    ran = CliRunner().invoke(cli.app, ["bench", "host", "--tokens", "64", "--device", "cpu"])
-    assert ran.exit_code == code and (note or ("host is ahead", "host is behind")[code]) in ran.stdout
-
-
-def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a rank of a ring: a group of transfers per hop and pass, and the launches of its hops; each is watched."""
-    posts: list[tuple[int, int]] = []
-    launches: list[str] = []
-    post = NcclTransport.post
-
-    def posting(transport: NcclTransport, **messages: Any) -> Any:
-        posts.append((len(messages["sends"]), len(messages["receives"])))
-        return post(transport, **messages)
-
-    monkeypatch.setattr(NcclTransport, "post", posting)
-
-    def run(kernel: Any, *given: object, **named: object) -> None:
-        launches.append(kernel.__name__)
-
-    # not monkeypatch: undone after the block, it would put the stand-in of no_device back for good
-    with host_time.ring_of_one(CPU) as ring, patch.object(type(forward_kernel), "run", run):
-        case = host_time.Case(ring, (1, 32, 2, 16), 2, torch.bfloat16, CPU)
-        case.forward()
-        assert posts == [(2, 2)] * (host_time.HOPS - 1) and launches == ["forward_kernel"] * host_time.HOPS
-        posts.clear()
-        launches.clear()
-        case.backward()
-        assert ring._watch is not None and str(ring._watch._posts.last) == "backward hop 7: sums, chunk 0"
-    assert len(posts) == 2 * (host_time.HOPS - 1) and set(posts) == {(2, 2)}
-    assert sorted(launches) == ["delta_kernel", *["dkdv_kernel"] * host_time.HOPS, *["dq_kernel"] * host_time.HOPS]
-
-
-@pytest.mark.parametrize(("phase", "most"), [(FORWARD, 110), (BACKWARD, 260)])
-def test_python_calls_of_a_hop(phase: str, most: int) -> None:
-    """What ``calls_of`` counts: functions of this package and of the standard library; a count, so that it is exact."""
-    with host_time.ring_of_one(CPU) as ring:
-        case = host_time.Case(ring, (1, 256, 4, 64), 2, torch.bfloat16, CPU)
-        calls = host_time.calls_of(getattr(case, phase)) / host_time.HOPS
-    assert calls <= most
-
-
-@pytest.mark.parametrize("timer", ["events", "graph", "sundial"])
-def test_timers_of_a_host_without_a_device(timer: str) -> None:
-    ran = CliRunner().invoke(host_time.app, ["--device", "cpu", "--timer", timer], env=WIDE)
-    assert ran.exit_code == 2 and f"timer is {timer!r}: on cpu it must be one of clock" in ran.output
-
-
-@pytest.mark.parametrize("timer", ["", "events", "clock"])
-def test_by_clock_nothing_is_said_of_who_is_ahead(timer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's time is in the device's then, so that it would never be behind."""
-    FakeCuda(monkeypatch)
-    clock = Clock(torch.device("cuda"), timer=timer, _flush=torch.ones(4))
-    steps: Any = SimpleNamespace(forward=lambda: None, backward=lambda: None)
-    found = host_time.rows_of(steps, clock)
-    assert [one.phase for one in found] == [FORWARD, BACKWARD] and all(one.compute is not None for one in found)
-    assert {one.hidden is None for one in found} == {timer == "clock"}
-    assert {one.note for one in found} == {host_time.BY_CLOCK if timer == "clock" else ""}
-
-
-def test_a_host_that_is_behind_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_time.Row(FORWARD, 1e-5, None).hidden is None
-    rows = [host_time.Row(FORWARD, 1e-5, 1e-3), host_time.Row(BACKWARD, 2e-3, 1e-3)]
-    assert [one.hidden for one in rows] == [True, False]
-    monkeypatch.setattr(host_time, "rows_of", lambda case, clock: rows)
-    flags = ["--tokens", "32", "--heads", "2", "--head-dim", "16", "--device", "cpu"]
-    result = CliRunner().invoke(host_time.app, flags, env=WIDE)
-    assert result.exit_code == 1 and "host is behind" in result.output
-
-
-# bench memory of other rings
-
-
-def test_memory_of_rings_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = CliRunner().invoke(memory_bench.app, ["--nodes", "2", "--world", "4,6,2"], env=WIDE)
-    assert result.exit_code == 2 and "2 processes are not 2 nodes of 2 or more each" in result.output
-    monkeypatch.setattr(memory_bench, "started", lambda *given: pytest.fail("it started"))
-    with pytest.raises(typer.BadParameter):
-        memory_bench.memory(worlds=[6], tokens=64, heads=2, nodes=4)
-
-
-@pytest.mark.nightly
-def test_memory_of_two_level_rings_is_constant(tmp_path: Path) -> None:
-    target = tmp_path / "m.json"
-    flags = ["--nodes", "2", "--world", "4,8", "--tokens", "1k", "--heads", "4", "--json", str(target)]
-    result = CliRunner().invoke(cli.app, ["bench", "memory", *flags])
-    assert result.exit_code == 0, result.output
-    assert json.loads(target.read_text())["ring"]["nodes"] == 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.bench.kernels.ours import VARIANTS
+from ringattn.bench.kernels.contender import VARIANTS
 from ringattn.kernels import FULL, KernelConfig, Scores, Tile, attend, attention, choice, default_config, launch, lookup
 from ringattn.kernels.choice import backward_config, situation, tile_for
 from ringattn.kernels.config import config_for, single_pass_tile

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.bench.micro.fresh import forget
 from ringattn.comm.topology.topology import Topology
 from ringattn.ring.schedule.documents import Documents
 from ringattn.ring.schedule.layout import Layout
@@ -18,7 +17,7 @@ from ringattn.ring.schedule.mask import Mask
 from ringattn.ring.schedule.schedule import Hop, Schedule, schedule
 
 from ..support.layouts import NAMES, Window, layouts, masks, named, sees, small_layouts
-from ..support.planning import planned
+from ..support.planning import forget, planned
 from ..support.rendezvous import gathered, journey_end, run_ranks
 
 CAUSAL = Mask(causal=True)

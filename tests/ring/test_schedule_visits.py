@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.bench.common.attention import packed
-from ringattn.bench.micro.fresh import forget
 from ringattn.ring.schedule import block_mask
 from ringattn.ring.schedule.documents import Documents
 from ringattn.ring.schedule.layout import Layout
@@ -22,7 +21,7 @@ from ringattn.ring.schedule.visits import union, visits
 
 from ..support.layouts import NAMES, Window, block_layouts, block_masks, layouts, masks, named, sees
 from ..support.nightly import rest_nightly
-from ..support.planning import planned
+from ..support.planning import forget, planned
 
 CAUSAL = Mask(causal=True)
 MILLION, WORLD = 2**20, 64

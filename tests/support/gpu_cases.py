@@ -19,7 +19,6 @@ from torch import Tensor
 from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.bench.kernels.accuracy import accuracy
 from ringattn.bench.suite.cases import NotHere
-from ringattn.bench.wire_errors import ring as wired_ring
 from ringattn.comm import LocalGroup, Message, Topology, Transport
 from ringattn.reference import attention
 from ringattn.ring import longformer
@@ -31,6 +30,7 @@ from .mask_cases import compare
 from .ring_cases import LAYOUTS, check_results, inputs
 from .tolerance import assert_as_exact_as_pytorch
 from .transport_cases import CASES, LARGE, Case, eventually, filled, neighbours, values
+from .wired_ring import ring as wired_ring
 
 GPU_CASES: dict[str, dict[str, Case]] = {"local": {}, "nccl": {}, "copy_engine": {}, "process_group": {}}
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention
-from ringattn.bench.wire_errors import travelled
 from ringattn.comm import LocalGroup
 from ringattn.reference.masks import pairs
 from ringattn.reference.scores import Options
@@ -22,6 +21,7 @@ from ringattn.ring.wire import grad_wire_of, wire_of
 from .baselines import Modified, Results, exact, exact_with_sink, operator_lse, pytorch, pytorch_with_sink
 from .kernel_cases import Inputs, magnitudes
 from .tolerance import assert_as_exact_as_pytorch
+from .wired_ring import travelled
 
 NOT_THE_REFERENCES = ("backend", "config", "block_mask")
 """Arguments of a call that the reference does not take, or takes in other words."""

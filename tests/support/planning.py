@@ -6,8 +6,15 @@ from collections.abc import Callable
 from time import process_time
 from timeit import timeit
 
-from ringattn.bench.micro.fresh import forget
-from ringattn.ring.schedule.schedule import Schedule
+from ringattn.ring.schedule.schedule import Schedule, _schedule
+from ringattn.ring.schedule.travel import travelling
+from ringattn.ring.schedule.visits import seen_blocks, unions
+
+
+def forget() -> None:
+    """What is made of a call's layout and mask once, and kept: as before the first call."""
+    for cached in (_schedule, travelling, seen_blocks, unions):
+        cached.cache_clear()
 
 
 def planned(seconds: float, make: Callable[[], Schedule], use: Callable[[Schedule], object]) -> Schedule:

@@ -17,10 +17,7 @@ import pytest
 import torch
 
 from ringattn.bench.common import timing
-from ringattn.bench.kernels import accuracy, beside, speed, targets
-from ringattn.bench.kernels import ours as kernel_ours
-from ringattn.bench.kernels import rivals as kernel_rivals
-from ringattn.bench.kernels.contender import Contender
+from ringattn.bench.kernels import accuracy, beside, contender, speed
 from ringattn.bench.suite import device_cases, fp8_cases, one_case, worlds
 from ringattn.bench.suite.case_lists import gpu_cases
 from ringattn.bench.suite.parts import CLONE, OUT, PYTHON, RINGATTN, Part, gpu_parts
@@ -36,7 +33,7 @@ SMALL: dict[Callable[..., Any], dict[str, Any]] = {
     device_cases.ceilings: {"side": 64, "dtype": "float32", "nbytes": 4096},
     accuracy.accuracy: {"dtype": "float16", "head_dim": 16, "head_dim_v": 16, "seqlen": 24, "heads": (2, 1),
                         "causal_worlds": (2,), "full_worlds": ()},
-    targets.targets: {"seconds": 0, "sizes": targets.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)},
+    speed.targets: {"seconds": 0, "sizes": speed.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)},
     beside.beside: {"head_dim": 16, "heads": 1, "repeats": 1, "sizes": beside.Sizes(1e-4, 32, 1 << 12)},
     fp8_cases.fp8: {"dtypes": ("float16",), "shapes": ((1, 130, 2, 8),)},
     worlds.local_world: {
@@ -88,14 +85,14 @@ def case(name: str, patch: pytest.MonkeyPatch) -> int:
     (one,) = (one for one in gpu_cases() if one.name == name)
     if one.run is accuracy.accuracy:
         hopper_by_another(patch)
-    if one.run in (targets.targets, beside.beside):
+    if one.run in (speed.targets, beside.beside):
         FakeCuda(patch)
         patch.setattr(beside.Copy, "milliseconds", lambda copy: (0.0, 0.01))
         patch.setattr(timing, "LEAST", 1)
         patch.setattr(timing, "MOST", 1)
         patch.setattr(speed, "PRODUCT_SIDE", {"cpu": 16})
-        ours = [Contender(each.name, partial(kernel_ours.triton_kernels, each)) for each in kernel_ours.VARIANTS]
-        flash = Contender("flash", partial(kernel_rivals.sdpa, kernel_rivals.GPU_SDPA["flash"]))
+        ours = [contender.Contender(each.name, partial(contender.triton_kernels, each)) for each in contender.VARIANTS]
+        flash = contender.Contender("flash", partial(contender.sdpa, contender.GPU_SDPA["flash"]))
         patch.setattr(speed, "contenders", lambda device: [*ours, flash])
     smaller = {name: value for name, value in SMALL[one.run].items() if name != "head_dim_v" or name in one.arguments}
     return one_case.tell(replace(one, arguments={**one.arguments, **smaller}), CPU)

@@ -1,4 +1,4 @@
-"""``ringattn bench host``: what the host needs to post one hop, launches included, beside what the hop computes.
+"""What the host needs to post one hop, launches included, beside what the hop computes.
 
 One rank of a ring, telemetry on: every hop sends and receives, waits and launches. On a GPU all its peers are the rank
 itself, and only the link is missing. Without a GPU every call that reaches a device is replaced by nothing: what is
@@ -13,90 +13,39 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from statistics import median
 from types import FrameType, ModuleType, SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import triton
-import typer
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ..comm.control import control_of
-from ..comm.transport import Edge, Transport
-from ..comm.transports import nccl_library
-from ..comm.transports.lanes import indexed
-from ..comm.transports.local import LocalGroup, solo_group
-from ..comm.transports.mailboxes import DEFAULT_TIMEOUT, Hub
-from ..comm.transports.nccl import NcclTransport
-from ..comm.watchdog import watchdog
-from ..kernels import launch as launching
-from ..kernels.checks import MAX_HEAD_DIM
-from ..kernels.device.forward import forward_kernel
-from ..ring import Layout, Mask, Ring, loop
-from ..ring import ring as ring_module
-from ..ring.backends import backward_works, forward_works
-from ..ring.schedule.plan import Plan, plan
-from .common.attention import DTYPES, AttentionConfig
-from .common.flags import (
-    TimerOfRings,
-    binary,
-    check_chunks,
-    count,
-    device_name,
-    dtype_name,
-    kv_heads_of,
-    timer_of_rings,
-)
-from .common.memory import Needs, needs_of_ranks, refuse_too_large
-from .common.output import check_targets, prints, write_csv, write_json
-from .common.provenance import provenance
-from .common.tables import table
-from .common.timing import Clock, interleaved
-from .overlap.runs import BACKWARD, FORWARD
-from .ring.memory import of_ours
+from ...comm.control import control_of
+from ...comm.transport import Edge, Transport
+from ...comm.transports import nccl_library
+from ...comm.transports.local import LocalGroup, solo_group
+from ...comm.transports.mailboxes import DEFAULT_TIMEOUT, Hub
+from ...comm.transports.nccl import NcclTransport
+from ...comm.watchdog import watchdog
+from ...kernels import launch as launching
+from ...kernels.device.forward import forward_kernel
+from ...ring import Layout, Mask, Ring, loop
+from ...ring import ring as ring_module
+from ...ring.backends import backward_works, forward_works
+from ...ring.schedule.plan import Plan, plan
+from ..common.timing import Clock, interleaved
 
+FORWARD, BACKWARD = "forward", "backward"
 HOPS = 8  # and ranks
 REPEATS = 20
-LOWER_BOUND = "device calls stubbed: a lower bound, not a result"
-BY_CLOCK = "by clock: the host's time is in the compute"
 NO_DEVICE = torch.device("cuda", 0)
 OTHERS = tuple(os.path.dirname(str(one)) + os.sep for one in (torch.__file__, triton.__file__))
 """Whose calls are not this package's."""
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@dataclass(frozen=True)
-class Row:
-    """Seconds per hop."""
-
-    phase: str
-    host: float
-    compute: float | None  # of the device; None where there is none
-    note: str = ""  # why nothing is said of who is ahead
-    launches: float | None = None  # of the host's, Triton's share
-    calls: float | None = None  # of Python functions, see `calls_of`
-
-    @property
-    def hidden(self) -> bool | None:
-        """The host is ahead of the device."""
-        return None if self.compute is None or self.note else self.host < self.compute
-
-    def as_row(self) -> dict[str, object]:
-        return {
-            "phase": self.phase,
-            "host us per hop": round(self.host * 1e6, 1),
-            "of it Triton us": None if self.launches is None else round(self.launches * 1e6, 1),
-            "calls per hop": None if self.calls is None else round(self.calls, 1),
-            "compute us per hop": None if self.compute is None else round(self.compute * 1e6, 1),
-            "": self.note or ("host is ahead" if self.hidden else "host is behind"),
-        }
 
 
 def to_itself(real: Plan) -> Plan:
@@ -150,19 +99,6 @@ class Case:
             loop.backward(call, works, self.k, self.v, dkdv)
 
 
-def measured(
-    device: torch.device,
-    shape: tuple[int, int, int, int],
-    kv_heads: int,
-    dtype: torch.dtype,
-    chunks: int,
-    timer: str = "",
-) -> list[Row]:
-    """Forward and backward on a GPU, or on the CPU with every call to a device stubbed."""
-    with ring_of_one(device, chunks) as ring:
-        return rows_of(Case(ring, shape, kv_heads, dtype, device), Clock(device, timer=timer))
-
-
 @contextmanager
 def ring_of_one(device: torch.device, chunks: int = 1) -> Iterator[Ring]:
     """The ring of rank 0, the only one here: with all that a ring of several ranks does, and a way to itself."""
@@ -180,19 +116,19 @@ def ring_of_one(device: torch.device, chunks: int = 1) -> Iterator[Ring]:
         yield stack.enter_context(Ring(member, transport="nccl", chunks=chunks))
 
 
-def rows_of(case: Case, clock: Clock) -> list[Row]:
-    """Host time per hop, and on a GPU what the device takes for it."""
-    device, rows = clock.device, []
+def rows_of(case: Case, clock: Clock) -> list[dict[str, Any]]:
+    """Microseconds of the host per hop, and on a GPU what the device takes for it."""
+    device, rows = clock.device, list[dict[str, Any]]()
     for phase, step in ((FORWARD, case.forward), (BACKWARD, case.backward)):
-        host = posting(step, device) / HOPS
+        host = posting(step, device) / HOPS * 1e6
         with no_launches():
-            launches, calls = host - posting(step, device) / HOPS, calls_of(step) / HOPS
+            without = posting(step, device) / HOPS * 1e6
+            calls = calls_of(step) / HOPS
+        row: dict[str, Any] = {"phase": phase, "host": host, "of it Triton": host - without, "Python calls": calls}
         if device.type == "cuda":
             taken = interleaved({phase: step}, clock, repeats=REPEATS, warmup=3)[phase].median
-            note = BY_CLOCK if clock.timer == "clock" else ""
-            rows.append(Row(phase, host, taken / HOPS, note, launches, calls))
-        else:
-            rows.append(Row(phase, host, None, LOWER_BOUND, launches, calls))
+            row["compute"] = taken / HOPS * 1e6
+        rows.append(row)
     return rows
 
 
@@ -230,18 +166,6 @@ def calls_of(step: Callable[[], None]) -> int:
     finally:
         sys.setprofile(before)
     return found
-
-
-def check_room(shape: tuple[int, int, int, int], kv_heads: int, dtype: str, device: torch.device) -> None:
-    """Refuse what does not fit the free memory, with the tokens that do: typer.BadParameter."""
-    batch, tokens, heads, head_dim = shape
-
-    def needed(some: int) -> Needs:
-        return needs_of_ranks(
-            of_ours(AttentionConfig(HOPS * some, HOPS, batch, heads, kv_heads, head_dim, dtype)), device, 1
-        )
-
-    refuse_too_large("--tokens", tokens, needed, device, unit="tokens per rank")
 
 
 class Unwarmed(NcclTransport):
@@ -317,46 +241,3 @@ def _contiguous(x: torch.Tensor) -> torch.Tensor:
 def _unwarmed(device: torch.device) -> NcclTransport:
     control = control_of(solo_group())  # nobody else is there to tell anything
     return Unwarmed(rank=0, size=HOPS, device=device, control=control)
-
-
-@app.command()
-def host(
-    tokens: Annotated[Any, typer.Option(parser=count, metavar="SIZE", help="Tokens per rank.")] = "4k",
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")] = None,
-    head_dim: Annotated[int, typer.Option(min=1, max=MAX_HEAD_DIM)] = 128,
-    dtype: Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16.")] = "bf16",
-    chunks: Annotated[int, typer.Option(min=1, help="Runs of heads that a hop is cut into.")] = 1,
-    device: Annotated[str, typer.Option(help="cpu (stubbed) or cuda; default: cuda where there is one.")] = "",
-    timer: TimerOfRings = "",
-    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write a row per phase.")] = None,
-) -> None:
-    """The host's time to post one hop, launches included; on a GPU less than the hop computes, or exit 1."""
-    where = torch.device(device_name(device))
-    timer = timer_of_rings(where.type, timer)
-    kv_heads = kv_heads_of(heads, kv_heads)
-    check_targets(json, csv)
-    if not prints():
-        return  # one rank tells what there is to tell
-    check_chunks([chunks], kv_heads)
-    shape = (batch, tokens, heads, head_dim)
-    check_room(shape, kv_heads, dtype, where)
-    rows = measured(indexed(where), shape, kv_heads, DTYPES[dtype], chunks, timer)
-    title = (
-        f"full, B{batch} H{heads}/{kv_heads} D{head_dim} {dtype}, {binary(tokens)} tokens per rank, {chunks} chunks; "
-        f"one rank of {HOPS}, median of {REPEATS} passes by {timer}\n"
-    )
-    if json != "-":
-        typer.echo(table([row.as_row() for row in rows], title=title))
-    if json is not None:
-        told = {"shape": shape, "kv_heads": kv_heads, "dtype": dtype, "chunks": chunks, "hops": HOPS}
-        found = [{**asdict(row), "hidden": row.hidden, "unit": "s"} for row in rows]
-        about = {"schema": "ringattn bench host 1", "provenance": provenance(where), "timer": timer}
-        write_json(json, {**about, "asked": told, "rows": found})
-    if csv is not None:
-        write_csv(csv, [row.as_row() for row in rows])
-    if any(row.hidden is False for row in rows):
-        print("the host needs longer to post a hop than the device to compute it", file=sys.stderr)
-        raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""Host time to post one hop, beside what the hop computes."""

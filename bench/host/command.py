@@ -1,0 +1,89 @@
+"""``ringattn bench host``: the host's time to post one hop, launches included, beside what the hop computes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..common.flags import (
+    Batch,
+    Csv,
+    DeviceFlag,
+    Dtype,
+    HeadDim,
+    Heads,
+    Json,
+    KvHeads,
+    TimerOfRings,
+    TokensPerRank,
+    check_chunks,
+    device_name,
+    kv_heads_of,
+    timer_of_rings,
+)
+from ..common.output import prints
+from ..common.result import Result, Row, finish
+
+UNITS = {"phase": "", "host": "us", "of it Triton": "us", "Python calls": "", "compute": "us"}
+LOWER_BOUND = "device calls stubbed: a lower bound, not a result"
+BY_CLOCK = "by clock the host's time is in the compute: nothing is said of who is ahead"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def host(
+    tokens: TokensPerRank = "4k",
+    batch: Batch = 1,
+    heads: Heads = 32,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = 128,
+    dtype: Dtype = "bf16",
+    chunks: Annotated[int, typer.Option(min=1, help="Runs of heads that a hop is cut into.")] = 1,
+    device: DeviceFlag = "",
+    timer: TimerOfRings = "",
+    json: Json = None,
+    csv: Csv = None,
+) -> None:
+    """The host's time to post one hop, launches included; on a GPU less than the hop computes, or exit 1."""
+    device = device_name(device)
+    timer = timer_of_rings(device, timer)
+    kv_heads = kv_heads_of(heads, kv_heads)
+    check_chunks([chunks], kv_heads)
+    if not prints():
+        return  # one rank tells what there is to tell
+    import torch
+
+    from ...comm.transports.lanes import indexed
+    from ..common.attention import DTYPES, AttentionConfig
+    from ..common.memory import Needs, needs_of_ranks, refuse_too_large
+    from ..common.memory_table import OURS, candidate_bytes
+    from ..common.provenance import provenance
+    from ..common.timing import Clock
+    from .hop import HOPS, REPEATS, Case, ring_of_one, rows_of
+
+    where = indexed(torch.device(device))
+
+    def needed(some: int) -> Needs:
+        config = AttentionConfig(HOPS * some, HOPS, batch, heads, kv_heads, head_dim, dtype)
+        return needs_of_ranks(candidate_bytes(OURS, config), where, 1)
+
+    refuse_too_large("--tokens", tokens, needed, where, unit="tokens per rank")
+    rows: list[Row] = []
+    with ring_of_one(where, chunks) as ring:
+        case = Case(ring, (batch, tokens, heads, head_dim), kv_heads, DTYPES[dtype], where)
+        rows += rows_of(case, Clock(where, timer=timer))
+    notes = [
+        f"one rank of {HOPS}, full, B{batch} H{heads}/{kv_heads} D{head_dim} {dtype}, {tokens:,} tokens per rank",
+        f"{chunks} chunks; per hop, median of {REPEATS} passes by {timer}",
+    ]
+    failed = []
+    if device == "cpu":
+        notes.append(LOWER_BOUND)
+    elif timer == "clock":
+        notes.append(BY_CLOCK)
+    else:
+        failed = [f"the host is behind in the {row['phase']}" for row in rows if not row["host"] < row["compute"]]
+        notes += [] if failed else ["the host is ahead of the device"]
+    finish(Result("bench host", UNITS, rows, failed, notes, provenance(where)), json, csv)

@@ -1,1 +1,0 @@
-"""Micro-benchmarks for pytest-benchmark: `tox -e bench`. Not collected by the tests."""

@@ -1,0 +1,168 @@
+"""What all benches share: how they time, count, judge errors, and say where a number comes from."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ringattn
+from ringattn import reference
+from ringattn.bench.common import errors, timing
+from ringattn.bench.common.attention import BACKWARD_FLOPS, AttentionConfig, forward_flops, packed, pairs_of
+from ringattn.bench.common.provenance import command, provenance
+from ringattn.bench.common.timing import Clock, Samples, interleaved, repeats_within
+
+from ..support.fake_cuda import FakeCuda
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+# timing
+
+
+def test_candidates_take_turns() -> None:
+    order: list[str] = []
+    steps = {name: partial(order.append, name) for name in "abc"}
+    taken = interleaved(steps, Clock(CPU), repeats=3, warmup=1, limits={"c": 1})
+    assert "".join(order) == "abc" + "abc" + "ab" + "ab"
+    assert {name: len(samples.seconds) for name, samples in taken.items()} == {"a": 3, "b": 3, "c": 1}
+
+
+def test_time_is_that_of_the_step_on_the_slowest_member() -> None:
+    class Slow(timing.Team):
+        def slowest(self, seconds: float) -> float:
+            return seconds + 5
+
+    samples = interleaved({"sleep": partial(time.sleep, 0.02)}, Clock(CPU, Slow()), repeats=3)["sleep"]
+    assert 5.02 <= samples.median < 5.2
+
+
+def test_samples() -> None:
+    samples = Samples((4.0, 1.0, 2.0, 3.0, 5.0))
+    assert samples.median == 3.0 and samples.spread == pytest.approx(1 / 3)
+    assert Samples((1.0,)).spread == 0.0
+    found = [repeats_within(1.0, one_round) for one_round in (0.1, 10.0, 0.0)]
+    assert found == [10, timing.LEAST, timing.MOST]
+
+
+def test_clocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By events and graphs the device is kept busy while the host enqueues; the cache is flushed first."""
+    cuda = FakeCuda(monkeypatch)
+    made = {name: Clock(GPU, timer=name, _flush=torch.ones(4)) for name in ("", "graph", "clock")}
+    assert made[""].timer == "events" and Clock(CPU).timer == "clock"
+    with made["graph"].stage():
+        step = made["graph"].prepared(lambda: cuda.calls.append("step"))
+    assert cuda.calls == ["stream of priority 0", "step", "synchronize", "capture", "step"]
+    for name, run, calls in (
+        ("", lambda: cuda.calls.append("step"), ["synchronize", "sleep", "step"]),
+        ("graph", step, ["synchronize", "sleep", "replay"]),
+        ("clock", lambda: cuda.calls.append("step"), ["synchronize", "step", "synchronize"]),
+    ):
+        cuda.calls.clear()
+        assert 0 <= made[name](run) < 1 and cuda.calls == calls
+        assert not made[name]._flush.any()  # type: ignore[union-attr]
+
+
+# counting
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flops_count_visible_pairs(causal: bool) -> None:
+    seqlen, heads, dim, dim_v = 7, 3, 4, 5
+    pairs = sum(1 for q in range(seqlen) for k in range(seqlen) if k <= q or not causal)
+    assert pairs_of(seqlen, causal=causal) == pairs
+    assert forward_flops(pairs, heads=heads, head_dim=dim, head_dim_v=dim_v, batch=2) == 2 * pairs * (4 + 5) * 3 * 2
+    assert forward_flops(pairs, heads=heads, head_dim=dim) == 4 * pairs * dim * heads
+    assert BACKWARD_FLOPS == 2.5
+
+
+def test_documents_are_drawn_by_a_seed() -> None:
+    drawn = packed(4096, 64, seed=1)
+    assert drawn == packed(4096, 64, seed=1) != packed(4096, 64, seed=2)
+    assert drawn[0] == 0 and drawn[-1] == 4096 and drawn == sorted({*drawn}) and 32 < len(drawn) < 128
+    with pytest.raises(ValueError, match="documents is 0: it must be at least 1"):
+        packed(64, 0, seed=0)
+
+
+def test_inputs_are_the_same_on_every_rank() -> None:
+    config = AttentionConfig(12, 2, heads=4, kv_heads=2, head_dim=6, head_dim_v=3, seed=3)
+    assert [x.shape for x in config.tensors()] == [(1, 12, 4, 6), (1, 12, 2, 6), (1, 12, 2, 3), (1, 12, 4, 3)]
+    assert all(torch.equal(a, b) for a, b in zip(config.tensors(), config.tensors(), strict=True))
+
+
+# errors against float64
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_size": (5, 0)}, {}])
+def test_exact_results_are_the_reference(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "BLOCK_BYTES", 8 * 24 * 2 * 7)  # 7 rows at a time
+    q, dout = torch.randn(1, 24, 4, 8), torch.randn(1, 24, 4, 8)
+    k, v = torch.randn(1, 24, 2, 8), torch.randn(1, 24, 2, 8)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, _ = reference.attention(*leaves, **options)
+    whole = [out, *torch.autograd.grad(out, leaves, dout.double())]
+    found = errors.exact_results(q, k, v, dout, (1,), options)
+    assert found.heads == (2, 3) and max(found.errors(whole).values()) < 1e-12
+    whole[2] = whole[2] + 1e-3
+    assert found.errors(whole)["dk"] == pytest.approx(1e-3)
+    plain = errors.pytorch_results(q, k, v, dout, found, options)
+    usual, limits = found.differences(plain), errors.tolerances(found, plain)
+    eps = torch.finfo(torch.float32).eps
+    assert max(usual.values()) < 1e-5
+    assert limits == {name: pytest.approx(2 * usual[name] + eps * size) for name, size in found.sizes().items()}
+
+
+def test_limits_hold_where_rows_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where PyTorch's attention makes NaN of such rows."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor, **_: Any) -> Any:
+        return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~attn_mask, -math.inf).softmax(-1) @ v
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    config = AttentionConfig(64, 1, 2, heads=4, kv_heads=2, head_dim=16, causal=False, seqused_k=(0, 33))
+    (q, k, v, dout), options = config.tensors(), config.options(CPU)
+    exact = errors.exact_results(q, k, v, dout, (0, 1), options)
+    assert max(exact.differences(errors.pytorch_results(q, k, v, dout, exact, options)).values()) < 1e-5
+
+
+def test_which_heads_are_looked_at() -> None:
+    found = [errors.chosen_heads(1, 8, kv_heads, n, n) for kv_heads, n in ((4, 64), (4, 1 << 14), (1, 1 << 14))]
+    assert found == [(0, 1, 2, 3), (0, 3), (0,)]
+
+
+# provenance
+
+
+def test_provenance_names_everything_and_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/some/folder/ringattn", "bench", "ring", "--json", "my file"])
+    told = provenance(CPU)
+    assert told["command"] == "ringattn bench ring --json 'my file'"
+    assert told["versions"]["torch"] == torch.__version__
+    assert told["cpu"]["cores"] >= 1 and told["gpu"] is None
+    assert [*told["topology"]] == ["nics"] and isinstance(told["topology"]["nics"], dict)
+    assert len(told["ringattn"]["sources"]) == 12
+    assert "/some" not in json.dumps(told)
+    monkeypatch.setattr("sys.argv", ["/some/ringattn/__main__.py", "demo"])
+    assert command() == "python -m ringattn demo"
+
+
+def test_the_command_of_a_module_can_be_typed_again(tmp_path: Path) -> None:
+    """A module of ours that is no command: not ``asks.py``, which nothing finds."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/asks.py").write_text("from ringattn.bench.common.provenance import command\nprint(command())\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(ringattn.__file__).parent.parent)}
+    ran = [sys.executable, "-m", "inner.asks", "--n", "1 k"]
+    said = subprocess.run(ran, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert said == "python -m inner.asks --n '1 k'\n"

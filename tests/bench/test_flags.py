@@ -1,0 +1,137 @@
+"""Sizes as they are typed and told, and flags that have no say."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from ringattn import kernels
+from ringattn.bench.common import attention, flags
+from ringattn.bench.common.flags import binary, human, size
+from ringattn.comm.choice import PREFERENCE
+from ringattn.kernels import checks
+from ringattn.ring.schedule import schedule
+from ringattn.ring.wire import grad_wire_of, wire_of
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("0", 0), ("17", 17), ("8k", 8192), ("1m", 2**20), ("2g", 2**31), (" 2K ", 2048)]
+)
+def test_size(text: str, expected: int) -> None:
+    assert size(text) == expected
+
+
+@given(st.integers(0, 2**40))
+def test_binary_is_what_size_reads(count: int) -> None:
+    assert size(binary(count)) == count
+
+
+@pytest.mark.parametrize(
+    ("count", "unit", "expected"),
+    [(0, "B", "0 B"), (999, "B", "999 B"), (1000, "B", "1.00 kB"), (67_108_864, "B", "67.1 MB"), (999_499, "", "999 k"),
+     (999_500, "", "1.00 M"), (9_996, "", "10.0 k"), (99_960, "", "100 k"), (5e21, "", "5000 E"), (12, "", "12")],
+)  # fmt: skip
+def test_human(count: float, unit: str, expected: str) -> None:
+    assert human(count, unit) == expected
+
+
+def test_parsers() -> None:
+    assert flags.sizes("8k,32k, 5") == [8192, 32768, 5] and flags.counts("1,2") == [1, 2]
+    assert flags.window("4k,-1") == (4096, -1) and flags.head_dims("1,256") == [1, 256]
+    assert flags.dtype_names("bf16, float32") == ["bfloat16", "float32"]
+    assert flags.pattern("bigbird,block=8,window=2,global=1,random=3,seed=5").parameters["seed"] == 5
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "told"),
+    [
+        *((size, text, "is not a size: it must be a whole number") for text in ("", "-1", "1.5k", "8 k", "9" * 19)),
+        (flags.sizes, "8k,,32k", "'' is not a size"),
+        (flags.count, "0", "'0' is too small: it must be at least 1"),
+        (flags.counts, "2,0", "'0' is too small"),
+        (flags.head_dims, "64,257", "257 is no head dim: it must be 1 to 256"),
+        (flags.window, "3", "'3' is no window"),
+        (flags.dtype_name, "int8", "'int8' is no dtype: it takes fp32, bf16, fp16, float16"),
+        (flags.wire_dtype, "foo", "'foo' is none: it takes bfloat16 or float8_e4m3fn"),
+        (flags.grad_wire_dtype, "float8_e4m3fn", "it takes float32 or bfloat16"),
+        (flags.pattern, "spiral,block=3", "'spiral' is no pattern"),
+        (flags.pattern, "strided,block=3", "must be strided,block=SIZE,stride=SIZE"),
+        (flags.pattern, "strided,block=3,stride=4,seed=2", "or more: it must be"),
+    ],
+)
+def test_what_parsers_refuse(parser: object, text: str, told: str) -> None:
+    assert callable(parser)
+    with pytest.raises(typer.BadParameter) as refused:
+        parser(text)
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("check", "arguments", "told"),
+    [
+        (flags.kv_heads_of, (4, 3), "--kv-heads is 3: --heads, 4, must be a multiple of it"),
+        (flags.check_chunks, ([1, 9], 8), "--chunks is 1,9: a chunk is at least one of the 8 key heads"),
+        (flags.check_transport, ("magic", "cpu", 2), "--transport is 'magic': it takes auto, local"),
+        (flags.check_transport, ("nccl", "cpu", 2), "--transport is nccl, of GPUs, and the device is cpu"),
+        (flags.check_transport, ("local", "cpu", 2), "--transport is local, of one process, and 2 are to run"),
+        (flags.device_name, ("tpu",), "--device is 'tpu': it takes cpu or cuda"),
+        (flags.timer_on, ("cpu", "events"), "--timer is 'events': on cpu it must be one of clock"),
+        (flags.timer_on, ("cuda", "sundial"), "on cuda it must be one of events, graph, clock"),
+        (flags.timer_of_rings, ("cuda", "graph"), "on cuda it must be one of events, clock"),
+    ],
+)
+def test_what_does_not_fit_is_refused(check: object, arguments: tuple[object, ...], told: str) -> None:
+    assert callable(check)
+    with pytest.raises(typer.BadParameter) as refused:
+        check(*arguments)
+    assert told in str(refused.value)
+
+
+def test_defaults() -> None:
+    assert flags.kv_heads_of(8, None) == 8 and flags.kv_heads_of(8, 2) == 2
+    assert [flags.timer_of_rings(kind, "") for kind in ("cpu", "cuda")] == ["clock", "events"]
+    flags.check_transport("process_group", "cpu", 2)
+
+
+def test_constants_are_those_of_the_code() -> None:
+    """Repeated, for a flag must not import torch."""
+    assert flags.MAX_HEAD_DIM == checks.MAX_HEAD_DIM and flags.KV_SLOTS == schedule.KV_SLOTS
+    assert {*attention.DTYPES.values()} == {*checks.DTYPES}
+    assert {name: dtype.itemsize for name, dtype in attention.DTYPES.items()} == flags.DTYPE_BYTES
+    float32 = attention.DTYPES["float32"]
+    assert all(wire_of(name, float32) is not None for name in flags.WIRE_DTYPES)
+    assert grad_wire_of("bfloat16") is not None and grad_wire_of("float32") is None
+    assert "process_group" in PREFERENCE["cpu"] and kernels.FULL.is_full
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([], ""),
+        (["--a", "1", "--b", "2", "--json", "-"], ""),
+        (["--c", "3"], "--c has no say in this mode: leave it out"),
+        (["--b", "2"], "--b is given without --a: it has no say alone"),
+        (["--a", "1", "--d-long", "4"], "--a and --d-long are both given: pass one of them"),
+    ],
+)
+def test_flags_without_a_say(given: list[str], told: str) -> None:
+    app = typer.Typer()
+
+    @app.command()
+    def run(
+        context: typer.Context,
+        a: int = 0,
+        b: int = 0,
+        c: int = 0,
+        d: int = typer.Option(0, "--d", "--d-long"),
+        json: flags.Json = None,
+    ) -> None:
+        flags.check_mode(context, "in this mode", ("a", "b", "d"))
+        flags.check_needs(context, {"b": "a"})
+        flags.check_apart(context, "a", "d")
+
+    ended = CliRunner().invoke(app, given, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    assert ended.exit_code == (2 if told else 0) and told in ended.output, ended.output

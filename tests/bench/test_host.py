@@ -1,0 +1,124 @@
+"""``bench host``: every hop is posted and launched, how often Python is called for it, and who has to be ahead."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ringattn.bench import cli
+from ringattn.bench.common import flags
+from ringattn.bench.common.result import read
+from ringattn.bench.common.timing import Clock
+from ringattn.bench.host import command, hop
+from ringattn.bench.host.hop import BACKWARD, FORWARD, HOPS
+from ringattn.comm.transports.nccl import NcclTransport
+from ringattn.kernels.device.forward import forward_kernel
+
+from ..support.fake_cuda import FakeCuda
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+CPU = torch.device("cpu")
+SMALL = ["bench", "host", "--tokens", "256", "--heads", "4", "--head-dim", "16", "--chunks", "2", "--device", "cpu"]
+
+
+def test_host_time_is_a_lower_bound_here(tmp_path: Path) -> None:
+    target = tmp_path / "h.json"
+    before = torch.cuda.Event, torch.cuda.Stream
+    result = CliRunner().invoke(cli.app, [*SMALL, "--json", str(target)])
+    assert result.exit_code == 0, result.output
+    told = read(target)
+    assert [row["phase"] for row in told.rows] == [FORWARD, BACKWARD] and told.notes[-1] == command.LOWER_BOUND
+    assert all(0 < row["host"] < 1e5 and "compute" not in row for row in told.rows)
+    assert before == (torch.cuda.Event, torch.cuda.Stream)
+
+
+@pytest.mark.parametrize(
+    ("timer", "host", "note", "code"),
+    [("events", 99.0, "the host is ahead", 0), ("events", 101.0, "FAILED: the host is behind in the forward", 1),
+     ("clock", 101.0, command.BY_CLOCK, 0)],
+)  # fmt: skip
+def test_the_host_must_be_ahead(timer: str, host: float, note: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By clock its own time is in the compute, and nothing is said."""
+    FakeCuda(monkeypatch)
+    monkeypatch.setattr(command, "device_name", lambda name: "cuda")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("ringattn.bench.common.memory.free_memory", lambda device: 1 << 40)
+    monkeypatch.setattr("ringattn.bench.common.provenance.provenance", lambda device: {})
+    monkeypatch.setattr(hop, "ring_of_one", lambda *given: nullcontext())
+    monkeypatch.setattr(hop, "Case", lambda *given: None)
+    monkeypatch.setattr(hop, "rows_of", lambda *given: [{"phase": FORWARD, "host": host, "compute": 100.0}])
+    ran = CliRunner().invoke(cli.app, ["bench", "host", "--tokens", "64", "--timer", timer])
+    assert ran.exit_code == code and note in ran.stdout, ran.output
+
+
+@pytest.mark.parametrize("timer", ["", "clock"])
+def test_compute_is_timed_on_a_device(timer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+    clock = Clock(torch.device("cuda"), timer=timer, _flush=torch.ones(4))
+    steps: Any = SimpleNamespace(forward=lambda: None, backward=lambda: None)
+    rows = hop.rows_of(steps, clock)
+    assert [row["phase"] for row in rows] == [FORWARD, BACKWARD]
+    assert all(row.keys() <= command.UNITS.keys() and 0 < row["compute"] < 1e5 for row in rows)
+
+
+def test_every_hop_is_posted_and_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank of a ring: a group of transfers per hop and pass, and the launches of its hops; each is watched."""
+    posts: list[tuple[int, int]] = []
+    launches: list[str] = []
+    post = NcclTransport.post
+
+    def posting(transport: NcclTransport, **messages: Any) -> Any:
+        posts.append((len(messages["sends"]), len(messages["receives"])))
+        return post(transport, **messages)
+
+    monkeypatch.setattr(NcclTransport, "post", posting)
+
+    def run(kernel: Any, *given: object, **named: object) -> None:
+        launches.append(kernel.__name__)
+
+    # not monkeypatch: undone after the block, it would put the stand-in of no_device back for good
+    with hop.ring_of_one(CPU) as ring, patch.object(type(forward_kernel), "run", run):
+        case = hop.Case(ring, (1, 32, 2, 16), 2, torch.bfloat16, CPU)
+        case.forward()
+        assert posts == [(2, 2)] * (HOPS - 1) and launches == ["forward_kernel"] * HOPS
+        posts.clear()
+        launches.clear()
+        case.backward()
+        assert ring._watch is not None and str(ring._watch._posts.last) == "backward hop 7: sums, chunk 0"
+    assert len(posts) == 2 * (HOPS - 1) and set(posts) == {(2, 2)}
+    assert sorted(launches) == ["delta_kernel", *["dkdv_kernel"] * HOPS, *["dq_kernel"] * HOPS]
+
+
+@pytest.mark.parametrize(("phase", "most"), [(FORWARD, 110), (BACKWARD, 260)])
+def test_python_calls_of_a_hop(phase: str, most: int) -> None:
+    """What ``calls_of`` counts: functions of this package and of the standard library; a count, so that it is exact."""
+    with hop.ring_of_one(CPU) as ring:
+        case = hop.Case(ring, (1, 256, 4, 64), 2, torch.bfloat16, CPU)
+        calls = hop.calls_of(getattr(case, phase)) / HOPS
+    assert calls <= most
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        (["--timer", "events"], "--timer is 'events': on cpu it must be one of clock"),
+        (["--tokens", "0"], "'0' is too small: it must be at least 1"),
+        (["--tokens", "1g"], "--tokens: 1,073,741,824 tokens per rank take"),
+        (["--heads", "8", "--kv-heads", "3"], "must be a multiple of it"),
+        (["--kv-heads", "1"], "--chunks is 2: a chunk is at least one of the 1 key heads"),
+        (["--head-dim", str(flags.MAX_HEAD_DIM + 1)], "--head-dim"),
+    ],
+)
+def test_refusals(flag: list[str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hop, "rows_of", lambda *given: pytest.fail("it started"))
+    ran = CliRunner().invoke(cli.app, [*SMALL, *flag])
+    assert ran.exit_code == 2 and told in ran.output and len(ran.output.splitlines()) == 1, ran.output

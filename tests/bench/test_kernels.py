@@ -1,0 +1,421 @@
+"""``bench kernels`` and the table of targets: what is computed, how errors are judged, and what is told."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ringattn import reference
+from ringattn.bench import cli
+from ringattn.bench.common import errors, timing
+from ringattn.bench.common.attention import AttentionConfig, mask_title
+from ringattn.bench.common.flags import Pattern
+from ringattn.bench.common.result import read
+from ringattn.bench.common.timing import Clock, Samples
+from ringattn.bench.kernels import accuracy, beside, contender, speed
+from ringattn.bench.kernels.contender import OURS, VARIANTS, Cannot, Contender, Given, Ready
+from ringattn.bench.suite.cases import NotHere
+from ringattn.kernels import KernelConfig, Tile, attention_forward
+from ringattn.reference.masks import by_batch
+from ringattn.ring import backends
+from ringattn.ring.cpu.aten import AtenForward
+
+from ..support.fake_cuda import FakeCuda
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+CPU = torch.device("cpu")
+NOT_HERE = {"ringattn hopper", "ringattn hopper single pass", "ringattn dkdv by descriptors"}
+"""They take sm_90."""
+TINY: dict[str, Any] = {"seqlen": 24, "heads": (2, 1)}
+SIZES = speed.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+@pytest.fixture
+def on_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """The contenders of a GPU, played by the interpreter; quick."""
+    monkeypatch.setattr(timing, "LEAST", 1)
+    monkeypatch.setattr(timing, "MOST", 1)
+    monkeypatch.setattr(speed, "PRODUCT_SIDE", {"cpu": 16})
+    ours = [Contender(one.name, partial(contender.triton_kernels, one)) for one in VARIANTS]
+    theirs = [Contender(name, partial(contender.sdpa, backend)) for name, backend in contender.GPU_SDPA.items()]
+    everyone = [*ours, *theirs, Contender("flex_attention", contender.flex)]
+    monkeypatch.setattr(speed, "contenders", lambda device: everyone)
+    return cuda
+
+
+def config(seqlen: int = 64, heads: int = 4, kv_heads: int = 2, **more: Any) -> AttentionConfig:
+    named: dict[str, Any] = {"head_dim": 16, "layout": "contiguous", **more}
+    return AttentionConfig(seqlen, heads=heads, kv_heads=kv_heads, **named)
+
+
+def longformer(window: int, tokens: int) -> Pattern:
+    return Pattern("longformer", {"window": window, "global": tokens})
+
+
+STRIDED = Pattern("strided", {"block": 8, "stride": 16})
+PADDED = [
+    config(causal=False, batch=3, seqused_k=(20, 64, 47)),
+    config(causal=False, batch=2, seqused_k=(0, 33)),
+    config(batch=2, seqused_k=(64, 31), window=(9, 0)),  # rows behind a window see nothing
+    config(batch=2, seqused_k=(50, 9), block_mask=STRIDED),
+]
+IN_PARTS = [
+    config(causal=False, block_mask=longformer(8, 5)),
+    config(batch=2, block_mask=longformer(8, 3), seqused_k=(64, 2)),
+    config(causal=False, batch=2, block_mask=longformer(6, 40), cu_seqlens=(0, 20, 64)),
+]
+PLAIN = [config(), config(causal=False)]
+OTHERS = [config(window=(9, 0)), config(cu_seqlens=(0, 20, 64)), config(prefix_length=11), config(block_mask=STRIDED)]
+
+
+def named(one: AttentionConfig) -> str:
+    return f"{mask_title(one.mask)}, batch {one.batch}"
+
+
+def visible(one: AttentionConfig) -> torch.Tensor:
+    """``[1 or B, 1, S, S]``."""
+    positions = torch.arange(one.seqlen)
+    return by_batch(reference.visible(positions, positions, **one.options(CPU)))
+
+
+def exact(given: Given) -> errors.Exact:
+    heads = range(given.config.kv_heads)
+    return errors.exact_results(given.q, given.k, given.v, given.dout, heads, given.config.options(CPU))
+
+
+# what is computed
+
+
+@pytest.mark.parametrize("one", [*PLAIN, *OTHERS, *PADDED, *IN_PARTS], ids=named)
+def test_every_mask_is_counted_computed_and_told(one: AttentionConfig) -> None:
+    seen = visible(one).expand(one.batch, 1, 64, 64)
+    assert one.pairs == int(seen.sum()) and one.flops == 4 * one.pairs * 16 * 4
+    assert one.is_plain == (mask_title(one.mask) in ("causal", "full")) == (one.flash_flops is not None)
+    function = contender.mask_function(one, CPU)
+    batch, query, key = (torch.arange(length) for length in (one.batch, 64, 64))
+    told = function(batch[:, None, None, None], torch.tensor(0), query[:, None], key)
+    assert torch.equal(told.expand(one.batch, 1, 64, 64), seen)
+    given = Given.drawn(one, CPU)
+    ready, judge = contender.by_hops("aten", given), exact(given)
+    assert max(judge.errors(ready.results).values()) < 1e-4
+    assert (ready.carried is None) == (one.mask.blocks is not None)
+    assert ready.carried is None or judge.errors([ready.carried])["out"] < 1e-5
+    before = ready.results[0].clone()
+    for step in ready.steps.values():
+        step()
+    assert torch.equal(ready.results[0], before)  # no step writes into what is judged
+    if one not in PLAIN:
+        theirs = contender.sdpa(contender.CPU_SDPA["math"], given)
+        assert max(judge.errors(theirs.results).values()) < 1e-4
+        with pytest.raises(Cannot, match="full and causal"):
+            contender.sdpa(contender.CPU_SDPA["ATen operator"], given)
+
+
+@pytest.mark.parametrize(
+    ("one", "pairs"),
+    [
+        (config(4, 1, 1, head_dim=8, causal=False, batch=3, seqused_k=(1, 0, 4)), 4 + 0 + 16),
+        (config(4, 1, 1, head_dim=8, batch=2, seqused_k=(2, 4)), (1 + 2 + 2 + 2) + (1 + 2 + 3 + 4)),
+        # a window of itself, and the first token sees all and is seen by all
+        (config(4, 1, 1, head_dim=8, causal=False, batch=2, block_mask=longformer(0, 1)), 2 * (4 + 2 + 2 + 2)),
+    ],
+)
+def test_pairs_of_all_batch_rows_by_hand(one: AttentionConfig, pairs: int) -> None:
+    assert one.pairs == pairs and one.flops == 2 * pairs * (8 + 8)
+
+
+@pytest.mark.parametrize("number", range(len(VARIANTS)))
+def test_every_variant_computes_padding_and_parts(number: int) -> None:
+    """One of the masks each, in turn; those that are not here say so."""
+    variant, shapes = VARIANTS[number], [
+        config(40, 2, 1, batch=2, seqused_k=(40, 17), window=(9, 0)),
+        config(40, 2, 1, batch=2, block_mask=longformer(8, 3), seqused_k=(40, 2)),
+    ]  # fmt: skip
+    given = Given.drawn(shapes[number % 2], CPU)
+    if variant.name in NOT_HERE:
+        with pytest.raises(Cannot, match=r"9\.0|descriptors"):
+            contender.triton_kernels(variant, given)
+        return
+    ready, judge = contender.triton_kernels(variant, given), exact(given)
+    assert max(judge.errors(ready.results).values()) < 1e-4
+    assert ready.carried is not None and judge.errors([ready.carried])["out"] < 1e-5
+    assert set(ready.steps) == {*variant.passes, *(variant.parts if len(given.bounds) == 1 else ())}
+
+
+def test_what_does_not_compute_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Given.drawn(config(32, window=(4, 0)), CPU)
+    with pytest.raises(Cannot, match="compiled for a GPU alone"):
+        contender.flex(given)
+    monkeypatch.setattr(contender, "free_memory", lambda device: 1000)
+    with pytest.raises(Cannot, match="GB free"):
+        contender.sdpa(contender.CPU_SDPA["math"], given)
+
+
+# rows
+
+
+def test_every_pass_is_timed_and_judged(on_gpu: FakeCuda) -> None:
+    found = speed.measure(config(32, 1, 1, head_dim_v=16), Clock(CPU), seconds=0.0)
+    assert found.failed == [] and all(row.keys() <= speed.UNITS.keys() for row in found.rows)
+    by = {(row["by"], row["pass"]): row for row in found.rows}
+    assert {what for who, what in by if who == OURS} == {*contender.PASSES, *contender.PARTS}
+    assert {what for who, what in by if who == "flash"} == {"forward", "backward"}
+    assert all(0 < by[OURS, what]["error/allowed"] <= 1 for what in contender.PASSES)
+    absent = {row["by"] for row in found.rows if row["pass"] == ""}
+    assert NOT_HERE | {"cudnn", "efficient", "flex_attention"} == absent
+    assert all(row["note"] for row in found.rows if row["pass"] == "")
+    assert found.compare().startswith("best of ours over best of the others: forward ")
+
+
+def test_rates_are_of_the_visible_area() -> None:
+    one = config(4096, 16, 16, head_dim=64, causal=False)
+    row = speed._row("backward:x", Samples((2.5e-3,)), one, 100.0, {})
+    rate = 4 * 4096**2 * 64 * 16 / 1e-3 / 1e12
+    assert row["rate"] == row["rate by S²/2"] == pytest.approx(rate) and row["of product"] == pytest.approx(rate)
+    causal = config(64, 2, 2)
+    assert causal.flash_flops == 4 * 64 * 64 // 2 * 16 * 2
+
+
+@pytest.mark.parametrize("wrong", [1 + 1e-3, math.nan])
+def test_a_wrong_result_fails(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "LEAST", 1)
+
+    def make(given: Given) -> Ready:
+        ready = contender.by_hops("aten", given)
+        ready.results[1] = ready.results[1] * wrong
+        return ready
+
+    everyone = [Contender(OURS, make), Contender("math", make)]
+    monkeypatch.setattr(speed, "contenders", lambda device: everyone)
+    (why,) = speed.measure(config(40, 1, 1), Clock(CPU), seconds=0).failed  # others are told, not judged
+    assert why.startswith("backward by ringattn: dq errs by ")
+
+
+def test_what_no_graph_can_be_made_of_is_told(on_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Clock, step: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(Clock, "prepared", refuse)
+    clock = Clock(CPU)
+    clock.timer = "graph"
+    with pytest.raises(Cannot, match=r"^no CUDA graph of it: operation not permitted when stream is capturing$"):
+        speed.captured(clock, {"forward": lambda: None})
+
+
+# targets
+
+
+def test_targets_run_and_are_judged(on_gpu: FakeCuda) -> None:
+    found = list(speed.targets(CPU, seconds=0, sizes=SIZES))
+    assert not any(number.fails for number in found)
+    verdicts = {(number.name, number.labels["over"]): number for number in found if "verdict" in number.labels}
+    assert {name for name, _ in verdicts} == {target.what for target in speed.TARGETS}
+    missing = {over for (_, over), number in verdicts.items() if number.value is None}
+    assert missing == {"cudnn"} and verdicts["forward D128, full", "cudnn"].labels["verdict"] == "not measured"
+    assert "stream of priority -1" in on_gpu.calls
+    beside_copy = [number.labels["by"] for number in found if number.name == speed.ALONE]
+    assert beside_copy == ["ringattn", "ringattn longest first", "ringattn persistent with margin"]
+
+
+def test_targets_are_captured_but_for_the_transfer(on_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of a forward beside a copy would end with the copy. What refuses costs its own row alone."""
+    monkeypatch.setattr(timing, "timer_on", lambda kind, timer: timer or "events")  # as on a GPU
+    asked = list[str]()
+
+    def measure(config: AttentionConfig, clock: Clock, **more: object) -> speed.Measured:
+        asked.append(clock.timer)
+        return speed.Measured(failed=["wrong"])
+
+    def refuse(*given: Any, **more: Any) -> Any:
+        if more["config"] is not None:
+            raise NotImplementedError("not on this GPU")
+        return attention_forward(*given, **more)
+
+    monkeypatch.setattr(speed, "measure", measure)
+    monkeypatch.setattr(speed, "attention_forward", refuse)
+    found = list(speed.targets(CPU, seconds=0, sizes=SIZES, timer="graph"))
+    assert asked == ["graph"] * 4 and "capture" not in on_gpu.calls
+    assert [number.name for number in found if number.fails] == ["wrong results"] * 4
+    assert sum(number.note == "not on this GPU" for number in found) == len(speed.BESIDE) - 1
+
+
+HOPPER, MARGIN, DESCRIBED = "ringattn hopper", "ringattn persistent with margin", "ringattn dkdv by descriptors"
+SINGLE, HOPPER_SINGLE = speed.SINGLE_PASSES
+
+
+@pytest.mark.parametrize(
+    ("row", "rates", "by", "values", "words"),
+    [
+        (0, {"forward:ringattn": 100, f"forward:{HOPPER}": 500, "forward:flash": 400, "forward:cudnn": 600}, HOPPER,
+         [1.25, 500 / 600, 500], ["reached", "missed", "missed"]),
+        (0, {}, OURS, [None] * 3, ["not measured"] * 3),
+        (3, {"backward:ringattn": 90, f"backward:{DESCRIBED}": 100, "backward:flash": 100}, DESCRIBED, [1, 1],
+         ["reached", "missed"]),
+        (4, {f"backward:{SINGLE}": 400, f"backward:{HOPPER_SINGLE}": 600, "backward:flash": 400, "backward:cudnn": 500},
+         HOPPER_SINGLE, [1.5, 1.2, 600], ["reached"] * 3),
+        (5, {"forward with state:ringattn": 95, "forward:ringattn": 100, f"forward:{HOPPER}": 1}, OURS, [0.95, 0.95],
+         ["reached", "missed"]),
+        # one that leaves room, and is slow alone, does not seem to lose nothing
+        (6, {"forward:ringattn": 80, "alone:ringattn": 100, f"forward:{MARGIN}": 88, f"alone:{MARGIN}": 89}, MARGIN,
+         [0.88, 0.88], ["reached", "missed"]),
+    ],
+)  # fmt: skip
+def test_floors_and_goals(row: int, rates: Any, by: str, values: list[float], words: list[str]) -> None:
+    """The best of ours counts, and a ratio is of the same variant."""
+    found = list(speed.judged(speed.TARGETS[row], rates))
+    assert {number.labels["by"] for number in found} == {by} and not any(number.fails for number in found)
+    assert [number.value for number in found] == pytest.approx(values)
+    assert [number.labels["verdict"] for number in found] == words
+
+
+# accuracy
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "dims"), [("triton", "float32", (16, 24)), ("aten", "bfloat16", (24, 24))]
+)
+def test_accuracy_holds(backend: str, dtype: str, dims: tuple[int, int]) -> None:
+    found = list(accuracy.accuracy(CPU, backend=backend, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], **TINY))
+    assert len(found) == 3 * 6
+    assert [number for number in found if number.fails] == []
+
+
+def test_accuracy_of_the_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a portable single pass in their place: carried over hops, and dQ is asked for the same bits of nobody."""
+    case = partial(accuracy.accuracy, CPU, backend=accuracy.HOPPER, dtype="float16", head_dim=16, **TINY)
+    with pytest.raises(NotHere, match=r"compute capability 9\.0"):
+        next(case())
+    monkeypatch.setattr(accuracy, "is_hopper", lambda device: True)
+    with pytest.raises(ValueError, match="forward_kernel='hopper' takes"):
+        next(case())
+    tile = Tile(16, 16, 4, 1)
+    stand_in = KernelConfig(tile, tile, tile, backward="single_pass")
+    monkeypatch.setattr(accuracy, "config_of", lambda backend, q: stand_in)
+    right = backends.SinglePassBackward.result
+    monkeypatch.setattr(backends.SinglePassBackward, "result", lambda self: right(self) + torch.rand(()))
+    failing = {number.name for number in case(causal_worlds=(2,), full_worlds=()) if number.fails}
+    assert failing == {"error of dq"}
+
+
+def test_accuracy_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = AtenForward.result
+
+    def off_by_a_little(self: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = right(self)
+        return out * (1 + 1e-4), lse
+
+    monkeypatch.setattr(AtenForward, "result", off_by_a_little)
+    found = accuracy.accuracy(CPU, backend="aten", dtype="float32", head_dim=16, **TINY)
+    assert "error of out" in {number.name for number in found if number.fails}
+
+
+# beside a transfer
+
+
+def test_copy_beside_the_forward(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside.Copy, "milliseconds", lambda copy: (0.0, 0.01))  # no stamps without a device's clock
+    sizes = beside.Sizes(seconds=1e-4, keys=32, nbytes=1 << 12)
+    found = list(beside.beside(CPU, head_dim=16, heads=1, repeats=1, sizes=sizes))
+    assert not any(number.fails for number in found) and sum(number.limit == 0 for number in found) == 4
+    launches = dict.fromkeys(number.labels["launch"] for number in found if number.labels)
+    assert [*launches] == ["many waves", "one wave", "one wave, 8 left"] and "stream of priority -1" in cuda.calls
+
+
+def test_delays_are_read_from_the_stamps() -> None:
+    copy = beside.Copy(CPU, 64)
+    copy.stamps.view(-1, 2)[:] = torch.tensor([[5_000_000, 9_000_000]])
+    copy.stamps.view(-1, 2)[3] = torch.tensor([7_000_000, 11_000_000])
+    assert copy.milliseconds() == (2.0, 6.0)
+    alone = beside.Beside(None, first=0.01, last=0.02, copy=4.0)
+    together = beside.Beside(12.0, first=1.01, last=3.0, copy=5.0)
+    runs: dict[str, list[Any]] = {"alone": [10.0], "copy alone": [alone], "beside": [together]}
+    told = {(number.name, number.unit): number.value for number in beside.numbers(runs, 10**12, {})}
+    assert told["start delay, first block", "ms"] == pytest.approx(1.0)
+    assert told["start delay, last block", "ms"] == pytest.approx(2.99)
+    assert told["slowdown of the forward", "times"] == pytest.approx(1.2)
+    assert told["forward alone", "TFLOP/s"] == pytest.approx(100)
+
+
+@pytest.mark.nightly
+def test_copy_kernel_compiles_with_its_clock() -> None:
+    """The interpreter has no clock of the device: compiled in a process without it, for one GPU."""
+    code = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from ringattn.bench.kernels.beside import CHUNK, COPY_WARPS, copy_kernel
+types = {"destination": "*i32", "source": "*i32", "elements": "i32", "stamps": "*i64"}
+constants = {(4,): CHUNK, (5,): True}
+aligned = {(index,): [["tt.divisibility", 16]] for index in range(4)}
+source = ASTSource(copy_kernel, {**types, "CHUNK": "constexpr", "STAMP": "constexpr"}, constants, aligned)
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": COPY_WARPS})
+assert compiled.asm["ptx"].count("globaltimer") == 2
+assert "ld.global.v4" in compiled.asm["ptx"]
+"""
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+# the command
+
+
+def test_the_command(tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "k.json"), "--csv", str(tmp_path / "k.csv")]
+    flags = ["--seqlen", "64,96", "--heads", "2", "--head-dim", "16", "--seconds", "0", "--dtype", "fp32,bf16"]
+    result = CliRunner().invoke(cli.app, ["bench", "kernels", *flags, *files])
+    assert result.exit_code == 0, result.output
+    told = read(tmp_path / "k.json")
+    assert {row["dtype"] for row in told.rows} == {"float32", "bfloat16"} and len(told.rows) == 4 * 7
+    assert {row["by"] for row in told.rows} == {OURS, "ATen operator", "math"}
+    with (tmp_path / "k.csv").open() as file:
+        assert [row["by"] for row in csv.DictReader(file)] == [row["by"] for row in told.rows]
+    assert "matrix product in the same runs" in told.notes[0] and result.stdout.splitlines()[-1] == told.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--timer", "graph"], "--timer is 'graph': on cpu it must be one of clock"),
+        (["--by", "magic"], "there are ringattn"),
+        (["--heads", "4", "--kv-heads", "3"], "multiple"),
+        (["--cu-seqlens", "0,10"], "cu_seqlens ends at 10"),
+        (["--documents-seed", "3"], "--documents-seed is given without --documents"),
+        (["--documents", "3", "--cu-seqlens", "0,10"], "--cu-seqlens and --documents are both given"),
+        (["--dtype", "int8"], "no dtype"),
+        (["--block-mask", "longformer,window=5,global=2"], "window is 5: it must be even"),
+        (["--seqused-k", "10,20"], "seqused_k has 2 lengths: it must have 1, one per batch row"),
+        (["--batch", "2", "--seqlen", "64", "--seqused-k", "64,65"], "seqused_k[1] is 65: it must be 0 to 64"),
+        (["--seqlen", "64,0"], "'0' is too small: it must be at least 1"),
+        (["--head-dim", "64,512"], "512 is no head dim: it must be 1 to 256"),
+        (["--value-dim", "257"], "'--value-dim'"),
+        (["--seqlen", "1k,1g"], "--seqlen: 1,073,741,824 tokens take"),
+    ],
+)
+def test_bad_flags_are_refused(flags: list[str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "measure", lambda *given, **more: pytest.fail("it started"))
+    result = CliRunner().invoke(cli.app, ["bench", "kernels", *flags])
+    assert result.exit_code == 2 and told in result.output and len(result.output.splitlines()) == 1, result.output
+
+
+def test_a_failure_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = speed.Measured([{"pass": "", "by": OURS, "note": "no such GPU"}], ["ringattn is not there: no such GPU"])
+    monkeypatch.setattr(speed, "measure", lambda *given, **more: found)
+    result = CliRunner().invoke(cli.app, ["bench", "kernels", "--seqlen", "64"])
+    assert result.exit_code == 1 and "FAILED: ringattn is not there: no such GPU" in result.stdout
