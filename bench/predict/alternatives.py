@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..common.flags import human
-from ..common.memory_table import ALL_GATHER, ULYSSES, USUAL, candidate_bytes, ring_parts, ring_slots
+from ..common.memory_table import ALL_GATHER, ULYSSES, candidate_bytes, ring_parts, ring_slots
 from .baseline import HOST_ATTENTION, HOST_COLLECTIVE, baseline
 from .call import Call
 from .inputs import Inputs
@@ -94,7 +94,9 @@ def _of_ring(call: Call, inputs: Inputs) -> tuple[Pass, ...]:
 
 def _baseline(call: Call, inputs: Inputs) -> Option:
     passes = partial(baseline, call, inputs.speed, inputs.links, inputs.perturbation, phases=inputs.phases)
-    return Option("baseline ring", candidate_bytes(USUAL, call.config), passes, "two buffers, merged by torch")
+    return Option(
+        "baseline ring", candidate_bytes("baseline ring", call.config), passes, "two buffers, merged by torch"
+    )
 
 
 def _gathered(call: Call, inputs: Inputs) -> Option:

@@ -143,10 +143,9 @@ def predict(
     flags.check_apart(context, "calibrate", "gpu")
     for name in ONE_RING:
         flags.check_apart(context, "sweep", name)
-    from ...ring.arguments import Layouts, mask_of
-    from ...ring.schedule.layout import Layout
-    from ...ring.schedule.mask import UNLIMITED
-    from ..common.attention import boundaries_of, pattern_of
+    if calibrate and not prints():
+        return  # it starts processes of its own: under a launcher rank 0 does
+    from ..common.attention import AttentionConfig, boundaries_of
     from .call import Call
     from .inputs import above_zero, inputs_of
     from .perturbation import Perturbation
@@ -160,15 +159,14 @@ def predict(
             raise ValueError(f"{'gpus of sweep' if sweep else 'world'} is {most:,}: at most {MOST_GPUS:,} GPUs")
         above_zero("GB", memory=memory_gb)
         tokens = _tokens_of(tokens, seqlen, world)
-        held = Layout.uneven([tokens * world])
-        mask = mask_of(
-            Layouts(held, held), batch, causal=causal, window_size=window or (UNLIMITED, UNLIMITED),
-            cu_seqlens=boundaries_of(tokens * world, cu_seqlens, documents, documents_seed), seqused_k=None,
-            prefix_length=prefix_length, block_mask=pattern_of(tokens * world, block_mask),
+        boundaries = boundaries_of(tokens * world, cu_seqlens, documents, documents_seed)
+        config = AttentionConfig(
+            tokens * world, batch=batch, causal=causal, window=window or (-1, -1), prefix_length=prefix_length,
+            cu_seqlens=None if boundaries is None else tuple(boundaries), block_mask=block_mask, layout="contiguous",
         )  # fmt: skip
         call = Call(
-            tokens, world, layout.value, mask, heads, flags.kv_heads_of(heads, kv_heads), head_dim, batch, dtype, nodes,
-            True, chunks, slots, prefetch, 1, wire_dtype, grad_wire_dtype,
+            tokens, world, layout.value, config.mask, heads, flags.kv_heads_of(heads, kv_heads), head_dim, batch, dtype,
+            nodes, True, chunks, slots, prefetch, 1, wire_dtype, grad_wire_dtype,
         )  # fmt: skip
         if most <= call.per_node and (link_between is not None or nics is not None):
             raise ValueError("link-between and nics are of several nodes: --nodes counts them")

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from ringattn.bench.cli import app
 from ringattn.bench.common.result import Result, read
+from ringattn.bench.kernels.speed import UNITS
 from ringattn.bench.predict import inputs
 from ringattn.bench.predict.call import Call
 from ringattn.bench.predict.crossover import draw
@@ -349,6 +350,10 @@ def test_links_are_a_rate_and_a_latency(text: str, rate: float, latency: float) 
     assert (found.rate, found.latency) == (rate, pytest.approx(latency))
     with pytest.raises(ValueError, match="both finite"):
         Link(1e9, float("nan"))
+
+
+def test_columns_are_those_that_benches_write() -> None:
+    assert {*ROWS[0]} < {*UNITS}
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
