@@ -418,6 +418,9 @@ def test_groups_over_nodes_go_over_the_slow_link() -> None:
     assert exchange_seconds(call, 4, inputs) == pytest.approx(4 * 3 * 10)
     assert exchanged(call, 4, inputs)[0].seconds == pytest.approx(4 * 3 * 10 + 10 + 1)
     assert exchanged(call, 2, inputs)[0].seconds == pytest.approx(3 * 10 + 1, abs=1e-3)  # inside a node
+    by_rate = [Inputs(inputs.speed, Links(Link(1e9, 0.0, "", rate), Link(1e9, 0.0))) for rate in (None, 0.5e9)]
+    moved = 64 * 128 * 2 * (2 * 32 + 2 * 4) / 2  # of all heads of q, k, v and out half stays
+    assert [exchange_seconds(call, 2, one) for one in by_rate] == pytest.approx([moved / 1e9, moved / 0.5e9])
 
 
 @pytest.mark.parametrize("perturbation", [Perturbation({3: 2.0}), Perturbation({3: 2.0}, 0.2)], ids=["slow", "both"])
