@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from ...comm.topology.topology import Topology
+from ...kernels import FULL, Bounds
 from ...kernels.checks import MAX_HEAD_DIM
 from ...ring.ring import depth_of
 from ...ring.schedule.layout import Layout
 from ...ring.schedule.mask import Mask
-from ...ring.schedule.plan import Plan, plan
-from ...ring.schedule.schedule import KV_SLOTS
+from ...ring.schedule.plan import Plan, Positions, Sight, plan
+from ...ring.schedule.schedule import KV_SLOTS, Schedule, schedule
 from ...ring.wire import grad_wire_of, wire_of
+from ..common.attention import DTYPES, AttentionConfig
+from ..common.memory_table import RingForm
 from .program import Form
+from .speed import TILE_ROWS, Area, whole
 
 CPU = torch.device("cpu")
+NOWHERE = Positions(Layout.uneven([0]), Layout.uneven([0]), Layout.uneven([0]), 0, CPU)
 NAMED = ("contiguous", "zigzag", "striped")
 LAYOUTS = (*NAMED, "balanced")
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -118,17 +123,95 @@ class Call:
         )  # fmt: skip
 
     def plans(self) -> list[Plan]:
-        """The plan of every rank, as the ring makes it."""
-        held = self.held
-        return [
-            plan(held, self.mask, rank, self.direction, CPU, self.topology, self.slots) for rank in range(self.world)
-        ]
+        """The plan of every rank, as the ring makes it; of a plain call without bounds, which take their time."""
+        made = schedule(self.held, self.mask, direction=self.direction, topology=self.topology, slots=self.slots)
+        if self.is_plain and {*made.lengths} == {self.tokens}:  # of few contiguous shards not all keys travel
+            return [self._plain_plan(made, rank) for rank in range(self.world)]
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # thousands of short searches: threads would wait for each other
+        try:
+            return [
+                plan(self.held, self.mask, rank, self.direction, CPU, self.topology, self.slots)
+                for rank in range(self.world)
+            ]
+        finally:
+            torch.set_num_threads(threads)
+
+    def _plain_plan(self, made: Schedule, rank: int) -> Plan:
+        hops = made.hops(rank)
+        return Plan(
+            rank=rank,
+            hops=hops,
+            inner=made.inner,
+            sights=tuple((Sight(FULL, NOWHERE, hop.shard),) if hop.computes else () for hop in hops),
+            lengths=made.lengths,
+            longest=self.tokens,
+            leaving=None,
+            last=max(hop.index for hop in hops if hop.computes),
+            slots=self.slots,
+            edges=((), ()),
+            homecomings={
+                base.index + made.journeys[base.shard][base.index // made.inner][1]: base
+                for base in hops[:: made.inner]
+                if base.sums_from is not None
+            },
+        )
+
+    def plain_area(self, ahead: int, tokens: Any) -> Area:
+        """What a launch of a plain call computes; ``ahead`` is below 0, 0 or above: the shard's rank beside its own.
+
+        ``tokens`` are those of a rank, one number or many.
+        """
+        square = Area(tokens * tokens, tokens, tokens, tokens, 0)
+        if not self.mask.causal or (self.layout == "contiguous" and ahead):
+            return square
+        if ahead == 0 or self.layout == "striped":
+            below = whole(tokens, causal=True)
+            return below if ahead <= 0 else below._replace(pairs=below.pairs - tokens, longest=tokens - 1)
+        # a zigzag: all rows see the early half of an earlier rank's keys, the late half of rows sees all of a later's
+        return square._replace(pairs=tokens * tokens / 2, longest=tokens / 2 if ahead < 0 else tokens)
 
     def node_of(self, rank: int) -> int:
         return rank // self.per_node
+
+    @property
+    def senders(self) -> int:
+        """GPUs of a node that send to another node at the same time."""
+        return self.per_node if self.is_two_level else 1
+
+    @cached_property
+    def config(self) -> AttentionConfig:
+        """The call as memory is counted of it."""
+        return AttentionConfig(
+            self.seqlen, self.world, self.batch, self.heads, self.kv_heads, self.head_dim, self.dtype,
+            self.mask.causal, self.layout, device="cuda",
+        )  # fmt: skip
+
+    @property
+    def ring_form(self) -> RingForm:
+        """What the memory of its ring depends on."""
+        return RingForm(self.is_two_level, self.slots, self.wire_dtype, self.grad_wire_dtype)
 
     @property
     def is_plain(self) -> bool:
         """Whether every rank does the same, or less than the last: equal shards of everything, or of a causal mask."""
         plain = self.mask == Mask(causal=self.mask.causal)
         return plain and self.layout in NAMED and (self.layout != "zigzag" or self.tokens % 2 == 0)
+
+
+def area_of(bounds: Bounds, rows: int, keys: int) -> Area:
+    """The area of one part of a hop's mask."""
+    share = 1.0
+    if bounds.runs is not None:  # of a block-sparse pattern the keys that a row sees, on average
+        seen_keys = float((bounds.runs.ends - bounds.runs.begins).sum()) * bounds.runs.block
+        share = min(seen_keys / max(rows * keys, 1), 1.0)
+    if bounds.lo is None or bounds.hi is None or not rows:
+        return Area(rows * keys * share, rows, keys, keys * share, 0)
+    seen = (bounds.hi - bounds.lo).clamp(min=0).double()
+    starts = torch.arange(0, rows, TILE_ROWS)
+    ends = (starts + TILE_ROWS - 1).clamp(max=rows - 1)
+    # neither end ever decreases: a tile of rows is on an edge where its first and its last row differ
+    differ = (bounds.lo[starts] != bounds.lo[ends]) | (bounds.hi[starts] != bounds.hi[ends])
+    edges = float(((ends - starts + 1) * (differ & (seen[ends] + seen[starts] > 0))).sum())
+    seen *= share
+    return Area(float(seen.sum()), rows, keys, float(seen.max()), edges)

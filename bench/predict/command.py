@@ -1,121 +1,106 @@
-"""``ringattn predict``: how long a ring that is not here takes, and what would hide its links."""
+"""``ringattn predict``: how long a ring that is not here takes, and the other ways to compute the same."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from ...ring.arguments import Layouts, mask_of
-from ...ring.schedule.layout import Layout
-from ...ring.schedule.mask import UNLIMITED
-from ..common.attention import boundaries_of, mask_title, pattern_of
-from ..common.flags import (
-    BlockMaskPattern,
-    Causal,
-    CuSeqlens,
-    DocumentsOfMean,
-    DocumentsSeed,
-    LayoutName,
-    PrefixLength,
-    Window,
-    binary,
-    device_here,
-    dtype_name,
-    kv_heads_of,
-    size,
-)
-from ..common.output import check_targets, prints, write_csv, write_json
-from ..timeline.events import as_chrome
-from .apart import MOST_RANKS
-from .call import Call
-from .given import (
-    IB,
-    NVLINK,
-    TOKENS,
-    WORLD,
-    Given,
-    above_zero,
-    axes_of,
-    links_of,
-    slow_of,
-    speed_of,
-    tokens_of,
-)
-from .links import PRESETS, link_of
-from .memory import check as check_memory
-from .ring import predicted
-from .speed import GPUS, Speed
-from .sweep import check_ending, draw, rows_of_sweep, shown
-from .text import map_report, report, rows_of, text
-from .timelines import timeline
-from .trouble import Trouble
+from ..common import flags
+from ..common.output import check_targets, prints, write_json
+from ..common.result import Result, finish
+from .links import PRESETS
+from .perturbation import DRAWS, MOST_RANKS
+from .speed import GPUS
+
+if TYPE_CHECKING:  # which bring torch, and --help is there at once
+    from .alternatives import Way
+    from .call import Call
+    from .inputs import Inputs
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-PICTURE = "predict.png"
+PICTURE = Path("predict.png")
 MOST_GPUS = 16 * 1024
+TOKENS, WORLD = 8192, 8
+ONE_RING = ("tokens", "seqlen", "trace", "slow", "jitter")
+"""Flags that have no say beside --sweep."""
+COLUMNS = 80
 
 
-def refuse_beside(other: str, why: str, **given: object) -> None:
-    """What another flag takes the place of is not given too.
+class PassName(StrEnum):
+    """What is computed: inference has no backward."""
+
+    forward = "forward"
+    both = "both"
+
+
+def slow_rank(text: str) -> tuple[int, float]:
+    """``3=1.5``: rank 3 takes 1.5 times as long; a parser of typer options.
 
     Raises:
-        ValueError: one of them is.
+        typer.BadParameter: not of this form.
     """
-    if flag := _first(given):
-        raise ValueError(f"{flag} and {other} are both given: {why}")
+    rank, _, factor = text.partition("=")
+    try:
+        return int(rank), float(factor)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: it must be RANK=FACTOR, as in 3=1.5") from None
 
 
-def refuse_without(other: str, why: str, **given: object) -> None:
-    """What means nothing without another flag is not given without it.
+def axes(text: str) -> dict[str, list[int]]:
+    """``tokens=1k..128k,gpus=2..16k``: powers of two from one end to the other; a parser of typer options.
 
     Raises:
-        ValueError: one of them is.
+        typer.BadParameter: not both, or not of this form.
     """
-    if flag := _first(given):
-        raise ValueError(f"{flag} is given without {other}: {why}")
-
-
-def _first(given: Mapping[str, object]) -> str | None:
-    """The first flag that was given."""
-    return next((name.replace("_", "-") for name, value in given.items() if value is not None), None)
+    found = {}
+    for part in text.split(","):
+        name, _, ends = part.partition("=")
+        first, last = (flags.size(end) for end in (ends if ".." in ends else "0..0").split("..", 1))
+        found[name] = [first << step for step in range(64) if first << step <= last] if first else []
+    if set(found) != {"tokens", "gpus"} or not all(found.values()):
+        raise typer.BadParameter(f"{text!r}: it takes tokens=1k..128k,gpus=2..16k")
+    return found
 
 
 @app.command()
 def predict(
+    context: typer.Context,
     tokens: Annotated[
-        Any, typer.Option(parser=size, metavar="SIZE", help=f"Tokens per rank ({binary(TOKENS)} where left out).")
+        Any,
+        typer.Option(parser=flags.count, metavar="SIZE", help=f"Tokens per rank; default: {TOKENS}."),
     ] = None,
     seqlen: Annotated[
-        Any, typer.Option(parser=size, metavar="SIZE", help="Tokens in all, in place of --tokens.")
+        Any, typer.Option(parser=flags.count, metavar="SIZE", help="Tokens in all, in place of --tokens.")
     ] = None,
     world: Annotated[
-        Any, typer.Option("--world", "--gpus", parser=size, metavar="COUNT", help="Ranks of the ring, a GPU each.")
+        Any,
+        typer.Option("--world", "--gpus", parser=flags.count, metavar="COUNT", help="Ranks, a GPU each."),
     ] = str(WORLD),
     nodes: Annotated[int, typer.Option(min=1, help="Machines; several make a two-level ring.")] = 1,
-    layout: Annotated[LayoutName, typer.Option(help="Who holds which tokens.")] = LayoutName.zigzag,
-    heads: Annotated[int, typer.Option(min=1)] = 32,
-    kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="Heads of K and V (as many as --heads where left out).")
-    ] = None,
-    head_dim: Annotated[int, typer.Option(min=1)] = 128,
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    dtype: Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE")] = "bf16",
-    causal: Causal = True,
-    window: Window = None,
-    cu_seqlens: CuSeqlens = None,
-    documents: DocumentsOfMean = None,
-    documents_seed: DocumentsSeed = None,
-    prefix_length: PrefixLength = None,
-    block_mask: BlockMaskPattern = None,
+    nics: Annotated[int | None, typer.Option(min=1, help="NICs of a node; default: one per GPU.")] = None,
+    layout: flags.LayoutFlag = flags.LayoutName.zigzag,
+    heads: flags.Heads = 32,
+    kv_heads: flags.KvHeads = None,
+    head_dim: flags.HeadDim = 128,
+    batch: flags.Batch = 1,
+    dtype: flags.Dtype = "bf16",
+    passes: Annotated[PassName, typer.Option("--pass", help="Of inference, or of training.")] = PassName.both,
+    causal: flags.Causal = True,
+    window: flags.Window = None,
+    cu_seqlens: flags.CuSeqlens = None,
+    documents: flags.DocumentsOfMean = None,
+    documents_seed: flags.DocumentsSeed = None,
+    prefix_length: flags.PrefixLength = None,
+    block_mask: flags.BlockMaskPattern = None,
     kernels: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Speeds: JSON of bench kernels, or results.json of bench suite.")
+        Path | None, typer.Option(metavar="FILE", help="Speeds: JSON of bench kernels, or of that case of a suite.")
     ] = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure speeds, and links where not given, on this machine now.")
+        bool, typer.Option("--calibrate", help="Measure this machine's GPU, and links where not given, now.")
     ] = False,
     gpu: Annotated[
         str | None,
@@ -125,129 +110,234 @@ def predict(
     backward_tflops: Annotated[float | None, typer.Option(help="Of both backward kernels, 2.5 forwards.")] = None,
     link: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(PRESETS)}; GB/s,10us; JSON of bench links ({NVLINK} where left out)."),
+        typer.Option(help=f"{', '.join(PRESETS)}; GB/s,10us; JSON of bench links (where left out that of the GPU)."),
     ] = None,
-    link_between: Annotated[str | None, typer.Option(help=f"The same, between nodes ({IB} where left out).")] = None,
+    link_between: Annotated[str | None, typer.Option(help="The same, of a NIC (ib400 where left out).")] = None,
     chunks: Annotated[int, typer.Option(min=1, help="Runs of heads that a hop is cut into.")] = 1,
     slots: Annotated[int, typer.Option(min=1)] = 3,
     prefetch: Annotated[int | None, typer.Option(min=0)] = None,
-    wire_dtype: Annotated[str | None, typer.Option(help="What K/V travel as: bfloat16, float8_e4m3fn.")] = None,
-    grad_wire_dtype: Annotated[str | None, typer.Option(help="What sums travel as: bfloat16.")] = None,
-    slow: Annotated[list[str] | None, typer.Option(metavar="RANK=FACTOR", help="Takes so many times as long.")] = None,
-    jitter: Annotated[float, typer.Option(help="Spread of a launch's time, 0 to 1: 0.05 is 5%.")] = 0.0,
+    wire_dtype: flags.WireDtype = None,
+    grad_wire_dtype: flags.GradWireDtype = None,
+    slow: Annotated[
+        list[Any] | None,
+        typer.Option(parser=slow_rank, metavar="RANK=FACTOR", help=f"Times as long; up to {MOST_RANKS} GPUs."),
+    ] = None,
+    jitter: Annotated[
+        float, typer.Option(help=f"Spread of a launch's time, 0.05 is 5%; {DRAWS} draws, up to {MOST_RANKS} GPUs.")
+    ] = 0.0,
     beside: Annotated[float | None, typer.Option(help="Speed that kernels lose beside transfers, 0 to 1.")] = None,
     memory_gb: Annotated[float | None, typer.Option("--memory", help="GB of a GPU.")] = None,
-    sweep: Annotated[str | None, typer.Option(metavar="tokens=1k..128k,gpus=2..16k", help="A map instead.")] = None,
-    picture: Annotated[Path | None, typer.Option(help=f"Of the map: PNG or SVG ({PICTURE} where left out).")] = None,
+    sweep: Annotated[
+        Any, typer.Option(parser=axes, metavar="tokens=1k..128k,gpus=2..16k", help="A map instead.")
+    ] = None,
+    picture: Annotated[Path, typer.Option(metavar="FILE", help="Of the map: PNG or SVG.")] = PICTURE,
     trace: Annotated[Path | None, typer.Option(help="Every rank's timeline, for Perfetto.")] = None,
-    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write everything as JSON.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the passes and their hops, or the points of the map.")] = None,
+    json: flags.Json = None,
+    csv: flags.Csv = None,
 ) -> None:
     """Time, exposed communication and memory of a ring of any size, by the loops that really run."""
-    check_targets(json, csv, trace, picture)
+    check_targets(trace, picture)
+    flags.check_needs(context, {"picture": "sweep", "documents_seed": "documents", "backward_tflops": "tflops"})
+    flags.check_apart(context, "tokens", "seqlen")
+    flags.check_apart(context, "kernels", "tflops", "calibrate")
+    flags.check_apart(context, "calibrate", "gpu")
+    for name in ONE_RING:
+        flags.check_apart(context, "sweep", name)
+    if calibrate and not prints():
+        return  # it starts processes of its own: under a launcher rank 0 does
+    from ..common.attention import AttentionConfig, boundaries_of
+    from .call import Call
+    from .inputs import above_zero, inputs_of
+    from .perturbation import Perturbation
+    from .program import PASSES
+
     try:
-        axes = None if sweep is None else axes_of(sweep)
-        if axes is None:
-            refuse_without("sweep", "it is of the map", picture=picture)
-        else:
-            refuse_beside("sweep", "the map has lengths of its own", tokens=tokens, seqlen=seqlen)
-            refuse_beside("sweep", "it draws one ring", trace=trace)
-        name, count = ("world", world) if axes is None else ("gpus of sweep", max(axes["gpus"]))
-        if count > MOST_GPUS:
-            raise ValueError(f"{name} is {count:,}: rings of up to {MOST_GPUS:,} GPUs are predicted")
+        if picture.suffix not in (".png", ".svg"):
+            raise ValueError(f"picture is {str(picture)!r}: its name must end in .png or .svg")
+        most = max(sweep["gpus"]) if sweep else world
+        if most > MOST_GPUS:
+            raise ValueError(f"{'gpus of sweep' if sweep else 'world'} is {most:,}: at most {MOST_GPUS:,} GPUs")
         above_zero("GB", memory=memory_gb)
-        trouble = Trouble(slow_of(slow or []), jitter)
-        tokens = tokens_of(tokens, seqlen, world)
+        tokens = _tokens_of(tokens, seqlen, world)
         boundaries = boundaries_of(tokens * world, cu_seqlens, documents, documents_seed)
-        held = Layout.uneven([tokens * world])
-        mask = mask_of(
-            Layouts(held, held), batch, causal=causal, window_size=window or (UNLIMITED, UNLIMITED),
-            cu_seqlens=boundaries, seqused_k=None, prefix_length=prefix_length,
-            block_mask=pattern_of(tokens * world, block_mask),
+        config = AttentionConfig(
+            tokens * world, batch=batch, causal=causal, window=window or (-1, -1), prefix_length=prefix_length,
+            cu_seqlens=None if boundaries is None else tuple(boundaries), block_mask=block_mask, layout="contiguous",
         )  # fmt: skip
         call = Call(
-            tokens, world, layout.value, mask, heads, kv_heads_of(heads, kv_heads), head_dim, batch, dtype, nodes, True,
-            chunks, slots, prefetch, 1, wire_dtype, grad_wire_dtype,
+            tokens, world, layout.value, config.mask, heads, flags.kv_heads_of(heads, kv_heads), head_dim, batch, dtype,
+            nodes, True, chunks, slots, prefetch, 1, wire_dtype, grad_wire_dtype,
         )  # fmt: skip
-        _check_links(call, max(axes["gpus"]) if axes else world, link, link_between, calibrate)
-        if calibrate:
-            refuse_beside(
-                "calibrate", "--calibrate measures it here", kernels=kernels, gpu=gpu, tflops=tflops,
-                backward_tflops=backward_tflops,
-            )  # fmt: skip
-            if not prints():
-                return  # it starts its own processes: under a launcher rank 0 does
-            given = _calibrated(call, link, link_between)
+        if most <= call.per_node and (link_between is not None or nics is not None):
+            raise ValueError("link-between and nics are of several nodes: --nodes counts them")
+        if call.per_node == 1 and link is not None and not sweep:
+            raise ValueError("link joins GPUs of a node, and each has one: --link-between joins nodes")
+        inputs = inputs_of(
+            call, gpu=gpu, tflops=tflops, backward=backward_tflops, kernels=kernels, calibrate=calibrate, link=link,
+            between=link_between, nics=nics, beside=beside, perturbation=Perturbation(dict(slow or []), jitter),
+            phases=("forward",) if passes is PassName.forward else PASSES,
+        )  # fmt: skip
+        capacity = inputs.speed.capacity if memory_gb is None else memory_gb * 1e9
+        if sweep:
+            result, first = _map(call, inputs, sweep, capacity, picture)
         else:
-            device, told = speed_of(gpu, tflops, backward_tflops, kernels, call)
-            given = Given(device, links_of(link, link_between), device.capacity, told)
-        given = given.checked(beside, None if memory_gb is None else memory_gb * 1e9)
-        if axes is not None:
-            _map(call, given, axes, trouble, picture or Path(PICTURE), json, csv)
-            return
-        check_memory(call, given.capacity)
-        _one(call, given, trouble, trace, json, csv)
+            result, first = _one(call, inputs, capacity, trace)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    if prints() and json != "-":
+        typer.echo("\n".join([first, *_heading(call, inputs, None if sweep else call.tokens), ""]))
+    finish(result, json, csv)
 
 
-def _check_links(call: Call, most: int, link: str | None, between: str | None, calibrate: bool) -> None:
-    """Refuse a link that joins no two of ``most`` ranks."""
-    if most <= call.per_node:
-        refuse_without("several nodes", "it joins two of them; --nodes counts them", link_between=between)
-    if call.per_node == 1 and not calibrate:  # which may need it in place of what one device cannot tell
-        refuse_without("several GPUs of a node", "it joins two of them; --world counts all", link=link)
+def _tokens_of(tokens: int | None, seqlen: int | None, world: int) -> int:
+    """Tokens per rank; ValueError where the ranks do not divide a length."""
+    if seqlen is None:
+        return TOKENS if tokens is None else tokens
+    if seqlen % world:
+        fits = max(seqlen // world, 1) * world
+        raise ValueError(f"seqlen is {seqlen:,}: {world:,} ranks have equal shards of it, as of {fits:,}")
+    return seqlen // world
 
 
-def _calibrated(call: Call, link: str | None, between: str | None) -> Given:
-    from .calibrate import here  # which imports what measures, and that takes a second
+def _one(call: Call, inputs: Inputs, capacity: float, trace: Path | None) -> tuple[Result, str]:
+    """A row for every way; and the sentence that comes first."""
+    from ..timeline.events import as_chrome
+    from .alternatives import ways
+    from .crossover import check_memory
+    from .ring import ideal_seconds, predicted
+    from .timelines import timeline
 
-    told = None if link is None else link_of(link), None if between is None else link_of(between, "link-between")
-    with Console(stderr=True).status("measuring this machine"):
-        return here(call, device_here(None), *told)
-
-
-def _one(call: Call, given: Given, trouble: Trouble, trace: Path | None, json: str | None, csv: Path | None) -> None:
-    if trace is not None and call.world > MOST_RANKS:
-        raise ValueError(f"trace draws every rank, of {MOST_RANKS} at most: there are {call.world}")
-    passes = predicted(call, given.device, given.links, trouble)
-    found = report(call, given, passes, trouble)
-    if not prints():
-        return
+    check_memory(call, capacity)
     if trace is not None:
-        if not all(one.tracks for one in passes):  # one rank stood for all
-            passes = predicted(call, given.device, given.links, trouble, told_apart=True)
-        write_json(trace, as_chrome(timeline(found["mask"], passes, call)), indent=None)
-    if json is not None:
-        write_json(json, found)
-    if csv is not None:
-        write_csv(csv, rows_of(found))
-    if json != "-":
-        typer.echo(text(call, given, found))
+        if call.world > MOST_RANKS:
+            raise ValueError(f"trace draws every rank, of {MOST_RANKS} at most: there are {call.world}")
+        if inputs.perturbation.jitter:
+            raise ValueError("trace draws one run, and jitter is of many: leave one of them out")
+        made = predicted(call, inputs.speed, inputs.links, inputs.perturbation, phases=inputs.phases, simulated=True)
+        if prints():
+            write_json(trace, as_chrome(timeline(_title(call), made, call)), indent=None)
+    ideal = sum(float(ideal_seconds(call, inputs.speed, phase)) for phase in inputs.phases)
+    found = ways(call, inputs, capacity=capacity)
+    rows = [_row(way, call, ideal) for way in found]
+    best = f"{found[0].name}: {rows[0]['ideal']:.0f}% of ideal"
+    units = {"way": "", "ideal": "%", **{_SHORT[phase]: "ms" for phase in inputs.phases}, "exposed": "ms",
+             "TFLOP/s": "", "memory": "GB", "worst hop": "ms", "spread": "ms", "note": ""}  # fmt: skip
+    if not inputs.perturbation.jitter:
+        units.pop("spread")
+    notes = _notes(call, inputs, found, capacity)
+    result = Result("predict", units, [*rows], [], [*notes, f"best: {best}"], _provenance(call, inputs))
+    return result, best
 
 
-def _map(
-    call: Call, given: Given, axes: dict[str, list[int]], trouble: Trouble, picture: Path, json: str | None,
-    csv: Path | None,
-) -> None:  # fmt: skip
-    check_ending(picture)
-    if not call.is_plain:
-        raise ValueError("sweep is of thousands of GPUs: it takes contiguous, zigzag and striped, full or causal")
-    if not isinstance(given.device, Speed):
-        raise ValueError("sweep is of GPUs, and --calibrate finds none here: leave one of them out")
-    links = given.links
-    rows = rows_of_sweep(call, given.device, links, axes["tokens"], axes["gpus"], trouble, capacity=given.capacity)
-    if not prints():
-        return
-    heading = (
-        f"{call.layout}, {mask_title(call.mask)}, H{call.heads}/{call.kv_heads} D{call.head_dim} {call.dtype}, forward "
-        f"and backward\n{links.inside.rate / 1e9:.0f} GB/s inside nodes of {call.per_node}, "
-        f"{links.between.rate / 1e9:.0f} GB/s per GPU between" + (f"\n{trouble.words}" if trouble.is_there else "")
-    )
-    draw(rows, heading, picture)
-    if json is not None:
-        write_json(json, map_report(call, given, trouble, rows))
-    if csv is not None:
-        write_csv(csv, rows)
-    if json != "-":
-        typer.echo("\n".join([shown(rows, heading), "", *given.told, str(picture)]))
+_SHORT = {"forward": "fwd", "backward": "bwd"}
+
+
+def _row(way: Way, call: Call, ideal: float) -> dict[str, Any]:
+    import numpy as np
+
+    row: dict[str, Any] = {"way": way.name, "memory": way.memory / 1e9, "note": way.note or None}
+    if not way.passes:
+        return row
+    total = np.sum([one.seconds for one in way.passes], axis=0)
+    row |= {_SHORT[one.phase]: 1e3 * float(np.mean(one.seconds)) for one in way.passes}
+    row |= {
+        "ideal": 100 * ideal / way.seconds,
+        "exposed": 1e3 * sum(float(np.mean(one.exposed)) for one in way.passes),
+        "worst hop": 1e3 * max(float(np.mean(one.worst)) for one in way.passes),
+        "TFLOP/s": _flops(call, len(way.passes) > 1) / way.seconds / call.world / 1e12,
+    }
+    if total.ndim:
+        row["spread"] = 1e3 * float(total.std())
+    return row
+
+
+def _flops(call: Call, both: bool) -> float:
+    """Of all ranks, on the visible area."""
+    from .ring import areas_seen
+    from .speed import BACKWARD_FLOPS, FORWARD_FLOPS
+
+    pairs = sum(float(area.pairs) for area in areas_seen(call))
+    return FORWARD_FLOPS * call.head_dim * call.batch * call.heads * pairs * (1 + BACKWARD_FLOPS * both)
+
+
+def _notes(call: Call, inputs: Inputs, found: list[Way], capacity: float) -> list[str]:
+    from .crossover import memory, straggling, tokens_needed
+
+    notes = [f"{way.name}: {way.note}" for way in found if not way.passes]
+    if call.is_plain and call.world > 1:
+        if not inputs.perturbation.is_there:
+            needed = tokens_needed(call, inputs)
+            told = "more than 4m" if needed is None else f"{needed:,}"
+            notes.append(f"tokens per GPU for 90% of ideal by the {found_ring(call)}: {told}")
+    else:
+        notes.append("other ways are told of 2 GPUs or more, of contiguous, zigzag (of even")
+        notes.append("shards) and striped, full or causal")
+    if inputs.perturbation.slow:
+        even, slow, balanced = (1e3 * seconds for seconds in straggling(call, inputs))
+        notes.append(f"slow GPUs: {even:.3f} ms without, {slow:.3f} ms with equal shards ({slow / even - 1:+.1%})")
+        notes.append(f"and {balanced:.3f} ms with Layout.balanced ({balanced / even - 1:+.1%})")
+    parts = memory(call)
+    told = ", ".join(f"{name} {flags.human(nbytes, 'B')}" for name, nbytes in parts.items())
+    return [*notes, *textwrap.wrap(f"memory of the {found_ring(call)}: {told}", COLUMNS)]
+
+
+def found_ring(call: Call) -> str:
+    return "two-level ring" if call.is_two_level else "flat ring"
+
+
+def _map(call: Call, inputs: Inputs, axes: dict[str, list[int]], capacity: float, picture: Path) -> tuple[Result, str]:
+    """A row for every number of GPUs, a column for every number of tokens per GPU."""
+    from .crossover import draw, sweep
+
+    found = sweep(call, inputs, axes["tokens"], axes["gpus"], capacity)
+    rows = [{"GPUs": flags.binary(world), **{flags.binary(one): value for one, value in column.items()}}
+            for world, column in found.items()]  # fmt: skip
+    empty = [flags.binary(world) for world, column in found.items() if None in column.values()]
+    notes = [f"empty at {', '.join(empty)} GPUs: does not fit {capacity / 1e9:.3g} GB"] if empty else []
+    best = max((value, tokens, world) for world, column in found.items() for tokens, value in column.items()
+               if value is not None)  # fmt: skip
+    told = f"{best[0]:.0f}, at {flags.binary(best[1])} on {flags.binary(best[2])} GPUs"
+    title = f"percent of ideal by tokens per GPU: at best {told}"
+    if prints():
+        draw(found, "\n".join(_heading(call, inputs, None)), picture)
+    units = {"GPUs": "", **{flags.binary(one): "" for one in axes["tokens"]}}
+    return Result(
+        "predict sweep", units, [*rows], [], [*notes, f"picture: {picture}"], _provenance(call, inputs)
+    ), title
+
+
+def _title(call: Call) -> str:
+    from ..common.attention import mask_title
+
+    return f"{call.layout}, {mask_title(call.mask)}, H{call.heads}/{call.kv_heads} D{call.head_dim} {call.dtype}"
+
+
+def _heading(call: Call, inputs: Inputs, tokens: int | None) -> list[str]:
+    """What is predicted, of which GPUs and links."""
+    links, speed = inputs.links, inputs.speed
+    where = f" on {call.nodes:,} nodes" if call.nodes > 1 and tokens else ""
+    sized = f"{tokens:,} tokens on each of {call.world:,} {speed.name}{where}, " if tokens else f"{speed.name}, "
+    nics = "" if links.nics is None else f", {links.nics:g} NICs a node"
+    several = call.nodes > 1 or tokens is None
+    between = f", {links.between.rate / 1e9:.0f} between{nics} ({links.between.source})" if several else ""
+    lines = [
+        f"{sized}B{call.batch}, {_title(call)}, {' and '.join(inputs.phases)}",
+        f"links: {links.inside.rate / 1e9:.0f} GB/s inside nodes ({links.inside.source}){between}",
+        *(["speed: " + "; ".join(inputs.told)] if inputs.told else []),
+        *([inputs.perturbation.words] if inputs.perturbation.is_there else []),
+    ]
+    return [part for line in lines for part in textwrap.wrap(line, COLUMNS)]
+
+
+def _provenance(call: Call, inputs: Inputs) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from ..common.attention import mask_title
+    from ..common.provenance import provenance
+    from .call import CPU
+
+    said = {name: value for name, value in asdict(call).items() if name != "mask"}
+    return provenance(CPU) | {
+        "call": said | {"mask": mask_title(call.mask)}, "speed": asdict(inputs.speed), "links": asdict(inputs.links),
+        "measured": list(inputs.told), "perturbation": inputs.perturbation.words,
+    }  # fmt: skip

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..common.files import load, objects, positive, whole_number
+import numpy as np
 
-GIGA = 1e9
+GIGA, MICRO = 1e9, 1e-6
+MOST = 1e30  # of a measured number
 NCCL_SHARE = 220 / 450  # of NVLink's nominal speed what NCCL's send and receive reach, the middle of 180 to 260 of 450
-BENCH_SCHEMA = "ringattn bench links 1"
-WRITER = "`ringattn bench links --json FILE`"
+COLLECTIVE_SHARE = 0.78  # of it what its collectives reach: nccl-tests tell 230 to 235 of 300, 350 to 360 of 450
 LOCAL = "local"  # the transport of virtual ranks that share a device
 
 
@@ -27,6 +27,8 @@ class Link:
     latency: float
     """Seconds from the moment when both ends are there to the first byte."""
     source: str = "given"
+    collective: float | None = None
+    """Bytes per second of all-gathers and all-to-alls; None: as fast."""
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < math.inf or not 0 <= self.latency < math.inf:
@@ -35,18 +37,31 @@ class Link:
                 "it takes more than 0, and at least 0, both finite"
             )
 
-    def seconds(self, nbytes: float) -> float:
-        """Of one message."""
+    def seconds(self, nbytes: Any) -> Any:
+        """Of one message; of many sizes an array."""
         return self.latency + nbytes / self.rate
+
+    @property
+    def of_collectives(self) -> Link:
+        """The same link as all-gathers and all-to-alls use it."""
+        return replace(self, rate=self.collective or self.rate)
+
+
+def _nvlink(nominal: float, about: str) -> Link:
+    share = f"{about}; NCCL's share of it"
+    return Link(NCCL_SHARE * nominal, 10e-6, share, COLLECTIVE_SHARE * nominal)
 
 
 PRESETS = {
-    "nvlink4": Link(NCCL_SHARE * 450e9, 10e-6, "450 GB/s nominal; NCCL send/recv 180 to 260 by channel count"),
+    "nvlink4": _nvlink(450e9, "450 GB/s nominal"),
     "nvlink4-copy": Link(380e9, 10e-6, "450 GB/s nominal; copy engine 380"),
-    "nvlink4-h800": Link(NCCL_SHARE * 200e9, 10e-6, "400 GB/s in all, 200 nominal per direction; NCCL's share of it"),
-    "nvlink3": Link(NCCL_SHARE * 300e9, 10e-6, "600 GB/s in all, 300 nominal per direction; NCCL's share of it"),
+    "nvlink4-h800": _nvlink(200e9, "400 GB/s in all, 200 nominal per direction"),
+    "nvlink3": _nvlink(300e9, "600 GB/s in all, 300 nominal per direction"),
+    "nvlink3-a800": _nvlink(200e9, "400 GB/s in all, 200 nominal per direction"),
     "ib400": Link(47e9, 20e-6, "400G InfiniBand, 50 GB/s nominal; 46 to 48"),
+    "ib200": Link(23e9, 20e-6, "200G InfiniBand, 25 GB/s nominal; 22 to 24"),
     "pcie5": Link(52e9, 15e-6, "PCIe 5 x16, 64 GB/s nominal; 50 to 55"),
+    "pcie4": Link(25e9, 15e-6, "PCIe 4 x16, 32 GB/s nominal; 24 to 26"),
 }
 """Per direction; latencies are guesses of their order."""
 
@@ -57,10 +72,18 @@ class Links:
 
     inside: Link
     between: Link
+    """Over one NIC."""
+    nics: float | None = None
+    """Of a node; None: one for every GPU."""
 
-    def of(self, same_node: bool) -> Link:
-        """The link of two ranks."""
-        return self.inside if same_node else self.between
+    def far(self, senders: int) -> Link:
+        """Between nodes, of each of so many GPUs of a node that send at the same time."""
+        share = 1.0 if self.nics is None else min(1.0, self.nics / senders)
+        return replace(self.between, rate=share * self.between.rate)
+
+    def beside(self, rings: int) -> Links:
+        """What one of so many rings has that run side by side in every node."""
+        return self if self.nics is None else replace(self, nics=self.nics / rings)
 
 
 def link_of(text: str, flag: str = "link") -> Link:
@@ -74,10 +97,12 @@ def link_of(text: str, flag: str = "link") -> Link:
     if text in PRESETS:
         return PRESETS[text]
     if os.path.lexists(text):
-        return measured(load(Path(text), (BENCH_SCHEMA,), WRITER), source=text)
+        from ..common.result import read
+
+        return measured(read(Path(text)).rows, source=text)
     rate, comma, latency = text.partition(",")
     try:
-        return Link(float(rate) * GIGA, float(latency.removesuffix("us")) * 1e-6 if comma else 0.0)
+        return Link(float(rate) * GIGA, float(latency.removesuffix("us")) * MICRO if comma else 0.0)
     except ValueError:
         known = ", ".join(PRESETS)
         raise ValueError(
@@ -86,28 +111,29 @@ def link_of(text: str, flag: str = "link") -> Link:
         ) from None
 
 
-def measured(
-    results: Mapping[str, Any], *, source: str = "bench links", way: str = "ring", local: bool = False
-) -> Link:
+def measured(rows: Sequence[Mapping[str, Any]], *, source: str = "bench links") -> Link:
     """Rate and latency of the slowest edge, by least squares of seconds over bytes, of what ``bench links`` wrote.
 
-    Of several transports the fastest counts; with ``local`` the one between virtual ranks of one device, else all but
-    that. ``way`` is how the ring uses its links: ``ring``, every edge at once; where no such rows are there, one way
-    alone.
+    Of several transports the fastest counts, the one between virtual ranks of one device left out. Every edge at once,
+    as a ring uses them; where no such rows are there, one way alone.
 
     Raises:
         ValueError: no transfers between two ranks, or a damaged row.
     """
-    everything = objects(results, "links", source)
-    rows = [(f"{source}: links[{place}]", row) for place, row in enumerate(everything)]
-    rows = [(where, row) for where, row in rows if (row.get("transport") == LOCAL) == local]
-    rows = [(where, row) for where, row in rows if "," not in str(row.get("transport"))]  # as no ring moves it
-    rows = [(where, row) for where, row in rows if row.get("edge") != "0->0" and row.get("channels") is None]
-    rows = [one for one in rows if one[1].get("way") == way] or [one for one in rows if one[1].get("way") == "one way"]
-    by_transport: dict[str, dict[int, float]] = {}
-    for where, row in rows:
-        name, nbytes = str(row.get("transport")), whole_number(row, "nbytes", where)
-        slowest, seconds = by_transport.setdefault(name, {}), positive(row, "seconds", where)
+    known = [
+        (f"{source}: rows[{place}]", row)
+        for place, row in enumerate(rows)
+        # a comma stands in names of what no ring does
+        if row.get("transport") != LOCAL and "," not in str(row.get("transport"))
+        and row.get("edge") != "0->0" and row.get("channels") is None
+    ]  # fmt: skip
+    known = [one for one in known if one[1].get("way") == "ring"] or [
+        one for one in known if one[1].get("way") == "one way"
+    ]
+    by_transport: dict[str, dict[float, float]] = {}
+    for where, row in known:
+        nbytes, seconds = positive(row, "size", where), MICRO * positive(row, "time", where)
+        slowest = by_transport.setdefault(str(row.get("transport")), {})
         slowest[nbytes] = max(seconds, slowest.get(nbytes, 0.0))
     if not by_transport:
         raise ValueError(
@@ -117,22 +143,27 @@ def measured(
     return max(fits, key=lambda link: link.rate)
 
 
-def _fit(slowest: Mapping[int, float], source: str) -> Link:
+def positive(row: Mapping[str, Any], name: str, where: str) -> float:
+    """A number of a row, above 0 and of a size that arithmetic survives; ValueError where it is something else."""
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / MOST < value < MOST:
+        raise ValueError(f"{where}: {name} is {value!r:.80}: it must be a number above 0")
+    return value
+
+
+def _fit(slowest: Mapping[float, float], source: str) -> Link:
     """The line through the slowest edge's points, relative errors counted.
 
     Raises:
         ValueError: larger messages do not take longer.
     """
+    sizes, seconds = np.array(list(slowest)), np.array(list(slowest.values()))
     if len(slowest) == 1:
-        ((nbytes, seconds),) = slowest.items()
-        return Link(nbytes / seconds, 0.0, source)
-    # weights 1 / seconds^2, so that small messages tell the latency and large ones the rate
-    weights = {nbytes: seconds**-2 for nbytes, seconds in slowest.items()}
-    total = sum(weights.values())
-    mean_bytes = sum(weights[n] * n for n in slowest) / total
-    mean_seconds = sum(weights[n] * slowest[n] for n in slowest) / total
-    slope = sum(weights[n] * (n - mean_bytes) * (slowest[n] - mean_seconds) for n in slowest)
-    slope /= sum(weights[n] * (n - mean_bytes) ** 2 for n in slowest)
+        return Link(float(sizes[0] / seconds[0]), 0.0, source)
+    # weights 1 / seconds, so that small messages tell the latency and large ones the rate
+    slope, latency = np.polyfit(sizes, seconds, 1, w=1 / seconds)
     if not slope > 0:
-        raise ValueError(f"{source}: {max(slowest):,} bytes take no longer than {min(slowest):,}: that tells no rate")
-    return Link(1 / slope, max(mean_seconds - slope * mean_bytes, 0.0), source)
+        raise ValueError(
+            f"{source}: {max(slowest):,.0f} bytes take no longer than {min(slowest):,.0f}: that tells no rate"
+        )
+    return Link(float(1 / slope), max(float(latency), 0.0), source)

@@ -19,11 +19,11 @@ from ...ring.schedule.plan import Plan, Sight
 from ...ring.schedule.schedule import Hop
 from ...ring.traffic import Call, Key, Kind, Tensors, chunks_of
 from ...ring.wire import Wire
+from .speed import ADD, DECODE, DKDV, DQ, ENCODE, FOLD, POINT
 
 META = torch.device("meta")
 COMPUTE, INSIDE, BETWEEN = 0, 1, 2
 """Streams of a rank: its kernels, and the transfers of each level of the ring."""
-FOLD, DQ, DKDV, ADD, ENCODE, DECODE, POINT = "fold", "dQ", "dK/dV", "add sums", "encode", "decode", "point"
 PASSES = ("forward", "backward")
 TRANSFERS = {Kind.RAIL: "K/V by rail", Kind.KV: "K/V", Kind.SUMS: "sums", Kind.HOME: "node's sums"}
 

@@ -12,8 +12,9 @@ from ..common.attention import mask_data
 from ..timeline.events import Event, Timeline
 from .call import Call
 from .clock import Track
-from .program import COMPUTE, POINT, Op
+from .program import COMPUTE, Op
 from .ring import Pass
+from .speed import POINT
 
 SHARDS = {Kind.RAIL: "K/V of {}", Kind.KV: "K/V of {}", Kind.SUMS: "dK/dV of {}", Kind.HOME: "dK/dV of {}"}
 SAID = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "layout", "nodes")
@@ -24,13 +25,13 @@ def timeline(title: str, passes: tuple[Pass, ...], call: Call) -> Timeline:
     """The events of all ranks, the passes one after the other.
 
     Raises:
-        ValueError: a pass of which one rank stands for all.
+        ValueError: a pass in whose place smaller rings were simulated.
     """
     events: list[Event] = []
     plans, begin = call.plans(), 0.0
     for one in passes:
         if not one.tracks:
-            raise ValueError("one rank stands for all of this ring: a timeline needs ranks that are told apart")
+            raise ValueError("smaller rings were simulated in its place: a timeline needs every rank")
         for track in one.tracks:
             events += _of_rank(track, plans[track.program.rank], begin)
         begin += one.seconds

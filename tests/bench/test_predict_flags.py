@@ -1,288 +1,345 @@
-"""The flags of ``ringattn predict``: each one counts, or is refused by name with what it takes."""
+"""The flags and files of ``ringattn predict``: each one counts, or is refused by name with what it takes."""
 
 from __future__ import annotations
 
+import copy
+import csv
 import json
-from dataclasses import replace
-from functools import partial
+import re
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from ringattn import LocalWorld, Ring
 from ringattn.bench.cli import app
+from ringattn.bench.common.result import Result, read
+from ringattn.bench.kernels.speed import UNITS
+from ringattn.bench.predict import inputs
 from ringattn.bench.predict.call import Call
-from ringattn.bench.predict.links import PRESETS, Link, Links, link_of
-from ringattn.bench.predict.memory import memory, most_tokens
-from ringattn.bench.predict.others import Times, Way, ways
-from ringattn.bench.predict.ring import predicted
-from ringattn.bench.predict.speed import H100
-from ringattn.bench.predict.sweep import PERCENT, Point, rows_of_sweep, shown
-from ringattn.bench.predict.trouble import Trouble
+from ringattn.bench.predict.crossover import draw
+from ringattn.bench.predict.inputs import measured
+from ringattn.bench.predict.links import Link, link_of
+from ringattn.bench.predict.speed import DKDV, DQ, FOLD, GPUS, H100, whole
+from ringattn.bench.timeline.events import from_chrome
+from ringattn.ring import Mask
 
-from ..support.predict_cases import Steady
-
-LINKS = Links(PRESETS["nvlink4"], PRESETS["ib400"])
 MAP = ("--sweep", "tokens=1k..2k,gpus=2..4")
-PLAIN = Call(1024, 8, nodes=1)
-runner = CliRunner()
+TWO = ("--gpus", "2", "--tokens", "1k", "--kv-heads", "2")
 
 
 def invoke(*arguments: str) -> Any:
-    return runner.invoke(app, ["predict", *arguments], env={"COLUMNS": "1000", "TERM": "dumb"})
+    return CliRunner().invoke(app, ["predict", *arguments], env={"COLUMNS": "1000", "TERM": "dumb"})
 
 
-def refused(*arguments: str) -> str:
-    """What a call is refused with, which is no traceback."""
-    found = invoke(*arguments)
-    assert found.exit_code == 2 and "Traceback" not in found.output, found.output
-    return " ".join(found.output.replace("│", " ").split())
+def told(*arguments: str) -> dict[str, Any]:
+    """The JSON of a call."""
+    found = invoke(*arguments, "--json", "-")
+    assert found.exit_code == 0, found.output
+    made: dict[str, Any] = json.loads(found.output)
+    return made
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--tflops", "0"], "tflops is 0: it must be above 0 and finite, in TFLOP/s"),
-        (["--tflops", "nan"], "tflops is nan: it must be above 0"),
-        (["--tflops", "500", "--backward-tflops", "-1"], "backward-tflops is -1: it must be above 0"),
-        (["--tflops", "inf"], "tflops is inf: it must be above 0 and finite"),
-        (["--memory", "nan"], "memory is nan: it must be above 0 and finite, in GB"),
-        (["--memory", "-3"], "memory is -3: it must be above 0"),
-        (["--memory", "0"], "memory is 0: it must be above 0"),
-        (["--jitter", "inf"], "jitter is inf: it must be 0 to 1, and 0.05 is 5%"),
-        (["--jitter", "nan"], "jitter is nan: it must be 0 to 1"),
-        (["--jitter", "-1"], "jitter is -1.0: it must be 0 to 1"),
-        (["--slow", "3=inf"], "slow is '3=inf': a factor is how many times as long the rank takes, 1 to 1,000"),
-        (["--slow", "3=0.5"], "slow is '3=0.5': a factor"),
-        (["--slow", "3=2", "--slow", "3=4"], "slow is '3=4', and rank 3 is told before"),
-        (["--link", "200,nanus"], "link is '200,nanus': it takes one of nvlink4"),
-        (["--link", "inf"], "link is 'inf': it takes"),
-        (["--link", "200,"], "link is '200,': it takes"),
-        (["--link", ""], "link is '': it takes"),
-        (["--nodes", "2", "--link-between", "warp"], "link-between is 'warp': it takes"),
-        (["--slots", "1", "--world", "4"], "slots is 1: a ring of 4 ranks needs at least 2"),
-        (["--prefetch", "9", "--world", "4"], "prefetch is 9: with 3 slots it must be 0 to 2"),
-        (["--head-dim", "1000"], "head_dim is 1000: it must be 1 to 256"),
-        (["--dtype", "fp32"], "dtype is float32: the constants of a GPU are of float16 and bfloat16; --tflops or"),
-        (["--dtype", "fp32", "--gpu", "a100"], "dtype is float32"),
-    ],
-)
-def test_bad_values_are_named(arguments: list[str], told: str) -> None:
-    assert told in refused(*arguments)
+def own(*arguments: str) -> dict[str, Any]:
+    """The row of the flat ring."""
+    row: dict[str, Any] = next(row for row in told(*arguments)["rows"] if row["way"] == "flat ring")
+    return row
 
 
-@pytest.mark.parametrize("layout", ["spiral", "balanced"])
-def test_layouts_are_those_with_a_name(layout: str) -> None:
-    """What a flag cannot say, the speeds of Layout.balanced, is not offered."""
-    told = refused("--layout", layout)
-    assert all(one in told for one in ("--layout", layout, "contiguous", "zigzag", "striped"))
-    assert told.count("balanced") == (layout == "balanced")
+REFUSED = {
+    "--tflops 0": "tflops is 0: it must be above 0 and finite, in TFLOP/s",
+    "--tflops nan": "tflops is nan: it must be above 0",
+    "--tflops 500 --backward-tflops -1": "backward-tflops is -1: it must be above 0",
+    "--backward-tflops 300": "--backward-tflops is given without --tflops",
+    "--memory nan": "memory is nan: it must be above 0 and finite, in GB",
+    "--memory 0": "memory is 0: it must be above 0",
+    "--beside 1": "beside is 1.0: the part of its speed that a kernel loses must be 0 to below 1",
+    "--jitter nan": "jitter is nan: it must be 0 to 1, and 0.05 is 5%",
+    "--jitter 0.1 --gpus 256": "slow and jitter are of rings of at most 128 GPUs, each simulated: got 256",
+    "--slow 3": "'3': it must be RANK=FACTOR, as in 3=1.5",
+    "--slow 3=inf": "slow is 3=inf: a factor is how many times as long the rank takes, 1 to 1,000",
+    "--slow 9=2": "slow names rank 9: ranks are 0 to 7",
+    "--gpu abacus": "it must be one of h100",
+    "--link warp": "it takes one of nvlink4",
+    "--link 200,nanus": "link is '200,nanus': it takes one of nvlink4",
+    "--link inf": "link is 'inf': it takes",
+    "--nodes 2 --link-between warp": "link-between is 'warp': it takes",
+    "--link-between ib400": "link-between and nics are of several nodes: --nodes counts them",
+    "--nics 4": "link-between and nics are of several nodes",
+    "--gpus 2 --nodes 2 --link pcie5": "link joins GPUs of a node, and each has one",
+    "--gpus 8 --nodes 3": "it must divide 8 GPUs, as 1, 2, 4, 8 do",
+    "--slots 1 --world 4": "slots is 1: a ring of 4 ranks needs at least 2",
+    "--prefetch 9 --world 4": "prefetch is 9: with 3 slots it must be 0 to 2",
+    "--chunks 99": "it must be 1 to kv_heads",
+    "--head-dim 1000": "less than or equal to 256",
+    "--heads 8 --kv-heads 3": "must be a multiple of it",
+    "--dtype fp32": "dtype is float32: the constants of a GPU are of float16 and bfloat16; --tflops or",
+    "--wire-dtype foo": "'foo' is none: it takes bfloat16 or float8_e4m3fn",
+    "--layout balanced": "'contiguous', 'zigzag', 'striped'",
+    "--pass backward": "'forward', 'both'",
+    "--tokens 0": "it must be at least 1",
+    "--tokens 4m": "GB for this attention alone",
+    "--tokens 1k --seqlen 8k": "--tokens and --seqlen are both given",
+    "--seqlen 1001": "seqlen is 1,001: 8 ranks have equal shards of it, as of 1,000",
+    "--world 16385": "world is 16,385: at most 16,384 GPUs",
+    "--gpus 512 --tokens 64 --prefix-length 4k": "512 GPUs with this layout and mask do different things: at most 128",
+    "--full --prefix-length 4k": "prefix_length",
+    "--layout striped --block-mask strided,block=128,stride=1k": "runs of whole blocks of 128",
+    "--documents-seed 3": "--documents-seed is given without --documents",
+    "--calibrate --gpu h100": "--calibrate and --gpu are both given",
+    "--calibrate": "calibrate finds no GPU here",
+    "--trace t.json --gpus 256": "of 128 at most: there are 256",
+    "--trace t.json --jitter 0.1": "trace draws one run, and jitter is of many",
+    "--json nowhere/at/all.json": "there is no folder",
+    "--picture map.png": "--picture is given without --sweep",
+    "--sweep tokens=1k": "it takes tokens=1k..128k,gpus=2..16k",
+    "--sweep tokens=1k..1k,gpus=2..32k": "gpus of sweep is 32,768: at most 16,384 GPUs",
+    "--sweep tokens=1k..1k,gpus=2..16 --world 6": "rings of 8 GPUs: they must make whole nodes, of 6",
+    "--sweep tokens=3..9,gpus=2..4": "zigzag (of even shards) and striped, full or causal: got 3 tokens",
+    f"{' '.join(MAP)} --prefix-length 1k": "sweep takes contiguous, zigzag",
+    f"{' '.join(MAP)} --trace t.json": "--sweep and --trace are both given",
+    f"{' '.join(MAP)} --slow 1=2": "--sweep and --slow are both given",
+    f"{' '.join(MAP)} --tokens 1k": "--sweep and --tokens are both given",
+    f"{' '.join(MAP)} --memory 0.001": "sweep begins at 1,024 tokens per GPU, which do not fit 0.001 GB: at most",
+    f"{' '.join(MAP)} --picture map.gif": "its name must end in .png or .svg",
+    f"{' '.join(MAP)} --link-between ib400": "link-between and nics are of several nodes",
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ([*MAP, "--trace", "t.json"], "trace and sweep are both given: it draws one ring"),
-        ([*MAP, "--slow", "junk"], "slow is 'junk': it must be RANK=FACTOR"),
-        ([*MAP, "--slow", "2=3"], "slow names rank 2: ranks are 0 to 1"),
-        ([*MAP, "--memory", "nan"], "memory is nan"),
-        ([*MAP, "--memory", "0.001"], "sweep begins at 1,024 tokens per GPU, which do not fit 0.001 GB: at most"),
-        ([*MAP, "--dtype", "fp32"], "dtype is float32"),
-        ([*MAP, "--picture", "map.gif"], "its name must end in .png or .svg"),
-        ([*MAP, "--slots", "1"], "slots is 1: a ring of"),
-        ([*MAP, "--link-between", "ib400"], "link-between is given without several nodes"),
-        (["--sweep", "tokens=1k..1k,gpus=2..16", "--world", "6"], "rings of 8 GPUs: they must make whole nodes, of 6"),
-        (["--sweep", "tokens=3..9,gpus=2..4"], "zigzags of 3 tokens per GPU: they must be even"),
-        (["--world", "16385"], "world is 16,385: rings of up to 16,384 GPUs are predicted"),
-        (["--world", "1000000"], "world is 1,000,000: rings of up to 16,384 GPUs are predicted"),
-        (["--sweep", "tokens=1k..1k,gpus=2..32k"], "gpus of sweep is 32,768: rings of up to 16,384 GPUs are"),
-        (["--picture", "map.png"], "picture is given without sweep: it is of the map"),
-        (["--link-between", "ib400"], "link-between is given without several nodes: it joins two of them; --nodes"),
-        (["--gpus", "2", "--nodes", "2", "--link", "pcie5"], "link is given without several GPUs of a node"),
-        (["--full", "--prefix-length", "4k"], "prefix_length"),
-        (["--layout", "striped", "--block-mask", "strided,block=128,stride=1k"], "runs of whole blocks of 128"),
-        ([*MAP, "--prefix-length", "1k"], "it takes contiguous, zigzag and striped, full or causal"),
-        (["--documents-seed", "3"], "documents-seed is given without documents: it draws their lengths"),
-    ],
-)
-def test_flags_that_mean_nothing_are_refused(
-    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_refusals(arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert told in refused(*arguments)
+    found = invoke(*arguments.split())
+    words = " ".join(found.output.replace("│", " ").split())
+    assert found.exit_code == 2 and "Traceback" not in words and REFUSED[arguments] in words, words
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_slots_are_those_that_a_ring_takes(world: int) -> None:
-    """Refused in the same words, or taken by both."""
-
-    def refusal(make: Any, *arguments: Any, **settings: Any) -> str:
-        try:
-            make(*arguments, **settings)
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    for slots in (1, 2, 3):
-        for prefetch in (None, 0, 1, 2, 3):
-            settings: dict[str, Any] = {"slots": slots, "prefetch": prefetch}
-            with LocalWorld(world) as ranks:
-                theirs = ranks.run(partial(refusal, Ring, **settings))
-            assert {*theirs} == {refusal(Call, 64, world, **settings)}, (world, settings)
+def test_help_is_there_without_torch() -> None:
+    code = "import sys, ringattn.bench.predict.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_one_slot_of_a_two_level_ring_is_not_enough_for_a_flat_one() -> None:
-    found = {way.name: way.note for way in ways(Call(1024, 4, nodes=2, slots=1), H100, LINKS)}
-    assert found["flat ring"] == "2 slots, which it needs" and found["two-level ring"] == ""
-    assert {way.name: way.note for way in ways(Call(1024, 2, slots=1), H100, LINKS)}["flat ring"] == ""
-
-
-def times_of(way: Way) -> Times:
-    """Of a way that fits."""
-    assert way.forward is not None and way.backward is not None and way.exposed is not None
-    return Times(way.forward, way.backward, way.exposed)
-
-
-@pytest.mark.parametrize("trouble", [Trouble({3: 2.0}), Trouble(jitter=0.2), Trouble({3: 2.0}, 0.2)])
-def test_every_way_has_the_same_trouble(trouble: Trouble) -> None:
-    """The flat ring is the one that is predicted, and whoever waits for all takes as long as the slowest."""
-    call = Call(8192, 16)
-    with_it, without = ({way.name: way for way in ways(call, H100, LINKS, given)} for given in (trouble, None))
-    passes = predicted(call, H100, LINKS, trouble)
-    assert [with_it["flat ring"].forward, with_it["flat ring"].backward] == [one.seconds for one in passes]
-    for name, way in with_it.items():
-        (forward, backward, exposed), before = times_of(way), times_of(without[name])
-        assert forward > before.forward and backward > before.backward
-        assert not trouble.slow or forward + backward > 1.7 * (before.forward + before.backward) - exposed
-    assert not trouble.slow or trouble.last(16) >= 2
-
-
-def test_every_number_of_ranks_that_divides_the_key_heads_exchanges_them() -> None:
-    """And only the fastest of many are on the terminal."""
-    found = {way.name for way in ways(Call(2048, 16, nodes=2, kv_heads=16), H100, LINKS)}
-    assert {"Ulysses 2 x ring 8", "Ulysses 4 x ring 4", "Ulysses 8 x ring 2", "Ulysses"} <= found
-    six = {way.name for way in ways(Call(2048, 12, heads=12, kv_heads=6), H100, LINKS) if "Ulysses" in way.name}
-    assert six == {"Ulysses 2 x ring 6", "Ulysses 3 x ring 4", "Ulysses 6 x ring 2"}
-    flags = ("--gpus", "64", "--nodes", "8", "--tokens", "2k")
-    many = [way["name"] for way in json.loads(invoke(*flags, "--json", "-").output)["ways"]]
-    mixed = [name for name in many if " x ring" in name]
-    assert len(mixed) == 5
-    shown_mixed = [line for line in invoke(*flags).output.splitlines() if " x ring" in line]
-    assert [line.split("  ")[0] for line in shown_mixed] == mixed[:3]
-    assert "2 more of Ulysses x a ring, none faster: --json has them" in invoke(*flags).output
-
-
-def test_groups_over_nodes_go_over_the_slow_link() -> None:
-    """A second per launch, ten per message between nodes: three messages of an exchange, then the ring's one."""
-    links = Links(Link(1e30, 0.0), Link(1e30, 10.0))
-    found = {way.name: way for way in ways(Call(64, 8, nodes=4, kv_heads=4), Steady(), links)}
-    assert found["Ulysses 4 x ring 2"].forward == pytest.approx(3 * 10 + 10 + 1)
-    assert found["Ulysses 2 x ring 4"].forward == pytest.approx(3 * 10 + 1)
-
-
-def test_ways_that_do_not_fit_are_told_last() -> None:
-    """The sequence on every rank is what a GPU has no room for; of what fits nothing changes."""
-    call = Call(8192, 256, nodes=32)
-    every = {way.name: way for way in ways(call, H100, LINKS)}
-    *fitting, gathered = ways(call, H100, LINKS, capacity=10e9)
-    assert gathered.name == "all-gather of K/V" and gathered.note == "does not fit: needs 34.8 GB of 10.0 GB"
-    assert (gathered.forward, gathered.backward, gathered.exposed, gathered.percent) == (None,) * 4
-    assert fitting == [way for way in every.values() if way.name != gathered.name] and every[gathered.name].percent
-    told = invoke("--world", "256", "--nodes", "32", "--kv-heads", "8", "--memory", "10")
-    assert told.exit_code == 0 and "does not fit: needs 34.8 GB of 10.0 GB" in told.output
-
-
-def test_the_memory_of_ways_is_that_of_the_bench() -> None:
-    """By hand, of bf16 and 4 tokens: q 512 bytes a token, k 256; what an exchange takes, and slots as of a ring."""
-    call = Call(4, 16, nodes=2, heads=4, kv_heads=2, head_dim=64)
-    found = {way.name: way.memory for way in ways(call, H100, LINKS)}
-    in_and_out = 4 * 4 * (512 + 256)
-    assert found["all-gather of K/V"] == in_and_out + 4 * 2 * 512 + 64 * (2 * 256 + 3 * 512)
-    exchange = 4 * (3 * 512 + 2 * 256 + 2 * (512 + 2 * 256) + 2 * 512)
-    assert found["Ulysses 2 x ring 8"] == in_and_out + exchange + 4 * 2 * (5 * 256 + 5 * 512)  # of two levels
-    assert found["two-level ring"] == sum(memory(call).values()) > sum(memory(replace(call, nodes=1)).values())
-    assert found["flat ring"] == sum(memory(replace(call, nodes=1)).values())
-
-
-def test_a_slow_rank_slows_its_place_in_groups_that_exchange_heads() -> None:
-    call = Call(8192, 64, nodes=8)
-    of = [
-        next(way.seconds for way in ways(call, H100, LINKS, Trouble(slow)) if way.name.startswith("Ulysses 8 x ring"))
-        for slow in ({}, {63: 2.0}, {56: 2.0}, {56: 2.0, 57: 1.5})
-    ]
-    assert of[1] > 1.5 * of[0] and of[1] == of[2] == of[3]
-
-
-def test_the_command_tells_ways_as_slow_as_the_ring(tmp_path: Path) -> None:
-    target = tmp_path / "p.json"
-    assert invoke("--slow", "3=2", "--jitter", "0.1", "--json", str(target)).exit_code == 0
-    told = json.loads(target.read_text())
-    flat = next(way for way in told["ways"] if way["name"] == "flat ring")
-    seconds = [one["seconds"] for one in told["passes"]]
-    assert [flat["forward"], flat["backward"]] == seconds
-    assert told["trouble"] == "rank 3 takes 2 times as long, launches vary by 0.1"
-    assert told["slow"]["slow"] == pytest.approx(sum(seconds))  # with the same jitter
-
-
-def column(rows: list[Point], gpus: int) -> list[float]:
-    return [row[PERCENT] for row in rows if row["gpus"] == gpus]
-
-
-@pytest.mark.parametrize("trouble", [Trouble({1: 3.0}), Trouble(jitter=0.2)])
-def test_the_map_knows_trouble(trouble: Trouble) -> None:
-    tokens, gpus = [1024, 8192], [2, 32]
-    without, with_it = (rows_of_sweep(PLAIN, H100, LINKS, tokens, gpus, given) for given in (None, trouble))
-    none = rows_of_sweep(PLAIN, H100, LINKS, tokens, gpus, Trouble({1: 1.0}))  # by lanes of ranks, not of tokens
-    for world in gpus:
-        assert np.all(np.array(column(with_it, world)) < column(without, world))
-        assert column(none, world) == pytest.approx(column(without, world))
-
-
-def test_the_map_leaves_out_what_fits_no_gpu(tmp_path: Path) -> None:
-    """A point more than what fits is empty, in JSON, in CSV, on the terminal and in the picture."""
-    most = most_tokens(PLAIN, 0.1e9)
-    assert 1024 < most < 2048
-    name, target, points = "map.svg", tmp_path / "map.json", tmp_path / "map.csv"
-    flags = ("--memory", "0.1", "--picture", str(tmp_path / name), "--json", str(target), "--csv", str(points))
-    found = invoke(*MAP, "--kv-heads", "8", *flags)
+def test_the_command_tells_everything(tmp_path: Path) -> None:
+    target, trace, rows = tmp_path / "p.json", tmp_path / "t.json", tmp_path / "p.csv"
+    files = ["--json", str(target), "--trace", str(trace), "--csv", str(rows)]
+    flags = ["--gpus", "4", "--nodes", "2", "--kv-heads", "8", "--gpu", "a800", "--nics", "1", "--slow", "2=1.25"]
+    found = invoke(*flags, *files)
     assert found.exit_code == 0, found.output
-    rows = json.loads(target.read_text())["points"]
-    note = f"does not fit 0.1 GB: at most {most:,} tokens do"
-    for row in rows:
-        assert (row[PERCENT] is None) == (row["seconds"] is None) == (row["note"] == note) == (row["tokens"] == 2048)
-    assert found.output.count(f"empty at 2, 4 GPUs: {note}") == 1 and points.read_text().count("\n") == 5
-    assert (tmp_path / name).read_text().lstrip().startswith("<?xml")
-    assert sum(memory(replace(PLAIN, tokens=most)).values()) <= 0.1e9
+    made = read(target)
+    first, second, *_ = found.output.splitlines()
+    assert re.fullmatch(r".+: \d+% of ideal", first) and made.notes[-1] == f"best: {first}"
+    assert second.startswith("8,192 tokens on each of 4 A800 on 2 nodes, B1, zigzag, causal")
+    assert "47 between, 1 NICs a node" in found.output and "98 GB/s inside nodes" in found.output
+    assert "rank 2 takes 1.25 times as long" in found.output and "Layout.balanced" in found.output
+    assert all(len(line) <= 80 for line in first + second)
+    assert [row["way"] for row in csv.DictReader(rows.read_text().splitlines())] == [row["way"] for row in made.rows]
+    assert {"two-level ring", "flat ring", "baseline ring"} < {row["way"] for row in made.rows}
+    for row in made.rows:
+        assert row["TFLOP/s"] * (row["fwd"] + row["bwd"]) == pytest.approx(
+            1e-9 * 3.5 * 4 * 128 * 32 * whole(4 * 8192, causal=True).pairs / 4
+        )
+        assert 0 < row["worst hop"] <= row["exposed"] * (1 + 1e-9) and row["exposed"] < row["fwd"] + row["bwd"]
+    assert from_chrome(json.loads(trace.read_text())).world == 4
+    assert made.provenance["call"]["tokens"] == 8192 and made.provenance["speed"]["name"] == "A800"
+    assert {"command", "date", "versions", "links"} <= made.provenance.keys()
 
 
-def test_a_map_that_fits_has_no_notes() -> None:
-    rows = rows_of_sweep(PLAIN, H100, LINKS, [1024], [2, 4], capacity=80e9)
-    assert all(row["note"] == "" and row[PERCENT] > 0 for row in rows) and "empty" not in shown(rows, "a map")
+def test_lines_of_a_terminal_are_not_too_long() -> None:
+    found = CliRunner().invoke(app, ["predict", "--gpus", "16k", "--nodes", "2048", "--kv-heads", "8"])
+    assert found.exit_code == 0 and found.output.startswith("Ulysses 8 x ring 2048: 92% of ideal\n")
+    assert all(len(line) <= 80 for line in found.output.splitlines()), found.output
+    assert "tokens per GPU for 90% of ideal by the two-level ring: " in found.output
 
 
-@pytest.mark.parametrize(("arguments", "why"), [
-    (["--window", "4k,0"], "contiguous, zigzag (of even shards) and striped alone, full or causal"),
-    (["--documents", "8k", "--documents-seed", "3"], "contiguous, zigzag (of even shards) and striped alone"),
-    (["--tokens", "1001"], "zigzag (of even shards)"),
-    (["--gpus", "1"], "of 2 GPUs or more"),
+def test_a_forward_alone() -> None:
+    both, alone = own(*TWO), own(*TWO, "--pass", "forward")
+    assert alone["fwd"] == both["fwd"] and "bwd" not in alone and alone["exposed"] < both["exposed"]
+
+
+def test_presets_of_gpus_bring_their_links() -> None:
+    for gpu, source in (("a100", "600 GB/s in all"), ("a100-pcie", "PCIe 4 x16"), ("h100-pcie", "PCIe 5 x16")):
+        made = told("--gpu", gpu, *TWO)["provenance"]
+        assert made["speed"]["name"] == GPUS[gpu].name and source in made["links"]["inside"]["source"]
+    assert own("--link", "5,10us", *TWO)["fwd"] > own(*TWO)["fwd"]
+
+
+def test_jitter_is_told_with_its_spread() -> None:
+    row = own("--jitter", "0.1", *TWO)
+    assert 0 < row["spread"] < row["fwd"] + row["bwd"] and "spread" not in own(*TWO)
+
+
+def test_other_masks_than_full_and_causal() -> None:
+    """A prefix of one is a causal mask, and one of all of them none at all; other ways are left out."""
+    flags = ("--gpus", "2", "--tokens", "2k", "--layout", "contiguous", "--kv-heads", "1")
+    causal, one, most, every, full = (own(*flags, *more)["fwd"] for more in (
+        (), ("--prefix-length", "1"), ("--prefix-length", "3k"), ("--prefix-length", "4k"), ("--full",)
+    ))  # fmt: skip
+    assert one == causal and every == full and causal < most < full
+    found = told(*flags, "--prefix-length", "3k")
+    assert [row["way"] for row in found["rows"]] == ["flat ring"] and "other ways are told of" in found["notes"][0]
+    drawn = [own("--documents", "2k", *TWO, *seed)["fwd"] for seed in ((), ("--documents-seed", "0"),
+                                                                       ("--documents-seed", "1"))]  # fmt: skip
+    assert drawn[0] == drawn[1] != drawn[2]
+    blocks = own(*TWO, "--tokens", "8k", "--full", "--block-mask", "strided,block=128,stride=1k")
+    assert blocks["fwd"] < own(*TWO, "--tokens", "8k", "--full")["fwd"] / 3
+
+
+def test_the_map(tmp_path: Path) -> None:
+    target, points = tmp_path / "map.svg", tmp_path / "map.csv"
+    flags = ["--sweep", "tokens=1k..4k,gpus=2..64", "--picture", str(target), "--csv", str(points), "--kv-heads", "8"]
+    found = invoke(*flags, "--memory", "0.2")
+    assert found.exit_code == 0, found.output
+    rows = list(csv.DictReader(points.read_text().splitlines()))
+    assert [row.pop("GPUs") for row in rows] == ["2", "4", "8", "16", "32", "64"]
+    assert all([*row] == ["1k", "2k", "4k"] and 0 < float(row["1k"]) < 101 and row["4k"] == "" for row in rows)
+    assert found.output.startswith("percent of ideal by tokens per GPU: at best ")
+    assert "empty at 2, 4, 8, 16, 32, 64 GPUs: does not fit 0.2 GB" in found.output
+    assert target.read_text().lstrip().startswith("<?xml")
+
+
+def test_the_map_is_light_or_dark_as_its_page_is(tmp_path: Path) -> None:
+    draw({gpus: {1024: share} for gpus, share in ((2, 95.0), (4, 50.0), (8, None))}, "a map", tmp_path / "map.svg")
+    svg = (tmp_path / "map.svg").read_text()
+    assert "prefers-color-scheme: dark" in svg and "fill: var(--paper" in svg and '#ffffff;"' not in svg
+    draw({2: {1024: 95.0}}, "a map", tmp_path / "map.png")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+GPU = {"name": "NVIDIA H200", "multiprocessors": 132, "memory_gib": 140.0}
+
+
+def number(what: str, rate: float, tokens: int, head_dim: int = 128, **labels: Any) -> dict[str, Any]:
+    of = {"dtype": "bfloat16", "head_dim": head_dim, "mask": "causal", "seqlen": tokens, "heads": "16/16"}
+    return {"pass": what, "rate": rate} | of | {"by": "ringattn"} | labels
+
+
+ROWS = [
+    number("forward", 400.0, 8192),
+    number("forward", 500.0, 16384),
+    number("forward", 350.0, 16384, 64),
+    number("forward", 510.0, 16384, mask="full"),
+    number("backward", 300.0, 16384),
+    number("forward", 900.0, 8192, by="cudnn"),
+    number("forward", 901.0, 8192, mask="causal, window (1, 0)"),
+    number("forward", 902.0, 8192, head_dim_v=64),
+    number("forward with state", 903.0, 8192),
+    number("forward", 120.0, 8192, dtype="float32"),
+    {"pass": "forward", "by": "flash", "rate": None, "note": "why"},
+]
+
+
+def result_file(folder: Path, rows: list[dict[str, Any]], **provenance: Any) -> Path:
+    target = folder / "results.json"
+    units = dict.fromkeys((name for row in rows for name in row), "")
+    target.write_text(json.dumps(Result("bench", units, [*rows], provenance=provenance).as_json()))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("call", "rate"),
+    [
+        (Call(8192, 8), 400),
+        (Call(131072, 8), 500),
+        (Call(8192, 8, head_dim=64), 350),  # head dim before length
+        (Call(8192, 8, head_dim=96), 400),
+        (Call(8192, 8, mask=Mask()), 510),  # and the mask before length
+        (Call(8192, 8, dtype="float32"), 120),
+    ],
+)
+@pytest.mark.parametrize("rows", [ROWS, ROWS[::-1]], ids=["", "in another order"])
+def test_the_nearest_row_of_ours_is_taken(call: Call, rate: float, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    _, (_, forward, *_) = measured(result_file(tmp_path, rows, gpu=GPU), call, None)
+    assert forward.startswith(f"forward {rate} TFLOP/s of {call.dtype}")
+
+
+def test_a_launch_takes_what_its_row_says(tmp_path: Path) -> None:
+    call = Call(16384, 8, heads=16, kv_heads=16)
+    speed, lines = measured(result_file(tmp_path, ROWS, gpu=GPU), call, None)
+    assert len(lines) == 3 and "NVIDIA H200" in lines[0]
+    area = whole(16384, causal=True)
+    flops = 4 * 128 * 16 * area.pairs
+    assert flops / speed.seconds(FOLD, area, call.form, hop=0) == pytest.approx(500e12)
+    # the rate is that of the products; the sums that the second kernel keeps are the ring's, and come on top
+    products = speed.launch + speed.products(area, call.form, backward=True)
+    assert 2.5 * flops / products == pytest.approx(300e12)
+    assert sum(speed.seconds(one, area, call.form, hop=1) for one in (DQ, DKDV)) > products
+    assert (speed.name, speed.multiprocessors, speed.capacity) == ("NVIDIA H200", 132, 140 * 2**30)
+    alone, lines = measured(result_file(tmp_path, ROWS[:2], gpu=GPU), call, "a100")
+    assert len(lines) == 2 and alone.memory == GPUS["a100"].memory
+    other = measured(result_file(tmp_path, ROWS[:2], gpu=GPU | {"name": "Some GPU"}), call, None)[0]
+    assert other.backward / other.forward == pytest.approx(H100.backward / H100.forward)
+    found = invoke("--kernels", str(result_file(tmp_path, ROWS, gpu=GPU)), *TWO)
+    assert "of 2 NVIDIA H200, B1" in found.output and "forward 400 TFLOP/s of bfloat16 D128 causal" in found.output
+
+
+def changed(place: int, **values: Any) -> list[dict[str, Any]]:
+    rows = copy.deepcopy(ROWS)
+    rows[place] |= values
+    return rows
+
+
+BAD_KERNELS: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
+    (ROWS, {"gpu": None}, "was not measured on a GPU"),
+    (ROWS, {"gpu": GPU | {"multiprocessors": 0}}, "multiprocessors is 0"),
+    (ROWS, {"gpu": GPU | {"memory_gib": "much"}}, "memory_gib is 'much'"),
+    ([], {"gpu": GPU}, "there are none"),
+    (ROWS[9:10], {"gpu": GPU}, "there are rows of float32"),
+    (changed(0, rate="fast"), {"gpu": GPU}, "rows[0]: rate is 'fast'"),
+    (changed(0, rate=True), {"gpu": GPU}, "rows[0]: rate is True"),
+    (changed(0, rate=-1), {"gpu": GPU}, "rows[0]: rate is -1"),
+    (changed(1, rate=1e12), {"gpu": GPU}, "is no speed of this launch"),
+    (changed(0, seqlen=0), {"gpu": GPU}, "seqlen is 0"),
+    (changed(0, seqlen=1 << 60), {"gpu": GPU}, "at most"),
+    (changed(0, head_dim=None), {"gpu": GPU}, "head_dim is None"),
+    (changed(0, heads="0/1"), {"gpu": GPU}, "heads is '0/1'"),
+    (changed(0, dtype="int4"), {"gpu": GPU}, "dtype is 'int4'"),
+]
+
+
+@pytest.mark.parametrize(("rows", "about", "words"), BAD_KERNELS, ids=range(len(BAD_KERNELS)))
+def test_files_of_kernels_are_refused_by_name(
+    rows: list[dict[str, Any]], about: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"results\.json") as refused:
+        measured(result_file(tmp_path, rows, **about), Call(16384, 8), None)
+    assert words in str(refused.value)
+
+
+def transfer(nbytes: object, micros: object, **more: Any) -> dict[str, Any]:
+    return {"transport": "nccl", "channels": None, "way": "ring", "edge": "all", "size": nbytes, "time": micros} | more
+
+
+LINK_ROWS = [transfer(nbytes, 1e3 + nbytes / 2e3) for nbytes in (1 << 16, 1 << 20, 1 << 24)]
+
+
+def test_links_from_a_file_of_bench_links(tmp_path: Path) -> None:
+    """The slowest edge of the fastest transport; not virtual ranks, registered buffers, or other channels."""
+    others = [
+        transfer(1 << 20, 1e9, transport="process_group"), transfer(1 << 20, 1e-3, transport="local"),
+        transfer(1 << 20, 1e-3, transport="nccl, registered"), transfer(1 << 20, 1e-3, channels=4),
+        transfer(1 << 20, 1e-3, edge="0->0"), transfer(1 << 20, 1e-3, way="one way"),
+        transfer(1 << 16, 1.0, edge="other"),
+    ]  # fmt: skip
+    link = link_of(str(result_file(tmp_path, LINK_ROWS + others)))
+    assert (link.rate, link.latency) == (pytest.approx(2e9), pytest.approx(1e-3))
+    one_way = [transfer(1 << 20, 1e3, way="one way")]
+    assert link_of(str(result_file(tmp_path, one_way))).rate == pytest.approx((1 << 20) / 1e-3)
+
+
+@pytest.mark.parametrize(("rows", "words"), [
+    ([], "has no transfers between two ranks"), ([transfer(0, 1.0)], "rows[0]: size is 0"),
+    ([transfer(8, "x")], "rows[0]: time is 'x'"), ([transfer(8, 1e-200)], "rows[0]: time is 1e-200"),
+    ([transfer(8, 1e6), transfer(16, 5e5)], "that tells no rate"),
 ])  # fmt: skip
-def test_what_is_left_out_says_why(arguments: list[str], why: str) -> None:
-    found = invoke("--gpus", "4", *arguments)
-    assert found.exit_code == 0, found.output
-    assert "left out: other ways, and the tokens per GPU that hide the links" in found.output and why in found.output
-    assert "left out" not in invoke("--gpus", "4").output
-
-
-def test_fp32_is_told_where_its_speed_is() -> None:
-    fast, slow = (
-        json.loads(invoke("--dtype", "fp32", "--tflops", told, "--json", "-").output) for told in ("100", "50")
-    )
-    assert slow["passes"][0]["seconds"] > 1.9 * fast["passes"][0]["seconds"]
-    assert invoke("--dtype", "fp16").exit_code == 0
+def test_files_of_links_are_refused_by_name(rows: list[dict[str, Any]], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"results\.json") as refused:
+        link_of(str(result_file(tmp_path, rows)))
+    assert words in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -295,25 +352,38 @@ def test_links_are_a_rate_and_a_latency(text: str, rate: float, latency: float) 
         Link(1e9, float("nan"))
 
 
-def test_documents_are_drawn_by_their_seed() -> None:
-    told = [json.loads(invoke("--documents", "2k", "--gpus", "2", *seed, "--json", "-").output)["passes"]
-            for seed in ((), ("--documents-seed", "0"), ("--documents-seed", "1"))]  # fmt: skip
-    assert told[0] == told[1] != told[2]
+def test_columns_are_those_that_benches_write() -> None:
+    assert {*ROWS[0]} < {*UNITS}
 
 
-def test_a_prefix_is_seen_by_everybody() -> None:
-    """Of 4k tokens over links that are hidden: a prefix of one is a causal mask, and one of all of them none at all."""
-    flags = ("--gpus", "2", "--tokens", "2k", "--layout", "contiguous", "--kv-heads", "1", "--json", "-")
-    told = [json.loads(invoke(*flags, *more).output) for more in (
-        (), ("--prefix-length", "1"), ("--prefix-length", "3k"), ("--prefix-length", "4k"), ("--full",)
-    )]  # fmt: skip
-    causal, one, most, all_of_it, full = ([each["seconds"] for each in found["passes"]] for found in told)
-    assert one == causal and all_of_it == full and causal[0] < most[0] < full[0]
-    assert told[2]["mask"] == "causal, prefix 3,072" and "ways" not in told[2]
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_calibrating_runs_the_benches(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of kernels and, where no link is given, of links; one GPU tells none."""
+    asked: list[list[str]] = []
+
+    def ran(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        name, target = command[4], Path(command[-1])
+        asked.append(command[4:-2])
+        made = result_file(target.parent, ROWS if name == "kernels" else LINK_ROWS, gpu=GPU)
+        made.rename(target)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(inputs, "subprocess", SimpleNamespace(run=ran))
+    found = invoke("--calibrate", *TWO)
+    if gpus == 1:
+        assert found.exit_code == 2 and "tells no link: pass --link" in found.output
+        assert invoke("--calibrate", "--link", "pcie5", *TWO).exit_code == 0
+        assert [one[0] for one in asked] == ["kernels"]
+        return
+    assert found.exit_code == 0 and "of 2 NVIDIA H200, B1" in found.output and "2 GB/s inside nodes" in found.output
+    assert [one[0] for one in asked] == ["kernels", "links"] and {"--seqlen", "1024", "--causal"} < {*asked[0]}
+    for of, words in ((asked[0], "kernels"), (asked[1], "links")):
+        known = CliRunner().invoke(app, ["bench", words, "--help"], env={"COLUMNS": "200"}).output
+        assert all(flag in known for flag in of if flag.startswith("--"))
+    monkeypatch.setattr(inputs, "subprocess", SimpleNamespace(run=failed))
+    assert "which failed: no driver" in invoke("--calibrate", *TWO).output
 
 
-def test_blocks_are_what_show_takes() -> None:
-    flags = ("--gpus", "2", "--tokens", "8k", "--kv-heads", "1", "--full", "--json", "-")
-    told = [json.loads(invoke(*flags, *more).output) for more in ((), ("--block-mask", "strided,block=128,stride=1k"))]
-    full, blocks = (found["step"]["seconds"] for found in told)
-    assert blocks < full / 4 and "of blocks of 128" in told[1]["mask"]  # 11.9% of the blocks, which carry as much state
+def failed(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.CompletedProcess(command, 1, "", "no driver")

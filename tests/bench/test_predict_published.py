@@ -1,69 +1,69 @@
 """What others have measured and published, predicted with one set of constants.
 
-Every number has its source beside it. What is given to the predictor is one GPU's published attention speed and the
-nominal speed of its links; the constants of :class:`~ringattn.bench.predict.speed.Speed` were looked at on the first
-row alone.
+Every number has its source beside it. What is given to the predictor is one GPU's published attention speed, or its
+preset, and the nominal speed of its links. The constants of kernels were looked at on the first table's first row
+alone, the order of the host's on the last table; none was fitted to either.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 
-from ringattn.bench.predict.launch import whole
+from ringattn.bench.predict.alternatives import exchanged, gathered
+from ringattn.bench.predict.baseline import baseline, one_device
+from ringattn.bench.predict.call import Call
+from ringattn.bench.predict.inputs import Inputs
 from ringattn.bench.predict.links import PRESETS, Links
-from ringattn.bench.predict.speed import FORWARD_FLOPS, GPUS, H100, Speed, form_of
-from ringattn.bench.predict.usual import Usual, baseline, seconds
+from ringattn.bench.predict.program import PASSES
+from ringattn.bench.predict.ring import form_of
+from ringattn.bench.predict.speed import A100, FORWARD_FLOPS, GPUS, H100, Speed, whole
+from ringattn.ring import Mask
 
-GPUS_OF_A_NODE = 8
+FORWARD = ("forward",)
 
 
-@dataclass(frozen=True)
-class Table:
+def links(inside: str) -> Links:
+    return Links(PRESETS[inside], PRESETS["ib400"])
+
+
+class Table(NamedTuple):
     """github.com/zhuzilin/ring-flash-attention, README, "Performance Summary" (read 2026-11): 8192 tokens per GPU.
 
     Iterations per second of flash-attention on one GPU, forward and forward with backward, and what percentage of it,
     divided by 8, its rings reach on 8; 32 query and 8 key heads of 128, bf16, causal.
     """
 
-    gpu: str
-    link: str
     forward: float
     both: float
     percent: dict[str, tuple[float, float]]  # by layout: forward, forward with backward
 
 
-TABLES = (
-    Table(
-        "h800", "nvlink4-h800", 591.5, 154.7,
-        {"contiguous": (52.1, 53.9), "zigzag": (85.2, 90.2), "striped": (74.4, 82.9)},
-    ),
-    Table(
-        "a100", "nvlink3", 373.4, 94.7,
-        {"contiguous": (51.4, 52.5), "zigzag": (81.7, 89.8), "striped": (69.6, 82.6)},
-    ),
-)  # fmt: skip
+TABLES = {
+    "h800": Table(591.5, 154.7, {"contiguous": (52.1, 53.9), "zigzag": (85.2, 90.2), "striped": (74.4, 82.9)}),
+    "a100": Table(373.4, 94.7, {"contiguous": (51.4, 52.5), "zigzag": (81.7, 89.8), "striped": (69.6, 82.6)}),
+}
 POINTS = 8
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("table", TABLES, ids=["h800", "a100"])
-def test_ring_zigzag_and_stripe_of_a_readme(table: Table, layout: str) -> None:
-    form, area = form_of(tokens=8192, heads=32, kv_heads=8), whole(8192, causal=True)
-    flops = FORWARD_FLOPS * form.head_dim * form.heads * area.pairs
+@pytest.mark.parametrize("gpu", TABLES)
+def test_ring_zigzag_and_stripe_of_a_readme(gpu: str, layout: str) -> None:
+    table, call = TABLES[gpu], Call(8192, 8, layout, heads=32, kv_heads=8)
+    area = whole(8192, causal=True)
+    flops = FORWARD_FLOPS * call.head_dim * call.heads * area.pairs
     backward = 1 / table.both - 1 / table.forward
-    speed = GPUS[table.gpu].fitted(
-        forward=(flops * table.forward, area, form), backward=(2.5 * flops / backward, area, form)
+    speed = GPUS[gpu].fitted(
+        forward=(flops * table.forward, area, call.form), backward=(2.5 * flops / backward, area, call.form)
     )
-    links, ring = Links(PRESETS[table.link], PRESETS["ib400"]), Usual(8, GPUS_OF_A_NODE, form, layout)
-    ahead, back = (seconds(ring, speed, links, phase) for phase in ("forward", "backward"))
-    alone, alone_back = (8 * baseline(form, speed, phase) for phase in ("forward", "backward"))
+    ahead, back = (one.seconds for one in baseline(call, speed, links(speed.link)))
+    alone, alone_back = (8 * one_device(call, speed, phase) for phase in PASSES)
     found = 100 * alone / ahead, 100 * (alone + alone_back) / (ahead + back)
     assert found == pytest.approx(table.percent[layout], abs=POINTS)
 
 
-def h100() -> Speed:
+def fa3() -> Speed:
     """FlashAttention-3's 616 TFLOP/s: forward, causal, 16k tokens, hidden dim 2048, D128, bf16/fp16 (its paper)."""
     return H100.fitted(forward=(616e12, whole(16384, causal=True), form_of(tokens=16384, heads=16)))
 
@@ -74,11 +74,10 @@ def test_a_rings_teraflops_on_h100(world: int) -> None:
 
     64 query and 8 key heads of 128, bf16, 8192 tokens per GPU.
     """
-    form = form_of(tokens=8192, heads=64, kv_heads=8)
-    ring = Usual(world, GPUS_OF_A_NODE, form, "zigzag")
-    taken = seconds(ring, h100(), Links(PRESETS["nvlink4"], PRESETS["ib400"]), "forward")
-    flops = FORWARD_FLOPS * form.head_dim * form.heads * whole(8192 * world, causal=True).pairs / world
-    assert 421e12 * 0.9 <= flops / taken <= 446e12 * 1.1
+    call = Call(8192, world, heads=64, kv_heads=8, nodes=world // 8)
+    (found,) = baseline(call, fa3(), links("nvlink4"), phases=FORWARD)
+    flops = FORWARD_FLOPS * call.head_dim * call.heads * whole(call.seqlen, causal=True).pairs / world
+    assert 421e12 * 0.9 <= flops / found.seconds <= 446e12 * 1.1
 
 
 def test_a_prefill_of_a_million_tokens() -> None:
@@ -87,10 +86,38 @@ def test_a_prefill_of_a_million_tokens() -> None:
     16 nodes are the ring, the 8 GPUs of a node share the heads: 16 query and 1 key head of 128 per GPU. Of attention
     alone, which is most of it at this length; one GPU's share of the whole sequence is what is divided.
     """
-    world, speed = 16, h100()
-    tokens = 2**20 // world
-    form = form_of(tokens=tokens, heads=16, kv_heads=1)
-    ring = Usual(world, 1, form, "zigzag")
-    taken = seconds(ring, speed, Links(PRESETS["nvlink4"], PRESETS["ib400"]), "forward")
-    alone = speed.launch + speed.products(whole(2**20, causal=True), form)
-    assert 100 * alone / world / taken == pytest.approx(93, abs=5)
+    call, speed = Call(2**20 // 16, 16, nodes=16, heads=16, kv_heads=1), fa3()
+    (found,) = baseline(call, speed, links("nvlink4"), phases=FORWARD)
+    alone = speed.launch + speed.products(whole(2**20, causal=True), call.form)
+    assert 100 * alone / 16 / found.seconds == pytest.approx(93, abs=5)
+
+
+@pytest.mark.parametrize(("degree", "published"), [(8, 21.0), (4, 21.9), (2, 21.4), (1, 18.2)])
+def test_ulysses_by_ring_of_a_readme(degree: int, published: float) -> None:
+    """github.com/feifeibear/long-context-attention (USP), README: it/s of a forward on 8 x A100, causal.
+
+    Batch 2, 128k tokens, 8 heads of 128; so many ranks exchange heads, a ring of such groups does the rest.
+    """
+    call, inputs = Call(2**17 // 8, 8, heads=8, kv_heads=8, batch=2), Inputs(A100, links("nvlink3"), phases=FORWARD)
+    if degree == 1:
+        (found,) = baseline(call, A100, inputs.links, phases=FORWARD)
+    else:
+        (found,) = exchanged(call, degree, inputs, baseline)
+    assert 1 / found.seconds == pytest.approx(published, rel=0.14)
+
+
+@pytest.mark.parametrize(("kv_heads", "tokens", "published", "points"), [
+    (40, 2048, 99, 15), (40, 8192, 52, 40), (40, 32768, 10, 10),
+    (5, 2048, 253, 15), (5, 8192, 68, 15), (5, 32768, 18, 15), (5, 65536, 8, 15),
+])  # fmt: skip
+def test_rings_that_are_slower_than_a_gather(kv_heads: int, tokens: int, published: float, points: float) -> None:
+    """github.com/vllm-project/vllm-omni/issues/5092: on NVLink, 4 GPUs, forward, full: by how many percent.
+
+    The table names neither GPU nor heads: taken are an H100 and the 40 heads of 128 of Wan2.2, the model with as many
+    key heads, and an eighth of them. With 32 heads it would be 131, 17 and 5; 275, 71, 19 and 10.
+    """
+    call = Call(tokens // 4, 4, mask=Mask(), heads=40, kv_heads=kv_heads)
+    inputs = Inputs(H100, links("nvlink4"), phases=FORWARD)
+    (ring,), (gather,) = baseline(call, H100, inputs.links, phases=FORWARD), gathered(call, inputs)
+    found = 100 * (ring.seconds / gather.seconds - 1)
+    assert found > 0 and found == pytest.approx(published, abs=points)

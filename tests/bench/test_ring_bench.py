@@ -354,3 +354,18 @@ def test_the_rings_of_all_layouts_keep_their_slots(device: str) -> None:
 def test_refused_flags(flags: list[str], message: str) -> None:
     ran = CliRunner().invoke(ring_bench.app, flags, env=WIDE)
     assert ran.exit_code == 2 and message in ran.output, ran.output
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_parts_of_the_baseline_ring_cover_what_is_visible(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, rows = 3, 4
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    layout = AttentionConfig(world * rows, world).held
+    for step in range(world):
+        queries, keys = layout.positions(rank), layout.positions((rank - step) % world)
+        visible = keys[None] <= queries[:, None]
+        part = baselines.Part(step, rows, causal=True)
+        computed = torch.zeros_like(visible)
+        block = computed[part.rows, part.keys]
+        block[:] = torch.ones(block.shape).tril() if part.causal else 1
+        assert computed.equal(visible)

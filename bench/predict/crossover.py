@@ -1,0 +1,145 @@
+"""What people ask of a prediction: how many tokens are enough, what a slow GPU costs, and the map of both axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..common.flags import binary
+from ..common.memory_table import ring_parts
+from .call import Call
+from .inputs import Inputs
+from .perturbation import Perturbation
+from .ring import Pass, ideal_seconds, predicted
+
+ENOUGH = 0.9  # of ideal
+LEAST, MOST = 256, 1 << 22  # tokens per GPU between which the answer is looked for
+OCTAVE = 8  # lengths that are predicted: the answer is found within 9%
+
+
+def tokens_needed(call: Call, inputs: Inputs) -> int | None:
+    """Tokens per GPU from which on a plain ring's passes reach 90% of ideal; None: more than ``MOST``."""
+    count = OCTAVE * int(math.log2(MOST / LEAST))
+    lengths = np.array([2.0 * round(LEAST * 2 ** (step / OCTAVE) / 2) for step in range(count + 1)])
+    enough = percent_of_ideal(call, inputs, lengths) >= 100 * ENOUGH
+    if not enough[-1]:
+        return None
+    return int(lengths[0] if enough.all() else lengths[int(np.flatnonzero(~enough)[-1]) + 1])
+
+
+def percent_of_ideal(call: Call, inputs: Inputs, tokens: Any) -> Any:
+    """Of a plain ring with each of many lengths."""
+    passes = predicted(call, inputs.speed, inputs.links, phases=inputs.phases, tokens=tokens)
+    ideal = sum(ideal_seconds(call, inputs.speed, phase, tokens) for phase in inputs.phases)
+    return 100 * ideal / sum(one.seconds for one in passes)
+
+
+def straggling(call: Call, inputs: Inputs) -> tuple[float, float, float]:
+    """Seconds of all passes, the mean of all draws: no GPU slow, equal shards, and ``Layout.balanced``."""
+    slow = inputs.perturbation
+
+    def step(one: Call, perturbation: Perturbation) -> float:
+        passes: Sequence[Pass] = predicted(one, inputs.speed, inputs.links, perturbation, phases=inputs.phases)
+        return sum(float(np.mean(each.seconds)) for each in passes)
+
+    speeds = tuple(float(Fraction(1) / Fraction(slow.slow.get(rank, 1.0))) for rank in range(call.world))
+    balanced = replace(call, layout="balanced", speeds=speeds)
+    return step(call, Perturbation(jitter=slow.jitter)), step(call, slow), step(balanced, slow)
+
+
+def memory(call: Call) -> dict[str, int]:
+    """Bytes of a rank by what they are for, at the peak of a forward and backward of one attention alone."""
+    return ring_parts(call.config, call.ring_form)
+
+
+def most_tokens(call: Call, capacity: float) -> int:
+    """Tokens per rank that fit into so many bytes: what is needed is in proportion to them."""
+    return int(capacity / (sum(memory(replace(call, tokens=1024)).values()) / 1024))
+
+
+def check_memory(call: Call, capacity: float) -> None:
+    """Refuse what does not fit.
+
+    Raises:
+        ValueError: with the tokens that do.
+    """
+    needed = sum(memory(call).values())
+    if needed > capacity:
+        raise ValueError(
+            f"{call.tokens:,} tokens per GPU need {needed / 1e9:.1f} GB for this attention alone, the GPU has "
+            f"{capacity / 1e9:.1f}: at most {most_tokens(call, capacity):,} fit"
+        )
+
+
+def sweep(
+    call: Call, inputs: Inputs, tokens: Sequence[int], gpus: Sequence[int], capacity: float = math.inf
+) -> dict[int, dict[int, float | None]]:
+    """Percent of ideal, ``[gpus][tokens]``; as many per node as the call has. None where a point fits no GPU.
+
+    Raises:
+        ValueError: GPUs that make no whole nodes, zigzags that are not even, or nothing that fits.
+    """
+    for world in gpus:
+        if world > call.per_node and world % call.per_node:
+            raise ValueError(f"sweep has rings of {world} GPUs: they must make whole nodes, of {call.per_node}")
+    if not replace(call, tokens=math.gcd(*tokens)).is_plain:
+        raise ValueError(
+            f"sweep takes contiguous, zigzag (of even shards) and striped, full or causal: got {min(tokens)} tokens"
+        )
+    found: dict[int, dict[int, float | None]] = {}
+    for world in gpus:
+        one = replace(call, world=world, nodes=max(1, world // call.per_node))
+        fitting = [each for each in tokens if sum(memory(replace(one, tokens=each)).values()) <= capacity]
+        found[world] = dict.fromkeys(tokens)
+        if fitting:
+            values = percent_of_ideal(one, inputs, np.array(fitting, float))
+            found[world] |= dict(zip(fitting, map(float, values), strict=True))
+    if all(value is None for column in found.values() for value in column.values()):
+        raise ValueError(
+            f"sweep begins at {min(tokens):,} tokens per GPU, which do not fit {capacity / 1e9:.3g} GB: at most "
+            f"{most_tokens(call, capacity):,} fit"
+        )
+    return found
+
+
+def draw(found: dict[int, dict[int, float | None]], title: str, target: Path) -> None:
+    """Write the map as a PNG, or as an SVG that is light or dark as its page is, by the file's ending."""
+    from matplotlib import colormaps  # no picture, no need for it
+    from matplotlib.figure import Figure
+
+    from ..report.theme import Theme, save, themed
+
+    tokens = [*next(iter(found.values()))]
+    columns = [[math.nan if value is None else value for value in column.values()] for column in found.values()]
+    grid = [*zip(*columns, strict=True)]
+
+    def figure(theme: Theme) -> Any:
+        with themed(theme):
+            made = Figure(figsize=(1.6 + 0.62 * len(found), 1.6 + 0.42 * len(tokens)), layout="constrained")
+            axes = made.subplots()
+            axes.set_facecolor(theme.track)  # shows where there is no number
+            image = axes.pcolormesh(grid, cmap=colormaps["viridis"], vmin=0, vmax=100)
+            middles = [[0.5 + place for place in range(count)] for count in (len(found), len(tokens))]
+            axes.set_xticks(middles[0], [binary(world) for world in found])
+            axes.set_yticks(middles[1], [binary(one) for one in tokens])
+            axes.set_xlabel("GPUs")
+            axes.set_ylabel("tokens per GPU")
+            axes.set_title(title, fontsize=9, loc="left")
+            for row, line in enumerate(grid):
+                for column, value in enumerate(line):
+                    # on viridis, the same in both themes; a dash is on the theme's own ground
+                    color = theme.ink if math.isnan(value) else "white" if value <= 60 else "black"
+                    told = "-" if math.isnan(value) else f"{value:.0f}"
+                    axes.text(column + 0.5, row + 0.5, told, ha="center", va="center", color=color, fontsize=8)
+            if min(len(tokens), len(found)) > 1:
+                axes.contour(*middles, grid, levels=[90], colors="red", linewidths=1.2)
+            made.colorbar(image, label="percent of ideal: one GPU divided by the GPUs; red: 90")
+        return made
+
+    save(figure, target, dpi=150)

@@ -1,0 +1,67 @@
+"""Is the prediction right? Launches are taken from a trace of real processes, and the clock has to find their step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ringattn.bench.cli import app
+from ringattn.bench.common.files import read_object
+from ringattn.bench.predict.call import Call
+from ringattn.bench.predict.clock import run
+from ringattn.bench.predict.links import Link
+from ringattn.bench.predict.program import COMPUTE, PASSES, Op, Program, record
+from ringattn.bench.predict.speed import ADD, POINT
+from ringattn.bench.timeline.events import Timeline, from_chrome
+
+WORLD, TOKENS, HEADS, HEAD_DIM = 3, 1024, 4, 64
+LINK = Link(1e9, 1e-3)  # of processes of one machine, by gloo: little beside what a hop computes
+ALLOWED = 0.1
+
+
+def recorded(folder: Path, layout: str) -> Timeline:
+    flags = {
+        "device": "cpu", "world": WORLD, "seqlen": WORLD * TOKENS, "heads": HEADS, "head-dim": HEAD_DIM,
+        "layout": layout, "repeats": 1, "trace": folder / "t.json",
+    }  # fmt: skip
+    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    ended = CliRunner().invoke(app, ["bench", "timeline", *words])
+    assert ended.exit_code == 0, ended.output
+    return from_chrome(read_object(folder / "t.json"))
+
+
+def after_one_more(program: Program) -> Program:
+    """The same, all of it after one more launch."""
+    later = (replace(op, after=(0, *(number + 1 for number in op.after))) for op in program.ops)
+    return replace(program, ops=(Op(COMPUTE, "forward", 0, 0, ()), *later))
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_step_of_processes(tmp_path: Path) -> None:
+    """Every launch takes what it took there: what is compared is who waits for what, on a host that computes itself.
+
+    Of contiguous shards the ranks compute different hops: one's launches say when another's begin.
+    """
+    found = recorded(tmp_path, "contiguous")
+    call = Call(TOKENS, WORLD, "contiguous", heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32")
+    spans = [one for one in found.events if one.lane == "compute"]
+    done = [0.0] * WORLD  # when each rank is done with its forward, and begins its backward
+    for phase in PASSES:
+        programs, costs = [], []
+        for plan, begin in zip(call.plans(), done, strict=True):
+            program = record(plan, replace(call.form, on_host=True), phase)
+            launches = [op.hop if op.stream == COMPUTE and op.what not in (ADD, POINT) else None for op in program.ops]
+            spent: Counter[int | None] = Counter()
+            for one in spans:
+                if (one.rank, one.phase) == (plan.rank, phase):
+                    spent[one.hop] += one.seconds  # type: ignore[assignment]
+            assert {*launches} - {None} == {*spent}
+            costs.append([begin, *(spent[hop] / launches.count(hop) for hop in launches)])
+            programs.append(after_one_more(program))
+        done = [track.seconds for track in run(programs, costs, lambda a, b, nbytes: LINK.seconds(nbytes))]
+        ended = [max(one.end for one in spans if (one.rank, one.phase) == (rank, phase)) for rank in range(WORLD)]
+        assert max(done) == pytest.approx(max(ended) - min(one.begin for one in spans), rel=ALLOWED)
