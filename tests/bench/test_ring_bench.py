@@ -29,7 +29,7 @@ from ringattn.bench.common.memory_table import (
     WHOLE,
 )
 from ringattn.bench.common.result import Result, read
-from ringattn.bench.ring import candidates, runs
+from ringattn.bench.ring import baselines, candidates, runs
 from ringattn.bench.ring import command as ring_bench
 from ringattn.bench.ring.candidates import CONTEXT_PARALLEL, Candidate, Refused, Setting, sdpa
 from ringattn.bench.ring.runs import RingConfig, Row, best, crossovers, gathered, measure
