@@ -32,7 +32,7 @@ from ..kernels import (
     attention_gradients,
 )
 from ..kernels.attention import DELTA_BLOCK, REDUCE_WARPS
-from ..kernels.bounds import Runs
+from ..kernels.bounds import BlockSparseIndex
 from ..kernels.config import LEAST_SIDE, SHARED_LIMIT, config_for, single_pass_tile
 from ..kernels.experimental import hopper_backward_launch
 from ..kernels.launch import COPY_ENGINE_ARCH, fills_boxes
@@ -290,15 +290,15 @@ def call(variant: Variant, make: Make = empty) -> None:
         return
     given = dout, q, k, v, lse, make("delta", *lse.shape)
     if kernel == "dq":
-        sums = make("dq_in", *q.shape) if role.carried else None
-        attention_dq(*given, sums=sums, into=sums if role.in_place else make("dq_out", *q.shape, dtype=left), **how)
+        accum = make("dq_in", *q.shape) if role.carried else None
+        attention_dq(*given, accum=accum, out=accum if role.in_place else make("dq_out", *q.shape, dtype=left), **how)
         return
     pair = (make("dk_in", *k.shape), make("dv_in", *v.shape)) if role.carried else None
-    into = pair if role.in_place else (make("dk_out", *k.shape, dtype=left), make("dv_out", *v.shape, dtype=left))
+    out = pair if role.in_place else (make("dk_out", *k.shape, dtype=left), make("dv_out", *v.shape, dtype=left))
     if kernel in SINGLE_PASS:
-        attention_gradients(*given, dq=make("dq", *q.shape), sums=pair, into=into, **how)
+        attention_gradients(*given, dq=make("dq", *q.shape), accum=pair, out=out, **how)
     else:
-        attention_dkdv(*given, sums=pair, into=into, **how)
+        attention_dkdv(*given, accum=pair, out=out, **how)
 
 
 def bounds_of(variant: Variant, queries: int, keys: int, batch: int) -> Bounds:
@@ -308,7 +308,7 @@ def bounds_of(variant: Variant, queries: int, keys: int, batch: int) -> Bounds:
     runs = None
     if "runs" in variant.features:
         blocks = (-(-length // RUNS_BLOCK) for length in (queries, keys))
-        runs = Runs(torch.ones(*blocks, dtype=torch.bool), RUNS_BLOCK, META)
+        runs = BlockSparseIndex(torch.ones(*blocks, dtype=torch.bool), RUNS_BLOCK, META)
     return FULL if (lo, used, runs) == (None,) * 3 else Bounds(lo, hi, used, runs)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ..bench.common.flags import human
 from ..bench.common.provenance import provenance
-from ..bench.common.result import Result
+from ..bench.common.result import Result, Row
 from .demo import Job
 from .model import BYTES
 from .training import Run, Runs
@@ -29,7 +29,7 @@ def compared(job: Job, document: str, runs: Runs) -> Result:
     terms summed in another order err differently by about as much), plus rounding of the numbers themselves: ``eps`` of
     the dtype times the largest element. All runs start each step from the same weights, so that it holds at every step.
     """
-    rows = [*losses(job, runs), *gradients(job, runs)]
+    rows: list[Row] = [*losses(job, runs), *gradients(job, runs)]
     wrong = [row for row in rows if not row["agrees"]]
     failed = [f"{row['name']} at step {row['step']}: {measured(row):.1e} > {row['allowed']:.1e}" for row in wrong]
     notes = [
@@ -48,7 +48,7 @@ def compared(job: Job, document: str, runs: Runs) -> Result:
     return Result("demo", UNITS, rows, failed, notes, about)
 
 
-def measured(row: dict[str, Any]) -> float:
+def measured(row: Row) -> float:
     """The error against float64, where there is one, else against the whole run."""
     found = row["sharded - whole"] if row["error"] is None else row["error"]
     return float(found)

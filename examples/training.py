@@ -154,7 +154,7 @@ def train_ring(task: Task, group: GroupLike, tick: Callable[[], object] = lambda
             return out
 
         run = train(task, attend, layout.positions(ring.rank), task.save, partial(reduce, ring), tick)
-        run.peaks = [peaks[0] for peaks in transport.gather(run.peaks)]
+        run.peaks = [peak for peak in transport.gather(run.peaks[0]) if isinstance(peak, int)]
     return run
 
 

@@ -89,7 +89,7 @@ class Given:
 
 def _among(part: Bounds, start: int, end: int) -> Bounds:
     """The same of the keys ``[start, end)`` alone, counted from the first of them."""
-    lo, hi, used = (None if x is None else x.clamp(start, end) - start for x in (part.lo, part.hi, part.used))
+    lo, hi, used = (None if x is None else x.clamp(start, end) - start for x in (part.lo, part.hi, part.seqused_k))
     return Bounds(lo, hi, used)
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from ringattn import kernels
 from ringattn.bench.common import attention, flags
 from ringattn.bench.common.flags import binary, human, size
-from ringattn.comm.choice import PREFERENCE
+from ringattn.comm.groups import PREFERENCE
 from ringattn.kernels import checks
 from ringattn.ring.schedule import schedule
 from ringattn.ring.wire import grad_wire_of, wire_of

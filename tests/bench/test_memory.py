@@ -28,7 +28,7 @@ from ringattn.bench.common.memory import (
     needs_of_ranks,
     refuse_too_large,
 )
-from ringattn.bench.common.memory_table import ALL_GATHER, LUCIDRAINS, OURS, ULYSSES, USUAL, WHOLE, RingForm
+from ringattn.bench.common.memory_table import ALL_GATHER, BASELINE, LUCIDRAINS, OURS, ULYSSES, WHOLE, RingForm
 from ringattn.bench.common.result import read
 from ringattn.bench.common.timing import Clock
 from ringattn.bench.kernels import speed
@@ -135,14 +135,14 @@ def test_candidates_by_hand() -> None:
     assert memory_table.ring_slots(config) == slots
     expected = {
         OURS: own + n * (q * 4 + k * 4) + slots,
-        USUAL: own + n * (q * 8 + 2 * k * (2 * 4 + 2 * 4 + 4)),
+        BASELINE: own + n * (q * 8 + 2 * k * (2 * 4 + 2 * 4 + 4)),
         ALL_GATHER: own + n * q * 4 + all_n * k * (2 * 4 + 3 * 4),
         ULYSSES: own + n * ((3 * q + 2 * k) * 4 + (q + 2 * k) * 4 + 2 * q * 4),
         LUCIDRAINS: own + n * 2 * (q + 4 * k) * 4 + 6 * 2 * n**2 * 4,
         WHOLE: all_n * (4 * (q + k) * 4 + 2 * 4),
     }
     assert {kind: memory_table.candidate_bytes(kind, config) for kind in expected} == expected
-    assert memory_table.candidate_bytes("somebody's ring", config) == expected[USUAL]
+    assert memory_table.candidate_bytes("somebody's ring", config) == expected[BASELINE]
     assert sum(memory_table.ring_parts(config).values()) == expected[OURS]
 
 

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import typer
 
-from ringattn.bench.common.result import Result, finish, read
+from ringattn.bench.common.result import Result, Row, finish, read
 
+ROWS: list[Row] = [
+    {"edge": "0 -> 1", "GB/s": 12.34567, "checked": True, "remark": "x" * 40},
+    {"edge": "1 -> 0", "GB/s": None},
+]
 FOUND = Result(
     "bench links",
     {"edge": "", "GB/s": "GB/s", "checked": "", "remark": ""},
-    [{"edge": "0 -> 1", "GB/s": 12.34567, "checked": True, "remark": "x" * 40}, {"edge": "1 -> 0", "GB/s": None}],
+    ROWS,
     notes=["best: 0 -> 1"],
     provenance={"command": "ringattn bench links"},
 )

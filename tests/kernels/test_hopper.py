@@ -253,7 +253,7 @@ def test_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later GPUs have no wgmma."""
     for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, made=capability: made)
-        assert hopper_launch.is_hopper.__wrapped__(torch.device("cuda")) == (capability == (9, 0))
+        assert hopper_launch.is_hopper(torch.device("cuda")) == (capability == (9, 0))
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="about a GPU of another kind")

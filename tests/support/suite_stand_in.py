@@ -137,4 +137,4 @@ if __name__ == "__main__":
     kind, *words = sys.argv[1:]
     quicken()
     with pytest.MonkeyPatch.context() as patched:
-        sys.exit(case(*words, patched) if kind == "case" else alone(*words, patched))
+        sys.exit(case(words[0], words[1], patched) if kind == "case" else alone(words[0], patched))

@@ -121,8 +121,8 @@ def test_pairs_and_cells_are_those_of_the_mask(call: Call) -> None:
     ]
     for query in range(layout.seqlen):
         for key in range(layout.seqlen):
-            hop = when.get((int(ranks[query]), int(ranks[key])))
-            assert grid[query, key] == (hop if sees(call.mask, query, key) else -1)
+            index = when.get((int(ranks[query]), int(ranks[key])))
+            assert grid[query, key] == (index if sees(call.mask, query, key) else -1)
 
 
 @pytest.mark.parametrize(

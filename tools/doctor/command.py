@@ -132,8 +132,7 @@ class Examination:
     def examine(self, group: Group, device: Any, *, alone: bool) -> None:
         """Every check; each rank has the findings of all."""
         from ...comm.control import control_of
-        from ...comm.topology import nvml
-        from ...comm.topology.topology import ring_topology
+        from ...comm.topology.topology import device_infos, ring_topology
         from .findings import FAIL, Finding, Ranks, told
         from .links import transports
         from .machine import Facts, machine
@@ -143,7 +142,7 @@ class Examination:
         self.device = device
         try:
             everyone = [Facts(**one) for one in ranks.together("versions and settings", lambda: asdict(self.own))]
-            self.ring = ring_topology(nvml.device_infos(ranks.control, device))
+            self.ring = ring_topology(device_infos(ranks.control, device))
             for finding in machine(everyone, self.ring, device):
                 self.tell(finding)
             self.doing("sending patterned bytes over every edge")
