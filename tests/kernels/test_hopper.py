@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -251,9 +252,9 @@ def test_what_it_refuses(
 
 def test_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later GPUs have no wgmma."""
-    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, made=capability: made)
-        assert hopper_launch.is_hopper(torch.device("cuda")) == (capability == (9, 0))
+    for arch in (89, 90, 100, 120):
+        monkeypatch.setattr(hopper_launch, "gpu_of", lambda device, arch=arch: SimpleNamespace(arch=arch))
+        assert hopper_launch.is_hopper(torch.device("cuda")) == (arch == 90)
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="about a GPU of another kind")
