@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from ringattn.bench.kernels.ours import VARIANTS
+from ringattn.bench.kernels.contender import VARIANTS
 from ringattn.kernels import (
     FULL,
     Bounds,

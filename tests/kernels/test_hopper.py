@@ -25,6 +25,7 @@ from ringattn.autotune.sass import matrix_loops
 from ringattn.kernels import FULL, Bounds, KernelConfig, Runs, Scores, Tile, attention_forward, launch
 from ringattn.kernels.bounds import tile_range
 from ringattn.kernels.experimental import hopper_launch, steps
+from ringattn.kernels.tables import Gpu
 
 from ..support import gluon_modules
 from ..support.barrier_states import Search, Traces
@@ -252,8 +253,9 @@ def test_what_it_refuses(
 def test_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later GPUs have no wgmma."""
     for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, made=capability: made)
-        assert hopper_launch.is_hopper.__wrapped__(torch.device("cuda")) == (capability == (9, 0))
+        found = Gpu("", 10 * capability[0] + capability[1])
+        monkeypatch.setattr(hopper_launch, "gpu_of", lambda device, found=found: found)
+        assert hopper_launch.is_hopper(torch.device("cuda")) == (capability == (9, 0))
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="about a GPU of another kind")
