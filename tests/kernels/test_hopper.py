@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from ringattn.autotune.sass import matrix_loops
 from ringattn.kernels import FULL, BlockSparseIndex, Bounds, KernelConfig, Scores, Tile, attention_forward, launch
 from ringattn.kernels.bounds import tile_range
 from ringattn.kernels.experimental import hopper_launch, steps
+from ringattn.kernels.tables import Gpu
 
 from ..support import gluon_modules
 from ..support.barrier_states import Search, Traces
@@ -252,9 +252,10 @@ def test_what_it_refuses(
 
 def test_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later GPUs have no wgmma."""
-    for arch in (89, 90, 100, 120):
-        monkeypatch.setattr(hopper_launch, "gpu_of", lambda device, arch=arch: SimpleNamespace(arch=arch))
-        assert hopper_launch.is_hopper(torch.device("cuda")) == (arch == 90)
+    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
+        found = Gpu("", 10 * capability[0] + capability[1])
+        monkeypatch.setattr(hopper_launch, "gpu_of", lambda device, found=found: found)
+        assert hopper_launch.is_hopper(torch.device("cuda")) == (capability == (9, 0))
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="about a GPU of another kind")
