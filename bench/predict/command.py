@@ -287,17 +287,18 @@ def found_ring(call: Call) -> str:
 
 def _map(call: Call, inputs: Inputs, axes: dict[str, list[int]], capacity: float, picture: Path) -> tuple[Result, str]:
     """A row for every number of GPUs, a column for every number of tokens per GPU."""
-    from .crossover import draw, sweep
+    from .crossover import ENOUGH, draw, sweep
 
     found = sweep(call, inputs, axes["tokens"], axes["gpus"], capacity)
     rows = [{"GPUs": flags.binary(world), **{flags.binary(one): value for one, value in column.items()}}
             for world, column in found.items()]  # fmt: skip
     empty = [flags.binary(world) for world, column in found.items() if None in column.values()]
     notes = [f"empty at {', '.join(empty)} GPUs: does not fit {capacity / 1e9:.3g} GB"] if empty else []
-    best = max((value, tokens, world) for world, column in found.items() for tokens, value in column.items()
-               if value is not None)  # fmt: skip
-    told = f"{best[0]:.0f}, at {flags.binary(best[1])} on {flags.binary(best[2])} GPUs"
-    title = f"percent of ideal by tokens per GPU: at best {told}"
+    world, most = f"{flags.binary(max(found))} GPUs", found[max(found)]
+    enough = [tokens for tokens, value in most.items() if value is not None and value >= 100 * ENOUGH]
+    title = f"{100 * ENOUGH:.0f}% of ideal on {world}: " + (
+        f"{flags.binary(min(enough))} tokens per GPU" if enough else "at no length of these"
+    )
     if prints():
         draw(found, "\n".join(_heading(call, inputs, None)), picture)
     units = {"GPUs": "", **{flags.binary(one): "" for one in axes["tokens"]}}

@@ -121,7 +121,7 @@ def draw(found: dict[int, dict[int, float | None]], title: str, target: Path) ->
 
     def figure(theme: Theme) -> Any:
         with themed(theme):
-            made = Figure(figsize=(1.6 + 0.62 * len(found), 1.6 + 0.42 * len(tokens)), layout="constrained")
+            made = Figure(figsize=(max(6.0, 1.6 + 0.62 * len(found)), 2.0 + 0.42 * len(tokens)), layout="constrained")
             axes = made.subplots()
             axes.set_facecolor(theme.track)  # shows where there is no number
             image = axes.pcolormesh(grid, cmap=colormaps["viridis"], vmin=0, vmax=100)

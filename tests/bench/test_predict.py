@@ -26,9 +26,9 @@ from ringattn.bench.predict.crossover import tokens_needed as needed_of
 from ringattn.bench.predict.inputs import Inputs
 from ringattn.bench.predict.links import PRESETS, Link, Links
 from ringattn.bench.predict.perturbation import DRAWS, Perturbation
-from ringattn.bench.predict.program import COMPUTE, INSIDE, PASSES, Op, Program, record
+from ringattn.bench.predict.program import COMPUTE, INSIDE, PASSES, TRANSFERS, Op, Program, record
 from ringattn.bench.predict.ring import form_of, ideal_seconds, predicted
-from ringattn.bench.predict.speed import DKDV, DQ, FOLD, H100, Speed, whole
+from ringattn.bench.predict.speed import ADD, DKDV, DQ, FOLD, H100, Speed, whole
 from ringattn.bench.predict.timelines import timeline
 from ringattn.ring import Layout, Mask
 from ringattn.ring.schedule.block_mask import bigbird
@@ -123,6 +123,9 @@ def test_a_host_that_computes_waits_for_every_transfer() -> None:
         costs = [[float(op.what == FOLD) for op in program.ops] for program in programs]
         tracks = run(programs, costs, lambda a, b, nbytes: 0.25)
         assert max(track.seconds for track in tracks) == pytest.approx(4 + 0.25 * waited)
+    ops = record(SMALL.plans()[1], replace(SMALL.form, on_host=True), "backward").ops
+    came = {number for number, op in enumerate(ops) if op.what == TRANSFERS[Kind.SUMS] and op.receives}
+    assert {number for op in ops if op.what == ADD for number in op.after} == came  # what arrived is waited for there
 
 
 def test_slow_links_are_what_counts() -> None:

@@ -197,9 +197,12 @@ def test_the_map(tmp_path: Path) -> None:
     rows = list(csv.DictReader(points.read_text().splitlines()))
     assert [row.pop("GPUs") for row in rows] == ["2", "4", "8", "16", "32", "64"]
     assert all([*row] == ["1k", "2k", "4k"] and 0 < float(row["1k"]) < 101 and row["4k"] == "" for row in rows)
-    assert found.output.startswith("percent of ideal by tokens per GPU: at best ")
+    assert found.output.startswith("90% of ideal on 64 GPUs: at no length of these\n")
     assert "empty at 2, 4, 8, 16, 32, 64 GPUs: does not fit 0.2 GB" in found.output
     assert target.read_text().lstrip().startswith("<?xml")
+    enough = invoke("--sweep", "tokens=4k..32k,gpus=2..4", "--picture", str(target), "--kv-heads", "8")
+    assert enough.exit_code == 0, enough.exception
+    assert enough.output.startswith("90% of ideal on 4 GPUs: 16k tokens per GPU\n")
 
 
 def test_the_map_is_light_or_dark_as_its_page_is(tmp_path: Path) -> None:
