@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ring import Layout, Mask, Ring, ring_attention, visible_pairs
-from ..ring.schedule.documents import Documents
+from ..ring.schedule.layout import Documents
 from .common.launching import Member, launch, member, process_group, threads
 from .common.masks import packed
 from .common.timing import Clock, Samples, interleaved

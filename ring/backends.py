@@ -10,9 +10,9 @@ from ..kernels import PLAIN, Bounds, KernelConfig, Scores, attention_delta
 from ..kernels.attention import Backward, Forward
 from ..kernels.config import is_single_pass
 from ..kernels.experimental.gradients import Gradients
+from .buffers import Heads, Pair, Tensors
 from .checked import checked
 from .cpu.aten import AtenBackward, AtenForward, row_dot
-from .traffic import Heads, Pair, Tensors
 
 
 def resolve_backend(name: str, device: torch.device) -> str:

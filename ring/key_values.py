@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..comm import Fence
+from .buffers import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Lane, Pair, Tensors, load
 from .schedule.schedule import Hop
-from .traffic import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Lane, Pair, Tensors, load
 
 NOTHING = Arrival(None, ())
 

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 
 from ..kernels import Bounds, Scores
+from .buffers import Call, Heads, Pair, Seen, Tensors
+from .dkv import Sums
 from .key_values import KeyValues
 from .schedule.schedule import Hop
-from .sums import Sums
-from .traffic import Call, Heads, Pair, Seen, Tensors
 
 
 class ForwardWork(Protocol):

@@ -28,10 +28,10 @@ from ..bench.common.shapes import (
     size,
     sizes,
 )
-from ..ring.arguments import Layouts, mask_of
+from ..ring.args import Layouts, mask_of
 from ..ring.schedule.layout import Layout
 from ..ring.schedule.mask import UNLIMITED, Mask
-from ..ring.schedule.schedule_text import shown
+from ..ring.schedule.text import shown
 from .pictures import draw_call, picture
 
 LEAST_CELLS, MOST_CELLS = 16, 32  # of a mask on the terminal, each way

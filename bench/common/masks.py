@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from ...ring.schedule import block_mask
-from ...ring.schedule.block_mask import BlockMask, Longformer
-from ...ring.schedule.mask import UNLIMITED, Mask
+from ...ring.schedule import mask as patterns
+from ...ring.schedule.mask import UNLIMITED, BlockMask, Longformer, Mask
 from .shapes import Pattern, refuse_without
 
 
@@ -54,8 +53,8 @@ def pattern_of(seqlen: int, pattern: Pattern | None) -> BlockMask | Longformer |
     given = {"global_" if key == "global" else key: value for key, value in pattern.parameters.items()}
     if pattern.name == "longformer":
         stretches = [(0, given["global_"])] if given["global_"] else []
-        return block_mask.longformer(given["window"], stretches)
-    made: BlockMask = getattr(block_mask, pattern.name)(seqlen, **given)
+        return patterns.longformer(given["window"], stretches)
+    made: BlockMask = getattr(patterns, pattern.name)(seqlen, **given)
     return made
 
 

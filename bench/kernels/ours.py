@@ -21,8 +21,8 @@ from ...kernels import (
 )
 from ...kernels.config import config_for
 from ...ring.backends import backward_works, forward_works
+from ...ring.buffers import Seen, chunks_of
 from ...ring.loop import ForwardWork, add
-from ...ring.traffic import Seen, chunks_of
 from ..common.timing import Step
 from .contender import BACKWARD, FORWARD, OURS, PARTS, PASSES, STATE, Cannot, Given, Ready
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from ...kernels import Bounds
 from ...reference.masks import Masks
 from ...ring import Layout, Mask
-from ...ring.arguments import Layouts, mask_of
-from ...ring.schedule.block_mask import BlockMask, Longformer
-from ...ring.schedule.mask import UNLIMITED, visible_pairs
+from ...ring.args import Layouts, mask_of
+from ...ring.schedule.mask import UNLIMITED, BlockMask, Longformer, visible_pairs
 from ...ring.schedule.plan import plan
 from ..common import masks
 from ..common.flops import forward_flops

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ...ring.schedule.schedule import _schedule
-from ...ring.schedule.travel import travelling
-from ...ring.schedule.visits import seen_blocks, unions
+from ...ring.schedule.visits import seen_blocks, travelling, unions
 
 
 def forget() -> None:

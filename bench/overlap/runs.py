@@ -19,8 +19,8 @@ from ...comm import DONE, Fence, Message, Transport
 from ...kernels import PLAIN, Bounds, Scores
 from ...ring import Mask, Ring, loop
 from ...ring.backends import backward_works, forward_works, joined, resolve_backend
+from ...ring.buffers import Call, Tensors, ignore_post
 from ...ring.schedule.plan import Plan, plan
-from ...ring.traffic import Call, Tensors, ignore_post
 from ..common.timing import Stopwatch
 from ..ring.candidates import DTYPES, Problem
 

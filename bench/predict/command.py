@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ...ring.arguments import Layouts, mask_of
+from ...ring.args import Layouts, mask_of
 from ...ring.schedule.layout import Layout
 from ...ring.schedule.mask import UNLIMITED
 from ..common.masks import boundaries_of, pattern_of, title

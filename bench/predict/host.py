@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels import FULL, Bounds
-from ...ring.cpu.pieces import Kind, Limits, Piece, limits, pieces
-from ...ring.cpu.tiling import blocks, chunks
+from ...ring.cpu.blockwise import blocks, chunks
+from ...ring.cpu.regions import Kind, Limits, Region, limits, regions
 from .launch import Launch
 from .program import ADD, DKDV, DQ, FOLD, PASSES, Form
 
@@ -115,14 +115,14 @@ class HostSpeed:
 @lru_cache(4096)
 def work_of(bounds: Bounds, rows: int, keys: int, heads: int, kv_heads: int) -> Work:
     """Of one launch, one batch item."""
-    cut = pieces(bounds, rows, keys)
+    cut = regions(bounds, rows, keys)
     found = [_of_piece(bounds, piece, heads, kv_heads) for piece in cut]
     work = Work(*(sum(one) for one in zip(*found, strict=True))) if found else Work(*[0] * len(Work._fields))
     by_operator = [piece.key_end - piece.key for piece in cut if piece.kind is not Kind.BLOCKWISE]
     return work._replace(added=kv_heads * sum(by_operator) if len(cut) > 1 else 0)
 
 
-def _of_piece(bounds: Bounds, piece: Piece, heads: int, kv_heads: int) -> Work:
+def _of_piece(bounds: Bounds, piece: Region, heads: int, kv_heads: int) -> Work:
     rows, keys = piece.row_end - piece.row, piece.key_end - piece.key
     if piece.kind is Kind.BLOCKWISE:
         scores, masked = tiles_of(limits(bounds, piece), rows, keys, heads, kv_heads)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...kernels import FULL, Bounds, Runs
-from ...ring.cpu import blockwise, flash_cpu
+from ...ring.cpu import aten, blockwise
 from ...ring.cpu.aten import AtenBackward, AtenForward
-from ...ring.cpu.pieces import MIN_ROWS, Kind, Limits
+from ...ring.cpu.regions import MIN_ROWS, Kind, Limits
 from ..common.timing import Clock, Step, interleaved
 from .host import Body, HostSpeed, tiles_of, work_of
 from .program import PASSES
@@ -51,7 +51,7 @@ class Stage:
         self.q, self.k, self.v, self.dout, self.scale = q, k, v, dout, q.shape[-1] ** -0.5
         self.tokens, self.heads, self.kv_heads = q.shape[1], q.shape[2], k.shape[2]
         self.thin = min(THIN, self.tokens // 2)
-        self.out, self.lse = flash_cpu.forward(q, k, v, Kind.RECTANGLE, scale=self.scale)
+        self.out, self.lse = aten.operator_forward(q, k, v, Kind.RECTANGLE, scale=self.scale)
         at = torch.arange(self.tokens, dtype=torch.int32)
         ends = {
             "wide": (torch.zeros_like(at), torch.full_like(at, self.tokens)),
@@ -165,18 +165,18 @@ class Stage:
         return tiles_of(self.limits[name], self.tokens, self.keys_of(name), self.heads, self.kv_heads)
 
     def _operator_forward(self, kind: Kind) -> None:
-        flash_cpu.forward(self.q, self.k, self.v, kind, scale=self.scale)
+        aten.operator_forward(self.q, self.k, self.v, kind, scale=self.scale)
 
     def _operator_backward(self, kind: Kind) -> None:
-        flash_cpu.backward(self.dout, self.q, self.k, self.v, self.out, self.lse, kind, scale=self.scale)
+        aten.operator_backward(self.dout, self.q, self.k, self.v, self.out, self.lse, kind, scale=self.scale)
 
     def _far_forward(self) -> None:
-        flash_cpu.forward(self.q[:, self.few], self.far_k, self.far_v, Kind.RECTANGLE, scale=self.scale)
+        aten.operator_forward(self.q[:, self.few], self.far_k, self.far_v, Kind.RECTANGLE, scale=self.scale)
 
     def _far_backward(self) -> None:
         dout, q, out, lse = (x[:, self.few] for x in (self.dout, self.q, self.out, self.lse.transpose(1, 2)))
         lse = lse.transpose(1, 2)
-        flash_cpu.backward(dout, q, self.far_k, self.far_v, out, lse, Kind.RECTANGLE, scale=self.scale)
+        aten.operator_backward(dout, q, self.far_k, self.far_v, out, lse, Kind.RECTANGLE, scale=self.scale)
 
     def _blockwise_forward(self, near: Limits, keys: int) -> None:
         lse = torch.full((1, self.heads, self.tokens), -torch.inf, dtype=torch.float64)

@@ -15,9 +15,9 @@ import torch
 from ...comm import Fence, Message, Slots
 from ...kernels import FULL, PLAIN, Bounds, Scores
 from ...ring import loop
+from ...ring.buffers import Call, Key, Kind, Tensors, chunks_of
 from ...ring.schedule.plan import Plan, Sight
 from ...ring.schedule.schedule import Hop
-from ...ring.traffic import Call, Key, Kind, Tensors, chunks_of
 from ...ring.wire import Wire
 
 META = torch.device("meta")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ...ring import Mask, Ring, ring_attention
-from ...ring.schedule.block_mask import bigbird
-from ...ring.schedule.documents import Documents
+from ...ring.schedule.layout import Documents
+from ...ring.schedule.mask import bigbird
 from ..common.shapes import binary
 from ..common.timing import Step
 from .call import DTYPES, Call

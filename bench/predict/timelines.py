@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...ring.buffers import Kind
 from ...ring.schedule.plan import Plan
-from ...ring.schedule.uses import Moved, Stretch, uses
-from ...ring.traffic import Kind
+from ...ring.trace import Moved, Stretch, uses
 from ..common import masks
 from ..timeline.events import Event, Timeline
 from .call import Call

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ...ring.traffic import Key, Kind
+from ...ring.buffers import Key, Kind
 from .clock import run
 from .launch import Area, whole
 from .links import Links

@@ -6,10 +6,8 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ...ring.schedule.block_mask import longformer
-from ...ring.schedule.documents import Documents
-from ...ring.schedule.layout import Layout
-from ...ring.schedule.mask import UNLIMITED, Mask
+from ...ring.schedule.layout import Documents, Layout
+from ...ring.schedule.mask import UNLIMITED, Mask, longformer
 from ..common import masks
 from ..common.call import Call
 from ..common.shapes import LayoutName, binary

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels import Bounds
 from ...ring import Layout, Mask, bounds
 from ...ring.backends import backward_works, forward_works, resolve_backend
-from ...ring.traffic import chunks_of
+from ...ring.buffers import chunks_of
 from ..common.timing import Stopwatch
 
 # torch 2.13 renamed both, and warns of the old names

@@ -13,7 +13,7 @@ from ...kernels import Bounds, Runs, Scores
 from .layout import Layout
 from .mask import Mask, bounds
 from .schedule import BASE_SLOTS, KV_SLOTS, RAIL_SLOTS, SUMS_SLOTS, Edge, Hop, schedule
-from .travel import travelling
+from .visits import travelling
 
 PLANS = 64  # a model alternates between a few (layout, mask) pairs
 

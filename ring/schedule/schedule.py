@@ -13,8 +13,7 @@ import numpy.typing as npt
 from ...comm.topology.topology import Topology
 from .layout import Layout
 from .mask import Mask
-from .travel import travelling
-from .visits import visits
+from .visits import travelling, visits
 
 KV_SLOTS = 3  # one computing, one arriving, one whose send may still be under way
 BASE_SLOTS = 2  # of a two-level ring: one leaving and one arriving over the slow link during a whole inner turn
@@ -219,7 +218,7 @@ class Schedule:
         )
 
     def __str__(self) -> str:
-        from .schedule_text import text  # it needs the schedule's own names
+        from .text import text  # it needs the schedule's own names
 
         return text(self)
 

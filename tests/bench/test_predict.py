@@ -39,11 +39,10 @@ from ringattn.bench.predict.trouble import Trouble
 from ringattn.bench.timeline.events import from_chrome
 from ringattn.kernels import FULL, Bounds
 from ringattn.ring import Layout, Mask
-from ringattn.ring.schedule.block_mask import bigbird
-from ringattn.ring.schedule.documents import Documents
-from ringattn.ring.schedule.mask import bounds, visible_pairs
+from ringattn.ring.buffers import Key, Kind
+from ringattn.ring.schedule.layout import Documents
+from ringattn.ring.schedule.mask import bigbird, bounds, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
-from ringattn.ring.traffic import Key, Kind
 
 from ..support.predict_cases import Steady
 

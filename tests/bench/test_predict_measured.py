@@ -27,7 +27,7 @@ from ringattn.bench.predict.ring import ideal_seconds
 from ringattn.bench.predict.speed import GPUS, H100, form_of
 from ringattn.bench.suite import result_file
 from ringattn.ring import Mask
-from ringattn.ring.schedule.documents import Documents
+from ringattn.ring.schedule.layout import Documents
 
 CPU = torch.device("cpu")
 runner = CliRunner()

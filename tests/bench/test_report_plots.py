@@ -21,7 +21,7 @@ from ringattn.bench.report.reading import read
 from ringattn.bench.report.rows import world_of_check
 from ringattn.bench.suite import worlds
 from ringattn.ring import Layout, Mask
-from ringattn.ring.schedule.documents import Documents
+from ringattn.ring.schedule.layout import Documents
 
 from ..support import report_cases
 from ..support.report_cases import HOSTILE, Outline, everything, write

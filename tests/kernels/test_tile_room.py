@@ -20,7 +20,7 @@ from ringattn.kernels import (
     launch,
 )
 from ringattn.kernels.experimental import gradients
-from ringattn.ring.arguments import check_tiles
+from ringattn.ring.args import check_tiles
 from ringattn.ring.schedule.mask import Mask
 
 from ..support.kernel_cases import Sizes, inputs

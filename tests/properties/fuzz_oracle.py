@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.ring.schedule.block_mask import BlockMask, Longformer
+from ringattn.ring.schedule.mask import BlockMask, Longformer
 
 from ..ring.test_philox import textbook
 from ..support.baselines import Results

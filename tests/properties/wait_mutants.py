@@ -76,9 +76,9 @@ ENGINE_POST = ("mark", "post", "_offers", "_announce", "_fetch", "_await_taken",
 
 TARGETS = (
     Target("ring.loop", ("",), ("nccl",), RING),
-    Target("ring.traffic", ("Call", "Arrival", "Lane"), ("nccl",), RING),
+    Target("ring.buffers", ("Call", "Arrival", "Lane"), ("nccl",), RING),
     Target("ring.key_values", ("",), ("nccl",), RING),
-    Target("ring.sums", ("",), ("nccl",), RING),
+    Target("ring.dkv", ("",), ("nccl",), RING),
     Target("ring.shards", ("exchange",), ("nccl",), ("ring/test_shards.py",)),
     Target("comm.slots", ("Slots",), ("nccl",), ("comm/test_slots.py",)),
     Target(

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringattn.kernels import FULL, Bounds
-from ringattn.ring.cpu import blockwise, flash_cpu, tiling
-from ringattn.ring.cpu import pieces as cutting
+from ringattn.ring.cpu import aten, blockwise
+from ringattn.ring.cpu import regions as cutting
 from ringattn.ring.cpu.aten import DOT_ROWS, AtenBackward, AtenForward, row_dot
-from ringattn.ring.cpu.pieces import Kind
+from ringattn.ring.cpu.regions import Kind
 
 from ..support.baselines import Results, exact, pytorch
 from ..support.tolerance import assert_as_exact_as_pytorch
@@ -214,7 +214,7 @@ def test_windows_go_blockwise_tile_by_tile(
     if not small:
         monkeypatch.setattr(blockwise, "SMALL", -1.0)
     for name, value in {"FOLDED_ROWS": 16, "MIN_BLOCK_ROWS": 4, "TILE_KEYS": 8, "TILE_SCORES": 128}.items():
-        monkeypatch.setattr(tiling, name, value)
+        monkeypatch.setattr(blockwise, name, value)
     args = inputs(90)
     compare(run(shards(layout, 90, world), *args, causal=True, window=20), args, causal=True, window=20)
 
@@ -346,7 +346,7 @@ def test_one_operator_call_per_hop_and_no_merge_that_is_not_needed(
 def test_backward_calls_the_operator_once_per_remote_hop_and_half_of_the_local_one(
     layout: str, threads: int, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two heads are one piece of the local hop where two threads share them; a square of 256 rows takes two calls."""
+    """Two heads are one region of the local hop where two threads share them; a square of 256 rows takes two calls."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     q, k, v, dout = inputs(512, batch=1)
     ring = Ring(shards(layout, 512, 2), q, k, v, {"causal": True})
@@ -363,17 +363,17 @@ def test_backward_calls_the_operator_once_per_remote_hop_and_half_of_the_local_o
 def test_backward_of_a_square_computes_little_more_than_its_triangle(
     rows: int, share: float, dtype: torch.dtype, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pairs, original = [], flash_cpu._backward
+    pairs, original = [], aten._operator_backward
 
     def counted(given: tuple[Tensor, ...], *rest: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         pairs.append(given[1].shape[0] * given[1].shape[1] * given[2].shape[1])
         return original(given, *rest, **named)
 
-    monkeypatch.setattr(flash_cpu, "_backward", counted)
+    monkeypatch.setattr(aten, "_operator_backward", counted)
     args = inputs(rows, heads=2, dtype=dtype)
     q, k, v, dout = (x.flip(1) if kind is Kind.ANTICAUSAL else x for x in args)
-    out, lse = flash_cpu.forward(q, k, v, kind, scale=SCALE)
-    grads = flash_cpu.backward(dout, q, k, v, out, lse, kind, scale=SCALE)
+    out, lse = aten.operator_forward(q, k, v, kind, scale=SCALE)
+    grads = aten.operator_backward(dout, q, k, v, out, lse, kind, scale=SCALE)
     found = [x.flip(1) if kind is Kind.ANTICAUSAL else x for x in (out, *grads)]
     compare(Results(found[0], lse.flip(2) if kind is Kind.ANTICAUSAL else lse, *found[1:]), args, causal=True)
     assert sum(pairs) <= share * len(q) * rows * rows

@@ -12,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.ring.schedule.block_mask import BlockMask, Longformer, bigbird, fixed, longformer, strided
 from ringattn.ring.schedule.layout import Layout
-from ringattn.ring.schedule.mask import Mask, bounds
+from ringattn.ring.schedule.mask import BlockMask, Longformer, Mask, bigbird, bounds, fixed, longformer, strided
 
 from ..support.layouts import block_layouts, block_masks
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import GroupLike
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, bigbird, longformer
-from ringattn.ring.packed import Packed, pack
+from ringattn.ring.args import AttentionArgs
+from ringattn.ring.ops import TRAVELS, pack_args
 
 from ..properties.test_processes import in_processes
 
@@ -60,13 +60,9 @@ def compiled(function: Callable[..., Tensor] = block, backend: Any = "aot_eager"
     return made
 
 
-def packed_call(*, ring: Ring | None = None, group: GroupLike = None, **call: Any) -> Packed:
+def packed_call(*, ring: Ring | None = None, group: GroupLike = None, **call: Any) -> Any:
     """A call as the arguments of the op."""
-    every = {name: one.default for name, one in signature(ring_attention).parameters.items()}
-    rest = {
-        name: every[name] for name in every if name not in {*"qkv", "ring", "group", "learnable_sink", "return_lse"}
-    }
-    return pack(ring, group, **{**rest, **call})
+    return pack_args(AttentionArgs(**call), ring, group)
 
 
 def opcheck(op: Any, args: tuple[Any, ...], utils: tuple[str, ...] | str = ALL) -> None:
@@ -186,7 +182,7 @@ def test_of_the_seeds_that_ranks_draw_rank_0s_counts() -> None:
     def draws(q: Tensor, k: Tensor, v: Tensor, *, group: Any, layout: Layout) -> Tensor:
         packed = packed_call(group=group, layout=layout, dropout_p=0.5)
         drawn = packed._replace(dropout_seed=torch.tensor(seed if group.rank() == 0 else 1))
-        out: Tensor = torch.ops.ringattn.ring_attention(q * 2, k, v, None, *drawn)[0]
+        out: Tensor = torch.ops.ringattn.ring_attention(q * 2, k, v, *drawn)[0]
         return out.sin()
 
     got = in_world(layout, draws, whole)
@@ -244,17 +240,17 @@ OP_CALLS = ["plain", "layout", "scores", "sink", "documents", "blocks", "longfor
 
 @pytest.mark.parametrize("name", OP_CALLS)
 def test_opcheck(name: str) -> None:
-    call = CALLS[name]()
-    sink = call.pop("learnable_sink", None)
     q, k, v = inputs()
-    packed = packed_call(**call)
+    packed = packed_call(**CALLS[name]())
     op = torch.ops.ringattn.ring_attention.default
-    opcheck(op, (q, k, v, sink, *packed))
-    out, lse, seed, number = op(*(x.detach() for x in (q, k, v)), sink, *packed)
-    saved = packed._replace(dropout_seed=seed)
+    opcheck(op, (q, k, v, *packed))
+    out, lse, seed, number = op(*(x.detach() for x in (q, k, v)), *packed)
+    saved = packed._replace(dropout_seed=seed if packed.dropout_p else None)
     given = [x.detach().requires_grad_() for x in (torch.randn_like(out), q, k, v, out, lse)]
     opcheck(
-        torch.ops.ringattn.ring_attention_backward.default,
-        (given[0], None, *given[1:], sink, number, *saved),
-        NO_BACKWARD,
+        torch.ops.ringattn.ring_attention_backward.default, (given[0], None, *given[1:], number, *saved), NO_BACKWARD
     )
+
+
+def test_every_argument_travels() -> None:
+    assert set(TRAVELS) == set(AttentionArgs._fields)

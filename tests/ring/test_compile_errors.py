@@ -60,12 +60,12 @@ def test_a_ring_that_is_gone_is_named() -> None:
     q, k, v = inputs()
     packed = packed_call(ring=Ring())
     with pytest.raises(RuntimeError, match="ring of a compiled call is gone"):
-        torch.ops.ringattn.ring_attention(q, k, v, None, *packed)
+        torch.ops.ringattn.ring_attention(q, k, v, *packed)
 
 
 def test_the_backward_op_refuses_to_be_differentiated() -> None:
     q, k, v = inputs()
-    out = torch.ops.ringattn.ring_attention(q, k, v, None, *packed_call())[0]
+    out = torch.ops.ringattn.ring_attention(q, k, v, *packed_call())[0]
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         dq.sum().backward()

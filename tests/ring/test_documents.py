@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.ring.schedule.documents import Documents
+from ringattn.ring.schedule.layout import Documents
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8))

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.kernels import FULL, Bounds
-from ringattn.ring.schedule.documents import Documents
-from ringattn.ring.schedule.layout import Layout
+from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import END, Mask, bounds, visible_pairs
 
 from ..support.layouts import Window, block_layouts, block_masks, layouts, masks, sees, small_layouts

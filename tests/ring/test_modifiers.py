@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.kernels import PLAIN, Bounds, Runs, Scores
-from ringattn.ring.cpu import pieces as cutting
-from ringattn.ring.cpu import tiling
+from ringattn.ring.buffers import Seen
+from ringattn.ring.cpu import blockwise
+from ringattn.ring.cpu import regions as cutting
 from ringattn.ring.cpu.aten import AtenBackward, AtenForward
-from ringattn.ring.cpu.philox import first_word
+from ringattn.ring.cpu.blockwise import first_word
 from ringattn.ring.loop import add
-from ringattn.ring.traffic import Seen
 
 from ..support.baselines import Results
 from ..support.kernel_cases import Inputs
@@ -212,7 +212,7 @@ def check(case: Case) -> None:
     seen = torch.cat([parts.any(0) for parts in by_shard], -1)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in case.tiles.items():
-            patch.setattr(cutting if hasattr(cutting, name) else tiling, name, value)
+            patch.setattr(cutting if hasattr(cutting, name) else blockwise, name, value)
         ours = run(x, folds, case.scores)
     theirs = differentiated(x, seen, case.scores, case.dtype)
     if case.dtype != torch.float32 and case.scores.is_plain and case.dims[0] == case.dims[1]:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.ring.cpu.philox import first_word
+from ringattn.ring.cpu.blockwise import first_word
 
 WORDS = st.integers(0, 2**32 - 1)
 

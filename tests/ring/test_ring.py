@@ -17,9 +17,9 @@ from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message
 from ringattn.comm.topology.topology import Topology
 from ringattn.comm.transports.warm_up import ring_edges
-from ringattn.ring.attention import Options
+from ringattn.ring.args import AttentionArgs, Options
+from ringattn.ring.buffers import Call, Key, Kind, Load
 from ringattn.ring.ring import ring_of
-from ringattn.ring.traffic import Call, Key, Kind, Load
 
 from ..support.baselines import exact, pytorch
 from ..support.nightly import rest_nightly
@@ -226,9 +226,12 @@ def test_one_device_alone_needs_no_layout_and_no_group() -> None:
 
 
 def test_options_are_what_a_call_takes_by_name() -> None:
-    """The overloads for type checkers, and the arguments."""
-    named = {name for name, one in signature(ring_attention).parameters.items() if one.kind is one.KEYWORD_ONLY}
-    assert {*Options.__annotations__} == named - {"return_lse"}
+    """The overloads for type checkers, and the one list of arguments with its defaults."""
+    named = {name: one.default for name, one in signature(ring_attention).parameters.items() if name not in "qkv"}
+    assert {*Options.__annotations__} == {*named} - {"return_lse"}
+    assert {name: default for name, default in named.items() if name not in ("ring", "group", "return_lse")} == (
+        AttentionArgs()._asdict()
+    )
 
 
 def test_names_are_equal_shards() -> None:

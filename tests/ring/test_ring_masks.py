@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ringattn import Layout, LocalWorld, Ring, reference, ring_attention
 from ringattn.comm import LocalGroup, Topology
-from ringattn.ring.schedule.block_mask import BlockMask, bigbird, fixed, longformer, strided
-from ringattn.ring.schedule.documents import Documents
-from ringattn.ring.schedule.mask import Mask
-from ringattn.ring.schedule.travel import travelling
+from ringattn.ring.schedule.layout import Documents
+from ringattn.ring.schedule.mask import BlockMask, Mask, bigbird, fixed, longformer, strided
+from ringattn.ring.schedule.visits import travelling
 
 from ..support.kernel_cases import tiles
 from ..support.mask_cases import Case, check, held, in_blocks, run, taken

@@ -16,9 +16,9 @@ from ringattn.comm.groups import open_transports
 from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import Bounds, Scores
 from ringattn.ring import Hop, Mask, loop
+from ringattn.ring.buffers import BETWEEN, INSIDE, Call, Key, Kind, Tensors, chunks_of
 from ringattn.ring.schedule.plan import plan
 from ringattn.ring.schedule.schedule import schedule
-from ringattn.ring.traffic import BETWEEN, INSIDE, Call, Key, Kind, Tensors, chunks_of
 
 from ..support.rendezvous import run_ranks
 

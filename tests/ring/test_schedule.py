@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from ringattn.bench.micro.fresh import forget
 from ringattn.comm.topology.topology import Topology
-from ringattn.ring.schedule.documents import Documents
-from ringattn.ring.schedule.layout import Layout
+from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import Mask
 from ringattn.ring.schedule.schedule import Hop, Schedule, schedule
 

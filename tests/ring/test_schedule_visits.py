@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from ringattn.bench.common.masks import packed
 from ringattn.bench.micro.fresh import forget
-from ringattn.ring.schedule import block_mask
-from ringattn.ring.schedule.documents import Documents
-from ringattn.ring.schedule.layout import Layout
+from ringattn.ring.schedule import mask as patterns
+from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import Mask
 from ringattn.ring.schedule.schedule import Schedule, schedule
 from ringattn.ring.schedule.visits import union, visits
@@ -78,7 +77,7 @@ def test_stripes_beside_runs(data: st.DataObject, world: int, step: int) -> None
 
 
 def test_blocks_must_be_whole_in_both_layouts() -> None:
-    mask, whole, cut = Mask(blocks=block_mask.strided(8, 2, stride=2)), Layout.uneven([4, 4]), Layout.uneven([3, 5])
+    mask, whole, cut = Mask(blocks=patterns.strided(8, 2, stride=2)), Layout.uneven([4, 4]), Layout.uneven([3, 5])
     with pytest.raises(ValueError, match="layout gives rank 0 the span"):
         schedule(cut, mask, kv_layout=whole)
     with pytest.raises(ValueError, match="kv_layout gives rank 0 the span"):
@@ -129,19 +128,19 @@ def test_a_thousand_ranks_and_documents(name: str) -> None:
 @pytest.mark.parametrize(
     "blocks",
     [
-        block_mask.bigbird(MILLION // 4, 128, window=3, global_=2, random=3),
-        block_mask.fixed(MILLION // 4, 128, stride=4096, summary=128),
+        patterns.bigbird(MILLION // 4, 128, window=3, global_=2, random=3),
+        patterns.fixed(MILLION // 4, 128, stride=4096, summary=128),
     ],
     ids=["bigbird", "fixed"],
 )
-def test_blocks_of_many_tokens(blocks: block_mask.BlockMask) -> None:
+def test_blocks_of_many_tokens(blocks: patterns.BlockMask) -> None:
     planned(1, lambda: schedule(Layout.zigzag(MILLION // 4, WORLD), Mask(causal=True, blocks=blocks)), use)
 
 
 def test_every_rank_makes_the_same_schedule_alone() -> None:
     """From values that came another way, as on another rank."""
     layout = Layout.zigzag(96, 4, [0, 17, 30, 96])
-    blocks = block_mask.bigbird(96, 12, window=1, global_=1, random=1)
+    blocks = patterns.bigbird(96, 12, window=1, global_=1, random=1)
     for each, mask in (
         (layout, Mask(causal=True, documents=Documents([0, 17, 30, 96]), used=(90, 3))),
         (layout, Mask(window=(4, 4), global_tokens=((0, 2),))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringattn.ring.traffic import Key, Kind, chunks_of
+from ringattn.ring.buffers import Key, Kind, chunks_of
 
 
 @pytest.mark.parametrize("kv_heads", range(1, 9))

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.ring.schedule import travel as module
+from ringattn.ring.schedule import visits as module
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import Mask
-from ringattn.ring.schedule.travel import LESS, travelling
+from ringattn.ring.schedule.visits import LESS, travelling
 
 from ..support.layouts import block_layouts, block_masks, layouts, masks, sees
 

@@ -14,9 +14,9 @@ from ringattn.bench.wire_errors import travelled
 from ringattn.comm import LocalGroup
 from ringattn.reference.masks import pairs
 from ringattn.reference.scores import Options
-from ringattn.ring.arguments import Layouts, mask_of
-from ringattn.ring.schedule.block_mask import BlockMask, Longformer
-from ringattn.ring.schedule.travel import travelling
+from ringattn.ring.args import Layouts, mask_of
+from ringattn.ring.schedule.mask import BlockMask, Longformer
+from ringattn.ring.schedule.visits import travelling
 from ringattn.ring.wire import grad_wire_of, wire_of
 
 from .baselines import Modified, Results, exact, exact_with_sink, operator_lse, pytorch, pytorch_with_sink

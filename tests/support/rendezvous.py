@@ -13,10 +13,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ringattn.ring.buffers import BETWEEN, INSIDE, Key, Kind
+from ringattn.ring.dkv import ARRIVING_SLOT, LEAVING_SLOT
 from ringattn.ring.schedule.plan import Plan
 from ringattn.ring.schedule.schedule import Hop, Schedule
-from ringattn.ring.sums import ARRIVING_SLOT, LEAVING_SLOT
-from ringattn.ring.traffic import BETWEEN, INSIDE, Key, Kind
 
 Part = tuple[int, int]  # a chunk of a slot
 Tag = tuple[str, int, int]  # what a message carries: K/V or sums, of which shard, which chunk

@@ -20,9 +20,8 @@ from ringattn.bench.common.call import Call, mask_cells
 from ringattn.bench.common.masks import packed
 from ringattn.bench.common.shapes import human
 from ringattn.comm.topology.topology import Topology
-from ringattn.ring.schedule import block_mask
-from ringattn.ring.schedule.documents import Documents
-from ringattn.ring.schedule.layout import Layout, Span
+from ringattn.ring.schedule import mask as patterns
+from ringattn.ring.schedule.layout import Documents, Layout, Span
 from ringattn.ring.schedule.mask import Mask, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
 from ringattn.tools.show import app
@@ -162,17 +161,17 @@ def test_cells_of_one_token_are_the_mask(call: Call) -> None:
         (
             ["--block-mask", "strided,block=4,stride=8", "--causal"],
             "causal, 34.0% of blocks of 4",
-            Mask(causal=True, blocks=block_mask.strided(64, 4, stride=8)),
+            Mask(causal=True, blocks=patterns.strided(64, 4, stride=8)),
         ),
         (
             ["--block-mask", "fixed,block=4,stride=16,summary=4"],
             "25.0% of blocks of 4",
-            Mask(blocks=block_mask.fixed(64, 4, stride=16, summary=4)),
+            Mask(blocks=patterns.fixed(64, 4, stride=16, summary=4)),
         ),
         (
             ["--block-mask", "bigbird, block=4, window=3, global=1, random=2, seed=7"],
             "40.6% of blocks of 4",
-            Mask(blocks=block_mask.bigbird(64, 4, window=3, global_=1, random=2, seed=7)),
+            Mask(blocks=patterns.bigbird(64, 4, window=3, global_=1, random=2, seed=7)),
         ),
         (
             ["--block-mask", "longformer,window=8,global=2"],

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..comm import Fence
+from .buffers import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Lane, Load, Tensors
 from .schedule.schedule import SUMS_SLOTS, Hop
-from .traffic import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Lane, Load, Tensors
 
 # of a two-level ring, after the slots that rotate
 LEAVING_SLOT, ARRIVING_SLOT = SUMS_SLOTS, SUMS_SLOTS + 1
