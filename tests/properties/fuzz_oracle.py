@@ -10,7 +10,7 @@ import numpy as np
 
 from ringattn.ring.schedule.mask import BlockMask, Longformer
 
-from ..ring.test_philox import textbook
+from ..ring.test_blockwise import textbook
 from ..support.baselines import Results
 from ..support.mask_cases import Case, held
 

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from inspect import signature
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message
 from ringattn.comm.topology.topology import Topology
 from ringattn.comm.transports.warm_up import ring_edges
-from ringattn.ring.args import AttentionArgs, Options
 from ringattn.ring.buffers import Call, Key, Kind, Load
 from ringattn.ring.ring import ring_of
 
@@ -223,15 +221,6 @@ def test_one_device_alone_needs_no_layout_and_no_group() -> None:
     expected = exact(*[whole[name] for name in ("q", "k", "v", "dout")], causal=True).out
     assert isinstance(out, torch.Tensor)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_options_are_what_a_call_takes_by_name() -> None:
-    """The overloads for type checkers, and the one list of arguments with its defaults."""
-    named = {name: one.default for name, one in signature(ring_attention).parameters.items() if name not in "qkv"}
-    assert {*Options.__annotations__} == {*named} - {"return_lse"}
-    assert {name: default for name, default in named.items() if name not in ("ring", "group", "return_lse")} == (
-        AttentionArgs()._asdict()
-    )
 
 
 def test_names_are_equal_shards() -> None:

@@ -11,10 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.kernels import FULL, Bounds, Runs
+from ringattn.ring import Mask
 from ringattn.ring.cpu import regions as cutting
 from ringattn.ring.cpu.regions import Kind, Region, limits, regions
+from ringattn.ring.schedule.mask import bounds as bounds_of
 
-from .test_aten import hop_bounds, pairs_of
+CAUSAL = Mask(causal=True)
+
+
+def pairs_of(made: Bounds, rows: int, keys: int) -> Tensor:
+    if made.lo is None or made.hi is None:
+        return torch.ones(rows, keys, dtype=torch.bool)
+    at = torch.arange(keys)
+    return (at >= made.lo[:, None]) & (at < made.hi[:, None])
 
 
 @st.composite
@@ -84,7 +93,7 @@ CONSTANTS = {"MIN_ROWS": (3, 6), "BAND_ROWS": (2, 4), "NARROW_KEYS": (3, 30)}
     operator=st.sampled_from([True, True, False]),
 )
 @settings(max_examples=300)
-def test_pieces_cover_every_visible_pair_once(
+def test_regions_cover_every_visible_pair_once(
     case: tuple[Bounds, int, int], constants: dict[str, int], operator: bool
 ) -> None:
     bounds, rows, keys = case
@@ -103,18 +112,18 @@ def test_pieces_cover_every_visible_pair_once(
 
 
 def test_the_rows_behind_a_rectangle_are_one_square() -> None:
-    late = hop_bounds(torch.arange(300, 900), torch.arange(900), causal=True)
+    late = bounds_of(CAUSAL, torch.arange(300, 900), torch.arange(900))
     assert regions(late, 600, 900) == (
         Region(Kind.RECTANGLE, 0, 600, 0, 300),
         Region(Kind.CAUSAL, 0, 600, 300, 900),
     )
     positions = torch.cat([torch.arange(0, 150), torch.arange(450, 900)])
-    (whole,) = regions(hop_bounds(positions, positions, causal=True), 600, 600)
+    (whole,) = regions(bounds_of(CAUSAL, positions, positions), 600, 600)
     assert whole.kind is Kind.CAUSAL
 
 
-def test_pieces_are_cut_once_for_each_bounds() -> None:
-    bounds = hop_bounds(torch.arange(8), torch.arange(8), causal=True)
+def test_regions_are_cut_once_for_each_bounds() -> None:
+    bounds = bounds_of(CAUSAL, torch.arange(8), torch.arange(8))
     first = regions(bounds, 8, 8)
     assert regions(bounds, 8, 8) is first
     before = len(cutting._cache)
@@ -125,7 +134,7 @@ def test_pieces_are_cut_once_for_each_bounds() -> None:
 def test_wide_windows_are_for_the_operator() -> None:
     at = torch.arange(cutting.NARROW_KEYS + 600)
     kinds = {
-        window: {region.kind for region in regions(hop_bounds(at[-200:], at, causal=True, window=window), 200, len(at))}
+        window: {region.kind for region in regions(bounds_of(Mask(True, (window, -1)), at[-200:], at), 200, len(at))}
         for window in (200, cutting.NARROW_KEYS)
     }
     assert kinds == {200: {Kind.BLOCKWISE}, cutting.NARROW_KEYS: {Kind.ANTICAUSAL, Kind.RECTANGLE, Kind.CAUSAL}}
