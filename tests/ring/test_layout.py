@@ -1,4 +1,4 @@
-"""Layouts: every token on one rank, in order; there and back."""
+"""Layouts: every token on one rank, in order; there and back; and packed documents."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import pickle
 import re
 from fractions import Fraction
 from itertools import accumulate, chain, pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.ring.schedule.layout import Layout, Span
+from ringattn.ring.schedule.layout import Documents, Layout, Span
 
-from ..support.layouts import NAMES, layouts, named, of_owners, small_layouts
+from ..support.layouts import NAMES, layouts, named, small_layouts
 
 
 def positions(layout: Layout) -> list[list[int]]:
@@ -53,11 +55,6 @@ def test_every_token_is_on_one_rank_in_order() -> None:
         assert layout.lengths == tuple(map(len, held))
         assert max(layout.lengths) - min(layout.lengths) <= 1
         assert len(held) == layout.world
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_named_layouts_have_the_length_asked_for(name: str) -> None:
-    assert [named(name, seqlen, 3).seqlen for seqlen in range(20)] == list(range(20))
 
 
 @pytest.mark.parametrize("world", range(1, 9))
@@ -124,18 +121,6 @@ def test_zigzag_of_documents_by_hand(cu_seqlens: list[int], expected: list[list[
     assert positions(Layout.zigzag(cu_seqlens[-1], 2, cu_seqlens)) == expected
 
 
-def test_zigzag_of_documents_is_causal_work_alike() -> None:
-    """Documents of any length: a rank's work is within 1% of another's, and equal where they divide."""
-    drawn = torch.empty(200).exponential_(1 / 500, generator=torch.Generator().manual_seed(0)).long().tolist()
-    for lengths, most in ((drawn, 1.01), ([length // 16 * 16 for length in drawn], 1.0)):
-        boundaries = [*accumulate(lengths, initial=0)]
-        starts = torch.tensor([start for start, end in pairwise(boundaries) for _ in range(start, end)])
-        layout = Layout.zigzag(boundaries[-1], 8, boundaries)
-        held = [layout.positions(rank) for rank in range(8)]
-        work = [int((one + 1 - starts[one]).sum()) for one in held]
-        assert max(work) <= most * min(work)
-
-
 SPEEDS = st.lists(st.integers(0, 100) | st.floats(0, 1e6) | st.fractions(0, 50), min_size=1, max_size=8).filter(any)
 
 
@@ -168,12 +153,6 @@ def test_equal_speeds_make_the_usual_layouts(world: int) -> None:
     assert Layout.balanced(6 * world, speeds, causal=False) == Layout.contiguous(6 * world, world)
 
 
-def test_uneven() -> None:
-    layout = Layout.uneven([3, 0, 2])
-    assert positions(layout) == [[0, 1, 2], [], [3, 4]]
-    assert (layout.lengths, layout.seqlen, layout.world) == ((3, 0, 2), 5, 3)
-
-
 @given(layouts())
 def test_any_layout_is_made_of_its_spans(layout: Layout) -> None:
     for rank in range(layout.world):
@@ -183,13 +162,6 @@ def test_any_layout_is_made_of_its_spans(layout: Layout) -> None:
         assert all(before.stop <= after.start for before, after in pairwise(spans))
         assert [span.stop for span in spans] == [expand([span])[-1] + 1 for span in spans]
     assert Layout([layout.spans(rank) for rank in range(layout.world)]) == layout
-
-
-def test_positions_are_int64_and_cached() -> None:
-    layout = Layout.striped(6, 4)
-    assert layout.positions(1) is layout.positions(1)
-    assert {layout.positions(rank).dtype for rank in range(4)} == {torch.int64}
-    assert Layout.contiguous(0, 1).positions(0).dtype == torch.int64
 
 
 def test_spans_are_joined_and_empty_ones_dropped() -> None:
@@ -255,13 +227,6 @@ def test_shard_and_unshard_are_copies_along_dim_1_with_a_gradient(layout: Layout
     assert len(pointers) == 2 + sum(length > 0 for length in layout.lengths)
 
 
-def test_a_layout_of_one_rank_along_a_single_dimension() -> None:
-    tokens = torch.arange(5)
-    layout = Layout.striped(5, 2)
-    assert layout.shard(tokens, 0, dim=0).tolist() == [0, 2, 4]
-    assert layout.unshard([torch.tensor([0, 2, 4]), torch.tensor([1, 3])], dim=0).tolist() == [0, 1, 2, 3, 4]
-
-
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4), st.integers(1, 5)), max_size=3),
@@ -313,10 +278,58 @@ def test_a_layout_that_leaves_positions_out_has_positions_but_no_shards(spans: l
         layout.unshard([torch.zeros(1, length) for length in layout.lengths])
 
 
-def test_layouts_cannot_be_changed() -> None:
-    with pytest.raises(AttributeError):
-        Layout.contiguous(4, 2).spans_per_rank = ()  # type: ignore[misc]
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=8))
+def test_where_every_position_lies(lengths: list[int]) -> None:
+    documents = Documents([*accumulate(lengths, initial=0)])
+    whole = documents.seqlen
+    assert whole == sum(lengths)
+    starts, ends = documents.around(torch.arange(whole + 3))
+    assert starts.dtype == ends.dtype == torch.int64
+    for position, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        inside = [one for one in pairwise(documents.boundaries) if one[0] <= position < one[1]]
+        assert (start, end) == (inside[0] if inside else (whole, whole))
 
 
-def test_any_owner_list_is_a_layout() -> None:
-    assert positions(of_owners([2, 0, 0, 2, 1], 3)) == [[1, 2], [4], [0, 3]]
+def test_any_whole_numbers_are_the_same_documents() -> None:
+    given: list[Any] = [
+        [0, 3, 3, 8],
+        (0, 3, 3, 8),
+        torch.tensor([0, 3, 3, 8]),
+        torch.tensor([0, 3, 3, 8], dtype=torch.int32),
+        np.array([0, 3, 3, 8]),
+    ]
+    made = [Documents(one) for one in given]
+    assert len(set(made)) == 1
+    assert {repr(one) for one in made} == {"Documents([0, 3, 3, 8])"}
+    assert Documents([0, 3, 8]) != made[0] != [0, 3, 3, 8]
+    made[0].around(torch.arange(3))
+    assert pickle.loads(pickle.dumps(made[0])) == made[0]
+    assert len(pickle.dumps(made[0])) < 200  # without the caches
+
+
+def test_many_documents_are_shown_by_a_digest() -> None:
+    one, other = Documents(range(100)), Documents([*range(99), 200])
+    assert re.fullmatch("<99 documents of 99 tokens, boundaries [0-9a-f]{16}>", repr(one))
+    assert repr(one) != repr(other)
+    assert repr(Documents(range(16))).startswith("Documents([0, 1,")
+    assert repr(Documents(range(17))).startswith("<16 documents")
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "message"),
+    [
+        ([], "cu_seqlens is []: it must have at least one document, [0, length]"),
+        ([0], "cu_seqlens is [0]: it must have at least one document, [0, length]"),
+        ([1, 4], "cu_seqlens starts at 1: it must start at 0"),
+        ([0, 4, 3], "cu_seqlens[2] is 3, the one before is 4: it must not descend"),
+        ([0, 4.0], "cu_seqlens is [0, 4.0]: it must be a list of whole numbers, or a CPU tensor"),
+        (4, "cu_seqlens is 4: it must be a list of whole numbers, or a CPU tensor"),
+        (torch.tensor([0.0, 4.0]), "cu_seqlens is torch.float32 [2]: it must be integers [documents + 1]"),
+        (torch.tensor([[0, 4]]), "cu_seqlens is torch.int64 [1, 2]: it must be integers [documents + 1]"),
+        (torch.tensor([False, True]), "cu_seqlens is torch.bool [2]: it must be integers [documents + 1]"),
+        (torch.zeros(2, dtype=torch.int32, device="meta"), "cu_seqlens is on meta: it must be a list or a CPU tensor"),
+    ],
+)
+def test_bad_boundaries(cu_seqlens: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        Documents(cu_seqlens)

@@ -92,7 +92,7 @@ CONSTANTS = {"MIN_ROWS": (3, 6), "BAND_ROWS": (2, 4), "NARROW_KEYS": (3, 30)}
     constants=st.fixed_dictionaries({name: st.sampled_from(some) for name, some in CONSTANTS.items()}),
     operator=st.sampled_from([True, True, False]),
 )
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_regions_cover_every_visible_pair_once(
     case: tuple[Bounds, int, int], constants: dict[str, int], operator: bool
 ) -> None:
