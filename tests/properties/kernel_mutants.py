@@ -36,7 +36,7 @@ REASONS = Path(__file__).with_name("kernel_mutants.md")
 SECONDS = 900  # for one mutant, on a busy machine
 SECONDS_PER_TEST = 60  # one that hangs, as whoever waits for a wrong turn does, is caught
 
-SINGLE_PASS = ("kernels/test_single_pass.py", "ring/test_ring_single_pass.py")
+SINGLE_PASS = ("kernels/test_single_pass.py", "ring/test_backends.py")
 DEALT = ("kernels/test_order.py", "kernels/test_splits.py")
 MEMORY = ("kernels/test_guarded.py",)
 HOPPER = ("kernels/test_hopper.py",)  # on the stand-in for Gluon

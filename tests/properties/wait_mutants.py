@@ -70,7 +70,7 @@ class Target:
         return [(one, name) for one in self.transports for name in (NCCL if one == "nccl" else OTHERS)]
 
 
-RING = ("ring/test_ring_order.py", "ring/test_traffic.py")
+RING = ("ring/test_loop.py", "ring/test_buffers.py")
 LOCAL_POST = ("mark", "post", "_publish", "_receive", "_take")
 ENGINE_POST = ("mark", "post", "_offers", "_announce", "_fetch", "_await_taken", "_await", "_copy")
 

@@ -21,6 +21,7 @@ from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, bigbird, fixed, longformer, strided
 from ringattn.ring.args import AttentionArgs, Options
 from ringattn.ring.ops import TRAVELS, pack_args
+from ringattn.ring.schedule.layout import Documents
 
 TILE = Tile(32, 32, 4, 1)
 HALVES = Layout.contiguous(8, 2)
@@ -53,6 +54,8 @@ DOORS: dict[str, Door] = {
     "shard": (shard, {"x": WHOLE, "layout": None}),
     "unshard": (unshard, {"x": WHOLE, "layout": None, "grad": "slice"}),
     "positions": (positions, {"seqlen": 8, "layout": None}),
+    "whole of shards that leave positions out": (Layout([[(1, 2)]]).unshard, {"shards": [torch.zeros(1, 2)]}),
+    "Documents": (Documents, {"cu_seqlens": [0, 8]}),
     "BlockMask": (BlockMask, {"visible": torch.eye(3).bool(), "block": 4}),
     "strided": (strided, {"seqlen": 8, "block": 4, "stride": 4}),
     "fixed": (fixed, {"seqlen": 8, "block": 2, "stride": 4, "summary": 2}),
@@ -199,6 +202,27 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("unshard", {"grad": "mean"}, "grad is 'mean': it must be one of slice, sum"),
     ("unshard", {"x": WHOLE.numpy()}, r"pass torch.from_numpy\(x\)"),
+    ("Documents", {"cu_seqlens": [0]}, r"cu_seqlens is \[0\]: it must have at least one document, \[0, length\]"),
+    ("Documents", {"cu_seqlens": [1, 4]}, "cu_seqlens starts at 1: it must start at 0"),
+    ("Documents", {"cu_seqlens": [0, 4, 3]}, r"cu_seqlens\[2\] is 3, the one before is 4: it must not descend"),
+    ("Documents", {"cu_seqlens": [0, 4.0]}, r"cu_seqlens is \[0, 4.0\]: it must be a list of whole numbers, or a CPU"),
+    ("Documents", {"cu_seqlens": 4}, "cu_seqlens is 4: it must be a list of whole numbers"),
+    ("Documents", {"cu_seqlens": torch.tensor([0.0, 4])}, r"cu_seqlens is torch.float32 \[2\]: it must be integers"),
+    ("Documents", {"cu_seqlens": torch.tensor([[0, 4]])}, r"cu_seqlens is torch.int64 \[1, 2\]: it must be integers"),
+    ("Documents", {"cu_seqlens": torch.tensor([False, True])}, r"cu_seqlens is torch.bool \[2\]: it must be integers"),
+    ("Documents", {"cu_seqlens": torch.zeros(2, device="meta").int()}, "cu_seqlens is on meta: it must be a list or a"),
+    (
+        "whole of shards that leave positions out",
+        {},
+        "^the layout holds 2 of the positions 0 to 2: shard and unshard need a layout that holds every",
+    ),
+    (
+        "Layout",
+        {"spans_per_rank": [[(4, 2), (5, 2)]]},
+        r"^spans_per_rank\[0\]\[1\] starts at 5, the span before it ends at 5: the positions of a rank must ascend",
+    ),
+    ("Layout", {"spans_per_rank": [[(4, 2)], [(0, 1), (5, 2)]]}, "holds position 5 on rank 0 and on rank 1: a token"),
+    ("Layout", {"spans_per_rank": [[(9, 1)], [(0, 4, 3)]]}, "holds position 9 on rank 0 and on rank 1"),
     ("BlockMask", {"visible": [[True]]}, r"block_mask is \[\[True\]\]: it must be bool \[query blocks, key blocks\]"),
     ("BlockMask", {"visible": torch.zeros(3, 3)}, r"block_mask is torch.float32 \[3, 3\]: it must be bool"),
     ("BlockMask", {"visible": torch.zeros(3).bool()}, r"block_mask is torch.bool \[3\]: it must be bool"),
@@ -229,7 +253,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grid", {"per_node": 1.5}, "per_node is 1.5: it must be a whole number from 1"),
 ]
 
-PATTERNS = "BlockMask", "strided", "fixed", "bigbird", "longformer"
+PATTERNS = (
+    "whole of shards that leave positions out",
+    "Documents",
+    "BlockMask",
+    "strided",
+    "fixed",
+    "bigbird",
+    "longformer",
+)
 NONSENSE = [
     None, True, 0, -1, 1.5, float("nan"), float("inf"), 10**30, 10**5000, 3 + 4j, "x", b"x", [], [[]], {}, object(),
     np.int64(3), np.float32(0.5), np.zeros(2), torch.tensor(3), torch.zeros(2, 2), torch.zeros(3, dtype=torch.int64),

@@ -30,17 +30,11 @@ def expand(spans: list[tuple[int, int, int]]) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "seqlen", "world", "expected"),
     [
-        ("contiguous", 8, 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
         ("contiguous", 8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
         ("contiguous", 2, 3, [[0], [1], []]),
-        ("contiguous", 3, 1, [[0, 1, 2]]),
-        ("zigzag", 8, 2, [[0, 1, 6, 7], [2, 3, 4, 5]]),
         ("zigzag", 12, 3, [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
         ("zigzag", 10, 3, [[0, 1, 8, 9], [2, 3, 7], [4, 5, 6]]),
-        ("zigzag", 2, 3, [[0], [1], []]),
-        ("striped", 8, 2, [[0, 2, 4, 6], [1, 3, 5, 7]]),
         ("striped", 7, 3, [[0, 3, 6], [1, 4], [2, 5]]),
-        ("striped", 2, 3, [[0], [1], []]),
     ],
 )
 def test_named_layouts(name: str, seqlen: int, world: int, expected: list[list[int]]) -> None:
@@ -55,12 +49,6 @@ def test_every_token_is_on_one_rank_in_order() -> None:
         assert layout.lengths == tuple(map(len, held))
         assert max(layout.lengths) - min(layout.lengths) <= 1
         assert len(held) == layout.world
-
-
-@pytest.mark.parametrize("world", range(1, 9))
-def test_zigzag_gives_every_rank_the_same_causal_work(world: int) -> None:
-    work = {sum(position + 1 for position in held) for held in positions(Layout.zigzag(8 * world, world))}
-    assert len(work) == 1
 
 
 def transformer_engines(cu_seqlens: list[int], world: int, rank: int) -> list[int]:
@@ -253,31 +241,6 @@ def test_overlap_check_costs_what_the_spans_cost() -> None:
         Layout([[(0, 2**54 + 2)], [(2**54 + 1, 1)]])  # whole numbers throughout: a float would round
 
 
-@pytest.mark.parametrize(
-    ("spans", "message"),
-    [
-        ([[(4, 2), (5, 2)]], "spans_per_rank[0][1] starts at 5, the span before it ends at 5: the positions of a rank"),
-        ([[(4, 2)], [(0, 1), (5, 2)]], "spans_per_rank holds position 5 on rank 0 and on rank 1: a token lives on one"),
-        ([[(1, 3, 2)], [(0, 2, 3)]], "spans_per_rank holds position 3 on rank 0 and on rank 1"),
-        ([[(9, 1)], [(0, 4, 3)]], "spans_per_rank holds position 9 on rank 0 and on rank 1"),
-    ],
-)
-def test_bad_spans(spans: list[list[tuple[int, ...]]], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        Layout(spans)
-
-
-@pytest.mark.parametrize("spans", [[[(1, 2)]], [[(0, 1)], [(2, 1)]], [[], [(3, 2, 2)]]])
-def test_a_layout_that_leaves_positions_out_has_positions_but_no_shards(spans: list[list[tuple[int, ...]]]) -> None:
-    layout = Layout(spans)
-    reach = max(chain.from_iterable(positions(layout)))
-    message = f"^the layout holds 2 of the positions 0 to {reach}: shard and unshard need a layout that holds every"
-    with pytest.raises(ValueError, match=message):
-        layout.shard(torch.zeros(1, 2), 0)
-    with pytest.raises(ValueError, match=message):
-        layout.unshard([torch.zeros(1, length) for length in layout.lengths])
-
-
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8))
 def test_where_every_position_lies(lengths: list[int]) -> None:
     documents = Documents([*accumulate(lengths, initial=0)])
@@ -313,23 +276,3 @@ def test_many_documents_are_shown_by_a_digest() -> None:
     assert repr(one) != repr(other)
     assert repr(Documents(range(16))).startswith("Documents([0, 1,")
     assert repr(Documents(range(17))).startswith("<16 documents")
-
-
-@pytest.mark.parametrize(
-    ("cu_seqlens", "message"),
-    [
-        ([], "cu_seqlens is []: it must have at least one document, [0, length]"),
-        ([0], "cu_seqlens is [0]: it must have at least one document, [0, length]"),
-        ([1, 4], "cu_seqlens starts at 1: it must start at 0"),
-        ([0, 4, 3], "cu_seqlens[2] is 3, the one before is 4: it must not descend"),
-        ([0, 4.0], "cu_seqlens is [0, 4.0]: it must be a list of whole numbers, or a CPU tensor"),
-        (4, "cu_seqlens is 4: it must be a list of whole numbers, or a CPU tensor"),
-        (torch.tensor([0.0, 4.0]), "cu_seqlens is torch.float32 [2]: it must be integers [documents + 1]"),
-        (torch.tensor([[0, 4]]), "cu_seqlens is torch.int64 [1, 2]: it must be integers [documents + 1]"),
-        (torch.tensor([False, True]), "cu_seqlens is torch.bool [2]: it must be integers [documents + 1]"),
-        (torch.zeros(2, dtype=torch.int32, device="meta"), "cu_seqlens is on meta: it must be a list or a CPU tensor"),
-    ],
-)
-def test_bad_boundaries(cu_seqlens: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        Documents(cu_seqlens)

@@ -252,21 +252,8 @@ def test_bigbird_is_the_papers(sizes: tuple[int, int], window: int, global_: int
     assert made == bigbird(seqlen, block, window=window, global_=global_, random=random, seed=seed)
 
 
-@given(st.integers(0, 20), st.integers(1, 40))
-def test_longformer_is_the_papers(half: int, seqlen: int) -> None:
-    """Longformer, section 3.1: w / 2 on each side; global tokens see all and are seen by all."""
-    stretches = ((0, 1), (5, 8))
-    made = longformer(2 * half, stretches)
-    assert made == Longformer((half, half), stretches)
-    mask = Mask(window=made.window, global_tokens=made.global_tokens)
-    positions, seen = torch.arange(seqlen), torch.zeros(seqlen, seqlen, dtype=torch.int32)
-    for part in mask.parts:
-        limits = bounds(part, positions, positions)
-        lo, hi = (limits.lo, limits.hi) if limits.lo is not None else (torch.tensor([0]), torch.tensor([seqlen]))
-        seen += (lo[:, None] <= positions) & (positions < hi[:, None])  # type: ignore[index]
-    far = (positions[:, None] - positions).abs()
-    all_seeing = torch.tensor([p == 0 or 5 <= p < 8 for p in range(seqlen)])
-    assert torch.equal(seen, ((far <= half) | all_seeing | all_seeing[:, None]).int())
+def test_longformer_is_half_a_window_on_each_side() -> None:
+    assert longformer(14, [(0, 1), (5, 8)]) == Longformer((7, 7), ((0, 1), (5, 8)))
 
 
 def test_a_pattern_is_a_value() -> None:
@@ -289,9 +276,6 @@ def test_repr_tells_patterns_apart() -> None:
     shown = {repr(BlockMask(torch.eye(4, dtype=torch.bool)[order], 2)) for order in ([0, 1, 2, 3], [1, 0, 2, 3])}
     assert len(shown) == 2
     assert all(re.fullmatch("<4 x 4 blocks of 2 positions, 4 seen, [0-9a-f]{16}>", one) for one in shown)
-    assert repr(BlockMask(torch.ones(2, 3, dtype=torch.bool), 1)) != repr(
-        BlockMask(torch.ones(3, 2, dtype=torch.bool), 1)
-    )
 
 
 @given(st.data(), st.integers(1, 4))
@@ -307,32 +291,19 @@ def test_between_two_shards(data: st.DataObject, block: int) -> None:
             assert torch.equal(blocks.between(queries, rank, keys, shard), blocks.visible[rows][:, columns])
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        (Layout.uneven([4, 4, 2]), None),  # the last block is short
-        (Layout.uneven([0, 10]), None),
-        (Layout.uneven([3, 7]), "layout gives rank 0 the span (0, 3, 1): with block_mask the spans must be runs of"),
-        (Layout([[(0, 4)], [(6, 4)]]), "layout gives rank 1 the span (6, 4, 1)"),
-        (
-            Layout.striped(8, 2),
-            "layout gives rank 0 the span (0, 4, 2): with block_mask the spans must be runs of whole",
-        ),
-    ],
-)
-def test_spans_are_whole_blocks(layout: Layout, message: str | None) -> None:
+def test_spans_are_whole_blocks() -> None:
     blocks = strided(10, 4, stride=4)
-    if message is None:
-        blocks.check("layout", layout)
-        return
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        blocks.check("layout", layout)
-    with pytest.raises(ValueError, match=f"^kv_{re.escape(message)}"):
-        for shard in range(layout.world):
-            blocks.columns(layout, shard)
-
-
-def test_a_layout_longer_than_the_pattern() -> None:
-    message = "^block_mask has 2 blocks of 4 positions for layout, which holds 12$"
-    with pytest.raises(ValueError, match=message):
+    for fine in (Layout.uneven([4, 4, 2]), Layout.uneven([0, 10])):  # the last block is short
+        blocks.check("layout", fine)
+    for layout, message in (
+        (Layout.uneven([3, 7]), r"layout gives rank 0 the span \(0, 3, 1\): with block_mask the spans must be runs of"),
+        (Layout([[(0, 4)], [(6, 4)]]), r"layout gives rank 1 the span \(6, 4, 1\)"),
+        (Layout.striped(8, 2), r"layout gives rank 0 the span \(0, 4, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            blocks.check("layout", layout)
+        with pytest.raises(ValueError, match=f"^kv_{message}"):
+            for shard in range(layout.world):
+                blocks.columns(layout, shard)
+    with pytest.raises(ValueError, match=r"^block_mask has 2 blocks of 4 positions for layout, which holds 12$"):
         strided(8, 4, stride=4).rows(Layout.contiguous(12, 1), 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,8 +132,3 @@ def test_plans_are_kept() -> None:
     assert plan(Layout.zigzag(16, 2), Mask(causal=True), 0, 1, CPU) is one
     for other in (plan(layout, CAUSAL, 1, 1, CPU), plan(layout, CAUSAL, 0, -1, CPU), plan(layout, Mask(), 0, 1, CPU)):
         assert other is not one
-
-
-def test_a_topology_of_another_world_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^topology has 4 ranks, layout is made for 2$"):
-        plan(Layout.zigzag(16, 2), CAUSAL, 0, 1, CPU, Topology.grid(2, 2))
