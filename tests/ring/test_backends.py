@@ -109,12 +109,11 @@ def single_pass(mode: str, **ring: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("layout", "ring", "mode"),
     [
-        (Layout.contiguous(20, 1), {}, MODES[0]),
         (Layout.zigzag(40, 2), {"chunks": 2}, MODES[0]),
         (Layout.striped(41, 3), {}, MODES[1]),
         (Layout.uneven([3, 30, 0, 5]), {"chunks": 2, "topology": Topology.grid(2, 2)}, MODES[0]),
     ],
-    ids=["alone", "chunks", "deterministic", "two levels"],
+    ids=["chunks", "deterministic", "two levels"],
 )
 def test_single_pass_is_exact(layout: Layout, ring: dict[str, Any], mode: str) -> None:
     """Grouped heads, causal."""
@@ -132,10 +131,7 @@ def test_single_pass_is_exact_everywhere(mode: str, world: int, name: str, chunk
 
 
 def test_deterministic_in_a_ring() -> None:
-    """The same bits twice; and with chunks of heads, since a program computes one head whatever is beside it."""
+    """The same bits twice; with chunks of heads too, since a program computes one head whatever is beside it."""
     layout, whole = Layout.zigzag(40, 2), inputs(40, heads=(2, 2))
-    first, second, chunked = (
-        run_ring(layout, whole, causal=True, **single_pass(MODES[1], chunks=chunks)) for chunks in (1, 1, 2)
-    )
-    assert all(map(torch.equal, first, second))
-    assert all(map(torch.equal, first, chunked))
+    one, other = (run_ring(layout, whole, causal=True, **single_pass(MODES[1], chunks=chunks)) for chunks in (1, 2))
+    assert all(map(torch.equal, one, other))

@@ -114,7 +114,7 @@ def test_the_cpu_sends_the_bits_of_the_kernels(tokens: int, dtype: torch.dtype) 
     assert_same((receive(FP8, travelled, x),), (out,))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(tensors((torch.float16, torch.float32)))
 def test_any_bits_of_the_kernels(x: Tensor) -> None:
     codes, scale = codes_for(x)
@@ -122,7 +122,7 @@ def test_any_bits_of_the_kernels(x: Tensor) -> None:
     assert_same(send(FP8, x), (codes, scale))
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(tensors())
 def test_error_bound(x: Tensor) -> None:
     travelled = send(FP8, x)
