@@ -185,7 +185,7 @@ class Arrival(NamedTuple):
         return self.tensors
 
 
-class Lane:
+class RingBuffer:
     """One pair of tensors, shaped like this rank's ``like``, moving from rank to rank through its own slots.
 
     Every slot is cut into the chunks of a hop, each filled and freed on its own.

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..comm import Fence
-from .buffers import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Lane, Load, Tensors
+from .buffers import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Load, RingBuffer, Tensors
 from .schedule.schedule import SUMS_SLOTS, Hop
 
 # of a two-level ring, after the slots that rotate
 LEAVING_SLOT, ARRIVING_SLOT = SUMS_SLOTS, SUMS_SLOTS + 1
 
 
-class Sums(Lane):
+class Sums(RingBuffer):
     """What arrived from the ranks before, where this rank's part is added to it, and where it goes.
 
     A turn's base adds its part last and, where it is not the owner, in a slot of its own, from which the node's sum

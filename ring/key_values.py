@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from ..comm import Fence
-from .buffers import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Lane, Pair, Tensors, load
+from .buffers import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Pair, RingBuffer, Tensors, load
 from .schedule.schedule import Hop
 
 NOTHING = Arrival(None, ())
 
 
-class KeyValues(Lane):
+class KeyValues(RingBuffer):
     """What each hop computes with: the rank's own pair, or what arrived.
 
     Every rank passes on what it got as it got it: a pair that travels encoded is encoded once, by its owner, into one

@@ -166,7 +166,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any, c
 
 def test_a_race_names_slot_hop_and_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody notes what computes on a slot."""
-    problems = broken(monkeypatch, buffers.Lane, "computed", lambda self, slot, heads: None)
+    problems = broken(monkeypatch, buffers.RingBuffer, "computed", lambda self, slot, heads: None)
     kv = next(problem for problem in problems if "K/V slot" in problem)
     assert "kernel" in kv and "hop" in kv and "nccl recv from" in kv and kv.endswith("and nothing orders the two")
 

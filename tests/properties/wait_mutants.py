@@ -76,7 +76,7 @@ ENGINE_POST = ("mark", "post", "_offers", "_announce", "_fetch", "_await_taken",
 
 TARGETS = (
     Target("ring.loop", ("",), ("nccl",), RING),
-    Target("ring.buffers", ("Call", "Arrival", "Lane"), ("nccl",), RING),
+    Target("ring.buffers", ("Call", "Arrival", "RingBuffer"), ("nccl",), RING),
     Target("ring.key_values", ("",), ("nccl",), RING),
     Target("ring.dkv", ("",), ("nccl",), RING),
     Target("ring.shards", ("exchange",), ("nccl",), ("ring/test_shards.py",)),
