@@ -14,7 +14,7 @@ from .schedule.schedule import SUMS_SLOTS, Hop
 LEAVING_SLOT, ARRIVING_SLOT = SUMS_SLOTS, SUMS_SLOTS + 1
 
 
-class Sums(RingBuffer):
+class DkvAccumulators(RingBuffer):
     """What arrived from the ranks before, where this rank's part is added to it, and where it goes.
 
     A turn's base adds its part last and, where it is not the owner, in a slot of its own, from which the node's sum

@@ -14,7 +14,7 @@ import torch
 
 from ..kernels import Bounds, Scores
 from .buffers import Call, Heads, Pair, Seen, Tensors
-from .dkv import Sums
+from .dkv import DkvAccumulators
 from .key_values import KeyValues
 from .schedule.schedule import Hop
 
@@ -71,7 +71,7 @@ def backward(call: Call, works: Sequence[BackwardWork], k: torch.Tensor, v: torc
     first turn's base is the own shard, whose dK/dV comes last of all. At every hop dK/dV comes first, so that the dQ
     of the same hop hides the sums' way to the next rank.
     """
-    moving, sums = KeyValues(call, k, v), Sums(call, k, v)
+    moving, sums = KeyValues(call, k, v), DkvAccumulators(call, k, v)
     pairs = tuple(zip(call.chunks, works, strict=True))
     for base, *others in call.plan.turns:
         moving.advance(base)
@@ -114,7 +114,9 @@ def query_gradient(call: Call, moving: KeyValues, work: BackwardWork, hop: Hop, 
         moving.computed(hop.kv_slot, heads)
 
 
-def key_gradients(call: Call, moving: KeyValues, sums: Sums, work: BackwardWork, hop: Hop, heads: Heads) -> None:
+def key_gradients(
+    call: Call, moving: KeyValues, sums: DkvAccumulators, work: BackwardWork, hop: Hop, heads: Heads
+) -> None:
     """This rank's part of the dK/dV of a shard that is not its own, added to what came from the ranks before."""
     sights, came = call.plan.sights[hop.index], sums.came(hop, heads)
     if sights:
@@ -131,7 +133,9 @@ def key_gradients(call: Call, moving: KeyValues, sums: Sums, work: BackwardWork,
     sums.added(hop, heads)
 
 
-def own_gradients(call: Call, moving: KeyValues, sums: Sums, work: BackwardWork, heads: Heads, dkdv: Tensors) -> None:
+def own_gradients(
+    call: Call, moving: KeyValues, sums: DkvAccumulators, work: BackwardWork, heads: Heads, dkdv: Tensors
+) -> None:
     """dK/dV of the own shard: what all others have summed up, and this rank's own part."""
     own = call.plan.hops[0]
     came, into = sums.total(heads), sums.own(heads, dkdv)
