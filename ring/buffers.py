@@ -15,7 +15,7 @@ import torch
 
 from ..comm import Fence, Message, Slots, Transport, slot_nbytes
 from ..kernels import PLAIN, Bounds, Scores
-from .schedule.plan import Plan, Sight
+from .schedule.plan import HopMask, Plan
 from .schedule.schedule import Hop
 from .wire import Wire
 
@@ -74,7 +74,7 @@ def chunks_of(count: int, heads: int, kv_heads: int) -> tuple[Heads, ...]:
     )
 
 
-class Seen(TypedDict):
+class MaskArgs(TypedDict):
     """What a kernel is told besides tensors: who sees whom, and what becomes of the scores."""
 
     bounds: Bounds
@@ -120,10 +120,10 @@ class Call:
     def _scores(self) -> tuple[Scores, ...]:
         return tuple(self.scores.of_heads(heads.q) for heads in self.chunks)
 
-    def seen(self, sight: Sight, heads: Heads) -> Seen:
+    def mask_args(self, hop_mask: HopMask, heads: Heads) -> MaskArgs:
         """What the kernels take of one part of a hop's mask, for a chunk of heads."""
         scores = self._scores[heads.number]
-        return {"bounds": sight.bounds, "scores": scores if scores is PLAIN else sight.place(scores)}
+        return {"bounds": hop_mask.bounds, "scores": scores if scores is PLAIN else hop_mask.place(scores)}
 
     def mark(self) -> Fence:
         """The point that compute has reached."""

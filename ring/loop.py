@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from ..kernels import Bounds, Scores
-from .buffers import Call, Heads, Pair, Seen, Tensors
+from .buffers import Call, Heads, MaskArgs, Pair, Tensors
 from .dkv import DkvAccumulators
 from .key_values import KeyValues
 from .schedule.schedule import Hop
@@ -51,15 +51,15 @@ def forward(call: Call, works: Sequence[ForwardWork], k: torch.Tensor, v: torch.
     moving = KeyValues(call, k, v)
     for hop in call.plan.hops:
         moving.advance(hop)
-        sights = call.plan.sights[hop.index]
-        if not sights:
+        hop_masks = call.plan.hop_masks[hop.index]
+        if not hop_masks:
             continue
         for heads, work in zip(call.chunks, works, strict=True):
             near = arrived(call, moving, hop, heads)
             with call.span("compute", hop):
-                for sight in sights:
-                    final = hop.index == call.plan.last and sight is sights[-1]
-                    work.fold(*near, **call.seen(sight, heads), final=final)
+                for hop_mask in hop_masks:
+                    final = hop.index == call.plan.last and hop_mask is hop_masks[-1]
+                    work.fold(*near, **call.mask_args(hop_mask, heads), final=final)
             moving.computed(hop.kv_slot, heads)
     call.settle()
 
@@ -102,14 +102,14 @@ def arrived(call: Call, moving: KeyValues, hop: Hop, heads: Heads) -> Pair:
 
 def query_gradient(call: Call, moving: KeyValues, work: BackwardWork, hop: Hop, heads: Heads) -> None:
     """This hop's part of dQ."""
-    sights = call.plan.sights[hop.index]
-    if not sights:
+    hop_masks = call.plan.hop_masks[hop.index]
+    if not hop_masks:
         return
     near = arrived(call, moving, hop, heads)
     with call.span("compute", hop):
-        for sight in sights:
-            final = hop.index == call.plan.last and sight is sights[-1]
-            work.dq(*near, **call.seen(sight, heads), local=hop.index == 0, final=final)
+        for hop_mask in hop_masks:
+            final = hop.index == call.plan.last and hop_mask is hop_masks[-1]
+            work.dq(*near, **call.mask_args(hop_mask, heads), local=hop.index == 0, final=final)
     if not call.plan.is_base(hop):  # a base's K/V are needed again at the end of its turn
         moving.computed(hop.kv_slot, heads)
 
@@ -118,11 +118,18 @@ def key_gradients(
     call: Call, moving: KeyValues, sums: DkvAccumulators, work: BackwardWork, hop: Hop, heads: Heads
 ) -> None:
     """This rank's part of the dK/dV of a shard that is not its own, added to what came from the ranks before."""
-    sights, came = call.plan.sights[hop.index], sums.came(hop, heads)
-    if sights:
+    hop_masks, came = call.plan.hop_masks[hop.index], sums.came(hop, heads)
+    if hop_masks:
         into, near = sums.into(hop, heads), arrived(call, moving, hop, heads)
         with call.span("compute", hop):
-            add(work, near, [call.seen(sight, heads) for sight in sights], local=False, sums=came, into=into)
+            add(
+                work,
+                near,
+                [call.mask_args(hop_mask, heads) for hop_mask in hop_masks],
+                local=False,
+                sums=came,
+                into=into,
+            )
         if call.plan.is_base(hop):
             moving.computed(hop.kv_slot, heads)
     elif came is not None and call.plan.is_base(hop):
@@ -139,7 +146,7 @@ def own_gradients(
     """dK/dV of the own shard: what all others have summed up, and this rank's own part."""
     own = call.plan.hops[0]
     came, into = sums.total(heads), sums.own(heads, dkdv)
-    seen = [call.seen(sight, heads) for sight in call.plan.sights[0]]
+    seen = [call.mask_args(hop_mask, heads) for hop_mask in call.plan.hop_masks[0]]
     with call.span("compute", own):
         add(work, moving.arrived(own, heads), seen, local=True, sums=came, into=into)
     sums.finish(heads, dkdv)
@@ -148,7 +155,7 @@ def own_gradients(
 def add(
     work: BackwardWork,
     near: Pair,
-    seen: Sequence[Seen],
+    seen: Sequence[MaskArgs],
     *,
     local: bool,
     sums: Callable[[], Tensors] | None,

@@ -21,7 +21,7 @@ from ...kernels import (
 )
 from ...kernels.config import config_for
 from ...ring.backends import backward_works, forward_works
-from ...ring.buffers import Seen, chunks_of
+from ...ring.buffers import MaskArgs, chunks_of
 from ...ring.loop import ForwardWork, add
 from ..common.timing import Step
 from .contender import BACKWARD, FORWARD, OURS, PARTS, PASSES, STATE, Cannot, Given, Ready
@@ -147,7 +147,7 @@ def ring_works(
         into = torch.empty_like(k), torch.empty_like(v)
         for part in parts:
             work.dq(k, v, part, scores=PLAIN, local=True, final=part is parts[-1])
-        add(work, (k, v), [Seen(bounds=part, scores=PLAIN) for part in parts], local=True, sums=None, into=into)
+        add(work, (k, v), [MaskArgs(bounds=part, scores=PLAIN) for part in parts], local=True, sums=None, into=into)
         return work.result(), *into
 
     (carried,) = forward_works(backend, chunks, q, **how)

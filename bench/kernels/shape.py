@@ -74,7 +74,7 @@ class Shape:
 
     def bounds(self, device: torch.device) -> tuple[Bounds, ...]:
         """As the kernels take the mask: one per launch, several where it has global tokens."""
-        return tuple(sight.bounds for sight in plan(self.layout, self.mask, 0, 1, device).sights[0])
+        return tuple(hop_mask.bounds for hop_mask in plan(self.layout, self.mask, 0, 1, device).hop_masks[0])
 
     def options(self, device: torch.device) -> Masks:
         """As the reference takes the mask."""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ...comm.topology.topology import Topology
 from ...kernels import FULL
 from ...ring.schedule.layout import Layout
-from ...ring.schedule.plan import Plan, Positions, Sight
+from ...ring.schedule.plan import HopMask, Plan, Positions
 from ...ring.schedule.schedule import Schedule
 from .call import CPU, Call
 from .clock import Lanes
@@ -85,7 +85,7 @@ def plan_of(call: Call, rank: int = 0) -> Plan:
         rank=rank,
         hops=hops,
         inner=whole.inner,
-        sights=tuple((Sight(FULL, nowhere, hop.shard),) for hop in hops),
+        hop_masks=tuple((HopMask(FULL, nowhere, hop.shard),) for hop in hops),
         lengths=whole.lengths,
         longest=call.tokens,
         leaving=None,

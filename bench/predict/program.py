@@ -16,7 +16,7 @@ from ...comm import Fence, Message, Slots
 from ...kernels import FULL, PLAIN, Bounds, Scores
 from ...ring import loop
 from ...ring.buffers import Call, Key, Kind, Tensors, chunks_of
-from ...ring.schedule.plan import Plan, Sight
+from ...ring.schedule.plan import HopMask, Plan
 from ...ring.schedule.schedule import Hop
 from ...ring.wire import Wire
 
@@ -77,8 +77,8 @@ def record(plan: Plan, form: Form, phase: str) -> Program:
     """The program of the rank of ``plan`` in a pass, ``forward`` or ``backward``."""
     recorder = _Recorder(form)
     leaving = None if plan.leaving is None else plan.leaving.to(META)
-    blank = tuple(tuple(_blank(sight) for sight in sights) for sights in plan.sights)
-    call = recorder.call(replace(plan, sights=blank, leaving=leaving), phase)
+    blank = tuple(tuple(_blank(hop_mask) for hop_mask in hop_masks) for hop_masks in plan.hop_masks)
+    call = recorder.call(replace(plan, hop_masks=blank, leaving=leaving), phase)
     shape = (form.batch, form.tokens, form.kv_heads, form.head_dim)
     k, v = (torch.empty(shape, dtype=form.dtype, device=META) for _ in range(2))
     works = [_Work(recorder, heads.number) for heads in call.chunks]
@@ -90,9 +90,9 @@ def record(plan: Plan, form: Form, phase: str) -> Program:
     return Program(plan.rank, phase, tuple(recorder.ops))
 
 
-def _blank(sight: Sight) -> Sight:
+def _blank(hop_mask: HopMask) -> HopMask:
     """The loops pass bounds on and look at none of them."""
-    return sight._replace(bounds=FULL)
+    return hop_mask._replace(bounds=FULL)
 
 
 @dataclass(frozen=True)

@@ -117,10 +117,10 @@ def launches(call: Call, plan: Plan, device: Device, phase: str) -> tuple[Progra
 def _launch_seconds(op: Op, plan: Plan, form: Form, device: Device) -> float:
     if op.stream != COMPUTE:
         return 0.0
-    sights, keys = plan.sights[op.hop], plan.lengths[op.hop] if op.hop else form.tokens
-    if not sights:
+    hop_masks, keys = plan.hop_masks[op.hop], plan.lengths[op.hop] if op.hop else form.tokens
+    if not hop_masks:
         return device.launch_seconds(Launch(op.what, op.hop, Area(0, form.tokens, keys, 0, 0)), form)
-    seen = sights[min(op.part, len(sights) - 1)].bounds
+    seen = hop_masks[min(op.part, len(hop_masks) - 1)].bounds
     return device.launch_seconds(Launch(op.what, op.hop, _area(seen, form.tokens, keys), seen), form)
 
 
@@ -267,7 +267,7 @@ def ideal_seconds(call: Call, device: Device, phase: str) -> float:
 def _parts(call: Call, seqlen: int) -> list[tuple[Area, Bounds | None]]:
     """What one device with so many tokens sees, part by part of the mask."""
     alone = replace(call, tokens=seqlen, world=1, nodes=1, layout="contiguous", speeds=())
-    seen = [sight.bounds for sight in alone.plans()[0].sights[0]]
+    seen = [hop_mask.bounds for hop_mask in alone.plans()[0].hop_masks[0]]
     return [(area_of(one, seqlen, seqlen), one) for one in seen]
 
 

@@ -26,7 +26,7 @@ class Plan:
     hops: tuple[Hop, ...]
     inner: int  # hops of a turn; a flat ring is one turn
     # of each hop, one per part of the mask; none: it launches nothing. The local hop always does, for its start state
-    sights: tuple[tuple[Sight, ...], ...]
+    hop_masks: tuple[tuple[HopMask, ...], ...]
     lengths: tuple[int, ...]  # keys of the shard of each hop that travel
     longest: int  # those of the longest shard of all: what a slot must hold, whichever hops a mask leaves
     leaving: torch.Tensor | None  # which keys of the own shard travel, int64 on the device; None: all
@@ -102,7 +102,7 @@ class Positions:
         return self.kv_layout if shard == self.rank else self.travelling
 
 
-class Sight(NamedTuple):
+class HopMask(NamedTuple):
     """What one rank sees of one shard, by one part of the mask."""
 
     bounds: Bounds
@@ -116,7 +116,7 @@ class Sight(NamedTuple):
         return replace(scores, q_positions=self.positions.queries, k_positions=self.positions.keys(self.shard))
 
 
-def _sights(mask: Mask, positions: Positions, shard: int) -> tuple[Sight, ...]:
+def _hop_masks(mask: Mask, positions: Positions, shard: int) -> tuple[HopMask, ...]:
     """Part by part; at least one, and none more that is empty."""
     layout, kv_layout, rank, device = positions.layout, positions.held(shard), positions.rank, positions.device
     runs = None
@@ -125,7 +125,7 @@ def _sights(mask: Mask, positions: Positions, shard: int) -> tuple[Sight, ...]:
         runs = None if bool(visible.all()) else Runs(visible, mask.blocks.block)
     made = [replace(bounds(part, layout.positions(rank), kv_layout.positions(shard)), runs=runs) for part in mask.parts]
     found = [one for one in made if not one.is_empty] or made[:1]
-    return tuple(Sight(one.to(device), positions, shard) for one in found)
+    return tuple(HopMask(one.to(device), positions, shard) for one in found)
 
 
 def _leaving(keys: Layout, sent: Layout, rank: int, device: torch.device) -> torch.Tensor | None:
@@ -155,7 +155,9 @@ def plan(
         rank=rank,
         hops=hops,
         inner=whole.inner,
-        sights=tuple(_sights(mask, positions, hop.shard) if hop.computes or hop.index == 0 else () for hop in hops),
+        hop_masks=tuple(
+            _hop_masks(mask, positions, hop.shard) if hop.computes or hop.index == 0 else () for hop in hops
+        ),
         lengths=tuple(sent.lengths[hop.shard] for hop in hops),
         longest=max(sent.lengths),
         leaving=_leaving(keys, sent, rank, device),

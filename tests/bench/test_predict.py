@@ -176,7 +176,9 @@ def test_a_message_waits_for_both_ends(late: int) -> None:
 def test_programs_that_do_not_fit_together_are_refused() -> None:
     plans = SMALL.plans()
     programs = [record(plan, SMALL.form, "forward") for plan in plans]
-    programs[1] = record(replace(plans[1], hops=plans[1].hops[:3], sights=plans[1].sights[:3]), SMALL.form, "forward")
+    programs[1] = record(
+        replace(plans[1], hops=plans[1].hops[:3], hop_masks=plans[1].hop_masks[:3]), SMALL.form, "forward"
+    )
     with pytest.raises(ValueError, match="wait for each other forever"):
         run(programs, [[1.0] * 99] * 4, lambda a, b, nbytes: 0.0)
 
@@ -210,7 +212,7 @@ def test_areas_of_blocks_are_their_pairs() -> None:
     for plan in call.plans():
         for hop in plan.hops:
             seen = visible_pairs(call.mask, held.positions(plan.rank), held.positions(hop.shard))
-            assert sum(area_of(one.bounds, 512, 512).pairs for one in plan.sights[hop.index]) == seen
+            assert sum(area_of(one.bounds, 512, 512).pairs for one in plan.hop_masks[hop.index]) == seen
     many = Call(1 << 15, 2, "contiguous", Mask(blocks=bigbird(1 << 16, 128, window=3, global_=1, random=2)))
     assert many.mask.blocks is not None
     part = float(many.mask.blocks.visible.float().mean())

@@ -71,13 +71,13 @@ def test_bounds_are_those_of_what_is_seen(data: st.DataObject, layout: Layout, m
     assert (steps.rank, steps.hops, steps.edges) == (rank, whole.hops(rank), whole.edges)
     sent = travelling(layout, mask, layout)
     mine = layout.positions(rank)
-    for hop, parts in zip(steps.hops, steps.sights, strict=True):
+    for hop, parts in zip(steps.hops, steps.hop_masks, strict=True):
         theirs = (sent if hop.index else layout).positions(hop.shard)
         pairs = visible_pairs(mask, mine, theirs)
         assert bool(parts) == (pairs > 0 or hop.index == 0)
         if parts:
             assert sum(count(part.bounds, len(mine), len(theirs)) for part in parts) == pairs
-    launched = [hop.index for hop, parts in zip(steps.hops, steps.sights, strict=True) if parts]
+    launched = [hop.index for hop, parts in zip(steps.hops, steps.hop_masks, strict=True) if parts]
     assert steps.last == launched[-1]
     assert steps.lengths == tuple(sent.lengths[hop.shard] for hop in steps.hops)
     assert steps.longest == max(sent.lengths)

@@ -282,7 +282,7 @@ def steps(plan: Schedule, rank: int) -> Plan:
         rank=rank,
         hops=hops,
         inner=plan.inner,
-        sights=(),
+        hop_masks=(),
         lengths=(),
         longest=0,
         leaving=None,
