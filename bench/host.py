@@ -40,7 +40,7 @@ from ..kernels.checks import MAX_HEAD_DIM
 from ..kernels.device.forward import forward_kernel
 from ..ring import Layout, Mask, Ring, loop
 from ..ring import ring as ring_module
-from ..ring.backends import backward_works, forward_works
+from ..ring.backends import backward_backends, forward_backends
 from ..ring.schedule.plan import Plan, plan
 from .common.memory_room import Needs, of_ranks, refuse_too_large
 from .common.output import check_targets, prints, write_csv, write_json
@@ -130,14 +130,14 @@ class Case:
 
     def forward(self) -> None:
         with self.ring.call(self.plan, FORWARD, self.q, self.k) as call:
-            works = forward_works("triton", call.chunks, self.q, softmax_scale=self.scale)
+            works = forward_backends("triton", call.chunks, self.q, softmax_scale=self.scale)
             loop.forward(call, works, self.k, self.v)
 
     def backward(self) -> None:
         dkdv = torch.empty_like(self.k), torch.empty_like(self.v)
         with self.ring.call(self.plan, BACKWARD, self.q, self.k) as call:
             given = (self.dout, self.q, self.out, self.lse)
-            works = backward_works("triton", call.chunks, *given, softmax_scale=self.scale)
+            works = backward_backends("triton", call.chunks, *given, softmax_scale=self.scale)
             loop.backward(call, works, self.k, self.v, dkdv)
 
 

@@ -29,7 +29,7 @@ def resolve_backend(name: str, device: torch.device) -> str:
     return name
 
 
-def forward_works(
+def forward_backends(
     backend: str,
     chunks: Sequence[Heads],
     q: torch.Tensor,
@@ -49,7 +49,7 @@ def _of_state(start: Pair | None, heads: Heads) -> Pair | None:
     return None if start is None else (start[0][:, :, heads.q], start[1][:, heads.q].contiguous())
 
 
-def backward_works(
+def backward_backends(
     backend: str,
     chunks: Sequence[Heads],
     dout: torch.Tensor,

@@ -19,14 +19,14 @@ from .key_values import KeyValues
 from .schedule.schedule import Hop
 
 
-class ForwardWork(Protocol):
+class ForwardBackend(Protocol):
     """Folds one key shard after the other into ``(out, lse)`` of one chunk of heads."""
 
     def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores, final: bool) -> None:
         """The keys of one shard; ``final`` on this rank's last."""
 
 
-class BackwardWork(Protocol):
+class BackwardBackend(Protocol):
     """This rank's part of the gradients of one chunk of heads, one key shard after the other: dK/dV first, then dQ."""
 
     def dq(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores, local: bool, final: bool) -> None:
@@ -46,7 +46,7 @@ class BackwardWork(Protocol):
         """Write one shard's dK/dV plus ``sums()``, which waits for the network, ``into`` the given pair."""
 
 
-def forward(call: Call, works: Sequence[ForwardWork], k: torch.Tensor, v: torch.Tensor) -> None:
+def forward(call: Call, works: Sequence[ForwardBackend], k: torch.Tensor, v: torch.Tensor) -> None:
     """Fold every shard that this rank sees, while the next ones are on their way; one work per chunk of heads."""
     moving = KeyValues(call, k, v)
     for hop in call.plan.hops:
@@ -64,7 +64,7 @@ def forward(call: Call, works: Sequence[ForwardWork], k: torch.Tensor, v: torch.
     call.settle()
 
 
-def backward(call: Call, works: Sequence[BackwardWork], k: torch.Tensor, v: torch.Tensor, dkdv: Tensors) -> None:
+def backward(call: Call, works: Sequence[BackwardBackend], k: torch.Tensor, v: torch.Tensor, dkdv: Tensors) -> None:
     """dQ of every shard that this rank sees and, carried around the ring behind them, dK/dV of its own.
 
     The base of every turn brackets it: its dQ hides the first K/V, its dK/dV continues the sums that came home. The
@@ -100,7 +100,7 @@ def arrived(call: Call, moving: KeyValues, hop: Hop, heads: Heads) -> Pair:
         return moving.arrived(hop, heads)
 
 
-def query_gradient(call: Call, moving: KeyValues, work: BackwardWork, hop: Hop, heads: Heads) -> None:
+def query_gradient(call: Call, moving: KeyValues, work: BackwardBackend, hop: Hop, heads: Heads) -> None:
     """This hop's part of dQ."""
     hop_masks = call.plan.hop_masks[hop.index]
     if not hop_masks:
@@ -115,7 +115,7 @@ def query_gradient(call: Call, moving: KeyValues, work: BackwardWork, hop: Hop, 
 
 
 def key_gradients(
-    call: Call, moving: KeyValues, sums: DkvAccumulators, work: BackwardWork, hop: Hop, heads: Heads
+    call: Call, moving: KeyValues, sums: DkvAccumulators, work: BackwardBackend, hop: Hop, heads: Heads
 ) -> None:
     """This rank's part of the dK/dV of a shard that is not its own, added to what came from the ranks before."""
     hop_masks, came = call.plan.hop_masks[hop.index], sums.came(hop, heads)
@@ -141,7 +141,7 @@ def key_gradients(
 
 
 def own_gradients(
-    call: Call, moving: KeyValues, sums: DkvAccumulators, work: BackwardWork, heads: Heads, dkdv: Tensors
+    call: Call, moving: KeyValues, sums: DkvAccumulators, work: BackwardBackend, heads: Heads, dkdv: Tensors
 ) -> None:
     """dK/dV of the own shard: what all others have summed up, and this rank's own part."""
     own = call.plan.hops[0]
@@ -153,7 +153,7 @@ def own_gradients(
 
 
 def add(
-    work: BackwardWork,
+    work: BackwardBackend,
     near: Pair,
     seen: Sequence[MaskArgs],
     *,

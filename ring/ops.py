@@ -25,7 +25,7 @@ from ..kernels.ops import NO_SLOPE
 from ..kernels.scores import SEEDS
 from . import loop
 from .args import AttentionArgs, PreparedCall, prepare_call
-from .backends import backward_works, forward_works, joined, row_delta
+from .backends import backward_backends, forward_backends, joined, row_delta
 from .ring import Ring, resolve_ring
 from .schedule.layout import Layout
 from .schedule.mask import BlockMask, Longformer
@@ -43,7 +43,7 @@ def forward(call: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | 
     ring, _, steps, scale, scores, backend, config = call
     with ring.call(steps, "forward", q, k, scores) as running:
         start = None if sink is None else sink_state(sink, q, v.shape[3])
-        works = forward_works(backend, running.chunks, q, softmax_scale=scale, config=config, start=start)
+        works = forward_backends(backend, running.chunks, q, softmax_scale=scale, config=config, start=start)
         loop.forward(running, works, k, v)
     outs, lses = zip(*(work.result() for work in works), strict=True)
     return joined(outs, 2), joined(lses, 1)
@@ -72,7 +72,7 @@ def gradients(
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     with ring.call(steps, "backward", q, k, scores) as running:
         given = (dout, q, out, lse, dlse)
-        works = backward_works(backend, running.chunks, *given, softmax_scale=scale, config=config)
+        works = backward_backends(backend, running.chunks, *given, softmax_scale=scale, config=config)
         loop.backward(running, works, k, v, (dk, dv))
     dsink = None if sink is None else sink_gradient(sink, row_delta(backend, dout, out, dlse), lse)
     return joined([work.result() for work in works], 2), dk, dv, dsink

@@ -20,9 +20,9 @@ from ...kernels import (
     default_config,
 )
 from ...kernels.config import config_for
-from ...ring.backends import backward_works, forward_works
+from ...ring.backends import backward_backends, forward_backends
 from ...ring.buffers import MaskArgs, chunks_of
-from ...ring.loop import ForwardWork, add
+from ...ring.loop import ForwardBackend, add
 from ..common.timing import Step
 from .contender import BACKWARD, FORWARD, OURS, PARTS, PASSES, STATE, Cannot, Given, Ready
 
@@ -131,7 +131,7 @@ def ring_works(
     chunks, how = chunks_of(1, q.shape[2], k.shape[2]), {"softmax_scale": q.shape[-1] ** -0.5, "config": config}
 
     def forward() -> tuple[Tensor, Tensor]:
-        (work,) = forward_works(backend, chunks, q, **how)
+        (work,) = forward_backends(backend, chunks, q, **how)
         fold(work, k, v, parts, final=True)
         return work.result()
 
@@ -139,18 +139,18 @@ def ring_works(
     state = out.to(torch.float32, copy=True), lse.clone()  # of its own: it is continued in place, again and again
 
     def with_state() -> None:
-        (work,) = forward_works(backend, chunks, q, start=state, **how)
+        (work,) = forward_backends(backend, chunks, q, start=state, **how)
         fold(work, k, v, parts, final=False)
 
     def backward() -> tuple[Tensor, ...]:
-        (work,) = backward_works(backend, chunks, dout, q, out, lse, **how)
+        (work,) = backward_backends(backend, chunks, dout, q, out, lse, **how)
         into = torch.empty_like(k), torch.empty_like(v)
         for part in parts:
             work.dq(k, v, part, scores=PLAIN, local=True, final=part is parts[-1])
         add(work, (k, v), [MaskArgs(bounds=part, scores=PLAIN) for part in parts], local=True, sums=None, into=into)
         return work.result(), *into
 
-    (carried,) = forward_works(backend, chunks, q, **how)
+    (carried,) = forward_backends(backend, chunks, q, **how)
     hops = halves(given)
     for keys, seen in hops:
         fold(carried, k[:, keys], v[:, keys], seen, final=keys.stop is None)
@@ -159,7 +159,7 @@ def ring_works(
     return Ready(_only(steps, passes), [out, *grads], carried.result()[0] if hops else None)
 
 
-def fold(work: ForwardWork, k: Tensor, v: Tensor, parts: Sequence[Bounds], *, final: bool) -> None:
+def fold(work: ForwardBackend, k: Tensor, v: Tensor, parts: Sequence[Bounds], *, final: bool) -> None:
     """The keys of one shard, part by part of the mask."""
     for part in parts:
         work.fold(k, v, part, scores=PLAIN, final=final and part is parts[-1])

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...comm import DONE, Fence, Message, Transport
 from ...kernels import PLAIN, Bounds, Scores
 from ...ring import Mask, Ring, loop
-from ...ring.backends import backward_works, forward_works, joined, resolve_backend
+from ...ring.backends import backward_backends, forward_backends, joined, resolve_backend
 from ...ring.buffers import Call, Tensors, ignore_post
 from ...ring.schedule.plan import Plan, plan
 from ..common.timing import Stopwatch
@@ -174,7 +174,7 @@ class Step:
 
     def _forward(self, call: Call, clock: Stretches) -> Tensors:
         shard = self._shard
-        works = forward_works(self._backend, call.chunks, shard.q, softmax_scale=shard.scale)
+        works = forward_backends(self._backend, call.chunks, shard.q, softmax_scale=shard.scale)
         loop.forward(call, self._dressed(works, clock), shard.k, shard.v)
         if self._kind == COMMUNICATION:
             return ()
@@ -188,7 +188,7 @@ class Step:
         if self._kind != COMMUNICATION:
             assert shard.out is not None and shard.lse is not None
             given = (shard.dout, shard.q, shard.out, shard.lse)
-            works = backward_works(self._backend, call.chunks, *given, softmax_scale=shard.scale)
+            works = backward_backends(self._backend, call.chunks, *given, softmax_scale=shard.scale)
         loop.backward(call, self._dressed(works or [None] * len(call.chunks), clock), shard.k, shard.v, dkdv)
         return () if self._kind == COMMUNICATION else (joined([work.result() for work in works], 2), *dkdv)
 
