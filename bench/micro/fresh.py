@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ...ring.schedule.active import seen_blocks, travelling, unions
 from ...ring.schedule.schedule import _schedule
-from ...ring.schedule.visits import seen_blocks, travelling, unions
 
 
 def forget() -> None:

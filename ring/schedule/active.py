@@ -19,7 +19,7 @@ Marks = npt.NDArray[np.bool_]
 KEPT = 8  # a schedule and what travels by it ask for the same
 
 
-def visits(layout: Layout, mask: Mask, keys: Layout) -> Marks:
+def active_shards(layout: Layout, mask: Mask, keys: Layout) -> Marks:
     """Where a query of a rank sees a key of a shard, ``[rank, shard]``; exact.
 
     It costs what the queries and the spans of keys cost, not what their product would.

@@ -10,10 +10,10 @@ import torch
 
 from ...comm.topology.topology import Topology
 from ...kernels import Bounds, Runs, Scores
+from .active import travelling
 from .layout import Layout
 from .mask import Mask, bounds
 from .schedule import BASE_SLOTS, KV_SLOTS, RAIL_SLOTS, SUMS_SLOTS, Edge, Hop, schedule
-from .visits import travelling
 
 PLANS = 64  # a model alternates between a few (layout, mask) pairs
 

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...comm.topology.topology import Topology
+from .active import active_shards, travelling
 from .layout import Layout
 from .mask import Mask
-from .visits import travelling, visits
 
 KV_SLOTS = 3  # one computing, one arriving, one whose send may still be under way
 BASE_SLOTS = 2  # of a two-level ring: one leaving and one arriving over the slow link during a whole inner turn
@@ -89,8 +89,8 @@ class Schedule:
     nodes: tuple[tuple[int, ...], ...]
     """Ranks in ring order; one node is a flat ring."""
     direction: int
-    visits: tuple[tuple[bool, ...], ...]
-    """``visits[shard][hop]``: the rank where the shard is at that hop sees something of it."""
+    active: tuple[tuple[bool, ...], ...]
+    """``active[shard][hop]``: the rank where the shard is at that hop sees something of it."""
     lengths: tuple[int, ...]
     """Keys of each shard that travel."""
     slots: int = KV_SLOTS
@@ -150,13 +150,13 @@ class Schedule:
     def journeys(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For every shard and turn the first and the last step away from the base that computes; (1, 0) for none."""
         turns = range(0, self.count, self.inner)
-        return tuple(tuple(_journey(hops[turn : turn + self.inner]) for turn in turns) for hops in self.visits)
+        return tuple(tuple(_journey(hops[turn : turn + self.inner]) for turn in turns) for hops in self.active)
 
     @cached_property
     def last_turns(self) -> tuple[int, ...]:
         """For every shard the last turn in which any rank computes with it."""
         return tuple(
-            max((hop // self.inner for hop, sees in enumerate(hops) if sees), default=0) for hops in self.visits
+            max((hop // self.inner for hop, sees in enumerate(hops) if sees), default=0) for hops in self.active
         )
 
     @property
@@ -166,7 +166,7 @@ class Schedule:
 
     def node_sees(self, shard: int, turn: int) -> bool:
         """Whether any rank of the node where ``shard`` is in ``turn`` computes with it."""
-        return any(self.visits[shard][turn * self.inner : (turn + 1) * self.inner])
+        return any(self.active[shard][turn * self.inner : (turn + 1) * self.inner])
 
     def hops(self, rank: int) -> tuple[Hop, ...]:
         """What ``rank`` does, hop by hop: as many entries on every rank.
@@ -202,7 +202,7 @@ class Schedule:
 
     def moves(self) -> tuple[Moves, ...]:
         """Everything that any rank sends in a backward; a forward leaves out the sums."""
-        seen = np.array(self.visits).reshape(self.world, -1, self.inner)  # [shard, turn, step]
+        seen = np.array(self.active).reshape(self.world, -1, self.inner)  # [shard, turn, step]
         ranks, steps, turns = self.ranks.reshape(seen.shape), np.arange(self.inner), np.arange(seen.shape[1])
         first, last = np.moveaxis(np.array(self.journeys), 2, 0)[..., None]
         bases, following = ranks[:, :, 0], np.roll(ranks, -1, axis=2)
@@ -264,12 +264,12 @@ def _schedule(
     layout: Layout, mask: Mask, keys: Layout, direction: int, nodes: tuple[tuple[int, ...], ...], slots: int
 ) -> Schedule:
     plan = Schedule(nodes, direction, (), travelling(layout, mask, keys).lengths, slots)
-    seen = visits(layout, mask, keys)[plan.ranks, np.arange(layout.world)[:, None]]
+    seen = active_shards(layout, mask, keys)[plan.ranks, np.arange(layout.world)[:, None]]
     seen = seen.reshape(layout.world, len(plan.turns), len(plan.steps))
     lengths = np.array(plan.lengths, dtype=np.int64)
     turns, steps = _order(np.asarray(seen.any(axis=2))[:, None], lengths), _order(seen, lengths)
     left = seen[:, turns][:, :, steps].reshape(layout.world, -1).tolist()
-    return replace(plan, turns=turns, steps=steps, visits=tuple(map(tuple, left)))
+    return replace(plan, turns=turns, steps=steps, active=tuple(map(tuple, left)))
 
 
 def _order(seen: npt.NDArray[np.bool_], lengths: Vector) -> tuple[int, ...]:
@@ -318,7 +318,7 @@ def _base(plan: Schedule, rank: int, index: int) -> Hop:
     return Hop(
         index=index,
         shard=shard,
-        computes=plan.visits[shard][index],
+        computes=plan.active[shard][index],
         kv_from=plan.rank_at(shard, index - plan.inner) if comes else None,
         kv_to=plan.rank_at(shard, index + 1) if last else None,
         kv_slot=plan.slots + turn % BASE_SLOTS if comes else None,
@@ -341,7 +341,7 @@ def _away(plan: Schedule, rank: int, index: int) -> Hop:
     return Hop(
         index=index,
         shard=shard,
-        computes=plan.visits[shard][index],
+        computes=plan.active[shard][index],
         kv_from=previous if comes else None,
         kv_to=following if goes else None,
         kv_slot=index % plan.slots if comes else None,

@@ -37,7 +37,7 @@ def _header(plan: Schedule) -> str:
     if len(plan.nodes) > 1:
         ranks += f" ({len(plan.nodes)} nodes of {len(plan.nodes[0])} ranks)"
         moves += f", every {plan.inner} hops to {_goal(plan.turns, len(plan.nodes), to, 'node')}"
-    return f"{ranks}, {moves}, {sum(map(sum, plan.visits))} of {plan.world * plan.count} hops compute"
+    return f"{ranks}, {moves}, {sum(map(sum, plan.active))} of {plan.world * plan.count} hops compute"
 
 
 def _goal(distances: Sequence[int], count: int, to: str, what: str) -> str:

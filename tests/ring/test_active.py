@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from ringattn.bench.common.masks import packed
 from ringattn.bench.micro.fresh import forget
+from ringattn.ring.schedule import active as module
 from ringattn.ring.schedule import mask as patterns
-from ringattn.ring.schedule import visits as module
+from ringattn.ring.schedule.active import LESS, active_shards, travelling, union
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import Mask
 from ringattn.ring.schedule.schedule import Schedule, schedule
-from ringattn.ring.schedule.visits import LESS, travelling, union, visits
 
 from ..support.layouts import NAMES, Window, block_layouts, block_masks, layouts, masks, named, sees
 from ..support.pairwise import pairwise_cases
@@ -47,7 +47,7 @@ def test_any_mask_and_layouts(data: st.DataObject, other_keys: bool) -> None:
     layout = data.draw(layouts(max_seqlen=24))
     keys = data.draw(layouts(max_seqlen=24, world=layout.world)) if other_keys else layout
     mask = data.draw(masks(global_tokens=True, used=True))
-    assert visits(layout, mask, keys).tolist() == brute(layout, mask, keys)
+    assert active_shards(layout, mask, keys).tolist() == brute(layout, mask, keys)
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 4), st.booleans())
@@ -57,7 +57,7 @@ def test_any_blocks(data: st.DataObject, world: int, block: int, other_keys: boo
     keys = data.draw(block_layouts(7, block, world)) if other_keys else layout
     plain = data.draw(masks(global_tokens=True, used=True).filter(lambda mask: type(mask) is Mask))
     mask = replace(plain, blocks=data.draw(block_masks(7, 7, block)))
-    assert visits(layout, mask, keys).tolist() == brute(layout, mask, keys)
+    assert active_shards(layout, mask, keys).tolist() == brute(layout, mask, keys)
 
 
 @given(st.data(), st.integers(1, 4))
@@ -65,7 +65,7 @@ def test_no_pair_is_missed_by_a_mask_that_looks_away(data: st.DataObject, block:
     """An interval that does not hold the query's own position: then a visit too many is allowed, none too few."""
     layout = data.draw(block_layouts(7, block, 3))
     mask = Window(left=data.draw(st.integers(-3, 3)), right=3, blocks=data.draw(block_masks(7, 7, block)))
-    assert not (np.array(brute(layout, mask, layout)) & ~visits(layout, mask, layout)).any()
+    assert not (np.array(brute(layout, mask, layout)) & ~active_shards(layout, mask, layout)).any()
 
 
 @given(st.data(), st.integers(1, 5), st.sampled_from([2, 3, 7, 20]))
@@ -74,7 +74,7 @@ def test_stripes_beside_runs(data: st.DataObject, world: int, step: int) -> None
     stripes = [(3 * world + rank, data.draw(st.integers(0, 4)), step * world) for rank in range(world)]
     layout = Layout([[(3 * rank, 3), stripe] for rank, stripe in enumerate(stripes)])
     mask = data.draw(masks().filter(lambda mask: mask.documents is None))  # theirs end before
-    assert visits(layout, mask, layout).tolist() == brute(layout, mask, layout)
+    assert active_shards(layout, mask, layout).tolist() == brute(layout, mask, layout)
 
 
 def test_blocks_must_be_whole_in_both_layouts() -> None:

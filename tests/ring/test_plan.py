@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import Bounds
+from ringattn.ring.schedule.active import travelling
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import Mask, visible_pairs
 from ringattn.ring.schedule.plan import Plan, plan
 from ringattn.ring.schedule.schedule import Hop, schedule
-from ringattn.ring.schedule.visits import travelling
 
 from ..support.layouts import Window, layouts, masks
 

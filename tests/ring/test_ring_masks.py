@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ringattn import Layout, LocalWorld, Ring, reference, ring_attention
 from ringattn.comm import LocalGroup, Topology
+from ringattn.ring.schedule.active import travelling
 from ringattn.ring.schedule.layout import Documents
 from ringattn.ring.schedule.mask import BlockMask, Mask, bigbird, fixed, longformer, strided
-from ringattn.ring.schedule.visits import travelling
 
 from ..support.mask_cases import Case, check, held, in_blocks, run, taken
 from ..support.pairwise import pairwise_cases

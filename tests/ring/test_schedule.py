@@ -194,7 +194,7 @@ def check_nothing_needless(plan: Schedule) -> None:
         for hop in plan.hops(rank):
             step = hop.index % plan.inner
             begin = hop.index - step
-            seen = plan.visits[hop.shard]
+            seen = plan.active[hop.shard]
             later = any(seen[hop.index + 1 : begin + plan.inner])
             earlier = any(seen[begin + 1 : hop.index])
             assert (hop.kv_to is not None) == later

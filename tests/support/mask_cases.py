@@ -15,8 +15,8 @@ from ringattn.comm import LocalGroup
 from ringattn.reference.masks import pairs
 from ringattn.reference.scores import Options
 from ringattn.ring.args import Layouts, mask_of
+from ringattn.ring.schedule.active import travelling
 from ringattn.ring.schedule.mask import BlockMask, Longformer
-from ringattn.ring.schedule.visits import travelling
 from ringattn.ring.wire import grad_wire_of, wire_of
 
 from .baselines import Modified, Results, exact, exact_with_sink, operator_lse, pytorch, pytorch_with_sink

@@ -299,7 +299,7 @@ def steps(plan: Schedule, rank: int) -> Plan:
 
 def journey_end(plan: Schedule, shard: int, begin: int) -> int:
     """How far from its base a shard is last computed with in the turn that begins at a hop."""
-    return max(step for step in range(plan.inner) if not step or plan.visits[shard][begin + step])
+    return max(step for step in range(plan.inner) if not step or plan.active[shard][begin + step])
 
 
 def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1) -> list[Rank]:

@@ -12,7 +12,7 @@ from ringattn import Layout
 from ringattn.kernels import KernelConfig
 from ringattn.kernels.config import is_single_pass
 from ringattn.ring import Mask
-from ringattn.ring.schedule.visits import travelling
+from ringattn.ring.schedule.active import travelling
 
 from . import kernels
 

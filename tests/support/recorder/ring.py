@@ -24,8 +24,8 @@ from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.ring import Mask, args, buffers, shards
 from ringattn.ring.buffers import Key
+from ringattn.ring.schedule.active import travelling
 from ringattn.ring.schedule.plan import plan
-from ringattn.ring.schedule.visits import travelling
 
 from .case import GIVEN, Case, shard
 from .checks import Checked
