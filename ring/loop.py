@@ -40,57 +40,57 @@ class BackwardBackend(Protocol):
         *,
         scores: Scores,
         local: bool,
-        sums: Callable[[], Tensors] | None,
-        into: Tensors,
+        accum: Callable[[], Tensors] | None,
+        out: Tensors,
     ) -> None:
-        """Write one shard's dK/dV plus ``sums()``, which waits for the network, ``into`` the given pair."""
+        """Write one shard's dK/dV plus ``accum()``, which waits for the network, to ``out``."""
 
 
-def forward(call: Call, works: Sequence[ForwardBackend], k: torch.Tensor, v: torch.Tensor) -> None:
-    """Fold every shard that this rank sees, while the next ones are on their way; one work per chunk of heads."""
+def forward(call: Call, backends: Sequence[ForwardBackend], k: torch.Tensor, v: torch.Tensor) -> None:
+    """Fold every shard that this rank sees, while the next ones are on their way; a backend per chunk of heads."""
     moving = KeyValues(call, k, v)
     for hop in call.plan.hops:
         moving.advance(hop)
         hop_masks = call.plan.hop_masks[hop.index]
         if not hop_masks:
             continue
-        for heads, work in zip(call.chunks, works, strict=True):
+        for heads, backend in zip(call.chunks, backends, strict=True):
             near = arrived(call, moving, hop, heads)
             with call.span("compute", hop):
                 for hop_mask in hop_masks:
                     final = hop.index == call.plan.last and hop_mask is hop_masks[-1]
-                    work.fold(*near, **call.mask_args(hop_mask, heads), final=final)
+                    backend.fold(*near, **call.mask_args(hop_mask, heads), final=final)
             moving.computed(hop.kv_slot, heads)
     call.settle()
 
 
-def backward(call: Call, works: Sequence[BackwardBackend], k: torch.Tensor, v: torch.Tensor, dkdv: Tensors) -> None:
+def backward(call: Call, backends: Sequence[BackwardBackend], k: torch.Tensor, v: torch.Tensor, dkdv: Tensors) -> None:
     """dQ of every shard that this rank sees and, carried around the ring behind them, dK/dV of its own.
 
     The base of every turn brackets it: its dQ hides the first K/V, its dK/dV continues the sums that came home. The
     first turn's base is the own shard, whose dK/dV comes last of all. At every hop dK/dV comes first, so that the dQ
     of the same hop hides the sums' way to the next rank.
     """
-    moving, sums = KeyValues(call, k, v), DkvAccumulators(call, k, v)
-    pairs = tuple(zip(call.chunks, works, strict=True))
+    moving, dkv = KeyValues(call, k, v), DkvAccumulators(call, k, v)
+    pairs = tuple(zip(call.chunks, backends, strict=True))
     for base, *others in call.plan.turns:
         moving.advance(base)
-        for heads, work in pairs:
-            query_gradient(call, moving, work, base, heads)
+        for heads, backend in pairs:
+            query_gradient(call, moving, backend, base, heads)
         for hop in others:
             moving.advance(hop)
-            for heads, work in pairs:
-                key_gradients(call, moving, sums, work, hop, heads)
-                sums.post(hop, heads)
-                query_gradient(call, moving, work, hop, heads)
+            for heads, backend in pairs:
+                key_gradients(call, moving, dkv, backend, hop, heads)
+                dkv.post(hop, heads)
+                query_gradient(call, moving, backend, hop, heads)
         if call.plan.two_level:
-            for heads, work in pairs:
-                sums.absorb(heads)
+            for heads, backend in pairs:
+                dkv.absorb(heads)
                 if base.index:
-                    key_gradients(call, moving, sums, work, base, heads)
-                    sums.send_home(base, heads)
-    for heads, work in pairs:
-        own_gradients(call, moving, sums, work, heads, tuple(x[:, :, heads.kv] for x in dkdv))
+                    key_gradients(call, moving, dkv, backend, base, heads)
+                    dkv.send_home(base, heads)
+    for heads, backend in pairs:
+        own_gradients(call, moving, dkv, backend, heads, tuple(x[:, :, heads.kv] for x in dkdv))
     call.settle()
 
 
@@ -100,7 +100,7 @@ def arrived(call: Call, moving: KeyValues, hop: Hop, heads: Heads) -> Pair:
         return moving.arrived(hop, heads)
 
 
-def query_gradient(call: Call, moving: KeyValues, work: BackwardBackend, hop: Hop, heads: Heads) -> None:
+def query_gradient(call: Call, moving: KeyValues, backend: BackwardBackend, hop: Hop, heads: Heads) -> None:
     """This hop's part of dQ."""
     hop_masks = call.plan.hop_masks[hop.index]
     if not hop_masks:
@@ -109,62 +109,56 @@ def query_gradient(call: Call, moving: KeyValues, work: BackwardBackend, hop: Ho
     with call.span("compute", hop):
         for hop_mask in hop_masks:
             final = hop.index == call.plan.last and hop_mask is hop_masks[-1]
-            work.dq(*near, **call.mask_args(hop_mask, heads), local=hop.index == 0, final=final)
+            backend.dq(*near, **call.mask_args(hop_mask, heads), local=hop.index == 0, final=final)
     if not call.plan.is_base(hop):  # a base's K/V are needed again at the end of its turn
         moving.computed(hop.kv_slot, heads)
 
 
 def key_gradients(
-    call: Call, moving: KeyValues, sums: DkvAccumulators, work: BackwardBackend, hop: Hop, heads: Heads
+    call: Call, moving: KeyValues, dkv: DkvAccumulators, backend: BackwardBackend, hop: Hop, heads: Heads
 ) -> None:
     """This rank's part of the dK/dV of a shard that is not its own, added to what came from the ranks before."""
-    hop_masks, came = call.plan.hop_masks[hop.index], sums.came(hop, heads)
+    hop_masks, came = call.plan.hop_masks[hop.index], dkv.came(hop, heads)
     if hop_masks:
-        into, near = sums.into(hop, heads), arrived(call, moving, hop, heads)
+        out, near = dkv.into(hop, heads), arrived(call, moving, hop, heads)
         with call.span("compute", hop):
-            add(
-                work,
-                near,
-                [call.mask_args(hop_mask, heads) for hop_mask in hop_masks],
-                local=False,
-                sums=came,
-                into=into,
-            )
+            parts = [call.mask_args(hop_mask, heads) for hop_mask in hop_masks]
+            add(backend, near, parts, local=False, accum=came, out=out)
         if call.plan.is_base(hop):
             moving.computed(hop.kv_slot, heads)
     elif came is not None and call.plan.is_base(hop):
-        for target, x in zip(sums.into(hop, heads), came(), strict=True):
+        for target, x in zip(dkv.into(hop, heads), came(), strict=True):
             target.copy_(x)
     else:
         return  # sums that only pass through are sent on from where they are
-    sums.added(hop, heads)
+    dkv.added(hop, heads)
 
 
 def own_gradients(
-    call: Call, moving: KeyValues, sums: DkvAccumulators, work: BackwardBackend, heads: Heads, dkdv: Tensors
+    call: Call, moving: KeyValues, dkv: DkvAccumulators, backend: BackwardBackend, heads: Heads, dkdv: Tensors
 ) -> None:
     """dK/dV of the own shard: what all others have summed up, and this rank's own part."""
     own = call.plan.hops[0]
-    came, into = sums.total(heads), sums.own(heads, dkdv)
-    seen = [call.mask_args(hop_mask, heads) for hop_mask in call.plan.hop_masks[0]]
+    came, out = dkv.total(heads), dkv.own(heads, dkdv)
+    parts = [call.mask_args(hop_mask, heads) for hop_mask in call.plan.hop_masks[0]]
     with call.span("compute", own):
-        add(work, moving.arrived(own, heads), seen, local=True, sums=came, into=into)
-    sums.finish(heads, dkdv)
+        add(backend, moving.arrived(own, heads), parts, local=True, accum=came, out=out)
+    dkv.finish(heads, dkdv)
 
 
 def add(
-    work: BackwardBackend,
+    backend: BackwardBackend,
     near: Pair,
-    seen: Sequence[MaskArgs],
+    parts: Sequence[MaskArgs],
     *,
     local: bool,
-    sums: Callable[[], Tensors] | None,
-    into: Tensors,
+    accum: Callable[[], Tensors] | None,
+    out: Tensors,
 ) -> None:
-    """``into`` = ``sums()`` plus the dK/dV of every part of the mask."""
-    *others, last = seen
+    """``out`` = ``accum()`` plus the dK/dV of every part of the mask."""
+    *others, last = parts
     for one in others:  # in fp32, whatever the dtype of what they go into
-        between = tuple(torch.empty_like(x, dtype=torch.float32) for x in into)
-        work.dkdv(*near, **one, local=local, sums=sums, into=between)
-        sums = partial(tuple, between)
-    work.dkdv(*near, **last, local=local, sums=sums, into=into)
+        between = tuple(torch.empty_like(x, dtype=torch.float32) for x in out)
+        backend.dkdv(*near, **one, local=local, accum=accum, out=between)
+        accum = partial(tuple, between)
+    backend.dkdv(*near, **last, local=local, accum=accum, out=out)

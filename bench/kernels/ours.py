@@ -147,7 +147,7 @@ def ring_works(
         into = torch.empty_like(k), torch.empty_like(v)
         for part in parts:
             work.dq(k, v, part, scores=PLAIN, local=True, final=part is parts[-1])
-        add(work, (k, v), [MaskArgs(bounds=part, scores=PLAIN) for part in parts], local=True, sums=None, into=into)
+        add(work, (k, v), [MaskArgs(bounds=part, scores=PLAIN) for part in parts], local=True, accum=None, out=into)
         return work.result(), *into
 
     (carried,) = forward_backends(backend, chunks, q, **how)

@@ -61,12 +61,12 @@ class Nothing:
         *,
         scores: Scores = PLAIN,
         local: bool,
-        sums: Callable[[], Tensors] | None,
-        into: Tensors,
+        accum: Callable[[], Tensors] | None,
+        out: Tensors,
     ) -> None:
         """Wait for the sums."""
-        if sums is not None:
-            sums()
+        if accum is not None:
+            accum()
 
 
 class Stretches(Stopwatch):
@@ -104,16 +104,16 @@ class Clocked:
         *,
         scores: Scores = PLAIN,
         local: bool,
-        sums: Callable[[], Tensors] | None,
-        into: Tensors,
+        accum: Callable[[], Tensors] | None,
+        out: Tensors,
     ) -> None:
-        wait = sums
-        if sums is not None and self._waits_first:  # the kernel's stream waits before its launch, not within it
-            arrived = sums()
+        wait = accum
+        if accum is not None and self._waits_first:  # the kernel's stream waits before its launch, not within it
+            arrived = accum()
             wait = lambda: arrived  # noqa: E731
         with self._clock.stretch():
             late = None if wait is None else lambda: self._clock.without(wait)
-            self._work.dkdv(k, v, bounds, scores=scores, local=local, sums=late, into=into)
+            self._work.dkdv(k, v, bounds, scores=scores, local=local, accum=late, out=out)
 
 
 @dataclass

@@ -82,7 +82,7 @@ class Stage:
         few_into = torch.empty(k.shape), torch.empty(v.shape)
         found: dict[str, Step] = {
             "forward hop": lambda: folding.fold(k, v, FULL, final=False),
-            "backward hop": lambda: adding.dkdv(k, v, FULL, local=False, sums=None, into=few_into),
+            "backward hop": lambda: adding.dkdv(k, v, FULL, local=False, accum=None, out=few_into),
             "sums": lambda: [torch.add(a, b, out=a) for a, b in zip(into, came, strict=True)],
         }
         for kind in (Kind.RECTANGLE, Kind.CAUSAL):
@@ -91,7 +91,7 @@ class Stage:
         found["forward far"], found["backward far"] = self._far_forward, self._far_backward
         for name, seen in self.patterns.items():
             found[f"forward {name}"] = partial(folding.fold, self.k, self.v, seen, final=False)
-            found[f"backward {name}"] = partial(adding.dkdv, self.k, self.v, seen, local=False, sums=None, into=into)
+            found[f"backward {name}"] = partial(adding.dkdv, self.k, self.v, seen, local=False, accum=None, out=into)
         for name, near in self.limits.items():
             found[f"forward {name}"] = partial(self._blockwise_forward, near, self.keys_of(name))
             found[f"backward {name}"] = partial(self._blockwise_backward, near, self.keys_of(name))

@@ -261,14 +261,14 @@ class _Work:
 
     def dkdv(
         self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool,
-        sums: Callable[[], Tensors] | None, into: Tensors,
+        accum: Callable[[], Tensors] | None, out: Tensors,
     ) -> None:  # fmt: skip
-        if sums is not None and not self.recorder.form.on_host:
-            sums()
+        if accum is not None and not self.recorder.form.on_host:
+            accum()
         self._launch(DKDV)
         if self.recorder.form.on_host:
-            if sums is not None:
-                sums()
+            if accum is not None:
+                accum()
             self.recorder.launch(ADD, self.chunk)
 
     def _launch(self, what: str) -> None:

@@ -39,7 +39,7 @@ def gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
     (work,) = backward_backends(backend_of(q), one_chunk(q, k), *given, softmax_scale=q.shape[-1] ** -0.5)
     into = tuple(torch.empty(x.shape, device=x.device, dtype=torch.float32) for x in (k, v))
     work.dq(k, v, limits, local=True, final=True)
-    work.dkdv(k, v, limits, local=True, sums=None, into=into)
+    work.dkdv(k, v, limits, local=True, accum=None, out=into)
     return [work.result(), *into]
 
 

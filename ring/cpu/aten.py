@@ -242,12 +242,12 @@ class AtenBackward:
         *,
         scores: Scores = PLAIN,
         local: bool,
-        sums: Callable[[], Tensors] | None,
-        into: Tensors,
+        accum: Callable[[], Tensors] | None,
+        out: Tensors,
     ) -> None:
-        """Fill ``into`` with this shard's dK and dV plus ``sums()``, which may lie in the same memory.
+        """Fill ``out`` with this shard's dK and dV plus ``accum()``, which may lie in the same memory.
 
-        ``sums`` is called after all else, since it waits for the network.
+        ``accum`` is called after all else, since it waits for the network.
         """
         if local:
             _, second = self._halves(k, v, bounds, scores)
@@ -258,9 +258,9 @@ class AtenBackward:
                 parts = [self._part(k, v, bounds, second, scores, half)]
         else:
             parts = [self._part(k, v, bounds, self._whole(k, v, bounds, scores), scores)]
-        arrived = (None, None) if sums is None else sums()
+        arrived = (None, None) if accum is None else accum()
         for part in parts:
-            for buffer, base, grad in zip(into, arrived, (part.dk, part.dv), strict=True):
+            for buffer, base, grad in zip(out, arrived, (part.dk, part.dv), strict=True):
                 _settle(buffer[:, :, part.heads], None if base is None else base[:, :, part.heads], grad, part)
 
     def result(self) -> Tensor:

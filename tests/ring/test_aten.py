@@ -70,7 +70,7 @@ def test_empty_shards(queries: int, keys: int, empty: Bounds | None) -> None:
     into = (torch.full_like(k, torch.nan), torch.full_like(k, torch.nan))
     back = AtenBackward(dout, q, out, lse, None, softmax_scale=SCALE)
     back.dq(k, k, seen, local=True)
-    back.dkdv(k, k, seen, local=True, sums=None, into=into)
+    back.dkdv(k, k, seen, local=True, accum=None, out=into)
     assert back.result().equal(torch.zeros_like(q))
     assert all(x.equal(torch.zeros_like(k)) for x in into)
 
@@ -135,9 +135,9 @@ class Rank:
         own, *others = self.hops
         work.dq(*own, local=True)
         for hop in others:
-            work.dkdv(*hop, local=False, sums=None, into=tuple(torch.empty_like(x) for x in hop[:2]))
+            work.dkdv(*hop, local=False, accum=None, out=tuple(torch.empty_like(x) for x in hop[:2]))
             work.dq(*hop, local=False)
-        work.dkdv(*own, local=True, sums=None, into=tuple(torch.empty_like(x) for x in own[:2]))
+        work.dkdv(*own, local=True, accum=None, out=tuple(torch.empty_like(x) for x in own[:2]))
 
 
 def counted(call: Callable[[], object]) -> dict[str, int]:
@@ -232,7 +232,7 @@ def test_sums_are_asked_for_last(local: bool, blockwise_only: bool) -> None:
 
     back.dq(k[:, :9], v[:, :9], seen, local=local)
     with recorder:
-        back.dkdv(k[:, :9], v[:, :9], seen, local=local, sums=arrive, into=sums)
+        back.dkdv(k[:, :9], v[:, :9], seen, local=local, accum=arrive, out=sums)
     after = recorder.counts
     assert not {name for name in after if "bmm" in name or "attention" in name or "exp" in name}
     assert "aten.add.out" in after

@@ -65,11 +65,11 @@ class Work:
         *,
         scores: Scores,
         local: bool,
-        sums: Callable[[], Tensors] | None,
-        into: Tensors,
+        accum: Callable[[], Tensors] | None,
+        out: Tensors,
     ) -> None:
-        self.log.append(f"dkdv{' with sums' if sums is not None and sums() else ''}")
-        for x in into:
+        self.log.append(f"dkdv{' with sums' if accum is not None and accum() else ''}")
+        for x in out:
             x.fill_(1.0)
 
 
