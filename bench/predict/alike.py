@@ -57,7 +57,7 @@ class EveryoneSees(Schedule):
     """A schedule in which every rank sees something of every shard."""
 
     @property
-    def journeys(self) -> Any:
+    def active_ranges(self) -> Any:
         """To the last rank of every turn."""
         one = (1, self.inner - 1) if self.inner > 1 else (1, 0)
         return Same((one,) * len(self.turns), self.world)

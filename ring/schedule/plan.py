@@ -165,7 +165,7 @@ def plan(
         slots=slots,
         edges=whole.edges,
         homecomings={
-            base.index + whole.journeys[base.shard][base.index // whole.inner][1]: base
+            base.index + whole.active_ranges[base.shard][base.index // whole.inner][1]: base
             for base in hops[:: whole.inner]
             if base.sums_from is not None
         },

@@ -147,10 +147,10 @@ class Schedule:
         return ranks
 
     @cached_property
-    def journeys(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+    def active_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For every shard and turn the first and the last step away from the base that computes; (1, 0) for none."""
         turns = range(0, self.count, self.inner)
-        return tuple(tuple(_journey(hops[turn : turn + self.inner]) for turn in turns) for hops in self.active)
+        return tuple(tuple(_active_range(hops[turn : turn + self.inner]) for turn in turns) for hops in self.active)
 
     @cached_property
     def last_turns(self) -> tuple[int, ...]:
@@ -204,7 +204,7 @@ class Schedule:
         """Everything that any rank sends in a backward; a forward leaves out the sums."""
         seen = np.array(self.active).reshape(self.world, -1, self.inner)  # [shard, turn, step]
         ranks, steps, turns = self.ranks.reshape(seen.shape), np.arange(self.inner), np.arange(seen.shape[1])
-        first, last = np.moveaxis(np.array(self.journeys), 2, 0)[..., None]
+        first, last = np.moveaxis(np.array(self.active_ranges), 2, 0)[..., None]
         bases, following = ranks[:, :, 0], np.roll(ranks, -1, axis=2)
         onward, carries = steps < last, (first <= steps) & (steps <= last)
         by_rail = turns < np.array(self.last_turns)[:, None]
@@ -302,7 +302,7 @@ def _pairs(moves: Sequence[Moves], world: int) -> tuple[Edge, ...]:
     return tuple(zip(sources.tolist(), destinations.tolist(), strict=True))
 
 
-def _journey(hops: tuple[bool, ...]) -> tuple[int, int]:
+def _active_range(hops: tuple[bool, ...]) -> tuple[int, int]:
     away = [index for index, computes in enumerate(hops) if computes and index]
     return (away[0], away[-1]) if away else (1, 0)
 
@@ -310,7 +310,7 @@ def _journey(hops: tuple[bool, ...]) -> tuple[int, int]:
 def _base(plan: Schedule, rank: int, index: int) -> Hop:
     """A turn's first hop: K/V stay for the whole turn, leave first, and the node's sums come back to them last."""
     shard, turn = plan.shard_at(rank, index), index // plan.inner
-    _, last = plan.journeys[shard][turn]
+    _, last = plan.active_ranges[shard][turn]
     comes, goes = 0 < turn <= plan.last_turns[shard], turn < plan.last_turns[shard]
     sees = turn > 0 and plan.node_sees(shard, turn)
     # from the far end of a turn they come at its very end, when the slot that is next in turn is free
@@ -333,7 +333,7 @@ def _base(plan: Schedule, rank: int, index: int) -> Hop:
 
 def _away(plan: Schedule, rank: int, index: int) -> Hop:
     shard, (turn, step) = plan.shard_at(rank, index), divmod(index, plan.inner)
-    first, last = plan.journeys[shard][turn]
+    first, last = plan.active_ranges[shard][turn]
     comes, goes, sums = step <= last, step < last, first <= step <= last
     previous = plan.rank_at(shard, index - 1)
     # onward, and from the end of the journey back to the base

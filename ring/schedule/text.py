@@ -61,7 +61,7 @@ def _sums_cell(plan: Schedule, hop: Hop) -> str:
     leaves = hop.sums_to is not None
     marks = (" <" if comes else "") + (" »" if hop.home_to is not None else "")
     if leaves:
-        last = plan.journeys[hop.shard][hop.index // plan.inner][1]
+        last = plan.active_ranges[hop.shard][hop.index // plan.inner][1]
         marks = " ^" if hop.index % plan.inner == last else " >"
     return f"{hop.shard}{marks}" if marks else "."
 

@@ -19,7 +19,7 @@ from ringattn.ring.schedule.schedule import Hop, Schedule, schedule
 
 from ..support.layouts import NAMES, Window, layouts, masks, named, sees
 from ..support.planning import planned
-from ..support.rendezvous import gathered, journey_end, run_ranks
+from ..support.rendezvous import active_end, gathered, run_ranks
 
 CAUSAL = Mask(causal=True)
 GRIDS = [Topology.grid(*shape) for shape in ((2, 2), (2, 4), (4, 2), (3, 2), (2, 3))] + [Topology(((3, 1), (0, 2)))]
@@ -163,7 +163,7 @@ def received(plan: Schedule) -> Iterator[Message]:
             if hop.kv_from is not None:
                 yield "kv", int(base), hop.index, hop.shard, hop.kv_from, rank
             if hop.sums_from is not None:
-                key = hop.index + journey_end(plan, hop.shard, hop.index) if base else hop.index - 1
+                key = hop.index + active_end(plan, hop.shard, hop.index) if base else hop.index - 1
                 yield "sums", 0, key, hop.shard, hop.sums_from, rank
             if hop.home_from is not None:
                 yield "sums", 1, hop.index, rank, hop.home_from, rank
@@ -369,7 +369,7 @@ def test_hops_of_a_full_ring_of_three() -> None:
 
 def test_a_shard_that_passes_a_rank() -> None:
     before_the_first = schedule(Layout.contiguous(6, 3), CAUSAL, direction=-1)
-    assert before_the_first.journeys == (((1, 2),), ((2, 2),), ((1, 0),))
+    assert before_the_first.active_ranges == (((1, 2),), ((2, 2),), ((1, 0),))
     assert before_the_first.hops(0)[1] == Hop(1, 1, False, 1, 2, 1, None, None, None)
     seen, unseen = (True, True, False, True), (True, False, False, False)
     between = Schedule(((0, 1, 2, 3),), 1, (seen, unseen, unseen, unseen), (1, 1, 1, 1))

@@ -290,14 +290,14 @@ def steps(plan: Schedule, rank: int) -> Plan:
         slots=plan.slots,
         edges=((), ()),
         homecomings={
-            base.index + journey_end(plan, base.shard, base.index): base
+            base.index + active_end(plan, base.shard, base.index): base
             for base in hops[:: plan.inner]
             if base.sums_from is not None
         },
     )
 
 
-def journey_end(plan: Schedule, shard: int, begin: int) -> int:
+def active_end(plan: Schedule, shard: int, begin: int) -> int:
     """How far from its base a shard is last computed with in the turn that begins at a hop."""
     return max(step for step in range(plan.inner) if not step or plan.active[shard][begin + step])
 
