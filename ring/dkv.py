@@ -134,10 +134,10 @@ class DkvAccumulators(RingBuffer):
     @property
     def _is_plain(self) -> bool:
         """Whether sums come home once, and of all own keys."""
-        return not self.call.plan.two_level and self.call.plan.leaving is None
+        return not self.call.plan.two_level and self.call.plan.send_index is None
 
     def _add(self, more: Tensors, heads: Heads) -> None:
-        rows = self.call.plan.leaving
+        rows = self.call.plan.send_index
         if heads.number not in self._totals:
             if rows is None:
                 self._totals[heads.number] = tuple(x.clone() for x in more)

@@ -80,7 +80,7 @@ class KeyValues(RingBuffer):
         return self._leaving[heads.number]
 
     def _travelling(self, own: torch.Tensor) -> torch.Tensor:
-        rows = self.call.plan.leaving
+        rows = self.call.plan.send_index
         return own if rows is None else own.index_select(1, rows)
 
     def _encoded(self, own: Tensors, hop: Hop, heads: Heads) -> Tensors:

@@ -71,7 +71,7 @@ def uses(phase: str, plan: Plan, posts: Sequence[Moved], computed: Mapping[int, 
                 yield Span(phase, f"slot {hop.kv_slot}", hop.index, *span, f"K/V of {hop.shard}")
         if hop.sums_slot is not None and phase == "backward":
             # where more is to come, what came home is added to a total as soon as it is there
-            plain = not plan.two_level and plan.leaving is None
+            plain = not plan.two_level and plan.send_index is None
             span = _use(plan, posts, reads if hop.index or plain else (), hop, _brings_sums, _leaves_sums)
             if span is not None:
                 yield Span(phase, f"sums {hop.sums_slot}", hop.index, *span, f"dK/dV of {hop.shard}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...ring.schedule.active import seen_blocks, travelling, unions
+from ...ring.schedule.active import seen_blocks, sent_keys, unions
 from ...ring.schedule.schedule import _schedule
 
 
 def forget() -> None:
     """As before the first call."""
-    for cached in (_schedule, travelling, seen_blocks, unions):
+    for cached in (_schedule, sent_keys, seen_blocks, unions):
         cached.cache_clear()

@@ -76,9 +76,9 @@ class Form:
 def record(plan: Plan, form: Form, phase: str) -> Program:
     """The program of the rank of ``plan`` in a pass, ``forward`` or ``backward``."""
     recorder = _Recorder(form)
-    leaving = None if plan.leaving is None else plan.leaving.to(META)
+    send_index = None if plan.send_index is None else plan.send_index.to(META)
     blank = tuple(tuple(_blank(hop_mask) for hop_mask in hop_masks) for hop_masks in plan.hop_masks)
-    call = recorder.call(replace(plan, hop_masks=blank, leaving=leaving), phase)
+    call = recorder.call(replace(plan, hop_masks=blank, send_index=send_index), phase)
     shape = (form.batch, form.tokens, form.kv_heads, form.head_dim)
     k, v = (torch.empty(shape, dtype=form.dtype, device=META) for _ in range(2))
     works = [_Work(recorder, heads.number) for heads in call.chunks]

@@ -143,14 +143,14 @@ def _intervals(mask: Mask, positions: torch.Tensor) -> tuple[Vector, Vector, Vec
     return positions.numpy()[there], lo[there], hi[there]
 
 
-TRAVELLING = 64  # layouts of what travels, that are kept
+SENT_KEYS = 64  # layouts of what travels, that are kept
 LESS = 3 / 4  # of a pass's bytes: gathering the keys and spreading their sums among the others costs memory and time
 MOST = 1 << 22  # edges of what the queries see, times ranks: as many take a tenth of a second
 Stretches = tuple[Vector, Vector]  # starts and ends, ascending
 
 
-@lru_cache(maxsize=TRAVELLING)
-def travelling(layout: Layout, mask: Mask, keys: Layout) -> Layout:
+@lru_cache(maxsize=SENT_KEYS)
+def sent_keys(layout: Layout, mask: Mask, keys: Layout) -> Layout:
     """The keys that leave their rank, as a layout: ``keys`` without what no query of another rank sees.
 
     Of a window's shards the ends, of packed documents those that lie on several ranks, of a block-sparse pattern whole

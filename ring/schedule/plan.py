@@ -10,7 +10,7 @@ import torch
 
 from ...comm.topology.topology import Topology
 from ...kernels import Bounds, Runs, Scores
-from .active import travelling
+from .active import sent_keys
 from .layout import Layout
 from .mask import Mask, bounds
 from .schedule import BASE_SLOTS, KV_SLOTS, RAIL_SLOTS, SUMS_SLOTS, Edge, Hop, schedule
@@ -29,7 +29,7 @@ class Plan:
     hop_masks: tuple[tuple[HopMask, ...], ...]
     lengths: tuple[int, ...]  # keys of the shard of each hop that travel
     longest: int  # those of the longest shard of all: what a slot must hold, whichever hops a mask leaves
-    leaving: torch.Tensor | None  # which keys of the own shard travel, int64 on the device; None: all
+    send_index: torch.Tensor | None  # which keys of the own shard travel, int64 on the device; None: all
     last: int  # the last hop that launches
     slots: int  # that K/V rotate through
     edges: tuple[tuple[Edge, ...], tuple[Edge, ...]]  # of all ranks, per level
@@ -78,7 +78,7 @@ class Positions:
 
     layout: Layout
     kv_layout: Layout
-    travelling: Layout  # the keys that leave their rank
+    sent: Layout  # the keys that leave their rank
     rank: int
     device: torch.device
 
@@ -99,7 +99,7 @@ class Positions:
 
     def held(self, shard: int) -> Layout:
         """The layout that says which keys of a shard this rank has: all of its own."""
-        return self.kv_layout if shard == self.rank else self.travelling
+        return self.kv_layout if shard == self.rank else self.sent
 
 
 class HopMask(NamedTuple):
@@ -128,7 +128,7 @@ def _hop_masks(mask: Mask, positions: Positions, shard: int) -> tuple[HopMask, .
     return tuple(HopMask(one.to(device), positions, shard) for one in found)
 
 
-def _leaving(keys: Layout, sent: Layout, rank: int, device: torch.device) -> torch.Tensor | None:
+def _send_index(keys: Layout, sent: Layout, rank: int, device: torch.device) -> torch.Tensor | None:
     if keys.lengths[rank] == sent.lengths[rank]:
         return None
     return torch.searchsorted(keys.positions(rank), sent.positions(rank)).to(device)
@@ -149,7 +149,7 @@ def plan(
     keys = layout if kv_layout is None else kv_layout
     whole = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=slots)
     hops = whole.hops(rank)
-    sent = travelling(layout, mask, keys)
+    sent = sent_keys(layout, mask, keys)
     positions = Positions(layout, keys, sent, rank, device)
     return Plan(
         rank=rank,
@@ -160,7 +160,7 @@ def plan(
         ),
         lengths=tuple(sent.lengths[hop.shard] for hop in hops),
         longest=max(sent.lengths),
-        leaving=_leaving(keys, sent, rank, device),
+        send_index=_send_index(keys, sent, rank, device),
         last=max((hop.index for hop in hops if hop.computes), default=0),
         slots=slots,
         edges=whole.edges,

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...comm.topology.topology import Topology
-from .active import active_shards, travelling
+from .active import active_shards, sent_keys
 from .layout import Layout
 from .mask import Mask
 
@@ -237,7 +237,7 @@ def schedule(
     Args:
         layout: who holds which queries.
         mask: what a query may see; shards that a rank sees nothing of are not computed there, and not sent past the
-            last rank that needs them; keys that no other rank sees may stay at home, as :func:`travelling` says.
+            last rank that needs them; keys that no other rank sees may stay at home, as :func:`sent_keys` says.
         kv_layout: who holds which keys; None: the same tokens as the queries.
         direction: 1 sends K/V to the next rank, -1 to the one before.
         topology: the ring's order; several nodes of one size make a two-level ring. None: flat, in rank order.
@@ -263,7 +263,7 @@ def schedule(
 def _schedule(
     layout: Layout, mask: Mask, keys: Layout, direction: int, nodes: tuple[tuple[int, ...], ...], slots: int
 ) -> Schedule:
-    plan = Schedule(nodes, direction, (), travelling(layout, mask, keys).lengths, slots)
+    plan = Schedule(nodes, direction, (), sent_keys(layout, mask, keys).lengths, slots)
     seen = active_shards(layout, mask, keys)[plan.ranks, np.arange(layout.world)[:, None]]
     seen = seen.reshape(layout.world, len(plan.turns), len(plan.steps))
     lengths = np.array(plan.lengths, dtype=np.int64)

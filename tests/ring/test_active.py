@@ -15,7 +15,7 @@ from ringattn.bench.common.masks import packed
 from ringattn.bench.micro.fresh import forget
 from ringattn.ring.schedule import active as module
 from ringattn.ring.schedule import mask as patterns
-from ringattn.ring.schedule.active import LESS, active_shards, travelling, union
+from ringattn.ring.schedule.active import LESS, active_shards, sent_keys, union
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import Mask
 from ringattn.ring.schedule.schedule import Schedule, schedule
@@ -198,7 +198,7 @@ def needed(layout: Layout, mask: Mask, keys: Layout, block: int = 1) -> list[lis
 
 
 def check_travelling(layout: Layout, mask: Mask, keys: Layout, block: int = 1) -> None:
-    expected, sent = needed(layout, mask, keys, block), travelling(layout, mask, keys)
+    expected, sent = needed(layout, mask, keys, block), sent_keys(layout, mask, keys)
     if sum(map(len, expected)) >= LESS * keys.seqlen:
         assert sent == keys
     else:
@@ -222,14 +222,14 @@ def test_whole_blocks_travel(data: st.DataObject, world: int, block: int, other_
 
 def test_spans_with_steps_keep_theirs() -> None:
     layout = Layout([[(0, 20)], [(20, 10, 2), (60, 10)], [(21, 10, 2)]])
-    sent = travelling(layout, Mask(window=(4, 0)), layout)
+    sent = sent_keys(layout, Mask(window=(4, 0)), layout)
     assert sent.spans_per_rank == (((16, 4, 1),), ((20, 10, 2),), ((21, 9, 2),))
 
 
 def test_what_is_in_too_many_pieces_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, mask = Layout.contiguous(64, 4), Mask(window=(3, 0))
-    assert travelling(layout, mask, layout).lengths == (3, 3, 3, 0)
-    travelling.cache_clear()
+    assert sent_keys(layout, mask, layout).lengths == (3, 3, 3, 0)
+    sent_keys.cache_clear()
     monkeypatch.setattr(module, "MOST", 7)
-    assert travelling(layout, mask, layout) == layout
-    travelling.cache_clear()
+    assert sent_keys(layout, mask, layout) == layout
+    sent_keys.cache_clear()

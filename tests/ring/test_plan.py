@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import Bounds
-from ringattn.ring.schedule.active import travelling
+from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import Mask, visible_pairs
 from ringattn.ring.schedule.plan import Plan, plan
@@ -69,7 +69,7 @@ def test_bounds_are_those_of_what_is_seen(data: st.DataObject, layout: Layout, m
     steps = plan(layout, mask, rank, direction, CPU, topology)
     whole = schedule(layout, mask, direction=direction, topology=topology)
     assert (steps.rank, steps.hops, steps.edges) == (rank, whole.hops(rank), whole.edges)
-    sent = travelling(layout, mask, layout)
+    sent = sent_keys(layout, mask, layout)
     mine = layout.positions(rank)
     for hop, parts in zip(steps.hops, steps.hop_masks, strict=True):
         theirs = (sent if hop.index else layout).positions(hop.shard)
@@ -81,7 +81,7 @@ def test_bounds_are_those_of_what_is_seen(data: st.DataObject, layout: Layout, m
     assert steps.last == launched[-1]
     assert steps.lengths == tuple(sent.lengths[hop.shard] for hop in steps.hops)
     assert steps.longest == max(sent.lengths)
-    assert (mine if steps.leaving is None else mine[steps.leaving]).equal(sent.positions(rank))
+    assert (mine if steps.send_index is None else mine[steps.send_index]).equal(sent.positions(rank))
 
 
 def test_slots_do_not_grow_with_the_world() -> None:

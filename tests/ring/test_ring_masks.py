@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringattn import Layout, LocalWorld, Ring, reference, ring_attention
 from ringattn.comm import LocalGroup, Topology
-from ringattn.ring.schedule.active import travelling
+from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.layout import Documents
 from ringattn.ring.schedule.mask import BlockMask, Mask, bigbird, fixed, longformer, strided
 
@@ -192,7 +192,7 @@ def test_shards_of_which_a_part_travels(ring: dict[str, Any]) -> None:
         case = Case(layout, whole, call | {"backend": "aten"}, ring=ring)
         documents = Documents(call["cu_seqlens"]) if "cu_seqlens" in call else None
         mask = Mask(call.get("causal", False), call.get("window_size", (-1, -1)), documents)
-        assert 0 < travelling(layout, mask, layout).seqlen < TOKENS * 3 / 4
+        assert 0 < sent_keys(layout, mask, layout).seqlen < TOKENS * 3 / 4
         check(case)
 
 

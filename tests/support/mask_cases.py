@@ -15,7 +15,7 @@ from ringattn.comm import LocalGroup
 from ringattn.reference.masks import pairs
 from ringattn.reference.scores import Options
 from ringattn.ring.args import Layouts, mask_of
-from ringattn.ring.schedule.active import travelling
+from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.mask import BlockMask, Longformer
 from ringattn.ring.wire import grad_wire_of, wire_of
 
@@ -257,7 +257,7 @@ def arrived(case: Case, rank: int) -> dict[str, Tensor]:
     layouts = Layouts(case.layout, case.keys)
     mask = mask_of(layouts, case.whole["q"].shape[0], **{name: call[name] for name in names})
     wire = wire_of(case.ring["wire_dtype"], case.whole["k"].dtype)
-    moving = travelling(layouts.queries, mask, layouts.keys)
+    moving = sent_keys(layouts.queries, mask, layouts.keys)
     whole = dict(case.whole)
     for name in "kv":
         whole[name] = whole[name].clone()

@@ -285,7 +285,7 @@ def steps(plan: Schedule, rank: int) -> Plan:
         hop_masks=(),
         lengths=(),
         longest=0,
-        leaving=None,
+        send_index=None,
         last=0,
         slots=plan.slots,
         edges=((), ()),

@@ -24,7 +24,7 @@ from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.ring import Mask, args, buffers, shards
 from ringattn.ring.buffers import Key
-from ringattn.ring.schedule.active import travelling
+from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.plan import plan
 
 from .case import GIVEN, Case, shard
@@ -72,7 +72,7 @@ class _Session:
         """Record it."""
         plan.cache_clear()  # what is in there lies in the memory of another recorder
         for layout, mask, _ in self.case.calls:
-            travelling(layout, mask, layout)  # once, and of the host alone: every rank finds it there
+            sent_keys(layout, mask, layout)  # once, and of the host alone: every rank finds it there
         with LocalWorld(self.case.world, device=GPU, timeout=PATIENCE) as world:
             world.run(self.rank)
         checked = Checked(Graph(self.recorder.log), self.where)  # type: ignore[arg-type]
