@@ -106,8 +106,8 @@ def to_itself(real: Plan) -> Plan:
         )
         for hop in real.hops
     )
-    comings = {after: hops[base.index] for after, base in real.homecomings.items()}
-    return replace(real, hops=hops, homecomings=comings, edges=(((0, 0),), ()))
+    comings = {after: hops[base.index] for after, base in real.dkv_returns.items()}
+    return replace(real, hops=hops, dkv_returns=comings, edges=(((0, 0),), ()))
 
 
 class Case:

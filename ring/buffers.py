@@ -31,7 +31,7 @@ class Kind(IntEnum):
     RAIL = 0
     KV = 1
     SUMS = 2
-    HOME = 3
+    RETURN = 3
 
 
 class Key(NamedTuple):
@@ -52,7 +52,7 @@ class Key(NamedTuple):
             Kind.RAIL: f"K/V by rail{coming}",
             Kind.KV: f"K/V{coming}",
             Kind.SUMS: "sums",
-            Kind.HOME: "node's sums",
+            Kind.RETURN: "node's sums",
         }[self.kind]
         return f"{self.phase} hop {self.hop}: {what}, chunk {self.chunk}"
 

@@ -59,8 +59,8 @@ class DkvAccumulators(RingBuffer):
         after = [self.call.mark()] if sends.messages and hop.computes else []
         following = plan.hops[hop.index + 1 : hop.index + 2]
         coming = [one for one in following if not plan.is_base(one) and one.sums_from is not None]
-        if hop.index in plan.homecomings:
-            coming.append(plan.homecomings[hop.index])
+        if hop.index in plan.dkv_returns:
+            coming.append(plan.dkv_returns[hop.index])
         buffers = {}
         for one in coming:
             assert one.sums_slot is not None
@@ -74,22 +74,22 @@ class DkvAccumulators(RingBuffer):
             self.busy(one.sums_slot, heads, fence)
             self._arrivals[one.index, heads.number] = Arrival(fence, buffers[one.index])
 
-    def send_home(self, base: Hop, heads: Heads) -> None:
+    def send_return(self, base: Hop, heads: Heads) -> None:
         """At the end of a turn: this node's sum to its owner, and another node's sum of the own shard from its rank."""
         plan, own = self.call.plan, self.call.plan.hops[0]
-        sends = self.load(base.home_to, LEAVING_SLOT, base, heads)
+        sends = self.load(base.return_to, LEAVING_SLOT, base, heads)
         # protects the sum: the dK/dV kernel that adds to it
         after: list[Fence] = [self.call.mark()] if sends.messages else []
         buffers: Tensors = ()
-        if base.home_from is not None:
+        if base.return_from is not None:
             after += self.free(ARRIVING_SLOT, heads)  # protects the slot: the addition of the sum that came before
             buffers = self.buffers(ARRIVING_SLOT, own, heads)
-        key = Key(self.call.phase, base.index + plan.inner - 1, Kind.HOME, own.index, heads.number)
-        receives = self.load(base.home_from, ARRIVING_SLOT, own, heads)
+        key = Key(self.call.phase, base.index + plan.inner - 1, Kind.RETURN, own.index, heads.number)
+        receives = self.load(base.return_from, ARRIVING_SLOT, own, heads)
         fence = self.call.post(BETWEEN, key, sends, receives, after)
-        if base.home_to is not None:
+        if base.return_to is not None:
             self.busy(LEAVING_SLOT, heads, fence)
-        if base.home_from is not None:
+        if base.return_from is not None:
             self.busy(ARRIVING_SLOT, heads, fence)
             self._by_rail[heads.number] = Arrival(fence, buffers)
 

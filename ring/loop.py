@@ -88,7 +88,7 @@ def backward(call: Call, backends: Sequence[BackwardBackend], k: torch.Tensor, v
                 dkv.absorb(heads)
                 if base.index:
                     key_gradients(call, moving, dkv, backend, base, heads)
-                    dkv.send_home(base, heads)
+                    dkv.send_return(base, heads)
     for heads, backend in pairs:
         own_gradients(call, moving, dkv, backend, heads, tuple(x[:, :, heads.kv] for x in dkdv))
     call.settle()

@@ -106,7 +106,7 @@ def names(plan: Plan, key: Key) -> tuple[str, str]:
 def _coming_sums(plan: Plan, key: Key) -> list[Hop]:
     """The hops whose sums arrive with a group of sums."""
     following = plan.hops[key.hop + 1 : key.hop + 2]
-    home = plan.homecomings.get(key.hop)
+    home = plan.dkv_returns.get(key.hop)
     return [one for one in following if not plan.is_base(one) and one.sums_from is not None] + ([home] if home else [])
 
 

@@ -92,7 +92,7 @@ def plan_of(call: Call, rank: int = 0) -> Plan:
         last=whole.count - 1,
         slots=call.slots,
         edges=((), ()),
-        homecomings={base.index + whole.inner - 1: base for base in bases},
+        dkv_returns={base.index + whole.inner - 1: base for base in bases},
     )
 
 

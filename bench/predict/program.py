@@ -25,7 +25,7 @@ COMPUTE, INSIDE, BETWEEN = 0, 1, 2
 """Streams of a rank: its kernels, and the transfers of each level of the ring."""
 FOLD, DQ, DKDV, ADD, ENCODE, DECODE, POINT = "fold", "dQ", "dK/dV", "add sums", "encode", "decode", "point"
 PASSES = ("forward", "backward")
-TRANSFERS = {Kind.RAIL: "K/V by rail", Kind.KV: "K/V", Kind.SUMS: "sums", Kind.HOME: "node's sums"}
+TRANSFERS = {Kind.RAIL: "K/V by rail", Kind.KV: "K/V", Kind.SUMS: "sums", Kind.RETURN: "node's sums"}
 
 
 @dataclass(frozen=True)

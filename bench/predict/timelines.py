@@ -15,7 +15,7 @@ from .clock import Track
 from .program import COMPUTE, POINT, Op
 from .ring import Pass
 
-SHARDS = {Kind.RAIL: "K/V of {}", Kind.KV: "K/V of {}", Kind.SUMS: "dK/dV of {}", Kind.HOME: "dK/dV of {}"}
+SHARDS = {Kind.RAIL: "K/V of {}", Kind.KV: "K/V of {}", Kind.SUMS: "dK/dV of {}", Kind.RETURN: "dK/dV of {}"}
 SAID = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "layout", "nodes")
 """What a timeline says of its call beside its mask, by the names that a measured one says."""
 
@@ -72,7 +72,7 @@ def _moved(op: Op, plan: Plan, lane: str) -> int:
     brings, kind = op.key.brings, op.key.kind
     if kind in (Kind.KV, Kind.RAIL):
         return brings if lane == "receive" else brings - (plan.inner if kind is Kind.RAIL else 1)
-    if kind is Kind.HOME:
+    if kind is Kind.RETURN:
         return op.key.hop // plan.inner * plan.inner if lane == "send" else 0
     following = brings + 1
     if lane == "send" or following >= len(plan.hops) or plan.is_base(plan.hops[following]):

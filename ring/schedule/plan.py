@@ -33,7 +33,7 @@ class Plan:
     last: int  # the last hop that launches
     slots: int  # that K/V rotate through
     edges: tuple[tuple[Edge, ...], tuple[Edge, ...]]  # of all ranks, per level
-    homecomings: dict[int, Hop]  # after which hop the sums of a turn's base come back to it
+    dkv_returns: dict[int, Hop]  # after which hop the sums of a turn's base come back to it
 
     @property
     def two_level(self) -> bool:
@@ -164,7 +164,7 @@ def plan(
         last=max((hop.index for hop in hops if hop.computes), default=0),
         slots=slots,
         edges=whole.edges,
-        homecomings={
+        dkv_returns={
             base.index + whole.active_ranges[base.shard][base.index // whole.inner][1]: base
             for base in hops[:: whole.inner]
             if base.sums_from is not None

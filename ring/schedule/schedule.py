@@ -64,9 +64,9 @@ class Hop:
     """The slot that holds the sums; None: this rank has none of this shard."""
     rail_to: int | None = None
     """The rank of the next node that K/V go on to over the slow link, during the whole turn."""
-    home_to: int | None = None
+    return_to: int | None = None
     """The owner of the shard, where this node's sum goes over the slow link at the end of the turn."""
-    home_from: int | None = None
+    return_from: int | None = None
     """The rank whose node's sum of this rank's own shard arrives over the slow link after the turn."""
 
 
@@ -326,8 +326,8 @@ def _base(plan: Schedule, rank: int, index: int) -> Hop:
         sums_to=None,
         sums_slot=slot if last else None,
         rail_to=plan.rank_at(shard, index + plan.inner) if goes else None,
-        home_to=shard if sees else None,
-        home_from=plan.rank_at(rank, index) if turn and plan.node_sees(rank, turn) else None,
+        return_to=shard if sees else None,
+        return_from=plan.rank_at(rank, index) if turn and plan.node_sees(rank, turn) else None,
     )
 
 

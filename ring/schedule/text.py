@@ -59,7 +59,7 @@ def _kv_cell(plan: Schedule, hop: Hop) -> str:
 def _sums_cell(plan: Schedule, hop: Hop) -> str:
     comes = hop.index % plan.inner == 0 and hop.sums_from is not None
     leaves = hop.sums_to is not None
-    marks = (" <" if comes else "") + (" »" if hop.home_to is not None else "")
+    marks = (" <" if comes else "") + (" »" if hop.return_to is not None else "")
     if leaves:
         last = plan.active_ranges[hop.shard][hop.index // plan.inner][1]
         marks = " ^" if hop.index % plan.inner == last else " >"

@@ -24,7 +24,7 @@ from ..support.rendezvous import run_ranks
 
 CPU = torch.device("cpu")
 KV_HEADS = 2
-RAILS = (Kind.RAIL, Kind.HOME)
+RAILS = (Kind.RAIL, Kind.RETURN)
 Sizes = Sequence[tuple[int, int]]
 
 

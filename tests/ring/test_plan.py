@@ -115,7 +115,7 @@ def test_homecomings() -> None:
     """The sums of a turn's base come back after the last hop of its journey, where there is anything to come back."""
 
     def when(steps: Plan) -> dict[int, int]:
-        return {hop: base.index for hop, base in steps.homecomings.items()}
+        return {hop: base.index for hop, base in steps.dkv_returns.items()}
 
     assert when(plan_of(Topology.flat(4))) == {3: 0}
     assert when(plan_of(Topology.grid(2, 2))) == {1: 0, 3: 2}
@@ -123,7 +123,7 @@ def test_homecomings() -> None:
     assert when(plan_of(Topology.flat(4), CAUSAL, rank=3)) == {}
     steps = plan_of(Topology.grid(2, 2), CAUSAL, rank=2)
     assert when(steps) == {1: 0, 3: 2}
-    assert all(isinstance(base, Hop) and base is steps.hops[base.index] for base in steps.homecomings.values())
+    assert all(isinstance(base, Hop) and base is steps.hops[base.index] for base in steps.dkv_returns.values())
 
 
 def test_plans_are_kept() -> None:

@@ -120,9 +120,9 @@ def check_hops(plan: Schedule) -> None:
             slot = hop.index % plan.slots if step else plan.slots + turn % 2
             assert hop.kv_slot == (None if hop.kv_from is None else slot)
             assert not hop.computes or hop.kv_from is not None
-            assert not hop.computes or (hop.sums_to if step else hop.home_to) is not None
+            assert not hop.computes or (hop.sums_to if step else hop.return_to) is not None
             assert not step or hop.sums_slot in (None, hop.index % 2)
-            assert not step or (hop.rail_to, hop.home_to, hop.home_from) == (None, None, None)
+            assert not step or (hop.rail_to, hop.return_to, hop.return_from) == (None, None, None)
 
 
 def check_order(plan: Schedule) -> None:
@@ -152,8 +152,8 @@ def sent(plan: Schedule) -> Iterator[Message]:
                 yield "kv", 1, hop.index + plan.inner, hop.shard, rank, hop.rail_to
             if hop.sums_to is not None:
                 yield "sums", 0, hop.index, hop.shard, rank, hop.sums_to
-            if hop.home_to is not None:
-                yield "sums", 1, hop.index, hop.shard, rank, hop.home_to
+            if hop.return_to is not None:
+                yield "sums", 1, hop.index, hop.shard, rank, hop.return_to
 
 
 def received(plan: Schedule) -> Iterator[Message]:
@@ -165,8 +165,8 @@ def received(plan: Schedule) -> Iterator[Message]:
             if hop.sums_from is not None:
                 key = hop.index + active_end(plan, hop.shard, hop.index) if base else hop.index - 1
                 yield "sums", 0, key, hop.shard, hop.sums_from, rank
-            if hop.home_from is not None:
-                yield "sums", 1, hop.index, rank, hop.home_from, rank
+            if hop.return_from is not None:
+                yield "sums", 1, hop.index, rank, hop.return_from, rank
 
 
 def check_messages(plan: Schedule) -> None:
@@ -208,7 +208,7 @@ def check_nothing_needless(plan: Schedule) -> None:
                 assert hop.sums_to is None
                 assert (hop.sums_from is not None) == later
                 assert (hop.rail_to is not None) == any(seen[begin + plan.inner :])
-                assert hop.home_to == (hop.shard if begin and (hop.computes or later) else None)
+                assert hop.return_to == (hop.shard if begin and (hop.computes or later) else None)
     across = Counter(
         (shard, place(plan, to)[0]) for kind, level, _, shard, _, to in sent(plan) if (kind, level) == ("kv", 1)
     )

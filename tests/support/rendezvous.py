@@ -151,7 +151,7 @@ class Rank:
                     yield from self.absorb(chunk)
                     if base.index:
                         yield from self.add(base, chunk)
-                        self.send_home(base, chunk)
+                        self.send_return(base, chunk)
         for chunk in range(self.chunks):
             yield from self.absorb(chunk)
             yield from self.compute("dkdv", self.plan.hops[0], chunk)
@@ -185,7 +185,7 @@ class Rank:
         if hop.sums_slot is not None:
             self.send_sums(group, hop.sums_to, hop.shard, (hop.sums_slot, chunk))
         coming = [one for one in self.plan.hops[hop.index + 1 : hop.index + 2] if not self.plan.is_base(one)]
-        coming += [self.plan.homecomings[hop.index]] if hop.index in self.plan.homecomings else []
+        coming += [self.plan.dkv_returns[hop.index]] if hop.index in self.plan.dkv_returns else []
         coming = [one for one in coming if one.sums_from is not None]
         used = [one.sums_slot for one in coming]
         assert len({*used, hop.sums_slot}) == len(used) + 1, "one slot twice in a group"
@@ -195,12 +195,12 @@ class Rank:
             self.sums_came[one.index, chunk] = group
         self.post(group)
 
-    def send_home(self, base: Hop, chunk: int) -> None:
+    def send_return(self, base: Hop, chunk: int) -> None:
         last = base.index + self.plan.inner - 1
-        group = Group(Key(self.phase, last, Kind.HOME, 0, chunk), BETWEEN)
-        self.send_sums(group, base.home_to, base.shard, (LEAVING_SLOT, chunk))
-        if base.home_from is not None:
-            self.receive_sums(group, base.home_from, self.plan.rank, (ARRIVING_SLOT, chunk))
+        group = Group(Key(self.phase, last, Kind.RETURN, 0, chunk), BETWEEN)
+        self.send_sums(group, base.return_to, base.shard, (LEAVING_SLOT, chunk))
+        if base.return_from is not None:
+            self.receive_sums(group, base.return_from, self.plan.rank, (ARRIVING_SLOT, chunk))
             self.rail_came[chunk] = group
         self.post(group)
 
@@ -289,7 +289,7 @@ def steps(plan: Schedule, rank: int) -> Plan:
         last=0,
         slots=plan.slots,
         edges=((), ()),
-        homecomings={
+        dkv_returns={
             base.index + active_end(plan, base.shard, base.index): base
             for base in hops[:: plan.inner]
             if base.sums_from is not None
