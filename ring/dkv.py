@@ -36,7 +36,7 @@ class DkvAccumulators(RingBuffer):
     def into(self, hop: Hop, heads: Heads) -> Tensors:
         """Where this rank's part of a hop's sums is added, in fp32."""
         slot, arrival = self._slot(hop), self._arrivals.get((hop.index, heads.number))
-        if self.call.plan.is_base(hop) or arrival is None:
+        if self.call.plan.is_outer_root(hop) or arrival is None:
             with self.call.waiting(hop):
                 for fence in self.free(slot, heads):
                     fence.wait()  # protects the slot: its last send
@@ -58,7 +58,7 @@ class DkvAccumulators(RingBuffer):
         # protects the sums: the dK/dV kernel that adds to them; what only passes through is there in posting order
         after = [self.call.mark()] if sends.messages and hop.computes else []
         following = plan.hops[hop.index + 1 : hop.index + 2]
-        coming = [one for one in following if not plan.is_base(one) and one.sums_from is not None]
+        coming = [one for one in following if not plan.is_outer_root(one) and one.sums_from is not None]
         if hop.index in plan.dkv_returns:
             coming.append(plan.dkv_returns[hop.index])
         buffers = {}
@@ -163,7 +163,7 @@ class DkvAccumulators(RingBuffer):
         return self.part(self._scratch, hop, heads)
 
     def _slot(self, hop: Hop) -> int:
-        slot = LEAVING_SLOT if self.call.plan.is_base(hop) else hop.sums_slot
+        slot = LEAVING_SLOT if self.call.plan.is_outer_root(hop) else hop.sums_slot
         assert slot is not None
         return slot
 

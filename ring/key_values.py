@@ -46,7 +46,7 @@ class KeyValues(RingBuffer):
     def _post(self, now: Hop, coming: Hop, heads: Heads) -> None:
         """One group: pass on what an earlier hop works with, and receive what ``coming`` works with."""
         plan = self.call.plan
-        by_rail = plan.is_base(coming)
+        by_rail = plan.is_outer_root(coming)
         level, kind = (BETWEEN, Kind.RAIL) if by_rail else (INSIDE, Kind.KV)
         leaving = plan.hops[coming.index - (plan.inner if by_rail else 1)]
         to = leaving.rail_to if by_rail else leaving.kv_to
@@ -55,7 +55,7 @@ class KeyValues(RingBuffer):
         sends = load(to, held.tensors) if slot is None else self.load(to, slot, leaving, heads)
         after: list[Fence] = []
         # protects what leaves: K/V that this level brought are there in its own order, all others must be waited for
-        if held.fence is not None and (leaving.index == 0 or plan.is_base(leaving) != by_rail):
+        if held.fence is not None and (leaving.index == 0 or plan.is_outer_root(leaving) != by_rail):
             after.append(held.fence)
         buffers: Tensors = ()
         if coming.kv_slot is not None:

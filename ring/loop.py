@@ -110,7 +110,7 @@ def query_gradient(call: Call, moving: KeyValues, backend: BackwardBackend, hop:
         for hop_mask in hop_masks:
             final = hop.index == call.plan.last and hop_mask is hop_masks[-1]
             backend.dq(*near, **call.mask_args(hop_mask, heads), local=hop.index == 0, final=final)
-    if not call.plan.is_base(hop):  # a base's K/V are needed again at the end of its turn
+    if not call.plan.is_outer_root(hop):  # a base's K/V are needed again at the end of its turn
         moving.computed(hop.kv_slot, heads)
 
 
@@ -124,9 +124,9 @@ def key_gradients(
         with call.span("compute", hop):
             parts = [call.mask_args(hop_mask, heads) for hop_mask in hop_masks]
             add(backend, near, parts, local=False, accum=came, out=out)
-        if call.plan.is_base(hop):
+        if call.plan.is_outer_root(hop):
             moving.computed(hop.kv_slot, heads)
-    elif came is not None and call.plan.is_base(hop):
+    elif came is not None and call.plan.is_outer_root(hop):
         for target, x in zip(dkv.into(hop, heads), came(), strict=True):
             target.copy_(x)
     else:

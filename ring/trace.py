@@ -107,7 +107,9 @@ def _coming_sums(plan: Plan, key: Key) -> list[Hop]:
     """The hops whose sums arrive with a group of sums."""
     following = plan.hops[key.hop + 1 : key.hop + 2]
     home = plan.dkv_returns.get(key.hop)
-    return [one for one in following if not plan.is_base(one) and one.sums_from is not None] + ([home] if home else [])
+    return [one for one in following if not plan.is_outer_root(one) and one.sums_from is not None] + (
+        [home] if home else []
+    )
 
 
 def _leaving(plan: Plan, key: Key) -> Hop:

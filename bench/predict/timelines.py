@@ -75,7 +75,7 @@ def _moved(op: Op, plan: Plan, lane: str) -> int:
     if kind is Kind.RETURN:
         return op.key.hop // plan.inner * plan.inner if lane == "send" else 0
     following = brings + 1
-    if lane == "send" or following >= len(plan.hops) or plan.is_base(plan.hops[following]):
+    if lane == "send" or following >= len(plan.hops) or plan.is_outer_root(plan.hops[following]):
         return brings if lane == "send" else brings // plan.inner * plan.inner
     return following
 

@@ -13,7 +13,7 @@ from ...kernels import Bounds, Runs, Scores
 from .active import sent_keys
 from .layout import Layout
 from .mask import Mask, bounds
-from .schedule import BASE_SLOTS, KV_SLOTS, RAIL_SLOTS, SUMS_SLOTS, Edge, Hop, schedule
+from .schedule import KV_SLOTS, RAIL_SLOTS, ROOT_SLOTS, SUMS_SLOTS, Edge, Hop, schedule
 
 PLANS = 64  # a model alternates between a few (layout, mask) pairs
 
@@ -40,7 +40,7 @@ class Plan:
         """Whether K/V cross between nodes."""
         return self.inner < len(self.hops)
 
-    def is_base(self, hop: Hop) -> bool:
+    def is_outer_root(self, hop: Hop) -> bool:
         """Whether the hop is a turn's first: its K/V are the rank's own or came by rail, and stay for the turn."""
         return hop.index % self.inner == 0
 
@@ -52,7 +52,7 @@ class Plan:
     @property
     def kv_slots(self) -> int:
         """Slots that K/V arrive in."""
-        return self.slots + (BASE_SLOTS if self.two_level else 0)
+        return self.slots + (ROOT_SLOTS if self.two_level else 0)
 
     @property
     def sums_slots(self) -> int:

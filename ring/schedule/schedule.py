@@ -16,7 +16,7 @@ from .layout import Layout
 from .mask import Mask
 
 KV_SLOTS = 3  # one computing, one arriving, one whose send may still be under way
-BASE_SLOTS = 2  # of a two-level ring: one leaving and one arriving over the slow link during a whole inner turn
+ROOT_SLOTS = 2  # of a two-level ring: one leaving and one arriving over the slow link during a whole inner turn
 SUMS_SLOTS = 2  # one computing, one arriving
 RAIL_SLOTS = 2  # of a two-level ring: a node's sum on its way home, and another node's arriving
 KEPT = 16  # schedules: a model alternates between a few (layout, mask) pairs
@@ -321,7 +321,7 @@ def _base(plan: Schedule, rank: int, index: int) -> Hop:
         computes=plan.active[shard][index],
         kv_from=plan.rank_at(shard, index - plan.inner) if comes else None,
         kv_to=plan.rank_at(shard, index + 1) if last else None,
-        kv_slot=plan.slots + turn % BASE_SLOTS if comes else None,
+        kv_slot=plan.slots + turn % ROOT_SLOTS if comes else None,
         sums_from=plan.rank_at(shard, index + last) if last else None,
         sums_to=None,
         sums_slot=slot if last else None,

@@ -52,7 +52,7 @@ def test_every_hop_is_asked_for_once_and_never_late(shape: tuple[int, int], pref
     when = {index: now for now, indices in enumerate(asked(steps, prefetch)) for index in indices}
     assert sorted(index for indices in asked(steps, prefetch) for index in indices) == list(range(1, len(steps.hops)))
     for index, now in when.items():
-        base = steps.is_base(steps.hops[index])
+        base = steps.is_outer_root(steps.hops[index])
         turn = index // steps.inner * steps.inner
         assert now == (index - steps.inner if base else max(turn, index - prefetch))
 
@@ -108,7 +108,7 @@ def test_turns() -> None:
     assert rings.two_level
     assert [[hop.index for hop in turn] for turn in flat.turns] == [[0, 1, 2, 3]]
     assert [[hop.index for hop in turn] for turn in rings.turns] == [[0, 1], [2, 3]]
-    assert [rings.is_base(hop) for hop in rings.hops] == [True, False, True, False]
+    assert [rings.is_outer_root(hop) for hop in rings.hops] == [True, False, True, False]
 
 
 def test_homecomings() -> None:

@@ -97,7 +97,7 @@ class Rank:
                 self.post_kv(now, coming, chunk)
 
     def post_kv(self, now: Hop, coming: Hop, chunk: int) -> None:
-        by_rail = self.plan.is_base(coming)
+        by_rail = self.plan.is_outer_root(coming)
         leaving = self.plan.hops[coming.index - (self.plan.inner if by_rail else 1)]
         kind, to = (Kind.RAIL, leaving.rail_to) if by_rail else (Kind.KV, leaving.kv_to)
         group = Group(Key(self.phase, now.index, kind, coming.index, chunk), BETWEEN if by_rail else INSIDE)
@@ -159,7 +159,7 @@ class Rank:
 
     def add(self, hop: Hop, chunk: int) -> Program:
         """The dK/dV kernel: what arrived, or zero, plus this rank's part."""
-        came, base = self.sums_came.get((hop.index, chunk)), self.plan.is_base(hop)
+        came, base = self.sums_came.get((hop.index, chunk)), self.plan.is_outer_root(hop)
         if not hop.computes and (came is None or not base):
             return
         slot = LEAVING_SLOT if base else hop.sums_slot
@@ -184,7 +184,7 @@ class Rank:
         group = Group(Key(self.phase, hop.index, Kind.SUMS, hop.index, chunk), INSIDE)
         if hop.sums_slot is not None:
             self.send_sums(group, hop.sums_to, hop.shard, (hop.sums_slot, chunk))
-        coming = [one for one in self.plan.hops[hop.index + 1 : hop.index + 2] if not self.plan.is_base(one)]
+        coming = [one for one in self.plan.hops[hop.index + 1 : hop.index + 2] if not self.plan.is_outer_root(one)]
         coming += [self.plan.dkv_returns[hop.index]] if hop.index in self.plan.dkv_returns else []
         coming = [one for one in coming if one.sums_from is not None]
         used = [one.sums_slot for one in coming]
