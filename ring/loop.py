@@ -73,7 +73,7 @@ def backward(call: Call, backends: Sequence[BackwardBackend], k: torch.Tensor, v
     """
     moving, dkv = KeyValues(call, k, v), DkvAccumulators(call, k, v)
     pairs = tuple(zip(call.chunks, backends, strict=True))
-    for base, *others in call.plan.turns:
+    for base, *others in call.plan.outer_steps:
         moving.advance(base)
         for heads, backend in pairs:
             query_gradient(call, moving, backend, base, heads)

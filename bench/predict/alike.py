@@ -60,11 +60,11 @@ class EveryoneSees(Schedule):
     def active_ranges(self) -> Any:
         """To the last rank of every turn."""
         one = (1, self.inner - 1) if self.inner > 1 else (1, 0)
-        return Same((one,) * len(self.turns), self.world)
+        return Same((one,) * len(self.outer_steps), self.world)
 
     @property
-    def last_turns(self) -> Any:
-        return Same(len(self.turns) - 1, self.world)
+    def last_outer_steps(self) -> Any:
+        return Same(len(self.outer_steps) - 1, self.world)
 
 
 def schedule_of(call: Call) -> EveryoneSees:

@@ -59,7 +59,7 @@ def _smaller(call: Call) -> Call | None:
     world = nodes * call.per_node if call.nodes > 1 else MOST_RANKS
     small = replace(call, world=world, nodes=nodes)
     made = _schedule(small)
-    places, used = (nodes, len(made.turns)) if small.is_two_level else (world, made.inner)
+    places, used = (nodes, len(made.outer_steps)) if small.is_two_level else (world, made.inner)
     return small if 2 * used <= places else None
 
 

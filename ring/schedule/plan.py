@@ -45,7 +45,7 @@ class Plan:
         return hop.index % self.inner == 0
 
     @cached_property
-    def turns(self) -> tuple[tuple[Hop, ...], ...]:
+    def outer_steps(self) -> tuple[tuple[Hop, ...], ...]:
         """The hops, turn by turn; the first of each is its base."""
         return tuple(self.hops[start : start + self.inner] for start in range(0, len(self.hops), self.inner))
 

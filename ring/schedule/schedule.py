@@ -95,13 +95,13 @@ class Schedule:
     """Keys of each shard that travel."""
     slots: int = KV_SLOTS
     """Slots that K/V rotate through inside a turn."""
-    turns: tuple[int, ...] = ()
+    outer_steps: tuple[int, ...] = ()
     """How many nodes from its owner's each turn brings a shard; first 0. Nothing given: all, counting up."""
     steps: tuple[int, ...] = ()
     """How many ranks from its base each hop of a turn brings a shard; first 0. Nothing given: all, counting up."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "turns", self.turns or tuple(range(len(self.nodes))))
+        object.__setattr__(self, "outer_steps", self.outer_steps or tuple(range(len(self.nodes))))
         object.__setattr__(self, "steps", self.steps or tuple(range(len(self.nodes[0]))))
 
     @cached_property
@@ -117,7 +117,7 @@ class Schedule:
     @property
     def count(self) -> int:
         """Hops of a pass: at most as many as there are ranks."""
-        return len(self.turns) * len(self.steps)
+        return len(self.outer_steps) * len(self.steps)
 
     @cached_property
     def _places(self) -> dict[int, Edge]:
@@ -125,7 +125,7 @@ class Schedule:
 
     def _moved(self, rank: int, hop: int, direction: int) -> int:
         (node, local), (turn, step) = self._places[rank], divmod(hop, self.inner)
-        there = self.nodes[(node + direction * self.turns[turn]) % len(self.nodes)]
+        there = self.nodes[(node + direction * self.outer_steps[turn]) % len(self.nodes)]
         return there[(local + direction * self.steps[step]) % len(there)]
 
     def rank_at(self, shard: int, hop: int) -> int:
@@ -141,7 +141,7 @@ class Schedule:
         """The rank where each shard is at each hop; ``[shard, hop]``, :meth:`rank_at` for all at once."""
         grid = np.array(self.nodes)
         node, local = (place[:, None] for place in np.divmod(np.argsort(grid.ravel()), grid.shape[1]))
-        turn, step = np.repeat(self.turns, self.inner), np.tile(self.steps, len(self.turns))
+        turn, step = np.repeat(self.outer_steps, self.inner), np.tile(self.steps, len(self.outer_steps))
         nodes, locals_ = node + self.direction * turn, local + self.direction * step
         ranks: Vector = grid[nodes % grid.shape[0], locals_ % grid.shape[1]]
         return ranks
@@ -153,7 +153,7 @@ class Schedule:
         return tuple(tuple(_active_range(hops[turn : turn + self.inner]) for turn in turns) for hops in self.active)
 
     @cached_property
-    def last_turns(self) -> tuple[int, ...]:
+    def last_outer_steps(self) -> tuple[int, ...]:
         """For every shard the last turn in which any rank computes with it."""
         return tuple(
             max((hop // self.inner for hop, sees in enumerate(hops) if sees), default=0) for hops in self.active
@@ -207,7 +207,7 @@ class Schedule:
         first, last = np.moveaxis(np.array(self.active_ranges), 2, 0)[..., None]
         bases, following = ranks[:, :, 0], np.roll(ranks, -1, axis=2)
         onward, carries = steps < last, (first <= steps) & (steps <= last)
-        by_rail = turns < np.array(self.last_turns)[:, None]
+        by_rail = turns < np.array(self.last_outer_steps)[:, None]
         home = (turns > 0) & seen.any(axis=2)
         owners = np.broadcast_to(np.arange(self.world)[:, None], bases.shape)
         return (
@@ -265,11 +265,11 @@ def _schedule(
 ) -> Schedule:
     plan = Schedule(nodes, direction, (), sent_keys(layout, mask, keys).lengths, slots)
     seen = active_shards(layout, mask, keys)[plan.ranks, np.arange(layout.world)[:, None]]
-    seen = seen.reshape(layout.world, len(plan.turns), len(plan.steps))
+    seen = seen.reshape(layout.world, len(plan.outer_steps), len(plan.steps))
     lengths = np.array(plan.lengths, dtype=np.int64)
     turns, steps = _order(np.asarray(seen.any(axis=2))[:, None], lengths), _order(seen, lengths)
     left = seen[:, turns][:, :, steps].reshape(layout.world, -1).tolist()
-    return replace(plan, turns=turns, steps=steps, active=tuple(map(tuple, left)))
+    return replace(plan, outer_steps=turns, steps=steps, active=tuple(map(tuple, left)))
 
 
 def _order(seen: npt.NDArray[np.bool_], lengths: Vector) -> tuple[int, ...]:
@@ -311,7 +311,7 @@ def _base(plan: Schedule, rank: int, index: int) -> Hop:
     """A turn's first hop: K/V stay for the whole turn, leave first, and the node's sums come back to them last."""
     shard, turn = plan.shard_at(rank, index), index // plan.inner
     _, last = plan.active_ranges[shard][turn]
-    comes, goes = 0 < turn <= plan.last_turns[shard], turn < plan.last_turns[shard]
+    comes, goes = 0 < turn <= plan.last_outer_steps[shard], turn < plan.last_outer_steps[shard]
     sees = turn > 0 and plan.node_sees(shard, turn)
     # from the far end of a turn they come at its very end, when the slot that is next in turn is free
     slot = (index + plan.inner) % SUMS_SLOTS if last == plan.inner - 1 else plan.early_slot

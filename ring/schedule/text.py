@@ -36,7 +36,7 @@ def _header(plan: Schedule) -> str:
     ranks, moves = f"{plan.world} ranks", f"K/V move to {_goal(plan.steps, len(plan.nodes[0]), to, 'rank')}"
     if len(plan.nodes) > 1:
         ranks += f" ({len(plan.nodes)} nodes of {len(plan.nodes[0])} ranks)"
-        moves += f", every {plan.inner} hops to {_goal(plan.turns, len(plan.nodes), to, 'node')}"
+        moves += f", every {plan.inner} hops to {_goal(plan.outer_steps, len(plan.nodes), to, 'node')}"
     return f"{ranks}, {moves}, {sum(map(sum, plan.active))} of {plan.world * plan.count} hops compute"
 
 

@@ -106,8 +106,8 @@ def test_turns() -> None:
     flat, rings = plan_of(Topology.flat(4)), plan_of(Topology.grid(2, 2))
     assert not flat.two_level
     assert rings.two_level
-    assert [[hop.index for hop in turn] for turn in flat.turns] == [[0, 1, 2, 3]]
-    assert [[hop.index for hop in turn] for turn in rings.turns] == [[0, 1], [2, 3]]
+    assert [[hop.index for hop in turn] for turn in flat.outer_steps] == [[0, 1, 2, 3]]
+    assert [[hop.index for hop in turn] for turn in rings.outer_steps] == [[0, 1], [2, 3]]
     assert [rings.is_outer_root(hop) for hop in rings.hops] == [True, False, True, False]
 
 

@@ -110,7 +110,7 @@ def check_hops(plan: Schedule) -> None:
         assert [hop.index for hop in hops] == list(range(plan.count))
         assert [hop.shard for hop in hops] == [
             plan.nodes[(node - plan.direction * turn) % count][(rail - plan.direction * step) % len(plan.nodes[0])]
-            for turn in plan.turns
+            for turn in plan.outer_steps
             for step in plan.steps
         ]
         assert hops[0].kv_from is None
@@ -127,11 +127,11 @@ def check_hops(plan: Schedule) -> None:
 
 def check_order(plan: Schedule) -> None:
     """No distance twice, the own shard first; all of them where nothing says otherwise."""
-    for distances, ring in ((plan.turns, plan.nodes), (plan.steps, plan.nodes[0])):
+    for distances, ring in ((plan.outer_steps, plan.nodes), (plan.steps, plan.nodes[0])):
         assert distances[0] == 0
         assert len(set(distances)) == len(distances)
         assert set(distances) <= set(range(len(ring)))
-    assert (plan.count, plan.inner) == (len(plan.turns) * len(plan.steps), len(plan.steps))
+    assert (plan.count, plan.inner) == (len(plan.outer_steps) * len(plan.steps), len(plan.steps))
     assert plan.ranks.tolist() == [
         [plan.rank_at(shard, hop) for hop in range(plan.count)] for shard in range(plan.world)
     ]
@@ -340,7 +340,7 @@ def test_what_comes_from_both_sides_does_not_go_round(direction: int) -> None:
         assert third.kv_to is None
     assert sorted(plan.bytes(1)) == [8] + [16] * 7  # two shards, one where nobody is on the other side
     nodes = schedule(Layout.contiguous(64, 16), Mask(window=(3, 3)), direction=direction, topology=Topology.grid(4, 4))
-    assert (nodes.turns, nodes.steps) == ((0, 1, 3), (0, 1, 3))
+    assert (nodes.outer_steps, nodes.steps) == ((0, 1, 3), (0, 1, 3))
     assert nodes.count == 9
 
 

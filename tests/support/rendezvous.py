@@ -136,7 +136,7 @@ class Rank:
                 yield from self.compute("out", hop, chunk)
 
     def backward(self) -> Program:
-        for base, *others in self.plan.turns:
+        for base, *others in self.plan.outer_steps:
             self.advance(base)
             for chunk in range(self.chunks):
                 yield from self.compute("dq", base, chunk)
