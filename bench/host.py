@@ -101,8 +101,8 @@ def to_itself(real: Plan) -> Plan:
             hop,
             kv_from=self_only(hop.kv_from),
             kv_to=self_only(hop.kv_to),
-            sums_from=self_only(hop.sums_from),
-            sums_to=self_only(hop.sums_to),
+            dkv_from=self_only(hop.dkv_from),
+            dkv_to=self_only(hop.dkv_to),
         )
         for hop in real.hops
     )

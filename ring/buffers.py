@@ -30,7 +30,7 @@ class Kind(IntEnum):
 
     RAIL = 0
     KV = 1
-    SUMS = 2
+    DKV = 2
     RETURN = 3
 
 
@@ -51,7 +51,7 @@ class Key(NamedTuple):
         what = {
             Kind.RAIL: f"K/V by rail{coming}",
             Kind.KV: f"K/V{coming}",
-            Kind.SUMS: "sums",
+            Kind.DKV: "sums",
             Kind.RETURN: "node's sums",
         }[self.kind]
         return f"{self.phase} hop {self.hop}: {what}, chunk {self.chunk}"
@@ -105,7 +105,7 @@ class Call:
     phase: str
     transports: tuple[Transport, ...]  # one per level
     kv_slots: Slots
-    sums_slots: Slots
+    dkv_slots: Slots
     span: Span  # names what the host or the stream is at, for a trace
     chunks: tuple[Heads, ...]
     prefetch: int

@@ -8,10 +8,10 @@ import torch
 
 from ..comm import Fence
 from .buffers import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Load, RingBuffer, Tensors
-from .schedule.schedule import SUMS_SLOTS, Hop
+from .schedule.schedule import DKV_SLOTS, Hop
 
 # of a two-level ring, after the slots that rotate
-LEAVING_SLOT, ARRIVING_SLOT = SUMS_SLOTS, SUMS_SLOTS + 1
+LEAVING_SLOT, ARRIVING_SLOT = DKV_SLOTS, DKV_SLOTS + 1
 
 
 class DkvAccumulators(RingBuffer):
@@ -22,7 +22,7 @@ class DkvAccumulators(RingBuffer):
     """
 
     def __init__(self, call: Call, k: torch.Tensor, v: torch.Tensor) -> None:
-        super().__init__(call, call.sums_slots, (k, v), torch.float32, call.grad_wire)
+        super().__init__(call, call.dkv_slots, (k, v), torch.float32, call.grad_wire)
         self._arrivals: dict[tuple[int, int], Arrival] = {}
         self._by_rail: dict[int, Arrival] = {}  # per chunk, another node's sum of the own shard
         self._totals: dict[int, Tensors] = {}  # per chunk, what all nodes so far have summed up of the own shard
@@ -48,30 +48,30 @@ class DkvAccumulators(RingBuffer):
         slot = self._slot(hop)
         if self._wire is not None:
             self.encode(self._room(hop, heads), self.buffers(slot, hop, heads))
-        for used in {slot, hop.sums_slot}:
+        for used in {slot, hop.dkv_slot}:
             self.computed(used, heads)
 
     def post(self, hop: Hop, heads: Heads) -> None:
         """Send this hop's sums on; receive the next hop's and, when their journey ends now, the turn's base's."""
         plan = self.call.plan
-        sends = self.load(hop.sums_to, hop.sums_slot, hop, heads)
+        sends = self.load(hop.dkv_to, hop.dkv_slot, hop, heads)
         # protects the sums: the dK/dV kernel that adds to them; what only passes through is there in posting order
         after = [self.call.mark()] if sends.messages and hop.computes else []
         following = plan.hops[hop.index + 1 : hop.index + 2]
-        coming = [one for one in following if not plan.is_outer_root(one) and one.sums_from is not None]
+        coming = [one for one in following if not plan.is_outer_root(one) and one.dkv_from is not None]
         if hop.index in plan.dkv_returns:
             coming.append(plan.dkv_returns[hop.index])
         buffers = {}
         for one in coming:
-            assert one.sums_slot is not None
-            after += self.free(one.sums_slot, heads)  # protects the slot: its last compute, and its last send
-            buffers[one.index] = self.buffers(one.sums_slot, one, heads)
-        receives = joined([self.load(one.sums_from, one.sums_slot, one, heads) for one in coming])
-        key = Key(self.call.phase, hop.index, Kind.SUMS, hop.index, heads.number)
+            assert one.dkv_slot is not None
+            after += self.free(one.dkv_slot, heads)  # protects the slot: its last compute, and its last send
+            buffers[one.index] = self.buffers(one.dkv_slot, one, heads)
+        receives = joined([self.load(one.dkv_from, one.dkv_slot, one, heads) for one in coming])
+        key = Key(self.call.phase, hop.index, Kind.DKV, hop.index, heads.number)
         fence = self.call.post(INSIDE, key, sends, receives, after)
-        self.busy(hop.sums_slot if sends.messages else None, heads, fence)
+        self.busy(hop.dkv_slot if sends.messages else None, heads, fence)
         for one in coming:
-            self.busy(one.sums_slot, heads, fence)
+            self.busy(one.dkv_slot, heads, fence)
             self._arrivals[one.index, heads.number] = Arrival(fence, buffers[one.index])
 
     def send_return(self, base: Hop, heads: Heads) -> None:
@@ -110,7 +110,7 @@ class DkvAccumulators(RingBuffer):
         came = self._arrivals.pop((own.index, heads.number), None)
         if came is not None:
             self._add(self._read(came, own, heads), heads)
-            self.computed(own.sums_slot, heads)
+            self.computed(own.dkv_slot, heads)
 
     def own(self, heads: Heads, dkdv: Tensors) -> Tensors:
         """Where the own block's part is added: the gradients themselves or, where more is to come, the total."""
@@ -124,7 +124,7 @@ class DkvAccumulators(RingBuffer):
     def finish(self, heads: Heads, dkdv: Tensors) -> None:
         """The own block's part is in; what is still to come is added under its cover."""
         if self._is_plain:
-            self.computed(self.call.plan.hops[0].sums_slot, heads)
+            self.computed(self.call.plan.hops[0].dkv_slot, heads)
             return
         self.absorb(heads)
         for target, total in zip(dkdv, self._totals[heads.number], strict=True):
@@ -163,7 +163,7 @@ class DkvAccumulators(RingBuffer):
         return self.part(self._scratch, hop, heads)
 
     def _slot(self, hop: Hop) -> int:
-        slot = LEAVING_SLOT if self.call.plan.is_outer_root(hop) else hop.sums_slot
+        slot = LEAVING_SLOT if self.call.plan.is_outer_root(hop) else hop.dkv_slot
         assert slot is not None
         return slot
 

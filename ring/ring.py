@@ -246,14 +246,14 @@ class Ring:
             self._warm = [*self._warm[1 - PLANS :], plan]
         wire = wire_of(self.wire_dtype, k.dtype)
         self._kv = self._slots(self._kv, (plan.kv_slots + (wire is not None)) * self.chunks, q.device)
-        self._sums = self._slots(self._sums, plan.sums_slots * self.chunks, q.device)
+        self._sums = self._slots(self._sums, plan.dkv_slots * self.chunks, q.device)
 
         call = Call(
             plan=plan,
             phase=phase,
             transports=transports,
             kv_slots=self._kv,
-            sums_slots=self._sums,
+            dkv_slots=self._sums,
             span=watch.span,
             chunks=chunks_of(self.chunks, q.shape[2], k.shape[2]),
             prefetch=self.prefetch,

@@ -69,12 +69,12 @@ def uses(phase: str, plan: Plan, posts: Sequence[Moved], computed: Mapping[int, 
             span = _use(plan, posts, reads, hop, _brings_kv, _leaves_kv)
             if span is not None:
                 yield Span(phase, f"slot {hop.kv_slot}", hop.index, *span, f"K/V of {hop.shard}")
-        if hop.sums_slot is not None and phase == "backward":
+        if hop.dkv_slot is not None and phase == "backward":
             # where more is to come, what came home is added to a total as soon as it is there
             plain = not plan.two_level and plan.send_index is None
             span = _use(plan, posts, reads if hop.index or plain else (), hop, _brings_sums, _leaves_sums)
             if span is not None:
-                yield Span(phase, f"sums {hop.sums_slot}", hop.index, *span, f"dK/dV of {hop.shard}")
+                yield Span(phase, f"sums {hop.dkv_slot}", hop.index, *span, f"dK/dV of {hop.shard}")
 
 
 Asks = Callable[[Plan, Key, Hop], bool]
@@ -96,7 +96,7 @@ def names(plan: Plan, key: Key) -> tuple[str, str]:
     """What a group of transfers sends, and what it receives."""
     if key.kind in (Kind.KV, Kind.RAIL):
         return f"K/V of {_leaving(plan, key).shard}", f"K/V of {plan.hops[key.brings].shard}"
-    if key.kind is Kind.SUMS:
+    if key.kind is Kind.DKV:
         coming = " and ".join(str(one.shard) for one in _coming_sums(plan, key))
         return f"dK/dV of {plan.hops[key.hop].shard}", f"dK/dV of {coming}"
     base = plan.hops[key.hop // plan.inner * plan.inner]
@@ -107,7 +107,7 @@ def _coming_sums(plan: Plan, key: Key) -> list[Hop]:
     """The hops whose sums arrive with a group of sums."""
     following = plan.hops[key.hop + 1 : key.hop + 2]
     home = plan.dkv_returns.get(key.hop)
-    return [one for one in following if not plan.is_outer_root(one) and one.sums_from is not None] + (
+    return [one for one in following if not plan.is_outer_root(one) and one.dkv_from is not None] + (
         [home] if home else []
     )
 
@@ -126,11 +126,11 @@ def _leaves_kv(plan: Plan, key: Key, hop: Hop) -> bool:
 
 
 def _brings_sums(plan: Plan, key: Key, hop: Hop) -> bool:
-    return key.kind is Kind.SUMS and hop in _coming_sums(plan, key)
+    return key.kind is Kind.DKV and hop in _coming_sums(plan, key)
 
 
 def _leaves_sums(plan: Plan, key: Key, hop: Hop) -> bool:
-    return key.kind is Kind.SUMS and key.hop == hop.index
+    return key.kind is Kind.DKV and key.hop == hop.index
 
 
 Moment = Any  # float: seconds on the host clock; a torch.cuda.Event: where a stream is

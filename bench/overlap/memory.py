@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ...ring.schedule.schedule import SUMS_SLOTS
+from ...ring.schedule.schedule import DKV_SLOTS
 from ..common.memory_room import Needs, of_ranks, refuse_too_large
 from ..common.timing import FLUSH_BYTES
 from ..ring.candidates import Problem
@@ -30,7 +30,7 @@ def of_rank(problem: Problem, settings: Sequence[Setting]) -> int:
     """Bytes at the peak; a ring that would ask for K/V further ahead than it has slots is not made."""
     rows, n = rows_of(problem), tokens_per_rank(problem)
     kept = rows.inputs + rows.queries * rows.item + problem.batch * problem.heads * FP32
-    slots = [2 * rows.keys * (count * rows.item + SUMS_SLOTS * FP32) for count, ahead, _ in settings if ahead < count]
+    slots = [2 * rows.keys * (count * rows.item + DKV_SLOTS * FP32) for count, ahead, _ in settings if ahead < count]
     if problem.world == 1:
         slots = [0] * len(settings)
     # a backward's dQ in fp32 and its chunks before they are joined, dK and dV; or the inputs, drawn in fp32

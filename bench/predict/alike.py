@@ -80,7 +80,7 @@ def plan_of(call: Call, rank: int = 0) -> Plan:
     whole = schedule_of(call)
     hops = whole.hops(rank)
     nowhere = Positions(Layout.uneven([0]), Layout.uneven([0]), Layout.uneven([0]), 0, CPU)
-    bases = [base for base in hops[:: whole.inner] if base.sums_from is not None]
+    bases = [base for base in hops[:: whole.inner] if base.dkv_from is not None]
     return Plan(
         rank=rank,
         hops=hops,

@@ -25,7 +25,7 @@ COMPUTE, INSIDE, BETWEEN = 0, 1, 2
 """Streams of a rank: its kernels, and the transfers of each level of the ring."""
 FOLD, DQ, DKDV, ADD, ENCODE, DECODE, POINT = "fold", "dQ", "dK/dV", "add sums", "encode", "decode", "point"
 PASSES = ("forward", "backward")
-TRANSFERS = {Kind.RAIL: "K/V by rail", Kind.KV: "K/V", Kind.SUMS: "sums", Kind.RETURN: "node's sums"}
+TRANSFERS = {Kind.RAIL: "K/V by rail", Kind.KV: "K/V", Kind.DKV: "sums", Kind.RETURN: "node's sums"}
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _Recorder:
             phase=phase,
             transports=(_Transport(self, INSIDE), _Transport(self, BETWEEN)),
             kv_slots=_Slots((plan.kv_slots + (wire is not None)) * form.chunks, META),
-            sums_slots=_Slots(plan.sums_slots * form.chunks, META),
+            dkv_slots=_Slots(plan.dkv_slots * form.chunks, META),
             span=self.span,
             chunks=chunks_of(form.chunks, form.heads, form.kv_heads),
             prefetch=form.prefetch,

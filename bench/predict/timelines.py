@@ -15,7 +15,7 @@ from .clock import Track
 from .program import COMPUTE, POINT, Op
 from .ring import Pass
 
-SHARDS = {Kind.RAIL: "K/V of {}", Kind.KV: "K/V of {}", Kind.SUMS: "dK/dV of {}", Kind.RETURN: "dK/dV of {}"}
+SHARDS = {Kind.RAIL: "K/V of {}", Kind.KV: "K/V of {}", Kind.DKV: "dK/dV of {}", Kind.RETURN: "dK/dV of {}"}
 SAID = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "layout", "nodes")
 """What a timeline says of its call beside its mask, by the names that a measured one says."""
 

@@ -143,7 +143,7 @@ def _backward(call: Usual, rank: int, speed: Speed, merging: Merging) -> tuple[P
         writer.launch(MERGE, step, speed.moved(merging.gradient * (area.keys if area else 0) * kv_row))
         writer.waits |= set() if coming is None else {coming}
         if call.world > 1:
-            sums = writer.exchange(Kind.SUMS, step, form.tokens * kv_row * 4, "backward")
+            sums = writer.exchange(Kind.DKV, step, form.tokens * kv_row * 4, "backward")
     writer.waits |= set() if sums is None else {sums}
     writer.launch(MERGE, call.world - 1, speed.moved(merging.last * form.tokens * (row + kv_row)))
     return writer.program("backward")

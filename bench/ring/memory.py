@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from ...ring.schedule.schedule import KV_SLOTS, RAIL_SLOTS, ROOT_SLOTS, SUMS_SLOTS
+from ...ring.schedule.schedule import DKV_SLOTS, KV_SLOTS, RAIL_SLOTS, ROOT_SLOTS
 from ...ring.wire import Wire, grad_wire_of, wire_of
 from ..common.exact import BLOCK_BYTES, chosen_heads
 from ..common.memory_room import PROCESS_BYTES, Needs, too_large
@@ -93,10 +93,10 @@ def slots_by_use(problem: Problem, form: RingForm) -> dict[str, int]:
     wire, grad_wire = wire_of(form.wire_dtype, dtype), grad_wire_of(form.grad_wire_dtype)
     kv, sums = 2 * n * rows.keys * rows.item, 2 * n * rows.keys * FP32
     kv_slots = form.slots + ROOT_SLOTS * form.two_level + (wire is not None)
-    sums_slots = SUMS_SLOTS + RAIL_SLOTS * form.two_level
+    dkv_slots = DKV_SLOTS + RAIL_SLOTS * form.two_level
     found = {
         "K/V slots": kv_slots * (kv if wire is None else _travelling(problem, wire)),
-        "slots of sums": sums_slots * (sums if grad_wire is None else _travelling(problem, grad_wire)),
+        "slots of sums": dkv_slots * (sums if grad_wire is None else _travelling(problem, grad_wire)),
         "sums that are home, fp32": sums * form.two_level,
         "decoded": kv * (wire is not None) + sums * (grad_wire is not None),
     }

@@ -13,7 +13,7 @@ from ...kernels import Bounds, Runs, Scores
 from .active import sent_keys
 from .layout import Layout
 from .mask import Mask, bounds
-from .schedule import KV_SLOTS, RAIL_SLOTS, ROOT_SLOTS, SUMS_SLOTS, Edge, Hop, schedule
+from .schedule import DKV_SLOTS, KV_SLOTS, RAIL_SLOTS, ROOT_SLOTS, Edge, Hop, schedule
 
 PLANS = 64  # a model alternates between a few (layout, mask) pairs
 
@@ -55,10 +55,10 @@ class Plan:
         return self.slots + (ROOT_SLOTS if self.two_level else 0)
 
     @property
-    def sums_slots(self) -> int:
+    def dkv_slots(self) -> int:
         """Slots of dK/dV sums: those that rotate, the rail's, and one more only where sums come home early."""
-        used = [hop.sums_slot + 1 for hop in self.hops if hop.sums_slot is not None]
-        return max(SUMS_SLOTS + (RAIL_SLOTS if self.two_level else 0), *used, 0)
+        used = [hop.dkv_slot + 1 for hop in self.hops if hop.dkv_slot is not None]
+        return max(DKV_SLOTS + (RAIL_SLOTS if self.two_level else 0), *used, 0)
 
     def arrivals(self, hop: int, prefetch: int) -> tuple[Hop, ...]:
         """The hops whose K/V are asked for when ``hop`` begins: over a rail a turn ahead, else ``prefetch`` hops.
@@ -167,6 +167,6 @@ def plan(
         dkv_returns={
             base.index + whole.active_ranges[base.shard][base.index // whole.inner][1]: base
             for base in hops[:: whole.inner]
-            if base.sums_from is not None
+            if base.dkv_from is not None
         },
     )

@@ -17,7 +17,7 @@ from .mask import Mask
 
 KV_SLOTS = 3  # one computing, one arriving, one whose send may still be under way
 ROOT_SLOTS = 2  # of a two-level ring: one leaving and one arriving over the slow link during a whole inner turn
-SUMS_SLOTS = 2  # one computing, one arriving
+DKV_SLOTS = 2  # one computing, one arriving
 RAIL_SLOTS = 2  # of a two-level ring: a node's sum on its way home, and another node's arriving
 KEPT = 16  # schedules: a model alternates between a few (layout, mask) pairs
 
@@ -56,11 +56,11 @@ class Hop:
     """The rank of this node that K/V go on to."""
     kv_slot: int | None
     """The slot that K/V arrive in."""
-    sums_from: int | None
+    dkv_from: int | None
     """The rank that dK/dV partial sums arrive from; of a turn's first hop: this node's, coming home to its base."""
-    sums_to: int | None
+    dkv_to: int | None
     """Where they go with this rank's part: to the next rank, or home at the end of the journey."""
-    sums_slot: int | None
+    dkv_slot: int | None
     """The slot that holds the sums; None: this rank has none of this shard."""
     rail_to: int | None = None
     """The rank of the next node that K/V go on to over the slow link, during the whole turn."""
@@ -162,7 +162,7 @@ class Schedule:
     @property
     def early_slot(self) -> int:
         """The slot of sums that come home to their base while the others still serve the journeys of other shards."""
-        return SUMS_SLOTS + (RAIL_SLOTS if len(self.nodes) > 1 else 0)
+        return DKV_SLOTS + (RAIL_SLOTS if len(self.nodes) > 1 else 0)
 
     def node_sees(self, shard: int, turn: int) -> bool:
         """Whether any rank of the node where ``shard`` is in ``turn`` computes with it."""
@@ -314,7 +314,7 @@ def _base(plan: Schedule, rank: int, index: int) -> Hop:
     comes, goes = 0 < turn <= plan.last_outer_steps[shard], turn < plan.last_outer_steps[shard]
     sees = turn > 0 and plan.node_sees(shard, turn)
     # from the far end of a turn they come at its very end, when the slot that is next in turn is free
-    slot = (index + plan.inner) % SUMS_SLOTS if last == plan.inner - 1 else plan.early_slot
+    slot = (index + plan.inner) % DKV_SLOTS if last == plan.inner - 1 else plan.early_slot
     return Hop(
         index=index,
         shard=shard,
@@ -322,9 +322,9 @@ def _base(plan: Schedule, rank: int, index: int) -> Hop:
         kv_from=plan.rank_at(shard, index - plan.inner) if comes else None,
         kv_to=plan.rank_at(shard, index + 1) if last else None,
         kv_slot=plan.slots + turn % ROOT_SLOTS if comes else None,
-        sums_from=plan.rank_at(shard, index + last) if last else None,
-        sums_to=None,
-        sums_slot=slot if last else None,
+        dkv_from=plan.rank_at(shard, index + last) if last else None,
+        dkv_to=None,
+        dkv_slot=slot if last else None,
         rail_to=plan.rank_at(shard, index + plan.inner) if goes else None,
         return_to=shard if sees else None,
         return_from=plan.rank_at(rank, index) if turn and plan.node_sees(rank, turn) else None,
@@ -345,7 +345,7 @@ def _away(plan: Schedule, rank: int, index: int) -> Hop:
         kv_from=previous if comes else None,
         kv_to=following if goes else None,
         kv_slot=index % plan.slots if comes else None,
-        sums_from=previous if sums and step > first else None,
-        sums_to=following if sums else None,
-        sums_slot=index % SUMS_SLOTS if sums else None,
+        dkv_from=previous if sums and step > first else None,
+        dkv_to=following if sums else None,
+        dkv_slot=index % DKV_SLOTS if sums else None,
     )

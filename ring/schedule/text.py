@@ -57,8 +57,8 @@ def _kv_cell(plan: Schedule, hop: Hop) -> str:
 
 
 def _sums_cell(plan: Schedule, hop: Hop) -> str:
-    comes = hop.index % plan.inner == 0 and hop.sums_from is not None
-    leaves = hop.sums_to is not None
+    comes = hop.index % plan.inner == 0 and hop.dkv_from is not None
+    leaves = hop.dkv_to is not None
     marks = (" <" if comes else "") + (" »" if hop.return_to is not None else "")
     if leaves:
         last = plan.active_ranges[hop.shard][hop.index // plan.inner][1]

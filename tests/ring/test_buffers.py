@@ -28,7 +28,7 @@ def test_groups_of_a_hop_are_in_order() -> None:
         Key("backward", 2, Kind.KV, 3, 1),
         Key("backward", 2, Kind.KV, 4, 0),
         Key("backward", 3, Kind.KV, 5, 0),
-        Key("backward", 3, Kind.SUMS, 3, 0),
+        Key("backward", 3, Kind.DKV, 3, 0),
         Key("backward", 3, Kind.RETURN, 0, 0),
     ]
     assert sorted(keys) == keys

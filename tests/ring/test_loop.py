@@ -38,7 +38,7 @@ class Log:
 
     def posted(self, key: object, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes) -> None:
         assert isinstance(key, Key)
-        what = {Kind.RAIL: f"K/V {key.brings} by rail", Kind.KV: f"K/V {key.brings}", Kind.SUMS: "sums"}
+        what = {Kind.RAIL: f"K/V {key.brings} by rail", Kind.KV: f"K/V {key.brings}", Kind.DKV: "sums"}
         chunk = f" chunk {key.chunk}" if key.chunk else ""
         moves = f"{len(sent)} out, {len(received)} in"
         self.lines.append(f"post {what.get(key.kind, 'sums home by rail')}{chunk}: {moves}")
@@ -98,7 +98,7 @@ def logs(
             phase,
             transports,
             Slots(steps.kv_slots * chunks, CPU),
-            Slots(steps.sums_slots * chunks, CPU),
+            Slots(steps.dkv_slots * chunks, CPU),
             span,
             chunks_of(chunks, KV_HEADS, KV_HEADS),
             prefetch,

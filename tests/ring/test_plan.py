@@ -90,16 +90,16 @@ def test_slots_do_not_grow_with_the_world() -> None:
             for mask in (Mask(), CAUSAL):
                 steps = [plan(layout, mask, rank, 1, CPU) for rank in range(world)]
                 assert {one.kv_slots for one in steps} == {3}
-                assert max(one.sums_slots for one in steps) <= 3
-        assert {plan_of(Topology.flat(world), rank=rank).sums_slots for rank in range(world)} == {2}
+                assert max(one.dkv_slots for one in steps) <= 3
+        assert {plan_of(Topology.flat(world), rank=rank).dkv_slots for rank in range(world)} == {2}
     for shape in ((2, 2), (2, 4), (4, 2), (8, 2)):
         steps = [plan_of(Topology.grid(*shape), rank=rank) for rank in range(shape[0] * shape[1])]
-        assert {(one.kv_slots, one.sums_slots) for one in steps} == {(5, 4)}
+        assert {(one.kv_slots, one.dkv_slots) for one in steps} == {(5, 4)}
     assert plan_of(Topology.grid(2, 2), slots=2).kv_slots == 4
     # sums that come home early wait in one slot more
     early = Window(causal=True, left=20, document=10)
-    assert plan_of(Topology.flat(4), early, rank=1).sums_slots == 3
-    assert plan_of(Topology.grid(2, 4), early, rank=6).sums_slots == 5
+    assert plan_of(Topology.flat(4), early, rank=1).dkv_slots == 3
+    assert plan_of(Topology.grid(2, 4), early, rank=6).dkv_slots == 5
 
 
 def test_turns() -> None:

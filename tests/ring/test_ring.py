@@ -326,7 +326,7 @@ def test_what_travels_is_as_small_as_it_was_asked_to_be(
     posted = Call.post
 
     def counting(call: Call, level: int, key: Key, sends: Load, *rest: Any) -> Any:
-        what = "sums" if key.kind in (Kind.SUMS, Kind.RETURN) else "kv"
+        what = "sums" if key.kind in (Kind.DKV, Kind.RETURN) else "kv"
         moved[what] += sum(message.tensor.nbytes for message in sends.messages)
         return posted(call, level, key, sends, *rest)
 

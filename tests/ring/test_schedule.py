@@ -120,8 +120,8 @@ def check_hops(plan: Schedule) -> None:
             slot = hop.index % plan.slots if step else plan.slots + turn % 2
             assert hop.kv_slot == (None if hop.kv_from is None else slot)
             assert not hop.computes or hop.kv_from is not None
-            assert not hop.computes or (hop.sums_to if step else hop.return_to) is not None
-            assert not step or hop.sums_slot in (None, hop.index % 2)
+            assert not hop.computes or (hop.dkv_to if step else hop.return_to) is not None
+            assert not step or hop.dkv_slot in (None, hop.index % 2)
             assert not step or (hop.rail_to, hop.return_to, hop.return_from) == (None, None, None)
 
 
@@ -150,8 +150,8 @@ def sent(plan: Schedule) -> Iterator[Message]:
                 yield "kv", 0, hop.index + 1, hop.shard, rank, hop.kv_to
             if hop.rail_to is not None:
                 yield "kv", 1, hop.index + plan.inner, hop.shard, rank, hop.rail_to
-            if hop.sums_to is not None:
-                yield "sums", 0, hop.index, hop.shard, rank, hop.sums_to
+            if hop.dkv_to is not None:
+                yield "sums", 0, hop.index, hop.shard, rank, hop.dkv_to
             if hop.return_to is not None:
                 yield "sums", 1, hop.index, hop.shard, rank, hop.return_to
 
@@ -162,9 +162,9 @@ def received(plan: Schedule) -> Iterator[Message]:
             base = hop.index % plan.inner == 0
             if hop.kv_from is not None:
                 yield "kv", int(base), hop.index, hop.shard, hop.kv_from, rank
-            if hop.sums_from is not None:
+            if hop.dkv_from is not None:
                 key = hop.index + active_end(plan, hop.shard, hop.index) if base else hop.index - 1
-                yield "sums", 0, key, hop.shard, hop.sums_from, rank
+                yield "sums", 0, key, hop.shard, hop.dkv_from, rank
             if hop.return_from is not None:
                 yield "sums", 1, hop.index, rank, hop.return_from, rank
 
@@ -199,14 +199,14 @@ def check_nothing_needless(plan: Schedule) -> None:
             earlier = any(seen[begin + 1 : hop.index])
             assert (hop.kv_to is not None) == later
             if step:
-                assert (hop.sums_from is not None) == (earlier and (hop.computes or later))
-                assert (hop.sums_to is not None) == (hop.computes or (earlier and later))
+                assert (hop.dkv_from is not None) == (earlier and (hop.computes or later))
+                assert (hop.dkv_to is not None) == (hop.computes or (earlier and later))
                 base = plan.rank_at(hop.shard, begin)
                 ends = not later or step == plan.inner - 1
-                assert hop.sums_to is None or (hop.sums_to == base) == ends
+                assert hop.dkv_to is None or (hop.dkv_to == base) == ends
             else:
-                assert hop.sums_to is None
-                assert (hop.sums_from is not None) == later
+                assert hop.dkv_to is None
+                assert (hop.dkv_from is not None) == later
                 assert (hop.rail_to is not None) == any(seen[begin + plan.inner :])
                 assert hop.return_to == (hop.shard if begin and (hop.computes or later) else None)
     across = Counter(
@@ -378,11 +378,11 @@ def test_a_shard_that_passes_a_rank() -> None:
 
 def test_sums_that_come_home_early_have_a_slot_of_their_own() -> None:
     short = schedule(Layout.contiguous(8, 4), Mask(causal=True, documents=Documents([0, 6, 8])))
-    assert [short.hops(rank)[0].sums_slot for rank in range(4)] == [1, 2, None, None]
-    assert [short.hops(rank)[0].sums_from for rank in range(4)] == [2, 2, None, None]
+    assert [short.hops(rank)[0].dkv_slot for rank in range(4)] == [1, 2, None, None]
+    assert [short.hops(rank)[0].dkv_from for rank in range(4)] == [2, 2, None, None]
     for world in range(2, 9):
         whole = schedule(Layout.contiguous(world, world), Mask())
-        assert {whole.hops(rank)[0].sums_slot for rank in range(world)} == {world % 2}
+        assert {whole.hops(rank)[0].dkv_slot for rank in range(world)} == {world % 2}
 
 
 def test_schedules_are_pure_values() -> None:

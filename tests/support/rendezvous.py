@@ -162,14 +162,14 @@ class Rank:
         came, base = self.sums_came.get((hop.index, chunk)), self.plan.is_outer_root(hop)
         if not hop.computes and (came is None or not base):
             return
-        slot = LEAVING_SLOT if base else hop.sums_slot
+        slot = LEAVING_SLOT if base else hop.dkv_slot
         assert slot is not None
         if base or came is None:
             yield from self.sums.free((slot, chunk))
         yield from self.compute("dkdv", hop, chunk)
         before = Counter[int]()
         if came is not None:
-            before = yield from self.read(came, (hop.sums_slot, chunk))
+            before = yield from self.read(came, (hop.dkv_slot, chunk))
         self.sums.content[slot, chunk] = before + Counter([self.plan.rank] if hop.computes else [])
 
     def read(self, came: Group, part: tuple[int | None, int]) -> Generator[Group, None, Counter[int]]:
@@ -181,17 +181,17 @@ class Rank:
         return Counter(content)
 
     def post_sums(self, hop: Hop, chunk: int) -> None:
-        group = Group(Key(self.phase, hop.index, Kind.SUMS, hop.index, chunk), INSIDE)
-        if hop.sums_slot is not None:
-            self.send_sums(group, hop.sums_to, hop.shard, (hop.sums_slot, chunk))
+        group = Group(Key(self.phase, hop.index, Kind.DKV, hop.index, chunk), INSIDE)
+        if hop.dkv_slot is not None:
+            self.send_sums(group, hop.dkv_to, hop.shard, (hop.dkv_slot, chunk))
         coming = [one for one in self.plan.hops[hop.index + 1 : hop.index + 2] if not self.plan.is_outer_root(one)]
         coming += [self.plan.dkv_returns[hop.index]] if hop.index in self.plan.dkv_returns else []
-        coming = [one for one in coming if one.sums_from is not None]
-        used = [one.sums_slot for one in coming]
-        assert len({*used, hop.sums_slot}) == len(used) + 1, "one slot twice in a group"
+        coming = [one for one in coming if one.dkv_from is not None]
+        used = [one.dkv_slot for one in coming]
+        assert len({*used, hop.dkv_slot}) == len(used) + 1, "one slot twice in a group"
         for one in coming:
-            assert one.sums_from is not None and one.sums_slot is not None
-            self.receive_sums(group, one.sums_from, one.shard, (one.sums_slot, chunk))
+            assert one.dkv_from is not None and one.dkv_slot is not None
+            self.receive_sums(group, one.dkv_from, one.shard, (one.dkv_slot, chunk))
             self.sums_came[one.index, chunk] = group
         self.post(group)
 
@@ -218,7 +218,7 @@ class Rank:
         own = self.plan.hops[0]
         came, slot = self.rail_came.pop(chunk, None), ARRIVING_SLOT
         if came is None:
-            came, slot = self.sums_came.pop((own.index, chunk), None), own.sums_slot or 0
+            came, slot = self.sums_came.pop((own.index, chunk), None), own.dkv_slot or 0
         if came is not None:
             more = yield from self.read(came, (slot, chunk))
             self.home[chunk] = self.home.get(chunk, Counter()) + more
@@ -292,7 +292,7 @@ def steps(plan: Schedule, rank: int) -> Plan:
         dkv_returns={
             base.index + active_end(plan, base.shard, base.index): base
             for base in hops[:: plan.inner]
-            if base.sums_from is not None
+            if base.dkv_from is not None
         },
     )
 
