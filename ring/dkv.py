@@ -17,8 +17,8 @@ LEAVING_SLOT, ARRIVING_SLOT = DKV_SLOTS, DKV_SLOTS + 1
 class DkvAccumulators(RingBuffer):
     """What arrived from the ranks before, where this rank's part is added to it, and where it goes.
 
-    A turn's base adds its part last and, where it is not the owner, in a slot of its own, from which the node's sum
-    goes home over the slow link while the next turn computes.
+    An outer step's root adds its part last and, where it is not the owner, in a slot of its own, from which the node's
+    sum goes home over the slow link while the next outer step computes.
     """
 
     def __init__(self, call: Call, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -52,7 +52,7 @@ class DkvAccumulators(RingBuffer):
             self.computed(used, heads)
 
     def post(self, hop: Hop, heads: Heads) -> None:
-        """Send this hop's sums on; receive the next hop's and, when their journey ends now, the turn's base's."""
+        """Send this hop's sums on; receive the next hop's and, when their active range ends now, the root's."""
         plan = self.call.plan
         sends = self.load(hop.dkv_to, hop.dkv_slot, hop, heads)
         # protects the sums: the dK/dV kernel that adds to them; what only passes through is there in posting order
@@ -74,22 +74,22 @@ class DkvAccumulators(RingBuffer):
             self.busy(one.dkv_slot, heads, fence)
             self._arrivals[one.index, heads.number] = Arrival(fence, buffers[one.index])
 
-    def send_return(self, base: Hop, heads: Heads) -> None:
-        """At the end of a turn: this node's sum to its owner, and another node's sum of the own shard from its rank."""
+    def send_return(self, root: Hop, heads: Heads) -> None:
+        """After an outer step: this node's sum to its owner, and another node's sum of the own shard from its rank."""
         plan, own = self.call.plan, self.call.plan.hops[0]
-        sends = self.load(base.return_to, LEAVING_SLOT, base, heads)
+        sends = self.load(root.return_to, LEAVING_SLOT, root, heads)
         # protects the sum: the dK/dV kernel that adds to it
         after: list[Fence] = [self.call.mark()] if sends.messages else []
         buffers: Tensors = ()
-        if base.return_from is not None:
+        if root.return_from is not None:
             after += self.free(ARRIVING_SLOT, heads)  # protects the slot: the addition of the sum that came before
             buffers = self.buffers(ARRIVING_SLOT, own, heads)
-        key = Key(self.call.phase, base.index + plan.inner - 1, Kind.RETURN, own.index, heads.number)
-        receives = self.load(base.return_from, ARRIVING_SLOT, own, heads)
+        key = Key(self.call.phase, root.index + plan.inner - 1, Kind.RETURN, own.index, heads.number)
+        receives = self.load(root.return_from, ARRIVING_SLOT, own, heads)
         fence = self.call.post(BETWEEN, key, sends, receives, after)
-        if base.return_to is not None:
+        if root.return_to is not None:
             self.busy(LEAVING_SLOT, heads, fence)
-        if base.return_from is not None:
+        if root.return_from is not None:
             self.busy(ARRIVING_SLOT, heads, fence)
             self._by_rail[heads.number] = Arrival(fence, buffers)
 
@@ -100,7 +100,7 @@ class DkvAccumulators(RingBuffer):
         return (lambda: self._totals[heads.number]) if heads.number in self._totals else None
 
     def absorb(self, heads: Heads) -> None:
-        """Add what came home since the last turn to the total, in the order of the turns."""
+        """Add what came home since the last outer step to the total, in the order of the outer steps."""
         own = self.call.plan.hops[0]
         arrival = self._by_rail.pop(heads.number, None)
         if arrival is not None:

@@ -1,7 +1,7 @@
 """The ring loop: post what moves next, compute on what is here, wait, go on.
 
-One loop for every schedule: either direction, skipped hops, journeys cut short, chunks of heads and a ring of rings are
-different data.
+One loop for every schedule: either direction, skipped hops, active ranges cut short, chunks of heads and two levels
+are different data.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ def forward(call: Call, backends: Sequence[ForwardBackend], k: torch.Tensor, v: 
 def backward(call: Call, backends: Sequence[BackwardBackend], k: torch.Tensor, v: torch.Tensor, dkdv: Tensors) -> None:
     """dQ of every shard that this rank sees and, carried around the ring behind them, dK/dV of its own.
 
-    The base of every turn brackets it: its dQ hides the first K/V, its dK/dV continues the sums that came home. The
-    first turn's base is the own shard, whose dK/dV comes last of all. At every hop dK/dV comes first, so that the dQ
+    The root of every outer step brackets it: its dQ hides the first K/V, its dK/dV continues the sums that came back.
+    The first root is the own shard, whose dK/dV comes last of all. At every hop dK/dV comes first, so that the dQ
     of the same hop hides the sums' way to the next rank.
     """
     moving, dkv = KeyValues(call, k, v), DkvAccumulators(call, k, v)
     pairs = tuple(zip(call.chunks, backends, strict=True))
-    for base, *others in call.plan.outer_steps:
-        moving.advance(base)
+    for root, *others in call.plan.outer_steps:
+        moving.advance(root)
         for heads, backend in pairs:
-            query_gradient(call, moving, backend, base, heads)
+            query_gradient(call, moving, backend, root, heads)
         for hop in others:
             moving.advance(hop)
             for heads, backend in pairs:
@@ -86,9 +86,9 @@ def backward(call: Call, backends: Sequence[BackwardBackend], k: torch.Tensor, v
         if call.plan.two_level:
             for heads, backend in pairs:
                 dkv.absorb(heads)
-                if base.index:
-                    key_gradients(call, moving, dkv, backend, base, heads)
-                    dkv.send_return(base, heads)
+                if root.index:
+                    key_gradients(call, moving, dkv, backend, root, heads)
+                    dkv.send_return(root, heads)
     for heads, backend in pairs:
         own_gradients(call, moving, dkv, backend, heads, tuple(x[:, :, heads.kv] for x in dkdv))
     call.settle()
@@ -110,7 +110,7 @@ def query_gradient(call: Call, moving: KeyValues, backend: BackwardBackend, hop:
         for hop_mask in hop_masks:
             final = hop.index == call.plan.last and hop_mask is hop_masks[-1]
             backend.dq(*near, **call.mask_args(hop_mask, heads), local=hop.index == 0, final=final)
-    if not call.plan.is_outer_root(hop):  # a base's K/V are needed again at the end of its turn
+    if not call.plan.is_outer_root(hop):  # a root's K/V are needed again at the end of its outer step
         moving.computed(hop.kv_slot, heads)
 
 

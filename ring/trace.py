@@ -99,8 +99,8 @@ def names(plan: Plan, key: Key) -> tuple[str, str]:
     if key.kind is Kind.DKV:
         coming = " and ".join(str(one.shard) for one in _coming_sums(plan, key))
         return f"dK/dV of {plan.hops[key.hop].shard}", f"dK/dV of {coming}"
-    base = plan.hops[key.hop // plan.inner * plan.inner]
-    return f"dK/dV of {base.shard}", f"dK/dV of {plan.rank}"
+    root = plan.hops[key.hop // plan.inner * plan.inner]
+    return f"dK/dV of {root.shard}", f"dK/dV of {plan.rank}"
 
 
 def _coming_sums(plan: Plan, key: Key) -> list[Hop]:

@@ -24,7 +24,7 @@ class Plan:
 
     rank: int
     hops: tuple[Hop, ...]
-    inner: int  # hops of a turn; a flat ring is one turn
+    inner: int  # hops of an outer step; a flat ring is one outer step
     # of each hop, one per part of the mask; none: it launches nothing. The local hop always does, for its start state
     hop_masks: tuple[tuple[HopMask, ...], ...]
     lengths: tuple[int, ...]  # keys of the shard of each hop that travel
@@ -33,7 +33,7 @@ class Plan:
     last: int  # the last hop that launches
     slots: int  # that K/V rotate through
     edges: tuple[tuple[Edge, ...], tuple[Edge, ...]]  # of all ranks, per level
-    dkv_returns: dict[int, Hop]  # after which hop the sums of a turn's base come back to it
+    dkv_returns: dict[int, Hop]  # after which hop the sums of an outer step's root come back to it
 
     @property
     def two_level(self) -> bool:
@@ -41,12 +41,12 @@ class Plan:
         return self.inner < len(self.hops)
 
     def is_outer_root(self, hop: Hop) -> bool:
-        """Whether the hop is a turn's first: its K/V are the rank's own or came by rail, and stay for the turn."""
+        """Whether the hop is the first of an outer step, for which its K/V, the rank's own or come by rail, stay."""
         return hop.index % self.inner == 0
 
     @cached_property
     def outer_steps(self) -> tuple[tuple[Hop, ...], ...]:
-        """The hops, turn by turn; the first of each is its base."""
+        """The hops, one outer step after the other; the first of each is its root."""
         return tuple(self.hops[start : start + self.inner] for start in range(0, len(self.hops), self.inner))
 
     @property
@@ -61,9 +61,10 @@ class Plan:
         return max(DKV_SLOTS + (RAIL_SLOTS if self.two_level else 0), *used, 0)
 
     def arrivals(self, hop: int, prefetch: int) -> tuple[Hop, ...]:
-        """The hops whose K/V are asked for when ``hop`` begins: over a rail a turn ahead, else ``prefetch`` hops.
+        """The hops whose K/V are asked for when ``hop`` begins: by rail an outer step ahead, else ``prefetch`` hops.
 
-        Never those of a later turn: its base may still be on the rail, and what is posted behind would wait for it.
+        Never those of a later outer step: its root may still be on the rail, and what is posted behind would wait for
+        it.
         """
         turn = hop // self.inner * self.inner
         end = min(hop + prefetch + 1, turn + self.inner)
@@ -165,8 +166,8 @@ def plan(
         slots=slots,
         edges=whole.edges,
         dkv_returns={
-            base.index + whole.active_ranges[base.shard][base.index // whole.inner][1]: base
-            for base in hops[:: whole.inner]
-            if base.dkv_from is not None
+            root.index + whole.active_ranges[root.shard][root.index // whole.inner][1]: root
+            for root in hops[:: whole.inner]
+            if root.dkv_from is not None
         },
     )

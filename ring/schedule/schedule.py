@@ -16,7 +16,7 @@ from .layout import Layout
 from .mask import Mask
 
 KV_SLOTS = 3  # one computing, one arriving, one whose send may still be under way
-ROOT_SLOTS = 2  # of a two-level ring: one leaving and one arriving over the slow link during a whole inner turn
+ROOT_SLOTS = 2  # of a two-level ring: one leaving and one arriving over the slow link during a whole outer step
 DKV_SLOTS = 2  # one computing, one arriving
 RAIL_SLOTS = 2  # of a two-level ring: a node's sum on its way home, and another node's arriving
 KEPT = 16  # schedules: a model alternates between a few (layout, mask) pairs
@@ -57,33 +57,34 @@ class Hop:
     kv_slot: int | None
     """The slot that K/V arrive in."""
     dkv_from: int | None
-    """The rank that dK/dV partial sums arrive from; of a turn's first hop: this node's, coming home to its base."""
+    """The rank that dK/dV partial sums arrive from; of a root: this node's, coming back to it."""
     dkv_to: int | None
-    """Where they go with this rank's part: to the next rank, or home at the end of the journey."""
+    """Where they go with this rank's part: to the next rank, or home at the end of the active range."""
     dkv_slot: int | None
     """The slot that holds the sums; None: this rank has none of this shard."""
     rail_to: int | None = None
-    """The rank of the next node that K/V go on to over the slow link, during the whole turn."""
+    """The rank of the next node that K/V go on to over the slow link, during the whole outer step."""
     return_to: int | None = None
-    """The owner of the shard, where this node's sum goes over the slow link at the end of the turn."""
+    """The owner of the shard, where this node's sum goes over the slow link at the end of the outer step."""
     return_from: int | None = None
-    """The rank whose node's sum of this rank's own shard arrives over the slow link after the turn."""
+    """The rank whose node's sum of this rank's own shard arrives over the slow link after the outer step."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The journey of every shard, turn by turn.
+    """Where every shard goes, one outer step after the other.
 
-    A flat ring is one turn. In a two-level ring of N nodes of L ranks, a turn brings the shards of another node: hop
-    ``t = o * len(steps) + i`` brings shard (node, local) to rank ``(node + direction * turns[o], local + direction *
-    steps[i])``, modulo N and L. Within a turn K/V travel up to the last rank that sees something of them; between turns
-    they cross to the next node along their rail, up to the last node that sees something of them, hidden behind a whole
-    turn. Where every rank sees something of every shard, ``turns`` and ``steps`` count up, and K/V move to a neighbour.
-    Where at some distance nobody sees anything, there is no hop.
+    A flat ring is one outer step. In a two-level ring of N nodes of L ranks, an outer step brings the shards of another
+    node: hop ``t = o * len(steps) + i`` brings shard (node, local) to rank ``(node + direction * outer_steps[o], local
+    + direction * steps[i])``, modulo N and L. The first hop of an outer step is its root. Within an outer step K/V
+    travel up to the last rank that sees something of them; between outer steps they cross to the next node along their
+    rail, up to the last node that sees something of them, hidden behind a whole outer step. Where every rank sees
+    something of every shard, ``outer_steps`` and ``steps`` count up, and K/V move to a neighbour. Where at some
+    distance nobody sees anything, there is no hop.
 
-    dK/dV sums of a turn start at the first rank after its base that computes, follow one group of transfers behind, and
-    go straight back to the base from the last. In the first turn the base is the owner. In every other the base adds
-    its own part and sends the node's sum straight home along the rail, during the next turn.
+    dK/dV sums of an outer step start at the first rank after its root that computes, follow one group of transfers
+    behind, and go straight back to the root from the last. In the first outer step the root is the owner. In every
+    other the root adds its own part and sends the node's sum straight home along the rail, during the next outer step.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -94,11 +95,11 @@ class Schedule:
     lengths: tuple[int, ...]
     """Keys of each shard that travel."""
     slots: int = KV_SLOTS
-    """Slots that K/V rotate through inside a turn."""
+    """Slots that K/V rotate through inside an outer step."""
     outer_steps: tuple[int, ...] = ()
-    """How many nodes from its owner's each turn brings a shard; first 0. Nothing given: all, counting up."""
+    """How many nodes from its owner's each outer step brings a shard; first 0. Nothing given: all, counting up."""
     steps: tuple[int, ...] = ()
-    """How many ranks from its base each hop of a turn brings a shard; first 0. Nothing given: all, counting up."""
+    """How many ranks from its root each hop brings a shard; first 0. Nothing given: all, counting up."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outer_steps", self.outer_steps or tuple(range(len(self.nodes))))
@@ -111,7 +112,7 @@ class Schedule:
 
     @property
     def inner(self) -> int:
-        """Hops of a turn: at most as many as a node has ranks."""
+        """Hops of an outer step: at most as many as a node has ranks."""
         return len(self.steps)
 
     @property
@@ -148,20 +149,20 @@ class Schedule:
 
     @cached_property
     def active_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For every shard and turn the first and the last step away from the base that computes; (1, 0) for none."""
+        """Per shard and outer step the first and the last step away from the root that computes; (1, 0): none."""
         turns = range(0, self.count, self.inner)
         return tuple(tuple(_active_range(hops[turn : turn + self.inner]) for turn in turns) for hops in self.active)
 
     @cached_property
     def last_outer_steps(self) -> tuple[int, ...]:
-        """For every shard the last turn in which any rank computes with it."""
+        """For every shard the last outer step in which any rank computes with it."""
         return tuple(
             max((hop // self.inner for hop, sees in enumerate(hops) if sees), default=0) for hops in self.active
         )
 
     @property
     def early_slot(self) -> int:
-        """The slot of sums that come home to their base while the others still serve the journeys of other shards."""
+        """The slot of sums that come back to their root while the others still serve other shards."""
         return DKV_SLOTS + (RAIL_SLOTS if len(self.nodes) > 1 else 0)
 
     def node_sees(self, shard: int, turn: int) -> bool:
@@ -176,7 +177,7 @@ class Schedule:
         """
         if not 0 <= rank < self.world:
             raise ValueError(f"rank is {rank}: the schedule has ranks 0 to {self.world - 1}")
-        return tuple((_away if index % self.inner else _base)(self, rank, index) for index in range(self.count))
+        return tuple((_away if index % self.inner else _root)(self, rank, index) for index in range(self.count))
 
     def bytes(self, kv_bytes: int, sums_bytes: int = 0, *, level: int | None = None) -> tuple[int, ...]:
         """How much each rank sends in one pass.
@@ -202,19 +203,19 @@ class Schedule:
 
     def moves(self) -> tuple[Moves, ...]:
         """Everything that any rank sends in a backward; a forward leaves out the sums."""
-        seen = np.array(self.active).reshape(self.world, -1, self.inner)  # [shard, turn, step]
+        seen = np.array(self.active).reshape(self.world, -1, self.inner)  # [shard, outer step, step]
         ranks, steps, turns = self.ranks.reshape(seen.shape), np.arange(self.inner), np.arange(seen.shape[1])
         first, last = np.moveaxis(np.array(self.active_ranges), 2, 0)[..., None]
-        bases, following = ranks[:, :, 0], np.roll(ranks, -1, axis=2)
+        roots, following = ranks[:, :, 0], np.roll(ranks, -1, axis=2)
         onward, carries = steps < last, (first <= steps) & (steps <= last)
         by_rail = turns < np.array(self.last_outer_steps)[:, None]
         home = (turns > 0) & seen.any(axis=2)
-        owners = np.broadcast_to(np.arange(self.world)[:, None], bases.shape)
+        owners = np.broadcast_to(np.arange(self.world)[:, None], roots.shape)
         return (
             _chosen("kv", 0, onward, ranks, following),
-            _chosen("sums", 0, carries, ranks, np.where(onward, following, bases[:, :, None])),
-            _chosen("kv", 1, by_rail, bases, np.roll(bases, -1, axis=1)),
-            _chosen("sums", 1, home, bases, owners),
+            _chosen("sums", 0, carries, ranks, np.where(onward, following, roots[:, :, None])),
+            _chosen("kv", 1, by_rail, roots, np.roll(roots, -1, axis=1)),
+            _chosen("sums", 1, home, roots, owners),
         )
 
     def __str__(self) -> str:
@@ -273,7 +274,7 @@ def _schedule(
 
 
 def _order(seen: npt.NDArray[np.bool_], lengths: Vector) -> tuple[int, ...]:
-    """The distances at which somebody sees something, in the order in which K/V move less; ``[shard, turn, distance]``.
+    """Distances at which somebody sees something, in the order in which K/V move less; ``[shard, outer, distance]``.
 
     Counting up, which moves everything to a neighbour, or the nearest of both sides first: where windows and documents
     reach to both sides, K/V that went round to come from behind would pass all the others.
@@ -307,13 +308,13 @@ def _active_range(hops: tuple[bool, ...]) -> tuple[int, int]:
     return (away[0], away[-1]) if away else (1, 0)
 
 
-def _base(plan: Schedule, rank: int, index: int) -> Hop:
-    """A turn's first hop: K/V stay for the whole turn, leave first, and the node's sums come back to them last."""
+def _root(plan: Schedule, rank: int, index: int) -> Hop:
+    """An outer root: K/V stay for the whole outer step, leave first, and the node's sums come back to them last."""
     shard, turn = plan.shard_at(rank, index), index // plan.inner
     _, last = plan.active_ranges[shard][turn]
     comes, goes = 0 < turn <= plan.last_outer_steps[shard], turn < plan.last_outer_steps[shard]
     sees = turn > 0 and plan.node_sees(shard, turn)
-    # from the far end of a turn they come at its very end, when the slot that is next in turn is free
+    # from the far end of an outer step they come at its very end, when the slot that is next in turn is free
     slot = (index + plan.inner) % DKV_SLOTS if last == plan.inner - 1 else plan.early_slot
     return Hop(
         index=index,
@@ -336,7 +337,7 @@ def _away(plan: Schedule, rank: int, index: int) -> Hop:
     first, last = plan.active_ranges[shard][turn]
     comes, goes, sums = step <= last, step < last, first <= step <= last
     previous = plan.rank_at(shard, index - 1)
-    # onward, and from the end of the journey back to the base
+    # onward, and from the end of the active range back to the root
     following = plan.rank_at(shard, index + 1 if goes else index - step)
     return Hop(
         index=index,
