@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message
 from ringattn.comm.topology.topology import Topology
 from ringattn.comm.transports.warm_up import ring_edges
+from ringattn.kernels import attention
 from ringattn.ring.buffers import Call, Key, Kind, Load
 from ringattn.ring.ring import ring_of
 
@@ -373,3 +376,30 @@ def test_slopes_that_are_changed_before_the_backward_are_noticed() -> None:
     slopes.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_frames_between_a_call_and_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    depths: dict[bool, int] = {}
+    launch, root = attention.launch, Path(attention.__file__).parents[1]
+
+    def counted(*given: Any, **named: Any) -> None:
+        frame, ours = sys._getframe(1), []
+        while frame is not None:
+            if frame.f_code.co_filename.startswith((f"{root / 'ring'}/", f"{root / 'kernels'}/")):
+                ours.append(frame.f_code.co_name)
+            frame = frame.f_back  # type: ignore[assignment]
+        is_backward = "gradients" in ours
+        depths[is_backward] = max(depths.get(is_backward, 0), len(ours))
+        launch(*given, **named)
+
+    monkeypatch.setattr(attention, "launch", counted)
+    q, k, v = (inputs(32)[name].requires_grad_() for name in "qkv")
+
+    def one(group: LocalGroup) -> None:
+        out = ring_attention(q, k, v, layout=Layout.contiguous(64, 2), group=group, backend="triton")
+        assert isinstance(out, torch.Tensor)
+        out.sum().backward()
+
+    with LocalWorld(2) as world:
+        world.run(one)
+    assert depths[False] <= 6 and depths[True] <= 7, depths
