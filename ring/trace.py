@@ -57,7 +57,9 @@ class Moved(NamedTuple):
     received: int
 
 
-def uses(phase: str, plan: Plan, posts: Sequence[Moved], computed: Mapping[int, Sequence[Stretch]]) -> Iterator[Span]:
+def slot_trace(
+    phase: str, plan: Plan, posts: Sequence[Moved], computed: Mapping[int, Sequence[Stretch]]
+) -> Iterator[Span]:
     """Every use of a slot by one call: from when something may be written there until its last reader is over.
 
     ``computed``: per hop, when it computed. The two slots of a two-level ring through which nodes' sums go home are not
@@ -66,13 +68,13 @@ def uses(phase: str, plan: Plan, posts: Sequence[Moved], computed: Mapping[int, 
     for hop in plan.hops:
         reads = computed.get(hop.index, ())
         if hop.kv_slot is not None:
-            span = _use(plan, posts, reads, hop, _brings_kv, _leaves_kv)
+            span = _slot_span(plan, posts, reads, hop, _brings_kv, _leaves_kv)
             if span is not None:
                 yield Span(phase, f"slot {hop.kv_slot}", hop.index, *span, f"K/V of {hop.shard}")
         if hop.dkv_slot is not None and phase == "backward":
             # where more is to come, what came home is added to a total as soon as it is there
             plain = not plan.two_level and plan.send_index is None
-            span = _use(plan, posts, reads if hop.index or plain else (), hop, _brings_sums, _leaves_sums)
+            span = _slot_span(plan, posts, reads if hop.index or plain else (), hop, _brings_sums, _leaves_sums)
             if span is not None:
                 yield Span(phase, f"sums {hop.dkv_slot}", hop.index, *span, f"dK/dV of {hop.shard}")
 
@@ -80,7 +82,7 @@ def uses(phase: str, plan: Plan, posts: Sequence[Moved], computed: Mapping[int, 
 Asks = Callable[[Plan, Key, Hop], bool]
 
 
-def _use(
+def _slot_span(
     plan: Plan, posts: Sequence[Moved], reads: Sequence[Stretch], hop: Hop, brings: Asks, leaves: Asks
 ) -> Stretch | None:
     """From the first write into a hop's slot to its last reader; None where nothing comes or goes through it."""
@@ -223,14 +225,6 @@ class _Post:
 
 
 @dataclass
-class _Open:
-    phase: str
-    kind: str
-    hop: int
-    begin: Moment
-
-
-@dataclass
 class _Piece:
     """A span whose ends may still be points of a stream."""
 
@@ -239,7 +233,7 @@ class _Piece:
     kind: str
     hop: int
     begin: Moment
-    end: Moment
+    end: Moment = None  # not yet
 
 
 @dataclass
@@ -250,7 +244,7 @@ class Trace:
     _pieces: list[_Piece] = field(default_factory=list)
     _posts: list[_Post] = field(default_factory=list)
     _plans: list[tuple[str, Plan]] = field(default_factory=list)
-    _open: _Open | None = None
+    _open: _Piece | None = None
 
     def __post_init__(self) -> None:
         self._clock = _Clock(self.device)
@@ -290,21 +284,16 @@ class Trace:
     @contextmanager
     def span(self, phase: str, kind: str, hop: Hop) -> Iterator[None]:
         """Note what is done (CPU) or enqueued on the current stream (GPU) inside. A wait inside a compute cuts it."""
-        begin = self._clock.now()
-        outer = self._open
+        begin, outer = self._clock.now(), self._open
         if outer is not None:
-            self._close(outer, begin)
-        self._open = mine = _Open(phase, kind, hop.index, begin)
+            self._pieces.append(replace(outer, end=begin))
+        self._open = mine = _Piece(max(len(self._plans) - 1, 0), phase, kind, hop.index, begin)
         yield
         end = self._clock.now()
-        self._close(mine, end)
+        self._pieces.append(replace(mine, end=end))
         if outer is not None:
             outer.begin = end
         self._open = outer
-
-    def _close(self, what: _Open, end: Moment) -> None:
-        call = max(len(self._plans) - 1, 0)
-        self._pieces.append(_Piece(call, what.phase, what.kind, what.hop, what.begin, end))
 
     # afterwards
 
@@ -329,7 +318,7 @@ class Trace:
     @property
     def slots(self) -> list[Span]:
         """Every use of a slot so far: from when it may be written to until the last that reads it is over."""
-        return [span for number in range(len(self._plans)) for span in self._uses(number)]
+        return [span for number in range(len(self._plans)) for span in self._slot_trace(number)]
 
     def _done(self, post: _Post) -> Moved:
         """A post whose ends are known; waits for it."""
@@ -347,10 +336,10 @@ class Trace:
             if nbytes:
                 yield Span(phase, kind, post.key.hop, moved.begin, moved.end, name, nbytes)
 
-    def _uses(self, number: int) -> Iterator[Span]:
+    def _slot_trace(self, number: int) -> Iterator[Span]:
         computed: dict[int, list[tuple[float, float]]] = {}
         for one in self._pieces:
             if (one.call, one.kind) == (number, "compute"):
                 computed.setdefault(one.hop, []).append((self._clock.seconds(one.begin), self._clock.seconds(one.end)))
         posts = [self._done(post) for post in self._posts if post.call == number]
-        return uses(*self._plans[number], posts, computed)
+        return slot_trace(*self._plans[number], posts, computed)

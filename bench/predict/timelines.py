@@ -7,7 +7,7 @@ from typing import Any
 
 from ...ring.buffers import Kind
 from ...ring.schedule.plan import Plan
-from ...ring.trace import Moved, Stretch, uses
+from ...ring.trace import Moved, Stretch, slot_trace
 from ..common import masks
 from ..timeline.events import Event, Timeline
 from .call import Call
@@ -91,5 +91,5 @@ def _slots(track: Track, plan: Plan, start: float) -> Iterator[Event]:
             posts.append(Moved(op.key, begin, end, sent, received))
         elif op.stream == COMPUTE and op.what != POINT:
             computed.setdefault(op.hop, []).append((begin, end))
-    for one in uses(program.phase, plan, posts, computed):
+    for one in slot_trace(program.phase, plan, posts, computed):
         yield Event(program.rank, one.kind, one.phase, one.hop, start + one.begin, start + one.end, one.name)
