@@ -249,7 +249,8 @@ TRAVELS: dict[str, Travel] = {
 """Of every field of :class:`AttentionArgs`."""
 
 SCHEMA = ", ".join([*(travel.schema for travel in TRAVELS.values()), "SymInt ring, SymInt member, str group"])
-Packed: Any = namedtuple("Packed", [one.split()[-1] for one in SCHEMA.split(", ")])
+_made: Any = namedtuple  # of names that no type checker knows
+Packed = _made("Packed", [one.split()[-1] for one in SCHEMA.split(", ")])
 
 
 def pack_args(args: AttentionArgs, ring: Ring | None, group: Any) -> Any:

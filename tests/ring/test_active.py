@@ -77,14 +77,6 @@ def test_stripes_beside_runs(data: st.DataObject, world: int, step: int) -> None
     assert active_shards(layout, mask, layout).tolist() == brute(layout, mask, layout)
 
 
-def test_blocks_must_be_whole_in_both_layouts() -> None:
-    mask, whole, cut = Mask(blocks=patterns.strided(8, 2, stride=2)), Layout.uneven([4, 4]), Layout.uneven([3, 5])
-    with pytest.raises(ValueError, match="layout gives rank 0 the span"):
-        schedule(cut, mask, kv_layout=whole)
-    with pytest.raises(ValueError, match="kv_layout gives rank 0 the span"):
-        schedule(whole, mask, kv_layout=cut)
-
-
 PACKED = Documents(packed(MILLION, 8192, seed=0))
 MASKS = {
     "causal": CAUSAL,

@@ -134,13 +134,6 @@ def test_balanced_by_hand() -> None:
     assert Layout.balanced(0, [1, 2], causal=True).lengths == (0, 0)
 
 
-@pytest.mark.parametrize("world", range(1, 9))
-def test_equal_speeds_make_the_usual_layouts(world: int) -> None:
-    speeds = [2.5] * world
-    assert Layout.balanced(6 * world, speeds, causal=True) == Layout.zigzag(6 * world, world)
-    assert Layout.balanced(6 * world, speeds, causal=False) == Layout.contiguous(6 * world, world)
-
-
 @given(layouts())
 def test_any_layout_is_made_of_its_spans(layout: Layout) -> None:
     for rank in range(layout.world):

@@ -129,30 +129,6 @@ def test_the_next_hop_is_posted_before_this_one_computes() -> None:
         ]
 
 
-def test_without_prefetch_a_hop_is_posted_when_it_begins() -> None:
-    for log in logs(Layout.zigzag(24, 3), "forward", prefetch=0):
-        assert log.lines == [
-            "fold",
-            "post K/V 1: 2 out, 2 in",
-            "fold",
-            "post K/V 2: 2 out, 2 in",
-            "fold final",
-        ]
-
-
-def test_transfers_run_two_hops_ahead() -> None:
-    for log in logs(Layout.zigzag(32, 4), "forward", prefetch=2):
-        assert log.lines == [
-            "post K/V 1: 2 out, 2 in",
-            "post K/V 2: 2 out, 2 in",
-            "fold",
-            "post K/V 3: 2 out, 2 in",
-            "fold",
-            "fold",
-            "fold final",
-        ]
-
-
 def test_sums_travel_while_dq_computes_and_come_home_under_the_last_one() -> None:
     for log in logs(Layout.zigzag(24, 3), "backward"):
         assert log.lines == [

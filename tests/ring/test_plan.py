@@ -30,14 +30,6 @@ def asked(steps: Plan, prefetch: int) -> list[list[int]]:
     return [[hop.index for hop in steps.arrivals(now, prefetch)] for now in range(len(steps.hops))]
 
 
-def test_arrivals_of_a_flat_ring() -> None:
-    steps = plan_of(Topology.flat(5))
-    assert asked(steps, 0) == [[], [1], [2], [3], [4]]
-    assert asked(steps, 1) == [[1], [2], [3], [4], []]
-    assert asked(steps, 2) == [[1, 2], [3], [4], [], []]
-    assert asked(plan_of(Topology.flat(1)), 2) == [[]]
-
-
 def test_arrivals_by_rail_are_asked_for_a_turn_ahead() -> None:
     steps = plan_of(Topology.grid(3, 3))
     assert asked(steps, 0) == [[3], [1], [2], [6], [4], [5], [], [7], [8]]
@@ -100,15 +92,6 @@ def test_slots_do_not_grow_with_the_world() -> None:
     early = Window(causal=True, left=20, document=10)
     assert plan_of(Topology.flat(4), early, rank=1).dkv_slots == 3
     assert plan_of(Topology.grid(2, 4), early, rank=6).dkv_slots == 5
-
-
-def test_turns() -> None:
-    flat, rings = plan_of(Topology.flat(4)), plan_of(Topology.grid(2, 2))
-    assert not flat.two_level
-    assert rings.two_level
-    assert [[hop.index for hop in turn] for turn in flat.outer_steps] == [[0, 1, 2, 3]]
-    assert [[hop.index for hop in turn] for turn in rings.outer_steps] == [[0, 1], [2, 3]]
-    assert [rings.is_outer_root(hop) for hop in rings.hops] == [True, False, True, False]
 
 
 def test_homecomings() -> None:
