@@ -33,6 +33,7 @@ only_mutate = [
 ]
 pytest_add_cli_args_test_selection = [
     "tests/kernels/test_bounds.py",
+    "tests/ring/test_args.py::test_refusals",
     "tests/ring/test_layout.py",
     "tests/ring/test_mask.py",
     "tests/ring/test_schedule.py",
