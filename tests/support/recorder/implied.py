@@ -42,7 +42,7 @@ COMMON = {
     "DkvAccumulators.into waits for post of DkvAccumulators.post": _sometimes(
         "the slot's last send: implied where this rank has since waited for sums that were posted behind it"
     ),
-    "_settle of Lane.__init__ waits for the device": _sometimes(
+    "_settle of RingBuffer.__init__ waits for the device": _sometimes(
         "zeros of a new arena: needed where a rank receives before it has marked anything, once in the life of a ring"
     ),
     "post of KeyValues._post waits for mark of KeyValues._held": _sometimes(TOLD),
