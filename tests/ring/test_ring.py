@@ -380,7 +380,8 @@ def test_slopes_that_are_changed_before_the_backward_are_noticed() -> None:
 
 def test_frames_between_a_call_and_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     depths: dict[bool, int] = {}
-    launch, root = attention.launch, Path(attention.__file__).parents[1]
+    module: Any = attention
+    launch, root = module.launch, Path(module.__file__).parents[1]
 
     def counted(*given: Any, **named: Any) -> None:
         frame, ours = sys._getframe(1), []

@@ -253,7 +253,7 @@ def added(case: Case, parts: list[Expected]) -> Expected:
 def arrived(case: Case, rank: int) -> dict[str, Tensor]:
     """The whole sequence as a rank gets it: its own keys as they are, the others' as they travel."""
     names = ("causal", "window_size", "cu_seqlens", "seqused_k", "prefix_length", "block_mask")
-    call = dict.fromkeys(names) | {"causal": False, "window_size": (-1, -1)} | case.call
+    call: dict[str, Any] = dict.fromkeys(names) | {"causal": False, "window_size": (-1, -1)} | case.call
     layouts = Layouts(case.layout, case.keys)
     mask = mask_of(layouts, case.whole["q"].shape[0], **{name: call[name] for name in names})
     wire = wire_of(case.ring["wire_dtype"], case.whole["k"].dtype)
