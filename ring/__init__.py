@@ -2,12 +2,11 @@
 
 from .attention import ring_attention
 from .ring import Ring
-from .schedule.block_mask import BlockMask, Longformer, bigbird, fixed, longformer, strided
 from .schedule.layout import Layout, Span
-from .schedule.mask import Mask, bounds, visible_pairs
+from .schedule.mask import BlockMask, Longformer, Mask, bigbird, bounds, fixed, longformer, strided, visible_pairs
 from .schedule.schedule import Hop, Schedule, schedule
-from .schedule.uses import Span as TraceSpan
 from .shards import positions, shard, unshard
+from .trace import Span as TraceSpan
 from .trace import Trace
 
 __all__ = [

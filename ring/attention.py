@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import torch
 
 from ..comm import GroupLike
 from ..kernels import KernelConfig
 from ..kernels.checks import check_tensor
+from .args import AttentionArgs, Options, prepare_call
 from .checked import checked
-from .node import RingAttention, autocast, forward, resolve_ring, settled
-from .ops import traced
-from .ring import Ring, device_of
-from .schedule.block_mask import BlockMask, Longformer
+from .ops import RingAttention, forward, traced
+from .ring import Ring, device_of, resolve_ring
 from .schedule.layout import LayoutLike
-
-
-class Options(TypedDict, total=False):
-    """What :func:`ring_attention` takes by name, whichever it returns."""
-
-    layout: LayoutLike
-    ring: Ring | None
-    group: GroupLike
-    causal: bool
-    window_size: tuple[int, int]
-    softmax_scale: float | None
-    softcap: float
-    learnable_sink: torch.Tensor | None
-    alibi_slopes: torch.Tensor | None
-    dropout_p: float
-    dropout_seed: int | None
-    cu_seqlens: Iterable[int] | torch.Tensor | None
-    seqused_k: Iterable[int] | torch.Tensor | None
-    prefix_length: int | None
-    block_mask: torch.Tensor | BlockMask | Longformer | None
-    kv_layout: LayoutLike
-    backend: str
-    config: KernelConfig | None
+from .schedule.mask import BlockMask, Longformer
 
 
 @overload
@@ -143,27 +120,27 @@ def ring_attention(
         NotImplementedError: ``backend="triton"`` on the CPU without Triton's interpreter, or with bfloat16, which that
             takes for integers; a transform of ``torch.func``.
     """
-    call: dict[str, Any] = {
-        "layout": layout,
-        "kv_layout": kv_layout,
-        "causal": causal,
-        "window_size": window_size,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "learnable_sink": learnable_sink,
-        "alibi_slopes": alibi_slopes,
-        "dropout_p": dropout_p,
-        "dropout_seed": dropout_seed,
-        "cu_seqlens": cu_seqlens,
-        "seqused_k": seqused_k,
-        "prefix_length": prefix_length,
-        "block_mask": block_mask,
-        "backend": backend,
-        "config": config,
-    }
+    args = AttentionArgs(
+        layout=layout,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        learnable_sink=learnable_sink,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        cu_seqlens=cu_seqlens,
+        seqused_k=seqused_k,
+        prefix_length=prefix_length,
+        block_mask=block_mask,
+        kv_layout=kv_layout,
+        backend=backend,
+        config=config,
+    )
     if torch.compiler.is_compiling():
         q, k, v = autocast(q, k, v)
-        out, lse = traced(q, k, v, ring, group, **call)
+        out, lse = traced(q, k, v, args, ring, group)
         return (out, lse) if return_lse else out
     device = device_of(q, k, v)
     used = resolve_ring(ring, group, device)
@@ -172,9 +149,18 @@ def ring_attention(
             check_tensor(name, x, may_be_meta=x is not q)  # before anything is asked of them
         (return_lse,) = checked(return_lse=return_lse)
         q, k, v = autocast(q, k, v)
-        settings, sink = settled(q, k, v, used, **call)
+        call, sink = prepare_call(q, k, v, args, used)
         with torch.no_grad():
-            results = forward(settings, q, k, v, sink)
+            results = forward(call, q, k, v, sink)
     # After the call: what hooks of saved tensors raise, as checkpointing does to stop, is nothing to tell other ranks
-    out, lse = RingAttention.apply(q, k, v, sink, settings, results)  # type: ignore[no-untyped-call]
+    out, lse = RingAttention.apply(q, k, v, sink, call, results)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
+
+
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cast floating tensors to autocast's dtype where it is on for their device, as SDPA does."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..kernels import PLAIN, Bounds, KernelConfig, Scores, attention_delta
-from ..kernels.attention import Backward, Forward
+from ..kernels import PLAIN, Bounds, KernelConfig, Scores
+from ..kernels.attention import Backward, Forward, attention_delta
 from ..kernels.config import is_single_pass
 from ..kernels.experimental.single_pass import Gradients
+from .buffers import Heads, Pair, Tensors
 from .checked import checked
 from .cpu.aten import AtenBackward, AtenForward, row_dot
-from .traffic import Heads, Pair, Tensors
 
 
 def resolve_backend(name: str, device: torch.device) -> str:
@@ -29,7 +29,7 @@ def resolve_backend(name: str, device: torch.device) -> str:
     return name
 
 
-def forward_works(
+def forward_backends(
     backend: str,
     chunks: Sequence[Heads],
     q: torch.Tensor,
@@ -49,7 +49,7 @@ def _of_state(start: Pair | None, heads: Heads) -> Pair | None:
     return None if start is None else (start[0][:, :, heads.q], start[1][:, heads.q].contiguous())
 
 
-def backward_works(
+def backward_backends(
     backend: str,
     chunks: Sequence[Heads],
     dout: torch.Tensor,
@@ -140,10 +140,10 @@ class TritonBackward:
     def dq(
         self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool, final: bool
     ) -> None:
-        q, sums = self._q, self._dq
-        into = q.new_empty(q.shape, dtype=q.dtype if final else torch.float32) if final or sums is None else sums
-        self._bound.dq(k, v, bounds=bounds, scores=scores, accum=sums, out=into)
-        self._dq = into
+        q, accum = self._q, self._dq
+        out = q.new_empty(q.shape, dtype=q.dtype if final else torch.float32) if final or accum is None else accum
+        self._bound.dq(k, v, bounds=bounds, scores=scores, accum=accum, out=out)
+        self._dq = out
 
     def dkdv(
         self,
@@ -153,14 +153,14 @@ class TritonBackward:
         *,
         scores: Scores = PLAIN,
         local: bool,
-        sums: Callable[[], Tensors] | None,
-        into: Tensors,
+        accum: Callable[[], Tensors] | None,
+        out: Tensors,
     ) -> None:
         arrived = None
-        if sums is not None:
-            dk, dv = sums()
+        if accum is not None:
+            dk, dv = accum()
             arrived = (dk, dv)
-        self._key_gradients(k, v, bounds=bounds, scores=scores, accum=arrived, out=(into[0], into[1]))
+        self._key_gradients(k, v, bounds=bounds, scores=scores, accum=arrived, out=(out[0], out[1]))
 
     def result(self) -> torch.Tensor:
         """dQ in q's dtype, after the final hop."""

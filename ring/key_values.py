@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from ..comm import Fence
+from .buffers import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Pair, RingBuffer, Tensors, load
 from .schedule.schedule import Hop
-from .traffic import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Lane, Pair, Tensors, load
 
 NOTHING = Arrival(None, ())
 
 
-class KeyValues(Lane):
+class KeyValues(RingBuffer):
     """What each hop computes with: the rank's own pair, or what arrived.
 
     Every rank passes on what it got as it got it: a pair that travels encoded is encoded once, by its owner, into one
@@ -46,7 +46,7 @@ class KeyValues(Lane):
     def _post(self, now: Hop, coming: Hop, heads: Heads) -> None:
         """One group: pass on what an earlier hop works with, and receive what ``coming`` works with."""
         plan = self.call.plan
-        by_rail = plan.is_base(coming)
+        by_rail = plan.is_outer_root(coming)
         level, kind = (BETWEEN, Kind.RAIL) if by_rail else (INSIDE, Kind.KV)
         leaving = plan.hops[coming.index - (plan.inner if by_rail else 1)]
         to = leaving.rail_to if by_rail else leaving.kv_to
@@ -55,7 +55,7 @@ class KeyValues(Lane):
         sends = load(to, held.tensors) if slot is None else self.load(to, slot, leaving, heads)
         after: list[Fence] = []
         # protects what leaves: K/V that this level brought are there in its own order, all others must be waited for
-        if held.fence is not None and (leaving.index == 0 or plan.is_base(leaving) != by_rail):
+        if held.fence is not None and (leaving.index == 0 or plan.is_outer_root(leaving) != by_rail):
             after.append(held.fence)
         buffers: Tensors = ()
         if coming.kv_slot is not None:
@@ -80,7 +80,7 @@ class KeyValues(Lane):
         return self._leaving[heads.number]
 
     def _travelling(self, own: torch.Tensor) -> torch.Tensor:
-        rows = self.call.plan.leaving
+        rows = self.call.plan.send_index
         return own if rows is None else own.index_select(1, rows)
 
     def _encoded(self, own: Tensors, hop: Hop, heads: Heads) -> Tensors:

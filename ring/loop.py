@@ -1,7 +1,7 @@
 """The ring loop: post what moves next, compute on what is here, wait, go on.
 
-One loop for every schedule: either direction, skipped hops, journeys cut short, chunks of heads and a ring of rings are
-different data.
+One loop for every schedule: either direction, skipped hops, active ranges cut short, chunks of heads and two levels
+are different data.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Protocol
 import torch
 
 from ..kernels import Bounds, Scores
+from .buffers import Call, Heads, MaskArgs, Pair, Tensors
+from .dkv import DkvAccumulators
 from .key_values import KeyValues
 from .schedule.schedule import Hop
-from .sums import Sums
-from .traffic import Call, Heads, Pair, Seen, Tensors
 
 
-class ForwardWork(Protocol):
+class ForwardBackend(Protocol):
     """Folds one key shard after the other into ``(out, lse)`` of one chunk of heads."""
 
     def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores, final: bool) -> None:
         """The keys of one shard; ``final`` on this rank's last."""
 
 
-class BackwardWork(Protocol):
+class BackwardBackend(Protocol):
     """This rank's part of the gradients of one chunk of heads, one key shard after the other: dK/dV first, then dQ."""
 
     def dq(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores, local: bool, final: bool) -> None:
@@ -40,57 +40,57 @@ class BackwardWork(Protocol):
         *,
         scores: Scores,
         local: bool,
-        sums: Callable[[], Tensors] | None,
-        into: Tensors,
+        accum: Callable[[], Tensors] | None,
+        out: Tensors,
     ) -> None:
-        """Write one shard's dK/dV plus ``sums()``, which waits for the network, ``into`` the given pair."""
+        """Write one shard's dK/dV plus ``accum()``, which waits for the network, to ``out``."""
 
 
-def forward(call: Call, works: Sequence[ForwardWork], k: torch.Tensor, v: torch.Tensor) -> None:
-    """Fold every shard that this rank sees, while the next ones are on their way; one work per chunk of heads."""
+def forward(call: Call, backends: Sequence[ForwardBackend], k: torch.Tensor, v: torch.Tensor) -> None:
+    """Fold every shard that this rank sees, while the next ones are on their way; a backend per chunk of heads."""
     moving = KeyValues(call, k, v)
     for hop in call.plan.hops:
         moving.advance(hop)
-        sights = call.plan.sights[hop.index]
-        if not sights:
+        hop_masks = call.plan.hop_masks[hop.index]
+        if not hop_masks:
             continue
-        for heads, work in zip(call.chunks, works, strict=True):
+        for heads, backend in zip(call.chunks, backends, strict=True):
             near = arrived(call, moving, hop, heads)
             with call.span("compute", hop):
-                for sight in sights:
-                    final = hop.index == call.plan.last and sight is sights[-1]
-                    work.fold(*near, **call.seen(sight, heads), final=final)
+                for hop_mask in hop_masks:
+                    final = hop.index == call.plan.last and hop_mask is hop_masks[-1]
+                    backend.fold(*near, **call.mask_args(hop_mask, heads), final=final)
             moving.computed(hop.kv_slot, heads)
     call.settle()
 
 
-def backward(call: Call, works: Sequence[BackwardWork], k: torch.Tensor, v: torch.Tensor, dkdv: Tensors) -> None:
+def backward(call: Call, backends: Sequence[BackwardBackend], k: torch.Tensor, v: torch.Tensor, dkdv: Tensors) -> None:
     """dQ of every shard that this rank sees and, carried around the ring behind them, dK/dV of its own.
 
-    The base of every turn brackets it: its dQ hides the first K/V, its dK/dV continues the sums that came home. The
-    first turn's base is the own shard, whose dK/dV comes last of all. At every hop dK/dV comes first, so that the dQ
+    The root of every outer step brackets it: its dQ hides the first K/V, its dK/dV continues the sums that came back.
+    The first root is the own shard, whose dK/dV comes last of all. At every hop dK/dV comes first, so that the dQ
     of the same hop hides the sums' way to the next rank.
     """
-    moving, sums = KeyValues(call, k, v), Sums(call, k, v)
-    pairs = tuple(zip(call.chunks, works, strict=True))
-    for base, *others in call.plan.turns:
-        moving.advance(base)
-        for heads, work in pairs:
-            query_gradient(call, moving, work, base, heads)
+    moving, dkv = KeyValues(call, k, v), DkvAccumulators(call, k, v)
+    pairs = tuple(zip(call.chunks, backends, strict=True))
+    for root, *others in call.plan.outer_steps:
+        moving.advance(root)
+        for heads, backend in pairs:
+            query_gradient(call, moving, backend, root, heads)
         for hop in others:
             moving.advance(hop)
-            for heads, work in pairs:
-                key_gradients(call, moving, sums, work, hop, heads)
-                sums.post(hop, heads)
-                query_gradient(call, moving, work, hop, heads)
+            for heads, backend in pairs:
+                key_gradients(call, moving, dkv, backend, hop, heads)
+                dkv.post(hop, heads)
+                query_gradient(call, moving, backend, hop, heads)
         if call.plan.two_level:
-            for heads, work in pairs:
-                sums.absorb(heads)
-                if base.index:
-                    key_gradients(call, moving, sums, work, base, heads)
-                    sums.send_home(base, heads)
-    for heads, work in pairs:
-        own_gradients(call, moving, sums, work, heads, tuple(x[:, :, heads.kv] for x in dkdv))
+            for heads, backend in pairs:
+                dkv.absorb(heads)
+                if root.index:
+                    key_gradients(call, moving, dkv, backend, root, heads)
+                    dkv.send_return(root, heads)
+    for heads, backend in pairs:
+        own_gradients(call, moving, dkv, backend, heads, tuple(x[:, :, heads.kv] for x in dkdv))
     call.settle()
 
 
@@ -100,60 +100,65 @@ def arrived(call: Call, moving: KeyValues, hop: Hop, heads: Heads) -> Pair:
         return moving.arrived(hop, heads)
 
 
-def query_gradient(call: Call, moving: KeyValues, work: BackwardWork, hop: Hop, heads: Heads) -> None:
+def query_gradient(call: Call, moving: KeyValues, backend: BackwardBackend, hop: Hop, heads: Heads) -> None:
     """This hop's part of dQ."""
-    sights = call.plan.sights[hop.index]
-    if not sights:
+    hop_masks = call.plan.hop_masks[hop.index]
+    if not hop_masks:
         return
     near = arrived(call, moving, hop, heads)
     with call.span("compute", hop):
-        for sight in sights:
-            final = hop.index == call.plan.last and sight is sights[-1]
-            work.dq(*near, **call.seen(sight, heads), local=hop.index == 0, final=final)
-    if not call.plan.is_base(hop):  # a base's K/V are needed again at the end of its turn
+        for hop_mask in hop_masks:
+            final = hop.index == call.plan.last and hop_mask is hop_masks[-1]
+            backend.dq(*near, **call.mask_args(hop_mask, heads), local=hop.index == 0, final=final)
+    if not call.plan.is_outer_root(hop):  # a root's K/V are needed again at the end of its outer step
         moving.computed(hop.kv_slot, heads)
 
 
-def key_gradients(call: Call, moving: KeyValues, sums: Sums, work: BackwardWork, hop: Hop, heads: Heads) -> None:
+def key_gradients(
+    call: Call, moving: KeyValues, dkv: DkvAccumulators, backend: BackwardBackend, hop: Hop, heads: Heads
+) -> None:
     """This rank's part of the dK/dV of a shard that is not its own, added to what came from the ranks before."""
-    sights, came = call.plan.sights[hop.index], sums.came(hop, heads)
-    if sights:
-        into, near = sums.into(hop, heads), arrived(call, moving, hop, heads)
+    hop_masks, came = call.plan.hop_masks[hop.index], dkv.came(hop, heads)
+    if hop_masks:
+        out, near = dkv.into(hop, heads), arrived(call, moving, hop, heads)
         with call.span("compute", hop):
-            add(work, near, [call.seen(sight, heads) for sight in sights], local=False, sums=came, into=into)
-        if call.plan.is_base(hop):
+            parts = [call.mask_args(hop_mask, heads) for hop_mask in hop_masks]
+            add(backend, near, parts, local=False, accum=came, out=out)
+        if call.plan.is_outer_root(hop):
             moving.computed(hop.kv_slot, heads)
-    elif came is not None and call.plan.is_base(hop):
-        for target, x in zip(sums.into(hop, heads), came(), strict=True):
+    elif came is not None and call.plan.is_outer_root(hop):
+        for target, x in zip(dkv.into(hop, heads), came(), strict=True):
             target.copy_(x)
     else:
         return  # sums that only pass through are sent on from where they are
-    sums.added(hop, heads)
+    dkv.added(hop, heads)
 
 
-def own_gradients(call: Call, moving: KeyValues, sums: Sums, work: BackwardWork, heads: Heads, dkdv: Tensors) -> None:
+def own_gradients(
+    call: Call, moving: KeyValues, dkv: DkvAccumulators, backend: BackwardBackend, heads: Heads, dkdv: Tensors
+) -> None:
     """dK/dV of the own shard: what all others have summed up, and this rank's own part."""
     own = call.plan.hops[0]
-    came, into = sums.total(heads), sums.own(heads, dkdv)
-    seen = [call.seen(sight, heads) for sight in call.plan.sights[0]]
+    came, out = dkv.total(heads), dkv.own(heads, dkdv)
+    parts = [call.mask_args(hop_mask, heads) for hop_mask in call.plan.hop_masks[0]]
     with call.span("compute", own):
-        add(work, moving.arrived(own, heads), seen, local=True, sums=came, into=into)
-    sums.finish(heads, dkdv)
+        add(backend, moving.arrived(own, heads), parts, local=True, accum=came, out=out)
+    dkv.finish(heads, dkdv)
 
 
 def add(
-    work: BackwardWork,
+    backend: BackwardBackend,
     near: Pair,
-    seen: Sequence[Seen],
+    parts: Sequence[MaskArgs],
     *,
     local: bool,
-    sums: Callable[[], Tensors] | None,
-    into: Tensors,
+    accum: Callable[[], Tensors] | None,
+    out: Tensors,
 ) -> None:
-    """``into`` = ``sums()`` plus the dK/dV of every part of the mask."""
-    *others, last = seen
+    """``out`` = ``accum()`` plus the dK/dV of every part of the mask."""
+    *others, last = parts
     for one in others:  # in fp32, whatever the dtype of what they go into
-        between = tuple(torch.empty_like(x, dtype=torch.float32) for x in into)
-        work.dkdv(*near, **one, local=local, sums=sums, into=between)
-        sums = partial(tuple, between)
-    work.dkdv(*near, **last, local=local, sums=sums, into=into)
+        between = tuple(torch.empty_like(x, dtype=torch.float32) for x in out)
+        backend.dkdv(*near, **one, local=local, accum=accum, out=between)
+        accum = partial(tuple, between)
+    backend.dkdv(*near, **last, local=local, accum=accum, out=out)

@@ -1,44 +1,322 @@
-"""``ring_attention`` in a graph of torch.compile: one ``torch.library`` op forward and one backward.
+"""What a call computes, forward and backward: by a node of autograd, or in a graph of torch.compile by ops of its own.
 
-What is checked, agreed on, planned and sent is so when the graph runs, not when it is made.
+What is checked, agreed on, planned and sent is so when the graph runs, not when it is made. An op takes tensors,
+numbers and text. What changes from call to call travels as values: spans of a layout, boundaries of documents and
+blocks of a mask as CPU tensors, so that other ones, and other numbers of them, are no new graph. A ring or a member of
+a ``LocalWorld``, which is no value, is named by a number, a process group by its name. The rest is a graph's constants.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ..comm import LocalGroup
+from ..comm.kept import of_number
+from ..kernels.op_calls import pack_config, unpack_config
 from ..kernels.ops import NO_SLOPE
 from ..kernels.scores import SEEDS
-from .node import ONCE, forward, gradients, settled
-from .packed import SCHEMA, Packed, meaning, pack, ring_of_call
-from .ring import Ring
+from . import loop
+from .args import AttentionArgs, PreparedCall, prepare_call
+from .backends import backward_backends, forward_backends, joined, row_delta
+from .ring import Ring, resolve_ring
+from .schedule.layout import Layout
+from .schedule.mask import BlockMask, Longformer
+from .schedule.plan import PLANS
 
+ONCE = "ring_attention has no second derivative: its gradients cannot be differentiated again"
 NAMESPACE = __package__.rpartition(".")[0].replace(".", "__")  # another copy under another name has ops of its own
 
 
+# --- the computation ------------------------------------------------------------------------------------------------
+
+
+def forward(call: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of this rank's queries."""
+    ring, _, steps, scale, scores, backend, config = call
+    with ring.call(steps, "forward", q, k, scores) as running:
+        start = None if sink is None else sink_state(sink, q, v.shape[3])
+        works = forward_backends(backend, running.chunks, q, softmax_scale=scale, config=config, start=start)
+        loop.forward(running, works, k, v)
+    outs, lses = zip(*(work.result() for work in works), strict=True)
+    return joined(outs, 2), joined(lses, 1)
+
+
+def gradients(
+    call: PreparedCall,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """``(dq, dk, dv, dsink)``: of this rank's queries and keys, and this rank's part of that of the sink.
+
+    Raises:
+        ValueError: another rank is at the backward of another forward.
+    """
+    ring, number, steps, scale, scores, backend, config = call
+    ring._agree({"call": "backward"}, q.device, of=number)
+    dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    with ring.call(steps, "backward", q, k, scores) as running:
+        given = (dout, q, out, lse, dlse)
+        works = backward_backends(backend, running.chunks, *given, softmax_scale=scale, config=config)
+        loop.backward(running, works, k, v, (dk, dv))
+    dsink = None if sink is None else sink_gradient(sink, row_delta(backend, dout, out, dlse), lse)
+    return joined([work.result() for work in works], 2), dk, dv, dsink
+
+
+class RingAttention(torch.autograd.Function):
+    """The node of a call that is not traced."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        call: PreparedCall,
+        results: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``, which :func:`forward` has computed."""
+        out, lse = results
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        # slopes are saved for autograd's check that nobody has changed them in place by the time of the backward
+        ctx.save_for_backward(q, k, v, out, lse, sink, call.scores.alibi_slopes)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Of q, k, v and the sink; refuses to be differentiated again."""
+        *saved, _ = ctx.saved_tensors
+        with ctx.call.ring._entered(saved[0].device), torch.no_grad():
+            grads: tuple[Tensor | None, ...] = gradients(ctx.call, dout, dlse, *saved)
+        if torch.is_grad_enabled():  # create_graph: without a node that refuses, the gradients would pass as constants
+            given = [x for x in (*saved[:3], dout, dlse) if x is not None]
+            known = [x for x in grads if x is not None]
+            refusing = iter(_NoSecondDerivative.apply(len(known), *known, *given))  # type: ignore[no-untyped-call]
+            grads = tuple(None if x is None else next(refusing) for x in grads)
+        return *grads, None, None
+
+
+def sink_state(sink: Tensor, q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    """The state before any key: as if each row had seen one with the sink for its score and 0 for its value."""
+    batch, rows, heads, _ = q.shape
+    out = torch.zeros(batch, rows, heads, value_dim, device=q.device, dtype=torch.float32)
+    lse = torch.empty(batch, heads, rows, device=q.device, dtype=torch.float32)
+    return out, lse.copy_(sink[:, None])  # memory of the call's own: kernels continue it in place
+
+
+def sink_gradient(sink: Tensor, delta: Tensor, lse: Tensor) -> Tensor:
+    """``-sum(exp(sink - lse) * delta)`` over batch and rows, ``[H]``, with ``delta = rowsum(dout * out) - dlse``.
+
+    The sink is one more key whose value is 0: of ``dS = P * (dO v^T - delta)`` only ``-P * delta`` is left.
+    """
+    weights = torch.exp(sink.float()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)  # a sink at -inf alone
+    return -(weights * delta).sum((0, 2)).to(sink.dtype)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> Any:
+        return tuple(grad.clone() for grad in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError(ONCE)
+
+
+# --- how arguments travel -------------------------------------------------------------------------------------------
+
+
+def _one(value: Any) -> tuple[Any]:
+    return (value,)
+
+
+class Travel(NamedTuple):
+    """How one argument travels: its part of the op's schema, what it is packed into, and what that stands for."""
+
+    schema: str
+    pack: Callable[[Any], Sequence[Any]] = _one
+    unpack: Callable[..., Any] = lambda value: value
+
+
+def _pack_layout(layout: object) -> tuple[Tensor | None, str | None]:
+    """The text also of what is neither a name nor a layout, for the op to refuse."""
+    if isinstance(layout, Layout):
+        return layout.table, None
+    return None, None if layout is None else str(layout)
+
+
+def _unpack_layout(table: Tensor | None, name: str | None) -> Layout | str | None:
+    return name if table is None else _layout(table.numpy().tobytes())
+
+
+@lru_cache(maxsize=PLANS)
+def _layout(table: bytes) -> Layout:
+    spans: list[list[tuple[int, ...]]] = []
+    for rank, *span in torch.frombuffer(bytearray(table), dtype=torch.int64).view(-1, 4).tolist():
+        spans.extend([] for _ in range(len(spans), rank + 1))
+        spans[rank].append(tuple(span))
+    return Layout(spans)
+
+
+def _pack_mask(block_mask: Tensor | BlockMask | Longformer | None) -> tuple[Tensor | None, int, list[int] | None]:
+    """Its blocks and how many positions each has, 0: as many as make equal ones; or of a Longformer the two sides of
+    its window, then begin and end of its stretches."""
+    if isinstance(block_mask, Longformer):
+        return None, 0, [*block_mask.window, *(edge for stretch in block_mask.global_tokens for edge in stretch)]
+    if isinstance(block_mask, BlockMask):
+        return block_mask.visible, block_mask.block, None
+    return block_mask, 0, None
+
+
+def _unpack_mask(
+    blocks: Tensor | None, block: int, longformer: list[int] | None
+) -> Tensor | BlockMask | Longformer | None:
+    if longformer is not None:
+        left, right, *edges = longformer
+        return Longformer((left, right), tuple(zip(edges[::2], edges[1::2], strict=True)))
+    if blocks is None or not block:
+        return blocks
+    if blocks.device.type != "cpu" or not blocks.numel():
+        return BlockMask(blocks, block)  # which says why it refuses
+    return _block_mask(blocks.numpy().tobytes(), blocks.shape[1], block)
+
+
+@lru_cache(maxsize=PLANS)
+def _block_mask(visible: bytes, columns: int, block: int) -> BlockMask:
+    return BlockMask(torch.frombuffer(bytearray(visible), dtype=torch.bool).view(-1, columns), block)
+
+
+def _pack_numbers(numbers: Iterable[int] | Tensor | None) -> tuple[Tensor | None]:
+    if numbers is None or isinstance(numbers, Tensor):
+        return (numbers,)
+    given = list(numbers)
+    # fractions stay fractions, for the op to refuse
+    dtype = None if any(isinstance(x, float) for x in given) else torch.int64
+    return (torch.tensor(given, dtype=dtype, device="cpu"),)
+
+
+def _pack_seed(seed: int | None) -> tuple[Tensor | None, bool]:
+    if seed is None:
+        return None, False
+    if not isinstance(seed, int) or not 0 <= seed < SEEDS:  # signed, others would stand for seeds that there are
+        raise ValueError(f"dropout_seed is {seed!r}: it must be 0 to 2^64 - 1")
+    return torch.full((), _signed(seed), dtype=torch.int64, device="cpu"), False
+
+
+def _unpack_seed(seed: Tensor | None, drawn: bool) -> int | None:
+    return None if seed is None else int(seed) if drawn else int(seed) % SEEDS
+
+
+def _signed(seed: int) -> int:
+    return seed - SEEDS if seed >= SEEDS // 2 else seed
+
+
+TRAVELS: dict[str, Travel] = {
+    "layout": Travel("Tensor? layout, str? layout_name", _pack_layout, _unpack_layout),
+    "causal": Travel("bool causal"),
+    "window_size": Travel("SymInt[] window_size", lambda sides: (list(sides),), tuple),
+    "softmax_scale": Travel("float? softmax_scale"),
+    "softcap": Travel("float softcap"),
+    "learnable_sink": Travel("Tensor? learnable_sink"),
+    "alibi_slopes": Travel("Tensor? alibi_slopes"),
+    "dropout_p": Travel("float dropout_p"),
+    "dropout_seed": Travel("Tensor? dropout_seed, bool drawn", _pack_seed, _unpack_seed),  # by every rank for itself
+    "cu_seqlens": Travel("Tensor? cu_seqlens", _pack_numbers),
+    "seqused_k": Travel("Tensor? seqused_k", _pack_numbers),
+    "prefix_length": Travel("SymInt? prefix_length"),
+    "block_mask": Travel("Tensor? blocks, SymInt block, SymInt[]? longformer", _pack_mask, _unpack_mask),
+    "kv_layout": Travel("Tensor? kv_layout, str? kv_layout_name", _pack_layout, _unpack_layout),
+    "backend": Travel("str backend"),
+    "config": Travel("int[]? tiles, str[] choices", pack_config, unpack_config),
+}
+"""Of every field of :class:`AttentionArgs`."""
+
+SCHEMA = ", ".join([*(travel.schema for travel in TRAVELS.values()), "SymInt ring, SymInt member, str group"])
+_made: Any = namedtuple  # of names that no type checker knows
+Packed = _made("Packed", [one.split()[-1] for one in SCHEMA.split(", ")])
+
+
+def pack_args(args: AttentionArgs, ring: Ring | None, group: Any) -> Any:
+    """A call besides q, k and v as the arguments of an op, a ``Packed``."""
+    is_local = isinstance(group, LocalGroup)
+    packed = Packed(
+        *(part for name, travel in TRAVELS.items() for part in travel.pack(getattr(args, name))),
+        ring=0 if ring is None else ring.number,
+        member=group.number if is_local else 0,
+        group="" if group is None or is_local else _name_of(group),
+    )
+    if not args.dropout_p or args.dropout_seed is not None:
+        return packed
+    # an op of torch's own, so that checkpointing repeats the number that it drew
+    drawn = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+    return packed._replace(dropout_seed=drawn, drawn=True)
+
+
+def _name_of(group: Any) -> str:
+    whole = group if isinstance(group, dist.ProcessGroup) else group.get_group()  # of a one-dimensional DeviceMesh
+    return str(whole.group_name)
+
+
+def unpack_args(packed: Any) -> AttentionArgs:
+    """What :func:`pack_args` was given."""
+    parts = iter(packed)
+    made = {name: travel.unpack(*islice(parts, travel.schema.count(",") + 1)) for name, travel in TRAVELS.items()}
+    return AttentionArgs(**made)
+
+
+def ring_of_call(packed: Any, device: torch.device) -> Ring:
+    """The ring that a call names.
+
+    Raises:
+        RuntimeError: it, or the group, is gone.
+    """
+    for what, number in (("ring", packed.ring), ("group", packed.member)):
+        if number and of_number(number) is None:
+            raise RuntimeError(f"the {what} of a compiled call is gone: keep it until its backward is done")
+    group: Any = of_number(packed.member)
+    if packed.group:
+        c10d: Any = dist.distributed_c10d  # what functional collectives find a group by
+        group = c10d._resolve_process_group(packed.group)
+    ring: Any = of_number(packed.ring)
+    return resolve_ring(ring, group, device)
+
+
+# --- the ops --------------------------------------------------------------------------------------------------------
+
+
 def traced(
-    q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, group: Any, *, learnable_sink: Tensor | None, **call: Any
+    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, ring: Ring | None, group: Any
 ) -> tuple[Tensor, Tensor]:
     """``ring_attention`` as torch.compile reads it: it only packs."""
-    out, lse, *_ = _FORWARD(q, k, v, learnable_sink, *pack(ring, group, **call))
+    out, lse, *_ = _FORWARD(q, k, v, *pack_args(args, ring, group))
     return out, lse
 
 
-def _ring_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """``out``, ``lse``, and what the backward must have: the seed of dropout, and the number of the forward."""
     packed = Packed(*args)
     ring = ring_of_call(packed, q.device)
-    given = None if packed.dropout_seed is None else int(packed.dropout_seed)
-    seed = given if given is None or packed.drawn else given % SEEDS
     with ring._entered(q.device):
-        settings, checked = settled(q, k, v, ring, **meaning(packed, sink, seed), drawn=packed.drawn)
-        out, lse = forward(settings, q, k, v, checked)
-    used = settings.scores.dropout_seed
-    signed = used - SEEDS if used >= SEEDS // 2 else used
-    numbers = (torch.tensor(number, device="cpu") for number in (signed, settings.number))
+        call, sink = prepare_call(q, k, v, unpack_args(packed), ring, drawn=packed.drawn)
+        out, lse = forward(call, q, k, v, sink)
+    numbers = (torch.tensor(number, device="cpu") for number in (_signed(call.scores.dropout_seed), call.number))
     return out.contiguous(), lse.contiguous(), *numbers
 
 
@@ -50,18 +328,15 @@ def _gradients(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    sink: Tensor | None,
     number: Tensor,
     *args: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and that of the sink, empty where there is none."""
     packed = Packed(*args)
     ring = ring_of_call(packed, q.device)
-    assert packed.dropout_seed is not None
-    seed = int(packed.dropout_seed) % SEEDS if packed.dropout_p else None
     with ring._entered(q.device):
-        settings, checked = settled(q, k, v, ring, **meaning(packed, sink, seed), number=int(number))
-        dq, dk, dv, dsink = gradients(settings, dout, dlse, q, k, v, out, lse, checked)
+        call, sink = prepare_call(q, k, v, unpack_args(packed), ring, number=int(number))
+        dq, dk, dv, dsink = gradients(call, dout, dlse, q, k, v, out, lse, sink)
     return dq.contiguous(), dk, dv, lse.new_empty(0) if dsink is None else dsink
 
 
@@ -73,39 +348,33 @@ def _fake_ring_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tens
 
 
 def _fake_gradients(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sink: Tensor | None,
-    *_: Any,
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sink = Packed(*rest[1:]).learnable_sink
     dsink = lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
     return q.new_empty(q.shape), torch.empty_like(k), torch.empty_like(v), dsink
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, sink, *args = inputs
+    q, k, v, *args = inputs
     out, lse, seed, number = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(seed, number)
-    packed = Packed(*args)._replace(dropout_seed=seed, drawn=False)
-    tensors = {name: x for name, x in packed._asdict().items() if isinstance(x, Tensor)}
-    nothing: dict[str, Any] = dict.fromkeys(tensors)
-    if any(x.requires_grad for x in tensors.values()):
+    packed = Packed(*args)
+    if packed.alibi_slopes is not None and packed.alibi_slopes.requires_grad:
         raise ValueError(NO_SLOPE)
-    ctx.names, ctx.packed = tuple(tensors), packed._replace(**nothing)
-    ctx.save_for_backward(q, k, v, out, lse, sink, number, *tensors.values())
+    packed = packed._replace(dropout_seed=seed if packed.dropout_p else None, drawn=False)
+    tensors = {name: x for name, x in packed._asdict().items() if isinstance(x, Tensor)}
+    ctx.names, ctx.packed = tuple(tensors), packed._replace(**dict.fromkeys(tensors))
+    ctx.save_for_backward(q, k, v, out, lse, number, *tensors.values())
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, sink, number, *tensors = ctx.saved_tensors
+    q, k, v, out, lse, number, *tensors = ctx.saved_tensors
     packed = ctx.packed._replace(**dict(zip(ctx.names, tensors, strict=True)))
-    dq, dk, dv, dsink = _GRADIENTS(dout, dlse, q, k, v, out, lse, sink, number, *packed)
-    return dq, dk, dv, None if sink is None else dsink, *(None for _ in packed)
+    dq, dk, dv, dsink = _GRADIENTS(dout, dlse, q, k, v, out, lse, number, *packed)
+    of_args = packed._replace(**dict.fromkeys(packed._fields))
+    return dq, dk, dv, *of_args._replace(learnable_sink=None if packed.learnable_sink is None else dsink)
 
 
 def _refuse(ctx: Any, *_: Tensor) -> None:
@@ -127,7 +396,7 @@ def _defined(name: str, function: Any, tensors: str, returns: str, fake: Any, au
 _GRADIENTS = _defined(
     "ring_attention_backward",
     _gradients,
-    "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sink, Tensor number",
+    "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor number",
     "(Tensor, Tensor, Tensor, Tensor)",
     _fake_gradients,
     _refuse,
@@ -135,7 +404,7 @@ _GRADIENTS = _defined(
 _FORWARD = _defined(
     "ring_attention",
     _ring_attention,
-    "Tensor q, Tensor k, Tensor v, Tensor? sink",
+    "Tensor q, Tensor k, Tensor v",
     "(Tensor, Tensor, Tensor, Tensor)",
     _fake_ring_attention,
     _backward,

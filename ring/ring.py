@@ -38,11 +38,11 @@ from ..comm.watchdog.telemetry import Report
 from ..comm.watchdog.watch import ABORT_SECONDS, Watch, open_watch, ring_control
 from ..kernels import PLAIN, KernelConfig, Scores
 from ..kernels.order import chip_of
+from .buffers import Call, Posted, chunks_of
 from .checked import checked
 from .schedule.plan import PLANS, Plan
 from .schedule.schedule import KV_SLOTS
 from .trace import Trace
-from .traffic import Call, Posted, chunks_of
 from .wire import grad_wire_of, wire_of
 
 logger = logging.getLogger(__name__)
@@ -245,14 +245,14 @@ class Ring:
             self._warm = [*self._warm[1 - PLANS :], plan]
         wire = wire_of(self.wire_dtype, k.dtype)
         self._kv = self._slots(self._kv, (plan.kv_slots + (wire is not None)) * self.chunks, q.device)
-        self._sums = self._slots(self._sums, plan.sums_slots * self.chunks, q.device)
+        self._sums = self._slots(self._sums, plan.dkv_slots * self.chunks, q.device)
 
         call = Call(
             plan=plan,
             phase=phase,
             transports=transports,
             kv_slots=self._kv,
-            sums_slots=self._sums,
+            dkv_slots=self._sums,
             span=watch.span,
             chunks=chunks_of(self.chunks, q.shape[2], k.shape[2]),
             prefetch=self.prefetch,
@@ -462,6 +462,17 @@ def ring_of(group: GroupLike, device: torch.device) -> Ring:
         kept.setdefault(device, Ring(members))  # in one step: two threads must not make two
     ring = kept[device]
     assert isinstance(ring, Ring)
+    return ring
+
+
+def resolve_ring(ring: Ring | None, group: GroupLike, device: torch.device) -> Ring:
+    """The ring of a call; ``ring`` and ``group`` name the same thing, so that only one may be given."""
+    if ring is None:
+        return ring_of(group, device)
+    if not isinstance(ring, Ring):
+        raise ValueError(f"ring is a {type(ring).__name__}: it must be a Ring")
+    if group is not None:
+        raise ValueError("ring and group are both given: a Ring has its group, pass one of them")
     return ring
 
 

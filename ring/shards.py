@@ -8,10 +8,10 @@ import torch
 
 from ..comm import GroupLike, Message, group_rank_size
 from ..kernels.checks import check_tensor
+from .buffers import sizes
 from .checked import check_autograd, checked
 from .ring import Ring, device_of, ring_of
 from .schedule.layout import Layout, LayoutLike, check_tokens, tokens_of
-from .traffic import sizes
 
 NAMES = ("contiguous", "zigzag", "striped")
 

@@ -2,16 +2,17 @@
 
 All of a rank's points in time are on its host clock (``time.perf_counter``). On a GPU every one is an event, timed
 against one start event whose place on the host clock is known to :attr:`Trace.clock_error`. Nothing is waited for while
-a call runs: a transfer's begin is noted as the last of what it waits for, its end by whoever ends it.
+a call runs: a transfer's begin is noted as the last of what it waits for, its end by whoever ends it. What a transfer
+carried, and from when to when a slot was in use, is read off the plan and these times.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,10 +20,120 @@ from ..comm import Fence, Message, Transport
 from ..comm.cuda_threads import on_device
 from ..comm.transports.lanes import StreamOrdered
 from ..comm.transports.process_group import HostFence
+from .buffers import Call, Key, Kind
 from .schedule.plan import Plan
 from .schedule.schedule import Hop
-from .schedule.uses import Moved, Span, names, uses
-from .traffic import Call, Key
+
+Stretch = tuple[float, float]  # begin and end
+
+
+@dataclass(frozen=True)
+class Span:
+    """``kind`` from ``begin`` to ``end``, in seconds on the rank's host clock, at a hop of the forward or the backward.
+
+    ``kind`` is "compute" or "wait"; "send" or "receive"; "slot N" (K/V) or "sums N" (dK/dV) while a slot is in use.
+    """
+
+    phase: str
+    kind: str
+    hop: int
+    begin: float
+    end: float
+    name: str = ""  # what moves, or what a slot holds: "K/V of 3"
+    nbytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+class Moved(NamedTuple):
+    """A group of transfers that is over: when, and how many bytes it sent and received."""
+
+    key: Key
+    begin: float
+    end: float
+    sent: int
+    received: int
+
+
+def slot_trace(
+    phase: str, plan: Plan, posts: Sequence[Moved], computed: Mapping[int, Sequence[Stretch]]
+) -> Iterator[Span]:
+    """Every use of a slot by one call: from when something may be written there until its last reader is over.
+
+    ``computed``: per hop, when it computed. The two slots of a two-level ring through which nodes' sums go home are not
+    told.
+    """
+    for hop in plan.hops:
+        reads = computed.get(hop.index, ())
+        if hop.kv_slot is not None:
+            span = _slot_span(plan, posts, reads, hop, _brings_kv, _leaves_kv)
+            if span is not None:
+                yield Span(phase, f"slot {hop.kv_slot}", hop.index, *span, f"K/V of {hop.shard}")
+        if hop.dkv_slot is not None and phase == "backward":
+            # where more is to come, what came home is added to a total as soon as it is there
+            plain = not plan.two_level and plan.send_index is None
+            span = _slot_span(plan, posts, reads if hop.index or plain else (), hop, _brings_sums, _leaves_sums)
+            if span is not None:
+                yield Span(phase, f"sums {hop.dkv_slot}", hop.index, *span, f"dK/dV of {hop.shard}")
+
+
+Asks = Callable[[Plan, Key, Hop], bool]
+
+
+def _slot_span(
+    plan: Plan, posts: Sequence[Moved], reads: Sequence[Stretch], hop: Hop, brings: Asks, leaves: Asks
+) -> Stretch | None:
+    """From the first write into a hop's slot to its last reader; None where nothing comes or goes through it."""
+    into = [(post.begin, post.end) for post in posts if post.received and brings(plan, post.key, hop)]
+    out = [(post.begin, post.end) for post in posts if post.sent and leaves(plan, post.key, hop)]
+    if not into and not out:
+        return None
+    used = [*into, *out, *reads]
+    return min(begin for begin, _ in into or used), max(end for _, end in used)
+
+
+def names(plan: Plan, key: Key) -> tuple[str, str]:
+    """What a group of transfers sends, and what it receives."""
+    if key.kind in (Kind.KV, Kind.RAIL):
+        return f"K/V of {_leaving(plan, key).shard}", f"K/V of {plan.hops[key.brings].shard}"
+    if key.kind is Kind.DKV:
+        coming = " and ".join(str(one.shard) for one in _coming_sums(plan, key))
+        return f"dK/dV of {plan.hops[key.hop].shard}", f"dK/dV of {coming}"
+    root = plan.hops[key.hop // plan.inner * plan.inner]
+    return f"dK/dV of {root.shard}", f"dK/dV of {plan.rank}"
+
+
+def _coming_sums(plan: Plan, key: Key) -> list[Hop]:
+    """The hops whose sums arrive with a group of sums."""
+    following = plan.hops[key.hop + 1 : key.hop + 2]
+    home = plan.dkv_returns.get(key.hop)
+    return [one for one in following if not plan.is_outer_root(one) and one.dkv_from is not None] + (
+        [home] if home else []
+    )
+
+
+def _leaving(plan: Plan, key: Key) -> Hop:
+    """Whose K/V leave with a group that brings those of another hop."""
+    return plan.hops[key.brings - (plan.inner if key.kind is Kind.RAIL else 1)]
+
+
+def _brings_kv(plan: Plan, key: Key, hop: Hop) -> bool:
+    return key.kind in (Kind.KV, Kind.RAIL) and key.brings == hop.index
+
+
+def _leaves_kv(plan: Plan, key: Key, hop: Hop) -> bool:
+    return key.kind in (Kind.KV, Kind.RAIL) and _leaving(plan, key) is hop
+
+
+def _brings_sums(plan: Plan, key: Key, hop: Hop) -> bool:
+    return key.kind is Kind.DKV and hop in _coming_sums(plan, key)
+
+
+def _leaves_sums(plan: Plan, key: Key, hop: Hop) -> bool:
+    return key.kind is Kind.DKV and key.hop == hop.index
+
 
 Moment = Any  # float: seconds on the host clock; a torch.cuda.Event: where a stream is
 
@@ -114,14 +225,6 @@ class _Post:
 
 
 @dataclass
-class _Open:
-    phase: str
-    kind: str
-    hop: int
-    begin: Moment
-
-
-@dataclass
 class _Piece:
     """A span whose ends may still be points of a stream."""
 
@@ -130,7 +233,7 @@ class _Piece:
     kind: str
     hop: int
     begin: Moment
-    end: Moment
+    end: Moment = None  # not yet
 
 
 @dataclass
@@ -141,7 +244,7 @@ class Trace:
     _pieces: list[_Piece] = field(default_factory=list)
     _posts: list[_Post] = field(default_factory=list)
     _plans: list[tuple[str, Plan]] = field(default_factory=list)
-    _open: _Open | None = None
+    _open: _Piece | None = None
 
     def __post_init__(self) -> None:
         self._clock = _Clock(self.device)
@@ -181,21 +284,16 @@ class Trace:
     @contextmanager
     def span(self, phase: str, kind: str, hop: Hop) -> Iterator[None]:
         """Note what is done (CPU) or enqueued on the current stream (GPU) inside. A wait inside a compute cuts it."""
-        begin = self._clock.now()
-        outer = self._open
+        begin, outer = self._clock.now(), self._open
         if outer is not None:
-            self._close(outer, begin)
-        self._open = mine = _Open(phase, kind, hop.index, begin)
+            self._pieces.append(replace(outer, end=begin))
+        self._open = mine = _Piece(max(len(self._plans) - 1, 0), phase, kind, hop.index, begin)
         yield
         end = self._clock.now()
-        self._close(mine, end)
+        self._pieces.append(replace(mine, end=end))
         if outer is not None:
             outer.begin = end
         self._open = outer
-
-    def _close(self, what: _Open, end: Moment) -> None:
-        call = max(len(self._plans) - 1, 0)
-        self._pieces.append(_Piece(call, what.phase, what.kind, what.hop, what.begin, end))
 
     # afterwards
 
@@ -220,7 +318,7 @@ class Trace:
     @property
     def slots(self) -> list[Span]:
         """Every use of a slot so far: from when it may be written to until the last that reads it is over."""
-        return [span for number in range(len(self._plans)) for span in self._uses(number)]
+        return [span for number in range(len(self._plans)) for span in self._slot_trace(number)]
 
     def _done(self, post: _Post) -> Moved:
         """A post whose ends are known; waits for it."""
@@ -238,10 +336,10 @@ class Trace:
             if nbytes:
                 yield Span(phase, kind, post.key.hop, moved.begin, moved.end, name, nbytes)
 
-    def _uses(self, number: int) -> Iterator[Span]:
+    def _slot_trace(self, number: int) -> Iterator[Span]:
         computed: dict[int, list[tuple[float, float]]] = {}
         for one in self._pieces:
             if (one.call, one.kind) == (number, "compute"):
                 computed.setdefault(one.hop, []).append((self._clock.seconds(one.begin), self._clock.seconds(one.end)))
         posts = [self._done(post) for post in self._posts if post.call == number]
-        return uses(*self._plans[number], posts, computed)
+        return slot_trace(*self._plans[number], posts, computed)

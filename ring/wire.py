@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..comm.checked import shown
 from ..comm.slots import TensorSpec
-from ..kernels import SCALE_TOKENS, dequantize, quantize, scale_shape
+from ..kernels import SCALE_TOKENS, scale_shape
+from ..kernels.quantize import dequantize, quantize
 
 E4M3_MAX = 448.0
 SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32

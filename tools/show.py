@@ -88,7 +88,7 @@ def show(
     from ..bench.common.output import prints
     from ..bench.common.provenance import provenance
     from ..bench.common.result import Result, Row, finish
-    from ..ring.arguments import Layouts, mask_of
+    from ..ring.args import Layouts, mask_of
     from ..ring.schedule.mask import UNLIMITED
     from .call import Call, described, hop_rows
 
@@ -186,7 +186,7 @@ def _part(count: int, whole: int) -> str:
 
 def ranks_text(call: Call) -> list[str]:
     """What each rank computes and sends, of many ranks a few."""
-    from ..ring.schedule.schedule_text import shown
+    from ..ring.schedule.text import shown
     from .call import rank_rows
 
     found = rank_rows(call)

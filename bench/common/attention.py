@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ...reference.masks import Masks
 from ...ring import Layout, Mask, visible_pairs
-from ...ring.arguments import Layouts, mask_of
+from ...ring.args import Layouts, mask_of
 from ...ring.schedule import block_mask as patterns
-from ...ring.schedule.block_mask import BlockMask, Longformer
-from ...ring.schedule.mask import UNLIMITED
+from ...ring.schedule.mask import UNLIMITED, BlockMask, Longformer
 from .flags import DTYPE_BYTES, Pattern, binary
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from ...ring.schedule.schedule import BASE_SLOTS, RAIL_SLOTS, SUMS_SLOTS
+from ...ring.schedule.schedule import DKV_SLOTS, RAIL_SLOTS, ROOT_SLOTS
 from ...ring.wire import Wire, grad_wire_of, wire_of
 from .attention import DTYPES, AttentionConfig
 from .errors import BLOCK_BYTES, chosen_heads
@@ -108,8 +108,8 @@ def slot_parts(config: AttentionConfig, form: RingForm = PLAIN_RING) -> dict[str
     wire, grad_wire = wire_of(form.wire_dtype, dtype), grad_wire_of(form.grad_wire_dtype)
     kv, sums = elements_of_kv * dtype.itemsize, elements_of_kv * FP32
     found = {
-        "K/V slots": (form.slots + BASE_SLOTS * form.two_level + (wire is not None)) * _on_wire(config, wire, kv),
-        "slots of sums": (SUMS_SLOTS + RAIL_SLOTS * form.two_level) * _on_wire(config, grad_wire, sums),
+        "K/V slots": (form.slots + ROOT_SLOTS * form.two_level + (wire is not None)) * _on_wire(config, wire, kv),
+        "slots of sums": (DKV_SLOTS + RAIL_SLOTS * form.two_level) * _on_wire(config, grad_wire, sums),
         "sums that are home, fp32": sums * form.two_level,
         "decoded": kv * (wire is not None) + sums * (grad_wire is not None),
     }
@@ -149,7 +149,7 @@ def settings_bytes(config: AttentionConfig, slots: Sequence[int]) -> int:
     """
     (q, k), e = elements(config), item(config)
     kept = inputs(config) + q * e + config.batch * config.heads * FP32
-    rings = [0 if config.world == 1 else 2 * k * (count * e + SUMS_SLOTS * FP32) for count in slots]
+    rings = [0 if config.world == 1 else 2 * k * (count * e + DKV_SLOTS * FP32) for count in slots]
     running = max(q * (FP32 + 2 * e) + 3 * k * e, 2 * (q + k) * FP32)
     return shard(config) * (sum(kept + each for each in rings) + running) + flush_bytes(config.device)
 

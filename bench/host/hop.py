@@ -34,7 +34,7 @@ from ...kernels import launch as launching
 from ...kernels.device.forward import forward_kernel
 from ...ring import Layout, Mask, Ring, loop
 from ...ring import ring as ring_module
-from ...ring.backends import backward_works, forward_works
+from ...ring.backends import backward_backends, forward_backends
 from ...ring.schedule.plan import Plan, plan
 from ..common.timing import Clock, interleaved
 
@@ -57,13 +57,13 @@ def to_itself(real: Plan) -> Plan:
             hop,
             kv_from=self_only(hop.kv_from),
             kv_to=self_only(hop.kv_to),
-            sums_from=self_only(hop.sums_from),
-            sums_to=self_only(hop.sums_to),
+            dkv_from=self_only(hop.dkv_from),
+            dkv_to=self_only(hop.dkv_to),
         )
         for hop in real.hops
     )
-    comings = {after: hops[base.index] for after, base in real.homecomings.items()}
-    return replace(real, hops=hops, homecomings=comings, edges=(((0, 0),), ()))
+    comings = {after: hops[base.index] for after, base in real.dkv_returns.items()}
+    return replace(real, hops=hops, dkv_returns=comings, edges=(((0, 0),), ()))
 
 
 class Case:
@@ -86,14 +86,14 @@ class Case:
 
     def forward(self) -> None:
         with self.ring.call(self.plan, FORWARD, self.q, self.k) as call:
-            works = forward_works("triton", call.chunks, self.q, softmax_scale=self.scale)
+            works = forward_backends("triton", call.chunks, self.q, softmax_scale=self.scale)
             loop.forward(call, works, self.k, self.v)
 
     def backward(self) -> None:
         dkdv = torch.empty_like(self.k), torch.empty_like(self.v)
         with self.ring.call(self.plan, BACKWARD, self.q, self.k) as call:
             given = (self.dout, self.q, self.out, self.lse)
-            works = backward_works("triton", call.chunks, *given, softmax_scale=self.scale)
+            works = backward_backends("triton", call.chunks, *given, softmax_scale=self.scale)
             loop.backward(call, works, self.k, self.v, dkdv)
 
 

@@ -170,12 +170,12 @@ def on_shards(given: Inputs, causal: bool, world: int, backend: str) -> Results:
     for hop, rank in product(range(1, world), range(world)):
         shard = (rank - hop) % world
         near, arrived = parts[shard], partial(sums.__getitem__, shard) if hop > 1 else None
-        works[rank].dkdv(near.k, near.v, limits(rank, shard), local=False, sums=arrived, into=sums[shard])
+        works[rank].dkdv(near.k, near.v, limits(rank, shard), local=False, accum=arrived, out=sums[shard])
         works[rank].dq(near.k, near.v, limits(rank, shard), local=False, final=hop == world - 1)
     dkdv = [tuple(torch.empty_like(x) for x in (part.k, part.v)) for part in parts]
     for rank, mine in enumerate(parts):
         home = partial(sums.__getitem__, rank) if world > 1 else None
-        works[rank].dkdv(mine.k, mine.v, limits(rank, rank), local=True, sums=home, into=dkdv[rank])
+        works[rank].dkdv(mine.k, mine.v, limits(rank, rank), local=True, accum=home, out=dkdv[rank])
     dk, dv = (layout.unshard([pair[index] for pair in dkdv]) for index in (0, 1))
     dq = layout.unshard([work.result() for work in works])
     return Results(layout.unshard(outs), layout.unshard(lses, dim=2), dq, dk, dv)

@@ -31,10 +31,10 @@ from ...kernels import (
 )
 from ...kernels.config import config_for
 from ...reference.masks import by_batch
-from ...ring.backends import backward_works, forward_works
+from ...ring.backends import backward_backends, forward_backends
+from ...ring.buffers import Seen, chunks_of
 from ...ring.loop import ForwardWork, add
 from ...ring.schedule.plan import plan
-from ...ring.traffic import Seen, chunks_of
 from ..common.attention import DTYPES, AttentionConfig
 from ..common.memory import free_memory
 from ..common.timing import Step
@@ -74,7 +74,7 @@ class Given:
     @property
     def bounds(self) -> tuple[Bounds, ...]:
         """As the kernels take the mask: one per launch, several where it has global tokens."""
-        sights = plan(self.config.held, self.config.mask, 0, 1, self.device).sights[0]
+        sights = plan(self.config.held, self.config.mask, 0, 1, self.device).hop_masks[0]
         return tuple(sight.bounds for sight in sights)
 
     @property
@@ -194,7 +194,7 @@ def by_hops(backend: str, given: Given, config: KernelConfig | None = None, pass
     chunks, how = chunks_of(1, q.shape[2], k.shape[2]), {"softmax_scale": q.shape[-1] ** -0.5, "config": config}
 
     def forward() -> tuple[Tensor, Tensor]:
-        (work,) = forward_works(backend, chunks, q, **how)
+        (work,) = forward_backends(backend, chunks, q, **how)
         _fold(work, k, v, parts, final=True)
         return work.result()
 
@@ -202,18 +202,18 @@ def by_hops(backend: str, given: Given, config: KernelConfig | None = None, pass
     state = out.to(torch.float32, copy=True), lse.clone()  # of its own: it is continued in place, again and again
 
     def with_state() -> None:
-        (work,) = forward_works(backend, chunks, q, start=state, **how)
+        (work,) = forward_backends(backend, chunks, q, start=state, **how)
         _fold(work, k, v, parts, final=False)
 
     def backward() -> tuple[Tensor, ...]:
-        (work,) = backward_works(backend, chunks, dout, q, out, lse, **how)
+        (work,) = backward_backends(backend, chunks, dout, q, out, lse, **how)
         into = torch.empty_like(k), torch.empty_like(v)
         for part in parts:
             work.dq(k, v, part, scores=PLAIN, local=True, final=part is parts[-1])
         add(work, (k, v), [Seen(bounds=part, scores=PLAIN) for part in parts], local=True, sums=None, into=into)
         return work.result(), *into
 
-    (carried,) = forward_works(backend, chunks, q, **how)
+    (carried,) = forward_backends(backend, chunks, q, **how)
     for keys, seen in given.halves:
         _fold(carried, k[:, keys], v[:, keys], seen, final=keys.stop is None)
     steps: dict[str, Step] = {FORWARD: forward, STATE: with_state, BACKWARD: backward}

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ...comm import DONE, Fence, Limits, Message, Transport
 from ...ring import Mask, Ring, loop
-from ...ring.backends import backward_works, forward_works, joined, resolve_backend
+from ...ring.backends import backward_backends, forward_backends, joined, resolve_backend
+from ...ring.buffers import Call, Tensors, ignore_post
 from ...ring.ring import depth_of
 from ...ring.schedule.plan import Plan, plan
-from ...ring.traffic import Call, Tensors, ignore_post
 from ..common.attention import DTYPES, AttentionConfig
 from ..common.flags import human
 from ..common.launching import Member
@@ -77,8 +77,8 @@ class Nothing:
 
     def dkdv(self, *_tensors: object, sums: Callable[[], Tensors] | None, **_options: object) -> None:
         """Wait for the sums."""
-        if sums is not None:
-            sums()
+        if accum is not None:
+            accum()
 
 
 class Stretches(Stopwatch):
@@ -179,7 +179,7 @@ class Step:
 
     def _forward(self, call: Call, clock: Stretches) -> Tensors:
         shard = self._shard
-        works = forward_works(self._backend, call.chunks, shard.q, softmax_scale=shard.scale)
+        works = forward_backends(self._backend, call.chunks, shard.q, softmax_scale=shard.scale)
         loop.forward(call, self._dressed(works, clock), shard.k, shard.v)
         if self._kind == COMMUNICATION:
             return ()
@@ -193,7 +193,7 @@ class Step:
         if self._kind != COMMUNICATION:
             assert shard.out is not None and shard.lse is not None
             tensors = (shard.dout, shard.q, shard.out, shard.lse)
-            works = backward_works(self._backend, call.chunks, *tensors, softmax_scale=shard.scale)
+            works = backward_backends(self._backend, call.chunks, *tensors, softmax_scale=shard.scale)
         loop.backward(call, self._dressed(works or [None] * len(call.chunks), clock), shard.k, shard.v, dkdv)
         return () if self._kind == COMMUNICATION else (joined([work.result() for work in works], 2), *dkdv)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...ring.traffic import Key, Kind
+from ...ring.buffers import Key, Kind
 from .call import Call
 from .links import Links
 from .perturbation import NONE, Perturbation
@@ -132,7 +132,7 @@ def _backward(call: Call, rank: int, speed: Speed) -> tuple[Program, list[Second
         writer.launch(MERGE, step, speed.moved(GRADIENT_BYTES * (area.keys if area else 0) * kv_row))
         writer.waits |= set() if coming is None else {coming}
         if call.world > 1:
-            came = writer.exchange(Kind.SUMS, step, form.tokens * kv_row * 4, "backward")
+            came = writer.exchange(Kind.DKV, step, form.tokens * kv_row * 4, "backward")
     writer.waits |= set() if came is None else {came}
     writer.launch(MERGE, call.world - 1, speed.moved(LAST_BYTES * form.tokens * (row + kv_row)))
     return writer.program("backward")

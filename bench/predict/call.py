@@ -150,10 +150,10 @@ class Call:
             last=max(hop.index for hop in hops if hop.computes),
             slots=self.slots,
             edges=((), ()),
-            homecomings={
-                base.index + made.journeys[base.shard][base.index // made.inner][1]: base
+            dkv_returns={
+                base.index + made.active_ranges[base.shard][base.index // made.inner][1]: base
                 for base in hops[:: made.inner]
-                if base.sums_from is not None
+                if base.dkv_from is not None
             },
         )
 

@@ -15,9 +15,9 @@ import torch
 from ...comm import Fence, Message, Slots
 from ...kernels import FULL, PLAIN, Bounds, Scores
 from ...ring import loop
-from ...ring.schedule.plan import Plan, Sight
+from ...ring.buffers import Call, Key, Kind, Tensors, chunks_of
+from ...ring.schedule.plan import HopMask, Plan
 from ...ring.schedule.schedule import Hop
-from ...ring.traffic import Call, Key, Kind, Tensors, chunks_of
 from ...ring.wire import Wire
 from .speed import ADD, DECODE, DKDV, DQ, ENCODE, FOLD, POINT
 
@@ -25,7 +25,7 @@ META = torch.device("meta")
 COMPUTE, INSIDE, BETWEEN = 0, 1, 2
 """Streams of a rank: its kernels, and the transfers of each level of the ring."""
 PASSES = ("forward", "backward")
-TRANSFERS = {Kind.RAIL: "K/V by rail", Kind.KV: "K/V", Kind.SUMS: "sums", Kind.HOME: "node's sums"}
+TRANSFERS = {Kind.RAIL: "K/V by rail", Kind.KV: "K/V", Kind.DKV: "sums", Kind.RETURN: "node's sums"}
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Form:
 def record(plan: Plan, form: Form, phase: str) -> Program:
     """The program of the rank of ``plan`` in a pass, ``forward`` or ``backward``."""
     recorder = _Recorder(form)
-    leaving = None if plan.leaving is None else plan.leaving.to(META)
-    blank = tuple(tuple(_blank(sight) for sight in sights) for sights in plan.sights)
-    call = recorder.call(replace(plan, sights=blank, leaving=leaving), phase)
+    send_index = None if plan.send_index is None else plan.send_index.to(META)
+    blank = tuple(tuple(_blank(hop_mask) for hop_mask in hop_masks) for hop_masks in plan.hop_masks)
+    call = recorder.call(replace(plan, hop_masks=blank, send_index=send_index), phase)
     shape = (form.batch, form.tokens, form.kv_heads, form.head_dim)
     k, v = (torch.empty(shape, dtype=form.dtype, device=META) for _ in range(2))
     works = [_Work(recorder, heads.number) for heads in call.chunks]
@@ -90,9 +90,9 @@ def record(plan: Plan, form: Form, phase: str) -> Program:
     return Program(plan.rank, phase, tuple(recorder.ops))
 
 
-def _blank(sight: Sight) -> Sight:
+def _blank(hop_mask: HopMask) -> HopMask:
     """The loops pass bounds on and look at none of them."""
-    return sight._replace(bounds=FULL)
+    return hop_mask._replace(bounds=FULL)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _Recorder:
             phase=phase,
             transports=(_Transport(self, INSIDE), _Transport(self, BETWEEN)),
             kv_slots=_Slots((plan.kv_slots + (wire is not None)) * form.chunks, META),
-            sums_slots=_Slots(plan.sums_slots * form.chunks, META),
+            dkv_slots=_Slots(plan.dkv_slots * form.chunks, META),
             span=self.span,
             chunks=chunks_of(form.chunks, form.heads, form.kv_heads),
             prefetch=form.prefetch,
@@ -261,14 +261,14 @@ class _Work:
 
     def dkdv(
         self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores = PLAIN, local: bool,
-        sums: Callable[[], Tensors] | None, into: Tensors,
+        accum: Callable[[], Tensors] | None, out: Tensors,
     ) -> None:  # fmt: skip
-        if sums is not None and not self.recorder.form.on_host:
-            sums()
+        if accum is not None and not self.recorder.form.on_host:
+            accum()
         self._launch(DKDV)
         if self.recorder.form.on_host:
-            if sums is not None:
-                sums()
+            if accum is not None:
+                accum()
             self.recorder.launch(ADD, self.chunk)
 
     def _launch(self, what: str) -> None:

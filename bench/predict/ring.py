@@ -235,7 +235,7 @@ def _price(call: Call, speed: Speed) -> Callable[[Plan, Op], Seconds]:
 
     def price(plan: Plan, op: Op) -> Seconds:
         rows = lengths[plan.rank]
-        sights, keys = plan.sights[op.hop], plan.lengths[op.hop] if op.hop else rows
+        sights, keys = plan.hop_masks[op.hop], plan.lengths[op.hop] if op.hop else rows
         area = Area(0, rows, keys, 0, 0)
         if sights:
             area = _area(sights[min(op.part, len(sights) - 1)].bounds, rows, keys)
@@ -269,7 +269,7 @@ def areas_seen(call: Call, tokens: Any = None) -> list[Area]:
 def _seen_alone(call: Call, seqlen: int) -> list[Area]:
     """What one device with so many tokens sees, part by part of the mask."""
     alone = replace(call, tokens=seqlen, world=1, nodes=1, layout="contiguous", speeds=())
-    return [area_of(sight.bounds, seqlen, seqlen) for sight in alone.plans()[0].sights[0]]
+    return [area_of(sight.bounds, seqlen, seqlen) for sight in alone.plans()[0].hop_masks[0]]
 
 
 def _window_area(call: Call) -> Area:

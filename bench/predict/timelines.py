@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...ring.buffers import Kind
 from ...ring.schedule.plan import Plan
-from ...ring.schedule.uses import Moved, Stretch, uses
-from ...ring.traffic import Kind
+from ...ring.trace import Moved, Stretch
 from ..common.attention import mask_data
 from ..timeline.events import Event, Timeline
 from .call import Call
@@ -16,7 +16,7 @@ from .program import COMPUTE, Op
 from .ring import Pass
 from .speed import POINT
 
-SHARDS = {Kind.RAIL: "K/V of {}", Kind.KV: "K/V of {}", Kind.SUMS: "dK/dV of {}", Kind.HOME: "dK/dV of {}"}
+SHARDS = {Kind.RAIL: "K/V of {}", Kind.KV: "K/V of {}", Kind.DKV: "dK/dV of {}", Kind.RETURN: "dK/dV of {}"}
 SAID = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "layout", "nodes")
 """What a timeline says of its call beside its mask, by the names that a measured one says."""
 
@@ -73,10 +73,10 @@ def _moved(op: Op, plan: Plan, lane: str) -> int:
     brings, kind = op.key.brings, op.key.kind
     if kind in (Kind.KV, Kind.RAIL):
         return brings if lane == "receive" else brings - (plan.inner if kind is Kind.RAIL else 1)
-    if kind is Kind.HOME:
+    if kind is Kind.RETURN:
         return op.key.hop // plan.inner * plan.inner if lane == "send" else 0
     following = brings + 1
-    if lane == "send" or following >= len(plan.hops) or plan.is_base(plan.hops[following]):
+    if lane == "send" or following >= len(plan.hops) or plan.is_outer_root(plan.hops[following]):
         return brings if lane == "send" else brings // plan.inner * plan.inner
     return following
 
@@ -92,5 +92,5 @@ def _slots(track: Track, plan: Plan, start: float) -> Iterator[Event]:
             posts.append(Moved(op.key, begin, end, sent, received))
         elif op.stream == COMPUTE and op.what != POINT:
             computed.setdefault(op.hop, []).append((begin, end))
-    for one in uses(program.phase, plan, posts, computed):
+    for one in slot_trace(program.phase, plan, posts, computed):
         yield Event(program.rank, one.kind, one.phase, one.hop, start + one.begin, start + one.end, one.name)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ...kernels import Bounds
 from ...ring import Layout, Mask, bounds
-from ...ring.backends import backward_works, forward_works, resolve_backend
-from ...ring.traffic import chunks_of
+from ...ring.backends import backward_backends, forward_backends, resolve_backend
+from ...ring.buffers import chunks_of
 from ..common.timing import Stopwatch
 
 NO_DROPOUT = 0.0
@@ -163,7 +163,7 @@ def _attention_backward(mine: Sequence[Tensor], held: Sequence[Tensor], causal: 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, limits: Bounds) -> tuple[Tensor, Tensor]:
     """Out and lse of one shard of queries on any keys."""
-    (work,) = forward_works(backend_of(q), one_chunk(q, k), q, softmax_scale=q.shape[-1] ** -0.5)
+    (work,) = forward_backends(backend_of(q), one_chunk(q, k), q, softmax_scale=q.shape[-1] ** -0.5)
     work.fold(k, v, limits, final=True)
     return work.result()
 
@@ -171,7 +171,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, limits: Bounds) -> tuple[Tensor, T
 def gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, limits: Bounds) -> list[Tensor]:
     """dq in q's dtype; dk and dv in fp32, as sums over ranks want them."""
     tensors = (dout, q, out, lse)
-    (work,) = backward_works(backend_of(q), one_chunk(q, k), *tensors, softmax_scale=q.shape[-1] ** -0.5)
+    (work,) = backward_backends(backend_of(q), one_chunk(q, k), *tensors, softmax_scale=q.shape[-1] ** -0.5)
     into = tuple(torch.empty(x.shape, device=x.device, dtype=torch.float32) for x in (k, v))
     work.dq(k, v, limits, local=True, final=True)
     work.dkdv(k, v, limits, local=True, sums=None, into=into)

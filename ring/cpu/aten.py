@@ -1,8 +1,9 @@
 """The CPU backend: PyTorch's own flash-attention operator where it can, a blockwise body where it cannot.
 
-The operator takes full rectangles and square causal pieces with ``D == Dv``, without softcap, ALiBi and dropout. Its
-backward takes ``out`` and ``lse`` from outside, those over all shards, so that the gradients of the pieces of a ring
-add up exactly.
+The operator takes rectangles and square causal regions with ``D == Dv``, without softcap, ALiBi and dropout: squares of
+which row i sees the first i + 1 keys; seen from the other end, the rows and the keys in reverse, that is also a square
+of which row i sees all but the first i. Its backward takes ``out`` and ``lse`` from outside, those over all shards, so
+that the gradients of the regions of a ring add up exactly.
 """
 
 from __future__ import annotations
@@ -16,10 +17,88 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels import PLAIN, Bounds, Scores
-from ..traffic import Pair, Tensors
-from . import blockwise, flash_cpu
-from .modifiers import Modifiers
-from .pieces import Kind, Piece, halves, limits, pieces
+from ..buffers import Pair, Tensors
+from . import blockwise
+from .blockwise import Modifiers
+from .regions import Kind, Region, halves, limits, regions
+
+NO_DROPOUT = 0.0
+LEAST_ROWS = 128  # of a square on the diagonal: in smaller ones a call costs more than it saves
+
+
+def operator_forward(q: Tensor, k: Tensor, v: Tensor, kind: Kind, *, scale: float) -> tuple[Tensor, Tensor]:
+    """``out`` ``[B, Sq, H, D]`` in q's dtype and ``lse`` ``[B, H, Sq]``, fp32, natural log."""
+    flipped = kind is Kind.ANTICAUSAL
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *((x.flip(1) if flipped else x).transpose(1, 2) for x in (q, k, v)),
+        NO_DROPOUT, kind is not Kind.RECTANGLE, scale=scale,
+    )  # fmt: skip
+    out = out.transpose(1, 2)
+    return (out.flip(1), lse.flip(2)) if flipped else (out, lse)
+
+
+def operator_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kind: Kind, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv for the ``out`` and the ``lse`` of whole rows, whatever other keys they saw; fp32 or q's dtype.
+
+    Of a causal square the operator computes blocks of 512 keys whole, whether its rows see them or not. So it is cut
+    into small squares along the diagonal and, under them, rectangles that double in size: one call for those of a size.
+    """
+    given: tuple[Tensor, ...] = dout, q, k, v, out
+    if kind is Kind.RECTANGLE:
+        return _operator_backward(given, lse, causal=False, scale=scale)
+    flipped = kind is Kind.ANTICAUSAL
+    if flipped:
+        given, lse = tuple(x.flip(1) for x in given), lse.flip(2)
+    grads = _causal_operator_backward(given, lse, scale=scale)
+    return tuple(x.flip(1) for x in grads) if flipped else grads  # type: ignore[return-value]
+
+
+def _causal_operator_backward(given: tuple[Tensor, ...], lse: Tensor, *, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    rows, squares = lse.shape[2], 1
+    while rows % (2 * squares) == 0 and rows // (2 * squares) >= LEAST_ROWS:
+        squares *= 2
+    found = _operator_backward(tuple(_cut(x, squares) for x in given), _cut_lse(lse, squares), causal=True, scale=scale)
+    if squares == 1:
+        return found
+    grads = tuple(_joined(x, squares).float().contiguous() for x in found)  # a sum of several calls: in fp32
+    while squares > 1:
+        squares //= 2
+        early, late = slice(0, rows // squares // 2), slice(rows // squares // 2, None)
+        whose = late, late, early, early, late
+        parts = tuple(_cut(x, squares)[:, near] for x, near in zip(given, whose, strict=True))
+        found = _operator_backward(parts, _cut_lse(lse, squares)[..., late], causal=False, scale=scale)
+        for grad, part, near in zip(grads, found, (late, early, early), strict=True):
+            _cut(grad, squares)[:, near] += part
+    dq, dk, dv = grads
+    return dq, dk, dv
+
+
+def _operator_backward(
+    given: tuple[Tensor, ...], lse: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(x.transpose(1, 2) for x in given), lse, NO_DROPOUT, causal, scale=scale
+    )
+    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    return dq, dk, dv
+
+
+def _cut(x: Tensor, count: int) -> Tensor:
+    """``[B, S, ...]`` as ``[B * count, S / count, ...]``."""
+    return x.reshape(-1, x.shape[1] // count, *x.shape[2:])
+
+
+def _joined(x: Tensor, count: int) -> Tensor:
+    """What :func:`_cut` has cut."""
+    return x.reshape(-1, x.shape[1] * count, *x.shape[2:])
+
+
+def _cut_lse(lse: Tensor, count: int) -> Tensor:
+    """``[B, H, S]`` as ``[B * count, H, S / count]``."""
+    return _cut(lse.transpose(1, 2), count).transpose(1, 2)
+
 
 DOT_ROWS = 1024
 DLSE_COLUMNS = 2  # a gradient through lse, rounded to the model dtype, and what that left of it
@@ -44,14 +123,14 @@ class AtenForward:
         k, v = _rows(k), _rows(v)
         self._value_dim = v.shape[-1]
         wide: Pair | None = None
-        for piece in _pieces(self._q, k, v, bounds, scores):
-            if piece.kind is Kind.BLOCKWISE:
-                wide = wide or (k.float(), v.float())  # once for all pieces
-                self._fold_blockwise(*_keys(piece, *wide), bounds, piece, scores)
+        for region in _regions(self._q, k, v, bounds, scores):
+            if region.kind is Kind.BLOCKWISE:
+                wide = wide or (k.float(), v.float())  # once for all regions
+                self._fold_blockwise(*_keys(region, *wide), bounds, region, scores)
             else:
-                q = self._q[piece.items, piece.rows]
-                self._merge(piece, *flash_cpu.forward(q, *_keys(piece, k, v), piece.kind, scale=self._scale))
-            self._written[piece.items, piece.rows] = True
+                q = self._q[region.items, region.rows]
+                self._merge(region, *operator_forward(q, *_keys(region, k, v), region.kind, scale=self._scale))
+            self._written[region.items, region.rows] = True
 
     def result(self) -> tuple[Tensor, Tensor]:
         """``out`` ``[B, S, H, Dv]`` in q's dtype and ``lse`` ``[B, H, S]``, fp32; 0 and -inf where nothing was seen."""
@@ -65,17 +144,17 @@ class AtenForward:
             self._state = out, torch.full((batch, heads, rows), -torch.inf, dtype=torch.float64)
         return self._state
 
-    def _of_piece(self, piece: Piece) -> Tensors:
-        """What the rows of a piece have so far."""
+    def _of_region(self, region: Region) -> Tensors:
+        """What the rows of a region have so far."""
         out, lse = self._started()
-        return out[piece.items, piece.rows], lse[piece.items, :, piece.rows]
+        return out[region.items, region.rows], lse[region.items, :, region.rows]
 
-    def _fold_blockwise(self, k: Tensor, v: Tensor, bounds: Bounds, piece: Piece, scores: Scores) -> None:
-        q, (out, lse) = self._q[piece.items, piece.rows], self._of_piece(piece)
-        modifiers = None if scores.is_plain else Modifiers(scores, piece)
-        blockwise.forward(q, k, v, out, lse, limits(bounds, piece), scale=self._scale, modifiers=modifiers)
+    def _fold_blockwise(self, k: Tensor, v: Tensor, bounds: Bounds, region: Region, scores: Scores) -> None:
+        q, (out, lse) = self._q[region.items, region.rows], self._of_region(region)
+        modifiers = None if scores.is_plain else Modifiers(scores, region)
+        blockwise.forward(q, k, v, out, lse, limits(bounds, region), scale=self._scale, modifiers=modifiers)
 
-    def _merge(self, piece: Piece, part: Tensor, part_lse: Tensor) -> None:
+    def _merge(self, region: Region, part: Tensor, part_lse: Tensor) -> None:
         """Average what these rows had with the new part, each weighted by the exponentials it stands for.
 
         ``w = e^part_lse / (e^lse + e^part_lse)``. A row's first part is written, not merged; where it covers all rows
@@ -84,8 +163,8 @@ class AtenForward:
         if self._state is None and part.shape[:2] == self._q.shape[:2]:
             self._state = part.float(), part_lse.double()
             return
-        out, lse = self._of_piece(piece)
-        if self._written[piece.items, piece.rows].any():
+        out, lse = self._of_region(region)
+        if self._written[region.items, region.rows].any():
             weight = torch.sigmoid(part_lse - lse)  # 1 for a row at -inf; part_lse never is, each of its rows has keys
             out.lerp_(part.float(), weight.float().transpose(1, 2).unsqueeze(-1))
             torch.logaddexp(lse, part_lse.double(), out=lse)
@@ -105,8 +184,8 @@ class _Share(NamedTuple):
     """What there is to do about a shard, or a half of it."""
 
     heads: _Heads
-    pieces: tuple[Piece, ...]
-    key: int  # of all pieces, also those of the other half
+    regions: tuple[Region, ...]
+    key: int  # of all regions, also those of the other half
     end: int
     one_call: bool  # of the operator, for these heads
 
@@ -163,12 +242,12 @@ class AtenBackward:
         *,
         scores: Scores = PLAIN,
         local: bool,
-        sums: Callable[[], Tensors] | None,
-        into: Tensors,
+        accum: Callable[[], Tensors] | None,
+        out: Tensors,
     ) -> None:
-        """Fill ``into`` with this shard's dK and dV plus ``sums()``, which may lie in the same memory.
+        """Fill ``out`` with this shard's dK and dV plus ``accum()``, which may lie in the same memory.
 
-        ``sums`` is called after all else, since it waits for the network.
+        ``accum`` is called after all else, since it waits for the network.
         """
         if local:
             _, second = self._halves(k, v, bounds, scores)
@@ -179,9 +258,9 @@ class AtenBackward:
                 parts = [self._part(k, v, bounds, second, scores, half)]
         else:
             parts = [self._part(k, v, bounds, self._whole(k, v, bounds, scores), scores)]
-        arrived = (None, None) if sums is None else sums()
+        arrived = (None, None) if accum is None else accum()
         for part in parts:
-            for buffer, base, grad in zip(into, arrived, (part.dk, part.dv), strict=True):
+            for buffer, base, grad in zip(out, arrived, (part.dk, part.dv), strict=True):
                 _settle(buffer[:, :, part.heads], None if base is None else base[:, :, part.heads], grad, part)
 
     def result(self) -> Tensor:
@@ -189,16 +268,16 @@ class AtenBackward:
         return self._dq.to(self._dtype)
 
     def _whole(self, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> _Share:
-        todo = _pieces(self._q, k, v, bounds, scores)
-        key, end = min((piece.key for piece in todo), default=0), max((piece.key_end for piece in todo), default=0)
+        todo = _regions(self._q, k, v, bounds, scores)
+        key, end = min((region.key for region in todo), default=0), max((region.key_end for region in todo), default=0)
         one_call = len(todo) == 1 and todo[0].kind is not Kind.BLOCKWISE and todo[0].items == slice(0, None)
         return _Share(_heads(self._q, k, 0, k.shape[2]), todo, key, end, one_call)
 
     def _halves(self, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> tuple[_Share, _Share]:
         whole = self._whole(k, v, bounds, scores)
         if not whole.one_call:
-            first, second = halves(whole.pieces)
-            return whole._replace(pieces=first), whole._replace(pieces=second)
+            first, second = halves(whole.regions)
+            return whole._replace(regions=first), whole._replace(regions=second)
         some, others = _halves(self._q, k)
         return whole._replace(heads=some), whole._replace(heads=others)
 
@@ -206,44 +285,44 @@ class AtenBackward:
         self, k: Tensor, v: Tensor, bounds: Bounds, share: _Share, scores: Scores, sums: _Part | None = None
     ) -> _Part:
         """Add dQ of a share and return its dK and dV: the operator's own where one call does it, else with ``sums``."""
-        heads, todo = share.heads, share.pieces
+        heads, todo = share.heads, share.regions
         k, v = _rows(k)[:, :, heads.keys], _rows(v)[:, :, heads.keys]
         if share.one_call and k.numel():
-            (piece,) = todo
-            return _Part(heads.keys, piece.key, piece.key_end, *self._operator(*_keys(piece, k, v), heads, piece))
+            (region,) = todo
+            return _Part(heads.keys, region.key, region.key_end, *self._operator(*_keys(region, k, v), heads, region))
         sums = sums or _Part(heads.keys, share.key, share.end, *(_zeros(x[:, share.key : share.end]) for x in (k, v)))
         wide: Pair | None = None
-        for piece in todo if k.numel() else ():
-            near = slice(piece.key - sums.key, piece.key_end - sums.key)
-            grads = sums.dk[piece.items, near], sums.dv[piece.items, near]
-            if piece.kind is Kind.BLOCKWISE:
-                wide = wide or (k.float(), v.float())  # once for all pieces
-                self._blockwise(*_keys(piece, *wide), bounds, heads, piece, scores, grads)
+        for region in todo if k.numel() else ():
+            near = slice(region.key - sums.key, region.key_end - sums.key)
+            grads = sums.dk[region.items, near], sums.dv[region.items, near]
+            if region.kind is Kind.BLOCKWISE:
+                wide = wide or (k.float(), v.float())  # once for all regions
+                self._blockwise(*_keys(region, *wide), bounds, heads, region, scores, grads)
             else:
-                for total, grad in zip(grads, self._operator(*_keys(piece, k, v), heads, piece), strict=True):
+                for total, grad in zip(grads, self._operator(*_keys(region, k, v), heads, region), strict=True):
                     total += grad
         return sums
 
-    def _operator(self, k: Tensor, v: Tensor, heads: _Heads, piece: Piece) -> Tensors:
-        dout, q, out = (x[piece.items, piece.rows, heads.queries] for x in (self._dout, self._q, self._out))
+    def _operator(self, k: Tensor, v: Tensor, heads: _Heads, region: Region) -> Tensors:
+        dout, q, out = (x[region.items, region.rows, heads.queries] for x in (self._dout, self._q, self._out))
         k, v = (F.pad(x, (0, self._extra)) if self._extra else x for x in (k, v))
-        lse = self._lse[piece.items, heads.queries, piece.rows]
-        grads = flash_cpu.backward(dout, q, k, v, out, lse, piece.kind, scale=self._scale)
+        lse = self._lse[region.items, heads.queries, region.rows]
+        grads = operator_backward(dout, q, k, v, out, lse, region.kind, scale=self._scale)
         dq, dk, dv = (x[..., : x.shape[-1] - self._extra] for x in grads)
-        self._dq[piece.items, piece.rows, heads.queries] += dq
+        self._dq[region.items, region.rows, heads.queries] += dq
         return dk, dv
 
     def _blockwise(
-        self, k: Tensor, v: Tensor, bounds: Bounds, heads: _Heads, piece: Piece, scores: Scores, sums: Tensors
+        self, k: Tensor, v: Tensor, bounds: Bounds, heads: _Heads, region: Region, scores: Scores, sums: Tensors
     ) -> None:
         if self._delta is None:
             self._delta = row_dot(self._dout, self._out).transpose(1, 2)
-        dout, q, dq = (x[piece.items, piece.rows, heads.queries] for x in (self._dout, self._q, self._dq))
+        dout, q, dq = (x[region.items, region.rows, heads.queries] for x in (self._dout, self._q, self._dq))
         dout, q = dout[..., : v.shape[-1]], q[..., : k.shape[-1]]
-        lse, delta = (x[piece.items, heads.queries, piece.rows] for x in (self._lse, self._delta))
-        modifiers = None if scores.is_plain else Modifiers(scores, piece, heads.queries.start)
+        lse, delta = (x[region.items, heads.queries, region.rows] for x in (self._lse, self._delta))
+        modifiers = None if scores.is_plain else Modifiers(scores, region, heads.queries.start)
         blockwise.backward(
-            dout, q, k, v, lse, delta, limits(bounds, piece),
+            dout, q, k, v, lse, delta, limits(bounds, region),
             scale=self._scale, grads=(dq, *sums), modifiers=modifiers,
         )  # fmt: skip
 
@@ -253,10 +332,10 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and x.stride(1) >= x.shape[-1] else x.contiguous()
 
 
-def _pieces(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> tuple[Piece, ...]:
+def _regions(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scores: Scores) -> tuple[Region, ...]:
     if 0 in (q.numel(), k.numel(), v.numel()):
         return ()
-    return pieces(bounds, q.shape[1], k.shape[1], operator=k.shape[-1] == v.shape[-1] and scores.is_plain)
+    return regions(bounds, q.shape[1], k.shape[1], operator=k.shape[-1] == v.shape[-1] and scores.is_plain)
 
 
 def _zeros(x: Tensor) -> Tensor:
@@ -265,15 +344,15 @@ def _zeros(x: Tensor) -> Tensor:
     return torch.zeros(items, heads, keys, dim, dtype=torch.float32).transpose(1, 2)
 
 
-def _keys(piece: Piece, k: Tensor, v: Tensor) -> Pair:
-    """The keys of a piece."""
-    return k[piece.items, piece.keys], v[piece.items, piece.keys]
+def _keys(region: Region, k: Tensor, v: Tensor) -> Pair:
+    """The keys of a region."""
+    return k[region.items, region.keys], v[region.items, region.keys]
 
 
 def row_dot(x: Tensor, y: Tensor) -> Tensor:
-    """``sum(x * y)`` of each row, fp32, ``[B, S, H]``; in pieces, since new memory is slow memory."""
-    pieces = [slice(row, row + DOT_ROWS) for row in range(0, max(x.shape[1], 1), DOT_ROWS)]
-    return torch.cat([(x[:, near].float() * y[:, near].float()).sum(-1) for near in pieces], 1)
+    """``sum(x * y)`` of each row, fp32, ``[B, S, H]``; in regions, since new memory is slow memory."""
+    regions = [slice(row, row + DOT_ROWS) for row in range(0, max(x.shape[1], 1), DOT_ROWS)]
+    return torch.cat([(x[:, near].float() * y[:, near].float()).sum(-1) for near in regions], 1)
 
 
 def _heads(q: Tensor, k: Tensor, first: int, end: int) -> _Heads:

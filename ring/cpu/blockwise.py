@@ -7,18 +7,247 @@ large, by the norms of the queries and keys, the forward subtracts no maximum.
 
 A tile that no row sees is skipped, and only tiles on the edge pay for the mask. As with the operator, a NaN or inf may
 reach what shares a tile with something that sees it: the rows by ``v``, the gradients by any input.
+
+A region is cut into heads that are computed together, blocks of rows, and the tiles they see. Softcap, ALiBi and
+dropout are functions of global positions, the latter by Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy
+as 1, 2, 3", SC 2011), in int64 arithmetic, which torch has everywhere.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .modifiers import LOG2_E, Modifiers, Place
-from .pieces import Limits
-from .tiling import Block, Chunk, Edge, Tile, blocks, chunks
+from ...kernels import Scores
+from .regions import KeyRuns, Limits, Region
+
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+WEYL = 0x9E3779B9, 0xBB67AE85  # added to the key after every round
+ROUNDS = 10
+WORD = 0xFFFFFFFF
+
+Counter = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def first_word(seed: int, counter: Counter) -> Tensor:
+    """The first of the four words that ``counter`` becomes under the key ``(low word, high word)`` of ``seed``.
+
+    ``counter`` is four int64 tensors of 32-bit words that broadcast. They are left as narrow as they come for as long
+    as the rounds keep them apart, so that a counter of a row, a key and a head costs seven full rounds and not ten.
+    """
+    key = [seed & WORD, seed >> 32 & WORD]
+    for _ in range(ROUNDS - 1):
+        counter = _round(counter, key)
+        key = [word + step & WORD for word, step in zip(key, WEYL, strict=True)]
+    _, c1, c2, _ = counter
+    return _mixed(c2 * MULTIPLIERS[1], c1, key[0])
+
+
+def _round(counter: Counter, key: list[int]) -> Counter:
+    """One round; the second and the fourth word keep their upper half, which the next round's mask takes away."""
+    c0, c1, c2, c3 = counter
+    products = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+    return _mixed(products[1], c1, key[0]), products[1], _mixed(products[0], c3, key[1]), products[0]
+
+
+def _mixed(product: Tensor, word: Tensor, key: int) -> Tensor:
+    """Upper word of a 64-bit product, xor ``word``, xor ``key``; the mask cuts the sign that the shift drags along."""
+    return torch.bitwise_xor(product >> 32, word ^ key).bitwise_and_(WORD)
+
+
+LOG2_E = 1 / math.log(2)
+
+
+class Place(NamedTuple):
+    """Where a tile of scores lies in its region."""
+
+    item: int
+    heads: slice
+    rows: slice
+    keys: slice
+
+
+@dataclass(frozen=True)
+class Modifiers:
+    """``scores`` as one region sees it. Positions, slopes and random numbers are those of the whole call.
+
+    Shapes: a tile is ``[heads, rows, keys]``, fp32.
+    """
+
+    scores: Scores
+    region: Region
+    first_head: int = 0  # of the region, among the heads that `scores` speaks of
+
+    @property
+    def drops(self) -> bool:
+        """Whether weights are dropped."""
+        return self.scores.dropout_p > 0
+
+    def apply(self, tile: Tensor, at: Place, *, backward: bool = False) -> Tensor | None:
+        """Modify ``scale * q k^T``, here and behind it times log2(e), in place.
+
+        ``cap * tanh(score / cap)``, then ``- slope * |p_q - p_k|``. Returns what a gradient in the ``backward`` is
+        multiplied with on its way through: ``1 - tanh^2``, None without softcap.
+        """
+        derivative, cap = None, self.scores.softcap * LOG2_E
+        if cap:
+            tile.div_(cap).tanh_()
+            derivative = (tile * tile).neg_().add_(1) if backward else None
+            tile.mul_(cap)
+        slopes = self.scores.alibi_slopes
+        if slopes is not None:
+            own = slopes if slopes.dim() == 1 else slopes[self.region.batch + at.item]
+            rows, keys = self._positions(at)
+            distance = (rows[:, None] - keys).abs_().float()
+            tile.addcmul_(own[_moved(at.heads, self.first_head), None, None], distance, value=-LOG2_E)
+        return derivative
+
+    def kept(self, at: Place) -> Tensor:
+        """What dropout multiplies the weights with: 0, or ``1 / (1 - p)``.
+
+        A weight stays where the first word of philox4x32-10 (key: the seed; counter: query position, key position,
+        head, batch item) is at least ``scores.threshold``.
+        """
+        seed, threshold = self.scores.dropout_seed, self.scores.threshold
+        rows, keys = self._positions(at)
+        item = torch.tensor(self.region.batch + at.item)
+        first = self.scores.first_head + self.first_head
+        factors = torch.empty(at.heads.stop - at.heads.start, len(rows), len(keys), dtype=torch.float32)
+        for number, factor in enumerate(factors):  # one head at a time: 64-bit words of more would leave the cache
+            head = torch.tensor(first + at.heads.start + number)
+            factor.copy_(first_word(seed, (rows[:, None], keys, head, item)) >= threshold)
+        return factors.mul_(1 / (1 - self.scores.dropout_p))
+
+    def _positions(self, at: Place) -> tuple[Tensor, Tensor]:
+        """Of the rows and of the keys of a tile, int64."""
+        q_positions, k_positions = self.scores.q_positions, self.scores.k_positions
+        assert q_positions is not None and k_positions is not None
+        rows, keys = _moved(at.rows, self.region.row), _moved(at.keys, self.region.key)
+        return q_positions[rows].long(), k_positions[keys].long()
+
+
+def _moved(span: slice, by: int) -> slice:
+    return slice(span.start + by, span.stop + by)
+
+
+Vector = npt.NDArray[np.int32]
+
+
+FOLDED_ROWS = 256  # rows of one product, all query heads of the group together: sgemm is at full speed there
+MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 32, 128  # fewer would read K and V too often; more would waste the edges of a window
+TILE_KEYS = 512
+TILE_SCORES = 1 << 18  # scores per tile and thread: 1 MiB in fp32, half of a usual L2 cache
+EDGES = 64  # masks that are kept: the blocks of a window all have the same
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One batch item and some key/value heads, with the query heads that read them; ``keys`` are ``[Hkv, Sk, D]``."""
+
+    item: int
+    heads: slice
+    kv_heads: slice
+    keys: Tensor
+    values: Tensor
+
+    @cached_property
+    def longest(self) -> tuple[float, float]:
+        """The greatest norm of a key, and of a value."""
+        key, value = (float(torch.linalg.vector_norm(x, dim=-1).amax()) for x in (self.keys, self.values))
+        return key, value
+
+
+class Edge(NamedTuple):
+    """Columns of a tile that not every row sees, and what hides scores: first ``&`` of their bits, then ``+``."""
+
+    columns: slice
+    bits: Tensor  # int32 [rows, columns]: all bits where the row sees the key, else none
+    ceiling: Tensor  # fp32 [rows, columns]: 0, else -inf
+
+
+class Tile(NamedTuple):
+    """Keys ``[key, end)`` against one block of rows."""
+
+    key: int
+    end: int
+    edges: tuple[Edge, ...]
+
+
+class Block(NamedTuple):
+    """Query rows ``[row, end)`` and the tiles they see."""
+
+    row: int
+    end: int
+    tiles: tuple[Tile, ...]
+
+
+def chunks(k: Tensor, v: Tensor, group: int, rows: int) -> list[Chunk]:
+    """As many key/value heads at a time as keep each thread busy, and its tile of scores in the cache."""
+    items, keys, kv_heads, _ = k.shape
+    scores = group * min(_block_rows(group), rows) * min(TILE_KEYS, keys)
+    step = max(1, TILE_SCORES // scores) * torch.get_num_threads()
+    found = []
+    for item in range(items):
+        for first in range(0, kv_heads, step):
+            end = min(first + step, kv_heads)
+            near = [x[item, :, first:end].transpose(0, 1).float().contiguous() for x in (k, v)]
+            heads = slice(first * group, end * group), slice(first, end)
+            found.append(Chunk(item, *heads, *near))
+    return found
+
+
+def blocks(limits: Limits, group: int, kv_heads: int) -> list[Block]:
+    """Blocks of rows with the tiles they see; a block that sees nothing is left out.
+
+    ``kv_heads`` are those of a chunk: of fewer, a tile has more keys.
+    """
+    lo, hi = limits.lo.numpy(), limits.hi.numpy()
+    step = _block_rows(group)
+    width = max(TILE_KEYS, TILE_SCORES * torch.get_num_threads() // (kv_heads * group * min(step, len(lo))))
+    rows = [slice(row, min(row + step, len(lo))) for row in range(0, len(lo), step)]
+    found = (Block(near.start, near.stop, tuple(_tiles(lo[near], hi[near], limits.runs, width))) for near in rows)
+    return [block for block in found if block.tiles]
+
+
+def _block_rows(group: int) -> int:
+    return min(max(FOLDED_ROWS // group, MIN_BLOCK_ROWS), MAX_BLOCK_ROWS)
+
+
+def _tiles(lo: Vector, hi: Vector, runs: KeyRuns, width: int) -> Iterator[Tile]:
+    """What one block of rows sees, run by run in tiles of equal width; only the head and the tail are masked."""
+    first, full_first, full_last, last = (int(x) for x in (lo[0], lo[-1], hi[0], hi[-1]))  # neither end decreases
+    edges = [(first, full_first), (full_last, last)] if full_first < full_last else [(first, last)]
+    for run, run_end in runs:
+        start, end = max(first, run), min(last, run_end)
+        count = max(-(-(end - start) // width), 0)
+        cuts = [start + (end - start) * cut // count for cut in range(count + 1)] if count else []
+        for key, stop in pairwise(cuts):
+            masked = [(max(key, a), min(stop, b)) for a, b in edges]
+            yield Tile(key, stop, tuple(_edge(lo, hi, a, b, key) for a, b in masked if a < b))
+
+
+def _edge(lo: Vector, hi: Vector, key: int, end: int, base: int) -> Edge:
+    ends = ((x - key).clip(0, end - key).tobytes() for x in (lo, hi))
+    return Edge(slice(key - base, end - base), *_hiding(*ends, end - key))
+
+
+@lru_cache(EDGES)
+def _hiding(lo: bytes, hi: bytes, columns: int) -> tuple[Tensor, Tensor]:
+    """Bits and ceiling of an edge: row i sees the columns ``lo[i] <= j < hi[i]``, int32."""
+    at = np.arange(columns)
+    first, last = (np.frombuffer(x, np.int32)[:, None] for x in (lo, hi))
+    seen = torch.from_numpy((at >= first) & (at < last))
+    return -seen.int(), torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
+
 
 LOWEST = torch.finfo(torch.float32).min
 SMALL, LARGEST_VALUE = 60.0, 1e14  # 2^SMALL * LARGEST_VALUE, times a million keys, is still a number

@@ -4,19 +4,266 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from hashlib import sha256
-from itertools import accumulate
-from typing import Any, Literal
+from itertools import accumulate, pairwise
+from math import floor, inf, lcm
+from numbers import Rational
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ...comm.checked import whole
+from ...comm.checked import listed, number, shown, whole
 from ...kernels.checks import check_tensor
-from ..checked import checked
-from . import balance
-from .documents import Documents
-from .spans import Span, ascending, at_least, refuse_overlap
+from ..checked import INTEGERS, MOST_POSITIONS, POSITIONS, checked
+
+
+class Span(NamedTuple):
+    """``length`` tokens at the positions ``start, start + step, start + 2 step, …``."""
+
+    start: int
+    length: int
+    step: int = 1
+
+    @property
+    def stop(self) -> int:
+        """One past the last position."""
+        return self.start + (self.length - 1) * self.step + 1 if self.length else self.start
+
+
+def _ascending(rank: int, spans: Iterable[tuple[int, ...]]) -> tuple[Span, ...]:
+    """The spans of one rank, checked, without empty ones, joined where one continues the other."""
+    made: list[Span] = []
+    for index, given in enumerate(listed("a list of spans").of(f"spans_per_rank[{rank}]", spans)):
+        name = f"spans_per_rank[{rank}][{index}]"
+        span = _span(name, given)
+        if not span.length:
+            continue
+        before = made[-1] if made else Span(0, 0)
+        if span.start < before.stop:
+            raise ValueError(
+                f"{name} starts at {span.start}, the span before it ends at {before.stop - 1}: "
+                "the positions of a rank must ascend"
+            )
+        if made and span.step == before.step and span.start == before.start + before.length * before.step:
+            span = Span(before.start, before.length + span.length, before.step)
+            made.pop()
+        made.append(span)
+    return tuple(made)
+
+
+def _span(name: str, given: tuple[int, ...]) -> Span:
+    try:
+        span = Span(*map(POSITIONS.read, given))
+    except (TypeError, ValueError):
+        span = Span(0, 0, 0)
+    if span.step < 1 or span.stop > MOST_POSITIONS:
+        raise ValueError(
+            f"{name} is {shown(given)}: it must be a Span(start, length, step=1) of whole numbers, start and length at "
+            "least 0, step at least 1, positions below 2^62"
+        )
+    return span if span.length > 1 else span._replace(step=1)
+
+
+class _Run(NamedTuple):
+    """The positions ``p`` of one rank with ``p % period == residue`` and ``first <= p // period <= last``."""
+
+    residue: int
+    first: int
+    last: int
+    rank: int
+
+
+def _refuse_overlap(spans_per_rank: Iterable[Iterable[Span]]) -> None:
+    """Refuse a position that two spans hold.
+
+    Modulo the least common multiple of all steps every span is a few runs of consecutive numbers, so that this costs
+    what the spans cost, not what the positions would.
+    """
+    spans = [(rank, span) for rank, spans in enumerate(spans_per_rank) for span in spans]
+    period = lcm(*(span.step for _, span in spans))
+    if period == 1 and _are_disjoint(sorted(span for _, span in spans)):
+        return  # documents cut into chunks are many spans: nothing is made for each of them
+    runs = sorted(run for rank, span in spans for run in _runs(span, period, rank))
+    for before, after in pairwise(runs):
+        if before.residue == after.residue and after.first <= before.last:
+            ranks = sorted((before.rank, after.rank))
+            raise ValueError(
+                f"spans_per_rank holds position {after.first * period + after.residue} on rank {ranks[0]} "
+                f"and on rank {ranks[1]}: a token lives on one rank"
+            )
+
+
+def _are_disjoint(ascending: list[Span]) -> bool:
+    return all(before[0] + before[1] <= after[0] for before, after in pairwise(ascending))
+
+
+def _runs(span: Span, period: int, rank: int) -> Iterator[_Run]:
+    stride = period // span.step
+    for offset in range(min(stride, span.length)):
+        first, residue = divmod(span.start + offset * span.step, period)
+        yield _Run(residue, first, first + (span.length - 1 - offset) // stride, rank)
+
+
+def at_least(least: int, name: str, value: int) -> int:
+    """A number as an integer; ValueError where it is none, or too small."""
+    made: int = whole(least, MOST_POSITIONS).of(name, value)
+    return made
+
+
+REPR_BOUNDARIES = 16  # more of them are shown by their number and a digest
+
+
+class Documents:
+    """Where each of several packed documents begins and ends; immutable and hashable.
+
+    Args:
+        cu_seqlens: boundaries as in flash-attention's ``cu_seqlens``: document i is ``[cu_seqlens[i],
+            cu_seqlens[i + 1])``, the first is 0. A list, or a one-dimensional integer tensor on the CPU: schedules are
+            made on the host, and a copy from a GPU would be a hidden synchronisation. Empty documents are allowed.
+
+    Raises:
+        ValueError: boundaries that are not whole numbers, do not start at 0, descend, or lie on a GPU.
+    """
+
+    __slots__ = ("__dict__", "boundaries")
+
+    def __init__(self, cu_seqlens: Iterable[int] | torch.Tensor) -> None:
+        made = whole_numbers("cu_seqlens", cu_seqlens, "[documents + 1]")
+        if len(made) < 2:
+            raise ValueError(f"cu_seqlens is {list(made)}: it must have at least one document, [0, length]")
+        if made[0] != 0:
+            raise ValueError(f"cu_seqlens starts at {made[0]}: it must start at 0")
+        for index, (start, end) in enumerate(pairwise(made)):
+            if end < start:
+                raise ValueError(f"cu_seqlens[{index + 1}] is {end}, the one before is {start}: it must not descend")
+        self.boundaries = made
+
+    @property
+    def seqlen(self) -> int:
+        """Tokens of all documents together."""
+        return self.boundaries[-1]
+
+    def around(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Start and end of the document of each position; both at the very end for a position past all of them."""
+        after = torch.searchsorted(self._tensor, positions, right=True)
+        last = len(self.boundaries) - 1
+        return self._tensor[(after - 1).clamp(max=last)], self._tensor[after.clamp(max=last)]
+
+    @cached_property
+    def _tensor(self) -> torch.Tensor:
+        return torch.tensor(self.boundaries)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.boundaries)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Documents) and self.boundaries == other.boundaries
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Documents, (self.boundaries,)
+
+    def __repr__(self) -> str:
+        if len(self.boundaries) <= REPR_BOUNDARIES:
+            return f"Documents({list(self.boundaries)})"
+        digest = sha256(repr(self.boundaries).encode()).hexdigest()[:16]
+        return f"<{len(self.boundaries) - 1} documents of {self.seqlen} tokens, boundaries {digest}>"
+
+
+def whole_numbers(name: str, given: Iterable[int] | torch.Tensor, shape: str) -> tuple[int, ...]:
+    """A list or a one-dimensional CPU tensor as integers: ValueError otherwise."""
+    if isinstance(given, torch.Tensor):
+        if given.device.type != "cpu":
+            raise ValueError(
+                f"{name} is on {given.device}: it must be a list or a CPU tensor, since schedules are host data"
+            )
+        if given.dim() != 1 or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+            raise ValueError(f"{name} is {given.dtype} {list(given.shape)}: it must be integers {shape}")
+        return tuple(given.tolist())
+    try:
+        return tuple(map(INTEGERS.read, given))
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is {shown(given)}: it must be a list of whole numbers, or a CPU tensor") from None
+
+
+_SPEED = number("a finite number of at least 0", lambda speed: 0 <= speed < inf)
+
+
+def _zigzag(boundaries: Sequence[int], world: int) -> list[list[Span]]:
+    """For every rank its runs of every document, one from each end; see :meth:`Layout.zigzag` for the rule."""
+    spans: list[list[Span]] = [[] for _ in range(world)]
+    held, turn = [0] * world, 0
+    for start, end in pairwise(boundaries):
+        each, extra = divmod(end - start, world)
+        lengths = [each + ((rank - turn) % world < extra) for rank in range(world)]
+        heads = [-(-(had + new) // 2) - -(-had // 2) for had, new in zip(held, lengths, strict=True)]
+        for rank, runs in enumerate(_from_both_ends(start, end, heads, lengths)):
+            spans[rank] += runs
+        held = [had + new for had, new in zip(held, lengths, strict=True)]
+        turn = (turn + extra) % world
+    return spans
+
+
+def _by_tokens(seqlen: int, speeds: Sequence[Fraction]) -> list[int]:
+    """``seqlen`` cut by ``speeds``: the first r ranks hold ``round(seqlen * speed of them / speed of all)`` tokens."""
+    return _differences(_nearest(seqlen * share) for share in _shares(speeds))
+
+
+def _by_causal_pairs(seqlen: int, speeds: Sequence[Fraction]) -> list[list[Span]]:
+    """For every rank one run from each end of the sequence; see :meth:`Layout.balanced` for the rule."""
+    # the token in the middle of an odd length is its own mirror image, half a pair: the innermost run at the head
+    heads = [_nearest(Fraction(seqlen, 2) * share) for share in _shares(speeds)]
+    tails = [min(head, seqlen // 2) for head in heads]
+    head_runs, tail_runs = _differences(heads), _differences(tails)
+    lengths = [head + tail for head, tail in zip(head_runs, tail_runs, strict=True)]
+    return [[*runs] for runs in _from_both_ends(0, seqlen, head_runs, lengths)]
+
+
+def _speeds_of(given: Iterable[float]) -> list[Fraction]:
+    """Relative speeds as exact numbers, so that every machine cuts alike.
+
+    Raises:
+        ValueError: none, one that is not a finite number of at least 0, or none above 0.
+    """
+    (speeds,) = checked(speeds=given)
+    made = [_speed(rank, speed) for rank, speed in enumerate(speeds)]
+    if not made:
+        raise ValueError("speeds is empty: it must have the relative speed of every rank")
+    if not any(made):
+        raise ValueError(f"speeds is {[*map(float, made)]}: at least one rank must be faster than 0")
+    return made
+
+
+def _speed(rank: int, speed: float) -> Fraction:
+    as_float: float = _SPEED.of(f"speeds[{rank}]", speed)
+    return Fraction(speed if isinstance(speed, Rational) else as_float)
+
+
+def _from_both_ends(start: int, end: int, heads: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[Span, Span]]:
+    """Rank by rank the next run of ``heads[rank]`` tokens at the start, and one at the end with what is left."""
+    for head, length in zip(heads, lengths, strict=True):
+        tail = length - head
+        yield Span(start, head), Span(end - tail, tail)
+        start, end = start + head, end - tail
+
+
+def _shares(speeds: Sequence[Fraction]) -> list[Fraction]:
+    """Of all speed what the first 1, 2, ... ranks have."""
+    return [part / sum(speeds) for part in accumulate(speeds)]
+
+
+def _nearest(x: Fraction) -> int:
+    return floor(x + Fraction(1, 2))
+
+
+def _differences(ends: Iterable[int]) -> list[int]:
+    return [after - before for before, after in pairwise([0, *ends])]
+
 
 __all__ = ["Layout", "LayoutLike", "Span"]
 
@@ -42,10 +289,10 @@ class Layout:
 
     def __init__(self, spans_per_rank: Iterable[Iterable[tuple[int, ...]]]) -> None:
         (given,) = checked(spans_per_rank=spans_per_rank)
-        made = tuple(ascending(rank, spans) for rank, spans in enumerate(given))
+        made = tuple(_ascending(rank, spans) for rank, spans in enumerate(given))
         if not made:
             raise ValueError("spans_per_rank is empty: it must have a list of spans for every rank")
-        refuse_overlap(made)
+        _refuse_overlap(made)
         object.__setattr__(self, "spans_per_rank", made)
         object.__setattr__(self, "table", _table(made))
 
@@ -77,7 +324,7 @@ class Layout:
         documents = Documents([0, seqlen] if cu_seqlens is None else cu_seqlens)
         if documents.seqlen != seqlen:
             raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {seqlen}, the number of tokens")
-        return cls(balance.zigzag(documents.boundaries, world))
+        return cls(_zigzag(documents.boundaries, world))
 
     @classmethod
     def striped(cls, seqlen: int, world: int) -> Layout:
@@ -118,8 +365,8 @@ class Layout:
             ValueError: a negative length, or speeds that are not finite numbers of at least 0 with one above it.
         """
         seqlen, causal = checked(seqlen=seqlen, causal=causal)
-        exact = balance.speeds_of(speeds)
-        return cls(balance.by_causal_pairs(seqlen, exact)) if causal else cls.uneven(balance.by_tokens(seqlen, exact))
+        exact = _speeds_of(speeds)
+        return cls(_by_causal_pairs(seqlen, exact)) if causal else cls.uneven(_by_tokens(seqlen, exact))
 
     @property
     def world(self) -> int:

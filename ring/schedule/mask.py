@@ -1,14 +1,226 @@
-"""Who sees whom, as intervals: the query at position p sees the keys at positions in ``[lo(p), hi(p))``."""
+"""Who sees whom: intervals of positions, and block-sparse patterns with the known ones among them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from operator import index
+from typing import Any
 
 import torch
 
 from ...kernels import FULL, Bounds
-from .block_mask import BlockMask
-from .documents import Documents
+from .layout import Documents, Layout, at_least
+
+
+class BlockMask:
+    """A query sees a key where its block of queries sees the key's block; immutable and hashable.
+
+    Args:
+        visible: bool ``[query blocks, key blocks]`` on the CPU; block i holds the positions ``[i * block, (i + 1) *
+            block)``, the last one may be shorter.
+        block: positions per block.
+
+    Raises:
+        ValueError: not such a tensor, or no positive block.
+    """
+
+    __slots__ = ("__dict__", "block", "visible")
+
+    def __init__(self, visible: torch.Tensor, block: int) -> None:
+        if not isinstance(visible, torch.Tensor) or visible.dtype != torch.bool or visible.dim() != 2:
+            got = f"{visible.dtype} {list(visible.shape)}" if isinstance(visible, torch.Tensor) else repr(visible)
+            raise ValueError(f"block_mask is {got}: it must be bool [query blocks, key blocks]")
+        if visible.device.type != "cpu":
+            raise ValueError(f"block_mask is on {visible.device}: it must be on the CPU, since schedules are host data")
+        self.visible = visible.clone()
+        self.block = at_least(1, "block", block)
+
+    def between(self, layout: Layout, rank: int, kv_layout: Layout, shard: int) -> torch.Tensor:
+        """What the blocks of one shard of queries see of one of keys, bool ``[query blocks, key blocks]``.
+
+        Raises:
+            ValueError: a span of either begins or ends inside a block.
+        """
+        return self.visible[self.rows(layout, rank)][:, self.columns(kv_layout, shard)]
+
+    def rows(self, layout: Layout, rank: int) -> torch.Tensor:
+        """The blocks of queries that a rank holds, ascending, int64; ValueError where it holds part of one."""
+        return self._blocks("layout", layout, rank, len(self.visible))
+
+    def columns(self, kv_layout: Layout, shard: int) -> torch.Tensor:
+        """The blocks of keys that a shard consists of, ascending, int64; ValueError where it holds part of one."""
+        return self._blocks("kv_layout", kv_layout, shard, self.visible.shape[1])
+
+    def check(self, name: str, layout: Layout) -> None:
+        """Refuse a layout with a span that begins or ends inside a block: ValueError."""
+        for rank in range(layout.world):
+            self._blocks(name, layout, rank, -(-layout.reach // self.block))
+
+    def _blocks(self, name: str, layout: Layout, rank: int, count: int) -> torch.Tensor:
+        """The blocks that a shard consists of, ascending."""
+        found = []
+        for start, length, step in layout.spans(rank):
+            end = start + length
+            if step != 1 or start % self.block or (end % self.block and end != layout.reach):
+                raise ValueError(
+                    f"{name} gives rank {rank} the span {(start, length, step)}: with block_mask the spans must be "
+                    f"runs of whole blocks of {self.block} positions"
+                )
+            found.append(torch.arange(start // self.block, -(-end // self.block)))
+        blocks = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+        if len(blocks) and int(blocks[-1]) >= count:
+            raise ValueError(
+                f"block_mask has {count} blocks of {self.block} positions for {name}, which holds {layout.reach}"
+            )
+        return blocks
+
+    @cached_property
+    def _digest(self) -> str:
+        return sha256(self.visible.numpy().tobytes()).hexdigest()[:16]
+
+    def __hash__(self) -> int:
+        return hash((self._digest, self.block))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockMask) and self.block == other.block and self.visible.equal(other.visible)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockMask, (self.visible, self.block)
+
+    def __repr__(self) -> str:
+        rows, columns = self.visible.shape
+        return f"<{rows} x {columns} blocks of {self.block} positions, {int(self.visible.sum())} seen, {self._digest}>"
+
+
+def strided(seqlen: int, block: int, *, stride: int) -> BlockMask:
+    """Sparse Transformer's strided pattern: the last ``stride`` positions, and every ``stride``-th block before them.
+
+    R. Child et al., arXiv:1904.10509, section 4.3 (there ``l``), both heads as one: query i sees the keys j <= i where
+    ``i - j <= l`` or ``(i - j) mod l = 0``. Blocks are seen where one of their pairs is; made for ``causal=True``,
+    without which a query sees its whole block.
+
+    Args:
+        seqlen: positions of queries and of keys.
+        block: positions per block.
+        stride: a multiple of ``block``.
+
+    Raises:
+        ValueError: a length below 0, or ``stride`` is not a positive multiple of ``block``.
+    """
+    queries, keys = _grid(seqlen, block)
+    step = _multiple("stride", stride, block)
+    distance = queries - keys
+    return BlockMask((distance >= 0) & ((distance < step) | (distance % step == 0)), block)
+
+
+def fixed(seqlen: int, block: int, *, stride: int, summary: int) -> BlockMask:
+    """Sparse Transformer's fixed pattern: the query's own stretch of ``stride`` positions, and the last ``summary``
+    positions of every stretch before it.
+
+    R. Child et al., arXiv:1904.10509, section 4.3 (there ``l`` and ``c``), both heads as one: query i sees the keys
+    j <= i where ``floor(j / l) = floor(i / l)`` or ``j mod l >= l - c``. Blocks as in :func:`strided`.
+
+    Args:
+        seqlen: positions of queries and of keys.
+        block: positions per block.
+        stride: a multiple of ``block``.
+        summary: a multiple of ``block``, at most ``stride``.
+
+    Raises:
+        ValueError: a length below 0, ``stride`` or ``summary`` is not a positive multiple of ``block``, or the summary
+            is the longer.
+    """
+    queries, keys = _grid(seqlen, block)
+    step, last = _multiple("stride", stride, block), _multiple("summary", summary, block)
+    if last > step:
+        raise ValueError(f"summary is {summary}: it must be at most stride, {stride}")
+    same = queries // step == keys // step
+    return BlockMask((keys <= queries) & (same | (keys % step >= step - last)), block)
+
+
+def bigbird(seqlen: int, block: int, *, window: int, global_: int, random: int, seed: int = 0) -> BlockMask:
+    """BigBird: ``window`` blocks around the query's, ``global_`` first blocks that see all and are seen by all, and
+    ``random`` more blocks per block of queries.
+
+    M. Zaheer et al., arXiv:2007.14062, section 2 and appendix D: the blocked form of the internal transformer
+    construction, in which tokens of the sequence itself are the global ones. The random blocks are drawn from those
+    that a block of queries does not see already; they are the same for one seed (and version of torch).
+
+    Args:
+        seqlen: positions of queries and of keys.
+        block: positions per block.
+        window: blocks, odd: the query's own and as many on either side.
+        global_: blocks at the start.
+        random: blocks, for each block of queries.
+        seed: of the generator that draws them.
+
+    Raises:
+        ValueError: a length or a count below 0, or ``window`` is even or not positive.
+    """
+    queries, keys = _grid(seqlen, block)
+    window, global_, random = (
+        at_least(1, "window", window),
+        at_least(0, "global_", global_),
+        at_least(0, "random", random),
+    )
+    if window % 2 == 0:
+        raise ValueError(f"window is {window}: it must be odd, the query's own block and as many on either side")
+    seen = ((queries - keys).abs() <= window // 2) | (queries < global_) | (keys < global_)
+    generator = torch.Generator().manual_seed(seed)
+    for row in seen:
+        others = (~row).nonzero().squeeze(1)
+        row[others[torch.randperm(len(others), generator=generator)[:random]]] = True
+    return BlockMask(seen, block)
+
+
+@dataclass(frozen=True)
+class Longformer:
+    """A window and global tokens; see :func:`longformer`."""
+
+    window: tuple[int, int]
+    global_tokens: tuple[tuple[int, int], ...]
+
+
+def longformer(window: int, global_tokens: Iterable[tuple[int, int]]) -> Longformer:
+    """Longformer (I. Beltagy et al., arXiv:2004.05150, section 3.1), for ``block_mask`` of ``ring_attention``.
+
+    Computed as a few disjoint interval masks, folded one after the other into the carried state.
+
+    Args:
+        window: positions that a query sees around it, half on either side; even.
+        global_tokens: stretches ``(start, end)`` of global positions, ascending, that see all and are seen by all.
+
+    Raises:
+        ValueError: a window that is odd or below 0, or stretches that are empty, overlap or descend.
+    """
+    if at_least(0, "window", window) % 2:
+        raise ValueError(f"window is {window}: it must be even, half of it on either side")
+    try:
+        made = tuple((index(start), index(end)) for start, end in global_tokens)
+    except (TypeError, ValueError):
+        raise ValueError(f"global_tokens is {global_tokens!r}: it must be stretches (start, end)") from None
+    for number, (start, end) in enumerate(made):
+        if not (made[number - 1][1] if number else 0) <= start < end:
+            raise ValueError(f"global_tokens[{number}] is {(start, end)}: stretches must ascend and hold a position")
+    return Longformer((window // 2, window // 2), made)
+
+
+def _grid(seqlen: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of queries, a column, and of keys, a row."""
+    # int32: at a million positions a pattern has 10^8 blocks, and this is read several times for each
+    count = torch.arange(-(-at_least(0, "seqlen", seqlen) // at_least(1, "block", block)), dtype=torch.int32)
+    return count[:, None], count[None, :]
+
+
+def _multiple(name: str, value: int, block: int) -> int:
+    """``value`` in blocks."""
+    if at_least(1, name, value) % block:
+        raise ValueError(f"{name} is {value}: it must be a positive multiple of block, {block}")
+    return value // block
+
 
 END = torch.iinfo(torch.int64).max
 """Past every position."""

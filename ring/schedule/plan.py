@@ -10,10 +10,10 @@ import torch
 
 from ...comm.topology.topology import Topology
 from ...kernels import BlockSparseIndex, Bounds, Scores
+from .active import sent_keys
 from .layout import Layout
 from .mask import Mask, bounds
-from .schedule import BASE_SLOTS, KV_SLOTS, RAIL_SLOTS, SUMS_SLOTS, Edge, Hop, schedule
-from .travel import travelling
+from .schedule import DKV_SLOTS, KV_SLOTS, RAIL_SLOTS, ROOT_SLOTS, Edge, Hop, schedule
 
 PLANS = 64  # a model alternates between a few (layout, mask) pairs
 
@@ -24,46 +24,47 @@ class Plan:
 
     rank: int
     hops: tuple[Hop, ...]
-    inner: int  # hops of a turn; a flat ring is one turn
+    inner: int  # hops of an outer step; a flat ring is one outer step
     # of each hop, one per part of the mask; none: it launches nothing. The local hop always does, for its start state
-    sights: tuple[tuple[Sight, ...], ...]
+    hop_masks: tuple[tuple[HopMask, ...], ...]
     lengths: tuple[int, ...]  # keys of the shard of each hop that travel
     longest: int  # those of the longest shard of all: what a slot must hold, whichever hops a mask leaves
-    leaving: torch.Tensor | None  # which keys of the own shard travel, int64 on the device; None: all
+    send_index: torch.Tensor | None  # which keys of the own shard travel, int64 on the device; None: all
     last: int  # the last hop that launches
     slots: int  # that K/V rotate through
     edges: tuple[tuple[Edge, ...], tuple[Edge, ...]]  # of all ranks, per level
-    homecomings: dict[int, Hop]  # after which hop the sums of a turn's base come back to it
+    dkv_returns: dict[int, Hop]  # after which hop the sums of an outer step's root come back to it
 
     @property
     def two_level(self) -> bool:
         """Whether K/V cross between nodes."""
         return self.inner < len(self.hops)
 
-    def is_base(self, hop: Hop) -> bool:
-        """Whether the hop is a turn's first: its K/V are the rank's own or came by rail, and stay for the turn."""
+    def is_outer_root(self, hop: Hop) -> bool:
+        """Whether the hop is the first of an outer step, for which its K/V, the rank's own or come by rail, stay."""
         return hop.index % self.inner == 0
 
     @cached_property
-    def turns(self) -> tuple[tuple[Hop, ...], ...]:
-        """The hops, turn by turn; the first of each is its base."""
+    def outer_steps(self) -> tuple[tuple[Hop, ...], ...]:
+        """The hops, one outer step after the other; the first of each is its root."""
         return tuple(self.hops[start : start + self.inner] for start in range(0, len(self.hops), self.inner))
 
     @property
     def kv_slots(self) -> int:
         """Slots that K/V arrive in."""
-        return self.slots + (BASE_SLOTS if self.two_level else 0)
+        return self.slots + (ROOT_SLOTS if self.two_level else 0)
 
     @property
-    def sums_slots(self) -> int:
+    def dkv_slots(self) -> int:
         """Slots of dK/dV sums: those that rotate, the rail's, and one more only where sums come home early."""
-        used = [hop.sums_slot + 1 for hop in self.hops if hop.sums_slot is not None]
-        return max(SUMS_SLOTS + (RAIL_SLOTS if self.two_level else 0), *used, 0)
+        used = [hop.dkv_slot + 1 for hop in self.hops if hop.dkv_slot is not None]
+        return max(DKV_SLOTS + (RAIL_SLOTS if self.two_level else 0), *used, 0)
 
     def arrivals(self, hop: int, prefetch: int) -> tuple[Hop, ...]:
-        """The hops whose K/V are asked for when ``hop`` begins: over a rail a turn ahead, else ``prefetch`` hops.
+        """The hops whose K/V are asked for when ``hop`` begins: by rail an outer step ahead, else ``prefetch`` hops.
 
-        Never those of a later turn: its base may still be on the rail, and what is posted behind would wait for it.
+        Never those of a later outer step: its root may still be on the rail, and what is posted behind would wait for
+        it.
         """
         turn = hop // self.inner * self.inner
         end = min(hop + prefetch + 1, turn + self.inner)
@@ -78,7 +79,7 @@ class Positions:
 
     layout: Layout
     kv_layout: Layout
-    travelling: Layout  # the keys that leave their rank
+    sent: Layout  # the keys that leave their rank
     rank: int
     device: torch.device
 
@@ -99,10 +100,10 @@ class Positions:
 
     def held(self, shard: int) -> Layout:
         """The layout that says which keys of a shard this rank has: all of its own."""
-        return self.kv_layout if shard == self.rank else self.travelling
+        return self.kv_layout if shard == self.rank else self.sent
 
 
-class Sight(NamedTuple):
+class HopMask(NamedTuple):
     """What one rank sees of one shard, by one part of the mask."""
 
     bounds: Bounds
@@ -116,7 +117,7 @@ class Sight(NamedTuple):
         return replace(scores, q_positions=self.positions.queries, k_positions=self.positions.keys(self.shard))
 
 
-def _sights(mask: Mask, positions: Positions, shard: int) -> tuple[Sight, ...]:
+def _hop_masks(mask: Mask, positions: Positions, shard: int) -> tuple[HopMask, ...]:
     """Part by part; at least one, and none more that is empty."""
     layout, kv_layout, rank, device = positions.layout, positions.held(shard), positions.rank, positions.device
     runs = None
@@ -125,10 +126,10 @@ def _sights(mask: Mask, positions: Positions, shard: int) -> tuple[Sight, ...]:
         runs = None if bool(visible.all()) else BlockSparseIndex(visible, mask.blocks.block)
     made = [replace(bounds(part, layout.positions(rank), kv_layout.positions(shard)), runs=runs) for part in mask.parts]
     found = [one for one in made if not one.is_empty] or made[:1]
-    return tuple(Sight(one.to(device), positions, shard) for one in found)
+    return tuple(HopMask(one.to(device), positions, shard) for one in found)
 
 
-def _leaving(keys: Layout, sent: Layout, rank: int, device: torch.device) -> torch.Tensor | None:
+def _send_index(keys: Layout, sent: Layout, rank: int, device: torch.device) -> torch.Tensor | None:
     if keys.lengths[rank] == sent.lengths[rank]:
         return None
     return torch.searchsorted(keys.positions(rank), sent.positions(rank)).to(device)
@@ -149,22 +150,24 @@ def plan(
     keys = layout if kv_layout is None else kv_layout
     whole = schedule(layout, mask, kv_layout=kv_layout, direction=direction, topology=topology, slots=slots)
     hops = whole.hops(rank)
-    sent = travelling(layout, mask, keys)
+    sent = sent_keys(layout, mask, keys)
     positions = Positions(layout, keys, sent, rank, device)
     return Plan(
         rank=rank,
         hops=hops,
         inner=whole.inner,
-        sights=tuple(_sights(mask, positions, hop.shard) if hop.computes or hop.index == 0 else () for hop in hops),
+        hop_masks=tuple(
+            _hop_masks(mask, positions, hop.shard) if hop.computes or hop.index == 0 else () for hop in hops
+        ),
         lengths=tuple(sent.lengths[hop.shard] for hop in hops),
         longest=max(sent.lengths),
-        leaving=_leaving(keys, sent, rank, device),
+        send_index=_send_index(keys, sent, rank, device),
         last=max((hop.index for hop in hops if hop.computes), default=0),
         slots=slots,
         edges=whole.edges,
-        homecomings={
-            base.index + whole.journeys[base.shard][base.index // whole.inner][1]: base
-            for base in hops[:: whole.inner]
-            if base.sums_from is not None
+        dkv_returns={
+            root.index + whole.active_ranges[root.shard][root.index // whole.inner][1]: root
+            for root in hops[:: whole.inner]
+            if root.dkv_from is not None
         },
     )

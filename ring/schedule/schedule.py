@@ -11,14 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ...comm.topology.topology import Topology
+from .active import active_shards, sent_keys
 from .layout import Layout
 from .mask import Mask
-from .travel import travelling
-from .visits import visits
 
 KV_SLOTS = 3  # one computing, one arriving, one whose send may still be under way
-BASE_SLOTS = 2  # of a two-level ring: one leaving and one arriving over the slow link during a whole inner turn
-SUMS_SLOTS = 2  # one computing, one arriving
+ROOT_SLOTS = 2  # of a two-level ring: one leaving and one arriving over the slow link during a whole outer step
+DKV_SLOTS = 2  # one computing, one arriving
 RAIL_SLOTS = 2  # of a two-level ring: a node's sum on its way home, and another node's arriving
 KEPT = 16  # schedules: a model alternates between a few (layout, mask) pairs
 
@@ -57,52 +56,53 @@ class Hop:
     """The rank of this node that K/V go on to."""
     kv_slot: int | None
     """The slot that K/V arrive in."""
-    sums_from: int | None
-    """The rank that dK/dV partial sums arrive from; of a turn's first hop: this node's, coming home to its base."""
-    sums_to: int | None
-    """Where they go with this rank's part: to the next rank, or home at the end of the journey."""
-    sums_slot: int | None
+    dkv_from: int | None
+    """The rank that dK/dV partial sums arrive from; of a root: this node's, coming back to it."""
+    dkv_to: int | None
+    """Where they go with this rank's part: to the next rank, or home at the end of the active range."""
+    dkv_slot: int | None
     """The slot that holds the sums; None: this rank has none of this shard."""
     rail_to: int | None = None
-    """The rank of the next node that K/V go on to over the slow link, during the whole turn."""
-    home_to: int | None = None
-    """The owner of the shard, where this node's sum goes over the slow link at the end of the turn."""
-    home_from: int | None = None
-    """The rank whose node's sum of this rank's own shard arrives over the slow link after the turn."""
+    """The rank of the next node that K/V go on to over the slow link, during the whole outer step."""
+    return_to: int | None = None
+    """The owner of the shard, where this node's sum goes over the slow link at the end of the outer step."""
+    return_from: int | None = None
+    """The rank whose node's sum of this rank's own shard arrives over the slow link after the outer step."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The journey of every shard, turn by turn.
+    """Where every shard goes, one outer step after the other.
 
-    A flat ring is one turn. In a two-level ring of N nodes of L ranks, a turn brings the shards of another node: hop
-    ``t = o * len(steps) + i`` brings shard (node, local) to rank ``(node + direction * turns[o], local + direction *
-    steps[i])``, modulo N and L. Within a turn K/V travel up to the last rank that sees something of them; between turns
-    they cross to the next node along their rail, up to the last node that sees something of them, hidden behind a whole
-    turn. Where every rank sees something of every shard, ``turns`` and ``steps`` count up, and K/V move to a neighbour.
-    Where at some distance nobody sees anything, there is no hop.
+    A flat ring is one outer step. In a two-level ring of N nodes of L ranks, an outer step brings the shards of another
+    node: hop ``t = o * len(steps) + i`` brings shard (node, local) to rank ``(node + direction * outer_steps[o], local
+    + direction * steps[i])``, modulo N and L. The first hop of an outer step is its root. Within an outer step K/V
+    travel up to the last rank that sees something of them; between outer steps they cross to the next node along their
+    rail, up to the last node that sees something of them, hidden behind a whole outer step. Where every rank sees
+    something of every shard, ``outer_steps`` and ``steps`` count up, and K/V move to a neighbour. Where at some
+    distance nobody sees anything, there is no hop.
 
-    dK/dV sums of a turn start at the first rank after its base that computes, follow one group of transfers behind, and
-    go straight back to the base from the last. In the first turn the base is the owner. In every other the base adds
-    its own part and sends the node's sum straight home along the rail, during the next turn.
+    dK/dV sums of an outer step start at the first rank after its root that computes, follow one group of transfers
+    behind, and go straight back to the root from the last. In the first outer step the root is the owner. In every
+    other the root adds its own part and sends the node's sum straight home along the rail, during the next outer step.
     """
 
     nodes: tuple[tuple[int, ...], ...]
     """Ranks in ring order; one node is a flat ring."""
     direction: int
-    visits: tuple[tuple[bool, ...], ...]
-    """``visits[shard][hop]``: the rank where the shard is at that hop sees something of it."""
+    active: tuple[tuple[bool, ...], ...]
+    """``active[shard][hop]``: the rank where the shard is at that hop sees something of it."""
     lengths: tuple[int, ...]
     """Keys of each shard that travel."""
     slots: int = KV_SLOTS
-    """Slots that K/V rotate through inside a turn."""
-    turns: tuple[int, ...] = ()
-    """How many nodes from its owner's each turn brings a shard; first 0. Nothing given: all, counting up."""
+    """Slots that K/V rotate through inside an outer step."""
+    outer_steps: tuple[int, ...] = ()
+    """How many nodes from its owner's each outer step brings a shard; first 0. Nothing given: all, counting up."""
     steps: tuple[int, ...] = ()
-    """How many ranks from its base each hop of a turn brings a shard; first 0. Nothing given: all, counting up."""
+    """How many ranks from its root each hop brings a shard; first 0. Nothing given: all, counting up."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "turns", self.turns or tuple(range(len(self.nodes))))
+        object.__setattr__(self, "outer_steps", self.outer_steps or tuple(range(len(self.nodes))))
         object.__setattr__(self, "steps", self.steps or tuple(range(len(self.nodes[0]))))
 
     @cached_property
@@ -112,13 +112,13 @@ class Schedule:
 
     @property
     def inner(self) -> int:
-        """Hops of a turn: at most as many as a node has ranks."""
+        """Hops of an outer step: at most as many as a node has ranks."""
         return len(self.steps)
 
     @property
     def count(self) -> int:
         """Hops of a pass: at most as many as there are ranks."""
-        return len(self.turns) * len(self.steps)
+        return len(self.outer_steps) * len(self.steps)
 
     @cached_property
     def _places(self) -> dict[int, Edge]:
@@ -126,7 +126,7 @@ class Schedule:
 
     def _moved(self, rank: int, hop: int, direction: int) -> int:
         (node, local), (turn, step) = self._places[rank], divmod(hop, self.inner)
-        there = self.nodes[(node + direction * self.turns[turn]) % len(self.nodes)]
+        there = self.nodes[(node + direction * self.outer_steps[turn]) % len(self.nodes)]
         return there[(local + direction * self.steps[step]) % len(there)]
 
     def rank_at(self, shard: int, hop: int) -> int:
@@ -142,32 +142,32 @@ class Schedule:
         """The rank where each shard is at each hop; ``[shard, hop]``, :meth:`rank_at` for all at once."""
         grid = np.array(self.nodes)
         node, local = (place[:, None] for place in np.divmod(np.argsort(grid.ravel()), grid.shape[1]))
-        turn, step = np.repeat(self.turns, self.inner), np.tile(self.steps, len(self.turns))
+        turn, step = np.repeat(self.outer_steps, self.inner), np.tile(self.steps, len(self.outer_steps))
         nodes, locals_ = node + self.direction * turn, local + self.direction * step
         ranks: Vector = grid[nodes % grid.shape[0], locals_ % grid.shape[1]]
         return ranks
 
     @cached_property
-    def journeys(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For every shard and turn the first and the last step away from the base that computes; (1, 0) for none."""
+    def active_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per shard and outer step the first and the last step away from the root that computes; (1, 0): none."""
         turns = range(0, self.count, self.inner)
-        return tuple(tuple(_journey(hops[turn : turn + self.inner]) for turn in turns) for hops in self.visits)
+        return tuple(tuple(_active_range(hops[turn : turn + self.inner]) for turn in turns) for hops in self.active)
 
     @cached_property
-    def last_turns(self) -> tuple[int, ...]:
-        """For every shard the last turn in which any rank computes with it."""
+    def last_outer_steps(self) -> tuple[int, ...]:
+        """For every shard the last outer step in which any rank computes with it."""
         return tuple(
-            max((hop // self.inner for hop, sees in enumerate(hops) if sees), default=0) for hops in self.visits
+            max((hop // self.inner for hop, sees in enumerate(hops) if sees), default=0) for hops in self.active
         )
 
     @property
     def early_slot(self) -> int:
-        """The slot of sums that come home to their base while the others still serve the journeys of other shards."""
-        return SUMS_SLOTS + (RAIL_SLOTS if len(self.nodes) > 1 else 0)
+        """The slot of sums that come back to their root while the others still serve other shards."""
+        return DKV_SLOTS + (RAIL_SLOTS if len(self.nodes) > 1 else 0)
 
     def node_sees(self, shard: int, turn: int) -> bool:
         """Whether any rank of the node where ``shard`` is in ``turn`` computes with it."""
-        return any(self.visits[shard][turn * self.inner : (turn + 1) * self.inner])
+        return any(self.active[shard][turn * self.inner : (turn + 1) * self.inner])
 
     def hops(self, rank: int) -> tuple[Hop, ...]:
         """What ``rank`` does, hop by hop: as many entries on every rank.
@@ -177,7 +177,7 @@ class Schedule:
         """
         if not 0 <= rank < self.world:
             raise ValueError(f"rank is {rank}: the schedule has ranks 0 to {self.world - 1}")
-        return tuple((_away if index % self.inner else _base)(self, rank, index) for index in range(self.count))
+        return tuple((_away if index % self.inner else _root)(self, rank, index) for index in range(self.count))
 
     def bytes(self, kv_bytes: int, sums_bytes: int = 0, *, level: int | None = None) -> tuple[int, ...]:
         """How much each rank sends in one pass.
@@ -203,23 +203,23 @@ class Schedule:
 
     def moves(self) -> tuple[Moves, ...]:
         """Everything that any rank sends in a backward; a forward leaves out the sums."""
-        seen = np.array(self.visits).reshape(self.world, -1, self.inner)  # [shard, turn, step]
+        seen = np.array(self.active).reshape(self.world, -1, self.inner)  # [shard, outer step, step]
         ranks, steps, turns = self.ranks.reshape(seen.shape), np.arange(self.inner), np.arange(seen.shape[1])
-        first, last = np.moveaxis(np.array(self.journeys), 2, 0)[..., None]
-        bases, following = ranks[:, :, 0], np.roll(ranks, -1, axis=2)
+        first, last = np.moveaxis(np.array(self.active_ranges), 2, 0)[..., None]
+        roots, following = ranks[:, :, 0], np.roll(ranks, -1, axis=2)
         onward, carries = steps < last, (first <= steps) & (steps <= last)
-        by_rail = turns < np.array(self.last_turns)[:, None]
+        by_rail = turns < np.array(self.last_outer_steps)[:, None]
         home = (turns > 0) & seen.any(axis=2)
-        owners = np.broadcast_to(np.arange(self.world)[:, None], bases.shape)
+        owners = np.broadcast_to(np.arange(self.world)[:, None], roots.shape)
         return (
             _chosen("kv", 0, onward, ranks, following),
-            _chosen("sums", 0, carries, ranks, np.where(onward, following, bases[:, :, None])),
-            _chosen("kv", 1, by_rail, bases, np.roll(bases, -1, axis=1)),
-            _chosen("sums", 1, home, bases, owners),
+            _chosen("sums", 0, carries, ranks, np.where(onward, following, roots[:, :, None])),
+            _chosen("kv", 1, by_rail, roots, np.roll(roots, -1, axis=1)),
+            _chosen("sums", 1, home, roots, owners),
         )
 
     def __str__(self) -> str:
-        from .schedule_text import text  # it needs the schedule's own names
+        from .text import text  # it needs the schedule's own names
 
         return text(self)
 
@@ -238,7 +238,7 @@ def schedule(
     Args:
         layout: who holds which queries.
         mask: what a query may see; shards that a rank sees nothing of are not computed there, and not sent past the
-            last rank that needs them; keys that no other rank sees may stay at home, as :func:`travelling` says.
+            last rank that needs them; keys that no other rank sees may stay at home, as :func:`sent_keys` says.
         kv_layout: who holds which keys; None: the same tokens as the queries.
         direction: 1 sends K/V to the next rank, -1 to the one before.
         topology: the ring's order; several nodes of one size make a two-level ring. None: flat, in rank order.
@@ -264,17 +264,17 @@ def schedule(
 def _schedule(
     layout: Layout, mask: Mask, keys: Layout, direction: int, nodes: tuple[tuple[int, ...], ...], slots: int
 ) -> Schedule:
-    plan = Schedule(nodes, direction, (), travelling(layout, mask, keys).lengths, slots)
-    seen = visits(layout, mask, keys)[plan.ranks, np.arange(layout.world)[:, None]]
-    seen = seen.reshape(layout.world, len(plan.turns), len(plan.steps))
+    plan = Schedule(nodes, direction, (), sent_keys(layout, mask, keys).lengths, slots)
+    seen = active_shards(layout, mask, keys)[plan.ranks, np.arange(layout.world)[:, None]]
+    seen = seen.reshape(layout.world, len(plan.outer_steps), len(plan.steps))
     lengths = np.array(plan.lengths, dtype=np.int64)
     turns, steps = _order(np.asarray(seen.any(axis=2))[:, None], lengths), _order(seen, lengths)
     left = seen[:, turns][:, :, steps].reshape(layout.world, -1).tolist()
-    return replace(plan, turns=turns, steps=steps, visits=tuple(map(tuple, left)))
+    return replace(plan, outer_steps=turns, steps=steps, active=tuple(map(tuple, left)))
 
 
 def _order(seen: npt.NDArray[np.bool_], lengths: Vector) -> tuple[int, ...]:
-    """The distances at which somebody sees something, in the order in which K/V move less; ``[shard, turn, distance]``.
+    """Distances at which somebody sees something, in the order in which K/V move less; ``[shard, outer, distance]``.
 
     Counting up, which moves everything to a neighbour, or the nearest of both sides first: where windows and documents
     reach to both sides, K/V that went round to come from behind would pass all the others.
@@ -303,50 +303,50 @@ def _pairs(moves: Sequence[Moves], world: int) -> tuple[Edge, ...]:
     return tuple(zip(sources.tolist(), destinations.tolist(), strict=True))
 
 
-def _journey(hops: tuple[bool, ...]) -> tuple[int, int]:
+def _active_range(hops: tuple[bool, ...]) -> tuple[int, int]:
     away = [index for index, computes in enumerate(hops) if computes and index]
     return (away[0], away[-1]) if away else (1, 0)
 
 
-def _base(plan: Schedule, rank: int, index: int) -> Hop:
-    """A turn's first hop: K/V stay for the whole turn, leave first, and the node's sums come back to them last."""
+def _root(plan: Schedule, rank: int, index: int) -> Hop:
+    """An outer root: K/V stay for the whole outer step, leave first, and the node's sums come back to them last."""
     shard, turn = plan.shard_at(rank, index), index // plan.inner
-    _, last = plan.journeys[shard][turn]
-    comes, goes = 0 < turn <= plan.last_turns[shard], turn < plan.last_turns[shard]
+    _, last = plan.active_ranges[shard][turn]
+    comes, goes = 0 < turn <= plan.last_outer_steps[shard], turn < plan.last_outer_steps[shard]
     sees = turn > 0 and plan.node_sees(shard, turn)
-    # from the far end of a turn they come at its very end, when the slot that is next in turn is free
-    slot = (index + plan.inner) % SUMS_SLOTS if last == plan.inner - 1 else plan.early_slot
+    # from the far end of an outer step they come at its very end, when the slot that is next in turn is free
+    slot = (index + plan.inner) % DKV_SLOTS if last == plan.inner - 1 else plan.early_slot
     return Hop(
         index=index,
         shard=shard,
-        computes=plan.visits[shard][index],
+        computes=plan.active[shard][index],
         kv_from=plan.rank_at(shard, index - plan.inner) if comes else None,
         kv_to=plan.rank_at(shard, index + 1) if last else None,
-        kv_slot=plan.slots + turn % BASE_SLOTS if comes else None,
-        sums_from=plan.rank_at(shard, index + last) if last else None,
-        sums_to=None,
-        sums_slot=slot if last else None,
+        kv_slot=plan.slots + turn % ROOT_SLOTS if comes else None,
+        dkv_from=plan.rank_at(shard, index + last) if last else None,
+        dkv_to=None,
+        dkv_slot=slot if last else None,
         rail_to=plan.rank_at(shard, index + plan.inner) if goes else None,
-        home_to=shard if sees else None,
-        home_from=plan.rank_at(rank, index) if turn and plan.node_sees(rank, turn) else None,
+        return_to=shard if sees else None,
+        return_from=plan.rank_at(rank, index) if turn and plan.node_sees(rank, turn) else None,
     )
 
 
 def _away(plan: Schedule, rank: int, index: int) -> Hop:
     shard, (turn, step) = plan.shard_at(rank, index), divmod(index, plan.inner)
-    first, last = plan.journeys[shard][turn]
+    first, last = plan.active_ranges[shard][turn]
     comes, goes, sums = step <= last, step < last, first <= step <= last
     previous = plan.rank_at(shard, index - 1)
-    # onward, and from the end of the journey back to the base
+    # onward, and from the end of the active range back to the root
     following = plan.rank_at(shard, index + 1 if goes else index - step)
     return Hop(
         index=index,
         shard=shard,
-        computes=plan.visits[shard][index],
+        computes=plan.active[shard][index],
         kv_from=previous if comes else None,
         kv_to=following if goes else None,
         kv_slot=index % plan.slots if comes else None,
-        sums_from=previous if sums and step > first else None,
-        sums_to=following if sums else None,
-        sums_slot=index % SUMS_SLOTS if sums else None,
+        dkv_from=previous if sums and step > first else None,
+        dkv_to=following if sums else None,
+        dkv_slot=index % DKV_SLOTS if sums else None,
     )

@@ -202,8 +202,8 @@ def test_kernels_wait_before_they_are_timed() -> None:
     order: list[str] = []
 
     class Work:
-        def dkdv(self, *given: Any, sums: Any, **named: Any) -> None:
-            order.append(f"launch on {sums()}")
+        def dkdv(self, *given: Any, accum: Any, **named: Any) -> None:
+            order.append(f"launch on {accum()}")
 
     class Clock(Stretches):
         def stretch(self) -> Any:
@@ -216,7 +216,7 @@ def test_kernels_wait_before_they_are_timed() -> None:
         order.append("wait")
         return "sums"
 
-    work.dkdv(torch.empty(0), torch.empty(0), None, local=False, sums=arrives, into=())  # type: ignore[arg-type]
+    work.dkdv(torch.empty(0), torch.empty(0), None, local=False, accum=arrives, out=())  # type: ignore[arg-type]
     assert order == ["wait", "event", "launch on sums"]
 
 

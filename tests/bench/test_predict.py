@@ -31,11 +31,10 @@ from ringattn.bench.predict.ring import form_of, ideal_seconds, predicted
 from ringattn.bench.predict.speed import ADD, DKDV, DQ, FOLD, H100, Speed, whole
 from ringattn.bench.predict.timelines import timeline
 from ringattn.ring import Layout, Mask
-from ringattn.ring.schedule.block_mask import bigbird
-from ringattn.ring.schedule.documents import Documents
-from ringattn.ring.schedule.mask import bounds, visible_pairs
+from ringattn.ring.buffers import Key, Kind
+from ringattn.ring.schedule.layout import Documents
+from ringattn.ring.schedule.mask import bigbird, bounds, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
-from ringattn.ring.traffic import Key, Kind
 
 MEASURED = Path(__file__).parents[2] / "bench" / "results" / "xeon-2-cores_2026-11-21"
 LINKS = Links(PRESETS["nvlink4"], PRESETS["ib400"])
@@ -95,14 +94,14 @@ def test_plain_plans_and_areas_are_those_of_the_ring(layout: str, world: int, no
         theirs = Call.plans(replace(call, mask=Mask(causal=True, prefix=1)))[
             mine.rank
         ]  # sees as much, and is not plain
-        assert (mine.hops, mine.homecomings, mine.kv_slots, mine.sums_slots, mine.last, mine.lengths) == (
-            theirs.hops, theirs.homecomings, theirs.kv_slots, theirs.sums_slots, theirs.last, theirs.lengths,
+        assert (mine.hops, mine.dkv_returns, mine.kv_slots, mine.dkv_slots, mine.last, mine.lengths) == (
+            theirs.hops, theirs.dkv_returns, theirs.kv_slots, theirs.dkv_slots, theirs.last, theirs.lengths,
         )  # fmt: skip
         for hop in mine.hops:
             ahead = (hop.shard > mine.rank) - (hop.shard < mine.rank)
             if hop.computes:
                 found = call.plain_area(ahead, 512)
-                assert found == area_of(theirs.sights[hop.index][0].bounds, 512, 512)
+                assert found == area_of(theirs.hop_masks[hop.index][0].bounds, 512, 512)
                 assert found.pairs == visible_pairs(CAUSAL, positions[mine.rank], positions[hop.shard])
 
 
@@ -124,7 +123,7 @@ def test_a_host_that_computes_waits_for_every_transfer() -> None:
         tracks = run(programs, costs, lambda a, b, nbytes: 0.25)
         assert max(track.seconds for track in tracks) == pytest.approx(4 + 0.25 * waited)
     ops = record(SMALL.plans()[1], replace(SMALL.form, on_host=True), "backward").ops
-    came = {number for number, op in enumerate(ops) if op.what == TRANSFERS[Kind.SUMS] and op.receives}
+    came = {number for number, op in enumerate(ops) if op.what == TRANSFERS[Kind.DKV] and op.receives}
     assert {number for op in ops if op.what == ADD for number in op.after} == came  # what arrived is waited for there
 
 
@@ -191,7 +190,9 @@ def test_a_message_waits_for_both_ends(behind: int) -> None:
 def test_programs_that_do_not_fit_together_are_refused() -> None:
     plans = SMALL.plans()
     programs = [record(plan, SMALL.form, "forward") for plan in plans]
-    programs[1] = record(replace(plans[1], hops=plans[1].hops[:3], sights=plans[1].sights[:3]), SMALL.form, "forward")
+    programs[1] = record(
+        replace(plans[1], hops=plans[1].hops[:3], hop_masks=plans[1].hop_masks[:3]), SMALL.form, "forward"
+    )
     with pytest.raises(ValueError, match="wait for each other forever"):
         run(programs, [[1.0] * 99] * 4, lambda a, b, nbytes: 0.0)
 
@@ -279,7 +280,7 @@ def test_areas_are_the_pairs_of_the_bounds() -> None:
     for plan in call.plans():
         for hop in plan.hops:
             seen = visible_pairs(call.mask, call.held.positions(plan.rank), call.held.positions(hop.shard))
-            assert sum(area_of(one.bounds, 512, 512).pairs for one in plan.sights[hop.index]) == seen
+            assert sum(area_of(one.bounds, 512, 512).pairs for one in plan.hop_masks[hop.index]) == seen
 
 
 def test_ideal_is_one_device_with_all_the_work() -> None:
@@ -287,7 +288,7 @@ def test_ideal_is_one_device_with_all_the_work() -> None:
     assert ideal_seconds(call, H100, "forward") == pytest.approx(ideal_seconds(Call(32768, 1), H100, "forward") / 4)
     many = Call(1 << 12, 2, "contiguous", Mask(blocks=bigbird(1 << 13, 128, window=3, global_=1, random=2)))
     assert many.mask.blocks is not None
-    area = area_of(replace(many, world=1, tokens=1 << 13).plans()[0].sights[0][0].bounds, 1 << 13, 1 << 13)
+    area = area_of(replace(many, world=1, tokens=1 << 13).plans()[0].hop_masks[0][0].bounds, 1 << 13, 1 << 13)
     assert area.pairs == pytest.approx(float(many.mask.blocks.visible.float().mean()) * 2**26)
     by_mask = [ideal_seconds(replace(many, mask=mask), H100, "forward") for mask in (
         Mask(window=(64, 64)), Mask(window=(64, 64), global_tokens=((0, 256),)), Mask()

@@ -34,7 +34,7 @@ from ringattn.kernels.config import config_for, single_pass_tile
 from ringattn.kernels.experimental import hopper_launch, single_pass
 from ringattn.kernels.order import Chip
 from ringattn.kernels.tables import OPTIONS, Point, options_of, with_options
-from ringattn.ring.arguments import check_tiles
+from ringattn.ring.args import check_tiles
 from ringattn.ring.schedule.mask import Mask
 
 from ..support.kernel_cases import Inputs, Sizes, check, inputs, ours

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.ring.schedule.block_mask import BlockMask, Longformer
+from ringattn.ring.schedule.mask import BlockMask, Longformer
 
-from ..ring.test_philox import textbook
+from ..ring.test_blockwise import textbook
 from ..support.baselines import Results
 from ..support.mask_cases import Case, held
 

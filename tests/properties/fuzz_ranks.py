@@ -21,9 +21,9 @@ from torch import Tensor
 from ringattn import Layout, LocalWorld, Ring, shard, unshard
 from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import Scores, attention_backward, attention_delta, attention_forward
-from ringattn.ring.arguments import Layouts, mask_of
-from ringattn.ring.node import sink_gradient
-from ringattn.ring.schedule import block_mask
+from ringattn.ring.args import Layouts, mask_of
+from ringattn.ring.ops import sink_gradient
+from ringattn.ring.schedule import mask as patterns
 from ringattn.ring.schedule.mask import bounds
 from ringattn.ring.shards import NAMES
 
@@ -112,11 +112,11 @@ def pattern_of(said: list[Any], rows: int, columns: int, block: int) -> object:
     """What a builder makes of its arguments, for as many blocks of queries and keys as there are."""
     kind, sizes = said
     if kind == "longformer":
-        return block_mask.longformer(**sizes)
+        return patterns.longformer(**sizes)
     if kind == "random":
-        return block_mask.BlockMask(torch.rand(rows, columns) < sizes["share"], block)
-    square = getattr(block_mask, kind)(max(rows, columns) * block, block, **sizes)
-    return block_mask.BlockMask(square.visible[:rows, :columns], block)
+        return patterns.BlockMask(torch.rand(rows, columns) < sizes["share"], block)
+    square = getattr(patterns, kind)(max(rows, columns) * block, block, **sizes)
+    return patterns.BlockMask(square.visible[:rows, :columns], block)
 
 
 SPOILT: dict[str, Callable[[Tensor], Tensor]] = {

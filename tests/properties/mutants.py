@@ -29,16 +29,16 @@ only_mutate = [
     "ringattn/ring/schedule/layout.py",
     "ringattn/ring/schedule/mask.py",
     "ringattn/ring/schedule/schedule.py",
-    "ringattn/ring/schedule/schedule_text.py",
-    "ringattn/ring/schedule/spans.py",
+    "ringattn/ring/schedule/text.py",
 ]
 pytest_add_cli_args_test_selection = [
     "tests/kernels/test_bounds.py",
     "tests/kernels/test_checks.py::test_forward",
+    "tests/ring/test_args.py::test_refusals",
     "tests/ring/test_layout.py",
     "tests/ring/test_mask.py",
     "tests/ring/test_schedule.py",
-    "tests/ring/test_schedule_text.py",
+    "tests/ring/test_text.py",
     "tests/kernels/test_tiles.py::test_every_small_range",
     "tests/kernels/test_tiles.py::test_no_tile_is_seen_whole",
 ]

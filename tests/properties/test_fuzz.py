@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringattn.reference import masks
-from ringattn.ring import node, shards
+from ringattn.ring import args, ops, shards
 
 from .fuzz import Fuzz, main, search
 from .fuzz_draw import BASE, WRONG, Literals, draw_line
@@ -104,10 +104,10 @@ def refuse(*_: object) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "defect", "call", "told"),
     [
-        (node, "sink_gradient", lambda *given: torch.ones(1), SINK, "dsink: error"),
-        (node, "sink_state", shared, SINK | {"backend": "triton", "tokens": 1}, "learnable_sink was changed"),
+        (ops, "sink_gradient", lambda *given: torch.ones(1), SINK, "dsink: error"),
+        (ops, "sink_state", shared, SINK | {"backend": "triton", "tokens": 1}, "learnable_sink was changed"),
         (masks, "is_causal", lambda prefix: lambda q, k: k < q, {"causal": True}, "the reference's out is not"),
-        (node, "mask_of", refuse, {"spoil": ["window_size", 4, -1]}, "window_size: no error that names it"),
+        (args, "mask_of", refuse, {"spoil": ["window_size", 4, -1]}, "window_size: no error that names it"),
         (shards, "exchange", lambda ring, given, shapes: [-x for x in given], {"unshard": [1, "sum"]}, "unshard puts"),
     ],
 )
@@ -119,7 +119,7 @@ def test_defects(
 
 
 def test_a_failure_becomes_one_short_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "sink_gradient", lambda sink, delta, lse: torch.full_like(sink, 9.0))
+    monkeypatch.setattr(ops, "sink_gradient", lambda sink, delta, lse: torch.full_like(sink, 9.0))
     long = {
         "tokens": 24,
         "causal": True,

@@ -16,7 +16,7 @@ from ringattn.comm import Slots, Topology
 from ringattn.comm.transport import DONE
 from ringattn.comm.transports.nccl import ByNodeTransport
 from ringattn.kernels.experimental import single_pass
-from ringattn.ring import traffic
+from ringattn.ring import buffers
 from ringattn.ring.key_values import KeyValues
 
 from ..support.layouts import layouts, masks
@@ -166,13 +166,13 @@ def broken(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any, c
 
 def test_a_race_names_slot_hop_and_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody notes what computes on a slot."""
-    problems = broken(monkeypatch, traffic.Lane, "computed", lambda self, slot, heads: None)
+    problems = broken(monkeypatch, buffers.RingBuffer, "computed", lambda self, slot, heads: None)
     kv = next(problem for problem in problems if "K/V slot" in problem)
     assert "kernel" in kv and "hop" in kv and "nccl recv from" in kv and kv.endswith("and nothing orders the two")
 
 
 def test_an_arrival_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    problems = broken(monkeypatch, traffic.Arrival, "wait", lambda self: self.tensors)
+    problems = broken(monkeypatch, buffers.Arrival, "wait", lambda self: self.tensors)
     assert any("nccl recv" in problem and "kernel forward_kernel" in problem for problem in problems)
 
 
@@ -181,14 +181,14 @@ def test_slots_that_are_taken_for_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_call_that_returns_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    problems = broken(monkeypatch, traffic.Call, "settle", lambda self: None, CASES["nccl"]["forward twice"])
+    problems = broken(monkeypatch, buffers.Call, "settle", lambda self: None, CASES["nccl"]["forward twice"])
     assert any("the caller, afterwards" in problem and "nccl send" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("name", ["single pass, two chunks", "parts of dK/dV"])
 def test_sums_that_leave_before_they_are_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever launch makes them."""
-    problems = broken(monkeypatch, traffic.Call, "mark", lambda self: DONE, CASES["nccl"][name])
+    problems = broken(monkeypatch, buffers.Call, "mark", lambda self: DONE, CASES["nccl"][name])
     kernel = "single_pass_kernel" if "single" in name else "reduce_kernel"
     assert any(kernel in problem and "nccl send" in problem for problem in problems)
 

@@ -70,15 +70,15 @@ class Target:
         return [(one, name) for one in self.transports for name in (NCCL if one == "nccl" else OTHERS)]
 
 
-RING = ("ring/test_ring_order.py", "ring/test_traffic.py")
+RING = ("ring/test_loop.py", "ring/test_buffers.py")
 LOCAL_POST = ("mark", "post", "_publish", "_receive", "_take")
 ENGINE_POST = ("mark", "post", "_offers", "_announce", "_fetch", "_await_taken", "_await", "_copy")
 
 TARGETS = (
     Target("ring.loop", ("",), ("nccl",), RING),
-    Target("ring.traffic", ("Call", "Arrival", "Lane"), ("nccl",), RING),
+    Target("ring.buffers", ("Call", "Arrival", "RingBuffer"), ("nccl",), RING),
     Target("ring.key_values", ("",), ("nccl",), RING),
-    Target("ring.sums", ("",), ("nccl",), RING),
+    Target("ring.dkv", ("",), ("nccl",), RING),
     Target("ring.shards", ("exchange",), ("nccl",), ("ring/test_shards.py",)),
     Target("comm.slots", ("Slots",), ("nccl",), ("comm/test_slots.py",)),
     Target(

@@ -1,9 +1,9 @@
-"""The reference against PyTorch in float64, against loops, and its three forms against each other."""
+"""The reference against PyTorch in float64 and loops over pairs, masks and scores too, and its three forms."""
 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import pytest
@@ -11,11 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from ringattn import reference
+from ringattn.reference.philox import philox, words
+from ringattn.reference.scores import kept
 
 from ..support.baselines import Results, exact, pytorch
+from ..support.pairwise import pairwise_cases
 
 HEADS = [(2, 2), (4, 2), (3, 1)]
 
@@ -52,34 +54,12 @@ def test_dense_is_pytorchs(causal: bool, heads: int, kv_heads: int, softmax_scal
     close(exact(q, k, v, dout, dlse, causal=causal, softmax_scale=softmax_scale), theirs)
 
 
-def test_dense_is_sdpa_is_causal() -> None:
-    q, k, v, _, _ = tensors(7, 7, 2, 2, 4, 4)
-    heads = [x.transpose(1, 2) for x in (q, k, v)]
-    theirs = scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
-    close((reference.attention(q, k, v, causal=True)[0],), (theirs.transpose(1, 2),))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_result_is_float64_and_gradients_are_the_inputs_dtype(dtype: torch.dtype) -> None:
     leaves = [x.to(dtype).requires_grad_() for x in tensors(4, 4)[:3]]
     out, lse = reference.attention(*leaves)
     assert out.dtype == lse.dtype == torch.float64
     assert {x.dtype for x in torch.autograd.grad(out.sum(), leaves)} == {dtype}
-
-
-@given(st.lists(st.integers(0, 12), max_size=8), st.lists(st.integers(0, 12), max_size=8))
-def test_positions_against_loops(q_positions: list[int], k_positions: list[int]) -> None:
-    q, k, v, _, _ = tensors(len(q_positions), len(k_positions))
-    where: dict[str, Any] = {
-        "q_positions": torch.tensor(q_positions).long(),
-        "k_positions": torch.tensor(k_positions).long(),
-    }
-    out, lse = reference.attention(q, k, v, causal=True, **where)
-    for i, p in enumerate(q_positions):
-        keys = [j for j, other in enumerate(k_positions) if other <= p]
-        scores = q[:, i] @ k[:, keys, 0].mT / math.sqrt(5)  # one key/value head, [B, H, keys]
-        close((lse[:, :, i],), (scores.logsumexp(-1) if keys else torch.full_like(lse[:, :, i], -torch.inf),))
-        close((out[:, i],), (scores.softmax(-1) @ v[:, keys, 0],))
 
 
 def empty_rows() -> tuple[list[Tensor], dict[str, Any]]:
@@ -115,18 +95,6 @@ def test_large_scores_do_not_overflow() -> None:
         assert lse.isfinite().all()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize(("block_q", "block_k"), [(1, 1), (3, 2), (16, 16)])
-def test_blockwise_is_dense(causal: bool, heads: int, kv_heads: int, block_q: int, block_k: int) -> None:
-    q, k, v, dout, dlse = tensors(7, 10, heads, kv_heads)
-    mask: dict[str, Any] = {"q_positions": torch.randperm(12)[:7], "k_positions": torch.randperm(12)[:10]}
-    call: dict[str, Any] = mask | {"causal": causal, "block_q": block_q, "block_k": block_k}
-    out, lse = reference.blockwise.forward(q, k, v, **call)
-    grads = reference.blockwise.backward(dout, q, k, v, out, lse, dlse=dlse, **call)
-    close((out, lse, *grads), exact(q, k, v, dout, dlse, causal=causal, **mask))
-
-
 def split(x: Tensor, owners: Tensor, world: int) -> list[Tensor]:
     """The tokens of every rank, on dimension 1."""
     return [x[:, owners == rank] for rank in range(world)]
@@ -136,24 +104,6 @@ def gather(shards: list[Tensor], owners: Tensor, dim: int) -> Tensor:
     """The tokens back in their order."""
     order = torch.cat([(owners == rank).nonzero().squeeze(-1) for rank in range(len(shards))])
     return torch.cat(shards, dim).index_select(dim, order.argsort())
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-@pytest.mark.parametrize("length", [3, 11])
-def test_ring_is_dense(causal: bool, world: int, length: int) -> None:
-    """Whoever holds which token, shards without tokens included."""
-    q, k, v, dout, dlse = tensors(length, length, 4, 2)
-    owners = torch.randint(world, (length,))
-    where = [(owners == rank).nonzero().squeeze(-1) for rank in range(world)]
-    qs, ks, vs, douts = (split(x, owners, world) for x in (q, k, v, dout))
-    dlses = [dlse[:, :, owners == rank] for rank in range(world)]
-    outs, lses = reference.ring.forward(qs, ks, vs, q_positions=where, causal=causal)
-    grads = reference.ring.backward(
-        douts, qs, ks, vs, outs, lses, q_positions=where, dlse=dlses, causal=causal, softmax_scale=None
-    )
-    ours = (gather(outs, owners, 1), gather(lses, owners, 2), *(gather(x, owners, 1) for x in grads))
-    close(ours, exact(q, k, v, dout, dlse, causal=causal))
 
 
 def test_ring_between_different_lengths() -> None:
@@ -180,30 +130,229 @@ def test_merge_in_any_order_is_the_whole(cuts: list[int]) -> None:
         close(merged, reference.attention(q, k, v))
 
 
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
+def test_refusals() -> None:
+    rows: list[tuple[list[tuple[int, ...]], str]] = [
         ([(2, 3, 4), (2, 3, 1, 4), (2, 3, 1, 4)], r"q has shape \[2, 3, 4\]"),
         ([(2, 3, 3, 4), (2, 3, 2, 4), (2, 3, 2, 4)], "k has 2 heads, q has 3"),
         ([(2, 3, 2, 4), (2, 3, 2, 5), (2, 3, 2, 4)], "batch and head dim"),
         ([(1, 3, 2, 4), (2, 3, 2, 4), (2, 3, 2, 4)], "batch and head dim"),
         ([(2, 3, 2, 4), (2, 3, 2, 4), (2, 4, 2, 4)], "all but the head dim"),
-    ],
-)
-def test_shapes_that_do_not_fit(shapes: list[tuple[int, ...]], message: str) -> None:
+    ]
     for attention in (reference.attention, reference.blockwise.forward):
-        with pytest.raises(ValueError, match=message):
-            attention(*(torch.zeros(shape) for shape in shapes))
-
-
-def test_a_mask_needs_positions_that_mean_something() -> None:
+        for shapes, message in rows:
+            with pytest.raises(ValueError, match=message):
+                attention(*(torch.zeros(shape) for shape in shapes))
     q, k, v, _, _ = tensors(3, 4)
-    with pytest.raises(ValueError, match="q has 3 tokens, k has 4"):
-        reference.attention(q, k, v, causal=True)
-    with pytest.raises(ValueError, match="both, or neither"):
-        reference.attention(q, k[:, :3], v[:, :3], causal=True, q_positions=torch.arange(3))
-    with pytest.raises(ValueError, match="q_positions has shape"):
-        reference.attention(q, k, v, causal=True, q_positions=torch.arange(4), k_positions=torch.arange(4))
+    at = torch.arange(4)
+    calls: list[tuple[dict[str, Any], str]] = [
+        ({"causal": True}, "q has 3 tokens, k has 4"),
+        ({"alibi_slopes": torch.ones(2)}, "q has 3 tokens, k has 4"),
+        ({"dropout_p": 0.5, "dropout_seed": 1}, "q has 3 tokens, k has 4"),
+        ({"seqused_k": [3, 4]}, "q has 3 tokens, k has 4"),
+        ({"causal": True, "q_positions": at[:3]}, "both, or neither"),
+        ({"causal": True, "q_positions": at, "k_positions": at}, "q_positions has shape"),
+        ({"dropout_p": 0.5, "q_positions": at[:3], "k_positions": at}, r"dropout_p is 0\.5 without dropout_seed"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            reference.attention(q, k, v, **call)
     with pytest.raises(ValueError, match="rank 0 has positions for 2 queries and 2 keys"):
-        reference.ring.forward([q], [k], [v], q_positions=[torch.arange(2)])
+        reference.ring.forward([q], [k], [v], q_positions=[at[:2]])
     assert reference.attention(q, k, v)[0].shape == (2, 3, 2, 3)
+
+
+TOKENS = 12
+BLOCKS = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 1]], dtype=torch.bool)
+FEATURES: dict[str, dict[str, Any]] = {
+    "window": {"window_size": (4, 2)},
+    "prefix": {"causal": True, "prefix_length": 5},
+    "documents": {"cu_seqlens": [0, 3, 3, 10, TOKENS]},
+    "longformer": {"window_size": (2, 2), "global_tokens": [(0, 2), (7, 8)]},
+    "padding": {"seqused_k": [7, 0]},
+    "blocks": {"block_mask": BLOCKS, "block_size": 5},
+    "sink": {"learnable_sink": torch.tensor([0.5, -torch.inf])},
+    "softcap": {"softcap": 0.7},
+    "alibi": {"alibi_slopes": torch.tensor([0.25, 0.5])},
+    "alibi by batch row": {"alibi_slopes": torch.tensor([[0.25, 0.5], [1.0, 0.0]])},
+    "dropout": {"dropout_p": 0.4, "dropout_seed": 2**63 + 12345},
+}
+FEATURES["all"] = {name: value for feature in FEATURES.values() for name, value in feature.items()} | {
+    "window_size": (8, 3)
+}
+
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+"""Of Random123's ``kat_vectors``, those of philox4x32 with 10 rounds."""
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_philox_gives_the_known_answers(
+    counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
+) -> None:
+    assert tuple(int(word) for word in philox(words(*counter), key)) == expected
+    assert by_hand(list(counter), list(key)) == list(expected)
+
+
+def by_hand(counter: list[int], key: list[int]) -> list[int]:
+    """Philox4x32-10 in Python's integers, which have no end."""
+    for number in range(10):
+        a, b = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        low, high = ((word + number * step) % 2**32 for word, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
+        counter = [b // 2**32 ^ counter[1] ^ low, b % 2**32, a // 2**32 ^ counter[3] ^ high, a % 2**32]
+    return counter
+
+
+WORD = st.integers(0, 2**32 - 1)
+
+
+@given(st.lists(st.tuples(WORD, WORD, WORD, WORD), min_size=1, max_size=5), st.tuples(WORD, WORD))
+def test_philox_of_any_counter(counters: list[tuple[int, ...]], key: tuple[int, int]) -> None:
+    found = torch.stack(philox(words(*torch.tensor(counters).unbind(1)), key), 1)
+    assert found.tolist() == [by_hand(list(counter), list(key)) for counter in counters]
+
+
+def sees(call: dict[str, Any], row: int, p: int, key: int) -> bool:
+    """The masks, one pair at a time and each in words of its own."""
+    if call.get("causal") and key > p and key >= call.get("prefix_length", 0):
+        return False
+    left, right = (math.inf if side < 0 else side for side in call.get("window_size", (-1, -1)))
+    whole = any(start <= x < end for start, end in call.get("global_tokens", ()) for x in (p, key))
+    if not (-left <= key - p <= right or whole):
+        return False
+    if "cu_seqlens" in call and not any(a <= min(p, key) and max(p, key) < b for a, b in pairwise(call["cu_seqlens"])):
+        return False
+    if "seqused_k" in call and key >= call["seqused_k"][row]:
+        return False
+    return "block_mask" not in call or bool(call["block_mask"][p // call["block_size"]][key // call["block_size"]])
+
+
+def score(call: dict[str, Any], row: int, head: int, p: int, key: int, product: float) -> float:
+    """Of one pair, from ``scale * q k^T``."""
+    if "softcap" in call:
+        product = call["softcap"] * math.tanh(product / call["softcap"])
+    slopes = call.get("alibi_slopes", torch.zeros(head + 1))
+    slope = float(slopes[head] if slopes.dim() == 1 else slopes[row, head])
+    return product - slope * abs(p - key)
+
+
+def factor(call: dict[str, Any], row: int, head: int, p: int, key: int) -> float:
+    """What dropout makes of one weight."""
+    share, seed = call.get("dropout_p", 0.0), call.get("dropout_seed", 0)
+    word = by_hand([p, key, head, row], [seed % 2**32, seed // 2**32])[0]
+    return 0.0 if word < round(share * 2**32) else 1 / (1 - share)
+
+
+def one_row(
+    call: dict[str, Any], row: int, head: int, p: int, query: Tensor, keys: dict[int, tuple[Tensor, Tensor]]
+) -> tuple[Tensor, float]:
+    """Out and lse of one query, from the keys and values by position."""
+    sink = float(call["learnable_sink"][head]) if "learnable_sink" in call else -math.inf
+    total, out = math.exp(sink), torch.zeros(3, dtype=torch.float64)
+    for position, (k, v) in keys.items():
+        if sees(call, row, p, position):
+            weight = math.exp(score(call, row, head, p, position, float(query @ k) / math.sqrt(len(k))))
+            total += weight
+            out += weight * factor(call, row, head, p, position) * v
+    return (out / total, math.log(total)) if total else (out, -math.inf)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_against_loops_over_pairs(name: str) -> None:
+    q, k, v, _, _ = tensors(5, 9)
+    at: dict[str, Any] = {"q_positions": torch.randperm(TOKENS)[:5], "k_positions": torch.randperm(TOKENS)[:9]}
+    out, lse = reference.attention(q, k, v, **at, **FEATURES[name])
+    for row in range(2):
+        keys = dict(zip(at["k_positions"].tolist(), zip(k[row, :, 0], v[row, :, 0], strict=True), strict=True))
+        for head in range(2):
+            for i, p in enumerate(at["q_positions"].tolist()):
+                expected = one_row(FEATURES[name], row, head, p, q[row, i, head], keys)
+                close((out[row, i, head], lse[row, head, i]), (expected[0], lse.new_tensor(expected[1])))
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_visible_says_what_the_pairs_say(name: str) -> None:
+    masks = {key: value for key, value in FEATURES[name].items() if key in reference.masks.Masks.__annotations__}
+    at = torch.arange(TOKENS)
+    seen = reference.visible(at, at, **masks)
+    expected = [[[sees(masks, row, p, key) for key in range(TOKENS)] for p in range(TOKENS)] for row in range(2)]
+    assert seen.shape == ((2, TOKENS, TOKENS) if "seqused_k" in masks else (TOKENS, TOKENS))
+    assert seen.expand(2, -1, -1).tolist() == expected
+
+
+def test_dropout_is_fair_and_leaves_lse() -> None:
+    q, k, v, _, _ = tensors(64, 64)
+    at = torch.arange(64)
+    factors = kept((2, 2, 64, 64), at, at, {"dropout_p": 0.25, "dropout_seed": 7})
+    assert factors is not None
+    count = factors.numel()
+    dropped = int((factors == 0).sum())
+    assert abs(dropped - count / 4) < 5 * math.sqrt(count * 3 / 16)  # five deviations of a binomial
+    assert factors[factors > 0].unique().tolist() == [1 / 0.75]
+    _, lse = reference.attention(q, k, v)
+    assert torch.equal(reference.attention(q, k, v, dropout_p=0.25, dropout_seed=7)[1], lse)
+
+
+def test_dropout_is_another_for_every_seed_head_and_batch_row() -> None:
+    at = torch.arange(16)
+    seeds = 0, 1, 1 << 32, (1 << 64) - 1  # words of the key that differ in either half
+    found = [kept((2, 2, 16, 16), at, at, {"dropout_p": 0.5, "dropout_seed": seed}) for seed in seeds]
+    masks = [mask for factors in found if factors is not None for row in factors for mask in row]
+    assert len(masks) == 16
+    assert not any(one.equal(other) for i, one in enumerate(masks) for other in masks[:i])
+
+
+@pytest.mark.parametrize("name", ["all", "padding", "longformer"])
+def test_gradients_of_features_are_those_of_finite_differences(name: str) -> None:
+    q, k, v, _, _ = tensors(4, 5)
+    at: dict[str, Any] = {"q_positions": torch.tensor([3, 6, 10, 1]), "k_positions": torch.tensor([6, 0, 4, 9, 3])}
+    call = dict(FEATURES[name])
+    sink = call.pop("learnable_sink", torch.tensor([-torch.inf, -torch.inf])).to(torch.float64)
+
+    def finite(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = reference.attention(leaves[0], leaves[1], leaves[2], learnable_sink=sink, **at, **call)
+        return out, lse.masked_fill(lse == -torch.inf, 0.0)
+
+    assert torch.autograd.gradcheck(finite, [x.requires_grad_() for x in (q, k, v)])
+
+
+def test_the_gradient_of_a_sink_is_that_of_finite_differences() -> None:
+    q, k, v, _, _ = tensors(4, 4)
+    sink = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    call: Any = {"causal": True, "dropout_p": 0.3, "dropout_seed": 5, "softcap": 2.0}
+    assert torch.autograd.gradcheck(lambda x: reference.attention(q, k, v, learnable_sink=x, **call), [sink])
+
+
+@pytest.mark.parametrize(
+    ("name", "tiles", "heads"), pairwise_cases(["full", *FEATURES], [(1, 1), (3, 2), (16, 16)], HEADS[:2])
+)
+def test_blockwise_is_dense_with_every_feature(name: str, tiles: tuple[int, int], heads: tuple[int, int]) -> None:
+    (block_q, block_k), (q, k, v, dout, dlse) = tiles, tensors(7, 10, *(heads if name == "full" else (2, 1)))
+    at: dict[str, Any] = {"q_positions": torch.randperm(TOKENS)[:7], "k_positions": torch.randperm(TOKENS)[:10]}
+    call, sizes = dict(FEATURES.get(name, {})), dict[str, Any](block_q=block_q, block_k=block_k)
+    out, lse = reference.blockwise.forward(q, k, v, **at, **call, **sizes)
+    sink = call.pop("learnable_sink", None)
+    truth = exact(q, k, v, dout, dlse, learnable_sink=sink, **at, **call)
+    grads = reference.blockwise.backward(dout, q, k, v, out, lse, dlse=dlse, **at, **call, **sizes)
+    close((out, lse, *grads), truth)
+
+
+@pytest.mark.parametrize(("name", "world"), [*zip(["full", *FEATURES], cycle([5, 2, 3, 1])), ("all", 5), ("full", 3)])
+def test_ring_is_dense_with_every_feature(name: str, world: int) -> None:
+    """Whoever holds which token, shards without tokens included."""
+    q, k, v, dout, dlse = tensors(TOKENS, TOKENS, 2, 1)
+    owners = torch.randint(world, (TOKENS,))
+    where = [(owners == rank).nonzero().squeeze(-1) for rank in range(world)]
+    qs, ks, vs, douts = (split(x, owners, world) for x in (q, k, v, dout))
+    dlses, call = [dlse[:, :, owners == rank] for rank in range(world)], dict(FEATURES.get(name, {}))
+    outs, lses = reference.ring.forward(qs, ks, vs, q_positions=where, **call)
+    sink = call.pop("learnable_sink", None)
+    grads = reference.ring.backward(douts, qs, ks, vs, outs, lses, q_positions=where, dlse=dlses, **call)
+    ours = (gather(outs, owners, 1), gather(lses, owners, 2), *(gather(x, owners, 1) for x in grads))
+    close(ours, exact(q, k, v, dout, dlse, learnable_sink=sink, **call))

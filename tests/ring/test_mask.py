@@ -1,18 +1,31 @@
-"""Masks become intervals of indices: against every pair, one by one."""
+"""Masks become intervals of indices; block-sparse patterns say what the papers say: against every pair, one by one."""
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, replace
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.kernels import FULL, Bounds
-from ringattn.ring.schedule.documents import Documents
-from ringattn.ring.schedule.layout import Layout
-from ringattn.ring.schedule.mask import END, Mask, bounds, visible_pairs
+from ringattn.kernels import Bounds
+from ringattn.ring.schedule.layout import Documents, Layout
+from ringattn.ring.schedule.mask import (
+    END,
+    BlockMask,
+    Longformer,
+    Mask,
+    bigbird,
+    bounds,
+    fixed,
+    longformer,
+    strided,
+    visible_pairs,
+)
 
 from ..support.layouts import Window, block_layouts, block_masks, layouts, masks, sees, small_layouts
 
@@ -163,36 +176,6 @@ def test_intervals_by_hand(mask: Mask, lo: list[int], hi: list[int]) -> None:
     assert [end.tolist() for end in found] == [[max(0, end) for end in lo], hi]
 
 
-@given(layouts(max_seqlen=32), masks())
-def test_pairs_of_all_shards_are_the_pairs_of_the_whole(layout: Layout, mask: Mask) -> None:
-    whole = torch.arange(layout.seqlen)
-    held = [layout.positions(rank) for rank in range(layout.world)]
-    assert sum(visible_pairs(mask, q, k) for q in held for k in held) == visible_pairs(mask, whole, whole)
-
-
-def test_interval() -> None:
-    positions = torch.tensor([0, 3, 7])
-    lo, hi = Mask().interval(positions)
-    assert (lo.tolist(), hi.tolist()) == ([0, 0, 0], [END, END, END])
-    lo, hi = CAUSAL.interval(positions)
-    assert (lo.tolist(), hi.tolist()) == ([0, 0, 0], [1, 4, 8])
-    assert lo.dtype == hi.dtype == torch.int64
-
-
-def test_masks_are_values() -> None:
-    assert Mask() == Mask(causal=False) != CAUSAL
-    assert len({Mask(), Mask(causal=False), CAUSAL}) == 2
-    with pytest.raises(FrozenInstanceError):
-        CAUSAL.causal = False  # type: ignore[misc]
-
-
-def test_full_is_the_one_that_kernels_know() -> None:
-    late, early = torch.tensor([4, 6]), torch.tensor([1, 4])
-    assert bounds(CAUSAL, late, early) is FULL
-    assert bounds(Mask(), early, late) is FULL
-    assert bounds(CAUSAL, early, early) is not FULL
-
-
 def test_rows_that_see_nothing() -> None:
     rows = torch.arange(8)
     made = bounds(Window(left=-1, right=1), rows, torch.tensor([3, 4, 6]))  # each sees its successor alone
@@ -220,3 +203,107 @@ def test_visible_pairs_is_an_int_and_counts_past_32_bits() -> None:
     positions = torch.arange(100_000)
     pairs = visible_pairs(Mask(), positions, positions)
     assert (type(pairs), pairs) == (int, 10**10)
+
+
+SIZES = st.tuples(st.integers(0, 40), st.integers(1, 5))
+
+
+def seen_by_pairs(seqlen: int, block: int, sees: Callable[[int, int], bool]) -> torch.Tensor:
+    """Blocks of which a query i sees a key j <= i, pair by pair."""
+    count = -(-seqlen // block)
+    made = torch.zeros(count, count, dtype=torch.bool)
+    for i in range(seqlen):
+        for j in range(i + 1):
+            made[i // block, j // block] |= sees(i, j)
+    return made
+
+
+@given(SIZES, st.integers(1, 4))
+def test_strided_is_the_papers(sizes: tuple[int, int], count: int) -> None:
+    """Sparse Transformer, section 4.3: A1 = {t, ..., i} with t = max(0, i - l), A2 = {j : (i - j) mod l = 0}."""
+    seqlen, block = sizes
+    stride = count * block
+    made = strided(seqlen, block, stride=stride)
+    expected = seen_by_pairs(seqlen, block, lambda i, j: i - j <= stride or (i - j) % stride == 0)
+    assert made == BlockMask(expected, block)
+
+
+@given(SIZES, st.integers(1, 4), st.integers(1, 4))
+def test_fixed_is_the_papers(sizes: tuple[int, int], count: int, last: int) -> None:
+    """Section 4.3: A1 = {j : floor(j / l) = floor(i / l)}, A2 = {j : j mod l in {t, ..., l}} with t = l - c."""
+    seqlen, block = sizes
+    stride, summary = count * block, min(last, count) * block
+    made = fixed(seqlen, block, stride=stride, summary=summary)
+    expected = seen_by_pairs(seqlen, block, lambda i, j: j // stride == i // stride or j % stride >= stride - summary)
+    assert made == BlockMask(expected, block)
+
+
+@given(SIZES, st.sampled_from([1, 3, 5]), st.integers(0, 3), st.integers(0, 4), st.integers(0, 3))
+def test_bigbird_is_the_papers(sizes: tuple[int, int], window: int, global_: int, random: int, seed: int) -> None:
+    """BigBird, section 2: window, global rows and columns, and r random blocks per row."""
+    seqlen, block = sizes
+    made = bigbird(seqlen, block, window=window, global_=global_, random=random, seed=seed)
+    rows = made.visible.tolist()
+    assert len(rows) == -(-seqlen // block)
+    for i, row in enumerate(rows):
+        certain = [abs(i - j) <= window // 2 or i < global_ or j < global_ for j in range(len(row))]
+        assert all(seen for seen, sure in zip(row, certain, strict=True) if sure)
+        assert sum(row) == min(sum(certain) + random, len(row))
+    assert made == bigbird(seqlen, block, window=window, global_=global_, random=random, seed=seed)
+
+
+def test_longformer_is_half_a_window_on_each_side() -> None:
+    assert longformer(14, [(0, 1), (5, 8)]) == Longformer((7, 7), ((0, 1), (5, 8)))
+
+
+def test_a_pattern_is_a_value() -> None:
+    visible = torch.rand(4, 6) < 0.5
+    one, same = BlockMask(visible, 8), BlockMask(visible.clone(), 8)
+    assert one == same
+    assert hash(one) == hash(same)
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert one != BlockMask(visible, 4) != BlockMask(~visible, 4)
+    assert one != visible
+    assert BlockMask(torch.ones(2, 3, dtype=torch.bool), 1) != BlockMask(torch.ones(3, 2, dtype=torch.bool), 1)
+    assert len({Mask(blocks=one), Mask(blocks=same), Mask()}) == 2
+    seen = one.visible.clone()
+    visible.logical_not_()
+    assert torch.equal(one.visible, seen)  # its own copy
+
+
+def test_repr_tells_patterns_apart() -> None:
+    """What ranks compare, and what an error shows."""
+    shown = {repr(BlockMask(torch.eye(4, dtype=torch.bool)[order], 2)) for order in ([0, 1, 2, 3], [1, 0, 2, 3])}
+    assert len(shown) == 2
+    assert all(re.fullmatch("<4 x 4 blocks of 2 positions, 4 seen, [0-9a-f]{16}>", one) for one in shown)
+
+
+@given(st.data(), st.integers(1, 4))
+def test_between_two_shards(data: st.DataObject, block: int) -> None:
+    queries, keys = data.draw(block_layouts(6, block, 2)), data.draw(block_layouts(6, block, 2))
+    blocks = data.draw(block_masks(6, 6, block))
+    for rank in range(2):
+        for shard in range(2):
+            mine, theirs = (one.positions(number)[::1] // block for one, number in ((queries, rank), (keys, shard)))
+            rows, columns = mine.unique(), theirs.unique()
+            assert torch.equal(blocks.rows(queries, rank), rows)
+            assert torch.equal(blocks.columns(keys, shard), columns)
+            assert torch.equal(blocks.between(queries, rank, keys, shard), blocks.visible[rows][:, columns])
+
+
+def test_spans_are_whole_blocks() -> None:
+    blocks = strided(10, 4, stride=4)
+    for fine in (Layout.uneven([4, 4, 2]), Layout.uneven([0, 10])):  # the last block is short
+        blocks.check("layout", fine)
+    for layout, message in (
+        (Layout.uneven([3, 7]), r"layout gives rank 0 the span \(0, 3, 1\): with block_mask the spans must be runs of"),
+        (Layout([[(0, 4)], [(6, 4)]]), r"layout gives rank 1 the span \(6, 4, 1\)"),
+        (Layout.striped(8, 2), r"layout gives rank 0 the span \(0, 4, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            blocks.check("layout", layout)
+        with pytest.raises(ValueError, match=f"^kv_{message}"):
+            for shard in range(layout.world):
+                blocks.columns(layout, shard)
+    with pytest.raises(ValueError, match=r"^block_mask has 2 blocks of 4 positions for layout, which holds 12$"):
+        strided(8, 4, stride=4).rows(Layout.contiguous(12, 1), 0)

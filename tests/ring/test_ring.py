@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import Edge, Fence, LocalGroup, LocalTransport, Message
 from ringattn.comm.topology.topology import Topology
 from ringattn.comm.transport import ring_edges
-from ringattn.ring.attention import Options
+from ringattn.kernels import attention
+from ringattn.ring.buffers import Call, Key, Kind, Load
 from ringattn.ring.ring import ring_of
-from ringattn.ring.traffic import Call, Key, Kind, Load
 
-from ..support.baselines import exact, pytorch
+from ..support.baselines import exact
 from ..support.nightly import rest_nightly
+from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ring
-from ..support.tolerance import assert_as_exact_as_pytorch
 from ..support.transport_cases import Calling
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -48,23 +50,24 @@ def test_aten_is_exact(world: int, name: str, causal: bool) -> None:
     check_ring(LAYOUTS[name](67, world), inputs(67), causal=causal, backend="aten")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("world", (2, 8))
-def test_aten_is_exact_in_16_bit(world: int, name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "world", "dtype"), pairwise_cases(LAYOUTS, (2, 8), (torch.bfloat16, torch.float16)))
+def test_aten_is_exact_in_16_bit(name: str, world: int, dtype: torch.dtype) -> None:
     check_ring(LAYOUTS[name](130, world), inputs(130, dtype=dtype), causal=True, backend="aten")
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("layout", [Layout.zigzag(40, 2), Layout.striped(41, 3), Layout.uneven([3, 30, 0, 5])])
-def test_triton_is_exact(layout: Layout, causal: bool) -> None:
-    check_ring(layout, inputs(layout.seqlen), causal=causal, backend="triton")
-
-
-@pytest.mark.parametrize("layout", [Layout.zigzag(40, 2), Layout.contiguous(40, 3)])
-def test_triton_is_exact_in_half(layout: Layout) -> None:
-    check_ring(layout, inputs(40, dtype=torch.float16), causal=True, backend="triton")
+@pytest.mark.parametrize(
+    ("layout", "causal", "dtype"),
+    [
+        (Layout.zigzag(40, 2), True, torch.float32),
+        (Layout.striped(41, 3), False, torch.float32),
+        (Layout.uneven([3, 30, 0, 5]), True, torch.float32),
+        (Layout.zigzag(40, 2), True, torch.float16),
+        (Layout.contiguous(40, 3), True, torch.float16),
+    ],
+)
+def test_triton_is_exact(layout: Layout, causal: bool, dtype: torch.dtype) -> None:
+    check_ring(layout, inputs(layout.seqlen, dtype=dtype), causal=causal, backend="triton")
 
 
 @pytest.mark.nightly
@@ -82,30 +85,32 @@ def test_any_spans_in_either_direction(direction: int, backend: str) -> None:
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("grid", GRIDS)
-def test_rings_of_rings_are_exact(grid: str, name: str) -> None:
+@pytest.mark.parametrize(("grid", "name", "direction"), pairwise_cases(GRIDS, LAYOUTS, (1, -1)))
+def test_two_levels_are_exact(grid: str, name: str, direction: int) -> None:
     """Two calls on one ring: the second finds slots, fences and totals as the first left them."""
-    topology, causal = GRIDS[grid], name != "striped"
-    for direction in (1, -1):
-        ring = {"topology": topology, "direction": direction}
-        layout = LAYOUTS[name](67, topology.world)
-        check_ring(layout, inputs(67), causal=causal, backend="aten", ring=ring, calls=2)
+    ring = {"topology": GRIDS[grid], "direction": direction}
+    layout = LAYOUTS[name](67, GRIDS[grid].world)
+    check_ring(layout, inputs(67), causal=name != "striped", backend="aten", ring=ring, calls=2)
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("ring", [{"chunks": 2}, {"chunks": 3, "slots": 2}, {"prefetch": 0}, {"chunks": 2, "slots": 4}])
-@pytest.mark.parametrize("topology", [None, GRIDS["2x2"], GRIDS["3x2"]], ids=["flat", "2x2", "3x2"])
-def test_chunks_and_depths_are_exact(topology: Topology | None, ring: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("ring", "grid", "name"),
+    pairwise_cases(
+        [{"chunks": 2}, {"chunks": 3, "slots": 2}, {"prefetch": 0}, {"chunks": 2, "slots": 4}],
+        [None, "2x2", "3x2"],
+        ["zigzag", "uneven"],
+    ),
+)
+def test_chunks_and_depths_are_exact(ring: dict[str, int], grid: str | None, name: str) -> None:
     """Three key heads, which two chunks share unevenly, for six query heads."""
-    world = 4 if topology is None else topology.world
-    for layout in (LAYOUTS["zigzag"](50, world), LAYOUTS["uneven"](50, world)):
-        whole = inputs(50, heads=(6, 3))
-        check_ring(layout, whole, causal=True, backend="aten", ring=ring | {"topology": topology}, calls=2)
+    topology = GRIDS[grid] if grid else Topology.flat(4)
+    layout, whole = LAYOUTS[name](50, topology.world), inputs(50, heads=(6, 3))
+    check_ring(layout, whole, causal=True, backend="aten", ring=ring | {"topology": topology}, calls=2)
 
 
 @pytest.mark.usefixtures("poison")
-def test_triton_is_exact_on_a_ring_of_rings() -> None:
+def test_triton_is_exact_on_a_two_levels() -> None:
     layout, ring = Layout.uneven([3, 30, 0, 5]), {"chunks": 2, "direction": -1, "topology": GRIDS["any order"]}
     check_ring(layout, inputs(layout.seqlen, heads=(3, 3)), causal=True, backend="triton", ring=ring)
 
@@ -114,7 +119,7 @@ def test_triton_is_exact_on_a_ring_of_rings() -> None:
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_triton_is_exact_on_every_ring_of_rings(grid: str, name: str, chunks: int) -> None:
+def test_triton_is_exact_on_two_levels_everywhere(grid: str, name: str, chunks: int) -> None:
     layout, ring = LAYOUTS[name](67, GRIDS[grid].world), {"chunks": chunks, "topology": GRIDS[grid]}
     check_ring(layout, inputs(67), causal=True, backend="triton", ring=ring, calls=2)
 
@@ -165,32 +170,9 @@ def test_chunks_of_heads_change_no_bit_of_our_kernels(grid: str | None) -> None:
     assert all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (6, 1)])
-@pytest.mark.parametrize("dims", [(24, 24), (40, 8)])
-def test_heads_and_head_dims(heads: tuple[int, int], dims: tuple[int, int]) -> None:
-    check_ring(Layout.zigzag(50, 2), inputs(50, heads, dims), causal=True, backend="aten")
-
-
 @pytest.mark.parametrize("backend", ["aten", "triton"])
 def test_fewer_tokens_than_ranks(backend: str) -> None:
     check_ring(Layout.contiguous(2, 4), inputs(2), causal=True, backend=backend)
-
-
-def test_softmax_scale() -> None:
-    whole, scale = inputs(30), 0.7
-    ours = run_ring(Layout.zigzag(30, 2), whole, causal=False, softmax_scale=scale)
-    tensors = [whole[name] for name in ("q", "k", "v", "dout", "dlse")]
-    theirs, truth = pytorch(*tensors, softmax_scale=scale), exact(*tensors, softmax_scale=scale)
-    for name, got in ours._asdict().items():
-        assert_as_exact_as_pytorch(name, got, getattr(theirs, name), getattr(truth, name))
-
-
-def test_strided_inputs_are_what_they_look_like() -> None:
-    layout, whole = Layout.zigzag(32, 2), inputs(32)
-    strided = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in whole.items() if x.dim() == 4}
-    ours = run_ring(layout, whole | strided, causal=True)
-    for got, expected in zip(ours, run_ring(layout, whole, causal=True), strict=True):
-        assert torch.equal(got, expected)
 
 
 def test_backwards_in_any_order_after_several_forwards() -> None:
@@ -225,26 +207,6 @@ def test_one_device_alone_needs_no_layout_and_no_group() -> None:
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_options_are_what_a_call_takes_by_name() -> None:
-    """The overloads for type checkers, and the arguments."""
-    named = {name for name, one in signature(ring_attention).parameters.items() if one.kind is one.KEYWORD_ONLY}
-    assert {*Options.__annotations__} == named - {"return_lse"}
-
-
-def test_names_are_equal_shards() -> None:
-    whole = inputs(32)
-
-    def rank_result(group: LocalGroup) -> torch.Tensor:
-        parts = [Layout.striped(32, 2).shard(whole[name], group.rank()) for name in "qkv"]
-        out = ring_attention(*parts, layout="striped", group=group, causal=True)
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    with LocalWorld(2) as world:
-        got = Layout.striped(32, 2).unshard(world.run(rank_result))
-    assert torch.equal(got, run_ring(Layout.striped(32, 2), whole, causal=True).out)
-
-
 def test_autocast_casts_as_sdpa_does() -> None:
     q, k, v = (inputs(16)[name].requires_grad_() for name in "qkv")
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -254,15 +216,6 @@ def test_autocast_casts_as_sdpa_does() -> None:
     assert out.dtype == theirs.dtype == torch.bfloat16
     out.sum().backward()
     assert q.grad is not None and q.grad.dtype == torch.float32
-
-
-def test_a_second_derivative_raises() -> None:
-    q, k, v = (inputs(16)[name].requires_grad_() for name in "qkv")
-    out = ring_attention(q, k, v)
-    assert isinstance(out, torch.Tensor)
-    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        (dq.sum() + q.sum()).backward()
 
 
 @pytest.mark.parametrize(("backend", "tokens", "at"), [("aten", 256, 100), ("triton", 128, 50)])
@@ -368,26 +321,6 @@ def test_slots_of_a_failed_call_go_after_its_transfers(then: str, monkeypatch: p
         world.run(calls)
 
 
-def test_record_tells_compute_and_wait_per_hop() -> None:
-    layout, whole = Layout.zigzag(64, 2), inputs(64)
-
-    def rank_spans(group: LocalGroup) -> set[tuple[str, str, int]]:
-        parts = [layout.shard(whole[name], group.rank()) for name in "qkv"]
-        with Ring(group) as ring:
-            with pytest.raises(ValueError, match="used once"), ring.record():
-                pass
-            ring_attention(*parts, layout=layout, ring=ring)
-            with ring.record() as trace:
-                ring_attention(*parts, layout=layout, ring=ring)
-            ring_attention(*parts, layout=layout, ring=ring)
-        assert trace.seconds("compute") > trace.seconds("compute", hop=1) > 0
-        return {(span.phase, span.kind, span.hop) for span in trace.spans}
-
-    with LocalWorld(2) as world:
-        for spans in world.run(rank_spans):
-            assert spans == {("forward", kind, hop) for kind in ("compute", "wait") for hop in (0, 1)}
-
-
 @pytest.mark.parametrize("topology", [None, GRIDS["2x2"]], ids=["flat", "2x2"])
 def test_what_travels_is_as_small_as_it_was_asked_to_be(
     topology: Topology | None, monkeypatch: pytest.MonkeyPatch
@@ -396,7 +329,7 @@ def test_what_travels_is_as_small_as_it_was_asked_to_be(
     posted = Call.post
 
     def counting(call: Call, level: int, key: Key, sends: Load, *rest: Any) -> Any:
-        what = "sums" if key.kind in (Kind.SUMS, Kind.HOME) else "kv"
+        what = "sums" if key.kind in (Kind.DKV, Kind.RETURN) else "kv"
         moved[what] += sum(message.tensor.nbytes for message in sends.messages)
         return posted(call, level, key, sends, *rest)
 
@@ -413,3 +346,61 @@ def test_what_travels_is_as_small_as_it_was_asked_to_be(
     # an fp32 scale for each head and 128 tokens, which is a rank's whole shard here
     scales = kv // (4 * dim * 128) * 4
     assert bytes_of(wire_dtype=torch.float8_e4m3fn) == (kv // 4 + scales, sums)
+
+
+TOKENS = 32
+LAYOUT = Layout.zigzag(TOKENS, 2)
+
+
+def test_seeds_are_drawn_from_rank_0s_generator() -> None:
+    def calls(group: LocalGroup) -> list[Tensor]:
+        x = torch.ones(1, TOKENS // 2, 2, 16)
+        made = [ring_attention(x, x, x, layout=LAYOUT, group=group, dropout_p=0.5) for _ in range(2)]
+        return [out for out in made if isinstance(out, Tensor)]
+
+    def drawn() -> list[Tensor]:
+        torch.manual_seed(5)
+        with LocalWorld(2) as world:
+            return [LAYOUT.unshard(list(shards)) for shards in zip(*world.run(calls), strict=True)]
+
+    (first, other), (again, _) = drawn(), drawn()
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_slopes_that_are_changed_before_the_backward_are_noticed() -> None:
+    slopes = torch.tensor([0.5])
+    x = torch.randn(1, 8, 1, 16, requires_grad=True)
+    out = ring_attention(x, x, x, alibi_slopes=slopes)
+    assert isinstance(out, Tensor)
+    slopes.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_frames_between_a_call_and_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    depths: dict[bool, int] = {}
+    module: Any = attention
+    launch, root = module.launch, Path(module.__file__).parents[1]
+
+    def counted(*given: Any, **named: Any) -> None:
+        frame, ours = sys._getframe(1), []
+        while frame is not None:
+            if frame.f_code.co_filename.startswith((f"{root / 'ring'}/", f"{root / 'kernels'}/")):
+                ours.append(frame.f_code.co_name)
+            frame = frame.f_back  # type: ignore[assignment]
+        is_backward = "gradients" in ours
+        depths[is_backward] = max(depths.get(is_backward, 0), len(ours))
+        launch(*given, **named)
+
+    monkeypatch.setattr(attention, "launch", counted)
+    q, k, v = (inputs(32)[name].requires_grad_() for name in "qkv")
+
+    def one(group: LocalGroup) -> None:
+        out = ring_attention(q, k, v, layout=Layout.contiguous(64, 2), group=group, backend="triton")
+        assert isinstance(out, torch.Tensor)
+        out.sum().backward()
+
+    with LocalWorld(2) as world:
+        world.run(one)
+    assert depths[False] <= 6 and depths[True] <= 7, depths

@@ -50,31 +50,21 @@ def test_what_changes_nothing_is_no_wire(dtype: torch.dtype) -> None:
     assert grad_wire_of(None) is grad_wire_of(torch.float32) is grad_wire_of("float32") is None
 
 
-def test_names_and_dtypes_mean_the_same() -> None:
+def test_wires_by_name_and_refusals() -> None:
     for name in ("bfloat16", "float8_e4m3fn"):
         assert wire(name) is wire_of(getattr(torch, name), torch.float16)
         assert wire(name).name == name
     assert grad_wire_of("bfloat16") is grad_wire_of(torch.bfloat16) is not None
-
-
-@pytest.mark.parametrize("wrong", [torch.float16, torch.float32, torch.float8_e5m2, "fp8", "torch.bfloat16", 8, ""])
-def test_other_wires_are_refused(wrong: object) -> None:
-    with pytest.raises(
-        ValueError, match=r"wire_dtype is .*: it must be one of None, torch.bfloat16 \(\"bfloat16\"\), "
-    ):
-        wire_of(wrong, torch.float32)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("wrong", [torch.float16, torch.float8_e4m3fn, "fp32"])
-def test_other_wires_of_sums_are_refused(wrong: object) -> None:
-    with pytest.raises(
-        ValueError, match=r"grad_wire_dtype is .*: it must be one of None, torch.float32 \(\"float32\"\)"
-    ):
-        grad_wire_of(wrong)  # type: ignore[arg-type]
-
-
-def test_only_model_dtypes_travel() -> None:
-    with pytest.raises(ValueError, match=r"dtype is torch.float64: keys and values are float16, bfloat16 or float32"):
+    told = r"wire_dtype is .*: it must be one of None, torch.bfloat16 \(\"bfloat16\"\), "
+    for wrong in (torch.float16, torch.float32, torch.float8_e5m2, "fp8", "torch.bfloat16", 8, ""):
+        with pytest.raises(ValueError, match=told):
+            wire_of(wrong, torch.float32)  # type: ignore[arg-type]
+    told = r"grad_wire_dtype is .*: it must be one of None, torch.float32 \(\"float32\"\)"
+    for wrong in (torch.float16, torch.float8_e4m3fn, "fp32"):
+        with pytest.raises(ValueError, match=told):
+            grad_wire_of(wrong)  # type: ignore[arg-type]
+    told = "dtype is torch.float64: keys and values are float16, bfloat16 or float32"
+    with pytest.raises(ValueError, match=told):
         wire_of("bfloat16", torch.float64)
 
 
@@ -93,12 +83,6 @@ def test_bfloat16_is_one_rounding(view: object, dtype: torch.dtype) -> None:
     x = wide(2, 20, 2, 6, dtype=dtype)
     made = receive(wire("bfloat16"), send(wire("bfloat16"), view(x)), x)  # type: ignore[operator]
     assert_same((made,), (x.to(torch.bfloat16).to(dtype),))
-
-
-def test_sums_are_rounded_at_every_hop() -> None:
-    by, sums = grad_wire_of("bfloat16"), wide(1, 20, 2, 6)
-    assert by is not None
-    assert_same((receive(by, send(by, sums), sums),), (sums.bfloat16().float(),))
 
 
 def test_fp16_beyond_bfloat16s_steps_is_infinite() -> None:
@@ -130,7 +114,7 @@ def test_the_cpu_sends_the_bits_of_the_kernels(tokens: int, dtype: torch.dtype) 
     assert_same((receive(FP8, travelled, x),), (out,))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(tensors((torch.float16, torch.float32)))
 def test_any_bits_of_the_kernels(x: Tensor) -> None:
     codes, scale = codes_for(x)
@@ -138,44 +122,11 @@ def test_any_bits_of_the_kernels(x: Tensor) -> None:
     assert_same(send(FP8, x), (codes, scale))
 
 
-def test_bfloat16_has_the_bits_of_its_fp32() -> None:
-    x = wide(2, 130, 2, 6, dtype=torch.bfloat16)
-    travelled = send(FP8, x)
-    assert_same(travelled, send(FP8, x.float()))
-    assert_same((receive(FP8, travelled, x),), (receive(FP8, travelled, x.float()).bfloat16(),))
-
-
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(tensors())
 def test_error_bound(x: Tensor) -> None:
     travelled = send(FP8, x)
     assert_within_bound(x, receive(FP8, travelled, x), travelled[1])
-
-
-@settings(max_examples=100)
-@given(tensors())
-def test_once_more_changes_nothing(x: Tensor) -> None:
-    first = send(FP8, x)
-    assert_same(send(FP8, x), first)
-    once = receive(FP8, first, x)
-    assert_same((receive(FP8, send(FP8, once), once),), (once,))
-
-
-def test_relayed_bytes_change_nothing() -> None:
-    """However many hops: no rank on the way encodes again."""
-    x = wide(1, 300, 2, 6)
-    travelled = first = send(FP8, x)
-    for _hop in range(5):
-        travelled = tuple(t.view(torch.uint8).clone().view(t.dtype) for t in travelled)
-    assert_same((receive(FP8, travelled, x),), (receive(FP8, first, x),))
-
-
-def test_heads_travel_alone() -> None:
-    """A chunk of heads has the bits that it has in the whole."""
-    x = wide(2, 200, 4, 6)
-    whole = send(FP8, x)
-    for heads in (slice(0, 1), slice(1, 4)):
-        assert_same(send(FP8, x[:, :, heads]), tuple(t[:, :, heads].contiguous() for t in whole))
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])

@@ -8,10 +8,8 @@ from itertools import pairwise
 import torch
 from hypothesis import strategies as st
 
-from ringattn.ring.schedule.block_mask import BlockMask
-from ringattn.ring.schedule.documents import Documents
-from ringattn.ring.schedule.layout import Layout
-from ringattn.ring.schedule.mask import UNLIMITED, Mask
+from ringattn.ring.schedule.layout import Documents, Layout
+from ringattn.ring.schedule.mask import UNLIMITED, BlockMask, Mask
 
 NAMES = ("contiguous", "zigzag", "striped")
 

@@ -13,9 +13,9 @@ from ringattn import Layout, LocalWorld, Ring, ring_attention
 from ringattn.comm import LocalGroup
 from ringattn.reference.masks import pairs
 from ringattn.reference.scores import Options
-from ringattn.ring.arguments import Layouts, mask_of
-from ringattn.ring.schedule.block_mask import BlockMask, Longformer
-from ringattn.ring.schedule.travel import travelling
+from ringattn.ring.args import Layouts, mask_of
+from ringattn.ring.schedule.active import sent_keys
+from ringattn.ring.schedule.mask import BlockMask, Longformer
 from ringattn.ring.wire import grad_wire_of, wire_of
 
 from .baselines import Modified, Results, exact, exact_with_sink, operator_lse, pytorch, pytorch_with_sink
@@ -253,11 +253,11 @@ def added(case: Case, parts: list[Expected]) -> Expected:
 def arrived(case: Case, rank: int) -> dict[str, Tensor]:
     """The whole sequence as a rank gets it: its own keys as they are, the others' as they travel."""
     names = ("causal", "window_size", "cu_seqlens", "seqused_k", "prefix_length", "block_mask")
-    call = dict.fromkeys(names) | {"causal": False, "window_size": (-1, -1)} | case.call
+    call: dict[str, Any] = dict.fromkeys(names) | {"causal": False, "window_size": (-1, -1)} | case.call
     layouts = Layouts(case.layout, case.keys)
     mask = mask_of(layouts, case.whole["q"].shape[0], **{name: call[name] for name in names})
     wire = wire_of(case.ring["wire_dtype"], case.whole["k"].dtype)
-    moving = travelling(layouts.queries, mask, layouts.keys)
+    moving = sent_keys(layouts.queries, mask, layouts.keys)
     whole = dict(case.whole)
     for name in "kv":
         whole[name] = whole[name].clone()

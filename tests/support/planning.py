@@ -6,9 +6,8 @@ from collections.abc import Callable
 from time import process_time
 from timeit import timeit
 
+from ringattn.ring.schedule.active import seen_blocks, travelling, unions
 from ringattn.ring.schedule.schedule import Schedule, _schedule
-from ringattn.ring.schedule.travel import travelling
-from ringattn.ring.schedule.visits import seen_blocks, unions
 
 
 def forget() -> None:

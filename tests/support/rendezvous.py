@@ -13,10 +13,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ringattn.ring.buffers import BETWEEN, INSIDE, Key, Kind
+from ringattn.ring.dkv import ARRIVING_SLOT, LEAVING_SLOT
 from ringattn.ring.schedule.plan import Plan
 from ringattn.ring.schedule.schedule import Hop, Schedule
-from ringattn.ring.sums import ARRIVING_SLOT, LEAVING_SLOT
-from ringattn.ring.traffic import BETWEEN, INSIDE, Key, Kind
 
 Part = tuple[int, int]  # a chunk of a slot
 Tag = tuple[str, int, int]  # what a message carries: K/V or sums, of which shard, which chunk
@@ -97,7 +97,7 @@ class Rank:
                 self.post_kv(now, coming, chunk)
 
     def post_kv(self, now: Hop, coming: Hop, chunk: int) -> None:
-        by_rail = self.plan.is_base(coming)
+        by_rail = self.plan.is_outer_root(coming)
         leaving = self.plan.hops[coming.index - (self.plan.inner if by_rail else 1)]
         kind, to = (Kind.RAIL, leaving.rail_to) if by_rail else (Kind.KV, leaving.kv_to)
         group = Group(Key(self.phase, now.index, kind, coming.index, chunk), BETWEEN if by_rail else INSIDE)
@@ -136,7 +136,7 @@ class Rank:
                 yield from self.compute("out", hop, chunk)
 
     def backward(self) -> Program:
-        for base, *others in self.plan.turns:
+        for base, *others in self.plan.outer_steps:
             self.advance(base)
             for chunk in range(self.chunks):
                 yield from self.compute("dq", base, chunk)
@@ -151,7 +151,7 @@ class Rank:
                     yield from self.absorb(chunk)
                     if base.index:
                         yield from self.add(base, chunk)
-                        self.send_home(base, chunk)
+                        self.send_return(base, chunk)
         for chunk in range(self.chunks):
             yield from self.absorb(chunk)
             yield from self.compute("dkdv", self.plan.hops[0], chunk)
@@ -159,17 +159,17 @@ class Rank:
 
     def add(self, hop: Hop, chunk: int) -> Program:
         """The dK/dV kernel: what arrived, or zero, plus this rank's part."""
-        came, base = self.sums_came.get((hop.index, chunk)), self.plan.is_base(hop)
+        came, base = self.sums_came.get((hop.index, chunk)), self.plan.is_outer_root(hop)
         if not hop.computes and (came is None or not base):
             return
-        slot = LEAVING_SLOT if base else hop.sums_slot
+        slot = LEAVING_SLOT if base else hop.dkv_slot
         assert slot is not None
         if base or came is None:
             yield from self.sums.free((slot, chunk))
         yield from self.compute("dkdv", hop, chunk)
         before = Counter[int]()
         if came is not None:
-            before = yield from self.read(came, (hop.sums_slot, chunk))
+            before = yield from self.read(came, (hop.dkv_slot, chunk))
         self.sums.content[slot, chunk] = before + Counter([self.plan.rank] if hop.computes else [])
 
     def read(self, came: Group, part: tuple[int | None, int]) -> Generator[Group, None, Counter[int]]:
@@ -181,26 +181,26 @@ class Rank:
         return Counter(content)
 
     def post_sums(self, hop: Hop, chunk: int) -> None:
-        group = Group(Key(self.phase, hop.index, Kind.SUMS, hop.index, chunk), INSIDE)
-        if hop.sums_slot is not None:
-            self.send_sums(group, hop.sums_to, hop.shard, (hop.sums_slot, chunk))
-        coming = [one for one in self.plan.hops[hop.index + 1 : hop.index + 2] if not self.plan.is_base(one)]
-        coming += [self.plan.homecomings[hop.index]] if hop.index in self.plan.homecomings else []
-        coming = [one for one in coming if one.sums_from is not None]
-        used = [one.sums_slot for one in coming]
-        assert len({*used, hop.sums_slot}) == len(used) + 1, "one slot twice in a group"
+        group = Group(Key(self.phase, hop.index, Kind.DKV, hop.index, chunk), INSIDE)
+        if hop.dkv_slot is not None:
+            self.send_sums(group, hop.dkv_to, hop.shard, (hop.dkv_slot, chunk))
+        coming = [one for one in self.plan.hops[hop.index + 1 : hop.index + 2] if not self.plan.is_outer_root(one)]
+        coming += [self.plan.dkv_returns[hop.index]] if hop.index in self.plan.dkv_returns else []
+        coming = [one for one in coming if one.dkv_from is not None]
+        used = [one.dkv_slot for one in coming]
+        assert len({*used, hop.dkv_slot}) == len(used) + 1, "one slot twice in a group"
         for one in coming:
-            assert one.sums_from is not None and one.sums_slot is not None
-            self.receive_sums(group, one.sums_from, one.shard, (one.sums_slot, chunk))
+            assert one.dkv_from is not None and one.dkv_slot is not None
+            self.receive_sums(group, one.dkv_from, one.shard, (one.dkv_slot, chunk))
             self.sums_came[one.index, chunk] = group
         self.post(group)
 
-    def send_home(self, base: Hop, chunk: int) -> None:
+    def send_return(self, base: Hop, chunk: int) -> None:
         last = base.index + self.plan.inner - 1
-        group = Group(Key(self.phase, last, Kind.HOME, 0, chunk), BETWEEN)
-        self.send_sums(group, base.home_to, base.shard, (LEAVING_SLOT, chunk))
-        if base.home_from is not None:
-            self.receive_sums(group, base.home_from, self.plan.rank, (ARRIVING_SLOT, chunk))
+        group = Group(Key(self.phase, last, Kind.RETURN, 0, chunk), BETWEEN)
+        self.send_sums(group, base.return_to, base.shard, (LEAVING_SLOT, chunk))
+        if base.return_from is not None:
+            self.receive_sums(group, base.return_from, self.plan.rank, (ARRIVING_SLOT, chunk))
             self.rail_came[chunk] = group
         self.post(group)
 
@@ -218,7 +218,7 @@ class Rank:
         own = self.plan.hops[0]
         came, slot = self.rail_came.pop(chunk, None), ARRIVING_SLOT
         if came is None:
-            came, slot = self.sums_came.pop((own.index, chunk), None), own.sums_slot or 0
+            came, slot = self.sums_came.pop((own.index, chunk), None), own.dkv_slot or 0
         if came is not None:
             more = yield from self.read(came, (slot, chunk))
             self.home[chunk] = self.home.get(chunk, Counter()) + more
@@ -282,24 +282,24 @@ def steps(plan: Schedule, rank: int) -> Plan:
         rank=rank,
         hops=hops,
         inner=plan.inner,
-        sights=(),
+        hop_masks=(),
         lengths=(),
         longest=0,
-        leaving=None,
+        send_index=None,
         last=0,
         slots=plan.slots,
         edges=((), ()),
-        homecomings={
-            base.index + journey_end(plan, base.shard, base.index): base
+        dkv_returns={
+            base.index + active_end(plan, base.shard, base.index): base
             for base in hops[:: plan.inner]
-            if base.sums_from is not None
+            if base.dkv_from is not None
         },
     )
 
 
-def journey_end(plan: Schedule, shard: int, begin: int) -> int:
+def active_end(plan: Schedule, shard: int, begin: int) -> int:
     """How far from its base a shard is last computed with in the turn that begins at a hop."""
-    return max(step for step in range(plan.inner) if not step or plan.visits[shard][begin + step])
+    return max(step for step in range(plan.inner) if not step or plan.active[shard][begin + step])
 
 
 def run_ranks(plan: Schedule, phase: str, *, prefetch: int = 2, chunks: int = 1) -> list[Rank]:

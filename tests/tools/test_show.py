@@ -20,9 +20,7 @@ from ringattn.bench.common.attention import packed
 from ringattn.bench.common.flags import human
 from ringattn.bench.common.result import read
 from ringattn.comm.topology.topology import Topology
-from ringattn.ring.schedule import block_mask
-from ringattn.ring.schedule.documents import Documents
-from ringattn.ring.schedule.layout import Layout, Span
+from ringattn.ring.schedule.layout import Documents, Layout, Span
 from ringattn.ring.schedule.mask import Mask, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
 from ringattn.tools.call import Call, mask_cells

@@ -12,7 +12,7 @@ from ringattn import Layout
 from ringattn.kernels import KernelConfig
 from ringattn.kernels.config import is_single_pass
 from ringattn.ring import Mask
-from ringattn.ring.schedule.travel import travelling
+from ringattn.ring.schedule.active import sent_keys
 
 from . import kernels
 
@@ -85,7 +85,7 @@ def seen(call: Call, rank: int, other: int) -> int:
 
 def there(call: Call, rank: int, other: int) -> Tensor:
     """Which keys of a shard a rank ever has, 0 or 1 each."""
-    mine, sent = call.layout.positions(other), travelling(call.layout, call.mask, call.layout).positions(other)
+    mine, sent = call.layout.positions(other), sent_keys(call.layout, call.mask, call.layout).positions(other)
     return torch.ones(len(mine)) if rank == other else torch.isin(mine, sent).float()
 
 

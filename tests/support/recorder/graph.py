@@ -28,14 +28,14 @@ class Wait:
         return f"{self.op} on {self.op.source}" if self.op.source is not None else str(self.op)
 
 
-RING = ("traffic.", "key_values.", "sums.", "loop.", "backends.", "node.", "attention.", "ring.", "wire.")
+RING = ("buffers.", "key_values.", "dkv.", "loop.", "backends.", "args.", "ops.", "attention.", "ring.", "wire.")
 PASSED = (
     "lanes.",
     "local._LocalFence.",
-    "traffic.Call.post",
-    "traffic.Call.mark",
-    "traffic.Arrival.wait",
-    "traffic.Lane.computed",
+    "buffers.Call.post",
+    "buffers.Call.mark",
+    "buffers.Arrival.wait",
+    "buffers.RingBuffer.computed",
 )
 """Functions that only pass on what others ask for."""
 

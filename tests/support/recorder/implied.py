@@ -34,13 +34,15 @@ COMMON = {
     "Call.settle waits for post of KeyValues._post": _sometimes(
         "the caller may write k and v when a forward returns; before a backward it may not, and nobody notices"
     ),
-    "Call.settle waits for post of Sums.post": _always(SETTLED + "; the slots' own notes protect the sums"),
-    "Call.settle waits for post of Sums.send_home": _always(SETTLED + "; the slots' own notes protect the sums"),
+    "Call.settle waits for post of DkvAccumulators.post": _always(SETTLED + "; the slots' own notes protect the sums"),
+    "Call.settle waits for post of DkvAccumulators.send_return": _always(
+        SETTLED + "; the slots' own notes protect the sums"
+    ),
     "KeyValues.arrived waits for post of KeyValues._post": _sometimes(HIDDEN),
-    "Sums.into waits for post of Sums.post": _sometimes(
+    "DkvAccumulators.into waits for post of DkvAccumulators.post": _sometimes(
         "the slot's last send: implied where this rank has since waited for sums that were posted behind it"
     ),
-    "_settle of Lane.__init__ waits for the device": _sometimes(
+    "_settle of RingBuffer.__init__ waits for the device": _sometimes(
         "zeros of a new arena: needed where a rank receives before it has marked anything, once in the life of a ring"
     ),
     "post of KeyValues._post waits for mark of KeyValues._held": _sometimes(TOLD),
@@ -59,7 +61,7 @@ COPY_ENGINE = COMMON | {
     f"wait_for of {post} waits for put_up of {post}": _sometimes(
         "every message has its two flags, whatever else orders it; K and V of one post share one write of each"
     )
-    for post in ("KeyValues._post", "Sums.post", "Sums.send_home")
+    for post in ("KeyValues._post", "DkvAccumulators.post", "DkvAccumulators.send_return")
 }
 
 BOTH = "one fence stands for a post, what came and what went: who waits may need only one of the two"
@@ -67,15 +69,15 @@ BOTH = "one fence stands for a post, what came and what went: who waits may need
 LOCAL = COMMON | {
     "Call.settle waits for post of KeyValues._post": _always(SETTLED),
     "Call.settle waits for _receive of KeyValues._post": _sometimes(SETTLED),
-    "Call.settle waits for _receive of Sums.post": _always(SETTLED),
-    "Call.settle waits for _receive of Sums.send_home": _always(SETTLED),
+    "Call.settle waits for _receive of DkvAccumulators.post": _always(SETTLED),
+    "Call.settle waits for _receive of DkvAccumulators.send_return": _always(SETTLED),
     "KeyValues.arrived waits for _receive of KeyValues._post": _always(BOTH),
-    "Sums.into waits for post of Sums.post": _always(BOTH),
-    "Sums._read waits for _receive of Sums.post": _sometimes(BOTH),
-    "Sums._read waits for _receive of Sums.send_home": _sometimes(BOTH),
-    "Sums.into waits for _receive of Sums.post": _sometimes(BOTH),
-    "post of Sums.post waits for _receive of Sums.post": _sometimes(BOTH),
-    "post of Sums.send_home waits for _receive of Sums.send_home": _always(BOTH),
+    "DkvAccumulators.into waits for post of DkvAccumulators.post": _always(BOTH),
+    "DkvAccumulators._read waits for _receive of DkvAccumulators.post": _sometimes(BOTH),
+    "DkvAccumulators._read waits for _receive of DkvAccumulators.send_return": _sometimes(BOTH),
+    "DkvAccumulators.into waits for _receive of DkvAccumulators.post": _sometimes(BOTH),
+    "post of DkvAccumulators.post waits for _receive of DkvAccumulators.post": _sometimes(BOTH),
+    "post of DkvAccumulators.send_return waits for _receive of DkvAccumulators.send_return": _always(BOTH),
     "post of KeyValues._post waits for _receive of KeyValues._post": _sometimes(BOTH),
     "_receive of KeyValues._post waits for post of KeyValues._post": _sometimes(
         "K and V of one post have one point where they are final, and what passes on has waited for it before"

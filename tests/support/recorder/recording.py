@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ringattn.ring.traffic import Key
+from ringattn.ring.buffers import Key
 
 from .case import Case, expected, seen
 from .checks import Checked

@@ -22,10 +22,10 @@ from ringattn import LocalWorld, Ring, ring_attention, unshard
 from ringattn.comm import LocalGroup, LocalTransport, Slots, Topology, groups
 from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
-from ringattn.ring import Mask, node, shards, traffic
+from ringattn.ring import Mask, args, buffers, shards
+from ringattn.ring.buffers import Key
+from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.plan import plan
-from ringattn.ring.schedule.travel import travelling
-from ringattn.ring.traffic import Key
 
 from .case import GIVEN, Case, shard
 from .checks import Checked
@@ -64,7 +64,7 @@ class _Session:
         monkeypatch.setattr(
             ring_module, "open_transport", lambda *given, **more: self.open(*given, **more, flat=True)[0]
         )
-        monkeypatch.setattr(node, "mask_of", self.mask_of)
+        monkeypatch.setattr(args, "mask_of", self.mask_of)
         monkeypatch.setattr(shards, "ring_of", lambda group, _: self.rings[group.rank()])
         self._label(monkeypatch)
 
@@ -72,7 +72,7 @@ class _Session:
         """Record it."""
         plan.cache_clear()  # what is in there lies in the memory of another recorder
         for layout, mask, _ in self.case.calls:
-            travelling(layout, mask, layout)  # once, and of the host alone: every rank finds it there
+            sent_keys(layout, mask, layout)  # once, and of the host alone: every rank finds it there
         with LocalWorld(self.case.world, device=GPU, timeout=PATIENCE) as world:
             world.run(self.rank)
         checked = Checked(Graph(self.recorder.log), self.where)  # type: ignore[arg-type]
@@ -205,9 +205,9 @@ class _Session:
         return storage.name or f"an allocation of {storage.nbytes} bytes on {storage.owner.name}"
 
     def _label(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        post, tensors, session = traffic.Call.post, Slots.tensors, self
+        post, tensors, session = buffers.Call.post, Slots.tensors, self
 
-        def labelled(call: traffic.Call, level: int, key: Key, sends: Any, receives: Any, after: Any) -> Any:
+        def labelled(call: buffers.Call, level: int, key: Key, sends: Any, receives: Any, after: Any) -> Any:
             rank = session.recorder.here.rank
             if sends.messages or receives.messages:
                 session.keys[rank].append((session.calls[rank], key))
@@ -218,7 +218,7 @@ class _Session:
             session.note(slots)
             return tensors(slots, slot, specs)
 
-        monkeypatch.setattr(traffic.Call, "post", labelled)
+        monkeypatch.setattr(buffers.Call, "post", labelled)
         monkeypatch.setattr(Slots, "tensors", named)
 
     def note(self, slots: Slots) -> None:
@@ -243,6 +243,6 @@ class _Spans:
         with self._recorder.labelled(f"call {self._call()}, {phase} hop {hop.index} {kind}"):
             yield
 
-    def watching(self, call: traffic.Call) -> traffic.Call:
+    def watching(self, call: buffers.Call) -> buffers.Call:
         """Transfers and inner waits are the recorder's own to see."""
         return replace(call, span=partial(self.span, call.phase))

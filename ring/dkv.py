@@ -7,22 +7,22 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..comm import Fence
-from .schedule.schedule import SUMS_SLOTS, Hop
-from .traffic import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Lane, Load, Tensors
+from .buffers import BETWEEN, INSIDE, Arrival, Call, Heads, Key, Kind, Load, RingBuffer, Tensors
+from .schedule.schedule import DKV_SLOTS, Hop
 
 # of a two-level ring, after the slots that rotate
-LEAVING_SLOT, ARRIVING_SLOT = SUMS_SLOTS, SUMS_SLOTS + 1
+LEAVING_SLOT, ARRIVING_SLOT = DKV_SLOTS, DKV_SLOTS + 1
 
 
-class Sums(Lane):
+class DkvAccumulators(RingBuffer):
     """What arrived from the ranks before, where this rank's part is added to it, and where it goes.
 
-    A turn's base adds its part last and, where it is not the owner, in a slot of its own, from which the node's sum
-    goes home over the slow link while the next turn computes.
+    An outer step's root adds its part last and, where it is not the owner, in a slot of its own, from which the node's
+    sum goes home over the slow link while the next outer step computes.
     """
 
     def __init__(self, call: Call, k: torch.Tensor, v: torch.Tensor) -> None:
-        super().__init__(call, call.sums_slots, (k, v), torch.float32, call.grad_wire)
+        super().__init__(call, call.dkv_slots, (k, v), torch.float32, call.grad_wire)
         self._arrivals: dict[tuple[int, int], Arrival] = {}
         self._by_rail: dict[int, Arrival] = {}  # per chunk, another node's sum of the own shard
         self._totals: dict[int, Tensors] = {}  # per chunk, what all nodes so far have summed up of the own shard
@@ -36,7 +36,7 @@ class Sums(Lane):
     def into(self, hop: Hop, heads: Heads) -> Tensors:
         """Where this rank's part of a hop's sums is added, in fp32."""
         slot, arrival = self._slot(hop), self._arrivals.get((hop.index, heads.number))
-        if self.call.plan.is_base(hop) or arrival is None:
+        if self.call.plan.is_outer_root(hop) or arrival is None:
             with self.call.waiting(hop):
                 for fence in self.free(slot, heads):
                     fence.wait()  # protects the slot: its last send
@@ -48,48 +48,48 @@ class Sums(Lane):
         slot = self._slot(hop)
         if self._wire is not None:
             self.encode(self._room(hop, heads), self.buffers(slot, hop, heads))
-        for used in {slot, hop.sums_slot}:
+        for used in {slot, hop.dkv_slot}:
             self.computed(used, heads)
 
     def post(self, hop: Hop, heads: Heads) -> None:
-        """Send this hop's sums on; receive the next hop's and, when their journey ends now, the turn's base's."""
+        """Send this hop's sums on; receive the next hop's and, when their active range ends now, the root's."""
         plan = self.call.plan
-        sends = self.load(hop.sums_to, hop.sums_slot, hop, heads)
+        sends = self.load(hop.dkv_to, hop.dkv_slot, hop, heads)
         # protects the sums: the dK/dV kernel that adds to them; what only passes through is there in posting order
         after = [self.call.mark()] if sends.messages and hop.computes else []
         following = plan.hops[hop.index + 1 : hop.index + 2]
-        coming = [one for one in following if not plan.is_base(one) and one.sums_from is not None]
-        if hop.index in plan.homecomings:
-            coming.append(plan.homecomings[hop.index])
+        coming = [one for one in following if not plan.is_outer_root(one) and one.dkv_from is not None]
+        if hop.index in plan.dkv_returns:
+            coming.append(plan.dkv_returns[hop.index])
         buffers = {}
         for one in coming:
-            assert one.sums_slot is not None
-            after += self.free(one.sums_slot, heads)  # protects the slot: its last compute, and its last send
-            buffers[one.index] = self.buffers(one.sums_slot, one, heads)
-        receives = joined([self.load(one.sums_from, one.sums_slot, one, heads) for one in coming])
-        key = Key(self.call.phase, hop.index, Kind.SUMS, hop.index, heads.number)
+            assert one.dkv_slot is not None
+            after += self.free(one.dkv_slot, heads)  # protects the slot: its last compute, and its last send
+            buffers[one.index] = self.buffers(one.dkv_slot, one, heads)
+        receives = joined([self.load(one.dkv_from, one.dkv_slot, one, heads) for one in coming])
+        key = Key(self.call.phase, hop.index, Kind.DKV, hop.index, heads.number)
         fence = self.call.post(INSIDE, key, sends, receives, after)
-        self.busy(hop.sums_slot if sends.messages else None, heads, fence)
+        self.busy(hop.dkv_slot if sends.messages else None, heads, fence)
         for one in coming:
-            self.busy(one.sums_slot, heads, fence)
+            self.busy(one.dkv_slot, heads, fence)
             self._arrivals[one.index, heads.number] = Arrival(fence, buffers[one.index])
 
-    def send_home(self, base: Hop, heads: Heads) -> None:
-        """At the end of a turn: this node's sum to its owner, and another node's sum of the own shard from its rank."""
+    def send_return(self, root: Hop, heads: Heads) -> None:
+        """After an outer step: this node's sum to its owner, and another node's sum of the own shard from its rank."""
         plan, own = self.call.plan, self.call.plan.hops[0]
-        sends = self.load(base.home_to, LEAVING_SLOT, base, heads)
+        sends = self.load(root.return_to, LEAVING_SLOT, root, heads)
         # protects the sum: the dK/dV kernel that adds to it
         after: list[Fence] = [self.call.mark()] if sends.messages else []
         buffers: Tensors = ()
-        if base.home_from is not None:
+        if root.return_from is not None:
             after += self.free(ARRIVING_SLOT, heads)  # protects the slot: the addition of the sum that came before
             buffers = self.buffers(ARRIVING_SLOT, own, heads)
-        key = Key(self.call.phase, base.index + plan.inner - 1, Kind.HOME, own.index, heads.number)
-        receives = self.load(base.home_from, ARRIVING_SLOT, own, heads)
+        key = Key(self.call.phase, root.index + plan.inner - 1, Kind.RETURN, own.index, heads.number)
+        receives = self.load(root.return_from, ARRIVING_SLOT, own, heads)
         fence = self.call.post(BETWEEN, key, sends, receives, after)
-        if base.home_to is not None:
+        if root.return_to is not None:
             self.busy(LEAVING_SLOT, heads, fence)
-        if base.home_from is not None:
+        if root.return_from is not None:
             self.busy(ARRIVING_SLOT, heads, fence)
             self._by_rail[heads.number] = Arrival(fence, buffers)
 
@@ -100,7 +100,7 @@ class Sums(Lane):
         return (lambda: self._totals[heads.number]) if heads.number in self._totals else None
 
     def absorb(self, heads: Heads) -> None:
-        """Add what came home since the last turn to the total, in the order of the turns."""
+        """Add what came home since the last outer step to the total, in the order of the outer steps."""
         own = self.call.plan.hops[0]
         arrival = self._by_rail.pop(heads.number, None)
         if arrival is not None:
@@ -110,7 +110,7 @@ class Sums(Lane):
         came = self._arrivals.pop((own.index, heads.number), None)
         if came is not None:
             self._add(self._read(came, own, heads), heads)
-            self.computed(own.sums_slot, heads)
+            self.computed(own.dkv_slot, heads)
 
     def own(self, heads: Heads, dkdv: Tensors) -> Tensors:
         """Where the own block's part is added: the gradients themselves or, where more is to come, the total."""
@@ -124,7 +124,7 @@ class Sums(Lane):
     def finish(self, heads: Heads, dkdv: Tensors) -> None:
         """The own block's part is in; what is still to come is added under its cover."""
         if self._is_plain:
-            self.computed(self.call.plan.hops[0].sums_slot, heads)
+            self.computed(self.call.plan.hops[0].dkv_slot, heads)
             return
         self.absorb(heads)
         for target, total in zip(dkdv, self._totals[heads.number], strict=True):
@@ -134,10 +134,10 @@ class Sums(Lane):
     @property
     def _is_plain(self) -> bool:
         """Whether sums come home once, and of all own keys."""
-        return not self.call.plan.two_level and self.call.plan.leaving is None
+        return not self.call.plan.two_level and self.call.plan.send_index is None
 
     def _add(self, more: Tensors, heads: Heads) -> None:
-        rows = self.call.plan.leaving
+        rows = self.call.plan.send_index
         if heads.number not in self._totals:
             if rows is None:
                 self._totals[heads.number] = tuple(x.clone() for x in more)
@@ -163,7 +163,7 @@ class Sums(Lane):
         return self.part(self._scratch, hop, heads)
 
     def _slot(self, hop: Hop) -> int:
-        slot = LEAVING_SLOT if self.call.plan.is_base(hop) else hop.sums_slot
+        slot = LEAVING_SLOT if self.call.plan.is_outer_root(hop) else hop.dkv_slot
         assert slot is not None
         return slot
 

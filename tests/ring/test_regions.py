@@ -1,4 +1,4 @@
-"""Cutting bounds into pieces: every visible pair once, and each piece of a shape that its computation takes."""
+"""Cutting bounds into regions: every visible pair once, and each region of a shape that its computation takes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.kernels import FULL, BlockSparseIndex, Bounds
-from ringattn.ring.cpu import pieces as cutting
-from ringattn.ring.cpu.pieces import Kind, Piece, limits, pieces
+from ringattn.ring import Mask
+from ringattn.ring.cpu import regions as cutting
+from ringattn.ring.cpu.regions import Kind, Region, limits, regions
+from ringattn.ring.schedule.mask import bounds as bounds_of
 
-from .test_aten import hop_bounds, pairs_of
+CAUSAL = Mask(causal=True)
+
+
+def pairs_of(made: Bounds, rows: int, keys: int) -> Tensor:
+    if made.lo is None or made.hi is None:
+        return torch.ones(rows, keys, dtype=torch.bool)
+    at = torch.arange(keys)
+    return (at >= made.lo[:, None]) & (at < made.hi[:, None])
 
 
 @st.composite
@@ -63,16 +72,16 @@ def visible_pairs(bounds: Bounds, rows: int, keys: int) -> Tensor:
     return seen
 
 
-def shape(piece: Piece, bounds: Bounds) -> Tensor:
-    """What a piece computes of its rows and keys, bool ``[rows, keys]``."""
-    rows, keys = piece.row_end - piece.row, piece.key_end - piece.key
-    if piece.kind is Kind.BLOCKWISE:
-        lo, hi, runs = limits(bounds, piece)
+def shape(region: Region, bounds: Bounds) -> Tensor:
+    """What a region computes of its rows and keys, bool ``[rows, keys]``."""
+    rows, keys = region.row_end - region.row, region.key_end - region.key
+    if region.kind is Kind.BLOCKWISE:
+        lo, hi, runs = limits(bounds, region)
         at = torch.arange(keys)
         return (at >= lo[:, None]) & (at < hi[:, None]) & torch.stack([(at >= a) & (at < b) for a, b in runs]).any(0)
     square = torch.ones(rows, keys, dtype=torch.bool)
-    assert piece.kind is Kind.RECTANGLE or rows == keys
-    return {Kind.RECTANGLE: square, Kind.CAUSAL: square.tril(), Kind.ANTICAUSAL: square.triu()}[piece.kind]
+    assert region.kind is Kind.RECTANGLE or rows == keys
+    return {Kind.RECTANGLE: square, Kind.CAUSAL: square.tril(), Kind.ANTICAUSAL: square.triu()}[region.kind]
 
 
 CONSTANTS = {"MIN_ROWS": (3, 6), "BAND_ROWS": (2, 4), "NARROW_KEYS": (3, 30)}
@@ -83,40 +92,40 @@ CONSTANTS = {"MIN_ROWS": (3, 6), "BAND_ROWS": (2, 4), "NARROW_KEYS": (3, 30)}
     constants=st.fixed_dictionaries({name: st.sampled_from(some) for name, some in CONSTANTS.items()}),
     operator=st.sampled_from([True, True, False]),
 )
-@settings(max_examples=300)
-def test_pieces_cover_every_visible_pair_once(
+@settings(max_examples=120)
+def test_regions_cover_every_visible_pair_once(
     case: tuple[Bounds, int, int], constants: dict[str, int], operator: bool
 ) -> None:
     bounds, rows, keys = case
     with pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():
             patch.setattr(cutting, name, value)
-        cut = pieces(bounds, rows, keys, operator=operator)
+        cut = regions(bounds, rows, keys, operator=operator)
     seen = visible_pairs(bounds, rows, keys)
     covered = torch.zeros(seen.shape, dtype=torch.int32)
-    for piece in cut:
-        assert piece.row < piece.row_end and piece.key < piece.key_end
-        assert operator or piece.kind is Kind.BLOCKWISE
-        covered[piece.items, piece.rows, piece.keys] += shape(piece, bounds)
+    for region in cut:
+        assert region.row < region.row_end and region.key < region.key_end
+        assert operator or region.kind is Kind.BLOCKWISE
+        covered[region.items, region.rows, region.keys] += shape(region, bounds)
     assert covered.equal(seen.int())
     assert bool(cut) == bool(seen.any())
 
 
 def test_the_rows_behind_a_rectangle_are_one_square() -> None:
-    late = hop_bounds(torch.arange(300, 900), torch.arange(900), causal=True)
-    assert pieces(late, 600, 900) == (
-        Piece(Kind.RECTANGLE, 0, 600, 0, 300),
-        Piece(Kind.CAUSAL, 0, 600, 300, 900),
+    late = bounds_of(CAUSAL, torch.arange(300, 900), torch.arange(900))
+    assert regions(late, 600, 900) == (
+        Region(Kind.RECTANGLE, 0, 600, 0, 300),
+        Region(Kind.CAUSAL, 0, 600, 300, 900),
     )
     positions = torch.cat([torch.arange(0, 150), torch.arange(450, 900)])
-    (whole,) = pieces(hop_bounds(positions, positions, causal=True), 600, 600)
+    (whole,) = regions(bounds_of(CAUSAL, positions, positions), 600, 600)
     assert whole.kind is Kind.CAUSAL
 
 
-def test_pieces_are_cut_once_for_each_bounds() -> None:
-    bounds = hop_bounds(torch.arange(8), torch.arange(8), causal=True)
-    first = pieces(bounds, 8, 8)
-    assert pieces(bounds, 8, 8) is first
+def test_regions_are_cut_once_for_each_bounds() -> None:
+    bounds = bounds_of(CAUSAL, torch.arange(8), torch.arange(8))
+    first = regions(bounds, 8, 8)
+    assert regions(bounds, 8, 8) is first
     before = len(cutting._cache)
     del bounds
     assert len(cutting._cache) == before - 1
@@ -125,7 +134,7 @@ def test_pieces_are_cut_once_for_each_bounds() -> None:
 def test_wide_windows_are_for_the_operator() -> None:
     at = torch.arange(cutting.NARROW_KEYS + 600)
     kinds = {
-        window: {piece.kind for piece in pieces(hop_bounds(at[-200:], at, causal=True, window=window), 200, len(at))}
+        window: {region.kind for region in regions(bounds_of(Mask(True, (window, -1)), at[-200:], at), 200, len(at))}
         for window in (200, cutting.NARROW_KEYS)
     }
     assert kinds == {200: {Kind.BLOCKWISE}, cutting.NARROW_KEYS: {Kind.ANTICAUSAL, Kind.RECTANGLE, Kind.CAUSAL}}

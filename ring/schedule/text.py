@@ -36,8 +36,8 @@ def _header(plan: Schedule) -> str:
     ranks, moves = f"{plan.world} ranks", f"K/V move to {_goal(plan.steps, len(plan.nodes[0]), to, 'rank')}"
     if len(plan.nodes) > 1:
         ranks += f" ({len(plan.nodes)} nodes of {len(plan.nodes[0])} ranks)"
-        moves += f", every {plan.inner} hops to {_goal(plan.turns, len(plan.nodes), to, 'node')}"
-    return f"{ranks}, {moves}, {sum(map(sum, plan.visits))} of {plan.world * plan.count} hops compute"
+        moves += f", every {plan.inner} hops to {_goal(plan.outer_steps, len(plan.nodes), to, 'node')}"
+    return f"{ranks}, {moves}, {sum(map(sum, plan.active))} of {plan.world * plan.count} hops compute"
 
 
 def _goal(distances: Sequence[int], count: int, to: str, what: str) -> str:
@@ -57,11 +57,11 @@ def _kv_cell(plan: Schedule, hop: Hop) -> str:
 
 
 def _sums_cell(plan: Schedule, hop: Hop) -> str:
-    comes = hop.index % plan.inner == 0 and hop.sums_from is not None
-    leaves = hop.sums_to is not None
-    marks = (" <" if comes else "") + (" »" if hop.home_to is not None else "")
+    comes = hop.index % plan.inner == 0 and hop.dkv_from is not None
+    leaves = hop.dkv_to is not None
+    marks = (" <" if comes else "") + (" »" if hop.return_to is not None else "")
     if leaves:
-        last = plan.journeys[hop.shard][hop.index // plan.inner][1]
+        last = plan.active_ranges[hop.shard][hop.index // plan.inner][1]
         marks = " ^" if hop.index % plan.inner == last else " >"
     return f"{hop.shard}{marks}" if marks else "."
 

@@ -15,7 +15,7 @@ import torch
 
 from ..comm import Fence, Message, Slots, Transport, slot_nbytes
 from ..kernels import PLAIN, Bounds, Scores
-from .schedule.plan import Plan, Sight
+from .schedule.plan import HopMask, Plan
 from .schedule.schedule import Hop
 from .wire import Wire
 
@@ -30,8 +30,8 @@ class Kind(IntEnum):
 
     RAIL = 0
     KV = 1
-    SUMS = 2
-    HOME = 3
+    DKV = 2
+    RETURN = 3
 
 
 class Key(NamedTuple):
@@ -51,8 +51,8 @@ class Key(NamedTuple):
         what = {
             Kind.RAIL: f"K/V by rail{coming}",
             Kind.KV: f"K/V{coming}",
-            Kind.SUMS: "sums",
-            Kind.HOME: "node's sums",
+            Kind.DKV: "sums",
+            Kind.RETURN: "node's sums",
         }[self.kind]
         return f"{self.phase} hop {self.hop}: {what}, chunk {self.chunk}"
 
@@ -74,7 +74,7 @@ def chunks_of(count: int, heads: int, kv_heads: int) -> tuple[Heads, ...]:
     )
 
 
-class Seen(TypedDict):
+class MaskArgs(TypedDict):
     """What a kernel is told besides tensors: who sees whom, and what becomes of the scores."""
 
     bounds: Bounds
@@ -105,7 +105,7 @@ class Call:
     phase: str
     transports: tuple[Transport, ...]  # one per level
     kv_slots: Slots
-    sums_slots: Slots
+    dkv_slots: Slots
     span: Span  # names what the host or the stream is at, for a trace
     chunks: tuple[Heads, ...]
     prefetch: int
@@ -120,10 +120,10 @@ class Call:
     def _scores(self) -> tuple[Scores, ...]:
         return tuple(self.scores.of_heads(heads.q) for heads in self.chunks)
 
-    def seen(self, sight: Sight, heads: Heads) -> Seen:
+    def mask_args(self, hop_mask: HopMask, heads: Heads) -> MaskArgs:
         """What the kernels take of one part of a hop's mask, for a chunk of heads."""
         scores = self._scores[heads.number]
-        return {"bounds": sight.bounds, "scores": scores if scores is PLAIN else sight.place(scores)}
+        return {"bounds": hop_mask.bounds, "scores": scores if scores is PLAIN else hop_mask.place(scores)}
 
     def mark(self) -> Fence:
         """The point that compute has reached."""
@@ -185,7 +185,7 @@ class Arrival(NamedTuple):
         return self.tensors
 
 
-class Lane:
+class RingBuffer:
     """One pair of tensors, shaped like this rank's ``like``, moving from rank to rank through its own slots.
 
     Every slot is cut into the chunks of a hop, each filled and freed on its own.

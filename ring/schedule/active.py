@@ -1,16 +1,17 @@
-"""Which ranks see anything of which shards: what a schedule is made from."""
+"""Which ranks see anything of which shards, and which keys of a shard leave their rank."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from .block_mask import BlockMask
-from .layout import Layout
-from .mask import Mask
+from .layout import Layout, Span
+from .mask import BlockMask, Mask
 
 # NumPy throughout: this is many small searches, and torch would start its threads for each
 Vector = npt.NDArray[np.int64]
@@ -18,7 +19,7 @@ Marks = npt.NDArray[np.bool_]
 KEPT = 8  # a schedule and what travels by it ask for the same
 
 
-def visits(layout: Layout, mask: Mask, keys: Layout) -> Marks:
+def active_shards(layout: Layout, mask: Mask, keys: Layout) -> Marks:
     """Where a query of a rank sees a key of a shard, ``[rank, shard]``; exact.
 
     It costs what the queries and the spans of keys cost, not what their product would.
@@ -140,3 +141,72 @@ def _intervals(mask: Mask, positions: torch.Tensor) -> tuple[Vector, Vector, Vec
     lo, hi = (end.numpy() for end in mask.interval(positions))
     there = lo < hi
     return positions.numpy()[there], lo[there], hi[there]
+
+
+SENT_KEYS = 64  # layouts of what travels, that are kept
+LESS = 3 / 4  # of a pass's bytes: gathering the keys and spreading their sums among the others costs memory and time
+MOST = 1 << 22  # edges of what the queries see, times ranks: as many take a tenth of a second
+Stretches = tuple[Vector, Vector]  # starts and ends, ascending
+
+
+@lru_cache(maxsize=SENT_KEYS)
+def sent_keys(layout: Layout, mask: Mask, keys: Layout) -> Layout:
+    """The keys that leave their rank, as a layout: ``keys`` without what no query of another rank sees.
+
+    Of a window's shards the ends, of packed documents those that lie on several ranks, of a block-sparse pattern whole
+    blocks. Every rank passes on the whole of what it got. ``keys`` itself where ``LESS`` of it or more would travel.
+    """
+    found = _seen_by_interval(layout, mask) if mask.blocks is None else _seen_by_block(layout, mask, keys)
+    if found is None:
+        return keys
+    spans = [list(_inside(mine, *near)) for mine, near in zip(keys.spans_per_rank, found, strict=True)]
+    if sum(span.length for one in spans for span in one) >= LESS * keys.seqlen:
+        return keys
+    return Layout(spans)
+
+
+def _seen_by_interval(layout: Layout, mask: Mask) -> Iterator[Stretches] | None:
+    """For each rank what the queries of all others see; None where that is in too many pieces to be told apart."""
+    seen = [_merged(*(np.concatenate(ends) for ends in zip(*parts, strict=True))) for parts in unions(layout, mask)]
+    edges = np.unique(np.concatenate([ends for both in seen for ends in both]))
+    return None if len(edges) * layout.world > MOST else _seen_by_others(seen, edges)
+
+
+def _seen_by_others(seen: list[Stretches], edges: Vector) -> Iterator[Stretches]:
+    """How many ranks see what lies between two edges, less the own one."""
+
+    def changes(starts: Vector, ends: Vector) -> Vector:
+        up, down = (np.bincount(np.searchsorted(edges, x), minlength=len(edges)) for x in (starts, ends))
+        return up - down
+
+    total = changes(*(np.concatenate(ends) for ends in zip(*seen, strict=True)))
+    for own in seen:
+        marks = np.cumsum(total - changes(*own)) > 0  # from an edge to the next; nothing behind the last
+        before = np.roll(marks, 1)
+        yield edges[marks & ~before], edges[~marks & before]
+
+
+def _merged(starts: Vector, ends: Vector) -> Stretches:
+    """The union of intervals, ascending and disjoint."""
+    order = np.argsort(starts)
+    return disjoint(starts[order], np.maximum.accumulate(ends[order]))
+
+
+def _seen_by_block(layout: Layout, mask: Mask, keys: Layout) -> Iterator[Stretches]:
+    """For each rank starts and ends of its blocks that a query of another sees."""
+    held, seen = seen_blocks(layout, mask, keys)
+    others = seen.sum(axis=0) - seen[held.owners, np.arange(len(held.owners))]
+    for rank in range(keys.world):
+        near = (held.owners == rank) & (others > 0)
+        yield held.starts[near], held.stops[near]
+
+
+def _inside(spans: tuple[Span, ...], starts: Vector, ends: Vector) -> Iterator[Span]:
+    """What of the spans lies in the intervals, both ascending."""
+    begins, stops = starts.tolist(), ends.tolist()
+    for start, length, step in spans:
+        first, past = bisect_right(stops, start), bisect_left(begins, start + length * step)
+        for begin, end in zip(begins[first:past], stops[first:past], strict=True):
+            a, b = max(-((start - begin) // step), 0), min(-((start - end) // step), length)
+            if a < b:
+                yield Span(start + a * step, b - a, step)

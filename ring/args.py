@@ -1,13 +1,19 @@
-"""What the arguments of ``ring_attention`` mean, checked at the door: ValueError before anything is sent."""
+"""The arguments of ``ring_attention``: one list of them, and what they mean, checked at the door.
+
+:class:`AttentionArgs` is the list: what an op of torch.compile carries (:mod:`.ops`) and what ranks compare
+(:func:`compared`) are made from it. The signature is spelled out for readers, and a test holds it to the list.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
+from torch import Tensor
 
+from ..comm import GroupLike
 from ..kernels import KernelConfig, Scores, choice
 from ..kernels.checks import TRANSPOSED, check_qkv, check_scale, check_tensor
 from ..kernels.choice import check_config
@@ -16,14 +22,73 @@ from ..kernels.launch import check_cpu
 from .backends import resolve_backend
 from .checked import check_autograd, checked
 from .ring import Ring
-from .schedule.block_mask import BlockMask, Longformer
-from .schedule.documents import Documents, whole_numbers
-from .schedule.layout import Layout, LayoutLike
-from .schedule.mask import UNLIMITED, Mask
+from .schedule.layout import Documents, Layout, LayoutLike, whole_numbers
+from .schedule.mask import UNLIMITED, BlockMask, Longformer, Mask
+from .schedule.plan import Plan, plan
 from .shards import resolve_layout
 from .wire import wire_of
 
-MOST_SCORED = 1 << 31  # positions that dropout and ALiBi count
+MOST_SCORED = 1 << 31  # positions that dropout and ALiBi count: the kernels' 32 bits
+CHANGING = ("cu_seqlens", "seqused_k", "dropout_seed")
+"""Arguments that are likely others in the next batch."""
+OWN = ("config",)
+"""Arguments that each rank chooses for itself."""
+
+
+class AttentionArgs(NamedTuple):
+    """A call of ``ring_attention`` besides q, k, v and its ring, as it was given."""
+
+    layout: LayoutLike = None
+    causal: bool = False
+    window_size: tuple[int, int] = (UNLIMITED, UNLIMITED)
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    learnable_sink: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | None = None
+    cu_seqlens: Iterable[int] | Tensor | None = None
+    seqused_k: Iterable[int] | Tensor | None = None
+    prefix_length: int | None = None
+    block_mask: Tensor | BlockMask | Longformer | None = None
+    kv_layout: LayoutLike = None
+    backend: str = "auto"
+    config: KernelConfig | None = None
+
+
+class Options(TypedDict, total=False):
+    """What ``ring_attention`` takes by name, for type checkers."""
+
+    layout: LayoutLike
+    ring: Ring | None
+    group: GroupLike
+    causal: bool
+    window_size: tuple[int, int]
+    softmax_scale: float | None
+    softcap: float
+    learnable_sink: Tensor | None
+    alibi_slopes: Tensor | None
+    dropout_p: float
+    dropout_seed: int | None
+    cu_seqlens: Iterable[int] | Tensor | None
+    seqused_k: Iterable[int] | Tensor | None
+    prefix_length: int | None
+    block_mask: Tensor | BlockMask | Longformer | None
+    kv_layout: LayoutLike
+    backend: str
+    config: KernelConfig | None
+
+
+class PreparedCall(NamedTuple):
+    """What the forward and the backward need besides tensors."""
+
+    ring: Ring
+    number: int  # of the forward, among the ring's calls
+    plan: Plan
+    softmax_scale: float
+    scores: Scores
+    backend: str
+    config: KernelConfig | None
 
 
 class Layouts(NamedTuple):
@@ -38,23 +103,86 @@ class Layouts(NamedTuple):
         return max(self.queries.reach, self.keys.reach)
 
 
-def check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ring: Ring,
-    softmax_scale: float | None,
+def prepare_call(
+    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, ring: Ring, *, number: int | None = None, drawn: bool = False
+) -> tuple[PreparedCall, Tensor | None]:
+    """The call and its sink, checked here and, unless the forward has a ``number``, between the ranks.
+
+    ``drawn``: every rank has drawn ``dropout_seed``, and rank 0's counts.
+
+    Raises:
+        ValueError, NotImplementedError: as ``ring_attention``.
+    """
+    scale, backend = check(q, k, v, args, ring)
+    layouts = layouts_of(q, k, args, ring)
+    mask = mask_of(layouts, q.shape[0], **args._asdict())
+    sink, scores = sink_of(q, args.learnable_sink), scores_of(q, args, layouts)
+    check_tiles(mask, scores, backend, args.config, q, v)
+    if number is None:
+        fields, values = compared(q, k, v, args, layouts, mask, scores, scale, backend, drawn=drawn)
+        number = ring._agree(fields, q.device, values)
+        if scores.dropout_p and (drawn or args.dropout_seed is None):
+            scores = replace(scores, dropout_seed=ring._draw_seed(args.dropout_seed))
+        ring.open(q.device)
+    where = (ring.rank, ring.direction, q.device, ring.topology, ring.slots)
+    steps = plan(layouts.queries, mask, *where, kv_layout=layouts.keys)
+    return PreparedCall(ring, number, steps, scale, scores, backend, ring.leaving_room(args.config)), sink
+
+
+def compared(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    args: AttentionArgs,
+    layouts: Layouts,
+    mask: Mask,
+    scores: Scores,
+    scale: float,
     backend: str,
-    config: KernelConfig | None,
-) -> tuple[float, str]:
+    *,
+    drawn: bool,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What all ranks must have in common: what a layer keeps from batch to batch, and what is likely to change."""
+    sink, slopes = args.learnable_sink, scores.alibi_slopes
+    leaves = (q, k, v) if sink is None else (q, k, v, sink)
+    meant = args._asdict() | {
+        "layout": layouts.queries,
+        "causal": mask.causal,
+        "window_size": mask.window,
+        "softmax_scale": scale,
+        "softcap": scores.softcap,
+        "learnable_sink": None if sink is None else sink.dtype,
+        "alibi_slopes": None if slopes is None else list(slopes.shape),
+        "dropout_p": scores.dropout_p,
+        "dropout_seed": None if drawn else args.dropout_seed,  # None: one is drawn
+        "cu_seqlens": mask.documents,
+        "seqused_k": mask.used,
+        "prefix_length": mask.prefix,
+        "block_mask": (mask.blocks, mask.global_tokens),
+        "kv_layout": layouts.keys,
+        "backend": backend,
+    }
+    fields = {
+        "call": "forward",
+        "batch size": q.shape[0],
+        "heads": (q.shape[2], k.shape[2]),
+        "head dim": (q.shape[3], v.shape[3]),
+        "dtype": q.dtype,
+        **{name: value for name, value in meant.items() if name not in (*CHANGING, *OWN)},
+        "gradient": torch.is_grad_enabled() and any(x.requires_grad for x in leaves),  # whether there is a backward
+    }
+    return fields, {name: meant[name] for name in CHANGING}
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, ring: Ring) -> tuple[float, str]:
     """The scale and the backend of a call, once all that this rank can check alone has been checked."""
     check_qkv(q, k, v)
     check_autograd("ring_attention", q, k, v)
-    softmax_scale, config = checked(softmax_scale=softmax_scale, config=config)
+    softmax_scale, config = checked(softmax_scale=args.softmax_scale, config=args.config)
     if ring.chunks > k.shape[2]:
         raise ValueError(f"chunks of the ring is {ring.chunks}, k has {k.shape[2]} heads: a chunk has at least one")
     wire_of(ring.wire_dtype, k.dtype)
-    name = resolve_backend(backend, q.device)
+    name = resolve_backend(args.backend, q.device)
     if name == "triton" and q.device.type == "cpu":
         check_cpu((q,))
     if config is not None and name == "aten":
@@ -62,11 +190,11 @@ def check(
     return check_scale(softmax_scale, q.shape[3]), name
 
 
-def layouts_of(layout: LayoutLike, kv_layout: LayoutLike, ring: Ring, q: torch.Tensor, k: torch.Tensor) -> Layouts:
+def layouts_of(q: Tensor, k: Tensor, args: AttentionArgs, ring: Ring) -> Layouts:
     """The layouts of a call, checked against this rank's shards."""
-    queries = _layout_of("q", "layout", layout, ring, q)
-    if kv_layout is not None:
-        return Layouts(queries, _layout_of("k", "kv_layout", kv_layout, ring, k))
+    queries = _layout_of("q", "layout", args.layout, ring, q)
+    if args.kv_layout is not None:
+        return Layouts(queries, _layout_of("k", "kv_layout", args.kv_layout, ring, k))
     if k.shape[1] != q.shape[1]:
         swapped = k.shape[2] == q.shape[2] and k.shape[1] and q.shape[1] % k.shape[1] == 0
         raise ValueError(
@@ -77,7 +205,7 @@ def layouts_of(layout: LayoutLike, kv_layout: LayoutLike, ring: Ring, q: torch.T
     return Layouts(queries, queries)
 
 
-def _layout_of(tensor: str, name: str, layout: LayoutLike, ring: Ring, x: torch.Tensor) -> Layout:
+def _layout_of(tensor: str, name: str, layout: LayoutLike, ring: Ring, x: Tensor) -> Layout:
     rows = x.shape[1]
     seqlen = layout.seqlen if isinstance(layout, Layout) else rows * ring.size
     whole = resolve_layout(layout, seqlen, ring.size, name)
@@ -89,19 +217,13 @@ def _layout_of(tensor: str, name: str, layout: LayoutLike, ring: Ring, x: torch.
     return whole
 
 
-def mask_of(
-    layouts: Layouts,
-    batch: int,
-    *,
-    causal: object,
-    window_size: object,
-    cu_seqlens: Iterable[int] | torch.Tensor | None,
-    seqused_k: Iterable[int] | torch.Tensor | None,
-    prefix_length: object,
-    block_mask: object,
-) -> Mask:
-    """The mask of a call."""
-    is_causal, window, prefix = checked(causal=causal, window_size=window_size, prefix_length=prefix_length)
+def mask_of(layouts: Layouts, batch: int, **options: Unpack[Options]) -> Mask:
+    """The mask of a call, by those of its arguments that say something of it."""
+    args = AttentionArgs(**options)  # type: ignore[misc]
+    block_mask, cu_seqlens, seqused_k = args.block_mask, args.cu_seqlens, args.seqused_k
+    is_causal, window, prefix = checked(
+        causal=args.causal, window_size=args.window_size, prefix_length=args.prefix_length
+    )
     documents = None if cu_seqlens is None else Documents(cu_seqlens)
     if documents is not None and documents.seqlen != layouts.reach:
         raise ValueError(f"cu_seqlens ends at {documents.seqlen}: it must end at {layouts.reach}, the number of tokens")
@@ -116,7 +238,7 @@ def mask_of(
     return mask if block_mask is None else replace(mask, blocks=_blocks(block_mask, layouts))
 
 
-def _used(seqused_k: Iterable[int] | torch.Tensor, batch: int, reach: int) -> tuple[int, ...]:
+def _used(seqused_k: Iterable[int] | Tensor, batch: int, reach: int) -> tuple[int, ...]:
     used = whole_numbers("seqused_k", seqused_k, "[B]")
     if len(used) != batch:
         raise ValueError(f"seqused_k has {len(used)} lengths: it must have {batch}, one per batch row")
@@ -141,8 +263,8 @@ def _blocks(block_mask: object, layouts: Layouts) -> BlockMask:
 
 def _equal_blocks(block_mask: object, reach: int) -> BlockMask:
     """A tensor alone says how many blocks there are, and so their size, where they are all of one."""
-    if not isinstance(block_mask, torch.Tensor) or block_mask.dim() != 2 or not len(block_mask):
-        got = list(block_mask.shape) if isinstance(block_mask, torch.Tensor) else type(block_mask).__name__
+    if not isinstance(block_mask, Tensor) or block_mask.dim() != 2 or not len(block_mask):
+        got = list(block_mask.shape) if isinstance(block_mask, Tensor) else type(block_mask).__name__
         raise ValueError(
             f"block_mask is {got}: it must be bool [query blocks, key blocks], a BlockMask or a Longformer"
         )
@@ -164,7 +286,7 @@ def _prefix(length: int | None, causal: bool, reach: int) -> int:
     return length
 
 
-def sink_of(learnable_sink: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+def sink_of(q: Tensor, learnable_sink: Tensor | None) -> Tensor | None:
     """The sink logits of a call, one per query head."""
     if learnable_sink is None:
         return None
@@ -179,9 +301,7 @@ def sink_of(learnable_sink: torch.Tensor | None, q: torch.Tensor) -> torch.Tenso
     return learnable_sink
 
 
-def check_tiles(
-    mask: Mask, scores: Scores, backend: str, config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor
-) -> None:
+def check_tiles(mask: Mask, scores: Scores, backend: str, config: KernelConfig | None, q: Tensor, v: Tensor) -> None:
     """Refuse a config that does not fit heads, scores or the GPU, and blocks that its tiles do not divide: ValueError.
 
     Else the first to learn of it were the first hop, or the backward, with other ranks' shards on their way.
@@ -196,74 +316,19 @@ def check_tiles(
     choice.check_tiles(config, q, v, None if mask.blocks is None else mask.blocks.block)
 
 
-def scores_of(
-    q: torch.Tensor,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    dropout_p: float,
-    dropout_seed: int | None,
-) -> Scores:
+def scores_of(q: Tensor, args: AttentionArgs, layouts: Layouts) -> Scores:
     """What becomes of the scores of a call; its seed is drawn later, where none is given."""
-    given = {"softcap": softcap, "dropout_p": dropout_p, "dropout_seed": dropout_seed}
-    softcap, dropout_p, dropout_seed = checked(**given)
+    alibi_slopes = args.alibi_slopes
+    softcap, dropout_p, dropout_seed = checked(
+        softcap=args.softcap, dropout_p=args.dropout_p, dropout_seed=args.dropout_seed
+    )
     if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
         raise ValueError("alibi_slopes requires a gradient, and there is none: pass alibi_slopes.detach()")
     if dropout_seed is not None and not dropout_p:
         raise ValueError(f"dropout_seed is {dropout_seed} with dropout_p 0: nothing is dropped")
     made = Scores(softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, dropout_seed=dropout_seed or 0)
     made.check(q.shape[0], q.shape[2], q.device)
-    return made
-
-
-def check_reach(layouts: Layouts, scores: Scores) -> None:
-    """Refuse positions that the kernels' 32 bits do not hold, where scores depend on them: ValueError."""
-    if scores.by_position and layouts.reach > MOST_SCORED:
-        name = "dropout_p" if scores.dropout_p else "alibi_slopes"
+    if made.by_position and layouts.reach > MOST_SCORED:
+        name = "dropout_p" if dropout_p else "alibi_slopes"
         raise ValueError(f"layout reaches position {layouts.reach - 1}: with {name} positions must be below 2^31")
-
-
-def seeded(scores: Scores, dropout_seed: int | None, ring: Ring, *, drawn: bool = False) -> Scores:
-    """``scores`` with a seed of rank 0's where dropout needs one and none was given; or ``drawn`` by every rank."""
-    if not scores.dropout_p or (dropout_seed is not None and not drawn):
-        return scores
-    return replace(scores, dropout_seed=ring._draw_seed(dropout_seed))
-
-
-def signature(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layouts: Layouts,
-    mask: Mask,
-    sink: torch.Tensor | None,
-    scores: Scores,
-    scale: float,
-    backend: str,
-) -> dict[str, Any]:
-    """What all ranks must have in common, and a layer keeps from batch to batch."""
-    leaves = (q, k, v) if sink is None else (q, k, v, sink)
-    return {
-        "call": "forward",
-        "batch size": q.shape[0],
-        "heads": (q.shape[2], k.shape[2]),
-        "head dim": (q.shape[3], v.shape[3]),
-        "dtype": q.dtype,
-        "layout": layouts.queries,
-        "kv_layout": layouts.keys,
-        "causal": mask.causal,
-        "window_size": mask.window,
-        "prefix_length": mask.prefix,
-        "block_mask": (mask.blocks, mask.global_tokens),
-        "softmax_scale": scale,
-        "softcap": scores.softcap,
-        "learnable_sink": None if sink is None else sink.dtype,
-        "alibi_slopes": None if scores.alibi_slopes is None else list(scores.alibi_slopes.shape),
-        "dropout_p": scores.dropout_p,
-        "backend": backend,
-        "gradient": torch.is_grad_enabled() and any(x.requires_grad for x in leaves),  # whether there is a backward
-    }
-
-
-def changing(mask: Mask, dropout_seed: int | None) -> dict[str, Any]:
-    """What all ranks must have in common, and what is likely another in the next batch; None: a seed is drawn."""
-    return {"cu_seqlens": mask.documents, "seqused_k": mask.used, "dropout_seed": dropout_seed}
+    return made

@@ -48,48 +48,6 @@ rank 2   .       1 ^     0 ^"""
     )
 
 
-def test_text_of_the_other_direction_with_a_shard_that_passes() -> None:
-    assert (
-        str(schedule(Layout.contiguous(6, 3), CAUSAL, direction=-1))
-        == """\
-3 ranks, K/V move to the previous rank, 6 of 9 hops compute
-
-K/V: N shard N is computed with, (N) only passes, > goes on, . nothing comes
-         hop 0   hop 1   hop 2
-rank 0   0 >     (1) >   .
-rank 1   1 >     .       0
-rank 2   2       0 >     1
-
-dK/dV sums: N of shard N, > go on, ^ go home, . none; hop 0: < come home
-         hop 0   hop 1   hop 2
-rank 0   0 <     .       .
-rank 1   1 <     .       0 ^
-rank 2   .       0 >     1 ^"""
-    )
-
-
-def test_text_of_two_nodes() -> None:
-    assert (
-        str(schedule(Layout.contiguous(8, 4), CAUSAL, topology=Topology.grid(2, 2)))
-        == """\
-4 ranks (2 nodes of 2 ranks), K/V move to the next rank, every 2 hops to the next node, 10 of 16 hops compute
-
-K/V: N shard N is computed with, (N) only passes, > goes on, » leaves by rail, . nothing comes
-                hop 0   hop 1   |   hop 2   hop 3
-node 0 rank 0   0 > »   .       |   .       .
-node 0 rank 1   1 »     0       |   .       .
-node 1 rank 2   2 >     .       |   0 >     1
-node 1 rank 3   3       2       |   1 >     0
-
-dK/dV sums: N of shard N, > go on, ^ go back, . none; a turn's first hop: < come back, » go home by rail
-                hop 0   hop 1   |   hop 2   hop 3
-node 0 rank 0   0 <     .       |   .       .
-node 0 rank 1   .       0 ^     |   .       .
-node 1 rank 2   2 <     .       |   0 < »   1 ^
-node 1 rank 3   .       2 ^     |   1 < »   0 ^"""
-    )
-
-
 def test_text_of_nodes_in_any_order_the_other_way() -> None:
     """Rows are in ring order; what a node, or a turn's first rank, sees nothing of goes through it."""
     mask = Window(causal=True, left=3)

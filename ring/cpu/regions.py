@@ -1,4 +1,4 @@
-"""Cuts the bounds of one hop into pieces that PyTorch's CPU attention operator can take."""
+"""Cuts the bounds of one hop into regions that PyTorch's CPU attention operator can take."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ...kernels import BlockSparseIndex, Bounds
 
-MIN_ROWS = 128  # below it a call of the operator costs more than it computes: such rows share one blockwise piece
+MIN_ROWS = 128  # below it a call of the operator costs more than it computes: such rows share one blockwise region
 BAND_ROWS = 512  # rows of a window at a time: more are more triangles, of which the operator computes too much
-LONGEST = 4096  # rows of a blockwise piece
+LONGEST = 4096  # rows of a blockwise region
 NARROW_KEYS = 2048  # of a window: of one that is no wider the triangles would be too large a part, so it goes blockwise
 
 KeyRuns = tuple[tuple[int, int], ...]
@@ -23,15 +23,15 @@ KeyRuns = tuple[tuple[int, int], ...]
 
 
 class Kind(Enum):
-    """What a piece looks like in the plane of query rows and key indices."""
+    """What a region looks like in the plane of query rows and key indices."""
 
     RECTANGLE = "every row sees every key"
-    CAUSAL = "square: row i of the piece sees its first i + 1 keys"
-    ANTICAUSAL = "square: row i of the piece sees all but its first i keys"
+    CAUSAL = "square: row i of the region sees its first i + 1 keys"
+    ANTICAUSAL = "square: row i of the region sees all but its first i keys"
     BLOCKWISE = "anything else, row by row as the bounds say"
 
 
-class Piece(NamedTuple):
+class Region(NamedTuple):
     """The query rows ``[row, row_end)`` against the keys ``[key, key_end)``, as indices into the two shards."""
 
     kind: Kind
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     key: int
     key_end: int
     runs: KeyRuns = ()
-    """What a blockwise piece sees of its keys; nothing here: all of them."""
+    """What a blockwise region sees of its keys; nothing here: all of them."""
     batch: int = 0
     batch_end: int | None = None
     """Which batch items; None: to the last."""
@@ -62,65 +62,65 @@ class Piece(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Which keys of a piece its rows see, counted from its first key: ``lo <= j < hi``, and in one of ``runs``."""
+    """Which keys of a region its rows see, counted from its first key: ``lo <= j < hi``, and in one of ``runs``."""
 
     lo: Tensor
     hi: Tensor
     runs: KeyRuns
 
 
-_cache: WeakKeyDictionary[Bounds, dict[tuple[int, int, bool], tuple[Piece, ...]]] = WeakKeyDictionary()
+_cache: WeakKeyDictionary[Bounds, dict[tuple[int, int, bool], tuple[Region, ...]]] = WeakKeyDictionary()
 
 
-def pieces(bounds: Bounds, rows: int, keys: int, *, operator: bool = True) -> tuple[Piece, ...]:
-    """Disjoint pieces that cover every visible pair once.
+def regions(bounds: Bounds, rows: int, keys: int, *, operator: bool = True) -> tuple[Region, ...]:
+    """Disjoint regions that cover every visible pair once.
 
-    With ``operator=False`` all are blockwise. Every row of a piece for the operator sees a key: an empty query or key
+    With ``operator=False`` all are blockwise. Every row of a region for the operator sees a key: an empty query or key
     kills the process there, and a row without keys gets ``lse = 0``. Cached for as long as ``bounds`` lives.
     """
     if rows == 0 or keys == 0:
         return ()
     if bounds.is_full and bounds.seqused_k is None and bounds.runs is None:  # FULL serves every number of rows and keys
-        return (Piece(Kind.RECTANGLE if operator else Kind.BLOCKWISE, 0, rows, 0, keys),)
+        return (Region(Kind.RECTANGLE if operator else Kind.BLOCKWISE, 0, rows, 0, keys),)
     cached, asked = _cache.setdefault(bounds, {}), (rows, keys, operator)
     if asked not in cached:
-        cached[asked] = tuple(_pieces(bounds, *asked))
+        cached[asked] = tuple(_regions(bounds, *asked))
     return cached[asked]
 
 
-def limits(bounds: Bounds, piece: Piece) -> Limits:
-    """What the rows of a piece see."""
-    key, end = piece.key, piece.key_end
-    runs = tuple((begin - key, stop - key) for begin, stop in piece.runs) or ((0, end - key),)
+def limits(bounds: Bounds, region: Region) -> Limits:
+    """What the rows of a region see."""
+    key, end = region.key, region.key_end
+    runs = tuple((begin - key, stop - key) for begin, stop in region.runs) or ((0, end - key),)
     if bounds.lo is None or bounds.hi is None:
-        lo = torch.zeros(piece.row_end - piece.row, dtype=torch.int32)
+        lo = torch.zeros(region.row_end - region.row, dtype=torch.int32)
         return Limits(lo, lo + (end - key), runs)
-    lo, hi = (x[piece.rows].clamp(key, end) - key for x in (bounds.lo, bounds.hi))
+    lo, hi = (x[region.rows].clamp(key, end) - key for x in (bounds.lo, bounds.hi))
     return Limits(lo, hi, runs)
 
 
-def halves(todo: Sequence[Piece]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    """The pieces in two parts of about equal work; a blockwise one may be cut by rows."""
-    found: tuple[list[Piece], list[Piece]] = [], []
-    left = sum(_size(piece) for piece in todo) / 2
-    for piece in todo:
-        rows, share = piece.row_end - piece.row, left / _size(piece)
-        cut = piece.row + round(rows * share)
-        if piece.kind is Kind.BLOCKWISE and piece.row < cut < piece.row_end:
-            found[0].append(piece._replace(row_end=cut))
-            found[1].append(piece._replace(row=cut))
+def halves(todo: Sequence[Region]) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
+    """The regions in two parts of about equal work; a blockwise one may be cut by rows."""
+    found: tuple[list[Region], list[Region]] = [], []
+    left = sum(_size(region) for region in todo) / 2
+    for region in todo:
+        rows, share = region.row_end - region.row, left / _size(region)
+        cut = region.row + round(rows * share)
+        if region.kind is Kind.BLOCKWISE and region.row < cut < region.row_end:
+            found[0].append(region._replace(row_end=cut))
+            found[1].append(region._replace(row=cut))
         else:
-            found[share < 0.5].append(piece)
-        left -= _size(piece)
+            found[share < 0.5].append(region)
+        left -= _size(region)
     return tuple(found[0]), tuple(found[1])
 
 
-def _size(piece: Piece) -> int:
-    area = (piece.row_end - piece.row) * (piece.key_end - piece.key)
-    return -(-area // 2) if piece.kind in (Kind.CAUSAL, Kind.ANTICAUSAL) else area
+def _size(region: Region) -> int:
+    area = (region.row_end - region.row) * (region.key_end - region.key)
+    return -(-area // 2) if region.kind in (Kind.CAUSAL, Kind.ANTICAUSAL) else area
 
 
-def _pieces(bounds: Bounds, rows: int, keys: int, operator: bool) -> Iterator[Piece]:
+def _regions(bounds: Bounds, rows: int, keys: int, operator: bool) -> Iterator[Region]:
     lo, hi = _vectors(bounds, rows, keys)
     for first, end, used in _batches(bounds.seqused_k, keys):
         near = lo.clamp(max=used), hi.clamp(max=used)
@@ -128,7 +128,7 @@ def _pieces(bounds: Bounds, rows: int, keys: int, operator: bool) -> Iterator[Pi
             found = list(_block_sparse(*near, bounds.runs, operator))
         else:
             found = list(_cut(*near)) if operator else list(_blockwise(*near, 0, rows))
-        yield from (piece._replace(batch=first, batch_end=end) for piece in found)
+        yield from (region._replace(batch=first, batch_end=end) for region in found)
 
 
 def _vectors(bounds: Bounds, rows: int, keys: int) -> tuple[Tensor, Tensor]:
@@ -147,19 +147,19 @@ def _batches(used: Tensor | None, keys: int) -> Iterator[tuple[int, int | None, 
         yield items[0], items[-1] + 1, count
 
 
-def _block_sparse(lo: Tensor, hi: Tensor, runs: BlockSparseIndex, operator: bool) -> Iterator[Piece]:
-    """Band by band: what the operator can take of long runs, and all else in one blockwise piece."""
+def _block_sparse(lo: Tensor, hi: Tensor, runs: BlockSparseIndex, operator: bool) -> Iterator[Region]:
+    """Band by band: what the operator can take of long runs, and all else in one blockwise region."""
     for row, end, band in _bands(runs, len(lo)):
         near, rest = (lo[row:end], hi[row:end]), []
         for begin, stop in band:
             found = list(_cut(*(x.clamp(begin, stop) for x in near))) if operator else []
-            if found and all(piece.kind is not Kind.BLOCKWISE and _is_long(piece) for piece in found):
-                yield from (piece._replace(row=row + piece.row, row_end=row + piece.row_end) for piece in found)
+            if found and all(region.kind is not Kind.BLOCKWISE and _is_long(region) for region in found):
+                yield from (region._replace(row=row + region.row, row_end=row + region.row_end) for region in found)
             else:
                 rest.append((begin, stop))
         seen = [(max(begin, int(near[0][0])), min(stop, int(near[1][-1]))) for begin, stop in rest]
         if seen := [(begin, stop) for begin, stop in seen if begin < stop]:
-            yield Piece(Kind.BLOCKWISE, row, end, seen[0][0], seen[-1][1], tuple(seen))
+            yield Region(Kind.BLOCKWISE, row, end, seen[0][0], seen[-1][1], tuple(seen))
 
 
 def _bands(runs: BlockSparseIndex, rows: int) -> Iterator[tuple[int, int, KeyRuns]]:
@@ -171,19 +171,19 @@ def _bands(runs: BlockSparseIndex, rows: int) -> Iterator[tuple[int, int, KeyRun
         yield same[0] * runs.block, min((same[-1] + 1) * runs.block, rows), seen
 
 
-def _is_long(piece: Piece) -> bool:
-    return min(piece.row_end - piece.row, piece.key_end - piece.key) >= MIN_ROWS
+def _is_long(region: Region) -> bool:
+    return min(region.row_end - region.row, region.key_end - region.key) >= MIN_ROWS
 
 
-def _blockwise(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Piece]:
-    """A long run of rows in several pieces: each has its keys copied, and less new memory is faster memory."""
+def _blockwise(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Region]:
+    """A long run of rows in several regions: each has its keys copied, and less new memory is faster memory."""
     for row in range(start, end, LONGEST):
         a, b = _seeing(lo, hi, row, min(row + LONGEST, end))
         if a < b:
-            yield Piece(Kind.BLOCKWISE, a, b, int(lo[a]), int(hi[b - 1]))
+            yield Region(Kind.BLOCKWISE, a, b, int(lo[a]), int(hi[b - 1]))
 
 
-def _cut(lo: Tensor, hi: Tensor) -> Iterator[Piece]:
+def _cut(lo: Tensor, hi: Tensor) -> Iterator[Region]:
     """Long regular runs first; then what lies between two of them, whole."""
     regular = _regular_runs(lo, hi)
     for (_, gap), (start, end) in pairwise([(0, 0), *regular, (len(lo), len(lo))]):
@@ -219,20 +219,20 @@ def _seeing(lo: Tensor, hi: Tensor, start: int, end: int) -> tuple[int, int]:
     return (start + int(visible[0]), start + int(visible[-1]) + 1) if len(visible) else (start, start)
 
 
-def _shape(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Piece]:
-    """The pieces of the rows ``[start, end)``."""
+def _shape(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Region]:
+    """The regions of the rows ``[start, end)``."""
     start, end = _seeing(lo, hi, start, end)
     if start == end:
         return
     first, last = (int(lo[start]), int(hi[start])), (int(lo[end - 1]), int(hi[end - 1]))
     steps = set(_steps(lo[start:end], hi[start:end]).tolist()) or {SAME}
     if steps == {SAME}:
-        yield Piece(Kind.RECTANGLE, start, end, *first)
+        yield Region(Kind.RECTANGLE, start, end, *first)
     elif steps == {LONGER}:
         yield from _rectangle(start, end, first[0], first[1] - 1)
-        yield Piece(Kind.CAUSAL, start, end, first[1] - 1, last[1])
+        yield Region(Kind.CAUSAL, start, end, first[1] - 1, last[1])
     elif steps == {SHORTER} and end - start >= MIN_ROWS:
-        yield Piece(Kind.ANTICAUSAL, start, end, first[0], last[0] + 1)
+        yield Region(Kind.ANTICAUSAL, start, end, first[0], last[0] + 1)
         yield from _rectangle(start, end, last[0] + 1, last[1])
     elif steps == {SHIFTED} and end - start >= MIN_ROWS and first[1] - first[0] > NARROW_KEYS:
         yield from _shifted(start, end, *first)
@@ -240,7 +240,7 @@ def _shape(lo: Tensor, hi: Tensor, start: int, end: int) -> Iterator[Piece]:
         yield from _blockwise(lo, hi, start, end)
 
 
-def _shifted(start: int, end: int, lo: int, hi: int) -> Iterator[Piece]:
+def _shifted(start: int, end: int, lo: int, hi: int) -> Iterator[Region]:
     """A window that moves along with its rows, in bands: what its left edge cuts, the middle, what its right edge cuts.
 
     A band has fewer rows than the window has keys, so that the edges leave each other alone.
@@ -248,11 +248,11 @@ def _shifted(start: int, end: int, lo: int, hi: int) -> Iterator[Piece]:
     count = -(-(end - start) // min(BAND_ROWS, hi - lo - 1))
     cuts = [(end - start) * cut // count for cut in range(count + 1)]
     for a, b in pairwise(cuts):
-        yield Piece(Kind.ANTICAUSAL, start + a, start + b, lo + a, lo + b)
+        yield Region(Kind.ANTICAUSAL, start + a, start + b, lo + a, lo + b)
         yield from _rectangle(start + a, start + b, lo + b, hi + a - 1)
-        yield Piece(Kind.CAUSAL, start + a, start + b, hi + a - 1, hi + b - 1)
+        yield Region(Kind.CAUSAL, start + a, start + b, hi + a - 1, hi + b - 1)
 
 
-def _rectangle(row: int, row_end: int, key: int, key_end: int) -> Iterator[Piece]:
+def _rectangle(row: int, row_end: int, key: int, key_end: int) -> Iterator[Region]:
     if key < key_end:
-        yield Piece(Kind.RECTANGLE, row, row_end, key, key_end)
+        yield Region(Kind.RECTANGLE, row, row_end, key, key_end)

@@ -1,4 +1,4 @@
-"""The Hopper backward in a ring of virtual ranks: refused before anything moves, or run on the stand-in for Gluon."""
+"""Backward kernels of other kinds in a ring of virtual ranks: refused before anything moves, else exact."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ringattn import Layout, LocalWorld, Ring, ring_attention
+from ringattn.comm.topology.topology import Topology
 from ringattn.kernels import KernelConfig, Tile, attention_delta
 from ringattn.kernels.attention import Forward
 from ringattn.kernels.experimental.single_pass import Gradients
@@ -19,7 +20,7 @@ from ringattn.ring import backends, loop
 from ..kernels.test_hopper import ON_HOPPER, Launches
 from ..kernels.test_hopper_backward import launches
 from ..support.kernel_cases import DEVICE
-from ..support.ring_cases import check_ring, inputs
+from ..support.ring_cases import LAYOUTS, check_ring, inputs, run_ring
 
 __all__ = ["launches"]
 
@@ -84,7 +85,7 @@ def one_at_a_time(entry: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.usefixtures("poison")
-def test_exact(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_is_exact(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hop within bounds that starts the sums, and one without that continues them; keys past the end of a tile."""
     monkeypatch.setattr(backends, "attention_delta", one_at_a_time(attention_delta))
     for bound in (Forward, Gradients):
@@ -92,3 +93,45 @@ def test_exact(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, whole = Layout.zigzag(152, 2), inputs(152, (2, 1), (64, 64), HALF)
     check_ring(layout, whole, causal=True, backend="triton", config=CONFIG, device=DEVICE)
     assert ON_HOPPER or len(launches.machines) == 2 * 2 * 2  # ranks, hops, batches
+
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+MODES = ("single_pass", "single_pass_deterministic")
+
+
+def single_pass(mode: str, **ring: Any) -> dict[str, Any]:
+    tile = Tile(32, 32, 4, 1)
+    return {"backend": "triton", "config": KernelConfig(tile, tile, tile, backward=mode), "ring": ring}
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(
+    ("layout", "ring", "mode"),
+    [
+        (Layout.zigzag(40, 2), {"chunks": 2}, MODES[0]),
+        (Layout.striped(41, 3), {}, MODES[1]),
+        (Layout.uneven([3, 30, 0, 5]), {"chunks": 2, "topology": Topology.grid(2, 2)}, MODES[0]),
+    ],
+    ids=["chunks", "deterministic", "two levels"],
+)
+def test_single_pass_is_exact(layout: Layout, ring: dict[str, Any], mode: str) -> None:
+    """Grouped heads, causal."""
+    check_ring(layout, inputs(layout.seqlen), causal=True, **single_pass(mode, **ring))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_single_pass_is_exact_everywhere(mode: str, world: int, name: str, chunks: int, causal: bool) -> None:
+    check_ring(LAYOUTS[name](67, world), inputs(67), causal=causal, calls=2, **single_pass(mode, chunks=chunks))
+
+
+def test_deterministic_in_a_ring() -> None:
+    """The same bits twice; with chunks of heads too, since a program computes one head whatever is beside it."""
+    layout, whole = Layout.zigzag(40, 2), inputs(40, heads=(2, 2))
+    one, other = (run_ring(layout, whole, causal=True, **single_pass(MODES[1], chunks=chunks)) for chunks in (1, 2))
+    assert all(map(torch.equal, one, other))

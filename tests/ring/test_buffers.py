@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringattn.ring.traffic import Key, Kind, chunks_of
+from ringattn.ring.buffers import Key, Kind, chunks_of
 
 
 @pytest.mark.parametrize("kv_heads", range(1, 9))
@@ -28,8 +28,8 @@ def test_groups_of_a_hop_are_in_order() -> None:
         Key("backward", 2, Kind.KV, 3, 1),
         Key("backward", 2, Kind.KV, 4, 0),
         Key("backward", 3, Kind.KV, 5, 0),
-        Key("backward", 3, Kind.SUMS, 3, 0),
-        Key("backward", 3, Kind.HOME, 0, 0),
+        Key("backward", 3, Kind.DKV, 3, 0),
+        Key("backward", 3, Kind.RETURN, 0, 0),
     ]
     assert sorted(keys) == keys
 

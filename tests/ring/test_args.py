@@ -1,0 +1,456 @@
+"""What every public function refuses: the argument, what it got, what it takes; and no error is of another kind.
+
+What ``ring_attention`` refuses is one table, run twice: by the call itself, and by the op of a graph of torch.compile.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ringattn import Layout, LocalWorld, Ring, positions, ring_attention, shard, unshard
+from ringattn.comm import Limits, LocalGroup, Message, Topology, TransportError
+from ringattn.comm.control import control_of
+from ringattn.kernels import KernelConfig, Tile
+from ringattn.ring import BlockMask, bigbird, fixed, longformer, strided
+from ringattn.ring.args import AttentionArgs, Options
+from ringattn.ring.ops import TRAVELS, pack_args
+from ringattn.ring.schedule.layout import Documents
+
+TILE = Tile(32, 32, 4, 1)
+HALVES = Layout.contiguous(8, 2)
+BFLOAT16 = {"k": torch.zeros(2, 8, 2, 16).bfloat16(), "v": torch.zeros(2, 8, 2, 16).bfloat16(), "backend": "triton"}
+
+
+class Distributed(torch.Tensor):
+    """What a DTensor is told by."""
+
+    def to_local(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+Door = tuple[Callable[..., Any], dict[str, Any]]
+WHOLE = torch.zeros(2, 8, 4, 16)
+DOORS: dict[str, Door] = {
+    "ring_attention": (ring_attention, {"q": WHOLE, "k": WHOLE[:, :, :2], "v": WHOLE[:, :, :2]}),
+    "Ring": (Ring, {}),
+    "LocalWorld": (LocalWorld, {"world_size": 2}),
+    "Layout": (Layout, {"spans_per_rank": [[(0, 8)]]}),
+    "contiguous": (Layout.contiguous, {"seqlen": 8, "world": 2}),
+    "zigzag": (Layout.zigzag, {"seqlen": 8, "world": 2}),
+    "striped": (Layout.striped, {"seqlen": 8, "world": 2}),
+    "uneven": (Layout.uneven, {"lengths": [5, 3]}),
+    "balanced": (Layout.balanced, {"seqlen": 8, "speeds": [1, 2], "causal": True}),
+    "spans of a rank": (HALVES.spans, {"rank": 0}),
+    "positions of a rank": (HALVES.positions, {"rank": 0}),
+    "shard of a rank": (HALVES.shard, {"x": WHOLE, "rank": 0}),
+    "whole of shards": (HALVES.unshard, {"shards": [WHOLE[:, :4], WHOLE[:, 4:]]}),
+    "shard": (shard, {"x": WHOLE, "layout": None}),
+    "unshard": (unshard, {"x": WHOLE, "layout": None, "grad": "slice"}),
+    "positions": (positions, {"seqlen": 8, "layout": None}),
+    "whole of shards that leave positions out": (Layout([[(1, 2)]]).unshard, {"shards": [torch.zeros(1, 2)]}),
+    "Documents": (Documents, {"cu_seqlens": [0, 8]}),
+    "BlockMask": (BlockMask, {"visible": torch.eye(3).bool(), "block": 4}),
+    "strided": (strided, {"seqlen": 8, "block": 4, "stride": 4}),
+    "fixed": (fixed, {"seqlen": 8, "block": 2, "stride": 4, "summary": 2}),
+    "bigbird": (bigbird, {"seqlen": 8, "block": 2, "window": 1, "global_": 0, "random": 0}),
+    "longformer": (longformer, {"window": 2, "global_tokens": []}),
+    "Limits": (Limits, {}),
+    "Topology": (Topology, {"nodes": [[0, 1]]}),
+    "flat": (Topology.flat, {"world": 2}),
+    "grid": (Topology.grid, {"nodes": 2, "per_node": 2}),
+}
+"""What is called, and arguments that fit."""
+
+CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"q": torch.zeros(8, 4, 16)}, r"q has shape \[8, 4, 16\]: it must be \[B, S, H, D\]"),
+    (
+        {"layout": Layout([[(2**31 - 7, 8)]]), "dropout_p": 0.1},
+        r"layout reaches position 2147483648: with dropout_p .*2\^31",
+    ),
+    ({"k": torch.zeros(2, 8, 2, 16).half()}, "k is torch.float16, q is torch.float32"),
+    ({"q": torch.zeros(2, 8, 4, 16).int()}, "q is torch.int32: it must be float16, bfloat16 or float32"),
+    ({"k": torch.zeros(2, 8, 3, 16), "v": torch.zeros(2, 8, 3, 16)}, "k has 3 heads, q has 4"),
+    ({"q": torch.zeros(2, 8, 4, 24)}, "k has head dim 16, q has 24"),
+    ({"q": torch.zeros(2, 8, 4, 257)}, "q has head dim 257: it must be 1 to 256"),
+    ({"v": torch.zeros(2, 9, 2, 16)}, r"v is \[2, 9, 2, 16\], k is \[2, 8, 2, 16\]"),
+    ({"k": torch.zeros(3, 8, 2, 16)}, "k has batch size 3, q has 2"),
+    ({"k": torch.zeros(2, 9, 2, 16), "v": torch.zeros(2, 9, 2, 16)}, "k has 9 tokens, q has 8"),
+    ({"q": torch.zeros(2, 8, 16, 4).mT}, "q has strides .*: the last stride must be 1"),
+    ({"softmax_scale": 0.0}, "softmax_scale is 0.0: it must be a positive number, 1e30 at most, or None"),
+    ({"backend": "cuda"}, "backend is 'cuda': it must be one of auto, triton, aten"),
+    ({"layout": Layout.zigzag(8, 2)}, "layout is made for 2 ranks, the group has 1"),
+    ({"layout": Layout.zigzag(9, 1)}, "q has 8 tokens, layout gives rank 0 9"),
+    ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\): it must be \(left, right\), whole numbers from 0 to"),
+    ({"window_size": (1, 2, 3)}, r"window_size is \(1, 2, 3\): it must be \(left, right\)"),
+    ({"cu_seqlens": [0, 5]}, "cu_seqlens ends at 5: it must end at 8, the number of tokens"),
+    ({"causal": True, "prefix_length": 9}, "prefix_length is 9: it must be 0 to 8"),
+    ({"prefix_length": 3}, "prefix_length is 3 without causal"),
+    ({"learnable_sink": torch.zeros(3)}, r"learnable_sink is \[3\] on cpu: it must be \[4\] on cpu"),
+    ({"learnable_sink": torch.zeros(4).int()}, "learnable_sink is .*: it must be a floating tensor"),
+    ({"block_mask": torch.ones(2, 3).bool()}, r"block_mask is \[2, 3\] blocks of 4 .* must be \[2, 2\]"),
+    ({"block_mask": BlockMask(torch.ones(3, 3).bool(), 4)}, r"block_mask is \[3, 3\] blocks of 4 positions"),
+    ({"block_mask": torch.ones(3, 3).bool()}, "block_mask has 3 blocks of queries for 8: .* BlockMask"),
+    (
+        {"block_mask": BlockMask(torch.ones(1, 1).bool(), 8), "backend": "triton"},
+        "the block mask has blocks of 8: they must be a multiple of 16",
+    ),
+    ({"seqused_k": [8]}, "seqused_k has 1 lengths: it must have 2, one per batch row"),
+    ({"seqused_k": [9, 8]}, r"seqused_k\[0\] is 9: it must be 0 to 8"),
+    ({"softcap": -1.0}, "softcap is -1.0: it must be a positive number, 1e30 at most, or 0 for none"),
+    ({"dropout_p": 1.0}, "dropout_p is 1.0: it must be a number of at least 0 and below 1"),
+    ({"dropout_seed": 3}, "dropout_seed is 3 with dropout_p 0: nothing is dropped"),
+    ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes is torch.float32 \[3\] on cpu: .* \[4\] or \[2, 4\]"),
+    ({"block_mask": longformer(2, []), "window_size": (1, 1)}, r"window_size is \(1, 1\) with the Longformer"),
+    ({"kv_layout": Layout.zigzag(9, 1)}, "k has 8 tokens, kv_layout gives rank 0 9"),
+    (
+        {name: torch.zeros(2, heads, 8, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))},
+        r"k has 2 tokens, q has 4: .* in \[B, H, S, D\] they would fit: pass .transpose\(1, 2\)",
+    ),
+    (
+        {name: torch.zeros(2, 4, tokens, 16) for name, tokens in (("q", 8), ("k", 6), ("v", 6))},
+        r"k has 6 heads, q has 8: .* in \[B, H, S, D\] they would fit",
+    ),
+    ({"layout": Layout.contiguous(4, 1)}, r"q has 8 tokens, layout gives rank 0 4; in \[B, H, S, D\] they would fit"),
+    ({"q": torch.zeros(2, 8, 4, 16).bfloat16(), **BFLOAT16}, "tensors are torch.bfloat16 on the CPU: Triton's inter"),
+    ({"softcap": 1e39}, r"softcap is 1e\+39: it must be"),
+]
+"""Of ``ring_attention``, in a graph too."""
+
+EAGER: list[tuple[dict[str, Any], str]] = [
+    ({"k": torch.zeros(2, 8, 2, 16, device="meta")}, "k is on meta, q on cpu"),
+    (
+        {"q": torch.zeros(2, 8, 4, 16, device="meta")},
+        "q is a Tensor on meta without values: it must be one with values",
+    ),
+    ({"causal": 1}, "causal is 1: it must be True or False"),
+    ({"config": KernelConfig(TILE, TILE, TILE)}, "config sets the tiles of the Triton kernels"),
+    ({"layout": "ring"}, "layout is 'ring': it must be a Layout or one of contiguous, zigzag, striped"),
+    ({"layout": 3}, "layout is a int: it must be a Layout"),
+    ({"window_size": (0.5, 1)}, r"window_size is \(0.5, 1\): it must be"),
+    ({"causal": True, "prefix_length": 1.5}, "prefix_length is 1.5: it must be a whole number"),
+    ({"learnable_sink": 1.0}, "learnable_sink is <class 'float'>: it must be a torch.Tensor"),
+    ({"block_mask": "all"}, r"block_mask is str: it must be bool \[query blocks, key blocks\], a BlockMask or"),
+    ({"block_mask": torch.ones(2, 2, device="meta").bool()}, "block_mask is on meta: it must be on the CPU"),
+    ({"alibi_slopes": torch.zeros(4).requires_grad_()}, "alibi_slopes requires a gradient, and there is none"),
+    ({"kv_layout": "ring"}, "kv_layout is 'ring': it must be a Layout or one of"),
+    ({"ring": "ring"}, "ring is a str: it must be a Ring"),
+    ({"group": "group"}, "group is a str"),
+    ({"q": None}, "q is None: it must be a torch.Tensor"),
+    ({"v": np.zeros((2, 8, 2, 16))}, r"v is <class 'numpy.ndarray'>: .* pass torch.from_numpy\(v\)"),
+    ({"k": Distributed()}, r"k is a Distributed: it must be this rank's own tensor; pass k.to_local\(\)"),
+    ({"q": torch.zeros(2, 8, 4, 16).to_sparse()}, "q is a torch.sparse_coo tensor: it must be a dense one"),
+    ({"window_size": (0, 2**63 - 1)}, r"window_size is \(0, 9223372036854775807\): .* from 0 to 2\^62 - 1"),
+    ({"softmax_scale": torch.tensor(0.5)}, r"softmax_scale is a tensor, torch.float32 \[\]: .* pass .item\(\)"),
+    ({"softmax_scale": 10**5000}, "softmax_scale is a int: it must be"),
+    ({"return_lse": 1}, "return_lse is 1: it must be True or False"),
+    ({"config": 3}, "config is 3: it must be a kernels.KernelConfig, or None"),
+]
+"""Of ``ring_attention``, what an op of torch cannot be given."""
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("Ring", {"transport": "mpi"}, "transport is 'mpi': it must be one of auto"),
+    ("Ring", {"direction": 2}, "direction is 2: it must be 1"),
+    ("Ring", {"slots": 1.5}, r"slots is 1.5: it must be a whole number from 1 to 2\^16"),
+    ("Ring", {"prefetch": 3}, "prefetch is 3: with 3 slots it must be 0 to 2"),
+    ("Ring", {"prefetch": -1}, "prefetch is -1: it must be a whole number from 0"),
+    ("Ring", {"deadline": 0}, "deadline is 0: it must be a positive number of seconds, 1e9 at most, or None"),
+    ("Ring", {"topology": 3}, "topology is 3: it must be a comm.Topology, or None"),
+    ("Ring", {"topology": Topology.grid(2, 2)}, "topology has 4 ranks, the group has 1"),
+    ("Ring", {"limits": 3}, "limits is 3: it must be comm.Limits, or None"),
+    ("Ring", {"wire_dtype": [3]}, r"wire_dtype is \[3\]: it must be one of None, torch.bfloat16"),
+    ("Ring", {"group": 5}, "group is a int"),
+    ("LocalWorld", {"world_size": 0}, r"world_size is 0: it must be a whole number from 1 to 2\^20"),
+    ("LocalWorld", {"timeout": "x"}, "timeout is 'x': it must be a positive number of seconds"),
+    ("LocalWorld", {"device": "meta"}, "device is 'meta': it must be cpu or a CUDA device that torch sees"),
+    ("Layout", {"spans_per_rank": 5}, "spans_per_rank is 5: it must be a list with the spans of every rank"),
+    ("Layout", {"spans_per_rank": []}, "spans_per_rank is empty: it must have a list of spans for every rank"),
+    ("Layout", {"spans_per_rank": [5]}, r"spans_per_rank\[0\] is 5: it must be a list of spans"),
+    ("Layout", {"spans_per_rank": [[5]]}, r"spans_per_rank\[0\]\[0\] is 5: it must be a Span\(start, length"),
+    ("Layout", {"spans_per_rank": [[(0, 2)], [(-1, 2)]]}, r"spans_per_rank\[1\]\[0\] is \(-1, 2\): it must be a Span"),
+    ("Layout", {"spans_per_rank": [[(0, -1)]]}, r"is \(0, -1\): it must be a Span"),
+    ("Layout", {"spans_per_rank": [[(2**61, 2**61)]]}, r"it must be a Span.* positions below 2\^62"),
+    ("contiguous", {"seqlen": -1}, r"seqlen is -1: it must be a whole number from 0 to 2\^62 - 1"),
+    ("striped", {"seqlen": 8.0}, "seqlen is 8.0: it must be a whole number"),
+    ("zigzag", {"world": 0}, r"world is 0: it must be a whole number from 1 to 2\^20"),
+    ("zigzag", {"cu_seqlens": [0, 5, 7]}, "cu_seqlens ends at 7: it must end at 8, the number of tokens"),
+    ("uneven", {"lengths": []}, "lengths is empty: it must have the number of tokens of every rank"),
+    ("uneven", {"lengths": [1, -2]}, r"lengths\[1\] is -2: it must be a whole number from 0"),
+    ("balanced", {"speeds": []}, "speeds is empty: it must have the relative speed of every rank"),
+    ("balanced", {"speeds": [0, 0.0]}, r"speeds is \[0.0, 0.0\]: at least one rank must be faster than 0"),
+    ("balanced", {"speeds": [1, -1]}, r"speeds\[1\] is -1: it must be a finite number of at least 0"),
+    ("balanced", {"speeds": [float("nan")]}, r"speeds\[0\] is nan: it must be a finite number"),
+    ("positions of a rank", {"rank": 2}, "rank is 2: it must be a whole number from 0 to 1"),
+    ("spans of a rank", {"rank": -1}, "rank is -1: it must be a whole number from 0 to 1"),
+    ("shard of a rank", {"x": WHOLE[:, :7]}, "^x has 7 tokens along dim 1, the layout is made for 8$"),
+    ("shard of a rank", {"dim": -1}, "x has 16 tokens along dim -1, the layout is made for 8; dim 1 has 8"),
+    ("shard of a rank", {"dim": -5}, "dim is -5: x has 4 dimensions"),
+    ("shard", {"dim": 4}, "dim is 4: x has 4 dimensions"),
+    ("whole of shards", {"dim": 4}, r"dim is 4: shards\[0\] has 4 dimensions"),
+    ("whole of shards", {"shards": [WHOLE]}, "shards has 1 tensors, the layout is made for 2 ranks"),
+    ("whole of shards", {"shards": [WHOLE, WHOLE]}, r"shards\[0\] has 8 tokens along dim 1, rank 0 has 4"),
+    (
+        "whole of shards",
+        {"shards": [WHOLE[:, :4], WHOLE[:, :4].half()]},
+        r"shards\[1\] is .*float16.*: they must be alike",
+    ),
+    ("unshard", {"grad": "mean"}, "grad is 'mean': it must be one of slice, sum"),
+    ("unshard", {"x": WHOLE.numpy()}, r"pass torch.from_numpy\(x\)"),
+    ("Documents", {"cu_seqlens": [0]}, r"cu_seqlens is \[0\]: it must have at least one document, \[0, length\]"),
+    ("Documents", {"cu_seqlens": [1, 4]}, "cu_seqlens starts at 1: it must start at 0"),
+    ("Documents", {"cu_seqlens": [0, 4, 3]}, r"cu_seqlens\[2\] is 3, the one before is 4: it must not descend"),
+    ("Documents", {"cu_seqlens": [0, 4.0]}, r"cu_seqlens is \[0, 4.0\]: it must be a list of whole numbers, or a CPU"),
+    ("Documents", {"cu_seqlens": 4}, "cu_seqlens is 4: it must be a list of whole numbers"),
+    ("Documents", {"cu_seqlens": torch.tensor([0.0, 4])}, r"cu_seqlens is torch.float32 \[2\]: it must be integers"),
+    ("Documents", {"cu_seqlens": torch.tensor([[0, 4]])}, r"cu_seqlens is torch.int64 \[1, 2\]: it must be integers"),
+    ("Documents", {"cu_seqlens": torch.tensor([False, True])}, r"cu_seqlens is torch.bool \[2\]: it must be integers"),
+    ("Documents", {"cu_seqlens": torch.zeros(2, device="meta").int()}, "cu_seqlens is on meta: it must be a list or a"),
+    (
+        "whole of shards that leave positions out",
+        {},
+        "^the layout holds 2 of the positions 0 to 2: shard and unshard need a layout that holds every",
+    ),
+    (
+        "Layout",
+        {"spans_per_rank": [[(4, 2), (5, 2)]]},
+        r"^spans_per_rank\[0\]\[1\] starts at 5, the span before it ends at 5: the positions of a rank must ascend",
+    ),
+    ("Layout", {"spans_per_rank": [[(4, 2)], [(0, 1), (5, 2)]]}, "holds position 5 on rank 0 and on rank 1: a token"),
+    ("Layout", {"spans_per_rank": [[(9, 1)], [(0, 4, 3)]]}, "holds position 9 on rank 0 and on rank 1"),
+    ("BlockMask", {"visible": [[True]]}, r"block_mask is \[\[True\]\]: it must be bool \[query blocks, key blocks\]"),
+    ("BlockMask", {"visible": torch.zeros(3, 3)}, r"block_mask is torch.float32 \[3, 3\]: it must be bool"),
+    ("BlockMask", {"visible": torch.zeros(3).bool()}, r"block_mask is torch.bool \[3\]: it must be bool"),
+    ("BlockMask", {"visible": torch.zeros(3, 3, device="meta").bool()}, "block_mask is on meta: it must be on the CPU"),
+    ("BlockMask", {"block": 0}, "block is 0: it must be a whole number from 1"),
+    ("strided", {"seqlen": -1}, "seqlen is -1: it must be a whole number from 0"),
+    ("strided", {"stride": 6}, "stride is 6: it must be a positive multiple of block, 4"),
+    ("fixed", {"summary": 3}, "summary is 3: it must be a positive multiple of block, 2"),
+    ("fixed", {"summary": 6}, "summary is 6: it must be at most stride, 4"),
+    ("bigbird", {"window": 2}, "window is 2: it must be odd, the query's own block and"),
+    ("bigbird", {"window": -1}, "window is -1: it must be a whole number from 1"),
+    ("bigbird", {"global_": -1}, "global_ is -1: it must be a whole number from 0"),
+    ("bigbird", {"random": -1}, "random is -1: it must be a whole number from 0"),
+    ("longformer", {"window": 3}, "window is 3: it must be even, half of it on either side"),
+    ("longformer", {"window": -2}, "window is -2: it must be a whole number from 0"),
+    ("longformer", {"global_tokens": [(4, 4)]}, r"global_tokens\[0\] is \(4, 4\): stretches must ascend and hold"),
+    ("longformer", {"global_tokens": [(0, 4), (3, 5)]}, r"global_tokens\[1\] is \(3, 5\): stretches must ascend"),
+    ("longformer", {"global_tokens": [7]}, r"global_tokens is \[7\]: it must be stretches \(start, end\)"),
+    ("Limits", {"channels": 3}, "channels is 3: it must be a power of two from 1 to 64, or None"),
+    ("Limits", {"ctas": 128}, "ctas is 128"),
+    ("Limits", {"channels": 8, "ctas": 4}, "channels is 8 and ctas 4: a channel takes a thread block"),
+    ("Limits", {"cga_cluster_size": 16}, "cga_cluster_size is 16: it must be a power of two from 1 to 8, or None"),
+    ("Limits", {"ctas": 2, "cga_cluster_size": 4}, "cga_cluster_size is 4, of 2 thread blocks in all"),
+    ("Limits", {"bytes_per_second": 0}, "bytes_per_second is 0: it must be a positive finite number"),
+    ("Topology", {"nodes": [[0, True]]}, r"nodes is \[\[0, True\]\]: it must be lists of ranks, one per node"),
+    ("Topology", {"devices": 5}, "devices is 5: it must be a tuple with the DeviceInfo of every rank, or empty"),
+    ("flat", {"world": 0}, "world is 0: it must be a whole number from 1"),
+    ("grid", {"per_node": 1.5}, "per_node is 1.5: it must be a whole number from 1"),
+]
+
+PATTERNS = (
+    "whole of shards that leave positions out",
+    "Documents",
+    "BlockMask",
+    "strided",
+    "fixed",
+    "bigbird",
+    "longformer",
+)
+NONSENSE = [
+    None, True, 0, -1, 1.5, float("nan"), float("inf"), 10**30, 10**5000, 3 + 4j, "x", b"x", [], [[]], {}, object(),
+    np.int64(3), np.float32(0.5), np.zeros(2), torch.tensor(3), torch.zeros(2, 2), torch.zeros(3, dtype=torch.int64),
+    torch.zeros(2, device="meta"), torch.float64,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("door", "change", "told"), [*(("ring_attention", *row) for row in CALLS + EAGER), *REFUSED])
+def test_refusals(door: str, change: dict[str, Any], told: str) -> None:
+    call, fit = DOORS[door]
+    with pytest.raises((ValueError, NotImplementedError), match=told):
+        call(**fit | change)
+
+
+def op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any) -> Any:
+    return torch.ops.ringattn.ring_attention(q, k, v, *pack_args(AttentionArgs(**call), None, None))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        *CALLS,
+        ({"layout": 5}, "layout is '5': it must be a Layout or one of contiguous"),
+        ({"layout": ""}, "layout is '': it must be a Layout or one of contiguous"),
+        ({"cu_seqlens": [0, 7.5, 8]}, "cu_seqlens is torch.float32 .*: it must be integers"),
+        ({"dropout_p": 0.5, "dropout_seed": -3}, "dropout_seed is -3: it must be 0 to 2"),
+        ({"dropout_p": 0.5, "dropout_seed": 2**64 + 5}, "dropout_seed is 18446744073709551621: it must be 0 to 2"),
+        ({"dropout_p": 0.5, "dropout_seed": 1.5}, "dropout_seed is 1.5: it must be 0 to 2"),
+        ({"alibi_slopes": torch.zeros(4).requires_grad_()}, "alibi_slopes requires a gradient"),
+    ],
+)
+def test_refusals_in_a_graph(change: dict[str, Any], told: str) -> None:
+    with pytest.raises((ValueError, NotImplementedError), match=told):
+        op(**DOORS["ring_attention"][1] | change)
+
+
+@pytest.mark.parametrize("door", [name for name in DOORS if name not in PATTERNS])
+def test_nonsense(door: str) -> None:
+    """Taken where it means something, else refused by the argument's name: in place of every argument, every value."""
+    call, fit = DOORS[door]
+    for name in inspect.signature(call).parameters:
+        for value in NONSENSE:
+            try:
+                call(**fit | {name: value})
+            except (ValueError, NotImplementedError) as error:
+                assert re.search(rf"\b{name}\b", str(error)), (name, type(value), str(error))
+
+
+def test_numbers_of_numpy() -> None:
+    made = Ring(slots=np.int64(4), chunks=np.int32(2), deadline=np.float32(3))  # type: ignore[arg-type]
+    assert repr([made.slots, made.chunks, made.deadline]) == "[4, 2, 3.0]"  # as other ranks say it
+    assert repr(Limits(channels=np.int64(4))) == repr(Limits(channels=4))  # type: ignore[arg-type]
+    assert Layout.contiguous(np.int64(8), np.int32(2)) == HALVES  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own forward_ad
+@pytest.mark.parametrize("door", ["ring_attention", "unshard"])
+def test_transforms_of_functions(door: str) -> None:
+    call, fit = DOORS[door]
+    name = next(iter(fit))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return torch.sum(call(**fit | {name: x}))
+
+    for transform, x in ((torch.func.grad(loss), WHOLE), (torch.func.vmap(loss), WHOLE[None])):
+        with pytest.raises(NotImplementedError, match=f"{door} is called under a transform of torch.func"):
+            transform(x)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="dual tensors"):
+        make_dual: Any = torch.autograd.forward_ad.make_dual
+        loss(make_dual(WHOLE, WHOLE))
+
+
+SHORT = {name: torch.zeros(2, 9, heads, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+EYE = BlockMask(torch.eye(4).bool(), 4)
+ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    # all of them alike
+    ({"layout": None}, {"layout": None}, "layout is None with 2 ranks"),
+    ({"layout": Layout.contiguous(16, 4)}, {"layout": Layout.contiguous(16, 4)}, "layout is made for 4 ranks, the"),
+    ({"layout": Layout.contiguous(30, 2)}, {"layout": Layout.contiguous(30, 2)}, "layout gives rank"),
+    (
+        {"block_mask": BlockMask(torch.ones(2, 2).bool(), 8)},
+        {"block_mask": BlockMask(torch.ones(2, 2).bool(), 8)},
+        r"layout gives rank 0 the span \(0, 4, 1\): .* whole blocks of 8 positions",
+    ),
+    ({"ring": {"chunks": 3}}, {"ring": {"chunks": 3}}, "chunks of the ring is 3, k has 2 heads: a chunk has at least"),
+    ({"group": "both"}, {"group": "both"}, "ring and group are both given"),
+    # one of them alone, and all learn it
+    ({}, {"cu_seqlens": [0, 3]}, "cu_seqlens ends at 3"),
+    # they disagree
+    ({}, {"layout": "contiguous", **SHORT}, "layout differs between ranks"),
+    ({"causal": True}, {}, r"causal differs between ranks \(rank 0: True, rank 1: False\)"),
+    ({"softmax_scale": 0.5}, {}, r"softmax_scale differs between ranks \(rank 0: 0.5, rank 1: 0.25\)"),
+    ({}, {"layout": "striped"}, "layout differs between ranks"),
+    ({"backend": "aten"}, {"backend": "triton"}, r"backend differs .*rank 0: 'aten', rank 1: 'triton'"),
+    ({}, {"window_size": (4, 4)}, "window_size differs"),
+    ({}, {"cu_seqlens": [0, 5, 16]}, "cu_seqlens differs"),
+    ({}, {"block_mask": longformer(2, [])}, "window_size differs"),
+    ({}, {"block_mask": EYE}, "block_mask differs"),
+    ({}, {"seqused_k": [3, 16]}, "seqused_k differs"),
+    ({}, {"softcap": 2.0}, "softcap differs"),
+    ({}, {"alibi_slopes": torch.ones(4)}, "alibi_slopes differs"),
+    ({}, {"dropout_p": 0.25, "dropout_seed": 7}, "dropout_p differs"),
+    ({}, {"learnable_sink": torch.zeros(4)}, "learnable_sink differs"),
+    ({"causal": True}, {"causal": True, "prefix_length": 3}, "prefix_length differs"),
+    ({}, {"kv_layout": "striped"}, "kv_layout differs"),
+    (
+        {"dropout_p": 0.5, "dropout_seed": 5},
+        {"dropout_p": 0.5, "dropout_seed": 6},
+        r"dropout_seed differs between ranks \(rank 0: 5, rank 1: 6\)",
+    ),
+    ({"ring": {"chunks": 2}}, {}, r"chunks differs between ranks \(rank 0: 2, rank 1: 1"),
+    ({"ring": {"slots": 2, "prefetch": 1}}, {"ring": {"slots": 4, "prefetch": 1}}, "slots differs between ranks"),
+    ({"ring": {"prefetch": 0}}, {}, "prefetch differs between ranks"),
+    ({"ring": {"direction": -1}}, {}, "direction differs between ranks"),
+    (
+        {"ring": {"topology": Topology(((1, 0),))}},
+        {"ring": {"topology": Topology.flat(2)}},
+        "topology differs between ranks",
+    ),
+]
+"""Arguments of the first of two ranks, and of the second."""
+
+
+def test_refusals_on_all_ranks() -> None:
+    """Every rank gets the same error, and the next call is as the first."""
+    fit = DOORS["ring_attention"][1] | {"layout": "zigzag"}
+
+    def refused(group: LocalGroup) -> None:
+        for *calls, told in ON_RANKS:
+            call = dict(calls[group.rank()])
+            with Ring(group, **call.pop("ring", {})) as ring, pytest.raises(ValueError, match=told):
+                ring_attention(**fit | call | ({"group": group} if "group" in call else {}), ring=ring)
+
+    with LocalWorld(2) as world:
+        world.run(refused)
+    assert {name for *calls, _ in ON_RANKS for call in calls for name in call} >= {*AttentionArgs._fields} - {"config"}
+
+
+def test_rings_of_four_ranks() -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"slots": 1}, "slots is 1: a ring of 4 ranks needs at least 2"),
+        ({"slots": 3, "prefetch": 3}, "prefetch is 3: with 3 slots it must be 0 to 2"),
+        ({"topology": Topology.grid(2, 2), "slots": 5, "prefetch": 5}, "prefetch is 5: with 5 slots it must be 0 to 4"),
+        ({"topology": Topology.grid(2, 3)}, "topology has 6 ranks, the group has 4"),
+    ]
+
+    def refused(group: LocalGroup) -> None:
+        for call, told in rows:
+            with pytest.raises(ValueError, match=told):
+                Ring(group, **call)
+
+    with LocalWorld(4) as world:
+        world.run(refused)
+
+
+def test_a_closed_ring() -> None:
+    ring = Ring()
+    ring.close()
+    ring.close()
+    with pytest.raises(ValueError, match="ring is closed"):
+        ring_attention(**DOORS["ring_attention"][1], ring=ring)
+
+
+def test_a_ring_that_is_gone() -> None:
+    packed = pack_args(AttentionArgs(), Ring(), None)
+    with pytest.raises(RuntimeError, match="ring of a compiled call is gone"):
+        torch.ops.ringattn.ring_attention(*DOORS["ring_attention"][1].values(), *packed)
+
+
+def test_a_ring_left_by_an_error_ends_the_transfers_of_the_others() -> None:
+    """The rank that leaves goes on elsewhere: nothing but its ring tells the others."""
+
+    def fn(group: LocalGroup) -> None:
+        raised = TransportError if group.rank() else KeyError
+        with pytest.raises(raised, match="out of data"), Ring(group) as ring:
+            transport = ring.open_flat(torch.device("cpu"))
+            if group.rank() == 0:
+                raise KeyError("out of data")
+            transport.post(sends=[], receives=[Message(0, torch.empty(4))])
+        control_of(group).gather(None, what="the test", timeout=5)
+
+    with LocalWorld(2, timeout=5) as world:
+        world.run(fn)
+
+
+def test_the_signature_is_the_list_of_arguments() -> None:
+    """The overloads for type checkers, the fields with their defaults, and how each travels to an op."""
+    named = {name: one.default for name, one in inspect.signature(ring_attention).parameters.items()}
+    others = {name: named.pop(name) for name in ("q", "k", "v", "return_lse", "ring", "group")}
+    assert AttentionArgs()._asdict() == named
+    assert {*Options.__annotations__} == {*named, "ring", "group"} < {*named, *others}
+    assert set(TRAVELS) == set(named)

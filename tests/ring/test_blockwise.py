@@ -1,0 +1,106 @@
+"""The blockwise body of the CPU backend in tiles of any size, and Philox4x32-10 against the textbook."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringattn.kernels import Bounds
+from ringattn.ring.cpu import blockwise
+from ringattn.ring.cpu import regions as cutting
+from ringattn.ring.cpu.aten import AtenForward
+from ringattn.ring.cpu.blockwise import first_word
+
+from ..support.mask_cases import check
+from .test_ring_masks import MASKS, PATTERNS, SCORES, case_of
+
+WORDS = st.integers(0, 2**32 - 1)
+
+
+def textbook(seed: int, counter: list[int]) -> int:
+    """Salmon et al., SC 2011, section 3.3, with Python's integers."""
+    key, word = [seed % 2**32, seed >> 32], 2**32
+    for _ in range(10):
+        a, b = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = [b // word ^ counter[1] ^ key[0], b % word, a // word ^ counter[3] ^ key[1], a % word]
+        key = [(key[0] + 0x9E3779B9) % word, (key[1] + 0xBB67AE85) % word]
+    return counter[0]
+
+
+def ours(seed: int, counter: list[int]) -> int:
+    words = [torch.tensor(word) for word in counter]
+    return int(first_word(seed, (words[0], words[1], words[2], words[3])))
+
+
+@pytest.mark.parametrize(
+    ("seed", "counter", "word"),
+    [
+        (0, [0, 0, 0, 0], 0x6627E8D5),
+        (2**64 - 1, [2**32 - 1] * 4, 0x408F276D),
+        (0x299F31D0A4093822, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], 0xD16CFE09),
+    ],
+)
+def test_the_known_answers_of_random123(seed: int, counter: list[int], word: int) -> None:
+    assert ours(seed, counter) == textbook(seed, counter) == word
+
+
+@given(seed=st.integers(0, 2**64 - 1), counter=st.lists(WORDS, min_size=4, max_size=4))
+def test_any_seed_and_counter(seed: int, counter: list[int]) -> None:
+    assert ours(seed, counter) == textbook(seed, counter)
+
+
+def test_counters_broadcast() -> None:
+    rows, keys = torch.tensor([0, 7, 2**31 - 1]), torch.arange(5)
+    words = first_word(2**63 + 5, (rows[:, None], keys, torch.tensor(3), torch.tensor(1)))
+    assert words.tolist() == [[textbook(2**63 + 5, [row, key, 3, 1]) for key in range(5)] for row in rows.tolist()]
+
+
+SMALL = {"MIN_ROWS": 6, "FOLDED_ROWS": 16, "MIN_BLOCK_ROWS": 4, "TILE_KEYS": 8, "TILE_SCORES": 64}
+SQUARES = {"MIN_ROWS": 6, "BAND_ROWS": 8, "NARROW_KEYS": 7}
+FEATURES = MASKS | SCORES | {name: make(4) for name, make in PATTERNS.items()} | {
+    "many at once": {
+        "cu_seqlens": [0, 25, 60],
+        "seqused_k": [50, 29],
+        "softcap": 1.5,
+        "alibi_slopes": SCORES["alibi by batch row"]["alibi_slopes"],
+        "dropout_p": 0.3,
+        "dropout_seed": 2**63 + 11,
+    }
+}  # fmt: skip
+
+
+def cut(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, float]) -> None:
+    """Short shards as long ones are."""
+    for name, value in sizes.items():
+        monkeypatch.setattr(cutting if hasattr(cutting, name) else blockwise, name, value)
+
+
+@pytest.mark.usefixtures("poison", "one_core")
+@pytest.mark.parametrize("tiles", [SMALL, SQUARES], ids=["small tiles", "squares"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_in_small_tiles(name: str, tiles: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch, tiles)
+    check(case_of(2, "zigzag", FEATURES[name] | {"backend": "aten"}, dims=(16, 24) if name in SCORES else (16, 16)))
+
+
+@pytest.mark.parametrize(("name", "small"), [("causal window", True), ("causal window", False), ("window", False)])
+def test_scores_that_are_not_known_to_be_small(name: str, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch, SMALL | ({} if small else {"SMALL": -1.0}))
+    check(case_of(3, "striped", MASKS[name] | {"backend": "aten"}))
+
+
+@pytest.mark.parametrize(("score", "value"), [(59.0, 1.0), (61.0, 1.0), (200.0, 1.0), (59.0, 1e19), (200.0, 1e30)])
+def test_windows_of_large_scores_and_values(score: float, value: float) -> None:
+    """No maximum is subtracted where scores are small; they are in units of the base-2 logarithm here."""
+    q, k, v = torch.zeros(1, 180, 1, 8), torch.zeros(1, 180, 1, 8), torch.full((1, 180, 1, 8), value / 8)
+    q[..., 0], k[..., 0], v[..., 0] = score / math.log2(math.e), 1.0, value
+    hi = torch.arange(1, 181, dtype=torch.int32)
+    work = AtenForward(q, softmax_scale=1.0)
+    work.fold(k, v, Bounds(hi.sub(90).clamp(min=0), hi), final=True)
+    out, lse = work.result()
+    torch.testing.assert_close(out, v)
+    torch.testing.assert_close(lse[0, 0], score / math.log2(math.e) + hi.clamp(max=90).log())

@@ -1,0 +1,21 @@
+"""Fewer cases than all combinations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations, product
+from typing import Any
+
+
+def pairwise_cases(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows of the product of the axes, so that any two values of two axes meet in one of them; the same every time."""
+    values = [tuple(axis) for axis in axes]
+    rows = list(product(*(range(len(some)) for some in values)))
+    pairs = {row: {(i, j, row[i], row[j]) for i, j in combinations(range(len(row)), 2)} for row in rows}
+    left = {pair for found in pairs.values() for pair in found}
+    chosen = []
+    while left:
+        best = max(rows, key=lambda row: len(pairs[row] & left))
+        left -= pairs[best]
+        chosen.append(best)
+    return [tuple(some[at] for some, at in zip(values, row, strict=True)) for row in chosen]
