@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import LocalGroup
-from ..comm.kept import of_number
-from ..kernels.op_calls import pack_config, unpack_config
-from ..kernels.ops import NO_SLOPE
+from ..comm.kept import of_handle
+from ..kernels.ops import NO_SLOPE, pack_config, unpack_config
 from ..kernels.scores import SEEDS
 from . import loop
 from .args import AttentionArgs, PreparedCall, prepare_call
@@ -288,13 +287,13 @@ def ring_of_call(packed: Any, device: torch.device) -> Ring:
         RuntimeError: it, or the group, is gone.
     """
     for what, number in (("ring", packed.ring), ("group", packed.member)):
-        if number and of_number(number) is None:
+        if number and of_handle(number) is None:
             raise RuntimeError(f"the {what} of a compiled call is gone: keep it until its backward is done")
-    group: Any = of_number(packed.member)
+    group: Any = of_handle(packed.member)
     if packed.group:
         c10d: Any = dist.distributed_c10d  # what functional collectives find a group by
         group = c10d._resolve_process_group(packed.group)
-    ring: Any = of_number(packed.ring)
+    ring: Any = of_handle(packed.ring)
     return resolve_ring(ring, group, device)
 
 

@@ -32,8 +32,8 @@ from ...kernels import (
 from ...kernels.config import config_for
 from ...reference.masks import by_batch
 from ...ring.backends import backward_backends, forward_backends
-from ...ring.buffers import Seen, chunks_of
-from ...ring.loop import ForwardWork, add
+from ...ring.buffers import MaskArgs, chunks_of
+from ...ring.loop import ForwardBackend, add
 from ...ring.schedule.plan import plan
 from ..common.attention import DTYPES, AttentionConfig
 from ..common.memory import free_memory
@@ -210,7 +210,7 @@ def by_hops(backend: str, given: Given, config: KernelConfig | None = None, pass
         into = torch.empty_like(k), torch.empty_like(v)
         for part in parts:
             work.dq(k, v, part, scores=PLAIN, local=True, final=part is parts[-1])
-        add(work, (k, v), [Seen(bounds=part, scores=PLAIN) for part in parts], local=True, sums=None, into=into)
+        add(work, (k, v), [MaskArgs(bounds=part, scores=PLAIN) for part in parts], local=True, accum=None, out=into)
         return work.result(), *into
 
     (carried,) = forward_backends(backend, chunks, q, **how)
@@ -221,7 +221,7 @@ def by_hops(backend: str, given: Given, config: KernelConfig | None = None, pass
     return Ready(_only(steps, passes), [out, *grads], carried.result()[0] if given.halves else None)
 
 
-def _fold(work: ForwardWork, k: Tensor, v: Tensor, parts: Sequence[Bounds], *, final: bool) -> None:
+def _fold(work: ForwardBackend, k: Tensor, v: Tensor, parts: Sequence[Bounds], *, final: bool) -> None:
     """The keys of one shard, part by part of the mask."""
     for part in parts:
         work.fold(k, v, part, scores=PLAIN, final=final and part is parts[-1])

@@ -75,7 +75,7 @@ class Nothing:
 
     dq = fold
 
-    def dkdv(self, *_tensors: object, sums: Callable[[], Tensors] | None, **_options: object) -> None:
+    def dkdv(self, *_tensors: object, accum: Callable[[], Tensors] | None, **_options: object) -> None:
         """Wait for the sums."""
         if accum is not None:
             accum()
@@ -108,14 +108,14 @@ class Clocked:
         with self._clock.stretch():
             self._backend.dq(*tensors, **options)
 
-    def dkdv(self, *tensors: Any, sums: Callable[[], Tensors] | None, **options: Any) -> None:
-        wait = sums
-        if sums is not None and self._waits_first:  # the kernel's stream waits before its launch, not within it
-            arrived = sums()
+    def dkdv(self, *tensors: Any, accum: Callable[[], Tensors] | None, **options: Any) -> None:
+        wait = accum
+        if accum is not None and self._waits_first:  # the kernel's stream waits before its launch, not within it
+            arrived = accum()
             wait = lambda: arrived  # noqa: E731
         with self._clock.stretch():
             late = None if wait is None else lambda: self._clock.without(wait)
-            self._backend.dkdv(*tensors, sums=late, **options)
+            self._backend.dkdv(*tensors, accum=late, **options)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from ...kernels.checks import MAX_HEAD_DIM
 from ...ring.ring import depth_of
 from ...ring.schedule.layout import Layout
 from ...ring.schedule.mask import Mask
-from ...ring.schedule.plan import Plan, Positions, Sight, plan
+from ...ring.schedule.plan import HopMask, Plan, Positions, plan
 from ...ring.schedule.schedule import KV_SLOTS, Schedule, schedule
 from ...ring.wire import grad_wire_of, wire_of
 from ..common.attention import DTYPES, AttentionConfig
@@ -143,10 +143,10 @@ class Call:
             rank=rank,
             hops=hops,
             inner=made.inner,
-            sights=tuple((Sight(FULL, NOWHERE, hop.shard),) if hop.computes else () for hop in hops),
+            hop_masks=tuple((HopMask(FULL, NOWHERE, hop.shard),) if hop.computes else () for hop in hops),
             lengths=made.lengths,
             longest=self.tokens,
-            leaving=None,
+            send_index=None,
             last=max(hop.index for hop in hops if hop.computes),
             slots=self.slots,
             edges=((), ()),

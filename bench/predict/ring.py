@@ -235,10 +235,10 @@ def _price(call: Call, speed: Speed) -> Callable[[Plan, Op], Seconds]:
 
     def price(plan: Plan, op: Op) -> Seconds:
         rows = lengths[plan.rank]
-        sights, keys = plan.hop_masks[op.hop], plan.lengths[op.hop] if op.hop else rows
+        hop_masks, keys = plan.hop_masks[op.hop], plan.lengths[op.hop] if op.hop else rows
         area = Area(0, rows, keys, 0, 0)
-        if sights:
-            area = _area(sights[min(op.part, len(sights) - 1)].bounds, rows, keys)
+        if hop_masks:
+            area = _area(hop_masks[min(op.part, len(hop_masks) - 1)].bounds, rows, keys)
         return float(speed.seconds(op.what, area, replace(call.form, tokens=rows), hop=op.hop))
 
     return price

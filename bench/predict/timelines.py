@@ -7,7 +7,7 @@ from typing import Any
 
 from ...ring.buffers import Kind
 from ...ring.schedule.plan import Plan
-from ...ring.trace import Moved, Stretch
+from ...ring.trace import Moved, Stretch, slot_trace
 from ..common.attention import mask_data
 from ..timeline.events import Event, Timeline
 from .call import Call

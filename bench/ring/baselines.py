@@ -172,10 +172,10 @@ def gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
     """dq in q's dtype; dk and dv in fp32, as sums over ranks want them."""
     tensors = (dout, q, out, lse)
     (work,) = backward_backends(backend_of(q), one_chunk(q, k), *tensors, softmax_scale=q.shape[-1] ** -0.5)
-    into = tuple(torch.empty(x.shape, device=x.device, dtype=torch.float32) for x in (k, v))
+    sums = tuple(torch.empty(x.shape, device=x.device, dtype=torch.float32) for x in (k, v))
     work.dq(k, v, limits, local=True, final=True)
-    work.dkdv(k, v, limits, local=True, sums=None, into=into)
-    return [work.result(), *into]
+    work.dkdv(k, v, limits, local=True, accum=None, out=sums)
+    return [work.result(), *sums]
 
 
 def backend_of(q: Tensor) -> str:

@@ -185,7 +185,7 @@ def test_what_computes_nothing_still_waits() -> None:
         return ()
 
     for given in (None, sums):
-        runs.Nothing().dkdv(Tensor(), Tensor(), FULL, local=False, sums=given, into=())
+        runs.Nothing().dkdv(Tensor(), Tensor(), FULL, local=False, accum=given, out=())
     assert waited == ["sums"]
 
 

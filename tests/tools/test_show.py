@@ -20,6 +20,7 @@ from ringattn.bench.common.attention import packed
 from ringattn.bench.common.flags import human
 from ringattn.bench.common.result import read
 from ringattn.comm.topology.topology import Topology
+from ringattn.ring.schedule import mask as patterns
 from ringattn.ring.schedule.layout import Documents, Layout, Span
 from ringattn.ring.schedule.mask import Mask, visible_pairs
 from ringattn.ring.schedule.schedule import schedule
@@ -136,15 +137,15 @@ def test_pairs_and_cells_are_those_of_the_mask(call: Call) -> None:
         ("--prefix-length 10", "causal, prefix 10", Mask(causal=True, prefix=10)),
         (
             "--block-mask strided,block=4,stride=8", "causal, 34.0% of blocks of 4",
-            Mask(causal=True, blocks=block_mask.strided(64, 4, stride=8)),
+            Mask(causal=True, blocks=patterns.strided(64, 4, stride=8)),
         ),
         (
             "--full --block-mask fixed,block=4,stride=16,summary=4", "25.0% of blocks of 4",
-            Mask(blocks=block_mask.fixed(64, 4, stride=16, summary=4)),
+            Mask(blocks=patterns.fixed(64, 4, stride=16, summary=4)),
         ),
         (
             "--full --block-mask bigbird,block=4,window=3,global=1,random=2,seed=7", "40.6% of blocks of 4",
-            Mask(blocks=block_mask.bigbird(64, 4, window=3, global_=1, random=2, seed=7)),
+            Mask(blocks=patterns.bigbird(64, 4, window=3, global_=1, random=2, seed=7)),
         ),
         (
             "--full --block-mask longformer,window=8,global=2", "window (4, 4), 2 global tokens",
