@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from ...comm.control import control_of
 from ...comm.transport import Edge, Transport
+from ...comm.transports import nccl as nccl_module
 from ...comm.transports.local import DEFAULT_TIMEOUT, Hub, LocalGroup, solo_group
 from ...comm.transports.nccl import NcclTransport
 from ...comm.watchdog import watch
@@ -218,7 +219,7 @@ def no_device() -> Iterator[None]:
         patch.multiple(torch.cuda, **cuda),
         patch.dict(sys.modules, {"cupy": ModuleType("cupy"), "cupy.cuda": ModuleType("cuda"), "cupy.cuda.nccl": nccl}),
         patch.object(torch.Tensor, "contiguous", _contiguous),
-        patch.object(nccl, "_library", lambda: library),
+        patch.object(nccl_module, "_library", lambda: library),
         patch.object(ring_module, "open_transports", lambda *arguments, device, **named: (_unwarmed(device),)),
         # as if of a GPU: its spans are events; and no thread beside this one
         patch.object(ring_module, "open_watch", lambda group, device, **named: opened(group, NO_DEVICE, **named)),

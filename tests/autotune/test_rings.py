@@ -115,7 +115,7 @@ def test_every_setting_runs_once_whatever_the_budget(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ring_search, "ranks", lambda: gathered)
     monkeypatch.setattr(ring_search, "Clock", lambda device, team: lambda step: step() or 0.5)
     clocks = {"sm_mhz": 1200, "throttled": ("power cap",)}
-    monkeypatch.setattr(nvml, "reader", lambda device: lambda: clocks)
+    monkeypatch.setattr(nvml, "Reader", lambda device: lambda: clocks)
     steps: list[RingSetting] = []
     players: dict[RingSetting, Any] = {
         one: SimpleNamespace(run=lambda shards, one=one: steps.append(one)) for one in (DEFAULT, CHUNKED)
