@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from ringattn.bench.common.attention import AttentionConfig, mask_title
 from ringattn.bench.common.flags import Pattern
 from ringattn.bench.common.result import read
 from ringattn.bench.common.timing import Clock, Samples
-from ringattn.bench.kernels import accuracy, beside, contender, speed
+from ringattn.bench.kernels import accuracy, contender, speed
 from ringattn.bench.kernels.contender import OURS, VARIANTS, Cannot, Contender, Given, Ready
 from ringattn.bench.suite.cases import NotHere
 from ringattn.kernels import KernelConfig, Tile, attention_forward
@@ -323,54 +320,6 @@ def test_accuracy_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(AtenForward, "result", off_by_a_little)
     found = accuracy.accuracy(CPU, backend="aten", dtype="float32", head_dim=16, **TINY)
     assert "error of out" in {number.name for number in found if number.fails}
-
-
-# beside a transfer
-
-
-def test_copy_beside_the_forward(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside.Copy, "milliseconds", lambda copy: (0.0, 0.01))  # no stamps without a device's clock
-    sizes = beside.Sizes(seconds=1e-4, keys=32, nbytes=1 << 12)
-    found = list(beside.beside(CPU, head_dim=16, heads=1, repeats=1, sizes=sizes))
-    assert not any(number.fails for number in found) and sum(number.limit == 0 for number in found) == 4
-    launches = dict.fromkeys(number.labels["launch"] for number in found if number.labels)
-    assert [*launches] == ["many waves", "one wave", "one wave, 8 left"] and "stream of priority -1" in cuda.calls
-
-
-def test_delays_are_read_from_the_stamps() -> None:
-    copy = beside.Copy(CPU, 64)
-    copy.stamps.view(-1, 2)[:] = torch.tensor([[5_000_000, 9_000_000]])
-    copy.stamps.view(-1, 2)[3] = torch.tensor([7_000_000, 11_000_000])
-    assert copy.milliseconds() == (2.0, 6.0)
-    alone = beside.Beside(None, first=0.01, last=0.02, copy=4.0)
-    together = beside.Beside(12.0, first=1.01, last=3.0, copy=5.0)
-    runs: dict[str, list[Any]] = {"alone": [10.0], "copy alone": [alone], "beside": [together]}
-    told = {(number.name, number.unit): number.value for number in beside.numbers(runs, 10**12, {})}
-    assert told["start delay, first block", "ms"] == pytest.approx(1.0)
-    assert told["start delay, last block", "ms"] == pytest.approx(2.99)
-    assert told["slowdown of the forward", "times"] == pytest.approx(1.2)
-    assert told["forward alone", "TFLOP/s"] == pytest.approx(100)
-
-
-@pytest.mark.nightly
-def test_copy_kernel_compiles_with_its_clock() -> None:
-    """The interpreter has no clock of the device: compiled in a process without it, for one GPU."""
-    code = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from ringattn.bench.kernels.beside import CHUNK, COPY_WARPS, copy_kernel
-types = {"destination": "*i32", "source": "*i32", "elements": "i32", "stamps": "*i64"}
-constants = {(4,): CHUNK, (5,): True}
-aligned = {(index,): [["tt.divisibility", 16]] for index in range(4)}
-source = ASTSource(copy_kernel, {**types, "CHUNK": "constexpr", "STAMP": "constexpr"}, constants, aligned)
-compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": COPY_WARPS})
-assert compiled.asm["ptx"].count("globaltimer") == 2
-assert "ld.global.v4" in compiled.asm["ptx"]
-"""
-    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
 
 
 # the command
