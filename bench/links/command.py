@@ -12,13 +12,13 @@ from ..common.flags import (
     Csv,
     DeviceFlag,
     Json,
-    Timer,
+    TimerOfRings,
     binary,
     check_mode,
     check_transport,
     device_name,
     size,
-    timer_on,
+    timer_of_rings,
 )
 from ..common.launching import member, world_of
 from ..common.result import Result, finish
@@ -80,18 +80,6 @@ def limits_list(text: str) -> tuple[int | None, ...]:
     return counts
 
 
-def timer_of(device: str, timer: str, graphs: int) -> tuple[str, int]:
-    """What transfers are timed by, and how often a graph of them is replayed: ``-G`` is nccl-tests' word for graph.
-
-    Raises:
-        typer.BadParameter: no such timer on this device, or ``-G`` with another one.
-    """
-    if graphs and timer not in ("", "graph"):
-        raise typer.BadParameter(f"--timer is {timer!r}, and -G is {graphs}, which is --timer graph: leave one out")
-    timer = timer_on(device, "graph" if graphs else timer)
-    return timer, graphs or int(timer == "graph")
-
-
 def transports_of(text: str, graphs: int) -> tuple[tuple[str, ...], list[str]]:
     """The transports to try; and in words those that no graph can be made of, where one is to be.
 
@@ -103,7 +91,7 @@ def transports_of(text: str, graphs: int) -> tuple[tuple[str, ...], list[str]]:
         if name not in EVERY:
             raise typer.BadParameter(f"--transport is {text!r}: it takes all, or a comma list of {', '.join(EVERY)}")
         if graphs and name in NO_GRAPH and text != "all":
-            raise typer.BadParameter(f"--timer graph (-G) cannot be with --transport {name}: {NO_GRAPH[name]}")
+            raise typer.BadParameter(f"-G cannot be with --transport {name}: {NO_GRAPH[name]}")
     without = [name for name in names if graphs and name in NO_GRAPH]
     notes = [f"{name} is left out, no CUDA graph of it: {NO_GRAPH[name]}" for name in without]
     return tuple(name for name in names if name not in without), notes
@@ -135,7 +123,7 @@ def links(
     warmup: Annotated[int, typer.Option("-w", "--warmup_iters", min=0, help="Transfers before them.")] = 5,
     check: Annotated[int, typer.Option("-c", "--check", min=0, help="Transfers whose bytes are checked.")] = 1,
     cudagraph: Annotated[int, typer.Option("-G", "--cudagraph", min=0, help="Replays of a CUDA graph of them.")] = 0,
-    timer: Timer = "",
+    timer: TimerOfRings = "",
     world: Annotated[
         int | None, typer.Option(min=1, help="Ranks; default: as many as GPUs, or 2; under a launcher, its ranks.")
     ] = None,
@@ -167,7 +155,7 @@ def links(
     device, place = device_name(device), member()
     if device == "cpu":
         check_mode(context, "on the CPU", context.params.keys() - {"channels", "ctas", "cudagraph"})
-    timer, cudagraph = timer_of(device, timer, cudagraph)
+    timer = timer_of_rings(device, timer)
     names, notes = transports_of(transport, cudagraph)
     if not {*names} & {*SWEPT}:
         check_mode(context, f"without {SWEPT[0]} among --transport", context.params.keys() - {"channels", "ctas"})
@@ -191,7 +179,7 @@ def links(
     check_room(config, ranks if place is None else place.local_world, launched=place is not None)
     with Console(stderr=True).status("measuring"):
         result = everywhere(ranks, config)
-    result.notes = [*notes, *settings(timer), *result.notes, *best(result)]
+    result.notes = [*notes, *settings(timer, cudagraph), *result.notes, *best(result)]
     result.provenance = provenance(torch.device(device))
     finish(result, json, csv)
 
@@ -221,10 +209,10 @@ def everywhere(world: int, config: LinksConfig) -> Result:
     return result
 
 
-def settings(timer: str) -> list[str]:
+def settings(timer: str, graphs: int) -> list[str]:
     """What is not in the rows: the timer, and what the environment says to NCCL, which it reads once."""
     given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
-    return [f"timed by {timer}", *given]
+    return [f"timed by {timer}" + f", {graphs} replays of a CUDA graph" * (graphs > 0), *given]
 
 
 def best(result: Result) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 import ringattn
 from ringattn import reference
 from ringattn.bench.common import errors, timing
-from ringattn.bench.common.attention import BACKWARD_FLOPS, AttentionConfig, forward_flops, packed, pairs_of
+from ringattn.bench.common.attention import BACKWARD_FLOPS, AttentionConfig, forward_flops, packed
 from ringattn.bench.common.provenance import command, provenance
 from ringattn.bench.common.timing import Clock, Samples, interleaved, repeats_within
 
@@ -82,7 +82,6 @@ def test_clocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flops_count_visible_pairs(causal: bool) -> None:
     seqlen, heads, dim, dim_v = 7, 3, 4, 5
     pairs = sum(1 for q in range(seqlen) for k in range(seqlen) if k <= q or not causal)
-    assert pairs_of(seqlen, causal=causal) == pairs
     assert forward_flops(pairs, heads=heads, head_dim=dim, head_dim_v=dim_v, batch=2) == 2 * pairs * (4 + 5) * 3 * 2
     assert forward_flops(pairs, heads=heads, head_dim=dim) == 4 * pairs * dim * heads
     assert BACKWARD_FLOPS == 2.5

@@ -82,30 +82,15 @@ def test_a_step_is_both_passes_run_by_run() -> None:
     assert step.contention == pytest.approx(0.25 * 1.5 + 0.75 * 1.1)
 
 
-def buffers(two: dict[int, float], three: dict[int, float]) -> list[Row]:
-    """Steps with two and with three slots, by chunks, that spread by 1%."""
-    rows = []
-    for slots, seconds in ((2, two), (3, three)):
+def test_verdict_on_the_third_buffer() -> None:
+    rows: list[Row] = []
+    for slots, seconds in ((2, {1: 10.0, 2: 10.0}), (3, {1: 9.0, 2: 10.5})):
         for chunks, together in seconds.items():
-            common = {"phase": STEP, "slots": slots, "chunks": chunks, "spread": 1.0}
+            common = {"phase": STEP, "slots": slots, "chunks": chunks, "spread": float(slots)}
             rows.append({**common, "prefetch": slots - 1, "together": together})
             rows.append({**common, "prefetch": 0, "together": 0.1})  # blocking: not what is compared
-    return rows
-
-
-@pytest.mark.parametrize(
-    ("two", "three", "world", "text"),
-    [
-        ({1: 10.0}, {1: 9.0}, 4, "pays here: it saves +10.0% of a step with 1 chunk"),
-        ({1: 10.0}, {1: 9.95}, 4, "does not pay here: it saves +0.5%"),
-        ({1: 10.0, 2: 10.0}, {1: 9.0, 2: 10.5}, 4, "does not elsewhere: -5.0% of a step with 2 chunks"),
-        ({1: 10.0}, {}, 4, "not measured"),
-        ({1: 10.0}, {1: 1.0}, 2, "cannot pay in a world of 2"),
-        ({}, {}, 1, "nothing arrives"),
-    ],
-)
-def test_verdict_on_the_third_buffer(two: dict[int, float], three: dict[int, float], world: int, text: str) -> None:
-    assert text in verdict(buffers(two, three), world)
+    assert verdict(rows).endswith(" saves of a step: +10.0% ±3.0% with 1 chunks, -5.0% ±3.0% with 2 chunks")
+    assert "not measured" in verdict(rows[:4])
 
 
 # what runs
@@ -235,7 +220,7 @@ def test_overlap_of_real_processes(tmp_path: Path) -> None:
     assert all(row["bound"] > row["compute"] > 0 and row["communication"] > 0 for row in found.rows)
     assert "no ring: prefetch is 1: with 1 slots it must be 0 to 0" in ran.stdout
     assert "over process_group, link throttled to" in ran.stdout
-    assert "cannot pay in a world of 2" in found.notes[-1] and found.provenance["versions"]
+    assert "not measured" in found.notes[-1] and found.provenance["versions"]
     with rows.open() as file:
         assert [row["phase"] for row in csv.DictReader(file)] == [row["phase"] for row in found.rows]
 

@@ -82,7 +82,7 @@ def test_everyone_agrees_in_real_processes(tmp_path: Path) -> None:
             assert of["of ideal"] == pytest.approx(100 * rows[WHOLE]["time"] / 2 / of["time"])
             assert of["throughput"] == pytest.approx(tokens / (of["time"] / 1e3))
     assert f"not there: {CONTEXT_PARALLEL}: it has no sharding strategy" in ran.stdout
-    assert [note.partition(" and")[0] for note in found.notes[-3:-1]] == [ALL_GATHER, ULYSSES]
+    assert [note.split()[2] for note in found.notes[-3:-1]] == [ALL_GATHER, ULYSSES]
     assert found.notes[-1].startswith("best: ")
     with (tmp_path / "r.csv").open() as file:
         assert {row["tokens"] for row in csv.DictReader(file)} == {"256", "512"}
@@ -176,26 +176,13 @@ def rows(tokens: int = 1024, world: int = 2, **seconds: float) -> list[Row]:
     return [row(WHOLE, 1.0, tokens, world), row(f"{OURS} zigzag", 0.5, tokens, world), *others]
 
 
-@pytest.mark.parametrize(
-    ("found", "texts"),
-    [
-        # log 0.5 : log 2.5 of the way from 1k to 4k, against the best of ours
-        (
-            [*rows(1024, gather=0.25), *rows(4096, gather=1.0, striped=0.4)],
-            ["all-gather is faster up to about 1,860 tokens, measured 1k to 4k: 0.50 times the ring's time at 1k"],
-        ),
-        (
-            [*rows(1024, heads=0.6), *rows(4096, heads=0.7)],
-            ["the ring is faster at every length (1k to 4k): 1.20 times the ring's time at 1k, 1.40 times"],
-        ),
-        (rows(1024, gather=0.5), ["; within the spread at 1k"]),
-        ([*rows(1024, 2, gather=0.4), *rows(1024, 4, gather=0.6)], ["2 ranks: all-gather is", "4 ranks: the ring is"]),
-        (rows(), []),
-    ],
-)
-def test_crossovers(found: list[Row], texts: list[str]) -> None:
-    told = crossovers(found)
-    assert len(told) == len(texts) and all(text in line for text, line in zip(texts, told, strict=True)), told
+def test_ways_around_the_ring_beside_the_best_layout() -> None:
+    found = [*rows(1024, gather=0.25), *rows(4096, gather=1.0, striped=0.4), *rows(1024, 4, heads=0.6)]
+    assert crossovers(found) == [
+        "time of all-gather over the ring's, 2 ranks: 0.50 at 1k, 2.50 at 4k",
+        "time of Ulysses over the ring's, 4 ranks: 1.20 at 1k",
+    ]
+    assert crossovers(rows()) == []
 
 
 def test_best_of_the_largest_problem() -> None:
