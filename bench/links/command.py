@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..common.flags import (
-    Csv,
-    DeviceFlag,
-    Json,
-    TimerOfRings,
-    binary,
-    check_mode,
-    check_transport,
-    device_name,
-    size,
-    timer_of_rings,
-)
+from ..common import flags
 from ..common.launching import member, world_of
 from ..common.result import Result, finish
 
@@ -113,22 +102,23 @@ def beside_name(text: str, device: str) -> str:
 @app.command()
 def links(
     context: typer.Context,
-    minbytes: Annotated[Any, typer.Option("-b", "--minbytes", parser=size, metavar="SIZE")] = "32M",
-    maxbytes: Annotated[Any, typer.Option("-e", "--maxbytes", parser=size, metavar="SIZE")] = "32M",
+    minbytes: Annotated[Any, typer.Option("-b", "--minbytes", parser=flags.size, metavar="SIZE")] = "32M",
+    maxbytes: Annotated[Any, typer.Option("-e", "--maxbytes", parser=flags.size, metavar="SIZE")] = "32M",
     stepfactor: Annotated[int | None, typer.Option("-f", "--stepfactor", help="Sizes grow by this factor.")] = None,
     stepbytes: Annotated[
-        Any, typer.Option("-i", "--stepbytes", parser=size, metavar="SIZE", help="… or by this step; default: 1M.")
+        Any,
+        typer.Option("-i", "--stepbytes", parser=flags.size, metavar="SIZE", help="… or by this step (1M)."),
     ] = None,
     iters: Annotated[int, typer.Option("-n", "--iters", min=1, help="Timed transfers, back to back.")] = 20,
     warmup: Annotated[int, typer.Option("-w", "--warmup_iters", min=0, help="Transfers before them.")] = 5,
     check: Annotated[int, typer.Option("-c", "--check", min=0, help="Transfers whose bytes are checked.")] = 1,
     cudagraph: Annotated[int, typer.Option("-G", "--cudagraph", min=0, help="Replays of a CUDA graph of them.")] = 0,
-    timer: TimerOfRings = "",
+    timer: flags.TimerOfRings = "",
     world: Annotated[
         int | None, typer.Option(min=1, help="Ranks; default: as many as GPUs, or 2; under a launcher, its ranks.")
     ] = None,
     transport: Annotated[str, typer.Option(metavar="NAME,…", help=f"all, or some of {', '.join(EVERY)}.")] = "all",
-    device: DeviceFlag = "",
+    device: flags.DeviceFlag = "",
     channels: Annotated[
         Any,
         typer.Option(parser=limits_list, metavar="N,…", help=f"Of nccl; auto: a ring's default; default: {CHANNELS}."),
@@ -140,8 +130,8 @@ def links(
         str,
         typer.Option(help="What computes beside: forward, matmul or none; default: forward on a GPU, else matmul."),
     ] = "",
-    json: Json = None,
-    csv: Csv = None,
+    json: flags.Json = None,
+    csv: flags.Csv = None,
 ) -> None:
     """Bandwidth of every transport over every edge: one way, both ways, all edges at once, and beside compute.
 
@@ -152,15 +142,15 @@ def links(
     from ..common.provenance import provenance
     from .runs import LinksConfig, check_room
 
-    device, place = device_name(device), member()
+    device, place = flags.device_name(device), member()
     if device == "cpu":
-        check_mode(context, "on the CPU", context.params.keys() - {"channels", "ctas", "cudagraph"})
-    timer = timer_of_rings(device, timer)
+        flags.check_mode(context, "on the CPU", context.params.keys() - {"channels", "ctas", "cudagraph"})
+    timer = flags.timer_of_rings(device, timer)
     names, notes = transports_of(transport, cudagraph)
     if not {*names} & {*SWEPT}:
-        check_mode(context, f"without {SWEPT[0]} among --transport", context.params.keys() - {"channels", "ctas"})
+        flags.check_mode(context, f"without {SWEPT[0]} among --transport", context.params.keys() - {"channels", "ctas"})
     for name in names if transport != "all" else ():
-        check_transport(name, device, 1)  # local is between virtual ranks here
+        flags.check_transport(name, device, 1)  # local is between virtual ranks here
     config = LinksConfig(
         transports=names,
         device=device,
@@ -223,4 +213,4 @@ def best(result: Result) -> list[str]:
         return []
     row = max(rows, key=lambda row: (row["size"], row["algbw"]))
     channels = "" if row["channels"] is None else f", {row['channels']} channels"
-    return [f"best: {row['transport']}{channels}, {binary(row['size'])}B, {row['way']}: {row['algbw']:.4g} GB/s"]
+    return [f"best: {row['transport']}{channels}, {flags.binary(row['size'])}B, {row['way']}: {row['algbw']:.4g} GB/s"]

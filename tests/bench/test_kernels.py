@@ -124,19 +124,6 @@ def test_every_mask_is_counted_computed_and_told(one: AttentionConfig) -> None:
             contender.sdpa(contender.CPU_SDPA["ATen operator"], given)
 
 
-@pytest.mark.parametrize(
-    ("one", "pairs"),
-    [
-        (config(4, 1, 1, head_dim=8, causal=False, batch=3, seqused_k=(1, 0, 4)), 4 + 0 + 16),
-        (config(4, 1, 1, head_dim=8, batch=2, seqused_k=(2, 4)), (1 + 2 + 2 + 2) + (1 + 2 + 3 + 4)),
-        # a window of itself, and the first token sees all and is seen by all
-        (config(4, 1, 1, head_dim=8, causal=False, batch=2, block_mask=longformer(0, 1)), 2 * (4 + 2 + 2 + 2)),
-    ],
-)
-def test_pairs_of_all_batch_rows_by_hand(one: AttentionConfig, pairs: int) -> None:
-    assert one.pairs == pairs and one.flops == 2 * pairs * (8 + 8)
-
-
 @pytest.mark.parametrize("number", range(len(VARIANTS)))
 def test_every_variant_computes_padding_and_parts(number: int) -> None:
     """One of the masks each, in turn; those that are not here say so."""
@@ -336,31 +323,6 @@ def test_the_command(tmp_path: Path) -> None:
     with (tmp_path / "k.csv").open() as file:
         assert [row["by"] for row in csv.DictReader(file)] == [row["by"] for row in told.rows]
     assert "matrix product in the same runs" in told.notes[0] and result.stdout.splitlines()[-1] == told.notes[-1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (["--timer", "graph"], "--timer is 'graph': on cpu it must be one of clock"),
-        (["--by", "magic"], "there are ringattn"),
-        (["--heads", "4", "--kv-heads", "3"], "multiple"),
-        (["--cu-seqlens", "0,10"], "cu_seqlens ends at 10"),
-        (["--documents-seed", "3"], "--documents-seed is given without --documents"),
-        (["--documents", "3", "--cu-seqlens", "0,10"], "--cu-seqlens and --documents are both given"),
-        (["--dtype", "int8"], "no dtype"),
-        (["--block-mask", "longformer,window=5,global=2"], "window is 5: it must be even"),
-        (["--seqused-k", "10,20"], "seqused_k has 2 lengths: it must have 1, one per batch row"),
-        (["--batch", "2", "--seqlen", "64", "--seqused-k", "64,65"], "seqused_k[1] is 65: it must be 0 to 64"),
-        (["--seqlen", "64,0"], "'0' is too small: it must be at least 1"),
-        (["--head-dim", "64,512"], "512 is no head dim: it must be 1 to 256"),
-        (["--value-dim", "257"], "'--value-dim'"),
-        (["--seqlen", "1k,1g"], "--seqlen: 1,073,741,824 tokens take"),
-    ],
-)
-def test_bad_flags_are_refused(flags: list[str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "measure", lambda *given, **more: pytest.fail("it started"))
-    result = CliRunner().invoke(cli.app, ["bench", "kernels", *flags])
-    assert result.exit_code == 2 and told in result.output and len(result.output.splitlines()) == 1, result.output
 
 
 def test_a_failure_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

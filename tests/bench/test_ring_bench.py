@@ -5,14 +5,12 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -30,13 +28,10 @@ from ringattn.bench.common.memory_table import (
 )
 from ringattn.bench.common.result import Result, read
 from ringattn.bench.ring import baselines, candidates, runs
-from ringattn.bench.ring import command as ring_bench
 from ringattn.bench.ring.candidates import CONTEXT_PARALLEL, Candidate, Refused, Setting, sdpa
 from ringattn.bench.ring.runs import RingConfig, Row, best, crossovers, gathered, measure
 from ringattn.comm import LocalGroup, LocalWorld
 from ringattn.ring import Ring, ring_attention
-
-from ..support import ring_bench_cases
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -153,20 +148,6 @@ def test_memory_is_what_was_counted() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        (ring_bench_cases.rank_one_raises, "rank 1 has had enough"),
-        pytest.param(ring_bench_cases.rank_one_dies, "exitcode  : 9", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_rank_that_dies_ends_it(entry: Any, message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as ended:
-        spawn(2, entry, RingConfig((AttentionConfig(64, 2, heads=2, kv_heads=2, head_dim=16),), ("zigzag",), 1))
-    assert ended.value.exit_code == 1
-    assert message in capfd.readouterr().err
-
-
 # what follows from rows
 
 
@@ -278,16 +259,6 @@ def test_names_begin_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 # memory
 
 
-def test_needs_grow_with_ranks_and_length() -> None:
-    problem = AttentionConfig(1 << 16, 2)
-    few = runs.needs(problem, ["zigzag"], [WHOLE, OURS], 2)
-    assert few.gpu == 0 and runs.needs(problem, ["zigzag"], [WHOLE, OURS], 4).host > few.host
-    longer = runs.needs(replace(problem, seqlen=1 << 17), ["zigzag"], [WHOLE, OURS], 2)
-    assert longer.host > 1.8 * few.host - 1e9
-    on_gpu = runs.needs(replace(problem, device="cuda"), ["zigzag"], [WHOLE, OURS], 2)
-    assert on_gpu.gpu > 0 and on_gpu.host < few.host
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_rings_of_all_layouts_keep_their_slots(device: str) -> None:
     """What rings hold between calls, counted on rings that ran; each layout more than the first adds that much."""
@@ -317,30 +288,6 @@ def test_the_rings_of_all_layouts_keep_their_slots(device: str) -> None:
     shards = 2 * 512 * memory_table.inputs(problem)  # a copy of them on both ranks
     for kinds, more in (((OURS,), 4 * slots), ((OURS, ALL_GATHER), 4 * slots), ((ALL_GATHER,), 0)):
         assert needed(layouts, *kinds) - needed(layouts[:1], *kinds) == 2 * shards + more
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--heads", "4", "--kv-heads", "3"], "multiple"),
-        (["--seqlen", "1", "--world", "2"], "a token each"),
-        (["--world", "0"], "at least one process"),
-        (["--dtype", "int8"], "no dtype"),
-        (["--layout", "spiral"], "no layout"),
-        (["--by", "magic"], "there are one device"),
-        (["--transport", "pigeon"], "it takes auto"),
-        (["--transport", "nccl"], "--transport is nccl, of GPUs, and the device is cpu: take process_group"),
-        (["--transport", "copy_engine", "--world", "1"], "is copy_engine, of GPUs, and the device is cpu"),
-        (["--transport", "local", "--world", "1,2"], "--transport is local, of one process, and 2 are to run"),
-        (["--seqlen", "0"], "--seqlen is 0: 2 processes need a token each"),
-        (["--timer", "events"], "timer is 'events': on cpu it must be one of clock"),
-        (["--seqlen", "1g"], "fits"),
-        (["--json", "/no/such/folder/r.json"], "no folder"),
-    ],
-)
-def test_refused_flags(flags: list[str], message: str) -> None:
-    ran = CliRunner().invoke(ring_bench.app, flags, env=WIDE)
-    assert ran.exit_code == 2 and message in ran.output, ran.output
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
