@@ -193,7 +193,7 @@ def no_device() -> Iterator[None]:
     event = SimpleNamespace(record=nothing, query=lambda: True, synchronize=nothing, elapsed_time=lambda end: 0.0)
     calls = ("InitRankConfig", "Abort", "Destroy", "GetAsyncError")
     library = SimpleNamespace(**{f"ncclComm{name}": lambda *_: 0 for name in calls}, ncclSend=nothing, ncclRecv=nothing)
-    bindings = SimpleNamespace(
+    stub = SimpleNamespace(
         available=True, NCCL_UINT8=1, groupStart=nothing, groupEnd=nothing, get_unique_id=lambda: bytes(128)
     )
     cuda: dict[str, Any] = {
@@ -207,9 +207,7 @@ def no_device() -> Iterator[None]:
     opened = vars(ring_module)["open_watch"]
     with (
         patch.multiple(torch.cuda, **cuda),
-        patch.dict(
-            sys.modules, {"cupy": ModuleType("cupy"), "cupy.cuda": ModuleType("cuda"), "cupy.cuda.nccl": bindings}
-        ),
+        patch.dict(sys.modules, {"cupy": ModuleType("cupy"), "cupy.cuda": ModuleType("cuda"), "cupy.cuda.nccl": stub}),
         patch.object(torch.Tensor, "contiguous", _contiguous),
         patch.object(nccl, "_library", lambda: library),
         patch.object(ring_module, "open_transports", lambda *arguments, device, **named: (_unwarmed(device),)),
