@@ -24,16 +24,11 @@ def overlap(
     heads: flags.Heads = 8,
     kv_heads: flags.KvHeads = None,
     head_dim: flags.HeadDim = 64,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            parser=flags.dtype_name, metavar="DTYPE", help="fp32, bf16, fp16; default: bf16; on the CPU fp32."
-        ),
-    ] = None,
+    dtype: flags.DtypeOfDevice = None,
     causal: flags.Causal = True,
     layout: flags.LayoutFlag = flags.LayoutName.zigzag,
     slots: Annotated[Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Buffers of K/V.")] = "1,2,3",
-    prefetch: Annotated[Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Hops ahead (0: none).")] = "0,1,2",
+    prefetch: Annotated[Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Hops; 0: blocking.")] = "0,1,2",
     chunks: Annotated[
         Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Runs of heads that a hop is cut into.")
     ] = "1,2",

@@ -43,12 +43,7 @@ def ring(
     heads: flags.Heads = 8,
     kv_heads: flags.KvHeads = None,
     head_dim: flags.HeadDim = 64,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            parser=flags.dtype_name, metavar="DTYPE", help="fp32, bf16, fp16; default: bf16; on the CPU fp32."
-        ),
-    ] = None,
+    dtype: flags.DtypeOfDevice = None,
     causal: flags.Causal = True,
     layout: Annotated[
         Any, typer.Option(parser=layout_names, metavar="NAME,…|all", help="Who holds which tokens.")
