@@ -50,11 +50,12 @@ OTHERS = tuple(os.path.dirname(str(one)) + os.sep for one in (torch.__file__, tr
 
 def to_itself(real: Plan) -> Plan:
     """The same, with every peer this very rank: each group has a send and its receive."""
-    hops = tuple(
-        replace(hop, **{name: None if getattr(hop, name) is None else 0 for name in PEERS}) for hop in real.hops
-    )
+    hops = []
+    for hop in real.hops:
+        peers: dict[str, Any] = {name: None if getattr(hop, name) is None else 0 for name in PEERS}
+        hops.append(replace(hop, **peers))
     comings = {after: hops[base.index] for after, base in real.dkv_returns.items()}
-    return replace(real, hops=hops, dkv_returns=comings, edges=(((0, 0),), ()))
+    return replace(real, hops=tuple(hops), dkv_returns=comings, edges=(((0, 0),), ()))
 
 
 class Case:
