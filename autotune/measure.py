@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..bench.common.timing import Clock
 from ..bench.kernels.accuracy import Inputs, Results, by_pytorch, draw, exactly, judged
-from ..bench.kernels.beside import SIZES, Copy, bytes_for
+from ..bench.kernels.beside import Copy, bytes_for
 from ..comm.topology import nvml
 from ..comm.transports.lanes import HIGH_PRIORITY, new_stream
 from ..kernels import (
@@ -118,7 +118,7 @@ class DeviceTrials:
         seconds, beside = self._seconds(tile), None
         if self._device.type == "cuda":
             if self._copy is None:  # of one size for all tiles, longer than the kernel by the first that is timed
-                nbytes = bytes_for(self._device, COPY_LASTS * seconds, SIZES.nbytes)
+                nbytes = bytes_for(self._device, COPY_LASTS * seconds)
                 self._copy = Copy(self._device, nbytes)
             beside = self._timed(self._copy.beside(lambda: self._launch(tile), self._stream))
         return reading_of(seconds, self._reader(), beside)

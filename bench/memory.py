@@ -8,26 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common.flags import (
-    KV_SLOTS,
-    Batch,
-    Causal,
-    Csv,
-    Dtype,
-    GradWireDtype,
-    HeadDim,
-    Heads,
-    Json,
-    KvHeads,
-    LayoutFlag,
-    LayoutName,
-    TokensPerRank,
-    WireDtype,
-    check_chunks,
-    counts,
-    human,
-    kv_heads_of,
-)
+from .common import flags
 from .common.launching import Member, member, spawn
 from .common.result import Result, Row, finish
 
@@ -119,30 +100,30 @@ def memory(
         Any,
         typer.Option(
             "--world",
-            parser=counts,
+            parser=flags.counts,
             metavar="N,…",
             help="Processes; default: 2,4,8; of a launcher's, the first 2, 4, ….",
         ),
     ] = None,
-    tokens: TokensPerRank = "8k",
-    batch: Batch = 1,
-    heads: Heads = 8,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = 64,
-    dtype: Dtype = "fp32",
-    causal: Causal = True,
-    layout: LayoutFlag = LayoutName.zigzag,
+    tokens: flags.TokensPerRank = "8k",
+    batch: flags.Batch = 1,
+    heads: flags.Heads = 8,
+    kv_heads: flags.KvHeads = None,
+    head_dim: flags.HeadDim = 64,
+    dtype: flags.Dtype = "fp32",
+    causal: flags.Causal = True,
+    layout: flags.LayoutFlag = flags.LayoutName.zigzag,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of a two-level ring; every world is a multiple.")] = 1,
-    slots: Annotated[int, typer.Option(min=1, help="Buffers that K/V rotate through.")] = KV_SLOTS,
-    chunks: Annotated[int, typer.Option(min=1, help="Runs of heads that a hop is cut into.")] = 1,
-    wire_dtype: WireDtype = None,
-    grad_wire_dtype: GradWireDtype = None,
-    json: Json = None,
-    csv: Csv = None,
+    slots: Annotated[int, typer.Option(min=1, help="Buffers that K/V rotate through.")] = flags.KV_SLOTS,
+    chunks: flags.Chunks = 1,
+    wire_dtype: flags.WireDtype = None,
+    grad_wire_dtype: flags.GradWireDtype = None,
+    json: flags.Json = None,
+    csv: flags.Csv = None,
 ) -> None:
     """Peak memory per rank for the same tokens per rank: the same for every number of ranks, or exit 1."""
-    kv_heads = kv_heads_of(heads, kv_heads)
-    check_chunks([chunks], kv_heads)
+    kv_heads = flags.kv_heads_of(heads, kv_heads)
+    flags.check_chunks([chunks], kv_heads)
     place = member()
     worlds = worlds_of(place, worlds)
     for world in worlds:
@@ -177,7 +158,7 @@ def memory(
     finish(
         Result(
             "bench memory", UNITS, rows_of(worlds, found), failed if spread > ALLOWED_SPREAD else [],
-            [title, f"peak of a rank: {human(max(highest), 'B')}; largest over smallest world: {spread:+.2%}"],
+            [title, f"peak of a rank: {flags.human(max(highest), 'B')}; largest over smallest world: {spread:+.2%}"],
             provenance(device("cpu")),
         ),
         json,

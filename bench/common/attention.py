@@ -142,11 +142,6 @@ def forward_flops(pairs: int, *, heads: int, head_dim: int, head_dim_v: int | No
     return 2 * pairs * (head_dim + (head_dim if head_dim_v is None else head_dim_v)) * heads * batch
 
 
-def pairs_of(seqlen: int, *, causal: bool) -> int:
-    """Visible (query, key) pairs of a whole sequence."""
-    return seqlen * (seqlen + 1) // 2 if causal else seqlen**2
-
-
 def packed(seqlen: int, mean: int, seed: int) -> list[int]:
     """Boundaries of documents of exponentially distributed lengths, the last one cut off at ``seqlen``.
 

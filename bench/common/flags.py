@@ -176,6 +176,14 @@ Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
 KvHeads = Annotated[int | None, typer.Option(min=1, help="Heads of K and V; default: --heads.")]
 HeadDim = Annotated[int, typer.Option(min=1, max=MAX_HEAD_DIM)]
 Dtype = Annotated[str, typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16 or fp16.")]
+DtypeOfDevice = Annotated[
+    str | None,
+    typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16, fp16; default: bf16; on the CPU fp32."),
+]
+Chunks = Annotated[int, typer.Option(min=1, help="Runs of heads that a hop is cut into.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed runs of each; medians count.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Per process; default: a share of the cores.")]
+Seed = Annotated[int, typer.Option(help="Of the random inputs.")]
 LayoutFlag = Annotated[LayoutName, typer.Option(help="Who holds which tokens.")]
 TokensPerRank = Annotated[Any, typer.Option(parser=count, metavar="SIZE", help="Tokens per rank.")]
 DeviceFlag = Annotated[str, typer.Option(help="cpu or cuda; default: cuda where there is one.")]

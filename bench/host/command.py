@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from ..common.flags import (
-    Batch,
-    Csv,
-    DeviceFlag,
-    Dtype,
-    HeadDim,
-    Heads,
-    Json,
-    KvHeads,
-    TimerOfRings,
-    TokensPerRank,
-    check_chunks,
-    device_name,
-    kv_heads_of,
-    timer_of_rings,
-)
+from ..common import flags
 from ..common.output import prints
 from ..common.result import Result, Row, finish
 
@@ -34,23 +17,23 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def host(
-    tokens: TokensPerRank = "4k",
-    batch: Batch = 1,
-    heads: Heads = 32,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = 128,
-    dtype: Dtype = "bf16",
-    chunks: Annotated[int, typer.Option(min=1, help="Runs of heads that a hop is cut into.")] = 1,
-    device: DeviceFlag = "",
-    timer: TimerOfRings = "",
-    json: Json = None,
-    csv: Csv = None,
+    tokens: flags.TokensPerRank = "4k",
+    batch: flags.Batch = 1,
+    heads: flags.Heads = 32,
+    kv_heads: flags.KvHeads = None,
+    head_dim: flags.HeadDim = 128,
+    dtype: flags.Dtype = "bf16",
+    chunks: flags.Chunks = 1,
+    device: flags.DeviceFlag = "",
+    timer: flags.TimerOfRings = "",
+    json: flags.Json = None,
+    csv: flags.Csv = None,
 ) -> None:
     """The host's time to post one hop, launches included; on a GPU less than the hop computes, or exit 1."""
-    device = device_name(device)
-    timer = timer_of_rings(device, timer)
-    kv_heads = kv_heads_of(heads, kv_heads)
-    check_chunks([chunks], kv_heads)
+    device = flags.device_name(device)
+    timer = flags.timer_of_rings(device, timer)
+    kv_heads = flags.kv_heads_of(heads, kv_heads)
+    flags.check_chunks([chunks], kv_heads)
     if not prints():
         return  # one rank tells what there is to tell
     import torch

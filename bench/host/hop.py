@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from ...comm.control import control_of
 from ...comm.transport import Edge, Transport
-from ...comm.transports import nccl as nccl_module
+from ...comm.transports import nccl
 from ...comm.transports.local import DEFAULT_TIMEOUT, Hub, LocalGroup, solo_group
 from ...comm.transports.nccl import NcclTransport
 from ...comm.watchdog import watch
@@ -41,6 +41,7 @@ from ..common.timing import Clock, interleaved
 
 FORWARD, BACKWARD = "forward", "backward"
 HOPS = 8  # and ranks
+PEERS = ("kv_from", "kv_to", "dkv_from", "dkv_to")  # of a hop
 REPEATS = 20
 NO_DEVICE = torch.device("cuda", 0)
 OTHERS = tuple(os.path.dirname(str(one)) + os.sep for one in (torch.__file__, triton.__file__))
@@ -49,22 +50,12 @@ OTHERS = tuple(os.path.dirname(str(one)) + os.sep for one in (torch.__file__, tr
 
 def to_itself(real: Plan) -> Plan:
     """The same, with every peer this very rank: each group has a send and its receive."""
-
-    def self_only(peer: int | None) -> int | None:
-        return None if peer is None else 0
-
-    hops = tuple(
-        replace(
-            hop,
-            kv_from=self_only(hop.kv_from),
-            kv_to=self_only(hop.kv_to),
-            dkv_from=self_only(hop.dkv_from),
-            dkv_to=self_only(hop.dkv_to),
-        )
-        for hop in real.hops
-    )
+    hops = []
+    for hop in real.hops:
+        peers: dict[str, Any] = {name: None if getattr(hop, name) is None else 0 for name in PEERS}
+        hops.append(replace(hop, **peers))
     comings = {after: hops[base.index] for after, base in real.dkv_returns.items()}
-    return replace(real, hops=hops, dkv_returns=comings, edges=(((0, 0),), ()))
+    return replace(real, hops=tuple(hops), dkv_returns=comings, edges=(((0, 0),), ()))
 
 
 class Case:
@@ -203,7 +194,7 @@ def no_device() -> Iterator[None]:
     event = SimpleNamespace(record=nothing, query=lambda: True, synchronize=nothing, elapsed_time=lambda end: 0.0)
     calls = ("InitRankConfig", "Abort", "Destroy", "GetAsyncError")
     library = SimpleNamespace(**{f"ncclComm{name}": lambda *_: 0 for name in calls}, ncclSend=nothing, ncclRecv=nothing)
-    nccl = SimpleNamespace(
+    stub = SimpleNamespace(
         available=True, NCCL_UINT8=1, groupStart=nothing, groupEnd=nothing, get_unique_id=lambda: bytes(128)
     )
     cuda: dict[str, Any] = {
@@ -217,9 +208,9 @@ def no_device() -> Iterator[None]:
     opened = vars(ring_module)["open_watch"]
     with (
         patch.multiple(torch.cuda, **cuda),
-        patch.dict(sys.modules, {"cupy": ModuleType("cupy"), "cupy.cuda": ModuleType("cuda"), "cupy.cuda.nccl": nccl}),
+        patch.dict(sys.modules, {"cupy": ModuleType("cupy"), "cupy.cuda": ModuleType("cuda"), "cupy.cuda.nccl": stub}),
         patch.object(torch.Tensor, "contiguous", _contiguous),
-        patch.object(nccl_module, "_library", lambda: library),
+        patch.object(nccl, "_library", lambda: library),
         patch.object(ring_module, "open_transports", lambda *arguments, device, **named: (_unwarmed(device),)),
         # as if of a GPU: its spans are events; and no thread beside this one
         patch.object(ring_module, "open_watch", lambda group, device, **named: opened(group, NO_DEVICE, **named)),

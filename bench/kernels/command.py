@@ -6,28 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.flags import (
-    MAX_HEAD_DIM,
-    Batch,
-    BlockMaskPattern,
-    Causal,
-    Csv,
-    CuSeqlens,
-    DocumentsOfMean,
-    DocumentsSeed,
-    Json,
-    KvHeads,
-    PrefixLength,
-    SeqUsedK,
-    Timer,
-    Window,
-    check_apart,
-    check_needs,
-    counts,
-    dtype_names,
-    head_dims,
-    kv_heads_of,
-)
+from ..common import flags
 from ..common.output import prints
 from ..common.result import Result, finish
 
@@ -42,39 +21,38 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def kernels(
-    context: typer.Context,
     seqlen: Annotated[
-        Any, typer.Option(parser=counts, metavar="SIZE,…", help="Tokens; default: 8k,16k; on the CPU 1k,2k.")
+        Any, typer.Option(parser=flags.counts, metavar="SIZE,…", help="Tokens; default: 8k,16k; on the CPU 1k,2k.")
     ] = None,
-    batch: Batch = 1,
+    batch: flags.Batch = 1,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads; default: 16; on the CPU 4.")] = None,
-    kv_heads: KvHeads = None,
-    head_dim: Annotated[Any, typer.Option(parser=head_dims, metavar="N,…", help="Of q and k.")] = "64,128",
-    value_dim: Annotated[int | None, typer.Option(min=1, max=MAX_HEAD_DIM, help="Of v; default: --head-dim.")] = None,
+    kv_heads: flags.KvHeads = None,
+    head_dim: Annotated[Any, typer.Option(parser=flags.head_dims, metavar="N,…", help="Of q and k.")] = "64,128",
+    value_dim: Annotated[
+        int | None, typer.Option(min=1, max=flags.MAX_HEAD_DIM, help="Of v; default: --head-dim.")
+    ] = None,
     dtype: Annotated[
         Any,
-        typer.Option(parser=dtype_names, metavar="DTYPE,…", help="fp32, bf16, fp16; default: bf16, on CPUs fp32."),
+        typer.Option(parser=flags.dtype_names, metavar="NAME,…", help="fp32, bf16, fp16; default: bf16; on CPUs fp32."),
     ] = None,
-    causal: Causal = True,
-    window: Window = None,
-    cu_seqlens: CuSeqlens = None,
-    documents: DocumentsOfMean = None,
-    documents_seed: DocumentsSeed = None,
-    seqused_k: SeqUsedK = None,
-    prefix_length: PrefixLength = None,
-    block_mask: BlockMaskPattern = None,
+    causal: flags.Causal = True,
+    window: flags.Window = None,
+    cu_seqlens: flags.CuSeqlens = None,
+    documents: flags.DocumentsOfMean = None,
+    documents_seed: flags.DocumentsSeed = None,
+    seqused_k: flags.SeqUsedK = None,
+    prefix_length: flags.PrefixLength = None,
+    block_mask: flags.BlockMaskPattern = None,
     by: Annotated[str | None, typer.Option(metavar="NAME,…", help="These contenders alone.")] = None,
-    timer: Timer = "",
+    timer: flags.Timer = "",
     seconds: Annotated[float, typer.Option(min=0, help="Of timing per shape.")] = 3.0,
-    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
-    json: Json = None,
-    csv: Csv = None,
+    seed: flags.Seed = 0,
+    json: flags.Json = None,
+    csv: flags.Csv = None,
 ) -> None:
     """Forward, forward with a carried state and backward: ms, TFLOP/s, percent of a matrix product, errors."""
     if not prints():
         return  # one device: under a launcher rank 0 measures, and the others have nothing to do
-    check_needs(context, {"documents_seed": "documents"})
-    check_apart(context, "cu_seqlens", "documents")
     from itertools import product
 
     import torch
@@ -92,12 +70,12 @@ def kernels(
     clock = Clock(device, timer=timer)
     configs = [
         AttentionConfig(
-            tokens, batch=batch, heads=heads, kv_heads=kv_heads_of(heads, kv_heads), head_dim=dim,
+            tokens, batch=batch, heads=heads, kv_heads=flags.kv_heads_of(heads, kv_heads), head_dim=dim,
             head_dim_v=value_dim or dim, dtype=kind, causal=causal, layout="contiguous", seed=seed, device=device.type,
             window=window or (-1, -1), cu_seqlens=_tuple(boundaries_of(tokens, cu_seqlens, documents, documents_seed)),
             seqused_k=_tuple(seqused_k), prefix_length=prefix_length, block_mask=block_mask,
         )
-        for kind, dim, tokens in product(dtype or dtype_names(dtypes), head_dim, seqlen or counts(lengths))
+        for kind, dim, tokens in product(dtype or flags.dtype_names(dtypes), head_dim, seqlen or flags.counts(lengths))
     ]  # fmt: skip
     known = [one.name for one in contenders(device)]
     names = [part.strip() for part in by.split(",")] if by else known

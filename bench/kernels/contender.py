@@ -22,7 +22,6 @@ from ...kernels import (
     PLAIN,
     Bounds,
     KernelConfig,
-    attention_backward,
     attention_delta,
     attention_dkdv,
     attention_dq,
@@ -148,44 +147,27 @@ VARIANTS = [
 
 
 def triton_kernels(variant: Variant, given: Given) -> Ready:
-    """A variant of the Triton kernels; where the mask has several parts, as the ring launches it."""
+    """A variant of the Triton kernels, as the ring launches it; and each of its backward's by itself."""
     first, *others = given.bounds
     try:
         config = variant.config(given.q, given.v, full=first.is_full and not others)
-        return by_hops("triton", given, config, variant.passes) if others else _by_entries(variant, given, config)
+        ready = by_hops("triton", given, config, variant.passes)
+        if variant.parts and not others:
+            ready.steps |= _parts_of_backward(given, first, config)
     except (ValueError, NotImplementedError, TypeError) as refused:
         raise Cannot(str(refused)) from None
+    return ready
 
 
-def _by_entries(variant: Variant, given: Given, config: KernelConfig | None) -> Ready:
-    """The kernels' own entries: one launch per pass, and each of the backward's by itself."""
-    q, k, v, dout, (limits,) = given.q, given.k, given.v, given.dout, given.bounds
+def _parts_of_backward(given: Given, limits: Bounds, config: KernelConfig | None) -> dict[str, Step]:
+    q, k, v, dout = given.q, given.k, given.v, given.dout
     out, lse = attention_forward(q, k, v, bounds=limits, config=config)
-    # a state of its own: the step continues it in place, again and again
-    state = attention_forward(q, k, v, bounds=limits, final=False, config=config)
-    carried: tuple[Tensor, Tensor] | None = None
-    for keys, (seen,) in given.halves:
-        last = keys.stop is None
-        carried = attention_forward(q, k[:, keys], v[:, keys], bounds=seen, state=carried, final=last, config=config)
-    steps: dict[str, Step] = {
-        FORWARD: lambda: attention_forward(q, k, v, bounds=limits, config=config),
-        STATE: lambda: attention_forward(q, k, v, bounds=limits, state=state, final=False, config=config),
-    }
-    if BACKWARD not in variant.passes:
-        return Ready(_only(steps, variant.passes), [out], carried[0] if carried else None)
-    grads = attention_backward(dout, q, k, v, out, lse, bounds=limits, config=config)
     delta = attention_delta(dout, out)
-    steps |= {
-        BACKWARD: lambda: attention_backward(dout, q, k, v, out, lse, bounds=limits, config=config),
+    return {
         "delta": lambda: attention_delta(dout, out),
         "dq": lambda: attention_dq(dout, q, k, v, lse, delta, bounds=limits, config=config),
         "dkdv": lambda: attention_dkdv(dout, q, k, v, lse, delta, bounds=limits, config=config),
     }
-    return Ready(_only(steps, variant.passes + variant.parts), [out, *grads], carried[0] if carried else None)
-
-
-def _only(steps: dict[str, Step], names: tuple[str, ...]) -> dict[str, Step]:
-    return {name: step for name, step in steps.items() if name in names}
 
 
 def by_hops(backend: str, given: Given, config: KernelConfig | None = None, passes: tuple[str, ...] = PASSES) -> Ready:
@@ -218,7 +200,8 @@ def by_hops(backend: str, given: Given, config: KernelConfig | None = None, pass
         _fold(carried, k[:, keys], v[:, keys], seen, final=keys.stop is None)
     steps: dict[str, Step] = {FORWARD: forward, STATE: with_state, BACKWARD: backward}
     grads = backward() if BACKWARD in passes else ()
-    return Ready(_only(steps, passes), [out, *grads], carried.result()[0] if given.halves else None)
+    steps = {name: step for name, step in steps.items() if name in passes}
+    return Ready(steps, [out, *grads], carried.result()[0] if given.halves else None)
 
 
 def _fold(work: ForwardBackend, k: Tensor, v: Tensor, parts: Sequence[Bounds], *, final: bool) -> None:

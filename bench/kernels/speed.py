@@ -25,7 +25,7 @@ from ..common.flags import OF_RINGS
 from ..common.result import Row
 from ..common.timing import Clock, Samples, Step, interleaved, nearest, repeats_within
 from ..suite.cases import Number
-from .beside import LEFT, SIZES, Copy, bytes_for
+from .beside import COPY_BYTES, LEFT, Copy, bytes_for
 from .contender import (
     BACKWARD,
     FORWARD,
@@ -257,7 +257,7 @@ class Sizes(NamedTuple):
     wide: int = 128
     narrow: int = 64
     dtype: str = "bfloat16"
-    nbytes: int = SIZES.nbytes  # of the copy that is scaled to last long enough
+    nbytes: int = COPY_BYTES  # of the copy that is scaled to last long enough
 
 
 def targets(

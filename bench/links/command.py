@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..common.flags import (
-    Csv,
-    DeviceFlag,
-    Json,
-    Timer,
-    binary,
-    check_mode,
-    check_transport,
-    device_name,
-    size,
-    timer_on,
-)
+from ..common import flags
 from ..common.launching import member, world_of
 from ..common.result import Result, finish
 
@@ -80,18 +69,6 @@ def limits_list(text: str) -> tuple[int | None, ...]:
     return counts
 
 
-def timer_of(device: str, timer: str, graphs: int) -> tuple[str, int]:
-    """What transfers are timed by, and how often a graph of them is replayed: ``-G`` is nccl-tests' word for graph.
-
-    Raises:
-        typer.BadParameter: no such timer on this device, or ``-G`` with another one.
-    """
-    if graphs and timer not in ("", "graph"):
-        raise typer.BadParameter(f"--timer is {timer!r}, and -G is {graphs}, which is --timer graph: leave one out")
-    timer = timer_on(device, "graph" if graphs else timer)
-    return timer, graphs or int(timer == "graph")
-
-
 def transports_of(text: str, graphs: int) -> tuple[tuple[str, ...], list[str]]:
     """The transports to try; and in words those that no graph can be made of, where one is to be.
 
@@ -103,7 +80,7 @@ def transports_of(text: str, graphs: int) -> tuple[tuple[str, ...], list[str]]:
         if name not in EVERY:
             raise typer.BadParameter(f"--transport is {text!r}: it takes all, or a comma list of {', '.join(EVERY)}")
         if graphs and name in NO_GRAPH and text != "all":
-            raise typer.BadParameter(f"--timer graph (-G) cannot be with --transport {name}: {NO_GRAPH[name]}")
+            raise typer.BadParameter(f"-G cannot be with --transport {name}: {NO_GRAPH[name]}")
     without = [name for name in names if graphs and name in NO_GRAPH]
     notes = [f"{name} is left out, no CUDA graph of it: {NO_GRAPH[name]}" for name in without]
     return tuple(name for name in names if name not in without), notes
@@ -125,22 +102,23 @@ def beside_name(text: str, device: str) -> str:
 @app.command()
 def links(
     context: typer.Context,
-    minbytes: Annotated[Any, typer.Option("-b", "--minbytes", parser=size, metavar="SIZE")] = "32M",
-    maxbytes: Annotated[Any, typer.Option("-e", "--maxbytes", parser=size, metavar="SIZE")] = "32M",
+    minbytes: Annotated[Any, typer.Option("-b", "--minbytes", parser=flags.size, metavar="SIZE")] = "32M",
+    maxbytes: Annotated[Any, typer.Option("-e", "--maxbytes", parser=flags.size, metavar="SIZE")] = "32M",
     stepfactor: Annotated[int | None, typer.Option("-f", "--stepfactor", help="Sizes grow by this factor.")] = None,
     stepbytes: Annotated[
-        Any, typer.Option("-i", "--stepbytes", parser=size, metavar="SIZE", help="… or by this step; default: 1M.")
+        Any,
+        typer.Option("-i", "--stepbytes", parser=flags.size, metavar="SIZE", help="… or by this step (1M)."),
     ] = None,
     iters: Annotated[int, typer.Option("-n", "--iters", min=1, help="Timed transfers, back to back.")] = 20,
     warmup: Annotated[int, typer.Option("-w", "--warmup_iters", min=0, help="Transfers before them.")] = 5,
     check: Annotated[int, typer.Option("-c", "--check", min=0, help="Transfers whose bytes are checked.")] = 1,
     cudagraph: Annotated[int, typer.Option("-G", "--cudagraph", min=0, help="Replays of a CUDA graph of them.")] = 0,
-    timer: Timer = "",
+    timer: flags.TimerOfRings = "",
     world: Annotated[
         int | None, typer.Option(min=1, help="Ranks; default: as many as GPUs, or 2; under a launcher, its ranks.")
     ] = None,
     transport: Annotated[str, typer.Option(metavar="NAME,…", help=f"all, or some of {', '.join(EVERY)}.")] = "all",
-    device: DeviceFlag = "",
+    device: flags.DeviceFlag = "",
     channels: Annotated[
         Any,
         typer.Option(parser=limits_list, metavar="N,…", help=f"Of nccl; auto: a ring's default; default: {CHANNELS}."),
@@ -152,8 +130,8 @@ def links(
         str,
         typer.Option(help="What computes beside: forward, matmul or none; default: forward on a GPU, else matmul."),
     ] = "",
-    json: Json = None,
-    csv: Csv = None,
+    json: flags.Json = None,
+    csv: flags.Csv = None,
 ) -> None:
     """Bandwidth of every transport over every edge: one way, both ways, all edges at once, and beside compute.
 
@@ -164,15 +142,15 @@ def links(
     from ..common.provenance import provenance
     from .runs import LinksConfig, check_room
 
-    device, place = device_name(device), member()
+    device, place = flags.device_name(device), member()
     if device == "cpu":
-        check_mode(context, "on the CPU", context.params.keys() - {"channels", "ctas", "cudagraph"})
-    timer, cudagraph = timer_of(device, timer, cudagraph)
+        flags.check_mode(context, "on the CPU", context.params.keys() - {"channels", "ctas", "cudagraph"})
+    timer = flags.timer_of_rings(device, timer)
     names, notes = transports_of(transport, cudagraph)
     if not {*names} & {*SWEPT}:
-        check_mode(context, f"without {SWEPT[0]} among --transport", context.params.keys() - {"channels", "ctas"})
+        flags.check_mode(context, f"without {SWEPT[0]} among --transport", context.params.keys() - {"channels", "ctas"})
     for name in names if transport != "all" else ():
-        check_transport(name, device, 1)  # local is between virtual ranks here
+        flags.check_transport(name, device, 1)  # local is between virtual ranks here
     config = LinksConfig(
         transports=names,
         device=device,
@@ -191,7 +169,7 @@ def links(
     check_room(config, ranks if place is None else place.local_world, launched=place is not None)
     with Console(stderr=True).status("measuring"):
         result = everywhere(ranks, config)
-    result.notes = [*notes, *settings(timer), *result.notes, *best(result)]
+    result.notes = [*notes, *settings(timer, cudagraph), *result.notes, *best(result)]
     result.provenance = provenance(torch.device(device))
     finish(result, json, csv)
 
@@ -221,10 +199,10 @@ def everywhere(world: int, config: LinksConfig) -> Result:
     return result
 
 
-def settings(timer: str) -> list[str]:
+def settings(timer: str, graphs: int) -> list[str]:
     """What is not in the rows: the timer, and what the environment says to NCCL, which it reads once."""
     given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
-    return [f"timed by {timer}", *given]
+    return [f"timed by {timer}" + f", {graphs} replays of a CUDA graph" * (graphs > 0), *given]
 
 
 def best(result: Result) -> list[str]:
@@ -235,4 +213,4 @@ def best(result: Result) -> list[str]:
         return []
     row = max(rows, key=lambda row: (row["size"], row["algbw"]))
     channels = "" if row["channels"] is None else f", {row['channels']} channels"
-    return [f"best: {row['transport']}{channels}, {binary(row['size'])}B, {row['way']}: {row['algbw']:.4g} GB/s"]
+    return [f"best: {row['transport']}{channels}, {flags.binary(row['size'])}B, {row['way']}: {row['algbw']:.4g} GB/s"]

@@ -6,28 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..common.flags import (
-    Batch,
-    Causal,
-    Csv,
-    DeviceFlag,
-    HeadDim,
-    Heads,
-    Json,
-    KvHeads,
-    LayoutFlag,
-    LayoutName,
-    TimerOfRings,
-    TokensPerRank,
-    check_chunks,
-    check_mode,
-    check_transport,
-    device_name,
-    dtype_name,
-    kv_heads_of,
-    sizes,
-    timer_of_rings,
-)
+from ..common import flags
 from ..common.launching import cores, member, spawn, world_of
 from ..common.result import finish
 
@@ -40,34 +19,31 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def overlap(
     context: typer.Context,
     world: Annotated[int | None, typer.Option(min=1, help="Processes; default: the GPUs, or 2; or its ranks.")] = None,
-    tokens: TokensPerRank = "2k",
-    batch: Batch = 1,
-    heads: Heads = 8,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = 64,
-    dtype: Annotated[
-        str | None,
-        typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16, fp16; default: bf16; on the CPU fp32."),
-    ] = None,
-    causal: Causal = True,
-    layout: LayoutFlag = LayoutName.zigzag,
-    slots: Annotated[Any, typer.Option(parser=sizes, metavar="N,…", help="Buffers of K/V.")] = "1,2,3",
-    prefetch: Annotated[Any, typer.Option(parser=sizes, metavar="N,…", help="Hops ahead; 0: blocking.")] = "0,1,2",
+    tokens: flags.TokensPerRank = "2k",
+    batch: flags.Batch = 1,
+    heads: flags.Heads = 8,
+    kv_heads: flags.KvHeads = None,
+    head_dim: flags.HeadDim = 64,
+    dtype: flags.DtypeOfDevice = None,
+    causal: flags.Causal = True,
+    layout: flags.LayoutFlag = flags.LayoutName.zigzag,
+    slots: Annotated[Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Buffers of K/V.")] = "1,2,3",
+    prefetch: Annotated[Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Hops; 0: blocking.")] = "0,1,2",
     chunks: Annotated[
-        Any, typer.Option(parser=sizes, metavar="N,…", help="Runs of heads that a hop is cut into.")
+        Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Runs of heads that a hop is cut into.")
     ] = "1,2",
     link_share: Annotated[
         float,
         typer.Option(min=0.01, help="On the CPU: throttle the link to communication alone over compute alone."),
     ] = LINK_SHARE,
     transport: Annotated[str, typer.Option(help="As of Ring; default: process_group on the CPU, else auto.")] = "",
-    device: DeviceFlag = "",
-    timer: TimerOfRings = "",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; medians count.")] = 5,
-    threads: Annotated[int | None, typer.Option(min=1, help="Per process; default: a share of the cores.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
-    json: Json = None,
-    csv: Csv = None,
+    device: flags.DeviceFlag = "",
+    timer: flags.TimerOfRings = "",
+    repeats: flags.Repeats = 5,
+    threads: flags.Threads = None,
+    seed: flags.Seed = 0,
+    json: flags.Json = None,
+    csv: flags.Csv = None,
 ) -> None:
     """What a ring hides of its communication, for every number of buffers and every depth of prefetch."""
     import torch
@@ -76,18 +52,18 @@ def overlap(
     from ..common.provenance import provenance
     from .runs import OverlapConfig, check, measure
 
-    device = device_name(device)
+    device = flags.device_name(device)
     on_gpu = device == "cuda"
     if on_gpu:
-        check_mode(context, "on a GPU, whose links are not throttled", context.params.keys() - {"link_share"})
+        flags.check_mode(context, "on a GPU, whose links are not throttled", context.params.keys() - {"link_share"})
     place = member()
     world = world_of(place, world, max(2, torch.cuda.device_count() if on_gpu else 0))
     ranks_here = world if place is None else place.local_world
-    kv_heads = kv_heads_of(heads, kv_heads)
-    check_chunks(chunks, kv_heads)
+    kv_heads = flags.kv_heads_of(heads, kv_heads)
+    flags.check_chunks(chunks, kv_heads)
     dtype = dtype or ("bfloat16" if on_gpu else "float32")
     transport = transport or ("auto" if on_gpu else "process_group")
-    check_transport(transport, device, world)
+    flags.check_transport(transport, device, world)
     problem = AttentionConfig(
         world * tokens, world, batch, heads, kv_heads, head_dim, dtype, causal, layout.value,
         threads or max(1, cores() // ranks_here), seed, device, transport,
@@ -99,7 +75,7 @@ def overlap(
         chunks=tuple(chunks),
         repeats=repeats,
         link_share=None if on_gpu else link_share,
-        timer=timer_of_rings(device, timer),
+        timer=flags.timer_of_rings(device, timer),
     )
     check(config, ranks_here)
     result = spawn(world, measure, config, device=device)

@@ -278,7 +278,7 @@ def measure(place: Member, device: torch.device, config: OverlapConfig) -> Resul
         *(f"no ring: {reason}" for reason in config.absent),
         f"{problem.title}, over {ring.transport}{throttled}",
         f"slowest rank, medians of {config.repeats} interleaved runs",
-        verdict(rows, problem.world),
+        verdict(rows),
     ]
     return Result("bench overlap", UNITS, [*rows], notes=notes)
 
@@ -385,24 +385,14 @@ def contention(together: Sequence[float], alone: Sequence[float]) -> float | Non
     return statistics.median(together) / statistics.median(alone)
 
 
-def verdict(rows: Sequence[Mapping[str, Any]], world: int) -> str:
-    """Whether the third buffer pays, when and how much, in one sentence."""
-    if world <= 2:
-        why = "one shard arrives, and one buffer holds it" if world == 2 else "nothing arrives"
-        return f"the third buffer cannot pay in a world of {world}: {why}"
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the third buffer saves of a step, by chunks; beside it what runs spread by."""
     steps = {(row["slots"], row["prefetch"], row["chunks"]): row for row in rows if row["phase"] == STEP}
-    pays: list[str] = []
-    not_pays: list[str] = []
+    saved = []
     for chunks in sorted({row["chunks"] for row in rows}):
         two, three = steps.get((2, 1, chunks)), steps.get((3, 2, chunks))
-        if two is None or three is None:
-            continue
-        saved, spread = 100 - 100 * three["together"] / two["together"], max(two["spread"], three["spread"])
-        text = f"{saved:+.1f}% of a step with {chunks} chunk{'s' if chunks > 1 else ''} (runs spread ±{spread:.1f}%)"
-        (pays if saved > spread else not_pays).append(text)
-    if not pays and not not_pays:
-        return "whether the third buffer pays was not measured: it takes --slots 2,3 with --prefetch 1,2"
-    if not pays:
-        return f"the third buffer does not pay here: it saves {' and '.join(not_pays)}"
-    rest = f", and does not elsewhere: {' and '.join(not_pays)}" if not_pays else ""
-    return f"the third buffer pays here: it saves {' and '.join(pays)}{rest}"
+        if two is not None and three is not None:
+            spread = max(two["spread"], three["spread"])
+            saved.append(f"{100 - 100 * three['together'] / two['together']:+.1f}% ±{spread:.1f}% with {chunks} chunks")
+    told = ", ".join(saved) or "not measured (--slots 2,3 --prefetch 1,2, three ranks or more)"
+    return f"the third buffer saves of a step: {told}"

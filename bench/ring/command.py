@@ -7,24 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.flags import (
-    Batch,
-    Causal,
-    Csv,
-    DeviceFlag,
-    HeadDim,
-    Heads,
-    Json,
-    KvHeads,
-    LayoutName,
-    TimerOfRings,
-    check_transport,
-    device_name,
-    dtype_name,
-    kv_heads_of,
-    sizes,
-    timer_of_rings,
-)
+from ..common import flags
 from ..common.launching import cores, member, spawn, world_of
 from ..common.result import Result, finish
 
@@ -42,7 +25,7 @@ def layout_names(text: str) -> list[str]:
     Raises:
         typer.BadParameter: no such layout.
     """
-    known = [layout.value for layout in LayoutName]
+    known = [layout.value for layout in flags.LayoutName]
     names = known if text == "all" else [part.strip() for part in text.split(",")]
     wrong = [name for name in names if name not in known]
     if wrong:
@@ -53,18 +36,15 @@ def layout_names(text: str) -> list[str]:
 @app.command()
 def ring(
     world: Annotated[
-        Any, typer.Option(parser=sizes, metavar="N,…", help="Processes; default: 2; under a launcher, its ranks.")
+        Any, typer.Option(parser=flags.sizes, metavar="N,…", help="Processes; default: 2; under a launcher, its ranks.")
     ] = None,
-    seqlen: Annotated[Any, typer.Option(parser=sizes, metavar="SIZE,…", help="Tokens in all.")] = "16k",
-    batch: Batch = 1,
-    heads: Heads = 8,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = 64,
-    dtype: Annotated[
-        str | None,
-        typer.Option(parser=dtype_name, metavar="DTYPE", help="fp32, bf16, fp16; default: bf16; on the CPU fp32."),
-    ] = None,
-    causal: Causal = True,
+    seqlen: Annotated[Any, typer.Option(parser=flags.sizes, metavar="SIZE,…", help="Tokens in all.")] = "16k",
+    batch: flags.Batch = 1,
+    heads: flags.Heads = 8,
+    kv_heads: flags.KvHeads = None,
+    head_dim: flags.HeadDim = 64,
+    dtype: flags.DtypeOfDevice = None,
+    causal: flags.Causal = True,
     layout: Annotated[
         Any, typer.Option(parser=layout_names, metavar="NAME,…|all", help="Who holds which tokens.")
     ] = "zigzag",
@@ -72,13 +52,13 @@ def ring(
         str | None, typer.Option(metavar="NAME,…", help="Only candidates whose name starts so, beside one device.")
     ] = None,
     transport: Annotated[str, typer.Option(help="Of our ring, as of Ring.")] = "auto",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the median counts.")] = 5,
-    threads: Annotated[int | None, typer.Option(min=1, help="Per process; default: a share of the cores.")] = None,
-    device: DeviceFlag = "",
-    timer: TimerOfRings = "",
-    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
-    json: Json = None,
-    csv: Csv = None,
+    repeats: flags.Repeats = 5,
+    threads: flags.Threads = None,
+    device: flags.DeviceFlag = "",
+    timer: flags.TimerOfRings = "",
+    seed: flags.Seed = 0,
+    json: flags.Json = None,
+    csv: flags.Csv = None,
 ) -> None:
     """Forward and backward of one attention, sharded over processes, beside the same attention done otherwise."""
     import torch
@@ -89,13 +69,13 @@ def ring(
 
     place = member()
     worlds = list(dict.fromkeys(world_of(place, ranks, DEFAULT_WORLD) for ranks in world or [None]))
-    kv_heads, device = kv_heads_of(heads, kv_heads), device_name(device)
+    kv_heads, device = flags.kv_heads_of(heads, kv_heads), flags.device_name(device)
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     if min(worlds) < 1:
         raise typer.BadParameter(f"--world is {min(worlds)}: it takes at least one process")
     if min(seqlen) < max(worlds):
         raise typer.BadParameter(f"--seqlen is {min(seqlen)}: {max(worlds)} processes need a token each")
-    check_transport(transport, device, max(worlds))
+    flags.check_transport(transport, device, max(worlds))
     prefixes = prefixes_of(layout, by)
     configs = []
     for ranks in worlds:
@@ -109,7 +89,7 @@ def ring(
             for tokens in sorted(seqlen)
         )  # fmt: skip
         check_room(problems[-1], layout, prefixes, ranks_here)
-        configs.append(runs.RingConfig(problems, tuple(layout), repeats, prefixes, timer_of_rings(device, timer)))
+        configs.append(runs.RingConfig(problems, tuple(layout), repeats, prefixes, flags.timer_of_rings(device, timer)))
     result = Result("bench ring", runs.UNITS)
     for config in configs:
         part = spawn(config.problems[0].world, runs.measure, config, device=device)

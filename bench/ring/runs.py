@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -237,39 +236,19 @@ def where_time_goes(candidate: Candidate, shards: Tensors) -> tuple[float | None
 
 
 def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of every world and every way around that was measured there: beside the best of our layouts, by length."""
+    """Of every world and every way around the ring: its time over the best of our layouts', by length."""
     texts = []
-    for world in dict.fromkeys(row["world"] for row in rows):
-        for by in (ALL_GATHER, ULYSSES):
-            points = []
-            for tokens in sorted({row["tokens"] for row in rows}):
-                here = [row for row in rows if (row["world"], row["tokens"]) == (world, tokens)]
-                other = next((row for row in here if row["candidate"] == by), None)
-                rings = [row for row in here if row["candidate"].startswith(f"{OURS} ")]
-                if other is not None and rings:
-                    ring = min(rings, key=lambda row: float(row["time"]))
-                    points.append((tokens, other["time"] / ring["time"], max(other["spread"], ring["spread"]) / 100))
-            if points:
-                texts.append(f"{by} and the ring, {world} ranks: {_crossover(by, points)}")
+    for world, by in itertools.product(dict.fromkeys(row["world"] for row in rows), (ALL_GATHER, ULYSSES)):
+        ratios = []
+        for tokens in sorted({row["tokens"] for row in rows}):
+            here = [row for row in rows if (row["world"], row["tokens"]) == (world, tokens)]
+            others = [row["time"] for row in here if row["candidate"] == by]
+            rings = [row["time"] for row in here if row["candidate"].startswith(f"{OURS} ")]
+            if others and rings:
+                ratios.append(f"{others[0] / min(rings):.2f} at {binary(tokens)}")
+        if ratios:
+            texts.append(f"time of {by} over the ring's, {world} ranks: {', '.join(ratios)}")
     return texts
-
-
-def _crossover(by: str, points: Sequence[tuple[int, float, float]]) -> str:
-    """Who is faster up to where, by (tokens, the other's time over ours, spread of the two)."""
-    first, last = points[0], points[-1]
-    crossings = []
-    for (x, a, _), (y, b, _) in pairwise(points):
-        a, b = math.log(a), math.log(b)
-        if (a < 0) != (b < 0):  # straight between them, in logarithms of both
-            crossings.append(f"{math.exp(math.log(x) + (math.log(y) - math.log(x)) * a / (a - b)):,.0f} tokens")
-    span = " to ".join(dict.fromkeys((binary(first[0]), binary(last[0]))))
-    where = f"up to about {', then at '.join(crossings)}, measured {span}" if crossings else f"at every length ({span})"
-    ratios = dict.fromkeys(
-        f"{ratio:.2f} times the ring's time at {binary(tokens)}" for tokens, ratio, _ in (first, last)
-    )
-    even = [binary(tokens) for tokens, ratio, noise in points if abs(math.log(ratio)) <= noise]
-    within = f"; within the spread at {', '.join(even)}" if even else ""
-    return f"{by if first[1] < 1 else 'the ring'} is faster {where}: {', '.join(ratios)}{within}"
 
 
 def best(rows: Sequence[Mapping[str, Any]]) -> list[str]:

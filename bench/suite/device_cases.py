@@ -27,7 +27,7 @@ from ..common.flags import device_here
 from ..common.output import write_json
 from ..common.provenance import provenance
 from ..common.timing import Clock, Step, interleaved
-from ..kernels import accuracy, beside, speed
+from ..kernels import accuracy, speed
 from ..kernels.accuracy import draw
 from ..kernels.speed import AGREE, causal_bounds
 from .cases import NotHere, Number, distance, result_of
@@ -269,7 +269,6 @@ CASES: dict[str, dict[str, Run]] = {
             ),
             ("ceilings", ceilings),
             ("targets", speed.targets),
-            ("beside", beside.beside),
             ("fp8", fp8),
             ("LocalWorld", local_world),
         ]

@@ -76,7 +76,6 @@ def gpu_parts() -> list[Part]:
         *(case(name, 45, "special") for name in right if name.startswith(special)),
         case("ceilings", 8),
         case("targets", 45),
-        case("beside", 15),
         bench("beside NCCL", "the forward beside NCCL's own kernels, one rank to itself", 20,
               "links", "--world", "1", "--transport", "nccl", "--channels", "auto,8", "-b", "64M", "-e", "64M",
               "--beside", "forward", missing=nccl_missing()),

@@ -8,24 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.flags import (
-    Batch,
-    Causal,
-    Csv,
-    DeviceFlag,
-    Dtype,
-    HeadDim,
-    Heads,
-    Json,
-    KvHeads,
-    LayoutFlag,
-    LayoutName,
-    check_needs,
-    device_here,
-    device_name,
-    kv_heads_of,
-    size,
-)
+from ..common import flags
 from ..common.launching import Member, cores, member, world_of
 from ..common.output import check_targets, prints, write_json
 from ..common.result import Result, finish
@@ -87,23 +70,23 @@ def prediction_of(path: Path, call: Mapping[str, Any]) -> Timeline:
 def timeline(
     context: typer.Context,
     world: Annotated[int | None, typer.Option(min=1, help="Ranks; default: 2; under a launcher, its own.")] = None,
-    seqlen: Annotated[Any, typer.Option(parser=size, metavar="SIZE", help="Tokens in all.")] = "8k",
-    batch: Batch = 1,
-    heads: Heads = 8,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = 64,
-    dtype: Dtype = "fp32",
-    causal: Causal = True,
-    layout: LayoutFlag = LayoutName.zigzag,
+    seqlen: Annotated[Any, typer.Option(parser=flags.size, metavar="SIZE", help="Tokens in all.")] = "8k",
+    batch: flags.Batch = 1,
+    heads: flags.Heads = 8,
+    kv_heads: flags.KvHeads = None,
+    head_dim: flags.HeadDim = 64,
+    dtype: flags.Dtype = "fp32",
+    causal: flags.Causal = True,
+    layout: flags.LayoutFlag = flags.LayoutName.zigzag,
     repeats: Annotated[int, typer.Option(min=1, help="Recorded runs; the one of median length is kept.")] = 5,
-    threads: Annotated[int | None, typer.Option(min=1, help="Per process; default: a share of the cores.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
-    device: DeviceFlag = "",
+    threads: flags.Threads = None,
+    seed: flags.Seed = 0,
+    device: flags.DeviceFlag = "",
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace that Perfetto opens.")] = None,
     out: Annotated[Any, typer.Option(parser=picture_file, metavar="FILE", help="Draw it: .svg, .png or .pdf.")] = None,
     predicted: Annotated[Path | None, typer.Option(help="A predicted trace of the same call, drawn below.")] = None,
-    json: Json = None,
-    csv: Csv = None,
+    json: flags.Json = None,
+    csv: flags.Csv = None,
 ) -> None:
     """Record one forward and backward of a ring: every rank's compute, waits, transfers and slots on one clock.
 
@@ -113,9 +96,9 @@ def timeline(
     from .events import as_chrome
     from .runs import call_data
 
-    check_needs(context, {"predicted": "out"})
+    flags.check_needs(context, {"predicted": "out"})
     place, ranks = member(), world_of(member(), world, DEFAULT_WORLD)
-    device, kv_heads = device_name(device), kv_heads_of(heads, kv_heads)
+    device, kv_heads = flags.device_name(device), flags.kv_heads_of(heads, kv_heads)
     if seqlen < ranks:
         raise typer.BadParameter(f"--seqlen is {seqlen}: {ranks} ranks need a token each")
     threads = threads or max(1, cores() // (place.local_world if place is not None else ranks))
@@ -140,7 +123,7 @@ def measured(place: Member | None, problem: AttentionConfig, repeats: int) -> Ti
     """The timeline, on rank 0; with the error of a rank that fails, and exit code 1."""
     from . import runs
 
-    device = device_here(problem.device) if place is None else place.shared_device(problem.device)
+    device = flags.device_here(problem.device) if place is None else place.shared_device(problem.device)
     runs.check_room(problem, device, place)
     return runs.measured(place, problem, device, repeats)
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from ringattn.bench.common.attention import AttentionConfig, mask_title
 from ringattn.bench.common.flags import Pattern
 from ringattn.bench.common.result import read
 from ringattn.bench.common.timing import Clock, Samples
-from ringattn.bench.kernels import accuracy, beside, contender, speed
+from ringattn.bench.kernels import accuracy, contender, speed
 from ringattn.bench.kernels.contender import OURS, VARIANTS, Cannot, Contender, Given, Ready
 from ringattn.bench.suite.cases import NotHere
 from ringattn.kernels import KernelConfig, Tile, attention_forward
@@ -125,19 +122,6 @@ def test_every_mask_is_counted_computed_and_told(one: AttentionConfig) -> None:
         assert max(judge.errors(theirs.results).values()) < 1e-4
         with pytest.raises(Cannot, match="full and causal"):
             contender.sdpa(contender.CPU_SDPA["ATen operator"], given)
-
-
-@pytest.mark.parametrize(
-    ("one", "pairs"),
-    [
-        (config(4, 1, 1, head_dim=8, causal=False, batch=3, seqused_k=(1, 0, 4)), 4 + 0 + 16),
-        (config(4, 1, 1, head_dim=8, batch=2, seqused_k=(2, 4)), (1 + 2 + 2 + 2) + (1 + 2 + 3 + 4)),
-        # a window of itself, and the first token sees all and is seen by all
-        (config(4, 1, 1, head_dim=8, causal=False, batch=2, block_mask=longformer(0, 1)), 2 * (4 + 2 + 2 + 2)),
-    ],
-)
-def test_pairs_of_all_batch_rows_by_hand(one: AttentionConfig, pairs: int) -> None:
-    assert one.pairs == pairs and one.flops == 2 * pairs * (8 + 8)
 
 
 @pytest.mark.parametrize("number", range(len(VARIANTS)))
@@ -325,54 +309,6 @@ def test_accuracy_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None
     assert "error of out" in {number.name for number in found if number.fails}
 
 
-# beside a transfer
-
-
-def test_copy_beside_the_forward(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside.Copy, "milliseconds", lambda copy: (0.0, 0.01))  # no stamps without a device's clock
-    sizes = beside.Sizes(seconds=1e-4, keys=32, nbytes=1 << 12)
-    found = list(beside.beside(CPU, head_dim=16, heads=1, repeats=1, sizes=sizes))
-    assert not any(number.fails for number in found) and sum(number.limit == 0 for number in found) == 4
-    launches = dict.fromkeys(number.labels["launch"] for number in found if number.labels)
-    assert [*launches] == ["many waves", "one wave", "one wave, 8 left"] and "stream of priority -1" in cuda.calls
-
-
-def test_delays_are_read_from_the_stamps() -> None:
-    copy = beside.Copy(CPU, 64)
-    copy.stamps.view(-1, 2)[:] = torch.tensor([[5_000_000, 9_000_000]])
-    copy.stamps.view(-1, 2)[3] = torch.tensor([7_000_000, 11_000_000])
-    assert copy.milliseconds() == (2.0, 6.0)
-    alone = beside.Beside(None, first=0.01, last=0.02, copy=4.0)
-    together = beside.Beside(12.0, first=1.01, last=3.0, copy=5.0)
-    runs: dict[str, list[Any]] = {"alone": [10.0], "copy alone": [alone], "beside": [together]}
-    told = {(number.name, number.unit): number.value for number in beside.numbers(runs, 10**12, {})}
-    assert told["start delay, first block", "ms"] == pytest.approx(1.0)
-    assert told["start delay, last block", "ms"] == pytest.approx(2.99)
-    assert told["slowdown of the forward", "times"] == pytest.approx(1.2)
-    assert told["forward alone", "TFLOP/s"] == pytest.approx(100)
-
-
-@pytest.mark.nightly
-def test_copy_kernel_compiles_with_its_clock() -> None:
-    """The interpreter has no clock of the device: compiled in a process without it, for one GPU."""
-    code = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from ringattn.bench.kernels.beside import CHUNK, COPY_WARPS, copy_kernel
-types = {"destination": "*i32", "source": "*i32", "elements": "i32", "stamps": "*i64"}
-constants = {(4,): CHUNK, (5,): True}
-aligned = {(index,): [["tt.divisibility", 16]] for index in range(4)}
-source = ASTSource(copy_kernel, {**types, "CHUNK": "constexpr", "STAMP": "constexpr"}, constants, aligned)
-compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": COPY_WARPS})
-assert compiled.asm["ptx"].count("globaltimer") == 2
-assert "ld.global.v4" in compiled.asm["ptx"]
-"""
-    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-
-
 # the command
 
 
@@ -387,31 +323,6 @@ def test_the_command(tmp_path: Path) -> None:
     with (tmp_path / "k.csv").open() as file:
         assert [row["by"] for row in csv.DictReader(file)] == [row["by"] for row in told.rows]
     assert "matrix product in the same runs" in told.notes[0] and result.stdout.splitlines()[-1] == told.notes[-1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (["--timer", "graph"], "--timer is 'graph': on cpu it must be one of clock"),
-        (["--by", "magic"], "there are ringattn"),
-        (["--heads", "4", "--kv-heads", "3"], "multiple"),
-        (["--cu-seqlens", "0,10"], "cu_seqlens ends at 10"),
-        (["--documents-seed", "3"], "--documents-seed is given without --documents"),
-        (["--documents", "3", "--cu-seqlens", "0,10"], "--cu-seqlens and --documents are both given"),
-        (["--dtype", "int8"], "no dtype"),
-        (["--block-mask", "longformer,window=5,global=2"], "window is 5: it must be even"),
-        (["--seqused-k", "10,20"], "seqused_k has 2 lengths: it must have 1, one per batch row"),
-        (["--batch", "2", "--seqlen", "64", "--seqused-k", "64,65"], "seqused_k[1] is 65: it must be 0 to 64"),
-        (["--seqlen", "64,0"], "'0' is too small: it must be at least 1"),
-        (["--head-dim", "64,512"], "512 is no head dim: it must be 1 to 256"),
-        (["--value-dim", "257"], "'--value-dim'"),
-        (["--seqlen", "1k,1g"], "--seqlen: 1,073,741,824 tokens take"),
-    ],
-)
-def test_bad_flags_are_refused(flags: list[str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "measure", lambda *given, **more: pytest.fail("it started"))
-    result = CliRunner().invoke(cli.app, ["bench", "kernels", *flags])
-    assert result.exit_code == 2 and told in result.output and len(result.output.splitlines()) == 1, result.output
 
 
 def test_a_failure_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,25 +219,3 @@ def test_worlds_within_a_launcher() -> None:
     assert worlds_of(Member(0, 6, 0, 6), None) == [2, 4, 6] and worlds_of(Member(0, 6, 0, 6), [3]) == [3]
     with pytest.raises(typer.BadParameter, match="--world is 8: the launcher started 6 ranks"):
         worlds_of(Member(0, 6, 0, 6), [2, 8])
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--tokens 1g", "--tokens: 1,073,741,824 tokens on each of 8 ranks take"),
-        ("--tokens 0", "'0' is too small: it must be at least 1"),
-        ("--world 2,0", "'0' is too small: it must be at least 1"),
-        ("--nodes 2 --world 4,6,2", "2 processes are not 2 nodes of 2 or more each"),
-        ("--nodes 4 --world 6", "6 processes are not 4 nodes of 2 or more each"),
-        ("--wire-dtype foo", "'foo' is none: it takes bfloat16 or float8_e4m3fn"),
-        ("--chunks 99", "--chunks is 99: a chunk is at least one of the 8 key heads"),
-        ("--heads 4 --kv-heads 3", "must be a multiple of it"),
-        ("--json {folder}", "it is a folder"),
-        ("--csv {folder}/none/x.csv", "there is no folder"),
-    ],
-)
-def test_refusals(flags: str, told: str, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one line, before anything starts."""
-    monkeypatch.setattr(memory_bench, "spawn", lambda *given: pytest.fail("it started"))
-    result = CliRunner().invoke(cli.app, ["bench", "memory", *flags.format(folder=tmp_path).split()])
-    assert result.exit_code == 2 and told in result.output and len(result.output.splitlines()) == 1, result.output

@@ -5,14 +5,12 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -30,13 +28,10 @@ from ringattn.bench.common.memory_table import (
 )
 from ringattn.bench.common.result import Result, read
 from ringattn.bench.ring import baselines, candidates, runs
-from ringattn.bench.ring import command as ring_bench
 from ringattn.bench.ring.candidates import CONTEXT_PARALLEL, Candidate, Refused, Setting, sdpa
 from ringattn.bench.ring.runs import RingConfig, Row, best, crossovers, gathered, measure
 from ringattn.comm import LocalGroup, LocalWorld
 from ringattn.ring import Ring, ring_attention
-
-from ..support import ring_bench_cases
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -82,7 +77,7 @@ def test_everyone_agrees_in_real_processes(tmp_path: Path) -> None:
             assert of["of ideal"] == pytest.approx(100 * rows[WHOLE]["time"] / 2 / of["time"])
             assert of["throughput"] == pytest.approx(tokens / (of["time"] / 1e3))
     assert f"not there: {CONTEXT_PARALLEL}: it has no sharding strategy" in ran.stdout
-    assert [note.partition(" and")[0] for note in found.notes[-3:-1]] == [ALL_GATHER, ULYSSES]
+    assert [note.split()[2] for note in found.notes[-3:-1]] == [ALL_GATHER, ULYSSES]
     assert found.notes[-1].startswith("best: ")
     with (tmp_path / "r.csv").open() as file:
         assert {row["tokens"] for row in csv.DictReader(file)} == {"256", "512"}
@@ -153,20 +148,6 @@ def test_memory_is_what_was_counted() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        (ring_bench_cases.rank_one_raises, "rank 1 has had enough"),
-        pytest.param(ring_bench_cases.rank_one_dies, "exitcode  : 9", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_rank_that_dies_ends_it(entry: Any, message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as ended:
-        spawn(2, entry, RingConfig((AttentionConfig(64, 2, heads=2, kv_heads=2, head_dim=16),), ("zigzag",), 1))
-    assert ended.value.exit_code == 1
-    assert message in capfd.readouterr().err
-
-
 # what follows from rows
 
 
@@ -176,26 +157,13 @@ def rows(tokens: int = 1024, world: int = 2, **seconds: float) -> list[Row]:
     return [row(WHOLE, 1.0, tokens, world), row(f"{OURS} zigzag", 0.5, tokens, world), *others]
 
 
-@pytest.mark.parametrize(
-    ("found", "texts"),
-    [
-        # log 0.5 : log 2.5 of the way from 1k to 4k, against the best of ours
-        (
-            [*rows(1024, gather=0.25), *rows(4096, gather=1.0, striped=0.4)],
-            ["all-gather is faster up to about 1,860 tokens, measured 1k to 4k: 0.50 times the ring's time at 1k"],
-        ),
-        (
-            [*rows(1024, heads=0.6), *rows(4096, heads=0.7)],
-            ["the ring is faster at every length (1k to 4k): 1.20 times the ring's time at 1k, 1.40 times"],
-        ),
-        (rows(1024, gather=0.5), ["; within the spread at 1k"]),
-        ([*rows(1024, 2, gather=0.4), *rows(1024, 4, gather=0.6)], ["2 ranks: all-gather is", "4 ranks: the ring is"]),
-        (rows(), []),
-    ],
-)
-def test_crossovers(found: list[Row], texts: list[str]) -> None:
-    told = crossovers(found)
-    assert len(told) == len(texts) and all(text in line for text, line in zip(texts, told, strict=True)), told
+def test_ways_around_the_ring_beside_the_best_layout() -> None:
+    found = [*rows(1024, gather=0.25), *rows(4096, gather=1.0, striped=0.4), *rows(1024, 4, heads=0.6)]
+    assert crossovers(found) == [
+        "time of all-gather over the ring's, 2 ranks: 0.50 at 1k, 2.50 at 4k",
+        "time of Ulysses over the ring's, 4 ranks: 1.20 at 1k",
+    ]
+    assert crossovers(rows()) == []
 
 
 def test_best_of_the_largest_problem() -> None:
@@ -291,16 +259,6 @@ def test_names_begin_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 # memory
 
 
-def test_needs_grow_with_ranks_and_length() -> None:
-    problem = AttentionConfig(1 << 16, 2)
-    few = runs.needs(problem, ["zigzag"], [WHOLE, OURS], 2)
-    assert few.gpu == 0 and runs.needs(problem, ["zigzag"], [WHOLE, OURS], 4).host > few.host
-    longer = runs.needs(replace(problem, seqlen=1 << 17), ["zigzag"], [WHOLE, OURS], 2)
-    assert longer.host > 1.8 * few.host - 1e9
-    on_gpu = runs.needs(replace(problem, device="cuda"), ["zigzag"], [WHOLE, OURS], 2)
-    assert on_gpu.gpu > 0 and on_gpu.host < few.host
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_rings_of_all_layouts_keep_their_slots(device: str) -> None:
     """What rings hold between calls, counted on rings that ran; each layout more than the first adds that much."""
@@ -330,30 +288,6 @@ def test_the_rings_of_all_layouts_keep_their_slots(device: str) -> None:
     shards = 2 * 512 * memory_table.inputs(problem)  # a copy of them on both ranks
     for kinds, more in (((OURS,), 4 * slots), ((OURS, ALL_GATHER), 4 * slots), ((ALL_GATHER,), 0)):
         assert needed(layouts, *kinds) - needed(layouts[:1], *kinds) == 2 * shards + more
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--heads", "4", "--kv-heads", "3"], "multiple"),
-        (["--seqlen", "1", "--world", "2"], "a token each"),
-        (["--world", "0"], "at least one process"),
-        (["--dtype", "int8"], "no dtype"),
-        (["--layout", "spiral"], "no layout"),
-        (["--by", "magic"], "there are one device"),
-        (["--transport", "pigeon"], "it takes auto"),
-        (["--transport", "nccl"], "--transport is nccl, of GPUs, and the device is cpu: take process_group"),
-        (["--transport", "copy_engine", "--world", "1"], "is copy_engine, of GPUs, and the device is cpu"),
-        (["--transport", "local", "--world", "1,2"], "--transport is local, of one process, and 2 are to run"),
-        (["--seqlen", "0"], "--seqlen is 0: 2 processes need a token each"),
-        (["--timer", "events"], "timer is 'events': on cpu it must be one of clock"),
-        (["--seqlen", "1g"], "fits"),
-        (["--json", "/no/such/folder/r.json"], "no folder"),
-    ],
-)
-def test_refused_flags(flags: list[str], message: str) -> None:
-    ran = CliRunner().invoke(ring_bench.app, flags, env=WIDE)
-    assert ran.exit_code == 2 and message in ran.output, ran.output
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 CPU = torch.device("cpu")
 ORDER = [
     "launches", "right bfloat16 D128", "right hopper bfloat16 D128", "right single_pass bfloat16 D128", "ceilings",
-    "targets", "beside", "beside NCCL", "local", "nccl-1", "copy_engine-2", "compiled", "killed", "captured", "nccl-2",
+    "targets", "beside NCCL", "local", "nccl-1", "copy_engine-2", "compiled", "killed", "captured", "nccl-2",
     "host", "racecheck", "memcheck", "fp8", "LocalWorld", "tune",
 ]  # fmt: skip
 

@@ -140,25 +140,6 @@ def test_timeline_of_real_processes(tmp_path: Path) -> None:
     assert [row["rank"] for row in read(target).rows] == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--seqlen 1", "--seqlen is 1: 2 ranks need a token each"),
-        ("--trace /nowhere/at/all.json", "there is no folder /nowhere/at"),
-        ("--json /nowhere/at/all.json", "there is no folder /nowhere/at"),
-        ("--out a.gif", "a.gif is no picture"),
-        ("--predicted /nowhere.json", "--predicted is given without --out"),
-        ("--kv-heads 3", "--kv-heads is 3"),
-        ("--predicted /nowhere.json --out a.svg", "/nowhere.json"),
-        ("--device cpu --seqlen 16g", "--seqlen: 17,179,869,184 tokens over 2 ranks take"),
-    ],
-)
-def test_refused_flags(flags: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "measured", lambda *_: pytest.fail("it started"))
-    ran = CliRunner().invoke(timeline_bench.app, flags.split(), env={"COLUMNS": "300"})
-    assert ran.exit_code == 2 and message in ran.output, ran.output
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_length_that_is_told_to_fit_does(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks here: on the CPU each is a process besides; the room is what `bench ring` counts for our ring."""

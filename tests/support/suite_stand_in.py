@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ringattn.bench.common import timing
-from ringattn.bench.kernels import accuracy, beside, contender, speed
+from ringattn.bench.kernels import accuracy, contender, speed
 from ringattn.bench.suite import device_cases
 from ringattn.bench.suite.parts import CLONE, OUT, PYTHON, RINGATTN, Part, gpu_parts
 from ringattn.kernels import KernelConfig, Tile
@@ -34,7 +34,6 @@ SMALL: dict[Callable[..., Any], dict[str, Any]] = {
     accuracy.accuracy: {"dtype": "float16", "head_dim": 16, "head_dim_v": 16, "seqlen": 24, "heads": (2, 1),
                         "causal_worlds": (2,), "full_worlds": ()},
     speed.targets: {"seconds": 0, "sizes": speed.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)},
-    beside.beside: {"head_dim": 16, "heads": 1, "repeats": 1, "sizes": beside.Sizes(1e-4, 32, 1 << 12)},
     device_cases.fp8: {"dtypes": ("float16",), "shapes": ((1, 130, 2, 8),)},
     device_cases.local_world: {
         "world": 2, "tokens": 64, "heads": (2, 1), "head_dim": 16, "dtype": "float32", "repeats": 1,
@@ -86,9 +85,8 @@ def case(name: str, file: str, patch: pytest.MonkeyPatch) -> int:
     run, arguments = (one.func, one.keywords) if isinstance(one, partial) else (one, {})
     if run is accuracy.accuracy:
         hopper_by_another(patch)
-    if run in (speed.targets, beside.beside):
+    if run is speed.targets:
         FakeCuda(patch)
-        patch.setattr(beside.Copy, "milliseconds", lambda copy: (0.0, 0.01))
         patch.setattr(timing, "LEAST", 1)
         patch.setattr(timing, "MOST", 1)
         patch.setattr(speed, "PRODUCT_SIDE", {"cpu": 16})

@@ -1,0 +1,102 @@
+"""What the benches refuse before anything starts, in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ringattn.bench import cli
+from ringattn.bench.common import launching
+
+WIDE = {"COLUMNS": "400", "TERMINAL_WIDTH": "400"}
+ON_CPU = "has no say on the CPU: leave it out"
+REFUSED = {
+    "host --tokens 0": "'0' is too small: it must be at least 1",
+    "host --tokens 1g": "--tokens: 1,073,741,824 tokens per rank take",
+    "host --timer events": "--timer is 'events': on cpu it must be one of clock",
+    "host --heads 8 --kv-heads 3": "--kv-heads is 3: --heads, 8, must be a multiple of it",
+    "host --chunks 2 --kv-heads 1": "--chunks is 2: a chunk is at least one of the 1 key heads",
+    "host --head-dim 257": "'--head-dim'",
+    "kernels --timer graph": "--timer is 'graph': on cpu it must be one of clock",
+    "kernels --by magic": "there are ringattn",
+    "kernels --heads 4 --kv-heads 3": "must be a multiple of it",
+    "kernels --cu-seqlens 0,10": "cu_seqlens ends at 10",
+    "kernels --documents-seed 3": "--documents-seed is given without --documents",
+    "kernels --documents 3 --cu-seqlens 0,10": "--cu-seqlens and --documents are both given",
+    "kernels --block-mask longformer,window=5,global=2": "window is 5: it must be even",
+    "kernels --seqused-k 10,20": "seqused_k has 2 lengths: it must have 1, one per batch row",
+    "kernels --value-dim 257": "'--value-dim'",
+    "kernels --seqlen 1k,1g": "--seqlen: 1,073,741,824 tokens take",
+    "links -G 1": f"--cudagraph {ON_CPU}",
+    "links --channels 4": f"--channels {ON_CPU}",
+    "links --ctas auto --transport process_group": f"--ctas {ON_CPU}",
+    "links -f 2 -i 8": "not by both",
+    "links -f 1": "a factor of at least 2",
+    "links -b 2k -e 1k": "sizes run from -b",
+    "links -i 0": "at least 1 byte",
+    "links --transport tcp": "comma list of nccl, copy_engine, process_group, local",
+    "links --channels 4,x": "or auto",
+    "links --channels 3": "power of two",
+    "links --transport local,nccl": "--transport is nccl, of GPUs, and the device is cpu: take process_group",
+    "links --device cuda": "sees no CUDA device",
+    "links --beside forward": "kernel of a GPU",
+    "links --beside sleep": "forward, matmul or none",
+    "links -b 1024g -e 1024g": "-e: 1,099,511,627,776 bytes take",
+    "memory --tokens 1g": "--tokens: 1,073,741,824 tokens on each of 8 ranks take",
+    "memory --world 2,0": "'0' is too small: it must be at least 1",
+    "memory --nodes 2 --world 4,6,2": "2 processes are not 2 nodes of 2 or more each",
+    "memory --nodes 4 --world 6": "6 processes are not 4 nodes of 2 or more each",
+    "memory --wire-dtype foo": "'foo' is none: it takes bfloat16 or float8_e4m3fn",
+    "memory --chunks 99": "--chunks is 99: a chunk is at least one of the 8 key heads",
+    "memory --heads 4 --kv-heads 3": "must be a multiple of it",
+    "memory --json {folder}": "it is a folder",
+    "memory --csv {folder}/none/x.csv": "there is no folder",
+    "overlap --heads 4 --chunks 1,5": "at least one of the 4 key heads",
+    "overlap --slots 1,2 --prefetch 2,3": "prefetch is 2: with 1 slots it must be 0 to 0; prefetch is 3",
+    "overlap --transport local": "--transport is local, of one process, and 2 are to run",
+    "overlap --timer graph": "timer is 'graph': on cpu it must be one of clock",
+    "overlap --tokens 1g": "--tokens: 1,073,741,824 tokens on each of 2 ranks take",
+    "ring --heads 4 --kv-heads 3": "must be a multiple of it",
+    "ring --seqlen 1 --world 2": "a token each",
+    "ring --world 0": "at least one process",
+    "ring --layout spiral": "no layout",
+    "ring --by magic": "there are one device",
+    "ring --transport pigeon": "it takes auto",
+    "ring --transport copy_engine --world 1": "is copy_engine, of GPUs, and the device is cpu",
+    "ring --transport local --world 1,2": "--transport is local, of one process, and 2 are to run",
+    "ring --timer events": "timer is 'events': on cpu it must be one of clock",
+    "ring --seqlen 1g": "fits",
+    "timeline --seqlen 1": "--seqlen is 1: 2 ranks need a token each",
+    "timeline --trace /nowhere/at/all.json": "there is no folder /nowhere/at",
+    "timeline --out a.gif": "a.gif is no picture",
+    "timeline --predicted /nowhere.json": "--predicted is given without --out",
+    "timeline --predicted /nowhere.json --out a.svg": "/nowhere.json",
+    "timeline --kv-heads 3": "--kv-heads is 3",
+    "timeline --seqlen 16g": "--seqlen: 17,179,869,184 tokens over 2 ranks take",
+}
+REFUSED_ON_A_GPU = {
+    "links --ctas 4 --transport process_group": "--ctas has no say without nccl among --transport",
+    "links --timer sundial": "on cuda it must be one of events, clock",
+    "links -G 1 --transport copy_engine": "cannot be with --transport copy_engine: its ready flags",
+    "overlap --link-share 0.5": "--link-share has no say on a GPU",
+}
+
+
+def refused(command: str, told: str, gpu: bool, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.cuda, "is_available", lambda: gpu)
+    patch.setattr(launching, "launch", lambda *given: pytest.fail("it started"))
+    ran = CliRunner().invoke(cli.app, ["bench", *command.split()], env=WIDE)
+    assert ran.exit_code == 2 and told in ran.output and len(ran.output.splitlines()) == 1, ran.output
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_refused_on_the_cpu(command: str, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(command.format(folder=tmp_path), REFUSED[command], False, monkeypatch)
+
+
+@pytest.mark.parametrize("command", REFUSED_ON_A_GPU)
+def test_refused_on_a_gpu(command: str, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(command, REFUSED_ON_A_GPU[command], True, monkeypatch)
