@@ -203,22 +203,7 @@ def test_balance() -> None:
 
 def test_files_say_what_the_schedule_says(tmp_path: Path) -> None:
     target, table = tmp_path / "call.json", tmp_path / "call.csv"
-    flags = [
-        "--lengths",
-        "4,1,3",
-        "--direction",
-        "-1",
-        "--dtype",
-        "float32",
-        "--batch",
-        "2",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
-        "--head-dim",
-        "8",
-    ]
+    flags = "--lengths 4,1,3 --direction -1 --dtype float32 --batch 2 --heads 4 --kv-heads 2 --head-dim 8"
     assert "uneven, causal, 8 tokens over 3 ranks" in run(*flags.split(), "--json", str(target), "--csv", str(table))
     result, plan = read(target), schedule(Layout.uneven([4, 1, 3]), Mask(causal=True), direction=-1)
     call, per_token = result.provenance["call"], 2 * 2 * 2 * 8 * 4
