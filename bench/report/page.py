@@ -19,7 +19,6 @@ from . import charts, timelines
 from .theme import DARK, LIGHT, VARIABLES, css, inline
 
 FIRST = ("results.json", "decisions.json")  # of the suite
-PUT_ASIDE = "results_"  # of other code or another machine: the suite puts them aside under such a name
 PROVENANCE = {"gpu": "GPU", "cpu": "CPU", "date": "date", "command": "command", "ringattn": "ringattn"}
 LONGEST = 400  # characters of a cell: what a file says may be anything
 
@@ -79,8 +78,6 @@ def read_folder(folder: Path) -> Folder:
     found = Folder(printable(folder.absolute().name))
     for path in sorted(folder.glob("*.json"), key=lambda path: (path.name not in FIRST, path.name != FIRST[0], path)):
         name = printable(path.name)
-        if name.startswith(PUT_ASIDE):
-            continue
         try:
             data = read_object(path)
             if "otherData" in data:

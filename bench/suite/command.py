@@ -25,8 +25,6 @@ NAME, DECISIONS = "results.json", "decisions.json"
 CASE = "bench suite"
 UNITS = {"part": "", "state": "", "seconds": "s", "found": "", "reason": "", "about": "", "command": ""}
 FINAL = ("done", "not here")  # asked again on the same machine, the answer would be the same
-SAME = ("ringattn.sources", "versions", "cpu.model", "cpu.cores", "gpu.name", "gpu.driver")
-"""What must be equal for two runs to be one: the code, the versions, the machine. Not clocks, loads and dates."""
 WRITING_SECONDS = 20.0  # of the budget, kept for the end: the page
 MOST_SIDE_BY_SIDE = 15
 PROCESS_GIB = 2  # of host memory: CUDA's libraries and a compiler
@@ -43,7 +41,7 @@ def suite(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of all results.")] = Path("build/bench"),
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU where there is one.")] = None,
     only: Annotated[str | None, typer.Option(help="Parts whose name contains this.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Run anew what the folder already holds.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Begin anew: what the folder holds is put aside.")] = False,
 ) -> None:
     """Run what this machine can tell, most important first; a failure is recorded, and the rest goes on."""
     import time
@@ -69,7 +67,7 @@ def suite(
     if not parts:
         raise typer.BadParameter(f"--only is {only!r}: no part has that in its name")
     result = Result(CASE, UNITS, provenance=provenance(place))
-    known = {str(row["part"]): row for row in earlier(out, result.provenance, everything, again=again)}
+    known = {str(row["part"]): row for row in earlier(out, result.provenance, again=again)}
     kept = [part.name for part in parts if ended_well(known.get(part.name), part)]
     left = [part for part in parts if part.name not in kept]
     side_by_side = width(place.type)
@@ -123,14 +121,13 @@ def ending_as_interrupted() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def earlier(out: Path, provenance: Mapping[str, Any], parts: Sequence[Part], *, again: bool) -> Sequence[Row]:
-    """What the folder holds of this code and machine; results of others are put aside, under their date.
+def earlier(out: Path, provenance: Mapping[str, Any], *, again: bool) -> Sequence[Row]:
+    """What the folder holds of this code and machine; a folder of another is put aside, under its date.
 
     Raises:
         typer.BadParameter: it is no folder, or the file there is something else, or damaged.
     """
     from ..common.result import read
-    from .processes import LOGS
 
     if os.path.lexists(out) and not out.is_dir():
         raise typer.BadParameter(f"--out is {out}: that is no folder")
@@ -143,35 +140,30 @@ def earlier(out: Path, provenance: Mapping[str, Any], parts: Sequence[Part], *, 
             raise ValueError(f"{path} is of {found.case}")
     except ValueError as refused:
         raise typer.BadParameter(f"--out: {refused}; move it away, or name another folder") from None
-    differ = differences(provenance, found.provenance)
+    here, there = identity(provenance), identity(found.provenance)
+    differ = [f"{name} {there[name]:.60} there, {here[name]:.60} here" for name in here if here[name] != there[name]]
     if not differ and not again:
         return found.rows
     date = "".join(one for one in str(found.provenance.get("date")) if one.isalnum() or one == "-")
-    aside = out / f"results_{date}"
-    aside.mkdir(exist_ok=True)
-    for name in (NAME, DECISIONS, LOGS, *(name for part in parts for name in part.leaves)):
-        if (out / name).exists():  # the page of what is measured now has no place for it
-            (out / name).replace(aside / name)
+    aside = out.absolute().with_name(f"{out.absolute().name}_{date}")
+    try:
+        out.absolute().rename(aside)
+    except OSError as refused:
+        raise typer.BadParameter(f"--out: cannot put {out} aside as {aside}: {refused.strerror}") from None
     typer.echo(f"begun anew: {'; '.join(differ) or '--again'}. What was there is in {aside}\n", err=True)
     return []
 
 
-def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """What keeps two provenances from being of one run."""
+def identity(provenance: Mapping[str, Any]) -> dict[str, str]:
+    """What must be equal for two runs to be one: the code, the versions, the machine. Not clocks, loads and dates."""
     import json
 
-    told = []
-    for path in SAME:
-        here, there = (json.dumps(_at(one, path)) for one in (mine, theirs))
-        if here != there:
-            told.append(f"{path} {there:.60} there, {here:.60} here")
-    return told
-
-
-def _at(provenance: Any, path: str) -> Any:
-    for key in path.split("."):
-        provenance = provenance.get(key) if isinstance(provenance, Mapping) else None
-    return provenance
+    told: dict[str, Any] = {name: provenance.get(name) or {} for name in ("ringattn", "versions", "cpu", "gpu")}
+    found = {"versions": told["versions"], "ringattn.sources": told["ringattn"].get("sources")}
+    found |= {f"{name}.{key}": told[name].get(key) for name, key in (
+        ("cpu", "model"), ("cpu", "cores"), ("gpu", "name"), ("gpu", "driver"),
+    )}  # fmt: skip
+    return {name: json.dumps(value) for name, value in found.items()}
 
 
 def ended_well(row: Row | None, part: Part) -> bool:

@@ -33,7 +33,6 @@ from ..kernels.speed import AGREE, causal_bounds
 from .cases import NotHere, Number, distance, result_of
 
 ENQUEUED = 200  # launches in one timed stretch of the host
-NAN_CODE = 0x7F  # of e4m3, and the same with a sign
 EXPONENTS = (-14, 8)  # of what becomes fp8: normal and subnormal codes, and some that round to zero
 MOST_TIMES = {"forward": (1.08, 1.04), "forward and backward": (1.12, 1.06)}
 """What a ring of virtual ranks on one GPU may take, in times of a ring of one rank, and what it is to reach."""
@@ -134,11 +133,8 @@ def fp8_differences(x: Tensor, device: torch.device) -> dict[str, int]:
     quantize(here, ours, our_scales)
     returned = torch.full(x.shape, torch.nan, dtype=x.dtype, device=device)
     dequantize(ours, our_scales, returned)
-    return {
-        "codes": int((code_bits(ours) != code_bits(codes)).sum()),
-        "scales": int((our_scales.cpu().view(torch.int32) != scales.view(torch.int32)).sum()),
-        "numbers": int((number_bits(returned) != number_bits(back)).sum()),
-    }
+    pairs = {"codes": (ours, codes), "scales": (our_scales, scales), "numbers": (returned, back)}
+    return {name: differing(*pair) for name, pair in pairs.items()}
 
 
 def fp8_buffers(x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -147,16 +143,10 @@ def fp8_buffers(x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     return codes, torch.full(scale_shape((x.shape[0], *x.shape[1:])), torch.nan, device=device)
 
 
-def code_bits(codes: Tensor) -> Tensor:
-    """With one code for NaN of either sign."""
-    bits = codes.view(torch.uint8).cpu()
-    return torch.where(bits & NAN_CODE == NAN_CODE, NAN_CODE, bits)
-
-
-def number_bits(x: Tensor) -> Tensor:
-    """With one pattern for every NaN."""
-    bits = x.cpu().nan_to_num(nan=123.0, posinf=torch.inf, neginf=-torch.inf)
-    return bits.view(torch.int16 if x.dtype.itemsize == 2 else torch.int32)
+def differing(ours: Tensor, other: Tensor) -> int:
+    """How many elements have other bits; any NaN equals any other."""
+    a, b = ours.cpu().float(), other.cpu().float()
+    return int((((a != b) | (a.signbit() != b.signbit())) & ~(a.isnan() & b.isnan())).sum())
 
 
 def fp8_speed(clock: Clock, shape: Shape) -> Iterator[Number]:
@@ -198,9 +188,10 @@ def local_world(
             layout = Layout.zigzag(seqlen, count)
             # ranks keep their shards, as they do in a training step: cutting and joining are not timed
             shards = [[layout.shard(x, rank) for x in inputs] for rank in range(count)]
-            parts[f"forward:{who}"] = partial(ranks.run, partial(forward, shards, layout))
-            step = partial(ranks.run, partial(forward_and_backward, shards, layout))
-            parts[f"forward and backward:{who}"] = step
+            step: Step
+            for what in MOST_TIMES:
+                step = partial(ranks.run, partial(pass_of_a_rank, shards, layout, backward=what != "forward"))
+                parts[f"{what}:{who}"] = step
             results.append([layout.unshard(each) for each in zip(*step(), strict=True)])
         yield Number("difference from one rank", distance(*results), "relative", labels, AGREE[dtype])
         del results
@@ -208,33 +199,21 @@ def local_world(
     for name, samples in times.items():
         what, _, who = name.partition(":")
         yield Number(f"{what} time", samples.median * 1e3, "ms", {**labels, "by": who}, spread=samples.spread)
-    for what in MOST_TIMES:
+    for what, (most, goal) in MOST_TIMES.items():
         ratio = times[f"{what}:ring"].median / times[f"{what}:one rank"].median
-        yield times_of_one_rank(what, ratio, labels, device)
+        limit, note = (most, f"the goal is {goal}") if device.type == "cuda" else (None, None)
+        yield Number(f"{what}, ring over one rank", ratio, "times", labels, limit, note=note)
 
 
-def forward(shards: list[list[Tensor]], layout: Layout, group: LocalGroup) -> Tensor:
-    """What one virtual rank computes."""
-    q, k, v, _ = shards[group.rank()]
-    out = ring_attention(q, k, v, layout=layout, group=group, causal=True)
-    assert isinstance(out, Tensor)
-    return out
-
-
-def forward_and_backward(shards: list[list[Tensor]], layout: Layout, group: LocalGroup) -> tuple[Tensor, ...]:
-    """Out, dq, dk and dv of one virtual rank."""
+def pass_of_a_rank(shards: list[list[Tensor]], layout: Layout, group: LocalGroup, *, backward: bool) -> Any:
+    """Out, or out, dq, dk and dv, of one virtual rank."""
     *inputs, dout = shards[group.rank()]
+    if not backward:
+        return ring_attention(*inputs, layout=layout, group=group, causal=True)
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = ring_attention(*leaves, layout=layout, group=group, causal=True)
     assert isinstance(out, Tensor)
     return (out.detach(), *torch.autograd.grad(out, leaves, dout))
-
-
-def times_of_one_rank(what: str, ratio: float, labels: dict[str, Any], device: torch.device) -> Number:
-    """The time of virtual ranks over that of one; limited on a GPU."""
-    most, goal = MOST_TIMES[what]
-    limit, note = (most, f"the goal is {goal}") if device.type == "cuda" else (None, None)
-    return Number(f"{what}, ring over one rank", ratio, "times", labels, limit, note=note)
 
 
 def synchronize(device: torch.device) -> None:

@@ -168,18 +168,8 @@ def tests(
     ranks: int = 1, beside: str = "", missing: str | None = None,
 ) -> Part:  # fmt: skip
     """Tests on a GPU, by what their names and the ids of their arguments have."""
-    chosen = f"({kinds}) and ({' or '.join(ids)})"
-    command = (
-        PYTHON,
-        "-m",
-        "pytest",
-        "-v",
-        "-p",
-        "no:cacheprovider",
-        "tests/properties/test_on_a_gpu.py",
-        "-k",
-        chosen,
-    )
+    command = (PYTHON, "-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/properties/test_on_a_gpu.py", "-k",
+               f"({kinds}) and ({' or '.join(ids)})")  # fmt: skip
     return Part(name, about, command, seconds, beside, ranks, _no_clone() or missing, CLONE)
 
 

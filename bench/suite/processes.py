@@ -11,10 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, groupby
+from itertools import groupby
 from pathlib import Path
 
 from ..common.result import read
@@ -27,11 +27,8 @@ POLL_SECONDS = 0.05
 GRACE_SECONDS = 2.0  # in which what overran says where it was
 USED_UP = 0.5  # of its time, by a command that is told one: it compiles, starts and writes, too
 MARK = "RINGATTN_SUITE_PART"  # in the environment of a part, and of whatever it starts: the folder, and which
-TEST = re.compile(r"^tests/\S+::.* (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
-
+TESTED = re.compile(r"=* ?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s")  # the last line of pytest
 TIME_SLICES = "processes share one GPU: their times are time slices, and no results"
-
-_marks = count()
 
 
 @dataclass
@@ -72,11 +69,14 @@ class Running:
         self.outcome, self._seconds, self._out, part = outcome, seconds, out, outcome.part
         self._log = out / LOGS / f"{part.name.replace(' ', '_')}.txt"
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._mark = f"{mark_of(out)}{os.getpid()}.{next(_marks)}|"
+        self._mark = f"{mark_of(out)}{os.getpid()}.{part.name}|"
         for name in part.leaves:
             (out / name).unlink(missing_ok=True)  # an earlier call's
-        filled = {PYTHON: sys.executable, OUT: str(out.absolute()), SECONDS: str(max(1, int(USED_UP * seconds)))}
-        command = [_filled(word, filled) for word in part.command]
+        told = str(max(1, int(USED_UP * seconds)))
+        command = [
+            word.replace(PYTHON, sys.executable).replace(OUT, str(out.absolute())).replace(SECONDS, told)
+            for word in part.command
+        ]
         self._begun = time.monotonic()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -94,23 +94,20 @@ class Running:
         outcome, text = self.outcome, self._log.read_text(errors="replace")
         outcome.seconds = time.monotonic() - self._begun
         outcome.state, outcome.reason = self._late(text) if late else ended(self._process.returncode, text)
-        outcome.found = tests_in(text)
-        if outcome.part.result is not None:
-            self._take(outcome, self._out / outcome.part.result)
-        return True
-
-    @staticmethod
-    def _take(outcome: Outcome, path: Path) -> None:
-        """What it found and what failed, as its result says; a part that is done has left one."""
+        tests = TESTED.match(last_of(text))
+        outcome.found = tests[1] if tests else ""
+        if outcome.part.result is None:
+            return True
         try:
-            result = read(path)
-        except ValueError as error:
+            result = read(self._out / outcome.part.result)
+        except ValueError as error:  # a part that is done has left one
             if outcome.state == "done":
                 outcome.state, outcome.reason = "failed", str(error)
-            return
+            return True
         outcome.found = result.notes[-1] if result.notes else f"{len(result.rows)} rows"
         outcome.failed = result.failed
         outcome.state = "failed" if result.failed else outcome.state
+        return True
 
     def end(self) -> None:
         """End it and whatever it started: what still runs says where it is, then goes."""
@@ -123,12 +120,6 @@ class Running:
         part, had = self.outcome.part, f"it had {self._seconds:.0f} s, and was ended with all its processes"
         enough = self._seconds >= ENOUGH_SHARE * part.seconds and SECONDS not in part.command
         return ("failed" if enough else "cut short"), f"{had}: {last_of(text)}".rstrip(": ")
-
-
-def _filled(word: str, filled: dict[str, str]) -> str:
-    for name, value in filled.items():
-        word = word.replace(name, value)
-    return word
 
 
 def environment(device: str) -> dict[str, str]:
@@ -172,8 +163,8 @@ def ended(code: int, text: str) -> tuple[str, str]:
     """The state and the reason by an exit code and a log."""
     if code == os.EX_UNAVAILABLE:
         return "not here", last_of(text)
-    kinds = {kind for kind in TEST.findall(text)}
-    if code == 0 and kinds == {"SKIPPED"}:
+    tests = TESTED.match(last_of(text))
+    if code == 0 and tests and "skipped" in tests[1] and "passed" not in tests[1]:
         return "not here", next((line for line in text.splitlines() if line.startswith("SKIPPED [")), "")
     return ("done", "") if code == 0 else ("failed", f"exit code {code}: {last_of(text)}")
 
@@ -181,11 +172,6 @@ def ended(code: int, text: str) -> tuple[str, str]:
 def last_of(text: str) -> str:
     """The last line of a log."""
     return (text.strip().splitlines() or [""])[-1]
-
-
-def tests_in(text: str) -> str:
-    """How many tests ended how, also of a log that was cut off; nothing where there are none."""
-    return ", ".join(f"{number} {kind.lower()}" for kind, number in Counter(TEST.findall(text)).items())
 
 
 def run(

@@ -18,7 +18,7 @@ from ringattn.bench.suite import device_cases
 from ringattn.bench.suite.cases import NotHere, Number, distance, result_of
 from ringattn.kernels import dequantize, quantize
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 FP8: dict[str, Any] = {"dtypes": ("float32", "float16"), "shapes": ((1, 130, 2, 8), (2, 20, 1, 40))}
 
 
@@ -88,13 +88,6 @@ def test_virtual_ranks_against_one() -> None:
         (f"{what} time", by) for by in ("ring", "one rank") for what in device_cases.MOST_TIMES
     ]
     assert forward.unit == both.unit == "times" and forward.limit is None
-
-
-@pytest.mark.parametrize(("what", "most"), [("forward", 1.08), ("forward and backward", 1.12)])
-def test_virtual_ranks_may_cost_little(what: str, most: float) -> None:
-    assert device_cases.times_of_one_rank(what, most + 1e-3, {}, GPU).fails
-    assert not device_cases.times_of_one_rank(what, most - 1e-3, {}, GPU).fails
-    assert not device_cases.times_of_one_rank(what, 9.0, {}, CPU).fails
 
 
 # fp8

@@ -64,10 +64,8 @@ def late(inside: float, between: float | None = None) -> Links:
 
 
 @pytest.mark.parametrize(("layout", "nodes", "mask"), [
-    ("contiguous", 1, Mask()), ("zigzag", 2, CAUSAL), ("striped", 1, CAUSAL), ("striped", 2, Mask()),
-    ("contiguous", 2, CAUSAL), ("contiguous", 2, Mask(causal=True, window=(12, 0))),
-    ("zigzag", 1, Mask(causal=True, window=(12, 0))),
-    ("zigzag", 2, Mask(causal=True, documents=Documents([0, 8, 40, 64]))),
+    ("contiguous", 1, Mask()), ("striped", 2, CAUSAL), ("contiguous", 2, Mask(causal=True, window=(12, 0))),
+    ("zigzag", 1, CAUSAL), ("zigzag", 2, Mask(causal=True, documents=Documents([0, 8, 40, 64]))),
 ])  # fmt: skip
 def test_programs_move_what_the_schedule_says(layout: str, mask: Mask, nodes: int) -> None:
     call = replace(SMALL, layout=layout, mask=mask, nodes=nodes)
@@ -84,7 +82,7 @@ def test_programs_move_what_the_schedule_says(layout: str, mask: Mask, nodes: in
 
 
 @pytest.mark.parametrize(("layout", "world", "nodes"), [
-    ("zigzag", 4, 2), ("striped", 3, 1), ("contiguous", 4, 1), ("zigzag", 6, 3), ("striped", 8, 2),
+    ("zigzag", 4, 2), ("striped", 3, 1), ("contiguous", 4, 1),
 ])  # fmt: skip
 def test_plain_plans_and_areas_are_those_of_the_ring(layout: str, world: int, nodes: int) -> None:
     """Their bounds are not looked up: what each launch sees is known from whose shard it is."""
@@ -128,10 +126,12 @@ def test_a_host_that_computes_waits_for_every_transfer() -> None:
 
 
 def test_slow_links_are_what_counts() -> None:
-    """One transfer after the other, then the last hop's compute."""
+    """One transfer after the other, then the last hop's compute; chunks expose less."""
     (forward, _) = predicted(SMALL, STEADY, late(10.0))
     assert forward.seconds == pytest.approx(3 * 10 + 1) and forward.exposed == pytest.approx(forward.seconds - 4)
     assert forward.worst == pytest.approx(9)  # the first of them comes beside the own shard's second
+    links, call = Links(Link(1e9, 0.0), Link(1e9, 0.0)), replace(SMALL, tokens=4096, kv_heads=4)
+    assert seconds(replace(call, chunks=4), links, H100)[0] < seconds(call, links, H100)[0]
 
 
 def test_backward_hides_the_sums_behind_dq() -> None:
@@ -145,11 +145,6 @@ def test_sums_wait_behind_prefetched_keys() -> None:
     call = Call(2048, 8, kv_heads=32, slots=8)
     taken = [seconds(replace(call, prefetch=prefetch), LINKS, replace(H100, host=0.0))[1] for prefetch in (1, 2, 3, 6)]
     assert taken == sorted(taken) and taken[-1] > 1.1 * taken[0]
-
-
-def test_chunks_expose_less_of_slow_links() -> None:
-    links, call = Links(Link(1e9, 0.0), Link(1e9, 0.0)), replace(SMALL, tokens=4096, kv_heads=4)
-    assert seconds(replace(call, chunks=4), links, H100)[0] < seconds(call, links, H100)[0]
 
 
 def test_a_rail_is_hidden_behind_a_whole_turn() -> None:
@@ -211,9 +206,8 @@ def test_launches_are_slower_for_as_long_as_transfers_last() -> None:
 
 
 STRAIGHT = [
-    Call(2048, 34, kv_heads=8), Call(1024, 36, "striped", kv_heads=8, nodes=9), Call(1024, 36, "contiguous", slots=8),
-    Call(2048, 36, "zigzag", Mask(), kv_heads=8, nodes=12),
-    Call(1024, 36, kv_heads=8, nodes=9, two_level=False, chunks=2),
+    Call(2048, 34, kv_heads=8), Call(1024, 36, "striped", Mask(), kv_heads=8, nodes=9),
+    Call(1024, 36, "contiguous", slots=8), Call(1024, 36, kv_heads=8, nodes=9, two_level=False, chunks=2),
     Call(2048, 36, nodes=2, kv_heads=8, wire_dtype="bfloat16", dtype="float32"),
 ]  # fmt: skip
 
@@ -236,9 +230,8 @@ def test_large_baseline_rings_are_on_a_straight_line(monkeypatch: pytest.MonkeyP
     assert not line[0].tracks and every[0].tracks
 
 
-@pytest.mark.parametrize("nodes", [1, 20])
-def test_windows_meet_as_few_ranks_in_larger_rings(nodes: int) -> None:
-    call = Call(64, 160, "contiguous", Mask(causal=True, window=(200, 0)), kv_heads=8, nodes=nodes)
+def test_windows_meet_as_few_ranks_in_larger_rings() -> None:
+    call = Call(64, 160, "contiguous", Mask(causal=True, window=(200, 0)), kv_heads=8, nodes=20)
     line, all_of_them = (predicted(call, H100, LINKS, phases=("forward",), simulated=one)[0] for one in (False, True))
     assert line.seconds == pytest.approx(all_of_them.seconds, rel=1e-9)
     with pytest.raises(ValueError, match="reaches fewer than 64 ranks"):
@@ -347,7 +340,7 @@ def test_slots_are_those_that_a_ring_takes(world: int) -> None:
         assert {*theirs} == {refusal(Call, 64, world, **settings)}, (world, settings)
 
 
-@pytest.mark.parametrize("mask", [Mask(), CAUSAL, Mask(causal=True, window=(300, 0))])
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=True, window=(300, 0))])
 def test_timelines_say_what_happened(mask: Mask) -> None:
     call = replace(SMALL, tokens=256, mask=mask, nodes=2)
     passes = predicted(call, H100, LINKS)
@@ -390,7 +383,7 @@ def seconds_of(call: Call, perturbation: Perturbation) -> float:
     return sum(float(np.mean(one.seconds)) for one in predicted(call, H100, LINKS, perturbation))
 
 
-@pytest.mark.parametrize("world", [4, 66])
+@pytest.mark.parametrize("world", [4, 34])
 def test_balanced_shards_make_up_for_a_slow_rank(world: int) -> None:
     """On the clock, whatever the ring: shards in proportion to speeds lose little more than the speed that is gone."""
     call = Call(256, world, kv_heads=8)

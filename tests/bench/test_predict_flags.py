@@ -7,7 +7,6 @@ import csv
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,6 @@ from ringattn.bench.common.result import Result, read
 from ringattn.bench.kernels.speed import UNITS
 from ringattn.bench.predict import inputs
 from ringattn.bench.predict.call import Call
-from ringattn.bench.predict.crossover import draw
 from ringattn.bench.predict.inputs import measured
 from ringattn.bench.predict.links import Link, link_of
 from ringattn.bench.predict.speed import DKDV, DQ, FOLD, GPUS, H100, whole
@@ -51,12 +49,10 @@ def own(*arguments: str) -> dict[str, Any]:
 
 
 REFUSED = {
-    "--tflops 0": "tflops is 0: it must be above 0 and finite, in TFLOP/s",
     "--tflops nan": "tflops is nan: it must be above 0",
     "--tflops 500 --backward-tflops -1": "backward-tflops is -1: it must be above 0",
     "--backward-tflops 300": "--backward-tflops is given without --tflops",
     "--memory nan": "memory is nan: it must be above 0 and finite, in GB",
-    "--memory 0": "memory is 0: it must be above 0",
     "--beside 1": "beside is 1.0: the part of its speed that a kernel loses must be 0 to below 1",
     "--jitter nan": "jitter is nan: it must be 0 to 1, and 0.05 is 5%",
     "--jitter 0.1 --gpus 256": "slow and jitter are of rings of at most 128 GPUs, each simulated: got 256",
@@ -65,36 +61,23 @@ REFUSED = {
     "--slow 9=2": "slow names rank 9: ranks are 0 to 7",
     "--gpu abacus": "it must be one of h100",
     "--link warp": "it takes one of nvlink4",
-    "--link 200,nanus": "link is '200,nanus': it takes one of nvlink4",
-    "--link inf": "link is 'inf': it takes",
     "--nodes 2 --link-between warp": "link-between is 'warp': it takes",
     "--link-between ib400": "link-between and nics are of several nodes: --nodes counts them",
-    "--nics 4": "link-between and nics are of several nodes",
     "--gpus 2 --nodes 2 --link pcie5": "link joins GPUs of a node, and each has one",
     "--gpus 8 --nodes 3": "it must divide 8 GPUs, as 1, 2, 4, 8 do",
     "--slots 1 --world 4": "slots is 1: a ring of 4 ranks needs at least 2",
     "--prefetch 9 --world 4": "prefetch is 9: with 3 slots it must be 0 to 2",
-    "--chunks 99": "it must be 1 to kv_heads",
-    "--head-dim 1000": "less than or equal to 256",
-    "--heads 8 --kv-heads 3": "must be a multiple of it",
     "--dtype fp32": "dtype is float32: the constants of a GPU are of float16 and bfloat16; --tflops or",
-    "--wire-dtype foo": "'foo' is none: it takes bfloat16 or float8_e4m3fn",
-    "--layout balanced": "'contiguous', 'zigzag', 'striped'",
-    "--pass backward": "'forward', 'both'",
-    "--tokens 0": "it must be at least 1",
     "--tokens 4m": "GB for this attention alone",
     "--tokens 1k --seqlen 8k": "--tokens and --seqlen are both given",
     "--seqlen 1001": "seqlen is 1,001: 8 ranks have equal shards of it, as of 1,000",
     "--world 16385": "world is 16,385: at most 16,384 GPUs",
     "--gpus 512 --tokens 64 --prefix-length 4k": "512 GPUs with this layout and mask do different things: at most 128",
-    "--full --prefix-length 4k": "prefix_length",
     "--layout striped --block-mask strided,block=128,stride=1k": "runs of whole blocks of 128",
-    "--documents-seed 3": "--documents-seed is given without --documents",
     "--calibrate --gpu h100": "--calibrate and --gpu are both given",
     "--calibrate": "calibrate finds no GPU here",
     "--trace t.json --gpus 256": "of 128 at most: there are 256",
     "--trace t.json --jitter 0.1": "trace draws one run, and jitter is of many",
-    "--json nowhere/at/all.json": "there is no folder",
     "--picture map.png": "--picture is given without --sweep",
     "--sweep tokens=1k": "it takes tokens=1k..128k,gpus=2..16k",
     "--sweep tokens=1k..1k,gpus=2..32k": "gpus of sweep is 32,768: at most 16,384 GPUs",
@@ -102,11 +85,9 @@ REFUSED = {
     "--sweep tokens=3..9,gpus=2..4": "zigzag (of even shards) and striped, full or causal: got 3 tokens",
     f"{' '.join(MAP)} --prefix-length 1k": "sweep takes contiguous, zigzag",
     f"{' '.join(MAP)} --trace t.json": "--sweep and --trace are both given",
-    f"{' '.join(MAP)} --slow 1=2": "--sweep and --slow are both given",
     f"{' '.join(MAP)} --tokens 1k": "--sweep and --tokens are both given",
     f"{' '.join(MAP)} --memory 0.001": "sweep begins at 1,024 tokens per GPU, which do not fit 0.001 GB: at most",
     f"{' '.join(MAP)} --picture map.gif": "its name must end in .png or .svg",
-    f"{' '.join(MAP)} --link-between ib400": "link-between and nics are of several nodes",
 }
 
 
@@ -117,11 +98,6 @@ def test_refusals(arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     words = " ".join(found.output.replace("│", " ").split())
     assert found.exit_code == 2 and "Traceback" not in words and REFUSED[arguments] in words, words
     assert not list(tmp_path.iterdir())
-
-
-def test_help_is_there_without_torch() -> None:
-    code = "import sys, ringattn.bench.predict.command; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_the_command_tells_everything(tmp_path: Path) -> None:
@@ -156,11 +132,6 @@ def test_lines_of_a_terminal_are_not_too_long() -> None:
     assert "tokens per GPU for 90% of ideal by the two-level ring: " in found.output
 
 
-def test_a_forward_alone() -> None:
-    both, alone = own(*TWO), own(*TWO, "--pass", "forward")
-    assert alone["fwd"] == both["fwd"] and "bwd" not in alone and alone["exposed"] < both["exposed"]
-
-
 def test_presets_of_gpus_bring_their_links() -> None:
     for gpu, source in (("a100", "600 GB/s in all"), ("a100-pcie", "PCIe 4 x16"), ("h100-pcie", "PCIe 5 x16")):
         made = told("--gpu", gpu, *TWO)["provenance"]
@@ -168,9 +139,10 @@ def test_presets_of_gpus_bring_their_links() -> None:
     assert own("--link", "5,10us", *TWO)["fwd"] > own(*TWO)["fwd"]
 
 
-def test_jitter_is_told_with_its_spread() -> None:
-    row = own("--jitter", "0.1", *TWO)
-    assert 0 < row["spread"] < row["fwd"] + row["bwd"] and "spread" not in own(*TWO)
+def test_columns_are_of_what_is_asked() -> None:
+    both, alone, jitter = own(*TWO), own(*TWO, "--pass", "forward"), own("--jitter", "0.1", *TWO)
+    assert alone["fwd"] == both["fwd"] and "bwd" not in alone and alone["exposed"] < both["exposed"]
+    assert 0 < jitter["spread"] < jitter["fwd"] + jitter["bwd"] and "spread" not in both
 
 
 def test_other_masks_than_full_and_causal() -> None:
@@ -191,26 +163,20 @@ def test_other_masks_than_full_and_causal() -> None:
 
 def test_the_map(tmp_path: Path) -> None:
     target, points = tmp_path / "map.svg", tmp_path / "map.csv"
-    flags = ["--sweep", "tokens=1k..4k,gpus=2..64", "--picture", str(target), "--csv", str(points), "--kv-heads", "8"]
+    flags = ["--sweep", "tokens=1k..4k,gpus=2..8", "--picture", str(target), "--csv", str(points), "--kv-heads", "8"]
     found = invoke(*flags, "--memory", "0.2")
     assert found.exit_code == 0, found.output
     rows = list(csv.DictReader(points.read_text().splitlines()))
-    assert [row.pop("GPUs") for row in rows] == ["2", "4", "8", "16", "32", "64"]
+    assert [row.pop("GPUs") for row in rows] == ["2", "4", "8"]
     assert all([*row] == ["1k", "2k", "4k"] and 0 < float(row["1k"]) < 101 and row["4k"] == "" for row in rows)
-    assert found.output.startswith("90% of ideal on 64 GPUs: at no length of these\n")
-    assert "empty at 2, 4, 8, 16, 32, 64 GPUs: does not fit 0.2 GB" in found.output
-    assert target.read_text().lstrip().startswith("<?xml")
-    enough = invoke("--sweep", "tokens=4k..32k,gpus=2..4", "--picture", str(target), "--kv-heads", "8")
-    assert enough.exit_code == 0, enough.exception
-    assert enough.output.startswith("90% of ideal on 4 GPUs: 16k tokens per GPU\n")
-
-
-def test_the_map_is_light_or_dark_as_its_page_is(tmp_path: Path) -> None:
-    draw({gpus: {1024: share} for gpus, share in ((2, 95.0), (4, 50.0), (8, None))}, "a map", tmp_path / "map.svg")
-    svg = (tmp_path / "map.svg").read_text()
+    assert found.output.startswith("90% of ideal on 8 GPUs: at no length of these\n")
+    assert "empty at 2, 4, 8 GPUs: does not fit 0.2 GB" in found.output
+    svg = target.read_text()
     assert "prefers-color-scheme: dark" in svg and "fill: var(--paper" in svg and '#ffffff;"' not in svg
-    draw({2: {1024: 95.0}}, "a map", tmp_path / "map.png")
-    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    target = target.with_suffix(".png")
+    enough = invoke("--sweep", "tokens=4k..32k,gpus=2..4", "--picture", str(target), "--kv-heads", "8")
+    assert enough.exit_code == 0 and target.read_bytes().startswith(b"\x89PNG"), enough.exception
+    assert enough.output.startswith("90% of ideal on 4 GPUs: 16k tokens per GPU\n")
 
 
 GPU = {"name": "NVIDIA H200", "multiprocessors": 132, "memory_gib": 140.0}
@@ -254,10 +220,11 @@ def result_file(folder: Path, rows: list[dict[str, Any]], **provenance: Any) -> 
         (Call(8192, 8, dtype="float32"), 120),
     ],
 )
-@pytest.mark.parametrize("rows", [ROWS, ROWS[::-1]], ids=["", "in another order"])
-def test_the_nearest_row_of_ours_is_taken(call: Call, rate: float, rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    _, (_, forward, *_) = measured(result_file(tmp_path, rows, gpu=GPU), call, None)
-    assert forward.startswith(f"forward {rate} TFLOP/s of {call.dtype}")
+def test_the_nearest_row_of_ours_is_taken(call: Call, rate: float, tmp_path: Path) -> None:
+    """In whatever order they stand."""
+    for rows in (ROWS, ROWS[::-1]):
+        _, (_, forward, *_) = measured(result_file(tmp_path, rows, gpu=GPU), call, None)
+        assert forward.startswith(f"forward {rate} TFLOP/s of {call.dtype}")
 
 
 def test_a_launch_takes_what_its_row_says(tmp_path: Path) -> None:
@@ -289,16 +256,13 @@ def changed(place: int, **values: Any) -> list[dict[str, Any]]:
 BAD_KERNELS: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     (ROWS, {"gpu": None}, "was not measured on a GPU"),
     (ROWS, {"gpu": GPU | {"multiprocessors": 0}}, "multiprocessors is 0"),
-    (ROWS, {"gpu": GPU | {"memory_gib": "much"}}, "memory_gib is 'much'"),
     ([], {"gpu": GPU}, "there are none"),
     (ROWS[9:10], {"gpu": GPU}, "there are rows of float32"),
-    (changed(0, rate="fast"), {"gpu": GPU}, "rows[0]: rate is 'fast'"),
     (changed(0, rate=True), {"gpu": GPU}, "rows[0]: rate is True"),
     (changed(0, rate=-1), {"gpu": GPU}, "rows[0]: rate is -1"),
     (changed(1, rate=1e12), {"gpu": GPU}, "is no speed of this launch"),
     (changed(0, seqlen=0), {"gpu": GPU}, "seqlen is 0"),
     (changed(0, seqlen=1 << 60), {"gpu": GPU}, "at most"),
-    (changed(0, head_dim=None), {"gpu": GPU}, "head_dim is None"),
     (changed(0, heads="0/1"), {"gpu": GPU}, "heads is '0/1'"),
     (changed(0, dtype="int4"), {"gpu": GPU}, "dtype is 'int4'"),
 ]
@@ -336,7 +300,7 @@ def test_links_from_a_file_of_bench_links(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rows", "words"), [
     ([], "has no transfers between two ranks"), ([transfer(0, 1.0)], "rows[0]: size is 0"),
-    ([transfer(8, "x")], "rows[0]: time is 'x'"), ([transfer(8, 1e-200)], "rows[0]: time is 1e-200"),
+    ([transfer(8, 1e-200)], "rows[0]: time is 1e-200"),
     ([transfer(8, 1e6), transfer(16, 5e5)], "that tells no rate"),
 ])  # fmt: skip
 def test_files_of_links_are_refused_by_name(rows: list[dict[str, Any]], words: str, tmp_path: Path) -> None:
@@ -345,12 +309,10 @@ def test_files_of_links_are_refused_by_name(rows: list[dict[str, Any]], words: s
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "rate", "latency"), [("200", 200e9, 0.0), ("200,10us", 200e9, 1e-5), ("1,2", 1e9, 2e-6)]
-)
-def test_links_are_a_rate_and_a_latency(text: str, rate: float, latency: float) -> None:
-    found = link_of(text)
-    assert (found.rate, found.latency) == (rate, pytest.approx(latency))
+def test_links_are_a_rate_and_a_latency() -> None:
+    for text, *expected in (("200", 200e9, 0.0), ("200,10us", 200e9, 1e-5), ("1,2", 1e9, 2e-6)):
+        found = link_of(text)
+        assert [found.rate, found.latency] == pytest.approx(expected)
     with pytest.raises(ValueError, match="both finite"):
         Link(1e9, float("nan"))
 

@@ -95,11 +95,6 @@ def test_provenance_is_first_then_what_failed_then_the_files(page: str) -> None:
     assert '<button type="button">busbw, GB/s</button>' in page
 
 
-def test_results_that_were_put_aside_are_not_there(tmp_path: Path) -> None:
-    told = page_of(tmp_path, memory=report_cases.memory(), **{"results_2026-01-02": report_cases.links()})
-    assert "links" not in told
-
-
 def test_the_predicted_timeline_is_below_the_measured_one_of_the_same_call(page: str, tmp_path: Path) -> None:
     outline = Outline(page)
     headings = [text for text in outline.text["text"] if re.match("(measured|predicted):", text)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +60,6 @@ def test_nothing_complains_and_nothing_is_asked_of_a_network(page: chromium.Page
             assert page.run("document.documentElement.scrollWidth") <= width, (width, scheme)
             assert page.requests() == [path.as_uri()]
             assert page.complaints() == []
-            keep(page.screenshot(), f"{name}-{width}-{scheme}.png")
     assert page.run("document.scripts.length") == 1
 
 
@@ -119,18 +117,3 @@ def test_on_paper_nothing_is_wider_than_the_page(page: chromium.Page, folder: Pa
     assert page.run("Array.from(document.querySelectorAll('details')).every(one => one.open)")
     assert page.run(TOO_WIDE) == []
     page.emulate("screen")
-
-
-def test_it_prints(page: chromium.Page, folder: Path) -> None:
-    page.open(folder / "harmless.html", 1280, scheme="dark")
-    paper = page.pdf()
-    keep(paper, "harmless.pdf")
-    assert paper.startswith(b"%PDF-") and len(paper) > 20_000
-    assert page.complaints() == []
-
-
-def keep(data: bytes, name: str) -> None:
-    """Where somebody wants to look: the folder that RINGATTN_SCREENSHOTS names."""
-    folder = os.environ.get("RINGATTN_SCREENSHOTS")
-    if folder:
-        (Path(folder) / name).write_bytes(data)

@@ -71,7 +71,7 @@ def results(**changes: Any) -> dict[str, Any]:
 def test_a_folder_of_something_else_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(typer.BadParameter, match="move it away") as refused:
-        suite.earlier(tmp_path, provenance(CPU), [], again=False)
+        suite.earlier(tmp_path, provenance(CPU), again=False)
     assert message in str(refused.value) and "results.json" in str(refused.value)
 
 
@@ -98,26 +98,25 @@ def test_only_what_ended_well_is_kept() -> None:
     assert not any(suite.ended_well({**row, "state": state}, GOOD) for state in ("failed", "cut short", "not run"))
 
 
-def test_other_code_is_put_aside_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the files and logs of its parts."""
-    path, files = tmp_path / "results.json", [part("x", f"{OUT}/x.json")]
+def test_a_folder_of_other_code_is_put_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
 
     def earlier(data: dict[str, Any], *, again: bool = False) -> list[Any]:
-        path.write_text(json.dumps(data))
-        (tmp_path / "x.json").write_text("{}")
-        return list(suite.earlier(tmp_path, provenance(CPU), files, again=again))
+        out.mkdir(exist_ok=True)
+        (out / "results.json").write_text(json.dumps(data))
+        return list(suite.earlier(out, provenance(CPU), again=again))
 
-    assert earlier(results()) and (tmp_path / "x.json").exists()
     old = results()
-    old["provenance"]["ringattn"]["sources"] = "another"
     old["provenance"]["cpu"]["load"] = "9.9"  # which is no reason
     old["provenance"]["date"] = "2026-01-02"
+    assert earlier(old)
+    old["provenance"]["ringattn"]["sources"] = "another"
     assert earlier(old) == []
     told = capsys.readouterr().err
     assert "ringattn.sources" in told and "load" not in told
-    aside = tmp_path / "results_2026-01-02"
-    assert {one.name for one in aside.iterdir()} == {"results.json", "x.json"} and not path.exists()
-    assert json.loads((aside / "results.json").read_text()) == old
+    assert json.loads((tmp_path / "out_2026-01-02" / "results.json").read_text()) == old and not out.exists()
+    with pytest.raises(typer.BadParameter, match="cannot put"):
+        earlier(old)
     assert earlier(results(), again=True) == []
 
 
@@ -182,7 +181,7 @@ def test_parts_of_a_call_that_was_killed_are_ended_by_the_next(tmp_path: Path) -
         other.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
 def test_a_signal_ends_parts_and_keeps_what_is_known(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,12 +217,11 @@ def test_parts_that_are_not_timed_run_side_by_side(tmp_path: Path) -> None:
 
 
 def test_tests_are_counted() -> None:
-    """Also of a log that was cut off."""
-    log = "tests/test_a.py::test_x[1] PASSED [ 10%]\ntests/test_a.py::test_y FAILED [ 20%]\ntests/test_a.py::test_z"
-    assert processes.tests_in(log) == "1 passed, 1 failed"
-    skipped = "tests/test_a.py::test_x SKIPPED (n...) [100%]\nSKIPPED [1] tests/test_a.py:3: needs a CUDA device\n"
+    log = "tests/test_a.py::test_x[1] PASSED [ 10%]\n===== 1 failed, 2 skipped in 0.12s =====\n"
+    assert processes.TESTED.match(processes.last_of(log))[1] == "1 failed, 2 skipped"  # type: ignore[index]
+    skipped = "SKIPPED [1] tests/test_a.py:3: needs a CUDA device\n== 1 skipped, 96 deselected in 2.80s =="
     assert processes.ended(0, skipped) == ("not here", "SKIPPED [1] tests/test_a.py:3: needs a CUDA device")
-    assert processes.ended(0, log.replace("FAILED", "PASSED") + skipped)[0] == "done"
+    assert processes.ended(0, skipped.replace("96 deselected", "1 passed"))[0] == "done"
     assert processes.ended(5, "")[0] == "failed"  # no test has such a name
 
 
@@ -310,37 +308,38 @@ def test_what_is_right_and_faster_becomes_the_default() -> None:
 
 def test_the_suite_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first call does some, a second one the others, a third what did not end well; the file is there meanwhile."""
-    told = f"print(open({str(tmp_path / 'results.json')!r}).read())"
+    out, count = tmp_path / "out", tmp_path / "count"
+    told = f"print(open({str(out / 'results.json')!r}).read())"
     listed = [
-        part("first", f"{OUT}/first.json", code=f"{leaves()}import os; open(sys.argv[1] + 'x', 'a').write('x')"),
+        part("first", f"{OUT}/first.json", code=f"{leaves()}open({str(count)!r}, 'a').write('x')"),
         part("fails", code=f"{told}; raise ValueError('no')"),
         part("last", missing="no GPU"),
     ]
     monkeypatch.setattr(parts, "parts_of", lambda kind: listed)
-    flags = ["bench", "suite", "--device", "cpu", "--out", str(tmp_path)]
+    flags = ["bench", "suite", "--device", "cpu", "--out", str(out)]
 
     def call(*more: str) -> tuple[int, dict[str, str], str]:
         ran = CliRunner().invoke(cli.app, [*flags, *more])
-        rows = read(tmp_path / "results.json").rows
+        rows = read(out / "results.json").rows
         return ran.exit_code, {row["part"]: row["state"] for row in rows}, ran.output
 
     code, states, text = call("--only", "first")
-    assert code == 0 and states == {"first": "done"} and (tmp_path / "report.html").exists()
+    assert code == 0 and states == {"first": "done"} and (out / "report.html").exists()
     assert "1 parts take up to 25 s" in text and "--budget 480 is enough" in text
     assert "does not let all of them run" in call("--only", "last", "--budget", "1")[2]
     code, states, text = call()
     assert code == 1 and states == {"first": "done", "fails": "failed", "last": "not here"}
     assert "2 parts were run before" in text and "FAILED: fails: exit code 1: ValueError: no" in text
-    during = json.loads((tmp_path / "logs" / "fails.txt").read_text().rpartition("Traceback")[0])
+    during = json.loads((out / "logs" / "fails.txt").read_text().rpartition("Traceback")[0])
     assert [(row["part"], row["state"]) for row in during["rows"]] == [
         ("first", "done"), ("fails", "not run"), ("last", "not here"),
     ]  # fmt: skip
-    assert read(tmp_path / "results.json").failed == ["fails: exit code 1: ValueError: no"]
+    assert read(out / "results.json").failed == ["fails: exit code 1: ValueError: no"]
     code, states, text = call("--only", "last")
     assert code == 0 and len(states) == 3 and "1 parts were run before" in text and "first" not in text
-    assert (tmp_path / "first.jsonx").read_text() == "x"
+    assert count.read_text() == "x"
     assert list(call("--only", "first", "--again")[1]) == ["first"]
-    assert (tmp_path / "first.jsonx").read_text() == "xx"
+    assert count.read_text() == "xx"
 
 
 @pytest.mark.nightly

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -92,18 +91,9 @@ class Page:
         for kind in ("keyDown", "keyUp"):
             self.ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
 
-    def screenshot(self) -> bytes:
-        """The whole page as a PNG."""
-        return base64.b64decode(self.ask("Page.captureScreenshot", captureBeyondViewport=True)["data"])
-
     def emulate(self, media: str) -> None:
         """What the page is shown on: ``print``, or ``screen``."""
         self.ask("Emulation.setEmulatedMedia", media=media)
-
-    def pdf(self) -> bytes:
-        """The page as it is printed on A4."""
-        told = self.ask("Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=True)
-        return base64.b64decode(told["data"])
 
     def complaints(self) -> list[str]:
         """What the console and the log said, and what was thrown."""

@@ -140,10 +140,6 @@ def test_pairs_and_cells_are_those_of_the_mask(call: Call) -> None:
             Mask(causal=True, blocks=patterns.strided(64, 4, stride=8)),
         ),
         (
-            "--full --block-mask fixed,block=4,stride=16,summary=4", "25.0% of blocks of 4",
-            Mask(blocks=patterns.fixed(64, 4, stride=16, summary=4)),
-        ),
-        (
             "--full --block-mask bigbird,block=4,window=3,global=1,random=2,seed=7", "40.6% of blocks of 4",
             Mask(blocks=patterns.bigbird(64, 4, window=3, global_=1, random=2, seed=7)),
         ),
@@ -187,9 +183,8 @@ def test_documents_that_are_drawn() -> None:
     assert Documents(boundaries).seqlen == 100_000
     assert boundaries == packed(100_000, 1000, seed=0) != packed(100_000, 1000, seed=1)
     lengths = np.diff(boundaries)
-    assert 800 < lengths.mean() < 1250
+    assert lengths.min() >= 1 and 800 < lengths.mean() < 1250
     assert 0.8 < lengths.std() / lengths.mean() < 1.25  # of exponential lengths: as large as the mean
-    assert lengths.min() >= 1
 
 
 def test_cells_of_many_tokens() -> None:
@@ -208,23 +203,8 @@ def test_balance() -> None:
 
 def test_files_say_what_the_schedule_says(tmp_path: Path) -> None:
     target, table = tmp_path / "call.json", tmp_path / "call.csv"
-    flags = [
-        "--lengths",
-        "4,1,3",
-        "--direction",
-        "-1",
-        "--dtype",
-        "float32",
-        "--batch",
-        "2",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
-        "--head-dim",
-        "8",
-    ]
-    assert "uneven, causal, 8 tokens over 3 ranks" in run(*flags, "--json", str(target), "--csv", str(table))
+    flags = "--lengths 4,1,3 --direction -1 --dtype float32 --batch 2 --heads 4 --kv-heads 2 --head-dim 8"
+    assert "uneven, causal, 8 tokens over 3 ranks" in run(*flags.split(), "--json", str(target), "--csv", str(table))
     result, plan = read(target), schedule(Layout.uneven([4, 1, 3]), Mask(causal=True), direction=-1)
     call, per_token = result.provenance["call"], 2 * 2 * 2 * 8 * 4
     assert call["spans"] == [[[0, 4, 1]], [[4, 1, 1]], [[5, 3, 1]]] and call["mask"] == {"causal": True}
@@ -259,13 +239,10 @@ def test_two_nodes() -> None:
 @pytest.mark.parametrize(
     ("flags", "name", "begins"),
     [
-        ("--world 1 --seqlen 1", "x.png", b"\x89PNG"),
         ("--world 5 --seqlen 3", "x.svg", b"<?xml"),
-        ("--lengths 2k,0,1k --direction -1", "x.pdf", b"%PDF"),
-        ("--world 20 --seqlen 4k --layout striped --full", "x.png", b"\x89PNG"),
+        ("--lengths 2k,0,1k --direction -1 --documents 128", "x.pdf", b"%PDF"),
         ("--world 6 --nodes 3 --seqlen 4k --layout contiguous --direction -1", "x.png", b"\x89PNG"),
         ("--world 8 --seqlen 1k --layout contiguous --full --window 64,64 --direction -1", "x.png", b"\x89PNG"),
-        ("--seqlen 4k --documents 512 --per-document", "x.png", b"\x89PNG"),
         ("--seqlen 4k --batch 3 --seqused-k 1k,0,3k --layout contiguous", "x.png", b"\x89PNG"),
         ("--seqlen 64 --world 2 --block-mask strided,block=4,stride=8 --layout contiguous", "x.png", b"\x89PNG"),
     ],
@@ -284,45 +261,25 @@ def test_defaults_and_large_rings() -> None:
     assert "rank 99" in told and "rank 50 " not in told.partition("mask:")[0]  # abridged
 
 
-def test_only_rank_zero_of_a_launcher_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    target = tmp_path / "call.json"
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    assert run(*SMALL, "--json", str(target)) == ""
-    assert not target.exists()
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--seqlen 8q", "'8q' is not a size: it must be a whole number, with k, m or g behind it or not"),
         ("--seqlen 100g --world 100000", "107,374,182,400 tokens over 100,000 ranks are too many to count one by one"),
-        ("--json .", "cannot write .: it is a folder; name a file in it"),
         ("--lengths 1k,x", "'x' is not a size"),
         ("--lengths 1k --world 2", "--lengths and --world are both given: pass one of them"),
-        ("--layout spiral", "'spiral' is not one of"),
         ("--direction 3", "direction is 3: it must be 1"),
         ("--world 8 --nodes 3", "nodes is 3: it must cut 8 ranks into equal nodes of at least 2"),
-        ("--lengths 4,4 --nodes 2", "nodes is 2: it must cut 2 ranks into equal nodes of at least 2"),
-        ("--nodes 0", "--nodes"),
-        ("--heads 6 --kv-heads 4", "--kv-heads is 4: --heads, 6, must be a multiple of it"),
         ("--seqlen 0", "there are 0 tokens: a call has at least one"),
         ("--window 4", "'4' is no window: it must be left,right, two sizes, or -1 for no end"),
-        ("--window 4,-2", "'-2' is not a size"),
         ("--cu-seqlens 0,5", "cu_seqlens ends at 5: it must end at 8192, the number of tokens"),
-        ("--cu-seqlens 0,8k --documents 64", "--cu-seqlens and --documents are both given: pass one of them"),
         ("--documents-seed 3", "--documents-seed is given without --documents: it draws their lengths"),
-        ("--documents 0", "documents is 0: it must be at least 1, their mean length"),
         ("--prefix-length 4 --full", "prefix_length is 4 without causal"),
         ("--block-mask sparse", "'sparse' is no pattern: it must be one of strided, fixed, bigbird, longformer"),
         ("--block-mask strided,block=4", "does not say all of strided, or more: it must be strided,block=SIZE,"),
-        ("--block-mask strided,block=4,stride=8,seed=1", "does not say all of strided, or more"),
         ("--block-mask strided,block=4,stride=6", "stride is 6: it must be a positive multiple of block, 4"),
         ("--block-mask strided,block=3,stride=3 --layout contiguous", "the spans must be runs of whole blocks"),
         ("--block-mask longformer,window=4,global=1 --window 1,1", "window_size is (1, 1) with"),
         ("--per-document", "--per-document is a zigzag of --documents or --cu-seqlens: pass these, and no other"),
-        ("--per-document --documents 64 --layout striped", "--per-document is a zigzag of --documents or"),
-        ("--per-document --cu-seqlens 0,4 --lengths 4", "--per-document is a zigzag of --documents or"),
         ("--out x.gif", "x.gif is no picture: it must end with one of .png, .svg, .pdf"),
     ],
 )

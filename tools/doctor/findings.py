@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ...comm import Group
-from ...comm.control import Control
+from ...comm.control import Control, control_of
+from ...comm.topology.topology import Topology
 
 T = TypeVar("T")
 
@@ -33,13 +35,9 @@ class Finding(NamedTuple):
         first = f"{self.status:<7}  {self.check:<{NAME_WIDTH}}  {self.text}".rstrip()
         return "\n".join([first, *(f"{'':9}{line}" for line in self.more)])
 
-    @property
-    def row(self) -> dict[str, str]:
-        """Of a result."""
-        return {"check": self.check, "status": self.status, "found": self.text, "todo": self.todo}
 
-
-class Ranks(NamedTuple):
+@dataclass
+class Ranks:
     """The ranks that are examined together, as one of them sees them."""
 
     group: Group
@@ -47,6 +45,13 @@ class Ranks(NamedTuple):
     device: torch.device
     alone: bool
     """Virtual ranks of one process."""
+    ring: Topology | None = None
+    """As soon as it is known."""
+
+    @classmethod
+    def of(cls, group: Group, device: torch.device, *, alone: bool) -> Ranks:
+        """With a scope of the control channel to themselves."""
+        return cls(group, control_of(group).scope("doctor"), device, alone)
 
     @property
     def rank(self) -> int:
@@ -68,7 +73,7 @@ class Ranks(NamedTuple):
         except Skipped as reason:
             skipped = str(reason)
         except Exception as error:
-            failed = told(error)
+            failed = str(error) if isinstance(error, Failed) else error_text(error)
         everyone: list[Any] = self.control.gather((value, skipped, failed), what=what)
         for place, kind in ((2, Failed), (1, Skipped)):
             if any(texts := [one[place] for one in everyone]):
@@ -84,21 +89,26 @@ class Failed(Exception):
     """A check that failed; the message says what was found."""
 
 
-def examined(check: str, todo: str, examine: Callable[[], Finding]) -> Finding:
-    """What ``examine`` finds, the same on every rank; ``todo`` says what to do where it raises `Failed`."""
+def checked(check: str, todo: str, examine: Callable[[], str]) -> Finding:
+    """Ok with what ``examine`` says, or what it raised, the same on every rank; ``todo`` is for `Failed`."""
     try:
-        return examine()
+        return Finding(check, OK, examine())
     except Skipped as reason:
         return Finding(check, SKIPPED, str(reason))
     except Failed as error:
         return Finding(check, FAIL, str(error), todo)
 
 
+def _ranks_by(values: Sequence[Any]) -> dict[Any, list[int]]:
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
 def by_rank(texts: Sequence[str]) -> str:
     """What ranks said, each text once and with its ranks unless all said it; the empty ones said nothing."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(rank)
+    ranks = _ranks_by(texts)
     if len(ranks) == 1:
         return texts[0]
     return "; ".join(f"{ranks_text(held)}: {text}" for text, held in ranks.items() if text)
@@ -106,9 +116,7 @@ def by_rank(texts: Sequence[str]) -> str:
 
 def differing(values: Sequence[object]) -> str | None:
     """``x on rank 0, y on ranks 1 and 2``; None where all are the same."""
-    ranks: dict[object, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
+    ranks = _ranks_by(values)
     if len(ranks) < 2:
         return None
     return ", ".join(f"{value} on {ranks_text(held)}" for value, held in ranks.items())
@@ -124,7 +132,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ...bench.common.flags import human
@@ -12,21 +13,20 @@ from ...comm import Transport
 from ...comm.groups import TRANSPORTS, open_transports
 from ...comm.topology.topology import Topology
 from ...comm.transports.local import solo_group
-from .findings import FAIL, OK, Finding, Ranks, Skipped, examined
+from .findings import OK, Failed, Finding, Ranks, Skipped, checked
 
 AUTO = "auto"
 REPEATS = 3  # timed transfers of one way, one behind the other, after one that is not
-MOST_ALL_PAIRS = 16  # ranks up to which every pair is warmed up, since sums go home from anywhere
+MOST_ALL_PAIRS = 16  # ranks up to which every pair is warmed up, since accumulators go home from anywhere
 FRACTION = 0.25  # of what an edge should carry: less is no matter of tuning, the bytes take another way
 PRINTED = 8  # edges of a line
 GIGA = 1e9
 
-CHECK_SETUP = (
+TODO = (
+    "look at what joins the ranks that the line names, and take a GPU, cable or NIC that corrupts bytes out of use: "
     "run again with NCCL_DEBUG=INFO, which prints the path of every pair; `nvidia-smi nvlink -s` shows links that are "
     "down, `ibstat` the NICs, and the lines above every NCCL_* that is set"
 )
-CHECK_EDGE = f"look at what joins the ranks that the line names: {CHECK_SETUP}"
-TAKE_OUT = "an edge corrupts bytes: take that GPU, cable or NIC out of use"
 
 
 class Pair(NamedTuple):
@@ -38,44 +38,32 @@ class Pair(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """What one edge carried."""
+    """What one way carried, in GB/s per direction at the slower end."""
 
-    edge: str
-    both_ways: bool
-    gigabytes_per_second: float
-    """Per direction, at the slower end."""
-    wrong: int
-    """Bytes."""
+    way: Way
+    rate: float
     expected: float | None
 
-    @property
-    def text(self) -> str:
-        return f"{self.edge} {self.gigabytes_per_second:.3g}"
+    def __str__(self) -> str:
+        return f"{self.way.edge} {self.rate:.3g}"
 
 
-def transports(ranks: Ranks, ring: Topology, nbytes: int, tell: Callable[[Finding], None]) -> None:
+def transports(ranks: Ranks, ring: Topology, nbytes: int) -> Iterator[Finding]:
     """For every transport: does it open, do the bytes arrive, how fast; then which one ``auto`` takes, and why."""
-    for name in TRANSPORTS:
-        if name != AUTO:
-            _transport(ranks, ring, name, nbytes, tell)
-    _transport(ranks, ring, AUTO, nbytes, tell)
+    for name in sorted(TRANSPORTS, key=lambda name: name == AUTO):
+        opened: list[Transport] = []
+        try:
+            finding = checked(f"transport {name}", TODO, partial(_opens, ranks, ring, name, opened))
+            yield finding
+            if finding.status == OK and opened and name != AUTO:
+                yield checked(f"GB/s {name}", TODO, partial(_speeds, ranks, ring, opened, nbytes))
+        finally:
+            for transport in opened:
+                transport.close()
 
 
-def _transport(ranks: Ranks, ring: Topology, name: str, nbytes: int, tell: Callable[[Finding], None]) -> None:
-    opened: list[Transport] = []
-    try:
-        finding = examined(f"transport {name}", CHECK_EDGE, lambda: _opens(ranks, ring, name, opened))
-        tell(finding)
-        if finding.status == OK and opened and name != AUTO:
-            tell(examined(f"GB/s {name}", CHECK_EDGE, lambda: _speeds(ranks, ring, opened, f"GB/s {name}", nbytes)))
-    finally:
-        for transport in opened:
-            transport.close()
-
-
-def _opens(ranks: Ranks, ring: Topology, name: str, opened: list[Transport]) -> Finding:
+def _opens(ranks: Ranks, ring: Topology, name: str, opened: list[Transport]) -> str:
     """Open a transport and send a pattern over every edge; what opened is left in ``opened``."""
-    check = f"transport {name}"
 
     def open_all() -> None:
         try:
@@ -88,7 +76,7 @@ def _opens(ranks: Ranks, ring: Topology, name: str, opened: list[Transport]) -> 
     except Skipped:
         if not ranks.alone:
             raise
-        return _by_itself(ranks, name, check)
+        return _by_itself(ranks, name)
     edges = [warmed(ring, level if len(opened) > 1 else None) for level in range(len(opened))]
 
     def warm_up() -> None:
@@ -97,12 +85,12 @@ def _opens(ranks: Ranks, ring: Topology, name: str, opened: list[Transport]) -> 
 
     ranks.together(f"whether bytes arrive by {name}", warm_up)
     if name == AUTO:
-        return Finding(check, OK, "; ".join(dict.fromkeys(transport.reason for transport in opened)))
+        return "; ".join(dict.fromkeys(transport.reason for transport in opened))
     count = sum(map(len, edges))
-    return Finding(check, OK, f"patterned bytes over {count} edge{'s' * (count > 1)}")
+    return f"patterned bytes over {count} edge{'s' * (count > 1)}"
 
 
-def _by_itself(ranks: Ranks, name: str, check: str) -> Finding:
+def _by_itself(ranks: Ranks, name: str) -> str:
     """What virtual ranks cannot use may still work for one rank that sends to itself: rank 0 tries."""
 
     def send() -> None:
@@ -121,7 +109,7 @@ def _by_itself(ranks: Ranks, name: str, check: str) -> Finding:
         ranks.together(f"whether {name} sends to itself", send)
     except Skipped as reason:
         raise Skipped(str(reason).removeprefix("rank 0: ")) from None
-    return Finding(check, OK, "one rank sends patterned bytes to itself; run under torchrun for the edges")
+    return "one rank sends patterned bytes to itself; run under torchrun for the edges"
 
 
 def warmed(ring: Topology, level: int | None) -> list[Edge]:
@@ -134,25 +122,16 @@ def warmed(ring: Topology, level: int | None) -> list[Edge]:
     return list(dict.fromkeys([*edges, *((b, a) for a, b in edges)]))
 
 
-def _speeds(ranks: Ranks, ring: Topology, opened: Sequence[Transport], check: str, nbytes: int) -> Finding:
+def _speeds(ranks: Ranks, ring: Topology, opened: Sequence[Transport], nbytes: int) -> str:
     """GB/s of every edge, one way and both ways."""
     rates = [rate for turn in rounds(ring) for rate in _timed(ranks, opened, turn, nbytes)]
-    wrong = [rate for rate in rates if rate.wrong]
-    if wrong:
-        text = ", ".join(f"{rate.edge}: {rate.wrong} wrong bytes of {nbytes}" for rate in wrong[:PRINTED])
-        return Finding(check, FAIL, text, TAKE_OUT)
-    slow = [rate for rate in rates if rate.expected and rate.gigabytes_per_second < FRACTION * rate.expected]
+    slow = [rate for rate in rates if rate.expected and rate.rate < FRACTION * rate.expected]
     if slow:
-        text = ", ".join(f"{rate.text} of {rate.expected:.3g} expected" for rate in slow[:PRINTED])
-        return Finding(check, FAIL, text, f"the bytes take another way than they should: {CHECK_SETUP}")
-    slowest = min(rates, key=lambda rate: rate.gigabytes_per_second)
-    text = f"{_summary(rates)}; slowest {slowest.text} ({human(nbytes, 'B')} per direction, at the slower end)"
-    return Finding(check, OK, text)
-
-
-def _summary(rates: Sequence[Rate]) -> str:
-    ways = ([rate.text for rate in rates if rate.both_ways == both_ways] for both_ways in (False, True))
-    return "; ".join(f"{', '.join(told[:PRINTED])}{', …' * (len(told) > PRINTED)}" for told in ways if told)
+        raise Failed(", ".join(f"{rate} of {rate.expected:.3g} expected" for rate in slow[:PRINTED]))
+    by_way = ([str(rate) for rate in rates if rate.way.name == name] for name in (ONE_WAY, BOTH_WAYS))
+    shown = "; ".join(f"{', '.join(texts[:PRINTED])}{', …' * (len(texts) > PRINTED)}" for texts in by_way if texts)
+    slowest = min(rates, key=lambda rate: rate.rate)
+    return f"{shown}; slowest {slowest} ({human(nbytes, 'B')} per direction, at the slower end)"
 
 
 def rounds(ring: Topology) -> Iterator[list[Pair]]:
@@ -168,34 +147,29 @@ def rounds(ring: Topology) -> Iterator[list[Pair]]:
         both.setdefault((edge.level, low, high), pair)
     for left in (one_way, [*both.values()]):
         while left:
-            turn, left = _disjoint(ring, left)
-            yield turn
-
-
-def _disjoint(ring: Topology, pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
-    """As many as share no host, in their order, and the rest."""
-    busy: set[object] = set()
-    now: list[Pair] = []
-    later: list[Pair] = []
-    for pair in pairs:
-        hosts = {ring.devices[rank].host if ring.devices else None for rank in pair.way.pairs[0]}
-        (later if hosts & busy else now).append(pair)
-        busy |= set() if hosts & busy else hosts
-    return now, later
+            busy, now, later = set[object](), list[Pair](), list[Pair]()
+            for pair in left:
+                hosts = {ring.devices[rank].host if ring.devices else None for rank in pair.way.pairs[0]}
+                (later if hosts & busy else now).append(pair)
+                busy |= set() if hosts & busy else hosts
+            yield now
+            left = later
 
 
 def _timed(ranks: Ranks, opened: Sequence[Transport], turn: Sequence[Pair], nbytes: int) -> Iterator[Rate]:
-    """Rates of a round; every rank calls it, and those that are in none of its pairs wait for the others."""
+    """Rates of a round; every rank calls it, and those that are in none of its pairs wait for the others.
+
+    Raises:
+        Failed: wrong bytes arrived.
+    """
     mine = next((pair for pair in turn if ranks.rank in pair.way.pairs[0]), None)
     ends: list[Ends] = []
 
-    def prepare() -> int:
-        if mine is None:
-            return 0
-        ends.append(Ends(opened[min(mine.level, len(opened) - 1)], mine.way, nbytes, ranks.device))
-        wrong = ends[0].wrong(0)
-        ends[0].run(1)
-        return wrong
+    def prepare() -> None:
+        if mine is not None:
+            ends.append(Ends(opened[min(mine.level, len(opened) - 1)], mine.way, nbytes, ranks.device))
+            if wrong := ends[0].wrong(0):
+                raise Failed(f"{mine.way.edge}: {wrong} wrong bytes of {nbytes}")
 
     def go() -> float:
         begun = time.perf_counter()
@@ -203,11 +177,8 @@ def _timed(ranks: Ranks, opened: Sequence[Transport], turn: Sequence[Pair], nbyt
             one.run(REPEATS)
         return (time.perf_counter() - begun) / REPEATS
 
-    wrong = ranks.together("a checked transfer", prepare)
+    ranks.together("a checked transfer", prepare)
     seconds = ranks.together("a timed transfer", go)
     for way, _, expected in turn:
-        source, destination = way.pairs[0]
-        both = way.name == BOTH_WAYS
-        rate = nbytes / max(seconds[source], seconds[destination]) / GIGA
-        bad = sum(wrong[rank] for rank in {source, destination})
-        yield Rate(f"{source}{'<->' if both else '->'}{destination}", both, rate, bad, expected)
+        slower = max(seconds[rank] for rank in way.pairs[0])
+        yield Rate(way, nbytes / slower / GIGA, expected)

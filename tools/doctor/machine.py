@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,17 +51,14 @@ class Facts:
 
 def facts() -> Facts:
     """Of this process, with everything loaded that a transport would load."""
-    no_nccl = nccl_missing()
-    driver: str | None
-    try:
+    no_nccl, driver = nccl_missing(), None
+    with suppress(nvml.NoNvml):
         driver = nvml.driver_version()
-    except nvml.NoNvml:
-        driver = None
     versions = {
         "ringattn": __version__,
         "torch": str(torch.__version__),
         "triton": str(triton.__version__),
-        "CuPy": _cupy(),
+        "CuPy": getattr(sys.modules.get("cupy"), "__version__", None),
         "CUDA of torch": torch.version.cuda,
         "driver": driver,
         "Python": platform.python_version(),
@@ -81,24 +79,20 @@ def _version_of(path: Path) -> str:
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
-def _cupy() -> str | None:
-    try:
-        return str(importlib.import_module("cupy").__version__)
-    except ImportError:
-        return None
-
-
-def machine(everyone: Sequence[Facts], ring: Topology, device: torch.device) -> Iterator[Finding]:
+def machine(everyone: Sequence[Facts], ring: Topology, device: torch.device) -> list[Finding]:
     """Findings about all ranks, from what each told."""
     on_gpu = device.type == "cuda"
-    yield versions(everyone)
-    yield libraries(everyone, on_gpu=on_gpu)
-    yield cupy(everyone)
-    yield gpus(ring.devices, on_gpu=on_gpu)
-    yield links(ring.devices)
-    yield nics(ring.devices)
-    yield settings(everyone)
-    yield order(ring)
+    first, *rest = ring.describe().splitlines()
+    return [
+        versions(everyone),
+        libraries(everyone, on_gpu=on_gpu),
+        cupy(everyone),
+        gpus(ring.devices, on_gpu=on_gpu),
+        links(ring.devices),
+        nics(ring.devices),
+        settings(everyone),
+        Finding("ring order", OK, first, more=tuple(rest)),
+    ]
 
 
 def versions(everyone: Sequence[Facts]) -> Finding:
@@ -203,9 +197,3 @@ def _unordered(one: Facts) -> bool:
     known = [re.match(r"(\d+)\.(\d+)\.", version) for _, version in one.libraries]
     able = any(tuple(map(int, found.groups())) >= IMPLICIT_ORDER for found in known if found)
     return able and one.settings.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") in ("", "0")
-
-
-def order(ring: Topology) -> Finding:
-    """The order of the ring and what its edges should carry."""
-    first, *rest = ring.describe().splitlines()
-    return Finding("ring order", OK, first, more=tuple(rest))
