@@ -138,7 +138,7 @@ def rings_of(table: Table) -> tuple[RingEntry, ...]:
 
 
 def _entry(where: str, given: object) -> RingEntry:
-    taken = checked_as(where, given, _RING, optional={"clocks"})
+    taken = checked_as(where, given, _RING)
     setting = RingSetting(**checked_as(f"{where}.setting", taken.pop("setting"), _SETTING))
     point = RingPoint(*(taken.pop(name) for name in RingPoint._fields))
     if setting.chunks > point.kv_heads:

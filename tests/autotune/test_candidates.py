@@ -43,8 +43,8 @@ def test_every_job_has_its_result_until_the_budget_is_spent() -> None:
     with Pool(twice, 2) as pool:
         pool.run(range(9), found.__setitem__)
         assert found == {number: 2 * number for number in range(9)}
-        pool.run(range(9, 20), found.__setitem__, lambda: 1.0 - (10 in found))
-    assert 10 in found and 19 not in found
+        pool.run(range(9, 20), found.__setitem__, lambda: 12.0 - len(found))
+    assert 12 <= len(found) <= 13
 
 
 @pytest.mark.nightly

@@ -31,6 +31,7 @@ from ringattn.kernels.config import config_for, single_pass_tile
 from ringattn.kernels.tables import SINGLE_PASS, TUNED, Point, with_options
 
 TILE = Tile(64, 64, 4, 2)
+MASKS = ("bounded", "full")
 
 
 def variant(kernel: str = "forward", **changed: Any) -> Variant:
@@ -115,8 +116,7 @@ def test_all_launches_of_an_entry_are_seen() -> None:
     assert [one.name for one in found] == ["delta_kernel", "dq_kernel", "dkdv_kernel", "reduce_kernel"]
 
 
-@pytest.mark.parametrize("mask", ["full", "bounded"])
-@pytest.mark.parametrize("kernel", TUNED)
+@pytest.mark.parametrize(("kernel", "mask"), [*zip(TUNED, (*MASKS, *MASKS, "full"), strict=True)])
 def test_what_is_timed_and_checked_is_what_was_compiled(
     kernel: str, mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,7 +115,7 @@ def test_every_setting_runs_once_whatever_the_budget(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ring_search, "ranks", lambda: gathered)
     monkeypatch.setattr(ring_search, "Clock", lambda device, team: lambda step: step() or 0.5)
     clocks = {"sm_mhz": 1200, "throttled": ("power cap",)}
-    monkeypatch.setattr(nvml, "reader", lambda device: lambda: clocks)
+    monkeypatch.setattr(nvml, "Reader", lambda device: lambda: clocks)
     steps: list[RingSetting] = []
     players: dict[RingSetting, Any] = {
         one: SimpleNamespace(run=lambda shards, one=one: steps.append(one)) for one in (DEFAULT, CHUNKED)
@@ -181,15 +181,6 @@ def test_what_is_not_the_schema_is_refused(changed: dict[str, Any], told: str) -
     assert str(error.value).startswith("/there/x.json is refused: ") and told in str(error.value)
 
 
-def test_clocks_are_kept_and_tables_without_them_are_read() -> None:
-    clocked = made(clocks={"sm_mhz": 1980.0, "throttled": ""})
-    table = Table("NVIDIA H200", 90, (3, 7), (), (clocked.as_json(),))
-    assert rings_of(table) == (clocked,)
-    older = clocked.as_json()
-    del older["clocks"]
-    assert rings_of(replace(table, rings=(older,))) == (made(),)
-
-
 def damaged(path: Path) -> None:
     """One number less in its first ring."""
     told = json.loads(path.read_text())
@@ -213,11 +204,6 @@ def test_a_damaged_table_is_told_and_passed_over(folders: tuple[Path, Path]) -> 
     for add in (lambda: known(user, H200), lambda: save(user, H200, rings=[made()])):  # it is left as it is
         with pytest.raises(RefusedTable, match=re.escape(f"{path} is refused: rings[0].baseline is missing")):
             add()
-
-
-def test_a_folder_that_is_not_there_is_told() -> None:
-    with pytest.raises(ValueError, match="config_dir is '/nowhere': there is no such folder"):
-        ring_settings(POINT, H200, "/nowhere")
 
 
 def test_a_section_of_another_kind_is_refused() -> None:

@@ -22,11 +22,11 @@ def write(config: ExportConfig, kernels: list[Exported], folder: Path) -> dict[s
 
     from ...bench.common.output import write_file, write_json
     from .c import header, launcher
-    from .kernels import LICENCE, manifest
+    from .kernels import manifest
 
     files = {f"{config.prefix}_{kernel.name}.cubin": kernel.cubin for kernel in kernels}
-    files[f"{config.prefix}.h"] = header(config, kernels, LICENCE).encode()
-    files[f"{config.prefix}.c"] = launcher(config, kernels, LICENCE).encode()
+    files[f"{config.prefix}.h"] = header(config, kernels).encode()
+    files[f"{config.prefix}.c"] = launcher(config, kernels).encode()
     files["LICENSE"] = (Path(__file__).parents[2] / "kernels" / "LICENSE").read_bytes()
     for name, content in files.items():
         write_file(folder / name, content)

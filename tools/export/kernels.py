@@ -124,6 +124,10 @@ class Exported:
     shared: int  # bytes
     scratch: int = 2  # pointers that Triton appends, which these kernels do not use
 
+    def asks_for(self, name: str) -> bool:
+        """Whether a caller says it."""
+        return any(one.name == name for one in self.asked)
+
     @property
     def block(self) -> int:
         """Rows per program."""
