@@ -280,7 +280,7 @@ def call(variant: Variant, make: Make = empty, bounds: Bounds | None = None) -> 
     options = variant.options or ((("dkdv_splits", 2),) if kernel == "reduce" else ())
     how: dict[str, Any] = {
         "config": config_of(kernel, variant.tile, options),
-        "bounds": bounds or bounds_of(variant, queries, keys, batch),
+        "bounds": bounds_of(variant, queries, keys, batch) if bounds is None else bounds,
         "scores": scores_of(variant.features, queries, keys, heads),
     }
     if kernel == "forward":

@@ -177,6 +177,11 @@ def launch_of(config: ExportConfig, name: str) -> Launch:
         shape = sizes.batch, sizes.queries, sizes.heads, config.head_dim_v
         out, dout = (torch.empty(shape, dtype=DTYPES[config.dtype], device=META) for _ in range(2))
         return launches(attention_delta, config.arch, dout, out)[0]
+    return variant_of(config, name, sizes).launch
+
+
+def variant_of(config: ExportConfig, name: str, sizes: Sizes) -> Variant:
+    """One kernel but delta."""
     options: Options = ()
     kernel = config.backward if name == "gradients" else name
     if (config.forward_kernel, name) == ("hopper", "forward"):
@@ -186,7 +191,7 @@ def launch_of(config: ExportConfig, name: str) -> Launch:
     return Variant(
         kernel, config.arch, config.dtype, config.head_dim, config.head_dim_v, chosen_tiles(config)[name][0],
         config.role, not config.bounded, config.grouped, options=options, sizes=sizes,
-    ).launch  # fmt: skip
+    )  # fmt: skip
 
 
 def symbols_of(config: ExportConfig, name: str) -> dict[int, str]:
