@@ -295,8 +295,7 @@ def inputs(problem: AttentionConfig, device: torch.device) -> tuple[torch.Tensor
 
 def of_rank_0(value: T) -> T:
     """Rank 0's, on every rank; tuples as lists."""
-    found: list[Any] = ranks().gather(None if dist.get_rank() else value, what="what rank 0 says")
-    return found[0]  # type: ignore[no-any-return]
+    return ranks().merged(value, lambda values: values[0], what="what rank 0 says")  # type: ignore[return-value]
 
 
 def ranks() -> Control:

@@ -6,7 +6,6 @@ Nothing here runs a ring: what does is handed in.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import warnings
@@ -15,9 +14,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
+from ..comm import resolve_group
+from ..comm.control import control_of
 from ..kernels import tables
 from ..kernels.strict import Check, checked_as, either, named, number, one_of, optional, text, whole
 from ..kernels.tables import DTYPES, MASKS, MOST_TOKENS, NO_GPU, Gpu, RefusedTable, Table
@@ -32,7 +32,6 @@ WIRES = ("bf16", "fp8")
 
 CPU = Gpu("CPU", NO_GPU)
 MOST_RANKS = 1 << 20
-TOLD_BYTES, MOST_TOLD = 8192, 600  # of what the first rank tells, and letters of its error: 12 bytes each at most
 
 
 class RingPoint(NamedTuple):
@@ -188,22 +187,18 @@ def shared_ring_settings(
     Raises:
         ValueError: on every rank: ``config_dir`` of the first is no folder.
     """
-    first = 0 if group is None else dist.get_global_rank(group, 0)
-    told = torch.zeros(TOLD_BYTES, dtype=torch.uint8)
-    if dist.get_rank() == first:
+    control = control_of(resolve_group(group)).scope("ring settings")
+    answer: object = None
+    if control.rank == 0:
         try:
             found = ring_settings(point, gpu, config_dir)
-            answer: object = None if found is None else asdict(found)
+            answer = None if found is None else asdict(found)
         except ValueError as error:  # the others wait to be told, too
-            answer = str(error)[:MOST_TOLD]
-        told = torch.frombuffer(bytearray(json.dumps(answer).encode().ljust(TOLD_BYTES)), dtype=torch.uint8)
-    # As JSON: torch's broadcast of objects would run whatever it is sent.
-    there = told.to(dist.distributed_c10d._get_object_coll_device(group))
-    dist.broadcast(there, first, group)
-    heard = json.loads(bytes(there.tolist()))
-    if isinstance(heard, str):
-        raise ValueError(heard)
-    return None if heard is None else RingSetting(**heard)
+            answer = str(error)
+    told: Any = control.merged(answer, lambda answers: answers[0], what="the settings of a ring")
+    if isinstance(told, str):
+        raise ValueError(told)
+    return None if told is None else RingSetting(**told)
 
 
 def _serving(table: Table) -> tuple[RingEntry, ...]:

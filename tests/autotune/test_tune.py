@@ -476,18 +476,6 @@ def test_a_reference_in_parts_is_the_whole(most: int, heads: list[int], monkeypa
         assert made.shape == whole.shape and torch.allclose(made, whole, rtol=1e-12, atol=1e-12)
 
 
-def test_a_check_has_the_heads_of_the_point_and_lengths_that_16_divides() -> None:
-    seen: list[tuple[int, ...]] = []
-    for kernel, mask in (("forward", "full"), ("single_pass", "full"), ("single_pass", "bounded")):
-        trials = DeviceTrials(Point(kernel, "bf16", 16, 16, 6, mask, 8192), Shape(12, 2, 16, 16), CPU)
-        q, k = trials._given[:2]
-        lengths = [part.stop - part.start for part in trials._shards()]
-        assert (q.shape[0], q.shape[2], k.shape[2]) == (1, 12, 2) and sum(lengths) == q.shape[1]
-        assert not any(length % 16 for length in lengths) and any(length % 32 for length in lengths)
-        seen.append((q.shape[1], *lengths))
-    assert seen == [(1008, 336, 336, 336), (1024, 336, 336, 352), (1008, 336, 336, 336)]
-
-
 def test_clocks_and_throttling_are_read() -> None:
     trials = DeviceTrials(Point("forward", "fp32", 16, 16, 2, "full", 16), SHAPE, CPU)
     clocks = {"sm_mhz": 1200, "throttled": ("idle", "power cap", "clocks set by the user")}

@@ -7,11 +7,8 @@ no constants of; its arguments are those that the binary takes.
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +16,7 @@ import triton
 
 from ... import __version__
 from ...autotune.compile import HOPPER, META, Launch, Sizes, Variant, compiled, launches
-from ...autotune.gate import threads_of
+from ...autotune.gate import read_with, threads_of
 from ...bench.common.provenance import git, sources
 from ...kernels import attention_delta
 from ...kernels.config import SHARED_LIMIT, Tile
@@ -306,11 +303,7 @@ class Layout(NamedTuple):
 
 def parameter_layout(cubin: bytes) -> Layout:
     """What a binary says that it takes."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-elf", file.name], capture_output=True, text=True, check=True).stdout
+    text = read_with("cuobjdump", "-elf", cubin=cubin)
     bank = BANK.search(text)
     assert bank is not None
     found = sorted(tuple(int(number, 16) for number in one) for one in PARAMETER.findall(text))
