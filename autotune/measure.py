@@ -201,7 +201,7 @@ class DeviceTrials:
     def _results(self, tile: Tile) -> dict[str, Tensor]:
         kernel, given, exact = self.point.kernel, self._given, self._right[0]
         over_keys = kernel in ("forward", "dq")  # else the shards are of queries
-        whole = given._asdict() | {"lse": exact.lse.float().contiguous()}
+        whole: dict[str, Tensor] = given._asdict() | {"lse": exact.lse.float().contiguous()}
         if kernel != "forward":
             whole["delta"] = attention_delta(given.dout, exact.out.to(given.q.dtype), given.dlse)
         if kernel in SINGLE_PASS:

@@ -27,7 +27,7 @@ from ..bench.common.result import Result, Row
 from ..bench.common.timing import Clock, Ranks
 from ..bench.ring.candidates import Candidate, Setting, ours
 from ..bench.ring.runs import gathered, judged
-from ..comm import Limits, resolve_group
+from ..comm import resolve_group
 from ..comm.control import Control, control_of
 from ..comm.topology import nvml
 from ..kernels.tables import Gpu, gpu_of
@@ -248,7 +248,7 @@ def opened(config: RingConfig, stack: ExitStack) -> tuple[dict[RingSetting, Ring
     why: dict[RingSetting, str] = {}
     for one in config.settings:
         try:
-            rings[one] = stack.enter_context(Ring(**one.arguments, limits=Limits(**one.limits)))
+            rings[one] = stack.enter_context(Ring(**one.arguments))
         except ValueError as error:
             why[one] = str(error)
     return rings, why

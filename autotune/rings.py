@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ..comm import resolve_group
+from ..comm import Limits, resolve_group
 from ..comm.control import control_of
 from ..kernels import tables
 from ..kernels.strict import Check, checked_as, either, named, number, one_of, optional, text, whole
@@ -57,20 +57,17 @@ class RingSetting:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """``Ring(**setting.arguments, limits=Limits(**setting.limits))``."""
+        """``Ring(**setting.arguments)``."""
         names = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
         wire = None if self.wire_dtype is None else names[self.wire_dtype]
-        return {"transport": self.transport, "chunks": self.chunks, "wire_dtype": wire}
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """Arguments of ``ringattn.comm.Limits``; none where nothing is limited."""
-        return {} if self.channels is None else {"channels": self.channels}
+        limits = Limits(channels=self.channels)
+        return {"transport": self.transport, "chunks": self.chunks, "wire_dtype": wire, "limits": limits}
 
     def __str__(self) -> str:
         """As it is written in a program."""
-        told = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items() if value is not None)
-        return f"Ring({told}{f', limits=Limits(channels={self.channels})' if self.channels else ''})"
+        told = [f"{name}={value!r}" for name, value in self.arguments.items() if name != "limits" and value is not None]
+        told += [] if self.channels is None else [f"limits=Limits(channels={self.channels})"]
+        return f"Ring({', '.join(told)})"
 
 
 DEFAULT = RingSetting()

@@ -20,7 +20,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ringattn.autotune import candidates, cli_tune, measure, tune
+from ringattn.autotune import candidates, cli_tune, measure, ring_search, tune
 from ringattn.autotune import compile as compile_
 from ringattn.autotune.candidates import Ranked, Verdict, job_of
 from ringattn.autotune.compile import Variant
@@ -93,9 +93,23 @@ def asked(*arguments: str) -> Any:
         (["--list", "--save-dir", "x"], "--save-dir has no say beside --list"),
         (["--json", "/nowhere/x.json"], "/nowhere/x.json"),
         (["--save-dir", "/dev/null/x"], "/dev/null/x is no folder to save in"),
+        (["--ring", "--wire", "fp4"], "--wire is fp4: it takes some of bf16, fp8"),
+        (["--ring", "--value-dim", "64"], "--value-dim is 64: rings are tuned with values of --head-dim"),
+        (["--ring", "--device", "tpu"], "'tpu'"),
+        (["--ring", "--arch", "sm_80"], "--arch has no say with --ring"),
+        (["--ring", "--list", "--compile-only"], "--compile-only has no say beside --list"),
+        (["--ring", "--workers", "2"], "--workers has no say with --ring"),
+        (["--list", "--world", "5"], "--world is given without --ring"),
+        (["--list", "--device", "tpu"], "--device is given without --ring"),
+        (["--wire", "nonsense"], "--wire is given without --ring"),
+        (["--ring", "--save-dir", "/dev/null/x"], "/dev/null/x is no folder to save in"),
+        (["--ring", "--device", "cpu", "--seqlen", "8k,1g"], "--seqlen: 1,073,741,824 tokens on each of 2 ranks take"),
     ],
 )
-def test_bad_input_is_an_error_that_says_what_fits(arguments: list[str], told: str) -> None:
+def test_bad_input_is_an_error_that_says_what_fits(
+    arguments: list[str], told: str, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_search, "spawn", lambda *given, **how: pytest.fail("a search was started"))
     result = asked(*arguments)
     assert result.exit_code == 2
     assert told in re.sub(r"\s+", " ", result.output.replace("│", " "))
