@@ -262,8 +262,8 @@ def empty(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.T
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def call(variant: Variant, make: Make = empty) -> None:
-    """Call the entry of a variant."""
+def call(variant: Variant, make: Make = empty, bounds: Bounds | None = None) -> Any:
+    """Call the entry of a variant, with bounds in place of its own; what that returns."""
     batch, queries, keys, heads, kv_heads = variant.sizes or (GROUPED if variant.grouped else UNGROUPED)
     role, dtype, kernel = ROLES[variant.role], DTYPES[variant.dtype], variant.kernel
     dim, dim_v = variant.head_dim, variant.head_dim_v
@@ -274,31 +274,31 @@ def call(variant: Variant, make: Make = empty) -> None:
     if kernel in FP8:
         codes = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=META)
         scale = make("scale", *scale_shape(tuple(q.shape)))
-        quantize(q, codes, scale) if kernel == "quantize" else dequantize(codes, scale, q)
-        return
+        return quantize(q, codes, scale) if kernel == "quantize" else dequantize(codes, scale, q)
     if kernel == "delta":
-        attention_delta(dout, make("out", *dout.shape, dtype=dtype), make("dlse", *lse.shape))
-        return
+        return attention_delta(dout, make("out", *dout.shape, dtype=dtype), make("dlse", *lse.shape))
     options = variant.options or ((("dkdv_splits", 2),) if kernel == "reduce" else ())
     how: dict[str, Any] = {
-        "config": config_of(kernel, variant.tile, options), "bounds": bounds_of(variant, queries, keys, batch),
+        "config": config_of(kernel, variant.tile, options),
+        "bounds": bounds_of(variant, queries, keys, batch) if bounds is None else bounds,
         "scores": scores_of(variant.features, queries, keys, heads),
-    }  # fmt: skip
+    }
     if kernel == "forward":
         state = (make("state", *dout.shape), lse) if role.carried else None
-        attention_forward(q, k, v, state=state, final=role.final, **how)
-        return
+        return attention_forward(q, k, v, state=state, final=role.final, **how)
     given = dout, q, k, v, lse, make("delta", *lse.shape)
     if kernel == "dq":
         accum = make("dq_in", *q.shape) if role.carried else None
-        attention_dq(*given, accum=accum, out=accum if role.in_place else make("dq_out", *q.shape, dtype=left), **how)
-        return
+        out = accum if role.in_place else make("dq_out", *q.shape, dtype=left)
+        return attention_dq(*given, accum=accum, out=out, **how)
     pair = (make("dk_in", *k.shape), make("dv_in", *v.shape)) if role.carried else None
-    out = pair if role.in_place else (make("dk_out", *k.shape, dtype=left), make("dv_out", *v.shape, dtype=left))
+    how |= {
+        "accum": pair,
+        "out": pair if role.in_place else (make("dk_out", *k.shape, dtype=left), make("dv_out", *v.shape, dtype=left)),
+    }
     if kernel in SINGLE_PASS:
-        attention_gradients(*given, dq=make("dq", *q.shape), accum=pair, out=out, **how)
-    else:
-        attention_dkdv(*given, accum=pair, out=out, **how)
+        return attention_gradients(*given, dq=make("dq", *q.shape), **how)
+    return attention_dkdv(*given, **how)
 
 
 def bounds_of(variant: Variant, queries: int, keys: int, batch: int) -> Bounds:

@@ -91,7 +91,8 @@ def compile_variant(variant: Variant) -> tuple[Compiled, list[str]]:
 def read_compiled(launch: Launch, arch: int) -> Compiled:
     """What the gate and ``inspect`` read of a compiled launch."""
     kernel = launch.binary
-    usage, listing = disassemble(kernel.asm["cubin"])
+    usage = read_with("cuobjdump", "-res-usage", cubin=kernel.asm["cubin"])
+    listing = read_with("nvdisasm", "-c", "-ndf", cubin=kernel.asm["cubin"])
     registers, stack = (int(_match(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     specialised: dict[str, int] = {}
     if launch.name in ("hopper_kernel", "hopper_backward_kernel"):
@@ -122,19 +123,14 @@ def _match(pattern: str, text: str) -> re.Match[str]:
     return found
 
 
-def disassemble(cubin: bytes) -> tuple[str, str]:
-    """(resource usage, SASS) by the tools in Triton's wheel."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+def read_with(tool: str, *flags: str, cubin: bytes) -> str:
+    """What a tool of Triton's wheel prints of a binary."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run(
-            [tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
-        )
-        listing = subprocess.run(
-            [tools / "nvdisasm", "-c", "-ndf", file.name], capture_output=True, text=True, check=True
-        )
-    return usage.stdout + usage.stderr, listing.stdout
+        done = subprocess.run([path, *flags, file.name], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
 
 
 # the Hopper kernels: where the exponentials of the forward stand, who loads, adds and hands on

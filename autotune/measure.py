@@ -19,22 +19,17 @@ from ..comm.transports.lanes import HIGH_PRIORITY, new_stream
 from ..kernels import (
     FULL,
     Bounds,
-    KernelConfig,
     Tile,
     attention_delta,
-    attention_dkdv,
-    attention_dq,
-    attention_forward,
-    attention_gradients,
 )
-from ..kernels.config import is_single_pass
 from ..kernels.tables import DTYPES, SINGLE_PASS, Point
 from ..ring import Mask, bounds
-from .compile import config_of
+from .candidates import job_of
+from .compile import call
 from .model import Shape
 from .search import Reading
 
-CHECKED_SHARDS = 3  # a first, a middle and a last hop
+CHECKED_ROLES = ("first", "middle", "last")  # of a hop per shard
 # What is checked is launched as what is timed, of one sequence with the same heads, so that its binaries are those that
 # workers compiled, and none is made at the expense of the budget. Compiled here are two small kernels alone, `delta`
 # and, where dK/dV is split, `reduce`: a second each, once for all candidates of a point that share their sides.
@@ -47,6 +42,15 @@ SLOWING = {
     "power brake",
 }  # fmt: skip
 """Throttle reasons that make a run slower than the next one; an idle GPU and clocks that the user set do not."""
+
+OF_DEVICE = 0
+"""In the place of a compute capability: what is launched here is compiled for this device."""
+
+RESULTS = {"forward": ("out", "lse"), "dq": ("dq",)}
+"""Of entries; all others return dk and dv."""
+
+CONTINUED = {"out": "state", "lse": "lse", "dq": "dq_in", "dk": "dk_in", "dv": "dv_in"}
+"""As what the next hop takes a result."""
 
 
 def reading_of(seconds: float, clocks: Mapping[str, Any], beside: float | None = None) -> Reading:
@@ -80,7 +84,7 @@ def heads_of(given: Inputs, keys: slice, queries: slice) -> Inputs:
 def checked_sides(point: Point) -> tuple[int, int]:
     """Of a check: tokens of the side that programs are cut from, and of the one that they walk."""
     whole = point.kernel in SINGLE_PASS and point.mask == "full"
-    return CHECKED_WHOLE if whole else CHECKED, CHECKED // CHECKED_SHARDS
+    return CHECKED_WHOLE if whole else CHECKED, CHECKED // len(CHECKED_ROLES)
 
 
 class DeviceTrials:
@@ -97,6 +101,7 @@ class DeviceTrials:
         self.point, self._shape, self._device = point, shape, device
         self._checked = checked or checked_sides(point)[0]
         self._warm: set[Tile] = set()
+        self._tensors: dict[str, Tensor] = {}
         self._copy: Copy | None = None
 
     def wrong(self, tile: Tile) -> str | None:
@@ -125,7 +130,6 @@ class DeviceTrials:
 
     def _seconds(self, tile: Tile) -> float:
         if tile not in self._warm:  # compiles, or takes what the compile-only part left in Triton's cache
-            self._renew()
             self._launch(tile)
             self._warm.add(tile)
         return self._timed(lambda: self._launch(tile))
@@ -144,33 +148,22 @@ class DeviceTrials:
 
     # what is timed: a hop in the middle of a ring, of the size that the point says
 
-    @cached_property
-    def _inputs(self) -> Inputs:
-        shape, dtype = self._shape, DTYPES[self.point.dtype]
-        sizes = [
-            (shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim),
-            (shape.kv_heads, shape.value_dim), (shape.heads, shape.value_dim),
-        ]  # fmt: skip
-        tensors = [torch.empty(1, self.point.length, *size, device=self._device, dtype=dtype) for size in sizes]
-        q, k, v, dout = tensors
-        return Inputs(q, k, v, dout, torch.empty(1, shape.heads, self.point.length, device=self._device))
-
-    @cached_property
-    def _state(self) -> tuple[Tensor, ...]:
-        """What the kernel continues, fp32; and lse and delta of inputs of this kind, which the backward reads."""
-        given = self._inputs
-        sums = {"forward": [given.dout], "dq": [given.q], "dkdv": [given.k, given.v]}
-        continued = sums.get(self.point.kernel, [given.k, given.v, given.q])
-        lse, delta = torch.empty_like(given.dlse), torch.empty_like(given.dlse)
-        return lse, delta, *(torch.empty(x.shape, device=x.device, dtype=torch.float32) for x in continued)
+    def _make(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """One tensor of a name, for all tiles."""
+        if name not in self._tensors:
+            self._tensors[name] = torch.zeros(shape, dtype=dtype, device=self._device)
+        return self._tensors[name]
 
     def _renew(self) -> None:
         """Other values in the same memory: a kernel's power, and with it its clock, depends on what it multiplies."""
-        lse, delta, *sums = self._state
-        for x in (*self._inputs[:4], delta, *sums):
-            x.normal_()
-        # of normal scores: the mean of their exponentials is sqrt(e)
-        lse.fill_(math.log(self.point.length) + 0.5)
+        for name, x in self._tensors.items():
+            if name == "lse":  # of normal scores: the mean of their exponentials is sqrt(e)
+                x.fill_(math.log(self.point.length) + 0.5)
+            else:
+                x.normal_()
+
+    def _launch(self, tile: Tile) -> None:
+        call(job_of(self.point, tile, OF_DEVICE, self._shape.heads), self._make, self._bounds)
 
     @cached_property
     def _bounds(self) -> Bounds:
@@ -181,23 +174,6 @@ class DeviceTrials:
             return FULL
         rows_at, keys_at = (torch.arange(part.start, part.stop) for part in (rows, keys))
         return bounds(Mask(causal=True), rows_at, keys_at).to(self._device)
-
-    def _launch(self, tile: Tile) -> None:
-        q, k, v, dout, _ = self._inputs
-        lse, delta, *sums = self._state
-        config = config_of(self.point.kernel, tile)
-        if self.point.kernel == "forward":
-            attention_forward(q, k, v, bounds=self._bounds, state=(sums[0], lse), final=False, config=config)
-        elif self.point.kernel == "dq":
-            attention_dq(
-                dout, q, k, v, lse, delta, bounds=self._bounds, accum=sums[0], out=sums[0], config=config
-            )  # fmt: skip
-        else:
-            pair, given = (sums[0], sums[1]), (dout, q, k, v, lse, delta)
-            if self.point.kernel == "dkdv":
-                attention_dkdv(*given, bounds=self._bounds, accum=pair, out=pair, config=config)
-            else:
-                attention_gradients(*given, dq=sums[2], bounds=self._bounds, accum=pair, out=pair, config=config)
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
@@ -218,56 +194,39 @@ class DeviceTrials:
         return in_parts(exactly, self._given, causal), in_parts(by_pytorch, self._given, causal)
 
     def _shards(self) -> list[slice]:
-        edges = [self._checked * i // CHECKED_SHARDS // 16 * 16 for i in range(CHECKED_SHARDS)]
+        count = len(CHECKED_ROLES)
+        edges = [self._checked * i // count // 16 * 16 for i in range(count)]
         return [slice(*edge) for edge in pairwise([*edges, self._checked])]
 
     def _results(self, tile: Tile) -> dict[str, Tensor]:
-        config = config_of(self.point.kernel, tile)
-        exact = self._right[0]
-        out, lse = exact.out.to(self._given.q.dtype), exact.lse.float().contiguous()
-        if self.point.kernel == "forward":
-            return self._forward(config)
-        delta = attention_delta(self._given.dout, out, self._given.dlse)
-        return self._dq(config, lse, delta) if self.point.kernel == "dq" else self._over_queries(config, lse, delta)
+        kernel, given, exact = self.point.kernel, self._given, self._right[0]
+        over_keys = kernel in ("forward", "dq")  # else the shards are of queries
+        whole: dict[str, Tensor] = given._asdict() | {"lse": exact.lse.float().contiguous()}
+        if kernel != "forward":
+            whole["delta"] = attention_delta(given.dout, exact.out.to(given.q.dtype), given.dlse)
+        if kernel in SINGLE_PASS:
+            whole["dq"] = torch.zeros(given.q.shape, device=self._device)
+        names = RESULTS.get(kernel, ("dk", "dv"))
+        results: tuple[Tensor, ...] = ()
+        for role, part in zip(CHECKED_ROLES, self._shards(), strict=True):
+            continued = dict(zip([CONTINUED[name] for name in names], results, strict=False))
 
-    def _forward(self, config: KernelConfig) -> dict[str, Tensor]:
-        q, k, v = self._given[:3]
-        state = None
-        for keys in (shards := self._shards()):
-            state = attention_forward(
-                q, k[:, keys], v[:, keys], bounds=self._limits(slice(0, self._checked), keys), state=state,
-                final=keys == shards[-1], config=config,
-            )  # fmt: skip
-        assert state is not None
-        return {"out": state[0], "lse": state[1]}
+            def make(
+                name: str, *shape: int, dtype: torch.dtype = torch.float32,
+                part: slice = part, continued: Mapping[str, Tensor] = continued,
+            ) -> Tensor:  # fmt: skip
+                if name in continued:
+                    return continued[name]
+                if name not in whole:
+                    return torch.empty(shape, dtype=dtype, device=self._device)
+                if over_keys != (name in ("k", "v")):
+                    return whole[name]
+                return whole[name][:, :, part].contiguous() if name in ("lse", "delta") else whole[name][:, part]
 
-    def _dq(self, config: KernelConfig, lse: Tensor, delta: Tensor) -> dict[str, Tensor]:
-        q, k, v, dout, _ = self._given
-        sums = None
-        for keys in (shards := self._shards()):
-            last = keys == shards[-1]
-            into = torch.empty(q.shape, device=q.device, dtype=q.dtype if last else torch.float32)
-            sums = attention_dq(
-                dout, q, k[:, keys], v[:, keys], lse, delta, bounds=self._limits(slice(0, self._checked), keys),
-                accum=sums, out=into if last or sums is None else sums, config=config,
-            )  # fmt: skip
-        assert sums is not None
-        return {"dq": sums}
-
-    def _over_queries(self, config: KernelConfig, lse: Tensor, delta: Tensor) -> dict[str, Tensor]:
-        """dK and dV; of a single pass dQ too."""
-        q, k, v, dout, _ = self._given
-        sums = None
-        dq = torch.zeros(q.shape, device=q.device) if is_single_pass(config) else None
-        for rows in (shards := self._shards()):
-            last = rows == shards[-1]
-            dtype = q.dtype if last else torch.float32
-            into = (torch.empty(x.shape, device=x.device, dtype=dtype) for x in (k, v))
-            given = dout[:, rows], q[:, rows], k, v, lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous()
-            call: dict[str, Any] = {
-                "bounds": self._limits(rows, slice(0, self._checked)), "accum": sums,
-                "out": (next(into), next(into)) if last or sums is None else sums, "config": config,
-            }  # fmt: skip
-            sums = attention_dkdv(*given, **call) if dq is None else attention_gradients(*given, dq=dq[:, rows], **call)
-        assert sums is not None
-        return {"dk": sums[0], "dv": sums[1]} | ({} if dq is None else {"dq": dq.to(q.dtype)})
+            all_rows = slice(0, self._checked)
+            limits = self._limits(all_rows, part) if over_keys else self._limits(part, all_rows)
+            sides = self._checked, part.stop - part.start
+            made = call(job_of(self.point, tile, OF_DEVICE, self._shape.heads, role, sides), make, limits)
+            results = (made,) if isinstance(made, Tensor) else made
+        found = dict(zip(names, results, strict=True))
+        return found | ({"dq": whole["dq"].to(given.q.dtype)} if kernel in SINGLE_PASS else {})

@@ -27,7 +27,7 @@ from ..bench.common.result import Result, Row
 from ..bench.common.timing import Clock, Ranks
 from ..bench.ring.candidates import Candidate, Setting, ours
 from ..bench.ring.runs import gathered, judged
-from ..comm import Limits, resolve_group
+from ..comm import resolve_group
 from ..comm.control import Control, control_of
 from ..comm.topology import nvml
 from ..kernels.tables import Gpu, gpu_of
@@ -248,7 +248,7 @@ def opened(config: RingConfig, stack: ExitStack) -> tuple[dict[RingSetting, Ring
     why: dict[RingSetting, str] = {}
     for one in config.settings:
         try:
-            rings[one] = stack.enter_context(Ring(**one.arguments, limits=Limits(**one.limits)))
+            rings[one] = stack.enter_context(Ring(**one.arguments))
         except ValueError as error:
             why[one] = str(error)
     return rings, why
@@ -295,8 +295,7 @@ def inputs(problem: AttentionConfig, device: torch.device) -> tuple[torch.Tensor
 
 def of_rank_0(value: T) -> T:
     """Rank 0's, on every rank; tuples as lists."""
-    found: list[Any] = ranks().gather(None if dist.get_rank() else value, what="what rank 0 says")
-    return found[0]  # type: ignore[no-any-return]
+    return ranks().merged(value, lambda values: values[0], what="what rank 0 says")  # type: ignore[return-value]
 
 
 def ranks() -> Control:

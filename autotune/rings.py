@@ -6,7 +6,6 @@ Nothing here runs a ring: what does is handed in.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import warnings
@@ -15,9 +14,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
+from ..comm import Limits, resolve_group
+from ..comm.control import control_of
 from ..kernels import tables
 from ..kernels.strict import Check, checked_as, either, named, number, one_of, optional, text, whole
 from ..kernels.tables import DTYPES, MASKS, MOST_TOKENS, NO_GPU, Gpu, RefusedTable, Table
@@ -32,7 +32,6 @@ WIRES = ("bf16", "fp8")
 
 CPU = Gpu("CPU", NO_GPU)
 MOST_RANKS = 1 << 20
-TOLD_BYTES, MOST_TOLD = 8192, 600  # of what the first rank tells, and letters of its error: 12 bytes each at most
 
 
 class RingPoint(NamedTuple):
@@ -58,20 +57,17 @@ class RingSetting:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """``Ring(**setting.arguments, limits=Limits(**setting.limits))``."""
+        """``Ring(**setting.arguments)``."""
         names = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
         wire = None if self.wire_dtype is None else names[self.wire_dtype]
-        return {"transport": self.transport, "chunks": self.chunks, "wire_dtype": wire}
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """Arguments of ``ringattn.comm.Limits``; none where nothing is limited."""
-        return {} if self.channels is None else {"channels": self.channels}
+        limits = Limits(channels=self.channels)
+        return {"transport": self.transport, "chunks": self.chunks, "wire_dtype": wire, "limits": limits}
 
     def __str__(self) -> str:
         """As it is written in a program."""
-        told = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items() if value is not None)
-        return f"Ring({told}{f', limits=Limits(channels={self.channels})' if self.channels else ''})"
+        told = [f"{name}={value!r}" for name, value in self.arguments.items() if name != "limits" and value is not None]
+        told += [] if self.channels is None else [f"limits=Limits(channels={self.channels})"]
+        return f"Ring({', '.join(told)})"
 
 
 DEFAULT = RingSetting()
@@ -138,7 +134,7 @@ def rings_of(table: Table) -> tuple[RingEntry, ...]:
 
 
 def _entry(where: str, given: object) -> RingEntry:
-    taken = checked_as(where, given, _RING, optional={"clocks"})
+    taken = checked_as(where, given, _RING)
     setting = RingSetting(**checked_as(f"{where}.setting", taken.pop("setting"), _SETTING))
     point = RingPoint(*(taken.pop(name) for name in RingPoint._fields))
     if setting.chunks > point.kv_heads:
@@ -188,22 +184,18 @@ def shared_ring_settings(
     Raises:
         ValueError: on every rank: ``config_dir`` of the first is no folder.
     """
-    first = 0 if group is None else dist.get_global_rank(group, 0)
-    told = torch.zeros(TOLD_BYTES, dtype=torch.uint8)
-    if dist.get_rank() == first:
+    control = control_of(resolve_group(group)).scope("ring settings")
+    answer: object = None
+    if control.rank == 0:
         try:
             found = ring_settings(point, gpu, config_dir)
-            answer: object = None if found is None else asdict(found)
+            answer = None if found is None else asdict(found)
         except ValueError as error:  # the others wait to be told, too
-            answer = str(error)[:MOST_TOLD]
-        told = torch.frombuffer(bytearray(json.dumps(answer).encode().ljust(TOLD_BYTES)), dtype=torch.uint8)
-    # As JSON: torch's broadcast of objects would run whatever it is sent.
-    there = told.to(dist.distributed_c10d._get_object_coll_device(group))
-    dist.broadcast(there, first, group)
-    heard = json.loads(bytes(there.tolist()))
-    if isinstance(heard, str):
-        raise ValueError(heard)
-    return None if heard is None else RingSetting(**heard)
+            answer = str(error)
+    told: Any = control.merged(answer, lambda answers: answers[0], what="the settings of a ring")
+    if isinstance(told, str):
+        raise ValueError(told)
+    return None if told is None else RingSetting(**told)
 
 
 def _serving(table: Table) -> tuple[RingEntry, ...]:

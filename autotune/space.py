@@ -7,7 +7,7 @@ Which kernel, is tried with every tile; in what order programs take its tiles, w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import product
 from math import log2
 from typing import Any
@@ -33,8 +33,7 @@ Fields = Mapping[str, Sequence[Option | None]]
 
 # What is tried beside the four numbers of a tile, by kernel. Another field is one line here and one in
 # `kernels/tables.py`; where not every tile or point takes its values, a rule in `RULES`.
-TILE_FIELDS: dict[str, Fields] = {kernel: {} for kernel in TUNED}
-CONFIG_FIELDS: dict[str, Fields] = {**TILE_FIELDS, "forward": {"forward_kernel": FORWARD_KERNELS}}
+CONFIG_FIELDS: dict[str, Fields] = {**{kernel: {} for kernel in TUNED}, "forward": {"forward_kernel": FORWARD_KERNELS}}
 """Fields of ``KernelConfig`` that are tried with every tile."""
 
 FEW = MARGIN // 2
@@ -84,12 +83,7 @@ def nearest(tiles: Sequence[Tile], tile: Tile, count: int) -> list[Tile]:
 
 def grid(point: Point) -> list[Tile]:
     """All combinations, whether they fit or not."""
-    return [
-        with_options(replace(tile, **more), options)
-        for options in _choices(CONFIG_FIELDS[point.kernel])
-        for more in _choices(TILE_FIELDS[point.kernel])
-        for tile in _sides(point)
-    ]
+    return [with_options(tile, options) for options in _choices(CONFIG_FIELDS[point.kernel]) for tile in _sides(point)]
 
 
 def schedules(tile: Tile, point: Point, arch: int) -> list[Tile]:
@@ -189,8 +183,7 @@ def values_kept(tile: Tile, point: Point) -> int:
 
 def tile_text(tile: Tile) -> str:
     """``128x64 8w 2s``, and what else is not the default: ``128x128 8w 2s forward_kernel=hopper``."""
-    others = {one.name: getattr(tile, one.name) for one in fields(Tile)[4:] if getattr(tile, one.name) != one.default}
-    more = "".join(f" {name}={value}" for name, value in (others | options_of(tile)).items())
+    more = "".join(f" {name}={value}" for name, value in options_of(tile).items())
     return f"{tile.block_q}x{tile.block_k} {tile.num_warps}w {tile.num_stages}s{more}"
 
 

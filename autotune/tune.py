@@ -385,37 +385,30 @@ def _kind_of(reason: str) -> str:
 # one pass or two
 
 PRODUCTS = {"dq": 3, "dkdv": 4, **dict.fromkeys(SINGLE_PASS, 5)}
-"""Matrix products per pair of tiles."""
-
-COUNTED = 5
-"""Of a backward, by everybody's convention: two passes make the scores and their gradient twice."""
+"""Matrix products per pair of tiles. Five count, by everybody's convention: two passes make two of them twice."""
 
 
 def counted_bound(bounds: Mapping[str, float]) -> float:
     """Percent of peak in the products that count, of kernels that run one after the other at these bounds."""
-    return COUNTED / sum(PRODUCTS[kernel] / bound for kernel, bound in bounds.items())
+    return PRODUCTS[ONE_PASS] / sum(PRODUCTS[kernel] / bound for kernel, bound in bounds.items())
 
 
 def backward_notes(found: Sequence[PointResult]) -> list[str]:
-    """A line per mask and length that has both ways: in seconds where all were measured, else by their bounds."""
+    """A line per mask and length that has all ways: in ms where all were measured, else by their bounds."""
     by_point = {one.point: one for one in found if one.tile is not None}
     notes = []
     for point in by_point:
-        ways = {kernel: by_point.get(point._replace(kernel=kernel)) for kernel in (*TWO_PASSES, *SINGLE_PASS)}
-        there = {kernel: one for kernel, one in ways.items() if one is not None}
-        if point.kernel == ONE_PASS and len(there) == len(ways):
-            notes.append(f"backward, {point.mask}, {point.length} tokens: {_compared(there)}")
+        ways = [by_point.get(point._replace(kernel=kernel)) for kernel in PRODUCTS]
+        there = {one.point.kernel: one for one in ways if one is not None}
+        if point.kernel != ONE_PASS or len(there) < len(ways):
+            continue
+        times = {kernel: median(one.measured.best) * 1e3 for kernel, one in there.items() if one.measured is not None}
+        bounds = {kernel: one.bound_of(one.tile) or 1e-9 for kernel, one in there.items() if one.tile is not None}
+        told = []
+        for way in (TWO_PASSES, *((kernel,) for kernel in SINGLE_PASS)):
+            bound = counted_bound({kernel: bounds[kernel] for kernel in way})
+            value = f"{bound:.1f}%" if len(times) < len(ways) else f"{sum(times[kernel] for kernel in way):.4g} ms"
+            told.append(f"{' + '.join(way)} {value}")
+        unit = " at most, in products that count" if len(times) < len(ways) else ""
+        notes.append(f"backward, {point.mask}, {point.length} tokens: {', '.join(told)}{unit}")
     return notes
-
-
-def _compared(ways: Mapping[str, PointResult]) -> str:
-    times = {kernel: median(one.measured.best) for kernel, one in ways.items() if one.measured is not None}
-    if len(times) == len(ways):
-        words = {kernel: f"{times[kernel] * 1e3:.4g} ms" for kernel in SINGLE_PASS}
-        both = f"{sum(times[kernel] for kernel in TWO_PASSES) * 1e3:.4g} ms"
-    else:
-        bounds = {kernel: one.bound_of(one.tile) or 1e-9 for kernel, one in ways.items() if one.tile is not None}
-        words = {kernel: f"{counted_bound({kernel: bounds[kernel]}):.1f}%" for kernel in SINGLE_PASS}
-        both = f"at most {counted_bound({kernel: bounds[kernel] for kernel in TWO_PASSES}):.1f}% in products that count"
-    one, fixed = (words[kernel] for kernel in SINGLE_PASS)
-    return f"two passes {both}; a single pass {one}, in a fixed order {fixed}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,28 +32,21 @@ VARIANT = Variant("forward", 90, "bf16", 128, 128, Tile(128, 128, 8, 2))
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("kernel", "change", "told"),
     [
-        ({"shared": 300_000}, "300000 bytes of shared memory"),
-        ({"tensor_memory": 592}, "592 columns of tensor memory"),
-        ({"loops": ()}, "no loop"),
-        ({"loops": (Loop(16, 3, 1, False),)}, "3 local-memory instructions"),
-        ({"loops": (Loop(16, 0, 16, True),)}, "serialised wgmma"),
+        ("forward", {"shared": 300_000}, "300000 bytes of shared memory"),
+        ("forward", {"tensor_memory": 592}, "592 columns of tensor memory"),
+        ("forward", {"loops": ()}, "no loop"),
+        ("forward", {"loops": (Loop(16, 3, 1, False),)}, "3 local-memory instructions"),
+        ("forward", {"loops": (Loop(16, 0, 16, True),)}, "serialised wgmma"),
+        ("quantize", {"stack": 8}, "8 bytes of local memory"),
+        ("quantize", {"flushes": True}, "flushed"),
     ],
 )
-def test_the_gate_names_what_is_wrong(change: dict[str, object], told: str) -> None:
-    assert problems(VARIANT, CLEAN) == []
-    (problem,) = problems(VARIANT, replace(CLEAN, **change))  # type: ignore[arg-type]
-    assert told in problem
-
-
-@pytest.mark.parametrize(
-    ("change", "told"), [({"stack": 8}, "8 bytes of local memory"), ({"flushes": True}, "flushed")]
-)
-def test_the_gate_names_what_is_wrong_with_a_memory_bound_kernel(change: dict[str, object], told: str) -> None:
-    variant, clean = replace(VARIANT, kernel="quantize", dtype="fp32", head_dim=256), replace(CLEAN, loops=())
+def test_the_gate_names_what_is_wrong(kernel: str, change: dict[str, Any], told: str) -> None:
+    variant, clean = replace(VARIANT, kernel=kernel), CLEAN if kernel == "forward" else replace(CLEAN, loops=())
     assert problems(variant, clean) == []
-    (problem,) = problems(variant, replace(clean, **change))  # type: ignore[arg-type]
+    (problem,) = problems(variant, replace(clean, **change))
     assert told in problem
 
 
@@ -182,30 +176,50 @@ def test_the_bound_is_that_made_by_hand(listed: Mix) -> None:
     assert (alone.ceiling, alone.ceiling_limiter) == (16.0, "issue")
 
 
-def test_what_stands_outside_the_loop_is_not_counted() -> None:
-    (loop,) = matrix_loops(COUNTED)
-    assert loop.local == 0 and "STL" in COUNTED
-
-
 PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], R24, gsb0"
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 
 
+EX2, ONE_LEFT = "MUFU.EX2 R4, R4", WAIT.replace("0x0", "0x1")
+ARRIVE, LOAD = "SYNCS.ARRIVE.TRANS64 RZ, [UR7+0x10000], R9", "UTMALDG.2D [UR12], [UR18]"
+SHORT = "HMMA.16816.F32.BF16 R4, R8, R12, R4"
+
+
 @pytest.mark.parametrize(
-    ("instruction", "warps", "products", "shared"),
+    ("instructions", "counted"),
     [
-        (PRODUCT, 8, 2 * 64 * 128 * 16, 2 * 32 * (64 + 128)),
-        ("HGMMA.64x128x16.F32.BF16 R88, R180, gdesc[UR16].tnspB, R88", 4, 64 * 128 * 16, 32 * 128),
-        ("HGMMA.64x64x8.F32.TF32 R24, gdesc[UR4], RZ, !UPT", 4, 2 * 64 * 64 * 8, 32 * (64 + 64)),
-        ("QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], RZ", 4, 64 * 64 * 32 / 2, 32 * (64 + 64)),
-        ("HMMA.16816.F32.BF16 R4, R8, R12, R4", 8, 8 * 16 * 8 * 16, 0),
-        ("HMMA.1688.F32.TF32 R4, R8, R12, R4", 4, 4 * 2 * 16 * 8 * 8, 0),
-        ("HMMA.1684.F32.TF32 R4, R8, R12, R4", 1, 2 * 16 * 8 * 4, 0),
+        ([PRODUCT], {"products": 64 * 128 * 16, "shared_bytes": 32 * (64 + 128)}),
+        (["HGMMA.64x128x16.F32.BF16 R88, R180, gdesc[UR16].tnspB, R88"],
+         {"products": 64 * 128 * 16, "shared_bytes": 32 * 128}),
+        (["HGMMA.64x64x8.F32.TF32 R24, gdesc[UR4], RZ, !UPT"],
+         {"products": 2 * 64 * 64 * 8, "shared_bytes": 32 * (64 + 64)}),
+        (["QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], RZ"],
+         {"products": 64 * 64 * 32 / 2, "shared_bytes": 32 * (64 + 64)}),
+        ([SHORT], {"products": 4 * 16 * 8 * 16, "shared_bytes": 0}),
+        (["HMMA.1688.F32.TF32 R4, R8, R12, R4"], {"products": 4 * 2 * 16 * 8 * 8}),
+        (["HMMA.1684.F32.TF32 R4, R8, R12, R4"], {"products": 4 * 2 * 16 * 8 * 4}),
+        (["LDSM.16.M88.4 R4, [R8]"], {"shared_bytes": WARPS * 512}),
+        (["LDS.128 R4, [R8]"], {"shared_bytes": WARPS * 512}),
+        (["STS R4, [R8]"], {"shared_bytes": WARPS * 128}),
+        (["LDS.U16 R4, [R8]"], {"shared_bytes": WARPS * 64}),
+        # copies from global to shared memory move both
+        (["LDGSTS.E.BYPASS.128 [R8], desc[UR4][R2.64]", "LDG.E.64 R4, desc[UR4][R2.64]"],
+         {"shared_bytes": WARPS * 512, "global_bytes": WARPS * (512 + 256)}),
+        # loads by TMA are what their barrier expects
+        (["MOV R9, 0x4000", ARRIVE, LOAD], {"tma": 1, "shared_bytes": 0x4000, "global_bytes": 0x4000}),
+        (["MOV R9, 0x4000", "IADD3 R9, R9, R4, RZ", ARRIVE, LOAD], {"global_bytes": 0}),
+        (["MOV R9, 0x4000", ARRIVE], {"global_bytes": 0}),
+        (["FFMA2 R4, R4, R4, R4", "FADD R4, R4, R4"], {"fma": 3}),
+        # exponentials under a product, also of one in flight from one iteration to the next; a short one hides few
+        ([PRODUCT, EX2, ONE_LEFT, EX2, WAIT, EX2], {"exponentials": 3, "hidden": 2}),
+        ([EX2, WAIT, EX2, PRODUCT], {"hidden": 1}),
+        ([SHORT, *[EX2] * 20], {"hidden": 8 - 1}),
     ],
-)
-def test_products_by_name(instruction: str, warps: int, products: float, shared: int) -> None:
-    found = mix(instruction, warps=warps)
-    assert (found.products, found.shared_bytes) == (products, shared)
+)  # fmt: skip
+def test_what_is_counted(instructions: list[str], counted: dict[str, float]) -> None:
+    found = mix(*instructions)
+    assert {name: getattr(found, name) for name in counted} == counted
+    assert mix(*instructions, warps=8).products == 2 * found.products
 
 
 def test_products_of_sm_100_by_their_descriptor() -> None:
@@ -219,48 +233,10 @@ def test_products_of_sm_100_by_their_descriptor() -> None:
         mix(first)
 
 
-@pytest.mark.parametrize(
-    ("instruction", "moved"),
-    [("LDSM.16.M88.4 R4, [R8]", 512), ("LDS.128 R4, [R8]", 512), ("STS R4, [R8]", 128), ("LDS.U16 R4, [R8]", 64)],
-)
-def test_shared_bytes(instruction: str, moved: int) -> None:
-    assert mix(instruction).shared_bytes == WARPS * moved
-
-
-def test_copies_to_shared_memory_move_both() -> None:
-    found = mix("LDGSTS.E.BYPASS.128 [R8], desc[UR4][R2.64]", "LDG.E.64 R4, desc[UR4][R2.64]")
-    assert (found.shared_bytes, found.global_bytes) == (WARPS * 512, WARPS * (512 + 256))
-
-
-def test_loads_by_tma_are_what_their_barrier_expects() -> None:
-    arrive = "SYNCS.ARRIVE.TRANS64 RZ, [UR7+0x10000], R9"
-    load = "UTMALDG.2D [UR12], [UR18]"
-    found = mix("MOV R9, 0x4000", arrive, load)
-    assert (found.tma, found.shared_bytes, found.global_bytes) == (1, 0x4000, 0x4000)
-    assert mix("MOV R9, 0x4000", "IADD3 R9, R9, R4, RZ", arrive, load).global_bytes == 0
-    assert mix("MOV R9, 0x4000", arrive).global_bytes == 0
-
-
 def test_a_guard_that_always_skips_takes_only_its_issue() -> None:
     lines = ["        /*0000*/              @!PT LDS RZ, [RZ] ;", "        /*0010*/               @P0 LDS R4, [R8] ;"]
     found = mix_of(read_loop(lines), WARPS)
     assert (found.issued, found.shared_bytes) == (2, WARPS * 128)
-
-
-def test_two_at_once_are_two() -> None:
-    assert mix("FFMA2 R4, R4, R4, R4", "FADD R4, R4, R4").fma == 3
-
-
-def test_exponentials_under_a_product() -> None:
-    one_left = WAIT.replace("0x0", "0x1")
-    found = mix(PRODUCT, "MUFU.EX2 R4, R4", one_left, "MUFU.EX2 R4, R4", WAIT, "MUFU.EX2 R4, R4")
-    assert (found.exponentials, found.hidden) == (3, 2)
-    across = mix("MUFU.EX2 R4, R4", WAIT, "MUFU.EX2 R4, R4", PRODUCT)  # in flight from one iteration to the next
-    assert across.hidden == 1
-
-
-def test_a_short_product_hides_what_issues_beside_it() -> None:
-    assert mix("HMMA.16816.F32.BF16 R4, R8, R12, R4", *["MUFU.EX2 R4, R4"] * 20).hidden == 8 - 1
 
 
 def test_what_is_hidden_does_not_bind() -> None:
@@ -344,11 +320,6 @@ def test_the_main_loop_is_the_one_that_masks_nothing() -> None:
     masked = read_loop([*COMPILED.loops[0].lines, "        /*2000*/                   FSEL R4, R4, R4, P0 ;"])
     found = bounds_of(replace(COMPILED, loops=(masked, *COMPILED.loops, masked)))
     assert main_bound(found) is found[1]
-
-
-def test_a_loop_without_lines_is_refused() -> None:
-    with pytest.raises(ValueError, match="no lines"):
-        mix_of(Loop(1, 0, 0, False), 4)
 
 
 @pytest.mark.parametrize("arch", CHIPS)

@@ -31,6 +31,7 @@ from ringattn.kernels.config import config_for, single_pass_tile
 from ringattn.kernels.tables import SINGLE_PASS, TUNED, Point, with_options
 
 TILE = Tile(64, 64, 4, 2)
+MASKS = ("bounded", "full")
 
 
 def variant(kernel: str = "forward", **changed: Any) -> Variant:
@@ -61,35 +62,23 @@ def test_numbers_are_what_triton_makes_constants_and_assumptions_of() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("word", "changed", "told"),
     [
-        ({"arch": 80}, "takes GPUs of compute capability 9.0"),
-        ({"dtype": "fp32"}, "takes float16 and bfloat16"),
-        ({"head_dim": 96, "head_dim_v": 96}, "takes one of 64, 128, 256"),
-        ({"features": ("softcap",)}, "scores have a softcap"),
-        ({"features": ("used",)}, "is launched as forward_kernel, not as hopper_kernel"),
-        ({"tile": Tile(64, 64, 4, 2)}, "config.forward has 64 rows and 4 warps"),
+        ("hopper", {"arch": 80}, "takes GPUs of compute capability 9.0"),
+        ("hopper", {"dtype": "fp32"}, "takes float16 and bfloat16"),
+        ("hopper", {"head_dim": 96, "head_dim_v": 96}, "takes one of 64, 128, 256"),
+        ("hopper", {"features": ("softcap",)}, "scores have a softcap"),
+        ("hopper", {"features": ("used",)}, "is launched as forward_kernel, not as hopper_kernel"),
+        ("hopper", {"tile": Tile(64, 64, 4, 2)}, "config.forward has 64 rows and 4 warps"),
+        ("hopper_backward", {"head_dim": 256, "head_dim_v": 256}, "takes one of 64, 128"),
+        ("hopper_backward", {"features": ("softcap",)}, "scores have a softcap"),
+        ("hopper_backward", {"tile": Tile(64, 64, 4, 2)}, "config.single_pass has 64 queries, 64 keys and 4 warps"),
+        ("hopper_backward", {"tile": Tile(64, 128, 8, 9)}, "take fewer stages"),
     ],
 )
-def test_what_the_hopper_forward_is_not_written_for(changed: dict[str, Any], told: str) -> None:
-    (hopper,) = select("90:bf16:128:middle:hopper:full:gqa")
-    assert hopper.launch.name == hopper.function == "hopper_kernel"
-    with pytest.raises(ValueError, match=told):
-        _ = replace(hopper, **changed).launch
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"head_dim": 256, "head_dim_v": 256}, "takes one of 64, 128"),
-        ({"features": ("softcap",)}, "scores have a softcap"),
-        ({"tile": Tile(64, 64, 4, 2)}, "config.single_pass has 64 queries, 64 keys and 4 warps"),
-        ({"tile": Tile(64, 128, 8, 9)}, "take fewer stages"),
-    ],
-)
-def test_what_the_hopper_backward_is_not_written_for(changed: dict[str, Any], told: str) -> None:
-    (hopper,) = select("90:bf16:128:middle:hopper_backward:full:gqa")
-    assert hopper.launch.name == "hopper_backward_kernel" and hopper.tile == Tile(64, 128, 8, 2)
+def test_what_the_hopper_kernels_are_not_written_for(word: str, changed: dict[str, Any], told: str) -> None:
+    (hopper,) = select(f"90:bf16:128:middle:{word}:full:gqa")
+    assert hopper.launch.name == hopper.function == f"{word}_kernel"
     with pytest.raises(ValueError, match=told):
         _ = replace(hopper, **changed).launch
 
@@ -115,8 +104,7 @@ def test_all_launches_of_an_entry_are_seen() -> None:
     assert [one.name for one in found] == ["delta_kernel", "dq_kernel", "dkdv_kernel", "reduce_kernel"]
 
 
-@pytest.mark.parametrize("mask", ["full", "bounded"])
-@pytest.mark.parametrize("kernel", TUNED)
+@pytest.mark.parametrize(("kernel", "mask"), [*zip(TUNED, (*MASKS, *MASKS, "full"), strict=True)])
 def test_what_is_timed_and_checked_is_what_was_compiled(
     kernel: str, mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ringattn.autotune.search import (
     COOL_DOWN,
@@ -68,20 +65,12 @@ def test_the_fastest_wins_and_the_slow_get_little_time(best: int, tmp_path: Path
     assert turns == {FIRST_TURNS: 9, 2 * FIRST_TURNS: 5, 4 * FIRST_TURNS: 1, FINAL_TURNS: 3}, "halves of 18, 9 and 4"
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 4, 7, 16, 18])
+@pytest.mark.parametrize("count", [0, 3, 4, 18])
 def test_planned_readings_are_those_taken(count: int, tmp_path: Path) -> None:
     gpu, taken = StandIn(steady, besides=lambda tile: 1.0), []
     journal = Journal(tmp_path / "journal", "")
     search(POINT, BASELINE, TILES[:count], gpu, journal, lambda: 1.0, done=lambda: taken.append(1))
     assert len(taken) == len(timed(gpu)) == planned(count)
-
-
-@given(outliers=st.sets(st.integers(0, FIRST_TURNS - 1), max_size=1), by=st.floats(0.01, 100))
-def test_one_outlier_of_each_moves_nothing(outliers: set[int], by: float) -> None:
-    gpu = StandIn(lambda tile, run: steady(tile, run) * (by if run % FIRST_TURNS in outliers else 1.0))
-    with TemporaryDirectory() as folder:
-        found = searched(gpu, Path(folder) / "journal")
-    assert found is not None and found.tile == TILES[0]
 
 
 def test_a_wrong_tile_is_never_timed(tmp_path: Path) -> None:
@@ -138,7 +127,7 @@ def test_a_gpu_that_is_always_throttled_is_measured_as_it_is(tmp_path: Path) -> 
     assert len(timed(gpu)) == 3 * FINAL_TURNS * (1 + RETRIES)
 
 
-@pytest.mark.parametrize("at", [0, 1, 19, 20, 76, 77, 110, 150])
+@pytest.mark.parametrize("at", [0, 19, 77, 150])
 def test_an_interrupted_search_goes_on_as_if_it_had_not_been(at: int, tmp_path: Path) -> None:
     besides = {tile: 3.0 - steady(tile, 0) for tile in TILES}.get
     whole = StandIn(noisy, besides=besides)
@@ -151,7 +140,7 @@ def test_an_interrupted_search_goes_on_as_if_it_had_not_been(at: int, tmp_path: 
     assert cut.calls == whole.calls  # nothing twice, nothing left out
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.5, 30.0, 61.0, 85.0, 119.0, 150.0])
+@pytest.mark.parametrize("seconds", [0.0, 30.0, 85.0, 150.0])
 def test_a_budget_ends_it_and_more_of_it_goes_on(seconds: float, tmp_path: Path) -> None:
     gpu = StandIn(steady)
     found = searched(gpu, tmp_path / "journal", seconds)

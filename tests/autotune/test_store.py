@@ -109,12 +109,7 @@ def test_a_table_is_private_and_found(folders: Folders) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     made = [folders[0], *folders[0].parents][: len(folders[0].relative_to(folders[1].parent).parts)]
     assert [folder.stat().st_mode & 0o777 for folder in made] == [0o700] * 3
-    assert tuned(H200).tile(("forward", tables.DTYPES["bf16"], 128, 128, 4, True), 8192) == TILE
-
-
-def test_a_look_up_sees_what_was_just_saved(folders: Folders) -> None:
     key = ("forward", tables.DTYPES["bf16"], 128, 128, 4, True)
-    save(folders[0], H200, [entry()])
     assert tuned(H200).tile(key, 8192) == TILE
     save(folders[0], H200, [entry(tile=BASELINE)])
     assert tuned(H200).tile(key, 8192) == BASELINE

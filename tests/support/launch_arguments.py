@@ -8,12 +8,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from ringattn.autotune.compile import HOPPER, Sizes, Variant, compiled
-from ringattn.kernels import Tile
+from ringattn.autotune.compile import Sizes, Variant, compiled, select
 from ringattn.kernels.config import SHARED_LIMIT
-from ringattn.kernels.experimental import hopper_backward_launch
 
 ADDS, STORES = "cp.reduce.async.bulk.tensor", "cp.async.bulk.tensor.4d.global.shared"
 
@@ -52,64 +51,41 @@ def check_turn(variant: Variant, ptx: str) -> None:
     assert behind[-1] == "barrier" and ("done" in behind) == by_copy_engine, behind
 
 
-def hopper(sizes: tuple[int, ...], head_dim: int, dtype: str, *, bounded: bool, role: str) -> Variant:
-    kernel, options = HOPPER["hopper"]
-    tile = Tile(128, 64 if head_dim == 256 else 128, 8, 2)
-    return Variant(
-        kernel, 90, dtype, head_dim, head_dim, tile, role, not bounded, options=options, sizes=Sizes(*sizes)
-    )  # fmt: skip
-
-
-def hopper_backward(sizes: tuple[int, ...], head_dim: int, dtype: str, *, bounded: bool, role: str) -> Variant:
-    kernel, options = HOPPER["hopper_backward"]
-    tile = hopper_backward_launch.default_tile(head_dim)
-    return Variant(
-        kernel, 90, dtype, head_dim, head_dim, tile, role, not bounded, options=options, sizes=Sizes(*sizes)
-    )  # fmt: skip
-
-
-def epilogue(sizes: tuple[int, ...], head_dim: int, role: str) -> Variant:
-    options, tile = (("dkdv_epilogue", "descriptors"),), Tile(32, 64, 4, 1)
-    return Variant("dkdv", 90, "bf16", head_dim, 64, tile, role, True, options=options, sizes=Sizes(*sizes))
-
-
-def single_pass(sizes: tuple[int, ...], head_dim: int, kernel: str, *, bounded: bool) -> Variant:
-    tile = Tile(32, 64, 4, 1)
-    return Variant(kernel, 90, "bf16", head_dim, head_dim, tile, "only", not bounded, sizes=Sizes(*sizes))
-
-
-GROUPS: dict[str, tuple[Check, list[Variant]]] = {
-    "hopper": (no_more, [
-        hopper((2, 256, 384, 4, 2), 128, "bf16", bounded=False, role="middle"),
-        hopper((1, 1, 1, 1, 1), 64, "fp16", bounded=True, role="only"),
-        hopper((1, 1, 300, 2, 1), 128, "bf16", bounded=True, role="middle"),
-        hopper((1, 130, 1, 3, 3), 128, "bf16", bounded=False, role="middle"),
-        hopper((3, 77, 301, 3, 1), 256, "fp16", bounded=True, role="last"),
-    ]),
-    "hopper_backward": (no_more, [
-        hopper_backward((2, 256, 384, 4, 2), 128, "bf16", bounded=False, role="last"),
-        hopper_backward((1, 1, 1, 1, 1), 64, "fp16", bounded=True, role="only"),
-        hopper_backward((1, 130, 300, 3, 3), 128, "bf16", bounded=False, role="only"),
-    ]),
-    "epilogue": (check_epilogue, [
-        epilogue((2, 256, 384, 2, 2), 128, "only"),
-        epilogue((3, 77, 301, 3, 3), 32, "first"),
-        epilogue((1, 1, 1, 1, 1), 64, "middle"),
-        epilogue((1, 130, 300, 2, 2), 16, "last"),
-    ]),
-    "single_pass": (check_turn, [
-        single_pass((2, 256, 384, 4, 2), 64, "single_pass", bounded=True),
-        single_pass((1, 1, 1, 1, 1), 64, "single_pass", bounded=False),
-        single_pass((3, 77, 301, 3, 1), 96, "single_pass_deterministic", bounded=False),  # no power of two: by atomics
-        single_pass((1, 130, 300, 2, 1), 64, "single_pass_deterministic", bounded=True),
-    ]),
+GROUPS: dict[str, tuple[Check, dict[str, tuple[int, ...]]]] = {
+    "hopper": (no_more, {
+        "90:bf16:128:hopper:full:middle:128x128x8x2": (2, 256, 384, 4, 2),
+        "90:fp16:64:hopper:bounded:only:128x128x8x2": (1, 1, 1, 1, 1),
+        "90:bf16:128:hopper:bounded:middle:128x128x8x2": (1, 1, 300, 2, 1),
+        "90:bf16:128:hopper:full:last:128x128x8x2": (1, 130, 1, 3, 3),
+        "90:fp16:256:hopper:bounded:last:128x64x8x2": (3, 77, 301, 3, 1),
+    }),
+    "hopper_backward": (no_more, {
+        "90:bf16:128:hopper_backward:full:last": (2, 256, 384, 4, 2),
+        "90:fp16:64:hopper_backward:bounded:only": (1, 1, 1, 1, 1),
+        "90:bf16:128:hopper_backward:full:only": (1, 130, 300, 3, 3),
+    }),
+    "epilogue": (check_epilogue, {
+        "90:bf16:128/64:dkdv:dkdv_epilogue=descriptors:full:only:32x64x4x1": (2, 256, 384, 2, 2),
+        "90:bf16:32/64:dkdv:dkdv_epilogue=descriptors:full:first:32x64x4x1": (3, 77, 301, 3, 3),
+        "90:bf16:64:dkdv:dkdv_epilogue=descriptors:full:middle:32x64x4x1": (1, 1, 1, 1, 1),
+        "90:bf16:16/64:dkdv:dkdv_epilogue=descriptors:full:last:32x64x4x1": (1, 130, 300, 2, 2),
+    }),
+    "single_pass": (check_turn, {
+        "90:bf16:64:single_pass:bounded:only:32x64x4x1": (2, 256, 384, 4, 2),
+        "90:bf16:64:single_pass:full:only:32x64x4x1": (1, 1, 1, 1, 1),
+        # no power of two: by atomics
+        "90:bf16:96:single_pass_deterministic:full:only:32x64x4x1": (3, 77, 301, 3, 1),
+        "90:bf16:64:single_pass_deterministic:bounded:only:32x64x4x1": (1, 130, 300, 2, 1),
+    }),
 }  # fmt: skip
-"""(B, Sq, Sk, H, Hkv), D and more: by group, and what is looked at in the PTX of each."""
+"""By group: what is looked at in the PTX of each, and (B, Sq, Sk, H, Hkv) by the name in ``ringattn inspect``."""
 
 
 def main(group: str) -> Iterator[str]:
-    check, variants = GROUPS[group]
-    for variant in variants:
+    check, calls = GROUPS[group]
+    for spec, sizes in calls.items():
+        (found,) = select(f"{spec}:mha")
+        variant = replace(found, sizes=Sizes(*sizes))
         made: Any = compiled(variant.launch, variant.arch).binary
         assert made.metadata.shared <= SHARED_LIMIT[variant.arch]
         check(variant, made.asm["ptx"])

@@ -114,10 +114,3 @@ def by_number(number: int) -> str:
     if number == 3:
         time.sleep(600)
     return os.environ.get("TRITON_INTERPRET", "off")
-
-
-def process_then_sleep(number: int) -> int:
-    """Its process; the others sleep."""
-    if number:
-        time.sleep(600)
-    return os.getpid()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,47 +13,7 @@ if TYPE_CHECKING:
     from .config import ExportConfig
     from .kernels import Exported
 
-ARCHS = (80, 86, 89, 90, 100, 120)
-SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-class Role(StrEnum):
-    """Those of ``autotune.compile.ROLES``, for typer to list."""
-
-    only = "only"
-    first = "first"
-    middle = "middle"
-    last = "last"
-
-
-class ForwardKernel(StrEnum):
-    """Those of ``KernelConfig.forward_kernel``."""
-
-    portable = "portable"
-    hopper = "hopper"
-
-
-class Backward(StrEnum):
-    """Those of ``KernelConfig.backward``."""
-
-    two_pass = "two_pass"
-    single_pass = "single_pass"
-    single_pass_deterministic = "single_pass_deterministic"
-    hopper = "hopper"
-
-
-def arch_of(text: str) -> int:
-    """``sm_90`` as 90; a parser of typer options.
-
-    Raises:
-        typer.BadParameter: a GPU that the kernels are not compiled for.
-    """
-    number = text.strip().lower().removeprefix("sm_")
-    if not number.isdigit() or int(number) not in ARCHS:
-        raise typer.BadParameter(f"{text!r}: it must be one of {', '.join(f'sm_{arch}' for arch in ARCHS)}")
-    return int(number)
 
 
 def write(config: ExportConfig, kernels: list[Exported], folder: Path) -> dict[str, Any]:
@@ -63,11 +22,11 @@ def write(config: ExportConfig, kernels: list[Exported], folder: Path) -> dict[s
 
     from ...bench.common.output import write_file, write_json
     from .c import header, launcher
-    from .kernels import LICENCE, manifest
+    from .kernels import manifest
 
     files = {f"{config.prefix}_{kernel.name}.cubin": kernel.cubin for kernel in kernels}
-    files[f"{config.prefix}.h"] = header(config, kernels, LICENCE).encode()
-    files[f"{config.prefix}.c"] = launcher(config, kernels, LICENCE).encode()
+    files[f"{config.prefix}.h"] = header(config, kernels).encode()
+    files[f"{config.prefix}.c"] = launcher(config, kernels).encode()
     files["LICENSE"] = (Path(__file__).parents[2] / "kernels" / "LICENSE").read_bytes()
     for name, content in files.items():
         write_file(folder / name, content)
@@ -78,7 +37,7 @@ def write(config: ExportConfig, kernels: list[Exported], folder: Path) -> dict[s
 
 @app.command()
 def main(
-    arch: Annotated[int, typer.Option(parser=arch_of, metavar="ARCH", help="Of the GPU, as sm_90.")],
+    arch: Annotated[str, typer.Option(metavar="sm_NN", help="The GPU to compile for.")],
     head_dim: Annotated[int, typer.Option(min=2, max=256, help="Of queries and keys.")] = 128,
     value_dim: Annotated[
         int | None, typer.Option("--value-dim", "--head-dim-v", min=2, max=256, help="Of values; default: the same.")
@@ -90,13 +49,15 @@ def main(
         bool, typer.Option("--causal", help="With an interval of keys per query: this mask, and every other one.")
     ] = False,
     grouped: Annotated[bool, typer.Option(help="Any number of query heads per key head, or always one.")] = True,
-    role: Annotated[Role, typer.Option(help="What a launch continues and leaves, in a ring of several.")] = Role.only,
+    role: Annotated[
+        str, typer.Option(help="What a launch continues and leaves, in a ring: only, first, middle or last.")
+    ] = "only",
     forward_kernel: Annotated[
-        ForwardKernel | None, typer.Option(help="Of KernelConfig; default: the tuned table's, else portable.")
+        str | None, typer.Option(help="portable or hopper; default: the tuned table's, else portable.")
     ] = None,
-    backward: Annotated[Backward, typer.Option(help="Of KernelConfig: dq and dkdv, or both at once.")] = (
-        Backward.two_pass
-    ),
+    backward: Annotated[
+        str, typer.Option(help="two_pass (dq and dkdv); or at once: single_pass, single_pass_deterministic, hopper.")
+    ] = "two_pass",
     config_dir: Annotated[
         Path | None,
         typer.Option(
@@ -121,17 +82,17 @@ def main(
     json: Json = None,
 ) -> None:
     """Write cubins, a C header and launcher, and a manifest of attention kernels, forward and backward."""
+    from ...autotune.model import SHORT, gpu_of_arch
     from ...bench.common.output import prints, write_json
     from .config import ExportConfig, Source, chosen_tiles, resolved
     from .kernels import export
 
-    chosen = forward_kernel and forward_kernel.value
     kernels = []
     try:
         source = Source(gpu, config_dir, group, seqlen, estimated)
         config = resolved(ExportConfig(
-            arch, SHORT[dtype], head_dim, value_dim or head_dim, causal, grouped, role.value, source, chosen,
-            backward.value,
+            gpu_of_arch(f"sm_{arch.removeprefix('sm_')}").arch, SHORT[dtype], head_dim, value_dim or head_dim, causal,
+            grouped, role, source, forward_kernel, backward,
         ))  # fmt: skip
         for name in config.kernels:
             kernels.append(export(config, name))

@@ -9,13 +9,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from triton.runtime.jit import JITFunction
-
 from ...autotune.compile import ROLES, default_tile
-from ...kernels import tables as tables_module
 from ...kernels.attention import DELTA_BLOCK
 from ...kernels.config import BACKWARDS, FORWARD_KERNELS, SHARED_LIMIT, Tile, single_pass_tile
-from ...kernels.device.forward import forward_kernel
 from ...kernels.experimental import hopper_backward_launch, hopper_launch
 from ...kernels.tables import (
     CONFIG_DIR,
@@ -23,7 +19,6 @@ from ...kernels.tables import (
     KERNELS,
     Entry,
     Gpu,
-    RefusedTable,
     Table,
     folder_of,
     is_offered,
@@ -32,8 +27,6 @@ from ...kernels.tables import (
     tables_of,
 )
 
-HOPPER_ARCH = 90
-HOPPER_DTYPES = ("bf16", "fp16")
 BUILT_IN = "built-in default, never timed"
 LONGEST = 1 << 40
 
@@ -128,8 +121,6 @@ def resolved(config: ExportConfig) -> ExportConfig:
 
 def check(config: ExportConfig) -> None:
     """Refuse what is not there: ValueError."""
-    if not isinstance(forward_kernel, JITFunction):
-        raise ValueError("TRITON_INTERPRET is set: kernels are interpreted and there is nothing to compile, unset it")
     for what, got, known in (
         ("arch", config.arch, SHARED_LIMIT),
         ("dtype", config.dtype, DTYPES),
@@ -151,8 +142,8 @@ def check(config: ExportConfig) -> None:
 def check_kind(config: ExportConfig, hopper: str, head_dims: tuple[int, ...], other: str) -> None:
     """Refuse what a Hopper kernel is not written for, in words that say which kernel is: ValueError."""
     for what, got, known in (
-        ("arch", f"sm_{config.arch}", (f"sm_{HOPPER_ARCH}",)),
-        ("dtype", config.dtype, HOPPER_DTYPES),
+        ("arch", f"sm_{config.arch}", ("sm_90",)),
+        ("dtype", config.dtype, ("bf16", "fp16")),
         ("head_dim", config.head_dim, head_dims),
         ("head_dim_v", config.head_dim_v, (config.head_dim,)),
     ):
@@ -239,7 +230,7 @@ def _tables(source: Source, arch: int) -> list[Table]:
         raise ValueError(f"{where}: there is no such folder; `ringattn tune --save-dir` makes it")
     name = source.gpu
     if name is None and folder is not None:
-        names = {table.gpu for table in _read(folder, passing_over=False) if table.arch == arch}
+        names = {table.gpu for table in map(read, sorted(folder.glob("*_triton-*.json"))) if table.arch == arch}
         if len(names) > 1:
             raise ValueError(f"{where}: it has tables of {', '.join(sorted(names))}: --gpu says which")
         if not names and source.is_asked:
@@ -250,34 +241,10 @@ def _tables(source: Source, arch: int) -> list[Table]:
     found = tables_of(Gpu(name, arch), str(folder) if folder else None, estimated=source.estimated)
     if not found and source.is_asked:
         raise ValueError(
-            f"there is no table of {name}, sm_{arch}, for this version of Triton{_others(folder, arch)}: "
-            "`ringattn tune --save-dir DIR` makes one, and --config-dir DIR says where it is"
+            f"there is no table of {name}, sm_{arch}, for this version of Triton: `ringattn tune --save-dir DIR` makes "
+            "one, and --config-dir DIR says where it is"
         )
     return found
-
-
-def _read(folder: Path, *, passing_over: bool) -> list[Table]:
-    """The tables in a folder; what is refused is an error, a ValueError, or passed over."""
-    found = []
-    for path in sorted(folder.glob("*_triton-*.json")):
-        try:
-            found.append(read(path))
-        except RefusedTable as error:
-            if not passing_over:
-                raise ValueError(str(error)) from None
-    return found
-
-
-def _others(folder: Path | None, arch: int) -> str:
-    """In words, which tables of such GPUs there are, and where."""
-    found = []
-    for place in dict.fromkeys([folder or tables_module.user_folder(), *tables_module.PACKAGE]):
-        for table in _read(place, passing_over=True) if place is not None else ():
-            if table.arch == arch:
-                guessed = ", never timed" if all(one.estimated for one in table.entries) else ""
-                version = ".".join(map(str, table.triton))
-                found.append(f"{table.gpu} (Triton {version}{guessed}, {place})")
-    return f"; of sm_{arch} there are {', '.join(found)}" if found else f", and none of any sm_{arch}"
 
 
 def _described(table: Table, entry: Entry, built_in: Tile, forward_kernel: str | None) -> tuple[Tile, str]:

@@ -7,11 +7,8 @@ no constants of; its arguments are those that the binary takes.
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +16,7 @@ import triton
 
 from ... import __version__
 from ...autotune.compile import HOPPER, META, Launch, Sizes, Variant, compiled, launches
-from ...autotune.gate import threads_of
+from ...autotune.gate import read_with, threads_of
 from ...bench.common.provenance import git, sources
 from ...kernels import attention_delta
 from ...kernels.config import SHARED_LIMIT, Tile
@@ -124,6 +121,10 @@ class Exported:
     shared: int  # bytes
     scratch: int = 2  # pointers that Triton appends, which these kernels do not use
 
+    def asks_for(self, name: str) -> bool:
+        """Whether a caller says it."""
+        return any(one.name == name for one in self.asked)
+
     @property
     def block(self) -> int:
         """Rows per program."""
@@ -173,6 +174,11 @@ def launch_of(config: ExportConfig, name: str) -> Launch:
         shape = sizes.batch, sizes.queries, sizes.heads, config.head_dim_v
         out, dout = (torch.empty(shape, dtype=DTYPES[config.dtype], device=META) for _ in range(2))
         return launches(attention_delta, config.arch, dout, out)[0]
+    return variant_of(config, name, sizes).launch
+
+
+def variant_of(config: ExportConfig, name: str, sizes: Sizes) -> Variant:
+    """One kernel but delta."""
     options: Options = ()
     kernel = config.backward if name == "gradients" else name
     if (config.forward_kernel, name) == ("hopper", "forward"):
@@ -182,7 +188,7 @@ def launch_of(config: ExportConfig, name: str) -> Launch:
     return Variant(
         kernel, config.arch, config.dtype, config.head_dim, config.head_dim_v, chosen_tiles(config)[name][0],
         config.role, not config.bounded, config.grouped, options=options, sizes=sizes,
-    ).launch  # fmt: skip
+    )  # fmt: skip
 
 
 def symbols_of(config: ExportConfig, name: str) -> dict[int, str]:
@@ -297,11 +303,7 @@ class Layout(NamedTuple):
 
 def parameter_layout(cubin: bytes) -> Layout:
     """What a binary says that it takes."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-elf", file.name], capture_output=True, text=True, check=True).stdout
+    text = read_with("cuobjdump", "-elf", cubin=cubin)
     bank = BANK.search(text)
     assert bank is not None
     found = sorted(tuple(int(number, 16) for number in one) for one in PARAMETER.findall(text))

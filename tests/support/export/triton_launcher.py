@@ -19,102 +19,65 @@ import torch
 import triton
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 
-from ringattn.autotune.compile import ROLES
-from ringattn.kernels import Bounds, KernelConfig, attention
+from ringattn.autotune.compile import Sizes, call
+from ringattn.kernels import FULL, Bounds, attention
 from ringattn.kernels.experimental import hopper_backward_launch, hopper_launch, single_pass
 from ringattn.kernels.tables import DTYPES, Gpu
-from ringattn.tools.export.config import ExportConfig, Source, chosen_tiles, resolved
-from ringattn.tools.export.kernels import compiled_launch, field_name, parameter_layout
+from ringattn.tools.export.config import ExportConfig, Source, resolved
+from ringattn.tools.export.kernels import compiled_launch, field_name, parameter_layout, variant_of
 
 from .exports import STREAM, Record
 
-SCALE = 0.125
-NAMES = {"hopper_kernel": "forward", **dict.fromkeys(("single_pass_kernel", "hopper_backward_kernel"), "gradients")}
-"""Of functions that are exported under another name than their own."""
 
+class Strided:
+    """Makes tensors in this machine's memory: no two have the same strides; that of one element says nothing."""
 
-class Call:
-    """The arguments of the host entries in one case: ``batch``, ``rows``, ``columns``, ``key_heads``, ``group``."""
+    def __init__(self) -> None:
+        self.made = 0
 
-    def __init__(self, export: ExportConfig, case: dict[str, int]) -> None:
-        self.export, self.case, self.made = export, case, 0
-        rows, columns = case["rows"], case["columns"]
-        self.heads = case["key_heads"] * (case["group"] if export.grouped else 1)
-        self.bounds = Bounds(None, None)
-        if export.bounded:
-            ends = torch.arange(rows, dtype=torch.int32).clamp(max=columns)
-            self.bounds = Bounds(torch.zeros_like(ends), ends)
-        tiles = {name: tile for name, (tile, _) in chosen_tiles(export).items()}
-        self.config = KernelConfig(
-            forward=tiles["forward"],
-            dq=tiles["dq"],
-            dkdv=tiles["dkdv"],
-            forward_kernel=export.forward_kernel or "portable",
-            backward=export.backward,
-            single_pass=tiles.get("gradients"),
-        )
-        self.common: dict[str, Any] = {"bounds": self.bounds, "softmax_scale": SCALE, "config": self.config}
-
-    def tensor(self, of_keys: bool, head_dim: int, dtype: str) -> torch.Tensor:
-        """Of queries or keys: no two have the same strides; that of a dimension of one element says nothing."""
+    def __call__(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        if len(shape) != 4:
+            return torch.zeros(shape, dtype=dtype)
         self.made += 1
-        case, gap = self.case, 32 * self.made
-        length, heads = (case["columns"], case["key_heads"]) if of_keys else (case["rows"], self.heads)
+        batch, length, heads, head_dim = shape
+        gap = 32 * self.made
         row = heads * (head_dim + gap) + 16
-        strides = (length * row + 16 * self.made if case["batch"] > 1 else 32, row, head_dim + gap, 1)
-        room = torch.zeros(case["batch"] * (length + 1) * row + 64, dtype=DTYPES[dtype])
-        return room.as_strided((case["batch"], length, heads, head_dim), strides)
-
-    def triple(self, dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Like q, k and v."""
-        head_dim, head_dim_v = self.export.head_dim, self.export.head_dim_v
-        return (
-            self.tensor(False, head_dim, dtype),
-            self.tensor(True, head_dim, dtype),
-            self.tensor(True, head_dim_v, dtype),
-        )
-
-    def run(self) -> None:
-        """Forward and backward."""
-        export, role = self.export, ROLES[self.export.role]
-        q, k, v = self.triple(export.dtype)
-        dout, out = (self.tensor(False, export.head_dim_v, export.dtype) for _ in range(2))
-        lse = torch.zeros(q.shape[0], q.shape[2], q.shape[1])
-        state = (self.tensor(False, export.head_dim_v, "fp32"), lse) if role.carried else None
-        attention.attention_forward(q, k, v, state=state, final=role.final, **self.common)
-        self.backward(dout, q, k, v, lse, attention.attention_delta(dout, out))
-
-    def backward(self, *given: torch.Tensor) -> None:
-        """What follows delta."""
-        role, accum = ROLES[self.export.role], self.triple("fp32")
-        out = accum if role.in_place else self.triple(self.export.dtype if role.final else "fp32")
-        pairs: dict[str, Any] = self.common | {"out": out[1:], "accum": accum[1:] if role.carried else None}
-        if self.export.backward == "two_pass":
-            before: Any = accum[0] if role.carried else None
-            attention.attention_dq(*given, accum=before, out=out[0], **self.common)
-            attention.attention_dkdv(*given, **pairs)
-        else:
-            single_pass.attention_gradients(*given, dq=accum[0], **pairs)
+        strides = (length * row + 16 * self.made if batch > 1 else 32, row, head_dim + gap, 1)
+        return torch.zeros(batch * (length + 1) * row + 64, dtype=dtype).as_strided(shape, strides)
 
 
 def captured(config: ExportConfig, case: dict[str, int]) -> dict[str, tuple[int, list[Any]]]:
     """By kernel: (programs, arguments in the order of the kernel) of what the host entries launch."""
-    found: dict[str, tuple[int, list[Any]]] = {}
+    found: dict[str, list[tuple[int, list[Any]]]] = {name: [] for name in config.kernels}
+    heads = case["key_heads"] * (case["group"] if config.grouped else 1)
+    sizes, make = Sizes(case["batch"], case["rows"], case["columns"], heads, case["key_heads"]), Strided()
+    ends = torch.arange(sizes.queries, dtype=torch.int32).clamp(max=sizes.keys)
+    bounds = Bounds(torch.zeros_like(ends), ends) if config.bounded else FULL
+    values = sizes.batch, sizes.queries, heads, config.head_dim_v
 
-    def launch(kernel: Any, grid: int, device: object, *args: Any, **options: Any) -> None:
-        rest = [options[name] for name in kernel.arg_names[len(args) :]]
-        found[NAMES.get(kernel.__name__, kernel.__name__.removesuffix("_kernel"))] = grid, [*args, *rest]
+    for name, launches in found.items():
 
-    with (
-        patch.object(attention, "launch", launch),
-        patch.object(single_pass, "launch", launch),
-        patch.object(hopper_launch, "launch", launch),
-        patch.object(hopper_backward_launch, "launch", launch),
-        patch.object(hopper_launch, "is_hopper", lambda device: True),
-        patch.object(single_pass, "gpu_of", lambda device: Gpu("", config.arch)),
-    ):
-        Call(config, case).run()
-    return found
+        def launch(
+            kernel: Any, grid: int, device: object, *args: Any,
+            launches: list[tuple[int, list[Any]]] = launches, **options: Any,
+        ) -> None:  # fmt: skip
+            rest = [options[name] for name in kernel.arg_names[len(args) :]]
+            launches.append((grid, [*args, *rest]))
+
+        with (
+            patch.object(attention, "launch", launch),
+            patch.object(single_pass, "launch", launch),
+            patch.object(hopper_launch, "launch", launch),
+            patch.object(hopper_backward_launch, "launch", launch),
+            patch.object(hopper_launch, "is_hopper", lambda device: True),
+            patch.object(single_pass, "gpu_of", lambda device: Gpu("", config.arch)),
+        ):
+            if name == "delta":
+                attention.attention_delta(*(make(name, *values, dtype=DTYPES[config.dtype]) for _ in range(2)))
+            else:
+                call(variant_of(config, name, sizes), make, bounds)
+    assert all(len(launches) == 1 for launches in found.values())
+    return {name: launches[0] for name, launches in found.items()}
 
 
 def by_name(names: list[str], given: list[Any]) -> dict[str, Any]:
