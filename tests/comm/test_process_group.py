@@ -161,7 +161,7 @@ dist.init_process_group("gloo", init_method="file://{path}/store", rank=rank, wo
 transport = ProcessGroupTransport(dist.group.WORLD, torch.device("cpu"))
 dist.barrier()
 if rank == 1:
-    time.sleep(30)
+    time.sleep(600)  # it is killed: nothing that it does ends rank 0
 fence = transport.post(sends=[], receives=[Message(1, torch.zeros(1000))])
 time.sleep(0.2)
 print("posted", flush=True)
@@ -184,14 +184,11 @@ def test_a_process_with_a_stuck_transfer_ends(way: str, tmp_path: Path) -> None:
     try:
         assert ranks[0].stdout is not None
         assert ranks[0].stdout.readline() == "posted\n"
-        posted = time.monotonic()
-        _, errors = ranks[0].communicate(timeout=20)
-        took = time.monotonic() - posted
+        _, errors = ranks[0].communicate(timeout=60)
     finally:
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    assert took < 3
     assert ranks[0].returncode == (0 if way == "the end of the program" else 1), errors
     if way == "an abort":
         assert "TransportError: the process_group transport of rank 0 was aborted: hop 3 is late" in errors

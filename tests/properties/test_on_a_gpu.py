@@ -245,10 +245,13 @@ def test_transfers_on_the_cpu(tmp_path: Path) -> None:
         found.check(name)
 
 
-FORKING = ("gpu_ranks", "group_cases", "wait_mutants", "mutants", "fuzz_ranks", "forked")
+FORKING = (
+    *("support.gpu_ranks", "support.group_cases", "support.forked"),
+    *("properties.wait_mutants", "properties.mutants", "properties.fuzz_ranks"),
+)
 IMPORTS = """
 import importlib, sys
-from tests import poisoned_fork
+from tests.support import poisoned_fork
 poisoned_fork.install()
 for name in sys.argv[1:]:
     importlib.import_module(f"tests.{name}")
