@@ -9,8 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -24,11 +23,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from ringattn.comm import Limits, LocalGroup, LocalWorld, Topology, TransportError, WorldAborted
+from ringattn.comm import Limits, LocalGroup, LocalWorld, Topology, TransportError
 from ringattn.comm.control import (
     Control,
     LocalConnection,
-    Scope,
     StoreConnection,
     _Looks,
     connect,
@@ -44,7 +42,7 @@ from ringattn.comm.transports.local import Hub
 
 from ..support.clusters import hgx
 from ..support.forked import FORKED
-from ..support.transport_cases import on_ranks
+from ..support.watch_cases import MemoryConnection
 
 T = TypeVar("T")
 HELD: list[Store] = []  # a clone of a TCPStore does not keep the server
@@ -243,36 +241,6 @@ def test_one_connection_per_group_and_nothing_read_of_an_earlier_group() -> None
             dist.destroy_process_group()
 
 
-def test_virtual_ranks_share_a_store_in_memory() -> None:
-    def fn(group: LocalGroup) -> list[object]:
-        control = control_of(group)
-        assert control.rank == group.rank() and control.size == 3
-        control.scope("seen").publish(str(group.rank()), group.rank())
-        first = control.gather(group.rank(), what="ranks")
-        assert control.scope("seen").look("2") == 2
-        return first + control_of(group).gather(-group.rank(), what="ranks")
-
-    assert on_ranks(3, fn) == [[0, 1, 2, 0, -1, -2]] * 3
-
-
-def test_virtual_ranks_do_not_wait_for_one_that_raised() -> None:
-    seen: list[BaseException] = []
-
-    def fn(group: LocalGroup) -> None:
-        if group.rank() == 1:
-            time.sleep(0.1)
-            raise KeyError("mine")
-        try:
-            control_of(group).gather(0, what="shapes")
-        except BaseException as error:
-            seen.append(error)
-            raise
-
-    with LocalWorld(3, device="cpu") as world, pytest.raises(KeyError, match="mine"):
-        world.run(fn)
-    assert [type(error) for error in seen] == [WorldAborted] * 2
-
-
 def test_virtual_ranks_do_not_wait_for_one_that_returned() -> None:
     def fn(group: LocalGroup) -> None:
         if group.rank() == 0:
@@ -433,6 +401,16 @@ MANY = 1024
 MOST_BYTES = 3e6
 
 
+class CountedConnection(MemoryConnection):
+    """One of many ranks' ways to a store that counts."""
+
+    patience, lock = 60.0, threading.Lock()
+
+    def ask(self, do: Callable[[Any], T], timeout: float) -> T:
+        with self.lock:
+            return super().ask(do, timeout)
+
+
 class CountingStore:
     """A store in memory: what goes in and out of it is counted, keys and values; numbers as 8 bytes."""
 
@@ -464,27 +442,11 @@ class CountingStore:
         return self.data.pop(key, None) is not None
 
 
-class CountedConnection(LocalConnection):
-    """One of many ranks' ways to a store that counts."""
-
-    def __init__(self, store: CountingStore, lock: threading.Lock) -> None:
-        self.patience, self.published = 60.0, set()
-        self.scopes = defaultdict(Scope)
-        self.store, self._lock = store, lock
-
-    def ask(self, do: Callable[[Any], T], timeout: float) -> T:
-        with self._lock:
-            return do(self.store)
-
-    def hopeless(self, missing: Sequence[int]) -> None:
-        return None
-
-
 def of_many(fn: Callable[[Control], T], monkeypatch: pytest.MonkeyPatch) -> tuple[list[T], CountingStore]:
     """What every rank returns; rank 0 comes last, and the others look again when it has answered."""
-    store, lock = CountingStore(), threading.Lock()
+    store = CountingStore()
     prefix = f"ringattn/{'0' * 32}/default_pg/1/ring1/"
-    controls = [Control(CountedConnection(store, lock), rank, MANY, prefix) for rank in range(MANY)]
+    controls = [Control(CountedConnection(store), rank, MANY, prefix) for rank in range(MANY)]
     pause = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: store.answered.wait(60))
     with ThreadPoolExecutor(MANY) as pool:

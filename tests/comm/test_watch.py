@@ -185,20 +185,6 @@ def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
     assert ranks.transports[0].reasons == ranks.transports[1].reasons == [text]
 
 
-def test_a_rank_that_refuses_ends_the_wait_of_the_others() -> None:
-    ranks = Ranks(3)
-
-    def call(watch: Watch) -> None:
-        if watch.rank == 2:
-            watch.left(NotImplementedError("no such backend"))
-            return
-        watch.agree({"heads": 8})
-
-    told = on_all(ranks.watches, call)
-    assert [str(error) for error in told[:2]] == ["rank 2 refused this call: NotImplementedError: no such backend"] * 2
-    assert on_all(ranks.watches, lambda watch: watch.agree({"heads": 8})) == [2] * 3
-
-
 def test_a_connection_that_breaks_because_a_rank_refused_and_left() -> None:
     ranks = Ranks(2)
     on_all(ranks.watches, lambda watch: watch.agree({"heads": 8}))
@@ -235,15 +221,6 @@ def test_an_error_while_comparing_ends_the_wait_of_the_others() -> None:
         call(ranks.watches[0])
     with pytest.raises(TransportError, match="Rank 0 found: rank 0: between calls failed: KeyboardInterrupt"):
         call(ranks.watches[1])
-
-
-def test_whoever_waits_in_the_preflight_hears_of_failures() -> None:
-    ranks, fences = running(2)
-    fences[0].finish("broken")
-    ranks.watches[0].failed(TransportError("broken"))
-    ranks.watches[1].tick()
-    with pytest.raises(TransportError, match="Rank 0 found: rank 0: forward hop 1"):
-        ranks.watches[1].agree({"heads": 8})
 
 
 def test_a_rank_that_does_not_come_to_the_preflight_is_named() -> None:
