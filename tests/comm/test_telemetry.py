@@ -221,12 +221,12 @@ def test_every_rank_learns_what_every_other_does() -> None:
     for watch, fence in zip(ranks.watches, fences, strict=True):
         with watch.span("compute"):
             time.sleep(0.02)
-        watch.spent("wait", 0.5 + watch.rank)
-        watch.spent("lunch", 100.0)
+        watch._telemetry.spent("wait", 0.5 + watch.rank)
+        watch._telemetry.spent("lunch", 100.0)
         fence.finish()
     ranks.tick()
     for watch in ranks.watches:
-        watch.spent("wait", 0.5)
+        watch._telemetry.spent("wait", 0.5)
     spread(ranks)
     for watch in ranks.watches:
         reports = watch.telemetry()

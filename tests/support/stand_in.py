@@ -144,11 +144,6 @@ class Stream:
         self._device.check_recorded(event)
         self._device.add("wait", self, event)
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or self._device.event()
-        event.record(self)
-        return event
-
     def wait_stream(self, other: Stream) -> None:
         event = self._device.event()
         event.record(other)
