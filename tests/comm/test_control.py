@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -172,7 +173,6 @@ def test_rank_0_merges_for_all_and_tells_all_what_ended_it() -> None:
 def test_late_ranks_are_named() -> None:
     store = HashStore()
     controls = [opened(store, rank, 4) for rank in range(4)]
-    begun = time.monotonic()
 
     def some(control: Control) -> str:
         if control.rank in (1, 3):
@@ -183,7 +183,6 @@ def test_late_ranks_are_named() -> None:
 
     told = on_all(controls, some)
     assert told[0] == told[2] == "rank 0 asks what the others take: no answer from rank 1, 3 within 0.3 s"
-    assert time.monotonic() - begun < 2
 
 
 def test_a_gather_can_be_stopped() -> None:
@@ -207,7 +206,7 @@ def test_a_killed_store_is_an_error_at_once(host: StoreHost, call: str, capfd: p
     for _ in range(3):
         with pytest.raises(TransportError, match="the store of the group is gone: "):
             calls[call]()
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 10  # a store's own patience is 20 s
     assert capfd.readouterr().err.count("Exception raised from") <= 1  # torch's: it was asked once
 
 
@@ -215,11 +214,9 @@ def test_a_store_that_stops_answering_holds_nobody(host: StoreHost) -> None:
     control = opened(host.client(), 0, 2)
     control.publish("x", 1)
     host.stop()
-    begun = time.monotonic()
     for _ in range(2):
         with pytest.raises(TransportError, match=r"has not answered for 0\.3 s"):
             control.exchange(look=["x"], timeout=0.3)
-    assert time.monotonic() - begun < 2
     host.signal(signal.SIGCONT)
     assert control.look("x") == 1  # it was only slow: asked again, it answers
 
@@ -241,13 +238,23 @@ def test_one_connection_per_group_and_nothing_read_of_an_earlier_group() -> None
             dist.destroy_process_group()
 
 
-def test_virtual_ranks_do_not_wait_for_one_that_returned() -> None:
-    def fn(group: LocalGroup) -> None:
-        if group.rank() == 0:
-            control_of(group).gather(0, what="shapes")
+@pytest.mark.parametrize(
+    ("ends", "match"), [(str, "rank 1, which has returned"), (lambda group: 1 / 0, "another rank raised ZeroDivision")]
+)
+def test_virtual_ranks_do_not_wait_for_one_that_is_gone(ends: Callable[[LocalGroup], object], match: str) -> None:
+    told: list[str] = []
 
-    with LocalWorld(2, device="cpu") as world, pytest.raises(TransportError, match="rank 1, which has returned"):
+    def fn(group: LocalGroup) -> None:
+        if group.rank() == 1:
+            ends(group)
+            return
+        with pytest.raises(TransportError, match=match) as caught:
+            control_of(group).gather(0, what="shapes")
+        told.append(str(caught.value))
+
+    with LocalWorld(3, device="cpu") as world, suppress(ZeroDivisionError):
         world.run(fn)
+    assert len(told) == 2
 
 
 def test_the_store_s_own_timeout_is_left_alone() -> None:
@@ -318,16 +325,14 @@ def test_the_last_rank_to_close_a_scope_empties_it() -> None:
 
 def test_no_wait_is_longer_than_the_patience_of_a_control(host: StoreHost) -> None:
     control = Control(StoreConnection(host.client()), 0, 2, "test/", 0.5).fresh_scope("ring").scope("inner")
-    begun = time.monotonic()
     with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.5 s"):
         control.gather(0, what="shapes", timeout=60)
     client = host.client()
     host.stop()
-    with pytest.raises(TransportError, match="has not answered for"):
+    with pytest.raises(TransportError, match=r"has not answered for 0\.5 s"):
         control.look("x")
     with pytest.raises(TransportError, match=r"has not answered for 0\.5 s"):
         StoreConnection(client, 0.5)
-    assert time.monotonic() - begun < 5
 
 
 def test_a_line_to_a_store_that_is_gone_is_an_error_in_time(host: StoreHost) -> None:
@@ -336,7 +341,7 @@ def test_a_line_to_a_store_that_is_gone_is_an_error_in_time(host: StoreHost) -> 
     begun = time.monotonic()
     with pytest.raises(TransportError, match="the store of the group"):
         StoreConnection(client, 1.0)
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 10
     for thread in {*threading.enumerate()} - others:
         thread.join(5)
         assert not thread.is_alive()

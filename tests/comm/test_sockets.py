@@ -6,7 +6,6 @@ import itertools
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,7 +78,6 @@ def test_what_was_sent_before_the_end_arrives_and_then_the_end(pair: tuple[Socke
 
 def test_cutting_wakes_whoever_waits(pair: tuple[Sockets, Sockets]) -> None:
     threading.Timer(0.05, pair[1].cut, ["enough"]).start()
-    started = time.monotonic()
     with pytest.raises(TransportError, match="enough"):
         pair[1].receive(0, "waits", 10.0)
     pair[1]._inboxes[0].append(b"there before, and too late")
@@ -89,7 +87,6 @@ def test_cutting_wakes_whoever_waits(pair: tuple[Sockets, Sockets]) -> None:
         pair[0].receive(1, "waits", 10.0)
     with pytest.raises(TransportError, match="enough"):
         pair[1].send(0, b"x", 10.0)
-    assert time.monotonic() - started < 5
     pair[0].cut("and the other")
 
 
