@@ -43,6 +43,7 @@ from ringattn.comm.transports.local import Hub
 
 from ..support.clusters import hgx
 from ..support.forked import FORKED
+from ..support.transport_cases import until
 from ..support.watch_cases import MemoryConnection
 
 T = TypeVar("T")
@@ -111,14 +112,6 @@ def controls_over(kind: str, tmp_path: Path, size: int) -> list[Control]:
     return [opened(PrefixStore("group", served), rank, size) for rank in range(size)]
 
 
-def arrives(control: Control, key: str, value: object) -> bool:
-    """A TCP store confirms nothing: another connection may for a moment still see what was there before."""
-    deadline = time.monotonic() + 5
-    while control.look(key) != value and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return control.look(key) == value
-
-
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
 def test_gather_publish_and_look_over_every_store(kind: str, tmp_path: Path) -> None:
     controls = controls_over(kind, tmp_path, 3)
@@ -128,9 +121,10 @@ def test_gather_publish_and_look_over_every_store(kind: str, tmp_path: Path) -> 
     first, second, _ = controls
     assert first.look("news") is None
     second.publish("news", {"b": "\x00\udc80"})
-    assert arrives(first, "news", {"b": "\x00\udc80"})
+    # a TCP store confirms nothing: another connection may for a moment still see what was there before
+    until(lambda: first.look("news") == {"b": "\x00\udc80"})
     second.publish("news", 2)
-    assert arrives(first, "news", 2)
+    until(lambda: first.look("news") == 2)
     assert first.exchange({"x": 1, "y": None}, ["x", "y", "z", "news"]) == {"x": 1, "y": None, "news": 2}
 
 
@@ -357,10 +351,7 @@ def test_a_process_that_has_ended() -> None:
     for unknown in (["another machine", *who[1:]], ["", *who[1:]], [*who, 1], "1", None):
         assert not has_ended(unknown)
     process.kill()
-    deadline = time.monotonic() + 5
-    while not has_ended(who) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert has_ended(who)
+    until(lambda: has_ended(who))
     process.join()
 
 

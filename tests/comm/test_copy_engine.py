@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -19,8 +17,9 @@ from ringattn.comm.transports.copy_engine import copy_engine
 from ringattn.comm.transports.copy_engine.copy_engine import CopyEngineTransport
 from ringattn.comm.transports.copy_engine.memory import Board, flag_of
 
+from ..support.stand_in import check_held
 from ..support.stand_in_cuda import Result, Workers, install_driver, running
-from ..support.transport_cases import CASES, Calling, filled, neighbours, on_ranks
+from ..support.transport_cases import CASES, Calling, filled, neighbours, on_ranks, until
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -91,13 +90,6 @@ def hold(workers: Workers, transport: CopyEngineTransport) -> threading.Event:
     return reached
 
 
-def until(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)
-
-
 def test_slow_streams_change_nothing(workers: Workers) -> None:
     """Every operation of every stream comes late, each by another time."""
     workers.jitter = 0.001
@@ -139,18 +131,7 @@ def test_a_post_in_its_order(workers: Workers) -> None:
 
 
 def test_tensors_are_held_until_compute_has_waited(workers: Workers) -> None:
-    def fn(transport: CopyEngineTransport) -> None:
-        sent, arrived = filled(1, 4, CPU), filled(0, 4, CPU)
-        alive = [weakref.ref(sent), weakref.ref(arrived)]
-        fence = transport.post(sends=[Message(0, sent)], receives=[Message(0, arrived)])
-        del sent, arrived
-        gc.collect()
-        assert all(tensor() is not None for tensor in alive)
-        fence.wait()
-        gc.collect()
-        assert all(tensor() is None for tensor in alive)
-
-    on_transports(1, fn)
+    on_transports(1, lambda transport: check_held(workers, transport, 0))
 
 
 def test_flags_wrap(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from ringattn.comm import DONE, Limits, LocalGroup, Message, NcclTransport, Topo
 from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports import nccl
-from ringattn.comm.transports.lanes import StreamFence, StreamLane
+from ringattn.comm.transports.lanes import StreamFence
 from ringattn.comm.transports.local import solo_group
 from ringattn.comm.transports.nccl import (
     ByNodeTransport,
@@ -33,8 +33,8 @@ from ringattn.comm.transports.nccl import (
 )
 from ringattn.comm.watchdog.watch import Watch, _tick
 
-from ..support.stand_in import Device, Fabric, Op, install_nccl, install_streams
-from ..support.transport_cases import CASES, filled, on_ranks
+from ..support.stand_in import Device, Fabric, Op, check_held, install_nccl, install_streams
+from ..support.transport_cases import CASES, filled, on_ranks, until
 from ..support.watch_cases import controls
 
 UNDEFINED = -(2**31)
@@ -264,12 +264,9 @@ def ends(device: Device) -> list[str]:
     return [kind for kind in kinds(device.log) if kind in ("abort", "left", "free", "destroy")]
 
 
-def until(device: Device, kind: str) -> None:
-    """A thread of the transport's has done this."""
-    deadline = time.monotonic() + 5
-    while kind not in kinds(device.log):
-        assert time.monotonic() < deadline, kind
-        time.sleep(0.001)
+def comes(device: Device, kind: str) -> None:
+    """A thread of the transport's does this."""
+    until(lambda: kind in kinds(device.log), kind)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -428,17 +425,7 @@ def test_the_group_is_closed_when_an_operation_raises(kind: str, fabric: Fabric,
 
 
 def test_tensors_are_held_until_compute_has_waited(device: Device) -> None:
-    transport = open_alone()
-    tensor, copy = filled(1, 4, CPU), filled(0, 4, CPU)
-    alive = [weakref.ref(tensor), weakref.ref(copy)]
-    fence = transport.post(sends=[Message(0, tensor)], receives=[Message(0, copy)])
-    del tensor, copy
-    StreamLane(CPU).follow([fence])  # a third stream: that it waits says nothing of the owner
-    gc.collect()
-    assert all(reference() is not None for reference in alive)
-    fence.wait()
-    gc.collect()
-    assert all(reference() is None for reference in alive)
+    check_held(device, open_alone(), 0)
 
 
 def test_close_gives_the_communicator_back_once(device: Device) -> None:
@@ -530,7 +517,7 @@ def test_a_transport_that_nobody_closed_is_aborted(device: Device) -> None:
     transport = open_alone()
     del transport
     gc.collect()
-    until(device, "free")
+    comes(device, "free")
     assert ends(device) == ["abort", "free"]
 
 
@@ -557,7 +544,7 @@ def test_threads_are_on_the_transport_s_device(end: Callable[[NcclTransport], No
     transport = open_alone(device=CUDA)
     del transport
     gc.collect()
-    until(fabric.device, "free")
+    comes(fabric.device, "free")
 
 
 def test_what_nccl_notices_ends_the_ring(fabric: Fabric, device: Device) -> None:

@@ -19,6 +19,7 @@ from ringattn.comm.transports import process_group
 from ringattn.comm.transports.process_group import HostStream, Work
 
 from ..support.nightly import rest_nightly
+from ..support.transport_cases import until
 
 
 class Blocking:
@@ -101,11 +102,7 @@ def test_tensors_are_let_go() -> None:
     gone = weakref.ref(tensor)
     stream.submit(lambda tensor=tensor: tensor.add_(1)).wait()  # type: ignore[misc]
     del tensor
-    deadline = time.monotonic() + 5
-    while gone() is not None and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
-    assert gone() is None
+    until(lambda: gc.collect() >= 0 and gone() is None)
     stream.close()
 
 
@@ -114,10 +111,7 @@ def test_close_ends_the_thread_behind_what_is_queued() -> None:
     fence = stream.submit(lambda: time.sleep(0.05))
     stream.close()
     fence.wait()
-    deadline = time.monotonic() + 5
-    while any(thread.name == "test-closing" for thread in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(thread.name == "test-closing" for thread in threading.enumerate())
+    until(lambda: "test-closing" not in [thread.name for thread in threading.enumerate()])
 
 
 def test_the_end_of_a_process_waits_for_what_it_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:

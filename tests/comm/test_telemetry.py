@@ -31,6 +31,7 @@ from ringattn.comm.watchdog.telemetry import (
 )
 
 from ..support.stand_in import Event, install_streams
+from ..support.transport_cases import until
 from ..support.watch_cases import Clock, Ranks, running
 
 
@@ -209,11 +210,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def spread(ranks: Ranks) -> None:
     """Tick until every rank of three has every other's row of a step."""
-    ends = time.monotonic() + 20
-    while not all([one.row.window > 0 for one in watch.telemetry()] == [True] * 3 for watch in ranks.watches):
-        assert time.monotonic() < ends, "a rank does not hear of another"
+
+    def spread_out() -> bool:
         ranks.tick()
-        time.sleep(0.02)
+        return all([one.row.window > 0 for one in watch.telemetry()] == [True] * 3 for watch in ranks.watches)
+
+    until(spread_out, "a rank does not hear of another")
 
 
 def test_every_rank_learns_what_every_other_does() -> None:
