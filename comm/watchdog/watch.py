@@ -178,10 +178,6 @@ class Watch:
         """Around "compute" or "wait", for the telemetry, which asks for no hop."""
         return self._telemetry.stopwatch.measure(kind) if self.size > 1 else contextlib.nullcontext()
 
-    def spent(self, kind: str, seconds: float) -> None:
-        """Seconds of "compute" or "wait" that were measured elsewhere."""
-        self._telemetry.spent(kind, seconds)
-
     def failed(self, error: BaseException) -> BaseException:
         """Tell the others that `error` ended this rank's part of a call; what to raise in its place.
 

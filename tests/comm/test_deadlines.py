@@ -137,16 +137,6 @@ def test_a_rank_that_comes_late_does_not_make_what_was_posted_ahead_late() -> No
     assert deadlines.poll(130.0 + LEAST_SECONDS) is not None
 
 
-def test_transfers_of_one_queue_have_a_clock_each() -> None:
-    deadlines, fences = Deadlines(30.0, ask_why=True), [Transfer() for _ in range(16)]
-    for fence in fences:
-        deadlines.add(*post(fence))
-    for number, fence in enumerate(fences):
-        assert deadlines.poll(3.0 * number + 2.9) is None
-        fence.finish()
-        assert deadlines.poll(3.0 * number + 3.0) is None
-
-
 def test_hops_may_be_long_once_they_were() -> None:
     deadlines, slow = after_many(0.01), Transfer()
     deadlines.add(*post(slow, now=1.0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports.copy_engine import copy_engine
 
 from ..support.stand_in import Fabric, install_nccl, install_streams
-from ..support.transport_cases import on_ranks
+from ..support.transport_cases import on_ranks, until
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -343,11 +342,7 @@ def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Pat
     finally:
         dist.destroy_process_group()
     assert held._thread is not None
-    ends = time.monotonic() + 10
-    while seen() is not None and time.monotonic() < ends:  # its thread lets go once it has ended the last transfer
-        time.sleep(0.01)
-        gc.collect()
-    assert seen() is None
+    until(lambda: gc.collect() >= 0 and seen() is None)  # its thread lets go once it has ended the last transfer
     held._thread.join(10)
     assert not held._thread.is_alive(), "the thread of a transport that nobody holds"
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,7 +18,7 @@ from ringattn.comm.transport import DONE, TransportError
 from ringattn.comm.transports.lanes import StreamLane, passed
 from ringattn.comm.transports.local import solo_group
 
-from ..support.stand_in import GLOBAL, Device, Event, Op, Stream, install_streams
+from ..support.stand_in import Device, Event, Op, Stream, check_held, install_streams
 from ..support.transport_cases import CASES, filled, on_ranks
 
 CPU = torch.device("cpu")
@@ -77,27 +75,6 @@ def test_the_warm_up_waits_both_ways(device: Device) -> None:
     copies = [op for op in device.log if op.kind == "copy"]
     assert len(copies) == 1
     assert all(device.happens_before(before, copy) and device.happens_before(copy, after) for copy in copies)
-
-
-def check_held(device: Device, transport: LocalTransport | ProcessGroupTransport, peer: int) -> None:
-    """What a post moves is there at each wait of the stream that owns it, and not for longer."""
-    sent, received = filled(1, 4, CPU), filled(0, 4, CPU)
-    alive = [weakref.ref(sent), weakref.ref(received)]
-    fence = transport.post(sends=[Message(peer, sent)], receives=[Message(peer, received)])
-    del sent, received
-    StreamLane(CPU).follow([fence])  # a third stream: that it waits says nothing of the owner
-    owner, held = device.current(), list[list[bool]]()
-    wait_event = owner.wait_event
-
-    def noted(event: Event) -> None:
-        held.append([one() is not None for one in alive])
-        wait_event(event)
-
-    owner.wait_event = noted  # type: ignore[method-assign]
-    fence.wait()
-    assert held and all(map(all, held))
-    gc.collect()
-    assert not any(one() is not None for one in alive)
 
 
 def test_local_holds_tensors_until_compute_has_waited(device: Device) -> None:
@@ -176,16 +153,6 @@ def test_a_fence_of_a_device_that_failed_says_so(device: Device, monkeypatch: py
     with pytest.raises(RuntimeError, match="illegal memory access"):
         fence.done()
     assert not passed(fence, 5.0), "it will never get there"
-
-
-def test_polling_beside_a_graph_that_another_thread_captures(device: Device) -> None:
-    """From a thread on another device: no context is made there, no capture fails, and what runs is not over."""
-    fence = StreamLane(torch.device("cuda", 1)).mark()
-    device.captures = True
-    assert fence.done()
-    device.pending.add(fence._event)  # type: ignore[arg-type]
-    assert not fence.done()
-    assert (device.thread.index, device.thread.capture_mode) == (0, GLOBAL)
 
 
 def test_numbers_have_the_order_of_the_records(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from ringattn.comm import DONE, Limits, LocalGroup, Message, NcclTransport, Topo
 from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports import nccl
-from ringattn.comm.transports.lanes import StreamFence, StreamLane
+from ringattn.comm.transports.lanes import StreamFence
 from ringattn.comm.transports.local import solo_group
 from ringattn.comm.transports.nccl import (
     ByNodeTransport,
@@ -33,8 +33,8 @@ from ringattn.comm.transports.nccl import (
 )
 from ringattn.comm.watchdog.watch import Watch, _tick
 
-from ..support.stand_in import Device, Fabric, Op, install_nccl, install_streams
-from ..support.transport_cases import CASES, filled, on_ranks
+from ..support.stand_in import Device, Fabric, Op, check_held, install_nccl, install_streams
+from ..support.transport_cases import CASES, filled, on_ranks, until
 from ..support.watch_cases import controls
 
 UNDEFINED = -(2**31)
@@ -109,19 +109,24 @@ def test_the_environment_in_place_of_the_default(name: str) -> None:
     assert f"{name}=16 in the environment" in str(overridden(Limits(channels=4), {name: "16"}))
 
 
-def test_calls_that_do_not_block_are_refused() -> None:
-    assert "NCCL_COMM_BLOCKING=0 in the environment" in str(overridden(Limits(), {"NCCL_COMM_BLOCKING": "0"}))
-    assert overridden(Limits(), {"NCCL_COMM_BLOCKING": "1"}) is None
-
-
-def test_the_environment_overrides() -> None:
-    assert overridden(Limits(ctas=4), {"NCCL_DEBUG": "INFO", "NCCL_MIN_CTAS": ""}) is None
-    clusters = {"NCCL_CGA_CLUSTER_SIZE": "4"}
-    assert overridden(Limits(), clusters) is overridden(Limits(ctas=4), clusters) is None
-    assert "NCCL_CGA_CLUSTER_SIZE=4 in the environment" in str(overridden(Limits(cga_cluster_size=2), clusters))
-    told = overridden(Limits(ctas=4), {"NCCL_MAX_P2P_NCHANNELS": "8", "NCCL_MIN_CTAS": "2"})
-    assert told is not None
-    assert "NCCL_MIN_CTAS=2, NCCL_MAX_P2P_NCHANNELS=8 in the environment overrides it" in told
+@pytest.mark.parametrize(
+    ("limits", "environment", "match"),
+    [
+        (Limits(), {"NCCL_COMM_BLOCKING": "0"}, "NCCL_COMM_BLOCKING=0 in the environment"),
+        (Limits(), {"NCCL_COMM_BLOCKING": "1"}, "None"),
+        (Limits(ctas=4), {"NCCL_DEBUG": "INFO", "NCCL_MIN_CTAS": ""}, "None"),
+        (Limits(), {"NCCL_CGA_CLUSTER_SIZE": "4"}, "None"),
+        (Limits(ctas=4), {"NCCL_CGA_CLUSTER_SIZE": "4"}, "None"),
+        (Limits(cga_cluster_size=2), {"NCCL_CGA_CLUSTER_SIZE": "4"}, "NCCL_CGA_CLUSTER_SIZE=4 in the environment"),
+        (
+            Limits(ctas=4),
+            {"NCCL_MAX_P2P_NCHANNELS": "8", "NCCL_MIN_CTAS": "2"},
+            "NCCL_MIN_CTAS=2, NCCL_MAX_P2P_NCHANNELS=8 in the environment overrides it",
+        ),
+    ],
+)
+def test_the_environment_overrides(limits: Limits, environment: dict[str, str], match: str) -> None:
+    assert match in str(overridden(limits, environment))
 
 
 def test_the_configuration_is_that_of_nccl_h(library: Library) -> None:
@@ -259,12 +264,9 @@ def ends(device: Device) -> list[str]:
     return [kind for kind in kinds(device.log) if kind in ("abort", "left", "free", "destroy")]
 
 
-def until(device: Device, kind: str) -> None:
-    """A thread of the transport's has done this."""
-    deadline = time.monotonic() + 5
-    while kind not in kinds(device.log):
-        assert time.monotonic() < deadline, kind
-        time.sleep(0.001)
+def comes(device: Device, kind: str) -> None:
+    """A thread of the transport's does this."""
+    until(lambda: kind in kinds(device.log), kind)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -423,17 +425,7 @@ def test_the_group_is_closed_when_an_operation_raises(kind: str, fabric: Fabric,
 
 
 def test_tensors_are_held_until_compute_has_waited(device: Device) -> None:
-    transport = open_alone()
-    tensor, copy = filled(1, 4, CPU), filled(0, 4, CPU)
-    alive = [weakref.ref(tensor), weakref.ref(copy)]
-    fence = transport.post(sends=[Message(0, tensor)], receives=[Message(0, copy)])
-    del tensor, copy
-    StreamLane(CPU).follow([fence])  # a third stream: that it waits says nothing of the owner
-    gc.collect()
-    assert all(reference() is not None for reference in alive)
-    fence.wait()
-    gc.collect()
-    assert all(reference() is None for reference in alive)
+    check_held(device, open_alone(), 0)
 
 
 def test_close_gives_the_communicator_back_once(device: Device) -> None:
@@ -460,11 +452,11 @@ def test_close_aborts_transfers_that_do_not_end(device: Device) -> None:
 
 def test_close_does_not_wait_for_ever(fabric: Fabric, device: Device) -> None:
     """NCCL's destroy blocks while a dead peer is silent."""
-    transport = open_alone(timeout=0.05)
-    fabric.on_destroy = lambda: time.sleep(1.0)
-    started = time.monotonic()
+    transport, peer, over = open_alone(timeout=0.05), threading.Event(), list[bool]()
+    fabric.on_destroy = lambda: over.append(peer.wait(30))
     transport.close()
-    assert time.monotonic() - started < 0.9
+    assert not over
+    peer.set()
 
 
 def test_abort_names_its_reason_to_whoever_posts(device: Device) -> None:
@@ -525,7 +517,7 @@ def test_a_transport_that_nobody_closed_is_aborted(device: Device) -> None:
     transport = open_alone()
     del transport
     gc.collect()
-    until(device, "free")
+    comes(device, "free")
     assert ends(device) == ["abort", "free"]
 
 
@@ -552,7 +544,7 @@ def test_threads_are_on_the_transport_s_device(end: Callable[[NcclTransport], No
     transport = open_alone(device=CUDA)
     del transport
     gc.collect()
-    until(fabric.device, "free")
+    comes(fabric.device, "free")
 
 
 def test_what_nccl_notices_ends_the_ring(fabric: Fabric, device: Device) -> None:

@@ -263,25 +263,19 @@ def test_nics(tree: Path) -> None:
     assert nvml.nics_of(tree / "nowhere") == ()
 
 
-def test_info_without_a_gpu(tree: Path) -> None:
+def test_what_cannot_be_known(stand_in: StandIn, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = nvml.device_info(CPU, sys=tree)
     assert (device.gpu, device.nvlinks, device.pcie, device.unknown) == (None, (), (), "cpu is not a GPU")
     assert [nic.name for nic in device.nics] == ["mlx5_0", "eth0", "eth1"]
-
-
-def test_info_without_a_driver(stand_in: StandIn, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in.uuids = ["GPU-other"]
+    unknown = f"NVML knows no GPU-{UUID}, which torch calls cuda:1 (NVMLError)"
+    assert nvml.device_info(GPU, sys=tree).unknown == unknown
     stand_in.driver = False
     device = nvml.device_info(GPU, sys=tree)
     assert (device.gpu, device.name, device.nvlinks) == (f"GPU-{UUID}", "H100", ())
     assert device.unknown == "NVML finds no driver (NVMLErrorLibraryNotFound: NVML Shared Library Not Found)"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvml.device_info(GPU, sys=tree).unknown == "pynvml is not installed: pip install nvidia-ml-py"
-
-
-def test_a_gpu_that_nvml_does_not_know(stand_in: StandIn, tree: Path) -> None:
-    stand_in.uuids = ["GPU-other"]
-    device = nvml.device_info(GPU, sys=tree)
-    assert device.unknown == f"NVML knows no GPU-{UUID}, which torch calls cuda:1 (NVMLError)"
 
 
 def test_a_driver_that_tells_less(stand_in: StandIn, tree: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -172,12 +173,17 @@ def test_a_rank_far_ahead_answers_for_a_call_that_it_has_forgotten() -> None:
     ranks = preflights(2)
     on_all(ranks, lambda one: agree(one, {"heads": 8}))
 
+    answered = threading.Event()
+
     def one(rank: Preflight) -> Verdict | None:
         if rank is ranks[0]:
-            return agree(rank, {"heads": 4})
+            try:
+                return agree(rank, {"heads": 4})
+            finally:
+                answered.set()
         for _ in range(KEPT_CALLS + 1):
             assert agree(rank, {"heads": 8}) is None
-        for _ in range(40):
+        while not answered.is_set():
             assert tick(rank) is None
             time.sleep(0.01)
         return None

@@ -22,6 +22,7 @@ from ringattn.comm.watchdog import watch as module
 from ringattn.comm.watchdog.deadlines import NEVER
 from ringattn.comm.watchdog.watch import EXIT_CODE, Watch, Watchdog, open_watch
 
+from ..support.transport_cases import until
 from ..support.watch_cases import Clock, Ranks, Transfer, controls, on_all, running
 
 CPU = torch.device("cpu")
@@ -144,12 +145,11 @@ def test_a_rank_that_never_said_anything_is_named(clock: Clock) -> None:
 def test_an_abort_that_hangs_does_not_hold_up_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringattn.comm.watchdog.watch.ABORT_SECONDS", 0.1)
     ranks, fences = running(2, fatal=True)
-    stuck = threading.Event()
-    ranks.transports[0].abort = lambda reason: stuck.wait(5)  # type: ignore[method-assign,assignment,return-value]
+    stuck, over = threading.Event(), list[bool]()
+    ranks.transports[0].abort = lambda reason: over.append(stuck.wait(30))  # type: ignore[method-assign]
     fences[0].finish("failed")
-    begun = time.monotonic()
     ranks.watches[0].failed(TransportError("failed"))
-    assert time.monotonic() - begun < 2
+    assert not over
     assert ranks.ended and ranks.ended[0][0] == 0
     stuck.set()
 
@@ -183,20 +183,6 @@ def test_a_mismatch_with_transfers_in_flight_ends_the_ring() -> None:
     text = "heads differs between ranks (rank 0: 4, rank 1: 8): all ranks of a ring must pass the same"
     assert [(type(error), str(error)) for error in on_all(ranks.watches, call)] == [(ValueError, text)] * 2
     assert ranks.transports[0].reasons == ranks.transports[1].reasons == [text]
-
-
-def test_a_rank_that_refuses_ends_the_wait_of_the_others() -> None:
-    ranks = Ranks(3)
-
-    def call(watch: Watch) -> None:
-        if watch.rank == 2:
-            watch.left(NotImplementedError("no such backend"))
-            return
-        watch.agree({"heads": 8})
-
-    told = on_all(ranks.watches, call)
-    assert [str(error) for error in told[:2]] == ["rank 2 refused this call: NotImplementedError: no such backend"] * 2
-    assert on_all(ranks.watches, lambda watch: watch.agree({"heads": 8})) == [2] * 3
 
 
 def test_a_connection_that_breaks_because_a_rank_refused_and_left() -> None:
@@ -235,15 +221,6 @@ def test_an_error_while_comparing_ends_the_wait_of_the_others() -> None:
         call(ranks.watches[0])
     with pytest.raises(TransportError, match="Rank 0 found: rank 0: between calls failed: KeyboardInterrupt"):
         call(ranks.watches[1])
-
-
-def test_whoever_waits_in_the_preflight_hears_of_failures() -> None:
-    ranks, fences = running(2)
-    fences[0].finish("broken")
-    ranks.watches[0].failed(TransportError("broken"))
-    ranks.watches[1].tick()
-    with pytest.raises(TransportError, match="Rank 0 found: rank 0: forward hop 1"):
-        ranks.watches[1].agree({"heads": 8})
 
 
 def test_a_rank_that_does_not_come_to_the_preflight_is_named() -> None:
@@ -340,10 +317,7 @@ def test_a_fault_in_one_ring_does_not_end_the_watch_over_the_others(
     with caplog.at_level(logging.ERROR, "ringattn"):
         fast.add(broken)
         fast.add(good)
-        until = time.monotonic() + 10
-        while len(ticks) < 3 and time.monotonic() < until:
-            time.sleep(0.01)
-    assert len(ticks) >= 3
+        until(lambda: len(ticks) >= 3)
     assert "the watchdog of rank 0 failed" in caplog.text
     broken.close()
 

@@ -47,7 +47,8 @@ def told(chosen: Sequence[object], left: Sequence[str], reasons: Path) -> int:
     unknown = [text for text in left if text not in known]
     gone = [str(mutant) for mutant in chosen if str(mutant) in known and str(mutant) not in left]
     for title, texts in (("not in", unknown), ("caught, and in", gone)):
-        print(*(f"{title} tests/{reasons.name}:\n    {text}" for text in texts), sep="\n", end="\n" if texts else "")
+        for text in texts:
+            print(f"{title} tests/properties/{reasons.name}:\n    {text}")
     return int(bool(unknown or gone))
 
 

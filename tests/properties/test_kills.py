@@ -25,6 +25,7 @@ from ringattn import Ring, ring_attention
 from ringattn.comm import TransportError
 
 from ..support.forked import FORKED
+from ..support.nightly import rest_nightly
 
 DEADLINE = 2.0  # seconds, of a transfer
 GRACE = 2.0  # and what every rank may take beyond that
@@ -191,7 +192,7 @@ def check(kill: Kill, rank: int, killed: float, told: Told) -> None:
             assert re.search(rf"rank {other}: [^;]* \(\d+\.\d s ago\)", reported), told.text
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", rest_nightly(range(110), *range(10)))
 def test_a_rank_is_killed(seed: int) -> None:
     run(Kill.random(seed))
 
@@ -200,9 +201,3 @@ def test_a_rank_is_killed(seed: int) -> None:
 def test_a_rank_hangs(host: int | None) -> None:
     """No connection breaks: only a deadline can end this, also where the store hangs with the rank."""
     run(Kill(4, victim=1, host=host, at_post=None, after=0.5, chunks=1, how=signal.SIGSTOP))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(10, 110))
-def test_a_rank_is_killed_at_any_moment(seed: int) -> None:
-    run(Kill.random(seed))

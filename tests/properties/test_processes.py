@@ -89,7 +89,7 @@ def groups_of_every_kind(rank: int, world: int) -> None:
         Ring(pairs)
 
 
-@pytest.mark.parametrize("world", rest_nightly([2, 3], 2))
+@pytest.mark.parametrize("world", rest_nightly([2, 3, 5, 8], 2))
 def test_every_layout(world: int, tmp_path: Path) -> None:
     in_processes(world, tmp_path, every_layout)
 
@@ -100,9 +100,3 @@ def test_same_bits_as_virtual_ranks(tmp_path: Path) -> None:
 
 def test_groups_of_every_kind(tmp_path: Path) -> None:
     in_processes(4, tmp_path, groups_of_every_kind)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("world", [5, 8])
-def test_every_layout_in_many_processes(world: int, tmp_path: Path) -> None:
-    in_processes(world, tmp_path, every_layout)

@@ -21,7 +21,6 @@ from ..support.recorder.engine import CopyEngine, install
 from ..support.recorder.graph import Graph, linear
 from ..support.recorder.memory import Use, footprint
 from ..support.recorder.modes import acting
-from ..support.recorder.operation import Recorded
 from ..support.recorder.replay import Replay, without
 from ..support.stand_in import Fabric
 
@@ -194,16 +193,6 @@ def test_only_bytes_that_both_touch(recorder: Recorder) -> None:
     assert problems(recorder) == []
 
 
-def test_two_reads_are_no_conflict(recorder: Recorder) -> None:
-    x, transfer = buffer(recorder), torch.cuda.Stream()
-    transfer.wait_stream(torch.cuda.current_stream())
-    kept = x + 1
-    with torch.cuda.stream(transfer):
-        more = x + 2
-    assert problems(recorder) == []
-    del kept, more
-
-
 def test_the_host_waits_for_one_stream_and_goes_on_in_another(recorder: Recorder) -> None:
     x, transfer = buffer(recorder), torch.cuda.Stream()
     x.fill_(1)
@@ -222,20 +211,6 @@ def test_reading_back_is_a_wait_of_the_host(recorder: Recorder) -> None:
     with torch.cuda.stream(transfer):
         x.fill_(2)
     assert problems(recorder) == []
-
-
-def test_where_tensors_say_that_they_are(recorder: Recorder) -> None:
-    host, device = torch.arange(3), torch.arange(3, device=GPU)
-    assert (host.device.type, device.device, (device + 1).device) == ("cpu", GPU, GPU)
-    assert host.to(GPU).device == GPU and device.cpu().device.type == "cpu" and device.to(GPU) is device
-    assert torch.zeros_like(device).is_cuda and not torch.zeros_like(host).is_cuda
-    assert device.to(torch.float64).dtype == torch.float64 and device[1:].is_cuda
-
-
-def test_work_on_the_host_is_not_recorded(recorder: Recorder) -> None:
-    recorder.begin()
-    torch.arange(5).cumsum(0).tolist()
-    assert recorder.log == []
 
 
 # NCCL
@@ -551,12 +526,3 @@ def test_freed_memory_is_poisoned(recorder: Recorder) -> None:
     replay = Replay(recorder)
     replay.run(found.graph, 0, without(found.graph, [], [(race.first.number, race.second.number)]))
     assert replay.tensor(kept).isnan().all()
-
-
-def test_an_operation_in_words(recorder: Recorder) -> None:
-    with recorder.labelled("forward hop 3 compute"):
-        x = buffer(recorder)
-    op = recorder.log[-1]
-    assert isinstance(op, Recorded)
-    assert str(op) == f"#{op.number} rank 0 compute stream 0: op zeros (forward hop 3 compute)"
-    del x

@@ -16,8 +16,8 @@ EXACT = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
 EPS = torch.finfo(torch.float32).eps
 CAPABILITY = "ATEN_CPU_CAPABILITY"
 RESULTS = (
-    "ring", "processes", "aten", "shards", "modifiers", "reference", "pieces", "wire", "block_mask", "compile",
-    "kernel", "ops", "splits", "order", "single_pass", "epilogue", "quantize",
+    "ring", "processes", "aten", "shards", "scores", "reference", "regions", "wire", "backends", "compile",
+    "attention", "ops", "order", "single_pass", "epilogue", "quantize",
 )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ own, in which one function has other code. It is caught where a case of the proo
 order of posts, a transfer that nothing hides, a kernel too many, another result, or a wait that has become needless
 or needed; or where a test of the module fails.
 
-Fails where a survivor is not in tests/wait_mutants.md with its reason, or where one that is there is caught.
+Fails where a survivor is not in tests/properties/wait_mutants.md with its reason, or where one that is there is caught.
 """
 
 from __future__ import annotations

@@ -256,12 +256,10 @@ def peers_feel_an_abort(group: dist.ProcessGroup) -> None:
     transport.warm_up(ring_edges(range(transport.size)))
     fence = transport.post(sends=[], receives=messages)
     time.sleep(0.1)
-    started = time.monotonic()
     if transport.rank == 0:
         transport.abort("it took too long")
-    with pytest.raises(TransportError, match="it took too long" if transport.rank == 0 else "failed"):
+    with pytest.raises(TransportError, match="it took too long" if transport.rank == 0 else "failed: .*onnection"):
         fence.wait()
-    assert time.monotonic() - started < PATIENCE.total_seconds() / 2
 
 
 @group_case
@@ -269,10 +267,8 @@ def a_warm_up_has_a_deadline(group: dist.ProcessGroup) -> None:
     """Rank 0 warms up, the others never come."""
     transport = ProcessGroupTransport(group, CPU, timeout=0.2)
     if transport.rank == 0:
-        started = time.monotonic()
         with pytest.raises(TransportError, match=r"no answer from rank 1.* within 0\.4 s"):
             transport.warm_up([(0, 1), (1, 0)])
-        assert time.monotonic() - started < 2
         with pytest.raises(TransportError, match=r"was aborted: its warm-up took more than 0\.2 s"):
             transport.post(sends=[], receives=[])
 

@@ -46,18 +46,13 @@ def library(environment: Mapping[str, str] = os.environ) -> Path | None:
     return next((path.resolve() for path in found if path.is_file()), None)
 
 
-def parse(code: int) -> tuple[int, int, int]:
-    """What ``ncclGetVersion`` says as (major, minor, patch): 23003 is 2.30.3, and 2804, of before 2.9, is 2.8.4."""
-    major, rest = divmod(code, 10_000) if code >= 10_000 else divmod(code, 1000)
-    return major, *divmod(rest, 100)
-
-
 def version_of(path: Path) -> tuple[int, int, int]:
     """Asked in a process of its own: in this one the library must not be loaded beside another."""
     done = subprocess.run([sys.executable, "-c", ASK, str(path)], capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise ValueError(f"{path} is no NCCL: {done.stderr.strip().splitlines()[-1]}")
-    return parse(int(done.stdout))
+    code = int(done.stdout)  # 23003 is 2.30.3
+    return code // 10_000, code // 100 % 100, code % 100
 
 
 def cannot_share(environment: Mapping[str, str] = os.environ) -> str | None:

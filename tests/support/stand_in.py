@@ -10,10 +10,12 @@ to run before another, which is all that a GPU guarantees, however lucky the hos
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import queue
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +25,11 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.comm import TransportError, cuda_threads
+from ringattn.comm import Message, Transport, TransportError, cuda_threads
 from ringattn.comm.transports import nccl
+from ringattn.comm.transports.lanes import StreamLane
+
+from .transport_cases import filled
 
 
 @dataclass(eq=False)
@@ -143,11 +148,6 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self._device.check_recorded(event)
         self._device.add("wait", self, event)
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or self._device.event()
-        event.record(self)
-        return event
 
     def wait_stream(self, other: Stream) -> None:
         event = self._device.event()
@@ -364,3 +364,24 @@ def install_nccl(monkeypatch: pytest.MonkeyPatch, fabric: object) -> None:
     for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", fabric)):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(nccl, "ConfiguredCommunicator", lambda *given: fabric.NcclCommunicator(*given[:3]))  # type: ignore[attr-defined]
+
+
+def check_held(device: Device, transport: Transport, peer: int) -> None:
+    """What a post moves is there at each wait of the stream that owns it, and not for longer."""
+    sent, received = filled(1, 4, torch.device("cpu")), filled(0, 4, torch.device("cpu"))
+    alive = [weakref.ref(sent), weakref.ref(received)]
+    fence = transport.post(sends=[Message(peer, sent)], receives=[Message(peer, received)])
+    del sent, received
+    StreamLane(torch.device("cpu")).follow([fence])  # a third stream: that it waits says nothing of the owner
+    owner, held = device.current(), list[list[bool]]()
+    wait_event = owner.wait_event
+
+    def noted(event: Event) -> None:
+        held.append([one() is not None for one in alive])
+        wait_event(event)
+
+    owner.wait_event = noted  # type: ignore[method-assign]
+    fence.wait()
+    assert held and all(map(all, held))
+    gc.collect()
+    assert not any(one() is not None for one in alive)

@@ -45,25 +45,14 @@ class Result(IntEnum):
     CUDA_ERROR_MAP_FAILED = 205
 
 
-class PointerAttribute(IntEnum):
+class Flag(IntEnum):
+    """What calls are given, of whatever kind."""
+
+    CU_STREAM_WAIT_VALUE_GEQ = CU_STREAM_WRITE_VALUE_DEFAULT = 0
+    CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1
     CU_POINTER_ATTRIBUTE_BUFFER_ID = 7
     CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE = 10
-
-
-class DeviceAttribute(IntEnum):
     CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED = 86
-
-
-class WaitFlags(IntEnum):
-    CU_STREAM_WAIT_VALUE_GEQ = 0
-
-
-class WriteFlags(IntEnum):
-    CU_STREAM_WRITE_VALUE_DEFAULT = 0
-
-
-class OpenFlags(IntEnum):
-    CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1
 
 
 class MemHandle:
@@ -86,11 +75,8 @@ class Driver:
     """`cuda.bindings.driver`, as far as it is called. One process for all ranks; each thread has its contexts."""
 
     CUresult = Result
-    CUpointer_attribute = PointerAttribute
-    CUdevice_attribute = DeviceAttribute
-    CUstreamWaitValue_flags = WaitFlags
-    CUstreamWriteValue_flags = WriteFlags
-    CUipcMem_flags = OpenFlags
+    CUpointer_attribute = CUdevice_attribute = Flag
+    CUstreamWaitValue_flags = CUstreamWriteValue_flags = CUipcMem_flags = Flag
     CUipcMemHandle = MemHandle
     CU_MEMHOSTREGISTER_PORTABLE = 1
     CU_MEMHOSTREGISTER_DEVICEMAP = 2
@@ -159,7 +145,7 @@ class Driver:
     def cuDeviceGetCount(self) -> tuple[Result, int]:
         return *self._done("cuDeviceGetCount"), self.devices
 
-    def cuDeviceGetAttribute(self, attribute: DeviceAttribute, device: int) -> tuple[Result, int]:
+    def cuDeviceGetAttribute(self, attribute: Flag, device: int) -> tuple[Result, int]:
         return *self._done("cuDeviceGetAttribute"), int(self.has_ipc)
 
     def cuDeviceGetPCIBusId(self, length: int, device: int) -> tuple[Result, bytes]:
@@ -185,11 +171,11 @@ class Driver:
 
     # memory
 
-    def cuPointerGetAttribute(self, attribute: PointerAttribute, address: int) -> tuple[Result, Any]:
+    def cuPointerGetAttribute(self, attribute: Flag, address: int) -> tuple[Result, Any]:
         base = self._base(address)
         if base is None:
             return Result.CUDA_ERROR_INVALID_VALUE, None
-        legacy = attribute == PointerAttribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+        legacy = attribute == Flag.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         shareable = self.shareable or base in self.allocated
         return *self._in_context("cuPointerGetAttribute"), shareable if legacy else self._ids[base]
 
@@ -216,8 +202,8 @@ class Driver:
         struct.pack_into("<QQ", handle.data, 0, base, self._ids[base])
         return *self._in_context("cuIpcGetMemHandle"), handle
 
-    def cuIpcOpenMemHandle(self, handle: MemHandle, flags: OpenFlags) -> tuple[Result, int]:
-        assert flags == OpenFlags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    def cuIpcOpenMemHandle(self, handle: MemHandle, flags: Flag) -> tuple[Result, int]:
+        assert flags == Flag.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         base, number = struct.unpack_from("<QQ", handle.data)
         if self._ids.get(base) != number:
             return Result.CUDA_ERROR_MAP_FAILED, 0
@@ -253,13 +239,13 @@ class Driver:
         self.engine.copy(stream, destination, source, nbytes)
         return self._in_context("cuMemcpyDtoDAsync")
 
-    def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: WriteFlags) -> tuple[Result]:
-        assert flags == WriteFlags.CU_STREAM_WRITE_VALUE_DEFAULT and 0 <= value < WORD and address % 4 == 0
+    def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: Flag) -> tuple[Result]:
+        assert flags == Flag.CU_STREAM_WRITE_VALUE_DEFAULT and 0 <= value < WORD and address % 4 == 0
         self.engine.write(stream, address, value)
         return self._in_context("cuStreamWriteValue32")
 
-    def cuStreamWaitValue32(self, stream: int, address: int, value: int, flags: WaitFlags) -> tuple[Result]:
-        assert flags == WaitFlags.CU_STREAM_WAIT_VALUE_GEQ and 0 <= value < WORD and address % 4 == 0
+    def cuStreamWaitValue32(self, stream: int, address: int, value: int, flags: Flag) -> tuple[Result]:
+        assert flags == Flag.CU_STREAM_WAIT_VALUE_GEQ and 0 <= value < WORD and address % 4 == 0
         self.engine.wait(stream, address, value)
         return self._in_context("cuStreamWaitValue32")
 
