@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +32,7 @@ from ringattn.kernels.tables import Gpu
 from ..support import kernel_cases
 from ..support.descriptor_stand_in import Moved, install
 from ..support.kernel_cases import DEVICE, Inputs, Sizes, interval, rows_of, tiles
+from .test_compiled import compiling
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -174,11 +171,7 @@ def test_nothing_is_written_past_the_end(moved: Moved) -> None:
 @pytest.mark.nightly
 def test_launches_compile() -> None:
     """By the JIT, from the arguments of real launches, where there is no GPU."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.launch_arguments", "epilogue"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 4
+    assert compiling("tests.support.launch_arguments", "epilogue").count("compiled") == 4
 
 
 # --- what a table chose -------------------------------------------------------------------------------------------
