@@ -42,6 +42,7 @@ from ..support.kernel_cases import (
     check,
     compare,
     dense,
+    dkdv_of_shards,
     documents,
     exact,
     in_turn,
@@ -51,7 +52,6 @@ from ..support.kernel_cases import (
     ours,
     part,
     pytorch,
-    rows_of,
     tiles,
 )
 from ..support.tolerance import assert_as_exact_as_pytorch
@@ -272,21 +272,8 @@ def hop_gradients(x: Inputs, bounds: Bounds, cuts: Sequence[int], out: Tensor, l
         made = attention_dq(dout, q, k[:, begin:end], v[:, begin:end], lse, delta, bounds=here, accum=dq, out=into)
         assert made is into
         dq = made
-    sums: tuple[Tensor, Tensor] | None = None
-    for i, (begin, end) in enumerate(shards):
-        fresh = (torch.empty_like(k), torch.empty_like(v))
-        target = fresh if i == len(shards) - 1 else sums or (fresh[0].float(), fresh[1].float())
-        rows = slice(begin, end)
-        dk, dv = attention_dkdv(
-            dout[:, rows], q[:, rows], k, v, lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous(),
-            bounds=rows_of(bounds, begin, end), accum=sums, out=target,
-        )  # fmt: skip
-        assert dk is target[0]
-        assert dv is target[1]
-        sums = dk, dv
     assert dq is not None
-    assert sums is not None
-    return Results(out, lse, dq, *sums)
+    return Results(out, lse, dq, *dkdv_of_shards(x, bounds, cuts, lse, delta))
 
 
 HOPS = in_turn(["full", "causal", "documents", "first rows blind"], DTYPES, CUTS)
@@ -338,18 +325,6 @@ def merged(state: tuple[Tensor, Tensor], block: Results) -> tuple[Tensor, Tensor
     total = torch.logaddexp(lse, block_lse)
     old, new = ((part - total).exp().transpose(1, 2).unsqueeze(-1) for part in (lse, block_lse))
     return out * old + block.out.to(torch.float64) * new, total
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sink_is_a_start_state(dtype: torch.dtype) -> None:
-    """``lse = sink, out = 0``: a key that everyone sees and that has no value."""
-    x, bounds = inputs(Sizes(heads=2), dtype), interval("first rows blind", 40, 40)
-    sink = torch.randn(2)[None, :, None].expand(1, 2, 40)
-    zero = torch.zeros(1, 40, 2, 16)
-    out, lse = attention_forward(x.q, x.k, x.v, bounds=bounds, state=(zero.clone(), sink.contiguous()))
-    truth, baseline = (merged((zero, sink), made(x, bounds)) for made in (exact, pytorch))
-    assert_as_exact_as_pytorch("out", out, baseline[0].to(dtype), truth[0])
-    assert_as_exact_as_pytorch("lse", lse, baseline[1].float(), truth[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -129,10 +129,9 @@ def test_lengths(launches: Launches, queries: int, keys: int, kind: str) -> None
     compare(*forward(x, bounds), x, bounds)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "scale"), [(4, 2, 0.01)])
-def test_heads_batches_and_scales(launches: Launches, heads: int, kv_heads: int, scale: float) -> None:
-    x = inputs(Sizes(130, 140, 64, None, heads, kv_heads, 2), torch.float16)
-    compare(*forward(x, softmax_scale=scale), x, scale=scale)
+def test_heads_batches_and_scales(launches: Launches) -> None:
+    x = inputs(Sizes(130, 140, 64, heads=4, kv_heads=2, batch=2), torch.float16)
+    compare(*forward(x, softmax_scale=0.01), x, scale=0.01)
 
 
 @pytest.mark.parametrize(

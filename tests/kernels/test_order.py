@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -19,7 +18,6 @@ from ringattn.kernels import (
     Bounds,
     KernelConfig,
     Scores,
-    attention,
     attention_backward,
     attention_delta,
     attention_dkdv,
@@ -44,6 +42,9 @@ from ringattn.kernels.order import (
 
 from ..support.kernel_cases import DTYPES, Inputs, Sizes, check, in_turn, inputs, interval, of, ours, tiles
 from . import test_scores as scored
+from .test_choice import Seen, seen
+
+__all__ = ["seen"]
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -151,22 +152,6 @@ def test_what_a_launch_is_told() -> None:
     assert empty[0] == 0
 
 
-class Launches(dict[str, tuple[int, Shape]]):
-    """Grid and shape of what was launched, by name."""
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    seen, run = Launches(), attention.launch  # type: ignore[attr-defined]
-
-    def spy(kernel: Any, grid: int, device: torch.device, *args: Any, **options: Any) -> None:
-        seen[kernel.__name__] = grid, next(arg for arg in args if isinstance(arg, Shape))
-        run(kernel, grid, device, *args, **options)
-
-    monkeypatch.setattr(attention, "launch", spy)
-    yield seen
-
-
 CHOICES: dict[str, dict[str, Any]] = {
     "longest": {"order": "longest"},
     "persistent": {"persistent": True, "sm_margin": 18},
@@ -176,10 +161,10 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("small_l2")
-def test_every_kernel_is_told(launches: Launches) -> None:
+def test_every_kernel_is_told(seen: Seen) -> None:
     x = inputs(Sizes(1, 20, heads=6, kv_heads=2))
     ours(x, config=choose(**CHOICES["all"]))
-    grids = {name: (grid, shape.order.count, shape.packed, shape.splits) for name, (grid, shape) in launches.items()}
+    grids = {name: (grid, shape.order.count, shape.packed, shape.splits) for name, (grid, shape) in seen.items()}
     assert grids == {
         "forward_kernel": (2, 2, 3, None), "delta_kernel": (6, None, None, None), "dq_kernel": (2, 2, 3, None),
         "dkdv_kernel": (4, 6, None, 3), "reduce_kernel": (4, None, None, 3),
@@ -293,13 +278,13 @@ def test_the_least_parts_that_use_the_gpu(programs: int, group: int, parts: int)
     assert splits_for(programs, group, H200) == parts
 
 
-def test_a_config_says_how_many(launches: Launches) -> None:
+def test_a_config_says_how_many(seen: Seen) -> None:
     x = inputs(Sizes(queries=1, heads=12, kv_heads=2))
     for config in (None, split(1), split("auto")):
         ours(x, config=config)
-        assert launches["dkdv_kernel"][0] == 4 and "reduce_kernel" not in launches
+        assert seen["dkdv_kernel"][0] == 4 and "reduce_kernel" not in seen
     ours(x, config=split(3))
-    assert (launches["dkdv_kernel"][0], launches["reduce_kernel"][0]) == (12, 6)
+    assert (seen["dkdv_kernel"][0], seen["reduce_kernel"][0]) == (12, 6)
 
 
 class There:

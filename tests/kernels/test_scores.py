@@ -16,8 +16,21 @@ from torch import Tensor
 from ringattn import reference
 from ringattn.kernels import FULL, BlockSparseIndex, Bounds, KernelConfig, Scores, attention_backward, attention_forward
 
-from ..support.baselines import Results
-from ..support.kernel_cases import DEVICE, DTYPES, Inputs, Sizes, in_turn, inputs, interval, of, part, tiles, visible
+from ..support.baselines import Modified, Results, pytorch
+from ..support.kernel_cases import (
+    DEVICE,
+    DTYPES,
+    Inputs,
+    Sizes,
+    in_turn,
+    inputs,
+    interval,
+    magnitudes,
+    of,
+    part,
+    tiles,
+    visible,
+)
 from ..support.tolerance import assert_as_exact_as_pytorch
 
 pytestmark = [
@@ -25,44 +38,6 @@ pytestmark = [
     # a key that ALiBi favours and the mask hides: its weight is inf until the mask has made it 0
     pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered in (exp2|multiply|subtract)"),
 ]
-
-
-def kept(scores: Scores, batch: int, heads: int) -> Tensor:
-    """What weights are multiplied with, ``[B, H, Sq, Sk]``."""
-    assert scores.q_positions is not None and scores.k_positions is not None
-    shape = (batch, scores.first_head + heads, len(scores.q_positions), len(scores.k_positions))
-    drops: Any = {"dropout_p": scores.dropout_p, "dropout_seed": scores.dropout_seed}
-    factors = reference.scores.kept(shape, scores.q_positions, scores.k_positions, drops)
-    assert factors is not None
-    return factors[:, scores.first_head :]
-
-
-def naive(x: Inputs, bounds: Bounds, scores: Scores, dtype: torch.dtype) -> Results:
-    """Attention as it is defined, every weight at once, with gradients by autograd; the whole of it in ``dtype``."""
-    q, k, v = leaves = [t.detach().to(dtype).requires_grad_() for t in x[:3]]
-    batch, queries, heads, dim = q.shape
-    group = heads // k.shape[2]
-    queries_by_head = q.transpose(1, 2)
-    keys, values = (t.transpose(1, 2).repeat_interleave(group, 1) for t in (k, v))
-    s = queries_by_head @ keys.mT * dim**-0.5
-    if scores.softcap:
-        s = scores.softcap * torch.tanh(s / scores.softcap)
-    if scores.alibi_slopes is not None:
-        assert scores.q_positions is not None
-        assert scores.k_positions is not None
-        distance = (scores.q_positions[:, None] - scores.k_positions).abs().to(dtype)
-        s = s - scores.alibi_slopes.to(dtype).expand(batch, heads)[..., None, None] * distance
-    seen = visible(bounds, batch, queries, k.shape[1])
-    s = s.masked_fill(~seen, -torch.inf)
-    wide = s.to(torch.promote_types(dtype, torch.float32))
-    blind = ~seen.any(-1, keepdim=True)
-    p = torch.softmax(wide.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0).to(dtype)
-    if scores.dropout_p:
-        p = p * (kept(scores, batch, heads) != 0) / (1 - scores.dropout_p)
-    out = (p @ values).transpose(1, 2)
-    lse = wide.masked_fill(blind, 0.0).logsumexp(-1).masked_fill(blind.squeeze(-1), -torch.inf)
-    grads = torch.autograd.grad((out, lse), leaves, (x.dout.to(dtype), x.dlse.to(lse.dtype)))
-    return Results(out.detach(), lse.detach(), *grads)
 
 
 def ours(x: Inputs, bounds: Bounds, scores: Scores, config: KernelConfig | None = None) -> Results:
@@ -79,46 +54,25 @@ def there(scores: Scores) -> Scores:
     return replace(scores, **moved)
 
 
+def modified_by(scores: Scores, x: Inputs) -> Modified:
+    """What the reference says becomes of scores and weights."""
+    if scores.q_positions is None or scores.k_positions is None:
+        return Modified(scores.softcap)
+    named = ("softcap", "alibi_slopes", "dropout_p", "dropout_seed")
+    options: Any = {name: value for name in named if (value := getattr(scores, name)) is not None}
+    shape = (x.q.shape[0], scores.first_head + x.q.shape[2], x.q.shape[1], x.k.shape[1])
+    made = Modified.of(shape, scores.q_positions, scores.k_positions, options)
+    return made if made.factors is None else made._replace(factors=made.factors[:, scores.first_head :])
+
+
 def compare(made: Results, x: Inputs, bounds: Bounds, scores: Scores) -> None:
-    """As exact as the definition in the same dtype."""
-    truth, theirs = naive(x, bounds, scores, torch.float64), naive(x, bounds, scores, x.q.dtype)
-    sizes = magnitudes(x, truth, bounds, scores)
+    """As exact as PyTorch in the same dtype, or the definition where PyTorch has none."""
+    seen, modified = visible(bounds, x.q.shape[0], x.q.shape[1], x.k.shape[1])[:, 0], modified_by(scores, x)
+    truth = pytorch(*(t.double() for t in x), seen=seen, modified=modified)
+    theirs = pytorch(*x, seen=seen, modified=modified)
+    sizes = magnitudes(x, truth, seen, few_keys=True, modified=modified)
     for name, *results in zip(Results._fields, made, theirs, truth, strict=True):
         assert_as_exact_as_pytorch(name, *results, magnitude=sizes.get(name))
-
-
-def magnitudes(x: Inputs, truth: Results, bounds: Bounds, scores: Scores) -> dict[str, float]:
-    """What rounding is relative to: the sizes that meet in a product, as `kernel_cases.magnitudes` has them.
-
-    Bounded from above where the sum would be a second copy of the formula: a row's weights add up to 1, or
-    ``1 / (1 - p)``, and its largest score is what the exponent rounds.
-    """
-    exponent = torch.finfo(torch.float32).eps / torch.finfo(x.q.dtype).eps
-    finite = truth.lse[truth.lse.isfinite()]
-    largest = finite.abs().max().item() + distances(scores) if len(finite) else 0.0
-    weight = (1 + 2 * exponent * largest) / (1 - scores.dropout_p)
-    q, k, v, dout = (t.to(torch.float64).abs().max().item() for t in x[:4])
-    terms = x.v.shape[-1] * dout * v + x.dlse.abs().max().item()
-    group = x.q.shape[2] // x.k.shape[2]
-    scale = x.q.shape[-1] ** -0.5 * weight * terms
-    columns = column_weights(x, bounds, truth) * group
-    return {
-        "out": weight * v, "dq": scale * k, "dk": scale * q * columns, "dv": weight * dout * columns,
-    }  # fmt: skip
-
-
-def distances(scores: Scores) -> float:
-    """The largest thing that ALiBi takes off."""
-    if scores.alibi_slopes is None or scores.q_positions is None or scores.k_positions is None:
-        return 0.0
-    apart = (scores.q_positions[:, None] - scores.k_positions).abs()
-    return scores.alibi_slopes.max().item() * apart.max().item() if apart.numel() else 0.0
-
-
-def column_weights(x: Inputs, bounds: Bounds, truth: Results) -> float:
-    """How many queries can see one key: its weights add up to no more."""
-    seen = visible(bounds, x.q.shape[0], x.q.shape[1], x.k.shape[1])
-    return math.sqrt(max(seen.sum(2).max().item(), 1)) if seen.numel() else 1.0
 
 
 SLOPES = torch.tensor([1.25, 0.03125])
@@ -251,8 +205,9 @@ def test_share_of_what_is_dropped(share: float) -> None:
     )
     out, lse = attention_forward(q, k, v, scores=scores)
     weights = out[0, :, 0] * 64
-    factors = kept(scores, 1, 1)[0, 0].float() if share else torch.ones(64, 64)
-    torch.testing.assert_close(weights, factors, rtol=1e-6, atol=0.0)
+    factors = reference.scores.kept((1, 1, 64, 64), at, at, {"dropout_p": share, "dropout_seed": 3})
+    expected = torch.ones(64, 64) if factors is None else factors[0, 0].float()
+    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(64)))
 
 

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.kernels import Bounds
-from ringattn.ring.schedule.layout import Documents, Layout
+from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import (
-    END,
     BlockMask,
     Longformer,
     Mask,
@@ -146,34 +145,9 @@ def test_pairs_in_blocks(data: st.DataObject, block: int, other_keys: bool) -> N
             assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
 
 
-def test_pairs_of_batch_rows_are_exact() -> None:
-    """An average would have a remainder."""
-    rows = torch.arange(3)
-    assert visible_pairs(Mask(used=(1, 1, 2)), rows, rows) == 3 + 3 + 6
-    assert visible_pairs(Mask(used=()), rows, rows) == 0
-    assert visible_pairs(Mask(causal=True, used=(0, 9)), rows, rows) == 6
-
-
 def test_the_usual_longformer_has_three_parts() -> None:
     assert len(Mask(window=(4, 4), global_tokens=((0, 2),)).parts) == 3
     assert Mask(window=(4, 4)).parts == (Mask(window=(4, 4)),)
-
-
-@pytest.mark.parametrize(
-    ("mask", "lo", "hi"),
-    [
-        (Mask(window=(2, 1)), [-2, 1, 5], [2, 5, 9]),
-        (Mask(window=(2, -1)), [-2, 1, 5], [END] * 3),
-        (Mask(causal=True, window=(2, 5)), [-2, 1, 5], [1, 4, 8]),
-        (Mask(causal=True, prefix=5), [0, 0, 0], [5, 5, 8]),
-        (Mask(causal=True, prefix=5, window=(2, -1)), [-2, 1, 5], [5, 5, 8]),
-        (Mask(documents=Documents([0, 3, 3, 7])), [0, 3, 7], [3, 7, 7]),  # position 7 lies past all documents
-        (Mask(causal=True, documents=Documents([0, 7, 9])), [0, 0, 7], [1, 4, 8]),
-    ],
-)
-def test_intervals_by_hand(mask: Mask, lo: list[int], hi: list[int]) -> None:
-    found = mask.interval(torch.tensor([0, 3, 7]))
-    assert [end.tolist() for end in found] == [[max(0, end) for end in lo], hi]
 
 
 def test_rows_that_see_nothing() -> None:
