@@ -88,9 +88,9 @@ def test_masks(launches: Launches, kind: str) -> None:
 
 def test_heads_and_batches(launches: Launches) -> None:
     """And strides: rows and heads of larger tensors."""
-    x = inputs(Sizes(70, 140, 64, heads=3, batch=2), torch.float16)
+    x = inputs(Sizes(70, 70, 64, heads=3, batch=2), torch.float16)
     x = x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v), dout=sliced(x.dout))
-    check(x, interval("causal", 70, 140))
+    check(x, interval("causal", 70, 70))
 
 
 def test_a_scale_and_slots(launches: Launches) -> None:
@@ -100,11 +100,11 @@ def test_a_scale_and_slots(launches: Launches) -> None:
 
 def test_sums_are_continued(launches: Launches) -> None:
     """Key shard after key shard into one dQ; of each two calls, the second adds to what the first left."""
-    x, bounds = inputs(SIZES, torch.float16), interval("causal", SIZES.queries, SIZES.keys)
+    x, bounds = inputs(Sizes(130, 200, 64), torch.float16), interval("causal", 130, 200)
     out, lse, delta = given(x, bounds)
     dq = torch.randn(x.q.shape, device=DEVICE)
     before, parts = dq.clone(), []
-    for begin, end in ((0, 130), (130, 300)):
+    for begin, end in ((0, 130), (130, 200)):
         keys = x._replace(k=x.k[:, begin:end], v=x.v[:, begin:end])
         start = torch.randn(keys.k.shape, device=DEVICE), torch.randn(keys.v.shape, device=DEVICE)
         sums = start[0].clone(), start[1].clone()

@@ -310,7 +310,7 @@ def test_a_gpu_is_asked_for_its_multiprocessors(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "parts", "kind", "dtype"),
-    in_turn([(3, 1, 3, "causal"), (8, 2, 2, "documents"), (4, 1, 2, "window"), (4, 2, 2, "last rows blind")], DTYPES),
+    in_turn([(3, 1, 3, "causal"), (4, 1, 2, "documents"), (4, 2, 2, "last rows blind")], DTYPES),
 )
 def test_parts_add_up(heads: int, kv_heads: int, parts: int, kind: str, dtype: torch.dtype) -> None:
     """In two batch rows, with a value's head dim of its own and one in two parts."""
