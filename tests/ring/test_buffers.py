@@ -1,4 +1,4 @@
-"""Chunks of heads, and the one order of all groups of transfers."""
+"""Chunks of heads."""
 
 from __future__ import annotations
 

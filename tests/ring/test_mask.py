@@ -252,19 +252,6 @@ def test_repr_tells_patterns_apart() -> None:
     assert all(re.fullmatch("<4 x 4 blocks of 2 positions, 4 seen, [0-9a-f]{16}>", one) for one in shown)
 
 
-@given(st.data(), st.integers(1, 4))
-def test_between_two_shards(data: st.DataObject, block: int) -> None:
-    queries, keys = data.draw(block_layouts(6, block, 2)), data.draw(block_layouts(6, block, 2))
-    blocks = data.draw(block_masks(6, 6, block))
-    for rank in range(2):
-        for shard in range(2):
-            mine, theirs = (one.positions(number)[::1] // block for one, number in ((queries, rank), (keys, shard)))
-            rows, columns = mine.unique(), theirs.unique()
-            assert torch.equal(blocks.rows(queries, rank), rows)
-            assert torch.equal(blocks.columns(keys, shard), columns)
-            assert torch.equal(blocks.between(queries, rank, keys, shard), blocks.visible[rows][:, columns])
-
-
 def test_spans_are_whole_blocks() -> None:
     blocks = strided(10, 4, stride=4)
     for fine in (Layout.uneven([4, 4, 2]), Layout.uneven([0, 10])):  # the last block is short

@@ -98,8 +98,7 @@ def test_fp16_beyond_bfloat16s_steps_is_infinite() -> None:
 FP8 = wire("float8_e4m3fn")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("tokens", [0, 1, 128, 300])
+@pytest.mark.parametrize(("tokens", "dtype"), in_turn([0, 1, 128, 300], [torch.float16, torch.float32]))
 def test_the_cpu_sends_the_bits_of_the_kernels(tokens: int, dtype: torch.dtype) -> None:
     x = wide(2, tokens, 3, 40, dtype=dtype)
     if tokens:
