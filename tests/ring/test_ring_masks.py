@@ -145,7 +145,8 @@ def together(names: tuple[str, ...], backend: str, world: int, layout: str) -> C
 
 def triples() -> list[tuple[str, ...]]:
     """Three features at once, so that each pair of them is in one."""
-    left, made = {pair for pair in combinations(SINGLE, 2) if frozenset(pair) not in APART}, []
+    left = {pair for pair in combinations(SINGLE, 2) if frozenset(pair) not in APART}
+    made: list[tuple[str, ...]] = []
     whole = [one for one in combinations(SINGLE, 3) if not any(apart < {*one} for apart in APART)]
     while left:
         made.append(max(whole, key=lambda one: len(left & {*combinations(one, 2)})))
