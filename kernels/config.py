@@ -50,7 +50,7 @@ class KernelConfig:
 
     ``forward_kernel="hopper"`` is written for sm_90: two warpgroups of 64 query rows (``block_q`` 128, 8 warps), 64 or
     128 keys per tile, ``num_stages`` tiles each of K and V. What it is not written for is refused (see
-    ``hopper_launch.check_hopper``), but for hops whose bounds have ``seqused_k`` or ``runs`` and for empty ones:
+    ``hopper_launch.takes``), but for hops whose bounds have ``seqused_k`` or ``runs`` and for empty ones:
     those go to the portable kernel with the same tile. It was never run on a GPU, so that it is nobody's default.
 
     ``dkdv_splits`` parts of the query heads of each key head make a dK/dV program of their own, and a second kernel

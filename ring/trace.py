@@ -65,33 +65,29 @@ def slot_trace(
     ``computed``: per hop, when it computed. The two slots of a two-level ring through which nodes' sums go home are not
     told.
     """
+    kv = [post for post in posts if post.key.kind in (Kind.KV, Kind.RAIL)]
+    sums = [post for post in posts if post.key.kind is Kind.DKV]
     for hop in plan.hops:
         reads = computed.get(hop.index, ())
         if hop.kv_slot is not None:
-            span = _slot_span(plan, posts, reads, hop, _brings_kv, _leaves_kv)
-            if span is not None:
+            into = [post for post in kv if post.received and post.key.brings == hop.index]
+            out = [post for post in kv if post.sent and _leaving(plan, post.key) is hop]
+            for span in _slot_span(into, out, reads):
                 yield Span(phase, f"slot {hop.kv_slot}", hop.index, *span, f"K/V of {hop.shard}")
         if hop.dkv_slot is not None and phase == "backward":
             # where more is to come, what came home is added to a total as soon as it is there
             plain = not plan.two_level and plan.send_index is None
-            span = _slot_span(plan, posts, reads if hop.index or plain else (), hop, _brings_sums, _leaves_sums)
-            if span is not None:
+            into = [post for post in sums if post.received and hop in _coming_sums(plan, post.key)]
+            out = [post for post in sums if post.sent and post.key.hop == hop.index]
+            for span in _slot_span(into, out, reads if hop.index or plain else ()):
                 yield Span(phase, f"sums {hop.dkv_slot}", hop.index, *span, f"dK/dV of {hop.shard}")
 
 
-Asks = Callable[[Plan, Key, Hop], bool]
-
-
-def _slot_span(
-    plan: Plan, posts: Sequence[Moved], reads: Sequence[Stretch], hop: Hop, brings: Asks, leaves: Asks
-) -> Stretch | None:
-    """From the first write into a hop's slot to its last reader; None where nothing comes or goes through it."""
-    into = [(post.begin, post.end) for post in posts if post.received and brings(plan, post.key, hop)]
-    out = [(post.begin, post.end) for post in posts if post.sent and leaves(plan, post.key, hop)]
-    if not into and not out:
-        return None
-    used = [*into, *out, *reads]
-    return min(begin for begin, _ in into or used), max(end for _, end in used)
+def _slot_span(into: Sequence[Moved], out: Sequence[Moved], reads: Sequence[Stretch]) -> list[Stretch]:
+    """From the first write into a slot to its last reader; nothing where nothing comes or goes through it."""
+    moved = [(post.begin, post.end) for post in (*into, *out)]
+    used = [*moved, *reads]
+    return [(min(begin for begin, _ in moved[: len(into)] or used), max(end for _, end in used))] if moved else []
 
 
 def names(plan: Plan, key: Key) -> tuple[str, str]:
@@ -117,22 +113,6 @@ def _coming_sums(plan: Plan, key: Key) -> list[Hop]:
 def _leaving(plan: Plan, key: Key) -> Hop:
     """Whose K/V leave with a group that brings those of another hop."""
     return plan.hops[key.brings - (plan.inner if key.kind is Kind.RAIL else 1)]
-
-
-def _brings_kv(plan: Plan, key: Key, hop: Hop) -> bool:
-    return key.kind in (Kind.KV, Kind.RAIL) and key.brings == hop.index
-
-
-def _leaves_kv(plan: Plan, key: Key, hop: Hop) -> bool:
-    return key.kind in (Kind.KV, Kind.RAIL) and _leaving(plan, key) is hop
-
-
-def _brings_sums(plan: Plan, key: Key, hop: Hop) -> bool:
-    return key.kind is Kind.DKV and hop in _coming_sums(plan, key)
-
-
-def _leaves_sums(plan: Plan, key: Key, hop: Hop) -> bool:
-    return key.kind is Kind.DKV and key.hop == hop.index
 
 
 Moment = Any  # float: seconds on the host clock; a torch.cuda.Event: where a stream is

@@ -41,33 +41,16 @@ def takes(
     is refused on every hop alike.
 
     Raises:
-        ValueError: what :func:`check_hopper_backward` refuses.
+        ValueError: a GPU, dtype, head dim, modified scores, an address or stride, or a tile that it does not take.
     """
-    check_hopper_backward(q, k, v, dout, dq, scores, config.single_pass)
+    check_call(q, v, scores, config.single_pass)
+    for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout), ("dq", dq)):
+        check_describable(name, x, TAKES)
     return bounds.seqused_k is None and bounds.runs is None and q.numel() > 0 and k.numel() > 0
 
 
-def check_hopper_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    dq: torch.Tensor,
-    scores: Scores,
-    tile: Tile | None,
-) -> None:
-    """Refuse what the kernel is not written for.
-
-    Raises:
-        ValueError: a GPU, dtype, head dim, modified scores, an address or stride, or a tile that it does not take.
-    """
-    check_call(q, v, scores, tile)
-    for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout), ("dq", dq)):
-        check_describable(name, x, TAKES)
-
-
 def check_call(q: torch.Tensor, v: torch.Tensor, scores: Scores, tile: Tile | None) -> None:
-    """Of this what is known before there is a forward: all but addresses and strides."""
+    """Refuse what is known before there is a forward, all but addresses and strides: ValueError."""
     check_kind(q, v, HEAD_DIMS, TAKES)
     if not scores.is_plain:
         raise ValueError(f"scores have a softcap, ALiBi slopes or dropout: {TAKES} plain ones, 'single_pass' these")

@@ -45,10 +45,12 @@ def takes(
     kernel. Where a tuned table did, what does not suit it goes to the portable one.
 
     Raises:
-        ValueError: what :func:`check_hopper` refuses.
+        ValueError: a GPU, dtype, head dim, modified scores, an address or stride, or a tile that it does not take.
     """
     try:
-        check_hopper(q, k, v, scores, tile)
+        check_call(q, v, scores, tile)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_describable(name, x, TAKES)
     except ValueError:
         if asked:
             raise
@@ -56,19 +58,8 @@ def takes(
     return bounds.seqused_k is None and bounds.runs is None and q.numel() > 0 and k.numel() > 0
 
 
-def check_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, tile: Tile) -> None:
-    """Refuse what the kernel is not written for.
-
-    Raises:
-        ValueError: a GPU, dtype, head dim, modified scores, an address or stride, or a tile that it does not take.
-    """
-    check_call(q, v, scores, tile)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_describable(name, x, TAKES)
-
-
 def check_call(q: torch.Tensor, v: torch.Tensor, scores: Scores, tile: Tile) -> None:
-    """Of this what is the same for all hops, and so known before the first: all but addresses and strides."""
+    """Refuse what is the same for all hops, so known before the first: all but addresses and strides; ValueError."""
     check_kind(q, v, HEAD_DIMS, TAKES)
     if not scores.is_plain:
         raise ValueError(

@@ -42,6 +42,7 @@ from ..support.kernel_cases import (
     check,
     compare,
     dense,
+    dkdv_of_shards,
     documents,
     exact,
     in_turn,
@@ -51,7 +52,6 @@ from ..support.kernel_cases import (
     ours,
     part,
     pytorch,
-    rows_of,
     tiles,
 )
 from ..support.tolerance import assert_as_exact_as_pytorch
@@ -61,7 +61,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "dtype"),
-    in_turn([*((d, d) for d in (1, 16, 40, 80, 96, 256)), (192, 128), (40, 24), (24, 40), (16, 1), (1, 33)], DTYPES),
+    in_turn([(1, 1), (40, 40), (96, 96), (256, 256), (192, 128), (24, 40), (16, 1)], DTYPES),
 )
 def test_head_dims(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
     check(inputs(Sizes(head_dim=head_dim, head_dim_v=head_dim_v), dtype), interval("window", 40, 40))
@@ -88,7 +88,7 @@ def test_the_two_ways_to_the_truth_agree() -> None:
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-LENGTHS = [(1, 1), (1, 33), (33, 1), (31, 65), (64, 32), (0, 8), (8, 0), (0, 0)]
+LENGTHS = [(1, 33), (33, 1), (64, 32), (0, 8), (8, 0), (0, 0)]
 
 
 @pytest.mark.parametrize(("queries", "keys", "kind"), in_turn(LENGTHS, ["full", "causal", "causal"]))
@@ -103,17 +103,11 @@ def test_no_batch() -> None:
 
 @pytest.mark.parametrize(
     ("block_q", "block_k", "kind"),
-    in_turn([(16, 16), (32, 16), (64, 16), (16, 64), (32, 64), (64, 64)], ["causal", "full", "documents"]),
+    in_turn([(64, 16), (16, 64), (64, 64)], ["causal", "full", "documents"]),
 )
 def test_tiles(block_q: int, block_k: int, kind: str) -> None:
     """Every tile gives the same result within rounding."""
     check(inputs(Sizes(queries=70, keys=75)), interval(kind, 70, 75), config=tiles(block_q, block_k))
-
-
-def test_the_same_bits_every_time() -> None:
-    x, bounds = inputs(Sizes(heads=4, kv_heads=2), torch.float16), interval("causal", 40, 40)
-    for first, second in zip(ours(x, bounds), ours(x, bounds), strict=True):
-        assert torch.equal(first, second)
 
 
 @settings(max_examples=20)
@@ -278,21 +272,8 @@ def hop_gradients(x: Inputs, bounds: Bounds, cuts: Sequence[int], out: Tensor, l
         made = attention_dq(dout, q, k[:, begin:end], v[:, begin:end], lse, delta, bounds=here, accum=dq, out=into)
         assert made is into
         dq = made
-    sums: tuple[Tensor, Tensor] | None = None
-    for i, (begin, end) in enumerate(shards):
-        fresh = (torch.empty_like(k), torch.empty_like(v))
-        target = fresh if i == len(shards) - 1 else sums or (fresh[0].float(), fresh[1].float())
-        rows = slice(begin, end)
-        dk, dv = attention_dkdv(
-            dout[:, rows], q[:, rows], k, v, lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous(),
-            bounds=rows_of(bounds, begin, end), accum=sums, out=target,
-        )  # fmt: skip
-        assert dk is target[0]
-        assert dv is target[1]
-        sums = dk, dv
     assert dq is not None
-    assert sums is not None
-    return Results(out, lse, dq, *sums)
+    return Results(out, lse, dq, *dkdv_of_shards(x, bounds, cuts, lse, delta))
 
 
 HOPS = in_turn(["full", "causal", "documents", "first rows blind"], DTYPES, CUTS)
@@ -303,16 +284,6 @@ def test_hops_are_as_exact_as_one_launch(kind: str, dtype: torch.dtype, cuts: li
     x, bounds = inputs(Sizes(), dtype), interval(kind, 40, 40)
     out, lse = hops(x, bounds, cuts)
     compare(hop_gradients(x, bounds, cuts, out, lse), x, bounds)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_hops_do_not_add_up_errors(dtype: torch.dtype) -> None:
-    """A ring of eight, with enough rows to meet a bad one."""
-    x, cuts = inputs(Sizes(queries=32, keys=64, heads=6), dtype), range(0, 65, 8)
-    out, lse = hops(x, FULL, cuts)
-    truth, baseline = exact(x), pytorch(x)
-    assert_as_exact_as_pytorch("out", out, baseline.out, truth.out)
-    assert_as_exact_as_pytorch("lse", lse, baseline.lse, truth.lse)
 
 
 @pytest.mark.parametrize("kind", ["window", "middle rows blind"])
@@ -357,18 +328,6 @@ def merged(state: tuple[Tensor, Tensor], block: Results) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sink_is_a_start_state(dtype: torch.dtype) -> None:
-    """``lse = sink, out = 0``: a key that everyone sees and that has no value."""
-    x, bounds = inputs(Sizes(heads=2), dtype), interval("first rows blind", 40, 40)
-    sink = torch.randn(2)[None, :, None].expand(1, 2, 40)
-    zero = torch.zeros(1, 40, 2, 16)
-    out, lse = attention_forward(x.q, x.k, x.v, bounds=bounds, state=(zero.clone(), sink.contiguous()))
-    truth, baseline = (merged((zero, sink), made(x, bounds)) for made in (exact, pytorch))
-    assert_as_exact_as_pytorch("out", out, baseline[0].to(dtype), truth[0])
-    assert_as_exact_as_pytorch("lse", lse, baseline[1].float(), truth[1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_new_keys_are_weighed_in_full_precision(dtype: torch.dtype) -> None:
     """A state of 2^20 keys: each new weight is about 2^-20 of the sum, which fp16 holds in 4 bits.
 
@@ -394,15 +353,6 @@ def test_one_side_outweighs_the_other_past_the_range_of_fp32(level: float) -> No
     out, lse = attention_forward(x.q, x.k, x.v, state=state)
     assert_as_exact_as_pytorch("out", out, baseline[0].float(), truth[0])
     assert_as_exact_as_pytorch("lse", lse, baseline[1].float(), truth[1])
-
-
-@pytest.mark.parametrize("scale", [1e30, 1e-30])
-def test_the_state_has_the_range_of_fp32(scale: float) -> None:
-    x = inputs(Sizes())
-    x = x._replace(v=x.v * scale, dout=x.dout / scale)
-    cuts = [0, 17, 40]
-    out, lse = hops(x, FULL, cuts)
-    compare(hop_gradients(x, FULL, cuts, out, lse), x)
 
 
 def test_sums_of_attention_backward_are_continued_in_place() -> None:
@@ -497,9 +447,8 @@ def check_all(name: str, got: Results, clean: Results, where: Reach) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about NaN in the interpreter
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("full", "v"), ("causal", "q"), ("causal", "k"), ("causal", "v"), ("documents", "k"), ("documents", "dout"),
-     ("window", "q"), ("window", "k"), ("window", "v"), ("window", "dout")],
-)  # fmt: skip
+    [("full", "v"), ("causal", "k"), ("documents", "dout"), ("window", "q"), ("window", "k"), ("window", "v")],
+)
 def test_nan_reaches_the_rows_that_see_it(kind: str, name: str) -> None:
     x, bounds = inputs(Sizes(TOKENS, TOKENS)), MASKS[kind]
     clean = run_tiled(x, bounds)

@@ -40,14 +40,6 @@ def test_transposed_of_every_small_interval() -> None:
                 check_transposed(list(lo), list(hi), keys)
 
 
-@given(st.integers(0, 60), st.data())
-def test_transposed_of_any_interval(keys: int, data: st.DataObject) -> None:
-    rows = data.draw(st.integers(0, 60))
-    ends = st.lists(st.integers(0, keys), min_size=rows, max_size=rows).map(sorted)
-    lo, hi = data.draw(ends), data.draw(ends)
-    check_transposed(lo, [max(pair) for pair in zip(lo, hi, strict=True)], keys)
-
-
 def test_transposed_is_made_once() -> None:
     made = of([0, 0, 1], [1, 2, 3])
     assert made.transposed(3) is made.transposed(3)

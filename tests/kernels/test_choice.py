@@ -269,15 +269,6 @@ def test_a_launch_takes_the_tile_of_its_mask(
     assert tile_for("forward", given, q, v, **launch_traits(bounds, scores)) == given.forward
 
 
-def test_the_default_config_is_the_tables(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(folders[0], entry(), estimate(POINT._replace(kernel="dq"), OTHER))
-    q, v = on_gpu(monkeypatch)
-    built_in = config_for(90, q.dtype, 128)
-    assert default_config(q, v) == KernelConfig(TILE, built_in.dq, built_in.dkdv)
-    assert default_config(q, v, estimated=True) == KernelConfig(TILE, OTHER, built_in.dkdv)
-    assert default_config(q, v, full=False) == built_in
-
-
 def test_a_tables_forward_kernel_runs_where_it_can(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured, so a default of this GPU; what does not suit it takes the portable kernel, and is no error."""
     save(folders[0], entry(tile=HOPPER))

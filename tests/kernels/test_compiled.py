@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,20 +29,26 @@ def of_a_hop(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {row["kernel"]: row for row in rows if not row["full"] and not row["grouped"]}
 
 
-def gate(variants: list[str]) -> list[dict[str, Any]]:
-    """The report of ``ringattn inspect``; in a process of its own, since here kernels are interpreted, not compiled."""
+def compiling(*arguments: str) -> str:
+    """What a module prints, in a process of its own: here kernels are interpreted, so there is nothing to compile."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "ringattn", "inspect", "--gate", "--json", "-", *variants]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
+    return done.stdout
+
+
+def gate(*variants: str) -> list[dict[str, Any]]:
+    """Rows of ``ringattn inspect``, all of which pass."""
+    found = json.loads(compiling("ringattn", "inspect", "--gate", "--json", "-", *variants))
+    rows: list[dict[str, Any]] = found["rows"]
     return rows
 
 
 @pytest.fixture
 def rows(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What the gate says of the variants that the test compiles."""
-    return gate([*request.node.get_closest_marker("compiles").args])
+    return gate(*request.node.get_closest_marker("compiles").args)
 
 
 # Registers, and instructions of the unmasked loop (of dK/dV: the only one), of the causal kernels in the middle of a
@@ -82,7 +89,7 @@ def test_head_dims_in_two_parts_multiply_less(rows: list[dict[str, Any]]) -> Non
 @pytest.mark.compiles("90:bf16:128:middle:dkdv:dkdv_epilogue=descriptors")
 def test_descriptors_in_the_epilogue_end_the_spills() -> None:
     """Of the default tile in the middle of a ring, which by pointers has 120 bytes of stack outside of its loop."""
-    (told,) = gate(["--kernel", "dkdv", "--arch", "sm_90", "--option", "dkdv_epilogue=descriptors"])
+    (told,) = gate("--kernel", "dkdv", "--arch", "sm_90", "--option", "dkdv_epilogue=descriptors")
     assert (told["head_dim"], told["role"], told["options"]) == (128, "middle", "dkdv_epilogue=descriptors")
     assert told["stack"] == 0 and told["regs"] <= 214
 
@@ -94,6 +101,7 @@ ORDERS = (
     "order=longest:pack_gqa=True",
     "dkdv_splits=2",
 )
+HOPPER = ("hopper", "hopper_backward")
 DESCRIBED = "dkdv:dkdv_epilogue=descriptors"
 NIGHTLY: dict[str, list[str]] = {
     "bf16": [f"bf16:{dim}" for dim in (64, 128, 256)],
@@ -104,6 +112,8 @@ NIGHTLY: dict[str, list[str]] = {
     "orders": [f"bf16:{dim}:middle:{options}" for dim in SIXTEEN_BIT for options in ORDERS],
     "two parts": [f"bf16:{head_dims}" for head_dims in ("192/128", "96", "80")],
     "fp8": [f"{dtype}:{dim}:{one}" for dtype in ("bf16", "fp32") for dim in (1, 40, 96, 129) for one in FP8],
+    "hopper": [f"{dtype}:{dim}:{kernel}" for dtype in ("bf16", "fp16") for kernel, dim in product(HOPPER, SIXTEEN_BIT)]
+    + ["bf16:256:hopper", "fp16:256:hopper"],
     "descriptors": [f"bf16:64:{DESCRIBED}", f"bf16:128:{DESCRIBED}", f"fp32:128:{DESCRIBED}"],
 }
 
@@ -113,20 +123,20 @@ NIGHTLY: dict[str, list[str]] = {
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("what", NIGHTLY)
 def test_everything_that_can_be_launched_passes_the_gate(what: str, arch: int) -> None:
-    if what == "descriptors" and arch < 90:
-        return  # no copy engine
+    if (what == "descriptors" and arch < 90) or (what == "hopper" and arch != 90):
+        return  # no copy engine, or no wgmma
     specs = list(NIGHTLY[what])
     if (what, arch) == ("descriptors", 90):  # persistent it does not fit sm_120
         specs += [
             f"{spec}:{order}" for spec in specs[:2] for order in ("order=longest:persistent=True", "dkdv_splits=2")
         ]
-    rows = gate([f"{arch}:{spec}" for spec in specs])
+    rows = gate(*(f"{arch}:{spec}" for spec in specs))
     assert arch != 90 or not any(row["stack"] for row in rows if row["options"] == "dkdv_epilogue=descriptors")
 
 
 @pytest.mark.nightly
 def test_a_pass_that_waits_for_its_turn_fits() -> None:
-    (told,) = gate(["--kernel", "single_pass_deterministic", "--arch", "sm_80"])
+    (told,) = gate("--kernel", "single_pass_deterministic", "--arch", "sm_80")
     assert told["spills"] <= 16
 
 

@@ -5,14 +5,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +17,6 @@ from ringattn.kernels import (
     FULL,
     BlockSparseIndex,
     Bounds,
-    KernelConfig,
     Scores,
     attention_backward,
     attention_dkdv,
@@ -35,7 +28,8 @@ from ringattn.kernels.tables import Gpu
 
 from ..support import kernel_cases
 from ..support.descriptor_stand_in import Moved, install
-from ..support.kernel_cases import DEVICE, Inputs, Sizes, interval, rows_of, tiles
+from ..support.kernel_cases import DEVICE, Inputs, Sizes, dkdv_of_shards, interval, tiles
+from .test_compiled import compiling
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -64,24 +58,6 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(shape).to(DEVICE)
 
 
-def shards(
-    x: Inputs, bounds: Bounds, cuts: Sequence[int], lse: Tensor, delta: Tensor, config: KernelConfig | None
-) -> Pair:
-    """dK and dV, query shard after query shard: sums in fp32 that stay where they are, and the last leaves."""
-    q, k, v, dout, _ = x
-    sums: Pair | None = None
-    for begin, end in pairwise(cuts):
-        rows, fresh = slice(begin, end), (torch.empty_like(k), torch.empty_like(v))
-        into = fresh if end == cuts[-1] else sums or (fresh[0].float(), fresh[1].float())
-        sums = attention_dkdv(
-            dout[:, rows], q[:, rows], k, v, lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous(),
-            bounds=rows_of(bounds, begin, end), accum=sums, out=into, config=config,
-        )  # fmt: skip
-        assert sums[0] is into[0] and sums[1] is into[1]
-    assert sums is not None
-    return sums
-
-
 # --- values -------------------------------------------------------------------------------------------------------
 
 
@@ -91,7 +67,7 @@ def test_who_moves_what(cuts: list[int], moved: Moved) -> None:
     """New results by a store, sums that stay by an addition, sums that leave by a load and a store."""
     x = inputs(SMALL, torch.float16)
     lse = torch.zeros(2, 2, 20)
-    shards(x, FULL, cuts, lse, lse, DESCRIPTORS)
+    dkdv_of_shards(x, FULL, cuts, lse, lse, DESCRIPTORS)
     each = 2 * TILES  # dK and dV
     only, first, middle, last = (
         [("store", "float16")] * each,
@@ -146,7 +122,7 @@ def test_the_bits_of_pointers(name: str, moved: Moved) -> None:
 @pytest.mark.parametrize(("kind", "cuts"), [("causal", CUTS[2]), ("last rows blind", CUTS[1])])
 def test_the_bits_of_pointers_in_every_role(kind: str, cuts: list[int], moved: Moved) -> None:
     x, lse, bounds = inputs(SIZES), numbers(2, 4, 20), interval(kind, 20, 45).to(DEVICE)
-    made, same = (shards(x, bounds, cuts, lse, lse / 8, config) for config in (DESCRIPTORS, POINTERS))
+    made, same = (dkdv_of_shards(x, bounds, cuts, lse, lse / 8, config) for config in (DESCRIPTORS, POINTERS))
     for one, other in zip(made, same, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5 if DEVICE.type == "cuda" else 0, atol=1e-5)
 
@@ -174,11 +150,7 @@ def test_nothing_is_written_past_the_end(moved: Moved) -> None:
 @pytest.mark.nightly
 def test_launches_compile() -> None:
     """By the JIT, from the arguments of real launches, where there is no GPU."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.launch_arguments", "epilogue"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 4
+    assert compiling("tests.support.launch_arguments", "epilogue").count("compiled") == 4
 
 
 # --- what a table chose -------------------------------------------------------------------------------------------
@@ -191,7 +163,7 @@ def test_what_a_table_chose_goes_by_pointers_where_it_does_not_suit(
     monkeypatch.setattr(choice, "resolve_config", lambda config, tile, q, k: config or DESCRIPTORS)
     for head_dim, count in ((16, 2 * 2), (24, 0)):
         x, lse = inputs(Sizes(8, 45, head_dim=head_dim)), torch.zeros(1, 1, 8)
-        shards(x, FULL, [0, 8], lse, lse, None)
+        dkdv_of_shards(x, FULL, [0, 8], lse, lse, None)
         assert len(moved) == count
         moved.clear()
 

@@ -6,11 +6,7 @@ stand-in for Gluon, its partitions interleaved at random.
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -32,7 +28,6 @@ from ..support.barrier_states import Search, Traces
 from ..support.gluon_stand_in import Descriptor, Event, Machine, pointer
 from ..support.kernel_cases import (
     DEVICE,
-    KINDS,
     Inputs,
     Sizes,
     dense,
@@ -45,7 +40,7 @@ from ..support.kernel_cases import (
     pytorch,
 )
 from ..support.tolerance import assert_as_exact_as_pytorch
-from .test_compiled import BEFORE
+from .test_compiled import BEFORE, compiling, gate
 
 ON_HOPPER = DEVICE.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 HALVES = (torch.float16, torch.bfloat16)
@@ -119,7 +114,7 @@ def test_head_dims_and_tiles(launches: Launches, head_dim: int, block_k: int, sl
     assert ON_HOPPER or len(launches.machines) == 2
 
 
-@pytest.mark.parametrize(("kind", "dtype"), in_turn(KINDS, HALVES))
+@pytest.mark.parametrize(("kind", "dtype"), in_turn(["causal", "window", "documents", "last rows blind"], HALVES))
 def test_masks(launches: Launches, kind: str, dtype: torch.dtype) -> None:
     x, bounds = inputs(SIZES, dtype), interval(kind, SIZES.queries, SIZES.keys)
     compare(*forward(x, bounds), x, bounds)
@@ -127,22 +122,20 @@ def test_masks(launches: Launches, kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("queries", "keys", "kind"),
-    in_turn([(1, 1), (64, 63), (65, 64), (128, 65), (129, 128), (1, 129), (129, 256), (64, 1), (128, 129)],
-            ["full", "window"]),
-)  # fmt: skip
+    in_turn([(1, 1), (65, 64), (128, 65), (1, 129), (129, 256)], ["full", "window"]),
+)
 def test_lengths(launches: Launches, queries: int, keys: int, kind: str) -> None:
     x, bounds = inputs(Sizes(queries, keys, 64), torch.float16), interval(kind, queries, keys)
     compare(*forward(x, bounds), x, bounds)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "scale"), [(4, 2, 0.01), (3, 1, 1.0)])
-def test_heads_batches_and_scales(launches: Launches, heads: int, kv_heads: int, scale: float) -> None:
-    x = inputs(Sizes(130, 140, 64, None, heads, kv_heads, 2), torch.float16)
-    compare(*forward(x, softmax_scale=scale), x, scale=scale)
+def test_heads_batches_and_scales(launches: Launches) -> None:
+    x = inputs(Sizes(130, 140, 64, heads=4, kv_heads=2, batch=2), torch.float16)
+    compare(*forward(x, softmax_scale=0.01), x, scale=0.01)
 
 
 @pytest.mark.parametrize(
-    ("kind", "final", "dtype"), in_turn(["full", "causal", "middle rows blind"], [False, True], HALVES)
+    ("kind", "final", "dtype"), [("causal", False, torch.float16), ("middle rows blind", True, torch.bfloat16)]
 )
 def test_carried_state(launches: Launches, kind: str, final: bool, dtype: torch.dtype) -> None:
     """Hop after hop, an empty one and one of a single key among them; what is empty goes to the portable kernel."""
@@ -310,8 +303,20 @@ def test_descriptors() -> None:
     """Strides of single elements are replaced, others kept."""
     x = torch.empty(70 * 192, dtype=torch.bfloat16).as_strided((1, 70, 2, 64), (3, 192, 64, 1))
     made: Any = launch.gluon_descriptor(x, 64)
+    assert launch.is_aligned(x)
     assert (list(made.shape), list(made.strides)) == ([1, 70, 2, 64], [64, 192, 64, 1])
     assert list(made.block_shape) == [1, 64, 1, 64]
+
+
+@pytest.mark.parametrize("dim", range(3))
+def test_alignment(dim: int) -> None:
+    """The address, and the strides of whatever has more than one element."""
+    memory = torch.empty(100)
+    for size, stride, aligned in ((1, 18, True), (2, 18, False), (2, 20, True), (2, 0, False), (0, 18, True)):
+        shape, strides = [1, 1, 1, 16], [16, 16, 16, 1]
+        shape[dim], strides[dim] = size, stride
+        assert launch.is_aligned(memory.as_strided(shape, strides)) == aligned
+        assert launch.is_aligned(memory.as_strided(shape, strides, 1)) == (size == 0)
 
 
 # The order of tiles
@@ -352,7 +357,7 @@ def traced(tiles: int, slots: int) -> tuple[Traces, dict[str, int]]:
     return machine.traces, {barrier.name: barrier.count for barrier in machine.barriers}
 
 
-@pytest.mark.parametrize(("tiles", "slots"), [(1, 2), (2, 2), (5, 2), (4, 3)])
+@pytest.mark.parametrize(("tiles", "slots"), [(1, 2), (5, 2), (4, 3)])
 def test_no_interleaving_goes_wrong(tiles: int, slots: int) -> None:
     visited, wrong = Search(*traced(tiles, slots)).run()
     assert wrong is None
@@ -416,22 +421,6 @@ def test_the_search_sees_a_slot_given_back_too_early() -> None:
 # What the compiler makes of it
 
 
-def gate(*specs: str) -> list[dict[str, Any]]:
-    """Rows of ``ringattn inspect``, all of which pass."""
-    found = json.loads(compiling("-m", "ringattn", "inspect", "--gate", "--json", "-", *specs))
-    rows: list[dict[str, Any]] = found["rows"]
-    return rows
-
-
-def compiling(*arguments: str) -> str:
-    """Compile in a process of its own: here kernels are interpreted, so there is nothing to compile."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
-
-
 COMPILED = pytest.mark.compiles(
     "kernels/experimental/hopper_launch.py", "autotune/gate.py", "tests/support/launch_arguments.py"
 )
@@ -448,7 +437,7 @@ def test_a_sample_passes_the_gate() -> None:
 
 @COMPILED
 def test_the_arguments_of_a_launch_compile() -> None:
-    assert compiling("-m", "tests.support.launch_arguments", "hopper").count("compiled: ") == 5
+    assert compiling("tests.support.launch_arguments", "hopper").count("compiled: ") == 5
 
 
 STEP = """
@@ -521,11 +510,3 @@ bar.sync 0, 128;
 def test_the_gate_reads_who_hands_on_what(ptx: str, told: list[str]) -> None:
     found = compiled_gate.handing_problems(ptx)
     assert len(found) == len(told) and all(map(str.startswith, found, told))
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", hopper_launch.HEAD_DIMS)
-def test_everything_that_can_be_launched_passes_the_gate(head_dim: int, dtype: str) -> None:
-    gate(f"90:{dtype}:{head_dim}:hopper")

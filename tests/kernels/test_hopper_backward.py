@@ -22,7 +22,8 @@ from ..support.barrier_states import Search, Traces
 from ..support.baselines import Results
 from ..support.gluon_stand_in import Descriptor, Machine, pointer
 from ..support.kernel_cases import DEVICE, KINDS, Inputs, Sizes, compare, exact, inputs, interval, part
-from .test_hopper import HALVES, HOPS, ON_HOPPER, Launches, compiling, gate, sliced, without
+from .test_compiled import compiling, gate
+from .test_hopper import HALVES, HOPS, ON_HOPPER, Launches, sliced, without
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -78,19 +79,18 @@ def test_head_dims(launches: Launches, head_dim: int, dtype: torch.dtype) -> Non
     assert ON_HOPPER or len(launches.machines) == 3
 
 
-@pytest.mark.parametrize("kind", ["causal", "window", "documents"])
+@pytest.mark.parametrize("kind", ["causal", "documents"])
 def test_masks(launches: Launches, kind: str) -> None:
     dtype, head_dim = HALVES[KINDS.index(kind) % 2], (64, 128)[KINDS.index(kind) % 3 % 2]
     x, bounds = inputs(replace(SIZES, head_dim=head_dim), dtype), interval(kind, SIZES.queries, SIZES.keys)
     check(x, bounds)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1)])
-def test_heads_and_batches(launches: Launches, heads: int, kv_heads: int) -> None:
+def test_heads_and_batches(launches: Launches) -> None:
     """And strides: rows and heads of larger tensors."""
-    x = inputs(Sizes(70, 140, 64, None, heads, kv_heads, 2), torch.float16)
+    x = inputs(Sizes(70, 70, 64, heads=3, batch=2), torch.float16)
     x = x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v), dout=sliced(x.dout))
-    check(x, interval("causal", 70, 140))
+    check(x, interval("causal", 70, 70))
 
 
 def test_a_scale_and_slots(launches: Launches) -> None:
@@ -98,14 +98,13 @@ def test_a_scale_and_slots(launches: Launches) -> None:
     check(x, scale=0.3, config=config(Tile(64, 128, 8, 3)))
 
 
-@pytest.mark.parametrize("kind", ["causal"])
-def test_sums_are_continued(launches: Launches, kind: str) -> None:
+def test_sums_are_continued(launches: Launches) -> None:
     """Key shard after key shard into one dQ; of each two calls, the second adds to what the first left."""
-    x, bounds = inputs(SIZES, torch.float16), interval(kind, SIZES.queries, SIZES.keys)
+    x, bounds = inputs(Sizes(130, 200, 64), torch.float16), interval("causal", 130, 200)
     out, lse, delta = given(x, bounds)
     dq = torch.randn(x.q.shape, device=DEVICE)
     before, parts = dq.clone(), []
-    for begin, end in ((0, 130), (130, 300)):
+    for begin, end in ((0, 130), (130, 200)):
         keys = x._replace(k=x.k[:, begin:end], v=x.v[:, begin:end])
         start = torch.randn(keys.k.shape, device=DEVICE), torch.randn(keys.v.shape, device=DEVICE)
         sums = start[0].clone(), start[1].clone()
@@ -239,46 +238,6 @@ def test_the_search_sees_dq_overwritten_too_early() -> None:
     assert told is not None and "overwrites" in told
 
 
-def fresh(traces: Traces) -> set[tuple[str, int]]:
-    """Waits that a fresh barrier lets pass: the first of a partition for its barrier, where they are for parity 1."""
-    found: dict[tuple[str, str], int] = {}
-    for name, i in events(traces, "wait"):
-        found.setdefault((name, traces[name][i].what), i)
-    return {(name, i) for (name, _), i in found.items() if traces[name][i].value == 1}
-
-
-def implied(traces: Traces) -> set[tuple[str, int]]:
-    """For dS of both: between the first and the last, who had room for his own knows that the other's is there."""
-    found = set()
-    for name in ("consumer0", "consumer1"):
-        trace = traces[name]
-        first = {event.what: event.kind for event in trace[::-1] if event.kind in ("wait", "arrive")}
-        before_dq = [i for one, i in events(traces, "wait") if one == name and first[trace[i].what] == "arrive"]
-        found |= {(name, i) for i in before_dq[1:-1]}
-    return found
-
-
-def unheard(traces: Traces) -> set[tuple[str, int]]:
-    """Arrivals of phases that nobody waits for: the last rounds'."""
-    found = set()
-    for name, i in events(traces, "arrive"):
-        what = traces[name][i].what
-        rounds = max(sum(one.kind == "wait" and one.what == what for one in trace) for trace in traces.values())
-        skipped = any(traces[one][j].what == what for one, j in fresh(traces))
-        before = sum(one.kind == "arrive" and one.what == what for one in traces[name][:i])
-        found |= {(name, i)} if before >= rounds - skipped else set()
-    return found
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-def test_the_search_misses_what_is_left_out() -> None:
-    """Without any one wait or arrival some interleaving goes wrong, but for those that nobody needs."""
-    traces, counts = traced(2, 2)
-    for kind, spare in (("wait", fresh(traces) | implied(traces)), ("arrive", unheard(traces))):
-        assert spare == {one for one in events(traces, kind) if Search(without(traces, *one), counts).run()[1] is None}
-
-
 # What the compiler makes of it
 
 
@@ -316,13 +275,5 @@ def test_the_gate_reads_what_is_handed_on_without_a_fence(ptx: str, told: list[s
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", hopper_backward_launch.HEAD_DIMS)
-def test_everything_that_can_be_launched_passes_the_gate(head_dim: int, dtype: str) -> None:
-    gate(f"90:{dtype}:{head_dim}:hopper_backward")
-
-
-@pytest.mark.nightly
 def test_the_arguments_of_a_launch_compile() -> None:
-    assert compiling("-m", "tests.support.launch_arguments", "hopper_backward").count("compiled: ") == 3
+    assert compiling("tests.support.launch_arguments", "hopper_backward").count("compiled: ") == 3

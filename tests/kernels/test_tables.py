@@ -245,10 +245,6 @@ def found(length: int = 8192, gpu: Gpu = H200, **how: Any) -> Tile | None:
     return tuned(gpu, **how).tile(KEY, length)
 
 
-def test_without_tables_there_is_nothing(folders: Folders) -> None:
-    assert found() is None
-
-
 def test_the_nearest_length_serves(folders: Folders) -> None:
     tiles = {1024: Tile(16, 16, 4, 1), 8192: Tile(32, 32, 4, 1), 32768: Tile(64, 64, 4, 1)}
     save(folders[0], *(entry(POINT._replace(length=length), tile) for length, tile in tiles.items()))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ringattn import reference
 from ringattn.reference.philox import philox, words
-from ringattn.reference.scores import kept
 
 from ..support.baselines import Results, exact, pytorch
 from ..support.pairwise import pairwise_cases
@@ -284,28 +283,6 @@ def test_visible_says_what_the_pairs_say(name: str) -> None:
     expected = [[[sees(masks, row, p, key) for key in range(TOKENS)] for p in range(TOKENS)] for row in range(2)]
     assert seen.shape == ((2, TOKENS, TOKENS) if "seqused_k" in masks else (TOKENS, TOKENS))
     assert seen.expand(2, -1, -1).tolist() == expected
-
-
-def test_dropout_is_fair_and_leaves_lse() -> None:
-    q, k, v, _, _ = tensors(64, 64)
-    at = torch.arange(64)
-    factors = kept((2, 2, 64, 64), at, at, {"dropout_p": 0.25, "dropout_seed": 7})
-    assert factors is not None
-    count = factors.numel()
-    dropped = int((factors == 0).sum())
-    assert abs(dropped - count / 4) < 5 * math.sqrt(count * 3 / 16)  # five deviations of a binomial
-    assert factors[factors > 0].unique().tolist() == [1 / 0.75]
-    _, lse = reference.attention(q, k, v)
-    assert torch.equal(reference.attention(q, k, v, dropout_p=0.25, dropout_seed=7)[1], lse)
-
-
-def test_dropout_is_another_for_every_seed_head_and_batch_row() -> None:
-    at = torch.arange(16)
-    seeds = 0, 1, 1 << 32, (1 << 64) - 1  # words of the key that differ in either half
-    found = [kept((2, 2, 16, 16), at, at, {"dropout_p": 0.5, "dropout_seed": seed}) for seed in seeds]
-    masks = [mask for factors in found if factors is not None for row in factors for mask in row]
-    assert len(masks) == 16
-    assert not any(one.equal(other) for i, one in enumerate(masks) for other in masks[:i])
 
 
 @pytest.mark.parametrize("name", ["all", "padding", "longformer"])

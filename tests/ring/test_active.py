@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.bench.common.attention import packed
 from ringattn.ring.schedule import active as module
-from ringattn.ring.schedule import mask as patterns
-from ringattn.ring.schedule.active import LESS, active_shards, sent_keys, union
+from ringattn.ring.schedule.active import LESS, active_shards, sent_keys
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import Mask
 from ringattn.ring.schedule.schedule import Schedule, schedule
@@ -112,24 +109,8 @@ def test_a_thousand_ranks_and_documents() -> None:
     assert len(documents.boundaries) > 3500
     layout = Layout.zigzag(4 * MILLION, world)
     longformer = Mask(window=(2048, 2048), global_tokens=((0, 64), (MILLION, MILLION + 64)))
-    for mask in (Mask(documents=documents), Mask(causal=True, documents=documents), longformer):
+    for mask in (Mask(causal=True, documents=documents), longformer):
         planned(5, lambda mask=mask: schedule(layout, mask), use)  # type: ignore[misc]
-
-
-def test_every_rank_makes_the_same_schedule_alone() -> None:
-    """From values that came another way, as on another rank."""
-    layout = Layout.zigzag(96, 4, [0, 17, 30, 96])
-    blocks = patterns.bigbird(96, 12, window=1, global_=1, random=1)
-    for each, mask in (
-        (layout, Mask(causal=True, documents=Documents([0, 17, 30, 96]), used=(90, 3))),
-        (layout, Mask(window=(4, 4), global_tokens=((0, 2),))),
-        (Layout.contiguous(96, 4), Mask(blocks=blocks)),
-    ):
-        here = schedule(each, mask)
-        there = pickle.loads(pickle.dumps((each, mask)))
-        assert there == (each, mask)
-        forget()
-        assert schedule(*there) == here
 
 
 def shares(layout: Layout, mask: Mask) -> list[tuple[float, float]]:
@@ -157,23 +138,6 @@ def test_what_nobody_needs_is_not_sent(layout: Layout, mask: Mask, most: float, 
     for together, largest in shares(layout, mask):
         assert together <= most
         assert largest <= by_a_rank
-
-
-def test_what_a_rank_sees_is_one_interval_for_most_masks() -> None:
-    """What keeps the planning cheap: it searches for the ends of these."""
-    contiguous, striped = torch.arange(100, 200), torch.arange(0, 100, 5)
-    for mask in (
-        Mask(),
-        CAUSAL,
-        Window(left=4, right=0),
-        Window(left=5, right=-1),
-        Window(left=300, right=300, document=300),
-    ):
-        for positions in (contiguous, striped):
-            starts, ends = union(mask, positions)
-            assert len(starts) == len(ends) == 1
-    starts, ends = union(Window(left=2, right=1), torch.tensor([0, 1, 10, 11, 12, 40]))
-    assert (starts.tolist(), ends.tolist()) == ([0, 8, 38], [3, 14, 42])
 
 
 def needed(layout: Layout, mask: Mask, keys: Layout, block: int = 1) -> list[list[int]]:

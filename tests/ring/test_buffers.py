@@ -1,10 +1,10 @@
-"""Chunks of heads, and the one order of all groups of transfers."""
+"""Chunks of heads."""
 
 from __future__ import annotations
 
 import pytest
 
-from ringattn.ring.buffers import Key, Kind, chunks_of
+from ringattn.ring.buffers import chunks_of
 
 
 @pytest.mark.parametrize("kv_heads", range(1, 9))
@@ -18,26 +18,3 @@ def test_chunks_are_runs_of_heads(kv_heads: int, group: int) -> None:
         lengths = [heads.kv.stop - heads.kv.start for heads in chunks]
         assert lengths[0] == max(lengths)  # a slot is cut for the first
         assert max(lengths) - min(lengths) <= 1
-
-
-def test_groups_of_a_hop_are_in_order() -> None:
-    keys = [
-        Key("backward", 2, Kind.RAIL, 4, 0),
-        Key("backward", 2, Kind.RAIL, 4, 1),
-        Key("backward", 2, Kind.KV, 3, 0),
-        Key("backward", 2, Kind.KV, 3, 1),
-        Key("backward", 2, Kind.KV, 4, 0),
-        Key("backward", 3, Kind.KV, 5, 0),
-        Key("backward", 3, Kind.DKV, 3, 0),
-        Key("backward", 3, Kind.RETURN, 0, 0),
-    ]
-    assert sorted(keys) == keys
-
-
-def test_keys_say_what_moves() -> None:
-    assert [str(Key("backward", 2, kind, 3, 1)) for kind in Kind] == [
-        "backward hop 2: K/V by rail for hop 3, chunk 1",
-        "backward hop 2: K/V for hop 3, chunk 1",
-        "backward hop 2: sums, chunk 1",
-        "backward hop 2: node's sums, chunk 1",
-    ]

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.kernels import Bounds
-from ringattn.ring.schedule.layout import Documents, Layout
+from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import (
-    END,
     BlockMask,
     Longformer,
     Mask,
@@ -146,34 +145,9 @@ def test_pairs_in_blocks(data: st.DataObject, block: int, other_keys: bool) -> N
             assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
 
 
-def test_pairs_of_batch_rows_are_exact() -> None:
-    """An average would have a remainder."""
-    rows = torch.arange(3)
-    assert visible_pairs(Mask(used=(1, 1, 2)), rows, rows) == 3 + 3 + 6
-    assert visible_pairs(Mask(used=()), rows, rows) == 0
-    assert visible_pairs(Mask(causal=True, used=(0, 9)), rows, rows) == 6
-
-
 def test_the_usual_longformer_has_three_parts() -> None:
     assert len(Mask(window=(4, 4), global_tokens=((0, 2),)).parts) == 3
     assert Mask(window=(4, 4)).parts == (Mask(window=(4, 4)),)
-
-
-@pytest.mark.parametrize(
-    ("mask", "lo", "hi"),
-    [
-        (Mask(window=(2, 1)), [-2, 1, 5], [2, 5, 9]),
-        (Mask(window=(2, -1)), [-2, 1, 5], [END] * 3),
-        (Mask(causal=True, window=(2, 5)), [-2, 1, 5], [1, 4, 8]),
-        (Mask(causal=True, prefix=5), [0, 0, 0], [5, 5, 8]),
-        (Mask(causal=True, prefix=5, window=(2, -1)), [-2, 1, 5], [5, 5, 8]),
-        (Mask(documents=Documents([0, 3, 3, 7])), [0, 3, 7], [3, 7, 7]),  # position 7 lies past all documents
-        (Mask(causal=True, documents=Documents([0, 7, 9])), [0, 0, 7], [1, 4, 8]),
-    ],
-)
-def test_intervals_by_hand(mask: Mask, lo: list[int], hi: list[int]) -> None:
-    found = mask.interval(torch.tensor([0, 3, 7]))
-    assert [end.tolist() for end in found] == [[max(0, end) for end in lo], hi]
 
 
 def test_rows_that_see_nothing() -> None:
@@ -276,19 +250,6 @@ def test_repr_tells_patterns_apart() -> None:
     shown = {repr(BlockMask(torch.eye(4, dtype=torch.bool)[order], 2)) for order in ([0, 1, 2, 3], [1, 0, 2, 3])}
     assert len(shown) == 2
     assert all(re.fullmatch("<4 x 4 blocks of 2 positions, 4 seen, [0-9a-f]{16}>", one) for one in shown)
-
-
-@given(st.data(), st.integers(1, 4))
-def test_between_two_shards(data: st.DataObject, block: int) -> None:
-    queries, keys = data.draw(block_layouts(6, block, 2)), data.draw(block_layouts(6, block, 2))
-    blocks = data.draw(block_masks(6, 6, block))
-    for rank in range(2):
-        for shard in range(2):
-            mine, theirs = (one.positions(number)[::1] // block for one, number in ((queries, rank), (keys, shard)))
-            rows, columns = mine.unique(), theirs.unique()
-            assert torch.equal(blocks.rows(queries, rank), rows)
-            assert torch.equal(blocks.columns(keys, shard), columns)
-            assert torch.equal(blocks.between(queries, rank, keys, shard), blocks.visible[rows][:, columns])
 
 
 def test_spans_are_whole_blocks() -> None:

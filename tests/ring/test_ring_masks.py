@@ -143,23 +143,28 @@ def together(names: tuple[str, ...], backend: str, world: int, layout: str) -> C
     return case_of(world, layout, call, sink="sink" in names)
 
 
-PAIRS = [pair for pair in combinations(SINGLE, 2) if frozenset(pair) not in APART]
+def triples() -> list[tuple[str, ...]]:
+    """Three features at once, so that each pair of them is in one."""
+    left = {pair for pair in combinations(SINGLE, 2) if frozenset(pair) not in APART}
+    made: list[tuple[str, ...]] = []
+    whole = [one for one in combinations(SINGLE, 3) if not any(apart < {*one} for apart in APART)]
+    while left:
+        made.append(max(whole, key=lambda one: len(left & {*combinations(one, 2)})))
+        left -= {*combinations(made[-1], 2)}
+    return made
 
 
-@pytest.mark.parametrize(("number", "names"), [*enumerate(PAIRS)], ids=[*map(" + ".join, PAIRS)])
-def test_pairs_of_features(number: int, names: tuple[str, ...]) -> None:
+TRIPLES = triples()
+
+
+@pytest.mark.parametrize(("number", "names"), [*enumerate(TRIPLES)], ids=[*map(" + ".join, TRIPLES)])
+def test_features_together(number: int, names: tuple[str, ...]) -> None:
     """Worlds and layouts take turns."""
     check(together(names, "aten", 2 + number % 3, [*LAYOUTS][number % 4]))
 
 
 @pytest.mark.parametrize("pattern", ["blocks", "longformer"])
-@pytest.mark.parametrize(
-    ("world", "backend"),
-    [
-        *product([1, 2, 3, 4], ["aten"]),
-        (2, "triton"),
-    ],
-)
+@pytest.mark.parametrize(("world", "backend"), [(1, "aten"), (3, "aten"), (2, "triton")])
 def test_all_features_at_once(world: int, pattern: str, backend: str) -> None:
     names = tuple(name for name in SINGLE if frozenset({name, pattern}) not in APART)
     check(together(names, backend, world, "zigzag"))
@@ -217,10 +222,16 @@ def test_a_row_that_sees_nothing_but_the_sink() -> None:
     assert torch.equal(ours.lse[:, :, :4], sink[None, :, None].expand(2, 2, 4))
 
 
-@pytest.mark.parametrize("name", ["causal padding", "causal window", "all scores", "longformer"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_dtypes(dtype: torch.dtype, name: str) -> None:
-    backend = "triton" if (dtype, name) == (torch.float16, "causal window") else "aten"
+@pytest.mark.parametrize(
+    ("name", "dtype", "backend"),
+    [
+        ("causal padding", torch.bfloat16, "aten"),
+        ("causal window", torch.float16, "triton"),
+        ("all scores", torch.float16, "aten"),
+        ("longformer", torch.bfloat16, "aten"),
+    ],
+)
+def test_dtypes(name: str, dtype: torch.dtype, backend: str) -> None:
     check(case_of(3, "zigzag", (MASKS | SCORES)[name] | {"backend": backend}, dtype=dtype, sink=True))
 
 
@@ -257,7 +268,6 @@ def test_a_gradient_that_is_one_number(backend: str) -> None:
 @pytest.mark.parametrize(
     ("dims", "backend", "name"),
     [
-        ((16, 8), "aten", "causal window"),
         ((8, 24), "aten", "all scores"),
         ((5, 3), "aten", "causal window"),
         ((24, 16), "triton", "causal window"),
@@ -271,7 +281,7 @@ def test_values_of_their_own_size(dims: tuple[int, int], backend: str, name: str
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        *product([None, "causal documents", "prefix and window", "longformer", "padding", "all scores"], ["aten"]),
+        *product([None, "prefix and window", "longformer", "padding", "all scores"], ["aten"]),
         ("causal documents", "triton"),
     ],
 )
@@ -299,7 +309,8 @@ def test_blocks_between_queries_and_longer_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "layout", "backend"), [*zip([1, 2, 3, 4], LAYOUTS, cycle(["aten"])), (2, "zigzag", "triton")]
+    ("world", "layout", "backend"),
+    [(1, "contiguous", "aten"), (3, "striped", "aten"), (4, "uneven", "aten"), (2, "zigzag", "triton")],
 )
 def test_dropout_keeps_the_same_weights_everywhere(world: int, layout: str, backend: str) -> None:
     """Bit by bit: with the identity for values ``out`` is the weights, and with it for dout ``dv`` is."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ringattn.comm.topology.topology import Topology
 from ringattn.ring.schedule.layout import Documents, Layout
 from ringattn.ring.schedule.mask import Mask
-from ringattn.ring.schedule.schedule import Hop, Schedule, schedule
+from ringattn.ring.schedule.schedule import Schedule, schedule
 
 from ..support.layouts import NAMES, Window, layouts, masks, named, sees
 from ..support.planning import forget, planned
@@ -245,19 +245,6 @@ def test_every_ring_of_rings(topology: Topology, direction: int) -> None:
                 check(named(name, seqlen, world), mask, direction, topology=topology)
 
 
-@pytest.mark.parametrize(
-    ("topology", "slots"),
-    [(Topology.flat(5), 2), (Topology.flat(5), 4), (GRIDS[0], 3), (GRIDS[1], 2), (GRIDS[2], 4), (Topology.flat(2), 1)],
-    ids=lambda value: str(getattr(value, "nodes", value)),
-)
-def test_every_depth(topology: Topology, slots: int) -> None:
-    world = topology.world
-    for layout in (Layout.contiguous(2 * world, world), Layout.zigzag(2 * world, world)):
-        for prefetch in range(slots):
-            for chunks in (1, 3):
-                check(layout, CAUSAL, 1, topology=topology, how=(slots, prefetch, chunks))
-
-
 @given(st.data(), layouts(max_seqlen=20), masks(), st.sampled_from([1, -1]), settings())
 def test_any_ring(data: st.DataObject, layout: Layout, mask: Mask, direction: int, how: Settings) -> None:
     check(layout, mask, direction, topology=data.draw(rings(layout.world)), how=how)
@@ -341,38 +328,6 @@ def test_what_comes_from_both_sides_does_not_go_round(direction: int) -> None:
     nodes = schedule(Layout.contiguous(64, 16), Mask(window=(3, 3)), direction=direction, topology=Topology.grid(4, 4))
     assert (nodes.outer_steps, nodes.steps) == ((0, 1, 3), (0, 1, 3))
     assert nodes.count == 9
-
-
-def test_one_long_document_does_not_send_the_others_round() -> None:
-    """Every distance is used, by five ranks; the others see their neighbours alone."""
-    plan = schedule(Layout.contiguous(128, 16), Mask(documents=Documents([0, 12, 28, 32, 68, 84, 100, 128])))
-    assert plan.steps == (0, 1, 15, 2, 14, 3, 13, 4, 12)
-    assert sum(plan.bytes(1)) < 0.3 * 15 * 128
-    small = schedule(Layout.contiguous(64, 8), Mask(documents=Documents([0, 40, 48, 64])))
-    assert small.steps == (0, 1, 7, 2, 6, 3, 5, 4)
-    assert sum(small.bytes(1)) < sum(schedule(Layout.contiguous(64, 8), Mask()).bytes(1))
-
-
-def test_hops_of_a_full_ring_of_three() -> None:
-    assert schedule(Layout.contiguous(6, 3), Mask()).hops(1) == (
-        Hop(0, 1, True, None, 2, None, 0, None, 1),
-        Hop(1, 0, True, 0, 2, 1, None, 2, 1),
-        Hop(2, 2, True, 0, None, 2, 0, 2, 0),
-    )
-    assert schedule(Layout.contiguous(6, 3), Mask(), direction=-1).hops(1) == (
-        Hop(0, 1, True, None, 0, None, 2, None, 1),
-        Hop(1, 2, True, 2, 0, 1, None, 0, 1),
-        Hop(2, 0, True, 2, None, 2, 2, 0, 0),
-    )
-
-
-def test_a_shard_that_passes_a_rank() -> None:
-    before_the_first = schedule(Layout.contiguous(6, 3), CAUSAL, direction=-1)
-    assert before_the_first.active_ranges == (((1, 2),), ((2, 2),), ((1, 0),))
-    assert before_the_first.hops(0)[1] == Hop(1, 1, False, 1, 2, 1, None, None, None)
-    seen, unseen = (True, True, False, True), (True, False, False, False)
-    between = Schedule(((0, 1, 2, 3),), 1, (seen, unseen, unseen, unseen), (1, 1, 1, 1))
-    assert between.hops(2)[2] == Hop(2, 0, False, 1, 3, 2, 1, 3, 0)  # the sums pass too, with nothing added
 
 
 def test_sums_that_come_home_early_have_a_slot_of_their_own() -> None:

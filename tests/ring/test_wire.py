@@ -15,6 +15,7 @@ from ringattn.kernels import dequantize, quantize
 from ringattn.ring.wire import Wire, grad_wire_of, wire_of
 
 from ..kernels.test_attention import VIEWS
+from ..support.kernel_cases import in_turn
 from ..support.wire_cases import DTYPES, assert_same, assert_within_bound, codes_for, tensors, wide
 
 
@@ -77,8 +78,7 @@ def test_what_travels() -> None:
 # --- rounded to bfloat16 --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(("view", "dtype"), in_turn(VIEWS, [torch.float16, torch.float32]))
 def test_bfloat16_is_one_rounding(view: object, dtype: torch.dtype) -> None:
     x = wide(2, 20, 2, 6, dtype=dtype)
     made = receive(wire("bfloat16"), send(wire("bfloat16"), view(x)), x)  # type: ignore[operator]
@@ -98,8 +98,7 @@ def test_fp16_beyond_bfloat16s_steps_is_infinite() -> None:
 FP8 = wire("float8_e4m3fn")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("tokens", [0, 1, 128, 300])
+@pytest.mark.parametrize(("tokens", "dtype"), in_turn([0, 1, 128, 300], [torch.float16, torch.float32]))
 def test_the_cpu_sends_the_bits_of_the_kernels(tokens: int, dtype: torch.dtype) -> None:
     x = wide(2, tokens, 3, 40, dtype=dtype)
     if tokens:
@@ -129,8 +128,7 @@ def test_error_bound(x: Tensor) -> None:
     assert_within_bound(x, receive(FP8, travelled, x), travelled[1])
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(("view", "name"), in_turn(VIEWS, ["bfloat16", "float8_e4m3fn"]))
 def test_decoded_where_it_shall_lie(view: object, name: str) -> None:
     x = wide(2, 20, 2, 6)
     by = wire(name)

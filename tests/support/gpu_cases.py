@@ -22,15 +22,12 @@ from ringattn.bench.suite.cases import NotHere
 from ringattn.comm import LocalGroup, Message, Topology, Transport
 from ringattn.reference import attention
 from ringattn.ring import longformer
-from ringattn.ring.wire import grad_wire_of, wire_of
 
-from .baselines import Results, exact, pytorch
+from .baselines import Results
 from .mask_cases import Case as MaskCase
 from .mask_cases import compare
 from .ring_cases import LAYOUTS, check_results, inputs
-from .tolerance import assert_as_exact_as_pytorch
 from .transport_cases import CASES, LARGE, Case, filled, neighbours, until, values
-from .wired_ring import ring as wired_ring
 
 GPU_CASES: dict[str, dict[str, Case]] = {"local": {}, "nccl": {}, "copy_engine": {}, "process_group": {}}
 
@@ -191,36 +188,19 @@ def ring_arguments(case: RingCase, world: int) -> dict[str, Any]:
 
 
 def drawn(case: RingCase) -> dict[str, Tensor]:
-    """The same whole sequence on every rank. A wire is held against a reference that has no gradient through lse."""
+    """The same whole sequence on every rank."""
     torch.manual_seed(7)
-    whole = inputs(TOKENS, HEADS, (HEAD_DIM, HEAD_DIM), case.dtype)
-    return whole | {"dlse": torch.zeros_like(whole["dlse"])} if wired(case) else whole
-
-
-def wired(case: RingCase) -> bool:
-    return bool({"wire_dtype", "grad_wire_dtype"} & {*case.ring})
+    return inputs(TOKENS, HEADS, (HEAD_DIM, HEAD_DIM), case.dtype)
 
 
 def check_case(case: RingCase, ours: Results, world: int, backend: str) -> None:
     """As exact as PyTorch; with a wire, as PyTorch would be on what arrives."""
     whole = drawn(case)
-    if case.call:
+    if case.call or {"wire_dtype", "grad_wire_dtype"} & {*case.ring}:
         call = case.call | {"causal": case.causal, "backend": backend}
-        return compare(MaskCase(LAYOUTS[case.layout](TOKENS, world), whole, call), ours)
-    if not wired(case):
-        return check_results(ours, whole, causal=case.causal, backend=backend)
-    tensors = [whole[name] for name in ("q", "k", "v", "dout")]
-    tokens = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-    theirs, plain = pytorch(*tensors, seen=tokens), exact(*tensors, causal=True)
-    truth = wired_ring(
-        (tensors[0], tensors[1], tensors[2], tensors[3]),
-        wire=wire_of(case.ring.get("wire_dtype"), case.dtype),
-        grad_wire=grad_wire_of(case.ring.get("grad_wire_dtype")),
-        world=world,
-    )
-    for name, right in truth._asdict().items():
-        usual = getattr(theirs, name).double() - getattr(plain, name)
-        assert_as_exact_as_pytorch(name, getattr(ours, name), right + usual, right)
+        compare(MaskCase(LAYOUTS[case.layout](TOKENS, world), whole, call, ring=case.ring), ours)
+    else:
+        check_results(ours, whole, causal=case.causal, backend=backend)
 
 
 # alone on a GPU, each in a process of its own: `python -m tests.support.gpu_cases NAME`

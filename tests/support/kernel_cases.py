@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringattn import reference
-from ringattn.kernels import FULL, Bounds, KernelConfig, Tile, attention_backward, attention_forward
+from ringattn.kernels import FULL, Bounds, KernelConfig, Tile, attention_backward, attention_dkdv, attention_forward
 from ringattn.reference.masks import by_batch
 
 from . import baselines
@@ -264,3 +264,20 @@ def tiles(block_q: int, block_k: int) -> KernelConfig:
     """The same tile for every kernel."""
     tile = Tile(block_q, block_k, 4, 1)
     return KernelConfig(tile, tile, tile)
+
+
+def dkdv_of_shards(
+    x: Inputs, bounds: Bounds, cuts: Sequence[int], lse: Tensor, delta: Tensor, config: KernelConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """dK and dV, query shard after query shard: sums in fp32 that stay where they are, and the last leaves."""
+    sums: tuple[Tensor, Tensor] | None = None
+    for begin, end in pairwise(cuts):
+        rows, fresh = slice(begin, end), (torch.empty_like(x.k), torch.empty_like(x.v))
+        into = fresh if end == cuts[-1] else sums or (fresh[0].float(), fresh[1].float())
+        sums = attention_dkdv(
+            x.dout[:, rows], x.q[:, rows], x.k, x.v, lse[:, :, rows].contiguous(), delta[:, :, rows].contiguous(),
+            bounds=rows_of(bounds, begin, end), accum=sums, out=into, config=config,
+        )  # fmt: skip
+        assert sums[0] is into[0] and sums[1] is into[1]
+    assert sums is not None
+    return sums

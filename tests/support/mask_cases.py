@@ -16,12 +16,11 @@ from ringattn.reference.scores import Options
 from ringattn.ring.args import Layouts, mask_of
 from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.mask import BlockMask, Longformer
-from ringattn.ring.wire import grad_wire_of, wire_of
+from ringattn.ring.wire import Wire, grad_wire_of, wire_of
 
 from .baselines import Modified, Results, exact, exact_with_sink, operator_lse, pytorch, pytorch_with_sink
 from .kernel_cases import Inputs, magnitudes
 from .tolerance import assert_as_exact_as_pytorch
-from .wired_ring import travelled
 
 NOT_THE_REFERENCES = ("backend", "config", "block_mask")
 """Arguments of a call that the reference does not take, or takes in other words."""
@@ -248,6 +247,17 @@ def added(case: Case, parts: list[Expected]) -> Expected:
     sinks = [one.sinks for one in parts if one.sinks is not None]
     total = (sum(x[0] for x in sinks), sum(x[1] for x in sinks), sum(x[2] for x in sinks)) if sinks else None
     return Expected(whole([one.truth for one in parts]), whole([one.theirs for one in parts]), sizes, total)  # type: ignore[arg-type]
+
+
+def travelled(x: Tensor, by: Wire | None) -> Tensor:
+    """``x`` as it arrives, in its own dtype."""
+    if by is None:
+        return x
+    sent = tuple(torch.empty(size, dtype=dtype, device=x.device) for size, dtype in by.specs(tuple(x.shape)))
+    by.encode(x, sent)
+    into = torch.empty_like(x)
+    by.decode(sent, into)
+    return into
 
 
 def arrived(case: Case, rank: int) -> dict[str, Tensor]:
