@@ -10,7 +10,6 @@ import numpy as np
 
 from ringattn.ring.schedule.mask import BlockMask, Longformer
 
-from ..ring.test_blockwise import textbook
 from ..support.baselines import Results
 from ..support.mask_cases import Case, held
 
@@ -64,6 +63,16 @@ def attention(case: Case) -> list[Any]:
         dk[b, :, g] += dscore.T @ q[b, :, h]
         dv[b, :, g] += (weight * factor).T @ dout[b, :, h]
     return made
+
+
+def textbook(seed: int, counter: list[int]) -> int:
+    """Philox4x32-10, Salmon et al., SC 2011, section 3.3, with Python's integers."""
+    key, word = [seed % 2**32, seed >> 32], 2**32
+    for _ in range(10):
+        a, b = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = [b // word ^ counter[1] ^ key[0], b % word, a // word ^ counter[3] ^ key[1], a % word]
+        key = [(key[0] + 0x9E3779B9) % word, (key[1] + 0xBB67AE85) % word]
+    return counter[0]
 
 
 def table(rows: Any, columns: Any, entry: Any) -> Any:
