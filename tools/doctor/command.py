@@ -96,7 +96,5 @@ def doctor(
     about = provenance(device) | {"device": str(device), "ring": ring}
     notes = closing(findings)
     failed = [f"{one.check}: {one.text}" for one in findings if one.status == FAIL]
-    rows: list[Row] = [
-        {"check": one.check, "status": one.status, "found": one.text, "todo": one.todo} for one in findings
-    ]
+    rows: list[Row] = [dict(zip(UNITS, one[: len(UNITS)], strict=True)) for one in findings]
     finish(Result("doctor", UNITS, rows, failed, notes, about), json, csv, text="\n".join(["", *notes]))
