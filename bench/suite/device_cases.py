@@ -188,7 +188,7 @@ def local_world(
             layout = Layout.zigzag(seqlen, count)
             # ranks keep their shards, as they do in a training step: cutting and joining are not timed
             shards = [[layout.shard(x, rank) for x in inputs] for rank in range(count)]
-            step: Step
+            step: Callable[[], Any]
             for what in MOST_TIMES:
                 step = partial(ranks.run, partial(pass_of_a_rank, shards, layout, backward=what != "forward"))
                 parts[f"{what}:{who}"] = step

@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from ringattn.bench import cli
 from ringattn.bench.common import launching
 from ringattn.bench.common.result import read
+from ringattn.bench.kernels.accuracy import Results
 from ringattn.comm import LocalTransport, TransportError
 from ringattn.comm.groups import open_transports
 from ringattn.comm.topology.nvml import DeviceInfo
@@ -277,7 +278,7 @@ def test_a_wire_dtype_that_ruins_the_result(monkeypatch: pytest.MonkeyPatch) -> 
         if wire.get("wire_dtype") is torch.float8_e4m3fn:
             raise NotImplementedError("no fp8 here")
         results, transport = sound(ranks, layout, shards)
-        return doctor_ring.Results(*(x * (2 if wire else 1) for x in results)), transport
+        return Results(*(x * (2 if wire else 1) for x in results)), transport
 
     monkeypatch.setattr(doctor_ring, "run", ruined)
     told = lines(run("--world", "2").stdout)

@@ -49,7 +49,7 @@ def doctor(
     from ...bench.common.launching import member, process_group, world_of
     from ...bench.common.output import prints
     from ...bench.common.provenance import provenance
-    from ...bench.common.result import Result, finish
+    from ...bench.common.result import Result, Row, finish
     from ...comm import LocalWorld
     from .findings import FAIL, Finding, Ranks, closing, error_text
     from .ring import Shape, examine
@@ -74,7 +74,7 @@ def doctor(
         for finding in examine(ranks, shape, nbytes):
             if not ranks.alone or ranks.rank == 0:
                 record(finding)
-                ring = ranks.ring and ranks.ring.to_json()
+                ring = None if ranks.ring is None else ranks.ring.to_json()
 
     with Console(stderr=True).status("examining"):
         if place is None:
@@ -96,5 +96,5 @@ def doctor(
     about = provenance(device) | {"device": str(device), "ring": ring}
     notes = closing(findings)
     failed = [f"{one.check}: {one.text}" for one in findings if one.status == FAIL]
-    rows = [{"check": one.check, "status": one.status, "found": one.text, "todo": one.todo} for one in findings]
+    rows: list[Row] = [dict(zip(UNITS, one[: len(UNITS)], strict=True)) for one in findings]
     finish(Result("doctor", UNITS, rows, failed, notes, about), json, csv, text="\n".join(["", *notes]))
