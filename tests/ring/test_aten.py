@@ -75,6 +75,22 @@ def test_empty_shards(queries: int, keys: int, empty: Bounds | None) -> None:
     assert all(x.equal(torch.zeros_like(k)) for x in into)
 
 
+@pytest.mark.usefixtures("poison")
+def test_rows_that_see_nothing_and_keys_that_nobody_sees() -> None:
+    q, k, v, dout = (torch.randn(2, 9, heads, 16) for heads in (4, 2, 2, 4))
+    seen = bounds(CAUSAL, torch.arange(9), torch.arange(4, 13))
+    work = AtenForward(q, softmax_scale=SCALE)
+    work.fold(k, v, seen, final=True)
+    out, lse = work.result()
+    assert not out[:, :4].any() and bool((lse[..., :4] == -torch.inf).all())
+    back = AtenBackward(dout, q, out, lse, torch.randn_like(lse), softmax_scale=SCALE)
+    dkdv = (torch.empty_like(k), torch.empty_like(v))
+    back.dq(k, v, seen, local=True)
+    back.dkdv(k, v, seen, local=True, accum=None, out=dkdv)
+    assert not back.result()[:, :4].any() and back.result().isfinite().all()
+    assert all(x.isfinite().all() and not x[:, 5:].any() for x in dkdv)
+
+
 @pytest.mark.parametrize("rows", [0, 1, DOT_ROWS, DOT_ROWS + 3])
 def test_row_dot_of_any_number_of_rows(rows: int) -> None:
     x, y = (torch.randn(2, rows, 3, 8, dtype=torch.float64) for _ in range(2))
