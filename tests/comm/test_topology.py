@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.comm.topology.nvml import DeviceInfo, Link, NvLink
+from ringattn.comm.topology.nvml import DeviceInfo, Link, NvLink, link_between
 from ringattn.comm.topology.topology import Topology, ring_topology
 
 from ..support.clusters import DGX1, cpus, hgx, meshed
@@ -169,6 +170,23 @@ def test_properties_of_every_order(devices: list[DeviceInfo], data: st.DataObjec
     again = Topology.from_json(json.dumps(ring.to_json()))
     assert (again, again.devices, again.edges) == (ring, ring.devices, ring.edges)
     assert Topology.from_json({"devices": ring.to_json()["devices"]}) == ring
+
+
+MACHINES = {
+    "DGX-1": meshed("a", DGX1, 8),
+    "five of a DGX-1": [meshed("a", DGX1, 8)[gpu] for gpu in (4, 6, 1, 5, 0)],
+    "bridges between sockets": meshed("a", {(0, 3): 4, (1, 4): 4, (2, 5): 4}, 6, version=3),
+}
+
+
+@pytest.mark.parametrize("devices", MACHINES.values(), ids=MACHINES)
+def test_no_cycle_has_a_better_slowest_link(devices: list[DeviceInfo]) -> None:
+    def slowest(order: Sequence[int]) -> object:
+        around = zip(order, [*order[1:], order[0]], strict=True)
+        return max(link_between(devices[a], devices[b]).rank for a, b in around)
+
+    every = ([0, *rest] for rest in permutations(range(1, len(devices))))
+    assert slowest(ring_topology(devices).order) == min(map(slowest, every))  # type: ignore[type-var]
 
 
 @settings(max_examples=60)
