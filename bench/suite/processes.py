@@ -215,9 +215,9 @@ def _together(
                     one.state, one.reason = "not here", one.part.missing
                 elif left < LEAST_SHARE * one.part.seconds:
                     one.reason = f"it takes up to {one.part.seconds:.0f} s, {max(left, 0):.0f} s were left"
-                else:
+                changed(one)  # before it starts, since a part may read what is known
+                if not one.over:
                     running.append(Running(one, left, out, device))
-                changed(one)
             time.sleep(POLL_SECONDS)
             for each in [each for each in running if each.over()]:
                 running.remove(each)
