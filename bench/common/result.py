@@ -47,7 +47,7 @@ class Result:
 
         Empty columns are not shown.
         """
-        columns = [name for name in self.units if any(row.get(name) is not None for row in self.rows)]
+        columns = [name for name in self.units if any(row.get(name) not in (None, "") for row in self.rows)]
         same, left = list[str](), list[str]()
         if len(_lines(self.rows, columns, self.units)[0]) > width:
             same = [name for name in columns if len(self.rows) > 1 and len({row.get(name) for row in self.rows}) == 1]
