@@ -33,9 +33,7 @@ def test_table_leaves_out_columns_from_the_right_and_names_them() -> None:
 
 
 def test_what_is_the_same_in_all_rows_of_a_wide_table_is_told_once() -> None:
-    rows: list[Row] = [
-        {"edge": edge, "GB/s": 12.5, "checked": "", "remark": edge * 9} for edge in ("0 -> 1", "1 -> 0")
-    ]
+    rows: list[Row] = [{"edge": edge, "GB/s": 12.5, "checked": "", "remark": edge * 9} for edge in ("0 -> 1", "1 -> 0")]
     wide, narrow = Result("", FOUND.units, rows).text(100).splitlines(), Result("", FOUND.units, rows).text(70)
     assert wide[0].split() == ["edge", "GB/s", "GB/s", "remark"]  # no empty columns
     assert narrow.splitlines()[0] == "GB/s 12.5 GB/s" and narrow.splitlines()[1].split() == ["edge", "remark"]
