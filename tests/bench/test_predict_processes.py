@@ -40,6 +40,8 @@ def after_one_more(program: Program) -> Program:
     return replace(program, ops=(Op(COMPUTE, "forward", 0, 0, ()), *later))
 
 
+@pytest.mark.nightly
+@pytest.mark.idle
 @pytest.mark.usefixtures("alone")
 def test_the_step_of_processes(tmp_path: Path) -> None:
     """Every launch takes what it took there: what is compared is who waits for what, on a host that computes itself.
