@@ -31,7 +31,8 @@ class Kind(IntEnum):
     RAIL = 0
     KV = 1
     DKV = 2
-    RETURN = 3
+    PREFETCH = 3  # K/V that a later hop than the next one works with, in the backward
+    RETURN = 4
 
 
 class Key(NamedTuple):
@@ -51,8 +52,9 @@ class Key(NamedTuple):
         what = {
             Kind.RAIL: f"K/V by rail{coming}",
             Kind.KV: f"K/V{coming}",
-            Kind.DKV: "sums",
-            Kind.RETURN: "node's sums",
+            Kind.DKV: "dK/dV",
+            Kind.PREFETCH: f"K/V{coming}",
+            Kind.RETURN: "dK/dV of the node",
         }[self.kind]
         return f"{self.phase} hop {self.hop}: {what}, chunk {self.chunk}"
 

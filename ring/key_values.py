@@ -25,11 +25,11 @@ class KeyValues(RingBuffer):
         self._arrivals: dict[tuple[int, int], Arrival] = {}
         self._scratch: Tensors = ()
 
-    def advance(self, now: Hop) -> None:
-        """Post what is due when hop ``now`` begins."""
+    def advance(self, now: Hop, kind: Kind = Kind.KV) -> None:
+        """Post what is due during hop ``now``: at its beginning or, as ``PREFETCH``, behind its dK/dV."""
         for coming in self.call.plan.arrivals(now.index, self.call.prefetch):
             for heads in self.call.chunks:
-                self._post(now, coming, heads)
+                self._post(now, coming, heads, kind)
 
     def arrived(self, hop: Hop, heads: Heads) -> Pair:
         """K and V of a chunk in the dtype of the model; what is issued from now on runs after their arrival."""
@@ -43,11 +43,11 @@ class KeyValues(RingBuffer):
         k, v = self.decode(travelled, self.part(self._scratch, hop, heads))
         return k, v
 
-    def _post(self, now: Hop, coming: Hop, heads: Heads) -> None:
+    def _post(self, now: Hop, coming: Hop, heads: Heads, kind: Kind) -> None:
         """One group: pass on what an earlier hop works with, and receive what ``coming`` works with."""
         plan = self.call.plan
         by_rail = plan.is_outer_root(coming)
-        level, kind = (BETWEEN, Kind.RAIL) if by_rail else (INSIDE, Kind.KV)
+        level, kind = (BETWEEN, Kind.RAIL) if by_rail else (INSIDE, kind)
         leaving = plan.hops[coming.index - (plan.inner if by_rail else 1)]
         to = leaving.rail_to if by_rail else leaving.kv_to
         held = NOTHING if to is None else self._held(leaving, heads)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from ..kernels import Bounds, Scores
-from .buffers import Call, Heads, MaskArgs, Pair, Tensors
+from .buffers import Call, Heads, Kind, MaskArgs, Pair, Tensors
 from .dkv import DkvAccumulators
 from .key_values import KeyValues
 from .schedule.schedule import Hop
@@ -69,19 +69,24 @@ def backward(call: Call, backends: Sequence[BackwardBackend], k: torch.Tensor, v
 
     The root of every outer step brackets it: its dQ hides the first K/V, its dK/dV continues the sums that came back.
     The first root is the own shard, whose dK/dV comes last of all. At every hop dK/dV comes first, so that the dQ
-    of the same hop hides the sums' way to the next rank.
+    of the same hop hides the sums' way to the next rank. K/V of a later hop than the next one are posted behind them:
+    a link moves what is posted in this order, and the next rank needs the sums first.
     """
     moving, dkv = KeyValues(call, k, v), DkvAccumulators(call, k, v)
     pairs = tuple(zip(call.chunks, backends, strict=True))
+    ahead = call.prefetch > 1
     for root, *others in call.plan.outer_steps:
         moving.advance(root)
         for heads, backend in pairs:
             query_gradient(call, moving, backend, root, heads)
         for hop in others:
-            moving.advance(hop)
+            if not ahead:
+                moving.advance(hop)
             for heads, backend in pairs:
                 key_gradients(call, moving, dkv, backend, hop, heads)
                 dkv.post(hop, heads)
+                if ahead and heads is call.chunks[-1]:
+                    moving.advance(hop, Kind.PREFETCH)
                 query_gradient(call, moving, backend, hop, heads)
         if call.plan.two_level:
             for heads, backend in pairs:

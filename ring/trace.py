@@ -56,6 +56,8 @@ class Moved(NamedTuple):
     sent: int
     received: int
 
+KEY_VALUES = (Kind.RAIL, Kind.KV, Kind.PREFETCH)
+
 
 def slot_trace(
     phase: str, plan: Plan, posts: Sequence[Moved], computed: Mapping[int, Sequence[Stretch]]
@@ -65,7 +67,7 @@ def slot_trace(
     ``computed``: per hop, when it computed. The two slots of a two-level ring through which nodes' sums go home are not
     told.
     """
-    kv = [post for post in posts if post.key.kind in (Kind.KV, Kind.RAIL)]
+    kv = [post for post in posts if post.key.kind in KEY_VALUES]
     sums = [post for post in posts if post.key.kind is Kind.DKV]
     for hop in plan.hops:
         reads = computed.get(hop.index, ())
@@ -92,7 +94,7 @@ def _slot_span(into: Sequence[Moved], out: Sequence[Moved], reads: Sequence[Stre
 
 def names(plan: Plan, key: Key) -> tuple[str, str]:
     """What a group of transfers sends, and what it receives."""
-    if key.kind in (Kind.KV, Kind.RAIL):
+    if key.kind in KEY_VALUES:
         return f"K/V of {_leaving(plan, key).shard}", f"K/V of {plan.hops[key.brings].shard}"
     if key.kind is Kind.DKV:
         coming = " and ".join(str(one.shard) for one in _coming_sums(plan, key))

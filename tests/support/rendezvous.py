@@ -91,15 +91,15 @@ class Rank:
         self.queues[group.level].append(group)
         return group
 
-    def advance(self, now: Hop) -> None:
+    def advance(self, now: Hop, kind: Kind = Kind.KV) -> None:
         for coming in self.plan.arrivals(now.index, self.prefetch):
             for chunk in range(self.chunks):
-                self.post_kv(now, coming, chunk)
+                self.post_kv(now, coming, chunk, kind)
 
-    def post_kv(self, now: Hop, coming: Hop, chunk: int) -> None:
+    def post_kv(self, now: Hop, coming: Hop, chunk: int, kind: Kind) -> None:
         by_rail = self.plan.is_outer_root(coming)
         leaving = self.plan.hops[coming.index - (self.plan.inner if by_rail else 1)]
-        kind, to = (Kind.RAIL, leaving.rail_to) if by_rail else (Kind.KV, leaving.kv_to)
+        kind, to = (Kind.RAIL, leaving.rail_to) if by_rail else (kind, leaving.kv_to)
         group = Group(Key(self.phase, now.index, kind, coming.index, chunk), BETWEEN if by_rail else INSIDE)
         if to is not None:
             group.sends.append((to, ("kv", leaving.shard, chunk), lambda: self.held(leaving, chunk)))
@@ -141,10 +141,13 @@ class Rank:
             for chunk in range(self.chunks):
                 yield from self.compute("dq", base, chunk)
             for hop in others:
-                self.advance(hop)
+                if self.prefetch < 2:
+                    self.advance(hop)
                 for chunk in range(self.chunks):
                     yield from self.add(hop, chunk)
                     self.post_sums(hop, chunk)
+                    if self.prefetch > 1 and chunk == self.chunks - 1:
+                        self.advance(hop, Kind.PREFETCH)
                     yield from self.compute("dq", hop, chunk)
             if self.plan.two_level:
                 for chunk in range(self.chunks):
