@@ -178,7 +178,7 @@ def simulated(
     results: list[Seconds] = [ends.max(axis=0), mine.sum(axis=0), mine.max(axis=0)]
     if ends.shape[1] == 1:
         results = [float(one[0]) for one in results]
-    return Pass(programs[0].phase, *results, tuple(tracks))
+    return Pass(programs[0].phase, results[0], results[1], results[2], tuple(tracks))
 
 
 def _transfer(rank: int, op: Op, message: Callable[[int, int, int], Seconds]) -> Seconds:
