@@ -89,7 +89,7 @@ def _draw_owners(axes: Any, ranks: Grid, world: int) -> None:
         edge.spines[:].set_visible(False)
         cuts = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
         if len(cuts) < MOST_RUNS:
-            style = {"ha": "center", "va": "center_baseline", "fontsize": 7, "color": "white"}
+            style: Any = {"ha": "center", "va": "center_baseline", "fontsize": 7, "color": "white"}
             for start, stop in pairwise(cuts):
                 middle = [(start + stop - 1) / 2, 0]
                 edge.text(*(middle if strip.shape[0] == 1 else middle[::-1]), f"{ranks[start]}", **style)
@@ -128,6 +128,6 @@ def _label_hop(axes: Any, call: Call, rank: int, hop: Hop) -> None:
     elif hop.kv_from is not None:
         axes.text(hop.index, rank, f"({hop.shard})", va="center", fontsize=11, **style)
     goes = [f"{mark} {to}" for mark, to in (("→", hop.kv_to), ("»", hop.rail_to)) if to is not None]
-    style = {"ha": "right", "va": "bottom", "fontsize": 9, "fontweight": "bold", "color": ON_CELL}
-    where = {"xy": (hop.index + 0.5, rank + 0.5), "xytext": (-4, 3), "textcoords": "offset points"}
-    axes.annotate("  ".join(goes), **where, **style)
+    label: Any = {"ha": "right", "va": "bottom", "fontsize": 9, "fontweight": "bold", "color": ON_CELL}
+    where: Any = {"xy": (hop.index + 0.5, rank + 0.5), "xytext": (-4, 3), "textcoords": "offset points"}
+    axes.annotate("  ".join(goes), **where, **label)

@@ -157,7 +157,7 @@ def ranks_text(call: Call) -> str:
             sent = {name: human(every[rank][name], "B") for name in units if name.startswith("sends")}
             share = {"rank": rank, "share": 100 * every[rank]["visible pairs"] / total}
             rows.append(every[rank] | share | sent)
-    return Result("show", units, rows).text(COLUMNS)
+    return Result("show", units, [*rows]).text(COLUMNS)
 
 
 def mask_text(call: Call) -> str:
