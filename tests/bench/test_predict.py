@@ -126,6 +126,8 @@ def test_links_are_hidden_or_count() -> None:
     forward = predicted(SMALL, STEADY, late(10.0))[0]
     assert forward.seconds == pytest.approx(3 * 10 + 1) and forward.exposed == pytest.approx(forward.seconds - 4)
     assert forward.worst == pytest.approx(9)  # the first of them comes beside the own shard's second
+    (last,) = predicted(replace(SMALL, layout="contiguous"), STEADY, late(10.0), phases=FORWARD)
+    assert last.exposed == pytest.approx(27)  # of the rank that is done last: the first waits for nobody
     links, call = Links(Link(1e9, 0.0), Link(1e9, 0.0)), replace(SMALL, tokens=4096, kv_heads=4)
     assert seconds(replace(call, chunks=4), links, H100)[0] < seconds(call, links, H100)[0]
 
