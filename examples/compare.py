@@ -16,13 +16,10 @@ from .demo import Job
 from .model import BYTES
 from .training import Run, Runs
 
-UNITS = {
-    name: ""
-    for name in ("step", "name", "sharded - whole", "allowed", "error", "pytorch error", "agrees", "sharded", "whole")
-}
+COLUMNS = ("step", "name", "sharded - whole", "allowed", "error", "pytorch error", "agrees", "sharded", "whole")
 
 
-def compared(job: Job, document: str, runs: Runs) -> Result:
+def compared(job: Job, runs: Runs) -> Result:
     """A row for every loss, and for every parameter's gradient of the compared steps; numbers are largest elements.
 
     The tolerance is argued, not tuned: an error against float64 may be twice PyTorch's own in the same dtype (the same
@@ -33,7 +30,7 @@ def compared(job: Job, document: str, runs: Runs) -> Result:
     wrong = [row for row in rows if not row["agrees"]]
     failed = [f"{row['name']} at step {row['step']}: {measured(row):.1e} > {row['allowed']:.1e}" for row in wrong]
     notes = [
-        f"{job.seqlen:,} bytes of {document}; {job.layers} layers, {job.heads} heads ({job.kv_heads} of K/V) of dim "
+        f"{job.seqlen:,} bytes of Python's help; {job.layers} layers, {job.heads} heads ({job.kv_heads} of K/V) of dim "
         f"{job.head_dim}, {job.dtype}, {job.layout}",
         spent("sharded", job, runs.ring),
         spent("whole", job, runs.whole),
@@ -45,7 +42,7 @@ def compared(job: Job, document: str, runs: Runs) -> Result:
         nearest = max(measured(row) / row["allowed"] if row["allowed"] else 0.0 for row in rows)
         notes.append(f"AGREE: every loss and every gradient; the largest error is {nearest:.0%} of what is allowed")
     about = provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {"job": asdict(job)}
-    return Result("demo", UNITS, rows, failed, notes, about)
+    return Result("demo", dict.fromkeys(COLUMNS, ""), rows, failed, notes, about)
 
 
 def measured(row: Row) -> float:

@@ -14,14 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..bench.common.launching import cores, member, process_group, threads
 from ..bench.common.memory import PeakMemory
@@ -31,8 +27,8 @@ from ..ring.shards import exchange
 from .demo import Job
 from .model import Attend, Decoder
 
-EXACT_ROWS = 1024  # queries whose float64 scores a GPU holds at a time
 ADAM_BETAS = (0.9, 0.95)  # a second moment that follows within a dozen steps
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -89,7 +85,16 @@ class Task:
     def load(self, step: int, model: Decoder) -> None:
         """The weights that :meth:`save` kept."""
         assert self.folder is not None
-        model.load_state_dict(torch.load(self.folder / f"{step}.pt", weights_only=True))
+        model.load_state_dict(torch.load(self.folder / f"{step}.pt", weights_only=True, map_location="cpu"))
+
+    def batch(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The bytes of the document at ``positions``, the bytes that follow them, and these positions.
+
+        Labels are shifted before the split.
+        """
+        text = torch.frombuffer(bytearray(self.document), dtype=torch.uint8).long()
+        parts = text[positions][None], text[positions + 1], positions
+        return parts[0].to(self.device), parts[1].to(self.device), parts[2].to(self.device)
 
 
 def as_rank(store: str | None, job: Job, document: bytes) -> Runs | None:
@@ -100,32 +105,30 @@ def as_rank(store: str | None, job: Job, document: bytes) -> Runs | None:
     """
     place = member()
     assert place is not None
-    with TemporaryDirectory() as folder, progress(job, hidden=place.rank > 0) as tick:
+    with TemporaryDirectory() as folder:
         task = Task(job, document, place.device, Path(folder) if place.rank == 0 else None)
         with threads(place.threads), process_group(place, store):
-            ring = train_ring(task, None, tick)
+            ring = train_ring(task, None)
         ring.where = f"{place.world} ranks, {_device_name(task.device, place.threads)} each"
-        return whole_runs(task, ring, tick) if place.rank == 0 else None
+        return whole_runs(task, ring) if place.rank == 0 else None
 
 
 def as_all_ranks(job: Job, document: bytes, world: int) -> Runs:
     """All ranks, as virtual ones on one device."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    with TemporaryDirectory() as folder, progress(job) as tick, threads(cores()):
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
+    with TemporaryDirectory() as folder, threads(cores()):
         task = Task(job, document, device, Path(folder))
 
         def rank(group: LocalGroup) -> Run:
-            if group.rank() == 0:
-                return train_ring(task, group, tick)
-            return train_ring(Task(job, document, device), group)
+            return train_ring(task if group.rank() == 0 else Task(job, document, device), group)
 
         with LocalWorld(world, device=device) as local:
             ring = local.run(rank)[0]
         ring.where = f"{world} virtual ranks on {_device_name(device, cores())}, memory of all together"
-        return whole_runs(task, ring, tick)
+        return whole_runs(task, ring)
 
 
-def whole_runs(task: Task, ring: Run, tick: Callable[[], object]) -> Runs:
+def whole_runs(task: Task, ring: Run) -> Runs:
     """The steps of a ring again on the whole sequence, in this process with all its threads.
 
     Raises:
@@ -133,7 +136,7 @@ def whole_runs(task: Task, ring: Run, tick: Callable[[], object]) -> Runs:
     """
     try:
         with threads(cores()):
-            return Runs(ring, train_whole(task, tick), train_exactly(task, tick))
+            return Runs(ring, train_whole(task), train_exactly(task))
     except torch.OutOfMemoryError as error:
         raise RuntimeError(
             f"--seqlen {task.job.seqlen}: the whole sequence does not fit one GPU, and nothing is left to compare "
@@ -141,7 +144,7 @@ def whole_runs(task: Task, ring: Run, tick: Callable[[], object]) -> Runs:
         ) from error
 
 
-def train_ring(task: Task, group: GroupLike, tick: Callable[[], object] = lambda: None) -> Run:
+def train_ring(task: Task, group: GroupLike) -> Run:
     """Train with the sequence sharded over the ranks of ``group``: every rank calls it."""
     with Ring(group) as ring:
         transport = ring.open(task.device)[0]
@@ -153,32 +156,29 @@ def train_ring(task: Task, group: GroupLike, tick: Callable[[], object] = lambda
             assert isinstance(out, Tensor)  # it is a pair only where lse was asked for
             return out
 
-        run = train(task, attend, layout.positions(ring.rank), task.save, partial(reduce, ring), tick)
+        run = train(task, attend, layout.positions(ring.rank), task.save, partial(reduce, ring))
         run.peaks = [peak for peak in transport.gather(run.peaks[0]) if isinstance(peak, int)]
     return run
 
 
-def train_whole(task: Task, tick: Callable[[], object]) -> Run:
+def train_whole(task: Task) -> Run:
     """Take the same steps on the whole sequence in this process, with PyTorch's attention."""
     positions = torch.arange(task.job.seqlen)
-    run = train(task, pytorch_attention, positions, task.load, lambda model, loss: loss.item(), tick)
+    run = train(task, pytorch_attention, positions, task.load, lambda model, loss: loss.item())
     run.where = _device_name(task.device, cores())
     return run
 
 
-def train_exactly(task: Task, tick: Callable[[], object]) -> Run:
-    """Loss and gradients of the compared steps in float64, on the whole sequence."""
-    run = Run()
-    model = task.model().double()
-    attend = pytorch_attention if task.device.type == "cpu" else blocked_attention
-    batch = Batch.of(task, torch.arange(task.job.seqlen))
+def train_exactly(task: Task) -> Run:
+    """Loss and gradients of the compared steps in float64, of the whole sequence, on the CPU, which has a kernel."""
+    run, task = Run(), Task(task.job, task.document, CPU, task.folder)
+    model, batch = task.model().double(), task.batch(torch.arange(task.job.seqlen))
     for step in task.job.compared:
         task.load(step, model)
         model.zero_grad()
-        loss, run.logits[step] = backward(model, batch, attend, task.job.seqlen)
+        loss, run.logits[step] = backward(model, batch, pytorch_attention)
         run.losses[step] = loss.item()
         run.gradients[step] = copy_gradients(model)
-        tick()
     return run
 
 
@@ -188,7 +188,6 @@ def train(
     positions: Tensor,
     before: Callable[[int, Decoder], object],
     reduce: Callable[[Decoder, Tensor], float],
-    tick: Callable[[], object],
 ) -> Run:
     """Take the steps of a job with Adam on the tokens at ``positions``.
 
@@ -197,7 +196,7 @@ def train(
     run, job, device = Run(), task.job, task.device
     model = task.model()
     optimizer = torch.optim.Adam(model.parameters(), lr=job.lr, betas=ADAM_BETAS)
-    batch = Batch.of(task, positions)
+    batch = task.batch(positions)
     dtype = getattr(torch, job.dtype)
     precision = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
     memory = PeakMemory(device)
@@ -212,32 +211,18 @@ def train(
         run.seconds.append(time.perf_counter() - begun)  # a GPU is idle here but for the update: the loss was read
         if step in job.compared:
             run.gradients[step] = copy_gradients(model)
-        tick()
     run.peaks = [memory.bytes]
     return run
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Bytes, the bytes that follow them, and their global positions."""
-
-    tokens: Tensor
-    labels: Tensor
-    positions: Tensor
-
-    @classmethod
-    def of(cls, task: Task, positions: Tensor) -> Batch:
-        """The bytes of the document at ``positions``: labels are shifted before the split."""
-        text = torch.frombuffer(bytearray(task.document), dtype=torch.uint8).long()
-        parts = text[positions][None], text[positions + 1], positions
-        return cls(*(part.to(task.device) for part in parts))
-
-
-def backward(model: Decoder, batch: Batch, attend: Attend, total: int) -> tuple[Tensor, float]:
-    """These tokens' part of the mean loss over ``total`` tokens, and their largest logit in magnitude."""
-    logits = model(batch.tokens, batch.positions, attend)[0]
+def backward(
+    model: Decoder, batch: tuple[Tensor, Tensor, Tensor], attend: Attend, total: int | None = None
+) -> tuple[Tensor, float]:
+    """These tokens' part of the mean loss over ``total`` tokens (or all), and their largest logit in magnitude."""
+    tokens, labels, positions = batch
+    logits = model(tokens, positions, attend)[0]
     # summed in float64: a sum of thousands of tokens in float32 would round more than what is compared
-    loss = F.cross_entropy(logits, batch.labels, reduction="none").sum(dtype=torch.float64) / total
+    loss = F.cross_entropy(logits, labels, reduction="none").sum(dtype=torch.float64) / (total or len(labels))
     loss.backward()  # type: ignore[no-untyped-call]
     largest = max(map(abs, torch.aminmax(logits.detach()))).item() if logits.numel() else 0.0
     return loss.detach(), largest
@@ -268,37 +253,6 @@ def pytorch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """``scaled_dot_product_attention``, causal, of ``[B, S, H, D]``."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-
-def blocked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same by blocks of queries whose scores are forgotten and computed again: a GPU has no fused float64."""
-    starts = range(0, q.shape[1], EXACT_ROWS)
-    return torch.cat([checkpoint(_block, q, k, v, start, use_reentrant=False) for start in starts], dim=1)
-
-
-def _block(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    stop = min(start + EXACT_ROWS, q.shape[1])
-    rows, columns = torch.arange(start, stop, device=q.device), torch.arange(stop, device=q.device)
-    q, k, v = (x.transpose(1, 2) for x in (q[:, start:stop], k[:, :stop], v[:, :stop]))
-    visible = rows[:, None] >= columns
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True).transpose(1, 2)
-
-
-class progress:
-    """A bar over the steps of all three runs, on standard error and gone at the end; a terminal alone shows it."""
-
-    def __init__(self, job: Job, hidden: bool = False) -> None:
-        console = Console(stderr=True)
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-        self._bars = Progress(*columns, console=console, transient=True, disable=hidden or not console.is_terminal)
-        self._task = self._bars.add_task("steps: sharded, whole, float64", total=2 * job.steps + len(job.compared))
-
-    def __enter__(self) -> Callable[[], object]:
-        self._bars.start()
-        return lambda: self._bars.advance(self._task)
-
-    def __exit__(self, *_: Any) -> None:
-        self._bars.stop()
 
 
 def _device_name(device: torch.device, count: int) -> str:

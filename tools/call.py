@@ -58,9 +58,8 @@ class Call:
 
     @property
     def title(self) -> str:
-        kind = mask_title(self.mask)
-        where = f" on {self.nodes} nodes" if self.nodes > 1 else ""
-        return f"{self.layout_name}, {kind}, {self.layout.seqlen:,} tokens over {self.layout.world} ranks{where}"
+        where = f"{self.layout.world} ranks" + (f" on {self.nodes} nodes" if self.nodes > 1 else "")
+        return f"{self.layout_name}, {mask_title(self.mask)}, {self.layout.seqlen:,} tokens over {where}"
 
     @cached_property
     def owners(self) -> Grid:
@@ -80,11 +79,6 @@ class Call:
     def shards(self) -> Grid:
         """The shard that is on a rank at a hop, ``[rank, hop]``: at every hop each is on one rank."""
         return np.argsort(self.plan.ranks, axis=0)
-
-    @property
-    def flops_per_pair(self) -> int:
-        alike = self.batch if self.mask.used is None else 1
-        return forward_flops(1, heads=self.heads, head_dim=self.head_dim, batch=alike)
 
     @property
     def bytes_per_token(self) -> tuple[int, int]:
@@ -183,17 +177,19 @@ def rank_rows(call: Call) -> list[dict[str, Any]]:
     if call.nodes > 1:
         sent["by rail forward"] = call.plan.bytes(kv, level=1)
         sent["by rail backward"] = call.plan.bytes(kv, dkv, level=1)
+    counted = call.batch if call.mask.used is None else 1  # where batch rows differ all pairs are counted together
     rows = []
     for rank, pairs in enumerate(call.pairs.sum(axis=1).tolist()):
-        flops = {"forward": pairs * call.flops_per_pair, "backward": pairs * call.flops_per_pair * BACKWARD_FLOPS}
-        moved = {name: counts[rank] for name, counts in sent.items()}
-        rows.append({"tokens": call.layout.lengths[rank], "visible pairs": pairs, **flops, **moved})
+        flops = forward_flops(pairs, heads=call.heads, head_dim=call.head_dim, batch=counted)
+        row = {"tokens": call.layout.lengths[rank], "visible pairs": pairs, "forward": flops}
+        row |= {"backward": flops * BACKWARD_FLOPS, **{name: counts[rank] for name, counts in sent.items()}}
+        rows.append(row)
     return rows
 
 
 def described(call: Call) -> dict[str, Any]:
     """The call and what each rank does, for the provenance of a result."""
-    sizes = {name: getattr(call, name) for name in ("direction", "batch", "heads", "kv_heads", "head_dim", "dtype")}
+    names = ("direction", "batch", "heads", "kv_heads", "head_dim", "dtype", "balance")
     return {
         "layout": call.layout_name,
         "seqlen": call.layout.seqlen,
@@ -201,8 +197,6 @@ def described(call: Call) -> dict[str, Any]:
         "spans": call.layout.spans_per_rank,
         "mask": mask_data(call.mask),
         "nodes": call.plan.nodes,
-        "rails": [*zip(*call.plan.nodes, strict=True)] if call.nodes > 1 else [],
-        **sizes,
-        "balance": call.balance,
+        **{name: getattr(call, name) for name in names},
         "ranks": rank_rows(call),
     }

@@ -16,9 +16,8 @@ from .call import Call, Grid, mask_cells
 CELLS = 512  # of the mask, each way
 LABELLED = 12  # ranks: a larger grid has no text in its cells
 TAB10 = 10
-FEW = 130  # documents or blocks: more would hide what is drawn
+MOST_RUNS = 40  # of ranks along a strip: more are too narrow for a number
 ON_CELL = "#222222"  # cells of work are light on any paper
-MOVING = "#c2571a"
 
 
 def draw_call(call: Call, out: Path) -> None:
@@ -78,23 +77,6 @@ def _draw_mask(call: Call, axes: Any) -> None:
     _draw_owners(axes, ranks, world)
     bar = axes.figure.colorbar(image, ax=axes, shrink=0.8, label="hop", ticks=_ticks(hops))
     bar.outline.set_visible(False)
-    _draw_structure(call, axes)
-
-
-def _draw_structure(call: Call, axes: Any) -> None:
-    """Boxes around documents, lines between blocks and at the ends of rows' keys: where they are few enough to tell."""
-    from matplotlib.collections import LineCollection
-
-    seqlen, mask = call.layout.seqlen, call.mask
-    if mask.documents is not None and len(mask.documents.boundaries) <= FEW:
-        boxes = [[(a, a), (b, a), (b, b), (a, b), (a, a)] for a, b in pairwise(mask.documents.boundaries)]
-        axes.add_collection(LineCollection(boxes, colors=MOVING, linewidths=1.0))
-    if mask.blocks is not None and len(mask.blocks.visible) <= FEW:
-        edges = np.arange(0, seqlen, mask.blocks.block)[1:]
-        axes.hlines(edges, 0, seqlen, color="white", lw=0.5)
-        axes.vlines(edges, 0, seqlen, color="white", lw=0.5)
-    if mask.used is not None and len(ends := {*mask.used}) <= FEW:
-        axes.vlines([*ends], 0, seqlen, color=MOVING, lw=1.0, linestyles="dashed")
 
 
 def _draw_owners(axes: Any, ranks: Grid, world: int) -> None:
@@ -105,18 +87,12 @@ def _draw_owners(axes: Any, ranks: Grid, world: int) -> None:
         edge.imshow(strip, cmap=palette, vmin=-0.5, vmax=world - 0.5, aspect="auto", interpolation="nearest")
         edge.set(xticks=[], yticks=[])
         edge.spines[:].set_visible(False)
-        if world <= LABELLED:
-            _label_runs(edge, ranks, across=strip.shape[0] == 1)
-
-
-def _label_runs(edge: Any, ranks: Grid, *, across: bool) -> None:
-    """The number of a rank on every run of a strip that is wide enough for it."""
-    cuts = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
-    for start, stop in pairwise(cuts):
-        if (stop - start) * 40 > len(ranks):
-            middle = (start + stop - 1) / 2
-            where = (middle, 0) if across else (0, middle)
-            edge.text(*where, f"{ranks[start]}", ha="center", va="center_baseline", fontsize=8, color="white")
+        cuts = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
+        if len(cuts) < MOST_RUNS:
+            style: Any = {"ha": "center", "va": "center_baseline", "fontsize": 7, "color": "white"}
+            for start, stop in pairwise(cuts):
+                middle = [(start + stop - 1) / 2, 0]
+                edge.text(*(middle if strip.shape[0] == 1 else middle[::-1]), f"{ranks[start]}", **style)
 
 
 def _ticks(world: int) -> list[int]:
@@ -129,62 +105,29 @@ def _draw_schedule(call: Call, axes: Any) -> None:
     image = axes.imshow(work, cmap=_colours("Blues", np.linspace(0.08, 0.55, 64)), vmin=0, vmax=1, aspect="auto")
     axes.set(xlabel="hop", ylabel="rank", xticks=_ticks(hops), yticks=_ticks(world))
     axes.set_title("schedule: visible pairs per rank and hop", pad=10)
-    _draw_lines(axes, call)
     if world <= LABELLED:
         rails = ", » N by rail to rank N" if call.nodes > 1 else ""
-        rails += ", → N straight to rank N" if call.plan.steps != (*range(call.plan.inner),) else ""
-        axes.set_title(f"schedule: shard, visible pairs, and where its K/V go next{rails}", pad=10)
+        axes.set_title(f"schedule: shard, visible pairs, and where its K/V go: → N to rank N{rails}", pad=10)
         for rank in range(world):
             for hop in call.plan.hops(rank):
                 _label_hop(axes, call, rank, hop)
+    if call.nodes > 1:  # lines between nodes and turns
+        size, inner = len(call.plan.nodes[0]), call.plan.inner
+        axes.hlines(np.arange(size, world, size) - 0.5, -0.5, hops - 0.5, color=LIGHT.ink, lw=1.2)
+        axes.vlines(np.arange(inner, hops, inner) - 0.5, -0.5, world - 0.5, color=LIGHT.ink, lw=1.2)
     axes.set(xlim=(-0.5, hops - 0.5), ylim=(world - 0.5, -0.5))
     bar = axes.figure.colorbar(image, ax=axes, shrink=0.8, label="visible pairs / most of any rank and hop")
     bar.outline.set_visible(False)
 
 
-def _draw_lines(axes: Any, call: Call) -> None:
-    """White between ranks and hops where these have text, dark between nodes and turns."""
-    world, hops, size = call.layout.world, call.plan.count, len(call.plan.nodes[0])
-    across, down = {"xmin": -0.5, "xmax": hops - 0.5}, {"ymin": -0.5, "ymax": world - 0.5}
-    if world <= LABELLED:
-        axes.hlines(np.arange(1, world) - 0.5, **across, color=LIGHT.paper, lw=2)
-        axes.vlines(np.arange(1, hops) - 0.5, **down, color=LIGHT.paper, lw=2)
-    if call.nodes > 1:
-        axes.hlines(np.arange(size, world, size) - 0.5, **across, color=LIGHT.ink, lw=1.2)
-        axes.vlines(np.arange(call.plan.inner, hops, call.plan.inner) - 0.5, **down, color=LIGHT.ink, lw=1.2)
-
-
 def _label_hop(axes: Any, call: Call, rank: int, hop: Hop) -> None:
+    style = {"ha": "center", "color": ON_CELL}
     if hop.computes:
-        style = {"ha": "center", "color": ON_CELL}
         axes.text(hop.index, rank, f"{hop.shard}", va="bottom", fontsize=13, fontweight="bold", **style)
         axes.text(hop.index, rank, human(int(call.pairs[rank, hop.index])), va="top", fontsize=8, **style)
     elif hop.kv_from is not None:
-        axes.text(hop.index, rank, f"({hop.shard})", ha="center", va="center", fontsize=11, color="#888888")
-    if hop.kv_to is not None:
-        _draw_move(axes, call, rank, hop)
-    if hop.rail_to is not None:
-        # the left corner of a turn's first hop is free: no arrow comes in there
-        where = {"xytext": (4, -3), "textcoords": "offset points", "ha": "left", "va": "top"}
-        corner = (hop.index - 0.5, rank - 0.5)
-        axes.annotate(f"» {hop.rail_to}", xy=corner, fontsize=9, fontweight="bold", color=MOVING, **where)
-
-
-def _draw_move(axes: Any, call: Call, rank: int, hop: Hop) -> None:
-    """An arrow to where the shard is at the next hop; around a node it leaves at the edge and comes in again."""
-    step, size, steps = call.direction, len(call.plan.nodes[0]), call.plan.steps
-    near, far = 0.33, 0.67
-    start, end = (hop.index + near, rank + near * step), (hop.index + far, rank + far * step)
-    style = {"arrowstyle": "-|>", "color": MOVING, "lw": 1.3, "shrinkA": 0, "shrinkB": 0}
-    first, inside = rank - rank % size, hop.index % call.plan.inner
-    if steps[inside + 1] != steps[inside] + 1:  # further than to a neighbour
-        where = {"ha": "right", "va": "bottom", "textcoords": "offset points", "xytext": (-4, 3)}
-        corner = (hop.index + 0.5, rank + 0.5)
-        axes.annotate(f"→ {hop.kv_to}", xy=corner, fontsize=9, fontweight="bold", color=MOVING, **where)
-        return
-    if hop.kv_to == rank + step:
-        axes.annotate("", xy=end, xytext=start, arrowprops=style)
-        return
-    axes.plot([start[0], hop.index + 0.5], [start[1], rank + 0.5 * step], color=MOVING, lw=1.3)
-    entry = first if step == 1 else first + size - 1
-    axes.annotate("", xy=(end[0], entry - near * step), xytext=(hop.index + 0.5, entry - 0.5 * step), arrowprops=style)
+        axes.text(hop.index, rank, f"({hop.shard})", va="center", fontsize=11, **style)
+    goes = [f"{mark} {to}" for mark, to in (("→", hop.kv_to), ("»", hop.rail_to)) if to is not None]
+    label: Any = {"ha": "right", "va": "bottom", "fontsize": 9, "fontweight": "bold", "color": ON_CELL}
+    where: Any = {"xy": (hop.index + 0.5, rank + 0.5), "xytext": (-4, 3), "textcoords": "offset points"}
+    axes.annotate("  ".join(goes), **where, **label)

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..common.flags import human
-from ..common.memory_table import ALL_GATHER, ULYSSES, candidate_bytes, ring_parts, ring_slots
+from ..common.memory_table import ALL_GATHER, BASELINE, FP32, ULYSSES, candidate_bytes, ring_slots
 from .baseline import HOST_ATTENTION, HOST_COLLECTIVE, baseline
 from .call import Call
 from .inputs import Inputs
 from .links import Link, Links
 from .ring import Pass, ideal_seconds, predicted
-from .speed import DKDV, DQ, FOLD, whole
 
-FP32 = 4
 LEAST_SLOTS = 2  # of a ring of more than two ranks
 ARRANGE = 2  # a tensor's bytes are read and written once to bring it into the order that a collective or a kernel takes
+Option = tuple[str, int, Callable[[], Sequence[Pass]], str]
+"""A way before it is looked at, which takes time only where it fits: name, bytes of a rank, passes, note."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,6 @@ class Way:
         return sum(float(np.mean(one.seconds)) for one in self.passes) if self.passes else math.inf
 
 
-class Option(NamedTuple):
-    """A way before it is looked at, which takes time only where it fits."""
-
-    name: str
-    memory: int
-    passes: Callable[[], Sequence[Pass]]
-    note: str = ""
-
-
 def ways(call: Call, inputs: Inputs, *, capacity: float = math.inf) -> list[Way]:
     """All that there are, with the same slow ranks and varying launches, the fastest first.
 
@@ -63,45 +54,33 @@ def ways(call: Call, inputs: Inputs, *, capacity: float = math.inf) -> list[Way]
     return sorted(found, key=lambda way: (way.seconds, way.memory))
 
 
-def options(call: Call, inputs: Inputs) -> list[Option]:
+def options(call: Call, inputs: Inputs) -> Iterator[Option]:
     """Our rings; of plain calls the others too."""
-    flat = replace(call, two_level=False, slots=_slots(call, call.world))
-    two_level = replace(call, two_level=True)
-    rings = [flat, two_level] if two_level.is_two_level else [flat]
-    found = [_ring(one, inputs, _note(one, call)) for one in rings]
+    given: dict[str, Any] = {
+        "speed": inputs.speed,
+        "links": inputs.links,
+        "perturbation": inputs.perturbation,
+        "phases": inputs.phases,
+    }
+    rings = [call]
+    if call.is_two_level:
+        rings.append(replace(call, two_level=False, slots=max(call.slots, LEAST_SLOTS)))
+    for one in rings:
+        yield one.name, sum(one.memory.values()), partial(predicted, one, **given), ""
     if not call.is_plain or call.world == 1:
-        return found
-    return [*found, _baseline(call, inputs), _gathered(call, inputs), *_exchanged(call, inputs)]
-
-
-def _slots(call: Call, ranks: int) -> int:
-    """The call's, or what another ring of so many ranks needs."""
-    return max(call.slots, LEAST_SLOTS) if ranks > LEAST_SLOTS else call.slots
-
-
-def _note(made: Call, call: Call) -> str:
-    return "" if made.slots == call.slots else f"{made.slots} slots, which it needs"
-
-
-def _ring(call: Call, inputs: Inputs, note: str) -> Option:
-    name = "two-level ring" if call.is_two_level else "flat ring"
-    return Option(name, sum(ring_parts(call.config, call.ring_form).values()), partial(_of_ring, call, inputs), note)
-
-
-def _of_ring(call: Call, inputs: Inputs) -> tuple[Pass, ...]:
-    return predicted(call, inputs.speed, inputs.links, inputs.perturbation, phases=inputs.phases)
-
-
-def _baseline(call: Call, inputs: Inputs) -> Option:
-    passes = partial(baseline, call, inputs.speed, inputs.links, inputs.perturbation, phases=inputs.phases)
-    return Option(
-        "baseline ring", candidate_bytes("baseline ring", call.config), passes, "two buffers, merged by torch"
-    )
-
-
-def _gathered(call: Call, inputs: Inputs) -> Option:
+        return
+    config = call.config
+    yield BASELINE, candidate_bytes(BASELINE, config), partial(baseline, call, **given), "two buffers, merged by torch"
     note = f"every rank holds K and V of all {call.seqlen:,} tokens"
-    return Option("all-gather of K/V", candidate_bytes(ALL_GATHER, call.config), partial(gathered, call, inputs), note)
+    yield "all-gather of K/V", candidate_bytes(ALL_GATHER, config), partial(gathered, call, inputs), note
+    # Ulysses over every number of ranks that divides the key heads, and a ring of such groups for the rest
+    for degree in range(2, call.kv_heads + 1):
+        if call.kv_heads % degree == 0 and call.world % degree == 0:
+            group = grouped(call, degree)
+            name = "Ulysses" if group.world == 1 else f"Ulysses {degree} x ring {group.world}"
+            needed = candidate_bytes(ULYSSES, config) + ring_slots(group.config, group.ring_form)
+            where = "" if call.per_node % degree == 0 else ", over nodes"
+            yield name, needed, partial(exchanged, call, degree, inputs), f"{degree} ranks exchange heads{where}"
 
 
 def gathered(call: Call, inputs: Inputs) -> list[Pass]:
@@ -120,14 +99,14 @@ def gathered(call: Call, inputs: Inputs) -> list[Pass]:
         arranged = inputs.speed.moved(ARRANGE * nbytes * call.world)
         return max(HOST_COLLECTIVE + along + float(arranged), 2 * HOST_COLLECTIVE + HOST_ATTENTION)
 
-    there, back = moved(call.form.dtype.itemsize), moved(FP32)
+    there, back = moved(call.itemsize), moved(FP32)
     exposed = {"forward": there, "backward": there + back}
-    found = []
+    passes = []
     for phase in inputs.phases:
         # equal shares of the whole plane, in one launch
         computed = float(ideal_seconds(call, inputs.speed, phase)) * inputs.perturbation.slowest(call.world)
-        found.append(Pass(phase, computed + exposed[phase], exposed[phase], exposed[phase]))
-    return found
+        passes.append(Pass(phase, computed + exposed[phase], exposed[phase], exposed[phase]))
+    return passes
 
 
 def _rail(call: Call, links: Links) -> Link:
@@ -139,46 +118,32 @@ def _rail(call: Call, links: Links) -> Link:
     return Link(1 / seconds, (inside if near else between).latency)
 
 
-def _exchanged(call: Call, inputs: Inputs) -> list[Option]:
-    """Ulysses over every number of ranks that divides the key heads, and a ring of such groups for the rest."""
-    degrees = [d for d in range(2, call.kv_heads + 1) if call.kv_heads % d == 0 and call.world % d == 0]
-    return [_ulysses(call, degree, inputs) for degree in degrees]
-
-
-def _ulysses(call: Call, degree: int, inputs: Inputs) -> Option:
-    group = grouped(call, degree)
-    name = "Ulysses" if group.world == 1 else f"Ulysses {degree} x ring {group.world}"
-    needed = candidate_bytes(ULYSSES, call.config) + ring_slots(group.config, group.ring_form)
-    where = "" if call.per_node % degree == 0 else ", over nodes"
-    return Option(name, needed, partial(exchanged, call, degree, inputs), f"{degree} ranks exchange heads{where}")
-
-
 def grouped(call: Call, degree: int) -> Call:
     """The ring of groups of neighbours, each a part of the heads of all tokens of its group."""
     ranks, inside = call.world // degree, call.per_node % degree == 0
     return replace(
         call, tokens=call.tokens * degree, world=ranks, nodes=call.nodes if inside else ranks,
-        heads=call.heads // degree, kv_heads=call.kv_heads // degree, chunks=1, slots=_slots(call, ranks),
+        heads=call.heads // degree, kv_heads=call.kv_heads // degree, chunks=1, slots=max(call.slots, LEAST_SLOTS),
     )  # fmt: skip
 
 
 def exchanged(call: Call, degree: int, inputs: Inputs, ring: Callable[..., tuple[Pass, ...]] = predicted) -> list[Pass]:
     """All-to-alls that are exposed around a ring of groups; as many rings run side by side as a group has ranks.
 
-    One stands for all: at each of its places the slowest of the neighbours there.
+    One stands for all: at each of its places the slowest of the neighbours there. A ring of one group is one launch.
     """
     group, exchange = grouped(call, degree), exchange_seconds(call, degree, inputs)
     if group.world == 1:
-        passes = _alone(group, inputs, inputs.perturbation.slowest(call.world))
+        slowest = inputs.perturbation.slowest(call.world)
+        passes = [Pass(phase, slowest * float(ideal_seconds(group, inputs.speed, phase))) for phase in inputs.phases]
     else:
         slow, links = inputs.perturbation.grouped(degree), inputs.links.beside(degree)
-        passes = ring(group, inputs.speed, links, slow, phases=inputs.phases)
-    found = []
-    for one in passes:
+        passes = [*ring(group, inputs.speed, links, slow, phases=inputs.phases)]
+    for number, one in enumerate(passes):
         spent = exchange if one.phase == "forward" else 2 * exchange
         worst = np.maximum(one.worst, spent)[()]
-        found.append(Pass(one.phase, one.seconds + spent, one.exposed + spent, worst))
-    return found
+        passes[number] = Pass(one.phase, one.seconds + spent, one.exposed + spent, worst)
+    return passes
 
 
 def exchange_seconds(call: Call, degree: int, inputs: Inputs) -> float:
@@ -187,18 +152,7 @@ def exchange_seconds(call: Call, degree: int, inputs: Inputs) -> float:
     link = (inputs.links.inside if inside else inputs.links.far(call.per_node)).of_collectives
     total = 0.0
     for heads in (call.heads, call.kv_heads, call.kv_heads, call.heads):
-        nbytes = call.batch * call.tokens * call.head_dim * call.form.dtype.itemsize * heads
+        nbytes = call.batch * call.tokens * call.head_dim * call.itemsize * heads
         moved = (degree - 1) * link.latency + nbytes * (degree - 1) / degree / link.rate
         total += max(HOST_COLLECTIVE, moved + float(inputs.speed.moved(2 * ARRANGE * nbytes)))
     return total
-
-
-def _alone(group: Call, inputs: Inputs, slowest: float) -> tuple[Pass, ...]:
-    """Every rank has all tokens of its heads."""
-    area = whole(group.seqlen, causal=group.mask.causal)
-    kernels = {"forward": (FOLD,), "backward": (DQ, DKDV)}
-    return tuple(
-        Pass(phase, slowest * float(sum(inputs.speed.seconds(one, area, group.form, hop=0) for one in kernels[phase])),
-             0.0, 0.0)
-        for phase in inputs.phases
-    )  # fmt: skip

@@ -12,11 +12,11 @@ from dataclasses import replace
 from ...ring.buffers import Key, Kind
 from .call import Call
 from .links import Links
-from .perturbation import NONE, Perturbation
-from .program import COMPUTE, INSIDE, PASSES, Form, Op, Program
-from .ring import Pass, messages, simulated, stretched
-from .speed import Area, Seconds, Speed, whole
+from .program import COMPUTE, INSIDE, PASSES, Op, Program
+from .ring import Pass, messages, passes_of, simulated
+from .speed import NONE, Area, Perturbation, Seconds, Speed, whole
 
+FP32 = 4
 ATTEND, MERGE = "attention", "merge"
 BUFFERS = 2
 # bytes of memory traffic per element, a row and one of its head's
@@ -39,18 +39,19 @@ def baseline(
 ) -> tuple[Pass, ...]:
     """The passes of a plain call by a baseline ring, flat through all ranks."""
 
-    def of(one: Call) -> tuple[Pass, ...]:
-        return tuple(_simulated(one, speed, links, perturbation, phase) for phase in phases)
+    def of(one: Call, phase: str) -> Pass:
+        return _simulated(one, speed, links, perturbation, phase)
 
-    perturbation.check(call.world)
-    call = replace(call, two_level=False, slots=BUFFERS, prefetch=None)
-    return of(call) if perturbation.is_there else stretched(call, of)
+    return passes_of(replace(call, two_level=False, slots=BUFFERS), of, perturbation, phases)
 
 
 def _simulated(call: Call, speed: Speed, links: Links, perturbation: Perturbation, phase: str) -> Pass:
     write = _forward if phase == "forward" else _backward
-    made = [write(call, rank, speed) for rank in range(call.world)]
-    programs, costs = [program for program, _ in made], [spent for _, spent in made]
+    writers = [_Writer(call, rank, phase) for rank in range(call.world)]
+    for writer in writers:
+        write(writer, speed)
+    programs = [Program(writer.rank, phase, tuple(writer.ops)) for writer in writers]
+    costs = [writer.costs for writer in writers]
     message = messages(call, links)
     return simulated(programs, costs, message, speed.beside, lambda op: HOST.get(op.what, HOST_EXCHANGE), perturbation)
 
@@ -69,76 +70,60 @@ def _area(call: Call, rank: int, step: int) -> Area | None:
 class _Writer:
     """A program as it grows; what is posted waits for all launches so far, as torch's streams do."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, call: Call, rank: int, phase: str) -> None:
+        self.call, self.rank, self.phase = call, rank, phase
         self.ops: list[Op] = []
         self.costs: list[Seconds] = []
-        self.waits: set[int] = set()
+        self.waiting: set[int] = set()
         self.last: int | None = None
+        # elements of a row of q and of out, and of a row of K and V together
+        self.row, self.kv_row = (call.batch * n * call.head_dim for n in (call.heads, 2 * call.kv_heads))
 
     def launch(self, what: str, step: int, seconds: Seconds) -> None:
-        self.ops.append(Op(COMPUTE, what, step, 0, tuple(self.waits)))
+        self.ops.append(Op(COMPUTE, what, step, 0, tuple(self.waiting)))
         self.costs.append(float(seconds))
-        self.waits.clear()
+        self.waiting.clear()
         self.last = len(self.ops) - 1
 
-    def exchange(self, kind: Kind, step: int, nbytes: int, phase: str) -> int:
+    def exchange(self, kind: Kind, step: int, itemsize: int) -> set[int]:
+        """Post what goes around the ring; what a launch that takes what arrives waits for."""
         after = () if self.last is None else (self.last,)
-        to, source = (self.rank + 1) % self.world, (self.rank - 1) % self.world
-        key = Key(phase, step, kind, step, 0)
+        world, nbytes = self.call.world, self.call.tokens * self.kv_row * itemsize
+        to, source = (self.rank + 1) % world, (self.rank - 1) % world
+        key = Key(self.phase, step, kind, step, 0)
         self.ops.append(Op(INSIDE, kind.name, step, 0, after, 0, key, ((to, nbytes),), ((source, nbytes),)))
         self.costs.append(0.0)
-        return len(self.ops) - 1
+        return {len(self.ops) - 1}
 
-    def program(self, phase: str) -> tuple[Program, list[Seconds]]:
-        return Program(self.rank, phase, tuple(self.ops)), self.costs
-
-
-def _elements(form: Form) -> tuple[int, int]:
-    """Of a row of q and of out, and of a row of K and V together."""
-    return form.batch * form.heads * form.head_dim, 2 * form.batch * form.kv_heads * form.head_dim
+    def next_keys(self, step: int) -> set[int]:
+        is_last = step + 1 == self.call.world
+        return set() if is_last else self.exchange(Kind.KV, step, self.call.itemsize)
 
 
-def _forward(call: Call, rank: int, speed: Speed) -> tuple[Program, list[Seconds]]:
-    form, writer = call.form, _Writer(rank, call.world)
-    row, kv_row = _elements(form)
+def _forward(writer: _Writer, speed: Speed) -> None:
+    call, rank = writer.call, writer.rank
     for step in range(call.world):
-        area, coming = _area(call, rank, step), None
-        if step + 1 < call.world:
-            coming = writer.exchange(Kind.KV, step, form.tokens * kv_row * form.dtype.itemsize, "forward")
+        area, coming = _area(call, rank, step), writer.next_keys(step)
         if area is not None:
             # of a zigzag half of the rows, of stripes all but one
             sliced = SLICED_BYTES * (call.mask.causal and call.layout != "contiguous" and step > rank)
-            moved = speed.moved((MERGE_BYTES + sliced if step else FIRST_BYTES) * area.rows * row)
-            writer.launch(ATTEND, step, speed.launch + speed.products(area, form))
+            moved = speed.moved((MERGE_BYTES + sliced if step else FIRST_BYTES) * area.rows * writer.row)
+            writer.launch(ATTEND, step, speed.launch + speed.products(area, call))
             writer.launch(MERGE, step, MERGE_KERNELS * KERNEL + moved)
-        writer.waits |= set() if coming is None else {coming}
-    writer.launch(MERGE, call.world - 1, speed.moved(LAST_BYTES * form.tokens * row))
-    return writer.program("forward")
+        writer.waiting |= coming
+    writer.launch(MERGE, call.world - 1, speed.moved(LAST_BYTES * call.tokens * writer.row))
 
 
-def _backward(call: Call, rank: int, speed: Speed) -> tuple[Program, list[Seconds]]:
-    form, writer = call.form, _Writer(rank, call.world)
-    row, kv_row = _elements(form)
-    came: int | None = None
+def _backward(writer: _Writer, speed: Speed) -> None:
+    call, came = writer.call, set[int]()
     for step in range(call.world):
-        area, coming = _area(call, rank, step), None
-        if step + 1 < call.world:
-            coming = writer.exchange(Kind.KV, step, form.tokens * kv_row * form.dtype.itemsize, "backward")
+        area, coming = _area(call, writer.rank, step), writer.next_keys(step)
         if area is not None:
-            writer.launch(ATTEND, step, speed.launch + speed.products(area, form, backward=True))
-            writer.launch(MERGE, step, speed.moved(GRADIENT_BYTES * area.rows * row))
-        writer.waits |= set() if came is None else {came}
-        writer.launch(MERGE, step, speed.moved(GRADIENT_BYTES * (area.keys if area else 0) * kv_row))
-        writer.waits |= set() if coming is None else {coming}
-        if call.world > 1:
-            came = writer.exchange(Kind.DKV, step, form.tokens * kv_row * 4, "backward")
-    writer.waits |= set() if came is None else {came}
-    writer.launch(MERGE, call.world - 1, speed.moved(LAST_BYTES * form.tokens * (row + kv_row)))
-    return writer.program("backward")
-
-
-def one_device(call: Call, speed: Speed, phase: str) -> float:
-    """Of one device with a shard of its own, which is what these rings' tables compare with: times the ranks."""
-    area = whole(call.tokens, causal=call.mask.causal)
-    return float(speed.launch + speed.products(area, call.form, backward=phase == "backward"))
+            writer.launch(ATTEND, step, speed.launch + speed.products(area, call, backward=True))
+            writer.launch(MERGE, step, speed.moved(GRADIENT_BYTES * area.rows * writer.row))
+        writer.waiting |= came
+        writer.launch(MERGE, step, speed.moved(GRADIENT_BYTES * (area.keys if area else 0) * writer.kv_row))
+        writer.waiting |= coming
+        came = writer.exchange(Kind.DKV, step, FP32) if call.world > 1 else set()
+    writer.waiting |= came
+    writer.launch(MERGE, call.world - 1, speed.moved(LAST_BYTES * call.tokens * (writer.row + writer.kv_row)))

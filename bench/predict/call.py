@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,22 +10,19 @@ import torch
 
 from ...comm.topology.topology import Topology
 from ...kernels import FULL, Bounds
-from ...kernels.checks import MAX_HEAD_DIM
 from ...ring.ring import depth_of
 from ...ring.schedule.layout import Layout
 from ...ring.schedule.mask import Mask
 from ...ring.schedule.plan import HopMask, Plan, Positions, plan
 from ...ring.schedule.schedule import KV_SLOTS, Schedule, schedule
-from ...ring.wire import grad_wire_of, wire_of
 from ..common.attention import DTYPES, AttentionConfig
-from ..common.memory_table import RingForm
-from .program import Form
+from ..common.memory_table import RingForm, ring_parts
 from .speed import TILE_ROWS, Area, whole
 
 CPU = torch.device("cpu")
 NOWHERE = Positions(Layout.uneven([0]), Layout.uneven([0]), Layout.uneven([0]), 0, CPU)
-NAMED = ("contiguous", "zigzag", "striped")
-LAYOUTS = (*NAMED, "balanced")
+EQUAL_SHARDS = ("contiguous", "zigzag", "striped")
+BALANCED = "balanced"
 
 
 @dataclass(frozen=True)
@@ -33,14 +30,14 @@ class Call:
     """One ``ring_attention``, forward and backward.
 
     Raises:
-        ValueError: ranks that do not make equal nodes, heads that do not divide, an unknown layout or dtype, a head dim
-            that kernels do not take, or slots and a prefetch that ``Ring`` does not.
+        ValueError: ranks that do not make equal nodes, or chunks or slots that ``Ring`` does not take.
     """
 
     tokens: int
     """Per rank."""
     world: int
     layout: str = "zigzag"
+    """One of ``EQUAL_SHARDS``, or ``balanced`` by ``speeds``."""
     mask: Mask = field(default_factory=lambda: Mask(causal=True))
     heads: int = 32
     kv_heads: int = 8
@@ -53,32 +50,17 @@ class Call:
     """Whether the ring knows of the nodes; else one flat ring runs through all."""
     chunks: int = 1
     slots: int = KV_SLOTS
-    prefetch: int | None = None
-    direction: int = 1
     wire_dtype: str | None = None
     grad_wire_dtype: str | None = None
     speeds: tuple[float, ...] = ()
-    """Of every rank, for the layout ``balanced``."""
 
     def __post_init__(self) -> None:
-        if self.tokens < 1 or self.world < 1:
-            raise ValueError(f"{self.tokens} tokens on each of {self.world} GPUs: both must be at least 1")
-        if self.nodes < 1 or self.world % self.nodes:
+        if self.world % self.nodes:
             fits = ", ".join(str(n) for n in range(1, self.world + 1) if self.world % n == 0)
             raise ValueError(f"nodes is {self.nodes}: it must divide {self.world} GPUs, as {fits} do")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads is {self.heads}: it must be a multiple of kv_heads, {self.kv_heads}")
-        if not 1 <= self.head_dim <= MAX_HEAD_DIM:
-            raise ValueError(f"head_dim is {self.head_dim}: it must be 1 to {MAX_HEAD_DIM}")
         if not 1 <= self.chunks <= self.kv_heads:
             raise ValueError(f"chunks is {self.chunks}: it must be 1 to kv_heads, {self.kv_heads}")
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout is {self.layout!r}: it must be one of {', '.join(LAYOUTS)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
-        if (self.layout == "balanced") != (len(self.speeds) == self.world):
-            raise ValueError(f"speeds has {len(self.speeds)} entries: balanced takes one for each of {self.world} GPUs")
-        depth_of(self.slots, self.prefetch, self.turn)  # what Ring takes is what is predicted
+        depth_of(self.slots, None, self.turn)  # what Ring takes is what is predicted
 
     @property
     def per_node(self) -> int:
@@ -91,9 +73,19 @@ class Call:
         return self.nodes > 1 and self.per_node > 1 and self.two_level
 
     @property
+    def name(self) -> str:
+        """Of its ring, in tables."""
+        return "two-level ring" if self.is_two_level else "flat ring"
+
+    @property
     def turn(self) -> int:
         """Hops of a turn of the ring, or of the inner ones."""
         return self.per_node if self.is_two_level else self.world
+
+    @property
+    def prefetch(self) -> int:
+        """Hops that K/V are asked for ahead of the compute, as ``Ring`` does by default."""
+        return depth_of(self.slots, None, self.turn)[1]
 
     @cached_property
     def topology(self) -> Topology | None:
@@ -104,36 +96,28 @@ class Call:
     def seqlen(self) -> int:
         return self.tokens * self.world
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of q, k and v."""
+        return DTYPES[self.dtype].itemsize
+
     @cached_property
     def held(self) -> Layout:
         """Who holds which tokens."""
-        if self.layout == "balanced":
+        if self.layout == BALANCED:
             return Layout.balanced(self.seqlen, self.speeds, causal=self.mask.causal)
         made: Layout = getattr(Layout, self.layout)(self.seqlen, self.world)
         return made
 
-    @cached_property
-    def form(self) -> Form:
-        """Shapes and settings, as the recorder takes them; the tokens are the mean of the ranks."""
-        dtype, (_, prefetch) = DTYPES[self.dtype], depth_of(self.slots, self.prefetch, self.turn)
-        wire, grad_wire = wire_of(self.wire_dtype, dtype), grad_wire_of(self.grad_wire_dtype)
-        return Form(
-            self.batch, self.tokens, self.heads, self.kv_heads, self.head_dim, dtype, self.chunks, prefetch, wire,
-            grad_wire,
-        )  # fmt: skip
-
     def plans(self) -> list[Plan]:
         """The plan of every rank, as the ring makes it; of a plain call without bounds, which take their time."""
-        made = schedule(self.held, self.mask, direction=self.direction, topology=self.topology, slots=self.slots)
+        made = schedule(self.held, self.mask, topology=self.topology, slots=self.slots)
         if self.is_plain and {*made.lengths} == {self.tokens}:  # of few contiguous shards not all keys travel
             return [self._plain_plan(made, rank) for rank in range(self.world)]
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # thousands of short searches: threads would wait for each other
         try:
-            return [
-                plan(self.held, self.mask, rank, self.direction, CPU, self.topology, self.slots)
-                for rank in range(self.world)
-            ]
+            return [plan(self.held, self.mask, rank, 1, CPU, self.topology, self.slots) for rank in range(self.world)]
         finally:
             torch.set_num_threads(threads)
 
@@ -171,6 +155,13 @@ class Call:
         # a zigzag: all rows see the early half of an earlier rank's keys, the late half of rows sees all of a later's
         return square._replace(pairs=tokens * tokens / 2, longest=tokens / 2 if ahead < 0 else tokens)
 
+    def areas(self, tokens: Any = None) -> list[Area]:
+        """What one device with all tokens sees, part by part of the mask; ``tokens`` of a rank, if not the call's."""
+        if self.mask == Mask(causal=self.mask.causal):
+            return [whole((self.tokens if tokens is None else tokens) * self.world, causal=self.mask.causal)]
+        alone = replace(self, tokens=self.seqlen, world=1, nodes=1, layout="contiguous")
+        return [area_of(one.bounds, self.seqlen, self.seqlen) for one in alone.plans()[0].hop_masks[0]]
+
     def node_of(self, rank: int) -> int:
         return rank // self.per_node
 
@@ -193,10 +184,15 @@ class Call:
         return RingForm(self.is_two_level, self.slots, self.wire_dtype, self.grad_wire_dtype)
 
     @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of a rank by what they are for, at the peak of a forward and backward of this attention alone."""
+        return ring_parts(self.config, self.ring_form)
+
+    @property
     def is_plain(self) -> bool:
         """Whether every rank does the same, or less than the last: equal shards of everything, or of a causal mask."""
         plain = self.mask == Mask(causal=self.mask.causal)
-        return plain and self.layout in NAMED and (self.layout != "zigzag" or self.tokens % 2 == 0)
+        return plain and self.layout in EQUAL_SHARDS and (self.layout != "zigzag" or self.tokens % 2 == 0)
 
 
 def area_of(bounds: Bounds, rows: int, keys: int) -> Area:

@@ -13,8 +13,7 @@ from ..common import flags
 from ..common.output import check_targets, prints, write_json
 from ..common.result import Result, finish
 from .links import PRESETS
-from .perturbation import DRAWS, MOST_RANKS
-from .speed import GPUS
+from .speed import DRAWS, GPUS, MOST_RANKS
 
 if TYPE_CHECKING:  # which bring torch, and --help is there at once
     from .alternatives import Way
@@ -23,11 +22,13 @@ if TYPE_CHECKING:  # which bring torch, and --help is there at once
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 PICTURE = Path("predict.png")
+BETWEEN = "ib400"
 MOST_GPUS = 16 * 1024
 TOKENS, WORLD = 8192, 8
 ONE_RING = ("tokens", "seqlen", "trace", "slow", "jitter")
 """Flags that have no say beside --sweep."""
 COLUMNS = 80
+SHORT = {"forward": "fwd", "backward": "bwd"}
 
 
 class PassName(StrEnum):
@@ -56,29 +57,27 @@ def axes(text: str) -> dict[str, list[int]]:
     Raises:
         typer.BadParameter: not both, or not of this form.
     """
-    found = {}
+    result = {}
     for part in text.split(","):
         name, _, ends = part.partition("=")
         first, last = (flags.size(end) for end in (ends if ".." in ends else "0..0").split("..", 1))
-        found[name] = [first << step for step in range(64) if first << step <= last] if first else []
-    if set(found) != {"tokens", "gpus"} or not all(found.values()):
+        result[name] = [first << step for step in range(64) if first << step <= last] if first else []
+    if set(result) != {"tokens", "gpus"} or not all(result.values()):
         raise typer.BadParameter(f"{text!r}: it takes tokens=1k..128k,gpus=2..16k")
-    return found
+    return result
 
 
 @app.command()
 def predict(
     context: typer.Context,
     tokens: Annotated[
-        Any,
-        typer.Option(parser=flags.count, metavar="SIZE", help=f"Tokens per rank; default: {TOKENS}."),
+        Any, typer.Option(parser=flags.count, metavar="SIZE", help=f"Tokens per rank; default: {TOKENS}.")
     ] = None,
     seqlen: Annotated[
         Any, typer.Option(parser=flags.count, metavar="SIZE", help="Tokens in all, in place of --tokens.")
     ] = None,
     world: Annotated[
-        Any,
-        typer.Option("--world", "--gpus", parser=flags.count, metavar="COUNT", help="Ranks, a GPU each."),
+        Any, typer.Option("--world", "--gpus", parser=flags.count, metavar="COUNT", help="Ranks, a GPU each.")
     ] = str(WORLD),
     nodes: Annotated[int, typer.Option(min=1, help="Machines; several make a two-level ring.")] = 1,
     nics: Annotated[int | None, typer.Option(min=1, help="NICs of a node; default: one per GPU.")] = None,
@@ -99,9 +98,6 @@ def predict(
     kernels: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Speeds: JSON of bench kernels, or of that case of a suite.")
     ] = None,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine's GPU, and links where not given, now.")
-    ] = False,
     gpu: Annotated[
         str | None,
         typer.Option(help=f"Its constants: {', '.join(GPUS)} (where left out that of --kernels, else h100)."),
@@ -115,7 +111,6 @@ def predict(
     link_between: Annotated[str | None, typer.Option(help="The same, of a NIC (ib400 where left out).")] = None,
     chunks: Annotated[int, typer.Option(min=1, help="Runs of heads that a hop is cut into.")] = 1,
     slots: Annotated[int, typer.Option(min=1)] = 3,
-    prefetch: Annotated[int | None, typer.Option(min=0)] = None,
     wire_dtype: flags.WireDtype = None,
     grad_wire_dtype: flags.GradWireDtype = None,
     slow: Annotated[
@@ -125,7 +120,6 @@ def predict(
     jitter: Annotated[
         float, typer.Option(help=f"Spread of a launch's time, 0.05 is 5%; {DRAWS} draws, up to {MOST_RANKS} GPUs.")
     ] = 0.0,
-    beside: Annotated[float | None, typer.Option(help="Speed that kernels lose beside transfers, 0 to 1.")] = None,
     memory_gb: Annotated[float | None, typer.Option("--memory", help="GB of a GPU.")] = None,
     sweep: Annotated[
         Any, typer.Option(parser=axes, metavar="tokens=1k..128k,gpus=2..16k", help="A map instead.")
@@ -139,17 +133,15 @@ def predict(
     check_targets(trace, picture)
     flags.check_needs(context, {"picture": "sweep", "documents_seed": "documents", "backward_tflops": "tflops"})
     flags.check_apart(context, "tokens", "seqlen")
-    flags.check_apart(context, "kernels", "tflops", "calibrate")
-    flags.check_apart(context, "calibrate", "gpu")
+    flags.check_apart(context, "kernels", "tflops")
     for name in ONE_RING:
         flags.check_apart(context, "sweep", name)
-    if calibrate and not prints():
-        return  # it starts processes of its own: under a launcher rank 0 does
     from ..common.attention import AttentionConfig, boundaries_of
     from .call import Call
-    from .inputs import above_zero, inputs_of
-    from .perturbation import Perturbation
+    from .inputs import Inputs, above_zero, speed_of
+    from .links import Links, link_of
     from .program import PASSES
+    from .speed import Perturbation
 
     try:
         if picture.suffix not in (".png", ".svg"):
@@ -166,18 +158,17 @@ def predict(
         )  # fmt: skip
         call = Call(
             tokens, world, layout.value, config.mask, heads, flags.kv_heads_of(heads, kv_heads), head_dim, batch, dtype,
-            nodes, True, chunks, slots, prefetch, 1, wire_dtype, grad_wire_dtype,
+            nodes, chunks=chunks, slots=slots, wire_dtype=wire_dtype, grad_wire_dtype=grad_wire_dtype,
         )  # fmt: skip
         if most <= call.per_node and (link_between is not None or nics is not None):
             raise ValueError("link-between and nics are of several nodes: --nodes counts them")
         if call.per_node == 1 and link is not None and not sweep:
             raise ValueError("link joins GPUs of a node, and each has one: --link-between joins nodes")
-        inputs = inputs_of(
-            call, gpu=gpu, tflops=tflops, backward=backward_tflops, kernels=kernels, calibrate=calibrate, link=link,
-            between=link_between, nics=nics, beside=beside, perturbation=Perturbation(dict(slow or []), jitter),
-            phases=("forward",) if passes is PassName.forward else PASSES,
-        )  # fmt: skip
-        capacity = inputs.speed.capacity if memory_gb is None else memory_gb * 1e9
+        speed, measured = speed_of(call, gpu, tflops, backward_tflops, kernels)
+        links = Links(link_of(link or speed.link), link_of(link_between or BETWEEN, "link-between"), nics)
+        phases = PASSES[:1] if passes is PassName.forward else PASSES
+        inputs = Inputs(speed, links, Perturbation(dict(slow or []), jitter), phases, measured)
+        capacity = speed.capacity if memory_gb is None else memory_gb * 1e9
         if sweep:
             result, first = _map(call, inputs, sweep, capacity, picture)
         else:
@@ -185,7 +176,7 @@ def predict(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if prints() and json != "-":
-        typer.echo("\n".join([first, *_heading(call, inputs, None if sweep else call.tokens), ""]))
+        typer.echo("\n".join([first, *_heading(call, inputs, is_map=bool(sweep)), ""]))
     finish(result, json, csv)
 
 
@@ -201,110 +192,100 @@ def _tokens_of(tokens: int | None, seqlen: int | None, world: int) -> int:
 
 def _one(call: Call, inputs: Inputs, capacity: float, trace: Path | None) -> tuple[Result, str]:
     """A row for every way; and the sentence that comes first."""
-    from ..timeline.events import as_chrome
     from .alternatives import ways
     from .crossover import check_memory
-    from .ring import ideal_seconds, predicted
-    from .timelines import timeline
 
     check_memory(call, capacity)
     if trace is not None:
-        if call.world > MOST_RANKS:
-            raise ValueError(f"trace draws every rank, of {MOST_RANKS} at most: there are {call.world}")
-        if inputs.perturbation.jitter:
-            raise ValueError("trace draws one run, and jitter is of many: leave one of them out")
-        made = predicted(call, inputs.speed, inputs.links, inputs.perturbation, phases=inputs.phases, simulated=True)
-        if prints():
-            write_json(trace, as_chrome(timeline(_title(call), made, call)), indent=None)
-    ideal = sum(float(ideal_seconds(call, inputs.speed, phase)) for phase in inputs.phases)
+        _write_trace(call, inputs, trace)
     found = ways(call, inputs, capacity=capacity)
-    rows = [_row(way, call, ideal) for way in found]
+    rows = [_row(way, call, inputs) for way in found]
     best = f"{found[0].name}: {rows[0]['ideal']:.0f}% of ideal"
-    units = {"way": "", "ideal": "%", **{_SHORT[phase]: "ms" for phase in inputs.phases}, "exposed": "ms",
+    units = {"way": "", "ideal": "%", **{SHORT[phase]: "ms" for phase in inputs.phases}, "exposed": "ms",
              "TFLOP/s": "", "memory": "GB", "worst hop": "ms", "spread": "ms", "note": ""}  # fmt: skip
     if not inputs.perturbation.jitter:
         units.pop("spread")
-    notes = _notes(call, inputs, found, capacity)
-    result = Result("predict", units, [*rows], [], [*notes, f"best: {best}"], _provenance(call, inputs))
-    return result, best
+    unfit = [f"{way.name}: {way.note}" for way in found if not way.passes]
+    notes = [*unfit, *_notes(call, inputs), f"best: {best}"]
+    return Result("predict", units, [*rows], notes=notes, provenance=_provenance(call, inputs)), best
 
 
-_SHORT = {"forward": "fwd", "backward": "bwd"}
+def _write_trace(call: Call, inputs: Inputs, trace: Path) -> None:
+    """Every rank's timeline; ValueError where it is not of one run, or of too many ranks."""
+    from ..timeline.events import as_chrome
+    from .ring import predicted
+    from .timelines import timeline
+
+    if call.world > MOST_RANKS:
+        raise ValueError(f"trace draws every rank, of {MOST_RANKS} at most: there are {call.world}")
+    if inputs.perturbation.jitter:
+        raise ValueError("trace draws one run, and jitter is of many: leave one of them out")
+    if prints():
+        made = predicted(call, inputs.speed, inputs.links, inputs.perturbation, phases=inputs.phases, simulated=True)
+        write_json(trace, as_chrome(timeline(_title(call), made, call)), indent=None)
 
 
-def _row(way: Way, call: Call, ideal: float) -> dict[str, Any]:
+def _row(way: Way, call: Call, inputs: Inputs) -> dict[str, Any]:
+    """What a way takes; without times where it does not fit."""
     import numpy as np
+
+    from .ring import ideal_seconds
+    from .speed import BACKWARD_FLOPS, FORWARD_FLOPS
 
     row: dict[str, Any] = {"way": way.name, "memory": way.memory / 1e9, "note": way.note or None}
     if not way.passes:
         return row
     total = np.sum([one.seconds for one in way.passes], axis=0)
-    row |= {_SHORT[one.phase]: 1e3 * float(np.mean(one.seconds)) for one in way.passes}
+    pairs = call.batch * call.heads * sum(float(area.pairs) for area in call.areas())  # of all ranks
+    flops = FORWARD_FLOPS * call.head_dim * pairs * (1 + BACKWARD_FLOPS * (len(way.passes) > 1))
+    row |= {SHORT[one.phase]: 1e3 * float(np.mean(one.seconds)) for one in way.passes}
     row |= {
-        "ideal": 100 * ideal / way.seconds,
+        "ideal": 100 * sum(float(ideal_seconds(call, inputs.speed, one.phase)) for one in way.passes) / way.seconds,
         "exposed": 1e3 * sum(float(np.mean(one.exposed)) for one in way.passes),
         "worst hop": 1e3 * max(float(np.mean(one.worst)) for one in way.passes),
-        "TFLOP/s": _flops(call, len(way.passes) > 1) / way.seconds / call.world / 1e12,
+        "TFLOP/s": flops / way.seconds / call.world / 1e12,
     }
     if total.ndim:
         row["spread"] = 1e3 * float(total.std())
     return row
 
 
-def _flops(call: Call, both: bool) -> float:
-    """Of all ranks, on the visible area."""
-    from .ring import areas_seen
-    from .speed import BACKWARD_FLOPS, FORWARD_FLOPS
+def _notes(call: Call, inputs: Inputs) -> list[str]:
+    from .crossover import straggling, tokens_needed
 
-    pairs = sum(float(area.pairs) for area in areas_seen(call))
-    return FORWARD_FLOPS * call.head_dim * call.batch * call.heads * pairs * (1 + BACKWARD_FLOPS * both)
-
-
-def _notes(call: Call, inputs: Inputs, found: list[Way], capacity: float) -> list[str]:
-    from .crossover import memory, straggling, tokens_needed
-
-    notes = [f"{way.name}: {way.note}" for way in found if not way.passes]
-    if call.is_plain and call.world > 1:
-        if not inputs.perturbation.is_there:
-            needed = tokens_needed(call, inputs)
-            told = "more than 4m" if needed is None else f"{needed:,}"
-            notes.append(f"tokens per GPU for 90% of ideal by the {found_ring(call)}: {told}")
-    else:
-        notes.append("other ways are told of 2 GPUs or more, of contiguous, zigzag (of even")
-        notes.append("shards) and striped, full or causal")
+    notes = []
+    if not call.is_plain or call.world == 1:
+        notes = ["other ways: of 2 GPUs or more, equal (zigzag: even) shards, full or causal"]
+    elif not inputs.perturbation.is_there:
+        needed = tokens_needed(call, inputs)
+        tokens = "more than 4m" if needed is None else f"{needed:,}"
+        notes = [f"tokens per GPU for 90% of ideal by the {call.name}: {tokens}"]
     if inputs.perturbation.slow:
         even, slow, balanced = (1e3 * seconds for seconds in straggling(call, inputs))
         notes.append(f"slow GPUs: {even:.3f} ms without, {slow:.3f} ms with equal shards ({slow / even - 1:+.1%})")
         notes.append(f"and {balanced:.3f} ms with Layout.balanced ({balanced / even - 1:+.1%})")
-    parts = memory(call)
-    told = ", ".join(f"{name} {flags.human(nbytes, 'B')}" for name, nbytes in parts.items())
-    return [*notes, *textwrap.wrap(f"memory of the {found_ring(call)}: {told}", COLUMNS)]
-
-
-def found_ring(call: Call) -> str:
-    return "two-level ring" if call.is_two_level else "flat ring"
+    parts = ", ".join(f"{name} {flags.human(nbytes, 'B')}" for name, nbytes in call.memory.items())
+    return [*notes, *textwrap.wrap(f"memory of the {call.name}: {parts}", COLUMNS)]
 
 
 def _map(call: Call, inputs: Inputs, axes: dict[str, list[int]], capacity: float, picture: Path) -> tuple[Result, str]:
     """A row for every number of GPUs, a column for every number of tokens per GPU."""
     from .crossover import ENOUGH, draw, sweep
 
-    found = sweep(call, inputs, axes["tokens"], axes["gpus"], capacity)
+    percents = sweep(call, inputs, axes["tokens"], axes["gpus"], capacity)
     rows = [{"GPUs": flags.binary(world), **{flags.binary(one): value for one, value in column.items()}}
-            for world, column in found.items()]  # fmt: skip
-    empty = [flags.binary(world) for world, column in found.items() if None in column.values()]
+            for world, column in percents.items()]  # fmt: skip
+    empty = [flags.binary(world) for world, column in percents.items() if None in column.values()]
     notes = [f"empty at {', '.join(empty)} GPUs: does not fit {capacity / 1e9:.3g} GB"] if empty else []
-    world, most = f"{flags.binary(max(found))} GPUs", found[max(found)]
+    most = percents[max(percents)]
     enough = [tokens for tokens, value in most.items() if value is not None and value >= 100 * ENOUGH]
-    title = f"{100 * ENOUGH:.0f}% of ideal on {world}: " + (
-        f"{flags.binary(min(enough))} tokens per GPU" if enough else "at no length of these"
-    )
+    where = f"{flags.binary(min(enough))} tokens per GPU" if enough else "at no length of these"
     if prints():
-        draw(found, "\n".join(_heading(call, inputs, None)), picture)
+        draw(percents, "\n".join(_heading(call, inputs, is_map=True)), picture)
     units = {"GPUs": "", **{flags.binary(one): "" for one in axes["tokens"]}}
-    return Result(
-        "predict sweep", units, [*rows], [], [*notes, f"picture: {picture}"], _provenance(call, inputs)
-    ), title
+    notes.append(f"picture: {picture}")
+    result = Result("predict sweep", units, [*rows], notes=notes, provenance=_provenance(call, inputs))
+    return result, f"90% of ideal on {flags.binary(max(percents))} GPUs: {where}"
 
 
 def _title(call: Call) -> str:
@@ -313,19 +294,22 @@ def _title(call: Call) -> str:
     return f"{call.layout}, {mask_title(call.mask)}, H{call.heads}/{call.kv_heads} D{call.head_dim} {call.dtype}"
 
 
-def _heading(call: Call, inputs: Inputs, tokens: int | None) -> list[str]:
+def _heading(call: Call, inputs: Inputs, *, is_map: bool) -> list[str]:
     """What is predicted, of which GPUs and links."""
     links, speed = inputs.links, inputs.speed
-    where = f" on {call.nodes:,} nodes" if call.nodes > 1 and tokens else ""
-    sized = f"{tokens:,} tokens on each of {call.world:,} {speed.name}{where}, " if tokens else f"{speed.name}, "
-    nics = "" if links.nics is None else f", {links.nics:g} NICs a node"
-    several = call.nodes > 1 or tokens is None
-    between = f", {links.between.rate / 1e9:.0f} between{nics} ({links.between.source})" if several else ""
+    sized, nics, between = speed.name, "", ""
+    if not is_map:
+        sized = f"{call.tokens:,} tokens on each of {call.world:,} {speed.name}"
+        sized += f" on {call.nodes:,} nodes" if call.nodes > 1 else ""
+    if links.nics is not None:
+        nics = f", {links.nics:g} NICs a node"
+    if is_map or call.nodes > 1:
+        between = f", {links.between.rate / 1e9:.0f} between{nics} ({links.between.source})"
     lines = [
-        f"{sized}B{call.batch}, {_title(call)}, {' and '.join(inputs.phases)}",
+        f"{sized}, B{call.batch}, {_title(call)}, {' and '.join(inputs.phases)}",
         f"links: {links.inside.rate / 1e9:.0f} GB/s inside nodes ({links.inside.source}){between}",
-        *(["speed: " + "; ".join(inputs.told)] if inputs.told else []),
-        *([inputs.perturbation.words] if inputs.perturbation.is_there else []),
+        f"speed: {'; '.join(inputs.measured)}" if inputs.measured else "",
+        str(inputs.perturbation),
     ]
     return [part for line in lines for part in textwrap.wrap(line, COLUMNS)]
 
@@ -333,12 +317,12 @@ def _heading(call: Call, inputs: Inputs, tokens: int | None) -> list[str]:
 def _provenance(call: Call, inputs: Inputs) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from ..common.attention import mask_title
     from ..common.provenance import provenance
     from .call import CPU
+    from .timelines import described
 
-    said = {name: value for name, value in asdict(call).items() if name != "mask"}
     return provenance(CPU) | {
-        "call": said | {"mask": mask_title(call.mask)}, "speed": asdict(inputs.speed), "links": asdict(inputs.links),
-        "measured": list(inputs.told), "perturbation": inputs.perturbation.words,
+        "call": described(call) | {"tokens": call.tokens, "slots": call.slots, "chunks": call.chunks},
+        "speed": asdict(inputs.speed), "links": asdict(inputs.links), "measured": list(inputs.measured),
+        "perturbation": str(inputs.perturbation),
     }  # fmt: skip

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from ..common.flags import binary
-from ..common.memory_table import ring_parts
 from .call import Call
 from .inputs import Inputs
-from .perturbation import Perturbation
-from .ring import Pass, ideal_seconds, predicted
+from .ring import ideal_seconds, predicted
+from .speed import Perturbation
 
 ENOUGH = 0.9  # of ideal
 LEAST, MOST = 256, 1 << 22  # tokens per GPU between which the answer is looked for
@@ -45,7 +44,7 @@ def straggling(call: Call, inputs: Inputs) -> tuple[float, float, float]:
     slow = inputs.perturbation
 
     def step(one: Call, perturbation: Perturbation) -> float:
-        passes: Sequence[Pass] = predicted(one, inputs.speed, inputs.links, perturbation, phases=inputs.phases)
+        passes = predicted(one, inputs.speed, inputs.links, perturbation, phases=inputs.phases)
         return sum(float(np.mean(each.seconds)) for each in passes)
 
     speeds = tuple(float(Fraction(1) / Fraction(slow.slow.get(rank, 1.0))) for rank in range(call.world))
@@ -53,27 +52,13 @@ def straggling(call: Call, inputs: Inputs) -> tuple[float, float, float]:
     return step(call, Perturbation(jitter=slow.jitter)), step(call, slow), step(balanced, slow)
 
 
-def memory(call: Call) -> dict[str, int]:
-    """Bytes of a rank by what they are for, at the peak of a forward and backward of one attention alone."""
-    return ring_parts(call.config, call.ring_form)
-
-
-def most_tokens(call: Call, capacity: float) -> int:
-    """Tokens per rank that fit into so many bytes: what is needed is in proportion to them."""
-    return int(capacity / (sum(memory(replace(call, tokens=1024)).values()) / 1024))
-
-
 def check_memory(call: Call, capacity: float) -> None:
-    """Refuse what does not fit.
-
-    Raises:
-        ValueError: with the tokens that do.
-    """
-    needed = sum(memory(call).values())
+    """Refuse what does not fit: ValueError with the tokens that do."""
+    needed = sum(call.memory.values())
     if needed > capacity:
         raise ValueError(
             f"{call.tokens:,} tokens per GPU need {needed / 1e9:.1f} GB for this attention alone, the GPU has "
-            f"{capacity / 1e9:.1f}: at most {most_tokens(call, capacity):,} fit"
+            f"{capacity / 1e9:.3g}: at most {int(call.tokens * capacity / needed):,} fit"
         )
 
 
@@ -92,41 +77,40 @@ def sweep(
         raise ValueError(
             f"sweep takes contiguous, zigzag (of even shards) and striped, full or causal: got {min(tokens)} tokens"
         )
-    found: dict[int, dict[int, float | None]] = {}
+    percents: dict[int, dict[int, float | None]] = {}
     for world in gpus:
         one = replace(call, world=world, nodes=max(1, world // call.per_node))
-        fitting = [each for each in tokens if sum(memory(replace(one, tokens=each)).values()) <= capacity]
-        found[world] = dict.fromkeys(tokens)
+        fitting = [each for each in tokens if sum(replace(one, tokens=each).memory.values()) <= capacity]
+        percents[world] = dict.fromkeys(tokens)
         if fitting:
             values = percent_of_ideal(one, inputs, np.array(fitting, float))
-            found[world] |= dict(zip(fitting, map(float, values), strict=True))
-    if all(value is None for column in found.values() for value in column.values()):
-        raise ValueError(
-            f"sweep begins at {min(tokens):,} tokens per GPU, which do not fit {capacity / 1e9:.3g} GB: at most "
-            f"{most_tokens(call, capacity):,} fit"
-        )
-    return found
+            percents[world] |= dict(zip(fitting, map(float, values), strict=True))
+    if all(value is None for column in percents.values() for value in column.values()):
+        check_memory(replace(call, tokens=min(tokens)), capacity)
+    return percents
 
 
-def draw(found: dict[int, dict[int, float | None]], title: str, target: Path) -> None:
+def draw(percents: dict[int, dict[int, float | None]], title: str, target: Path) -> None:
     """Write the map as a PNG, or as an SVG that is light or dark as its page is, by the file's ending."""
     from matplotlib import colormaps  # no picture, no need for it
     from matplotlib.figure import Figure
 
     from ..report.theme import Theme, save, themed
 
-    tokens = [*next(iter(found.values()))]
-    columns = [[math.nan if value is None else value for value in column.values()] for column in found.values()]
+    tokens = [*next(iter(percents.values()))]
+    columns = [[math.nan if value is None else value for value in column.values()] for column in percents.values()]
     grid = [*zip(*columns, strict=True)]
 
     def figure(theme: Theme) -> Any:
         with themed(theme):
-            made = Figure(figsize=(max(6.0, 1.6 + 0.62 * len(found)), 2.0 + 0.42 * len(tokens)), layout="constrained")
+            made = Figure(
+                figsize=(max(6.0, 1.6 + 0.62 * len(percents)), 2.0 + 0.42 * len(tokens)), layout="constrained"
+            )
             axes = made.subplots()
             axes.set_facecolor(theme.track)  # shows where there is no number
             image = axes.pcolormesh(grid, cmap=colormaps["viridis"], vmin=0, vmax=100)
-            middles = [[0.5 + place for place in range(count)] for count in (len(found), len(tokens))]
-            axes.set_xticks(middles[0], [binary(world) for world in found])
+            middles = [[0.5 + place for place in range(count)] for count in (len(percents), len(tokens))]
+            axes.set_xticks(middles[0], [binary(world) for world in percents])
             axes.set_yticks(middles[1], [binary(one) for one in tokens])
             axes.set_xlabel("GPUs")
             axes.set_ylabel("tokens per GPU")
@@ -137,7 +121,7 @@ def draw(found: dict[int, dict[int, float | None]], title: str, target: Path) ->
                     color = theme.ink if math.isnan(value) else "white" if value <= 60 else "black"
                     told = "-" if math.isnan(value) else f"{value:.0f}"
                     axes.text(column + 0.5, row + 0.5, told, ha="center", va="center", color=color, fontsize=8)
-            if min(len(tokens), len(found)) > 1:
+            if min(len(tokens), len(percents)) > 1:
                 axes.contour(*middles, grid, levels=[90], colors="red", linewidths=1.2)
             made.colorbar(image, label="percent of ideal: one GPU divided by the GPUs; red: 90")
         return made

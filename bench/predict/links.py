@@ -99,19 +99,18 @@ def link_of(text: str, flag: str = "link") -> Link:
     if os.path.lexists(text):
         from ..common.result import read
 
-        return measured(read(Path(text)).rows, source=text)
+        return measured(read(Path(text)).rows, text)
     rate, comma, latency = text.partition(",")
     try:
         return Link(float(rate) * GIGA, float(latency.removesuffix("us")) * MICRO if comma else 0.0)
     except ValueError:
-        known = ", ".join(PRESETS)
         raise ValueError(
-            f"{flag} is {text!r}: it takes one of {known}, GB/s and microseconds as in 200,10us, or a JSON file of "
-            "`ringattn bench links`"
+            f"{flag} is {text!r}: it takes one of {', '.join(PRESETS)}, GB/s and microseconds as in 200,10us, or a "
+            "JSON file of `ringattn bench links`"
         ) from None
 
 
-def measured(rows: Sequence[Mapping[str, Any]], *, source: str = "bench links") -> Link:
+def measured(rows: Sequence[Mapping[str, Any]], source: str) -> Link:
     """Rate and latency of the slowest edge, by least squares of seconds over bytes, of what ``bench links`` wrote.
 
     Of several transports the fastest counts, the one between virtual ranks of one device left out. Every edge at once,
@@ -120,27 +119,23 @@ def measured(rows: Sequence[Mapping[str, Any]], *, source: str = "bench links") 
     Raises:
         ValueError: no transfers between two ranks, or a damaged row.
     """
-    known = [
-        (f"{source}: rows[{place}]", row)
-        for place, row in enumerate(rows)
+    by_way: dict[Any, dict[str, dict[float, float]]] = {"ring": {}, "one way": {}}
+    for place, row in enumerate(rows):
+        transport = str(row.get("transport"))
         # a comma stands in names of what no ring does
-        if row.get("transport") != LOCAL and "," not in str(row.get("transport"))
-        and row.get("edge") != "0->0" and row.get("channels") is None
-    ]  # fmt: skip
-    known = [one for one in known if one[1].get("way") == "ring"] or [
-        one for one in known if one[1].get("way") == "one way"
-    ]
-    by_transport: dict[str, dict[float, float]] = {}
-    for where, row in known:
-        nbytes, seconds = positive(row, "size", where), MICRO * positive(row, "time", where)
-        slowest = by_transport.setdefault(str(row.get("transport")), {})
-        slowest[nbytes] = max(seconds, slowest.get(nbytes, 0.0))
-    if not by_transport:
+        if transport == LOCAL or "," in transport or row.get("edge") == "0->0" or row.get("channels") is not None:
+            continue
+        if row.get("way") in by_way:
+            where = f"{source}: rows[{place}]"
+            nbytes, seconds = positive(row, "size", where), MICRO * positive(row, "time", where)
+            slowest = by_way[row["way"]].setdefault(transport, {})
+            slowest[nbytes] = max(seconds, slowest.get(nbytes, 0.0))
+    points = by_way["ring"] or by_way["one way"]
+    if not points:
         raise ValueError(
             f"{source} has no transfers between two ranks: run `ringattn bench links --world 2 --json FILE`"
         )
-    fits = [_fit(slowest, f"{source}, {name}") for name, slowest in sorted(by_transport.items())]
-    return max(fits, key=lambda link: link.rate)
+    return max((_fit(slowest, f"{source}, {name}") for name, slowest in points.items()), key=lambda link: link.rate)
 
 
 def positive(row: Mapping[str, Any], name: str, where: str) -> float:
@@ -152,18 +147,12 @@ def positive(row: Mapping[str, Any], name: str, where: str) -> float:
 
 
 def _fit(slowest: Mapping[float, float], source: str) -> Link:
-    """The line through the slowest edge's points, relative errors counted.
-
-    Raises:
-        ValueError: larger messages do not take longer.
-    """
+    """The line through the slowest edge's points, relative errors counted: ValueError where it does not rise."""
     sizes, seconds = np.array(list(slowest)), np.array(list(slowest.values()))
     if len(slowest) == 1:
         return Link(float(sizes[0] / seconds[0]), 0.0, source)
     # weights 1 / seconds, so that small messages tell the latency and large ones the rate
     slope, latency = np.polyfit(sizes, seconds, 1, w=1 / seconds)
     if not slope > 0:
-        raise ValueError(
-            f"{source}: {max(slowest):,.0f} bytes take no longer than {min(slowest):,.0f}: that tells no rate"
-        )
+        raise ValueError(f"{source}: {sizes.max():,.0f} bytes take no longer than fewer: that tells no rate")
     return Link(float(1 / slope), max(float(latency), 0.0), source)

@@ -1,23 +1,24 @@
-"""How long a launch takes on a GPU: what it is asked to do, and a few constants that mean something."""
+"""How long a launch takes on a GPU: what it is asked to do, a few constants that mean something, and what varies."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:  # which brings torch, and a command's --help needs the names of GPUs
-    from .program import Form
+    from .call import Call
 
-FOLD, DQ, DKDV, ADD, ENCODE, DECODE, POINT = "fold", "dQ", "dK/dV", "add sums", "encode", "decode", "point"
+FOLD, DQ, DKDV, ADD, ENCODE, DECODE, POINT = "fold", "dQ", "dK/dV", "add dK/dV", "encode", "decode", "point"
 BACKWARD_FLOPS = 5 / 2  # products of a backward and of a forward
 TILE_ROWS = 128  # query rows of one program of every kernel that these speeds are of
 TAIL = 0.5  # of a wave is idle while the last programs end: none to all of it, as the count falls
 FORWARD_FLOPS = 4  # of a pair and element of the head: two products
 DQ_SHARE, DKDV_SHARE = 3 / 7, 4 / 7  # products of the two kernels of a backward: both compute the scores again
 STATE_BYTES = 4 + 4  # fp32 out or dQ, read and written, of a row and element of the head
-SUMS_BYTES = 2 * (4 + 4)  # of dK and dV, of a key and element
+DKV_BYTES = 2 * (4 + 4)  # of fp32 dK and dV, of a key and element
 CONSTANTS_OF = ("float16", "bfloat16")
 """Dtypes whose kernels the constants are of, both as fast; float32 takes several products for one."""
 Seconds = Any
@@ -72,62 +73,58 @@ class Speed:
     link: str = "nvlink4"
     """The preset of what joins such GPUs."""
 
-    def __post_init__(self) -> None:
-        for name in ("forward", "backward", "memory", "multiprocessors", "passes"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: it must be above 0")
-        if not 0 <= self.beside < 1:
-            raise ValueError(f"beside is {self.beside}: the part of its speed that a kernel loses must be 0 to below 1")
-
-    def products(self, area: Area, form: Form, *, backward: bool = False) -> Seconds:
+    def products(self, area: Area, call: Call, *, backward: bool = False) -> Seconds:
         """Seconds of the products of one launch; of a backward those of both kernels."""
-        heads, wave = form.batch * form.heads / form.chunks, self.multiprocessors * TILE_ROWS
+        heads, wave = call.batch * call.heads / call.chunks, self.multiprocessors * TILE_ROWS
         asked = heads * (area.pairs + self.edge * area.edges)
         work = np.maximum(asked + TAIL * wave * area.longest, wave * area.longest)
-        flops = FORWARD_FLOPS * form.head_dim * work
+        flops = FORWARD_FLOPS * call.head_dim * work
         return flops * BACKWARD_FLOPS / self.backward if backward else flops / self.forward
 
     def moved(self, nbytes: Any) -> Seconds:
         """Seconds of passes over memory."""
         return nbytes / (self.memory * self.passes)
 
-    def seconds(self, what: str, area: Area, form: Form, *, hop: int) -> Seconds:
+    def seconds(self, what: str, area: Area, call: Call, *, hop: int) -> Seconds:
         """Of one launch of our kernels."""
-        heads, kv_heads = (form.batch * count / form.chunks * form.head_dim for count in (form.heads, form.kv_heads))
+        heads, kv_heads = (call.batch * count / call.chunks * call.head_dim for count in (call.heads, call.kv_heads))
         if what == POINT:
             return 0.0
         if what == ADD:
-            return self.moved(SUMS_BYTES * area.keys * kv_heads)
+            return self.moved(DKV_BYTES * area.keys * kv_heads)
         if what in (ENCODE, DECODE):
-            return self.launch + self.moved(2 * form.dtype.itemsize * area.keys * kv_heads)
+            return self.launch + self.moved(2 * call.itemsize * area.keys * kv_heads)
         if what == FOLD:
             state = STATE_BYTES * area.rows * heads if hop else 0.0
-            return self.launch + self.products(area, form) + self.moved(state)
-        state = STATE_BYTES * area.rows * heads if what == DQ else SUMS_BYTES * area.keys * kv_heads
+            return self.launch + self.products(area, call) + self.moved(state)
+        state = STATE_BYTES * area.rows * heads if what == DQ else DKV_BYTES * area.keys * kv_heads
         share = {DQ: DQ_SHARE, DKDV: DKDV_SHARE}[what]
-        return self.launch + share * self.products(area, form, backward=True) + self.moved(state)
+        return self.launch + share * self.products(area, call, backward=True) + self.moved(state)
 
-    def fitted(self, *, forward: tuple[float, Area, Form], backward: tuple[float, Area, Form] | None = None) -> Speed:
-        """This GPU with the speeds at which given launches reach given FLOP/s, as tables and benches tell them.
+    def fitted(self, forward: tuple[float, Call], backward: tuple[float, Call] | None = None) -> Speed:
+        """This GPU with the speeds at which whole calls reach given FLOP/s, as tables and benches tell them.
 
         Args:
-            forward: FLOP/s of visible pairs, of a launch of this area and form.
+            forward: FLOP/s of visible pairs, and the call, in one launch.
             backward: the same of both kernels, counted as 2.5 forwards; None: as fast as the forward, times what it
                 is slower by now.
+
+        Raises:
+            ValueError: a launch would take less than it takes to launch.
         """
 
-        def speed(told: tuple[float, Area, Form], before: float, *, is_backward: bool) -> float:
-            rate, area, form = told
-            pairs = FORWARD_FLOPS * form.head_dim * form.batch * form.heads * area.pairs
+        def speed(rate: float, call: Call, before: float, *, is_backward: bool) -> float:
+            (area,) = call.areas()
+            pairs = FORWARD_FLOPS * call.head_dim * call.batch * call.heads * area.pairs
             wanted = pairs * (BACKWARD_FLOPS if is_backward else 1) / rate - self.launch
             if wanted <= 0:
                 raise ValueError(f"{rate:.3g} FLOP/s is no speed of this launch: it would take less than to launch it")
-            return float(before * self.products(area, form, backward=is_backward) / wanted)
+            return float(before * self.products(area, call, backward=is_backward) / wanted)
 
-        ahead = speed(forward, self.forward, is_backward=False)
+        ahead = speed(*forward, self.forward, is_backward=False)
         if backward is None:
             return replace(self, forward=ahead, backward=self.backward * ahead / self.forward)
-        return replace(self, forward=ahead, backward=speed(backward, self.backward, is_backward=True))
+        return replace(self, forward=ahead, backward=speed(*backward, self.backward, is_backward=True))
 
 
 H100 = Speed("H100", forward=560e12, backward=430e12)
@@ -145,3 +142,71 @@ GPUS = {
     "a800": replace(A100, name="A800", link="nvlink3-a800"),
     "a100-pcie": replace(A100, name="A100 PCIe", forward=190e12, backward=150e12, memory=1.94e12, link="pcie4"),
 }
+
+
+MOST_JITTER = 1.0  # who means 5% and writes 5 is told
+MOST_SLOW = 1000  # times as long: slower is broken
+MOST_RANKS = 128  # that are simulated one by one
+DRAWS = 16  # of a jitter: their mean and spread are told
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """What makes ranks differ: GPUs that are slow, and launches that vary."""
+
+    slow: Mapping[int, float] = field(default_factory=dict)
+    """By rank how many times as long its launches take."""
+    jitter: float = 0.0
+    """Standard deviation of the logarithm of a launch's time, drawn for each."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.jitter <= MOST_JITTER:
+            raise ValueError(f"jitter is {self.jitter}: it must be 0 to {MOST_JITTER:g}, and 0.05 is 5%")
+        for rank, factor in self.slow.items():
+            if not 1 <= factor <= MOST_SLOW:
+                raise ValueError(
+                    f"slow is {rank}={factor:g}: a factor is how many times as long the rank takes, 1 to {MOST_SLOW:,}"
+                )
+
+    @property
+    def is_there(self) -> bool:
+        return bool(self.slow) or self.jitter > 0
+
+    def __str__(self) -> str:
+        parts = [f"rank {rank} takes {factor:g} times as long" for rank, factor in self.slow.items()]
+        return ", ".join(parts + ([f"launches vary by {self.jitter:.3g}"] if self.jitter else []))
+
+    def check(self, world: int) -> None:
+        """Refuse what a ring of so many ranks cannot have.
+
+        Raises:
+            ValueError: a slow rank that it has not, or more ranks than are simulated one by one.
+        """
+        wrong = [rank for rank in self.slow if not 0 <= rank < world]
+        if wrong:
+            raise ValueError(f"slow names rank {wrong[0]}: ranks are 0 to {world - 1}")
+        if self.is_there and world > MOST_RANKS:
+            raise ValueError(f"slow and jitter are of rings of at most {MOST_RANKS} GPUs, each simulated: got {world}")
+
+    def factors(self, rank: int, phase: str, count: int) -> Seconds:
+        """Of every launch of a rank how many times as long it takes, ``[count]``; with jitter ``[count, draw]``."""
+        slower = self.slow.get(rank, 1.0)
+        if not self.jitter:
+            return [slower] * count
+        draw = np.random.default_rng([rank, len(phase)])
+        return slower * draw.lognormal(0.0, self.jitter, (count, DRAWS))
+
+    def slowest(self, world: int) -> float:
+        """How many times as long one launch takes until all ranks are done with it; the mean of all draws."""
+        each = [np.broadcast_to(self.factors(rank, "", 1)[0], DRAWS) for rank in range(world)]
+        return float(np.max(each, axis=0).mean())
+
+    def grouped(self, degree: int) -> Perturbation:
+        """Of rings of groups of so many ranks: in each place the slowest of its group."""
+        slow: dict[int, float] = {}
+        for rank, factor in self.slow.items():
+            slow[rank // degree] = max(factor, slow.get(rank // degree, 1.0))
+        return Perturbation(slow, self.jitter)
+
+
+NONE = Perturbation()

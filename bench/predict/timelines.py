@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...ring.buffers import Kind
+from ...ring.buffers import Key, Kind
 from ...ring.schedule.plan import Plan
 from ...ring.trace import Moved, Stretch, slot_trace
 from ..common.attention import mask_data
 from ..timeline.events import Event, Timeline
 from .call import Call
 from .clock import Track
-from .program import COMPUTE, Op
+from .program import Op
 from .ring import Pass
 from .speed import POINT
 
-SHARDS = {Kind.RAIL: "K/V of {}", Kind.KV: "K/V of {}", Kind.DKV: "dK/dV of {}", Kind.RETURN: "dK/dV of {}"}
-SAID = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "layout", "nodes")
+NAMES = ("seqlen", "world", "batch", "heads", "kv_heads", "head_dim", "dtype", "layout", "nodes")
 """What a timeline says of its call beside its mask, by the names that a measured one says."""
 
 
@@ -35,62 +34,52 @@ def timeline(title: str, passes: tuple[Pass, ...], call: Call) -> Timeline:
         for track in one.tracks:
             events += _of_rank(track, plans[track.program.rank], begin)
         begin += one.seconds
-    return Timeline(title, "predicted", call.world, tuple(events), {"call": said(call)})
+    return Timeline(title, "predicted", call.world, tuple(events), {"call": described(call)})
 
 
-def said(call: Call) -> dict[str, Any]:
+def described(call: Call) -> dict[str, Any]:
     """What a timeline says of its call: shape, layout and mask, as a measured one does."""
-    return {name: getattr(call, name) for name in SAID} | mask_data(call.mask)
+    return {name: getattr(call, name) for name in NAMES} | mask_data(call.mask)
 
 
 def _of_rank(track: Track, plan: Plan, start: float) -> Iterator[Event]:
     rank, phase = track.program.rank, track.program.phase
-    free = 0.0
+    free, posts, computed = 0.0, list[Moved](), dict[int, list[Stretch]]()
     for op, begin, end in zip(track.program.ops, track.begins, track.ends, strict=True):
-        if op.stream != COMPUTE:
-            yield from _transfers(op, plan, phase, start + begin, start + end)
+        if op.key is not None:
+            yield from _transfers(op, op.key, plan, start + begin, start + end)
+            sent, received = (sum(nbytes for _, nbytes in messages) for messages in (op.sends, op.receives))
+            posts.append(Moved(op.key, begin, end, sent, received))
             continue
         if begin > free:
             yield Event(rank, "wait", phase, op.hop, start + free, start + begin)
-        if op.what != POINT and end > begin:
-            name = f"{op.what} of {plan.hops[op.hop].shard}"
-            yield Event(rank, "compute", phase, op.hop, start + begin, start + end, name)
-        free = end
-    yield from _slots(track, plan, start)
-
-
-def _transfers(op: Op, plan: Plan, phase: str, begin: float, end: float) -> Iterator[Event]:
-    assert op.key is not None
-    for lane, messages in (("send", op.sends), ("receive", op.receives)):
-        shard = plan.hops[_moved(op, plan, lane)].shard
-        for _, nbytes in messages:
-            yield Event(plan.rank, lane, phase, op.hop, begin, end, SHARDS[op.key.kind].format(shard), nbytes)
-
-
-def _moved(op: Op, plan: Plan, lane: str) -> int:
-    """The hop whose shard a group sends, or receives."""
-    assert op.key is not None
-    brings, kind = op.key.brings, op.key.kind
-    if kind in (Kind.KV, Kind.RAIL):
-        return brings if lane == "receive" else brings - (plan.inner if kind is Kind.RAIL else 1)
-    if kind is Kind.RETURN:
-        return op.key.hop // plan.inner * plan.inner if lane == "send" else 0
-    following = brings + 1
-    if lane == "send" or following >= len(plan.hops) or plan.is_outer_root(plan.hops[following]):
-        return brings if lane == "send" else brings // plan.inner * plan.inner
-    return following
-
-
-def _slots(track: Track, plan: Plan, start: float) -> Iterator[Event]:
-    """Every use of a slot, of K/V and of sums, by the rule that measured ones are told by."""
-    program = track.program
-    computed: dict[int, list[Stretch]] = {}
-    posts = []
-    for op, begin, end in zip(program.ops, track.begins, track.ends, strict=True):
-        if op.key is not None:
-            sent, received = (sum(nbytes for _, nbytes in messages) for messages in (op.sends, op.receives))
-            posts.append(Moved(op.key, begin, end, sent, received))
-        elif op.stream == COMPUTE and op.what != POINT:
+        if op.what != POINT:
             computed.setdefault(op.hop, []).append((begin, end))
-    for one in slot_trace(program.phase, plan, posts, computed):
-        yield Event(program.rank, one.kind, one.phase, one.hop, start + one.begin, start + one.end, one.name)
+            if end > begin:
+                name = f"{op.what} of {plan.hops[op.hop].shard}"
+                yield Event(rank, "compute", phase, op.hop, start + begin, start + end, name)
+        free = end
+    # every use of a slot, by the rule that measured ones are told by
+    for one in slot_trace(phase, plan, posts, computed):
+        yield Event(rank, one.kind, one.phase, one.hop, start + one.begin, start + one.end, one.name)
+
+
+def _transfers(op: Op, key: Key, plan: Plan, begin: float, end: float) -> Iterator[Event]:
+    name = "dK/dV of {}" if key.kind in (Kind.DKV, Kind.RETURN) else "K/V of {}"
+    for lane, messages in (("send", op.sends), ("receive", op.receives)):
+        shard = plan.hops[_moved(key, plan, lane)].shard
+        for _, nbytes in messages:
+            yield Event(plan.rank, lane, key.phase, op.hop, begin, end, name.format(shard), nbytes)
+
+
+def _moved(key: Key, plan: Plan, lane: str) -> int:
+    """The hop whose shard a group sends, or receives."""
+    if key.kind in (Kind.KV, Kind.RAIL):
+        return key.brings if lane == "receive" else key.brings - (plan.inner if key.kind is Kind.RAIL else 1)
+    if key.kind is Kind.RETURN:
+        return key.hop // plan.inner * plan.inner if lane == "send" else 0
+    following = key.brings + 1
+    if lane == "send":
+        return key.brings
+    is_last = following >= len(plan.hops) or plan.is_outer_root(plan.hops[following])
+    return key.brings // plan.inner * plan.inner if is_last else following

@@ -208,12 +208,6 @@ def discover(control: Control, device: torch.device) -> Topology:
     return Topology(tuple(tuple(islice(order, size)) for size in sizes), tuple(devices))
 
 
-def device_infos(control: Control, device: torch.device) -> tuple[DeviceInfo, ...]:
-    """The device of every rank, by rank; every rank calls it together."""
-    gathered = control.gather(device_info(device).to_json(), what="the devices of the ranks")
-    return tuple(DeviceInfo.from_json(device) for device in gathered)  # type: ignore[arg-type]
-
-
 def _node(
     devices: Sequence[DeviceInfo], ranks: Sequence[int], nics: Sequence[Nic | None], pattern: Sequence[str | None]
 ) -> tuple[int, ...]:

@@ -113,16 +113,6 @@ def test_bad_file_is_named(reader: str, bad: str, alone: None, tmp_path: Path, m
     assert [one.name for one in tmp_path.iterdir()] == ["results.json"]
 
 
-@pytest.mark.parametrize("bad", NO_FILES)
-def test_text_of_the_demo(bad: str, tmp_path: Path) -> None:
-    if bad == "1 GiB of nothing":
-        return  # of which it takes the head
-    make, why = NO_FILES[bad]
-    make(path := tmp_path / "text")
-    ended = run("demo", "--text", path)
-    assert ended.exit_code == 2 and f"cannot read {path}" in told(ended) and why in told(ended), ended.output
-
-
 def test_bad_files_cost_the_page_themselves_alone(tmp_path: Path) -> None:
     """Among sound ones, as the suite's and as any other's."""
     folder = report_cases.write(tmp_path / "run", memory=report_cases.memory())

@@ -55,7 +55,7 @@ def test_the_step_of_processes(tmp_path: Path) -> None:
     for phase in PASSES:
         programs, costs = [], []
         for plan, begin in zip(call.plans(), done, strict=True):
-            program = record(plan, replace(call.form, on_host=True), phase)
+            program = record(call, plan, phase, on_host=True)
             launches = [op.hop if op.stream == COMPUTE and op.what not in (ADD, POINT) else None for op in program.ops]
             spent: Counter[int | None] = Counter()
             for one in spans:

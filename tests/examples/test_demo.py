@@ -42,9 +42,9 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 
 def failures(job: Job, world: int) -> list[str]:
-    runs = as_all_ranks(job, demo.read(None, job.seqlen), world)
+    runs = as_all_ranks(job, demo.document(job.seqlen), world)
     assert len(runs.ring.peaks) == world
-    return compared(job, "topics", runs).failed
+    return compared(job, runs).failed
 
 
 # -- agreement
@@ -74,49 +74,31 @@ def test_weights_do_not_depend_on_who_else_draws_random_numbers() -> None:
 
 # -- a broken ring is found out
 
-Broken = Callable[..., Any]
-
-
-def wrong_scale(attend: Broken) -> Broken:
-    return lambda q, k, v, **how: attend(q, k, v, softmax_scale=1.001 * q.shape[-1] ** -0.5, **how)
-
-
-def wrong_mask(attend: Broken) -> Broken:
-    return lambda q, k, v, **how: attend(q, k, v, **{**how, "causal": False})
-
-
-def wrong_gradient(attend: Broken) -> Broken:
+Attention = Callable[..., Any]
+BROKEN: dict[str, tuple[Attention, str]] = {
+    "scale": (lambda q, k, v, **how: ring_attention(q, k, v, softmax_scale=1.001 * q.shape[-1] ** -0.5, **how),
+              "query.weight at step 1"),
+    "mask": (lambda q, k, v, **how: ring_attention(q, k, v, **{**how, "causal": False}), "loss at step 1"),
     # the value of k, 1.0001 times its gradient
-    return lambda q, k, v, **how: attend(q, k + 1e-4 * (k - k.detach()), v, **how)
+    "gradient": (lambda q, k, v, **how: ring_attention(q, k + 1e-4 * (k - k.detach()), v, **how),
+                 "key.weight at step 1"),
+    "nan": (lambda q, k, v, **how: ring_attention(q, k, v, **how) * math.nan, "loss at step 1: nan"),
+}  # fmt: skip
 
 
-def not_a_number(attend: Broken) -> Broken:
-    return lambda q, k, v, **how: attend(q, k, v, **how) * math.nan
-
-
-@pytest.mark.parametrize(
-    ("breaks", "found"),
-    [
-        (wrong_scale, "query.weight at step 1"),
-        (wrong_mask, "loss at step 1"),
-        (wrong_gradient, "key.weight at step 1"),
-        (not_a_number, "loss at step 1: nan"),
-    ],
-)
-def test_exit_code_tells_of_a_broken_ring(
-    breaks: Callable[[Broken], Broken], found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training, "ring_attention", breaks(ring_attention))
+@pytest.mark.parametrize("name", BROKEN)
+def test_exit_code_of_a_broken_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, found = BROKEN[name]
+    monkeypatch.setattr(training, "ring_attention", attention)
     code, output = invoke(*FLAGS, "--world", "1")
-    assert code == 1, output
-    assert found in output.partition("DISAGREE")[2]
+    assert code == 1 and found in output.partition("DISAGREE")[2], output
 
 
 def test_positions_of_the_shard_instead_of_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """What people get wrong: rotary embedding that counts from the shard's start."""
 
     class Local(Decoder):
-        def forward(self, tokens: Tensor, positions: Tensor, attend: Broken) -> Tensor:
+        def forward(self, tokens: Tensor, positions: Tensor, attend: Attention) -> Tensor:
             return super().forward(tokens, torch.arange(len(positions)), attend)
 
     monkeypatch.setattr(training, "Decoder", Local)
@@ -132,7 +114,7 @@ def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(training, "train_ring", train)
     with pytest.raises(ValueError, match="text differs between ranks"):
-        as_all_ranks(TINY, demo.read(None, TINY.seqlen), 2)
+        as_all_ranks(TINY, demo.document(TINY.seqlen), 2)
 
 
 # -- every way to start it
@@ -158,13 +140,11 @@ def test_processes_of_this_machine(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_torchrun_and_only_rank_0_prints(tmp_path: Path) -> None:
-    text = tmp_path / "notes.txt"
-    text.write_bytes(bytes(range(256)))
     torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"
-    done = run(*torchrun, "ringattn", "demo", *FLAGS, "--layout", "striped", "--text", str(text), "--json", "-")
+    done = run(*torchrun, "ringattn", "demo", *FLAGS, "--layout", "striped", "--json", "-")
     assert done.returncode == 0, done.stdout + done.stderr
     (tmp_path / "out.json").write_text(done.stdout)
-    assert "notes.txt" in read(tmp_path / "out.json").notes[0]
+    assert "striped" in read(tmp_path / "out.json").notes[0]
 
 
 def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,30 +160,17 @@ def test_a_rank_that_fails_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
 # -- what is refused
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--text", "nowhere.txt"], "cannot read nowhere.txt"),
-        (["--text", "{short}"], "has 100 bytes, --seqlen 8192 needs 8,193"),
-        (["--text", "{short}", "--seqlen", "100"], "take a longer text, or --seqlen 99"),
-        (["--seqlen", "1m"], "pydoc_data/topics.py has"),
-        (["--seqlen", "0"], "--seqlen is 0: it must be at least 1"),
-        (["--seqlen", "long"], "'long' is not a size"),
-        (["--heads", "4", "--kv-heads", "3"], "--kv-heads is 3: --heads, 4, must be a multiple of it"),
-        (["--head-dim", "33"], "--head-dim is 33: it must be even"),
-        (["--world", "0"], "--world"),
-        (["--layout", "spiral"], "'spiral' is not one of"),
-        (["--json", "nowhere/out.json"], "there is no folder nowhere"),
-        (["--csv", "nowhere/out.csv"], "there is no folder nowhere"),
-        (["--json", "{short.parent}"], "it is a folder; name a file in it"),
-    ],
-)
-def test_what_cannot_work_is_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
-    short = tmp_path / "short.txt"
-    short.write_bytes(b"x" * 100)
-    code, output = invoke(*(argument.format(short=short) for argument in arguments))
-    assert code == 2
-    assert message in output
+@pytest.mark.parametrize(("flag", "value", "message"), [
+    ("--seqlen", "0", "'0' is too small: it must be at least 1"),
+    ("--kv-heads", "3", "--kv-heads is 3: --heads, 4, must be a multiple of it"),
+    ("--head-dim", "33", "--head-dim is 33: it must be even"),
+    ("--world", "0", "--world"),
+    ("--layout", "spiral", "'spiral' is not one of"),
+    ("--json", "nowhere/out.json", "there is no folder nowhere"),
+])  # fmt: skip
+def test_refusals(flag: str, value: str, message: str) -> None:
+    code, output = invoke(flag, value)
+    assert code == 2 and message in output
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,10 +193,9 @@ def test_world_is_the_launchers() -> None:
 # -- the parts
 
 
-def test_default_text_is_long_prose() -> None:
-    text = demo.topics()
-    assert len(text) > 200_000
-    assert demo.read(None, 1000) == text[:1001]
+def test_text_is_long_prose_and_repeated_where_more_is_asked_for() -> None:
+    text = demo.document(1 << 20)
+    assert len(text) == (1 << 20) + 1 and text[:1001] == demo.document(1000)
 
 
 def test_rotation_depends_on_distance_alone() -> None:
@@ -237,25 +203,8 @@ def test_rotation_depends_on_distance_alone() -> None:
     at = [rotate(x, torch.tensor([p])) for x, p in ((q, 7), (k, 3), (q, 104), (k, 100))]
     torch.testing.assert_close((at[0] * at[1]).sum(-1), (at[2] * at[3]).sum(-1))
     assert rotate(q, torch.tensor([0])).equal(q)
-
-
-def test_rotation_of_a_token_is_the_same_on_every_shard() -> None:
-    x = torch.randn(1, 9, 2, 8)
-    shard = torch.tensor([1, 4, 8])
-    assert rotate(x[:, shard], shard).equal(rotate(x, torch.arange(9))[:, shard])
-
-
-def test_blocked_attention_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "EXACT_ROWS", 4)
-    results = []
-    inputs = [torch.randn(1, 10, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
-    for attend in (training.blocked_attention, training.pytorch_attention):
-        qkv = [x.clone().requires_grad_() for x in inputs]
-        out = attend(*qkv)
-        out.square().sum().backward()
-        results.append([out.detach(), *(x.grad for x in qkv)])
-    for blocked, whole in zip(*results, strict=True):
-        torch.testing.assert_close(blocked, whole)
+    x, shard = torch.randn(1, 9, 2, 8), torch.tensor([1, 4, 8])
+    assert rotate(x[:, shard], shard).equal(rotate(x, torch.arange(9))[:, shard])  # the same bits on every shard
 
 
 def test_a_comparison_fails_on_nan() -> None:
@@ -272,4 +221,4 @@ def test_every_compared_step_counts() -> None:
 
     exact, whole, ring = run(1.0, 1.0), run(1.001, 1.001), run(1.001, 1.01)
     exact.losses.pop(1)
-    assert [line[:11] for line in compared(TINY, "", Runs(ring, whole, exact)).failed] == ["w at step 3"]
+    assert [line[:11] for line in compared(TINY, Runs(ring, whole, exact)).failed] == ["w at step 3"]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import textwrap
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...bench.common.flags import Csv, HeadDim, Heads, Json, KvHeads, count, dtype_name, kv_heads_of
+from ...bench.common.flags import Csv, Json, count, dtype_name
 
 if TYPE_CHECKING:
-    from ...comm import LocalGroup
+    from ...comm import Group
+    from ...comm.topology.topology import Topology
     from .findings import Finding
 
 DEFAULT_WORLD = 4  # virtual ranks, without a launcher
+MOST_TOKENS = 4096  # of the ring that is compared
 UNITS = {"check": "", "status": "", "found": "", "todo": ""}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -21,11 +25,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def doctor(
     seqlen: Annotated[
-        Any, typer.Option(parser=count, metavar="SIZE", help="Tokens in all, of the rings that are computed.")
-    ] = "4k",
-    heads: Heads = 32,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = 128,
+        Any, typer.Option(parser=count, metavar="SIZE", help="Tokens in all, of the ring that is compared; at most 4k.")
+    ] = str(MOST_TOKENS),
     dtype: Annotated[
         str | None,
         typer.Option(parser=dtype_name, metavar="DTYPE", help="bf16, fp16 or fp32; default: bf16 on a GPU."),
@@ -51,50 +52,47 @@ def doctor(
     from ...bench.common.provenance import provenance
     from ...bench.common.result import Result, Row, finish
     from ...comm import LocalWorld
-    from .findings import FAIL, Finding, Ranks, closing, error_text
-    from .ring import Shape, examine
+    from .findings import COLUMNS, FAIL, Finding, Ranks, closing, error_text
+    from .ring import examine
 
     place = member()
     size = world_of(place, world, DEFAULT_WORLD)
-    if seqlen < size:
-        raise typer.BadParameter(f"--seqlen is {seqlen}: {size} ranks need a token each")
-    default = "bfloat16" if torch.cuda.is_available() else "float32"
-    shape = Shape(seqlen, heads // kv_heads_of(heads, kv_heads), head_dim, dtype or default)
+    if not size <= seqlen <= MOST_TOKENS:
+        raise typer.BadParameter(f"--seqlen is {seqlen}: it must be {size}, a token per rank, to {MOST_TOKENS}")
+    dtype = dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     device = torch.device("cpu") if place is None else place.device
     findings: list[Finding] = []
-    ring: dict[str, Any] | None = None
+    rings: list[Topology | None] = []
 
     def record(finding: Finding) -> None:
         findings.append(finding)
         if prints() and json != "-":
             typer.echo(str(finding))
 
-    def examine_here(ranks: Ranks) -> None:
-        nonlocal ring
-        for finding in examine(ranks, shape, nbytes):
-            if not ranks.alone or ranks.rank == 0:
+    def examine_here(group: Group, *, alone: bool) -> None:
+        ranks = Ranks.of(group, device, alone=alone)
+        for finding in examine(ranks, seqlen, dtype, nbytes):
+            if not alone or ranks.rank == 0:
                 record(finding)
-                ring = None if ranks.ring is None else ranks.ring.to_json()
+                rings[:] = [ranks.ring]
 
     with Console(stderr=True).status("examining"):
         if place is None:
             with LocalWorld(size) as virtual:
                 device = virtual.device
-
-                def of_virtual_rank(group: LocalGroup) -> None:
-                    examine_here(Ranks.of(group, device, alone=True))
-
-                virtual.run(of_virtual_rank)
+                virtual.run(partial(examine_here, alone=True))
         else:
             try:
                 with process_group(place):
                     assert dist.group.WORLD is not None
-                    examine_here(Ranks.of(dist.group.WORLD, device, alone=False))
+                    examine_here(dist.group.WORLD, alone=False)
             except Exception as error:
                 todo = "check MASTER_ADDR and MASTER_PORT, and the firewall"
                 record(Finding("the ranks meet", FAIL, error_text(error), todo))
+    ring = rings[0].to_json() if rings and rings[0] is not None else None
     about = provenance(device) | {"device": str(device), "ring": ring}
     notes = closing(findings)
     failed = [f"{one.check}: {one.text}" for one in findings if one.status == FAIL]
-    rows: list[Row] = [dict(zip(UNITS, one[: len(UNITS)], strict=True)) for one in findings]
-    finish(Result("doctor", UNITS, rows, failed, notes, about), json, csv, text="\n".join(["", *notes]))
+    rows: list[Row] = [dict(zip(UNITS, one, strict=True)) for one in findings]
+    last = [line for note in notes for line in textwrap.wrap(note, COLUMNS)]
+    finish(Result("doctor", UNITS, rows, failed, notes, about), json, csv, text="\n".join(["", *last]))

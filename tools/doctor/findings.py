@@ -1,10 +1,11 @@
-"""What ``ringattn doctor`` finds: one line per check, and one verdict of all ranks."""
+"""What ``ringattn doctor`` finds: one finding per check, and one answer of all ranks."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,10 +13,8 @@ from ...comm import Group
 from ...comm.control import Control, control_of
 from ...comm.topology.topology import Topology
 
-T = TypeVar("T")
-
 OK, FAIL, SKIPPED = "ok", "FAIL", "skipped"
-NAME_WIDTH = 23  # of a check
+COLUMNS, INDENT = 80, " " * 9
 MOST_RANKS = 8  # that a line names
 
 
@@ -25,15 +24,22 @@ class Finding(NamedTuple):
     check: str
     status: str
     text: str = ""
-    """What was found, or why it failed, or why it was skipped."""
+    """What was found, or why it failed, or why it was skipped; lines."""
     todo: str = ""
     """What to do where it failed."""
-    more: tuple[str, ...] = ()
-    """Lines that follow the first."""
 
     def __str__(self) -> str:
-        first = f"{self.status:<7}  {self.check:<{NAME_WIDTH}}  {self.text}".rstrip()
-        return "\n".join([first, *(f"{'':9}{line}" for line in self.more)])
+        first, *rest = f"{self.check}: {self.text}".splitlines()
+        lines = textwrap.wrap(f"{self.status:<7}  {first}", COLUMNS, subsequent_indent=INDENT)
+        return "\n".join([*lines, *(INDENT + line for line in rest)])
+
+
+class Skipped(Exception):
+    """A check that does not apply here; the message says why."""
+
+
+class Failed(Exception):
+    """A check that failed; the message says what was found."""
 
 
 @dataclass
@@ -46,7 +52,7 @@ class Ranks:
     alone: bool
     """Virtual ranks of one process."""
     ring: Topology | None = None
-    """As soon as it is known."""
+    """As soon as it is known; devices on rank 0 alone."""
 
     @classmethod
     def of(cls, group: Group, device: torch.device, *, alone: bool) -> Ranks:
@@ -57,36 +63,37 @@ class Ranks:
     def rank(self) -> int:
         return self.control.rank
 
-    @property
-    def size(self) -> int:
-        return self.control.size
-
-    def together(self, what: str, do: Callable[[], T]) -> list[T]:
-        """``do()`` of every rank, ready for JSON, in rank order; every rank calls it with its own ``do``.
+    def together(
+        self, what: str, do: Callable[[], Any], merge: Callable[[list[Any]], Any] = lambda values: None
+    ) -> Any:
+        """What rank 0 makes of ``do()`` of every rank, both ready for JSON; every rank calls it with its own ``do``.
 
         Raises:
             Skipped, Failed: the same on every rank, where any of them was skipped or raised anything else.
         """
-        value, skipped, failed = None, "", ""
+        outcome = {"value": None, "skipped": "", "failed": ""}
         try:
-            value = do()
+            outcome["value"] = do()
         except Skipped as reason:
-            skipped = str(reason)
+            outcome["skipped"] = str(reason)
         except Exception as error:
-            failed = str(error) if isinstance(error, Failed) else error_text(error)
-        everyone: list[Any] = self.control.gather((value, skipped, failed), what=what)
-        for place, kind in ((2, Failed), (1, Skipped)):
-            if any(texts := [one[place] for one in everyone]):
-                raise kind(by_rank(texts))
-        return [one[0] for one in everyone]
+            outcome["failed"] = str(error) if isinstance(error, Failed) else error_text(error)
 
+        def of_all(outcomes: list[Any]) -> dict[str, Any]:
+            for kind in ("failed", "skipped"):
+                if any(texts := [one[kind] for one in outcomes]):
+                    return {kind: by_rank(texts)}
+            try:
+                return {"value": merge([one["value"] for one in outcomes])}
+            except Failed as error:
+                return {"failed": str(error)}
 
-class Skipped(Exception):
-    """A check that does not apply here; the message says why."""
-
-
-class Failed(Exception):
-    """A check that failed; the message says what was found."""
+        answer: Any = self.control.merged(outcome, of_all, what=what)
+        if "failed" in answer:
+            raise Failed(answer["failed"])
+        if "skipped" in answer:
+            raise Skipped(answer["skipped"])
+        return answer["value"]
 
 
 def checked(check: str, todo: str, examine: Callable[[], str]) -> Finding:
@@ -99,27 +106,14 @@ def checked(check: str, todo: str, examine: Callable[[], str]) -> Finding:
         return Finding(check, FAIL, str(error), todo)
 
 
-def _ranks_by(values: Sequence[Any]) -> dict[Any, list[int]]:
-    ranks: dict[Any, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return ranks
-
-
-def by_rank(texts: Sequence[str]) -> str:
+def by_rank(texts: Sequence[Any]) -> str:
     """What ranks said, each text once and with its ranks unless all said it; the empty ones said nothing."""
-    ranks = _ranks_by(texts)
+    ranks: dict[Any, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
     if len(ranks) == 1:
-        return texts[0]
-    return "; ".join(f"{ranks_text(held)}: {text}" for text, held in ranks.items() if text)
-
-
-def differing(values: Sequence[object]) -> str | None:
-    """``x on rank 0, y on ranks 1 and 2``; None where all are the same."""
-    ranks = _ranks_by(values)
-    if len(ranks) < 2:
-        return None
-    return ", ".join(f"{value} on {ranks_text(held)}" for value, held in ranks.items())
+        return str(texts[0])
+    return "; ".join(f"{ranks_text(held)}: {text}" for text, held in ranks.items() if text != "")
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -7,10 +7,10 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +20,7 @@ from ...comm.topology import nvml
 from ...comm.topology.nvml import DeviceInfo, pairs_by_link
 from ...comm.topology.topology import Topology
 from ...comm.transports.nccl import loaded_libraries, nccl_missing
-from .findings import FAIL, OK, SKIPPED, Finding, by_rank, differing, ranks_text
+from .findings import FAIL, OK, SKIPPED, Finding, by_rank, ranks_text
 
 # settings that turn a fast path off, and that people forget in their shells
 SLOW_SETTINGS = {
@@ -34,24 +34,19 @@ ORDERED = (
     "where another library's communicators share these GPUs (torch's of FSDP or tensor parallelism), set "
     "NCCL_LAUNCH_ORDER_IMPLICIT=1: without it NCCL promises progress only to one communicator at a time"
 )
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What one process knows of itself."""
-
-    versions: Mapping[str, str | None]
-    libraries: tuple[tuple[str, str], ...]
-    """Path and version of every libnccl that is loaded."""
-    no_nccl: str | None
-    """Why CuPy's NCCL cannot be used; None where it can."""
-    settings: Mapping[str, str]
-    """Every ``NCCL_*`` of the environment."""
+MAY_DIFFER = ("driver", "Python")
+ONE_LIBRARY = (
+    "keep one: uninstall the nvidia-nccl package that torch does not use, take the path out of LD_LIBRARY_PATH, or "
+    "preload the right one with LD_PRELOAD"
+)
+Facts = dict[str, Any]
+"""What one process knows of itself, ready for JSON: ``versions`` by name; ``libraries``, path and version of every
+libnccl that is loaded; ``no_nccl``, why CuPy's NCCL cannot be used, or ""; ``settings``, every ``NCCL_*``."""
 
 
 def facts() -> Facts:
     """Of this process, with everything loaded that a transport would load."""
-    no_nccl, driver = nccl_missing(), None
+    no_nccl, driver = nccl_missing() or "", None
     with suppress(nvml.NoNvml):
         driver = nvml.driver_version()
     versions = {
@@ -64,8 +59,8 @@ def facts() -> Facts:
         "Python": platform.python_version(),
     }
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
-    here = tuple((str(path), _version_of(path)) for path in loaded_libraries())
-    return Facts(versions, here, no_nccl, settings)
+    libraries = [[str(path), _version_of(path)] for path in loaded_libraries()]
+    return {"versions": versions, "libraries": libraries, "no_nccl": no_nccl, "settings": settings}
 
 
 def _version_of(path: Path) -> str:
@@ -79,10 +74,8 @@ def _version_of(path: Path) -> str:
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
-def machine(everyone: Sequence[Facts], ring: Topology, device: torch.device) -> list[Finding]:
+def machine(everyone: Sequence[Facts], ring: Topology, *, on_gpu: bool) -> list[Finding]:
     """Findings about all ranks, from what each told."""
-    on_gpu = device.type == "cuda"
-    first, *rest = ring.describe().splitlines()
     return [
         versions(everyone),
         libraries(everyone, on_gpu=on_gpu),
@@ -91,109 +84,95 @@ def machine(everyone: Sequence[Facts], ring: Topology, device: torch.device) -> 
         links(ring.devices),
         nics(ring.devices),
         settings(everyone),
-        Finding("ring order", OK, first, more=tuple(rest)),
+        Finding("ring order", OK, ring.describe()),
     ]
 
 
 def versions(everyone: Sequence[Facts]) -> Finding:
     """The same everywhere? Ranks of two versions compute two things, or wait for each other."""
-    mine = everyone[0].versions
-    different = {name: differing([one.versions[name] for one in everyone]) for name in mine}
-    wrong = [f"{name} is {text}" for name, text in different.items() if text and name not in ("driver", "Python")]
-    if wrong:
-        return Finding("versions", FAIL, "; ".join(wrong), "install the same versions on every host")
-    text = ", ".join(f"{name} {different[name] or value}" for name, value in mine.items() if value is not None)
-    return Finding("versions", OK, text)
+    by_name = {name: [one["versions"][name] for one in everyone] for name in everyone[0]["versions"]}
+    wrong = [name for name, values in by_name.items() if len({*values}) > 1 and name not in MAY_DIFFER]
+    told = wrong or [name for name, values in by_name.items() if any(values)]
+    text = ", ".join(f"{name} {by_rank(by_name[name])}" for name in told)
+    return Finding("versions", *((FAIL, text, "install the same versions on every host") if wrong else (OK, text)))
 
 
 def libraries(everyone: Sequence[Facts], *, on_gpu: bool) -> Finding:
     """One libnccl in every process, of one version: two would each hold half of a process's communicators."""
     check = "libnccl"
     for rank, one in enumerate(everyone):
-        if len(one.libraries) > 1:
-            paths = ", ".join(f"{path} ({version})" for path, version in one.libraries)
-            todo = (
-                "keep one: uninstall the nvidia-nccl package that torch does not use, take the path out of "
-                "LD_LIBRARY_PATH, or preload the right one with LD_PRELOAD"
-            )
-            return Finding(check, FAIL, f"rank {rank} has {len(one.libraries)} loaded: {paths}", todo)
-    different = differing([one.libraries[0][1] if one.libraries else "none" for one in everyone])
-    if different:
-        return Finding(check, FAIL, different, "install the same version on every host")
-    if not everyone[0].libraries:
+        if len(one["libraries"]) > 1:
+            paths = ", ".join(f"{path} ({version})" for path, version in one["libraries"])
+            return Finding(check, FAIL, f"rank {rank} has {len(one['libraries'])} loaded: {paths}", ONE_LIBRARY)
+    loaded = [one["libraries"][0][1] if one["libraries"] else "none" for one in everyone]
+    if len({*loaded}) > 1:
+        return Finding(check, FAIL, by_rank(loaded), "install the same version on every host")
+    if not everyone[0]["libraries"]:
         why = "torch links it statically, or was built without it" if on_gpu else "nothing on a CPU loads it"
         return Finding(check, SKIPPED, f"none is loaded: {why}")
-    path, version = everyone[0].libraries[0]
-    return Finding(check, OK, f"{version}, {path}")
+    return Finding(check, OK, f"{loaded[0]}, {everyone[0]['libraries'][0][0]}")
 
 
 def cupy(everyone: Sequence[Facts]) -> Finding:
     """Whether CuPy can reach NCCL."""
-    if not any(one.no_nccl for one in everyone):
-        return Finding("CuPy", OK, "finds NCCL")
-    return Finding("CuPy", SKIPPED, f"no transport nccl: {by_rank([one.no_nccl or '' for one in everyone])}")
+    missing = [one["no_nccl"] for one in everyone]
+    if any(missing):
+        return Finding("CuPy", SKIPPED, f"no transport nccl: {by_rank(missing)}")
+    return Finding("CuPy", OK, "finds NCCL")
 
 
 def gpus(devices: Sequence[DeviceInfo], *, on_gpu: bool) -> Finding:
     """torch's devices and NVML's are matched by UUID: NVML ignores CUDA_VISIBLE_DEVICES."""
-    check = "GPUs"
     if not on_gpu:
-        return Finding(check, SKIPPED, "the ranks compute on the CPU: torch sees no GPU here")
-    unknown = [(rank, device.unknown) for rank, device in enumerate(devices) if device.unknown]
+        return Finding("GPUs", SKIPPED, "the ranks compute on the CPU: torch sees no GPU here")
+    unknown = [f"rank {rank}: {device.unknown}" for rank, device in enumerate(devices) if device.unknown]
     if unknown:
-        rank, why = unknown[0]
-        unmatched = any("NVML knows no" in str(why) for _, why in unknown)
+        if not any("NVML knows no" in why for why in unknown):
+            return Finding("GPUs", SKIPPED, unknown[0])
         todo = "run nvidia-smi -L: the container shows torch other GPUs than NVML, or the driver was replaced"
-        return Finding(check, FAIL if unmatched else SKIPPED, f"rank {rank}: {why}", todo * unmatched)
+        return Finding("GPUs", FAIL, unknown[0], todo)
     sharing: dict[tuple[str, str | None], list[int]] = {}
     for rank, device in enumerate(devices):
         sharing.setdefault((device.host, device.gpu), []).append(rank)
-    shared = "; ".join(f"{ranks_text(ranks)} share one" for ranks in sharing.values() if len(ranks) > 1)
     names = ", ".join(dict.fromkeys(str(device.name) for device in devices))
-    first = ", ".join(f"rank {rank} is NVML's {device.index}" for rank, device in enumerate(devices[:2]))
-    text = f"{len(sharing)} x {names}, matched with NVML by UUID ({first}{', …' * (len(devices) > 2)})"
-    return Finding(check, OK, "; ".join(filter(None, [text, shared])))
+    shared = [f"; {ranks_text(ranks)} share one" for ranks in sharing.values() if len(ranks) > 1]
+    return Finding("GPUs", OK, f"{len(sharing)} x {names}, matched with NVML by UUID{''.join(shared)}")
 
 
 def links(devices: Sequence[DeviceInfo]) -> Finding:
     """NVLink and PCIe inside the hosts, as NVML and /sys tell."""
-    kinds = pairs_by_link(devices)
     slots = sorted({device.pcie_gigabytes for device in devices if device.pcie_gigabytes is not None})
-    told = [f"{count} pairs by {text}" for text, count in kinds.items()]
+    told = [f"{count} pairs by {text}" for text, count in pairs_by_link(devices).items()]
     told += [f"PCIe slots of {', '.join(f'{slot:g}' for slot in slots)} GB/s nominal"] if slots else []
-    if not told:
-        return Finding("NVLink, PCIe", SKIPPED, next((str(p.unknown) for p in devices if p.unknown), "one GPU alone"))
-    return Finding("NVLink, PCIe", OK, "; ".join(told))
+    if told:
+        return Finding("NVLink, PCIe", OK, "; ".join(told))
+    return Finding("NVLink, PCIe", SKIPPED, next((str(p.unknown) for p in devices if p.unknown), "one GPU alone"))
 
 
 def nics(devices: Sequence[DeviceInfo]) -> Finding:
     """The adapters of every host."""
-    hosts = {device.host: device.nics for device in devices}
     told = {
         ", ".join(f"{nic.name} {f'{nic.gigabits:g} Gbit/s' if nic.gigabits else 'of unknown rate'}" for nic in found)
-        for found in hosts.values()
+        for found in {device.host: device.nics for device in devices}.values()
     }
     if told == {""}:
         return Finding("NICs", SKIPPED, "/sys shows none: a container may hide them")
-    several = f", one of {len(told)} kinds of hosts" if len(told) > 1 else ""
-    return Finding("NICs", OK, f"{min(told)}{several}")
+    return Finding("NICs", OK, min(told) + (f", one of {len(told)} kinds of hosts" if len(told) > 1 else ""))
 
 
 def settings(everyone: Sequence[Facts]) -> Finding:
     """Every ``NCCL_*`` that is set, on which ranks if not on all, and what it turns off."""
-    names = sorted({name for one in everyone for name in one.settings})
     told = []
-    for name in names:
-        values = [one.settings.get(name) for one in everyone]
-        told.append(f"{name}={differing(values) or values[0]}")
-        if name in SLOW_SETTINGS and any(value not in (None, "", "0") for value in values):
-            told[-1] += f" ({SLOW_SETTINGS[name]})"
-    more = (ORDERED,) if any(_unordered(one) for one in everyone) else ()
-    return Finding("NCCL_* settings", OK, ", ".join(told) or "none set", more=more)
+    for name in sorted({name for one in everyone for name in one["settings"]}):
+        values = [one["settings"].get(name, "unset") for one in everyone]
+        slow = name in SLOW_SETTINGS and any(value not in ("unset", "", "0") for value in values)
+        told.append(f"{name}={by_rank(values)}" + (f" ({SLOW_SETTINGS[name]})" if slow else ""))
+    text = ", ".join(told) or "none set"
+    return Finding("NCCL_* settings", OK, f"{text}; {ORDERED}" if any(map(_unordered, everyone)) else text)
 
 
 def _unordered(one: Facts) -> bool:
     """Whether kernels of several communicators may start in any order, though this NCCL could order them."""
-    known = [re.match(r"(\d+)\.(\d+)\.", version) for _, version in one.libraries]
-    able = any(tuple(map(int, found.groups())) >= IMPLICIT_ORDER for found in known if found)
-    return able and one.settings.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") in ("", "0")
+    versions = [re.match(r"(\d+)\.(\d+)\.", version) for _, version in one["libraries"]]
+    able = any(tuple(map(int, version.groups())) >= IMPLICIT_ORDER for version in versions if version)
+    return able and one["settings"].get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") in ("", "0")

@@ -1,64 +1,60 @@
-"""What ``ringattn doctor`` computes: a small ring against the reference, and what each wire dtype adds to its error."""
+"""What ``ringattn doctor`` runs: bytes over every edge by every transport, and a ring against the reference."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+import time
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...bench.common.attention import DTYPES
-from ...bench.common.flags import binary
+from ...bench.common.flags import binary, human
 from ...bench.kernels.accuracy import Inputs, Results, by_pytorch, exactly, judged
-from ...comm.topology.topology import device_infos, ring_topology
+from ...bench.links.runs import ONE_WAY, Ends, Way
+from ...comm import Transport
+from ...comm.groups import TRANSPORTS, open_transports
+from ...comm.topology.topology import Edge as EdgeInfo
+from ...comm.topology.topology import Topology, discover
 from ...ring import Layout, Ring, ring_attention
-from .findings import FAIL, SKIPPED, Failed, Finding, Ranks, Skipped, checked, error_text
-from .links import transports
-from .machine import Facts, facts, machine
+from .findings import FAIL, OK, Failed, Finding, Ranks, Skipped, checked, error_text
+from .machine import facts, machine
 
-REFERENCE = (2, 1, 64)  # heads, K/V heads and head dim of the ring that is compared: the reference is dense, float64
-REFERENCE_TOKENS = 4096  # at most
-WIRES: dict[str, dict[str, torch.dtype]] = {
-    "K/V as bf16": {"wire_dtype": torch.bfloat16},
-    "K/V as fp8 e4m3": {"wire_dtype": torch.float8_e4m3fn},
-    "dK/dV as bf16": {"grad_wire_dtype": torch.bfloat16},
-}
-NONSENSE = 0.5  # a relative error that no rounding explains
+AUTO = "auto"
+REPEATS = 3  # timed transfers of one way, one behind the other, after one that is not
+MOST_ALL_PAIRS = 16  # ranks up to which every pair is warmed up, since accumulators go home from anywhere
+FRACTION = 0.25  # of what an edge should carry: less is no matter of tuning, the bytes take another way
+PRINTED = 8  # edges of a line
+GIGA = 1e9
+HEADS, KV_HEADS, HEAD_DIM = 2, 1, 64  # of the ring that is compared: the reference is dense, float64
 DIMS, RESULT_DIMS = (1, 1, 1, 1, 2), (1, 2, 1, 1, 1)  # along which inputs and results are sharded
+LOOK_AT_LINKS = (
+    "look at what joins the ranks that the line names, and take a GPU, cable or NIC that corrupts bytes out of use: "
+    "run again with NCCL_DEBUG=INFO, which prints the path of every pair; `nvidia-smi nvlink -s` shows links that are "
+    "down, `ibstat` the NICs, and the lines above every NCCL_* that is set"
+)
 TRY_AGAIN = (
     "a rank stopped answering: look at its own output, above; run again with fewer ranks to find which host it is"
 )
 REPORT_RING = (
     "bytes arrive, the result is wrong: `ringattn bench suite` says which kernel; please report it with --json"
 )
-LEAVE_OUT = "leave this argument of Ring out, and please report it with --json"
 
 
-class Shape(NamedTuple):
-    """What the user computes, by one K/V head and its query heads, which say as much as all."""
-
-    seqlen: int
-    heads: int
-    head_dim: int
-    dtype: str
-
-
-def examine(ranks: Ranks, shape: Shape, nbytes: int) -> Iterator[Finding]:
+def examine(ranks: Ranks, seqlen: int, dtype: str, nbytes: int) -> Iterator[Finding]:
     """Every check, in order; each rank gets the findings of all."""
     try:
-        everyone = [Facts(**one) for one in ranks.together("versions and settings", lambda: asdict(facts()))]
-        ranks.ring = ring_topology(device_infos(ranks.control, ranks.device))
-        yield from machine(everyone, ranks.ring, ranks.device)
-        yield from transports(ranks, ranks.ring, nbytes)
-        seqlen = min(shape.seqlen, REFERENCE_TOKENS)
-        yield checked(
-            f"ring of {binary(seqlen)} tokens", REPORT_RING, partial(_against_reference, ranks, seqlen, shape.dtype)
+        ring = ranks.ring = discover(ranks.control, ranks.device)
+        on_gpu = ranks.device.type == "cuda"
+        found = ranks.together(
+            "versions and settings", facts, lambda all_facts: machine(all_facts, ring, on_gpu=on_gpu)
         )
-        yield from wires(ranks, shape)
+        yield from (Finding(*one) for one in found)
+        yield from transports(ranks, ring, nbytes)
+        yield checked(
+            f"ring of {binary(seqlen)} tokens", REPORT_RING, partial(_against_reference, ranks, seqlen, dtype)
+        )
     except Exception as error:  # no answer from a rank: nothing that follows could be agreed on
         yield Finding("all ranks answer", FAIL, error_text(error), TRY_AGAIN)
     if not ranks.alone:
@@ -66,103 +62,143 @@ def examine(ranks: Ranks, shape: Shape, nbytes: int) -> Iterator[Finding]:
         ranks.together("the end of the examination", lambda: None)
 
 
-def inputs(seed: int, device: torch.device, dtype: str, sizes: tuple[int, int, int, int]) -> Inputs:
-    """Drawn on the CPU from a generator of their own: the same on every rank with the same seed."""
-    tokens, heads, kv_heads, head_dim = sizes
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v, dout = (
-        torch.randn(1, tokens, count, head_dim, generator=generator).to(device, DTYPES[dtype])
-        for count in (heads, kv_heads, kv_heads, heads)
-    )
-    return Inputs(q, k, v, dout, torch.randn(1, heads, tokens, generator=generator).to(device))
+def transports(ranks: Ranks, ring: Topology, nbytes: int) -> Iterator[Finding]:
+    """For every transport: does it open, do the bytes arrive, how fast; then which one ``auto`` takes, and why."""
+    for name in sorted(TRANSPORTS, key=lambda name: name == AUTO):
+        opened: list[Transport] = []
+        try:
+            finding = checked(f"transport {name}", LOOK_AT_LINKS, partial(_opens, ranks, ring, name, opened))
+            yield finding
+            if finding.status == OK and name != AUTO and ring.world > 1:
+                yield checked(f"GB/s {name}", LOOK_AT_LINKS, partial(_speeds, ranks, ring, opened, nbytes))
+        finally:
+            for transport in opened:
+                transport.close()
 
 
-def run(ranks: Ranks, layout: Layout, shards: Inputs, **wire: Any) -> tuple[Results, str]:
-    """A causal ring, forward and backward, of this rank's shards; and its transport."""
-    leaves = [x.requires_grad_() for x in shards[:3]]
-    with Ring(ranks.group, **wire) as ring:
-        out, lse = ring_attention(*leaves, layout=layout, ring=ring, causal=True, return_lse=True)
-        grads = torch.autograd.grad((out, lse), leaves, shards[3:])
-        return Results(out.detach(), lse.detach(), *grads), ring.transport
+def _opens(ranks: Ranks, ring: Topology, name: str, opened: list[Transport]) -> str:
+    """Open a transport and send a pattern over every edge; what opened is left in ``opened``."""
+
+    def open_all() -> None:
+        try:
+            opened.extend(open_transports(ranks.group, transport=name, device=ranks.device, topology=ring))
+        except ValueError as error:
+            raise Skipped(f"not possible here: {error}") from None
+
+    ranks.together(f"whether {name} opens", open_all)
+    edges = [warmed(ring, level if len(opened) > 1 else None) for level in range(len(opened))]
+
+    def warm_up() -> str:
+        for transport, wanted in zip(opened, edges, strict=True):
+            transport.warm_up(wanted)
+        return "; ".join(dict.fromkeys(transport.reason for transport in opened))
+
+    reason = ranks.together(f"whether bytes arrive by {name}", warm_up, lambda reasons: reasons[0])
+    count = sum(map(len, edges))
+    return str(reason) if name == AUTO else f"patterned bytes over {count} edge{'s' * (count > 1)}"
+
+
+def warmed(ring: Topology, level: int | None) -> list[tuple[int, int]]:
+    """The (source, destination) pairs of a level, or of the whole ring: all pairs where the ranks are few."""
+    if ring.world == 1:
+        return [(0, 0)]
+    edges = [edge[:2] for edge in ring.edges if level in (None, edge.level)]
+    if level is None and ring.world <= MOST_ALL_PAIRS:
+        edges = [(a, b) for a in range(ring.world) for b in range(ring.world) if a != b]
+    return list(dict.fromkeys([*edges, *((b, a) for a, b in edges)]))
+
+
+def _speeds(ranks: Ranks, ring: Topology, opened: Sequence[Transport], nbytes: int) -> str:
+    """GB/s of every edge, one way; rank 0 alone keeps them, and knows what to expect."""
+    rates: dict[EdgeInfo, float] = {}
+    for turn in rounds(ring):
+        mine = next((edge for edge in turn if ranks.rank in edge[:2]), None)
+        ends: list[Ends] = []
+
+        def prepare(mine: EdgeInfo | None = mine, ends: list[Ends] = ends) -> None:
+            if mine is not None:
+                way = Way(ONE_WAY, (mine[:2],))
+                ends.append(Ends(opened[min(mine.level, len(opened) - 1)], way, nbytes, ranks.device))
+                if wrong := ends[0].wrong(0):
+                    raise Failed(f"{way.edge}: {wrong} wrong bytes of {nbytes}")
+
+        def go(ends: list[Ends] = ends) -> float:
+            begun = time.perf_counter()
+            for one in ends:
+                one.run(REPEATS)
+            return (time.perf_counter() - begun) / REPEATS
+
+        def slower_end(seconds: list[float], turn: list[EdgeInfo] = turn) -> None:
+            rates.update({edge: nbytes / max(seconds[rank] for rank in edge[:2]) / GIGA for edge in turn})
+
+        ranks.together("a checked transfer", prepare)
+        ranks.together("a timed transfer", go, slower_end)
+
+    def judge(_: object) -> str:
+        shown = {edge: f"{edge.source}->{edge.destination} {rate:.3g}" for edge, rate in rates.items()}
+        expected = {edge: edge.link.gigabytes_per_second or 0.0 for edge in rates}
+        slow = [
+            f"{shown[one]} of {expected[one]:.3g} expected" for one in rates if rates[one] < FRACTION * expected[one]
+        ]
+        if slow:
+            raise Failed(", ".join(slow[:PRINTED]))
+        slowest = shown[min(rates, key=lambda edge: rates[edge])]
+        edges = ", ".join([*shown.values()][:PRINTED]) + ", …" * (len(shown) > PRINTED)
+        return f"{edges}; slowest {slowest} ({human(nbytes, 'B')}, at the slower end)"
+
+    return str(ranks.together("how fast the edges are", lambda: None, judge))
+
+
+def rounds(ring: Topology) -> Iterator[list[EdgeInfo]]:
+    """Every edge; what is timed at the same time shares no node."""
+    node = {rank: number for number, ranks in enumerate(ring.nodes) for rank in ranks}
+    left = [*ring.edges]
+    while left:
+        busy, now, later = set[int](), list[EdgeInfo](), list[EdgeInfo]()
+        for edge in left:
+            nodes = {node[rank] for rank in edge[:2]}
+            (later if nodes & busy else now).append(edge)
+            busy |= set() if nodes & busy else nodes
+        yield now
+        left = later
 
 
 def _against_reference(ranks: Ranks, seqlen: int, dtype: str) -> str:
-    """A ring over all ranks, against float64; rank 0 judges."""
-    layout = Layout.zigzag(seqlen, ranks.size)
-    given = inputs(0, ranks.device, dtype, (seqlen, *REFERENCE))
+    """A causal ring over all ranks, forward and backward, against float64; rank 0 judges."""
+    layout, generator = (
+        Layout.zigzag(seqlen, ranks.control.size),
+        torch.Generator().manual_seed(0),
+    )  # the same on every rank
+    q, k, v, dout = (
+        torch.randn(1, seqlen, heads, HEAD_DIM, generator=generator).to(ranks.device, DTYPES[dtype])
+        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    )
+    given = Inputs(q, k, v, dout, torch.randn(1, HEADS, seqlen, generator=generator).to(ranks.device))
 
-    def compute() -> str:
-        shards = (layout.shard(x, ranks.rank, dim).contiguous() for x, dim in zip(given, DIMS, strict=True))
-        results, transport = run(ranks, layout, Inputs(*shards))
-        file = io.BytesIO()
-        torch.save([x.cpu() for x in results], file)
-        # through the store: what is being judged does not carry the evidence
-        ranks.control.publish(f"part {ranks.rank}", file.getvalue().hex())
-        return transport
+    def compute() -> tuple[str, str]:
+        shards = [layout.shard(x, ranks.rank, dim).contiguous() for x, dim in zip(given, DIMS, strict=True)]
+        leaves = [x.requires_grad_() for x in shards[:3]]
+        with Ring(ranks.group) as ring:
+            out, lse = ring_attention(*leaves, layout=layout, ring=ring, causal=True, return_lse=True)
+            grads = torch.autograd.grad((out, lse), leaves, shards[3:])
+            file = io.BytesIO()
+            torch.save([x.detach().cpu() for x in (out, lse, *grads)], file)
+            # through the store: what is being judged does not carry the evidence
+            return ring.transport, file.getvalue().hex()
 
-    def judge() -> tuple[bool, str]:
-        if ranks.rank:
-            return True, ""
-        parts = zip(*(_part(ranks, rank) for rank in range(ranks.size)), strict=True)
-        ours = (layout.unshard(x, dim).to(ranks.device) for x, dim in zip(parts, RESULT_DIMS, strict=True))
+    def judge(answers: list[tuple[str, str]]) -> str:
+        parts = [torch.load(io.BytesIO(bytes.fromhex(one)), weights_only=True) for _, one in answers]
+        ours = [
+            layout.unshard(x, dim).to(ranks.device)
+            for x, dim in zip(zip(*parts, strict=True), RESULT_DIMS, strict=True)
+        ]
         exact, pytorch = exactly(given, causal=True), by_pytorch(given, causal=True)
         errors = {name: judged(*xs) for name, *xs in zip(Results._fields, ours, pytorch, exact, strict=True)}
         wrong = [name for name, (error, _, limit) in errors.items() if not error <= limit]  # a NaN fails too
         text = ", ".join(f"{name} {error:.2g} (allowed {limit:.2g})" for name, (error, _, limit) in errors.items())
-        text = f"causal, zigzag, {dtype}, transport {transport}: {text}"
-        return not wrong, f"wrong in {', '.join(wrong)}; {text}" if wrong else text
-
-    transport = ranks.together("a small ring", compute)[0]
-    right, text = ranks.together("the judgement of a small ring", judge)[0]
-    if not right:
-        raise Failed(text)
-    return text
-
-
-def _part(ranks: Ranks, rank: int) -> list[Tensor]:
-    """The results of a rank."""
-    data: Any = ranks.control.look(f"part {rank}")
-    parts: list[Tensor] = torch.load(io.BytesIO(bytes.fromhex(data)), weights_only=True)
-    return parts
-
-
-def wires(ranks: Ranks, shape: Shape) -> Iterator[Finding]:
-    """What each wire dtype adds to the error on the user's shapes, against the same ring that sends what it has."""
-    if ranks.size == 1:
-        yield Finding("wire dtypes", SKIPPED, "one rank sends nothing")
-        return
-    layout = Layout.zigzag(shape.seqlen, ranks.size)
-    sizes = (layout.lengths[ranks.rank], shape.heads, 1, shape.head_dim)
-
-    def compute(**wire: torch.dtype) -> Results:
-        return run(ranks, layout, inputs(1 + ranks.rank, ranks.device, shape.dtype, sizes), **wire)[0]
-
-    plain: list[Results] = []
-    try:
-        ranks.together("a ring that sends what it has", lambda: plain.append(compute()))
-    except Failed as error:
-        yield Finding("K/V as they are", FAIL, str(error), REPORT_RING)
-        return
-
-    def added(name: str, wire: Mapping[str, torch.dtype]) -> str:
-        def squares() -> list[tuple[float, float]]:
-            try:
-                ours = compute(**wire)
-            except NotImplementedError as error:
-                raise Skipped(str(error)) from None
-            pairs = [(a.double(), b.double()) for a, b in zip(ours, plain[0], strict=True)]
-            return [(float((a - b).square().sum()), float(b.square().sum())) for a, b in pairs]
-
-        everyone = ranks.together(f"a ring that sends {name}", squares)
-        sums = [[sum(column) for column in zip(*pairs, strict=True)] for pairs in zip(*everyone, strict=True)]
-        errors = {what: (a / b) ** 0.5 for what, (a, b) in zip(Results._fields, sums, strict=True)}
-        heads = f"{shape.heads} query head{'s' * (shape.heads > 1)} of one K/V head"
-        what = f"{binary(shape.seqlen)} tokens, {heads}, D{shape.head_dim} {shape.dtype}, causal"
-        numbers = ", ".join(f"{what} {error:.2g}" for what, error in errors.items())
-        text = f"adds, relative: {numbers} ({what})"
-        if not all(error < NONSENSE for error in errors.values()):  # NaN too
-            raise Failed(text)
+        text = f"causal, zigzag, {dtype}, transport {answers[0][0]}: {text}"
+        if wrong:
+            raise Failed(f"wrong in {', '.join(wrong)}; {text}")
         return text
 
-    for name, wire in WIRES.items():
-        yield checked(name, LEAVE_OUT, partial(added, name, wire))
+    return str(ranks.together("a small ring", compute, judge))
