@@ -15,10 +15,10 @@ from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports.copy_engine import copy_engine
 from ringattn.comm.transports.copy_engine.copy_engine import CopyEngineTransport
-from ringattn.comm.transports.copy_engine.memory import Board, flag_of
+from ringattn.comm.transports.copy_engine.memory import Board, Context, flag_of
 
 from ..support.stand_in import check_held
-from ..support.stand_in_cuda import Result, Workers, install_driver, running
+from ..support.stand_in_cuda import Driver, Result, Workers, install_driver, running
 from ..support.transport_cases import CASES, Calling, filled, neighbours, on_ranks, until
 
 CPU = torch.device("cpu")
@@ -317,17 +317,6 @@ def test_close_waits_for_the_thread_that_releases(workers: Workers, monkeypatch:
     on_transports(2, fn)
 
 
-def test_abort_wakes_a_post_that_waits_for_a_peer(workers: Workers) -> None:
-    def fn(transport: CopyEngineTransport) -> None:
-        if transport.rank == 0:
-            threading.Timer(0.1, transport.abort, ["rank 1 is late"]).start()
-            with pytest.raises(TransportError, match="of rank 0 was aborted: rank 1 is late"):
-                transport.post(sends=[], receives=[Message(1, filled(0, 4, CPU))])
-        transport.gather(None)
-
-    on_transports(2, fn)
-
-
 def test_a_peer_that_never_posts_is_named(workers: Workers) -> None:
     def fn(group: LocalGroup) -> None:
         transport = opened(group)
@@ -342,22 +331,6 @@ def test_a_peer_that_never_posts_is_named(workers: Workers) -> None:
         transport.close()
 
     on_ranks(3, fn)
-
-
-def test_a_peer_that_dies_is_noticed_at_once(workers: Workers) -> None:
-    def fn(group: LocalGroup) -> None:
-        transport = opened(group)
-        transport.gather(None)
-        if group.rank() == 1:
-            transport.close()
-        else:
-            with pytest.raises(
-                TransportError, match=r"until rank 1 posts .*: that rank has ended its transport, or died"
-            ):
-                transport.post(sends=[], receives=[Message(1, filled(0, 4, CPU))])
-            transport.close()
-
-    on_ranks(2, fn)
 
 
 def test_sizes_that_differ_end_the_transport(workers: Workers) -> None:
@@ -427,15 +400,6 @@ def test_a_call_that_cuda_refuses_is_named(call: str, workers: Workers) -> None:
     on_transports(2, fn)
 
 
-def test_missing_bindings_are_an_error_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_driver(monkeypatch, None)
-    with (
-        LocalWorld(2, device="cpu", timeout=10) as world,
-        pytest.raises(TransportError, match=r"on rank 0 cuda-bindings does not import .*pip install cuda-bindings"),
-    ):
-        world.run(opened)
-
-
 def test_close_gives_the_rest_back_where_cuda_refuses_a_part(workers: Workers) -> None:
     def fn(transport: CopyEngineTransport) -> None:
         fences = keep_fences(transport)
@@ -448,3 +412,25 @@ def test_close_gives_the_rest_back_where_cuda_refuses_a_part(workers: Workers) -
 
     on_transports(2, fn)
     assert not workers.driver.registered and not +workers.driver.retained
+
+
+def test_missing_bindings_are_an_error_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_driver(monkeypatch, None)
+
+    def fn(group: LocalGroup) -> None:
+        with pytest.raises(TransportError, match=r"on rank 0 cuda-bindings does not import .*pip install cuda-bin"):
+            opened(group)
+
+    on_ranks(2, fn)
+
+
+def test_the_context_comes_and_goes() -> None:
+    driver = Driver()
+    context = Context(driver, torch.device("cpu", 3))
+    driver.strangers |= {(3, 5), (4, 3)}
+    assert (context.pci_id(), context.problem(), context.unreadable()) == ("0000:03:00.0", None, ("0000:05:00.0",))
+    with pytest.raises(KeyError), context.current():
+        raise KeyError
+    assert driver.calls["cuCtxPushCurrent"] == driver.calls["cuCtxPopCurrent"] == 1
+    context.release()
+    assert not +driver.retained
