@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import ctypes
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 
 from ringattn.comm import DONE, cuda_threads, kept
 from ringattn.comm.cuda_threads import exchange_capture_mode, on_device, start, within
-from ringattn.comm.transport import WarmUp
 from ringattn.comm.transports.lanes import StreamLane
 from ringattn.comm.watchdog.watch import Watch, _tick
 
@@ -93,20 +91,6 @@ def test_what_the_watchdog_frees_is_freed_on_its_device(device: Device) -> None:
     watches: Any = [Watched()]
     _tick(watches)
     assert not watches and freed == [(1, THREAD_LOCAL)]
-
-
-def test_a_warm_up_that_hangs_is_aborted_on_its_device(device: Device) -> None:
-    class Transport:
-        def abort(self, reason: str) -> None:
-            seen.append(place(device))
-            aborted.set()
-
-    seen: list[tuple[int, int]] = []
-    transport: Any = Transport()
-    aborted = threading.Event()
-    with WarmUp(CUDA, 0.01)._deadline(transport):
-        assert aborted.wait(5)
-    assert seen == [(1, THREAD_LOCAL)]
 
 
 def test_a_ring_whose_group_is_gone_is_closed_on_its_device(device: Device) -> None:

@@ -70,21 +70,6 @@ class Peers:
         return choose(self, request, levels)[0]  # type: ignore[arg-type]
 
 
-def test_none_is_one_device_alone() -> None:
-    assert group_rank_size(None) == (0, 1)
-    assert resolve_group(None) is resolve_group(None)  # a ring kept per group is found again
-    transport = open_transport(device="cpu")
-    assert isinstance(transport, LocalTransport)
-    assert (transport.rank, transport.size) == (0, 1)
-    assert transport.gather("x") == ["x"]
-
-
-def test_none_is_the_default_group_once_there_is_one(gloo: dist.ProcessGroup) -> None:
-    assert resolve_group(None) is gloo
-    assert resolve_group(gloo) is gloo
-    assert group_rank_size() == (0, 1)
-
-
 def test_what_a_group_may_be(gloo: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ring",))
     assert group_rank_size(mesh) == (0, 1)
@@ -100,6 +85,30 @@ def test_what_a_group_may_be(gloo: dist.ProcessGroup) -> None:
     outside: Any = dist.GroupMember.NON_GROUP_MEMBER
     with pytest.raises(ValueError, match="this rank is not a member"):
         resolve_group(outside)
+
+
+def test_none_is_one_device_alone_or_the_default_group(tmp_path: Path) -> None:
+    assert group_rank_size(None) == (0, 1)
+    assert resolve_group(None) is resolve_group(None)  # a ring kept per group is found again
+    transport = open_transport(device="cpu")
+    assert isinstance(transport, LocalTransport)
+    assert (transport.rank, transport.size) == (0, 1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert resolve_group(None) is resolve_group(dist.group.WORLD) is dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def test_transports_of_processes_and_of_virtual_ranks(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(group: LocalGroup) -> None:
+        with pytest.raises(ValueError, match="transport is 'nccl', the ranks of a LocalWorld share one process"):
+            open_transport(group, transport="nccl", device="cpu")
+
+    on_ranks(2, fn)
+    monkeypatch.setattr(type(gloo), "size", lambda group: 2)
+    with pytest.raises(ValueError, match='transport is "local", the group has 2 processes'):
+        open_transport(gloo, transport="local", device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -121,17 +130,6 @@ def test_what_one_device_alone_cannot_open(
         open_transport(transport=transport, device=device)
     with pytest.raises(ValueError, match="topology has 4 ranks, the group has 1"):
         open_transports(device="cpu", topology=Topology.grid(2, 2))
-
-
-@pytest.mark.parametrize("transport", ["nccl", "copy_engine", "process_group"])
-def test_what_virtual_ranks_cannot_open(transport: str) -> None:
-    def fn(group: LocalGroup) -> None:
-        with pytest.raises(
-            ValueError, match=f"transport is '{transport}', the ranks of a LocalWorld share one process"
-        ):
-            open_transport(group, transport=transport, device="cpu")
-
-    on_ranks(2, fn)
 
 
 @pytest.mark.parametrize(
@@ -313,21 +311,6 @@ def test_levels_of_a_topology() -> None:
     assert (flat.members, flat.nodes) == ((0, 2, 3, 1), topology.nodes)
     for nodes in (((0, 1, 2),), ((0,), (1,))):
         assert groups._levels(0, Topology(nodes))[0].nodes == ()  # every edge is of one kind
-
-
-def test_virtual_ranks_have_two_levels_too() -> None:
-    def fn(group: LocalGroup) -> list[str]:
-        opened = open_transports(group, device="cpu", topology=Topology.grid(2, 2))
-        assert isinstance(open_transport(group, device="cpu", topology=Topology.grid(2, 2)), LocalTransport)
-        return [one.reason for one in opened]
-
-    assert on_ranks(4, fn)[1] == ["auto takes local: rank 1 of LocalWorld(4)"] * 2
-
-
-def test_local_between_processes_is_refused(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(gloo), "size", lambda group: 2)
-    with pytest.raises(ValueError, match='transport is "local", the group has 2 processes'):
-        open_transport(gloo, transport="local", device="cpu")
 
 
 def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Path) -> None:

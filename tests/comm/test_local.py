@@ -41,22 +41,6 @@ def test_results_come_in_rank_order_and_ranks_run_at_once() -> None:
             assert world.run(fn) == [(rank, 4) for rank in range(4)]
 
 
-def test_two_transports_of_one_group_do_not_mix() -> None:
-    def fn(group: LocalGroup) -> list[float]:
-        first, second = LocalTransport(group, CPU), LocalTransport(group, CPU)
-        if group.rank() == 0:
-            for transport, value in ((first, 1.0), (second, 2.0)):
-                transport.post(sends=[Message(1, torch.tensor([value]))], receives=[])
-            return []
-        arrived = torch.zeros(2)
-        for transport, index in ((second, 1), (first, 0)):
-            transport.post(sends=[], receives=[Message(0, arrived[index : index + 1])])
-        return arrived.tolist()
-
-    with world_of(2) as world:
-        assert world.run(fn)[1] == [1.0, 2.0]
-
-
 def test_autograd_stays_in_the_rank_s_thread() -> None:
     """On CUDA the engine would run all ranks' backward in one device thread: the switch is what prevents it."""
 

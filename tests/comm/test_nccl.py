@@ -556,17 +556,6 @@ def test_the_communicator_is_given_back_once(fabric: Fabric, device: Device) -> 
     peer.set()
 
 
-def test_abort_names_its_reason_to_whoever_posts(device: Device) -> None:
-    transport = open_alone()
-    device.log.clear()
-    transport.abort("hop 3 is 20 s late")
-    transport.abort("for the second time")
-    transport.close()
-    assert ends(device) == ["abort", "free"]
-    with pytest.raises(TransportError, match="the nccl transport of rank 0 was aborted: hop 3 is 20 s late"):
-        transport.post(sends=[], receives=[])
-
-
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_warm_up_has_a_deadline(hangs: bool, fabric: Fabric, device: Device) -> None:
     """A first transfer that cannot connect blocks the host until another thread aborts; or it ends, too late."""

@@ -53,6 +53,7 @@ def linked(device: DeviceInfo, **change: Any) -> DeviceInfo:
         (replace(LINKED[0], nvlinks=()), LINKED[1], "nvlink", "NVLink 2 x2", 42.2),
         (BOX[0], BOX[1], "pcie", "PCIe, one switch", 13.1),
         (BOX[0], BOX[2], "pcie", "PCIe, inside a socket", 13.1),
+        (BOX[0], replace(BOX[1], pcie_gigabytes=8), "pcie", "PCIe, one switch", 6.6),
         (BOX[0], BOX[4], "pcie", "PCIe, between sockets", 13.1),
         (BOX[0], replace(BOX[1], pcie=(), pcie_gigabytes=None), "pcie", "PCIe, unknown path", None),
         (A, A, "one gpu", "one GPU", None),

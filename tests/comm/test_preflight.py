@@ -136,14 +136,6 @@ def test_a_rank_that_refuses_is_named_to_those_that_wait() -> None:
     assert len({rank._chain for rank in ranks}) == 1
 
 
-def test_ranks_that_all_refuse_go_on_together() -> None:
-    ranks = preflights(2)
-    for rank in ranks:
-        rank.refuse(ValueError("k has 6 heads"))
-    assert on_all(ranks, lambda rank: agree(rank, {"heads": 8})) == [None] * 2
-    assert verdicts(ranks) == [None] * 2
-
-
 def test_a_rank_that_refuses_while_others_go_on_is_found_by_their_watchdogs() -> None:
     ranks = preflights(3)
     on_all(ranks, lambda one: agree(one, {"heads": 8}))
@@ -213,22 +205,6 @@ def test_a_rank_that_is_late_is_waited_for() -> None:
 
     assert on_all(ranks, one) == [None] * 2
     assert verdicts(ranks) == [None] * 2
-
-
-def test_a_question_is_repeated_when_another_one_took_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LATE_SECONDS", "ASK_SECONDS"):
-        monkeypatch.setattr(f"ringattn.comm.watchdog.preflight.{name}", 0.0)
-    ranks = preflights(2)
-    asked: list[object] = []
-
-    def stop() -> str | None:
-        asked.append(ranks[1]._control.look("asked"))
-        ranks[1]._control.publish("asked", 77)
-        return "enough" if len(asked) == 4 else None
-
-    with pytest.raises(TransportError, match="enough"):
-        ranks[0].agree({"heads": 8}, timeout=5.0, stop=stop)
-    assert asked == [None, 1, 1, 1]
 
 
 def test_calls_leave_a_constant_number_of_keys_in_the_store() -> None:

@@ -18,7 +18,6 @@ from ringattn.comm.transport import TransportError
 from ringattn.comm.transports import process_group
 from ringattn.comm.transports.process_group import HostStream, Work
 
-from ..support.nightly import rest_nightly
 from ..support.transport_cases import until
 
 
@@ -83,16 +82,6 @@ def test_abort_wakes_everybody_and_interrupts_once() -> None:
     stream.close()
 
 
-def test_abort_leaves_an_idle_backend_alone() -> None:
-    stream = HostStream("test", lambda: pytest.fail("there was nothing to interrupt"))
-    stream.submit(lambda: None).wait()
-    time.sleep(0.05)
-    stream.abort("hop 3 is late")
-    with pytest.raises(TransportError, match="hop 3 is late"):
-        stream.submit(lambda: None)
-    stream.close()
-
-
 def test_tensors_are_let_go() -> None:
     stream, tensor = HostStream("test", lambda: None), torch.zeros(3)
     gone = weakref.ref(tensor)
@@ -100,14 +89,6 @@ def test_tensors_are_let_go() -> None:
     del tensor
     until(lambda: gc.collect() >= 0 and gone() is None)
     stream.close()
-
-
-def test_close_ends_the_thread_behind_what_is_queued() -> None:
-    stream = HostStream("test-closing", lambda: None)
-    fence = stream.submit(lambda: time.sleep(0.05))
-    stream.close()
-    fence.wait()
-    until(lambda: "test-closing" not in [thread.name for thread in threading.enumerate()])
 
 
 def test_the_end_of_a_process_waits_for_what_it_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,12 +132,11 @@ print("posted", flush=True)
 """
 ENDS = {
     "an abort": "threading.Timer(0.1, transport.abort, ['hop 3 is late']).start(); fence.wait()",
-    "an error elsewhere": "raise ValueError('something else')",
     "the end of the program": "",
 }
 
 
-@pytest.mark.parametrize("way", rest_nightly(ENDS, "an abort", "the end of the program"))
+@pytest.mark.parametrize("way", ENDS)
 def test_a_process_with_a_stuck_transfer_ends(way: str, tmp_path: Path) -> None:
     program = STUCK.format(path=tmp_path, end=ENDS[way])
     ranks = [
