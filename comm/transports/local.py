@@ -24,10 +24,8 @@ from ..transport import (
     Message,
     TransportBase,
     TransportError,
-    aborted,
     as_bytes,
     check_messages,
-    check_open,
     decoded,
     encoded,
 )
@@ -248,7 +246,6 @@ class LocalTransport(TransportBase):
         self._hub = group._hub
         self._lane = lane_for(device) if lane is None else lane
         self._channel = group.next_channel()
-        self._open = True
 
     def mark(self) -> Fence:
         """The point that compute has reached."""
@@ -279,7 +276,7 @@ class LocalTransport(TransportBase):
 
     def abort(self, reason: str) -> None:
         """See `Transport.abort`. Every rank's end of this transport is aborted, as nothing arrives there any more."""
-        self._hub.stop(self._channel, str(aborted(self.name, self.rank, reason)))
+        self._hub.stop(self._channel, str(self._aborted_error(reason)))
 
     def close(self) -> None:
         """Stop. The world goes on."""
@@ -289,7 +286,7 @@ class LocalTransport(TransportBase):
         stopped = self._hub.stopped(self._channel)
         if stopped is not None:
             raise TransportError(stopped)
-        check_open(self, self._open)
+        self._check_open()
         self._group.check_thread()
 
     def _publish(self, message: Message, ready: Fence) -> tuple[Parcel, int, str]:

@@ -38,9 +38,7 @@ from ..transport import (
     Message,
     TransportBase,
     TransportError,
-    aborted,
     check_messages,
-    closed,
 )
 from .lanes import StreamFence, StreamLane, passed
 
@@ -377,14 +375,14 @@ class NcclTransport(TransportBase):
 
     def abort(self, reason: str) -> None:
         """See `Transport.abort`. Peers see their transfers fail or hang."""
-        comm = self._end(str(aborted(self.name, self.rank, reason)))
+        comm = self._end(str(self._aborted_error(reason)))
         if comm is not None:
             self._give_up(comm)
 
     def close(self) -> None:
         """Give the communicator back once this rank's transfers are over; abort it if they are not, in time."""
         drained = bool(self._ended) or passed(self._last, self._timeout)
-        comm = self._end(str(closed(self.name, self.rank)))
+        comm = self._end(str(self._closed_error()))
         if comm is None:
             return
         if not (drained and self._calling.acquire(timeout=self._timeout)):

@@ -25,10 +25,8 @@ from ..transport import (
     Message,
     TransportBase,
     TransportError,
-    aborted,
     as_bytes,
     check_messages,
-    check_open,
     self_pairs,
 )
 from .lanes import StreamLane
@@ -231,8 +229,6 @@ class ProcessGroupTransport(TransportBase):
         self._control = (control or control_of(group)).fresh_scope("process_group")
         self._rate = limits.bytes_per_second
         self._tag = FIRST_TAG if self._lane else self._shared_tag()  # what works in stream order has no tags
-        self._open = True
-        self._aborted = ""
         # Weakly: the thread must not be the last to hold the group, whose destructor would then run there, perhaps
         # while the interpreter is being taken down, which ends the process with an abort.
         seen = weakref.ref(group)
@@ -245,9 +241,7 @@ class ProcessGroupTransport(TransportBase):
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
         """See `Transport.post`. Returns at once, also on the CPU."""
-        if self._aborted:
-            raise aborted(self.name, self.rank, self._aborted)
-        check_open(self, self._open)
+        self._check_running()
         check_messages(self, self._device, sends, receives)
         # torch.distributed leaves sending to oneself to its backends, and not all of them can.
         copies = self_pairs(self.rank, sends, receives)
@@ -274,7 +268,7 @@ class ProcessGroupTransport(TransportBase):
 
     def gather(self, value: object) -> list[object]:
         """See `Transport.gather`."""
-        check_open(self, self._open)
+        self._check_open()
         # A peer may still be in its warm-up, until the deadline of that.
         return self._control.gather(value, what="gather of the process_group transport", timeout=2 * self._timeout)
 
@@ -283,7 +277,7 @@ class ProcessGroupTransport(TransportBase):
         if self._aborted:
             return
         self._aborted = reason
-        self._host.abort(str(aborted(self.name, self.rank, reason)))
+        self._host.abort(str(self._aborted_error(reason)))
         if self._lane is not None:
             self._group._get_backend(self._device).abort()
 

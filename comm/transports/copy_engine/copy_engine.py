@@ -55,9 +55,7 @@ from ...transport import (
     Message,
     TransportBase,
     TransportError,
-    aborted,
     check_messages,
-    check_open,
     self_pairs,
 )
 from ..lanes import POLL_SECONDS, StreamFence, StreamLane, passed
@@ -110,9 +108,7 @@ class CopyEngineTransport(TransportBase):
             raise ValueError(f"members is {self._members}: it takes the rank that opens the transport, {rank}, too")
         self._control = control
         self._ending = threading.Lock()
-        self._aborted = ""  # why
         self._releasing: threading.Thread | None = None
-        self._open = True
         self._posting = False
         self._last: StreamFence | None = None
         self._sent = dict.fromkeys(self._members, FIRST_NUMBER)  # number of the last message to each peer
@@ -153,7 +149,7 @@ class CopyEngineTransport(TransportBase):
 
     def gather(self, value: object) -> list[object]:
         """See `Transport.gather`. Over all ranks of the group, also those that are no members."""
-        check_open(self, self._open)
+        self._check_open()
         return self._control.gather(value, what="the gather of a copy_engine transport", timeout=self._timeout)
 
     def abort(self, reason: str) -> None:
@@ -162,7 +158,7 @@ class CopyEngineTransport(TransportBase):
             if self._aborted or not self._open:
                 return
             self._aborted = reason
-            self._sockets.cut(str(aborted(self.name, self.rank, reason)))
+            self._sockets.cut(str(self._aborted_error(reason)))
             self._releasing = start(self._release, self._device, "copy-engine-abort")
 
     def close(self) -> None:
@@ -294,11 +290,6 @@ class CopyEngineTransport(TransportBase):
                 if not self._posting and (self._last is None or self._last.done()):
                     return
             time.sleep(POLL_SECONDS)
-
-    def _check_running(self) -> None:
-        if self._aborted:
-            raise aborted(self.name, self.rank, self._aborted)
-        check_open(self, self._open)
 
     def _check_members(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         for kind, messages in (("sends", sends), ("receives", receives)):
