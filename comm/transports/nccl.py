@@ -359,7 +359,6 @@ class NcclTransport(TransportBase):
                         comm.deregister(handle)
 
     def gather(self, value: object) -> list[object]:
-        """See `Transport.gather`."""
         # A peer may still be in its warm-up, until the deadline of that.
         return self._control.gather(value, what="gather of the nccl transport", timeout=2 * self._timeout)
 
@@ -520,7 +519,6 @@ class ByNodeTransport(NcclTransport):
     def post(
         self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()
     ) -> StreamFence:
-        """See `Transport.post`."""
         check_messages(self, self._device, sends, receives)  # before either part is on its way
         near, far = (
             [[message for message in way if self._near(message) is inside] for way in (sends, receives)]
@@ -540,12 +538,10 @@ class ByNodeTransport(NcclTransport):
         return self._inside.check() or super().check()
 
     def abort(self, reason: str) -> None:
-        """See `Transport.abort`."""
         super().abort(reason)
         self._inside.abort(reason)
 
     def close(self) -> None:
-        """See `Transport.close`."""
         super().close()
         self._inside.close()
 
