@@ -48,11 +48,6 @@ class Parcel:
         self.ready = ready  # the bytes are there
         self.taken: Fence | None = None  # the receiver's copy is over: the sender may write again
 
-    def settle(self, taken: Fence) -> None:
-        """Note the point where the receiver has its copy; the bytes are no longer needed for it."""
-        self.taken = taken
-        self.tensor = None
-
 
 class Hub:
     """What the ranks of one world share: mailboxes behind one lock, and why nobody should wait any longer."""
@@ -85,7 +80,7 @@ class Hub:
     def settle(self, parcel: Parcel, taken: Fence) -> None:
         """Tell the sender of a parcel where its copy ends."""
         with self._changed:
-            parcel.settle(taken)
+            parcel.taken, parcel.tensor = taken, None  # the bytes are no longer needed for it
             self._changed.notify_all()
 
     def taken(self, parcel: Parcel, peer: int, what: str, channel: int) -> Fence:
@@ -339,7 +334,8 @@ class LocalWorld:
             )
             for rank in range(world_size)
         ]
-        self._streams = [self._new_stream() for _ in range(world_size)]
+        cuda = self.device.type == "cuda"
+        self._streams = [new_stream(self.device) if cuda else None for _ in range(world_size)]
         self._groups: list[LocalGroup] = []
         # Also where nobody closes: the threads hold no world, or it would never go.
         self._end = weakref.finalize(self, _end, self._workers, self._groups)
@@ -380,7 +376,9 @@ class LocalWorld:
         self.close()
 
     def _run(self, fn: Callable[[LocalGroup], T]) -> list[T]:
-        hub, call = self._hub, functools.partial(self._call, fn, torch.is_grad_enabled(), self._caller_stream())
+        hub = self._hub
+        caller = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        call = functools.partial(self._call, fn, torch.is_grad_enabled(), caller)
         hub.begin()
         futures = [worker.submit(call, group) for worker, group in zip(self._workers, self._groups, strict=True)]
         try:
@@ -412,12 +410,6 @@ class LocalWorld:
         for group in self._groups:
             end(group.kept)
         self._groups[:] = [LocalGroup(self._hub, rank) for rank in range(len(self._workers))]
-
-    def _new_stream(self) -> torch.cuda.Stream | None:
-        return new_stream(self.device) if self.device.type == "cuda" else None
-
-    def _caller_stream(self) -> torch.cuda.Stream | None:
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     @contextmanager
     def _stream_of(self, rank: int, caller: torch.cuda.Stream | None) -> Iterator[None]:

@@ -155,11 +155,6 @@ class ConfiguredCommunicator:
             self._library.ncclCommInitRankConfig(ctypes.byref(self._comm), size, shared, rank, ctypes.byref(config))
         )
 
-    @property
-    def comm(self) -> int:
-        """The address of the communicator, 0 once it is given back."""
-        return self._comm.value or 0
-
     def send(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
         """`ncclSend`."""
         self._check(self._library.ncclSend(pointer, count, dtype, peer, self._comm, stream))

@@ -158,50 +158,6 @@ def test_what_processes_cannot_open(
         Peers(monkeypatch, backend).choose(transport, device)
 
 
-def test_auto_takes_what_every_rank_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
-    monkeypatch.setattr(copy_engine, "copy_engine_missing", lambda: None)
-    peers = Peers(monkeypatch, "cpu:gloo,cuda:nccl", size=3)
-    assert peers.choose("auto", CUDA) == [("nccl",), ("copy_engine",), ("process_group",)]
-    assert peers.choose("auto", CPU) == [("process_group",)]
-    peers.change = {"nccl": "CuPy does not import"}  # on the others; here it does
-    assert peers.choose("auto", CUDA) == [("copy_engine",), ("process_group",)]
-    with pytest.raises(ValueError, match='transport is "nccl", and on rank 1 CuPy does not import'):
-        peers.choose("nccl", CUDA)
-
-
-def test_copy_engines_leave_the_level_between_the_nodes_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
-    monkeypatch.setattr(copy_engine, "copy_engine_missing", lambda: None)
-    peers = Peers(monkeypatch, "cpu:gloo,cuda:nccl")
-    assert peers.choose("nccl", CUDA, levels=2) == [("nccl", "nccl")]
-    assert peers.choose("copy_engine", CUDA, levels=2) == [("copy_engine", "nccl")]
-    peers.change = {"nccl": "CuPy does not import"}
-    assert peers.choose("copy_engine", CUDA, levels=2) == [("copy_engine", "process_group")]
-    peers.change["process_group"] = "it has gloo alone"
-    with pytest.raises(ValueError, match=r"the level between the nodes \(nccl: on rank 1 CuPy.*; process_group: on ra"):
-        peers.choose("copy_engine", CUDA, levels=2)
-
-
-def test_auto_takes_what_keeps_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
-    monkeypatch.setattr(copy_engine, "copy_engine_missing", lambda: None)
-    peers = Peers(monkeypatch, "cpu:gloo,cuda:nccl")
-    assert peers.choose("auto", CUDA, Limits(channels=2)) == [("nccl",)]
-    assert peers.choose("auto", CPU, Limits(bytes_per_second=1e9)) == [("process_group",)]
-    slow = Limits(bytes_per_second=1.0)
-    for name, device, limits in (
-        ("process_group", CPU, Limits(ctas=4)),
-        ("copy_engine", CUDA, Limits(channels=1)),
-        ("process_group", CUDA, slow),
-        ("nccl", CUDA, slow),
-    ):
-        with pytest.raises(ValueError, match=rf"limits\.\w+ is [\d.]+, and {name} cannot keep that"):
-            peers.choose(name, device, limits)
-    with pytest.raises(ValueError, match=r"limits\.bytes_per_second is 1.0, and local cannot keep that"):
-        open_transport(device="cpu", limits=Limits(bytes_per_second=1.0))
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -261,41 +217,6 @@ def open_one_of(choices: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch,
     return groups._open_between_processes(groups._Wanted(group, CPU, levels, NO_LIMITS), transport, None, None)
 
 
-def test_auto_goes_on_where_a_warm_up_failed(
-    tried: list[Trial], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        (opened,) = open_one_of([("nccl",), ("copy_engine",), ("process_group",)], monkeypatch)
-    assert opened is tried[1]
-    assert [(one.name, one.closed) for one in tried] == [("nccl", True), ("process_group", False)]
-    assert opened.reason == (
-        "auto takes process_group; not local: of another kind; "
-        "not nccl: the warm-up of the nccl transport failed: rank 3 got 7 wrong bytes; "
-        "not copy_engine: rank 0: ValueError: no such device"
-    )
-    assert 'transport "auto" passes over nccl: the warm-up' in caplog.text
-
-
-def test_every_level_opens_or_none(tried: list[Trial], monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = open_one_of([("process_group", "nccl"), ("process_group", "process_group")], monkeypatch)
-    assert [(one.name, one.closed) for one in tried] == [
-        ("process_group", True),
-        ("nccl", True),
-        ("process_group", False),
-        ("process_group", False),
-    ]
-    assert opened == tuple(tried[2:])
-    assert opened[0].edges == [(0, 0)]
-
-
-def test_what_was_asked_for_is_not_replaced(tried: list[Trial], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TransportError, match=r"^the warm-up of the nccl transport failed: rank 3 got 7 wrong bytes$"):
-        open_one_of([("nccl",)], monkeypatch, "nccl")
-    assert [one.closed for one in tried] == [True]
-    with pytest.raises(TransportError, match='"auto" finds none that works: local: of another kind; nccl: the warm-up'):
-        open_one_of([("nccl",)], monkeypatch)
-
-
 def test_levels_of_a_topology() -> None:
     topology = Topology(((0, 2), (3, 1)))
     inside, between = groups._levels(3, topology)
@@ -339,3 +260,76 @@ def test_a_rank_that_fails_before_the_choice_says_why(monkeypatch: pytest.Monkey
     monkeypatch.setattr(groups, "nccl_missing", fails)
     with pytest.raises(ValueError, match='transport is "nccl", and on rank 0 OSError: /proc is not mounted'):
         Peers(monkeypatch, "cuda:nccl").choose("nccl", CUDA)
+
+
+@pytest.fixture
+def able(monkeypatch: pytest.MonkeyPatch) -> Peers:
+    """Two ranks that have everything."""
+    install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
+    monkeypatch.setattr(copy_engine, "copy_engine_missing", lambda: None)
+    return Peers(monkeypatch, "cpu:gloo,cuda:nccl")
+
+
+def test_auto_takes_what_every_rank_can_do(able: Peers) -> None:
+    assert able.choose("auto", CUDA) == [("nccl",), ("copy_engine",), ("process_group",)]
+    assert able.choose("auto", CPU) == [("process_group",)]
+    able.change = {"nccl": "CuPy does not import"}  # on the other rank; here it does
+    assert able.choose("auto", CUDA) == [("copy_engine",), ("process_group",)]
+    with pytest.raises(ValueError, match='transport is "nccl", and on rank 1 CuPy does not import'):
+        able.choose("nccl", CUDA)
+
+
+def test_copy_engines_leave_the_level_between_the_nodes_to_another(able: Peers) -> None:
+    assert able.choose("nccl", CUDA, levels=2) == [("nccl", "nccl")]
+    assert able.choose("copy_engine", CUDA, levels=2) == [("copy_engine", "nccl")]
+    able.change = {"nccl": "CuPy does not import"}
+    assert able.choose("copy_engine", CUDA, levels=2) == [("copy_engine", "process_group")]
+    able.change["process_group"] = "it has gloo alone"
+    with pytest.raises(ValueError, match=r"the level between the nodes \(nccl: on rank 1 CuPy.*; process_group: on ra"):
+        able.choose("copy_engine", CUDA, levels=2)
+
+
+def test_auto_takes_what_keeps_the_limits(able: Peers) -> None:
+    slow = Limits(bytes_per_second=1.0)
+    assert able.choose("auto", CUDA, Limits(channels=2)) == [("nccl",)]
+    assert able.choose("auto", CPU, slow) == [("process_group",)]
+    for name, device, limits in (
+        ("process_group", CPU, Limits(ctas=4)),
+        ("copy_engine", CUDA, Limits(channels=1)),
+        ("process_group", CUDA, slow),
+        ("nccl", CUDA, slow),
+    ):
+        with pytest.raises(ValueError, match=rf"limits\.\w+ is [\d.]+, and {name} cannot keep that"):
+            able.choose(name, device, limits)
+    with pytest.raises(ValueError, match=r"limits\.bytes_per_second is 1.0, and local cannot keep that"):
+        open_transport(device="cpu", limits=slow)
+
+
+def test_auto_goes_on_where_a_warm_up_failed(
+    tried: list[Trial], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every level opens or none; what was asked for is not replaced."""
+    failed = "the warm-up of the nccl transport failed: rank 3 got 7 wrong bytes"
+    with caplog.at_level("INFO"):
+        choices = [("process_group", "nccl"), ("copy_engine",) * 2, ("process_group", "process_group")]
+        opened = open_one_of(choices, monkeypatch)
+    assert opened == tuple(tried[2:])
+    assert [(one.name, one.closed) for one in tried] == [
+        ("process_group", True),
+        ("nccl", True),
+        ("process_group", False),
+        ("process_group", False),
+    ]
+    assert opened[0].edges == [(0, 0)]
+    assert opened[0].reason == (
+        f"auto takes process_group; not local: of another kind; not process_group and nccl: {failed}; "
+        "not copy_engine: rank 0: ValueError: no such device"
+    )
+    assert 'transport "auto" passes over process_group and nccl: the warm-up' in caplog.text
+    for transport, match in (
+        ("nccl", f"^{failed}$"),
+        ("auto", '"auto" finds none that works: local: of another kind; '),
+    ):
+        with pytest.raises(TransportError, match=match):
+            open_one_of([("nccl",)], monkeypatch, transport)
+        assert tried[-1].closed

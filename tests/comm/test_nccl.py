@@ -133,14 +133,12 @@ def test_a_communicator_of_the_library(library: Library) -> None:
     assert communicator.register(4096, 64) == 99
     communicator.deregister(99)
     communicator.check_async_error()
-    assert communicator.comm == 77
     for end in (communicator.abort, communicator.abort, communicator.destroy):
         end()
     other = ConfiguredCommunicator(1, UNIQUE_ID, 0, Limits())
     assert (library.config["cgaClusterSize"], library.config["maxCTAs"]) == (1, 8)
     for end in (other.destroy, other.destroy):
         end()
-    assert communicator.comm == other.comm == 0
     assert library.calls == [
         ("init", (3, 2)),
         ("ncclSend", (1000, 5, 1, 3, 77, 9)),

@@ -152,31 +152,6 @@ def test_a_connection_that_breaks_because_a_rank_refused_and_left() -> None:
     assert (type(raised), str(raised)) == (ValueError, "rank 1 refused this call: ValueError: k has 6 heads")
 
 
-def test_an_error_while_comparing_ends_the_wait_of_the_others() -> None:
-    ranks = Ranks(2)
-
-    def call(watch: Watch) -> None:
-        watch.enter()
-        if watch.rank == 0:
-            watch.stopped = interrupt  # type: ignore[method-assign]
-        try:
-            while watch.rank == 1:
-                watch.tick()  # the watchdog
-                watch.agree({"heads": 8})
-            watch.agree({"heads": 8})
-        except BaseException as error:
-            watch.left(error)
-            raise
-
-    def interrupt() -> str | None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        call(ranks.watches[0])
-    with pytest.raises(TransportError, match="Rank 0 found: rank 0: between calls failed: KeyboardInterrupt"):
-        call(ranks.watches[1])
-
-
 def test_a_process_that_was_stopped_starts_its_clocks_again(clock: Clock) -> None:
     ranks, _ = running(2)  # a deadline of 3 s
     ranks.tick()

@@ -59,7 +59,7 @@ from ...transport import (
     self_pairs,
 )
 from ..lanes import POLL_SECONDS, StreamFence, StreamLane, passed
-from .memory import Exports, Imports, Offer, Retired, Staging, checked, flag_of
+from .memory import RETIRED, Exports, Imports, Offer, Staging, called, flag_of
 from .sockets import join_node
 
 logger = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ class CopyEngineTransport(TransportBase):
     def _announce(self, offers: dict[int, list[Offer]]) -> None:
         for region in self._exports.retired():
             for peer in region.peers:
-                self._sockets.send(peer, Retired(region.buffer).pack(), self._timeout)
+                self._sockets.send(peer, RETIRED.pack(region.buffer), self._timeout)
         for peer, announced in offers.items():
             self._sent[peer] = announced[-1].number
             ready, _ = flag_of(self._members, self.rank, peer)
@@ -244,9 +244,8 @@ class CopyEngineTransport(TransportBase):
         self._flags.wait_for(self._lane.stream.cuda_stream, flag, number)
 
     def _copy(self, destination: int, source: int, nbytes: int) -> None:
-        driver, stream = self._driver, self._lane.stream.cuda_stream
         # Both are addresses of this process: the driver finds the devices from them, and peers' are opened for access.
-        checked(driver, driver.cuMemcpyDtoDAsync(destination, source, nbytes, stream), "cuMemcpyDtoDAsync")
+        called(self._driver, "cuMemcpyDtoDAsync", destination, source, nbytes, self._lane.stream.cuda_stream)
 
     def _next_offer(self, peer: int, nbytes: int) -> Offer:
         what = f"rank {self.rank} waits until rank {peer} posts the {nbytes} bytes that it is to send"
@@ -255,7 +254,7 @@ class CopyEngineTransport(TransportBase):
             offer = Offer.unpack(record)
             if offer is not None:
                 break
-            self._imports.drop(peer, Retired.unpack(record).buffer)
+            self._imports.drop(peer, *RETIRED.unpack(record))
         if offer.nbytes != nbytes:
             raise TransportError(
                 f"rank {self.rank} expects {nbytes} bytes from rank {peer}, which sent {offer.nbytes} (message "

@@ -52,11 +52,6 @@ class Sockets:
         self._end = weakref.finalize(self, _close, list(sockets.values()))
         _OPEN.add(self)
 
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """The ranks at the other ends."""
-        return tuple(self._sockets)
-
     def send(self, peer: int, record: bytes, timeout: float) -> None:
         """Put one record on the socket; blocks only where the peer has left hundreds of them unread.
 
