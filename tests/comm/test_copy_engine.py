@@ -178,11 +178,12 @@ def test_memory_that_cannot_be_shared_goes_through_memory_that_can(workers: Work
             fences[-1].wait()
         assert [int(x[999]) for x in came] == [10 * back + turn for turn in range(8)]
         assert sum(op.detail[0] in workers.driver.allocated for op in workers.log if op.kind == "copy") >= 8
+        exchange(transport, 1 << 20)  # more than there is room for
         transport.gather(None)
 
     on_transports(2, fn)
-    assert workers.driver.calls["cuMemAlloc"] == workers.driver.calls["cuMemFree"] == 2
-    assert workers.driver.calls["cuIpcOpenMemHandle"] == 2
+    assert workers.driver.calls["cuMemAlloc"] == workers.driver.calls["cuMemFree"] == 4
+    assert workers.driver.calls["cuIpcOpenMemHandle"] == 4
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -191,7 +192,16 @@ def test_conformance_of_memory_that_cannot_be_shared(name: str, workers: Workers
     on_ranks(2, lambda group: CASES[name](opened(group), CPU))
 
 
-def test_abort_releases_a_stream_that_waits_for_a_dead_peer(workers: Workers) -> None:
+def test_abort_releases_a_stream_that_waits_for_a_dead_peer(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And close() waits for the thread that does so: it writes flags that are unmapped then."""
+    store = Board.store
+
+    def slow(board: Board, index: int, value: int) -> None:
+        time.sleep(0.02)
+        store(board, index, value)
+
+    monkeypatch.setattr(Board, "store", slow)
+
     def fn(transport: CopyEngineTransport) -> None:
         reached = hold(workers, transport) if transport.rank else threading.Event()
         sends, receives = (
@@ -212,6 +222,7 @@ def test_abort_releases_a_stream_that_waits_for_a_dead_peer(workers: Workers) ->
                 transport.post(sends=[], receives=[])
             transport.gather(None)
         transport.close()
+        assert transport._releasing is None or not transport._releasing.is_alive()
 
     on_transports(2, fn)
     assert not workers.driver.registered
