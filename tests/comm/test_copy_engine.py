@@ -15,7 +15,7 @@ from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports.copy_engine import copy_engine
 from ringattn.comm.transports.copy_engine.copy_engine import CopyEngineTransport
-from ringattn.comm.transports.copy_engine.memory import Context
+from ringattn.comm.transports.copy_engine.memory import Board, Context
 
 from ..support.stand_in import check_held
 from ..support.stand_in_cuda import Driver, Result, Workers, install_driver, running
