@@ -17,14 +17,12 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import combinations, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-
-from ..checked import shown
 
 SWITCH = "switch"  # the peer of links into an NVSwitch: they reach every GPU that is linked to it too
 
@@ -98,18 +96,10 @@ class DeviceInfo:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DeviceInfo:
-        """The device that `to_json` wrote, or that somebody wrote by hand.
-
-        Raises:
-            ValueError: no host, a field that no device has, or no list where one belongs.
-        """
-        try:
-            nvlinks = tuple(NvLink(**link) for link in data.get("nvlinks", ()))
-            nics = tuple(Nic(**{**nic, "pcie": tuple(nic.get("pcie", ()))}) for nic in data.get("nics", ()))
-            return cls(**{**data, "nvlinks": nvlinks, "nics": nics, "pcie": tuple(data.get("pcie", ()))})
-        except (TypeError, AttributeError) as error:
-            names = ", ".join(field.name for field in fields(cls))
-            raise ValueError(f"a device is {shown(data)}: it takes {names} ({error})") from None
+        """The device that `to_json` wrote."""
+        nvlinks = tuple(NvLink(**link) for link in data.get("nvlinks", ()))
+        nics = tuple(Nic(**{**nic, "pcie": tuple(nic.get("pcie", ()))}) for nic in data.get("nics", ()))
+        return cls(**{**data, "nvlinks": nvlinks, "nics": nics, "pcie": tuple(data.get("pcie", ()))})
 
 
 class Link(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,27 +62,6 @@ class Topology:
         """``nodes`` of ``per_node`` ranks each, numbered node by node."""
         nodes, per_node = RANKS.of("nodes", nodes), RANKS.of("per_node", per_node)
         return cls(tuple(tuple(range(node * per_node, (node + 1) * per_node)) for node in range(nodes)))
-
-    @classmethod
-    def from_json(cls, data: str | Mapping[str, Any]) -> Topology:
-        """A topology from what `to_json` wrote, or from a part of it, as JSON text or as data.
-
-        ``devices`` alone are put in order by `ring_topology`; ``nodes`` alone are an order of which no bandwidth is
-        known: ``{"nodes": [[0, 1, 2, 3], [4, 5, 6, 7]]}``.
-
-        Raises:
-            ValueError: neither of the two, or one that is not what it must be.
-        """
-        if isinstance(data, str):
-            data = json.loads(data)
-        if not isinstance(data, Mapping) or not {*data} & {"nodes", "devices"}:
-            takes = '{"nodes": [[rank, …], …]}, {"devices": […]} or both'
-            raise ValueError(f"a topology is {data!r}: it takes {takes}")
-        try:
-            devices = tuple(map(DeviceInfo.from_json, data.get("devices", ())))
-        except TypeError:
-            raise ValueError(f"devices is {shown(data['devices'])}: it takes a list") from None
-        return cls(data["nodes"], devices) if "nodes" in data else ring_topology(devices)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the nodes and the devices, from which the edges follow."""

@@ -98,7 +98,7 @@ def read_back(path: Path, *, world: int) -> None:
     """A result that failed in nothing."""
     told = read(path)
     assert told.case == "doctor" and told.failed == [] and told.notes[-1].startswith("all well: ")
-    assert Topology.from_json(told.provenance["ring"]).world == world and told.provenance["device"] == "cpu"
+    assert sum(map(len, told.provenance["ring"]["nodes"])) == world and told.provenance["device"] == "cpu"
 
 
 def in_a_launcher(store: str, arguments: tuple[str, ...]) -> tuple[int, str]:
