@@ -110,10 +110,12 @@ class Scope:
 class Connection(Protocol):
     """One rank's way to the store of its group."""
 
+    patience: float  # seconds that a gather waits unless told otherwise
+    scopes: defaultdict[str, Scope]  # by prefix
+    published: set[str]  # this rank's keys that are in the store
+
     def __init__(self, patience: float) -> None:
-        self.patience = patience  # seconds that a gather waits unless told otherwise
-        self.scopes: defaultdict[str, Scope] = defaultdict(Scope)  # by prefix
-        self.published: set[str] = set()  # this rank's keys that are in the store
+        self.patience, self.scopes, self.published = patience, defaultdict(Scope), set()
 
     def ask(self, do: Callable[[Store], T], timeout: float) -> T:
         """What `do` returns; TransportError where the store fails or has not answered after `timeout` seconds."""

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -40,13 +41,13 @@ class WorldAborted(TransportError):
     """Another rank of the same `LocalWorld` raised; its error is the one that `run` raises."""
 
 
+@dataclass(eq=False)
 class Parcel:
     """A sent tensor on its way to its receiver, and the news that it has been copied."""
 
-    def __init__(self, tensor: torch.Tensor, ready: Fence) -> None:
-        self.tensor: torch.Tensor | None = tensor
-        self.ready = ready  # the bytes are there
-        self.taken: Fence | None = None  # the receiver's copy is over: the sender may write again
+    tensor: torch.Tensor | None
+    ready: Fence  # the bytes are there
+    taken: Fence | None = None  # the receiver's copy is over: the sender may write again
 
 
 class Hub:
