@@ -33,6 +33,7 @@ from ringattn.comm.control import (
 )
 from ringattn.comm.topology import topology
 from ringattn.comm.topology.topology import discover, ring_topology
+from ringattn.comm.transport import decoded
 from ringattn.comm.transports.local import Hub
 
 from ..support.clusters import hgx
@@ -315,9 +316,14 @@ def test_attempts_of_a_job_that_share_a_store_do_not_read_each_other(monkeypatch
 def test_what_many_ranks_move_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 alone reads the devices of all, the others the order of the ring."""
     devices = [device for node in range(16) for device in hgx(f"gpu-{node:03}.cluster.example/{node * 977:08x}")]
-    read, decoded = list[int](), control_module.decoded
+    read = list[int]()
+
+    def noted(data: bytes, key: str) -> object:
+        read.append(len(data))
+        return decoded(data, key)
+
     monkeypatch.setattr(topology, "device_info", lambda rank: devices[rank])
-    monkeypatch.setattr(control_module, "decoded", lambda data, key: read.append(len(data)) or decoded(data, key))
+    monkeypatch.setattr(control_module, "decoded", noted)
     moved = []
     for size in (64, 128):
         ranks = controls(size)

@@ -310,8 +310,8 @@ def test_auto_goes_on_where_a_warm_up_failed(
 ) -> None:
     """Every level opens or none; what was asked for is not replaced."""
     failed = "the warm-up of the nccl transport failed: rank 3 got 7 wrong bytes"
+    choices: list[tuple[str, ...]] = [("process_group", "nccl"), ("copy_engine",) * 2, ("process_group",) * 2]
     with caplog.at_level("INFO"):
-        choices = [("process_group", "nccl"), ("copy_engine",) * 2, ("process_group", "process_group")]
         opened = open_one_of(choices, monkeypatch)
     assert opened == tuple(tried[2:])
     assert [(one.name, one.closed) for one in tried] == [

@@ -375,7 +375,7 @@ def test_what_nccl_notices_ends_the_ring(fabric: Fabric, device: Device) -> None
     fabric.index = CUDA.index
     transport = open_alone(device=CUDA)
     fence = transport.post(sends=[], receives=[])
-    device.pending.add(fence._event)
+    device.pending.add(fence._event)  # type: ignore[arg-type]
     watch = Watch(controls(2)[0], deadline=None, device=CUDA, transports=lambda: [transport])
     watch.begin("forward")
     watch.posted("forward hop 1: K/V", fence, [DONE], [(1, 64)], [(1, 32)])
