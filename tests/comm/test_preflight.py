@@ -207,6 +207,22 @@ def test_a_rank_that_is_late_is_waited_for() -> None:
     assert verdicts(ranks) == [None] * 2
 
 
+def test_a_question_is_repeated_when_another_one_took_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LATE_SECONDS", "ASK_SECONDS"):
+        monkeypatch.setattr(f"ringattn.comm.watchdog.preflight.{name}", 0.0)
+    ranks = preflights(2)
+    asked: list[object] = []
+
+    def stop() -> str | None:
+        asked.append(ranks[1]._control.look("asked"))
+        ranks[1]._control.publish("asked", 77)
+        return "enough" if len(asked) == 4 else None
+
+    with pytest.raises(TransportError, match="enough"):
+        ranks[0].agree({"heads": 8}, timeout=5.0, stop=stop)
+    assert asked == [None, 1, 1, 1]
+
+
 def test_calls_leave_a_constant_number_of_keys_in_the_store() -> None:
     ranks = preflights(2)
     store = ranks[0]._control._connection.store  # type: ignore[attr-defined]
