@@ -114,6 +114,9 @@ class Connection(Protocol):
     scopes: defaultdict[str, Scope]  # by prefix
     published: set[str]  # this rank's keys that are in the store
 
+    def __init__(self, patience: float) -> None:
+        self.patience, self.scopes, self.published = patience, defaultdict(Scope), set()
+
     def ask(self, do: Callable[[Store], T], timeout: float) -> T:
         """What `do` returns; TransportError where the store fails or has not answered after `timeout` seconds."""
 
@@ -122,6 +125,9 @@ class Connection(Protocol):
 
     def hopeless(self, missing: Sequence[int]) -> TransportError | None:
         """Why nothing will come from these ranks any more, where that is known; who waits asks again and again."""
+
+    def close(self) -> None:
+        """End the connection. Idempotent."""
 
 
 class _Looks:
@@ -141,7 +147,7 @@ class _Looks:
         return True
 
 
-class StoreConnection:
+class StoreConnection(Connection):
     """A connection of our own to a store that may stop answering, spoken to by one thread so that no caller hangs.
 
     torch's stores are clients of a server in another process: a blocked `get` of somebody else must not hold us up,
@@ -156,13 +162,9 @@ class StoreConnection:
     def __init__(
         self, store: Store, seconds: float = ANSWER_SECONDS, group: dist.ProcessGroup | None = None, prefix: str = ""
     ) -> None:
-        self.patience = DEFAULT_TIMEOUT
-        self.scopes: defaultdict[str, Scope] = defaultdict(Scope)
-        self.published: set[str] = set()
+        super().__init__(DEFAULT_TIMEOUT)
         self.prefix = prefix
-        self._group = (
-            None if group is None else weakref.ref(group)
-        )  # a connection is kept as long as its group is there
+        self._group = None if group is None else weakref.ref(group)  # which a connection does not outlive
         self._looks = _Looks()
         self._gone: str | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -201,7 +203,6 @@ class StoreConnection:
             raise TransportError(self._gone) from error
 
     def tell(self, do: Callable[[Store], object]) -> None:
-        """See `Connection.tell`."""
         store = self._store
 
         def job() -> None:
@@ -230,7 +231,6 @@ class StoreConnection:
         return None
 
     def close(self) -> None:
-        """End the connection and its thread. Idempotent."""
         self._gone = "the group was destroyed"
         self._stop()
         self._store = None  # type: ignore[assignment]  # and with it the connection
@@ -285,24 +285,20 @@ def _end(jobs: queue.SimpleQueue[Callable[[], None] | None], thread: threading.T
         thread.join(1.0)
 
 
-class LocalConnection:
+class LocalConnection(Connection):
     """Virtual ranks share one store in memory, which always answers."""
 
     def __init__(self, group: LocalGroup) -> None:
         self._group = group
         self._hub: Hub = group._hub
-        self.patience = self._hub.timeout
-        self.scopes: defaultdict[str, Scope] = defaultdict(Scope)
-        self.published: set[str] = set()
+        super().__init__(self._hub.timeout)
         self._lock = threading.Lock()  # the rank's own thread, and the watchdog
 
     def ask(self, do: Callable[[Store], T], timeout: float) -> T:
-        """See `Connection.ask`."""
         with self._lock:
             return do(self._hub.store)
 
     def tell(self, do: Callable[[Store], object]) -> None:
-        """See `Connection.tell`."""
         self.ask(do, 0.0)
 
     def hopeless(self, missing: Sequence[int]) -> TransportError | None:

@@ -32,12 +32,6 @@ def environment_ctas(environment: Mapping[str, str] = os.environ) -> int | None:
     return min(most, default=NCCL_CTAS) if counts else None
 
 
-def environment_cluster(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The size of a cluster by the environment; None where it says nothing of it."""
-    text = environment.get(CLUSTER_VARIABLE, "")
-    return max(int(text), 1) if text.isdigit() else None
-
-
 @dataclass(frozen=True)
 class Limits:
     """Limits of one transport; None takes its default.
@@ -75,7 +69,8 @@ class Limits:
     def multiprocessors(self) -> int:
         """How many free multiprocessors are room for them, wherever those lie: of each GPC too few for a cluster may
         be left over."""
-        cluster = self.cga_cluster_size or environment_cluster() or CGA_CLUSTER_SIZE
+        text = os.environ.get(CLUSTER_VARIABLE, "")
+        cluster = self.cga_cluster_size or (int(text) if text.isdigit() else 0) or CGA_CLUSTER_SIZE
         return self.blocks + GPCS * (cluster - 1)
 
     def refused_by(self, transport: str, *keeps: str) -> str | None:

@@ -122,22 +122,6 @@ class Done:
 DONE = Done()
 
 
-def closed(name: str, rank: int) -> TransportError:
-    """What whoever uses a closed transport is told."""
-    return TransportError(f"the {name} transport of rank {rank} is closed")
-
-
-def aborted(name: str, rank: int, reason: str) -> TransportError:
-    """What whoever uses an aborted transport, or waits for it, is told."""
-    return TransportError(f"the {name} transport of rank {rank} was aborted: {reason}")
-
-
-def check_open(transport: Transport, is_open: bool) -> None:
-    """Raise where a closed transport is used."""
-    if not is_open:
-        raise closed(transport.name, transport.rank)
-
-
 def check_messages(
     transport: Transport, device: torch.device, sends: Sequence[Message], receives: Sequence[Message]
 ) -> None:
@@ -223,78 +207,6 @@ def ring_edges(order: Sequence[int]) -> list[Edge]:
     return list(dict.fromkeys(onward + [(destination, source) for source, destination in onward]))
 
 
-class WarmUp:
-    """Warms up edges of one transport, each once."""
-
-    def __init__(self, device: torch.device, timeout: float = WARM_UP_SECONDS) -> None:
-        self._device = device
-        self._late = f"its warm-up took more than {timeout:g} s"
-        self._timeout = timeout
-        self._warm: set[Edge] = set()
-
-    def __call__(self, transport: Transport, edges: Sequence[Edge]) -> None:
-        """See `Transport.warm_up`. `transport` is always the same one; not held, so that it ends with its last user."""
-        for source, destination in edges:
-            if not (0 <= source < transport.size and 0 <= destination < transport.size):
-                raise ValueError(
-                    f"edges has ({source}, {destination}): the ranks of this group are 0 to {transport.size - 1}"
-                )
-        fresh = [edge for edge in dict.fromkeys(edges) if edge not in self._warm]
-        if not fresh:
-            return
-        problem = self._exchange(transport, fresh)
-        # Also where this rank failed: the others must hear of it instead of waiting.
-        problems = [str(found) for found in transport.gather(problem) if found]
-        if problems:
-            raise TransportError(f"the warm-up of the {transport.name} transport failed: {'; '.join(problems)}")
-        self._warm.update(fresh)
-
-    def _exchange(self, transport: Transport, edges: Sequence[Edge]) -> str | None:
-        """What went wrong on this rank."""
-        try:
-            with self._deadline(transport) as late:
-                problem = self._exchange_patterns(transport, edges)
-        # ValueError: a transport over some of the group's ranks refuses a peer that it cannot reach
-        except (TransportError, ValueError) as error:
-            return f"rank {transport.rank}: {error}"
-        if problem is None and late.is_set():  # on the last bytes
-            return f"rank {transport.rank}: {self._late}"
-        return problem
-
-    def _exchange_patterns(self, transport: Transport, edges: Sequence[Edge]) -> str | None:
-        rank, device = transport.rank, self._device
-        sends = [Message(edge[1], _pattern(edge, device)) for edge in edges if edge[0] == rank]
-        arriving = [edge for edge in edges if edge[1] == rank]
-        receives = [Message(edge[0], torch.zeros(PATTERN_BYTES, dtype=torch.uint8, device=device)) for edge in arriving]
-        if not sends and not receives:
-            return None
-        transport.post(sends=sends, receives=receives, after=[transport.mark()]).wait()
-        problems = []
-        for edge, (peer, arrived) in zip(arriving, receives, strict=True):
-            wrong = int((arrived != _pattern(edge, device)).sum())
-            if wrong:
-                problems.append(f"rank {rank} got {wrong} wrong bytes of {PATTERN_BYTES} from rank {peer}")
-        return "; ".join(problems) or None
-
-    @contextmanager
-    def _deadline(self, transport: Transport) -> Iterator[threading.Event]:
-        """End the transfers of a warm-up that takes too long; the event says that this happened."""
-        late = threading.Event()
-
-        def expire() -> None:
-            late.set()
-            with on_device(self._device):
-                transport.abort(self._late)
-
-        timer = threading.Timer(self._timeout, expire)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield late
-        finally:
-            timer.cancel()
-
-
 def _pattern(edge: Edge, device: torch.device) -> torch.Tensor:
     """Bytes that tell this edge from any other: every fourth one carries one byte of one of its ranks."""
     source, destination = edge
@@ -304,10 +216,8 @@ def _pattern(edge: Edge, device: torch.device) -> torch.Tensor:
     return (values % 256).to(torch.uint8)
 
 
-class TransportBase:
+class TransportBase(Transport):
     """What all transports do alike; each has a name, `mark`, `post`, `gather`, `abort` and `close` of its own."""
-
-    name = ""
 
     def __init__(self, rank: int, size: int, device: torch.device, timeout: float = WARM_UP_SECONDS) -> None:
         self.rank = rank
@@ -315,12 +225,85 @@ class TransportBase:
         self.reason = ""
         self._device = device
         self._timeout = timeout
-        self._warm_up = WarmUp(device, timeout)
+        self._open = True
+        self._aborted = ""  # why
+        self._warm: set[Edge] = set()
 
-    def warm_up(self: Transport, edges: Sequence[Edge]) -> None:
-        """See `Transport.warm_up`."""
-        self._warm_up(self, edges)  # type: ignore[attr-defined]
+    def warm_up(self, edges: Sequence[Edge]) -> None:
+        for source, destination in edges:
+            if not (0 <= source < self.size and 0 <= destination < self.size):
+                raise ValueError(
+                    f"edges has ({source}, {destination}): the ranks of this group are 0 to {self.size - 1}"
+                )
+        fresh = [edge for edge in dict.fromkeys(edges) if edge not in self._warm]
+        if not fresh:
+            return
+        late, problem = f"its warm-up took more than {self._timeout:g} s", None
+        try:
+            with self._deadline(late) as expired:
+                problem = self._exchange_patterns(fresh)
+            if problem is None and expired.is_set():  # on the last bytes
+                problem = f"rank {self.rank}: {late}"
+        # ValueError: a transport over some of the group's ranks refuses a peer that it cannot reach
+        except (TransportError, ValueError) as error:
+            problem = f"rank {self.rank}: {error}"
+        # Also where this rank failed: the others must hear of it instead of waiting.
+        problems = [str(found) for found in self.gather(problem) if found]
+        if problems:
+            raise TransportError(f"the warm-up of the {self.name} transport failed: {'; '.join(problems)}")
+        self._warm.update(fresh)
 
     def check(self) -> str | None:
         """See `Transport.check`: nothing moves that a fence does not tell of."""
         return None
+
+    def _exchange_patterns(self, edges: Sequence[Edge]) -> str | None:
+        """What arrived wrong on this rank."""
+        rank, device = self.rank, self._device
+        sends = [Message(edge[1], _pattern(edge, device)) for edge in edges if edge[0] == rank]
+        arriving = [edge for edge in edges if edge[1] == rank]
+        receives = [Message(edge[0], torch.zeros(PATTERN_BYTES, dtype=torch.uint8, device=device)) for edge in arriving]
+        if not sends and not receives:
+            return None
+        self.post(sends=sends, receives=receives, after=[self.mark()]).wait()
+        problems = []
+        for edge, (peer, arrived) in zip(arriving, receives, strict=True):
+            wrong = int((arrived != _pattern(edge, device)).sum())
+            if wrong:
+                problems.append(f"rank {rank} got {wrong} wrong bytes of {PATTERN_BYTES} from rank {peer}")
+        return "; ".join(problems) or None
+
+    @contextmanager
+    def _deadline(self, late: str) -> Iterator[threading.Event]:
+        """End the transfers of a warm-up that takes too long; the event says that this happened."""
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            with on_device(self._device):
+                self.abort(late)
+
+        timer = threading.Timer(self._timeout, expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield expired
+        finally:
+            timer.cancel()
+
+    def _closed_error(self) -> TransportError:
+        """What whoever uses a closed transport is told."""
+        return TransportError(f"the {self.name} transport of rank {self.rank} is closed")
+
+    def _aborted_error(self, reason: str) -> TransportError:
+        """What whoever uses an aborted transport, or waits for it, is told."""
+        return TransportError(f"the {self.name} transport of rank {self.rank} was aborted: {reason}")
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise self._closed_error()
+
+    def _check_running(self) -> None:
+        if self._aborted:
+            raise self._aborted_error(self._aborted)
+        self._check_open()

@@ -17,9 +17,8 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import cache
-from itertools import combinations
+from dataclasses import asdict, dataclass
+from itertools import combinations, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,47 +96,10 @@ class DeviceInfo:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DeviceInfo:
-        """The device that `to_json` wrote, or that somebody wrote by hand.
-
-        Raises:
-            ValueError: no host, a field that no device has, or no list where one belongs.
-        """
-        _known("device", data, cls, needs="host")
-        nvlinks = tuple(
-            NvLink(**_known("NVLink", one, NvLink, needs="peer")) for one in listed("nvlinks", data.get("nvlinks", ()))
-        )
-        nics = tuple(_nic(one) for one in listed("nics", data.get("nics", ())))
-        return cls(**{**data, "nvlinks": nvlinks, "nics": nics, "pcie": listed("pcie", data.get("pcie", ()))})
-
-
-def _nic(data: Mapping[str, Any]) -> Nic:
-    _known("NIC", data, Nic, needs="name")
-    return Nic(**{**data, "pcie": listed("pcie", data.get("pcie", ()))})
-
-
-def listed(name: str, data: object) -> tuple[Any, ...]:
-    """``data``, if it is a list.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not isinstance(data, list | tuple):
-        raise ValueError(f"{name} is {data!r}: it takes a list")
-    return tuple(data)
-
-
-def _known(what: str, data: object, kind: type, *, needs: str) -> Mapping[str, Any]:
-    """``data``, if it can be a ``kind``."""
-    names = _names(kind)
-    if not isinstance(data, Mapping) or needs not in data or not data.keys() <= names.keys():
-        raise ValueError(f"a {what} is {data!r}: it takes {needs!r}, and may have others of {', '.join(names)}")
-    return data
-
-
-@cache
-def _names(kind: Any) -> dict[str, None]:
-    """Of its fields, in their order; asked for of a thousand ranks' NICs."""
-    return dict.fromkeys(field.name for field in fields(kind))
+        """The device that `to_json` wrote."""
+        nvlinks = tuple(NvLink(**link) for link in data.get("nvlinks", ()))
+        nics = tuple(Nic(**{**nic, "pcie": tuple(nic.get("pcie", ()))}) for nic in data.get("nics", ()))
+        return cls(**{**data, "nvlinks": nvlinks, "nics": nics, "pcie": tuple(data.get("pcie", ()))})
 
 
 class Link(NamedTuple):
@@ -170,7 +132,9 @@ def link_between(a: DeviceInfo, b: DeviceInfo) -> Link:
         return Link("one gpu", "one GPU", None)
     depth = min(shared(a.pcie, b.pcie), _SWITCH_DEPTH)
     text = "one switch" if depth == _SWITCH_DEPTH else _SHARED[depth]
-    return Link("pcie", f"PCIe, {text if a.pcie and b.pcie else 'unknown path'}", _pcie(a, b), _SWITCH_DEPTH - depth)
+    slots = [device.pcie_gigabytes for device in (a, b) if device.pcie_gigabytes is not None]
+    rate = min(slots) * PCIE_REACHED if len(slots) == 2 else None
+    return Link("pcie", f"PCIe, {text if a.pcie and b.pcie else 'unknown path'}", rate, _SWITCH_DEPTH - depth)
 
 
 def pairs_by_link(devices: Iterable[DeviceInfo]) -> dict[str, int]:
@@ -191,69 +155,48 @@ def network(ends: Iterable[tuple[Nic | None, int]]) -> Link:
 
 
 def nearest_nics(devices: Sequence[DeviceInfo]) -> list[Nic | None]:
-    """For each of the devices of one host, the NIC that shares the most PCIe ancestors and the fewest other ranks."""
-    nics = _worth_using(devices[0].nics)
-    load = dict.fromkeys(range(len(nics)), 0)
+    """For each of the devices of one host, the NIC that shares the most PCIe ancestors and the fewest other ranks.
+
+    Not the slow ones beside fast ones, which are for management or storage.
+    """
+    fastest = max((nic.gigabits or 0 for nic in devices[0].nics), default=0)
+    nics = [nic for nic in devices[0].nics if (nic.gigabits or 0) * 2 >= fastest]
+    load = [0] * len(nics)
     chosen: list[Nic | None] = []
-    for device in devices:
-        if not nics:
-            chosen.append(None)
-            continue
-        best = max(load, key=lambda i: (shared(device.pcie, nics[i].pcie), nics[i].gigabits or 0, -load[i], -i))
+    for device in devices if nics else ():
+        best = max(
+            range(len(nics)),
+            key=lambda i: (shared(device.pcie, nics[i].pcie), nics[i].gigabits or 0, -load[i], -i),
+        )
         load[best] += 1
         chosen.append(nics[best])
-    return chosen
-
-
-def _worth_using(nics: Sequence[Nic]) -> list[Nic]:
-    """Not the slow ones beside fast ones, which are for management or storage."""
-    fastest = max((nic.gigabits or 0 for nic in nics), default=0)
-    return [nic for nic in nics if (nic.gigabits or 0) * 2 >= fastest]
+    return chosen or [None] * len(devices)
 
 
 def shared(a: Sequence[str], b: Sequence[str]) -> int:
     """Number of common ancestors, from the root on."""
-    count = 0
-    for ancestor, other in zip(a, b, strict=False):
-        if ancestor != other:
-            break
-        count += 1
-    return count
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _nvlink(a: DeviceInfo, b: DeviceInfo) -> Link | None:
-    if a.gpu is not None and a.gpu == b.gpu and a.host == b.host:
-        return None
     joined = a.host == b.host or (a.fabric is not None and a.fabric == b.fabric)
-    if not joined:
+    if not joined or (a.gpu is not None and a.gpu == b.gpu and a.host == b.host):
         return None
-    ends = _through_switch(a, b) or (_direct(a, b) if a.host == b.host else None)
-    if ends is None:
+    ends = [link for mine in (_to(a, SWITCH), _to(b, SWITCH)) for link in mine[:1]]
+    switched = len(ends) == 2
+    if not switched and a.host == b.host:  # one end is enough: a container may hide the address of the other
+        ends = _to(a, *b.pcie[-1:]) + _to(b, *a.pcie[-1:])
+    if not ends or (a.host != b.host and not switched):
         return None
-    mine, theirs = ends
-    links = min(mine.links, theirs.links)
-    versions = [end.version for end in ends if end.version is not None]
-    nominal = NVLINK_GB_PER_S.get(min(versions)) if versions else None
-    text = f"NVLink {min(versions) if versions else '?'} x{links}{' switch' * (mine.peer == SWITCH)}"
+    links = min(end.links for end in ends)
+    version = min((end.version for end in ends if end.version is not None), default=None)
+    nominal = None if version is None else NVLINK_GB_PER_S.get(version)
+    text = f"NVLink {version or '?'} x{links}{' switch' * switched}"
     return Link("nvlink", text, None if nominal is None else nominal * links * NVLINK_REACHED)
 
 
-def _through_switch(a: DeviceInfo, b: DeviceInfo) -> tuple[NvLink, NvLink] | None:
-    ends = [next((link for link in device.nvlinks if link.peer == SWITCH), None) for device in (a, b)]
-    return None if ends[0] is None or ends[1] is None else (ends[0], ends[1])
-
-
-def _direct(a: DeviceInfo, b: DeviceInfo) -> tuple[NvLink, NvLink] | None:
-    there = next((link for link in a.nvlinks if b.pcie and link.peer == b.pcie[-1]), None)
-    back = next((link for link in b.nvlinks if a.pcie and link.peer == a.pcie[-1]), None)
-    # one end is enough: a container may hide the address of the other
-    return None if there is None and back is None else (there or back, back or there)  # type: ignore[return-value]
-
-
-def _pcie(a: DeviceInfo, b: DeviceInfo) -> float | None:
-    if a.pcie_gigabytes is None or b.pcie_gigabytes is None:
-        return None
-    return min(a.pcie_gigabytes, b.pcie_gigabytes) * PCIE_REACHED
+def _to(device: DeviceInfo, *peers: str) -> list[NvLink]:
+    return [link for link in device.nvlinks if link.peer in peers]
 
 
 SYS = Path("/sys")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from itertools import accumulate, combinations, islice, pairwise, permutations
+from functools import cached_property
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from ..checked import NODES, RANKS, shown
 from ..control import Control
-from .nvml import DeviceInfo, Link, Nic, device_info, link_between, listed, nearest_nics, network
+from .nvml import DeviceInfo, Link, Nic, device_info, link_between, nearest_nics, network
 
-EXACT = 8  # ranks of a node up to which all cycles are looked at
 PRINTED = 16  # nodes, rails and ranks of a line: what is longer is printed with its middle left out
 
 
@@ -65,45 +63,11 @@ class Topology:
         nodes, per_node = RANKS.of("nodes", nodes), RANKS.of("per_node", per_node)
         return cls(tuple(tuple(range(node * per_node, (node + 1) * per_node)) for node in range(nodes)))
 
-    @classmethod
-    def from_json(cls, data: str | Mapping[str, Any]) -> Topology:
-        """A topology from what `to_json` wrote, or from a part of it, as JSON text or as data.
-
-        ``devices`` alone are put in order by `ring_topology`; ``nodes`` alone are an order of which no bandwidth is
-        known: ``{"nodes": [[0, 1, 2, 3], [4, 5, 6, 7]]}``.
-
-        Raises:
-            ValueError: neither of the two, or one that is not what it must be.
-        """
-        if isinstance(data, str):
-            data = json.loads(data)
-        if not isinstance(data, Mapping) or not {*data} & {"nodes", "devices"}:
-            takes = '{"nodes": [[rank, …], …]}, {"devices": […]} or both'
-            raise ValueError(f"a topology is {data!r}: it takes {takes}")
-        devices = tuple(DeviceInfo.from_json(one) for one in listed("devices", data.get("devices", ())))
-        if "nodes" not in data:
-            return ring_topology(devices)
-        nodes = listed("nodes", data["nodes"])
-        if not all(isinstance(node, list | tuple) and all(type(rank) is int for rank in node) for node in nodes):
-            raise ValueError(f"nodes is {nodes!r}: it takes lists of ranks, one per node")
-        return cls(tuple(tuple(node) for node in nodes), devices)
-
     def to_json(self) -> dict[str, Any]:
-        """Plain data: the nodes, the devices, and what follows from them, for readers: every edge."""
-        edges = [
-            {
-                "source": edge.source,
-                "destination": edge.destination,
-                "level": edge.level,
-                "link": edge.link.text,
-                "gigabytes_per_second": edge.link.gigabytes_per_second,
-            }
-            for edge in self.edges
-        ]
+        """Plain data: the nodes and the devices, from which the edges follow."""
         return {
             "nodes": [list(node) for node in self.nodes],
             "devices": [device.to_json() for device in self.devices],
-            "edges": edges,
         }
 
     @cached_property
@@ -165,12 +129,10 @@ class Topology:
 def ring_topology(devices: Sequence[DeviceInfo]) -> Topology:
     """The ring through ranks at ``devices`` (by rank): fast links first, as few slow ones as possible.
 
-    A node is a host, or an NVLink fabric of several. Inside it the cycle has the fewest links of the worst kind,
-    then of the second worst, and so on (NVLink before PCIe, the most links first, then the fewest PCIe ancestors
-    away), found among all cycles of up to 8 ranks; of more, the next rank is the one with the best link to the
-    last. Of equals, those joined by NVLink stay together, in the order of PCIe. Nodes follow in the order of their
-    lowest ranks, which is how schedulers number neighbours. Where the links leave a choice, the other nodes are
-    turned so that the same rail leaves every node by the NIC of the same name.
+    A node is a host, or an NVLink fabric of several. Inside it the next rank is the one with the best link to the
+    last: NVLink before PCIe, the most links first, then the fewest PCIe ancestors away; of equals, in the order of
+    PCIe. Nodes follow in the order of their lowest ranks, which is how schedulers number neighbours. Where the links
+    leave a choice, the other nodes are turned so that the same rail leaves every node by the NIC of the same name.
 
     Pure: ranks that pass the same devices get the same topology.
 
@@ -212,64 +174,24 @@ def _node(
     devices: Sequence[DeviceInfo], ranks: Sequence[int], nics: Sequence[Nic | None], pattern: Sequence[str | None]
 ) -> tuple[int, ...]:
     """The order of one node; ``pattern`` names the NICs of the first node's rails."""
-    wish = {name: rail for rail, name in reversed([*enumerate(pattern)])}
-    cliques = _cliques(devices, ranks)
+    rails = {name: rail for rail, name in reversed([*enumerate(pattern)])}
     first = {devices[rank].host: rank for rank in reversed(ranks)}
 
     def natural(rank: int) -> tuple[object, ...]:
-        device = devices[rank]
-        return (cliques[rank], first[device.host], device.pcie, -1 if device.index is None else device.index, rank)
+        device, rail = devices[rank], rails.get(_name(nics[rank]), len(pattern))
+        return rail, first[device.host], device.pcie, -1 if device.index is None else device.index, rank
 
-    held = sorted(ranks, key=lambda rank: (wish.get(_name(nics[rank]), len(pattern)), natural(rank)))
-    links = [[link_between(devices[a], devices[b]).rank if a != b else None for b in held] for a in held]
-    kinds = {kind: number for number, kind in enumerate(sorted({kind for row in links for kind in row if kind}))}
-    order = [held[at] for at in _cycle(tuple(tuple(kinds[kind] if kind else 0 for kind in row) for row in links))]
+    left = sorted(ranks, key=natural)
+    order = [left.pop(0)]
+    while left:
+        order.append(min(left, key=lambda rank: link_between(devices[order[-1]], devices[rank]).rank))
+        left.remove(order[-1])
     if len(pattern) != len(order):
         return tuple(order)
-
-    def matches(turned: Iterable[int]) -> int:
-        return sum(_name(nics[rank]) == name for rank, name in zip(turned, pattern, strict=True))
-
-    return tuple(max(_turned(order), key=matches))
-
-
-@lru_cache(maxsize=64)  # the nodes of a cluster are alike
-def _cycle(grades: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """A cycle from 0 through everyone, by how bad each link is; of equals the one nearest to 0, 1, 2, …"""
-    count = len(grades)
-    if count < 4 or len({grades[a][b] for a, b in combinations(range(count), 2)}) == 1:
-        return tuple(range(count))
-    if count <= EXACT:
-        return min(
-            ((0, *rest) for rest in permutations(range(1, count))),
-            key=lambda order: sorted((grades[a][b] for a, b in _around(order)), reverse=True),
-        )
-    order, left = [0], [*range(1, count)]
-    while left:
-        order.append(min(left, key=lambda one: grades[order[-1]][one]))
-        left.remove(order[-1])
-    return tuple(order)
-
-
-def _turned(order: Sequence[int]) -> Iterator[list[int]]:
-    """The same cycle from every start. Backwards is not tried: ties of cycles go to the direction of the rails."""
-    for start in range(len(order)):
-        yield [*order[start:], *order[:start]]
-
-
-def _cliques(devices: Sequence[DeviceInfo], ranks: Sequence[int]) -> dict[int, tuple[str, ...]]:
-    """For every rank the smallest PCIe path of those that NVLinks join it with, itself included."""
-    cliques: dict[int, tuple[str, ...]] = {}
-    for start in sorted(ranks, key=lambda rank: devices[rank].pcie):
-        todo = [start]
-        while todo:
-            rank = todo.pop()
-            if rank not in cliques:
-                cliques[rank] = devices[start].pcie
-                if devices[rank].nvlinks:
-                    links = {b: link_between(devices[rank], devices[b]) for b in ranks if b not in cliques}
-                    todo += [b for b, link in links.items() if link.kind == "nvlink"]
-    return cliques
+    # The same cycle from every start. Backwards is not tried: ties go to the direction of the rails.
+    turned = [(*order[start:], *order[:start]) for start in range(len(order))]
+    names = [_name(nic) for nic in nics]
+    return max(turned, key=lambda cycle: sum(names[a] == name for a, name in zip(cycle, pattern, strict=True)))
 
 
 def _nics(devices: Sequence[DeviceInfo]) -> tuple[Nic | None, ...]:
@@ -297,20 +219,19 @@ def _description(ring: Topology) -> Iterator[str]:
     ranks = f"{len(ring.nodes)} node{'s' * (len(ring.nodes) > 1)} of {per_node}"
     kind = "two-level ring" if ring.two_level else "flat ring"
     yield f"{kind} of {ring.world} rank{'s' * (ring.world > 1)}, {ranks}; -N-> expects N GB/s per direction"
-    edges = {(edge.source, edge.destination, edge.level): edge.link for edge in ring.edges}
-    lines: list[tuple[str, Sequence[int], int]] = [("ring", ring.order, 0)]
+    links = {(edge.source, edge.destination, edge.level): edge.link for edge in ring.edges}
+    levels = [[("ring", ring.order)]]
     if ring.two_level:
-        lines = [(f"node {number}{_host(ring, node)}", node, 0) for number, node in enumerate(ring.nodes)]
-        lines += [(f"rail {number}", rail, 1) for number, rail in enumerate(zip(*ring.nodes, strict=True))]
-    width = max(len(name) for name, _, _ in lines)
-    for level in (0, 1):
-        for line in _abridged([line for line in lines if line[2] == level]):
-            yield "  …" if line is None else f"  {line[0]:<{width}}  {_walk(line[1], level, edges)}"
-    for level, where in enumerate(("inside", "between nodes") if ring.two_level else ("",)):
+        levels = [[(f"node {number}{_host(ring, node)}", node) for number, node in enumerate(ring.nodes)]]
+        levels += [[(f"rail {number}", rail) for number, rail in enumerate(zip(*ring.nodes, strict=True))]]
+    width = max(len(name) for lines in levels for name, _ in lines)
+    for level, lines in enumerate(levels):
+        for line in _abridged([f"{name:<{width}}  {_walk(ranks, level, links)}" for name, ranks in lines]):
+            yield f"  {line}"
+    for level, where in enumerate((" inside", " between nodes") if ring.two_level else ("",)):
         slow = ring.slowest(level)
         if slow is not None:
-            text = f"{slow.link.gigabytes_per_second:.3g} GB/s, {slow.source} -> {slow.destination}, {slow.link.text}"
-            yield f"  slowest{' ' * bool(where)}{where}: {text}"
+            yield f"  slowest{where}: {_rate(slow.link)} GB/s, {slow.source} -> {slow.destination}, {slow.link.text}"
 
 
 def _host(ring: Topology, node: Sequence[int]) -> str:
@@ -318,26 +239,18 @@ def _host(ring: Topology, node: Sequence[int]) -> str:
     return f", {hosts.pop()}" if len(hosts) == 1 else ""
 
 
-def _walk(ranks: Sequence[int], level: int, edges: Mapping[tuple[int, int, int], Link]) -> str:
+def _walk(ranks: Sequence[int], level: int, links: Mapping[tuple[int, int, int], Link]) -> str:
     """``0 -380-> 1 -380-> 0``, and what the links are."""
     around = _around(ranks)
-    links = [edges[a, b, level] for a, b in around]
-    text = str(ranks[0])
-    for step in _abridged([*zip(around, links, strict=True)]):
-        text += " …" if step is None else f" -{_rate(step[1])}-> {step[0][1]}"
-    kinds = dict.fromkeys(link.text for link in links)
-    return f"{text}   {', '.join(_first(kinds))}".rstrip()
+    steps = _abridged([f"-{_rate(links[a, b, level])}-> {b}" for a, b in around])
+    kinds = _abridged([*dict.fromkeys(links[a, b, level].text for a, b in around)], most=4)
+    return f"{' '.join([str(ranks[0]), *steps])}   {', '.join(kinds)}".rstrip()
 
 
 def _rate(link: Link) -> str:
     return "?" if link.gigabytes_per_second is None else f"{link.gigabytes_per_second:.3g}"
 
 
-def _first(kinds: Mapping[str, object]) -> list[str]:
-    most = 3
-    return [*kinds][:most] + ["…"] * (len(kinds) > most)
-
-
-def _abridged(items: Sequence[Any]) -> list[Any]:
-    """The items; where there are many, None in place of their middle."""
-    return [*items] if len(items) <= PRINTED else [*items[: PRINTED - 4], None, *items[-3:]]
+def _abridged(items: list[str], most: int = PRINTED) -> list[str]:
+    """The items; where there are many, an ellipsis in place of their middle."""
+    return items if len(items) <= most else [*items[: most - 4], "…", *items[-3:]]

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -24,10 +25,8 @@ from ..transport import (
     Message,
     TransportBase,
     TransportError,
-    aborted,
     as_bytes,
     check_messages,
-    check_open,
     decoded,
     encoded,
 )
@@ -42,18 +41,13 @@ class WorldAborted(TransportError):
     """Another rank of the same `LocalWorld` raised; its error is the one that `run` raises."""
 
 
+@dataclass(eq=False)
 class Parcel:
     """A sent tensor on its way to its receiver, and the news that it has been copied."""
 
-    def __init__(self, tensor: torch.Tensor, ready: Fence) -> None:
-        self.tensor: torch.Tensor | None = tensor
-        self.ready = ready  # the bytes are there
-        self.taken: Fence | None = None  # the receiver's copy is over: the sender may write again
-
-    def settle(self, taken: Fence) -> None:
-        """Note the point where the receiver has its copy; the bytes are no longer needed for it."""
-        self.taken = taken
-        self.tensor = None
+    tensor: torch.Tensor | None
+    ready: Fence  # the bytes are there
+    taken: Fence | None = None  # the receiver's copy is over: the sender may write again
 
 
 class Hub:
@@ -87,7 +81,7 @@ class Hub:
     def settle(self, parcel: Parcel, taken: Fence) -> None:
         """Tell the sender of a parcel where its copy ends."""
         with self._changed:
-            parcel.settle(taken)
+            parcel.taken, parcel.tensor = taken, None  # the bytes are no longer needed for it
             self._changed.notify_all()
 
     def taken(self, parcel: Parcel, peer: int, what: str, channel: int) -> Fence:
@@ -248,7 +242,6 @@ class LocalTransport(TransportBase):
         self._hub = group._hub
         self._lane = lane_for(device) if lane is None else lane
         self._channel = group.next_channel()
-        self._open = True
 
     def mark(self) -> Fence:
         """The point that compute has reached."""
@@ -279,7 +272,7 @@ class LocalTransport(TransportBase):
 
     def abort(self, reason: str) -> None:
         """See `Transport.abort`. Every rank's end of this transport is aborted, as nothing arrives there any more."""
-        self._hub.stop(self._channel, str(aborted(self.name, self.rank, reason)))
+        self._hub.stop(self._channel, str(self._aborted_error(reason)))
 
     def close(self) -> None:
         """Stop. The world goes on."""
@@ -289,7 +282,7 @@ class LocalTransport(TransportBase):
         stopped = self._hub.stopped(self._channel)
         if stopped is not None:
             raise TransportError(stopped)
-        check_open(self, self._open)
+        self._check_open()
         self._group.check_thread()
 
     def _publish(self, message: Message, ready: Fence) -> tuple[Parcel, int, str]:
@@ -342,7 +335,8 @@ class LocalWorld:
             )
             for rank in range(world_size)
         ]
-        self._streams = [self._new_stream() for _ in range(world_size)]
+        cuda = self.device.type == "cuda"
+        self._streams = [new_stream(self.device) if cuda else None for _ in range(world_size)]
         self._groups: list[LocalGroup] = []
         # Also where nobody closes: the threads hold no world, or it would never go.
         self._end = weakref.finalize(self, _end, self._workers, self._groups)
@@ -383,7 +377,9 @@ class LocalWorld:
         self.close()
 
     def _run(self, fn: Callable[[LocalGroup], T]) -> list[T]:
-        hub, call = self._hub, functools.partial(self._call, fn, torch.is_grad_enabled(), self._caller_stream())
+        hub = self._hub
+        caller = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        call = functools.partial(self._call, fn, torch.is_grad_enabled(), caller)
         hub.begin()
         futures = [worker.submit(call, group) for worker, group in zip(self._workers, self._groups, strict=True)]
         try:
@@ -415,12 +411,6 @@ class LocalWorld:
         for group in self._groups:
             end(group.kept)
         self._groups[:] = [LocalGroup(self._hub, rank) for rank in range(len(self._workers))]
-
-    def _new_stream(self) -> torch.cuda.Stream | None:
-        return new_stream(self.device) if self.device.type == "cuda" else None
-
-    def _caller_stream(self) -> torch.cuda.Stream | None:
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     @contextmanager
     def _stream_of(self, rank: int, caller: torch.cuda.Stream | None) -> Iterator[None]:

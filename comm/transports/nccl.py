@@ -38,9 +38,7 @@ from ..transport import (
     Message,
     TransportBase,
     TransportError,
-    aborted,
     check_messages,
-    closed,
 )
 from .lanes import StreamFence, StreamLane, passed
 
@@ -156,11 +154,6 @@ class ConfiguredCommunicator:
         self._check(
             self._library.ncclCommInitRankConfig(ctypes.byref(self._comm), size, shared, rank, ctypes.byref(config))
         )
-
-    @property
-    def comm(self) -> int:
-        """The address of the communicator, 0 once it is given back."""
-        return self._comm.value or 0
 
     def send(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
         """`ncclSend`."""
@@ -361,7 +354,6 @@ class NcclTransport(TransportBase):
                         comm.deregister(handle)
 
     def gather(self, value: object) -> list[object]:
-        """See `Transport.gather`."""
         # A peer may still be in its warm-up, until the deadline of that.
         return self._control.gather(value, what="gather of the nccl transport", timeout=2 * self._timeout)
 
@@ -377,14 +369,14 @@ class NcclTransport(TransportBase):
 
     def abort(self, reason: str) -> None:
         """See `Transport.abort`. Peers see their transfers fail or hang."""
-        comm = self._end(str(aborted(self.name, self.rank, reason)))
+        comm = self._end(str(self._aborted_error(reason)))
         if comm is not None:
             self._give_up(comm)
 
     def close(self) -> None:
         """Give the communicator back once this rank's transfers are over; abort it if they are not, in time."""
         drained = bool(self._ended) or passed(self._last, self._timeout)
-        comm = self._end(str(closed(self.name, self.rank)))
+        comm = self._end(str(self._closed_error()))
         if comm is None:
             return
         if not (drained and self._calling.acquire(timeout=self._timeout)):
@@ -522,7 +514,6 @@ class ByNodeTransport(NcclTransport):
     def post(
         self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()
     ) -> StreamFence:
-        """See `Transport.post`."""
         check_messages(self, self._device, sends, receives)  # before either part is on its way
         near, far = (
             [[message for message in way if self._near(message) is inside] for way in (sends, receives)]
@@ -542,12 +533,10 @@ class ByNodeTransport(NcclTransport):
         return self._inside.check() or super().check()
 
     def abort(self, reason: str) -> None:
-        """See `Transport.abort`."""
         super().abort(reason)
         self._inside.abort(reason)
 
     def close(self) -> None:
-        """See `Transport.close`."""
         super().close()
         self._inside.close()
 

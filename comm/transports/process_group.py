@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,10 +26,8 @@ from ..transport import (
     Message,
     TransportBase,
     TransportError,
-    aborted,
     as_bytes,
     check_messages,
-    check_open,
     self_pairs,
 )
 from .lanes import StreamLane
@@ -231,8 +230,6 @@ class ProcessGroupTransport(TransportBase):
         self._control = (control or control_of(group)).fresh_scope("process_group")
         self._rate = limits.bytes_per_second
         self._tag = FIRST_TAG if self._lane else self._shared_tag()  # what works in stream order has no tags
-        self._open = True
-        self._aborted = ""
         # Weakly: the thread must not be the last to hold the group, whose destructor would then run there, perhaps
         # while the interpreter is being taken down, which ends the process with an abort.
         seen = weakref.ref(group)
@@ -245,27 +242,14 @@ class ProcessGroupTransport(TransportBase):
 
     def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
         """See `Transport.post`. Returns at once, also on the CPU."""
-        if self._aborted:
-            raise aborted(self.name, self.rank, self._aborted)
-        check_open(self, self._open)
+        self._check_running()
         check_messages(self, self._device, sends, receives)
         # torch.distributed leaves sending to oneself to its backends, and not all of them can.
         copies = self_pairs(self.rank, sends, receives)
         outgoing = [message for message in sends if message.peer != self.rank]
         incoming = [message for message in receives if message.peer != self.rank]
         if self._lane is None:
-            work = _Transfers(
-                self._group,
-                self._tag,
-                self.rank,
-                outgoing,
-                incoming,
-                copies,
-                tuple(after),
-                self._rate,
-                self._host.stopped,
-            )
-            return self._host.submit(work.run)
+            return self._host.submit(partial(self._transfer, outgoing, incoming, copies, tuple(after)))
         self._lane.follow(after)
         for destination, source in copies:
             self._lane.copy(destination, source)
@@ -273,8 +257,7 @@ class ProcessGroupTransport(TransportBase):
         return self._lane.point(keep=[message.tensor for message in (*sends, *receives)])
 
     def gather(self, value: object) -> list[object]:
-        """See `Transport.gather`."""
-        check_open(self, self._open)
+        self._check_open()
         # A peer may still be in its warm-up, until the deadline of that.
         return self._control.gather(value, what="gather of the process_group transport", timeout=2 * self._timeout)
 
@@ -283,7 +266,7 @@ class ProcessGroupTransport(TransportBase):
         if self._aborted:
             return
         self._aborted = reason
-        self._host.abort(str(aborted(self.name, self.rank, reason)))
+        self._host.abort(str(self._aborted_error(reason)))
         if self._lane is not None:
             self._group._get_backend(self._device).abort()
 
@@ -291,6 +274,46 @@ class ProcessGroupTransport(TransportBase):
         """Stop. The process group belongs to the caller and stays."""
         self._open = False
         self._host.close()
+
+    def _transfer(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        after: Sequence[Fence],
+    ) -> None:
+        """One group of transfers, on the thread of the host's stream: blocks until they are over."""
+        for fence in after:
+            fence.wait()
+        begun = time.monotonic()
+        for destination, source in copies:
+            destination.copy_(source)
+        pending: list[_Pending] = []
+        try:
+            # Receives first: bytes that find a waiting buffer need none in between.
+            for message in receives:
+                pending.append(self._start(dist.irecv, "group_src", "receive of {} bytes from", message))
+            for message in sends:
+                pending.append(self._start(dist.isend, "group_dst", "send of {} bytes to", message))
+            while pending:
+                _wait(pending[0])
+                del pending[0]
+        except TransportError:
+            if len(pending) > 1:  # nobody will wait for those: they must not write to memory that is free by then
+                _interrupt(self._group)
+            raise
+        if self._rate is not None:  # by the busier direction of the link
+            nbytes = max(sum(message.tensor.nbytes for message in way) for way in (sends, receives))
+            self._host.stopped.wait(max(0.0, begun + nbytes / self._rate - time.monotonic()))
+
+    def _start(self, operation: object, peer_keyword: str, what: str, message: Message) -> _Pending:
+        tensor = as_bytes(message.tensor)
+        described = f"rank {self.rank}: {what.format(tensor.numel())} rank {message.peer}"
+        try:
+            work = operation(tensor, group=self._group, tag=self._tag, **{peer_keyword: message.peer})  # type: ignore[operator]
+        except RuntimeError as error:
+            raise TransportError(f"{described} failed: {error}") from error
+        return _Pending(work, tensor, described)
 
     def _shared_tag(self) -> int:
         """A tag of this transport's own, the same on every rank."""
@@ -319,61 +342,6 @@ class _Pending(NamedTuple):
     work: dist.Work
     tensor: torch.Tensor  # held: the backend reads or writes this memory until the work is over
     what: str
-
-
-class _Transfers(NamedTuple):
-    """One group of transfers, as the host's transfer stream runs it."""
-
-    group: dist.ProcessGroup
-    tag: int
-    rank: int
-    sends: Sequence[Message]
-    receives: Sequence[Message]
-    copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    after: Sequence[Fence]
-    rate: float | None  # bytes per second
-    stopped: threading.Event
-
-    def run(self) -> None:
-        """Block until what has to be over before is over, then until the transfers are."""
-        for fence in self.after:
-            fence.wait()
-        begun = time.monotonic()
-        for destination, source in self.copies:
-            destination.copy_(source)
-        self._transfer()
-        if self.rate is not None:
-            over = begun + self._nbytes() / self.rate
-            self.stopped.wait(max(0.0, over - time.monotonic()))
-
-    def _transfer(self) -> None:
-        pending: list[_Pending] = []
-        try:
-            # Receives first: bytes that find a waiting buffer need none in between.
-            for message in self.receives:
-                pending.append(self._start(dist.irecv, "group_src", "receive of {} bytes from", message))
-            for message in self.sends:
-                pending.append(self._start(dist.isend, "group_dst", "send of {} bytes to", message))
-            while pending:
-                _wait(pending[0])
-                del pending[0]
-        except TransportError:
-            if len(pending) > 1:  # nobody will wait for those: they must not write to memory that is free by then
-                _interrupt(self.group)
-            raise
-
-    def _nbytes(self) -> int:
-        """Of the busier direction of the link."""
-        return max(sum(message.tensor.nbytes for message in way) for way in (self.sends, self.receives))
-
-    def _start(self, operation: object, peer_keyword: str, what: str, message: Message) -> _Pending:
-        tensor = as_bytes(message.tensor)
-        described = f"rank {self.rank}: {what.format(tensor.numel())} rank {message.peer}"
-        try:
-            work = operation(tensor, group=self.group, tag=self.tag, **{peer_keyword: message.peer})  # type: ignore[operator]
-        except RuntimeError as error:
-            raise TransportError(f"{described} failed: {error}") from error
-        return _Pending(work, tensor, described)
 
 
 def _wait(pending: _Pending) -> None:

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..transport import DONE, Fence
@@ -27,23 +28,19 @@ LOOKS = 64
 Sizes = Sequence[tuple[int, int]]  # (peer, bytes) per message
 
 
+@dataclass(slots=True, eq=False)
 class Post:
     """One group of transfers on its way."""
 
-    __slots__ = ("after", "call", "fence", "label", "posted", "problem", "ready", "received", "sent")
-
-    def __init__(
-        self, label: object, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes, now: float, call: int
-    ) -> None:
-        self.label = label
-        self.fence = fence
-        self.after = after
-        self.sent = sent
-        self.received = received
-        self.posted = now
-        self.call = call
-        self.ready: float | None = None
-        self.problem: str | None = None
+    label: object
+    fence: Fence
+    after: Sequence[Fence]
+    sent: Sizes
+    received: Sizes
+    posted: float
+    call: int
+    ready: float | None = None  # when what it waits for was over
+    problem: str | None = None
 
     @property
     def nbytes(self) -> int:

@@ -138,35 +138,27 @@ class Stragglers:
     def __init__(self) -> None:
         self.current: Straggler | None = None
         """Who holds the ring up now."""
-        self._candidate: int | None = None
-        self._seen = 0
-        self._missed = 0
+        self._candidate: int | None = None  # the rank that the last looks found, where that is another
+        self._looks = 0  # in a row that found another
         self._since = 0.0
 
     def look(self, rows: Mapping[int, Row], now: float) -> Straggler | None:
         """Look at the table; the straggler where a new episode begins just now, else None."""
         slow = slowest(rows)
-        if self.current is not None:
-            self._follow(slow)
+        rank = slow[0] if slow is not None else None
+        if self.current is not None and rank == self.current.rank:
+            assert slow is not None
+            self.current, self._looks = self.current._replace(factor=slow[1]), 0
             return None
-        if slow is None or slow[0] != self._candidate:
-            self._candidate, self._seen, self._since = (slow[0] if slow else None), 0, now
-        if slow is None:
+        if self.current is None and rank != self._candidate:
+            self._candidate, self._looks, self._since = rank, 0, now
+        self._looks += 1
+        if self._looks < LOOKS:
             return None
-        self._seen += 1
-        if self._seen < LOOKS:
-            return None
-        self.current, self._missed = Straggler(*slow, self._since), 0
+        ended, self._looks = self.current is not None, 0
+        self.current = None if ended or slow is None else Straggler(*slow, self._since)
+        self._candidate = None
         return self.current
-
-    def _follow(self, slow: tuple[int, float] | None) -> None:
-        assert self.current is not None
-        if slow is not None and slow[0] == self.current.rank:
-            self.current, self._missed = self.current._replace(factor=slow[1]), 0
-            return
-        self._missed += 1
-        if self._missed >= LOOKS:
-            self.current, self._candidate = None, None
 
 
 def last_steps(reports: Iterable[Report], most: int = 16) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import ctypes
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +15,10 @@ import torch
 
 from ringattn.comm import DONE, cuda_threads, kept
 from ringattn.comm.cuda_threads import exchange_capture_mode, on_device, start, within
-from ringattn.comm.transport import WarmUp
 from ringattn.comm.transports.lanes import StreamLane
 from ringattn.comm.watchdog.watch import Watch, _tick
 
-from ..support.stand_in import GLOBAL, THREAD_LOCAL, Device, Event, install_streams
+from ..support.stand_in import GLOBAL, THREAD_LOCAL, Device, install_streams
 from ..support.watch_cases import controls
 
 COMM = Path(cuda_threads.__file__).parent
@@ -66,38 +65,6 @@ def test_no_context_where_there_is_none(
         pass
 
 
-def test_the_mode_is_exchanged_in_torch_s_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes, opened = [GLOBAL], list[str]()
-
-    def exchange(mode: Any) -> int:
-        modes.append(mode._obj.value)
-        mode._obj.value = modes[-2]
-        return 0
-
-    class Library:
-        cudaThreadExchangeStreamCaptureMode = staticmethod(exchange)
-
-    def load(path: str) -> type[Library]:
-        opened.append(path)
-        return Library
-
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    cuda_threads._exchange.cache_clear()
-    assert exchange_capture_mode(THREAD_LOCAL) == GLOBAL
-    assert exchange_capture_mode(GLOBAL) == THREAD_LOCAL
-    assert opened == [str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so")]
-    cuda_threads._exchange.cache_clear()
-
-
-def test_a_runtime_without_it_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda path: object())
-    cuda_threads._exchange.cache_clear()
-    assert exchange_capture_mode(THREAD_LOCAL) == exchange_capture_mode(THREAD_LOCAL) == THREAD_LOCAL
-    (record,) = caplog.records
-    assert "graphs that other threads capture may fail" in record.message
-    cuda_threads._exchange.cache_clear()
-
-
 def test_a_tick_beside_a_capture_and_on_another_device(device: Device) -> None:
     """Transfers and spans are polled, and found to be over."""
     lane = StreamLane(CUDA)
@@ -109,22 +76,6 @@ def test_a_tick_beside_a_capture_and_on_another_device(device: Device) -> None:
     device.captures = True
     _tick([watch])
     assert watch.stopped() is None and not watch._posts.busy and not watch._telemetry.stopwatch._running
-
-
-def test_a_device_that_failed_is_told_at_the_next_tick(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot even be made current."""
-
-    def fail(*given: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    lane = StreamLane(CUDA)
-    watch = Watch(controls(2)[0], deadline=None, device=CUDA, transports=list)
-    watch.begin("forward")
-    watch.posted("hop 1", lane.point(), [DONE], [(1, 64)], [])
-    monkeypatch.setattr(torch.cuda, "device", fail)
-    monkeypatch.setattr(Event, "query", fail)
-    _tick([watch])
-    assert "hop 1 (64 bytes rank 0 -> rank 1) failed: CUDA error: an illegal" in str(watch.stopped())
 
 
 def test_what_the_watchdog_frees_is_freed_on_its_device(device: Device) -> None:
@@ -140,20 +91,6 @@ def test_what_the_watchdog_frees_is_freed_on_its_device(device: Device) -> None:
     watches: Any = [Watched()]
     _tick(watches)
     assert not watches and freed == [(1, THREAD_LOCAL)]
-
-
-def test_a_warm_up_that_hangs_is_aborted_on_its_device(device: Device) -> None:
-    class Transport:
-        def abort(self, reason: str) -> None:
-            seen.append(place(device))
-            aborted.set()
-
-    seen: list[tuple[int, int]] = []
-    transport: Any = Transport()
-    aborted = threading.Event()
-    with WarmUp(CUDA, 0.01)._deadline(transport):
-        assert aborted.wait(5)
-    assert seen == [(1, THREAD_LOCAL)]
 
 
 def test_a_ring_whose_group_is_gone_is_closed_on_its_device(device: Device) -> None:
@@ -189,3 +126,29 @@ def test_nothing_in_comm_goes_past_them() -> None:
             if name.endswith(".record"):
                 assert call.args, f"{path.name}:{call.lineno}: {name} without a stream"
     assert threads == THREADS
+
+
+def test_the_mode_is_exchanged_in_torch_s_runtime(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    modes, loaded = [GLOBAL], list[str]()
+
+    def exchange(mode: Any) -> int:
+        modes.append(mode._obj.value)
+        mode._obj.value = modes[-2]
+        return 0
+
+    def load(path: str) -> object:
+        loaded.append(path)
+        return SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange) if len(loaded) == 1 else object()
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    cuda_threads._exchange.cache_clear()
+    assert exchange_capture_mode(THREAD_LOCAL) == GLOBAL
+    assert exchange_capture_mode(GLOBAL) == THREAD_LOCAL
+    assert loaded == [str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so")]
+    cuda_threads._exchange.cache_clear()
+    assert exchange_capture_mode(THREAD_LOCAL) == exchange_capture_mode(THREAD_LOCAL) == THREAD_LOCAL
+    (record,) = caplog.records  # a runtime without it is told once
+    assert "graphs that other threads capture may fail" in record.message
+    cuda_threads._exchange.cache_clear()

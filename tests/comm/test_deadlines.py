@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.comm.watchdog import deadlines as module
 from ringattn.comm.watchdog.deadlines import (
     FIRST_SECONDS,
     LEAST_SECONDS,
@@ -31,37 +30,6 @@ def post(
     return (label, fence, after, [(1, 64)], [(2, 32)], now, call)
 
 
-def test_a_clock_starts_when_what_a_transfer_waits_for_is_over() -> None:
-    deadlines, before, fence = Deadlines(3.0, ask_why=True), Transfer(), Transfer()
-    deadlines.add(*post(fence, after=(before,), now=0.0))
-    assert deadlines.poll(100.0) is None  # however long that takes
-    before.finish()
-    assert deadlines.poll(101.0) is None
-    assert deadlines.poll(103.9) is None
-    late = deadlines.poll(104.0)
-    assert late is not None and late.fence is fence
-    fence.finish()
-    assert deadlines.poll(105.0) is None
-    assert not deadlines.busy
-
-
-def test_a_clock_starts_at_once_where_there_is_nothing_to_wait_for() -> None:
-    deadlines = Deadlines(3.0, ask_why=True)
-    deadlines.add(*post(Transfer(), now=10.0))
-    assert deadlines.poll(12.9) is None  # the first look, long after the post
-    assert deadlines.poll(13.0) is not None
-
-
-def test_the_oldest_that_is_late_is_named() -> None:
-    deadlines = Deadlines(3.0, ask_why=True)
-    for number in range(3):
-        deadlines.add(*post(Transfer(), now=float(number), label=f"hop {number}"))
-    late = deadlines.poll(100.0)
-    assert late is not None and late.label == "hop 0"
-    assert deadlines.first is late
-    assert deadlines.last == "hop 2"
-
-
 def test_without_a_deadline_it_is_many_times_the_median() -> None:
     deadlines = Deadlines(None, ask_why=True)
     assert deadlines.limit(Post(*post(Transfer()))) == FIRST_SECONDS
@@ -77,26 +45,6 @@ def test_without_a_deadline_it_is_many_times_the_median() -> None:
     deadlines.add(*post(fence, now=12.0, call=2))
     deadlines.poll(12.1)
     assert deadlines.limit(Post(*post(Transfer(), call=2))) == MEDIANS * 2.0
-
-
-def test_a_transfer_that_failed_is_kept_with_its_reason() -> None:
-    deadlines, good, bad = Deadlines(3.0, ask_why=True), Transfer(), Transfer()
-    deadlines.add(*post(good))
-    deadlines.add(*post(bad))
-    good.finish()
-    bad.finish("closed by rank 2")
-    deadlines.poll(1.0)
-    assert deadlines.failed is not None and deadlines.failed.fence is bad
-    assert deadlines.failed.problem == "closed by rank 2"
-    assert deadlines.nbytes == 2 * 96
-
-
-def test_a_fence_of_a_stream_is_never_waited_for() -> None:
-    deadlines, fence = Deadlines(3.0, ask_why=False), Transfer()
-    deadlines.add(*post(fence))
-    fence.finish("waiting for it would raise")
-    assert deadlines.poll(1.0) is None
-    assert deadlines.failed is None
 
 
 def test_edges_are_told_in_the_direction_in_which_bytes_go() -> None:
@@ -146,36 +94,6 @@ def test_hops_may_be_long_once_they_were() -> None:
     assert deadlines.limit(Post(*post(Transfer()))) == LONGESTS * 50.0
 
 
-def test_a_long_ring_s_posts_are_taken_over_in_one_go_and_looked_at_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever posts makes no Post, and a poll does not ask a thousand events."""
-    made, asked = [0], [0]
-
-    class Counted(Post):
-        def __init__(self, *given: Any) -> None:
-            made[0] += 1
-            super().__init__(*given)
-
-    class Asked(Transfer):
-        def done(self) -> bool:
-            asked[0] += 1
-            return super().done()
-
-    monkeypatch.setattr(module, "Post", Counted)
-    deadlines, fences = Deadlines(3.0, ask_why=False), [Asked() for _ in range(1023)]
-    for fence in fences:
-        deadlines.add(*post(fence))
-    assert made == [0]
-    assert deadlines.poll(1.0) is None
-    assert (made, asked) == ([1023], [LOOKS])
-    for fence in fences[:500]:
-        fence.finish()
-    assert deadlines.poll(2.0) is None
-    assert asked == [LOOKS + 500 + LOOKS]
-    assert deadlines.first is not None and deadlines.first.fence is fences[500]
-    late = deadlines.poll(5.0)
-    assert late is not None and late.fence is fences[500]
-
-
 @pytest.mark.parametrize("what", ["the transfer", "what it waits for"])
 def test_a_device_that_failed_is_the_reason(what: str) -> None:
     """Its transfers are not over, and no deadline has to pass."""
@@ -190,3 +108,67 @@ def test_a_device_that_failed_is_the_reason(what: str) -> None:
     assert deadlines.poll(1.0) is None
     assert deadlines.failed is not None and deadlines.failed.label == "hop 1"
     assert deadlines.failed.problem == "CUDA error: an illegal memory access was encountered"
+
+
+def test_a_clock_starts_when_what_a_transfer_waits_for_is_over() -> None:
+    deadlines, before, fence = Deadlines(3.0, ask_why=True), Transfer(), Transfer()
+    deadlines.add(*post(fence, after=(before,), now=0.0))
+    assert deadlines.poll(100.0) is None  # however long that takes
+    before.finish()
+    assert deadlines.poll(101.0) is None
+    assert deadlines.poll(103.9) is None
+    late = deadlines.poll(104.0)
+    assert late is not None and late.fence is fence
+    fence.finish()
+    assert deadlines.poll(105.0) is None
+    assert not deadlines.busy
+
+
+def test_the_oldest_that_is_late_is_named() -> None:
+    """Of those with nothing to wait for, whose clocks start at once: the first look comes long after the post."""
+    deadlines = Deadlines(3.0, ask_why=True)
+    for number in range(3):
+        deadlines.add(*post(Transfer(), now=10.0 + number, label=f"hop {number}"))
+    assert deadlines.poll(12.9) is None
+    late = deadlines.poll(13.0)
+    assert late is not None and late.label == "hop 0"
+    assert deadlines.first is late
+    assert deadlines.last == "hop 2"
+
+
+@pytest.mark.parametrize("ask_why", [True, False])
+def test_a_transfer_that_failed_is_kept_with_its_reason(ask_why: bool) -> None:
+    """Where a host may ask: a fence of a stream is never waited for."""
+    deadlines, good, bad = Deadlines(3.0, ask_why=ask_why), Transfer(), Transfer()
+    deadlines.add(*post(good))
+    deadlines.add(*post(bad))
+    good.finish()
+    bad.finish("closed by rank 2")
+    assert deadlines.poll(1.0) is None
+    failed = deadlines.failed
+    assert (None if failed is None else (failed.fence, failed.problem)) == (
+        (bad, "closed by rank 2") if ask_why else None
+    )
+    assert deadlines.nbytes == 2 * 96
+
+
+def test_a_long_ring_s_posts_are_looked_at_in_turn() -> None:
+    """A poll does not ask a thousand events."""
+    asked = [0]
+
+    class Asked(Transfer):
+        def done(self) -> bool:
+            asked[0] += 1
+            return super().done()
+
+    deadlines, fences = Deadlines(3.0, ask_why=False), [Asked() for _ in range(1023)]
+    for fence in fences:
+        deadlines.add(*post(fence))
+    assert deadlines.poll(1.0) is None
+    assert asked == [LOOKS]
+    for fence in fences[:500]:
+        fence.finish()
+    assert deadlines.poll(2.0) is None
+    assert asked == [LOOKS + 500 + LOOKS]
+    late = deadlines.poll(5.0)
+    assert late is not None and late is deadlines.first and late.fence is fences[500]

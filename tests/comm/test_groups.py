@@ -70,21 +70,6 @@ class Peers:
         return choose(self, request, levels)[0]  # type: ignore[arg-type]
 
 
-def test_none_is_one_device_alone() -> None:
-    assert group_rank_size(None) == (0, 1)
-    assert resolve_group(None) is resolve_group(None)  # a ring kept per group is found again
-    transport = open_transport(device="cpu")
-    assert isinstance(transport, LocalTransport)
-    assert (transport.rank, transport.size) == (0, 1)
-    assert transport.gather("x") == ["x"]
-
-
-def test_none_is_the_default_group_once_there_is_one(gloo: dist.ProcessGroup) -> None:
-    assert resolve_group(None) is gloo
-    assert resolve_group(gloo) is gloo
-    assert group_rank_size() == (0, 1)
-
-
 def test_what_a_group_may_be(gloo: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ring",))
     assert group_rank_size(mesh) == (0, 1)
@@ -100,6 +85,30 @@ def test_what_a_group_may_be(gloo: dist.ProcessGroup) -> None:
     outside: Any = dist.GroupMember.NON_GROUP_MEMBER
     with pytest.raises(ValueError, match="this rank is not a member"):
         resolve_group(outside)
+
+
+def test_none_is_one_device_alone_or_the_default_group(tmp_path: Path) -> None:
+    assert group_rank_size(None) == (0, 1)
+    assert resolve_group(None) is resolve_group(None)  # a ring kept per group is found again
+    transport = open_transport(device="cpu")
+    assert isinstance(transport, LocalTransport)
+    assert (transport.rank, transport.size) == (0, 1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert resolve_group(None) is resolve_group(dist.group.WORLD) is dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def test_transports_of_processes_and_of_virtual_ranks(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(group: LocalGroup) -> None:
+        with pytest.raises(ValueError, match="transport is 'nccl', the ranks of a LocalWorld share one process"):
+            open_transport(group, transport="nccl", device="cpu")
+
+    on_ranks(2, fn)
+    monkeypatch.setattr(type(gloo), "size", lambda group: 2)
+    with pytest.raises(ValueError, match='transport is "local", the group has 2 processes'):
+        open_transport(gloo, transport="local", device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -121,17 +130,6 @@ def test_what_one_device_alone_cannot_open(
         open_transport(transport=transport, device=device)
     with pytest.raises(ValueError, match="topology has 4 ranks, the group has 1"):
         open_transports(device="cpu", topology=Topology.grid(2, 2))
-
-
-@pytest.mark.parametrize("transport", ["nccl", "copy_engine", "process_group"])
-def test_what_virtual_ranks_cannot_open(transport: str) -> None:
-    def fn(group: LocalGroup) -> None:
-        with pytest.raises(
-            ValueError, match=f"transport is '{transport}', the ranks of a LocalWorld share one process"
-        ):
-            open_transport(group, transport=transport, device="cpu")
-
-    on_ranks(2, fn)
 
 
 @pytest.mark.parametrize(
@@ -158,50 +156,6 @@ def test_what_processes_cannot_open(
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(ValueError, match=match):
         Peers(monkeypatch, backend).choose(transport, device)
-
-
-def test_auto_takes_what_every_rank_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
-    monkeypatch.setattr(copy_engine, "copy_engine_missing", lambda: None)
-    peers = Peers(monkeypatch, "cpu:gloo,cuda:nccl", size=3)
-    assert peers.choose("auto", CUDA) == [("nccl",), ("copy_engine",), ("process_group",)]
-    assert peers.choose("auto", CPU) == [("process_group",)]
-    peers.change = {"nccl": "CuPy does not import"}  # on the others; here it does
-    assert peers.choose("auto", CUDA) == [("copy_engine",), ("process_group",)]
-    with pytest.raises(ValueError, match='transport is "nccl", and on rank 1 CuPy does not import'):
-        peers.choose("nccl", CUDA)
-
-
-def test_copy_engines_leave_the_level_between_the_nodes_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
-    monkeypatch.setattr(copy_engine, "copy_engine_missing", lambda: None)
-    peers = Peers(monkeypatch, "cpu:gloo,cuda:nccl")
-    assert peers.choose("nccl", CUDA, levels=2) == [("nccl", "nccl")]
-    assert peers.choose("copy_engine", CUDA, levels=2) == [("copy_engine", "nccl")]
-    peers.change = {"nccl": "CuPy does not import"}
-    assert peers.choose("copy_engine", CUDA, levels=2) == [("copy_engine", "process_group")]
-    peers.change["process_group"] = "it has gloo alone"
-    with pytest.raises(ValueError, match=r"the level between the nodes \(nccl: on rank 1 CuPy.*; process_group: on ra"):
-        peers.choose("copy_engine", CUDA, levels=2)
-
-
-def test_auto_takes_what_keeps_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
-    monkeypatch.setattr(copy_engine, "copy_engine_missing", lambda: None)
-    peers = Peers(monkeypatch, "cpu:gloo,cuda:nccl")
-    assert peers.choose("auto", CUDA, Limits(channels=2)) == [("nccl",)]
-    assert peers.choose("auto", CPU, Limits(bytes_per_second=1e9)) == [("process_group",)]
-    slow = Limits(bytes_per_second=1.0)
-    for name, device, limits in (
-        ("process_group", CPU, Limits(ctas=4)),
-        ("copy_engine", CUDA, Limits(channels=1)),
-        ("process_group", CUDA, slow),
-        ("nccl", CUDA, slow),
-    ):
-        with pytest.raises(ValueError, match=rf"limits\.\w+ is [\d.]+, and {name} cannot keep that"):
-            peers.choose(name, device, limits)
-    with pytest.raises(ValueError, match=r"limits\.bytes_per_second is 1.0, and local cannot keep that"):
-        open_transport(device="cpu", limits=Limits(bytes_per_second=1.0))
 
 
 @pytest.mark.parametrize(
@@ -263,41 +217,6 @@ def open_one_of(choices: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch,
     return groups._open_between_processes(groups._Wanted(group, CPU, levels, NO_LIMITS), transport, None, None)
 
 
-def test_auto_goes_on_where_a_warm_up_failed(
-    tried: list[Trial], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        (opened,) = open_one_of([("nccl",), ("copy_engine",), ("process_group",)], monkeypatch)
-    assert opened is tried[1]
-    assert [(one.name, one.closed) for one in tried] == [("nccl", True), ("process_group", False)]
-    assert opened.reason == (
-        "auto takes process_group; not local: of another kind; "
-        "not nccl: the warm-up of the nccl transport failed: rank 3 got 7 wrong bytes; "
-        "not copy_engine: rank 0: ValueError: no such device"
-    )
-    assert 'transport "auto" passes over nccl: the warm-up' in caplog.text
-
-
-def test_every_level_opens_or_none(tried: list[Trial], monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = open_one_of([("process_group", "nccl"), ("process_group", "process_group")], monkeypatch)
-    assert [(one.name, one.closed) for one in tried] == [
-        ("process_group", True),
-        ("nccl", True),
-        ("process_group", False),
-        ("process_group", False),
-    ]
-    assert opened == tuple(tried[2:])
-    assert opened[0].edges == [(0, 0)]
-
-
-def test_what_was_asked_for_is_not_replaced(tried: list[Trial], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TransportError, match=r"^the warm-up of the nccl transport failed: rank 3 got 7 wrong bytes$"):
-        open_one_of([("nccl",)], monkeypatch, "nccl")
-    assert [one.closed for one in tried] == [True]
-    with pytest.raises(TransportError, match='"auto" finds none that works: local: of another kind; nccl: the warm-up'):
-        open_one_of([("nccl",)], monkeypatch)
-
-
 def test_levels_of_a_topology() -> None:
     topology = Topology(((0, 2), (3, 1)))
     inside, between = groups._levels(3, topology)
@@ -313,21 +232,6 @@ def test_levels_of_a_topology() -> None:
     assert (flat.members, flat.nodes) == ((0, 2, 3, 1), topology.nodes)
     for nodes in (((0, 1, 2),), ((0,), (1,))):
         assert groups._levels(0, Topology(nodes))[0].nodes == ()  # every edge is of one kind
-
-
-def test_virtual_ranks_have_two_levels_too() -> None:
-    def fn(group: LocalGroup) -> list[str]:
-        opened = open_transports(group, device="cpu", topology=Topology.grid(2, 2))
-        assert isinstance(open_transport(group, device="cpu", topology=Topology.grid(2, 2)), LocalTransport)
-        return [one.reason for one in opened]
-
-    assert on_ranks(4, fn)[1] == ["auto takes local: rank 1 of LocalWorld(4)"] * 2
-
-
-def test_local_between_processes_is_refused(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(gloo), "size", lambda group: 2)
-    with pytest.raises(ValueError, match='transport is "local", the group has 2 processes'):
-        open_transport(gloo, transport="local", device="cpu")
 
 
 def test_the_thread_of_a_transport_does_not_keep_the_process_group(tmp_path: Path) -> None:
@@ -356,3 +260,76 @@ def test_a_rank_that_fails_before_the_choice_says_why(monkeypatch: pytest.Monkey
     monkeypatch.setattr(groups, "nccl_missing", fails)
     with pytest.raises(ValueError, match='transport is "nccl", and on rank 0 OSError: /proc is not mounted'):
         Peers(monkeypatch, "cuda:nccl").choose("nccl", CUDA)
+
+
+@pytest.fixture
+def able(monkeypatch: pytest.MonkeyPatch) -> Peers:
+    """Two ranks that have everything."""
+    install_nccl(monkeypatch, Fabric(install_streams(monkeypatch)))
+    monkeypatch.setattr(copy_engine, "copy_engine_missing", lambda: None)
+    return Peers(monkeypatch, "cpu:gloo,cuda:nccl")
+
+
+def test_auto_takes_what_every_rank_can_do(able: Peers) -> None:
+    assert able.choose("auto", CUDA) == [("nccl",), ("copy_engine",), ("process_group",)]
+    assert able.choose("auto", CPU) == [("process_group",)]
+    able.change = {"nccl": "CuPy does not import"}  # on the other rank; here it does
+    assert able.choose("auto", CUDA) == [("copy_engine",), ("process_group",)]
+    with pytest.raises(ValueError, match='transport is "nccl", and on rank 1 CuPy does not import'):
+        able.choose("nccl", CUDA)
+
+
+def test_copy_engines_leave_the_level_between_the_nodes_to_another(able: Peers) -> None:
+    assert able.choose("nccl", CUDA, levels=2) == [("nccl", "nccl")]
+    assert able.choose("copy_engine", CUDA, levels=2) == [("copy_engine", "nccl")]
+    able.change = {"nccl": "CuPy does not import"}
+    assert able.choose("copy_engine", CUDA, levels=2) == [("copy_engine", "process_group")]
+    able.change["process_group"] = "it has gloo alone"
+    with pytest.raises(ValueError, match=r"the level between the nodes \(nccl: on rank 1 CuPy.*; process_group: on ra"):
+        able.choose("copy_engine", CUDA, levels=2)
+
+
+def test_auto_takes_what_keeps_the_limits(able: Peers) -> None:
+    slow = Limits(bytes_per_second=1.0)
+    assert able.choose("auto", CUDA, Limits(channels=2)) == [("nccl",)]
+    assert able.choose("auto", CPU, slow) == [("process_group",)]
+    for name, device, limits in (
+        ("process_group", CPU, Limits(ctas=4)),
+        ("copy_engine", CUDA, Limits(channels=1)),
+        ("process_group", CUDA, slow),
+        ("nccl", CUDA, slow),
+    ):
+        with pytest.raises(ValueError, match=rf"limits\.\w+ is [\d.]+, and {name} cannot keep that"):
+            able.choose(name, device, limits)
+    with pytest.raises(ValueError, match=r"limits\.bytes_per_second is 1.0, and local cannot keep that"):
+        open_transport(device="cpu", limits=slow)
+
+
+def test_auto_goes_on_where_a_warm_up_failed(
+    tried: list[Trial], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every level opens or none; what was asked for is not replaced."""
+    failed = "the warm-up of the nccl transport failed: rank 3 got 7 wrong bytes"
+    choices: list[tuple[str, ...]] = [("process_group", "nccl"), ("copy_engine",) * 2, ("process_group",) * 2]
+    with caplog.at_level("INFO"):
+        opened = open_one_of(choices, monkeypatch)
+    assert opened == tuple(tried[2:])
+    assert [(one.name, one.closed) for one in tried] == [
+        ("process_group", True),
+        ("nccl", True),
+        ("process_group", False),
+        ("process_group", False),
+    ]
+    assert opened[0].edges == [(0, 0)]
+    assert opened[0].reason == (
+        f"auto takes process_group; not local: of another kind; not process_group and nccl: {failed}; "
+        "not copy_engine: rank 0: ValueError: no such device"
+    )
+    assert 'transport "auto" passes over process_group and nccl: the warm-up' in caplog.text
+    for transport, match in (
+        ("nccl", f"^{failed}$"),
+        ("auto", '"auto" finds none that works: local: of another kind; '),
+    ):
+        with pytest.raises(TransportError, match=match):
+            open_one_of([("nccl",)], monkeypatch, transport)
+        assert tried[-1].closed

@@ -66,17 +66,6 @@ def test_local_orders_compute_and_copies(device: Device) -> None:
     assert not device.happens_before(sender[1], copy), "the copy waits for compute issued after the post"
 
 
-def test_the_warm_up_waits_both_ways(device: Device) -> None:
-    """The pattern is written before it leaves, and compared after it has arrived."""
-    transport = streamed(solo_group())
-    before = device.add("compute", device.current())
-    transport.warm_up([(0, 0)])
-    after = device.add("compute", device.current())
-    copies = [op for op in device.log if op.kind == "copy"]
-    assert len(copies) == 1
-    assert all(device.happens_before(before, copy) and device.happens_before(copy, after) for copy in copies)
-
-
 def test_local_holds_tensors_until_compute_has_waited(device: Device) -> None:
     """Also for the copy of the rank that they go to."""
     on_ranks(2, lambda group: check_held(device, streamed(group), 1 - group.rank()))
@@ -169,18 +158,6 @@ def test_numbers_have_the_order_of_the_records(device: Device, monkeypatch: pyte
     numbers = {fence._event: fence._number for fence in fences}
     recorded = [numbers[op.event] for op in device.log if op.kind == "record"]  # type: ignore[index]
     assert recorded == sorted(recorded)
-
-
-def test_a_local_fence_is_over_once_every_copy_is(device: Device) -> None:
-    transport = streamed(solo_group())
-    fence = transport.post(sends=[Message(0, filled(1, 4, CPU))], receives=[Message(0, filled(0, 4, CPU))])
-    events = [op.event for op in device.log if op.kind == "record"]
-    assert fence.done()
-    for event in events[1:]:  # the copy, and the point behind it; the first is what the copy waits for
-        assert event is not None
-        device.pending.add(event)
-        assert not fence.done()
-        device.pending.clear()
 
 
 def test_process_group_runs_beside_compute(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,47 +14,25 @@ from ringattn.kernels import KernelConfig, Tile
 from ringattn.kernels.order import MARGIN
 
 
-def test_who_keeps_what() -> None:
-    assert Limits().refused_by("local") is None
-    assert Limits(channels=4, ctas=64).refused_by("nccl", "channels", "ctas") is None
-    limits = Limits(ctas=4, bytes_per_second=5.0)
-    assert limits.refused_by("nccl", "channels", "ctas") == "limits.bytes_per_second is 5.0, and nccl cannot keep that"
-    assert (
-        limits.refused_by("process_group", "bytes_per_second") == "limits.ctas is 4, and process_group cannot keep that"
-    )
-
-
 @pytest.mark.parametrize(
-    ("limits", "blocks", "multiprocessors"),
+    ("limits", "environment", "blocks", "multiprocessors"),
     [
-        (Limits(), 8, 8),
-        (Limits(channels=4, ctas=16), 4, 4),
-        (Limits(ctas=32), 32, 32),
-        (Limits(cga_cluster_size=4), 8, 8 + 8 * 3),  # three of each of eight GPCs may be left over
+        (Limits(), {}, 8, 8),
+        (Limits(channels=4, ctas=16), {}, 4, 4),
+        (Limits(ctas=32), {"NCCL_MAX_CTAS": "16"}, 32, 32),  # refused beside it
+        (Limits(cga_cluster_size=4), {}, 8, 8 + 8 * 3),  # three of each of eight GPCs may be left over
+        (Limits(), {"NCCL_MAX_CTAS": "16", "NCCL_MAX_P2P_NCHANNELS": "4"}, 4, 4),
+        (Limits(), {"NCCL_MIN_CTAS": "2"}, 32, 32),
+        (Limits(), {"NCCL_CGA_CLUSTER_SIZE": "4"}, 8, 8 + 8 * 3),
+        (Limits(), {"NCCL_MAX_CTAS": "0", "NCCL_MIN_CTAS": "many", "NCCL_CGA_CLUSTER_SIZE": "0"}, 8, 8),
     ],
 )
-def test_what_transfers_take_of_the_gpu(limits: Limits, blocks: int, multiprocessors: int) -> None:
-    assert (limits.blocks, limits.multiprocessors) == (blocks, multiprocessors)
-
-
-@pytest.mark.parametrize(
-    ("environment", "blocks", "multiprocessors"),
-    [
-        ({"NCCL_MAX_CTAS": "16"}, 16, 16),
-        ({"NCCL_MAX_CTAS": "16", "NCCL_MAX_P2P_NCHANNELS": "4"}, 4, 4),
-        ({"NCCL_MIN_CTAS": "2"}, 32, 32),
-        ({"NCCL_CGA_CLUSTER_SIZE": "4"}, 8, 8 + 8 * 3),
-        ({"NCCL_MAX_CTAS": "0", "NCCL_MIN_CTAS": "many", "NCCL_CGA_CLUSTER_SIZE": "0"}, 8, 8),
-    ],
-)
-def test_what_the_environment_lets_transfers_take(
-    environment: dict[str, str], blocks: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+def test_what_transfers_take_of_the_gpu(
+    limits: Limits, environment: dict[str, str], blocks: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no limit is given: a given one is refused beside it."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert (Limits().blocks, Limits().multiprocessors) == (blocks, multiprocessors)
-    assert Limits(ctas=2, cga_cluster_size=1).multiprocessors == 2
+    assert (limits.blocks, limits.multiprocessors) == (blocks, multiprocessors)
 
 
 def test_the_margin_of_persistent_kernels_is_room_for_two_communicators() -> None:
@@ -65,9 +43,7 @@ def test_the_margin_of_persistent_kernels_is_room_for_two_communicators() -> Non
 @pytest.mark.parametrize(
     ("transports", "limits", "options", "margin"),
     [
-        (("nccl",), Limits(), {"persistent": True}, 8),
         (("nccl",), Limits(ctas=4), {"persistent": True}, 4),
-        (("nccl", "nccl"), Limits(ctas=4), {"persistent": True}, 8),
         (("copy_engine", "nccl"), Limits(ctas=4), {"persistent": True}, 4),
         (("copy_engine",), Limits(), {"persistent": True}, 0),
         (("nccl",), Limits(ctas=64), {"persistent": True}, 10),  # half of what the interpreter is taken to have

@@ -41,22 +41,6 @@ def test_results_come_in_rank_order_and_ranks_run_at_once() -> None:
             assert world.run(fn) == [(rank, 4) for rank in range(4)]
 
 
-def test_two_transports_of_one_group_do_not_mix() -> None:
-    def fn(group: LocalGroup) -> list[float]:
-        first, second = LocalTransport(group, CPU), LocalTransport(group, CPU)
-        if group.rank() == 0:
-            for transport, value in ((first, 1.0), (second, 2.0)):
-                transport.post(sends=[Message(1, torch.tensor([value]))], receives=[])
-            return []
-        arrived = torch.zeros(2)
-        for transport, index in ((second, 1), (first, 0)):
-            transport.post(sends=[], receives=[Message(0, arrived[index : index + 1])])
-        return arrived.tolist()
-
-    with world_of(2) as world:
-        assert world.run(fn)[1] == [1.0, 2.0]
-
-
 def test_autograd_stays_in_the_rank_s_thread() -> None:
     """On CUDA the engine would run all ranks' backward in one device thread: the switch is what prevents it."""
 
@@ -92,7 +76,7 @@ def test_a_rank_is_used_from_its_own_thread_alone() -> None:
         posts(world.run(lambda group: group)[0])
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_the_first_error_wakes_the_others_and_reaches_the_caller(size: int) -> None:
     woken: list[BaseException] = []
 
@@ -123,25 +107,9 @@ def test_the_next_run_is_not_spoiled_by_a_failed_one() -> None:
         for _ in range(2):
             with pytest.raises(ValueError, match="no"):
                 world.run(fails)
-            outs = world.run(lambda group: exchange(group, 0.5))
+            with torch.no_grad():  # grad mode is the caller's
+                outs = world.run(lambda group: exchange(group, 0.5 + torch.is_grad_enabled()))
             assert [out.tolist() for out in outs] == [[1.5] * 3, [0.5] * 3]
-
-
-def test_a_group_of_a_failed_run_is_over() -> None:
-    groups: list[LocalGroup] = []
-
-    def fails(group: LocalGroup) -> None:
-        groups.append(group)
-        raise ValueError("no")
-
-    def uses_an_old_group(group: LocalGroup) -> None:
-        next(old for old in groups if old.rank() == group.rank()).check_thread()
-
-    with world_of(2) as world:
-        with pytest.raises(ValueError, match="no"):
-            world.run(fails)
-        with pytest.raises(RuntimeError, match="outside of the call that LocalWorld"):
-            world.run(uses_an_old_group)
 
 
 def test_an_interrupted_caller_wakes_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,13 +158,6 @@ Body = Callable[[LocalGroup], object]
 def test_a_wait_that_cannot_end_is_an_error(first: Body, second: Body, match: str) -> None:
     with world_of(2, timeout=0.5 if first is receive else 10) as world, pytest.raises(TransportError, match=match):
         world.run(lambda group: second(group) if group.rank() else first(group))
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_grad_mode_is_the_caller_s(enabled: bool) -> None:
-    with world_of(2) as world, torch.set_grad_enabled(enabled):
-        assert world.run(lambda group: torch.is_grad_enabled()) == [enabled] * 2
-        assert world.run(lambda group: torch.is_grad_enabled()) == [enabled] * 2
 
 
 def refused(call: Callable[[], object], match: str) -> None:

@@ -21,7 +21,6 @@ from ringattn.comm import DONE, Limits, LocalGroup, Message, NcclTransport, Topo
 from ringattn.comm.control import control_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports import nccl
-from ringattn.comm.transports.lanes import StreamFence
 from ringattn.comm.transports.local import solo_group
 from ringattn.comm.transports.nccl import (
     ByNodeTransport,
@@ -87,52 +86,37 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 @pytest.mark.parametrize(
-    ("limits", "bounds"),
+    ("limits", "environment", "bounds", "refused"),
     [
-        (Limits(), (UNDEFINED, 8)),
-        (Limits(cga_cluster_size=4), (UNDEFINED, 8)),
-        (Limits(ctas=16), (UNDEFINED, 16)),
-        (Limits(channels=4), (4, 4)),
-        (Limits(channels=4, ctas=8), (4, 4)),  # no more and no fewer than four, which are at most eight
-    ],
-)
-def test_limits_become_bounds(limits: Limits, bounds: tuple[int, int]) -> None:
-    assert cta_bounds(limits, {"NCCL_MAX_CTAS": ""}) == bounds
-
-
-@pytest.mark.parametrize("name", ["NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS"])
-def test_the_environment_in_place_of_the_default(name: str) -> None:
-    """Refused beside an explicit limit alone; a default would cut the fewest that a user asks for."""
-    assert cta_bounds(Limits(), {name: "16"}) == (UNDEFINED, UNDEFINED)
-    assert cta_bounds(Limits(ctas=4), {name: "16"}) == (UNDEFINED, 4)
-    assert overridden(Limits(), {name: "16"}) is overridden(Limits(cga_cluster_size=1), {name: "16"}) is None
-    assert f"{name}=16 in the environment" in str(overridden(Limits(channels=4), {name: "16"}))
-
-
-@pytest.mark.parametrize(
-    ("limits", "environment", "match"),
-    [
-        (Limits(), {"NCCL_COMM_BLOCKING": "0"}, "NCCL_COMM_BLOCKING=0 in the environment"),
-        (Limits(), {"NCCL_COMM_BLOCKING": "1"}, "None"),
-        (Limits(ctas=4), {"NCCL_DEBUG": "INFO", "NCCL_MIN_CTAS": ""}, "None"),
-        (Limits(), {"NCCL_CGA_CLUSTER_SIZE": "4"}, "None"),
-        (Limits(ctas=4), {"NCCL_CGA_CLUSTER_SIZE": "4"}, "None"),
-        (Limits(cga_cluster_size=2), {"NCCL_CGA_CLUSTER_SIZE": "4"}, "NCCL_CGA_CLUSTER_SIZE=4 in the environment"),
+        (Limits(), {"NCCL_MAX_CTAS": "", "NCCL_COMM_BLOCKING": "1"}, (UNDEFINED, 8), None),
+        (Limits(cga_cluster_size=4), {"NCCL_DEBUG": "INFO"}, (UNDEFINED, 8), None),
+        (Limits(ctas=16), {"NCCL_CGA_CLUSTER_SIZE": "4"}, (UNDEFINED, 16), None),
+        (Limits(channels=4, ctas=8), {}, (4, 4), None),  # no more and no fewer than four, which are at most eight
+        # refused beside an explicit limit alone; a default would cut the fewest that a user asks for
+        (Limits(), {"NCCL_MIN_CTAS": "16"}, (UNDEFINED, UNDEFINED), None),
+        (Limits(cga_cluster_size=1), {"NCCL_MAX_P2P_NCHANNELS": "16"}, (UNDEFINED, UNDEFINED), None),
+        (Limits(), {"NCCL_COMM_BLOCKING": "0"}, (UNDEFINED, 8), "NCCL_COMM_BLOCKING=0 in the environment"),
+        (Limits(cga_cluster_size=2), {"NCCL_CGA_CLUSTER_SIZE": "4"}, (UNDEFINED, 8), "NCCL_CGA_CLUSTER_SIZE=4 in the"),
         (
             Limits(ctas=4),
             {"NCCL_MAX_P2P_NCHANNELS": "8", "NCCL_MIN_CTAS": "2"},
+            (UNDEFINED, 4),
             "NCCL_MIN_CTAS=2, NCCL_MAX_P2P_NCHANNELS=8 in the environment overrides it",
         ),
     ],
 )
-def test_the_environment_overrides(limits: Limits, environment: dict[str, str], match: str) -> None:
-    assert match in str(overridden(limits, environment))
+def test_limits_and_the_environment(
+    limits: Limits, environment: dict[str, str], bounds: tuple[int, int], refused: str | None
+) -> None:
+    assert cta_bounds(limits, environment) == bounds
+    told = overridden(limits, environment)
+    assert told is None if refused is None else refused in str(told)
 
 
-def test_the_configuration_is_that_of_nccl_h(library: Library) -> None:
-    ConfiguredCommunicator(3, UNIQUE_ID, 2, Limits(ctas=4, cga_cluster_size=2))
-    assert library.calls == [("init", (3, 2))]
-    assert library.unique_id == UNIQUE_ID
+def test_a_communicator_of_the_library(library: Library) -> None:
+    """The configuration is that of nccl.h; each call goes to the library, and it is given back once."""
+    communicator = ConfiguredCommunicator(3, [byte - 256 for byte in UNIQUE_ID], 2, Limits(ctas=4, cga_cluster_size=2))
+    assert library.unique_id == UNIQUE_ID  # CuPy 13 gives signed characters
     assert library.config == {
         "size": 48,
         "magic": 0xCAFEBEEF,
@@ -144,52 +128,27 @@ def test_the_configuration_is_that_of_nccl_h(library: Library) -> None:
         "netName": None,
         "splitShare": UNDEFINED,
     }
-    ConfiguredCommunicator(1, UNIQUE_ID, 0, Limits())
-    assert (library.config["cgaClusterSize"], library.config["maxCTAs"]) == (1, 8)
-
-
-def test_the_signed_characters_of_cupy_13(library: Library) -> None:
-    ConfiguredCommunicator(1, [byte - 256 for byte in UNIQUE_ID], 0, Limits(channels=1))
-    assert library.unique_id == UNIQUE_ID
-
-
-def test_calls_go_to_the_library(library: Library) -> None:
-    communicator = ConfiguredCommunicator(1, UNIQUE_ID, 0, Limits(channels=1))
-    assert communicator.comm == 77
-    library.calls.clear()
     communicator.send(1000, 5, 1, 3, 9)
     communicator.recv(2000, 6, 1, 4, 9)
-    communicator.check_async_error()
-    communicator.abort()
-    communicator.abort()
-    communicator.destroy()
-    assert communicator.comm == 0
-    assert library.calls == [
-        ("ncclSend", (1000, 5, 1, 3, 77, 9)),
-        ("ncclRecv", (2000, 6, 1, 4, 77, 9)),
-        ("ncclCommAbort", (77,)),
-    ]
-
-
-def test_registration(library: Library) -> None:
-    communicator = ConfiguredCommunicator(1, UNIQUE_ID, 0, Limits())
-    library.calls.clear()
     assert communicator.register(4096, 64) == 99
     communicator.deregister(99)
-    assert library.calls == [("ncclCommRegister", (77, 4096, 64)), ("ncclCommDeregister", (77, 99))]
-    library.status = 5
-    with pytest.raises(TransportError, match="NCCL: error 5"):
-        communicator.register(4096, 64)
-    communicator._library = SimpleNamespace()  # type: ignore[assignment]
-    with pytest.raises(TransportError, match=r"libnccl.so.2 registers no buffers: NCCL 2.19 and later do"):
-        communicator.register(4096, 64)
-
-
-def test_destroy_gives_it_back_once(library: Library) -> None:
-    communicator = ConfiguredCommunicator(1, UNIQUE_ID, 0, Limits(channels=1))
-    communicator.destroy()
-    communicator.destroy()
-    assert [name for name, _ in library.calls] == ["init", "ncclCommDestroy"]
+    communicator.check_async_error()
+    for end in (communicator.abort, communicator.abort, communicator.destroy):
+        end()
+    other = ConfiguredCommunicator(1, UNIQUE_ID, 0, Limits())
+    assert (library.config["cgaClusterSize"], library.config["maxCTAs"]) == (1, 8)
+    for end in (other.destroy, other.destroy):
+        end()
+    assert library.calls == [
+        ("init", (3, 2)),
+        ("ncclSend", (1000, 5, 1, 3, 77, 9)),
+        ("ncclRecv", (2000, 6, 1, 4, 77, 9)),
+        ("ncclCommRegister", (77, 4096, 64)),
+        ("ncclCommDeregister", (77, 99)),
+        ("ncclCommAbort", (77,)),
+        ("init", (1, 0)),
+        ("ncclCommDestroy", (77,)),
+    ]
 
 
 def test_errors_say_what_nccl_says(library: Library) -> None:
@@ -198,33 +157,36 @@ def test_errors_say_what_nccl_says(library: Library) -> None:
     with pytest.raises(TransportError, match=r"NCCL: error 6 \(status 6\)"):
         communicator.check_async_error()
     library.status = 5
-    for call in (communicator.send, communicator.recv):
+    calls: list[Callable[[], object]] = [
+        lambda: communicator.send(0, 0, 1, 0, 0),
+        lambda: communicator.recv(0, 0, 1, 0, 0),
+        lambda: communicator.register(4096, 64),
+        lambda: ConfiguredCommunicator(1, UNIQUE_ID, 0, Limits(channels=1)),
+    ]
+    for call in calls:
         with pytest.raises(TransportError, match="NCCL: error 5"):
-            call(0, 0, 1, 0, 0)
-    with pytest.raises(TransportError, match="NCCL: error 5"):
-        ConfiguredCommunicator(1, UNIQUE_ID, 0, Limits(channels=1))
+            call()
+    communicator._library = SimpleNamespace()  # type: ignore[assignment]
+    with pytest.raises(TransportError, match=r"libnccl.so.2 registers no buffers: NCCL 2.19 and later do"):
+        communicator.register(4096, 64)
 
 
-def test_the_loaded_library_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    maps = """7f0 r-xp 0 08:01 7 /usr/lib/libm.so.6
-7f1 r-xp 0 08:01 8                            /opt/a b/nccl/lib/libnccl.so.2
-7f2 r-xp 0 08:01 8                            /opt/a b/nccl/lib/libnccl.so.2
-7f3 rw-p 0 00:00 0
-"""
-    monkeypatch.setattr(Path, "read_text", lambda path: maps)
+def test_the_loaded_library_is_found_and_two_are_refused(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = "7f0 r-xp 0 08:01 7 /usr/lib/libm.so.6\n7f3 rw-p 0 00:00 0\n"
+    one = none + "".join(f"7f{at} r-xp 0 08:01 8             /opt/a b/nccl/lib/libnccl.so.2\n" for at in (1, 2))
+    two = f"{one}7f4 r-xp 0 08:01 9 /usr/lib/libnccl.so.2.30.7\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: one)
     assert loaded_libraries() == [Path("/opt/a b/nccl/lib/libnccl.so.2")]
     assert several_loaded() is None
-    two = f"{maps}7f4 r-xp 0 08:01 9 /usr/lib/libnccl.so.2.30.7\n"
-    monkeypatch.setattr(Path, "read_text", lambda path: two)
     both = r"2 NCCL libraries are loaded, /opt/a b/nccl/lib/libnccl\.so\.2 and /usr/lib/libnccl\.so\.2\.30\.7"
-    nccl._library.cache_clear()
-    with pytest.raises(TransportError, match=both):
-        nccl._library()
-    monkeypatch.setattr(Path, "read_text", lambda path: "7f0 r-xp 0 08:01 7 /usr/lib/libm.so.6\n7f3 rw-p 0 00:00 0\n")
-    assert loaded_libraries() == []
-    nccl._library.cache_clear()
-    with pytest.raises(TransportError, match=r"libnccl\.so\.2 is not loaded"):
-        nccl._library()
+    for maps, match in ((two, both), (none, r"libnccl\.so\.2 is not loaded")):
+        monkeypatch.setattr(Path, "read_text", lambda path, maps=maps: maps)
+        nccl._library.cache_clear()
+        with pytest.raises(TransportError, match=match):
+            nccl._library()
+        if maps is two:
+            with pytest.raises(TransportError, match=both):
+                open_alone()
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
@@ -251,10 +213,6 @@ def opened(group: LocalGroup) -> NcclTransport:
     return NcclTransport(rank=group.rank(), size=group.size(), device=CPU, control=control_of(group), timeout=5)
 
 
-def event_of(fence: StreamFence) -> Any:
-    return fence._event
-
-
 def kinds(ops: list[Op]) -> list[str]:
     return [op.kind for op in ops]
 
@@ -262,11 +220,6 @@ def kinds(ops: list[Op]) -> list[str]:
 def ends(device: Device) -> list[str]:
     """What became of communicators, in order."""
     return [kind for kind in kinds(device.log) if kind in ("abort", "left", "free", "destroy")]
-
-
-def comes(device: Device, kind: str) -> None:
-    """A thread of the transport's does this."""
-    until(lambda: kind in kinds(device.log), kind)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -284,94 +237,6 @@ def through(nodes: tuple[tuple[int, ...], ...], group: LocalGroup) -> ByNodeTran
 @pytest.mark.parametrize("name", CASES)
 def test_conformance_through_nodes(name: str, nodes: tuple[tuple[int, ...], ...], fabric: Fabric) -> None:
     on_ranks(3, lambda group: CASES[name](through(nodes, group), CPU))
-
-
-def test_a_hop_between_two_communicators(device: Device) -> None:
-    """Rank 0 receives from another node and sends inside its own: one stream, the node's part first."""
-
-    def fn(group: LocalGroup) -> None:
-        transport, rank = through(((0, 1), (2,)), group), group.rank()
-        sent, came = torch.full((5,), rank), torch.zeros(5, dtype=torch.int64)
-        following, previous = (rank + 1) % 3, (rank - 1) % 3
-        fence = transport.post(sends=[Message(following, sent)], receives=[Message(previous, came)])
-        assert came.eq(previous).all()
-        alive = weakref.ref(sent)
-        del sent
-        gc.collect()
-        assert alive() is not None  # the fence of both parts holds the tensors of both
-        fence.wait()
-        assert alive() is None
-        sent = came
-        if rank < 2:
-            transport.post(sends=[Message(1 - rank, sent)], receives=[Message(1 - rank, came.clone())]).wait()
-        stream = transport._inside.lane.stream
-        assert transport.lane.stream is stream
-        parts = [op.kind for op in device.log if op.kind in ("send", "recv") and op.detail[4] == stream.cuda_stream]
-        assert parts[:2] == [["send", "recv"], ["recv", "send"], ["send", "recv"]][rank]
-        with pytest.raises(ValueError, match=r"receives\[0\]: peer is 3, the ranks of this group are 0 to 2"):
-            transport.post(sends=[Message(following, sent)], receives=[Message(3, came)])
-        transport.close()
-        with pytest.raises(TransportError, match="is closed"):
-            transport.post(sends=[], receives=[])
-
-    on_ranks(3, fn)
-    joined = [op.detail for op in device.log if op.kind == "init"]
-    assert sorted((size, place) for size, _, place in joined) == [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
-    assert kinds(device.log).count("destroy") == 6
-    assert kinds(device.log).count("groupStart") == 2 + 2 + 1 + 2  # none of nothing
-
-
-def test_both_communicators_end_where_one_edge_fails(fabric: Fabric, device: Device) -> None:
-    def fn(group: LocalGroup) -> None:
-        transport = through(((0, 1), (2,)), group)
-        fabric.spoil = lambda data: data[::-1]
-        with pytest.raises(TransportError, match="the warm-up of the nccl transport failed"):
-            transport.warm_up([(0, 1), (1, 2), (2, 0)])
-        with pytest.raises(TransportError, match="was aborted: its warm-up failed"):
-            transport.post(sends=[], receives=[])
-
-    on_ranks(3, fn)
-    assert kinds(device.log).count("abort") == 6
-
-
-def test_a_communicator_for_each_ring_inside_and_between_the_nodes(device: Device) -> None:
-    """Two nodes of three: peers stay ranks of the group, NCCL hears of places in the communicator."""
-    nodes = (0, 2, 1), (3, 4, 5)
-
-    def fn(group: LocalGroup) -> None:
-        rank = group.rank()
-        levels = groups._levels(rank, Topology(nodes))
-        inside, between = groups._open(
-            groups._Wanted(group, CPU, levels, NO_LIMITS), ["nccl"] * 2, control_of(group), "as asked for"
-        )
-        assert isinstance(inside, NcclTransport) and isinstance(between, NcclTransport)
-        assert inside._lane.stream is not between._lane.stream
-        assert between.gather(rank) == list(range(6))
-        with pytest.raises(ValueError, match=r"peer is \d, this communicator joins ranks \[\d, \d\]"):
-            between.post(sends=[Message((rank + 1) % 3 + 3 * (rank // 3), torch.zeros(1))], receives=[])
-        with pytest.raises(TransportError, match=r"rank 0: peer is 5, this communicator joins ranks \[0, 3\]"):
-            between.warm_up([(0, 5)])
-
-    on_ranks(6, fn)
-    joined = [op.detail for op in device.log if op.kind == "init"]
-    assert sorted((size, place) for size, _, place in joined) == [(2, 0)] * 3 + [(2, 1)] * 3 + sorted(
-        (3, place) for place in [0, 1, 2] * 2
-    )
-    assert len({unique_id for _, unique_id, _ in joined}) == 5
-    assert {op.detail[3] for op in device.log if op.kind in ("send", "recv")} == {0, 1, 2}
-
-
-def test_a_rank_0_without_an_id_is_an_error_everywhere(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> bytes:
-        raise RuntimeError("no interface")
-
-    monkeypatch.setattr(fabric, "get_unique_id", refuse)
-
-    def fn(group: LocalGroup) -> None:
-        with pytest.raises(TransportError, match=r"^NCCL of rank 0 draws no unique id: no interface$"):
-            opened(group)
-
-    on_ranks(3, fn)
 
 
 def test_a_post_is_one_group_between_its_waits_and_its_record(device: Device) -> None:
@@ -396,7 +261,7 @@ def test_a_post_is_one_group_between_its_waits_and_its_record(device: Device) ->
     ops = device.log
     # one wait: the earlier post ran on this stream
     assert kinds(ops) == ["wait", "groupStart", "send", "send", "recv", "recv", "groupEnd", "record"]
-    assert (ops[0].stream, ops[0].event) == (transfer, event_of(mark))
+    assert (ops[0].stream, ops[0].event) == (transfer, mark._event)
     number = transfer.cuda_stream
     assert [op.detail for op in ops[2:6]] == [
         (first.data_ptr(), 30, Fabric.NCCL_UINT8, 0, number),
@@ -404,11 +269,11 @@ def test_a_post_is_one_group_between_its_waits_and_its_record(device: Device) ->
         (into_first.data_ptr(), 30, Fabric.NCCL_UINT8, 0, number),
         (into_second.data_ptr(), 28, Fabric.NCCL_UINT8, 0, number),
     ]
-    assert (ops[-1].stream, ops[-1].event) == (transfer, event_of(fence))
+    assert (ops[-1].stream, ops[-1].event) == (transfer, fence._event)
 
     device.log.clear()
     fence.wait()
-    assert [(op.kind, op.stream, op.event) for op in device.log] == [("wait", compute, event_of(fence))]
+    assert [(op.kind, op.stream, op.event) for op in device.log] == [("wait", compute, fence._event)]
 
 
 @pytest.mark.parametrize("kind", ["send", "recv"])
@@ -426,48 +291,6 @@ def test_the_group_is_closed_when_an_operation_raises(kind: str, fabric: Fabric,
 
 def test_tensors_are_held_until_compute_has_waited(device: Device) -> None:
     check_held(device, open_alone(), 0)
-
-
-def test_close_gives_the_communicator_back_once(device: Device) -> None:
-    transport = open_alone()
-    device.log.clear()
-    transport.close()
-    transport.close()
-    transport.abort("too late")
-    assert kinds(device.log) == ["destroy"]
-    assert not transport._dropped.alive
-    with pytest.raises(TransportError, match="is closed"):
-        transport.post(sends=[], receives=[])
-
-
-def test_close_aborts_transfers_that_do_not_end(device: Device) -> None:
-    transport = open_alone(timeout=0.05)
-    fence = transport.post(sends=[], receives=[])
-    device.pending.add(event_of(fence))
-    device.log.clear()
-    transport.close()
-    transport.close()
-    assert ends(device) == ["abort", "free"]
-
-
-def test_close_does_not_wait_for_ever(fabric: Fabric, device: Device) -> None:
-    """NCCL's destroy blocks while a dead peer is silent."""
-    transport, peer, over = open_alone(timeout=0.05), threading.Event(), list[bool]()
-    fabric.on_destroy = lambda: over.append(peer.wait(30))
-    transport.close()
-    assert not over
-    peer.set()
-
-
-def test_abort_names_its_reason_to_whoever_posts(device: Device) -> None:
-    transport = open_alone()
-    device.log.clear()
-    transport.abort("hop 3 is 20 s late")
-    transport.abort("for the second time")
-    transport.close()
-    assert ends(device) == ["abort", "free"]
-    with pytest.raises(TransportError, match="the nccl transport of rank 0 was aborted: hop 3 is 20 s late"):
-        transport.post(sends=[], receives=[])
 
 
 @pytest.mark.parametrize("returns", [True, False])
@@ -517,7 +340,7 @@ def test_a_transport_that_nobody_closed_is_aborted(device: Device) -> None:
     transport = open_alone()
     del transport
     gc.collect()
-    comes(device, "free")
+    until(lambda: "free" in kinds(device.log))
     assert ends(device) == ["abort", "free"]
 
 
@@ -544,7 +367,7 @@ def test_threads_are_on_the_transport_s_device(end: Callable[[NcclTransport], No
     transport = open_alone(device=CUDA)
     del transport
     gc.collect()
-    comes(fabric.device, "free")
+    until(lambda: "free" in kinds(fabric.device.log))
 
 
 def test_what_nccl_notices_ends_the_ring(fabric: Fabric, device: Device) -> None:
@@ -552,7 +375,7 @@ def test_what_nccl_notices_ends_the_ring(fabric: Fabric, device: Device) -> None
     fabric.index = CUDA.index
     transport = open_alone(device=CUDA)
     fence = transport.post(sends=[], receives=[])
-    device.pending.add(event_of(fence))
+    device.pending.add(fence._event)  # type: ignore[arg-type]
     watch = Watch(controls(2)[0], deadline=None, device=CUDA, transports=lambda: [transport])
     watch.begin("forward")
     watch.posted("forward hop 1: K/V", fence, [DONE], [(1, 64)], [(1, 32)])
@@ -566,27 +389,6 @@ def test_what_nccl_notices_ends_the_ring(fabric: Fabric, device: Device) -> None
     assert transport.check() is None, "what has ended has nothing more to tell"
 
 
-def test_warm_up_that_hangs_is_aborted(fabric: Fabric, device: Device) -> None:
-    """A first transfer that cannot connect blocks the host; abort from another thread lets it go with an error."""
-
-    def blocked() -> None:
-        assert fabric.abort_called.wait(5)
-        raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
-
-    fabric.before_end = blocked
-    transport = open_alone(timeout=0.05)
-    with pytest.raises(TransportError, match=r"was aborted: its warm-up took more than 0\.05 s"):
-        transport.warm_up([(0, 0)])
-    assert kinds(device.log).count("abort") == 1
-
-
-def test_warm_up_deadline_on_the_last_bytes(fabric: Fabric, device: Device) -> None:
-    fabric.before_end = lambda: time.sleep(0.3)
-    transport = open_alone(timeout=0.05)
-    with pytest.raises(TransportError, match=r"its warm-up took more than 0\.05 s"):
-        transport.warm_up([(0, 0)])
-
-
 def test_peers_that_do_not_join_are_not_waited_for(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     make = fabric.NcclCommunicator
 
@@ -598,33 +400,6 @@ def test_peers_that_do_not_join_are_not_waited_for(fabric: Fabric, monkeypatch: 
     with pytest.raises(TransportError, match=r"rank 0: ranks \[0\] did not join in 0\.05 s"):
         open_alone(timeout=0.05)
     assert fabric.abort_called.wait(5), "a communicator that comes too late is given back"
-
-
-def test_a_communicator_that_nccl_refuses(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object) -> object:
-        raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
-
-    monkeypatch.setattr(fabric, "NcclCommunicator", refuse)
-    with pytest.raises(TransportError, match="rank 0: NCCL makes no communicator: NCCL_ERROR_SYSTEM_ERROR"):
-        open_alone()
-
-
-@pytest.mark.parametrize("limits", [NO_LIMITS, Limits(channels=2, ctas=4, cga_cluster_size=2)])
-def test_every_communicator_is_a_configured_one(
-    limits: Limits, fabric: Fabric, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[tuple[object, ...]] = []
-
-    def make(*arguments: object) -> Any:
-        made.append(arguments)
-        return fabric.NcclCommunicator(1, b"", 0)
-
-    monkeypatch.setattr(nccl, "ConfiguredCommunicator", make)
-    transport = open_alone(limits=limits)
-    ((size, unique_id, place, given),) = made
-    assert (size, len(unique_id), place, given) == (1, 128, 0, limits)  # type: ignore[arg-type]
-    assert kinds(fabric.device.log).count("init") == 1
-    transport.close()
 
 
 @pytest.mark.parametrize(
@@ -648,13 +423,6 @@ def test_what_cupy_warns_of_is_the_reason(
     assert ("Reason: ImportError" in caplog.text) is available
 
 
-def test_two_libraries_are_refused(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [Path("/a/libnccl.so.2"), Path("/b/libnccl.so.2")]
-    monkeypatch.setattr(nccl, "loaded_libraries", lambda: found)
-    with pytest.raises(TransportError, match=r"2 NCCL libraries are loaded, /a/libnccl\.so\.2 and /b/libnccl\.so\.2"):
-        open_alone()
-
-
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -670,3 +438,140 @@ def test_arguments_that_are_refused(arguments: Any, match: str, monkeypatch: pyt
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")
     with pytest.raises(ValueError, match=match):
         NcclTransport(**{"rank": 0, "size": 3, "device": CPU, "control": control_of(solo_group()), **arguments})
+
+
+def test_a_hop_between_two_communicators(device: Device) -> None:
+    """Rank 0 receives from another node and sends inside its own: one stream, the node's part first."""
+
+    def fn(group: LocalGroup) -> None:
+        transport, rank = through(((0, 1), (2,)), group), group.rank()
+        sent, came = torch.full((5,), rank), torch.zeros(5, dtype=torch.int64)
+        following, previous = (rank + 1) % 3, (rank - 1) % 3
+        fence = transport.post(sends=[Message(following, sent)], receives=[Message(previous, came)])
+        assert came.eq(previous).all()
+        alive = weakref.ref(sent)
+        del sent
+        gc.collect()
+        assert alive() is not None  # the fence of both parts holds the tensors of both
+        fence.wait()
+        assert alive() is None
+        if rank < 2:
+            transport.post(sends=[Message(1 - rank, came)], receives=[Message(1 - rank, came.clone())]).wait()
+        stream = transport._inside.lane.stream
+        assert transport.lane.stream is stream
+        parts = [op.kind for op in device.log if op.kind in ("send", "recv") and op.detail[4] == stream.cuda_stream]
+        assert parts[:2] == [["send", "recv"], ["recv", "send"], ["send", "recv"]][rank]
+        with pytest.raises(ValueError, match=r"receives\[0\]: peer is 3, the ranks of this group are 0 to 2"):
+            transport.post(sends=[Message(following, came)], receives=[Message(3, came)])
+        transport.close()
+        with pytest.raises(TransportError, match="is closed"):
+            transport.post(sends=[], receives=[])
+
+    on_ranks(3, fn)
+    joined = [op.detail for op in device.log if op.kind == "init"]
+    assert sorted((size, place) for size, _, place in joined) == [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
+    assert kinds(device.log).count("destroy") == 6
+    assert kinds(device.log).count("groupStart") == 2 + 2 + 1 + 2  # none of nothing
+
+
+def test_both_communicators_end_where_one_edge_fails(fabric: Fabric, device: Device) -> None:
+    def fn(group: LocalGroup) -> None:
+        transport = through(((0, 1), (2,)), group)
+        fabric.spoil = lambda data: data[::-1]
+        with pytest.raises(TransportError, match="the warm-up of the nccl transport failed"):
+            transport.warm_up([(0, 1), (1, 2), (2, 0)])
+        for one in (transport, transport._inside):
+            with pytest.raises(TransportError, match="was aborted: its warm-up failed"):
+                one.post(sends=[], receives=[])
+
+    on_ranks(3, fn)
+
+
+def test_a_communicator_for_each_ring_inside_and_between_the_nodes(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of three: peers stay ranks of the group, NCCL hears of places in the communicator."""
+    limits, make = list[Limits](), nccl.ConfiguredCommunicator
+
+    def noted(*given: Any) -> Any:
+        limits.append(given[3])
+        return make(*given)
+
+    monkeypatch.setattr(nccl, "ConfiguredCommunicator", noted)
+
+    def fn(group: LocalGroup) -> None:
+        levels = groups._levels(group.rank(), Topology(((0, 2, 1), (3, 4, 5))))
+        wanted = groups._Wanted(group, CPU, levels, Limits(ctas=4))
+        inside, between = groups._open(wanted, ["nccl"] * 2, control_of(group), "as asked for")
+        assert isinstance(inside, NcclTransport) and isinstance(between, NcclTransport)
+        assert inside._lane.stream is not between._lane.stream
+        with pytest.raises(TransportError, match=r"rank 0: peer is 5, this communicator joins ranks \[0, 3\]"):
+            between.warm_up([(0, 5)])
+
+    on_ranks(6, fn)
+    joined = [op.detail for op in device.log if op.kind == "init"]
+    assert sorted((size, place) for size, _, place in joined) == [(2, 0)] * 3 + [(2, 1)] * 3 + sorted(
+        (3, place) for place in [0, 1, 2] * 2
+    )
+    assert len({unique_id for _, unique_id, _ in joined}) == 5 and limits == [Limits(ctas=4)] * 12
+    assert {op.detail[3] for op in device.log if op.kind in ("send", "recv")} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("get_unique_id", "^NCCL of rank 0 draws no unique id: NCCL_ERROR_SYSTEM_ERROR$"),
+        ("NcclCommunicator", r"rank \d: NCCL makes no communicator: NCCL_ERROR_SYSTEM_ERROR"),
+    ],
+)
+def test_what_nccl_refuses_to_begin_is_an_error_everywhere(
+    name: str, match: str, fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> object:
+        raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
+
+    def fn(group: LocalGroup) -> None:
+        with pytest.raises(TransportError, match=match):
+            opened(group)
+
+    monkeypatch.setattr(fabric, name, refuse)
+    on_ranks(3, fn)
+
+
+def test_the_communicator_is_given_back_once(fabric: Fabric, device: Device) -> None:
+    transport = open_alone()
+    device.log.clear()
+    transport.close()
+    transport.close()
+    transport.abort("too late")
+    assert kinds(device.log) == ["destroy"] and not transport._dropped.alive
+    with pytest.raises(TransportError, match="is closed"):
+        transport.post(sends=[], receives=[])
+
+    transport = open_alone(timeout=0.05)  # transfers that do not end are aborted
+    device.pending.add(transport.post(sends=[], receives=[])._event)  # type: ignore[arg-type]
+    device.log.clear()
+    transport.close()
+    transport.close()
+    assert ends(device) == ["abort", "free"]
+
+    # NCCL's destroy blocks while a dead peer is silent
+    transport, peer, over = open_alone(timeout=0.05), threading.Event(), list[bool]()
+    fabric.on_destroy = lambda: over.append(peer.wait(30))
+    transport.close()
+    assert not over
+    peer.set()
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_warm_up_has_a_deadline(hangs: bool, fabric: Fabric, device: Device) -> None:
+    """A first transfer that cannot connect blocks the host until another thread aborts; or it ends, too late."""
+
+    def blocked() -> None:
+        assert fabric.abort_called.wait(5)
+        raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
+
+    fabric.before_end = blocked if hangs else lambda: time.sleep(0.3)
+    with pytest.raises(TransportError, match=r"its warm-up took more than 0\.05 s"):
+        open_alone(timeout=0.05).warm_up([(0, 0)])
+    until(lambda: kinds(device.log).count("abort") == 1)

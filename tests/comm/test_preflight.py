@@ -136,14 +136,6 @@ def test_a_rank_that_refuses_is_named_to_those_that_wait() -> None:
     assert len({rank._chain for rank in ranks}) == 1
 
 
-def test_ranks_that_all_refuse_go_on_together() -> None:
-    ranks = preflights(2)
-    for rank in ranks:
-        rank.refuse(ValueError("k has 6 heads"))
-    assert on_all(ranks, lambda rank: agree(rank, {"heads": 8})) == [None] * 2
-    assert verdicts(ranks) == [None] * 2
-
-
 def test_a_rank_that_refuses_while_others_go_on_is_found_by_their_watchdogs() -> None:
     ranks = preflights(3)
     on_all(ranks, lambda one: agree(one, {"heads": 8}))

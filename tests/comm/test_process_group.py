@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import atexit
 import gc
-import subprocess
-import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from ringattn.comm.transport import TransportError
 from ringattn.comm.transports import process_group
 from ringattn.comm.transports.process_group import HostStream, Work
 
-from ..support.nightly import rest_nightly
 from ..support.transport_cases import until
 
 
@@ -83,16 +79,6 @@ def test_abort_wakes_everybody_and_interrupts_once() -> None:
     stream.close()
 
 
-def test_abort_leaves_an_idle_backend_alone() -> None:
-    stream = HostStream("test", lambda: pytest.fail("there was nothing to interrupt"))
-    stream.submit(lambda: None).wait()
-    time.sleep(0.05)
-    stream.abort("hop 3 is late")
-    with pytest.raises(TransportError, match="hop 3 is late"):
-        stream.submit(lambda: None)
-    stream.close()
-
-
 def test_tensors_are_let_go() -> None:
     stream, tensor = HostStream("test", lambda: None), torch.zeros(3)
     gone = weakref.ref(tensor)
@@ -100,14 +86,6 @@ def test_tensors_are_let_go() -> None:
     del tensor
     until(lambda: gc.collect() >= 0 and gone() is None)
     stream.close()
-
-
-def test_close_ends_the_thread_behind_what_is_queued() -> None:
-    stream = HostStream("test-closing", lambda: None)
-    fence = stream.submit(lambda: time.sleep(0.05))
-    stream.close()
-    fence.wait()
-    until(lambda: "test-closing" not in [thread.name for thread in threading.enumerate()])
 
 
 def test_the_end_of_a_process_waits_for_what_it_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,45 +110,3 @@ def test_the_end_of_a_process_waits_for_what_it_interrupts(monkeypatch: pytest.M
             fence.wait()
     finally:
         process_group._streams.cache_clear()  # those that are made from here on end with this process again
-
-
-# Rank 0 waits for bytes that never come, rank 1 sleeps.
-STUCK = """
-import sys, threading, time, torch, torch.distributed as dist
-from ringattn.comm import Message, ProcessGroupTransport
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://{path}/store", rank=rank, world_size=2)
-transport = ProcessGroupTransport(dist.group.WORLD, torch.device("cpu"))
-dist.barrier()
-if rank == 1:
-    time.sleep(600)  # it is killed: nothing that it does ends rank 0
-fence = transport.post(sends=[], receives=[Message(1, torch.zeros(1000))])
-time.sleep(0.2)
-print("posted", flush=True)
-{end}
-"""
-ENDS = {
-    "an abort": "threading.Timer(0.1, transport.abort, ['hop 3 is late']).start(); fence.wait()",
-    "an error elsewhere": "raise ValueError('something else')",
-    "the end of the program": "",
-}
-
-
-@pytest.mark.parametrize("way", rest_nightly(ENDS, "an abort", "the end of the program"))
-def test_a_process_with_a_stuck_transfer_ends(way: str, tmp_path: Path) -> None:
-    program = STUCK.format(path=tmp_path, end=ENDS[way])
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", program, str(rank)], text=True, stdout=-1, stderr=-1)
-        for rank in range(2)
-    ]
-    try:
-        assert ranks[0].stdout is not None
-        assert ranks[0].stdout.readline() == "posted\n"
-        _, errors = ranks[0].communicate(timeout=60)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert ranks[0].returncode == (0 if way == "the end of the program" else 1), errors
-    if way == "an abort":
-        assert "TransportError: the process_group transport of rank 0 was aborted: hop 3 is late" in errors

@@ -55,49 +55,6 @@ def test_views_are_aligned_disjoint_and_typed() -> None:
             taken.update(span(tensor))
 
 
-def test_bytes_needed_count_every_alignment() -> None:
-    assert slot_nbytes([]) == 0
-    assert slot_nbytes([((1,), torch.uint8)]) == ALIGNMENT
-    assert slot_nbytes([((64,), torch.float32), ((65,), torch.float32)]) == 3 * ALIGNMENT
-
-
-def test_a_slot_that_is_too_short_is_refused() -> None:
-    slots = Slots(1, CPU)
-    slots.reserve(ALIGNMENT)
-    slots.tensors(0, [((ALIGNMENT,), torch.uint8)])
-    with pytest.raises(ValueError, match=r"these tensors take 512 bytes, a slot holds 256: reserve\(512\) first"):
-        slots.tensors(0, [((ALIGNMENT + 1,), torch.uint8)])
-
-
-def test_reserve_keeps_the_high_water_mark() -> None:
-    slots = Slots(2, CPU)
-    slots.reserve(2000)
-    (before,) = slots.tensors(0, [((4,), torch.float32)])
-    fence = Noted()
-    slots.busy(0, fence)
-    for smaller in (2000, 100, 0, 2048):
-        slots.reserve(smaller)
-    (after,) = slots.tensors(0, [((4,), torch.float32)])
-    assert after.data_ptr() == before.data_ptr()
-    assert fence.waits == 0
-    assert slots.nbytes == 2048
-    assert slots.free(0) == (fence,)
-
-
-def test_growing_waits_for_every_use_and_starts_at_zero() -> None:
-    slots = Slots(3, CPU)
-    slots.reserve(100)
-    fences = [Noted() for _ in range(4)]
-    for slot, fence in zip((0, 1, 2, 2), fences, strict=True):
-        slots.busy(slot, fence)
-    slots.reserve(100_000)
-    assert [fence.waits for fence in fences] == [1, 1, 1, 1]
-    assert [slots.free(slot) for slot in range(3)] == [(), (), ()]
-    for slot in range(3):
-        (everything,) = slots.tensors(slot, [((100_000,), torch.uint8)])
-        assert not everything.any()
-
-
 def test_what_is_kept_of_slots_goes_as_they_grow() -> None:
     """Or views would hold the old arena; and of many forms only some stay."""
     slots = Slots(2, CPU)
@@ -109,30 +66,6 @@ def test_what_is_kept_of_slots_goes_as_they_grow() -> None:
     assert not slots.kept("a")
     for form in range(3 * FORMS):
         assert slots.kept(form) is slots.kept(form) and len(slots._kept) <= FORMS
-
-
-def test_free_hands_over_each_use_once() -> None:
-    slots = Slots(2, CPU)
-    arrived, computed, sent = Noted(), Noted(), Noted()
-    slots.busy(0, arrived)
-    slots.busy(0, computed)
-    slots.busy(1, sent)
-    assert slots.free(0) == (arrived, computed)
-    assert slots.free(0) == ()
-    slots.busy(0, sent)  # the next generation
-    assert slots.free(0) == (sent,)
-    assert slots.free(1) == (sent,)
-    assert not any(fence.waits for fence in (arrived, computed, sent))  # whoever overwrites the slot waits
-
-
-def test_drain_waits_for_all() -> None:
-    slots = Slots(2, CPU)
-    fences = [Noted(), Noted()]
-    for slot, fence in enumerate(fences):
-        slots.busy(slot, fence)
-    slots.drain()
-    slots.drain()
-    assert [fence.waits for fence in fences] == [1, 1]
 
 
 def test_growing_on_another_stream_than_the_arena_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,10 +85,43 @@ def test_growing_on_another_stream_than_the_arena_s(monkeypatch: pytest.MonkeyPa
     assert Checked(Graph(recorder.log), str).races() == []  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("slot", [-1, 2])
-def test_a_wrong_slot_is_refused(slot: int) -> None:
+def test_slots_keep_their_high_water_mark() -> None:
+    """Growing waits for every use, forgets it, and starts at zero."""
+    slots, fences = Slots(3, CPU), [Noted() for _ in range(4)]
+    slots.reserve(2000)
+    (before,) = slots.tensors(0, [((4,), torch.float32)])
+    for slot, fence in zip((0, 1, 2, 2), fences, strict=True):
+        slots.busy(slot, fence)
+    for smaller in (2000, 100, 0, 2048):
+        slots.reserve(smaller)
+    assert slots.tensors(0, [((4,), torch.float32)])[0].data_ptr() == before.data_ptr()
+    assert (slots.nbytes, [fence.waits for fence in fences]) == (2048, [0] * 4)
+    slots.reserve(100_000)
+    assert [fence.waits for fence in fences] == [1] * 4
+    assert [slots.free(slot) for slot in range(3)] == [(), (), ()]
+    for slot in range(3):
+        (everything,) = slots.tensors(slot, [((100_000,), torch.uint8)])
+        assert not everything.any()
+
+
+def test_free_hands_over_each_use_once() -> None:
     slots = Slots(2, CPU)
-    slots.reserve(10)
+    arrived, computed, sent = Noted(), Noted(), Noted()
+    for slot, fence in ((0, arrived), (0, computed), (1, sent)):
+        slots.busy(slot, fence)
+    assert (slots.free(0), slots.free(0)) == ((arrived, computed), ())
+    slots.busy(0, sent)  # the next generation
+    assert (slots.free(0), slots.free(1)) == ((sent,), (sent,))
+    assert not any(fence.waits for fence in (arrived, computed, sent))  # whoever overwrites the slot waits
+
+
+@pytest.mark.parametrize("slot", [-1, 2])
+def test_what_slots_refuse(slot: int) -> None:
+    slots = Slots(2, CPU)
+    slots.reserve(ALIGNMENT)
     for call in (lambda: slots.tensors(slot, []), lambda: slots.busy(slot, Noted()), lambda: slots.free(slot)):
         with pytest.raises(IndexError, match=f"slot is {slot}, the slots are 0 to 1"):
             call()
+    slots.tensors(0, [((ALIGNMENT,), torch.uint8)])
+    with pytest.raises(ValueError, match=r"these tensors take 512 bytes, a slot holds 256: reserve\(512\) first"):
+        slots.tensors(0, [((ALIGNMENT + 1,), torch.uint8)])

@@ -90,19 +90,6 @@ def test_cutting_wakes_whoever_waits(pair: tuple[Sockets, Sockets]) -> None:
     pair[0].cut("and the other")
 
 
-def test_flags() -> None:
-    board = Board.new(70, -1)
-    assert {board.load(index) for index in range(70)} == {(1 << 32) - 1}
-    board.store(69, (1 << 32) + 5)
-    assert (board.load(69), board.load(68)) == (5, (1 << 32) - 1)
-    other = Board(os.dup(board._fd), 70)
-    other.store(3, 7)
-    assert board.load(3) == 7
-    for one in (board, other):
-        one.close()
-        one.close()
-
-
 def test_every_flag_has_its_place() -> None:
     members = [2, 5, 7]
     places = [flag_of(members, *pair) for pair in itertools.product(members, members)]
@@ -187,20 +174,6 @@ def test_what_one_rank_lacks_is_an_error_on_all(problem: str, driver: Driver, mo
         monkeypatch.setattr(driver, "cuInit", no_library)
     missing = problem if "bindings" in problem else None
     assert refused(2, None, missing) == f'transport "copy_engine": on rank 0 {problem}'
-
-
-def test_a_rank_that_cannot_connect(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = Listener.connect
-
-    def broken(listener: Listener, rank: int, *arguments: Any) -> None:
-        if rank == 1:
-            raise ConnectionRefusedError("refused")
-        connect(listener, rank, *arguments)
-
-    monkeypatch.setattr(Listener, "connect", broken)
-    told = refused(2)
-    assert "rank 0 cannot join its node's other ranks (timed out): do they share one container?" in told
-    assert "rank 1 cannot join its node's other ranks (refused)" in told
 
 
 def test_a_board_that_cuda_does_not_take(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

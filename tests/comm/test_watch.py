@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import weakref
@@ -20,7 +17,7 @@ from ringattn.comm import DONE, LocalGroup, LocalWorld, TransportError
 from ringattn.comm.control import Control
 from ringattn.comm.watchdog import watch as module
 from ringattn.comm.watchdog.deadlines import NEVER
-from ringattn.comm.watchdog.watch import EXIT_CODE, Watch, Watchdog, open_watch
+from ringattn.comm.watchdog.watch import Watch, Watchdog, open_watch
 
 from ..support.transport_cases import until
 from ..support.watch_cases import Clock, Ranks, Transfer, controls, on_all, running
@@ -53,47 +50,11 @@ def test_a_late_transfer_is_told_to_all(clock: Clock) -> None:
         (heard,) = ranks.transports[rank].reasons
         assert heard.startswith(f"rank {rank}: in a forward after forward hop 1: K/V given up. Rank 2 found: rank 2: ")
         assert text in heard
-    assert not ranks.ended
-
-
-def test_whoever_waits_raises_what_was_found(clock: Clock) -> None:
-    ranks, _ = running(2)
-    ranks.tick()
-    clock.now += 4
-    ranks.watches[0].tick()
-    (text,) = ranks.transports[0].reasons
-    raised = ranks.watches[0].failed(TransportError("the local transport of rank 0 was aborted"))
+    # whoever waits raises what was found, and a call that comes later is refused with the same words
+    raised = ranks.watches[2].failed(TransportError("the local transport of rank 0 was aborted"))
     assert isinstance(raised, TransportError) and str(raised) == text
-    # and a call that comes later is refused with the same words
     with pytest.raises(TransportError, match="forward hop 1: K/V"):
-        ranks.watches[0].agree({"heads": 8})
-
-
-def test_streams_end_the_process(clock: Clock) -> None:
-    ranks, _ = running(2, fatal=True)
-    ranks.tick()
-    clock.now += 4
-    ranks.tick()
-    assert [rank for rank, _ in ranks.ended] == [0, 1]
-    for rank, text in ranks.ended:
-        assert ranks.transports[rank].reasons == [text]  # aborted before
-
-
-def test_a_failed_transfer_is_found_before_anybody_waits_for_it() -> None:
-    ranks, fences = running(3)
-    fences[1].finish("receive of 64 bytes from rank 0 failed: Connection closed by peer")
-    ranks.tick(2)
-    (text,) = ranks.transports[1].reasons
-    assert text.startswith("rank 1: forward hop 1: K/V (64 bytes rank 0 -> rank 1, 64 bytes rank 1 -> rank 2) failed: ")
-    assert "Connection closed by peer. Last reported: rank 0: in forward hop 1: K/V (" in text
-    assert "Rank 1 found: rank 1: forward hop 1: K/V" in ranks.transports[0].reasons[0]
-    assert (
-        ranks.transports[0]
-        .reasons[0]
-        .startswith(
-            "rank 0: forward hop 1: K/V (64 bytes rank 2 -> rank 0, 64 bytes rank 0 -> rank 1) given up. Rank 1 found"
-        )
-    )
+        ranks.watches[2].agree({"heads": 8})
 
 
 def test_a_connection_that_a_peer_closed_on_purpose_is_not_the_reason() -> None:
@@ -133,13 +94,6 @@ def test_a_store_that_is_gone_is_said_and_the_deadline_holds(clock: Clock) -> No
         assert text.startswith(f"rank {rank}: forward hop 1: K/V (")
         assert all(f"rank {other}: agreed on a call (" in text for other in range(3) if other != rank)
         assert text.endswith(". the store of the group is gone: Connection reset by peer")
-
-
-def test_a_rank_that_never_said_anything_is_named(clock: Clock) -> None:
-    ranks, _ = running(3)
-    clock.now += 4
-    ranks.watches[0].tick()
-    assert "Last reported: nothing; nothing from rank 1, 2" in ranks.transports[0].reasons[0]
 
 
 def test_an_abort_that_hangs_does_not_hold_up_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,52 +152,6 @@ def test_a_connection_that_breaks_because_a_rank_refused_and_left() -> None:
     assert (type(raised), str(raised)) == (ValueError, "rank 1 refused this call: ValueError: k has 6 heads")
 
 
-def test_an_error_while_comparing_ends_the_wait_of_the_others() -> None:
-    ranks = Ranks(2)
-
-    def call(watch: Watch) -> None:
-        watch.enter()
-        if watch.rank == 0:
-            watch.stopped = interrupt  # type: ignore[method-assign]
-        try:
-            while watch.rank == 1:
-                watch.tick()  # the watchdog
-                watch.agree({"heads": 8})
-            watch.agree({"heads": 8})
-        except BaseException as error:
-            watch.left(error)
-            raise
-
-    def interrupt() -> str | None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        call(ranks.watches[0])
-    with pytest.raises(TransportError, match="Rank 0 found: rank 0: between calls failed: KeyboardInterrupt"):
-        call(ranks.watches[1])
-
-
-def test_a_rank_that_does_not_come_to_the_preflight_is_named() -> None:
-    ranks = Ranks(2, patience=0.2)
-    with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.2 s\. Last reported: nothing"):
-        ranks.watches[0].agree({"heads": 8})
-
-
-def test_one_rank_alone_has_nobody_to_compare_with() -> None:
-    (watch,) = Ranks(1).watches
-    watch.agree({"heads": 8})
-    watch.left(ValueError("x"))
-    watch.begin("forward")
-    watch.posted("hop", Transfer(), [], [], [])
-    with watch.span("compute"):
-        pass
-    watch.end()
-    watch.tick()
-    error = TransportError("x")
-    assert watch.failed(error) is error
-    assert [report.rank for report in watch.telemetry()] == [0]
-
-
 def test_a_process_that_was_stopped_starts_its_clocks_again(clock: Clock) -> None:
     ranks, _ = running(2)  # a deadline of 3 s
     ranks.tick()
@@ -254,18 +162,6 @@ def test_a_process_that_was_stopped_starts_its_clocks_again(clock: Clock) -> Non
         clock.now += 1.0
         ranks.tick()
     assert ranks.transports[0].reasons
-
-
-def test_where_the_process_ends_the_traceback_is_shown_first(caplog: pytest.LogCaptureFixture) -> None:
-    ranks, _ = running(2, fatal=True)
-    error = MemoryError("no room")
-    with pytest.raises(MemoryError):
-        try:
-            raise error
-        except MemoryError as caught:
-            assert ranks.watches[0].failed(caught) is error
-            raise
-    assert any(record.exc_info and record.exc_info[1] is error for record in caplog.records)
 
 
 @pytest.fixture
@@ -279,32 +175,6 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
 
 def watch_of(control: Control) -> Watch:
     return Watch(control, deadline=0.2, device=CPU, transports=lambda: [])
-
-
-def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> None:
-    watches = [watch_of(control) for control in controls(4)]
-    for watch in watches:
-        fast.add(watch)
-    thread = fast._thread
-    assert thread is not None and thread.daemon
-    assert [one.name for one in threading.enumerate()].count("ringattn-watchdog") == 1
-    gone = weakref.ref(watches[0])
-    watches[1].close()
-    del watches[0], watch
-    time.sleep(0.1)
-    gc.collect()
-    assert gone() is None  # the thread holds nobody
-    assert thread.is_alive()
-    watches[0].close()
-    watches[0].close()
-    assert thread.is_alive()
-    del watches
-    gc.collect()
-    thread.join(2)
-    assert not thread.is_alive()
-    again = watch_of(controls(2)[0])
-    fast.add(again)  # and begins anew
-    assert fast._thread is not None and fast._thread.is_alive()
 
 
 def test_a_fault_in_one_ring_does_not_end_the_watch_over_the_others(
@@ -322,33 +192,6 @@ def test_a_fault_in_one_ring_does_not_end_the_watch_over_the_others(
     broken.close()
 
 
-def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
-    seen: list[tuple[float | None, object]] = []
-
-    def fn(group: LocalGroup) -> None:
-        for deadline in (None, 5.0):
-            watch = open_watch(group, CPU, deadline=deadline, transports=lambda: [])
-            seen.append((watch._posts._seconds, watch._fatal))
-            watch.agree({"heads": 8})
-            watch.close()
-
-    with LocalWorld(2, device="cpu") as world:
-        world.run(fn)
-    assert sorted(seen, key=str) == [(5.0, None), (5.0, None), (NEVER, None), (NEVER, None)]
-
-
-@pytest.mark.parametrize(("device", "ends"), [("cpu", 0), ("cuda:0", 1)])
-def test_only_streams_of_a_gpu_end_the_process(
-    device: str, ends: int, fast: Watchdog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended: list[str] = []
-    monkeypatch.setattr(module, "end_process", ended.append)
-    monkeypatch.setattr(module, "control_of", lambda group, patience: controls(2)[0])
-    watch = open_watch(object(), torch.device(device), deadline=5.0, transports=list)  # type: ignore[arg-type]
-    watch.failed(TransportError("the connection is gone"))
-    assert ["the connection is gone" in text for text in ended] == [True] * ends
-
-
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # Python 3.12: of a process with threads
 def test_a_forked_child_has_a_thread_of_its_own(fast: Watchdog) -> None:
     fast.add(watch := watch_of(controls(2)[0]))
@@ -363,13 +206,92 @@ def test_a_forked_child_has_a_thread_of_its_own(fast: Watchdog) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_the_process_ends_non_zero() -> None:
-    code = """
-        import threading
-        from ringattn.comm.watchdog.watch import end_process
-        threading.Thread(target=lambda: end_process("rank 0: forward hop 1: not over")).start()
-        threading.Event().wait()
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == EXIT_CODE == os.EX_TEMPFAIL == 75  # what schedulers start again
-    assert "this process ends: rank 0: forward hop 1: not over" in done.stderr
+def test_streams_end_the_process_and_show_why(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    ranks, _ = running(3, fatal=True)
+    ranks.tick()
+    clock.now += 4
+    ranks.tick()
+    assert [rank for rank, _ in ranks.ended] == [0, 1, 2]
+    for rank, text in ranks.ended:
+        assert ranks.transports[rank].reasons == [text]  # aborted before
+    assert "Last reported: rank 1: in forward hop 1: K/V (" in ranks.ended[0][1]
+    (watch, *_), error = running(2, fatal=True)[0].watches, MemoryError("no room")
+    assert watch.failed(error) is error
+    assert any(record.exc_info and record.exc_info[1] is error for record in caplog.records)
+
+
+def test_a_failed_transfer_is_found_before_anybody_waits_for_it() -> None:
+    ranks, fences = running(3)
+    fences[1].finish("receive of 64 bytes from rank 0 failed: Connection closed by peer")
+    ranks.watches[1].tick()
+    ranks.tick()
+    edges = "(64 bytes rank {} -> rank {}, 64 bytes rank {} -> rank {})".format
+    found = f"rank 1: forward hop 1: K/V {edges(0, 1, 1, 2)} failed: "
+    (text,) = ranks.transports[1].reasons
+    assert text.startswith(found)
+    assert "Connection closed by peer. Last reported: nothing; nothing from rank 2, 0" in text
+    heard = f"rank 0: forward hop 1: K/V {edges(2, 0, 0, 1)} given up. Rank 1 found: {found}"
+    assert ranks.transports[0].reasons[0].startswith(heard)
+
+
+def test_a_rank_that_does_not_come_to_the_preflight_is_named() -> None:
+    ranks = Ranks(2, patience=0.2)
+    with pytest.raises(TransportError, match=r"no answer from rank 1 within 0\.2 s\. Last reported: nothing"):
+        ranks.watches[0].agree({"heads": 8})
+
+
+def test_one_rank_alone_has_nobody_to_compare_with() -> None:
+    (watch,) = Ranks(1).watches
+    watch.agree({"heads": 8})
+    watch.left(ValueError("x"))
+    watch.posted("hop", Transfer(), [], [], [])
+    with watch.span("compute"):
+        watch.tick()
+    error = TransportError("x")
+    assert watch.failed(error) is error
+    assert [report.rank for report in watch.telemetry()] == [0]
+
+
+def test_one_thread_serves_all_rings_and_ends_with_the_last(fast: Watchdog) -> None:
+    watches = [watch_of(control) for control in controls(4)]
+    for watch in watches:
+        fast.add(watch)
+    thread, gone = fast._thread, weakref.ref(watches[0])
+    assert thread is not None and thread.daemon
+    assert [one.name for one in threading.enumerate()].count("ringattn-watchdog") == 1
+    watches[1].close()
+    del watches[0], watch
+    until(lambda: gc.collect() >= 0 and gone() is None)  # the thread holds nobody
+    assert thread.is_alive()
+    del watches
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+    again = watch_of(controls(2)[0])
+    fast.add(again)  # and begins anew
+    assert fast._thread is not None and fast._thread.is_alive()
+
+
+def test_virtual_ranks_have_no_deadline_of_their_own(fast: Watchdog) -> None:
+    def fn(group: LocalGroup) -> list[tuple[float | None, object]]:
+        watches = [open_watch(group, CPU, deadline=deadline, transports=list) for deadline in (None, 5.0)]
+        for watch in watches:
+            watch.close()
+        return [(watch._posts._seconds, watch._fatal) for watch in watches]
+
+    with LocalWorld(2, device="cpu") as world:
+        assert world.run(fn) == [[(NEVER, None), (5.0, None)]] * 2
+
+
+@pytest.mark.parametrize(("device", "codes"), [("cpu", []), ("cuda:0", [75])])
+def test_only_streams_of_a_gpu_end_the_process(
+    device: str, codes: list[int], fast: Watchdog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a code that schedulers take for a reason to start it again."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(module, "control_of", lambda group, patience: controls(2)[0])
+    watch = open_watch(object(), torch.device(device), deadline=5.0, transports=list)  # type: ignore[arg-type]
+    watch.failed(TransportError("the connection is gone"))
+    assert ended == codes and os.EX_TEMPFAIL == 75
+    assert ("this process ends: rank 0: between calls failed: the connection is gone" in caplog.text) is bool(codes)

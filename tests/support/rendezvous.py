@@ -2,7 +2,7 @@
 
 Every rank is a coroutine that issues what the ring loop issues, in its order. Each level of the ring has a queue of
 groups per rank, which run one after the other once what they wait for is over; a message moves when both its ends are
-in a group that runs. Contents are sets: K/V are the shard's number, sums are counts of the ranks that added to them.
+in a group that runs. Contents are sets: K/V are the shard's number, dK/dV are counts of the ranks that added to them.
 From when its group runs until it arrives, a slot holds nothing, so that whoever still wanted what was in it fails.
 """
 
@@ -19,7 +19,7 @@ from ringattn.ring.schedule.plan import Plan
 from ringattn.ring.schedule.schedule import Hop, Schedule
 
 Part = tuple[int, int]  # a chunk of a slot
-Tag = tuple[str, int, int]  # what a message carries: K/V or sums, of which shard, which chunk
+Tag = tuple[str, int, int]  # what a message carries: K/V or dK/dV, of which shard, which chunk
 Pairs = list[tuple[int, int]]
 
 
@@ -76,11 +76,11 @@ class Rank:
     queues: tuple[deque[Group], deque[Group]] = field(default_factory=lambda: (deque(), deque()))
     issued: list[Key] = field(default_factory=list)
     kv: Store = field(default_factory=Store)
-    sums: Store = field(default_factory=Store)
+    dkv: Store = field(default_factory=Store)
     kv_came: dict[Part, Group] = field(default_factory=dict)  # per hop and chunk
-    sums_came: dict[Part, Group] = field(default_factory=dict)
+    dkv_came: dict[Part, Group] = field(default_factory=dict)
     rail_came: dict[int, Group] = field(default_factory=dict)  # per chunk
-    home: dict[int, Counter[int]] = field(default_factory=dict)  # per chunk, whose parts of the own shard's sums
+    home: dict[int, Counter[int]] = field(default_factory=dict)  # per chunk, whose parts of the own shard's dK/dV
     done: dict[str, Pairs] = field(default_factory=lambda: {"out": [], "dq": [], "dkdv": []})
 
     def post(self, group: Group) -> Group | None:
@@ -145,7 +145,7 @@ class Rank:
                     self.advance(hop)
                 for chunk in range(self.chunks):
                     yield from self.add(hop, chunk)
-                    self.post_sums(hop, chunk)
+                    self.post_dkv(hop, chunk)
                     if self.prefetch > 1 and chunk == self.chunks - 1:
                         self.advance(hop, Kind.PREFETCH)
                     yield from self.compute("dq", hop, chunk)
@@ -162,31 +162,31 @@ class Rank:
 
     def add(self, hop: Hop, chunk: int) -> Program:
         """The dK/dV kernel: what arrived, or zero, plus this rank's part."""
-        came, base = self.sums_came.get((hop.index, chunk)), self.plan.is_outer_root(hop)
+        came, base = self.dkv_came.get((hop.index, chunk)), self.plan.is_outer_root(hop)
         if not hop.computes and (came is None or not base):
             return
         slot = LEAVING_SLOT if base else hop.dkv_slot
         assert slot is not None
         if base or came is None:
-            yield from self.sums.free((slot, chunk))
+            yield from self.dkv.free((slot, chunk))
         yield from self.compute("dkdv", hop, chunk)
         before = Counter[int]()
         if came is not None:
             before = yield from self.read(came, (hop.dkv_slot, chunk))
-        self.sums.content[slot, chunk] = before + Counter([self.plan.rank] if hop.computes else [])
+        self.dkv.content[slot, chunk] = before + Counter([self.plan.rank] if hop.computes else [])
 
     def read(self, came: Group, part: tuple[int | None, int]) -> Generator[Group, None, Counter[int]]:
         yield came
         slot, chunk = part
         assert slot is not None
-        content = self.sums.content[slot, chunk]
+        content = self.dkv.content[slot, chunk]
         assert content is not None, "added to before it was there"
         return Counter(content)
 
-    def post_sums(self, hop: Hop, chunk: int) -> None:
+    def post_dkv(self, hop: Hop, chunk: int) -> None:
         group = Group(Key(self.phase, hop.index, Kind.DKV, hop.index, chunk), INSIDE)
         if hop.dkv_slot is not None:
-            self.send_sums(group, hop.dkv_to, hop.shard, (hop.dkv_slot, chunk))
+            self.send_dkv(group, hop.dkv_to, hop.shard, (hop.dkv_slot, chunk))
         coming = [one for one in self.plan.hops[hop.index + 1 : hop.index + 2] if not self.plan.is_outer_root(one)]
         coming += [self.plan.dkv_returns[hop.index]] if hop.index in self.plan.dkv_returns else []
         coming = [one for one in coming if one.dkv_from is not None]
@@ -194,34 +194,34 @@ class Rank:
         assert len({*used, hop.dkv_slot}) == len(used) + 1, "one slot twice in a group"
         for one in coming:
             assert one.dkv_from is not None and one.dkv_slot is not None
-            self.receive_sums(group, one.dkv_from, one.shard, (one.dkv_slot, chunk))
-            self.sums_came[one.index, chunk] = group
+            self.receive_dkv(group, one.dkv_from, one.shard, (one.dkv_slot, chunk))
+            self.dkv_came[one.index, chunk] = group
         self.post(group)
 
     def send_return(self, base: Hop, chunk: int) -> None:
         last = base.index + self.plan.inner - 1
         group = Group(Key(self.phase, last, Kind.RETURN, 0, chunk), BETWEEN)
-        self.send_sums(group, base.return_to, base.shard, (LEAVING_SLOT, chunk))
+        self.send_dkv(group, base.return_to, base.shard, (LEAVING_SLOT, chunk))
         if base.return_from is not None:
-            self.receive_sums(group, base.return_from, self.plan.rank, (ARRIVING_SLOT, chunk))
+            self.receive_dkv(group, base.return_from, self.plan.rank, (ARRIVING_SLOT, chunk))
             self.rail_came[chunk] = group
         self.post(group)
 
-    def send_sums(self, group: Group, to: int | None, shard: int, part: Part) -> None:
+    def send_dkv(self, group: Group, to: int | None, shard: int, part: Part) -> None:
         if to is not None:
-            group.sends.append((to, ("sums", shard, part[1]), lambda: self.sums.content.get(part)))
-            self.sums.busy(part, group)
+            group.sends.append((to, ("dkv", shard, part[1]), lambda: self.dkv.content.get(part)))
+            self.dkv.busy(part, group)
 
-    def receive_sums(self, group: Group, source: int, shard: int, part: Part) -> None:
-        group.after += self.sums.free(part)
-        group.receives.append((source, ("sums", shard, part[1]), self.sums, part))
-        self.sums.busy(part, group)
+    def receive_dkv(self, group: Group, source: int, shard: int, part: Part) -> None:
+        group.after += self.dkv.free(part)
+        group.receives.append((source, ("dkv", shard, part[1]), self.dkv, part))
+        self.dkv.busy(part, group)
 
     def absorb(self, chunk: int) -> Program:
         own = self.plan.hops[0]
         came, slot = self.rail_came.pop(chunk, None), ARRIVING_SLOT
         if came is None:
-            came, slot = self.sums_came.pop((own.index, chunk), None), own.dkv_slot or 0
+            came, slot = self.dkv_came.pop((own.index, chunk), None), own.dkv_slot or 0
         if came is not None:
             more = yield from self.read(came, (slot, chunk))
             self.home[chunk] = self.home.get(chunk, Counter()) + more

@@ -43,6 +43,9 @@ class MemoryConnection:
     def hopeless(self, missing: Sequence[int]) -> TransportError | None:
         return None
 
+    def close(self) -> None:
+        """The store stays."""
+
 
 def controls(size: int) -> list[Control]:
     store = HashStore()

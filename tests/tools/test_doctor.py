@@ -79,15 +79,15 @@ def test_a_well_machine(target: Path) -> None:
     assert rows["transport process_group"].startswith("skipped not possible here: transport is 'process_group', the")
     with table.open() as file:
         assert [row["check"] for row in csv.DictReader(file)] == [*rows]
-    assert read_back(target).world == 4
+    assert read_back(target) == 4
 
 
-def read_back(path: Path) -> Topology:
-    """The ring of a result that failed in nothing."""
+def read_back(path: Path) -> int:
+    """How many ranks the ring of a result has that failed in nothing."""
     result = read(path)
     assert result.case == "doctor" and result.failed == [] and result.notes[-1].startswith("all well: ")
     assert result.provenance["device"] == "cpu"
-    return Topology.from_json(result.provenance["ring"])
+    return sum(map(len, result.provenance["ring"]["nodes"]))
 
 
 def in_a_launcher(store: str, arguments: tuple[str, ...]) -> tuple[int, str]:

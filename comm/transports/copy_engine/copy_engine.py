@@ -55,13 +55,11 @@ from ...transport import (
     Message,
     TransportBase,
     TransportError,
-    aborted,
     check_messages,
-    check_open,
     self_pairs,
 )
 from ..lanes import POLL_SECONDS, StreamFence, StreamLane, passed
-from .memory import Exports, Imports, Offer, Retired, Staging, checked, flag_of
+from .memory import RETIRED, Exports, Imports, Offer, Staging, checked, flag_of
 from .sockets import join_node
 
 logger = logging.getLogger(__name__)
@@ -110,9 +108,7 @@ class CopyEngineTransport(TransportBase):
             raise ValueError(f"members is {self._members}: it takes the rank that opens the transport, {rank}, too")
         self._control = control
         self._ending = threading.Lock()
-        self._aborted = ""  # why
         self._releasing: threading.Thread | None = None
-        self._open = True
         self._posting = False
         self._last: StreamFence | None = None
         self._sent = dict.fromkeys(self._members, FIRST_NUMBER)  # number of the last message to each peer
@@ -153,7 +149,7 @@ class CopyEngineTransport(TransportBase):
 
     def gather(self, value: object) -> list[object]:
         """See `Transport.gather`. Over all ranks of the group, also those that are no members."""
-        check_open(self, self._open)
+        self._check_open()
         return self._control.gather(value, what="the gather of a copy_engine transport", timeout=self._timeout)
 
     def abort(self, reason: str) -> None:
@@ -162,7 +158,7 @@ class CopyEngineTransport(TransportBase):
             if self._aborted or not self._open:
                 return
             self._aborted = reason
-            self._sockets.cut(str(aborted(self.name, self.rank, reason)))
+            self._sockets.cut(str(self._aborted_error(reason)))
             self._releasing = start(self._release, self._device, "copy-engine-abort")
 
     def close(self) -> None:
@@ -212,7 +208,7 @@ class CopyEngineTransport(TransportBase):
     def _announce(self, offers: dict[int, list[Offer]]) -> None:
         for region in self._exports.retired():
             for peer in region.peers:
-                self._sockets.send(peer, Retired(region.buffer).pack(), self._timeout)
+                self._sockets.send(peer, RETIRED.pack(region.buffer), self._timeout)
         for peer, announced in offers.items():
             self._sent[peer] = announced[-1].number
             ready, _ = flag_of(self._members, self.rank, peer)
@@ -248,9 +244,9 @@ class CopyEngineTransport(TransportBase):
         self._flags.wait_for(self._lane.stream.cuda_stream, flag, number)
 
     def _copy(self, destination: int, source: int, nbytes: int) -> None:
-        driver, stream = self._driver, self._lane.stream.cuda_stream
         # Both are addresses of this process: the driver finds the devices from them, and peers' are opened for access.
-        checked(driver, driver.cuMemcpyDtoDAsync(destination, source, nbytes, stream), "cuMemcpyDtoDAsync")
+        result = self._driver.cuMemcpyDtoDAsync(destination, source, nbytes, self._lane.stream.cuda_stream)
+        checked(self._driver, result, "cuMemcpyDtoDAsync")
 
     def _next_offer(self, peer: int, nbytes: int) -> Offer:
         what = f"rank {self.rank} waits until rank {peer} posts the {nbytes} bytes that it is to send"
@@ -259,7 +255,7 @@ class CopyEngineTransport(TransportBase):
             offer = Offer.unpack(record)
             if offer is not None:
                 break
-            self._imports.drop(peer, Retired.unpack(record).buffer)
+            self._imports.drop(peer, *RETIRED.unpack(record))
         if offer.nbytes != nbytes:
             raise TransportError(
                 f"rank {self.rank} expects {nbytes} bytes from rank {peer}, which sent {offer.nbytes} (message "
@@ -294,11 +290,6 @@ class CopyEngineTransport(TransportBase):
                 if not self._posting and (self._last is None or self._last.done()):
                     return
             time.sleep(POLL_SECONDS)
-
-    def _check_running(self) -> None:
-        if self._aborted:
-            raise aborted(self.name, self.rank, self._aborted)
-        check_open(self, self._open)
 
     def _check_members(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         for kind, messages in (("sends", sends), ("receives", receives)):

@@ -28,12 +28,17 @@ FLAG_BITS = 32
 SHARED_BYTES = 2 << 20
 
 
-def checked(driver: Any, result: tuple[Any, ...], what: str) -> Any:
-    """What a driver call returned beside its status: nothing, one value or a tuple of them.
+def called(driver: Any, name: str, *arguments: Any, about: str = "") -> Any:
+    """What a call of the driver returns beside its status: nothing, one value or a tuple of them.
 
     Raises:
-        TransportError: the call failed; names it and CUDA's name of the error.
+        TransportError: the call failed; names it, what it was about, and CUDA's name of the error.
     """
+    return checked(driver, getattr(driver, name)(*arguments), name + about)
+
+
+def checked(driver: Any, result: tuple[Any, ...], what: str) -> Any:
+    """The same of a call that was made."""
     status, *values = result
     if status != driver.CUresult.CUDA_SUCCESS:
         raise TransportError(f"{what} failed: {getattr(status, 'name', status)}")
@@ -45,19 +50,19 @@ class Context:
 
     def __init__(self, driver: Any, device: torch.device) -> None:
         self.driver = driver
-        checked(driver, driver.cuInit(0), "cuInit")
-        self._device = checked(driver, driver.cuDeviceGet(device.index or 0), "cuDeviceGet")
-        self._context = checked(driver, driver.cuDevicePrimaryCtxRetain(self._device), "cuDevicePrimaryCtxRetain")
+        called(driver, "cuInit", 0)
+        self._device = called(driver, "cuDeviceGet", device.index or 0)
+        self._context = called(driver, "cuDevicePrimaryCtxRetain", self._device)
 
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make it current, also in a thread that has never touched CUDA; the thread's own comes back afterwards."""
         driver = self.driver
-        checked(driver, driver.cuCtxPushCurrent(self._context), "cuCtxPushCurrent")
+        called(driver, "cuCtxPushCurrent", self._context)
         try:
             yield
         finally:
-            checked(driver, driver.cuCtxPopCurrent(), "cuCtxPopCurrent")
+            called(driver, "cuCtxPopCurrent")
 
     def pci_id(self) -> str:
         """The device's PCI address: the same in every process, whatever CUDA_VISIBLE_DEVICES makes of its number."""
@@ -67,7 +72,7 @@ class Context:
         """Why this device cannot share memory with other processes; None where it can."""
         driver = self.driver
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED
-        able = checked(driver, driver.cuDeviceGetAttribute(attribute, self._device), "cuDeviceGetAttribute")
+        able = called(driver, "cuDeviceGetAttribute", attribute, self._device)
         return None if able else "the device has no CUDA IPC"
 
     def unreadable(self) -> tuple[str, ...]:
@@ -75,21 +80,21 @@ class Context:
         when its memory is opened."""
         driver = self.driver
         unreadable = []
-        for index in range(checked(driver, driver.cuDeviceGetCount(), "cuDeviceGetCount")):
-            other = checked(driver, driver.cuDeviceGet(index), "cuDeviceGet")
+        for index in range(called(driver, "cuDeviceGetCount")):
+            other = called(driver, "cuDeviceGet", index)
             if int(other) == int(self._device):  # its own memory: no peer, and CUDA would say no
                 continue
-            if not checked(driver, driver.cuDeviceCanAccessPeer(self._device, other), "cuDeviceCanAccessPeer"):
+            if not called(driver, "cuDeviceCanAccessPeer", self._device, other):
                 unreadable.append(self._pci_id_of(other))
         return tuple(unreadable)
 
     def release(self) -> None:
         """Let go of it; torch keeps its own hold."""
-        checked(self.driver, self.driver.cuDevicePrimaryCtxRelease(self._device), "cuDevicePrimaryCtxRelease")
+        called(self.driver, "cuDevicePrimaryCtxRelease", self._device)
 
     def _pci_id_of(self, device: Any) -> str:
         driver = self.driver
-        text = checked(driver, driver.cuDeviceGetPCIBusId(PCI_ID_BYTES, device), "cuDeviceGetPCIBusId")
+        text = called(driver, "cuDeviceGetPCIBusId", PCI_ID_BYTES, device)
         return bytes(text).split(b"\0")[0].decode()
 
 
@@ -112,23 +117,9 @@ class Offer(NamedTuple):
         return cls(*_OFFER.unpack(record)) if len(record) == _OFFER.size else None
 
 
-class Retired(NamedTuple):
-    """The sender's process has freed this allocation."""
-
-    buffer: int
-
-    def pack(self) -> bytes:
-        """As a record."""
-        return _RETIRED.pack(*self)
-
-    @classmethod
-    def unpack(cls, record: bytes) -> Retired:
-        """From a record."""
-        return cls(*_RETIRED.unpack(record))
-
-
 _OFFER = struct.Struct(f"<QQQQ{HANDLE_BYTES}s")
-_RETIRED = struct.Struct("<Q")
+RETIRED = struct.Struct("<Q")
+"""The record of an allocation that the sender's process has freed: its number."""
 
 
 @dataclass
@@ -155,7 +146,7 @@ class Exports:
         driver = self._driver
         # By number, not by address: the same address may be another allocation after torch.cuda.empty_cache().
         attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
-        buffer = int(checked(driver, driver.cuPointerGetAttribute(attribute, address), "cuPointerGetAttribute"))
+        buffer = int(called(driver, "cuPointerGetAttribute", attribute, address))
         region = self._regions.get(buffer)
         if region is None:
             self._sweep()
@@ -177,8 +168,8 @@ class Exports:
         if status != driver.CUresult.CUDA_SUCCESS or not capable:
             return None
         # torch cuts tensors out of larger allocations, and a handle stands for a whole one.
-        base, _ = checked(driver, driver.cuMemGetAddressRange(address), "cuMemGetAddressRange")
-        handle = checked(driver, driver.cuIpcGetMemHandle(int(base)), "cuIpcGetMemHandle")
+        base, _ = called(driver, "cuMemGetAddressRange", address)
+        handle = called(driver, "cuIpcGetMemHandle", int(base))
         # Through its address: the bytes have no attribute in cuda-bindings 13.5.
         return Region(buffer, int(base), ctypes.string_at(int(handle.getPtr()), HANDLE_BYTES))
 
@@ -204,14 +195,14 @@ class Staging:
         """Where there is a block of so many bytes. A smaller one stays until `close`: peers may still read it."""
         if not self._blocks or self._blocks[-1][1] < nbytes:
             nbytes = -(-max(nbytes, 2 * sum(size for _, size in self._blocks)) // SHARED_BYTES) * SHARED_BYTES
-            address = checked(self._driver, self._driver.cuMemAlloc(nbytes), f"cuMemAlloc of {nbytes} bytes")
+            address = called(self._driver, "cuMemAlloc", nbytes, about=f" of {nbytes} bytes")
             self._blocks.append((int(address), nbytes))
         return self._blocks[-1][0]
 
     def close(self) -> None:
         """Free all of it. Idempotent."""
         while self._blocks:
-            checked(self._driver, self._driver.cuMemFree(self._blocks.pop()[0]), "cuMemFree")
+            called(self._driver, "cuMemFree", self._blocks.pop()[0])
 
 
 class Imports:
@@ -233,7 +224,7 @@ class Imports:
         address = self._opened.pop((peer, buffer), None)
         if address is not None:
             # Every copy out of it is over: its owner waited for them before it was freed.
-            checked(self._driver, self._driver.cuIpcCloseMemHandle(address), "cuIpcCloseMemHandle")
+            called(self._driver, "cuIpcCloseMemHandle", address)
 
     def close(self) -> None:
         """Close all of them. Idempotent."""
@@ -245,7 +236,7 @@ class Imports:
         handle = driver.CUipcMemHandle()
         ctypes.memmove(int(handle.getPtr()), data, HANDLE_BYTES)
         flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS  # the one value there is
-        return int(checked(driver, driver.cuIpcOpenMemHandle(handle, flags), f"cuIpcOpenMemHandle of rank {peer}"))
+        return int(called(driver, "cuIpcOpenMemHandle", handle, flags, about=f" of rank {peer}"))
 
 
 class Board:
@@ -329,8 +320,8 @@ class Flags:
         self.board = board
         self._host = ctypes.addressof(ctypes.c_char.from_buffer(board.memory))
         flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
-        checked(driver, driver.cuMemHostRegister(self._host, len(board.memory), flags), "cuMemHostRegister")
-        self._base = int(checked(driver, driver.cuMemHostGetDevicePointer(self._host, 0), "cuMemHostGetDevicePointer"))
+        called(driver, "cuMemHostRegister", self._host, len(board.memory), flags)
+        self._base = int(called(driver, "cuMemHostGetDevicePointer", self._host, 0))
 
     def address(self, index: int) -> int:
         """Where the device finds a flag."""
@@ -354,6 +345,6 @@ class Flags:
     def close(self) -> None:
         """Take the board from the device, and unmap it."""
         try:
-            checked(self._driver, self._driver.cuMemHostUnregister(self._host), "cuMemHostUnregister")
+            called(self._driver, "cuMemHostUnregister", self._host)
         finally:
             self.board.close()

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,11 +52,6 @@ class Sockets:
         # Also where nobody closes: a peer must not wait for one that is gone with its transport.
         self._end = weakref.finalize(self, _close, list(sockets.values()))
         _OPEN.add(self)
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """The ranks at the other ends."""
-        return tuple(self._sockets)
 
     def send(self, peer: int, record: bytes, timeout: float) -> None:
         """Put one record on the socket; blocks only where the peer has left hundreds of them unread.
@@ -240,60 +236,50 @@ def join_node(
     Raises:
         TransportError: on every rank that has to do with the cause, naming the ranks.
     """
-    context, joined = None, None
-    try:
-        with Listener() as listener:
-            context, card = _card(members, device, missing, listener)
-            node = control.fresh_scope("cards")
-            node.publish(str(rank), tuple(card))
-            peers = {peer: str(peer) for peer in members}
-            published: list[Any] = node.collect(peers, what="who is on this node", timeout=timeout)
-            cards = {peer: Card.of(*card) for peer, card in zip(members, published, strict=True)}
-            problem = problem_of(members, cards)
-            if problem is None and context is not None:
-                try:
-                    addresses = {peer: cards[peer].address for peer in members}
-                    joined = _join(context, rank, listener, addresses, first, timeout)
-                except (OSError, TransportError) as error:
-                    problem = f"rank {rank} cannot join its node's other ranks ({error}): do they share one container?"
-            # Twice: a rank that others do not reach has waited for them by now.
-            problems = control.gather(problem, what="whether the ranks of a node are joined", timeout=2 * timeout)
+    with Listener() as listener, ExitStack() as undo:  # what is to be undone where this fails
+        context, card = _card(members, device, missing, listener, undo)
+        node = control.fresh_scope("cards")
+        node.publish(str(rank), tuple(card))
+        peers = {peer: str(peer) for peer in members}
+        published: list[Any] = node.collect(peers, what="who is on this node", timeout=timeout)
+        cards = {peer: Card.of(*card) for peer, card in zip(members, published, strict=True)}
+        problem, joined = problem_of(members, cards), None
+        if problem is None and context is not None:
+            try:
+                addresses = {peer: cards[peer].address for peer in members}
+                joined = _join(context, rank, listener, addresses, first, timeout)
+                undo.callback(_give_back, context, *joined)
+            except (OSError, TransportError) as error:
+                problem = f"rank {rank} cannot join its node's other ranks ({error}): do they share one container?"
+        # Twice: a rank that others do not reach has waited for them by now.
+        problems = control.gather(problem, what="whether the ranks of a node are joined", timeout=2 * timeout)
         failed = [str(text) for peer, text in enumerate(problems) if peer in members and text]
         if context is None or joined is None or failed:
             raise TransportError(f'transport "copy_engine": {"; ".join(dict.fromkeys(failed))}')
+        undo.pop_all()
         return context, *joined
-    except BaseException:
-        if context is not None:
-            _give_back(context, joined)
-        raise
-
-
-def _give_back(context: Context, joined: tuple[Flags, Sockets] | None) -> None:
-    if joined is not None:
-        flags, sockets = joined
-        sockets.close()
-        with context.current():
-            flags.close()
-    context.release()
 
 
 def _join(
     context: Context, rank: int, listener: Listener, addresses: Mapping[int, str], first: int, timeout: float
 ) -> tuple[Flags, Sockets]:
-    sockets: dict[int, socket.socket] = {}
-    try:
-        listener.connect(rank, addresses, sockets, timeout)
-        board = Board.shared(rank, sockets, 2 * len(addresses) ** 2, first)
-        try:
-            with context.current():
-                return Flags(context.driver, board), Sockets(sockets)
-        except BaseException:
-            board.close()
-            raise
-    except BaseException:
-        for end in sockets.values():
-            end.close()
-        raise
+    """Where this fails it gives everything back at once: peers wait for it."""
+    ends: dict[int, socket.socket] = {}
+    with ExitStack() as undo:
+        undo.callback(lambda: _close([*ends.values()]))
+        listener.connect(rank, addresses, ends, timeout)
+        board = Board.shared(rank, ends, 2 * len(addresses) ** 2, first)
+        undo.callback(board.close)
+        with context.current():
+            joined = Flags(context.driver, board), Sockets(ends)
+        undo.pop_all()
+    return joined
+
+
+def _give_back(context: Context, flags: Flags, sockets: Sockets) -> None:
+    sockets.close()
+    with context.current():
+        flags.close()
 
 
 def problem_of(members: Sequence[int], cards: Mapping[int, Card]) -> str | None:
@@ -316,7 +302,7 @@ def problem_of(members: Sequence[int], cards: Mapping[int, Card]) -> str | None:
 
 
 def _card(
-    members: Sequence[int], device: torch.device, missing: str | None, listener: Listener
+    members: Sequence[int], device: torch.device, missing: str | None, listener: Listener, undo: ExitStack
 ) -> tuple[Context | None, Card]:
     """What this rank says of itself; also where it fails, for the others would wait."""
     card = Card(tuple(members), missing, node_id(), socket.gethostname(), address=listener.address)
@@ -325,6 +311,7 @@ def _card(
     driver: Any = importlib.import_module("cuda.bindings.driver")
     try:
         context = Context(driver, device)
+        undo.callback(context.release)
         card = card._replace(problem=context.problem(), pci_id=context.pci_id(), unreadable=context.unreadable())
         return context, card
     except (TransportError, RuntimeError) as error:  # RuntimeError: cuda-bindings finds no driver
