@@ -28,7 +28,7 @@ def test_views_of_one_arena_are_one_allocation() -> None:
         assert (first.offset, second.offset) == (256, 296)
         addresses = [imports.address(0, offer) for offer in (first, second, first)]
         assert addresses[0] >= OPENED and addresses == [addresses[0], addresses[0] + 40, addresses[0]]
-        assert driver.resolve(addresses[1], 4) == arena[10:].data_ptr()
+        assert driver.resolve(addresses[1]) == arena[10:].data_ptr()
         assert driver.calls["cuIpcOpenMemHandle"] == driver.calls["cuIpcGetMemHandle"] == 1
         imports.address(2, first)  # the same allocation under another rank's number
         assert driver.calls["cuIpcOpenMemHandle"] == 2
@@ -55,7 +55,7 @@ def test_an_address_that_another_allocation_took() -> None:
         imports.drop(0, gone.buffer)
         imports.drop(0, gone.buffer)
         assert not driver.opened
-        assert driver.resolve(imports.address(0, after), 4) == arena.data_ptr()
+        assert driver.resolve(imports.address(0, after)) == arena.data_ptr()
         with pytest.raises(TransportError, match="cuIpcOpenMemHandle of rank 0 failed: CUDA_ERROR_MAP_FAILED"):
             imports.address(0, before)
 

@@ -31,9 +31,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from ..support.recorder.cases import CASES
-from ..support.recorder.recording import Recording
-from ..support.recorder.ring import record
+from ..support.cuda.cases import CASES
+from ..support.cuda.ring import Recording, record
 from .mutations import Mutant, apply, mutants, options_of, told
 
 T = TypeVar("T")
@@ -131,7 +130,7 @@ Counts = tuple[Counter[str], Counter[str]]  # waits by name: all, and those that
 
 def counted(recording: Recording) -> Counts:
     """The waits of one case."""
-    implied = Counter(wait.name for wait in recording.checked.unnoticed())
+    implied = Counter(wait.name for wait in recording.graph.unnoticed())
     return Counter(wait.name for wait in recording.graph.waits), implied
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ringattn.kernels.experimental.dq_sum import Turns
 from ringattn.kernels.order import Chip
 
-from .device import Recorder
+from .recorder import Recorder
 
 
 def keys(k: Tensor, v: Tensor) -> Tensor:
