@@ -1,4 +1,4 @@
-"""The recorder notices a missing wait: small programs whose races are known, and checks against the slow and obvious."""
+"""The recorder notices a missing wait: programs whose races are known, and checks against the slow and obvious."""
 
 from __future__ import annotations
 
@@ -54,34 +54,41 @@ def buffer(recorder: Recorder, name: str = "x", count: int = 4) -> torch.Tensor:
     return made
 
 
-# streams and events: what the compute stream does, what a transfer stream does behind it, and what is wrong with that
+# streams, events and memory: what the compute stream does before a transfer stream writes
+
+
+def compute() -> torch.cuda.Stream:
+    return torch.cuda.current_stream()
+
+
+def recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(compute())
+    return event
 
 
 def early_record(x: torch.Tensor, transfer: torch.cuda.Stream) -> None:
-    ready = torch.cuda.Event()
-    ready.record(torch.cuda.current_stream())
+    ready = recorded()
     x.fill_(3)
     transfer.wait_event(ready)
 
 
 def right_record(x: torch.Tensor, transfer: torch.cuda.Stream) -> None:
     x.fill_(3)
-    transfer.wait_stream(torch.cuda.current_stream())
+    transfer.wait_stream(compute())
 
 
-def newer_record(x: torch.Tensor, transfer: torch.cuda.Stream) -> None:
-    """A wait means the newest record that there was: the first is too early, the last comes after the wait."""
-    ready = torch.cuda.Event()
-    for _ in range(2):
-        ready.record(torch.cuda.current_stream())
-        x.fill_(3)
+def late_record(x: torch.Tensor, transfer: torch.cuda.Stream) -> None:
+    """A wait means the newest record that there is."""
+    ready = recorded()
     transfer.wait_event(ready)
-    ready.record(torch.cuda.current_stream())
+    x.fill_(3)
+    ready.record(compute())
 
 
 def host_waits(x: torch.Tensor, transfer: torch.cuda.Stream) -> None:
     x.fill_(3)
-    torch.cuda.current_stream().synchronize()
+    compute().synchronize()
 
 
 def host_reads(x: torch.Tensor, transfer: torch.cuda.Stream) -> None:
@@ -90,21 +97,17 @@ def host_reads(x: torch.Tensor, transfer: torch.cuda.Stream) -> None:
 
 
 def other_bytes(x: torch.Tensor, transfer: torch.cuda.Stream) -> None:
-    transfer.wait_stream(torch.cuda.current_stream())
+    transfer.wait_stream(compute())
     x[::2].fill_(3)
 
 
 @pytest.mark.parametrize(
     ("program", "ordered"),
     [
-        (early_record, False),
-        (right_record, True),
-        (newer_record, False),
-        (host_waits, True),
-        (host_reads, True),
+        (early_record, False), (right_record, True), (late_record, False), (host_waits, True), (host_reads, True),
         (other_bytes, True),
     ],
-)
+)  # fmt: skip
 def test_what_orders_two_streams(program: Callable[..., None], ordered: bool, recorder: Recorder) -> None:
     x, transfer = buffer(recorder), torch.cuda.Stream(priority=-1)
     with recorder.labelled("hop 2"):
@@ -115,6 +118,23 @@ def test_what_orders_two_streams(program: Callable[..., None], ordered: bool, re
     check(recorder, *(() if ordered else race))
 
 
+@pytest.mark.parametrize("how", ["allocated", "freed", "freed behind a wait", "freed with record_stream"])
+def test_memory_of_another_stream(recorder: Recorder, how: str) -> None:
+    """The stream that owns it has not yet let go of what was there before, or gives it to whoever comes next."""
+    transfer, x = torch.cuda.Stream(), torch.empty(4, device=GPU)
+    if how != "allocated":
+        transfer.wait_stream(compute())
+    with torch.cuda.stream(transfer):
+        x.fill_(1)
+    if how in ("allocated", "freed behind a wait"):
+        compute().wait_stream(transfer)
+    if how == "freed with record_stream":
+        x.record_stream(transfer)
+    del x
+    told = {"allocated": ": allocate allocates it", "freed": ": free frees it"}
+    check(recorder, *((told[how], "fill_ writes it") if how in told else ()))
+
+
 def test_what_a_gpu_refuses_of_events(recorder: Recorder) -> None:
     """A wait for nothing, a record on the current stream of whatever device, one on a second, a query from a third."""
     event = torch.cuda.Event()
@@ -122,7 +142,7 @@ def test_what_a_gpu_refuses_of_events(recorder: Recorder) -> None:
         torch.cuda.Stream().wait_event(event)
     with pytest.raises(AssertionError, match="without a stream"):
         event.record()
-    event.record(torch.cuda.current_stream())
+    event.record(compute())
     with pytest.raises(RuntimeError, match="event device 1 does not match recording stream's device 0"):
         event.record(torch.cuda.current_stream(0))
     with torch.cuda.device(0), pytest.raises(AssertionError, match="makes a context on GPU 0"):
@@ -134,44 +154,6 @@ def test_what_a_gpu_refuses_of_events(recorder: Recorder) -> None:
         assert event.query()
 
 
-@pytest.mark.parametrize("how", ["nothing", "wait", "record_stream", "synchronize"])
-def test_memory_is_freed_while_another_stream_uses_it(recorder: Recorder, how: str) -> None:
-    x, transfer = buffer(recorder), torch.cuda.Stream()
-    transfer.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(transfer):
-        x.fill_(1)
-    if how == "wait":
-        torch.cuda.current_stream().wait_stream(transfer)
-    elif how == "record_stream":
-        x.record_stream(transfer)
-    elif how == "synchronize":
-        transfer.synchronize()
-    del x
-    check(recorder, *(("op fill_ writes it, #", ": free frees it") if how == "nothing" else ()))
-
-
-def test_memory_is_used_before_its_stream_had_let_go_of_it(recorder: Recorder) -> None:
-    transfer, made = torch.cuda.Stream(), torch.empty(4, device=GPU)
-    with torch.cuda.stream(transfer):
-        made.fill_(1)
-    transfer.synchronize()
-    check(recorder, ": allocate allocates it", "fill_ writes it")
-
-
-def test_waits_that_another_implies(recorder: Recorder) -> None:
-    x, transfer, compute = buffer(recorder), torch.cuda.Stream(), torch.cuda.current_stream()
-    x.fill_(3)
-    transfer.wait_stream(compute)
-    transfer.wait_stream(compute)  # again: either can go
-    transfer.wait_stream(transfer)  # its own order
-    with torch.cuda.stream(transfer):
-        x.fill_(4)
-    compute.wait_stream(transfer)
-    x.fill_(5)
-    graph = graph_of(recorder)
-    assert (graph.problems(), len(graph.waits), len(graph.unnoticed())) == ([], 4, 3)
-
-
 # NCCL, and values in memory
 
 
@@ -180,18 +162,18 @@ Operation = tuple[str, torch.Tensor, int]
 
 
 def groups(both: tuple[Recorder, Fabric], of_ranks: list[list[list[Operation]]]) -> None:
-    """What each rank enqueues, group by group, on a stream of its own."""
+    """What each rank enqueues, group by group, on a stream of its own, once the host has waited for what there is."""
     recorder, fabric = both
+    compute().synchronize()
     unique = fabric.get_unique_id()
     for rank, of_rank in enumerate(of_ranks):
         communicator: Communicator = fabric.NcclCommunicator(len(of_ranks), unique, rank)
         with acting(recorder, rank), torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda.current_stream().synchronize()
             for operations in of_rank:
                 fabric.groupStart()
                 for kind, x, peer in operations:
-                    stream = torch.cuda.current_stream().cuda_stream
-                    getattr(communicator, kind)(x.data_ptr(), x.nbytes, Fabric.NCCL_UINT8, peer, stream)
+                    call = getattr(communicator, kind)
+                    call(x.data_ptr(), x.nbytes, Fabric.NCCL_UINT8, peer, compute().cuda_stream)
                 fabric.groupEnd()
 
 
@@ -199,7 +181,6 @@ def groups(both: tuple[Recorder, Fabric], of_ranks: list[list[list[Operation]]])
 def test_sends_that_need_each_other(both: tuple[Recorder, Fabric], recorder: Recorder, in_one_group: bool) -> None:
     """Both ranks send first: fine as long as sends are eager, or in a group with the receive."""
     ranks = [[("send", buffer(recorder), 1 - rank), ("recv", buffer(recorder), 1 - rank)] for rank in range(2)]
-    torch.cuda.current_stream().synchronize()
     groups(both, [[one] if in_one_group else [[operation] for operation in one] for one in ranks])
     told = ("deadlock with rendezvous sends, each waits for the next: #", "send to 1", "send to 0")
     check(recorder, *(() if in_one_group else told))
@@ -207,7 +188,6 @@ def test_sends_that_need_each_other(both: tuple[Recorder, Fabric], recorder: Rec
 
 def test_operations_of_one_group_run_side_by_side(both: tuple[Recorder, Fabric], recorder: Recorder) -> None:
     x, slot, far = (buffer(recorder, name) for name in ("x", "slot", "far"))
-    torch.cuda.current_stream().synchronize()
     groups(both, [[[("send", x, 0), ("send", slot, 0), ("recv", slot, 0), ("recv", far, 0)]]])
     check(recorder, "race on slot: ", "send to 0 reads it", "recv from 0 writes it")
 
@@ -215,7 +195,6 @@ def test_operations_of_one_group_run_side_by_side(both: tuple[Recorder, Fabric],
 def test_the_receiver_s_use_orders_nothing_at_the_sender_s(both: tuple[Recorder, Fabric], recorder: Recorder) -> None:
     """It must wait for its own send."""
     x, into = buffer(recorder), buffer(recorder, "into")
-    torch.cuda.current_stream().synchronize()
     groups(both, [[[("send", x, 1)]], [[("recv", into, 0)]]])
     x.fill_(1)
     check(recorder, "race on x: ", "send to 1 reads it")
@@ -224,7 +203,6 @@ def test_the_receiver_s_use_orders_nothing_at_the_sender_s(both: tuple[Recorder,
 @pytest.mark.parametrize(("receives", "match"), [(0, "receives 0"), (3, "16 bytes is received by")])
 def test_ends_that_do_not_fit(both: tuple[Recorder, Fabric], recorder: Recorder, receives: int, match: str) -> None:
     x, into = buffer(recorder), buffer(recorder, count=3)
-    torch.cuda.current_stream().synchronize()
     groups(both, [[[("send", x, 1)]], [[("recv", into, 0)]] if receives else []])
     check(recorder, match)
 
@@ -240,7 +218,7 @@ def words(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
 def test_a_value_that_is_waited_for(recorder: Recorder, words: torch.Tensor, written: int, ordered: bool) -> None:
     x, transfer = buffer(recorder), torch.cuda.Stream()
     x.fill_(1)
-    recorder.write(torch.cuda.current_stream().cuda_stream, words.data_ptr(), written)
+    recorder.write(compute().cuda_stream, words.data_ptr(), written)
     words.fill_(9)
     recorder.wait(transfer.cuda_stream, words.data_ptr(), 2)
     with torch.cuda.stream(transfer):
@@ -260,7 +238,7 @@ def test_values_that_wait_for_each_other(recorder: Recorder, words: torch.Tensor
 
 def test_a_copy_of_the_copy_engine(recorder: Recorder) -> None:
     x, into, transfer = buffer(recorder), buffer(recorder, "into"), torch.cuda.Stream()
-    transfer.wait_stream(torch.cuda.current_stream())
+    transfer.wait_stream(compute())
     recorder.copy(transfer.cuda_stream, into.data_ptr(), x.data_ptr(), 8)
     into[2:].fill_(1)  # not copied
     into[:2].fill_(1)
@@ -341,7 +319,7 @@ def test_replay_sees_a_missing_wait(recorder: Recorder, freed: bool) -> None:
     x, transfer = buffer(recorder), torch.cuda.Stream()
     recorder.begin()
     x.fill_(3)
-    transfer.wait_stream(torch.cuda.current_stream())
+    transfer.wait_stream(compute())
     with torch.cuda.stream(transfer):
         y = x + 1
     kept = recorder.held(y)
