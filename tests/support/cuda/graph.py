@@ -232,7 +232,7 @@ class Graph:
 
     @cached_property
     def conflicts(self) -> list[Conflict]:
-        """Neighbouring conflicts; where all of them are ordered, so is every other, and the first race is one of them."""
+        """Neighbouring conflicts; where all of them are ordered, so is every other; the first race is one of them."""
         live: Live = {}
         found: list[Conflict] = []
         for number in self.order:
