@@ -351,20 +351,42 @@ def install_streams(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
+class FakeGraph:
+    """Notes what becomes of it."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        self._calls.append("capture")
+
+    def capture_end(self) -> None:
+        self._calls.append("captured")
+
+    def replay(self) -> None:
+        self._calls.append("replay")
+
+
 class FakeCuda(Device):
     """In the place of what the benches call of torch.cuda: `calls` has in words what they did, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(strict=False)
         self.calls: list[str] = []
-        replace_streams(monkeypatch, self)
         properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: self.calls.append("synchronize"))
-        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.calls.append("sleep"))
-        replayed = SimpleNamespace(replay=lambda: self.calls.append("replay"))
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: replayed)
-        monkeypatch.setattr(torch.cuda, "graph", self._captured)
+        places = {
+            "Stream": self.stream,
+            "Event": self.event,
+            "stream": self.using,
+            "current_stream": self.current,
+            "CUDAGraph": lambda: FakeGraph(self.calls),
+            "graph": self._captured,
+            "synchronize": lambda device=None: self.calls.append("synchronize"),
+            "_sleep": lambda cycles: self.calls.append("sleep"),
+            "get_device_properties": lambda device=None: properties,
+        }
+        for name, place in places.items():
+            monkeypatch.setattr(torch.cuda, name, place)
 
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
