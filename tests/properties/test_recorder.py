@@ -265,7 +265,10 @@ def run(program: Program) -> Graph:
         elif kind == "wait" and events[which].last is not None:
             streams[stream].wait_event(events[which])
         elif kind in ("read", "write"):
-            recorder.add(kind, streams[stream], **{f"{kind}s": (Use(which, 1 << stream | 1),)})
+            use = (Use(which, 1 << stream | 1),)
+            recorder.add(
+                kind, streams[stream], reads=use if kind == "read" else (), writes=use if kind == "write" else ()
+            )
     return Graph(recorder.log)
 
 

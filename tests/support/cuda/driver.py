@@ -296,9 +296,11 @@ class RunningStream(Stream):
     def __init__(self, device: Workers, priority: int, index: int) -> None:
         super().__init__(device, priority, index)
         self.jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self.run = self.jobs.put  # type: ignore[method-assign]
         self.thread = threading.Thread(target=self._run, name=f"stream {self.cuda_stream}", daemon=True)
         self.thread.start()
+
+    def run(self, job: Callable[[], object]) -> None:
+        self.jobs.put(job)
 
     def _run(self) -> None:
         chance = random.Random(self.cuda_stream)
