@@ -8,7 +8,7 @@ import torch
 from ringattn.comm import TransportError
 from ringattn.comm.transports.copy_engine.memory import SHARED_BYTES, Context, Exports, Imports, Offer, Staging
 
-from ..support.stand_in_cuda import OPENED, Driver
+from ..support.cuda.driver import OPENED, Driver
 
 
 def offer_of(exports: Exports, tensor: torch.Tensor) -> Offer:

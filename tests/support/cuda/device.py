@@ -397,6 +397,3 @@ class FakeCuda(Device):
     def _captured(self, graph: object, stream: object = None) -> Iterator[None]:
         self.calls.append("capture")
         yield
-
-
-FakeEvent = Event

@@ -1,2 +1,0 @@
-from .cuda.device import FakeCuda as FakeCuda
-from .cuda.device import FakeEvent as FakeEvent
