@@ -19,7 +19,7 @@ from ringattn.bench.common.attention import BACKWARD_FLOPS, AttentionConfig, for
 from ringattn.bench.common.provenance import command, provenance
 from ringattn.bench.common.timing import Clock, Samples, interleaved, repeats_within
 
-from ..support.fake_cuda import FakeCuda
+from ..support.cuda.device import FakeCuda
 
 pytestmark = pytest.mark.usefixtures("alone")
 

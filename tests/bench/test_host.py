@@ -21,7 +21,7 @@ from ringattn.bench.host.hop import BACKWARD, FORWARD, HOPS
 from ringattn.comm.transports.nccl import NcclTransport
 from ringattn.kernels.device.forward import forward_kernel
 
-from ..support.fake_cuda import FakeCuda
+from ..support.cuda.device import FakeCuda
 
 pytestmark = pytest.mark.usefixtures("alone")
 

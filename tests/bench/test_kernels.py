@@ -27,7 +27,7 @@ from ringattn.reference.masks import by_batch
 from ringattn.ring import backends
 from ringattn.ring.cpu.aten import AtenForward
 
-from ..support.fake_cuda import FakeCuda
+from ..support.cuda.device import FakeCuda
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -27,8 +27,9 @@ from ringattn.comm import DONE, Fence, Limits, LocalGroup, LocalTransport, Local
 from ringattn.comm.control import control_of
 from ringattn.comm.transports.local import solo_group
 
-from ..support.fake_cuda import FakeCuda, FakeEvent
-from ..support.stand_in import Fabric, install_nccl, install_streams
+from ..support.cuda.device import Event as FakeEvent
+from ..support.cuda.device import FakeCuda, install_streams
+from ..support.cuda.nccl import Fabric, install_nccl
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -17,8 +17,8 @@ from ringattn.comm.transports.copy_engine import copy_engine
 from ringattn.comm.transports.copy_engine.copy_engine import CopyEngineTransport
 from ringattn.comm.transports.copy_engine.memory import Board, Context
 
-from ..support.stand_in import check_held
-from ..support.stand_in_cuda import Driver, Result, Workers, install_driver, running
+from ..support.cuda.driver import Driver, Result, Workers, install_driver, running
+from ..support.cuda.nccl import check_held
 from ..support.transport_cases import CASES, Calling, filled, neighbours, on_ranks, until
 
 CPU = torch.device("cpu")

@@ -33,7 +33,8 @@ from ringattn.comm.groups import Request, choose, request_of
 from ringattn.comm.limits import NO_LIMITS
 from ringattn.comm.transports.copy_engine import copy_engine
 
-from ..support.stand_in import Fabric, install_nccl, install_streams
+from ..support.cuda.device import install_streams
+from ..support.cuda.nccl import Fabric, install_nccl
 from ..support.transport_cases import on_ranks, until
 
 CPU = torch.device("cpu")

@@ -18,7 +18,8 @@ from ringattn.comm.transport import DONE, TransportError
 from ringattn.comm.transports.lanes import StreamLane, passed
 from ringattn.comm.transports.local import solo_group
 
-from ..support.stand_in import Device, Event, Op, Stream, check_held, install_streams
+from ..support.cuda.device import Device, Event, Op, Stream, install_streams
+from ..support.cuda.nccl import check_held
 from ..support.transport_cases import CASES, filled, on_ranks
 
 CPU = torch.device("cpu")

@@ -32,7 +32,8 @@ from ringattn.comm.transports.nccl import (
 )
 from ringattn.comm.watchdog.watch import Watch, _tick
 
-from ..support.stand_in import Device, Fabric, Op, check_held, install_nccl, install_streams
+from ..support.cuda.device import Device, Op, install_streams
+from ..support.cuda.nccl import Fabric, check_held, install_nccl
 from ..support.transport_cases import CASES, filled, on_ranks, until
 from ..support.watch_cases import controls
 

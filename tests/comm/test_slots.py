@@ -9,11 +9,9 @@ from ringattn.comm import Slots, slot_nbytes
 from ringattn.comm.slots import ALIGNMENT, FORMS, TensorSpec
 from ringattn.comm.transports.lanes import StreamLane
 
-from ..support.recorder.checks import Checked
-from ..support.recorder.device import GPU
-from ..support.recorder.engine import install
-from ..support.recorder.graph import Graph
-from ..support.recorder.modes import acting
+from ..support.cuda.graph import Graph
+from ..support.cuda.operators import acting
+from ..support.cuda.recorder import GPU, install
 
 CPU = torch.device("cpu")
 SPECS: list[TensorSpec] = [
@@ -82,7 +80,7 @@ def test_growing_on_another_stream_than_the_arena_s(monkeypatch: pytest.MonkeyPa
         with torch.cuda.stream(torch.cuda.Stream(GPU)):
             slots.reserve(10_000)
         recorder.end()
-    assert Checked(Graph(recorder.log), str).races() == []  # type: ignore[arg-type]
+    assert Graph(recorder.log).races() == []
 
 
 def test_slots_keep_their_high_water_mark() -> None:

@@ -17,7 +17,7 @@ from ringattn.comm.control import control_of
 from ringattn.comm.transports.copy_engine.memory import Board, flag_of
 from ringattn.comm.transports.copy_engine.sockets import Card, Listener, Sockets, join_node, problem_of
 
-from ..support.stand_in_cuda import Driver, Result, install_driver
+from ..support.cuda.driver import Driver, Result, install_driver
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from ringattn.comm.watchdog.telemetry import (
     slowest,
 )
 
-from ..support.stand_in import Event, install_streams
+from ..support.cuda.device import Event, install_streams
 from ..support.transport_cases import until
 from ..support.watch_cases import Clock, Ranks, running
 

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from random import Random
-from typing import Any
 
 import torch
 
@@ -122,25 +121,16 @@ def kind(found: str) -> str:
 
 
 def less(line: Literals) -> Iterator[Literals]:
-    """Lines that say less than this one, those first that say much less."""
+    """Lines that say less than this one: fewer processes, ranks, calls, and arguments of a call."""
     if line["run"] == "processes":
         yield line | {"run": "threads"}
-    yield from (line | {"world": world} for world in smaller(line["world"]) if world)
-    yield from (line | {"calls": calls} for calls in smaller(line["calls"]))
-
-
-def smaller(value: Any) -> Iterator[Any]:
-    """Half of it, all but one of its entries, one of them smaller; a number nearer to zero."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        yield from dict.fromkeys((0, value // 2, value - 1))
-    elif isinstance(value, dict | list | tuple):
-        entries: list[Any] = [*value.items()] if isinstance(value, dict) else [*value]
-        half, remade = len(entries) // 2, type(value)
-        yield from (remade(entries[:half]), remade(entries[half:])) if half else ()
-        yield from (remade([*entries[:i], *entries[i + 1 :]]) for i in range(len(entries)))
-        for i, entry in enumerate(entries):
-            parts = ((entry[0], one) for one in smaller(entry[1])) if isinstance(value, dict) else smaller(entry)
-            yield from (remade([*entries[:i], one, *entries[i + 1 :]]) for one in parts)
+    yield from (line | {"world": world} for world in range(1, line["world"]))
+    calls = line["calls"]
+    for place, call in enumerate(calls):
+        yield line | {"calls": [*calls[:place], *calls[place + 1 :]]}
+        for name in call:
+            rest = {other: value for other, value in call.items() if other != name}
+            yield line | {"calls": [*calls[:place], rest, *calls[place + 1 :]]}
 
 
 def search(seed: int, numbers: Iterable[int], minutes: float = 60.0) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from ringattn.ring.schedule.mask import bounds
 from ringattn.ring.shards import NAMES
 
 from .. import conftest  # noqa: F401  Triton's interpreter, here and in processes
-from ..support.forked import FORKED
+from ..support.forked import Ranks
 from ..support.kernel_cases import tiles
 from ..support.layouts import of_owners
 from ..support.mask_cases import Case, begin, in_blocks, taken
@@ -291,43 +291,29 @@ class Processes:
 
     def __init__(self, run: str, world: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._ends: list[Connection] = []
-        self._ranks = []
-        for rank in range(world):
-            mine, theirs = FORKED.Pipe()
-            arguments = (rank, world, Path(self._folder.name) / "store", theirs)
-            self._ranks.append(FORKED.Process(target=serve, args=arguments, daemon=True))
-            self._ranks[-1].start()
-            theirs.close()
-            self._ends.append(mine)
+        self._ranks = Ranks(world, serve, world, Path(self._folder.name) / "store")
 
     def play(self, calls: list[Literals], world: int) -> list[list[Outcome]]:
         """What each rank has of each call; of one that died or hangs, that."""
         made: list[list[Outcome]] = [[f"no answer within {PATIENCE:.0f} s"] for _ in range(world)]
         deadline = time.monotonic() + PATIENCE
-        for end in self._ends:
+        for end in self._ranks.ends:
             end.send_bytes(pickle.dumps(calls))
-        waiting = dict(zip(self._ends, range(world), strict=True))
-        while waiting and (ready := wait([*waiting], timeout=max(deadline - time.monotonic(), 0))):
-            for end in self._ends:
-                if end in ready:
-                    rank = waiting.pop(end)
-                    try:
-                        made[rank] = pickle.loads(end.recv_bytes())
-                    except (EOFError, ConnectionResetError):
-                        self._ranks[rank].join(5)
-                        made[rank] = [f"ended with exit code {self._ranks[rank].exitcode}"]
+        for rank, (end, process) in enumerate(zip(self._ranks.ends, self._ranks.processes, strict=True)):
+            if end.poll(max(deadline - time.monotonic(), 0)):
+                try:
+                    made[rank] = pickle.loads(end.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    process.join(5)
+                    made[rank] = [f"ended with exit code {process.exitcode}"]
         return [one + [None] * (len(calls) - len(one)) for one in made]
 
     def close(self) -> None:
-        for end, process in zip(self._ends, self._ranks, strict=True):
-            end.close()
-            process.kill()
-            process.join()
+        self._ranks.close()
         self._folder.cleanup()
 
 
-def serve(rank: int, world: int, store: Path, end: Connection) -> None:
+def serve(rank: int, end: Connection, world: int, store: Path) -> None:
     """One process: plays what it is sent, until nobody sends any more."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # poisons what torch.empty returns

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import copy
 import importlib
@@ -27,41 +26,13 @@ class Mutant:
         return f"{self.module.removeprefix('ringattn.')}.{self.function}: {self.text}"
 
 
-def options_of(arguments: Sequence[str], document: str | None) -> argparse.Namespace:
-    """Which mutants a command is to make, and whether it prints why each is caught."""
-    parser = argparse.ArgumentParser(description=str(document).splitlines()[0])
-    parser.add_argument("--sample", type=int, help="so many of them, always the same")
-    parser.add_argument("--list", action="store_true", help="print them and leave")
-    parser.add_argument("--only", default="", help="those whose text has this in it")
-    parser.add_argument("--show", action="store_true", help="print what catches each")
-    return parser.parse_args(arguments)
-
-
-def told(chosen: Sequence[object], left: Sequence[str], reasons: Path) -> int:
-    """Print how many were caught and where ``reasons`` says otherwise: 1 where it does, else 0.
-
-    It has a line, indented by four, for every survivor that is known, with its reason around it.
-    """
-    print(f"{len(chosen) - len(left)} of {len(chosen)} mutants caught")
-    known = {line.strip() for line in reasons.read_text().splitlines() if line.startswith("    ")}
-    unknown = [text for text in left if text not in known]
-    gone = [str(mutant) for mutant in chosen if str(mutant) in known and str(mutant) not in left]
-    for title, texts in (("not in", unknown), ("caught, and in", gone)):
-        for text in texts:
-            print(f"{title} tests/properties/{reasons.name}:\n    {text}")
-    return int(bool(unknown or gone))
-
-
 def changes(node: ast.AST) -> Iterator[ast.AST]:
     """What may stand in the place of a node."""
-    nothing = ast.Pass()
     match node:
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="super"))))):
             pass  # without it there is no object at all
-        case ast.Expr(value=ast.Call()) | ast.AugAssign():
-            yield nothing
-        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
-            yield nothing
+        case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            yield ast.Pass()
         case ast.If() | ast.IfExp():
             for value in (True, False):
                 yield replaced(node, test=ast.Constant(value))
@@ -98,14 +69,9 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Name("ARRIVING_SLOT" if node.id == "LEAVING_SLOT" else "LEAVING_SLOT", ast.Load())
         case ast.Name(id="INSIDE" | "BETWEEN"):
             yield ast.Name("BETWEEN" if node.id == "INSIDE" else "INSIDE", ast.Load())
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in TAKES_SLOT
-        and node.args
-    ):
-        first = ast.parse(f"({ast.unparse(node.args[0])}) + 1", mode="eval").body
-        yield replaced(node, args=[first, *node.args[1:]])
+    match node:
+        case ast.Call(func=ast.Attribute(attr=name), args=[first, *rest]) if name in TAKES_SLOT:
+            yield replaced(node, args=[ast.parse(f"({ast.unparse(first)}) + 1", mode="eval").body, *rest])
 
 
 TAKES_SLOT = ("free", "busy", "computed", "buffers", "tensors", "_part")

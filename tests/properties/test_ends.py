@@ -12,6 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from ringattn.comm.control import control_of
 from ringattn.comm.watchdog import deadlines, preflight
 from ringattn.comm.watchdog.telemetry import TICK_SECONDS
 
-from ..support.forked import FORKED
+from ..support.forked import Ranks
 
 CPU = torch.device("cpu")
 Answer = tuple[str, str, float]  # name of an error, its text, seconds that it took
@@ -56,25 +57,23 @@ def held() -> list[int]:
     return [threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))]
 
 
-def no_more(now: Sequence[int], before: Sequence[int]) -> bool:
-    return all(a <= b for a, b in zip(now, before, strict=True))
-
-
 def settled(most: list[int] | None = None) -> list[int]:
     """Once those that end have ended: at most so many, or after a second."""
     begun = time.monotonic()
-    while time.monotonic() < begun + (1 if most is None else 5):
+    while time.monotonic() < begun + (1 if most is None else 5) and not (most and no_more(held(), most)):
         gc.collect()
-        if most is not None and no_more(held(), most):
-            break
         time.sleep(0.05)
     return held()
+
+
+def no_more(now: Sequence[int], before: Sequence[int]) -> bool:
+    return all(a <= b for a, b in zip(now, before, strict=True))
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def member(body: Callable[[int], Any], rank: int, size: int, port: int, pipe: Connection) -> None:
+def member(rank: int, pipe: Connection, body: Callable[[int], Any], size: int, port: int) -> None:
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     gc.freeze()  # what is imported is large, and stays
     torch.set_num_threads(1)
@@ -87,45 +86,26 @@ def member(body: Callable[[int], Any], rank: int, size: int, port: int, pipe: Co
 def in_processes(size: int, body: Callable[[int], Any], *, ends: int | None = None, patience: float = 60) -> list[Any]:
     """What `body(rank)` returns in processes of one group; ``ends`` is a rank that says nothing."""
     served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [FORKED.Pipe(duplex=False) for _ in range(size)]
-    ranks = [
-        FORKED.Process(target=member, args=(body, rank, size, served.port, pipe), daemon=True)
-        for rank, (_, pipe) in enumerate(pipes)
-    ]
-    try:
-        for process in ranks:
-            process.start()
-        answers = []
-        for rank, (pipe, _) in enumerate(pipes):
-            if rank != ends:
-                assert pipe.poll(patience), f"rank {rank} hangs"
-                answers.append(pipe.recv())
-        for rank, process in enumerate(ranks):
+    with Ranks(size, member, body, size, served.port) as ranks:
+        answers = [ranks.receive(rank, patience) for rank in range(size) if rank != ends]
+        for rank, process in enumerate(ranks.processes):
             process.join(10)
             assert process.exitcode == 0 or rank == ends
         return answers
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
 
 
-def dies_before_its_first_call(rank: int) -> Answer:
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return told(step)
-
-
-def dies_before_a_new_signature(rank: int) -> Answer:
-    step()
+def dies(rank: int, *, known: bool) -> Answer:
+    """Before its first call, or before one with a new signature."""
+    if known:
+        step()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return told(lambda: step(heads=2))
 
 
-@pytest.mark.parametrize("body", [dies_before_its_first_call, dies_before_a_new_signature])
-def test_a_closed_connection_ends_the_wait_for_a_killed_rank(body: Callable[[int], Answer]) -> None:
-    for rank, (kind, text, seconds) in zip((0, 2), in_processes(3, body, ends=1), strict=True):
+@pytest.mark.parametrize("known", [False, True])
+def test_a_closed_connection_ends_the_wait_for_a_killed_rank(known: bool) -> None:
+    for rank, (kind, text, seconds) in zip((0, 2), in_processes(3, partial(dies, known=known), ends=1), strict=True):
         assert kind == TransportError.__name__
         assert f"rank 1 is gone: its connection to rank {rank} is closed" in text or "Rank" in text, text
         assert seconds < 10
@@ -286,33 +266,24 @@ def growth(do: Callable[[], object], warm: int, times: int) -> float:
     return found
 
 
-def step_after_step(rank: int) -> float:
-    with Ring() as ring:
-        return growth(lambda: step(ring=ring), WARM, STEPS)
-
-
-def ring_after_ring(rank: int) -> float:
-    def one() -> None:
+def grows(rank: int, *, what: str) -> float:
+    if what == "steps":
         with Ring() as ring:
-            step(ring=ring)
+            return growth(lambda: step(ring=ring), WARM, STEPS)
 
-    return growth(one, 10, ROUNDS)
-
-
-def world_after_world(rank: int) -> float:
     def one() -> None:
-        with LocalWorld(2) as world:
-            world.run(step)
+        with LocalWorld(2) if what == "worlds" else Ring() as opened:
+            opened.run(step) if isinstance(opened, LocalWorld) else step(ring=opened)
 
     return growth(one, 10, ROUNDS)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("body", "most"), [(step_after_step, 100), (ring_after_ring, 1000), (world_after_world, 1000)])
-def test_nothing_grows(body: Callable[[int], float], most: float) -> None:
+@pytest.mark.parametrize(("what", "most"), [("steps", 100), ("rings", 1000), ("worlds", 1000)])
+def test_nothing_grows(what: str, most: float) -> None:
     """Bytes of traced memory per time: torch and Python still fill some caches; a ring that stays is tens of kB."""
-    assert max(in_processes(2, body, patience=800)) <= most
+    assert max(in_processes(2, partial(grows, what=what), patience=800)) <= most
 
 
 def test_steps_and_rings_leave_no_object_behind(monkeypatch: pytest.MonkeyPatch) -> None:

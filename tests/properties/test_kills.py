@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from ringattn import Ring, ring_attention
 from ringattn.comm import TransportError
 
-from ..support.forked import FORKED
+from ..support.forked import Ranks
 from ..support.nightly import rest_nightly
 
 DEADLINE = 2.0  # seconds, of a transfer
@@ -52,14 +52,8 @@ class Kill(NamedTuple):
         victim = rng.randrange(world)
         chunks = rng.choice([1, 2])
         posts = 12 * (world - 1) * chunks
-        return cls(
-            world,
-            victim,
-            rng.choice([None, 0, victim]),
-            rng.randrange(posts) if seed % 3 else None,
-            3 * rng.random(),
-            chunks,
-        )
+        host, at_post = rng.choice([None, 0, victim]), rng.randrange(posts) if seed % 3 else None
+        return cls(world, victim, host, at_post, 3 * rng.random(), chunks)
 
 
 class Told(NamedTuple):
@@ -68,14 +62,6 @@ class Told(NamedTuple):
     kind: str
     text: str
     when: float
-
-
-def store_of(kill: Kill, rank: int, pipe: Connection) -> Store:
-    if kill.host == rank:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        pipe.send(store.port)
-        return store
-    return TCPStore("127.0.0.1", pipe.recv(), is_master=False, wait_for_workers=False)
 
 
 def step(ring: Ring) -> None:
@@ -101,7 +87,7 @@ def end_at_post(ring: Ring, number: int) -> None:
         transport.post = posting  # type: ignore[method-assign]
 
 
-def work(kill: Kill, rank: int, pipe: Connection) -> None:
+def work(rank: int, pipe: Connection, kill: Kill) -> None:
     """One rank: steps until something ends them."""
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
@@ -116,7 +102,10 @@ def steps(kill: Kill, rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = store_of(kill, rank, pipe)
+    serves = kill.host == rank
+    store: Store = TCPStore("127.0.0.1", 0 if serves else pipe.recv(), is_master=serves, wait_for_workers=False)
+    if serves:
+        pipe.send(store.port)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=kill.world, timeout=timedelta(seconds=120))
     ring = Ring(deadline=DEADLINE, chunks=kill.chunks)
     begun = time.monotonic()
@@ -134,32 +123,22 @@ def steps(kill: Kill, rank: int, pipe: Connection) -> None:
 def run(kill: Kill) -> None:
     """Let it happen, and look at how each rank ends."""
     served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if kill.host is None else None
-    pipes = [FORKED.Pipe() for _ in range(kill.world)]
-    ranks = [FORKED.Process(target=work, args=(kill, rank, pipes[rank][1]), daemon=True) for rank in range(kill.world)]
-    for process, (_, there) in zip(ranks, pipes, strict=True):
-        process.start()
-        there.close()
-    ends = [here for here, _ in pipes]
-    try:
-        port = served.port if served is not None else receive(ends[kill.host or 0])
-        for rank, end in enumerate(ends):
+    with Ranks(kill.world, work, kill) as ranks:
+        port = ranks.receive(kill.host or 0) if served is None else served.port
+        for rank, end in enumerate(ranks.ends):
             if rank != kill.host:
                 end.send(port)
-        took = [receive(end) for end in ends]
+        took = [ranks.receive(rank) for rank in range(kill.world)]
         assert all(isinstance(seconds, float) for seconds in took), took
-        for end in ends:
+        for end in ranks.ends:
             end.send("go")
-        killed = strike(kill, ranks[kill.victim], took[kill.victim])
-        for rank, (process, end) in enumerate(zip(ranks, ends, strict=True)):
-            if rank != kill.victim:
-                check(kill, rank, killed, receive(end, killed + DEADLINE + GRACE - time.monotonic()))
-                process.join(10)
-                assert process.exitcode not in (0, None), "torchrun restarts what does not end with 0"
-        assert ranks[kill.victim].exitcode == (-signal.SIGKILL if kill.how == signal.SIGKILL else None)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+        victim = ranks.processes[kill.victim]
+        killed = strike(kill, victim, took[kill.victim])
+        for rank in (rank for rank in range(kill.world) if rank != kill.victim):
+            check(kill, rank, killed, ranks.receive(rank, killed + DEADLINE + GRACE - time.monotonic()))
+            ranks.processes[rank].join(10)
+            assert ranks.processes[rank].exitcode not in (0, None), "torchrun restarts what does not end with 0"
+        assert victim.exitcode == (-signal.SIGKILL if kill.how == signal.SIGKILL else None)
 
 
 def strike(kill: Kill, victim: Any, step_seconds: float) -> float:
@@ -167,16 +146,10 @@ def strike(kill: Kill, victim: Any, step_seconds: float) -> float:
     if kill.at_post is None:
         time.sleep(kill.after * step_seconds)
         os.kill(victim.pid, kill.how)
-    if kill.how == signal.SIGSTOP:
-        return time.monotonic()
-    victim.join(30)
-    assert victim.exitcode is not None, "the victim did not get to its last post"
+    if kill.how == signal.SIGKILL:
+        victim.join(30)
+        assert victim.exitcode is not None, "the victim did not get to its last post"
     return time.monotonic()
-
-
-def receive(end: Connection, timeout: float = 60.0) -> Any:
-    assert end.poll(max(timeout, 0.0)), "a rank hangs"
-    return end.recv()
 
 
 def check(kill: Kill, rank: int, killed: float, told: Told) -> None:

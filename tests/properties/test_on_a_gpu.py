@@ -14,9 +14,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from ringattn.comm.transports.nccl import nccl_missing
 from ringattn.comm.watchdog.watch import EXIT_CODE
 
 from ..support import gpu_cases, gpu_ranks, nccl_preload
+from ..support.cuda.driver import running
 from ..support.gpu_cases import ALONE, GPU_CASES, RING_CASES, cases_of
-from ..support.stand_in_cuda import running
 from ..support.transport_cases import CASES
 
 ROOT = Path(__file__).parents[2]
@@ -72,9 +73,8 @@ class Ended:
     told: list[dict[str, str]]  # by process
     digests: dict[str, str]
     errors: str
-    ends: list[tuple[int, float]] = field(default_factory=list)  # exit code and time of each process
-    killed: float = 0.0
-    libraries: list[str] = field(default_factory=list)
+    ends: list[tuple[int, float]]  # exit code and time of each process
+    killed: float
 
     def check(self, name: str) -> None:
         """Fail where a rank failed in a case, or did not get to it."""
@@ -103,11 +103,11 @@ def run_ranks(part: str, transport: str, world: int, folder: Path) -> Ended:
     command = [sys.executable, "-m", *chain, part, transport, str(world), str(folder)]
     with (folder / "errors").open("w+") as errors:
         ranks = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=errors, start_new_session=True)
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # told by the cases that did not run
-                ranks.wait(SECONDS)
-        finally:
-            end_session(ranks)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # told by the cases that did not run
+            ranks.wait(SECONDS)
+        if ranks.poll() is None:
+            os.killpg(ranks.pid, signal.SIGKILL)  # with what it forked
+            ranks.wait()
         errors.seek(0)
         text = errors.read()
     processes = 1 if transport == "local" else world
@@ -117,55 +117,34 @@ def run_ranks(part: str, transport: str, world: int, folder: Path) -> Ended:
         text,
         read(folder / "ends.json", []),
         read(folder / "killed", 0.0),
-        read(folder / "libraries.json", []),
     )
-
-
-def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill it and the ranks that it forked."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def read(path: Path, otherwise: Any) -> Any:
     return json.loads(path.read_text()) if path.exists() else otherwise
 
 
-Ranks = Callable[[str, str, int], Ended]
-
-_ENDED: dict[tuple[str, str, int], Ended] = {}
-
-
-@pytest.fixture
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """`ended(part, transport, world)`: run once, looked at by many tests."""
-
-    def of(part: str, transport: str, world: int) -> Ended:
-        reason = why_not(transport, world)
-        if reason is not None:
-            pytest.skip(reason)
-        if (part, transport, world) not in _ENDED:
-            folder = tmp_path_factory.mktemp(f"{part}-{transport}-{world}")
-            _ENDED[part, transport, world] = run_ranks(part, transport, world, folder)
-        return _ENDED[part, transport, world]
-
-    return of
+@cache
+def ended(part: str, transport: str, world: int) -> Ended:
+    """Run once, looked at by many tests."""
+    if (reason := why_not(transport, world)) is not None:
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(part, transport, world, Path(folder))
 
 
 @pytest.mark.parametrize(("transport", "world", "name"), TRANSFERS)
-def test_transfers(transport: str, world: int, name: str, ended: Ranks) -> None:
+def test_transfers(transport: str, world: int, name: str) -> None:
     ended("transfers", transport, world).check(name)
 
 
 @pytest.mark.parametrize(("transport", "world", "name"), RINGS)
-def test_rings(transport: str, world: int, name: str, ended: Ranks) -> None:
+def test_rings(transport: str, world: int, name: str) -> None:
     ended("rings", transport, world).check(name)
 
 
 @pytest.mark.parametrize(("transport", "world"), [place for place in PLACES if place[0] != "local"])
-def test_rings_have_the_bits_of_virtual_ranks(transport: str, world: int, ended: Ranks) -> None:
+def test_rings_have_the_bits_of_virtual_ranks(transport: str, world: int) -> None:
     """A transport moves bytes and nothing else: results do not depend on it."""
     found, expected = (ended("rings", name, world).digests for name in (transport, "local"))
     assert found
@@ -173,7 +152,7 @@ def test_rings_have_the_bits_of_virtual_ranks(transport: str, world: int, ended:
 
 
 @pytest.mark.parametrize("transport", ["copy_engine", "nccl"])
-def test_a_killed_rank_ends_the_others(transport: str, ended: Ranks) -> None:
+def test_a_killed_rank_ends_the_others(transport: str) -> None:
     """With an error that says where, and a code by which torchrun restarts: a stream would wait for ever.
 
     Where the host itself waits for the dead rank, its connection may tell first: that is an error like any other.
@@ -190,12 +169,6 @@ def test_by_itself(name: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_that_share_a_gpu_have_one_nccl(world: int, ended: Ranks) -> None:
-    found = ended("rings", "nccl", world).libraries
-    assert found == [str(nccl_preload.library())] if sharing("nccl", world) else len(found) == 1
 
 
 def check_kill(found: Ended, codes: set[int]) -> None:
@@ -234,18 +207,12 @@ def test_transfers_on_the_cpu(tmp_path: Path) -> None:
         found.check(name)
 
 
-FORKING = (
-    *("support.gpu_ranks", "support.group_cases", "support.forked"),
-    *("properties.wait_mutants", "properties.mutants", "properties.fuzz_ranks"),
-)
 IMPORTS = """
-import importlib, sys
-from tests.support import poisoned_fork
+import importlib
+from tests.support import forked, poisoned_fork
 poisoned_fork.install()
-for name in sys.argv[1:]:
-    importlib.import_module(f"tests.{name}")
-from tests.support.forked import PRELOADED
-for name in PRELOADED:
+names = "support.gpu_ranks support.group_cases properties.wait_mutants properties.mutants properties.fuzz_ranks".split()
+for name in [*(f"tests.{name}" for name in names), *forked.PRELOADED]:
     importlib.import_module(name)
 print(*poisoned_fork.first)
 """
@@ -254,7 +221,7 @@ print(*poisoned_fork.first)
 def test_no_gpu_is_asked_for_before_a_fork() -> None:
     """Imports alone keep nobody's forks from CUDA, of whatever forks."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", IMPORTS, *FORKING]
+    command = [sys.executable, "-c", IMPORTS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert not done.stdout.strip(), done.stdout
 
@@ -263,15 +230,6 @@ def test_no_gpu_is_asked_for_before_a_fork() -> None:
 @pytest.mark.nightly
 def test_a_kill_on_the_cpu(tmp_path: Path) -> None:
     check_kill(run_ranks("kill", "process_group", 3, tmp_path), {1})
-
-
-def test_a_failure_is_told_by_rank() -> None:
-    """What did not run is not passed."""
-    found = Ended([{"first": "broken", "start": ""}, {"first": "late"}, {"first": ""}], {}, "")
-    with pytest.raises(AssertionError, match=r"(?s)rank 0:\s+broken\s+rank 1:\s+late"):
-        found.check("first")
-    with pytest.raises(AssertionError, match=r"rank 1:\s+not run"):
-        found.check("second")
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -25,52 +25,46 @@ def off_by(error: float) -> torch.Tensor:
     return (EXACT + torch.tensor([0.0, 0.0, error])).float()
 
 
-@pytest.mark.parametrize("error", [0.0, 1e-3, 1.99e-3])
-def test_up_to_twice_pytorchs_error_passes(error: float) -> None:
-    assert_as_exact_as_pytorch("out", off_by(error), off_by(1e-3), EXACT)
+ONE_THOUSANDTH = off_by(1e-3)
+ZERO = torch.zeros(3)
+LSE = torch.tensor([1.0, -torch.inf], dtype=torch.float64)
+PASSES = {
+    "no error": (off_by(0.0), ONE_THOUSANDTH, EXACT),
+    "PyTorch's error": (ONE_THOUSANDTH, ONE_THOUSANDTH, EXACT),
+    "twice PyTorch's error": (off_by(1.99e-3), ONE_THOUSANDTH, EXACT),
+    "rounding where PyTorch is exact": (off_by(EPS), EXACT.float(), EXACT),
+    "rounding of our dtype": (off_by(2e-3).bfloat16(), EXACT.bfloat16(), EXACT),
+    "the same infinities": (LSE.float(), LSE.float(), LSE),
+}
+FAILS = {
+    "more than twice PyTorch's error": (off_by(2.01e-3), ONE_THOUSANDTH, EXACT),
+    "an error of one": (off_by(1.0), ONE_THOUSANDTH, EXACT),
+    "NaN": (off_by(torch.nan), ONE_THOUSANDTH, EXACT),
+    "infinity": (off_by(torch.inf), ONE_THOUSANDTH, EXACT),
+    "more than rounding where PyTorch is exact": (off_by(3 * EPS), EXACT.float(), EXACT),
+    "rounding of terms that cancel": (ZERO + EPS, ZERO, ZERO.double()),
+    "NaN of the baseline": (EXACT.float(), off_by(torch.nan), EXACT),
+    "NaN of the reference": (off_by(torch.nan), off_by(torch.nan), EXACT + torch.nan),
+    "infinity of another sign": (torch.tensor([1.0, torch.inf]), LSE.float(), LSE),
+    "a number in the place of an infinity": (torch.tensor([1.0, -1e6]), LSE.float(), LSE),
+    "NaN in the place of an infinity": (torch.tensor([1.0, torch.nan]), LSE.float(), LSE),
+    "another shape": (EXACT.float()[:1], EXACT.float(), EXACT),
+}
 
 
-@pytest.mark.parametrize("error", [2.01e-3, 1.0, torch.nan, torch.inf])
-def test_more_fails(error: float) -> None:
-    with pytest.raises(AssertionError, match="out: error"):
-        assert_as_exact_as_pytorch("out", off_by(error), off_by(1e-3), EXACT)
+@pytest.mark.parametrize("name", PASSES)
+def test_passes(name: str) -> None:
+    assert_as_exact_as_pytorch("out", *PASSES[name])
 
 
-def test_rounding_is_allowed_where_pytorch_is_exact() -> None:
-    assert_as_exact_as_pytorch("out", off_by(EPS), EXACT.float(), EXACT)
+@pytest.mark.parametrize("name", FAILS)
+def test_fails(name: str) -> None:
     with pytest.raises(AssertionError):
-        assert_as_exact_as_pytorch("out", off_by(3 * EPS), EXACT.float(), EXACT)
+        assert_as_exact_as_pytorch("out", *FAILS[name])
 
 
 def test_rounding_is_relative_to_terms_that_cancel() -> None:
-    zero = torch.zeros(3)
-    with pytest.raises(AssertionError):
-        assert_as_exact_as_pytorch("dq", zero + EPS, zero, zero.double())
-    assert_as_exact_as_pytorch("dq", zero + EPS, zero, zero.double(), magnitude=1.0)
-
-
-def test_rounding_is_that_of_our_dtype() -> None:
-    assert_as_exact_as_pytorch("out", off_by(2e-3).bfloat16(), EXACT.bfloat16(), EXACT)
-
-
-def test_nan_in_the_baseline_or_the_reference_fails() -> None:
-    with pytest.raises(AssertionError):
-        assert_as_exact_as_pytorch("out", EXACT.float(), off_by(torch.nan), EXACT)
-    with pytest.raises(AssertionError):
-        assert_as_exact_as_pytorch("out", off_by(torch.nan), off_by(torch.nan), EXACT + torch.nan)
-
-
-def test_infinities_are_the_same_or_fail() -> None:
-    lse = torch.tensor([1.0, -torch.inf], dtype=torch.float64)
-    assert_as_exact_as_pytorch("lse", lse.float(), lse.float(), lse)
-    for wrong in (torch.inf, -1e6, torch.nan):
-        with pytest.raises(AssertionError, match="infinite"):
-            assert_as_exact_as_pytorch("lse", torch.tensor([1.0, wrong]), lse.float(), lse)
-
-
-def test_other_shapes_fail() -> None:
-    with pytest.raises(AssertionError):
-        assert_as_exact_as_pytorch("out", EXACT.float()[:1], EXACT.float(), EXACT)
+    assert_as_exact_as_pytorch("dq", ZERO + EPS, ZERO, ZERO.double(), magnitude=1.0)
 
 
 @pytest.mark.nightly

@@ -1,10 +1,10 @@
 """Mutate whatever orders transfers and compute, and count the mutants that neither the proof nor a test notices.
 
 ``python -m tests.properties.wait_mutants`` from the root: every mutant that the syntax trees of the transports and of
-the ring loop give; ``--sample 20`` takes that many of them, ``--list`` prints them all. Each runs in a process of its
-own, in which one function has other code. It is caught where a case of the proof finds a race, a deadlock, another
-order of posts, a transfer that nothing hides, a kernel too many, another result, or a wait that has become needless
-or needed; or where a test of the module fails.
+the ring loop give; ``--sample 20`` takes that many of them. Each runs in a process of its own, in which one function
+has other code. It is caught where a case of the proof finds a race, a deadlock, another order of posts, a transfer that
+nothing hides, a kernel too many, another result, or a wait that has become needless or needed; or where a test of the
+module fails.
 
 Fails where a survivor is not in tests/properties/wait_mutants.md with its reason, or where one that is there is caught.
 """
@@ -15,6 +15,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import argparse
 import multiprocessing
 import random
 import sys
@@ -24,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,10 +33,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from ..support.recorder.cases import CASES
-from ..support.recorder.recording import Recording
-from ..support.recorder.ring import record
-from .mutations import Mutant, apply, mutants, options_of, told
+from ..support.cuda.cases import CASES
+from ..support.cuda.ring import Recording, record
+from .mutations import Mutant, apply, mutants
 
 T = TypeVar("T")
 
@@ -71,8 +72,17 @@ class Target:
 
 
 RING = ("ring/test_loop.py", "ring/test_buffers.py")
-LOCAL_POST = ("mark", "post", "_publish", "_receive", "_take")
-ENGINE_POST = ("mark", "post", "_offers", "_announce", "_fetch", "_await_taken", "_await", "_copy")
+LANES = ("comm/test_lanes.py", "comm/test_nccl.py", "comm/test_transport.py -k test_local")
+LOCAL = ("comm/test_lanes.py", "comm/test_transport.py -k test_local", "comm/test_local.py")
+ENGINE = ("comm/test_copy_engine.py",)
+NCCL_POST = ("NcclTransport.mark", "NcclTransport.post", "NcclTransport._group")
+NODE_POST = ("ByNodeTransport.post", "ByNodeTransport._near")
+LOCAL_POST = (
+    *("_LocalFence.wait", "_LocalFence.order", "_LocalFence._parts", "LocalWorld._stream_of"),
+    *(f"LocalTransport.{name}" for name in ("mark", "post", "_publish", "_receive", "_take")),
+)
+ENGINE_CALLS = ("mark", "post", "_offers", "_announce", "_fetch", "_await_taken", "_await", "_copy")
+ENGINE_POST = tuple(f"CopyEngineTransport.{name}" for name in ENGINE_CALLS)
 
 TARGETS = (
     Target("ring.loop", ("",), ("nccl",), RING),
@@ -81,45 +91,12 @@ TARGETS = (
     Target("ring.dkv", ("",), ("nccl",), RING),
     Target("ring.shards", ("exchange",), ("nccl",), ("ring/test_shards.py",)),
     Target("comm.slots", ("Slots",), ("nccl",), ("comm/test_slots.py",)),
-    Target(
-        "comm.transports.lanes",
-        ("StreamFence", "StreamLane", "HostLane"),
-        ("nccl", "local"),
-        ("comm/test_lanes.py", "comm/test_nccl.py", "comm/test_transport.py -k test_local"),
-    ),
-    Target(
-        "comm.transports.nccl",
-        ("NcclTransport.mark", "NcclTransport.post", "NcclTransport._group"),
-        ("nccl",),
-        ("comm/test_nccl.py",),
-    ),
-    Target(
-        "comm.transports.nccl", ("ByNodeTransport.post", "ByNodeTransport._near"), ("nccl",), ("comm/test_nccl.py",)
-    ),
-    Target(
-        "comm.transports.copy_engine.copy_engine",
-        tuple(f"CopyEngineTransport.{name}" for name in ENGINE_POST),
-        ("copy_engine",),
-        ("comm/test_copy_engine.py",),
-    ),
-    Target(
-        "comm.transports.copy_engine.memory",
-        ("Flags.put_up", "Flags.wait_for"),
-        ("copy_engine",),
-        ("comm/test_copy_engine.py",),
-    ),
-    Target(
-        "comm.transports.local",
-        (
-            "_LocalFence.wait",
-            "_LocalFence.order",
-            "_LocalFence._parts",
-            "LocalWorld._stream_of",
-            *(f"LocalTransport.{name}" for name in LOCAL_POST),
-        ),
-        ("local",),
-        ("comm/test_lanes.py", "comm/test_transport.py -k test_local", "comm/test_local.py"),
-    ),
+    Target("comm.transports.lanes", ("StreamFence", "StreamLane", "HostLane"), ("nccl", "local"), LANES),
+    Target("comm.transports.nccl", NCCL_POST, ("nccl",), ("comm/test_nccl.py",)),
+    Target("comm.transports.nccl", NODE_POST, ("nccl",), ("comm/test_nccl.py",)),
+    Target("comm.transports.copy_engine.copy_engine", ENGINE_POST, ("copy_engine",), ENGINE),
+    Target("comm.transports.copy_engine.memory", ("Flags.put_up", "Flags.wait_for"), ("copy_engine",), ENGINE),
+    Target("comm.transports.local", LOCAL_POST, ("local",), LOCAL),
 )
 
 
@@ -131,7 +108,7 @@ Counts = tuple[Counter[str], Counter[str]]  # waits by name: all, and those that
 
 def counted(recording: Recording) -> Counts:
     """The waits of one case."""
-    implied = Counter(wait.name for wait in recording.checked.unnoticed())
+    implied = Counter(wait.name for wait in recording.graph.unnoticed())
     return Counter(wait.name for wait in recording.graph.waits), implied
 
 
@@ -220,48 +197,54 @@ def serve(work: Callable[[], object], connection: Connection) -> None:
 
 def run(jobs: Iterable[tuple[T, Callable[[], Any]]]) -> Iterator[tuple[T, Any]]:
     """Each job and what it returns, or why it returns nothing."""
-    context = multiprocessing.get_context("fork")
-    waiting = list(reversed(list(jobs)))
+    context, waiting = multiprocessing.get_context("fork"), iter(jobs)
     under_way: dict[Any, tuple[T, Any, float]] = {}
-    while waiting or under_way:
-        while waiting and len(under_way) < PROCESSES:
-            job, work = waiting.pop()
+    while True:
+        for job, work in islice(waiting, PROCESSES - len(under_way)):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(work, theirs), daemon=True)
             process.start()
             theirs.close()
             under_way[ours] = job, process, time.monotonic() + SECONDS
-        for ready in wait(list(under_way), timeout=1.0):
-            job, process, _ = under_way.pop(ready)
+        if not under_way:
+            return
+        ready = wait([*under_way], timeout=1.0)
+        for end in [one for one, (_, _, over) in under_way.items() if one in ready or time.monotonic() > over]:
+            job, process, _ = under_way.pop(end)
             try:
-                result = ready.recv()  # type: ignore[union-attr, call-arg]
+                result = end.recv() if end in ready else "hangs"
             except EOFError:
                 result = "its process died"
-            process.join()
-            yield job, result
-        for ready in [one for one, (_, _, end) in under_way.items() if time.monotonic() > end]:
-            job, process, _ = under_way.pop(ready)
             process.kill()
             process.join()
-            yield job, "hangs"
+            yield job, result
 
 
 def main(arguments: list[str]) -> int:
     """See the module."""
-    options = options_of(arguments, __doc__)
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--sample", type=int, help="so many of them, always the same")
+    parser.add_argument("--only", default="", help="those whose text has this in it")
+    parser.add_argument("--show", action="store_true", help="print what catches each")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    everyone = [
+    chosen = [
         (target, mutant)
         for target in TARGETS
         for mutant in mutants(f"ringattn.{target.module}", target.functions)
         if options.only in str(mutant)
     ]
-    if options.list:
-        print(*(mutant for _, mutant in everyone), sep="\n")
-        return 0
-    chosen = random.Random(0).sample(everyone, options.sample) if options.sample else everyone
+    if options.sample:
+        chosen = random.Random(0).sample(chosen, options.sample)
     left = survivors(chosen, options.show)
-    return told([mutant for _, mutant in chosen], left, REASONS)
+    print(f"{len(chosen) - len(left)} of {len(chosen)} mutants caught")
+    known = {line.strip() for line in REASONS.read_text().splitlines() if line.startswith("    ")}
+    unknown = [text for text in left if text not in known]
+    gone = [str(mutant) for _, mutant in chosen if str(mutant) in known and str(mutant) not in left]
+    for title, texts in (("not in", unknown), ("caught, and in", gone)):
+        for text in texts:
+            print(f"{title} tests/properties/{REASONS.name}:\n    {text}")
+    return int(bool(unknown or gone))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from ringattn.ring import Mask, Trace, TraceSpan
 from ringattn.ring.schedule.schedule import Hop, schedule
 from ringattn.ring.trace import _Begin, _Clock
 
-from ..support.fake_cuda import FakeCuda
-from ..support.stand_in import install_streams
+from ..support.cuda.device import FakeCuda, install_streams
 
 WORLD, SEQLEN, HEADS, DIM = 4, 256, 2, 16
 FP32 = 4

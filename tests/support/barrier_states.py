@@ -78,41 +78,53 @@ class Search:
 
     def after(self, state: State, partition: int, event: Event) -> State | None:
         """``state`` with the event done, or None where it must wait."""
+        who, what, value = self.names[partition], event.what, event.value
         if event.kind == "wait":
-            return None if state.barriers[self.barriers[event.what]][0] == event.value else state
-        if event.kind == "arrive":
-            return self.settled(state, event.what, event.value, 0)
-        if event.kind == "expect":
-            return self.settled(state, event.what, 1, event.value)
+            return None if state.barriers[self.barriers[what]][0] == value else state
+        if event.kind in ("arrive", "expect"):
+            return self.settled(state, what, *((value, 0) if event.kind == "arrive" else (1, value)))
         if event.kind == "load":
-            return self.loaded(state, *event.what, *event.value)
+            (slot, load), (barrier, nbytes) = what, value
+            state = self.filled(state, slot, load, "")
+            return state._replace(flying=state.flying | {(slot, load, barrier, nbytes)})
         if event.kind == "start":
-            return self.started(state, partition, event.what, event.value)
+            for slot, wanted in zip(what, value, strict=True):
+                state = self.read(state, who, slot, wanted, 1)
+            return state._replace(reading=put(state.reading, partition, (*state.reading[partition], what)))
         if event.kind == "put":
-            return self.written(state, event.what, event.value)
+            return self.filled(state, what, value, value)
         if event.kind == "get":
-            return self.read(state, partition, event.what, event.value)
+            return self.read(state, who, what, value)
         if event.kind == "send":
-            slot, send = event.what
-            return self.sending(state, partition, slot, send, event.value)
+            slot, send = what
+            state = self.read(state, who, slot, value, 1)
+            return state._replace(flying=state.flying | {(slot, send, who, 0)})
         if event.kind == "sent":
-            return state if sum(one[2] == self.names[partition] for one in state.flying) <= event.what else None
-        return self.drained(state, partition, event.what)
+            return state if sum(one[2] == who for one in state.flying) <= what else None
+        under_way = state.reading[partition]  # drained, but for so many
+        done = under_way[: len(under_way) - what]
+        state = self.released(state, [slot for slots in done for slot in slots])
+        return state._replace(reading=put(state.reading, partition, under_way[len(done) :]))
 
-    def written(self, state: State, slot: str, value: str) -> State:
-        holds, readers = state.slots[self.slots[slot]]
-        assert readers == 0, f"{value} overwrites {slot} while {holds} is read"
-        return state._replace(slots=put(state.slots, self.slots[slot], (value, 0)))
+    def filled(self, state: State, slot: str, what: str, holds: str) -> State:
+        index = self.slots[slot]
+        before, readers = state.slots[index]
+        assert readers == 0, f"{what} overwrites {slot} while a product reads it or {before} is sent"
+        return state._replace(slots=put(state.slots, index, (holds, 0)))
 
-    def read(self, state: State, partition: int, slot: str, wanted: str) -> State:
-        holds = state.slots[self.slots[slot]][0]
-        assert holds == wanted, f"{self.names[partition]} reads {holds or 'nothing'} in {slot}, not {wanted}"
-        return state
+    def read(self, state: State, who: str, slot: str, wanted: str, readers: int = 0) -> State:
+        """By one more reader, where it stays."""
+        index = self.slots[slot]
+        holds, before = state.slots[index]
+        assert holds == wanted, f"{who} reads {holds or 'nothing'} in {slot}, not {wanted}"
+        return state._replace(slots=put(state.slots, index, (holds, before + readers)))
 
-    def sending(self, state: State, partition: int, slot: str, send: str, wanted: str) -> State:
-        holds, readers = self.read(state, partition, slot, wanted).slots[self.slots[slot]]
-        flying = state.flying | {(slot, send, self.names[partition], 0)}
-        return state._replace(flying=flying, slots=put(state.slots, self.slots[slot], (holds, readers + 1)))
+    def released(self, state: State, slots: list[str]) -> State:
+        now = state.slots
+        for slot in slots:
+            holds, readers = now[self.slots[slot]]
+            now = put(now, self.slots[slot], (holds, readers - 1))
+        return state._replace(slots=now)
 
     def settled(self, state: State, name: str, arrivals: int, nbytes: int) -> State:
         index = self.barriers[name]
@@ -122,40 +134,14 @@ class Search:
         now = (1 - parity, 0, 0) if arrived == self.counts[name] and owed == 0 else (parity, arrived, owed)
         return state._replace(barriers=put(state.barriers, index, now))
 
-    def loaded(self, state: State, slot: str, load: str, barrier: str, nbytes: int) -> State:
-        index = self.slots[slot]
-        assert state.slots[index][1] == 0, f"{load} overwrites {slot} while a product reads it"
-        flying = state.flying | {(slot, load, barrier, nbytes)}
-        return state._replace(flying=flying, slots=put(state.slots, index, ("", 0)))
-
     def landed(self, state: State, load: tuple[str, str, str, int]) -> State:
         slot, name, barrier, nbytes = load
-        index = self.slots[slot]
+        state = state._replace(flying=state.flying - {load})
         if barrier in self.names:  # a send
-            holds, readers = state.slots[index]
-            return state._replace(flying=state.flying - {load}, slots=put(state.slots, index, (holds, readers - 1)))
-        state = state._replace(
-            flying=state.flying - {load}, slots=put(state.slots, index, (name, state.slots[index][1]))
-        )
+            return self.released(state, [slot])
+        readers = state.slots[self.slots[slot]][1]
+        state = state._replace(slots=put(state.slots, self.slots[slot], (name, readers)))
         return self.settled(state, barrier, 0, -nbytes)
-
-    def started(self, state: State, partition: int, slots: tuple[str, ...], loads: tuple[str, ...]) -> State:
-        now = state.slots
-        for slot, wanted in zip(slots, loads, strict=True):
-            holds, readers = now[self.slots[slot]]
-            assert holds == wanted, f"{self.names[partition]} reads {holds or 'nothing'} in {slot}, not {wanted}"
-            now = put(now, self.slots[slot], (holds, readers + 1))
-        reading = put(state.reading, partition, (*state.reading[partition], slots))
-        return state._replace(slots=now, reading=reading)
-
-    def drained(self, state: State, partition: int, left: int) -> State:
-        under_way = state.reading[partition]
-        done, now = under_way[: len(under_way) - left], state.slots
-        for slot in (slot for slots in done for slot in slots):
-            holds, readers = now[self.slots[slot]]
-            now = put(now, self.slots[slot], (holds, readers - 1))
-        reading = put(state.reading, partition, under_way[len(under_way) - left :] if left else ())
-        return state._replace(slots=now, reading=reading)
 
 
 def put(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:

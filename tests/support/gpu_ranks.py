@@ -40,7 +40,19 @@ DEADLINE = 3.0  # seconds, of a ring with a rank that is killed
 STEPS_BEFORE_KILL = 3
 MOST_STEPS = 10_000
 
-Told = dict[str, str]
+Tell = Callable[[str, str], None]
+"""Says of a case how it went: a traceback, or "" where nothing was wrong."""
+
+
+def telling(file: Path) -> Tell:
+    """Writes at once: a later case may end the process."""
+    told: dict[str, str] = {}
+
+    def tell(name: str, text: str) -> None:
+        told[name] = text
+        file.write_text(json.dumps(told))
+
+    return tell
 
 
 def device_of(rank: int) -> torch.device:
@@ -62,19 +74,16 @@ def transport_of(group: Group, name: str, device: torch.device) -> Transport:
     return opened(rank=group.rank(), size=group.size(), device=device, control=control_of(group))
 
 
-def transfers(group: Group, transport: str, device: torch.device, tell: Callable[[str, str], None]) -> None:
+def transfers_of(transport: str, device: torch.device) -> dict[str, Case]:
+    return cases_of(transport) if device.type == "cuda" else CASES
+
+
+def transfers(group: Group, transport: str, device: torch.device, tell: Tell) -> None:
     """The conformance suite, up to the first case that fails: the peers are out of step from there on."""
-
-    def run(name: str) -> None:
+    for name, case in transfers_of(transport, device).items():
         opened = transport_of(group, transport, device)
-        try:
-            known[name](opened, device)
-        finally:
-            opened.close()
-
-    known = cases_of(transport) if device.type == "cuda" else CASES
-    for name in known:
-        told = traceback_of(run, name)
+        told = traceback_of(case, opened, device)
+        opened.close()
         tell(name, told)
         if told:
             return
@@ -105,9 +114,7 @@ def rings_of(transport: str, world: int) -> Iterator[tuple[str, RingCase]]:
     yield from ((name, case) for name, case in RING_CASES.items() if case.fits(transport, world))
 
 
-def rings(
-    group: dist.ProcessGroup, transport: str, device: torch.device, folder: Path, tell: Callable[[str, str], None]
-) -> None:
+def rings(group: dist.ProcessGroup, transport: str, device: torch.device, folder: Path, tell: Tell) -> None:
     """Every ring over processes; a wrong result is told, anything else ends it."""
     rank, world = group.rank(), group.size()
     for name, case in rings_of(transport, world):
@@ -138,13 +145,7 @@ def killed(rank: int, world: int, transport: str, device: torch.device, folder: 
 
 def process(part: str, transport: str, rank: int, world: int, folder: Path) -> None:
     """One rank of one process."""
-    told: Told = {}
-
-    def tell(name: str, text: str) -> None:
-        told[name] = text
-        (folder / f"rank{rank}.json").write_text(json.dumps(told))  # at once: a later case may end the process
-
-    code = 0
+    tell, code = telling(folder / f"rank{rank}.json"), 0
     try:
         torch.set_num_threads(1)
         device = device_of(rank)
@@ -159,8 +160,6 @@ def process(part: str, transport: str, rank: int, world: int, folder: Path) -> N
             rings(group, transport, device, folder, tell)
         else:
             killed(rank, world, transport, device, folder)
-        if rank == 0:
-            (folder / "libraries.json").write_text(json.dumps(libraries()))
     except BaseException:
         code = 1
         tell("start" if part != "kill" else "ended", traceback.format_exc())
@@ -168,21 +167,10 @@ def process(part: str, transport: str, rank: int, world: int, folder: Path) -> N
         os._exit(code)  # at once: the peers of a rank that failed are to notice it
 
 
-def libraries() -> list[str]:
-    """Every libnccl of this process."""
-    paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
-    return sorted(path for path in paths if Path(path).name.startswith("libnccl.so"))
-
-
-def virtual(part: str, world: int, folder: Path) -> int:
+def virtual(part: str, world: int, folder: Path) -> None:
     """All ranks of a `LocalWorld`."""
     torch.set_num_threads(1)
-    device, told = device_of(0), Told()
-
-    def tell(name: str, text: str) -> None:
-        told[name] = text
-        (folder / "rank0.json").write_text(json.dumps(told))
-
+    device, tell = device_of(0), telling(folder / "rank0.json")
     with LocalWorld(world, device=device, timeout=PATIENCE.total_seconds()) as ranks:
 
         def transfer(case: Case) -> None:
@@ -190,21 +178,18 @@ def virtual(part: str, world: int, folder: Path) -> int:
 
         def ring(name: str, case: RingCase) -> None:
             whole = drawn(case)  # here: the ranks are threads, and share one generator
-            parts = ranks.run(lambda group: ring_part(case, whole, group, "local", device))
-            judge(name, parts, world, device, folder)
+            judge(name, ranks.run(lambda group: ring_part(case, whole, group, "local", device)), world, device, folder)
 
-        if part == "rings":
-            for name, ring_case in rings_of("local", world):
-                tell(name, traceback_of(ring, name, ring_case))
-            return 0
-        for name, case in (cases_of("local") if device.type == "cuda" else CASES).items():
+        for name, ring_case in rings_of("local", world) if part == "rings" else ():
+            tell(name, traceback_of(ring, name, ring_case))
+        for name, case in transfers_of("local", device).items() if part == "transfers" else ():
             tell(name, traceback_of(transfer, case))
-    return 0
 
 
-def main(part: str, transport: str, world: int, folder: Path) -> int:
+def main(part: str, transport: str, world: int, folder: Path) -> None:
     if transport == "local":
-        return virtual(part, world, folder)
+        virtual(part, world, folder)
+        return
     # Forked before anything touches CUDA: torch is imported once.
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=process, args=(part, transport, rank, world, folder)) for rank in range(world)]
@@ -217,8 +202,7 @@ def main(part: str, transport: str, world: int, folder: Path) -> int:
                 ended[rank] = (one.exitcode, time.time())
         time.sleep(0.01)
     (folder / "ends.json").write_text(json.dumps([ended[rank] for rank in range(world)]))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))

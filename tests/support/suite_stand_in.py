@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +21,7 @@ from ringattn.bench.suite import device_cases
 from ringattn.bench.suite.parts import CLONE, OUT, PYTHON, RINGATTN, Part, gpu_parts
 from ringattn.kernels import KernelConfig, Tile
 
-from .fake_cuda import FakeCuda
+from .cuda.device import FakeCuda
 from .interpreter import quicken
 
 CPU = torch.device("cpu")
@@ -116,17 +114,7 @@ def alone(name: str, patch: pytest.MonkeyPatch) -> int:
     from . import gpu_cases as on_gpu  # which takes a second, for every case
 
     hopper_by_another(patch)
-
-    def nothing(*given: object, **named: object) -> None:
-        pass
-
-    quiet = SimpleNamespace(wait_stream=nothing, synchronize=nothing)
-    graph = SimpleNamespace(capture_begin=nothing, capture_end=nothing, replay=nothing)
-    for word, stub in (("Stream", lambda device: quiet), ("CUDAGraph", lambda: graph), ("synchronize", nothing)):
-        patch.setattr(torch.cuda, word, stub)
-    patch.setattr(torch.cuda, "_sleep", nothing)
-    patch.setattr(torch.cuda, "current_stream", lambda device: quiet)
-    patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    FakeCuda(patch)
     patch.setattr(on_gpu, "values", lambda x: [2])  # of a graph that was not
     on_gpu.ALONE[name](CPU)
     return 0

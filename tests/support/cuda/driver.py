@@ -1,12 +1,11 @@
-"""cuda.bindings' driver and torch.cuda's streams, played on the host by real memory and one thread per stream.
+"""cuda.bindings' driver, played on the host by real memory, and streams that run: one thread each.
 
 The transport of the copy engines runs on it as it is, between threads and on CPU tensors. A stream really runs behind
 the host and really blocks: a wait for a flag ends when the flag is up and not before. What is current when nobody
 chose a stream belongs to the host, as compute on CPU tensors does: waiting on it blocks.
 
 The driver is strict where CUDA is: no current context, an address that was never opened or is closed by the time it is
-used, a handle of memory that is gone are errors. `Driver` hands what goes into a stream to an `Engine`, so that a
-recorder can be one.
+used, a handle of memory that is gone are errors. What goes into a stream it hands to a `Device`.
 """
 
 from __future__ import annotations
@@ -25,17 +24,15 @@ from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
-from .stand_in import Device, Event, Stream, replace_streams
+from .device import PATIENCE, WORD, Device, Stream, replace_streams
 
-PATIENCE = 10.0  # seconds until a wait of the host is called a deadlock
 WINDOW = 1 << 30  # allocations begin at multiples of it, unless `Driver.declare` knows better
 OPENED, REGISTERED = 1 << 60, 1 << 61  # what a process sees of others' memory, and the device of the host's
 STEP = 1 << 36  # between two of them
-WORD = 1 << 32
 
 
 class Result(IntEnum):
@@ -63,14 +60,6 @@ class MemHandle:
         return ctypes.addressof(self.data)
 
 
-class Engine(Protocol):
-    """Runs operations in the order of a stream; addresses are the driver's, see `Driver.resolve`."""
-
-    def copy(self, stream: int, destination: int, source: int, nbytes: int) -> None: ...
-    def write(self, stream: int, address: int, value: int) -> None: ...
-    def wait(self, stream: int, address: int, value: int) -> None: ...
-
-
 class Driver:
     """`cuda.bindings.driver`, as far as it is called. One process for all ranks; each thread has its contexts."""
 
@@ -81,8 +70,9 @@ class Driver:
     CU_MEMHOSTREGISTER_PORTABLE = 1
     CU_MEMHOSTREGISTER_DEVICEMAP = 2
 
-    def __init__(self, engine: Engine | None = None) -> None:
-        self.engine: Any = engine
+    def __init__(self, device: Device | None = None) -> None:
+        self._device = Device() if device is None else device
+        self._device.resolve = self.resolve  # type: ignore[method-assign]
         self.devices = 8
         self.has_ipc = True
         self.shareable = True  # what torch allocates
@@ -113,20 +103,19 @@ class Driver:
         with self._lock:
             del self._declared[base], self._ids[base]
 
-    def resolve(self, address: int, nbytes: int) -> int:
-        """The bytes of this process behind an address, now; KeyError where they are not, or no longer, mapped."""
+    def resolve(self, address: int) -> int:
+        """The byte of this process behind an address, now; KeyError where it is not, or no longer, mapped."""
+        offset = address % STEP
         with self._lock:
             if address >= REGISTERED:
-                start = address - (address - REGISTERED) % STEP
-                return self.registered[start] + address - start
+                return self.registered[address - offset] + offset
             if address >= OPENED:
-                start = address - (address - OPENED) % STEP
-                return self.opened[start] + address - start
+                return self.opened[address - offset] + offset
         return address
 
     def flag_identity(self, address: int) -> tuple[str, int]:
         """What is equal for two addresses of one word of memory that is mapped twice: (file, offset)."""
-        host = self.resolve(address, 4)
+        host = self.resolve(address)
         for line in Path("/proc/self/maps").read_text().splitlines():
             places, _, offset, device, inode, *_ = line.split()
             first, last = (int(place, 16) for place in places.split("-"))
@@ -236,23 +225,21 @@ class Driver:
     # what goes into a stream
 
     def cuMemcpyDtoDAsync(self, destination: int, source: int, nbytes: int, stream: int) -> tuple[Result]:
-        self.engine.copy(stream, destination, source, nbytes)
+        self._device.copy(stream, destination, source, nbytes)
         return self._in_context("cuMemcpyDtoDAsync")
 
     def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: Flag) -> tuple[Result]:
         assert flags == Flag.CU_STREAM_WRITE_VALUE_DEFAULT and 0 <= value < WORD and address % 4 == 0
-        self.engine.write(stream, address, value)
+        self._device.write(stream, address, value)
         return self._in_context("cuStreamWriteValue32")
 
     def cuStreamWaitValue32(self, stream: int, address: int, value: int, flags: Flag) -> tuple[Result]:
         assert flags == Flag.CU_STREAM_WAIT_VALUE_GEQ and 0 <= value < WORD and address % 4 == 0
-        self.engine.wait(stream, address, value)
+        self._device.wait(stream, address, value)
         return self._in_context("cuStreamWaitValue32")
 
     def _stack(self) -> list[int]:
-        if not hasattr(self._contexts, "stack"):
-            self._contexts.stack = []
-        stack: list[int] = self._contexts.stack
+        stack: list[int] = vars(self._contexts).setdefault("stack", [])
         return stack
 
     def _done(self, call: str) -> tuple[Result]:
@@ -283,70 +270,37 @@ class Workers(Device):
         self.stopping = threading.Event()
         self.jitter = 0.0  # the longest pause before an operation, in seconds
         self.driver = Driver(self)
-        self._streams: dict[int, RunningStream] = {}
+        self._running: list[RunningStream] = []
 
     def stream(self, device: object = None, priority: int = 0) -> Stream:
-        made = RunningStream(self, priority, next(self._numbers), self.index_of(device))
-        self._streams[made.cuda_stream] = made
-        return made
-
-    def event(self, enable_timing: bool = False) -> Event:
-        return RunningEvent(self)
+        self._running.append(RunningStream(self, priority, self.index_of(device)))
+        return self._running[-1]
 
     def default_stream(self, index: int) -> Stream:
-        return HostStream(self, 0, next(self._numbers), index)
-
-    def copy(self, stream: int, destination: int, source: int, nbytes: int) -> None:
-        def run() -> None:
-            resolve = self.driver.resolve
-            ctypes.memmove(resolve(destination, nbytes), resolve(source, nbytes), nbytes)
-
-        self.put("copy", stream, run, (destination, source, nbytes))
-
-    def write(self, stream: int, address: int, value: int) -> None:
-        self.put("write", stream, lambda: setattr(self._word(address), "value", value), (address, value))
-
-    def wait(self, stream: int, address: int, value: int) -> None:
-        def up() -> bool:
-            return (self._word(address).value - value) % WORD < WORD // 2
-
-        self.put("await", stream, lambda: self.block(up), (address, value))
-
-    def put(self, kind: str, number: int, run: Callable[[], object], detail: object) -> None:
-        stream = self._streams[number]
-        self.add(kind, stream, detail=detail)
-        stream.jobs.put(run)
+        return Stream(self, 0, index)
 
     def block(self, up: Callable[[], bool]) -> None:
-        """Until it is so."""
-        while not up() and not self.stopping.is_set():
-            time.sleep(2e-4)
+        super().block(lambda: up() or self.stopping.is_set())
 
     def stop(self) -> None:
         self.stopping.set()
-        for stream in self._streams.values():
+        for stream in self._running:
             stream.jobs.put(None)
-        for stream in self._streams.values():
+        for stream in self._running:
             stream.thread.join(PATIENCE)
-
-    def _word(self, address: int) -> ctypes.c_uint32:
-        return ctypes.c_uint32.from_address(self.driver.resolve(address, 4))
 
 
 class RunningStream(Stream):
     _device: Workers
 
-    def __init__(self, device: Workers, priority: int, number: int, index: int) -> None:
-        super().__init__(device, priority, number, index)
+    def __init__(self, device: Workers, priority: int, index: int) -> None:
+        super().__init__(device, priority, index)
         self.jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name=f"stream {number}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"stream {self.cuda_stream}", daemon=True)
         self.thread.start()
 
-    def wait_event(self, event: Event) -> None:
-        super().wait_event(event)
-        assert isinstance(event, RunningEvent)
-        reached = event.reached  # the newest record, now
-        self.jobs.put(lambda: self._device.block(reached.is_set))
+    def run(self, job: Callable[[], object]) -> None:
+        self.jobs.put(job)
 
     def _run(self) -> None:
         chance = random.Random(self.cuda_stream)
@@ -357,33 +311,6 @@ class RunningStream(Stream):
                 job()
             except BaseException as error:
                 self._device.errors.append(error)
-
-
-class HostStream(Stream):
-    """What is enqueued here is over when the call returns."""
-
-    def wait_event(self, event: Event) -> None:
-        super().wait_event(event)
-        assert isinstance(event, RunningEvent)
-        assert event.reached.wait(PATIENCE), "compute waits for a transfer that does not end"
-
-
-class RunningEvent(Event):
-    def __init__(self, device: Workers) -> None:
-        super().__init__(device)
-        self.reached = threading.Event()
-
-    def record(self, stream: Stream | None = None) -> None:
-        super().record(stream)
-        self.reached = reached = threading.Event()
-        if isinstance(stream, RunningStream):
-            stream.jobs.put(reached.set)
-        else:
-            reached.set()
-
-    def query(self) -> bool:
-        self.check_place()
-        return self.reached.is_set()
 
 
 def install_driver(monkeypatch: pytest.MonkeyPatch, driver: object) -> None:

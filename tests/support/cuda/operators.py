@@ -15,19 +15,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from .device import GPU, HOST, Recorder
-from .operation import Give
+from .recorder import GPU, HOST, Give, Recorder
 
 
 @contextmanager
 def acting(recorder: Recorder, rank: int) -> Iterator[None]:
     """This thread acts for `rank`, and torch's calls in it are recorded."""
-    before, recorder.here.rank = recorder.here.rank, rank
+    before, recorder.thread.rank = recorder.thread.rank, rank
     try:
         with _Functions(recorder), _Operators(recorder):
             yield
     finally:
-        recorder.here.rank = before
+        recorder.thread.rank = before
 
 
 class _Functions(TorchFunctionMode):
@@ -56,8 +55,7 @@ class _Functions(TorchFunctionMode):
         if special is not None:
             return special(*args, **kwargs)
         if func in self._reads and self.recorder.on_device(args[0]):
-            self.recorder.operation("read back", func.__name__, reads=args[:1], writes=())
-            self.recorder.synchronized()
+            self.recorder.read_back(func.__name__, args[0])
         if kwargs.get("device") is None:
             return func(*args, **kwargs)
         kind = torch.device(kwargs["device"])
@@ -66,7 +64,7 @@ class _Functions(TorchFunctionMode):
         return self._made(kind, lambda: func(*args, **{**kwargs, "device": HOST}))
 
     def _made(self, kind: torch.device, make: Callable[[], Any]) -> Any:
-        here = self.recorder.here
+        here = self.recorder.thread
         before, here.makes = here.makes, kind
         try:
             return make()
@@ -82,8 +80,7 @@ class _Functions(TorchFunctionMode):
         on_device = self.recorder.on_device(x)
         if wanted is not None and (wanted.type == "cuda") != on_device:
             if on_device:
-                self.recorder.operation("read back", func.__name__, reads=[x], writes=())
-                self.recorder.synchronized()
+                self.recorder.read_back(func.__name__, x)
             x = self._made(wanted, lambda: torch.clone(x))
         return to(x, *rest, **kwargs) if rest or kwargs else x
 
@@ -118,7 +115,7 @@ class _Operators(TorchDispatchMode):
         if func.is_view:
             return func(*args, **kwargs)  # no other memory than what is there
         given = _tensors((args, kwargs))
-        override, touches = recorder.here.makes, any(map(recorder.on_device, given))
+        override, touches = recorder.thread.makes, any(map(recorder.on_device, given))
         on_device = override.type == "cuda" if override is not None else touches
         if not touches and not on_device:
             return func(*args, **kwargs)  # the host's alone
@@ -137,15 +134,15 @@ class _Operators(TorchDispatchMode):
             "copy" if name == "aten::copy_" else "op",
             recorder.current(),
             detail=name.removeprefix("aten::"),
-            reads=recorder._uses([x for x in given if not any(x is y for y in written)]),
-            writes=recorder._uses(wrote),
+            reads=recorder.uses([x for x in given if not any(x is y for y in written)]),
+            writes=recorder.uses(wrote),
         )
         results = [recorder.held(x) for x in made]
         op.action = _again(func, held, results)
         if name in SYNCHRONIZES or (
             name == "aten::copy_" and recorder.on_device(args[1]) > recorder.on_device(args[0])
         ):
-            recorder.synchronized()
+            recorder.add("synchronize", recorder.current())
         return result
 
 

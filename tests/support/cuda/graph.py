@@ -1,21 +1,21 @@
-"""The log as a graph: what the device is bound to run before what."""
+"""The log as a graph: what the device is bound to run before what, what is wrong with that, and which waits count."""
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .operation import Recorded
+from .device import Op, Use
 
 
 @dataclass(eq=False)
 class Wait:
     """Edges that one wait of the program makes: without it they are all gone."""
 
-    op: Recorded
+    op: Op
     edges: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -40,7 +40,7 @@ PASSED = (
 """Functions that only pass on what others ask for."""
 
 
-def caller(op: Recorded) -> str:
+def caller(op: Op) -> str:
     """The function of a transport and the function of the ring that asked for an operation."""
     names = [name for name in op.site.split(" < ") if name and not name.startswith(PASSED)]
     ring = [name for name in names if name.startswith(RING)]
@@ -49,23 +49,34 @@ def caller(op: Recorded) -> str:
     return " of ".join([*comm[:1], *([asked] if asked else [])])
 
 
+@dataclass
+class Conflict:
+    """Two operations that touch the same bytes, one of them writing, in the order in which they are meant to run."""
+
+    first: Op
+    second: Op
+    use: Use  # what both touch
+
+
 class Graph:
     """Operations by their place in the log, and edges between them.
 
     Edges are: the order of a stream; the record of an event to a wait for it; a send to its receive; what the host has
     waited for to what it enqueues later. The operations of one NCCL group run side by side, between what its stream ran
     before and after. A send may be over before its receive begins; `rendezvous` are the edges of the other extreme.
+    `where` says what a place in memory is called.
     """
 
-    def __init__(self, log: Sequence[Recorded]) -> None:
+    def __init__(self, log: Sequence[Op], where: Callable[[Use], str] = str) -> None:
         self.log = list(log)
+        self.where = where
         for place, op in enumerate(self.log):
             op.number = place
         self.before: list[set[int]] = [set() for _ in self.log]
         self.fixed: list[set[int]] = [set() for _ in self.log]  # the part of `before` that is nobody's wait
         self.waits: list[Wait] = []
         self.rendezvous: list[tuple[int, int]] = []
-        self.problems: list[str] = []
+        self.mismatches: list[str] = []
         self._streams()
         self._transfers()
         self._values()
@@ -83,21 +94,19 @@ class Graph:
         """Stream order, waits and what the host has waited for."""
         tails: dict[object, set[int]] = defaultdict(set)
         groups: dict[object, set[int]] = {}  # what the members of a group come after
-        told: dict[tuple[object, int], Recorded] = {}
+        told: dict[tuple[object, int], Op] = {}
         host: dict[int, Wait] = {}
         for place, op in enumerate(self.log):
             self._fix((earlier.number for earlier in op.after), place)
             if op.kind.startswith("synchronize"):
                 host[place] = Wait(op)
             if op.kind == "synchronize event":
-                self._wait(place, op, op.source)
+                self._wait(place, op)
             if op.stream is None:
                 if op.kind == "synchronize":  # of the whole device
                     self._fix((tail for tail_set in tails.values() for tail in tail_set), place)
                 continue
-            if (
-                op.kind == "free"
-            ):  # maybe by a thread that drops the last reference: the stream itself waits for nothing
+            if op.kind == "free":  # maybe by a thread that drops the last reference: the stream waits for nothing
                 self._fix(tails[op.stream], place)
                 if op.host is not None and op.host.number in host:
                     self._waited(host[op.host.number], op.host.number, place)
@@ -110,7 +119,7 @@ class Graph:
                 self._fix(members, place)
                 tails[op.stream] = (tails[op.stream] - members) | {place}
             if op.kind == "wait":
-                self._wait(place, op, op.source)
+                self._wait(place, op)
             if op.host is not None and told.get((op.stream, op.thread)) is not op.host:
                 if op.group is None:  # the members of a group do not come after each other
                     told[op.stream, op.thread] = op.host
@@ -118,23 +127,22 @@ class Graph:
                     self._waited(host[op.host.number], op.host.number, place)
         self.waits += [wait for wait in host.values() if wait.edges]
 
-    def _wait(self, place: int, op: Recorded, source: object) -> None:
-        if not isinstance(source, Recorded):
-            self.problems.append(f"{op} waits for an event that was never recorded: it waits for nothing")
-        elif self.log[source.number : source.number + 1] == [source]:  # else before the recording: it is over
+    def _wait(self, place: int, op: Op) -> None:
+        source = op.source
+        if source is not None and self.log[source.number : source.number + 1] == [source]:  # else it was over before
             self.waits.append(Wait(op))
             self._waited(self.waits[-1], source.number, place)
 
     def _transfers(self) -> None:
         """The n-th send of a pair goes to its n-th receive."""
-        ends: dict[tuple[object, ...], tuple[list[Recorded], list[Recorded]]] = defaultdict(lambda: ([], []))
+        ends: dict[tuple[object, ...], tuple[list[Op], list[Op]]] = defaultdict(lambda: ([], []))
         for op in self.log:
             if op.wire:
-                ends[op.wire][op.kind == "nccl recv"].append(op)
+                ends[op.wire][op.kind == "recv"].append(op)
         for (_, source, destination, *_), (sends, receives) in ends.items():
             if len(sends) != len(receives):
                 extra = (sends if len(sends) > len(receives) else receives)[min(len(sends), len(receives))]
-                self.problems.append(
+                self.mismatches.append(
                     f"{source} sends {len(sends)} messages to {destination}, which receives {len(receives)}: "
                     f"{extra} has no other end"
                 )
@@ -142,23 +150,25 @@ class Graph:
                 self._fix([send.number], receive.number)
                 receive.source = send
                 if _size(send) != _size(receive):
-                    self.problems.append(f"{send} of {_size(send)} bytes is received by {receive} of {_size(receive)}")
+                    self.mismatches.append(
+                        f"{send} of {_size(send)} bytes is received by {receive} of {_size(receive)}"
+                    )
                 # a send is over when its receive has begun: after what that receive's group comes after
                 self.rendezvous += [(earlier, send.number) for earlier in self.before[receive.number] - {send.number}]
 
     def _values(self) -> None:
         """A wait for a value of a word of memory is over when somebody has written it, or a larger one."""
-        written: dict[object, list[tuple[int, Recorded]]] = defaultdict(list)
+        written: dict[object, list[tuple[int, Op]]] = defaultdict(list)
         for op in self.log:
-            if op.kind == "write value" and op.flag is not None:
+            if op.kind == "write" and op.flag is not None:
                 written[op.flag[0]].append((op.flag[1], op))
         for op in self.log:
-            if op.kind != "wait value" or op.flag is None:
+            if op.kind != "await" or op.flag is None:
                 continue
             word, wanted = op.flag
             op.source = next((write for value, write in written[word] if value >= wanted), None)
             if op.source is None:
-                self.problems.append(f"{op} waits for a value that nobody writes")
+                self.mismatches.append(f"{op} waits for a value that nobody writes")
                 continue
             self.waits.append(Wait(op))
             self._waited(self.waits[-1], op.source.number, op.number)
@@ -189,11 +199,11 @@ class Graph:
             reach[number] = bits | 1 << place
         return reach
 
-    def happens_before(self, first: int, second: int) -> bool:
+    def happens_before(self, first: Op, second: Op) -> bool:
         """Whether the first is bound to be over before the second begins."""
-        return first != second and bool(self.reach[second] >> self.place[first] & 1)
+        return first is not second and bool(self.reach[second.number] >> self.place[first.number] & 1)
 
-    def cycle(self, more: Iterable[tuple[int, int]] = ()) -> list[Recorded]:
+    def cycle(self, more: Iterable[tuple[int, int]] = ()) -> list[Op]:
         """Operations that wait for each other for ever, with these edges too; empty where there are none."""
         before = [set(earlier) for earlier in self.before]
         for first, second in more:
@@ -206,8 +216,102 @@ class Graph:
             stuck = next(earlier for earlier in before[stuck] if earlier not in done)
         return [] if stuck is None else [self.log[number] for number in seen[seen.index(stuck) :]]
 
+    def problems(self) -> list[str]:
+        """Everything that is wrong, in words."""
+        for name, more in (("eager", ()), ("rendezvous", self.rendezvous)):
+            cycle = self.cycle(more)
+            if cycle:
+                told = " <- ".join(map(str, cycle))
+                return [*self.mismatches, f"deadlock with {name} sends, each waits for the next: {told}"]
+        return self.mismatches + [self.told(conflict) for conflict in self.races()]
 
-def _size(op: Recorded) -> int:
+    @property
+    def cyclic(self) -> bool:
+        """Whether operations wait for each other, even with eager sends."""
+        return len(self.order) < len(self.log)
+
+    @cached_property
+    def conflicts(self) -> list[Conflict]:
+        """Neighbouring conflicts; where all of them are ordered, so is every other; the first race is one of them."""
+        live: Live = {}
+        found: list[Conflict] = []
+        for number in self.order:
+            op = self.log[number]
+            found += _meet(live, op, op.reads, False)
+            found += _meet(live, op, op.writes, True)
+        return found
+
+    @cached_property
+    def needs(self) -> dict[int, int]:
+        """By operation, the places in `order` of those that it must come after."""
+        needs: dict[int, int] = defaultdict(int)
+        for conflict in self.conflicts:
+            needs[conflict.second.number] |= 1 << self.place[conflict.first.number]
+        return needs
+
+    def races(self) -> list[Conflict]:
+        """Conflicts whose order nothing forces."""
+        return [one for one in self.conflicts if not self.happens_before(one.first, one.second)]
+
+    def told(self, conflict: Conflict) -> str:
+        """A race in words: where, and the two operations."""
+        first, second = (f"{op} {_verb(op, conflict.use)} it" for op in (conflict.first, conflict.second))
+        return f"race on {self.where(conflict.use)}: {first}, {second}, and nothing orders the two"
+
+    def broken_without(self, wait: Wait) -> Conflict | None:
+        """A conflict that becomes a race without this wait; None: the check would not notice."""
+        gone = set(wait.edges)
+        reach: dict[int, int] = {}
+        changed = sorted({self.place[second] for _, second in gone})
+        pending = set(changed)
+        while pending:
+            place = min(pending)
+            pending.discard(place)
+            number = self.order[place]
+            bits = 1 << place
+            for earlier in self.before[number]:
+                if (earlier, number) not in gone or earlier in self.fixed[number]:
+                    bits |= reach.get(earlier, self.reach[earlier])
+            if bits == self.reach[number]:
+                continue
+            reach[number] = bits
+            lost = self.needs.get(number, 0) & ~bits
+            if lost:
+                first = self.log[self.order[lost.bit_length() - 1]]
+                return next(c for c in self.conflicts if c.second.number == number and c.first is first)
+            pending.update(self.place[later] for later in self.after[number])
+        return None
+
+    def unnoticed(self) -> list[Wait]:
+        """Waits that another implies: without any one of them the graph is still free of races."""
+        return [wait for wait in self.waits if self.broken_without(wait) is None]
+
+
+Live = dict[int, list[tuple[Op, int, bool]]]
+"""By storage: operations, the bytes that nobody has written since, and whether the operation wrote them."""
+
+
+def _meet(live: Live, op: Op, uses: Iterable[Use], writes: bool) -> Iterator[Conflict]:
+    for use in uses:
+        left = []
+        for other, held, wrote in live.get(use.storage, []):
+            common = held & use.bytes
+            if common and (writes or wrote) and other is not op:
+                yield Conflict(other, op, Use(use.storage, common))
+            rest = held & ~use.bytes if writes and other is not op else held
+            if rest:
+                left.append((other, rest, wrote))
+        live[use.storage] = [*left, (op, use.bytes, writes)]
+
+
+def _verb(op: Op, use: Use) -> str:
+    if op.kind in ("free", "allocate"):
+        return f"{op.kind}s"
+    wrote = any(one.storage == use.storage and one.bytes & use.bytes for one in op.writes)
+    return "writes" if wrote else "reads"
+
+
+def _size(op: Op) -> int:
     return sum(use.bytes.bit_count() for use in (*op.reads, *op.writes))
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from .device import Recorder
 from .graph import Graph, linear
 from .memory import Ref
-from .operation import Mail
+from .recorder import Mail, Recorder
 
 
 class Replay:

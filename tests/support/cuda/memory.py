@@ -9,18 +9,10 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
-from ..stand_in import Stream
-
-
-class Use(NamedTuple):
-    """Bytes of one allocation that an operation touches."""
-
-    storage: int
-    bytes: int  # a bit for each
+from .device import Stream, Use
 
 
 @dataclass(frozen=True)
@@ -104,11 +96,16 @@ class Memory:
             weakref.finalize(data, self._gone, storage, id(data)).atexit = False
         return storage
 
-    def ref(self, tensor: torch.Tensor, storage: Storage) -> Ref:
+    def known(self, tensor: torch.Tensor) -> Storage:
+        """The allocation of a tensor."""
+        storage = self.find(tensor)
+        assert storage is not None, "made outside of the recording"
+        return storage
+
+    def ref(self, tensor: torch.Tensor) -> Ref:
         """The tensor without its memory."""
-        return Ref(
-            storage.number, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
-        )
+        number = self.known(tensor).number
+        return Ref(number, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
     def at(self, pointer: int, nbytes: int) -> Ref:
         """What an address means. AssertionError where no living allocation holds all these bytes."""

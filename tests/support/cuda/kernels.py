@@ -17,7 +17,7 @@ from torch import Tensor
 from ringattn.kernels.experimental.dq_sum import Turns
 from ringattn.kernels.order import Chip
 
-from .device import Recorder
+from .recorder import Recorder
 
 
 def keys(k: Tensor, v: Tensor) -> Tensor:
@@ -60,18 +60,9 @@ def delta(dout: Any, out: Any, dlse: Tensor | None, delta: Tensor, *_: Any, **fl
 
 
 def dq(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    lse: Tensor,
-    delta: Tensor,
-    sums: Any,
-    target: Any,
-    bounds: Any,
-    *_: Any,
-    **flags: Any,
-) -> None:
+    dout: Any, q: Any, k: Any, v: Any, lse: Tensor, delta: Tensor, sums: Any, target: Any, bounds: Any,
+    *_: Any, **flags: Any,
+) -> None:  # fmt: skip
     seen = per_head(keys(k[0], v[0]) * sees(bounds), q[0].shape[2])[:, None, :, None]
     part = seen * (rows(dout[0]) + (delta + 0 * lse).transpose(1, 2)[..., None]) + 0 * q[0].float()
     target[0].copy_(part + sums[0].float() if flags["HAS_SUM"] else part)

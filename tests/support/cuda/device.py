@@ -1,0 +1,399 @@
+"""torch.cuda's streams, events and graphs, played on the host: code that uses them runs, and its order is kept.
+
+It refuses what a GPU refuses or punishes: a wait for an event that was never recorded, a record without a stream or on
+another device than the first, a query off the event's device, and one that breaks a graph that another thread captures.
+Every operation lands in one log; `graph.Graph` says which of them the streams and events force to run before which.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from ringattn.comm import cuda_threads
+
+PATIENCE = 10.0  # seconds until a wait of the host is called a deadlock
+GLOBAL, THREAD_LOCAL = 0, 1  # cudaStreamCaptureMode
+WORD = 1 << 32
+SITED = ("wait", "record", "synchronize", "synchronize event", "write", "await")
+OURS = ("ringattn.comm.", "ringattn.ring.")
+DEPTH = 40  # frames that are looked at for the place in our code that asked
+MULTIPROCESSORS = 18  # two more than the copy kernel has blocks
+
+
+class Use(NamedTuple):
+    """Bytes of one allocation that an operation touches."""
+
+    storage: int
+    bytes: int  # a bit for each
+
+
+@dataclass(eq=False)
+class Op:
+    """One thing that was asked of the device, who asked for it, and what a recorder knows that it touches."""
+
+    kind: str
+    stream: Stream | None = None
+    event: Event | None = None
+    detail: Any = None
+    number: int = -1
+    rank: int = -1
+    thread: int = 0
+    label: str = ""
+    site: str = ""  # functions of ours that asked for it, innermost first
+    reads: tuple[Use, ...] = ()
+    writes: tuple[Use, ...] = ()
+    action: Callable[[Callable[[Any], Any]], None] | None = None  # does it on the memory that its argument gives
+    source: Op | None = None  # of a wait: the record that it means
+    host: Op | None = None  # the newest thing that this thread's host had waited for
+    group: object = None  # of a send or receive: what stands for the group that it runs in
+    wire: tuple[Any, ...] = ()  # of a send or receive: communicator, source, destination
+    flag: tuple[object, int] | None = None  # of a write or a wait in memory: which word, and the value
+    after: tuple[Op, ...] = ()
+
+    def __str__(self) -> str:
+        stream = "host" if self.stream is None else self.stream.name
+        what = f"{self.kind} {self.detail}" if isinstance(self.detail, str) and self.detail else self.kind
+        return f"#{self.number} rank {self.rank} {stream}: {what}{f' ({self.label})' if self.label else ''}"
+
+
+def site() -> str:
+    """The functions of ours that are under way, innermost first."""
+    names = []
+    frame = sys._getframe(2)
+    for _ in range(DEPTH):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(OURS):
+            names.append(f"{module.rpartition('.')[2]}.{frame.f_code.co_qualname}")  # type: ignore[attr-defined]
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return " < ".join(names)
+
+
+class Here(threading.local):
+    """What is kept for each thread: by CUDA the current device and streams, and how captures are taken; whose it is."""
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.streams: dict[int, Stream] = {}
+        self.capture_mode = GLOBAL
+        self.rank = -1
+        self.label = ""
+        self.host: Op | None = None
+        self.group: object = None  # stands for the NCCL group that is open
+        self.makes: torch.device | None = None  # where the torch call under way allocates, if it says so
+
+
+class Device:
+    """One stand-in for everything: its log, and the current stream and device of every thread."""
+
+    def __init__(self, *, strict: bool = True) -> None:
+        self.log: list[Op] = []
+        self.strict = strict  # about where events are recorded
+        self.pending: set[Event] = set()  # events that the device never reaches
+        self.thread = Here()
+        self.captures = False  # a thread captures a graph in global mode
+        self.recording = True
+        self.adding = threading.RLock()
+        self.streams: dict[int, Stream] = {}  # by handle
+        self._numbers = itertools.count(1000)
+
+    def add(
+        self, kind: str, stream: Stream | None = None, event: Event | None = None, detail: Any = None, **more: Any
+    ) -> Op:
+        """Log one operation."""
+        op, here = Op(kind, stream, event, detail, **more), self.thread
+        if event is not None and kind != "record":
+            op.source = event.last
+        if kind in SITED:
+            op.site = site()
+        with self.adding:
+            op.number, op.rank, op.thread, op.host = len(self.log), here.rank, threading.get_ident(), here.host
+            op.label = op.label or here.label
+            if self.recording:
+                self.log.append(op)
+        if kind.startswith("synchronize"):
+            here.host = op
+        return op
+
+    @contextmanager
+    def labelled(self, label: str) -> Iterator[None]:
+        """What this thread does inside carries this label."""
+        before, self.thread.label = self.thread.label, label
+        try:
+            yield
+        finally:
+            self.thread.label = before
+
+    # streams, events, devices
+
+    def index_of(self, device: object = None) -> int:
+        """Of a CUDA device; in the place of any other one there is the current one."""
+        index = device if device is None or isinstance(device, int) else torch.device(device).index  # type: ignore[call-overload]
+        return self.thread.index if index is None else index
+
+    def stream(self, device: object = None, priority: int = 0) -> Stream:
+        return Stream(self, priority, self.index_of(device))
+
+    def default_stream(self, index: int) -> Stream:
+        return self.stream(index)
+
+    def event(self, enable_timing: bool = False) -> Event:
+        return Event(enable_timing, self)
+
+    def current(self, device: object = None) -> Stream:
+        index, streams = self.index_of(device), self.thread.streams
+        if index not in streams:
+            streams[index] = self.default_stream(index)
+        return streams[index]
+
+    @contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        """torch.cuda.stream."""
+        with self.on(stream.index):
+            before = self.current(stream.index)
+            self.thread.streams[stream.index] = stream
+            try:
+                yield
+            finally:
+                self.thread.streams[stream.index] = before
+
+    @contextmanager
+    def on(self, device: object) -> Iterator[None]:
+        """torch.cuda.device."""
+        before = self.thread.index
+        self.set_device(device)
+        try:
+            yield
+        finally:
+            self.thread.index = before
+
+    def set_device(self, device: object) -> None:
+        self.thread.index = self.index_of(device)
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        before, self.thread.capture_mode = self.thread.capture_mode, mode
+        return before
+
+    # what libraries beneath put into streams; addresses are those of `resolve`
+
+    def transfer(self, kind: str, pointer: int, count: int, stream: int, **more: Any) -> Op:
+        """A send or a receive of NCCL."""
+        return self.add(kind, self.streams.get(stream), **more)
+
+    def copy(self, stream: int, destination: int, source: int, nbytes: int, **more: Any) -> None:
+        """A copy by the driver."""
+        detail, resolve = (destination, source, nbytes), self.resolve
+        self.put("copy", stream, lambda: ctypes.memmove(resolve(destination), resolve(source), nbytes), detail, **more)
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        """A value for a word of memory, in the order of a stream."""
+
+        def run() -> None:
+            ctypes.c_uint32.from_address(self.resolve(address)).value = value
+
+        self.put("write", stream, run, (address, value), flag=(self.word(address), value))
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        """A stream waits until a word has at least this value, modulo 2**32."""
+
+        def up() -> bool:
+            return (ctypes.c_uint32.from_address(self.resolve(address)).value - value) % WORD < WORD // 2
+
+        self.put("await", stream, lambda: self.block(up), (address, value), flag=(self.word(address), value))
+
+    def put(self, kind: str, number: int, run: Callable[[], object], detail: Any, **more: Any) -> None:
+        """Enqueue something by the handle of its stream."""
+        self.add(kind, self.streams[number], detail=detail, **more)
+        self.streams[number].run(run)
+
+    def happens_before(self, first: Op, second: Op) -> bool:
+        """Whether streams and events force one logged operation to run before another, whatever the host's timing."""
+        from .graph import Graph  # which imports this module
+
+        return Graph(self.log).happens_before(first, second)
+
+    def resolve(self, address: int) -> int:
+        """What an address of the driver is in this process."""
+        return address
+
+    def word(self, address: int) -> object:
+        """What is the same for all addresses of one word of memory."""
+        return address
+
+    def block(self, up: Callable[[], bool]) -> None:
+        """Until it is so."""
+        deadline = time.monotonic() + PATIENCE
+        while not up():
+            assert time.monotonic() < deadline, "a stream waits for what does not come"
+            time.sleep(1e-4)
+
+
+class Stream:
+    """Runs what it is given at once."""
+
+    def __init__(self, device: Device, priority: int, index: int) -> None:
+        self._device = device
+        self.priority = priority
+        self.index = index  # of its device
+        self.cuda_stream = next(device._numbers)
+        self.name = f"{'transfer' if priority < 0 else 'compute'} stream {self.cuda_stream - 1000}"
+        device.streams[self.cuda_stream] = self
+
+    def run(self, job: Callable[[], object]) -> None:
+        job()
+
+    def wait_event(self, event: Event) -> None:
+        event.check_recorded()
+        self._device.add("wait", self, event)
+        reached = event.reached  # the newest record, now
+        self.run(lambda: self._device.block(reached.is_set))
+
+    def wait_stream(self, other: Stream) -> None:
+        event = self._device.event()
+        event.record(other)
+        self.wait_event(event)
+
+    def synchronize(self) -> None:
+        self._device.add("synchronize", self)
+
+
+REACHED = threading.Event()
+REACHED.set()
+
+
+class Event:
+    """With the host's clock in the place of the device's."""
+
+    def __init__(self, enable_timing: bool = False, device: Device | None = None) -> None:
+        self._device = Device(strict=False) if device is None else device
+        self.timed = enable_timing
+        self.at: float | None = None  # when it was recorded
+        self.index: int | None = None  # of the device of its first record, for good
+        self.last: Op | None = None  # the newest record: what a wait means, whenever it runs
+        self.reached = REACHED
+
+    def record(self, stream: Stream | None = None) -> None:
+        if self._device.strict:
+            assert stream is not None, "a record without a stream is one on the current device, whosever that is"
+            self.index = stream.index if self.index is None else self.index
+            if self.index != stream.index:
+                raise RuntimeError(f"event device {self.index} does not match recording stream's device {stream.index}")
+            self.reached = reached = threading.Event()
+            stream.run(reached.set)
+        self.at = time.perf_counter()
+        self.last = self._device.add("record", stream, self)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._device.current()).wait_event(self)
+
+    def query(self) -> bool:
+        self.check_place()
+        return self not in self._device.pending and self.reached.is_set()
+
+    def synchronize(self) -> None:
+        self.check_place()
+        self.check_recorded()
+        self._device.add("synchronize event", None, self)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.timed and end.timed, "an event without timing cannot be read"
+        assert self.at is not None and end.at is not None and end.at >= self.at
+        return (end.at - self.at) * 1e3
+
+    def check_recorded(self) -> None:
+        assert self.at is not None, "a wait for an event that was never recorded is no wait"
+
+    def check_place(self) -> None:
+        """Whether this thread may ask for it."""
+        here = self._device.thread
+        assert self.index is None or here.index == self.index, f"this makes a context on GPU {here.index}"
+        if self._device.captures and here.capture_mode == GLOBAL:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
+def replace_streams(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    """Put `device` in the place of torch.cuda's streams and events."""
+    monkeypatch.setattr(torch.cuda, "Stream", device.stream)
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", device.current)
+    monkeypatch.setattr(torch.cuda, "stream", device.using)
+    monkeypatch.setattr(torch.cuda, "device", device.on)
+    monkeypatch.setattr(torch.cuda, "set_device", device.set_device)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(cuda_threads, "exchange_capture_mode", device.exchange_capture_mode)
+
+
+def install_streams(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Put a stand-in beneath torch.cuda's streams and events; asynchronous copies are logged too."""
+    device = Device()
+    replace_streams(monkeypatch, device)
+    copy = torch.Tensor.copy_
+
+    def logged(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if non_blocking:  # what a transfer stream does; tests fill and compare by blocking ones
+            device.add("copy", device.current())
+        return copy(destination, source, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", logged)
+    return device
+
+
+class FakeGraph:
+    """Notes what becomes of it."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        self._calls.append("capture")
+
+    def capture_end(self) -> None:
+        self._calls.append("captured")
+
+    def replay(self) -> None:
+        self._calls.append("replay")
+
+
+class FakeCuda(Device):
+    """In the place of what the benches call of torch.cuda: `calls` has in words what they did, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(strict=False)
+        self.calls: list[str] = []
+        properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+        places = {
+            "Stream": self.stream,
+            "Event": self.event,
+            "stream": self.using,
+            "current_stream": self.current,
+            "CUDAGraph": lambda: FakeGraph(self.calls),
+            "graph": self._captured,
+            "synchronize": lambda device=None: self.calls.append("synchronize"),
+            "_sleep": lambda cycles: self.calls.append("sleep"),
+            "get_device_properties": lambda device=None: properties,
+        }
+        for name, place in places.items():
+            monkeypatch.setattr(torch.cuda, name, place)
+
+    @contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        self.calls.append(f"stream of priority {stream.priority}")
+        yield
+
+    @contextmanager
+    def _captured(self, graph: object, stream: object = None) -> Iterator[None]:
+        self.calls.append("capture")
+        yield

@@ -1,0 +1,80 @@
+"""Waits that could go unnoticed where they are, because others imply them; and why each of them stays.
+
+By transport, then by what waits for what: functions of the transport and of the ring. `ALWAYS`: nowhere in the cases of
+the proof is it the one that counts. Else, where it is implied, the same line is needed elsewhere.
+"""
+
+from __future__ import annotations
+
+ALWAYS, SOMETIMES = True, False
+
+SETTLED = (
+    "a call returns with nothing under way: who frees, aborts or times it afterwards need not know what moved last"
+)
+HIDDEN = "where sums posted after these K/V are waited for first, or K/V are waited for again for a second kernel"
+TOLD = "a later chunk, or a slot that is free since longer: the same line is what counts for the first"
+
+COMMON = {
+    "Call.settle waits for post of KeyValues._post": (
+        SOMETIMES,
+        "the caller may write k and v when a forward returns; before a backward it may not, and nobody notices",
+    ),
+    "Call.settle waits for post of DkvAccumulators.post": (ALWAYS, SETTLED + "; the slots' own notes protect the sums"),
+    "Call.settle waits for post of DkvAccumulators.send_return": (
+        ALWAYS,
+        SETTLED + "; the slots' own notes protect the sums",
+    ),
+    "KeyValues.arrived waits for post of KeyValues._post": (SOMETIMES, HIDDEN),
+    "DkvAccumulators.into waits for post of DkvAccumulators.post": (
+        SOMETIMES,
+        "the slot's last send: implied where this rank has since waited for sums that were posted behind it",
+    ),
+    "_settle of RingBuffer.__init__ waits for the device": (
+        SOMETIMES,
+        "zeros of a new arena: needed where a rank receives before it has marked anything, once in the life of a ring",
+    ),
+    "post of KeyValues._post waits for mark of KeyValues._held": (SOMETIMES, TOLD),
+    "post of KeyValues._post waits for mark of forward": (
+        SOMETIMES,
+        "the last call's compute on the slot: implied where this call's first post waits for the newer k and v",
+    ),
+    "post of KeyValues._post waits for mark of query_gradient": (
+        SOMETIMES,
+        "the compute on the slot: implied where the sums of the same hop were posted behind it",
+    ),
+    "post of KeyValues._post waits for post of KeyValues._post": (
+        SOMETIMES,
+        "from one level to the other: a shard that is passed on before this rank computes with it has no other wait",
+    ),
+}
+
+COPY_ENGINE = COMMON | {
+    f"wait_for of {post} waits for put_up of {post}": (
+        SOMETIMES,
+        "every message has its two flags, whatever else orders it; K and V of one post share one write of each",
+    )
+    for post in ("KeyValues._post", "DkvAccumulators.post", "DkvAccumulators.send_return")
+}
+
+BOTH = "one fence stands for a post, what came and what went: who waits may need only one of the two"
+
+LOCAL = COMMON | {
+    "Call.settle waits for post of KeyValues._post": (ALWAYS, SETTLED),
+    "Call.settle waits for _receive of KeyValues._post": (SOMETIMES, SETTLED),
+    "Call.settle waits for _receive of DkvAccumulators.post": (ALWAYS, SETTLED),
+    "Call.settle waits for _receive of DkvAccumulators.send_return": (ALWAYS, SETTLED),
+    "KeyValues.arrived waits for _receive of KeyValues._post": (ALWAYS, BOTH),
+    "DkvAccumulators.into waits for post of DkvAccumulators.post": (ALWAYS, BOTH),
+    "DkvAccumulators._read waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
+    "DkvAccumulators._read waits for _receive of DkvAccumulators.send_return": (SOMETIMES, BOTH),
+    "DkvAccumulators.into waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
+    "post of DkvAccumulators.post waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
+    "post of DkvAccumulators.send_return waits for _receive of DkvAccumulators.send_return": (ALWAYS, BOTH),
+    "post of KeyValues._post waits for _receive of KeyValues._post": (SOMETIMES, BOTH),
+    "_receive of KeyValues._post waits for post of KeyValues._post": (
+        SOMETIMES,
+        "K and V of one post have one point where they are final, and what passes on has waited for it before",
+    ),
+}
+
+IMPLIED = {"nccl": COMMON, "copy_engine": COPY_ENGINE, "local": LOCAL}

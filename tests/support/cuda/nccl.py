@@ -1,0 +1,207 @@
+"""CuPy's NCCL, played between threads of one process; its operations land in the log of a `Device`."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import queue
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+from ringattn.comm import Message, Transport, TransportError
+from ringattn.comm.transports import nccl
+from ringattn.comm.transports.lanes import StreamLane
+
+from ..transport_cases import filled
+from .device import THREAD_LOCAL, Device, Event
+
+Wire = tuple[bytes, int, int]
+"""Communicator, source and destination."""
+
+
+class Group(threading.local):
+    """What a thread has called since `groupStart`."""
+
+    def __init__(self) -> None:
+        self.receives: list[tuple[int, int, Wire]] | None = None
+        self.calls: set[Communicator] = set()
+        self.given_up: list[Communicator] = []
+
+
+class Fabric:
+    """What `cupy.cuda.nccl` holds, for any number of ranks that are threads. Bytes really move, at `groupEnd`."""
+
+    NCCL_UINT8 = 1
+    available = True
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._wires: dict[Wire, queue.Queue[bytes]] = {}
+        self.moves = True  # False: nothing moves and nothing blocks, the order is all that is wanted
+        self._drawn = itertools.count()
+        self.open_group = Group()
+        self.index: int | None = None  # the GPU on which threads must make, poll and end communicators; None: any
+        self.fail_on: str | None = None
+        self.refuses: set[int] = set()  # ranks whose memory cannot be registered
+        self.async_error = ""
+        self.before_end: Callable[[], None] = lambda: None
+        self.on_destroy: Callable[[], None] = lambda: None
+        self.spoil: Callable[[bytes], bytes] = lambda data: data
+        self.abort_called = threading.Event()
+
+    def wire(self, edge: Wire) -> queue.Queue[bytes]:
+        """What was sent over an edge of a communicator and not received yet."""
+        return self._wires.setdefault(edge, queue.Queue())  # atomic: both ends may come at once
+
+    def cut(self) -> None:
+        """Lose what is under way."""
+        self._wires.clear()
+
+    def get_unique_id(self) -> bytes:
+        first = next(self._drawn)  # every communicator has its own
+        return bytes(range(first, first + 128))
+
+    def NcclCommunicator(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+        self.check_place()
+        self.device.add("init", detail=(size, unique_id, rank))
+        return Communicator(self, unique_id, rank)
+
+    def groupStart(self) -> None:
+        self.device.add("groupStart")
+        self.device.thread.group = object()
+        self.open_group.receives, self.open_group.calls, self.open_group.given_up = [], set(), []
+
+    def groupEnd(self) -> None:
+        self.device.add("groupEnd")
+        self.device.thread.group = None
+        receives, self.open_group.receives = self.open_group.receives, None
+        try:
+            if not self.open_group.given_up:
+                self.before_end()
+            for pointer, count, wire in receives if self.moves and receives is not None else ():
+                data = self.spoil(self.wire(wire).get(timeout=5))
+                assert len(data) == count
+                ctypes.memmove(pointer, data, count)
+        finally:
+            for communicator in self.open_group.calls:
+                communicator.calls -= 1
+            for communicator in self.open_group.given_up:
+                communicator.free()
+
+    def check_place(self) -> None:
+        here = self.device.thread
+        assert self.index is None or (here.index, here.capture_mode) == (self.index, THREAD_LOCAL)
+
+
+class NcclError(RuntimeError):
+    pass
+
+
+class Communicator:
+    def __init__(self, fabric: Fabric, unique_id: bytes, rank: int) -> None:
+        self._fabric = fabric
+        self._id = unique_id
+        self._rank = rank
+        self.calls = 0  # threads that are inside of a group with it
+        self.freed = False
+
+    def send(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        wire = (self._id, self._rank, peer)
+        self._enqueue("send", wire, pointer, count, dtype, peer, stream)
+        if self._fabric.moves:
+            self._fabric.wire(wire).put(ctypes.string_at(pointer, count))
+
+    def recv(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        wire = (self._id, peer, self._rank)
+        receives = self._enqueue("recv", wire, pointer, count, dtype, peer, stream)
+        receives.append((pointer, count, wire))
+
+    def _enqueue(self, kind: str, wire: Wire, *arguments: int) -> list[tuple[int, int, Wire]]:
+        """Log it; the receives of the open group."""
+        pointer, count, *_, stream = arguments
+        self._fabric.device.transfer(kind, pointer, count, stream, detail=arguments, wire=wire)
+        here = self._fabric.open_group
+        assert here.receives is not None, "outside of a group"
+        if self.freed:
+            raise NcclError("NCCL_ERROR_INVALID_ARGUMENT")
+        if self not in here.calls:
+            here.calls.add(self)
+            self.calls += 1
+        if self._fabric.fail_on == kind:
+            raise NcclError("NCCL_ERROR_INVALID_USAGE")
+        return here.receives
+
+    def register(self, pointer: int, nbytes: int) -> int:
+        if self._rank in self._fabric.refuses:
+            raise TransportError("NCCL: no such memory")
+        self._fabric.device.add("register", detail=(pointer, nbytes))
+        return pointer
+
+    def deregister(self, handle: int) -> None:
+        self._fabric.device.add("deregister", detail=handle)
+
+    def check_async_error(self) -> None:
+        self._fabric.check_place()
+        if self._fabric.async_error:
+            raise NcclError(self._fabric.async_error)
+
+    def abort(self) -> None:
+        """Raises the flag at once, and frees at the end of the group."""
+        self._fabric.check_place()
+        self._fabric.device.add("abort")
+        self._fabric.abort_called.set()
+        if self._fabric.open_group.receives is None:
+            self.free()
+        else:
+            self._fabric.open_group.given_up.append(self)
+
+    def free(self) -> None:
+        assert not self.calls, "freed under a call"
+        self.freed = True
+        self._fabric.device.add("free")
+
+    def __del__(self) -> None:  # as CuPy's does
+        if not self.freed:
+            self._fabric.device.add("destroy")
+
+    def destroy(self) -> None:
+        self._fabric.check_place()
+        self.freed = True
+        self._fabric.device.add("destroy")
+        self._fabric.on_destroy()
+
+
+def install_nccl(monkeypatch: pytest.MonkeyPatch, fabric: object) -> None:
+    """Let `import cupy.cuda.nccl` find `fabric`, whose communicators are those of the NCCL library too."""
+    cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
+    for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", fabric)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(nccl, "ConfiguredCommunicator", lambda *given: fabric.NcclCommunicator(*given[:3]))  # type: ignore[attr-defined]
+
+
+def check_held(device: Device, transport: Transport, peer: int) -> None:
+    """What a post moves is there at each wait of the stream that owns it, and not for longer."""
+    sent, received = filled(1, 4, torch.device("cpu")), filled(0, 4, torch.device("cpu"))
+    alive = [weakref.ref(sent), weakref.ref(received)]
+    fence = transport.post(sends=[Message(peer, sent)], receives=[Message(peer, received)])
+    del sent, received
+    StreamLane(torch.device("cpu")).follow([fence])  # a third stream: that it waits says nothing of the owner
+    owner, held = device.current(), list[list[bool]]()
+    wait_event = owner.wait_event
+
+    def noted(event: Event) -> None:
+        held.append([one() is not None for one in alive])
+        wait_event(event)
+
+    owner.wait_event = noted  # type: ignore[method-assign]
+    fence.wait()
+    assert held and all(map(all, held))
+    gc.collect()
+    assert not any(one() is not None for one in alive)
