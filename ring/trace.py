@@ -56,6 +56,7 @@ class Moved(NamedTuple):
     sent: int
     received: int
 
+
 KEY_VALUES = (Kind.RAIL, Kind.KV, Kind.PREFETCH)
 
 

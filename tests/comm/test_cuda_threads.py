@@ -18,7 +18,7 @@ from ringattn.comm.cuda_threads import exchange_capture_mode, on_device, start, 
 from ringattn.comm.transports.lanes import StreamLane
 from ringattn.comm.watchdog.watch import Watch, _tick
 
-from ..support.cuda.device import GLOBAL, THREAD_LOCAL, Device, Event, install_streams
+from ..support.cuda.device import GLOBAL, THREAD_LOCAL, Device, install_streams
 from ..support.watch_cases import controls
 
 COMM = Path(cuda_threads.__file__).parent
