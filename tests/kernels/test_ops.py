@@ -78,14 +78,10 @@ def test_opcheck_of_the_parts() -> None:
     opcheck(ops.delta_op, (dout, out, dlse))
     given = (dout, q, k, v, lse, ops.delta_op(dout, out, dlse))
     opcheck(ops.backward_op, (*given, *call))
-    opcheck(ops.dq_op, (*given, None, *call))
-    opcheck(ops.dq_out_op, (*given, None, torch.zeros_like(q), True, *call))
-    opcheck(ops.dkdv_op, (*given, torch.zeros_like(k), torch.zeros_like(v), *call))
-    opcheck(ops.dkdv_out_op, (*given, None, None, torch.zeros_like(k), torch.zeros_like(v), True, *call))
-    single = pack(config=SINGLE_PASS)
-    opcheck(ops.gradients_op, (*given, torch.zeros_like(q), None, None, *single))
+    opcheck(ops.dq_op, (*given, None, torch.zeros_like(q), True, *call))
     into = (torch.zeros_like(k), torch.zeros_like(v))
-    opcheck(ops.gradients_out_op, (*given, torch.zeros_like(q), None, None, *into, True, *single))
+    opcheck(ops.dkdv_op, (*given, None, None, *into, True, *call))
+    opcheck(ops.gradients_op, (*given, torch.zeros_like(q), None, None, *into, True, *pack(config=SINGLE_PASS)))
 
 
 def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
