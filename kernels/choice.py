@@ -202,19 +202,14 @@ def _check_room(kernel: str, tile: Tile, q: torch.Tensor, v: torch.Tensor) -> No
     gpu = gpu_of(q.device)
     if gpu is None:
         return
-    least = _least_shared(kernel, tile, q.dtype == torch.float32, q.shape[3], v.shape[3])
+    dtype = "fp32" if q.dtype == torch.float32 else "bf16"
+    least = least_shared(Point(kernel, dtype, q.shape[3], v.shape[3], 1, "full", 1), tile)
     if least > (limit := shared_limit(gpu.arch)):
         field = "single_pass" if kernel in SINGLE_PASS else kernel
         raise ValueError(
             f"config.{field} is {tile}: it takes at least {least:,} bytes of shared memory, a block of sm_{gpu.arch} "
             f"has {limit:,}; {_built_in(kernel, q, v)} fits"
         )
-
-
-@lru_cache(maxsize=256)
-def _least_shared(kernel: str, tile: Tile, is_fp32: bool, head_dim: int, head_dim_v: int) -> int:
-    """Every launch with a config asks."""
-    return least_shared(Point(kernel, "fp32" if is_fp32 else "bf16", head_dim, head_dim_v, 1, "full", 1), tile)
 
 
 def check_config(config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor) -> None:

@@ -6,9 +6,9 @@ import torch
 
 from ..bounds import Bounds
 from ..config import KernelConfig, Tile
-from ..launch import Descriptors, Pair, interval, launch, programs, shape_of, strided
+from ..launch import Descriptors, Pair, check_describable, interval, launch, programs, shape_of, strided
 from ..scores import Scores
-from .hopper_launch import REGISTERS, check_addresses, check_kind, check_room, runs
+from .hopper_launch import REGISTERS, check_kind, check_room, runs
 from .steps import CONSUMERS, ROWS
 
 HEAD_DIMS = (64, 128)
@@ -41,7 +41,7 @@ def takes(
         ValueError: a GPU, dtype, head dim, modified scores, an address or stride, or a tile that it does not take.
     """
     check_call(q, v, scores, config.single_pass)
-    check_addresses(TAKES, q=q, k=k, v=v, dout=dout, dq=dq)
+    check_describable(TAKES, q=q, k=k, v=v, dout=dout, dq=dq)
     return runs(bounds, q, k)
 
 

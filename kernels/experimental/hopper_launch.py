@@ -45,7 +45,7 @@ def takes(
     """
     try:
         check_call(q, v, scores, tile)
-        check_addresses(TAKES, q=q, k=k, v=v)
+        check_describable(TAKES, q=q, k=k, v=v)
     except ValueError:
         if asked:
             raise
@@ -74,12 +74,6 @@ def check_kind(
         )
     if not scores.is_plain:
         raise ValueError(f"scores have a softcap, ALiBi slopes or dropout: {takes} plain ones, {portable} these")
-
-
-def check_addresses(takes: str, **tensors: torch.Tensor) -> None:
-    """Refuse an address or stride of which no descriptor can be made: ValueError."""
-    for name, x in tensors.items():
-        check_describable(name, x, takes)
 
 
 def check_room(field: str, head_dim: int, nbytes: int, fewer: str) -> None:
