@@ -155,25 +155,26 @@ Backward: three programs, the last with keys past the end, one warpgroup of it w
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "block_k", "slots", "dtype"),
-    in_turn([(64, 128, 2), (64, 64, 4), (128, 128, 2), (256, 64, 2)], HALVES),
+    ("sizes", "tile", "kind", "dtype"),
+    in_turn(
+        [
+            (SIZES, (128, 2), "full"),
+            (SIZES, (64, 4), "documents"),
+            (replace(SIZES, head_dim=128), (128, 2), "window"),
+            (replace(SIZES, head_dim=256), (64, 2), "causal"),
+            (SIZES, (64, 2), "last rows blind"),
+            (Sizes(1, 1, 64), (64, 2), "full"),
+            (Sizes(65, 129, 64), (64, 2), "window"),
+            (Sizes(129, 64, 64), (64, 2), "full"),
+        ],
+        HALVES,
+    ),
 )
-def test_head_dims_and_tiles(launches: Launches, head_dim: int, block_k: int, slots: int, dtype: torch.dtype) -> None:
-    x = inputs(replace(SIZES, head_dim=head_dim), dtype)
-    compare(*forward(x, config=config(block_k, slots)), x)
-    assert ON_HOPPER or len(launches.machines) == 2
-
-
-@pytest.mark.parametrize(("kind", "dtype"), in_turn(["causal", "window", "documents", "last rows blind"], HALVES))
-def test_masks(launches: Launches, kind: str, dtype: torch.dtype) -> None:
-    x, bounds = inputs(SIZES, dtype), interval(kind, SIZES.queries, SIZES.keys)
-    compare(*forward(x, bounds), x, bounds)
-
-
-@pytest.mark.parametrize(("queries", "keys", "kind"), [(1, 1, "full"), (65, 129, "window"), (129, 64, "full")])
-def test_lengths(launches: Launches, queries: int, keys: int, kind: str) -> None:
-    x, bounds = inputs(Sizes(queries, keys, 64), torch.float16), interval(kind, queries, keys)
-    compare(*forward(x, bounds), x, bounds)
+def test_forward(launches: Launches, sizes: Sizes, tile: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
+    """Head dims, tiles, masks and lengths."""
+    x, bounds = inputs(sizes, dtype), interval(kind, sizes.queries, sizes.keys)
+    compare(*forward(x, bounds, config=config(*tile)), x, bounds)
+    assert ON_HOPPER or len(launches.machines) == -(-sizes.queries // 128)
 
 
 @pytest.mark.parametrize(
@@ -210,22 +211,6 @@ def test_heads_batches_strides_and_scales(launches: Launches) -> None:
     x = inputs(Sizes(70, 70, 64, heads=3, batch=2), torch.float16)
     there = x._replace(q=sliced(x.q), k=sliced(x.k), v=sliced(x.v), dout=sliced(x.dout))
     check_backward(there, interval("causal", 70, 70))
-
-
-def test_scores_far_from_zero(launches: Launches) -> None:
-    x = inputs(SIZES, torch.bfloat16)
-    x = x._replace(q=x.q * 100)
-    compare(*forward(x), x)
-
-
-def test_keys_past_the_end_are_nobodys(launches: Launches) -> None:
-    """Without a mask, where weights of the padding of a tile overflow: inf * 0 would be NaN."""
-    x = inputs(Sizes(16, 40, 64), torch.float16)
-    x = x._replace(q=x.q.abs() + 1, k=-20 * (x.k.abs() + 1))
-    _, lse, delta = of_forward(x)
-    assert lse.max() < -88
-    gradients(x, lse, delta, dq := zero_dq(x))
-    assert dq.isfinite().all()
 
 
 # What a launch continues
@@ -289,103 +274,77 @@ def test_hops_that_see_nothing(launches: Launches) -> None:
     assert not any(t.any() for t in (dq, *gradients(x, lse, delta, dq, blind)))
 
 
-@pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capability 9.0")
-@pytest.mark.parametrize("head_dim", hopper_launch.HEAD_DIMS)
-@pytest.mark.parametrize("kind", ["full", "causal", "window", "documents"])
-def test_long_on_a_gpu(head_dim: int, kind: str) -> None:
-    """Against the portable kernels: many tiles, many programs, many times round the ring."""
-    x = inputs(Sizes(4096 + 40, 4096 + 72, head_dim, None, 8, 2, 2), torch.bfloat16)
-    bounds = interval(kind, x.q.shape[1], x.k.shape[1])
-    wanted = forward(x, bounds, config=None)
-    portable = replace(backward_config(), backward="single_pass")
-    _, lse, delta = of_forward(x, bounds)
-    wanted_dq = zero_dq(x)
-    of_portable = gradients(x, lse, delta, wanted_dq, bounds, config=portable) if head_dim < 256 else ()
-    for _ in range(20):  # a race shows now and then
-        out, made_lse = forward(x, bounds, config=config(64 if head_dim == 256 else 128))
-        torch.testing.assert_close(out, wanted[0], rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(made_lse, wanted[1], rtol=1e-5, atol=1e-5)
-        if of_portable:
-            made = gradients(x, lse, delta, dq := zero_dq(x), bounds)
-            for one, other in zip((dq, *made), (wanted_dq, *of_portable), strict=True):
-                torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
-
-
 # What goes to the portable kernels, and what is refused
 
 
-SMALL = Sizes(64, 64, 64)
+def test_scores_far_from_zero(launches: Launches) -> None:
+    """And below: without a mask, weights of the padding of a tile overflow, and inf * 0 would be NaN."""
+    x = inputs(SIZES, torch.bfloat16)
+    x = x._replace(q=x.q * 100)
+    compare(*forward(x), x)
+    x = inputs(Sizes(16, 40, 64), torch.float16)
+    x = x._replace(q=x.q.abs() + 1, k=-20 * (x.k.abs() + 1))
+    _, lse, delta = of_forward(x)
+    assert lse.max() < -88
+    gradients(x, lse, delta, dq := zero_dq(x))
+    assert dq.isfinite().all()
+
+
+SMALL = inputs(Sizes(64, 64, 64), torch.float16)
+FLOAT32 = Inputs(*(t.float() for t in SMALL))
+NARROW = SMALL._replace(q=SMALL.q[..., :32], k=SMALL.k[..., :32], v=SMALL.v[..., :32], dout=SMALL.dout[..., :32])
+SHIFTED = torch.zeros(4097, dtype=torch.float16)[1:].view(1, 64, 1, 64)
+WIDE = torch.zeros(1, 64, 1, 65)[..., :64]
+WIDE_HALF = torch.zeros(1, 64, 1, 65, dtype=torch.float16)[..., :64]
 SOFTCAP = {"scores": Scores(softcap=1.0)}
 
 
-def widened(x: Tensor) -> Tensor:
-    return torch.empty(*x.shape[:3], x.shape[3] + 1, dtype=x.dtype)[..., :-1]
-
-
-def narrow(x: Inputs) -> Inputs:
-    return x._replace(q=x.q[..., :32], k=x.k[..., :32], v=x.v[..., :32], dout=x.dout[..., :32])
+def call_backward(x: Inputs, **options: Any) -> Any:
+    dq = options.pop("dq", zero_dq(x)).to(DEVICE)
+    return gradients(x, x.dlse, x.dlse, dq, **options)
 
 
 def with_tile(*tile: int) -> dict[str, Any]:
     return {"config": replace(config(), forward=Tile(*tile))}
 
 
-def no_change(x: Inputs) -> Inputs:
-    return x
-
-
-FORWARD_REFUSALS: list[tuple[Callable[[Inputs], Inputs], dict[str, Any], str]] = [
-    (lambda x: Inputs(*(t.float() for t in x)), {}, "q is torch.float32: .* takes float16 and bfloat16"),
-    (narrow, {}, "head dim 32 and v 32: .* takes one of 64, 128, 256, the same of both"),
-    (lambda x: x._replace(v=x.v[..., :32]), {}, "head dim 64 and v 32"),
-    (lambda x: x._replace(k=widened(x.k)), {}, "k has strides .* multiples of 16 bytes, 8 elements"),
-    (lambda x: x._replace(v=torch.cat([x.v] * 2, 3).reshape(-1)[1:4097].view(x.v.shape)), {}, "v has strides"),
-    (lambda x: Inputs(*(t.expand(3, *t.shape[1:]) for t in x)), {}, "q has strides .* positive"),
-    (no_change, SOFTCAP, "scores have a softcap, ALiBi .* takes plain ones"),
-    (no_change, with_tile(64, 128, 8, 2), "64 rows"),
-    (no_change, with_tile(128, 128, 4, 2), "4 warps"),
-    (no_change, with_tile(128, 32, 8, 2), "32 keys"),
-    (no_change, with_tile(128, 128, 8, 1), "1 stages"),
-    (no_change, with_tile(128, 128, 8, 8), "shared memory"),
-]
-BACKWARD_REFUSALS: list[tuple[Callable[[Inputs], Inputs], dict[str, Any], str]] = [
-    (lambda x: Inputs(*(t.float() for t in x)), {}, "q is torch.float32: backward='hopper' takes float16 and bfloat16"),
-    (narrow, {}, "head dim 32 and v 32: .* takes one of 64, 128, the same of both"),
-    (no_change, SOFTCAP, "scores have a softcap"),
-    (no_change, {"dq": torch.zeros(1, 64, 1, 65)[..., :64]}, "dq has strides .* takes an address .* 4 elements"),
-    (no_change, {"config": backward_config(Tile(64, 128, 8, 2))}, "64 queries, 128 keys and 8 warps: .* takes 128 qu"),
-    (no_change, {"config": backward_config(Tile(128, 128, 8, 4))}, "shared memory at head dim 64"),
+REFUSALS: list[tuple[Callable[..., Any], Inputs, dict[str, Any], str]] = [
+    (forward, FLOAT32, {}, "q is torch.float32: .* takes float16 and bfloat16"),
+    (forward, NARROW, {}, "head dim 32 and v 32: .* takes one of 64, 128, 256, the same of both"),
+    (forward, SMALL._replace(v=SMALL.v[..., :32]), {}, "head dim 64 and v 32"),
+    (forward, SMALL._replace(k=WIDE_HALF), {}, "k has strides .* multiples of 16 bytes, 8 elements"),
+    (forward, SMALL._replace(v=SHIFTED), {}, "v has strides"),
+    (forward, Inputs(*(t.expand(3, *t.shape[1:]) for t in SMALL)), {}, "q has strides .* positive"),
+    (forward, SMALL, SOFTCAP, "scores have a softcap, ALiBi .* takes plain ones"),
+    (forward, SMALL, with_tile(64, 128, 8, 2), "64 rows"),
+    (forward, SMALL, with_tile(128, 128, 4, 2), "4 warps"),
+    (forward, SMALL, with_tile(128, 32, 8, 2), "32 keys"),
+    (forward, SMALL, with_tile(128, 128, 8, 1), "1 stages"),
+    (forward, SMALL, with_tile(128, 128, 8, 8), "shared memory"),
+    (call_backward, FLOAT32, {}, "q is torch.float32: backward='hopper' takes float16 and bfloat16"),
+    (call_backward, NARROW, {}, "head dim 32 and v 32: .* takes one of 64, 128, the same of both"),
+    (call_backward, SMALL, SOFTCAP, "scores have a softcap"),
+    (call_backward, SMALL, {"dq": WIDE}, "dq has strides .* takes an address .* 4 elements"),
+    (call_backward, SMALL, {"config": backward_config(Tile(64, 128, 8, 2))}, "64 queries, 128 keys .* takes 128 qu"),
+    (call_backward, SMALL, {"config": backward_config(Tile(128, 128, 8, 4))}, "shared memory at head dim 64"),
 ]
 
 
-@pytest.mark.parametrize(("change", "options", "message"), FORWARD_REFUSALS)
-def test_what_the_forward_refuses(
-    launches: Launches, change: Callable[[Inputs], Inputs], options: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("call", "x", "options", "message"), REFUSALS, ids=range(len(REFUSALS)))
+def test_refusals(launches: Launches, call: Any, x: Inputs, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        forward(change(inputs(SMALL, torch.float16)), **options)
-
-
-@pytest.mark.parametrize(("change", "options", "message"), BACKWARD_REFUSALS)
-def test_what_the_backward_refuses(
-    launches: Launches, change: Callable[[Inputs], Inputs], options: dict[str, Any], message: str
-) -> None:
-    x = change(inputs(SMALL, torch.float16))
-    dq = options.get("dq", zero_dq(x)).to(DEVICE)
-    with pytest.raises(ValueError, match=message):
-        gradients(x, x.dlse, x.dlse, dq, **{name: one for name, one in options.items() if name != "dq"})
+        call(x, **options)
 
 
 def test_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later GPUs have no wgmma."""
-    x = inputs(SMALL, torch.float16)
     for arch in (89, 90, 100, 120):
         monkeypatch.setattr(hopper_launch, "gpu_of", lambda device, arch=arch: Gpu("", arch))
         assert hopper_launch.is_hopper(torch.device("cuda")) == (arch == 90)
     with pytest.raises(ValueError, match=r"q is on \S+: forward_kernel='hopper' takes GPUs of compute capability 9.0"):
-        forward(x)
+        forward(SMALL)
     with pytest.raises(ValueError, match=r"q is on \S+: backward='hopper' takes GPUs of compute capability 9.0"):
-        gradients(x, x.dlse, x.dlse, zero_dq(x))
+        call_backward(SMALL)
 
 
 HOPS: dict[str, Bounds] = {
@@ -396,48 +355,35 @@ HOPS: dict[str, Bounds] = {
 
 @pytest.mark.parametrize("kind", HOPS)
 def test_hops_of_the_portable_kernels(launches: Launches, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """What has ``used`` or ``runs`` goes there with the same tile, all else it is asked to check being as it must."""
+    """What has ``used`` or ``runs`` goes there with the same tile, all else it is asked to check being as it must.
+
+    So does what has no keys.
+    """
     calls: list[dict[str, Any]] = []
     for module in ("attention", "experimental.single_pass"):
         monkeypatch.setattr(f"ringattn.kernels.{module}.launch", lambda *a, **options: calls.append(options))
-    x = inputs(SMALL, torch.float16)
-    forward(x, HOPS[kind])
+    forward(SMALL, HOPS[kind])
     assert [(one["BLOCK_Q"], one["BLOCK_K"], one["num_warps"]) for one in calls] == [(128, 64, 8)]
-    gradients(x, x.dlse, x.dlse, zero_dq(x), HOPS[kind])
-    assert len(calls) == 2 and not launches.machines
+    call_backward(SMALL, bounds=HOPS[kind])
+    forward(SMALL._replace(k=SMALL.k[:, :0], v=SMALL.v[:, :0]))
+    assert len(calls) == 3 and not launches.machines
     with pytest.raises(ValueError, match="float16 and bfloat16"):
-        forward(inputs(SMALL, torch.float32), HOPS[kind])
-
-
-def test_a_hop_without_keys(launches: Launches) -> None:
-    """It goes to the portable kernel, which leaves a state as it is."""
-    x = inputs(SMALL, torch.float16)
-    before = forward(x, final=False)
-    kept, launched = [t.clone() for t in before], len(launches.machines)
-    out, lse = forward(x._replace(k=x.k[:, :0], v=x.v[:, :0]), state=before, final=False)
-    assert torch.equal(out, kept[0]) and torch.equal(lse, kept[1])
-    assert len(launches.machines) == launched
+        forward(FLOAT32, HOPS[kind])
 
 
 # Descriptors
 
 
 def test_descriptors_are_kept_with_their_tensors() -> None:
+    """Strides of single elements are replaced."""
     k, v = (torch.zeros(1, 128, 2, 64, dtype=torch.float16) for _ in range(2))
     described = launch.Descriptors()
     made: Any = described(k, 64)
-    again: Any = described(k, 64)
-    assert again is made and again.base is k and again.block_shape == [1, 64, 1, 64]
+    assert described(k, 64) is made and made.base is k and made.block_shape == [1, 64, 1, 64]
     others: list[Any] = [described(k, 128), described(v, 64), described(k, 64, 32)]
-    assert len({id(one) for one in (made, *others)}) == 4
     assert [one.block_shape[1::2] for one in others] == [[128, 64], [64, 64], [64, 32]]
-
-
-def test_strides_of_single_elements_are_replaced() -> None:
-    x = torch.empty(70 * 192, dtype=torch.bfloat16).as_strided((1, 70, 2, 64), (3, 192, 64, 1))
-    made: Any = launch.gluon_descriptor(x, 64)
-    assert launch.is_aligned(x)
-    assert (list(made.shape), list(made.strides)) == ([1, 70, 2, 64], [64, 192, 64, 1])
+    odd: Any = launch.gluon_descriptor(torch.empty(70 * 192).as_strided((1, 70, 2, 64), (3, 192, 64, 1)), 64)
+    assert (list(odd.shape), list(odd.strides)) == ([1, 70, 2, 64], [64, 192, 64, 1])
 
 
 @pytest.mark.parametrize("dim", range(3))
@@ -611,21 +557,14 @@ def order_problems(listing: str) -> list[str]:
     [
         (order_problems, STEP.format(EXP * 32), []),
         (order_problems, STEP.format(EXP * 31), ["31 of 31 exponentials run under the product with V"]),
-        (order_problems, STEP.format("").replace("@P0", EXP * 32 + "@P0"), ["0 of 32 exponentials run under the pro"]),
         (order_problems, STEP.format(EXP * 32).replace("0x1", "0x0"), ["0 of 1 main loops start a product before the"]),
         (compiled_gate.handing_problems, HANDED, []),
         (compiled_gate.handing_problems, HANDED.replace("cp.async.bulk.tensor", "ld.global"), ["no TMA loads"]),
         (compiled_gate.handing_problems, HANDED.replace("240", "168"), ["registers are handed on as [24, 168]"]),
         (compiled_gate.handing_problems, HANDED.replace("bar.sync 0, 128;", ""), ["a slot is given back before all"]),
-        (
-            compiled_gate.handing_problems,
-            HANDED.replace("@%p1 mbarrier", "wgmma.x;\n@%p1 mbarrier"),
-            ["a slot is give"],
-        ),
         (compiled_gate.handing_problems, HANDED.replace("mbarrier.arrive", "x"), ["no slot is given back"]),
         (compiled_gate.unfenced, FENCED, []),
-        (compiled_gate.unfenced, FENCED.replace(FENCE, "", 1), ["1 times stmatrix is"]),
-        (compiled_gate.unfenced, FENCED.replace("dq\n" + FENCE, "dq\n"), ["1 times st.shared is"]),
+        (compiled_gate.unfenced, FENCED.replace(FENCE, ""), ["1 times stmatrix is", "1 times st.shared is"]),
     ],
 )
 def test_what_the_gate_reads(reads: Callable[[str], list[str]], code: str, told: list[str]) -> None:
