@@ -112,7 +112,6 @@ STATE, LSE = zeros(2, 8, 4, 24), zeros(2, 4, 8)
 DROPS = Scores(dropout_p=0.5)
 FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"state": (zeros(2, 6, 4, 24), LSE)}, r"state\[0\] has shape \[2, 6, 4, 24\]: it must be \[2, 8, 4, 24\]"),
-    ({"state": (STATE.to(META), LSE)}, r"state\[0\] is on meta: it must be on cpu"),
     ({"state": (unaligned(2, 8, 4, 24), LSE)}, r"state\[0\] has strides .*: the last stride must be 1"),
     ({"state": (STATE[:1].expand(2, 8, 4, 24), LSE)}, r"state\[0\] has strides .*: it is written to"),
     ({"state": (STATE, zeros(2, 8, 4))}, r"state\[1\] has shape \[2, 8, 4\]: it must be \[2, 4, 8\]"),
@@ -120,7 +119,6 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"state": (STATE, None)}, "state has only one of out and lse"),
     ({"bounds": vectors(lo=INDEX.float())}, r"bounds\.lo is torch\.float32 \[8\] on cpu: .* int32 \[8\]"),
     ({"bounds": vectors(lo=INDEX[:6])}, r"bounds\.lo is torch.int32 \[6\] on cpu: it must be int32 \[8\] on cpu"),
-    ({"bounds": vectors(lo=INDEX.to(META))}, r"bounds\.lo is .* on meta: .* on cpu"),
     ({"bounds": vectors(hi=zeros(16, dtype=torch.int32)[::2])}, r"bounds\.hi has stride \(2,\): it must be contiguous"),
     ({"bounds": Bounds(None, None, INDEX[:3])}, r"bounds.seqused_k is torch.int32 \[3\] .* int32 \[2\]"),
     ({"bounds": blocks(1, 2)}, r"bounds.runs is .* bool \[1, 1\]"),
@@ -130,7 +128,6 @@ FORWARD: list[tuple[dict[str, Any], str]] = [
     ({"scores": Scores(softcap=-1.0)}, "softcap is -1.0: it must be a positive number, 1e30 at most, or 0"),
     ({"scores": Scores(dropout_seed=1.5)}, "dropout_seed is 1.5"),  # type: ignore[arg-type]
     ({"scores": Scores(dropout_p=1.0)}, "dropout_p is 1.0: it must be a number of at least 0 and below 1"),
-    ({"scores": Scores(dropout_seed=-1)}, r"dropout_seed is -1: it must be a whole number from 0 to 2\^64 - 1"),
     ({"scores": Scores(dropout_seed=1 << 64)}, "dropout_seed is 18446744073709551616"),
     ({"scores": Scores(alibi_slopes=zeros(3))}, r"alibi_slopes is torch.float32 \[3\] .* \[4\] or \[2, 4\]"),
     ({"scores": Scores(alibi_slopes=zeros(4, device=META))}, "alibi_slopes is a Tensor on meta without values"),
@@ -154,14 +151,11 @@ BACKWARD: list[tuple[tuple[Callable[..., Any], ...], dict[str, Any], str]] = [
     (BOTH, {"dout": DOUT.half()}, "dout is torch.float16: it must be torch.float32"),
     (BOTH, {"dout": unaligned(2, 8, 4, 24)}, "dout has strides .*: the last stride must be 1"),
     (BOTH, {"lse": zeros(2, 8, 4)}, r"lse has shape \[2, 8, 4\]: it must be \[2, 4, 8\]"),
-    (BOTH, {"lse": LSE.half()}, "lse is torch.float16: it must be torch.float32"),
     (BOTH, {"lse": gap(2, 4, 8)}, r"lse has strides \(64, 16, 1\): it must be contiguous"),
-    (BOTH, {"delta": zeros(2, 4, 6)}, r"delta has shape \[2, 4, 6\]: it must be \[2, 4, 8\]"),
     (BOTH, {"delta": gap(2, 4, 8)}, r"delta has strides \(64, 16, 1\): it must be contiguous"),
     ((attention_dq,), {"accum": DQ.half()}, "^accum is torch.float16: it must be torch.float32"),
     ((attention_dq,), {"accum": zeros(2, 8, 4, 5)}, r"^accum has shape \[2, 8, 4, 5\]: it must be \[2, 8, 4, 16\]"),
     ((attention_dq,), {"out": zeros(2, 8, 4, 5)}, r"out has shape \[2, 8, 4, 5\]: it must be \[2, 8, 4, 16\]"),
-    ((attention_dq,), {"out": DQ.int()}, "out is torch.int32: it must be float16"),
     ((attention_dq,), {"out": DQ[:, :1].expand(2, 8, 4, 16)}, "out has strides .*: it is written to"),
     ((attention_dkdv,), {"accum": (DK.half(), DV)}, r"^accum\[0\] is torch.float16: it must be torch.float32"),
     (
@@ -184,7 +178,6 @@ DELTA: list[tuple[dict[str, Any], str]] = [
     ({"out": unaligned(2, 8, 4, 24)}, "out has strides .*: the last stride must be 1"),
     ({"out": DOUT.int()}, "out is torch.int32: it must be float16, bfloat16 or float32"),
     ({"dout": zeros(2, 8, 4, 16)}, r"dout has shape \[2, 8, 4, 16\]: it must be \[2, 8, 4, 24\]"),
-    ({"dout": DOUT.long()}, "dout is torch.int64: it must be float16"),
     ({"dlse": zeros(2, 8, 4)}, r"dlse has shape \[2, 8, 4\]: it must be \[2, 4, 8\]"),
     ({"dlse": gap(2, 4, 8)}, r"dlse has strides \(64, 16, 1\): it must be contiguous"),
 ]
@@ -213,17 +206,13 @@ def test_delta_and_backward(others: dict[str, Any], message: str) -> None:
 TILE = Tile(32, 32, 4, 1)
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"order": "longst"}, "order is 'longst': it must be one of heads, longest"),
-    ({"persistent": 1}, "persistent is 1: it must be True or False"),
     ({"pack_gqa": None}, "pack_gqa is None: it must be True or False"),
     ({"sm_margin": 4}, "sm_margin is 4 and persistent False: it must be None or"),
     ({"sm_margin": -1, "persistent": True}, "sm_margin is -1 and persistent True"),
-    ({"sm_margin": True, "persistent": True}, "sm_margin is True and persistent True"),
     ({"forward_kernel": "hoper"}, "forward_kernel is 'hoper': it must be one of portable, hopper"),
     ({"forward_kernel": "hopper", "pack_gqa": True}, "pack_gqa True: forward_kernel='hopper' takes 'heads', False"),
-    ({"forward_kernel": "hopper", "order": "longest"}, "order is 'longest', persistent False and pack_gqa False: forw"),
     *(({"dkdv_splits": n}, "dkdv_splits is .*: it must be 'auto' or a div") for n in (0, -1, True, 1.0, "2", None)),
     ({"dkdv_splits": 2, "backward": "single_pass"}, "dkdv_splits is 2 with backward='single_pass': it splits the dK/d"),
-    ({"dkdv_epilogue": "tma"}, "dkdv_epilogue is 'tma': it must be one of pointers, descriptors"),
     ({"dkdv_epilogue": "descriptors", "backward": "hopper"}, "with backward='hopper': it is of the dK/dV kernel of 't"),
     ({"backward": "one"}, "backward is 'one': it must be one of two_pass, single_pass, single_pass_det"),
     ({"single_pass": TILE}, "single_pass is Tile.* with backward='two_pass', which has no use for it"),

@@ -105,12 +105,15 @@ def test_what_does_not_suit_a_call_is_left_out_quietly(
 ) -> None:
     """A margin of all multiprocessors; heads that are not grouped; where the caller asked, it is an error."""
     options: dict[str, Any] = {"order": "longest", "persistent": True, "sm_margin": 500, "pack_gqa": True}
-    save(gpu[0], entry(SMALL_POINT._replace(group=1), with_options(SMALL, options)))
+    alone = SMALL_POINT._replace(group=1)
+    split = entry(alone._replace(kernel="dkdv"), with_options(SMALL, {"dkdv_splits": 3}))
+    save(gpu[0], entry(alone, with_options(SMALL, options)), split)
     x = inputs(Sizes(24, 30, heads=2, kv_heads=2))
     monkeypatch.setattr(choice, "chip_of", lambda device: Chip(132, 50 << 20))
     ours(x)
     _, shape = seen["forward_kernel"]
     assert (shape.packed, shape.order.count, shape.order.l2_group) == (None, None, 2)
+    assert "reduce_kernel" not in seen
     asked = KernelConfig(SMALL, SMALL, SMALL, persistent=True, sm_margin=500)
     with pytest.raises(ValueError, match="sm_margin is 500: this GPU has"):
         attention_forward(*x[:3], config=asked)

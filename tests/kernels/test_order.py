@@ -39,7 +39,7 @@ from ringattn.kernels.order import (
 
 from ..support.kernel_cases import DTYPES, Inputs, Sizes, check, inputs, interval, of, ours, tiles
 from . import test_scores as scored
-from .test_choice import Seen, seen
+from .test_choice import seen
 
 __all__ = ["seen"]
 
@@ -182,41 +182,22 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.usefixtures("small_l2")
-def test_every_kernel_is_told(seen: Seen) -> None:
-    x = inputs(Sizes(1, 20, heads=6, kv_heads=2))
-    ours(x, config=choose(**CHOICES["all"]))
-    grids = {name: (grid, shape.order.count, shape.packed, shape.splits) for name, (grid, shape) in seen.items()}
-    assert grids == {
-        "forward_kernel": (2, 2, 3, None), "delta_kernel": (6, None, None, None), "dq_kernel": (2, 2, 3, None),
-        "dkdv_kernel": (4, 6, None, 3), "reduce_kernel": (4, None, None, 3),
-    }  # fmt: skip
-    seen.clear()
-    ours(x, config=choose(dkdv_splits="auto"))
-    assert seen["dkdv_kernel"][1].splits is None and "reduce_kernel" not in seen
-
-
 # --- the results --------------------------------------------------------------------------------------------------
 
 
 CASES = [
-    *((choice, "causal", DTYPES[0]) for choice in CHOICES),
-    ("all", "documents", DTYPES[1]),
+    *((choice, "causal", DTYPES[0], (20, 35)) for choice in CHOICES),
+    ("all", "documents", DTYPES[1], (20, 35)),
+    *(("all", "causal", DTYPES[1], lengths) for lengths in ((33, 1), (0, 8), (8, 0))),
 ]
 
 
 @pytest.mark.usefixtures("small_l2")
-@pytest.mark.parametrize(("choice", "kind", "dtype"), CASES)
-def test_as_exact_as_any(choice: str, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("choice", "kind", "dtype", "lengths"), CASES)
+def test_as_exact_as_any(choice: str, kind: str, dtype: torch.dtype, lengths: tuple[int, int]) -> None:
     """Three query heads per key head, which divide no tile, in two batch rows; head dims padded and in two parts."""
-    x = inputs(Sizes(20, 35, head_dim=24, head_dim_v=96, heads=3, batch=2), dtype)
-    check(x, interval(kind, 20, 35), config=choose(tiles(16, 32), **CHOICES[choice]))
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(33, 1), (0, 8), (8, 0)])
-def test_lengths(queries: int, keys: int) -> None:
-    x = inputs(Sizes(queries, keys, heads=3))
-    check(x, interval("causal", queries, keys), config=choose(**CHOICES["all"]), few_keys=True)
+    x = inputs(Sizes(*lengths, head_dim=24, head_dim_v=96, heads=3, batch=2), dtype)
+    check(x, interval(kind, *lengths), config=choose(tiles(16, 32), **CHOICES[choice]), few_keys=1 in lengths)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ from ringattn.kernels.tables import (
     Table,
     as_json,
     file_name,
-    gpu_of,
     least_shared,
     options_of,
     parse,
@@ -85,25 +84,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"gpu": "../../etc/passwd\x1b[2J"}, "gpu is"),
     ({"gpu": "sm_80"}, "gpu is sm_80 and arch 90"),
     ({"gpu": "sm_90"}, "estimated entries alone"),
-    ({"entries": {}}, "entries is {}"),
     ({"entries__0": []}, "entries[0] is []: it must be an object"),
     ({"entries__1": table()["entries"][0]}, "two entries are for the same point"),
     ({"entries__0__kernel": "rm -rf /"}, "entries[0].kernel is 'rm -rf /': it must be one of forward, dq, dkdv"),
     ({"entries__0__head_dim": 0}, "head_dim is 0: it must be a whole number from 1 to 256"),
-    ({"entries__0__mask": "causal"}, "mask is 'causal': it must be one of full, bounded"),
     ({"entries__0__length": 10**400}, "a number of 401 digits"),
     ({"entries__0__extra": 1}, "entries[0].extra is not known"),
     ({"entries__0__date": ...}, "entries[0].date is missing"),
     ({"entries__0__date": "yesterday"}, "date is 'yesterday'"),
     ({"entries__0__tile": BIG}, "at least 524288 bytes of shared memory, a block of sm_90 has 232448"),
     ({"entries__0__tile__block_q": 48}, "entries[0].tile.block_q is 48: it must be a power of two from 16 to 512"),
-    ({"entries__0__tile__num_warps": 3}, "num_warps is 3: it must be one of 1, 2, 4, 8, 16"),
-    ({"entries__0__tile__num_stages": ...}, "entries[0].tile.num_stages is missing"),
     ({"entries__0__estimated": True}, "estimated is True and seconds 0.001"),
     ({"entries__1__estimated": False}, "estimated is False and seconds None"),
     ({"entries__0__seconds": 0}, "seconds is 0: it must be a positive finite number, or null"),
     ({"entries__0__versions": {str(i): "" for i in range(33)}}, "at most 32 values"),
-    ({"entries__0__clocks": {"sm_mhz": [1]}}, "clocks is"),
     ({"entries__0__command": "x" * 500}, "command is"),
     *(
         ({"entries__0__kernel": kernel, "entries__0__options": options}, f"entries[0].options{told}")
@@ -112,9 +106,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
             ("forward", {"forward_kernel": "hopper", "persistent": True}, " do not go together: order is 'heads'"),
             ("dq", {"forward_kernel": "hopper"}, ".forward_kernel is not known"),
             ("dq", {"persistent": True, "sm_margin": 0}, ".sm_margin is 0: it must be a whole number from 1"),
-            ("dq", {"sm_margin": 4}, " do not go together: sm_margin is 4 and persistent False"),
-            ("dkdv", {"dkdv_splits": 0}, ".dkdv_splits is 0: it must be a whole number from 1"),
-            ("dkdv", {"dkdv_epilogue": "tma"}, ".dkdv_epilogue is 'tma': it must be one of pointers, descriptors"),
             ("single_pass", {"order": "longest"}, ".order is not known"),
         )
     ),
@@ -142,7 +133,6 @@ def replaced(number: str) -> str:
         ('{"a":' * 100_000, "nests deeper than 8"),
         (replaced("NaN"), "NaN is not a number"),
         (replaced("1e999"), "1e999 is not a finite number"),
-        (replaced("1" + "0" * 5000), "a number of 5,001 digits"),
         (json.dumps(table())[:-1] + ', "arch": 90}', "a name is there twice"),
         (json.dumps(table())[:-20], "Expecting"),
     ],
@@ -157,10 +147,9 @@ def test_broken_json_is_refused_with_its_path(text: str, told: str, tmp_path: Pa
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")  # reading it would wait for a writer
-    (tmp_path / "folder").mkdir()
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "large").write_bytes(b" " * (MOST_BYTES + 1))
-    for name, told in (("fifo", "no regular"), ("folder", "no regular"), ("binary", "utf-8"), ("large", "at most")):
+    for name, told in (("fifo", "no regular"), ("binary", "utf-8"), ("large", "at most")):
         with pytest.raises(RefusedTable, match=told):
             read(tmp_path / name)
     with pytest.raises(FileNotFoundError):
@@ -227,12 +216,9 @@ def test_the_nearest_length_serves(folders: Folders) -> None:
         assert found(length) == tiles[nearest], length
 
 
-ELSEWHERE = {"kernel": "dq", "dtype": "fp16", "head_dim": 64, "head_dim_v": 64, "group": 1, "mask": "bounded"}
-
-
-@pytest.mark.parametrize("field", ELSEWHERE)
-def test_what_was_tuned_for_another_shape_does_not_serve(field: str, folders: Folders) -> None:
-    save(folders[0], entry(POINT._replace(**{field: ELSEWHERE[field]})))  # type: ignore[arg-type]
+def test_what_was_tuned_for_another_shape_does_not_serve(folders: Folders) -> None:
+    others = {"kernel": "dq", "dtype": "fp16", "head_dim": 64, "head_dim_v": 64, "group": 1, "mask": "bounded"}
+    save(folders[0], *(entry(POINT._replace(**{field: other})) for field, other in others.items()))  # type: ignore[arg-type]
     assert found() is None
 
 
@@ -300,13 +286,6 @@ def test_a_refused_table_is_told_once_and_the_default_serves(damage: str, folder
         assert found() is None
         assert found(99) is None
     assert len(told) == 1 and str(path) in str(told[0].message)
-
-
-def test_a_gpu_is_named_by_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert tables._gpu_of.__wrapped__(torch.device("cuda", 0)) == H200._replace(arch=103)
-    assert gpu_of(torch.device("cpu")) is None
 
 
 def test_a_vendors_copy_takes_what_tune_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
