@@ -12,7 +12,7 @@ from ringattn.kernels import SCALE_TOKENS, dequantize, quantize
 from ringattn.reference import fp8
 
 from ..support.wire_cases import assert_same, assert_within_bound, codes_for, wide
-from .test_attention import VIEWS, Far, far  # noqa: F401  (a fixture)
+from .test_attention import VIEWS
 
 DTYPES = (torch.float16, torch.float32)
 """What the interpreter computes; it takes bfloat16 for integers."""
@@ -159,14 +159,6 @@ def test_views(view: Callable[[Tensor], Tensor]) -> None:
     storage = target._base
     assert storage is not None
     assert int(storage.isnan().sum()) == storage.numel() - target.numel()
-
-
-def test_far_apart(far: Far) -> None:  # noqa: F811
-    x = wide(3, 3, 3, 4, dtype=torch.float16)
-    codes, scale = quantized(x)
-    assert_same(quantized(far(x)), (codes, scale))
-    dequantize(codes, scale, out := far(torch.zeros_like(x)))
-    assert_same((out.clone(),), (back(codes, scale, x.dtype),))
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
