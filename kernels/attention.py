@@ -57,8 +57,8 @@ class Forward(Bound):
             out, lse = state
         in_place = out is not None and out.dtype == dtype
         result = out if out is not None and in_place else q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
-        if plan.hopper and self._asked(
-            id(plan), k, v, lambda: takes(q, k, v, bounds, scores, plan.tile, asked=self._config is not None)
+        if plan.hopper and self._takes(
+            id(plan), k, v, lambda: takes(q, k, v, bounds, scores, plan.tile, requested=self._config is not None)
         ):
             launch_hopper(q, k, v, out, result, lse, bounds, self._scale, plan.tile, self._described)
             return result, lse

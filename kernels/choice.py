@@ -279,7 +279,7 @@ class Bound:
             self._carried = strided(x)
         return self._carried
 
-    def _asked(self, kind: Hashable, k: torch.Tensor, v: torch.Tensor, takes: Callable[[], bool]) -> bool:
+    def _takes(self, kind: Hashable, k: torch.Tensor, v: torch.Tensor, takes: Callable[[], bool]) -> bool:
         """Whether a Hopper kernel ``takes`` a launch of its kind, asked once for each pair of slots."""
         key = kind, id(k), id(v)
         if key not in self._taken:

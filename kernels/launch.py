@@ -55,9 +55,9 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
         try:
             kernel[(grid,)](*args, **options)
         except OutOfResources as error:
-            told = ", ".join(f"{name}={value}" for name, value in options.items())
+            options_text = ", ".join(f"{name}={value}" for name, value in options.items())
             raise ValueError(
-                f"{kernel.__name__} with {told} takes {error.required:,} of {error.name}, this GPU has "
+                f"{kernel.__name__} with {options_text} takes {error.required:,} of {error.name}, this GPU has "
                 f"{error.limit:,}: smaller BLOCK_Q or BLOCK_K, or fewer num_stages, take less"
             ) from error
 

@@ -56,12 +56,12 @@ def chip_of(device: torch.device) -> Chip:
 
 @cache
 def _chip_of(device: torch.device) -> Chip:
-    told = torch.cuda.get_device_properties(device)
-    return Chip(told.multi_processor_count, getattr(told, "L2_cache_size", 0) or l2_of(told.major * 10 + told.minor))
+    gpu = torch.cuda.get_device_properties(device)
+    return Chip(gpu.multi_processor_count, getattr(gpu, "L2_cache_size", 0) or l2_of(gpu.major * 10 + gpu.minor))
 
 
 def l2_of(arch: int) -> int:
-    """Bytes of L2 of a compute capability (90 is 9.0), for where no such GPU is there to be asked."""
+    """Bytes of L2 of a compute capability (90 is 9.0), for where no such GPU is there to be requested."""
     return L2_BYTES.get(arch, LEAST_L2)
 
 
@@ -127,9 +127,9 @@ def packed_shape(config: KernelConfig | None, shape: Shape) -> Shape:
 
 def splits_of(config: KernelConfig | None, q: torch.Tensor, k: torch.Tensor, block_k: int) -> int:
     """In how many parts the query heads of a key head are cut for dK/dV; 1 for no split."""
-    asked = 1 if config is None else config.dkdv_splits
-    if isinstance(asked, int):
-        return asked
+    requested = 1 if config is None else config.dkdv_splits
+    if isinstance(requested, int):
+        return requested
     group = q.shape[2] // max(k.shape[2], 1)
     if q.device.type != "cuda" or group == 1:
         return 1

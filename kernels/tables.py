@@ -223,7 +223,7 @@ def parse(text: str) -> Table:
 
 def as_json(table: Table) -> dict[str, Any]:
     """What :func:`parse` reads."""
-    entries = [{**entry.point._asdict(), **_told(entry)} for entry in sorted(table.entries, key=lambda one: one.point)]
+    entries = [_entry_as_json(entry) for entry in sorted(table.entries, key=lambda one: one.point)]
     version = ".".join(map(str, table.triton))
     return {
         "schema": SCHEMA, "version": VERSION, "gpu": table.gpu, "arch": table.arch, "triton": version,
@@ -231,10 +231,10 @@ def as_json(table: Table) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _told(entry: Entry) -> dict[str, Any]:
-    told = {one.name: getattr(entry, one.name) for one in fields(Entry) if one.name != "point"}
+def _entry_as_json(entry: Entry) -> dict[str, Any]:
+    data = {one.name: getattr(entry, one.name) for one in fields(Entry) if one.name != "point"}
     more = {"versions": dict(entry.versions), "clocks": dict(entry.clocks)}
-    return told | {"tile": fields_of(entry.tile), "options": options_of(entry.tile)} | more
+    return entry.point._asdict() | data | {"tile": fields_of(entry.tile), "options": options_of(entry.tile)} | more
 
 
 def _entry(where: str, given: object) -> Entry:

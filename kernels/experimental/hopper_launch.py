@@ -32,12 +32,12 @@ def takes(
     scores: Scores,
     tile: Tile,
     *,
-    asked: bool = True,
+    requested: bool = True,
 ) -> bool:
     """Whether the Hopper kernel runs this hop: not with ``seqused_k`` or ``runs``, nor without rows or keys.
 
     These come and go from hop to hop, and the portable kernel takes them, with the same tile. What is the same for
-    all hops of a call is the caller's to choose, and refused on every hop alike: where the caller ``asked`` for this
+    all hops of a call is the caller's to choose, and refused on every hop alike: where the caller ``requested`` this
     kernel. Where a tuned table did, what does not suit it goes to the portable one.
 
     Raises:
@@ -47,7 +47,7 @@ def takes(
         check_call(q, v, scores, tile)
         check_describable(TAKES, q=q, k=k, v=v)
     except ValueError:
-        if asked:
+        if requested:
             raise
         return False
     return runs(bounds, q, k)

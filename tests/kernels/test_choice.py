@@ -268,8 +268,8 @@ def test_what_triton_finds_too_large_is_told_with_its_options() -> None:
     def run(*arguments: object, **options: object) -> None:
         raise OutOfResources(300_000, 232_448, "shared memory")
 
-    told = "forward_kernel with BLOCK_Q=64, BLOCK_K=32, num_warps=4, num_stages=2 takes 300,000 of shared memory"
-    with pytest.raises(ValueError, match=f"{told}, this GPU has 232,448"):
+    message = "forward_kernel with BLOCK_Q=64, BLOCK_K=32, num_warps=4, num_stages=2 takes 300,000 of shared memory"
+    with pytest.raises(ValueError, match=f"{message}, this GPU has 232,448"):
         launch.launch(Kernel(run), 1, torch.device("cpu"), **launch.options(Tile(64, 32, 4, 2)))
 
 

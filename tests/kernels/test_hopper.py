@@ -33,7 +33,7 @@ from ringattn.kernels.bounds import tile_range
 from ringattn.kernels.experimental import hopper_backward_launch, hopper_launch, steps
 from ringattn.kernels.tables import Gpu
 
-from ..support import gluon_modules, kernel_cases
+from ..support import gluon_stand_in, kernel_cases
 from ..support.barrier_states import Search, Traces
 from ..support.baselines import Results
 from ..support.gluon_stand_in import Descriptor, Machine, pointer
@@ -82,7 +82,7 @@ class Launches:
         assert [options.pop(name) for name in ("num_warps", "maxnreg")] == [4, hopper_launch.REGISTERS]
         for program in range(grid):
             self.machines.append(Machine(program, self.choose))
-            run = getattr(gluon_modules.kernel(self.machines[-1], kernel.__module__.split(".")[-1]), kernel.__name__)
+            run = getattr(gluon_stand_in.kernel(self.machines[-1], kernel.__module__.split(".")[-1]), kernel.__name__)
             run(*(self.converted(argument) for argument in arguments), **options)
 
     def converted(self, argument: Any) -> Any:
@@ -425,22 +425,24 @@ Counts = dict[str, int]
 def traced(kernel: str, steps: int, slots: int) -> tuple[Traces, Counts]:
     """(what each partition does, arrivals by barrier) of one program that takes so many steps of 64 keys or queries."""
     machine = Machine(0, lambda options: 0)
-    module = gluon_modules.kernel(machine, kernel)
-    strided, bounds = module.tiles.Strided, module.tiles.Interval(None, None)
+    module = gluon_stand_in.kernel(machine, kernel)
+    shape, bounds = module.tiles.Shape(128, 64 * steps, 1, 1), module.tiles.Interval(None, None)
+
+    def strided(like: Tensor) -> Any:
+        return module.tiles.Strided(pointer(torch.empty(like.shape)), *like.stride()[:3])
+
     if kernel == "hopper":
         x = inputs(Sizes(128, 64 * steps, 64), torch.float16)
-        out, lse = torch.empty(x.dout.shape), pointer(torch.empty(x.dlse.shape))
-        to, shape = strided(pointer(out), *out.stride()[:3]), module.tiles.Shape(128, 64 * steps, 1, 1)
-        described = [Descriptor(one, 64) for one in (x.q, x.k, x.v)]
-        module.hopper_kernel(*described, to, to, lse, bounds, shape, 0.125, 64, 64, slots, False)
+        described, out = [Descriptor(one, 64) for one in (x.q, x.k, x.v)], strided(x.dout)
+        lse = pointer(torch.empty(x.dlse.shape))
+        module.hopper_kernel(*described, out, out, lse, bounds, shape, 0.125, 64, 64, slots, False)
     else:
         x = inputs(Sizes(64 * steps, 128, 128), torch.float16)
-        results = (torch.empty(x.k.shape), torch.empty(x.v.shape))
-        to, shape = [strided(pointer(one), *one.stride()[:3]) for one in results], None
         described = [*(Descriptor(one, 64) for one in (x.dout, x.q, x.k, x.v)), Descriptor(x.q.float(), 64, 64)]
-        vector, shape = pointer(torch.zeros(64 * steps)), module.tiles.Shape(128, 64 * steps, 1, None)
+        vector, out = pointer(torch.zeros(64 * steps)), [strided(x.k), strided(x.v)]
+        shape = shape._replace(group=None)
         module.hopper_backward_kernel(
-            *described, vector, vector, *to, *to, bounds, shape, 1, 0.125, 128, 64, slots, False, False, False
+            *described, vector, vector, *out, *out, bounds, shape, 1, 0.125, 128, 64, slots, False, False, False
         )
     return machine.traces, {barrier.name: barrier.count for barrier in machine.barriers}
 
@@ -553,7 +555,7 @@ def order_problems(listing: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("reads", "code", "told"),
+    ("reads", "code", "problems"),
     [
         (order_problems, STEP.format(EXP * 32), []),
         (order_problems, STEP.format(EXP * 31), ["31 of 31 exponentials run under the product with V"]),
@@ -567,10 +569,10 @@ def order_problems(listing: str) -> list[str]:
         (compiled_gate.unfenced, FENCED.replace(FENCE, ""), ["1 times stmatrix is", "1 times st.shared is"]),
     ],
 )
-def test_what_the_gate_reads(reads: Callable[[str], list[str]], code: str, told: list[str]) -> None:
+def test_what_the_gate_reads(reads: Callable[[str], list[str]], code: str, problems: list[str]) -> None:
     """Whether products and exponentials overlap, who hands on what, and what is handed on without a fence."""
     found = reads(code)
-    assert len(found) == len(told) and all(map(str.startswith, found, told))
+    assert len(found) == len(problems) and all(map(str.startswith, found, problems))
 
 
 PARTITIONS = """

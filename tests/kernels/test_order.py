@@ -153,22 +153,22 @@ def test_what_a_launch_is_told() -> None:
     count = 2 * 2 * 6
     assert order.tile_schedule(None, shape, tile, walked) == (count, shape)
     assert order.tile_schedule(INTERPRETER, shape, tile, walked) == (count, shape)
-    grid, told = order.tile_schedule(choose(order="longest"), shape, tile, walked)
-    assert (grid, told.order) == (count, Order(4, 12, None)), "two key heads, with their two query heads each"
-    grid, told = order.tile_schedule(choose(persistent=True), shape, tile, walked)
-    assert (grid, told.order) == (20, Order(None, None, count)), "10 multiprocessors, two programs of 4 warps each"
+    grid, made = order.tile_schedule(choose(order="longest"), shape, tile, walked)
+    assert (grid, made.order) == (count, Order(4, 12, None)), "two key heads, with their two query heads each"
+    grid, made = order.tile_schedule(choose(persistent=True), shape, tile, walked)
+    assert (grid, made.order) == (20, Order(None, None, count)), "10 multiprocessors, two programs of 4 warps each"
     for warps, programs in ((8, 10), (16, 10), (1, 24)):
         grid, _ = order.tile_schedule(choose(persistent=True), shape, replace(tile, num_warps=warps), walked)
         assert grid == programs, "one of 8 warps each; no more than there are tiles"
-    grid, told = order.tile_schedule(choose(persistent=True, sm_margin=18, order="longest"), shape, tile, walked)
-    assert (grid, told.order) == (4, Order(4, 12, count))
+    grid, made = order.tile_schedule(choose(persistent=True, sm_margin=18, order="longest"), shape, tile, walked)
+    assert (grid, made.order) == (4, Order(4, 12, count))
     packed = order.packed_shape(choose(pack_gqa=True), shape)
     assert packed == shape._replace(heads=3, group=1, packed=2)
-    grid, told = order.tile_schedule(choose(pack_gqa=True, order="longest"), packed, tile, walked)
-    assert (grid, told.order) == (3 * 2 * 3, Order(2, 6, None)), "80 rows of 3 key heads"
+    grid, made = order.tile_schedule(choose(pack_gqa=True, order="longest"), packed, tile, walked)
+    assert (grid, made.order) == (3 * 2 * 3, Order(2, 6, None)), "80 rows of 3 key heads"
     keys, walked = launch.shape_of(K, Q), (Q, Q)
-    grid, told = order.tile_schedule(choose(order="longest"), keys, tile, walked, rows_are_keys=True)
-    assert (grid, told.order) == (3 * 2 * 3, Order(1, 6, None)), "two query heads of 40 rows for each key head"
+    grid, made = order.tile_schedule(choose(order="longest"), keys, tile, walked, rows_are_keys=True)
+    assert (grid, made.order) == (3 * 2 * 3, Order(1, 6, None)), "two query heads of 40 rows for each key head"
     empty = order.tile_schedule(choose(order="longest", persistent=True), keys._replace(rows=0), tile, walked)
     assert empty[0] == 0
 
@@ -288,9 +288,9 @@ def test_sums_in_place_and_cast(kind: str) -> None:
 def test_parts_that_do_not_divide_are_refused_before_anything_is_written() -> None:
     x = inputs(Sizes(heads=6, kv_heads=2))
     dq, config = torch.zeros_like(x.q), choose(dkdv_splits=2)
-    told = "config.dkdv_splits is 2: it must divide the 3 query heads per key head"
-    with pytest.raises(ValueError, match=told):
+    message = "config.dkdv_splits is 2: it must divide the 3 query heads per key head"
+    with pytest.raises(ValueError, match=message):
         attention_backward(x.dout, x.q, x.k, x.v, x.dout, x.dlse, dq=dq, bounds=FULL, config=config)
     assert not dq.any()
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         attention_forward(x.q, x.k, x.v, config=config)

@@ -168,7 +168,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"values": torch.zeros(4, 2, 8)}, r"VALUES has shape \[4, 2, 8\]: it must be \[B, S, H, D\]"),
         ({"values": torch.zeros(1, 4, 2, 8, dtype=torch.float64)}, r"VALUES is torch.float64: it must be float16, bf"),
@@ -182,12 +182,12 @@ E4M3 = torch.float8_e4m3fn
         ({"scale": torch.zeros(1, 1, 2, device="meta")}, r"scale is on meta: it must be on cpu"),
     ],
 )
-def test_refused(change: dict[str, Tensor], told: str) -> None:
+def test_refused(change: dict[str, Tensor], message: str) -> None:
     """In both directions, by the names that the arguments have there."""
     values = torch.ones(1, 4, 2, 8)
     codes, scale = codes_for(values)
     given = {"values": values, "codes": codes, "scale": scale, **change}
-    with pytest.raises(ValueError, match=told.replace("VALUES", "x").replace("CODES", "out")):
+    with pytest.raises(ValueError, match=message.replace("VALUES", "x").replace("CODES", "out")):
         quantize(given["values"], given["codes"], given["scale"])
-    with pytest.raises(ValueError, match=told.replace("VALUES", "out").replace("CODES", "x")):
+    with pytest.raises(ValueError, match=message.replace("VALUES", "out").replace("CODES", "x")):
         dequantize(given["codes"], given["scale"], given["values"])

@@ -159,13 +159,13 @@ def test_shard_after_shard() -> None:
     bounds = Bounds(whole.lo, whole.hi, torch.tensor([35, 45], dtype=torch.int32), pattern(QUERIES, KEYS, 16, 0.7))
     pieces = list(shards(x, bounds, scores, 32))
     state = None
-    for k, v, near, told in pieces:
-        state = attention_forward(x.q, k, v, bounds=near, scores=told, state=state, final=k is pieces[-1][0])
+    for k, v, near, modified in pieces:
+        state = attention_forward(x.q, k, v, bounds=near, scores=modified, state=state, final=k is pieces[-1][0])
     assert state is not None
     dq, found = torch.zeros_like(x.q), []
-    for k, v, near, told in pieces:
+    for k, v, near, modified in pieces:
         dq, dk, dv = attention_backward(
-            x.dout, x.q, k, v, *state, dlse=x.dlse, bounds=near, scores=told, dq=dq,
+            x.dout, x.q, k, v, *state, dlse=x.dlse, bounds=near, scores=modified, dq=dq,
             dk=torch.zeros_like(k), dv=torch.zeros_like(v),
         )  # fmt: skip
         found.append((dk, dv))

@@ -112,11 +112,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "told"), BAD, ids=[told for _, told in BAD])
-def test_what_is_not_the_schema_is_refused(changed: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(("changed", "message"), BAD, ids=[message for _, message in BAD])
+def test_what_is_not_the_schema_is_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         parse(json.dumps(table(**changed)))
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert len(str(error.value)) < 300 and str(error.value).isprintable()
 
 
@@ -125,7 +125,7 @@ def replaced(number: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "Expecting value"),
         ("[]", "schema is []"),
@@ -137,20 +137,20 @@ def replaced(number: str) -> str:
         (json.dumps(table())[:-20], "Expecting"),
     ],
 )
-def test_broken_json_is_refused_with_its_path(text: str, told: str, tmp_path: Path) -> None:
+def test_broken_json_is_refused_with_its_path(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.json"
     path.write_text(text)
     with pytest.raises(RefusedTable) as error:
         read(path)
-    assert str(error.value).startswith(f"{path} is refused: ") and told in str(error.value)
+    assert str(error.value).startswith(f"{path} is refused: ") and message in str(error.value)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")  # reading it would wait for a writer
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "large").write_bytes(b" " * (MOST_BYTES + 1))
-    for name, told in (("fifo", "no regular"), ("binary", "utf-8"), ("large", "at most")):
-        with pytest.raises(RefusedTable, match=told):
+    for name, message in (("fifo", "no regular"), ("binary", "utf-8"), ("large", "at most")):
+        with pytest.raises(RefusedTable, match=message):
             read(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "none")
