@@ -421,7 +421,7 @@ def test_tensors_far_apart(far: Far) -> None:
     assert got is there
     assert torch.equal(got, out) and torch.equal(got_lse, lse)
     attention_backward(dout, q, k, v, out, lse, dq=sums[0], dk=sums[1], dv=sums[2])
-    into = dict(zip(("dq", "dk", "dv"), sums_there, strict=True))
+    into: dict[str, Any] = dict(zip(("dq", "dk", "dv"), sums_there, strict=True))
     attention_backward(far(dout), far_q, far_k, far_v, there, lse, **into)
     assert all(map(torch.equal, sums_there, sums))
 

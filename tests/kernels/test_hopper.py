@@ -377,10 +377,10 @@ def test_hops_of_the_portable_kernels(launches: Launches, monkeypatch: pytest.Mo
 def test_descriptors_are_kept_with_their_tensors() -> None:
     """Strides of single elements are replaced."""
     k, v = (torch.zeros(1, 128, 2, 64, dtype=torch.float16) for _ in range(2))
-    described = launch.Descriptors()
-    made: Any = described(k, 64)
+    described: Any = launch.Descriptors()
+    made = described(k, 64)
     assert described(k, 64) is made and made.base is k and made.block_shape == [1, 64, 1, 64]
-    others: list[Any] = [described(k, 128), described(v, 64), described(k, 64, 32)]
+    others = [described(k, 128), described(v, 64), described(k, 64, 32)]
     assert [one.block_shape[1::2] for one in others] == [[128, 64], [64, 64], [64, 32]]
     odd: Any = launch.gluon_descriptor(torch.empty(70 * 192).as_strided((1, 70, 2, 64), (3, 192, 64, 1)), 64)
     assert (list(odd.shape), list(odd.strides)) == ([1, 70, 2, 64], [64, 192, 64, 1])

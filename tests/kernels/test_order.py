@@ -39,9 +39,6 @@ from ringattn.kernels.order import (
 
 from ..support.kernel_cases import DTYPES, Inputs, Sizes, check, inputs, interval, of, ours, tiles
 from . import test_scores as scored
-from .test_choice import seen
-
-__all__ = ["seen"]
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -253,10 +250,7 @@ def test_heads_of_views_are_found() -> None:
         assert torch.equal(got, same)
 
 
-# --- dK/dV in parts: how many -----------------------------------------------------------------------------------------
-
-
-# --- dK/dV in parts: the sums -----------------------------------------------------------------------------------------
+# --- dK/dV in parts ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["first rows blind", "all rows blind"])
@@ -275,14 +269,13 @@ def test_sums_in_place_and_cast(kind: str) -> None:
             made = attention_dkdv(
                 *given, bounds=bounds, accum=sums, out=into, config=choose(tiles(32, 16), dkdv_splits=parts)
             )
-            assert made[0] is into[0]
-            assert made[1] is into[1]
+            assert made[0] is into[0] and made[1] is into[1]
             results.append(made)
             if kind == "all rows blind":
                 assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(made, before, strict=True))
-        for made in results[1:]:
-            for got, whole in zip(made, results[0], strict=True):
-                torch.testing.assert_close(got, whole, rtol=1e-3 if fresh else 1e-5, atol=1e-3 if fresh else 1e-5)
+        near = 1e-3 if fresh else 1e-5
+        for whole, split in zip(*results, strict=True):
+            torch.testing.assert_close(split, whole, rtol=near, atol=near)
 
 
 def test_parts_that_do_not_divide_are_refused_before_anything_is_written() -> None:

@@ -55,7 +55,7 @@ def test_dense_is_pytorchs(causal: bool, heads: int, kv_heads: int, softmax_scal
 
 def test_rows_that_see_nothing() -> None:
     q, k, v, dout, dlse = tensors(4, 4)
-    where = {"q_positions": torch.tensor([0, 1, 5, 9]), "k_positions": torch.tensor([2, 4, 6, 8])}
+    where: dict[str, Any] = {"q_positions": torch.tensor([0, 1, 5, 9]), "k_positions": torch.tensor([2, 4, 6, 8])}
     ours = exact(q, k, v, dout, dlse, causal=True, **where)
     assert ours.out[:, :2].count_nonzero() == ours.dq[:, :2].count_nonzero() == 0
     assert (ours.lse[:, :, :2] == -torch.inf).all()
@@ -101,7 +101,7 @@ def test_merge_in_any_order_is_the_whole(cuts: list[int]) -> None:
         close(merged, reference.attention(q, k, v))
 
 
-SHAPES = [
+SHAPES: list[tuple[list[tuple[int, ...]], str]] = [
     ([(2, 3, 4), (2, 3, 1, 4), (2, 3, 1, 4)], r"q has shape \[2, 3, 4\]"),
     ([(2, 3, 3, 4), (2, 3, 2, 4), (2, 3, 2, 4)], "k has 2 heads, q has 3"),
     ([(1, 3, 2, 4), (2, 3, 2, 4), (2, 3, 2, 4)], "batch and head dim"),
@@ -249,7 +249,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
     call = {**FEATURES[name], "learnable_sink": torch.randn(2, dtype=torch.float64)}
 
     def finite(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.attention(*leaves[:3], **at, **call | {"learnable_sink": leaves[3]})
+        return reference.attention(leaves[0], leaves[1], leaves[2], **at, **call | {"learnable_sink": leaves[3]})
 
     assert torch.autograd.gradcheck(finite, [x.requires_grad_() for x in (q, k, v, call["learnable_sink"])])
 
