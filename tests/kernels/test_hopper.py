@@ -505,7 +505,7 @@ def test_a_sample_passes_the_gate() -> None:
     names = "90:bf16:128:hopper:middle:gqa", "90:fp16:64:hopper:last:full:gqa"
     rows = gate(*names, "90:bf16:128:hopper_backward:middle:full:gqa")
     assert len(rows) == 4
-    (of_a_hop,) = (row for row in rows if (row["kernel"], row["full"], row["role"]) == ("hopper", True, "middle"))
+    (of_a_hop,) = (row for row in rows if (row["kernel"], row["full"], row["role"]) == ("forward", True, "middle"))
     assert of_a_hop["instructions"] < BEFORE["forward"][1]
 
 
