@@ -18,9 +18,10 @@ from .device.tiles import Shape
 from .experimental.hopper_launch import launch_hopper, takes
 from .experimental.single_pass import attention_gradients
 from .launch import (
+    TAKES,
     Pair,
-    check_results,
-    describes,
+    check_describable,
+    check_described,
     descriptor,
     empty_parts,
     head_dims,
@@ -56,8 +57,8 @@ class Forward(Bound):
             out, lse = state
         in_place = out is not None and out.dtype == dtype
         result = out if out is not None and in_place else q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
-        if plan.hopper and self._asked(
-            id(plan), k, v, lambda: takes(q, k, v, bounds, scores, plan.tile, asked=self._config is not None)
+        if plan.hopper and self._takes(
+            id(plan), k, v, lambda: takes(q, k, v, bounds, scores, plan.tile, requested=self._config is not None)
         ):
             launch_hopper(q, k, v, out, result, lse, bounds, self._scale, plan.tile, self._described)
             return result, lse
@@ -127,9 +128,15 @@ class Backward(Bound):
         """How dK/dV's kernel is told of what it leaves: as a tensor, or a TMA descriptor of its tiles."""
         if not is_described(plan.config):
             return strided
-        made = {"out[0]": out[0], "out[1]": out[1], "accum[0]": accum[0], "accum[1]": accum[1]}
-        described = describes(plan.config, self._q, v, asked=self._config is not None, **made)
-        return partial(descriptor, rows=plan.tile.block_k) if described else strided
+        try:
+            check_described(self._q, v)
+            named = {"out[0]": out[0], "out[1]": out[1], "accum[0]": accum[0], "accum[1]": accum[1]}
+            check_describable(TAKES, **named)
+        except ValueError:
+            if self._config is not None:
+                raise
+            return strided  # a tuned table chose so, and not the caller
+        return partial(descriptor, rows=plan.tile.block_k) if v.numel() else strided
 
     def _planned(
         self, tile: Tile, config: KernelConfig | None, kernel: str, k: torch.Tensor, v: torch.Tensor
@@ -336,7 +343,7 @@ def attention_backward(
         if given is not None:
             check_like(name, given, tuple(like.shape), torch.float32, like.device, written=True)
     if is_described(config):
-        check_results(dk=dk, dv=dv)
+        check_describable(TAKES, dk=dk, dv=dv)
     check_tiles(config, q, v, bounds.block, backward=True)
     accum = None if dk is None or dv is None else (dk, dv)
     delta = attention_delta(dout, out, dlse)

@@ -36,18 +36,13 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Ranks, dtypes, devices, strides, batches, heads and head dims of q, k and v: ValueError."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, may_be_meta=x is not q)  # of k and v below: they must be where q is
-        check_rank(name, x)
-        if x.dtype not in DTYPES:
-            raise ValueError(f"{name} is {x.dtype}: it must be float16, bfloat16 or float32")
+        check_values(name, x)
         if x.dtype != q.dtype:
             raise ValueError(f"{name} is {x.dtype}, q is {q.dtype}: they must have one dtype")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, q on {q.device}: they must be on one device")
         if x.shape[0] != q.shape[0]:
             raise ValueError(f"{name} has batch size {x.shape[0]}, q has {q.shape[0]}: they must be equal")
-        if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} has head dim {x.shape[3]}: it must be 1 to {MAX_HEAD_DIM}")
-        check_unit_stride(name, x)
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k has head dim {k.shape[3]}, q has {q.shape[3]}: they must be equal")
     if v.shape[:3] != k.shape[:3]:
@@ -77,6 +72,16 @@ def check_tensor(name: str, x: object, *, may_be_meta: bool = False) -> None:
         raise ValueError(f"{name} is a {type(x).__name__} on {x.device} without values: it must be one with values")
     if x.is_nested or x.layout != torch.strided:
         raise ValueError(f"{name} is a {'nested' if x.is_nested else x.layout} tensor: it must be a dense one")
+
+
+def check_values(name: str, x: torch.Tensor) -> None:
+    """Refuse what is not shaped as queries, keys or values, or of another dtype: ValueError."""
+    check_rank(name, x)
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{name} is {x.dtype}: it must be float16, bfloat16 or float32")
+    if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"{name} has head dim {x.shape[3]}: it must be 1 to {MAX_HEAD_DIM}")
+    check_unit_stride(name, x)
 
 
 def check_rank(name: str, x: torch.Tensor) -> None:

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 import torch
 
 from .bounds import Bounds
-from .config import INTERPRETER, LEAST_SIDE, KernelConfig, Tile, config_for, is_single_pass, single_pass_tile
+from .config import (
+    INTERPRETER,
+    LEAST_SIDE,
+    MOST_SINGLE_PASS,
+    KernelConfig,
+    Tile,
+    config_for,
+    is_single_pass,
+    single_pass_tile,
+)
 from .device.tiles import Shape, Strided
 from .launch import Descriptors, Pair, check_described, head_dims, is_described, options, shape_of, strided
 from .order import chip_of, margin_of, packed_shape, tile_schedule
@@ -21,11 +30,8 @@ from .tables import (
     BACKWARD,
     KERNELS,
     ONE_PASS,
-    OPTIONS,
     SINGLE_PASS,
     Chosen,
-    Gpu,
-    Option,
     Point,
     Tuned,
     gpu_of,
@@ -47,7 +53,7 @@ def default_config(
     """The tiles of launches without ``config``: of tuned tables, and where they have none the built-in default.
 
     Such a launch takes all that its kernel was measured with (``order``, ``persistent``, …). A config has one order for
-    all its kernels, so that this one has what they agree on; and two passes.
+    all its kernels, so that this one has their defaults, but for the kernel of the forward; and two passes.
 
     Args:
         q: queries ``[B, Sq, H, D]``, for their device, dtype and shape.
@@ -56,18 +62,7 @@ def default_config(
         config_dir, estimated: as in :func:`tuned`.
     """
     forward, dq, dkdv = (_tile(one, q, v, full, config_dir=config_dir, estimated=estimated) for one in KERNELS)
-    options: dict[str, Any] = _agreed({"forward": forward, "dq": dq, "dkdv": dkdv})
-    return KernelConfig(forward, dq, dkdv, **options)
-
-
-def _agreed(tiles: dict[str, Tile]) -> dict[str, Option]:
-    """The options of each kernel that no other kernel which has such an option wants otherwise."""
-    wanted = {kernel: options_of(tile) for kernel, tile in tiles.items()}
-    made = {}
-    for name, value in {pair for tile in tiles.values() for pair in options_of(tile).items()}:
-        if all(wanted[kernel].get(name) == value for kernel in tiles if name in OPTIONS[kernel]):
-            made[name] = value
-    return made
+    return KernelConfig(forward, dq, dkdv, forward_kernel=str(options_of(forward).get("forward_kernel", "portable")))
 
 
 def _tile(
@@ -90,11 +85,17 @@ def _tuned(tiles: Tuned, kernel: str, q: torch.Tensor, v: torch.Tensor, full: bo
 
 
 def _built_in(kernel: str, q: torch.Tensor, v: torch.Tensor) -> Tile:
-    gpu = gpu_of(q.device)
-    if kernel in SINGLE_PASS:
-        return _built_in_single_pass(gpu, q, v)
-    config = INTERPRETER if gpu is None else config_for(gpu.arch, q.dtype, max(q.shape[3], v.shape[3]))
-    tile: Tile = getattr(config, kernel)
+    gpu, head_dim = gpu_of(q.device), max(q.shape[3], v.shape[3])
+    if gpu is None:
+        return INTERPRETER.dkdv if kernel in SINGLE_PASS else getattr(INTERPRETER, kernel)
+    if kernel not in SINGLE_PASS:
+        return getattr(config_for(gpu.arch, q.dtype, head_dim), kernel)  # type: ignore[no-any-return]
+    tile = single_pass_tile(gpu.arch, q.dtype, head_dim)
+    if tile is None:
+        raise ValueError(
+            f"head dim {head_dim} has no default tile for a single-pass backward that fits this GPU: it takes up to "
+            f"{MOST_SINGLE_PASS}; pass config.single_pass=Tile(...) to try one, or backward='two_pass'"
+        )
     return tile
 
 
@@ -137,18 +138,6 @@ def backward_config(
 @lru_cache(maxsize=256)
 def _one_pass(tile: Tile) -> KernelConfig:
     return KernelConfig(tile, tile, tile, backward=ONE_PASS, single_pass=tile)
-
-
-def _built_in_single_pass(gpu: Gpu | None, q: torch.Tensor, v: torch.Tensor) -> Tile:
-    head_dim = max(q.shape[3], v.shape[3])
-    tile = INTERPRETER.dkdv if gpu is None else single_pass_tile(gpu.arch, q.dtype, head_dim)
-    if tile is None:
-        most = next(size for size in (128, 64, 32) if single_pass_tile(gpu.arch, q.dtype, size))  # type: ignore[union-attr]
-        raise ValueError(
-            f"head dim {head_dim} has no default tile for a single-pass backward that fits this GPU: it takes up to "
-            f"{most}; pass config.single_pass=Tile(...) to try one, or backward='two_pass'"
-        )
-    return tile
 
 
 def launch_traits(bounds: Bounds, scores: Scores) -> dict[str, Any]:
@@ -213,19 +202,14 @@ def _check_room(kernel: str, tile: Tile, q: torch.Tensor, v: torch.Tensor) -> No
     gpu = gpu_of(q.device)
     if gpu is None:
         return
-    least = _least_shared(kernel, tile, q.dtype == torch.float32, q.shape[3], v.shape[3])
+    dtype = "fp32" if q.dtype == torch.float32 else "bf16"
+    least = least_shared(Point(kernel, dtype, q.shape[3], v.shape[3], 1, "full", 1), tile)
     if least > (limit := shared_limit(gpu.arch)):
         field = "single_pass" if kernel in SINGLE_PASS else kernel
         raise ValueError(
             f"config.{field} is {tile}: it takes at least {least:,} bytes of shared memory, a block of sm_{gpu.arch} "
             f"has {limit:,}; {_built_in(kernel, q, v)} fits"
         )
-
-
-@lru_cache(maxsize=256)
-def _least_shared(kernel: str, tile: Tile, is_fp32: bool, head_dim: int, head_dim_v: int) -> int:
-    """Every launch with a config asks."""
-    return least_shared(Point(kernel, "fp32" if is_fp32 else "bf16", head_dim, head_dim_v, 1, "full", 1), tile)
 
 
 def check_config(config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor) -> None:
@@ -295,7 +279,7 @@ class Bound:
             self._carried = strided(x)
         return self._carried
 
-    def _asked(self, kind: Hashable, k: torch.Tensor, v: torch.Tensor, takes: Callable[[], bool]) -> bool:
+    def _takes(self, kind: Hashable, k: torch.Tensor, v: torch.Tensor, takes: Callable[[], bool]) -> bool:
         """Whether a Hopper kernel ``takes`` a launch of its kind, asked once for each pair of slots."""
         key = kind, id(k), id(v)
         if key not in self._taken:

@@ -48,45 +48,28 @@ WORDS = {"backward": BACKWARDS, "dkdv_epilogue": EPILOGUES, "forward_kernel": FO
 class KernelConfig:
     """One :class:`Tile` per kernel, and which kernels.
 
-    ``forward_kernel="hopper"`` is written for sm_90: two warpgroups of 64 query rows (``block_q`` 128, 8 warps), 64 or
-    128 keys per tile, ``num_stages`` tiles each of K and V. What it is not written for is refused (see
-    ``hopper_launch.takes``), but for hops whose bounds have ``seqused_k`` or ``runs`` and for empty ones:
-    those go to the portable kernel with the same tile. It was never run on a GPU, so that it is nobody's default.
+    The page of this folder says more of each. Whatever was never run on a GPU is nobody's default; what a choice is
+    not written for is refused before anything is launched. In a field's words:
 
-    ``dkdv_splits`` parts of the query heads of each key head make a dK/dV program of their own, and a second kernel
-    adds the parts up in a fixed order: for grouped heads with too few programs to fill a GPU. A divisor of the query
-    heads per key head, 1 for no split; "auto" chooses by programs and multiprocessors (``order.splits_for``), and 1
-    where there is no GPU. The parts take fp32 memory of ``dkdv_splits`` times dK and dV. The second kernel was never
-    run on a GPU, so that a split is nobody's default.
-
-    ``order`` of the tiles of the forward, dQ and dK/dV: "heads", one head after the other; or "longest", the longest
-    tiles of many heads first, as many as read what fits half of the GPU's L2, heads that share K/V side by side.
-    Longest is by position, as a causal mask has it: the last queries (of dK/dV: the first keys). Nothing is sorted:
-    with bounds of another kind this is an order like any other.
-
-    ``persistent`` programs walk from tile to tile, each the tiles that are as many places apart as there are programs.
-    There are as many as stay on all multiprocessors but ``sm_margin``, which are left to a transfer that runs beside:
-    None leaves ``order.MARGIN`` of them, or half of a GPU that has few; 0, where nothing else runs, leaves none.
-
-    ``pack_gqa``: the rows of a tile of the forward and of dQ are positions times the query heads that share a key head,
-    so that K and V are read once for all of them and short shards fill a tile. Without grouped heads it is nothing.
-
-    ``dkdv_epilogue="descriptors"``: the copy engine leaves dK and dV of two passes by TMA descriptors, and adds them
-    to sums that stay where they are, which spares registers; "pointers": each thread loads, adds and stores its part.
-    It takes compute capability 9.0 on, head dims that are powers of two of at least 16, and addresses and strides of
-    sums and results of whole 16 bytes; all else is refused (``launch.check_described``, ``check_results``), but for
-    splits, whose parts it leaves. The same bits on every run. Never run on a GPU: nobody's default.
-
-    ``backward="two_pass"`` computes dQ and dK/dV in a kernel each, seven matrix products per pair of tiles.
-    ``"single_pass"`` computes all three in one, by five, and *adds* dQ in fp32 as it goes: in whatever order the
-    programs come, so that the last bits of dQ change from run to run. ``"single_pass_deterministic"`` lets them add one
-    after the other in a fixed order: the same bits on every run, at the price of waiting. dK and dV are deterministic
-    in all three. ``single_pass`` is the tile of the latter two, None their default by GPU and shape; of the fields
-    above they take none: their order is their own. Neither was ever run on a GPU, so that they are nobody's default.
-
-    ``backward="hopper"`` is ``"single_pass"`` by a kernel written for sm_90: two warpgroups of 64 keys (``block_k``
-    128, 8 warps), head dims 64 and 128. What it is not written for is refused (``hopper_backward_launch``), but for
-    hops whose bounds have ``seqused_k`` or ``runs`` and empty ones: they go to the portable single pass. Never run.
+    - ``forward_kernel``: "portable", or "hopper": for sm_90, two warpgroups of 64 query rows (``block_q`` 128, 8
+      warps), 64 or 128 keys per tile, ``num_stages`` tiles each of K and V. Hops whose bounds have ``seqused_k`` or
+      ``runs``, and empty ones, go to the portable kernel with the same tile.
+    - ``dkdv_splits``: parts of the query heads of each key head, each a dK/dV program of its own; a second kernel adds
+      them up in a fixed order. A divisor of the query heads per key head, or "auto": by programs and multiprocessors
+      (``order.splits_for``), 1 where there is no GPU. Takes fp32 memory of as many times dK and dV.
+    - ``order`` of the tiles of the forward, dQ and dK/dV: "heads", one head after the other; or "longest", the longest
+      tiles first of as many heads as read what fits half of L2. Longest is by position, as a causal mask has it.
+    - ``persistent``: programs walk from tile to tile, as many as stay on all multiprocessors but ``sm_margin``, which
+      are left to a transfer that runs beside; None leaves ``order.MARGIN`` of them, or half of a GPU that has few.
+    - ``pack_gqa``: the rows of a tile of the forward and of dQ are positions times the query heads that share a key
+      head, so that K and V are read once for all of them.
+    - ``dkdv_epilogue``: "pointers", or "descriptors": the copy engine leaves dK and dV of two passes, and adds them to
+      sums that stay where they are, which spares registers. From compute capability 9.0 on, head dims that are powers
+      of two of at least 16, addresses and strides of whole 16 bytes.
+    - ``backward``: "two_pass", dQ and dK/dV in a kernel each, seven matrix products per pair of tiles; "single_pass",
+      all three in one, by five, dQ *added* in fp32 in whatever order programs come; "single_pass_deterministic", in a
+      fixed order, at the price of waiting; "hopper", a single pass for sm_90 and head dims 64 and 128. dK and dV have
+      the same bits on every run in all of them. ``single_pass`` is the tile of the last three, None their default.
     """
 
     forward: Tile
@@ -199,6 +182,9 @@ _SINGLE_PASS: dict[int, dict[int, Tile]] = {
     100: {64: Tile(64, 128, 8, 1), 96: Tile(32, 128, 8, 1), 128: Tile(64, 128, 8, 1)},
     103: {64: Tile(64, 128, 8, 1), 96: Tile(32, 128, 8, 1), 128: Tile(64, 128, 8, 1)},
 }
+MOST_SINGLE_PASS = 128
+"""The largest head dim of which the single pass has a default."""
+
 _SINGLE_PASS_SMALL = {64: Tile(32, 128, 8, 2), 128: Tile(16, 64, 4, 2)}
 _SINGLE_PASS_FLOAT32 = {64: Tile(32, 32, 4, 1), 128: Tile(16, 16, 4, 1)}
 

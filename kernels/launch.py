@@ -30,6 +30,7 @@ ALIGNMENT = 16
 """Bytes of which addresses and strides are multiples (CUDA driver API, cuTensorMapEncodeTiled)."""
 
 TAKES = "dkdv_epilogue='descriptors' takes"
+"""Who refuses what no descriptor can be made of."""
 
 # Triton's interpreter patches its language module while a kernel runs, and a first launch compiles: one at a time.
 _LOCK = threading.Lock()
@@ -54,9 +55,9 @@ def launch(kernel: Any, grid: int, device: torch.device, *args: Any, **options: 
         try:
             kernel[(grid,)](*args, **options)
         except OutOfResources as error:
-            told = ", ".join(f"{name}={value}" for name, value in options.items())
+            options_text = ", ".join(f"{name}={value}" for name, value in options.items())
             raise ValueError(
-                f"{kernel.__name__} with {told} takes {error.required:,} of {error.name}, this GPU has "
+                f"{kernel.__name__} with {options_text} takes {error.required:,} of {error.name}, this GPU has "
                 f"{error.limit:,}: smaller BLOCK_Q or BLOCK_K, or fewer num_stages, take less"
             ) from error
 
@@ -160,42 +161,14 @@ def check_described(q: torch.Tensor, v: torch.Tensor) -> None:
             )
 
 
-def check_results(**results: torch.Tensor | None) -> None:
-    """Refuse sums or results, by name, of which no descriptor can be made: ValueError."""
-    for name, x in results.items():
-        if x is not None:
-            check_describable(name, x, TAKES)
-
-
-def check_describable(name: str, x: torch.Tensor, takes: str) -> None:
-    """Refuse a tensor of which no descriptor can be made, in the words of who ``takes`` it: ValueError."""
-    if not is_aligned(x):
-        raise ValueError(
-            f"{name} has strides {x.stride()} at {x.data_ptr():#x}: {takes} an address and positive strides that "
-            f"are multiples of {ALIGNMENT} bytes, {ALIGNMENT // x.element_size()} elements"
-        )
-
-
-def describes(
-    config: KernelConfig | None, q: torch.Tensor, v: torch.Tensor, *, asked: bool, **results: torch.Tensor | None
-) -> bool:
-    """Whether the copy engine leaves the results of one launch: its sums and what it writes, by name.
-
-    Where a tuned table chose so and not the caller, what does not suit it goes by pointers.
-
-    Raises:
-        ValueError: what :func:`check_described` and :func:`check_results` refuse, where the caller ``asked``.
-    """
-    if not is_described(config):
-        return False
-    try:
-        check_described(q, v)
-        check_results(**results)
-    except ValueError:
-        if asked:
-            raise
-        return False
-    return v.numel() > 0
+def check_describable(takes: str, **tensors: torch.Tensor | None) -> None:
+    """Refuse tensors, by name, of which no descriptor can be made, in the words of who ``takes`` them: ValueError."""
+    for name, x in tensors.items():
+        if x is not None and not is_aligned(x):
+            raise ValueError(
+                f"{name} has strides {x.stride()} at {x.data_ptr():#x}: {takes} an address and positive strides that "
+                f"are multiples of {ALIGNMENT} bytes, {ALIGNMENT // x.element_size()} elements"
+            )
 
 
 def fills_boxes(head_dim: int) -> bool:

@@ -188,11 +188,7 @@ def _pair(dk: Tensor | None, dv: Tensor | None) -> Pair | None:
     return None if dk is None or dv is None else (dk, dv)
 
 
-def _dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, accum: Any, *call: Any) -> Tensor:
-    return host.attention_dq(dout, q, k, v, lse, delta, accum=accum, **unpack(q.device, *call))
-
-
-def _dq_out(
+def _dq(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
     accum: Tensor | None, out: Tensor, add: bool, *call: Any,
 ) -> None:  # fmt: skip
@@ -201,13 +197,6 @@ def _dq_out(
 
 
 def _dkdv(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
-    dk: Tensor | None, dv: Tensor | None, *call: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return host.attention_dkdv(dout, q, k, v, lse, delta, accum=_pair(dk, dv), **unpack(q.device, *call))
-
-
-def _dkdv_out(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
     dk: Tensor | None, dv: Tensor | None, dk_out: Tensor, dv_out: Tensor, add: bool, *call: Any,
 ) -> None:  # fmt: skip
@@ -222,14 +211,7 @@ def _backward_of(
     return host.backward_of(dout, q, k, v, lse, delta, **unpack(q.device, *call))
 
 
-def _gradients_op(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
-    dk: Tensor | None, dv: Tensor | None, *call: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return host_gradients(dout, q, k, v, lse, delta, dq=dq, accum=_pair(dk, dv), **unpack(q.device, *call))
-
-
-def _gradients_out(
+def _single_pass(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
     dk: Tensor | None, dv: Tensor | None, dk_out: Tensor, dv_out: Tensor, add: bool, *call: Any,
 ) -> None:  # fmt: skip
@@ -240,6 +222,7 @@ def _gradients_out(
 
 _QKV = "Tensor q, Tensor k, Tensor v"
 _BACKWARD = f"Tensor dout, {_QKV}, Tensor lse, Tensor delta"
+_KEYS = "Tensor? dk, Tensor? dv, Tensor({}!) dk_out, Tensor({}!) dv_out, bool add"
 
 forward_op = _defined("attention_forward", f"{_QKV}, bool final, {SCHEMA}", "(Tensor, Tensor)", _forward, _fake_forward)
 fold_op = _defined(
@@ -254,36 +237,19 @@ delta_op = _defined(
     lambda dout, out, dlse=None: _rows_like(out),
 )  # fmt: skip
 dq_op = _defined(
-    "attention_dq", f"{_BACKWARD}, Tensor? accum, {SCHEMA}", "Tensor", _dq,
-    lambda dout, q, *_: q.new_empty(q.shape),
-)  # fmt: skip
-dq_out_op = _defined(
-    "attention_dq_out", f"{_BACKWARD}, Tensor? accum, Tensor(a!) out, bool add, {SCHEMA}", "()", _dq_out,
-    mutates=("out",),
-)  # fmt: skip
+    "attention_dq", f"{_BACKWARD}, Tensor? accum, Tensor(a!) out, bool add, {SCHEMA}", "()", _dq, mutates=("out",)
+)
 dkdv_op = _defined(
-    "attention_dkdv", f"{_BACKWARD}, Tensor? dk, Tensor? dv, {SCHEMA}", "(Tensor, Tensor)", _dkdv,
-    lambda dout, q, k, v, *_: (k.new_empty(k.shape), v.new_empty(v.shape)),
-)  # fmt: skip
-dkdv_out_op = _defined(
-    "attention_dkdv_out",
-    f"{_BACKWARD}, Tensor? dk, Tensor? dv, Tensor(a!) dk_out, Tensor(b!) dv_out, bool add, {SCHEMA}", "()",
-    _dkdv_out, mutates=("dk_out", "dv_out"),
+    "attention_dkdv", f"{_BACKWARD}, {_KEYS.format('a', 'b')}, {SCHEMA}", "()", _dkdv, mutates=("dk_out", "dv_out")
+)
+gradients_op = _defined(
+    "attention_gradients", f"{_BACKWARD}, Tensor(a!) dq, {_KEYS.format('b', 'c')}, {SCHEMA}", "()", _single_pass,
+    mutates=("dq", "dk_out", "dv_out"),
 )  # fmt: skip
 backward_op = _defined(
     "attention_backward", f"{_BACKWARD}, {SCHEMA}", "(Tensor, Tensor, Tensor)", _backward_of,
     lambda dout, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)),
 )  # fmt: skip
-gradients_op = _defined(
-    "attention_gradients", f"{_BACKWARD}, Tensor(a!) dq, Tensor? dk, Tensor? dv, {SCHEMA}", "(Tensor, Tensor)",
-    _gradients_op, lambda dout, q, k, v, *_: (k.new_empty(k.shape), v.new_empty(v.shape)), ("dq",),
-)  # fmt: skip
-gradients_out_op = _defined(
-    "attention_gradients_out",
-    f"{_BACKWARD}, Tensor(a!) dq, Tensor? dk, Tensor? dv, Tensor(b!) dk_out, Tensor(c!) dv_out, bool add, {SCHEMA}",
-    "()", _gradients_out, mutates=("dq", "dk_out", "dv_out"),
-)  # fmt: skip
-
 quantize_op = _defined(
     "quantize", "Tensor x, Tensor(a!) out, Tensor(b!) scale", "()", fp8.quantize, mutates=("out", "scale")
 )
@@ -338,35 +304,28 @@ def _traced_forward(
 
 
 def _traced_dq(*given: Tensor, accum: Tensor | None = None, out: Tensor | None = None, **call: Any) -> Tensor:
-    packed = pack(**call)
-    if out is None:
-        dq: Tensor = dq_op(*given, accum, *packed)
-        return dq
-    add = accum is out
-    dq_out_op(*given, None if add else accum, out, add, *packed)
-    return out
+    target = given[1].new_empty(given[1].shape) if out is None else out
+    dq_op(*given, None if accum is target else accum, target, accum is target, *pack(**call))
+    return target
+
+
+def _traced_keys(op: Any, *given: Tensor, accum: Pair | None, out: Pair | None, **call: Any) -> Pair:
+    """``dk`` and ``dv`` by an op that leaves them in ``out``, which may be ``accum``."""
+    k, v, (dk, dv) = given[2], given[3], accum or (None, None)
+    target = (k.new_empty(k.shape), v.new_empty(v.shape)) if out is None else out
+    add = dk is target[0] and dv is target[1]
+    op(*given, *((None, None) if add else (dk, dv)), *target, add, *pack(**call))
+    return target
 
 
 def _traced_dkdv(*given: Tensor, accum: Pair | None = None, out: Pair | None = None, **call: Any) -> Pair:
-    packed, (dk, dv) = pack(**call), accum or (None, None)
-    if out is None:
-        made: Pair = dkdv_op(*given, dk, dv, *packed)
-        return made
-    add = dk is out[0] and dv is out[1]
-    dkdv_out_op(*given, *((None, None) if add else (dk, dv)), *out, add, *packed)
-    return out
+    return _traced_keys(dkdv_op, *given, accum=accum, out=out, **call)
 
 
 def _traced_gradients(
     *given: Tensor, dq: Tensor, accum: Pair | None = None, out: Pair | None = None, **call: Any
 ) -> Pair:
-    packed, (dk, dv) = pack(**call), accum or (None, None)
-    if out is None:
-        made: Pair = gradients_op(*given, dq, dk, dv, *packed)
-        return made
-    add = dk is out[0] and dv is out[1]
-    gradients_out_op(*given, dq, *((None, None) if add else (dk, dv)), *out, add, *packed)
-    return out
+    return _traced_keys(gradients_op, *given, dq, accum=accum, out=out, **call)
 
 
 def _traced_backward(

@@ -56,12 +56,12 @@ def chip_of(device: torch.device) -> Chip:
 
 @cache
 def _chip_of(device: torch.device) -> Chip:
-    told = torch.cuda.get_device_properties(device)
-    return Chip(told.multi_processor_count, getattr(told, "L2_cache_size", 0) or l2_of(told.major * 10 + told.minor))
+    gpu = torch.cuda.get_device_properties(device)
+    return Chip(gpu.multi_processor_count, getattr(gpu, "L2_cache_size", 0) or l2_of(gpu.major * 10 + gpu.minor))
 
 
 def l2_of(arch: int) -> int:
-    """Bytes of L2 of a compute capability (90 is 9.0), for where no such GPU is there to be asked."""
+    """Bytes of L2 of a compute capability (90 is 9.0), for where no such GPU is there to be requested."""
     return L2_BYTES.get(arch, LEAST_L2)
 
 
@@ -85,11 +85,6 @@ def l2_group_of(heads: int, group: int, walked: int, row_bytes: int, by_keys: bo
     return max(min(groups * readers, heads), 1)
 
 
-def tiles_of(rows: int, packed: int, block: int, heads: int) -> int:
-    """How many tiles there are of so many heads; ``packed``: query heads that are one head's rows."""
-    return -(-rows * packed // block) * heads
-
-
 def splits_for(count: int, group: int, multiprocessors: int) -> int:
     """In how many parts the query heads of a key head are cut for dK/dV, where a split is free to choose.
 
@@ -102,13 +97,9 @@ def splits_for(count: int, group: int, multiprocessors: int) -> int:
     if count == 0 or count >= FULL_ENOUGH * multiprocessors:
         return 1
     divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
-    used = {parts: efficiency(count * parts, multiprocessors) for parts in divisors}
+    waves = {parts: -(-count * parts // multiprocessors) for parts in divisors}
+    used = {parts: count * parts / (waves[parts] * multiprocessors) for parts in divisors}
     return next(parts for parts in divisors if used[parts] >= GOOD_ENOUGH * max(used.values()))
-
-
-def efficiency(count: int, multiprocessors: int) -> float:
-    """The share of the multiprocessors that is busy while ``count`` equal programs run, wave after wave."""
-    return count / (-(-count // multiprocessors) * multiprocessors)
 
 
 def margin_of(sm_margin: int | None, multiprocessors: int) -> int:
@@ -127,16 +118,6 @@ def margin_of(sm_margin: int | None, multiprocessors: int) -> int:
     return sm_margin
 
 
-def persistent_programs(tiles: int, num_warps: int, multiprocessors: int, margin: int) -> int:
-    """How many programs walk over ``tiles``: as many as stay on the multiprocessors that are not left free.
-
-    Blocks per multiprocessor by registers, as if every thread took 256: one of 8 warps, two of 4. What a kernel takes
-    less of leaves room, which a transfer may use.
-    """
-    blocks = max(REGISTERS // (MOST_REGISTERS * 32 * num_warps), 1)
-    return min(tiles, (multiprocessors - margin) * blocks)
-
-
 def packed_shape(config: KernelConfig | None, shape: Shape) -> Shape:
     """Of a launch of the forward or of dQ whose tiles hold all query heads of a key head, where the config says so."""
     if config is None or not config.pack_gqa or shape.group == 1:
@@ -146,9 +127,9 @@ def packed_shape(config: KernelConfig | None, shape: Shape) -> Shape:
 
 def splits_of(config: KernelConfig | None, q: torch.Tensor, k: torch.Tensor, block_k: int) -> int:
     """In how many parts the query heads of a key head are cut for dK/dV; 1 for no split."""
-    asked = 1 if config is None else config.dkdv_splits
-    if isinstance(asked, int):
-        return asked
+    requested = 1 if config is None else config.dkdv_splits
+    if isinstance(requested, int):
+        return requested
     group = q.shape[2] // max(k.shape[2], 1)
     if q.device.type != "cuda" or group == 1:
         return 1
@@ -172,11 +153,12 @@ def tile_schedule(
 ) -> tuple[int, Shape]:
     """The grid of a launch, and its shape with the order in which tiles are taken.
 
-    ``walked`` are the tensors that the programs walk: K and V, or of dK/dV Q and dO.
+    ``walked`` are the tensors that the programs walk: K and V, or of dK/dV Q and dO. Of a persistent kernel as many
+    programs as stay on the multiprocessors that are not left free.
     """
     block = tile.block_k if rows_are_keys else tile.block_q
     length, heads = walked[0].shape[1], walked[0].shape[0] * shape.heads
-    count = tiles_of(shape.rows, shape.packed or 1, block, heads)
+    count = -(-shape.rows * (shape.packed or 1) // block) * heads
     if config is None or count == 0 or (config.order == "heads" and not config.persistent):
         return count, shape
     chip, l2_group = chip_of(walked[0].device), None
@@ -187,5 +169,6 @@ def tile_schedule(
     if not config.persistent:
         return count, shape._replace(order=order)
     margin = margin_of(config.sm_margin, chip.multiprocessors)
-    grid = persistent_programs(count, tile.num_warps, chip.multiprocessors, margin)
-    return grid, shape._replace(order=order)
+    # by registers, as if every thread took all it may: what a kernel takes less of leaves room for a transfer
+    each = max(REGISTERS // (MOST_REGISTERS * 32 * tile.num_warps), 1)
+    return min(count, (chip.multiprocessors - margin) * each), shape._replace(order=order)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from .checks import DTYPES, MAX_HEAD_DIM, check_like, check_rank, check_unit_stride
+from .checks import check_like, check_values
 from .device.e4m3 import dequantize_kernel, quantize_kernel
 from .device.tiles import Shape
 from .launch import launch, programs, strided
@@ -66,16 +66,6 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Of the scales of a tensor ``[B, S, H, D]``: ``[B, ceil(S / 128), H]``."""
     batch, tokens, heads, _ = shape
     return batch, -(-tokens // SCALE_TOKENS), heads
-
-
-def check_values(name: str, x: torch.Tensor) -> None:
-    """Refuse what is not a key or value tensor of a model: ValueError."""
-    check_rank(name, x)
-    if x.dtype not in DTYPES:
-        raise ValueError(f"{name} is {x.dtype}: it must be float16, bfloat16 or float32")
-    if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
-        raise ValueError(f"{name} has head dim {x.shape[3]}: it must be 1 to {MAX_HEAD_DIM}")
-    check_unit_stride(name, x)
 
 
 def check_codes(name: str, codes: torch.Tensor, like_name: str, like: torch.Tensor, scale: torch.Tensor) -> None:

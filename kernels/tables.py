@@ -223,7 +223,7 @@ def parse(text: str) -> Table:
 
 def as_json(table: Table) -> dict[str, Any]:
     """What :func:`parse` reads."""
-    entries = [{**entry.point._asdict(), **_told(entry)} for entry in sorted(table.entries, key=lambda one: one.point)]
+    entries = [_entry_as_json(entry) for entry in sorted(table.entries, key=lambda one: one.point)]
     version = ".".join(map(str, table.triton))
     return {
         "schema": SCHEMA, "version": VERSION, "gpu": table.gpu, "arch": table.arch, "triton": version,
@@ -231,10 +231,10 @@ def as_json(table: Table) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _told(entry: Entry) -> dict[str, Any]:
-    told = {one.name: getattr(entry, one.name) for one in fields(Entry) if one.name != "point"}
+def _entry_as_json(entry: Entry) -> dict[str, Any]:
+    data = {one.name: getattr(entry, one.name) for one in fields(Entry) if one.name != "point"}
     more = {"versions": dict(entry.versions), "clocks": dict(entry.clocks)}
-    return told | {"tile": fields_of(entry.tile), "options": options_of(entry.tile)} | more
+    return entry.point._asdict() | data | {"tile": fields_of(entry.tile), "options": options_of(entry.tile)} | more
 
 
 def _entry(where: str, given: object) -> Entry:
@@ -472,30 +472,25 @@ def folder_of(config_dir: str | os.PathLike[str] | None) -> str | None:
 
 def _tables(name: str, gpu: Gpu, folders: list[Path]) -> list[Table]:
     """This version's tables in order of the folders; where there is none, those of the nearest older version."""
-    versions = {folder: _versions(folder, name) for folder in folders}
     ours = triton_version()
-    serving = max((version for found in versions.values() for version in found if version <= ours), default=None)
-    if serving is None:
-        return []
-    paths = [folder / found[serving] for folder, found in versions.items() if serving in found]
+    found = [(version, path) for folder in folders for version, path in _versions(folder, name) if version <= ours]
+    serving = max((version for version, _ in found), default=ours)
+    paths = [path for version, path in found if version == serving]
     tables = [table for path in paths if (table := _read(path, name, gpu, serving)) is not None]
     if serving != ours and tables:
         _warn(
             f"no tuned tiles for Triton {ours[0]}.{ours[1]} at {folders[0] / file_name(name, ours)}: those for "
-            f"{serving[0]}.{serving[1]}, {paths[0]}, serve instead. To make it: {command_for(tables[0], folders[0])}"
+            f"{serving[0]}.{serving[1]}, {paths[0]}, serve instead; `ringattn tune` makes it"
         )
     return tables
 
 
-def _versions(folder: Path, name: str) -> dict[Version, str]:
-    """The versions that a folder has a table of this GPU for, with its name."""
-    pattern = re.escape(file_name(name, (0, 0)).removesuffix("0.0.json")) + r"(\d{1,3})\.(\d{1,3})\.json"
-    try:
-        names = os.listdir(folder)
-    except OSError:  # no such folder: most users have none
-        return {}
-    found = (re.fullmatch(pattern, one) for one in names)
-    return {(int(match[1]), int(match[2])): match[0] for match in found if match}
+def _versions(folder: Path, name: str) -> list[tuple[Version, Path]]:
+    """The versions that a folder, which need not be there, has a table of this GPU for."""
+    stem = file_name(name, (0, 0)).removesuffix("0.0.json")
+    pattern = re.compile(re.escape(stem) + r"(\d{1,3})\.(\d{1,3})\.json")
+    found = ((path, pattern.fullmatch(path.name)) for path in folder.glob(f"{stem}*"))
+    return [((int(match[1]), int(match[2])), path) for path, match in found if match]
 
 
 def _read(path: Path, name: str, gpu: Gpu, version: Version) -> Table | None:
@@ -516,23 +511,6 @@ def _read(path: Path, name: str, gpu: Gpu, version: Version) -> Table | None:
             _warn(f"{path} is refused: its {what} is {got!r}, this is {wanted!r}; the built-in tiles are used")
             return None
     return table
-
-
-def command_for(table: Table, folder: Path) -> str:
-    """What makes such a table again for the shape it has most of; of checked numbers alone, as it may be pasted."""
-    points = [entry.point for entry in table.entries]
-    if not points:
-        return "ringattn tune"
-    shapes = [point[1:5] for point in points]
-    dtype, head_dim, head_dim_v, group = most = max(shapes, key=shapes.count)
-    of_shape = [point for point in points if point[1:5] == most]
-    lengths = ",".join(str(length) for length in sorted({point.length for point in of_shape}))
-    value = f" --value-dim {head_dim_v}" if head_dim_v != head_dim else ""
-    mask = " --causal" if any(point.mask == "bounded" for point in of_shape) else " --full"
-    return (
-        f"ringattn tune --heads {8 * group} --kv-heads 8 --head-dim {head_dim}{value} --dtype {dtype} "
-        f"--seqlen {lengths}{mask} --save-dir {folder}"
-    )
 
 
 def _warn(message: str) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 
 from ..bounds import Bounds
 from ..config import KernelConfig, Tile
 from ..launch import Descriptors, Pair, check_describable, interval, launch, programs, shape_of, strided
 from ..scores import Scores
-from .hopper_launch import REGISTERS, SHARED_LIMIT, check_kind
+from .hopper_launch import REGISTERS, check_kind, check_room, runs
 from .steps import CONSUMERS, ROWS
 
 HEAD_DIMS = (64, 128)
@@ -44,16 +41,13 @@ def takes(
         ValueError: a GPU, dtype, head dim, modified scores, an address or stride, or a tile that it does not take.
     """
     check_call(q, v, scores, config.single_pass)
-    for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout), ("dq", dq)):
-        check_describable(name, x, TAKES)
-    return bounds.seqused_k is None and bounds.runs is None and q.numel() > 0 and k.numel() > 0
+    check_describable(TAKES, q=q, k=k, v=v, dout=dout, dq=dq)
+    return runs(bounds, q, k)
 
 
 def check_call(q: torch.Tensor, v: torch.Tensor, scores: Scores, tile: Tile | None) -> None:
     """Refuse what is known before there is a forward, all but addresses and strides: ValueError."""
-    check_kind(q, v, HEAD_DIMS, TAKES)
-    if not scores.is_plain:
-        raise ValueError(f"scores have a softcap, ALiBi slopes or dropout: {TAKES} plain ones, 'single_pass' these")
+    check_kind(q, v, scores, HEAD_DIMS, TAKES, "'single_pass'")
     check_tile(q.shape[3], tile or default_tile(q.shape[3]))
 
 
@@ -72,12 +66,7 @@ def check_tile(head_dim: int, tile: Tile) -> None:
             f"backward='hopper' takes {wanted.block_q} queries at head dim {head_dim}, {wanted.block_k} keys and "
             f"{wanted.num_warps} warps, two warpgroups of {ROWS} keys"
         )
-    needed = shared_bytes(head_dim, tile) + 1024
-    if needed > SHARED_LIMIT:
-        raise ValueError(
-            f"config.single_pass needs {needed} bytes of shared memory at head dim {head_dim}, sm_90 has "
-            f"{SHARED_LIMIT}: take fewer stages"
-        )
+    check_room("config.single_pass", head_dim, shared_bytes(head_dim, tile), "stages")
 
 
 def launch_hopper_backward(
@@ -96,11 +85,13 @@ def launch_hopper_backward(
     described: Descriptors,
 ) -> None:
     """As the launch of ``single_pass_kernel`` in ``single_pass.Gradients``, for what :func:`takes` lets through."""
+    from .hopper_backward import hopper_backward_kernel  # Gluon takes a while to import, and only this needs it
+
     tile = tile or default_tile(q.shape[3])
     before = out if accum is None else accum
     written, in_place = (strided(out[0]), strided(out[1])), before[0] is out[0] and before[1] is out[1]
     launch(
-        _kernel(), programs(k.shape[1], tile.block_k, k), q.device,
+        hopper_backward_kernel, programs(k.shape[1], tile.block_k, k), q.device,
         described(dout, tile.block_q), described(q, tile.block_q), described(k, ROWS), described(v, ROWS),
         described(dq, ROWS, ROWS), lse, delta,
         *(written if in_place else map(strided, before)), *written, interval(bounds.transposed(k.shape[1])),
@@ -110,10 +101,3 @@ def launch_hopper_backward(
         RAGGED=bounds.is_full and k.shape[1] % tile.block_k != 0,
         num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
-
-
-@cache
-def _kernel() -> Any:
-    from .hopper_backward import hopper_backward_kernel  # Gluon takes a while to import, and only this needs it
-
-    return hopper_backward_kernel

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 
 from ..bounds import Bounds
-from ..config import Tile
+from ..config import SHARED_LIMIT, Tile
 from ..launch import Descriptors, check_describable, interval, launch, programs, shape_of, strided
 from ..scores import Scores
 from ..tables import gpu_of
@@ -17,8 +14,7 @@ from .steps import CONSUMERS, ROWS
 HEAD_DIMS = (64, 128, 256)
 """What one wgmma takes as columns of the result, and a TMA box holds without padding."""
 
-SHARED_LIMIT = 232_448
-"""Bytes of shared memory that a block may take on sm_90 (CUDA C++ programming guide, compute capabilities)."""
+ARCH = 90
 
 REGISTERS = 168
 """Per thread at launch: 65,536 among three warpgroups; the producer's are handed to the consumers."""
@@ -36,12 +32,12 @@ def takes(
     scores: Scores,
     tile: Tile,
     *,
-    asked: bool = True,
+    requested: bool = True,
 ) -> bool:
     """Whether the Hopper kernel runs this hop: not with ``seqused_k`` or ``runs``, nor without rows or keys.
 
     These come and go from hop to hop, and the portable kernel takes them, with the same tile. What is the same for
-    all hops of a call is the caller's to choose, and refused on every hop alike: where the caller ``asked`` for this
+    all hops of a call is the caller's to choose, and refused on every hop alike: where the caller ``requested`` this
     kernel. Where a tuned table did, what does not suit it goes to the portable one.
 
     Raises:
@@ -49,28 +45,24 @@ def takes(
     """
     try:
         check_call(q, v, scores, tile)
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            check_describable(name, x, TAKES)
+        check_describable(TAKES, q=q, k=k, v=v)
     except ValueError:
-        if asked:
+        if requested:
             raise
         return False
-    return bounds.seqused_k is None and bounds.runs is None and q.numel() > 0 and k.numel() > 0
+    return runs(bounds, q, k)
 
 
 def check_call(q: torch.Tensor, v: torch.Tensor, scores: Scores, tile: Tile) -> None:
     """Refuse what is the same for all hops, so known before the first: all but addresses and strides; ValueError."""
-    check_kind(q, v, HEAD_DIMS, TAKES)
-    if not scores.is_plain:
-        raise ValueError(
-            "scores have a softcap, ALiBi slopes or dropout: forward_kernel='hopper' takes plain ones, the portable "
-            "kernel these"
-        )
+    check_kind(q, v, scores, HEAD_DIMS, TAKES, "the portable kernel")
     check_tile(q.shape[3], tile)
 
 
-def check_kind(q: torch.Tensor, v: torch.Tensor, head_dims: tuple[int, ...], takes: str) -> None:
-    """Refuse a GPU, dtype or head dim that a Hopper kernel does not take, in its own words: ValueError."""
+def check_kind(
+    q: torch.Tensor, v: torch.Tensor, scores: Scores, head_dims: tuple[int, ...], takes: str, portable: str
+) -> None:
+    """Refuse a GPU, dtype, head dim or scores that a Hopper kernel does not take, in its own words: ValueError."""
     if not is_hopper(q.device):
         raise ValueError(f"q is on {q.device}: {takes} GPUs of compute capability 9.0")
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -80,11 +72,27 @@ def check_kind(q: torch.Tensor, v: torch.Tensor, head_dims: tuple[int, ...], tak
             f"q has head dim {q.shape[3]} and v {v.shape[3]}: {takes} one of {', '.join(map(str, head_dims))}, "
             "the same of both"
         )
+    if not scores.is_plain:
+        raise ValueError(f"scores have a softcap, ALiBi slopes or dropout: {takes} plain ones, {portable} these")
+
+
+def check_room(field: str, head_dim: int, nbytes: int, fewer: str) -> None:
+    """Refuse a tile whose shared memory, with 1 KiB for the barriers, a block does not have: ValueError."""
+    if (needed := nbytes + 1024) > SHARED_LIMIT[ARCH]:
+        raise ValueError(
+            f"{field} needs {needed} bytes of shared memory at head dim {head_dim}, sm_{ARCH} has "
+            f"{SHARED_LIMIT[ARCH]}: take fewer {fewer}"
+        )
+
+
+def runs(bounds: Bounds, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether a hop is one of the Hopper kernels': with queries and keys, without padding or blocks."""
+    return bounds.seqused_k is None and bounds.runs is None and q.numel() > 0 and k.numel() > 0
 
 
 def is_hopper(device: torch.device) -> bool:
     gpu = gpu_of(device)
-    return gpu is not None and gpu.arch == 90
+    return gpu is not None and gpu.arch == ARCH
 
 
 def shared_bytes(head_dim: int, tile: Tile) -> int:
@@ -104,12 +112,7 @@ def check_tile(head_dim: int, tile: Tile) -> None:
             f"config.forward has {tile.block_k} keys and {tile.num_stages} stages: forward_kernel='hopper' takes 64 or "
             f"128 keys and at least {MIN_SLOTS} stages"
         )
-    needed = shared_bytes(head_dim, tile) + 1024
-    if needed > SHARED_LIMIT:
-        raise ValueError(
-            f"config.forward needs {needed} bytes of shared memory at head dim {head_dim}, sm_90 has {SHARED_LIMIT}: "
-            "take fewer keys or stages"
-        )
+    check_room("config.forward", head_dim, shared_bytes(head_dim, tile), "keys or stages")
 
 
 def launch_hopper(
@@ -125,19 +128,14 @@ def launch_hopper(
     described: Descriptors,
 ) -> None:
     """As the launch of ``forward_kernel`` in ``attention.Forward``, for what :func:`takes` lets through."""
+    from .hopper import hopper_kernel  # Gluon takes a while to import, and only this kernel needs it
+
     into = strided(out)
     launch(
-        _kernel(), programs(q.shape[1], tile.block_q, q), q.device,
+        hopper_kernel, programs(q.shape[1], tile.block_q, q), q.device,
         described(q, ROWS), described(k, tile.block_k), described(v, tile.block_k),
         into if state is None or state is out else strided(state), into, lse, interval(bounds), shape_of(q, k),
         softmax_scale,
         HEAD_DIM=q.shape[3], BLOCK_K=tile.block_k, SLOTS=tile.num_stages, HAS_STATE=state is not None,
         num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
-
-
-@cache
-def _kernel() -> Any:
-    from .hopper import hopper_kernel  # Gluon takes a while to import, and only this kernel needs it
-
-    return hopper_kernel

@@ -111,7 +111,7 @@ class Gradients(Bound):
         """``out`` = ``accum``, which it may be, plus what one shard gets; ``dq`` is added to."""
         q, config = self._q, self._config
         assert config is not None
-        if self._hopper and self._asked(
+        if self._hopper and self._takes(
             (bounds.seqused_k is None, bounds.runs is None), k, v,
             lambda: hopper_backward_launch.takes(q, k, v, self._dout, self._dq, bounds, scores, config),
         ):  # fmt: skip

@@ -40,21 +40,6 @@ def test_transposed_of_every_small_interval() -> None:
                 check_transposed(list(lo), list(hi), keys)
 
 
-def test_transposed_is_made_once() -> None:
-    made = of([0, 0, 1], [1, 2, 3])
-    assert made.transposed(3) is made.transposed(3)
-    assert made.transposed(4) is not made.transposed(3)
-    assert of([0, 0, 1], [1, 2, 3]).transposed(3) is not made.transposed(3)
-
-
-def test_full() -> None:
-    assert FULL.is_full
-    assert FULL.transposed(7) is FULL
-    assert FULL.to(CPU) is FULL
-    FULL.check(1, 5, 7, CPU)
-    assert not of([0], [1]).is_full
-
-
 @given(st.integers(0, 7), st.integers(0, 7), st.data())
 def test_runs_are_what_is_visible(rows: int, columns: int, data: st.DataObject) -> None:
     """Read as the kernels do, both ways round."""
@@ -85,20 +70,15 @@ def test_what_is_empty() -> None:
     assert Bounds(None, None, None, runs).is_empty
 
 
-def test_what_narrows_bounds_stays_with_them() -> None:
+def test_what_travels_with_bounds() -> None:
+    """Through a transposition, which is made once, and to another device."""
     used, runs = torch.tensor([2, 3], dtype=torch.int32), BlockSparseIndex(torch.tensor([[True, False]]), 16)
     made = Bounds(None, None, used, runs)
-    assert made != Bounds(None, None, used, runs), "compared by identity"
     other = made.transposed(17)
-    assert made.is_full
+    assert made.is_full and made.transposed(17) is other and made.transposed(18) is not other
+    assert FULL.transposed(7) is FULL and FULL.to(CPU) is FULL
     assert other.seqused_k is used
-    assert other.runs is not None
-    assert other.runs.visible.tolist() == [[True], [False]]
-    assert made.transposed(17) is other
-    moved = made.to(torch.device("meta"))
-    assert moved.seqused_k is not None
-    assert moved.runs is not None
-    assert {moved.seqused_k.device, moved.runs.offsets.device, moved.runs.begins.device} == {torch.device("meta")}
-    moved = of([0, 0], [1, 2]).to(torch.device("meta"))
-    assert moved.lo is not None and moved.hi is not None
-    assert moved.lo.device == moved.hi.device == torch.device("meta")
+    assert other.runs is not None and other.runs.visible.tolist() == [[True], [False]]
+    moved = [made.to(torch.device("meta")), of([0, 0], [1, 2]).to(torch.device("meta"))]
+    held = [moved[0].seqused_k, moved[0].runs and moved[0].runs.offsets, moved[1].lo, moved[1].hi]
+    assert [x is not None and x.device.type for x in held] == ["meta"] * 4

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,20 +31,14 @@ from ringattn.kernels.device.tiles import HEAD_BY_HEAD, Order, Shape
 from ringattn.kernels.order import (
     MARGIN,
     Chip,
-    chip_of,
     l2_group_of,
     l2_of,
     margin_of,
-    persistent_programs,
     splits_for,
-    tiles_of,
 )
 
-from ..support.kernel_cases import DTYPES, Inputs, Sizes, check, in_turn, inputs, interval, of, ours, tiles
+from ..support.kernel_cases import DTYPES, Inputs, Sizes, check, inputs, interval, of, ours, tiles
 from . import test_scores as scored
-from .test_choice import Seen, seen
-
-__all__ = ["seen"]
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -76,44 +70,65 @@ def test_jit_mirror(batch: int, heads: int, packed: int | None) -> None:
         assert out.tolist() == [[tile, head // heads, head % heads] for tile, head in in_order]
 
 
-def test_heads_whose_keys_fit_half_of_l2_come_together() -> None:
-    def together(size: int, group: int, heads: int, by_keys: bool = False) -> int:
-        return l2_group_of(heads, group, 10, size // 10, by_keys, l2_bytes=1000)
+@pytest.mark.parametrize(
+    ("row_bytes", "group", "heads", "by_keys", "together"),
+    [
+        (10, 1, 64, False, 5),
+        (10, 4, 64, False, 20),  # those that share their keys with them
+        (10, 4, 6, False, 6),  # no more than there are
+        (51, 4, 64, False, 4),  # at least those of one key head
+        (0, 4, 8, False, 8),  # no keys
+        (10, 4, 64, True, 1),  # of dK/dV nobody shares, and a group's queries are all walked
+    ],
+)
+def test_heads_whose_keys_fit_half_of_l2_come_together(
+    row_bytes: int, group: int, heads: int, by_keys: bool, together: int
+) -> None:
+    assert l2_group_of(heads, group, 10, row_bytes, by_keys, l2_bytes=1000) == together
 
-    assert together(100, 1, 64) == 5
-    assert together(100, 4, 64) == 20, "those that share their keys with them"
-    assert together(100, 4, 6) == 6, "no more than there are"
-    assert together(510, 1, 64) == 1, "one at least"
-    assert together(510, 4, 64) == 4, "and all that share its keys"
-    assert together(0, 4, 8) == 8, "no keys"
-    assert together(100, 4, 64, by_keys=True) == 1, "of dK/dV nobody shares, and a group's queries are all walked"
 
-
-def test_tiles_of_ragged_rows() -> None:
-    assert [tiles_of(rows, 1, 8, 3) for rows in (0, 1, 8, 9)] == [0, 3, 3, 6]
-    assert tiles_of(3, 4, 8, 3) == 6, "of packed heads the rows count together"
-
-
-def test_a_gpu_that_is_not_there() -> None:
+def test_what_a_gpu_has() -> None:
     assert l2_of(90) == 50 << 20
     assert l2_of(75) == min(order.L2_BYTES.values()), "one that nobody knows has little"
-    assert chip_of(torch.device("cpu")) == Chip(*order.STAND_IN)
-
-
-def test_programs_that_stay_where_they_are() -> None:
-    assert persistent_programs(10_000, 8, 132, 16) == 116
-    assert persistent_programs(10_000, 4, 132, 0) == 264
-    assert persistent_programs(10_000, 16, 132, 16) == 116
-    assert persistent_programs(7, 8, 132, 16) == 7, "no more than there are tiles"
-
-
-def test_room_for_a_transfer() -> None:
-    assert margin_of(None, 132) == MARGIN == 16
+    assert [margin_of(given, 132) for given in (None, 0, 131)] == [MARGIN, 0, 131]
     assert margin_of(None, 20) == 10, "half of a small GPU"
-    assert margin_of(0, 132) == 0
-    assert margin_of(131, 132) == 131
     with pytest.raises(ValueError, match=r"config.sm_margin is 132: this GPU has 132 multiprocessors"):
         margin_of(132, 132)
+
+
+@pytest.mark.parametrize(
+    ("programs", "group", "parts"),
+    [
+        (64, 16, 2),  # B1 8k MQA, tiles of 128 keys: 128 programs keep 97% busy, and no split does better
+        (64, 3, 3),  # 192 programs are two waves, 73% busy; 64 keep 48%
+        (8, 16, 16),
+        (1, 7, 7),
+        (106, 6, 1),  # four in five are busy: the parts would cost more, although six would keep 96%
+        (105, 8, 1),  # 80% against 97% of eight parts: within 15%
+        (70, 8, 8),  # 53%, and two parts 53% too, of two waves; four 71%, eight 85%
+        (0, 8, 1),
+    ],
+)
+def test_the_least_parts_that_use_the_gpu(programs: int, group: int, parts: int) -> None:
+    assert splits_for(programs, group, 132) == parts
+
+
+@pytest.mark.parametrize(
+    ("parts", "heads", "block", "device", "made"),
+    [
+        ("auto", 16, 128, "cuda", 2),
+        ("auto", 16, 16, "cuda", 1),
+        ("auto", 1, 128, "cuda", 1),
+        ("auto", 16, 128, "cpu", 1),
+        (4, 16, 16, "cuda", 4),
+    ],
+)
+def test_a_gpu_is_asked_for_its_multiprocessors(
+    parts: int | str, heads: int, block: int, device: str, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "chip_of", lambda device: Chip(132, 50 << 20))
+    q, k = (SimpleNamespace(shape=(1, 8192, n, 128), device=torch.device(device)) for n in (heads, 1))
+    assert order.splits_of(choose(dkdv_splits=parts), q, k, block) == made  # type: ignore[arg-type]
 
 
 # --- the launch ---------------------------------------------------------------------------------------------------
@@ -135,19 +150,22 @@ def test_what_a_launch_is_told() -> None:
     count = 2 * 2 * 6
     assert order.tile_schedule(None, shape, tile, walked) == (count, shape)
     assert order.tile_schedule(INTERPRETER, shape, tile, walked) == (count, shape)
-    grid, told = order.tile_schedule(choose(order="longest"), shape, tile, walked)
-    assert (grid, told.order) == (count, Order(4, 12, None)), "two key heads, with their two query heads each"
-    grid, told = order.tile_schedule(choose(persistent=True), shape, tile, walked)
-    assert (grid, told.order) == (20, Order(None, None, count)), "10 multiprocessors, two programs of 4 warps each"
-    grid, told = order.tile_schedule(choose(persistent=True, sm_margin=18, order="longest"), shape, tile, walked)
-    assert (grid, told.order) == (4, Order(4, 12, count))
+    grid, made = order.tile_schedule(choose(order="longest"), shape, tile, walked)
+    assert (grid, made.order) == (count, Order(4, 12, None)), "two key heads, with their two query heads each"
+    grid, made = order.tile_schedule(choose(persistent=True), shape, tile, walked)
+    assert (grid, made.order) == (20, Order(None, None, count)), "10 multiprocessors, two programs of 4 warps each"
+    for warps, programs in ((8, 10), (16, 10), (1, 24)):
+        grid, _ = order.tile_schedule(choose(persistent=True), shape, replace(tile, num_warps=warps), walked)
+        assert grid == programs, "one of 8 warps each; no more than there are tiles"
+    grid, made = order.tile_schedule(choose(persistent=True, sm_margin=18, order="longest"), shape, tile, walked)
+    assert (grid, made.order) == (4, Order(4, 12, count))
     packed = order.packed_shape(choose(pack_gqa=True), shape)
     assert packed == shape._replace(heads=3, group=1, packed=2)
-    grid, told = order.tile_schedule(choose(pack_gqa=True, order="longest"), packed, tile, walked)
-    assert (grid, told.order) == (3 * 2 * 3, Order(2, 6, None)), "80 rows of 3 key heads"
+    grid, made = order.tile_schedule(choose(pack_gqa=True, order="longest"), packed, tile, walked)
+    assert (grid, made.order) == (3 * 2 * 3, Order(2, 6, None)), "80 rows of 3 key heads"
     keys, walked = launch.shape_of(K, Q), (Q, Q)
-    grid, told = order.tile_schedule(choose(order="longest"), keys, tile, walked, rows_are_keys=True)
-    assert (grid, told.order) == (3 * 2 * 3, Order(1, 6, None)), "two query heads of 40 rows for each key head"
+    grid, made = order.tile_schedule(choose(order="longest"), keys, tile, walked, rows_are_keys=True)
+    assert (grid, made.order) == (3 * 2 * 3, Order(1, 6, None)), "two query heads of 40 rows for each key head"
     empty = order.tile_schedule(choose(order="longest", persistent=True), keys._replace(rows=0), tile, walked)
     assert empty[0] == 0
 
@@ -156,42 +174,27 @@ CHOICES: dict[str, dict[str, Any]] = {
     "longest": {"order": "longest"},
     "persistent": {"persistent": True, "sm_margin": 18},
     "packed": {"pack_gqa": True},
+    "split": {"dkdv_splits": 3},
     "all": {"order": "longest", "persistent": True, "sm_margin": 18, "pack_gqa": True, "dkdv_splits": 3},
 }
-
-
-@pytest.mark.usefixtures("small_l2")
-def test_every_kernel_is_told(seen: Seen) -> None:
-    x = inputs(Sizes(1, 20, heads=6, kv_heads=2))
-    ours(x, config=choose(**CHOICES["all"]))
-    grids = {name: (grid, shape.order.count, shape.packed, shape.splits) for name, (grid, shape) in seen.items()}
-    assert grids == {
-        "forward_kernel": (2, 2, 3, None), "delta_kernel": (6, None, None, None), "dq_kernel": (2, 2, 3, None),
-        "dkdv_kernel": (4, 6, None, 3), "reduce_kernel": (4, None, None, 3),
-    }  # fmt: skip
 
 
 # --- the results --------------------------------------------------------------------------------------------------
 
 
 CASES = [
-    *((choice, "causal", DTYPES[0]) for choice in CHOICES),
-    ("all", "documents", DTYPES[1]),
+    *((choice, "causal", DTYPES[0], (20, 35)) for choice in CHOICES),
+    ("all", "documents", DTYPES[1], (20, 35)),
+    *(("all", "causal", DTYPES[1], lengths) for lengths in ((33, 1), (0, 8), (8, 0))),
 ]
 
 
 @pytest.mark.usefixtures("small_l2")
-@pytest.mark.parametrize(("choice", "kind", "dtype"), CASES)
-def test_as_exact_as_any(choice: str, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("choice", "kind", "dtype", "lengths"), CASES)
+def test_as_exact_as_any(choice: str, kind: str, dtype: torch.dtype, lengths: tuple[int, int]) -> None:
     """Three query heads per key head, which divide no tile, in two batch rows; head dims padded and in two parts."""
-    x = inputs(Sizes(20, 35, head_dim=24, head_dim_v=48, heads=3, batch=2), dtype)
-    check(x, interval(kind, 20, 35), config=choose(tiles(16, 32), **CHOICES[choice]))
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(33, 1), (0, 8), (8, 0)])
-def test_lengths(queries: int, keys: int) -> None:
-    x = inputs(Sizes(queries, keys, heads=3))
-    check(x, interval("causal", queries, keys), config=choose(**CHOICES["all"]), few_keys=True)
+    x = inputs(Sizes(*lengths, head_dim=24, head_dim_v=96, heads=3, batch=2), dtype)
+    check(x, interval(kind, *lengths), config=choose(tiles(16, 32), **CHOICES[choice]), few_keys=1 in lengths)
 
 
 @pytest.mark.parametrize(
@@ -247,75 +250,7 @@ def test_heads_of_views_are_found() -> None:
         assert torch.equal(got, same)
 
 
-H200 = 132  # multiprocessors
-
-
-def split(parts: int | str, config: KernelConfig = INTERPRETER) -> KernelConfig:
-    return replace(config, dkdv_splits=parts)
-
-
-# --- dK/dV in parts: how many -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("programs", "group", "parts"),
-    [
-        (64, 16, 2),  # B1 8k MQA, tiles of 128 keys: 128 programs keep 97% busy, and no split does better
-        (64, 3, 3),  # 192 programs are two waves, 73% busy; 64 keep 48%
-        (32, 8, 4),
-        (8, 16, 16),
-        (1, 7, 7),
-        (1, 1, 1),
-        (106, 8, 1),  # four in five are busy: the parts would cost more
-        (106, 6, 1),  # although six parts would keep 96%
-        (105, 8, 1),  # 80% against 97% of eight parts: within 15%
-        (70, 8, 8),  # 53%, and two parts 53% too, of two waves; four 71%, eight 85%
-        (1024, 8, 1),
-        (0, 8, 1),
-    ],
-)
-def test_the_least_parts_that_use_the_gpu(programs: int, group: int, parts: int) -> None:
-    assert splits_for(programs, group, H200) == parts
-
-
-def test_a_config_says_how_many(seen: Seen) -> None:
-    x = inputs(Sizes(queries=1, heads=12, kv_heads=2))
-    for config in (None, split(1), split("auto")):
-        ours(x, config=config)
-        assert seen["dkdv_kernel"][0] == 4 and "reduce_kernel" not in seen
-    ours(x, config=split(3))
-    assert (seen["dkdv_kernel"][0], seen["reduce_kernel"][0]) == (12, 6)
-
-
-class There:
-    """What a launch asks of a tensor on a GPU."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.shape, self.device = x.shape, torch.device("cuda")
-
-
-def test_a_gpu_is_asked_for_its_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "chip_of", lambda device: Chip(H200, 50 << 20))
-    q, k = (torch.empty(1, 8192, heads, 128, device="meta") for heads in (16, 1))
-    assert order.splits_of(split("auto"), There(q), There(k), 128) == 2  # type: ignore[arg-type]
-    assert order.splits_of(split("auto"), There(q), There(k), 16) == 1  # type: ignore[arg-type]
-    assert order.splits_of(split(4), There(q), There(k), 16) == 4  # type: ignore[arg-type]
-    assert order.splits_of(split("auto"), There(k), There(k), 128) == 1  # type: ignore[arg-type]
-    assert order.splits_of(split("auto"), q, k, 128) == 1, "no GPU"
-    assert order.splits_of(None, There(q), There(k), 128) == 1, "nobody's default: it was never run on a GPU"  # type: ignore[arg-type]
-
-
-# --- dK/dV in parts: the sums -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "parts", "kind", "dtype"),
-    in_turn([(3, 1, 3, "causal"), (4, 1, 2, "documents"), (4, 2, 2, "last rows blind")], DTYPES),
-)
-def test_parts_add_up(heads: int, kv_heads: int, parts: int, kind: str, dtype: torch.dtype) -> None:
-    """In two batch rows, with a value's head dim of its own and one in two parts."""
-    sizes = Sizes(20, 45, head_dim=24, head_dim_v=96, heads=heads, kv_heads=kv_heads, batch=2)
-    check(inputs(sizes, dtype), interval(kind, 20, 45), config=split(parts, tiles(16, 32)))
+# --- dK/dV in parts ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["first rows blind", "all rows blind"])
@@ -331,24 +266,24 @@ def test_sums_in_place_and_cast(kind: str) -> None:
         for parts in (1, 2):
             sums = before[0].clone(), before[1].clone()
             into = (torch.empty_like(k), torch.empty_like(v)) if fresh else sums
-            made = attention_dkdv(*given, bounds=bounds, accum=sums, out=into, config=split(parts, tiles(32, 16)))
-            assert made[0] is into[0]
-            assert made[1] is into[1]
+            made = attention_dkdv(
+                *given, bounds=bounds, accum=sums, out=into, config=choose(tiles(32, 16), dkdv_splits=parts)
+            )
+            assert made[0] is into[0] and made[1] is into[1]
             results.append(made)
             if kind == "all rows blind":
                 assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(made, before, strict=True))
-        for made in results[1:]:
-            for got, whole in zip(made, results[0], strict=True):
-                torch.testing.assert_close(got, whole, rtol=1e-3 if fresh else 1e-5, atol=1e-3 if fresh else 1e-5)
+        near = 1e-3 if fresh else 1e-5
+        for whole, split in zip(*results, strict=True):
+            torch.testing.assert_close(split, whole, rtol=near, atol=near)
 
 
 def test_parts_that_do_not_divide_are_refused_before_anything_is_written() -> None:
     x = inputs(Sizes(heads=6, kv_heads=2))
-    out, lse = attention_forward(x.q, x.k, x.v)
-    dq = torch.zeros_like(x.q)
-    told = "config.dkdv_splits is 2: it must divide the 3 query heads per key head"
-    with pytest.raises(ValueError, match=re.escape(told)):
-        attention_backward(x.dout, x.q, x.k, x.v, out, lse, dq=dq, bounds=FULL, config=split(2))
+    dq, config = torch.zeros_like(x.q), choose(dkdv_splits=2)
+    message = "config.dkdv_splits is 2: it must divide the 3 query heads per key head"
+    with pytest.raises(ValueError, match=message):
+        attention_backward(x.dout, x.q, x.k, x.v, x.dout, x.dlse, dq=dq, bounds=FULL, config=config)
     assert not dq.any()
-    with pytest.raises(ValueError, match=re.escape(told)):
-        attention_forward(x.q, x.k, x.v, config=split(2))
+    with pytest.raises(ValueError, match=message):
+        attention_forward(x.q, x.k, x.v, config=config)

@@ -44,24 +44,25 @@ def config(mode: str, block_q: int = 16, block_k: int = 32) -> KernelConfig:
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"), in_turn(["full", "causal", "window", "documents", "middle rows blind"], MODES)
+    ("kind", "sizes", "mode"),
+    in_turn(
+        [
+            ("full", Sizes(40, 45, heads=2)),
+            ("causal", Sizes(head_dim=96, head_dim_v=24, heads=2)),
+            ("window", Sizes(head_dim=40, head_dim_v=192, heads=2)),
+            ("middle rows blind", Sizes(40, 45, heads=2)),
+            ("full", Sizes(33, 1)),
+            ("full", Sizes(0, 8)),
+            ("full", Sizes(8, 0)),
+        ],
+        MODES,
+    ),
 )
-def test_masks(kind: str, mode: str) -> None:
-    check(inputs(Sizes(queries=40, keys=45, heads=2)), interval(kind, 40, 45), config=config(mode))
+def test_masks_head_dims_and_lengths(kind: str, sizes: Sizes, mode: str) -> None:
+    check(inputs(sizes), interval(kind, sizes.queries, sizes.keys), config=config(mode))
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v", "mode"), in_turn([(96, 24), (40, 192)], MODES))
-def test_head_dims(head_dim: int, head_dim_v: int, mode: str) -> None:
-    sizes = Sizes(head_dim=head_dim, head_dim_v=head_dim_v, heads=2)
-    check(inputs(sizes, torch.float16), interval("causal", 40, 40), config=config(mode, 32))
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(33, 1), (0, 8), (8, 0)])
-def test_lengths(queries: int, keys: int) -> None:
-    check(inputs(Sizes(queries=queries, keys=keys, heads=2)), FULL, config=config(MODES[1]))
-
-
-@pytest.mark.parametrize(("narrowed", "mode"), in_turn(["used", "runs", "both"], MODES))
+@pytest.mark.parametrize(("narrowed", "mode"), [("used", MODES[1]), ("runs", MODES[0]), ("both", MODES[1])])
 def test_all_that_becomes_of_scores(narrowed: str, mode: str) -> None:
     x, whole, scores = inputs(scored.SIZES), interval("causal", 40, 45), scored.scores_of("all")
     used = None if narrowed == "runs" else torch.tensor([13, 45], dtype=torch.int32)
@@ -186,19 +187,10 @@ def orders(bounds: Bounds, slots: int, chance: random.Random, tile: Tile, querie
 @pytest.mark.parametrize("kind", [kind for kind in TURNS if kind != "used"])
 def test_no_interleaving_changes_the_order_or_locks_up(kind: str) -> None:
     bounds, tile = narrowed(kind, 90, 160), Tile(16, 16, 4, 1)
-    for slots in (1, 2, 3, 10):
-        made = [orders(bounds, slots, random.Random(seed), tile, 90, 160) for seed in range(5)]
+    for slots in (1, 3, 10):
+        made = [orders(bounds, slots, random.Random(seed), tile, 90, 160) for seed in range(3)]
         assert all(one == sorted(one, reverse=True) for one in made[0])
         assert all(one == made[0] for one in made)
-
-
-def test_causal_turns_make_nobody_wait() -> None:
-    """With a multiprocessor for each: in step, the next query tile of a program has just been left by the others."""
-    table = add_order(interval("causal", 160, 160), 1, 160, 160, Tile(16, 16, 4, 1), CPU)
-    assert table is not None
-    for tile in range(10):
-        for step, column in enumerate(range(tile, 10)):
-            assert int(table[0, tile, column]) == step
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
@@ -235,7 +227,6 @@ def test_arguments_that_are_refused(change: dict[str, Any], message: str, monkey
 
 def test_strides_beyond_32_bits_are_refused() -> None:
     dq = torch.empty(1, 40, 2**27, 1, device="meta")
-    single_pass.check_near("dq", dq[:, :1], Tile(16, 32, 4, 1))
     with pytest.raises(ValueError, match=r"dq has strides .*: a tile of 16 queries must lie within 2\^31 elements"):
         single_pass.check_near("dq", dq, Tile(16, 32, 4, 1))
 

@@ -20,11 +20,7 @@ from ringattn.autotune.model import Shape
 from ringattn.autotune.rings import rings_of
 from ringattn.autotune.search import Budget
 from ringattn.autotune.tune import TuneConfig, compile_part, journals, measure_part
-from ringattn.kernels import (
-    Tile,
-    config,
-    tables,
-)
+from ringattn.kernels import Tile, config, tables
 from ringattn.kernels.tables import (
     KERNELS,
     MOST_BYTES,
@@ -35,7 +31,6 @@ from ringattn.kernels.tables import (
     Table,
     as_json,
     file_name,
-    gpu_of,
     least_shared,
     options_of,
     parse,
@@ -85,67 +80,43 @@ def test_a_table_comes_back_as_it_was_written() -> None:
 BIG = {"block_q": 128, "block_k": 512, "num_warps": 8, "num_stages": 3}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"schema": "vllm"}, "schema is 'vllm'"),
-    ({"schema": ...}, "schema is None"),
     ({"version": 2}, "its schema is version 2, this code reads up to 1: update"),
-    ({"version": True}, "version is True"),
     ({"gpu": "../../etc/passwd\x1b[2J"}, "gpu is"),
     ({"gpu": "sm_80"}, "gpu is sm_80 and arch 90"),
     ({"gpu": "sm_90"}, "estimated entries alone"),
-    ({"triton": "3"}, "triton is '3': it must be a version"),
-    ({"entries": {}}, "entries is {}"),
     ({"entries__0": []}, "entries[0] is []: it must be an object"),
     ({"entries__1": table()["entries"][0]}, "two entries are for the same point"),
     ({"entries__0__kernel": "rm -rf /"}, "entries[0].kernel is 'rm -rf /': it must be one of forward, dq, dkdv"),
-    ({"entries__0__kernel": ["forward"]}, "entries[0].kernel is ['forward']"),
     ({"entries__0__head_dim": 0}, "head_dim is 0: it must be a whole number from 1 to 256"),
-    ({"entries__0__head_dim": 128.0}, "head_dim is 128.0"),
-    ({"entries__0__group": True}, "group is True"),
-    ({"entries__0__mask": "causal"}, "mask is 'causal': it must be one of full, bounded"),
     ({"entries__0__length": 10**400}, "a number of 401 digits"),
-    ({"entries__0__length": 10**99}, "length is 1000"),
     ({"entries__0__extra": 1}, "entries[0].extra is not known"),
     ({"entries__0__date": ...}, "entries[0].date is missing"),
     ({"entries__0__date": "yesterday"}, "date is 'yesterday'"),
-    ({"entries__0__tile": 4}, "tile is 4"),
     ({"entries__0__tile": BIG}, "at least 524288 bytes of shared memory, a block of sm_90 has 232448"),
     ({"entries__0__tile__block_q": 48}, "entries[0].tile.block_q is 48: it must be a power of two from 16 to 512"),
-    ({"entries__0__tile__block_k": 2**30}, "block_k is 1073741824"),
-    ({"entries__0__tile__num_warps": 3}, "num_warps is 3: it must be one of 1, 2, 4, 8, 16"),
-    ({"entries__0__tile__num_stages": "__import__('os')"}, "num_stages is"),
-    ({"entries__0__tile__num_stages": ...}, "entries[0].tile.num_stages is missing"),
     ({"entries__0__estimated": True}, "estimated is True and seconds 0.001"),
     ({"entries__1__estimated": False}, "estimated is False and seconds None"),
     ({"entries__0__seconds": 0}, "seconds is 0: it must be a positive finite number, or null"),
-    ({"entries__0__spread": "1"}, "spread is '1'"),
     ({"entries__0__versions": {str(i): "" for i in range(33)}}, "at most 32 values"),
-    ({"entries__0__clocks": {"sm_mhz": [1]}}, "clocks is"),
-    ({"entries__0__driver": "\x1b]0;"}, "driver is"),
     ({"entries__0__command": "x" * 500}, "command is"),
     *(
         ({"entries__0__kernel": kernel, "entries__0__options": options}, f"entries[0].options{told}")
         for kernel, options, told in (
-            ("forward", [], " is []: it must be an object"),
             ("forward", {"forward_kernel": "hoper"}, ".forward_kernel is 'hoper': it must be one of portable, hop"),
             ("forward", {"forward_kernel": "hopper", "persistent": True}, " do not go together: order is 'heads'"),
             ("dq", {"forward_kernel": "hopper"}, ".forward_kernel is not known"),
             ("dq", {"persistent": True, "sm_margin": 0}, ".sm_margin is 0: it must be a whole number from 1"),
-            ("dq", {"sm_margin": 4}, " do not go together: sm_margin is 4 and persistent False"),
-            ("dq", {"persistent": 1}, ".persistent is 1: it must be true or false"),
-            ("dkdv", {"dkdv_splits": 0}, ".dkdv_splits is 0: it must be a whole number from 1"),
-            ("dkdv", {"dkdv_splits": "auto"}, ".dkdv_splits is 'auto'"),
-            ("dkdv", {"dkdv_epilogue": "tma"}, ".dkdv_epilogue is 'tma': it must be one of pointers, descriptors"),
-            ("dkdv", {"pack_gqa": True}, ".pack_gqa is not known"),
             ("single_pass", {"order": "longest"}, ".order is not known"),
         )
     ),
 ]
 
 
-@pytest.mark.parametrize(("changed", "told"), BAD, ids=[told for _, told in BAD])
-def test_what_is_not_the_schema_is_refused(changed: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(("changed", "message"), BAD, ids=[message for _, message in BAD])
+def test_what_is_not_the_schema_is_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         parse(json.dumps(table(**changed)))
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert len(str(error.value)) < 300 and str(error.value).isprintable()
 
 
@@ -154,7 +125,7 @@ def replaced(number: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "Expecting value"),
         ("[]", "schema is []"),
@@ -162,26 +133,24 @@ def replaced(number: str) -> str:
         ('{"a":' * 100_000, "nests deeper than 8"),
         (replaced("NaN"), "NaN is not a number"),
         (replaced("1e999"), "1e999 is not a finite number"),
-        (replaced("1" + "0" * 5000), "a number of 5,001 digits"),
         (json.dumps(table())[:-1] + ', "arch": 90}', "a name is there twice"),
         (json.dumps(table())[:-20], "Expecting"),
     ],
 )
-def test_broken_json_is_refused_with_its_path(text: str, told: str, tmp_path: Path) -> None:
+def test_broken_json_is_refused_with_its_path(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.json"
     path.write_text(text)
     with pytest.raises(RefusedTable) as error:
         read(path)
-    assert str(error.value).startswith(f"{path} is refused: ") and told in str(error.value)
+    assert str(error.value).startswith(f"{path} is refused: ") and message in str(error.value)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")  # reading it would wait for a writer
-    (tmp_path / "folder").mkdir()
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "large").write_bytes(b" " * (MOST_BYTES + 1))
-    for name, told in (("fifo", "no regular"), ("folder", "no regular"), ("binary", "utf-8"), ("large", "at most")):
-        with pytest.raises(RefusedTable, match=told):
+    for name, message in (("fifo", "no regular"), ("binary", "utf-8"), ("large", "at most")):
+        with pytest.raises(RefusedTable, match=message):
             read(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "none")
@@ -221,17 +190,11 @@ def test_whatever_is_put_anywhere_is_refused_or_right(value: Any, at: int, drop:
     assert parse(json.dumps(as_json(made))) == made
 
 
-@pytest.mark.parametrize(
-    ("gpu", "name"),
-    [
-        ("NVIDIA H200", "nvidia-h200_triton-3.7.json"),
-        ("../../.ssh/id\x00", "ssh-id_triton-3.7.json"),
-        ("A" * 500, "a" * 80 + "_triton-3.7.json"),
-        ("sm_90", "sm-90_triton-3.7.json"),
-    ],
-)
-def test_no_name_of_a_gpu_leaves_the_folder(gpu: str, name: str) -> None:
-    assert file_name(gpu, (3, 7)) == name
+def test_no_name_of_a_gpu_leaves_the_folder() -> None:
+    names = {"NVIDIA H200": "nvidia-h200", "../../.ssh/id\x00": "ssh-id", "A" * 500: "a" * 80, "sm_90": "sm-90"}
+    assert {gpu: file_name(gpu, (3, 7)) for gpu in names} == {
+        gpu: f"{name}_triton-3.7.json" for gpu, name in names.items()
+    }
     with pytest.raises(ValueError, match="takes at least one letter or digit"):
         file_name("../\x00", (3, 7))
 
@@ -253,16 +216,14 @@ def test_the_nearest_length_serves(folders: Folders) -> None:
         assert found(length) == tiles[nearest], length
 
 
-ELSEWHERE = {"kernel": "dq", "dtype": "fp16", "head_dim": 64, "head_dim_v": 64, "group": 1, "mask": "bounded"}
-
-
-@pytest.mark.parametrize("field", ELSEWHERE)
-def test_what_was_tuned_for_another_shape_does_not_serve(field: str, folders: Folders) -> None:
-    save(folders[0], entry(POINT._replace(**{field: ELSEWHERE[field]})))  # type: ignore[arg-type]
+def test_what_was_tuned_for_another_shape_does_not_serve(folders: Folders) -> None:
+    others = {"kernel": "dq", "dtype": "fp16", "head_dim": 64, "head_dim_v": 64, "group": 1, "mask": "bounded"}
+    save(folders[0], *(entry(POINT._replace(**{field: other})) for field, other in others.items()))  # type: ignore[arg-type]
     assert found() is None
 
 
-def test_the_users_table_comes_first_and_the_packages_fills_in(folders: Folders) -> None:
+def test_which_folder_serves(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's table first, where the package's fills in; a folder that is given in place of the user's."""
     user, package = folders
     save(package, entry(tile=OTHER), entry(POINT._replace(kernel="dq"), OTHER))
     assert found() == OTHER
@@ -270,16 +231,11 @@ def test_the_users_table_comes_first_and_the_packages_fills_in(folders: Folders)
     tables.forget()
     assert found() == TILE
     assert tuned(H200).tile(("dq", *KEY[1:]), 8192) == OTHER
-
-
-def test_a_folder_overrides_the_users(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(folders[0], entry())
-    save(tmp_path / "given", entry(tile=OTHER))
-    assert found(config_dir=tmp_path / "given") == OTHER
-    assert found() == TILE
-    monkeypatch.setenv(tables.CONFIG_DIR, str(tmp_path / "given"))
-    assert found() == OTHER
-    assert found(config_dir=folders[0]) == TILE
+    given, small = tmp_path / "given", Tile(16, 16, 4, 1)
+    save(given, entry(tile=small))
+    assert found(config_dir=given) == small and found() == TILE
+    monkeypatch.setenv(tables.CONFIG_DIR, str(given))
+    assert found() == small and found(config_dir=user) == TILE
 
 
 def test_a_folder_that_is_not_there_is_told(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,10 +271,6 @@ def test_an_older_version_serves_with_one_warning(folders: Folders, monkeypatch:
     assert len(told) == 1
     assert f"no tuned tiles for Triton 3.7 at {user / 'nvidia-h200_triton-3.7.json'}" in message
     assert f"those for 3.6, {older}, serve" in message
-    assert (
-        f"ringattn tune --heads 32 --kv-heads 8 --head-dim 128 --dtype bf16 --seqlen 8192 --full --save-dir {user}"
-        in message
-    )
     monkeypatch.setattr(tables, "triton_version", lambda: (3, 4))
     tables.forget()
     assert found() is None, "newer versions do not serve"
@@ -334,13 +286,6 @@ def test_a_refused_table_is_told_once_and_the_default_serves(damage: str, folder
         assert found() is None
         assert found(99) is None
     assert len(told) == 1 and str(path) in str(told[0].message)
-
-
-def test_a_gpu_is_named_by_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert tables._gpu_of.__wrapped__(torch.device("cuda", 0)) == H200._replace(arch=103)
-    assert gpu_of(torch.device("cpu")) is None
 
 
 def test_a_vendors_copy_takes_what_tune_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,8 +313,8 @@ def test_a_vendors_copy_takes_what_tune_wrote(tmp_path: Path, monkeypatch: pytes
     code = f"""
 import sys
 import torch
-from vendor.ops.attention import attend, attention, choice, default_config
-choice.gpu_of = lambda device: choice.Gpu("NVIDIA H200", 90)
+from vendor.ops.attention import attend, attention, choice, tables
+choice.gpu_of = lambda device: tables.Gpu("NVIDIA H200", 90)
 real, seen = attention.options, []
 attention.options = choice.options = lambda tile: seen.append(tuple(vars(tile).values())) or real(tile)
 q, k, v = (torch.randn(1, 70, heads, 16, requires_grad=True) for heads in (2, 1, 1))

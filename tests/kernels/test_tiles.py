@@ -16,11 +16,9 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from ringattn.kernels import (
-    FULL,
     BlockSparseIndex,
     Bounds,
     KernelConfig,
-    TileRange,
     attention_dkdv,
     attention_dq,
     attention_forward,
@@ -31,7 +29,7 @@ from ringattn.kernels.device.tiles import Interval, Shape
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import Mask, bounds
 
-from ..support.kernel_cases import in_turn, interval, tiles, visible
+from ..support.kernel_cases import interval, tiles, visible
 from ..support.layouts import NAMES, named
 
 Limits = tuple[int, int, int, int]
@@ -60,13 +58,7 @@ def test_every_small_range(block: int) -> None:
         assert set(range(got.start, got.end, block)) == hull
         whole = {start for start in starts if start >= lo_last and start + block <= hi_first}
         assert set(range(got.full_start, got.full_end, block)) == whole
-
-
-def test_no_tile_is_seen_whole() -> None:
-    """Then all of them are the tail's: one masked loop, and FULL needs no head."""
-    assert tile_range(0, 0, 7, 7, 8) == TileRange(0, 0, 0, 8)
-    assert tile_range(3, 9, 12, 20, 8) == TileRange(0, 0, 0, 24)
-    assert tile_range(0, 8, 8, 16, 8) == TileRange(0, 0, 0, 16)
+        assert whole or got.full_start == got.start, "then all are the tail's: one masked loop, and FULL needs no head"
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -77,28 +69,18 @@ def mirror(out: Any, interval: Any, shape: Any, BLOCK_ROWS: tl.constexpr, BLOCK:
         tl.store(out + 4 * program + i, got[i])
 
 
-def mirrored(lo: Tensor | None, hi: Tensor | None, rows: int, columns: int, block_rows: int, block: int) -> Tensor:
-    programs = -(-rows // block_rows)
-    out = torch.full((programs, 4), -1, dtype=torch.int32)
-    mirror[(programs,)](out, Interval(lo, hi), Shape(rows, columns, 1, 1), BLOCK_ROWS=block_rows, BLOCK=block)
-    return out
-
-
 @pytest.mark.parametrize("block", [1, 2, 3, 4])
 def test_jit_mirror(block: int) -> None:
-    """Two rows per program; a last one alone, so that its block is cut short."""
+    """Two rows per program; a last one alone, so that its block is cut short. And without vectors."""
     cases = [*limits(4), (2, 2, 3, 3)]
     lo = torch.tensor([end for case in cases for end in case[:2]], dtype=torch.int32)[:-1]
     hi = torch.tensor([end for case in cases for end in case[2:]], dtype=torch.int32)[:-1]
-    expected = torch.tensor([tile_range(*case, block) for case in cases], dtype=torch.int32)
-    assert torch.equal(mirrored(lo, hi, len(lo), 4, 2, block), expected)
-
-
-@pytest.mark.parametrize("columns", range(7))
-def test_jit_mirror_of_full(columns: int) -> None:
-    for block in (1, 2, 4):
-        expected = torch.tensor([tile_range(0, 0, columns, columns, block)] * 3, dtype=torch.int32)
-        assert torch.equal(mirrored(None, None, 5, columns, 2, block), expected)
+    calls = [(Interval(lo, hi), len(lo), 4, cases)]
+    calls += [(Interval(None, None), 5, columns, [(0, 0, columns, columns)] * 3) for columns in range(7)]
+    for made, rows, columns, ends in calls:
+        out = torch.full((len(ends), 4), -1, dtype=torch.int32)
+        mirror[(len(ends),)](out, made, Shape(rows, columns, 1, 1), BLOCK_ROWS=2, BLOCK=block)
+        assert torch.equal(out, torch.tensor([tile_range(*case, block) for case in ends], dtype=torch.int32))
 
 
 # --- the loads ----------------------------------------------------------------------------------------------------
@@ -200,19 +182,19 @@ def check_launches(
     q, dout = (torch.randn(1, queries, heads, 16) for _ in range(2))
     k, v = (torch.randn(1, keys, kv_heads, 16) for _ in range(2))
     lse, delta = torch.zeros(1, heads, queries), torch.zeros(1, heads, queries)
-    seen = visible(made, 1, queries, keys)[0, 0]
-
-    def counted(launch: Any, *arguments: Any) -> Loads:
+    seen, tile = visible(made, 1, queries, keys)[0, 0], config.forward
+    by_query, by_key = (seen, tile.block_q, tile.block_k), (seen.mT, tile.block_k, tile.block_q)
+    gradients = (dout, q, k, v, lse, delta)
+    launches: list[tuple[Any, tuple[Tensor, ...], list[str], list[str], Any]] = [
+        (attention_forward, (q, k, v), ["q"], ["k", "v"], by_query),
+        (attention_dq, gradients, ["q", "dout"], ["k", "v"], by_query),
+        (attention_dkdv, gradients, ["k", "v"], ["q", "dout"], by_key),
+    ]
+    for launch, arguments, own, walked, expected in launches:
         watch[:] = [loads := Loads(q=q, k=k, v=v, dout=dout)]
         launch(*arguments, bounds=made, config=config)
         watch.clear()
-        return loads
-
-    tile = config.forward
-    check_loads(counted(attention_forward, q, k, v), ["q"], ["k", "v"], seen, tile.block_q, tile.block_k)
-    gradients = (dout, q, k, v, lse, delta)
-    check_loads(counted(attention_dq, *gradients), ["q", "dout"], ["k", "v"], seen, tile.block_q, tile.block_k)
-    check_loads(counted(attention_dkdv, *gradients), ["k", "v"], ["q", "dout"], seen.mT, tile.block_k, tile.block_q)
+        check_loads(loads, own, walked, *expected)
 
 
 @pytest.mark.parametrize(("name", "causal"), [*((name, True) for name in (*NAMES, "uneven")), ("uneven", False)])
@@ -228,28 +210,18 @@ def test_a_tile_that_nobody_sees_is_never_loaded(name: str, causal: bool, watch:
             check_launches(watch, made, len(q), len(k), tiles(16, 16))
 
 
-@pytest.mark.parametrize(
-    ("kind", "block"),
-    in_turn(["full", "window", "documents", "last rows blind"], [(16, 32), (32, 16)]),
-)
-def test_tiles_of_two_sizes_and_other_masks(kind: str, block: tuple[int, int], watch: list[Loads]) -> None:
-    check_launches(watch, interval(kind, 70, 75), 70, 75, tiles(*block))
-
-
-@pytest.mark.parametrize("kind", ["full", "window"])
-def test_padding_and_blocks_that_are_not_seen_are_not_loaded(kind: str, watch: list[Loads]) -> None:
+@pytest.mark.parametrize("kind", ["full", "window", "documents", "last rows blind"])
+def test_other_masks_padding_blocks_and_heads(kind: str, watch: list[Loads]) -> None:
+    """Padded batch rows and blocks that are not seen are not loaded; query heads share the tiles of their key head."""
     whole = interval(kind, 70, 75)
-    for used in (0, 20):
-        padded = Bounds(whole.lo, whole.hi, torch.tensor([used], dtype=torch.int32))
-        check_launches(watch, padded, 70, 75, tiles(16, 16))
-    for block in (32, 48):
-        shown = torch.rand(-(-70 // block), -(-75 // block)) < 0.5
-        check_launches(watch, Bounds(whole.lo, whole.hi, None, BlockSparseIndex(shown, block)), 70, 75, tiles(16, 16))
-
-
-def test_query_heads_share_the_tiles_of_their_key_head(watch: list[Loads]) -> None:
-    check_launches(watch, interval("causal", 40, 40), 40, 40, tiles(16, 16), heads=4, kv_heads=2)
-    check_launches(watch, FULL, 20, 20, tiles(16, 16), heads=3, kv_heads=1)
+    check_launches(watch, whole, 70, 75, tiles(16, 32), heads=4, kv_heads=2)
+    check_launches(watch, whole, 70, 75, tiles(32, 16))
+    if kind in ("full", "window"):
+        for used in (0, 20):
+            padded = Bounds(whole.lo, whole.hi, torch.tensor([used], dtype=torch.int32))
+            check_launches(watch, padded, 70, 75, tiles(16, 16))
+        shown = torch.rand(2, 2) < 0.5
+        check_launches(watch, Bounds(whole.lo, whole.hi, None, BlockSparseIndex(shown, 48)), 70, 75, tiles(16, 16))
 
 
 def test_a_state_that_nothing_is_added_to_is_not_read(watch: list[Loads]) -> None:

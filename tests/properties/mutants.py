@@ -40,7 +40,6 @@ pytest_add_cli_args_test_selection = [
     "tests/ring/test_schedule.py",
     "tests/ring/test_text.py",
     "tests/kernels/test_tiles.py::test_every_small_range",
-    "tests/kernels/test_tiles.py::test_no_tile_is_seen_whole",
 ]
 use_git_change_detection = false
 

@@ -17,8 +17,7 @@ from ringattn.kernels.attention import Forward
 from ringattn.kernels.experimental.single_pass import Gradients
 from ringattn.ring import backends, loop
 
-from ..kernels.test_hopper import ON_HOPPER, Launches
-from ..kernels.test_hopper_backward import launches
+from ..kernels.test_hopper import ON_HOPPER, Launches, launches
 from ..support.kernel_cases import DEVICE
 from ..support.ring_cases import LAYOUTS, check_ring, inputs
 
