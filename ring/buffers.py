@@ -75,7 +75,7 @@ def chunks_of(count: int, heads: int, kv_heads: int) -> tuple[Heads, ...]:
 
 
 class MaskArgs(TypedDict):
-    """What a kernel is told besides tensors: who sees whom, and what becomes of the scores."""
+    """What a kernel takes besides tensors: who sees whom, and what becomes of the scores."""
 
     bounds: Bounds
     scores: Scores

@@ -67,9 +67,9 @@ def forward(call: Call, backends: Sequence[ForwardBackend], k: torch.Tensor, v: 
 def backward(call: Call, backends: Sequence[BackwardBackend], k: torch.Tensor, v: torch.Tensor, dkdv: Tensors) -> None:
     """dQ of every shard that this rank sees and, carried around the ring behind them, dK/dV of its own.
 
-    The root of every outer step brackets it: its dQ hides the first K/V, its dK/dV continues the sums that came back.
+    The root of every outer step brackets it: its dQ hides the first K/V, its dK/dV continues those that came back.
     The first root is the own shard, whose dK/dV comes last of all. At every hop dK/dV comes first, so that the dQ
-    of the same hop hides the sums' way to the next rank.
+    of the same hop hides their way to the next rank.
     """
     moving, dkv = KeyValues(call, k, v), DkvAccumulators(call, k, v)
     pairs = tuple(zip(call.chunks, backends, strict=True))
@@ -130,7 +130,7 @@ def key_gradients(
         for target, x in zip(dkv.into(hop, heads), came(), strict=True):
             target.copy_(x)
     else:
-        return  # sums that only pass through are sent on from where they are
+        return  # what only passes through is sent on from where it is
     dkv.added(hop, heads)
 
 

@@ -67,7 +67,7 @@ class Ring:
         grad_wire_dtype: how partial dK/dV travel: None or ``torch.float32`` as they are summed, or ``torch.bfloat16``.
         slots: buffers that K/V rotate through; memory per rank does not depend on the number of ranks. At least 2
             where more than two ranks share a ring.
-        prefetch: hops that K/V are asked for ahead of the compute, 0 (blocking) to ``slots - 1``, the default.
+        prefetch: hops that K/V are posted ahead of the compute, 0 (blocking) to ``slots - 1``, the default.
         chunks: a hop is cut into this many runs of key heads, each sent and computed on its own, so that only one
             run's transfer is exposed at either end. At most the number of key heads.
         direction: 1 sends K/V to the next rank, -1 to the one before.
@@ -122,7 +122,7 @@ class Ring:
         self.limits = limits or Limits()
         self.deadline = deadline
         self.number = handle_of(self)  # what names this ring in a graph of torch.compile
-        self._asked = transport
+        self._transport_name = transport
         self._transports: tuple[Transport, ...] = ()
         self._flat: Transport | None = None
         self._opened: list[Transport] = []  # what the watch aborts; it must not keep the ring alive
@@ -170,7 +170,7 @@ class Ring:
             if self.topology is None and device.type == "cuda" and not isinstance(self.group, LocalGroup):
                 self.topology = discover(self._shared(), device)
                 self._set_depth(self.slots)
-            self._transports = open_transports(self.group, transport=self._asked, **self._opening(device))
+            self._transports = open_transports(self.group, transport=self._transport_name, **self._opening(device))
             self._opened.extend(self._transports)
         return self._transports
 
@@ -183,15 +183,15 @@ class Ring:
         if len(transports) == 1:
             return transports[0]
         if self._flat is None:
-            # What reaches other nodes reaches all ranks; copy engines, if they were asked for, would not.
+            # What reaches other nodes reaches all ranks; copy engines, if those were given, would not.
             self._flat = open_transport(self.group, transport=transports[-1].name, **self._opening(device))
             self._opened.append(self._flat)
         return self._flat
 
     @property
     def transport(self) -> str:
-        """Name of the transport in use, or the one asked for before the first call."""
-        return self._transports[0].name if self._transports else self._asked
+        """Name of the transport in use, or the argument before the first call."""
+        return self._transports[0].name if self._transports else self._transport_name
 
     def leaving_room(self, config: KernelConfig | None) -> KernelConfig | None:
         """``config``, whose persistent kernels leave what this ring's transfers take where it says nothing of that."""

@@ -135,8 +135,8 @@ class _Clock:
         if isinstance(moment, float):
             return moment
         self._wait(moment)
-        found: float = self._host + self._start.elapsed_time(moment) / 1e3
-        return found
+        seconds: float = self._host + self._start.elapsed_time(moment) / 1e3
+        return seconds
 
     def _wait(self, moment: torch.cuda.Event) -> None:
         with on_device(self._device):

@@ -128,7 +128,7 @@ def _colour(event: Event, theme: Theme) -> str:
     if event.lane in LANES:
         colour: str = getattr(theme, event.lane)
         return colour
-    return theme.sums if event.lane.startswith("sums") else theme.slot
+    return theme.sums if event.lane.startswith("dK/dV") else theme.slot
 
 
 def _label(event: Event) -> str:

@@ -82,10 +82,10 @@ def regions(bounds: Bounds, rows: int, keys: int, *, operator: bool = True) -> t
         return ()
     if bounds.is_full and bounds.seqused_k is None and bounds.runs is None:  # FULL serves every number of rows and keys
         return (Region(Kind.RECTANGLE if operator else Kind.BLOCKWISE, 0, rows, 0, keys),)
-    cached, asked = _cache.setdefault(bounds, {}), (rows, keys, operator)
-    if asked not in cached:
-        cached[asked] = tuple(_regions(bounds, *asked))
-    return cached[asked]
+    cached, key = _cache.setdefault(bounds, {}), (rows, keys, operator)
+    if key not in cached:
+        cached[key] = tuple(_regions(bounds, *key))
+    return cached[key]
 
 
 def limits(bounds: Bounds, region: Region) -> Limits:

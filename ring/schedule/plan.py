@@ -74,7 +74,7 @@ class Plan:
         return max(DKV_SLOTS + (RAIL_SLOTS if self.two_level else 0), *used, 0)
 
     def arrivals(self, hop: int, prefetch: int) -> tuple[Hop, ...]:
-        """The hops whose K/V are asked for when ``hop`` begins: by rail an outer step ahead, else ``prefetch`` hops.
+        """The hops whose K/V are posted when ``hop`` begins: by rail an outer step ahead, else ``prefetch`` hops.
 
         Never those of a later outer step: its root may still be on the rail, and what is posted behind would wait for
         it.

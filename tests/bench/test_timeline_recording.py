@@ -90,7 +90,7 @@ def test_a_timeline_of_virtual_ranks() -> None:
     assert found is not None and found.source == "measured" and found.world == 4
     assert {event.rank for event in found.events} == {0, 1, 2, 3}
     lanes = {event.lane for event in found.events}
-    assert {*LANES} < lanes and {"slot 0", "slot 1", "slot 2", "sums 0", "sums 1"} <= lanes
+    assert {*LANES} < lanes and {"slot 0", "slot 1", "slot 2", "dK/dV slot 0", "dK/dV slot 1"} <= lanes
     assert min(event.begin for event in found.events) == 0
     assert found.about["call"]["seqlen"] == 128 and found.about["clock_error"] == 0
     assert all(0 < row["compute"] < found.seconds * 1e3 for row in timeline_bench.result_of(found).rows)
