@@ -164,7 +164,7 @@ def _legend(figure: Any, theme: Theme, *, slots: bool) -> None:
         "waits": theme.wait,
         "sends": theme.send,
         "receives": theme.receive,
-        **({"slot in use, K/V": theme.slot, "slot in use, dK/dV sums": theme.sums} if slots else {}),
+        **({"slot in use, K/V": theme.slot, "slot in use, dK/dV": theme.sums} if slots else {}),
     }
     handles = [Patch(facecolor=colour, label=name) for name, colour in names.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=7.5, handlelength=1.1)

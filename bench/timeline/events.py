@@ -88,7 +88,7 @@ def alike(one: Timeline, other: Timeline) -> bool:
 
 def lane_order(lane: str) -> tuple[int, str]:
     """Sorts lanes as they are drawn."""
-    return (LANES.index(lane), "") if lane in LANES else (len(LANES), lane)
+    return (LANES.index(lane), "") if lane in LANES else (len(LANES) + lane.startswith("dK/dV"), lane)
 
 
 def as_chrome(timeline: Timeline) -> dict[str, Any]:
