@@ -58,10 +58,10 @@ def test_wires_by_name_and_refusals() -> None:
         grad_wire_of: (torch.float16, torch.float8_e4m3fn, "fp32"),
     }
     for make, name in ((wire_of, "wire_dtype"), (grad_wire_of, "grad_wire_dtype")):
-        for given in wrong[make]:
+        for dtype in wrong[make]:
             with pytest.raises(ValueError, match=rf"^{name} is .*: it must be one of None, torch.\w+ \("):
-                make(*([given, torch.float32] if make is wire_of else [given]))  # type: ignore[operator]
-    with pytest.raises(ValueError, match="dtype is torch.float64: keys and values are float16, bfloat16 or float32"):
+                make(*([dtype, torch.float32] if make is wire_of else [dtype]))  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"dtype is torch.float64: keys and values are float16, bfloat16 or float32"):
         wire_of("bfloat16", torch.float64)
 
 
