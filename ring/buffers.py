@@ -82,7 +82,7 @@ class MaskArgs(TypedDict):
 
 
 Posted = Callable[[object, Fence, Sequence[Fence], Sequence[tuple[int, int]], Sequence[tuple[int, int]]], None]
-"""Told of a post: what it is, its fence, what it waits for, and (peer, bytes) of what is sent and received."""
+"""Notes a post: what it is, its fence, what it waits for, and (peer, bytes) of what is sent and received."""
 
 
 def ignore_post(key: object, fence: Fence, after: Sequence[Fence], sent: object, received: object) -> None:

@@ -59,17 +59,19 @@ def _causal_operator_backward(given: tuple[Tensor, ...], lse: Tensor, *, scale: 
     rows, squares = lse.shape[2], 1
     while rows % (2 * squares) == 0 and rows // (2 * squares) >= LEAST_ROWS:
         squares *= 2
-    found = _operator_backward(tuple(_cut(x, squares) for x in given), _cut_lse(lse, squares), causal=True, scale=scale)
+    pieces = _operator_backward(
+        tuple(_cut(x, squares) for x in given), _cut_lse(lse, squares), causal=True, scale=scale
+    )
     if squares == 1:
-        return found
-    grads = tuple(_joined(x, squares).float().contiguous() for x in found)  # a sum of several calls: in fp32
+        return pieces
+    grads = tuple(_joined(x, squares).float().contiguous() for x in pieces)  # a sum of several calls: in fp32
     while squares > 1:
         squares //= 2
         early, late = slice(0, rows // squares // 2), slice(rows // squares // 2, None)
         whose = late, late, early, early, late
         parts = tuple(_cut(x, squares)[:, near] for x, near in zip(given, whose, strict=True))
-        found = _operator_backward(parts, _cut_lse(lse, squares)[..., late], causal=False, scale=scale)
-        for grad, part, near in zip(grads, found, (late, early, early), strict=True):
+        pieces = _operator_backward(parts, _cut_lse(lse, squares)[..., late], causal=False, scale=scale)
+        for grad, part, near in zip(grads, pieces, (late, early, early), strict=True):
             _cut(grad, squares)[:, near] += part
     dq, dk, dv = grads
     return dq, dk, dv

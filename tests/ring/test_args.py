@@ -20,7 +20,7 @@ from ringattn.comm.control import control_of
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, bigbird, fixed, longformer, strided
 from ringattn.ring.args import AttentionArgs, Options
-from ringattn.ring.ops import TRAVELS, pack_args
+from ringattn.ring.ops import OP_ARGUMENTS, pack_args
 from ringattn.ring.schedule.layout import Documents
 
 TILE = Tile(32, 32, 4, 1)
@@ -393,9 +393,9 @@ def test_a_ring_left_by_an_error_ends_the_transfers_of_the_others() -> None:
 
 
 def test_the_signature_is_the_list_of_arguments() -> None:
-    """The overloads for type checkers, the fields with their defaults, and how each travels to an op."""
+    """The overloads for type checkers, the fields with their defaults, and how each is packed for an op."""
     named = {name: one.default for name, one in inspect.signature(ring_attention).parameters.items()}
     others = {name: named.pop(name) for name in ("q", "k", "v", "return_lse", "ring", "group")}
     assert AttentionArgs()._asdict() == named
     assert {*Options.__annotations__} == {*named, "ring", "group"} < {*named, *others}
-    assert set(TRAVELS) == set(named)
+    assert set(OP_ARGUMENTS) == set(named)
