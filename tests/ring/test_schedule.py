@@ -21,7 +21,6 @@ from ..support.planning import forget, planned
 from ..support.rendezvous import active_end, gathered, run_ranks
 
 CAUSAL = Mask(causal=True)
-GRIDS = [Topology.grid(*shape) for shape in ((2, 2), (2, 4), (4, 2), (3, 2), (2, 3))] + [Topology(((3, 1), (0, 2)))]
 Settings = tuple[int, int, int]  # slots, prefetch, chunks
 USUAL = (3, 2, 1)
 
@@ -223,16 +222,6 @@ def test_every_small_ring(causal: bool, direction: int) -> None:
                 check(named(name, seqlen, world), Mask(causal=causal), direction)
 
 
-@pytest.mark.parametrize("direction", [1, -1])
-@pytest.mark.parametrize("topology", GRIDS, ids=lambda topology: "-".join(map(str, topology.nodes)))
-def test_every_ring_of_rings(topology: Topology, direction: int) -> None:
-    world = topology.world
-    for name in NAMES:
-        for seqlen in (0, world - 1, 2 * world + 1):
-            for mask in (Mask(), CAUSAL, Window(causal=True, left=4)):
-                check(named(name, seqlen, world), mask, direction, topology=topology)
-
-
 @given(st.data(), layouts(max_seqlen=20), masks(), st.sampled_from([1, -1]), settings())
 def test_any_ring(data: st.DataObject, layout: Layout, mask: Mask, direction: int, how: Settings) -> None:
     check(layout, mask, direction, topology=data.draw(rings(layout.world)), how=how)
@@ -263,7 +252,7 @@ def distances(count: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.lists(st.integers(1, count - 1), unique=True).map(lambda far: (0, *far)) if count > 1 else st.just((0,))
 
 
-@pytest.mark.parametrize("topology", GRIDS[:2], ids=lambda topology: str(topology.nodes))
+@pytest.mark.parametrize("topology", [Topology.grid(2, 4), Topology.grid(3, 2)])
 def test_bytes_of_a_two_level_ring(topology: Topology) -> None:
     """Over the slow links as much per pass as in a flat ring, but over every NIC of a node."""
     world, nodes, per_node = topology.world, len(topology.nodes), len(topology.nodes[0])
