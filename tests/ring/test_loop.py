@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from ringattn import Layout, LocalWorld
 from ringattn.comm import Fence, LocalGroup, Slots
 from ringattn.comm.groups import open_transports
 from ringattn.comm.topology.topology import Topology
-from ringattn.kernels import Bounds, Scores
 from ringattn.ring import Mask, loop
 from ringattn.ring.buffers import BETWEEN, INSIDE, Call, Key, Kind, Tensors, chunks_of
 from ringattn.ring.schedule.plan import plan
@@ -51,54 +51,37 @@ class Backend:
     def __init__(self, log: Log) -> None:
         self.log = log.lines
 
-    def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores, final: bool) -> None:
+    def fold(self, *_: Any, final: bool, **others: Any) -> None:
         self.log.append("fold final" if final else "fold")
 
-    def dq(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores, local: bool, final: bool) -> None:
+    def dq(self, *_: Any, final: bool, **others: Any) -> None:
         self.log.append("dq final" if final else "dq")
 
-    def dkdv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bounds: Bounds,
-        *,
-        scores: Scores,
-        local: bool,
-        accum: Callable[[], Tensors] | None,
-        out: Tensors,
-    ) -> None:
+    def dkdv(self, *_: Any, accum: Callable[[], Tensors] | None, out: Tensors, **others: Any) -> None:
         self.log.append(f"dkdv{' continued' if accum is not None and accum() else ''}")
         for x in out:
             x.fill_(1.0)
 
 
 def logs(
-    layout: Layout,
-    phase: str,
-    *,
-    causal: bool = True,
-    topology: Topology | None = None,
-    slots: int = 3,
-    prefetch: int = 1,
-    chunks: int = 1,
-) -> list[Log]:
+    layout: Layout, phase: str, *, causal: bool = True, topology: Topology | None = None,
+    slots: int = 3, prefetch: int = 1, chunks: int = 1,
+) -> list[Log]:  # fmt: skip
     """One pass of the real loop on virtual ranks: what each of them did."""
 
     def one(group: LocalGroup) -> Log:
         log = Log(group.rank())
         transports = open_transports(group, transport="local", device=CPU, topology=topology)
         steps = plan(layout, Mask(causal=causal), group.rank(), 1, CPU, topology, slots)
-
         call = Call(
-            steps,
-            phase,
-            transports,
-            Slots(steps.kv_slots * chunks, CPU),
-            Slots(steps.dkv_slots * chunks, CPU),
-            lambda kind, hop: nullcontext(),
-            chunks_of(chunks, KV_HEADS, KV_HEADS),
-            prefetch,
+            plan=steps,
+            phase=phase,
+            transports=transports,
+            kv_slots=Slots(steps.kv_slots * chunks, CPU),
+            dkv_slots=Slots(steps.dkv_slots * chunks, CPU),
+            span=lambda kind, hop: nullcontext(),
+            chunks=chunks_of(chunks, KV_HEADS, KV_HEADS),
+            prefetch=prefetch,
             posted=log.posted,
         )
         k = torch.zeros(1, layout.lengths[group.rank()], KV_HEADS, 4)
