@@ -129,7 +129,7 @@ class Ring:
         self._watch: Watch | None = None
         self._device: torch.device | None = None
         self._kv: Slots | None = None
-        self._sums: Slots | None = None
+        self._dkv: Slots | None = None
         self._warm: list[Plan] = []
         self._trace: Trace | None = None
         self._control: Control | None = None
@@ -213,13 +213,13 @@ class Ring:
                 self._warm = [*self._warm[1 - PLANS :], plan]
             wire = wire_of(self.wire_dtype, k.dtype)
             self._kv = self._slots(self._kv, (plan.kv_slots + (wire is not None)) * self.chunks, q.device)
-            self._sums = self._slots(self._sums, plan.dkv_slots * self.chunks, q.device)
+            self._dkv = self._slots(self._dkv, plan.dkv_slots * self.chunks, q.device)
             call = Call(
                 plan=plan,
                 phase=phase,
                 transports=transports,
                 kv_slots=self._kv,
-                dkv_slots=self._sums,
+                dkv_slots=self._dkv,
                 span=watch.span,
                 chunks=chunks_of(self.chunks, q.shape[2], k.shape[2]),
                 prefetch=self.prefetch,
@@ -395,14 +395,14 @@ class Ring:
             aborts = (partial(one.abort, reason) for one in self._opened)
             steps += [partial(within, ABORT_SECONDS, abort, device, "abort") for abort in aborts]
         # Under the watch, which ends a transfer that never comes.
-        steps += [partial(_drain, slots) for slots in (self._kv, self._sums) if slots is not None]
+        steps += [partial(_drain, slots) for slots in (self._kv, self._dkv) if slots is not None]
         steps += [thing.close for thing in (self._watch, *self._opened, self._control) if thing is not None]
         for step in steps:
             try:
                 step()
             except Exception as error:
                 logger.warning("rank %d: what a ring held is not all given back: %s", self.rank, error)
-        self._kv = self._sums = self._control = self._seeds = None
+        self._kv = self._dkv = self._control = self._seeds = None
         self._opened.clear()
         self._transports, self._flat = (), None
 
