@@ -35,7 +35,7 @@ class DkvAccumulators(RingBuffer):
         arrival = self._arrivals.get((hop.index, heads.number))
         return None if arrival is None else lambda: self._read(arrival, hop, heads)
 
-    def into(self, hop: Hop, heads: Heads) -> Tensors:
+    def out(self, hop: Hop, heads: Heads) -> Tensors:
         """Where this rank's part of a hop's dK/dV is added, in fp32."""
         slot, arrival = self._slot(hop), self._arrivals.get((hop.index, heads.number))
         if self.call.plan.is_outer_root(hop) or arrival is None:

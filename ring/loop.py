@@ -120,14 +120,14 @@ def key_gradients(
     """This rank's part of the dK/dV of a shard that is not its own, added to what came from the ranks before."""
     hop_masks, came = call.plan.hop_masks[hop.index], dkv.came(hop, heads)
     if hop_masks:
-        out, near = dkv.into(hop, heads), arrived(call, moving, hop, heads)
+        out, near = dkv.out(hop, heads), arrived(call, moving, hop, heads)
         with call.span("compute", hop):
             parts = [call.mask_args(hop_mask, heads) for hop_mask in hop_masks]
             add(backend, near, parts, local=False, accum=came, out=out)
         if call.plan.is_outer_root(hop):
             moving.computed(hop.kv_slot, heads)
     elif came is not None and call.plan.is_outer_root(hop):
-        for target, x in zip(dkv.into(hop, heads), came(), strict=True):
+        for target, x in zip(dkv.out(hop, heads), came(), strict=True):
             target.copy_(x)
     else:
         return  # what only passes through is sent on from where it is

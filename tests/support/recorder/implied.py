@@ -39,7 +39,7 @@ COMMON = {
         SETTLED + "; the slots' own notes protect the sums"
     ),
     "KeyValues.arrived waits for post of KeyValues._post": _sometimes(HIDDEN),
-    "DkvAccumulators.into waits for post of DkvAccumulators.post": _sometimes(
+    "DkvAccumulators.out waits for post of DkvAccumulators.post": _sometimes(
         "the slot's last send: implied where this rank has since waited for sums that were posted behind it"
     ),
     "_settle of RingBuffer.__init__ waits for the device": _sometimes(
@@ -72,10 +72,10 @@ LOCAL = COMMON | {
     "Call.settle waits for _receive of DkvAccumulators.post": _always(SETTLED),
     "Call.settle waits for _receive of DkvAccumulators.send_return": _always(SETTLED),
     "KeyValues.arrived waits for _receive of KeyValues._post": _always(BOTH),
-    "DkvAccumulators.into waits for post of DkvAccumulators.post": _always(BOTH),
+    "DkvAccumulators.out waits for post of DkvAccumulators.post": _always(BOTH),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.post": _sometimes(BOTH),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.send_return": _sometimes(BOTH),
-    "DkvAccumulators.into waits for _receive of DkvAccumulators.post": _sometimes(BOTH),
+    "DkvAccumulators.out waits for _receive of DkvAccumulators.post": _sometimes(BOTH),
     "post of DkvAccumulators.post waits for _receive of DkvAccumulators.post": _sometimes(BOTH),
     "post of DkvAccumulators.send_return waits for _receive of DkvAccumulators.send_return": _always(BOTH),
     "post of KeyValues._post waits for _receive of KeyValues._post": _sometimes(BOTH),
