@@ -71,7 +71,7 @@ class Ring:
         chunks: a hop is cut into this many runs of key heads, each sent and computed on its own, so that only one
             run's transfer is exposed at either end. At most the number of key heads.
         direction: 1 sends K/V to the next rank, -1 to the one before.
-        topology: the order of the ranks; several nodes of one size make a two-level ring. None: found out, where the
+        topology: the order of the ranks; several nodes of one size make a two-level ring. None: discovered, where the
             group has GPUs, else flat in rank order.
         limits: what a transfer may take of the machine, see :class:`comm.Limits`.
         deadline: seconds that a transfer may take once what it waits for is done, before the ranks give up with an

@@ -101,18 +101,18 @@ def limits(bounds: Bounds, region: Region) -> Limits:
 
 def halves(todo: Sequence[Region]) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
     """The regions in two parts of about equal work; a blockwise one may be cut by rows."""
-    found: tuple[list[Region], list[Region]] = [], []
+    parts: tuple[list[Region], list[Region]] = [], []
     left = sum(_size(region) for region in todo) / 2
     for region in todo:
         rows, share = region.row_end - region.row, left / _size(region)
         cut = region.row + round(rows * share)
         if region.kind is Kind.BLOCKWISE and region.row < cut < region.row_end:
-            found[0].append(region._replace(row_end=cut))
-            found[1].append(region._replace(row=cut))
+            parts[0].append(region._replace(row_end=cut))
+            parts[1].append(region._replace(row=cut))
         else:
-            found[share < 0.5].append(region)
+            parts[share < 0.5].append(region)
         left -= _size(region)
-    return tuple(found[0]), tuple(found[1])
+    return tuple(parts[0]), tuple(parts[1])
 
 
 def _size(region: Region) -> int:
@@ -125,10 +125,10 @@ def _regions(bounds: Bounds, rows: int, keys: int, operator: bool) -> Iterator[R
     for first, end, used in _batches(bounds.seqused_k, keys):
         near = lo.clamp(max=used), hi.clamp(max=used)
         if bounds.runs is not None:
-            found = list(_block_sparse(*near, bounds.runs, operator))
+            cut = list(_block_sparse(*near, bounds.runs, operator))
         else:
-            found = list(_cut(*near)) if operator else list(_blockwise(*near, 0, rows))
-        yield from (region._replace(batch=first, batch_end=end) for region in found)
+            cut = list(_cut(*near)) if operator else list(_blockwise(*near, 0, rows))
+        yield from (region._replace(batch=first, batch_end=end) for region in cut)
 
 
 def _vectors(bounds: Bounds, rows: int, keys: int) -> tuple[Tensor, Tensor]:
@@ -152,9 +152,9 @@ def _block_sparse(lo: Tensor, hi: Tensor, index: BlockSparseIndex, operator: boo
     for row, end, band in _bands(index, len(lo)):
         near, rest = (lo[row:end], hi[row:end]), []
         for begin, stop in band:
-            found = list(_cut(*(x.clamp(begin, stop) for x in near))) if operator else []
-            if found and all(region.kind is not Kind.BLOCKWISE and _is_long(region) for region in found):
-                yield from (region._replace(row=row + region.row, row_end=row + region.row_end) for region in found)
+            cut = list(_cut(*(x.clamp(begin, stop) for x in near))) if operator else []
+            if cut and all(region.kind is not Kind.BLOCKWISE and _is_long(region) for region in cut):
+                yield from (region._replace(row=row + region.row, row_end=row + region.row_end) for region in cut)
             else:
                 rest.append((begin, stop))
         seen = [(max(begin, int(near[0][0])), min(stop, int(near[1][-1]))) for begin, stop in rest]

@@ -31,7 +31,7 @@ def x(tokens: int = 8, heads: int = 4, dim: int = 16, batch: int = 2) -> torch.T
 
 
 HALVES = Layout.contiguous(8, 2)
-BFLOAT16 = {"k": x(8, 2).bfloat16(), "v": x(8, 2).bfloat16(), "backend": "triton"}
+BFLOAT16 = {"q": x().bfloat16(), "k": x(8, 2).bfloat16(), "v": x(8, 2).bfloat16(), "backend": "triton"}
 
 
 class Distributed(torch.Tensor):
@@ -96,10 +96,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"learnable_sink": torch.zeros(4).int()}, "learnable_sink is .*: it must be a floating tensor"),
     ({"block_mask": torch.ones(2, 3).bool()}, r"block_mask is \[2, 3\] blocks of 4 .* must be \[2, 2\]"),
     ({"block_mask": torch.ones(3, 3).bool()}, "block_mask has 3 blocks of queries for 8: .* BlockMask"),
-    (
-        {"block_mask": BlockMask(torch.ones(1, 1).bool(), 8), "backend": "triton"},
-        "the block mask has blocks of 8",
-    ),
+    ({"block_mask": BlockMask(torch.ones(1, 1).bool(), 8), "backend": "triton"}, "the block mask has blocks of 8"),
     ({"seqused_k": [8]}, "seqused_k has 1 lengths: it must have 2, one per batch row"),
     ({"seqused_k": [9, 8]}, r"seqused_k\[0\] is 9: it must be 0 to 8"),
     ({"softcap": -1.0}, "softcap is -1.0: it must be a positive number, 1e30 at most, or 0 for none"),
@@ -109,24 +106,18 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"block_mask": longformer(2, []), "window_size": (1, 1)}, r"window_size is \(1, 1\) with the Longformer"),
     ({"kv_layout": Layout.zigzag(9, 1)}, "k has 8 tokens, kv_layout gives rank 0 9"),
     (
-        {name: torch.zeros(2, heads, 8, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))},
-        r"k has 2 tokens, q has 4: .* in \[B, H, S, D\] they would fit: pass .transpose\(1, 2\)",
+        {"q": x(4, 8), "k": x(2, 8), "v": x(2, 8)},
+        r"k has 2 tokens, q has 4: .* they would fit: pass .transpose\(1, 2\)",
     ),
-    (
-        {name: torch.zeros(2, 4, tokens, 16) for name, tokens in (("q", 8), ("k", 6), ("v", 6))},
-        r"k has 6 heads, q has 8: .* in \[B, H, S, D\] they would fit",
-    ),
+    ({"q": x(4, 8), "k": x(4, 6), "v": x(4, 6)}, r"k has 6 heads, q has 8: .* in \[B, H, S, D\] they would fit"),
     ({"layout": Layout.contiguous(4, 1)}, r"q has 8 tokens, layout gives rank 0 4; in \[B, H, S, D\] they would fit"),
-    ({"q": x(8, 4).bfloat16(), **BFLOAT16}, "tensors are torch.bfloat16 on the CPU: Triton's inter"),
+    (BFLOAT16, "tensors are torch.bfloat16 on the CPU: Triton's inter"),
 ]
 """Of ``ring_attention``, in a graph too."""
 
 EAGER: list[tuple[dict[str, Any], str]] = [
-    ({"k": torch.zeros(2, 8, 2, 16, device="meta")}, "k is on meta, q on cpu"),
-    (
-        {"q": torch.zeros(2, 8, 4, 16, device="meta")},
-        "q is a Tensor on meta without values: it must be one with values",
-    ),
+    ({"k": x(8, 2).to("meta")}, "k is on meta, q on cpu"),
+    ({"q": x(8, 4).to("meta")}, "q is a Tensor on meta without values: it must be one with values"),
     ({"causal": 1}, "causal is 1: it must be True or False"),
     ({"config": KernelConfig(TILE, TILE, TILE)}, "config sets the tiles of the Triton kernels"),
     ({"layout": "ring"}, "layout is 'ring': it must be a Layout or one of contiguous, zigzag, striped"),

@@ -31,7 +31,7 @@ HALF = torch.float16
 
 
 def refusals(dims: tuple[int, int], config: KernelConfig, **more: Any) -> list[str]:
-    """Of every rank, by the call itself, as no gradient is asked for; before anything is sent."""
+    """Of every rank, by the call itself, without a gradient; before anything is sent."""
     layout = Layout.zigzag(40, 2)
     whole = inputs(layout.seqlen, dims=dims, dtype=HALF)
 
@@ -89,7 +89,7 @@ def one_at_a_time(entry: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.usefixtures("poison")
 def test_hopper_is_exact(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hop within bounds that starts the sums, and one without that continues them; keys past the end of a tile."""
+    """A hop within bounds that starts dK/dV, and one without that continues them; keys past the end of a tile."""
     monkeypatch.setattr(backends, "attention_delta", one_at_a_time(attention_delta))
     for bound in (Forward, Gradients):
         monkeypatch.setattr(bound, "__call__", one_at_a_time(bound.__call__))

@@ -40,7 +40,7 @@ def known_calls(ring: Ring, first: dict[str, Any], second: dict[str, Any]) -> No
     for options in (first, second, first, second, first):
         attend(ring, **options)
     attend(ring, **(first if ring.rank == 1 else second))
-    time.sleep(1)  # whoever needs nothing of the others is told at its next call
+    time.sleep(1)  # a rank that waits for nobody gets the error at its next call
     attend(ring)
 
 

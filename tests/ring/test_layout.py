@@ -34,11 +34,10 @@ HELD: list[tuple[Layout, list[list[int]]]] = [
     (Layout.zigzag(10, 3), [[0, 1, 8, 9], [2, 3, 7], [4, 5, 6]]),
     (Layout.striped(7, 3), [[0, 3, 6], [1, 4], [2, 5]]),
     (Layout.zigzag(8, 2, [0, 4, 4, 8]), [[0, 3, 4, 7], [1, 2, 5, 6]]),
-    (Layout.zigzag(4, 2, [0, 1, 2, 3, 4]), [[0, 2], [1, 3]]),  # what is left goes on where the document before stopped
-    (
-        Layout.zigzag(4, 2, [0, 2, 4]),
-        [[0, 3], [1, 2]],
-    ),  # and a rank's odd token is at the head and at the tail by turns
+    # what is left goes on where the document before stopped
+    (Layout.zigzag(4, 2, [0, 1, 2, 3, 4]), [[0, 2], [1, 3]]),
+    # and a rank's odd token is at the head and at the tail of documents alternately
+    (Layout.zigzag(4, 2, [0, 2, 4]), [[0, 3], [1, 2]]),
     (Layout.zigzag(5, 2, [0, 3, 5]), [[0, 2, 3], [1, 4]]),
     (Layout.balanced(8, [3, 1], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
     (Layout.balanced(8, [3, 1], causal=True), [[0, 1, 2, 5, 6, 7], [3, 4]]),

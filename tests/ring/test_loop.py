@@ -46,7 +46,7 @@ class Log:
 
 
 class Backend:
-    """Computes nothing and writes down what it was asked to."""
+    """Computes nothing and writes down what it was called with."""
 
     def __init__(self, log: Log) -> None:
         self.log = log.lines

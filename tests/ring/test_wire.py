@@ -1,4 +1,4 @@
-"""How K/V and sums travel: what a wire sends, that the CPU sends the kernels' bits, and what it does to the numbers."""
+"""How K/V and dK/dV travel: what a wire sends, that the CPU sends the kernels' bits, and how near they stay."""
 
 from __future__ import annotations
 

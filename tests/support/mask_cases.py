@@ -99,7 +99,7 @@ def run(case: Case) -> tuple[Results, Tensor | None]:
 
 
 def together(case: Case, parts: Sequence[Sequence[Tensor | None]]) -> tuple[Results, Tensor | None]:
-    """The same of what the ranks have; None for a gradient that nobody asked for."""
+    """The same of what the ranks have; None for a gradient that was not required."""
     out, lse, dq, dk, dv, dsink = ([x for x in shards if x is not None] for shards in zip(*parts, strict=True))
     order = (case.layout, out, 1), (case.layout, lse, 2), (case.layout, dq, 1), (case.keys, dk, 1), (case.keys, dv, 1)
     whole = [joined(layout, shards, dim) if shards else None for layout, shards, dim in order]
@@ -124,15 +124,15 @@ class Begun(NamedTuple):
     """What no call may change: its name, itself, its version and its bytes, those around it included."""
 
     def finish(self) -> list[Tensor | None]:
-        """Out, lse and the gradients of q, k, v and the sink, None where none was asked for."""
-        asked = {name: x for name, x in self.leaves.items() if x.requires_grad}
+        """Out, lse and the gradients of q, k, v and the sink, None where one was not required."""
+        leaves = {name: x for name, x in self.leaves.items() if x.requires_grad}
         grads = [*self.grads.values()]
         kept = [stored(x) for x in self.results]
-        found = torch.autograd.grad(self.results[: len(grads)], [*asked.values()], grads) if asked else ()
+        results = torch.autograd.grad(self.results[: len(grads)], [*leaves.values()], grads) if leaves else ()
         assert all(stored(x).equal(before) for x, before in zip(self.results, kept, strict=True)), "out was changed"
         for name, x, version, before in self.given:
             assert x._version == version and stored(x).equal(before), f"{name} was changed by the call"
-        made = dict(zip(asked, found, strict=True))
+        made = dict(zip(leaves, results, strict=True))
         return [*(x.detach() for x in self.results), *(made.get(name) for name in "qkvs")]
 
 
@@ -205,7 +205,7 @@ def compare(case: Case, ours: Results, dsink: Tensor | None = None) -> None:
 
 
 def judge(right: Expected, ours: Results, dsink: Tensor | None = None) -> None:
-    """The same, of what is expected; None, a gradient that nobody asked for, is not looked at."""
+    """The same, of what is expected; None, a gradient that was not required, is not compared."""
     truth, theirs, sizes, sinks = right
     for name, mine, *others in zip(Results._fields, ours, theirs, truth, strict=True):
         if mine is not None:
