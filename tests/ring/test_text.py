@@ -71,3 +71,10 @@ def test_a_large_table_leaves_its_middle_out() -> None:
     shown = [*map(str, range(12)), "21", "22", "23"]
     assert [row.split()[3] for row in rows[2:] if row != left_out] == shown
     assert [word for word in rows[1].replace("|", "").replace("hop", "").split() if word != "…"] == shown
+
+
+def test_distances_in_the_header() -> None:
+    """Those of the hops where these do more than count up, the short way round."""
+    every_second = Layout([[(start, 8)] if rank % 2 == 0 else [] for rank, start in enumerate(range(0, 64, 8))])
+    header = str(schedule(every_second, Mask())).splitlines()[0]
+    assert header == "8 ranks, K/V move to the ranks +2, +4, -2 from their owner's, 16 of 32 hops compute"
