@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -53,14 +56,18 @@ def test_wires_by_name_and_refusals() -> None:
         assert wire(name) is wire_of(getattr(torch, name), torch.float16)
         assert wire(name).name == name
     assert grad_wire_of("bfloat16") is grad_wire_of(torch.bfloat16) is not None
-    wrong = {
-        wire_of: (torch.float16, torch.float8_e5m2, "fp8", "torch.bfloat16", 8, ""),
-        grad_wire_of: (torch.float16, torch.float8_e4m3fn, "fp32"),
-    }
-    for make, name in ((wire_of, "wire_dtype"), (grad_wire_of, "grad_wire_dtype")):
-        for dtype in wrong[make]:
+    refused: list[tuple[Any, str, tuple[Any, ...]]] = [
+        (
+            partial(wire_of, dtype=torch.float32),
+            "wire_dtype",
+            (torch.float16, torch.float8_e5m2, "fp8", "torch.bfloat16", 8, ""),
+        ),
+        (grad_wire_of, "grad_wire_dtype", (torch.float16, torch.float8_e4m3fn, "fp32")),
+    ]
+    for make, name, dtypes in refused:
+        for dtype in dtypes:
             with pytest.raises(ValueError, match=rf"^{name} is .*: it must be one of None, torch.\w+ \("):
-                make(*([dtype, torch.float32] if make is wire_of else [dtype]))  # type: ignore[operator]
+                make(dtype)
     with pytest.raises(ValueError, match=r"dtype is torch.float64: keys and values are float16, bfloat16 or float32"):
         wire_of("bfloat16", torch.float64)
 
