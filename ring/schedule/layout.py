@@ -149,7 +149,7 @@ class Documents:
         """Start and end of the document of each position; both at the very end for a position past all of them."""
         after = torch.searchsorted(self._tensor, positions, right=True)
         last = len(self.boundaries) - 1
-        return self._tensor[(after - 1).clamp(max=last)], self._tensor[after.clamp(max=last)]
+        return self._tensor[after - 1], self._tensor[after.clamp(max=last)]
 
     @cached_property
     def _tensor(self) -> torch.Tensor:

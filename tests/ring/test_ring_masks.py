@@ -181,6 +181,12 @@ def test_other_rings(name: str, ring: dict[str, Any]) -> None:
     check(case_of(4, "zigzag", (MASKS | SCORES)[name], sink=True, ring=ring))
 
 
+def test_wires() -> None:
+    """K/V as fp8, dK/dV as bfloat16: measured against keys as they arrive."""
+    ring = {"wire_dtype": torch.float8_e4m3fn, "grad_wire_dtype": torch.bfloat16, "chunks": 2}
+    check(case_of(3, "zigzag", MASKS["causal documents"], ring=ring))
+
+
 @pytest.mark.parametrize(
     "ring",
     [{}, {"chunks": 2, "direction": -1}, {"topology": Topology.grid(2, 2)}],
