@@ -146,7 +146,7 @@ def ring_attention(
     used = resolve_ring(ring, group, device)
     with used._entered(device):
         for name, x in (("q", q), ("k", k), ("v", v)):
-            check_tensor(name, x, may_be_meta=x is not q)  # before anything is asked of them
+            check_tensor(name, x, may_be_meta=x is not q)  # before any of their attributes is read
         (return_lse,) = checked(return_lse=return_lse)
         q, k, v = autocast(q, k, v)
         call, sink = prepare_call(q, k, v, args, used)

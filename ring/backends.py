@@ -114,7 +114,7 @@ class TritonForward:
 
 
 class TritonBackward:
-    """dK/dV and dQ of a hop as two launches; both continue fp32 sums."""
+    """dK/dV and dQ of a hop as two launches; both continue fp32 accumulators."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class TritonBackward:
 class SinglePassBackward(TritonBackward):
     """dK, dV and dQ of a hop as one launch, in the place of dK/dV: what the loop asks for dQ is there already.
 
-    So a chunk's sums travel under the next chunk's launch, and with one chunk under none.
+    So a chunk's dK/dV travel under the next chunk's launch, and with one chunk under none.
     """
 
     def _bind(

@@ -44,7 +44,7 @@ class Key(NamedTuple):
     phase: str
     hop: int  # during which it is posted
     kind: Kind
-    brings: int  # the hop whose K/V arrive with it; of sums the hop that sends them: the same at both ends
+    brings: int  # the hop whose K/V arrive with it; of dK/dV the hop that sends them: the same at both ends
     chunk: int
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Key(NamedTuple):
             Kind.KV: f"K/V{coming}",
             Kind.DKV: "dK/dV",
             Kind.PREFETCH: f"K/V{coming}",
-            Kind.RETURN: "dK/dV of the node",
+            Kind.RETURN: "dK/dV by rail",
         }[self.kind]
         return f"{self.phase} hop {self.hop}: {what}, chunk {self.chunk}"
 
@@ -77,14 +77,14 @@ def chunks_of(count: int, heads: int, kv_heads: int) -> tuple[Heads, ...]:
 
 
 class MaskArgs(TypedDict):
-    """What a kernel is told besides tensors: who sees whom, and what becomes of the scores."""
+    """What a kernel takes besides tensors: who sees whom, and what becomes of the scores."""
 
     bounds: Bounds
     scores: Scores
 
 
 Posted = Callable[[object, Fence, Sequence[Fence], Sequence[tuple[int, int]], Sequence[tuple[int, int]]], None]
-"""Told of a post: what it is, its fence, what it waits for, and (peer, bytes) of what is sent and received."""
+"""Notes a post: what it is, its fence, what it waits for, and (peer, bytes) of what is sent and received."""
 
 
 def ignore_post(key: object, fence: Fence, after: Sequence[Fence], sent: object, received: object) -> None:
@@ -200,50 +200,51 @@ class RingBuffer:
         self._dtype = dtype
         self._wire = wire
         self._chunks = len(call.chunks)
+        self._staging: dict[tuple[int, int], Tensors] = {}
         if len(call.plan.hops) > 1:
-            longest = [self._shape(x, call.plan.longest, call.chunks[0]) for x in like]
+            longest = self._shapes(call.plan.longest, call.chunks[0])
             slots.reserve(slot_nbytes([spec for shape in longest for spec in self._specs(shape)]))
         shapes = tuple(x.shape for x in like)
         self._kept = slots.kept((shapes, dtype, wire and wire.name, self._chunks, call.plan.lengths))
 
-    @staticmethod
-    def _shape(like: torch.Tensor, tokens: int, heads: Heads) -> tuple[int, ...]:
-        return (like.shape[0], tokens, heads.kv.stop - heads.kv.start, like.shape[3])
+    def _shapes(self, tokens: int, heads: Heads) -> list[tuple[int, ...]]:
+        return [(x.shape[0], tokens, heads.kv.stop - heads.kv.start, x.shape[3]) for x in self._like]
 
     def _specs(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [(shape, self._dtype)] if self._wire is None else self._wire.specs(shape)
 
     def buffers(self, slot: int, hop: Hop, heads: Heads) -> Tensors:
         """A chunk of a slot, seen as what travels for the shard of a hop; the same tensors from call to call."""
-        tokens = self.call.plan.lengths[hop.index]
-        found: Tensors | None = self._kept.get((slot, tokens, heads.number))
-        if found is None:
-            shapes = [self._shape(x, tokens, heads) for x in self._like]
-            specs = [spec for shape in shapes for spec in self._specs(shape)]
-            found = self._kept[slot, tokens, heads.number] = self._slots.tensors(
-                slot * self._chunks + heads.number, specs
-            )
-        return found
+        key = slot, self.call.plan.lengths[hop.index], heads.number
+        if key not in self._kept:
+            specs = [spec for shape in self._shapes(key[1], heads) for spec in self._specs(shape)]
+            self._kept[key] = self._slots.tensors(slot * self._chunks + heads.number, specs)
+        tensors: Tensors = self._kept[key]
+        return tensors
 
     def load(self, peer: int | None, slot: int | None, hop: Hop, heads: Heads) -> Load:
         """:meth:`buffers` as messages to or from a peer."""
         if slot is None:
             return NO_LOAD
         key = peer, slot, self.call.plan.lengths[hop.index], heads.number
-        found: Load | None = self._kept.get(key)
-        if found is None:
-            found = self._kept[key] = load(peer, self.buffers(slot, hop, heads))
-        return found
+        if key not in self._kept:
+            self._kept[key] = load(peer, self.buffers(slot, hop, heads))
+        messages: Load = self._kept[key]
+        return messages
 
-    def scratch(self) -> Tensors:
-        """Memory for the longest chunk as the kernels take it: written and read by the compute stream alone."""
-        shapes = [self._shape(x, self.call.plan.longest, self.call.chunks[0]) for x in self._like]
-        return tuple(torch.empty(shape, dtype=self._dtype, device=self._like[0].device) for shape in shapes)
+    def staging(self, hop: Hop, heads: Heads) -> Tensors:
+        """Memory for a chunk of the shard of a hop as the kernels take it, the same for all of them: the compute
+        stream alone writes and reads it."""
+        key = self.call.plan.lengths[hop.index], heads.number
+        if key not in self._staging:
+            whole = zip(self._scratch, self._shapes(key[0], heads), strict=True)
+            self._staging[key] = tuple(x[: prod(shape)].view(shape) for x, shape in whole)
+        return self._staging[key]
 
-    def part(self, scratch: Tensors, hop: Hop, heads: Heads) -> Tensors:
-        """As much of :meth:`scratch` as a chunk of the shard of a hop takes."""
-        shapes = [self._shape(x, self.call.plan.lengths[hop.index], heads) for x in self._like]
-        return tuple(x.view(-1)[: prod(shape)].view(shape) for x, shape in zip(scratch, shapes, strict=True))
+    @cached_property
+    def _scratch(self) -> Tensors:
+        sizes = [prod(shape) for shape in self._shapes(self.call.plan.longest, self.call.chunks[0])]
+        return tuple(torch.empty(size, dtype=self._dtype, device=self._like[0].device) for size in sizes)
 
     def encode(self, given: Tensors, into: Tensors) -> Tensors:
         """Write a pair as it travels."""

@@ -1,4 +1,4 @@
-"""fp32 partial sums of dK/dV: one hop behind the K/V they belong to, and home at the end."""
+"""fp32 accumulators of dK/dV: one hop behind the K/V they belong to, and back on their owner's rank at the end."""
 
 from __future__ import annotations
 
@@ -18,99 +18,89 @@ class DkvAccumulators(RingBuffer):
     """What arrived from the ranks before, where this rank's part is added to it, and where it goes.
 
     An outer step's root adds its part last and, where it is not the owner, in a slot of its own, from which the node's
-    sum goes home over the slow link while the next outer step computes.
+    dK/dV return to their owner over the slow link while the next outer step computes.
     """
 
     def __init__(self, call: Call, k: torch.Tensor, v: torch.Tensor) -> None:
         super().__init__(call, call.dkv_slots, (k, v), torch.float32, call.grad_wire)
+        self._own = call.plan.hops[0]
+        # whether dK/dV of the own shard return once, and of all its keys
+        self._is_plain = not call.plan.two_level and call.plan.send_index is None
         self._arrivals: dict[tuple[int, int], Arrival] = {}
-        self._by_rail: dict[int, Arrival] = {}  # per chunk, another node's sum of the own shard
-        self._totals: dict[int, Tensors] = {}  # per chunk, what all nodes so far have summed up of the own shard
-        self._scratch: Tensors = ()
+        self._by_rail: dict[int, Arrival] = {}  # per chunk, of the own shard, another node's
+        self._totals: dict[int, Tensors] = {}  # per chunk, of the own shard, those of all nodes so far
 
     def came(self, hop: Hop, heads: Heads) -> Callable[[], Tensors] | None:
-        """Waits for the sums of the ranks before and returns them; None where this rank is the first to add."""
+        """Waits for the dK/dV of the ranks before and returns them; None where this rank is the first to add."""
         arrival = self._arrivals.get((hop.index, heads.number))
         return None if arrival is None else lambda: self._read(arrival, hop, heads)
 
-    def into(self, hop: Hop, heads: Heads) -> Tensors:
-        """Where this rank's part of a hop's sums is added, in fp32."""
+    def out(self, hop: Hop, heads: Heads) -> Tensors:
+        """Where this rank's part of a hop's dK/dV is added, in fp32."""
         slot, arrival = self._slot(hop), self._arrivals.get((hop.index, heads.number))
         if self.call.plan.is_outer_root(hop) or arrival is None:
             with self.call.waiting(hop):
                 for fence in self.free(slot, heads):
                     fence.wait()  # protects the slot: its last send
-            return self.buffers(slot, hop, heads) if self._wire is None else self._room(hop, heads)
-        return arrival.tensors if self._wire is None else self._room(hop, heads)
+            return self.buffers(slot, hop, heads) if self._wire is None else self.staging(hop, heads)
+        return arrival.tensors if self._wire is None else self.staging(hop, heads)
 
     def added(self, hop: Hop, heads: Heads) -> None:
         """This rank's part is in: what arrived is read, and what leaves is written."""
         slot = self._slot(hop)
         if self._wire is not None:
-            self.encode(self._room(hop, heads), self.buffers(slot, hop, heads))
+            self.encode(self.staging(hop, heads), self.buffers(slot, hop, heads))
         for used in {slot, hop.dkv_slot}:
             self.computed(used, heads)
 
     def post(self, hop: Hop, heads: Heads) -> None:
-        """Send this hop's sums on; receive the next hop's and, when their active range ends now, the root's."""
-        plan = self.call.plan
+        """Send this hop's dK/dV on; receive the next hop's and, when their active range ends now, the root's."""
         sends = self.load(hop.dkv_to, hop.dkv_slot, hop, heads)
-        # protects the sums: the dK/dV kernel that adds to them; what only passes through is there in posting order
+        # protects what leaves: the dK/dV kernel that adds to it; what only passes through is there in posting order
         after = [self.call.mark()] if sends.messages and hop.computes else []
-        following = plan.hops[hop.index + 1 : hop.index + 2]
-        coming = [one for one in following if not plan.is_outer_root(one) and one.dkv_from is not None]
-        if hop.index in plan.dkv_returns:
-            coming.append(plan.dkv_returns[hop.index])
-        buffers = {}
-        for one in coming:
-            assert one.dkv_slot is not None
-            after += self.free(one.dkv_slot, heads)  # protects the slot: its last compute, and its last send
-            buffers[one.index] = self.buffers(one.dkv_slot, one, heads)
-        receives = joined([self.load(one.dkv_from, one.dkv_slot, one, heads) for one in coming])
+        arrivals = self.call.plan.dkv_arrivals[hop.index]
+        for coming in arrivals:
+            assert coming.dkv_slot is not None
+            after += self.free(coming.dkv_slot, heads)  # protects the slot: its last compute, and its last send
+        receives = joined([self.load(coming.dkv_from, coming.dkv_slot, coming, heads) for coming in arrivals])
         key = Key(self.call.phase, hop.index, Kind.DKV, hop.index, heads.number)
         fence = self.call.post(INSIDE, key, sends, receives, after)
         self.busy(hop.dkv_slot if sends.messages else None, heads, fence)
-        for one in coming:
-            self.busy(one.dkv_slot, heads, fence)
-            self._arrivals[one.index, heads.number] = Arrival(fence, buffers[one.index])
+        for coming in arrivals:
+            assert coming.dkv_slot is not None
+            self.busy(coming.dkv_slot, heads, fence)
+            self._arrivals[coming.index, heads.number] = Arrival(fence, self.buffers(coming.dkv_slot, coming, heads))
 
     def send_return(self, root: Hop, heads: Heads) -> None:
-        """After an outer step: this node's sum to its owner, and another node's sum of the own shard from its rank."""
-        plan, own = self.call.plan, self.call.plan.hops[0]
+        """After an outer step: this node's dK/dV to their owner, and another node's of the own shard from its rank."""
         sends = self.load(root.return_to, LEAVING_SLOT, root, heads)
-        # protects the sum: the dK/dV kernel that adds to it
+        # protects what leaves: the dK/dV kernel that adds to it
         after: list[Fence] = [self.call.mark()] if sends.messages else []
-        buffers: Tensors = ()
         if root.return_from is not None:
-            after += self.free(ARRIVING_SLOT, heads)  # protects the slot: the addition of the sum that came before
-            buffers = self.buffers(ARRIVING_SLOT, own, heads)
-        key = Key(self.call.phase, root.index + plan.inner - 1, Kind.RETURN, own.index, heads.number)
-        receives = self.load(root.return_from, ARRIVING_SLOT, own, heads)
+            after += self.free(ARRIVING_SLOT, heads)  # protects the slot: the addition of what came before
+        key = Key(self.call.phase, root.index + self.call.plan.inner - 1, Kind.RETURN, self._own.index, heads.number)
+        receives = self.load(root.return_from, ARRIVING_SLOT, self._own, heads)
         fence = self.call.post(BETWEEN, key, sends, receives, after)
-        if root.return_to is not None:
-            self.busy(LEAVING_SLOT, heads, fence)
+        self.busy(None if root.return_to is None else LEAVING_SLOT, heads, fence)
         if root.return_from is not None:
             self.busy(ARRIVING_SLOT, heads, fence)
-            self._by_rail[heads.number] = Arrival(fence, buffers)
+            self._by_rail[heads.number] = Arrival(fence, self.buffers(ARRIVING_SLOT, self._own, heads))
 
     def total(self, heads: Heads) -> Callable[[], Tensors] | None:
-        """The sums of the own shard that are home; None while there are none."""
+        """The dK/dV of the own shard that have returned; None while there are none."""
         if self._is_plain:
-            return self.came(self.call.plan.hops[0], heads)
+            return self.came(self._own, heads)
         return (lambda: self._totals[heads.number]) if heads.number in self._totals else None
 
     def absorb(self, heads: Heads) -> None:
-        """Add what came home since the last outer step to the total, in the order of the outer steps."""
-        own = self.call.plan.hops[0]
+        """Add what returned since the last outer step to the total, in the order of the outer steps."""
+        slot: int | None = ARRIVING_SLOT
         arrival = self._by_rail.pop(heads.number, None)
+        if arrival is None:
+            slot, arrival = self._own.dkv_slot, self._arrivals.pop((self._own.index, heads.number), None)
         if arrival is not None:
-            self._add(self._read(arrival, own, heads), heads)
-            self.computed(ARRIVING_SLOT, heads)
-            return
-        came = self._arrivals.pop((own.index, heads.number), None)
-        if came is not None:
-            self._add(self._read(came, own, heads), heads)
-            self.computed(own.dkv_slot, heads)
+            self._add(self._read(arrival, self._own, heads), heads)
+            self.computed(slot, heads)
 
     def own(self, heads: Heads, dkdv: Tensors) -> Tensors:
         """Where the own block's part is added: the gradients themselves or, where more is to come, the total."""
@@ -124,17 +114,12 @@ class DkvAccumulators(RingBuffer):
     def finish(self, heads: Heads, dkdv: Tensors) -> None:
         """The own block's part is in; what is still to come is added under its cover."""
         if self._is_plain:
-            self.computed(self.call.plan.hops[0].dkv_slot, heads)
+            self.computed(self._own.dkv_slot, heads)
             return
         self.absorb(heads)
         for target, total in zip(dkdv, self._totals[heads.number], strict=True):
             if target is not total:
                 target.copy_(total)
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether sums come home once, and of all own keys."""
-        return not self.call.plan.two_level and self.call.plan.send_index is None
 
     def _add(self, more: Tensors, heads: Heads) -> None:
         rows = self.call.plan.send_index
@@ -147,20 +132,14 @@ class DkvAccumulators(RingBuffer):
             total.add_(x) if rows is None else total.index_add_(1, rows, x)
 
     def _own_shard(self, heads: Heads) -> Tensors:
-        """fp32 memory for sums of all own keys."""
-        shapes = [self._shape(x, x.shape[1], heads) for x in self._like]
+        """fp32 memory for dK/dV of all own keys."""
+        shapes = self._shapes(self._like[0].shape[1], heads)
         return tuple(torch.empty(shape, dtype=torch.float32, device=self._like[0].device) for shape in shapes)
 
     def _read(self, arrival: Arrival, hop: Hop, heads: Heads) -> Tensors:
         with self.call.waiting(hop):
-            travelled = arrival.wait()
-        return travelled if self._wire is None else self.decode(travelled, self._room(hop, heads))
-
-    def _room(self, hop: Hop, heads: Heads) -> Tensors:
-        """fp32 memory for sums that travel in another form, written and read by the compute stream alone."""
-        if not self._scratch:
-            self._scratch = self.scratch()
-        return self.part(self._scratch, hop, heads)
+            tensors = arrival.wait()
+        return tensors if self._wire is None else self.decode(tensors, self.staging(hop, heads))
 
     def _slot(self, hop: Hop) -> int:
         slot = LEAVING_SLOT if self.call.plan.is_outer_root(hop) else hop.dkv_slot

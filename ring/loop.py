@@ -67,10 +67,10 @@ def forward(call: Call, backends: Sequence[ForwardBackend], k: torch.Tensor, v: 
 def backward(call: Call, backends: Sequence[BackwardBackend], k: torch.Tensor, v: torch.Tensor, dkdv: Tensors) -> None:
     """dQ of every shard that this rank sees and, carried around the ring behind them, dK/dV of its own.
 
-    The root of every outer step brackets it: its dQ hides the first K/V, its dK/dV continues the sums that came back.
+    The root of every outer step brackets it: its dQ hides the first K/V, its dK/dV continues those that came back.
     The first root is the own shard, whose dK/dV comes last of all. At every hop dK/dV comes first, so that the dQ
-    of the same hop hides the sums' way to the next rank. K/V of a later hop than the next one are posted behind them:
-    a link moves what is posted in this order, and the next rank needs the sums first.
+    of the same hop hides their way to the next rank. K/V of a later hop than the next one are posted behind them: a
+    link moves what is posted in this order, and the next rank needs the dK/dV first.
     """
     moving, dkv = KeyValues(call, k, v), DkvAccumulators(call, k, v)
     pairs = tuple(zip(call.chunks, backends, strict=True))
@@ -125,17 +125,17 @@ def key_gradients(
     """This rank's part of the dK/dV of a shard that is not its own, added to what came from the ranks before."""
     hop_masks, came = call.plan.hop_masks[hop.index], dkv.came(hop, heads)
     if hop_masks:
-        out, near = dkv.into(hop, heads), arrived(call, moving, hop, heads)
+        out, near = dkv.out(hop, heads), arrived(call, moving, hop, heads)
         with call.span("compute", hop):
             parts = [call.mask_args(hop_mask, heads) for hop_mask in hop_masks]
             add(backend, near, parts, local=False, accum=came, out=out)
         if call.plan.is_outer_root(hop):
             moving.computed(hop.kv_slot, heads)
     elif came is not None and call.plan.is_outer_root(hop):
-        for target, x in zip(dkv.into(hop, heads), came(), strict=True):
+        for target, x in zip(dkv.out(hop, heads), came(), strict=True):
             target.copy_(x)
     else:
-        return  # sums that only pass through are sent on from where they are
+        return  # what only passes through is sent on from where it is
     dkv.added(hop, heads)
 
 

@@ -42,9 +42,9 @@ def forward(call: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | 
     ring, _, steps, scale, scores, backend, config = call
     with ring.call(steps, "forward", q, k, scores) as running:
         start = None if sink is None else sink_state(sink, q, v.shape[3])
-        works = forward_backends(backend, running.chunks, q, softmax_scale=scale, config=config, start=start)
-        loop.forward(running, works, k, v)
-    outs, lses = zip(*(work.result() for work in works), strict=True)
+        backends = forward_backends(backend, running.chunks, q, softmax_scale=scale, config=config, start=start)
+        loop.forward(running, backends, k, v)
+    outs, lses = zip(*(backend.result() for backend in backends), strict=True)
     return joined(outs, 2), joined(lses, 1)
 
 
@@ -71,10 +71,10 @@ def gradients(
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     with ring.call(steps, "backward", q, k, scores) as running:
         given = (dout, q, out, lse, dlse)
-        works = backward_backends(backend, running.chunks, *given, softmax_scale=scale, config=config)
-        loop.backward(running, works, k, v, (dk, dv))
+        backends = backward_backends(backend, running.chunks, *given, softmax_scale=scale, config=config)
+        loop.backward(running, backends, k, v, (dk, dv))
     dsink = None if sink is None else sink_gradient(sink, row_delta(backend, dout, out, dlse), lse)
-    return joined([work.result() for work in works], 2), dk, dv, dsink
+    return joined([backend.result() for backend in backends], 2), dk, dv, dsink
 
 
 class RingAttention(torch.autograd.Function):
@@ -139,15 +139,15 @@ class _NoSecondDerivative(torch.autograd.Function):
         raise RuntimeError(ONCE)
 
 
-# --- how arguments travel -------------------------------------------------------------------------------------------
+# --- arguments of an op -------------------------------------------------------------------------------------------
 
 
 def _one(value: Any) -> tuple[Any]:
     return (value,)
 
 
-class Travel(NamedTuple):
-    """How one argument travels: its part of the op's schema, what it is packed into, and what that stands for."""
+class OpArgument(NamedTuple):
+    """One argument in the op: its part of the schema, what it is packed into, and what that stands for."""
 
     schema: str
     pack: Callable[[Any], Sequence[Any]] = _one
@@ -227,27 +227,29 @@ def _signed(seed: int) -> int:
     return seed - SEEDS if seed >= SEEDS // 2 else seed
 
 
-TRAVELS: dict[str, Travel] = {
-    "layout": Travel("Tensor? layout, str? layout_name", _pack_layout, _unpack_layout),
-    "causal": Travel("bool causal"),
-    "window_size": Travel("SymInt[] window_size", lambda sides: (list(sides),), tuple),
-    "softmax_scale": Travel("float? softmax_scale"),
-    "softcap": Travel("float softcap"),
-    "learnable_sink": Travel("Tensor? learnable_sink"),
-    "alibi_slopes": Travel("Tensor? alibi_slopes"),
-    "dropout_p": Travel("float dropout_p"),
-    "dropout_seed": Travel("Tensor? dropout_seed, bool drawn", _pack_seed, _unpack_seed),  # by every rank for itself
-    "cu_seqlens": Travel("Tensor? cu_seqlens", _pack_numbers),
-    "seqused_k": Travel("Tensor? seqused_k", _pack_numbers),
-    "prefix_length": Travel("SymInt? prefix_length"),
-    "block_mask": Travel("Tensor? blocks, SymInt block, SymInt[]? longformer", _pack_mask, _unpack_mask),
-    "kv_layout": Travel("Tensor? kv_layout, str? kv_layout_name", _pack_layout, _unpack_layout),
-    "backend": Travel("str backend"),
-    "config": Travel("int[]? tiles, str[] choices", pack_config, unpack_config),
+OP_ARGUMENTS: dict[str, OpArgument] = {
+    "layout": OpArgument("Tensor? layout, str? layout_name", _pack_layout, _unpack_layout),
+    "causal": OpArgument("bool causal"),
+    "window_size": OpArgument("SymInt[] window_size", lambda sides: (list(sides),), tuple),
+    "softmax_scale": OpArgument("float? softmax_scale"),
+    "softcap": OpArgument("float softcap"),
+    "learnable_sink": OpArgument("Tensor? learnable_sink"),
+    "alibi_slopes": OpArgument("Tensor? alibi_slopes"),
+    "dropout_p": OpArgument("float dropout_p"),
+    "dropout_seed": OpArgument(
+        "Tensor? dropout_seed, bool drawn", _pack_seed, _unpack_seed
+    ),  # by every rank for itself
+    "cu_seqlens": OpArgument("Tensor? cu_seqlens", _pack_numbers),
+    "seqused_k": OpArgument("Tensor? seqused_k", _pack_numbers),
+    "prefix_length": OpArgument("SymInt? prefix_length"),
+    "block_mask": OpArgument("Tensor? blocks, SymInt block, SymInt[]? longformer", _pack_mask, _unpack_mask),
+    "kv_layout": OpArgument("Tensor? kv_layout, str? kv_layout_name", _pack_layout, _unpack_layout),
+    "backend": OpArgument("str backend"),
+    "config": OpArgument("int[]? tiles, str[] choices", pack_config, unpack_config),
 }
 """Of every field of :class:`AttentionArgs`."""
 
-SCHEMA = ", ".join([*(travel.schema for travel in TRAVELS.values()), "SymInt ring, SymInt member, str group"])
+SCHEMA = ", ".join([*(argument.schema for argument in OP_ARGUMENTS.values()), "SymInt ring, SymInt member, str group"])
 _made: Any = namedtuple  # of names that no type checker knows
 Packed = _made("Packed", [one.split()[-1] for one in SCHEMA.split(", ")])
 
@@ -256,7 +258,7 @@ def pack_args(args: AttentionArgs, ring: Ring | None, group: Any) -> Any:
     """A call besides q, k and v as the arguments of an op, a ``Packed``."""
     is_local = isinstance(group, LocalGroup)
     packed = Packed(
-        *(part for name, travel in TRAVELS.items() for part in travel.pack(getattr(args, name))),
+        *(part for name, argument in OP_ARGUMENTS.items() for part in argument.pack(getattr(args, name))),
         ring=0 if ring is None else ring.number,
         member=group.number if is_local else 0,
         group="" if group is None or is_local else _name_of(group),
@@ -276,7 +278,9 @@ def _name_of(group: Any) -> str:
 def unpack_args(packed: Any) -> AttentionArgs:
     """What :func:`pack_args` was given."""
     parts = iter(packed)
-    made = {name: travel.unpack(*islice(parts, travel.schema.count(",") + 1)) for name, travel in TRAVELS.items()}
+    made = {
+        name: argument.unpack(*islice(parts, argument.schema.count(",") + 1)) for name, argument in OP_ARGUMENTS.items()
+    }
     return AttentionArgs(**made)
 
 

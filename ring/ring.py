@@ -55,7 +55,7 @@ VERSIONS = {"ringattn": __version__, "torch": torch.__version__, "triton": trito
 
 
 class Ring:
-    """What the ranks of one group share between calls: transports, and the slots of K/V and of dK/dV sums.
+    """What the ranks of one group share between calls: transports, and the slots of K/V and of dK/dV.
 
     Args:
         group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or a :class:`LocalWorld` member; None is
@@ -64,14 +64,14 @@ class Ring:
             ``local``.
         wire_dtype: how K/V travel: None as they are, ``torch.bfloat16``, or ``torch.float8_e4m3fn`` with one scale per
             head and 128 tokens. Encoded once, by their owner; the own shard is computed with as it is.
-        grad_wire_dtype: how dK/dV sums travel: None or ``torch.float32`` as they are summed, or ``torch.bfloat16``.
+        grad_wire_dtype: how partial dK/dV travel: None or ``torch.float32`` as they are summed, or ``torch.bfloat16``.
         slots: buffers that K/V rotate through; memory per rank does not depend on the number of ranks. At least 2
             where more than two ranks share a ring.
-        prefetch: hops that K/V are asked for ahead of the compute, 0 (blocking) to ``slots - 1``, the default.
+        prefetch: hops that K/V are posted ahead of the compute, 0 (blocking) to ``slots - 1``, the default.
         chunks: a hop is cut into this many runs of key heads, each sent and computed on its own, so that only one
             run's transfer is exposed at either end. At most the number of key heads.
         direction: 1 sends K/V to the next rank, -1 to the one before.
-        topology: the order of the ranks; several nodes of one size make a two-level ring. None: found out, where the
+        topology: the order of the ranks; several nodes of one size make a two-level ring. None: discovered, where the
             group has GPUs, else flat in rank order.
         limits: what a transfer may take of the machine, see :class:`comm.Limits`.
         deadline: seconds that a transfer may take once what it waits for is done, before the ranks give up with an
@@ -113,7 +113,7 @@ class Ring:
         self.direction = direction
         self.topology = topology
         self._prefetch = prefetch
-        self.slots, self.prefetch = depth_of(slots, prefetch, _hops(topology, self.size))
+        self._set_depth(slots)
         self.chunks = chunks
         wire, self._grad_wire = wire_of(wire_dtype, torch.float32), grad_wire_of(grad_wire_dtype)
         # by name, so that ranks that say the same in different ways agree
@@ -122,14 +122,14 @@ class Ring:
         self.limits = limits or Limits()
         self.deadline = deadline
         self.number = handle_of(self)  # what names this ring in a graph of torch.compile
-        self._wish = transport
+        self._transport_name = transport
         self._transports: tuple[Transport, ...] = ()
         self._flat: Transport | None = None
         self._opened: list[Transport] = []  # what the watch aborts; it must not keep the ring alive
         self._watch: Watch | None = None
         self._device: torch.device | None = None
         self._kv: Slots | None = None
-        self._sums: Slots | None = None
+        self._dkv: Slots | None = None
         self._warm: list[Plan] = []
         self._trace: Trace | None = None
         self._control: Control | None = None
@@ -153,6 +153,11 @@ class Ring:
             "grad_wire_dtype": self.grad_wire_dtype,
         }
 
+    def _set_depth(self, slots: int) -> None:
+        ring = self.topology
+        hops = len(ring.nodes[0]) if ring is not None and ring.two_level else self.size
+        self.slots, self.prefetch = depth_of(slots, self._prefetch, hops)
+
     def open(self, device: torch.device) -> tuple[Transport, ...]:
         """The transports for tensors on ``device``, one per level of the ring, opened on first use.
 
@@ -164,17 +169,13 @@ class Ring:
         if not self._transports:
             if self.topology is None and device.type == "cuda" and not isinstance(self.group, LocalGroup):
                 self.topology = discover(self._shared(), device)
-                self.slots, self.prefetch = depth_of(self.slots, self._prefetch, _hops(self.topology, self.size))
-            self._transports = open_transports(
-                self.group,
-                transport=self._wish,
-                device=device,
-                topology=self.topology,
-                limits=self.limits,
-                control=self._shared(),
-            )
+                self._set_depth(self.slots)
+            self._transports = open_transports(self.group, transport=self._transport_name, **self._opening(device))
             self._opened.extend(self._transports)
         return self._transports
+
+    def _opening(self, device: torch.device) -> dict[str, Any]:
+        return {"device": device, "topology": self.topology, "limits": self.limits, "control": self._shared()}
 
     def open_flat(self, device: torch.device) -> Transport:
         """A transport that reaches every rank of the group, opened on first use."""
@@ -182,23 +183,15 @@ class Ring:
         if len(transports) == 1:
             return transports[0]
         if self._flat is None:
-            # What reaches other nodes reaches all ranks; copy engines, if they were asked for, would not.
-            wish = transports[-1].name
-            self._flat = open_transport(
-                self.group,
-                transport=wish,
-                device=device,
-                topology=self.topology,
-                limits=self.limits,
-                control=self._shared(),
-            )
+            # What reaches other nodes reaches all ranks; copy engines, if those were given, would not.
+            self._flat = open_transport(self.group, transport=transports[-1].name, **self._opening(device))
             self._opened.append(self._flat)
         return self._flat
 
     @property
     def transport(self) -> str:
-        """Name of the transport in use, or the one asked for before the first call."""
-        return self._transports[0].name if self._transports else self._wish
+        """Name of the transport in use, or the argument before the first call."""
+        return self._transports[0].name if self._transports else self._transport_name
 
     def leaving_room(self, config: KernelConfig | None) -> KernelConfig | None:
         """``config``, whose persistent kernels leave what this ring's transfers take where it says nothing of that."""
@@ -211,13 +204,35 @@ class Ring:
 
     @contextmanager
     def call(self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor, scores: Scores = PLAIN) -> Iterator[Call]:
-        """What the loops need for one call; an error inside is told to the other ranks."""
+        """What the loops need for one call; an error inside reaches the other ranks."""
         with self._watched(phase, q.device) as watch:
-            yield self._call(plan, phase, q, k, scores, watch)
+            transports = self.open(q.device)
+            if not any(plan is known for known in self._warm):
+                for transport, edges in zip(transports, plan.edges, strict=False):
+                    transport.warm_up(edges)
+                self._warm = [*self._warm[1 - PLANS :], plan]
+            wire = wire_of(self.wire_dtype, k.dtype)
+            self._kv = self._slots(self._kv, (plan.kv_slots + (wire is not None)) * self.chunks, q.device)
+            self._dkv = self._slots(self._dkv, plan.dkv_slots * self.chunks, q.device)
+            call = Call(
+                plan=plan,
+                phase=phase,
+                transports=transports,
+                kv_slots=self._kv,
+                dkv_slots=self._dkv,
+                span=watch.span,
+                chunks=chunks_of(self.chunks, q.shape[2], k.shape[2]),
+                prefetch=self.prefetch,
+                wire=wire,
+                grad_wire=self._grad_wire,
+                posted=watch.posted,
+                scores=scores,
+            )
+            yield call if self._trace is None else self._trace.watching(call)
 
     @contextmanager
     def _exchange(self, phase: str, device: torch.device) -> Iterator[tuple[Transport, Posted]]:
-        """A transport to every rank, and whom to tell of posts there; an error inside is told to the others."""
+        """A transport to every rank, and the watch's note of posts there; an error inside reaches the other ranks."""
         transport = self.open_flat(device)
         with self._watched(phase, device) as watch:
             yield transport, watch.posted
@@ -230,38 +245,12 @@ class Ring:
             yield watch
         except BaseException as error:
             self._broken = repr(error)
-            told = watch.failed(error)
-            if told is error:
+            raised = watch.failed(error)
+            if raised is error:
                 raise
-            raise told from error
+            raise raised from error
         finally:
             watch.end()
-
-    def _call(self, plan: Plan, phase: str, q: torch.Tensor, k: torch.Tensor, scores: Scores, watch: Watch) -> Call:
-        transports = self.open(q.device)
-        if not any(plan is known for known in self._warm):
-            for transport, edges in zip(transports, plan.edges, strict=False):
-                transport.warm_up(edges)
-            self._warm = [*self._warm[1 - PLANS :], plan]
-        wire = wire_of(self.wire_dtype, k.dtype)
-        self._kv = self._slots(self._kv, (plan.kv_slots + (wire is not None)) * self.chunks, q.device)
-        self._sums = self._slots(self._sums, plan.dkv_slots * self.chunks, q.device)
-
-        call = Call(
-            plan=plan,
-            phase=phase,
-            transports=transports,
-            kv_slots=self._kv,
-            dkv_slots=self._sums,
-            span=watch.span,
-            chunks=chunks_of(self.chunks, q.shape[2], k.shape[2]),
-            prefetch=self.prefetch,
-            wire=wire,
-            grad_wire=self._grad_wire,
-            posted=watch.posted,
-            scores=scores,
-        )
-        return call if self._trace is None else self._trace.watching(call)
 
     @staticmethod
     def _slots(slots: Slots | None, count: int, device: torch.device) -> Slots:
@@ -273,40 +262,37 @@ class Ring:
 
     @contextmanager
     def _entered(self, device: torch.device) -> Iterator[None]:
-        """One call, from its checks to its end; the other ranks hear of whatever ends it early.
+        """One call, from its checks to its end; whatever ends it early reaches the other ranks.
 
         Raises:
             RuntimeError: a call of another thread is in progress. Ranks whose threads race need not agree on which
-                call came first, so the ring is lost, as after any other failure.
+                call came first, so the ring is lost, as after any other failure. Or a thread whose wait for other
+                virtual ranks would never end.
         """
         if self.size == 1:
             yield
             return
         self._check_process()
-        self._check_thread()
+        if isinstance(self.group, LocalGroup):
+            self.group.check_thread()
         if not self._busy.acquire(blocking=False):
             self._misused = RuntimeError(IN_USE)
             if self._watch is not None:
                 self._watch.failed(self._misused)
             raise self._misused
         try:
-            with self._told(device):
+            watch = self._use(device) if self._watch is None or self._closed else self._watch
+            watch.enter()
+            try:
+                self._use(device)
                 yield
                 if self._misused is not None:
                     raise self._misused
+            except BaseException as error:
+                watch.left(error)
+                raise
         finally:
             self._busy.release()
-
-    @contextmanager
-    def _told(self, device: torch.device) -> Iterator[None]:
-        watch = self._use(device) if self._watch is None or self._closed else self._watch
-        watch.enter()
-        try:
-            self._use(device)
-            yield
-        except BaseException as error:
-            watch.left(error)
-            raise
 
     def _agree(
         self,
@@ -338,11 +324,11 @@ class Ring:
         watch = self._watch
         assert watch is not None
         try:
-            found = self._seeds.gather(drawn, what="the seed of dropout", stop=watch.stopped)[0]
+            seed = self._seeds.gather(drawn, what="the seed of dropout", stop=watch.stopped)[0]
         except TransportError as error:  # a rank whose seed was given may have stopped before
             raise watch.failed(error) from error
-        assert isinstance(found, int)
-        return found
+        assert isinstance(seed, int)
+        return seed
 
     def telemetry(self) -> tuple[Report, ...]:
         """What this rank knows of every rank and how old that is: compute and wait seconds, bytes, last step, clocks.
@@ -370,7 +356,7 @@ class Ring:
         return self._watch
 
     def _shared(self) -> Control:
-        """What its ranks tell each other goes through this, and no wait there is longer than the deadline allows."""
+        """What its ranks exchange on the host; no wait there is longer than the deadline allows."""
         if self._control is None:
             self._control = ring_control(self.group, self.deadline)
         return self._control
@@ -381,11 +367,6 @@ class Ring:
             raise RuntimeError(
                 f"ring belongs to process {self._process}, from which this one was forked: it has none of its threads"
             )
-
-    def _check_thread(self) -> None:
-        """Refuse a backward from a thread where virtual ranks would wait for each other forever: RuntimeError."""
-        if isinstance(self.group, LocalGroup):
-            self.group.check_thread()
 
     @contextmanager
     def record(self) -> Iterator[Trace]:
@@ -414,14 +395,14 @@ class Ring:
             aborts = (partial(one.abort, reason) for one in self._opened)
             steps += [partial(within, ABORT_SECONDS, abort, device, "abort") for abort in aborts]
         # Under the watch, which ends a transfer that never comes.
-        steps += [partial(_drain, slots) for slots in (self._kv, self._sums) if slots is not None]
+        steps += [partial(_drain, slots) for slots in (self._kv, self._dkv) if slots is not None]
         steps += [thing.close for thing in (self._watch, *self._opened, self._control) if thing is not None]
         for step in steps:
             try:
                 step()
             except Exception as error:
                 logger.warning("rank %d: what a ring held is not all given back: %s", self.rank, error)
-        self._kv = self._sums = self._control = self._seeds = None
+        self._kv = self._dkv = self._control = self._seeds = None
         self._opened.clear()
         self._transports, self._flat = (), None
 
@@ -434,18 +415,13 @@ class Ring:
         self.close()
 
 
-def _hops(topology: Topology | None, size: int) -> int:
-    """Hops of a turn."""
-    return len(topology.nodes[0]) if topology is not None and topology.two_level else size
-
-
 def _drain(slots: Slots) -> None:
     with suppress(TransportError):  # what failed is over, too
         slots.drain()
 
 
 def depth_of(slots: int, prefetch: int | None, hops: int) -> tuple[int, int]:
-    """``slots`` and ``prefetch``, checked against each other; ``hops`` of a turn."""
+    """``slots`` and ``prefetch``, checked against each other; ``hops`` of an outer step."""
     least = 2 if hops > 2 else 1  # a slot that is sent from cannot be received into
     if slots < least:
         raise ValueError(f"slots is {slots}: a ring of {hops} ranks needs at least {least}")
@@ -458,9 +434,8 @@ def ring_of(group: GroupLike, device: torch.device) -> Ring:
     """The ring that calls without ``ring=`` share: one per group and device, made on first use."""
     members = resolve_group(group)
     kept = kept_of(members)
-    if device not in kept:
-        kept.setdefault(device, Ring(members))  # in one step: two threads must not make two
-    ring = kept[device]
+    # in one step: two threads must not make two
+    ring = kept[device] if device in kept else kept.setdefault(device, Ring(members))
     assert isinstance(ring, Ring)
     return ring
 
@@ -478,7 +453,7 @@ def resolve_ring(ring: Ring | None, group: GroupLike, device: torch.device) -> R
 
 def device_of(*given: object) -> torch.device:
     """Where a call computes; where that is wrong too, somewhere to tell the other ranks from."""
-    usable = (x.device for x in given if isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda"))
-    return next(
-        usable, torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    )
+    for x in given:
+        if isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda"):
+            return x.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

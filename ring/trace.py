@@ -11,16 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ..comm import Fence, Message, Transport
+from ..comm import Fence
 from ..comm.cuda_threads import on_device
 from ..comm.transports.lanes import StreamOrdered
 from ..comm.transports.process_group import HostFence
-from .buffers import Call, Key, Kind
+from .buffers import Call, Key, Kind, Load
 from .schedule.plan import Plan
 from .schedule.schedule import Hop
 
@@ -31,7 +32,7 @@ Stretch = tuple[float, float]  # begin and end
 class Span:
     """``kind`` from ``begin`` to ``end``, in seconds on the rank's host clock, at a hop of the forward or the backward.
 
-    ``kind`` is "compute" or "wait"; "send" or "receive"; "slot N" (K/V) or "sums N" (dK/dV) while a slot is in use.
+    ``kind`` is "compute" or "wait"; "send" or "receive"; "slot N" (K/V) or "dK/dV slot N" while a slot is in use.
     """
 
     phase: str
@@ -65,25 +66,25 @@ def slot_trace(
 ) -> Iterator[Span]:
     """Every use of a slot by one call: from when something may be written there until its last reader is over.
 
-    ``computed``: per hop, when it computed. The two slots of a two-level ring through which nodes' sums go home are not
-    told.
+    ``computed``: per hop, when it computed. Left out: the two slots of a two-level ring through which dK/dV of nodes
+    return to their owners.
     """
     kv = [post for post in posts if post.key.kind in KEY_VALUES]
-    sums = [post for post in posts if post.key.kind is Kind.DKV]
+    dkv = [post for post in posts if post.key.kind is Kind.DKV]
     for hop in plan.hops:
         reads = computed.get(hop.index, ())
         if hop.kv_slot is not None:
             into = [post for post in kv if post.received and post.key.brings == hop.index]
-            out = [post for post in kv if post.sent and _leaving(plan, post.key) is hop]
+            out = [post for post in kv if post.sent and plan.kv_sender(plan.hops[post.key.brings]) is hop]
             for span in _slot_span(into, out, reads):
                 yield Span(phase, f"slot {hop.kv_slot}", hop.index, *span, f"K/V of {hop.shard}")
         if hop.dkv_slot is not None and phase == "backward":
-            # where more is to come, what came home is added to a total as soon as it is there
+            # where more is to come, what returned is added to a total as soon as it is there
             plain = not plan.two_level and plan.send_index is None
-            into = [post for post in sums if post.received and hop in _coming_sums(plan, post.key)]
-            out = [post for post in sums if post.sent and post.key.hop == hop.index]
+            into = [post for post in dkv if post.received and hop in plan.dkv_arrivals[post.key.hop]]
+            out = [post for post in dkv if post.sent and post.key.hop == hop.index]
             for span in _slot_span(into, out, reads if hop.index or plain else ()):
-                yield Span(phase, f"sums {hop.dkv_slot}", hop.index, *span, f"dK/dV of {hop.shard}")
+                yield Span(phase, f"dK/dV slot {hop.dkv_slot}", hop.index, *span, f"dK/dV of {hop.shard}")
 
 
 def _slot_span(into: Sequence[Moved], out: Sequence[Moved], reads: Sequence[Stretch]) -> list[Stretch]:
@@ -96,26 +97,13 @@ def _slot_span(into: Sequence[Moved], out: Sequence[Moved], reads: Sequence[Stre
 def names(plan: Plan, key: Key) -> tuple[str, str]:
     """What a group of transfers sends, and what it receives."""
     if key.kind in KEY_VALUES:
-        return f"K/V of {_leaving(plan, key).shard}", f"K/V of {plan.hops[key.brings].shard}"
+        coming = plan.hops[key.brings]
+        return f"K/V of {plan.kv_sender(coming).shard}", f"K/V of {coming.shard}"
     if key.kind is Kind.DKV:
-        coming = " and ".join(str(one.shard) for one in _coming_sums(plan, key))
-        return f"dK/dV of {plan.hops[key.hop].shard}", f"dK/dV of {coming}"
+        arrivals = " and ".join(str(one.shard) for one in plan.dkv_arrivals[key.hop])
+        return f"dK/dV of {plan.hops[key.hop].shard}", f"dK/dV of {arrivals}"
     root = plan.hops[key.hop // plan.inner * plan.inner]
     return f"dK/dV of {root.shard}", f"dK/dV of {plan.rank}"
-
-
-def _coming_sums(plan: Plan, key: Key) -> list[Hop]:
-    """The hops whose sums arrive with a group of sums."""
-    following = plan.hops[key.hop + 1 : key.hop + 2]
-    home = plan.dkv_returns.get(key.hop)
-    return [one for one in following if not plan.is_outer_root(one) and one.dkv_from is not None] + (
-        [home] if home else []
-    )
-
-
-def _leaving(plan: Plan, key: Key) -> Hop:
-    """Whose K/V leave with a group that brings those of another hop."""
-    return plan.hops[key.brings - (plan.inner if key.kind is Kind.RAIL else 1)]
 
 
 Moment = Any  # float: seconds on the host clock; a torch.cuda.Event: where a stream is
@@ -150,8 +138,8 @@ class _Clock:
         if isinstance(moment, float):
             return moment
         self._wait(moment)
-        found: float = self._host + self._start.elapsed_time(moment) / 1e3
-        return found
+        seconds: float = self._host + self._start.elapsed_time(moment) / 1e3
+        return seconds
 
     def _wait(self, moment: torch.cuda.Event) -> None:
         with on_device(self._device):
@@ -176,22 +164,6 @@ class _Begin(StreamOrdered):
     def order(self, stream: torch.cuda.Stream) -> None:
         if self.at is None:
             self.stream, self.at = stream, self._clock.now(stream)
-
-
-class _Noting:
-    """In a transport's place: its posts, with a note of where each begins and ends."""
-
-    def __init__(self, transport: Transport, clock: _Clock, note: Callable[[_Begin, Fence, Moment], None]) -> None:
-        self._transport, self._clock, self._note = transport, clock, note
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def post(self, *, sends: Sequence[Message], receives: Sequence[Message], after: Sequence[Fence] = ()) -> Fence:
-        begin = _Begin(self._clock)
-        fence = self._transport.post(sends=sends, receives=receives, after=(*after, begin))
-        self._note(begin, fence, None if isinstance(fence, HostFence) else self._clock.now(begin.stream))
-        return fence
 
 
 @dataclass
@@ -241,28 +213,22 @@ class Trace:
 
     def watching(self, call: Call) -> Call:
         """The same call, with its transfers and its inner waits noted."""
-        number = len(self._plans)
         self._plans.append((call.phase, call.plan))
-        latest: list[tuple[_Begin, Fence, Moment]] = []
-
-        def posted(key: object, fence: Fence, after: Sequence[Fence], sent: Any, received: Any) -> None:
-            call.posted(key, fence, after, sent, received)
-            assert isinstance(key, Key)
-            counts = (sum(nbytes for _, nbytes in way) for way in (sent, received))
-            self._posts.append(_Post(number, key, *latest.pop(), *counts))
-
-        def note(*noted: Any) -> None:
-            latest[:] = [noted]
-
-        noting: Any = tuple(_Noting(transport, self._clock, note) for transport in call.transports)
-        waiting = lambda hop: self.span(call.phase, "wait", hop)  # noqa: E731
 
         @contextmanager
         def span(kind: str, hop: Hop) -> Iterator[None]:
             with call.span(kind, hop), self.span(call.phase, kind, hop):
                 yield
 
-        return replace(call, transports=noting, posted=posted, waiting=waiting, span=span)
+        settings = {one.name: getattr(call, one.name) for one in fields(call)}
+        settings |= {"waiting": partial(self.span, call.phase, "wait"), "span": span}
+        return _RecordedCall(**settings, trace=self)
+
+    def posting(self, key: Key, begin: _Begin, fence: Fence, sends: Load, receives: Load) -> None:
+        """Note a post, right after it was made."""
+        end = None if isinstance(fence, HostFence) else self._clock.now(begin.stream)
+        sent, received = (sum(nbytes for _, nbytes in way.sizes) for way in (sends, receives))
+        self._posts.append(_Post(len(self._plans) - 1, key, begin, fence, end, sent, received))
 
     @contextmanager
     def span(self, phase: str, kind: str, hop: Hop) -> Iterator[None]:
@@ -326,3 +292,17 @@ class Trace:
                 computed.setdefault(one.hop, []).append((self._clock.seconds(one.begin), self._clock.seconds(one.end)))
         posts = [self._done(post) for post in self._posts if post.call == number]
         return slot_trace(*self._plans[number], posts, computed)
+
+
+@dataclass(frozen=True)
+class _RecordedCall(Call):
+    """A call whose posts are noted: when what they wait for is over, and when they are."""
+
+    trace: Trace = field(kw_only=True)
+
+    def post(self, level: int, key: Key, sends: Load, receives: Load, after: Sequence[Fence]) -> Fence | None:
+        begin = _Begin(self.trace._clock)
+        fence = super().post(level, key, sends, receives, (*after, begin))
+        if fence is not None:
+            self.trace.posting(key, begin, fence, sends, receives)
+        return fence

@@ -1,12 +1,10 @@
-"""How keys, values and sums travel: as they are, rounded to bfloat16, or as fp8 with scales.
+"""How K/V and dK/dV travel: as they are, rounded to bfloat16, or as fp8 with scales.
 
-Encoded once by their owner, passed on byte for byte, decoded by everyone who computes with them: however many hops, one
-rounding. Sums change at every hop, and are rounded at every hop.
+K/V are encoded once by their owner, passed on byte for byte, decoded by everyone who computes with them: however many
+hops, one rounding. dK/dV change at every hop, and are rounded at every hop.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,40 +25,26 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Wire(Protocol):
-    """One way for a tensor ``[B, S, H, D]`` to travel; both directions run on the current stream and keep nothing."""
-
-    @property
-    def name(self) -> str:
-        """The dtype that travels, as torch spells it: ``"bfloat16"``."""
-
-    def specs(self, shape: tuple[int, ...]) -> list[TensorSpec]:
-        """Shapes and dtypes of the contiguous tensors that travel in the place of one ``[B, S, H, D]``."""
-
-    def encode(self, x: Tensor, into: tuple[Tensor, ...]) -> None:
-        """Write ``x``, any strides with a unit last one, into tensors of :meth:`specs`."""
-
-    def decode(self, wire: tuple[Tensor, ...], into: Tensor) -> None:
-        """Write what travelled into ``into``, in its dtype."""
-
-
 class Rounded:
-    """As one tensor of another dtype, rounded to nearest; what is too large for the target's range becomes infinite.
+    """``[B, S, H, D]`` as one tensor of another dtype, rounded to nearest; what is too large for it becomes infinite.
 
     By way of bfloat16 that is ``|x| >= 65,408`` of fp16, and ``|x| >= (2 - 2^-8) * 2^127`` of fp32.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.name = dtype_name(dtype)
+        self.name = dtype_name(dtype)  # as torch spells it: "bfloat16"
 
     def specs(self, shape: tuple[int, ...]) -> list[TensorSpec]:
+        """Shapes and dtypes of the contiguous tensors that travel in the place of one of ``shape``."""
         return [(shape, self.dtype)]
 
     def encode(self, x: Tensor, into: tuple[Tensor, ...]) -> None:
+        """Write ``x``, any strides with a unit last one, into tensors of :meth:`specs`, on the current stream."""
         into[0].copy_(x)
 
     def decode(self, wire: tuple[Tensor, ...], into: Tensor) -> None:
+        """Write what arrived into ``into``, in its dtype."""
         into.copy_(wire[0])
 
 
@@ -108,6 +92,7 @@ def encode_tile(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     codes.copy_(values.mul_(scale.reciprocal()[:, None, :, None]))
 
 
+Wire = Rounded | Scaled
 _BFLOAT16 = Rounded(torch.bfloat16)
 _WIRES: dict[torch.dtype, Wire] = {torch.bfloat16: _BFLOAT16, torch.float8_e4m3fn: Scaled()}
 _GRAD_WIRES: dict[torch.dtype, Wire | None] = {torch.float32: None, torch.bfloat16: _BFLOAT16}
@@ -125,12 +110,12 @@ def wire_of(wire_dtype: torch.dtype | str | None, dtype: torch.dtype) -> Wire | 
     """
     if dtype not in MODEL_DTYPES:
         raise ValueError(f"dtype is {dtype}: keys and values are float16, bfloat16 or float32")
-    asked = dtype_of("wire_dtype", wire_dtype, tuple(_WIRES))
-    return None if asked is None or asked == dtype else _WIRES[asked]
+    name = dtype_of("wire_dtype", wire_dtype, tuple(_WIRES))
+    return None if name is None or name == dtype else _WIRES[name]
 
 
 def grad_wire_of(grad_wire_dtype: torch.dtype | str | None) -> Wire | None:
-    """How fp32 sums of dK and dV travel; None where they travel as they are.
+    """How partial dK and dV, fp32, travel; None where they travel as they are.
 
     Args:
         grad_wire_dtype: None, ``torch.float32`` (the same) or ``torch.bfloat16``, or the name of one.
@@ -138,8 +123,8 @@ def grad_wire_of(grad_wire_dtype: torch.dtype | str | None) -> Wire | None:
     Raises:
         ValueError: another dtype or name.
     """
-    asked = dtype_of("grad_wire_dtype", grad_wire_dtype, tuple(_GRAD_WIRES))
-    return None if asked is None else _GRAD_WIRES[asked]
+    name = dtype_of("grad_wire_dtype", grad_wire_dtype, tuple(_GRAD_WIRES))
+    return None if name is None else _GRAD_WIRES[name]
 
 
 def dtype_of(argument: str, given: torch.dtype | str | None, known: tuple[torch.dtype, ...]) -> torch.dtype | None:

@@ -128,7 +128,7 @@ def _colour(event: Event, theme: Theme) -> str:
     if event.lane in LANES:
         colour: str = getattr(theme, event.lane)
         return colour
-    return theme.sums if event.lane.startswith("sums") else theme.slot
+    return theme.sums if event.lane.startswith("dK/dV") else theme.slot
 
 
 def _label(event: Event) -> str:
@@ -164,7 +164,7 @@ def _legend(figure: Any, theme: Theme, *, slots: bool) -> None:
         "waits": theme.wait,
         "sends": theme.send,
         "receives": theme.receive,
-        **({"slot in use, K/V": theme.slot, "slot in use, dK/dV sums": theme.sums} if slots else {}),
+        **({"slot in use, K/V": theme.slot, "slot in use, dK/dV": theme.sums} if slots else {}),
     }
     handles = [Patch(facecolor=colour, label=name) for name, colour in names.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=7.5, handlelength=1.1)

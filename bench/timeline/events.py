@@ -15,7 +15,7 @@ from ...kernels.strict import checked_as, shown, typed, whole
 SCHEMA = "ringattn timeline 1"
 LANES = ("compute", "wait", "send", "receive")
 """Of every rank, from the top; below them come its slots while they hold or await something: "slot 0" and on (K/V),
-"sums 0" and on (dK/dV)."""
+"dK/dV slot 0" and on."""
 MEASURED, PREDICTED = SOURCES = ("measured", "predicted")
 MACHINE = {"threads", "seed", "device", "transport"}
 """What a measured call says of where it ran: a prediction has none of it."""
@@ -31,7 +31,7 @@ class Event:
     """What one rank did on one lane from ``begin`` to ``end``, in seconds from the start of the call."""
 
     rank: int
-    lane: str  # one of LANES, "slot N" or "sums N"
+    lane: str  # one of LANES, "slot N" or "dK/dV slot N"
     phase: str  # "forward" or "backward"
     hop: int
     begin: float
@@ -88,7 +88,7 @@ def alike(one: Timeline, other: Timeline) -> bool:
 
 def lane_order(lane: str) -> tuple[int, str]:
     """Sorts lanes as they are drawn."""
-    return (LANES.index(lane), "") if lane in LANES else (len(LANES), lane)
+    return (LANES.index(lane), "") if lane in LANES else (len(LANES) + lane.startswith("dK/dV"), lane)
 
 
 def as_chrome(timeline: Timeline) -> dict[str, Any]:

@@ -59,17 +59,19 @@ def _causal_operator_backward(given: tuple[Tensor, ...], lse: Tensor, *, scale: 
     rows, squares = lse.shape[2], 1
     while rows % (2 * squares) == 0 and rows // (2 * squares) >= LEAST_ROWS:
         squares *= 2
-    found = _operator_backward(tuple(_cut(x, squares) for x in given), _cut_lse(lse, squares), causal=True, scale=scale)
+    pieces = _operator_backward(
+        tuple(_cut(x, squares) for x in given), _cut_lse(lse, squares), causal=True, scale=scale
+    )
     if squares == 1:
-        return found
-    grads = tuple(_joined(x, squares).float().contiguous() for x in found)  # a sum of several calls: in fp32
+        return pieces
+    grads = tuple(_joined(x, squares).float().contiguous() for x in pieces)  # a sum of several calls: in fp32
     while squares > 1:
         squares //= 2
         early, late = slice(0, rows // squares // 2), slice(rows // squares // 2, None)
         whose = late, late, early, early, late
         parts = tuple(_cut(x, squares)[:, near] for x, near in zip(given, whose, strict=True))
-        found = _operator_backward(parts, _cut_lse(lse, squares)[..., late], causal=False, scale=scale)
-        for grad, part, near in zip(grads, found, (late, early, early), strict=True):
+        pieces = _operator_backward(parts, _cut_lse(lse, squares)[..., late], causal=False, scale=scale)
+        for grad, part, near in zip(grads, pieces, (late, early, early), strict=True):
             _cut(grad, squares)[:, near] += part
     dq, dk, dv = grads
     return dq, dk, dv
@@ -204,9 +206,9 @@ class AtenBackward:
     """This rank's part of the gradients, one key shard after the other.
 
     The operator computes dQ, dK and dV at once, so :meth:`dkdv` does the whole of a remote shard and its :meth:`dq`
-    nothing: the sums travel behind the next shard. The local one is cut in two, by heads where it is one call of the
+    nothing: dK/dV travel behind the next shard. The local one is cut in two, by heads where it is one call of the
     operator, else by rows: :meth:`dq` does the first half, which hides the first K/V, :meth:`dkdv` the second, which
-    hides the sums' way home.
+    hides the way of what returns.
 
     A gradient through ``lse`` only changes ``delta = rowsum(dout * out)``, which the operator computes itself, into
     ``delta - dlse``: dout is widened by -dlse, out by 1, and q, k and v by 0.
@@ -282,26 +284,26 @@ class AtenBackward:
         return whole._replace(heads=some), whole._replace(heads=others)
 
     def _part(
-        self, k: Tensor, v: Tensor, bounds: Bounds, share: _Share, scores: Scores, sums: _Part | None = None
+        self, k: Tensor, v: Tensor, bounds: Bounds, share: _Share, scores: Scores, accum: _Part | None = None
     ) -> _Part:
-        """Add dQ of a share and return its dK and dV: the operator's own where one call does it, else with ``sums``."""
+        """Add dQ of a share and return its dK and dV: the operator's own where one call does it, or ``accum``."""
         heads, todo = share.heads, share.regions
         k, v = _rows(k)[:, :, heads.keys], _rows(v)[:, :, heads.keys]
         if share.one_call and k.numel():
             (region,) = todo
             return _Part(heads.keys, region.key, region.key_end, *self._operator(*_keys(region, k, v), heads, region))
-        sums = sums or _Part(heads.keys, share.key, share.end, *(_zeros(x[:, share.key : share.end]) for x in (k, v)))
+        accum = accum or _Part(heads.keys, share.key, share.end, *(_zeros(x[:, share.key : share.end]) for x in (k, v)))
         wide: Pair | None = None
         for region in todo if k.numel() else ():
-            near = slice(region.key - sums.key, region.key_end - sums.key)
-            grads = sums.dk[region.items, near], sums.dv[region.items, near]
+            near = slice(region.key - accum.key, region.key_end - accum.key)
+            grads = accum.dk[region.items, near], accum.dv[region.items, near]
             if region.kind is Kind.BLOCKWISE:
                 wide = wide or (k.float(), v.float())  # once for all regions
                 self._blockwise(*_keys(region, *wide), bounds, heads, region, scores, grads)
             else:
                 for total, grad in zip(grads, self._operator(*_keys(region, k, v), heads, region), strict=True):
                     total += grad
-        return sums
+        return accum
 
     def _operator(self, k: Tensor, v: Tensor, heads: _Heads, region: Region) -> Tensors:
         dout, q, out = (x[region.items, region.rows, heads.queries] for x in (self._dout, self._q, self._out))
@@ -313,7 +315,7 @@ class AtenBackward:
         return dk, dv
 
     def _blockwise(
-        self, k: Tensor, v: Tensor, bounds: Bounds, heads: _Heads, region: Region, scores: Scores, sums: Tensors
+        self, k: Tensor, v: Tensor, bounds: Bounds, heads: _Heads, region: Region, scores: Scores, accum: Tensors
     ) -> None:
         if self._delta is None:
             self._delta = row_dot(self._dout, self._out).transpose(1, 2)
@@ -323,7 +325,7 @@ class AtenBackward:
         modifiers = None if scores.is_plain else Modifiers(scores, region, heads.queries.start)
         blockwise.backward(
             dout, q, k, v, lse, delta, limits(bounds, region),
-            scale=self._scale, grads=(dq, *sums), modifiers=modifiers,
+            scale=self._scale, grads=(dq, *accum), modifiers=modifiers,
         )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import Scores
-from .regions import KeyRuns, Limits, Region
+from .regions import KeyRanges, Limits, Region
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85  # added to the key after every round
@@ -195,14 +195,14 @@ def chunks(k: Tensor, v: Tensor, group: int, rows: int) -> list[Chunk]:
     items, keys, kv_heads, _ = k.shape
     scores = group * min(_block_rows(group), rows) * min(TILE_KEYS, keys)
     step = max(1, TILE_SCORES // scores) * torch.get_num_threads()
-    found = []
+    made = []
     for item in range(items):
         for first in range(0, kv_heads, step):
             end = min(first + step, kv_heads)
             near = [x[item, :, first:end].transpose(0, 1).float().contiguous() for x in (k, v)]
             heads = slice(first * group, end * group), slice(first, end)
-            found.append(Chunk(item, *heads, *near))
-    return found
+            made.append(Chunk(item, *heads, *near))
+    return made
 
 
 def blocks(limits: Limits, group: int, kv_heads: int) -> list[Block]:
@@ -214,20 +214,20 @@ def blocks(limits: Limits, group: int, kv_heads: int) -> list[Block]:
     step = _block_rows(group)
     width = max(TILE_KEYS, TILE_SCORES * torch.get_num_threads() // (kv_heads * group * min(step, len(lo))))
     rows = [slice(row, min(row + step, len(lo))) for row in range(0, len(lo), step)]
-    found = (Block(near.start, near.stop, tuple(_tiles(lo[near], hi[near], limits.runs, width))) for near in rows)
-    return [block for block in found if block.tiles]
+    made = (Block(near.start, near.stop, tuple(_tiles(lo[near], hi[near], limits.key_ranges, width))) for near in rows)
+    return [block for block in made if block.tiles]
 
 
 def _block_rows(group: int) -> int:
     return min(max(FOLDED_ROWS // group, MIN_BLOCK_ROWS), MAX_BLOCK_ROWS)
 
 
-def _tiles(lo: Vector, hi: Vector, runs: KeyRuns, width: int) -> Iterator[Tile]:
-    """What one block of rows sees, run by run in tiles of equal width; only the head and the tail are masked."""
+def _tiles(lo: Vector, hi: Vector, key_ranges: KeyRanges, width: int) -> Iterator[Tile]:
+    """What one block of rows sees, range by range in tiles of equal width; only the head and the tail are masked."""
     first, full_first, full_last, last = (int(x) for x in (lo[0], lo[-1], hi[0], hi[-1]))  # neither end decreases
     edges = [(first, full_first), (full_last, last)] if full_first < full_last else [(first, last)]
-    for run, run_end in runs:
-        start, end = max(first, run), min(last, run_end)
+    for begin, past in key_ranges:
+        start, end = max(first, begin), min(last, past)
         count = max(-(-(end - start) // width), 0)
         cuts = [start + (end - start) * cut // count for cut in range(count + 1)] if count else []
         for key, stop in pairwise(cuts):
@@ -265,39 +265,39 @@ def forward(
 
     Shapes: q ``[B, Sq, H, D]``, k ``[B, Sk, Hkv, D]``, v ``[B, Sk, Hkv, Dv]``, any float dtype; out ``[B, Sq, H, Dv]``
     and lse ``[B, H, Sq]``, fp32 or wider, natural log. Row i sees the keys ``lo[i] <= j < hi[i]`` that lie in one of
-    the runs.
+    the key ranges.
     """
     group = q.shape[2] // k.shape[2]
     all_heads = chunks(k, v, group, q.shape[1])
     todo = blocks(limits, group, len(all_heads[0].keys))
-    room = _room(todo, all_heads[0], group)
+    workspace = _workspace(todo, all_heads[0], group)
     for block in todo:
         rows = slice(block.row, block.end)
         for chunk in all_heads:
             item, heads = chunk.item, chunk.heads
             queries, acc = _fold(q[item, rows, heads], group), _fold(out[item, rows, heads], group)
             m = _fold_vector(lse[item, heads, rows] * LOG2_E, group)
-            acc, m = _attend(queries.mul_(scale * LOG2_E), acc, m, block, chunk, modifiers, room)
+            acc, m = _attend(queries.mul_(scale * LOG2_E), acc, m, block, chunk, modifiers, workspace)
             out[item, rows, heads] = _unfold(acc, group)
             lse[item, heads, rows] = m.view(-1, block.end - block.row).mul_(1 / LOG2_E)
 
 
 def _attend(
-    queries: Tensor, acc: Tensor, m: Tensor, block: Block, chunk: Chunk, modifiers: Modifiers | None, room: Tensor
+    queries: Tensor, acc: Tensor, m: Tensor, block: Block, chunk: Chunk, modifiers: Modifiers | None, workspace: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One block of rows: the new ``out`` and the new ``lse``, here and below in units of the base-2 logarithm."""
     if modifiers is None and _is_small(queries, m, chunk):
         total = m.exp2_()
         acc.mul_(total)
         for tile in block.tiles:
-            weights = _product(queries, chunk.keys[:, tile.key : tile.end], room).exp2_()
+            weights = _product(queries, chunk.keys[:, tile.key : tile.end], workspace).exp2_()
             _clear(weights, block, tile.edges)
             total.add_(weights.sum(-1, keepdim=True))
             acc.baddbmm_(weights, chunk.values[:, tile.key : tile.end])
         return _divided(acc, torch.zeros_like(total), total)
     total = torch.ones_like(m)
     for tile in block.tiles:
-        scores = _product(queries, chunk.keys[:, tile.key : tile.end], room)
+        scores = _product(queries, chunk.keys[:, tile.key : tile.end], workspace)
         if modifiers is not None:
             modifiers.apply(_by_head(scores, block), _place(chunk, block, tile))
         _hide(scores, block, tile.edges)
@@ -341,7 +341,7 @@ def backward(
     group = q.shape[2] // k.shape[2]
     all_heads = chunks(k, v, group, q.shape[1])
     todo = blocks(limits, group, len(all_heads[0].keys))
-    room, more_room = (_room(todo, all_heads[0], group) for _ in range(2))
+    workspace, more_workspace = (_workspace(todo, all_heads[0], group) for _ in range(2))
     for block in todo:
         rows = slice(block.row, block.end)
         for chunk in all_heads:
@@ -353,8 +353,8 @@ def backward(
             for tile in block.tiles:
                 near = slice(tile.key, tile.end)
                 keys, values = chunk.keys[:, near], chunk.values[:, near]
-                weights, kept, derivative = _weights(scaled, keys, lses, block, tile, chunk, modifiers, room)
-                dscores = _product(douts, values, more_room)
+                weights, kept, derivative = _weights(scaled, keys, lses, block, tile, chunk, modifiers, workspace)
+                dscores = _product(douts, values, more_workspace)
                 if kept is None:
                     dvalues[:, near].baddbmm_(weights.mT, douts)
                 else:
@@ -376,10 +376,10 @@ def _weights(
     tile: Tile,
     chunk: Chunk,
     modifiers: Modifiers | None,
-    room: Tensor,
+    workspace: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The final weights of a tile, and where the modifiers say so what they and dscores are multiplied with."""
-    scores, kept, derivative = _product(queries, keys, room), None, None
+    scores, kept, derivative = _product(queries, keys, workspace), None, None
     if modifiers is not None:
         at = _place(chunk, block, tile)
         derivative = modifiers.apply(_by_head(scores, block), at, backward=True)
@@ -390,16 +390,16 @@ def _weights(
     return scores.exp2_(), kept, derivative
 
 
-def _room(blocks: list[Block], chunk: Chunk, group: int) -> Tensor:
+def _workspace(blocks: list[Block], chunk: Chunk, group: int) -> Tensor:
     """Memory for the scores of any tile: what is allocated tile by tile may come fresh from the system each time."""
     sizes = ((block.end - block.row) * (tile.end - tile.key) for block in blocks for tile in block.tiles)
     return torch.empty(len(chunk.keys) * group * max(sizes, default=0), dtype=torch.float32)
 
 
-def _product(rows: Tensor, columns: Tensor, room: Tensor) -> Tensor:
-    """``rows columns^T``, in ``room``."""
+def _product(rows: Tensor, columns: Tensor, workspace: Tensor) -> Tensor:
+    """``rows columns^T``, in ``workspace``."""
     shape = *rows.shape[:2], columns.shape[1]
-    return torch.bmm(rows, columns.mT, out=room[: math.prod(shape)].view(shape))
+    return torch.bmm(rows, columns.mT, out=workspace[: math.prod(shape)].view(shape))
 
 
 def _place(chunk: Chunk, block: Block, tile: Tile) -> Place:

@@ -18,7 +18,7 @@ BAND_ROWS = 512  # rows of a window at a time: more are more triangles, of which
 LONGEST = 4096  # rows of a blockwise region
 NARROW_KEYS = 2048  # of a window: of one that is no wider the triangles would be too large a part, so it goes blockwise
 
-KeyRuns = tuple[tuple[int, int], ...]
+KeyRanges = tuple[tuple[int, int], ...]
 """Key indices ``[begin, end)``, ascending and disjoint."""
 
 
@@ -39,7 +39,7 @@ class Region(NamedTuple):
     row_end: int
     key: int
     key_end: int
-    runs: KeyRuns = ()
+    key_ranges: KeyRanges = ()
     """What a blockwise region sees of its keys; nothing here: all of them."""
     batch: int = 0
     batch_end: int | None = None
@@ -62,11 +62,11 @@ class Region(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Which keys of a region its rows see, counted from its first key: ``lo <= j < hi``, and in one of ``runs``."""
+    """Which keys of a region its rows see, from its first key on: ``lo <= j < hi``, and in one of ``key_ranges``."""
 
     lo: Tensor
     hi: Tensor
-    runs: KeyRuns
+    key_ranges: KeyRanges
 
 
 _cache: WeakKeyDictionary[Bounds, dict[tuple[int, int, bool], tuple[Region, ...]]] = WeakKeyDictionary()
@@ -82,37 +82,37 @@ def regions(bounds: Bounds, rows: int, keys: int, *, operator: bool = True) -> t
         return ()
     if bounds.is_full and bounds.seqused_k is None and bounds.runs is None:  # FULL serves every number of rows and keys
         return (Region(Kind.RECTANGLE if operator else Kind.BLOCKWISE, 0, rows, 0, keys),)
-    cached, asked = _cache.setdefault(bounds, {}), (rows, keys, operator)
-    if asked not in cached:
-        cached[asked] = tuple(_regions(bounds, *asked))
-    return cached[asked]
+    cached, key = _cache.setdefault(bounds, {}), (rows, keys, operator)
+    if key not in cached:
+        cached[key] = tuple(_regions(bounds, *key))
+    return cached[key]
 
 
 def limits(bounds: Bounds, region: Region) -> Limits:
     """What the rows of a region see."""
     key, end = region.key, region.key_end
-    runs = tuple((begin - key, stop - key) for begin, stop in region.runs) or ((0, end - key),)
+    key_ranges = tuple((begin - key, stop - key) for begin, stop in region.key_ranges) or ((0, end - key),)
     if bounds.lo is None or bounds.hi is None:
         lo = torch.zeros(region.row_end - region.row, dtype=torch.int32)
-        return Limits(lo, lo + (end - key), runs)
+        return Limits(lo, lo + (end - key), key_ranges)
     lo, hi = (x[region.rows].clamp(key, end) - key for x in (bounds.lo, bounds.hi))
-    return Limits(lo, hi, runs)
+    return Limits(lo, hi, key_ranges)
 
 
 def halves(todo: Sequence[Region]) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
     """The regions in two parts of about equal work; a blockwise one may be cut by rows."""
-    found: tuple[list[Region], list[Region]] = [], []
+    parts: tuple[list[Region], list[Region]] = [], []
     left = sum(_size(region) for region in todo) / 2
     for region in todo:
         rows, share = region.row_end - region.row, left / _size(region)
         cut = region.row + round(rows * share)
         if region.kind is Kind.BLOCKWISE and region.row < cut < region.row_end:
-            found[0].append(region._replace(row_end=cut))
-            found[1].append(region._replace(row=cut))
+            parts[0].append(region._replace(row_end=cut))
+            parts[1].append(region._replace(row=cut))
         else:
-            found[share < 0.5].append(region)
+            parts[share < 0.5].append(region)
         left -= _size(region)
-    return tuple(found[0]), tuple(found[1])
+    return tuple(parts[0]), tuple(parts[1])
 
 
 def _size(region: Region) -> int:
@@ -125,10 +125,10 @@ def _regions(bounds: Bounds, rows: int, keys: int, operator: bool) -> Iterator[R
     for first, end, used in _batches(bounds.seqused_k, keys):
         near = lo.clamp(max=used), hi.clamp(max=used)
         if bounds.runs is not None:
-            found = list(_block_sparse(*near, bounds.runs, operator))
+            cut = list(_block_sparse(*near, bounds.runs, operator))
         else:
-            found = list(_cut(*near)) if operator else list(_blockwise(*near, 0, rows))
-        yield from (region._replace(batch=first, batch_end=end) for region in found)
+            cut = list(_cut(*near)) if operator else list(_blockwise(*near, 0, rows))
+        yield from (region._replace(batch=first, batch_end=end) for region in cut)
 
 
 def _vectors(bounds: Bounds, rows: int, keys: int) -> tuple[Tensor, Tensor]:
@@ -147,14 +147,14 @@ def _batches(used: Tensor | None, keys: int) -> Iterator[tuple[int, int | None, 
         yield items[0], items[-1] + 1, count
 
 
-def _block_sparse(lo: Tensor, hi: Tensor, runs: BlockSparseIndex, operator: bool) -> Iterator[Region]:
-    """Band by band: what the operator can take of long runs, and all else in one blockwise region."""
-    for row, end, band in _bands(runs, len(lo)):
+def _block_sparse(lo: Tensor, hi: Tensor, index: BlockSparseIndex, operator: bool) -> Iterator[Region]:
+    """Band by band: what the operator can take of long ranges, and all else in one blockwise region."""
+    for row, end, band in _bands(index, len(lo)):
         near, rest = (lo[row:end], hi[row:end]), []
         for begin, stop in band:
-            found = list(_cut(*(x.clamp(begin, stop) for x in near))) if operator else []
-            if found and all(region.kind is not Kind.BLOCKWISE and _is_long(region) for region in found):
-                yield from (region._replace(row=row + region.row, row_end=row + region.row_end) for region in found)
+            cut = list(_cut(*(x.clamp(begin, stop) for x in near))) if operator else []
+            if cut and all(region.kind is not Kind.BLOCKWISE and _is_long(region) for region in cut):
+                yield from (region._replace(row=row + region.row, row_end=row + region.row_end) for region in cut)
             else:
                 rest.append((begin, stop))
         seen = [(max(begin, int(near[0][0])), min(stop, int(near[1][-1]))) for begin, stop in rest]
@@ -162,13 +162,13 @@ def _block_sparse(lo: Tensor, hi: Tensor, runs: BlockSparseIndex, operator: bool
             yield Region(Kind.BLOCKWISE, row, end, seen[0][0], seen[-1][1], tuple(seen))
 
 
-def _bands(runs: BlockSparseIndex, rows: int) -> Iterator[tuple[int, int, KeyRuns]]:
-    """Neighbouring query blocks that see the same runs, as ``(row, row_end, runs)``."""
-    begins, ends = runs.begins.tolist(), runs.ends.tolist()
-    blocks = [tuple(zip(begins[a:b], ends[a:b], strict=True)) for a, b in pairwise(runs.offsets.tolist())]
+def _bands(index: BlockSparseIndex, rows: int) -> Iterator[tuple[int, int, KeyRanges]]:
+    """Neighbouring query blocks that see the same keys, as ``(row, row_end, key ranges)``."""
+    begins, ends = index.begins.tolist(), index.ends.tolist()
+    blocks = [tuple(zip(begins[a:b], ends[a:b], strict=True)) for a, b in pairwise(index.offsets.tolist())]
     for seen, alike in groupby(range(len(blocks)), key=blocks.__getitem__):
         same = list(alike)
-        yield same[0] * runs.block, min((same[-1] + 1) * runs.block, rows), seen
+        yield same[0] * index.block, min((same[-1] + 1) * index.block, rows), seen
 
 
 def _is_long(region: Region) -> bool:
@@ -202,7 +202,7 @@ def _steps(lo: Tensor, hi: Tensor) -> Tensor:
 
 
 def _regular_runs(lo: Tensor, hi: Tensor) -> list[tuple[int, int]]:
-    """BlockSparseIndex ``[start, end)`` of at least MIN_ROWS rows that follow each other in one regular way."""
+    """Rows ``[start, end)``, at least MIN_ROWS, that follow each other in one regular way."""
     steps, counts = torch.unique_consecutive(_steps(lo, hi), return_counts=True)
     ends = counts.cumsum(0)
     long = (steps != OTHER) & (counts >= MIN_ROWS)

@@ -31,10 +31,10 @@ def active_shards(layout: Layout, mask: Mask, keys: Layout) -> Marks:
         held = HeldKeys(keys)
         return np.array([np.logical_or.reduce([held.seen(*one) for one in parts]) for parts in unions(layout, mask)])
     blocks, seen = seen_blocks(layout, mask, keys)
-    found = np.zeros((layout.world, keys.world), dtype=np.bool_)
+    active = np.zeros((layout.world, keys.world), dtype=np.bool_)
     for rank, marks in enumerate(seen):
-        found[rank, blocks.owners[marks]] = True
-    return found
+        active[rank, blocks.owners[marks]] = True
+    return active
 
 
 class HeldKeys:
@@ -144,7 +144,7 @@ def _intervals(mask: Mask, positions: torch.Tensor) -> tuple[Vector, Vector, Vec
 
 
 SENT_KEYS = 64  # layouts of what travels, that are kept
-LESS = 3 / 4  # of a pass's bytes: gathering the keys and spreading their sums among the others costs memory and time
+LESS = 3 / 4  # of a pass's bytes: gathering the keys and spreading their dK/dV among the others costs memory and time
 MOST = 1 << 22  # edges of what the queries see, times ranks: as many take a tenth of a second
 Stretches = tuple[Vector, Vector]  # starts and ends, ascending
 
@@ -156,17 +156,17 @@ def sent_keys(layout: Layout, mask: Mask, keys: Layout) -> Layout:
     Of a window's shards the ends, of packed documents those that lie on several ranks, of a block-sparse pattern whole
     blocks. Every rank passes on the whole of what it got. ``keys`` itself where ``LESS`` of it or more would travel.
     """
-    found = _seen_by_interval(layout, mask) if mask.blocks is None else _seen_by_block(layout, mask, keys)
-    if found is None:
+    needed = _seen_by_interval(layout, mask) if mask.blocks is None else _seen_by_block(layout, mask, keys)
+    if needed is None:
         return keys
-    spans = [list(_inside(mine, *near)) for mine, near in zip(keys.spans_per_rank, found, strict=True)]
+    spans = [list(_inside(mine, *near)) for mine, near in zip(keys.spans_per_rank, needed, strict=True)]
     if sum(span.length for one in spans for span in one) >= LESS * keys.seqlen:
         return keys
     return Layout(spans)
 
 
 def _seen_by_interval(layout: Layout, mask: Mask) -> Iterator[Stretches] | None:
-    """For each rank what the queries of all others see; None where that is in too many pieces to be told apart."""
+    """For each rank what the queries of all others see; None where that is in too many pieces to be kept apart."""
     seen = [_merged(*(np.concatenate(ends) for ends in zip(*parts, strict=True))) for parts in unions(layout, mask)]
     edges = np.unique(np.concatenate([ends for both in seen for ends in both]))
     return None if len(edges) * layout.world > MOST else _seen_by_others(seen, edges)

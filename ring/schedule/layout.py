@@ -149,7 +149,7 @@ class Documents:
         """Start and end of the document of each position; both at the very end for a position past all of them."""
         after = torch.searchsorted(self._tensor, positions, right=True)
         last = len(self.boundaries) - 1
-        return self._tensor[(after - 1).clamp(max=last)], self._tensor[after.clamp(max=last)]
+        return self._tensor[after - 1], self._tensor[after.clamp(max=last)]
 
     @cached_property
     def _tensor(self) -> torch.Tensor:
@@ -197,15 +197,15 @@ _SPEED = number("a finite number of at least 0", lambda speed: 0 <= speed < inf)
 def _zigzag(boundaries: Sequence[int], world: int) -> list[list[Span]]:
     """For every rank its runs of every document, one from each end; see :meth:`Layout.zigzag` for the rule."""
     spans: list[list[Span]] = [[] for _ in range(world)]
-    held, turn = [0] * world, 0
+    held, first = [0] * world, 0
     for start, end in pairwise(boundaries):
         each, extra = divmod(end - start, world)
-        lengths = [each + ((rank - turn) % world < extra) for rank in range(world)]
+        lengths = [each + ((rank - first) % world < extra) for rank in range(world)]
         heads = [-(-(had + new) // 2) - -(-had // 2) for had, new in zip(held, lengths, strict=True)]
         for rank, runs in enumerate(_from_both_ends(start, end, heads, lengths)):
             spans[rank] += runs
         held = [had + new for had, new in zip(held, lengths, strict=True)]
-        turn = (turn + extra) % world
+        first = (first + extra) % world
     return spans
 
 
@@ -498,12 +498,12 @@ def tokens_of(x: torch.Tensor, name: str, dim: int) -> int:
     return x.shape[dim]
 
 
-def check_tokens(x: torch.Tensor, name: str, dim: int, tokens: int, told: str) -> None:
+def check_tokens(x: torch.Tensor, name: str, dim: int, tokens: int, reason: str) -> None:
     """Refuse a tensor that does not have ``tokens`` along ``dim``, and say which dimension has: ValueError."""
-    found = tokens_of(x, name, dim)
-    if found != tokens:
+    length = tokens_of(x, name, dim)
+    if length != tokens:
         fits = f"; dim {x.shape.index(tokens)} has {tokens}" if tokens in x.shape else ""
-        raise ValueError(f"{name} has {found} tokens along dim {dim}, {told}{fits}")
+        raise ValueError(f"{name} has {length} tokens along dim {dim}, {reason}{fits}")
 
 
 def _slice(x: torch.Tensor, span: Span, dim: int) -> torch.Tensor:

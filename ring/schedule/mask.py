@@ -61,7 +61,7 @@ class BlockMask:
 
     def _blocks(self, name: str, layout: Layout, rank: int, count: int) -> torch.Tensor:
         """The blocks that a shard consists of, ascending."""
-        found = []
+        runs = []
         for start, length, step in layout.spans(rank):
             end = start + length
             if step != 1 or start % self.block or (end % self.block and end != layout.reach):
@@ -69,8 +69,8 @@ class BlockMask:
                     f"{name} gives rank {rank} the span {(start, length, step)}: with block_mask the spans must be "
                     f"runs of whole blocks of {self.block} positions"
                 )
-            found.append(torch.arange(start // self.block, -(-end // self.block)))
-        blocks = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+            runs.append(torch.arange(start // self.block, -(-end // self.block)))
+        blocks = torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)
         if len(blocks) and int(blocks[-1]) >= count:
             raise ValueError(
                 f"block_mask has {count} blocks of {self.block} positions for {name}, which holds {layout.reach}"
@@ -366,8 +366,8 @@ def _used(mask: Mask, k_positions: torch.Tensor) -> torch.Tensor | None:
     """Keys of a shard that each batch row has, int32 ``[B]``; None: all."""
     if mask.used is None:
         return None
-    found = torch.searchsorted(k_positions, torch.tensor(mask.used))
-    return None if bool((found == len(k_positions)).all()) else found.to(torch.int32)
+    counts = torch.searchsorted(k_positions, torch.tensor(mask.used))
+    return None if bool((counts == len(k_positions)).all()) else counts.to(torch.int32)
 
 
 def _indices(mask: Mask, q_positions: torch.Tensor, k_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

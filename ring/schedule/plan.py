@@ -18,6 +18,19 @@ from .schedule import DKV_SLOTS, KV_SLOTS, RAIL_SLOTS, ROOT_SLOTS, Edge, Hop, sc
 PLANS = 64  # a model alternates between a few (layout, mask) pairs
 
 
+class KvPost(NamedTuple):
+    """One group of K/V transfers: those of one hop arrive, and those of an earlier hop are passed on."""
+
+    coming: Hop
+    leaving: Hop
+    to: int | None
+    """The rank that K/V of ``leaving`` go to."""
+    by_rail: bool
+    """Between nodes; else inside a node or a flat ring."""
+    waits: bool
+    """What leaves came over the other level, or is produced here: not there in this level's own order."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """One rank's part of a schedule, with the index interval of each hop."""
@@ -33,7 +46,7 @@ class Plan:
     last: int  # the last hop that launches
     slots: int  # that K/V rotate through
     edges: tuple[tuple[Edge, ...], tuple[Edge, ...]]  # of all ranks, per level
-    dkv_returns: dict[int, Hop]  # after which hop the sums of an outer step's root come back to it
+    dkv_returns: dict[int, Hop]  # after which hop the dK/dV of an outer step's root come back to it
 
     @property
     def two_level(self) -> bool:
@@ -56,21 +69,48 @@ class Plan:
 
     @property
     def dkv_slots(self) -> int:
-        """Slots of dK/dV sums: those that rotate, the rail's, and one more only where sums come home early."""
+        """Slots of dK/dV: those that rotate, the rail's, and one more only where some return early."""
         used = [hop.dkv_slot + 1 for hop in self.hops if hop.dkv_slot is not None]
         return max(DKV_SLOTS + (RAIL_SLOTS if self.two_level else 0), *used, 0)
 
     def arrivals(self, hop: int, prefetch: int) -> tuple[Hop, ...]:
-        """The hops whose K/V are asked for when ``hop`` begins: by rail an outer step ahead, else ``prefetch`` hops.
+        """The hops whose K/V are posted when ``hop`` begins: by rail an outer step ahead, else ``prefetch`` hops.
 
         Never those of a later outer step: its root may still be on the rail, and what is posted behind would wait for
         it.
         """
-        turn = hop // self.inner * self.inner
-        end = min(hop + prefetch + 1, turn + self.inner)
-        if hop == turn:
+        root = hop // self.inner * self.inner
+        end = min(hop + prefetch + 1, root + self.inner)
+        if hop == root:
             return self.hops[hop + self.inner : hop + self.inner + 1] + self.hops[hop + 1 : end]
         return self.hops[hop + prefetch : end]
+
+    def kv_posts(self, prefetch: int) -> tuple[tuple[KvPost, ...], ...]:
+        """What is posted when each hop begins, in order; made once."""
+        if prefetch not in self._kv_posts:
+            arrivals = (self.arrivals(hop.index, prefetch) for hop in self.hops)
+            self._kv_posts[prefetch] = tuple(tuple(map(self._kv_post, coming)) for coming in arrivals)
+        return self._kv_posts[prefetch]
+
+    def kv_sender(self, coming: Hop) -> Hop:
+        """The hop whose K/V are passed on while those of ``coming`` arrive."""
+        return self.hops[coming.index - (self.inner if self.is_outer_root(coming) else 1)]
+
+    def _kv_post(self, coming: Hop) -> KvPost:
+        by_rail, leaving = self.is_outer_root(coming), self.kv_sender(coming)
+        to = leaving.rail_to if by_rail else leaving.kv_to
+        return KvPost(coming, leaving, to, by_rail, leaving.index == 0 or self.is_outer_root(leaving) != by_rail)
+
+    @cached_property
+    def _kv_posts(self) -> dict[int, tuple[tuple[KvPost, ...], ...]]:
+        return {}
+
+    @cached_property
+    def dkv_arrivals(self) -> tuple[tuple[Hop, ...], ...]:
+        """For each hop those whose dK/dV arrive while its own are sent on: the next one, and an outer step's root."""
+        following = [[hop] if hop.dkv_from is not None and not self.is_outer_root(hop) else [] for hop in self.hops[1:]]
+        returns = [[self.dkv_returns[hop.index]] if hop.index in self.dkv_returns else [] for hop in self.hops]
+        return tuple((*near, *root) for near, root in zip([*following, []], returns, strict=True))
 
 
 @dataclass(frozen=True)
@@ -120,13 +160,14 @@ class HopMask(NamedTuple):
 def _hop_masks(mask: Mask, positions: Positions, shard: int) -> tuple[HopMask, ...]:
     """Part by part; at least one, and none more that is empty."""
     layout, kv_layout, rank, device = positions.layout, positions.held(shard), positions.rank, positions.device
-    runs = None
+    index = None
     if mask.blocks is not None:
         visible = mask.blocks.between(layout, rank, kv_layout, shard)
-        runs = None if bool(visible.all()) else BlockSparseIndex(visible, mask.blocks.block)
-    made = [replace(bounds(part, layout.positions(rank), kv_layout.positions(shard)), runs=runs) for part in mask.parts]
-    found = [one for one in made if not one.is_empty] or made[:1]
-    return tuple(HopMask(one.to(device), positions, shard) for one in found)
+        index = None if bool(visible.all()) else BlockSparseIndex(visible, mask.blocks.block)
+    parts = [bounds(part, layout.positions(rank), kv_layout.positions(shard)) for part in mask.parts]
+    parts = [replace(part, runs=index) for part in parts]
+    visible_parts = [part for part in parts if not part.is_empty] or parts[:1]
+    return tuple(HopMask(part.to(device), positions, shard) for part in visible_parts)
 
 
 def _send_index(keys: Layout, sent: Layout, rank: int, device: torch.device) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from .mask import Mask
 KV_SLOTS = 3  # one computing, one arriving, one whose send may still be under way
 ROOT_SLOTS = 2  # of a two-level ring: one leaving and one arriving over the slow link during a whole outer step
 DKV_SLOTS = 2  # one computing, one arriving
-RAIL_SLOTS = 2  # of a two-level ring: a node's sum on its way home, and another node's arriving
+RAIL_SLOTS = 2  # of a two-level ring: dK/dV of a node on their way to the owner, and another node's arriving
 KEPT = 16  # schedules: a model alternates between a few (layout, mask) pairs
 
 
@@ -27,13 +27,13 @@ Edge = tuple[int, int]
 
 
 class Moves(NamedTuple):
-    """All transfers of one kind on one level: for each the shard whose K/V or sums it is, its source and destination.
+    """All transfers of one kind on one level: for each the shard whose K/V or dK/dV it is, its source and destination.
 
     Vectors of one length, in no particular order.
     """
 
     kind: str
-    """``kv`` or ``sums``."""
+    """``kv`` or ``dkv``."""
     level: int
     """0: inside a node; 1: between nodes, along a rail."""
     shards: Vector
@@ -57,17 +57,17 @@ class Hop:
     kv_slot: int | None
     """The slot that K/V arrive in."""
     dkv_from: int | None
-    """The rank that dK/dV partial sums arrive from; of a root: this node's, coming back to it."""
+    """The rank that partial dK/dV arrive from; of a root: this node's, coming back to it."""
     dkv_to: int | None
-    """Where they go with this rank's part: to the next rank, or home at the end of the active range."""
+    """Where they go with this rank's part: to the next rank, or to the root at the end of the active range."""
     dkv_slot: int | None
-    """The slot that holds the sums; None: this rank has none of this shard."""
+    """The slot that holds them; None: this rank has none of this shard."""
     rail_to: int | None = None
     """The rank of the next node that K/V go on to over the slow link, during the whole outer step."""
     return_to: int | None = None
-    """The owner of the shard, where this node's sum goes over the slow link at the end of the outer step."""
+    """The owner of the shard, to which this node's dK/dV return over the slow link at the end of the outer step."""
     return_from: int | None = None
-    """The rank whose node's sum of this rank's own shard arrives over the slow link after the outer step."""
+    """The rank from which its node's dK/dV of this rank's own shard arrive over the slow link after the outer step."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,10 @@ class Schedule:
     something of every shard, ``outer_steps`` and ``steps`` count up, and K/V move to a neighbour. Where at some
     distance nobody sees anything, there is no hop.
 
-    dK/dV sums of an outer step start at the first rank after its root that computes, follow one group of transfers
+    Partial dK/dV of an outer step start at the first rank after its root that computes, follow one group of transfers
     behind, and go straight back to the root from the last. In the first outer step the root is the owner. In every
-    other the root adds its own part and sends the node's sum straight home along the rail, during the next outer step.
+    other the root adds its own part and returns the node's dK/dV straight to the owner along the rail, during the next
+    outer step.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -125,8 +126,8 @@ class Schedule:
         return {rank: (n, i) for n, node in enumerate(self.nodes) for i, rank in enumerate(node)}
 
     def _moved(self, rank: int, hop: int, direction: int) -> int:
-        (node, local), (turn, step) = self._places[rank], divmod(hop, self.inner)
-        there = self.nodes[(node + direction * self.outer_steps[turn]) % len(self.nodes)]
+        (node, local), (outer, step) = self._places[rank], divmod(hop, self.inner)
+        there = self.nodes[(node + direction * self.outer_steps[outer]) % len(self.nodes)]
         return there[(local + direction * self.steps[step]) % len(there)]
 
     def rank_at(self, shard: int, hop: int) -> int:
@@ -142,16 +143,16 @@ class Schedule:
         """The rank where each shard is at each hop; ``[shard, hop]``, :meth:`rank_at` for all at once."""
         grid = np.array(self.nodes)
         node, local = (place[:, None] for place in np.divmod(np.argsort(grid.ravel()), grid.shape[1]))
-        turn, step = np.repeat(self.outer_steps, self.inner), np.tile(self.steps, len(self.outer_steps))
-        nodes, locals_ = node + self.direction * turn, local + self.direction * step
+        outer, step = np.repeat(self.outer_steps, self.inner), np.tile(self.steps, len(self.outer_steps))
+        nodes, locals_ = node + self.direction * outer, local + self.direction * step
         ranks: Vector = grid[nodes % grid.shape[0], locals_ % grid.shape[1]]
         return ranks
 
     @cached_property
     def active_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Per shard and outer step the first and the last step away from the root that computes; (1, 0): none."""
-        turns = range(0, self.count, self.inner)
-        return tuple(tuple(_active_range(hops[turn : turn + self.inner]) for turn in turns) for hops in self.active)
+        outers = range(0, self.count, self.inner)
+        return tuple(tuple(_active_range(hops[outer : outer + self.inner]) for outer in outers) for hops in self.active)
 
     @cached_property
     def last_outer_steps(self) -> tuple[int, ...]:
@@ -162,12 +163,12 @@ class Schedule:
 
     @property
     def early_slot(self) -> int:
-        """The slot of sums that come back to their root while the others still serve other shards."""
+        """The slot of dK/dV that come back to their root while the others still serve other shards."""
         return DKV_SLOTS + (RAIL_SLOTS if len(self.nodes) > 1 else 0)
 
-    def node_sees(self, shard: int, turn: int) -> bool:
-        """Whether any rank of the node where ``shard`` is in ``turn`` computes with it."""
-        return any(self.active[shard][turn * self.inner : (turn + 1) * self.inner])
+    def node_sees(self, shard: int, outer: int) -> bool:
+        """Whether any rank of the node where ``shard`` is in outer step ``outer`` computes with it."""
+        return any(self.active[shard][outer * self.inner : (outer + 1) * self.inner])
 
     def hops(self, rank: int) -> tuple[Hop, ...]:
         """What ``rank`` does, hop by hop: as many entries on every rank.
@@ -179,15 +180,15 @@ class Schedule:
             raise ValueError(f"rank is {rank}: the schedule has ranks 0 to {self.world - 1}")
         return tuple((_away if index % self.inner else _root)(self, rank, index) for index in range(self.count))
 
-    def bytes(self, kv_bytes: int, sums_bytes: int = 0, *, level: int | None = None) -> tuple[int, ...]:
+    def bytes(self, kv_bytes: int, dkv_bytes: int = 0, *, level: int | None = None) -> tuple[int, ...]:
         """How much each rank sends in one pass.
 
         Args:
             kv_bytes: of the K and V of one token, all heads; they move in the forward and again in the backward.
-            sums_bytes: of the dK and dV sums of one token, all heads; they move in the backward alone.
+            dkv_bytes: of the partial dK and dV of one token, all heads; they move in the backward alone.
             level: 0 counts what moves inside nodes, 1 between them; None both.
         """
-        per_token = {"kv": kv_bytes, "sums": sums_bytes}
+        per_token = {"kv": kv_bytes, "dkv": dkv_bytes}
         sent, lengths = np.zeros(self.world, dtype=np.int64), np.array(self.lengths, dtype=np.int64)
         for moves in self.moves():
             if level in (None, moves.level):
@@ -202,20 +203,20 @@ class Schedule:
         return _pairs(inside, self.world), _pairs(between, self.world)
 
     def moves(self) -> tuple[Moves, ...]:
-        """Everything that any rank sends in a backward; a forward leaves out the sums."""
+        """Everything that any rank sends in a backward; a forward leaves out dK/dV."""
         seen = np.array(self.active).reshape(self.world, -1, self.inner)  # [shard, outer step, step]
-        ranks, steps, turns = self.ranks.reshape(seen.shape), np.arange(self.inner), np.arange(seen.shape[1])
+        ranks, steps, outers = self.ranks.reshape(seen.shape), np.arange(self.inner), np.arange(seen.shape[1])
         first, last = np.moveaxis(np.array(self.active_ranges), 2, 0)[..., None]
         roots, following = ranks[:, :, 0], np.roll(ranks, -1, axis=2)
         onward, carries = steps < last, (first <= steps) & (steps <= last)
-        by_rail = turns < np.array(self.last_outer_steps)[:, None]
-        home = (turns > 0) & seen.any(axis=2)
+        by_rail = outers < np.array(self.last_outer_steps)[:, None]
+        returns = (outers > 0) & seen.any(axis=2)
         owners = np.broadcast_to(np.arange(self.world)[:, None], roots.shape)
         return (
             _chosen("kv", 0, onward, ranks, following),
-            _chosen("sums", 0, carries, ranks, np.where(onward, following, roots[:, :, None])),
+            _chosen("dkv", 0, carries, ranks, np.where(onward, following, roots[:, :, None])),
             _chosen("kv", 1, by_rail, roots, np.roll(roots, -1, axis=1)),
-            _chosen("sums", 1, home, roots, owners),
+            _chosen("dkv", 1, returns, roots, owners),
         )
 
     def __str__(self) -> str:
@@ -238,7 +239,7 @@ def schedule(
     Args:
         layout: who holds which queries.
         mask: what a query may see; shards that a rank sees nothing of are not computed there, and not sent past the
-            last rank that needs them; keys that no other rank sees may stay at home, as :func:`sent_keys` says.
+            last rank that needs them; keys that no other rank sees may stay where they are, as :func:`sent_keys` says.
         kv_layout: who holds which keys; None: the same tokens as the queries.
         direction: 1 sends K/V to the next rank, -1 to the one before.
         topology: the ring's order; several nodes of one size make a two-level ring. None: flat, in rank order.
@@ -268,9 +269,9 @@ def _schedule(
     seen = active_shards(layout, mask, keys)[plan.ranks, np.arange(layout.world)[:, None]]
     seen = seen.reshape(layout.world, len(plan.outer_steps), len(plan.steps))
     lengths = np.array(plan.lengths, dtype=np.int64)
-    turns, steps = _order(np.asarray(seen.any(axis=2))[:, None], lengths), _order(seen, lengths)
-    left = seen[:, turns][:, :, steps].reshape(layout.world, -1).tolist()
-    return replace(plan, outer_steps=turns, steps=steps, active=tuple(map(tuple, left)))
+    outers, steps = _order(np.asarray(seen.any(axis=2))[:, None], lengths), _order(seen, lengths)
+    active = seen[:, outers][:, :, steps].reshape(layout.world, -1).tolist()
+    return replace(plan, outer_steps=outers, steps=steps, active=tuple(map(tuple, active)))
 
 
 def _order(seen: npt.NDArray[np.bool_], lengths: Vector) -> tuple[int, ...]:
@@ -309,12 +310,12 @@ def _active_range(hops: tuple[bool, ...]) -> tuple[int, int]:
 
 
 def _root(plan: Schedule, rank: int, index: int) -> Hop:
-    """An outer root: K/V stay for the whole outer step, leave first, and the node's sums come back to them last."""
-    shard, turn = plan.shard_at(rank, index), index // plan.inner
-    _, last = plan.active_ranges[shard][turn]
-    comes, goes = 0 < turn <= plan.last_outer_steps[shard], turn < plan.last_outer_steps[shard]
-    sees = turn > 0 and plan.node_sees(shard, turn)
-    # from the far end of an outer step they come at its very end, when the slot that is next in turn is free
+    """An outer root: K/V stay for the whole outer step, leave first, and the node's dK/dV come back to them last."""
+    shard, outer = plan.shard_at(rank, index), index // plan.inner
+    _, last = plan.active_ranges[shard][outer]
+    comes, goes = 0 < outer <= plan.last_outer_steps[shard], outer < plan.last_outer_steps[shard]
+    sees = outer > 0 and plan.node_sees(shard, outer)
+    # from the far end of an outer step they come at its very end, when the next slot is free
     slot = (index + plan.inner) % DKV_SLOTS if last == plan.inner - 1 else plan.early_slot
     return Hop(
         index=index,
@@ -322,20 +323,20 @@ def _root(plan: Schedule, rank: int, index: int) -> Hop:
         computes=plan.active[shard][index],
         kv_from=plan.rank_at(shard, index - plan.inner) if comes else None,
         kv_to=plan.rank_at(shard, index + 1) if last else None,
-        kv_slot=plan.slots + turn % ROOT_SLOTS if comes else None,
+        kv_slot=plan.slots + outer % ROOT_SLOTS if comes else None,
         dkv_from=plan.rank_at(shard, index + last) if last else None,
         dkv_to=None,
         dkv_slot=slot if last else None,
         rail_to=plan.rank_at(shard, index + plan.inner) if goes else None,
         return_to=shard if sees else None,
-        return_from=plan.rank_at(rank, index) if turn and plan.node_sees(rank, turn) else None,
+        return_from=plan.rank_at(rank, index) if outer and plan.node_sees(rank, outer) else None,
     )
 
 
 def _away(plan: Schedule, rank: int, index: int) -> Hop:
-    shard, (turn, step) = plan.shard_at(rank, index), divmod(index, plan.inner)
-    first, last = plan.active_ranges[shard][turn]
-    comes, goes, sums = step <= last, step < last, first <= step <= last
+    shard, (outer, step) = plan.shard_at(rank, index), divmod(index, plan.inner)
+    first, last = plan.active_ranges[shard][outer]
+    comes, goes, adds = step <= last, step < last, first <= step <= last
     previous = plan.rank_at(shard, index - 1)
     # onward, and from the end of the active range back to the root
     following = plan.rank_at(shard, index + 1 if goes else index - step)
@@ -346,7 +347,7 @@ def _away(plan: Schedule, rank: int, index: int) -> Hop:
         kv_from=previous if comes else None,
         kv_to=following if goes else None,
         kv_slot=index % plan.slots if comes else None,
-        dkv_from=previous if sums and step > first else None,
-        dkv_to=following if sums else None,
-        dkv_slot=index % DKV_SLOTS if sums else None,
+        dkv_from=previous if adds and step > first else None,
+        dkv_to=following if adds else None,
+        dkv_slot=index % DKV_SLOTS if adds else None,
     )

@@ -1,4 +1,4 @@
-"""A schedule as text: what each rank computes with at every hop, and how the sums of dK/dV travel behind it."""
+"""A schedule as text: what each rank computes with at every hop, and how partial dK/dV move behind it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from .schedule import Hop, Schedule
 
 PRINTED = 16  # ranks and hops: a larger table is printed with its middle left out
-TURN = "|"  # stands between the turns of a two-level ring
+OUTER = "|"  # stands between the outer steps of a two-level ring
 
 Cell = Callable[[Schedule, Hop], str]
 
@@ -16,8 +16,8 @@ def text(plan: Schedule) -> str:
     """The header, and two tables: a row per rank in ring order, a column per hop."""
     several = len(plan.nodes) > 1
     passing = "(N) only passes, > goes on" + (", » leaves by rail" if several else "")
-    home = "^ go back" if several else "^ go home"
-    first = "a turn's first hop: < come back, » go home by rail" if several else "hop 0: < come home"
+    back = "^ return to the outer root" if several else "^ return to the owner"
+    first = "root: < arrive, » return to the owner by rail" if several else "hop 0: < arrive"
     return "\n".join(
         [
             _header(plan),
@@ -25,8 +25,8 @@ def text(plan: Schedule) -> str:
             f"K/V: N shard N is computed with, {passing}, . nothing comes",
             *_table(plan, _kv_cell),
             "",
-            f"dK/dV sums: N of shard N, > go on, {home}, . none; {first}",
-            *_table(plan, _sums_cell),
+            f"dK/dV: N of shard N, > sent on, {back}, . none; {first}",
+            *_table(plan, _dkv_cell),
         ]
     )
 
@@ -56,7 +56,7 @@ def _kv_cell(plan: Schedule, hop: Hop) -> str:
     return (f"{hop.shard}" if hop.computes else f"({hop.shard})") + leaves
 
 
-def _sums_cell(plan: Schedule, hop: Hop) -> str:
+def _dkv_cell(plan: Schedule, hop: Hop) -> str:
     comes = hop.index % plan.inner == 0 and hop.dkv_from is not None
     leaves = hop.dkv_to is not None
     marks = (" <" if comes else "") + (" »" if hop.return_to is not None else "")
@@ -67,13 +67,13 @@ def _sums_cell(plan: Schedule, hop: Hop) -> str:
 
 
 def _table(plan: Schedule, cell: Cell) -> list[str]:
-    """Rows in ring order, so that what leaves a row comes in one row further; turns are set apart."""
+    """Rows in ring order, so that what leaves a row comes in one row further; outer steps are set apart."""
     numbers, order = shown(plan.world), [rank for node in plan.nodes for rank in node]
     columns = shown(plan.count)
     rows = [["", *_columns(plan, columns, lambda hop: f"hop {hop}")]]
     for place in numbers:
         if place is None:
-            rows.append([TURN if column == TURN else "…" for column in rows[0]])
+            rows.append([OUTER if column == OUTER else "…" for column in rows[0]])
             continue
         hops = plan.hops(order[place])
         node = f"node {place // len(plan.nodes[0])} " if len(plan.nodes) > 1 else ""
@@ -86,7 +86,7 @@ def _table(plan: Schedule, cell: Cell) -> list[str]:
 def _columns(plan: Schedule, numbers: Sequence[int | None], cell: Callable[[int], str]) -> Iterator[str]:
     for hop in numbers:
         if hop and hop % plan.inner == 0:
-            yield TURN
+            yield OUTER
         yield "…" if hop is None else cell(hop)
 
 

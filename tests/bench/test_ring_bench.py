@@ -273,7 +273,7 @@ def test_the_rings_of_all_layouts_keep_their_slots(device: str) -> None:
                 out = ring_attention(*leaves, layout=problem.named(layout), ring=ring, causal=True)
                 assert isinstance(out, torch.Tensor)
                 out.sum().backward()
-            kept = [slots for ring in rings for slots in (ring._kv, ring._sums) if slots is not None]
+            kept = [slots for ring in rings for slots in (ring._kv, ring._dkv) if slots is not None]
             return sum(slots.count * slots.nbytes for slots in kept)
 
     with LocalWorld(2) as world:

@@ -72,7 +72,7 @@ def prediction(layout: str, causal: bool) -> Timeline:
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_prediction_has_the_slots_of_the_ring_that_runs(layout: str, causal: bool) -> None:
-    """Of K/V and of sums: the same shards in the same slots at the same hops; and it says that it is of that call."""
+    """Of K/V and of dK/dV: the same shards in the same slots at the same hops; and it says that it is of that call."""
     problem = replace(PROBLEM, layout=layout, causal=causal)
     told = prediction(layout, causal)
     found = runs.virtual(problem, CPU, 1)
@@ -82,7 +82,7 @@ def test_a_prediction_has_the_slots_of_the_ring_that_runs(layout: str, causal: b
         for each in (found, told)
     ]
     assert uses[0] == uses[1]
-    assert {"sums 0", "sums 1"} <= {lane for _, lane, *_ in uses[1]}
+    assert {"dK/dV slot 0", "dK/dV slot 1"} <= {lane for _, lane, *_ in uses[1]}
 
 
 def test_a_timeline_of_virtual_ranks() -> None:
@@ -90,7 +90,7 @@ def test_a_timeline_of_virtual_ranks() -> None:
     assert found is not None and found.source == "measured" and found.world == 4
     assert {event.rank for event in found.events} == {0, 1, 2, 3}
     lanes = {event.lane for event in found.events}
-    assert {*LANES} < lanes and {"slot 0", "slot 1", "slot 2", "sums 0", "sums 1"} <= lanes
+    assert {*LANES} < lanes and {"slot 0", "slot 1", "slot 2", "dK/dV slot 0", "dK/dV slot 1"} <= lanes
     assert min(event.begin for event in found.events) == 0
     assert found.about["call"]["seqlen"] == 128 and found.about["clock_error"] == 0
     assert all(0 < row["compute"] < found.seconds * 1e3 for row in timeline_bench.result_of(found).rows)

@@ -231,7 +231,7 @@ def test_close_gives_everything_back_after_a_failure() -> None:
         finally:
             ring.close()
             ring.close()
-        assert (ring._kv, ring._sums, ring._control) == (None, None, None)
+        assert (ring._kv, ring._dkv, ring._control) == (None, None, None)
         assert not ring._opened
 
     with LocalWorld(2) as world:

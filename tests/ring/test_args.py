@@ -20,23 +20,29 @@ from ringattn.comm.control import control_of
 from ringattn.kernels import KernelConfig, Tile
 from ringattn.ring import BlockMask, bigbird, fixed, longformer, strided
 from ringattn.ring.args import AttentionArgs, Options
-from ringattn.ring.ops import TRAVELS, pack_args
+from ringattn.ring.ops import OP_ARGUMENTS, pack_args
 from ringattn.ring.schedule.layout import Documents
 
 TILE = Tile(32, 32, 4, 1)
+
+
+def x(tokens: int = 8, heads: int = 4, dim: int = 16, batch: int = 2) -> torch.Tensor:
+    return torch.zeros(batch, tokens, heads, dim)
+
+
 HALVES = Layout.contiguous(8, 2)
-BFLOAT16 = {"k": torch.zeros(2, 8, 2, 16).bfloat16(), "v": torch.zeros(2, 8, 2, 16).bfloat16(), "backend": "triton"}
+BFLOAT16 = {"q": x().bfloat16(), "k": x(8, 2).bfloat16(), "v": x(8, 2).bfloat16(), "backend": "triton"}
 
 
 class Distributed(torch.Tensor):
-    """What a DTensor is told by."""
+    """What a DTensor is message by."""
 
     def to_local(self) -> torch.Tensor:
         return self.as_subclass(torch.Tensor)
 
 
 Door = tuple[Callable[..., Any], dict[str, Any]]
-WHOLE = torch.zeros(2, 8, 4, 16)
+WHOLE = x(8, 4)
 DOORS: dict[str, Door] = {
     "ring_attention": (ring_attention, {"q": WHOLE, "k": WHOLE[:, :, :2], "v": WHOLE[:, :, :2]}),
     "Ring": (Ring, {}),
@@ -70,37 +76,27 @@ DOORS: dict[str, Door] = {
 
 CALLS: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(8, 4, 16)}, r"q has shape \[8, 4, 16\]: it must be \[B, S, H, D\]"),
-    (
-        {"layout": Layout([[(2**31 - 7, 8)]]), "dropout_p": 0.1},
-        r"layout reaches position 2147483648: with dropout_p .*2\^31",
-    ),
-    ({"k": torch.zeros(2, 8, 2, 16).half()}, "k is torch.float16, q is torch.float32"),
-    ({"q": torch.zeros(2, 8, 4, 16).int()}, "q is torch.int32: it must be float16, bfloat16 or float32"),
-    ({"k": torch.zeros(2, 8, 3, 16), "v": torch.zeros(2, 8, 3, 16)}, "k has 3 heads, q has 4"),
-    ({"q": torch.zeros(2, 8, 4, 24)}, "k has head dim 16, q has 24"),
-    ({"q": torch.zeros(2, 8, 4, 257)}, "q has head dim 257: it must be 1 to 256"),
-    ({"v": torch.zeros(2, 9, 2, 16)}, r"v is \[2, 9, 2, 16\], k is \[2, 8, 2, 16\]"),
-    ({"k": torch.zeros(3, 8, 2, 16)}, "k has batch size 3, q has 2"),
-    ({"k": torch.zeros(2, 9, 2, 16), "v": torch.zeros(2, 9, 2, 16)}, "k has 9 tokens, q has 8"),
-    ({"q": torch.zeros(2, 8, 16, 4).mT}, "q has strides .*: the last stride must be 1"),
+    ({"layout": Layout([[(2**31 - 7, 8)]]), "dropout_p": 0.1}, "layout reaches position 2147483648: with dropout_p"),
+    ({"q": x(8, 4).int()}, "q is torch.int32: it must be float16, bfloat16 or float32"),
+    ({"k": x(8, 3), "v": x(8, 3)}, "k has 3 heads, q has 4"),
+    ({"q": x(8, 4, 24)}, "k has head dim 16, q has 24"),
+    ({"q": x(8, 4, 257)}, "q has head dim 257: it must be 1 to 256"),
+    ({"v": x(9, 2)}, r"v is \[2, 9, 2, 16\], k is \[2, 8, 2, 16\]"),
+    ({"k": x(9, 2), "v": x(9, 2)}, "k has 9 tokens, q has 8"),
+    ({"q": x(8, 16, 4).mT}, "q has strides .*: the last stride must be 1"),
     ({"softmax_scale": 0.0}, "softmax_scale is 0.0: it must be a positive number, 1e30 at most, or None"),
     ({"backend": "cuda"}, "backend is 'cuda': it must be one of auto, triton, aten"),
     ({"layout": Layout.zigzag(8, 2)}, "layout is made for 2 ranks, the group has 1"),
     ({"layout": Layout.zigzag(9, 1)}, "q has 8 tokens, layout gives rank 0 9"),
     ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\): it must be \(left, right\), whole numbers from 0 to"),
-    ({"window_size": (1, 2, 3)}, r"window_size is \(1, 2, 3\): it must be \(left, right\)"),
     ({"cu_seqlens": [0, 5]}, "cu_seqlens ends at 5: it must end at 8, the number of tokens"),
     ({"causal": True, "prefix_length": 9}, "prefix_length is 9: it must be 0 to 8"),
     ({"prefix_length": 3}, "prefix_length is 3 without causal"),
     ({"learnable_sink": torch.zeros(3)}, r"learnable_sink is \[3\] on cpu: it must be \[4\] on cpu"),
     ({"learnable_sink": torch.zeros(4).int()}, "learnable_sink is .*: it must be a floating tensor"),
     ({"block_mask": torch.ones(2, 3).bool()}, r"block_mask is \[2, 3\] blocks of 4 .* must be \[2, 2\]"),
-    ({"block_mask": BlockMask(torch.ones(3, 3).bool(), 4)}, r"block_mask is \[3, 3\] blocks of 4 positions"),
     ({"block_mask": torch.ones(3, 3).bool()}, "block_mask has 3 blocks of queries for 8: .* BlockMask"),
-    (
-        {"block_mask": BlockMask(torch.ones(1, 1).bool(), 8), "backend": "triton"},
-        "the block mask has blocks of 8: they must be a multiple of 16",
-    ),
+    ({"block_mask": BlockMask(torch.ones(1, 1).bool(), 8), "backend": "triton"}, "the block mask has blocks of 8"),
     ({"seqused_k": [8]}, "seqused_k has 1 lengths: it must have 2, one per batch row"),
     ({"seqused_k": [9, 8]}, r"seqused_k\[0\] is 9: it must be 0 to 8"),
     ({"softcap": -1.0}, "softcap is -1.0: it must be a positive number, 1e30 at most, or 0 for none"),
@@ -110,47 +106,33 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"block_mask": longformer(2, []), "window_size": (1, 1)}, r"window_size is \(1, 1\) with the Longformer"),
     ({"kv_layout": Layout.zigzag(9, 1)}, "k has 8 tokens, kv_layout gives rank 0 9"),
     (
-        {name: torch.zeros(2, heads, 8, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))},
-        r"k has 2 tokens, q has 4: .* in \[B, H, S, D\] they would fit: pass .transpose\(1, 2\)",
+        {"q": x(4, 8), "k": x(2, 8), "v": x(2, 8)},
+        r"k has 2 tokens, q has 4: .* they would fit: pass .transpose\(1, 2\)",
     ),
-    (
-        {name: torch.zeros(2, 4, tokens, 16) for name, tokens in (("q", 8), ("k", 6), ("v", 6))},
-        r"k has 6 heads, q has 8: .* in \[B, H, S, D\] they would fit",
-    ),
+    ({"q": x(4, 8), "k": x(4, 6), "v": x(4, 6)}, r"k has 6 heads, q has 8: .* in \[B, H, S, D\] they would fit"),
     ({"layout": Layout.contiguous(4, 1)}, r"q has 8 tokens, layout gives rank 0 4; in \[B, H, S, D\] they would fit"),
-    ({"q": torch.zeros(2, 8, 4, 16).bfloat16(), **BFLOAT16}, "tensors are torch.bfloat16 on the CPU: Triton's inter"),
-    ({"softcap": 1e39}, r"softcap is 1e\+39: it must be"),
+    (BFLOAT16, "tensors are torch.bfloat16 on the CPU: Triton's inter"),
 ]
 """Of ``ring_attention``, in a graph too."""
 
 EAGER: list[tuple[dict[str, Any], str]] = [
-    ({"k": torch.zeros(2, 8, 2, 16, device="meta")}, "k is on meta, q on cpu"),
-    (
-        {"q": torch.zeros(2, 8, 4, 16, device="meta")},
-        "q is a Tensor on meta without values: it must be one with values",
-    ),
+    ({"k": x(8, 2).to("meta")}, "k is on meta, q on cpu"),
+    ({"q": x(8, 4).to("meta")}, "q is a Tensor on meta without values: it must be one with values"),
     ({"causal": 1}, "causal is 1: it must be True or False"),
     ({"config": KernelConfig(TILE, TILE, TILE)}, "config sets the tiles of the Triton kernels"),
     ({"layout": "ring"}, "layout is 'ring': it must be a Layout or one of contiguous, zigzag, striped"),
-    ({"layout": 3}, "layout is a int: it must be a Layout"),
-    ({"window_size": (0.5, 1)}, r"window_size is \(0.5, 1\): it must be"),
     ({"causal": True, "prefix_length": 1.5}, "prefix_length is 1.5: it must be a whole number"),
     ({"learnable_sink": 1.0}, "learnable_sink is <class 'float'>: it must be a torch.Tensor"),
-    ({"block_mask": "all"}, r"block_mask is str: it must be bool \[query blocks, key blocks\], a BlockMask or"),
     ({"block_mask": torch.ones(2, 2, device="meta").bool()}, "block_mask is on meta: it must be on the CPU"),
     ({"alibi_slopes": torch.zeros(4).requires_grad_()}, "alibi_slopes requires a gradient, and there is none"),
-    ({"kv_layout": "ring"}, "kv_layout is 'ring': it must be a Layout or one of"),
     ({"ring": "ring"}, "ring is a str: it must be a Ring"),
     ({"group": "group"}, "group is a str"),
-    ({"q": None}, "q is None: it must be a torch.Tensor"),
     ({"v": np.zeros((2, 8, 2, 16))}, r"v is <class 'numpy.ndarray'>: .* pass torch.from_numpy\(v\)"),
     ({"k": Distributed()}, r"k is a Distributed: it must be this rank's own tensor; pass k.to_local\(\)"),
-    ({"q": torch.zeros(2, 8, 4, 16).to_sparse()}, "q is a torch.sparse_coo tensor: it must be a dense one"),
+    ({"q": x(8, 4).to_sparse()}, "q is a torch.sparse_coo tensor: it must be a dense one"),
     ({"window_size": (0, 2**63 - 1)}, r"window_size is \(0, 9223372036854775807\): .* from 0 to 2\^62 - 1"),
     ({"softmax_scale": torch.tensor(0.5)}, r"softmax_scale is a tensor, torch.float32 \[\]: .* pass .item\(\)"),
-    ({"softmax_scale": 10**5000}, "softmax_scale is a int: it must be"),
     ({"return_lse": 1}, "return_lse is 1: it must be True or False"),
-    ({"config": 3}, "config is 3: it must be a kernels.KernelConfig, or None"),
 ]
 """Of ``ring_attention``, what an op of torch cannot be given."""
 
@@ -159,17 +141,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Ring", {"direction": 2}, "direction is 2: it must be 1"),
     ("Ring", {"slots": 1.5}, r"slots is 1.5: it must be a whole number from 1 to 2\^16"),
     ("Ring", {"prefetch": 3}, "prefetch is 3: with 3 slots it must be 0 to 2"),
-    ("Ring", {"prefetch": -1}, "prefetch is -1: it must be a whole number from 0"),
     ("Ring", {"deadline": 0}, "deadline is 0: it must be a positive number of seconds, 1e9 at most, or None"),
-    ("Ring", {"topology": 3}, "topology is 3: it must be a comm.Topology, or None"),
     ("Ring", {"topology": Topology.grid(2, 2)}, "topology has 4 ranks, the group has 1"),
-    ("Ring", {"limits": 3}, "limits is 3: it must be comm.Limits, or None"),
     ("Ring", {"wire_dtype": [3]}, r"wire_dtype is \[3\]: it must be one of None, torch.bfloat16"),
     ("Ring", {"group": 5}, "group is a int"),
     ("LocalWorld", {"world_size": 0}, r"world_size is 0: it must be a whole number from 1 to 2\^20"),
-    ("LocalWorld", {"timeout": "x"}, "timeout is 'x': it must be a positive number of seconds"),
     ("LocalWorld", {"device": "meta"}, "device is 'meta': it must be cpu or a CUDA device that torch sees"),
-    ("Layout", {"spans_per_rank": 5}, "spans_per_rank is 5: it must be a list with the spans of every rank"),
     ("Layout", {"spans_per_rank": []}, "spans_per_rank is empty: it must have a list of spans for every rank"),
     ("Layout", {"spans_per_rank": [5]}, r"spans_per_rank\[0\] is 5: it must be a list of spans"),
     ("Layout", {"spans_per_rank": [[5]]}, r"spans_per_rank\[0\]\[0\] is 5: it must be a Span\(start, length"),
@@ -177,21 +154,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Layout", {"spans_per_rank": [[(0, -1)]]}, r"is \(0, -1\): it must be a Span"),
     ("Layout", {"spans_per_rank": [[(2**61, 2**61)]]}, r"it must be a Span.* positions below 2\^62"),
     ("contiguous", {"seqlen": -1}, r"seqlen is -1: it must be a whole number from 0 to 2\^62 - 1"),
-    ("striped", {"seqlen": 8.0}, "seqlen is 8.0: it must be a whole number"),
-    ("zigzag", {"world": 0}, r"world is 0: it must be a whole number from 1 to 2\^20"),
     ("zigzag", {"cu_seqlens": [0, 5, 7]}, "cu_seqlens ends at 7: it must end at 8, the number of tokens"),
     ("uneven", {"lengths": []}, "lengths is empty: it must have the number of tokens of every rank"),
     ("uneven", {"lengths": [1, -2]}, r"lengths\[1\] is -2: it must be a whole number from 0"),
     ("balanced", {"speeds": []}, "speeds is empty: it must have the relative speed of every rank"),
     ("balanced", {"speeds": [0, 0.0]}, r"speeds is \[0.0, 0.0\]: at least one rank must be faster than 0"),
     ("balanced", {"speeds": [1, -1]}, r"speeds\[1\] is -1: it must be a finite number of at least 0"),
-    ("balanced", {"speeds": [float("nan")]}, r"speeds\[0\] is nan: it must be a finite number"),
     ("positions of a rank", {"rank": 2}, "rank is 2: it must be a whole number from 0 to 1"),
-    ("spans of a rank", {"rank": -1}, "rank is -1: it must be a whole number from 0 to 1"),
     ("shard of a rank", {"x": WHOLE[:, :7]}, "^x has 7 tokens along dim 1, the layout is made for 8$"),
     ("shard of a rank", {"dim": -1}, "x has 16 tokens along dim -1, the layout is made for 8; dim 1 has 8"),
     ("shard of a rank", {"dim": -5}, "dim is -5: x has 4 dimensions"),
-    ("shard", {"dim": 4}, "dim is 4: x has 4 dimensions"),
     ("whole of shards", {"dim": 4}, r"dim is 4: shards\[0\] has 4 dimensions"),
     ("whole of shards", {"shards": [WHOLE]}, "shards has 1 tensors, the layout is made for 2 ranks"),
     ("whole of shards", {"shards": [WHOLE, WHOLE]}, r"shards\[0\] has 8 tokens along dim 1, rank 0 has 4"),
@@ -206,7 +178,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Documents", {"cu_seqlens": [1, 4]}, "cu_seqlens starts at 1: it must start at 0"),
     ("Documents", {"cu_seqlens": [0, 4, 3]}, r"cu_seqlens\[2\] is 3, the one before is 4: it must not descend"),
     ("Documents", {"cu_seqlens": [0, 4.0]}, r"cu_seqlens is \[0, 4.0\]: it must be a list of whole numbers, or a CPU"),
-    ("Documents", {"cu_seqlens": 4}, "cu_seqlens is 4: it must be a list of whole numbers"),
     ("Documents", {"cu_seqlens": torch.tensor([0.0, 4])}, r"cu_seqlens is torch.float32 \[2\]: it must be integers"),
     ("Documents", {"cu_seqlens": torch.tensor([[0, 4]])}, r"cu_seqlens is torch.int64 \[1, 2\]: it must be integers"),
     ("Documents", {"cu_seqlens": torch.tensor([False, True])}, r"cu_seqlens is torch.bool \[2\]: it must be integers"),
@@ -224,32 +195,24 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Layout", {"spans_per_rank": [[(4, 2)], [(0, 1), (5, 2)]]}, "holds position 5 on rank 0 and on rank 1: a token"),
     ("Layout", {"spans_per_rank": [[(9, 1)], [(0, 4, 3)]]}, "holds position 9 on rank 0 and on rank 1"),
     ("BlockMask", {"visible": [[True]]}, r"block_mask is \[\[True\]\]: it must be bool \[query blocks, key blocks\]"),
-    ("BlockMask", {"visible": torch.zeros(3, 3)}, r"block_mask is torch.float32 \[3, 3\]: it must be bool"),
     ("BlockMask", {"visible": torch.zeros(3).bool()}, r"block_mask is torch.bool \[3\]: it must be bool"),
     ("BlockMask", {"visible": torch.zeros(3, 3, device="meta").bool()}, "block_mask is on meta: it must be on the CPU"),
     ("BlockMask", {"block": 0}, "block is 0: it must be a whole number from 1"),
-    ("strided", {"seqlen": -1}, "seqlen is -1: it must be a whole number from 0"),
     ("strided", {"stride": 6}, "stride is 6: it must be a positive multiple of block, 4"),
-    ("fixed", {"summary": 3}, "summary is 3: it must be a positive multiple of block, 2"),
     ("fixed", {"summary": 6}, "summary is 6: it must be at most stride, 4"),
     ("bigbird", {"window": 2}, "window is 2: it must be odd, the query's own block and"),
     ("bigbird", {"window": -1}, "window is -1: it must be a whole number from 1"),
     ("bigbird", {"global_": -1}, "global_ is -1: it must be a whole number from 0"),
-    ("bigbird", {"random": -1}, "random is -1: it must be a whole number from 0"),
     ("longformer", {"window": 3}, "window is 3: it must be even, half of it on either side"),
-    ("longformer", {"window": -2}, "window is -2: it must be a whole number from 0"),
     ("longformer", {"global_tokens": [(4, 4)]}, r"global_tokens\[0\] is \(4, 4\): stretches must ascend and hold"),
     ("longformer", {"global_tokens": [(0, 4), (3, 5)]}, r"global_tokens\[1\] is \(3, 5\): stretches must ascend"),
     ("longformer", {"global_tokens": [7]}, r"global_tokens is \[7\]: it must be stretches \(start, end\)"),
     ("Limits", {"channels": 3}, "channels is 3: it must be a power of two from 1 to 64, or None"),
-    ("Limits", {"ctas": 128}, "ctas is 128"),
     ("Limits", {"channels": 8, "ctas": 4}, "channels is 8 and ctas 4: a channel takes a thread block"),
     ("Limits", {"cga_cluster_size": 16}, "cga_cluster_size is 16: it must be a power of two from 1 to 8, or None"),
-    ("Limits", {"ctas": 2, "cga_cluster_size": 4}, "cga_cluster_size is 4, of 2 thread blocks in all"),
     ("Limits", {"bytes_per_second": 0}, "bytes_per_second is 0: it must be a positive finite number"),
     ("Topology", {"nodes": [[0, True]]}, r"nodes is \[\[0, True\]\]: it must be lists of ranks, one per node"),
     ("Topology", {"devices": 5}, "devices is 5: it must be a tuple with the DeviceInfo of every rank, or empty"),
-    ("flat", {"world": 0}, "world is 0: it must be a whole number from 1"),
     ("grid", {"per_node": 1.5}, "per_node is 1.5: it must be a whole number from 1"),
 ]
 
@@ -269,10 +232,12 @@ NONSENSE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("door", "change", "told"), [*(("ring_attention", *row) for row in CALLS + EAGER), *REFUSED])
-def test_refusals(door: str, change: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(
+    ("door", "change", "message"), [*(("ring_attention", *row) for row in CALLS + EAGER), *REFUSED]
+)
+def test_refusals(door: str, change: dict[str, Any], message: str) -> None:
     call, fit = DOORS[door]
-    with pytest.raises((ValueError, NotImplementedError), match=told):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
         call(**fit | change)
 
 
@@ -281,7 +246,7 @@ def op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         *CALLS,
         ({"layout": 5}, "layout is '5': it must be a Layout or one of contiguous"),
@@ -293,8 +258,8 @@ def op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any) -> Any:
         ({"alibi_slopes": torch.zeros(4).requires_grad_()}, "alibi_slopes requires a gradient"),
     ],
 )
-def test_refusals_in_a_graph(change: dict[str, Any], told: str) -> None:
-    with pytest.raises((ValueError, NotImplementedError), match=told):
+def test_refusals_in_a_graph(change: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, NotImplementedError), match=message):
         op(**DOORS["ring_attention"][1] | change)
 
 
@@ -308,13 +273,6 @@ def test_nonsense(door: str) -> None:
                 call(**fit | {name: value})
             except (ValueError, NotImplementedError) as error:
                 assert re.search(rf"\b{name}\b", str(error)), (name, type(value), str(error))
-
-
-def test_numbers_of_numpy() -> None:
-    made = Ring(slots=np.int64(4), chunks=np.int32(2), deadline=np.float32(3))  # type: ignore[arg-type]
-    assert repr([made.slots, made.chunks, made.deadline]) == "[4, 2, 3.0]"  # as other ranks say it
-    assert repr(Limits(channels=np.int64(4))) == repr(Limits(channels=4))  # type: ignore[arg-type]
-    assert Layout.contiguous(np.int64(8), np.int32(2)) == HALVES  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own forward_ad
@@ -335,17 +293,23 @@ def test_transforms_of_functions(door: str) -> None:
 
 
 SHORT = {name: torch.zeros(2, 9, heads, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
-EYE = BlockMask(torch.eye(4).bool(), 4)
+EIGHTS = {"block_mask": BlockMask(torch.ones(2, 2).bool(), 8)}
+OTHERS = {
+    "window_size": (4, 4),
+    "cu_seqlens": [0, 5, 16],
+    "block_mask": BlockMask(torch.eye(4).bool(), 4),
+    "seqused_k": [3, 16],
+    "softcap": 2.0,
+    "alibi_slopes": torch.ones(4),
+    "learnable_sink": torch.zeros(4),
+    "kv_layout": "striped",
+}
 ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # all of them alike
     ({"layout": None}, {"layout": None}, "layout is None with 2 ranks"),
     ({"layout": Layout.contiguous(16, 4)}, {"layout": Layout.contiguous(16, 4)}, "layout is made for 4 ranks, the"),
     ({"layout": Layout.contiguous(30, 2)}, {"layout": Layout.contiguous(30, 2)}, "layout gives rank"),
-    (
-        {"block_mask": BlockMask(torch.ones(2, 2).bool(), 8)},
-        {"block_mask": BlockMask(torch.ones(2, 2).bool(), 8)},
-        r"layout gives rank 0 the span \(0, 4, 1\): .* whole blocks of 8 positions",
-    ),
+    (EIGHTS, EIGHTS, r"layout gives rank 0 the span \(0, 4, 1\): .* whole blocks of 8 positions"),
     ({"ring": {"chunks": 3}}, {"ring": {"chunks": 3}}, "chunks of the ring is 3, k has 2 heads: a chunk has at least"),
     ({"group": "both"}, {"group": "both"}, "ring and group are both given"),
     # one of them alone, and all learn it
@@ -356,31 +320,20 @@ ON_RANKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"softmax_scale": 0.5}, {}, r"softmax_scale differs between ranks \(rank 0: 0.5, rank 1: 0.25\)"),
     ({}, {"layout": "striped"}, "layout differs between ranks"),
     ({"backend": "aten"}, {"backend": "triton"}, r"backend differs .*rank 0: 'aten', rank 1: 'triton'"),
-    ({}, {"window_size": (4, 4)}, "window_size differs"),
-    ({}, {"cu_seqlens": [0, 5, 16]}, "cu_seqlens differs"),
     ({}, {"block_mask": longformer(2, [])}, "window_size differs"),
-    ({}, {"block_mask": EYE}, "block_mask differs"),
-    ({}, {"seqused_k": [3, 16]}, "seqused_k differs"),
-    ({}, {"softcap": 2.0}, "softcap differs"),
-    ({}, {"alibi_slopes": torch.ones(4)}, "alibi_slopes differs"),
     ({}, {"dropout_p": 0.25, "dropout_seed": 7}, "dropout_p differs"),
-    ({}, {"learnable_sink": torch.zeros(4)}, "learnable_sink differs"),
+    *(({}, {name: value}, f"{name} differs") for name, value in OTHERS.items()),
     ({"causal": True}, {"causal": True, "prefix_length": 3}, "prefix_length differs"),
-    ({}, {"kv_layout": "striped"}, "kv_layout differs"),
     (
         {"dropout_p": 0.5, "dropout_seed": 5},
         {"dropout_p": 0.5, "dropout_seed": 6},
-        r"dropout_seed differs between ranks \(rank 0: 5, rank 1: 6\)",
+        "dropout_seed differs between ranks",
     ),
     ({"ring": {"chunks": 2}}, {}, r"chunks differs between ranks \(rank 0: 2, rank 1: 1"),
     ({"ring": {"slots": 2, "prefetch": 1}}, {"ring": {"slots": 4, "prefetch": 1}}, "slots differs between ranks"),
     ({"ring": {"prefetch": 0}}, {}, "prefetch differs between ranks"),
     ({"ring": {"direction": -1}}, {}, "direction differs between ranks"),
-    (
-        {"ring": {"topology": Topology(((1, 0),))}},
-        {"ring": {"topology": Topology.flat(2)}},
-        "topology differs between ranks",
-    ),
+    ({"ring": {"topology": Topology(((1, 0),))}}, {"ring": {"topology": Topology.flat(2)}}, "topology differs"),
 ]
 """Arguments of the first of two ranks, and of the second."""
 
@@ -390,9 +343,9 @@ def test_refusals_on_all_ranks() -> None:
     fit = DOORS["ring_attention"][1] | {"layout": "zigzag"}
 
     def refused(group: LocalGroup) -> None:
-        for *calls, told in ON_RANKS:
+        for *calls, message in ON_RANKS:
             call = dict(calls[group.rank()])
-            with Ring(group, **call.pop("ring", {})) as ring, pytest.raises(ValueError, match=told):
+            with Ring(group, **call.pop("ring", {})) as ring, pytest.raises(ValueError, match=message):
                 ring_attention(**fit | call | ({"group": group} if "group" in call else {}), ring=ring)
 
     with LocalWorld(2) as world:
@@ -400,27 +353,10 @@ def test_refusals_on_all_ranks() -> None:
     assert {name for *calls, _ in ON_RANKS for call in calls for name in call} >= {*AttentionArgs._fields} - {"config"}
 
 
-def test_rings_of_four_ranks() -> None:
-    rows: list[tuple[dict[str, Any], str]] = [
-        ({"slots": 1}, "slots is 1: a ring of 4 ranks needs at least 2"),
-        ({"slots": 3, "prefetch": 3}, "prefetch is 3: with 3 slots it must be 0 to 2"),
-        ({"topology": Topology.grid(2, 2), "slots": 5, "prefetch": 5}, "prefetch is 5: with 5 slots it must be 0 to 4"),
-        ({"topology": Topology.grid(2, 3)}, "topology has 6 ranks, the group has 4"),
-    ]
-
-    def refused(group: LocalGroup) -> None:
-        for call, told in rows:
-            with pytest.raises(ValueError, match=told):
-                Ring(group, **call)
-
-    with LocalWorld(4) as world:
-        world.run(refused)
-
-
 def test_a_closed_ring() -> None:
     ring = Ring()
-    ring.close()
-    ring.close()
+    for _ in range(2):
+        ring.close()
     with pytest.raises(ValueError, match="ring is closed"):
         ring_attention(**DOORS["ring_attention"][1], ring=ring)
 
@@ -448,9 +384,9 @@ def test_a_ring_left_by_an_error_ends_the_transfers_of_the_others() -> None:
 
 
 def test_the_signature_is_the_list_of_arguments() -> None:
-    """The overloads for type checkers, the fields with their defaults, and how each travels to an op."""
+    """The overloads for type checkers, the fields with their defaults, and how each is packed for an op."""
     named = {name: one.default for name, one in inspect.signature(ring_attention).parameters.items()}
     others = {name: named.pop(name) for name in ("q", "k", "v", "return_lse", "ring", "group")}
     assert AttentionArgs()._asdict() == named
     assert {*Options.__annotations__} == {*named, "ring", "group"} < {*named, *others}
-    assert set(TRAVELS) == set(named)
+    assert set(OP_ARGUMENTS) == set(named)

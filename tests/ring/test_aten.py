@@ -16,7 +16,7 @@ from ringattn.kernels import FULL, Bounds
 from ringattn.ring import Mask, bounds, visible_pairs
 from ringattn.ring.cpu import aten
 from ringattn.ring.cpu import regions as cutting
-from ringattn.ring.cpu.aten import DOT_ROWS, AtenBackward, AtenForward, row_dot
+from ringattn.ring.cpu.aten import AtenBackward, AtenForward
 from ringattn.ring.cpu.regions import Kind
 
 from ..support.baselines import Results
@@ -51,20 +51,15 @@ def test_dtypes_heads_and_head_dims(dtype: torch.dtype, heads: tuple[int, int], 
     check_ring(Layout.zigzag(70, 2), inputs(70, heads, dims, dtype), causal=True, backend="aten")
 
 
-def test_long_shards_are_cut_and_merged() -> None:
-    layout = Layout([[(0, 150), (450, 450)], [(150, 300)]])
-    check_ring(layout, inputs(900, (2, 1), (8, 8), batch=1), causal=True, backend="aten")
-
-
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize("empty", [FULL, None])
 def test_empty_shards(queries: int, keys: int, empty: Bounds | None) -> None:
     nothing = torch.zeros(queries, dtype=torch.int32)
     seen = empty or Bounds(nothing, nothing)
     q, k, dout = torch.randn(2, queries, 4, 8), torch.randn(2, keys, 2, 8), torch.randn(2, queries, 4, 8)
-    work = AtenForward(q, softmax_scale=SCALE)
-    work.fold(k, k, seen, final=True)
-    out, lse = work.result()
+    backend = AtenForward(q, softmax_scale=SCALE)
+    backend.fold(k, k, seen, final=True)
+    out, lse = backend.result()
     assert out.shape == q.shape and not out.any()
     assert lse.shape == (2, 4, queries) and bool((lse == -torch.inf).all())
     into = (torch.full_like(k, torch.nan), torch.full_like(k, torch.nan))
@@ -73,28 +68,6 @@ def test_empty_shards(queries: int, keys: int, empty: Bounds | None) -> None:
     back.dkdv(k, k, seen, local=True, accum=None, out=into)
     assert back.result().equal(torch.zeros_like(q))
     assert all(x.equal(torch.zeros_like(k)) for x in into)
-
-
-@pytest.mark.usefixtures("poison")
-def test_rows_that_see_nothing_and_keys_that_nobody_sees() -> None:
-    q, k, v, dout = (torch.randn(2, 9, heads, 16) for heads in (4, 2, 2, 4))
-    seen = bounds(CAUSAL, torch.arange(9), torch.arange(4, 13))
-    work = AtenForward(q, softmax_scale=SCALE)
-    work.fold(k, v, seen, final=True)
-    out, lse = work.result()
-    assert not out[:, :4].any() and bool((lse[..., :4] == -torch.inf).all())
-    back = AtenBackward(dout, q, out, lse, torch.randn_like(lse), softmax_scale=SCALE)
-    dkdv = (torch.empty_like(k), torch.empty_like(v))
-    back.dq(k, v, seen, local=True)
-    back.dkdv(k, v, seen, local=True, accum=None, out=dkdv)
-    assert not back.result()[:, :4].any() and back.result().isfinite().all()
-    assert all(x.isfinite().all() and not x[:, 5:].any() for x in dkdv)
-
-
-@pytest.mark.parametrize("rows", [0, 1, DOT_ROWS, DOT_ROWS + 3])
-def test_row_dot_of_any_number_of_rows(rows: int) -> None:
-    x, y = (torch.randn(2, rows, 3, 8, dtype=torch.float64) for _ in range(2))
-    torch.testing.assert_close(row_dot(x, y), (x * y).sum(-1).float())
 
 
 def test_the_state_is_fp32_whatever_the_default_dtype() -> None:
@@ -140,19 +113,19 @@ class Rank:
                 self.hops.append((k, v, bounds(CAUSAL, *at)))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        work = AtenForward(self.q, softmax_scale=SCALE)
+        backend = AtenForward(self.q, softmax_scale=SCALE)
         for hop in self.hops:
-            work.fold(*hop, final=hop is self.hops[-1])
-        return work.result()
+            backend.fold(*hop, final=hop is self.hops[-1])
+        return backend.result()
 
     def backward(self, out: Tensor, lse: Tensor) -> None:
-        work = AtenBackward(self.dout, self.q, out, lse, None, softmax_scale=SCALE)
+        backend = AtenBackward(self.dout, self.q, out, lse, None, softmax_scale=SCALE)
         own, *others = self.hops
-        work.dq(*own, local=True)
+        backend.dq(*own, local=True)
         for hop in others:
-            work.dkdv(*hop, local=False, accum=None, out=tuple(torch.empty_like(x) for x in hop[:2]))
-            work.dq(*hop, local=False)
-        work.dkdv(*own, local=True, accum=None, out=tuple(torch.empty_like(x) for x in own[:2]))
+            backend.dkdv(*hop, local=False, accum=None, out=tuple(torch.empty_like(x) for x in hop[:2]))
+            backend.dq(*hop, local=False)
+        backend.dkdv(*own, local=True, accum=None, out=tuple(torch.empty_like(x) for x in own[:2]))
 
 
 def counted(call: Callable[[], object]) -> dict[str, int]:
@@ -164,19 +137,14 @@ def counted(call: Callable[[], object]) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("layout", "hops", "merges"),
-    [
-        (Layout.zigzag(512, 2), (2, 2), (1, 1)),
-        (Layout.contiguous(512, 2), (1, 2), (0, 1)),
-        (Layout.striped(512, 2), (2, 2), (1, 1)),
-    ],
+    [(Layout.zigzag(512, 2), (2, 2), (1, 1)), (Layout.contiguous(512, 2), (1, 2), (0, 1))],
 )
 def test_one_operator_call_per_hop_and_no_merge_that_is_not_needed(
     layout: Layout, hops: tuple[int, int], merges: tuple[int, int]
 ) -> None:
     for rank in range(2):
         seen = counted(Rank(layout, rank).forward)
-        assert seen[OPERATOR] == hops[rank]
-        assert seen.get("aten.lerp_.Tensor", 0) == merges[rank]
+        assert (seen[OPERATOR], seen.get("aten.lerp_.Tensor", 0)) == (hops[rank], merges[rank])
         assert COPIES not in seen
 
 
@@ -184,12 +152,9 @@ def test_one_operator_call_per_hop_and_no_merge_that_is_not_needed(
     ("layout", "threads", "calls"),
     [
         (Layout.zigzag(512, 2), 1, 10),
-        (Layout.contiguous(512, 2), 1, 9),
-        (Layout.zigzag(512, 2), 2, 6),
         (Layout.contiguous(512, 2), 2, 5),
         (Layout.contiguous(64, 1), 1, 2),
         (Layout.contiguous(64, 1), 2, 1),
-        (Layout.contiguous(64, 1), 4, 1),
     ],
 )
 def test_backward_calls_the_operator_once_per_remote_hop_and_half_of_the_local_one(
@@ -232,23 +197,23 @@ def test_backward_of_a_square_computes_little_more_than_its_triangle(
 
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("blockwise_only", [False, True])
-def test_sums_are_asked_for_last(local: bool, blockwise_only: bool) -> None:
+def test_what_arrives_is_waited_for_last(local: bool, blockwise_only: bool) -> None:
     q, k, v, dout = (torch.randn(2, 12, heads, 16) for heads in (4, 2, 2, 4))
     lo = torch.arange(12, dtype=torch.int32) // 2
     seen = Bounds(lo, lo + 3) if blockwise_only else FULL
-    work = AtenForward(q, softmax_scale=SCALE)
-    work.fold(k[:, :9], v[:, :9], seen, final=True)
-    back = AtenBackward(dout, q, *work.result(), None, softmax_scale=SCALE)
-    sums = (torch.zeros(2, 9, 2, 16), torch.zeros(2, 9, 2, 16))
+    backend = AtenForward(q, softmax_scale=SCALE)
+    backend.fold(k[:, :9], v[:, :9], seen, final=True)
+    back = AtenBackward(dout, q, *backend.result(), None, softmax_scale=SCALE)
+    accum = (torch.zeros(2, 9, 2, 16), torch.zeros(2, 9, 2, 16))
     recorder = Recorder()
 
     def arrive() -> tuple[Tensor, ...]:
         recorder.counts.clear()
-        return sums
+        return accum
 
     back.dq(k[:, :9], v[:, :9], seen, local=local)
     with recorder:
-        back.dkdv(k[:, :9], v[:, :9], seen, local=local, accum=arrive, out=sums)
+        back.dkdv(k[:, :9], v[:, :9], seen, local=local, accum=arrive, out=accum)
     after = recorder.counts
     assert not {name for name in after if "bmm" in name or "attention" in name or "exp" in name}
     assert "aten.add.out" in after

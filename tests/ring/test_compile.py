@@ -26,7 +26,6 @@ from ..properties.test_processes import in_processes
 
 ROWS, HEADS = 64, 4
 NO_BACKWARD = ("test_schema", "test_autograd_registration", "test_faketensor")
-ALL = (*NO_BACKWARD, "test_aot_dispatch_dynamic")  # which runs the backward too
 TILES = KernelConfig(forward=Tile(16, 16, 4, 1), dq=Tile(16, 16, 4, 1), dkdv=Tile(16, 16, 4, 1))
 
 
@@ -65,59 +64,42 @@ def packed_call(*, ring: Ring | None = None, group: GroupLike = None, **call: An
     return pack_args(AttentionArgs(**call), ring, group)
 
 
-def opcheck(op: Any, args: tuple[Any, ...], utils: tuple[str, ...] | str = ALL) -> None:
-    """All of torch's checks, of tensors on the CPU."""
-    torch.library.opcheck(op, args, test_utils=utils)
-
-
 def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
     for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-CALLS: dict[str, Callable[[], dict[str, Any]]] = {
-    "layout, documents": lambda: {
-        "layout": Layout.striped(ROWS, 1),
-        "causal": True,
-        "cu_seqlens": [0, 7, 30, ROWS],
-        "return_lse": True,
+DOCUMENTS = [0, 7, 30, ROWS]
+CALLS: dict[str, dict[str, Any]] = {
+    "layout, documents": {
+        "layout": Layout.striped(ROWS, 1), "causal": True, "cu_seqlens": DOCUMENTS, "return_lse": True,
     },
-    "keys, documents as a tensor": lambda: {
-        "layout": Layout([[(0, ROWS)]]),
-        "kv_layout": Layout([[(0, ROWS, 2)]]),
+    "keys, documents as a tensor": {
+        "layout": Layout([[(0, ROWS)]]), "kv_layout": Layout([[(0, ROWS, 2)]]), "seqused_k": (50,),
         "cu_seqlens": torch.tensor([0, 7, 30, 2 * ROWS - 1]),
-        "seqused_k": (50,),
     },
-    "name, scores": lambda: {
-        "layout": "zigzag",
-        "window_size": (9, 3),
-        "softcap": 3.0,
-        "softmax_scale": 0.3,
-        "alibi_slopes": torch.rand(HEADS),
+    "name, scores": {
+        "layout": "zigzag", "window_size": (9, 3), "softcap": 3.0, "softmax_scale": 0.3,
+        "alibi_slopes": torch.arange(HEADS) / HEADS,
     },
-    "ring, prefix, sink": lambda: {
-        "ring": Ring(chunks=2),
-        "prefix_length": 7,
-        "causal": True,
-        "learnable_sink": torch.randn(HEADS, requires_grad=True),
+    "ring, prefix, sink": {
+        "ring": Ring(chunks=2), "prefix_length": 7, "causal": True,
+        "learnable_sink": torch.ones(HEADS, requires_grad=True),
     },
-    "blocks, dropout": lambda: {
-        "block_mask": bigbird(ROWS, 16, window=1, global_=1, random=1),
-        "dropout_p": 0.4,
-        "dropout_seed": 2**64 - 5,
+    "blocks, dropout": {
+        "block_mask": bigbird(ROWS, 16, window=1, global_=1, random=1), "dropout_p": 0.4, "dropout_seed": 2**64 - 5,
     },
-    "blocks as a tensor": lambda: {"block_mask": torch.eye(4, dtype=torch.bool)},
-    "blocks of one size": lambda: {"block_mask": BlockMask(torch.ones(2, 2, dtype=torch.bool).tril(), 48)},
-    "longformer": lambda: {"block_mask": longformer(8, [(0, 3), (20, 24)])},
-    "triton": lambda: {"backend": "triton", "config": TILES, "causal": True},
-}
+    "blocks as a tensor": {"block_mask": torch.eye(4, dtype=torch.bool)},
+    "blocks of one size": {"block_mask": BlockMask(torch.ones(2, 2, dtype=torch.bool).tril(), 48)},
+    "longformer": {"block_mask": longformer(8, [(0, 3), (20, 24)])},
+    "triton": {"backend": "triton", "config": TILES, "causal": True},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_is_eager_to_the_bit(name: str) -> None:
-    call = CALLS[name]()
     tensors = inputs()
-    assert_same(run(compiled(), tensors, **call), run(block, tensors, **call))
+    assert_same(run(compiled(), tensors, **CALLS[name]), run(block, tensors, **CALLS[name]))
 
 
 def test_drawn_seeds_are_those_of_eager() -> None:
@@ -140,39 +122,31 @@ def test_the_default_compiler_of_torch() -> None:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
-def graphs(calls: Callable[[int], tuple[list[Tensor], dict[str, Any]]], times: int) -> int:
-    """How many graphs ``times`` calls of one function need, each right."""
-    counter = CompileCounterWithBackend("aot_eager")
-    function = compiled(backend=counter)
-    for number in range(times):
-        tensors, call = calls(number)
-        assert_same(run(function, tensors, **call), run(block, tensors, **call))
-    return counter.frame_count
-
-
-# one graph for the first call's numbers, one for any: what torch.compile does with every size
-MOST = 2
-
-
+MOST = 2  # graphs: one for the first call's numbers, one for any, as torch.compile does with every size
 RINGS = [Ring() for _ in range(4)]
-GRAPHS: dict[str, Callable[[int], tuple[list[Tensor], dict[str, Any]]]] = {
-    "lengths": lambda number: (inputs(16 + 8 * number), {"causal": True, "layout": "zigzag"}),
-    "layouts and documents": lambda number: documents_of(40 + 8 * number, number),
-    "rings and seeds": lambda number: (
-        inputs(),
-        {"ring": RINGS[number], "dropout_p": 0.5, "dropout_seed": 7 * number + 11},
-    ),
-}
 
 
-def documents_of(rows: int, number: int) -> tuple[list[Tensor], dict[str, Any]]:
+def documents_of(rows: int, number: int) -> dict[str, Any]:
     documents = torch.tensor([0, *range(5, rows, 9 + number), rows])
-    return inputs(rows), {"layout": Layout.zigzag(rows, 1, documents), "cu_seqlens": documents}
+    return {"layout": Layout.zigzag(rows, 1, documents), "cu_seqlens": documents}
+
+
+GRAPHS: dict[str, Callable[[int], tuple[int, dict[str, Any]]]] = {
+    "lengths": lambda number: (16 + 8 * number, {"causal": True, "layout": "zigzag"}),
+    "layouts and documents": lambda number: (40 + 8 * number, documents_of(40 + 8 * number, number)),
+    "rings and seeds": lambda number: (ROWS, {"ring": RINGS[number], "dropout_p": 0.5, "dropout_seed": 7 * number + 1}),
+}
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_no_new_graph(name: str) -> None:
-    assert graphs(GRAPHS[name], 4) <= MOST
+    counter = CompileCounterWithBackend("aot_eager")
+    function = compiled(backend=counter)
+    for number in range(4):
+        rows, call = GRAPHS[name](number)
+        tensors = inputs(rows)
+        assert_same(run(function, tensors, **call), run(block, tensors, **call))
+    assert counter.frame_count <= MOST
 
 
 def in_world(layout: Layout, function: Callable[..., Tensor], whole: list[Tensor], **call: Any) -> list[list[Tensor]]:
@@ -196,16 +170,15 @@ def test_virtual_ranks() -> None:
 
 
 def test_of_the_seeds_that_ranks_draw_rank_0s_counts() -> None:
-    whole, layout, seed = inputs(), Layout.contiguous(ROWS, 2), 12345
+    whole, layout, seeds = inputs(), Layout.contiguous(ROWS, 2), torch.tensor([12345, 1])
 
     def draws(q: Tensor, k: Tensor, v: Tensor, *, group: Any, layout: Layout) -> Tensor:
-        packed = packed_call(group=group, layout=layout, dropout_p=0.5)
-        drawn = packed._replace(dropout_seed=torch.tensor(seed if group.rank() == 0 else 1))
-        out: Tensor = torch.ops.ringattn.ring_attention(q * 2, k, v, *drawn)[0]
+        packed = packed_call(group=group, layout=layout, dropout_p=0.5)._replace(dropout_seed=seeds[group.rank()])
+        out: Tensor = torch.ops.ringattn.ring_attention(q * 2, k, v, *packed)[0]
         return out.sin()
 
     got = in_world(layout, draws, whole)
-    for mine, theirs in zip(got, in_world(layout, block, whole, dropout_p=0.5, dropout_seed=seed), strict=True):
+    for mine, theirs in zip(got, in_world(layout, block, whole, dropout_p=0.5, dropout_seed=12345), strict=True):
         assert_same(mine, theirs)
 
 
@@ -245,27 +218,25 @@ def test_checkpointing_repeats_what_dropout_dropped() -> None:
         out: Tensor = checkpoint(layer, *tensors, use_reentrant=False)
         return out
 
-    torch.manual_seed(2)
-    expected = run(layer, tensors)
-    for function in (saving, compiled(saving)):
+    results = []
+    for function in (layer, saving, compiled(saving)):
         torch.manual_seed(2)
-        assert_same(run(function, tensors), expected)
+        results.append(run(function, tensors))
+    for result in results[1:]:
+        assert_same(result, results[0])
 
 
 @pytest.mark.parametrize("name", ["layout, documents", "ring, prefix, sink", "blocks, dropout"])
 def test_opcheck(name: str) -> None:
     q, k, v = inputs()
-    call = CALLS[name]()
-    call.pop("return_lse", None)
-    packed = packed_call(**call)
+    packed = packed_call(**{argument: value for argument, value in CALLS[name].items() if argument != "return_lse"})
     op = torch.ops.ringattn.ring_attention.default
-    opcheck(op, (q, k, v, *packed))
+    torch.library.opcheck(op, (q, k, v, *packed), test_utils=(*NO_BACKWARD, "test_aot_dispatch_dynamic"))
     out, lse, seed, number = op(*(x.detach() for x in (q, k, v)), *packed)
     saved = packed._replace(dropout_seed=seed if packed.dropout_p else None)
     given = [x.detach().requires_grad_() for x in (torch.randn_like(out), q, k, v, out, lse)]
-    opcheck(
-        torch.ops.ringattn.ring_attention_backward.default, (given[0], None, *given[1:], number, *saved), NO_BACKWARD
-    )
+    op, args = torch.ops.ringattn.ring_attention_backward.default, (given[0], None, *given[1:], number, *saved)
+    torch.library.opcheck(op, args, test_utils=NO_BACKWARD)
 
 
 def test_slopes_made_in_the_graph_that_want_a_gradient_are_refused() -> None:

@@ -27,18 +27,29 @@ def expand(spans: list[tuple[int, int, int]]) -> list[int]:
     return [start + i * step for start, length, step in spans for i in range(length)]
 
 
-@pytest.mark.parametrize(
-    ("name", "seqlen", "world", "expected"),
-    [
-        ("contiguous", 8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
-        ("contiguous", 2, 3, [[0], [1], []]),
-        ("zigzag", 12, 3, [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
-        ("zigzag", 10, 3, [[0, 1, 8, 9], [2, 3, 7], [4, 5, 6]]),
-        ("striped", 7, 3, [[0, 3, 6], [1, 4], [2, 5]]),
-    ],
-)
-def test_named_layouts(name: str, seqlen: int, world: int, expected: list[list[int]]) -> None:
-    assert positions(named(name, seqlen, world)) == expected
+HELD: list[tuple[Layout, list[list[int]]]] = [
+    (Layout.contiguous(8, 3), [[0, 1, 2], [3, 4, 5], [6, 7]]),
+    (Layout.contiguous(2, 3), [[0], [1], []]),
+    (Layout.zigzag(12, 3), [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
+    (Layout.zigzag(10, 3), [[0, 1, 8, 9], [2, 3, 7], [4, 5, 6]]),
+    (Layout.striped(7, 3), [[0, 3, 6], [1, 4], [2, 5]]),
+    (Layout.zigzag(8, 2, [0, 4, 4, 8]), [[0, 3, 4, 7], [1, 2, 5, 6]]),
+    # what is left goes on where the document before stopped
+    (Layout.zigzag(4, 2, [0, 1, 2, 3, 4]), [[0, 2], [1, 3]]),
+    # and a rank's odd token is at the head and at the tail of documents alternately
+    (Layout.zigzag(4, 2, [0, 2, 4]), [[0, 3], [1, 2]]),
+    (Layout.zigzag(5, 2, [0, 3, 5]), [[0, 2, 3], [1, 4]]),
+    (Layout.balanced(8, [3, 1], causal=False), [[0, 1, 2, 3, 4, 5], [6, 7]]),
+    (Layout.balanced(8, [3, 1], causal=True), [[0, 1, 2, 5, 6, 7], [3, 4]]),
+    (Layout.balanced(7, [0, 1, 0, 2.0], causal=True), [[], [0, 6], [], [1, 2, 3, 4, 5]]),
+    (Layout.balanced(4, [1, 1e-9], causal=True), [[0, 1, 2, 3], []]),
+    (Layout.balanced(0, [1, 2], causal=True), [[], []]),
+]
+
+
+@pytest.mark.parametrize(("layout", "expected"), HELD)
+def test_layouts_by_hand(layout: Layout, expected: list[list[int]]) -> None:
+    assert positions(layout) == expected
 
 
 def test_every_token_is_on_one_rank_in_order() -> None:
@@ -95,20 +106,6 @@ def test_zigzag_of_any_documents(world: int, lengths: list[int]) -> None:
         assert start == end
 
 
-@pytest.mark.parametrize(
-    ("cu_seqlens", "expected"),
-    [
-        ([0, 8], [[0, 1, 6, 7], [2, 3, 4, 5]]),
-        ([0, 4, 4, 8], [[0, 3, 4, 7], [1, 2, 5, 6]]),
-        ([0, 1, 2, 3, 4], [[0, 2], [1, 3]]),  # what is left goes on where the document before stopped
-        ([0, 2, 4], [[0, 3], [1, 2]]),  # and a rank's odd token is at the head and at the tail by turns
-        ([0, 3, 5], [[0, 2, 3], [1, 4]]),
-    ],
-)
-def test_zigzag_of_documents_by_hand(cu_seqlens: list[int], expected: list[list[int]]) -> None:
-    assert positions(Layout.zigzag(cu_seqlens[-1], 2, cu_seqlens)) == expected
-
-
 SPEEDS = st.lists(st.integers(0, 100) | st.floats(0, 1e6) | st.fractions(0, 50), min_size=1, max_size=8).filter(any)
 
 
@@ -126,14 +123,6 @@ def test_balanced_shards_finish_together(seqlen: int, speeds: list[float], causa
         assert one == [] or speed > 0
 
 
-def test_balanced_by_hand() -> None:
-    assert positions(Layout.balanced(8, [3, 1], causal=False)) == [[0, 1, 2, 3, 4, 5], [6, 7]]
-    assert positions(Layout.balanced(8, [3, 1], causal=True)) == [[0, 1, 2, 5, 6, 7], [3, 4]]
-    assert positions(Layout.balanced(7, [0, 1, 0, 2.0], causal=True)) == [[], [0, 6], [], [1, 2, 3, 4, 5]]
-    assert positions(Layout.balanced(4, [1, 1e-9], causal=True)) == [[0, 1, 2, 3], []]
-    assert Layout.balanced(0, [1, 2], causal=True).lengths == (0, 0)
-
-
 @given(layouts())
 def test_any_layout_is_made_of_its_spans(layout: Layout) -> None:
     for rank in range(layout.world):
@@ -145,43 +134,41 @@ def test_any_layout_is_made_of_its_spans(layout: Layout) -> None:
     assert Layout([layout.spans(rank) for rank in range(layout.world)]) == layout
 
 
-def test_spans_are_joined_and_empty_ones_dropped() -> None:
-    layout = Layout([[(0, 2), (2, 3), (9, 0), (7, 1)], [(5, 2)]])
-    assert layout.spans(0) == (Span(0, 5), Span(7, 1))
-    assert Layout([[(0, 2, 3), (6, 2, 3)]]).spans(0) == (Span(0, 4, 3),)
-    assert Layout([[(0, 2, 3), (6, 2, 2)]]).spans(0) == (Span(0, 2, 3), Span(6, 2, 2))
-    assert Layout([[(0, 2, 3), (7, 2, 3)]]).spans(0) == (Span(0, 2, 3), Span(7, 2, 3))
-    assert Layout([[(4, 1, 3)]]).spans(0) == (Span(4, 1, 1),)
-    assert Layout([[(3, 0, 1)]]).spans(0) == ()
+JOINED: list[tuple[list[tuple[int, ...]], list[Span]]] = [
+    ([(0, 2), (2, 3), (9, 0), (7, 1)], [Span(0, 5), Span(7, 1)]),
+    ([(0, 2, 3), (6, 2, 3)], [Span(0, 4, 3)]),
+    ([(0, 2, 3), (6, 2, 2)], [Span(0, 2, 3), Span(6, 2, 2)]),
+    ([(0, 2, 3), (7, 2, 3)], [Span(0, 2, 3), Span(7, 2, 3)]),
+    ([(4, 1, 3)], [Span(4, 1, 1)]),
+    ([(3, 0, 1)], []),
+]
+
+
+@pytest.mark.parametrize(("spans", "joined"), JOINED)
+def test_spans_are_joined_and_empty_ones_dropped(spans: list[tuple[int, ...]], joined: list[Span]) -> None:
+    assert Layout([spans]).spans(0) == tuple(joined)
     assert Span(3, 0).stop == 3
 
 
-def test_equal_layouts_are_one_key() -> None:
+def test_a_layout_is_a_value() -> None:
+    """Equal however it was made, and small when it travels: without its caches."""
     same = [Layout.contiguous(8, 1), Layout.zigzag(8, 1), Layout.striped(8, 1), Layout([[(0, 3), (3, 5)]])]
-    assert len(set(same)) == 1
-    assert Layout.contiguous(8, 2) != Layout.zigzag(8, 2)
-    assert hash(Layout.contiguous(8, 2)) != hash(Layout.zigzag(8, 2))
-
-
-def test_pickle_leaves_the_caches_behind() -> None:
+    assert len({*same}) == 1 and len({Layout.contiguous(8, 2), Layout.zigzag(8, 2)}) == 2
     layout = Layout.contiguous(100_000, 2)
     before = pickle.dumps(layout)
     layout.positions(0)
     hash(layout)
-    assert pickle.dumps(layout) == before
+    assert pickle.dumps(layout) == before and len(before) < 1000
     assert pickle.loads(before) == layout
-    assert len(before) < 1000
 
 
 def test_repr_makes_the_layout_again_or_tells_layouts_apart() -> None:
-    layout = Layout([[(0, 2), (5, 2, 2)], [(2, 3)]])
-    assert eval(repr(layout)) == layout
-    assert repr(layout) == "Layout([[(0, 2, 1), (5, 2, 2)], [(2, 3, 1)]])"
-    assert eval(repr(Layout.zigzag(64, 16))) == Layout.zigzag(64, 16)  # 31 spans
+    assert repr(Layout([[(0, 2), (5, 2, 2)], [(2, 3)]])) == "Layout([[(0, 2, 1), (5, 2, 2)], [(2, 3, 1)]])"
+    for layout in (Layout.zigzag(64, 16), Layout.contiguous(32, 32)):  # 31 and 32 spans
+        assert eval(repr(layout)) == layout
     large = [Layout.zigzag(1024, 64), Layout.zigzag(1024, 64), Layout.contiguous(1024, 64), Layout.striped(1024, 64)]
     assert len({repr(layout) for layout in large}) == 3
     assert re.fullmatch("<Layout of 1024 tokens over 64 ranks, spans [0-9a-f]{16}>", repr(large[0]))
-    assert repr(Layout.contiguous(32, 32)).startswith("Layout([")
     assert repr(Layout.contiguous(33, 33)).startswith("<Layout of")
 
 
@@ -246,26 +233,16 @@ def test_where_every_position_lies(lengths: list[int]) -> None:
         assert (start, end) == (inside[0] if inside else (whole, whole))
 
 
-def test_any_whole_numbers_are_the_same_documents() -> None:
-    given: list[Any] = [
-        [0, 3, 3, 8],
-        (0, 3, 3, 8),
-        torch.tensor([0, 3, 3, 8]),
-        torch.tensor([0, 3, 3, 8], dtype=torch.int32),
-        np.array([0, 3, 3, 8]),
-    ]
+def test_documents_are_a_value() -> None:
+    """Of any whole numbers; many are shown by a digest."""
+    numbers = [0, 3, 3, 8]
+    given: list[Any] = [numbers, (*numbers,), torch.tensor(numbers), torch.tensor(numbers).int(), np.array(numbers)]
     made = [Documents(one) for one in given]
-    assert len(set(made)) == 1
-    assert {repr(one) for one in made} == {"Documents([0, 3, 3, 8])"}
-    assert Documents([0, 3, 8]) != made[0] != [0, 3, 3, 8]
+    assert len({*made}) == 1 and {repr(one) for one in made} == {"Documents([0, 3, 3, 8])"}
+    assert Documents([0, 3, 8]) != made[0] != numbers
     made[0].around(torch.arange(3))
-    assert pickle.loads(pickle.dumps(made[0])) == made[0]
-    assert len(pickle.dumps(made[0])) < 200  # without the caches
-
-
-def test_many_documents_are_shown_by_a_digest() -> None:
+    assert pickle.loads(pickle.dumps(made[0])) == made[0] and len(pickle.dumps(made[0])) < 200  # without the caches
     one, other = Documents(range(100)), Documents([*range(99), 200])
-    assert re.fullmatch("<99 documents of 99 tokens, boundaries [0-9a-f]{16}>", repr(one))
-    assert repr(one) != repr(other)
+    assert re.fullmatch("<99 documents of 99 tokens, boundaries [0-9a-f]{16}>", repr(one)) and repr(one) != repr(other)
     assert repr(Documents(range(16))).startswith("Documents([0, 1,")
     assert repr(Documents(range(17))).startswith("<16 documents")

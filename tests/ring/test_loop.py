@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,7 @@ from ringattn import Layout, LocalWorld
 from ringattn.comm import Fence, LocalGroup, Slots
 from ringattn.comm.groups import open_transports
 from ringattn.comm.topology.topology import Topology
-from ringattn.kernels import Bounds, Scores
-from ringattn.ring import Hop, Mask, loop
+from ringattn.ring import Mask, loop
 from ringattn.ring.buffers import BETWEEN, INSIDE, Call, Key, Kind, Tensors, chunks_of
 from ringattn.ring.schedule.plan import plan
 from ringattn.ring.schedule.schedule import schedule
@@ -38,78 +38,58 @@ class Log:
 
     def posted(self, key: object, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes) -> None:
         assert isinstance(key, Key)
-        what = {Kind.RAIL: f"K/V {key.brings} by rail", Kind.KV: f"K/V {key.brings}", Kind.DKV: "sums"}
+        what = {Kind.RAIL: f"K/V {key.brings} by rail", Kind.DKV: "dK/dV"} | dict.fromkeys((Kind.KV, Kind.PREFETCH), f"K/V {key.brings}")
         chunk = f" chunk {key.chunk}" if key.chunk else ""
         moves = f"{len(sent)} out, {len(received)} in"
-        self.lines.append(f"post {what.get(key.kind, 'sums home by rail')}{chunk}: {moves}")
+        self.lines.append(f"post {what.get(key.kind, 'dK/dV by rail')}{chunk}: {moves}")
         self.posts.append((key, [peer for peer, _ in sent], [peer for peer, _ in received]))
 
 
-class Work:
-    """Computes nothing and writes down what it was asked to."""
+class Backend:
+    """Computes nothing and writes down what it was called with."""
 
     def __init__(self, log: Log) -> None:
         self.log = log.lines
 
-    def fold(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores, final: bool) -> None:
+    def fold(self, *_: Any, final: bool, **others: Any) -> None:
         self.log.append("fold final" if final else "fold")
 
-    def dq(self, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scores: Scores, local: bool, final: bool) -> None:
+    def dq(self, *_: Any, final: bool, **others: Any) -> None:
         self.log.append("dq final" if final else "dq")
 
-    def dkdv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bounds: Bounds,
-        *,
-        scores: Scores,
-        local: bool,
-        accum: Callable[[], Tensors] | None,
-        out: Tensors,
-    ) -> None:
-        self.log.append(f"dkdv{' with sums' if accum is not None and accum() else ''}")
+    def dkdv(self, *_: Any, accum: Callable[[], Tensors] | None, out: Tensors, **others: Any) -> None:
+        self.log.append(f"dkdv{' continued' if accum is not None and accum() else ''}")
         for x in out:
             x.fill_(1.0)
 
 
 def logs(
-    layout: Layout,
-    phase: str,
-    *,
-    causal: bool = True,
-    topology: Topology | None = None,
-    slots: int = 3,
-    prefetch: int = 1,
-    chunks: int = 1,
-) -> list[Log]:
+    layout: Layout, phase: str, *, causal: bool = True, topology: Topology | None = None,
+    slots: int = 3, prefetch: int = 1, chunks: int = 1,
+) -> list[Log]:  # fmt: skip
     """One pass of the real loop on virtual ranks: what each of them did."""
 
     def one(group: LocalGroup) -> Log:
         log = Log(group.rank())
         transports = open_transports(group, transport="local", device=CPU, topology=topology)
         steps = plan(layout, Mask(causal=causal), group.rank(), 1, CPU, topology, slots)
-
-        def span(kind: str, hop: Hop) -> AbstractContextManager[None]:
-            return nullcontext()
-
         call = Call(
-            steps,
-            phase,
-            transports,
-            Slots(steps.kv_slots * chunks, CPU),
-            Slots(steps.dkv_slots * chunks, CPU),
-            span,
-            chunks_of(chunks, KV_HEADS, KV_HEADS),
-            prefetch,
+            plan=steps,
+            phase=phase,
+            transports=transports,
+            kv_slots=Slots(steps.kv_slots * chunks, CPU),
+            dkv_slots=Slots(steps.dkv_slots * chunks, CPU),
+            span=lambda kind, hop: nullcontext(),
+            chunks=chunks_of(chunks, KV_HEADS, KV_HEADS),
+            prefetch=prefetch,
             posted=log.posted,
         )
         k = torch.zeros(1, layout.lengths[group.rank()], KV_HEADS, 4)
-        works = [Work(log) for _ in call.chunks]
+        backends = [Backend(log) for _ in call.chunks]
         if phase == "forward":
-            loop.forward(call, works, k, k)
+            loop.forward(call, backends, k, k)
         else:
-            loop.backward(call, works, k, k, (k.clone(), k.clone()))
+            loop.backward(call, backends, k, k, (k.clone(), k.clone()))
         for transport in transports:
             transport.close()
         return log
@@ -118,30 +98,19 @@ def logs(
         return world.run(one)
 
 
-def test_the_next_hop_is_posted_before_this_one_computes() -> None:
-    for log in logs(Layout.zigzag(24, 3), "forward"):
-        assert log.lines == [
-            "post K/V 1: 2 out, 2 in",
-            "fold",
-            "post K/V 2: 2 out, 2 in",
-            "fold",
-            "fold final",
-        ]
-
-
-def test_sums_travel_while_dq_computes_and_come_home_under_the_last_one() -> None:
+def test_dkv_travel_while_dq_computes_and_return_under_the_last_one() -> None:
     for log in logs(Layout.zigzag(24, 3), "backward"):
         assert log.lines == [
             "post K/V 1: 2 out, 2 in",  # hidden by the local dQ
             "dq",
             "post K/V 2: 2 out, 2 in",
             "dkdv",
-            "post sums: 2 out, 2 in",  # sums of hop 1 on, those for hop 2 in
+            "post dK/dV: 2 out, 2 in",  # of hop 1 on, those for hop 2 in
             "dq",
-            "dkdv with sums",
-            "post sums: 2 out, 2 in",  # sums home, hidden by the last dQ
+            "dkdv continued",
+            "post dK/dV: 2 out, 2 in",  # back to the owner, hidden by the last dQ
             "dq final",
-            "dkdv with sums",
+            "dkdv continued",
         ]
 
 
@@ -153,49 +122,42 @@ def test_each_chunk_of_heads_goes_on_while_the_next_computes() -> None:
             "dq",
             "dq",
             "dkdv",
-            "post sums: 2 out, 2 in",
+            "post dK/dV: 2 out, 2 in",
             "dq final",
             "dkdv",
-            "post sums chunk 1: 2 out, 2 in",
+            "post dK/dV chunk 1: 2 out, 2 in",
             "dq final",
-            "dkdv with sums",
-            "dkdv with sums",
+            "dkdv continued",
+            "dkdv continued",
         ]
 
 
-def test_what_leaves_a_node_leaves_first_and_its_sums_follow_under_the_next_turn() -> None:
+def test_kv_leave_a_node_first_and_its_dkv_return_under_the_next_outer_step() -> None:
     for log in logs(Layout.zigzag(24, 6), "backward", topology=Topology.grid(3, 2)):
         assert log.lines == [
-            "post K/V 2 by rail: 2 out, 2 in",  # a whole turn to arrive
+            "post K/V 2 by rail: 2 out, 2 in",  # a whole outer step to arrive
             "post K/V 1: 2 out, 2 in",
             "dq",
             "dkdv",
-            "post sums: 2 out, 2 in",
+            "post dK/dV: 2 out, 2 in",
             "dq",
             "post K/V 4 by rail: 2 out, 2 in",
             "post K/V 3: 2 out, 2 in",
             "dq",
             "dkdv",
-            "post sums: 2 out, 2 in",
+            "post dK/dV: 2 out, 2 in",
             "dq",
-            "dkdv with sums",  # the base of the turn adds its part last
-            "post sums home by rail: 2 out, 2 in",
+            "dkdv continued",  # the root adds its part last
+            "post dK/dV by rail: 2 out, 2 in",
             "post K/V 5: 2 out, 2 in",
             "dq",
             "dkdv",
-            "post sums: 2 out, 2 in",
+            "post dK/dV: 2 out, 2 in",
             "dq final",
-            "dkdv with sums",
-            "post sums home by rail: 2 out, 2 in",  # hidden by the own dK/dV
-            "dkdv with sums",
+            "dkdv continued",
+            "post dK/dV by rail: 2 out, 2 in",  # hidden by the own dK/dV
+            "dkdv continued",
         ]
-
-
-def test_what_nobody_needs_is_neither_sent_nor_computed() -> None:
-    first, second, third = (log.lines for log in logs(Layout.contiguous(24, 3), "forward"))
-    assert first == ["post K/V 1: 2 out, 0 in", "fold final"]
-    assert second == ["post K/V 1: 2 out, 2 in", "fold", "post K/V 2: 2 out, 0 in", "fold final"]
-    assert third == ["post K/V 1: 0 out, 2 in", "fold", "post K/V 2: 0 out, 2 in", "fold", "fold final"]
 
 
 RINGS = [Topology.flat(world) for world in (1, 2, 3, 5)] + [

@@ -47,20 +47,13 @@ def check(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> None:
     made, expected = bounds(mask, queries, keys), brute(mask, queries, keys)
     assert torch.equal(expand(made, len(queries), len(keys)), expected)
     assert made.is_full == bool(expected.numel() and expected.all())
-    check_used(mask, made, keys)
+    counts = [int((keys < used).sum()) for used in mask.used or ()]  # keys of each batch row; None where that is all
+    all_keys = all(count == len(keys) for count in counts)
+    assert (made.seqused_k is None) == all_keys
+    assert made.seqused_k is None or (made.seqused_k.tolist(), made.seqused_k.dtype) == (counts, torch.int32)
     assert visible_pairs(mask, queries, keys) == count(mask, queries, keys)
     if made.lo is not None and made.hi is not None:
         check_order(made.lo, made.hi, expected)
-
-
-def check_used(mask: Mask, made: Bounds, keys: torch.Tensor) -> None:
-    """Every batch row has as many keys as lie before its end; None where that is all of them."""
-    counts = [int((keys < used).sum()) for used in mask.used or ()]
-    if all(count == len(keys) for count in counts):
-        assert made.seqused_k is None
-    else:
-        assert made.seqused_k is not None
-        assert (made.seqused_k.tolist(), made.seqused_k.dtype) == (counts, torch.int32)
 
 
 def count(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> int:
@@ -150,27 +143,33 @@ def test_the_usual_longformer_has_three_parts() -> None:
     assert Mask(window=(4, 4)).parts == (Mask(window=(4, 4)),)
 
 
-def test_rows_that_see_nothing() -> None:
-    rows = torch.arange(8)
-    made = bounds(Window(left=-1, right=1), rows, torch.tensor([3, 4, 6]))  # each sees its successor alone
-    assert made.lo is not None
-    assert made.hi is not None
-    assert made.lo.tolist() == [0, 0, 0, 1, 2, 2, 3, 3]
-    assert made.hi.tolist() == [0, 0, 1, 2, 2, 3, 3, 3]
+EMPTY = torch.empty(0, dtype=torch.int64)
+EARLY, LATE = torch.tensor([0, 1]), torch.tensor([5, 6, 7])
+BLIND: list[tuple[Mask, torch.Tensor, torch.Tensor, list[int], list[int]]] = [
+    # each sees its successor alone
+    (
+        Window(left=-1, right=1),
+        torch.arange(8),
+        torch.tensor([3, 4, 6]),
+        [0, 0, 0, 1, 2, 2, 3, 3],
+        [0, 0, 1, 2, 2, 3, 3, 3],
+    ),
+    (CAUSAL, EARLY, LATE, [0, 0], [0, 0]),
+    (CAUSAL, EARLY, EMPTY, [0, 0], [0, 0]),
+    (Mask(), EARLY, EMPTY, [0, 0], [0, 0]),
+    (Mask(), EMPTY, LATE, [], []),
+    (Mask(), EMPTY, EMPTY, [], []),
+]
 
 
-def test_nothing_visible_and_nothing_there() -> None:
-    empty = torch.empty(0, dtype=torch.int64)
-    early, late = torch.tensor([0, 1]), torch.tensor([5, 6, 7])
-    for made in (bounds(CAUSAL, early, late), bounds(CAUSAL, early, empty), bounds(Mask(), early, empty)):
-        assert made.lo is not None
-        assert made.hi is not None
-        assert (made.lo.tolist(), made.hi.tolist()) == ([0, 0], [0, 0])
-    for keys in (late, empty):
-        made = bounds(Mask(), empty, keys)
-        assert made.lo is not None
-        assert len(made.lo) == 0
-        assert visible_pairs(Mask(), empty, keys) == 0
+@pytest.mark.parametrize(("mask", "queries", "keys", "lo", "hi"), BLIND)
+def test_rows_that_see_nothing(
+    mask: Mask, queries: torch.Tensor, keys: torch.Tensor, lo: list[int], hi: list[int]
+) -> None:
+    made = bounds(mask, queries, keys)
+    assert made.lo is not None and made.hi is not None
+    assert (made.lo.tolist(), made.hi.tolist()) == (lo, hi)
+    assert visible_pairs(mask, queries, keys) == sum(hi) - sum(lo)
 
 
 def test_visible_pairs_is_an_int_and_counts_past_32_bits() -> None:
@@ -226,16 +225,11 @@ def test_bigbird_is_the_papers(sizes: tuple[int, int], window: int, global_: int
     assert made == bigbird(seqlen, block, window=window, global_=global_, random=random, seed=seed)
 
 
-def test_longformer_is_half_a_window_on_each_side() -> None:
-    assert longformer(14, [(0, 1), (5, 8)]) == Longformer((7, 7), ((0, 1), (5, 8)))
-
-
 def test_a_pattern_is_a_value() -> None:
+    assert longformer(14, [(0, 1), (5, 8)]) == Longformer((7, 7), ((0, 1), (5, 8)))
     visible = torch.rand(4, 6) < 0.5
     one, same = BlockMask(visible, 8), BlockMask(visible.clone(), 8)
-    assert one == same
-    assert hash(one) == hash(same)
-    assert pickle.loads(pickle.dumps(one)) == one
+    assert one == same == pickle.loads(pickle.dumps(one)) and hash(one) == hash(same)
     assert one != BlockMask(visible, 4) != BlockMask(~visible, 4)
     assert one != visible
     assert BlockMask(torch.ones(2, 3, dtype=torch.bool), 1) != BlockMask(torch.ones(3, 2, dtype=torch.bool), 1)
@@ -243,10 +237,7 @@ def test_a_pattern_is_a_value() -> None:
     seen = one.visible.clone()
     visible.logical_not_()
     assert torch.equal(one.visible, seen)  # its own copy
-
-
-def test_repr_tells_patterns_apart() -> None:
-    """What ranks compare, and what an error shows."""
+    # what ranks compare, and what an error shows
     shown = {repr(BlockMask(torch.eye(4, dtype=torch.bool)[order], 2)) for order in ([0, 1, 2, 3], [1, 0, 2, 3])}
     assert len(shown) == 2
     assert all(re.fullmatch("<4 x 4 blocks of 2 positions, 4 seen, [0-9a-f]{16}>", one) for one in shown)

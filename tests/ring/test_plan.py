@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.layout import Layout
 from ringattn.ring.schedule.mask import Mask, visible_pairs
 from ringattn.ring.schedule.plan import Plan, plan
-from ringattn.ring.schedule.schedule import Hop, schedule
+from ringattn.ring.schedule.schedule import schedule
 
 from ..support.layouts import Window, layouts, masks
 
@@ -25,28 +26,34 @@ def plan_of(topology: Topology, mask: Mask | None = None, *, slots: int = 3, ran
     return plan(layout, mask or Mask(), rank, 1, CPU, topology, slots)
 
 
-def asked(steps: Plan, prefetch: int) -> list[list[int]]:
-    """At every hop the hops whose K/V are asked for."""
+def posted(steps: Plan, prefetch: int) -> list[list[int]]:
+    """At every hop the hops whose K/V are posted."""
     return [[hop.index for hop in steps.arrivals(now, prefetch)] for now in range(len(steps.hops))]
 
 
-def test_arrivals_by_rail_are_asked_for_a_turn_ahead() -> None:
+def test_arrivals_by_rail_are_posted_an_outer_step_ahead() -> None:
     steps = plan_of(Topology.grid(3, 3))
-    assert asked(steps, 0) == [[3], [1], [2], [6], [4], [5], [], [7], [8]]
-    assert asked(steps, 1) == [[3, 1], [2], [], [6, 4], [5], [], [7], [8], []]
-    # never across the end of a turn: what is posted behind would be held up until the rail has brought the next base
-    assert asked(steps, 2) == [[3, 1, 2], [], [], [6, 4, 5], [], [], [7, 8], [], []]
+    assert posted(steps, 0) == [[3], [1], [2], [6], [4], [5], [], [7], [8]]
+    assert posted(steps, 1) == [[3, 1], [2], [], [6, 4], [5], [], [7], [8], []]
+    # never of a later outer step: what is posted behind would be held up until the rail has brought the next root
+    assert posted(steps, 2) == [[3, 1, 2], [], [], [6, 4, 5], [], [], [7, 8], [], []]
 
 
 @given(st.sampled_from([(1, 1), (1, 6), (2, 2), (2, 4), (4, 2)]), st.integers(0, 3))
-def test_every_hop_is_asked_for_once_and_never_late(shape: tuple[int, int], prefetch: int) -> None:
+def test_every_hop_is_posted_once_and_never_late(shape: tuple[int, int], prefetch: int) -> None:
     steps = plan_of(Topology.grid(*shape))
-    when = {index: now for now, indices in enumerate(asked(steps, prefetch)) for index in indices}
-    assert sorted(index for indices in asked(steps, prefetch) for index in indices) == list(range(1, len(steps.hops)))
+    when = {index: now for now, indices in enumerate(posted(steps, prefetch)) for index in indices}
+    assert sorted(index for indices in posted(steps, prefetch) for index in indices) == [*range(1, len(steps.hops))]
     for index, now in when.items():
-        base = steps.is_outer_root(steps.hops[index])
-        turn = index // steps.inner * steps.inner
-        assert now == (index - steps.inner if base else max(turn, index - prefetch))
+        root = index // steps.inner * steps.inner
+        assert now == (index - steps.inner if index == root else max(root, index - prefetch))
+    for posts in steps.kv_posts(prefetch):
+        for coming, leaving, to, by_rail, waits in posts:
+            root = coming.index % steps.inner == 0
+            assert (by_rail, leaving.index) == (root, coming.index - (steps.inner if root else 1))
+            assert to == (leaving.rail_to if root else leaving.kv_to)
+            assert waits == (leaving.index == 0 or (leaving.index % steps.inner == 0) != root)
+    assert steps.kv_posts(prefetch) is steps.kv_posts(prefetch)
 
 
 def count(bounds: Bounds, rows: int, keys: int) -> int:
@@ -88,25 +95,33 @@ def test_slots_do_not_grow_with_the_world() -> None:
         steps = [plan_of(Topology.grid(*shape), rank=rank) for rank in range(shape[0] * shape[1])]
         assert {(one.kv_slots, one.dkv_slots) for one in steps} == {(5, 4)}
     assert plan_of(Topology.grid(2, 2), slots=2).kv_slots == 4
-    # sums that come home early wait in one slot more
+    # dK/dV that return early wait in one slot more
     early = Window(causal=True, left=20, document=10)
     assert plan_of(Topology.flat(4), early, rank=1).dkv_slots == 3
     assert plan_of(Topology.grid(2, 4), early, rank=6).dkv_slots == 5
 
 
-def test_homecomings() -> None:
-    """The sums of a turn's base come back after the last hop of its journey, where there is anything to come back."""
-
-    def when(steps: Plan) -> dict[int, int]:
-        return {hop: base.index for hop, base in steps.dkv_returns.items()}
-
-    assert when(plan_of(Topology.flat(4))) == {3: 0}
-    assert when(plan_of(Topology.grid(2, 2))) == {1: 0, 3: 2}
-    assert when(plan_of(Topology.flat(4), Window(causal=True, left=1))) == {1: 0}
-    assert when(plan_of(Topology.flat(4), CAUSAL, rank=3)) == {}
-    steps = plan_of(Topology.grid(2, 2), CAUSAL, rank=2)
-    assert when(steps) == {1: 0, 3: 2}
-    assert all(isinstance(base, Hop) and base is steps.hops[base.index] for base in steps.dkv_returns.values())
+@pytest.mark.parametrize(
+    ("topology", "mask", "rank", "returns"),
+    [
+        (Topology.flat(4), Mask(), 0, {3: 0}),
+        (Topology.grid(2, 2), Mask(), 0, {1: 0, 3: 2}),
+        (Topology.flat(4), Window(causal=True, left=1), 0, {1: 0}),
+        (Topology.flat(4), CAUSAL, 3, {}),
+        (Topology.grid(2, 2), CAUSAL, 2, {1: 0, 3: 2}),
+    ],
+)
+def test_returns_of_dkv(topology: Topology, mask: Mask, rank: int, returns: dict[int, int]) -> None:
+    """A root's come back after the last hop of its active range, where there are any; with what the next hop sends."""
+    steps = plan_of(topology, mask, rank=rank)
+    assert {after: root.index for after, root in steps.dkv_returns.items()} == returns
+    for hop, arrivals in zip(steps.hops, steps.dkv_arrivals, strict=True):
+        near = [
+            one
+            for one in steps.hops[hop.index + 1 : hop.index + 2]
+            if one.index % steps.inner and one.dkv_from is not None
+        ]
+        assert [*arrivals] == near + [steps.hops[root] for after, root in returns.items() if after == hop.index]
 
 
 def test_plans_are_kept() -> None:

@@ -19,13 +19,6 @@ from ringattn.ring.schedule.mask import bounds as bounds_of
 CAUSAL = Mask(causal=True)
 
 
-def pairs_of(made: Bounds, rows: int, keys: int) -> Tensor:
-    if made.lo is None or made.hi is None:
-        return torch.ones(rows, keys, dtype=torch.bool)
-    at = torch.arange(keys)
-    return (at >= made.lo[:, None]) & (at < made.hi[:, None])
-
-
 @st.composite
 def intervals(draw: st.DrawFn) -> tuple[Bounds, int, int]:
     """Any bounds, made of stretches of rows that follow each other in one way, so that regular ones occur."""
@@ -61,7 +54,9 @@ def any_bounds(draw: st.DrawFn) -> tuple[Bounds, int, int]:
 
 def visible_pairs(bounds: Bounds, rows: int, keys: int) -> Tensor:
     """bool ``[B, rows, keys]``."""
-    seen = pairs_of(bounds, rows, keys)[None]
+    at = torch.arange(keys)
+    lo, hi = (torch.zeros(rows), torch.full((rows,), keys)) if bounds.lo is None else (bounds.lo, bounds.hi)
+    seen = ((at >= lo[:, None]) & (at < hi[:, None]))[None]  # type: ignore[index]
     if bounds.seqused_k is not None:
         seen = seen & (torch.arange(keys) < bounds.seqused_k[:, None, None])
     if bounds.runs is not None:

@@ -23,7 +23,6 @@ from ringattn.kernels import attention
 from ringattn.ring.buffers import Call, Key, Kind, Load
 from ringattn.ring.ring import ring_of
 
-from ..support.baselines import exact
 from ..support.pairwise import pairwise_cases
 from ..support.ring_cases import LAYOUTS, SPANS, check_ring, inputs, run_ring
 from ..support.transport_cases import Calling
@@ -39,6 +38,11 @@ GRIDS = {
     "2x3": Topology.grid(2, 3),
     "any order": Topology(((3, 1), (0, 2))),
 }
+
+
+def shards(layout: Layout, whole: dict[str, Tensor], group: LocalGroup) -> list[Tensor]:
+    """q, k and v of a rank."""
+    return [layout.shard(whole[name], group.rank()) for name in "qkv"]
 
 
 @pytest.mark.usefixtures("poison")
@@ -125,8 +129,7 @@ def test_calls_of_other_shapes_on_one_ring() -> None:
         outs = []
         with Ring(group, chunks=2) as ring:
             for whole in (*calls, *calls):
-                q, k, v = (layout.shard(whole[name], group.rank()) for name in "qkv")
-                outs.append(ring_attention(q, k, v, layout=layout, ring=ring))
+                outs.append(ring_attention(*shards(layout, whole, group), layout=layout, ring=ring))
         return outs
 
     with LocalWorld(3) as world:
@@ -147,54 +150,31 @@ def test_when_bytes_move_changes_no_bit(topology: Topology | None) -> None:
         assert all(map(torch.equal, one, other)), change
 
 
-def test_chunks_of_heads_change_no_bit_of_our_kernels() -> None:
-    """A program computes one head, whatever is beside it. (The products of the aten backend batch the heads.)"""
-    layout, whole = Layout.contiguous(8, 2), inputs(8, heads=(2, 2))
-    one, other = (run_ring(layout, whole, causal=True, backend="triton", ring={"chunks": chunks}) for chunks in (1, 2))
-    assert all(map(torch.equal, one, other))
-
-
 @pytest.mark.parametrize("backend", ["aten", "triton"])
 def test_fewer_tokens_than_ranks(backend: str) -> None:
     check_ring(Layout.contiguous(2, 4), inputs(2), causal=True, backend=backend)
 
 
 def test_backwards_in_any_order_after_several_forwards() -> None:
-    layout = Layout.zigzag(32, 2)
-    wholes = [inputs(32), inputs(32)]
+    layout, wholes = Layout.zigzag(32, 2), [inputs(32), inputs(32)]
 
-    def rank_result(group: LocalGroup) -> list[torch.Tensor]:
-        shards = [
-            [layout.shard(whole[name], group.rank()).detach().requires_grad_() for name in "qkv"] for whole in wholes
-        ]
-        outs = [ring_attention(*qkv, layout=layout, group=group, causal=True) for qkv in shards]
-        for out, whole in list(zip(outs, wholes, strict=True))[::-1]:
-            assert isinstance(out, torch.Tensor)
+    def gradients(group: LocalGroup) -> list[Any]:
+        leaves = [[x.requires_grad_() for x in shards(layout, whole, group)] for whole in wholes]
+        outs: list[Any] = [ring_attention(*qkv, layout=layout, group=group, causal=True) for qkv in leaves]
+        for out, whole in [*zip(outs, wholes, strict=True)][::-1]:
             out.backward(layout.shard(whole["dout"], group.rank()))
-        return [x.grad for qkv in shards for x in qkv if x.grad is not None]
+        return [x.grad for qkv in leaves for x in qkv]
 
     with LocalWorld(2) as world:
-        results = world.run(rank_result)
-    for i, whole in enumerate(wholes):
-        del whole["dlse"]  # as above
-        alone = run_ring(layout, whole, causal=True)
-        for j, name in enumerate(("dq", "dk", "dv")):
-            got = layout.unshard([result[3 * i + j] for result in results])
-            assert torch.equal(got, getattr(alone, name)), name
-
-
-def test_one_device_alone_needs_no_layout_and_no_group() -> None:
-    whole = inputs(20)
-    out = ring_attention(whole["q"], whole["k"], whole["v"], causal=True)
-    expected = exact(*[whole[name] for name in ("q", "k", "v", "dout")], causal=True).out
-    assert isinstance(out, torch.Tensor)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+        grads = [layout.unshard(parts) for parts in zip(*world.run(gradients), strict=True)]
+    alone = [run_ring(layout, {n: x for n, x in whole.items() if n != "dlse"}, causal=True) for whole in wholes]
+    assert all(map(torch.equal, grads, [grad for one in alone for grad in (one.dq, one.dk, one.dv)]))
 
 
 def test_autocast_casts_as_sdpa_does() -> None:
     q, k, v = (inputs(16)[name].requires_grad_() for name in "qkv")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = ring_attention(q, k, v)
+        out = ring_attention(q, k, v)  # one device alone: no layout, no group
         theirs = torch.nn.functional.scaled_dot_product_attention(q, q, q)
     assert isinstance(out, torch.Tensor)
     assert out.dtype == theirs.dtype == torch.bfloat16
@@ -218,7 +198,7 @@ def test_what_a_world_used_goes_with_it() -> None:
     layout, whole, rings = Layout.zigzag(16, 2), inputs(16), []
 
     def rank_ring(group: LocalGroup) -> None:
-        ring_attention(*(layout.shard(whole[name], group.rank()) for name in "qkv"), layout=layout, group=group)
+        ring_attention(*shards(layout, whole, group), layout=layout, group=group)
         rings.append(weakref.ref(ring_of(group, torch.device("cpu"))))
 
     with LocalWorld(2) as world:
@@ -235,7 +215,7 @@ def test_every_edge_is_warmed_up_before_it_is_used(monkeypatch: pytest.MonkeyPat
     warm, used, late = set[Edge](), set[Edge](), set[Edge]()
     warm_up, post = LocalTransport.warm_up, LocalTransport.post
 
-    def noting(transport: LocalTransport, edges: Sequence[Edge]) -> None:
+    def warming(transport: LocalTransport, edges: Sequence[Edge]) -> None:
         warm.update(edges)
         warm_up(transport, edges)
 
@@ -245,14 +225,13 @@ def test_every_edge_is_warmed_up_before_it_is_used(monkeypatch: pytest.MonkeyPat
         late.update(edges - warm)
         return post(transport, sends=sends, **rest)
 
-    monkeypatch.setattr(LocalTransport, "warm_up", noting)
+    monkeypatch.setattr(LocalTransport, "warm_up", warming)
     monkeypatch.setattr(LocalTransport, "post", checking)
 
     def calls(group: LocalGroup) -> None:
-        parts = [layout.shard(whole[name], group.rank()) for name in "qkv"]
         with Ring(group) as ring:
             for window in ((-1, -1), (9, 9)):
-                ring_attention(*parts, layout=layout, ring=ring, window_size=window)
+                ring_attention(*shards(layout, whole, group), layout=layout, ring=ring, window_size=window)
 
     with LocalWorld(4) as world:
         world.run(calls)
@@ -280,7 +259,7 @@ def test_slots_of_a_failed_call_go_after_its_transfers(then: str, monkeypatch: p
     together = threading.Barrier(3)
 
     def calls(group: LocalGroup) -> None:
-        parts = [layout.shard(whole[name], group.rank()) for name in "qkv"]
+        parts = shards(layout, whole, group)
         with Ring(group, wire_dtype=torch.bfloat16) as ring:
             with pytest.raises(RuntimeError, match="out of memory"):
                 ring_attention(*(x.bfloat16() for x in parts), layout=layout, ring=ring)
@@ -306,7 +285,7 @@ def test_what_travels_is_as_small_as_it_was_asked_to_be(
     posted = Call.post
 
     def counting(call: Call, level: int, key: Key, sends: Load, *rest: Any) -> Any:
-        what = "sums" if key.kind in (Kind.DKV, Kind.RETURN) else "kv"
+        what = "dkv" if key.kind in (Kind.DKV, Kind.RETURN) else "kv"
         moved[what] += sum(message.tensor.nbytes for message in sends.messages)
         return posted(call, level, key, sends, *rest)
 
@@ -316,27 +295,25 @@ def test_what_travels_is_as_small_as_it_was_asked_to_be(
         moved.clear()
         ring = {"topology": topology, **wires}
         run_ring(Layout.contiguous(tokens, 4), inputs(tokens, dims=(dim, dim)), causal=False, ring=ring, backend="aten")
-        return moved["kv"], moved["sums"]
+        return moved["kv"], moved["dkv"]
 
-    kv, sums = bytes_of()
-    assert bytes_of(wire_dtype=torch.bfloat16, grad_wire_dtype=torch.bfloat16) == (kv // 2, sums // 2)
+    kv, dkv = bytes_of()
+    assert bytes_of(wire_dtype=torch.bfloat16, grad_wire_dtype=torch.bfloat16) == (kv // 2, dkv // 2)
     # an fp32 scale for each head and 128 tokens, which is a rank's whole shard here
     scales = kv // (4 * dim * 128) * 4
-    assert bytes_of(wire_dtype=torch.float8_e4m3fn) == (kv // 4 + scales, sums)
+    assert bytes_of(wire_dtype=torch.float8_e4m3fn) == (kv // 4 + scales, dkv)
 
 
 def test_seeds_are_drawn_from_rank_0s_generator() -> None:
-    layout = Layout.zigzag(32, 2)
+    layout, x = Layout.zigzag(32, 2), torch.ones(1, 16, 2, 16)
 
-    def calls(group: LocalGroup) -> list[Tensor]:
-        x = torch.ones(1, 16, 2, 16)
-        made = [ring_attention(x, x, x, layout=layout, group=group, dropout_p=0.5) for _ in range(2)]
-        return [out for out in made if isinstance(out, Tensor)]
+    def calls(group: LocalGroup) -> list[Any]:
+        return [ring_attention(x, x, x, layout=layout, group=group, dropout_p=0.5) for _ in range(2)]
 
     def drawn() -> list[Tensor]:
         torch.manual_seed(5)
         with LocalWorld(2) as world:
-            return [layout.unshard(list(shards)) for shards in zip(*world.run(calls), strict=True)]
+            return [layout.unshard(parts) for parts in zip(*world.run(calls), strict=True)]
 
     (first, other), (again, _) = drawn(), drawn()
     assert torch.equal(first, again)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,23 +27,15 @@ def on_every_rank(layout: Layout, fn: Callable[[LocalGroup], object]) -> None:
         world.run(fn)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_unshard_undoes_shard(layout: Layout) -> None:
-    def check(group: LocalGroup) -> None:
-        own = shard(WHOLE, layout=layout, group=group)
-        assert torch.equal(own, WHOLE[:, positions(10, layout=layout, group=group)])
-        assert torch.equal(unshard(own, layout=layout, group=group, grad="slice"), WHOLE)
-
-    on_every_rank(layout, check)
-
-
-@pytest.mark.parametrize("dim", [0, 2, -1])
-def test_any_dim(dim: int) -> None:
-    whole, layout = WHOLE.transpose(1, dim), Layout.zigzag(10, 2)
+@pytest.mark.parametrize(
+    ("layout", "dim"), [*((layout, 1) for layout in LAYOUTS), *((LAYOUTS[0], dim) for dim in (0, 2, -1))]
+)
+def test_unshard_undoes_shard(layout: Layout, dim: int) -> None:
+    whole = WHOLE.transpose(1, dim)
 
     def check(group: LocalGroup) -> None:
         own = shard(whole, layout=layout, group=group, dim=dim)
-        assert own.shape[dim] == 5
+        assert torch.equal(own, whole.index_select(dim, positions(10, layout=layout, group=group)))
         assert torch.equal(unshard(own, layout=layout, group=group, dim=dim, grad="slice"), whole)
 
     on_every_rank(layout, check)
@@ -73,18 +66,22 @@ def test_shard_is_differentiable() -> None:
     on_every_rank(Layout.striped(10, 2), check)
 
 
-def test_errors() -> None:
+def test_refusals() -> None:
+    calls: list[tuple[Callable[..., object], dict[str, Any], str]] = [
+        (shard, {"layout": None}, "layout is None with 2 ranks"),
+        (shard, {"layout": "zigzag", "dim": 0}, "layout is 'zigzag' with 3 tokens over 2 ranks: a name means equal"),
+        (shard, {"layout": Layout.zigzag(12, 2)}, "x has 10 tokens along dim 1, the layout is made for 12"),
+        (
+            unshard,
+            {"layout": Layout.zigzag(10, 2), "grad": "slice"},
+            "x has 10 tokens along dim 1, the layout gives rank",
+        ),
+    ]
+
     def check(group: LocalGroup) -> None:
-        with pytest.raises(ValueError, match="layout is None with 2 ranks"):
-            shard(WHOLE, layout=None, group=group)
-        with pytest.raises(
-            ValueError, match=r"layout is 'zigzag' with 3 tokens over 2 ranks: a name means equal shards"
-        ):
-            shard(WHOLE, layout="zigzag", group=group, dim=0)
-        with pytest.raises(ValueError, match="x has 10 tokens along dim 1, the layout is made for 12"):
-            shard(WHOLE, layout=Layout.zigzag(12, 2), group=group)
-        with pytest.raises(ValueError, match="x has 10 tokens along dim 1, the layout gives rank"):
-            unshard(WHOLE, layout=Layout.zigzag(10, 2), group=group, grad="slice")
+        for call, arguments, message in calls:
+            with pytest.raises(ValueError, match=message):
+                call(WHOLE, group=group, **arguments)
 
     on_every_rank(Layout.contiguous(2, 2), check)
 

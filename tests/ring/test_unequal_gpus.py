@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,51 +67,38 @@ def test_each_rank_takes_its_own_tiles(folders: tuple[Path, Path], monkeypatch: 
         assert torch.allclose(layout.unshard(made).double(), expected, rtol=1e-4, atol=1e-5), name
 
 
-@dataclass
-class Settled:
-    """What the ranks found, by rank."""
-
-    own: list[RingSetting | None] = field(default_factory=list)
-    shared: list[RingSetting | None] = field(default_factory=list)
-    of_two: list[RingSetting | None] = field(default_factory=list)
-    """In the group of the last two ranks; the first is not in it."""
-    errors: list[str] = field(default_factory=list)
-    """Where the first rank's folder is not there."""
-
-
 def everyone(mine: Any) -> list[Any]:
-    told = [None] * len(GPUS)
-    dist.all_gather_object(told, mine)
-    return told
+    values = [None] * len(GPUS)
+    dist.all_gather_object(values, mine)
+    return values
 
 
-def settled(store: str, folder: str) -> Settled:
-    """One rank, whose GPU is by its name another than its neighbours'."""
+def settings(store: str, folder: str) -> dict[str, list[Any]]:
+    """Of one rank, whose GPU is by its name another than its neighbours', what all ranks were given."""
     place = launching.member()
     assert place is not None
-    gpu, found = GPUS[place.rank], Settled()
+    gpu = GPUS[place.rank]
     with launching.process_group(place, store):
-        setting = shared_ring_settings(RING, gpu, config_dir=folder)
-        found.own = everyone(ring_settings(RING, gpu, folder))
-        found.shared = everyone(setting)
-        two = dist.new_group([1, 2])
-        found.of_two = everyone(shared_ring_settings(RING, gpu, two, folder) if place.rank else None)
+        shared = everyone(shared_ring_settings(RING, gpu, config_dir=folder))
+        own = everyone(ring_settings(RING, gpu, folder))
+        two = dist.new_group([1, 2])  # the first rank is not in it
+        of_two = everyone(shared_ring_settings(RING, gpu, two, folder) if place.rank else None)
+        error = ""
         try:
             shared_ring_settings(RING, gpu, config_dir=folder if place.rank else "/nowhere")
-            error = ""
         except ValueError as refused:
             error = str(refused)
-        found.errors = everyone(error)
-    return found
+        return {"own": own, "shared": shared, "of two": of_two, "errors": everyone(error)}
 
 
 def test_what_a_link_shares_is_one_choice_for_all(tmp_path: Path) -> None:
     """Really: processes over gloo; each GPU's table has another setting, and all ranks take the first one's."""
     for gpu, setting in CHOSEN.items():
         save(tmp_path, gpu, rings=[RingEntry(RING, setting, DATE, 1e-3, 0.01, 1.2e-3)])
-    found = launching.launch(len(GPUS), settled, str(tmp_path))
-    assert found.own == [CHOSEN[gpu] for gpu in GPUS] and len({*found.own}) == 2
-    assert found.shared == [CHOSEN[GPUS[0]]] * len(GPUS)
-    assert found.of_two == [None, CHOSEN[GPUS[1]], CHOSEN[GPUS[1]]]
-    told = "config_dir is '/nowhere': there is no such folder; `ringattn tune --save-dir` makes it"
-    assert found.errors == [told] * len(GPUS)
+    message = "config_dir is '/nowhere': there is no such folder; `ringattn tune --save-dir` makes it"
+    assert launching.launch(len(GPUS), settings, str(tmp_path)) == {
+        "own": [CHOSEN[gpu] for gpu in GPUS],
+        "shared": [CHOSEN[GPUS[0]]] * len(GPUS),
+        "of two": [None, CHOSEN[GPUS[1]], CHOSEN[GPUS[1]]],
+        "errors": [message] * len(GPUS),
+    }

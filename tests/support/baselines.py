@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ringattn import reference
 from ringattn.reference.masks import by_batch
-from ringattn.reference.scores import Options, Scores, alibi, kept
+from ringattn.reference.scores import Scores, alibi, kept
 
 
 class Results(NamedTuple):
@@ -53,57 +53,27 @@ PLAIN = Modified()
 
 
 def exact(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None = None,
-    *,
-    learnable_sink: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    k_positions: Tensor | None = None,
-    **options: Unpack[Options],
-) -> Results:
-    """The reference and its gradients by autograd, all float64."""
-    leaves = [x.detach().to(torch.float64).requires_grad_() for x in (q, k, v)]
-    out, lse = reference.attention(
-        *leaves, learnable_sink=learnable_sink, q_positions=q_positions, k_positions=k_positions, **options
-    )
-    return Results(out.detach(), lse.detach(), *_gradients(out, lse, leaves, dout, dlse))
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None = None,
+    *, learnable_sink: Tensor | None = None, **options: Any,
+) -> Results:  # fmt: skip
+    """The reference and its gradients by autograd, all float64; ``options`` are the reference's."""
+    return exact_with_sink(q, k, v, dout, dlse, learnable_sink, **options)[0]
 
 
 def exact_with_sink(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    sink: Tensor,
-    *,
-    q_positions: Tensor | None = None,
-    k_positions: Tensor | None = None,
-    **options: Unpack[Options],
-) -> tuple[Results, Tensor]:
-    """The same with a sink, and the gradient of that."""
-    leaves = [x.detach().to(torch.float64).requires_grad_() for x in (q, k, v, sink)]
-    out, lse = reference.attention(
-        *leaves[:3], learnable_sink=leaves[3], q_positions=q_positions, k_positions=k_positions, **options
-    )
-    *grads, dsink = _gradients(out, lse, leaves, dout, dlse)
-    return Results(out.detach(), lse.detach(), *grads), dsink
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, sink: Tensor | None, **options: Any
+) -> tuple[Results, Tensor | None]:
+    """The same, and the gradient of the sink, where there is one."""
+    leaves = [x.detach().to(torch.float64).requires_grad_() for x in (q, k, v, sink) if x is not None]
+    out, lse = reference.attention(*leaves[:3], learnable_sink=None if sink is None else leaves[3], **options)
+    dq, dk, dv, *dsink = _gradients(out, lse, leaves, dout, dlse)
+    return Results(out.detach(), lse.detach(), dq, dk, dv), dsink[0] if dsink else None
 
 
 def pytorch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None = None,
-    *,
-    seen: Tensor | None = None,
-    softmax_scale: float | None = None,
-    modified: Modified = PLAIN,
-) -> Results:
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None = None,
+    *, seen: Tensor | None = None, softmax_scale: float | None = None, modified: Modified = PLAIN,
+) -> Results:  # fmt: skip
     """PyTorch's SDPA in the dtype of ``q``, with ``seen`` as its mask (True: visible), the bias added to that.
 
     ``seen`` is bool ``[Sq, Sk]`` or ``[B, Sq, Sk]``. SDPA has no softcap, and none of its dropout masks can be asked
@@ -112,34 +82,16 @@ def pytorch(
     ``lse``: that is PyTorch's ``logsumexp`` in fp32 (float64 for float64), which every attention uses. Rows that see
     nothing are kept from it, since conventions differ on them: ``out = 0``, ``lse = -inf``.
     """
-    results, _ = _pytorch(q, k, v, dout, dlse, seen, softmax_scale, modified)
-    return results
+    given = (q, k, v, dout, dlse, modified.sink)
+    return pytorch_with_sink(*given, seen=seen, softmax_scale=softmax_scale, modified=modified)[0]
 
 
 def pytorch_with_sink(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    sink: Tensor,
-    *,
-    seen: Tensor,
-    softmax_scale: float | None = None,
-    modified: Modified = PLAIN,
-) -> tuple[Results, Tensor]:
-    """The same with a sink, and the gradient of that."""
-    results, dsink = _pytorch(q, k, v, dout, dlse, seen, softmax_scale, modified._replace(sink=sink))
-    assert dsink is not None
-    return results, dsink
-
-
-def _pytorch(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None,
-    seen: Tensor | None, softmax_scale: float | None, modified: Modified,
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, sink: Tensor | None,
+    *, seen: Tensor | None, softmax_scale: float | None = None, modified: Modified = PLAIN,
 ) -> tuple[Results, Tensor | None]:  # fmt: skip
-    if modified.sink is not None:
-        modified = modified._replace(sink=modified.sink.detach().clone().requires_grad_())
+    """The same, and the gradient of the sink, where there is one."""
+    modified = modified._replace(sink=None if sink is None else sink.detach().clone().requires_grad_())
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     seen = by_batch(torch.ones(q.shape[1], k.shape[1], dtype=torch.bool) if seen is None else seen)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -160,8 +112,8 @@ def _pytorch(
     out = out.masked_fill(blind[..., None], 0.0).transpose(1, 2)
     if modified.sink is not None:
         leaves.append(modified.sink)
-    grads = _gradients(out, lse, leaves, dout, dlse)
-    return Results(out.detach(), lse.detach(), *grads[:3]), (grads[3] if modified.sink is not None else None)
+    dq, dk, dv, *dsink = _gradients(out, lse, leaves, dout, dlse)
+    return Results(out.detach(), lse.detach(), dq, dk, dv), dsink[0] if dsink else None
 
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, modified: Modified) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 from hypothesis import strategies as st
@@ -79,6 +79,16 @@ def sees(mask: Mask, query: int, key: int, row: int | None = None) -> bool:
     left, right = mask.window
     near = (left == UNLIMITED or key >= query - left) and (right == UNLIMITED or key <= query + right)
     return near or any(start <= position < end for start, end in mask.global_tokens for position in (query, key))
+
+
+def seen_shards(layout: Layout, mask: Mask, keys: Layout) -> list[tuple[int, int]]:
+    """(rank, shard) where some query of the rank sees some key of the shard, pair by pair."""
+    queries, theirs = ([one.positions(rank).tolist() for rank in range(one.world)] for one in (layout, keys))
+    return [
+        (rank, shard)
+        for rank, shard in product(range(layout.world), range(keys.world))
+        if any(sees(mask, query, key) for query in queries[rank] for key in theirs[shard])
+    ]
 
 
 def document(documents: Documents, position: int) -> int | None:

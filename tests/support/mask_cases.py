@@ -18,7 +18,7 @@ from ringattn.ring.schedule.active import sent_keys
 from ringattn.ring.schedule.mask import BlockMask, Longformer
 from ringattn.ring.wire import Wire, grad_wire_of, wire_of
 
-from .baselines import Modified, Results, exact, exact_with_sink, operator_lse, pytorch, pytorch_with_sink
+from .baselines import Modified, Results, exact_with_sink, operator_lse, pytorch_with_sink
 from .kernel_cases import Inputs, magnitudes
 from .tolerance import assert_as_exact_as_pytorch
 
@@ -99,7 +99,7 @@ def run(case: Case) -> tuple[Results, Tensor | None]:
 
 
 def together(case: Case, parts: Sequence[Sequence[Tensor | None]]) -> tuple[Results, Tensor | None]:
-    """The same of what the ranks have; None for a gradient that nobody asked for."""
+    """The same of what the ranks have; None for a gradient that was not required."""
     out, lse, dq, dk, dv, dsink = ([x for x in shards if x is not None] for shards in zip(*parts, strict=True))
     order = (case.layout, out, 1), (case.layout, lse, 2), (case.layout, dq, 1), (case.keys, dk, 1), (case.keys, dv, 1)
     whole = [joined(layout, shards, dim) if shards else None for layout, shards, dim in order]
@@ -124,15 +124,15 @@ class Begun(NamedTuple):
     """What no call may change: its name, itself, its version and its bytes, those around it included."""
 
     def finish(self) -> list[Tensor | None]:
-        """Out, lse and the gradients of q, k, v and the sink, None where none was asked for."""
-        asked = {name: x for name, x in self.leaves.items() if x.requires_grad}
+        """Out, lse and the gradients of q, k, v and the sink, None where one was not required."""
+        leaves = {name: x for name, x in self.leaves.items() if x.requires_grad}
         grads = [*self.grads.values()]
         kept = [stored(x) for x in self.results]
-        found = torch.autograd.grad(self.results[: len(grads)], [*asked.values()], grads) if asked else ()
+        results = torch.autograd.grad(self.results[: len(grads)], [*leaves.values()], grads) if leaves else ()
         assert all(stored(x).equal(before) for x, before in zip(self.results, kept, strict=True)), "out was changed"
         for name, x, version, before in self.given:
             assert x._version == version and stored(x).equal(before), f"{name} was changed by the call"
-        made = dict(zip(asked, found, strict=True))
+        made = dict(zip(leaves, results, strict=True))
         return [*(x.detach() for x in self.results), *(made.get(name) for name in "qkvs")]
 
 
@@ -205,7 +205,7 @@ def compare(case: Case, ours: Results, dsink: Tensor | None = None) -> None:
 
 
 def judge(right: Expected, ours: Results, dsink: Tensor | None = None) -> None:
-    """The same, of what is expected; None, a gradient that nobody asked for, is not looked at."""
+    """The same, of what is expected; None, a gradient that was not required, is not compared."""
     truth, theirs, sizes, sinks = right
     for name, mine, *others in zip(Results._fields, ours, theirs, truth, strict=True):
         if mine is not None:
@@ -263,18 +263,14 @@ def travelled(x: Tensor, by: Wire | None) -> Tensor:
 def arrived(case: Case, rank: int) -> dict[str, Tensor]:
     """The whole sequence as a rank gets it: its own keys as they are, the others' as they travel."""
     names = ("causal", "window_size", "cu_seqlens", "seqused_k", "prefix_length", "block_mask")
-    call: dict[str, Any] = dict.fromkeys(names) | {"causal": False, "window_size": (-1, -1)} | case.call
-    layouts = Layouts(case.layout, case.keys)
-    mask = mask_of(layouts, case.whole["q"].shape[0], **{name: call[name] for name in names})
+    call = {name: value for name, value in case.call.items() if name in names}
+    mask = mask_of(Layouts(case.layout, case.keys), case.whole["q"].shape[0], **call)
     wire = wire_of(case.ring["wire_dtype"], case.whole["k"].dtype)
-    moving = sent_keys(layouts.queries, mask, layouts.keys)
-    whole = dict(case.whole)
-    for name in "kv":
-        whole[name] = whole[name].clone()
-        for other in range(moving.world):
-            if other != rank:
-                at = moving.positions(other)
-                whole[name][:, at] = travelled(case.whole[name][:, at], wire)
+    moving = sent_keys(case.layout, mask, case.keys)
+    whole = case.whole | {name: case.whole[name].clone() for name in "kv"}
+    for at in (moving.positions(other) for other in range(moving.world) if other != rank):
+        for name in "kv":
+            whole[name][:, at] = travelled(case.whole[name][:, at], wire)
     return whole
 
 
@@ -286,14 +282,11 @@ def of_queries(case: Case, rows: Tensor, whole: dict[str, Tensor]) -> Expected:
     x = Inputs(whole["q"][:, rows], whole["k"][:, columns], whole["v"][:, columns], whole["dout"][:, rows], dlse)
     seen = pairs(rows, columns, options)
     modified = Modified.of((x.q.shape[0], x.q.shape[2], len(rows), len(columns)), rows, columns, options)
+    truth, dsink = exact_with_sink(*x, case.sink, q_positions=rows, k_positions=columns, **options)
+    theirs, their_dsink = pytorch_with_sink(*x, case.sink, seen=seen, softmax_scale=scale, modified=modified)
     sinks = None
-    if case.sink is None:
-        truth = exact(*x, q_positions=rows, k_positions=columns, **options)
-        theirs = pytorch(*x, seen=seen, softmax_scale=scale, modified=modified)
-    else:
-        truth, exact_dsink = exact_with_sink(*x, case.sink, q_positions=rows, k_positions=columns, **options)
-        theirs, their_dsink = pytorch_with_sink(*x, case.sink, seen=seen, softmax_scale=scale, modified=modified)
-        sinks = exact_dsink, their_dsink, size_of_sink(case.sink, truth, x)
+    if case.sink is not None and dsink is not None and their_dsink is not None:
+        sinks = dsink, their_dsink, size_of_sink(case.sink, truth, x)
     # in 16 bit the exponential of PyTorch's CPU operator is less than exact
     if case.call.get("backend", "aten") != "triton" and x.q.dtype != torch.float32:
         theirs = theirs._replace(lse=operator_lse(x.q, x.k, seen, scale, case.sink))

@@ -25,7 +25,7 @@ COMMON = {
         SETTLED + "; the slots' own notes protect the sums",
     ),
     "KeyValues.arrived waits for post of KeyValues._post": (SOMETIMES, HIDDEN),
-    "DkvAccumulators.into waits for post of DkvAccumulators.post": (
+    "DkvAccumulators.out waits for post of DkvAccumulators.post": (
         SOMETIMES,
         "the slot's last send: implied where this rank has since waited for sums that were posted behind it",
     ),
@@ -64,10 +64,10 @@ LOCAL = COMMON | {
     "Call.settle waits for _receive of DkvAccumulators.post": (ALWAYS, SETTLED),
     "Call.settle waits for _receive of DkvAccumulators.send_return": (ALWAYS, SETTLED),
     "KeyValues.arrived waits for _receive of KeyValues._post": (ALWAYS, BOTH),
-    "DkvAccumulators.into waits for post of DkvAccumulators.post": (ALWAYS, BOTH),
+    "DkvAccumulators.out waits for post of DkvAccumulators.post": (ALWAYS, BOTH),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
     "DkvAccumulators._read waits for _receive of DkvAccumulators.send_return": (SOMETIMES, BOTH),
-    "DkvAccumulators.into waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
+    "DkvAccumulators.out waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
     "post of DkvAccumulators.post waits for _receive of DkvAccumulators.post": (SOMETIMES, BOTH),
     "post of DkvAccumulators.send_return waits for _receive of DkvAccumulators.send_return": (ALWAYS, BOTH),
     "post of KeyValues._post waits for _receive of KeyValues._post": (SOMETIMES, BOTH),
