@@ -38,7 +38,9 @@ class Log:
 
     def posted(self, key: object, fence: Fence, after: Sequence[Fence], sent: Sizes, received: Sizes) -> None:
         assert isinstance(key, Key)
-        what = {Kind.RAIL: f"K/V {key.brings} by rail", Kind.DKV: "dK/dV"} | dict.fromkeys((Kind.KV, Kind.PREFETCH), f"K/V {key.brings}")
+        what = {Kind.RAIL: f"K/V {key.brings} by rail", Kind.DKV: "dK/dV"} | dict.fromkeys(
+            (Kind.KV, Kind.PREFETCH), f"K/V {key.brings}"
+        )
         chunk = f" chunk {key.chunk}" if key.chunk else ""
         moves = f"{len(sent)} out, {len(received)} in"
         self.lines.append(f"post {what.get(key.kind, 'dK/dV by rail')}{chunk}: {moves}")
@@ -112,6 +114,16 @@ def test_dkv_travel_while_dq_computes_and_return_under_the_last_one() -> None:
             "dq final",
             "dkdv continued",
         ]
+
+
+def test_dkv_are_posted_before_key_values_beyond_the_next_hop() -> None:
+    """A link moves what is posted in this order: the next rank needs this hop's dK/dV before the K/V of hop + 2."""
+    for log in logs(Layout.zigzag(32, 4), "backward", slots=3, prefetch=2):
+        assert [line.partition(":")[0] for line in log.lines if line.startswith("post")] == [
+            "post K/V 1", "post K/V 2", "post dK/dV", "post K/V 3", "post dK/dV", "post dK/dV",
+        ]  # fmt: skip
+        keys = [key for key, *_ in log.posts]
+        assert keys == sorted(keys)
 
 
 def test_each_chunk_of_heads_goes_on_while_the_next_computes() -> None:

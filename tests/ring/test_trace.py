@@ -17,7 +17,7 @@ from ringattn.ring.schedule.plan import plan
 from ringattn.ring.schedule.schedule import Hop, schedule
 from ringattn.ring.trace import _Begin, _Clock
 
-from ..support.cuda.device import FakeCuda, install_streams
+from ..support.cuda.device import FakeCuda
 
 WORLD, SEQLEN, HEADS, DIM = 4, 256, 2, 16
 FP32 = 4
