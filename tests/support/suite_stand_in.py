@@ -20,7 +20,7 @@ import torch
 from ringattn.bench.common import timing
 from ringattn.bench.kernels import accuracy, contender, speed
 from ringattn.bench.suite import device_cases
-from ringattn.bench.suite.parts import CLONE, OUT, PYTHON, RINGATTN, Part, gpu_parts
+from ringattn.bench.suite.parts import CLONE, FILE, OUT, PYTHON, RINGATTN, Part, gpu_parts
 from ringattn.kernels import KernelConfig, Tile
 
 from .fake_cuda import FakeCuda
@@ -36,18 +36,18 @@ SMALL: dict[Callable[..., Any], dict[str, Any]] = {
     speed.targets: {"seconds": 0, "sizes": speed.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)},
     device_cases.fp8: {"dtypes": ("float16",), "shapes": ((1, 130, 2, 8),)},
     device_cases.local_world: {
-        "world": 2, "tokens": 64, "heads": (2, 1), "head_dim": 16, "dtype": "float32", "repeats": 1,
+        "world": 2, "tokens": 64, "heads": 2, "head_dim": 16, "dtype": "float32", "repeats": 1,
     },
 }  # fmt: skip
 COMMANDS: dict[str, tuple[str, ...]] = {
     "beside NCCL": (
         *RINGATTN, "bench", "links", "--device", "cpu", "--world", "2", "--transport", "process_group", "-b", "64K",
-        "-e", "64K", "-n", "1", "--json", f"{OUT}/beside_NCCL.json",
+        "-e", "64K", "-n", "1", "--json", FILE,
     ),
-    "host": (*RINGATTN, "bench", "host", "--device", "cpu", "--tokens", "64", "--json", f"{OUT}/host.json"),
+    "host": (*RINGATTN, "bench", "host", "--device", "cpu", "--tokens", "64", "--json", FILE),
     "tune": (
         *RINGATTN, "tune", "--heads", "2", "--head-dim", "64", "--seqlen", "1k", "--full", "--near", "1", "--arch",
-        "sm_90", "--compile-only", "--save-dir", f"{OUT}/tables", "--json", f"{OUT}/tune.json",
+        "sm_90", "--compile-only", "--save-dir", f"{OUT}/tables", "--json", FILE,
     ),
 }  # fmt: skip
 TESTS = {
