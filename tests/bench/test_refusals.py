@@ -72,8 +72,6 @@ REFUSED = {
     "timeline --seqlen 1": "--seqlen is 1: 2 ranks need a token each",
     "timeline --trace /nowhere/at/all.json": "there is no folder /nowhere/at",
     "timeline --out a.gif": "a.gif is no picture",
-    "timeline --predicted /nowhere.json": "--predicted is given without --out",
-    "timeline --predicted /nowhere.json --out a.svg": "/nowhere.json",
     "timeline --kv-heads 3": "--kv-heads is 3",
     "timeline --seqlen 16g": "--seqlen: 17,179,869,184 tokens over 2 ranks take",
 }
