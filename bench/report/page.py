@@ -84,7 +84,7 @@ def html(folder: Folder) -> str:
             "file": file,
             "result": result,
             "columns": [name for name in result.units if any(row.get(name) is not None for row in result.rows)],
-            "differs": list(differences(result, folder.provenance)),
+            "provenance": list(told_first(result.provenance)),
             "charts": list(drawn(folder, number)),
         }
         for number, (file, result) in enumerate(folder.results)
@@ -109,11 +109,6 @@ def told_first(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name in sorted(provenance, key=lambda name: PROVENANCE.index(name) if name in PROVENANCE else len(PROVENANCE)):
         if text := plain(provenance[name]):
             yield name, text
-
-
-def differences(result: Result, page: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Provenance of a result that is not the page's."""
-    return told_first({name: value for name, value in result.provenance.items() if page.get(name) != value})
 
 
 def plain(value: object) -> str:
