@@ -97,11 +97,11 @@ def test_one_machine_meets_at_its_loopback_interface(
     if address is not None:
         monkeypatch.setenv("MASTER_ADDR", address)
     before, place = listening(), Member(0, 1, 0, 1)
-    launching._launchers_store.cache_clear()
+    launching._store.cache_clear()
     with launching.process_group(place):
         used = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
         opened = Counter(listening()) - Counter(before)
-    launching._launchers_store.cache_clear()
+    launching._store.cache_clear()
     assert opened and {*opened} == {"0100007F"} and {*used.values()} == {"lo"}
 
 
