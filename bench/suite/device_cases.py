@@ -246,6 +246,7 @@ def main(name: str, run: Run, device: torch.device, file: str) -> int:
     """Write the result after every number; the exit code says whether it failed, or cannot run here."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current one
+    torch.manual_seed(0)  # what it draws is the same in every call
     about, numbers = provenance(device), list[Number]()
     try:
         for number in run(device):
