@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..common.attention import DTYPES
 from ..common.flags import device_here
 from ..common.output import write_json
 from ..common.provenance import provenance
-from ..common.timing import Clock, Samples, Step, interleaved
+from ..common.timing import Clock, Step, interleaved
 from ..kernels import accuracy, speed
 from ..kernels.accuracy import draw
 from ..kernels.speed import AGREE, causal_bounds
@@ -38,12 +38,6 @@ COPIED_SHARE = 4  # a copy takes at most this part of the free memory, twice
 
 Shape = tuple[int, int, int, int]
 Run = Callable[..., Iterator[Number]]
-
-
-def timed(clock: Clock, steps: Mapping[str, Step], repeats: int) -> dict[str, Samples]:
-    """What steps take that were made on the stage of the clock."""
-    prepared = {name: clock.prepared(step) for name, step in steps.items()}
-    return interleaved(prepared, clock, repeats=repeats, warmup=3)
 
 
 def launches(
@@ -72,7 +66,9 @@ def ceilings(
         a, b = (torch.randn(side, side, device=device).to(DTYPES[dtype]) for _ in range(2))
         source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        times = timed(clock, {"product": lambda: a @ b, "copy": lambda: target.copy_(source)}, 10)
+        steps: dict[str, Step] = {"product": lambda: a @ b, "copy": lambda: target.copy_(source)}
+        prepared = {name: clock.prepared(step) for name, step in steps.items()}
+        times = interleaved(prepared, clock, repeats=10, warmup=3)
     product, copy = times["product"], times["copy"]
     rate, of = 2 * side**3 / product.median / 1e12, {"side": side, "dtype": dtype}
     yield Number("matrix product", rate, "TFLOP/s", of, spread=product.spread)
@@ -86,14 +82,12 @@ def fp8(
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32"),
     shapes: tuple[Shape, ...] = ((2, 1000, 4, 128), (1, 200, 2, 40)),
 ) -> Iterator[Number]:
-    """K/V to e4m3 and back: bits that are not those of the CPU's own code; on a GPU the speed."""
+    """K/V to e4m3 and back: bits that are not those of the CPU's own code."""
     for dtype in dtypes:
         for shape in shapes:
             labels = {"dtype": dtype, "shape": "x".join(map(str, shape))}
             for what, count in fp8_differences(fp8_inputs(shape, DTYPES[dtype]), device).items():
                 yield Number(f"wrong {what}", count, "elements", labels, limit=0)
-    if device.type == "cuda":
-        yield from fp8_speed(Clock(device), (1, 32768, 32, 128))
 
 
 def fp8_inputs(shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -132,20 +126,6 @@ def differing(ours: Tensor, other: Tensor) -> int:
     """How many elements have other bits; any NaN equals any other."""
     a, b = ours.cpu().float(), other.cpu().float()
     return int((((a != b) | (a.signbit() != b.signbit())) & ~(a.isnan() & b.isnan())).sum())
-
-
-def fp8_speed(clock: Clock, shape: Shape) -> Iterator[Number]:
-    """Of bf16; the bytes are those of the inputs and outputs, once each."""
-    with clock.stage():
-        x = torch.randn(shape, device=clock.device).to(torch.bfloat16)
-        back = torch.empty_like(x)
-        codes, scales = fp8_buffers(x, clock.device)
-        steps = {"quantize": lambda: quantize(x, codes, scales), "dequantize": lambda: dequantize(codes, scales, back)}
-        times = timed(clock, steps, 20)
-    nbytes = x.nbytes + codes.nbytes + scales.nbytes
-    for name, samples in times.items():
-        rate = nbytes / samples.median / 1e9
-        yield Number(name, rate, "GB/s", {"dtype": "bfloat16"}, spread=samples.spread)
 
 
 def local_world(
