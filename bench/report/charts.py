@@ -104,8 +104,12 @@ def draw(chart: Chart) -> Any:
         figure = Figure(figsize=(6.4, 3.5), layout="constrained")
         axes = figure.subplots()
         for number, (name, points) in enumerate(chart.lines.items()):
-            xs, dashes = sorted(points), "-" if number < len(LINES) else "--"
-            style = {"color": LINES[number % len(LINES)], "marker": MARKERS[number % len(MARKERS)], "ls": dashes}
+            xs = sorted(points)
+            style: dict[str, Any] = {
+                "color": LINES[number % len(LINES)],
+                "marker": MARKERS[number % len(MARKERS)],
+                "ls": "-" if number < len(LINES) else "--",
+            }
             axes.plot(xs, [points[x] for x in xs], label=name, ms=4.5, lw=1.6, **style)
         axes.set(xlabel=chart.x, ylabel=chart.y)
         _scale(axes, chart)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from itertools import groupby
 from pathlib import Path
@@ -30,7 +30,7 @@ TESTED = re.compile(r"=* ?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s")  # the last line
 DONE, FAILED, NOT_HERE, OUT_OF_TIME = "done", "failed", "not here", "out of time"
 
 
-def run(parts: Sequence[Part], *, out: Path, device: str, ends: float, width: int) -> Iterator[Row]:
+def run(parts: Sequence[Part], *, out: Path, device: str, ends: float, width: int) -> Generator[Row, None, None]:
     """Run them in order, those of one ``beside`` side by side; a row for each as it ends, by ``ends`` at the latest.
 
     Each has its seconds; where there is more time than all that follow need, it has its share of that, too, so that

@@ -292,11 +292,12 @@ def test_the_suite_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert code == 0 and states == {"first": "done"} and (out / "report.html").exists()
     assert "1 parts take up to 25 s" in text and "--budget 480 is enough" in text
     assert "does not let all of them run" in call("--only", "last", "--budget", "1")[2]
+    assert call("--only", "fails", "--budget", "21")[1]["fails"] == "out of time"  # the page has its time
     code, states, text = call()
     assert code == 1 and states == {"first": "done", "fails": "failed", "last": "not here"}
     assert "2 parts were run before" in text and "FAILED: fails: exit code 1: ValueError: no" in text
     during = json.loads((out / "logs" / "fails.txt").read_text().rpartition("Traceback")[0])
-    assert [(row["part"], row["state"]) for row in during["rows"]] == [("first", "done"), ("last", "not here")]
+    assert [row["state"] for row in during["rows"]] == ["done", "out of time", "not here"]
     assert read(out / "results.json").failed == ["fails: exit code 1: ValueError: no"]
     code, states, text = call("--only", "last")
     assert code == 0 and len(states) == 3 and "1 parts were run before" in text and "first" not in text
