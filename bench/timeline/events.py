@@ -72,9 +72,8 @@ def alike(one: Timeline, other: Timeline) -> bool:
     mine, theirs = one.about.get("call"), other.about.get("call")
     if not (isinstance(mine, dict) and isinstance(theirs, dict) and mine and theirs):
         return False
-    nodes = {"nodes"} if "nodes" in mine and "nodes" in theirs else set[str]()  # which not every timeline says
-    names = ({*mine, *theirs} - MACHINE - {"nodes"}) | nodes
-    return all(mine.get(name) == theirs.get(name) for name in names)
+    ignored = MACHINE if "nodes" in mine and "nodes" in theirs else MACHINE | {"nodes"}  # which not every one says
+    return all(mine.get(name) == theirs.get(name) for name in {*mine, *theirs} - ignored)
 
 
 def lane_order(lane: str) -> tuple[int, str]:
