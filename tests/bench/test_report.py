@@ -180,8 +180,8 @@ def test_charts_are_of_the_columns_that_vary() -> None:
 
 
 def test_what_a_chart_is_drawn_of() -> None:
-    units = {"world": "", "seqlen": "tokens", "by": "", "ms": "ms", "rate": "TFLOP/s", "note": ""}
-    rows = [(w, s, "a", 1.0, float(w * s), str(w * s)) for w in (2, 4) for s in (64, 128)]
+    units = {"world": "", "seqlen": "tokens", "by": "", "ms": "ms", "rate": "TFLOP/s", "note": "", "hits": "elements"}
+    rows = [(w, s, "a", 1.0, float(w * s), str(w * s), w * s) for w in (2, 4) for s in (64, 128)]
     (found,) = chart(units, *rows)  # a rate before a time; lengths before ranks, which are the lines
     assert found.y == "rate, TFLOP/s" and found.lines["world 4"] == {64.0: 256.0, 128.0: 512.0}
     twice = {"seqlen": "", "ms": "ms"}
