@@ -115,6 +115,7 @@ def test_interfaces_that_somebody_has_chosen(alone: None, monkeypatch: pytest.Mo
     assert launching._interfaces(Member(0, 4, 0, 4)) == launching._interfaces(Member(0, 4, 0, 2)) == {}
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")  # torchrun names this machine
     assert launching._interfaces(Member(0, 4, 0, 4)) == here
+    assert launching._interfaces(Member(0, 4, 0, 2)) == {}  # ranks elsewhere
 
 
 def test_every_job_has_a_port(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
