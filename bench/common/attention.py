@@ -19,8 +19,6 @@ from .flags import DTYPE_BYTES, Pattern, binary
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 BACKWARD_FLOPS = 2.5  # five products of the forward's two
-BY_SQUARE = ", S² / 2"
-"""Behind the name of a rate that counts a causal square as FlashAttention's tables do."""
 
 
 @dataclass(frozen=True)

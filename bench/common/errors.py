@@ -28,14 +28,10 @@ class Exact(NamedTuple):
     heads: tuple[int, ...]
     exact: tuple[Tensor, ...]  # out, dq, dk, dv of these heads
 
-    def part(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """These heads of ``[B, S, H, D]`` results, in float64."""
-        chosen = (self.heads, self.heads, self.kv_heads, self.kv_heads)
-        return [x[:, :, list(heads)].detach().double() for x, heads in zip(results, chosen, strict=False)]
-
     def errors(self, results: Sequence[Tensor]) -> dict[str, float]:
-        """The largest difference of each result; of out alone where no gradients are given."""
-        return self.differences(self.part(results))
+        """The largest difference of each of ``[B, S, H, D]`` results; of out alone where no gradients are given."""
+        chosen = (self.heads, self.heads, self.kv_heads, self.kv_heads)
+        return self.differences([x[:, :, list(heads)].detach() for x, heads in zip(results, chosen, strict=False)])
 
     def differences(self, part: Sequence[Tensor]) -> dict[str, float]:
         """The same of results that are these heads alone."""

@@ -6,10 +6,10 @@ Nothing here imports torch: a command's ``--help`` is there at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
@@ -18,7 +18,10 @@ from .output import check_target
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
 SUFFIXES = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
+PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 WIRE_DTYPES = ("bfloat16", "float8_e4m3fn")
@@ -42,7 +45,7 @@ class LayoutName(StrEnum):
 
 
 def size(text: str) -> int:
-    """``8192``, ``8k``, ``1m`` or ``2g`` (powers of 1024) as a number; a parser of typer options.
+    """``8192``, ``8k``, ``1m`` or ``2g`` (powers of 1024) as a number; a parser of typer options, as are those below.
 
     Raises:
         typer.BadParameter: anything else.
@@ -53,85 +56,55 @@ def size(text: str) -> int:
     return int(match[1]) * SUFFIXES[match[2]]
 
 
-def sizes(text: str) -> list[int]:
-    """A comma list of sizes, as in ``8k,32k``; a parser of typer options."""
-    return [size(part) for part in text.split(",")]
-
-
 def count(text: str) -> int:
-    """A size of at least 1: there is nothing to measure of none; a parser of typer options.
-
-    Raises:
-        typer.BadParameter: no size, or 0.
-    """
+    """A size of at least 1: there is nothing to measure of none."""
     found = size(text)
     if found < 1:
         raise typer.BadParameter(f"{text!r} is too small: it must be at least 1")
     return found
 
 
-def counts(text: str) -> list[int]:
-    """A comma list of sizes of at least 1; a parser of typer options."""
-    return [count(part) for part in text.split(",")]
-
-
-def head_dims(text: str) -> list[int]:
-    """A comma list of head dims; a parser of typer options.
-
-    Raises:
-        typer.BadParameter: one of them is none that our kernels take.
-    """
-    found = sizes(text)
-    for dim in found:
-        if not 1 <= dim <= MAX_HEAD_DIM:
-            raise typer.BadParameter(f"{dim} is no head dim: it must be 1 to {MAX_HEAD_DIM}")
+def head_dim(text: str) -> int:
+    """A head dim that our kernels take."""
+    found = size(text)
+    if not 1 <= found <= MAX_HEAD_DIM:
+        raise typer.BadParameter(f"{found} is no head dim: it must be 1 to {MAX_HEAD_DIM}")
     return found
 
 
-def window(text: str) -> tuple[int, int]:
-    """``4k,0`` as (left, right), with -1 for a side without an end; a parser of typer options.
+def dtype_of(known: Sequence[str]) -> Callable[[str], str]:
+    """A parser of a dtype by its long or its short name."""
 
-    Raises:
-        typer.BadParameter: not two sizes.
-    """
+    def dtype(text: str) -> str:
+        name = SHORT_DTYPES.get(text.strip(), text.strip())
+        if name not in known:
+            takes = ", ".join([*(short for short, long in SHORT_DTYPES.items() if long in known), *known])
+            raise typer.BadParameter(f"{text!r} is no dtype: it takes {takes}")
+        return name
+
+    return dtype
+
+
+def listed(parser: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """A parser of a comma list, as in ``8k,32k``."""
+
+    def several(text: str) -> list[T]:
+        return [parser(part) for part in text.split(",")]
+
+    return several
+
+
+sizes, counts, head_dims = listed(size), listed(count), listed(head_dim)
+dtype_name, wire_dtype, grad_wire_dtype = dtype_of([*DTYPE_BYTES]), dtype_of(WIRE_DTYPES), dtype_of(GRAD_WIRE_DTYPES)
+dtype_names = listed(dtype_name)
+
+
+def window(text: str) -> tuple[int, int]:
+    """``4k,0`` as (left, right), with -1 for a side without an end."""
     sides = [-1 if part.strip() == "-1" else size(part) for part in text.split(",")]
     if len(sides) != 2:
         raise typer.BadParameter(f"{text!r} is no window: it must be left,right, two sizes, or -1 for no end")
     return sides[0], sides[1]
-
-
-def dtype_name(text: str) -> str:
-    """A dtype by its long or its short name; a parser of typer options.
-
-    Raises:
-        typer.BadParameter: anything else.
-    """
-    name = SHORT_DTYPES.get(text, text)
-    if name not in DTYPE_BYTES:
-        raise typer.BadParameter(f"{text!r} is no dtype: it takes {', '.join([*SHORT_DTYPES, *DTYPE_BYTES])}")
-    return name
-
-
-def wire_dtype(text: str) -> str:
-    """What K/V may travel as; a parser of typer options."""
-    return _one_of(WIRE_DTYPES, text)
-
-
-def grad_wire_dtype(text: str) -> str:
-    """What dK/dV may travel as; a parser of typer options."""
-    return _one_of(GRAD_WIRE_DTYPES, text)
-
-
-def _one_of(known: Sequence[str], text: str) -> str:
-    name = SHORT_DTYPES.get(text, text)
-    if name not in known:
-        raise typer.BadParameter(f"{text!r} is none: it takes {' or '.join(known)}")
-    return name
-
-
-def dtype_names(text: str) -> list[str]:
-    """A comma list of dtypes; a parser of typer options."""
-    return [dtype_name(part.strip()) for part in text.split(",")]
 
 
 class Pattern(NamedTuple):
@@ -150,11 +123,7 @@ PATTERNS = {
 
 
 def pattern(text: str) -> Pattern:
-    """``strided,block=128,stride=4k`` as a :class:`Pattern`; a parser of typer options.
-
-    Raises:
-        typer.BadParameter: an unknown name, or another list of parameters than :data:`PATTERNS` has for it.
-    """
+    """``strided,block=128,stride=4k`` as a :class:`Pattern`, whose parameters are those of :data:`PATTERNS`."""
     name, *given = [part.strip() for part in text.split(",")]
     if name not in PATTERNS:
         raise typer.BadParameter(f"{name!r} is no pattern: it must be one of {', '.join(PATTERNS)}")
@@ -244,17 +213,18 @@ BlockMaskPattern = Annotated[
 
 def typed(context: typer.Context) -> dict[str, str]:
     """The parameters that the user gave on the command line, by name, each with its flag as it is spelled."""
-    found = {}
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        if parameter.param_type_name == "option" and source is not None and source.name == "COMMANDLINE":
-            found[name] = _flag(parameter)
-    return found
+    return {name: flag for name, flag in spelled(context).items() if _origin(context, name) == "COMMANDLINE"}
 
 
-def _flag(parameter: Any) -> str:
-    return str(max(parameter.opts, key=len))
+def _origin(context: typer.Context, name: str) -> str:
+    source = context.get_parameter_source(name)
+    return "" if source is None else source.name
+
+
+def spelled(context: typer.Context) -> dict[str, str]:
+    """Every option by name, as its flag is spelled."""
+    options = [one for one in context.command.params if one.param_type_name == "option"]
+    return {one.name or "": max(one.opts, key=len) for one in options}
 
 
 def check_mode(context: typer.Context, mode: str, takes: Collection[str], always: Collection[str] = ()) -> None:
@@ -263,8 +233,7 @@ def check_mode(context: typer.Context, mode: str, takes: Collection[str], always
     Raises:
         typer.BadParameter: one that it does not take was given.
     """
-    allowed = {*takes, *always, "json", "csv"}
-    idle = [flag for name, flag in typed(context).items() if name not in allowed]
+    idle = [flag for name, flag in typed(context).items() if name not in {*takes, *always, "json", "csv"}]
     if idle:
         raise typer.BadParameter(f"{', '.join(idle)} has no say {mode}: leave it out")
 
@@ -275,8 +244,7 @@ def check_needs(context: typer.Context, needs: Mapping[str, str]) -> None:
     Raises:
         typer.BadParameter: one was given without the other.
     """
-    given = typed(context)
-    flags = {parameter.name: _flag(parameter) for parameter in context.command.params}
+    given, flags = typed(context), spelled(context)
     for name, other in needs.items():
         if name in given and other not in given:
             raise typer.BadParameter(f"{given[name]} is given without {flags[other]}: it has no say alone")
@@ -288,8 +256,7 @@ def check_apart(context: typer.Context, *names: str) -> None:
     Raises:
         typer.BadParameter: two of them were given.
     """
-    given = typed(context)
-    both = [given[name] for name in names if name in given]
+    both = [flag for name, flag in typed(context).items() if name in names]
     if len(both) > 1:
         raise typer.BadParameter(f"{' and '.join(both)} are both given: pass one of them")
 
@@ -337,19 +304,16 @@ def device_name(text: str) -> str:
     """
     import torch
 
+    here = torch.cuda.is_available()
     if text not in ("", "cpu", "cuda"):
         raise typer.BadParameter(f"--device is {text!r}: it takes cpu or cuda")
-    if text == "cuda" and not torch.cuda.is_available():
+    if text == "cuda" and not here:
         raise typer.BadParameter("--device is cuda, and torch sees no CUDA device here")
-    return text or ("cuda" if torch.cuda.is_available() else "cpu")
+    return text or ("cuda" if here else "cpu")
 
 
 def device_here(name: str | None = None) -> torch.device:
-    """The device to measure.
-
-    Raises:
-        typer.BadParameter: there is none of that name.
-    """
+    """The device to measure; typer.BadParameter where there is none of that name."""
     import torch
 
     kind = device_name(name or "")
@@ -376,12 +340,11 @@ def timer_of_rings(device: str, timer: str) -> str:
 
 def human(count: float, unit: str = "") -> str:
     """A count in decimal thousands, three digits: ``67.1 MB``, ``1.02 T``; whole numbers below a thousand."""
-    prefixes = ["", "k", "M", "G", "T", "P", "E"]
     power = 0
-    while count >= 999.5 and power < len(prefixes) - 1:
+    while count >= 999.5 and power < len(PREFIXES) - 1:
         count, power = count / 1000, power + 1
-    digits = 0 if power == 0 else 2 if count < 9.995 else 1 if count < 99.95 else 0
-    return f"{count:.{digits}f} {prefixes[power]}{unit}".rstrip()
+    digits = 0 if power == 0 or count >= 99.95 else 1 if count >= 9.995 else 2
+    return f"{count:.{digits}f} {PREFIXES[power]}{unit}".rstrip()
 
 
 def binary(count: int) -> str:

@@ -164,9 +164,8 @@ def process_group(place: Member, store: str | None = None, *, device: torch.devi
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    met = _file_store(store, place.world) if store is not None else _launchers_store(place)
     # names of its own for each group: a rank that opens the next one early would read what the last one left
-    fresh = PrefixStore(str(next(_groups)), met)
+    fresh = PrefixStore(str(next(_groups)), _store(place, store))
     with _environment(**_interfaces(place)):
         with consequences_later():  # another rank may fail before all have met
             dist.init_process_group(backend, store=fresh, rank=place.rank, world_size=place.world, timeout=TIMEOUT)
@@ -202,22 +201,17 @@ def consequences_later() -> Iterator[None]:
 
 
 @cache
-def _file_store(path: str, world: int) -> Store:
-    """A file where ranks meet, kept open: the last of them to close it removes it, under whoever has opened it anew."""
-    from torch._C._distributed_c10d import FileStore
+def _store(place: Member, file: str | None) -> Store:
+    """Where the ranks meet for as long as this process lives: in a file, or where the launcher says.
 
-    return FileStore(path, world)
-
-
-@cache
-def _launchers_store(place: Member) -> Store:
-    """Where the ranks of a launcher meet, for as long as this process lives.
-
-    One for each group would let a rank that is early for the next group meet in the store of the last one.
+    One for each group would let a rank that is early for the next group meet in the store of the last one; and the last
+    rank to close a file removes it, under whoever has opened it anew.
     """
-    from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import FileStore, TCPStore
     from torch.distributed.rendezvous import rendezvous
 
+    if file is not None:
+        return FileStore(file, place.world)
     address = os.environ.setdefault("MASTER_ADDR", _address(place))
     port = int(os.environ.setdefault("MASTER_PORT", str(_port())))
     if address in LOCAL and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

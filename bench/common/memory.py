@@ -7,9 +7,10 @@ import ctypes
 import gc
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import typer
@@ -85,8 +86,7 @@ def freed_at_once(device: torch.device) -> Iterator[None]:
             ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2 * KEPT_BYTES)
 
 
-@dataclass(frozen=True)
-class Needs:
+class Needs(NamedTuple):
     """Bytes that a measurement takes in all, on the host and on each GPU."""
 
     host: int
@@ -144,31 +144,20 @@ def refuse_too_large(
 
 
 def too_large(size: int, needed: Callable[[int], Needs], free: Needs, *, unit: str, step: int = STEP) -> str | None:
-    """Why a size does not fit, with the largest that does; None where it fits."""
-    most = largest(size, needed, free, step=step)
-    if most == size:
+    """Why a size does not fit, with the largest multiple of the step that does; None where it fits."""
+
+    def excess(some: int) -> list[str]:
+        wanted, names = needed(some), ("memory", "GPU memory")
+        return [
+            f"{nbytes / GB:.1f} GB of {name}, {there / GB:.1f} GB are free"
+            for name, nbytes, there in zip(names, wanted, free, strict=True)
+            if nbytes > USED * there
+        ]
+
+    told = excess(size)
+    if not told:
         return None
-    wanted = needed(size)
-    told = [
-        f"{nbytes / GB:.1f} GB of {where}, {there / GB:.1f} GB are free"
-        for where, nbytes, there in (("memory", wanted.host, free.host), ("GPU memory", wanted.gpu, free.gpu))
-        if nbytes > USED * there
-    ]
+    steps = range(1, -(-size // step))
+    most = step * bisect_left(steps, True, key=lambda count: bool(excess(count * step)))
     fits = f"{binary(most)} fits" if most else f"not even {binary(step)} fits"
     return f"{size:,} {unit} take {' and '.join(told)}: {fits}"
-
-
-def largest(size: int, needed: Callable[[int], Needs], free: Needs, *, step: int = STEP) -> int:
-    """A size where it fits, else the largest multiple of the step below it that does; 0: none."""
-
-    def fits(some: int) -> bool:
-        wanted = needed(some)
-        return wanted.host <= USED * free.host and wanted.gpu <= USED * free.gpu
-
-    if fits(size):
-        return size
-    low, high = 0, (size - 1) // step
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
-    return low * step

@@ -24,15 +24,17 @@ def prints() -> bool:
 
 def check_target(target: str | Path | None) -> None:
     """Refuse a file that could not be written, before minutes of work rather than after: typer.BadParameter."""
+    path, why = Path(str(target)), ""
     if target in (None, "-"):
         return
-    path = Path(str(target))
     if not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"cannot write {target}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise typer.BadParameter(f"cannot write {target}: it is a folder; name a file in it")
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise typer.BadParameter(f"cannot write {target}: it is a link or no regular file; name another one, or -")
+        why = f"there is no folder {path.parent}"
+    elif path.is_dir():
+        why = "it is a folder; name a file in it"
+    elif path.is_symlink() or (path.exists() and not path.is_file()):
+        why = "it is a link or no regular file; name another one, or -"
+    if why:
+        raise typer.BadParameter(f"cannot write {target}: {why}")
 
 
 def check_targets(*targets: str | Path | None) -> None:
@@ -59,26 +61,21 @@ def write_file(target: str | Path, data: str | bytes) -> None:
         raise typer.BadParameter(f"cannot write {target}: {why}") from None
 
 
-def json_text(data: object, indent: int | None = 2) -> str:
-    """``data`` in JSON, which has no word for what is not finite: it becomes null."""
-    return json.dumps(_told(data), indent=indent, allow_nan=False) + "\n"
-
-
-def _told(data: object) -> object:
-    if isinstance(data, float):
-        return data if math.isfinite(data) else None
-    if isinstance(data, Mapping):
-        return {name: _told(value) for name, value in data.items()}
-    return [_told(value) for value in data] if isinstance(data, list | tuple) else data
-
-
 def write_json(target: str | Path, data: object, indent: int | None = 2) -> None:
-    """Write ``data`` to a file, or to standard output where ``target`` is ``-``."""
-    text = json_text(data, indent)
+    """Write ``data`` to a file, or to standard output where ``target`` is ``-``; what is not finite becomes null."""
+    text = json.dumps(_finite(data), indent=indent, allow_nan=False) + "\n"
     if target == "-":
         sys.stdout.write(text)
     else:
         write_file(target, text)
+
+
+def _finite(data: object) -> object:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {name: _finite(value) for name, value in data.items()}
+    return [_finite(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 def write_csv(target: Path, rows: Sequence[Mapping[str, object]]) -> None:

@@ -22,6 +22,7 @@ from ...comm.topology.nvml import pairs_by_link
 from .launching import cores
 
 ROOT = Path(__file__).resolve().parents[2]
+CODE = ("kernels", "comm", "autotune", "ring", "reference", "bench")
 PACKAGES = ("torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x", "ring-attention-pytorch")
 
 
@@ -52,8 +53,7 @@ def command() -> str:
 def sources() -> str:
     """A digest of the package's own Python files: says which code ran where there is no git."""
     digest = hashlib.sha256()
-    folders = ("kernels", "comm", "autotune", "ring", "reference", "bench")
-    inner = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    inner = (path for folder in CODE for path in (ROOT / folder).rglob("*.py"))
     for path in sorted([*ROOT.glob("*.py"), *inner]):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
@@ -66,12 +66,12 @@ def git() -> dict[str, Any]:
         asked = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
-    if not (ROOT / ".git").exists():
-        return {"commit": None, "modified": None}
     try:
-        return {"commit": ask("rev-parse", "HEAD"), "modified": bool(ask("status", "--porcelain"))}
+        if (ROOT / ".git").exists():
+            return {"commit": ask("rev-parse", "HEAD"), "modified": bool(ask("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "modified": None}
+        pass
+    return {"commit": None, "modified": None}
 
 
 def versions() -> dict[str, Any]:

@@ -37,48 +37,43 @@ class Result:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def text(self, width: int | None = None) -> str:
-        """Table, notes and failures for a terminal; a table that is too wide is cut by :meth:`_fitted`."""
-        width = width or shutil.get_terminal_size((80, 24)).columns
-        lines = self._fitted(width) if self.rows else []
-        return "\n".join([*(line.rstrip() for line in lines), *self.notes, *(f"FAILED: {one}" for one in self.failed)])
+        """Table, notes and failures for a terminal.
 
-    def _fitted(self, width: int) -> list[str]:
-        """The table within a width: what is the same in all rows is told once, above; then columns from the right go.
-
+        Of a table that is too wide what is the same in all rows is told once, above; then columns from the right go.
         Empty columns are not shown.
         """
+        width = width or shutil.get_terminal_size((80, 24)).columns
         columns = [name for name in self.units if any(row.get(name) not in (None, "") for row in self.rows)]
         same, left = list[str](), list[str]()
-        if len(_lines(self.rows, columns, self.units)[0]) > width:
-            same = [name for name in columns if len(self.rows) > 1 and len({row.get(name) for row in self.rows}) == 1]
+        if self._width(columns) > width and len(self.rows) > 1:
+            same = [name for name in columns if len({row.get(name) for row in self.rows}) == 1]
             columns = [name for name in columns if name not in same]
-        while len(columns) > 1 and len(_lines(self.rows, columns, self.units)[0]) > width:
+        while len(columns) > 1 and self._width(columns) > width:
             left.insert(0, columns.pop())
-        lines = [f"{name} {_cell(self.rows[0][name])} {self.units[name]}".rstrip() for name in same]
-        told = textwrap.wrap(", ".join(lines), width)
-        table = _lines(self.rows, columns, self.units)
+        told = ", ".join(f"{name} {_cell(self.rows[0][name])} {self.units[name]}".rstrip() for name in same)
+        lines = [*textwrap.wrap(told, width), *self._table(columns)]
         if left:
-            table += textwrap.wrap(f"(too wide; in --csv and --json: {', '.join(left)})", width)
-        return told + table
+            lines += textwrap.wrap(f"(too wide; in --csv and --json: {', '.join(left)})", width)
+        return "\n".join([*lines, *self.notes, *(f"FAILED: {one}" for one in self.failed)])
+
+    def _width(self, columns: Sequence[str]) -> int:
+        return max(map(len, self._table(columns)), default=0)
+
+    def _table(self, columns: Sequence[str]) -> list[str]:
+        """Aligned text: numbers to the right, words to the left, names with their units on top."""
+        if not self.rows:
+            return []
+        lines = [""] * (len(self.rows) + 1)
+        for name in columns:
+            cells = [f"{name} {self.units[name]}".rstrip(), *(_cell(row.get(name)) for row in self.rows)]
+            push = str.rjust if all(isinstance(row.get(name), int | float | None) for row in self.rows) else str.ljust
+            widest = max(map(len, cells))
+            lines = [f"{line}  {push(cell, widest)}" for line, cell in zip(lines, cells, strict=True)]
+        return [line[2:].rstrip() for line in lines]
 
     def as_json(self) -> dict[str, Any]:
         """What :func:`read` takes."""
         return {"schema": SCHEMA, **asdict(self)}
-
-
-def _lines(rows: Sequence[Row], columns: Sequence[str], units: Mapping[str, str]) -> list[str]:
-    """Aligned text: numbers to the right, words to the left, names with their units on top."""
-    head = [f"{name} {units[name]}".rstrip() for name in columns]
-    cells = [[_cell(row.get(name)) for name in columns] for row in rows]
-    right = [all(isinstance(row.get(name), int | float | None) for row in rows) for name in columns]
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    return [
-        "  ".join(
-            text.rjust(width) if push else text.ljust(width)
-            for text, width, push in zip(line, widths, right, strict=True)
-        )
-        for line in (head, *cells)
-    ]
 
 
 def _cell(value: object) -> str:
@@ -128,14 +123,10 @@ def read(path: Path) -> Result:
 
 def _check(data: Mapping[str, Any]) -> None:
     """Every field is there and of its kind: ValueError."""
-    from ...kernels.strict import shown
+    from ...kernels.strict import checked_as, typed
 
     kinds = {"case": str, "units": dict, "rows": list, "failed": list, "notes": list, "provenance": dict}
-    if data.keys() != kinds.keys():
-        raise ValueError(f"it has the fields {', '.join(sorted(data))[:200]}: it must have {', '.join(kinds)}")
-    for name, kind in kinds.items():
-        if not isinstance(data[name], kind):
-            raise ValueError(f"{name} is {shown(data[name])}: it must be of type {kind.__name__}")
+    checked_as("", data, {name: typed(f"of type {kind.__name__}", kind) for name, kind in kinds.items()})
     for name in ("failed", "notes"):
         if not all(isinstance(one, str) for one in data[name]):
             raise ValueError(f"{name} must be texts")

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,9 +37,6 @@ class Samples:
             return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return (high - low) / 2 / self.median
-
-    def as_json(self, unit: str = "s") -> dict[str, Any]:
-        return {"median": self.median, "spread": self.spread, "unit": unit, "samples": list(self.seconds)}
 
 
 class Stopwatch:

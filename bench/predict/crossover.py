@@ -91,7 +91,7 @@ def sweep(
 
 
 def draw(percents: dict[int, dict[int, float | None]], title: str, target: Path) -> None:
-    """Write the map as a PNG, or as an SVG that is light or dark as its page is, by the file's ending."""
+    """Write the map as a PNG or an SVG, by the file's ending."""
     from matplotlib import colormaps  # no picture, no need for it
     from matplotlib.figure import Figure
 
@@ -117,7 +117,7 @@ def draw(percents: dict[int, dict[int, float | None]], title: str, target: Path)
             axes.set_title(title, fontsize=9, loc="left")
             for row, line in enumerate(grid):
                 for column, value in enumerate(line):
-                    # on viridis, the same in both themes; a dash is on the theme's own ground
+                    # on viridis; a dash is on the track
                     color = theme.ink if math.isnan(value) else "white" if value <= 60 else "black"
                     told = "-" if math.isnan(value) else f"{value:.0f}"
                     axes.text(column + 0.5, row + 0.5, told, ha="center", va="center", color=color, fontsize=8)

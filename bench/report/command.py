@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from .page import Folder
 
-PAGE, PLOTS = "report.html", "plots"
+PAGE = "report.html"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -19,7 +19,6 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of `ringattn bench suite --out DIR`, or of any JSON.")],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help=f"The page; default: DIR/{PAGE}.")] = None,
-    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Every plot as a PNG there too.")] = None,
 ) -> None:
     """Write one self-contained page of a folder: what commands wrote with --json, and traces.
 
@@ -29,15 +28,14 @@ def report(
 
     if not prints():
         return
+    target = folder / PAGE if out is None else out
     try:
-        found = write(folder, out, plots)
+        found = write(folder, target)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     for why in found.refused:
         typer.echo(f"left out: {why}", err=True)
-    if plots is not None and not plots.exists():
-        typer.echo(f"no plots: {folder} holds nothing that one is drawn of", err=True)
-    typer.echo(str(out or folder / PAGE))
+    typer.echo(str(target))
 
 
 def write_beside(folder: Path) -> str:
@@ -46,29 +44,23 @@ def write_beside(folder: Path) -> str:
     What was measured must not be lost, nor called a failure, for a picture of it.
     """
     try:
-        write(folder)
+        write(folder, folder / PAGE)
     except Exception as error:
         return f"no {PAGE}: {type(error).__name__}: {error}"
     return str(folder / PAGE)
 
 
-def write(folder: Path, out: Path | None = None, plots: Path | None = None) -> Folder:
-    """Write the page of a folder, and the plots of its results where asked; what was read, and what was not.
+def write(folder: Path, target: Path) -> Folder:
+    """Write the page of a folder; what was read, and what was not.
 
     Raises:
-        ValueError: nothing can be read there, or --plots is no folder.
+        ValueError: nothing can be read there.
         typer.BadParameter: the page cannot be written.
     """
     from ..common.output import check_targets, write_file
-    from .charts import save
     from .page import html, read_folder
 
     found = read_folder(folder)  # before its page is refused: there is none in what is no folder
-    target = folder / PAGE if out is None else out
-    check_targets(target, None if plots is None or plots.is_dir() else plots)
-    if plots is not None and plots.exists() and not plots.is_dir():
-        raise ValueError(f"cannot write plots to {plots}: it is a file, and --plots takes a folder")
+    check_targets(target)
     write_file(target, html(found))
-    if plots is not None:
-        save(found.results, plots)
     return found

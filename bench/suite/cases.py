@@ -40,13 +40,8 @@ def result_of(case: str, numbers: Sequence[Number], provenance: dict[str, Any]) 
     """A row per number, its labels as columns; those that exceed their limit have failed."""
     labels = dict.fromkeys(name for number in numbers for name in number.labels)
     units = dict.fromkeys(("number", "value", "unit", *labels, "limit", "spread", "note"), "")
-    rows: list[Row] = [
-        {
-            "number": one.name, "value": one.value, "unit": one.unit, **one.labels, "limit": one.limit,
-            "spread": one.spread, "note": one.note,
-        }
-        for one in numbers
-    ]  # fmt: skip
+    rows: list[Row] = [{"number": one.name, **vars(one), **one.labels} for one in numbers]
+    rows = [{name: row[name] for name in units if name in row} for row in rows]
     failed = [
         f"{one.name} ({', '.join(f'{name} {value}' for name, value in one.labels.items())}) is {one.value},"
         f" at most {one.limit:.3g} allowed"

@@ -6,10 +6,9 @@ and machine is gone on with: what ended well there is kept.
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,17 +17,13 @@ import typer
 
 if TYPE_CHECKING:
     from ..common.result import Result, Row
-    from .parts import Part
-    from .processes import Outcome
 
-NAME, DECISIONS = "results.json", "decisions.json"
+NAME = "results.json"
 CASE = "bench suite"
-UNITS = {"part": "", "state": "", "seconds": "s", "found": "", "reason": "", "about": "", "command": ""}
+UNITS = {"part": "", "state": "", "seconds": "s", "found": "", "about": "", "command": ""}
 FINAL = ("done", "not here")  # asked again on the same machine, the answer would be the same
 WRITING_SECONDS = 20.0  # of the budget, kept for the end: the page
 MOST_SIDE_BY_SIDE = 15
-PROCESS_GIB = 2  # of host memory: CUDA's libraries and a compiler
-FEW = {"cuda": 15, "cpu": 4}  # whatever the memory: machines of GPUs have much, and may show little until it is used
 FOUND_WIDTH = 40  # of a column on the terminal
 INTERRUPTED = 130
 
@@ -47,10 +42,8 @@ def suite(
     import time
 
     begun = time.monotonic()
-    from rich.console import Console
-
     from ..common.flags import device_here
-    from ..common.launching import forget_launcher
+    from ..common.launching import cores, forget_launcher
     from ..common.output import prints
     from ..common.provenance import provenance
     from ..common.result import Result, finish
@@ -68,57 +61,38 @@ def suite(
         raise typer.BadParameter(f"--only is {only!r}: no part has that in its name")
     result = Result(CASE, UNITS, provenance=provenance(place))
     known = {str(row["part"]): row for row in earlier(out, result.provenance, again=again)}
-    kept = [part.name for part in parts if ended_well(known.get(part.name), part)]
-    left = [part for part in parts if part.name not in kept]
-    side_by_side = width(place.type)
-    typer.echo(useful_budget(len(kept), left, processes.seconds_of(left, side_by_side), budget), err=True)
-    running: dict[str, Outcome] = {}
-    with Console(stderr=True).status("starting") as status, ending_as_interrupted():
-
-        def changed(outcome: Outcome) -> None:
-            running[outcome.part.name] = outcome
-            known[outcome.part.name] = outcome.row
-            write(out, result, [known[part.name] for part in everything if part.name in known])
-            status.update(", ".join(name for name, one in running.items() if not one.over))
-
-        try:
-            ends = begun + budget - WRITING_SECONDS
-            processes.run(left, out=out, device=place.type, ends=ends, width=side_by_side, changed=changed)
-        except KeyboardInterrupt:
-            typer.echo("interrupted: what is known is kept, and the same command goes on from there", err=True)
-            raise typer.Exit(INTERRUPTED) from None
-    result.provenance["seconds"] = time.monotonic() - begun
-    if place.type == "cuda":
-        decide(out, result, [*known.values()])
-    write(out, result, [known[part.name] for part in everything if part.name in known])
-    typer.echo(f"{write_beside(out)}\n")
-    asked = [row for row in result.rows if row["part"] in {part.name for part in parts}]
-    shown: list[Row] = [{**row, "found": shorten(str(row["found"] or row["reason"]), FOUND_WIDTH)} for row in asked]
-    columns = {name: unit for name, unit in UNITS.items() if name in ("part", "state", "seconds", "found")}
-    finish(Result(CASE, columns, shown, failures(asked), [*result.notes, f"everything is in {out / NAME}"]))
-
-
-def useful_budget(kept: int, left: Sequence[Part], seconds: float, budget: float) -> str:
-    """What is going to run, and which budget gives every part its time."""
-    useful = seconds + WRITING_SECONDS
-    told = f"{kept} parts were run before, and are kept: --again runs them anew. " if kept else ""
-    enough = "is enough" if useful <= budget else "does not let all of them run"
-    return f"{told}{len(left)} parts take up to {useful:.0f} s, most of them less: --budget {budget:g} {enough}"
-
-
-@contextmanager
-def ending_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the parts that run, as Ctrl-C does."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # each of those side by side compiles, which keeps a core busy
+    width, names = min(cores(), MOST_SIDE_BY_SIDE), [part.name for part in everything]
+    left = [part for part in parts if not ended_well(known.get(part.name), part.told)]
+    seconds = sum(processes.seconds_of(group, width) for group in processes.grouped(left))
+    typer.echo(useful_budget(len(parts) - len(left), len(left), seconds + WRITING_SECONDS, budget), err=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C
+        signal.signal(number, signal.default_int_handler)
+    ends = begun + budget - WRITING_SECONDS
+    running = processes.run(left, out=out, device=place.type, ends=ends, width=width)
     try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        with closing(running):
+            for row in running:
+                known[str(row["part"])] = row
+                write(out, result, [known[name] for name in names if name in known])
+                typer.echo(f"{row['part']}: {row['state']}, {row['seconds']} s", err=True)
+    except KeyboardInterrupt:
+        typer.echo("interrupted: what is known is kept, and the same command goes on from there", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    result.provenance["seconds"] = time.monotonic() - begun
+    write(out, result, [known[name] for name in names if name in known])
+    typer.echo(f"{write_beside(out)}\n")
+    asked = [known[part.name] for part in parts]
+    shown = [{**row, "found": shorten(str(row["found"]), FOUND_WIDTH)} for row in asked]
+    columns = {name: unit for name, unit in UNITS.items() if name not in ("about", "command")}
+    finish(Result(CASE, columns, [*shown], failures(asked), [f"everything is in {out / NAME}"]))
+
+
+def useful_budget(kept: int, left: int, seconds: float, budget: float) -> str:
+    """What is going to run, and which budget gives every part its time."""
+    told = f"{kept} parts were run before, and are kept: --again runs them anew. " if kept else ""
+    enough = "is enough" if seconds <= budget else "does not let all of them run"
+    return f"{told}{left} parts take up to {seconds:.0f} s, most of them less: --budget {budget:g} {enough}"
 
 
 def earlier(out: Path, provenance: Mapping[str, Any], *, again: bool) -> Sequence[Row]:
@@ -129,10 +103,10 @@ def earlier(out: Path, provenance: Mapping[str, Any], *, again: bool) -> Sequenc
     """
     from ..common.result import read
 
-    if os.path.lexists(out) and not out.is_dir():
+    if out.exists() and not out.is_dir():
         raise typer.BadParameter(f"--out is {out}: that is no folder")
     path = out / NAME
-    if not os.path.lexists(path):
+    if not path.exists() and not path.is_symlink():
         return []
     try:
         found = read(path)
@@ -156,35 +130,24 @@ def earlier(out: Path, provenance: Mapping[str, Any], *, again: bool) -> Sequenc
 
 def identity(provenance: Mapping[str, Any]) -> dict[str, str]:
     """What must be equal for two runs to be one: the code, the versions, the machine. Not clocks, loads and dates."""
-    import json
-
-    told: dict[str, Any] = {name: provenance.get(name) or {} for name in ("ringattn", "versions", "cpu", "gpu")}
-    found = {"versions": told["versions"], "ringattn.sources": told["ringattn"].get("sources")}
-    found |= {f"{name}.{key}": told[name].get(key) for name, key in (
-        ("cpu", "model"), ("cpu", "cores"), ("gpu", "name"), ("gpu", "driver"),
-    )}  # fmt: skip
-    return {name: json.dumps(value) for name, value in found.items()}
+    wanted = {"ringattn": ("sources",), "cpu": ("model", "cores"), "gpu": ("name", "driver")}
+    found = {"versions": str(provenance.get("versions"))}
+    for name, keys in wanted.items():
+        told = provenance.get(name)
+        found |= {f"{name}.{key}": str(told.get(key) if isinstance(told, dict) else told) for key in keys}
+    return found
 
 
-def ended_well(row: Row | None, part: Part) -> bool:
+def ended_well(row: Row | None, command: str) -> bool:
     """Whether a part need not run again: it ended by itself, nothing failed, and it is the same command."""
-    return row is not None and row["command"] == part.told and row["state"] in FINAL
-
-
-def width(device: str) -> int:
-    """Processes that may run side by side where nothing is timed: each compiles, which keeps a core busy."""
-    from ..common.launching import cores
-
-    gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return min(cores(), MOST_SIDE_BY_SIDE, max(FEW[device], int(gib / PROCESS_GIB)))
+    return row is not None and row["command"] == command and row["state"] in FINAL
 
 
 def write(out: Path, result: Result, rows: Sequence[Row]) -> None:
     """Put a whole file in the place of the old one."""
     from ..common.output import write_json
 
-    result.rows = list(rows)
-    result.failed = failures(rows)
+    result.rows, result.failed = list(rows), failures(rows)
     draft = out / f"{NAME}.part"
     write_json(draft, result.as_json(), indent=1)
     draft.replace(out / NAME)
@@ -192,17 +155,4 @@ def write(out: Path, result: Result, rows: Sequence[Row]) -> None:
 
 def failures(rows: Sequence[Row]) -> list[str]:
     """A sentence per part that failed."""
-    return [f"{row['part']}: {row['reason']}" for row in rows if row["state"] == "failed"]
-
-
-def decide(out: Path, result: Result, parts: Sequence[Row]) -> None:
-    """Write what the parts of a GPU decide; what is not open is told in the notes."""
-    from ..common.output import write_json
-    from ..common.result import Result, read
-    from .decisions import OPEN, decisions
-
-    targets = out / "targets.json"
-    rows = decisions(parts, read(targets).rows if targets.exists() else [])
-    decided = Result("bench suite: decisions", dict.fromkeys(rows[0], ""), rows, provenance=result.provenance)
-    write_json(out / DECISIONS, decided.as_json())
-    result.notes = [f"{row['question']}: {row['answer']}" for row in rows if row["answer"] != OPEN]
+    return [f"{row['part']}: {row['found']}" for row in rows if row["state"] == "failed"]

@@ -6,7 +6,6 @@ import os
 import shutil
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -19,8 +18,8 @@ from . import device_cases
 PACKAGE = Path(__file__).absolute().parents[2]
 CLONE = next((it for it in (Path.cwd(), PACKAGE) if (it / "tests" / "support" / "gpu_cases.py").exists()), PACKAGE)
 """Where the tests are: an installed package has none, but may be started in a clone."""
-PYTHON, OUT, SECONDS = "{python}", "{out}", "{seconds}"
-"""In a command: this Python, the folder of results, and half the seconds that the part has, to be used up."""
+PYTHON, OUT, FILE, SECONDS = "{python}", "{out}", "{file}", "{seconds}"
+"""In a command: this Python, the folder of results, the part's own file there, half of its seconds, to be used up."""
 RINGATTN = (PYTHON, "-m", "ringattn")
 SHAPE = ("--heads", "32", "--head-dim", "128")
 
@@ -34,7 +33,6 @@ class Part:
     command: tuple[str, ...]
     seconds: float  # that it takes at most where all is well
     beside: str = ""  # parts of one such name that follow each other run side by side: nothing is timed
-    ranks: int = 1  # processes that take a GPU each where there are as many, and time slices where not
     missing: str | None = None  # what this machine lacks for it
     within: Path | None = None  # the folder that it runs in
 
@@ -44,19 +42,9 @@ class Part:
         return " ".join(repr(word) if " " in word else word for word in self.command).replace(PYTHON, "python")
 
     @property
-    def leaves(self) -> list[str]:
-        """Files of the folder of results that it writes."""
-        return [word.removeprefix(f"{OUT}/") for word in self.command if word.startswith(f"{OUT}/")]
-
-    @property
-    def result(self) -> str | None:
-        """The file of the folder of results that its rows are in; None of tests."""
-        return next((name for name in self.leaves if name == f"{self.name.replace(' ', '_')}.json"), None)
-
-    @property
-    def shares_a_gpu(self) -> bool:
-        """Whether its times are time slices: several processes take turns on one GPU, without MPS."""
-        return self.ranks > 1 and 0 < torch.cuda.device_count() < self.ranks
+    def file(self) -> str:
+        """The file of the folder of results that its rows are in, of commands that have some."""
+        return f"{self.name.replace(' ', '_')}.json"
 
 
 def parts_of(device: str) -> list[Part]:
@@ -83,15 +71,15 @@ def gpu_parts() -> list[Part]:
               beside="tests"),
         tests("nccl-1", "NCCL, one rank to itself", 60, "transfers or rings", "[nccl-1-", beside="tests",
               missing=nccl_missing()),
-        tests("copy_engine-2", "two processes over CUDA IPC", 60, "transfers or rings", "[copy_engine-2-", ranks=2,
+        tests("copy_engine-2", "two processes over CUDA IPC", 60, "transfers or rings", "[copy_engine-2-",
               beside="tests", missing=copy_engine_missing()),
         tests("compiled", "ring_attention in torch.compile on CUDA", 60, "by_itself", "[compiled]", beside="tests"),
         tests("killed", "a rank is killed beside a peer whose stream waits for it", 20, "killed", "[copy_engine]",
-              ranks=2, missing=copy_engine_missing()),
+              missing=copy_engine_missing()),
         tests("captured", "an unrelated graph is captured in global mode beside a ring and its watchdog", 20,
               "by_itself", "[captured]"),
         tests("nccl-2", "two ranks of NCCL 2.30, and one of them killed", 35, "transfers or rings or killed",
-              "[nccl-2-", "[nccl]", ranks=2, missing=nccl_missing() or _no_sharing(gpus)),
+              "[nccl-2-", "[nccl]", missing=nccl_missing() or _no_sharing(gpus)),
         bench("host", "the host's time to post a hop of 4k tokens, telemetry and watch on, beside its compute", 20,
               "host", "--tokens", "4k", *SHAPE, missing=nccl_missing()),
         *(
@@ -107,7 +95,7 @@ def gpu_parts() -> list[Part]:
         *(_between_gpus(gpus) if gpus > 1 else ()),
         Part("tune", "tiles next to the default's, by what time is left",
              (*RINGATTN, "tune", "--heads", "16", "--head-dim", "128", "--seqlen", "8k", "--causal", "--near", "4",
-              "--budget", SECONDS, "--save-dir", f"{OUT}/tables", "--json", f"{OUT}/tune.json"), 45),
+              "--budget", SECONDS, "--save-dir", f"{OUT}/tables", "--json", FILE), 45),
     ]  # fmt: skip
 
 
@@ -116,11 +104,11 @@ def _between_gpus(gpus: int) -> list[Part]:
     world = ("--world", str(gpus))
     return [
         bench("links", "every transport over every edge", 60, "links", *world, "-b", "1M", "-e", "256M", "-f", "16",
-              "--channels", "auto,8", ranks=gpus),
+              "--channels", "auto,8"),
         bench("overlap", "a ring that prefetches and one that blocks", 40, "overlap", *world, "--tokens", "8k", *SHAPE,
-              "--slots", "3", "--prefetch", "0,2", ranks=gpus),
+              "--slots", "3", "--prefetch", "0,2"),
         bench("ring", "a whole ring beside one device and the ways around a ring", 60, "ring", *world, "--seqlen",
-              "16k,64k", *SHAPE, ranks=gpus),
+              "16k,64k", *SHAPE),
     ]  # fmt: skip
 
 
@@ -153,33 +141,26 @@ def cpu_parts() -> list[Part]:
 def _case(device: str, name: str, seconds: float, beside: str = "") -> Part:
     run = device_cases.CASES[device][name]
     about = (getattr(run, "func", run).__doc__ or "").partition("\n")[0].rstrip(".")
-    file = f"{OUT}/{name.replace(' ', '_')}.json"
-    return Part(name, about, (PYTHON, "-m", device_cases.__name__, name, file), seconds, beside)
+    return Part(name, about, (PYTHON, "-m", device_cases.__name__, name, FILE), seconds, beside)
 
 
-def bench(name: str, about: str, seconds: float, *words: str, ranks: int = 1, missing: str | None = None) -> Part:
+def bench(name: str, about: str, seconds: float, *words: str, missing: str | None = None) -> Part:
     """``ringattn bench …``, whose JSON lies where the report finds it."""
-    command = (*RINGATTN, "bench", *words, "--json", f"{OUT}/{name.replace(' ', '_')}.json")
-    return Part(name, about, command, seconds, ranks=ranks, missing=missing)
+    return Part(name, about, (*RINGATTN, "bench", *words, "--json", FILE), seconds, missing=missing)
 
 
 def tests(
-    name: str, about: str, seconds: float, kinds: str, *ids: str,
-    ranks: int = 1, beside: str = "", missing: str | None = None,
-) -> Part:  # fmt: skip
+    name: str, about: str, seconds: float, kinds: str, *ids: str, beside: str = "", missing: str | None = None
+) -> Part:
     """Tests on a GPU, by what their names and the ids of their arguments have."""
     command = (PYTHON, "-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/properties/test_on_a_gpu.py", "-k",
                f"({kinds}) and ({' or '.join(ids)})")  # fmt: skip
-    return Part(name, about, command, seconds, beside, ranks, _no_clone() or missing, CLONE)
+    return Part(name, about, command, seconds, beside, _no_clone() or missing, CLONE)
 
 
 def _no_clone() -> str | None:
-    if not (CLONE / "tests" / "support" / "gpu_cases.py").exists():
-        return "the tests are in a clone: start it there"
-    found = find_spec("tests")  # ours has no __init__.py: an installed one that has comes before it
-    if found is not None and found.origin is not None:
-        return f"another package is called tests, and is taken for ours: {found.origin}"
-    return None
+    there = (CLONE / "tests" / "support" / "gpu_cases.py").exists()
+    return None if there else "the tests are in a clone: start it there"
 
 
 def _no_sharing(gpus: int) -> str | None:

@@ -11,115 +11,100 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from itertools import groupby
 from pathlib import Path
 
-from ..common.result import read
-from .parts import OUT, PACKAGE, PYTHON, SECONDS, Part
+from ..common.result import Row, read
+from .parts import FILE, OUT, PACKAGE, PYTHON, SECONDS, Part
 
 LOGS = "logs"
 LEAST_SHARE = 0.5  # of its time: with less left a part is not started
 ENOUGH_SHARE = 0.9  # with that a part that overruns has failed
-POLL_SECONDS = 0.05
-GRACE_SECONDS = 2.0  # in which what overran says where it was
 USED_UP = 0.5  # of its time, by a command that is told one: it compiles, starts and writes, too
+GRACE_SECONDS = 2.0  # in which what overran says where it was
+POLL_SECONDS = 0.05
 MARK = "RINGATTN_SUITE_PART"  # in the environment of a part, and of whatever it starts: the folder, and which
 TESTED = re.compile(r"=* ?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s")  # the last line of pytest
-TIME_SLICES = "processes share one GPU: their times are time slices, and no results"
+DONE, FAILED, NOT_HERE, OUT_OF_TIME = "done", "failed", "not here", "out of time"
 
 
-@dataclass
-class Outcome:
-    """How a part ended."""
+def run(parts: Sequence[Part], *, out: Path, device: str, ends: float, width: int) -> Generator[Row, None, None]:
+    """Run them in order, those of one ``beside`` side by side; a row for each as it ends, by ``ends`` at the latest.
 
-    part: Part
-    state: str = "not run"  # done, failed, cut short, not here, not run
-    reason: str = ""
-    seconds: float = 0.0
-    found: str = ""  # how many tests passed, or the last note of its result
-    failed: list[str] = field(default_factory=list)
-
-    @property
-    def over(self) -> bool:
-        """Whether it has ended, or never runs."""
-        return bool(self.seconds or self.reason)
-
-    @property
-    def row(self) -> dict[str, object]:
-        """Of the result of the suite."""
-        sliced = f"; {TIME_SLICES}" if self.part.shares_a_gpu else ""
-        return {
-            "part": self.part.name,
-            "state": self.state,
-            "seconds": round(self.seconds, 1),
-            "found": self.found,
-            "reason": "; ".join(self.failed) or self.reason,
-            "about": f"{self.part.about}{sliced}",
-            "command": self.part.told,
-        }
+    Each has its seconds; where there is more time than all that follow need, it has its share of that, too, so that
+    what one leaves over goes to those after it.
+    """
+    end_marked(mark_of(out))  # of a call that was killed
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    groups = grouped(parts)
+    for number, group in enumerate(groups):
+        now, needed = time.monotonic(), sum(seconds_of(one, width) for one in groups[number:])
+        share = seconds_of(group, width) * max(1.0, (ends - now) / (needed or 1.0))
+        yield from together(group, out, device, min(ends, now + share), width)
 
 
-class Running:
-    """A part on its way."""
+def grouped(parts: Sequence[Part]) -> list[list[Part]]:
+    return [list(group) for _, group in groupby(parts, lambda one: one.beside or one.name)]
 
-    def __init__(self, outcome: Outcome, seconds: float, out: Path, device: str) -> None:
-        self.outcome, self._seconds, self._out, part = outcome, seconds, out, outcome.part
-        self._log = out / LOGS / f"{part.name.replace(' ', '_')}.txt"
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._mark = f"{mark_of(out)}{os.getpid()}.{part.name}|"
-        for name in part.leaves:
-            (out / name).unlink(missing_ok=True)  # an earlier call's
-        told = str(max(1, int(USED_UP * seconds)))
-        command = [
-            word.replace(PYTHON, sys.executable).replace(OUT, str(out.absolute())).replace(SECONDS, told)
-            for word in part.command
-        ]
-        self._begun = time.monotonic()
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=part.within,
-                env=environment(device) | {MARK: self._mark}, start_new_session=True,
-            )  # fmt: skip
 
-    def over(self) -> bool:
-        """Whether it has ended, by itself or because its time was up."""
-        running = self._process.poll() is None  # what has ended is not late, however late we look
-        late = running and time.monotonic() > self._begun + self._seconds
-        if running and not late:
-            return False
-        self.end()
-        outcome, text = self.outcome, self._log.read_text(errors="replace")
-        outcome.seconds = time.monotonic() - self._begun
-        outcome.state, outcome.reason = self._late(text) if late else ended(self._process.returncode, text)
-        tests = TESTED.match(last_of(text))
-        outcome.found = tests[1] if tests else ""
-        if outcome.part.result is None:
-            return True
+def seconds_of(group: Sequence[Part], width: int) -> float:
+    """What parts that run side by side take at most, so many at a time."""
+    seconds = [one.seconds for one in group if one.missing is None]
+    return max(seconds, default=0.0) * math.ceil(len(seconds) / width)
+
+
+def together(group: Sequence[Part], out: Path, device: str, ends: float, width: int) -> Iterator[Row]:
+    with ThreadPoolExecutor(width) as pool:
+        futures: list[Future[Row]] = [pool.submit(run_part, part, out, device, ends) for part in group]
         try:
-            result = read(self._out / outcome.part.result)
-        except ValueError as error:  # a part that is done has left one
-            if outcome.state == "done":
-                outcome.state, outcome.reason = "failed", str(error)
-            return True
-        outcome.found = result.notes[-1] if result.notes else f"{len(result.rows)} rows"
-        outcome.failed = result.failed
-        outcome.state = "failed" if result.failed else outcome.state
-        return True
+            for future in as_completed(futures):
+                yield future.result()
+        finally:  # where it was interrupted
+            for future in futures:
+                future.cancel()
+            while not all(future.done() for future in futures):
+                end_marked(mark_of(out))
 
-    def end(self) -> None:
-        """End it and whatever it started: what still runs says where it is, then goes."""
-        end_marked(self._mark, self._process.poll)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # what the driver holds ends when it lets go
-            self._process.wait(GRACE_SECONDS)
 
-    def _late(self, text: str) -> tuple[str, str]:
-        """Not its fault where less was left than it takes at most, or where it takes whatever there is."""
-        part, had = self.outcome.part, f"it had {self._seconds:.0f} s, and was ended with all its processes"
-        enough = self._seconds >= ENOUGH_SHARE * part.seconds and SECONDS not in part.command
-        return ("failed" if enough else "cut short"), f"{had}: {last_of(text)}".rstrip(": ")
+def run_part(part: Part, out: Path, device: str, ends: float) -> Row:
+    """Run one; how it ended."""
+    told = {"part": part.name, "about": part.about, "command": part.told, "seconds": 0.0}
+    left = ends - time.monotonic()
+    if part.missing:
+        return {**told, "state": NOT_HERE, "found": part.missing}
+    if left < LEAST_SHARE * part.seconds:
+        found = f"it takes up to {part.seconds:.0f} s, {max(left, 0):.0f} s were left"
+        return {**told, "state": OUT_OF_TIME, "found": found}
+    log, mark = out / LOGS / f"{Path(part.file).stem}.txt", f"{mark_of(out)}{os.getpid()}.{part.name}|"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    (out / part.file).unlink(missing_ok=True)  # an earlier call's
+    places = {PYTHON: sys.executable, OUT: str(out.absolute()), FILE: str(out.absolute() / part.file)}
+    places[SECONDS] = str(max(1, int(USED_UP * left)))
+    begun = time.monotonic()
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [filled(word, places) for word in part.command], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            cwd=part.within, env=environment(device) | {MARK: mark}, start_new_session=True,
+        )  # fmt: skip
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(left)
+    late = process.poll() is None
+    end_marked(mark)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # what the driver holds ends when it lets go
+        process.wait(GRACE_SECONDS)
+    text = log.read_text(errors="replace")
+    state, found = overran(part, left, text) if late else ended(process.returncode, text)
+    if FILE in part.command:
+        state, found = with_result(out / part.file, state, found)
+    return {**told, "state": state, "found": found, "seconds": round(time.monotonic() - begun, 1)}
+
+
+def filled(word: str, places: dict[str, str]) -> str:
+    for place, text in places.items():
+        word = word.replace(place, text)
+    return word
 
 
 def environment(device: str) -> dict[str, str]:
@@ -131,12 +116,48 @@ def environment(device: str) -> dict[str, str]:
     return {**os.environ, **told, **hidden}
 
 
+def overran(part: Part, had: float, text: str) -> tuple[str, str]:
+    """Not its fault where less was left than it takes at most, or where it takes whatever there is."""
+    enough = had >= ENOUGH_SHARE * part.seconds and SECONDS not in part.command
+    found = f"it had {had:.0f} s, and was ended with all its processes: {last_of(text)}"
+    return (FAILED if enough else OUT_OF_TIME), found.rstrip(": ")
+
+
+def ended(code: int | None, text: str) -> tuple[str, str]:
+    """The state, and what was found or why not, by an exit code and a log."""
+    last = last_of(text)
+    if code == os.EX_UNAVAILABLE:
+        return NOT_HERE, last
+    if code != 0:
+        return FAILED, f"exit code {code}: {last}"
+    tests = TESTED.match(last)
+    if tests and "skipped" in tests[1] and "passed" not in tests[1]:
+        return NOT_HERE, next((line for line in text.splitlines() if line.startswith("SKIPPED [")), "")
+    return DONE, tests[1] if tests else ""
+
+
+def with_result(path: Path, state: str, found: str) -> tuple[str, str]:
+    """The same by the result that a part leaves: what failed in it, or its last note."""
+    try:
+        result = read(path)
+    except ValueError as error:  # a part that is done has left one
+        return (FAILED, str(error)) if state == DONE else (state, found)
+    if result.failed:
+        return FAILED, "; ".join(result.failed)
+    return state, found or (result.notes[-1] if result.notes else f"{len(result.rows)} rows")
+
+
+def last_of(text: str) -> str:
+    """The last line of a log."""
+    return (text.strip().splitlines() or [""])[-1]
+
+
 def mark_of(out: Path) -> str:
     """What the marks of all parts of a folder begin with."""
     return f"{out.absolute()}|"
 
 
-def end_marked(mark: str, reap: Callable[[], object] = lambda: None) -> None:
+def end_marked(mark: str) -> None:
     """End every process whose mark begins so: asked where it is at first, killed then."""
     for number in (signal.SIGABRT, signal.SIGKILL):
         until = time.monotonic() + GRACE_SECONDS
@@ -144,7 +165,6 @@ def end_marked(mark: str, reap: Callable[[], object] = lambda: None) -> None:
             for pid in there:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-            reap()
             time.sleep(POLL_SECONDS)
 
 
@@ -157,71 +177,3 @@ def marked(mark: str) -> Iterator[int]:
                 continue
             if any(word.startswith(begins) for word in (folder / "environ").read_bytes().split(b"\0")):
                 yield int(folder.name)
-
-
-def ended(code: int, text: str) -> tuple[str, str]:
-    """The state and the reason by an exit code and a log."""
-    if code == os.EX_UNAVAILABLE:
-        return "not here", last_of(text)
-    tests = TESTED.match(last_of(text))
-    if code == 0 and tests and "skipped" in tests[1] and "passed" not in tests[1]:
-        return "not here", next((line for line in text.splitlines() if line.startswith("SKIPPED [")), "")
-    return ("done", "") if code == 0 else ("failed", f"exit code {code}: {last_of(text)}")
-
-
-def last_of(text: str) -> str:
-    """The last line of a log."""
-    return (text.strip().splitlines() or [""])[-1]
-
-
-def run(
-    parts: Sequence[Part], *, out: Path, device: str, ends: float, width: int, changed: Callable[[Outcome], None]
-) -> list[Outcome]:
-    """Run them in order, those of one ``beside`` side by side; nothing runs on after ``ends`` (time.monotonic()).
-
-    Each has its seconds; where there is more time than all that follow need, it has its share of that, too, so that
-    what one leaves over goes to those after it. ``changed`` is called when a part starts or ends.
-    """
-    end_marked(mark_of(out))  # of a call that was killed
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    outcomes = [Outcome(part) for part in parts]
-    for _, members in groupby(outcomes, lambda one: one.part.beside or one.part.name):
-        group, now = list(members), time.monotonic()
-        own = seconds_of([one.part for one in group], width)
-        needed = seconds_of(parts[outcomes.index(group[0]) :], width)
-        share = own * max(1.0, (ends - now) / (needed or 1.0))
-        _together(group, out, device, min(ends, now + share), width, changed)
-    return outcomes
-
-
-def seconds_of(parts: Sequence[Part], width: int) -> float:
-    """What parts take at most, those of one ``beside`` side by side, so many at a time."""
-    total = 0.0
-    for _, group in groupby(parts, lambda one: one.beside or one.name):
-        seconds = [one.seconds for one in group if one.missing is None]
-        total += max(seconds, default=0.0) * math.ceil(len(seconds) / width)
-    return total
-
-
-def _together(
-    group: Sequence[Outcome], out: Path, device: str, ends: float, width: int, changed: Callable[[Outcome], None]
-) -> None:
-    waiting, running = deque(group), list[Running]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < width:
-                one, left = waiting.popleft(), ends - time.monotonic()
-                if one.part.missing:
-                    one.state, one.reason = "not here", one.part.missing
-                elif left < LEAST_SHARE * one.part.seconds:
-                    one.reason = f"it takes up to {one.part.seconds:.0f} s, {max(left, 0):.0f} s were left"
-                changed(one)  # before it starts, since a part may read what is known
-                if not one.over:
-                    running.append(Running(one, left, out, device))
-            time.sleep(POLL_SECONDS)
-            for each in [each for each in running if each.over()]:
-                running.remove(each)
-                changed(each.outcome)
-    finally:
-        for each in running:
-            each.end()

@@ -16,11 +16,10 @@ SCHEMA = "ringattn timeline 1"
 LANES = ("compute", "wait", "send", "receive")
 """Of every rank, from the top; below them come its slots while they hold or await something: "slot 0" and on (K/V),
 "dK/dV slot 0" and on."""
-MEASURED, PREDICTED = SOURCES = ("measured", "predicted")
+PREDICTED = "predicted"
+SOURCES = ("measured", PREDICTED)
 MACHINE = {"threads", "seed", "device", "transport"}
 """What a measured call says of where it ran: a prediction has none of it."""
-SOMETIMES = {"nodes"}
-"""What not every timeline says of its call, and counts where both do."""
 MICRO = 1e6
 MOST_RANKS = 1024  # of a file: a picture of more cannot be read
 MOST_TIME = 1e30
@@ -68,22 +67,13 @@ class Timeline:
         return max((event.end for event in self.events), default=0.0)
 
 
-def call_of(timeline: Timeline) -> Mapping[str, Any]:
-    """What a timeline says of its call: shape, layout and mask; nothing where it says none."""
-    call = timeline.about.get("call")
-    return call if isinstance(call, dict) else {}
-
-
-def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """What makes two calls different ones, whatever ran them: its name, and what each says of it."""
-    names = {*mine, *theirs} - MACHINE - {name for name in SOMETIMES if not (name in mine and name in theirs)}
-    return [(name, mine.get(name), theirs.get(name)) for name in sorted(names) if mine.get(name) != theirs.get(name)]
-
-
 def alike(one: Timeline, other: Timeline) -> bool:
-    """Whether both say of what call they are, and it is the same."""
-    mine, theirs = call_of(one), call_of(other)
-    return bool(mine and theirs) and not differences(mine, theirs)
+    """Whether both say of what call they are, and it is the same, whatever ran it."""
+    mine, theirs = one.about.get("call"), other.about.get("call")
+    if not (isinstance(mine, dict) and isinstance(theirs, dict) and mine and theirs):
+        return False
+    ignored = MACHINE if "nodes" in mine and "nodes" in theirs else MACHINE | {"nodes"}  # which not every one says
+    return all(mine.get(name) == theirs.get(name) for name in {*mine, *theirs} - ignored)
 
 
 def lane_order(lane: str) -> tuple[int, str]:
@@ -94,31 +84,27 @@ def lane_order(lane: str) -> tuple[int, str]:
 def as_chrome(timeline: Timeline) -> dict[str, Any]:
     """The trace as a JSON object."""
     lanes = sorted({event.lane for event in timeline.events} | set(LANES), key=lane_order)
-    threads = {lane: number for number, lane in enumerate(lanes)}
-    names = [
-        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-        for rank in range(timeline.world)
-    ]
-    names += [
-        {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
-        for rank in range(timeline.world)
-        for lane, number in threads.items()
-    ]
+    names: list[dict[str, Any]] = []
+    for rank in range(timeline.world):
+        names.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        names += [
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
+            for number, lane in enumerate(lanes)
+        ]
     spans = [
         {
             "ph": "X",
             "name": event.name or f"{event.phase} hop {event.hop}",
             "cat": event.phase,
             "pid": event.rank,
-            "tid": threads[event.lane],
+            "tid": lanes.index(event.lane),
             "ts": event.begin * MICRO,
             "dur": event.seconds * MICRO,
             "args": {"phase": event.phase, "hop": event.hop, "bytes": event.nbytes, "name": event.name},
         }
         for event in timeline.events
     ]
-    about: dict[str, Any] = {name: getattr(timeline, name) for name in ("title", "source", "world")}
-    about["schema"] = SCHEMA
+    about = {name: getattr(timeline, name) for name in ("title", "source", "world")} | {"schema": SCHEMA}
     if timeline.about:
         about["about"] = dict(timeline.about)
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": names + spans}

@@ -17,6 +17,7 @@ from ...comm import LocalGroup, LocalWorld, TransportError
 from ...comm.control import Control, control_of
 from ...ring import Ring, Trace, TraceSpan, ring_attention
 from ..common.attention import DTYPES, AttentionConfig, mask_data
+from ..common.flags import device_here
 from ..common.launching import Member, spawn
 from ..common.memory import Needs, needs_of_ranks, refuse_too_large
 from ..common.memory_table import OURS, candidate_bytes
@@ -91,7 +92,7 @@ def _hear(control: Control, key: str) -> Any:
     raise TransportError(f"the clocks of the ranks: nobody published {key} within {PATIENCE:g} s")
 
 
-def timeline_of(ring: Ring, trace: Trace, title: str, about: Mapping[str, Any] | None = None) -> Timeline | None:
+def timeline_of(ring: Ring, trace: Trace, title: str, about: Mapping[str, Any]) -> Timeline | None:
     """What all ranks recorded, from the first event of any of them on; on rank 0, None elsewhere. All ranks call it.
 
     ``about["clock_error"]`` is the largest error of a rank's clock, in seconds: against rank 0's, and of a GPU's
@@ -106,21 +107,21 @@ def timeline_of(ring: Ring, trace: Trace, title: str, about: Mapping[str, Any] |
         return None
     shifted = [(rank, seconds, TraceSpan(*span)) for rank, (seconds, _, spans) in enumerate(everyone) for span in spans]
     start = min((span.begin + seconds for _, seconds, span in shifted), default=0.0)
-    events = tuple(_event(rank, seconds - start, span) for rank, seconds, span in shifted)
-    errors = {"clock_error": max(error for _, error, _ in everyone)}
-    return Timeline(title, "measured", ring.size, events, {**(about or {}), **errors})
-
-
-def _event(rank: int, shift: float, span: TraceSpan) -> Event:
-    begin, end = span.begin + shift, span.end + shift
-    return Event(rank, span.kind, span.phase, span.hop, begin, end, span.name, span.nbytes)
+    events = []
+    for rank, seconds, span in shifted:
+        begin, end = span.begin + seconds - start, span.end + seconds - start
+        events.append(Event(rank, span.kind, span.phase, span.hop, begin, end, span.name, span.nbytes))
+    error = max(error for _, error, _ in everyone)
+    return Timeline(title, "measured", ring.size, tuple(events), {**about, "clock_error": error})
 
 
 # one forward and backward
 
 
-def measured(place: Member | None, problem: AttentionConfig, device: torch.device, repeats: int) -> Timeline | None:
+def measured(place: Member | None, problem: AttentionConfig, repeats: int) -> Timeline | None:
     """The timeline, on rank 0, of the launcher's ranks, of virtual ranks of a GPU, or of new processes of the CPU."""
+    device = device_here(problem.device) if place is None else place.shared_device(problem.device)
+    check_room(problem, device, place)
     if place is None and device.type == "cuda":
         return virtual(problem, device, repeats)
     return spawn(problem.world, measure, problem, repeats, device=problem.device)
@@ -160,7 +161,8 @@ def _run(
     with ring.record() as trace:
         _together(ring)
         _step(problem, ring, shards)
-    return timeline_of(ring, trace, f"{problem.title}, {device_title(device)}", about)
+    where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return timeline_of(ring, trace, f"{problem.title}, {where}", about)
 
 
 def _together(ring: Ring) -> None:
@@ -174,9 +176,8 @@ def _together(ring: Ring) -> None:
 
 def _shards(problem: AttentionConfig, rank: int, device: torch.device) -> Tensors:
     """q, k, v and dout of a rank, drawn by itself."""
-    draw = torch.Generator().manual_seed(problem.seed + rank)
-    heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-    shapes = [(problem.batch, problem.held.lengths[rank], count, problem.head_dim) for count in heads]
+    draw, length = torch.Generator().manual_seed(problem.seed + rank), problem.held.lengths[rank]
+    shapes = [(batch, length, *of) for batch, _, *of in problem.shapes]
     return tuple(torch.randn(shape, generator=draw).to(device, DTYPES[problem.dtype]) for shape in shapes)
 
 
@@ -187,11 +188,6 @@ def _step(problem: AttentionConfig, ring: Ring, shards: Tensors) -> None:
     out = ring_attention(*leaves, layout=problem.held, ring=ring, causal=problem.causal)
     assert isinstance(out, torch.Tensor)
     torch.autograd.grad(out, leaves, dout)
-
-
-def device_title(device: torch.device) -> str:
-    """The GPU's name, or CPU."""
-    return "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def check_room(problem: AttentionConfig, device: torch.device, place: Member | None) -> None:

@@ -20,13 +20,7 @@ from typer.testing import CliRunner
 
 from ringattn.bench import cli
 from ringattn.bench.common import launching
-from ringattn.bench.common.attention import AttentionConfig
 from ringattn.bench.common.launching import JOBS, LAUNCHERS, Member
-from ringattn.bench.links import runs as link_runs
-from ringattn.bench.overlap import runs as overlap_runs
-from ringattn.bench.timeline import runs as timeline_runs
-
-from ..support.nightly import rest_nightly
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 GROUPS = 20
@@ -39,33 +33,28 @@ GROUPS = 20
     ("variables", "expected"),
     [
         ({}, None),
-        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (3, 8, 1, 2)),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, (0, 1, 0, 1)),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (1, 2, 1, 2)),
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Member(3, 8, 1, 2)),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, Member(0, 1, 0, 1)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Member(1, 2, 1, 2)),
         ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
-         (5, 8, 1, 4)),
+         Member(5, 8, 1, 4)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script, without srun
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
     ],
 )  # fmt: skip
 def test_place_under_a_launcher(
-    variables: dict[str, str], expected: tuple[int, ...] | None, alone: None, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], expected: Member | None, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    place = launching.member()
-    assert (place and (place.rank, place.world, place.local_rank, place.local_world)) == expected
+    assert launching.member() == expected
 
 
 def test_a_launcher_is_forgotten(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for names in LAUNCHERS:
-        for name in names:
-            monkeypatch.setenv(name, "2")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+    for name in [*(name for names in LAUNCHERS for name in names), "TORCHELASTIC_RUN_ID", "MASTER_ADDR"]:
+        monkeypatch.setenv(name, "2")
     launching.forget_launcher()
-    assert launching.member() is None
-    assert not {"TORCHELASTIC_RUN_ID", "MASTER_ADDR"} & set(os.environ)
+    assert launching.member() is None and not {"TORCHELASTIC_RUN_ID", "MASTER_ADDR"} & set(os.environ)
 
 
 # -- where they meet
@@ -94,14 +83,11 @@ def test_rank_0_of_several_machines(alone: None, monkeypatch: pytest.MonkeyPatch
     assert launching._address(place) == "head"
 
 
-@pytest.mark.parametrize(
-    ("names", "address"),
-    [*((names, None) for names in LAUNCHERS), (LAUNCHERS[0], "127.0.0.1"), (LAUNCHERS[1], "localhost")],
-)
+@pytest.mark.parametrize(("names", "address"), [(LAUNCHERS[0], None), (LAUNCHERS[1], "localhost")])
 def test_one_machine_meets_at_its_loopback_interface(
     names: tuple[str, ...], address: str | None, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank 0 that waits for nobody, under each launcher's variables."""
+    """A rank 0 that waits for nobody."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in zip(names, ("0", "1", "0", "1"), strict=True):
@@ -111,11 +97,11 @@ def test_one_machine_meets_at_its_loopback_interface(
     if address is not None:
         monkeypatch.setenv("MASTER_ADDR", address)
     before, place = listening(), Member(0, 1, 0, 1)
-    launching._launchers_store.cache_clear()
+    launching._store.cache_clear()
     with launching.process_group(place):
         used = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
         opened = Counter(listening()) - Counter(before)
-    launching._launchers_store.cache_clear()
+    launching._store.cache_clear()
     assert opened and {*opened} == {"0100007F"} and {*used.values()} == {"lo"}
 
 
@@ -129,6 +115,7 @@ def test_interfaces_that_somebody_has_chosen(alone: None, monkeypatch: pytest.Mo
     assert launching._interfaces(Member(0, 4, 0, 4)) == launching._interfaces(Member(0, 4, 0, 2)) == {}
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")  # torchrun names this machine
     assert launching._interfaces(Member(0, 4, 0, 4)) == here
+    assert launching._interfaces(Member(0, 4, 0, 2)) == {}  # ranks elsewhere
 
 
 def test_every_job_has_a_port(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,57 +165,28 @@ def test_one_group_after_the_other_listens_on_loopback_alone() -> None:
 # -- whose error it is
 
 
-SMALL = AttentionConfig(64, 2, heads=2, kv_heads=2, head_dim=16)
-OVERLAP = overlap_runs.OverlapConfig(SMALL, slots=(2,), prefetch=(1,), repeats=1)
-STARTING: dict[str, tuple[Any, str, Any, tuple[Any, ...]]] = {
-    "links": (link_runs, "of_transport", link_runs.measure, (link_runs.LinksConfig(("process_group",), sizes=(64,)),)),
-    "overlap": (overlap_runs, "rows_of", overlap_runs.measure, (OVERLAP,)),
-    "timeline": (timeline_runs, "_step", timeline_runs.measure, (SMALL, 1)),
-}
-"""Benches that start ranks: where they are, what of them one rank cannot do, what each rank calls and with what."""
-
-
-def rank_one_raises(place: Member, device: torch.device, bench: str) -> None:
-    """Rank 0 is in the midst of it, and has its connection closed."""
-    module, name, measure, arguments = STARTING[bench]
+def rank_one_raises(place: Member, device: torch.device) -> None:
+    """What could be another's fault, and is not: it is late with it, and rank 0, whose connection closes, later."""
     if place.rank == 1:
-
-        def refuse(*given: object) -> None:
-            raise ValueError("rank 1 has had enough")
-
-        setattr(module, name, refuse)
-    measure(place, device, *arguments)
+        raise RuntimeError("rank 1 has had enough")
+    dist.barrier()
 
 
-def rank_one_has_a_runtime_error(store: str) -> None:
-    """What could be another's fault, and is not: it is late with it, and the other one later."""
-    place = launching.member()
-    assert place is not None
-    with launching.process_group(place, store):
-        if place.rank == 1:
-            raise RuntimeError("rank 1 has had enough")
-        dist.barrier()
+def rank_one_dies(place: Member, device: torch.device) -> None:
+    os._exit(9 * place.rank)
 
 
-@pytest.mark.parametrize("bench", rest_nightly(["links", "timeline", "overlap"], "links"))
-def test_the_error_of_the_rank_that_dies_is_told(bench: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as ended:
-        launching.spawn(2, rank_one_raises, bench)
-    assert ended.value.exit_code == 1 and "rank 1 has had enough" in capfd.readouterr().err
-
-
-def rank_one_dies(store: str) -> None:
-    os._exit(9 if os.environ["RANK"] == "1" else 0)
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("entry", "told"), [(rank_one_has_a_runtime_error, "rank 1 has had enough"), (rank_one_dies, "exitcode  : 9")]
+    ("measure", "told"),
+    [
+        (rank_one_raises, "rank 1 has had enough"),
+        pytest.param(rank_one_dies, "exitcode  : 9", marks=pytest.mark.nightly),
+    ],
 )
-def test_a_consequence_is_later_than_any_cause(entry: Any, told: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit):
-        launching.started(2, entry)
-    assert told in capfd.readouterr().err
+def test_the_error_of_the_rank_that_dies_is_told(measure: Any, told: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended:
+        launching.spawn(2, measure)
+    assert ended.value.exit_code == 1 and told in capfd.readouterr().err
 
 
 def test_what_is_nobody_elses_fault_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,29 +215,19 @@ def ranks(launcher: str, count: int) -> list[str]:
     return [launcher, *flags, "-n", str(count)]
 
 
-def start(launcher: str, *arguments: str, count: int = 2) -> subprocess.Popen[str]:
-    """``python -m ringattn ARGUMENTS`` on as many ranks."""
+def launched(launcher: str, *arguments: str) -> str:
+    """What ``python -m ringattn ARGUMENTS`` prints on two ranks."""
     names = {name for names in (*LAUNCHERS, *JOBS) for name in names} - {"SLURM_JOB_ID"}  # an allocation is kept
     env = {name: value for name, value in os.environ.items() if name not in names and not name.startswith("MASTER_")}
-    command = [*ranks(launcher, count), sys.executable, "-m", "ringattn", *arguments]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def output(process: subprocess.Popen[str], code: int = 0) -> str:
-    """What it printed, when it has ended as expected."""
-    try:
-        out, err = process.communicate(timeout=170)
-    except BaseException:
-        process.terminate()
-        raise
-    assert process.returncode == code, out + err
-    return out
+    command = [*ranks(launcher, 2), sys.executable, "-m", "ringattn", *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_mpirun_and_only_rank_0_prints() -> None:
     small = ["-b", "1k", "-e", "1k", "-n", "1", "-w", "0", "--beside", "none"]
-    out = output(start("mpirun", "bench", "links", *small))
-    assert out.count("0<->1") == 1
+    assert launched("mpirun", "bench", "links", *small).count("0<->1") == 1
 
 
 LAUNCHED = {
@@ -304,24 +252,13 @@ LAUNCHED = {
 @pytest.mark.parametrize("launcher", ["mpirun", "srun", "torchrun"])
 @pytest.mark.parametrize("command", LAUNCHED)
 def test_every_command_under_every_launcher(command: str, launcher: str, tmp_path: Path) -> None:
-    out = output(start(launcher, *command.format(folder=tmp_path).split()))
+    out = launched(launcher, *command.format(folder=tmp_path).split())
     assert out.count(LAUNCHED[command]) == 1, out
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
-def test_two_jobs_at_once_do_not_mix(launcher: str) -> None:
-    tokens = ("512", "1k")
-    jobs = [start(launcher, "bench", "timeline", "--seqlen", size, "--heads", "1", "--repeats", "1") for size in tokens]
-    for size, job in zip(tokens, jobs, strict=True):
-        assert f"{size} tokens over 2 ranks" in output(job)
-
-
 @pytest.mark.parametrize(
-    ("bench", "world"),
-    [("ring", None), ("ring", 2), ("overlap", 3), ("overlap", 2), ("links", None), ("links", 2), ("timeline", 3),
-     ("timeline", 2)],
-)  # fmt: skip
+    ("bench", "world"), [("ring", None), ("ring", 2), ("overlap", 3), ("overlap", 2), ("links", 2), ("timeline", 2)]
+)
 def test_another_world_than_the_launchers_is_refused(
     bench: str, world: int | None, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

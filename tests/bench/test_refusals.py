@@ -49,7 +49,7 @@ REFUSED = {
     "memory --world 2,0": "'0' is too small: it must be at least 1",
     "memory --nodes 2 --world 4,6,2": "2 processes are not 2 nodes of 2 or more each",
     "memory --nodes 4 --world 6": "6 processes are not 4 nodes of 2 or more each",
-    "memory --wire-dtype foo": "'foo' is none: it takes bfloat16 or float8_e4m3fn",
+    "memory --wire-dtype foo": "'foo' is no dtype: it takes bf16, bfloat16, float8_e4m3fn",
     "memory --chunks 99": "--chunks is 99: a chunk is at least one of the 8 key heads",
     "memory --heads 4 --kv-heads 3": "must be a multiple of it",
     "memory --json {folder}": "it is a folder",
@@ -72,8 +72,6 @@ REFUSED = {
     "timeline --seqlen 1": "--seqlen is 1: 2 ranks need a token each",
     "timeline --trace /nowhere/at/all.json": "there is no folder /nowhere/at",
     "timeline --out a.gif": "a.gif is no picture",
-    "timeline --predicted /nowhere.json": "--predicted is given without --out",
-    "timeline --predicted /nowhere.json --out a.svg": "/nowhere.json",
     "timeline --kv-heads 3": "--kv-heads is 3",
     "timeline --seqlen 16g": "--seqlen: 17,179,869,184 tokens over 2 ranks take",
 }

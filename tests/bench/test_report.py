@@ -7,19 +7,22 @@ import hashlib
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
 
 from ringattn.bench.common.result import Result
-from ringattn.bench.report import charts, command
-from ringattn.bench.report.page import cell, html, read_folder
-from ringattn.bench.timeline.events import alike, as_chrome
+from ringattn.bench.report import charts, command, timelines
+from ringattn.bench.report.page import html, key, plain, read_folder, shown
+from ringattn.bench.report.theme import inline
+from ringattn.bench.timeline.events import Event, Timeline, alike, as_chrome
 
 from ..support import report_cases
-from ..support.report_cases import HOSTILE, Outline, everything, tainted, write
+from ..support.report_cases import HOSTILE, Outline, everything, tainted, timeline, write
 
 DRAWN = ("g", "path", "use", "text", "clippath", "rect", "defs", "style")
 
@@ -39,30 +42,18 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_command_writes_one_page_into_the_folder(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", results=report_cases.suite(), other={"schema": "ringattn bench links 9"})
-    ran = invoke(folder, "--plots", folder / "plots")
-    assert ran.exit_code == 0, ran.output
+    ran = invoke(folder)
+    assert ran.exit_code == 0 and ran.stdout == f"{folder / 'report.html'}\n", ran.output
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
     assert "left out: other.json: it cannot be read: its schema is not 'ringattn result'" in ran.stderr
-    assert "no plots: " in ran.stderr and not (folder / "plots").exists()
-
-
-def test_plots_are_pngs_of_their_own(tmp_path: Path) -> None:
-    folder = write(tmp_path / "run", links=report_cases.links(), kernels=report_cases.kernels())
-    assert invoke(folder, "--plots", folder / "plots").exit_code == 0
-    drawn = sorted((folder / "plots").iterdir())
-    assert [one.name for one in drawn] == ["kernels-forward-value-by-seqlen.png", "links-bench-links-busbw-by-size.png"]
-    assert all(one.read_bytes().startswith(b"\x89PNG") for one in drawn)
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("nowhere", "nowhere is no folder: it takes what"),
         ("run/results.json", "results.json is no folder: it takes what"),
         ("empty", "empty holds no results: nothing that a command wrote with --json"),
         ("damaged", "holds no results: nothing that a command wrote with --json; a.json: Expecting"),
-        ("run --plots taken", "taken: it is a file, and --plots takes a folder"),
-        ("run --plots nowhere/plots", "there is no folder nowhere"),
         ("run --out .", "cannot write .: it is a folder; name a file in it"),
         ("run --out nowhere/page.html", "there is no folder nowhere"),
     ],
@@ -71,12 +62,20 @@ def test_refusals(asked: str, message: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run", results=report_cases.suite())
     write(tmp_path / "empty")
-    write(tmp_path / "damaged")
-    (tmp_path / "damaged" / "a.json").write_text("{")
-    (tmp_path / "taken").touch()
+    (write(tmp_path / "damaged") / "a.json").write_text("{")
     ran = invoke(*asked.split())
     assert ran.exit_code == 2 and message in " ".join(ran.output.split()), ran.output
     assert not (tmp_path / "run/report.html").exists()
+
+
+def test_a_page_that_cannot_be_written_costs_no_results(tmp_path: Path) -> None:
+    write(tmp_path, results=report_cases.suite())
+    assert command.write_beside(tmp_path) == str(tmp_path / "report.html")
+    write(tmp_path, results={"schema": "other"})
+    assert command.write_beside(tmp_path).startswith(f"no report.html: ValueError: {tmp_path} holds no results")
+
+
+# the page
 
 
 def test_provenance_is_first_then_what_failed_then_the_files(page: str) -> None:
@@ -89,20 +88,23 @@ def test_provenance_is_first_then_what_failed_then_the_files(page: str) -> None:
     assert "<strong>results.json</strong>: right: error of dq (dtype float16) is 2.0, at most 1 allowed" in failed
     assert "<strong>memory.json</strong>: memory per rank differs by 33.3% between worlds, 2% allowed" in failed
     memory = page[page.index("<small>memory") :]
-    assert "<dd>ringattn bench memory</dd>" in memory and "<dd>2026-01-02</dd>" not in memory  # which is the page's
+    assert "<dd>ringattn bench memory</dd>" in memory
     assert memory.index('class="failed"') < memory.index("<table>")
     assert "<p>copy_engine does not open here: device is cpu</p>" in page
-    assert '<button type="button">busbw, GB/s</button>' in page
+    outline = Outline(page)
+    assert {(one["scope"], one["aria-sort"]) for one in outline.tags("th")} == {("col", "none")}
+    assert '<button type="button">busbw, GB/s</button>' in page and ">note<" not in page  # an empty column
+    assert all("data-key" in one for one in outline.tags("td"))
+    assert len(outline.tags("caption")) == len(outline.tags("table")) == 4
 
 
 def test_the_predicted_timeline_is_below_the_measured_one_of_the_same_call(page: str, tmp_path: Path) -> None:
-    outline = Outline(page)
-    headings = [text for text in outline.text["text"] if re.match("(measured|predicted):", text)]
+    headings = [text for text in Outline(page).text["text"] if re.match("(measured|predicted):", text)]
     assert [text.partition(":")[0] for text in headings] == ["measured", "predicted"]
     assert page.count('class="scroll timeline"') == 1
-    other = as_chrome(report_cases.timeline("predicted"))
+    other = as_chrome(timeline("predicted"))
     other["otherData"]["about"]["call"] = {**report_cases.CALL, "layout": "striped"}
-    told = page_of(tmp_path, a=as_chrome(report_cases.timeline("measured")), b=other)
+    told = page_of(tmp_path, a=as_chrome(timeline("measured")), b=other)
     assert told.count('class="scroll timeline"') == 2
 
 
@@ -111,19 +113,9 @@ def test_the_predicted_timeline_is_below_the_measured_one_of_the_same_call(page:
     [({}, True), ({"threads": 3}, True), ({"nodes": 2}, True), ({"seqlen": 128}, False), ({"causal": False}, False)],
 )
 def test_timelines_of_the_same_call(other: dict[str, Any], same: bool) -> None:
-    measured, predicted = report_cases.timeline("measured"), report_cases.timeline("predicted")
+    measured, predicted = timeline("measured"), timeline("predicted")
     assert alike(replace(measured, about={"call": {**report_cases.CALL, **other}}), predicted) is same
     assert not alike(measured, replace(predicted, about={}))  # of what call it is is not known
-
-
-def test_every_header_of_a_table_is_a_button_that_sorts(page: str) -> None:
-    outline = Outline(page)
-    headers = outline.tags("th")
-    assert len(headers) >= 18
-    assert {(one["scope"], one["aria-sort"]) for one in headers} == {("col", "none")}
-    assert len([one for one in outline.tags("button") if one["type"] == "button"]) == len(headers)
-    assert all("data-key" in one for one in outline.tags("td"))
-    assert len(outline.tags("caption")) == len(outline.tags("table")) == 4
 
 
 def test_the_page_needs_no_network(page: str) -> None:
@@ -159,16 +151,10 @@ def test_no_string_of_a_file_becomes_markup(page: str, tmp_path: Path) -> None:
 
 
 def test_cells_are_short_and_sort_as_numbers() -> None:
-    assert [cell(value).key for value in (3, 0.5, True, None, "a")] == ["3", "0.5", "1", "", "a"]
-    assert [cell(value).text for value in (12345, 0.123456, 1e7, False)] == ["12,345", "0.1235", "1e+07", "no"]
-    assert len(cell("x" * 10_000).text) < 500
-
-
-def test_a_page_that_cannot_be_drawn_costs_no_results(tmp_path: Path) -> None:
-    write(tmp_path, results=report_cases.suite())
-    assert command.write_beside(tmp_path) == str(tmp_path / "report.html")
-    write(tmp_path, results={"schema": "other"})
-    assert command.write_beside(tmp_path).startswith(f"no report.html: ValueError: {tmp_path} holds no results")
+    assert [key(value) for value in (3, 0.5, True, None, "a")] == ["3", "0.5", "1", "", "a"]
+    assert [shown(value) for value in (12345, 0.123456, 1e7, False)] == ["12,345", "0.1235", "1e+07", "no"]
+    assert len(shown("x" * 10_000)) < 500
+    assert plain({"a": [1, 0.25, None], "b": {"c": True}}) == "a 1, 0.25, , b c True"
 
 
 # charts
@@ -190,14 +176,12 @@ def test_charts_are_of_the_columns_that_vary() -> None:
     (kernels,) = drawn(report_cases.kernels())  # one length of an error is no course
     rates = {1024.0: 90.0, 2048.0: 360.0, 4096.0: 1440.0}
     assert kernels.y == "value, TFLOP/s" and kernels.lines == {"ringattn": rates, "flash": rates}
-    (memory,) = drawn(report_cases.memory())
-    assert memory.lines == {"peak": {2.0: 6.0, 4.0: 12.0}}
     assert drawn(report_cases.suite()) == []
 
 
 def test_what_a_chart_is_drawn_of() -> None:
-    units = {"world": "", "seqlen": "tokens", "by": "", "ms": "ms", "rate": "TFLOP/s", "note": ""}
-    rows = [(w, s, "a", 1.0, float(w * s), str(w * s)) for w in (2, 4) for s in (64, 128)]
+    units = {"world": "", "seqlen": "tokens", "by": "", "ms": "ms", "rate": "TFLOP/s", "note": "", "hits": "elements"}
+    rows = [(w, s, "a", 1.0, float(w * s), str(w * s), w * s) for w in (2, 4) for s in (64, 128)]
     (found,) = chart(units, *rows)  # a rate before a time; lengths before ranks, which are the lines
     assert found.y == "rate, TFLOP/s" and found.lines["world 4"] == {64.0: 256.0, 128.0: 512.0}
     twice = {"seqlen": "", "ms": "ms"}
@@ -216,3 +200,52 @@ def test_axes_are_logarithmic_over_wide_ranges(xs: tuple[int, int], ys: tuple[fl
     (found,) = chart({"size": "", "ms": "ms"}, *zip(xs, ys, strict=True))
     (axes,) = charts.draw(found).axes
     assert (axes.get_xscale(), axes.get_yscale()) == scales
+
+
+# pictures of timelines
+
+
+def test_rows_are_apart_and_waits_share_that_of_compute() -> None:
+    rows, height = timelines.rows_of([timeline("measured")])
+    assert rows[0, "wait"] == rows[0, "compute"] and (0, "slot 1") in rows
+    apart = sorted((row.top, row.top + row.height) for (_, lane), row in rows.items() if lane != "wait")
+    assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(apart))
+    assert height == pytest.approx(apart[-1][1])
+
+
+def test_measured_and_predicted_share_one_time_axis() -> None:
+    upper, lower = timelines.draw([timeline("measured"), timeline("predicted", slower=0.5)]).axes
+    assert upper.get_xlim() == lower.get_xlim() and upper.get_xlim()[1] > 1900
+    assert upper.get_title(loc="left").startswith("measured: causal, zigzag, 64 tokens; 1,900 ms, ranks compute 84%")
+    assert lower.get_title(loc="left").startswith("predicted: ")
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_more_ranks_have_no_slots(world: int) -> None:
+    events = tuple(Event(rank, "slot 0", "forward", 0, 0, 1, "K/V of 0") for rank in range(world))
+    found = timelines.draw([Timeline("no mathematics: $\\frac{$", "measured", world, events)])
+    named = {text.get_text() for text in found.axes[0].texts}
+    assert ("slot 0" in named) == (world <= timelines.MOST_SLOT_RANKS)
+    assert f"rank {world - 1}" in named
+    inline(found, "a")
+
+
+def test_a_picture_of_nothing() -> None:
+    assert "0 ms, ranks compute 0%" in timelines.draw([Timeline("", "measured", 1, ())]).axes[0].get_title(loc="left")
+
+
+def test_an_svg_is_the_same_for_the_same_figure(tmp_path: Path) -> None:
+    for name in "ab":
+        timelines.save([timeline("measured", name=HOSTILE)], tmp_path / f"{name}.svg")
+    text = (tmp_path / "a.svg").read_text()
+    ElementTree.fromstring(text)
+    assert text == (tmp_path / "b.svg").read_text() and len(text) < 60_000
+    assert "<metadata" not in text and "matplotlib.org" not in text
+
+
+def test_pictures_of_one_page_share_no_ids() -> None:
+    first, second = (inline(timelines.draw([timeline("measured")]), name) for name in ("a", "b"))
+    of = [{*re.findall(r'\bid="([^"]+)"', text)} for text in (first, second)]
+    assert of[0] and of[0].isdisjoint(of[1])
+    assert {*re.findall(r'(?:url\(|href=")#([^")]+)', first)} <= of[0]
+    assert first.startswith("<svg")

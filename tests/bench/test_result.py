@@ -61,7 +61,7 @@ def test_failure_ends_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> No
         ({"rows": [{"edge": [1]}]}, "a row takes"),
         ({"notes": [3]}, "notes must be texts"),
         ({"units": {"edge": 3}}, "units must be texts"),
-        ({"extra": 3}, "it must have"),
+        ({"extra": 3}, "extra is not known"),
     ],
 )
 def test_other_files_are_refused(change: dict[str, Any], why: str, tmp_path: Path) -> None:

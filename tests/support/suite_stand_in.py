@@ -1,7 +1,6 @@
 """The suite's parts on a GPU, rehearsed on the CPU: the same code with stand-ins for the GPU, and smaller.
 
-`python -m tests.support.suite_stand_in case NAME FILE` runs a case of the suite, `… alone NAME` one of
-`gpu_cases.ALONE`.
+`python -m tests.support.suite_stand_in NAME FILE` runs a case of the suite.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ import torch
 from ringattn.bench.common import timing
 from ringattn.bench.kernels import accuracy, contender, speed
 from ringattn.bench.suite import device_cases
-from ringattn.bench.suite.parts import CLONE, OUT, PYTHON, RINGATTN, Part, gpu_parts
+from ringattn.bench.suite.parts import CLONE, FILE, OUT, PYTHON, RINGATTN, Part, gpu_parts
 from ringattn.kernels import KernelConfig, Tile
 
 from .cuda.device import FakeCuda
 from .interpreter import quicken
 
-CPU = torch.device("cpu")
 TILE = Tile(16, 16, 4, 1)
 SMALL: dict[Callable[..., Any], dict[str, Any]] = {
     device_cases.launches: {"dtype": "float32", "seqlen": 40, "head_dim": 16},
@@ -34,18 +32,18 @@ SMALL: dict[Callable[..., Any], dict[str, Any]] = {
     speed.targets: {"seconds": 0, "sizes": speed.Sizes(32, 16, 1, 16, 16, "float32", 1 << 12)},
     device_cases.fp8: {"dtypes": ("float16",), "shapes": ((1, 130, 2, 8),)},
     device_cases.local_world: {
-        "world": 2, "tokens": 64, "heads": (2, 1), "head_dim": 16, "dtype": "float32", "repeats": 1,
+        "world": 2, "tokens": 64, "heads": 2, "head_dim": 16, "dtype": "float32", "repeats": 1,
     },
 }  # fmt: skip
 COMMANDS: dict[str, tuple[str, ...]] = {
     "beside NCCL": (
         *RINGATTN, "bench", "links", "--device", "cpu", "--world", "2", "--transport", "process_group", "-b", "64K",
-        "-e", "64K", "-n", "1", "--json", f"{OUT}/beside_NCCL.json",
+        "-e", "64K", "-n", "1", "--json", FILE,
     ),
-    "host": (*RINGATTN, "bench", "host", "--device", "cpu", "--tokens", "64", "--json", f"{OUT}/host.json"),
+    "host": (*RINGATTN, "bench", "host", "--device", "cpu", "--tokens", "64", "--json", FILE),
     "tune": (
         *RINGATTN, "tune", "--heads", "2", "--head-dim", "64", "--seqlen", "1k", "--full", "--near", "1", "--arch",
-        "sm_90", "--compile-only", "--save-dir", f"{OUT}/tables", "--json", f"{OUT}/tune.json",
+        "sm_90", "--compile-only", "--save-dir", f"{OUT}/tables", "--json", FILE,
     ),
 }  # fmt: skip
 TESTS = {
@@ -64,18 +62,15 @@ def rehearsed() -> list[Part]:
 
 def stand_in(part: Part) -> tuple[str, ...]:
     """What to run in the place of a part."""
-    here = (PYTHON, "-m", "tests.support.suite_stand_in")
     if part.name in COMMANDS:
         return COMMANDS[part.name]
     if part.name in TESTS:
         file, word = TESTS[part.name]
         before = part.command[: part.command.index("tests/properties/test_on_a_gpu.py")]
         return (*before, "-m", "", f"tests/{file}", "-k", word)  # nightly ones, too
-    if part.name in ("captured", "compiled"):
-        return (*here, "alone", part.name)
-    if "compute-sanitizer" in part.command:
-        return (*here, "alone", "hopper")
-    return (*here, "case", *part.command[-2:])
+    if FILE in part.command:
+        return (PYTHON, "-m", "tests.support.suite_stand_in", *part.command[-2:])
+    return (PYTHON, "-c", "")  # a graph, torch.compile and compute-sanitizer, of which nothing is left without a GPU
 
 
 def case(name: str, file: str, patch: pytest.MonkeyPatch) -> int:
@@ -93,35 +88,19 @@ def case(name: str, file: str, patch: pytest.MonkeyPatch) -> int:
         flash = contender.Contender("flash", partial(contender.sdpa, contender.GPU_SDPA["flash"]))
         patch.setattr(speed, "contenders", lambda device: [*ours, flash])
     smaller = {name: value for name, value in SMALL[run].items() if name != "head_dim_v" or name in arguments}
-    return device_cases.main(name, partial(run, **{**arguments, **smaller}), CPU, file)
+    return device_cases.main(name, partial(run, **{**arguments, **smaller}), torch.device("cpu"), file)
 
 
 def hopper_by_another(patch: pytest.MonkeyPatch) -> None:
-    """A portable single pass in the place of the Hopper kernels."""
-    right = accuracy.config_of
-    patch.setattr(accuracy, "is_hopper", lambda device: True)
-    patch.setattr(accuracy, "draw", partial(_draw, accuracy.draw))
+    """A portable single pass in the place of the Hopper kernels, in fp16: the interpreter has no bf16."""
+    right, draw = accuracy.config_of, accuracy.draw
     single = KernelConfig(TILE, TILE, TILE, backward="single_pass")
+    patch.setattr(accuracy, "is_hopper", lambda device: True)
+    patch.setattr(accuracy, "draw", lambda device, dtype, sizes: draw(device, torch.float16, (24, 2, 1, 16, 16)))
     patch.setattr(accuracy, "config_of", lambda kind, q: single if kind == accuracy.HOPPER else right(kind, q))
 
 
-def _draw(draw: Callable[..., Any], device: torch.device, dtype: torch.dtype, sizes: Any) -> Any:
-    return draw(device, torch.float16, (24, 2, 1, 16, 16))  # the interpreter has no bf16
-
-
-def alone(name: str, patch: pytest.MonkeyPatch) -> int:
-    """One of ``gpu_cases.ALONE``, on the CPU."""
-    from . import gpu_cases as on_gpu  # which takes a second, for every case
-
-    hopper_by_another(patch)
-    FakeCuda(patch)
-    patch.setattr(on_gpu, "values", lambda x: [2])  # of a graph that was not
-    on_gpu.ALONE[name](CPU)
-    return 0
-
-
 if __name__ == "__main__":
-    kind, *words = sys.argv[1:]
     quicken()
     with pytest.MonkeyPatch.context() as patched:
-        sys.exit(case(words[0], words[1], patched) if kind == "case" else alone(words[0], patched))
+        sys.exit(case(sys.argv[1], sys.argv[2], patched))
