@@ -181,7 +181,7 @@ def test_one_group_after_the_other_listens_on_loopback_alone() -> None:
 SMALL = AttentionConfig(64, 2, heads=2, kv_heads=2, head_dim=16)
 OVERLAP = overlap_runs.OverlapConfig(SMALL, ((2, 1, 1),), repeats=1)
 STARTING: dict[str, tuple[Any, str, Any, tuple[Any, ...]]] = {
-    "links": (link_runs, "of_transport", link_runs.measure, (link_runs.LinksConfig(("process_group",), sizes=(64,)),)),
+    "links": (link_runs, "measured", link_runs.measure, (link_runs.LinksConfig(("process_group",), sizes=(64,)),)),
     "overlap": (overlap_runs, "rows_of", overlap_runs.measure, (OVERLAP,)),
     "timeline": (timeline_runs, "_step", timeline_runs.measure, (SMALL, 1)),
 }
