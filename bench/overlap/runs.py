@@ -22,7 +22,7 @@ from ...comm import DONE, Fence, Limits, Message, Transport
 from ...ring import Mask, Ring, loop
 from ...ring.backends import backward_backends, forward_backends, joined, resolve_backend
 from ...ring.buffers import Call, Tensors, ignore_post
-from ...ring.schedule.plan import plan
+from ...ring.schedule.plan import Plan, plan
 from ..common.attention import DTYPES, AttentionConfig
 from ..common.flags import human
 from ..common.launching import Member
@@ -74,12 +74,24 @@ class Nothing:
 
 
 class Shard:
-    """One rank's random inputs, and the passes of one ring over them, in each of the three ways."""
+    """One rank's random inputs, and the passes of one ring over them, in each of the three ways.
 
-    def __init__(self, problem: AttentionConfig, ring: Ring, device: torch.device) -> None:
+    ``backend`` is that of ``ring_attention``; ``revised`` makes the plan that runs of the ring's own.
+    """
+
+    def __init__(
+        self,
+        problem: AttentionConfig,
+        ring: Ring,
+        device: torch.device,
+        *,
+        backend: str = "",
+        revised: Callable[[Plan], Plan] = lambda plan: plan,
+    ) -> None:
         mask, tokens = Mask(causal=problem.causal), problem.held.lengths[ring.rank]
-        self._ring, self._backend = ring, resolve_backend("auto", device)
-        self._plan = plan(problem.held, mask, ring.rank, ring.direction, device, ring.topology, ring.slots)
+        self._ring, self._backend = ring, backend or resolve_backend("auto", device)
+        own = plan(problem.held, mask, ring.rank, ring.direction, device, ring.topology, ring.slots)
+        self._plan = revised(own)
         self._scale = 1 / math.sqrt(problem.head_dim)
         self.nbytes = dict.fromkeys(PHASES, 0)
         """That a pass moves, once it was run as compute alone."""
