@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,22 +11,22 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ... import reference
 from ...comm import LocalGroup, LocalWorld
-from ...kernels import KernelConfig, default_config
-from ...kernels.config import config_for
+from ...kernels import KernelConfig
 from ...kernels.experimental.hopper_launch import is_hopper
 from ...ring import Layout, ring_attention
 from ..common.attention import DTYPES
 from ..common.errors import tolerance
 from ..suite.cases import NotHere, Number, poisoned
+from .contender import Variant
 
 NO_DROPOUT = 0.0
 HOPPER = "hopper"
 BACKENDS = {
-    HOPPER: "forward and backward of sm_90",
-    "single_pass": "dQ, dK and dV by one kernel",
-    "single_pass_deterministic": "the same in a fixed order",
+    HOPPER: {"forward_kernel": "hopper", "backward": "hopper"},
+    "single_pass": {"backward": "single_pass"},
+    "single_pass_deterministic": {"backward": "single_pass_deterministic"},
 }
-"""As a backend: Triton kernels in the place of the default ones."""
+"""As a backend: Triton kernels in the place of the default ones, by fields of their config."""
 ANY_ORDER = (HOPPER, "single_pass")  # in which dQ is added: its last bits change from run to run
 
 
@@ -165,9 +164,4 @@ def on_shards(given: Inputs, causal: bool, world: int, backend: str) -> Results:
 
 def config_of(backend: str, q: Tensor) -> KernelConfig | None:
     """Which Triton kernels; None for the default."""
-    if backend not in BACKENDS:
-        return None
-    if backend == HOPPER:
-        return replace(config_for(90, q.dtype, q.shape[-1]), forward_kernel="hopper", backward="hopper")
-    tuned = default_config(q, q)
-    return KernelConfig(tuned.forward, tuned.dq, tuned.dkdv, backward=backend)
+    return Variant(backend, BACKENDS.get(backend)).config(q, q, full=False)
