@@ -69,18 +69,17 @@ class Spoiling(LocalTransport):
         return fence
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_rows_of_a_world(size: int) -> None:
+def test_rows_of_a_world() -> None:
     config = LinksConfig(("local",), sizes=(5, 1000), iters=3, warmup=1, checks=2)
 
     def run(group: LocalGroup) -> list[Row]:
         return measured(LocalTransport(group, CPU), Limits(), config, CPU)
 
-    with LocalWorld(size, device="cpu") as world:
+    with LocalWorld(3, device="cpu") as world:
         everyone = world.run(run)
     assert all(rows == everyone[0] for rows in everyone)
     columns = [(row["way"], row["edge"], row["size"]) for row in everyone[0]]
-    assert columns == [(way.name, way.edge, nbytes) for way in ways(size) for nbytes in config.sizes]
+    assert columns == [(way.name, way.edge, nbytes) for way in ways(3) for nbytes in config.sizes]
     for row in everyone[0]:
         assert row["time"] > 0 and row["#wrong"] == 0 and set(row) < set(runs.UNITS)
         assert row["algbw"] == row["busbw"] == pytest.approx(row["size"] / row["time"] / 1e3)
@@ -200,12 +199,6 @@ def test_compute_runs_as_long_as_the_transfers(monkeypatch: pytest.MonkeyPatch) 
     assert 0.3 < columns["compute slowed"] < 3 and 0.5 < columns["transfer slowed"] < 3
 
 
-def test_nothing_runs_beside_copies_of_the_host() -> None:
-    config = LinksConfig((), sizes=(8,), beside="matmul")
-    columns = runs.beside(LocalTransport(solo_group(), CPU), ways(1)[0], config, CPU)
-    assert "compute slowed" not in columns and "inside the post" in columns["compute note"]
-
-
 def test_steps_on_a_gpu_count_if_they_end_before_the_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a stand-in whose events tell the time of our choice: transfers end after 25 ms, steps every 10 ms."""
     times = iter([0.0, 25.0, 10.0, 20.0, 30.0])
@@ -285,6 +278,7 @@ def test_links_of_real_processes(tmp_path: Path) -> None:
     assert not found.failed and found.provenance["versions"] and "timed by clock" in found.notes
     beside = [row for row in found.rows if row.get("compute")]
     assert {row["size"] for row in beside} == {4096} and len(beside) == 2 * 4
+    assert all((row["transport"] == "local") == ("inside the post" in row.get("compute note", "")) for row in beside)
     assert all(row["compute alone"] > 0 for row in beside if row["transport"] == "process_group")
 
 
