@@ -69,11 +69,12 @@ class Spoiling(LocalTransport):
         return fence
 
 
-def test_rows_of_a_world() -> None:
-    config = LinksConfig(("local",), sizes=(5, 1000), iters=3, warmup=1, checks=2)
+def test_rows_of_a_world_where_a_byte_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LinksConfig(("local",), sizes=(5, 1000), iters=2, warmup=0, checks=3)
+    monkeypatch.setattr(Spoiling, "warm_up", lambda transport, edges: None)
 
     def run(group: LocalGroup) -> list[Row]:
-        return measured(LocalTransport(group, CPU), Limits(), config, CPU)
+        return measured(Spoiling(group, CPU), Limits(), config, CPU)
 
     with LocalWorld(3, device="cpu") as world:
         everyone = world.run(run)
@@ -81,21 +82,9 @@ def test_rows_of_a_world() -> None:
     columns = [(row["way"], row["edge"], row["size"]) for row in everyone[0]]
     assert columns == [(way.name, way.edge, nbytes) for way in ways(3) for nbytes in config.sizes]
     for row in everyone[0]:
-        assert row["time"] > 0 and row["#wrong"] == 0 and set(row) < set(runs.UNITS)
+        assert row["time"] > 0 and set(row) < set(runs.UNITS)
         assert row["algbw"] == row["busbw"] == pytest.approx(row["size"] / row["time"] / 1e3)
-
-
-def test_a_lost_byte_is_counted() -> None:
-    config = LinksConfig(("local",), sizes=(64,), iters=1, warmup=0, checks=3)
-
-    def run(group: LocalGroup) -> list[Row]:
-        return measured(Spoiling(group, CPU), Limits(), config, CPU)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Spoiling, "warm_up", lambda transport, edges: None)
-        with LocalWorld(3, device="cpu") as world:
-            rows = world.run(run)[0]
-    wrong = {row["edge"]: row["#wrong"] for row in rows}
+    wrong = {row["edge"]: row["#wrong"] for row in everyone[0] if row["size"] == 1000}
     assert wrong == {"0->1": 3, "1->2": 0, "2->0": 0, "0<->1": 3, "1<->2": 3, "0<->2": 0, "all": 3}
 
 
