@@ -176,38 +176,30 @@ BESIDE = [*(one for one in VARIANTS if one.name in FORWARDS), WITH_MARGIN]
 FULL128, CAUSAL128, FULL64, STATE128, BESIDE128 = "full D128", "causal D128", "full D64", "8k keys", "beside"
 
 
-class Bar(NamedTuple):
-    """At least so many times what ``over`` reaches, or so many TFLOP/s."""
-
-    over: str
-    least: float
-
-
 class Target(NamedTuple):
-    """One row: what is measured, by whom of ours (the best of them counts), the floor and the goals."""
+    """One row: what is measured, by whom of ours (the best of them counts), and what it is to reach."""
 
     what: str
     group: str  # which measurement it is read from
     passes: str
     by: tuple[str, ...]
-    floor: Bar
-    goals: tuple[Bar, ...]
+    bars: tuple[tuple[str, str, float], ...]
+    """Floor or goal; over what; at least so many times that, or so many TFLOP/s."""
 
 
 TARGETS = (
-    Target("forward D128, full", FULL128, FORWARD, FORWARDS, Bar(FLASH, 1.25), (Bar(CUDNN, 1.05), Bar(RATE, 650))),
-    Target("forward D128, causal", CAUSAL128, FORWARD, FORWARDS, Bar(FLASH, 1.2), (Bar(CUDNN, 1.05), Bar(RATE, 600))),
-    Target("forward D64, full", FULL64, FORWARD, FORWARDS, Bar(FLASH, 1.2), (Bar(CUDNN, 1.05),)),
-    Target("backward D128, two passes", FULL128, BACKWARD, TWO_PASSES, Bar(FLASH, 0.9), (Bar(FLASH, 1.15),)),
-    Target(
-        "backward D128, single pass", FULL128, BACKWARD, SINGLE_PASSES, Bar(FLASH, 1.2),
-        (Bar(CUDNN, 1.0), Bar(RATE, 500)),
-    ),
-    Target("carried state, 8k keys per hop", STATE128, STATE, FORWARDS, Bar(FORWARD, 0.93), (Bar(FORWARD, 0.97),)),
-    Target(
-        "forward beside a transfer", BESIDE128, FORWARD, (*FORWARDS, WITH_MARGIN.name), Bar(ALONE, 0.85),
-        (Bar(ALONE, 0.92),),
-    ),
+    Target("forward D128, full", FULL128, FORWARD, FORWARDS,
+           (("floor", FLASH, 1.25), ("goal", CUDNN, 1.05), ("goal", RATE, 650))),
+    Target("forward D128, causal", CAUSAL128, FORWARD, FORWARDS,
+           (("floor", FLASH, 1.2), ("goal", CUDNN, 1.05), ("goal", RATE, 600))),
+    Target("forward D64, full", FULL64, FORWARD, FORWARDS, (("floor", FLASH, 1.2), ("goal", CUDNN, 1.05))),
+    Target("backward D128, two passes", FULL128, BACKWARD, TWO_PASSES, (("floor", FLASH, 0.9), ("goal", FLASH, 1.15))),
+    Target("backward D128, single pass", FULL128, BACKWARD, SINGLE_PASSES,
+           (("floor", FLASH, 1.2), ("goal", CUDNN, 1.0), ("goal", RATE, 500))),
+    Target("carried state, 8k keys per hop", STATE128, STATE, FORWARDS,
+           (("floor", FORWARD, 0.93), ("goal", FORWARD, 0.97))),
+    Target("forward beside a transfer", BESIDE128, FORWARD, (*FORWARDS, WITH_MARGIN.name),
+           (("floor", ALONE, 0.85), ("goal", ALONE, 0.92))),
 )  # fmt: skip
 
 
@@ -254,23 +246,22 @@ def judged(target: Target, rates: Mapping[str, float]) -> Iterator[Number]:
     """The floor, then the goals: what is reached, and in a word whether that is enough."""
     ours = {who: rates[f"{target.passes}:{who}"] for who in target.by if f"{target.passes}:{who}" in rates}
     who = max(ours, key=ours.__getitem__, default=target.by[0])
-    for kind, bar in (("floor", target.floor), *(("goal", goal) for goal in target.goals)):
-        reached = _reaches(bar, target.passes, who, rates) if ours else None
-        verdict = "not measured" if reached is None else "reached" if reached >= bar.least else "missed"
-        labels = {"by": who, "over": bar.over, "bar": kind, "at least": bar.least, "verdict": verdict}
-        yield Number(target.what, reached, RATE if bar.over == RATE else "times", labels)
+    for kind, over, least in target.bars:
+        other = _rate_of(over, target.passes, who, rates)
+        reached = ours[who] / other if ours and other else None
+        verdict = "not measured" if reached is None else "reached" if reached >= least else "missed"
+        labels = {"by": who, "over": over, "bar": kind, "at least": least, "verdict": verdict}
+        yield Number(target.what, reached, RATE if over == RATE else "times", labels)
 
 
-def _reaches(bar: Bar, what: str, who: str, rates: Mapping[str, float]) -> float | None:
-    """A rate as the bar counts it; None where the other one was not measured."""
-    if bar.over == RATE:
-        return rates[f"{what}:{who}"]
-    if bar.over == ALONE:
+def _rate_of(over: str, what: str, who: str, rates: Mapping[str, float]) -> float | None:
+    """What a rate of ours is divided by; None where it was not measured."""
+    if over == RATE:
+        return 1.0
+    if over == ALONE:
         # of all: one that leaves room to a transfer is slow without it, and would seem to lose nothing beside it
-        alone = [rate for name, rate in rates.items() if name.startswith(f"{ALONE}:")]
-        return rates[f"{what}:{who}"] / max(alone) if alone else None
-    other = f"{FORWARD}:{who}" if bar.over == FORWARD else f"{what}:{bar.over}"
-    return rates[f"{what}:{who}"] / rates[other] if rates.get(other) else None
+        return max((rate for name, rate in rates.items() if name.startswith(f"{ALONE}:")), default=None)
+    return rates.get(f"{FORWARD}:{who}" if over == FORWARD else f"{what}:{over}")
 
 
 def _shape(clock: Clock, sizes: Sizes, seqlen: int, head_dim: int, causal: bool, seconds: float) -> Iterator[Number]:

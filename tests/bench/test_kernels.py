@@ -161,6 +161,7 @@ def test_rates_are_of_the_visible_area() -> None:
     row = speed._row("backward", "x", Samples((2.5e-3,)), one, 100.0)
     rate = 4 * 4096**2 * 64 * 16 / 1e-3 / 1e12
     assert row["rate"] == row["rate by S²/2"] == pytest.approx(rate) and row["of product"] == pytest.approx(rate)
+    assert speed._row("forward", "x", Samples((1e-3,)), one, 100.0)["rate"] == pytest.approx(rate)
     assert config(64, 2, 2).flash_flops == 4 * 64 * 64 // 2 * 16 * 2
 
 
