@@ -103,7 +103,7 @@ def measure(config: AttentionConfig, clock: Clock, *, seconds: float, by: Sequen
         one_round = sum(clock(step) for step in steps.values())
         times = interleaved(steps, clock, warmup=1, repeats=repeats_within(seconds, one_round))
     ceiling = 2 * side**3 / times.pop(PRODUCT).median / 1e12
-    rows = [_row(*name.split(":"), samples, config, ceiling) | errors.get(name, {}) for name, samples in times.items()]
+    rows = [_row(name, samples, config, ceiling) | errors.get(name, {}) for name, samples in times.items()]
     found.rows += sorted(rows, key=lambda row: [*PASSES, *PARTS].index(row["pass"]))
     found.notes.append(f"matrix product in the same runs: {config.dtype} {ceiling:.4g} TFLOP/s")
     return found
@@ -131,8 +131,9 @@ def _captured(clock: Clock, step: Step) -> Step:
         raise Cannot(f"no CUDA graph of it: {str(refused).splitlines()[0]}") from None
 
 
-def _row(what: str, who: str, samples: Samples, config: AttentionConfig, ceiling: float) -> dict[str, Any]:
+def _row(name: str, samples: Samples, config: AttentionConfig, ceiling: float) -> dict[str, Any]:
     """One pass, or one kernel of a backward, which has a time alone."""
+    what, _, who = name.partition(":")
     row = {**labels_of(config), "pass": what, "by": who, "time": samples.median * 1e3, "spread": samples.spread}
     if what in PASSES:
         per_second = (BACKWARD_FLOPS if what == BACKWARD else 1.0) / samples.median / 1e12

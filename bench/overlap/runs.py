@@ -192,9 +192,13 @@ def rows_of(config: OverlapConfig, rings: Mapping[Setting, Ring], device: torch.
     taken = interleaved(steps, clock, repeats=config.repeats, progress=lambda: bar.advance(task))
     rows: list[Row] = []
     for setting in rings:
-        pieces = config.problem.world * setting[2]
         forward, backward = (
-            Times(*(taken[_name(setting, phase, kind)] for kind in (COMPUTE, COMMUNICATION, TOGETHER)), pieces)
+            Times(
+                compute=taken[_name(setting, phase, COMPUTE)],
+                communication=taken[_name(setting, phase, COMMUNICATION)],
+                together=taken[_name(setting, phase, TOGETHER)],
+                pieces=config.problem.world * setting[2],
+            )
             for phase in PHASES
         )
         columns = dict(zip(("slots", "prefetch", "chunks"), setting, strict=True))
@@ -242,8 +246,10 @@ class Times(NamedTuple):
 def step_of(forward: Times, backward: Times) -> Times:
     """Forward and backward of one ring as one step: the sums of their times, run by run."""
     pairs = zip(forward[:3], backward[:3], strict=True)
-    sums = (Samples(tuple(map(sum, zip(x.seconds, y.seconds, strict=True)))) for x, y in pairs)
-    return Times(*sums, forward.pieces + backward.pieces)
+    compute, communication, together = (
+        Samples(tuple(map(sum, zip(x.seconds, y.seconds, strict=True)))) for x, y in pairs
+    )
+    return Times(compute, communication, together, forward.pieces + backward.pieces)
 
 
 def verdict(rows: Sequence[Row]) -> str:

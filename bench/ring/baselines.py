@@ -227,9 +227,9 @@ class _ExchangedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, net: AllGather | Ulysses) -> Tensor:
         q, k, v = net.queries(q), net.keys(k), net.keys(v)
-        ctx.how = resolve_backend("auto", q.device), chunks_of(1, q.shape[2], k.shape[2])
-        ctx.net, ctx.scale = net, q.shape[-1] ** -0.5
-        (backend,) = forward_backends(*ctx.how, q, softmax_scale=ctx.scale)
+        ctx.net, ctx.scale, ctx.chunks = net, q.shape[-1] ** -0.5, chunks_of(1, q.shape[2], k.shape[2])
+        ctx.backend = resolve_backend("auto", q.device)
+        (backend,) = forward_backends(ctx.backend, ctx.chunks, q, softmax_scale=ctx.scale)
         backend.fold(k, v, net.bounds, final=True)
         out, lse = backend.result()
         ctx.save_for_backward(q, k, v, out, lse)
@@ -239,7 +239,8 @@ class _ExchangedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         net: AllGather | Ulysses = ctx.net
         q, k, v, out, lse = ctx.saved_tensors
-        (backend,) = backward_backends(*ctx.how, net.queries(dout), q, out, lse, softmax_scale=ctx.scale)
+        tensors = (net.queries(dout), q, out, lse)
+        (backend,) = backward_backends(ctx.backend, ctx.chunks, *tensors, softmax_scale=ctx.scale)
         dkv = tuple(torch.empty_like(x, dtype=torch.float32) for x in (k, v))
         backend.dq(k, v, net.bounds, local=True, final=True)
         backend.dkdv(k, v, net.bounds, local=True, accum=None, out=dkv)

@@ -158,10 +158,10 @@ def test_the_best_of_ours_is_compared_shape_by_shape() -> None:
 
 def test_rates_are_of_the_visible_area() -> None:
     one = config(4096, 16, 16, head_dim=64, causal=False)
-    row = speed._row("backward", "x", Samples((2.5e-3,)), one, 100.0)
+    row = speed._row("backward:x", Samples((2.5e-3,)), one, 100.0)
     rate = 4 * 4096**2 * 64 * 16 / 1e-3 / 1e12
     assert row["rate"] == row["rate by S²/2"] == pytest.approx(rate) and row["of product"] == pytest.approx(rate)
-    assert speed._row("forward", "x", Samples((1e-3,)), one, 100.0)["rate"] == pytest.approx(rate)
+    assert speed._row("forward:x", Samples((1e-3,)), one, 100.0)["rate"] == pytest.approx(rate)
     assert config(64, 2, 2).flash_flops == 4 * 64 * 64 // 2 * 16 * 2
 
 

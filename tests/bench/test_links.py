@@ -177,14 +177,14 @@ class Slow:
         self._ends = max(self._ends, time.perf_counter()) + self._seconds
         over = threading.Event()
         threading.Timer(self._ends - time.perf_counter(), over.set).start()
-        return SimpleNamespace(wait=over.wait, done=over.is_set)  # type: ignore[return-value]
+        return SimpleNamespace(wait=over.wait, done=over.is_set)
 
 
 def test_compute_runs_as_long_as_the_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "step_of", lambda kind, device: lambda: time.sleep(0.02))
     config = LinksConfig((), sizes=(8,), beside="matmul")
     columns = runs.beside(Slow(0.1), ways(1)[0], config, CPU)  # type: ignore[arg-type]
-    assert columns["compute alone"] == pytest.approx(20, rel=0.8)
+    assert columns["compute alone"] >= 20
     assert 0.3 < columns["compute slowed"] < 3 and 0.5 < columns["transfer slowed"] < 3
 
 
